@@ -1,0 +1,60 @@
+"""strobe: exact attention in one pass over the keys, on CPUs and on GPUs from Ampere on.
+
+>>> import torch, strobe
+>>> q = k = v = torch.randn(1, 128, 4, 64)
+>>> strobe.attention(q, k, v, causal=True).shape
+torch.Size([1, 128, 4, 64])
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from .api import (
+    attention,
+    attention_varlen,
+    explain,
+    explain_varlen,
+    last_errors,
+    partial_attention,
+    partial_attention_varlen,
+    supports,
+    warmup,
+)
+from .errors import InvalidProblem, KernelFault, UnsupportedProblem
+from .mask import Mask, causal, documents, full, key_lengths, prefix_causal, window
+from .merge import Partial, merge, with_sinks
+from .problem import Problem
+from .select import Choice
+from .target import Target
+
+try:
+    __version__ = version("strobe-attention")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0.0.0+source"
+
+__all__ = [
+    "Choice",
+    "InvalidProblem",
+    "KernelFault",
+    "Mask",
+    "Partial",
+    "Problem",
+    "Target",
+    "UnsupportedProblem",
+    "attention",
+    "attention_varlen",
+    "causal",
+    "documents",
+    "explain",
+    "explain_varlen",
+    "full",
+    "key_lengths",
+    "last_errors",
+    "merge",
+    "partial_attention",
+    "partial_attention_varlen",
+    "prefix_causal",
+    "supports",
+    "warmup",
+    "window",
+    "with_sinks",
+]

@@ -1,0 +1,288 @@
+"""The public functions: what a call means, said once in their docstrings; then one line each to the ops.
+
+All take q [B, S_q, H_q, D], k [B, S_k, H_kv, D], v [B, S_k, H_kv, D_v] (packed: [T, H, D]) in float16, bfloat16, float32
+or float64, with any strides over a contiguous last dimension; query head h reads key head h // (H_q // H_kv).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .errors import InvalidProblem, UnsupportedProblem, wrong_type
+from .kernels import faults
+from .mask import NO_BOUND, Mask, window as window_mask
+from .merge import Partial
+from .problem import Call, Packed, Problem
+from .select import Choice
+
+Window = tuple[int | None, int | None]
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
+    kernel: str | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Exact attention: softmax(scale * q k^T) v for each head, under a mask.
+
+    >>> q, k, v = torch.randn(2, 5, 8, 64), torch.randn(2, 7, 2, 64), torch.randn(2, 7, 2, 64)
+    >>> attention(q, k, v, causal=True).shape
+    torch.Size([2, 5, 8, 64])
+
+    Args:
+        q, k, v: [B, S_q, H_q, D], [B, S_k, H_kv, D], [B, S_k, H_kv, D_v]; one dtype; H_q a multiple of H_kv.
+        causal: query i sees key j iff j <= i + S_k - S_q (bottom-right aligned).
+        window: (left, right), keys on either side of that diagonal, both ends included; None or negative is unbounded.
+        mask: strobe.causal(), window, prefix_causal, documents, key_lengths, joined by &; joined with causal= and window=.
+        scale: multiplies q k^T; D ** -0.5 unless given; any finite number.
+        softcap: c > 0 makes scores c * tanh(s / c), before masks and sinks.
+        sinks: [H_q], one more logit a head in the denominator only.
+        deterministic: gradients have the same bits each time; None follows torch.are_deterministic_algorithms_enabled().
+        batch_invariant: a row's bits do not depend on batch size, position or padding.
+        kernel: a family ("portable") or one kernel ("portable.forward") to run, or an error that says why not.
+        out: where to write, [B, S_q, H_q, D_v] in q's dtype; not with gradients.
+
+    Returns [B, S_q, H_q, D_v] in q's dtype. A row that sees no key is 0; NaN in a row of q is NaN in that row alone.
+    Raises InvalidProblem (arguments contradict each other), TypeError, UnsupportedProblem (no kernel can run it).
+    Source: FlashAttention-2 (arXiv 2307.08691), section 3; online softmax (arXiv 1805.02867).
+    """
+    call = _dense(q, k, v, _mask(causal, window, mask), sinks)
+    return ops.run(_options(call, scale, softcap, deterministic, batch_invariant, kernel), _out(out))[0]
+
+
+def partial_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
+    softcap: float | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None,
+) -> Partial:  # fmt: skip
+    """Attention over some of the keys, for `merge` with the rest: out in float32 and the log-sum-exp of its scores.
+
+    >>> q, kv = torch.randn(1, 4, 2, 16), torch.randn(1, 6, 2, 16)
+    >>> whole = merge(partial_attention(q, kv[:, :4], kv[:, :4]), partial_attention(q, kv[:, 4:], kv[:, 4:]))
+    >>> torch.allclose(whole.out, attention(q, kv, kv), atol=1e-6)
+    True
+
+    Arguments as `attention`; sinks are applied once, after all merging, by `with_sinks`. Returns
+    Partial(out [B, S_q, H_q, D_v] float32, lse [B, H_q, S_q] float32, natural log); float64 for float64. Both are
+    differentiable. A row that sees no key has out 0 and lse -inf.
+    """
+    call = _dense(q, k, v, _mask(causal, window, mask), None)._replace(partial=True)
+    return Partial(*ops.run(_options(call, scale, softcap, deterministic, batch_invariant, kernel)))
+
+
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention over sequences of different lengths packed end to end, with no padding.
+
+    >>> q = k = v = torch.randn(12, 2, 64)
+    >>> attention_varlen(q, k, v, cu_seqlens_q=torch.tensor([0, 5, 5, 12], dtype=torch.int32), causal=True).shape
+    torch.Size([12, 2, 64])
+
+    Args:
+        q, k, v: [T_q, H_q, D], [T_k, H_kv, D], [T_k, H_kv, D_v].
+        cu_seqlens_q, cu_seqlens_k: int32 [n + 1] on q's device, the running sum of lengths; k's are q's unless given.
+            A row outside every sequence sees no key: its out is 0.
+        max_seqlen_q, max_seqlen_k: upper bounds promised by the caller, for planning. A longer sequence is reported by
+            `last_errors`, and its rows beyond the promise (for keys: all its rows) are NaN.
+        causal, window and the rest: as `attention`, within each sequence.
+
+    Returns [T_q, H_q, D_v] in q's dtype. Reads no data of the device on the host.
+    """
+    call = _packed(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _mask(causal, window, None), sinks)
+    return ops.run(_options(call, scale, softcap, deterministic, batch_invariant, kernel), _out(out))[0]
+
+
+def partial_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
+    deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None,
+) -> Partial:  # fmt: skip
+    """`partial_attention` over packed sequences: Partial(out [T_q, H_q, D_v] float32, lse [H_q, T_q]).
+
+    >>> q = k = v = torch.randn(12, 2, 64)
+    >>> partial_attention_varlen(q, k, v, cu_seqlens_q=torch.tensor([0, 5, 12], dtype=torch.int32)).lse.shape
+    torch.Size([2, 12])
+
+    Arguments as `attention_varlen`.
+    """
+    call = _packed(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _mask(causal, window, None), None)
+    return Partial(*ops.run(_options(call._replace(partial=True), scale, softcap, deterministic, batch_invariant, kernel)))
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
+    kernel: str | None = None,
+) -> Choice:  # fmt: skip
+    """What `attention` would run for these arguments: kernels, configs, and why not the others. Runs nothing.
+
+    >>> q = torch.randn(1, 8, 2, 64)
+    >>> explain(q, q, q, causal=True).forward.kernel.name
+    'cpu.forward'
+    """
+    call = _dense(q, k, v, _mask(causal, window, mask), sinks)
+    return _decide(_options(call, scale, softcap, deterministic, batch_invariant, kernel))
+
+
+def explain_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None,
+) -> Choice:  # fmt: skip
+    """`explain` for `attention_varlen`.
+
+    >>> q = torch.randn(8, 2, 64)
+    >>> explain_varlen(q, q, q, cu_seqlens_q=torch.tensor([0, 3, 8], dtype=torch.int32)).problem.layout.batch
+    2
+    """
+    call = _packed(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _mask(causal, window, None), sinks)
+    return _decide(_options(call, scale, softcap, deterministic, batch_invariant, kernel))
+
+
+def supports(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
+    kernel: str | None = None,
+) -> bool:  # fmt: skip
+    """Whether some kernel here can run this call of `attention`; invalid arguments raise as they would there.
+
+    >>> q = torch.randn(1, 8, 2, 64)
+    >>> supports(q, q, q), supports(q, q, q, kernel="portable")
+    (True, False)
+    """
+    call = _dense(q, k, v, _mask(causal, window, mask), sinks)
+    try:
+        _decide(_options(call, scale, softcap, deterministic, batch_invariant, kernel))
+    except UnsupportedProblem:
+        return False
+    return True
+
+
+def warmup(problems: Iterable[Problem], device: torch.device | str | None = None) -> None:
+    """Compile the kernels of these problems ahead of their first call: before a graph capture, or onto a shared cache.
+
+    >>> q = torch.randn(1, 8, 2, 64)
+    >>> warmup([explain(q, q, q).problem])
+
+    Each problem is run once on zeros of its shapes on `device` (the current GPU, or the CPU where there is none).
+    """
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    for problem in problems:
+        if not isinstance(problem, Problem):
+            raise wrong_type("problems", problem, "strobe.Problem values", "take them from strobe.explain(...).problem")
+        call = problem.example(place)
+        out, lse = ops.run(call)
+        if problem.needs_grad:
+            torch.autograd.grad([out, lse], call[:3], [torch.zeros_like(out), torch.zeros_like(lse)])
+
+
+def last_errors(device: torch.device | str | None = None) -> list[str]:
+    """What kernels found wrong in metadata that lives on the device (offsets, lengths), since the last time this was asked.
+
+    >>> last_errors()
+    []
+
+    Waits for the device. None asks all devices.
+    """
+    return faults.read_and_clear(None if device is None else torch.empty(0, device=device).device)
+
+
+# ---------------------------------------------------------------- from keywords to a Call
+
+
+def _mask(causal: bool, window: Window | None, mask: Mask | None) -> Mask:
+    if not isinstance(causal, bool):
+        raise wrong_type("causal", causal, "a bool", "pass True or False")
+    joined = Mask(right=0) if causal else Mask()
+    if window is not None:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise wrong_type("window", window, "a pair (left, right) or None", "use None inside the pair for no bound")
+        joined = joined & window_mask(*window)
+    if mask is None:
+        return joined
+    if not isinstance(mask, Mask):
+        raise wrong_type("mask", mask, "a strobe mask", "build one with strobe.causal(), window, prefix_causal, documents or key_lengths")
+    return joined & mask
+
+
+def _tensors(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise wrong_type(name, tensor, "a tensor", "pass a torch.Tensor")
+        if tensor.dim() != rank:
+            shape, other = ("[B, S, H, D]", "attention_varlen") if rank == 4 else ("[T, H, D]", "attention")
+            raise InvalidProblem(name, f"shape {list(tensor.shape)}", shape, f"{other} takes the other layout")
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None) -> Call:
+    _tensors(q, k, v, 4)
+    return _sinks(Call(q, k, v), sinks).with_mask(mask)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, lengths: tuple, mask: Mask, sinks: Tensor | None) -> Call:
+    _tensors(q, k, v, 3)
+    cu_seqlens_q, cu_seqlens_k, *longest = lengths
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(offsets, Tensor):
+            raise wrong_type(name, offsets, "an int32 tensor [n + 1]", "give the running sum of lengths, from 0 to the total")
+    for name, bound in zip(("max_seqlen_q", "max_seqlen_k"), longest):
+        if bound is not None and (isinstance(bound, (bool, float, Tensor)) or not hasattr(bound, "__index__")):
+            raise wrong_type(name, bound, "an int or None", "give a Python int, so that nothing waits for the device")
+        if bound is not None and bound < 0:
+            raise InvalidProblem(name, bound, "a number >= 0 or None", "leave it out where there is no bound")
+    call = Call(q, k, v, cu_seqlens_q=cu_seqlens_q.contiguous(), cu_seqlens_k=cu_seqlens_k.contiguous())
+    most = [NO_BOUND if bound is None else bound for bound in longest]
+    return _sinks(call._replace(max_seqlen_q=most[0], max_seqlen_k=most[1]), sinks).with_mask(mask)
+
+
+def _sinks(call: Call, sinks: Tensor | None) -> Call:
+    if sinks is None:
+        return call
+    if not isinstance(sinks, Tensor):
+        raise wrong_type("sinks", sinks, "a tensor [H_q] or None", "wrap it in torch.tensor(...)")
+    return call._replace(sinks=sinks.contiguous())
+
+
+def _options(call: Call, scale, softcap, deterministic, batch_invariant, kernel) -> Call:
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and (isinstance(number, (bool, Tensor)) or not hasattr(number, "__float__")):
+            raise wrong_type(name, number, "a number or None", "give a Python float")
+    if softcap is not None and not softcap > 0:
+        raise InvalidProblem("softcap", softcap, "a number > 0 or None", "leave it out for none")
+    for name, flag in (("deterministic", deterministic), ("batch_invariant", batch_invariant)):
+        if not isinstance(flag, bool) and not (flag is None and name == "deterministic"):
+            raise wrong_type(name, flag, "a bool", "pass True or False")
+    if kernel is not None and not isinstance(kernel, str):
+        raise wrong_type("kernel", kernel, "a str or None", 'name a family ("portable") or a kernel ("portable.forward")')
+    return call._replace(
+        scale=None if scale is None else float(scale),
+        softcap=0.0 if softcap is None else float(softcap),
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        batch_invariant=batch_invariant,
+        kernel=kernel or "",
+    )
+
+
+def _out(out: Tensor | None) -> Tensor | None:
+    if out is not None and not isinstance(out, Tensor):
+        raise wrong_type("out", out, "a tensor or None", "allocate it like q")
+    return out
+
+
+def _decide(call: Call) -> Choice:
+    wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in call[:4])
+    return ops.decide(call._replace(needs_grad=wants_grad))
+
+
+__all__ = [
+    "Packed", "attention", "attention_varlen", "explain", "explain_varlen", "last_errors", "partial_attention", "partial_attention_varlen",
+    "supports", "warmup",
+]  # fmt: skip

@@ -1,0 +1,22 @@
+"""Every kernel there is, in order of preference. A family's module is imported when a call first asks about it;
+it imports no DSL itself, so asking costs nothing and needs no Triton."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+
+from .kernel import Kernel
+
+# family: forward and backward kernels stand in strobe/kernels/FAMILY/config.py as FORWARD and BACKWARD
+FAMILIES = ("portable", "cpu")
+
+
+@lru_cache
+def kernels(direction: str) -> tuple[Kernel, ...]:
+    """All kernels of a direction, "forward" or "backward", best first.
+
+    >>> [kernel.name for kernel in kernels("forward")]
+    ['portable.forward', 'cpu.forward']
+    """
+    return tuple(getattr(import_module(f"strobe.kernels.{family}.config"), direction.upper()) for family in FAMILIES)

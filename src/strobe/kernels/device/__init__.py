@@ -1,0 +1,1 @@
+"""Device functions written once, called by Triton and by Gluon kernels."""

@@ -1,0 +1,44 @@
+"""Error words: what a kernel found wrong in metadata that lives on the device, kept there until somebody asks.
+
+A word is an int32 a device; kernels set its bits with an atomic or, so nothing waits and graphs replay.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+OFFSETS_Q, OFFSETS_K, LONG_Q, LONG_K, LENGTHS = 1, 2, 4, 8, 16
+
+MEANING = {
+    OFFSETS_Q: "cu_seqlens_q: an offset is below the one before it or beyond T_q; it was clamped",
+    OFFSETS_K: "cu_seqlens_k: an offset is below the one before it or beyond T_k; it was clamped",
+    LONG_Q: "max_seqlen_q: a sequence has more queries than promised; its rows beyond the promise are NaN",
+    LONG_K: "max_seqlen_k: a sequence has more keys than promised; all its rows are NaN",
+    LENGTHS: "key_lengths: a length is negative or beyond S_k; it was clamped",
+}
+
+_words: dict[torch.device, Tensor] = {}
+
+
+def word(device: torch.device) -> Tensor:
+    """The device's error word, int32 [1]; made on first use and kept, so that captured graphs may hold its address."""
+    if device not in _words:
+        _words[device] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _words[device]
+
+
+def report(device: torch.device, bits: int) -> None:
+    """Set bits from the host: for kernels that run there."""
+    word(device).bitwise_or_(bits)
+
+
+def read_and_clear(device: torch.device | None = None) -> list[str]:
+    """What the words of `device` (or of all devices) say, in plain text; clears them. Waits for the device."""
+    found: list[str] = []
+    for owner, value in _words.items():
+        if device is None or owner == device:
+            bits = int(value.item())
+            value.zero_()
+            found += [f"{owner}: {meaning}" for bit, meaning in MEANING.items() if bits & bit]
+    return found

@@ -1,0 +1,133 @@
+"""What a kernel is: five answers. And what it needs beside its inputs: buffers it declares and never allocates."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..mask import MaskStructure
+from ..problem import Call, Dense, Packed, Problem
+from ..target import Target
+
+
+class Buffer(NamedTuple):
+    """Scratch a kernel asks for: allocated by `ops` from torch's allocator, filled inside the launch sequence."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fill: float | None = None  # None: left as it comes
+
+
+class Cost(NamedTuple):
+    flops: float
+    moved_bytes: float  # each input read once, each output written once
+
+    def ceiling_ms(self, target: Target) -> tuple[float, str]:
+        """The least time on `target` and what sets it; (0, reason) where the target's peaks are unknown."""
+        if not target.peak_tflops:
+            return 0.0, "this target's peak rates are not known"
+        compute_ms, memory_ms = self.flops / target.peak_tflops / 1e9, self.moved_bytes / target.peak_gbps / 1e6
+        return max((compute_ms, "compute-bound"), (memory_ms, "memory-bound"))
+
+
+class Forward(NamedTuple):
+    """Where a forward kernel writes: out [B, S_q, H_q, D_v] or [T, H_q, D_v], any strides; lse [B, H_q, S_q] or [H_q, T]."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class Backward(NamedTuple):
+    """What a backward kernel reads beside the call (dout, out, lse, dlse) and where it writes (dq, dk, dv, delta).
+
+    delta [B, H_q, S_q] or [H_q, T] is rowsum(dout * out) - dlse in lse's dtype: written by every kernel, because the
+    gradient of the sinks is made of it.
+    """
+
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    delta: Tensor
+
+
+class Kernel(Protocol):
+    """The five answers: its name, why it cannot run a problem, its config, its cost, and running it."""
+
+    name: str
+
+    def why_not(self, problem: Problem, target: Target) -> str | None:
+        """None if it can run, else the reason, in words a user can act on."""
+        ...
+
+    def config(self, problem: Problem, target: Target) -> object:
+        """The frozen config this kernel runs the problem with: looked up, never timed."""
+        ...
+
+    def cost(self, problem: Problem) -> Cost: ...
+
+    def workspace(self, problem: Problem, config: object) -> tuple[Buffer, ...]: ...
+
+    def run(self, plan: Plan, call: Call, tensors: Forward | Backward, workspace: dict[str, Tensor]) -> None: ...
+
+
+class Plan(NamedTuple):
+    """One kernel decided for one problem: what `run` is given."""
+
+    kernel: Kernel
+    problem: Problem
+    target: Target
+    config: object
+    buffers: tuple[Buffer, ...]
+
+
+def visible_pairs(problem: Problem) -> float:
+    """Query-key pairs the mask's band admits over the batch, exactly for dense layouts; an upper bound where lengths or ids live on the device."""
+    layout = problem.layout
+    if isinstance(layout, Packed):
+        rows, keys = layout.total_q, layout.total_k
+        if layout.batch == 0 or rows == 0:
+            return 0.0
+        return layout.batch * _band_pairs(rows / layout.batch, keys / layout.batch, problem)  # as if all were of one length
+    assert isinstance(layout, Dense)
+    return layout.batch * _band_pairs(layout.seqlen_q, layout.seqlen_k, problem)
+
+
+def _band_pairs(rows: float, keys: float, problem: Problem) -> float:
+    mask: MaskStructure = problem.mask
+    shift = keys - rows
+    hidden = 0.0
+    if mask.right and not mask.prefix:  # keys beyond d + right
+        hidden += _ramp(rows, keys, keys - shift - problem.right - 1)
+    if mask.left:  # keys before d - left: the same triangle seen from the other end
+        hidden += _ramp(rows, keys, rows - 1 + shift - problem.left)
+    return max(0.0, rows * keys - hidden)
+
+
+def _ramp(rows: float, keys: float, first: float) -> float:
+    """Sum over i in [0, rows) of clamp(first - i, 0, keys): what one edge of a band hides."""
+
+    def triangle(n: float) -> float:
+        return n * (n + 1) / 2 if n > 0 else 0.0
+
+    return triangle(first) - triangle(first - rows) - triangle(first - keys) + triangle(first - keys - rows)
+
+
+def attention_cost(problem: Problem, backward: bool = False) -> Cost:
+    """FLOPs of the products over visible pairs (2 forward, 5 backward) and the bytes of inputs and outputs."""
+    pairs = visible_pairs(problem) * problem.heads_q
+    width, width_v = problem.head_dim, problem.head_dim_v
+    layout = problem.layout
+    rows = layout.total_q if isinstance(layout, Packed) else layout.batch * layout.seqlen_q
+    keys = layout.total_k if isinstance(layout, Packed) else layout.batch * layout.seqlen_k  # type: ignore[union-attr]
+    itemsize = problem.dtype.itemsize
+    moved = (rows * problem.heads_q + keys * problem.heads_kv) * (width + width_v) * itemsize + 4 * rows * problem.heads_q
+    if backward:
+        return Cost(2 * pairs * (3 * width + 2 * width_v), 2 * moved + rows * problem.heads_q * width_v * itemsize)
+    return Cost(2 * pairs * (width + width_v), moved)

@@ -1,0 +1,1 @@
+"""Triton kernels for any GPU from sm_80 on."""

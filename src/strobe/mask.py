@@ -1,0 +1,288 @@
+"""Masks are values: which keys each query row may see.
+
+Every mask is a band and at most three refinements. With d = i + S_k - S_q, the column on row i's diagonal
+(bottom-right aligned), row i sees key j iff
+
+    d - left <= j <= d + right          window; causal is right = 0
+    and (j < prefix or j <= d)          prefix_causal
+    and j < key_lengths[b]              key_lengths
+    and ids_q[b, i] == ids_k[b, j] >= 0 documents
+
+so the first three lines are one interval of keys a row, and both its ends never move left from a row to the next.
+That is all that tile skipping needs. Which of the bounds exist is the mask's *structure*: hashable, part of the
+Problem, a constant of the compiled kernel. The bounds themselves are arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import InvalidProblem, wrong_type
+
+NO_BOUND = -1  # how an absent left or right bound is written in the flat encoding of a call
+
+
+class TileKind(Enum):
+    EMPTY = "empty"  # no row of the tile sees any of its keys: skipped
+    FULL = "full"  # every row sees every key: no mask is computed
+    PARTIAL = "partial"
+
+
+class MaskStructure(NamedTuple):
+    """The hashable half of a mask: which of its bounds exist."""
+
+    left: bool = False
+    right: bool = False
+    prefix: bool = False
+    key_lengths: bool = False
+    documents: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join(name for name, present in zip(self._fields, self) if present) or "full"
+
+
+class Tile(NamedTuple):
+    """Rows [m_start, m_stop) by keys [n_start, n_stop) of batch entry `batch_index`."""
+
+    m_start: int
+    m_stop: int
+    n_start: int
+    n_stop: int
+    batch_index: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Document ids, int32 [B, S], and for each position where its run ends and which positions of the other side
+    share its id: spans int32 [B, S, 3] = (run_end, first, last + 1). Computed on the ids' device, without a sync."""
+
+    ids_q: Tensor
+    ids_k: Tensor
+    spans_q: Tensor
+    spans_k: Tensor
+
+    @staticmethod
+    def of(ids_q: Tensor, ids_k: Tensor) -> Documents:
+        return Documents(ids_q, ids_k, _spans(ids_q, ids_k), _spans(ids_k, ids_q))
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """A mask; made by `causal`, `window`, `prefix_causal`, `documents`, `key_lengths` and joined by `&`.
+
+    >>> import strobe
+    >>> (strobe.causal() & strobe.window(1, 0)).dense(4, 4)[0].int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    """
+
+    left: int | None = None
+    right: int | None = None
+    prefix: int | Tensor | None = None
+    key_lengths: Tensor | None = None
+    documents: Documents | None = None
+
+    @property
+    def structure(self) -> MaskStructure:
+        return MaskStructure(*(getattr(self, name) is not None for name in MaskStructure._fields))
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            raise wrong_type("mask", other, "a strobe mask", "join masks made by strobe.causal(), strobe.window(), ...")
+        if self.documents is not None and other.documents is not None:
+            raise InvalidProblem(
+                "mask", "documents joined with documents", "at most one documents() in a mask", "give each pair of ids an id of its own"
+            )
+        return Mask(
+            _least(self.left, other.left),
+            _least(self.right, other.right),
+            _least(self.prefix, other.prefix),
+            _least(self.key_lengths, other.key_lengths),
+            self.documents or other.documents,
+        )
+
+    def simplified(self) -> Mask:
+        """The same mask with nothing redundant: a prefix says nothing beside a causal bound."""
+        return replace(self, prefix=None) if self.right == 0 and self.prefix is not None else self
+
+    def dense(self, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu") -> Tensor:
+        """The mask written out, bool [B, S_q, S_k] (B is 1 where nothing in it differs by batch entry): the oracle's view."""
+        row = torch.arange(seqlen_q, device=device)[:, None]
+        key = torch.arange(seqlen_k, device=device)[None, :]
+        return self.admits(row, key, seqlen_k - seqlen_q)
+
+    def admits(self, row: Tensor, key: Tensor, diagonal: int, batch: slice = slice(None)) -> Tensor:
+        """bool [B or 1, M, N] for rows [M, 1] and keys [1, N] of the batch entries `batch`; `diagonal` is S_k - S_q."""
+        d = row + diagonal
+        seen = torch.ones_like(row - key, dtype=torch.bool)[None]
+        if self.left is not None:
+            seen = seen & (key >= d - self.left)
+        if self.right is not None:
+            seen = seen & (key <= d + self.right)
+        if self.prefix is not None:
+            prefix = self.prefix[batch, None, None] if isinstance(self.prefix, Tensor) else self.prefix
+            seen = seen & ((key < prefix) | (key <= d))
+        if self.key_lengths is not None:
+            seen = seen & (key < self.key_lengths[batch, None, None])
+        if self.documents is not None:
+            ids_q, ids_k = self.documents.ids_q[batch, row[:, 0], None], self.documents.ids_k[batch, None, key[0]]
+            seen = seen & (ids_q == ids_k) & (ids_q >= 0)
+        return seen
+
+    def interval(self, row: int, seqlen_q: int, seqlen_k: int, batch_index: int = 0) -> tuple[int, int]:
+        """Keys [first, stop) that `row` may see, documents aside; both never fall from a row to the next."""
+        d = row + seqlen_k - seqlen_q
+        first = 0 if self.left is None else max(0, d - self.left)
+        stop = seqlen_k if self.right is None else min(seqlen_k, d + self.right + 1)
+        if self.prefix is not None:
+            stop = min(stop, max(_at(self.prefix, batch_index), d + 1))
+        if self.key_lengths is not None:
+            stop = min(stop, _at(self.key_lengths, batch_index))
+        return first, stop
+
+    def tile_kind(self, tile: Tile, seqlen_q: int, seqlen_k: int) -> TileKind:
+        """EMPTY, FULL or PARTIAL, exactly as `dense` would have it; reads tensors, so for hosts and tests."""
+        m_start, m_stop, n_start, n_stop, b = tile
+        m_stop, n_stop = min(m_stop, seqlen_q), min(n_stop, seqlen_k)
+        if m_start >= m_stop or n_start >= n_stop:
+            return TileKind.EMPTY
+        kind = self._band_kind(Tile(m_start, m_stop, n_start, n_stop, b), seqlen_q, seqlen_k)
+        if self.documents is None or kind is TileKind.EMPTY:
+            return kind
+        row = torch.arange(m_start, m_stop, device=self.documents.ids_q.device)[:, None]
+        key = torch.arange(n_start, n_stop, device=self.documents.ids_q.device)[None, :]
+        seen = self.admits(row, key, seqlen_k - seqlen_q, slice(b, b + 1))
+        return TileKind.FULL if seen.all() else TileKind.PARTIAL if seen.any() else TileKind.EMPTY
+
+    def _band_kind(self, tile: Tile, seqlen_q: int, seqlen_k: int) -> TileKind:
+        m_start, m_stop, n_start, n_stop, b = tile
+        last_first, _ = self.interval(m_stop - 1, seqlen_q, seqlen_k, b)
+        _, first_stop = self.interval(m_start, seqlen_q, seqlen_k, b)
+        if last_first <= n_start and first_stop >= n_stop:
+            return TileKind.FULL
+        # the topmost row that reaches the tile's first key has the lowest `first` of all that do: it decides
+        low, high = m_start, m_stop
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.interval(middle, seqlen_q, seqlen_k, b)[1] > n_start else (middle + 1, high)
+        if low == m_stop:
+            return TileKind.EMPTY
+        first, stop = self.interval(low, seqlen_q, seqlen_k, b)
+        return TileKind.PARTIAL if max(first, n_start) < min(stop, n_stop) else TileKind.EMPTY
+
+
+def full() -> Mask:
+    """Every row sees every key.
+
+    >>> full().structure == MaskStructure()
+    True
+    """
+    return Mask()
+
+
+def causal() -> Mask:
+    """Row i sees key j iff j <= i + S_k - S_q (bottom-right aligned).
+
+    >>> causal().dense(2, 5)[0].sum(1).tolist(), causal().dense(5, 2)[0].sum(1).tolist()
+    ([4, 5], [0, 0, 0, 1, 2])
+    """
+    return Mask(right=0)
+
+
+def window(left: int | None, right: int | None) -> Mask:
+    """Row i sees keys from i + S_k - S_q - left to i + S_k - S_q + right, both included; None or a negative number is unbounded.
+
+    >>> window(0, 0).dense(3, 3)[0].int().tolist()
+    [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    """
+    for side, bound in (("window left", left), ("window right", right)):
+        if bound is not None and (isinstance(bound, bool) or not hasattr(bound, "__index__")):
+            raise wrong_type(side, bound, "an int or None", "count keys on either side of the diagonal, None for no bound")
+    return Mask(left=None if left is None or left < 0 else left, right=None if right is None or right < 0 else right)
+
+
+def prefix_causal(n: int | Tensor) -> Mask:
+    """Every row sees the first n keys, and the rest causally; n is an int or int32 [B].
+
+    >>> prefix_causal(2).dense(3, 3)[0].int().tolist()
+    [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    if isinstance(n, Tensor):
+        return Mask(prefix=_int32("prefix_causal n", n, 1))
+    if isinstance(n, bool) or not hasattr(n, "__index__"):
+        raise wrong_type("prefix_causal n", n, "an int or an int32 tensor [B]", "give the number of keys every row sees")
+    if n < 0:
+        raise InvalidProblem("prefix_causal n", n, "a number of keys >= 0", "use strobe.causal() for no prefix")
+    return Mask(prefix=n, right=None)
+
+
+def documents(ids_q: Tensor, ids_k: Tensor | None = None) -> Mask:
+    """A row sees the keys of its own document; ids int32 [B, S], -1 is padding, which sees and is seen by nothing.
+
+    >>> documents(torch.tensor([[0, 0, 1, -1]], dtype=torch.int32)).dense(4, 4)[0].int().tolist()
+    [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+    """
+    ids_q = _int32("documents ids_q", ids_q, 2)
+    ids_k = ids_q if ids_k is None else _int32("documents ids_k", ids_k, 2)
+    if ids_q.shape[0] != ids_k.shape[0]:
+        raise InvalidProblem("documents ids_k", f"batch {ids_k.shape[0]}", f"ids_q's batch {ids_q.shape[0]}", "give both for the same batch")
+    if ids_q.device != ids_k.device:
+        raise InvalidProblem("documents ids_k", ids_k.device, f"ids_q's device {ids_q.device}", "move both to one device")
+    return Mask(documents=Documents.of(ids_q.contiguous(), ids_k.contiguous()))
+
+
+def key_lengths(lengths: Tensor) -> Mask:
+    """Keys at and beyond lengths[b] are hidden; int32 [B].
+
+    >>> key_lengths(torch.tensor([2, 0], dtype=torch.int32)).dense(1, 3).int().tolist()
+    [[[1, 1, 0]], [[0, 0, 0]]]
+    """
+    return Mask(key_lengths=_int32("key_lengths", lengths, 1))
+
+
+def _int32(argument: str, tensor: Tensor, rank: int) -> Tensor:
+    shape = "[B]" if rank == 1 else "[B, S]"
+    if not isinstance(tensor, Tensor):
+        raise wrong_type(argument, tensor, f"an int32 tensor {shape}", "wrap it in torch.tensor(..., dtype=torch.int32)")
+    if tensor.dtype != torch.int32:
+        raise InvalidProblem(argument, tensor.dtype, "torch.int32", "convert it with .to(torch.int32)")
+    if tensor.dim() != rank:
+        raise InvalidProblem(argument, f"shape {list(tensor.shape)}", shape, f"give {rank} dimension{'s' * (rank > 1)}")
+    return tensor
+
+
+def _least(a, b):
+    """The tighter of two upper bounds, each an int, a tensor or absent."""
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.minimum(a, b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        tensor, number = (a, b) if isinstance(a, Tensor) else (b, a)
+        return tensor.clamp(max=number)
+    return min(a, b)
+
+
+def _at(value: int | Tensor, batch_index: int) -> int:
+    return int(value[batch_index]) if isinstance(value, Tensor) else value
+
+
+def _spans(ids: Tensor, other: Tensor) -> Tensor:
+    batch, length = ids.shape
+    if length == 0 or other.shape[1] == 0:
+        nothing = torch.zeros(batch, length, 3, dtype=torch.int32, device=ids.device)
+        nothing[:, :, 0] = length
+        return nothing
+    position = torch.arange(1, length + 1, device=ids.device).expand(batch, length)
+    ends = torch.where(ids != torch.cat([ids[:, 1:], ids[:, -1:] + 1], 1), position, length)
+    run_end = ends.flip(1).cummin(1).values.flip(1)
+    ordered, where = other.sort(dim=1, stable=True)
+    begin, end = torch.searchsorted(ordered, ids), torch.searchsorted(ordered, ids, right=True)
+    alone = (begin == end) | (ids < 0)
+    first = where.gather(1, begin.clamp(max=other.shape[1] - 1)).masked_fill(alone, 0)
+    stop = (where.gather(1, (end - 1).clamp(min=0)) + 1).masked_fill(alone, 0)
+    return torch.stack([run_end, first, stop], 2).to(torch.int32)

@@ -1,0 +1,148 @@
+"""The oracle: attention and its gradients in float64, written as the papers write them. O(S_q * S_k) memory; for tests.
+
+Forward: softmax(scale * q k^T + mask) v. Backward: "FlashAttention-2" (arXiv 2307.08691), section 2.3.2, with P whole:
+dv = P^T do, dp = do v^T, ds = P * (dp - delta), dq = scale * ds k, dk = scale * ds^T q, delta = rowsum(do * out) - dlse.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .merge import Partial
+from .problem import Call
+
+
+class Gradients(NamedTuple):
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor | None
+
+
+class _Rows(NamedTuple):
+    """One call over dense tensors [B, H, S, D] in the oracle's precision, its mask written out."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seen: Tensor  # bool [B or 1, 1, S_q, S_k]
+    sinks: Tensor | None
+    scale: float
+    softcap: float
+
+
+def forward(call: Call, dtype: torch.dtype = torch.float64) -> Partial:
+    """out and lse in `dtype`, laid out as the call's.
+
+    >>> q = torch.zeros(1, 2, 1, 4); v = torch.arange(8.0).view(1, 2, 1, 4)
+    >>> forward(Call(q, q, v)).out[0, 0, 0].tolist()
+    [2.0, 3.0, 4.0, 5.0]
+    """
+    if call.packed:
+        return _each_sequence(call, dtype)
+    rows = _rows(call, dtype)
+    s, _ = _scores(rows)
+    p, lse = _softmax(s, rows)
+    return Partial(torch.einsum("bhij,bhjd->bihd", p, rows.v), lse)
+
+
+def backward(call: Call, dout: Tensor, dlse: Tensor | None = None, dtype: torch.dtype = torch.float64) -> Gradients:
+    """Gradients of q, k, v and sinks for dout (like out) and dlse (like lse)."""
+    if call.packed:
+        return _each_sequence_backward(call, dout, dlse, dtype)
+    rows = _rows(call, dtype)
+    group = rows.q.shape[1] // max(1, call.k.shape[2])
+    s, slope = _scores(rows)
+    p, lse = _softmax(s, rows)
+    do = dout.to(dtype).transpose(1, 2)
+    out = torch.einsum("bhij,bhjd->bhid", p, rows.v)
+    delta = (do * out).sum(-1)
+    delta = delta if dlse is None else delta - dlse.to(dtype)
+    dp = torch.einsum("bhid,bhjd->bhij", do, rows.v)
+    # a key the mask hides gets no gradient, whatever its values: 0 * NaN must not get in
+    ds = torch.where(rows.seen, p * (dp - delta[..., None]) * slope, 0.0)
+    dq = rows.scale * torch.einsum("bhij,bhjd->bihd", ds, rows.k)
+    dk = rows.scale * torch.einsum("bhij,bhid->bjhd", ds, rows.q)
+    dv = torch.einsum("bhij,bhid->bjhd", p, do)
+    dk, dv = (grad.unflatten(2, (-1, group)).sum(3) if group > 1 else grad for grad in (dk, dv))
+    return Gradients(dq, dk, dv, _sinks_gradient(rows.sinks, lse, delta))
+
+
+def _rows(call: Call, dtype: torch.dtype) -> _Rows:
+    q, k, v = (t.to(dtype).transpose(1, 2) for t in (call.q, call.k, call.v))
+    group = q.shape[1] // max(1, k.shape[1])
+    if group > 1:
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    seen = call.mask.dense(q.shape[2], k.shape[2], q.device)[:, None]
+    scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+    sinks = None if call.sinks is None else call.sinks.to(dtype)
+    return _Rows(q, k, v, seen, sinks, scale, call.softcap)
+
+
+def _scores(rows: _Rows) -> tuple[Tensor, Tensor | float]:
+    """Scores after softcap and mask, and the derivative of the softcap."""
+    s = rows.scale * torch.einsum("bhid,bhjd->bhij", rows.q, rows.k)
+    slope: Tensor | float = 1.0
+    if rows.softcap:
+        capped = torch.tanh(s / rows.softcap)
+        s, slope = rows.softcap * capped, 1 - capped**2
+    return torch.where(rows.seen, s, -torch.inf), slope
+
+
+def _softmax(s: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
+    """p and lse; a row that sees no key has p 0 and lse -inf (or the sink). "Sees no key" is the mask's word, not a maximum of -inf."""
+    columns = [s] if rows.sinks is None else [s, rows.sinks[None, :, None, None].expand(*s.shape[:3], 1)]
+    logits = torch.cat(columns, -1)
+    if logits.shape[-1] == 0:
+        return s, s.new_full(s.shape[:3], -torch.inf)
+    lse = torch.logsumexp(logits, -1)
+    p = torch.where(rows.seen, torch.exp(s - torch.where(lse == -torch.inf, 0.0, lse)[..., None]), 0.0)
+    return p, lse
+
+
+def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
+    if sinks is None:
+        return None
+    weight = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks[None, :, None] - lse))
+    return -(weight * delta).sum((0, 2))
+
+
+def _sequences(call: Call):
+    """Each sequence as a dense call of batch 1, with the slices of its rows and keys."""
+    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    offsets_q, offsets_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    for n in range(len(offsets_q) - 1):
+        rows, keys = slice(offsets_q[n], offsets_q[n + 1]), slice(offsets_k[n], offsets_k[n + 1])
+        one = call._replace(q=call.q[None, rows], k=call.k[None, keys], v=call.v[None, keys], cu_seqlens_q=None, cu_seqlens_k=None)
+        yield one, rows, keys
+
+
+def _each_sequence(call: Call, dtype: torch.dtype) -> Partial:
+    total, heads = call.q.shape[:2]
+    out = torch.zeros(total, heads, call.v.shape[-1], dtype=dtype, device=call.q.device)
+    lse = torch.full((heads, total), -torch.inf, dtype=dtype, device=call.q.device)
+    if call.sinks is not None:
+        lse[:] = call.sinks.to(dtype)[:, None]
+    for one, rows, _ in _sequences(call):
+        part = forward(one, dtype)
+        out[rows], lse[:, rows] = part.out[0], part.lse[0]
+    return Partial(out, lse)
+
+
+def _each_sequence_backward(call: Call, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Gradients:
+    dq, dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (call.q, call.k, call.v))
+    dsinks = None if call.sinks is None else torch.zeros(call.sinks.shape, dtype=dtype, device=call.q.device)
+    if dsinks is not None and dlse is not None:  # rows of no sequence: lse is the sink itself
+        inside = torch.zeros(call.q.shape[0], dtype=torch.bool, device=call.q.device)
+        for _, rows, _ in _sequences(call):
+            inside[rows] = True
+        dsinks += (dlse.to(dtype) * ~inside).sum(-1)
+    for one, rows, keys in _sequences(call):
+        part = backward(one, dout[None, rows], None if dlse is None else dlse[None, :, rows], dtype)
+        dq[rows], dk[keys], dv[keys] = part.dq[0], part.dk[0], part.dv[0]
+        if dsinks is not None and part.dsinks is not None:
+            dsinks += part.dsinks
+    return Gradients(dq, dk, dv, dsinks)

@@ -1,0 +1,77 @@
+"""select(problem, target) -> Choice: which kernels run, with which configs, and why not the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import InvalidProblem, UnsupportedProblem
+from .kernels import FAMILIES, kernels
+from .kernels.kernel import Kernel, Plan
+from .problem import Problem
+from .target import Target
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a call runs: the forward plan, the backward plan where gradients are needed, and every kernel passed over."""
+
+    problem: Problem
+    target: Target
+    forward: Plan
+    backward: Plan | None
+    rejections: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        rows = [("problem", str(self.problem)), ("target", str(self.target))]
+        rows += [("chosen", f"{plan.kernel.name:<18} {plan.config}") for plan in (self.forward, self.backward) if plan]
+        rows += [("passed", f"{name:<18} {reason}") for name, reason in self.rejections]
+        for plan in (self.forward, self.backward):
+            if plan:
+                cost = plan.kernel.cost(self.problem)
+                ms, bound = cost.ceiling_ms(self.target)
+                time = f"at {self.target.peak_tflops:g} TFLOP/s = {ms:.3g} ms; {bound}" if ms else f"; {bound}"
+                rows.append(("ceiling", f"{cost.flops:.3g} FLOP {time}"))
+        return "\n".join(f"{label:<9} {text}" for label, text in rows)
+
+
+def select(problem: Problem, target: Target) -> Choice:
+    """The first kernel of each direction that can run the problem; UnsupportedProblem with every reason where none can.
+
+    >>> import torch
+    >>> from strobe.problem import Call
+    >>> from strobe.target import FAKES
+    >>> q = torch.empty(1, 8, 2, 16)
+    >>> select(Problem.from_call(Call(q, q, q)), FAKES["CPU"]).forward.kernel.name
+    'cpu.forward'
+    """
+    _check_name(problem.kernel)
+    forward, passed = _first(problem, target, "forward")
+    backward, passed_backward = _first(problem, target, "backward") if problem.needs_grad else (None, ())
+    return Choice(problem, target, forward, backward, passed + passed_backward)
+
+
+def _first(problem: Problem, target: Target, direction: str) -> tuple[Plan, tuple[tuple[str, str], ...]]:
+    passed: list[tuple[str, str]] = []
+    for kernel in kernels(direction):
+        reason = _not_asked_for(problem.kernel, kernel) or kernel.why_not(problem, target)
+        if reason is None:
+            config = kernel.config(problem, target)
+            return Plan(kernel, problem, target, config, kernel.workspace(problem, config)), tuple(passed)
+        passed.append((kernel.name, reason))
+    reasons = "\n".join(f"  {name:<18} {reason}" for name, reason in passed)
+    raise UnsupportedProblem(f"no {direction} kernel can run this here\n  problem {problem}\n  target  {target}\n{reasons}")
+
+
+def _not_asked_for(wanted: str, kernel: Kernel) -> str | None:
+    """kernel= names a family ("portable") or one kernel ("portable.forward"), which leaves the other direction open."""
+    family, _, direction = wanted.partition(".")
+    own_family, _, own_direction = kernel.name.partition(".")
+    if not family or family == own_family or (direction and direction != own_direction):
+        return None
+    return f'kernel="{wanted}" was asked for'
+
+
+def _check_name(wanted: str) -> None:
+    names = [f"{family}{direction}" for family in FAMILIES for direction in ("", ".forward", ".backward")]
+    if wanted and wanted not in names:
+        raise InvalidProblem("kernel", repr(wanted), f"one of {', '.join(names)}", "leave it out to let strobe choose")
