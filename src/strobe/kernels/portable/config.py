@@ -1,18 +1,159 @@
-from strobe import reference
-from strobe.kernels.kernel import attention_cost
-class F:
+"""The portable kernels' answers: what they can run, with which tiles, and how. Imports no DSL until something runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor
+
+from ...knobs import KNOBS
+from ...mask import MaskStructure
+from ...problem import DTYPES, Call, Problem
+from ...target import Target
+from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost
+from .tunings import Tuning, backward_tuning, forward_tuning, padded
+
+LEAST_CAPABILITY = 80
+MOST_WIDTH = 256
+
+
+@dataclass(frozen=True)
+class Form:
+    """All that a compiled kernel holds as constants: tile sizes and the shape of the problem, never its sizes."""
+
+    tuning: Tuning
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    group: int
+    mask: MaskStructure
+    softcap: bool
+    sinks: bool
+    packed: bool
+    sign: int  # of the scale
+
+    @property
+    def block_d(self) -> int:
+        return padded(self.head_dim)
+
+    @property
+    def block_dv(self) -> int:
+        return padded(self.head_dim_v)
+
+    @property
+    def accumulator(self) -> Any:
+        import triton.language as tl
+
+        return tl.float64 if self.dtype == "float64" else tl.float32
+
+    # no __str__ of its own: Triton tells compiled kernels apart by the text of their constants, so it must hold every field
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    form: Form
+
+    def __str__(self) -> str:
+        return _words(self.form.tuning)
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """The backward's two main kernels."""
+
+    keys: Form
+    queries: Form
+
+    def __str__(self) -> str:
+        return f"dk, dv: {_words(self.keys.tuning)}; dq: {_words(self.queries.tuning)}"
+
+
+def _words(tuning: Tuning) -> str:
+    loads = " TMA" if tuning.tma else ""
+    return f"block_m={tuning.block_m} block_n={tuning.block_n} warps={tuning.warps} stages={tuning.stages}{loads}"
+
+
+def _form(problem: Problem, tuning: Tuning) -> Form:
+    return Form(
+        tuning=tuning,
+        dtype=DTYPES[problem.dtype],
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        group=problem.group,
+        mask=problem.mask,
+        softcap=bool(problem.softcap),
+        sinks=problem.sinks,
+        packed=problem.packed,
+        sign=(problem.scale > 0) - (problem.scale < 0),
+    )
+
+
+@lru_cache
+def _no_triton() -> str | None:
+    if find_spec("triton") is None:
+        return "needs Triton, which is not installed: pip install triton"
+    import triton
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
+        return f"needs Triton 3.6 or later; this is {triton.__version__}"
+    return None
+
+
+def _why_not(problem: Problem, target: Target) -> str | None:
+    if target.kind != "cuda" and not KNOBS.interpret:
+        return f"needs a GPU of sm_{LEAST_CAPABILITY} or later; this target is a CPU"
+    if target.kind == "cuda" and target.capability < LEAST_CAPABILITY:
+        return f"needs sm_{LEAST_CAPABILITY} or later; this target is sm_{target.capability}"
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > MOST_WIDTH:
+        return f"head dimensions up to {MOST_WIDTH}; this is {widest}"
+    return _no_triton()
+
+
+class PortableForward:
     name = "portable.forward"
-    def why_not(self, problem, target): return None if target.kind == "cuda" else "needs a GPU"
-    def config(self, problem, target): return None
-    def cost(self, problem): return attention_cost(problem)
-    def workspace(self, problem, config): return ()
-    def run(self, plan, call, tensors, workspace):
-        r = reference.forward(call); tensors.out.copy_(r.out); tensors.lse.copy_(r.lse)
-class B(F):
+
+    def why_not(self, problem: Problem, target: Target) -> str | None:
+        return _why_not(problem, target)
+
+    def config(self, problem: Problem, target: Target) -> ForwardConfig:
+        return ForwardConfig(_form(problem, forward_tuning(problem, target)))
+
+    def cost(self, problem: Problem) -> Cost:
+        return attention_cost(problem)
+
+    def workspace(self, problem: Problem, config: object) -> tuple[Buffer, ...]:
+        return ()
+
+    def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
+        from .launch import launch_forward
+
+        launch_forward(plan, call, tensors)
+
+
+class PortableBackward:
     name = "portable.backward"
-    def run(self, plan, call, t, workspace):
-        g = reference.backward(call, t.dout, t.dlse)
-        t.dq.copy_(g.dq); t.dk.copy_(g.dk); t.dv.copy_(g.dv)
-        delta = (t.dout.double() * t.out.double()).sum(-1).transpose(-1, -2)
-        t.delta.copy_(delta if t.dlse is None else delta - t.dlse)
-FORWARD, BACKWARD = F(), B()
+
+    def why_not(self, problem: Problem, target: Target) -> str | None:
+        return _why_not(problem, target)
+
+    def config(self, problem: Problem, target: Target) -> BackwardConfig:
+        return BackwardConfig(*(_form(problem, tuning) for tuning in backward_tuning(problem, target)))
+
+    def cost(self, problem: Problem) -> Cost:
+        return attention_cost(problem, backward=True)
+
+    def workspace(self, problem: Problem, config: object) -> tuple[Buffer, ...]:
+        return ()
+
+    def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
+        from .launch import launch_backward
+
+        launch_backward(plan, call, tensors)
+
+
+FORWARD = PortableForward()
+BACKWARD = PortableBackward()

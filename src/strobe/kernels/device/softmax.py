@@ -1,0 +1,29 @@
+"""The arithmetic of a score: softcap, and one step of the online softmax. Called by Triton and by Gluon kernels.
+
+Scores stay as the product gave them (raw); `scale_log2` = scale * log2(e) enters with the exponent, in one fused
+multiply-add an element. That needs scale > 0: the sign of the scale is folded into q where it is loaded.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh(x):
+    """tanh by exp2, and by its series near 0, where 1 - 2 / (1 + exp(2 x)) would cancel: 2 float32 ulp over all x."""
+    far = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+    if x.dtype == tl.float64:
+        return far
+    y = x * x
+    near = x * (1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.053968254 + y * 0.021869488))))
+    return tl.where(y < 0.04, near, far)
+
+
+@triton.jit
+def online_step(s, row_max, row_sum, scale_log2):
+    """(p, rescale, row_max, row_sum) after the scores s [M, N]; a row that saw nothing yet keeps row_max -inf and p 0."""
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max) * scale_log2  # -inf - -inf would be NaN
+    p = tl.exp2(s * scale_log2 - base[:, None])
+    rescale = tl.exp2(row_max * scale_log2 - base)
+    return p, rescale, new_max, row_sum * rescale + tl.sum(p, 1)

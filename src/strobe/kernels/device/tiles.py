@@ -1,0 +1,96 @@
+"""Where a tile's rows live: one sequence's start, length and row addressing, for dense and packed layouts alike."""
+
+import triton
+import triton.language as tl
+
+from ..faults import LENGTHS as _LENGTHS
+from ..faults import LONG_K as _LONG_K
+from ..faults import LONG_Q as _LONG_Q
+from ..faults import OFFSETS_K as _OFFSETS_K
+from ..faults import OFFSETS_Q as _OFFSETS_Q
+
+LENGTHS = tl.constexpr(_LENGTHS)
+LONG_K = tl.constexpr(_LONG_K)
+LONG_Q = tl.constexpr(_LONG_Q)
+OFFSETS_K = tl.constexpr(_OFFSETS_K)
+OFFSETS_Q = tl.constexpr(_OFFSETS_Q)
+
+
+@triton.jit
+def offset_at(cu_seqlens, index, n, total):
+    """Boundary `index` of 0, cu_seqlens[0], ..., cu_seqlens[n], total, kept within [0, total].
+
+    The rows before the first and after the last sequence are so two sequences of their own, which see no key.
+    """
+    inner = tl.load(cu_seqlens + tl.minimum(tl.maximum(index - 1, 0), n))
+    inner = tl.minimum(tl.maximum(inner, 0), total)
+    return tl.where(index == 0, 0, tl.where(index > n + 1, total, inner))
+
+
+@triton.jit
+def find_sequence(cu_seqlens, tile, n, total, block: tl.constexpr):
+    """(sequence, block within it) of a linear tile. Sequence i of the n + 2 starts at tile begin(i) // block + i: an upper
+    bound on the tiles before it that needs no scan over the lengths, so the grid total // block + n + 2 is known on the host."""
+    low = 0
+    high = n + 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        reached = offset_at(cu_seqlens, middle, n, total) // block + middle <= tile
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle - 1)
+    return low, tile - (offset_at(cu_seqlens, low, n, total) // block + low)
+
+
+@triton.jit
+def span_of(cu_seqlens, sequence, n, total):
+    """(start, length) of one of the n + 2 sequences; length 0 where offsets fall."""
+    start = offset_at(cu_seqlens, sequence, n, total)
+    return start, tl.maximum(offset_at(cu_seqlens, sequence + 1, n, total) - start, 0)
+
+
+@triton.jit
+def keys_of(cu_seqlens, sequence, n, total):
+    """`span_of` for the other side of a sequence: the rows outside every sequence have no keys."""
+    start, length = span_of(cu_seqlens, sequence, n, total)
+    inside = (sequence > 0) & (sequence <= n)
+    return tl.where(inside, start, 0), tl.where(inside, length, 0)
+
+
+@triton.jit
+def load_rows(base, rows, columns, stride, row_ok, width: tl.constexpr):
+    """A tile [M, block_d] of rows `rows`, 0 where row_ok is False and beyond the head dimension `width`."""
+    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    if columns.shape[0] == width:
+        return tl.load(pointers, mask=row_ok[:, None], other=0.0)
+    return tl.load(pointers, mask=row_ok[:, None] & (columns < width)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(base, tile, rows, columns, stride, row_ok, width: tl.constexpr):
+    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    if columns.shape[0] == width:
+        tl.store(pointers, tile.to(base.dtype.element_ty), mask=row_ok[:, None])
+    else:
+        tl.store(pointers, tile.to(base.dtype.element_ty), mask=row_ok[:, None] & (columns < width)[None, :])
+
+
+@triton.jit
+def guard_offsets(cu_seqlens, n, total, longest, lanes, faults, bad_offsets: tl.constexpr, too_long: tl.constexpr):
+    """Report offsets that fall or leave [0, total], and sequences longer than promised; one program does it for all."""
+    for start in range(0, n, lanes.shape[0]):
+        inside = start + lanes < n
+        begin = tl.load(cu_seqlens + start + lanes, mask=inside, other=0)
+        end = tl.load(cu_seqlens + start + lanes + 1, mask=inside, other=0)
+        bad = tl.max(((end < begin) | (begin < 0) | (end > total)).to(tl.int32), 0)
+        long = tl.max(((longest >= 0) & (end - begin > longest)).to(tl.int32), 0)
+        tl.atomic_or(faults, bad * bad_offsets + long * too_long, mask=bad + long > 0)
+
+
+@triton.jit
+def key_limit(key_lengths, batch, seqlen_k, faults, present: tl.constexpr):
+    """Where this batch entry's keys end; a length outside [0, S_k] is clamped and reported."""
+    if present:
+        length = tl.load(key_lengths + batch)
+        tl.atomic_or(faults, LENGTHS, mask=(length < 0) | (length > seqlen_k))
+        return tl.minimum(tl.maximum(length, 0), seqlen_k)
+    return seqlen_k

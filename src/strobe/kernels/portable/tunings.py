@@ -1,0 +1,110 @@
+"""Tile sizes as data: looked up by what decides them, never timed at run time.
+
+Measured on one H200 (2026-11-21, bfloat16, 16k tokens, Triton 3.6.0): the winner of 8 to 15 tilings a row. What it showed:
+64 x 64 tiles with 4 warps leave room for two or three CTAs an SM, whose products and softmax overlap (d128 dense 547 TFLOP/s,
+against 469 for 128 x 128 with 8 warps); TMA instead of cp.async is worth 20 % (445 to 547), because it frees registers.
+Other devices take the same rows, with fewer stages where shared memory is short; they have not been measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...problem import ALIGNMENT, Problem
+from ...target import KIB, Target
+
+FIRST_TMA = 90  # compute capability
+
+
+@dataclass(frozen=True)
+class Tuning:
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    tma: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """The winners for head dimensions up to `width` (as loaded: powers of two)."""
+
+    width: int
+    forward: Tuning
+    forward_masked: Tuning
+    keys: Tuning
+    keys_masked: Tuning
+    queries: Tuning
+
+
+SIXTEEN_BIT = (
+    Row(64, Tuning(64, 128, 4, 3), Tuning(64, 64, 4, 3), Tuning(128, 64, 4, 2), Tuning(64, 64, 4, 3), Tuning(64, 64, 4, 3)),
+    Row(128, Tuning(64, 64, 4, 3), Tuning(64, 64, 4, 3), Tuning(64, 128, 8, 3), Tuning(64, 64, 4, 2), Tuning(128, 64, 8, 3)),
+    Row(256, Tuning(128, 64, 8, 2), Tuning(128, 64, 8, 2), Tuning(64, 64, 8, 2), Tuning(64, 64, 8, 2), Tuning(128, 64, 8, 1)),
+)
+# float32 products run on the ordinary units (TF32 would lose half the digits) and float64 ones on few: small tiles, for correctness
+WIDE = {
+    torch.float32: (
+        Row(128, *[Tuning(64, 32, 4, 2, tma=False)] * 2, *[Tuning(32, 32, 8, 1, tma=False)] * 3),
+        Row(256, *[Tuning(32, 32, 4, 2, tma=False)] * 2, *[Tuning(16, 16, 4, 1, tma=False)] * 3),
+    ),
+    torch.float64: (
+        Row(128, *[Tuning(32, 32, 4, 1, tma=False)] * 2, *[Tuning(16, 16, 4, 1, tma=False)] * 3),
+        Row(256, *[Tuning(16, 16, 4, 1, tma=False)] * 2, *[Tuning(16, 16, 4, 1, tma=False)] * 3),
+    ),
+}
+
+
+def forward_tuning(problem: Problem, target: Target) -> Tuning:
+    row = _row(problem)
+    tuning = row.forward_masked if any(problem.mask) else row.forward
+    return _fit(tuning, problem, target, lambda t: _forward_bytes(t, problem))
+
+
+def backward_tuning(problem: Problem, target: Target) -> tuple[Tuning, Tuning]:
+    """(of the kernel for dk and dv, of the kernel for dq)."""
+    row = _row(problem)
+    keys = row.keys_masked if any(problem.mask) or problem.packed else row.keys
+    return (
+        _fit(keys, problem, target, lambda t: _backward_bytes(t.block_n, t.block_m, t.stages, problem)),
+        _fit(row.queries, problem, target, lambda t: _backward_bytes(t.block_m, t.block_n, t.stages, problem)),
+    )
+
+
+def _row(problem: Problem) -> Row:
+    rows = WIDE.get(problem.dtype, SIXTEEN_BIT)
+    return next(row for row in rows if row.width >= max(padded(problem.head_dim), padded(problem.head_dim_v)))
+
+
+def padded(width: int) -> int:
+    """Head dimensions are loaded as powers of two, 16 at least, with the rest masked."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _fit(tuning: Tuning, problem: Problem, target: Target, shared_bytes) -> Tuning:
+    """The tuning as this target and problem can have it: TMA where rows are aligned, and tiles that fit in shared memory."""
+    tma = tuning.tma and target.capability >= FIRST_TMA and problem.alignment == ALIGNMENT and not problem.mask.documents
+    tuning = replace(tuning, tma=tma)
+    limit = (target.shared_bytes or 99 * KIB) - 2 * KIB  # for barriers, reductions and padding
+    while shared_bytes(tuning) > limit:
+        if tuning.stages > 1:
+            tuning = replace(tuning, stages=tuning.stages - 1)
+        elif tuning.block_n >= tuning.block_m:
+            tuning = replace(tuning, block_n=tuning.block_n // 2)
+        else:
+            tuning = replace(tuning, block_m=tuning.block_m // 2)
+    return tuning
+
+
+def _forward_bytes(tuning: Tuning, problem: Problem) -> int:
+    """q, and k and v for each stage."""
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    return problem.dtype.itemsize * (tuning.block_m * d + tuning.stages * tuning.block_n * (d + dv))
+
+
+def _backward_bytes(resident: int, streamed: int, stages: int, problem: Problem) -> int:
+    """Two resident tiles, two streamed ones for each stage, and p or ds on its way between layouts."""
+    width = padded(problem.head_dim) + padded(problem.head_dim_v)
+    return problem.dtype.itemsize * ((resident + stages * streamed) * width + resident * streamed)

@@ -1,0 +1,1 @@
+"""What can be shown of a GPU kernel without a GPU."""
