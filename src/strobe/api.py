@@ -7,16 +7,19 @@ or float64, with any strides over a contiguous last dimension; query head h read
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from . import ops
+from .call import FARTHEST, Call
 from .errors import InvalidProblem, UnsupportedProblem, wrong_type
 from .kernels import faults
-from .mask import NO_BOUND, Mask, window as window_mask
+from .mask import NO_BOUND, Mask, as_int
+from .mask import window as window_mask
 from .merge import Partial
-from .problem import Call, Packed, Problem
+from .problem import Problem
 from .select import Choice
 
 Window = tuple[int | None, int | None]
@@ -50,8 +53,8 @@ def attention(
     Raises InvalidProblem (arguments contradict each other), TypeError, UnsupportedProblem (no kernel can run it).
     Source: FlashAttention-2 (arXiv 2307.08691), section 3; online softmax (arXiv 1805.02867).
     """
-    call = _dense(q, k, v, _mask(causal, window, mask), sinks)
-    return ops.run(_options(call, scale, softcap, deterministic, batch_invariant, kernel), _out(out))[0]
+    options = _options(scale, softcap, deterministic, batch_invariant, kernel)
+    return ops.run(_dense(q, k, v, causal, window, mask, sinks, options), _out(out))[0]
 
 
 def partial_attention(
@@ -60,6 +63,7 @@ def partial_attention(
 ) -> Partial:  # fmt: skip
     """Attention over some of the keys, for `merge` with the rest: out in float32 and the log-sum-exp of its scores.
 
+    >>> from strobe import merge
     >>> q, kv = torch.randn(1, 4, 2, 16), torch.randn(1, 6, 2, 16)
     >>> whole = merge(partial_attention(q, kv[:, :4], kv[:, :4]), partial_attention(q, kv[:, 4:], kv[:, 4:]))
     >>> torch.allclose(whole.out, attention(q, kv, kv), atol=1e-6)
@@ -69,8 +73,8 @@ def partial_attention(
     Partial(out [B, S_q, H_q, D_v] float32, lse [B, H_q, S_q] float32, natural log); float64 for float64. Both are
     differentiable. A row that sees no key has out 0 and lse -inf.
     """
-    call = _dense(q, k, v, _mask(causal, window, mask), None)._replace(partial=True)
-    return Partial(*ops.run(_options(call, scale, softcap, deterministic, batch_invariant, kernel)))
+    options = _options(scale, softcap, deterministic, batch_invariant, kernel)
+    return Partial(*ops.run(_dense(q, k, v, causal, window, mask, None, options)._replace(partial=True)))
 
 
 def attention_varlen(
@@ -95,8 +99,8 @@ def attention_varlen(
 
     Returns [T_q, H_q, D_v] in q's dtype. Reads no data of the device on the host.
     """
-    call = _packed(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _mask(causal, window, None), sinks)
-    return ops.run(_options(call, scale, softcap, deterministic, batch_invariant, kernel), _out(out))[0]
+    call = _dense(q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
+    return ops.run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _out(out))[0]
 
 
 def partial_attention_varlen(
@@ -112,8 +116,8 @@ def partial_attention_varlen(
 
     Arguments as `attention_varlen`.
     """
-    call = _packed(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _mask(causal, window, None), None)
-    return Partial(*ops.run(_options(call._replace(partial=True), scale, softcap, deterministic, batch_invariant, kernel)))
+    call = _dense(q, k, v, causal, window, None, None, _options(scale, softcap, deterministic, batch_invariant, kernel))
+    return Partial(*ops.run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)._replace(partial=True)))
 
 
 def explain(
@@ -127,8 +131,8 @@ def explain(
     >>> explain(q, q, q, causal=True).forward.kernel.name
     'cpu.forward'
     """
-    call = _dense(q, k, v, _mask(causal, window, mask), sinks)
-    return _decide(_options(call, scale, softcap, deterministic, batch_invariant, kernel))
+    options = _options(scale, softcap, deterministic, batch_invariant, kernel)
+    return ops.decide(ops.prepare(_dense(q, k, v, causal, window, mask, sinks, options)))
 
 
 def explain_varlen(
@@ -142,8 +146,8 @@ def explain_varlen(
     >>> explain_varlen(q, q, q, cu_seqlens_q=torch.tensor([0, 3, 8], dtype=torch.int32)).problem.layout.batch
     2
     """
-    call = _packed(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _mask(causal, window, None), sinks)
-    return _decide(_options(call, scale, softcap, deterministic, batch_invariant, kernel))
+    call = _dense(q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
+    return ops.decide(ops.prepare(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)))
 
 
 def supports(
@@ -157,9 +161,9 @@ def supports(
     >>> supports(q, q, q), supports(q, q, q, kernel="portable")
     (True, False)
     """
-    call = _dense(q, k, v, _mask(causal, window, mask), sinks)
+    call = _dense(q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
     try:
-        _decide(_options(call, scale, softcap, deterministic, batch_invariant, kernel))
+        ops.decide(ops.prepare(call))
     except UnsupportedProblem:
         return False
     return True
@@ -173,14 +177,17 @@ def warmup(problems: Iterable[Problem], device: torch.device | str | None = None
 
     Each problem is run once on zeros of its shapes on `device` (the current GPU, or the CPU where there is none).
     """
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not isinstance(problems, Iterable):
+        raise wrong_type("problems", problems, "strobe.Problem values", "put it in a list")
     for problem in problems:
         if not isinstance(problem, Problem):
             raise wrong_type("problems", problem, "strobe.Problem values", "take them from strobe.explain(...).problem")
         call = problem.example(place)
-        out, lse = ops.run(call)
-        if problem.needs_grad:
-            torch.autograd.grad([out, lse], call[:3], [torch.zeros_like(out), torch.zeros_like(lse)])
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(place.type, enabled=False):
+            out, lse = ops.run(call)
+            if problem.needs_grad:
+                torch.autograd.grad([out, lse], call[:3], [torch.zeros_like(out), torch.zeros_like(lse)])
 
 
 def last_errors(device: torch.device | str | None = None) -> list[str]:
@@ -191,84 +198,84 @@ def last_errors(device: torch.device | str | None = None) -> list[str]:
 
     Waits for the device. None asks all devices.
     """
-    return faults.read_and_clear(None if device is None else torch.empty(0, device=device).device)
+    return faults.read_and_clear(None if device is None else _device(device))
 
 
 # ---------------------------------------------------------------- from keywords to a Call
 
 
-def _mask(causal: bool, window: Window | None, mask: Mask | None) -> Mask:
+Options = tuple[float | None, float, bool, bool, str]
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Window | None, mask: Mask | None, sinks: Tensor | None, options: Options) -> Call:
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and (sinks is None or isinstance(sinks, Tensor))):
+        name, got = next((name, got) for name, got in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if not isinstance(got, Tensor))
+        raise wrong_type(name, got, "a tensor", "pass a torch.Tensor")
+    call = Call(q, k, v, *_band(causal, window), *options, sinks=sinks)
+    return call if mask is None else call.with_mask(call.mask & mask)
+
+
+def _band(causal: bool, window: Window | None) -> tuple[int, int]:
+    """How far a row sees to the left and to the right of its diagonal."""
     if not isinstance(causal, bool):
         raise wrong_type("causal", causal, "a bool", "pass True or False")
-    joined = Mask(right=0) if causal else Mask()
-    if window is not None:
-        if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise wrong_type("window", window, "a pair (left, right) or None", "use None inside the pair for no bound")
-        joined = joined & window_mask(*window)
-    if mask is None:
-        return joined
-    if not isinstance(mask, Mask):
-        raise wrong_type("mask", mask, "a strobe mask", "build one with strobe.causal(), window, prefix_causal, documents or key_lengths")
-    return joined & mask
+    if window is None:
+        return NO_BOUND, 0 if causal else NO_BOUND
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise wrong_type("window", window, "a pair (left, right) or None", "use None inside the pair for no bound")
+    left, right = (NO_BOUND if bound is None else min(bound, FARTHEST) for bound in (window_mask(*window).left, window_mask(*window).right))
+    return left, 0 if causal else right
 
 
-def _tensors(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise wrong_type(name, tensor, "a tensor", "pass a torch.Tensor")
-        if tensor.dim() != rank:
-            shape, other = ("[B, S, H, D]", "attention_varlen") if rank == 4 else ("[T, H, D]", "attention")
-            raise InvalidProblem(name, f"shape {list(tensor.shape)}", shape, f"{other} takes the other layout")
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None) -> Call:
-    _tensors(q, k, v, 4)
-    return _sinks(Call(q, k, v), sinks).with_mask(mask)
-
-
-def _packed(q: Tensor, k: Tensor, v: Tensor, lengths: tuple, mask: Mask, sinks: Tensor | None) -> Call:
-    _tensors(q, k, v, 3)
-    cu_seqlens_q, cu_seqlens_k, *longest = lengths
+def _packed(call: Call, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None) -> Call:
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(offsets, Tensor):
             raise wrong_type(name, offsets, "an int32 tensor [n + 1]", "give the running sum of lengths, from 0 to the total")
-    for name, bound in zip(("max_seqlen_q", "max_seqlen_k"), longest):
-        if bound is not None and (isinstance(bound, (bool, float, Tensor)) or not hasattr(bound, "__index__")):
-            raise wrong_type(name, bound, "an int or None", "give a Python int, so that nothing waits for the device")
-        if bound is not None and bound < 0:
-            raise InvalidProblem(name, bound, "a number >= 0 or None", "leave it out where there is no bound")
-    call = Call(q, k, v, cu_seqlens_q=cu_seqlens_q.contiguous(), cu_seqlens_k=cu_seqlens_k.contiguous())
-    most = [NO_BOUND if bound is None else bound for bound in longest]
-    return _sinks(call._replace(max_seqlen_q=most[0], max_seqlen_k=most[1]), sinks).with_mask(mask)
+    longest = [_length(name, bound) for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))]
+    return call._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1])
 
 
-def _sinks(call: Call, sinks: Tensor | None) -> Call:
-    if sinks is None:
-        return call
-    if not isinstance(sinks, Tensor):
-        raise wrong_type("sinks", sinks, "a tensor [H_q] or None", "wrap it in torch.tensor(...)")
-    return call._replace(sinks=sinks.contiguous())
+def _length(name: str, bound: int | None) -> int:
+    if bound is None:
+        return NO_BOUND
+    length = as_int(bound)
+    if length is None:
+        raise wrong_type(name, bound, "an int or None", "give a Python int, so that nothing waits for the device")
+    if length < 0:
+        raise InvalidProblem(name, bound, "a number >= 0 or None", "leave it out where there is no bound")
+    return min(length, FARTHEST)
 
 
-def _options(call: Call, scale, softcap, deterministic, batch_invariant, kernel) -> Call:
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and (isinstance(number, (bool, Tensor)) or not hasattr(number, "__float__")):
-            raise wrong_type(name, number, "a number or None", "give a Python float")
-    if softcap is not None and not softcap > 0:
+def _options(scale: float | None, softcap: float | None, deterministic: bool | None, batch_invariant: bool, kernel: str | None) -> Options:
+    if softcap is not None and not _number("softcap", softcap) > 0:
         raise InvalidProblem("softcap", softcap, "a number > 0 or None", "leave it out for none")
-    for name, flag in (("deterministic", deterministic), ("batch_invariant", batch_invariant)):
-        if not isinstance(flag, bool) and not (flag is None and name == "deterministic"):
-            raise wrong_type(name, flag, "a bool", "pass True or False")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    elif not isinstance(deterministic, bool):
+        raise wrong_type("deterministic", deterministic, "a bool or None", "pass True or False")
+    if not isinstance(batch_invariant, bool):
+        raise wrong_type("batch_invariant", batch_invariant, "a bool", "pass True or False")
     if kernel is not None and not isinstance(kernel, str):
         raise wrong_type("kernel", kernel, "a str or None", 'name a family ("portable") or a kernel ("portable.forward")')
-    return call._replace(
-        scale=None if scale is None else float(scale),
-        softcap=0.0 if softcap is None else float(softcap),
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        batch_invariant=batch_invariant,
-        kernel=kernel or "",
-    )
+    scale = None if scale is None else _number("scale", scale)
+    return scale, 0.0 if softcap is None else _number("softcap", softcap), deterministic, batch_invariant, kernel or ""
+
+
+def _number(name: str, number: float) -> float:
+    if isinstance(number, bool) or not isinstance(number, (float, int, Real, torch.SymFloat, torch.SymInt)):
+        raise wrong_type(name, number, "a number or None", "give a Python float")
+    try:
+        return float(number)
+    except OverflowError:
+        raise InvalidProblem(name, "an int beyond every float", "a finite number", "give a Python float") from None
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError) as cause:  # an AssertionError is what a CPU build of torch says of "cuda"
+        raise InvalidProblem("device", repr(device), "a device of this machine", 'name one, such as "cpu" or "cuda:0"') from cause
 
 
 def _out(out: Tensor | None) -> Tensor | None:
@@ -277,12 +284,7 @@ def _out(out: Tensor | None) -> Tensor | None:
     return out
 
 
-def _decide(call: Call) -> Choice:
-    wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in call[:4])
-    return ops.decide(call._replace(needs_grad=wants_grad))
-
-
 __all__ = [
-    "Packed", "attention", "attention_varlen", "explain", "explain_varlen", "last_errors", "partial_attention", "partial_attention_varlen",
+    "attention", "attention_varlen", "explain", "explain_varlen", "last_errors", "partial_attention", "partial_attention_varlen",
     "supports", "warmup",
 ]  # fmt: skip

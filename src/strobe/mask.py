@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -199,10 +200,7 @@ def window(left: int | None, right: int | None) -> Mask:
     >>> window(0, 0).dense(3, 3)[0].int().tolist()
     [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
     """
-    for side, bound in (("window left", left), ("window right", right)):
-        if bound is not None and (isinstance(bound, bool) or not hasattr(bound, "__index__")):
-            raise wrong_type(side, bound, "an int or None", "count keys on either side of the diagonal, None for no bound")
-    return Mask(left=None if left is None or left < 0 else left, right=None if right is None or right < 0 else right)
+    return Mask(_bound("window left", left), _bound("window right", right))
 
 
 def prefix_causal(n: int | Tensor) -> Mask:
@@ -213,11 +211,12 @@ def prefix_causal(n: int | Tensor) -> Mask:
     """
     if isinstance(n, Tensor):
         return Mask(prefix=_int32("prefix_causal n", n, 1))
-    if isinstance(n, bool) or not hasattr(n, "__index__"):
+    length = as_int(n)
+    if length is None:
         raise wrong_type("prefix_causal n", n, "an int or an int32 tensor [B]", "give the number of keys every row sees")
-    if n < 0:
+    if length < 0:
         raise InvalidProblem("prefix_causal n", n, "a number of keys >= 0", "use strobe.causal() for no prefix")
-    return Mask(prefix=n, right=None)
+    return Mask(prefix=length)
 
 
 def documents(ids_q: Tensor, ids_k: Tensor | None = None) -> Mask:
@@ -242,6 +241,24 @@ def key_lengths(lengths: Tensor) -> Mask:
     [[[1, 1, 0]], [[0, 0, 0]]]
     """
     return Mask(key_lengths=_int32("key_lengths", lengths, 1))
+
+
+def as_int(number: object) -> int | None:
+    """A whole number as an int, a symbolic one as it is; None for anything else, bools too.
+
+    >>> as_int(3), as_int(True), as_int(3.0)
+    (3, None, None)
+    """
+    if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt, Integral)):
+        return None
+    return number if isinstance(number, (int, torch.SymInt)) else int(number)  # type: ignore[return-value]
+
+
+def _bound(side: str, bound: int | None) -> int | None:
+    number = as_int(bound)
+    if number is None and bound is not None:
+        raise wrong_type(side, bound, "an int or None", "count keys on either side of the diagonal, None for no bound")
+    return None if number is None or number < 0 else number
 
 
 def _int32(argument: str, tensor: Tensor, rank: int) -> Tensor:

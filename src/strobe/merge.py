@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .call import check_sinks
 from .errors import InvalidProblem, wrong_type
 
 
@@ -33,12 +34,15 @@ def merge(a: Partial, b: Partial) -> Partial:
 
     Raises TypeError for anything but two Partials and InvalidProblem where their shapes differ.
     """
-    for name, part in (("a", a), ("b", b)):
-        if not isinstance(part, tuple) or len(part) != 2 or not all(isinstance(t, Tensor) for t in part):
-            raise wrong_type(name, part, "a strobe.Partial", "use what strobe.partial_attention returns")
-    if a.out.shape != b.out.shape or a.lse.shape != b.lse.shape:
-        got = f"out {list(b.out.shape)} and lse {list(b.lse.shape)}"
-        raise InvalidProblem("b", got, f"a's {list(a.out.shape)} and {list(a.lse.shape)}", "merge results of the same queries")
+    _check("a", a)
+    _check("b", b)
+    for name, one, other in (("out", a.out, b.out), ("lse", a.lse, b.lse)):
+        if one.shape != other.shape:
+            raise InvalidProblem("b", f"{name} of shape {list(other.shape)}", f"a's {list(one.shape)}", "merge results of the same queries")
+        if one.dtype != other.dtype:
+            raise InvalidProblem("b", f"{name} in {other.dtype}", f"a's {one.dtype}", "merge results of one dtype")
+        if one.device != other.device:
+            raise InvalidProblem("b", f"{name} on {other.device}", f"a's {one.device}", "move both to one device")
     share = _sigmoid_of_difference(b.lse, a.lse)
     weight = _beside_out(share, a.out)
     # where one side is empty the other is taken whole: 0 * x would keep its bits but turn an infinity into NaN
@@ -53,14 +57,24 @@ def with_sinks(partial: Partial, sinks: Tensor) -> Partial:
     >>> whole.out.flatten().tolist(), round(whole.lse.item(), 4)
     ([0.5, 0.5], 0.6931)
     """
-    heads = partial.out.shape[-2]
+    _check("partial", partial)
     if not isinstance(sinks, Tensor):
         raise wrong_type("sinks", sinks, "a tensor [H_q]", "wrap it in torch.tensor(...)")
-    if list(sinks.shape) != [heads]:
-        raise InvalidProblem("sinks", f"shape {list(sinks.shape)}", f"[{heads}], one logit a query head", "expand or slice it")
+    check_sinks(sinks, partial.out.shape[-2])
+    if sinks.device != partial.out.device:
+        raise InvalidProblem("sinks", f"device {sinks.device}", f"the partial's {partial.out.device}", "move both to one device")
     logit = sinks.to(partial.lse.dtype)[:, None].expand_as(partial.lse)
     keep = _beside_out(_sigmoid_of_difference(partial.lse, logit), partial.out)
     return Partial(torch.where(keep == 0, torch.zeros_like(partial.out), partial.out * keep), _log_sum(partial.lse, logit))
+
+
+def _check(name: str, part: object) -> None:
+    if not isinstance(part, Partial) or not isinstance(part.out, Tensor) or not isinstance(part.lse, Tensor):
+        raise wrong_type(name, part, "a strobe.Partial of tensors", "use what strobe.partial_attention returns")
+    heads_last = (*part.lse.shape[:-2], *part.lse.shape[:-3:-1])
+    if part.out.dim() not in (3, 4) or tuple(part.out.shape[:-1]) != heads_last:
+        got = f"out {list(part.out.shape)} and lse {list(part.lse.shape)}"
+        raise InvalidProblem(name, got, "out [B, S, H, D] and lse [B, H, S], or [T, H, D] and [H, T]", "use what strobe.partial_attention returns")
 
 
 def _sigmoid_of_difference(x: Tensor, y: Tensor) -> Tensor:

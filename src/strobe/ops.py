@@ -1,4 +1,4 @@
-"""The ops: torch.library schemas, fake kernels, FLOP formulas and autograd around a Choice. Imports no DSL.
+"""The ops: torch.library schemas, fake kernels and autograd around a Choice. Imports no DSL.
 
 Pattern measured fastest (CPU, torch 2.11): `Library.define` + `impl`, a thin autograd.Function outside, and the raw
 overload where nothing needs a gradient. An op's implementation finds its Choice in a dictionary keyed by the call's raw
@@ -11,20 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch._subclasses.fake_tensor import FakeTensor
 
+from . import flops
+from .call import FIELD_KINDS, OPTIONAL_TENSORS, Call, accumulator, check
 from .errors import InvalidProblem, UnsupportedProblem
 from .kernels.kernel import Backward, Buffer, Forward, Plan
 from .knobs import KNOBS
-from .mask import NO_BOUND
-from .problem import ALIGNMENT, FIELD_KINDS, OPTIONAL_TENSORS, Call, Problem, check
+from .problem import ALIGNMENT, Problem
 from .select import Choice, select
 from .target import Target
 
-_N_TENSORS = 3 + len(OPTIONAL_TENSORS)
-_NO_OPTIONALS = (None,) * len(OPTIONAL_TENSORS)
 _MOST_CHOICES = 4096  # lengths that change each step would otherwise grow the dictionary for ever
-_choices: dict[tuple, Choice] = {}
+_choices: dict[tuple | None, Choice] = {}
 
 
 # ---------------------------------------------------------------- a call's Choice
@@ -32,26 +31,31 @@ _choices: dict[tuple, Choice] = {}
 
 def decide(call: Call) -> Choice:
     """The Choice for a call: door and select the first time, one dictionary lookup after that."""
-    key = _raw_key(call)
+    try:
+        key = None if isinstance(call.q, FakeTensor) else _raw_key(call)
+    except RuntimeError:  # a layout without strides or address: the door says what is wrong with it
+        key = None
     choice = _choices.get(key)
     if choice is None:
+        choice = select(Problem.from_call(call), Target.of(call.q.device))
         if len(_choices) >= _MOST_CHOICES:
             _choices.clear()
-        choice = _choices[key] = select(Problem.from_call(call), Target.of(call.q.device))
+        if key is not None:
+            _choices[key] = choice
     return choice
 
 
 def _raw_key(call: Call) -> tuple:
     q, k, v = call[:3]
-    optionals = call[3:_N_TENSORS]
-    if optionals != _NO_OPTIONALS:
-        optionals = tuple(None if t is None else (t.shape, t.dtype, t.device) for t in optionals)
-    return (
+    tensors = (
         q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNMENT,
         k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % ALIGNMENT,
         v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % ALIGNMENT,
-        optionals, call[_N_TENSORS:],
+        call[3 : OPTIONAL_TENSORS.start],
     )  # fmt: skip
+    if call.plain:
+        return tensors
+    return *tensors, *(None if t is None else (t.shape, t.dtype, t.device) for t in call.optionals), call[OPTIONAL_TENSORS.stop :]
 
 
 # ---------------------------------------------------------------- running it
@@ -74,47 +78,52 @@ def _allocate(buffer: Buffer, device: torch.device) -> Tensor:
     return torch.full(buffer.shape, buffer.fill, dtype=buffer.dtype, device=device)
 
 
-def _keys_of(call: Call) -> int:
-    return call.k.shape[0] if call.packed else call.k.shape[1]
+def _received(flat: tuple) -> Call:
+    """An op's arguments as a Call whose optional tensors are contiguous, as kernels take them for granted."""
+    call = Call(*flat)
+    if call.plain:
+        return call
+    return Call(*call[: OPTIONAL_TENSORS.start], *(t if t is None else t.contiguous() for t in call.optionals), *call[OPTIONAL_TENSORS.stop :])
 
 
 def _forward_into(out: Tensor, call: Call, choice: Choice) -> Tensor:
     problem = choice.problem
-    lse = torch.empty(problem.out_shapes[1], dtype=problem.lse_dtype, device=call.q.device)
-    if out.numel() == 0:
+    lse = call.q.new_empty(problem.out_shapes[1], dtype=problem.lse_dtype)
+    if not problem.vacuous:
+        _launch(choice.forward, call, Forward(out, lse))
         return lse
-    if _keys_of(call) == 0:  # no key at all: said here once, so that no kernel meets a tensor of size 0
-        out.zero_()
-        return lse.fill_(-torch.inf) if call.sinks is None else lse.copy_(_per_head(call.sinks, call).expand_as(lse))
-    _launch(choice.forward, call, Forward(out, lse))
-    return lse
+    out.zero_()  # no key at all: said here once, so that no kernel meets a tensor of size 0
+    return lse.fill_(-torch.inf) if call.sinks is None else lse.copy_(_per_head(call.sinks, call).expand_as(lse))
 
 
 def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
-    call = Call(*flat)
+    call = _received(flat)
     choice = decide(call)
-    out = torch.empty(choice.problem.out_shapes[0], dtype=choice.problem.out_dtype, device=call.q.device)
+    out = call.q.new_empty(choice.problem.out_shapes[0], dtype=choice.problem.out_dtype)
     return out, _forward_into(out, call, choice)
 
 
 def _forward_out(out: Tensor, *flat: Any) -> Tensor:
-    call = Call(*flat)
+    call = _received(flat)
     choice = decide(call)
     _check_out(out, choice.problem.out_shapes[0], choice.problem.out_dtype, call)
     return _forward_into(out, call, choice)
 
 
 def _backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = Call(*flat)
+    call = _received(flat)
     choice = decide(call)
-    assert choice.backward is not None  # needs_grad stands in the call
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in call[:3])
-    delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-    if out.numel() == 0 or _keys_of(call) == 0:
+    if choice.backward is None:
+        raise InvalidProblem("needs_grad", call.needs_grad, "True", "give the backward op the arguments of its forward")
+    dq, dk, dv = (t.new_empty(t.shape) for t in call[:3])
+    delta = lse.new_empty(lse.shape)
+    dlse = None if dlse is None else dlse.contiguous()
+    if choice.problem.vacuous:
         for grad in (dq, dk, dv):
             grad.zero_()
         delta.zero_() if dlse is None else delta.copy_(-dlse)
     else:
+        dout = dout if dout.stride(-1) == 1 or dout.shape[-1] == 1 else dout.contiguous()
         _launch(choice.backward, call, Backward(dout, out, lse, dlse, dq, dk, dv, delta))
     return dq, dk, dv, _sinks_gradient(call, lse, delta)
 
@@ -132,6 +141,8 @@ def _per_head(sinks: Tensor, call: Call) -> Tensor:
 
 
 def _check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, call: Call) -> None:
+    if out.layout != torch.strided:
+        raise InvalidProblem("out", out.layout, "a strided (dense) tensor", "allocate it with torch.empty")
     if list(out.shape) != list(shape):
         raise InvalidProblem("out", f"shape {list(out.shape)}", f"{list(shape)}", "allocate it like q with v's head dimension")
     if out.dtype != dtype:
@@ -144,20 +155,29 @@ def _check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, call: Ca
         raise InvalidProblem("out", f"strides {out.stride()}", "memory of its own for each element", "do not expand it")
 
 
-# ---------------------------------------------------------------- schemas, fakes, FLOPs
+# ---------------------------------------------------------------- schemas and fakes
 
 
 def _schema() -> str:
-    kinds = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "int": "SymInt", "float": "float", "float | None": "float?", "bool": "bool", "str": "str"}
-    return ", ".join(f"{kinds[kind]} {name}" for name, kind in FIELD_KINDS.items())
+    kinds = {
+        "Tensor": "Tensor",
+        "Tensor | None": "Tensor?",
+        "int": "SymInt",
+        "float": "float",
+        "float | None": "float?",
+        "bool": "bool",
+        "str": "str",
+    }
+    default = {name: "=" + repr(value).replace("'", '"') for name, value in Call._field_defaults.items()}
+    return ", ".join(f"{kinds[kind]} {name}{default.get(name, '')}" for name, kind in FIELD_KINDS.items())
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor]:
     call = Call(*flat)
     check(call)
-    wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    out = call.q.new_empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=wide if call.partial else call.q.dtype)
-    return out, call.q.new_empty(_lse_shape(call), dtype=wide)
+    q, wide = call.q, accumulator(call.q.dtype)
+    lse_shape = (q.shape[1], q.shape[0]) if call.packed else (q.shape[0], q.shape[2], q.shape[1])
+    return q.new_empty((*q.shape[:-1], call.v.shape[-1]), dtype=wide if call.partial else q.dtype), q.new_empty(lse_shape, dtype=wide)
 
 
 def _forward_out_fake(out: Tensor, *flat: Any) -> Tensor:
@@ -172,12 +192,6 @@ def _backward_fake(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, 
     return *(t.new_empty(t.shape) for t in call[:3]), dsinks
 
 
-def _lse_shape(call: Call) -> tuple[int, ...]:
-    if call.packed:
-        return (call.q.shape[1], call.q.shape[0])
-    return (call.q.shape[0], call.q.shape[2], call.q.shape[1])
-
-
 LIBRARY = torch.library.Library("strobe", "DEF")
 LIBRARY.define(f"forward({_schema()}) -> (Tensor, Tensor)")
 LIBRARY.define(f"forward_out(Tensor(a!) out, {_schema()}) -> Tensor")
@@ -187,7 +201,7 @@ for _name, _body, _fake in (
     ("forward_out", _forward_out, _forward_out_fake),
     ("backward", _backward, _backward_fake),
 ):
-    for _key in ("CPU", "CUDA"):
+    for _key in ("CompositeExplicitAutograd", "AutogradNestedTensor"):  # all devices and kinds come in: the door and select say what is wrong
         LIBRARY.impl(_name, _body, _key)
     torch.library.register_fake(f"strobe::{_name}", _fake, lib=LIBRARY)
 
@@ -196,57 +210,51 @@ FORWARD_OUT = torch.ops.strobe.forward_out.default
 BACKWARD = torch.ops.strobe.backward.default
 
 
-def _pairs(q_shape, k_shape, flat: tuple) -> int:
-    """Query-key pairs with no mask, as torch counts its own attention; packed: as if all sequences were of one length."""
-    if len(q_shape) == 4:
-        return q_shape[0] * q_shape[2] * q_shape[1] * k_shape[1]
-    n = max(1, flat[Call._fields.index("cu_seqlens_q") - 3][0] - 1)
-    return q_shape[1] * q_shape[0] * k_shape[0] // n
-
-
-@register_flop_formula(torch.ops.strobe.forward)
-def _forward_flops(q_shape, k_shape, v_shape, *flat, out_shape=None, **_) -> int:
-    return 2 * _pairs(q_shape, k_shape, flat) * (q_shape[-1] + v_shape[-1])
-
-
-@register_flop_formula(torch.ops.strobe.backward)
-def _backward_flops(dout_shape, o_shape, lse_shape, dlse_shape, q_shape, k_shape, v_shape, *flat, out_shape=None, **_) -> int:
-    return 2 * _pairs(q_shape, k_shape, flat) * (3 * q_shape[-1] + 2 * v_shape[-1])
-
-
 # ---------------------------------------------------------------- autograd
 
 
 class _TwiceRefused(torch.autograd.Function):
     """The backward op where a graph of the gradients is wanted: it runs, and differentiating it again says what is missing."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, *arguments):
+    def forward(*arguments):
         return BACKWARD(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
 
     @staticmethod
     def backward(ctx, *_):
         raise UnsupportedProblem("double backward: strobe has no second derivative; differentiate torch's math attention instead")
 
 
-def _gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    out, lse = saved[-2:]
-    call = Call(*saved[:-2], *ctx.flat)
+def _save(ctx, flat: tuple, out: Tensor, lse: Tensor) -> None:
+    call = Call(*flat)
+    ctx.save_for_backward(*call[:3], *call.optionals, out, lse)
+    ctx.scalars, ctx.longest, ctx.count = call[3 : OPTIONAL_TENSORS.start], call[OPTIONAL_TENSORS.stop :], len(flat)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, *optionals, out, lse = ctx.saved_tensors
+    call = Call(q, k, v, *ctx.scalars, *optionals, *ctx.longest)
     dout = torch.zeros_like(out) if dout is None else dout
-    dout = dout if dout.stride(-1) == 1 or dout.shape[-1] == 1 else dout.contiguous()
+    _meet_counters()
     run = _TwiceRefused.apply if torch.is_grad_enabled() else BACKWARD
-    dq, dk, dv, dsinks = run(dout, out, lse, dlse, *call)
-    return dq, dk, dv, None if call.sinks is None else dsinks, *(None,) * (len(call) - 4)
+    dq, dk, dv, dsinks = run(dout, out, lse, dlse, *call.arguments)
+    no_gradient = (None,) * len(call)
+    gradients = Call(*no_gradient)._replace(q=dq, k=dk, v=dv, sinks=None if call.sinks is None else dsinks)
+    return gradients[: ctx.count]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *flat):
         out, lse = FORWARD(*flat)
-        ctx.save_for_backward(*flat[:_N_TENSORS], out, lse)
-        ctx.flat = flat[_N_TENSORS:]
-        ctx.set_materialize_grads(False)
+        _save(ctx, flat, out, lse)
         return out, lse
 
     @staticmethod
@@ -265,35 +273,60 @@ class _AttentionUnderTransforms(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:_N_TENSORS], *output)
-        ctx.flat = inputs[_N_TENSORS:]
-        ctx.set_materialize_grads(False)
+        _save(ctx, inputs, *output)
 
     @staticmethod
     def backward(ctx, dout, dlse):
         return _gradients(ctx, dout, dlse)
 
 
+def prepare(call: Call) -> Call:
+    """The call as the ops are to see it: in autocast's dtype, and with needs_grad told."""
+    if torch._C._is_any_autocast_enabled():
+        call = _autocast(call)
+    q, k, v = call[:3]
+    if type(q) is not Tensor:
+        _shard(q)
+    if not torch.is_grad_enabled():
+        return call
+    wants_grad = q.requires_grad or k.requires_grad or v.requires_grad or (call.sinks is not None and call.sinks.requires_grad)
+    return call._replace(needs_grad=True) if wants_grad else call
+
+
 def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """out and lse of a call, through whichever path its gradients, transforms and autocast ask for."""
-    kind = call.q.device.type
-    if torch.is_autocast_enabled(kind):
-        call = _autocast(call, torch.get_autocast_dtype(kind))
-    if type(call.q) is not Tensor:
-        _shard(call.q)
-    wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in call[:4])
-    if wants_grad:
-        call = call._replace(needs_grad=True)
+    call = prepare(call)
+    _meet_counters()
     if out is not None:
-        if wants_grad or out.requires_grad:
+        if call.needs_grad or out.requires_grad:
             raise UnsupportedProblem("out= with gradients: leave out= out, or call under torch.no_grad()")
-        return out, FORWARD_OUT(out, *call)
+        return out, FORWARD_OUT(out, *call.arguments)
     if torch._C._are_functorch_transforms_active():
-        return _AttentionUnderTransforms.apply(*call)  # type: ignore[return-value]
-    return _Attention.apply(*call) if wants_grad else FORWARD(*call)  # type: ignore[return-value]
+        return _AttentionUnderTransforms.apply(*call.arguments)  # type: ignore[return-value]
+    if not call.needs_grad:
+        return FORWARD(*call.arguments)
+    return _Attention.apply(*(_distinct(call.arguments) if torch.compiler.is_compiling() else call.arguments))  # type: ignore[return-value]
 
 
-def _autocast(call: Call, dtype: torch.dtype) -> Call:
+def _distinct(arguments: tuple) -> list:
+    """The arguments with a view for each tensor's second appearance: torch.compile traces no autograd.Function given one tensor twice."""
+    distinct: list = []
+    for argument in arguments:
+        again = isinstance(argument, Tensor) and any(argument is other for other in distinct)
+        distinct.append(argument.view(argument.shape) if again else argument)
+    return distinct
+
+
+def _meet_counters() -> None:
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+        flops.tell_counters()
+
+
+def _autocast(call: Call) -> Call:
+    kind = call.q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return call
+    dtype = torch.get_autocast_dtype(kind)
     q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in call[:3])
     return call._replace(q=q, k=k, v=v)
 
@@ -311,14 +344,15 @@ def _shard(tensor: Tensor) -> None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    def placements(call: Call) -> list[tuple[list, list]]:
-        """(outputs, call's tensors) a rule: all replicated, heads apart, and for dense layouts the batch apart."""
+    def placements(call: Call, count: int) -> list[tuple[list, list]]:
+        """(outputs, the op's `count` arguments) a rule: all replicated, heads apart, and for dense layouts the batch apart."""
         heads, lse_heads = (Shard(1), Shard(0)) if call.packed else (Shard(2), Shard(1))
-        rest = [None] * (len(call) - _N_TENSORS)
+        no_tensor = Call(*(None,) * len(call))
 
         def tensors(qkv, sinks, others):
-            present = [sinks] + [others] * (_N_TENSORS - 4)
-            return [qkv] * 3 + [None if t is None else p for t, p in zip(call[3:_N_TENSORS], present)] + rest
+            present = {name: others for name in Call._fields[OPTIONAL_TENSORS] if getattr(call, name) is not None}
+            placed = no_tensor._replace(q=qkv, k=qkv, v=qkv, **present)
+            return list(placed if call.sinks is None else placed._replace(sinks=sinks))[:count]
 
         rules = [([Replicate(), Replicate()], tensors(Replicate(), Replicate(), Replicate()))]
         rules.append(([heads, lse_heads], tensors(heads, Shard(0), Replicate())))
@@ -328,16 +362,16 @@ def _shard(tensor: Tensor) -> None:
 
     @register_sharding(FORWARD)
     def _forward_sharding(*flat):
-        return placements(Call(*flat))
+        return placements(Call(*flat), len(flat))
 
     @register_sharding(BACKWARD)
     def _backward_sharding(dout, out, lse, dlse, *flat):
         call = Call(*flat)
         rules = []
-        for (whole, per_row), inputs in placements(call):
+        for (whole, per_row), inputs in placements(call, len(flat)):
             if call.sinks is not None and whole == Shard(0) and not call.packed:
                 continue  # each shard would hold a part of dsinks: a sum that no placement of a custom rule may leave pending
-            dsinks = Replicate() if call.sinks is None else inputs[3]
+            dsinks = Replicate() if call.sinks is None else inputs[OPTIONAL_TENSORS.start]
             rules.append(([*inputs[:3], dsinks], [whole, whole, per_row, None if dlse is None else per_row, *inputs]))
         return rules
 

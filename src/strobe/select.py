@@ -29,8 +29,8 @@ class Choice:
             if plan:
                 cost = plan.kernel.cost(self.problem)
                 ms, bound = cost.ceiling_ms(self.target)
-                time = f"at {self.target.peak_tflops:g} TFLOP/s = {ms:.3g} ms; {bound}" if ms else f"; {bound}"
-                rows.append(("ceiling", f"{cost.flops:.3g} FLOP {time}"))
+                time = f" at {self.target.peak_tflops:g} TFLOP/s = {ms:.3g} ms" if ms else ""
+                rows.append(("ceiling", f"{cost.flops:.3g} FLOP{time}; {bound}"))
         return "\n".join(f"{label:<9} {text}" for label, text in rows)
 
 

@@ -21,7 +21,7 @@ class Target:
     """
 
     name: str
-    kind: str  # "cuda" or "cpu"
+    kind: str  # "cuda", "cpu" or what else torch calls a device
     capability: int  # compute capability, 90 is sm_90; 0 on a CPU
     sm_count: int  # multiprocessors; cores on a CPU
     shared_bytes: int  # shared memory that one CTA may have
@@ -33,8 +33,8 @@ class Target:
         return _ask_driver(device.type, device.index if device.index is not None else _current(device))
 
     def __str__(self) -> str:
-        if self.kind == "cpu":
-            return f"{self.name}: CPU, {self.sm_count} cores"
+        if self.kind != "cuda":
+            return f"{self.name}: CPU, {self.sm_count} cores" if self.kind == "cpu" else self.name
         peak = f", {self.peak_tflops:g} TFLOP/s bfloat16, {self.peak_gbps / 1000:g} TB/s" if self.peak_tflops else ""
         return f"{self.name}: sm_{self.capability}, {self.sm_count} SMs, {self.shared_bytes // KIB} KiB shared{peak}"
 
@@ -67,7 +67,8 @@ def _current(device: torch.device) -> int:
 @lru_cache
 def _ask_driver(kind: str, index: int) -> Target:
     if kind != "cuda":
-        return Target(platform.processor() or platform.machine(), "cpu", 0, _cores(), 0, 0.0, 0.0)
+        name = (platform.processor() or platform.machine()) if kind == "cpu" else kind
+        return Target(name, kind, 0, _cores(), 0, 0.0, 0.0)
     facts = torch.cuda.get_device_properties(index)
     known = max((name for name in FAKES if name in facts.name), key=len, default=None)
     peak = (FAKES[known].peak_tflops, FAKES[known].peak_gbps) if known else (0.0, 0.0)

@@ -23,9 +23,8 @@ _words: dict[torch.device, Tensor] = {}
 
 def word(device: torch.device) -> Tensor:
     """The device's error word, int32 [1]; made on first use and kept, so that captured graphs may hold its address."""
-    if device not in _words:
-        _words[device] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _words[device]
+    known = _words.get(device)
+    return known if known is not None else _words.setdefault(device, torch.zeros(1, dtype=torch.int32, device=device))  # one, even where threads race
 
 
 def report(device: torch.device, bits: int) -> None:
@@ -36,7 +35,7 @@ def report(device: torch.device, bits: int) -> None:
 def read_and_clear(device: torch.device | None = None) -> list[str]:
     """What the words of `device` (or of all devices) say, in plain text; clears them. Waits for the device."""
     found: list[str] = []
-    for owner, value in _words.items():
+    for owner, value in list(_words.items()):
         if device is None or owner == device:
             bits = int(value.item())
             value.zero_()

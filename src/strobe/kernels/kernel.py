@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..mask import MaskStructure
-from ..problem import Call, Dense, Packed, Problem
+from ..problem import Call, Problem
 from ..target import Target
 
 
@@ -66,15 +66,15 @@ class Kernel(Protocol):
         """None if it can run, else the reason, in words a user can act on."""
         ...
 
-    def config(self, problem: Problem, target: Target) -> object:
+    def config(self, problem: Problem, target: Target) -> Any:
         """The frozen config this kernel runs the problem with: looked up, never timed."""
         ...
 
     def cost(self, problem: Problem) -> Cost: ...
 
-    def workspace(self, problem: Problem, config: object) -> tuple[Buffer, ...]: ...
+    def workspace(self, problem: Problem, config: Any) -> tuple[Buffer, ...]: ...
 
-    def run(self, plan: Plan, call: Call, tensors: Forward | Backward, workspace: dict[str, Tensor]) -> None: ...
+    def run(self, plan: Plan, call: Call, tensors: Any, workspace: dict[str, Tensor]) -> None: ...
 
 
 class Plan(NamedTuple):
@@ -83,20 +83,14 @@ class Plan(NamedTuple):
     kernel: Kernel
     problem: Problem
     target: Target
-    config: object
+    config: Any  # of the kernel's own kind
     buffers: tuple[Buffer, ...]
 
 
 def visible_pairs(problem: Problem) -> float:
     """Query-key pairs the mask's band admits over the batch, exactly for dense layouts; an upper bound where lengths or ids live on the device."""
-    layout = problem.layout
-    if isinstance(layout, Packed):
-        rows, keys = layout.total_q, layout.total_k
-        if layout.batch == 0 or rows == 0:
-            return 0.0
-        return layout.batch * _band_pairs(rows / layout.batch, keys / layout.batch, problem)  # as if all were of one length
-    assert isinstance(layout, Dense)
-    return layout.batch * _band_pairs(layout.seqlen_q, layout.seqlen_k, problem)
+    batch, (rows, keys) = problem.layout.batch, problem.layout.tokens
+    return batch * _band_pairs(rows / batch, keys / batch, problem) if batch else 0.0  # packed: as if all were of one length
 
 
 def _band_pairs(rows: float, keys: float, problem: Problem) -> float:
@@ -123,9 +117,7 @@ def attention_cost(problem: Problem, backward: bool = False) -> Cost:
     """FLOPs of the products over visible pairs (2 forward, 5 backward) and the bytes of inputs and outputs."""
     pairs = visible_pairs(problem) * problem.heads_q
     width, width_v = problem.head_dim, problem.head_dim_v
-    layout = problem.layout
-    rows = layout.total_q if isinstance(layout, Packed) else layout.batch * layout.seqlen_q
-    keys = layout.total_k if isinstance(layout, Packed) else layout.batch * layout.seqlen_k  # type: ignore[union-attr]
+    rows, keys = problem.layout.tokens
     itemsize = problem.dtype.itemsize
     moved = (rows * problem.heads_q + keys * problem.heads_kv) * (width + width_v) * itemsize + 4 * rows * problem.heads_q
     if backward:

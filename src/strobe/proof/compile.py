@@ -19,6 +19,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from ..call import Call
+from ..kernels.kernel import Backward, Forward
+from ..problem import Problem
+from ..select import select
+from ..target import Target
+
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COUNTED = ("HGMMA", "HMMA", "UTCHMMA", "DMMA", "FFMA", "MUFU.EX2", "LDGSTS", "UTMALDG", "LDL", "STL", "BAR.SYNC", "PRMT", "SHFL")
 
@@ -34,6 +40,21 @@ class Report(NamedTuple):
     serialized: bool  # ptxas found wgmma it had to serialise
     instructions: dict[str, int]
     seconds: float
+
+
+def portable_reports(call: Call, target: Target) -> list[Report]:
+    """The portable kernels that `call`, on CPU tensors, would run on `target`: forward, and backward where it needs gradients."""
+    from ..kernels.portable import launch
+
+    problem = Problem.from_call(call)
+    choice = select(problem, target)
+    shape, shape_lse = problem.out_shapes
+    out, lse = torch.empty(shape, dtype=problem.out_dtype), torch.empty(shape_lse, dtype=problem.lse_dtype)
+    launches = launch.forward_launches(choice.forward, call, Forward(out, lse))
+    if choice.backward:
+        gradients = (torch.empty(t.shape, dtype=t.dtype) for t in call[:3])
+        launches += launch.backward_launches(choice.backward, call, Backward(out, out, lse, None, *gradients, torch.empty_like(lse)))
+    return [report(one.kernel.fn.__name__, one.kernel, target.capability, one.arguments, one.options) for one in launches]
 
 
 class _OfflineDriver:

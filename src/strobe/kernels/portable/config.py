@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ...call import DTYPES, Call
 from ...knobs import KNOBS
 from ...mask import MaskStructure
-from ...problem import DTYPES, Call, Problem
+from ...problem import Problem
 from ...target import Target
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost
 from .tunings import Tuning, backward_tuning, forward_tuning, padded
@@ -129,9 +130,9 @@ class PortableForward:
         return ()
 
     def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
-        from .launch import launch_forward
+        from .launch import forward_launches, start
 
-        launch_forward(plan, call, tensors)
+        start(forward_launches(plan, call, tensors))
 
 
 class PortableBackward:
@@ -150,9 +151,9 @@ class PortableBackward:
         return ()
 
     def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
-        from .launch import launch_backward
+        from .launch import backward_launches, start
 
-        launch_backward(plan, call, tensors)
+        start(backward_launches(plan, call, tensors))
 
 
 FORWARD = PortableForward()

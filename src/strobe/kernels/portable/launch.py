@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from ...call import Call
 from ...errors import KernelFault
-from ...problem import ALIGNMENT, Call, Packed, Problem
+from ...problem import ALIGNMENT, Packed, Problem
 from .. import faults
 from ..kernel import Backward, Forward, Plan
 from . import backward, forward
+from .tunings import Tuning
 
 LOG2E = 1.4426950408889634
 DELTA_ROWS = 64
+MOST_PROGRAMS = 2**31  # in a grid's first dimension, the only one that kernels here use
 
 
 def numbers_of(problem: Problem) -> tuple[tuple[float, float, float], ...]:
@@ -38,7 +41,17 @@ def _float32(value: float) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
-def launch_forward(plan: Plan, call: Call, tensors: Forward) -> None:
+class Launch(NamedTuple):
+    """One kernel, its grid, its arguments, and Triton's options."""
+
+    kernel: Any
+    programs: int
+    arguments: tuple
+    options: dict[str, int]
+    tma: bool = False
+
+
+def forward_launches(plan: Plan, call: Call, tensors: Forward) -> list[Launch]:
     form: Any = plan.config.form  # type: ignore[attr-defined]
     problem = plan.problem
     sizes = _sizes(problem, form.tuning.block_m)
@@ -48,31 +61,53 @@ def launch_forward(plan: Plan, call: Call, tensors: Forward) -> None:
         (call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks), _mask_tensors(call, call.spans_q), faults.word(call.q.device),
         strides, sizes, limits, numbers_of(problem)[:2], form,
     )  # fmt: skip
-    _start(forward.forward_kernel, sizes[4] * problem.heads_q * _entries(problem), arguments, form.tuning)
+    return [_launch(forward.forward_kernel, sizes[4] * problem.heads_q * _entries(problem), arguments, form.tuning)]
 
 
-def launch_backward(plan: Plan, call: Call, t: Backward) -> None:
+def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
+    """delta first; then dk and dv, and dq, which do not wait for each other."""
     forms: Any = plan.config
     problem = plan.problem
-    word = faults.word(call.q.device)
-    rows = t.lse.shape[-1]
-    form = forms.queries
     dout = _operand(t.dout, call)
-    of = {name: _strides(x, problem) for name, x in t._asdict().items() if x is not None and name in ("dout", "out", "dq", "dk", "dv")}
+    strides = {name: _strides(x, problem) for name, x in (("dout", t.dout), ("out", t.out), ("do", dout), ("dq", t.dq), ("dk", t.dk), ("dv", t.dv))}
     q, k, v = (_strides(x, problem) for x in call[:3])
-    tiles = -(-rows // DELTA_ROWS)
-    arguments = ((t.dout, t.out, t.dlse, t.delta), (of["dout"], of["out"]), (problem.heads_q, rows), form, DELTA_ROWS)
-    _start(backward.delta_kernel, tiles * problem.heads_q * _entries(problem), arguments, None)
-    limits, numbers = (call.left, call.right), numbers_of(problem)
+    limits, numbers, word = (call.left, call.right), numbers_of(problem), faults.word(call.q.device)
     read = (call.q, call.k, call.v, dout, t.lse, t.delta)
-    do = _strides(dout, problem)
-    strides = (q, k, v, do, of["dk"], of["dv"])
-    sizes = _sizes(problem, forms.keys.tuning.block_n, of_keys=True)
-    arguments = ((*read, t.dk, t.dv), _mask_tensors(call, call.spans_k), word, strides, sizes, limits, numbers, forms.keys)
-    _start(backward.keys_kernel, sizes[4] * problem.heads_kv * _entries(problem), arguments, forms.keys.tuning)
-    sizes = _sizes(problem, form.tuning.block_m)
-    arguments = ((*read, t.dq), _mask_tensors(call, call.spans_q), word, (q, k, v, do, of["dq"]), sizes, limits, numbers, form)
-    _start(backward.queries_kernel, sizes[4] * problem.heads_q * _entries(problem), arguments, form.tuning)
+    rows = t.lse.shape[-1]
+    delta = ((t.dout, t.out, t.dlse, t.delta), (strides["dout"], strides["out"]), (problem.heads_q, rows), forms.queries, DELTA_ROWS)
+    sizes_k = _sizes(problem, forms.keys.tuning.block_n, of_keys=True)
+    sizes_q = _sizes(problem, forms.queries.tuning.block_m)
+    keys = (
+        (*read, t.dk, t.dv), _mask_tensors(call, call.spans_k), word, (q, k, v, strides["do"], strides["dk"], strides["dv"]),
+        sizes_k, limits, numbers, forms.keys,
+    )  # fmt: skip
+    queries = (
+        (*read, t.dq), _mask_tensors(call, call.spans_q), word, (q, k, v, strides["do"], strides["dq"]), sizes_q, limits, numbers, forms.queries,
+    )  # fmt: skip
+    entries = _entries(problem)
+    return [
+        Launch(backward.delta_kernel, -(-rows // DELTA_ROWS) * problem.heads_q * entries, delta, {}),
+        _launch(backward.keys_kernel, sizes_k[4] * problem.heads_kv * entries, keys, forms.keys.tuning),
+        _launch(backward.queries_kernel, sizes_q[4] * problem.heads_q * entries, queries, forms.queries.tuning),
+    ]
+
+
+def start(launches: list[Launch]) -> None:
+    for launch in launches:
+        if launch.programs >= MOST_PROGRAMS:
+            raise KernelFault(f"{launch.kernel.fn.__name__}: {launch.programs} programs are more than a launch can hold; split the batch")
+        if launch.tma:
+            triton.set_allocator(_descriptor_memory)
+        launch.kernel[(launch.programs,)](*launch.arguments, **launch.options)
+
+
+def _launch(kernel: Any, programs: int, arguments: tuple, tuning: Tuning) -> Launch:
+    return Launch(kernel, programs, arguments, {"num_warps": tuning.warps, "num_stages": tuning.stages}, tuning.tma)
+
+
+def _descriptor_memory(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Where programs write the TMA descriptors they make; torch's allocator, so that graphs capture it."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _operand(dout: Tensor, call: Call) -> Tensor:
@@ -81,20 +116,6 @@ def _operand(dout: Tensor, call: Call) -> Tensor:
     if dout.dtype == call.q.dtype and aligned and dout.data_ptr() % ALIGNMENT == 0:
         return dout
     return torch.empty(dout.shape, dtype=call.q.dtype, device=dout.device).copy_(dout)
-
-
-def _start(kernel: Any, programs: int, arguments: tuple, tuning: Any) -> None:
-    options = {} if tuning is None else {"num_warps": tuning.warps, "num_stages": tuning.stages}
-    if programs >= 2**31:
-        raise KernelFault(f"{kernel.fn.__name__}: {programs} programs are more than one launch can hold; split the batch")
-    if tuning is not None and tuning.tma:
-        triton.set_allocator(_descriptor_memory)
-    kernel[(programs,)](*arguments, **options)
-
-
-def _descriptor_memory(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Where programs write the TMA descriptors they make; torch's allocator, so that graphs capture it."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _entries(problem: Problem) -> int:

@@ -3,7 +3,7 @@
 Measured on one H200 (2026-11-21, bfloat16, 16k tokens, Triton 3.6.0): the winner of 8 to 15 tilings a row. What it showed:
 64 x 64 tiles with 4 warps leave room for two or three CTAs an SM, whose products and softmax overlap (d128 dense 547 TFLOP/s,
 against 469 for 128 x 128 with 8 warps); TMA instead of cp.async is worth 20 % (445 to 547), because it frees registers.
-Other devices take the same rows, with fewer stages where shared memory is short; they have not been measured.
+`_fit` takes stages and tiles away where shared memory is short.
 """
 
 from __future__ import annotations
@@ -39,11 +39,23 @@ class Row:
     queries: Tuning
 
 
-SIXTEEN_BIT = (
+HOPPER = (
     Row(64, Tuning(64, 128, 4, 3), Tuning(64, 64, 4, 3), Tuning(128, 64, 4, 2), Tuning(64, 64, 4, 3), Tuning(64, 64, 4, 3)),
     Row(128, Tuning(64, 64, 4, 3), Tuning(64, 64, 4, 3), Tuning(64, 128, 8, 3), Tuning(64, 64, 4, 2), Tuning(128, 64, 8, 3)),
     Row(256, Tuning(128, 64, 8, 2), Tuning(128, 64, 8, 2), Tuning(64, 64, 8, 2), Tuning(64, 64, 8, 2), Tuning(128, 64, 8, 1)),
 )
+# sm_80 to 89 and sm_120, whose products read both operands from registers: not measured; chosen offline, for few spills
+AMPERE = (
+    Row(64, *[Tuning(64, 64, 4, 3)] * 5),
+    Row(128, *[Tuning(64, 64, 4, 3)] * 2, *[Tuning(64, 64, 4, 2)] * 3),
+    Row(256, *[Tuning(64, 64, 8, 1)] * 5),
+)
+BLACKWELL = (  # sm_100 and 103: not measured; chosen offline, for few spills
+    Row(64, *[Tuning(64, 64, 4, 3)] * 5),
+    Row(128, *[Tuning(64, 64, 8, 2)] * 5),
+    Row(256, *[Tuning(64, 64, 8, 1)] * 5),
+)
+BY_CAPABILITY = {90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
 # float32 products run on the ordinary units (TF32 would lose half the digits) and float64 ones on few: small tiles, for correctness
 WIDE = {
     torch.float32: (
@@ -58,14 +70,14 @@ WIDE = {
 
 
 def forward_tuning(problem: Problem, target: Target) -> Tuning:
-    row = _row(problem)
+    row = _row(problem, target)
     tuning = row.forward_masked if any(problem.mask) else row.forward
     return _fit(tuning, problem, target, lambda t: _forward_bytes(t, problem))
 
 
 def backward_tuning(problem: Problem, target: Target) -> tuple[Tuning, Tuning]:
     """(of the kernel for dk and dv, of the kernel for dq)."""
-    row = _row(problem)
+    row = _row(problem, target)
     keys = row.keys_masked if any(problem.mask) or problem.packed else row.keys
     return (
         _fit(keys, problem, target, lambda t: _backward_bytes(t.block_n, t.block_m, t.stages, problem)),
@@ -73,8 +85,8 @@ def backward_tuning(problem: Problem, target: Target) -> tuple[Tuning, Tuning]:
     )
 
 
-def _row(problem: Problem) -> Row:
-    rows = WIDE.get(problem.dtype, SIXTEEN_BIT)
+def _row(problem: Problem, target: Target) -> Row:
+    rows = WIDE.get(problem.dtype) or BY_CAPABILITY.get(target.capability, AMPERE)
     return next(row for row in rows if row.width >= max(padded(problem.head_dim), padded(problem.head_dim_v)))
 
 

@@ -1,0 +1,60 @@
+# `make test` and `make demo` set up .venv on a bare machine (Python 3.10 or later with its venv module) and run.
+# torch and triton come first and by exact version: they are large, and everything else adapts to them.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0 triton==3.6.0
+EXTRAS := test,dev,cli,bench,demo
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/installed
+PYTEST := $(BIN)/python -m pytest
+
+export PYTHONUTF8 := 1
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: test lint types unit interpreter offline nightly demo bench install clean
+
+test: install
+	$(MAKE) --no-print-directory lint types offline interpreter unit
+
+install: $(STAMP)
+
+# a stamp that holds what was asked for: a new pin or a new dependency installs again, nothing else does
+$(STAMP): pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	touch $@
+
+lint:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types:
+	$(BIN)/pyright
+
+# the portable kernels, run by Triton's interpreter on the CPU: a process of its own, since Triton reads the switch at import
+interpreter:
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
+
+# the portable kernels, compiled for every GPU they claim, with no GPU here
+offline:
+	$(PYTEST) tests/test_offline_compile.py
+
+unit:
+	$(PYTEST) -n 2 -m "not nightly" --ignore tests/interpreter --ignore tests/test_offline_compile.py
+
+nightly: install
+	$(PYTEST) -n 2 -m nightly --ignore tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) -m nightly tests/interpreter
+
+demo: install
+	$(BIN)/strobe demo
+
+bench: install
+	$(BIN)/strobe bench cpu
+
+clean:
+	rm -rf $(VENV) .demo .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,5 @@
+"""`python -m strobe` is `strobe`."""
+
+from .cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,175 @@
+"""Suites of cases, as data. Names read like the tables: d128_causal_16k is head dimension 128, causal, 16k keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import mask as masks
+from ..call import Call
+from ..errors import InvalidProblem, UnsupportedProblem
+
+TOKENS = 16384  # rule of the dense GPU cases: as many tokens in all, B = max(1, TOKENS / S)
+HEADS = {64: 32, 128: 16, 256: 8}  # and 2048 channels
+SIZES = {"512": 512, "1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192, "16k": 16384}
+UNEVEN_4K = (64, 1024, 128, 768, 512, 256, 448, 896)
+UNEVEN_8K = (1024, 1536, 256, 1792, 768, 512, 1280, 1024)
+
+
+class Inputs(NamedTuple):
+    """One case's tensors: q, k, v [B, S, H, D] (packed: [T, H, D]), a gradient for the output, and what the mask is made of."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    cu_seqlens: Tensor | None  # int32 [n + 1], packed only
+    ids: Tensor | None  # int32 [B, S], where documents stand in a dense tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: a shape, a mask and a direction.
+
+    >>> Case("small", seqlen=8, causal=True).mask(None).dense(8, 8).sum().item()
+    36
+    """
+
+    name: str
+    batch: int = 1
+    seqlen: int = 4096
+    heads_q: int = 16
+    heads_kv: int = 0  # 0: as many as heads_q
+    head_dim: int = 64
+    head_dim_v: int = 0  # 0: as head_dim
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    lengths: tuple[int, ...] = ()  # of documents, laid end to end
+    packed: bool = False  # the lengths are sequences of attention_varlen; else documents of a mask
+    backward: bool = False
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def groups(self) -> int:
+        """Key heads."""
+        return self.heads_kv or self.heads_q
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        """(left, right) of the band, None for no bound."""
+        left, right = self.window or (None, None)
+        return left, 0 if self.causal else right
+
+    @property
+    def masked(self) -> bool:
+        return bool(self.lengths) or self.bounds != (None, None)
+
+    @property
+    def grouped(self) -> bool:
+        return self.groups != self.heads_q
+
+    def mask(self, ids: Tensor | None) -> masks.Mask:
+        band = masks.window(*self.bounds)
+        return band if ids is None else band & masks.documents(ids)
+
+    def call(self, x: Inputs) -> Call:
+        call = Call(x.q, x.k, x.v, cu_seqlens_q=x.cu_seqlens, cu_seqlens_k=x.cu_seqlens, needs_grad=self.backward)
+        return call.with_mask(self.mask(x.ids))
+
+    def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+        """Standard normal data on `device`; leaves that want gradients for a backward case."""
+        draw = torch.Generator(device).manual_seed(seed)
+        tokens = (self.seqlen,) if self.packed else (self.batch, self.seqlen)
+        shapes = [(*tokens, heads, width) for heads, width in self._heads_and_widths()]
+        q, k, v, dout = (torch.randn(shape, device=device, generator=draw).to(self.dtype) for shape in shapes)
+        for leaf in (q, k, v):
+            leaf.requires_grad_(self.backward)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        if self.packed:
+            offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+            return Inputs(q, k, v, dout, offsets.to(device), None)
+        ids = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths).expand(self.batch, -1)
+        return Inputs(q, k, v, dout, None, ids.contiguous().to(device) if self.lengths else None)
+
+    def _heads_and_widths(self) -> list[tuple[int, int]]:
+        q, v = self.head_dim, self.width_v
+        return [(self.heads_q, q), (self.groups, q), (self.groups, v), (self.heads_q, v)]
+
+
+def suite(name: str, patterns: tuple[str, ...] | list[str] = ()) -> list[Case]:
+    """The cases of a suite whose names match one of the patterns (fnmatch); all without patterns.
+
+    >>> [case.name for case in suite("forward", ["d64_causal_*"])]
+    ['d64_causal_4k', 'd64_causal_16k']
+
+    Raises UnsupportedProblem for a suite that has nothing to measure yet, InvalidProblem for a pattern that matches nothing.
+    """
+    if name == "decode":
+        raise UnsupportedProblem("bench decode: strobe has no decode kernel yet (no strobe.attention_decode), so there is nothing to measure")
+    if name not in SUITES:
+        raise InvalidProblem("suite", repr(name), f"one of {', '.join(SUITES)}", "see strobe bench --help")
+    cases = SUITES[name]
+    for pattern in patterns:
+        if not any(fnmatchcase(case.name, pattern) for case in cases):
+            raise InvalidProblem("case", repr(pattern), f"a pattern for one of {', '.join(c.name for c in cases)}", "quote patterns for the shell")
+    return [case for case in cases if not patterns or any(fnmatchcase(case.name, pattern) for pattern in patterns)]
+
+
+def _uneven(count: int, least: int, most: int, seed: int = 0) -> tuple[int, ...]:
+    draw = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(least, most + 1, (count,), generator=draw).tolist())
+
+
+def _packed(name: str, lengths: tuple[int, ...], **rest) -> Case:
+    return Case(name, seqlen=sum(lengths), lengths=lengths, packed=True, **rest)
+
+
+def _gpu() -> list[Case]:
+    kinds = [("dense", False), ("causal", True)]
+    cases = [
+        Case(f"d{dim}_{kind}_{size}", TOKENS // SIZES[size], SIZES[size], heads, head_dim=dim, causal=causal)
+        for dim, heads in HEADS.items()
+        for kind, causal in kinds
+        for size in ("4k", "16k")
+    ]
+    cases += [Case(f"short_{size}x{n}", n, SIZES[size], 16, head_dim=128, causal=True) for size, n in (("512", 32), ("1k", 16))]
+    widths = [("d96", 96, 0), ("d192", 192, 0), ("d192x128", 192, 128)]
+    cases += [Case(f"{name}_causal_8k", 2, SIZES["8k"], 16, head_dim=dim, head_dim_v=dim_v, causal=True) for name, dim, dim_v in widths]
+    cases += [Case(f"gqa_64_8_d128_causal_{size}", 1, SIZES[size], 64, 8, head_dim=128, causal=True) for size in ("2k", "8k")]
+    cases.append(Case("d64_gqa_window1024_16k", 1, SIZES["16k"], 64, 8, head_dim=64, window=(1023, 0), causal=True))
+    cases.append(Case("documents_16_d128_causal_16k", 1, SIZES["16k"], 16, head_dim=128, causal=True, lengths=UNEVEN_8K * 2))
+    cases.append(_packed("varlen_32docs_gqa_causal", _uneven(32, 64, 4096), heads_q=32, heads_kv=8, head_dim=128, causal=True))
+    return cases
+
+
+def _cpu() -> list[Case]:
+    """S = 4096, 8 heads of 64: forward and backward of each."""
+    eight = partial(Case, heads_q=8, seqlen=4096)
+    plain = [
+        eight(f"{kind}_{word}", dtype=dtype, causal=kind == "causal")
+        for kind in ("dense", "causal")
+        for word, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+    ]
+    cases = [
+        *plain,
+        eight("window256_float32", dtype=torch.float32, window=(255, 0), causal=True),
+        eight("documents8_float32", dtype=torch.float32, causal=True, lengths=UNEVEN_4K),
+        _packed("varlen8_float32", UNEVEN_4K, heads_q=8, dtype=torch.float32, causal=True),
+    ]
+    return cases + [replace(case, name=f"{case.name}_backward", backward=True) for case in cases]
+
+
+SUITES = {
+    "forward": _gpu(),
+    "backward": [replace(case, backward=True) for case in _gpu()],
+    "cpu": _cpu(),
+}

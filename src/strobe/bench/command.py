@@ -1,0 +1,86 @@
+"""`strobe bench`: from flags to rows, and rows to a table, JSON lines and plots."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from ..errors import InvalidProblem
+from . import plot, table
+from .cases import Case, suite
+from .rivals import pick
+from .run import Options, circumstances, rows
+
+_PARTS = {
+    "keywords": "door: from keywords to a Call",
+    "decide": "select: the Choice of a call seen before",
+    "op": "the op, through the dispatcher",
+    "call": "strobe.attention whole",
+    "call_causal": "the same with causal=True",
+    "first_time": "check and select of a call never seen",
+    "sdpa": "torch's scaled_dot_product_attention, its kernel included",
+}
+
+
+def run(arguments: argparse.Namespace, device: torch.device) -> int:
+    """0; 1 where strobe failed a case or was wrong."""
+    rounds = (5 if device.type == "cpu" else 10) if arguments.rounds is None else arguments.rounds
+    if rounds < 1:
+        raise InvalidProblem("rounds", rounds, "a number >= 1", "leave it out")
+    if device.type == "cpu" and (arguments.graph or arguments.flush):
+        raise InvalidProblem("--graph, --flush", "a CPU", "a GPU", "leave them out")
+    if arguments.suite == "overhead":
+        return _overhead(arguments)
+    if arguments.plot:
+        plot.check(arguments.plot)
+    cases = suite(arguments.suite, arguments.case)
+    if arguments.list:
+        _list(cases, arguments.json)
+        return 0
+    rivals = pick([name for name in arguments.rivals.split(",") if name], device)
+    options = Options(device, arguments.kernel, rounds, graph=arguments.graph, flush=arguments.flush)
+    with ExitStack() as stack:
+        file = _open(arguments.json, stack)
+        found = list(rows(table.follow(cases, f"bench {arguments.suite}"), rivals, options, file))
+    if arguments.json != "-":
+        table.bench(found)
+    if arguments.plot:
+        for path in plot.save(found, arguments.plot):
+            print(f"wrote {path}", file=sys.stderr)
+    return 0 if all(row["ms"] for row in found) else 1
+
+
+def _open(name: str | None, stack: ExitStack) -> TextIO | None:
+    if name is None or name == "-":
+        return sys.stdout if name else None
+    try:
+        return stack.enter_context(Path(name).open("a"))
+    except OSError as error:
+        raise InvalidProblem("--json", name, "a file that can be written", str(error)) from error
+
+
+def _list(cases: list[Case], as_json: str | None) -> None:
+    if as_json:
+        print(json.dumps([case.name for case in cases]))
+        return
+    lines = [[c.name, c.batch, c.seqlen, c.heads_q, c.groups, c.head_dim, c.width_v, str(c.dtype).removeprefix("torch.")] for c in cases]
+    table.show(["case", "B", "S", "H_q", "H_kv", "D", "D_v", "dtype"], lines)
+
+
+def _overhead(arguments: argparse.Namespace) -> int:
+    from .overhead import measure
+
+    found = measure()
+    if arguments.json:
+        with ExitStack() as stack:
+            print(json.dumps(found | circumstances(torch.device("cpu"))), file=_open(arguments.json, stack))
+    if arguments.json != "-":
+        lines = [[name, us, _PARTS.get(name, "")] for name, us in found.items()]
+        table.show(["part", "us", ""], lines, "host time of a call on tensors of one element, with a kernel that does nothing")
+    return 0

@@ -1,0 +1,132 @@
+"""What this machine is and what it can run: behind `strobe env` and `strobe check`, and in each row of a benchmark."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+from importlib import metadata
+from typing import NamedTuple
+
+import torch
+
+from .. import __version__, ops
+from ..call import Call
+from ..kernels import FAMILIES, kernels
+from ..knobs import KNOBS
+from ..problem import Problem
+from ..target import Target
+from .attempt import Attempt
+
+LEAST_TORCH, LEAST_TRITON, LEAST_CAPABILITY = (2, 10), (3, 6), 80
+
+
+class Check(NamedTuple):
+    name: str
+    state: str  # "PASS", "FAIL", or "SKIP": nothing to check here
+    words: str
+
+
+def version(package: str) -> str | None:
+    """
+    >>> version("no-such-package") is None
+    True
+    """
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def facts() -> dict[str, str]:
+    """What a bug report should say, one line each.
+
+    >>> list(facts())[:3]
+    ['strobe', 'python', 'system']
+    """
+    lines = {"strobe": __version__, "python": platform.python_version(), "system": platform.platform()}
+    lines |= {name: version(name) or "not installed" for name in ("torch", "triton", "rich", "matplotlib", "transformers")}
+    lines["torch"] = torch.__version__  # with its build: +cpu, +cu130
+    lines["cuda"] = torch.version.cuda or "not in this torch"
+    lines["compiler"] = compiler() or "none found"
+    lines |= {f"gpu {index}": str(Target.of(torch.device("cuda", index))) for index in range(torch.cuda.device_count())}
+    lines["cpu"] = f"{Target.of(torch.device('cpu'))}, {torch.backends.cpu.get_cpu_capability()}, torch uses {torch.get_num_threads()} threads"
+    lines["knobs"] = ", ".join(f"{name}={value!r}" for name, value in KNOBS._asdict().items())
+    return lines
+
+
+def compiler() -> str | None:
+    """The C compiler Triton would build its launcher with (it looks for these, in this order, unless CC names another)."""
+    return shutil.which("gcc") or shutil.which("clang")
+
+
+def checks() -> Iterator[Check]:
+    """Everything a kernel needs, then every family: a tiny forward and backward, held against the oracle."""
+    yield _torch()
+    gpus = [Target.of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    yield _triton(bool(gpus))
+    path = compiler()
+    words = path or "none found: Triton builds its launcher with gcc or clang (apt install gcc)"
+    yield Check("compiler", "PASS" if path else "FAIL" if gpus else "SKIP", words)
+    if not gpus:
+        yield Check("gpu", "SKIP", "torch sees no CUDA device")
+    for gpu in gpus:
+        old = gpu.capability < LEAST_CAPABILITY
+        yield Check("gpu", "FAIL" if old else "PASS", f"{gpu}; kernels need sm_{LEAST_CAPABILITY} or newer" if old else str(gpu))
+    for family in FAMILIES:
+        yield _family(family)
+
+
+def _torch() -> Check:
+    enough = _numbers(torch.__version__) >= LEAST_TORCH
+    return Check("torch", "PASS" if enough else "FAIL", torch.__version__ + ("" if enough else f"; needs {'.'.join(map(str, LEAST_TORCH))} or newer"))
+
+
+def _triton(wanted: bool) -> Check:
+    """Triton comes with torch, which pins it exactly; another version may fail inside torch.compile and inside our kernels."""
+    found = version("triton")
+    if found is None:
+        return Check("triton", "FAIL" if wanted else "SKIP", "not installed; GPU kernels need it: pip install triton")
+    if _numbers(found) < LEAST_TRITON:
+        return Check("triton", "FAIL", f"{found}; needs {'.'.join(map(str, LEAST_TRITON))} or newer")
+    pin = pinned(metadata.requires("torch") or [])
+    if pin is None:
+        return Check("triton", "PASS", f"{found} (this torch asks for none)")
+    if pin == found.split("+")[0]:
+        return Check("triton", "PASS", f"{found}, as torch asks")
+    return Check("triton", "FAIL", f"{found}, but torch asks for {pin}: pip install triton=={pin}")
+
+
+def pinned(requirements: list[str]) -> str | None:
+    """
+    >>> pinned(["filelock", 'triton==3.6.0; platform_system == "Linux"'])
+    '3.6.0'
+    """
+    found = (re.match(r"triton\s*==\s*([\w.]+)", requirement) for requirement in requirements)
+    return next((match.group(1) for match in found if match), None)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+def _family(family: str) -> Check:
+    """A batch of two, grouped heads, more keys than rows, lengths that divide nothing, in bfloat16."""
+    from ..testing.compare import assert_as_good_as, assert_gradients_as_good_as
+
+    place = torch.device("cuda" if torch.cuda.is_available() and family != "cpu" else "cpu")
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((2, 37, 4, 64), (2, 53, 2, 64), (2, 53, 2, 64), (2, 37, 4, 64))
+    q, k, v, dout = (torch.randn(shape, generator=draw).to(place, torch.bfloat16) for shape in shapes)
+    call = Call(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), right=0, needs_grad=True, kernel=family)
+    problem, target = Problem.from_call(call), Target.of(place)
+    for kernel in (*kernels("forward"), *kernels("backward")):
+        if kernel.name.startswith(f"{family}.") and (reason := kernel.why_not(problem, target)):
+            return Check(family, "SKIP", f"{kernel.name}: {reason}")
+    with Attempt() as attempt:
+        out, lse = ops.run(call)
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+        assert_as_good_as((out, lse), call)
+        assert_gradients_as_good_as((*gradients, None), call, dout)
+    return Check(family, "FAIL" if attempt.reason else "PASS", attempt.reason or f"forward and backward agree with float64 on {target.name}")

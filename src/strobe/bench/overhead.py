@@ -1,0 +1,77 @@
+"""What a call costs before its kernel starts: the host's microseconds, on tensors of one element, with a kernel that does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter_ns
+from typing import cast
+
+import torch
+import torch.nn.functional as functional
+
+from .. import api, ops
+from ..call import Call
+from ..kernels.kernel import Kernel
+from ..problem import Problem
+from ..select import select
+from ..target import Target
+
+ROUNDS, CALLS = 15, 300
+
+
+def measure() -> dict[str, float]:
+    """Microseconds a call of each part of the way to a kernel: the least of interleaved rounds, as what disturbs a host only adds.
+
+    >>> sorted(measure())
+    ['call', 'call_causal', 'decide', 'first_time', 'keywords', 'op', 'sdpa']
+
+    keywords: from keywords to a Call; decide: the Call's Choice when it was seen before; op: the op whole, through the
+    dispatcher; call: `strobe.attention` whole; first_time: door and select for a Problem never seen; sdpa: torch's own
+    scaled_dot_product_attention, its kernel included.
+    """
+    q, k, v = (torch.randn(1, 1, 1, 1) for _ in range(3))
+    call = Call(q, k, v)
+    parts = {
+        "keywords": lambda: api._dense(q, k, v, False, None, None, None, api._options(None, None, None, False, None)),
+        "decide": lambda: ops.decide(call),
+        "op": lambda: ops.FORWARD(q, k, v),
+        "call": lambda: api.attention(q, k, v),
+        "call_causal": lambda: api.attention(q, k, v, causal=True),
+        "first_time": lambda: select(Problem.from_call(call), Target.of(q.device)),
+        "sdpa": lambda: functional.scaled_dot_product_attention(q, k, v),
+    }
+    with torch.no_grad(), _idle_kernel(call, call._replace(right=0)):
+        times = {name: [_one_round_us(part) for _ in range(2)] for name, part in parts.items()}  # the first rounds warm up
+        for _ in range(ROUNDS):
+            for name, part in parts.items():
+                times[name].append(_one_round_us(part))
+    return {name: round(min(seen[2:]), 2) for name, seen in times.items()}
+
+
+def _one_round_us(part: Callable[[], object]) -> float:
+    begin = perf_counter_ns()
+    for _ in range(CALLS):
+        part()
+    return (perf_counter_ns() - begin) / CALLS / 1000
+
+
+class _Idle:
+    name = "idle.forward"
+
+    def run(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def _idle_kernel(*calls: Call):
+    """These calls run a kernel that does nothing, for as long as this lasts."""
+    for call in calls:
+        choice = ops.decide(call)
+        ops._choices[ops._raw_key(call)] = replace(choice, forward=choice.forward._replace(kernel=cast(Kernel, _Idle()), buffers=()))
+    try:
+        yield
+    finally:
+        for call in calls:
+            ops._choices.pop(ops._raw_key(call), None)

@@ -1,0 +1,128 @@
+"""Two pictures of a run: bars (ours beside every rival, case by case) and the roofline (how near to what the device can do)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import UnsupportedProblem
+from .table import rival_tflops
+
+OURS = "#d1495b"
+# Okabe and Ito's palette without its reds: told apart by colour-blind readers, and none looks like ours. A rival keeps its colour.
+COLOURS = {
+    "flash": "#0072b2", "cudnn": "#009e73", "efficient": "#56b4e9", "fa4": "#e69f00", "flex": "#cc79a7", "math": "#8c8c8c",
+    "sdpa": "#0072b2", "sdpa_mask": "#56b4e9", "naive": "#b0b0b0",
+}  # fmt: skip
+_BAR_INCHES = 0.13
+_FORMATS = (".png", ".svg", ".pdf")
+
+
+def save(rows: Sequence[dict], path: Path) -> list[Path]:
+    """Write `path` (bars) and the roofline beside it, `NAME_roofline.png` for `NAME.png`; returns what was written."""
+    from matplotlib.figure import Figure  # no pyplot: no window system, no global state
+
+    written = []
+    for name, draw, shown in (
+        ("", _bars, [row for row in rows if row["tflops"] or row["rivals"]]),
+        ("_roofline", _roofline, [row for row in rows if row["tflops"]]),
+    ):
+        if not shown:
+            continue
+        figure = Figure(layout="constrained", dpi=160)
+        draw(figure, shown)
+        target = path.with_stem(path.stem + name)
+        figure.savefig(target)
+        written.append(target)
+    return written
+
+
+def check(path: Path) -> None:
+    """UnsupportedProblem, before anything is measured, where `save` could not write the file."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as missing:
+        raise UnsupportedProblem('--plot needs matplotlib: pip install "strobe-attention[bench]"') from missing
+    if path.suffix not in _FORMATS:
+        raise UnsupportedProblem(f"--plot: got {path.name}, expected a name that ends in {', '.join(_FORMATS)}")
+
+
+def _bars(figure: Any, rows: Sequence[dict]) -> None:
+    names = [name for name in COLOURS if any(name in row["rivals"] for row in rows)]
+    bars, ticks, slot = [], [], 0
+    for row in rows:
+        rates = [("strobe", row["tflops"])] * bool(row["tflops"]) + [(name, rival_tflops(row, name)) for name in names if name in row["rivals"]]
+        ticks.append((slot + (len(rates) - 1) / 2, row["case"]))
+        bars += [(slot + place, name, rate) for place, (name, rate) in enumerate(rates)]
+        slot += len(rates) + 1
+    figure.set_size_inches(8, 1.3 + slot * _BAR_INCHES)
+    axes = figure.add_subplot()
+    farthest = max(rate for _, _, rate in bars)
+    for name, colour in [("strobe", OURS), *((name, COLOURS[name]) for name in names)]:
+        mine = [(place, rate) for place, who, rate in bars if who == name]
+        axes.barh([place for place, _ in mine], [rate for _, rate in mine], height=0.86, color=colour, label=name)
+    for place, name, rate in bars:
+        weight = "bold" if name == "strobe" else "normal"
+        axes.text(rate + 0.008 * farthest, place, f"{rate:.3g}", va="center", fontsize=6.5, weight=weight, color="#333333")
+    axes.set_yticks(*zip(*ticks))
+    axes.set_ylim(slot - 1, -1)
+    axes.set_xlim(0, 1.07 * farthest)
+    axes.set_xlabel("TFLOP/s over visible pairs (longer is faster)")
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=len(names) + 1, frameon=False)
+    figure.supxlabel(_where(rows), fontsize=7, color="#666666")
+
+
+def _roofline(figure: Any, rows: Sequence[dict]) -> None:
+    from matplotlib.ticker import LogLocator
+
+    figure.set_size_inches(9, 4 + 0.06 * len(rows))
+    axes = figure.add_subplot(xscale="log", yscale="log")
+    _roofs(axes, rows)
+    crowd: Counter[tuple[int, int]] = Counter()
+    for number, row in enumerate(rows, 1):
+        x, y = row["intensity"], row["tflops"]
+        best = max((rival_tflops(row, name) or 0.0 for name in row["rivals"]), default=0.0)
+        if best:
+            axes.plot([x, x], [y, best], color="#cccccc", linewidth=0.8, zorder=2)
+            axes.plot(x, best, "o", markersize=5, markerfacecolor="white", markeredgecolor=COLOURS["sdpa"], zorder=3)
+        axes.plot(x, y, "o", markersize=5, color=OURS, label=f"{number:2d}  {row['case']}  {row['percent_of_ceiling']:.3g} %", zorder=4)
+        near = (round(20 * math.log10(x)), round(20 * math.log10(y)))  # numbers of points that fall together stand side by side
+        axes.annotate(str(number), (x, y), (5 + 11 * crowd[near], -2), textcoords="offset points", fontsize=6.5, color=OURS, zorder=5)
+        crowd[near] += 1
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_formatter("")
+    axes.set_xlabel("FLOP per byte of inputs and outputs")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title("filled: strobe, hollow: the best rival", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    legend = dict(frameon=False, fontsize=7, handlelength=0, handletextpad=0, markerscale=0)
+    figure.legend(loc="outside right upper", title="percent of the ceiling", title_fontsize=8, **legend)
+    figure.supxlabel(_where(rows), fontsize=7, color="#666666")
+
+
+def _roofs(axes: Any, rows: Sequence[dict]) -> None:
+    """What bounds each precision: bytes per second up to the knee, FLOP/s beyond it."""
+    roofs = list(dict.fromkeys((row["peak_tflops"], row["peak_gbps"], row["dtype"]) for row in rows))
+    knees = [1e3 * tflops / gbps for tflops, gbps, _ in roofs]
+    low = min([row["intensity"] for row in rows] + knees) / 4
+    high = max([row["intensity"] for row in rows] + knees) * 4
+    for (tflops, gbps, dtype), knee in zip(roofs, knees):
+        axes.plot([low, knee, high], [low * gbps / 1e3, tflops, tflops], color="#444444", linewidth=1.2, zorder=1)
+        axes.annotate(f"{dtype} {tflops:.3g} TFLOP/s", (knee, tflops), (8, -4), textcoords="offset points", va="top", fontsize=7.5)
+    gbps = max(gbps for _, gbps, _ in roofs)
+    axes.annotate(f"{gbps:.0f} GB/s", (low * 1.3, low * 1.3 * gbps / 1e3), (6, -8), textcoords="offset points", va="top", fontsize=7.5)
+    axes.set_xlim(low, high)
+    highest = max(tflops for tflops, _, _ in roofs)
+    axes.set_ylim(min([row["tflops"] / 2 for row in rows] + [highest / 5]), 1.4 * highest)
+
+
+def _where(rows: Sequence[dict]) -> str:
+    row = rows[-1]
+    return f"{row['device'].split(', ')[0]} · torch {row['torch']} · {row['date'][:10]} · commit {row['commit'] or 'unknown'}"

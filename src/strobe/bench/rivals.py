@@ -1,0 +1,236 @@
+"""Whom strobe is measured against. A rival is a name, a reason why it cannot run a case, and a prepared call.
+
+Each gets what suits it best: SDPA the strided views that a model's transposes give it, the packed kernels a document mask
+as packed sequences, and all of them masks and offsets made ahead, outside the timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .. import api
+from ..errors import InvalidProblem
+from ..select import Choice
+from .cases import Case, Inputs
+from .layouts import as_sequences, batched, dense_mask, heads_first, like_ours, mask_mod, too_many_scores
+
+Forward = Callable[[], Tensor]
+
+
+class Rival(Protocol):
+    """`prepare` returns a call without arguments, whose result is laid out as strobe's: [B, S, H, D] or [T, H, D]."""
+
+    name: str
+
+    def why_not(self, case: Case, device: torch.device) -> str | None: ...
+
+    def prepare(self, case: Case, x: Inputs) -> Forward: ...
+
+
+class Strobe:
+    """Ours, seen as one more contender."""
+
+    name = "strobe"
+
+    def __init__(self, kernel: str | None = None):
+        self.kernel = kernel
+
+    def why_not(self, case: Case, device: torch.device) -> str | None:
+        return None
+
+    def prepare(self, case: Case, x: Inputs) -> Forward:
+        function, options = (api.attention_varlen if case.packed else api.attention), self._options(case, x)
+        return lambda: function(x.q, x.k, x.v, **options)
+
+    def choice(self, case: Case, x: Inputs) -> Choice:
+        return (api.explain_varlen if case.packed else api.explain)(x.q, x.k, x.v, **self._options(case, x))
+
+    def _options(self, case: Case, x: Inputs) -> dict:
+        if not case.packed:
+            return dict(mask=case.mask(x.ids), kernel=self.kernel)
+        longest = max(case.lengths)
+        return dict(cu_seqlens_q=x.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, window=case.bounds, kernel=self.kernel)
+
+
+class Sdpa:
+    """torch's scaled_dot_product_attention, held to one backend; windows and documents as a dense mask."""
+
+    def __init__(self, name: str, backend: SDPBackend):
+        self.name, self.backend = name, backend
+
+    def why_not(self, case: Case, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "measured on cuda"
+        if case.packed:
+            return "sequences of different lengths would have to be padded"
+        return too_many_scores(case, device) if self.backend is SDPBackend.MATH else None
+
+    def prepare(self, case: Case, x: Inputs) -> Forward:
+        q, k, v = heads_first(case, x)
+        rest: dict = dict(attn_mask=dense_mask(case, x)) if case.lengths or case.window else dict(is_causal=case.causal)
+        rest["enable_gqa"] = case.grouped
+
+        def call() -> Tensor:
+            with sdpa_kernel(self.backend):
+                return like_ours(case, F.scaled_dot_product_attention(q, k, v, **rest))
+
+        return call
+
+
+class SdpaCpu:
+    """torch's scaled_dot_product_attention as it comes, on a CPU: one call a document, for it knows neither documents nor windows."""
+
+    name = "sdpa"
+
+    def why_not(self, case: Case, device: torch.device) -> str | None:
+        if device.type != "cpu":
+            return "measured on cpu"
+        return "a window needs a dense mask: see sdpa_mask" if case.window else None
+
+    def prepare(self, case: Case, x: Inputs) -> Forward:
+        parts = zip(*(t.transpose(1, 2).split(case.lengths or (case.seqlen,), 2) for t in batched(case, x)))
+        documents = list(parts)
+        rest: dict = dict(is_causal=case.causal, enable_gqa=case.grouped)
+        each = lambda: [F.scaled_dot_product_attention(*document, **rest) for document in documents]
+        if len(documents) == 1:
+            return lambda: like_ours(case, each()[0])
+        return lambda: like_ours(case, torch.cat(each(), 2))
+
+
+class SdpaMask:
+    """The same with the mask written out, whatever it is."""
+
+    name = "sdpa_mask"
+
+    def why_not(self, case: Case, device: torch.device) -> str | None:
+        if device.type != "cpu":
+            return "measured on cpu"
+        return None if case.masked else "nothing to mask: the same as sdpa"
+
+    def prepare(self, case: Case, x: Inputs) -> Forward:
+        (q, k, v), seen = heads_first(case, x), dense_mask(case, x)
+        return lambda: like_ours(case, F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=case.grouped))
+
+
+class Naive:
+    """softmax(scale * q k^T + mask) v, one torch operation after the other."""
+
+    name = "naive"
+
+    def why_not(self, case: Case, device: torch.device) -> str | None:
+        return "measured on cpu" if device.type != "cpu" else too_many_scores(case, device)
+
+    def prepare(self, case: Case, x: Inputs) -> Forward:
+        q, k, v = heads_first(case, x)
+        hidden = ~dense_mask(case, x) if case.masked else None
+        group = case.heads_q // case.groups
+
+        def call() -> Tensor:
+            keys, values = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k, v))
+            s = (q @ keys.transpose(-1, -2)) * case.head_dim**-0.5
+            s = s if hidden is None else s.masked_fill(hidden, -torch.inf)
+            return like_ours(case, s.softmax(-1) @ values)
+
+        return call
+
+
+class Flash:
+    """FlashAttention-2 as torch ships it: through SDPA where SDPA can ask for it, else by the op that SDPA calls."""
+
+    name = "flash"
+
+    def why_not(self, case: Case, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "measured on cuda"
+
+    def prepare(self, case: Case, x: Inputs) -> Forward:
+        if not case.lengths and not case.window:
+            return Sdpa(self.name, SDPBackend.FLASH_ATTENTION).prepare(case, x)
+        q, k, v, offsets, longest = as_sequences(case, x)
+        left, right = (-1 if bound is None else bound for bound in case.bounds)
+        causal = (left, right) == (-1, 0)
+        window = {} if causal else dict(window_size_left=left, window_size_right=right)
+        op = torch.ops.aten._flash_attention_forward
+        return lambda: op(q, k, v, offsets, offsets, longest, longest, 0.0, causal, False, **window)[0].view(x.dout.shape)
+
+
+class Fa4:
+    """FlashAttention-4 (flash_attn.cute), where it is installed."""
+
+    name = "fa4"
+
+    def why_not(self, case: Case, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "measured on cuda"
+        try:
+            import_module("flash_attn.cute")
+        except ImportError as missing:
+            return f"not importable ({missing}); pip install flash-attn-4"
+        return None
+
+    def prepare(self, case: Case, x: Inputs) -> Forward:
+        cute = import_module("flash_attn.cute")
+        causal = case.bounds == (None, 0)
+        rest: dict = dict(softmax_scale=case.head_dim**-0.5, causal=causal, window_size=(None, None) if causal else case.bounds)
+        if not case.lengths:
+            return lambda: cute.flash_attn_func(x.q, x.k, x.v, **rest)[0]
+        q, k, v, offsets, longest = as_sequences(case, x)
+        rest |= dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
+        return lambda: cute.flash_attn_varlen_func(q, k, v, **rest)[0].view(x.dout.shape)
+
+
+class Flex:
+    """FlexAttention under torch.compile, its block mask made ahead; documents and packed sequences by their ids."""
+
+    name = "flex"
+
+    def why_not(self, case: Case, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "measured on cuda (on a CPU it compiles C++ for minutes and has no backward)"
+
+    def prepare(self, case: Case, x: Inputs) -> Forward:
+        from torch._functorch import config
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        torch._dynamo.reset()  # its recompile limit counts over all cases, and beyond it dynamo falls back in silence
+        compiled = torch.compile(flex_attention, dynamic=False)
+        q, k, v = heads_first(case, x)
+        mask = create_block_mask(mask_mod(case, q.device), None, None, case.seqlen, case.seqlen, device=q.device) if case.masked else None
+        call = lambda: like_ours(case, compiled(q, k, v, block_mask=mask, enable_gqa=case.grouped))
+        with config.patch(donated_buffer=False):  # a donated buffer is gone after one backward; the timer runs many
+            call()
+        return call
+
+
+RIVALS: dict[str, Rival] = {
+    rival.name: rival
+    for rival in (
+        Flash(),
+        Sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
+        Sdpa("efficient", SDPBackend.EFFICIENT_ATTENTION),
+        Fa4(),
+        Flex(),
+        Sdpa("math", SDPBackend.MATH),
+        SdpaCpu(),
+        SdpaMask(),
+        Naive(),
+    )
+}
+HOME = {"cuda": ("flash", "cudnn", "efficient", "fa4", "flex", "math"), "cpu": ("sdpa", "sdpa_mask", "naive")}
+
+
+def pick(names: list[str] | tuple[str, ...], device: torch.device) -> list[Rival]:
+    """The rivals named, or all that this device is at home with.
+
+    >>> [rival.name for rival in pick([], torch.device("cpu"))]
+    ['sdpa', 'sdpa_mask', 'naive']
+    """
+    for name in names:
+        if name not in RIVALS:
+            raise InvalidProblem("rivals", repr(name), f"names among {', '.join(RIVALS)}", "separate them by commas")
+    return [RIVALS[name] for name in names or HOME[device.type]]

@@ -1,0 +1,153 @@
+"""One case against its rivals -> one row; one row -> one JSON line."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from datetime import datetime, timezone
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import torch
+from torch import Tensor
+
+from ..target import Target
+from . import roofline
+from .attempt import Attempt
+from .cases import Case, Inputs
+from .machine import version
+from .rivals import Forward, Rival, Strobe
+from .timer import Function, Timing, as_graph, interleave
+
+# Relative error (Frobenius) between two right kernels is a few roundings; a wrong one is off by tenths. float32 leaves room for TF32.
+AGREE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-3, torch.float64: 1e-6}
+
+
+class Options(NamedTuple):
+    device: torch.device
+    kernel: str | None = None
+    rounds: int = 10
+    sample_ms: float = 20.0
+    graph: bool = False
+    flush: bool = False
+
+
+class Contender(NamedTuple):
+    function: Function
+    result: tuple[Tensor, ...]  # the output, or the gradients of q, k and v
+
+
+def measure(case: Case, rivals: Iterable[Rival], options: Options) -> dict:
+    """The row of a case: ours beside every rival; a rival that cannot run it stands in "refused" with its reason."""
+    side = nullcontext()
+    if options.graph:
+        side = torch.cuda.stream(torch.cuda.Stream(options.device))  # type: ignore[assignment]
+    with side:
+        x, ours, refused = case.inputs(options.device), Strobe(options.kernel), {}
+        ready: dict[str, Contender] = {}
+        for rival in (*rivals, ours):  # ours last: it is the first rival that it is held against
+            contender, reason = _ready(rival, case, x, options)
+            if contender is None:
+                refused[rival.name] = reason
+            else:
+                ready[rival.name] = contender
+        error = _drop_wrong(ready, refused, case, ours.name)
+        functions = {name: ready[name].function for name in sorted(ready, key=lambda name: name != ours.name)}
+        del ready
+        times = interleave(functions, options.device, options.rounds, options.sample_ms, options.flush)
+        return _row(case, ours, x, times, refused, options) | {"relative_error": error}
+
+
+def _ready(rival: Rival, case: Case, x: Inputs, options: Options) -> tuple[Contender | None, str]:
+    """The rival's call, run once; or None and why not."""
+    with Attempt() as attempt:
+        if reason := rival.why_not(case, options.device):
+            return None, reason
+        forward = rival.prepare(case, x)
+        function = _backward(forward, x) if case.backward else forward
+        found = function()
+        result = (found,) if isinstance(found, Tensor) else found
+        return Contender(as_graph(function) if options.graph else function, result), ""
+    return None, attempt.reason or ""
+
+
+def _backward(forward: Forward, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
+    """The backward alone: one forward whose graph is kept, gradients handed back and not accumulated."""
+    out, leaves = forward(), (x.q, x.k, x.v)
+    return lambda: torch.autograd.grad(out, leaves, x.dout, retain_graph=True)
+
+
+def _drop_wrong(ready: dict[str, Contender], refused: dict[str, str], case: Case, ours: str) -> float | None:
+    """All must agree with the first rival that runs: a wrong kernel is never reported as fast. Returns our distance from it."""
+    judge = next(iter(ready), ours)
+    distances = {name: _distance(ready[name].result, ready[judge].result) for name in ready if name != judge}
+    for name, distance in distances.items():
+        if not distance <= AGREE[case.dtype]:
+            refused[name] = f"wrong: differs from {judge} by {distance:.2g} of its norm, more than {AGREE[case.dtype]:g}"
+            del ready[name]
+    return distances.get(ours)
+
+
+def _distance(mine: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
+    pairs = [(a.detach().float(), b.detach().float()) for a, b in zip(mine, theirs)]
+    return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
+
+
+def _row(case: Case, ours: Strobe, x: Inputs, times: dict[str, Timing], refused: dict[str, str], options: Options) -> dict:
+    target = roofline.ceiling(options.device, case.dtype)
+    work = roofline.cost(case, x)
+    row: dict = {"case": case.name, "direction": "backward" if case.backward else "forward", "dtype": str(case.dtype).removeprefix("torch.")}
+    row |= dict.fromkeys(("kernel", "config", "ms", "tflops", "percent_of_ceiling", "ratio"))
+    mine = times.get(ours.name)
+    rivals = {name: _short(timing.median_ms) for name, timing in times.items() if name != ours.name}
+    if mine is not None:
+        choice = ours.choice(case, x)
+        plan = choice.backward if case.backward and choice.backward else choice.forward
+        work = roofline.cost(case, x, plan.kernel)
+        row |= {"kernel": plan.kernel.name, "config": str(plan.config), "ms": _short(mine.median_ms)}
+        row |= {"tflops": _short(roofline.tflops(work, mine.median_ms)), "percent_of_ceiling": _short(roofline.percent(work, target, mine.median_ms))}
+        row |= {"ratio": _short(min(rivals.values()) / mine.median_ms) if rivals else None}
+    row |= {"rivals": rivals, "refused": refused, "flops": work.flops, "intensity": _short(work.flops / work.moved_bytes)}
+    row |= {"spread": {name: [_short(t.low_ms), _short(t.high_ms)] for name, t in times.items()}}
+    row |= {"timing": "graph" if options.graph else "eager", "l2": "flushed" if options.flush else "warm", "rounds": options.rounds}
+    return row | {"peak_tflops": _short(target.peak_tflops), "peak_gbps": _short(target.peak_gbps)} | circumstances(options.device)
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.5g}")
+
+
+def circumstances(device: torch.device) -> dict:
+    """Where and when: what a figure means nothing without."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    versions = {"torch": torch.__version__, "triton": version("triton"), "cuda": torch.version.cuda, "python": platform.python_version()}
+    return {"device": str(Target.of(device)), "threads": torch.get_num_threads(), **versions, "date": now, "commit": _commit()}
+
+
+@lru_cache
+def _commit() -> str | None:
+    """The source tree's commit; None for an installed package, even one inside someone else's repository."""
+    here = Path(__file__).resolve()
+    try:
+        asked = subprocess.run(
+            ["git", "rev-parse", "--show-toplevel", "--short", "HEAD"], cwd=here.parent, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    top, commit = asked.stdout.split("\n")[:2]
+    return commit if here == Path(top).resolve() / "src" / "strobe" / "bench" / here.name else None
+
+
+def rows(cases: Iterable[Case], rivals: Iterable[Rival], options: Options, file: TextIO | None = None) -> Iterator[dict]:
+    """The rows of the cases, each written to `file` as one JSON line the moment it is there."""
+    rivals = list(rivals)
+    for case in cases:
+        row = measure(case, rivals, options)
+        if file is not None:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+        yield row

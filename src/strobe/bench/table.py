@@ -1,0 +1,99 @@
+"""Rows for people: rich tables and progress bars on a terminal that has rich, plain text everywhere else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+def pretty() -> bool:
+    """Whether to draw for a terminal: standard output is one, and rich is installed."""
+    return sys.stdout.isatty() and find_spec("rich") is not None
+
+
+def show(headers: Sequence[str], lines: Sequence[Sequence[object]], title: str = "") -> None:
+    """Print a table; numbers stand to the right.
+
+    >>> show(["case", "ms"], [["dense", 1.5], ["causal", 12.25]])
+    case      ms
+    dense    1.5
+    causal  12.2
+    """
+    cells = [[number(cell) for cell in line] for line in lines]
+    right = [all(isinstance(line[i], (int, float, type(None))) for line in lines) for i in range(len(headers))]
+    if pretty():
+        _rich(headers, cells, right, title)
+        return
+    widths = [max(len(row[i]) for row in [list(headers), *cells]) for i in range(len(headers))]
+    for row in ([[title]] if title else []) + [list(headers), *cells]:
+        print("  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right)).rstrip())
+
+
+def number(cell: object) -> str:
+    """Three digits, without exponents; "-" for None.
+
+    >>> number(0.01234), number(25212.3), number(None)
+    ('0.0123', '25212', '-')
+    """
+    if isinstance(cell, float):
+        return f"{cell:.3g}" if abs(cell) < 1000 else f"{cell:.0f}"
+    return "-" if cell is None else str(cell)
+
+
+def _rich(headers: Sequence[str], cells: list[list[str]], right: list[bool], title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, header_style="bold")
+    for header, numeric in zip(headers, right):
+        table.add_column(header, justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))  # Text: brackets in a config are no markup
+    Console().print(table)
+
+
+def follow(items: Sequence[Item], words: str) -> Iterator[Item]:
+    """The items, with a progress bar on standard error while they are worked through; silent where that is no terminal."""
+    if not (sys.stderr.isatty() and find_spec("rich") is not None):
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(items, words, console=Console(stderr=True), transient=True)
+
+
+def bench(rows: Iterable[dict]) -> None:
+    """The bench table: ours in ms, TFLOP/s, percent of the ceiling; each rival's TFLOP/s; the best rival's time over ours.
+
+    Below it, what a table cannot hold: who could not run what, and why; and the spread where it is wide.
+    """
+    rows = list(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row["rivals"]))
+    headers = ["case", "kernel", "ms", "TFLOP/s", "% ceiling", *names, "vs best"]
+    show(headers, [_line(row, names) for row in rows], f"{rows[0]['device']} (rivals in TFLOP/s)" if rows else "")
+    refusals: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for name, reason in row["refused"].items():
+            refusals.setdefault((name, reason), []).append(row["case"])
+    for (name, reason), cases in refusals.items():
+        print(f"{name} did not run {', '.join(cases)}: {reason}")
+    for row in rows:
+        low, high = row["spread"].get("strobe", (0.0, 0.0))
+        if row["ms"] and (high - low) > 0.1 * row["ms"]:
+            print(f"noisy: {row['case']}: half of strobe's rounds lie between {number(low)} and {number(high)} ms")
+
+
+def _line(row: dict, names: list[str]) -> list[object]:
+    theirs = [rival_tflops(row, name) for name in names]
+    return [row["case"], row["kernel"], row["ms"], row["tflops"], row["percent_of_ceiling"], *theirs, row["ratio"]]
+
+
+def rival_tflops(row: dict, name: str) -> float | None:
+    """A rival's rate, over the same FLOPs as ours."""
+    return row["flops"] / row["rivals"][name] / 1e9 if name in row["rivals"] else None

@@ -1,0 +1,126 @@
+"""Backward over tiles: "FlashAttention-2" (arXiv 2307.08691), section 3.2, with blocks of rows outside.
+
+    for each tile:   p = exp2(s - lse); dv += p^T do; ds = p * (do v^T - delta) * softcap's slope; dq += ds k; dk += ds^T q
+
+All in float32. Rows of a packed sequence longer than promised have NaN in dq and add nothing to dk and dv.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...call import Call
+from ..kernel import Backward, Plan
+from . import flash
+from .forward import read_block, real_rows
+from .pieces import Piece, Pieces, as_batch, cut
+from .tiles import LOG2_E, Block, Chunk, Config, Scores, blocks, chunks, hide, padded, tiles, wide
+
+
+def run(plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:
+    problem, config = plan.problem, plan.config
+    found = cut(call)
+    call = as_batch(call)
+    if problem.packed:
+        tensors = Backward(*(None if t is None else t[None] for t in tensors))  # type: ignore[arg-type]
+    _fill(found, call, tensors)
+    for piece in found.pieces:
+        if config.path == "torch_flash" and tensors.dlse is None and flash.takes_backward(piece):
+            _write_delta(piece, tensors)
+            flash.backward(piece, call, tensors, problem.scale)
+        else:
+            attend(piece, plan, call, tensors, (workspace["p"], workspace["ds"]))
+
+
+def attend(piece: Piece, plan: Plan, call: Call, tensors: Backward, scratch: tuple[Tensor, Tensor]) -> None:
+    """The gradients of one piece, in tiles."""
+    config, problem = plan.config, plan.problem
+    dtype = wide(problem.dtype)
+    for chunk in chunks(piece, problem, config):
+        k, v = (chunk.read_keys(t, piece.keys, dtype) for t in (call.k, call.v))
+        if config.fixed_tiles:
+            k, v = padded(k, 1, config.block_n), padded(v, 1, config.block_n)
+        keys = _Keys(k, v, torch.zeros(k.shape, dtype=dtype), torch.zeros(v.shape, dtype=dtype))
+        for block in blocks(piece, config):
+            index = block.index(piece)
+            rows, delta = _read(chunk, call, tensors, index, config)
+            dq = _block(rows, keys, block, (Scores.of(problem), config), scratch).mul_(problem.scale)
+            chunk.write_rows(tensors.dq, index, real_rows(dq, block, chunk))
+            chunk.write_values(tensors.delta, index, delta)
+        chunk.write_keys(tensors.dk, piece.keys, keys.dk[:, : piece.n_keys].mul_(problem.scale))
+        chunk.write_keys(tensors.dv, piece.keys, keys.dv[:, : piece.n_keys])
+
+
+class _Keys(NamedTuple):
+    """A chunk's keys [N, keys, D] and what they gather."""
+
+    k: Tensor
+    v: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class _Rows(NamedTuple):
+    """A block's rows [N, group * rows, D], and [N, group * rows, 1] for lse (in log 2) and delta."""
+
+    q: Tensor
+    do: Tensor
+    lse_log2: Tensor
+    delta: Tensor
+
+
+def _block(rows: _Rows, keys: _Keys, block: Block, how: tuple[Scores, Config], scratch: tuple[Tensor, Tensor]) -> Tensor:
+    """dq of a block, short of the scale; adds to the keys' dk and dv."""
+    scores, config = how
+    n, count = rows.q.shape[:2]
+    dq = torch.zeros_like(rows.q)
+    for tile in tiles(block, config):
+        at = tile.keys
+        p, ds = (buffer[: n * count * (at.stop - at.start)].view(n, count, -1) for buffer in scratch)
+        scores.write(p, rows.q, keys.k[:, at])
+        torch.bmm(rows.do, keys.v[:, at].transpose(1, 2), out=ds).sub_(rows.delta)
+        if scores.cap:
+            ds.mul_(1 - (p / scores.cap).square_())
+        p.sub_(rows.lse_log2).exp2_()
+        hide(p, tile, 0.0)
+        keys.dv[:, at].baddbmm_(p.transpose(1, 2), rows.do)
+        ds.mul_(p)
+        hide(ds, tile, 0.0)  # 0 * NaN is NaN: a row of NaN must not reach the keys it does not see
+        dq.baddbmm_(ds, keys.k[:, at])
+        keys.dk[:, at].baddbmm_(ds.transpose(1, 2), rows.q)
+    return dq
+
+
+def _read(chunk: Chunk, call: Call, tensors: Backward, index, config: Config) -> tuple[_Rows, Tensor]:
+    """A block's rows, padded where tiles are fixed, and its delta without padding. A padded row has do = 0: it adds 0."""
+    dtype = tensors.lse.dtype
+    out = chunk.read_rows(tensors.out, index, dtype)
+    delta = (chunk.read_rows(tensors.dout, index, dtype) * out).sum(-1, keepdim=True)
+    if tensors.dlse is not None:
+        delta -= chunk.read_values(tensors.dlse, index)
+    lse_log2 = chunk.read_values(tensors.lse, index) * LOG2_E
+    q, do = (read_block(chunk, t, index, dtype, config) for t in (call.q, tensors.dout))
+    if not config.fixed_tiles:
+        return _Rows(q, do, lse_log2, delta), delta
+    lines = (padded(t.unflatten(1, (chunk.group, -1)), 2, config.block_m).flatten(1, 2) for t in (lse_log2, delta))
+    return _Rows(q, do, *lines), delta
+
+
+def _fill(found: Pieces, call: Call, tensors: Backward) -> None:
+    """What no piece writes: rows that see no key, keys that no row sees."""
+    if not found.cover_rows(*call.q.shape[:2]):
+        tensors.dq.zero_()
+        tensors.delta.zero_() if tensors.dlse is None else torch.neg(tensors.dlse, out=tensors.delta)
+    if not found.cover_keys(*call.k.shape[:2]):
+        tensors.dk.zero_()
+        tensors.dv.zero_()
+    for rows in found.broken:
+        tensors.dq[:, rows], tensors.delta[:, :, rows] = torch.nan, torch.nan
+
+
+def _write_delta(piece: Piece, tensors: Backward) -> None:
+    dout, out = (t[piece.entries, piece.rows].to(tensors.delta.dtype) for t in (tensors.dout, tensors.out))
+    tensors.delta[piece.entries, :, piece.rows] = (dout * out).sum(-1).transpose(1, 2)

@@ -1,0 +1,99 @@
+"""torch's own CPU flash kernel, for the pieces that mean the same to it: on plain and causal ones it is hard to beat."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...call import Call
+from ...problem import Problem
+from ..kernel import Backward, Forward
+from .pieces import Piece
+
+# Below a vector of keys torch takes a maximum that drops NaN, and a row of NaN comes out as one that sees nothing.
+FEWEST_KEYS = 64
+BAND_ROWS = 256
+
+_TORCH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_TORCH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def why_not(problem: Problem) -> str | None:
+    """What in a problem torch's kernel cannot say, whatever its pieces look like."""
+    if problem.head_dim != problem.head_dim_v:
+        return "D_v is not D"
+    if problem.softcap:
+        return "softcap"
+    if problem.batch_invariant:
+        return "its split of the rows follows their number"
+    if problem.scale == 0:
+        return "scale 0"
+    return None
+
+
+def takes(piece: Piece, dtype: torch.dtype) -> bool:
+    """Full and causal pieces; of 16 bits any other band too, in blocks of rows under a mask: there torch multiplies
+    16-bit matrices into 32-bit sums, which no public op of its does, so tiles would pay for 32-bit products."""
+    return piece.n_keys >= FEWEST_KEYS and (dtype.itemsize == 2 or _sees_all(piece) or _is_square_causal(piece))
+
+
+def forward(piece: Piece, call: Call, tensors: Forward, scale: float) -> None:
+    q, k, v = (t[piece.entries, index].transpose(1, 2) for t, index in zip(call[:3], (piece.rows, piece.keys, piece.keys)))
+    whole = _sees_all(piece)
+    if whole or _is_square_causal(piece):
+        out, lse = _TORCH(q, k, v, 0.0, not whole, scale=scale)
+    else:
+        out, lse = _band(piece, q, k, v, scale)
+    tensors.out[piece.entries, piece.rows] = out.transpose(1, 2).to(tensors.out.dtype)
+    tensors.lse[piece.entries, :, piece.rows] = lse
+
+
+def takes_backward(piece: Piece) -> bool:
+    """Full and causal pieces; a band's blocks share keys, so that their dk and dv would have to be added up outside."""
+    return piece.n_keys >= FEWEST_KEYS and (_sees_all(piece) or _is_square_causal(piece))
+
+
+def backward(piece: Piece, call: Call, tensors: Backward, scale: float) -> None:
+    """dq, dk and dv; with sinks too, as lse holds them.
+
+    In float32 for 16-bit inputs: of those, torch would add each block's share of dk and dv to a 16-bit sum, and of the
+    key heads that query heads share too (errors up to 1.5 times what the contract allows at S = 700, bfloat16).
+    """
+    rows, keys = piece.rows, piece.keys
+    q, k, v = (t[piece.entries, index].transpose(1, 2) for t, index in zip(call[:3], (rows, keys, keys)))
+    dout, out = (t[piece.entries, rows].transpose(1, 2) for t in (tensors.dout, tensors.out))
+    lse = tensors.lse[piece.entries, :, rows]
+    dout, q, k, v, out = (t.to(lse.dtype) for t in (dout, q, k, v, out))
+    grads = _TORCH_BACKWARD(dout, q, k, v, out, lse, 0.0, not _sees_all(piece), scale=scale)
+    for target, index, grad in zip((tensors.dq, tensors.dk, tensors.dv), (rows, keys, keys), grads):
+        target[piece.entries, index] = grad.transpose(1, 2).to(target.dtype)
+
+
+def _band(piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Blocks of rows, each over the keys that any of its rows sees, what else is in there hidden by a mask."""
+    outs, lses = [], []
+    bounds = mask = torch.empty(0)
+    for start in range(0, piece.n_rows, BAND_ROWS):
+        first, end = (bound[start : start + BAND_ROWS, None] for bound in (piece.first, piece.stop))
+        high = max(int(end[-1]), FEWEST_KEYS)
+        low = min(int(first[0]), high - FEWEST_KEYS)
+        relative = torch.cat([first - low, end - low], 1)
+        if not torch.equal(bounds, relative) or mask.shape[1] != high - low:  # in a window most blocks are alike
+            key = torch.arange(high - low)
+            hidden = (key < relative[:, :1]) | (key >= relative[:, 1:])
+            bounds, mask = relative, torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        out, lse = _TORCH(q[:, :, start : start + BAND_ROWS], k[:, :, low:high], v[:, :, low:high], 0.0, False, attn_mask=mask, scale=scale)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _sees_all(piece: Piece) -> bool:
+    return int(piece.first[-1]) == 0 and int(piece.stop[0]) == piece.n_keys
+
+
+def _is_square_causal(piece: Piece) -> bool:
+    """Row i sees keys 0 to i: torch aligns causal rows at the top left."""
+    if piece.n_rows != piece.n_keys or int(piece.first[-1]) != 0 or int(piece.stop[0]) != 1:
+        return False
+    return torch.equal(piece.stop, torch.arange(1, piece.n_keys + 1))

@@ -1,0 +1,101 @@
+"""Forward over tiles: the softmax of "FlashAttention-2" (arXiv 2307.08691), section 3.1, for each block of rows.
+
+    for each tile of keys:   s = scores; row_max grows; acc and row_sum shrink by exp2(old - new)
+                             p = exp2(s - row_max); row_sum += sum p; acc += p v
+    at the end:              out = acc / row_sum; lse = log(row_sum) + row_max
+
+All in float32, p too: torch's 16-bit products round their results to 16 bits, which an accumulator may not be.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...call import Call
+from ..kernel import Forward, Plan
+from . import flash
+from .pieces import Piece, as_batch, cut
+from .tiles import LN_2, LOG2_E, Block, Chunk, Config, Scores, blocks, chunks, hide, padded, tiles, wide
+
+
+def run(plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:
+    problem, config = plan.problem, plan.config
+    found = cut(call)
+    call = as_batch(call)
+    out, lse = (t[None] if problem.packed else t for t in tensors)
+    if not found.cover_rows(*call.q.shape[:2]):
+        out.zero_()
+        lse.copy_(call.sinks[:, None].expand_as(lse)) if call.sinks is not None else lse.fill_(-torch.inf)
+    for rows in found.broken:
+        out[:, rows], lse[:, :, rows] = torch.nan, torch.nan
+    for piece in found.pieces:
+        if config.path == "torch_flash" and flash.takes(piece, problem.dtype):
+            flash.forward(piece, call, Forward(out, lse), problem.scale)
+        else:
+            attend(piece, plan, call, Forward(out, lse), workspace["scores"])
+
+
+def attend(piece: Piece, plan: Plan, call: Call, tensors: Forward, scratch: Tensor) -> None:
+    """One piece, in tiles."""
+    config, problem = plan.config, plan.problem
+    scores, dtype = Scores.of(problem), wide(problem.dtype)
+    for chunk in chunks(piece, problem, config):
+        k, v = (chunk.read_keys(t, piece.keys, dtype) for t in (call.k, call.v))
+        if config.fixed_tiles:
+            k, v = padded(k, 1, config.block_n), padded(v, 1, config.block_n)
+        for block in blocks(piece, config):
+            index = block.index(piece)
+            q = read_block(chunk, call.q, index, dtype, config)
+            acc, row_sum, row_max = _block((q, k, v), block, scores, config, (scratch, _sinks(call, chunk, q)))
+            row_max = row_max.mul_(LN_2).add_(row_sum.log())
+            acc.div_(row_sum)
+            chunk.write_rows(tensors.out, index, real_rows(acc, block, chunk))
+            chunk.write_values(tensors.lse, index, real_rows(row_max, block, chunk))
+
+
+def _block(qkv: tuple[Tensor, Tensor, Tensor], block: Block, scores: Scores, config: Config, state: tuple[Tensor, Tensor | None]):
+    """acc [N, rows, D_v], row_sum and row_max [N, rows, 1] of one block; a sink is a first key whose value is 0."""
+    q, k, v = qkv
+    scratch, sinks = state
+    n, rows = q.shape[:2]
+    row_max = q.new_full((n, rows, 1), -torch.inf) if sinks is None else sinks
+    row_sum = q.new_zeros(n, rows, 1) if sinks is None else (sinks != -torch.inf).to(q.dtype)
+    acc = q.new_zeros(n, rows, v.shape[-1])
+    for tile in tiles(block, config):
+        s = scratch[: n * rows * (tile.keys.stop - tile.keys.start)].view(n, rows, -1)
+        scores.write(s, q, k[:, tile.keys])
+        hide(s, tile, -torch.inf)
+        new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
+        finite_max = new_max.masked_fill(new_max == -torch.inf, 0.0)  # rows that have seen nothing yet: exp2(-inf - 0) is 0
+        s.sub_(finite_max).exp2_()
+        rescale = row_max.sub_(finite_max).exp2_()
+        row_sum = row_sum.mul_(rescale).add_(s.sum(-1, keepdim=True))
+        acc.mul_(rescale).baddbmm_(s, v[:, tile.keys])
+        row_max = new_max
+    return acc, row_sum, row_max
+
+
+def _sinks(call: Call, chunk: Chunk, q: Tensor) -> Tensor | None:
+    """The sinks of a chunk's heads in log 2, one a row: [N, group * rows, 1]."""
+    if call.sinks is None:
+        return None
+    heads = (call.sinks[chunk.heads_q].to(q.dtype) * LOG2_E).view(1, -1, chunk.group, 1)
+    entries, rows = chunk.entries.stop - chunk.entries.start, q.shape[1] // chunk.group
+    return heads.expand(entries, -1, -1, rows).reshape(q.shape[0], q.shape[1], 1).contiguous()
+
+
+def read_block(chunk: Chunk, tensor: Tensor, index, dtype: torch.dtype, config: Config) -> Tensor:
+    """A block's rows of [B, S, H_q, D]; fixed_tiles pads each head's rows to block_m."""
+    rows = chunk.read_rows(tensor, index, dtype)
+    if not config.fixed_tiles:
+        return rows
+    return padded(rows.unflatten(1, (chunk.group, -1)), 2, config.block_m).flatten(1, 2)
+
+
+def real_rows(rows: Tensor, block: Block, chunk: Chunk) -> Tensor:
+    """[N, group * rows, D] without what fixed_tiles padded."""
+    count = block.stop - block.start
+    if rows.shape[1] == chunk.group * count:
+        return rows
+    return rows.unflatten(1, (chunk.group, -1))[:, :, :count].flatten(1, 2)

@@ -1,0 +1,176 @@
+"""What the tiled forward and backward share: which heads go together, how heads and rows become one batch of
+matrices, which tiles a block of rows meets, and how products become scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...problem import Problem
+from .pieces import Index, Piece
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a call runs: path "torch_flash" gives the pieces that torch's own CPU kernel can do to it and tiles the rest."""
+
+    path: str
+    block_m: int  # queries of a tile, for each of the query heads that share a key head
+    block_n: int  # keys of a tile
+    n_heads: int  # key heads, over entries, that one batched product takes
+    fixed_tiles: bool = False  # tiles of one shape at fixed offsets, padded: a row's bits depend on its own keys alone
+
+    def __post_init__(self) -> None:
+        if self.path not in ("torch_flash", "tiled") or min(self.block_m, self.block_n, self.n_heads) < 1:
+            raise ValueError(f"{self}: a path is torch_flash or tiled, and sizes are at least 1")
+
+    def tile_elements(self, group: int) -> int:
+        return self.n_heads * group * self.block_m * self.block_n
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What scores, softmax state and accumulators are held in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# ---------------------------------------------------------------- matrices
+
+
+class Chunk(NamedTuple):
+    """Key heads `heads` of batch entries `entries` of a piece: N = entries * heads matrices."""
+
+    entries: slice
+    heads: slice
+    group: int
+
+    @property
+    def heads_q(self) -> slice:
+        return slice(self.heads.start * self.group, self.heads.stop * self.group)
+
+    def read_rows(self, tensor: Tensor, index: Index, dtype: torch.dtype) -> Tensor:
+        """[B, S, H_q, D] -> [N, group * rows, D]: query heads that share a key head stand one below the other."""
+        part = tensor[self.entries, index, self.heads_q].unflatten(2, (-1, self.group))
+        return part.permute(0, 2, 3, 1, 4).to(dtype).reshape(-1, self.group * part.shape[1], part.shape[-1])
+
+    def read_keys(self, tensor: Tensor, index: Index, dtype: torch.dtype) -> Tensor:
+        """[B, S, H_kv, D] -> [N, keys, D]; a view where nothing need be converted."""
+        part = tensor[self.entries, index, self.heads].transpose(1, 2).to(dtype)
+        return part.reshape(-1, *part.shape[2:])
+
+    def read_values(self, tensor: Tensor, index: Index) -> Tensor:
+        """[B, H_q, S] -> [N, group * rows, 1]."""
+        return tensor[self.entries, self.heads_q, index].reshape(self.n, -1, 1)
+
+    def write_rows(self, tensor: Tensor, index: Index, value: Tensor) -> None:
+        parts = value.reshape(self.entries.stop - self.entries.start, -1, value.shape[-2] // self.group, value.shape[-1])
+        tensor[self.entries, index, self.heads_q] = parts.transpose(1, 2).to(tensor.dtype)
+
+    def write_keys(self, tensor: Tensor, index: Index, value: Tensor) -> None:
+        parts = value.unflatten(0, (self.entries.stop - self.entries.start, -1))
+        tensor[self.entries, index, self.heads] = parts.transpose(1, 2).to(tensor.dtype)
+
+    def write_values(self, tensor: Tensor, index: Index, value: Tensor) -> None:
+        parts = value.reshape(self.entries.stop - self.entries.start, -1, value.shape[1] // self.group)
+        tensor[self.entries, self.heads_q, index] = parts.to(tensor.dtype)
+
+    @property
+    def n(self) -> int:
+        return (self.entries.stop - self.entries.start) * (self.heads.stop - self.heads.start)
+
+
+def chunks(piece: Piece, problem: Problem, config: Config) -> Iterator[Chunk]:
+    """All heads of as many entries as fit, or some heads of one entry where not even those fit."""
+    heads = problem.heads_kv
+    n_entries, n_heads = max(1, config.n_heads // heads), min(heads, config.n_heads)
+    for entry in range(piece.entries.start, piece.entries.stop, n_entries):
+        entries = slice(entry, min(entry + n_entries, piece.entries.stop))
+        for head in range(0, heads, n_heads):
+            yield Chunk(entries, slice(head, min(head + n_heads, heads)), problem.group)
+
+
+def padded(rows: Tensor, dim: int, multiple: int) -> Tensor:
+    """Zeros after the last row up to a multiple: fixed_tiles' one shape."""
+    missing = -rows.shape[dim] % multiple
+    return pad(rows, [0, 0] * (rows.dim() - 1 - dim) + [0, missing]) if missing else rows
+
+
+# ---------------------------------------------------------------- tiles
+
+
+class Block(NamedTuple):
+    """Rows [start, stop) of a piece with their bounds [rows, 1]; fixed_tiles repeats the last row's up to block_m."""
+
+    start: int
+    stop: int
+    first: Tensor
+    end: Tensor
+
+    def index(self, piece: Piece) -> Index:
+        if isinstance(piece.rows, slice):
+            return slice(piece.rows.start + self.start, piece.rows.start + self.stop)
+        return piece.rows[self.start : self.stop]
+
+
+class Tile(NamedTuple):
+    keys: slice  # of the piece
+    hidden: Tensor | None  # bool [rows, keys]; None where every row sees every key
+
+
+def blocks(piece: Piece, config: Config) -> Iterator[Block]:
+    for start in range(0, piece.n_rows, config.block_m):
+        stop = min(start + config.block_m, piece.n_rows)
+        first, end = piece.first[start:stop, None], piece.stop[start:stop, None]
+        if config.fixed_tiles:
+            first, end = (torch.cat([bound, bound[-1:].expand(config.block_m - (stop - start), 1)]) for bound in (first, end))
+        yield Block(start, stop, first, end)
+
+
+def tiles(block: Block, config: Config) -> Iterator[Tile]:
+    """The tiles from the first key any row sees to the last. All others are empty, and their cost is none."""
+    lowest, highest = int(block.first[0]), int(block.end[-1])
+    last_first, first_end = int(block.first[-1]), int(block.end[0])
+    start = lowest - lowest % config.block_n if config.fixed_tiles else lowest
+    for key in range(start, highest, config.block_n):
+        stop = key + config.block_n if config.fixed_tiles else min(key + config.block_n, highest)
+        hidden = None
+        if key < last_first or stop > first_end:
+            position = torch.arange(key, stop)
+            hidden = (position < block.first) | (position >= block.end)
+        yield Tile(slice(key, stop), hidden)
+
+
+def hide(matrix: Tensor, tile: Tile, value: float) -> None:
+    """Put `value` where the mask hides: matrix [N, group * rows, keys]."""
+    if tile.hidden is not None:
+        matrix.view(matrix.shape[0], -1, *tile.hidden.shape).masked_fill_(tile.hidden, value)
+
+
+class Scores(NamedTuple):
+    """How products of q and k become scores, times log2(e): torch's exp2 takes 0.25 ns an element whatever it meets,
+    its exp up to 20 ns where it underflows (AVX-512, one thread, torch 2.13)."""
+
+    factor: float
+    cap: float  # softcap * log2(e); 0 is none
+
+    @staticmethod
+    def of(problem: Problem) -> Scores:
+        if problem.softcap:
+            return Scores(problem.scale / problem.softcap, problem.softcap * LOG2_E)
+        return Scores(problem.scale * LOG2_E, 0.0)
+
+    def write(self, s: Tensor, q: Tensor, k: Tensor) -> None:
+        if self.factor:
+            s.baddbmm_(q, k.transpose(1, 2), beta=0, alpha=self.factor)
+        else:  # a factor of 0 in the product would forget a NaN
+            torch.bmm(q, k.transpose(1, 2), out=s).mul_(0.0)
+        if self.cap:
+            s.tanh_().mul_(self.cap)

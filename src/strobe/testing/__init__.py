@@ -1,0 +1,8 @@
+"""What tests, benchmarks and proofs share: named problems, hostile inputs, derived tolerances, poisoned memory."""
+
+from .cases import CASES, LARGE, Case
+from .compare import assert_as_good_as, assert_gradients_as_good_as, assert_kernel
+from .inputs import FAMILIES
+from .poison import Poison
+
+__all__ = ["CASES", "FAMILIES", "LARGE", "Case", "Poison", "assert_as_good_as", "assert_gradients_as_good_as", "assert_kernel"]

@@ -1,0 +1,335 @@
+"""As good as it can be: two rules against float64, both derived, neither tuned until a test passed.
+
+Rule 1, the whole tensor: the largest error is at most twice that of eager PyTorch at the input precision, plus one rounding
+of the result (eager is exact on some probes) and the float32 floor below; for dQ and dK plus half of what rule 2 allows for
+delta's coming from the rounded O, which eager has no part in. A maximum over a handful of elements is luck, so the rule is
+applied from _MANY elements on.
+
+Rule 2, element by element (rule 1 alone lets one bad row excuse all others). Let u be half the unit roundoff of the dtype that
+the weights are rounded to: 2^-9 bfloat16, 2^-12 float16. A rounding errs by at most 2u, about u in the root mean square, and the
+errors of n terms that are rounded apart add up like sqrt(n): six times the root of the sum of squares is never seen by chance.
+
+  out    |o - o64| <= r(o) + 6u sqrt(sum_j P^2 V^2) + max(2^-20, F_o)
+         r(x) is the rounding of the result: 1.5u |x|, or half an ulp where that is more (an ulp at x lies between 2u|x| and 4u|x|).
+  lse    |lse - lse64| <= 2e-6 + 4 float32 ulp: 2^-52 / 2^-23 of that for float64. Of 16-bit inputs and a result that is not
+         partial it never leaves, and 2^-13 will do, half of float16's u (torch's CPU kernel takes an exp that errs by 2^-14).
+  delta  = sum_d dO O comes from the rounded O, whose two errors give
+         D_i = 6u (sqrt(sum_d dO^2 O^2) + sqrt(sum_j P^2 dP^2));   the first is 0 where O stays float32 (a partial result)
+  dV_j   r(dV) + 2u|dV| + 6u sqrt(sum_i P^2 dO^2) + F_v
+  dQ_i   r(dQ) + 2u|dQ| + scale (6u sqrt(sum_j dS^2 K^2) + D_i |sum_j P t K|) + F_q
+  dK_j   r(dK) + 2u|dK| + scale (6u sqrt(sum_i dS^2 Q^2) + sqrt(sum_i (P t D_i)^2 Q^2)) + F_k
+  dsink  r(dsink) + sqrt(sum_i (w_i D_i)^2) + F_s,   w = exp(sink - lse)
+         t is the derivative of the softcap, 1 without. Weights that are equal are rounded alike: such an error is common to all
+         terms and moves the result by at most 2u of itself, which the 2u|x| stands for (out has none: the contract fixes its rule,
+         and its weights are rounded before the division, where equal ones are exactly 1).
+         P and dS below the smallest normal number count as that number: a rounding errs as much there (2^-25 in float16).
+         A dO wider than the inputs (of a partial result) is rounded for the products: one more 6u sqrt(sum dO^2 ...) each.
+
+F is the floor of the accumulators: scores, exponentials and sums in float32 err too, and for float32 inputs that is all there
+is. With w = 2^-25 (2^-54 float64), one operation errs by at most 2w, and we grant it 6w, a few of them in a row. A chain of n
+additions of one sign errs by w sqrt(n) / 2 in the root mean square, six times that is c_n = 3w sqrt(n). With
+A_ij = scale t sum_d |q||k|, a weight errs by e_ij = 6w (1 + |lse_i| + softcap) + c_D A_ij, and
+
+  F_o = sum_j P e (|V| + |O|) + c_{S_k} sum_j P |V|            F_lse = sum_j P e: it stands in for the rule above where it is more
+  F_v = sum_i P e |dO| + c_{S_q} sum_i P |dO|
+  E_delta = (6w + c_{D_v}) (sum_d |dO||O| + |dlse|) + sum_j P e |dP - sum_d dO O|     (the last: O's own error, seen through dO)
+  E_ij = P (|dP - delta| e (1 + 2 / softcap) + (6w + c_{D_v}) sum_d |dO||V| + E_delta)
+  F_q = scale sum_j (E + c_{S_k} |dS|) |K|                     F_k = scale sum_i (E + c_{S_q} |dS|) |Q|
+  F_s = sum_i w_i (|delta| e_lse + E_delta), as in e and E
+
+Source of the form: LAPACK's residual ratios; Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., chapter 3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..call import Call
+from ..merge import Partial
+from ..problem import Problem
+from ..reference import Gradients, _rows, _scores, _sequences, _softmax
+
+if TYPE_CHECKING:
+    from ..select import Choice
+
+U = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25, torch.float64: 2.0**-54}
+_DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}  # of the significand, the hidden one included
+_MANY = 256
+
+Ratios = dict[str, float]  # error over what is allowed, the worst of each tensor and rule: 1 is the limit
+
+
+def assert_as_good_as(actual: Partial | tuple[Tensor, Tensor], call: Call) -> Ratios:
+    """out and lse of `call` against the oracle, by both rules.
+
+    >>> from strobe.testing import CASES
+    >>> call = CASES["causal"].build()
+    >>> sorted(assert_as_good_as(reference.forward(call, torch.float32), call))
+    ['lse', 'out', 'out to eager']
+    """
+    out, lse = (t.detach() for t in actual)
+    call = _detached(call)
+    outs, logs = _Tally("out"), _Tally("lse")
+    for one, rows, _ in _parts(call):
+        exact = reference.forward(one)
+        rest, floor, floor_lse = _forward_bounds(one)
+        outs.add(_part(out, rows), exact.out, rest, floor, _eager(one)[0] if out.numel() >= _MANY else exact.out)
+        logs.add_allowed(_part(lse, rows, -1), exact.lse, torch.maximum(_lse_allowed(exact.lse, call), floor_lse))
+    if call.packed:
+        outs.add_exactly(out[_outside(call)[0]], 0.0)
+        logs.add_exactly(lse[:, _outside(call)[0]], -torch.inf if call.sinks is None else call.sinks[:, None])
+    return _judged({**outs.ratios(), **logs.ratios()}, call)
+
+
+def assert_gradients_as_good_as(actual: Gradients | tuple, call: Call, dout: Tensor, dlse: Tensor | None = None) -> Ratios:
+    """dq, dk, dv and dsinks of `call`, for dout like out and dlse like lse, against the oracle, by both rules."""
+    call = _detached(call)
+    tallies = [_Tally(name) for name in Gradients._fields]
+    sums = [torch.zeros(call.q.shape[-2], dtype=torch.float64, device=call.q.device)] * 4  # of dsinks: exact, square of the spread, floor, eager
+    for one, rows, keys in _parts(call):
+        upstream = _part(dout, rows), None if dlse is None else _part(dlse, rows, -1)
+        exact, bounds = reference.backward(one, *upstream), _gradient_bounds(one, *upstream)
+        crude = _eager_gradients(one, *upstream) if max(t.numel() for t in (one.q, one.k, one.v)) >= _MANY else exact
+        for tally, got, index, right, (rest, slack), rough in zip(tallies, actual, (rows, keys, keys), exact, bounds, crude):
+            tally.add(_part(got, index), right, rest, slack, rough)
+        if exact.dsinks is not None and crude.dsinks is not None:
+            sums = [total + more for total, more in zip(sums, (exact.dsinks, *bounds[3], crude.dsinks.double()))]
+    if call.packed:
+        for tally, got, outside in zip(tallies, actual[:3], (_outside(call)[i] for i in (0, 1, 1))):
+            tally.add_exactly(got[outside], 0.0)
+    if call.sinks is not None:
+        if call.packed and dlse is not None:  # a row of no sequence has the sink as its lse
+            lone = dlse[:, _outside(call)[0]].double()
+            sums = [sums[0] + lone.sum(1), sums[1], sums[2] + 6 * _w(call) * lone.abs().sum(1), sums[3] + lone.sum(1)]
+        assert actual[3] is not None, "no gradient of the sinks"
+        tallies[3].add(actual[3], sums[0], sums[1] ** 0.5 + sums[2], sums[2], sums[3])
+    return _judged({name: ratio for tally in tallies for name, ratio in tally.ratios().items()}, call)
+
+
+def assert_kernel(choice: Choice, name: str) -> None:
+    """That `choice` runs `name`, a family ("cpu") or one kernel ("cpu.forward"): a test of what did not run proves nothing."""
+    ran = [plan.kernel.name for plan in (choice.forward, choice.backward) if plan]
+    right = name in ran if "." in name else all(kernel.split(".")[0] == name for kernel in ran)
+    assert right, f"{', '.join(ran)} ran, not {name}"
+
+
+# ---------------------------------------------------------------- the two rules
+
+
+class _Tally:
+    """What is known of one tensor, joined over the sequences of a packed call."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.by_element = 0.0
+        self.error, self.eager_error, self.slack, self.count = 0.0, 0.0, 0.0, 0
+
+    def add(self, got: Tensor, exact: Tensor, rest: Tensor, slack: Tensor, crude: Tensor) -> None:
+        """`rest` is all that rule 2 allows but the result's own rounding, `slack` what rule 1 allows beside the error of eager's `crude`."""
+        if got.numel() == 0:
+            return
+        assert got.shape == exact.shape, f"{self.name} has shape {list(got.shape)}, not {list(exact.shape)}"
+        self.add_allowed(got, exact, rest + _rounding(exact.abs() + rest, exact, got.dtype))
+        self.error = _larger(self.error, (got.double() - exact).abs().max())
+        self.eager_error = max(self.eager_error, (crude.double() - exact).abs().nan_to_num(0.0).max().item())
+        self.slack = max(self.slack, _half_ulp(exact, got.dtype).max().item() + float(slack.max()))
+        self.count += got.numel()
+
+    def add_allowed(self, got: Tensor, exact: Tensor, allowed: Tensor) -> None:
+        same = got.double() == exact  # infinities too
+        if got.numel():
+            self.by_element = _larger(self.by_element, torch.where(same, 0.0, (got.double() - exact).abs() / allowed).max())
+
+    def add_exactly(self, got: Tensor, value: float | Tensor) -> None:
+        if not bool((got == value).all()):
+            self.by_element = float("inf")
+
+    def ratios(self) -> Ratios:
+        found = {self.name: self.by_element}
+        if self.count >= _MANY:
+            found[f"{self.name} to eager"] = self.error and self.error / (2 * self.eager_error + self.slack)
+        return found
+
+
+def _larger(a: float, b: Tensor) -> float:
+    """The larger; NaN where either is."""
+    return float(torch.maximum(torch.tensor(a, dtype=torch.float64), b.double().cpu()))
+
+
+def _rounding(reached: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """r(x): an error may carry the result over the next power of two, so the ulp is that of the largest value allowed."""
+    return torch.maximum(1.5 * U[dtype] * exact.abs(), _half_ulp(reached, dtype))
+
+
+def _half_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    least = torch.finfo(dtype).smallest_normal
+    exponent = torch.frexp(x.double().abs().clamp(min=least)).exponent  # |x| = m 2^exponent, 1/2 <= m < 1
+    return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - _DIGITS[dtype] - 1)
+
+
+def _lse_allowed(exact: Tensor, call: Call) -> Tensor:
+    dtype = call.q.dtype
+    if dtype.itemsize == 2 and not call.partial:  # seen by the backward alone: there an error scales a row's P, whose own rounding is 2u
+        return torch.full_like(exact, 2.0**-13)
+    float32 = 2e-6 + 4 * 2.0**-23 * torch.where(exact.isinf(), 0.0, exact.abs())
+    return float32 if dtype != torch.float64 else float32 * 2.0**-29
+
+
+def _judged(ratios: Ratios, call: Call) -> Ratios:
+    assert all(ratio <= 1 for ratio in ratios.values()), f"beyond the limit of 1: {ratios} for {Problem.from_call(call)}"
+    return ratios
+
+
+# ---------------------------------------------------------------- eager PyTorch at the input precision
+
+
+def _eager(one: Call) -> tuple[Tensor, Tensor]:
+    """out and lse as model code writes it: each product, softmax and sum an op whose result has the inputs' dtype."""
+    rows = _rows(one, one.q.dtype)
+    s = torch.matmul(rows.q, rows.k.transpose(-1, -2)) * rows.scale
+    if rows.softcap:
+        s = rows.softcap * torch.tanh(s / rows.softcap)
+    s = s.masked_fill(~rows.seen, -torch.inf)
+    if rows.sinks is not None:
+        s = torch.cat([s, rows.sinks[None, :, None, None].expand(*s.shape[:3], 1)], -1)
+    alive = (s > -torch.inf).any(-1, keepdim=True)
+    s = torch.where(alive, s, 0.0)
+    p = (torch.softmax(s, -1) * alive)[..., : rows.v.shape[-2]]
+    lse = torch.logsumexp(s, -1) if s.shape[-1] else s.sum(-1)
+    return torch.matmul(p, rows.v).transpose(1, 2), torch.where(alive[..., 0], lse, 0.0)
+
+
+def _eager_gradients(one: Call, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    """Autograd's gradients of `_eager`; zeros where nothing depends on an input."""
+    with torch.enable_grad():
+        given = {name: tensor for name in ("q", "k", "v", "sinks") if (tensor := getattr(one, name)) is not None}
+        leaves = {name: tensor.detach().to(one.q.dtype).requires_grad_() for name, tensor in given.items()}
+        out, lse = _eager(one._replace(**leaves))
+        loss = (out * dout.to(out.dtype)).sum()
+        loss = loss if dlse is None else loss + (lse * dlse.to(lse.dtype)).sum()
+        found = torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True, materialize_grads=True)
+    return Gradients(*found, *[None] * (4 - len(found)))
+
+
+# ---------------------------------------------------------------- what the bounds are made of
+
+
+class _Facts(NamedTuple):
+    """One dense call in float64, [B, H, S, D] and [B, H, S_q, S_k]."""
+
+    rows: reference._Rows
+    p: Tensor
+    slope: Tensor | float
+    lse: Tensor  # 0 where the row sees nothing
+    out: Tensor
+    weight_error: Tensor  # e_ij
+
+
+def _facts(one: Call) -> _Facts:
+    rows = _rows(one, torch.float64)
+    s, slope = _scores(rows)
+    p, lse = _softmax(s, rows)
+    lse = torch.where(lse == -torch.inf, 0.0, lse)
+    size = abs(rows.scale) * (rows.q.abs() @ rows.k.abs().mT) * slope
+    error = 6 * _w(one) * (1 + lse.abs()[..., None] + rows.softcap) + _chain(one, rows.q.shape[-1]) * size
+    return _Facts(rows, p, slope, lse, p @ rows.v, error)
+
+
+@torch.no_grad()
+def _forward_bounds(one: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """For out (all but the result's own rounding, floor F_o), [B, S_q, H, D_v]; for lse F_lse, [B, H, S_q]."""
+    rows, p, _, _, out, error = _facts(one)
+    u = _weights_u(one)
+    spread = 6 * u * (p.square() @ rows.v.square()).sqrt()
+    floor_lse = (p * error).sum(-1)
+    floor = (p * (error + _chain(one, p.shape[-1]))) @ rows.v.abs() + floor_lse[..., None] * out.abs()
+    rest = spread + (floor.clamp(min=2.0**-20) if u else floor)
+    return rest.transpose(1, 2), floor.transpose(1, 2), floor_lse
+
+
+@torch.no_grad()
+def _gradient_bounds(one: Call, dout: Tensor, dlse: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    """(all that rule 2 allows but the result's own rounding, all that rule 1 allows beside eager's error) for dq, dk and dv;
+    for dsinks the square of the spread, and the floor."""
+    rows, p, slope, lse, out, error = _facts(one)
+    q, k, v = rows.q, rows.k, rows.v
+    u, scale = _weights_u(one), abs(rows.scale)
+    do, dl = dout.double().transpose(1, 2), torch.zeros_like(lse) if dlse is None else dlse.double()
+    dp, delta = do @ v.mT, (do * out).sum(-1) - dl
+    away, pt = dp - delta[..., None], p * slope
+    ds = pt * away
+    wide = float(dout.dtype.itemsize > one.q.dtype.itemsize)
+    d_out = 3 * u * ((do * out).square().sum(-1, keepdim=True).sqrt() * (not one.partial))
+    d = 2 * d_out + 6 * u * (p * dp).square().sum(-1, keepdim=True).sqrt()
+    p_rounded, ds_rounded = (_no_less_than_normal(t, p > 0, one) for t in (p, ds))
+    squares = (6 * u) ** 2 * (ds_rounded.square() + wide * pt.square() * (do.square() @ v.square().mT))
+    # the floors
+    along_k, along_q = _chain(one, p.shape[-1]), _chain(one, p.shape[-2] * p.shape[1] // max(1, one.k.shape[-2]))
+    delta_floor = (6 * _w(one) + _chain(one, v.shape[-1])) * ((do * out).abs().sum(-1) + dl.abs())
+    delta_floor = delta_floor + (p * error * (dp - (do * out).sum(-1, keepdim=True)).abs()).sum(-1)
+    dp_floor = (6 * _w(one) + _chain(one, v.shape[-1])) * (do.abs() @ v.abs().mT)
+    ds_floor = p * (away.abs() * error * (1 + (2 / rows.softcap if rows.softcap else 0)) + dp_floor + delta_floor[..., None])
+    by_key = lambda t: t.unflatten(1, (one.k.shape[-2], -1)).sum(2)  # the query heads of each key head
+    spread_k = by_key(squares.mT @ q.square()).sqrt() + by_key((pt * d).square().mT @ q.square()).sqrt()
+    terms = (  # the gradient, its spread, its floor
+        (ds @ k * scale, scale * ((squares @ k.square()).sqrt() + d * (pt @ k).abs()), scale * (ds_floor + along_k * ds.abs()) @ k.abs()),
+        (by_key(ds.mT @ q) * scale, scale * spread_k, scale * by_key((ds_floor + along_q * ds.abs()).mT @ q.abs())),
+        (by_key(p.mT @ do), 6 * u * by_key((1 + wide) * (p_rounded.square().mT @ do.square())).sqrt(), by_key((p * (error + along_q)).mT @ do.abs())),
+    )
+    weight = torch.zeros_like(lse) if rows.sinks is None else torch.exp(rows.sinks[None, :, None] - lse)
+    weight_floor = 6 * _w(one) * (1 + lse.abs()) + _chain(one, p.shape[-2]) + (p * error).sum(-1)
+    dsinks = (weight * d[..., 0]).square().sum((0, 2)), (weight * (weight_floor * delta.abs() + delta_floor)).sum((0, 2))
+    own = scale * d_out * (pt @ k).abs(), scale * by_key((pt * d_out).square().mT @ q.square()).sqrt(), 0.0
+    bounds = [(2 * u * exact.abs() + spread + floor, floor + more) for (exact, spread, floor), more in zip(terms, own)]
+    return [*((rest.transpose(1, 2), slack.transpose(1, 2)) for rest, slack in bounds), dsinks]
+
+
+# ---------------------------------------------------------------- packed calls, a sequence at a time
+
+
+def _parts(call: Call):
+    """The call as dense calls, each with the slices of its rows and keys (None: all of a dense call)."""
+    return _sequences(call) if call.packed else [(call, None, None)]
+
+
+def _detached(call: Call) -> Call:
+    return call._replace(**{name: t.detach() for name in ("q", "k", "v", "sinks") if (t := getattr(call, name)) is not None})
+
+
+def _part(tensor: Tensor, index: slice | None, dim: int = 0) -> Tensor:
+    if index is None:
+        return tensor
+    return (tensor[index] if dim == 0 else tensor[..., index])[None]
+
+
+def _outside(call: Call) -> tuple[Tensor, Tensor]:
+    """bool [T_q] and [T_k]: which tokens belong to no sequence."""
+    found = []
+    for tensor, offsets in ((call.q, call.cu_seqlens_q), (call.k, call.cu_seqlens_k)):
+        token = torch.arange(tensor.shape[0], device=tensor.device)
+        found.append((token < offsets[0]) | (token >= offsets[-1]))  # type: ignore[index]
+    return found[0], found[1]
+
+
+def _weights_u(call: Call) -> float:
+    """u of the dtype that weights are rounded to; 0 where they keep the accumulators' precision."""
+    return U[call.q.dtype] if call.q.dtype.itemsize == 2 else 0.0
+
+
+def _no_less_than_normal(t: Tensor, where: Tensor, call: Call) -> Tensor:
+    """|t|, raised to the smallest normal number of the weights' dtype: below it a rounding errs as much as there."""
+    return torch.where(where, t.abs().clamp(min=torch.finfo(call.q.dtype).smallest_normal), 0.0)
+
+
+def _w(call: Call) -> float:
+    """w; twice for float64, because the oracle itself is rounded like that."""
+    return 2 * U[torch.float64] if call.q.dtype == torch.float64 else U[torch.float32]
+
+
+def _chain(call: Call, n: int) -> float:
+    """c_n: what a chain of n additions of one sign may err by, relative to its sum."""
+    return 3 * _w(call) * n**0.5

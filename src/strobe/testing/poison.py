@@ -1,0 +1,152 @@
+"""Empty memory is NaN during tests, and every tensor stands between guard bands.
+
+A kernel that reads past an end, into a stride gap or from memory nobody wrote meets a NaN and its result shows it; one that
+writes there changes a band and `check` says so. Inputs must come out of a call with the bits they went in with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call import OPTIONAL_TENSORS, Call
+
+BAND = 512  # elements on each side: more than any tile's overhang of one row, and a multiple of every alignment
+
+
+class _Kept(NamedTuple):
+    name: str
+    storage: Tensor  # one-dimensional, bands included
+    before: Tensor | None  # the bytes of a read-only tensor's storage; None for what a kernel writes
+    inside: Tensor  # bool: which elements of the storage belong to the tensor
+
+
+class Poison:
+    """Within `with Poison() as poison:`, torch.empty and its kin give NaN between bands; leaving checks every band.
+
+    >>> with Poison() as poison:
+    ...     x = poison.enclose("x", torch.ones(2, 3))
+    ...     bool(torch.empty(4).isnan().all()), x.storage_offset()
+    (True, 512)
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> Poison:
+        self._patches.enter_context(patched_empty(self.empty))
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        self._patches.close()
+        if kind is None:
+            self.check()
+
+    def empty(self, like: Tensor) -> Tensor:
+        """A tensor like the unwritten `like` (shape, strides, dtype, device), all NaN, between bands."""
+        tensor, storage = _housed(like)
+        self._kept.append(_Kept("a tensor made by torch.empty", storage, None, _inside(tensor, storage)))
+        return tensor
+
+    def enclose(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor again, same values, strides and alignment, between bands and with NaN in its stride gaps; read-only from here."""
+        house, storage = _housed(tensor)
+        with torch.no_grad():
+            storage[_inside(house, storage)] = _flat(tensor)
+        self._kept.append(_Kept(name, storage, _bits(storage).clone(), _inside(house, storage)))
+        return house.requires_grad_(tensor.requires_grad)
+
+    def enclose_call(self, call: Call) -> Call:
+        """The call with each of its tensors enclosed."""
+        tensors = {name: getattr(call, name) for name in ("q", "k", "v", *Call._fields[OPTIONAL_TENSORS])}
+        return call._replace(**{name: self.enclose(name, tensor) for name, tensor in tensors.items() if tensor is not None})
+
+    def check(self) -> None:
+        """Raises AssertionError where a band, a gap or an input was written to."""
+        for name, storage, before, inside in self._kept:
+            bits = _bits(storage)
+            if before is not None:
+                changed = bits != before
+                assert not changed.any(), f"{name}: {int(changed.sum())} elements of an input or its guard bands were overwritten"
+            else:
+                overrun = (bits != _bits(_poison(storage))) & ~inside
+                where = overrun.nonzero().flatten()
+                assert not overrun.any(), f"{name}: {len(where)} elements outside it were written, at {(where[:4] - BAND).tolist()} from its start"
+
+
+@contextlib.contextmanager
+def patched_empty(fill: Callable[[Tensor], Tensor]):
+    """Python's ways to unwritten memory (torch.empty, empty_like, empty_strided, new_empty) pass through `fill`.
+
+    A dispatch mode would not do: it is off inside the custom op it hands a call to, where kernels allocate.
+    """
+    owners = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided")]
+    originals = [getattr(owner, name) for owner, name in owners]
+
+    def through(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate(*arguments: Any, **options: Any) -> Tensor:
+            tensor = original(*arguments, **options)
+            plain = type(tensor) is Tensor and tensor.device.type != "meta" and options.get("out") is None
+            return fill(tensor) if plain else tensor
+
+        return allocate
+
+    for (owner, name), original in zip(owners, originals):
+        setattr(owner, name, through(original))
+    try:
+        yield
+    finally:
+        for (owner, name), original in zip(owners, originals):
+            setattr(owner, name, original)
+
+
+def fill_with_poison(tensor: Tensor) -> Tensor:
+    """NaN, or the largest integer, in every element: for `patched_empty` where bands would be too much."""
+    with torch.no_grad():
+        return tensor.fill_(_value(tensor.dtype))
+
+
+def _value(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _poison(storage: Tensor) -> Tensor:
+    return torch.full_like(storage, _value(storage.dtype))
+
+
+def _housed(like: Tensor) -> tuple[Tensor, Tensor]:
+    """A poisoned tensor with the strides and the alignment of `like`, and the one-dimensional storage it stands in."""
+    extent = 0 if like.numel() == 0 else 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride()))
+    step = max(1, 16 // like.element_size())
+    start = BAND + like.storage_offset() % step  # an odd offset stays odd: alignment is part of the problem
+    storage = torch.full((start + extent + BAND,), _value(like.dtype), dtype=like.dtype, device=like.device)
+    # set_ and not as_strided: what an op returns must not be a view
+    house = torch.full((0,), 0, dtype=like.dtype, device=like.device).set_(storage.untyped_storage(), start, like.shape, like.stride())
+    return house, storage.requires_grad_(False)
+
+
+def _inside(house: Tensor, storage: Tensor) -> Tensor:
+    inside = torch.zeros(storage.shape, dtype=torch.bool, device=storage.device)
+    inside.as_strided(house.shape, house.stride(), house.storage_offset()).fill_(True)
+    return inside
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The tensor's distinct elements in the order of their addresses."""
+    extent = 0 if tensor.numel() == 0 else 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    memory = tensor.detach().as_strided((extent,), (1,), tensor.storage_offset())
+    inside = torch.zeros(extent, dtype=torch.bool, device=tensor.device)
+    inside.as_strided(tensor.shape, tensor.stride(), 0).fill_(True)
+    return memory[inside]
+
+
+def _bits(storage: Tensor) -> Tensor:
+    """The storage as integers of its width: NaN equals NaN there."""
+    return storage.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[storage.element_size()])

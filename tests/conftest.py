@@ -1,0 +1,116 @@
+"""What every test may use: the device under test, memory that is NaN before it is written, and one judge of a call."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import torch
+
+from strobe import ops
+from strobe.call import Call
+from strobe.reference import Gradients
+from strobe.testing import Poison, assert_as_good_as, assert_gradients_as_good_as, assert_kernel, inputs
+from strobe.testing.cases import laid_out
+from strobe.testing.poison import fill_with_poison, patched_empty
+
+KERNELS = {"cpu": "cpu", "cuda": "portable"}  # the family under test on each kind of device
+LAYOUTS_OF_DOUT = ("contiguous", "heads_first", "gaps")
+
+torch.set_num_threads(1)
+torch.backends.cuda.matmul.allow_tf32 = False
+_EXPECTED = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
+hypothesis.settings.register_profile("strobe", derandomize=True, deadline=None, print_blob=True, suppress_health_check=_EXPECTED)
+hypothesis.settings.load_profile("strobe")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Long counts wait for -m nightly; without a GPU, its tests are skipped."""
+    for item in items:
+        if item.get_closest_marker("nightly") and "nightly" not in config.option.markexpr:
+            item.add_marker(pytest.mark.skip(reason="nightly: run with -m nightly"))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def kernel(device) -> str:
+    """The family that must run on `device`."""
+    return KERNELS[device]
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan():
+    with patched_empty(fill_with_poison):
+        yield
+
+
+@pytest.fixture
+def judge(record_property):
+    """judge(call, family, seed) runs a call forward and backward between guard bands and holds both against the oracle."""
+    worst: dict[str, float] = {}
+
+    def run(call: Call, family: str = "normal", seed: int = 0) -> dict[str, float]:
+        ratios = _judge(call, family, seed)
+        for name, ratio in ratios.items():
+            worst[name] = max(worst.get(name, 0.0), ratio)
+        record_property("ratios", {"dtype": str(call.q.dtype).removeprefix("torch."), **worst})
+        return ratios
+
+    return run
+
+
+def _judge(call: Call, family: str, seed: int) -> dict[str, float]:
+    """Forward into a given out, forward and backward under autograd; the same bits out of both forwards, no band touched."""
+    layout = LAYOUTS_OF_DOUT[seed % 3]
+    with Poison() as poison:
+        held = poison.enclose_call(call)
+        bare = held._replace(**{name: t.detach() for name in ("q", "k", "v", "sinks") if (t := getattr(held, name)) is not None}, needs_grad=False)
+        given = poison.empty(laid_out(_like_out(call), layout, 0))
+        first = ops.run(bare, given)
+        out, lse = ops.run(held)
+        if not call.needs_grad:
+            gradients = dout = dlse = None
+        else:
+            assert_kernel(ops.decide(held), call.kernel)
+            dout = poison.enclose("dout", laid_out(inputs.upstream(family, out, seed), layout, 0))
+            dlse = poison.enclose("dlse", inputs.upstream(family, lse, seed + 1)) if call.partial else None
+            gradients = _gradients(held, (out, lse), (dout, dlse))
+    assert_kernel(ops.decide(bare), call.kernel)
+    assert torch.equal(first[0], out) and torch.equal(first[1], lse), "two forwards of one call differ"
+    ratios = assert_as_good_as((out, lse), call)
+    if dout is not None and gradients is not None:
+        ratios |= assert_gradients_as_good_as(gradients, call, dout, dlse)
+    return ratios
+
+
+def _like_out(call: Call) -> torch.Tensor:
+    dtype = call.q.dtype if not call.partial else torch.promote_types(call.q.dtype, torch.float32)
+    return torch.zeros((*call.q.shape[:-1], call.v.shape[-1]), dtype=dtype, device=call.q.device)
+
+
+def _gradients(call: Call, results: tuple, upstream: tuple) -> Gradients:
+    leaves = [t for t in (call.q, call.k, call.v, call.sinks) if t is not None]
+    pairs = [(result, up) for result, up in zip(results, upstream) if up is not None]
+    found = torch.autograd.grad([result for result, _ in pairs], leaves, [up for _, up in pairs])
+    return Gradients(*found, *[None] * (4 - len(found)))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The worst error over what is allowed (1 is the limit), by dtype, over all judged calls."""
+    worst: dict[str, dict[str, float]] = {}
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "ratios":
+                row = worst.setdefault(value["dtype"], {})
+                for tensor, ratio in value.items():
+                    if tensor != "dtype":
+                        row[tensor] = max(row.get(tensor, 0.0), ratio)
+    if worst:
+        terminalreporter.write_sep("-", "worst error / allowed error")
+    for dtype, row in sorted(worst.items()):
+        terminalreporter.write_line(f"{dtype:9} " + "  ".join(f"{name} {ratio:.2f}" for name, ratio in row.items()))

@@ -1,0 +1,342 @@
+"""The bench measures what it says: order of rounds, FLOPs over visible pairs, no wrong or failed contender in silence."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import strobe
+from strobe import mask as masks
+from strobe import reference
+from strobe.bench import layouts, plot, rivals, roofline, run, table, timer
+from strobe.bench.attempt import Attempt
+from strobe.bench.cases import SUITES, TOKENS, Case, suite
+from strobe.call import Call
+from strobe.kernels.kernel import Cost, attention_cost, visible_pairs
+from strobe.problem import Problem
+from strobe.target import FAKES
+
+CPU = torch.device("cpu")
+OPTIONS = run.Options(CPU, rounds=2, sample_ms=0.0)
+SMALL = Case("small", 2, 24, 4, 2, 16, dtype=torch.float32, causal=True)
+TINY = [
+    Case("dense", 2, 24, 4, 0, 16, dtype=torch.float32),
+    SMALL,
+    replace(SMALL, name="window", window=(5, 0)),
+    replace(SMALL, name="band", causal=False, window=(3, 4)),
+    replace(SMALL, name="documents", lengths=(7, 1, 16)),
+    replace(SMALL, name="packed", batch=1, lengths=(7, 1, 16), packed=True),
+    replace(SMALL, name="packed window", batch=1, causal=False, window=(2, 1), lengths=(7, 1, 16), packed=True),
+    replace(SMALL, name="narrow values", head_dim_v=8),
+]
+
+
+# ---------------------------------------------------------------- timer
+
+
+def test_rounds_are_interleaved() -> None:
+    order: list[str] = []
+    functions = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    timings = timer.interleave(functions, "cpu", rounds=4, sample_ms=0.0)
+    assert order == list("aaabbbccc") + list("abc") * 4
+    assert list(timings) == ["a", "b", "c"]
+
+
+def test_a_sample_is_filled_with_calls() -> None:
+    calls = [0]
+
+    def slow() -> None:
+        calls[0] += 1
+        time.sleep(0.002)
+
+    timing = timer.interleave({"slow": slow}, "cpu", rounds=3, sample_ms=6.0)["slow"]
+    assert timing.low_ms >= 2.0 and timing.low_ms <= timing.median_ms <= timing.high_ms
+    assert 3 + 3 <= calls[0] <= 3 + 3 * 3  # three to warm up; a sleep may last longer than asked, never shorter
+
+
+def test_quartiles_and_calls() -> None:
+    assert timer.Timing.of([4.0, 1.0, 3.0, 2.0, 5.0]) == (3.0, 2.0, 4.0)
+    assert timer.Timing.of([7.0]) == (7.0, 7.0, 7.0)
+    assert [timer.calls_per_sample(ms, 10.0) for ms in (100.0, 4.0, 0.0)] == [1, 3, 1000]
+
+
+# ---------------------------------------------------------------- FLOPs and ceilings
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (4, 4), (2, 5), (5, 2), (9, 13), (13, 9), (16, 1), (1, 16)])
+def test_visible_pairs_are_the_masks(rows: int, keys: int) -> None:
+    for left in (None, 0, 1, 3, 8, 40):
+        for right in (None, 0, 1, 3, 8, 40):
+            mask = masks.window(left, right)
+            call = Call(*(torch.empty(3, n, 2, 4) for n in (rows, keys, keys))).with_mask(mask)
+            assert visible_pairs(Problem.from_call(call)) == 3 * mask.dense(rows, keys).sum().item(), (left, right)
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
+def test_cost_counts_the_pairs_that_are_seen(case: Case) -> None:
+    x = case.inputs(CPU)
+    seen = torch.ones(1, case.seqlen, case.seqlen, dtype=torch.bool)
+    if case.masked:
+        seen = layouts.dense_mask(case, x)[:, 0]
+    pairs = seen.expand(case.batch, -1, -1).sum().item() * case.heads_q
+    assert roofline.cost(case, x).flops == 2 * pairs * (case.head_dim + case.width_v)
+    back = replace(case, backward=True)
+    assert roofline.cost(back, x).flops == 2 * pairs * (3 * case.head_dim + 2 * case.width_v)
+
+
+def test_percent_of_the_ceiling() -> None:
+    target = FAKES["H200"]  # 989 TFLOP/s, 4800 GB/s
+    compute, memory = Cost(989e9, 1.0), Cost(1.0, 4.8e9)  # a millisecond each
+    assert roofline.percent(compute, target, 2.0) == pytest.approx(50.0)
+    assert roofline.percent(memory, target, 4.0) == pytest.approx(25.0)
+    assert roofline.tflops(compute, 2.0) == pytest.approx(494.5)
+
+
+def test_ceilings_are_the_datasheets_or_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline.Target, "of", lambda device: FAKES["H200" if device.type == "cuda" else "CPU"])
+    monkeypatch.setattr(roofline, "_matmul_tflops", lambda device, dtype: 3.0)
+    monkeypatch.setattr(roofline, "_copy_gbps", lambda device: 20.0)
+    assert roofline.ceiling(torch.device("cuda", 0), torch.bfloat16) == FAKES["H200"]
+    exact = roofline.ceiling(torch.device("cuda", 0), torch.float32)
+    assert (exact.peak_tflops, exact.peak_gbps) == (3.0, 4800)
+    cpu = roofline.ceiling(CPU, torch.bfloat16)
+    assert (cpu.peak_tflops, cpu.peak_gbps) == (3.0, 20.0)
+
+
+# ---------------------------------------------------------------- rivals
+
+
+def _oracle(case: Case, x) -> list[torch.Tensor]:
+    call = case.call(x)
+    if case.backward:
+        return list(reference.backward(call, x.dout)[:3])
+    return [reference.forward(call).out]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
+def test_every_contender_computes_the_case(case: Case, backward: bool) -> None:
+    case = replace(case, backward=backward)
+    x = case.inputs(CPU)
+    ran = []
+    for contender in (*rivals.pick([], CPU), rivals.Strobe()):
+        if contender.why_not(case, CPU):
+            continue
+        out = contender.prepare(case, x)()
+        found = torch.autograd.grad(out, (x.q, x.k, x.v), x.dout) if backward else (out,)
+        for mine, exact in zip(found, _oracle(case, x)):
+            assert mine.shape == exact.shape
+            # float32 against float64: some hundred additions of standard normal terms
+            torch.testing.assert_close(mine.detach().double(), exact.detach(), rtol=1e-4, atol=1e-5)
+        ran.append(contender.name)
+    assert {"naive", "strobe"} <= set(ran) and len(ran) >= 3
+
+
+def test_gpu_rivals_say_why_not_on_a_cpu() -> None:
+    for name in rivals.HOME["cuda"]:
+        assert "cuda" in (rivals.RIVALS[name].why_not(SMALL, CPU) or "")
+    for name in rivals.HOME["cpu"]:
+        assert "cpu" in (rivals.RIVALS[name].why_not(SMALL, torch.device("cuda")) or "")
+    huge = replace(SMALL, seqlen=2**17)
+    assert "GiB" in (rivals.RIVALS["naive"].why_not(huge, CPU) or "")
+
+
+@pytest.mark.parametrize("case", [TINY[0], TINY[1], TINY[2], TINY[4], TINY[5]], ids=lambda case: case.name)
+def test_flash_attention_4_is_called_as_it_wants(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with its signatures, made of the oracle: the arguments must mean the case."""
+
+    def dense(q, k, v, *, softmax_scale, causal, window_size):
+        band = masks.causal() if causal else masks.window(*window_size)
+        return (reference.forward(Call(q, k, v, scale=softmax_scale).with_mask(band)).out, None)
+
+    def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size):
+        assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+        band = masks.causal() if causal else masks.window(*window_size)
+        call = Call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, scale=softmax_scale)
+        return (reference.forward(call.with_mask(band)).out, None)
+
+    cute = ModuleType("flash_attn.cute")
+    cute.__dict__.update(flash_attn_func=dense, flash_attn_varlen_func=varlen)
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    x = case.inputs(CPU)
+    assert rivals.Fa4().why_not(case, torch.device("cuda")) is None
+    torch.testing.assert_close(rivals.Fa4().prepare(case, x)(), _oracle(case, x)[0])
+
+
+def test_flash_attention_4_missing_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    assert "flash-attn-4" in (rivals.Fa4().why_not(SMALL, torch.device("cuda")) or "")
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
+def test_flex_masks_are_the_cases(case: Case) -> None:
+    x = case.inputs(CPU)
+    admits = layouts.mask_mod(case, CPU)
+    row, key = torch.arange(case.seqlen)[:, None], torch.arange(case.seqlen)[None, :]
+    expected = layouts.dense_mask(case, x)[0, 0] if case.masked else torch.ones(case.seqlen, case.seqlen, dtype=torch.bool)
+    assert torch.equal(admits(0, 0, row, key).expand_as(expected), expected)
+
+
+# ---------------------------------------------------------------- rows
+
+SCHEMA = {
+    "case", "direction", "dtype", "kernel", "config", "ms", "tflops", "percent_of_ceiling", "ratio", "rivals", "refused", "flops", "intensity",
+    "spread", "timing", "l2", "rounds", "peak_tflops", "peak_gbps", "device", "threads", "torch", "triton", "cuda", "python", "date", "commit",
+    "relative_error",
+}  # fmt: skip
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ceilings that are known, and nothing measured for them."""
+    monkeypatch.setattr(roofline, "_matmul_tflops", lambda device, dtype: 1.0)
+    monkeypatch.setattr(roofline, "_copy_gbps", lambda device: 10.0)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_row(backward: bool, still: None) -> None:
+    row = run.measure(replace(SMALL, backward=backward), rivals.pick([], CPU), OPTIONS)
+    assert set(row) == SCHEMA and json.loads(json.dumps(row)) == row
+    assert row["kernel"] == ("cpu.backward" if backward else "cpu.forward")
+    assert set(row["rivals"]) == {"sdpa", "sdpa_mask", "naive"} and not row["refused"]
+    assert row["tflops"] == pytest.approx(row["flops"] / row["ms"] / 1e9, rel=1e-3)
+    assert row["ratio"] == pytest.approx(min(row["rivals"].values()) / row["ms"], rel=1e-3)
+    assert set(row["spread"]) == {"strobe", *row["rivals"]}
+    assert row["relative_error"] < run.AGREE[torch.float32]
+    assert table.rival_tflops(row, "naive") == row["flops"] / row["rivals"]["naive"] / 1e9
+
+
+class _Broken:
+    def __init__(self, name: str, function):
+        self.name, self.function = name, function
+
+    def why_not(self, case, device):
+        return None
+
+    def prepare(self, case, x):
+        return lambda: self.function(rivals.Naive().prepare(case, x)())
+
+
+def _raise(_):
+    raise ValueError("no luck today\nsecond line")
+
+
+def test_failed_and_wrong_rivals_are_reported(still: None, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = [_Broken("off", lambda out: 1.01 * out), _Broken("nan", lambda out: out * float("nan")), _Broken("raises", _raise)]
+    row = run.measure(SMALL, [*rivals.pick(["naive"], CPU), *broken], OPTIONS)
+    assert set(row["rivals"]) == {"naive"} and set(row["refused"]) == {"off", "nan", "raises"}
+    assert row["refused"]["off"].startswith("wrong: differs from naive by 0.01")
+    assert row["refused"]["nan"].startswith("wrong")
+    assert row["refused"]["raises"] == "ValueError: no luck today"
+    table.bench([row])
+    assert "raises did not run small: ValueError: no luck today" in capsys.readouterr().out
+
+
+def test_a_wrong_kernel_is_never_fast(still: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = rivals.api.attention
+    monkeypatch.setattr(rivals.api, "attention", lambda *tensors, **options: 1.01 * right(*tensors, **options))
+    row = run.measure(SMALL, rivals.pick([], CPU), OPTIONS)
+    assert row["ms"] is None and row["tflops"] is None and row["ratio"] is None
+    assert row["refused"]["strobe"].startswith("wrong") and row["rivals"]
+
+
+def test_a_kernel_that_cannot_run_the_case_is_a_reason(still: None) -> None:
+    row = run.measure(SMALL, rivals.pick(["naive"], CPU), OPTIONS._replace(kernel="portable"))
+    assert row["ms"] is None and row["refused"]["strobe"].startswith("UnsupportedProblem") and row["rivals"]["naive"]
+
+
+def test_no_rival_is_no_ratio(still: None) -> None:
+    row = run.measure(replace(SMALL, causal=False), rivals.pick(["sdpa_mask"], CPU), OPTIONS)
+    assert row["ms"] > 0 and row["ratio"] is None and row["relative_error"] is None
+    assert "nothing to mask" in row["refused"]["sdpa_mask"]
+
+
+def test_rows_are_written_as_they_come(still: None, tmp_path) -> None:
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        for count, row in enumerate(run.rows(TINY[:2], rivals.pick(["naive"], CPU), OPTIONS, file), 1):
+            lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+            assert len(lines) == count and json.loads(lines[-1]) == row
+
+
+def test_an_attempt_keeps_interrupts_and_reasons() -> None:
+    with pytest.raises(KeyboardInterrupt), Attempt():
+        raise KeyboardInterrupt
+    with Attempt() as attempt:
+        pass
+    assert attempt.reason is None
+    with Attempt() as attempt:
+        import warnings
+
+        warnings.warn("head_dim must be at most 256 (Triggered internally at sdp_utils.cpp:1)", stacklevel=1)
+        raise RuntimeError("No available kernel. Aborting execution.")
+    assert attempt.reason == "RuntimeError: No available kernel. Aborting execution.; head_dim must be at most 256"
+
+
+# ---------------------------------------------------------------- suites, plots
+
+
+def test_suites() -> None:
+    for name, cases in SUITES.items():
+        assert len({case.name for case in cases}) == len(cases)
+        assert all(not case.lengths or sum(case.lengths) == case.seqlen for case in cases)
+        assert suite(name) == cases
+    dense = [case for case in suite("forward", ["d64_*", "d128_*", "d256_*", "short_*"]) if not case.window]
+    assert len(dense) == 14 and all(case.batch * case.seqlen == TOKENS for case in dense)
+    assert [case.name for case in SUITES["forward"]] == [case.name for case in SUITES["backward"]]
+    assert all(case.backward for case in SUITES["backward"]) and not any(case.backward for case in SUITES["forward"])
+    with pytest.raises(strobe.InvalidProblem, match="nonesuch"):
+        suite("cpu", ["dense_*", "nonesuch"])
+    with pytest.raises(strobe.UnsupportedProblem, match="no decode kernel yet"):
+        suite("decode")
+
+
+def test_plots(still: None, tmp_path) -> None:
+    rows = [run.measure(case, rivals.pick([], CPU), OPTIONS) for case in TINY[:3]]
+    rows.append(run.measure(SMALL, rivals.pick(["naive"], CPU), OPTIONS._replace(kernel="portable")))  # ours failed: bars without it
+    written = plot.save(rows, tmp_path / "bench.png")
+    assert [path.name for path in written] == ["bench.png", "bench_roofline.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000 for path in written)
+    assert plot.save(rows, tmp_path / "bench.svg")[1].read_text().rstrip().endswith("</svg>")
+    assert plot.save([], tmp_path / "none.png") == []
+    assert set(plot.COLOURS) == set(rivals.RIVALS)
+    with pytest.raises(strobe.UnsupportedProblem, match="ends in"):
+        plot.check(tmp_path / "bench.xyz")
+
+
+def test_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(table, "pretty", lambda: True)
+    table.show(["case", "ms"], [["dense[0]", 1234.5], ["causal", None]], "title")
+    drawn = capsys.readouterr().out
+    assert "dense[0]" in drawn and "1234" in drawn and "-" in drawn
+
+
+def test_commit_is_this_trees_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = lambda *_, **__: SimpleNamespace(stdout="/somewhere/else\nabc1234\n")
+    run._commit.cache_clear()
+    monkeypatch.setattr(run.subprocess, "run", answer)
+    assert run._commit() is None
+    run._commit.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
+def test_gpu_rows(case: Case, backward: bool, graph: bool) -> None:
+    device, lengths = torch.device("cuda"), (64, 8, 184) if case.lengths else ()
+    case = replace(case, seqlen=256, lengths=lengths, head_dim=64, head_dim_v=0, dtype=torch.bfloat16, backward=backward)
+    row = run.measure(case, rivals.pick(["flash", "cudnn", "efficient", "math"], device), OPTIONS._replace(device=device, graph=graph))
+    assert row["ms"] and row["rivals"], row["refused"]
+
+
+def test_attention_cost_of_both_directions() -> None:
+    q = torch.empty(1, 8, 2, 16)
+    problem = Problem.from_call(Call(q, q, q))
+    assert attention_cost(problem, backward=True).flops == 2.5 * attention_cost(problem).flops

@@ -1,0 +1,62 @@
+"""Every named case, input family and dtype against the oracle: forward, backward, guard bands, and which kernel ran."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from strobe.testing import CASES, FAMILIES, LARGE, Case
+
+THOROUGH = (torch.float32, torch.bfloat16)  # all families on every run; the other dtypes take turns, one family a case
+SEED = 7
+
+
+def _problems(cases: dict[str, Case], nightly: bool) -> list:
+    """(case, dtype, family): on every run, or what is left for the nightly one."""
+    problems = []
+    for n, case in enumerate(cases.values()):
+        for dtype in case.dtypes:
+            for m, family in enumerate(FAMILIES):
+                often = dtype in THOROUGH or m == n % len(FAMILIES)
+                if often is not nightly:
+                    problems.append(pytest.param(case, dtype, family, id=f"{case.name}-{str(dtype).removeprefix('torch.')}-{family}"))
+    return problems
+
+
+@pytest.mark.parametrize("case, dtype, family", _problems(CASES, nightly=False))
+def test_case(case, dtype, family, device, kernel, judge):
+    judge(case.build(device, dtype, family, SEED, requires_grad=True, kernel=kernel), family, SEED)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case, dtype, family", _problems(CASES, nightly=True))
+def test_case_of_the_rest(case, dtype, family, device, kernel, judge):
+    judge(case.build(device, dtype, family, SEED, requires_grad=True, kernel=kernel), family, SEED)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(11, 16))
+@pytest.mark.parametrize("name", CASES)
+def test_case_on_other_numbers(name, seed, device, kernel, judge):
+    for dtype in CASES[name].dtypes:
+        family = FAMILIES[seed % len(FAMILIES)]
+        judge(CASES[name].build(device, dtype, family, seed, requires_grad=True, kernel=kernel), family, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", LARGE)
+def test_large_case(name, family, judge):
+    for dtype in LARGE[name].dtypes:
+        judge(LARGE[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel="portable"), family, SEED)
+
+
+def test_the_table_covers_what_it_promises():
+    """Lengths, layouts and options that the table exists for: a case deleted by accident is noticed."""
+    cases = list(CASES.values())
+    assert len(cases) >= 100
+    assert {1, 16, 21, 40, 64, 96, 128, 192, 256} <= {case.head_dim for case in cases}
+    assert {case.storage for case in cases} >= {"contiguous", "heads_first", "odd_offset", "gaps", "mixed", "expanded_heads", "expanded_batch"}
+    assert any(case.lengths_q and case.lengths_q[position] == 0 for case in cases for position in (0, -1))
+    for option in ("sinks", "softcap", "partial", "promised"):
+        assert any(getattr(case, option) for case in cases), option

@@ -1,0 +1,243 @@
+"""The command line: what each command prints, as text and as JSON, and its exit code. Users never see a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+import strobe
+from strobe.bench import cases, machine, rivals, roofline
+from strobe.bench.cases import Case
+from strobe.cli import main
+from strobe.kernels import FAMILIES
+
+TINY = [
+    Case("dense_tiny", 1, 16, 2, 0, 8, dtype=torch.float32),
+    Case("causal_tiny", 1, 16, 2, 0, 8, dtype=torch.float32, causal=True),
+    Case("causal_tiny_backward", 1, 16, 2, 0, 8, dtype=torch.float32, causal=True, backward=True),
+]
+QUICK = ["--rounds", "1", "--device", "cpu"]
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cases.SUITES, "cpu", TINY)
+    monkeypatch.setattr(roofline, "_matmul_tflops", lambda device, dtype: 1.0)
+    monkeypatch.setattr(roofline, "_copy_gbps", lambda device: 10.0)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]):
+    """Run a command that cannot be carried out: exit code 2, one message on standard error, nothing on standard output."""
+
+    def run(*argv: str) -> str:
+        assert main(argv) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.startswith("strobe: ") and "Traceback" not in said.err
+        return said.err
+
+    return run
+
+
+# ---------------------------------------------------------------- env, check, demo
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["strobe"] == strobe.__version__ and lines["torch"] == torch.__version__ and "interpret=" in lines["knobs"]
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == lines.keys()
+
+
+def test_check_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check"]) == 0
+    assert capsys.readouterr().out.endswith("PASS\n")
+    assert main(["check", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] and {"torch", "triton", "compiler", "gpu", *FAMILIES} <= {check["name"] for check in found["checks"]}
+    assert {check["state"] for check in found["checks"] if check["name"] == "cpu"} == {"PASS"}
+
+
+def test_check_fails_on_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = machine.ops.run
+    monkeypatch.setattr(machine.ops, "run", lambda call: (1.1 * right(call)[0], right(call)[1]))
+    assert main(["check", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    cpu = next(check for check in found["checks"] if check["name"] == "cpu")
+    assert not found["passed"] and cpu["state"] == "FAIL" and cpu["words"]
+    assert main(["check"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "FAIL: cpu"
+
+
+@pytest.mark.parametrize(
+    ("installed", "asked", "gpu", "state"),
+    [
+        ("3.6.0", ["triton==3.6.0"], True, "PASS"),
+        ("3.6.0", ["triton==3.7.1; platform_system == 'Linux'"], True, "FAIL"),
+        ("3.6.0", ["filelock"], False, "PASS"),
+        ("3.5.1", ["triton==3.5.1"], True, "FAIL"),
+        ("3.10.0", ["triton==3.10.0"], True, "PASS"),
+        (None, [], True, "FAIL"),
+        (None, [], False, "SKIP"),
+    ],
+)
+def test_triton_must_be_the_one_torch_pins(installed, asked, gpu, state, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "version", lambda package: installed)
+    monkeypatch.setattr(machine.metadata, "requires", lambda package: asked)
+    check = machine._triton(gpu)
+    assert check.state == state
+    assert state != "FAIL" or "pip install" in check.words or "or newer" in check.words
+
+
+def test_demo_is_handed_its_flags(monkeypatch: pytest.MonkeyPatch, refused) -> None:
+    seen: dict = {}
+    demo = ModuleType("strobe.demo")
+    demo.__dict__["main"] = lambda **flags: seen.update(flags) or 7
+    monkeypatch.setitem(sys.modules, "strobe.demo", demo)
+    monkeypatch.setattr(strobe, "demo", demo, raising=False)
+    assert main(["demo", "--quick", "--out", "somewhere", "--device", "cpu"]) == 7
+    assert seen == {"quick": True, "out": "somewhere", "device": "cpu", "as_json": False}
+    assert "abacus" in refused("demo", "--device", "abacus")
+
+
+# ---------------------------------------------------------------- explain
+
+
+def test_explain_prints_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--seqlen-q", "64", "--dtype", "float32", "--causal", "--target", "cpu"]) == 0
+    q = torch.empty(1, 64, 8, 64)
+    said = capsys.readouterr().out
+    here = str(strobe.explain(q, q, q, causal=True))
+    for line in said.splitlines():
+        assert line.startswith("target") or line in here.splitlines()
+
+
+def test_explain_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = [
+        "--batch",
+        "2",
+        "--seqlen-q",
+        "100",
+        "--seqlen-k",
+        "300",
+        "--heads-q",
+        "8",
+        "--heads-kv",
+        "2",
+        "--head-dim",
+        "192",
+        "--head-dim-v",
+        "128",
+    ]
+    assert main(["explain", *shape, "--window", "64", "none", "--backward", "--target", "h200", "--json"]) == 0
+    choice = json.loads(capsys.readouterr().out)
+    assert "B=2 S_q=100 S_k=300 H_q=8 H_kv=2 D=192 D_v=128 bfloat16, window (64, None)" in choice["problem"]
+    assert choice["target"].startswith("H200") and choice["forward"]["kernel"] and choice["backward"]["flops"] > choice["forward"]["flops"]
+    assert choice["forward"]["ceiling_ms"] > 0 and choice["forward"]["bound"].endswith("bound")
+
+
+def test_explain_allocates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--seqlen-q", str(2**30), "--target", "B200", "--causal"]) == 0
+    assert f"S_q={2**30}" in capsys.readouterr().out
+
+
+def test_explain_says_what_is_wrong(refused) -> None:
+    assert "a divisor of q's 8 heads" in refused("explain", "--heads-kv", "3")
+    assert "H200" in refused("explain", "--target", "abacus")
+    assert "sizes >= 0" in refused("explain", "--batch", "-1")
+    assert "kernel" in refused("explain", "--kernel", "abacus")
+    assert "no forward kernel" in refused("explain", "--target", "CPU", "--kernel", "portable.forward", "--head-dim", "999")
+
+
+# ---------------------------------------------------------------- bench
+
+
+def test_bench_prints_a_table(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "cpu", *QUICK]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:3] == ["case", "kernel", "ms"] and [line.split()[0] for line in lines[2:5]] == [case.name for case in TINY]
+
+
+def test_bench_json_lines(tiny, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "cpu", *QUICK, "--case", "causal_*", "--rivals", "naive,sdpa", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["case"] for row in rows] == ["causal_tiny", "causal_tiny_backward"]
+    assert all(set(row["rivals"]) == {"naive", "sdpa"} and row["ms"] > 0 for row in rows)
+    file = tmp_path / "rows.jsonl"
+    for _ in range(2):
+        assert main(["bench", "cpu", *QUICK, "--case", "dense_tiny", "--case", "causal_tiny", "--json", str(file)]) == 0
+    assert [json.loads(line)["case"] for line in file.read_text().splitlines()] == ["dense_tiny", "causal_tiny"] * 2
+
+
+def test_bench_plots(tiny, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["bench", "cpu", *QUICK, "--plot", str(tmp_path / "a.svg"), "--case", "dense_tiny"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"a.svg", "a_roofline.svg"}
+    assert "a_roofline.svg" in capsys.readouterr().err
+
+
+def test_bench_fails_when_strobe_does(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "cpu", *QUICK, "--case", "dense_tiny", "--kernel", "portable"]) == 1
+    assert "strobe did not run dense_tiny: UnsupportedProblem" in capsys.readouterr().out
+    monkeypatch.setattr(rivals.api, "attention", lambda q, k, v, **options: torch.zeros_like(q))
+    assert main(["bench", "cpu", *QUICK, "--case", "dense_tiny"]) == 1
+    assert "strobe did not run dense_tiny: wrong" in capsys.readouterr().out
+
+
+def test_bench_lists_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "forward", "--list", "--case", "d128_causal_*", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == ["d128_causal_4k", "d128_causal_16k"]
+    assert main(["bench", "backward", "--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(cases.SUITES["backward"])
+
+
+def test_bench_overhead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from strobe.bench import overhead
+
+    monkeypatch.setattr(overhead, "ROUNDS", 1)
+    monkeypatch.setattr(overhead, "CALLS", 5)
+    assert main(["bench", "overhead", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["call"] > 0 and found["sdpa"] > 0 and found["torch"] == torch.__version__
+    assert main(["bench", "overhead"]) == 0
+    assert "strobe.attention whole" in capsys.readouterr().out
+
+
+def test_bench_says_what_is_wrong(tiny, tmp_path, refused) -> None:
+    assert "no decode kernel yet" in refused("bench", "decode")
+    assert "dense_tiny" in refused("bench", "cpu", "--case", "nonesuch")
+    assert "sdpa_mask" in refused("bench", "cpu", "--rivals", "sdpa,abacus")
+    assert ">= 1" in refused("bench", "cpu", "--rounds", "0")
+    assert "a GPU" in refused("bench", "cpu", "--graph")
+    assert "a GPU" in refused("bench", "cpu", "--flush")
+    assert "cpu" in refused("bench", "cpu", "--device", "cuda")
+    assert ".svg" in refused("bench", "cpu", "--plot", "a.doc")
+    assert "written" in refused("bench", "cpu", "--json", str(tmp_path / "no" / "such" / "folder"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_bench_wants_a_gpu_for_gpu_suites(refused) -> None:
+    assert "strobe bench cpu" in refused("bench", "forward")
+    assert "0 CUDA devices" in refused("bench", "forward", "--device", "cuda:1")
+
+
+# ---------------------------------------------------------------- the program
+
+
+@pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), (["bench", "--help"], 0), ([], 2), (["abacus"], 2), (["bench", "abacus"], 2)])
+def test_usage(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == code
+    capsys.readouterr()
+
+
+def test_python_m_strobe() -> None:
+    asked = subprocess.run([sys.executable, "-m", "strobe", "explain", "--target", "abacus"], capture_output=True, text=True, timeout=120)
+    assert asked.returncode == 2 and asked.stdout == "" and asked.stderr.startswith("strobe: target: got 'abacus'")

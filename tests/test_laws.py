@@ -1,0 +1,293 @@
+"""The laws of the house, read off the source: imports point down, one door to each outside thing, sizes, names, no silent failure."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+import strobe
+from strobe.kernels import FAMILIES
+from strobe.knobs import Knobs
+
+ROOT = Path(strobe.__file__).parent
+REPOSITORY = ROOT.parent.parent
+
+# From the ground up: a module may import what stands below it, and its own package.
+LAYERS = (
+    ("errors", "knobs"),
+    ("mask", "target"),
+    ("call",),
+    ("problem", "merge"),
+    ("reference",),
+    ("kernels.kernel", "kernels.faults"),
+    ("kernels.device",),
+    ("kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
+    ("kernels",),
+    ("select", "flops"),
+    ("ops",),
+    ("api",),
+    ("",),  # strobe itself, the last of the house; guests come after it
+    ("testing", "sim"),
+    ("distributed", "integrations", "flash_attn", "flash_attn_interface", "cute"),
+    ("bench", "proof", "ladder"),
+    ("demo",),
+    ("cli",),
+    ("__main__",),
+)
+HOUSE = [name for layer in LAYERS[:13] for name in layer]
+KERNELS = ("kernels.portable", "kernels.hopper", "kernels.blackwell", "kernels.device")
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+def _within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def _owner(name: str) -> str:
+    """The entry of LAYERS a module belongs to: the longest that holds it."""
+    owners = [entry for layer in LAYERS for entry in layer if entry and _within(name, entry)]
+    return max(owners, key=len, default=name)
+
+
+def _height(name: str) -> int:
+    owner = _owner(name)
+    return next((height for height, layer in enumerate(LAYERS) if owner in layer), -1)
+
+
+@lru_cache
+def _imports(name: str) -> tuple[str, ...]:
+    """Absolute names of what a module imports, anywhere in it; "strobe.x" for our own."""
+    package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
+    found: list[str] = []
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = ["strobe", *filter(None, package.split("."))]
+            above = parents[: len(parents) - node.level + 1] if node.level else []
+            base = ".".join(above + ([node.module] if node.module else []))
+            found += [f"{base}.{alias.name}" for alias in node.names]
+    return tuple(found)
+
+
+def _own_imports(name: str) -> set[str]:
+    """Which of our modules a module imports ("" is the package itself)."""
+    own = set()
+    for imported in _imports(name):
+        if _within(imported, "strobe"):
+            inside = imported.removeprefix("strobe").removeprefix(".")
+            while inside and inside not in FILES:
+                inside = inside.rpartition(".")[0]  # an attribute of a module
+            own.add(inside)
+    return own
+
+
+def _functions(name: str):
+    return (node for node in ast.walk(TREES[name]) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def _compiled(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether it is device code: decorated with a jit."""
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def _calls(name: str):
+    return ((node, ast.unparse(node.func)) for node in ast.walk(TREES[name]) if isinstance(node, ast.Call))
+
+
+# ---------------------------------------------------------------- imports
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_point_down(name):
+    height = _height(name)
+    assert height >= 0, f"{name} stands in no layer: give it one in LAYERS"
+    upward = [other for other in _own_imports(name) if _height(other) >= height and _owner(other) != _owner(name)]
+    assert upward == [], f"{name} imports {upward}, which stand beside or above it"
+
+
+def test_kernel_families_do_not_know_one_another():
+    for name in FILES:
+        for family in FAMILIES:
+            if _within(name, f"kernels.{family}"):
+                strangers = [other for other in _own_imports(name) for f in FAMILIES if f != family and _within(other, f"kernels.{f}")]
+                assert strangers == [], name
+
+
+def test_the_simulator_stands_apart():
+    for name in FILES:
+        if _within(name, "sim"):
+            assert {other for other in _own_imports(name) if not _within(other, "sim")} == set(), name
+
+
+def test_the_ladder_stands_on_the_reference_alone():
+    allowed = ("ladder", "kernels.device.dialect", "reference", "call", "testing", "bench.timer", "sim")
+    for name in FILES:
+        if _within(name, "ladder"):
+            assert [other for other in _own_imports(name) if not _within(other, *allowed)] == [], name
+
+
+def test_the_house_does_not_import_its_guests():
+    for name in FILES:
+        if _owner(name) in HOUSE:
+            assert [other for other in _own_imports(name) if _owner(other) not in HOUSE] == [], name
+
+
+def test_only_kernels_import_a_dsl():
+    for name in FILES:
+        dsl = [imported for imported in _imports(name) if _within(imported, "triton")]
+        if not _within(name, *KERNELS, "sim", "ladder", "proof", "bench", "cli"):
+            assert dsl == [], name
+
+
+def test_only_the_dialect_opens_the_experimental_door():
+    for name in FILES:
+        if not _within(name, "kernels.device.dialect", "sim"):
+            assert [imported for imported in _imports(name) if _within(imported, "triton.experimental")] == [], name
+
+
+def test_importing_asking_and_running_on_a_cpu_loads_no_dsl():
+    steps = (
+        "import torch, strobe",
+        "from strobe.kernels import kernels; [kernels(direction) for direction in ('forward', 'backward')]",
+        "q = torch.zeros(1, 2, 1, 4, requires_grad=True); strobe.explain(q, q, q)",
+        "strobe.attention(q, q, q, causal=True).sum().backward()",
+    )
+    look = "assert not [name for name in sys.modules if name.split('.')[0] == 'triton']"
+    done = subprocess.run([sys.executable, "-c", "import sys\n" + f"\n{look}\n".join((*steps, ""))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------- one door to each outside thing
+
+DRIVER = ("get_device_properties", "get_device_capability", "get_device_name", "mem_get_info", "get_arch_list", "driver.active")
+
+
+def test_only_target_asks_the_driver():
+    for name in FILES:
+        if name != "target":
+            assert [called for _, called in _calls(name) if any(called.endswith(ask) or f"{ask}." in called for ask in DRIVER)] == [], name
+
+
+def test_only_knobs_reads_the_environment():
+    for name, tree in TREES.items():
+        read = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")]
+        imported = [one for one in _imports(name) if one in ("os.environ", "os.getenv")]
+        assert name == "knobs" or read + imported == [], name
+
+
+# ---------------------------------------------------------------- sizes and names
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_and_functions_are_short(name):
+    device_code = _within(name, *KERNELS, "sim")
+    lines = len(FILES[name].read_text().splitlines())
+    assert lines <= (600 if device_code else 400), f"{name} has {lines} lines"
+    for function in _functions(name):
+        length, most = function.end_lineno - function.lineno + 1, 120 if _compiled(function) else 60
+        assert length <= most, f"{name}.{function.name} has {length} lines, more than {most}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_functions_take_few_parameters(name):
+    for function in _functions(name):
+        if name == "api" and function.name in strobe.__all__:
+            continue  # their keywords become one Call
+        arguments = function.args
+        count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+        count -= bool(arguments.args) and arguments.args[0].arg in ("self", "cls")
+        most = 12 if _compiled(function) else 8
+        assert count <= most, f"{name}.{function.name} takes {count} parameters, more than {most}"
+
+
+def test_the_face_is_small():
+    assert len(Knobs._fields) <= 6
+    assert len(strobe.__all__) <= 32
+    assert sorted(strobe.__all__) == strobe.__all__
+
+
+def test_no_file_is_named_after_nothing():
+    for path in (*FILES.values(), *(REPOSITORY / "tests").rglob("*.py")):
+        assert path.stem not in ("utils", "common", "helpers", "misc") and not path.stem.endswith("_v2"), path
+
+
+# ---------------------------------------------------------------- no silent failure, nothing dangerous
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_checks_are_raised_not_asserted(name):
+    asserts = [node.lineno for node in ast.walk(TREES[name]) if isinstance(node, ast.Assert)]
+    assert asserts == [], f"{name} asserts at lines {asserts}: python -O would skip that; raise instead"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_net_is_cast_for_every_exception(name):
+    handlers = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.ExceptHandler)]
+    broad = [
+        node.lineno
+        for node in handlers
+        if node.type is None or any(word in ast.unparse(node.type).split(".") for word in ("Exception", "BaseException"))
+    ]
+    assert broad == [], f"{name} catches everything at lines {broad}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_dangerous_is_called(name):
+    assert [one for one in _imports(name) if _within(one, "pickle", "cPickle", "dill", "marshal", "shelve")] == []
+    for node, called in _calls(name):
+        assert called not in ("eval", "exec", "os.system", "os.popen", "pickle.load", "pickle.loads"), f"{name}:{node.lineno} calls {called}"
+        shell = [
+            keyword
+            for keyword in node.keywords
+            if keyword.arg == "shell" and not (isinstance(keyword.value, ast.Constant) and not keyword.value.value)
+        ]
+        assert shell == [], f"{name}:{node.lineno} starts a shell"
+
+
+# ---------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize("name", [name for name in strobe.__all__ if inspect.isfunction(getattr(strobe, name))])
+def test_public_functions_show_an_example_first_thing(name):
+    text = inspect.getdoc(getattr(strobe, name)) or ""
+    assert ">>> " in text and text.index(">>> ") < 400, f"{name} has no example near the top of its docstring"
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if not name.endswith("__main__")])
+def test_examples_in_docstrings_hold(name):
+    try:
+        module = importlib.import_module(f"strobe.{name}".rstrip("."))
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").startswith("strobe"):
+            raise
+        pytest.skip(f"needs {missing.name}")
+    failed, _ = doctest.testmod(module)
+    assert failed == 0
+
+
+# ---------------------------------------------------------------- device code
+
+
+def test_shared_device_functions_take_their_index_vectors_as_arguments():
+    for name in FILES:
+        if _within(name, "kernels.device"):
+            assert [node.lineno for node, called in _calls(name) if called.split(".")[-1] == "arange"] == [], (
+                f"{name}: an arange has no layout under Gluon"
+            )

@@ -1,0 +1,154 @@
+"""A mask's host answers (tile_kind, spans, algebra, flat form) against the mask written out, exhaustively on small sizes."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise, product
+
+import pytest
+import torch
+
+import strobe
+from strobe.call import Call
+from strobe.mask import Mask, Tile, TileKind
+
+SIZES = [(3, 3), (2, 5), (5, 2), (1, 4), (4, 1), (6, 6), (4, 7)]
+BATCH = 2
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def bands():
+    """Every structure of band, prefix and key lengths with bounds about the sizes."""
+    for left, right in product((None, 0, 1, 3, 9), (None, 0, 1, 3, 9)):
+        for prefix in (None, 0, 2, 9, int32([3, 0])):
+            for lengths in (None, int32([0, 2]), int32([1, 9])):
+                yield Mask(left, right, prefix, lengths)
+
+
+def ids(kind: str, rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def one(length: int, salt: int) -> torch.Tensor:
+        position = torch.arange(length).expand(BATCH, length)
+        if kind == "runs":
+            return ((position + torch.arange(BATCH)[:, None]) // 2).to(torch.int32)
+        return torch.randint(-1, 3, (BATCH, length), generator=torch.Generator().manual_seed(17 * length + salt)).to(torch.int32)
+
+    return one(rows, 0), one(keys, 0 if rows == keys else 1)
+
+
+def kinds_by_looking(mask: Mask, rows: int, keys: int) -> dict[Tile, TileKind]:
+    """Every tile's kind from counting the admitted pairs in it."""
+    dense = mask.dense(rows, keys).expand(BATCH, rows, keys)
+    kinds = {}
+    for b, (m, m_stop), (n, n_stop) in product(range(BATCH), combinations(range(rows + 1), 2), combinations(range(keys + 1), 2)):
+        seen = int(dense[b, m:m_stop, n:n_stop].sum())
+        kind = TileKind.EMPTY if seen == 0 else TileKind.FULL if seen == (m_stop - m) * (n_stop - n) else TileKind.PARTIAL
+        kinds[Tile(m, m_stop, n, n_stop, b)] = kind
+    return kinds
+
+
+@pytest.mark.parametrize("rows, keys", SIZES)
+def test_tile_kind_is_what_dense_shows(rows, keys):
+    """Exactly: a FULL tile called PARTIAL costs time, a PARTIAL one called FULL or EMPTY costs correctness."""
+    for mask in bands():
+        for tile, kind in kinds_by_looking(mask, rows, keys).items():
+            assert mask.tile_kind(tile, rows, keys) is kind, (mask.left, mask.right, mask.prefix, mask.key_lengths, tile)
+
+
+@pytest.mark.parametrize("kind", ["runs", "shuffled"])
+@pytest.mark.parametrize("rows, keys", SIZES)
+def test_tile_kind_with_documents(rows, keys, kind):
+    documents = strobe.documents(*ids(kind, rows, keys))
+    for band in (Mask(), Mask(right=0), Mask(left=1, right=0), Mask(prefix=2), Mask(key_lengths=int32([1, 3]))):
+        mask = documents & band
+        for tile, wanted in kinds_by_looking(mask, rows, keys).items():
+            assert mask.tile_kind(tile, rows, keys) is wanted, (band, tile)
+
+
+def test_tile_beyond_the_ends_is_judged_by_its_inside():
+    """A tile that overhangs the last row or key is FULL when all of it that exists is admitted, EMPTY when nothing of it exists."""
+    assert Mask().tile_kind(Tile(0, 64, 0, 64), 5, 7) is TileKind.FULL
+    assert strobe.causal().tile_kind(Tile(4, 68, 0, 64), 5, 5) is TileKind.FULL
+    assert Mask().tile_kind(Tile(64, 128, 0, 64), 5, 7) is TileKind.EMPTY
+
+
+@pytest.mark.parametrize("rows, keys", SIZES)
+def test_interval_is_the_band(rows, keys):
+    """Its keys are those that dense admits, and both its ends never fall from a row to the next."""
+    for mask in bands():
+        dense = mask.dense(rows, keys).expand(BATCH, rows, keys)
+        for b in range(BATCH):
+            intervals = [mask.interval(i, rows, keys, b) for i in range(rows)]
+            for i, (first, stop) in enumerate(intervals):
+                assert dense[b, i].nonzero().flatten().tolist() == list(range(first, stop)), (mask, b, i)
+            assert all(a <= b for one, other in pairwise(intervals) for a, b in zip(one, other))
+
+
+@pytest.mark.parametrize("kind", ["runs", "shuffled"])
+@pytest.mark.parametrize("rows, keys", SIZES)
+def test_spans(rows, keys, kind):
+    """(where the run of this id ends, the first and the last + 1 position of it on the other side; 0, 0 where there is none)."""
+    ids_q, ids_k = ids(kind, rows, keys)
+    documents = strobe.documents(ids_q, ids_k).documents
+    for own, other, spans in ((ids_q, ids_k, documents.spans_q), (ids_k, ids_q, documents.spans_k)):
+        assert spans.shape == (*own.shape, 3) and spans.dtype == torch.int32
+        for b, i in product(range(BATCH), range(own.shape[1])):
+            run_end = next((j for j in range(i, own.shape[1]) if own[b, j] != own[b, i]), own.shape[1])
+            where = (other[b] == own[b, i]).nonzero().flatten().tolist() if own[b, i] >= 0 else []
+            assert spans[b, i].tolist() == [run_end, where[0] if where else 0, where[-1] + 1 if where else 0]
+
+
+def test_spans_of_nothing():
+    nothing = torch.zeros(2, 0, dtype=torch.int32)
+    documents = strobe.documents(torch.zeros(2, 3, dtype=torch.int32), nothing).documents
+    assert documents.spans_q.shape == (2, 3, 3) and documents.spans_k.shape == (2, 0, 3)
+    assert documents.spans_q[..., 1:].eq(0).all()
+
+
+PARTS = {
+    "full": Mask(),
+    "causal": strobe.causal(),
+    "window": strobe.window(2, 1),
+    "left": strobe.window(1, None),
+    "prefix": strobe.prefix_causal(2),
+    "prefix each": strobe.prefix_causal(int32([3, 0])),
+    "lengths": strobe.key_lengths(int32([4, 1])),
+    "documents": strobe.documents(*ids("shuffled", 5, 4)),
+}
+
+
+def same(a: Mask, b: Mask) -> bool:
+    return torch.equal(a.dense(5, 4).expand(BATCH, 5, 4), b.dense(5, 4).expand(BATCH, 5, 4))
+
+
+@pytest.mark.parametrize("a, b", list(product(PARTS, PARTS)))
+def test_and_is_and(a, b):
+    """x & y admits what both admit; it commutes and, with a third, associates."""
+    if a == b == "documents":
+        with pytest.raises(strobe.InvalidProblem, match="documents"):
+            PARTS[a] & PARTS[b]
+        return
+    joined = PARTS[a] & PARTS[b]
+    assert torch.equal(joined.dense(5, 4).expand(BATCH, 5, 4), (PARTS[a].dense(5, 4) & PARTS[b].dense(5, 4)).expand(BATCH, 5, 4))
+    assert same(joined, PARTS[b] & PARTS[a]) and joined.structure == (PARTS[b] & PARTS[a]).structure
+    for c in PARTS:
+        if [a, b, c].count("documents") <= 1:
+            assert same(joined & PARTS[c], PARTS[a] & (PARTS[b] & PARTS[c]))
+
+
+@pytest.mark.parametrize("a, b", list(product(PARTS, PARTS)))
+def test_simplified_and_flat_forms_mean_the_same(a, b):
+    if a == b == "documents":
+        return
+    mask = PARTS[a] & PARTS[b]
+    assert same(mask, mask.simplified())
+    q, k = torch.zeros(BATCH, 5, 1, 1), torch.zeros(BATCH, 4, 1, 1)
+    call = Call(q, k, k).with_mask(mask)
+    assert same(mask, call.mask) and call.structure == call.mask.structure
+
+
+def test_window_none_to_0_is_causal():
+    for rows, keys in SIZES:
+        assert torch.equal(strobe.window(None, 0).dense(rows, keys), strobe.causal().dense(rows, keys))
+    assert strobe.window(None, 0).structure == strobe.causal().structure
