@@ -37,11 +37,11 @@ types:
 
 # the portable kernels, run by Triton's interpreter on the CPU: a process of its own, since Triton reads the switch at import
 interpreter:
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/interpreter
 
 # the portable kernels, compiled for every GPU they claim, with no GPU here
 offline:
-	$(PYTEST) tests/test_offline_compile.py
+	$(PYTEST) -n 2 tests/test_offline_compile.py
 
 unit:
 	$(PYTEST) -n 2 -m "not nightly" --ignore tests/interpreter --ignore tests/test_offline_compile.py

@@ -101,7 +101,7 @@ def _gradients(call: Call, results: tuple, upstream: tuple) -> Gradients:
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The worst error over what is allowed (1 is the limit), by dtype, over all judged calls."""
+    """The worst error over what is allowed (1 is the limit), by dtype, over all judged calls; and the score of the seeded faults."""
     worst: dict[str, dict[str, float]] = {}
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
@@ -114,3 +114,8 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_sep("-", "worst error / allowed error")
     for dtype, row in sorted(worst.items()):
         terminalreporter.write_line(f"{dtype:9} " + "  ".join(f"{name} {ratio:.2f}" for name, ratio in row.items()))
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
+    scores = [value for report in reports for name, value in report.user_properties if name == "mutants"]
+    if scores:
+        caught, seeded, alarms = (sum(column) for column in zip(*scores))
+        terminalreporter.write_line(f"mutation score {caught} of {seeded} seeded faults noticed, {alarms} false alarms")

@@ -114,11 +114,14 @@ def test_ones_come_out_as_ones(dtype, device, kernel):
 
 @dtypes
 def test_one_admitted_key(dtype, device, kernel):
-    """out is that V row to the bit, lse its score."""
+    """out is that V row, lse its score. On a GPU the weight is 1 within an ulp (one fused multiply-add and exp2), and is divided by itself."""
     q, k, v = (torch.randn(2, 70, 2, 40, device=device, dtype=dtype) for _ in range(3))
     out, _ = ops.run(Call(q, k, v, left=0, right=0, kernel=kernel))
     whole, lse = ops.run(Call(q, k, v, left=0, right=0, kernel=kernel, partial=True))
-    assert torch.equal(out, v) and torch.equal(whole, v.to(whole.dtype))
+    wide = v.to(whole.dtype)
+    roundings = 0 if device == "cpu" else 2
+    assert ((whole - wide).abs() <= roundings * torch.finfo(whole.dtype).eps * wide.abs()).all()
+    assert torch.equal(out, v) or (dtype.itemsize > 2 and torch.equal(out, whole))
     score = (q.double() * k.double()).sum(-1).transpose(1, 2) * 40**-0.5
     assert (lse - score).abs().max() <= 2e-6 + 4 * 2.0**-23 * score.abs().max()
 

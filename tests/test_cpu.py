@@ -238,6 +238,16 @@ def test_a_row_of_nan_is_nan_and_alone(length, options, dtype):
     assert torch.equal(out, clean[0]) and torch.equal(lse, clean[1])
 
 
+def test_a_row_of_nan_gives_nan_to_no_key_it_does_not_see():
+    q, k, v = qkv(1, 40, grad=True)
+    with torch.no_grad():
+        q[0, 17, 1, 5] = torch.nan
+    out = strobe.attention(q, k, v, causal=True, softcap=2.0)
+    dq, dk, _ = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert dq[0, :, 1].isnan().all(1).tolist() == [i == 17 for i in range(40)] and not dq[0, :, 0].isnan().any()
+    assert dk[0, :, 1].isnan().all(1).tolist() == [j <= 17 for j in range(40)] and not dk[0, :, 0].isnan().any()
+
+
 def outsiders() -> dict[str, tuple]:
     """Calls with (rows, keys) [B, S] that are of no use to anything else."""
     q, k, v = qkv(2, 140, 140, (4, 2), 16)
@@ -301,6 +311,7 @@ def test_sequences_longer_than_promised():
     assert "max_seqlen_q" in strobe.last_errors("cpu")[0]
     dq, dk, dv = torch.autograd.grad(out[:8].sum(), (q, k, v))
     assert dq[8:].isnan().all() and all(t.isfinite().all() for t in (dq[:8], dk, dv))
+    strobe.last_errors()  # the backward reports as well
     out = strobe.attention_varlen(q, k, v, max_seqlen_k=5, **options)
     assert [row.isnan().all().item() for row in out] == [False] * 3 + [True] * 7
     assert "max_seqlen_k" in strobe.last_errors("cpu")[0]

@@ -26,9 +26,11 @@ def call_of(name: str) -> Call:
     return {
         "d64 causal": lambda: tensors((1, 256), (1, 256), 4, 4, 64).with_mask(strobe.causal()),
         "d128 dense": lambda: tensors((1, 256), (1, 256), 4, 4, 128),
-        "d128 varlen window sinks softcap": lambda: tensors((256,), (256,), 8, 2, 128)
-        ._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets, sinks=torch.zeros(8), softcap=20.0)
-        .with_mask(strobe.window(64, 0)),
+        "d128 varlen window sinks softcap": lambda: (
+            tensors((256,), (256,), 8, 2, 128)
+            ._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets, sinks=torch.zeros(8), softcap=20.0)
+            .with_mask(strobe.window(64, 0))
+        ),
         "d192/128 causal": lambda: tensors((1, 256), (1, 256), 4, 4, 192, 128).with_mask(strobe.causal()),
         "d256 causal float16": lambda: tensors((1, 256), (1, 256), 4, 4, 256, dtype=torch.float16).with_mask(strobe.causal()),
         "d21 documents prefix": lambda: tensors((1, 256), (1, 256), 4, 4, 21).with_mask(strobe.documents(ids) & strobe.prefix_causal(3)),

@@ -116,6 +116,14 @@ def test_merged_halves_are_the_whole():
         agree(got, expected)
 
 
+def test_sinks_after_merging_are_sinks_of_the_whole():
+    call = CALLS["empty rows sinks"](torch.float64)
+    parts = [strobe.partial_attention(*call[:3], causal=True), strobe.partial_attention(call.q, call.k[:, :0], call.v[:, :0])]
+    whole = strobe.with_sinks(strobe.merge(*parts), call.sinks)
+    for got, expected in zip(whole, ops.run(call)):
+        agree(got, expected)
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -250,6 +258,31 @@ def test_optional_tensors_of_any_strides_mean_the_same():
     assert strided.sinks.stride() == (2,) and torch.equal(ops.run(strided)[0], ops.run(call)[0])
     masked = CALLS["key_lengths"](torch.float64)
     assert torch.equal(ops.run(masked._replace(key_lengths=spread(masked.key_lengths)))[0], ops.run(masked)[0])
+
+
+def test_kernels_are_given_contiguous_optional_tensors_and_upstreams(monkeypatch):
+    call = with_grad(CALLS["varlen causal sinks"](torch.float64))
+    wide = torch.stack([call.sinks, call.sinks], -1)
+    seen = []
+    for direction in ("forward", "backward"):
+        kernel = kernels(direction)[-1]
+        real = kernel.run
+        monkeypatch.setattr(kernel, "run", lambda *a, real=real: seen.append(a) or real(*a), raising=False)
+    out, lse = ops.run(call._replace(sinks=wide[:, 0]))
+    torch.autograd.grad([out, lse], call.q, [torch.ones_like(out).mT.contiguous().mT, torch.ones(1, dtype=lse.dtype).expand_as(lse)])
+    (_, first, _, _), (_, second, tensors, _) = seen
+    assert first.sinks.is_contiguous() and second.sinks.is_contiguous()
+    assert tensors.dlse.is_contiguous() and tensors.dout.stride(-1) == 1
+
+
+def test_the_door_is_not_passed_by_resembling_a_call_that_was_seen():
+    call, packed = CALLS["sinks"](torch.float64), CALLS["varlen"](torch.float64)
+    ops.FORWARD(*call)
+    ops.FORWARD(*packed)
+    with pytest.raises(strobe.InvalidProblem, match=r"sinks: got torch\.int64"):
+        ops.FORWARD(*call._replace(sinks=call.sinks.long()))
+    with pytest.raises(strobe.InvalidProblem, match=r"cu_seqlens_k: got torch\.int64"):
+        ops.FORWARD(*packed._replace(cu_seqlens_k=packed.cu_seqlens_k.long()))
 
 
 def test_a_seen_problem_is_not_selected_again(monkeypatch):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -272,16 +272,13 @@ def _int32(argument: str, tensor: Tensor, rank: int) -> Tensor:
     return tensor
 
 
-def _least(a, b):
+def _least(a: int | Tensor | None, b: int | Tensor | None) -> Any:
     """The tighter of two upper bounds, each an int, a tensor or absent."""
     if a is None or b is None:
         return b if a is None else a
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.minimum(a, b)
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        tensor, number = (a, b) if isinstance(a, Tensor) else (b, a)
-        return tensor.clamp(max=number)
-    return min(a, b)
+    if isinstance(a, Tensor):
+        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
+    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
 
 
 def _at(value: int | Tensor, batch_index: int) -> int:

@@ -83,7 +83,8 @@ def _received(flat: tuple) -> Call:
     call = Call(*flat)
     if call.plain:
         return call
-    return Call(*call[: OPTIONAL_TENSORS.start], *(t if t is None else t.contiguous() for t in call.optionals), *call[OPTIONAL_TENSORS.stop :])
+    optionals = (t if t is None else t.contiguous() for t in call.optionals)
+    return Call._make((*call[: OPTIONAL_TENSORS.start], *optionals, *call[OPTIONAL_TENSORS.stop :]))
 
 
 def _forward_into(out: Tensor, call: Call, choice: Choice) -> Tensor:
@@ -238,16 +239,18 @@ def _save(ctx, flat: tuple, out: Tensor, lse: Tensor) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def _gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, *optionals, out, lse = ctx.saved_tensors
     call = Call(q, k, v, *ctx.scalars, *optionals, *ctx.longest)
     dout = torch.zeros_like(out) if dout is None else dout
     _meet_counters()
     run = _TwiceRefused.apply if torch.is_grad_enabled() else BACKWARD
     dq, dk, dv, dsinks = run(dout, out, lse, dlse, *call.arguments)
-    no_gradient = (None,) * len(call)
-    gradients = Call(*no_gradient)._replace(q=dq, k=dk, v=dv, sinks=None if call.sinks is None else dsinks)
-    return gradients[: ctx.count]
+    gradients: list[Tensor | None] = [None] * len(call)
+    gradients[:3] = dq, dk, dv
+    if call.sinks is not None:
+        gradients[OPTIONAL_TENSORS.start] = dsinks
+    return tuple(gradients[: ctx.count])
 
 
 class _Attention(torch.autograd.Function):
@@ -347,7 +350,7 @@ def _shard(tensor: Tensor) -> None:
     def placements(call: Call, count: int) -> list[tuple[list, list]]:
         """(outputs, the op's `count` arguments) a rule: all replicated, heads apart, and for dense layouts the batch apart."""
         heads, lse_heads = (Shard(1), Shard(0)) if call.packed else (Shard(2), Shard(1))
-        no_tensor = Call(*(None,) * len(call))
+        no_tensor = Call._make((None,) * len(call))
 
         def tensors(qkv, sinks, others):
             present = {name: others for name in Call._fields[OPTIONAL_TENSORS] if getattr(call, name) is not None}

@@ -33,6 +33,7 @@ def _light(n: int, name: str):
     case, family, dtype = CASES[name], FAMILIES[n % len(FAMILIES)], DTYPES[n % len(DTYPES)]
     narrow = case.head_dim == 64 and case.head_dim_v is None
     case = replace(case, head_dim=16) if narrow else case
+    case = replace(case, seqlen_q=70) if "shuffled" in name else case  # a tile is passed once for each run of a document
     return pytest.param(case, dtype, family, id=f"{name}-{str(dtype).removeprefix('torch.')}-{family}")
 
 

@@ -52,8 +52,8 @@ def portable_reports(call: Call, target: Target) -> list[Report]:
     out, lse = torch.empty(shape, dtype=problem.out_dtype), torch.empty(shape_lse, dtype=problem.lse_dtype)
     launches = launch.forward_launches(choice.forward, call, Forward(out, lse))
     if choice.backward:
-        gradients = (torch.empty(t.shape, dtype=t.dtype) for t in call[:3])
-        launches += launch.backward_launches(choice.backward, call, Backward(out, out, lse, None, *gradients, torch.empty_like(lse)))
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype) for t in call[:3])
+        launches += launch.backward_launches(choice.backward, call, Backward(out, out, lse, None, dq, dk, dv, torch.empty_like(lse)))
     return [report(one.kernel.fn.__name__, one.kernel, target.capability, one.arguments, one.options) for one in launches]
 
 
@@ -80,7 +80,7 @@ class _OfflineDriver:
 def offline(capability: int):
     """Triton believes in a GPU of this capability."""
     before = driver._active  # reset_active() would look for a GPU's driver and fail where there is none
-    driver.set_active(_OfflineDriver(capability))
+    driver.set_active(_OfflineDriver(capability))  # type: ignore[arg-type]
     try:
         yield
     finally:

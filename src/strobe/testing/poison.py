@@ -72,11 +72,13 @@ class Poison:
             bits = _bits(storage)
             if before is not None:
                 changed = bits != before
-                assert not changed.any(), f"{name}: {int(changed.sum())} elements of an input or its guard bands were overwritten"
+                if changed.any():
+                    raise AssertionError(f"{name}: {int(changed.sum())} elements of an input or its guard bands were overwritten")
             else:
                 overrun = (bits != _bits(_poison(storage))) & ~inside
                 where = overrun.nonzero().flatten()
-                assert not overrun.any(), f"{name}: {len(where)} elements outside it were written, at {(where[:4] - BAND).tolist()} from its start"
+                if overrun.any():
+                    raise AssertionError(f"{name}: {len(where)} elements outside it were written, at {(where[:4] - BAND).tolist()} from its start")
 
 
 @contextlib.contextmanager

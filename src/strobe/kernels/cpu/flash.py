@@ -94,6 +94,6 @@ def _sees_all(piece: Piece) -> bool:
 
 def _is_square_causal(piece: Piece) -> bool:
     """Row i sees keys 0 to i: torch aligns causal rows at the top left."""
-    if piece.n_rows != piece.n_keys or int(piece.first[-1]) != 0 or int(piece.stop[0]) != 1:
+    if int(piece.first[-1]) != 0 or int(piece.stop[0]) != 1:
         return False
-    return torch.equal(piece.stop, torch.arange(1, piece.n_keys + 1))
+    return torch.equal(piece.stop, torch.arange(1, piece.n_keys + 1))  # as many rows as keys, too

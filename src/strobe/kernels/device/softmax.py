@@ -10,13 +10,18 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x):
-    """tanh by exp2, and by its series near 0, where 1 - 2 / (1 + exp(2 x)) would cancel: 2 float32 ulp over all x."""
+    """tanh by exp2; by its series near 0, where 1 - 2 / (1 + exp(2 x)) cancels. The worst relative error is where they meet:
+    5 float32 ulp at 0.2, 10 float64 ulp at 0.1."""
     far = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
-    if x.dtype == tl.float64:
-        return far
     y = x * x
-    near = x * (1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.053968254 + y * 0.021869488))))
-    return tl.where(y < 0.04, near, far)
+    if x.dtype == tl.float64:
+        tail = 0.021869488536155203 + y * (-0.008863235529902197 + y * (0.003592128036572481 + y * -0.0014558343870513183))
+        limit = 0.01
+    else:
+        tail = y * 0.0 + 0.021869488536155203
+        limit = 0.04
+    near = x * (1.0 + y * (-0.3333333333333333 + y * (0.13333333333333333 + y * (-0.05396825396825397 + y * tail))))
+    return tl.where(y < limit, near, far)
 
 
 @triton.jit

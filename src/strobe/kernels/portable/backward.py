@@ -12,7 +12,7 @@ summed in registers. Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2 an
 import triton
 import triton.language as tl
 
-from ..device.masking import first_row, hide, row_interval, stop_row
+from ..device.masking import first_row, row_interval, stop_row
 from ..device.tiles import find_sequence, key_limit, keys_of, load_rows, span_of, store_rows
 from .forward import at, load_keys, load_tile, locate, number, score, source
 
@@ -146,7 +146,7 @@ def run_of_keys(tensors, per_row, strides, keys, rows, place, numbers, limits, f
     m_stop = tl.where(n_start < n_last, m_stop, m_first)
     dk = tl.zeros([BLOCK_N, BLOCK_D], form.accumulator)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], form.accumulator)
-    for member in range(form.group):
+    for member in tl.range(0, form.group, num_stages=1):  # making a descriptor cannot be pipelined
         own = head + member
         pointers = (lse + own.to(tl.int64) * next_head, delta + own.to(tl.int64) * next_head, ids_q)
         q_own = source(q + own.to(tl.int64) * strides[0][2], seqlen_q, form.head_dim, strides[0][1], BLOCK_M, BLOCK_D, form)
