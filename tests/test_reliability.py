@@ -23,7 +23,7 @@ from strobe.call import Call
 from strobe.errors import KernelFault
 from strobe.select import select
 from strobe.target import FAKES
-from strobe.testing import CASES, Case, Poison, assert_as_good_as, assert_gradients_as_good_as, inputs
+from strobe.testing import CASES, FAMILIES, Case, Poison, assert_as_good_as, assert_gradients_as_good_as, inputs
 from strobe.testing.cases import _both, _causal, _documents, _lengths, _prefixes, _window
 
 ROOT = Path(__file__).parents[1]
@@ -89,8 +89,8 @@ def test_each_lse_lies_in_its_own_slot(name, device, kernel):
         keys = slice(*call.cu_seqlens_k[n : n + 2].tolist())
         one = call._replace(q=call.q[None, start:stop], k=call.k[None, keys], v=call.v[None, keys], cu_seqlens_q=None, cu_seqlens_k=None)
         alone, lse_alone = ops.run(one)
-        torch.testing.assert_close(lse[:, start:stop], lse_alone[0], rtol=2.0**-20, atol=1e-6)
-        torch.testing.assert_close(out[start:stop], alone[0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(lse[:, start:stop], lse_alone[0], rtol=2.0**-20, atol=4e-6)  # twice what the contract allows one of them
+        torch.testing.assert_close(out[start:stop], alone[0], rtol=0, atol=100 * 2.0**-24)  # as test_metamorphic.py
     assert not lse.isnan().any() and not out.isnan().any()
 
 
@@ -223,7 +223,7 @@ def test_grids_have_one_dimension(batch, heads):
     assert all(type(launch.programs) is int and launch.programs >= batch * heads for launch in launches)
 
 
-def test_a_launch_that_fails_raises_in_the_call_that_failed(monkeypatch):
+def test_a_launch_that_fails_raises_in_the_call_that_failed():
     """Rows 36, 38: an error is neither printed nor left for somebody else's call."""
     pytest.importorskip("triton")
     from strobe.kernels.portable.launch import MOST_PROGRAMS, Launch, start
@@ -315,12 +315,30 @@ FEATURES = {
 PAIRS = [pair for pair in combinations(FEATURES, 2) if set(pair) != {"documents", "shuffled"}]
 
 
+def together(names: tuple[str, ...]) -> Case:
+    masks = [FEATURES[name]["mask"] for name in names if "mask" in FEATURES[name]]
+    options = {"head_dim": 16}
+    for name in names:
+        options |= FEATURES[name]
+    return Case("+".join(names), 41, 33, **(options | ({"mask": _both(*masks)} if masks else {})))
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_every_pair_of_features(pair, device, kernel, judge):
     """Rows 54, 57, 67: what works alone may hang or err together."""
-    masks = [FEATURES[name]["mask"] for name in pair if "mask" in FEATURES[name]]
-    options = {"head_dim": 16, **FEATURES[pair[0]], **FEATURES[pair[1]]} | ({"mask": _both(*masks)} if masks else {})
-    judge(Case("pair", 41, 33, **options).build(device, torch.float32, requires_grad=True, kernel=kernel))
+    judge(together(pair).build(device, torch.float32, requires_grad=True, kernel=kernel))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("first", FEATURES)
+def test_every_three_features(first, dtype, device, kernel, judge):
+    """And with each family of inputs in turn."""
+    for n, (second, third) in enumerate(pair for pair in PAIRS if first not in pair):
+        if {first, second, third} >= {"documents", "shuffled"}:
+            continue
+        family = FAMILIES[n % len(FAMILIES)]
+        judge(together((first, second, third)).build(device, dtype, family, n, requires_grad=True, kernel=kernel), family, n)
 
 
 def repeated(name: str, runs: int, device: str, kernel: str) -> None:
@@ -437,6 +455,9 @@ def test_catalogue_is_complete():
     assert list(rows()) == list(range(1, 97))
     for number, line in rows().items():
         assert TEST.search(line) or NOT_YET.search(line), f"row {number} has neither a test nor a reason"
+    tested = [TEST.findall(line) for line in rows().values() if not NOT_YET.search(line)]
+    on_gpus = sum(all(path.endswith("_gpu.py") for path, _ in tests) for tests in tested)
+    assert f"{len(tested)} rows have a test, {on_gpus} of them on a GPU alone; {96 - len(tested)} are not applicable" in PAGE.read_text()
     for path, name in TEST.findall(PAGE.read_text()):
         tree = ast.parse((ROOT / path).read_text())
         assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(tree)), f"{path}::{name} does not exist"
@@ -449,3 +470,4 @@ def test_mutants_and_catalogue_name_each_other():
     named = {number: set(re.findall(r"\*([^*|]+)\*", line)) for number, line in rows().items()}
     wanted = {number: {mutant.name for mutant in (*CPU, *PORTABLE) if number in mutant.rows} for number in rows()}
     assert named == wanted
+    assert f"puts {len(CPU) + len(PORTABLE)} faults" in PAGE.read_text()

@@ -27,8 +27,7 @@ errors of n terms that are rounded apart add up like sqrt(n): six times the root
 
 F is the floor of the accumulators: scores, exponentials and sums in float32 err too, and for float32 inputs that is all there
 is. With w = 2^-25 (2^-54 float64), one operation errs by at most 2w, and we grant it 6w, a few of them in a row. A chain of n
-additions of one sign errs by w sqrt(n) / 2 in the root mean square, six times that is c_n = 3w sqrt(n) (`_product_chain` has what
-tensor cores add). With
+additions of one sign errs by w sqrt(n) / 2 in the root mean square, six times that is c_n = 3w sqrt(n). With
 A_ij = scale t sum_d |q||k|, a weight errs by e_ij = 6w (1 + |lse_i| + softcap) + c_D A_ij, and
 
   F_o = sum_j P e (|V| + |O|) + c_{S_k} sum_j P |V|            F_lse = sum_j P e: it stands in for the rule above where it is more
@@ -247,7 +246,7 @@ def _facts(one: Call) -> _Facts:
     p, lse = _softmax(s, rows)
     lse = torch.where(lse == -torch.inf, 0.0, lse)
     size = abs(rows.scale) * (rows.q.abs() @ rows.k.abs().mT) * slope
-    error = 6 * _w(one) * (1 + lse.abs()[..., None] + rows.softcap) + _product_chain(one, rows.q.shape[-1]) * size
+    error = 6 * _w(one) * (1 + lse.abs()[..., None] + rows.softcap) + _chain(one, rows.q.shape[-1]) * size
     return _Facts(rows, p, slope, lse, p @ rows.v, p * error + (p > 0) * _least_normal(one.q.dtype))
 
 
@@ -340,12 +339,6 @@ def _no_less_than_normal(t: Tensor, where: Tensor, call: Call) -> Tensor:
 def _w(call: Call) -> float:
     """w; twice for float64, because the oracle itself is rounded like that."""
     return 2 * U[torch.float64] if call.q.dtype == torch.float64 else U[torch.float32]
-
-
-def _product_chain(call: Call, n: int) -> float:
-    """c_n for the scores of 16-bit inputs on a GPU: its tensor cores add 16 terms at a time and cut the sum off, an ulp (4w) each
-    time and always to the same side (H200, head dim 128, scores of one sign at -180: a mean of 4.8e-5, where this allows 1.7e-4)."""
-    return _chain(call, n) + (4 * _w(call) * -(-n // 16) if call.q.is_cuda and call.q.dtype.itemsize == 2 else 0.0)
 
 
 def _chain(call: Call, n: int) -> float:

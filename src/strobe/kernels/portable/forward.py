@@ -131,16 +131,15 @@ def attend(q, kv, kv_rows, keys, interval, numbers, state, form: tl.constexpr):
 
 
 @triton.jit
-def finish(o, row_max, row_sum, empty, scale_log2, sink, form: tl.constexpr):
+def finish(o, row_max, row_sum, empty, sink, form: tl.constexpr):
     """(out, lse) after a row's last key. `empty` rows see no key: the mask says so, not a maximum of -inf."""
-    top = tl.where(row_max == float("-inf"), 0.0, row_max) * scale_log2
+    top = tl.where(row_max == float("-inf"), 0.0, row_max)
     lse_empty = float("-inf")
     if form.sinks:
-        # the sink joins at the end: as a start value of row_max it would have to be divided by the scale, which may be tiny
         sink_log2 = sink * 1.4426950408889634
-        last = tl.maximum(row_max * scale_log2, sink_log2)
+        last = tl.maximum(row_max, sink_log2)
         last = tl.where(last == float("-inf"), 0.0, last)
-        shrink = tl.exp2(row_max * scale_log2 - last)
+        shrink = tl.exp2(row_max - last)
         row_sum = row_sum * shrink + tl.exp2(sink_log2 - last)
         o = o * shrink[:, None]
         top = last
@@ -189,7 +188,7 @@ def run_of_rows(tensors, mask_tensors, row_strides, rows, keys, numbers, limits,
     empty = first >= stop
     if form.mask.documents:
         empty = row_sum == 0  # scattered documents may leave a gap anywhere; then only the sum knows
-    o, row_lse = finish(o, row_max, row_sum, empty, scale_log2, sink, form)
+    o, row_lse = finish(o, row_max, row_sum, empty, sink, form)
     if form.packed:
         bad = broken | ((max_seqlen_q >= 0) & (m_offsets >= max_seqlen_q))
         o = tl.where(bad[:, None], float("nan"), o)
