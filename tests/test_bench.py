@@ -333,7 +333,7 @@ def test_gpu_rows(case: Case, backward: bool, graph: bool) -> None:
     device, lengths = torch.device("cuda"), (64, 8, 184) if case.lengths else ()
     case = replace(case, seqlen=256, lengths=lengths, head_dim=64, head_dim_v=0, dtype=torch.bfloat16, backward=backward)
     row = run.measure(case, rivals.pick(["flash", "cudnn", "efficient", "math"], device), OPTIONS._replace(device=device, graph=graph))
-    assert row["ms"] and row["rivals"], row["refused"]
+    assert row["ms"] and (row["rivals"] or (graph and backward)), row["refused"]
 
 
 def test_attention_cost_of_both_directions() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
 from pathlib import Path
 
@@ -44,3 +45,19 @@ def test_links_lead_somewhere(page: Path):
 
 def test_the_readme_has_examples():
     assert len(BLOCK.findall((ROOT / "README.md").read_text())) >= 3
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_published_figures_stand_in_the_results(page: str):
+    """A table row "forward CASE | strobe | FA2 | cuDNN | FlexAttention" quotes one measured row, to the TFLOP/s."""
+    measured = {}
+    for direction in ("forward", "backward"):
+        for line in (ROOT / "results" / f"{direction}.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            rivals = [f"{row['flops'] / row['rivals'][name] / 1e9:.0f}" if name in row["rivals"] else "-" for name in ("flash", "cudnn", "flex")]
+            measured.setdefault(f"{direction} {row['case']}", []).append([f"{row['tflops']:.0f}", *rivals])
+    quoted = re.findall(r"^\| ((?:forward|backward) \S+) \| (.+) \|$", (ROOT / page).read_text(), re.MULTILINE)
+    assert quoted
+    for case, cells in quoted:
+        figures = cells.split(" | ")
+        assert any(figures == row[: len(figures)] for row in measured[case]), (case, figures)
