@@ -51,13 +51,20 @@ def select(problem: Problem, target: Target) -> Choice:
 
 
 def _first(problem: Problem, target: Target, direction: str) -> tuple[Plan, tuple[tuple[str, str], ...]]:
+    """The plan of the first kernel that can run it, and what every other kernel of this direction has against it."""
+    plan: Plan | None = None
     passed: list[tuple[str, str]] = []
     for kernel in kernels(direction):
         reason = _not_asked_for(problem.kernel, kernel) or kernel.why_not(problem, target)
-        if reason is None:
-            config = kernel.config(problem, target)
-            return Plan(kernel, problem, target, config, kernel.workspace(problem, config)), tuple(passed)
-        passed.append((kernel.name, reason))
+        if reason is None and plan is not None:
+            reason = f"could run this too; {plan.kernel.name} comes first"
+        if reason is not None:
+            passed.append((kernel.name, reason))
+            continue
+        config = kernel.config(problem, target)
+        plan = Plan(kernel, problem, target, config, kernel.workspace(problem, config))
+    if plan is not None:
+        return plan, tuple(passed)
     reasons = "\n".join(f"  {name:<18} {reason}" for name, reason in passed)
     raise UnsupportedProblem(f"no {direction} kernel can run this here\n  problem {problem}\n  target  {target}\n{reasons}")
 
