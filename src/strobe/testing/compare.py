@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 U = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25, torch.float64: 2.0**-54}
 _DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}  # of the significand, the hidden one included
-_MANY = 1024
+_MANY = 256
 
 Ratios = dict[str, float]  # error over what is allowed, the worst of each tensor and rule: 1 is the limit
 
