@@ -1,0 +1,152 @@
+"""Who acts inside a CTA: partitions (warps that run a function) and streams (queues of asynchronous work)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import greenlet
+import numpy as np
+
+from .memory import Clock, Memory, merge
+from .report import Place
+
+
+@dataclass(slots=True)
+class Operation:
+    """Asynchronous work under way; `land` makes it take effect, `ready_ns` is when it would be done in modelled time."""
+
+    agent: str
+    what: str
+    where: Place
+    land: Callable[[], None]
+    ready_ns: float = 0.0
+
+
+@dataclass(slots=True)
+class Stream:
+    """A queue that finishes in order: the wgmma groups, bulk stores, cp.async groups or tcgen05 work of one partition."""
+
+    agent: str
+    queue: deque[Operation] = field(default_factory=deque)
+    issued: int = 0
+    landed: int = 0
+    knows: Clock = field(default_factory=dict)
+
+    def pop(self) -> Operation:
+        self.landed += 1
+        return self.queue.popleft()
+
+
+class Barrier:
+    """An mbarrier: a phase ends when its arrivals and its bytes are all there (PTX ISA, mbarrier)."""
+
+    __slots__ = ("copies", "count", "gathering", "latest", "missing", "missing_bytes", "name", "phase", "released", "since", "times", "valid")
+
+    def __init__(self, name: str, count: int, since: Clock):
+        self.name, self.count, self.missing, self.missing_bytes, self.phase = name, count, count, 0, 0
+        self.gathering: Clock = {}  # what the arrivals of this phase know
+        self.released: Clock = {}  # what a waiter learns: all finished phases
+        self.since = dict(since)  # the initialisation
+        self.copies = 0  # TMA loads issued in this phase
+        self.valid = True
+        self.latest, self.times = 0.0, [0.0, 0.0]  # modelled time of the latest arrival, of the last two phases' ends
+
+    def passed(self, parity: int) -> bool:
+        """mbarrier.try_wait.parity: the phase of this parity is over."""
+        return self.phase & 1 != parity
+
+    def advance(self) -> bool:
+        """End the phase if nothing is missing."""
+        if self.missing or self.missing_bytes:
+            return False
+        self.times[self.phase & 1] = self.latest
+        self.phase += 1
+        self.missing, self.copies = self.count, 0
+        merge(self.released, self.gathering)
+        self.gathering = {}
+        return True
+
+    def __str__(self) -> str:
+        return f"phase {self.phase}: {self.missing} of {self.count} arrivals and {self.missing_bytes} bytes missing"
+
+
+@dataclass
+class NamedBarrier:
+    """bar.sync / bar.arrive with a number: threads gather until there are enough (PTX ISA, barrier)."""
+
+    threads: int = 0
+    gathered: int = 0
+    generation: int = 0
+    gathering: Clock = field(default_factory=dict)
+    released: Clock = field(default_factory=dict)
+    latest: float = 0.0
+    done_ns: float = 0.0
+
+
+class Partition:
+    """Warps that run one function: the kernel itself ("main") or one entry of warp_specialize."""
+
+    def __init__(self, cta: Cta, name: str, warps: int, knows: Clock, origin: Place, hub: greenlet.greenlet, body: Callable[[], Any]):
+        self.cta, self.name, self.warps, self.origin = cta, name, warps, origin
+        self.agent = f"{cta.index}/{name}"
+        self.knows = dict(knows)
+        self.knows[self.agent] = self.knows.get(self.agent, 0) + 1
+        self.blocked: Callable[[], bool] | None = None  # says when it may go on
+        self.waits_for: Callable[[], str] = lambda: "nothing"
+        self.where: Place = origin
+        self.done, self.result = False, None
+        stream = lambda kind: Stream(f"{kind} of {self.agent}")
+        self.wgmma, self.tcgen05, self.copies = stream("wgmma"), stream("tcgen05"), stream("cp.async")
+        self.stores, self.store_writes = stream("TMA store read"), stream("TMA store write")
+        self.open_copies: list[Callable[[], None]] = []  # cp.async not yet in a group
+        self.poll: tuple | None = None  # the last value seen by an atomic or volatile read, to notice spinning
+        self.time_ns = self.math_ns = 0.0
+        self.greenlet = greenlet.greenlet(self._run, parent=hub)
+        self._body = body
+
+    def _run(self) -> None:
+        self.result = self._body()
+        self.done = True
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        return self.wgmma, self.tcgen05, self.copies, self.stores, self.store_writes
+
+    def tick(self) -> None:
+        """A new epoch: what is done from here on is not covered by what others know so far."""
+        self.knows[self.agent] += 1
+
+    @property
+    def clock(self) -> int:
+        return self.knows[self.agent]
+
+    def runnable(self) -> bool:
+        return not self.done and (self.blocked is None or self.blocked())
+
+
+class Cta:
+    """One program of the grid: its partitions, its memories, its barriers, its loads in flight."""
+
+    def __init__(self, index: int, position: tuple[int, int, int]):
+        self.index, self.position = index, position
+        self.partitions: list[Partition] = []
+        self.loads: list[Operation] = []  # TMA loads: they land in any order
+        self.memories: list[Memory] = []
+        self.barriers: dict[int, Barrier] = {}
+        self.named_barriers: dict[int, NamedBarrier] = {}
+        self.used = {"shared": 0, "tensor": 0}
+        self.busy_ns: dict[str, float] = {}  # tensor core, TMA, cores: busy until
+
+    def allocate(self, space: str, size: int) -> Memory:
+        raw = np.full(size, 0xFF, np.uint8)  # 0xFF.. is NaN in float32, float16, bfloat16, e4m3 and e5m2
+        granule = 4 if space == "tensor" or size <= 4096 else 16
+        memory = Memory(f"{space}#{len(self.memories)}", space, raw, granule, initialised=False)
+        self.memories.append(memory)
+        return memory
+
+    def in_flight(self) -> list[tuple[Stream | None, Operation]]:
+        flying: list[tuple[Stream | None, Operation]] = [(None, load) for load in self.loads]
+        return flying + [(stream, stream.queue[0]) for p in self.partitions for stream in p.streams if stream.queue]

@@ -1,0 +1,254 @@
+"""Element-wise operations, casts and shape changes of the builder, on NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from triton._C.libtriton import ir
+
+from . import ptx
+from .layouts import Layouts
+from .machine import Machine
+from .report import place_text
+from .values import COMPUTED, STORED, UNSIGNED, Type, Value, as_torch, computed_type, from_bits, is_pointer, rounded, to_bits
+
+_NARROW = ("bf16", "fp8e4nv", "fp8e5")
+SM_GHZ = 1.755  # boost clock of an H200
+_LANES = 32  # float32 lanes of one of an SM's four quarters
+_EXP_LANES = 4  # ex2, lg2, rcp and their like
+
+
+def _scalar(array: Any) -> Any:
+    """0-d arrays as NumPy scalars, which are much faster."""
+    return array[()] if isinstance(array, np.ndarray) and array.ndim == 0 else array
+
+
+def _unsigned(data: Any) -> Any:
+    return data.view(UNSIGNED[data.dtype]) if data.dtype in UNSIGNED else data
+
+
+class Arithmetic:
+    machine: Machine
+    layouts: Layouts
+
+    def spend_math(self, like: Value, lanes: int = _LANES) -> None:
+        """Modelled time of one instruction on every element."""
+        if self.machine.mode == "timed":
+            quarters = min(self.machine.current.warps, 4)
+            self.machine.spend(np.size(like._data) / (lanes * quarters) / SM_GHZ)
+
+    # ---- casts
+
+    def _cast(self, a: Value, ty: Type) -> Value:
+        data = np.asarray(a.data)
+        self.spend_math(a)
+        data = rounded(data, ty.elem) if ty.elem in _NARROW else data.astype(COMPUTED[ty.elem])
+        return Value(_scalar(data), ty.elem, a.layout)
+
+    create_si_to_fp = create_fp_to_si = create_fp_ext = create_fp_trunc = _cast
+
+    def create_fp_to_ui(self, a: Value, ty: Type) -> Value:
+        data = np.asarray(a.data)
+        unsigned = UNSIGNED[np.dtype(COMPUTED[ty.elem])]
+        return Value(_scalar(data.astype(unsigned).view(COMPUTED[ty.elem])), ty.elem, a.layout)
+
+    def create_ui_to_fp(self, a: Value, ty: Type) -> Value:
+        return self._cast(Value(_unsigned(np.asarray(a.data)), a.elem, a.layout), ty)
+
+    def create_fp_to_fp(self, a: Value, ty: Type, rounding: Any) -> Value:
+        if rounding not in (None, ir.ROUNDING_MODE.RTNE):
+            raise NotImplementedError(f"conversion with rounding {rounding}: the simulator rounds to nearest even only")
+        return self._cast(a, ty)
+
+    def create_int_cast(self, a: Value, ty: Type, signed: bool) -> Value:
+        data = np.asarray(a.data)
+        if not signed:
+            data = _unsigned(data)
+        data = (data & 1).astype(np.bool_) if ty.elem == "i1" and data.dtype != np.bool_ else data.astype(COMPUTED[ty.elem])
+        return Value(_scalar(data), ty.elem, a.layout)
+
+    def create_bitcast(self, a: Value, ty: Type) -> Value:
+        if is_pointer(ty.elem) or is_pointer(a.elem):
+            return Value(a.data, ty.elem, a.layout)
+        bits = np.ascontiguousarray(to_bits(a.data, a.elem)).view(STORED[ty.elem]).reshape(np.shape(a.data))
+        return Value(_scalar(from_bits(bits, ty.elem)), ty.elem, a.layout)
+
+    def create_int_to_ptr(self, a: Value, ty: Type) -> Value:
+        return Value(_scalar(np.asarray(a.data).astype(np.int64)), ty.elem, a.layout)
+
+    def create_ptr_to_int(self, a: Value, ty: Type) -> Value:
+        return Value(a.data, "i64", a.layout)
+
+    # ---- shapes
+
+    def _inferred(self, operation: str, a: Value, *arguments: Any) -> Any:
+        return self.layouts.result(operation, a.elem, np.shape(a._data), a.layout, *arguments)[1]
+
+    def create_splat(self, ty: Type, a: Value) -> Value:
+        return Value(np.full(ty.shape, a.data), a.elem, ty.layout)
+
+    def create_unsplat(self, a: Value) -> Value:
+        return Value(np.asarray(a.data).reshape(-1)[0], a.elem)
+
+    def create_broadcast(self, a: Value, ty: Any) -> Value:
+        shape, layout = (ty.shape, ty.layout) if isinstance(ty, Type) else (ty, None)
+        return Value(np.broadcast_to(a.data, shape), a.elem, layout)
+
+    def create_expand_dims(self, a: Value, axis: int) -> Value:
+        return Value(np.expand_dims(a.data, axis), a.elem, self._inferred("expand_dims", a, axis))
+
+    def create_reshape(self, a: Value, shape: Any, reorder: bool = False) -> Value:
+        return Value(np.reshape(a.data, shape), a.elem, self._inferred("reshape", a, list(shape), reorder))
+
+    def create_trans(self, a: Value, order: Any) -> Value:
+        return Value(np.transpose(a.data, order), a.elem, self._inferred("trans", a, list(order)))
+
+    def create_join(self, a: Value, b: Value) -> Value:
+        return Value(np.stack([a.data, b.data], -1), a.elem, self._inferred("join", a))
+
+    def create_split(self, a: Value) -> tuple[Value, Value]:
+        layout = self._inferred("split", a)
+        return Value(a.data[..., 0], a.elem, layout), Value(a.data[..., 1], a.elem, layout)
+
+    def create_cat(self, a: Value, b: Value, ty: Type | None = None) -> Value:
+        return Value(np.concatenate([a.data, b.data]), a.elem, ty.layout if ty else None)
+
+    def create_make_range(self, ty: Type, low: int, high: int) -> Value:
+        return Value(np.arange(low, high, dtype=np.int32), "i32", ty.layout)
+
+    def create_convert_layout(self, ty: Type, a: Value) -> Value:
+        return Value(a.data, a.elem, ty.layout)
+
+    def create_set_auto_layout(self, layout: Any, a: Value) -> Value:
+        return Value(a.data, a.elem, layout)
+
+    def is_convert_layout_trivial(self, ty: Type, a: Value) -> bool:
+        return self.layouts.trivial(a.elem, ty.shape, a.layout, ty.layout)
+
+    def get_gluon_layout_from_tensor(self, a: Value) -> Any:
+        return self.layouts.of_tensor(np.shape(a._data), a.layout)
+
+    def create_gather(self, a: Value, index: Value, axis: int) -> Value:
+        return Value(np.take_along_axis(a.data, np.asarray(index.data, np.int64), axis), a.elem, index.layout)
+
+    def create_histogram(self, a: Value, bins: int, mask: Value | None, layout: Any = None) -> Value:
+        data = a.data if mask is None else a.data[mask.data]
+        return Value(np.bincount(data.reshape(-1), minlength=bins)[:bins].astype(np.int32), "i32", layout)
+
+    # ---- several operands
+
+    def create_select(self, condition: Value, a: Value, b: Value) -> Value:
+        self.spend_math(condition)
+        return Value(_scalar(np.where(condition.data, a.data, b.data)), a.elem, a.layout or condition.layout)
+
+    def create_fma(self, a: Value, b: Value, c: Value) -> Value:
+        self.spend_math(a)
+        exact = np.asarray(a.data, np.float64) * b.data + c.data  # a product of two float32 is exact in float64
+        return Value(_scalar(np.asarray(rounded(exact.astype(COMPUTED[c.elem]), c.elem))), c.elem, a.layout)
+
+    def create_clampf(self, x: Value, low: Value, high: Value, nan: Any) -> Value:
+        pick_max, pick_min = (np.maximum, np.minimum) if nan == ir.PROPAGATE_NAN.ALL else (np.fmax, np.fmin)
+        return Value(pick_min(pick_max(x.data, low.data), high.data), x.elem, x.layout)
+
+    def create_umulhi(self, a: Value, b: Value) -> Value:
+        bits = np.asarray(a.data).dtype.itemsize * 8
+        wide = _unsigned(np.asarray(a.data)).astype(object) * _unsigned(np.asarray(b.data)).astype(object)
+        high = np.asarray(wide >> bits).astype(f"u{bits // 8}").view(COMPUTED[a.elem])
+        return Value(_scalar(high), a.elem, a.layout)
+
+    def create_inline_asm(self, text: str, constraints: str, arguments: list[Value], types: list[Type], pure: bool, pack: int) -> Any:
+        bits = [np.asarray(a.data) if is_pointer(a.elem) else to_bits(a.data, a.elem) for a in arguments]
+        outputs = ptx.run(text, constraints, bits, [STORED[ty.elem] for ty in types], pack, self)
+        layout = arguments[0].layout if arguments else None
+        for a in arguments[:1]:
+            self.spend_math(a)
+        return Results([Value(_scalar(from_bits(np.asarray(out), ty.elem)), ty.elem, layout) for out, ty in zip(outputs, types, strict=True)])
+
+    def create_extern_elementwise(self, library: str, path: str, symbol: str, arguments: Any, ty: Any, pure: bool) -> Value:
+        raise NotImplementedError(f"external function {symbol} of {library}: the simulator knows none")
+
+
+class Results:
+    """An operation with several results, as the semantic layer takes them."""
+
+    def __init__(self, values: list[Value]):
+        self.values = values
+
+    def get_result(self, index: int) -> Value:
+        return self.values[index]
+
+
+# ---- tables of the plain operations
+
+
+def _binary(compute: Callable[..., Any], out: str | None = None, unsigned: bool = False, divides: bool = False) -> Callable[..., Value]:
+    def operation(self: Arithmetic, a: Value, b: Value) -> Value:
+        x, y = a.data, b.data
+        if unsigned:
+            x, y = _unsigned(np.asarray(x)), _unsigned(np.asarray(y))
+        if divides and a.elem[0] == "i" and not np.all(y):
+            self.machine.report("assert", f"integer division by zero at {place_text(self.machine.place())}")
+            y = np.where(y == 0, y.dtype.type(1), y)
+        result = compute(x, y)
+        if self.machine.mode == "timed":
+            self.spend_math(a)
+        layout = a.layout or b.layout
+        if out:
+            return Value(result, out, layout)
+        if a.elem in _NARROW:
+            return Value(rounded(result, a.elem), a.elem, layout)
+        wanted = computed_type(a.elem)
+        if result.dtype != wanted:
+            result = np.asarray(result).view(wanted) if unsigned else result.astype(wanted)
+        return Value(_scalar(result), a.elem, layout)
+
+    return operation
+
+
+def _unary(compute: Callable[[Any], Any], lanes: int = _LANES) -> Callable[..., Value]:
+    def operation(self: Arithmetic, a: Value) -> Value:
+        result = np.asarray(compute(a.data))
+        self.spend_math(a, lanes)
+        return Value(_scalar(np.asarray(rounded(result, a.elem)).astype(COMPUTED[a.elem], copy=False)), a.elem, a.layout)
+
+    return operation
+
+
+def _truncated(x: Any, y: Any) -> Any:
+    """Integer division as in C: towards zero."""
+    quotient = np.floor_divide(np.abs(x), np.abs(y))
+    return np.where((x < 0) != (y < 0), -quotient, quotient).astype(x.dtype)
+
+
+def _float_remainder(x: Any, y: Any) -> Any:
+    return np.fmod(x, y)
+
+
+_FLOAT = dict(fadd=np.add, fsub=np.subtract, fmul=np.multiply, fdiv=np.divide, precise_divf=np.divide, frem=_float_remainder,
+              maximumf=np.maximum, minimumf=np.minimum, maxnumf=np.fmax, minnumf=np.fmin)  # fmt: skip
+_SIGNED = dict(add=np.add, sub=np.subtract, mul=np.multiply, shl=np.left_shift, ashr=np.right_shift, maxsi=np.maximum, minsi=np.minimum,
+               xor=np.bitwise_xor, **{"and": np.bitwise_and, "or": np.bitwise_or})  # fmt: skip
+_UNSIGNED = dict(lshr=np.right_shift, maxui=np.maximum, minui=np.minimum)
+_COMPARISONS = dict(EQ=np.equal, NE=np.not_equal, LT=np.less, LE=np.less_equal, GT=np.greater, GE=np.greater_equal)
+_SPECIAL = dict(exp=np.exp, exp2=np.exp2, log=np.log, log2=np.log2, cos=np.cos, sin=np.sin, sqrt=np.sqrt, precise_sqrt=np.sqrt,
+                rsqrt=lambda x: np.float32(1) / np.sqrt(x), erf=lambda x: torch.erf(as_torch(np.asarray(x))).numpy())  # fmt: skip
+_PLAIN = dict(floor=np.floor, ceil=np.ceil, fabs=np.abs, iabs=np.abs, fneg=np.negative)
+
+for _name, _compute in {**_FLOAT, **_SIGNED}.items():
+    setattr(Arithmetic, "create_" + _name, _binary(_compute))
+for _name, _compute in _UNSIGNED.items():
+    setattr(Arithmetic, "create_" + _name, _binary(_compute, unsigned=True))
+for _name, _compute, _is_unsigned in (("sdiv", _truncated, False), ("srem", np.fmod, False), ("udiv", np.floor_divide, True), ("urem", np.mod, True)):
+    setattr(Arithmetic, "create_" + _name, _binary(_compute, unsigned=_is_unsigned, divides=True))
+for _name, _compute in _COMPARISONS.items():
+    for _prefix in ("fcmpO", "fcmpU"):
+        setattr(Arithmetic, f"create_{_prefix}{_name}", _binary(_compute, "i1"))
+    for _prefix, _is_unsigned in (("icmp", False),) if _name in ("EQ", "NE") else (("icmpS", False), ("icmpU", True)):
+        setattr(Arithmetic, f"create_{_prefix}{_name}", _binary(_compute, "i1", unsigned=_is_unsigned))
+for _name, _compute in _SPECIAL.items():
+    setattr(Arithmetic, "create_" + _name, _unary(_compute, _EXP_LANES))
+for _name, _compute in _PLAIN.items():
+    setattr(Arithmetic, "create_" + _name, _unary(_compute))

@@ -1,0 +1,147 @@
+"""Stands in for Triton's IR builder below the real semantic layer: every `create_*` is evaluated at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .arithmetic import Arithmetic
+from .layouts import Layouts
+from .machine import Machine
+from .pointers import Pointers
+from .report import place_text
+from .shared import SharedMemory
+from .tensor_core import TensorCores
+from .values import BYTES, COMPUTED, Type, Value, computed_type, rounded
+
+
+class Builder(Arithmetic, Pointers, SharedMemory, TensorCores):
+    def __init__(self, machine: Machine, options: Any, layouts: Layouts, capability: int):
+        self.machine, self.options, self.layouts, self.capability = machine, options, layouts, capability
+        self.codegen_fns = {"min_dot_size": lambda a, b: (1, 1, 1)}
+        self.module_map: dict[str, Any] = {}
+        self.grid: Any = (1, 1, 1)
+        self.region_arguments: list[Value] = []
+        self.region_result: list[Value] = []
+        self._python_layouts = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("get_") and name.endswith("_layout"):
+            return getattr(self.layouts.attributes, name)
+        if name.startswith("get_") and name.endswith("_attr"):
+            return getattr(self.layouts.builder, name)
+        raise NotImplementedError(f"the simulator does not know the operation {name.removeprefix('create_')}")
+
+    # ---- places in the source: the translated code carries them
+
+    def get_loc(self) -> None: ...
+    def set_loc(self, *_: Any) -> None: ...
+    def create_loc(self, *_: Any) -> None: ...
+    def create_name_loc(self, *_: Any) -> None: ...
+    def get_insertion_point(self) -> None: ...
+    def get_insertion_block(self) -> None: ...
+    def restore_insertion_point(self, *_: Any) -> None: ...
+    def set_insertion_point_to_start(self, *_: Any) -> None: ...
+    def set_insertion_point_to_end(self, *_: Any) -> None: ...
+    def get_cache_policy(self, *_: Any) -> None: ...
+
+    # ---- regions of reduce and scan: evaluated on the arguments that the semantic layer left here
+
+    def create_block_with_parent(self, region: Any, types: Any) -> Any:
+        return _Block(self.region_arguments)
+
+    def create_reduce_ret(self, *values: Value) -> None:
+        self.region_result = list(values)
+
+    create_scan_ret = create_reduce_ret
+
+    # ---- types
+
+    def get_void_ty(self) -> Type:
+        return Type("void")
+
+    def get_ptr_ty(self, elem: Any, _: Any) -> Type:
+        return Type("*" + elem.elem)
+
+    def get_block_ty(self, elem: Type, shape: Any) -> Type:
+        return Type(elem.elem, shape)
+
+    def get_distributed_ty(self, elem: Type, shape: Any, layout: Any) -> Type:
+        return Type(elem.elem, shape, layout)
+
+    def get_shared_mem_desc_ty(self, elem: Type, shape: Any, layout: Any, alloc_shape: Any) -> Type:
+        return Type(elem.elem, shape, (layout, list(alloc_shape)))
+
+    get_tensor_mem_desc_ty = get_shared_mem_desc_ty
+
+    def get_tensor_descriptor_layout_type(self, block: Type, signed: bool, layout: Any) -> Type:
+        return Type(block.elem, block.shape, layout)
+
+    def to_linear_layout(self, layout: Any, shape: Any) -> Any:
+        return self.layouts.builder.to_linear_layout(layout, shape)
+
+    def get_shared_bank_conflicts(self, *arguments: Any) -> Any:
+        return self.layouts.builder.get_shared_bank_conflicts(*arguments)
+
+    # ---- constants
+
+    def get_null_value(self, ty: Type) -> Value:
+        zero = computed_type(ty.elem)(0)
+        return Value(np.full(ty.shape, zero) if ty.shape else zero, ty.elem, ty.layout)
+
+    def get_all_ones_value(self, ty: Type) -> Value:
+        ones = np.True_ if ty.elem == "i1" else COMPUTED[ty.elem](-1)
+        return Value(np.full(ty.shape, ones) if ty.shape else ones, ty.elem, ty.layout)
+
+    create_poison = get_null_value
+
+    # ---- program
+
+    def create_get_program_id(self, axis: int) -> Value:
+        return Value(np.int32(self.machine.current.cta.position[axis]), "i32")
+
+    def create_get_num_programs(self, axis: int) -> Value:
+        return Value(np.int32(self.grid[axis]), "i32")
+
+    def create_assume(self, condition: Value) -> None:
+        if not np.all(condition.data):
+            self.machine.report("assert", f"an assumption is false, at {place_text(self.machine.place())}")
+
+    def create_assert(self, condition: Value, message: Any) -> None:
+        if not np.all(condition.data):
+            self.machine.report("assert", f"device_assert failed: {message}, at {place_text(self.machine.place())}")
+
+    def create_print(self, prefix: str, hexadecimal: bool, values: list[Value], signed: Any) -> None:
+        p = self.machine.current
+        print(f"[{p.cta.position} {p.name}]", prefix, *[value.data for value in values])
+
+
+class _Block:
+    def __init__(self, values: list[Value]):
+        self._values = values
+
+    def arg(self, index: int) -> Value:
+        return self._values[index]
+
+
+def _integer(elem: str) -> Callable[[Builder, int], Value]:
+    if elem == "i1":
+        return lambda self, value: Value(np.bool_(value), elem)
+    bits, made = BYTES[elem] * 8, COMPUTED[elem]
+    wrap = lambda value: (value + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
+    return lambda self, value: Value(made(wrap(value)), elem)
+
+
+for _bits, _elem in ((1, "i1"), (8, "i8"), (16, "i16"), (32, "i32"), (64, "i64")):
+    setattr(Builder, f"get_int{_bits}_ty", lambda self, elem=_elem: Type(elem))
+    setattr(Builder, f"get_int{_bits}", _integer(_elem))
+    setattr(Builder, f"get_uint{_bits}", _integer(_elem))
+for _name, _elem in dict(half="fp16", bf16="bf16", float="fp32", double="fp64", fp8e4nv="fp8e4nv", fp8e5="fp8e5").items():
+    setattr(Builder, f"get_{_name}_ty", lambda self, elem=_elem: Type(elem))
+    setattr(
+        Builder,
+        f"get_{_elem}",
+        lambda self, value, elem=_elem: Value(COMPUTED[elem](rounded(np.float32(value), elem) if elem != "fp64" else value), elem),
+    )

@@ -1,0 +1,320 @@
+"""What a translated kernel asks: every operator, call and name rule of Triton's frontend, on values instead of IR.
+
+Rules are the frontend's (triton/compiler/code_generator.py of Triton 3.6): constants are folded, tensors go to the real
+semantic layer, jit functions are entered, builtins are called with `_semantic`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import operator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from triton import language as tl
+from triton.compiler.code_generator import BoundJITMethod, CodeGenerator, _apply_to_tuple_values
+from triton.compiler.errors import CompileTimeAssertionFailure
+from triton.language.core import _unwrap_if_constexpr as unwrapped
+from triton.language.core import base_value, constexpr
+from triton.runtime.jit import BoundConstexprFunction, ConstexprFunction, JITFunction
+
+from .translate import signature, translated
+from .values import STORED, Value, tensor
+
+_CONDITIONS = (bool, int, type(None))
+_PYTHON = {int: int, len: len, tl.static_print: print}  # run on plain Python values
+_BUILTINS = frozenset(id(value) for value in CodeGenerator.builtin_namespace.values())
+
+
+@functools.lru_cache(None)
+def _takes(fn: Any) -> tuple[bool, bool]:
+    parameters = inspect.signature(fn).parameters
+    return "_semantic" in parameters, "_generator" in parameters
+
+
+@functools.lru_cache(None)
+def _is_builtin(fn: Any) -> bool:
+    return tl.core.is_builtin(fn)
+
+
+# int32 scalars (ring stages, loop counters) are most operations of a kernel and need none of the semantic layer's rules
+_SCALAR: dict[str, Callable[[int, int], Any]] = dict(
+    __add__=operator.add, __sub__=operator.sub, __mul__=operator.mul, __and__=operator.and_, __or__=operator.or_, __xor__=operator.xor)  # fmt: skip
+_DIVIDING = dict(__mod__=operator.mod, __floordiv__=operator.floordiv)  # of positive numbers Python's are C's
+_COMPARING = dict(__lt__=operator.lt, __le__=operator.le, __gt__=operator.gt, __ge__=operator.ge, __eq__=operator.eq, __ne__=operator.ne)
+
+
+def _int32(value: Any) -> int | None:
+    """The number that an int32 scalar or a small constant stands for; None for anything else."""
+    if isinstance(value, tl.tensor):
+        return int(value.handle._data) if value.type is tl.int32 else None
+    number = value.value if isinstance(value, constexpr) else None
+    return number if type(number) is int and -(2**31) <= number < 2**31 else None
+
+
+def _scalar_binary(method: str, left: Any, right: Any) -> Any:
+    """`left method right` on int32 scalars; None if the semantic layer must decide."""
+    a, b = _int32(left), _int32(right)
+    if a is None or b is None:
+        return None
+    if method in _COMPARING:
+        return tensor(Value(np.bool_(_COMPARING[method](a, b)), "i1"), tl.int1)
+    compute = _SCALAR.get(method) or (_DIVIDING.get(method) if a >= 0 and b > 0 else None)
+    if compute is None or not -(2**31) <= (result := compute(a, b)) < 2**31:
+        return None
+    return tensor(Value(np.int32(result), "i32"), tl.int32)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, tl.tensor)
+
+
+class Interpreter:
+    """One partition's view of the frontend; the semantic layer knows it as the generator."""
+
+    def __init__(self, semantic: Any, caller_context: Any = None):
+        self.semantic, self.builder, self.caller_context = semantic, semantic.builder, caller_context
+
+    def inside(self, caller_context: Any) -> Interpreter:
+        """The same interpreter in a partition with other warps."""
+        return self if caller_context is None else Interpreter(self.semantic, caller_context)
+
+    # ---- names, constants, attributes
+
+    def undefined(self, message: str) -> Any:
+        raise NameError(message)
+
+    def format(self, template: str, value: Any) -> str:
+        return template.format(unwrapped(value))
+
+    def joined(self, *parts: str) -> str:
+        return "".join(parts)
+
+    def static(self, value: Any) -> constexpr:
+        return constexpr(value)
+
+    def attribute(self, owner: Any, name: str) -> Any:
+        if name == "T" and _is_tensor(owner):
+            return self.semantic.permute(owner, (1, 0))
+        if isinstance(owner, constexpr) and name not in ("value", "type"):
+            owner = owner.value
+        found = getattr(owner, name)
+        if isinstance(found, JITFunction) and isinstance(owner, base_value):
+            return BoundJITMethod(owner, found)
+        return found
+
+    # ---- operators
+
+    def binary(self, method: str, left: Any, right: Any) -> Any:
+        if isinstance(left, tl.tensor) or isinstance(right, tl.tensor):
+            quick = _scalar_binary(method, left, right)
+            if quick is not None:
+                return quick
+        if isinstance(left, tl.tensor):
+            return getattr(left, method)(right, _semantic=self.semantic)
+        if isinstance(right, tl.tensor):
+            reverse = re.sub(r"__(.*)__", r"__r\1__", method)
+            return getattr(right, reverse)(left, _semantic=self.semantic)
+        if not isinstance(left, (constexpr, tl.tuple)) and isinstance(right, constexpr):
+            left = constexpr(left)
+        found = getattr(left, method) if isinstance(left, constexpr) else self.attribute(left, method)
+        return self.call(found, [right], {})
+
+    def unary(self, method: str, operand: Any) -> Any:
+        if isinstance(operand, tl.tensor):
+            return getattr(operand, method)(_semantic=self.semantic)
+        if not hasattr(operand, method) and method == "__not__":
+            return constexpr(not operand)
+        return getattr(operand, method)()
+
+    def same(self, left: Any, right: Any, wanted: bool) -> constexpr:
+        return constexpr((unwrapped(left) is unwrapped(right)) == wanted)
+
+    def logical(self, method: str, *later: Callable[[], Any]) -> Any:
+        """`and` / `or`: constants short-circuit, tensors are combined."""
+        tensors, value = [], None
+        for operand in later:
+            value = operand()
+            if _is_tensor(value):
+                tensors.append(value)
+            elif bool(value) == (method == "logical_or"):
+                return value
+        while len(tensors) >= 2:
+            right = tensors.pop()
+            tensors.append(self.binary(method, tensors.pop(), right))
+        return tensors[0] if tensors else value
+
+    def tuple(self, *elements: Any) -> tl.tuple:
+        return tl.tuple(list(elements))
+
+    def elements(self, value: Any) -> Any:
+        if not isinstance(value, tl.tuple):
+            raise TypeError(f"expected a tuple, got {type(value).__name__}")
+        return value.values
+
+    def slice(self, low: Any, high: Any, step: Any) -> Any:
+        return tl.slice(low, high, step)
+
+    def subscript(self, owner: Any, index: Any) -> Any:
+        if isinstance(owner, base_value):
+            method: Any = getattr(owner, "__getitem__")  # noqa: B009
+            return self.call(method, [owner, index] if isinstance(method, JITFunction) else [index], {})
+        return owner[index]
+
+    # ---- conditions and loops
+
+    def truth(self, condition: Any) -> bool:
+        if _is_tensor(condition):
+            return self._decided(condition.handle.data)
+        condition = unwrapped(condition)
+        if type(condition) not in _CONDITIONS:
+            raise TypeError(f"`if` conditionals can only accept bool, int, None or a scalar tensor, not {type(condition).__name__}")
+        return bool(condition)
+
+    @staticmethod
+    def _decided(data: Any) -> bool:
+        if np.size(data) == 1:
+            return bool(np.all(data))
+        if np.all(data) or not np.any(data):  # a scalar function mapped over whole arrays, whose elements agree
+            return bool(np.all(data))
+        raise NotImplementedError("a branch that elements of one tensor take differently, inside a mapped or combining function")
+
+    def choose(self, condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+        chosen = then() if self.truth(condition) else otherwise()
+        return self.semantic.to_tensor(chosen) if _is_tensor(condition) else chosen
+
+    def goes_on(self, condition: Any) -> bool:
+        return self.truth(condition.condition if isinstance(condition, tl.condition) else condition)
+
+    def loop(self, kind: Any, arguments: list[Any], keywords: dict[str, Any]) -> Iterator[Any]:
+        kind = unwrapped(kind)
+        if kind is tl.static_range:
+            bounds = kind(*arguments, **keywords)
+            yield from map(constexpr, range(bounds.start.value, bounds.end.value, bounds.step.value))
+            return
+        if kind is tl.range:
+            bounds = kind(*arguments, **keywords)
+            low, high, step = bounds.start, bounds.end, bounds.step
+        elif kind is range:
+            low, high, step = (*(arguments if len(arguments) > 1 else [constexpr(0), *arguments]), constexpr(1))[:3]
+        else:
+            raise TypeError("only range, tl.range and static_range can be iterated over")
+        low, high, step = (self.semantic.to_tensor(bound) for bound in (low, high, step))
+        promote = self.semantic.integer_promote_impl
+        kind = promote(promote(low.dtype, high.dtype), step.dtype)
+        elem = kind.to_ir(self.builder).elem
+        for index in range(low.handle.scalar, high.handle.scalar, step.handle.scalar):
+            yield tensor(Value(STORED[elem](index), elem), kind)
+
+    @contextlib.contextmanager
+    def context(self, kind: Any, arguments: list[Any], keywords: dict[str, Any]) -> Iterator[Any]:
+        manager = kind(*arguments, _semantic=self.semantic, **keywords)
+        with manager as entered:
+            yield entered
+
+    # ---- assignment and return
+
+    def assign(self, name: str | None, value: Any) -> Any:
+        if isinstance(value, tl.tensor):
+            return value
+        stored = self._stored(value)
+        self.builder.name_memory(name, stored)
+        return stored
+
+    def _stored(self, value: Any) -> Any:
+        if isinstance(value, tl.tuple):
+            return _apply_to_tuple_values(value, self._stored)
+        value = unwrapped(value)
+        if value is None or isinstance(value, (base_value, tl.dtype, tl.tuple)):
+            return value
+        return self.semantic.to_tensor(value)
+
+    def returned(self, value: Any) -> Any:
+        if isinstance(value, tl.tuple):
+            return _apply_to_tuple_values(value, self.returned)
+        if isinstance(value, (constexpr, int, float)):
+            if isinstance(value, constexpr) and not isinstance(value.value, (int, float)):
+                return value
+            return self.semantic.to_tensor(value)
+        return value
+
+    def device_assert(self, condition: Any, message: Any) -> None:
+        tl.device_assert(condition, message, _semantic=self.semantic)
+
+    # ---- calls
+
+    def call(self, fn: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        fn = unwrapped(fn)
+        if isinstance(fn, (BoundJITMethod, BoundConstexprFunction)):
+            arguments, fn = [fn.__self__, *arguments], fn.__func__
+        if isinstance(fn, JITFunction):
+            return self.call_JitFunction(fn, arguments, keywords)
+        if fn is tl.static_assert:
+            return self._static_assert(*arguments)
+        if fn is tl.map_elementwise:
+            return self.semantic.map_function(self, *arguments, **keywords)
+        owner = getattr(fn, "__self__", None)
+        if isinstance(fn, ConstexprFunction) or isinstance(owner, base_value) or (_hashable(fn) and _is_builtin(fn)):
+            return self._call_builtin(fn, arguments, keywords)
+        if _hashable(fn) and fn in _PYTHON:
+            plain = {name: unwrapped(value) for name, value in keywords.items()}
+            return constexpr(_PYTHON[fn](*map(unwrapped, arguments), **plain))
+        if id(fn) in _BUILTINS or owner is not None:
+            arguments = [unwrapped(argument) for argument in arguments]
+        result = fn(*arguments, **keywords)
+        if isinstance(result, (tuple, tl.tuple)):
+            return _apply_to_tuple_values(result, self._constant) if hasattr(result, "_fields") or isinstance(result, tl.tuple) else result
+        return self._constant(result)
+
+    @staticmethod
+    def _constant(value: Any) -> Any:
+        return value if isinstance(value, base_value) else constexpr(value)
+
+    def _call_builtin(self, fn: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        plain = fn.__call__ if isinstance(fn, ConstexprFunction) else fn
+        semantic, generator = _takes(getattr(plain, "__func__", plain))
+        if semantic:
+            keywords = {**keywords, "_semantic": self.semantic}
+        if generator:
+            keywords = {**keywords, "_generator": self}
+        result = fn(*arguments, **keywords)
+        return tl.tuple(result) if isinstance(result, tuple) else result
+
+    @staticmethod
+    def _static_assert(condition: Any, message: Any = "") -> None:
+        passed = unwrapped(condition)
+        if not isinstance(passed, bool):
+            raise NotImplementedError("static_assert: the condition is not a constant")
+        if not passed:
+            raise CompileTimeAssertionFailure(None, None, str(unwrapped(message)))  # type: ignore[arg-type]
+
+    def call_JitFunction(self, fn: Any, args: Any, kwargs: dict[str, Any], caller_context: Any = None) -> Any:
+        """Enter a device function (the name is the one the semantic layer calls its generator by)."""
+        values = bind(fn, list(args), kwargs)
+        return translated(fn)(self.inside(caller_context), *values)
+
+
+def bind(fn: Any, arguments: list[Any], keywords: dict[str, Any]) -> list[Any]:
+    """The arguments of a device function in the order of its parameters, constants as constexpr."""
+    parameters = signature(fn).parameters
+    if len(arguments) == len(parameters) and not keywords:
+        values = arguments
+    else:
+        bound = signature(fn).bind(*arguments, **keywords)
+        bound.apply_defaults()
+        values = [bound.arguments[name] for name in parameters]
+    return [value if isinstance(value, base_value) else _wrapped(value) for value in values]
+
+
+def _wrapped(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tl.tuple([_wrapped(item) if not isinstance(item, base_value) else item for item in value])
+    return constexpr(value)
+
+
+def _hashable(fn: Any) -> bool:
+    return getattr(type(fn), "__hash__", None) is not None and callable(fn)

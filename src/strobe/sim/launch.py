@@ -1,0 +1,250 @@
+"""`with simulate(...)`: kernels launched inside run in the simulator, on CPU tensors, instead of on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from triton import language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.language.core import base_value, constexpr
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .builder import Builder
+from .interpreter import Interpreter
+from .layouts import Layouts
+from .machine import MODES, Machine
+from .memory import Memory
+from .report import Report, Reports, SimulationFault, Stop
+from .semantics import Gluon, Triton
+from .timeline import Event, save
+from .translate import translated
+from .values import STORED, Descriptor, Value
+
+KIB = 1024
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # a CTA may have (CUDA C++ Programming Guide, compute capabilities)
+TENSOR_COLUMNS = 512  # of sm_100 and sm_103
+_OPTIONS = ("num_warps", "num_ctas", "maxnreg", "num_stages", "launch_cooperative_grid", "launch_pdl")
+_DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.bool: tl.int1}
+
+
+@dataclass
+class Run:
+    """What a simulated run found and did.
+
+    `reports`: the findings, each once. `stats`: counts of CTAs, scheduler steps, accesses, landed operations.
+    `events`: bars of the timeline, in mode "timed" only.
+    """
+
+    machine: Machine
+    _reports: Reports
+    launches: list[str] = field(default_factory=list)
+
+    @property
+    def reports(self) -> list[Report]:
+        return self._reports.list
+
+    @property
+    def stats(self) -> dict[str, int]:
+        return self.machine.stats
+
+    @property
+    def events(self) -> list[Event]:
+        return self.machine.events
+
+    def check(self) -> None:
+        """Raise SimulationFault if anything was found."""
+        if self.reports:
+            raise SimulationFault(self.reports)
+
+    def save(self, path: str, title: str = "simulated run") -> None:
+        """The timeline as a Chrome trace (.json, opens in Perfetto), a picture (.svg) or a page (.html); needs mode="timed"."""
+        if self.machine.mode != "timed":
+            raise ValueError(f"save: the run was in mode {self.machine.mode!r}; a timeline needs simulate(mode='timed')")
+        save(self.events, path, title)
+
+
+@contextlib.contextmanager
+def simulate(target: str = "sm_90", mode: str = "pct", seed: int = 0, *, sms: int = 4, check: bool = True, max_reports: int = 50,
+             strict: bool = False, watch: bool = True) -> Iterator[Run]:  # fmt: skip
+    """Run kernels on a CPU and find their races, deadlocks and missing fences.
+
+    >>> import torch
+    >>> from triton import jit, language as tl
+    >>> with simulate("sm_90") as run:  # doctest: +SKIP
+    ...     kernel[grid](torch.randn(128), ...)  # any Triton or Gluon kernel, CPU tensors
+    >>> run.reports  # doctest: +SKIP
+    []
+
+    target: "sm_80", 86, 89, 90, 100, 103 or 120: capability and memory limits.
+    mode: when asynchronous work lands and who goes first: "eager" (at once), "lazy" (as late as possible), "random",
+        "pct" (random priorities: the most adversarial) or "timed" (by modelled time: gives a timeline).
+    seed: of the schedule; the same seed gives the same run.
+    sms: CTAs in flight at once, and the number of SMs the kernel is told.
+    check: raise SimulationFault at the end if there are reports; False: leave them in `run.reports`.
+    max_reports: end the launch after so many distinct findings.
+    strict: also ask for a proxy fence between a generic read and an asynchronous overwrite.
+    watch: False turns happens-before checks off: only what the schedule makes visible is noticed (for comparisons).
+
+    Raises ValueError for an unknown target or mode, TypeError for tensors that are not on the CPU, SimulationFault as above.
+    """
+    capability = _capability(target)
+    if mode not in MODES:
+        raise ValueError(f"mode: got {mode!r}, expected one of {', '.join(MODES)}")
+    reports = Reports(max_reports)
+    limits = {"shared": SHARED_KIB[capability] * KIB, "tensor": TENSOR_COLUMNS if capability in (100, 103) else 0}
+    run = Run(Machine(mode, seed, sms, limits, reports, watch, strict), reports)
+
+    def launch(fn: Any, *arguments: Any, grid: Any, warmup: bool = False, **keywords: Any) -> None:
+        if not warmup:
+            _Launch(run, capability, fn).run(arguments, keywords, grid)
+
+    properties = SimpleNamespace(multi_processor_count=sms, name="simulated", major=capability // 10, minor=capability % 10)
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(JITFunction, "run", launch))
+        patches.enter_context(mock.patch.object(driver, "_active", _Driver(capability)))
+        patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda *_: divmod(capability, 10)))
+        patches.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties))
+        with contextlib.suppress(Stop):
+            yield run
+    if check:
+        run.check()
+
+
+def _capability(target: str) -> int:
+    number = target.removeprefix("sm_").rstrip("a")
+    if not number.isdigit() or int(number) not in SHARED_KIB:
+        known = ", ".join(f"sm_{known}" for known in SHARED_KIB)
+        raise ValueError(f"target: got {target!r}, expected one of {known}")
+    return int(number)
+
+
+class _Driver:
+    """What Triton asks of the active driver."""
+
+    def __init__(self, capability: int):
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+_LAYOUTS: dict[tuple[int, int, int], Layouts] = {}
+
+
+class _Launch:
+    """One launch: arguments as the frontend sees them, then the grid."""
+
+    def __init__(self, run: Run, capability: int, fn: Any):
+        self.machine, self.capability, self.fn = run.machine, capability, fn
+        run.launches.append(fn.__name__)
+
+    def run(self, arguments: tuple[Any, ...], keywords: dict[str, Any], grid: Any) -> None:
+        options = {name: value for name, value in keywords.items() if name in _OPTIONS and name not in self.fn.arg_names}
+        parsed: Any = CUDABackend(GPUTarget("cuda", self.capability, 32)).parse_options(options)
+        if parsed.num_ctas != 1:
+            raise NotImplementedError(f"num_ctas={parsed.num_ctas}: the simulator knows no clusters")
+        named = {name: value for name, value in keywords.items() if name in self.fn.arg_names}
+        bound = self.fn.signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        key = (self.capability, parsed.num_warps, parsed.num_ctas)
+        layouts = _LAYOUTS.get(key) or _LAYOUTS.setdefault(key, Layouts(*key))
+        self.builder = Builder(self.machine, parsed, layouts, self.capability)
+        self.semantic: Any = (Gluon if self.fn.is_gluon() else Triton)(self.builder)
+        self.machine.storages = []
+        values = [self._argument(parameter.name, bound.arguments[parameter.name], parameter) for parameter in self.fn.params]
+        grid = grid(dict(bound.arguments)) if callable(grid) else grid
+        grid = (*grid, 1, 1, 1)[:3]
+        self.builder.grid = grid
+        self.machine.warps = parsed.num_warps
+        function, interpreter = translated(self.fn), Interpreter(self.semantic)
+        values = [interpreter.static(value) if not isinstance(value, base_value) else value for value in values]
+        with np.errstate(all="ignore"):
+            self.machine.run_grid(grid, lambda: function(interpreter, *values))
+
+    # ---- arguments
+
+    def _storage(self, name: str, tensor: torch.Tensor) -> Memory:
+        if tensor.device.type != "cpu":
+            raise TypeError(f"{name}: got a tensor on {tensor.device}, expected one on the CPU: the simulator reads its memory directly")
+        storage = tensor.untyped_storage()
+        raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[call-overload]
+        for memory in self.machine.storages:
+            if memory.base == storage.data_ptr() and len(memory.raw) == len(raw):
+                memory.granule = min(memory.granule, tensor.element_size())
+                return memory
+        memory = Memory(name, "global", raw, tensor.element_size(), initialised=True)
+        self.machine.storages.append(memory)
+        return memory
+
+    def _argument(self, name: str, value: Any, parameter: Any = None) -> Any:
+        if parameter is not None and parameter.is_constexpr:
+            return value if isinstance(value, constexpr) else constexpr(value)
+        if isinstance(value, (GluonDescriptor, TensorDescriptor)):
+            return self._descriptor(name, value)
+        if isinstance(value, torch.Tensor):
+            if value.numel():
+                self._storage(name, value)
+            elem = _dtype(value.dtype)
+            return tl.tensor(Value(np.int64(value.data_ptr()), "*" + elem.to_ir(self.builder).elem), tl.pointer_type(elem))
+        if isinstance(value, bool):
+            return self.semantic.to_tensor(value)
+        if isinstance(value, int):
+            specialised = value == 1 and not (parameter is not None and parameter.do_not_specialize)
+            return constexpr(1) if specialised else self.semantic.to_tensor(value)
+        if isinstance(value, float):
+            return tl.tensor(Value(np.float32(value), "fp32"), tl.float32)
+        if isinstance(value, tuple):
+            items = [self._argument(f"{name}.{i}", item) for i, item in enumerate(value)]
+            return tl.tuple(items, tl.tuple_type([item.type for item in items], getattr(type(value), "_fields", None)))
+        return constexpr(value)
+
+    def _descriptor(self, name: str, host: Any) -> Any:
+        memory = self._storage(name, host.base)
+        elem = _dtype(host.base.dtype)
+        ir_elem = elem.to_ir(self.builder).elem
+        address, block = host.base.data_ptr(), list(host.block_shape)
+        handle = self._window(memory, address, list(host.shape), list(host.strides), block, ir_elem, host.padding == "nan")
+        shape = [tl.tensor(Value(np.int32(size), "i32"), tl.int32) for size in host.shape]
+        strides = [tl.tensor(Value(np.int64(stride), "i64"), tl.int64) for stride in host.strides]
+        if isinstance(host, GluonDescriptor):
+            return tma.tensor_descriptor(handle, shape, strides, tl.block_type(elem, block), host.layout)
+        return tl.tensor_descriptor(handle, shape, strides, tl.block_type(elem, block))
+
+    def _window(self, memory: Memory, address: int, shape: list[int], strides: list[int], block: list[int], elem: str, nan: bool) -> Descriptor:
+        reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+        whole = (memory.end - address) // np.dtype(STORED[elem]).itemsize
+        if reach > whole:
+            raise ValueError(f"{memory.name}: a descriptor of shape {shape}, strides {strides} reaches {reach} elements, "
+                             f"but its storage ends after {whole}; give the tensor's own shape and strides")  # fmt: skip
+        return self.builder.descriptor(address, shape, strides, block, elem, nan)
+
+
+def _dtype(dtype: torch.dtype) -> Any:
+    found = _DTYPES.get(dtype) or getattr(tl, str(dtype).removeprefix("torch."), None)
+    if found is None:
+        raise TypeError(f"tensor argument of dtype {dtype}: Triton has no such type")
+    return found
+
+
+Simulate = Callable[..., contextlib.AbstractContextManager[Run]]

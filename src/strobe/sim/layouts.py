@@ -1,0 +1,112 @@
+"""Questions of layout go to Triton's own builder, on values without content, so layout errors are the compiler's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton._C.libtriton import gluon_ir, ir
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+
+
+def _key(argument: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return tuple(_key(item) for item in argument)
+    return argument if isinstance(argument, (int, str, bool, float, type(None))) else id(argument)
+
+
+class Interned:
+    """The real builder's `get_*_layout`, giving one live attribute for each distinct layout, so that `id` is a key."""
+
+    def __init__(self, builder: Any):
+        self._builder, self._kept = builder, {}
+
+    def __getattr__(self, name: str) -> Any:
+        make = getattr(self._builder, name)
+
+        def get(*arguments: Any) -> Any:
+            key = (name, _key(arguments))
+            if key not in self._kept:
+                self._kept[key] = (make(*arguments), arguments)  # the arguments' ids must stay taken
+            return self._kept[key][0]
+
+        setattr(self, name, get)
+        return get
+
+
+class Layouts:
+    """The compiler's layout inference for one (capability, warps, CTAs), with its answers kept."""
+
+    def __init__(self, capability: int, num_warps: int, num_ctas: int):
+        self._context = ir.context()
+        ir.load_dialects(self._context)
+        CUDABackend(GPUTarget("cuda", capability, 32)).load_dialects(self._context)
+        builder = self.builder = gluon_ir.GluonOpBuilder(self._context)
+        builder.set_loc("layouts", 0, 0)
+        self._module = builder.create_module()
+        self._module.set_attr("ttg.target", builder.get_string_attr(f"cuda:{capability}"))
+        for name, value in (("num-warps", num_warps), ("num-ctas", num_ctas), ("threads-per-warp", 32)):
+            self._module.set_attr("ttg." + name, builder.get_int32_attr(value))
+        function = builder.get_or_insert_function(self._module, "layouts", builder.get_function_ty([], []), "public", False)
+        self._module.push_back(function)
+        builder.set_insertion_point_to_start(function.add_entry_block())
+        self.attributes, self.answers = Interned(builder), {}
+        self._elems = dict(i1=builder.get_int1_ty, i8=builder.get_int8_ty, i16=builder.get_int16_ty, i32=builder.get_int32_ty,
+                           i64=builder.get_int64_ty, fp16=builder.get_half_ty, bf16=builder.get_bf16_ty, fp32=builder.get_float_ty,
+                           fp64=builder.get_double_ty, fp8e4nv=builder.get_fp8e4nv_ty, fp8e5=builder.get_fp8e5_ty)  # fmt: skip
+
+    def elem(self, elem: str) -> Any:
+        return self._elems.get(elem, self.builder.get_int64_ty)()
+
+    def blank(self, elem: str, shape: Any, layout: Any) -> Any:
+        return self.builder.create_poison(self.builder.get_distributed_ty(self.elem(elem), list(shape), layout))
+
+    def answer(self, key: tuple, ask: Any) -> Any:
+        if key not in self.answers:
+            self.answers[key] = ask()
+        return self.answers[key]
+
+    def result(self, operation: str, elem: str, shape: Any, layout: Any, *arguments: Any) -> tuple[Any, Any]:
+        """(Python layout, attribute) of what `create_<operation>(value, *arguments)` gives; (None, None) for plain Triton."""
+        if layout is None:
+            return None, None
+        key = (operation, elem, tuple(shape), id(layout), _key(arguments))
+        return self.answer(key, lambda: self._infer(operation, elem, shape, layout, arguments))
+
+    def _infer(self, operation: str, elem: str, shape: Any, layout: Any, arguments: tuple) -> tuple[Any, Any]:
+        builder, value = self.builder, self.blank(elem, shape, layout)
+        if operation == "reduce":
+            if len(shape) == 1:
+                return None, None
+            value = builder.create_reduce([value], arguments[0]).get_result(0)
+        elif operation == "join":
+            value = builder.create_join(value, self.blank(elem, shape, layout))
+        elif operation == "split":
+            value = builder.create_split(value)[0]
+        else:
+            value = getattr(builder, "create_" + operation)(value, *arguments)
+        python = builder.get_gluon_layout_from_tensor(value)
+        return python, python._to_ir(self.attributes)
+
+    def of_tensor(self, shape: Any, layout: Any) -> Any:
+        """The Python layout of a tensor with this layout attribute."""
+        key = ("tensor", tuple(shape), id(layout))
+        return self.answer(key, lambda: self.builder.get_gluon_layout_from_tensor(self.blank("i32", shape, layout)))
+
+    def trivial(self, elem: str, shape: Any, source: Any, target: Any) -> bool:
+        def ask() -> bool:
+            wanted = self.builder.get_distributed_ty(self.elem(elem), list(shape), target)
+            return self.builder.is_convert_layout_trivial(wanted, self.blank(elem, shape, source))
+
+        return self.answer(("trivial", elem, tuple(shape), id(source), id(target)), ask)
+
+    def of_window(self, operation: str, elem: str, shape: Any, layout: Any, alloc_shape: Any, argument: Any) -> tuple[Any, Any]:
+        """(Python layout, attribute) of a memory descriptor after `create_memdesc_<operation>`."""
+
+        def ask() -> tuple[Any, Any]:
+            source = self.builder.create_poison(self.builder.get_shared_mem_desc_ty(self.elem(elem), list(shape), layout, list(alloc_shape)))
+            result = getattr(self.builder, "create_memdesc_" + operation)(source, list(argument))
+            python = self.builder.get_gluon_layout_from_memdesc(result)
+            return python, python._to_ir(self.attributes)
+
+        return self.answer(("window", operation, elem, tuple(shape), id(layout), tuple(alloc_shape), tuple(argument)), ask)

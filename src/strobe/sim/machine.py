@@ -1,0 +1,445 @@
+"""The machine: CTAs in flight, a seeded scheduler, barriers, and the checks that turn what happens into reports.
+
+Nothing here knows Triton. Asynchronous work really is late: a copy or a product takes effect when the scheduler lets it
+land. Modes: `eager` lands it at once; `lazy` only when every partition waits; `random` draws among all that can happen;
+`pct` follows random priorities with random change points (Burckhardt et al., ASPLOS 2010); `timed` goes by modelled time.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import greenlet
+import numpy as np
+
+from .agents import Barrier, Cta, NamedBarrier, Operation, Partition, Stream
+from .memory import Access, Actor, Clock, Memory, merge
+from .report import Place, Reports, Stop, place_text
+from .timeline import Event
+
+MODES = ("eager", "lazy", "random", "pct", "timed")
+KERNEL_CODE: set[CodeType] = set()  # code objects made from kernel functions: frames worth naming
+MAX_STEPS = 5_000_000
+
+
+class Machine:
+    def __init__(self, mode: str, seed: int, sms: int, limits: dict[str, int], reports: Reports, checks: bool = True, strict: bool = False):
+        self.mode, self.random, self.sms, self.limits, self.reports = mode, random.Random(seed), sms, limits, reports
+        self.checks, self.strict = checks, strict
+        self.storages: list[Memory] = []
+        self.events: list[Event] = []
+        self.stats: dict[str, int] = {"ctas": 0, "steps": 0, "accesses": 0, "landed": 0}
+        self.current: Partition = None  # type: ignore[assignment]  # set whenever kernel code runs
+        self.hub: Any = None  # the greenlet of the scheduler
+        self.ctas: list[Cta] = []
+        self.progress = 0  # counts changes that a spinning partition might see
+        self._priorities: dict[str, float] = {}
+        self._sequence: dict[str, int] = {}
+        self._locations: dict[tuple[int, int], Clock] = {}  # what atomics released at a global address
+
+    # ---- where we are, what we found
+
+    def place(self) -> Place:
+        """The kernel functions on the stack, innermost first."""
+        found = []
+        frame = sys._getframe(1)
+        while frame is not None and len(found) < 4:
+            if frame.f_code in KERNEL_CODE:
+                found.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        partition = self.current
+        return (*found, *partition.origin) if partition else tuple(found)
+
+    def report(self, kind: str, text: str, where: Place | None = None, key: tuple = ()) -> None:
+        self.reports.add(kind, text, place_text(self.place() if where is None else where), key)
+
+    # ---- memory
+
+    def access(self, memory: Memory, mask: int, write: bool, actor: Actor) -> None:
+        """Record an access and report what is wrong with it."""
+        self.stats["accesses"] += 1
+        conflicts, unwritten = memory.touch(mask, write, actor)
+        if not self.checks:
+            return
+        if unwritten:
+            text = f"{actor.what} by {_who(actor)} reads {memory.name}, of which nothing wrote {_part(unwritten, mask)}, at {place_text(actor.where)}"
+            self.report("uninitialised", text, actor.where, (memory.name, actor.where))
+        for earlier in conflicts:
+            text = f"{earlier.actor.what} by {_who(earlier.actor)} at {place_text(earlier.actor.where)}"
+            key = (memory.name, actor.where, earlier.actor.where, write, earlier.write)
+            if not earlier.ordered_before(actor):
+                verb = {(True, True): "overwrites", (True, False): "overwrites what is read by", (False, True): "reads what is written by"}
+                self.report("race", f"on {memory.name}: {actor.what} by {_who(actor)} at {place_text(actor.where)} "
+                            f"{verb[write, earlier.write]} {text}; nothing orders the two", actor.where, key)  # fmt: skip
+            elif self._unfenced(earlier, actor):
+                self.report("fence", f"on {memory.name}: {actor.what} by {_who(actor)} at {place_text(actor.where)} follows "
+                            f"{text} through another proxy; fence_async_shared is missing between", actor.where, key)  # fmt: skip
+
+    def _unfenced(self, earlier: Access, actor: Actor) -> bool:
+        """The async proxy after generic code, with no fence between; after a generic read only in strict mode."""
+        crosses = actor.proxy == "async" and earlier.actor.proxy == "generic" and (earlier.write or self.strict)
+        return crosses and not earlier.fenced_before(actor)
+
+    def touch(self, memory: Memory, view: np.ndarray, write: bool, what: str) -> None:
+        """An access by the running partition, through its own instructions."""
+        p = self.current
+        proxy = "tensor" if memory.space == "tensor" else "generic"
+        self.access(memory, memory.mask_of(view), write, Actor(p.agent, p.clock, p.knows, proxy, what, self.place()))
+
+    def fence(self, spaces: tuple[str, ...]) -> None:
+        p = self.current
+        for memory in [*p.cta.memories, *self.storages]:
+            if memory.space in spaces:
+                memory.fence(p.agent, p.clock, p.knows)
+        p.tick()
+
+    def allocate(self, space: str, size: int, charge: int) -> Memory:
+        cta = self.current.cta
+        cta.used[space] += charge
+        if cta.used[space] > self.limits[space]:
+            unit = "bytes" if space == "shared" else "columns"
+            self.report("budget", f"{cta.used[space]} {unit} of {space} memory are in use with this allocation of {charge}; "
+                        f"the target has {self.limits[space]}; at {place_text(self.place())}", key=(space,))  # fmt: skip
+        return cta.allocate(space, size)
+
+    # ---- mbarriers
+
+    def barrier(self, address: int, name: str, cta: Cta | None = None) -> Barrier:
+        """The initialised barrier at an address; an uninitialised one is reported and made, so that the run goes on."""
+        p = self.current
+        found = (cta or p.cta).barriers.get(address)
+        if found is None or not found.valid:
+            self.report("barrier", f"{p.name} uses {name}, which is not initialised, at {place_text(self.place())}")
+            found = p.cta.barriers[address] = Barrier(name, 1, p.knows)
+        elif self.checks and any(p.knows.get(agent, 0) < clock for agent, clock in found.since.items()):
+            self.report("race", f"{p.name} uses {name} without being ordered after its initialisation, at {place_text(self.place())}")
+        return found
+
+    def init_barrier(self, address: int, name: str, count: int) -> None:
+        p = self.current
+        p.cta.barriers[address] = Barrier(name, count, p.knows)
+        p.tick()
+
+    def arrive(self, barrier: Barrier, count: int, knows: Clock, who: str, expect: int = 0, time_ns: float = 0.0) -> None:
+        self.progress += 1
+        merge(barrier.gathering, knows)
+        barrier.missing -= count
+        barrier.missing_bytes += expect
+        barrier.latest = max(barrier.latest, time_ns)
+        if barrier.missing < 0:
+            self.report("barrier", f"{barrier.name} gets more arrivals than its count of {barrier.count} in one phase, "
+                        f"the last by {who}, at {place_text(self.place())}", key=(barrier.name, self.place()))  # fmt: skip
+            barrier.missing = 0
+        self._settle(barrier)
+
+    def complete_bytes(self, barrier: Barrier, size: int, knows: Clock, operation: Operation) -> None:
+        self.progress += 1
+        merge(barrier.gathering, knows)
+        barrier.missing_bytes -= size
+        barrier.latest = max(barrier.latest, operation.ready_ns)
+        self._settle(barrier, operation)
+
+    def _settle(self, barrier: Barrier, operation: Operation | None = None) -> None:
+        if barrier.missing == 0 and barrier.missing_bytes < 0:
+            culprit = f"{operation.what} issued at {place_text(operation.where)}" if operation else f"arrival at {place_text(self.place())}"
+            self.report("bytes", f"{-barrier.missing_bytes} bytes more than expected were copied in phase {barrier.phase} of {barrier.name} "
+                        f"({culprit}): the phase ends before the copy does", operation.where if operation else None, (barrier.name,))  # fmt: skip
+            barrier.missing_bytes = 0
+        barrier.advance()
+
+    def wait(self, barrier: Barrier, parity: int) -> None:
+        p = self.current
+        self.preempt()
+        self.block(lambda: barrier.passed(parity), lambda: f"parity {parity} of {barrier.name} ({barrier})", f"wait {barrier.name}")
+        merge(p.knows, barrier.released)
+        if self.mode == "timed":
+            p.time_ns = max(p.time_ns, barrier.times[parity])
+
+    def named_barrier(self, number: int, threads: int, wait: bool) -> None:
+        """bar.sync (wait) or bar.arrive by all threads of the running partition."""
+        p = self.current
+        bar = p.cta.named_barriers.setdefault(number, NamedBarrier())
+        self.preempt()
+        if bar.gathered and bar.threads != threads:
+            both = f"{threads} and with {bar.threads} threads"
+            self.report("barrier", f"named barrier {number} is used with {both} in one round, at {place_text(self.place())}")
+        bar.threads, generation = threads, bar.generation
+        bar.gathered += 32 * p.warps
+        bar.latest = max(bar.latest, p.time_ns)
+        merge(bar.gathering, p.knows)
+        p.tick()
+        self.progress += 1
+        if bar.gathered > threads:
+            self.report("barrier", f"named barrier {number} gets {bar.gathered} threads, more than its {threads}, at {place_text(self.place())}")
+        if bar.gathered >= threads:
+            bar.generation, bar.gathered, bar.released, bar.gathering = bar.generation + 1, 0, bar.gathering, {}
+            bar.done_ns, bar.latest = bar.latest, 0.0
+        if wait:
+            missing = lambda: f"named barrier {number} ({bar.gathered} of {bar.threads} threads there)"
+            self.block(lambda: bar.generation > generation, missing, f"wait barrier {number}")
+            merge(p.knows, bar.released)
+            p.time_ns = max(p.time_ns, bar.done_ns) if self.mode == "timed" else 0.0
+
+    # ---- asynchronous work
+
+    def launch(self, stream: Stream | None, operation: Operation) -> None:
+        """Hand over work: to a stream that finishes in order, or (None) to the loads, which land in any order."""
+        queue = self.current.cta.loads if stream is None else stream.queue
+        queue.append(operation)
+        if self.mode == "eager":
+            self._land(self.current.cta, stream, operation, everything=True)
+        else:
+            self.preempt()
+
+    def _land(self, cta: Cta, stream: Stream | None, operation: Operation, everything: bool = False) -> None:
+        if stream is None:
+            cta.loads.remove(operation)
+            self._effect(operation)
+            return
+        while stream.queue:
+            self._effect(stream.pop())
+            if not everything:
+                break
+
+    def _effect(self, operation: Operation) -> None:
+        self.stats["landed"] += 1
+        self.progress += 1
+        operation.land()
+
+    def drain(self, stream: Stream, pending: int, wait_name: str) -> None:
+        """Wait until at most `pending` of what the stream was given is under way."""
+        p = self.current
+        upto = stream.issued - pending
+        self.preempt()
+        if self.mode == "timed" and stream.landed < upto:
+            self.block(lambda: stream.landed >= upto, lambda: wait_name, wait_name)
+        while stream.queue and stream.landed < upto:
+            operation = stream.pop()
+            p.time_ns = max(p.time_ns, operation.ready_ns)
+            self._effect(operation)
+        if upto > p.knows.get(stream.agent, 0):
+            p.knows[stream.agent] = upto
+
+    def sequence(self, agent: str) -> int:
+        """The next number of an engine that several issuers share."""
+        self._sequence[agent] = self._sequence.get(agent, 0) + 1
+        return self._sequence[agent]
+
+    # ---- global synchronisation
+
+    def synchronise(self, memory: Memory, offsets: np.ndarray, order: str) -> None:
+        """An atomic, acquiring load or releasing store at global places: learn what was released there, release what is known."""
+        p = self.current
+        for offset in np.unique(offsets).tolist():
+            place = (memory.base, offset)
+            if order in ("acquire", "acq_rel"):
+                merge(p.knows, self._locations.get(place, {}))
+            if order in ("release", "acq_rel"):
+                merge(self._locations.setdefault(place, {}), p.knows)
+        if order in ("release", "acq_rel"):
+            p.tick()
+
+    def poll(self, seen: tuple) -> None:
+        """A read that other CTAs may change; the same value read again with nothing new since blocks (a spin loop)."""
+        p = self.current
+        self.preempt(always=True)
+        if p.poll == (seen, self.progress):
+            since = self.progress
+            self.block(lambda: self.progress != since, lambda: "a value in global memory that nobody changes (spin loop)", "spin")
+        p.poll = (seen, self.progress)
+
+    # ---- scheduling
+
+    def preempt(self, always: bool = False) -> None:
+        """A point at which somebody else may go first."""
+        if self.mode == "timed":
+            self._spend_math()
+        elif not always and (self.mode in ("eager", "lazy") or (self.mode == "pct" and self.random.random() > 0.25)):
+            return
+        self._yield()
+
+    def block(self, ready: Callable[[], bool], waits_for: Callable[[], str], name: str) -> None:
+        p = self.current
+        start = p.time_ns
+        while not ready():
+            p.blocked, p.waits_for = ready, waits_for
+            self._yield()
+        p.blocked = None
+        if p.time_ns > start:
+            self.event(p.name, "wait", name, start, p.time_ns)
+
+    def _yield(self) -> None:
+        p = self.current
+        p.where = self.place()
+        self.hub.switch()
+        self.current = p
+
+    def fork(self, bodies: list[tuple[str, int, Callable[[], Any]]]) -> Any:
+        """warp_specialize: run (name, warps, body) side by side; the result of the first, once all have returned."""
+        me, hub = self.current, self.hub
+        me.tick()
+        place = self.place()
+        workers = [Partition(me.cta, name, warps, me.knows, place, hub, body) for name, warps, body in bodies]
+        for worker in workers:
+            worker.time_ns = me.time_ns
+        me.cta.partitions.extend(workers)
+        self.block(lambda: all(w.done for w in workers), lambda: "its partitions", "join")
+        for worker in workers:
+            merge(me.knows, worker.knows)
+            me.time_ns = max(me.time_ns, worker.time_ns)
+            self._check_left(worker)
+        me.tick()
+        return workers[0].result
+
+    def _check_left(self, worker: Partition) -> None:
+        for stream, verb in ((worker.wgmma, "wgmma"), (worker.stores, "TMA store"), (worker.copies, "cp.async")):
+            unwaited = stream.issued - worker.knows.get(stream.agent, 0)
+            if unwaited > 0 and self.checks:
+                last = stream.queue[0].where if stream.queue else worker.where
+                text = f"{worker.name} ends without having waited for its last {unwaited} {verb} operation(s), at {place_text(last)}"
+                self.report("unfinished", text, last, (worker.name, verb))
+
+    def run_grid(self, grid: tuple[int, int, int], body: Callable[[], Any]) -> None:
+        """Run `body` once for each program of the grid, `sms` of them in flight."""
+        self.hub = greenlet.getcurrent()
+        self._locations.clear()
+        programs = self._programs(grid)
+        self.ctas = []
+        try:
+            while True:
+                while len(self.ctas) < self.sms and (program := next(programs, None)):
+                    self.ctas.append(self._start(*program, body))
+                if not self.ctas:
+                    break
+                self._step()
+        finally:
+            self._kill()
+            self.hub = self.current = None  # type: ignore[assignment]
+            for storage in self.storages:
+                storage.forget()
+
+    def _programs(self, grid: tuple[int, int, int]) -> Iterator[tuple[int, tuple[int, int, int]]]:
+        for index in range(grid[0] * grid[1] * grid[2]):
+            yield index, (index % grid[0], index // grid[0] % grid[1], index // (grid[0] * grid[1]))
+
+    def _start(self, index: int, position: tuple[int, int, int], body: Callable[[], Any]) -> Cta:
+        self.stats["ctas"] += 1
+        cta = Cta(index, position)
+        cta.partitions.append(Partition(cta, "main", self.warps, {}, (), self.hub, body))
+        return cta
+
+    warps = 4  # of a CTA's main partition; the launch sets it
+
+    def _step(self) -> None:
+        self.stats["steps"] += 1
+        if self.stats["steps"] > MAX_STEPS:
+            self.report("deadlock", f"no end after {MAX_STEPS} scheduler steps", ())
+            raise Stop
+        runnable = [p for cta in self.ctas for p in cta.partitions if p.runnable()]
+        flying = [(cta, stream, op) for cta in self.ctas for stream, op in cta.in_flight()]
+        chosen = self._choose(runnable, flying)
+        if isinstance(chosen, Partition):
+            self.current = chosen
+            chosen.greenlet.switch()
+            if chosen.done:
+                self.progress += 1
+                if chosen is chosen.cta.partitions[0]:
+                    self._finish(chosen.cta)
+            self.current = None  # type: ignore[assignment]
+        elif chosen:
+            self._land(*chosen)
+        else:
+            self._deadlock()
+
+    def _choose(self, runnable: list[Partition], flying: list[tuple[Cta, Stream | None, Operation]]) -> Any:
+        if self.mode in ("eager", "lazy"):
+            return runnable[0] if len(runnable) == 1 else self.random.choice(runnable or flying) if runnable or flying else None
+        everything = [*runnable, *flying]
+        if not everything:
+            return None
+        if self.mode == "random":
+            return self.random.choice(everything)
+        if self.mode == "timed":
+            return min(everything, key=lambda one: one.time_ns if isinstance(one, Partition) else one[2].ready_ns)
+        return max(everything, key=lambda one: self._priority(one.agent if isinstance(one, Partition) else one[2].agent))
+
+    def _priority(self, agent: str) -> float:
+        if agent not in self._priorities or self.random.random() < 0.03:
+            self._priorities[agent] = self.random.random()
+        return self._priorities[agent]
+
+    def _deadlock(self) -> None:
+        stuck = [p for cta in self.ctas for p in cta.partitions if not p.done and p.blocked]
+        several = len(self.ctas) > 1
+        lines = [f"{p.name}{f' of CTA {p.cta.index}' if several else ''} waits for {p.waits_for()} at {place_text(p.where)}"
+                 for p in stuck if p.waits_for() != "its partitions"]  # fmt: skip
+        self.report("deadlock", "every partition waits and nothing is in flight:\n  " + "\n  ".join(lines), stuck[0].where if stuck else ())
+        raise Stop
+
+    def _finish(self, cta: Cta) -> None:
+        """The CTA's last instruction is done: what is still under way is a fault."""
+        main = cta.partitions[0]
+        self.current = main
+        self._check_left(main)
+        if self.checks:
+            self._check_loads(cta, main)
+        while flying := cta.in_flight():
+            self._land(cta, *flying[0])
+        self.ctas.remove(cta)
+
+    def _check_loads(self, cta: Cta, main: Partition) -> None:
+        last = Actor("", 0, main.knows, "", "", ())
+        for memory in cta.memories:
+            for access in memory.writes + memory.reads:
+                load = access.actor
+                if load.agent.startswith("TMA load") and not access.ordered_before(last):
+                    text = f"the CTA ends without having waited for {load.what}, issued at {place_text(load.where)}"
+                    self.report("unfinished", text, load.where, (memory.name, load.where))
+        for barrier in cta.barriers.values():
+            if barrier.valid and barrier.missing_bytes > 0 and not cta.loads:
+                text = f"{barrier.name} still expects {barrier.missing_bytes} bytes when the CTA ends: they were never copied"
+                self.report("bytes", text, (), (barrier.name,))
+
+    def _kill(self) -> None:
+        for cta in self.ctas:
+            for partition in cta.partitions:
+                if partition.greenlet and not partition.greenlet.dead:
+                    partition.greenlet.throw(greenlet.GreenletExit)
+        self.ctas = []
+
+    # ---- modelled time
+
+    def spend(self, ns: float) -> None:
+        self.current.math_ns += ns
+
+    def _spend_math(self) -> None:
+        """Arithmetic since the last synchronisation, as one bar on the SM's cores, which partitions share."""
+        p = self.current
+        if p.math_ns:
+            start, p.time_ns = self.occupy("cores", p.time_ns, p.math_ns)
+            self.event(p.name, "math", "math", start, p.time_ns)
+            p.math_ns = 0.0
+
+    def occupy(self, unit: str, ready_ns: float, ns: float) -> tuple[float, float]:
+        """Book a unit of the SM that does one thing at a time: (start, end)."""
+        busy = self.current.cta.busy_ns
+        start = max(ready_ns, busy.get(unit, 0.0)) if self.mode == "timed" else ready_ns
+        busy[unit] = start + ns
+        return start, start + ns
+
+    def event(self, row: str, kind: str, name: str, start_ns: float, end_ns: float) -> None:
+        if self.mode == "timed":
+            self.events.append(Event(self.current.cta.index, row, kind, name, start_ns, end_ns, place_text(self.place())))
+
+
+def _who(actor: Actor) -> str:
+    cta, _, name = actor.agent.partition("/")
+    return f"{name} of CTA {cta}" if cta.isdigit() else actor.agent
+
+
+def _part(unwritten: int, mask: int) -> str:
+    return "any part" if unwritten == mask else f"{100 * unwritten.bit_count() / mask.bit_count():.0f} %"

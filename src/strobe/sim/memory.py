@@ -1,0 +1,134 @@
+"""Memory with a shadow: who touched each granule last, so that unordered accesses are found whatever the schedule was.
+
+Happens-before is decided by vector clocks (FastTrack: Flanagan and Freund, PLDI 2009, section 3): an access by agent `a`
+at its clock `c` is ordered before an agent whose vector clock knows `a` up to `c`. Accesses are kept as bit sets of
+granules, so one record stands for a whole tile and a check is one `and` of two integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .report import Place
+
+Clock = dict[str, int]
+
+
+def merge(into: Clock, other: Clock) -> None:
+    """`into` learns all that `other` knows."""
+    for agent, clock in other.items():
+        if into.get(agent, 0) < clock:
+            into[agent] = clock
+
+
+@dataclass(slots=True)
+class Actor:
+    """Who touches memory: an agent at its clock, with what it knows of all others, through one proxy."""
+
+    agent: str
+    clock: int
+    knows: Clock
+    proxy: str  # "generic", "async", "tensor" or "atomic"
+    what: str
+    where: Place
+
+
+@dataclass(slots=True)
+class Access:
+    mask: int
+    actor: Actor
+    clock: int
+    write: bool
+    fences: list[tuple[str, int]] = field(default_factory=list)
+
+    def ordered_before(self, actor: Actor) -> bool:
+        return actor.knows.get(self.actor.agent, 0) >= self.clock
+
+    def fenced_before(self, actor: Actor) -> bool:
+        """A proxy fence lies on the way from this access to `actor`, on either side of the synchronisation between."""
+        return any(actor.knows.get(agent, 0) >= clock for agent, clock in self.fences)
+
+
+class Memory:
+    """One allocation of shared or tensor memory, or the storage of one global tensor."""
+
+    def __init__(self, name: str, space: str, raw: np.ndarray, granule: int, initialised: bool):
+        self.name, self.space, self.raw, self.granule = name, space, raw, granule
+        self.base = raw.__array_interface__["data"][0]
+        self.end = self.base + len(raw)
+        self.granules = -(-len(raw) // granule) + 1
+        self.written = (1 << self.granules) - 1 if initialised else 0
+        self.writes: list[Access] = []
+        self.reads: list[Access] = []
+        self.named = False
+        self._masks: dict[tuple, int] = {}
+
+    def mask_of(self, view: np.ndarray) -> int:
+        """The granules that a NumPy view of this memory touches."""
+        interface = view.__array_interface__
+        key = (interface["data"][0], view.shape, view.strides, view.itemsize)
+        mask = self._masks.get(key)
+        if mask is None:
+            mask = self._masks[key] = self.mask_at(_offsets(interface["data"][0] - self.base, view), view.itemsize)
+        return mask
+
+    def mask_at(self, offsets: np.ndarray, size: int) -> int:
+        """The granules of elements of `size` bytes at byte `offsets`."""
+        bits = np.zeros(self.granules, np.uint8)
+        for step in range(0, size, self.granule):
+            bits[(offsets + step) // self.granule] = 1
+        bits[(offsets + (size - 1)) // self.granule] = 1
+        return int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little")
+
+    def touch(self, mask: int, write: bool, actor: Actor) -> tuple[list[Access], int]:
+        """Record an access; returns the earlier accesses that conflict with it and the granules read but never written."""
+        conflicts = [access for access in self.writes if access.mask & mask]
+        if write:
+            conflicts += [access for access in self.reads if access.mask & mask]
+            self.writes = _without(self.writes, mask, spare=actor if actor.proxy == "atomic" else None)
+            self.reads = _without(self.reads, mask)
+            unwritten, self.written = 0, self.written | mask
+            self.writes.append(Access(mask, actor, actor.clock, True))
+        else:
+            unwritten = mask & ~self.written
+            self.reads = [read for read in self.reads if not _superseded(read, mask, actor)]
+            self.reads.append(Access(mask, actor, actor.clock, False))
+        if actor.proxy == "atomic":  # an atomic does not race with an atomic
+            conflicts = [access for access in conflicts if access.actor.proxy != "atomic"]
+        return conflicts, unwritten
+
+    def fence(self, agent: str, clock: int, knows: Clock) -> None:
+        """A proxy fence by `agent`: all it knows of is fenced for whoever comes to know the fence."""
+        for access in self.writes + self.reads:
+            if access.actor.proxy == "generic" and knows.get(access.actor.agent, 0) >= access.clock:
+                access.fences.append((agent, clock))
+                del access.fences[:-8]
+
+    def forget(self) -> None:
+        """Everything so far is ordered before everything to come (a kernel has ended)."""
+        self.writes, self.reads = [], []
+
+
+def _without(accesses: list[Access], mask: int, spare: Actor | None = None) -> list[Access]:
+    """The accesses that a write leaves standing; an atomic leaves the atomics of other agents, which it does not follow."""
+    kept = []
+    for access in accesses:
+        if not (spare and access.actor.proxy == "atomic" and access.actor.agent != spare.agent):
+            access.mask &= ~mask
+        if access.mask:
+            kept.append(access)
+    return kept
+
+
+def _superseded(read: Access, mask: int, actor: Actor) -> bool:
+    """A later read of the same granules by the same agent stands for the earlier one."""
+    return read.actor.agent == actor.agent and read.actor.proxy == actor.proxy and not read.mask & ~mask
+
+
+def _offsets(start: int, view: np.ndarray) -> np.ndarray:
+    offsets = np.array([start], np.int64)
+    for size, stride in zip(view.shape, view.strides, strict=True):
+        offsets = np.add.outer(offsets, np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    return offsets

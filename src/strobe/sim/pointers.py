@@ -1,0 +1,267 @@
+"""Global memory: loads and stores through pointers, atomics, TMA descriptors of plain Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .machine import Machine
+from .memory import Actor, Memory
+from .report import place_text
+from .values import BYTES, COMPUTED, STORED, Descriptor, Type, Value, from_bits, is_pointer, to_bits
+
+_ATOMIC: dict[str, Callable[..., Any]] = dict(
+    ADD=np.add, FADD=np.add, MAX=np.maximum, MIN=np.minimum, UMAX=np.maximum, UMIN=np.minimum, AND=np.bitwise_and, OR=np.bitwise_or,
+    XOR=np.bitwise_xor, XCHG=lambda old, new: new, INC=lambda old, bound: np.where(old >= bound, 0, old + 1))  # fmt: skip
+_ORDERS = dict(ACQUIRE="acquire", RELEASE="release", ACQUIRE_RELEASE="acq_rel", RELAXED="relaxed")
+
+
+class Found:
+    """The addresses of one access: the storage they lie in, byte offsets into it, which of them are live."""
+
+    __slots__ = ("live", "memory", "offsets", "size")
+
+    def __init__(self, memory: Memory | None, offsets: np.ndarray, live: np.ndarray, size: int):
+        self.memory, self.offsets, self.live, self.size = memory, offsets, live, size
+
+
+class Pointers:
+    machine: Machine
+
+    def create_addptr(self, p: Value, offset: Value) -> Value:
+        step = BYTES.get(p.elem[1:], 8)
+        return Value(p.data + np.asarray(offset.data, np.int64) * step, p.elem, p.layout or offset.layout)
+
+    # ---- finding what an address means
+
+    def _find(self, addresses: np.ndarray, mask: Any, size: int, what: str) -> Found:
+        """Where the live addresses lie; those outside of every argument are reported and left out."""
+        live = np.ones(addresses.shape, bool) if mask is None else np.broadcast_to(np.asarray(mask, bool), addresses.shape)
+        used = addresses[live]
+        if used.size == 0:
+            return Found(None, addresses, live, size)
+        low, high = int(used.min()), int(used.max())
+        for memory in self.machine.storages:
+            if memory.base <= low and high + size <= memory.end:
+                return Found(memory, addresses - memory.base, live, size)
+        home = next((m for m in self.machine.storages if m.base <= int(used[0]) < m.end), None) or self._nearest(low)
+        outside = live & ((addresses < home.base) | (addresses + size > home.end))
+        place = self.machine.place()
+        before, after = int((addresses[outside] < home.base).sum()), int((addresses[outside] >= home.base).sum())
+        self.machine.report("bounds", f"global {what} leaves {home.name} ({before} elements before its start, {after} past its end, "
+                            f"of {used.size}), at {place_text(place)}", place, (what, place))  # fmt: skip
+        return Found(home, addresses - home.base, live & ~outside, size)
+
+    def _nearest(self, address: int) -> Memory:
+        return min(self.machine.storages, key=lambda m: min(abs(address - m.base), abs(address - m.end)))
+
+    def _record(self, found: Found, write: bool, what: str, proxy: str = "generic") -> None:
+        p = self.machine.current
+        if found.memory is not None:
+            mask = found.memory.mask_at(found.offsets[found.live], found.size)
+            self.machine.access(found.memory, mask, write, Actor(p.agent, p.clock, p.knows, proxy, what, self.machine.place()))
+
+    def _fetch(self, found: Found, dtype: Any, fill: Any) -> np.ndarray:
+        out = np.empty(found.offsets.shape, dtype)
+        out[...] = fill
+        if found.memory is not None:
+            offsets = found.offsets[found.live]
+            view = found.memory.raw[: len(found.memory.raw) // found.size * found.size].view(dtype)
+            if offsets.size and np.any(offsets % found.size):
+                out[found.live] = _unaligned(found.memory.raw, offsets, found.size).view(dtype)
+            else:
+                out[found.live] = view[offsets // found.size]
+        return out
+
+    def _put(self, found: Found, bits: Any, dtype: Any) -> None:
+        if found.memory is None:
+            return
+        self.machine.progress += 1
+        offsets = found.offsets[found.live]
+        values = np.broadcast_to(np.asarray(bits, dtype), found.offsets.shape)[found.live]
+        if np.any(offsets % found.size):
+            for byte in range(found.size):
+                found.memory.raw[offsets + byte] = np.ascontiguousarray(values).view(np.uint8).reshape(-1, found.size)[:, byte]
+        else:
+            found.memory.raw[: len(found.memory.raw) // found.size * found.size].view(dtype)[offsets // found.size] = values
+
+    # ---- loads and stores
+
+    def create_load(self, p: Value, cache: Any = None, eviction: Any = None, volatile: bool = False) -> Value:
+        return self.create_masked_load(p, None, None, cache, eviction, volatile)
+
+    def create_masked_load(self, p: Value, mask: Value | None, other: Value | None, cache: Any = None, eviction: Any = None,
+                           volatile: bool = False) -> Value:  # fmt: skip
+        elem = p.elem[1:]
+        stored = np.int64 if is_pointer(elem) else STORED[elem]
+        addresses = np.asarray(p.data, np.int64)
+        found = self._find(addresses, None if mask is None else mask.data, np.dtype(stored).itemsize, "load")
+        self._record(found, False, "volatile load" if volatile else "load", "atomic" if volatile else "generic")
+        fill = to_bits(other.data, elem) if isinstance(other, Value) else 0
+        bits = self._fetch(found, stored, fill)
+        if volatile:
+            self.machine.poll(("load", int(addresses.reshape(-1)[0]), bits.tobytes()))
+            bits = self._fetch(found, stored, fill)
+        data = bits if is_pointer(elem) else from_bits(bits, elem)
+        return Value(data if data.ndim else data[()], elem, p.layout)
+
+    def create_store(self, p: Value, value: Value, *_: Any) -> None:
+        self.create_masked_store(p, value, None)
+
+    def create_masked_store(self, p: Value, value: Value, mask: Value | None, *_: Any) -> None:
+        elem = p.elem[1:]
+        found = self._find(np.asarray(p.data, np.int64), None if mask is None else mask.data, BYTES[elem], "store")
+        self._record(found, True, "store")
+        self._put(found, to_bits(value.data, elem), STORED[elem])
+
+    # ---- atomics
+
+    def create_atomic_rmw(self, op: Any, p: Value, value: Value, mask: Value | None, sem: Any, scope: Any) -> Value:
+        elem = p.elem[1:]
+        order = _ORDERS[sem.name]
+        found = self._find(np.asarray(p.data, np.int64), None if mask is None else mask.data, BYTES[elem], "atomic")
+        old = self._atomic(found, elem, op.name, value.data, order)
+        return Value(old if old.ndim else old[()], elem, p.layout)
+
+    def create_atomic_cas(self, p: Value, expected: Value, value: Value, sem: Any, scope: Any) -> Value:
+        elem = p.elem[1:]
+        found = self._find(np.asarray(p.data, np.int64), None, BYTES[elem], "atomic")
+        swap = lambda old, new: np.where(old == expected.data, new, old)
+        old = self._atomic(found, elem, swap, value.data, _ORDERS[sem.name])
+        return Value(old if old.ndim else old[()], elem, p.layout)
+
+    def _atomic(self, found: Found, elem: str, op: Any, operand: Any, order: str) -> np.ndarray:
+        """One read-modify-write an element, in the elements' order; returns what was there."""
+        stored, operand = STORED[elem], np.broadcast_to(np.asarray(operand), found.offsets.shape)
+        address = (found.memory.base if found.memory else 0) + int(found.offsets.reshape(-1)[0])
+        self._record(found, True, "atomic", "atomic")
+        unsigned = isinstance(op, str) and op in ("UMAX", "UMIN")
+        apply = _ATOMIC[op] if isinstance(op, str) else op
+        self.machine.preempt()
+        old = self._fetch(found, stored, 0)
+        changed = False
+        for position in zip(*np.nonzero(found.live), strict=True) if found.memory is not None else ():
+            one = Found(found.memory, found.offsets[position].reshape(1), np.ones(1, bool), found.size)
+            before = self._fetch(one, stored, 0)
+            old[position] = before[0]
+            left, right = from_bits(before, elem), np.asarray(operand[position], COMPUTED[elem])
+            if unsigned:
+                left, right = left.view(f"u{found.size}"), right.view(f"u{found.size}")
+            after = to_bits(np.asarray(apply(left, right)).astype(COMPUTED[elem]), elem)
+            changed = changed or bool(np.any(after != before))
+            if np.any(after != before):
+                self._put(one, after, stored)
+        if found.memory is not None:
+            self.machine.synchronise(found.memory, found.offsets[found.live], order)
+        if not changed:
+            self.machine.poll(("atomic", address, old.tobytes()))
+        return from_bits(old, elem)
+
+    # ---- what inline PTX does to global memory (strobe.sim.ptx calls these)
+
+    def load(self, address: np.ndarray, dtype: Any, mask: Any, order: str) -> np.ndarray:
+        address = np.asarray(address).astype(np.int64)
+        found = self._find(address, mask, np.dtype(dtype).itemsize, "load")
+        self._record(found, False, f"{order} load", "generic" if order == "weak" else "atomic")
+        if order != "weak":
+            seen = self._fetch(found, dtype, 0)
+            self.machine.poll(("load", int(address.reshape(-1)[0]), seen.tobytes()))
+        if order == "acquire" and found.memory is not None:
+            self.machine.synchronise(found.memory, found.offsets[found.live], order)
+        return self._fetch(found, dtype, 0)
+
+    def store(self, address: np.ndarray, value: np.ndarray, mask: Any, order: str) -> None:
+        found = self._find(np.asarray(address).astype(np.int64), mask, value.dtype.itemsize, "store")
+        self._record(found, True, f"{order} store", "generic" if order == "weak" else "atomic")
+        if order == "release" and found.memory is not None:
+            self.machine.synchronise(found.memory, found.offsets[found.live], order)
+        self._put(found, value, value.dtype)
+
+    def atomic(self, operation: str, address: np.ndarray, operands: list[np.ndarray], mask: Any, order: str, returns: bool) -> np.ndarray | None:
+        address = np.asarray(address).astype(np.int64)
+        operand = operands[-1]
+        elem = {"f": "fp", "i": "i", "u": "i"}[operand.dtype.kind] + str(operand.dtype.itemsize * 8)
+        found = self._find(address, mask, operand.dtype.itemsize, "atomic")
+        if operation == "cas":
+            apply: Any = lambda old, new: np.where(old == operands[0].reshape(-1)[0], new, old)
+        else:
+            name = {"exch": "XCHG"}.get(operation, operation.upper())
+            apply = "U" + name if operand.dtype.kind == "u" and name in ("MAX", "MIN") else name
+        values = operand.view(f"i{operand.dtype.itemsize}") if operand.dtype.kind == "u" else operand
+        old = self._bulk_add(found, values) if apply == "ADD" and not returns else self._atomic(found, elem, apply, values, order)
+        return old.view(operand.dtype) if returns and old is not None else None
+
+    def _bulk_add(self, found: Found, values: np.ndarray) -> None:
+        """red.add on many elements at once."""
+        self._record(found, True, "red.add", "atomic")
+        self.machine.preempt()
+        if found.memory is not None:
+            view = found.memory.raw[: len(found.memory.raw) // found.size * found.size].view(values.dtype)
+            np.add.at(view, found.offsets[found.live] // found.size, np.broadcast_to(values, found.offsets.shape)[found.live])
+            self.machine.progress += 1
+
+    # ---- descriptors (tl.make_tensor_descriptor, and the host's TensorDescriptor in a plain Triton kernel)
+
+    def create_tensor_descriptor_type(self, block: Type, signed: bool) -> Type:
+        return block
+
+    def create_make_tensor_descriptor(self, *arguments: Any) -> Descriptor:
+        if isinstance(arguments[0], Type):  # Gluon: (type, base, shape, strides, padding)
+            ty, base, shape, strides, padding = arguments
+            block = ty.shape
+        else:  # Triton: (base, shape, strides, block, signed, padding)
+            base, shape, strides, block, _, padding = arguments
+        elem = base.elem[1:]
+        return self.descriptor(int(base.data), [s.scalar for s in shape], [s.scalar for s in strides], list(block), elem,
+                               str(padding).endswith("PAD_NAN"))  # fmt: skip
+
+    def descriptor(self, address: int, shape: list[int], strides: list[int], block: list[int], elem: str, nan: bool) -> Descriptor:
+        """A descriptor of the tensor at an address; one that reaches outside of its storage is reported and cut."""
+        size = BYTES[elem]
+        memory = next((m for m in self.machine.storages if m.base <= address < m.end), None) or self._nearest(address)
+        offset = address - memory.base
+        reach = offset + (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * size if all(n > 0 for n in shape) else offset
+        if reach > len(memory.raw) or offset < 0:
+            self.machine.report("bounds", f"a tensor descriptor of shape {shape}, strides {strides} reaches {reach - len(memory.raw)} bytes "
+                                f"past the end of {memory.name}, at {place_text(self.machine.place())}")  # fmt: skip
+            shape = [0] * len(shape)
+        if address % 16 or any(s * size % 16 for s in strides[:-1]):
+            self.machine.report("bounds", f"a tensor descriptor at address {address % 16} modulo 16, strides {strides} of {size} bytes: "
+                                f"TMA needs multiples of 16 bytes, at {place_text(self.machine.place())}")  # fmt: skip
+        whole = memory.raw[offset:][: (len(memory.raw) - offset) // size * size].view(STORED[elem])
+        view = np.lib.stride_tricks.as_strided(whole, tuple(shape), tuple(s * size for s in strides))
+        return Descriptor(memory, view, block, elem, nan)
+
+    def _block_access(self, desc: Descriptor, corner: list[Value], write: bool, what: str, proxy: str = "generic") -> tuple[list[int], Any, Any]:
+        at = [c.scalar for c in corner]
+        source, target = desc.inside(at, desc.block)
+        p = self.machine.current
+        mask = desc.memory.mask_of(desc.view[source])
+        self.machine.access(desc.memory, mask, write, Actor(p.agent, p.clock, p.knows, proxy, what, self.machine.place()))
+        return at, source, target
+
+    def create_descriptor_load(self, desc: Descriptor, corner: list[Value], *_: Any) -> Value:
+        at, _, _ = self._block_access(desc, corner, False, "descriptor load")
+        return Value(from_bits(desc.fetch(at, desc.block), desc.elem), desc.elem)
+
+    def create_descriptor_store(self, desc: Descriptor, value: Value, corner: list[Value]) -> None:
+        _, source, target = self._block_access(desc, corner, True, "descriptor store")
+        desc.view[source] = to_bits(value.data, desc.elem).reshape(desc.block)[target]
+        self.machine.progress += 1
+
+    def create_descriptor_reduce(self, kind: Any, desc: Descriptor, value: Value, corner: list[Value]) -> None:
+        _, source, target = self._block_access(desc, corner, True, "descriptor reduce", "atomic")
+        reduce_into(desc, source, np.asarray(value.data).reshape(desc.block)[target], kind)
+        self.machine.progress += 1
+
+
+def reduce_into(desc: Descriptor, where: Any, values: np.ndarray, kind: Any) -> None:
+    """tensor op= values in global memory, in the tensor's own precision."""
+    before = from_bits(np.ascontiguousarray(desc.view[where]), desc.elem)
+    desc.view[where] = to_bits(np.asarray(_ATOMIC[kind.name](before, values)), desc.elem)
+
+
+def _unaligned(raw: np.ndarray, offsets: np.ndarray, size: int) -> np.ndarray:
+    return np.ascontiguousarray(raw[offsets[:, None] + np.arange(size)]).reshape(-1)

@@ -1,0 +1,76 @@
+"""What a simulated run found: a list of reports in plain words, each with its place in the kernel's source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import CodeType
+
+KINDS = {
+    "race": "two accesses to one place, at least one a write, that nothing orders",
+    "uninitialised": "a read of memory that nothing wrote",
+    "fence": "the async proxy touches what generic code wrote, without fence_async_shared between",
+    "wgmma": "an accumulator used before the wait that covers it",
+    "barrier": "a barrier misused: not initialised, too many arrivals, a phase left half full",
+    "bytes": "the bytes expected on a barrier are not the bytes copied",
+    "deadlock": "every partition waits and nothing is in flight",
+    "unfinished": "asynchronous work still under way when its owner ends",
+    "bounds": "an access outside of every argument, allocation or ring",
+    "budget": "more shared or tensor memory than the target has",
+    "assert": "a device_assert failed",
+}
+
+Place = tuple[tuple[CodeType, int], ...]  # innermost kernel function first: (code, line)
+
+
+def place_text(place: Place) -> str:
+    """`forward.py:93 load_partition < forward.py:202 forward`: where in the kernel's source, innermost first."""
+    return " < ".join(f"{os.path.basename(code.co_filename)}:{line} {code.co_name}" for code, line in place[:4]) or "?"
+
+
+@dataclass
+class Report:
+    """One finding: its kind (a key of `KINDS`), what happened, where; `count` says how often in this run."""
+
+    kind: str
+    text: str
+    where: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        return f"{self.kind}: {self.text}{times}"
+
+
+class SimulationFault(Exception):
+    """The simulator found faults in a kernel; `reports` lists them."""
+
+    def __init__(self, reports: Iterable[Report]):
+        self.reports = list(reports)
+        many = f"{len(self.reports)} faults" if len(self.reports) > 1 else "a fault"
+        super().__init__(f"the simulator found {many}:\n" + "\n".join(f"- {r}" for r in self.reports))
+
+
+class Stop(BaseException):
+    """Ends a launch early: the run has as many reports as were asked for, or cannot go on (a deadlock)."""
+
+
+class Reports:
+    """Collects findings, each distinct one once; ends the run after `limit` of them."""
+
+    def __init__(self, limit: int):
+        self.list: list[Report] = []
+        self._seen: dict[tuple, Report] = {}
+        self._limit = limit
+
+    def add(self, kind: str, text: str, where: str, key: tuple = ()) -> None:
+        known = self._seen.get((kind, key or (text, where)))
+        if known:
+            known.count += 1
+            return
+        report = Report(kind, text, where)
+        self._seen[kind, key or (text, where)] = report
+        self.list.append(report)
+        if len(self.list) >= self._limit:
+            raise Stop

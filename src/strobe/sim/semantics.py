@@ -1,0 +1,205 @@
+"""The real semantic layers, with the few operations that build regions evaluated instead: reduce, scan, map, warp_specialize."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from triton import language as tl
+from triton.experimental.gluon.language import _core as gluon_core
+from triton.experimental.gluon.language._semantic import GluonCallerContext, GluonSemantic
+from triton.language.core import _unwrap_if_constexpr as unwrapped
+from triton.language.semantic import TritonSemantic
+
+from .values import Value, rounded
+from .values import tensor as make_tensor
+
+# what the standard library's combining functions compute, as NumPy reductions
+_STANDARD: dict[str, Callable[..., Any]] = {"_sum_combine": np.add.reduce, "_elementwise_max": np.fmax.reduce, "_elementwise_min": np.fmin.reduce}
+
+
+class Region:
+    """What the builders of a reduce or scan region expect to find."""
+
+    def get_region(self, _: int) -> Region:
+        return self
+
+
+class _Evaluated:
+    """Mixed into a semantic layer: operations with a combining function, on whole arrays dressed as scalars."""
+
+    builder: Any
+    tensor: Any = staticmethod(make_tensor)
+
+    def to_tensor(self, x: Any, check_type: bool = True) -> Any:
+        x = unwrapped(x)
+        return x if isinstance(x, tl.tensor) else super().to_tensor(x, check_type)  # type: ignore[misc]
+
+    def _combine(self, build: Callable[[Any], None], left: list[Value], right: list[Value]) -> list[Value]:
+        self.builder.region_arguments = left + right
+        build(Region())
+        return self.builder.region_result
+
+    def reduction(self, inputs: Sequence[Any], axis: int | None, region_builder_fn: Callable[[Any], None]) -> tuple[Any, ...]:
+        if axis is None:
+            inputs = tuple(self.reshape(t, [t.numel.value], can_reorder=not isinstance(self, GluonSemantic)) for t in inputs)  # type: ignore[attr-defined]
+            axis = 0
+        if isinstance(self, GluonSemantic):
+            self._check_same_layout(inputs)
+        shape = list(inputs[0].type.shape)
+        values = [t.handle for t in inputs]
+        self.builder.spend_math(values[0])
+        known = _STANDARD.get(_combining_name(region_builder_fn)) if len(inputs) == 1 else None
+        if known:
+            data = [known(values[0].data, axis=axis)]
+            data = [np.asarray(rounded(data[0], values[0].elem)).astype(values[0].data.dtype, copy=False)]
+        else:
+            data = [np.take(v, 0, axis) for v in self._tree(region_builder_fn, values, axis)]
+        left = [size for i, size in enumerate(shape) if i != axis]
+        out = []
+        for array, value, tensor in zip(data, values, inputs, strict=True):
+            layout = self.builder.layouts.result("reduce", value.elem, shape, value.layout, axis)[1]
+            handle = Value(array if array.ndim else array[()], value.elem, layout)
+            out.append(self._wrap(handle, tensor.type.scalar, left))
+        return tuple(out)
+
+    def _tree(self, build: Callable[[Any], None], values: list[Value], axis: int) -> list[np.ndarray]:
+        """Halve the axis until one element is left."""
+        data = [value.data for value in values]
+        while (size := data[0].shape[axis]) > 1:
+            half = size // 2
+            sides = ([np.take(d, range(start, start + half), axis) for d in data] for start in (0, half))
+            parts = [[Value(part, v.elem) for part, v in zip(side, values, strict=True)] for side in sides]
+            merged = self._combine(build, *parts)
+            rest = [np.take(d, range(2 * half, size), axis) for d in data]
+            data = [np.concatenate([np.broadcast_to(m.data, p.data.shape), r], axis) for m, p, r in zip(merged, parts[0], rest, strict=True)]
+        return data
+
+    def associative_scan(self, inputs: Sequence[Any], axis: int, region_builder_fn: Callable[[Any], None], reverse: bool) -> tuple[Any, ...]:
+        values = [t.handle for t in inputs]
+        rank = len(inputs[0].type.shape)
+        data = [np.moveaxis(value.data, axis % rank, 0) for value in values]
+        data = [array[::-1] for array in data] if reverse else data
+        steps = [[array[0]] for array in data]
+        for i in range(1, len(data[0])):
+            left = [Value(step[-1], value.elem) for step, value in zip(steps, values, strict=True)]
+            merged = self._combine(region_builder_fn, left, [Value(array[i], value.elem) for array, value in zip(data, values, strict=True)])
+            for step, one in zip(steps, merged, strict=True):
+                step.append(one.data)
+        done = [np.moveaxis(np.stack(step[::-1] if reverse else step), 0, axis % rank) for step in steps]
+        return tuple(self.tensor(Value(array, v.elem, v.layout), t.type) for array, v, t in zip(done, values, inputs, strict=True))  # type: ignore[attr-defined]
+
+    def map_function(self, interpreter: Any, scalar_fn: Any, *args: Any, pack: Any = 1) -> Any:
+        """tl.map_elementwise: the scalar function sees whole arrays dressed as scalars."""
+        if unwrapped(pack) != 1:
+            raise NotImplementedError("map_elementwise with pack > 1")
+        tensors = list(self.broadcast_tensors(*args)) if len(args) > 1 else list(args)  # type: ignore[attr-defined]
+        like: Any = tensors[0]
+        scalars = [tl.tensor(Value(t.handle.data, t.handle.elem), t.type.scalar) for t in tensors]
+        results = interpreter.call_JitFunction(unwrapped(scalar_fn), scalars, {})
+        single = isinstance(results, tl.tensor)
+        out = [self._spread_over(like, result) for result in ([results] if single else results)]
+        return out[0] if single else tl.tuple(out)
+
+    def _spread_over(self, like: Any, result: Any) -> Any:
+        handle = Value(np.broadcast_to(result.handle.data, like.shape), result.handle.elem, like.handle.layout)
+        return self.tensor(handle, like.type.with_element_ty(result.type.scalar))
+
+    def _wrap(self, handle: Value, scalar: Any, shape: list[int]) -> Any:
+        raise NotImplementedError
+
+
+def _combining_name(build: Callable[[Any], None]) -> str:
+    """The name of the combining function that a region builder closes over."""
+    for cell in build.__closure__ or ():
+        name = getattr(cell.cell_contents, "__name__", "")
+        if name in _STANDARD and getattr(cell.cell_contents, "__module__", "").startswith("triton."):
+            return name
+    return ""
+
+
+class Triton(_Evaluated, TritonSemantic):
+    def _wrap(self, handle: Value, scalar: Any, shape: list[int]) -> Any:
+        return self.wrap_tensor(handle, scalar, shape)
+
+
+class Gluon(_Evaluated, GluonSemantic):
+    def _wrap(self, handle: Value, scalar: Any, shape: list[int]) -> Any:
+        return self._wrap_handle_infer_layout(handle, scalar, shape)
+
+    def __init__(self, builder: Any):
+        super().__init__(builder)
+        self._slots: dict[int, tuple[Any, Any, Any]] = {}  # a ring's type -> (kept alive, a slot's type, its IR type)
+        self._types: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def memdesc_index(self, mem_desc: Any, index: Any) -> Any:
+        """A slot of a ring; its type is made once for each ring."""
+        ring = mem_desc.type
+        if id(ring) not in self._slots:
+            slot = super().memdesc_index(mem_desc, index)
+            kind: Any = slot.type
+            self._slots[id(ring)] = ring, kind, kind.to_ir(self.builder)
+            return slot
+        _, kind, ir_type = self._slots[id(ring)]
+        slot = object.__new__(gluon_core.shared_memory_descriptor)
+        slot.handle = self.builder.create_memdesc_index(ir_type, mem_desc.handle, self.to_tensor(index).handle)
+        slot.type = kind
+        return slot
+
+    # Types are made once and shared: a distributed_type spells out its layout as text whenever it is made.
+
+    def _type(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """The type under a key whose objects count by identity; they are kept so that their ids stay taken."""
+        number = tuple(part if isinstance(part, (tuple, str)) else id(part) for part in key)
+        if number not in self._types:
+            self._types[number] = key, make()
+        return self._types[number][1]
+
+    def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left is right:
+            return lhs, rhs
+        if left.is_block() and right.is_block():
+            if left.layout is right.layout and left.shape == right.shape:
+                return lhs, rhs
+            return super().broadcast_impl_value(lhs, rhs)
+        if left.is_block():
+            return lhs, self._spread(rhs, left)
+        return (self._spread(lhs, right), rhs) if right.is_block() else (lhs, rhs)
+
+    def _spread(self, scalar: Any, like: Any) -> Any:
+        kind = self._type(("element", like, scalar.type), lambda: like.with_element_ty(scalar.type))
+        return self.tensor(Value(np.full(like.shape, scalar.handle.data), scalar.handle.elem, self._attribute(kind)), kind)
+
+    def _attribute(self, kind: Any) -> Any:
+        return self._type(("attribute", kind), lambda: kind.to_ir(self.builder).layout)
+
+    def broadcast_impl_shape(self, input: Any, shape: Any) -> Any:
+        if input.type.get_block_shapes() == shape:
+            return input
+        made = super().broadcast_impl_shape(input, shape)
+        return self.tensor(made.handle, self._type(("shape", input.type, tuple(shape)), lambda: made.type))
+
+    def _wrap_handle_infer_layout(self, handle: Any, scalar_ty: Any, shape: Any) -> Any:
+        if not len(shape):
+            return self.tensor(handle, scalar_ty)
+        make = lambda: gluon_core.distributed_type(scalar_ty, list(shape), self.builder.get_gluon_layout_from_tensor(handle))
+        return self.tensor(handle, self._type(("inferred", scalar_ty, tuple(shape), handle.layout), make))
+
+    def warp_specialize(self, functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any, generator: Any) -> Any:
+        machine = self.builder.machine
+        if not len(functions_and_args) - 1 == len(worker_num_warps) == len(worker_num_regs):
+            raise ValueError(f"warp_specialize: {len(functions_and_args) - 1} workers, {len(worker_num_warps)} warp counts, "
+                             f"{len(worker_num_regs)} register counts; all three must agree")  # fmt: skip
+        bodies, names = [], set()
+        for i, (function, args) in enumerate(functions_and_args):
+            fn: Any = unwrapped(function)
+            warps = machine.current.warps if i == 0 else worker_num_warps[i - 1]
+            context = generator.caller_context if i == 0 else GluonCallerContext(num_warps=warps)
+            name = fn.__name__ if fn.__name__ not in names else f"{fn.__name__}#{sum(n.split('#')[0] == fn.__name__ for n in names) + 1}"
+            names.add(name)
+            body = lambda fn=fn, args=args, context=context: generator.call_JitFunction(fn, list(args), {}, caller_context=context)
+            bodies.append((name, warps, body))
+        result = machine.fork(bodies)
+        return tuple(result) if isinstance(result, (tuple, tl.tuple)) else result

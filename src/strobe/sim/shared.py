@@ -1,0 +1,356 @@
+"""Shared memory: allocations and views, mbarriers, TMA copies, cp.async, proxy fences, named barriers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from triton import language as tl
+
+from .agents import Operation
+from .layouts import Layouts
+from .machine import Machine
+from .memory import Actor
+from .pointers import Found, reduce_into
+from .report import place_text
+from .values import BYTES, STORED, Descriptor, Type, Value, Window, from_bits, to_bits
+
+TMA_LATENCY_NS = 300.0  # an L2 hit, issue to arrival
+TMA_BYTES_PER_NS = 64.0  # one SM's share of L2 bandwidth
+SYNC_NS = 10.0
+
+
+class OutOfRange:
+    """A ring slot that does not exist; a fault only if it is used (arrive(..., pred=False) on it is common)."""
+
+    def __init__(self, text: str, machine: Machine, instead: Window):
+        self._text, self._machine, self._instead = text, machine, instead
+
+    def use(self) -> Window:
+        self._machine.report("bounds", self._text)
+        return self._instead
+
+    def set_loc(self, *_: Any) -> None: ...
+    def get_loc(self) -> None: ...
+
+
+class SharedMemory:
+    machine: Machine
+    layouts: Layouts
+    _find: Callable[..., Found]
+    _fetch: Callable[..., np.ndarray]
+    _record: Callable[..., None]
+
+    # ---- allocations and views
+
+    def _allocate(self, space: str, ty: Type, value: Value | None, charge: int) -> Window:
+        memory = self.machine.allocate(space, int(np.prod(ty.shape)) * BYTES[ty.elem], charge)
+        window = Window(memory, memory.raw.view(STORED[ty.elem]).reshape(ty.shape), ty.elem, ty)
+        if value is not None:
+            self._write(window, value)
+        return window
+
+    def create_local_alloc(self, ty: Type, value: Value | None = None) -> Window:
+        return self._allocate("shared", ty, value, int(np.prod(ty.shape)) * BYTES[ty.elem])
+
+    def create_local_dealloc(self, window: Window) -> None:
+        self.machine.current.cta.used["shared"] -= len(window.memory.raw)
+
+    def _write(self, window: Any, value: Value) -> None:
+        window = self.window(window)
+        bits = to_bits(value.data, window.elem)
+        self.machine.touch(window.memory, window.view, True, f"store to {window.label}")
+        window.view[...] = bits
+        self.machine.preempt()
+
+    def _read(self, ty: Type, window: Any) -> Value:
+        window = self.window(window)
+        self.machine.touch(window.memory, window.view, False, f"load of {window.label}")
+        data = from_bits(window.view, window.elem)
+        self.machine.preempt()
+        return Value(data, window.elem, ty.layout)
+
+    create_local_store = _write
+    create_local_load = _read
+
+    @staticmethod
+    def window(window: Any) -> Window:
+        return window.use() if isinstance(window, OutOfRange) else window
+
+    def create_memdesc_index(self, ty: Type, window: Any, index: Value) -> Any:
+        window, slot, slots = self.window(window), index.scalar, self.window(window).view.shape[0]
+        if not 0 <= slot < slots:
+            text = f"slot {slot} of {window.memory.name}, which has {slots}, at {place_text(self.machine.place())}"
+            return OutOfRange(text, self.machine, Window(window.memory, window.view[slot % slots], window.elem, ty))
+        return Window(window.memory, window.view[slot], window.elem, ty)
+
+    def create_memdesc_subslice(self, ty: Type, window: Window, offsets: list[int]) -> Window:
+        part = tuple(slice(offset, offset + size) for offset, size in zip(offsets, ty.shape, strict=True))
+        return Window(window.memory, window.view[part], window.elem, ty)
+
+    def create_memdesc_trans(self, window: Window, order: list[int]) -> Window:
+        shape = [window.view.shape[i] for i in order]
+        return Window(window.memory, window.view.transpose(order), window.elem, self._viewed("trans", window, shape, order))
+
+    def create_memdesc_reshape(self, window: Window, shape: list[int]) -> Window:
+        view = window.view.reshape(shape)
+        if not np.shares_memory(view, window.view):
+            raise NotImplementedError(f"reshape of {window.label}: a view that is not contiguous")
+        return Window(window.memory, view, window.elem, self._viewed("reshape", window, shape, shape))
+
+    def _viewed(self, operation: str, window: Window, shape: list[int], argument: list[int]) -> Type:
+        layout, alloc_shape = window.type.layout
+        python, attribute = self.layouts.of_window(operation, window.elem, window.view.shape, layout, alloc_shape, argument)
+        ty = Type(window.elem, shape, (attribute, list(shape)))
+        self._python_layouts[id(ty)] = ty, python
+        return ty
+
+    def get_gluon_layout_from_memdesc(self, window: Window) -> Any:
+        return self._python_layouts.pop(id(window.type))[1]
+
+    _python_layouts: dict[int, tuple[Type, Any]]
+
+    def create_memdesc_reinterpret(self, ty: Type, window: Window) -> Window:
+        memory = window.memory
+        if window.view.flags.c_contiguous:
+            start, size = window.address - memory.base, int(np.prod(ty.shape)) * BYTES[ty.elem]
+            past = start + size - memory.raw.size  # more than the view is legal (the next buffers), past the allocation is not
+            if past > 0:
+                self.machine.report("bounds", f"{window.label} taken as {ty.shape} of {ty.elem} reaches {past} bytes past its allocation, "
+                                    f"at {place_text(self.machine.place())}")  # fmt: skip
+                start = max(0, start - past)
+            raw = memory.raw if size <= memory.raw.size else np.zeros(size, np.uint8)
+            view = raw[start : start + size].view(STORED[ty.elem]).reshape(ty.shape)
+        else:  # a window of columns of tensor memory
+            view = window.view.view(STORED[ty.elem])[..., : ty.shape[-1]]
+        return Window(memory, view, ty.elem, ty)
+
+    def name_memory(self, name: str | None, value: Any) -> None:
+        """Call an allocation by the variable (or the aggregate's field) that holds it."""
+        if not name or isinstance(value, tl.tuple):
+            return
+        handle = getattr(value, "handle", None)
+        if isinstance(handle, Window) and not handle.memory.named:
+            handle.memory.name, handle.memory.named = name, True
+        elif getattr(type(value), "__triton_aggregate__", False):
+            for field, inner in value.__dict__.items():
+                handle = None if isinstance(inner, tl.tuple) else getattr(inner, "handle", None)
+                if isinstance(handle, Window) and "." not in handle.memory.name:
+                    handle.memory.name, handle.memory.named = f"{name}.{field}", True
+
+    # ---- mbarriers
+
+    def _barrier(self, window: Any) -> Any:
+        window = self.window(window)
+        return self.machine.barrier(window.address, window.label)
+
+    def create_mbarrier_init(self, window: Any, count: int, *_: Any) -> None:
+        window = self.window(window)
+        self.machine.init_barrier(window.address, window.label, count)
+
+    def create_mbarrier_inval(self, window: Any) -> None:
+        self._barrier(window).valid = False
+
+    @staticmethod
+    def _predicated(arguments: tuple[Any, ...]) -> bool:
+        """False if a predicate among the trailing arguments is false (its position differs between releases)."""
+        return all(bool(argument.data) for argument in arguments if isinstance(argument, Value))
+
+    def create_mbarrier_expect(self, window: Any, size: int, *rest: Any) -> None:
+        if self._predicated(rest):
+            self._arrive(window, 1, size)
+
+    def create_mbarrier_arrive(self, window: Any, count: int, *rest: Any) -> None:
+        if self._predicated(rest):
+            self.machine.preempt()
+            self._arrive(window, count, 0)
+
+    def _arrive(self, window: Any, count: int, expect: int) -> None:
+        p = self.machine.current
+        self.machine.arrive(self._barrier(window), count, p.knows, p.name, expect, p.time_ns)
+        p.tick()
+
+    def create_mbarrier_wait(self, window: Any, parity: Value, pred: Value, *_: Any) -> None:
+        if bool(pred.data):
+            self.machine.spend(SYNC_NS)
+            self.machine.wait(self._barrier(window), int(parity.data) & 1)
+
+    # ---- fences and barriers of threads
+
+    def create_fence_async_shared(self, cluster: bool) -> None:
+        self.machine.fence(("shared",))
+
+    def create_barrier(self, *_: Any) -> None:
+        """Threads of one partition wait for each other: a partition is one agent here, so nothing can go wrong between them."""
+
+    def fence(self, name: str) -> None:
+        """A fence in inline PTX."""
+        if name.startswith("fence.proxy.async"):
+            spaces = {"shared": ("shared",), "global": ("global",)}
+            self.machine.fence(next((s for key, s in spaces.items() if key in name), ("shared", "global")))
+        elif name.startswith(("fence.acq_rel", "fence.sc", "membar")):
+            pass  # what is ordered by acquire and release is told by the atomics themselves
+
+    def barrier(self, number: int, threads: int | None, wait: bool) -> None:
+        p = self.machine.current
+        self.machine.named_barrier(number, threads or 32 * p.warps, wait)
+
+    # ---- TMA
+
+    def create_async_tma_copy_global_to_local(self, desc: Descriptor, coord: list[Value], bar: Any, target: Any, pred: Value, *_: Any) -> None:
+        if not bool(pred.data):
+            return
+        target, barrier = self.window(target), self._barrier(bar)
+        corner = [c.scalar for c in coord]
+        block = _box(desc, target)
+        self._start_load(desc, barrier, target, lambda: desc.fetch(corner, block), desc.view[desc.inside(corner, block)[0]])
+
+    def create_async_tma_gather(self, desc: Descriptor, rows: Value, column: Value, bar: Any, target: Any, pred: Value) -> None:
+        if bool(pred.data):
+            target, barrier = self.window(target), self._barrier(bar)
+            width = target.view.shape[-1]
+            indices = [int(r) for r in np.asarray(rows.data)]
+            fetch = lambda: np.concatenate([desc.fetch([r, column.scalar], [1, width]) for r in indices])
+            self._start_load(desc, barrier, target, fetch, desc.view)
+
+    def _start_load(self, desc: Descriptor, barrier: Any, target: Window, fetch: Callable[[], np.ndarray], source: np.ndarray) -> None:
+        machine, p = self.machine, self.machine.current
+        agent = f"TMA load {barrier.copies} on {p.cta.index}/{barrier.name}"
+        barrier.copies += 1
+        number = machine.sequence(agent)
+        knows = dict(p.knows)
+        what, place = f"TMA load into {target.label}", machine.place()
+        machine.access(target.memory, target.memory.mask_of(target.view), True, Actor(agent, number, knows, "async", what, place))
+        if source.size:
+            read = Actor(agent, number, knows, "async", f"TMA load into {target.label}", place)
+            machine.access(desc.memory, desc.memory.mask_of(source), False, read)
+        knows[agent] = number
+        p.tick()
+        _poison(target)
+        _, ready = machine.occupy("TMA", p.time_ns, target.view.nbytes / TMA_BYTES_PER_NS)
+        operation = Operation(agent, what, place, lambda: None, ready + TMA_LATENCY_NS)
+
+        def land() -> None:
+            target.view[...] = fetch().reshape(target.view.shape)
+            machine.complete_bytes(barrier, target.view.nbytes, knows, operation)
+
+        operation.land = land
+        machine.event("TMA", "load", what, p.time_ns, operation.ready_ns)
+        machine.launch(None, operation)
+
+    def create_async_tma_copy_local_to_global(self, desc: Descriptor, coord: list[Value], source: Any, *_: Any) -> None:
+        self._start_store(desc, coord, source, "TMA store", lambda where, bits: desc.view.__setitem__(where, bits), "async")
+
+    def create_async_tma_reduce(self, kind: Any, desc: Descriptor, coord: list[Value], source: Any, *_: Any) -> None:
+        add = lambda where, bits: reduce_into(desc, where, from_bits(bits, desc.elem), kind)
+        self._start_store(desc, coord, source, f"TMA reduce-{kind.name.lower()}", add, "atomic")
+
+    def create_async_tma_scatter(self, desc: Descriptor, rows: Value, column: Value, source: Any) -> None:
+        source = self.window(source)
+        for i, row in enumerate(np.asarray(rows.data).tolist()):
+            part = Window(source.memory, source.view[i : i + 1], source.elem, source.type)
+            corner = [Value(np.int32(row), "i32"), column]
+            self._start_store(desc, corner, part, "TMA scatter", lambda where, bits: desc.view.__setitem__(where, bits), "async")
+
+    def _start_store(self, desc: Descriptor, coord: list[Value], source: Any, verb: str, put: Callable[[Any, np.ndarray], None], proxy: str) -> None:
+        """A bulk store: it reads shared memory first and writes global memory some time later, each in the order of issue."""
+        machine, p, source = self.machine, self.machine.current, self.window(source)
+        reads, writes = p.stores, p.store_writes
+        reads.issued, writes.issued = reads.issued + 1, writes.issued + 1
+        what, place = f"{verb} from {source.label}", machine.place()
+        machine.access(source.memory, source.memory.mask_of(source.view), False, Actor(reads.agent, reads.issued, p.knows, "async", what, place))
+        corner = [c.scalar for c in coord]
+        block = _box(desc, source)
+        where, part = desc.inside(corner, block)
+        if desc.view[where].size:
+            knows = {**p.knows, writes.agent: writes.issued - 1}
+            machine.access(desc.memory, desc.memory.mask_of(desc.view[where]), True, Actor(writes.agent, writes.issued, knows, proxy, what, place))
+        p.tick()
+        _, ready = machine.occupy("TMA", p.time_ns, source.view.nbytes / TMA_BYTES_PER_NS)
+        machine.event("TMA", "store", what, p.time_ns, ready + TMA_LATENCY_NS)
+
+        def read() -> None:
+            bits = np.array(source.view.reshape(block)[part])
+            write = Operation(writes.agent, what, place, lambda: put(where, bits), ready + TMA_LATENCY_NS)
+            writes.queue.append(write)
+            if machine.mode == "eager":
+                writes.pop().land()
+
+        machine.launch(reads, Operation(reads.agent, what, place, read, ready))
+
+    def create_async_tma_store_wait(self, pending: int, *_: Any) -> None:
+        """cp.async.bulk.wait_group.read: the sources may be overwritten; the writes may still be under way."""
+        p = self.machine.current
+        self.machine.drain(p.stores, pending, "store_wait")
+
+    def bulk_commit(self) -> None:
+        """cp.async.bulk.commit_group in inline PTX: Gluon's own stores commit themselves, so this group is empty."""
+        p = self.machine.current
+        for stream in (p.stores, p.store_writes):
+            stream.issued += 1
+            stream.queue.append(Operation(stream.agent, "an empty group", self.machine.place(), lambda: None))
+
+    def bulk_wait(self, pending: int, read: bool) -> None:
+        p = self.machine.current
+        self.machine.drain(p.stores, pending, "bulk wait_group")
+        if not read:
+            self.machine.drain(p.store_writes, pending, "bulk wait_group")
+
+    # ---- cp.async
+
+    def create_async_copy_global_to_local(self, target: Any, pointer: Value, mask: Any, other: Any, *_: Any) -> None:
+        machine, p, target = self.machine, self.machine.current, self.window(target)
+        mask = mask if isinstance(mask, Value) else None
+        stream, what = p.copies, f"cp.async into {target.label}"
+        actor = Actor(stream.agent, stream.issued + 1, {**p.knows, stream.agent: stream.issued + 1}, "generic", what, machine.place())
+        machine.access(target.memory, target.memory.mask_of(target.view), True, actor)
+        found = self._find(np.asarray(pointer.data, np.int64), None if mask is None else mask.data, target.view.dtype.itemsize, "cp.async")
+        self._record(found, False, what)
+        bits = self._fetch(found, target.view.dtype, 0)
+        _poison(target)
+        p.open_copies.append(lambda: target.view.__setitem__(..., bits))
+
+    def create_async_commit_group(self) -> None:
+        p = self.machine.current
+        work, p.open_copies = p.open_copies, []
+        p.copies.issued += 1
+        ready = p.time_ns + TMA_LATENCY_NS
+        self.machine.launch(p.copies, Operation(p.copies.agent, "cp.async group", self.machine.place(), lambda: _all(work), ready))
+
+    def create_async_wait_group(self, pending: int) -> None:
+        self.machine.drain(self.machine.current.copies, pending, "cp.async wait_group")
+
+    def create_async_copy_mbarrier_arrive(self, bar: Any, increment: bool) -> None:
+        """cp.async.mbarrier.arrive: the barrier is told once all copies so far have landed."""
+        machine, p, barrier = self.machine, self.machine.current, self._barrier(bar)
+        work, p.open_copies = p.open_copies, []
+        stream = p.copies
+        stream.issued += 1
+        knows = {**p.knows, stream.agent: stream.issued}
+        if increment:
+            barrier.missing += 1
+        p.tick()
+
+        def land() -> None:
+            _all(work)
+            machine.arrive(barrier, 1, knows, f"cp.async of {p.name}", time_ns=p.time_ns)
+
+        machine.launch(stream, Operation(stream.agent, "cp.async group", machine.place(), land, p.time_ns + TMA_LATENCY_NS))
+
+
+def _box(desc: Descriptor, window: Window) -> list[int]:
+    """The block a copy moves has the shape of its shared memory side, as in Triton's lowering."""
+    shape = list(window.view.shape)
+    extra = len(shape) - len(desc.block)
+    return shape[extra:] if extra >= 0 and all(size == 1 for size in shape[:extra]) else desc.block
+
+
+def _poison(window: Window) -> None:
+    """What is being copied into reads as NaN until the copy lands."""
+    window.view[...] = np.nan if window.view.dtype.kind == "f" else np.array(-1).astype(window.view.dtype)
+
+
+def _all(work: list[Callable[[], None]]) -> None:
+    for one in work:
+        one()

@@ -1,0 +1,194 @@
+"""Tensor cores: wgmma, mma, tcgen05 with tensor memory, tl.dot. Products accumulate in float32 by torch's matmul."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .agents import Operation
+from .arithmetic import SM_GHZ
+from .machine import Machine
+from .memory import Actor, merge
+from .values import COMPUTED, Pending, Type, Value, Window, as_torch, from_bits, rounded, to_bits
+
+FLOP_PER_CYCLE = 4096.0  # dense 16-bit products of one Hopper SM; twice that on Blackwell, and for 8-bit types
+TENSOR_MEMORY_COLUMN_BYTES = 512  # 128 lanes of 32 bits
+
+
+def product(a: Any, b: Any, elem: str, precise: bool = False) -> np.ndarray:
+    a, b = np.asarray(a, np.float32 if elem != "fp64" else np.float64), np.asarray(b, np.float32 if elem != "fp64" else np.float64)
+    if elem == "fp32" and not precise:  # TF32: the tensor core reads the upper 19 bits
+        a, b = ((np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for x in (a, b))
+    if elem[0] == "i":
+        return (as_torch(a.astype(np.int64)) @ as_torch(b.astype(np.int64))).numpy()
+    return (as_torch(a) @ as_torch(b)).numpy()
+
+
+class TensorCores:
+    machine: Machine
+    capability: int
+    window: Callable[[Any], Window]
+    _allocate: Callable[..., Window]
+    _barrier: Callable[[Any], Any]
+    _read: Callable[..., Value]
+    _write: Callable[..., None]
+
+    def _seconds(self, shape: tuple[int, int, int], elem: str) -> float:
+        """Modelled nanoseconds of an m x n x k product."""
+        rate = FLOP_PER_CYCLE * (2 if self.capability >= 100 else 1) * (2 if "8" in elem[:4] and elem != "bf16" else 1)
+        return 2.0 * shape[0] * shape[1] * shape[2] / rate / SM_GHZ
+
+    def _operand(self, operand: Any, agent: str, number: int, knows: dict[str, int], what: str) -> Callable[[], Any]:
+        """Record the read now; the returned function fetches the operand when the product lands."""
+        if isinstance(operand, Value):
+            data = operand.data
+            return lambda: data
+        window = self.window(operand)
+        proxy = "async" if window.memory.space == "shared" else "tensor"
+        actor = Actor(agent, number, knows, proxy, f"{what} of {window.label}", self.machine.place())
+        self.machine.access(window.memory, window.memory.mask_of(window.view), False, actor)
+        return lambda: from_bits(window.view, window.elem)
+
+    # ---- wgmma (Hopper)
+
+    def create_warpgroup_mma(self, a: Any, b: Any, acc: Value, use_acc: Value, precision: Any, imprecise: int, is_async: bool) -> Value:
+        machine, p = self.machine, self.machine.current
+        stream = p.wgmma
+        stream.issued += 1
+        agent, number = stream.agent, stream.issued
+        left = self._operand(a, agent, number, p.knows, "wgmma read")
+        right = self._operand(b, agent, number, p.knows, "wgmma read")
+        if acc.pending and acc.pending.agent != agent:
+            acc.pending.report_use()
+        p.tick()
+        shape = (*np.shape(acc.raw()), np.shape(a.raw())[-1] if isinstance(a, Value) else a.view.shape[-1])
+        out = Value(np.full(shape[:2], np.nan, np.float32), acc.elem, acc.layout, Pending(machine, agent, number))
+        accumulate, elem = bool(use_acc.data), a.elem
+
+        def land() -> None:
+            result = product(left(), right(), elem)
+            result = result + acc.raw() if accumulate else result
+            out.set_data(result.astype(COMPUTED[acc.elem], copy=False))
+
+        self._issue(stream, "wgmma", shape, elem, land)
+        if not is_async:
+            return self.create_warpgroup_mma_wait([out], 0)[0]
+        return out
+
+    def _issue(self, stream: Any, name: str, shape: tuple[int, int, int], elem: str, land: Callable[[], None]) -> None:
+        machine, p = self.machine, self.machine.current
+        if machine.mode == "timed":
+            machine.preempt()
+        start, ready = machine.occupy("tensor core", p.time_ns, self._seconds(shape, elem))
+        text = f"{name} {shape[0]}x{shape[1]}x{shape[2]}"
+        machine.event("tensor core", "mma", f"{text} of {p.name}", start, ready)
+        machine.launch(stream, Operation(stream.agent, text, machine.place(), land, ready))
+
+    def create_warpgroup_mma_wait(self, deps: list[Value], pending: int) -> list[Value]:
+        p = self.machine.current
+        self.machine.drain(p.wgmma, pending, "wgmma wait")
+        return [self._released(value, p) for value in deps]
+
+    @staticmethod
+    def _released(value: Value, p: Any) -> Value:
+        """A value as it comes out of a wait: usable if the wait covers the product that computes it."""
+        if value.pending is None or p.knows.get(value.pending.agent, 0) < value.pending.number:
+            return value
+        return Value(value.raw(), value.elem, value.layout)
+
+    # ---- mma.sync and tl.dot
+
+    def create_dot(self, a: Value, b: Value, c: Value, precision: Any, imprecise: int) -> Value:
+        precise = getattr(precision, "name", "") == "IEEE"
+        result = product(a.data, b.data, a.elem, precise) + c.data
+        self.machine.spend(self._seconds((*np.shape(c.data)[-2:], np.shape(a.data)[-1]), a.elem))
+        return Value(np.asarray(rounded(result, c.elem)).astype(COMPUTED[c.elem], copy=False), c.elem, c.layout)
+
+    # ---- tensor memory and tcgen05 (Blackwell)
+
+    def create_tmem_alloc(self, ty: Type, value: Value | None = None) -> Window:
+        size = int(np.prod(ty.shape[:-2], initial=1)) * -(-ty.shape[-2] // 128) * ty.shape[-1] * _column_bits(ty.elem) // 32
+        return self._allocate("tensor", ty, value, max(32, 1 << (size - 1).bit_length()))
+
+    def create_tmem_store(self, window: Any, value: Value, pred: Value) -> None:
+        if bool(pred.data):
+            self._write(window, value)
+
+    def create_tmem_load(self, ty: Type, window: Any) -> Value:
+        return self._read(ty, window)
+
+    def create_tmem_subslice(self, ty: Type, window: Window, start: int) -> Window:
+        return Window(window.memory, window.view[..., start : start + ty.shape[-1]], window.elem, ty)
+
+    def create_tcgen05_mma(self, a: Any, b: Any, d: Any, use_acc: Value, pred: Value, bars: list[Any], bar_preds: list[Value],
+                           two_ctas: bool = False, *_: Any) -> None:  # fmt: skip
+        if two_ctas:
+            raise NotImplementedError("tcgen05_mma over two CTAs: the simulator knows no clusters")
+        if bool(pred.data):
+            self._tcgen05(a, b, self.window(d), bool(use_acc.data))
+        for bar, wanted in zip(bars, bar_preds, strict=True):
+            if bool(wanted.data):
+                self.create_tcgen05_commit(bar)
+        if not bars and bool(pred.data):  # without a barrier the product is waited for
+            self.machine.drain(self.machine.current.tcgen05, 0, "tcgen05 wait")
+
+    def _tcgen05(self, a: Any, b: Any, d: Window, accumulate: bool) -> None:
+        machine, p = self.machine, self.machine.current
+        stream = p.tcgen05
+        stream.issued += 1
+        agent, number = stream.agent, stream.issued
+        knows = {**p.knows, agent: number - 1}  # products of one issuer run in order
+        left, right = self._operand(a, agent, number, knows, "tcgen05 read"), self._operand(b, agent, number, knows, "tcgen05 read")
+        what = f"tcgen05.mma into {d.label}"
+        mask = d.memory.mask_of(d.view)
+        if accumulate:
+            machine.access(d.memory, mask, False, Actor(agent, number, knows, "tensor", what, machine.place()))
+        machine.access(d.memory, mask, True, Actor(agent, number, knows, "tensor", what, machine.place()))
+        knows = {**knows, agent: number}
+        p.tick()
+        elem = a.elem
+
+        def land() -> None:
+            result = product(left(), right(), elem)
+            d.view[...] = to_bits(result + from_bits(d.view, d.elem) if accumulate else result, d.elem)
+            merge(stream.knows, knows)
+
+        self._issue(stream, "tcgen05", (*d.view.shape[-2:], self.window(a).view.shape[-1]), elem, land)
+
+    def create_tcgen05_commit(self, bar: Any, *_: Any) -> None:
+        """The barrier is told once all earlier tcgen05 work of this partition is done."""
+        machine, p, barrier = self.machine, self.machine.current, self._barrier(bar)
+        stream = p.tcgen05
+        ready = max([p.time_ns, *(operation.ready_ns for operation in stream.queue)])
+        stream.issued += 1
+        number = stream.issued
+        p.tick()
+
+        def land() -> None:
+            machine.arrive(barrier, 1, {**stream.knows, stream.agent: number}, f"tcgen05.commit of {p.name}", time_ns=ready)
+
+        machine.launch(stream, Operation(stream.agent, f"tcgen05.commit to {barrier.name}", machine.place(), land, ready))
+
+    def create_tmem_copy(self, source: Any, target: Any) -> None:
+        """tcgen05.cp: shared memory to tensor memory, in order with the products of this partition."""
+        machine, p = self.machine, self.machine.current
+        source, target, stream = self.window(source), self.window(target), p.tcgen05
+        stream.issued += 1
+        agent, number = stream.agent, stream.issued
+        knows = {**p.knows, agent: number - 1}
+        fetch = self._operand(source, agent, number, knows, "tcgen05.cp read")
+        actor = Actor(agent, number, knows, "tensor", f"tcgen05.cp into {target.label}", machine.place())
+        machine.access(target.memory, target.memory.mask_of(target.view), True, actor)
+        p.tick()
+
+        def land() -> None:
+            target.view[...] = to_bits(fetch(), target.elem).reshape(target.view.shape)
+            merge(stream.knows, {**knows, agent: number})
+
+        machine.launch(stream, Operation(agent, "tcgen05.cp", machine.place(), land, p.time_ns))
+
+
+def _column_bits(elem: str) -> int:
+    return np.dtype(COMPUTED[elem]).itemsize * 8 if elem not in ("bf16", "fp8e4nv", "fp8e5") else {"bf16": 16}.get(elem, 8)

@@ -1,0 +1,406 @@
+"""The events of a simulated run as pictures: a Chrome trace for Perfetto, an SVG, a page. Its times are modelled, not measured.
+
+events of a run -> rows (CTA, partition or engine) -> lanes (a row's events that overlap lie in lanes of their own) -> bars
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import groupby
+from pathlib import Path
+
+# Okabe and Ito's palette, told apart by colour-blind readers (jfly.uni-koeln.de/color): fill, and the text upon it
+COLOURS = {
+    "load": ("#0072b2", "#ffffff"), "store": ("#d55e00", "#000000"), "mma": ("#009e73", "#000000"), "math": ("#e69f00", "#000000"),
+    "sync": ("#cc79a7", "#000000"), "memory": ("#56b4e9", "#000000"), "wait": ("#dde1e6", "#3d444d"),
+}  # fmt: skip
+MODELLED = "modelled time, not measured"
+MOST_BARS = 20_000
+
+_WIDTH, _MARGIN, _LINE, _GAP = 1280, 16, 18, 4
+_LABEL_CHAR, _BAR_CHAR = 6.7, 6.1  # widths of one character at the monospaced sizes of _STYLE, rounded up
+_STYLE = """
+:root{color-scheme:light dark;background:#fff}
+.page{fill:#fff} .grid{stroke:#e7e9ec} .rule{stroke:#c3c8cf} text{fill:#1f2328;font:11px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace}
+.title{font:600 15px system-ui,sans-serif} .fact,.key{font:12px system-ui,sans-serif} .cta{font-weight:700} .quiet{fill:#59636e}
+.in{font-size:10px;pointer-events:none} rect[class]:not(.page):hover{opacity:.75}
+"""
+_DARK = """
+:root{background:#14171c} .page{fill:#14171c} .grid{stroke:#272c34} .rule{stroke:#444c56} text{fill:#e6e9ed} .quiet{fill:#9aa4b0}
+.wait{fill:#343b45} .on-wait{fill:#c6ced8}
+"""
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>
+<style>body{{margin:0}} main{{overflow-x:auto}} svg{{display:block;min-width:100%;height:auto}}</style></head>
+<body><main tabindex="0" aria-label="timeline, scrolls sideways">{svg}</main>
+<script>
+const pane = document.querySelector("main"), still = document.querySelectorAll(".still");
+pane.addEventListener("scroll", () => still.forEach(part => part.setAttribute("transform", `translate(${{pane.scrollLeft}})`)));
+</script></body></html>
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One bar of the timeline.
+
+    >>> Event(0, "TMA", "load", "TMA load k_smem[0]", 20.0, 10.0, "forward.py:123")
+    Traceback (most recent call last):
+    ...
+    ValueError: end_ns: got 10.0 for 'TMA load k_smem[0]', expected a finite time at or after start_ns 20.0; an event ends after it starts
+    """
+
+    cta: int  # linear index of the CTA (program)
+    row: str  # the partition or engine it belongs to: "load_partition", "TMA"
+    kind: str  # a key of COLOURS
+    name: str  # "wgmma 64x128x64", "wait k_ready[1]"
+    start_ns: float  # modelled time
+    end_ns: float
+    where: str  # "forward.py:123 < forward.py:301"
+
+    def __post_init__(self) -> None:
+        if self.kind not in COLOURS:
+            raise ValueError(f"kind: got {self.kind!r} for {self.name!r}, expected one of {', '.join(COLOURS)}; choose the nearest")
+        if not -math.inf < self.start_ns <= self.end_ns < math.inf:
+            expected = f"a finite time at or after start_ns {self.start_ns}"
+            raise ValueError(f"end_ns: got {self.end_ns} for {self.name!r}, expected {expected}; an event ends after it starts")
+
+
+Row = tuple[int, str]
+Lanes = list[list[Event]]
+
+
+# ---------------------------------------------------------------- the four things one can ask for
+
+
+def chrome_trace(events: Iterable[Event], title: str) -> str:
+    """JSON for ui.perfetto.dev or chrome://tracing: a process for each CTA, a thread for each row, by first appearance.
+
+    Perfetto drops slices that overlap in a thread without nesting (github.com/google/perfetto/issues/4280). So each lane is a thread,
+    and times are whole nanoseconds, its unit, with starts and ends rounded, not lengths: neighbours stay apart. It gives process 0 to
+    the system's idle task (issues/394) and takes a thread numbered like its process for the main one, so no number here is used twice.
+    """
+    rows = _rows(events)
+    ctas = dict.fromkeys(cta for cta, _ in rows)
+    records = []
+    for cta in ctas:
+        records += _named("process", {"pid": cta + 1}, f"CTA {cta}", cta)
+    thread = max(ctas, default=0) + 1
+    for (cta, row), lanes in rows.items():
+        for depth, lane in enumerate(lanes, 1):
+            thread += 1
+            records += _named("thread", {"pid": cta + 1, "tid": thread}, row if depth == 1 else f"{row} ({depth})", thread)
+            records += [_complete(event, thread) for event in lane]
+    about = {"title": title, "time": MODELLED}
+    return json.dumps({"displayTimeUnit": "ns", "otherData": about, "traceEvents": records}, separators=(",", ":"))
+
+
+def svg(events: Iterable[Event], title: str, ctas: Collection[int] | None = None, span_ns: tuple[float, float] | None = None) -> str:
+    """One self-contained picture of the run, or of some `ctas` and of the times `span_ns` = (from, to) alone.
+
+    The share beside a row is its busy (not waiting) part of the times shown. Beyond MOST_BARS, neighbours are merged and the picture says so.
+    """
+    return _draw(list(events), title, ctas, span_ns, _WIDTH)
+
+
+def save(events: Iterable[Event], path: str | Path, title: str) -> None:
+    """Write `path` by its suffix: .json is the trace, .svg the picture, .html a page that scrolls sideways with room for the names."""
+    events, path = list(events), Path(path)
+    if path.suffix == ".json":
+        text = chrome_trace(events, title)
+    elif path.suffix == ".svg":
+        text = svg(events, title)
+    elif path.suffix == ".html":
+        text = _PAGE.format(title=_escape(title), svg=_draw(events, title, None, None, _roomy_width(events)))
+    else:
+        remedy = ".json opens in Perfetto, the others in a browser"
+        raise ValueError(f"path: got {path.name}, expected a name that ends in .json, .svg or .html; {remedy}")
+    path.write_text(text, encoding="utf-8")
+
+
+def utilisation(events: Iterable[Event]) -> dict[Row, float]:
+    """How busy (not waiting) each row was, as a share of the whole run.
+
+    >>> work = Event(0, "TMA", "load", "load", 0.0, 30.0, "")
+    >>> utilisation([work, Event(0, "softmax", "wait", "wait", 0.0, 30.0, ""), Event(0, "softmax", "math", "exp2", 30.0, 40.0, "")])
+    {(0, 'TMA'): 0.75, (0, 'softmax'): 0.25}
+    """
+    rows = _rows(events)
+    start, end = _span(rows)
+    return {row: _busy_ns(lanes, start, end) / (end - start) for row, lanes in rows.items()}
+
+
+# ---------------------------------------------------------------- rows, lanes, bars
+
+
+def _rows(events: Iterable[Event]) -> dict[Row, Lanes]:
+    """The lanes of every row: CTAs by number, rows by the first appearance of their name in the run, so that every CTA has one order."""
+    found: dict[Row, list[Event]] = {}
+    order: dict[str, int] = {}
+    for event in events:
+        order.setdefault(event.row, len(order))
+        found.setdefault((event.cta, event.row), []).append(event)
+    return {row: _lanes(found[row]) for row in sorted(found, key=lambda row: (row[0], order[row[1]]))}
+
+
+def _lanes(events: list[Event]) -> Lanes:
+    """Events that overlap (loads in flight at once) go to different lanes, each to the first that is free; a lane is in order of time."""
+    lanes: Lanes = []
+    taken: list[tuple[float, int]] = []
+    free: list[int] = []
+    for event in sorted(events, key=lambda event: (event.start_ns, event.end_ns)):
+        while taken and taken[0][0] <= event.start_ns:
+            heappush(free, heappop(taken)[1])
+        if not free:
+            free.append(len(lanes))
+            lanes.append([])
+        lane = heappop(free)
+        lanes[lane].append(event)
+        heappush(taken, (event.end_ns, lane))
+    return lanes
+
+
+def _span(rows: dict[Row, Lanes]) -> tuple[float, float]:
+    """The first start and the last end, never equal."""
+    lanes = [lane for lanes in rows.values() for lane in lanes]
+    start = min((lane[0].start_ns for lane in lanes), default=0.0)
+    end = max((lane[-1].end_ns for lane in lanes), default=0.0)
+    return start, end if end > start else start + 1.0
+
+
+def _busy_ns(lanes: Lanes, start_ns: float, end_ns: float) -> float:
+    """Time between the two in which at least one lane does something else than wait."""
+    busy, reached = 0.0, start_ns
+    for event in sorted((event for lane in lanes for event in lane if event.kind != "wait"), key=lambda event: event.start_ns):
+        end = min(event.end_ns, end_ns)
+        busy += max(0.0, end - max(event.start_ns, reached))
+        reached = max(reached, end)
+    return busy
+
+
+def _merge(rows: dict[Row, Lanes], span_ns: tuple[float, float], most: int) -> tuple[dict[Row, Lanes], float]:
+    """The same time of each kind in at most `most` bars (or as few as there are lanes and kinds), and how wide the columns are: 0 for not merged."""
+    start, end = span_ns
+    merged, column = rows, 0.0
+    while _count(merged) > most and column < end - start:
+        column = 2 * column or (end - start) / most
+        merged = {row: [_in_columns(lane, start, column) for lane in lanes] for row, lanes in rows.items()}
+    return merged, column
+
+
+def _in_columns(lane: list[Event], origin_ns: float, column_ns: float) -> list[Event]:
+    """Of the events that start in one column, those of a kind become one bar as long as they are together; the bars lie side by side."""
+    bars: list[Event] = []
+    for _, column in groupby(lane, key=lambda event: (event.start_ns - origin_ns) // column_ns):
+        kinds: dict[str, list[Event]] = {}
+        events = list(column)
+        for event in events:
+            kinds.setdefault(event.kind, []).append(event)
+        if len(kinds) == len(events):
+            bars += events
+            continue
+        at = events[0].start_ns
+        for same in kinds.values():
+            end = at + sum(event.end_ns - event.start_ns for event in same)
+            name = same[0].name if len(same) == 1 else f"{len(same)} merged: {same[0].name}, ..."
+            bars.append(replace(same[0], name=name, start_ns=at, end_ns=end))
+            at = end
+    return bars
+
+
+def _count(rows: dict[Row, Lanes]) -> int:
+    return sum(len(lane) for lanes in rows.values() for lane in lanes)
+
+
+# ---------------------------------------------------------------- the trace
+
+
+def _named(what: str, who: dict[str, int], name: str, place: int) -> list[dict]:
+    """The two records that name a process or thread and put it in its place."""
+    about = {"name": name, "sort_index": place}
+    return [{"ph": "M", **who, "name": f"{what}_{key}", "args": {key: value}} for key, value in about.items()]
+
+
+def _complete(event: Event, thread: int) -> dict:
+    start, end = round(event.start_ns), round(event.end_ns)
+    times = {"ts": start / 1000, "dur": (end - start) / 1000}
+    return {"ph": "X", "name": event.name, "cat": event.kind, "pid": event.cta + 1, "tid": thread, **times, "args": {"where": event.where}}
+
+
+# ---------------------------------------------------------------- the picture
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From modelled time to the horizontal."""
+
+    start_ns: float
+    end_ns: float
+    left: float
+    right: float
+
+    def x(self, time_ns: float) -> float:
+        inside = min(max(time_ns, self.start_ns), self.end_ns)
+        return self.left + (inside - self.start_ns) / (self.end_ns - self.start_ns) * (self.right - self.left)
+
+
+def _draw(events: list[Event], title: str, ctas: Collection[int] | None, span_ns: tuple[float, float] | None, width: int) -> str:
+    rows = _rows(_of(events, ctas))
+    start, end = _window(rows, span_ns)
+    shown = {row: [[event for event in lane if event.end_ns >= start and event.start_ns <= end] for lane in lanes] for row, lanes in rows.items()}
+    bars, column = _merge(shown, (start, end), MOST_BARS)
+    left = _MARGIN + _LABEL_CHAR * (max((len(_short(row)) for _, row in rows), default=0) + 6)
+    scale = _Scale(start, end, left, width - _MARGIN)
+    head, y = _head(title, _facts(shown, bars, column, scale))
+    parts, labels = [], []
+    for cta, group in groupby(bars.items(), key=lambda item: item[0][0]):
+        labels += [_text(_MARGIN, y + 13, f"CTA {cta}", "cta"), _text(left - 8, y + 13, "busy", "quiet", "end")]
+        top, y = y, y + _LINE + _GAP
+        marks = len(parts)
+        for row, lanes in group:
+            height = max(4.0, min(16.0, 72.0 / len(lanes)))
+            share = _busy_ns(shown[row], start, end) / (end - start)
+            labels += _label(row[1], share, y + height * len(lanes) / 2 + 4, left)
+            for lane in lanes:
+                parts += _bars(lane, scale, y, height)
+                y += height
+            y += _GAP
+        parts[marks:marks] = _axis(scale, top, y)  # under the bars
+        y += _LINE / 2
+    column_of_labels = f'<rect class="page" width="{left - 2:.1f}" height="{y:.0f}"/>'
+    still = ['<g class="still">', column_of_labels, *labels, *head, "</g>"]
+    return _document(title, width, y + _MARGIN / 2, [*parts, *still])
+
+
+def _of(events: list[Event], ctas: Collection[int] | None) -> list[Event]:
+    if ctas is None:
+        return events
+    there = {event.cta for event in events}
+    missing = sorted(set(ctas) - there)
+    if missing:
+        among = ", ".join(map(str, sorted(there))) or "none, for there are no events"
+        raise ValueError(f"ctas: got {missing[0]}, expected CTAs of the run ({among}); leave it out for all")
+    return [event for event in events if event.cta in ctas]
+
+
+def _window(rows: dict[Row, Lanes], span_ns: tuple[float, float] | None) -> tuple[float, float]:
+    start, end = _span(rows) if span_ns is None else span_ns
+    if not -math.inf < start < end < math.inf:
+        raise ValueError(f"span_ns: got {span_ns}, expected (from, to) in nanoseconds with from before to; leave it out for the whole run")
+    return start, end
+
+
+def _facts(shown: dict[Row, Lanes], bars: dict[Row, Lanes], column_ns: float, scale: _Scale) -> list[str]:
+    """What the reader must know before believing the picture."""
+    ctas, count = len({cta for cta, _ in shown}), _count(shown)
+    unit, per = _unit(scale)
+    span = f"{scale.start_ns / per:,.1f} to {scale.end_ns / per:,.1f} {unit}"
+    facts = [MODELLED, f"{count:,} events in {ctas} {'CTA' if ctas == 1 else 'CTAs'}, {span}" if count else "no events"]
+    if column_ns:
+        facts.append(f"drawn as {_count(bars):,} bars: within {column_ns:,.1f} ns, those of one kind are merged, their order is lost")
+    return facts
+
+
+def _head(title: str, facts: Sequence[str]) -> tuple[list[str], float]:
+    """Title, facts and legend in a column that fits a telephone's width, and where it ends."""
+    parts, y = [], 10.0
+    for line in textwrap.wrap(title, 40) or [""]:
+        y += 20
+        parts.append(_text(_MARGIN, y, line, "title"))
+    for fact in facts:
+        y += _LINE
+        parts.append(_text(_MARGIN, y, fact, "fact quiet"))
+    for place, kind in enumerate(COLOURS):
+        x = _MARGIN + 90 * (place % 4)
+        y += 20 if place % 4 == 0 else 0
+        parts += [f'<rect class="{kind}" x="{x}" y="{y - 10}" width="14" height="12" rx="2"/>', _text(x + 20, y, kind, "key")]
+    return parts, y + _LINE
+
+
+def _axis(scale: _Scale, top: float, bottom: float) -> list[str]:
+    unit, per = _unit(scale)
+    rough = 96 * (scale.end_ns - scale.start_ns) / (scale.right - scale.left)  # a tick every 96 to 240 pixels
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= rough)
+    digits = max(0, -math.floor(math.log10(step / per)))
+    parts = [f'<path class="rule" d="M{_MARGIN} {top:.1f}H{scale.right:.1f}"/>']
+    for number in range(math.ceil(scale.start_ns / step), math.floor(scale.end_ns / step) + 1):
+        x, label = scale.x(number * step), f"{number * step / per:,.{digits}f} {unit}"
+        parts.append(f'<path class="grid" d="M{x:.1f} {top:.1f}V{bottom:.1f}"/>')
+        if x + _LABEL_CHAR * len(label) + 4 <= scale.right:
+            parts.append(_text(x + 4, top + 13, label, "quiet"))
+    return parts
+
+
+def _unit(scale: _Scale) -> tuple[str, float]:
+    return ("ns", 1.0) if scale.end_ns - scale.start_ns < 5000 else ("us", 1000.0)
+
+
+def _label(row: str, share: float, y: float, left: float) -> list[str]:
+    name = f'<text x="{_MARGIN}" y="{y:.1f}">{_escape(_short(row))}<title>{_escape(row)}</title></text>'
+    return [name, _text(left - 8, y, f"{100 * share:.0f}%", "quiet", "end")]
+
+
+def _short(row: str) -> str:
+    return row if len(row) <= 24 else row[:23] + "…"
+
+
+def _bars(lane: list[Event], scale: _Scale, y: float, height: float) -> list[str]:
+    parts = []
+    for event in lane:
+        x, length = scale.x(event.start_ns), scale.x(event.end_ns) - scale.x(event.start_ns)
+        drawn = length - 0.8 if length > 3 else max(length, 0.5)  # neighbours stay apart, nothing vanishes
+        tall = height - 1 if height > 6 else height
+        box = f'x="{x:.2f}" y="{y:.1f}" width="{drawn:.2f}" height="{tall:.1f}"'
+        parts.append(f'<rect class="{event.kind}" {box}><title>{_tooltip(event)}</title></rect>')
+        name = _fitting(event.name, (drawn - 6) / _BAR_CHAR)
+        if name and height >= 12:
+            parts.append(_text(x + 3, y + height / 2 + 3, name, f"in on-{event.kind}"))
+    return parts
+
+
+def _fitting(name: str, room: float) -> str:
+    """As many words of the name, from the first, as there is room for."""
+    while len(name) > room:
+        name = name.rpartition(" ")[0].rstrip(":,")
+        if not name:
+            break
+    return name
+
+
+def _tooltip(event: Event) -> str:
+    times = f"{event.start_ns:,.1f} to {event.end_ns:,.1f} ns, {event.end_ns - event.start_ns:,.1f} ns long"
+    return _escape("\n".join(filter(None, (event.name, f"{event.kind}, {times}", event.where))))
+
+
+def _text(x: float, y: float, text: str, style: str, anchor: str = "start") -> str:
+    end = ' text-anchor="end"' if anchor == "end" else ""
+    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}"{end}>{_escape(text)}</text>'
+
+
+def _document(title: str, width: int, height: float, parts: Iterable[str]) -> str:
+    colours = "".join(f".{kind}{{fill:{fill}}} .on-{kind}{{fill:{ink}}}\n" for kind, (fill, ink) in COLOURS.items())
+    size = f'viewBox="0 0 {width} {height:.0f}" width="{width}" height="{height:.0f}"'
+    name = _escape(f"{title} ({MODELLED})")
+    style = f"<style>{_STYLE}{colours}@media (prefers-color-scheme:dark){{{_DARK}}}</style>"
+    background = '<rect class="page" width="100%" height="100%"/>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{name}"><title>{name}</title>{style}{background}'
+    return "\n".join([head, *parts, "</svg>\n"])
+
+
+def _roomy_width(events: list[Event]) -> int:
+    """90 pixels for each event of the fullest lane, within what a browser scrolls with ease."""
+    fullest = max((len(lane) for lanes in _rows(events).values() for lane in lanes), default=0)
+    return min(max(_WIDTH, 90 * fullest), 16_000)
+
+
+def _escape(text: str) -> str:
+    """Text for XML and HTML: marks escaped, characters that XML cannot hold replaced."""
+    return html.escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text))

@@ -1,0 +1,314 @@
+"""A kernel's source as a Python function: operators and calls ask an interpreter, control flow and names are Python's own.
+
+`x = a + b` becomes `x = _.assign("x", _.binary("__add__", a, b))`, `if c:` becomes `if _.truth(c):`. The code object keeps the
+kernel's file name and lines, so tracebacks and reports point at the kernel, and Python's compiler does what an AST walk
+would do at every step (a forward runs several times faster). What Triton's frontend refuses is refused here too.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from collections.abc import Callable
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from triton import language as tl
+from triton.compiler.code_generator import CodeGenerator
+from triton.compiler.errors import UnsupportedLanguageConstruct
+from triton.language.core import constexpr
+from triton.runtime.jit import JITCallable, get_jit_fn_file_line
+
+from .machine import KERNEL_CODE
+
+INTERPRETER = "_"  # no kernel may use this name
+_BUILTINS = CodeGenerator.builtin_namespace
+_BINARY = {kind.__name__: name for kind, name in CodeGenerator._method_name_for_bin_op.items()}
+_COMPARE = {kind.__name__: name for kind, name in CodeGenerator._method_name_for_comp_op.items()}
+_UNARY = {kind.__name__: name for kind, name in CodeGenerator._method_name_for_unary_op.items()}
+_LOGICAL = {"And": "logical_and", "Or": "logical_or"}
+
+
+def file_line(fn: Any) -> tuple[str, int]:
+    """Where a jit function is defined: (file, line of its `def`)."""
+    return get_jit_fn_file_line(fn)
+
+
+_TRANSLATED: dict[int, tuple[Any, Callable[..., Any]]] = {}  # by id: a jit function's own hash reads its whole source
+
+
+def translated(fn: Any) -> Callable[..., Any]:
+    """The Python function for a jit function; its first parameter is the interpreter."""
+    if id(fn) not in _TRANSLATED:
+        _TRANSLATED[id(fn)] = fn, _translate(fn)
+    return _TRANSLATED[id(fn)][1]
+
+
+def _translate(fn: Any) -> Callable[..., Any]:
+    file_name, line = file_line(fn)
+    tree = fn.parse()
+    ast.increment_lineno(tree, line - 1)
+    definition = tree.body[0]
+    scope = fn.get_capture_scope()
+    translator = Translator(fn, scope, _local_names(definition))
+    module = ast.Module([translator.function(definition)], [])
+    code = compile(ast.fix_missing_locations(module), file_name, "exec")
+    body = next(part for part in code.co_consts if isinstance(part, CodeType))
+    KERNEL_CODE.add(body)
+    return FunctionType(body, translator.namespace, definition.name)
+
+
+def _local_names(definition: ast.FunctionDef) -> set[str]:
+    stored = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return stored | {argument.arg for argument in _arguments(definition)}
+
+
+def _arguments(definition: ast.FunctionDef) -> list[ast.arg]:
+    extra = [definition.args.vararg] if definition.args.vararg else []
+    return [*definition.args.posonlyargs, *definition.args.args, *extra, *definition.args.kwonlyargs]
+
+
+class Translator(ast.NodeTransformer):
+    def __init__(self, fn: Any, scope: dict[str, Any], local: set[str]):
+        self.fn, self.scope, self.local = fn, scope, local
+        self.namespace: dict[str, Any] = {"__builtins__": {}}
+
+    def function(self, definition: ast.FunctionDef) -> ast.FunctionDef:
+        names = [INTERPRETER, *(argument.arg for argument in _arguments(definition))]
+        parameters = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
+        body = [self.visit(statement) for statement in definition.body]
+        body = [statement for statement in body if statement is not None] or [ast.Pass()]
+        return ast.copy_location(ast.FunctionDef(definition.name, parameters, body, [], None), definition)
+
+    def ask(self, node: ast.AST, method: str, *arguments: ast.expr) -> ast.Call:
+        """The expression `_.method(*arguments)` at the place of `node`."""
+        target = ast.Attribute(ast.Name(INTERPRETER, ast.Load()), method, ast.Load())
+        return ast.copy_location(ast.Call(target, list(arguments), []), node)
+
+    def constant(self, value: Any, node: ast.AST) -> ast.expr:
+        """A Python object made now, under a name of the function's globals."""
+        name = f"constant_{len(self.namespace)}"
+        self.namespace[name] = value
+        return ast.copy_location(ast.Name(name, ast.Load()), node)
+
+    def refuse(self, node: ast.AST, message: str) -> UnsupportedLanguageConstruct:
+        return UnsupportedLanguageConstruct(None, node, f"{message} ({file_line(self.fn)[0]}:{getattr(node, 'lineno', '?')})")
+
+    def generic_visit(self, node: ast.AST) -> Any:
+        raise self.refuse(node, f"unsupported AST node type: {type(node).__name__}")
+
+    # ---- names and constants
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if isinstance(node.ctx, ast.Store):
+            if node.id == INTERPRETER:
+                raise self.refuse(node, f"the simulator needs the name {INTERPRETER!r} for itself: rename the variable")
+            return node
+        if node.id in self.local:
+            return node
+        try:
+            return self.constant(self._global(node.id), node)
+        except NameError as error:  # an error only if this line runs: a static branch may never do
+            return self.ask(node, "undefined", ast.Constant(str(error)))
+
+    def _global(self, name: str) -> Any:
+        """A name from outside of the kernel, under Triton's rule that only constants, modules and device functions are visible."""
+        if name not in self.scope:
+            if name in _BUILTINS:
+                return _BUILTINS[name]
+            raise NameError(f"{name} is not defined in {self.fn.__name__} ({file_line(self.fn)[0]})")
+        value = self.scope[name]
+        if self._visible(name, value):
+            return value
+        raise NameError(f"Cannot access global variable {name} from within the kernel function {self.fn.__name__}: it is neither a "
+                        "constexpr nor a module, a device function or a type")  # fmt: skip
+
+    @staticmethod
+    def _visible(name: str, value: Any) -> bool:
+        module = getattr(value, "__module__", "") or ""
+        return (name in _BUILTINS or isinstance(value, (ModuleType, JITCallable, constexpr, tl.dtype)) or value is None
+                or getattr(value, "__triton_builtin__", False) or getattr(value, "__triton_aggregate__", False)
+                or module.startswith(("triton.language", "triton.experimental.gluon.language"))
+                or (isinstance(value, tuple) and hasattr(value, "_fields"))
+                or (isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields")))  # fmt: skip
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        return self.constant(constexpr(node.value), node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
+        parts: list[ast.expr] = []
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                template = "{}" if part.conversion < 0 else "{!" + chr(part.conversion) + "}"
+                parts.append(self.ask(part, "format", ast.Constant(template), self.visit(part.value)))
+            else:
+                parts.append(part)
+        return self.ask(node, "joined", *parts)
+
+    # ---- expressions
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        return self._binary(node, _BINARY, node.op, node.left, node.right)
+
+    def _binary(self, node: ast.AST, names: dict[str, str], operator: ast.AST, left: ast.expr, right: ast.expr) -> ast.expr:
+        method = names.get(type(operator).__name__)
+        if method is None:
+            raise self.refuse(node, f"operator {type(operator).__name__} is not implemented")
+        return self.ask(node, "binary", ast.Constant(method), self.visit(left), self.visit(right))
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        if len(node.ops) != 1:
+            raise self.refuse(node, "simultaneous multiple comparison is not supported")
+        left, operator, right = node.left, node.ops[0], node.comparators[0]
+        if isinstance(operator, (ast.Is, ast.IsNot)):
+            return self.ask(node, "same", self.visit(left), self.visit(right), ast.Constant(isinstance(operator, ast.Is)))
+        return self._binary(node, _COMPARE, operator, left, right)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        return self.ask(node, "unary", ast.Constant(_UNARY[type(node.op).__name__]), self.visit(node.operand))
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        later = [self._later(value) for value in node.values]
+        return self.ask(node, "logical", ast.Constant(_LOGICAL[type(node.op).__name__]), *later)
+
+    def _later(self, value: ast.expr) -> ast.expr:
+        nothing = ast.arguments([], [], None, [], [], None, [])
+        return ast.copy_location(ast.Lambda(nothing, self.visit(value)), value)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        return self.ask(node, "choose", self.visit(node.test), self._later(node.body), self._later(node.orelse))
+
+    def visit_Tuple(self, node: ast.Tuple) -> ast.expr:
+        if isinstance(node.ctx, ast.Store):
+            return ast.copy_location(ast.Tuple([self.visit(element) for element in node.elts], ast.Store()), node)
+        return self.ask(node, "tuple", *(self.visit(element) for element in node.elts))
+
+    def visit_List(self, node: ast.List) -> ast.expr:
+        return self.ask(node, "tuple", *(self.visit(element) for element in node.elts))
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
+        if len(node.generators) != 1 or node.generators[0].ifs:
+            raise self.refuse(node, "nested or conditional comprehensions are not supported")
+        loop = node.generators[0]
+        source = ast.comprehension(loop.target, self.ask(node, "elements", self.visit(loop.iter)), [], 0)
+        plain = ast.copy_location(ast.ListComp(self.visit(node.elt), [source]), node)
+        return self.ask(node, "tuple", ast.Starred(plain, ast.Load()))
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        if not isinstance(node.ctx, ast.Load):
+            raise self.refuse(node, "__setitem__ is not supported in triton")
+        return self.ask(node, "subscript", self.visit(node.value), self.visit(node.slice))
+
+    def visit_Slice(self, node: ast.Slice) -> ast.expr:
+        ends = [self.visit(end) if end else ast.Constant(None) for end in (node.lower, node.upper, node.step)]
+        return self.ask(node, "slice", *ends)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if not isinstance(node.ctx, ast.Load):
+            raise self.refuse(node, "attribute assignment is not supported in triton")
+        module = self._module(node.value)
+        if module is not None and hasattr(module, node.attr):
+            return self.constant(getattr(module, node.attr), node)
+        return self.ask(node, "attribute", self.visit(node.value), ast.Constant(node.attr))
+
+    def _module(self, node: ast.expr) -> ModuleType | None:
+        """The module that an expression like `gl` or `tl.math` names."""
+        found = self._object(node)
+        return found if isinstance(found, ModuleType) else None
+
+    def _object(self, node: ast.expr) -> Any:
+        """What a dotted name from outside of the kernel stands for; None for any other expression."""
+        if isinstance(node, ast.Name) and node.id not in self.local:
+            return self.scope.get(node.id)
+        if isinstance(node, ast.Attribute) and (owner := self._object(node.value)) is not None:
+            return getattr(owner, node.attr, None)
+        return None
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        arguments = [self._argument(argument) for argument in node.args]
+        keys: list[ast.expr | None] = [ast.Constant(keyword.arg) for keyword in node.keywords]
+        keywords = ast.Dict(keys, [self.visit(keyword.value) for keyword in node.keywords])
+        return self.ask(node, "call", self.visit(node.func), ast.List(arguments, ast.Load()), keywords)
+
+    def _argument(self, node: ast.expr) -> ast.expr:
+        if isinstance(node, ast.Starred):
+            return ast.Starred(self.ask(node, "elements", self.visit(node.value)), ast.Load())
+        return self.visit(node)
+
+    # ---- statements
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt | None:
+        if isinstance(node.value, ast.Constant):  # a docstring
+            return None
+        return ast.copy_location(ast.Expr(self.visit(node.value)), node)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        if len(node.targets) != 1:
+            raise self.refuse(node, "chained assignment is not supported")
+        return self._store(node, node.targets[0], self.visit(node.value))
+
+    def _store(self, node: ast.AST, target: ast.expr, value: ast.expr) -> ast.stmt:
+        name = target.id if isinstance(target, ast.Name) else None
+        stored = self.ask(node, "assign", ast.Constant(name), value)
+        return ast.copy_location(ast.Assign([self.visit(target)], stored), node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
+        if not isinstance(node.target, ast.Name):
+            raise self.refuse(node, "only a name can be the target of an augmented assignment")
+        left = ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
+        return self._store(node, node.target, self._binary(node, _BINARY, node.op, left, node.value))
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        if not isinstance(node.target, ast.Name) or node.value is None:
+            raise self.refuse(node, "an annotated assignment needs a name and a value")
+        annotation = self._object(node.annotation)
+        if annotation is constexpr:
+            static = self.ask(node, "static", self.visit(node.value))
+            return ast.copy_location(ast.Assign([node.target], static), node)
+        return self._store(node, node.target, self.visit(node.value))
+
+    def visit_If(self, node: ast.If) -> ast.stmt:
+        test = self.ask(node.test, "truth", self.visit(node.test))
+        return ast.copy_location(ast.If(test, self._block(node.body), self._block(node.orelse) if node.orelse else []), node)
+
+    def _block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        visited = [self.visit(statement) for statement in statements]
+        return [statement for statement in visited if statement is not None] or [ast.copy_location(ast.Pass(), statements[0])]
+
+    def visit_While(self, node: ast.While) -> ast.stmt:
+        test = self.ask(node.test, "goes_on", self.visit(node.test))
+        return ast.copy_location(ast.While(test, self._block(node.body), []), node)
+
+    def visit_For(self, node: ast.For) -> ast.stmt:
+        if not isinstance(node.iter, ast.Call) or node.orelse:
+            raise self.refuse(node, "a for loop needs range, tl.range or static_range, and no else")
+        call = self.visit_Call(node.iter)
+        iterator = self.ask(node.iter, "loop", *call.args)
+        return ast.copy_location(ast.For(self.visit(node.target), iterator, self._block(node.body), []), node)
+
+    def visit_With(self, node: ast.With) -> ast.stmt:
+        items = []
+        for item in node.items:
+            call = self.visit(item.context_expr)
+            entered = ast.withitem(self.ask(node, "context", *call.args), self.visit(item.optional_vars) if item.optional_vars else None)
+            items.append(entered)
+        return ast.copy_location(ast.With(items, self._block(node.body)), node)
+
+    def visit_Return(self, node: ast.Return) -> ast.stmt:
+        value = self.ask(node, "returned", self.visit(node.value)) if node.value else ast.Constant(None)
+        return ast.copy_location(ast.Return(value), node)
+
+    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+        message = self.visit(node.msg) if node.msg else ast.Constant("")
+        return ast.copy_location(ast.Expr(self.ask(node, "device_assert", self.visit(node.test), message)), node)
+
+    def visit_Pass(self, node: ast.Pass) -> ast.stmt:
+        return node
+
+
+def signature(fn: Any) -> inspect.Signature:
+    return _signature(fn.fn)
+
+
+_signature = functools.lru_cache(None)(inspect.signature)

@@ -1,0 +1,212 @@
+"""Values as the simulator holds them: NumPy data with an element type of the dialect, rounded as the hardware rounds.
+
+bfloat16 and the fp8 types are carried as float32 arrays of representable values; memory holds their true bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from triton import language as tl
+
+from .memory import Memory
+from .report import place_text
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+# element type -> NumPy type of computed values, NumPy type of the bits in memory
+COMPUTED: dict[str, Any] = dict(i1=np.bool_, i8=np.int8, i16=np.int16, i32=np.int32, i64=np.int64, fp16=np.float16, bf16=np.float32,
+                                fp32=np.float32, fp64=np.float64, fp8e4nv=np.float32, fp8e5=np.float32)  # fmt: skip
+STORED: dict[str, Any] = dict(COMPUTED, bf16=np.uint16, fp8e4nv=np.uint8, fp8e5=np.uint8, i1=np.uint8)
+BYTES = {elem: np.dtype(stored).itemsize for elem, stored in STORED.items()}
+_TORCH = dict(bf16=torch.bfloat16, fp8e4nv=torch.float8_e4m3fn, fp8e5=torch.float8_e5m2)
+_LARGEST = dict(fp8e4nv=448.0, fp8e5=57344.0)  # conversions to fp8 saturate (cvt.rn.satfinite)
+UNSIGNED = {np.dtype(f"i{n}"): np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
+
+
+def is_pointer(elem: str) -> bool:
+    return elem[0] == "*"
+
+
+def computed_type(elem: str) -> Any:
+    return np.int64 if is_pointer(elem) else COMPUTED[elem]
+
+
+def as_torch(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def rounded(array: Any, elem: str) -> Any:
+    """float32 data to the nearest values of `elem`, ties to even."""
+    narrow = _TORCH.get(elem)
+    if narrow is None:
+        return array
+    array = np.asarray(array, np.float32)
+    if elem in _LARGEST:
+        array = np.clip(array, -_LARGEST[elem], _LARGEST[elem])
+        return as_torch(array).to(narrow).to(torch.float32).numpy().reshape(array.shape)
+    return _bfloat16_bits(array).astype(np.uint32).__lshift__(16).view(np.float32)
+
+
+def _bfloat16_bits(array: np.ndarray) -> np.ndarray:
+    """Round to nearest even on the bits: add half of the last place kept, plus one where that place is odd."""
+    bits = np.ascontiguousarray(array).view(np.uint32).reshape(array.shape)
+    high = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    return np.where(np.isnan(array), np.uint32(0x7FFF), high).astype(np.uint16)
+
+
+def to_bits(array: Any, elem: str) -> np.ndarray:
+    """Values of `elem` as they lie in memory."""
+    narrow = _TORCH.get(elem)
+    if narrow is None:
+        return np.asarray(array).astype(STORED[elem], copy=False)
+    array = np.asarray(array, np.float32)
+    if elem == "bf16":
+        return _bfloat16_bits(array)
+    return as_torch(array).to(narrow).view(torch.uint8).numpy().reshape(array.shape)
+
+
+def from_bits(array: np.ndarray, elem: str) -> np.ndarray:
+    """What lies in memory as values of `elem` (a copy)."""
+    if elem == "bf16":
+        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    narrow = _TORCH.get(elem)
+    if narrow is not None:
+        return as_torch(array).view(narrow).to(torch.float32).numpy().reshape(array.shape)
+    return array.astype(COMPUTED[elem])
+
+
+class Type:
+    """What the semantic layer sees as an IR type: element, shape, layout attribute."""
+
+    __slots__ = ("elem", "layout", "shape")
+
+    def __init__(self, elem: str, shape: Any = (), layout: Any = None):
+        self.elem, self.shape, self.layout = elem, list(shape), layout
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Type) and (self.elem, self.shape) == (other.elem, other.shape)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Value:
+    """A tensor or scalar in registers; `pending` is the wgmma that still computes it."""
+
+    __slots__ = ("_data", "elem", "layout", "pending")
+
+    def __init__(self, data: Any, elem: str, layout: Any = None, pending: Pending | None = None):
+        self._data, self.elem, self.layout, self.pending = data, elem, layout, pending
+
+    @property
+    def data(self) -> Any:
+        if self.pending is not None:
+            self.pending.report_use()
+            self.pending = None
+        return self._data
+
+    def raw(self) -> Any:
+        """The data for the next wgmma of the chain, which need not wait."""
+        return self._data
+
+    def set_data(self, data: Any) -> None:
+        self._data = data
+
+    @property
+    def scalar(self) -> Any:
+        return self.data.item() if hasattr(self.data, "item") else self.data
+
+    def set_loc(self, *_: Any) -> None: ...
+    def get_loc(self) -> None: ...
+
+    def get_type(self) -> Type:
+        return Type(self.elem, np.shape(self._data), self.layout)
+
+
+_SHAPES: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
+def tensor(handle: Any, type: Any) -> tl.tensor:
+    """`tl.tensor(handle, type)` with the shape objects shared: their making was a third of a forward's time."""
+    made = object.__new__(tl.tensor)
+    shape = tuple(type.shape) if type.is_block() else ()
+    if shape not in _SHAPES:
+        whole = tl.tensor(handle, type)
+        _SHAPES[shape] = whole.shape, whole.numel
+    made.handle, made.type, made.dtype = handle, type, type.scalar
+    made.shape, made.numel = _SHAPES[shape]
+    return made
+
+
+class Pending:
+    """The wgmma that computes a value: the value may be used only as it comes out of the wait that covers it."""
+
+    __slots__ = ("agent", "machine", "number", "place")
+
+    def __init__(self, machine: Machine, agent: str, number: int):
+        self.machine, self.agent, self.number, self.place = machine, agent, number, machine.place()
+
+    def report_use(self) -> None:
+        p = self.machine.current
+        covered = p.knows.get(self.agent, 0) >= self.number
+        why = "did not pass through the deps of the wait that covers it" if covered else "no warpgroup_mma_wait has covered"
+        what = f"an accumulator that {why}" if covered else f"an accumulator that {why} yet"
+        here = self.machine.place()
+        text = f"{p.name} uses {what}, at {place_text(here)}; issued at {place_text(self.place)}"
+        self.machine.report("wgmma", text, here, (here, self.place))
+
+
+class Window:
+    """A memory descriptor: a view of shared or tensor memory."""
+
+    __slots__ = ("elem", "memory", "type", "view")
+
+    def __init__(self, memory: Memory, view: np.ndarray, elem: str, type: Type):
+        self.memory, self.view, self.elem, self.type = memory, view, elem, type
+
+    @property
+    def address(self) -> int:
+        return self.view.__array_interface__["data"][0]
+
+    @property
+    def label(self) -> str:
+        """The variable it came from, with the slot of a ring: `k_smem[1]`."""
+        size = max(self.view.nbytes, 1)
+        slot = (self.address - self.memory.base) // size
+        return self.memory.name + (f"[{slot}]" if len(self.memory.raw) > size else "")
+
+    def set_loc(self, *_: Any) -> None: ...
+    def get_loc(self) -> None: ...
+
+
+class Descriptor:
+    """A TMA descriptor: a strided window on global memory, and the block that one copy moves."""
+
+    __slots__ = ("block", "elem", "memory", "nan", "view")
+
+    def __init__(self, memory: Memory, view: np.ndarray, block: list[int], elem: str, nan: bool):
+        self.memory, self.view, self.block, self.elem, self.nan = memory, view, block, elem, nan
+
+    def set_loc(self, *_: Any) -> None: ...
+    def get_loc(self) -> None: ...
+
+    def inside(self, corner: list[int], block: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """The part of the block at `corner` that lies in the tensor, as slices of the tensor and of the block."""
+        source, target = [], []
+        for start, size, length in zip(corner, self.view.shape, block, strict=True):
+            low = min(max(start, 0), size)
+            high = max(min(start + length, size), low)
+            source.append(slice(low, high))
+            target.append(slice(low - start, high - start))
+        return tuple(source), tuple(target)
+
+    def fetch(self, corner: list[int], block: list[int]) -> np.ndarray:
+        """The block's bits, zero (or NaN) outside of the tensor."""
+        source, target = self.inside(corner, block)
+        fill = to_bits(np.float32(np.nan), self.elem) if self.nan else 0
+        out = np.full(block, fill, self.view.dtype)
+        out[target] = self.view[source]
+        return out
