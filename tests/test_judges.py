@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from strobe.call import Call
-from strobe.reference import Gradients
+from strobe.reference import Gradients, _sequences
 from strobe.testing import FAMILIES, Case, Poison, assert_as_good_as, assert_gradients_as_good_as, inputs
 from strobe.testing.cases import CASES
+from strobe.testing.compare import _eager_gradients
 from strobe.testing.poison import fill_with_poison, patched_empty
 
 BLOCK = 64
@@ -131,6 +132,19 @@ def test_a_correct_kernel_passes_on_any_numbers(dtype, seed):
     for shape in SHAPES:
         for family in FAMILIES:
             judged(shape, dtype, family, seed)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("seed", range(5))
+def test_eager_is_as_good_as_itself_on_short_sequences(seed, dtype):
+    """Rule 1 of eager's own gradients is e / (2e + slack), so under a half, also where no sequence alone has elements enough for the
+    rule (these have 192 each) and only all of them together do. The small scale keeps eager's scores, rounded too, within rule 2."""
+    call = Case("short", lengths_q=(3, 3, 3), head_dim=32, scale=0.02).build(dtype=dtype, seed=seed)
+    dout = inputs.upstream("normal", call.v, seed)
+    parts = [_eager_gradients(one, dout[None, rows], None) for one, rows, _ in _sequences(call)]
+    eager = Gradients(*(torch.cat(tensors, 1)[0] for tensors in zip(*(part[:3] for part in parts))), None)
+    ratios = assert_gradients_as_good_as(eager, call, dout)
+    assert all(0 < ratios[f"{name} to eager"] < 0.5 for name in ("dq", "dk", "dv")), ratios
 
 
 BUGS = ("last key", "causal early", "causal late", "scale", "rescale", "zero score", "v row", "v page", "delta", "dq tile", "group")

@@ -3,7 +3,7 @@
 Rule 1, the whole tensor: the largest error is at most twice that of eager PyTorch at the input precision, plus one rounding
 of the result (eager is exact on some probes) and the float32 floor below; for dQ and dK plus half of what rule 2 allows for
 delta's coming from the rounded O, which eager has no part in. A maximum over a handful of elements is luck, so the rule is
-applied from _MANY elements on.
+applied from _MANY elements on; they and both errors are those of the whole call, all sequences of a packed one together.
 
 Rule 2, element by element (rule 1 alone lets one bad row excuse all others). Let u be half the unit roundoff of the dtype that
 the weights are rounded to: 2^-9 bfloat16, 2^-12 float16. A rounding errs by at most 2u, about u in the root mean square, and the
@@ -91,10 +91,11 @@ def assert_gradients_as_good_as(actual: Gradients | tuple, call: Call, dout: Ten
     call = _detached(call)
     tallies = [_Tally(name) for name in Gradients._fields]
     sums = [torch.zeros(call.q.shape[-2], dtype=torch.float64, device=call.q.device)] * 4  # of dsinks: exact, square of the spread, floor, eager
+    many = max(t.numel() for t in (call.q, call.k, call.v)) >= _MANY  # of all sequences together, as the tallies count
     for one, rows, keys in _parts(call):
         upstream = _part(dout, rows), None if dlse is None else _part(dlse, rows, -1)
         exact, bounds = reference.backward(one, *upstream), _gradient_bounds(one, *upstream)
-        crude = _eager_gradients(one, *upstream) if max(t.numel() for t in (one.q, one.k, one.v)) >= _MANY else exact
+        crude = _eager_gradients(one, *upstream) if many else exact
         for tally, got, index, right, (rest, slack), rough in zip(tallies, actual, (rows, keys, keys), exact, bounds, crude):
             tally.add(_part(got, index), right, rest, slack, rough)
         if exact.dsinks is not None and crude.dsinks is not None:
