@@ -1,4 +1,4 @@
-"""`strobe demo, check, explain, bench, env`: thin, each command a few lines around what the library does anyway.
+"""`strobe demo, check, explain, bench, sim, env`: thin, each command a few lines around what the library does anyway.
 
 Exit codes: 0 as wished, 1 something measured or checked is wrong, 2 the command cannot be carried out as given.
 """
@@ -68,7 +68,19 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", nargs="?", const="-", metavar="FILE", help="append JSON lines to FILE, or print them instead of a table")
     bench.add_argument("--device", help="cuda, cuda:1 or cpu")
     bench.set_defaults(run=_bench)
+
+    sim = commands.add_parser("sim", help="run a kernel on the CPU and find its races, deadlocks and missing fences", add_help=False)
+    sim.add_argument("rest", nargs=argparse.REMAINDER)
+    sim.set_defaults(run=_sim)
     return parser
+
+
+def _sim(arguments: argparse.Namespace) -> int:
+    try:
+        from .sim.command import run
+    except ModuleNotFoundError as error:
+        raise UnsupportedProblem(f"strobe sim needs {error.name}: pip install 'strobe-attention[sim,cli]'") from error
+    return run(arguments.rest)
 
 
 def _common(command: argparse.ArgumentParser, run, device: bool = True) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from triton import language as tl
 from triton.compiler.code_generator import BoundJITMethod, CodeGenerator, _apply_to_tuple_values
-from triton.compiler.errors import CompileTimeAssertionFailure
+from triton.compiler.errors import CompileTimeAssertionFailure, UnsupportedLanguageConstruct
 from triton.language.core import _unwrap_if_constexpr as unwrapped
 from triton.language.core import base_value, constexpr
 from triton.runtime.jit import BoundConstexprFunction, ConstexprFunction, JITFunction
@@ -87,6 +87,9 @@ class Interpreter:
 
     def undefined(self, message: str) -> Any:
         raise NameError(message)
+
+    def refused(self, message: str) -> Any:
+        raise UnsupportedLanguageConstruct(None, None, message)  # type: ignore[arg-type]
 
     def format(self, template: str, value: Any) -> str:
         return template.format(unwrapped(value))
@@ -294,6 +297,7 @@ class Interpreter:
 
     def call_JitFunction(self, fn: Any, args: Any, kwargs: dict[str, Any], caller_context: Any = None) -> Any:
         """Enter a device function (the name is the one the semantic layer calls its generator by)."""
+        self.builder.machine.entered[id(fn)] = fn
         values = bind(fn, list(args), kwargs)
         return translated(fn)(self.inside(caller_context), *values)
 

@@ -158,6 +158,7 @@ class _Launch:
     def __init__(self, run: Run, capability: int, fn: Any):
         self.machine, self.capability, self.fn = run.machine, capability, fn
         run.launches.append(fn.__name__)
+        run.machine.entered[id(fn)] = fn
 
     def run(self, arguments: tuple[Any, ...], keywords: dict[str, Any], grid: Any) -> None:
         options = {name: value for name, value in keywords.items() if name in _OPTIONS and name not in self.fn.arg_names}

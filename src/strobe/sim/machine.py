@@ -36,6 +36,8 @@ class Machine:
         self.current: Partition = None  # type: ignore[assignment]  # set whenever kernel code runs
         self.hub: Any = None  # the greenlet of the scheduler
         self.ctas: list[Cta] = []
+        self.max_steps = MAX_STEPS
+        self.entered: dict[int, Any] = {}  # the jit functions that ran, by id
         self.progress = 0  # counts changes that a spinning partition might see
         self._priorities: dict[str, float] = {}
         self._sequence: dict[str, int] = {}
@@ -336,8 +338,8 @@ class Machine:
 
     def _step(self) -> None:
         self.stats["steps"] += 1
-        if self.stats["steps"] > MAX_STEPS:
-            self.report("deadlock", f"no end after {MAX_STEPS} scheduler steps", ())
+        if self.stats["steps"] > self.max_steps:
+            self.report("deadlock", f"no end after {self.max_steps} scheduler steps", ())
             raise Stop
         runnable = [p for cta in self.ctas for p in cta.partitions if p.runnable()]
         flying = [(cta, stream, op) for cta in self.ctas for stream, op in cta.in_flight()]

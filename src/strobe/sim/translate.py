@@ -1,6 +1,6 @@
 """A kernel's source as a Python function: operators and calls ask an interpreter, control flow and names are Python's own.
 
-`x = a + b` becomes `x = _.assign("x", _.binary("__add__", a, b))`, `if c:` becomes `if _.truth(c):`. The code object keeps the
+`x = a + b` becomes `x = $.assign("x", $.binary("__add__", a, b))`, `if c:` becomes `if $.truth(c):`. The code object keeps the
 kernel's file name and lines, so tracebacks and reports point at the kernel, and Python's compiler does what an AST walk
 would do at every step (a forward runs several times faster). What Triton's frontend refuses is refused here too.
 """
@@ -16,13 +16,12 @@ from typing import Any
 
 from triton import language as tl
 from triton.compiler.code_generator import CodeGenerator
-from triton.compiler.errors import UnsupportedLanguageConstruct
 from triton.language.core import constexpr
 from triton.runtime.jit import JITCallable, get_jit_fn_file_line
 
 from .machine import KERNEL_CODE
 
-INTERPRETER = "_"  # no kernel may use this name
+INTERPRETER = "$"  # no kernel can use this name
 _BUILTINS = CodeGenerator.builtin_namespace
 _BINARY = {kind.__name__: name for kind, name in CodeGenerator._method_name_for_bin_op.items()}
 _COMPARE = {kind.__name__: name for kind, name in CodeGenerator._method_name_for_comp_op.items()}
@@ -82,28 +81,28 @@ class Translator(ast.NodeTransformer):
         return ast.copy_location(ast.FunctionDef(definition.name, parameters, body, [], None), definition)
 
     def ask(self, node: ast.AST, method: str, *arguments: ast.expr) -> ast.Call:
-        """The expression `_.method(*arguments)` at the place of `node`."""
+        """The expression `$.method(*arguments)` at the place of `node`."""
         target = ast.Attribute(ast.Name(INTERPRETER, ast.Load()), method, ast.Load())
         return ast.copy_location(ast.Call(target, list(arguments), []), node)
 
     def constant(self, value: Any, node: ast.AST) -> ast.expr:
         """A Python object made now, under a name of the function's globals."""
-        name = f"constant_{len(self.namespace)}"
+        name = f"${len(self.namespace)}"
         self.namespace[name] = value
         return ast.copy_location(ast.Name(name, ast.Load()), node)
 
-    def refuse(self, node: ast.AST, message: str) -> UnsupportedLanguageConstruct:
-        return UnsupportedLanguageConstruct(None, node, f"{message} ({file_line(self.fn)[0]}:{getattr(node, 'lineno', '?')})")
+    def refuse(self, node: ast.AST, message: str) -> Any:
+        """Code that raises in the place of `node`: an error only if this line runs, since a static branch may never do."""
+        refusal = self.ask(node, "refused", ast.Constant(message))
+        return ast.copy_location(ast.Expr(refusal), node) if isinstance(node, ast.stmt) else refusal
 
     def generic_visit(self, node: ast.AST) -> Any:
-        raise self.refuse(node, f"unsupported AST node type: {type(node).__name__}")
+        return self.refuse(node, f"unsupported AST node type: {type(node).__name__}")
 
     # ---- names and constants
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if isinstance(node.ctx, ast.Store):
-            if node.id == INTERPRETER:
-                raise self.refuse(node, f"the simulator needs the name {INTERPRETER!r} for itself: rename the variable")
             return node
         if node.id in self.local:
             return node
@@ -154,12 +153,12 @@ class Translator(ast.NodeTransformer):
     def _binary(self, node: ast.AST, names: dict[str, str], operator: ast.AST, left: ast.expr, right: ast.expr) -> ast.expr:
         method = names.get(type(operator).__name__)
         if method is None:
-            raise self.refuse(node, f"operator {type(operator).__name__} is not implemented")
+            return self.refuse(node, f"operator {type(operator).__name__} is not implemented")
         return self.ask(node, "binary", ast.Constant(method), self.visit(left), self.visit(right))
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         if len(node.ops) != 1:
-            raise self.refuse(node, "simultaneous multiple comparison is not supported")
+            return self.refuse(node, "simultaneous multiple comparison is not supported")
         left, operator, right = node.left, node.ops[0], node.comparators[0]
         if isinstance(operator, (ast.Is, ast.IsNot)):
             return self.ask(node, "same", self.visit(left), self.visit(right), ast.Constant(isinstance(operator, ast.Is)))
@@ -189,15 +188,13 @@ class Translator(ast.NodeTransformer):
 
     def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
         if len(node.generators) != 1 or node.generators[0].ifs:
-            raise self.refuse(node, "nested or conditional comprehensions are not supported")
+            return self.refuse(node, "nested or conditional comprehensions are not supported")
         loop = node.generators[0]
         source = ast.comprehension(loop.target, self.ask(node, "elements", self.visit(loop.iter)), [], 0)
         plain = ast.copy_location(ast.ListComp(self.visit(node.elt), [source]), node)
         return self.ask(node, "tuple", ast.Starred(plain, ast.Load()))
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
-        if not isinstance(node.ctx, ast.Load):
-            raise self.refuse(node, "__setitem__ is not supported in triton")
         return self.ask(node, "subscript", self.visit(node.value), self.visit(node.slice))
 
     def visit_Slice(self, node: ast.Slice) -> ast.expr:
@@ -205,8 +202,6 @@ class Translator(ast.NodeTransformer):
         return self.ask(node, "slice", *ends)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        if not isinstance(node.ctx, ast.Load):
-            raise self.refuse(node, "attribute assignment is not supported in triton")
         module = self._module(node.value)
         if module is not None and hasattr(module, node.attr):
             return self.constant(getattr(module, node.attr), node)
@@ -245,23 +240,26 @@ class Translator(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt:
         if len(node.targets) != 1:
-            raise self.refuse(node, "chained assignment is not supported")
+            return self.refuse(node, "chained assignment is not supported")
         return self._store(node, node.targets[0], self.visit(node.value))
 
     def _store(self, node: ast.AST, target: ast.expr, value: ast.expr) -> ast.stmt:
+        refused = next((part for part in ast.walk(target) if isinstance(part, (ast.Subscript, ast.Attribute, ast.Starred))), None)
+        if refused is not None:
+            return self.refuse(node, f"assignment to {ast.unparse(refused)} is not supported in triton")
         name = target.id if isinstance(target, ast.Name) else None
         stored = self.ask(node, "assign", ast.Constant(name), value)
         return ast.copy_location(ast.Assign([self.visit(target)], stored), node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
         if not isinstance(node.target, ast.Name):
-            raise self.refuse(node, "only a name can be the target of an augmented assignment")
+            return self.refuse(node, "only a name can be the target of an augmented assignment")
         left = ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
         return self._store(node, node.target, self._binary(node, _BINARY, node.op, left, node.value))
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
         if not isinstance(node.target, ast.Name) or node.value is None:
-            raise self.refuse(node, "an annotated assignment needs a name and a value")
+            return self.refuse(node, "an annotated assignment needs a name and a value")
         annotation = self._object(node.annotation)
         if annotation is constexpr:
             static = self.ask(node, "static", self.visit(node.value))
@@ -282,7 +280,7 @@ class Translator(ast.NodeTransformer):
 
     def visit_For(self, node: ast.For) -> ast.stmt:
         if not isinstance(node.iter, ast.Call) or node.orelse:
-            raise self.refuse(node, "a for loop needs range, tl.range or static_range, and no else")
+            return self.refuse(node, "a for loop needs range, tl.range or static_range, and no else")
         call = self.visit_Call(node.iter)
         iterator = self.ask(node.iter, "loop", *call.args)
         return ast.copy_location(ast.For(self.visit(node.target), iterator, self._block(node.body), []), node)

@@ -1,0 +1,122 @@
+"""Mutation testing of a kernel: every mutant is run, and a table says who noticed it; survivors need a reason in a ledger."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .launch import simulate
+from .mutate import MODULE, Mutant, mutants
+from .report import Stop
+from .scene import Scene, replaced
+
+MAX_STEPS = 50_000  # of a mutant's run: a live-lock ends
+TOLERANCE = 2e-2  # of the largest output: far above rounding, far below a wrong tile
+# who looks: (name, [(mode, seed)], happens-before checks)
+JUDGES = (
+    ("plain run", [("eager", 0)], False),
+    ("schedules", [("lazy", 0), ("pct", 0), ("pct", 1), ("pct", 2), ("random", 0)], False),
+    ("happens-before", [("eager", 0)], True),
+)
+
+
+@dataclass
+class Verdict:
+    """What each judge said of a mutant: the kind of its first finding, or "" for nothing."""
+
+    mutant: Mutant
+    said: dict[str, str]
+
+    @property
+    def noticed(self) -> bool:
+        return any(self.said.values())
+
+
+def campaign(scene: Scene, target: str, files: list[Path] | None = None, all_judges: bool = False,
+             progress: Callable[[int, int], None] = lambda done, total: None) -> list[Verdict]:  # fmt: skip
+    """Run every mutant of the functions of `files` (the scene's own unless given) that the scene enters; stops at the first judge that notices unless `all_judges`."""
+    with simulate(target, "eager") as run:  # an unchanged kernel must be clean
+        expected = [tensor.clone() for tensor in scene()]
+    entered = {(Path(code.co_filename).resolve(), code.co_name) for code in (fn.fn.__code__ for fn in run.machine.entered.values())}
+    changed = [(file, mutant) for file in files or [scene.path] for mutant in mutants(file.read_text())
+               if (file, mutant.function) in entered or mutant.function == MODULE]  # fmt: skip
+    order = JUDGES if all_judges else (JUDGES[2], JUDGES[1])
+    verdicts = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (file, mutant) in enumerate(changed):
+            with replaced(file, mutant.source, Path(folder), scene.path, f"mutant_{number}") as module:
+                said: dict[str, str] = {}
+                for name, runs, watch in order:
+                    said[name] = next((found for mode, seed in runs if (found := _judge(scene, module, target, mode, seed, watch, expected))), "")
+                    if said[name] and not all_judges:
+                        break
+            verdicts.append(Verdict(mutant, said))
+            progress(number + 1, len(changed))
+    return verdicts
+
+
+def _judge(scene: Scene, module, target: str, mode: str, seed: int, watch: bool, expected: list[torch.Tensor]) -> str:
+    with simulate(target, mode, seed, check=False, max_reports=1, watch=watch) as run:
+        run.machine.max_steps = MAX_STEPS
+        try:
+            got = scene(module)
+        except Stop:
+            raise
+        except Exception as error:
+            return type(error).__name__
+    if run.reports:
+        return run.reports[0].kind
+    return "" if all(map(_close, got, expected)) else "wrong result"
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    got, expected = got.to(torch.float64), expected.to(torch.float64)
+    scale = torch.nan_to_num(expected).abs().max() if expected.numel() else 0.0
+    return torch.allclose(got, expected, rtol=0.0, atol=float(TOLERANCE * scale), equal_nan=True)
+
+
+# ---- the ledger of survivors
+
+
+def survivors(verdicts: list[Verdict]) -> Iterator[dict[str, str]]:
+    """Each unnoticed mutant as the ledger names it: by kind, function, text of the line and its number among equals."""
+    seen: Counter[tuple[str, str, str]] = Counter()
+    for verdict in verdicts:
+        mutant = verdict.mutant
+        key = (mutant.kind, mutant.function, mutant.text)
+        seen[key] += 1
+        if not verdict.noticed:
+            yield {"kind": mutant.kind, "function": mutant.function, "text": mutant.text, "number": str(seen[key])}
+
+
+def explain(verdicts: list[Verdict], scene: str, ledger: Path) -> tuple[list[str], list[str]]:
+    """(survivors without a reason, reasons without a survivor) for one scene of a ledger.
+
+    A ledger is JSON: {scene: [{"kind", "function", "text", "number", "why"}, ...]}.
+    """
+    known = json.loads(ledger.read_text()).get(scene, []) if ledger.exists() else []
+    reasons = {_name(entry): entry.get("why", "") for entry in known}
+    alive = [_name(entry) for entry in survivors(verdicts)]
+    return [name for name in alive if not reasons.get(name)], [name for name in reasons if name not in alive]
+
+
+def _name(entry: dict[str, str]) -> str:
+    return f"{entry['kind']} in {entry['function']}: {entry['text']} (number {entry['number']})"
+
+
+def summary(verdicts: list[Verdict], seconds: float) -> str:
+    names = dict.fromkeys(name for verdict in verdicts for name in verdict.said)
+    counts = [f"{name} {sum(bool(v.said.get(name)) for v in verdicts)}" for name in names]
+    return f"{len(verdicts)} mutants, {sum(v.noticed for v in verdicts)} noticed ({', '.join(counts)}), {seconds:.0f} s"
+
+
+def timed(run: Callable[[], list[Verdict]]) -> tuple[list[Verdict], float]:
+    start = time.perf_counter()
+    return run(), time.perf_counter() - start

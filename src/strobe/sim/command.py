@@ -1,0 +1,125 @@
+"""`strobe sim`: run a scene in the simulator, draw its timeline, or try its mutants."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .campaign import Verdict, campaign, explain, summary, timed
+from .launch import simulate
+from .machine import MODES
+from .report import Report, SimulationFault
+from .scene import Scene, SceneError
+
+EXAMPLE = """\
+examples:
+  strobe sim kernels.py::run bf16[200,320] bf16[320,256]                    a function that launches, on normal numbers
+  strobe sim kernels.py::kernel f32[1000] nan:f32[1000] 1000 --grid 8       a kernel itself
+  strobe sim kernels.py::run bf16[64,64] --timeline run.html                a picture (.html, .svg) or a Chrome trace (.json)
+  strobe sim kernels.py::run bf16[64,64] --mutate --ledger survivors.json   drop one synchronisation at a time: who notices?
+arguments: bf16[2,64] fp16 f32 i32 fp8e4 fp8e5 (normal numbers), nan: zeros: ones: before it, tma:bf16[64,64]/64x32 (a descriptor with its
+block), numbers, True, False, None, name=value
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """0: nothing found; 1: faults, or survivors that nothing explains; 2: the scene cannot be run."""
+    arguments = _parser().parse_args(argv)
+    try:
+        scene = Scene(arguments.scene, arguments.arguments, arguments.grid, {"num_warps": arguments.num_warps}, arguments.seed)
+        return _mutate(scene, arguments) if arguments.mutate else _run(scene, arguments)
+    except (SceneError, ValueError, TypeError, NotImplementedError) as error:
+        print(f"strobe sim: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("strobe sim", description="Run a kernel on the CPU and find its races, deadlocks and missing fences.",
+                                     epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("scene", metavar="FILE::NAME", help="a function that launches kernels, or a kernel")
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="see below")
+    parser.add_argument("--target", default="sm_90", help="sm_80, 86, 89, 90, 100, 103 or 120 (sm_90)")
+    parser.add_argument("--mode", default=None, choices=MODES, help="the schedule (all but timed, one after another, unless given)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the schedule and of the arguments")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="so many seeds of each mode, from --seed on")
+    parser.add_argument("--sms", type=int, default=4, metavar="N", help="CTAs in flight (4)")
+    parser.add_argument("--grid", type=_grid, default=(1,), metavar="X[,Y[,Z]]", help="of a kernel")
+    parser.add_argument("--num-warps", type=int, default=4, metavar="N", help="of a kernel (4)")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="modelled time as .html, .svg or .json")
+    parser.add_argument("--mutate", action="store_true", help="drop or bend one synchronisation at a time")
+    parser.add_argument("--file", type=Path, action="append", metavar="FILE", help="mutate this file instead of the scene's; repeatable")
+    parser.add_argument("--judges", action="store_true", help="ask every judge about every mutant")
+    parser.add_argument("--ledger", type=Path, metavar="FILE", help="JSON that explains survivors")
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+    return parser
+
+
+def _grid(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(","))
+
+
+def _run(scene: Scene, arguments: argparse.Namespace) -> int:
+    modes = [arguments.mode] if arguments.mode else [mode for mode in MODES if mode != "timed"]
+    found: dict[str, Report] = {}
+    runs = [(mode, seed) for mode in modes for seed in range(arguments.seed, arguments.seed + arguments.seeds)]
+    for mode, seed in runs:
+        with simulate(arguments.target, mode, seed, sms=arguments.sms, check=False) as run:
+            scene()
+        for report in run.reports:
+            found.setdefault(f"{report.kind} {report.where}", report)
+    if arguments.timeline:
+        with simulate(arguments.target, "timed", arguments.seed, sms=arguments.sms, check=False) as run:
+            scene()
+        run.save(str(arguments.timeline), f"{scene.path.name}::{scene.function} on {arguments.target}")
+    if arguments.json:
+        reports = [{"kind": r.kind, "text": r.text, "where": r.where, "count": r.count} for r in found.values()]
+        print(json.dumps({"runs": len(runs), "stats": run.stats, "reports": reports}, indent=1))
+    else:
+        for report in found.values():
+            print(f"- {report}")
+        print(f"{len(runs)} runs, {len(found)} findings" + (f"; timeline in {arguments.timeline}" if arguments.timeline else ""))
+    return 1 if found else 0
+
+
+def _mutate(scene: Scene, arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    files = [file.resolve() for file in arguments.file or [scene.path]]
+    try:
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task("mutants")
+            update = lambda done, total: bar.update(task, completed=done, total=total)
+            verdicts, seconds = timed(lambda: campaign(scene, arguments.target, files, arguments.judges, update))
+    except SimulationFault as fault:
+        raise SceneError(f"the kernel has faults before anything is changed: {fault}") from fault
+    unexplained, stale = explain(verdicts, arguments.scene.rpartition("/")[2], arguments.ledger) if arguments.ledger else ([], [])
+    if arguments.json:
+        rows = [{"kind": v.mutant.kind, "line": v.mutant.line, "function": v.mutant.function, "text": v.mutant.text, **v.said} for v in verdicts]
+        print(json.dumps({"mutants": rows, "unexplained": unexplained, "stale": stale}, indent=1))
+    else:
+        _table(verdicts)
+        print(summary(verdicts, seconds))
+        for title, names in (("survives, and the ledger does not say why", unexplained), ("in the ledger, but noticed or gone", stale)):
+            for name in names:
+                print(f"{title}: {name}")
+    left = unexplained or stale if arguments.ledger else [v for v in verdicts if not v.noticed]
+    return 1 if left else 0
+
+
+def _table(verdicts: list[Verdict]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    judges = list(dict.fromkeys(name for verdict in verdicts for name in verdict.said))
+    table = Table("line", "function", "change", "statement", *judges)
+    for verdict in verdicts:
+        said = [verdict.said.get(name) or ("-" if name not in verdict.said else "nothing") for name in judges]
+        mutant = verdict.mutant
+        table.add_row(str(mutant.line), mutant.function, mutant.kind, mutant.text[:60], *said, style=None if verdict.noticed else "bold red")
+    console = Console()
+    Console(width=max(console.width, 150)).print(table)
