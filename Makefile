@@ -14,7 +14,7 @@ export PYTHONUTF8 := 1
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test lint types unit interpreter offline nightly demo bench install clean
+.PHONY: test lint types unit interpreter offline compiled drift nightly demo bench install clean
 
 test: install
 	$(MAKE) --no-print-directory lint types offline interpreter unit
@@ -39,16 +39,26 @@ types:
 interpreter:
 	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/interpreter
 
-# the portable kernels, compiled for every GPU they claim, with no GPU here
+# the GPU kernels, compiled for every GPU they claim, with no GPU here
 offline:
-	$(PYTEST) -n 2 tests/test_offline_compile.py
+	$(PYTEST) -n 2 tests/test_offline_compile.py tests/proof
+
+# the same with nothing left out, into results/compiled.jsonl and docs/compiled.md; Triton 3.6's disassembler does not know sm_103, 3.9's does
+NEWER_NVDISASM = $(abspath $(firstword $(wildcard .drift/3.9.*/lib/python*/site-packages/triton/backends/nvidia/bin/nvdisasm)))
+compiled: install
+	$(BIN)/python -m strobe.proof.compile --table docs/compiled.md $(addprefix --nvdisasm ,$(NEWER_NVDISASM))
+
+# the kernels under newer versions of Triton, each in an environment of its own (.drift, 2 GB)
+drift: install
+	$(BIN)/python -m strobe.proof.drift
 
 unit:
-	$(PYTEST) -n 2 -m "not nightly" --ignore tests/interpreter --ignore tests/test_offline_compile.py
+	$(PYTEST) -n 2 -m "not nightly" --ignore tests/interpreter --ignore tests/test_offline_compile.py --ignore tests/proof
 
 nightly: install
 	$(PYTEST) -n 2 -m nightly --ignore tests/interpreter
 	TRITON_INTERPRET=1 $(PYTEST) -m nightly tests/interpreter
+	$(MAKE) --no-print-directory drift
 
 demo: install
 	$(BIN)/strobe demo
@@ -57,4 +67,4 @@ bench: install
 	$(BIN)/strobe bench cpu
 
 clean:
-	rm -rf $(VENV) .demo .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .demo .drift .pytest_cache .ruff_cache .hypothesis

@@ -1,73 +1,116 @@
-"""Every portable kernel compiles for every target without a GPU, within its budget of registers, spills and shared memory."""
+"""Every kernel compiles for every target without a GPU, within its budget, and exactly as recorded.
+
+Each commit compiles one case on every target and all cases on sm_90; the rest is nightly.
+"""
+
+import json
+from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
-import strobe
-from strobe.call import Call
-from strobe.proof.compile import portable_reports
-from strobe.target import FAKES
+import triton
 
-TARGETS = ("A100", "A10", "RTX 4090", "H200", "B200", "B300", "RTX 5090")  # sm_80, 86, 89, 90, 100, 103, 120
-# Bytes of spills a kernel may have. The winners on an H200 spill a little: fewer registers would cost a CTA an SM, which costs more.
-SPILLS = 1024
-FEW = {"A10", "RTX 4090", "RTX 5090"}  # 99 KiB of shared memory: tiles are halved to fit, and were never timed
+from strobe.kernels.portable import tunings
+from strobe.proof import budget
+from strobe.proof.budget import CASES, FAMILIES, LEDGER, TARGETS, UNITS, Unit
+from strobe.proof.compile import BEGIN, END, RESULTS, key, launches, page, read, rows
 
-
-def call_of(name: str) -> Call:
-    def tensors(rows, keys, heads, heads_kv, width, width_v=None, dtype=torch.bfloat16):
-        shapes = ((*rows, heads, width), (*keys, heads_kv, width), (*keys, heads_kv, width_v or width))
-        return Call(*(torch.empty(shape, dtype=dtype) for shape in shapes), needs_grad=True, kernel="portable")
-
-    offsets = torch.tensor([0, 100, 256], dtype=torch.int32)
-    ids = torch.zeros(1, 256, dtype=torch.int32)
-    return {
-        "d64 causal": lambda: tensors((1, 256), (1, 256), 4, 4, 64).with_mask(strobe.causal()),
-        "d128 dense": lambda: tensors((1, 256), (1, 256), 4, 4, 128),
-        "d128 varlen window sinks softcap": lambda: (
-            tensors((256,), (256,), 8, 2, 128)
-            ._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets, sinks=torch.zeros(8), softcap=20.0)
-            .with_mask(strobe.window(64, 0))
-        ),
-        "d192/128 causal": lambda: tensors((1, 256), (1, 256), 4, 4, 192, 128).with_mask(strobe.causal()),
-        "d256 causal float16": lambda: tensors((1, 256), (1, 256), 4, 4, 256, dtype=torch.float16).with_mask(strobe.causal()),
-        "d21 documents prefix": lambda: tensors((1, 256), (1, 256), 4, 4, 21).with_mask(strobe.documents(ids) & strobe.prefix_causal(3)),
-        "d64 float32": lambda: tensors((1, 256), (1, 256), 4, 4, 64, dtype=torch.float32),
-        "d64 float64": lambda: tensors((1, 256), (1, 256), 4, 4, 64, dtype=torch.float64).with_mask(strobe.causal()),
-    }[name]()
+ROOT = Path(__file__).parents[1]
+RECORDED = {key(row): row for row in read(ROOT / RESULTS)}
+REFRESH = "run `make compiled` and look at what changed"
+FOUR = ["forward_kernel", "delta_kernel", "keys_kernel", "queries_kernel"]
+PRODUCT = {"sm_90": "HGMMA", "sm_100": "UTCMMA", "sm_103": "UTCMMA"}  # of 16-bit tiles; HMMA elsewhere
 
 
-EVERYWHERE = ("d64 causal", "d128 dense", "d128 varlen window sinks softcap", "d256 causal float16")
-ON_H200 = ("d192/128 causal", "d21 documents prefix", "d64 float32", "d64 float64")
-TWINS = ("RTX 4090", "B300")  # as A10 and B200 but for a number in ptxas: the two cases with the largest tiles stand for all
-ROWS = [(target, name) for target in TARGETS for name in (EVERYWHERE[2:] if target in TWINS else EVERYWHERE)]
-ROWS += [("H200", name) for name in ON_H200]
+def _each(units):
+    return [pytest.param(unit, marks=[] if unit.each_commit else [pytest.mark.nightly], id=" ".join(unit)) for unit in units]
 
 
-@pytest.mark.parametrize("target, name", ROWS)
-def test_compiles_within_budget(target, name):
-    place = FAKES[target]
-    reports = portable_reports(call_of(name), place)
-    assert [r.name for r in reports] == ["forward_kernel", "delta_kernel", "keys_kernel", "queries_kernel"]
-    for r in reports:
-        assert 0 < r.registers <= 255
-        assert r.shared_bytes <= place.shared_bytes, r
-        if "float32" not in name:
-            assert r.spill_bytes <= SPILLS * (4 if target in FEW else 1), r
-        product = {90: "HGMMA", 100: "UTCHMMA", 103: "UTCHMMA"}.get(place.capability, "HMMA")
-        if r.name == "forward_kernel" and name in EVERYWHERE and place.capability != 103:  # the bundled disassembler does not know sm_103
-            assert r.instructions.get(product, 0) > 0, r
+@pytest.mark.parametrize("unit", _each(UNITS))
+def test_within_budget_and_as_recorded(unit):
+    found = rows(unit)
+    assert [fault for row in found for fault in budget.faults(row)] == []
+    recorded = [row for row in RECORDED.values() if Unit(*key(row)[:3]) == unit]
+    assert [row["kernel"] for row in found] == [row["kernel"] for row in recorded], REFRESH
+    for new, old in zip(found, recorded):
+        assert old["triton"] == triton.__version__, f"recorded with another Triton: {REFRESH}"
+        assert _exact(new, old) == _exact(old, new), REFRESH
+
+
+def _exact(row: dict, other: dict) -> dict:
+    """All but the seconds, and without instructions where one of the two had no disassembler for its target."""
+    left_out = {"seconds"} if row.get("instructions") and other.get("instructions") else {"seconds", "instructions"}
+    return {name: value for name, value in row.items() if name not in left_out}
+
+
+def test_the_record_is_whole_and_every_kernel_in_it_within_budget():
+    assert {Unit(*place[:3]) for place in RECORDED} == set(UNITS), REFRESH
+    assert [fault for row in RECORDED.values() for fault in budget.faults(row)] == []
+
+
+def test_no_line_of_the_ledger_is_stale():
+    assert budget.stale(RECORDED.values()) == []
+    assert all(line.why for line in LEDGER)
+
+
+def test_the_page_quotes_the_record():
+    text = (ROOT / "docs/compiled.md").read_text()
+    assert text.partition(BEGIN)[2].partition(END)[0] == page(list(RECORDED.values())), REFRESH
+
+
+def test_the_record_is_in_order_so_that_a_change_is_a_small_difference():
+    lines = (ROOT / RESULTS).read_text().splitlines()
+    assert lines == [json.dumps(row) for row in sorted(map(json.loads, lines), key=lambda row: UNITS.index(Unit(*key(row)[:3])))]
+
+
+# ---------------------------------------------------------------- what the cases cover, and what the kernels must hold
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_portable_kernels_run_every_case_and_use_tensor_cores(target):
+    for case in CASES:
+        found = [row for place, row in RECORDED.items() if place[:3] == ("portable", case, target)]
+        assert [row["kernel"] for row in found] == FOUR
+        if "float32" in case or "float64" in case:
+            continue
+        for row in found:
+            products = row["instructions"].get(PRODUCT.get(target, "HMMA"), 0) if row["instructions"] else None
+            assert products is None or (products > 0) == (row["kernel"] != "delta_kernel"), row
+
+
+def test_the_cases_use_every_tiling_of_the_tables():
+    """On the target that a table is for; `_fit` may take stages and tiles away, so the tuning it is given counts."""
+    asked = set()
+    fit = tunings._fit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tunings, "_fit", lambda tuning, *rest: asked.add(tuning) or fit(tuning, *rest))
+        for target in ("sm_80", "sm_90", "sm_100"):
+            for case in CASES.values():
+                launches(case()._replace(kernel="portable"), TARGETS[target])
+    tables = (tunings.HOPPER, tunings.AMPERE, tunings.BLACKWELL, *tunings.WIDE.values())
+    listed = {tuning for table in tables for row in table for tuning in (row.forward, row.forward_masked, row.keys, row.keys_masked, row.queries)}
+    assert listed - asked == set()
 
 
 def test_forward_at_d128_spills_nothing_and_uses_tma_on_hopper():
-    forward = portable_reports(call_of("d128 dense"), FAKES["H200"])[0]
-    assert forward.spill_bytes == 0 and not forward.serialized
-    assert forward.instructions["UTMALDG"] > 0
+    forward = RECORDED["portable", "d128 dense", "sm_90", "forward_kernel"]
+    assert budget.spill_bytes(forward) == 0 and not forward["serialized"]
+    assert forward["instructions"]["UTMALDG"] > 0
 
 
 def test_a_constant_of_the_form_is_part_of_the_compiled_kernel():
     """Triton tells kernels apart by the text of their constants: two forms that differ must never print alike."""
-    dense, masked = (portable_reports(call_of(name), FAKES["H200"])[0] for name in ("d128 dense", "d128 varlen window sinks softcap"))
-    assert dense.instructions != masked.instructions
+    dense, masked = (RECORDED["portable", case, "sm_90", "forward_kernel"] for case in ("d128 dense", "d128 packed window sinks softcap"))
+    assert dense["instructions"] != masked["instructions"]
+
+
+def test_only_kernels_whose_waits_triton_places_may_have_their_wgmma_serialised():
+    """In Gluon the waits are ours, and so is the fault."""
+    assert {row["family"] for row in RECORDED.values() if row.get("serialized")} <= {"portable"}
+
+
+def test_each_commit_sees_every_family_on_each_of_its_targets():
+    seen = {(unit.family, unit.target) for unit in UNITS if unit.each_commit}
+    assert seen == {(family, target) for family, targets in FAMILIES.items() for target in targets}

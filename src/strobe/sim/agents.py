@@ -34,22 +34,26 @@ class Stream:
     issued: int = 0
     landed: int = 0
     knows: Clock = field(default_factory=dict)
+    done_ns: float = 0.0  # when the last one landed, in modelled time
 
     def pop(self) -> Operation:
-        self.landed += 1
-        return self.queue.popleft()
+        operation = self.queue.popleft()
+        self.landed, self.done_ns = self.landed + 1, operation.ready_ns
+        return operation
 
 
 class Barrier:
     """An mbarrier: a phase ends when its arrivals and its bytes are all there (PTX ISA, mbarrier)."""
 
-    __slots__ = ("copies", "count", "gathering", "latest", "missing", "missing_bytes", "name", "phase", "released", "since", "times", "valid")
+    __slots__ = ("copies", "count", "gathering", "latest", "missing", "missing_bytes", "name", "phase", "released", "since", "times", "valid",
+                 "waits")  # fmt: skip
 
     def __init__(self, name: str, count: int, since: Clock):
         self.name, self.count, self.missing, self.missing_bytes, self.phase = name, count, count, 0, 0
         self.gathering: Clock = {}  # what the arrivals of this phase know
         self.released: Clock = {}  # what a waiter learns: all finished phases
         self.since = dict(since)  # the initialisation
+        self.waits: dict[str, tuple[int, Place]] = {}  # who saw the last phase over: at its clock, where
         self.copies = 0  # TMA loads issued in this phase
         self.valid = True
         self.latest, self.times = 0.0, [0.0, 0.0]  # modelled time of the latest arrival, of the last two phases' ends
@@ -58,10 +62,19 @@ class Barrier:
         """mbarrier.try_wait.parity: the phase of this parity is over."""
         return self.phase & 1 != parity
 
+    def knows_the_end(self, clock: Clock) -> bool:
+        """Whether who knows `clock` comes after all arrivals of the phases that are over."""
+        return all(clock.get(agent, 0) >= known for agent, known in self.released.items())
+
+    def overtaken(self) -> list[tuple[str, Place]]:
+        """Waits for the last phase, (agent, place), that the arrivals of this one do not come after: a little later, they miss it."""
+        return [(agent, place) for agent, (clock, place) in self.waits.items() if self.gathering.get(agent, 0) < clock]
+
     def advance(self) -> bool:
         """End the phase if nothing is missing."""
         if self.missing or self.missing_bytes:
             return False
+        self.waits = {}
         self.times[self.phase & 1] = self.latest
         self.phase += 1
         self.missing, self.copies = self.count, 0
@@ -103,6 +116,10 @@ class Partition:
         self.stores, self.store_writes = stream("TMA store read"), stream("TMA store write")
         self.open_copies: list[Callable[[], None]] = []  # cp.async not yet in a group
         self.poll: tuple | None = None  # the last value seen by an atomic or volatile read, to notice spinning
+        self.last_read: tuple = ()  # the last plain read of global memory
+        self.repeats = 0  # how often it came again, nothing between
+        self.observed: Clock = {}  # what was released where relaxed atomics have read, learnt at the next fence
+        self.fenced: Clock = {}  # what was known at the last fence, released by relaxed atomics
         self.time_ns = self.math_ns = 0.0
         self.greenlet = greenlet.greenlet(self._run, parent=hub)
         self._body = body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from . import ptx
 from .layouts import Layouts
 from .machine import Machine
 from .report import place_text
-from .values import COMPUTED, STORED, UNSIGNED, Type, Value, as_torch, computed_type, from_bits, is_pointer, rounded, to_bits
+from .values import COMPUTED, STORED, UNSIGNED, Type, Value, as_torch, computed_type, from_bits, is_pointer, rounded, to_bits, unsigned
 
 _NARROW = ("bf16", "fp8e4nv", "fp8e5")
 SM_GHZ = 1.755  # boost clock of an H200
@@ -24,10 +25,6 @@ _EXP_LANES = 4  # ex2, lg2, rcp and their like
 def _scalar(array: Any) -> Any:
     """0-d arrays as NumPy scalars, which are much faster."""
     return array[()] if isinstance(array, np.ndarray) and array.ndim == 0 else array
-
-
-def _unsigned(data: Any) -> Any:
-    return data.view(UNSIGNED[data.dtype]) if data.dtype in UNSIGNED else data
 
 
 class Arithmetic:
@@ -48,15 +45,25 @@ class Arithmetic:
         data = rounded(data, ty.elem) if ty.elem in _NARROW else data.astype(COMPUTED[ty.elem])
         return Value(_scalar(data), ty.elem, a.layout)
 
-    create_si_to_fp = create_fp_to_si = create_fp_ext = create_fp_trunc = _cast
+    create_si_to_fp = create_fp_ext = create_fp_trunc = _cast
+
+    def create_fp_to_si(self, a: Value, ty: Type) -> Value:
+        return self._to_integer(a, ty, np.dtype(COMPUTED[ty.elem]))
 
     def create_fp_to_ui(self, a: Value, ty: Type) -> Value:
-        data = np.asarray(a.data)
-        unsigned = UNSIGNED[np.dtype(COMPUTED[ty.elem])]
-        return Value(_scalar(data.astype(unsigned).view(COMPUTED[ty.elem])), ty.elem, a.layout)
+        return self._to_integer(a, ty, UNSIGNED[np.dtype(COMPUTED[ty.elem])])
+
+    def _to_integer(self, a: Value, ty: Type, wanted: np.dtype) -> Value:
+        """Towards zero; out of range the nearest integer there is, NaN is 0 (PTX ISA, cvt)."""
+        self.spend_math(a)
+        data, info = np.trunc(np.asarray(a.data, np.float64)), np.iinfo(wanted)
+        low, high = data <= info.min, data >= float(info.max)
+        inside = np.where(low | high | np.isnan(data), 0.0, data).astype(wanted)
+        done = np.where(low, wanted.type(info.min), np.where(high, wanted.type(info.max), inside))
+        return Value(_scalar(done.view(COMPUTED[ty.elem])), ty.elem, a.layout)
 
     def create_ui_to_fp(self, a: Value, ty: Type) -> Value:
-        return self._cast(Value(_unsigned(np.asarray(a.data)), a.elem, a.layout), ty)
+        return self._cast(Value(unsigned(np.asarray(a.data)), a.elem, a.layout), ty)
 
     def create_fp_to_fp(self, a: Value, ty: Type, rounding: Any) -> Value:
         if rounding not in (None, ir.ROUNDING_MODE.RTNE):
@@ -66,7 +73,7 @@ class Arithmetic:
     def create_int_cast(self, a: Value, ty: Type, signed: bool) -> Value:
         data = np.asarray(a.data)
         if not signed:
-            data = _unsigned(data)
+            data = unsigned(data)
         data = (data & 1).astype(np.bool_) if ty.elem == "i1" and data.dtype != np.bool_ else data.astype(COMPUTED[ty.elem])
         return Value(_scalar(data), ty.elem, a.layout)
 
@@ -135,8 +142,9 @@ class Arithmetic:
         return Value(np.take_along_axis(a.data, np.asarray(index.data, np.int64), axis), a.elem, index.layout)
 
     def create_histogram(self, a: Value, bins: int, mask: Value | None, layout: Any = None) -> Value:
-        data = a.data if mask is None else a.data[mask.data]
-        return Value(np.bincount(data.reshape(-1), minlength=bins)[:bins].astype(np.int32), "i32", layout)
+        data = a.data if mask is None else a.data[np.broadcast_to(mask.data, a.data.shape)]
+        inside = data[(data >= 0) & (data < bins)]
+        return Value(np.bincount(inside, minlength=bins).astype(np.int32), "i32", layout)
 
     # ---- several operands
 
@@ -146,8 +154,12 @@ class Arithmetic:
 
     def create_fma(self, a: Value, b: Value, c: Value) -> Value:
         self.spend_math(a)
-        exact = np.asarray(a.data, np.float64) * b.data + c.data  # a product of two float32 is exact in float64
-        return Value(_scalar(np.asarray(rounded(exact.astype(COMPUTED[c.elem]), c.elem))), c.elem, a.layout)
+        if c.elem == "fp64":
+            done = _fused(a.data, b.data, c.data)
+        else:
+            product = np.asarray(a.data, np.float64) * b.data  # of two float32: exact in float64
+            done = rounded(_sum_to_odd(product, np.asarray(c.data, np.float64)), c.elem).astype(COMPUTED[c.elem])
+        return Value(_scalar(done), c.elem, a.layout)
 
     def create_clampf(self, x: Value, low: Value, high: Value, nan: Any) -> Value:
         pick_max, pick_min = (np.maximum, np.minimum) if nan == ir.PROPAGATE_NAN.ALL else (np.fmax, np.fmin)
@@ -155,7 +167,7 @@ class Arithmetic:
 
     def create_umulhi(self, a: Value, b: Value) -> Value:
         bits = np.asarray(a.data).dtype.itemsize * 8
-        wide = _unsigned(np.asarray(a.data)).astype(object) * _unsigned(np.asarray(b.data)).astype(object)
+        wide = unsigned(np.asarray(a.data)).astype(object) * unsigned(np.asarray(b.data)).astype(object)
         high = np.asarray(wide >> bits).astype(f"u{bits // 8}").view(COMPUTED[a.elem])
         return Value(_scalar(high), a.elem, a.layout)
 
@@ -171,6 +183,27 @@ class Arithmetic:
         raise NotImplementedError(f"external function {symbol} of {library}: the simulator knows none")
 
 
+def _sum_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x + y in float64, rounded to an odd last bit where inexact, so that rounding it to fewer bits is rounding once."""
+    near = np.asarray(x + y)
+    back = near - x
+    error = (x - (near - back)) + (y - back)  # exact (Knuth's TwoSum)
+    away = np.where(error > 0, np.inf, -np.inf)
+    return np.where(~np.isfinite(near) | (error == 0) | (near.view(np.uint64) & 1 == 1), near, np.nextafter(near, away))
+
+
+def _fused(x: Any, y: Any, z: Any) -> np.ndarray:
+    """x * y + z of float64, rounded once."""
+
+    def one(*xyz: float) -> float:
+        if not np.all(np.isfinite(xyz)):
+            return xyz[0] * xyz[1] + xyz[2]
+        exact = Fraction(xyz[0]) * Fraction(xyz[1]) + Fraction(xyz[2])
+        return float(exact) if exact and abs(exact) < Fraction(2) ** 1024 else xyz[0] * xyz[1] + xyz[2]
+
+    return np.vectorize(one, otypes=[np.float64])(x, y, z)
+
+
 class Results:
     """An operation with several results, as the semantic layer takes them."""
 
@@ -184,11 +217,11 @@ class Results:
 # ---- tables of the plain operations
 
 
-def _binary(compute: Callable[..., Any], out: str | None = None, unsigned: bool = False, divides: bool = False) -> Callable[..., Value]:
+def _binary(compute: Callable[..., Any], out: str | None = None, as_unsigned: bool = False, divides: bool = False) -> Callable[..., Value]:
     def operation(self: Arithmetic, a: Value, b: Value) -> Value:
         x, y = a.data, b.data
-        if unsigned:
-            x, y = _unsigned(np.asarray(x)), _unsigned(np.asarray(y))
+        if as_unsigned:
+            x, y = unsigned(np.asarray(x)), unsigned(np.asarray(y))
         if divides and a.elem[0] == "i" and not np.all(y):
             self.machine.report("assert", f"integer division by zero at {place_text(self.machine.place())}")
             y = np.where(y == 0, y.dtype.type(1), y)
@@ -202,7 +235,7 @@ def _binary(compute: Callable[..., Any], out: str | None = None, unsigned: bool 
             return Value(rounded(result, a.elem), a.elem, layout)
         wanted = computed_type(a.elem)
         if result.dtype != wanted:
-            result = np.asarray(result).view(wanted) if unsigned else result.astype(wanted)
+            result = np.asarray(result).view(wanted) if as_unsigned else result.astype(wanted)
         return Value(_scalar(result), a.elem, layout)
 
     return operation
@@ -219,15 +252,10 @@ def _unary(compute: Callable[[Any], Any], lanes: int = _LANES) -> Callable[..., 
 
 def _truncated(x: Any, y: Any) -> Any:
     """Integer division as in C: towards zero."""
-    quotient = np.floor_divide(np.abs(x), np.abs(y))
-    return np.where((x < 0) != (y < 0), -quotient, quotient).astype(x.dtype)
+    return np.floor_divide(x, y) + ((np.fmod(x, y) != 0) & ((x < 0) != (y < 0))).astype(x.dtype)
 
 
-def _float_remainder(x: Any, y: Any) -> Any:
-    return np.fmod(x, y)
-
-
-_FLOAT = dict(fadd=np.add, fsub=np.subtract, fmul=np.multiply, fdiv=np.divide, precise_divf=np.divide, frem=_float_remainder,
+_FLOAT = dict(fadd=np.add, fsub=np.subtract, fmul=np.multiply, fdiv=np.divide, precise_divf=np.divide, frem=np.fmod,
               maximumf=np.maximum, minimumf=np.minimum, maxnumf=np.fmax, minnumf=np.fmin)  # fmt: skip
 _SIGNED = dict(add=np.add, sub=np.subtract, mul=np.multiply, shl=np.left_shift, ashr=np.right_shift, maxsi=np.maximum, minsi=np.minimum,
                xor=np.bitwise_xor, **{"and": np.bitwise_and, "or": np.bitwise_or})  # fmt: skip
@@ -240,14 +268,14 @@ _PLAIN = dict(floor=np.floor, ceil=np.ceil, fabs=np.abs, iabs=np.abs, fneg=np.ne
 for _name, _compute in {**_FLOAT, **_SIGNED}.items():
     setattr(Arithmetic, "create_" + _name, _binary(_compute))
 for _name, _compute in _UNSIGNED.items():
-    setattr(Arithmetic, "create_" + _name, _binary(_compute, unsigned=True))
+    setattr(Arithmetic, "create_" + _name, _binary(_compute, as_unsigned=True))
 for _name, _compute, _is_unsigned in (("sdiv", _truncated, False), ("srem", np.fmod, False), ("udiv", np.floor_divide, True), ("urem", np.mod, True)):
-    setattr(Arithmetic, "create_" + _name, _binary(_compute, unsigned=_is_unsigned, divides=True))
+    setattr(Arithmetic, "create_" + _name, _binary(_compute, as_unsigned=_is_unsigned, divides=True))
 for _name, _compute in _COMPARISONS.items():
-    for _prefix in ("fcmpO", "fcmpU"):
-        setattr(Arithmetic, f"create_{_prefix}{_name}", _binary(_compute, "i1"))
+    _prefix = "fcmpU" if _name == "NE" else "fcmpO"  # a NaN differs from everything and is in no other relation
+    setattr(Arithmetic, f"create_{_prefix}{_name}", _binary(_compute, "i1"))
     for _prefix, _is_unsigned in (("icmp", False),) if _name in ("EQ", "NE") else (("icmpS", False), ("icmpU", True)):
-        setattr(Arithmetic, f"create_{_prefix}{_name}", _binary(_compute, "i1", unsigned=_is_unsigned))
+        setattr(Arithmetic, f"create_{_prefix}{_name}", _binary(_compute, "i1", as_unsigned=_is_unsigned))
 for _name, _compute in _SPECIAL.items():
     setattr(Arithmetic, "create_" + _name, _unary(_compute, _EXP_LANES))
 for _name, _compute in _PLAIN.items():

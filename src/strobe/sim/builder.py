@@ -14,7 +14,7 @@ from .pointers import Pointers
 from .report import place_text
 from .shared import SharedMemory
 from .tensor_core import TensorCores
-from .values import BYTES, COMPUTED, Type, Value, computed_type, rounded
+from .values import BYTES, COMPUTED, Type, Value, computed_type, rounded, unsigned
 
 
 class Builder(Arithmetic, Pointers, SharedMemory, TensorCores):
@@ -87,6 +87,14 @@ class Builder(Arithmetic, Pointers, SharedMemory, TensorCores):
 
     # ---- constants
 
+    def integer(self, value: int, elem: str) -> Value:
+        """A scalar of an integer type, wrapped into its range."""
+        return getattr(self, "get_int" + elem[1:])(value)
+
+    def report(self, kind: str, text: str) -> None:
+        """A finding at the running line of the kernel."""
+        self.machine.report(kind, f"{text}, at {place_text(self.machine.place())}")
+
     def get_null_value(self, ty: Type) -> Value:
         zero = computed_type(ty.elem)(0)
         return Value(np.full(ty.shape, zero) if ty.shape else zero, ty.elem, ty.layout)
@@ -107,15 +115,17 @@ class Builder(Arithmetic, Pointers, SharedMemory, TensorCores):
 
     def create_assume(self, condition: Value) -> None:
         if not np.all(condition.data):
-            self.machine.report("assert", f"an assumption is false, at {place_text(self.machine.place())}")
+            self.report("assert", "an assumption is false")
 
     def create_assert(self, condition: Value, message: Any) -> None:
         if not np.all(condition.data):
-            self.machine.report("assert", f"device_assert failed: {message}, at {place_text(self.machine.place())}")
+            self.report("assert", f"device_assert failed: {message}")
 
     def create_print(self, prefix: str, hexadecimal: bool, values: list[Value], signed: Any) -> None:
         p = self.machine.current
-        print(f"[{p.cta.position} {p.name}]", prefix, *[value.data for value in values])
+        shown = [value.data if is_signed else unsigned(value.data) for value, is_signed in zip(values, signed, strict=True)]
+        with np.printoptions(formatter={"int": hex} if hexadecimal else None):
+            print(f"[{p.cta.position} {p.name}]", prefix, *(hex(one) if hexadecimal and np.ndim(one) == 0 else one for one in shown))
 
 
 class _Block:

@@ -18,15 +18,17 @@ import numpy as np
 from triton import language as tl
 from triton.compiler.code_generator import BoundJITMethod, CodeGenerator, _apply_to_tuple_values
 from triton.compiler.errors import CompileTimeAssertionFailure, UnsupportedLanguageConstruct
+from triton.experimental.gluon import language as gl
 from triton.language.core import _unwrap_if_constexpr as unwrapped
 from triton.language.core import base_value, constexpr
 from triton.runtime.jit import BoundConstexprFunction, ConstexprFunction, JITFunction
 
 from .translate import signature, translated
-from .values import STORED, Value, tensor
+from .values import Value, tensor, unsigned
 
 _CONDITIONS = (bool, int, type(None))
-_PYTHON = {int: int, len: len, tl.static_print: print}  # run on plain Python values
+_PYTHON: dict[Any, Callable[..., Any]] = {int: int, len: len, tl.static_print: print, gl.static_print: print}  # run on plain Python values
+_STATIC_ASSERTS, _MAPS = (tl.static_assert, gl.static_assert), (tl.map_elementwise, gl.map_elementwise)
 _BUILTINS = frozenset(id(value) for value in CodeGenerator.builtin_namespace.values())
 
 
@@ -172,6 +174,8 @@ class Interpreter:
 
     def truth(self, condition: Any) -> bool:
         if _is_tensor(condition):
+            if condition.type.is_block() and condition.numel.value != 1:
+                return self.refused("Boolean value of Tensor with more than one value is ambiguous")
             return self._decided(condition.handle.data)
         condition = unwrapped(condition)
         if type(condition) not in _CONDITIONS:
@@ -191,7 +195,8 @@ class Interpreter:
         return self.semantic.to_tensor(chosen) if _is_tensor(condition) else chosen
 
     def goes_on(self, condition: Any) -> bool:
-        return self.truth(condition.condition if isinstance(condition, tl.condition) else condition)
+        condition = condition.condition if isinstance(condition, tl.condition) else condition
+        return self.truth(condition) if _is_tensor(condition) else self.refused("`while` needs a scalar tensor as its condition, not a constant")
 
     def loop(self, kind: Any, arguments: list[Any], keywords: dict[str, Any]) -> Iterator[Any]:
         kind = unwrapped(kind)
@@ -206,12 +211,22 @@ class Interpreter:
             low, high, step = (*(arguments if len(arguments) > 1 else [constexpr(0), *arguments]), constexpr(1))[:3]
         else:
             raise TypeError("only range, tl.range and static_range can be iterated over")
-        low, high, step = (self.semantic.to_tensor(bound) for bound in (low, high, step))
+        yield from self._counted(*map(self.semantic.to_tensor, (low, high)), step)
+
+    def _counted(self, low: Any, high: Any, step: Any) -> Iterator[Any]:
+        """The induction variable of a loop at run time, as a scalar of the bounds' common type."""
+        static, step = not _is_tensor(step), self.semantic.to_tensor(step)
+        if any(bound.type.is_block() or not bound.dtype.is_int() for bound in (low, high, step)):
+            raise TypeError(f"For loop bounds and step must all be int scalars, are ({low.type}, {high.type}, {step.type})")
         promote = self.semantic.integer_promote_impl
         kind = promote(promote(low.dtype, high.dtype), step.dtype)
-        elem = kind.to_ir(self.builder).elem
-        for index in range(low.handle.scalar, high.handle.scalar, step.handle.scalar):
-            yield tensor(Value(STORED[elem](index), elem), kind)
+        elem, wrapped = kind.to_ir(self.builder).elem, unsigned if kind.is_int_unsigned() else lambda data: data
+        bounds = [int(wrapped(self.semantic.cast(bound, kind).handle.data)) for bound in (low, high, step)]
+        if bounds[2] == 0 or (bounds[2] < 0 and not static):
+            self.builder.report("assert", f"a loop's step is {bounds[2]}; one that is no constant must be positive")
+            return
+        for index in range(*bounds):
+            yield tensor(self.builder.integer(index, elem), kind)
 
     @contextlib.contextmanager
     def context(self, kind: Any, arguments: list[Any], keywords: dict[str, Any]) -> Iterator[Any]:
@@ -240,8 +255,6 @@ class Interpreter:
         if isinstance(value, tl.tuple):
             return _apply_to_tuple_values(value, self.returned)
         if isinstance(value, (constexpr, int, float)):
-            if isinstance(value, constexpr) and not isinstance(value.value, (int, float)):
-                return value
             return self.semantic.to_tensor(value)
         return value
 
@@ -256,9 +269,9 @@ class Interpreter:
             arguments, fn = [fn.__self__, *arguments], fn.__func__
         if isinstance(fn, JITFunction):
             return self.call_JitFunction(fn, arguments, keywords)
-        if fn is tl.static_assert:
+        if fn in _STATIC_ASSERTS:
             return self._static_assert(*arguments)
-        if fn is tl.map_elementwise:
+        if fn in _MAPS:
             return self.semantic.map_function(self, *arguments, **keywords)
         owner = getattr(fn, "__self__", None)
         if isinstance(fn, ConstexprFunction) or isinstance(owner, base_value) or (_hashable(fn) and _is_builtin(fn)):

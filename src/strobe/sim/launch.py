@@ -14,6 +14,7 @@ import torch
 from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler.code_generator import str_to_ty
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.language.core import base_value, constexpr
@@ -27,7 +28,7 @@ from .layouts import Layouts
 from .machine import MODES, Machine
 from .memory import Memory
 from .report import Report, Reports, SimulationFault, Stop
-from .semantics import Gluon, Triton
+from .semantics import Gluon, Triton, quiet
 from .timeline import Event, save
 from .translate import translated
 from .values import STORED, Descriptor, Value
@@ -36,6 +37,7 @@ KIB = 1024
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # a CTA may have (CUDA C++ Programming Guide, compute capabilities)
 TENSOR_COLUMNS = 512  # of sm_100 and sm_103
 _OPTIONS = ("num_warps", "num_ctas", "maxnreg", "num_stages", "launch_cooperative_grid", "launch_pdl")
+_CHECKED = dict(debug=True, sanitize_overflow=False)  # device_assert counts; integers wrap, as without TRITON_DEBUG
 _DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.bool: tl.int1}
 
 
@@ -162,7 +164,7 @@ class _Launch:
 
     def run(self, arguments: tuple[Any, ...], keywords: dict[str, Any], grid: Any) -> None:
         options = {name: value for name, value in keywords.items() if name in _OPTIONS and name not in self.fn.arg_names}
-        parsed: Any = CUDABackend(GPUTarget("cuda", self.capability, 32)).parse_options(options)
+        parsed: Any = CUDABackend(GPUTarget("cuda", self.capability, 32)).parse_options(options | _CHECKED)
         if parsed.num_ctas != 1:
             raise NotImplementedError(f"num_ctas={parsed.num_ctas}: the simulator knows no clusters")
         named = {name: value for name, value in keywords.items() if name in self.fn.arg_names}
@@ -180,8 +182,7 @@ class _Launch:
         self.machine.warps = parsed.num_warps
         function, interpreter = translated(self.fn), Interpreter(self.semantic)
         values = [interpreter.static(value) if not isinstance(value, base_value) else value for value in values]
-        with np.errstate(all="ignore"):
-            self.machine.run_grid(grid, lambda: function(interpreter, *values))
+        self.machine.run_grid(grid, quiet(lambda: function(interpreter, *values)))
 
     # ---- arguments
 
@@ -210,15 +211,25 @@ class _Launch:
             return tl.tensor(Value(np.int64(value.data_ptr()), "*" + elem.to_ir(self.builder).elem), tl.pointer_type(elem))
         if isinstance(value, bool):
             return self.semantic.to_tensor(value)
-        if isinstance(value, int):
-            specialised = value == 1 and not (parameter is not None and parameter.do_not_specialize)
-            return constexpr(1) if specialised else self.semantic.to_tensor(value)
-        if isinstance(value, float):
-            return tl.tensor(Value(np.float32(value), "fp32"), tl.float32)
+        if isinstance(value, (int, float)):
+            return self._number(value, parameter)
         if isinstance(value, tuple):
             items = [self._argument(f"{name}.{i}", item) for i, item in enumerate(value)]
             return tl.tuple(items, tl.tuple_type([item.type for item in items], getattr(type(value), "_fields", None)))
         return constexpr(value)
+
+    def _number(self, value: int | float, parameter: Any) -> Any:
+        """A number as the launcher passes it: by the parameter's annotation, else int32, int64 or uint64, whichever holds it, or float32."""
+        annotated = getattr(parameter, "annotation_type", "") if parameter is not None else ""
+        if annotated:
+            return self.semantic.cast(self.semantic.to_tensor(value), str_to_ty(annotated, None))
+        if isinstance(value, float):
+            return tl.tensor(Value(np.float32(value), "fp32"), tl.float32)
+        if value == 1 and not (parameter is not None and parameter.do_not_specialize):
+            return constexpr(1)
+        elem = "i32" if -(2**31) <= value < 2**31 else "i64"
+        kind = tl.int32 if elem == "i32" else tl.int64 if value < 2**63 else tl.uint64
+        return tl.tensor(self.builder.integer(value, elem), kind)
 
     def _descriptor(self, name: str, host: Any) -> Any:
         memory = self._storage(name, host.base)

@@ -24,6 +24,7 @@ from .timeline import Event
 MODES = ("eager", "lazy", "random", "pct", "timed")
 KERNEL_CODE: set[CodeType] = set()  # code objects made from kernel functions: frames worth naming
 MAX_STEPS = 5_000_000
+SPINS = 1000  # equal plain reads in a row, nothing between, that make a spin loop
 
 
 class Machine:
@@ -64,6 +65,10 @@ class Machine:
     def access(self, memory: Memory, mask: int, write: bool, actor: Actor) -> None:
         """Record an access and report what is wrong with it."""
         self.stats["accesses"] += 1
+        if memory.space == "global" and actor.proxy == "generic" and not write:
+            self._spins(memory, mask, actor)
+        else:
+            self.current.last_read = ()
         conflicts, unwritten = memory.touch(mask, write, actor)
         if not self.checks:
             return
@@ -91,6 +96,17 @@ class Machine:
         p = self.current
         proxy = "tensor" if memory.space == "tensor" else "generic"
         self.access(memory, memory.mask_of(view), write, Actor(p.agent, p.clock, p.knows, proxy, what, self.place()))
+
+    def _spins(self, memory: Memory, mask: int, actor: Actor) -> None:
+        """Notice a loop that does nothing but read a global value by plain loads; then let others go first."""
+        p, seen = self.current, (memory.name, mask, actor.where, self.progress)
+        p.repeats = p.repeats + 1 if p.last_read == seen else 0
+        p.last_read = seen
+        if p.repeats >= SPINS:
+            text = f"{p.name} reads {memory.name} again and again by a plain load, which need not see what others write: read it by a volatile " \
+                   f"or acquiring load; at {place_text(actor.where)}"  # fmt: skip
+            self.report("deadlock", text, actor.where, (memory.name, actor.where))
+            self.poll(seen)
 
     def fence(self, spaces: tuple[str, ...]) -> None:
         p = self.current
@@ -123,43 +139,58 @@ class Machine:
 
     def init_barrier(self, address: int, name: str, count: int) -> None:
         p = self.current
-        p.cta.barriers[address] = Barrier(name, count, p.knows)
+        if count < 1:
+            self.report("barrier", f"{p.name} initialises {name} with a count of {count}; it must be 1 or more; at {place_text(self.place())}")
+        p.cta.barriers[address] = Barrier(name, max(count, 1), p.knows)
         p.tick()
 
-    def arrive(self, barrier: Barrier, count: int, knows: Clock, who: str, expect: int = 0, time_ns: float = 0.0) -> None:
+    def arrive(self, barrier: Barrier, count: int, knows: Clock, who: str, where: Place, expect: int = 0, time_ns: float = 0.0) -> None:
+        """Arrivals by `who`, asked for at `where`; they tell whoever waits what `knows` holds."""
         self.progress += 1
+        if self.checks and not barrier.knows_the_end(knows):
+            self.report("barrier", f"{who} arrives on {barrier.name} at {place_text(where)}, not ordered after the end of its phase before: "
+                        f"the arrival may count for that phase or for the next", where, (barrier.name, "early", where))  # fmt: skip
         merge(barrier.gathering, knows)
         barrier.missing -= count
         barrier.missing_bytes += expect
         barrier.latest = max(barrier.latest, time_ns)
         if barrier.missing < 0:
             self.report("barrier", f"{barrier.name} gets more arrivals than its count of {barrier.count} in one phase, "
-                        f"the last by {who}, at {place_text(self.place())}", key=(barrier.name, self.place()))  # fmt: skip
+                        f"the last by {who}, at {place_text(where)}", where, (barrier.name, where))  # fmt: skip
             barrier.missing = 0
         self._settle(barrier)
 
-    def complete_bytes(self, barrier: Barrier, size: int, knows: Clock, operation: Operation) -> None:
+    def complete_bytes(self, barrier: Barrier, size: int, knows: Clock, phase: int, operation: Operation) -> None:
+        """A copy issued in `phase` of the barrier has landed."""
         self.progress += 1
         merge(barrier.gathering, knows)
         barrier.missing_bytes -= size
         barrier.latest = max(barrier.latest, operation.ready_ns)
-        self._settle(barrier, operation)
+        if (barrier.missing == 0 and barrier.missing_bytes < 0) or barrier.phase != phase:
+            self._too_many_bytes(barrier, phase, f"{operation.what} issued at {place_text(operation.where)}", operation.where)
+        self._settle(barrier)
 
-    def _settle(self, barrier: Barrier, operation: Operation | None = None) -> None:
+    def _too_many_bytes(self, barrier: Barrier, phase: int, culprit: str, where: Place) -> None:
+        self.report("bytes", f"more bytes than expected are copied in phase {phase} of {barrier.name} ({culprit}): "
+                    "the phase ends before the copy does", where, (barrier.name,))  # fmt: skip
+
+    def _settle(self, barrier: Barrier) -> None:
         if barrier.missing == 0 and barrier.missing_bytes < 0:
-            culprit = f"{operation.what} issued at {place_text(operation.where)}" if operation else f"arrival at {place_text(self.place())}"
-            self.report("bytes", f"{-barrier.missing_bytes} bytes more than expected were copied in phase {barrier.phase} of {barrier.name} "
-                        f"({culprit}): the phase ends before the copy does", operation.where if operation else None, (barrier.name,))  # fmt: skip
+            self._too_many_bytes(barrier, barrier.phase, f"arrival at {place_text(self.place())}", self.place())
             barrier.missing_bytes = 0
+        if self.checks and not barrier.missing and not barrier.missing_bytes:
+            for agent, place in barrier.overtaken():
+                self.report("barrier", f"a phase of {barrier.name} ends, not ordered after the wait of {agent.partition('/')[2]} for the phase "
+                            f"before, at {place_text(place)}: that wait may come too late and miss it", place, (barrier.name, place))  # fmt: skip
         barrier.advance()
 
     def wait(self, barrier: Barrier, parity: int) -> None:
         p = self.current
         self.preempt()
-        self.block(lambda: barrier.passed(parity), lambda: f"parity {parity} of {barrier.name} ({barrier})", f"wait {barrier.name}")
+        self.block(lambda: barrier.passed(parity), lambda: f"parity {parity} of {barrier.name} ({barrier})")
         merge(p.knows, barrier.released)
-        if self.mode == "timed":
-            p.time_ns = max(p.time_ns, barrier.times[parity])
+        barrier.waits[p.agent] = p.clock, self.place()
+        self._until(barrier.times[parity], f"wait {barrier.name}")
 
     def named_barrier(self, number: int, threads: int, wait: bool) -> None:
         """bar.sync (wait) or bar.arrive by all threads of the running partition."""
@@ -182,9 +213,9 @@ class Machine:
             bar.done_ns, bar.latest = bar.latest, 0.0
         if wait:
             missing = lambda: f"named barrier {number} ({bar.gathered} of {bar.threads} threads there)"
-            self.block(lambda: bar.generation > generation, missing, f"wait barrier {number}")
+            self.block(lambda: bar.generation > generation, missing)
             merge(p.knows, bar.released)
-            p.time_ns = max(p.time_ns, bar.done_ns) if self.mode == "timed" else 0.0
+            self._until(bar.done_ns, f"wait barrier {number}")
 
     # ---- asynchronous work
 
@@ -218,11 +249,10 @@ class Machine:
         upto = stream.issued - pending
         self.preempt()
         if self.mode == "timed" and stream.landed < upto:
-            self.block(lambda: stream.landed >= upto, lambda: wait_name, wait_name)
+            self.block(lambda: stream.landed >= upto, lambda: wait_name)
         while stream.queue and stream.landed < upto:
-            operation = stream.pop()
-            p.time_ns = max(p.time_ns, operation.ready_ns)
-            self._effect(operation)
+            self._effect(stream.pop())
+        self._until(stream.done_ns if stream.landed >= upto else 0.0, wait_name)
         if upto > p.knows.get(stream.agent, 0):
             p.knows[stream.agent] = upto
 
@@ -234,16 +264,27 @@ class Machine:
     # ---- global synchronisation
 
     def synchronise(self, memory: Memory, offsets: np.ndarray, order: str) -> None:
-        """An atomic, acquiring load or releasing store at global places: learn what was released there, release what is known."""
+        """An atomic, acquiring load or releasing store at global places: learn what was released there, release what is known.
+
+        A relaxed one does so for the fences around it (PTX ISA, release and acquire patterns): it learns at the next
+        `fence.acq_rel`, and releases what was known at the last one.
+        """
         p = self.current
+        learns = p.knows if order in ("acquire", "acq_rel") else p.observed
+        told = p.knows if order in ("release", "acq_rel") else p.fenced
         for offset in np.unique(offsets).tolist():
-            place = (memory.base, offset)
-            if order in ("acquire", "acq_rel"):
-                merge(p.knows, self._locations.get(place, {}))
-            if order in ("release", "acq_rel"):
-                merge(self._locations.setdefault(place, {}), p.knows)
-        if order in ("release", "acq_rel"):
+            released = self._locations.setdefault((memory.base, offset), {})
+            merge(learns, released)
+            merge(released, told)
+        if told is p.knows:
             p.tick()
+
+    def thread_fence(self) -> None:
+        """fence.acq_rel or stronger: learn what relaxed reads have seen; relaxed writes from now on release what is known now."""
+        p = self.current
+        merge(p.knows, p.observed)
+        p.fenced = dict(p.knows)
+        p.tick()
 
     def poll(self, seen: tuple) -> None:
         """A read that other CTAs may change; the same value read again with nothing new since blocks (a spin loop)."""
@@ -251,7 +292,7 @@ class Machine:
         self.preempt(always=True)
         if p.poll == (seen, self.progress):
             since = self.progress
-            self.block(lambda: self.progress != since, lambda: "a value in global memory that nobody changes (spin loop)", "spin")
+            self.block(lambda: self.progress != since, lambda: "a value in global memory that nobody changes (spin loop)")
         p.poll = (seen, self.progress)
 
     # ---- scheduling
@@ -264,15 +305,19 @@ class Machine:
             return
         self._yield()
 
-    def block(self, ready: Callable[[], bool], waits_for: Callable[[], str], name: str) -> None:
+    def block(self, ready: Callable[[], bool], waits_for: Callable[[], str]) -> None:
         p = self.current
-        start = p.time_ns
         while not ready():
             p.blocked, p.waits_for = ready, waits_for
             self._yield()
         p.blocked = None
-        if p.time_ns > start:
-            self.event(p.name, "wait", name, start, p.time_ns)
+
+    def _until(self, ns: float, name: str) -> None:
+        """The running partition has waited until a modelled time."""
+        p = self.current
+        if self.mode == "timed" and ns > p.time_ns:
+            self.event(p.name, "wait", name, p.time_ns, ns)
+            p.time_ns = ns
 
     def _yield(self) -> None:
         p = self.current
@@ -289,7 +334,7 @@ class Machine:
         for worker in workers:
             worker.time_ns = me.time_ns
         me.cta.partitions.extend(workers)
-        self.block(lambda: all(w.done for w in workers), lambda: "its partitions", "join")
+        self.block(lambda: all(w.done for w in workers), lambda: "its partitions")
         for worker in workers:
             merge(me.knows, worker.knows)
             me.time_ns = max(me.time_ns, worker.time_ns)
@@ -299,7 +344,7 @@ class Machine:
 
     def _check_left(self, worker: Partition) -> None:
         for stream, verb in ((worker.wgmma, "wgmma"), (worker.stores, "TMA store"), (worker.copies, "cp.async")):
-            unwaited = stream.issued - worker.knows.get(stream.agent, 0)
+            unwaited = stream.issued - worker.knows.get(stream.agent, 0) + (len(worker.open_copies) if stream is worker.copies else 0)
             if unwaited > 0 and self.checks:
                 last = stream.queue[0].where if stream.queue else worker.where
                 text = f"{worker.name} ends without having waited for its last {unwaited} {verb} operation(s), at {place_text(last)}"
@@ -402,8 +447,9 @@ class Machine:
                     text = f"the CTA ends without having waited for {load.what}, issued at {place_text(load.where)}"
                     self.report("unfinished", text, load.where, (memory.name, load.where))
         for barrier in cta.barriers.values():
-            if barrier.valid and barrier.missing_bytes > 0 and not cta.loads:
-                text = f"{barrier.name} still expects {barrier.missing_bytes} bytes when the CTA ends: they were never copied"
+            if barrier.valid and barrier.missing_bytes and not cta.loads:
+                fault = "bytes that were never copied" if barrier.missing_bytes > 0 else "bytes less than were copied"
+                text = f"when the CTA ends {barrier.name} expects {abs(barrier.missing_bytes)} {fault}"
                 self.report("bytes", text, (), (barrier.name,))
 
     def _kill(self) -> None:

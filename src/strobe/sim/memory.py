@@ -87,8 +87,8 @@ class Memory:
         conflicts = [access for access in self.writes if access.mask & mask]
         if write:
             conflicts += [access for access in self.reads if access.mask & mask]
-            self.writes = _without(self.writes, mask, spare=actor if actor.proxy == "atomic" else None)
-            self.reads = _without(self.reads, mask)
+            spare = actor if actor.proxy == "atomic" else None
+            self.writes, self.reads = _without(self.writes, mask, spare), _without(self.reads, mask, spare)
             unwritten, self.written = 0, self.written | mask
             self.writes.append(Access(mask, actor, actor.clock, True))
         else:
@@ -111,7 +111,7 @@ class Memory:
         self.writes, self.reads = [], []
 
 
-def _without(accesses: list[Access], mask: int, spare: Actor | None = None) -> list[Access]:
+def _without(accesses: list[Access], mask: int, spare: Actor | None) -> list[Access]:
     """The accesses that a write leaves standing; an atomic leaves the atomics of other agents, which it does not follow."""
     kept = []
     for access in accesses:

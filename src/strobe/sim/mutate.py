@@ -14,7 +14,8 @@ from dataclasses import dataclass
 _DROPPED = {
     "mbarrier.wait": "drop wait", "mbarrier.arrive": "drop arrive", "mbarrier.expect": "drop expect", "fence_async_shared": "drop fence",
     "store_wait": "drop store_wait", "tma_store_wait": "drop store_wait", "tcgen05_commit": "drop commit", "commit_group": "drop commit",
-    "wait_group": "drop wait_group", "mbarrier_arrive": "drop arrive", "inline_asm_elementwise": "drop asm",
+    "tma_store_drain": "drop store_drain", "cp_async_commit": "drop commit", "cp_async_wait": "drop wait_group",
+    "fence_async_global": "drop fence", "wait_group": "drop wait_group", "mbarrier_arrive": "drop arrive", "inline_asm_elementwise": "drop asm",
 }  # fmt: skip
 # an argument bent: (position, keyword, kind, what becomes of it)
 _BENT = {
@@ -26,6 +27,8 @@ _BENT = {
     "store_wait": (0, "pendings", "store_wait(n + 1)", "({}) + 1"),
     "tma_store_wait": (0, "pendings", "store_wait(n + 1)", "({}) + 1"),
     "wait_group": (0, "num_outstanding", "wait_group(n + 1)", "({}) + 1"),
+    "cp_async_wait": (0, "num_outstanding", "wait_group(n + 1)", "({}) + 1"),
+    "tma_store_drain": (0, "pendings", "store_drain(n + 1)", "({}) + 1"),
 }
 _WEAKER_TEXT = (  # in the text of inline PTX
     (r"\.(acquire|release|acq_rel)\b", ".relaxed", "weaken order"), (r"wait_group\s+0", "wait_group.read 0", "wait for reads only"),

@@ -10,7 +10,7 @@ import numpy as np
 from .machine import Machine
 from .memory import Actor, Memory
 from .report import place_text
-from .values import BYTES, COMPUTED, STORED, Descriptor, Type, Value, from_bits, is_pointer, to_bits
+from .values import BYTES, COMPUTED, STORED, Descriptor, Type, Value, from_bits, is_pointer, to_bits, unsigned
 
 _ATOMIC: dict[str, Callable[..., Any]] = dict(
     ADD=np.add, FADD=np.add, MAX=np.maximum, MIN=np.minimum, UMAX=np.maximum, UMIN=np.minimum, AND=np.bitwise_and, OR=np.bitwise_or,
@@ -128,30 +128,30 @@ class Pointers:
     def create_atomic_cas(self, p: Value, expected: Value, value: Value, sem: Any, scope: Any) -> Value:
         elem = p.elem[1:]
         found = self._find(np.asarray(p.data, np.int64), None, BYTES[elem], "atomic")
-        swap = lambda old, new: np.where(old == expected.data, new, old)
-        old = self._atomic(found, elem, swap, value.data, _ORDERS[sem.name])
+        old = self._atomic(found, elem, "CAS", value.data, _ORDERS[sem.name], expected.data)
         return Value(old if old.ndim else old[()], elem, p.layout)
 
-    def _atomic(self, found: Found, elem: str, op: Any, operand: Any, order: str) -> np.ndarray:
-        """One read-modify-write an element, in the elements' order; returns what was there."""
+    def _atomic(self, found: Found, elem: str, op: str, operand: Any, order: str, expected: Any = 0) -> np.ndarray:
+        """One read-modify-write an element, in the elements' order; returns what was there. `expected` is what CAS compares with."""
         stored, operand = STORED[elem], np.broadcast_to(np.asarray(operand), found.offsets.shape)
+        expected = np.broadcast_to(to_bits(expected, elem), found.offsets.shape)
         address = (found.memory.base if found.memory else 0) + int(found.offsets.reshape(-1)[0])
         self._record(found, True, "atomic", "atomic")
-        unsigned = isinstance(op, str) and op in ("UMAX", "UMIN")
-        apply = _ATOMIC[op] if isinstance(op, str) else op
+        apply = _ATOMIC["XCHG" if op == "CAS" else op]
         self.machine.preempt()
         old = self._fetch(found, stored, 0)
         changed = False
-        for position in zip(*np.nonzero(found.live), strict=True) if found.memory is not None else ():
+        for position in np.argwhere(found.live).tolist() if found.memory is not None else ():
+            position = tuple(position)
             one = Found(found.memory, found.offsets[position].reshape(1), np.ones(1, bool), found.size)
             before = self._fetch(one, stored, 0)
             old[position] = before[0]
             left, right = from_bits(before, elem), np.asarray(operand[position], COMPUTED[elem])
-            if unsigned:
-                left, right = left.view(f"u{found.size}"), right.view(f"u{found.size}")
+            if op in ("UMAX", "UMIN"):
+                left, right = unsigned(left), unsigned(right)
             after = to_bits(np.asarray(apply(left, right)).astype(COMPUTED[elem]), elem)
-            changed = changed or bool(np.any(after != before))
-            if np.any(after != before):
+            if np.any(after != before) and (op != "CAS" or before[0] == expected[position]):
+                changed = True
                 self._put(one, after, stored)
         if found.memory is not None:
             self.machine.synchronise(found.memory, found.offsets[found.live], order)
@@ -184,13 +184,11 @@ class Pointers:
         operand = operands[-1]
         elem = {"f": "fp", "i": "i", "u": "i"}[operand.dtype.kind] + str(operand.dtype.itemsize * 8)
         found = self._find(address, mask, operand.dtype.itemsize, "atomic")
-        if operation == "cas":
-            apply: Any = lambda old, new: np.where(old == operands[0].reshape(-1)[0], new, old)
-        else:
-            name = {"exch": "XCHG"}.get(operation, operation.upper())
-            apply = "U" + name if operand.dtype.kind == "u" and name in ("MAX", "MIN") else name
-        values = operand.view(f"i{operand.dtype.itemsize}") if operand.dtype.kind == "u" else operand
-        old = self._bulk_add(found, values) if apply == "ADD" and not returns else self._atomic(found, elem, apply, values, order)
+        name = {"exch": "XCHG"}.get(operation, operation.upper())
+        name = "U" + name if operand.dtype.kind == "u" and name in ("MAX", "MIN") else name
+        signed = lambda data: data.view(f"i{data.dtype.itemsize}") if data.dtype.kind == "u" else data
+        values = signed(operand)
+        old = self._bulk_add(found, values) if name == "ADD" and not returns else self._atomic(found, elem, name, values, order, signed(operands[0]))
         return old.view(operand.dtype) if returns and old is not None else None
 
     def _bulk_add(self, found: Found, values: np.ndarray) -> None:

@@ -146,6 +146,9 @@ def _execute(name: str, path: Path) -> ModuleType:
         raise SceneError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    if "." in name:
+        package, _, stem = name.rpartition(".")
+        setattr(sys.modules[package], stem, module)
     spec.loader.exec_module(module)
     return module
 

@@ -12,11 +12,16 @@ from triton.experimental.gluon.language._semantic import GluonCallerContext, Glu
 from triton.language.core import _unwrap_if_constexpr as unwrapped
 from triton.language.semantic import TritonSemantic
 
-from .values import Value, rounded
+from .values import Value
 from .values import tensor as make_tensor
 
 # what the standard library's combining functions compute, as NumPy reductions
 _STANDARD: dict[str, Callable[..., Any]] = {"_sum_combine": np.add.reduce, "_elementwise_max": np.fmax.reduce, "_elementwise_min": np.fmin.reduce}
+
+
+def quiet(body: Callable[[], Any]) -> Callable[[], Any]:
+    """The body of a partition without NumPy's warnings, which each greenlet has to turn off for itself."""
+    return np.errstate(all="ignore")(body)
 
 
 class Region:
@@ -36,6 +41,12 @@ class _Evaluated:
         x = unwrapped(x)
         return x if isinstance(x, tl.tensor) else super().to_tensor(x, check_type)  # type: ignore[misc]
 
+    def multiple_of(self, x: Any, values: Any) -> Any:
+        """A promise to the compiler, which changes no result."""
+        return x
+
+    max_contiguous = max_constancy = multiple_of
+
     def _combine(self, build: Callable[[Any], None], left: list[Value], right: list[Value]) -> list[Value]:
         self.builder.region_arguments = left + right
         build(Region())
@@ -50,10 +61,9 @@ class _Evaluated:
         shape = list(inputs[0].type.shape)
         values = [t.handle for t in inputs]
         self.builder.spend_math(values[0])
-        known = _STANDARD.get(_combining_name(region_builder_fn)) if len(inputs) == 1 else None
+        known = _STANDARD.get(_combining_name(region_builder_fn)) if _wide(inputs) else None
         if known:
-            data = [known(values[0].data, axis=axis)]
-            data = [np.asarray(rounded(data[0], values[0].elem)).astype(values[0].data.dtype, copy=False)]
+            data = [np.asarray(known(values[0].data, axis=axis)).astype(values[0].data.dtype, copy=False)]
         else:
             data = [np.take(v, 0, axis) for v in self._tree(region_builder_fn, values, axis)]
         left = [size for i, size in enumerate(shape) if i != axis]
@@ -108,6 +118,12 @@ class _Evaluated:
 
     def _wrap(self, handle: Value, scalar: Any, shape: list[int]) -> Any:
         raise NotImplementedError
+
+
+def _wide(inputs: Sequence[Any]) -> bool:
+    """One tensor on which NumPy's reductions are the language's: not unsigned (carried as signed), no rounding at every step."""
+    dtype = inputs[0].type.scalar
+    return len(inputs) == 1 and (dtype.is_int_signed() or dtype.is_fp32() or dtype.is_fp64())
 
 
 def _combining_name(build: Callable[[Any], None]) -> str:
@@ -200,6 +216,6 @@ class Gluon(_Evaluated, GluonSemantic):
             name = fn.__name__ if fn.__name__ not in names else f"{fn.__name__}#{sum(n.split('#')[0] == fn.__name__ for n in names) + 1}"
             names.add(name)
             body = lambda fn=fn, args=args, context=context: generator.call_JitFunction(fn, list(args), {}, caller_context=context)
-            bodies.append((name, warps, body))
+            bodies.append((name, warps, quiet(body)))
         result = machine.fork(bodies)
         return tuple(result) if isinstance(result, (tuple, tl.tuple)) else result

@@ -168,7 +168,7 @@ class SharedMemory:
 
     def _arrive(self, window: Any, count: int, expect: int) -> None:
         p = self.machine.current
-        self.machine.arrive(self._barrier(window), count, p.knows, p.name, expect, p.time_ns)
+        self.machine.arrive(self._barrier(window), count, p.knows, p.name, self.machine.place(), expect, p.time_ns)
         p.tick()
 
     def create_mbarrier_wait(self, window: Any, parity: Value, pred: Value, *_: Any) -> None:
@@ -190,7 +190,7 @@ class SharedMemory:
             spaces = {"shared": ("shared",), "global": ("global",)}
             self.machine.fence(next((s for key, s in spaces.items() if key in name), ("shared", "global")))
         elif name.startswith(("fence.acq_rel", "fence.sc", "membar")):
-            pass  # what is ordered by acquire and release is told by the atomics themselves
+            self.machine.thread_fence()
 
     def barrier(self, number: int, threads: int | None, wait: bool) -> None:
         p = self.machine.current
@@ -219,7 +219,7 @@ class SharedMemory:
         agent = f"TMA load {barrier.copies} on {p.cta.index}/{barrier.name}"
         barrier.copies += 1
         number = machine.sequence(agent)
-        knows = dict(p.knows)
+        knows, phase = dict(p.knows), barrier.phase
         what, place = f"TMA load into {target.label}", machine.place()
         machine.access(target.memory, target.memory.mask_of(target.view), True, Actor(agent, number, knows, "async", what, place))
         if source.size:
@@ -233,7 +233,7 @@ class SharedMemory:
 
         def land() -> None:
             target.view[...] = fetch().reshape(target.view.shape)
-            machine.complete_bytes(barrier, target.view.nbytes, knows, operation)
+            machine.complete_bytes(barrier, target.view.nbytes, knows, phase, operation)
 
         operation.land = land
         machine.event("TMA", "load", what, p.time_ns, operation.ready_ns)
@@ -328,15 +328,16 @@ class SharedMemory:
         stream = p.copies
         stream.issued += 1
         knows = {**p.knows, stream.agent: stream.issued}
+        arrivals, place = 32 * p.warps, machine.place()  # every thread arrives; by default each adds one to the count before
         if increment:
-            barrier.missing += 1
+            barrier.missing += arrivals
         p.tick()
 
         def land() -> None:
             _all(work)
-            machine.arrive(barrier, 1, knows, f"cp.async of {p.name}", time_ns=p.time_ns)
+            machine.arrive(barrier, arrivals, knows, f"cp.async of {p.name}", place, time_ns=p.time_ns)
 
-        machine.launch(stream, Operation(stream.agent, "cp.async group", machine.place(), land, p.time_ns + TMA_LATENCY_NS))
+        machine.launch(stream, Operation(stream.agent, "cp.async group", place, land, p.time_ns + TMA_LATENCY_NS))
 
 
 def _box(desc: Descriptor, window: Window) -> list[int]:

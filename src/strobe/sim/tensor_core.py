@@ -131,8 +131,6 @@ class TensorCores:
         for bar, wanted in zip(bars, bar_preds, strict=True):
             if bool(wanted.data):
                 self.create_tcgen05_commit(bar)
-        if not bars and bool(pred.data):  # without a barrier the product is waited for
-            self.machine.drain(self.machine.current.tcgen05, 0, "tcgen05 wait")
 
     def _tcgen05(self, a: Any, b: Any, d: Window, accumulate: bool) -> None:
         machine, p = self.machine, self.machine.current
@@ -143,10 +141,10 @@ class TensorCores:
         left, right = self._operand(a, agent, number, knows, "tcgen05 read"), self._operand(b, agent, number, knows, "tcgen05 read")
         what = f"tcgen05.mma into {d.label}"
         mask = d.memory.mask_of(d.view)
+        knows = {**knows, agent: number}
         if accumulate:
             machine.access(d.memory, mask, False, Actor(agent, number, knows, "tensor", what, machine.place()))
         machine.access(d.memory, mask, True, Actor(agent, number, knows, "tensor", what, machine.place()))
-        knows = {**knows, agent: number}
         p.tick()
         elem = a.elem
 
@@ -160,16 +158,17 @@ class TensorCores:
     def create_tcgen05_commit(self, bar: Any, *_: Any) -> None:
         """The barrier is told once all earlier tcgen05 work of this partition is done."""
         machine, p, barrier = self.machine, self.machine.current, self._barrier(bar)
-        stream = p.tcgen05
+        stream, place = p.tcgen05, machine.place()
         ready = max([p.time_ns, *(operation.ready_ns for operation in stream.queue)])
         stream.issued += 1
-        number = stream.issued
+        agent, number, knows = stream.agent, stream.issued, dict(p.knows)
         p.tick()
 
         def land() -> None:
-            machine.arrive(barrier, 1, {**stream.knows, stream.agent: number}, f"tcgen05.commit of {p.name}", time_ns=ready)
+            merge(stream.knows, {**knows, agent: number})
+            machine.arrive(barrier, 1, stream.knows, f"tcgen05.commit of {p.name}", place, time_ns=ready)
 
-        machine.launch(stream, Operation(stream.agent, f"tcgen05.commit to {barrier.name}", machine.place(), land, ready))
+        machine.launch(stream, Operation(agent, f"tcgen05.commit to {barrier.name}", place, land, ready))
 
     def create_tmem_copy(self, source: Any, target: Any) -> None:
         """tcgen05.cp: shared memory to tensor memory, in order with the products of this partition."""

@@ -126,10 +126,9 @@ class Translator(ast.NodeTransformer):
     @staticmethod
     def _visible(name: str, value: Any) -> bool:
         module = getattr(value, "__module__", "") or ""
-        return (name in _BUILTINS or isinstance(value, (ModuleType, JITCallable, constexpr, tl.dtype)) or value is None
+        return (name in _BUILTINS or isinstance(value, (ModuleType, JITCallable, constexpr, tl.dtype))
                 or getattr(value, "__triton_builtin__", False) or getattr(value, "__triton_aggregate__", False)
                 or module.startswith(("triton.language", "triton.experimental.gluon.language"))
-                or (isinstance(value, tuple) and hasattr(value, "_fields"))
                 or (isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields")))  # fmt: skip
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:

@@ -31,6 +31,11 @@ def is_pointer(elem: str) -> bool:
     return elem[0] == "*"
 
 
+def unsigned(data: Any) -> Any:
+    """Signed integers, as all integers are carried, read as unsigned ones."""
+    return data.view(UNSIGNED[data.dtype]) if data.dtype in UNSIGNED else data
+
+
 def computed_type(elem: str) -> Any:
     return np.int64 if is_pointer(elem) else COMPUTED[elem]
 
@@ -44,18 +49,28 @@ def rounded(array: Any, elem: str) -> Any:
     narrow = _TORCH.get(elem)
     if narrow is None:
         return array
-    array = np.asarray(array, np.float32)
+    array = _odd(np.asarray(array)).astype(np.float32)
     if elem in _LARGEST:
         array = np.clip(array, -_LARGEST[elem], _LARGEST[elem])
         return as_torch(array).to(narrow).to(torch.float32).numpy().reshape(array.shape)
     return _bfloat16_bits(array).astype(np.uint32).__lshift__(16).view(np.float32)
 
 
+def _odd(array: np.ndarray) -> np.ndarray:
+    """float64 as the float32 on the side of an odd last bit where inexact: rounding that on to fewer bits is then rounding once."""
+    if array.dtype != np.float64:
+        return array
+    near = array.astype(np.float32)
+    away = np.where(array > near, np.float32(np.inf), np.float32(-np.inf))
+    return np.where((near == array) | np.isnan(array) | (near.view(np.uint32) & 1 == 1), near, np.nextafter(near, away))
+
+
 def _bfloat16_bits(array: np.ndarray) -> np.ndarray:
     """Round to nearest even on the bits: add half of the last place kept, plus one where that place is odd."""
     bits = np.ascontiguousarray(array).view(np.uint32).reshape(array.shape)
     high = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
-    return np.where(np.isnan(array), np.uint32(0x7FFF), high).astype(np.uint16)
+    nan = np.where(bits & np.uint32(0xFFFF), np.uint32(0x7FFF), bits >> np.uint32(16))  # one that is a bfloat16 already keeps its bits
+    return np.where(np.isnan(array), nan, high).astype(np.uint16)
 
 
 def to_bits(array: Any, elem: str) -> np.ndarray:

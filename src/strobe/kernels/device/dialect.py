@@ -1,0 +1,112 @@
+"""The one door to triton.experimental: Gluon's words as the kernels say them, alike from Triton 3.6.0 to 3.9.0.
+
+What changed on the way, read in the wheels: 3.7 renamed thread_barrier to barrier; 3.8 renamed the loads and stores of TMA and cp.async
+(3.9 refuses the old names), made `aggregate` public, gave TMA its reduce-add and a wait for written results, and made the register
+layout of tensor memory a method of its type; 3.9 made `reinterpret` public.
+"""
+
+from typing import Any
+
+import triton.language.core as core
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia import blackwell
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_commit, tcgen05_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = [
+    "TensorDescriptor",
+    "TensorMemoryLayout",
+    "aggregate",
+    "allocate_tensor_memory",
+    "cp_async_commit",
+    "cp_async_load",
+    "cp_async_wait",
+    "fence_async_global",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "mma_v2",
+    "partition_barrier",
+    "reinterpret",
+    "tcgen05_commit",
+    "tcgen05_mma",
+    "tma_load",
+    "tma_reduce_add",
+    "tma_store",
+    "tma_store_drain",
+    "tma_store_wait",
+    "tmem_reg_layout",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+
+def _first(place: Any, *names: str) -> Any:
+    """What `place` has under the first of `names` that it knows, newest name first."""
+    for name in names:
+        if hasattr(place, name):
+            return getattr(place, name)
+    raise ImportError(f"{place.__name__} has none of {', '.join(names)}; expected Triton 3.6.0 to 3.9.0: install one of those")
+
+
+aggregate = _first(core, "_aggregate")  # 3.8 calls it triton.aggregate too
+partition_barrier = _first(gl, "barrier", "thread_barrier")  # all warps of the partition that calls it
+
+tma_load = _first(tma, "async_load", "async_copy_global_to_shared")
+tma_store = _first(tma, "async_store", "async_copy_shared_to_global")
+tma_store_wait = tma.store_wait  # until at most n stores still read their shared memory
+
+cp_async_load = _first(async_copy, "async_load", "async_copy_global_to_shared")
+cp_async_commit = async_copy.commit_group
+cp_async_wait = async_copy.wait_group
+
+
+# of the builtins written here, Triton's disk cache does not see the bodies: after a change to one, empty that cache
+@builtin
+def reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """The bytes of a piece of shared or tensor memory as another type, shape and layout."""
+    method = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
+if hasattr(blackwell, "get_tmem_reg_layout"):
+    tmem_reg_layout = blackwell.get_tmem_reg_layout
+else:
+
+    @gluon.constexpr_function
+    def tmem_reg_layout(element_ty, shape, layout, num_warps):
+        """How `num_warps` warps hold a tile of tensor memory in registers: a row a thread, where rows suffice."""
+        return blackwell.tensor_memory_descriptor_type(element_ty, list(shape), layout, list(shape)).get_reg_layout(num_warps)
+
+
+if hasattr(tma, "async_atomic_add"):
+    tma_reduce_add = tma.async_atomic_add
+
+    @gluon.jit
+    def tma_store_drain():
+        """Wait until every TMA store and reduce of this partition has been read and written: a later release publishes it."""
+        tma.store_wait(0, read_only=False)
+
+else:
+
+    @builtin
+    def tma_reduce_add(desc, coord, src, _semantic=None):
+        """Add the tile in shared memory to global memory, element by element, in no order between callers."""
+        indices = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(core.ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, indices, src.handle)
+
+    @gluon.jit
+    def tma_store_drain():
+        """Wait until every TMA store and reduce of this partition has been read and written: a later release publishes it."""
+        gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fence_async_global():
+    """Order what TMA did to global memory against the accesses of ordinary instructions, in both directions."""
+    gl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

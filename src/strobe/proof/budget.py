@@ -1,0 +1,207 @@
+"""What is compiled for which GPUs, and what it may take: cases, families, limits, and a ledger of exceptions, each with its reason.
+
+Data alone: `strobe.proof.compile` compiles it, `tests/test_offline_compile.py` holds it. A new family of kernels is one line of FAMILIES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+
+from .. import mask as masks
+from ..call import Call
+from ..mask import Mask
+from ..target import FAKES, Target
+
+MOST_REGISTERS = 255  # a thread's, on every target
+TENSOR_COLUMNS = 512  # of tensor memory, an SM's
+
+TARGETS: dict[str, Target] = {f"sm_{FAKES[name].capability}": FAKES[name] for name in ("A100", "A10", "RTX 4090", "H200", "B200", "B300", "RTX 5090")}
+# family of kernels: the targets it is made for
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "portable": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
+}
+ON_EVERY_TARGET = "d128 causal"  # what each commit compiles for every target; all other cases it compiles for WITH_ALL_CASES
+WITH_ALL_CASES = "sm_90"
+
+
+def _dense(
+    width: int, width_v: int = 0, mask: Mask | None = None, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, int] = (4, 4), **options
+) -> Call:
+    q, k, v = (torch.empty(1, 256, n, d, dtype=dtype) for n, d in ((heads[0], width), (heads[1], width), (heads[1], width_v or width)))
+    return Call(q, k, v, needs_grad=True, **options).with_mask(mask or masks.full())
+
+
+def _packed(width: int, mask: Mask, heads: tuple[int, int], **options) -> Call:
+    q, k, v = (torch.empty(256, n, width, dtype=torch.bfloat16) for n in (heads[0], heads[1], heads[1]))
+    offsets = torch.tensor([0, 100, 256], dtype=torch.int32)
+    return Call(q, k, v, needs_grad=True, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **options).with_mask(mask)
+
+
+def _documents() -> Mask:
+    return masks.documents(torch.zeros(1, 256, dtype=torch.int32))
+
+
+# Between them every tiling of the tables, every way to load, every part of a mask and every option; bfloat16 where nothing is said.
+CASES: dict[str, Callable[[], Call]] = {
+    "d64 dense": lambda: _dense(64),
+    "d64 causal": lambda: _dense(64, mask=masks.causal()),
+    "d128 dense": lambda: _dense(128),
+    "d128 causal": lambda: _dense(128, mask=masks.causal()),
+    "d256 dense": lambda: _dense(256),
+    "d256 causal": lambda: _dense(256, mask=masks.causal()),
+    "d64 causal float16": lambda: _dense(64, mask=masks.causal(), dtype=torch.float16),
+    "d256 causal float16": lambda: _dense(256, mask=masks.causal(), dtype=torch.float16),
+    "d192/128 causal": lambda: _dense(192, 128, masks.causal()),
+    "d96 causal": lambda: _dense(96, mask=masks.causal()),
+    "d21 documents prefix": lambda: _dense(21, mask=_documents() & masks.prefix_causal(3)),
+    "d128 documents causal": lambda: _dense(128, mask=_documents() & masks.causal()),
+    "d128 key lengths": lambda: _dense(128, mask=masks.key_lengths(torch.tensor([200], dtype=torch.int32))),
+    "d64 group 8 window": lambda: _dense(64, mask=masks.window(1024, 0), heads=(8, 1)),
+    "d64 packed group 4 causal": lambda: _packed(64, masks.causal(), (8, 2)),
+    "d128 packed window sinks softcap": lambda: _packed(128, masks.window(64, 0), (8, 2), sinks=torch.zeros(8), softcap=20.0),
+    "d128 partial, scale < 0": lambda: _dense(128, partial=True, scale=-0.1),
+    "d64 float32": lambda: _dense(64, dtype=torch.float32),
+    "d256 causal float32": lambda: _dense(256, mask=masks.causal(), dtype=torch.float32),
+    "d64 causal float64": lambda: _dense(64, mask=masks.causal(), dtype=torch.float64),
+    "d256 float64": lambda: _dense(256, dtype=torch.float64),
+}
+
+
+class Unit(NamedTuple):
+    """The kernels of one call of one family on one target; the names of all three."""
+
+    family: str
+    case: str
+    target: str
+
+    @property
+    def each_commit(self) -> bool:
+        """Compiled on each commit; the others nightly."""
+        return self.case == ON_EVERY_TARGET or self.target == WITH_ALL_CASES
+
+
+UNITS = [Unit(family, case, target) for family, targets in FAMILIES.items() for target in targets for case in CASES]
+
+
+class Allowance(NamedTuple):
+    """An exception: patterns of kernel, case and target; bytes of spills (stores and loads together) of the worst it covers; why."""
+
+    kernel: str
+    case: str
+    target: str
+    spill_bytes: int | None  # None: it does not compile
+    why: str
+    serialized: bool = False  # ptxas may serialise its wgmma, too
+
+    @property
+    def permits(self) -> str:
+        if self.spill_bytes is None:
+            return "not compile"
+        return f"spill {self.spill_bytes} B" + ", serialise wgmma" * self.serialized
+
+    def covers(self, row: dict) -> bool:
+        return all(fnmatchcase(row[key], getattr(self, key)) for key in ("kernel", "case", "target"))
+
+
+_TIMED = "a tiling that won on an H200 (kernels/portable/tunings.py): with fewer registers fewer CTAs share an SM, and that costs more"
+_OFFLINE = "never timed; of the tilings compiled offline one with few spills (kernels/portable/tunings.py)"
+_GROUP = "the loop over the heads of a group: d64 causal on sm_80 spills 1024 bytes with it and 52 without; window or packing come on top"
+_OPTIONS = "window, sinks, softcap and packing in one kernel, with a tiling chosen without them"
+_WIDE = "for correctness, not for speed: products of this dtype run on few units, and its tilings were never timed"
+_SERIAL = "ptxas C7514: the accumulators are written by others inside a pipeline stage; 64 x 32 tiles are free of it offline, but not timed"
+_NARROW = "float64 tiles of 16 x 16 exceed 99 KiB, so a side is halved to 8, which a product cannot take"
+
+# The first line that covers a kernel counts. Bytes are those of Triton 3.6.0: a number that is more than needed fails, as does one too small.
+LEDGER: tuple[Allowance, ...] = (
+    Allowance("queries_kernel", "d256 float64", "sm_8[69]", None, _NARROW),
+    Allowance("queries_kernel", "d256 float64", "sm_120", None, _NARROW),
+    Allowance("queries_kernel", "d256 float64", "sm_10?", 27044, _WIDE),
+    Allowance("queries_kernel", "d64 causal float64", "*", 608, _WIDE),
+    Allowance("queries_kernel", "d256 causal float32", "*", 4604, _WIDE),
+    Allowance("keys_kernel", "d256 float64", "*", 620, _WIDE),
+    Allowance("delta_kernel", "d256 float64", "*", 1896, _WIDE),
+    Allowance("delta_kernel", "d64 float32", "sm_10?", 16, _WIDE),
+    # sm_90
+    Allowance("keys_kernel", "d256 [dc]*", "sm_90", 284, _SERIAL, serialized=True),
+    Allowance("keys_kernel", "d192/128 causal", "sm_90", 48, _SERIAL, serialized=True),
+    Allowance("keys_kernel", "d64 * group *", "sm_90", 480, _GROUP),
+    Allowance("keys_kernel", "d64 group *", "sm_90", 504, _GROUP),
+    Allowance("keys_kernel", "* packed window *", "sm_90", 928, _OPTIONS),
+    Allowance("keys_kernel", "d64 dense", "sm_90", 256, _TIMED),
+    Allowance("keys_kernel", "d[19][26]*", "sm_90", 356, _TIMED),
+    Allowance("queries_kernel", "d192/128 causal", "sm_90", 148, _TIMED),
+    Allowance("queries_kernel", "d256 [dc]*", "sm_90", 72, _TIMED),
+    # sm_80, 86, 89
+    Allowance("keys_kernel", "* group *", "sm_8?", 1788, _GROUP),
+    Allowance("keys_kernel", "* packed window *", "sm_8?", 768, _OPTIONS),
+    Allowance("keys_kernel", "d21 *", "sm_8?", 68, _OFFLINE),
+    Allowance("keys_kernel", "d64 *", "sm_8?", 52, _OFFLINE),
+    Allowance("keys_kernel", "d[19][26]*", "sm_8?", 664, _OFFLINE),
+    Allowance("queries_kernel", "d[19][26]*", "sm_8?", 56, _OFFLINE),
+    Allowance("queries_kernel", "d256 dense", "sm_8?", 8, _OFFLINE),
+    Allowance("forward_kernel", "d64 packed *", "sm_8?", 16, _OFFLINE),
+    Allowance("forward_kernel", "d[19]*", "sm_8?", 36, _OFFLINE),
+    # sm_100, 103
+    Allowance("keys_kernel", "* group *", "sm_10?", 2752, _GROUP),
+    Allowance("keys_kernel", "* packed window *", "sm_10?", 536, _OPTIONS),
+    # sm_120
+    Allowance("keys_kernel", "* group *", "sm_120", 1364, _GROUP),
+    Allowance("keys_kernel", "* packed window *", "sm_120", 800, _OPTIONS),
+    Allowance("keys_kernel", "d21 *", "sm_120", 40, _OFFLINE),
+    Allowance("keys_kernel", "d64 *", "sm_120", 232, _OFFLINE),
+    Allowance("keys_kernel", "d[19][26]*", "sm_120", 592, _OFFLINE),
+    Allowance("queries_kernel", "* packed window *", "sm_120", 104, _OPTIONS),
+    Allowance("forward_kernel", "* documents *", "sm_120", 8, _OFFLINE),
+)
+
+
+def spill_bytes(row: dict) -> int:
+    return row["spill_store_bytes"] + row["spill_load_bytes"]
+
+
+def allowance(row: dict) -> Allowance | None:
+    """The line of the ledger that speaks of this kernel."""
+    return next((line for line in LEDGER if line.covers(row)), None)
+
+
+def faults(row: dict) -> list[str]:
+    """What this kernel takes beyond its budget, in words; none is good."""
+    line, limit = allowance(row), TARGETS[row["target"]].shared_bytes
+    name = f"{row['kernel']} ({row['case']}, {row['target']})"
+    if "error" in row:
+        return [] if line and line.spill_bytes is None else [f"{name} does not compile: {row['error']}"]
+    allowed = (line.spill_bytes or 0) if line else 0
+    found = [
+        (row["registers"] > MOST_REGISTERS, f"{row['registers']} registers a thread, expected at most {MOST_REGISTERS}"),
+        (row["shared_bytes"] > limit, f"{row['shared_bytes']} bytes of shared memory, expected at most {limit}"),
+        (row["tensor_columns"] > TENSOR_COLUMNS, f"{row['tensor_columns']} columns of tensor memory, expected at most {TENSOR_COLUMNS}"),
+        (spill_bytes(row) > allowed, f"{spill_bytes(row)} bytes of spills, expected at most {allowed}; smaller tiles, or a line in LEDGER"),
+        (row["serialized"] and not (line and line.serialized), "ptxas serialises its wgmma: an accumulator is touched while products are under way"),
+    ]
+    return [f"{name}: {words}" for wrong, words in found if wrong]
+
+
+def stale(rows: Iterable[dict]) -> list[str]:
+    """Lines of the ledger that `rows`, all that there are, do not need as they stand."""
+    covered: dict[Allowance, list[dict]] = {line: [] for line in LEDGER}
+    for row in rows:
+        line = allowance(row)
+        if line:
+            covered[line].append(row)
+    return [f"{line.kernel} ({line.case}, {line.target}): {words}" for line, under in covered.items() if (words := _unneeded(line, under))]
+
+
+def _unneeded(line: Allowance, under: list[dict]) -> str:
+    """Why a line should not stand as it does over the rows under it; "" if it should."""
+    if line.spill_bytes is None:
+        return "" if any("error" in row for row in under) else "it compiles now; take the line away"
+    if line.serialized and not any(row.get("serialized") for row in under):
+        return "ptxas serialises none of its wgmma now; say serialized no more"
+    worst = max((spill_bytes(row) for row in under if "error" not in row), default=0)
+    if worst >= line.spill_bytes and worst:
+        return ""
+    return f"allowed {line.spill_bytes} bytes of spills, the worst takes {worst}; {'write that' if worst else 'take the line away'}"

@@ -1,0 +1,183 @@
+"""The library that compiles offline: what it reads off the compiler is what is there, and it sees what is wrong."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from strobe.errors import InvalidProblem, KernelFault
+from strobe.proof import budget
+from strobe.proof import compile as proof
+from strobe.proof.budget import CASES, TARGETS, UNITS, Unit
+from strobe.proof.compile import Job, compile_job, launches, merged, recording, report, write_page
+
+HOPPER = TARGETS["sm_90"]
+
+
+@gluon.jit
+def products(out, n, in_flight: gl.constexpr):
+    """A chain of wgmma whose accumulator is scaled while `in_flight` of them may still run."""
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    a = gl.allocate_shared_memory(gl.bfloat16, [64, 64], shared)
+    b = gl.allocate_shared_memory(gl.bfloat16, [64, 64], shared)
+    acc = gl.zeros([64, 64], gl.float32, layout)
+    for _ in range(n):
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(in_flight, deps=[acc]) * 0.5
+    rows, columns = gl.arange(0, 64, gl.SliceLayout(1, layout)), gl.arange(0, 64, gl.SliceLayout(0, layout))
+    gl.store(out + rows[:, None] * 64 + columns[None, :], acc)
+
+
+@triton.jit
+def copy(x, y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at, at < n), at < n)
+
+
+@triton.jit
+def outer_sum(x, y, SIZE: tl.constexpr):
+    """Holds SIZE * SIZE / 32 values a thread of one warp, all in use to the end."""
+    at = tl.arange(0, SIZE)
+    tile = tl.load(x + at[:, None] * SIZE + at[None, :])
+    scale = tl.sum(tl.sum(tile, 1), 0)
+    tl.store(y + at[:, None] * SIZE + at[None, :], tile * scale)
+
+
+@triton.jit
+def nonsense(x):
+    tl.store(x, tl.not_a_word(1))
+
+
+@pytest.mark.parametrize("in_flight, serialized", [(0, False), (1, True)])
+def test_serialised_wgmma_is_seen(in_flight, serialized):
+    one = report("products", products, 90, (torch.empty(64, 64), 4, in_flight), {"num_warps": 4})
+    assert one.serialized is serialized
+    assert one.instructions["HGMMA"] == 4 and one.shared_bytes == 2 * 64 * 64 * 2 and one.warps == 4
+
+
+def test_spills_are_seen_and_are_as_many_as_must_be():
+    x = torch.empty(128 * 128)
+    small, large = (compile_job(Job("outer_sum", outer_sum, (x, x, size), (1,), {"num_warps": 1}, HOPPER)) for size in (32, 128))
+    assert small.spill_bytes == small.stack_bytes == 0 and 32 < small.registers < 100
+    assert large.spill_store_bytes >= (128 * 128 // 32 - 255) * 4  # bytes of the values that can have no register
+    assert large.spill_load_bytes >= large.spill_store_bytes and large.stack_bytes > 0
+
+
+def test_launches_are_noted_and_nothing_runs():
+    x, y = torch.zeros(100), torch.ones(100)
+    with recording(HOPPER) as jobs:
+        copy[(4,)](x, y, 100, BLOCK=32, num_warps=1)
+    (job,) = jobs
+    assert (job.name, job.grid, job.options, job.target) == ("copy", (4,), {"BLOCK": 32, "num_warps": 1}, HOPPER)
+    assert torch.equal(y, torch.ones(100)), "the copy ran"
+    one = compile_job(job)
+    assert one.capability == 90 and 0 < one.registers < 64 and one.warps == 1
+    assert triton.runtime.jit.JITFunction.run.__name__ == "run", "launches are real again"
+
+
+def test_a_second_compile_is_as_cold_as_the_first_and_says_the_same():
+    x = torch.zeros(100)
+    job = Job("copy", copy, (x, x, 100, 32), (4,), {}, HOPPER)
+    first, second = compile_job(job), compile_job(job)
+    assert first._replace(seconds=0) == second._replace(seconds=0)
+    assert second.seconds > 0.01, "it came out of a cache"
+
+
+def test_another_compiled_kernel_where_an_argument_is_another():
+    x = torch.zeros(129)
+    aligned, crooked = (compile_job(Job("copy", copy, (t, t, 128, 128), (1,), {"num_warps": 1}, HOPPER)) for t in (x[:128], x[1:]))
+    assert aligned.registers != crooked.registers, "specialised for alignment, as a launch would be"
+
+
+def test_what_does_not_compile_is_a_row_with_its_cause(monkeypatch):
+    unit = Unit("portable", "d64 causal", "sm_90")
+    (plan, job) = launches(CASES[unit.case]()._replace(kernel="portable"), HOPPER)[0]
+    monkeypatch.setattr(proof, "launches", lambda call, target: [(plan, job._replace(kernel=nonsense, arguments=(torch.zeros(1),), options={}))])
+    (row,) = proof.rows(unit)
+    assert "not_a_word" in row["error"] and "registers" not in row and proof.key(row) == (*unit, "forward_kernel")
+
+
+def test_a_disassembler_without_the_target_counts_nothing_and_a_wrong_one_is_refused(monkeypatch, tmp_path):
+    dumb = tmp_path / "nvdisasm"
+    dumb.write_text("#!/bin/sh\nif [ \"$1\" = --version ]; then echo 'release 1.0, V1.0'; else exit 1; fi\n")
+    dumb.chmod(0o755)
+    with triton.knobs.nvidia.scope():
+        proof._use(str(dumb))
+        assert report("copy", copy, 90, (torch.zeros(1), torch.zeros(1), 1, 32), {}).instructions == {}
+    with triton.knobs.nvidia.scope(), pytest.raises(InvalidProblem, match="--nvdisasm: got /nowhere, expected a program"):
+        proof._use("/nowhere")
+
+
+def test_a_log_without_figures_is_no_report_of_zeros():
+    with pytest.raises(KernelFault, match="ptxas told neither registers nor spills"):
+        proof._taken("ptxas info : nothing to say", "copy")
+
+
+def test_figures_of_several_functions_are_joined():
+    log = """ptxas info    : Function properties for helper
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 40 registers
+ptxas info    : Function properties for kernel
+    16 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 1024 bytes smem, 900 bytes cmem[0]"""
+    assert proof._taken(log, "k") == {"registers": 168, "stack": 24, "spill_stores": 12, "spill_loads": 20, "static": 1024}
+
+
+def test_instructions_are_counted_by_name_not_by_part_of_a_name(monkeypatch):
+    names = ("HGMMA.64x64x16.F32", "@P0 HMMA.16816", "UTCHMMA gdesc", "UTCQMMA.2CTA", "@!UP0 UTMALDG.2D", "MUFU.EX2", "MUFU.EX2.F16", "MUFU.RCP")
+    sass = "".join(f"        /*{16 * n:04x}*/                   {name} R1, R2 ;\n" for n, name in enumerate(names))
+    monkeypatch.setattr(proof.subprocess, "run", lambda *arguments, **options: SimpleNamespace(stdout=sass))
+    counted = {"HGMMA": 1, "UTCMMA": 2, "HMMA": 1, "DMMA": 0, "MUFU.EX2": 2, "UTMALDG": 1, "LDGSTS": 0}
+    assert proof._count(b"") == counted
+
+
+def _row(unit: Unit, registers: int) -> dict:
+    return {"family": unit.family, "case": unit.case, "target": unit.target, "kernel": "k", "registers": registers}
+
+
+def test_new_rows_take_the_place_of_old_ones_and_what_is_gone_goes():
+    first, last, gone = UNITS[0], UNITS[-1], Unit("portable", "d3 no more", "sm_90")
+    old = [_row(last, 1), _row(gone, 2), _row(first, 3)]
+    assert merged(old, [_row(last, 4)]) == [_row(first, 3), _row(last, 4)]
+
+
+def test_a_page_without_its_marks_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n")
+    with pytest.raises(InvalidProblem, match=r"--table: got .*page.md, expected a page with one line"):
+        write_page(page, [])
+    page.write_text(f"before\n{proof.BEGIN}\nold\n{proof.END}\nafter\n")
+    write_page(page, [])
+    assert page.read_text() == f"before\n{proof.BEGIN}{proof.page([])}{proof.END}\nafter\n"
+
+
+def test_the_command_puts_new_rows_in_the_place_of_old_ones_and_fails_over_budget(tmp_path, monkeypatch, capsys):
+    results, unit = tmp_path / "compiled.jsonl", Unit("portable", "d128 causal", "sm_90")
+    old = [_row(unit, 1) | {"kernel": name} for name in ("forward_kernel", "delta_kernel", "keys_kernel")]
+    results.write_text("".join(json.dumps(row) + "\n" for row in old))
+    monkeypatch.setattr(budget, "LEDGER", ())
+    chosen = ["--target", "sm_90", "--case", "d128 causal", "--kernel", "[dk]e*", "--jobs", "1"]
+    assert proof.main([*chosen, "--results", str(results)]) == 1
+    kept, delta, keys = proof.read(results)
+    assert kept == old[0]
+    assert (delta["kernel"], keys["kernel"]) == ("delta_kernel", "keys_kernel") and delta["registers"] > 1 and keys["spill_load_bytes"] > 0
+    told = capsys.readouterr().out
+    assert "keys_kernel (d128 causal, sm_90): " in told and "bytes of spills, expected at most 0" in told and "2 kernels compiled, 1 faults" in told
+
+
+@pytest.mark.parametrize("arguments, words", [(["--case", "d3"], "--case: got 'd3', expected a pattern of"), (["--nvdisasm", "/no"], "/no")])
+def test_the_command_refuses_what_selects_nothing(tmp_path, capsys, arguments, words):
+    with pytest.raises(SystemExit) as exit:
+        proof.main([*arguments, "--results", str(tmp_path / "none.jsonl")])
+    assert exit.value.code == 2 and words in capsys.readouterr().err
+    assert not (tmp_path / "none.jsonl").exists()
