@@ -22,8 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     ...
     0
     """
-    arguments = _parser().parse_args(argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
     try:
+        if argv[:1] == ["sim"]:
+            return _sim(argv[1:])  # a parser of its own takes all that follows: argparse.REMAINDER would leave a leading --option
+        arguments = _parser().parse_args(argv)
         return arguments.run(arguments)
     except (InvalidProblem, UnsupportedProblem) as error:
         print(f"strobe: {error}", file=sys.stderr)
@@ -69,18 +72,16 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--device", help="cuda, cuda:1 or cpu")
     bench.set_defaults(run=_bench)
 
-    sim = commands.add_parser("sim", help="run a kernel on the CPU and find its races, deadlocks and missing fences", add_help=False)
-    sim.add_argument("rest", nargs=argparse.REMAINDER)
-    sim.set_defaults(run=_sim)
+    commands.add_parser("sim", help="run a kernel on the CPU and find its races, deadlocks and missing fences")  # main sees to it
     return parser
 
 
-def _sim(arguments: argparse.Namespace) -> int:
+def _sim(argv: Sequence[str]) -> int:
     try:
         from .sim.command import run
     except ModuleNotFoundError as error:
         raise UnsupportedProblem(f"strobe sim needs {error.name}: pip install 'strobe-attention[sim,cli]'") from error
-    return run(arguments.rest)
+    return run(argv)
 
 
 def _common(command: argparse.ArgumentParser, run, device: bool = True) -> None:

@@ -252,9 +252,11 @@ def store_partition(dq_desc, turns, dq, sizes, config: gl.constexpr):
 
 
 @gluon.jit
-def backward_kernel(views, out, dq_desc, dq_sum, turns, sizes, scales, config: gl.constexpr):
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = views
-    dk_desc, dv_desc = out
+def backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc, dq_sum, turns, sizes, scales, config: gl.constexpr
+):  # fmt: skip
+    views = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)  # Triton's launcher takes no descriptor inside of a tuple
+    out = (dk_desc, dv_desc)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [config.block_n, config.head_dim], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [config.block_n, config.head_dim], v_desc.layout)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [config.stages, config.block_m, config.head_dim], q_desc.layout)
@@ -343,7 +345,7 @@ def launch(saved: Saved, config: Config, scale: float | None = None) -> Launch:
     )  # fmt: skip
     ends = (descriptor(rows(dk), keys), descriptor(rows(dv), keys))
     sizes, scales = (heads, seqlen_q, seqlen_k), (scale, scale * LOG2_E)
-    arguments = (views, ends, descriptor(rows(dq_sum), queries), dq_sum, turns, sizes, scales, config)
+    arguments = (*views, *ends, descriptor(rows(dq_sum), queries), dq_sum, turns, sizes, scales, config)
     return Launch(backward_kernel, (seqlen_k // config.block_n, batch * heads), arguments, {"num_warps": 8}, (dq_sum, dk, dv))
 
 

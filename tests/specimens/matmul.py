@@ -73,7 +73,7 @@ def mma_partition(c_desc, c_smem, tiles, m_start, n_start, steps, config: gl.con
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [config.warps, 1], [16, config.block_n, 16])
     total = gl.full([config.block_m, config.block_n], 0.0, gl.float32, layout)
     at = ring_start(config.stages)
-    before = at
+    before = ring_start(config.stages)  # not `at`: Triton's frontend would take it for unchanged in the loop
     for step in range(steps):
         mbarrier.wait(tile_ready.index(at.stage), at.parity)
         total = warpgroup_mma(a_smem.index(at.stage), b_smem.index(at.stage), total, is_async=True)

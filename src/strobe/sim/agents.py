@@ -33,6 +33,7 @@ class Stream:
     queue: deque[Operation] = field(default_factory=deque)
     issued: int = 0
     landed: int = 0
+    where: Place = ()  # of the last operation
     knows: Clock = field(default_factory=dict)
     done_ns: float = 0.0  # when the last one landed, in modelled time
 

@@ -77,7 +77,7 @@ class Builder(Arithmetic, Pointers, SharedMemory, TensorCores):
     get_tensor_mem_desc_ty = get_shared_mem_desc_ty
 
     def get_tensor_descriptor_layout_type(self, block: Type, signed: bool, layout: Any) -> Type:
-        return Type(block.elem, block.shape, layout)
+        return Type(block.elem, block.shape, (layout, signed))
 
     def to_linear_layout(self, layout: Any, shape: Any) -> Any:
         return self.layouts.builder.to_linear_layout(layout, shape)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -41,28 +42,46 @@ class Verdict:
 
 def campaign(scene: Scene, target: str, files: list[Path] | None = None, all_judges: bool = False,
              progress: Callable[[int, int], None] = lambda done, total: None) -> list[Verdict]:  # fmt: skip
-    """Run every mutant of the functions of `files` (the scene's own unless given) that the scene enters; stops at the first judge that notices unless `all_judges`."""
+    """Run every mutant of `files` (the scene's own unless given) whose place the scene reaches, past the first judge that notices if `all_judges`.
+
+    Raises SimulationFault if something is noticed before anything is changed.
+    """
     with simulate(target, "eager") as run:  # an unchanged kernel must be clean
         expected = [tensor.clone() for tensor in scene()]
     entered = {(Path(code.co_filename).resolve(), code.co_name) for code in (fn.fn.__code__ for fn in run.machine.entered.values())}
-    changed = [(file, mutant) for file in files or [scene.path] for mutant in mutants(file.read_text())
+    changed = [(file, mutant) for file in map(Path.resolve, files or [scene.path]) for mutant in mutants(file.read_text())
                if (file, mutant.function) in entered or mutant.function == MODULE]  # fmt: skip
-    order = JUDGES if all_judges else (JUDGES[2], JUDGES[1])
     verdicts = []
     with tempfile.TemporaryDirectory() as folder:
         for number, (file, mutant) in enumerate(changed):
-            with replaced(file, mutant.source, Path(folder), scene.path, f"mutant_{number}") as module:
-                said: dict[str, str] = {}
-                for name, runs, watch in order:
-                    said[name] = next((found for mode, seed in runs if (found := _judge(scene, module, target, mode, seed, watch, expected))), "")
-                    if said[name] and not all_judges:
-                        break
-            verdicts.append(Verdict(mutant, said))
+            with replaced(file, mutant.source, Path(folder) / f"mutant_{number}", scene.path) as module:
+                said = _verdict(scene, module, target, expected, all_judges)
+            if any(said.values()) or _reached(scene, file, mutant, target, Path(folder) / f"probe_{number}"):
+                verdicts.append(Verdict(mutant, said))
             progress(number + 1, len(changed))
     return verdicts
 
 
-def _judge(scene: Scene, module, target: str, mode: str, seed: int, watch: bool, expected: list[torch.Tensor]) -> str:
+def _verdict(scene: Scene, module: ModuleType, target: str, expected: list[torch.Tensor], all_judges: bool) -> dict[str, str]:
+    said: dict[str, str] = {}
+    for name, runs, watch in JUDGES if all_judges else (JUDGES[2], JUDGES[1]):
+        said[name] = next((found for mode, seed in runs if (found := _judge(scene, module, target, mode, seed, watch, expected))), "")
+        if said[name] and not all_judges:
+            break
+    return said
+
+
+def _reached(scene: Scene, file: Path, mutant: Mutant, target: str, folder: Path) -> bool:
+    """Whether the scene runs what was changed: the branch of a constant that is never taken is no mutant."""
+    try:
+        with replaced(file, mutant.probe, folder, scene.path) as module, simulate(target, "eager", watch=False):
+            scene(module)
+    except NameError:
+        return True
+    return False
+
+
+def _judge(scene: Scene, module: ModuleType, target: str, mode: str, seed: int, watch: bool, expected: list[torch.Tensor]) -> str:
     with simulate(target, mode, seed, check=False, max_reports=1, watch=watch) as run:
         run.machine.max_steps = MAX_STEPS
         try:

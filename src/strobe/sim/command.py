@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from .machine import MODES
 from .report import Report, SimulationFault
 from .scene import Scene, SceneError
 
+PICTURES = (".html", ".svg", ".json")
 EXAMPLE = """\
 examples:
   strobe sim kernels.py::run bf16[200,320] bf16[320,256]                    a function that launches, on normal numbers
@@ -29,11 +32,29 @@ def run(argv: Sequence[str]) -> int:
     """0: nothing found; 1: faults, or survivors that nothing explains; 2: the scene cannot be run."""
     arguments = _parser().parse_args(argv)
     try:
+        _check(arguments)
         scene = Scene(arguments.scene, arguments.arguments, arguments.grid, {"num_warps": arguments.num_warps}, arguments.seed)
         return _mutate(scene, arguments) if arguments.mutate else _run(scene, arguments)
     except (SceneError, ValueError, TypeError, NotImplementedError) as error:
         print(f"strobe sim: {error}", file=sys.stderr)
         return 2
+    except Exception as error:  # of the scene's own code, or of the kernel's language: its writer wants to see where
+        traceback.print_exception(error)
+        return 2
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """What argparse cannot know: options that go together, files."""
+    if arguments.timeline and arguments.timeline.suffix not in PICTURES:
+        raise SceneError(f"--timeline: got {arguments.timeline}, expected a name that ends in {', '.join(PICTURES)}")
+    for file in arguments.file or []:
+        if not file.is_file():
+            raise SceneError(f"--file: got {file}, expected a Python file that exists")
+    for flag, given in (("--file", arguments.file), ("--judges", arguments.judges), ("--ledger", arguments.ledger)):
+        if given and not arguments.mutate:
+            raise SceneError(f"{flag}: it is about mutants; give --mutate too")
+    if arguments.timeline and arguments.mutate:
+        raise SceneError("--timeline: mutants have none; leave --mutate out")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,16 +79,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _grid(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split(","))
+    sizes = tuple(int(size) for size in text.split(","))
+    if len(sizes) > 3 or min(sizes) < 1:
+        raise ValueError(text)  # argparse says which argument and what it got
+    return sizes
+
+
+_grid.__name__ = "grid, one to three sizes such as 8 or 4,2"  # as argparse names it
 
 
 def _run(scene: Scene, arguments: argparse.Namespace) -> int:
     modes = [arguments.mode] if arguments.mode else [mode for mode in MODES if mode != "timed"]
     found: dict[str, Report] = {}
+    stats: Counter[str] = Counter()
     runs = [(mode, seed) for mode in modes for seed in range(arguments.seed, arguments.seed + arguments.seeds)]
     for mode, seed in runs:
         with simulate(arguments.target, mode, seed, sms=arguments.sms, check=False) as run:
             scene()
+        stats.update(run.stats)
         for report in run.reports:
             found.setdefault(f"{report.kind} {report.where}", report)
     if arguments.timeline:
@@ -76,7 +105,7 @@ def _run(scene: Scene, arguments: argparse.Namespace) -> int:
         run.save(str(arguments.timeline), f"{scene.path.name}::{scene.function} on {arguments.target}")
     if arguments.json:
         reports = [{"kind": r.kind, "text": r.text, "where": r.where, "count": r.count} for r in found.values()]
-        print(json.dumps({"runs": len(runs), "stats": run.stats, "reports": reports}, indent=1))
+        print(json.dumps({"runs": len(runs), "stats": stats, "reports": reports}, indent=1))
     else:
         for report in found.values():
             print(f"- {report}")

@@ -11,7 +11,9 @@ import functools
 import inspect
 import operator
 import re
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,10 @@ from triton.language.core import _unwrap_if_constexpr as unwrapped
 from triton.language.core import base_value, constexpr
 from triton.runtime.jit import BoundConstexprFunction, ConstexprFunction, JITFunction
 
+from .carried import Carried
+from .machine import KERNEL_CODE
 from .translate import signature, translated
-from .values import Value, tensor, unsigned
+from .values import Diverged, Value, tensor, unsigned
 
 _CONDITIONS = (bool, int, type(None))
 _PYTHON: dict[Any, Callable[..., Any]] = {int: int, len: len, tl.static_print: print, gl.static_print: print}  # run on plain Python values
@@ -51,9 +55,9 @@ _COMPARING = dict(__lt__=operator.lt, __le__=operator.le, __gt__=operator.gt, __
 
 
 def _int32(value: Any) -> int | None:
-    """The number that an int32 scalar or a small constant stands for; None for anything else."""
+    """The number that an int32 scalar or a small constant stands for; None for anything else (a whole array dressed as a scalar)."""
     if isinstance(value, tl.tensor):
-        return int(value.handle._data) if value.type is tl.int32 else None
+        return int(value.handle._data) if value.type is tl.int32 and not np.ndim(value.handle._data) else None
     number = value.value if isinstance(value, constexpr) else None
     return number if type(number) is int and -(2**31) <= number < 2**31 else None
 
@@ -69,6 +73,14 @@ def _scalar_binary(method: str, left: Any, right: Any) -> Any:
     if compute is None or not -(2**31) <= (result := compute(a, b)) < 2**31:
         return None
     return tensor(Value(np.int32(result), "i32"), tl.int32)
+
+
+def _kernel_frame() -> FrameType | None:
+    """The innermost kernel function on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in KERNEL_CODE:
+        frame = frame.f_back
+    return frame
 
 
 def _is_tensor(value: Any) -> bool:
@@ -188,7 +200,7 @@ class Interpreter:
             return bool(np.all(data))
         if np.all(data) or not np.any(data):  # a scalar function mapped over whole arrays, whose elements agree
             return bool(np.all(data))
-        raise NotImplementedError("a branch that elements of one tensor take differently, inside a mapped or combining function")
+        raise Diverged(np.asarray(data, bool))
 
     def choose(self, condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
         chosen = then() if self.truth(condition) else otherwise()
@@ -225,8 +237,17 @@ class Interpreter:
         if bounds[2] == 0 or (bounds[2] < 0 and not static):
             self.builder.report("assert", f"a loop's step is {bounds[2]}; one that is no constant must be positive")
             return
+        carried = Carried(self.builder.machine, _kernel_frame())
         for index in range(*bounds):
             yield tensor(self.builder.integer(index, elem), kind)
+            carried.turn()
+
+    def turns(self) -> Iterator[None]:
+        """The iterations of a `while`, which ends by its own test."""
+        carried = Carried(self.builder.machine, _kernel_frame())
+        while True:
+            yield
+            carried.turn()
 
     @contextlib.contextmanager
     def context(self, kind: Any, arguments: list[Any], keywords: dict[str, Any]) -> Iterator[Any]:
@@ -274,11 +295,11 @@ class Interpreter:
         if fn in _MAPS:
             return self.semantic.map_function(self, *arguments, **keywords)
         owner = getattr(fn, "__self__", None)
-        if isinstance(fn, ConstexprFunction) or isinstance(owner, base_value) or (_hashable(fn) and _is_builtin(fn)):
-            return self._call_builtin(fn, arguments, keywords)
         if _hashable(fn) and fn in _PYTHON:
             plain = {name: unwrapped(value) for name, value in keywords.items()}
             return constexpr(_PYTHON[fn](*map(unwrapped, arguments), **plain))
+        if isinstance(fn, ConstexprFunction) or isinstance(owner, base_value) or (_hashable(fn) and _is_builtin(fn)):
+            return self._call_builtin(fn, arguments, keywords)
         if id(fn) in _BUILTINS or owner is not None:
             arguments = [unwrapped(argument) for argument in arguments]
         result = fn(*arguments, **keywords)

@@ -214,6 +214,7 @@ class _Launch:
         if isinstance(value, (int, float)):
             return self._number(value, parameter)
         if isinstance(value, tuple):
+            self._refuse_nested(name, value)
             items = [self._argument(f"{name}.{i}", item) for i, item in enumerate(value)]
             return tl.tuple(items, tl.tuple_type([item.type for item in items], getattr(type(value), "_fields", None)))
         return constexpr(value)
@@ -231,12 +232,19 @@ class _Launch:
         kind = tl.int32 if elem == "i32" else tl.int64 if value < 2**63 else tl.uint64
         return tl.tensor(self.builder.integer(value, elem), kind)
 
+    @staticmethod
+    def _refuse_nested(name: str, value: tuple[Any, ...]) -> None:
+        if any(isinstance(item, (GluonDescriptor, TensorDescriptor)) for item in value):
+            raise TypeError(f"{name}: got a tuple that holds a tensor descriptor, expected the descriptor as an argument of its own: "
+                            "Triton compiles such a kernel, but its launcher refuses the call")  # fmt: skip
+
     def _descriptor(self, name: str, host: Any) -> Any:
         memory = self._storage(name, host.base)
         elem = _dtype(host.base.dtype)
         ir_elem = elem.to_ir(self.builder).elem
         address, block = host.base.data_ptr(), list(host.block_shape)
         handle = self._window(memory, address, list(host.shape), list(host.strides), block, ir_elem, host.padding == "nan")
+        handle.signed = not elem.is_int_unsigned()
         shape = [tl.tensor(Value(np.int32(size), "i32"), tl.int32) for size in host.shape]
         strides = [tl.tensor(Value(np.int64(stride), "i64"), tl.int64) for stride in host.strides]
         if isinstance(host, GluonDescriptor):

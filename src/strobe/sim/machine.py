@@ -88,7 +88,7 @@ class Machine:
 
     def _unfenced(self, earlier: Access, actor: Actor) -> bool:
         """The async proxy after generic code, with no fence between; after a generic read only in strict mode."""
-        crosses = actor.proxy == "async" and earlier.actor.proxy == "generic" and (earlier.write or self.strict)
+        crosses = actor.proxy.startswith("async") and earlier.actor.generic and (earlier.write or self.strict)
         return crosses and not earlier.fenced_before(actor)
 
     def touch(self, memory: Memory, view: np.ndarray, write: bool, what: str) -> None:
@@ -221,8 +221,11 @@ class Machine:
 
     def launch(self, stream: Stream | None, operation: Operation) -> None:
         """Hand over work: to a stream that finishes in order, or (None) to the loads, which land in any order."""
-        queue = self.current.cta.loads if stream is None else stream.queue
-        queue.append(operation)
+        if stream is None:
+            self.current.cta.loads.append(operation)
+        else:
+            stream.queue.append(operation)
+            stream.where = operation.where
         if self.mode == "eager":
             self._land(self.current.cta, stream, operation, everything=True)
         else:
@@ -346,9 +349,8 @@ class Machine:
         for stream, verb in ((worker.wgmma, "wgmma"), (worker.stores, "TMA store"), (worker.copies, "cp.async")):
             unwaited = stream.issued - worker.knows.get(stream.agent, 0) + (len(worker.open_copies) if stream is worker.copies else 0)
             if unwaited > 0 and self.checks:
-                last = stream.queue[0].where if stream.queue else worker.where
-                text = f"{worker.name} ends without having waited for its last {unwaited} {verb} operation(s), at {place_text(last)}"
-                self.report("unfinished", text, last, (worker.name, verb))
+                text = f"{worker.name} ends without having waited for its last {unwaited} {verb} operation(s), the last at {place_text(stream.where)}"
+                self.report("unfinished", text, stream.where, (worker.name, verb))
 
     def run_grid(self, grid: tuple[int, int, int], body: Callable[[], Any]) -> None:
         """Run `body` once for each program of the grid, `sms` of them in flight."""
@@ -433,21 +435,25 @@ class Machine:
         self.current = main
         self._check_left(main)
         if self.checks:
-            self._check_loads(cta, main)
+            self._check_writes(cta, main)
         while flying := cta.in_flight():
             self._land(cta, *flying[0])
+        if self.checks:
+            self._check_bytes(cta)
         self.ctas.remove(cta)
 
-    def _check_loads(self, cta: Cta, main: Partition) -> None:
+    def _check_writes(self, cta: Cta, main: Partition) -> None:
         last = Actor("", 0, main.knows, "", "", ())
         for memory in cta.memories:
-            for access in memory.writes + memory.reads:
-                load = access.actor
-                if load.agent.startswith("TMA load") and not access.ordered_before(last):
-                    text = f"the CTA ends without having waited for {load.what}, issued at {place_text(load.where)}"
-                    self.report("unfinished", text, load.where, (memory.name, load.where))
+            for access in memory.writes:
+                write = access.actor
+                if write.agent.startswith(("TMA load", "tcgen05")) and not access.ordered_before(last):
+                    text = f"the CTA ends without having waited for {write.what}, issued at {place_text(write.where)}"
+                    self.report("unfinished", text, write.where, (memory.name, write.where))
+
+    def _check_bytes(self, cta: Cta) -> None:
         for barrier in cta.barriers.values():
-            if barrier.valid and barrier.missing_bytes and not cta.loads:
+            if barrier.valid and barrier.missing_bytes:
                 fault = "bytes that were never copied" if barrier.missing_bytes > 0 else "bytes less than were copied"
                 text = f"when the CTA ends {barrier.name} expects {abs(barrier.missing_bytes)} {fault}"
                 self.report("bytes", text, (), (barrier.name,))

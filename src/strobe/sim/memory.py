@@ -30,9 +30,17 @@ class Actor:
     agent: str
     clock: int
     knows: Clock
-    proxy: str  # "generic", "async", "tensor" or "atomic"
+    proxy: str  # "generic", "async" or "tensor"; "atomic" (through the generic proxy) or "async atomic"
     what: str
     where: Place
+
+    @property
+    def atomic(self) -> bool:
+        return self.proxy.endswith("atomic")
+
+    @property
+    def generic(self) -> bool:
+        return self.proxy in ("generic", "atomic")
 
 
 @dataclass(slots=True)
@@ -87,7 +95,7 @@ class Memory:
         conflicts = [access for access in self.writes if access.mask & mask]
         if write:
             conflicts += [access for access in self.reads if access.mask & mask]
-            spare = actor if actor.proxy == "atomic" else None
+            spare = actor if actor.atomic else None
             self.writes, self.reads = _without(self.writes, mask, spare), _without(self.reads, mask, spare)
             unwritten, self.written = 0, self.written | mask
             self.writes.append(Access(mask, actor, actor.clock, True))
@@ -95,14 +103,14 @@ class Memory:
             unwritten = mask & ~self.written
             self.reads = [read for read in self.reads if not _superseded(read, mask, actor)]
             self.reads.append(Access(mask, actor, actor.clock, False))
-        if actor.proxy == "atomic":  # an atomic does not race with an atomic
-            conflicts = [access for access in conflicts if access.actor.proxy != "atomic"]
+        if actor.atomic:  # an atomic does not race with an atomic
+            conflicts = [access for access in conflicts if not access.actor.atomic]
         return conflicts, unwritten
 
     def fence(self, agent: str, clock: int, knows: Clock) -> None:
         """A proxy fence by `agent`: all it knows of is fenced for whoever comes to know the fence."""
         for access in self.writes + self.reads:
-            if access.actor.proxy == "generic" and knows.get(access.actor.agent, 0) >= access.clock:
+            if access.actor.generic and knows.get(access.actor.agent, 0) >= access.clock:
                 access.fences.append((agent, clock))
                 del access.fences[:-8]
 
@@ -115,7 +123,7 @@ def _without(accesses: list[Access], mask: int, spare: Actor | None) -> list[Acc
     """The accesses that a write leaves standing; an atomic leaves the atomics of other agents, which it does not follow."""
     kept = []
     for access in accesses:
-        if not (spare and access.actor.proxy == "atomic" and access.actor.agent != spare.agent):
+        if not (spare and access.actor.atomic and access.actor.agent != spare.agent):
             access.mask &= ~mask
         if access.mask:
             kept.append(access)

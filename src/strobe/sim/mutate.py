@@ -6,8 +6,9 @@ A kernel's barriers are proven needed by taking each away: somebody must notice,
 from __future__ import annotations
 
 import ast
+import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 # statements that only synchronise: dropped whole. The names of mbarrier's functions count with their module alone.
@@ -17,7 +18,7 @@ _DROPPED = {
     "tma_store_drain": "drop store_drain", "cp_async_commit": "drop commit", "cp_async_wait": "drop wait_group",
     "fence_async_global": "drop fence", "wait_group": "drop wait_group", "mbarrier_arrive": "drop arrive", "inline_asm_elementwise": "drop asm",
 }  # fmt: skip
-# an argument bent: (position, keyword, kind, what becomes of it)
+# an argument bent: (position, keyword, kind, what becomes of it); those called num_outstanding may be left out
 _BENT = {
     "mbarrier.wait": (1, "phase", "flip parity", "({}) ^ 1"),
     "mbarrier.expect": (1, "bytes", "half expect", "({}) // 2"),
@@ -30,23 +31,31 @@ _BENT = {
     "cp_async_wait": (0, "num_outstanding", "wait_group(n + 1)", "({}) + 1"),
     "tma_store_drain": (0, "pendings", "store_drain(n + 1)", "({}) + 1"),
 }
+_DEFAULTS = {"num_outstanding": "0"}
 _WEAKER_TEXT = (  # in the text of inline PTX
     (r"\.(acquire|release|acq_rel)\b", ".relaxed", "weaken order"), (r"wait_group\s+0", "wait_group.read 0", "wait for reads only"),
     (r"fence\.[\w.:]+;", "", "drop fence"), (r"bar\.sync\b", "bar.arrive", "arrive only"),
 )  # fmt: skip
-MODULE = "(module)"  # where the text of inline PTX stands
+MODULE = "(module)"  # where inline PTX stands that no jit function holds
+PROBE = "place_of_the_mutant"  # a name that no kernel has
 _ORDERS = ("acquire", "release", "acq_rel")
+_SIGNALS = ("mbarriers", "mbarrier_preds")
+_Change = tuple[str, ast.AST, str]  # (kind, node to replace, new text)
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: its kind, the line it is on, that line's text, the function it is in, and the whole source with it."""
+    """One change: its kind, the line it is on, that line's text, the function it is in, and the whole source with it.
+
+    `probe` is the source with a name that does not exist in the same place: who runs it there gets a NameError.
+    """
 
     kind: str
     line: int
     text: str
     function: str
     source: str
+    probe: str
 
     def __str__(self) -> str:
         return f"{self.kind}, line {self.line} of {self.function}: {self.text}"
@@ -63,22 +72,21 @@ def mutants(source: str) -> list[Mutant]:
     ['drop wait, line 4 of consumer: mbarrier.wait(k_ready, parity)', 'flip parity, line 4 of consumer: mbarrier.wait(k_ready, parity)']
     """
     tree = ast.parse(source)
-    lines = source.splitlines(keepends=True)
+    lines = list(io.StringIO(source, newline=""))  # as Python counts them: str.splitlines knows more ends of lines
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line.encode()))
     data = source.encode()
 
-    def changed(kind: str, function: str, node: ast.AST, new: str) -> Mutant:
-        start, end = (starts[row - 1] + column for row, column in _span(node))
-        text = lines[node.lineno - 1].strip()  # type: ignore[attr-defined]
-        return Mutant(kind, node.lineno, text, function, (data[:start] + new.encode() + data[end:]).decode())  # type: ignore[attr-defined]
+    def mutant(function: str, kind: str, node: ast.AST, new: str) -> Mutant:
+        start, end = (starts[row - 1] + column for row, column in _span(node))  # columns count bytes
+        with_it = lambda text: (data[:start] + text.encode() + data[end:]).decode()
+        return Mutant(kind, node.lineno, lines[node.lineno - 1].strip(), function, with_it(new), with_it(PROBE))  # type: ignore[attr-defined]
 
-    found = []
+    found = [mutant(MODULE, *change) for change in _text_changes(list(_outside(tree)))]
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef) and _jitted(function):
-            found += [changed(kind, function.name, node, new) for kind, node, new in _changes(function)]
-    found += [changed(kind, MODULE, node, new) for kind, node, new in _text_changes(tree)]
+            found += [mutant(function.name, *change) for change in _changes(function)]
     return sorted(found, key=lambda mutant: (mutant.line, mutant.kind))
 
 
@@ -87,7 +95,15 @@ def _span(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _jitted(function: ast.FunctionDef) -> bool:
-    return any(ast.unparse(decorator).split("(")[0].endswith("jit") for decorator in function.decorator_list)
+    return any(ast.unparse(decorator).split("(")[0].split(".")[-1] == "jit" for decorator in function.decorator_list)
+
+
+def _outside(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those of jit functions."""
+    if not (isinstance(node, ast.FunctionDef) and _jitted(node)):
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from _outside(child)
 
 
 def _called(call: ast.Call) -> str:
@@ -96,37 +112,65 @@ def _called(call: ast.Call) -> str:
     return ".".join(parts[-2:]) if len(parts) > 1 and parts[-2] == "mbarrier" else parts[-1]
 
 
-def _changes(function: ast.FunctionDef) -> Iterator[tuple[str, ast.AST, str]]:
-    """(kind, node to replace, new text) for every mutant of a function."""
-    for node in ast.walk(function):
+def _changes(function: ast.FunctionDef) -> Iterator[_Change]:
+    """Every change of a jit function."""
+    nodes = list(ast.walk(ast.Module(function.body, [])))
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and (kind := _DROPPED.get(_called(node.value))):
             yield kind, node, "pass"
         if isinstance(node, ast.Call):
             yield from _bent(node)
+            yield from _fewer_barriers(node)
+            yield from _weaker_orders(node)
+    yield from _text_changes(nodes)
 
 
-def _bent(call: ast.Call) -> Iterator[tuple[str, ast.AST, str]]:
-    if (rule := _BENT.get(_called(call))) is not None:
-        position, keyword, kind, template = rule
-        argument = next((k.value for k in call.keywords if k.arg == keyword), None)
-        if argument is None and position < len(call.args):
-            argument = call.args[position]
-        if argument is not None:
-            yield kind, argument, template.format(ast.unparse(argument))
+def _bent(call: ast.Call) -> Iterator[_Change]:
+    if (rule := _BENT.get(_called(call))) is None or any(isinstance(argument, ast.Starred) for argument in call.args):
+        return
+    position, keyword, kind, template = rule
+    argument = next((k.value for k in call.keywords if k.arg == keyword), None)
+    if argument is None and position < len(call.args):
+        argument = call.args[position]
+    if argument is not None:
+        yield kind, argument, template.format(ast.unparse(argument))
+    elif keyword in _DEFAULTS:
+        given = ast.keyword(keyword, ast.parse(template.format(_DEFAULTS[keyword]), mode="eval").body)
+        yield kind, call, ast.unparse(ast.Call(call.func, call.args, [*call.keywords, given]))
+
+
+def _fewer_barriers(call: ast.Call) -> Iterator[_Change]:
+    """The call without one of the barriers that it signals, and without that one's predicate."""
+    lists = {k.arg: k.value.elts for k in call.keywords if k.arg in _SIGNALS and isinstance(k.value, (ast.List, ast.Tuple))}
+    for i, dropped in enumerate(lists.get("mbarriers", ())):
+        rest = {name: ast.List([*entries[:i], *entries[i + 1 :]]) for name, entries in lists.items()}
+        keywords = [ast.keyword(k.arg, rest.get(k.arg or "", k.value)) for k in call.keywords]
+        yield f"drop mbarriers entry {ast.unparse(dropped)}", call, ast.unparse(ast.Call(call.func, call.args, keywords))
+
+
+def _weaker_orders(call: ast.Call) -> Iterator[_Change]:
     for keyword in call.keywords:
-        value = keyword.value
-        if keyword.arg == "mbarriers" and isinstance(value, (ast.List, ast.Tuple)):
-            for i, dropped in enumerate(value.elts):
-                rest = ", ".join(ast.unparse(other) for j, other in enumerate(value.elts) if j != i)
-                yield f"drop mbarriers entry {ast.unparse(dropped)}", value, f"[{rest}]"
-        if keyword.arg == "sem" and isinstance(value, ast.Constant) and value.value in _ORDERS:
-            yield "weaken order", value, '"relaxed"'
+        if keyword.arg == "sem" and isinstance(keyword.value, ast.Constant) and keyword.value.value in _ORDERS:
+            yield "weaken order", keyword.value, '"relaxed"'
 
 
-def _text_changes(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
-    """Weaker inline PTX, wherever its text stands."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and ";" in node.value:
-            for pattern, weaker, kind in _WEAKER_TEXT:
-                for match in re.finditer(pattern, node.value):
-                    yield kind, node, repr(node.value[: match.start()] + weaker + node.value[match.end() :])
+def _text_changes(nodes: Iterable[ast.AST]) -> Iterator[_Change]:
+    """Weaker inline PTX, wherever its text stands: in a string, or in the fixed parts of an f-string."""
+    nodes = list(nodes)
+    formatted = [node for node in nodes if isinstance(node, ast.JoinedStr)]
+    prose = {node.value for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+    parts = {part for node in formatted for part in node.values}
+    for node in nodes:
+        if node not in prose and node not in parts:
+            yield from ((kind, node, repr(weaker)) for kind, weaker in _weaker(node))
+    for node in formatted:
+        for i, part in enumerate(node.values):
+            for kind, weaker in _weaker(part):
+                yield kind, node, ast.unparse(ast.JoinedStr([*node.values[:i], ast.Constant(weaker), *node.values[i + 1 :]]))
+
+
+def _weaker(node: ast.AST) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and ";" in node.value:
+        for pattern, weaker, kind in _WEAKER_TEXT:
+            for match in re.finditer(pattern, node.value):
+                yield kind, node.value[: match.start()] + weaker + node.value[match.end() :]

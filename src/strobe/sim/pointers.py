@@ -208,12 +208,13 @@ class Pointers:
     def create_make_tensor_descriptor(self, *arguments: Any) -> Descriptor:
         if isinstance(arguments[0], Type):  # Gluon: (type, base, shape, strides, padding)
             ty, base, shape, strides, padding = arguments
-            block = ty.shape
-        else:  # Triton: (base, shape, strides, block, signed, padding)
-            base, shape, strides, block, _, padding = arguments
-        elem = base.elem[1:]
-        return self.descriptor(int(base.data), [s.scalar for s in shape], [s.scalar for s in strides], list(block), elem,
+            block, signed = ty.shape, ty.layout[1]
+        else:
+            base, shape, strides, block, signed, padding = arguments
+        made = self.descriptor(int(base.data), [s.scalar for s in shape], [s.scalar for s in strides], list(block), base.elem[1:],
                                str(padding).endswith("PAD_NAN"))  # fmt: skip
+        made.signed = signed
+        return made
 
     def descriptor(self, address: int, shape: list[int], strides: list[int], block: list[int], elem: str, nan: bool) -> Descriptor:
         """A descriptor of the tensor at an address; one that reaches outside of its storage is reported and cut."""
@@ -258,6 +259,8 @@ class Pointers:
 def reduce_into(desc: Descriptor, where: Any, values: np.ndarray, kind: Any) -> None:
     """tensor op= values in global memory, in the tensor's own precision."""
     before = from_bits(np.ascontiguousarray(desc.view[where]), desc.elem)
+    if not desc.signed:
+        before, values = unsigned(before), unsigned(values)
     desc.view[where] = to_bits(np.asarray(_ATOMIC[kind.name](before, values)), desc.elem)
 
 

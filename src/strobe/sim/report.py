@@ -19,6 +19,7 @@ KINDS = {
     "bounds": "an access outside of every argument, allocation or ring",
     "budget": "more shared or tensor memory than the target has",
     "assert": "a device_assert failed",
+    "compiler": "source that Triton's frontend is known to compile into something else",
 }
 
 Place = tuple[tuple[CodeType, int], ...]  # innermost kernel function first: (code, line)

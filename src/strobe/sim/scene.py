@@ -7,6 +7,8 @@ NAME is a Python function, called under the simulator, or a kernel, launched on 
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -14,6 +16,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +26,9 @@ import torch
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "f16": torch.float16, "fp32": torch.float32, "f32": torch.float32, "i32": torch.int32,
            "i64": torch.int64, "u8": torch.uint8, "i8": torch.int8, "fp64": torch.float64, "fp8e4": torch.float8_e4m3fn,
            "fp8e5": torch.float8_e5m2}  # fmt: skip
-_TENSOR = re.compile(r"(?:(?P<fill>nan|zeros|ones|tma):)?(?P<dtype>\w+)\[(?P<shape>[\d,]*)\](?:/(?P<block>\d+(?:x\d+)*))?$")
+_TENSOR = re.compile(r"(?:(?P<fill>\w+):)?(?P<dtype>\w+)\[(?P<shape>(?:\d+(?:,\d+)*)?)\](?:/(?P<block>\d+(?:x\d+)*))?")
+_FILLS = {"nan": float("nan"), "zeros": 0, "ones": 1}
+_FORM = "a tensor such as bf16[64,128], nan:f32[64] or tma:bf16[64,128]/64x64"
 
 
 class SceneError(Exception):
@@ -38,9 +43,8 @@ def argument(text: str, generator: torch.Generator) -> Any:
     >>> argument("3", torch.Generator()), argument("True", torch.Generator())
     (3, True)
     """
-    match = _TENSOR.match(text)
-    if match and match["dtype"] in _DTYPES:
-        return _tensor(match, generator)
+    if "[" in text:
+        return _tensor(text, generator)
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
     for number in (int, float):
@@ -51,22 +55,42 @@ def argument(text: str, generator: torch.Generator) -> Any:
     return text
 
 
-def _tensor(match: re.Match, generator: torch.Generator) -> Any:
-    shape = [int(size) for size in match["shape"].split(",") if size]
-    dtype, fill = _DTYPES[match["dtype"]], match["fill"]
-    if fill in ("nan", "zeros", "ones"):
-        value = {"nan": float("nan") if dtype.is_floating_point else -1, "zeros": 0, "ones": 1}[fill]
+def _tensor(text: str, generator: torch.Generator) -> Any:
+    match = _TENSOR.fullmatch(text)
+    if match is None:
+        raise SceneError(f"argument: got {text!r}, expected {_FORM}: sizes with commas, no spaces")
+    for part, known in (("dtype", _DTYPES), ("fill", ("tma", *_FILLS, None))):
+        if match[part] not in known:
+            raise SceneError(f"argument: got {match[part]!r} in {text!r}, expected one of {', '.join(filter(None, known))}")
+    shape, dtype, fill = _sizes(match["shape"], ","), _DTYPES[match["dtype"]], match["fill"]
+    block = _sizes(match["block"], "x") if match["block"] else shape
+    if match["block"] and (fill != "tma" or len(block) != len(shape)):
+        raise SceneError(f"argument: got {text!r}, expected a block of {len(shape)} sizes after a tma: tensor; leave it out otherwise")
+    if fill in _FILLS:
+        value = -1 if fill == "nan" and not dtype.is_floating_point else _FILLS[fill]
         return torch.full(shape, value, dtype=dtype)
     drawn = torch.randn(shape, generator=generator)
     tensor = drawn.to(dtype) if dtype.is_floating_point else (drawn * 8).to(dtype)
-    if fill != "tma":
-        return tensor
+    return _descriptor(tensor, block, text) if fill == "tma" else tensor
+
+
+def _sizes(text: str, between: str) -> list[int]:
+    return [int(size) for size in text.split(between)] if text else []
+
+
+def _descriptor(tensor: torch.Tensor, block: list[int], text: str) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    block = [int(size) for size in (match["block"] or "x".join(map(str, shape))).split("x")]
-    elem = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
-    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, elem))
+    elem = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}.get(tensor.dtype)
+    if elem is None:
+        raise SceneError(f"argument: got {text!r}, expected bf16, fp16 or fp32 in a descriptor; make others in a function")
+    try:
+        layout: Any = gl.NVMMASharedLayout.get_default_for(block, elem)
+        return TensorDescriptor.from_tensor(tensor, block, layout)
+    except (AssertionError, ValueError) as error:
+        said = str(error) or "see TensorDescriptor.from_tensor"
+        raise SceneError(f"argument: got {text!r}, expected what TMA can move, such as tma:bf16[64,128]/64x64: {said}") from error
 
 
 class Scene:
@@ -97,12 +121,19 @@ class Scene:
         if target is None:
             raise SceneError(f"{self.path.name} has no {self.function}; it has {', '.join(sorted(n for n in vars(module) if n[0] != '_'))}")
         positional, named = self.arguments()
-        if hasattr(target, "arg_names"):  # a kernel
-            result = target[self.grid](*positional, **named, **self.options)
-        else:
-            inspect.signature(target).bind(*positional, **named)
-            result = target(*positional, **named)
+        self._check(target, positional, named)
+        is_kernel = hasattr(target, "arg_names")
+        result = target[self.grid](*positional, **named, **self.options) if is_kernel else target(*positional, **named)
         return list(tensors([positional, list(named.values()), result]))
+
+    def _check(self, target: Any, positional: list[Any], named: dict[str, Any]) -> None:
+        if not callable(target) and not hasattr(target, "arg_names"):
+            raise SceneError(f"{self.path.name}::{self.function} is {target!r}, expected a function or a kernel")
+        signature = getattr(target, "signature", None) or inspect.signature(target)
+        try:
+            signature.bind(*positional, **named)
+        except TypeError as error:
+            raise SceneError(f"{self.path.name}::{self.function} takes {signature}; got {' '.join(self.texts) or 'no arguments'}: {error}") from error
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -145,30 +176,96 @@ def _execute(name: str, path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise SceneError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    if "." in name:
-        package, _, stem = name.rpartition(".")
-        setattr(sys.modules[package], stem, module)
-    spec.loader.exec_module(module)
+    _enter(name, module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        _leave(name)
+        if isinstance(error, (SyntaxError, ImportError)):
+            raise SceneError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise
     return module
 
 
+def _enter(name: str, module: ModuleType) -> None:
+    """A module under its name, and as an attribute of its package: `from . import it` looks there first."""
+    sys.modules[name] = module
+    package, _, stem = name.rpartition(".")
+    if package in sys.modules:
+        setattr(sys.modules[package], stem, module)
+
+
+def _leave(name: str) -> None:
+    sys.modules.pop(name, None)
+    package, _, stem = name.rpartition(".")
+    if package in sys.modules:
+        vars(sys.modules[package]).pop(stem, None)
+
+
+# ---- a module with other source
+
+
 @contextmanager
-def replaced(original: Path, source: str, folder: Path, scene: Path, stamp: str) -> Iterator[ModuleType]:
-    """The scene's module, imported anew with `original` reading `source` instead."""
-    folder = folder / stamp
-    folder.mkdir()
-    copy = folder / original.name
-    copy.write_text(source)
+def replaced(original: Path, source: str, folder: Path, scene: Path) -> Iterator[ModuleType]:
+    """The scene's module, with `original` reading `source` (written to `folder`) instead.
+
+    The two, and all modules of their packages that import `original`, directly or not, are imported anew; no other: what registers itself
+    with torch or holds state stays. Afterwards all is as before.
+    """
+    load(scene)
     name = module_name(original)
-    package = name.split(".")[0]
-    before = {n: m for n, m in sys.modules.items() if n == name or ("." in name and n.startswith(package + ".")) or n == module_name(scene)}
-    for loaded in before:
-        del sys.modules[loaded]
+    roots = {name.partition(".")[0], module_name(scene).partition(".")[0]}
+    before = {importer: sys.modules[importer] for importer in _importers(name, roots) if importer in sys.modules}
+    folder.mkdir()
+    (folder / original.name).write_text(source)
+    finder = _Elsewhere(name, folder / original.name)
+    for importer in before:
+        _leave(importer)
+    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
     try:
-        changed = _execute(name, copy)
+        changed = importlib.import_module(name)
         yield changed if original == scene else load(scene)
     finally:
-        for loaded in [n for n in sys.modules if n in before or n == name or ("." in name and n.startswith(package + "."))]:
-            del sys.modules[loaded]
-        sys.modules.update(before)
+        sys.meta_path.remove(finder)  # type: ignore[arg-type]
+        for importer in _importers(name, roots):
+            _leave(importer)
+        for importer, module in before.items():
+            _enter(importer, module)
+
+
+class _Elsewhere:
+    """Finds the module of one name in another file."""
+
+    def __init__(self, name: str, file: Path):
+        self.name, self.file = name, file
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return importlib.util.spec_from_file_location(name, self.file) if name == self.name else None
+
+
+def _importers(name: str, roots: set[str]) -> list[str]:
+    """The module and the loaded ones under `roots` that import it while they are imported themselves, directly or not."""
+    imports = {}
+    for other, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if other.partition(".")[0] in roots and file.endswith(".py"):
+            imports[other] = _imports(file, other if Path(file).name == "__init__.py" else other.rpartition(".")[0])
+    found = [name]
+    for known in found:  # grows on the way
+        found += [other for other, names in imports.items() if known in names and other not in found]
+    return found
+
+
+@functools.lru_cache(None)
+def _imports(file: str, package: str) -> frozenset[str]:
+    """All that a file may import outside of its functions: `from .a import b` is package.a and, if that is a module, package.a.b."""
+    found, nodes = set(), list(ast.parse(Path(file).read_text()).body)
+    for node in nodes:  # grows on the way
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            found.update([base, *(f"{base}.{alias.name}" for alias in node.names)])
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            nodes += ast.iter_child_nodes(node)  # type: ignore[arg-type]
+    return frozenset(found)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language._semantic import GluonCallerContext, Glu
 from triton.language.core import _unwrap_if_constexpr as unwrapped
 from triton.language.semantic import TritonSemantic
 
-from .values import Value
+from .values import Diverged, Value
 from .values import tensor as make_tensor
 
 # what the standard library's combining functions compute, as NumPy reductions
@@ -22,6 +22,21 @@ _STANDARD: dict[str, Callable[..., Any]] = {"_sum_combine": np.add.reduce, "_ele
 def quiet(body: Callable[[], Any]) -> Callable[[], Any]:
     """The body of a partition without NumPy's warnings, which each greenlet has to turn off for itself."""
     return np.errstate(all="ignore")(body)
+
+
+def by_branches(compute: Callable[[list[np.ndarray]], list[np.ndarray]], arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """A scalar function on whole arrays; where a branch parts their elements, each side by itself."""
+    shape = np.broadcast_shapes(*(np.shape(array) for array in arrays))
+    try:
+        return [np.broadcast_to(result, shape) for result in compute(arrays)]
+    except Diverged as branch:
+        out: list[np.ndarray] = []
+        for side in (branch.taken, ~branch.taken):
+            results = by_branches(compute, [np.broadcast_to(array, shape)[side] for array in arrays])
+            out = out or [np.empty(shape, result.dtype) for result in results]
+            for whole, part in zip(out, results, strict=True):
+                whole[side] = part
+        return out
 
 
 class Region:
@@ -47,10 +62,13 @@ class _Evaluated:
 
     max_contiguous = max_constancy = multiple_of
 
-    def _combine(self, build: Callable[[Any], None], left: list[Value], right: list[Value]) -> list[Value]:
-        self.builder.region_arguments = left + right
-        build(Region())
-        return self.builder.region_result
+    def _combine(self, build: Callable[[Any], None], left: list[Value], right: list[Value]) -> list[np.ndarray]:
+        def combined(arrays: list[np.ndarray]) -> list[np.ndarray]:
+            self.builder.region_arguments = [Value(array, value.elem) for array, value in zip(arrays, left + right, strict=True)]
+            build(Region())
+            return [value.data for value in self.builder.region_result]
+
+        return by_branches(combined, [value.data for value in left + right])
 
     def reduction(self, inputs: Sequence[Any], axis: int | None, region_builder_fn: Callable[[Any], None]) -> tuple[Any, ...]:
         if axis is None:
@@ -83,7 +101,7 @@ class _Evaluated:
             parts = [[Value(part, v.elem) for part, v in zip(side, values, strict=True)] for side in sides]
             merged = self._combine(build, *parts)
             rest = [np.take(d, range(2 * half, size), axis) for d in data]
-            data = [np.concatenate([np.broadcast_to(m.data, p.data.shape), r], axis) for m, p, r in zip(merged, parts[0], rest, strict=True)]
+            data = [np.concatenate([np.broadcast_to(m, p.data.shape), r], axis) for m, p, r in zip(merged, parts[0], rest, strict=True)]
         return data
 
     def associative_scan(self, inputs: Sequence[Any], axis: int, region_builder_fn: Callable[[Any], None], reverse: bool) -> tuple[Any, ...]:
@@ -96,25 +114,31 @@ class _Evaluated:
             left = [Value(step[-1], value.elem) for step, value in zip(steps, values, strict=True)]
             merged = self._combine(region_builder_fn, left, [Value(array[i], value.elem) for array, value in zip(data, values, strict=True)])
             for step, one in zip(steps, merged, strict=True):
-                step.append(one.data)
+                step.append(one)
         done = [np.moveaxis(np.stack(step[::-1] if reverse else step), 0, axis % rank) for step in steps]
         return tuple(self.tensor(Value(array, v.elem, v.layout), t.type) for array, v, t in zip(done, values, inputs, strict=True))  # type: ignore[attr-defined]
 
     def map_function(self, interpreter: Any, scalar_fn: Any, *args: Any, pack: Any = 1) -> Any:
-        """tl.map_elementwise: the scalar function sees whole arrays dressed as scalars."""
+        """tl.map_elementwise: the scalar function sees whole arrays dressed as scalars, those of one path through it at a time."""
         if unwrapped(pack) != 1:
             raise NotImplementedError("map_elementwise with pack > 1")
         tensors = list(self.broadcast_tensors(*args)) if len(args) > 1 else list(args)  # type: ignore[attr-defined]
         like: Any = tensors[0]
-        scalars = [tl.tensor(Value(t.handle.data, t.handle.elem), t.type.scalar) for t in tensors]
-        results = interpreter.call_JitFunction(unwrapped(scalar_fn), scalars, {})
-        single = isinstance(results, tl.tensor)
-        out = [self._spread_over(like, result) for result in ([results] if single else results)]
-        return out[0] if single else tl.tuple(out)
+        kinds: list[Any] = []
+        single = False
 
-    def _spread_over(self, like: Any, result: Any) -> Any:
-        handle = Value(np.broadcast_to(result.handle.data, like.shape), result.handle.elem, like.handle.layout)
-        return self.tensor(handle, like.type.with_element_ty(result.type.scalar))
+        def mapped(arrays: list[np.ndarray]) -> list[np.ndarray]:
+            nonlocal single
+            scalars = [tl.tensor(Value(array, t.handle.elem), t.type.scalar) for array, t in zip(arrays, tensors, strict=True)]
+            results = interpreter.call_JitFunction(unwrapped(scalar_fn), scalars, {})
+            single = isinstance(results, tl.tensor)
+            results = [results] if single else list(results)
+            kinds[:] = [(result.handle.elem, result.type.scalar) for result in results]
+            return [result.handle.data for result in results]
+
+        arrays = by_branches(mapped, [t.handle.data for t in tensors])
+        out = [self.tensor(Value(array, elem, like.handle.layout), like.type.with_element_ty(scalar)) for array, (elem, scalar) in zip(arrays, kinds)]
+        return out[0] if single else tl.tuple(out)
 
     def _wrap(self, handle: Value, scalar: Any, shape: list[int]) -> Any:
         raise NotImplementedError

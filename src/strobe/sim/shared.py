@@ -48,7 +48,7 @@ class SharedMemory:
         memory = self.machine.allocate(space, int(np.prod(ty.shape)) * BYTES[ty.elem], charge)
         window = Window(memory, memory.raw.view(STORED[ty.elem]).reshape(ty.shape), ty.elem, ty)
         if value is not None:
-            self._write(window, value)
+            self._write(window, value, "initial store")
         return window
 
     def create_local_alloc(self, ty: Type, value: Value | None = None) -> Window:
@@ -57,10 +57,10 @@ class SharedMemory:
     def create_local_dealloc(self, window: Window) -> None:
         self.machine.current.cta.used["shared"] -= len(window.memory.raw)
 
-    def _write(self, window: Any, value: Value) -> None:
+    def _write(self, window: Any, value: Value, what: str = "") -> None:
         window = self.window(window)
         bits = to_bits(value.data, window.elem)
-        self.machine.touch(window.memory, window.view, True, f"store to {window.label}")
+        self.machine.touch(window.memory, window.view, True, what or f"store to {window.label}")
         window.view[...] = bits
         self.machine.preempt()
 
@@ -244,7 +244,7 @@ class SharedMemory:
 
     def create_async_tma_reduce(self, kind: Any, desc: Descriptor, coord: list[Value], source: Any, *_: Any) -> None:
         add = lambda where, bits: reduce_into(desc, where, from_bits(bits, desc.elem), kind)
-        self._start_store(desc, coord, source, f"TMA reduce-{kind.name.lower()}", add, "atomic")
+        self._start_store(desc, coord, source, f"TMA reduce-{kind.name.lower()}", add, "async atomic")
 
     def create_async_tma_scatter(self, desc: Descriptor, rows: Value, column: Value, source: Any) -> None:
         source = self.window(source)
@@ -254,7 +254,7 @@ class SharedMemory:
             self._start_store(desc, corner, part, "TMA scatter", lambda where, bits: desc.view.__setitem__(where, bits), "async")
 
     def _start_store(self, desc: Descriptor, coord: list[Value], source: Any, verb: str, put: Callable[[Any, np.ndarray], None], proxy: str) -> None:
-        """A bulk store: it reads shared memory first and writes global memory some time later, each in the order of issue."""
+        """A bulk store reads shared memory first and writes global memory some time later; two stores may write in any order."""
         machine, p, source = self.machine, self.machine.current, self.window(source)
         reads, writes = p.stores, p.store_writes
         reads.issued, writes.issued = reads.issued + 1, writes.issued + 1
@@ -264,8 +264,8 @@ class SharedMemory:
         block = _box(desc, source)
         where, part = desc.inside(corner, block)
         if desc.view[where].size:
-            knows = {**p.knows, writes.agent: writes.issued - 1}
-            machine.access(desc.memory, desc.memory.mask_of(desc.view[where]), True, Actor(writes.agent, writes.issued, knows, proxy, what, place))
+            actor = Actor(writes.agent, writes.issued, p.knows, proxy, what, place)
+            machine.access(desc.memory, desc.memory.mask_of(desc.view[where]), True, actor)
         p.tick()
         _, ready = machine.occupy("TMA", p.time_ns, source.view.nbytes / TMA_BYTES_PER_NS)
         machine.event("TMA", "store", what, p.time_ns, ready + TMA_LATENCY_NS)
@@ -303,6 +303,7 @@ class SharedMemory:
         machine, p, target = self.machine, self.machine.current, self.window(target)
         mask = mask if isinstance(mask, Value) else None
         stream, what = p.copies, f"cp.async into {target.label}"
+        stream.where = machine.place()
         actor = Actor(stream.agent, stream.issued + 1, {**p.knows, stream.agent: stream.issued + 1}, "generic", what, machine.place())
         machine.access(target.memory, target.memory.mask_of(target.view), True, actor)
         found = self._find(np.asarray(pointer.data, np.int64), None if mask is None else mask.data, target.view.dtype.itemsize, "cp.async")

@@ -126,7 +126,7 @@ class Translator(ast.NodeTransformer):
     @staticmethod
     def _visible(name: str, value: Any) -> bool:
         module = getattr(value, "__module__", "") or ""
-        return (name in _BUILTINS or isinstance(value, (ModuleType, JITCallable, constexpr, tl.dtype))
+        return (name in _BUILTINS or isinstance(value, (ModuleType, JITCallable, constexpr, tl.dtype)) or value is None
                 or getattr(value, "__triton_builtin__", False) or getattr(value, "__triton_aggregate__", False)
                 or module.startswith(("triton.language", "triton.experimental.gluon.language"))
                 or (isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields")))  # fmt: skip
@@ -274,8 +274,10 @@ class Translator(ast.NodeTransformer):
         return [statement for statement in visited if statement is not None] or [ast.copy_location(ast.Pass(), statements[0])]
 
     def visit_While(self, node: ast.While) -> ast.stmt:
-        test = self.ask(node.test, "goes_on", self.visit(node.test))
-        return ast.copy_location(ast.While(test, self._block(node.body), []), node)
+        ends = ast.UnaryOp(ast.Not(), self.ask(node.test, "goes_on", self.visit(node.test)))
+        leave = ast.copy_location(ast.If(ends, [ast.Break()], []), node.test)
+        turns = self.ask(node, "turns")
+        return ast.copy_location(ast.For(ast.Name("_turn", ast.Store()), turns, [leave, *self._block(node.body)], []), node)
 
     def visit_For(self, node: ast.For) -> ast.stmt:
         if not isinstance(node.iter, ast.Call) or node.orelse:

@@ -156,6 +156,14 @@ def tensor(handle: Any, type: Any) -> tl.tensor:
     return made
 
 
+class Diverged(Exception):
+    """A branch on an array dressed as a scalar, that some elements take (`taken`) and others do not."""
+
+    def __init__(self, taken: np.ndarray):
+        super().__init__("elements of one tensor take a branch differently")
+        self.taken = taken
+
+
 class Pending:
     """The wgmma that computes a value: the value may be used only as it comes out of the wait that covers it."""
 
@@ -200,10 +208,11 @@ class Window:
 class Descriptor:
     """A TMA descriptor: a strided window on global memory, and the block that one copy moves."""
 
-    __slots__ = ("block", "elem", "memory", "nan", "view")
+    __slots__ = ("block", "elem", "memory", "nan", "signed", "view")
 
     def __init__(self, memory: Memory, view: np.ndarray, block: list[int], elem: str, nan: bool):
         self.memory, self.view, self.block, self.elem, self.nan = memory, view, block, elem, nan
+        self.signed = True  # integers: what min and max go by
 
     def set_loc(self, *_: Any) -> None: ...
     def get_loc(self) -> None: ...

@@ -13,12 +13,13 @@ from ...call import DTYPES, Call
 from ...knobs import KNOBS
 from ...mask import MaskStructure
 from ...problem import Problem
-from ...target import Target
+from ...target import KIB, Target
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost
 from .tunings import Tuning, backward_tuning, forward_tuning, padded
 
 LEAST_CAPABILITY = 80
 MOST_WIDTH = 256
+LEAST_TILE = 16  # a product takes no smaller side
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,11 @@ class PortableBackward:
     name = "portable.backward"
 
     def why_not(self, problem: Problem, target: Target) -> str | None:
-        return _why_not(problem, target)
+        reason = _why_not(problem, target)
+        if reason is None and min(side for tuning in backward_tuning(problem, target) for side in (tuning.block_m, tuning.block_n)) < LEAST_TILE:
+            reason = f"gradients in {DTYPES[problem.dtype]} at these head dimensions need tiles of {LEAST_TILE} x {LEAST_TILE}, "
+            reason += f"which exceed this target's {target.shared_bytes // KIB} KiB of shared memory"
+        return reason
 
     def config(self, problem: Problem, target: Target) -> BackwardConfig:
         return BackwardConfig(*(_form(problem, tuning) for tuning in backward_tuning(problem, target)))
