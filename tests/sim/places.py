@@ -47,7 +47,9 @@ def same_bits(got: torch.Tensor, want: torch.Tensor, sign_of_zero: bool = True) 
         if not sign_of_zero:
             agree |= (wide_got == 0) & (wide_want == 0)
     wrong = (~agree).nonzero()
-    assert not len(wrong), f"{len(wrong)} of {got.numel()} differ, first at {wrong[0].tolist()}: {got[tuple(wrong[0])]}, expected {want[tuple(wrong[0])]}"
+    if len(wrong):
+        first = tuple(wrong[0].tolist())
+        raise AssertionError(f"{len(wrong)} of {got.numel()} differ, the first at {first}: {got[first]}, expected {want[first]}")
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,3 +77,8 @@ def _corners(dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.float64).to(dtype)
     info = torch.iinfo(dtype)
     return torch.tensor([0, 1, info.min, info.max, info.max // 2, 7, 3], dtype=dtype)
+
+
+def name(value: Any) -> str | None:
+    """A parameter in a test's name."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else getattr(value, "__name__", None)

@@ -129,5 +129,136 @@ def test_a_flipped_parity(verdict):
 def test_a_tile_freed_by_one_consumer_of_two(verdict, off, mark):
     """One consumer's arrivals free the tile for both. The other, on time, arrives in a phase it knows nothing of; late, it misses its tile."""
     on_time = [("barrier", "arrives on free[", *NOT_ORDERED, mark), ("barrier", "arrives on free[", *NOT_ORDERED, "@arrive"),
-               ("race", "on tile", *TILE), ("barrier", "a phase of", "may come too late")]  # fmt: skip
+               ("barrier", "load_partition", "ready[", "@expect"), ("barrier", "a phase of", "may come too late"),
+               ("race", "on tile", *TILE), ("race", "on tile", "overwrites TMA load into tile[", "@load")]  # fmt: skip
     verdict(lambda: ring(off), sometimes=(*on_time, MISSED, ("deadlock", "load_partition waits for parity", "of free[", "@wait-free")))
+
+
+# ---------------------------------------------------------------- one barrier's life
+
+
+@gluon.jit
+def arrive_partition(bar, off: gl.constexpr):
+    mbarrier.arrive(bar)  # @other-arrives
+
+
+@gluon.jit
+def init_partition(bar, off: gl.constexpr):
+    if off == "init elsewhere":
+        mbarrier.init(bar, count=1)  # @init
+    if off != "init elsewhere":
+        mbarrier.wait(bar, 0)  # @other-waits
+
+
+@gluon.jit
+def life_kernel(off: gl.constexpr):
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    if off == "used before":
+        mbarrier.arrive(bar)  # @before
+    if off == "count 0":
+        mbarrier.init(bar, count=0)  # @zero
+    elif off != "init elsewhere":
+        mbarrier.init(bar, count=1)
+    if off == "over":
+        mbarrier.arrive(bar, count=2)  # @over
+    if off == "bytes":
+        mbarrier.expect(bar, 64)
+    if off == "dead":
+        mbarrier.invalidate(bar)
+        mbarrier.arrive(bar)  # @dead
+    if off == "" or off == "init elsewhere":
+        gl.warp_specialize([(init_partition, (bar, off)), (arrive_partition, (bar, off))], [4], [64])
+
+
+LIFE = {
+    "": [],
+    "used before": [("barrier", "main uses bar, which is not initialised", "@before")],
+    "count 0": [("barrier", "main initialises bar with a count of 0", "@zero")],
+    "over": [("barrier", "bar gets more arrivals than its count of 1", "by main", "@over")],
+    "bytes": [("bytes", "when the CTA ends bar expects 64 bytes that were never copied")],
+    "dead": [("barrier", "main uses bar, which is not initialised", "@dead")],
+}
+
+
+@pytest.mark.parametrize("off", LIFE)
+def test_the_life_of_a_barrier(verdict, off):
+    verdict(lambda: life_kernel[(1,)](off, num_warps=4), *LIFE[off])
+
+
+def test_a_barrier_made_beside_its_use(verdict):
+    """Who comes first decides whether the use finds a barrier at all; right it is in no order."""
+    used = [("barrier", "arrive_partition uses bar, which is not initialised", "@other-arrives"),
+            ("race", "arrive_partition uses bar without being ordered after its initialisation", "@other-arrives")]  # fmt: skip
+    verdict(lambda: life_kernel[(1,)]("init elsewhere", num_warps=4), sometimes=used)
+
+
+# ---------------------------------------------------------------- named barriers
+
+
+@gluon.jit
+def named(instruction: gl.constexpr):
+    gl.inline_asm_elementwise(instruction + "; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def write_partition(note, out, off: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    index = gl.arange(0, 128, layout)
+    note.store(index)  # @write
+    if off == "arrive":
+        named("bar.arrive 1, 256")
+    elif off == "many":
+        named("bar.sync 1, 128")
+        named("bar.sync 1, 192")  # @many
+    elif off != "no barrier" and off != "no writer":
+        named("bar.sync 1, 256")  # @writer
+
+
+@gluon.jit
+def read_partition(note, out, off: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if off == "count":
+        named("bar.sync 1, 288")  # @count
+    elif off == "number":
+        named("bar.sync 2, 256")  # @number
+    elif off != "no barrier" and off != "no reader" and off != "many":
+        named("bar.sync 1, 256")  # @reader
+    if off == "many":
+        named("bar.sync 2, 128")
+    value = note.load(layout)  # @read
+    gl.store(out + gl.arange(0, 128, layout), value)
+
+
+@gluon.jit
+def named_kernel(out, off: gl.constexpr):
+    note = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    gl.warp_specialize([(write_partition, (note, out, off)), (read_partition, (note, out, off))], [4], [64])
+
+
+def named_barrier(off=""):
+    out = torch.full((128,), -1, dtype=torch.int32)
+    named_kernel[(1,)](out, off, num_warps=4)
+    if off in ("", "arrive"):
+        assert torch.equal(out, torch.arange(128, dtype=torch.int32))
+
+
+NOTE = ("race", "on note", "store to note by write_partition", "@write", "load of note by read_partition", "@read")
+EARLY = ("uninitialised", "load of note by read_partition", "@read")
+NAMED = {
+    "": [],
+    "arrive": [],
+    "no writer": [("deadlock", "read_partition waits for named barrier 1 (128 of 256 threads there)", "@reader")],
+    "no reader": [("deadlock", "write_partition waits for named barrier 1 (128 of 256 threads there)", "@writer"), NOTE],
+    "number": [("deadlock", "write_partition waits for named barrier 1 (128 of 256 threads there)", "@writer",
+                "read_partition waits for named barrier 2 (128 of 256 threads there)", "@number")],
+    "no barrier": [NOTE],
+    "many": [("deadlock", "write_partition waits for named barrier 1 (128 of 192 threads there)", "@many"), NOTE],
+    "count": [("barrier", "named barrier 1 is used with", "288", "256", "threads in one round")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("off", NAMED)
+def test_named_barriers(verdict, off):
+    """What is read before it is written was not yet written; with two counts, which one holds depends on who comes last."""
+    later = {"no reader": [EARLY], "no barrier": [EARLY], "many": [EARLY], "count": [("deadlock", "named barrier 1")]}
+    verdict(lambda: named_barrier(off), *NAMED[off], sometimes=later.get(off, ()))

@@ -256,7 +256,6 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc, dq_sum, turns, sizes, scales, config: gl.constexpr
 ):  # fmt: skip
     views = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)  # Triton's launcher takes no descriptor inside of a tuple
-    out = (dk_desc, dv_desc)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [config.block_n, config.head_dim], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [config.block_n, config.head_dim], v_desc.layout)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [config.stages, config.block_m, config.head_dim], q_desc.layout)

@@ -35,8 +35,8 @@ class Carried:
             return
         for name in sorted(self._unchanged - same):
             place = self._machine.place()
-            self._machine.report("compiler", f"the loop at {place_text(place)} changes {name} from its second turn on, but Triton's frontend takes it "
-                                 f"for unchanged, since it begins as the value of another name: give {name} a value of its own before the loop",
+            self._machine.report("compiler", f"the loop at {place_text(place)} changes {name} from its second turn on, but Triton's frontend takes "
+                                 f"it for unchanged, since it begins as the value of another name: give {name} a value of its own before the loop",
                                  place, (name, place))  # fmt: skip
 
 
