@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)  # a launch there, kernel[grid](x), reads like a link
 WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 
@@ -33,7 +35,7 @@ def test_examples_run(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path):
-    for target in LINK.findall(page.read_text()):
+    for target in LINK.findall(CODE.sub("", page.read_text())):
         path, _, anchor = target.partition("#")
         assert not path.startswith("http"), target
         place = (page.parent / path).resolve() if path else page
@@ -45,6 +47,32 @@ def test_links_lead_somewhere(page: Path):
 
 def test_the_readme_has_examples():
     assert len(BLOCK.findall((ROOT / "README.md").read_text())) >= 3
+
+
+SIMULATOR = ROOT / "docs" / "simulator.md"
+
+
+def test_the_simulators_page_names_every_kind_and_mode():
+    from strobe.sim import KINDS
+    from strobe.sim.machine import MODES
+
+    described = SIMULATOR.read_text().partition("## How it works")[0]
+    assert re.findall(r"^\| `(\w+)` \|", described, re.MULTILINE) == [*MODES, *KINDS]
+
+
+def test_the_simulators_commands_print_what_its_page_shows(tmp_path, monkeypatch, capsys):
+    from strobe.cli import main
+
+    text = SIMULATOR.read_text()
+    (tmp_path / "double.py").write_text(BLOCK.search(text)[1])
+    monkeypatch.chdir(tmp_path)
+    sessions = [one for block in re.findall(r"^```text\n(\$ .*?)^```", text, re.DOTALL | re.MULTILINE) for one in block.split("$ strobe ")[1:]]
+    for command, *shown in map(str.splitlines, sessions):
+        main(shlex.split(command))
+        told = [" ".join(re.sub("[│┃]", " ", line).split()) for line in capsys.readouterr().out.splitlines()]
+        missing = [line for line in shown if not any(one.startswith(" ".join(line.split())) for one in told)]
+        assert shown and not missing, f"{command}: {missing} is not in {told}"
+    assert len(sessions) == 4
 
 
 COLUMNS = {"FA2 (PyTorch)": "flash", "cuDNN": "cudnn", "FlexAttention": "flex", "FlashAttention-4": "fa4"}
