@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from strobe.sim import simulate
@@ -20,6 +21,7 @@ def launch(place: str, kernel: Any, *arguments: Any, grid: tuple = (1,), target:
         with simulate(target, mode=mode):
             kernel[grid](*arguments, **options)
         return
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))  # for descriptors made there
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     kernel[grid](*(_moved(argument, copies) for argument in arguments), **options)
     for here, there in copies.values():

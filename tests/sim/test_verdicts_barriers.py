@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from strobe.kernels.device.dialect import TensorDescriptor, gl, gluon, mbarrier, tma_load
+from strobe.sim import simulate
 
 ROWS, COLUMNS = gl.constexpr(8), gl.constexpr(32)
 TILES, STAGES = gl.constexpr(5), gl.constexpr(2)
@@ -190,6 +191,41 @@ def test_a_barrier_made_beside_its_use(verdict):
     used = [("barrier", "arrive_partition uses bar, which is not initialised", "@other-arrives"),
             ("race", "arrive_partition uses bar without being ordered after its initialisation", "@other-arrives")]  # fmt: skip
     verdict(lambda: life_kernel[(1,)]("init elsewhere", num_warps=4), sometimes=used)
+
+
+@gluon.jit
+def run_ahead_partition(bar):
+    mbarrier.arrive(bar)
+    mbarrier.arrive(bar)  # @ahead
+
+
+@gluon.jit
+def follow_partition(bar):
+    mbarrier.wait(bar, 0)  # @follow
+
+
+@gluon.jit
+def ahead_kernel():
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    gl.warp_specialize([(follow_partition, (bar,)), (run_ahead_partition, (bar,))], [4], [64])
+
+
+def test_a_phase_that_ends_before_the_last_was_seen(verdict):
+    """The wait is in time, and said to be so by luck; or it is too late, and hangs. Both happen."""
+    lucky = ("barrier", "a phase of bar ends, not ordered after the wait of follow_partition", "@follow", "may come too late and miss it")
+    late = ("deadlock", "follow_partition waits for parity 0 of bar (phase 2:", "@follow")
+    verdict(ahead_kernel_once, sometimes=(lucky, late))
+    kinds = set()
+    for seed in range(20):
+        with simulate("sm_90", "random", seed, check=False) as run:
+            ahead_kernel_once()
+        kinds |= {report.kind for report in run.reports}
+    assert kinds == {"barrier", "deadlock"}
+
+
+def ahead_kernel_once():
+    ahead_kernel[(1,)](num_warps=4)
 
 
 # ---------------------------------------------------------------- named barriers

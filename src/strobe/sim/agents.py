@@ -125,6 +125,11 @@ class Partition:
         self.greenlet = greenlet.greenlet(self._run, parent=hub)
         self._body = body
 
+    def go_on_from(self, other: Partition) -> None:
+        """Run on the warps of `other`: asynchronous work goes on in its queues, and may be waited for by either."""
+        self.wgmma, self.tcgen05, self.copies, self.stores, self.store_writes = other.streams
+        self.open_copies = other.open_copies
+
     def _run(self) -> None:
         self.result = self._body()
         self.done = True
@@ -167,4 +172,5 @@ class Cta:
 
     def in_flight(self) -> list[tuple[Stream | None, Operation]]:
         flying: list[tuple[Stream | None, Operation]] = [(None, load) for load in self.loads]
-        return flying + [(stream, stream.queue[0]) for p in self.partitions for stream in p.streams if stream.queue]
+        streams = {stream.agent: stream for p in self.partitions for stream in p.streams if stream.queue}
+        return flying + [(stream, stream.queue[0]) for stream in streams.values()]

@@ -54,11 +54,13 @@ class Arithmetic:
         return self._to_integer(a, ty, UNSIGNED[np.dtype(COMPUTED[ty.elem])])
 
     def _to_integer(self, a: Value, ty: Type, wanted: np.dtype) -> Value:
-        """Towards zero; out of range the nearest integer there is, NaN is 0 (PTX ISA, cvt)."""
+        """Towards zero; out of range the nearest integer there is; a NaN is 0, or the middle of the range where 64 bits meet (PTX ISA, cvt)."""
         self.spend_math(a)
         data, info = np.trunc(np.asarray(a.data, np.float64)), np.iinfo(wanted)
         low, high = data <= info.min, data >= float(info.max)
-        inside = np.where(low | high | np.isnan(data), 0.0, data).astype(wanted)
+        middle = float(1 << wanted.itemsize * 8 - 1) if a.elem == "fp64" or wanted.itemsize == 8 else 0.0
+        data = np.where(np.isnan(data), -middle if info.min else middle, data)
+        inside = np.where(low | high, 0.0, data).astype(wanted)
         done = np.where(low, wanted.type(info.min), np.where(high, wanted.type(info.max), inside))
         return Value(_scalar(done.view(COMPUTED[ty.elem])), ty.elem, a.layout)
 
@@ -255,6 +257,11 @@ def _truncated(x: Any, y: Any) -> Any:
     return np.floor_divide(x, y) + ((np.fmod(x, y) != 0) & ((x < 0) != (y < 0))).astype(x.dtype)
 
 
+def _flushed(x: Any) -> Any:
+    """float32 below the normal numbers is zero to libdevice's functions as Triton calls them (ftz; seen on an H200)."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x) if x.dtype == np.float32 else x
+
+
 _FLOAT = dict(fadd=np.add, fsub=np.subtract, fmul=np.multiply, fdiv=np.divide, precise_divf=np.divide, frem=np.fmod,
               maximumf=np.maximum, minimumf=np.minimum, maxnumf=np.fmax, minnumf=np.fmin)  # fmt: skip
 _SIGNED = dict(add=np.add, sub=np.subtract, mul=np.multiply, shl=np.left_shift, ashr=np.right_shift, maxsi=np.maximum, minsi=np.minimum,
@@ -263,7 +270,7 @@ _UNSIGNED = dict(lshr=np.right_shift, maxui=np.maximum, minui=np.minimum)
 _COMPARISONS = dict(EQ=np.equal, NE=np.not_equal, LT=np.less, LE=np.less_equal, GT=np.greater, GE=np.greater_equal)
 _SPECIAL = dict(exp=np.exp, exp2=np.exp2, log=np.log, log2=np.log2, cos=np.cos, sin=np.sin, sqrt=np.sqrt, precise_sqrt=np.sqrt,
                 rsqrt=lambda x: np.float32(1) / np.sqrt(x), erf=lambda x: torch.erf(as_torch(np.asarray(x))).numpy())  # fmt: skip
-_PLAIN = dict(floor=np.floor, ceil=np.ceil, fabs=np.abs, iabs=np.abs, fneg=np.negative)
+_PLAIN = dict(floor=lambda x: np.floor(_flushed(x)), ceil=lambda x: np.ceil(_flushed(x)), fabs=np.abs, iabs=np.abs, fneg=np.negative)
 
 for _name, _compute in {**_FLOAT, **_SIGNED}.items():
     setattr(Arithmetic, "create_" + _name, _binary(_compute))

@@ -15,8 +15,7 @@ import torch
 
 from .launch import simulate
 from .mutate import MODULE, Mutant, mutants
-from .report import Stop
-from .scene import Scene, replaced
+from .scene import FAILURES, Scene, replaced
 
 MAX_STEPS = 50_000  # of a mutant's run: a live-lock ends
 TOLERANCE = 2e-2  # of the largest output: far above rounding, far below a wrong tile
@@ -86,9 +85,7 @@ def _judge(scene: Scene, module: ModuleType, target: str, mode: str, seed: int, 
         run.machine.max_steps = MAX_STEPS
         try:
             got = scene(module)
-        except Stop:
-            raise
-        except Exception as error:
+        except FAILURES as error:
             return type(error).__name__
     if run.reports:
         return run.reports[0].kind

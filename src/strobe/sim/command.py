@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .campaign import Verdict, campaign, explain, summary, timed
-from .launch import simulate
+from .launch import SHARED_KIB, simulate
 from .machine import MODES
 from .report import Report, SimulationFault
-from .scene import Scene, SceneError
+from .scene import FAILURES, Scene, SceneError
 
 PICTURES = (".html", ".svg", ".json")
 EXAMPLE = """\
@@ -35,12 +35,11 @@ def run(argv: Sequence[str]) -> int:
         _check(arguments)
         scene = Scene(arguments.scene, arguments.arguments, arguments.grid, {"num_warps": arguments.num_warps}, arguments.seed)
         return _mutate(scene, arguments) if arguments.mutate else _run(scene, arguments)
-    except (SceneError, ValueError, TypeError, NotImplementedError) as error:
+    except SceneError as error:
         print(f"strobe sim: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:  # of the scene's own code, or of the kernel's language: its writer wants to see where
+    except FAILURES as error:  # the kernel's writer wants to see where
         traceback.print_exception(error)
-        return 2
+    return 2
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -53,8 +52,17 @@ def _check(arguments: argparse.Namespace) -> None:
     for flag, given in (("--file", arguments.file), ("--judges", arguments.judges), ("--ledger", arguments.ledger)):
         if given and not arguments.mutate:
             raise SceneError(f"{flag}: it is about mutants; give --mutate too")
+    if arguments.ledger and not _is_json(arguments.ledger):
+        raise SceneError(f"--ledger: got {arguments.ledger}, expected a file of JSON; {{}} explains nothing yet")
     if arguments.timeline and arguments.mutate:
         raise SceneError("--timeline: mutants have none; leave --mutate out")
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        return isinstance(json.loads(path.read_text()), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
                                      epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("scene", metavar="FILE::NAME", help="a function that launches kernels, or a kernel")
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="see below")
-    parser.add_argument("--target", default="sm_90", help="sm_80, 86, 89, 90, 100, 103 or 120 (sm_90)")
+    targets = [f"sm_{capability}" for capability in SHARED_KIB]
+    parser.add_argument("--target", default="sm_90", choices=targets, help="whose memory limits and operations (sm_90)")
     parser.add_argument("--mode", default=None, choices=MODES, help="the schedule (all but timed, one after another, unless given)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the schedule and of the arguments")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="so many seeds of each mode, from --seed on")
@@ -79,26 +88,26 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _grid(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(size) for size in text.split(","))
-    if len(sizes) > 3 or min(sizes) < 1:
-        raise ValueError(text)  # argparse says which argument and what it got
-    return sizes
-
-
-_grid.__name__ = "grid, one to three sizes such as 8 or 4,2"  # as argparse names it
+    sizes = text.split(",")
+    if len(sizes) > 3 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected one to three positive sizes, such as 8 or 4,2")
+    return tuple(map(int, sizes))
 
 
 def _run(scene: Scene, arguments: argparse.Namespace) -> int:
     modes = [arguments.mode] if arguments.mode else [mode for mode in MODES if mode != "timed"]
-    found: dict[str, Report] = {}
+    found: dict[tuple[str, str, int], Report] = {}  # by kind, place, and number among a run's others there
     stats: Counter[str] = Counter()
     runs = [(mode, seed) for mode in modes for seed in range(arguments.seed, arguments.seed + arguments.seeds)]
     for mode, seed in runs:
         with simulate(arguments.target, mode, seed, sms=arguments.sms, check=False) as run:
             scene()
         stats.update(run.stats)
+        numbers: Counter[tuple[str, str]] = Counter()
         for report in run.reports:
-            found.setdefault(f"{report.kind} {report.where}", report)
+            place = (report.kind, report.where)
+            found.setdefault((*place, numbers[place]), report)
+            numbers[place] += 1
     if arguments.timeline:
         with simulate(arguments.target, "timed", arguments.seed, sms=arguments.sms, check=False) as run:
             scene()

@@ -223,7 +223,7 @@ class Interpreter:
             low, high, step = (*(arguments if len(arguments) > 1 else [constexpr(0), *arguments]), constexpr(1))[:3]
         else:
             raise TypeError("only range, tl.range and static_range can be iterated over")
-        yield from self._counted(*map(self.semantic.to_tensor, (low, high)), step)
+        yield from self._counted(self.semantic.to_tensor(low), self.semantic.to_tensor(high), step)
 
     def _counted(self, low: Any, high: Any, step: Any) -> Iterator[Any]:
         """The induction variable of a loop at run time, as a scalar of the bounds' common type."""

@@ -329,11 +329,12 @@ class Machine:
         self.current = p
 
     def fork(self, bodies: list[tuple[str, int, Callable[[], Any]]]) -> Any:
-        """warp_specialize: run (name, warps, body) side by side; the result of the first, once all have returned."""
+        """warp_specialize: run (name, warps, body) side by side, the first on the caller's warps; its result, once all have returned."""
         me, hub = self.current, self.hub
         me.tick()
         place = self.place()
         workers = [Partition(me.cta, name, warps, me.knows, place, hub, body) for name, warps, body in bodies]
+        workers[0].go_on_from(me)
         for worker in workers:
             worker.time_ns = me.time_ns
         me.cta.partitions.extend(workers)
@@ -341,7 +342,9 @@ class Machine:
         for worker in workers:
             merge(me.knows, worker.knows)
             me.time_ns = max(me.time_ns, worker.time_ns)
+        for worker in workers[1:]:
             self._check_left(worker)
+        me.open_copies = workers[0].open_copies
         me.tick()
         return workers[0].result
 

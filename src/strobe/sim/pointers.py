@@ -233,8 +233,19 @@ class Pointers:
         view = np.lib.stride_tricks.as_strided(whole, tuple(shape), tuple(s * size for s in strides))
         return Descriptor(memory, view, block, elem, nan)
 
+    def check_corner(self, desc: Descriptor, corner: list[int], write: bool) -> None:
+        """Where a block may start: at 16 bytes in its rows, and not before the tensor if it is written; an H200 stops with an illegal instruction."""
+        why = None
+        if corner[-1] * BYTES[desc.elem] % 16:
+            why = f"{corner[-1]} elements of {BYTES[desc.elem]} bytes is no multiple of 16 bytes"
+        elif write and min(corner) < 0:
+            why = "a store may not start before the tensor"
+        if why:
+            self.machine.report("bounds", f"a TMA copy of the block at {corner} of {desc.memory.name}: {why}, at {place_text(self.machine.place())}")
+
     def _block_access(self, desc: Descriptor, corner: list[Value], write: bool, what: str, proxy: str = "generic") -> tuple[list[int], Any, Any]:
         at = [c.scalar for c in corner]
+        self.check_corner(desc, at, write)
         source, target = desc.inside(at, desc.block)
         p = self.machine.current
         mask = desc.memory.mask_of(desc.view[source])

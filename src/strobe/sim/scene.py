@@ -15,13 +15,14 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from triton.errors import TritonError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "f16": torch.float16, "fp32": torch.float32, "f32": torch.float32, "i32": torch.int32,
            "i64": torch.int64, "u8": torch.uint8, "i8": torch.int8, "fp64": torch.float64, "fp8e4": torch.float8_e4m3fn,
@@ -33,6 +34,11 @@ _FORM = "a tensor such as bf16[64,128], nan:f32[64] or tma:bf16[64,128]/64x64"
 
 class SceneError(Exception):
     """A scene that cannot be loaded or called as written."""
+
+
+# what a scene's own code, a kernel under the language's rules, or an operation the simulator does not know may raise
+FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError, TypeError, ValueError,
+            TritonError)  # fmt: skip
 
 
 def argument(text: str, generator: torch.Generator) -> Any:
@@ -177,13 +183,13 @@ def _execute(name: str, path: Path) -> ModuleType:
         raise SceneError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     _enter(name, module)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        _leave(name)
-        if isinstance(error, (SyntaxError, ImportError)):
+    with ExitStack() as undo:
+        undo.callback(_leave, name)
+        try:
+            spec.loader.exec_module(module)
+        except (SyntaxError, ImportError) as error:
             raise SceneError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-        raise
+        undo.pop_all()
     return module
 
 
@@ -229,6 +235,7 @@ def replaced(original: Path, source: str, folder: Path, scene: Path) -> Iterator
         sys.meta_path.remove(finder)  # type: ignore[arg-type]
         for importer in _importers(name, roots):
             _leave(importer)
+        sys.modules.update(before)
         for importer, module in before.items():
             _enter(importer, module)
 

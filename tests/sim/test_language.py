@@ -1,0 +1,818 @@
+"""The language is Triton's: tiny kernels that the real compiler accepts give the expected values here, what it refuses is refused here.
+
+Each kernel is also compiled offline, so that the verdict in this table is the compiler's own; on a GPU the values are checked there too.
+`LENIENT` lists what the compiler refuses and the simulator, which runs a kernel instead of typing it, lets pass.
+"""
+
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+from places import PLACES, launch
+from triton import language as tl
+from triton.errors import TritonError
+from triton.language.core import _aggregate as aggregate
+
+from strobe.proof.compile import offline
+from strobe.sim import simulate
+
+SIZE: tl.constexpr = tl.constexpr(4)
+PLAIN = 5
+NOTHING = None
+ERRORS = (TritonError, AttributeError, NameError, TypeError, AssertionError, NotImplementedError)  # a frontend's, and what it lets through
+
+
+class Case(NamedTuple):
+    kernel: Any
+    expected: tuple  # the first elements of `out`, float32, NaN where nothing is written
+    arguments: tuple
+
+
+ACCEPTED: list[Case] = []
+REFUSED: list[Case] = []
+LENIENT: list[Case] = []
+
+
+def gives(*expected: float, to: tuple = ()) -> Callable[[Any], Any]:
+    """The kernel, called with (out, *to), compiles and writes `expected`."""
+    return _listed(ACCEPTED, expected, to)
+
+
+def refused(*to: Any) -> Callable[[Any], Any]:
+    """Neither the compiler nor the simulator takes the kernel."""
+    return _listed(REFUSED, (), to)
+
+
+def lenient(*expected: float, to: tuple = ()) -> Callable[[Any], Any]:
+    """The compiler refuses the kernel, the simulator runs it."""
+    return _listed(LENIENT, expected, to)
+
+
+def _listed(table: list[Case], expected: tuple, arguments: tuple) -> Callable[[Any], Any]:
+    def add(kernel: Any) -> Any:
+        table.append(Case(kernel, expected, arguments))
+        return kernel
+
+    return add
+
+
+def compiles(case: Case) -> bool:
+    with offline(90):
+        try:
+            case.kernel.warmup(torch.zeros(8), *case.arguments, grid=(1,))
+        except ERRORS:
+            return False
+    return True
+
+
+def ran(case: Case, place: str = "simulator") -> list[float]:
+    out = torch.full((8,), torch.nan)
+    launch(place, case.kernel, out, *(a.clone() if isinstance(a, torch.Tensor) else a for a in case.arguments))
+    return out[~out.isnan()].tolist()
+
+
+def _id(case: Case) -> str:
+    return case.kernel.fn.__name__
+
+
+@triton.jit
+def put(out, i, value):
+    tl.store(out + i, value)
+
+
+# ---------------------------------------------------------------- constants
+
+
+@gives(14, 1, 2, 8)
+@triton.jit
+def constants_fold(out):
+    folded: tl.constexpr = 2 * SIZE + 6
+    put(out, 0, folded)
+    put(out, 1, 7 // SIZE)
+    put(out, 2, tl.cdiv(7, SIZE))
+    put(out, 3, tl.constexpr(2) << 2)
+
+
+@gives(4)
+@triton.jit
+def a_constexpr_global(out):
+    put(out, 0, SIZE)
+
+
+@refused()
+@triton.jit
+def a_plain_global(out):
+    put(out, 0, PLAIN)
+
+
+@gives(1)
+@triton.jit
+def a_global_that_is_none(out):
+    put(out, 0, 1 if NOTHING is None else 0)
+
+
+@refused()
+@triton.jit
+def an_unknown_name(out):
+    put(out, 0, nobody)  # noqa: F821
+
+
+@gives(1)
+@triton.jit
+def an_unknown_name_in_a_static_branch(out):
+    if SIZE == 4:
+        put(out, 0, 1)
+    else:
+        put(out, 0, nobody)  # noqa: F821
+
+
+@gives(1)
+@triton.jit
+def an_unsupported_statement_in_a_static_branch(out):
+    if SIZE == 4:
+        put(out, 0, 1)
+    else:
+        raise ValueError("never compiled")
+
+
+@refused()
+@triton.jit
+def an_unsupported_statement(out):
+    try:
+        put(out, 0, 1)
+    finally:
+        put(out, 1, 1)
+
+
+@gives(3, to=(3,))
+@triton.jit
+def static_assertions_hold(out, n: tl.constexpr):
+    """A docstring."""
+    tl.static_assert(n == 3, f"n is {n}, expected 3")
+    put(out, 0, n)
+
+
+@refused(4)
+@triton.jit
+def a_static_assertion_fails(out, n: tl.constexpr):
+    tl.static_assert(n == 3, f"n is {n}, expected 3")
+
+
+@refused(3)
+@triton.jit
+def a_static_assertion_of_a_tensor(out, n):
+    tl.static_assert(n == 3)
+
+
+@gives(2, 3, to=("wide", None))
+@triton.jit
+def strings_and_none_are_constants(out, how: tl.constexpr, nothing):
+    if how == "wide":
+        put(out, 0, 2)
+    if nothing is None:
+        put(out, 1, 3)
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@gives(0, 1, 1, to=(1, 2, 3))
+@triton.jit
+def one_is_specialised(out, a, b, c):
+    """A tensor has a dtype, a constant has none."""
+    put(out, 0, hasattr(a, "dtype"))
+    put(out, 1, hasattr(b, "dtype"))
+    put(out, 2, hasattr(c, "dtype"))
+
+
+@gives(1, to=(1,))
+@triton.jit(do_not_specialize=["a"])
+def one_is_not_specialised(out, a):
+    put(out, 0, hasattr(a, "dtype"))
+
+
+@gives(32, 64, 64, 1, 32, 8, to=(5, 2**31, -(2**40), 2**63 + 5, 1.5, True))
+@triton.jit
+def types_of_numbers(out, a, b, c, d, e, f):
+    put(out, 0, a.dtype.primitive_bitwidth)
+    put(out, 1, b.dtype.primitive_bitwidth)
+    put(out, 2, c.dtype.primitive_bitwidth)
+    put(out, 3, d.dtype.is_int_unsigned())
+    put(out, 4, e.dtype.primitive_bitwidth)
+    put(out, 5, 8 * f.dtype.primitive_bitwidth)
+
+
+@gives(64, 7, 16, to=(7, 2.5))
+@triton.jit
+def annotated_numbers(out, a: tl.int64, b: tl.float16):
+    put(out, 0, a.dtype.primitive_bitwidth)
+    put(out, 1, a)
+    put(out, 2, b.dtype.primitive_bitwidth)
+
+
+@gives(1, 1, to=(0.1, 2**40 + 3))
+@triton.jit
+def values_of_numbers(out, a, b):
+    put(out, 0, a == 0.1)  # both are float32
+    put(out, 1, (b - 3) // 1099511627776)
+
+
+@gives(7, 9)
+@triton.jit
+def defaults_and_keywords(out, a=3, b: tl.constexpr = 4):
+    put(out, 0, a + b)
+    put(out, 1, weighted(1, weight=2, offset=7))
+
+
+@triton.jit
+def weighted(x, offset=5, weight: tl.constexpr = 1):
+    return x * weight + offset
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@gives(3, 5, 1, 7, to=(Pair(3, 5), (None, (7, 2.0))))
+@triton.jit
+def tuples_as_arguments(out, pair, nested):
+    put(out, 0, pair.first)
+    put(out, 1, pair[1])
+    put(out, 2, nested[0] is None)
+    number, _ = nested[1]
+    put(out, 3, number)
+
+
+@gives(2, 4, to=((torch.tensor([2.0, 4.0]), 1),))
+@triton.jit
+def tensors_in_a_tuple(out, held):
+    x, stride = held
+    put(out, 0, tl.load(x))
+    put(out, 1, tl.load(x + stride))
+
+
+# ---------------------------------------------------------------- tuples
+
+
+@gives(2, 1, 3, 6)
+@triton.jit
+def tuples(out):
+    a, b = 1, 2
+    a, b = b, a
+    put(out, 0, a)
+    put(out, 1, b)
+    both = (a + b, (a * b, a * 3))
+    put(out, 2, both[0])
+    put(out, 3, both[1][1])
+
+
+@gives(3, 2, 4, 6)
+@triton.jit
+def comprehensions_and_lengths(out):
+    values = (1, 2, 3)
+    doubled = [2 * v for v in values]
+    put(out, 0, len(doubled))
+    for i in tl.static_range(3):
+        put(out, i + 1, doubled[i])
+
+
+@refused()
+@triton.jit
+def a_comprehension_over_a_range(out):
+    values = [2 * v for v in range(3)]
+    put(out, 0, values[0])
+
+
+@gives(6, 24)
+@triton.jit
+def starred_arguments(out):
+    pair = (2, 3)
+    put(out, 0, product(*pair))
+    put(out, 1, product(*pair, 4))
+
+
+@triton.jit
+def product(a, b, c=1):
+    return a * b * c
+
+
+@gives(5, 6, 11)
+@triton.jit
+def functions_return_tuples_and_constants(out):
+    low, high = bounds(5)
+    put(out, 0, low)
+    put(out, 1, high)
+    put(out, 2, constant() + 1)
+
+
+@triton.jit
+def bounds(x):
+    return x, x + 1
+
+
+@triton.jit
+def constant():
+    return 10
+
+
+@gives(1, 3)
+@triton.jit
+def constants_returned_are_tensors(out):
+    put(out, 0, hasattr(constant(), "dtype"))
+    put(out, 1, slices())
+
+
+@triton.jit
+def slices():
+    values = (1, 2, 3, 4)
+    return values[1:3][1]
+
+
+@refused()
+@triton.jit
+def none_is_no_result(out):
+    put(out, 0, gives_none() is None)
+
+
+@triton.jit
+def gives_none():
+    return None
+
+
+@gives(3, 7)
+@triton.jit
+def named_tuples_are_made_inside(out):
+    pair = Pair(3, 7)
+    put(out, 0, pair.first)
+    put(out, 1, pair.second)
+
+
+# ---------------------------------------------------------------- branches
+
+
+@gives(1, 5, to=(3,))
+@triton.jit
+def branches(out, n):
+    if n > 2:
+        value = 1
+    elif n > 1:
+        value = 2
+    else:
+        value = 3
+    put(out, 0, value)
+    put(out, 1, 5 if n == 3 else 6)
+
+
+@gives(8, to=(True,))
+@triton.jit
+def assigned_in_static_branches_only(out, wide: tl.constexpr):
+    if wide:
+        width = 8
+    if wide:
+        put(out, 0, width)
+
+
+@gives(1, 0, 1, 0, 1, to=(3,))
+@triton.jit
+def logic(out, n):
+    put(out, 0, n > 2 and n < 4)
+    put(out, 1, n > 3 or n < 3)
+    put(out, 2, not (n == 4))  # noqa: SIM201
+    put(out, 3, SIZE is None)
+    put(out, 4, n is not None)
+
+
+@gives(1)
+@triton.jit
+def constants_short_circuit(out):
+    if SIZE == 4 or nobody > 2:  # noqa: F821
+        put(out, 0, 1)
+
+
+@refused(3)
+@triton.jit
+def membership(out, n):
+    put(out, 0, n in (1, 2, 3))
+
+
+@refused(3)
+@triton.jit
+def chained_comparison(out, n):
+    put(out, 0, 1 < n < 4)
+
+
+@refused()
+@triton.jit
+def a_branch_on_a_whole_tensor(out):
+    if tl.arange(0, 4) >= 0:
+        put(out, 0, 1)
+
+
+@refused()
+@triton.jit
+def a_branch_on_a_string(out):
+    if "yes":
+        put(out, 0, 1)
+
+
+@gives(1, to=(3,))
+@triton.jit
+def early_return(out, n):
+    put(out, 0, 1)
+    if n == 3:
+        return
+    put(out, 1, 2)
+
+
+@gives(7, 9, to=(3,))
+@triton.jit
+def early_return_of_a_function(out, n):
+    put(out, 0, either(n, 7, 8))
+    put(out, 1, either(n + 1, 8, 9))
+
+
+@triton.jit
+def either(n, a, b):
+    if n == 3:
+        return a
+    return b
+
+
+# ---------------------------------------------------------------- loops
+
+
+@gives(10, 12, 0, 20)
+@triton.jit
+def ranges(out):
+    total = 0
+    for i in range(5):
+        total += i
+    put(out, 0, total)
+    total = 0
+    for i in range(7, 0, -3):
+        total += i
+    put(out, 1, total)
+    total = 0
+    for i in tl.range(4, 2):
+        total += i
+    put(out, 2, total)
+    total = 0
+    for i in tl.range(0, 10, 2, num_stages=2):
+        total += i
+    put(out, 3, total)
+
+
+@gives(9, 3, to=(1, 6, 2))
+@triton.jit
+def ranges_at_run_time(out, low, high, step):
+    total, turns = 0, 0
+    for i in range(low, high, step):
+        total += i
+        turns += 1
+    put(out, 0, total)
+    put(out, 1, turns)
+
+
+@gives(64, to=(2**40,))
+@triton.jit
+def the_induction_variable_has_the_bounds_type(out, base):
+    for i in range(base, base + 1):
+        put(out, 0, i.dtype.primitive_bitwidth)
+
+
+@gives(6, 0, 0)
+@triton.jit
+def static_ranges_unroll(out):
+    total = 0
+    for i in tl.static_range(4):
+        total += i
+        put(out, 1, hasattr(i, "dtype"))
+    put(out, 0, total)
+    for i in tl.static_range(2, -1, -1):
+        if i == 0:
+            put(out, 2, i)
+
+
+@refused(2.5)
+@triton.jit
+def a_range_of_floats(out, n):
+    for _ in range(n):
+        put(out, 0, 1)
+
+
+@refused()
+@triton.jit
+def a_loop_over_a_tuple(out):
+    for i in (1, 2):
+        put(out, 0, i)
+
+
+@gives(16, 4, to=(100,))
+@triton.jit
+def while_loops(out, limit):
+    x, turns = 1, 0
+    while x * 2 < limit and turns < 4:
+        x *= 2
+        turns += 1
+    put(out, 0, x)
+    put(out, 1, turns)
+
+
+@refused()
+@triton.jit
+def while_with_a_constant(out):
+    while True:
+        put(out, 0, 1)
+
+
+@refused(3)
+@triton.jit
+def break_leaves_no_loop(out, n):
+    for i in range(n):
+        if i == 1:
+            break
+    put(out, 0, 1)
+
+
+# ---------------------------------------------------------------- assignment
+
+
+@gives(1.5, 2, 6, 12, 4, 3)
+@triton.jit
+def augmented_assignment(out):
+    x = 3
+    x -= 1
+    put(out, 1, x)
+    x *= 3
+    put(out, 2, x)
+    x <<= 1
+    put(out, 3, x)
+    x //= 3
+    put(out, 4, x)
+    x |= 3
+    x &= 3
+    put(out, 5, x)
+    y = 3.0
+    y /= 2
+    put(out, 0, y)
+
+
+@gives(1, 0)
+@triton.jit
+def assigned_constants_are_tensors(out):
+    x = 3
+    y: tl.constexpr = 3
+    put(out, 0, hasattr(x, "dtype"))
+    put(out, 1, hasattr(y, "dtype"))
+
+
+@refused()
+@triton.jit
+def item_assignment(out):
+    x = tl.zeros((4,), tl.float32)
+    x[0] = 1
+    put(out, 0, 1)
+
+
+@refused(Pair(1, 2))
+@triton.jit
+def attribute_assignment(out, pair):
+    pair.first = 3
+    put(out, 0, 1)
+
+
+@refused()
+@triton.jit
+def chained_assignment(out):
+    x = y = 3
+    put(out, 0, x + y)
+
+
+@refused()
+@triton.jit
+def a_function_inside(out):
+    f = lambda x: x + 1
+    put(out, 0, f(1))
+
+
+# ---------------------------------------------------------------- aggregates and methods
+
+
+@aggregate
+class Counter:
+    value: tl.tensor
+    step: tl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, value, step):
+        self.value = value
+        self.step = tl.constexpr(step)
+
+    @triton.jit
+    def next(self):
+        return Counter(self.value + self.step, self.step)
+
+    @triton.jit
+    def plus(self, other):
+        return Counter(self.value + other, self.step)
+
+
+@gives(7, 2, 10, to=(5,))
+@triton.jit
+def aggregates(out, start):
+    counter = Counter(start, 2).next()
+    put(out, 0, counter.value)
+    put(out, 1, counter.step)
+    for _ in range(1):
+        counter = counter.plus(3)
+    put(out, 2, counter.value)
+
+
+@gives(24, to=(4,))
+@triton.jit
+def nested_calls(out, n):
+    put(out, 0, weighted(product(weighted(n, 0), 2, 2), offset=twice(4)))
+
+
+@triton.jit
+def twice(x):
+    return x + x
+
+
+@triton.jit
+def factorial(n: tl.constexpr):
+    if n <= 1:
+        return 1
+    else:
+        return n * factorial(n - 1)
+
+
+@gives(24)
+@triton.jit
+def functions_call_themselves(out):
+    put(out, 0, factorial(4))
+
+
+@gives(3, 2, 8)
+@triton.jit
+def attributes_in_a_row(out):
+    x = tl.zeros((2, 4), tl.float32)
+    put(out, 0, x.T.shape[1] + 1)
+    put(out, 1, len(x.shape))
+    put(out, 2, x.trans().reshape((8,)).shape[0])
+
+
+@gives(6)
+@triton.jit
+def functions_as_constants(out):
+    put(out, 0, called(twice, 3))
+
+
+@triton.jit
+def called(fn: tl.constexpr, x):
+    return fn(x)
+
+
+@gives(1, 5)
+@triton.jit
+def python_builtins(out):
+    put(out, 0, min(4, 1))
+    put(out, 1, max(5, tl.program_id(0)))
+
+
+# ---------------------------------------------------------------- what only a compiler refuses
+
+
+@lenient(3)
+@triton.jit
+def a_builtin_as_an_argument(out):
+    put(out, 0, called(tl.abs, -3))
+
+
+@lenient(3.5)
+@triton.jit
+def a_loop_changes_a_type(out):
+    x = 0
+    for _ in range(7):
+        x += 0.5
+    put(out, 0, x)
+
+
+@lenient(1, to=(3,))
+@triton.jit
+def branches_of_two_types(out, n):
+    if n == 3:  # noqa: SIM108
+        x = 1
+    else:
+        x = 2.5
+    put(out, 0, x)
+
+
+@lenient(2, to=(3,))
+@triton.jit
+def a_name_from_inside_a_loop(out, n):
+    for i in range(n):
+        last = i
+    put(out, 0, last)
+
+
+@lenient(1, to=(3,))
+@triton.jit
+def a_name_from_one_branch(out, n):
+    if n == 3:
+        x = 1
+    put(out, 0, x)
+
+
+@lenient(1, to=(3,))
+@triton.jit
+def return_from_a_loop(out, n):
+    for i in range(n):
+        if i == 1:
+            put(out, 0, i)
+            return
+
+
+# ---------------------------------------------------------------- the tests
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", ACCEPTED, ids=_id)
+def test_accepted(case, place):
+    assert ran(case, place) == [float(value) for value in case.expected]
+
+
+@pytest.mark.parametrize("case", [*ACCEPTED, *REFUSED, *LENIENT], ids=_id)
+def test_the_compilers_verdict(case):
+    assert compiles(case) == (case in ACCEPTED)
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=_id)
+def test_refused(case):
+    with pytest.raises(ERRORS) as error:
+        ran(case)
+    own = [frame for frame in traceback.extract_tb(error.value.__traceback__) if frame.filename == __file__ and frame.name == _id(case)]
+    assert own, "the traceback does not show the kernel"
+
+
+@pytest.mark.parametrize("case", LENIENT, ids=_id)
+def test_lenient(case):
+    assert ran(case) == [float(value) for value in case.expected]
+
+
+# ---------------------------------------------------------------- errors
+
+
+@triton.jit
+def inner(x):
+    return tl.reshape(x, (3, 5))  # wrong
+
+
+@triton.jit
+def outer(out):
+    put(out, 0, tl.sum(inner(tl.zeros((16,), tl.float32))))  # calls inner
+
+
+def test_a_traceback_shows_the_kernels_own_lines():
+    with pytest.raises(ValueError) as error, simulate("sm_90"):
+        outer[(1,)](torch.zeros(8))
+    shown = {frame.name: frame.line for frame in traceback.extract_tb(error.value.__traceback__) if frame.filename == __file__}
+    assert shown["inner"].endswith("# wrong") and shown["outer"].endswith("# calls inner")
+
+
+@triton.jit
+def unknown_operation(x):
+    tl.store(x, tl.inline_asm_elementwise("vote.sync.ballot.b32 $0, 1, -1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True, pack=1))
+
+
+@triton.jit
+def other_rounding(x):
+    tl.store(x, tl.full((), 1.0, tl.float32).to(tl.float16, fp_downcast_rounding="rtz"))
+
+
+@triton.jit
+def block_pointer(x):
+    tl.store(x, tl.load(tl.make_block_ptr(x, (8,), (1,), (0,), (8,), (0,))))
+
+
+UNKNOWN = {unknown_operation: "vote", other_rounding: "rounding", block_pointer: "make_block_ptr"}
+
+
+@pytest.mark.parametrize("kernel, words", UNKNOWN.items(), ids=[kernel.fn.__name__ for kernel in UNKNOWN])
+def test_what_the_simulator_does_not_know_it_names(kernel, words):
+    with pytest.raises(NotImplementedError, match=words), simulate("sm_90"):
+        kernel[(1,)](torch.zeros(8, dtype=torch.int32 if kernel is unknown_operation else torch.float16))
+
+
+def test_a_cluster_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="num_ctas=2"), simulate("sm_90"):
+        constants_fold[(1,)](torch.zeros(8), num_ctas=2)
+
+
+def test_tensors_must_be_on_the_cpu():
+    with pytest.raises(TypeError, match="out: got a tensor on meta, expected one on the CPU"), simulate("sm_90"):
+        constants_fold[(1,)](torch.zeros(8, device="meta"))
