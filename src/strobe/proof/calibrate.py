@@ -4,8 +4,9 @@
     python -m strobe.proof.calibrate measure .carry/calibration OUT                           on the GPU: needs torch and Triton alone
     python -m strobe.proof.calibrate compare .carry/calibration OUT --results results/calibration.jsonl
 
-A scenes file has `SCENES`, each with a name, a target, a function of the device that returns the outputs, and the file whose statements are
-mutated. Mutants that a simulated schedule lets hang are not tried on the GPU; the others run there `RUNS` times, each in a process of its own.
+A scenes file has `SCENES`, each with a name, a target, a function of the device that returns the outputs, the file whose statements are
+mutated, and whether floating-point adds must have an order in it. Mutants that a simulated schedule lets hang are not tried on the GPU; the
+others run there `RUNS` times, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+
+from .pages import fill
 
 RUNS = 200
 LIMIT_S = 150  # of one process on the GPU
@@ -42,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument(place, type=Path)
         command.add_argument("--scene", default="", help="names that contain this")
         command.add_argument("--results", type=Path)
+        command.add_argument("--table", type=Path, help="a page whose calibration table is written anew")
         command.set_defaults(run=run)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
@@ -52,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def prepare(arguments: argparse.Namespace) -> int:
     """Folder: per scene the simulator's outputs, and for each mutant the package with the changed file and the verdicts."""
-    from ..sim import simulate
+    from ..sim import Checks, simulate
     from ..sim.campaign import campaign
     from ..sim.scene import Scene, load
 
@@ -68,7 +72,8 @@ def prepare(arguments: argparse.Namespace) -> int:
         _copy(package, place / "original")
         torch.save([output.clone() for output in outputs], place / "simulated.pt")
         plan.append({"scene": scene.name, "mutant": "original", "said": {}, "what": "unchanged", "safe": True})
-        verdicts = campaign(Scene(f"{arguments.scenes}::{scene.name}", []), scene.target, [package / scene.file], all_judges=True)
+        launched, checks = Scene(f"{arguments.scenes}::{scene.name}", []), Checks(atomic_order=scene.ordered)
+        verdicts = campaign(launched, scene.target, [package / scene.file], all_judges=True, checks=checks)
         for number, verdict in enumerate(verdicts):
             name = f"mutant_{number:02}"
             safe = not any(verdict.said[judge] in HANGS for judge in ("plain run", "schedules"))
@@ -131,8 +136,15 @@ def repeat(arguments: argparse.Namespace) -> int:
         wrong += max(errors) > TOLERANCE
         bits += not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         worst = max(worst, *errors)
-    arguments.out.with_name(arguments.out.name + ".json").write_text(json.dumps({"runs": RUNS, "wrong": wrong, "bits_differ": bits, "worst": worst}))
+    found = {"runs": RUNS, "wrong": wrong, "bits_differ": bits, "worst": worst, "machine": _machine()}
+    arguments.out.with_name(arguments.out.name + ".json").write_text(json.dumps(found))
     return 0
+
+
+def _machine() -> dict[str, str]:
+    import triton
+
+    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "date": time.strftime("%Y-%m-%d")}
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -159,12 +171,30 @@ def compare(arguments: argparse.Namespace) -> int:
             failed = failed or max(row["differs"]) > TOLERANCE
         rows.append(row)
     for row in rows:
-        print(
-            f"{row['scene']:26} {row['mutant']:10} {json.dumps(row['gpu'])[:90]:92} {json.dumps(row.get('differs') or row['said'])[:110]}  {row['what'][:100]}"
-        )
+        simulated = json.dumps(row.get("differs") or row["said"])
+        print(f"{row['scene']:26} {row['mutant']:10} {json.dumps(row['gpu'])[:90]:92} {simulated[:110]}  {row['what'][:100]}")
     if arguments.results:
         arguments.results.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if arguments.table:
+        fill(arguments.table, "calibration", table(rows))
     return int(failed)
+
+
+def table(rows: list[dict]) -> str:
+    """A line for each scene: how far the unchanged kernel is from the simulator, and of its mutants what each side noticed."""
+    titles = ("scene", "largest difference", "mutants", "may hang", "wrong on the GPU", "of these noticed here", "silent on the GPU, noticed here",
+              "silent in both")  # fmt: skip
+    lines = ["| " + " | ".join(titles) + " |", "| --- |" + " ---: |" * (len(titles) - 1)]
+    for scene in dict.fromkeys(row["scene"] for row in rows):
+        mine = [row for row in rows if row["scene"] == scene and row["mutant"] != "original"]
+        differs = next(row["differs"] for row in rows if row["scene"] == scene and row["mutant"] == "original")
+        ran = [row for row in mine if "wrong" in row["gpu"]]
+        wrong, silent = [row for row in ran if row["gpu"]["wrong"]], [row for row in ran if not row["gpu"]["wrong"]]
+        noticed = lambda some: sum(any(row["said"].values()) for row in some)
+        hang = sum(row["gpu"].get("skipped") == "may hang" for row in mine)
+        counts = (len(mine), hang, len(wrong), noticed(wrong), noticed(silent), len(silent) - noticed(silent))
+        lines.append(f"| {scene} | {max(differs):.1e} | " + " | ".join(map(str, counts)) + " |")
+    return "\n".join(lines)
 
 
 def _difference(measured: torch.Tensor, simulated: torch.Tensor) -> float:
