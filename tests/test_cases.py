@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from strobe.call import Call
+from strobe.errors import UnsupportedProblem
+from strobe.problem import Problem
+from strobe.select import select
+from strobe.target import FAKES, Target
 from strobe.testing import CASES, FAMILIES, LARGE, Case
 
+HALF = (torch.bfloat16, torch.float16)
 THOROUGH = (torch.float32, torch.bfloat16)  # all families on every run; the other dtypes take turns, one family a case
 SEED = 7
 
@@ -43,12 +49,38 @@ def test_case_on_other_numbers(name, seed, device, kernel, judge):
         judge(CASES[name].build(device, dtype, family, seed, requires_grad=True, kernel=kernel), family, seed)
 
 
+def _or_skip(call: Call) -> Call:
+    """The call, if the kernel it asks for runs it on this GPU."""
+    try:
+        select(Problem.from_call(call), Target.of(call.q.device))
+    except UnsupportedProblem as refused:
+        pytest.skip(str(refused))
+    return call
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
+def test_case_on_hopper(name, family, dtype, judge):
+    """The Hopper forward, with the portable backward reading its lse; skipped where it refuses the case, with its reason."""
+    judge(_or_skip(CASES[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel="hopper.forward")), family, SEED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ("portable", "hopper.forward"))
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LARGE)
-def test_large_case(name, family, judge):
+def test_large_case(name, family, kernel, judge):
     for dtype in LARGE[name].dtypes:
-        judge(LARGE[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel="portable"), family, SEED)
+        judge(_or_skip(LARGE[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel=kernel)), family, SEED)
+
+
+def test_hopper_takes_much_of_the_table():
+    """What `test_case_on_hopper` skips elsewhere than on a Hopper GPU is no more than what a list of refusals explains."""
+    calls = [case.build("cpu", torch.bfloat16) for case in CASES.values()]
+    taken = [select(Problem.from_call(call), FAKES["H200"]).forward.kernel.name == "hopper.forward" for call in calls]
+    assert sum(taken) >= 50
 
 
 def test_the_table_covers_what_it_promises():

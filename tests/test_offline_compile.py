@@ -12,10 +12,13 @@ pytest.importorskip("triton")
 
 import triton
 
+from strobe.kernels.hopper import config as hopper
 from strobe.kernels.portable import tunings
+from strobe.problem import Problem
 from strobe.proof import budget
 from strobe.proof.budget import CASES, FAMILIES, LEDGER, TARGETS, UNITS, Unit
 from strobe.proof.compile import BEGIN, END, RESULTS, key, launches, page, read, rows
+from strobe.select import select
 
 ROOT = Path(__file__).parents[1]
 RECORDED = {key(row): row for row in read(ROOT / RESULTS)}
@@ -92,6 +95,22 @@ def test_the_cases_use_every_tiling_of_the_tables():
     tables = (tunings.HOPPER, tunings.AMPERE, tunings.BLACKWELL, *tunings.WIDE.values())
     listed = {tuning for table in tables for row in table for tuning in (row.forward, row.forward_masked, row.keys, row.keys_masked, row.queries)}
     assert listed - asked == set()
+
+
+def test_the_hopper_forward_compiles_with_each_tiling_and_each_band():
+    """TMA loads, wgmma, and the shared memory that the config says, but for padding and the compiler's own scratch."""
+    seen = set()
+    for unit in UNITS:
+        if unit.family != "hopper":
+            continue
+        (row,) = (row for place, row in RECORDED.items() if Unit(*place[:3]) == unit)
+        form = select(Problem.from_call(unit.call), TARGETS[unit.target]).forward.config.form
+        assert row["instructions"]["HGMMA"] > 0 and row["instructions"]["UTMALDG"] > 0 and not row["serialized"], unit
+        assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024, unit
+        assert row["warps"] == 4 * form.tuning.consumers + 4, unit
+        seen.add((form.tuning, form.mask.left, form.mask.right))
+    bands = ((False, False), (False, True), (True, True), (True, False))
+    assert seen == {(tuning, *band) for tuning in hopper.TUNINGS.values() for band in bands}
 
 
 def test_forward_at_d128_spills_nothing_and_uses_tma_on_hopper():

@@ -65,6 +65,9 @@ def _first(problem: Problem, target: Target, direction: str) -> tuple[Plan, tupl
         plan = Plan(kernel, problem, target, config, kernel.workspace(problem, config))
     if plan is not None:
         return plan, tuple(passed)
+    family = problem.kernel.partition(".")[0]
+    if family in FAMILIES and family not in [kernel.name.partition(".")[0] for kernel in kernels(direction)]:
+        passed.insert(0, (f"{family}.{direction}", f'there is none; kernel="{_other(family, direction)}" leaves the {direction} open'))
     reasons = "\n".join(f"  {name:<18} {reason}" for name, reason in passed)
     raise UnsupportedProblem(f"no {direction} kernel can run this here\n  problem {problem}\n  target  {target}\n{reasons}")
 
@@ -78,7 +81,11 @@ def _not_asked_for(wanted: str, kernel: Kernel) -> str | None:
     return f'kernel="{wanted}" was asked for'
 
 
+def _other(family: str, direction: str) -> str:
+    return f"{family}.{'forward' if direction == 'backward' else 'backward'}"
+
+
 def _check_name(wanted: str) -> None:
-    names = [f"{family}{direction}" for family in FAMILIES for direction in ("", ".forward", ".backward")]
+    names = [*FAMILIES, *(kernel.name for direction in ("forward", "backward") for kernel in kernels(direction))]
     if wanted and wanted not in names:
         raise InvalidProblem("kernel", repr(wanted), f"one of {', '.join(names)}", "leave it out to let strobe choose")

@@ -5,7 +5,7 @@ No file of the ordinary test run, where tests/test_offline_compile.py compiles m
 
 import pytest
 
-from strobe.proof.budget import CASES, FAMILIES, ON_EVERY_TARGET, TARGETS, Unit
+from strobe.proof.budget import FAMILIES, ON_EVERY_TARGET, TARGETS, Unit
 from strobe.proof.compile import launches, rows
 
 KINDS = ("sm_80", "sm_90", "sm_100")
@@ -13,7 +13,7 @@ UNITS = [Unit(family, ON_EVERY_TARGET, target) for family, targets in FAMILIES.i
 KERNELS = [
     pytest.param(unit, job.name, id=f"{unit.family}.{job.name} {unit.target}")
     for unit in UNITS
-    for _, job in launches(CASES[unit.case]()._replace(kernel=unit.family), TARGETS[unit.target])
+    for _, job in launches(unit.call, TARGETS[unit.target])
 ]
 
 

@@ -49,6 +49,12 @@ def test_the_ledger_allows_spills_up_to_its_number_and_nothing_else(ledger):
     assert len(faults(ROW | {"serialized": True})) == 1
 
 
+def test_a_line_speaks_of_one_family(ledger):
+    ledger(Allowance("keys_*", "*", "*", 8, "measured", family="hopper"))
+    spilling = ROW | {"spill_load_bytes": 8}
+    assert faults(spilling | {"family": "hopper"}) == [] and len(faults(spilling)) == 1
+
+
 def test_what_does_not_compile_must_stand_in_the_ledger_as_such(ledger):
     assert faults(BROKEN) == ["keys_kernel (d128 causal, sm_86) does not compile: no such word"]
     ledger(Allowance("keys_*", "*", "*", 8, "spills are not failures"))

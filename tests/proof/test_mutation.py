@@ -13,7 +13,7 @@ from strobe.proof import mutate
 from strobe.proof.mutate import BEGIN, END, RESULTS, SUITES, Suite, main, merged, read, score, table, write_page
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("ampere_matmul", "hopper_matmul", "hopper_forward")
+QUICK = ("ampere_matmul", "hopper_matmul", "hopper_forward", "forward_d128")
 SUITES_HERE = [Suite(ROOT / scenes, ROOT / ledger) for scenes, ledger in SUITES]
 CASES = [
     pytest.param(suite, scene, id=scene.name, marks=() if scene.name in QUICK else pytest.mark.nightly)
@@ -78,6 +78,7 @@ class Scene(NamedTuple):
     target: str
     run: object
     file: str
+    ordered: bool = False
 
 
 SCENES = (Scene("plain", "sm_90", plain, "mutated_doubling.py"), Scene("careful", "sm_100", careful, "mutated_doubling.py"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strobe.sim import KINDS, Report, simulate
+from strobe.sim import KINDS, Checks, Report, simulate
 from strobe.sim.machine import MODES
 
 SEEDS = 10
@@ -28,7 +28,8 @@ def verdict(request) -> Callable[..., None]:
         certain, possible = [_resolved(one, lines) for one in expected], [_resolved(one, lines) for one in sometimes]
         for mode in MODES:
             for seed in range(seeds):
-                with simulate(options.get("target", "sm_90"), mode, seed, sms=options.get("sms", 4), check=False) as run:
+                checks = options.get("checks", Checks())
+                with simulate(options.get("target", "sm_90"), mode, seed, sms=options.get("sms", 4), check=False, checks=checks) as run:
                     start()
                 _compare(run.reports, certain, possible, f"mode {mode}, seed {seed}")
 

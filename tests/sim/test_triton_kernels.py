@@ -1,6 +1,6 @@
 """The portable kernels' own source, through their own launch code, on the simulator: true bfloat16 and float16, as the oracle judges them.
 
-The fixture stands in for the one thing the host code asks of a GPU: what it is. Outputs are NaN before the kernels write them.
+Outputs are NaN before the kernels write them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strobe import ops
 from strobe.kernels.portable import launch
-from strobe.sim import simulate
-from strobe.target import FAKES, Target
+from strobe.proof.simulate import on
+from strobe.target import FAKES
 from strobe.testing import CASES, FAMILIES
 
 TARGETS = {"sm_80": FAKES["A100"], "sm_90": FAKES["H200"]}
@@ -28,18 +27,6 @@ LIGHT = (
 SEED = 5
 
 
-@pytest.fixture
-def on(monkeypatch):
-    """on(target): portable kernels run on the simulator, with the configuration they would have on that GPU."""
-
-    def run(target: str, **options):
-        monkeypatch.setattr(Target, "of", staticmethod(lambda device: TARGETS[target]))
-        monkeypatch.setattr(ops, "_choices", {})
-        return simulate(target, **options)
-
-    return run
-
-
 def _light(n: int, name: str):
     """One target, dtype and family a case, in turn."""
     target, dtype, family = list(TARGETS)[n % 2], DTYPES[n // 2 % 2], FAMILIES[n % len(FAMILIES)]
@@ -47,28 +34,28 @@ def _light(n: int, name: str):
 
 
 @pytest.mark.parametrize("case, target, dtype, family", [_light(n, name) for n, name in enumerate(LIGHT)])
-def test_forward_and_backward(case, target, dtype, family, on, judge):
-    with on(target, mode="eager") as run:
+def test_forward_and_backward(case, target, dtype, family, judge):
+    with on(TARGETS[target], mode="eager") as run:
         judge(case.build("cpu", dtype, family, SEED, requires_grad=True, kernel="portable"), family, SEED)
     assert run.reports == [] and run.launches[:2] == ["forward_kernel"] * 2
 
 
 @pytest.mark.parametrize("mode", ("lazy", "random", "pct"))
-def test_ctas_in_any_order(mode, on, judge):
+def test_ctas_in_any_order(mode, judge):
     """No CTA leans on another: the same answers whichever goes first, and no two of them touch one place."""
     case = replace(CASES["grouped"], batch=1)
-    with on("sm_90", mode=mode, seed=3, sms=8):
+    with on(TARGETS["sm_90"], mode=mode, seed=3, sms=8):
         judge(case.build("cpu", torch.bfloat16, "normal", SEED, requires_grad=True, kernel="portable"), "normal", SEED)
 
 
 @pytest.mark.parametrize("aligned", (True, False))
-def test_with_tma_and_without(aligned, on, judge, monkeypatch):
+def test_with_tma_and_without(aligned, judge, monkeypatch):
     """On sm_90 rows go through descriptors where TMA can address them, through pointers where it cannot."""
     kinds = []
     start = launch.start
     monkeypatch.setattr(launch, "start", lambda launches: (kinds.extend(one.tma for one in launches), start(launches)))
     case = replace(CASES["causal"], storage="contiguous" if aligned else "odd_offset", batch=1)
-    with on("sm_90", mode="eager"):
+    with on(TARGETS["sm_90"], mode="eager"):
         judge(case.build("cpu", torch.bfloat16, "normal", SEED, kernel="portable"), "normal", SEED)
     assert kinds == [aligned] * 2
 
@@ -76,6 +63,6 @@ def test_with_tma_and_without(aligned, on, judge, monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name, family", [(name, FAMILIES[n % len(FAMILIES)]) for n, name in enumerate(CASES)])
-def test_whole_table(name, family, target, on, judge):
-    with on(target, mode="pct"):
+def test_whole_table(name, family, target, judge):
+    with on(TARGETS[target], mode="pct"):
         judge(CASES[name].build("cpu", torch.bfloat16, family, SEED, requires_grad=True, kernel="portable"), family, SEED)

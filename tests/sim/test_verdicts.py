@@ -19,7 +19,7 @@ from strobe.kernels.device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from strobe.sim import KINDS, SimulationFault, simulate
+from strobe.sim import KINDS, Checks, SimulationFault, simulate
 from strobe.sim.machine import MODES
 from strobe.sim.report import Report, Reports, Stop
 
@@ -156,7 +156,7 @@ def after_read_kernel(x_desc, out):
         gl.store(out + gl.arange(0, 8, gl.SliceLayout(1, layout)), gl.max(value, 1))
 
 
-def test_strict_asks_for_a_fence_after_a_generic_read():
+def test_a_fence_after_a_generic_read_is_asked_for_on_demand():
     def start(**options):
         x = torch.rand(8, 32)
         desc = TensorDescriptor.from_tensor(x, [8, 32], gl.NVMMASharedLayout.get_default_for([8, 32], gl.float32))
@@ -164,11 +164,11 @@ def test_strict_asks_for_a_fence_after_a_generic_read():
             after_read_kernel[(1,)](desc, torch.empty(8), num_warps=4)
         return [report.kind for report in run.reports]
 
-    assert start() == [] and start(strict=True) == ["fence"]
+    assert start() == [] and start(checks=Checks(read_fences=True)) == ["fence"]
 
 
-def test_without_watching_only_what_shows_is_told():
-    assert {report.kind for report in told(watch=False)} == {"assert", "barrier", "bounds"}
+def test_without_happens_before_only_what_shows_is_told():
+    assert {report.kind for report in told(checks=Checks(happens_before=False))} == {"assert", "barrier", "bounds"}
 
 
 # ---------------------------------------------------------------- a pipeline that is right

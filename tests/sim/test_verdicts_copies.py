@@ -270,6 +270,35 @@ def test_a_load_that_lands_in_the_phase_after_its_own(verdict):
 
 
 @gluon.jit
+def corner_kernel(x_desc, out_desc, row, column, write: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float32, [ROWS, COLUMNS], x_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, x_desc.block_type.nbytes)
+    tma_load(x_desc, [0 if write != "" else row, 0 if write != "" else column], bar, tile)  # @from
+    mbarrier.wait(bar, 0)
+    if write == "store":
+        tma_store(out_desc, [row, column], tile)  # @to
+    elif write == "add":
+        tma_reduce_add(out_desc, [row, column], tile)  # @onto
+    tma_store_wait(0)
+
+
+@pytest.mark.parametrize("write, line", [("", "@from"), ("store", "@to"), ("add", "@onto")])
+@pytest.mark.parametrize("row, column", [(0, 0), (3, 4), (0, 2), (0, -2), (-1, 0), (0, -4), (100, 0)])
+def test_where_a_copy_may_begin(verdict, row, column, write, line):
+    """An H200 stops with an illegal instruction at an innermost coordinate off 16 bytes, and where a store begins before the tensor."""
+
+    def start():
+        x, out = torch.ones(2 * ROWS.value, 2 * COLUMNS.value), torch.zeros(2 * ROWS.value, 2 * COLUMNS.value)
+        corner_kernel[(1,)](descriptor(x), descriptor(out), row, column, write, num_warps=4)
+
+    odd, before = column % 4, bool(write) and min(row, column) < 0
+    why = "is no multiple of 16 bytes" if odd else "a store may not start before the tensor"
+    verdict(start, *([("bounds", f"the block at [{row}, {column}]", why, line)] if odd or before else []), seeds=2)
+
+
+@gluon.jit
 def copy_kernel(x, out, pending: gl.constexpr, off: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     tile = gl.allocate_shared_memory(gl.float32, [3, ROWS, COLUMNS], layout)

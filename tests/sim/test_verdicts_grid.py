@@ -100,7 +100,7 @@ def give(data, flag, off: gl.constexpr):
     gl.store(data + index(), index())  # @give
     if off == "relaxed release":
         gl.atomic_xchg(flag, 1, sem="relaxed")
-    elif off == "fences" or off == "no acquire fence":
+    elif off == "fences" or off == "no acquire fence" or off == "volatile fence":
         ptx("fence.acq_rel.gpu")
         gl.atomic_xchg(flag, 1, sem="relaxed")
     elif off == "no release fence":
@@ -116,9 +116,11 @@ def take(data, flag, out, off: gl.constexpr):
     if off == "plain":
         while gl.load(flag) == 0:  # @plain-spin
             pass
-    elif off == "volatile":
+    elif off == "volatile" or off == "volatile fence":
         while gl.load(flag, volatile=True) == 0:
             pass
+        if off == "volatile fence":
+            ptx("fence.acq_rel.gpu")
     elif off == "relaxed acquire" or off == "fences" or off == "no acquire fence" or off == "no release fence":
         while gl.atomic_add(flag, 0, sem="relaxed") == 0:
             pass
@@ -142,7 +144,7 @@ def hand_kernel(data, flag, out, giver, off: gl.constexpr):
 def hand(off="", giver=0):
     data, flag, out = torch.zeros(SIZE.value, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.zeros(SIZE.value, dtype=torch.int32)
     hand_kernel[(2,)](data, flag, out, giver, off, num_warps=4)
-    if off in ("", "fences"):
+    if off in ("", "fences", "volatile fence"):
         assert torch.equal(out, torch.arange(SIZE.value, dtype=torch.int32))
 
 
@@ -150,6 +152,7 @@ UNORDERED = ("race", "on data", "store by main of CTA", "@give", "load by main o
 HANDED = {
     "": [],
     "fences": [],
+    "volatile fence": [],
     "relaxed release": [UNORDERED],
     "relaxed acquire": [UNORDERED],
     "no release fence": [UNORDERED],
@@ -202,6 +205,54 @@ def test_ctas_in_turn(verdict, off):
         assert off or torch.equal(total, torch.full((SIZE.value,), 11, dtype=torch.int32))
 
     verdict(start, *([("race", "on total", "@turn")] if off else []), seeds=5)
+
+
+@gluon.jit
+def put(address, value, order: gl.constexpr):
+    """A store of an order that Gluon's own has not."""
+    instruction: gl.constexpr = "st." + order + ".global.u32 [$1], $2; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(instruction, "=r,l,r", [address.to(gl.int64), value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def get(address, order: gl.constexpr):
+    instruction: gl.constexpr = "ld." + order + ".global.u32 $0, [$1];"
+    return gl.inline_asm_elementwise(instruction, "=r,l", [address.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def replace_kernel(data, flag, out, off: gl.constexpr):
+    if gl.program_id(0) == 0:
+        gl.store(data + index(), index())  # @replaced
+        put(flag, 1, "release.gpu")
+    elif gl.program_id(0) == 1:
+        while get(flag, "relaxed.gpu") != 1:
+            pass
+        if off == "store":
+            put(flag, 2, "release.gpu")
+        elif off == "relaxed store":
+            put(flag, 2, "relaxed.gpu")
+        elif off == "volatile store":
+            put(flag, 2, "volatile")
+        else:
+            gl.atomic_xchg(flag, 2, sem="relaxed")
+    else:
+        while get(flag, "relaxed.gpu") != 2:  # an acquiring read of the 1 would learn of the data
+            pass
+        get(flag, "acquire.gpu")
+        gl.store(out + index(), gl.load(data + index()))  # @late
+
+
+@pytest.mark.parametrize("off", ["", "store", "relaxed store", "volatile store"])
+def test_a_store_ends_what_an_atomic_goes_on_with(verdict, off):
+    """A release sequence (PTX ISA, memory consistency model) goes on through atomics; a store begins anew, and its writer knew of no data."""
+
+    def start():
+        data, flag, out = (torch.zeros(n, dtype=torch.int32) for n in (SIZE.value, 1, SIZE.value))
+        replace_kernel[(3,)](data, flag, out, off, num_warps=4)
+
+    race = ("race", "on data", "load by main of CTA 2", "@late", "store by main of CTA 0", "@replaced")
+    verdict(start, *([race] if off else []), seeds=5)
 
 
 # ---------------------------------------------------------------- through TMA

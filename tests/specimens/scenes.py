@@ -6,6 +6,7 @@ A scene takes a device and returns the kernel's outputs; its inputs are drawn on
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ def _attention(device: str, seqlen: int, heads: int = 1, head_dim: int = 64) -> 
     return q, k, v
 
 
+@cache  # the oracle is slow, and a GPU runs a scene hundreds of times
 def _saved(device: str, seqlen: int, causal: bool, heads: int = 1, head_dim: int = 64) -> Saved:
     q, k, v = _attention("cpu", seqlen, heads, head_dim)
     out, lse = forward.reference(q, k, v, forward.Config(head_dim=head_dim, causal=causal))
@@ -89,16 +91,17 @@ def blackwell_attention(device: str = "cpu") -> tuple[Tensor, ...]:
 
 
 class Scene(NamedTuple):
-    """A specimen's name, the GPU it is for, what runs it, and the file whose statements are mutated."""
+    """A specimen's name, the GPU it is for, what runs it, the file whose statements are mutated; `ordered`: its sums have one order, always."""
 
     name: str
     target: str
     run: Callable[..., tuple[Tensor, ...]]
     file: str
+    ordered: bool = False
 
 
 SCENES = tuple(
-    Scene(run.__name__, target, run, file)
+    Scene(run.__name__, target, run, file, ordered=run is hopper_backward_ordered)
     for target, file, runs in (
         ("sm_80", "ampere.py", (ampere_matmul,)),
         ("sm_90", "matmul.py", (hopper_matmul,)),

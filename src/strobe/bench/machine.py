@@ -115,14 +115,16 @@ def _family(family: str) -> Check:
     """A batch of two, grouped heads, more keys than rows, lengths that divide nothing, in bfloat16."""
     from ..testing.compare import assert_as_good_as, assert_gradients_as_good_as
 
+    own = [kernel for direction in ("forward", "backward") for kernel in kernels(direction) if kernel.name.startswith(f"{family}.")]
+    asked = family if len(own) == 2 else own[0].name  # one kernel by its name leaves the other direction to the next family
     place = torch.device("cuda" if torch.cuda.is_available() and family != "cpu" else "cpu")
     draw = torch.Generator().manual_seed(0)
     shapes = ((2, 37, 4, 64), (2, 53, 2, 64), (2, 53, 2, 64), (2, 37, 4, 64))
     q, k, v, dout = (torch.randn(shape, generator=draw).to(place, torch.bfloat16) for shape in shapes)
-    call = Call(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), right=0, needs_grad=True, kernel=family)
+    call = Call(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), right=0, needs_grad=True, kernel=asked)
     problem, target = Problem.from_call(call), Target.of(place)
-    for kernel in (*kernels("forward"), *kernels("backward")):
-        if kernel.name.startswith(f"{family}.") and (reason := kernel.why_not(problem, target)):
+    for kernel in own:
+        if reason := kernel.why_not(problem, target):
             return Check(family, "SKIP", f"{kernel.name}: {reason}")
     with Attempt() as attempt:
         out, lse = ops.run(call)

@@ -8,8 +8,8 @@ from importlib import import_module
 
 from .kernel import Kernel
 
-# family: forward and backward kernels stand in strobe/kernels/FAMILY/config.py as FORWARD and BACKWARD
-FAMILIES = ("portable", "cpu")
+# family: its kernels stand in strobe/kernels/FAMILY/config.py as FORWARD and BACKWARD; it may lack one of them
+FAMILIES = ("hopper", "portable", "cpu")
 
 
 @lru_cache
@@ -17,6 +17,9 @@ def kernels(direction: str) -> tuple[Kernel, ...]:
     """All kernels of a direction, "forward" or "backward", best first.
 
     >>> [kernel.name for kernel in kernels("forward")]
-    ['portable.forward', 'cpu.forward']
+    ['hopper.forward', 'portable.forward', 'cpu.forward']
+    >>> [kernel.name for kernel in kernels("backward")]
+    ['portable.backward', 'cpu.backward']
     """
-    return tuple(getattr(import_module(f"strobe.kernels.{family}.config"), direction.upper()) for family in FAMILIES)
+    found = (getattr(import_module(f"strobe.kernels.{family}.config"), direction.upper(), None) for family in FAMILIES)
+    return tuple(kernel for kernel in found if kernel is not None)

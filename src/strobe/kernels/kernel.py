@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -85,6 +88,17 @@ class Plan(NamedTuple):
     target: Target
     config: Any  # of the kernel's own kind
     buffers: tuple[Buffer, ...]
+
+
+@lru_cache
+def no_triton() -> str | None:
+    """Why kernels written in Triton or Gluon cannot run here; None where they can."""
+    if find_spec("triton") is None:
+        return "needs Triton, which is not installed: pip install triton"
+    version = import_module("triton").__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < (3, 6):
+        return f"needs Triton 3.6 or later; this is {version}"
+    return None
 
 
 def visible_pairs(problem: Problem) -> float:

@@ -1,18 +1,21 @@
 """What is compiled for which GPUs, and what it may take: cases, families, limits, and a ledger of exceptions, each with its reason.
 
-Data alone: `strobe.proof.compile` compiles it, `tests/test_offline_compile.py` holds it. A new family of kernels is one line of FAMILIES.
+Data alone: `strobe.proof.compile` compiles it, `tests/test_offline_compile.py` holds it. A new family of kernels is a line of FAMILIES and one
+of CASES_OF.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from .. import mask as masks
 from ..call import Call
+from ..kernels import kernels
 from ..mask import Mask
 from ..target import FAKES, Target
 
@@ -23,15 +26,18 @@ TARGETS: dict[str, Target] = {f"sm_{FAKES[name].capability}": FAKES[name] for na
 # family of kernels: the targets it is made for
 FAMILIES: dict[str, tuple[str, ...]] = {
     "portable": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
+    "hopper": ("sm_90",),
 }
 ON_EVERY_TARGET = "d128 causal"  # what each commit compiles for every target; all other cases it compiles for WITH_ALL_CASES
 WITH_ALL_CASES = "sm_90"
 
 
 def _dense(
-    width: int, width_v: int = 0, mask: Mask | None = None, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, int] = (4, 4), **options
-) -> Call:
-    q, k, v = (torch.empty(1, 256, n, d, dtype=dtype) for n, d in ((heads[0], width), (heads[1], width), (heads[1], width_v or width)))
+    width: int, width_v: int = 0, mask: Mask | None = None, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, int] = (4, 4),
+    rows: int = 256, keys: int = 256, **options,
+) -> Call:  # fmt: skip
+    shapes = ((rows, heads[0], width), (keys, heads[1], width), (keys, heads[1], width_v or width))
+    q, k, v = (torch.empty(1, *shape, dtype=dtype) for shape in shapes)
     return Call(q, k, v, needs_grad=True, **options).with_mask(mask or masks.full())
 
 
@@ -45,7 +51,8 @@ def _documents() -> Mask:
     return masks.documents(torch.zeros(1, 256, dtype=torch.int32))
 
 
-# Between them every tiling of the tables, every way to load, every part of a mask and every option; bfloat16 where nothing is said.
+# For the portable kernels: between them every tiling of the tables, every way to load, every part of a mask and every option.
+# bfloat16 where nothing is said.
 CASES: dict[str, Callable[[], Call]] = {
     "d64 dense": lambda: _dense(64),
     "d64 causal": lambda: _dense(64, mask=masks.causal()),
@@ -71,6 +78,24 @@ CASES: dict[str, Callable[[], Call]] = {
 }
 
 
+def _hopper_cases() -> dict[str, Callable[[], Call]]:
+    """A kernel for each tiling with each way that a mask bounds rows, keys that end within a tile, options, and sizes of 1."""
+    bands = {"dense": masks.full(), "causal": masks.causal(), "window": masks.window(100, 20), "window left": masks.window(100, None)}
+    cases: dict[str, Callable[[], Call]] = {}
+    for name, widths in {"d64": (64, 64), "d128": (128, 128), "d192/128": (192, 128), "d256": (256, 256)}.items():
+        cases |= {f"{name} {band}": partial(_dense, *widths, mask=mask) for band, mask in bands.items()}
+        cases[f"{name} ragged"] = partial(_dense, *widths, keys=253)
+        cases[f"{name} window sinks softcap"] = partial(_dense, *widths, mask=bands["window"], sinks=torch.zeros(4), softcap=20.0)
+        cases[f"{name} one row"] = partial(_dense, *widths, rows=1, heads=(1, 1))
+    for width in (64, 128):
+        cases[f"d{width} causal float16"] = partial(_dense, width, mask=bands["causal"], dtype=torch.float16)
+    return cases | {"d96 causal": CASES["d96 causal"], "d128 group 8 causal": partial(_dense, 128, mask=bands["causal"], heads=(8, 1))}
+
+
+# family: the calls it is compiled for
+CASES_OF = {"portable": CASES, "hopper": _hopper_cases()}
+
+
 class Unit(NamedTuple):
     """The kernels of one call of one family on one target; the names of all three."""
 
@@ -79,12 +104,18 @@ class Unit(NamedTuple):
     target: str
 
     @property
+    def call(self) -> Call:
+        """The case, asked of this family; without gradients where it has no backward."""
+        both = any(kernel.name.startswith(f"{self.family}.") for kernel in kernels("backward"))
+        return CASES_OF[self.family][self.case]()._replace(kernel=self.family, needs_grad=both)
+
+    @property
     def each_commit(self) -> bool:
         """Compiled on each commit; the others nightly."""
         return self.case == ON_EVERY_TARGET or self.target == WITH_ALL_CASES
 
 
-UNITS = [Unit(family, case, target) for family, targets in FAMILIES.items() for target in targets for case in CASES]
+UNITS = [Unit(family, case, target) for family, targets in FAMILIES.items() for target in targets for case in CASES_OF[family]]
 
 
 class Allowance(NamedTuple):
@@ -96,6 +127,7 @@ class Allowance(NamedTuple):
     spill_bytes: int | None  # None: it does not compile
     why: str
     serialized: bool = False  # ptxas may serialise its wgmma, too
+    family: str = "portable"
 
     @property
     def permits(self) -> str:
@@ -104,7 +136,7 @@ class Allowance(NamedTuple):
         return f"spill {self.spill_bytes} B" + ", serialise wgmma" * self.serialized
 
     def covers(self, row: dict) -> bool:
-        return all(fnmatchcase(row[key], getattr(self, key)) for key in ("kernel", "case", "target"))
+        return row["family"] == self.family and all(fnmatchcase(row[key], getattr(self, key)) for key in ("kernel", "case", "target"))
 
 
 _TIMED = "a tiling that won on an H200 (kernels/portable/tunings.py): with fewer registers fewer CTAs share an SM, and that costs more"
@@ -113,6 +145,9 @@ _GROUP = "the loop over the heads of a group: d64 causal on sm_80 spills 1024 by
 _OPTIONS = "window, sinks, softcap and packing in one kernel, with a tiling chosen without them"
 _WIDE = "for correctness, not for speed: products of this dtype run on few units, and its tilings were never timed"
 _SERIAL = "ptxas C7514: the accumulators are written by others inside a pipeline stage; 64 x 32 tiles are free of it offline, but not timed"
+_THREE = "three consumers leave a thread 160 registers, of which scores, weights and o of a tile take 128; not weighed against other tilings on a GPU"
+_RESIDENT = "scores, weights, o and q in registers take 192 of 240, and masking the rest; not weighed against q in shared memory on a GPU"
+_CAPPED = "the softcap's tanh over all scores of a tile beside o and the weights; tilings are chosen without it"
 
 # The first line that covers a kernel counts. Bytes are those of Triton 3.6.0: a number that is more than needed fails, as does one too small.
 LEDGER: tuple[Allowance, ...] = (
@@ -132,6 +167,15 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("keys_kernel", "d[19][26]*", "sm_90", 356, _TIMED),
     Allowance("queries_kernel", "d192/128 causal", "sm_90", 148, _TIMED),
     Allowance("queries_kernel", "d256 [dc]*", "sm_90", 72, _TIMED),
+    # sm_90, the Hopper forward
+    Allowance("forward_kernel", "d64 window sinks softcap", "sm_90", 2140, _CAPPED, family="hopper"),
+    Allowance("forward_kernel", "d128 window sinks softcap", "sm_90", 1080, _CAPPED, family="hopper"),
+    Allowance("forward_kernel", "d64 causal*", "sm_90", 444, _THREE, family="hopper"),
+    Allowance("forward_kernel", "d64 window*", "sm_90", 620, _THREE, family="hopper"),
+    Allowance("forward_kernel", "d64 ragged", "sm_90", 16, _THREE, family="hopper"),
+    Allowance("forward_kernel", "d128 window*", "sm_90", 48, _RESIDENT, family="hopper"),
+    Allowance("forward_kernel", "d128 *causal*", "sm_90", 16, _RESIDENT, family="hopper"),
+    Allowance("forward_kernel", "d96 causal", "sm_90", 16, _RESIDENT, family="hopper"),
     # sm_80, 86, 89
     Allowance("keys_kernel", "* group *", "sm_8?", 1788, _GROUP),
     Allowance("keys_kernel", "* packed window *", "sm_8?", 768, _OPTIONS),

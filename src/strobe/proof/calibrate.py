@@ -144,7 +144,14 @@ def repeat(arguments: argparse.Namespace) -> int:
 def _machine() -> dict[str, str]:
     import triton
 
-    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "date": time.strftime("%Y-%m-%d")}
+    from ..target import Target
+
+    return {
+        "device": Target.of(torch.device("cuda")).name,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -43,7 +43,7 @@ from ..problem import Problem
 from ..select import select
 from ..target import Target
 from . import budget
-from .budget import CASES, TARGETS, UNITS, Unit
+from .budget import FAMILIES, TARGETS, UNITS, Unit
 
 RESULTS = Path("results/compiled.jsonl")
 BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"  # of the tables in a page
@@ -204,7 +204,7 @@ def launches(call: Call, target: Target) -> list[tuple[Plan, Job]]:
 def rows(unit: Unit, kernel: str = "*") -> list[dict]:
     """One row a kernel of the unit whose name matches; none where the family refuses the case."""
     try:
-        found = launches(CASES[unit.case]()._replace(kernel=unit.family), TARGETS[unit.target])
+        found = launches(unit.call, TARGETS[unit.target])
     except UnsupportedProblem:
         return []
     return [_row(unit, plan, job) for plan, job in found if fnmatchcase(job.name, kernel)]
@@ -258,10 +258,10 @@ def page(rows: Sequence[dict]) -> str:
     parts = [f"### {budget.ON_EVERY_TARGET}, in full", _table(_FULL, [_full(row) for row in full])]
     for name in dict.fromkeys((row["family"], row["kernel"]) for row in rows):
         found = {(row["case"], row["target"]): row for row in rows if (row["family"], row["kernel"]) == name}
-        cases = [case for case in CASES if any((case, target) in found for target in targets)]
-        lines = [[case, *(_short(found.get((case, target))) for target in targets)] for case in cases]
-        parts += [f"### {'.'.join(name)}: registers, and bytes of spills", _table(["case", *targets], lines)]
-    ledger = [[f"`{line.kernel}`", f"`{line.case}`", f"`{line.target}`", line.permits, line.why] for line in budget.LEDGER]
+        own = [target for target in targets if any(target == known for _, known in found)]
+        lines = [[case, *(_short(found.get((case, target))) for target in own)] for case in dict.fromkeys(case for case, _ in found)]
+        parts += [f"### {'.'.join(name)}: registers, and bytes of spills", _table(["case", *own], lines)]
+    ledger = [[f"`{line.family}.{line.kernel}`", f"`{line.case}`", f"`{line.target}`", line.permits, line.why] for line in budget.LEDGER]
     parts += ["### The ledger: exceptions", _table(["kernel", "case", "target", "may", "why"], ledger)]
     return "\n\n" + "\n\n".join(parts) + "\n\n"
 
@@ -304,6 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0; 1 where a kernel is over its budget."""
     parser = argparse.ArgumentParser(prog="python -m strobe.proof.compile", description="Compile kernels for GPUs that are not here.")
     parser.add_argument("--target", action="append", choices=tuple(TARGETS), help="all unless given; repeatable")
+    parser.add_argument("--family", action="append", choices=tuple(FAMILIES), help="all unless given; repeatable")
     parser.add_argument("--case", default="*", metavar="PATTERN", help="names of cases, such as 'd128*'; '' is none")
     parser.add_argument("--kernel", default="*", metavar="PATTERN", help="names of kernels, such as 'forward*'")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help=f"rows go there, in the place of older ones ({RESULTS})")
@@ -319,9 +320,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(a: argparse.Namespace) -> int:
     _use(a.nvdisasm)
-    units = [unit for unit in UNITS if fnmatchcase(unit.case, a.case) and unit.target in (a.target or TARGETS)]
+    asked = [unit for unit in UNITS if unit.family in (a.family or FAMILIES) and unit.target in (a.target or TARGETS)]
+    units = [unit for unit in asked if fnmatchcase(unit.case, a.case)]
     if a.case and not units:
-        raise InvalidProblem("--case", repr(a.case), "a pattern of " + ", ".join(CASES), "quote it, so that the shell leaves it alone")
+        names = ", ".join(dict.fromkeys(unit.case for unit in asked))
+        raise InvalidProblem("--case", repr(a.case), f"a pattern of {names}", "quote it, so that the shell leaves it alone")
     found = list(_compiled(units, a.kernel, a.jobs, a.nvdisasm))
     done = set(units) if a.kernel == "*" else set()
     kept = [row for row in read(a.results) if Unit(*key(row)[:3]) not in done]

@@ -4,7 +4,8 @@
     python -m strobe.proof.mutate --table docs/simulator.md               all, and the page's table
     python -m strobe.proof.mutate --scenes FILE --ledger FILE             of another file
 
-A scenes file has `SCENES`, each with a name, a target, a function that returns the outputs, and the file whose statements are mutated.
+A scenes file has `SCENES`, each with a name, a target, a function that returns the outputs, the file whose statements are mutated, and whether
+floating-point adds must have an order in it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import InvalidProblem
+from ..sim import Checks
 from ..sim.campaign import JUDGES, Verdict, campaign, explain, timed
 from ..sim.report import SimulationFault
 from ..sim.scene import Scene, SceneError, load
@@ -53,7 +55,10 @@ class Suite(NamedTuple):
         return [f"{name}: in the ledger, but no scene" for name in known if name not in names]
 
 
-SUITES = (Suite(Path("tests/specimens/scenes.py"), Path("tests/specimens/survivors.json")),)
+SUITES = (
+    Suite(Path("tests/specimens/scenes.py"), Path("tests/specimens/survivors.json")),
+    Suite(Path("tests/proof/hopper_scenes.py"), Path("tests/proof/hopper_survivors.json")),
+)
 
 
 Progress = Callable[[int, int], None]  # told how many mutants are done, of how many
@@ -64,7 +69,7 @@ def score(suite: Suite, scene: Any, all_judges: bool = True, progress: Progress 
     file = suite.scenes.resolve().parent / scene.file
     launched = Scene(f"{suite.scenes}::{scene.name}", [])
     try:
-        verdicts, seconds = timed(lambda: campaign(launched, scene.target, [file], all_judges, progress))
+        verdicts, seconds = timed(lambda: campaign(launched, scene.target, [file], all_judges, progress, Checks(atomic_order=scene.ordered)))
     except SimulationFault as fault:
         return {}, [f"{scene.name} has faults before anything is changed: {fault}"]
     unexplained, stale = explain(verdicts, suite.key(scene), suite.ledger)

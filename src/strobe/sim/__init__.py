@@ -9,11 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checks import Checks
     from .launch import Run, simulate
     from .report import KINDS, Report, SimulationFault
 
-__all__ = ["KINDS", "Report", "Run", "SimulationFault", "simulate"]
-_HOMES = {"KINDS": "report", "Report": "report", "Run": "launch", "SimulationFault": "report", "simulate": "launch"}
+__all__ = ["KINDS", "Checks", "Report", "Run", "SimulationFault", "simulate"]
+_HOMES = {"Checks": "checks", "KINDS": "report", "Report": "report", "Run": "launch", "SimulationFault": "report", "simulate": "launch"}
 
 
 def __getattr__(name: str) -> Any:

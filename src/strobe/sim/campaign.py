@@ -13,13 +13,15 @@ from types import ModuleType
 
 import torch
 
+from .checks import USUAL, Checks
 from .launch import simulate
 from .mutate import MODULE, Mutant, mutants
 from .scene import FAILURES, Scene, replaced
 
 MAX_STEPS = 50_000  # of a mutant's run: a live-lock ends
+BLIND = Checks(happens_before=False)
 TOLERANCE = 2e-2  # of the largest output: far above rounding, far below a wrong tile
-# who looks: (name, [(mode, seed)], happens-before checks)
+# who looks: (name, [(mode, seed)], whether happens-before is checked)
 JUDGES = (
     ("plain run", [("eager", 0)], False),
     ("schedules", [("lazy", 0), ("pct", 0), ("pct", 1), ("pct", 2), ("random", 0)], False),
@@ -40,12 +42,12 @@ class Verdict:
 
 
 def campaign(scene: Scene, target: str, files: list[Path] | None = None, all_judges: bool = False,
-             progress: Callable[[int, int], None] = lambda done, total: None) -> list[Verdict]:  # fmt: skip
+             progress: Callable[[int, int], None] = lambda done, total: None, checks: Checks = USUAL) -> list[Verdict]:  # fmt: skip
     """Run every mutant of `files` (the scene's own unless given) whose place the scene reaches, past the first judge that notices if `all_judges`.
 
-    Raises SimulationFault if something is noticed before anything is changed.
+    `checks` is what the judge that goes by happens-before looks for. Raises SimulationFault if something is noticed before anything is changed.
     """
-    with simulate(target, "eager") as run:  # an unchanged kernel must be clean
+    with simulate(target, "eager", checks=checks) as run:  # an unchanged kernel must be clean
         expected = [tensor.clone() for tensor in scene()]
     entered = {(Path(code.co_filename).resolve(), code.co_name) for code in (fn.fn.__code__ for fn in run.machine.entered.values())}
     changed = [(file, mutant) for file in map(Path.resolve, files or [scene.path]) for mutant in mutants(file.read_text())
@@ -54,17 +56,18 @@ def campaign(scene: Scene, target: str, files: list[Path] | None = None, all_jud
     with tempfile.TemporaryDirectory() as folder:
         for number, (file, mutant) in enumerate(changed):
             with replaced(file, mutant.source, Path(folder) / f"mutant_{number}", scene.path) as module:
-                said = _verdict(scene, module, target, expected, all_judges)
+                said = _verdict(lambda *how: _judge(scene, module, target, expected, *how), all_judges, checks)
             if any(said.values()) or _reached(scene, file, mutant, target, Path(folder) / f"probe_{number}"):
                 verdicts.append(Verdict(mutant, said))
             progress(number + 1, len(changed))
     return verdicts
 
 
-def _verdict(scene: Scene, module: ModuleType, target: str, expected: list[torch.Tensor], all_judges: bool) -> dict[str, str]:
+def _verdict(judge: Callable[[str, int, Checks], str], all_judges: bool, checks: Checks) -> dict[str, str]:
     said: dict[str, str] = {}
-    for name, runs, watch in JUDGES if all_judges else (JUDGES[2], JUDGES[1]):
-        said[name] = next((found for mode, seed in runs if (found := _judge(scene, module, target, mode, seed, watch, expected))), "")
+    for name, runs, ordered in JUDGES if all_judges else (JUDGES[2], JUDGES[1]):
+        looked_for = checks if ordered else BLIND
+        said[name] = next((found for mode, seed in runs if (found := judge(mode, seed, looked_for))), "")
         if said[name] and not all_judges:
             break
     return said
@@ -73,15 +76,15 @@ def _verdict(scene: Scene, module: ModuleType, target: str, expected: list[torch
 def _reached(scene: Scene, file: Path, mutant: Mutant, target: str, folder: Path) -> bool:
     """Whether the scene runs what was changed: the branch of a constant that is never taken is no mutant."""
     try:
-        with replaced(file, mutant.probe, folder, scene.path) as module, simulate(target, "eager", watch=False):
+        with replaced(file, mutant.probe, folder, scene.path) as module, simulate(target, "eager", checks=BLIND):
             scene(module)
     except NameError:
         return True
     return False
 
 
-def _judge(scene: Scene, module: ModuleType, target: str, mode: str, seed: int, watch: bool, expected: list[torch.Tensor]) -> str:
-    with simulate(target, mode, seed, check=False, max_reports=1, watch=watch) as run:
+def _judge(scene: Scene, module: ModuleType, target: str, expected: list[torch.Tensor], mode: str, seed: int, checks: Checks) -> str:
+    with simulate(target, mode, seed, check=False, max_reports=1, checks=checks) as run:
         run.machine.max_steps = MAX_STEPS
         try:
             got = scene(module)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .campaign import Verdict, campaign, explain, summary, timed
+from .checks import Checks
 from .launch import SHARED_KIB, simulate
 from .machine import MODES
 from .report import Report, SimulationFault
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sms", type=int, default=4, metavar="N", help="CTAs in flight (4)")
     parser.add_argument("--grid", type=_grid, default=(1,), metavar="X[,Y[,Z]]", help="of a kernel")
     parser.add_argument("--num-warps", type=int, default=4, metavar="N", help="of a kernel (4)")
+    parser.add_argument("--ordered", action="store_true", help="floating-point adds to one place must have an order (same bits every run)")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="modelled time as .html, .svg or .json")
     parser.add_argument("--mutate", action="store_true", help="drop or bend one synchronisation at a time")
     parser.add_argument("--file", type=Path, action="append", metavar="FILE", help="mutate this file instead of the scene's; repeatable")
@@ -94,13 +96,17 @@ def _grid(text: str) -> tuple[int, ...]:
     return tuple(map(int, sizes))
 
 
+def _checks(arguments: argparse.Namespace) -> Checks:
+    return Checks(atomic_order=arguments.ordered)
+
+
 def _run(scene: Scene, arguments: argparse.Namespace) -> int:
     modes = [arguments.mode] if arguments.mode else [mode for mode in MODES if mode != "timed"]
     found: dict[tuple[str, str, int], Report] = {}  # by kind, place, and number among a run's others there
     stats: Counter[str] = Counter()
     runs = [(mode, seed) for mode in modes for seed in range(arguments.seed, arguments.seed + arguments.seeds)]
     for mode, seed in runs:
-        with simulate(arguments.target, mode, seed, sms=arguments.sms, check=False) as run:
+        with simulate(arguments.target, mode, seed, sms=arguments.sms, check=False, checks=_checks(arguments)) as run:
             scene()
         stats.update(run.stats)
         numbers: Counter[tuple[str, str]] = Counter()
@@ -132,7 +138,7 @@ def _mutate(scene: Scene, arguments: argparse.Namespace) -> int:
         with Progress(console=console, transient=True) as bar:
             task = bar.add_task("mutants")
             update = lambda done, total: bar.update(task, completed=done, total=total)
-            verdicts, seconds = timed(lambda: campaign(scene, arguments.target, files, arguments.judges, update))
+            verdicts, seconds = timed(lambda: campaign(scene, arguments.target, files, arguments.judges, update, _checks(arguments)))
     except SimulationFault as fault:
         raise SceneError(f"the kernel has faults before anything is changed: {fault}") from fault
     unexplained, stale = explain(verdicts, arguments.scene.rpartition("/")[2], arguments.ledger) if arguments.ledger else ([], [])

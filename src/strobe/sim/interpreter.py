@@ -13,7 +13,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,12 @@ def _is_builtin(fn: Any) -> bool:
     return tl.core.is_builtin(fn)
 
 
+@functools.lru_cache(None)
+def _plain_builtin(fn: Any) -> bool:
+    """A builtin of the language that is called as it is: most calls of a kernel."""
+    return _is_builtin(fn) and fn not in (*_STATIC_ASSERTS, *_MAPS, *_PYTHON) and not hasattr(fn, "__self__")
+
+
 # int32 scalars (ring stages, loop counters) are most operations of a kernel and need none of the semantic layer's rules
 _SCALAR: dict[str, Callable[[int, int], Any]] = dict(
     __add__=operator.add, __sub__=operator.sub, __mul__=operator.mul, __and__=operator.and_, __or__=operator.or_, __xor__=operator.xor)  # fmt: skip
@@ -78,7 +84,7 @@ def _scalar_binary(method: str, left: Any, right: Any) -> Any:
 def _kernel_frame() -> FrameType | None:
     """The innermost kernel function on the stack."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in KERNEL_CODE:
+    while frame is not None and id(frame.f_code) not in KERNEL_CODE:
         frame = frame.f_back
     return frame
 
@@ -286,6 +292,8 @@ class Interpreter:
 
     def call(self, fn: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         fn = unwrapped(fn)
+        if type(fn) is FunctionType and _plain_builtin(fn):
+            return self._call_builtin(fn, arguments, keywords)
         if isinstance(fn, (BoundJITMethod, BoundConstexprFunction)):
             arguments, fn = [fn.__self__, *arguments], fn.__func__
         if isinstance(fn, JITFunction):

@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .builder import Builder
+from .checks import USUAL, Checks
 from .interpreter import Interpreter
 from .layouts import Layouts
 from .machine import MODES, Machine
@@ -79,7 +80,7 @@ class Run:
 
 @contextlib.contextmanager
 def simulate(target: str = "sm_90", mode: str = "pct", seed: int = 0, *, sms: int = 4, check: bool = True, max_reports: int = 50,
-             strict: bool = False, watch: bool = True) -> Iterator[Run]:  # fmt: skip
+             checks: Checks = USUAL) -> Iterator[Run]:  # fmt: skip
     """Run kernels on a CPU and find their races, deadlocks and missing fences.
 
     >>> import torch
@@ -96,8 +97,9 @@ def simulate(target: str = "sm_90", mode: str = "pct", seed: int = 0, *, sms: in
     sms: CTAs in flight at once, and the number of SMs the kernel is told.
     check: raise SimulationFault at the end if there are reports; False: leave them in `run.reports`.
     max_reports: end the launch after so many distinct findings.
-    strict: also ask for a proxy fence between a generic read and an asynchronous overwrite.
-    watch: False turns happens-before checks off: only what the schedule makes visible is noticed (for comparisons).
+    checks: what is looked for: `Checks(happens_before=False)` notices only what the schedule makes visible (for comparisons),
+        `read_fences=True` also asks for a proxy fence between a generic read and an asynchronous overwrite, `atomic_order=True`
+        also for an order between floating-point adds to one place.
 
     Raises ValueError for an unknown target or mode, TypeError for tensors that are not on the CPU, SimulationFault as above.
     """
@@ -106,7 +108,7 @@ def simulate(target: str = "sm_90", mode: str = "pct", seed: int = 0, *, sms: in
         raise ValueError(f"mode: got {mode!r}, expected one of {', '.join(MODES)}")
     reports = Reports(max_reports)
     limits = {"shared": SHARED_KIB[capability] * KIB, "tensor": TENSOR_COLUMNS if capability in (100, 103) else 0}
-    run = Run(Machine(mode, seed, sms, limits, reports, watch, strict), reports)
+    run = Run(Machine(mode, seed, sms, limits, reports, checks), reports)
 
     def launch(fn: Any, *arguments: Any, grid: Any, warmup: bool = False, **keywords: Any) -> None:
         if not warmup:

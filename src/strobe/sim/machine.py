@@ -17,20 +17,32 @@ import greenlet
 import numpy as np
 
 from .agents import Barrier, Cta, NamedBarrier, Operation, Partition, Stream
+from .checks import USUAL, Checks
 from .memory import Access, Actor, Clock, Memory, merge
 from .report import Place, Reports, Stop, place_text
 from .timeline import Event
 
 MODES = ("eager", "lazy", "random", "pct", "timed")
-KERNEL_CODE: set[CodeType] = set()  # code objects made from kernel functions: frames worth naming
+KERNEL_CODE: dict[int, CodeType] = {}  # by id, since a code object's hash reads all of it: made from kernel functions, frames worth naming
 MAX_STEPS = 5_000_000
+# (kind of report, the later access writes, the earlier one did) -> how the later relates to the earlier
+_RELATION = {
+    ("race", True, True): "overwrites", ("race", True, False): "overwrites what is read by", ("race", False, True): "reads what is written by",
+    ("order", True, True): "adds to what is added to by",
+    **{("fence", *writes): "follows" for writes in ((True, True), (True, False), (False, True))},
+}  # fmt: skip
+_REASON = {
+    "race": "; nothing orders the two",
+    "order": "; nothing fixes their order: the sum of floating-point numbers differs from run to run",
+    "fence": " through another proxy; fence_async_shared is missing between",
+}
 SPINS = 1000  # equal plain reads in a row, nothing between, that make a spin loop
 
 
 class Machine:
-    def __init__(self, mode: str, seed: int, sms: int, limits: dict[str, int], reports: Reports, checks: bool = True, strict: bool = False):
+    def __init__(self, mode: str, seed: int, sms: int, limits: dict[str, int], reports: Reports, checks: Checks = USUAL):
         self.mode, self.random, self.sms, self.limits, self.reports = mode, random.Random(seed), sms, limits, reports
-        self.checks, self.strict = checks, strict
+        self.checks = checks
         self.storages: list[Memory] = []
         self.events: list[Event] = []
         self.stats: dict[str, int] = {"ctas": 0, "steps": 0, "accesses": 0, "landed": 0}
@@ -51,7 +63,7 @@ class Machine:
         found = []
         frame = sys._getframe(1)
         while frame is not None and len(found) < 4:
-            if frame.f_code in KERNEL_CODE:
+            if id(frame.f_code) in KERNEL_CODE:
                 found.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
         partition = self.current
@@ -69,26 +81,30 @@ class Machine:
             self._spins(memory, mask, actor)
         else:
             self.current.last_read = ()
-        conflicts, unwritten = memory.touch(mask, write, actor)
-        if not self.checks:
+        earlier, unwritten = memory.touch(mask, write, actor)
+        if not self.checks.happens_before:
             return
         if unwritten:
             text = f"{actor.what} by {_who(actor)} reads {memory.name}, of which nothing wrote {_part(unwritten, mask)}, at {place_text(actor.where)}"
             self.report("uninitialised", text, actor.where, (memory.name, actor.where))
-        for earlier in conflicts:
-            text = f"{earlier.actor.what} by {_who(earlier.actor)} at {place_text(earlier.actor.where)}"
-            key = (memory.name, actor.where, earlier.actor.where, write, earlier.write)
-            if not earlier.ordered_before(actor):
-                verb = {(True, True): "overwrites", (True, False): "overwrites what is read by", (False, True): "reads what is written by"}
-                self.report("race", f"on {memory.name}: {actor.what} by {_who(actor)} at {place_text(actor.where)} "
-                            f"{verb[write, earlier.write]} {text}; nothing orders the two", actor.where, key)  # fmt: skip
-            elif self._unfenced(earlier, actor):
-                self.report("fence", f"on {memory.name}: {actor.what} by {_who(actor)} at {place_text(actor.where)} follows "
-                            f"{text} through another proxy; fence_async_shared is missing between", actor.where, key)  # fmt: skip
+        for access in earlier:
+            if kind := self._fault(access, actor):
+                here, there = (f"{who.what} by {_who(who)} at {place_text(who.where)}" for who in (actor, access.actor))
+                text = f"on {memory.name}: {here} {_RELATION[kind, write, access.write]} {there}{_REASON[kind]}"
+                self.report(kind, text, actor.where, (memory.name, actor.where, access.actor.where, write, access.write))
+
+    def _fault(self, earlier: Access, actor: Actor) -> str:
+        """The kind of report that two accesses to one place deserve, at least one of them a write; "" for none."""
+        if earlier.actor.atomic and actor.atomic:  # they do not race, but the order of adds may matter
+            ordered = not (self.checks.atomic_order and earlier.actor.adds and actor.adds) or earlier.ordered_before(actor)
+            return "" if ordered else "order"
+        if not earlier.ordered_before(actor):
+            return "race"
+        return "fence" if self._unfenced(earlier, actor) else ""
 
     def _unfenced(self, earlier: Access, actor: Actor) -> bool:
-        """The async proxy after generic code, with no fence between; after a generic read only in strict mode."""
-        crosses = actor.proxy.startswith("async") and earlier.actor.generic and (earlier.write or self.strict)
+        """The async proxy after generic code, with no fence between; after a generic read only if that is asked for."""
+        crosses = actor.proxy.startswith("async") and earlier.actor.generic and (earlier.write or self.checks.read_fences)
         return crosses and not earlier.fenced_before(actor)
 
     def touch(self, memory: Memory, view: np.ndarray, write: bool, what: str) -> None:
@@ -133,7 +149,7 @@ class Machine:
         if found is None or not found.valid:
             self.report("barrier", f"{p.name} uses {name}, which is not initialised, at {place_text(self.place())}")
             found = p.cta.barriers[address] = Barrier(name, 1, p.knows)
-        elif self.checks and any(p.knows.get(agent, 0) < clock for agent, clock in found.since.items()):
+        elif self.checks.happens_before and any(p.knows.get(agent, 0) < clock for agent, clock in found.since.items()):
             self.report("race", f"{p.name} uses {name} without being ordered after its initialisation, at {place_text(self.place())}")
         return found
 
@@ -147,7 +163,7 @@ class Machine:
     def arrive(self, barrier: Barrier, count: int, knows: Clock, who: str, where: Place, expect: int = 0, time_ns: float = 0.0) -> None:
         """Arrivals by `who`, asked for at `where`; they tell whoever waits what `knows` holds."""
         self.progress += 1
-        if self.checks and not barrier.knows_the_end(knows):
+        if self.checks.happens_before and not barrier.knows_the_end(knows):
             self.report("barrier", f"{who} arrives on {barrier.name} at {place_text(where)}, not ordered after the end of its phase before: "
                         f"the arrival may count for that phase or for the next", where, (barrier.name, "early", where))  # fmt: skip
         merge(barrier.gathering, knows)
@@ -178,7 +194,7 @@ class Machine:
         if barrier.missing == 0 and barrier.missing_bytes < 0:
             self._too_many_bytes(barrier, barrier.phase, f"arrival at {place_text(self.place())}", self.place())
             barrier.missing_bytes = 0
-        if self.checks and not barrier.missing and not barrier.missing_bytes:
+        if self.checks.happens_before and not barrier.missing and not barrier.missing_bytes:
             for agent, place in barrier.overtaken():
                 self.report("barrier", f"a phase of {barrier.name} ends, not ordered after the wait of {agent.partition('/')[2]} for the phase "
                             f"before, at {place_text(place)}: that wait may come too late and miss it", place, (barrier.name, place))  # fmt: skip
@@ -266,20 +282,25 @@ class Machine:
 
     # ---- global synchronisation
 
-    def synchronise(self, memory: Memory, offsets: np.ndarray, order: str) -> None:
-        """An atomic, acquiring load or releasing store at global places: learn what was released there, release what is known.
+    def synchronise(self, memory: Memory, offsets: np.ndarray, order: str, reads: bool, writes: bool) -> None:
+        """A load, store or atomic at global places that is not weak: learn what was released there, release what is known.
 
         A relaxed one does so for the fences around it (PTX ISA, release and acquire patterns): it learns at the next
-        `fence.acq_rel`, and releases what was known at the last one.
+        `fence.acq_rel`, and releases what was known at the last one. An atomic goes on with what was released before
+        it (a release sequence); a store puts an end to that.
         """
         p = self.current
         learns = p.knows if order in ("acquire", "acq_rel") else p.observed
         told = p.knows if order in ("release", "acq_rel") else p.fenced
         for offset in np.unique(offsets).tolist():
             released = self._locations.setdefault((memory.base, offset), {})
-            merge(learns, released)
-            merge(released, told)
-        if told is p.knows:
+            if reads:
+                merge(learns, released)
+            elif writes:
+                released.clear()
+            if writes:
+                merge(released, told)
+        if writes and told is p.knows:
             p.tick()
 
     def thread_fence(self) -> None:
@@ -290,8 +311,8 @@ class Machine:
         p.tick()
 
     def poll(self, seen: tuple) -> None:
-        """A read that other CTAs may change; the same value read again with nothing new since blocks (a spin loop)."""
-        p = self.current
+        """A read that other CTAs may change; the same value read again there with nothing new since blocks (a spin loop)."""
+        p, seen = self.current, (*seen, self.place())
         self.preempt(always=True)
         if p.poll == (seen, self.progress):
             since = self.progress
@@ -351,7 +372,7 @@ class Machine:
     def _check_left(self, worker: Partition) -> None:
         for stream, verb in ((worker.wgmma, "wgmma"), (worker.stores, "TMA store"), (worker.copies, "cp.async")):
             unwaited = stream.issued - worker.knows.get(stream.agent, 0) + (len(worker.open_copies) if stream is worker.copies else 0)
-            if unwaited > 0 and self.checks:
+            if unwaited > 0 and self.checks.happens_before:
                 text = f"{worker.name} ends without having waited for its last {unwaited} {verb} operation(s), the last at {place_text(stream.where)}"
                 self.report("unfinished", text, stream.where, (worker.name, verb))
 
@@ -437,11 +458,11 @@ class Machine:
         main = cta.partitions[0]
         self.current = main
         self._check_left(main)
-        if self.checks:
+        if self.checks.happens_before:
             self._check_writes(cta, main)
         while flying := cta.in_flight():
             self._land(cta, *flying[0])
-        if self.checks:
+        if self.checks.happens_before:
             self._check_bytes(cta)
         self.ctas.remove(cta)
 

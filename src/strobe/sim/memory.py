@@ -33,6 +33,7 @@ class Actor:
     proxy: str  # "generic", "async" or "tensor"; "atomic" (through the generic proxy) or "async atomic"
     what: str
     where: Place
+    adds: bool = False  # floating-point numbers, in one atomic step each: their order decides the sum's last bits
 
     @property
     def atomic(self) -> bool:
@@ -91,7 +92,7 @@ class Memory:
         return int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little")
 
     def touch(self, mask: int, write: bool, actor: Actor) -> tuple[list[Access], int]:
-        """Record an access; returns the earlier accesses that conflict with it and the granules read but never written."""
+        """Record an access; returns the earlier accesses that it meets, one of the two a write, and the granules read but never written."""
         conflicts = [access for access in self.writes if access.mask & mask]
         if write:
             conflicts += [access for access in self.reads if access.mask & mask]
@@ -103,8 +104,6 @@ class Memory:
             unwritten = mask & ~self.written
             self.reads = [read for read in self.reads if not _superseded(read, mask, actor)]
             self.reads.append(Access(mask, actor, actor.clock, False))
-        if actor.atomic:  # an atomic does not race with an atomic
-            conflicts = [access for access in conflicts if not access.actor.atomic]
         return conflicts, unwritten
 
     def fence(self, agent: str, clock: int, knows: Clock) -> None:

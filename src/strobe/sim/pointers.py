@@ -14,7 +14,9 @@ from .values import BYTES, COMPUTED, STORED, Descriptor, Type, Value, from_bits,
 
 _ATOMIC: dict[str, Callable[..., Any]] = dict(
     ADD=np.add, FADD=np.add, MAX=np.maximum, MIN=np.minimum, UMAX=np.maximum, UMIN=np.minimum, AND=np.bitwise_and, OR=np.bitwise_or,
-    XOR=np.bitwise_xor, XCHG=lambda old, new: new, INC=lambda old, bound: np.where(old >= bound, 0, old + 1))  # fmt: skip
+    XOR=np.bitwise_xor, XCHG=lambda old, new: new, INC=lambda old, bound: np.where(old >= bound, 0, old + 1),
+    DEC=lambda old, bound: np.where((old == 0) | (old > bound), bound, old - 1))  # fmt: skip
+_UNSIGNED = ("UMAX", "UMIN", "INC", "DEC")
 _ORDERS = dict(ACQUIRE="acquire", RELEASE="release", ACQUIRE_RELEASE="acq_rel", RELAXED="relaxed")
 
 
@@ -57,11 +59,20 @@ class Pointers:
     def _nearest(self, address: int) -> Memory:
         return min(self.machine.storages, key=lambda m: min(abs(address - m.base), abs(address - m.end)))
 
-    def _record(self, found: Found, write: bool, what: str, proxy: str = "generic") -> None:
-        p = self.machine.current
+    def _record(self, found: Found, write: bool, what: str, proxy: str = "generic", adds: bool = False) -> None:
+        machine, p = self.machine, self.machine.current
+        if found.memory is None:
+            return
+        offsets, place = found.offsets[found.live], machine.place()
+        mask = found.memory.mask_at(offsets, found.size)
+        machine.access(found.memory, mask, write, Actor(p.agent, p.clock, p.knows, proxy, what, place, adds))
+        if adds and machine.checks.atomic_order and len(np.unique(offsets)) < offsets.size:
+            machine.report("order", f"on {found.memory.name}: {what} by {p.name} at {place_text(place)} adds several elements to one place; "
+                           "nothing fixes their order: the sum of floating-point numbers differs from run to run", place)  # fmt: skip
+
+    def _synchronise(self, found: Found, order: str, reads: bool, writes: bool) -> None:
         if found.memory is not None:
-            mask = found.memory.mask_at(found.offsets[found.live], found.size)
-            self.machine.access(found.memory, mask, write, Actor(p.agent, p.clock, p.knows, proxy, what, self.machine.place()))
+            self.machine.synchronise(found.memory, found.offsets[found.live], order, reads, writes)
 
     def _fetch(self, found: Found, dtype: Any, fill: Any) -> np.ndarray:
         out = np.empty(found.offsets.shape, dtype)
@@ -103,6 +114,7 @@ class Pointers:
         bits = self._fetch(found, stored, fill)
         if volatile:
             self.machine.poll(("load", int(addresses.reshape(-1)[0]), bits.tobytes()))
+            self._synchronise(found, "relaxed", reads=True, writes=False)
             bits = self._fetch(found, stored, fill)
         data = bits if is_pointer(elem) else from_bits(bits, elem)
         return Value(data if data.ndim else data[()], elem, p.layout)
@@ -136,7 +148,7 @@ class Pointers:
         stored, operand = STORED[elem], np.broadcast_to(np.asarray(operand), found.offsets.shape)
         expected = np.broadcast_to(to_bits(expected, elem), found.offsets.shape)
         address = (found.memory.base if found.memory else 0) + int(found.offsets.reshape(-1)[0])
-        self._record(found, True, "atomic", "atomic")
+        self._record(found, True, "atomic", "atomic", sums(op, elem))
         apply = _ATOMIC["XCHG" if op == "CAS" else op]
         self.machine.preempt()
         old = self._fetch(found, stored, 0)
@@ -147,14 +159,13 @@ class Pointers:
             before = self._fetch(one, stored, 0)
             old[position] = before[0]
             left, right = from_bits(before, elem), np.asarray(operand[position], COMPUTED[elem])
-            if op in ("UMAX", "UMIN"):
+            if op in _UNSIGNED:
                 left, right = unsigned(left), unsigned(right)
             after = to_bits(np.asarray(apply(left, right)).astype(COMPUTED[elem]), elem)
             if np.any(after != before) and (op != "CAS" or before[0] == expected[position]):
                 changed = True
                 self._put(one, after, stored)
-        if found.memory is not None:
-            self.machine.synchronise(found.memory, found.offsets[found.live], order)
+        self._synchronise(found, order, reads=True, writes=True)
         if not changed:
             self.machine.poll(("atomic", address, old.tobytes()))
         return from_bits(old, elem)
@@ -168,37 +179,38 @@ class Pointers:
         if order != "weak":
             seen = self._fetch(found, dtype, 0)
             self.machine.poll(("load", int(address.reshape(-1)[0]), seen.tobytes()))
-        if order == "acquire" and found.memory is not None:
-            self.machine.synchronise(found.memory, found.offsets[found.live], order)
+            self._synchronise(found, order, reads=True, writes=False)
         return self._fetch(found, dtype, 0)
 
     def store(self, address: np.ndarray, value: np.ndarray, mask: Any, order: str) -> None:
         found = self._find(np.asarray(address).astype(np.int64), mask, value.dtype.itemsize, "store")
         self._record(found, True, f"{order} store", "generic" if order == "weak" else "atomic")
-        if order == "release" and found.memory is not None:
-            self.machine.synchronise(found.memory, found.offsets[found.live], order)
+        if order != "weak":
+            self._synchronise(found, order, reads=False, writes=True)
         self._put(found, value, value.dtype)
 
     def atomic(self, operation: str, address: np.ndarray, operands: list[np.ndarray], mask: Any, order: str, returns: bool) -> np.ndarray | None:
         address = np.asarray(address).astype(np.int64)
-        operand = operands[-1]
-        elem = {"f": "fp", "i": "i", "u": "i"}[operand.dtype.kind] + str(operand.dtype.itemsize * 8)
-        found = self._find(address, mask, operand.dtype.itemsize, "atomic")
+        dtype = operands[-1].dtype
+        elem = {"f": "fp", "V": "bf", "i": "i", "u": "i"}[dtype.kind] + str(dtype.itemsize * 8)  # NumPy has no bfloat16: V holds its bits
+        found = self._find(address, mask, dtype.itemsize, "atomic")
         name = {"exch": "XCHG"}.get(operation, operation.upper())
-        name = "U" + name if operand.dtype.kind == "u" and name in ("MAX", "MIN") else name
-        signed = lambda data: data.view(f"i{data.dtype.itemsize}") if data.dtype.kind == "u" else data
-        values = signed(operand)
-        old = self._bulk_add(found, values) if name == "ADD" and not returns else self._atomic(found, elem, name, values, order, signed(operands[0]))
-        return old.view(operand.dtype) if returns and old is not None else None
+        name = "U" + name if dtype.kind == "u" and name in ("MAX", "MIN") else name
+        expected, values = (from_bits(data.view(STORED[elem]), elem) for data in (operands[0], operands[-1]))
+        if name == "ADD" and not returns and order == "relaxed" and dtype.kind != "V":
+            return self._bulk_add(found, values, elem)
+        old = self._atomic(found, elem, name, values, order, expected)
+        return to_bits(old, elem).view(dtype) if returns else None
 
-    def _bulk_add(self, found: Found, values: np.ndarray) -> None:
+    def _bulk_add(self, found: Found, values: np.ndarray, elem: str) -> None:
         """red.add on many elements at once."""
-        self._record(found, True, "red.add", "atomic")
+        self._record(found, True, "red.add", "atomic", sums("ADD", elem))
         self.machine.preempt()
         if found.memory is not None:
             view = found.memory.raw[: len(found.memory.raw) // found.size * found.size].view(values.dtype)
             np.add.at(view, found.offsets[found.live] // found.size, np.broadcast_to(values, found.offsets.shape)[found.live])
             self.machine.progress += 1
+        self._synchronise(found, "relaxed", reads=True, writes=True)
 
     # ---- descriptors (tl.make_tensor_descriptor, and the host's TensorDescriptor in a plain Triton kernel)
 
@@ -243,13 +255,14 @@ class Pointers:
         if why:
             self.machine.report("bounds", f"a TMA copy of the block at {corner} of {desc.memory.name}: {why}, at {place_text(self.machine.place())}")
 
-    def _block_access(self, desc: Descriptor, corner: list[Value], write: bool, what: str, proxy: str = "generic") -> tuple[list[int], Any, Any]:
+    def _block_access(self, desc: Descriptor, corner: list[Value], write: bool, what: str, reduces: Any = None) -> tuple[list[int], Any, Any]:
         at = [c.scalar for c in corner]
         self.check_corner(desc, at, write)
         source, target = desc.inside(at, desc.block)
         p = self.machine.current
         mask = desc.memory.mask_of(desc.view[source])
-        self.machine.access(desc.memory, mask, write, Actor(p.agent, p.clock, p.knows, proxy, what, self.machine.place()))
+        proxy, adds = "atomic" if reduces else "generic", bool(reduces) and sums(reduces.name, desc.elem)
+        self.machine.access(desc.memory, mask, write, Actor(p.agent, p.clock, p.knows, proxy, what, self.machine.place(), adds))
         return at, source, target
 
     def create_descriptor_load(self, desc: Descriptor, corner: list[Value], *_: Any) -> Value:
@@ -262,9 +275,14 @@ class Pointers:
         self.machine.progress += 1
 
     def create_descriptor_reduce(self, kind: Any, desc: Descriptor, value: Value, corner: list[Value]) -> None:
-        _, source, target = self._block_access(desc, corner, True, "descriptor reduce", "atomic")
+        _, source, target = self._block_access(desc, corner, True, "descriptor reduce", kind)
         reduce_into(desc, source, np.asarray(value.data).reshape(desc.block)[target], kind)
         self.machine.progress += 1
+
+
+def sums(operation: str, elem: str) -> bool:
+    """Whether an atomic operation adds floating-point numbers: the order of such adds shows in the last bits."""
+    return operation in ("ADD", "FADD") and elem[0] != "i"
 
 
 def reduce_into(desc: Descriptor, where: Any, values: np.ndarray, kind: Any) -> None:

@@ -9,6 +9,7 @@ from types import CodeType
 
 KINDS = {
     "race": "two accesses to one place, at least one a write, that nothing orders",
+    "order": "two floating-point adds whose order nothing fixes: the sum differs from run to run",
     "uninitialised": "a read of memory that nothing wrote",
     "fence": "the async proxy touches what generic code wrote, without fence_async_shared between",
     "wgmma": "an accumulator used before the wait that covers it",

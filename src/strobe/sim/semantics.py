@@ -46,15 +46,33 @@ class Region:
         return self
 
 
+class _Tensors(type):
+    """The class that a semantic layer knows tensors by: it makes them, and Triton 3.7 and later ask it whether a value is one."""
+
+    __call__ = staticmethod(make_tensor)  # type: ignore[assignment]
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, tl.tensor)
+
+
+class _Tensor(metaclass=_Tensors):
+    """Stands for tl.tensor."""
+
+
 class _Evaluated:
     """Mixed into a semantic layer: operations with a combining function, on whole arrays dressed as scalars."""
 
     builder: Any
-    tensor: Any = staticmethod(make_tensor)
+    tensor: Any = _Tensor
 
     def to_tensor(self, x: Any, check_type: bool = True) -> Any:
         x = unwrapped(x)
         return x if isinstance(x, tl.tensor) else super().to_tensor(x, check_type)  # type: ignore[misc]
+
+    def cast(self, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        if input.type.scalar is dst_ty.scalar:  # most operands have their operation's type already
+            return input
+        return super().cast(input, dst_ty, fp_downcast_rounding)  # type: ignore[misc]
 
     def multiple_of(self, x: Any, values: Any) -> Any:
         """A promise to the compiler, which changes no result."""
@@ -172,6 +190,8 @@ class Gluon(_Evaluated, GluonSemantic):
         super().__init__(builder)
         self._slots: dict[int, tuple[Any, Any, Any]] = {}  # a ring's type -> (kept alive, a slot's type, its IR type)
         self._types: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        self._pairs: dict[tuple[int, int], Any] = {}  # two types' ids -> (kept alive, their types once broadcast together)
+        self._converted: dict[tuple[int, Any, bool], Any] = {}  # (a type's id, a layout, asserted) -> (kept alive, type, IR type)
 
     def memdesc_index(self, mem_desc: Any, index: Any) -> Any:
         """A slot of a ring; its type is made once for each ring."""
@@ -203,10 +223,42 @@ class Gluon(_Evaluated, GluonSemantic):
         if left.is_block() and right.is_block():
             if left.layout is right.layout and left.shape == right.shape:
                 return lhs, rhs
-            return super().broadcast_impl_value(lhs, rhs)
+            return self._together(lhs, rhs)
         if left.is_block():
             return lhs, self._spread(rhs, left)
         return (self._spread(lhs, right), rhs) if right.is_block() else (lhs, rhs)
+
+    def _together(self, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        """Two tensors broadcast to one shape; what types that gives is asked once for each pair."""
+        key = (id(lhs.type), id(rhs.type))
+        if key in self._pairs:
+            left, right = self._pairs[key][1]
+            return self._widened(lhs, left), self._widened(rhs, right)
+        both: Any = super().broadcast_impl_value(lhs, rhs)
+        if not any(isinstance(one.type.layout, gluon_core.AutoLayout) for one in (lhs, rhs)):
+            kinds = [None if one.type.shape == wide.type.shape else (wide.type, wide.type.to_ir(self.builder)) for one, wide in zip((lhs, rhs), both)]
+            self._pairs[key] = (lhs.type, rhs.type), kinds
+        return both
+
+    def _widened(self, one: Any, kind: tuple[Any, Any] | None) -> Any:
+        return one if kind is None else self.tensor(self.builder.create_broadcast(one.handle, kind[1]), kind[0])
+
+    def cast(self, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        """As any cast, with one type object for equal results, so that what is asked of types next is found."""
+        made = super().cast(input, dst_ty, fp_downcast_rounding)
+        if made is not input and made.type.is_block():
+            made.type = self._type(("cast", input.type, made.type.scalar), lambda: made.type)
+        return made
+
+    def convert_layout(self, value: Any, layout: Any, assert_trivial: bool = False) -> Any:
+        """The type of the result is made once for each type and layout."""
+        key = id(value.type), layout, assert_trivial
+        if key not in self._converted:
+            made: Any = super().convert_layout(value, layout, assert_trivial)
+            self._converted[key] = value.type, made.type, made.type.to_ir(self.builder)
+            return made
+        _, kind, ir_type = self._converted[key]
+        return self.tensor(self.builder.create_convert_layout(ir_type, value.handle), kind)
 
     def _spread(self, scalar: Any, like: Any) -> Any:
         kind = self._type(("element", like, scalar.type), lambda: like.with_element_ty(scalar.type))
@@ -216,7 +268,7 @@ class Gluon(_Evaluated, GluonSemantic):
         return self._type(("attribute", kind), lambda: kind.to_ir(self.builder).layout)
 
     def broadcast_impl_shape(self, input: Any, shape: Any) -> Any:
-        if input.type.get_block_shapes() == shape:
+        if input.type.is_block() and input.type.get_block_shapes() == shape:
             return input
         made = super().broadcast_impl_shape(input, shape)
         return self.tensor(made.handle, self._type(("shape", input.type, tuple(shape)), lambda: made.type))

@@ -12,7 +12,7 @@ from .agents import Operation
 from .layouts import Layouts
 from .machine import Machine
 from .memory import Actor
-from .pointers import Found, reduce_into
+from .pointers import Found, reduce_into, sums
 from .report import place_text
 from .values import BYTES, STORED, Descriptor, Type, Value, Window, from_bits, to_bits
 
@@ -41,6 +41,7 @@ class SharedMemory:
     _find: Callable[..., Found]
     _fetch: Callable[..., np.ndarray]
     _record: Callable[..., None]
+    check_corner: Callable[..., None]
 
     # ---- allocations and views
 
@@ -203,6 +204,7 @@ class SharedMemory:
             return
         target, barrier = self.window(target), self._barrier(bar)
         corner = [c.scalar for c in coord]
+        self.check_corner(desc, corner, write=False)
         block = _box(desc, target)
         self._start_load(desc, barrier, target, lambda: desc.fetch(corner, block), desc.view[desc.inside(corner, block)[0]])
 
@@ -240,20 +242,23 @@ class SharedMemory:
         machine.launch(None, operation)
 
     def create_async_tma_copy_local_to_global(self, desc: Descriptor, coord: list[Value], source: Any, *_: Any) -> None:
-        self._start_store(desc, coord, source, "TMA store", lambda where, bits: desc.view.__setitem__(where, bits), "async")
+        self.check_corner(desc, [c.scalar for c in coord], write=True)
+        self._start_store(desc, coord, source, "TMA store", lambda where, bits: desc.view.__setitem__(where, bits))
 
     def create_async_tma_reduce(self, kind: Any, desc: Descriptor, coord: list[Value], source: Any, *_: Any) -> None:
+        self.check_corner(desc, [c.scalar for c in coord], write=True)
         add = lambda where, bits: reduce_into(desc, where, from_bits(bits, desc.elem), kind)
-        self._start_store(desc, coord, source, f"TMA reduce-{kind.name.lower()}", add, "async atomic")
+        self._start_store(desc, coord, source, f"TMA reduce-{kind.name.lower()}", add, kind)
 
     def create_async_tma_scatter(self, desc: Descriptor, rows: Value, column: Value, source: Any) -> None:
         source = self.window(source)
         for i, row in enumerate(np.asarray(rows.data).tolist()):
             part = Window(source.memory, source.view[i : i + 1], source.elem, source.type)
             corner = [Value(np.int32(row), "i32"), column]
-            self._start_store(desc, corner, part, "TMA scatter", lambda where, bits: desc.view.__setitem__(where, bits), "async")
+            self._start_store(desc, corner, part, "TMA scatter", lambda where, bits: desc.view.__setitem__(where, bits))
 
-    def _start_store(self, desc: Descriptor, coord: list[Value], source: Any, verb: str, put: Callable[[Any, np.ndarray], None], proxy: str) -> None:
+    def _start_store(self, desc: Descriptor, coord: list[Value], source: Any, verb: str, put: Callable[[Any, np.ndarray], None],
+                     reduces: Any = None) -> None:  # fmt: skip
         """A bulk store reads shared memory first and writes global memory some time later; two stores may write in any order."""
         machine, p, source = self.machine, self.machine.current, self.window(source)
         reads, writes = p.stores, p.store_writes
@@ -264,7 +269,8 @@ class SharedMemory:
         block = _box(desc, source)
         where, part = desc.inside(corner, block)
         if desc.view[where].size:
-            actor = Actor(writes.agent, writes.issued, p.knows, proxy, what, place)
+            proxy, adds = "async atomic" if reduces else "async", bool(reduces) and sums(reduces.name, desc.elem)
+            actor = Actor(writes.agent, writes.issued, p.knows, proxy, what, place, adds)
             machine.access(desc.memory, desc.memory.mask_of(desc.view[where]), True, actor)
         p.tick()
         _, ready = machine.occupy("TMA", p.time_ns, source.view.nbytes / TMA_BYTES_PER_NS)

@@ -6,24 +6,31 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from .agents import Operation
 from .arithmetic import SM_GHZ
 from .machine import Machine
 from .memory import Actor, merge
-from .values import COMPUTED, Pending, Type, Value, Window, as_torch, from_bits, rounded, to_bits
+from .report import Place
+from .values import COMPUTED, Pending, Type, Value, Window, as_torch, from_bits, matrix, rounded, to_bits
 
 FLOP_PER_CYCLE = 4096.0  # dense 16-bit products of one Hopper SM; twice that on Blackwell, and for 8-bit types
 TENSOR_MEMORY_COLUMN_BYTES = 512  # 128 lanes of 32 bits
 
 
 def product(a: Any, b: Any, elem: str, precise: bool = False) -> np.ndarray:
-    a, b = np.asarray(a, np.float32 if elem != "fp64" else np.float64), np.asarray(b, np.float32 if elem != "fp64" else np.float64)
+    """a @ b of tiles of `elem`, as arrays or as torch tensors that `matrix` made, with sums in float32 (float64, int64)."""
+    a, b = (_operand_of(x, elem) for x in (a, b))
     if elem == "fp32" and not precise:  # TF32: the tensor core reads the upper 19 bits
-        a, b = ((np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for x in (a, b))
-    if elem[0] == "i":
-        return (as_torch(a.astype(np.int64)) @ as_torch(b.astype(np.int64))).numpy()
-    return (as_torch(a) @ as_torch(b)).numpy()
+        a, b = ((x.contiguous().view(torch.int32) & -0x2000).view(torch.float32) for x in (a, b))
+    return (a @ b).numpy()
+
+
+def _operand_of(x: Any, elem: str) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        x = as_torch(np.asarray(x))
+    return x.to(torch.int64 if elem[0] == "i" else torch.float64 if elem == "fp64" else torch.float32)
 
 
 class TensorCores:
@@ -40,16 +47,16 @@ class TensorCores:
         rate = FLOP_PER_CYCLE * (2 if self.capability >= 100 else 1) * (2 if "8" in elem[:4] and elem != "bf16" else 1)
         return 2.0 * shape[0] * shape[1] * shape[2] / rate / SM_GHZ
 
-    def _operand(self, operand: Any, agent: str, number: int, knows: dict[str, int], what: str) -> Callable[[], Any]:
+    def _operand(self, operand: Any, agent: str, number: int, knows: dict[str, int], what: str, place: Place) -> Callable[[], Any]:
         """Record the read now; the returned function fetches the operand when the product lands."""
         if isinstance(operand, Value):
             data = operand.data
             return lambda: data
         window = self.window(operand)
         proxy = "async" if window.memory.space == "shared" else "tensor"
-        actor = Actor(agent, number, knows, proxy, f"{what} of {window.label}", self.machine.place())
+        actor = Actor(agent, number, knows, proxy, f"{what} of {window.label}", place)
         self.machine.access(window.memory, window.memory.mask_of(window.view), False, actor)
-        return lambda: from_bits(window.view, window.elem)
+        return lambda: matrix(window.view, window.elem)
 
     # ---- wgmma (Hopper)
 
@@ -58,13 +65,14 @@ class TensorCores:
         stream = p.wgmma
         stream.issued += 1
         agent, number = stream.agent, stream.issued
-        left = self._operand(a, agent, number, p.knows, "wgmma read")
-        right = self._operand(b, agent, number, p.knows, "wgmma read")
+        place = machine.place()
+        left = self._operand(a, agent, number, p.knows, "wgmma read", place)
+        right = self._operand(b, agent, number, p.knows, "wgmma read", place)
         if acc.pending and acc.pending.agent != agent:
             acc.pending.report_use()
         p.tick()
         shape = (*np.shape(acc.raw()), np.shape(a.raw())[-1] if isinstance(a, Value) else a.view.shape[-1])
-        out = Value(np.full(shape[:2], np.nan, np.float32), acc.elem, acc.layout, Pending(machine, agent, number))
+        out = Value(np.full(shape[:2], np.nan, np.float32), acc.elem, acc.layout, Pending(machine, agent, number, place))
         accumulate, elem = bool(use_acc.data), a.elem
 
         def land() -> None:
@@ -72,19 +80,20 @@ class TensorCores:
             result = result + acc.raw() if accumulate else result
             out.set_data(result.astype(COMPUTED[acc.elem], copy=False))
 
-        self._issue(stream, "wgmma", shape, elem, land)
+        self._issue(stream, "wgmma", shape, elem, land, place)
         if not is_async:
             return self.create_warpgroup_mma_wait([out], 0)[0]
         return out
 
-    def _issue(self, stream: Any, name: str, shape: tuple[int, int, int], elem: str, land: Callable[[], None]) -> None:
+    def _issue(self, stream: Any, name: str, shape: tuple[int, int, int], elem: str, land: Callable[[], None], place: Place) -> None:
         machine, p = self.machine, self.machine.current
         if machine.mode == "timed":
             machine.preempt()
         start, ready = machine.occupy("tensor core", p.time_ns, self._seconds(shape, elem))
         text = f"{name} {shape[0]}x{shape[1]}x{shape[2]}"
-        machine.event("tensor core", "mma", f"{text} of {p.name}", start, ready)
-        machine.launch(stream, Operation(stream.agent, text, machine.place(), land, ready))
+        if machine.mode == "timed":
+            machine.event("tensor core", "mma", f"{text} of {p.name}", start, ready)
+        machine.launch(stream, Operation(stream.agent, text, place, land, ready))
 
     def create_warpgroup_mma_wait(self, deps: list[Value], pending: int) -> list[Value]:
         p = self.machine.current
@@ -138,13 +147,14 @@ class TensorCores:
         stream.issued += 1
         agent, number = stream.agent, stream.issued
         knows = {**p.knows, agent: number - 1}  # products of one issuer run in order
-        left, right = self._operand(a, agent, number, knows, "tcgen05 read"), self._operand(b, agent, number, knows, "tcgen05 read")
+        place = machine.place()
+        left, right = (self._operand(x, agent, number, knows, "tcgen05 read", place) for x in (a, b))
         what = f"tcgen05.mma into {d.label}"
         mask = d.memory.mask_of(d.view)
         knows = {**knows, agent: number}
         if accumulate:
-            machine.access(d.memory, mask, False, Actor(agent, number, knows, "tensor", what, machine.place()))
-        machine.access(d.memory, mask, True, Actor(agent, number, knows, "tensor", what, machine.place()))
+            machine.access(d.memory, mask, False, Actor(agent, number, knows, "tensor", what, place))
+        machine.access(d.memory, mask, True, Actor(agent, number, knows, "tensor", what, place))
         p.tick()
         elem = a.elem
 
@@ -153,7 +163,7 @@ class TensorCores:
             d.view[...] = to_bits(result + from_bits(d.view, d.elem) if accumulate else result, d.elem)
             merge(stream.knows, knows)
 
-        self._issue(stream, "tcgen05", (*d.view.shape[-2:], self.window(a).view.shape[-1]), elem, land)
+        self._issue(stream, "tcgen05", (*d.view.shape[-2:], self.window(a).view.shape[-1]), elem, land, place)
 
     def create_tcgen05_commit(self, bar: Any, *_: Any) -> None:
         """The barrier is told once all earlier tcgen05 work of this partition is done."""
@@ -177,13 +187,13 @@ class TensorCores:
         stream.issued += 1
         agent, number = stream.agent, stream.issued
         knows = {**p.knows, agent: number - 1}
-        fetch = self._operand(source, agent, number, knows, "tcgen05.cp read")
+        fetch = self._operand(source, agent, number, knows, "tcgen05.cp read", machine.place())
         actor = Actor(agent, number, knows, "tensor", f"tcgen05.cp into {target.label}", machine.place())
         machine.access(target.memory, target.memory.mask_of(target.view), True, actor)
         p.tick()
 
         def land() -> None:
-            target.view[...] = to_bits(fetch(), target.elem).reshape(target.view.shape)
+            target.view[...] = to_bits(fetch().numpy(), target.elem).reshape(target.view.shape)
             merge(stream.knows, {**knows, agent: number})
 
         machine.launch(stream, Operation(agent, "tcgen05.cp", machine.place(), land, p.time_ns))

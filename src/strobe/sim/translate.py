@@ -18,21 +18,26 @@ from typing import Any
 from triton import language as tl
 from triton.compiler.code_generator import CodeGenerator
 from triton.language.core import constexpr
-from triton.runtime.jit import JITCallable, get_jit_fn_file_line
+from triton.runtime.jit import JITCallable
 
 from .machine import KERNEL_CODE
 
 INTERPRETER = "$"  # no kernel can use this name
 _BUILTINS = CodeGenerator.builtin_namespace
-_BINARY = {kind.__name__: name for kind, name in CodeGenerator._method_name_for_bin_op.items()}
-_COMPARE = {kind.__name__: name for kind, name in CodeGenerator._method_name_for_comp_op.items()}
-_UNARY = {kind.__name__: name for kind, name in CodeGenerator._method_name_for_unary_op.items()}
+# by the class of an operator in Python's AST: the method that Triton's frontend asks for
+_BINARY = dict(Add="__add__", Sub="__sub__", Mult="__mul__", Div="__truediv__", FloorDiv="__floordiv__", Mod="__mod__", Pow="__pow__",
+               LShift="__lshift__", RShift="__rshift__", BitAnd="__and__", BitOr="__or__", BitXor="__xor__")  # fmt: skip
+_COMPARE = dict(Eq="__eq__", NotEq="__ne__", Lt="__lt__", LtE="__le__", Gt="__gt__", GtE="__ge__")
+_UNARY = dict(USub="__neg__", UAdd="__pos__", Not="__not__", Invert="__invert__")
 _LOGICAL = {"And": "logical_and", "Or": "logical_or"}
 
 
 def file_line(fn: Any) -> tuple[str, int]:
     """Where a jit function is defined: (file, line of its `def`)."""
-    return get_jit_fn_file_line(fn)
+    while not isinstance(fn, JITCallable):  # a wrapper, such as a heuristic's
+        fn = fn.fn
+    decorators = next(i for i, line in enumerate(fn.raw_src) if line.lstrip().startswith("def "))
+    return fn.fn.__code__.co_filename, fn.starting_line_number + decorators
 
 
 _TRANSLATED: dict[int, tuple[Any, Callable[..., Any]]] = {}  # by id: a jit function's own hash reads its whole source
@@ -55,7 +60,7 @@ def _translate(fn: Any) -> Callable[..., Any]:
     module = ast.Module([translator.function(definition)], [])
     code = compile(ast.fix_missing_locations(module), file_name, "exec")
     body = next(part for part in code.co_consts if isinstance(part, CodeType))
-    KERNEL_CODE.add(body)
+    KERNEL_CODE[id(body)] = body
     return FunctionType(body, translator.namespace, definition.name)
 
 

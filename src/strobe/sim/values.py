@@ -12,7 +12,7 @@ import torch
 from triton import language as tl
 
 from .memory import Memory
-from .report import place_text
+from .report import Place, place_text
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -52,8 +52,9 @@ def rounded(array: Any, elem: str) -> Any:
     array = _odd(np.asarray(array)).astype(np.float32)
     if elem in _LARGEST:
         array = np.clip(array, -_LARGEST[elem], _LARGEST[elem])
-        return as_torch(array).to(narrow).to(torch.float32).numpy().reshape(array.shape)
-    return _bfloat16_bits(array).astype(np.uint32).__lshift__(16).view(np.float32)
+    elif array.ndim == 0 or np.isnan(array).any():  # torch gives NaN other bits than the hardware
+        return _bfloat16_bits(array).astype(np.uint32).__lshift__(16).view(np.float32)
+    return as_torch(array).to(narrow).to(torch.float32).numpy().reshape(array.shape)
 
 
 def _odd(array: np.ndarray) -> np.ndarray:
@@ -92,6 +93,13 @@ def from_bits(array: np.ndarray, elem: str) -> np.ndarray:
     if narrow is not None:
         return as_torch(array).view(narrow).to(torch.float32).numpy().reshape(array.shape)
     return array.astype(COMPUTED[elem])
+
+
+def matrix(array: np.ndarray, elem: str) -> torch.Tensor:
+    """Bits of a tile, in any order of strides, as the float32 operand of a product (float64 and integers as they are)."""
+    if elem == "bf16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(torch.float32)
+    return as_torch(from_bits(array, elem).astype(np.float32 if elem[0] != "i" and elem != "fp64" else COMPUTED[elem], copy=False))
 
 
 class Type:
@@ -169,8 +177,8 @@ class Pending:
 
     __slots__ = ("agent", "machine", "number", "place")
 
-    def __init__(self, machine: Machine, agent: str, number: int):
-        self.machine, self.agent, self.number, self.place = machine, agent, number, machine.place()
+    def __init__(self, machine: Machine, agent: str, number: int, place: Place):
+        self.machine, self.agent, self.number, self.place = machine, agent, number, place
 
     def report_use(self) -> None:
         p = self.machine.current

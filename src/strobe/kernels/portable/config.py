@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +12,7 @@ from ...knobs import KNOBS
 from ...mask import MaskStructure
 from ...problem import Problem
 from ...target import KIB, Target
-from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost
+from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, no_triton
 from .tunings import Tuning, backward_tuning, forward_tuning, padded
 
 LEAST_CAPABILITY = 80
@@ -93,17 +91,6 @@ def _form(problem: Problem, tuning: Tuning) -> Form:
     )
 
 
-@lru_cache
-def _no_triton() -> str | None:
-    if find_spec("triton") is None:
-        return "needs Triton, which is not installed: pip install triton"
-    import triton
-
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
-        return f"needs Triton 3.6 or later; this is {triton.__version__}"
-    return None
-
-
 def _why_not(problem: Problem, target: Target) -> str | None:
     if target.kind != "cuda" and not KNOBS.interpret:
         return f"needs a GPU of sm_{LEAST_CAPABILITY} or later; this target is a CPU"
@@ -112,7 +99,7 @@ def _why_not(problem: Problem, target: Target) -> str | None:
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > MOST_WIDTH:
         return f"head dimensions up to {MOST_WIDTH}; this is {widest}"
-    return _no_triton()
+    return no_triton()
 
 
 class PortableForward:

@@ -1,0 +1,239 @@
+"""The Hopper forward's own source, through its own launch code, on the simulator, held against the oracle; and the library that does it.
+
+Two SMs give a program several tiles, and sizes wrap every ring; which of the table's cases are too small for that is said by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from strobe import mask as masks
+from strobe import ops
+from strobe.call import Call
+from strobe.errors import KernelFault, UnsupportedProblem
+from strobe.kernels import kernels
+from strobe.kernels.hopper import config as hopper
+from strobe.kernels.hopper import launch
+from strobe.kernels.kernel import Forward, Plan
+from strobe.problem import Problem
+from strobe.proof.simulate import on, simulated
+from strobe.target import FAKES
+from strobe.testing import FAMILIES, Case, assert_as_good_as
+from strobe.testing.cases import laid_out
+
+PROGRAMS = 2
+H200 = replace(FAKES["H200"], sm_count=PROGRAMS)
+DTYPES = (torch.bfloat16, torch.float16)
+SCHEDULES = (("eager", 0), ("lazy", 0), ("pct", 1))
+NIGHTLY = [(mode, seed) for mode in ("eager", "lazy", "random", "pct") for seed in range(1 if mode in ("eager", "lazy") else 3)]
+
+
+def _band(left: int | None, right: int | None):
+    return lambda case, device: masks.window(left, right)
+
+
+CAUSAL = _band(None, 0)
+
+
+def _case(name: str, seqlen_q: int = 300, seqlen_k: int | None = 390, width: int = 128, **options) -> Case:
+    return Case(name, seqlen_q, seqlen_k, **{"head_dim": width, "batch": 1, "heads": (2, 2)} | options)
+
+
+def _narrow(name: str, seqlen_q: int = 390, seqlen_k: int | None = 520, **options) -> Case:
+    return _case(name, seqlen_q, seqlen_k, 64, **options)
+
+
+def _wide(name: str, seqlen_q: int = 260, seqlen_k: int | None = 200, **options) -> Case:
+    return _case(name, seqlen_q, seqlen_k, 256, **options)
+
+
+LARGE = (
+    _case("dense"),
+    _case("whole_tiles", 256, 512),
+    _case("causal", 400, None, mask=CAUSAL),
+    _case("causal_more_keys", 200, 500, mask=CAUSAL),
+    _case("causal_more_rows", 520, 385, mask=CAUSAL),  # the first tile of a head sees no key
+    _case("causal_more_rows_sinks", 520, 385, mask=CAUSAL, sinks=True),
+    _case("window_left", 300, 420, mask=_band(70, None)),
+    _case("window_right", 300, 420, mask=_band(None, 70)),
+    _case("window_both", 400, None, mask=_band(150, 20)),
+    _case("window_zero", 400, None, mask=_band(0, 0)),
+    _case("window_wider_than_all", mask=_band(5000, 5000)),
+    _case("window_before_the_keys", 520, 390, mask=_band(10, 10)),  # rows at the top see no key
+    _case("softcap", mask=CAUSAL, softcap=3.0),
+    _case("sinks", sinks=True),
+    _case("softcap_sinks_window", 400, None, mask=_band(100, 0), softcap=5.0, sinks=True),
+    _case("grouped", heads=(4, 2), mask=CAUSAL),
+    _case("one_key_head", 200, 390, heads=(5, 1)),
+    _case("batch_of_three", 200, 390, batch=3, heads=(2, 1)),
+    _case("scale", scale=0.3),
+    _case("stored_heads_first", heads=(4, 2), storage="heads_first", mask=CAUSAL),
+    _case("stored_gaps", heads=(4, 2), storage="gaps"),
+    _case("stored_mixed", heads=(4, 2), storage="mixed", mask=CAUSAL),
+    _case("head_dim_96", width=96, mask=CAUSAL),
+    _case("head_dims_72_120", width=72, head_dim_v=120),
+    _narrow("d64_dense"),
+    _narrow("d64_causal", 600, None, mask=CAUSAL),
+    _narrow("d64_causal_more_rows_sinks", 800, 513, mask=CAUSAL, sinks=True),
+    _narrow("d64_window", 600, None, mask=_band(130, 60)),
+    _narrow("d64_window_left_softcap", 600, 520, mask=_band(40, None), softcap=7.0),
+    _narrow("d64_grouped_gaps", heads=(4, 1), storage="gaps", mask=CAUSAL),
+    _case("head_dim_8", 390, 520, 8, mask=CAUSAL),
+    _case("head_dim_40", 390, 520, 40),
+    _wide("d256_dense"),
+    _wide("d256_causal", 330, None, mask=CAUSAL),
+    _wide("d256_causal_more_rows_sinks", 400, 193, mask=CAUSAL, sinks=True),
+    _wide("d256_window_softcap", 330, None, mask=_band(60, 10), softcap=4.0, heads=(4, 2)),
+    _case("head_dim_192", 260, 200, 192, mask=CAUSAL),
+    _case("head_dims_192_128", 260, 200, 192, head_dim_v=128),
+    _case("head_dims_192_128_causal", 330, None, 192, head_dim_v=128, mask=CAUSAL, sinks=True),
+    _case("head_dims_192_128_window", 330, None, 192, head_dim_v=128, mask=_band(70, 5), heads=(4, 2)),
+)
+SMALL = (  # no ring wraps, or a program has one tile: lengths around 0 and a tile
+    _case("one", 1, 1),
+    _case("one_row", 1, 700),
+    _case("one_row_causal", 1, 700, heads=(4, 1), mask=CAUSAL),
+    _case("one_key", 300, 1),
+    _case("one_key_causal", 300, 1, mask=CAUSAL),
+    _case("three", 3, 3, mask=CAUSAL),
+    _case("below_a_tile", 63, 127),
+    _case("above_a_tile", 65, 129, mask=CAUSAL),
+    _narrow("d64_one_row", 1, 700, batch=3),
+    _narrow("d64_odd", 193, 129, mask=CAUSAL),
+    _wide("d256_one_row", 1, 300, mask=_band(100, None)),
+    _case("one_head", 300, 390, heads=(1, 1), mask=CAUSAL),
+)
+CASES = {case.name: case for case in (*LARGE, *SMALL)}
+
+
+def run_and_judge(case: Case, dtype: torch.dtype, family: str, schedule: tuple[str, int]) -> None:
+    call = case.build("cpu", dtype, family, seed=5, kernel="hopper")
+    found, run = simulated(call, H200, *schedule)
+    assert run.reports == [] and run.launches == ["forward_kernel"]
+    assert_as_good_as(found, call)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule[0])
+@pytest.mark.parametrize("name", CASES)
+def test_hopper_forward(name, schedule):
+    """All cases under each kind of schedule; dtypes and input families take turns."""
+    n = list(CASES).index(name) + 2 * SCHEDULES.index(schedule)
+    run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
+def test_hopper_forward_under_every_schedule(name, family):
+    for dtype in DTYPES:
+        for schedule in NIGHTLY:
+            run_and_judge(CASES[name], dtype, family, schedule)
+
+
+@pytest.mark.parametrize("name", [case.name for case in LARGE])
+def test_sizes_wrap_the_rings_and_give_a_program_two_tiles(name):
+    case = CASES[name]
+    tuning = hopper.TUNINGS[hopper.padded(case.head_dim), hopper.padded(case.head_dim_v or case.head_dim)]
+    rows = hopper.ROWS * tuning.consumers
+    assert case.batch * case.heads[0] * -(-case.seqlen_q // rows) >= 2 * PROGRAMS
+    assert -(-case.keys // tuning.block_n) > tuning.stages
+
+
+def test_the_table_has_every_tiling():
+    used = {(hopper.padded(case.head_dim), hopper.padded(case.head_dim_v or case.head_dim)) for case in LARGE}
+    assert used == set(hopper.TUNINGS)
+
+
+# ---------------------------------------------------------------- with the portable backward, and into a given out
+
+
+@pytest.mark.parametrize("name", ("causal_more_rows_sinks", "d64_window_left_softcap", "head_dims_192_128_causal"))
+def test_gradients_from_its_lse(name, judge):
+    """The portable backward reads the Hopper forward's lse: natural logarithm, float32, -inf where a row sees no key."""
+    call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper.forward")
+    with on(H200) as run:
+        judge(call, "normal", 5)
+    assert run.reports == [] and run.launches == ["forward_kernel"] * 2 + ["delta_kernel", "keys_kernel", "queries_kernel"]
+
+
+def test_lse_of_rows_without_keys():
+    call = CASES["causal_more_rows"].build("cpu", torch.bfloat16, kernel="hopper")
+    found, _ = simulated(call, H200)
+    assert found.lse.dtype == torch.float32
+    assert found.lse[..., :135].eq(-torch.inf).all() and found.lse[..., 135:].isfinite().all()
+    assert found.out[:, :135].eq(0).all()
+
+
+@pytest.mark.parametrize("storage", ("odd_offset", "gaps", "heads_first"))
+def test_out_that_tma_cannot_write(storage):
+    """A given out lies as it likes: what TMA cannot address is written elsewhere and copied."""
+    call = CASES["dense"].build("cpu", torch.bfloat16, kernel="hopper")
+    out = laid_out(torch.full((1, 300, 2, 128), float("nan"), dtype=torch.bfloat16), storage, 0)
+    assert (launch.addressable(out) is out) == (storage != "odd_offset")
+    with on(H200):
+        assert_as_good_as(ops.run(call, out), call)
+
+
+def test_a_width_of_v_that_tma_cannot_write():
+    """v is a slice whose rows TMA can read; out's own rows of 20 columns it could not write."""
+    q, k, v = (torch.randn(1, 200, 2, width, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16) for width in (32, 32, 24))
+    call = Call(q, k, v[..., :20], kernel="hopper")
+    found, run = simulated(call, H200)
+    assert run.reports == []
+    assert_as_good_as(found, call)
+
+
+def test_more_tiles_than_a_launch_can_count():
+    q = torch.empty(8, dtype=torch.bfloat16).expand(2**16, 2, 2**15, 8)
+    call = Call(q, q, q)
+    problem = Problem.from_call(call)
+    plan = Plan(hopper.FORWARD, problem, H200, hopper.FORWARD.config(problem, H200), ())
+    with pytest.raises(KernelFault, match=r"hopper\.forward: 2147483648 tiles .* split the batch"):
+        launch.forward_launch(plan, call, Forward(q, q))
+
+
+# ---------------------------------------------------------------- the library
+
+
+@pytest.mark.parametrize("target, kernel, ran", [("A100", "", "portable"), ("H200", "", "hopper"), ("H200", "portable", "portable")])
+def test_what_select_gives_is_what_runs(target, kernel, ran, monkeypatch):
+    called = []
+    for family in ("hopper", "portable"):
+        forward = type(next(one for one in kernels("forward") if one.name == f"{family}.forward"))
+        monkeypatch.setattr(forward, "run", _noting(forward.run, family, called))
+    call = Case("small", 70, 90, batch=1).build("cpu", torch.bfloat16)
+    found, run = simulated(call, FAKES[target], kernel=kernel)
+    assert called == [ran] and run.reports == []
+    assert_as_good_as(found, call)
+
+
+def _noting(run, family, called):
+    def noted(self, *arguments):
+        called.append(family)
+        run(self, *arguments)
+
+    return noted
+
+
+def test_a_kernel_that_cannot_run_it_is_not_replaced():
+    with pytest.raises(UnsupportedProblem, match="float16 and bfloat16 only"):
+        simulated(Case("wide", 8).build("cpu", torch.float32), H200, kernel="hopper")
+
+
+def test_what_is_not_written_is_nan_and_what_is_written_outside_is_noticed(monkeypatch):
+    call = Case("small", 70, 90, batch=1).build("cpu", torch.bfloat16)
+    monkeypatch.setattr(hopper.HopperForward, "run", lambda self, plan, call, tensors, workspace: None)
+    found, _ = simulated(call, H200)
+    assert found.out.isnan().all() and found.lse.isnan().all()
+    beyond = lambda out: out.as_strided((1,), (1,), out.storage_offset() + out.numel())
+    monkeypatch.setattr(hopper.HopperForward, "run", lambda self, plan, call, tensors, workspace: beyond(tensors.out).fill_(0))
+    with pytest.raises(AssertionError, match="elements outside it were written"):
+        simulated(call, H200)
+    monkeypatch.setattr(hopper.HopperForward, "run", lambda self, plan, call, tensors, workspace: call.k.fill_(0))
+    with pytest.raises(AssertionError, match=r"k: .* overwritten"):
+        simulated(call, H200)

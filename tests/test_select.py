@@ -1,0 +1,204 @@
+"""Which kernel a problem gets on which GPU, and why not another: one test for each reason, in the words that `explain` prints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import strobe
+from strobe.call import Call
+from strobe.errors import InvalidProblem, UnsupportedProblem
+from strobe.kernels import FAMILIES, kernel, kernels
+from strobe.kernels.hopper import config as hopper
+from strobe.select import Choice, select
+from strobe.target import FAKES
+
+
+def _dense(width: int = 128, width_v: int = 0, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, int] = (4, 4), **options) -> Call:
+    shapes = ((2, 64, heads[0], width), (2, 80, heads[1], width), (2, 80, heads[1], width_v or width))
+    return Call(*(torch.empty(shape, dtype=dtype) for shape in shapes), **options)
+
+
+def _masked(mask: strobe.Mask) -> Call:
+    return _dense()._replace(k=torch.empty(2, 64, 4, 128, dtype=torch.bfloat16), v=torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)).with_mask(mask)
+
+
+def _packed() -> Call:
+    q = torch.empty(16, 2, 64, dtype=torch.float16)
+    offsets = torch.tensor([0, 16], dtype=torch.int32)
+    return Call(q, q, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+
+
+def _expanded() -> Call:
+    call = _dense()
+    return call._replace(k=call.k[:, :, :1].expand(-1, -1, 4, -1))
+
+
+def _unaligned() -> Call:
+    call = _dense()
+    return call._replace(v=torch.empty(2, 80, 4, 132, dtype=torch.bfloat16)[..., :128])
+
+
+def chosen(call: Call, target: str = "H200") -> Choice:
+    return select(strobe.Problem.from_call(call), FAKES[target])
+
+
+def refusal(call: Call, target: str = "H200", name: str = "hopper.forward") -> str:
+    return dict(chosen(call, target).rejections)[name]
+
+
+# ---------------------------------------------------------------- who is chosen
+
+TAKEN = {
+    "dense": _dense(),
+    "float16": _dense(dtype=torch.float16),
+    "causal": _dense(right=0),
+    "window": _dense(left=5, right=3),
+    "left only": _dense(left=5),
+    "right only": _dense(right=7),
+    "softcap and sinks": _dense(softcap=3.0, sinks=torch.zeros(4)),
+    "grouped": _dense(heads=(8, 2)),
+    "D 8": _dense(8),
+    "D 64": _dense(64),
+    "D 96": _dense(96),
+    "D 192": _dense(192),
+    "D 256": _dense(256),
+    "D 192/128": _dense(192, 128),
+    "heads first": _dense()._replace(q=torch.empty(2, 4, 64, 128, dtype=torch.bfloat16).transpose(1, 2)),
+    "slices": _dense()._replace(q=torch.empty(2, 64, 6, 136, dtype=torch.bfloat16)[:, :, 1:5, 8:]),
+}
+
+
+@pytest.mark.parametrize("target", ("H100", "H200"))
+@pytest.mark.parametrize("name", TAKEN)
+def test_hopper_runs_dense_half_precision_forwards(name, target):
+    choice = chosen(TAKEN[name], target)
+    assert choice.forward.kernel.name == "hopper.forward" and choice.backward is None
+    assert [name for name, _ in choice.rejections] == ["portable.forward", "cpu.forward"]
+
+
+@pytest.mark.parametrize("target", [name for name, fake in FAKES.items() if fake.kind == "cuda" and fake.capability != 90])
+def test_other_gpus_run_the_portable_kernels(target):
+    assert chosen(_dense(), target).forward.kernel.name == "portable.forward"
+    assert refusal(_dense(), target) == f"made for sm_90; this target is sm_{FAKES[target].capability}"
+
+
+def test_a_cpu_runs_its_own():
+    assert chosen(_dense(), "CPU").forward.kernel.name == "cpu.forward"
+    assert refusal(_dense(), "CPU") == "made for sm_90; this target is a CPU"
+
+
+def test_a_hopper_forward_has_the_portable_backward():
+    choice = chosen(_dense(needs_grad=True))
+    assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == ("hopper.forward", "portable.backward")
+
+
+def test_kernels_asked_for_by_name():
+    for wanted, forward, backward in (
+        ("hopper.forward", "hopper.forward", "portable.backward"),
+        ("portable", "portable.forward", "portable.backward"),
+        ("portable.forward", "portable.forward", "portable.backward"),
+        ("portable.backward", "hopper.forward", "portable.backward"),
+    ):
+        choice = chosen(_dense(needs_grad=True, kernel=wanted))
+        assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == (forward, backward), wanted
+    assert refusal(_dense(kernel="portable")) == 'kernel="portable" was asked for'
+    assert chosen(_dense(kernel="hopper")).forward.kernel.name == "hopper.forward"
+
+
+def test_a_family_without_a_backward_says_so_where_gradients_are_wanted():
+    with pytest.raises(UnsupportedProblem, match=r'hopper\.backward    there is none; kernel="hopper\.forward" leaves the backward open'):
+        chosen(_dense(needs_grad=True, kernel="hopper"))
+    with pytest.raises(InvalidProblem, match=r"hopper\.backward.*one of hopper, portable, cpu, hopper\.forward"):
+        chosen(_dense(kernel="hopper.backward"))
+
+
+def test_every_family_has_a_forward_and_the_last_resort_has_both():
+    assert [one.name for one in kernels("forward")] == [f"{family}.forward" for family in FAMILIES]
+    assert {"portable.backward", "cpu.backward"} <= {one.name for one in kernels("backward")}
+
+
+# ---------------------------------------------------------------- why not
+
+REFUSED = {
+    "dtype": (_dense(dtype=torch.float32), "float16 and bfloat16 only; this is float32"),
+    "partial": (_dense(partial=True), "writes out in q's dtype; a partial result of bfloat16 is float32"),
+    "packed": (_packed(), "dense layouts only; this is packed"),
+    "widths": (_dense(64, 128), "has tiles for head dimensions (D/D_v, each padded to a power of two) 64/64, 128/128, "),
+    "this width": (_dense(64, 128), "; this is 64/128"),
+    "scale": (_dense(scale=-0.125), "needs a scale above 0; this is -0.125"),
+    "no scale": (_dense(scale=0.0), "needs a scale above 0; this is 0"),
+    "documents": (_masked(strobe.documents(torch.zeros(2, 64, dtype=torch.int32))), "full, causal and window masks only; this has documents"),
+    "prefix": (
+        _masked(strobe.prefix_causal(3) & strobe.key_lengths(torch.ones(2, dtype=torch.int32))),
+        "full, causal and window masks only; this has prefix and key_lengths",
+    ),
+    "alignment": (_unaligned(), "TMA needs addresses and strides of q, k and v in multiples of 16 bytes; these are multiples of 8: "),
+    "expanded": (_expanded(), "k is expanded: give fewer key heads, or make it contiguous"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_each_reason_against_the_hopper_forward(name):
+    call, words = REFUSED[name]
+    assert words in refusal(call)
+    assert chosen(call).forward.kernel.name == "portable.forward"
+
+
+def test_dimensions_of_one_have_any_stride():
+    """k expanded from one head to one head lies in memory as it is."""
+    call = _dense(heads=(4, 1))
+    assert chosen(call._replace(k=call.k.expand(2, 80, 1, 128))).forward.kernel.name == "hopper.forward"
+
+
+def test_reasons_that_lie_in_the_machine(monkeypatch):
+    monkeypatch.setattr(hopper, "KNOBS", hopper.KNOBS._replace(interpret=True))
+    assert refusal(_dense()) == "Triton's interpreter (TRITON_INTERPRET) does not know Gluon"
+    monkeypatch.undo()
+    monkeypatch.setattr(kernel, "find_spec", lambda name: None)
+    kernel.no_triton.cache_clear()
+    try:
+        with pytest.raises(UnsupportedProblem) as refused:
+            chosen(_dense())
+    finally:
+        kernel.no_triton.cache_clear()
+    reasons = [line.split(maxsplit=1)[1] for line in str(refused.value).splitlines()[-3:-1]]
+    assert reasons == ["needs Triton, which is not installed: pip install triton"] * 2
+
+
+# ---------------------------------------------------------------- what explain prints
+
+
+def test_explain_prints_the_choice_and_every_reason():
+    text = str(chosen(_dense(right=0, needs_grad=True)))
+    rows = [line.split(maxsplit=2) for line in text.splitlines()]
+    assert [row[:2] for row in rows if row[0] in ("chosen", "passed")] == [
+        ["chosen", "hopper.forward"], ["chosen", "portable.backward"], ["passed", "portable.forward"], ["passed", "cpu.forward"],
+        ["passed", "cpu.backward"],
+    ]  # fmt: skip
+    assert "passed    portable.forward   could run this too; hopper.forward comes first" in text
+    config = chosen(_dense(right=0)).forward.config
+    assert f"chosen    hopper.forward     {config}" in text and f"stages={config.form.tuning.stages}" in str(config)
+
+
+def test_explain_of_a_problem_passed_on():
+    text = str(chosen(_packed()))
+    assert "passed    hopper.forward     dense layouts only; this is packed" in text and "chosen    portable.forward" in text
+
+
+def test_tiles_fit_the_shared_memory_that_the_config_prints():
+    for (width, width_v), tuning in hopper.TUNINGS.items():
+        config = chosen(_dense(width, width_v)).forward.config
+        assert config.form.tuning == tuning and config.form.shared_bytes() <= FAKES["H200"].shared_bytes
+        assert f"shared {config.form.shared_bytes() / 1024:.0f} KiB" in str(config)
+
+
+def test_every_constant_of_the_compiled_kernel_is_in_its_key():
+    """Triton tells compiled kernels apart by the text of their constants: no two forms may print alike."""
+    form = chosen(_dense()).forward.config.form
+    for place in (form, form.tuning):
+        for name in place.__dataclass_fields__:
+            other = replace(place, **{name: "other"})
+            assert str(other) != str(place), name
