@@ -16,7 +16,7 @@ from strobe.kernels.hopper import config as hopper
 from strobe.kernels.portable import tunings
 from strobe.problem import Problem
 from strobe.proof import budget
-from strobe.proof.budget import CASES, FAMILIES, LEDGER, TARGETS, UNITS, Unit
+from strobe.proof.budget import CASES, FAMILIES, LEDGER, REFUSED, TARGETS, UNITS, Unit
 from strobe.proof.compile import BEGIN, END, RESULTS, key, launches, page, read, rows
 from strobe.select import select
 
@@ -75,7 +75,7 @@ def test_the_record_is_in_order_so_that_a_change_is_a_small_difference():
 def test_portable_kernels_run_every_case_and_use_tensor_cores(target):
     for case in CASES:
         found = [row for place, row in RECORDED.items() if place[:3] == ("portable", case, target)]
-        assert [row["kernel"] for row in found] == FOUR
+        assert [row["kernel"] for row in found] == ([] if (case, target) in REFUSED else FOUR)
         if "float32" in case or "float64" in case:
             continue
         for row in found:
