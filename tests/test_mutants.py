@@ -23,7 +23,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
-import conftest
 import pytest
 import test_bad_input
 import test_contract
@@ -33,6 +32,7 @@ import test_metamorphic
 import test_ops
 import test_reliability
 import torch
+from judging import judged_call
 
 from strobe import ops
 from strobe.testing import CASES, FAMILIES, Case
@@ -124,7 +124,7 @@ def judged(*names: str, families: tuple[str, ...] = ("normal",), dtype=torch.flo
         for name in names:
             case = replace(CASES.get(name, CASES["causal"]), **changes) if name in CASES or not changes else Case(name, **changes)
             for family in families:
-                conftest._judge(case.build("cpu", dtype, family, 3, requires_grad=True, kernel=KERNEL), family, 3)
+                judged_call(case.build("cpu", dtype, family, 3, requires_grad=True, kernel=KERNEL), family, 3)
 
     return check
 
@@ -162,7 +162,7 @@ def _refused(argument: str) -> None:
 
 
 def _judge(call, family: str = "normal", seed: int = 0) -> None:
-    conftest._judge(call, family, seed)
+    judged_call(call, family, seed)
 
 
 def _guarded() -> None:

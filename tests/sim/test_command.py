@@ -101,6 +101,7 @@ def test_a_timeline(sim, tmp_path, suffix, begin):
 def test_mutate(sim):
     code, out, _ = sim(*DOUBLE, "--mutate")
     assert code == 0 and "mbarrier.wait(ready, 0)" in out and "8 mutants, 8 noticed (happens-before 8)" in out
+    assert sim("mutate", *DOUBLE)[0] == code  # the same, as a word
     code, out, _ = sim(*DOUBLE, "--mutate", "--judges", "--json")
     rows = json.loads(out)["mutants"]
     assert code == 0 and len(rows) == 8

@@ -175,10 +175,9 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("queries_kernel", "d192/128 causal", "sm_90", 148, _TIMED),
     Allowance("queries_kernel", "d256 [dc]*", "sm_90", 72, _TIMED),
     # sm_90, the Hopper forward
-    Allowance("forward_kernel", "d64 window sinks softcap", "sm_90", 2140, _CAPPED, family="hopper"),
+    Allowance("forward_kernel", "d64 window sinks softcap", "sm_90", 104, _CAPPED, family="hopper"),
     Allowance("forward_kernel", "d128 window sinks softcap", "sm_90", 1080, _CAPPED, family="hopper"),
     Allowance("forward_kernel", "d64 causal*", "sm_90", 444, _THREE, family="hopper"),
-    Allowance("forward_kernel", "d64 window*", "sm_90", 620, _THREE, family="hopper"),
     Allowance("forward_kernel", "d64 ragged", "sm_90", 16, _THREE, family="hopper"),
     Allowance("forward_kernel", "d128 window*", "sm_90", 48, _RESIDENT, family="hopper"),
     Allowance("forward_kernel", "d128 *causal*", "sm_90", 16, _RESIDENT, family="hopper"),

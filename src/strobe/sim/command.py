@@ -31,6 +31,8 @@ block), numbers, True, False, None, name=value
 
 def run(argv: Sequence[str]) -> int:
     """0: nothing found; 1: faults, or survivors that nothing explains; 2: the scene cannot be run."""
+    if argv and argv[0] == "mutate":
+        argv = [*argv[1:], "--mutate"]
     arguments = _parser().parse_args(argv)
     try:
         _check(arguments)
