@@ -10,7 +10,10 @@ import pytest
 pytest.importorskip("triton")
 
 from strobe.proof import mutate
-from strobe.proof.mutate import BEGIN, END, RESULTS, SUITES, Suite, main, merged, read, score, table, write_page
+from strobe.proof.mutate import RESULTS, SUITES, Suite, main, merged, read, score, table
+from strobe.proof.pages import fill
+
+BEGIN, END = "<!-- mutation: begin -->", "<!-- mutation: end -->"
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("ampere_matmul", "hopper_matmul", "hopper_forward", "forward_d128")
@@ -144,7 +147,7 @@ def test_a_page_gets_the_table_of_all_results(small, tmp_path):
     assert code == 0 and len(rows) == 2
     assert page.read_text() == f"before\n{BEGIN}\n\n{table(rows)}\n\n{END}\nafter\n"
     assert table(rows).splitlines()[-1] == "| **all** |  | 17 | 8 | 10 | 15 | 15 | 2 |"
-    write_page(page, rows[:1])
+    fill(page, "mutation", table(rows[:1]))
     assert "careful" not in page.read_text() and page.read_text().endswith(f"{END}\nafter\n")
 
 

@@ -27,9 +27,9 @@ from ..sim import Checks
 from ..sim.campaign import JUDGES, Verdict, campaign, explain, timed
 from ..sim.report import SimulationFault
 from ..sim.scene import Scene, SceneError, load
+from .pages import fill
 
 RESULTS = Path("results/mutation.jsonl")
-BEGIN, END = "<!-- mutation: begin -->", "<!-- mutation: end -->"  # of the table in a page
 _NAMES = [name for name, *_ in JUDGES]
 
 
@@ -128,14 +128,6 @@ def table(rows: Sequence[dict]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [*head, *lines])
 
 
-def write_page(path: Path, rows: Sequence[dict]) -> None:
-    text = path.read_text() if path.is_file() else ""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise InvalidProblem("--table", path, f"a page with one line {BEGIN} and one line {END}", "put them where the table belongs")
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    path.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{after}")
-
-
 # ---------------------------------------------------------------- the command
 
 
@@ -168,7 +160,7 @@ def _run(a: argparse.Namespace) -> int:
     everything = merged(read(a.results), found)
     a.results.write_text("".join(json.dumps(row) + "\n" for row in everything))
     if a.table:
-        write_page(a.table, everything)
+        fill(a.table, "mutation", table(everything))
     if found:
         _show(found)
     print("\n".join([*faults, f"{len(scored)} scenes, {len(faults)} faults"]))
