@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -267,6 +267,3 @@ def _dtype(dtype: torch.dtype) -> Any:
     if found is None:
         raise TypeError(f"tensor argument of dtype {dtype}: Triton has no such type")
     return found
-
-
-Simulate = Callable[..., contextlib.AbstractContextManager[Run]]

@@ -2,7 +2,7 @@
 
 `x = a + b` becomes `x = $.assign("x", $.binary("__add__", a, b))`, `if c:` becomes `if $.truth(c):`. The code object keeps the
 kernel's file name and lines, so tracebacks and reports point at the kernel, and Python's compiler does what an AST walk
-would do at every step (a forward runs several times faster). What Triton's frontend refuses by its form is
+would do at every step. What Triton's frontend refuses by its form is
 refused here too; what it refuses by types and scopes alone (a loop that changes a variable's type, a name from one branch) is not.
 """
 

@@ -153,7 +153,7 @@ _SHAPES: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 def tensor(handle: Any, type: Any) -> tl.tensor:
-    """`tl.tensor(handle, type)` with the shape objects shared: their making was a third of a forward's time."""
+    """`tl.tensor(handle, type)` with the shape objects shared, whose making is slow."""
     made = object.__new__(tl.tensor)
     shape = tuple(type.shape) if type.is_block() else ()
     if shape not in _SHAPES:
