@@ -89,10 +89,34 @@ LARGE = (
     _wide("d256_causal", 330, None, mask=CAUSAL),
     _wide("d256_causal_more_rows_sinks", 400, 193, mask=CAUSAL, sinks=True),
     _wide("d256_window_softcap", 330, None, mask=_band(60, 10), softcap=4.0, heads=(4, 2)),
-    _case("head_dim_192", 260, 200, 192, mask=CAUSAL),
-    _case("head_dims_192_128", 260, 200, 192, head_dim_v=128),
-    _case("head_dims_192_128_causal", 330, None, 192, head_dim_v=128, mask=CAUSAL, sinks=True),
-    _case("head_dims_192_128_window", 330, None, 192, head_dim_v=128, mask=_band(70, 5), heads=(4, 2)),
+    _case("head_dim_192", 260, 260, 192, mask=CAUSAL),
+    _case("head_dim_160_window", 330, 260, 160, mask=_band(60, 20)),
+    _case("head_dims_192_128", 260, 390, 192, head_dim_v=128),
+    _case("head_dims_192_128_causal", 390, None, 192, head_dim_v=128, mask=CAUSAL, sinks=True),
+    _case("head_dims_192_128_window", 390, None, 192, head_dim_v=128, mask=_band(70, 5), heads=(4, 2)),
+    _case("head_dims_200_88", 260, 200, 200, head_dim_v=88, mask=CAUSAL),
+)
+LENGTHS = (130, 0, 1, 300, 65, 64)
+
+
+def _packed(name: str, lengths_q: tuple[int, ...] = LENGTHS, lengths_k: tuple[int, ...] | None = None, width: int = 128, **options) -> Case:
+    return _case(name, lengths_q=lengths_q, lengths_k=lengths_k, width=width, **options)
+
+
+PACKED = (
+    _packed("packed"),
+    _packed("packed_causal", mask=CAUSAL),
+    _packed("packed_causal_other_keys", (130, 0, 1, 200, 65), (100, 3, 150, 390, 0), mask=CAUSAL, outside=(5, 70), sinks=True),
+    _packed("packed_window_softcap", mask=_band(70, 20), softcap=5.0, heads=(4, 2), promised=True),
+    _packed("packed_gaps", mask=CAUSAL, storage="gaps"),
+    _packed("packed_heads_first", mask=CAUSAL, storage="heads_first", heads=(4, 1)),
+    _packed("packed_d64_causal", (400, 30, 0, 193), width=64, mask=CAUSAL, outside=(3, 3)),
+    _packed("packed_d64_window", (400, 30, 192, 193), width=64, mask=_band(100, 0)),
+    _packed("packed_d96", width=96, mask=CAUSAL),
+    _packed("packed_d192", width=192, mask=CAUSAL),
+    _packed("packed_d192_128", width=192, head_dim_v=128, mask=CAUSAL),
+    _packed("packed_d256", width=256, mask=CAUSAL, outside=(1, 0)),
+    _packed("packed_nothing_but_empty", (0, 0, 0), (20, 0, 7), outside=(4, 5)),
 )
 SMALL = (  # no ring wraps, or a program has one tile: lengths around 0 and a tile
     _case("one", 1, 1),
@@ -108,7 +132,7 @@ SMALL = (  # no ring wraps, or a program has one tile: lengths around 0 and a ti
     _wide("d256_one_row", 1, 300, mask=_band(100, None)),
     _case("one_head", 300, 390, heads=(1, 1), mask=CAUSAL),
 )
-CASES = {case.name: case for case in (*LARGE, *SMALL)}
+CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL)}
 
 
 def run_and_judge(case: Case, dtype: torch.dtype, family: str, schedule: tuple[str, int]) -> None:
@@ -138,14 +162,31 @@ def test_hopper_forward_under_every_schedule(name, family):
 @pytest.mark.parametrize("name", [case.name for case in LARGE])
 def test_sizes_wrap_the_rings_and_give_a_program_two_tiles(name):
     case = CASES[name]
-    tuning = hopper.TUNINGS[hopper.padded(case.head_dim), hopper.padded(case.head_dim_v or case.head_dim)]
+    tuning = hopper.TUNINGS[hopper.tiled(case.head_dim, case.head_dim_v or case.head_dim)]
     rows = hopper.ROWS * tuning.consumers
     assert case.batch * case.heads[0] * -(-case.seqlen_q // rows) >= 2 * PROGRAMS
     assert -(-case.keys // tuning.block_n) > tuning.stages
 
 
+@pytest.mark.parametrize("name", ("packed_causal_other_keys", "packed_d64_window", "packed_d192"))
+def test_what_neighbours_hold_does_not_matter(name):
+    """Rows of another sequence share tiles with a sequence's last rows: NaN there changes no bit."""
+    case = CASES[name]
+    call = case.build("cpu", torch.bfloat16, "normal", 5, kernel="hopper")
+    plain, _ = simulated(call, H200)
+    n = 3
+    (q_from, q_to), (k_from, k_to) = (offsets[n : n + 2].tolist() for offsets in (call.cu_seqlens_q, call.cu_seqlens_k))
+    poisoned = [torch.full_like(t, float("nan")) for t in call[:3]]
+    for into, tensor, first, last in zip(poisoned, call[:3], (q_from, k_from, k_from), (q_to, k_to, k_to)):
+        into[first:last] = tensor[first:last]
+    found, run = simulated(call._replace(q=poisoned[0], k=poisoned[1], v=poisoned[2]), H200)
+    assert run.reports == [] and q_to > q_from
+    assert torch.equal(found.out[q_from:q_to], plain.out[q_from:q_to])
+    assert torch.equal(found.lse[:, q_from:q_to], plain.lse[:, q_from:q_to])
+
+
 def test_the_table_has_every_tiling():
-    used = {(hopper.padded(case.head_dim), hopper.padded(case.head_dim_v or case.head_dim)) for case in LARGE}
+    used = {hopper.tiled(case.head_dim, case.head_dim_v or case.head_dim) for case in LARGE}
     assert used == set(hopper.TUNINGS)
 
 
@@ -194,7 +235,7 @@ def test_more_tiles_than_a_launch_can_count():
     problem = Problem.from_call(call)
     plan = Plan(hopper.FORWARD, problem, H200, hopper.FORWARD.config(problem, H200), ())
     with pytest.raises(KernelFault, match=r"hopper\.forward: 2147483648 tiles .* split the batch"):
-        launch.forward_launch(plan, call, Forward(q, q))
+        launch.forward_launch(plan, call, q, (q,))
 
 
 # ---------------------------------------------------------------- the library

@@ -32,7 +32,7 @@ from .report import Report, Reports, SimulationFault, Stop
 from .semantics import Gluon, Triton, quiet
 from .timeline import Event, save
 from .translate import translated
-from .values import STORED, Descriptor, Value
+from .values import STORED, Descriptor, Value, wraps
 
 KIB = 1024
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # a CTA may have (CUDA C++ Programming Guide, compute capabilities)
@@ -256,7 +256,7 @@ class _Launch:
     def _window(self, memory: Memory, address: int, shape: list[int], strides: list[int], block: list[int], elem: str, nan: bool) -> Descriptor:
         reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
         whole = (memory.end - address) // np.dtype(STORED[elem]).itemsize
-        if reach > whole:
+        if reach > whole and not wraps(strides, np.dtype(STORED[elem]).itemsize):
             raise ValueError(f"{memory.name}: a descriptor of shape {shape}, strides {strides} reaches {reach} elements, "
                              f"but its storage ends after {whole}; give the tensor's own shape and strides")  # fmt: skip
         return self.builder.descriptor(address, shape, strides, block, elem, nan)

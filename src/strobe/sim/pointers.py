@@ -10,7 +10,7 @@ import numpy as np
 from .machine import Machine
 from .memory import Actor, Memory
 from .report import place_text
-from .values import BYTES, COMPUTED, STORED, Descriptor, Type, Value, from_bits, is_pointer, to_bits, unsigned
+from .values import BYTES, COMPUTED, STORED, Descriptor, Type, Value, WrappedView, from_bits, is_pointer, to_bits, unsigned, wraps
 
 _ATOMIC: dict[str, Callable[..., Any]] = dict(
     ADD=np.add, FADD=np.add, MAX=np.maximum, MIN=np.minimum, UMAX=np.maximum, UMIN=np.minimum, AND=np.bitwise_and, OR=np.bitwise_or,
@@ -232,6 +232,8 @@ class Pointers:
         """A descriptor of the tensor at an address; one that reaches outside of its storage is reported and cut."""
         size = BYTES[elem]
         memory = next((m for m in self.machine.storages if m.base <= address < m.end), None) or self._nearest(address)
+        if wraps(strides, size):
+            return Descriptor(memory, WrappedView(self.machine, memory, address, shape, strides, elem), block, elem, nan)
         offset = address - memory.base
         reach = offset + (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * size if all(n > 0 for n in shape) else offset
         if reach > len(memory.raw) or offset < 0:

@@ -24,6 +24,7 @@ STORED: dict[str, Any] = dict(COMPUTED, bf16=np.uint16, fp8e4nv=np.uint8, fp8e5=
 BYTES = {elem: np.dtype(stored).itemsize for elem, stored in STORED.items()}
 _TORCH = dict(bf16=torch.bfloat16, fp8e4nv=torch.float8_e4m3fn, fp8e5=torch.float8_e5m2)
 _LARGEST = dict(fp8e4nv=448.0, fp8e5=57344.0)  # conversions to fp8 saturate (cvt.rn.satfinite)
+_FAR = 2**34  # bytes from row to row of no tensor here
 UNSIGNED = {np.dtype(f"i{n}"): np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
 
 
@@ -213,12 +214,52 @@ class Window:
     def get_loc(self) -> None: ...
 
 
+def wraps(strides: list[int], size: int) -> bool:
+    """Whether a descriptor's addresses are meant to wrap: it is then a window for any run of rows, whose end is where a coordinate ends.
+
+    TMA adds coordinates times strides modulo 2**64. Triton's ragged descriptors (triton.tools.ragged_tma) rest on that: a dimension whose
+    stride is 2**34 elements less a row's takes 2**30 rows back, so that rows end at coordinate 2**30 wherever they begin.
+    """
+    return any(stride * size >= _FAR for stride in strides)
+
+
+class WrappedView:
+    """Global memory as a wrapping descriptor sees it: parts are found by address, and none may leave the tensor's storage."""
+
+    def __init__(self, machine: Machine, memory: Memory, address: int, shape: list[int], strides: list[int], elem: str):
+        self.machine, self.memory, self.address, self.shape, self.elem = machine, memory, address, tuple(shape), elem
+        self.steps = tuple(stride * BYTES[elem] for stride in strides)
+
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        sizes = tuple(s.stop - s.start for s in part)
+        stored = np.dtype(STORED[self.elem])
+        if 0 in sizes:
+            return np.empty(sizes, stored)
+        first = (self.address + sum(s.start * step for s, step in zip(part, self.steps, strict=True))) % 2**64
+        steps = tuple(step if size > 1 else stored.itemsize for size, step in zip(sizes, self.steps, strict=True))
+        last = first + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) + stored.itemsize
+        if first < self.memory.base or last > self.memory.end:
+            self.machine.report("bounds", f"a TMA copy of {list(sizes)} elements begins at byte {first - self.memory.base} and ends at "
+                                f"{last - self.memory.base} of {self.memory.name}, which has {len(self.memory.raw)}, at "
+                                f"{place_text(self.machine.place())}")  # fmt: skip
+            return np.zeros(sizes, stored)
+        whole = self.memory.raw[first - self.memory.base : last - self.memory.base].view(stored)
+        return np.lib.stride_tricks.as_strided(whole, sizes, steps)
+
+    def __setitem__(self, part: tuple[slice, ...], bits: np.ndarray) -> None:
+        self[part][...] = bits
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(STORED[self.elem])
+
+
 class Descriptor:
     """A TMA descriptor: a strided window on global memory, and the block that one copy moves."""
 
     __slots__ = ("block", "elem", "memory", "nan", "signed", "view")
 
-    def __init__(self, memory: Memory, view: np.ndarray, block: list[int], elem: str, nan: bool):
+    def __init__(self, memory: Memory, view: np.ndarray | WrappedView, block: list[int], elem: str, nan: bool):
         self.memory, self.view, self.block, self.elem, self.nan = memory, view, block, elem, nan
         self.signed = True  # integers: what min and max go by
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call import DTYPES, Call, Dense
+from ...call import DTYPES, Call, Dense, Packed
 from ...knobs import KNOBS
 from ...mask import MaskStructure
 from ...problem import ALIGNMENT, Problem
@@ -18,6 +18,7 @@ from ..kernel import Buffer, Cost, Forward, Plan, attention_cost, no_triton
 CAPABILITY = 90
 MOST_WIDTH = 256
 ROWS = 64  # of one consumer
+MOST_ROWS = 2**30  # of a packed tensor: forward.FAR
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,11 @@ class Tuning:
     block_n: int
     stages: int
     consumers: int
-    q_in_registers: bool
+    q_in_registers: int = 0  # of q's parts
     o_over_q: bool = False
     late_rescale: bool = False  # o is rescaled under the next scores' product
     ping_pong: bool = False  # consumers take turns at issuing products
+    halves: bool = False  # columns in two parts of half the width, so that one of q's may stand in registers
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,33 @@ class Form:
     softcap: bool
     sinks: bool
     even: bool  # S_k is a multiple of block_n
+    packed: bool
 
     @property
     def masks(self) -> bool:
         """Whether any tile may hold a hidden key; where none can, the loop has no code for masks, and is 120 instructions shorter."""
         return self.mask.left or self.mask.right or not self.even
 
+    @property
+    def rest_d(self) -> int:
+        """Columns of q and k beyond their first part: products take powers of two."""
+        return self.block_d // 2 if self.tuning.halves else rest(self.block_d)
+
+    @property
+    def rest_dv(self) -> int:
+        return self.block_dv // 2 if self.tuning.halves else rest(self.block_dv)
+
+    @property
+    def slots(self) -> int:
+        """Tiles of q that shared memory is laid out for: a power of two."""
+        return 2 if self.tuning.consumers == 2 else 4
+
     def shared_bytes(self) -> int:
-        """q (and o) of all consumers, k and v of all stages, at 2 bytes, and the barriers."""
+        """q (and o) of all consumers, k and v of all stages, at 2 bytes, the barriers, and the board of two tiles' numbers."""
         t = self.tuning
-        slots = 2 if t.consumers == 2 else 4
-        o = 0 if t.o_over_q else slots * ROWS * self.block_dv
-        return 2 * (slots * ROWS * self.block_d + o + t.stages * t.block_n * (self.block_d + self.block_dv)) + 8 * (2 * t.consumers + 4 * t.stages)
+        o = 0 if t.o_over_q else self.slots * ROWS * self.block_dv
+        tiles = 2 * (self.slots * ROWS * self.block_d + o + t.stages * t.block_n * (self.block_d + self.block_dv))
+        return tiles + 8 * (2 * t.consumers + 4 * t.stages + 4) + 64
 
 
 @dataclass(frozen=True)
@@ -70,26 +87,41 @@ class ForwardConfig:
                 f"shared {self.form.shared_bytes() / KIB:.0f} KiB")  # fmt: skip
 
 
-# (padded head dimensions) -> tiles; chosen by what fits, then by the prototypes' timings
+# (head dimensions, padded to what tiles hold) -> tiles; what fits, then what was fastest on an H200
 TUNINGS = {
-    (64, 64): Tuning(block_n=128, stages=3, consumers=3, q_in_registers=False, late_rescale=True, ping_pong=True),
-    (128, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=True),
-    (256, 128): Tuning(block_n=64, stages=2, consumers=2, q_in_registers=False),
-    (256, 256): Tuning(block_n=64, stages=2, consumers=2, q_in_registers=False, o_over_q=True),
+    (64, 64): Tuning(block_n=128, stages=3, consumers=3, late_rescale=True, ping_pong=True),
+    (96, 96): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=2),
+    (128, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1),
+    (192, 128): Tuning(block_n=128, stages=2, consumers=2, o_over_q=True),
+    (192, 192): Tuning(block_n=64, stages=3, consumers=2, q_in_registers=2, o_over_q=True),
+    (256, 128): Tuning(block_n=64, stages=2, consumers=2),
+    (256, 256): Tuning(block_n=64, stages=2, consumers=2, q_in_registers=1, o_over_q=True, halves=True),
 }
+WIDTHS = (64, 96, 128, 192, 256)
 
 
 # for windows, whose few keys a row make tall tiles visit more than they use: d64 354 TFLOP/s for 305 with three consumers (H200, window 1024 of 16k)
-WINDOWED = {(64, 64): Tuning(block_n=128, stages=3, consumers=2, q_in_registers=True)}
+WINDOWED = {(64, 64): Tuning(block_n=128, stages=3, consumers=2, q_in_registers=1)}
 
 
-def tuning_of(problem: Problem) -> Tuning:
-    widths = padded(problem.head_dim), padded(problem.head_dim_v)
-    return (problem.mask.left and WINDOWED.get(widths)) or TUNINGS[widths]
+def rest(width: int) -> int:
+    """What a width has beyond its largest power of two: 32 of 96, 64 of 192."""
+    return width - (1 << (width.bit_length() - 1))
 
 
 def padded(width: int) -> int:
-    return max(64, 1 << (width - 1).bit_length())
+    """The least width of tiles that holds a head dimension."""
+    return next(w for w in WIDTHS if w >= width)
+
+
+def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The key of TUNINGS that a call's head dimensions are padded to."""
+    return next(widths for widths in TUNINGS if widths[0] >= head_dim and widths[1] >= head_dim_v)
+
+
+def tuning_of(problem: Problem) -> Tuning:
+    widths = tiled(problem.head_dim, problem.head_dim_v)
+    return (problem.mask.left and WINDOWED.get(widths)) or TUNINGS[widths]
 
 
 def _why_not(problem: Problem, target: Target) -> str | None:
@@ -103,11 +135,10 @@ def _shape(problem: Problem) -> str | None:
         return f"float16 and bfloat16 only; this is {DTYPES[problem.dtype]}"
     if problem.out_dtype != problem.dtype:
         return f"writes out in q's dtype; a partial result of {DTYPES[problem.dtype]} is float32"
-    if not isinstance(problem.layout, Dense):
-        return f"dense layouts only; this is {type(problem.layout).__name__.lower()}"
-    if (padded(problem.head_dim), padded(problem.head_dim_v)) not in TUNINGS:
-        tiled = ", ".join(f"{width}/{width_v}" for width, width_v in TUNINGS)
-        return f"has tiles for head dimensions (D/D_v, each padded to a power of two) {tiled}; this is {problem.head_dim}/{problem.head_dim_v}"
+    if not isinstance(problem.layout, (Dense, Packed)):
+        return f"dense and packed layouts only; this is {type(problem.layout).__name__.lower()}"
+    if max(problem.head_dim, problem.head_dim_v) > MOST_WIDTH:
+        return f"head dimensions up to {MOST_WIDTH}; this is {problem.head_dim}/{problem.head_dim_v}"
     if problem.scale <= 0:
         return f"needs a scale above 0; this is {problem.scale:g}"
     return None
@@ -124,7 +155,12 @@ def _memory(problem: Problem) -> str | None:
         return (f"TMA needs addresses and strides of q, k and v in multiples of {ALIGNMENT} bytes; these are multiples of {problem.alignment}: "
                 "copy them, or pad the head dimension")  # fmt: skip
     layout: Any = problem.layout
-    rows, keys = (layout.batch, layout.seqlen_q, problem.heads_q), (layout.batch, layout.seqlen_k, problem.heads_kv)
+    if problem.packed:
+        rows, keys = (layout.total_q, problem.heads_q), (layout.total_k, problem.heads_kv)
+        if max(layout.tokens) > MOST_ROWS:
+            return f"packed tensors of at most {MOST_ROWS} rows, whose ends TMA can be told; this has {max(layout.tokens)}"
+    else:
+        rows, keys = (layout.batch, layout.seqlen_q, problem.heads_q), (layout.batch, layout.seqlen_k, problem.heads_kv)
     for name, sizes, strides in zip("qkv", (rows, keys, keys), problem.strides):
         if any(size > 1 and stride == 0 for size, stride in zip(sizes, strides)):
             return f"TMA walks memory of its own in each dimension; {name} is expanded: give fewer key heads, or make it contiguous"
@@ -144,10 +180,10 @@ class HopperForward:
         return _why_not(problem, target)
 
     def config(self, problem: Problem, target: Target) -> ForwardConfig:
-        widths = padded(problem.head_dim), padded(problem.head_dim_v)
         tuning = tuning_of(problem)
-        even = problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
-        return ForwardConfig(Form(tuning, *widths, problem.group, problem.mask, bool(problem.softcap), problem.sinks, even))
+        even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
+        widths = tiled(problem.head_dim, problem.head_dim_v)
+        return ForwardConfig(Form(tuning, *widths, problem.group, problem.mask, bool(problem.softcap), problem.sinks, even, problem.packed))
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem)

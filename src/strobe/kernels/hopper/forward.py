@@ -1,24 +1,30 @@
 """Forward attention on Hopper: one warp loads by TMA, two or three consumers of four warps each multiply by wgmma.
 
-    a program walks tiles of ROWS * consumers queries, the longest first; for each
+    a program walks tiles of ROWS * consumers queries; for each
 
-    load_partition   q[w]: waits q_free[w], signals q_ready[w]      k[stage], v[stage]: wait *_free, signal *_ready
-    mma_partition w  s = q k^T | p = softmax(s) | o += p v          frees k after its product, v after its own
+    load_partition   finds the tile and tells the consumers: waits told_free, writes the board, signals told
+                     q[w]: waits q_free[w], signals q_ready[w]      k[stage], v[stage]: wait *_free, signal *_ready
+    mma_partition w  reads the board | s = q k^T | p = softmax(s) | o += p v          frees k after its product, v after its own
 
            QK 0 | softmax 0 | QK 1, PV 0 in flight | softmax 1 over them | QK 2, PV 1 | ... | PV last | out, lse
     barrier   arrivals                  says
-    q_ready   1 and the tile's bytes    q[w] has landed                    q_free   1          consumer w is done with q[w]
-    k_ready   1 and the tile's bytes    k[stage] has landed                k_free   consumers  all are done with k[stage]
-    v_ready   1 and the tile's bytes    v[stage] has landed                v_free   consumers  all are done with v[stage]
+    told      1                         the board's slot holds a tile      told_free  consumers  all have read it to the end
+    q_ready   1 and the tile's bytes    q[w] has landed                    q_free     1          consumer w is done with q[w]
+    k_ready   1 and the tile's bytes    k[stage] has landed                k_free     consumers  all are done with k[stage]
+    v_ready   1 and the tile's bytes    v[stage] has landed                v_free     consumers  all are done with v[stage]
 
 p stays in registers; the sum of a row is gathered across lanes once, at the end; o leaves through shared memory by TMA, while the next
-tile's q, k and v are on their way. TMA gives zeros beyond the last row and column and writes nothing there, so lengths may be ragged.
+tile's q, k and v are on their way. Head dimensions that are no power of two come in two parts, (64, 32) or (128, 64).
 
-Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; online softmax (arXiv 1805.02867), algorithm 3.
+A tensor's rows end where TMA is told: it gives zeros beyond them and writes nothing there, so lengths may be ragged. Packed sequences
+lie end to end, so their descriptors wrap (`place_of`): a neighbour's rows are neither read nor written, whatever they hold.
+
+Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; online softmax (arXiv 1805.02867), algorithm 3; ragged descriptors:
+triton.tools.ragged_tma.
 """
 
+from ..device.channel import ring, ring_start
 from ..device.dialect import (
-    aggregate,
     fence_async_shared,
     gl,
     gluon,
@@ -31,121 +37,185 @@ from ..device.dialect import (
 )
 from ..device.masking import row_interval
 from ..device.softmax import tanh
+from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, find_sequence, guard_offsets, keys_of, span_of
 
 ROWS: gl.constexpr = gl.constexpr(64)  # of one consumer: wgmma's tile
+FAR: gl.constexpr = gl.constexpr(2**30)  # where the rows of a wrapping descriptor end
+WORDS: gl.constexpr = gl.constexpr(8)  # of a tile on the board
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
-@aggregate
-class Position:
-    """Where one side of a ring stands: its stage, and the parity of the phase it waits for next."""
-
-    stage: gl.tensor
-    parity: gl.tensor
-    stages: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, stage, parity, stages):
-        self.stage = stage
-        self.parity = parity
-        self.stages = gl.constexpr(stages)
-
-    @gluon.jit
-    def next(self):
-        last = self.stage + 1 == self.stages
-        return Position(gl.where(last, 0, self.stage + 1), gl.where(last, self.parity ^ 1, self.parity), self.stages)
-
-
 @gluon.jit
-def ring_start(stages: gl.constexpr):
-    return Position(gl.to_tensor(0), gl.to_tensor(0), stages)
+def tile_of(turn, offsets, sizes, limits, form: gl.constexpr):
+    """(what consumers are told of a program's next tile, (k start, S_k) of its keys).
 
-
-@gluon.jit
-def tile_of(turn, sizes, limits, form: gl.constexpr):
-    """(whether there is one, batch entry, query head, first row, first key block, key blocks) of a program's next tile.
-
-    Causal tiles go by falling cost, in sections of heads whose keys and values fit in L2; programs take them to and fro, so that what
-    each gets evens out. Others go row by row within a head.
+    Told: batch entry, query head, first row, first key block, key blocks (-1: there is no tile), q start, S_q, S_k. Starts are 0 in
+    dense layouts. Programs take tiles to and fro, so that what each gets evens out where costs fall along the way.
     """
     BLOCK_M: gl.constexpr = form.tuning.consumers * 64
     BLOCK_N: gl.constexpr = form.tuning.block_n
     batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
     programs = gl.num_programs(0)
-    if form.mask.right and not form.mask.left:
+    entry, q_start, k_start = turn * 0, turn * 0, turn * 0
+    if form.packed:
+        cu_seqlens_q, cu_seqlens_k = offsets
         tile = turn * programs + gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
-        rest = tile % (tiles_m * section)
-        m_block = tiles_m - 1 - rest // section
-        index = tile // (tiles_m * section) * section + rest % section
-        exists = index < batch * heads
+        head = tile % heads
+        linear = tiles_m - 1 - tile // heads  # a sequence's last rows first: under a causal mask they see the most keys
+        sequence, m_block = find_sequence(cu_seqlens_q, gl.maximum(linear, 0), batch, seqlen_q, BLOCK_M)
+        q_start, seqlen_q = span_of(cu_seqlens_q, sequence, batch, seqlen_q)
+        k_start, seqlen_k = keys_of(cu_seqlens_k, sequence, batch, seqlen_k)
+        exists = (linear >= 0) & (m_block * BLOCK_M < seqlen_q)
     else:
-        tile = turn * programs + gl.program_id(0)
-        m_block = tile % tiles_m
-        index = tile // tiles_m
+        if form.mask.right and not form.mask.left:
+            # by falling cost, in sections of heads whose keys and values fit in L2
+            tile = turn * programs + gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+            within = tile % (tiles_m * section)
+            m_block = tiles_m - 1 - within // section
+            index = tile // (tiles_m * section) * section + within % section
+        else:
+            tile = turn * programs + gl.program_id(0)
+            m_block = tile % tiles_m
+            index = tile // tiles_m
         exists = index < batch * heads
+        entry, head = index // heads, index % heads
     m_start = m_block * BLOCK_M
-    n_first, n_stop = keys_of_rows(m_start, BLOCK_M, sizes, limits, form)
-    n_begin = n_first // BLOCK_N
-    blocks = gl.maximum(gl.cdiv(n_stop, BLOCK_N) - n_begin, 0)
-    return exists, index // heads, index % heads, m_start, n_begin, blocks
+    n_begin, blocks = blocks_of(m_start, BLOCK_M, (seqlen_q, seqlen_k), limits, form)
+    return (entry, head, m_start, n_begin, gl.where(exists, blocks, -1), q_start, seqlen_q, seqlen_k), (k_start, seqlen_k)
 
 
 @gluon.jit
-def keys_of_rows(m_start, rows: gl.constexpr, sizes, limits, form: gl.constexpr):
-    """Keys [first, stop) that some row of m_start .. m_start + rows - 1 sees."""
-    batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
-    left, right = limits
-    n_first, full_stop = row_interval(m_start, seqlen_q, seqlen_k, (seqlen_k, left, right), 0, form)
-    full_first, n_stop = row_interval(gl.minimum(m_start + rows, seqlen_q) - 1, seqlen_q, seqlen_k, (seqlen_k, left, right), 0, form)
-    return n_first, n_stop
+def blocks_of(m_start, rows: gl.constexpr, lengths, limits, form: gl.constexpr):
+    """(first key block, key blocks) that some row of m_start .. m_start + rows - 1 sees."""
+    seqlen_q, seqlen_k = lengths
+    bounds = (seqlen_k, limits[0], limits[1])
+    n_first, full_stop = row_interval(m_start, seqlen_q, seqlen_k, bounds, 0, form)
+    full_first, n_stop = row_interval(gl.minimum(m_start + rows, seqlen_q) - 1, seqlen_q, seqlen_k, bounds, 0, form)
+    n_begin = n_first // form.tuning.block_n
+    blocks = gl.maximum(gl.cdiv(n_stop, form.tuning.block_n) - n_begin, 0)
+    return n_begin, gl.where(m_start < seqlen_q, blocks, 0)
 
 
 @gluon.jit
-def load_partition(views, q, k, v, work, form: gl.constexpr):
+def tell(board, at, tile):
+    """Write a tile's numbers for the consumers to read."""
+    words, told, told_free = board
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    lane = gl.arange(0, WORDS, layout)
+    row = lane * 0
+    for i in gl.static_range(WORDS):
+        row = gl.where(lane == i, tile[i], row)
+    mbarrier.wait(told_free.index(at.stage), at.parity ^ 1)
+    words.index(at.stage).store(row)
+    mbarrier.arrive(told.index(at.stage))
+
+
+@gluon.jit
+def read_tile(words, stage):
+    """A tile's numbers, each as a scalar."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    row = words.index(stage).load(layout)
+    lane = gl.arange(0, WORDS, layout)
+    return [gl.sum(gl.where(lane == i, row, 0), 0) for i in (0, 1, 2, 3, 4, 5, 6, 7)]
+
+
+@gluon.jit
+def copy_in(desc, place, head, row, column: gl.constexpr, ready, smem, form: gl.constexpr):
+    """Load a tile from row `row` of a head on; `place` is (batch entry, start, length) of its sequence.
+
+    A packed sequence's rows are made to end at coordinate FAR, whatever they begin at: the first dimension takes FAR rows back, the
+    second steps by rows to the sequence's end.
+    """
+    entry, start, length = place
+    if form.packed:
+        tma_load(desc, [FAR, start + length, head, FAR - length + row, column], ready, smem)
+    else:
+        tma_load(desc, [entry, head, row, column], ready, smem)
+
+
+@gluon.jit
+def copy_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.constexpr):
+    """`copy_in`, the other way."""
+    entry, start, length = place
+    if form.packed:
+        tma_store(desc, [FAR, start + length, head, FAR - length + row, column], smem)
+    else:
+        tma_store(desc, [entry, head, row, column], smem)
+
+
+@gluon.jit
+def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
     CONSUMERS: gl.constexpr = form.tuning.consumers
-    q_desc, k_desc, v_desc = views
-    turns, sizes, limits, numbers = work
+    q_views, k_views, v_views = views
+    turns, sizes, limits, numbers, faults = work
     q_smem, q_ready, q_free = q
-    k_smem, k_ready, k_free = k
-    v_smem, v_ready, v_free = v
+    batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
+    if form.packed:
+        if gl.program_id(0) == 0:
+            lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+            guard_offsets(offsets[0], batch, seqlen_q, limits[2], lanes, faults, OFFSETS_Q, LONG_Q)
+            guard_offsets(offsets[1], batch, seqlen_k, limits[3], lanes, faults, OFFSETS_K, LONG_K)
     at = ring_start(form.tuning.stages)
     q_at = ring_start(1)
+    told_at = ring_start(2)
     for turn in range(turns):
-        exists, entry, head, m_start, n_begin, blocks = tile_of(turn, sizes, limits, form)
-        if exists:
+        tile, keys = tile_of(turn, offsets, sizes, limits, form)
+        tell(board, told_at, tile)
+        told_at = told_at.next()
+        entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
+        k_place = (entry, keys[0], keys[1])
+        if blocks >= 0:
             kv_head = head // form.group
             for w in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_free.index(w), q_at.parity ^ 1)
-                mbarrier.expect(q_ready.index(w), q_desc.block_type.nbytes)
-                tma_load(q_desc, [entry, head, m_start + w * ROWS, 0], q_ready.index(w), q_smem.index(w))
+                load_rows(q_views, (entry, q_start, rows), head, m_start + w * ROWS, w, q_smem, q_ready.index(w), form.rest_d, form)
                 if w == 0:
                     if blocks > 0:  # the first keys, before the other consumers' queries
-                        load_keys(k_desc, entry, kv_head, (n_begin + blocks - 1) * form.tuning.block_n, at, k_smem, k_ready, k_free)
+                        load_keys(k_views, k_place, kv_head, n_begin + blocks - 1, at, k, form.rest_d, form)
             q_at = q_at.next()
             for i in range(blocks):
-                n_start = (n_begin + blocks - 1 - i) * form.tuning.block_n
+                block = n_begin + blocks - 1 - i
                 v_at = at
                 at = at.next()
                 if i + 1 < blocks:
-                    load_keys(k_desc, entry, kv_head, n_start - form.tuning.block_n, at, k_smem, k_ready, k_free)
-                load_keys(v_desc, entry, kv_head, n_start, v_at, v_smem, v_ready, v_free)
+                    load_keys(k_views, k_place, kv_head, block - 1, at, k, form.rest_d, form)
+                load_keys(v_views, k_place, kv_head, block, v_at, v, form.rest_dv, form)
 
 
 @gluon.jit
-def load_keys(desc, entry, head, row, at, smem, ready, free):
+def load_keys(views, place, head, block, at, channel, rest: gl.constexpr, form: gl.constexpr):
     """One tile of keys or values into its stage, once that is free."""
+    smem, ready, free = channel
     mbarrier.wait(free.index(at.stage), at.parity ^ 1)
-    mbarrier.expect(ready.index(at.stage), desc.block_type.nbytes)
-    tma_load(desc, [entry, head, row, 0], ready.index(at.stage), smem.index(at.stage))
+    load_rows(views, place, head, block * form.tuning.block_n, at.stage, smem, ready.index(at.stage), rest, form)
+
+
+@gluon.jit
+def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, form: gl.constexpr):
+    """A tile's parts into their slots; the last columns of all are `rest`, the first a power of two."""
+    if rest:
+        mbarrier.expect(ready, views[0].block_type.nbytes + views[1].block_type.nbytes)
+        copy_in(views[0], place, head, row, 0, ready, smem[0].index(slot), form)
+        copy_in(views[1], place, head, row, views[0].block_shape[-1], ready, smem[1].index(slot), form)
+    else:
+        mbarrier.expect(ready, views[0].block_type.nbytes)
+        copy_in(views[0], place, head, row, 0, ready, smem[0].index(slot), form)
 
 
 @gluon.jit
 def tile_2d(ring, stage):
-    """A stage of a ring as rows and columns: TMA sees it as a block [1, 1, rows, columns] of [B, H, S, D]."""
+    """A stage of a ring as rows and columns: TMA sees it as a block [..., rows, columns]."""
     tile = ring.index(stage)
-    shape: gl.constexpr = [tile.shape[2], tile.shape[3]]
+    shape: gl.constexpr = [tile.shape[-2], tile.shape[-1]]
     return tile.reshape(shape)
+
+
+@gluon.jit
+def columns_of(layout: gl.constexpr, width: gl.constexpr):
+    """0 .. width - 1 along a tile's columns, made where it is used: as a constant of the loop it would hold a register for each column."""
+    zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.arange(0, width, gl.SliceLayout(0, layout)) + zero
 
 
 @gluon.jit
@@ -167,16 +237,15 @@ def softmax_step(s, row_max, row_sum, scale_log2, lift: gl.constexpr, lanes: gl.
 
 
 @gluon.jit
-def edges_of(m_start, sizes, limits, form: gl.constexpr):
+def edges_of(m_start, lengths, limits):
     """(first key of row m_start, its stop by the diagonal alone, stop of all keys): three scalars, since consumers have few registers."""
-    batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
-    left, right = limits
+    seqlen_q, seqlen_k = lengths
     diagonal = m_start + (seqlen_k - seqlen_q)
-    return diagonal - left, diagonal + right + 1, seqlen_k
+    return diagonal - limits[0], diagonal + limits[1] + 1, seqlen_k
 
 
 @gluon.jit
-def scores(s, n_start, columns, edges, softcap, form: gl.constexpr):
+def scores(s, n_start, edges, softcap, form: gl.constexpr):
     """Raw scores of a product: capped, and -inf where a row of this consumer does not see the key."""
     if form.softcap:
         s = tanh(s * softcap)
@@ -190,6 +259,7 @@ def scores(s, n_start, columns, edges, softcap, form: gl.constexpr):
         if form.mask.left:
             partial = partial | (n_start < first_edge + (ROWS - 1))
         if partial:
+            columns = columns_of(layout, form.tuning.block_n)
             lane = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
             stop = lane * 0 + (key_stop - n_start)
             if form.mask.right:
@@ -201,7 +271,7 @@ def scores(s, n_start, columns, edges, softcap, form: gl.constexpr):
 
 
 @gluon.jit
-def take_turn(w: gl.constexpr, consumers: gl.constexpr):
+def take_turn(w: gl.constexpr):
     """Wait until the consumer before has issued its products: named barrier 9 + w, its 128 threads and ours. Numbers are written out: one in
     a register makes ptxas reserve all 16 barriers."""
     if w == 0:
@@ -224,33 +294,101 @@ def pass_turn(w: gl.constexpr, consumers: gl.constexpr):
 
 
 @gluon.jit
-def attend(w: gl.constexpr, q, k, v, at, tile, work, form: gl.constexpr):
-    """(o, row_max, row_sum, position after the last stage) over a tile's key blocks, of which there is at least one, the last first."""
+def score_product(q, k_smem, stage, zero, form: gl.constexpr):
+    """q k^T of a stage, under way: one product a part."""
+    s = warpgroup_mma(q[0], tile_2d(k_smem[0], stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if form.rest_d:
+        s = warpgroup_mma(q[1], tile_2d(k_smem[1], stage).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def value_product(p, v_smem, stage, o, form: gl.constexpr):
+    """o + p v of a stage, under way: one product a part."""
+    if form.rest_dv:
+        return (
+            warpgroup_mma(p, tile_2d(v_smem[0], stage), o[0], is_async=True),
+            warpgroup_mma(p, tile_2d(v_smem[1], stage), o[1], is_async=True),
+        )
+    else:
+        return (warpgroup_mma(p, tile_2d(v_smem[0], stage), o[0], is_async=True),)
+
+
+@gluon.jit
+def landed(o, form: gl.constexpr):
+    """o after all products under way."""
+    if form.rest_dv:
+        return warpgroup_mma_wait(0, deps=[o[0], o[1]])
+    else:
+        return (warpgroup_mma_wait(0, deps=[o[0]]),)
+
+
+@gluon.jit
+def scaled(o, factor):
+    """o's parts with each row multiplied."""
+    return [part * gl.convert_layout(factor, gl.SliceLayout(1, part.type.layout))[:, None] for part in o]
+
+
+@gluon.jit
+def zeros(form: gl.constexpr):
+    """An o of zeros."""
+    main: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_dv - form.rest_dv, 16])
+    rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.rest_dv or 8, 16])
+    if form.rest_dv:
+        return (
+            gl.full([ROWS, form.block_dv - form.rest_dv], 0.0, gl.float32, main),
+            gl.full([ROWS, form.rest_dv], 0.0, gl.float32, rest),
+        )
+    else:
+        return (gl.full([ROWS, form.block_dv], 0.0, gl.float32, main),)
+
+
+@gluon.jit
+def let_go(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
+    """Pass over `count` stages that this consumer's rows do not see, keeping step with the others."""
+    k_smem, k_ready, k_free = k
+    v_smem, v_ready, v_free = v
+    for _ in range(count):
+        if form.tuning.ping_pong:
+            take_turn(w)
+            pass_turn(w, form.tuning.consumers)
+        mbarrier.wait(k_ready.index(at.stage), at.parity)
+        mbarrier.arrive(k_free.index(at.stage))
+        mbarrier.wait(v_ready.index(at.stage), at.parity)
+        mbarrier.arrive(v_free.index(at.stage))
+        at = at.next()
+    return at
+
+
+@gluon.jit
+def attend(w: gl.constexpr, q, k, v, at, keys, edges, numbers, form: gl.constexpr):
+    """(o, row_max, row_sum, position after the last stage) over (first key block, key blocks), at least one, the last first."""
     BLOCK_N: gl.constexpr = form.tuning.block_n
-    WIDTH_V: gl.constexpr = form.block_dv
-    m_start, n_begin, blocks = tile
-    turns, sizes, limits, numbers = work
+    n_begin, blocks = keys
     scale_log2, softcap = numbers
-    edges = edges_of(m_start, sizes, limits, form)
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_dv - form.rest_dv, 16])
     lanes: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    dtype: gl.constexpr = k_smem.dtype
+    dtype: gl.constexpr = k_smem[0].dtype
     lift: gl.constexpr = 14.0 if dtype == gl.float16 else 0.0
-    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
+    parts_v: gl.constexpr = 2 if form.rest_dv else 1  # products under way for each o += p v
     zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, s_layout)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     row_sum = gl.full([ROWS, 8], 0.0, gl.float32, lanes)
-    o = gl.full([ROWS, WIDTH_V], 0.0, gl.float32, o_layout)
+    o = zeros(form)
     n_start = (n_begin + blocks - 1) * BLOCK_N
     mbarrier.wait(k_ready.index(at.stage), at.parity)
-    s = warpgroup_mma(q, tile_2d(k_smem, at.stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if form.tuning.ping_pong:
+        take_turn(w)
+    s = score_product(q, k_smem, at.stage, zero, form)
+    if form.tuning.ping_pong:
+        pass_turn(w, form.tuning.consumers)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(at.stage))
-    s = scores(s, n_start, columns, edges, softcap, form)
+    s = scores(s, n_start, edges, softcap, form)
     p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, lift, lanes, form)
     p_reg = gl.convert_layout(p.to(dtype), p_layout)
     for i in range(1, blocks):
@@ -258,29 +396,29 @@ def attend(w: gl.constexpr, q, k, v, at, tile, work, form: gl.constexpr):
         at = at.next()
         mbarrier.wait(k_ready.index(at.stage), at.parity)
         if form.tuning.ping_pong:
-            take_turn(w, form.tuning.consumers)
-        s = warpgroup_mma(q, tile_2d(k_smem, at.stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+            take_turn(w)
+        s = score_product(q, k_smem, at.stage, zero, form)
         if form.tuning.late_rescale:
-            o = o * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
+            o = scaled(o, rescale)
         mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
-        o = warpgroup_mma(p_reg, tile_2d(v_smem, v_at.stage), o, is_async=True)
+        o = value_product(p_reg, v_smem, v_at.stage, o, form)
         if form.tuning.ping_pong:
             pass_turn(w, form.tuning.consumers)
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = warpgroup_mma_wait(parts_v, deps=[s])
         mbarrier.arrive(k_free.index(at.stage))
-        s = scores(s, n_start - i * BLOCK_N, columns, edges, softcap, form)
+        s = scores(s, n_start - i * BLOCK_N, edges, softcap, form)
         p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, lift, lanes, form)
-        o = warpgroup_mma_wait(0, deps=[o])
+        o = landed(o, form)
         mbarrier.arrive(v_free.index(v_at.stage))
         if not form.tuning.late_rescale:
-            o = o * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
+            o = scaled(o, rescale)
         p_reg = gl.convert_layout(p.to(dtype), p_layout)
     if form.tuning.late_rescale:
-        o = o * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
+        o = scaled(o, rescale)
     mbarrier.wait(v_ready.index(at.stage), at.parity)
-    o = warpgroup_mma(p_reg, tile_2d(v_smem, at.stage), o, is_async=True)
+    o = value_product(p_reg, v_smem, at.stage, o, form)
     total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
-    o = warpgroup_mma_wait(0, deps=[o])
+    o = landed(o, form)
     mbarrier.arrive(v_free.index(at.stage))
     return o, row_max, total, at.next()
 
@@ -303,93 +441,142 @@ def finish(o, row_max, row_sum, empty, sink, form: gl.constexpr):
 
 
 @gluon.jit
-def mma_partition(w: gl.constexpr, out, q, k, v, o_smem, work, form: gl.constexpr):
-    o_desc, lse, sinks = out
-    turns, sizes, limits, numbers = work
-    q_smem, q_ready, q_free = q
-    batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
-    left, right = limits
+def query_operand(w: gl.constexpr, q_smem, form: gl.constexpr):
+    """q's parts as products take them: the first of them in registers, where the tuning says so."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.tuning.block_n, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_dv, 16])
+    layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+    main = tile_2d(q_smem[0], w)
+    if form.tuning.q_in_registers > 0:
+        main = main.load(layout)
+    if form.rest_d:
+        last = tile_2d(q_smem[1], w)
+        if form.tuning.q_in_registers > 1:
+            last = last.load(layout)
+        return (main, last)
+    else:
+        return (main,)
+
+
+@gluon.jit
+def store_out(w: gl.constexpr, o, o_views, o_smem, place, head, m_start, form: gl.constexpr):
+    """o through its staging buffer, once this consumer's tile before has left it."""
+    tma_store_wait(0)
+    tile_2d(o_smem[0], w).store(o[0].to(o_smem[0].dtype))
+    if form.rest_dv:
+        tile_2d(o_smem[1], w).store(o[1].to(o_smem[1].dtype))
+    fence_async_shared()
+    copy_out(o_views[0], place, head, m_start, 0, o_smem[0].index(w), form)
+    if form.rest_dv:
+        copy_out(o_views[1], place, head, m_start, o_views[0].block_shape[-1], o_smem[1].index(w), form)
+
+
+@gluon.jit
+def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.constexpr):
+    o_views, lse, sinks = out
+    turns, sizes, limits, numbers, faults = work
+    words, told, told_free = board
+    q_smem, q_ready, q_free = q
+    heads, total_q = sizes[1], sizes[2]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.tuning.block_n, 16])
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    q_parts: gl.constexpr = 2 if form.rest_d else 1
+    q_is_read: gl.constexpr = form.tuning.q_in_registers == q_parts and not form.tuning.o_over_q  # by the time products begin
     at = ring_start(form.tuning.stages)
     q_at = ring_start(1)
+    told_at = ring_start(2)
     if form.tuning.ping_pong:
         if w == form.tuning.consumers - 1:
             pass_turn(w, form.tuning.consumers)  # consumer 0 begins
     for turn in range(turns):
-        exists, entry, head, m_start, n_begin, blocks = tile_of(turn, sizes, limits, form)
-        if exists:
+        mbarrier.wait(told.index(told_at.stage), told_at.parity)
+        entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
+        if blocks >= 0:
             m_start += w * ROWS
             mbarrier.wait(q_ready.index(w), q_at.parity)
-            q_tile = tile_2d(q_smem, w)
-            if form.tuning.q_in_registers:
-                q_tile = q_tile.load(gl.DotOperandLayout(0, s_layout, 2))
+            q_tile = query_operand(w, q_smem, form)
+            if q_is_read:
                 mbarrier.arrive(q_free.index(w))
             row_max = gl.full([ROWS], float("-inf"), gl.float32, rows)
             row_sum = gl.full([ROWS], 0.0, gl.float32, rows)
-            o = gl.full([ROWS, form.block_dv], 0.0, gl.float32, o_layout)
-            if blocks > 0:
-                o, row_max, row_sum, at = attend(w, q_tile, k, v, at, (m_start, n_begin, blocks), work, form)
+            o = zeros(form)
+            own_begin, own = blocks_of(m_start, ROWS, (seqlen_q, seqlen_k), limits, form)
+            behind = blocks
+            if own > 0:
+                at = let_go(w, k, v, at, n_begin + blocks - own_begin - own, form)
+                edges = edges_of(m_start, (seqlen_q, seqlen_k), limits)
+                o, row_max, row_sum, at = attend(w, q_tile, k, v, at, (own_begin, own), edges, numbers, form)
+                behind = own_begin - n_begin
+            at = let_go(w, k, v, at, behind, form)
+            # read again rather than kept in registers meanwhile
+            entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
+            m_start += w * ROWS
             m_offsets = m_start + gl.arange(0, ROWS, rows)
-            first, stop = row_interval(m_offsets, seqlen_q, seqlen_k, (seqlen_k, left, right), 0, form)
+            first, stop = row_interval(m_offsets, seqlen_q, seqlen_k, (seqlen_k, limits[0], limits[1]), 0, form)
             sink = 0.0
             if form.sinks:
                 sink = gl.load(sinks + head).to(gl.float32)
             inverse, row_lse = finish(o, row_max, row_sum, first >= stop, sink, form)
-            o = o * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
-            lse_rows = lse + (entry.to(gl.int64) * heads + head) * seqlen_q
+            if form.packed:
+                broken = ((limits[3] >= 0) & (seqlen_k > limits[3])) | ((limits[2] >= 0) & (m_offsets >= limits[2]))
+                inverse = gl.where(broken, float("nan"), inverse)
+                row_lse = gl.where(broken, float("nan"), row_lse)
+            lse_rows = lse + (entry.to(gl.int64) * heads + head) * total_q + q_start
             gl.store(lse_rows + m_offsets, row_lse, mask=m_offsets < seqlen_q)
-            tma_store_wait(0)  # this consumer's tile before has left its staging buffer
-            staging = o_smem.index(w)
-            tile_2d(o_smem, w).store(o.to(o_smem.dtype))
-            fence_async_shared()
-            tma_store(o_desc, [entry, head, m_start, 0], staging)
-            if not form.tuning.q_in_registers:
+            store_out(w, scaled(o, inverse), o_views, o_smem, (entry, q_start, seqlen_q), head, m_start, form)
+            if not q_is_read:
                 if form.tuning.o_over_q:
                     tma_store_wait(0)
                 mbarrier.arrive(q_free.index(w))
             q_at = q_at.next()
+        mbarrier.arrive(told_free.index(told_at.stage))
+        told_at = told_at.next()
     tma_store_wait(0)
 
 
 @gluon.jit
-def ring(count: gl.constexpr, arrivals: gl.constexpr):
-    """`count` barriers of `arrivals` arrivals each."""
-    barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(count):
-        mbarrier.init(barriers.index(i), count=arrivals)
-    return barriers
+def tiles_for(slots: gl.constexpr, views, rest: gl.constexpr):
+    """Shared memory for `slots` tiles of a tensor, one buffer a part."""
+    main = gl.allocate_shared_memory(views[0].dtype, [slots] + views[0].block_shape, views[0].layout)
+    if rest:
+        return (main, gl.allocate_shared_memory(views[1].dtype, [slots] + views[1].block_shape, views[1].layout))
+    else:
+        return (main,)
 
 
 @gluon.jit
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, sinks, turns, sizes, limits, numbers, form: gl.constexpr):
-    """Descriptors of [B, H, S, D]; lse [B, H, S_q]; sinks [H] or None; turns: tiles of the busiest program;
-    sizes (B, H, S_q, S_k, row tiles a head, heads in an L2 section); limits (left, right); numbers (scale_log2, softcap)."""
+def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, pointers, work, form: gl.constexpr):
+    """Descriptors of a tile's first columns and of the rest (None where there is none): of [B, H, S, D], or for packed layouts
+    wrapping ones (`copy_in`). pointers (lse [B, H, S_q] or [H, T_q], sinks [H] or None, cu_seqlens_q, cu_seqlens_k, error word);
+    work (tiles of the busiest program, sizes, limits, numbers): sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head,
+    heads in an L2 section); limits (left, right, max_seqlen_q, max_seqlen_k); numbers (scale_log2, softcap)."""
     STAGES: gl.constexpr = form.tuning.stages
     CONSUMERS: gl.constexpr = form.tuning.consumers
-    SLOTS: gl.constexpr = 2 if CONSUMERS == 2 else 4  # shapes are powers of two
-    dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, ROWS, form.block_d], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, form.tuning.block_n, form.block_d], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, form.tuning.block_n, form.block_dv], v_desc.layout)
+    lse, sinks, cu_seqlens_q, cu_seqlens_k, faults = pointers
+    turns, sizes, limits, numbers = work
+    q_views, k_views, v_views, o_views = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (o_desc, o_rest)
+    q_smem = tiles_for(form.slots, q_views, form.rest_d)
+    k_smem = tiles_for(STAGES, k_views, form.rest_d)
+    v_smem = tiles_for(STAGES, v_views, form.rest_dv)
     if form.tuning.o_over_q:
         o_smem = q_smem
     else:
-        o_smem = gl.allocate_shared_memory(o_desc.dtype, [SLOTS, 1, 1, ROWS, form.block_dv], o_desc.layout)
+        o_smem = tiles_for(form.slots, o_views, form.rest_dv)
+    words = gl.allocate_shared_memory(gl.int32, [2, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    board = (words, ring(2, 1), ring(2, CONSUMERS))
     q = (q_smem, ring(CONSUMERS, 1), ring(CONSUMERS, 1))
     k = (k_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
     v = (v_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
-    out = (o_desc, lse, sinks)
-    views = (q_desc, k_desc, v_desc)
-    work = (turns, sizes, limits, numbers)
+    out = (o_views, lse, sinks)
+    views = (q_views, k_views, v_views)
+    offsets = (cu_seqlens_q, cu_seqlens_k)
+    work = (turns, sizes, limits, numbers, faults)
     if CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (mma_partition, (gl.constexpr(0), out, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(1), out, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(2), out, q, k, v, o_smem, work, form)),
-                (load_partition, (views, q, k, v, work, form)),
+                (mma_partition, (gl.constexpr(0), out, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(1), out, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(2), out, board, q, k, v, o_smem, work, form)),
+                (load_partition, (views, offsets, board, q, k, v, work, form)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -397,9 +584,9 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, sinks, turns, sizes, lim
     else:
         gl.warp_specialize(
             [
-                (mma_partition, (gl.constexpr(0), out, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(1), out, q, k, v, o_smem, work, form)),
-                (load_partition, (views, q, k, v, work, form)),
+                (mma_partition, (gl.constexpr(0), out, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(1), out, board, q, k, v, o_smem, work, form)),
+                (load_partition, (views, offsets, board, q, k, v, work, form)),
             ],
             [4, 1],
             [240, 24],

@@ -11,14 +11,17 @@ from ...call import Call
 from ...errors import KernelFault
 from ...problem import ALIGNMENT
 from ..device.dialect import TensorDescriptor, gl
+from .. import faults
 from ..kernel import Forward, Plan
 from . import forward, relaunch
-from .config import ROWS
+from .config import MOST_ROWS, ROWS
 
 LOG2_E = 1.4426950408889634
 L2_BYTES = 32 << 20  # of keys and values that stay while a section of heads is walked; an H200 has 50 MB
 SHORT_TILES = 8  # row tiles a head, up to which sections pay: programs even out within one, and longer tiles leave them uneven at its end
 MOST_TILES = 2**31  # a tile's number is an int32
+WRAP = 2**34  # elements: MOST_ROWS steps of this come back to where they began, modulo 2**64 bytes
+MOST_STEPS = 0x7FFF0000  # a dimension without an end of its own
 DTYPES = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16}
 
 
@@ -34,39 +37,54 @@ class Launch(NamedTuple):
 
 
 def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
+    form: Any = plan.config.form  # type: ignore[attr-defined]
     out = addressable(tensors.out)
     key = (call.left, call.right, out.stride())
-    relaunch.start(plan, key, (call.q, call.k, call.v, out), (tensors.lse, call.sinks), lambda: forward_launch(plan, call, tensors._replace(out=out)))
+    parts = ((call.q, call.k, call.v, out), (form.rest_d, form.rest_d, form.rest_dv, form.rest_dv))
+    views = (*parts[0], *(tensor if rest else None for tensor, rest in zip(*parts)))
+    pointers = (tensors.lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, faults.word(call.q.device) if form.packed else None)
+    relaunch.start(plan, key, views, pointers, lambda: forward_launch(plan, call, out, pointers))
     if out is not tensors.out:
         tensors.out.copy_(out)
 
 
-def forward_launch(plan: Plan, call: Call, tensors: Forward) -> Launch:
+def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
     form: Any = plan.config.form  # type: ignore[attr-defined]
     problem = plan.problem
-    batch, seqlen_q, heads, _ = call.q.shape
-    seqlen_k = call.k.shape[1]
-    tuning = form.tuning
+    layout: Any = problem.layout
+    tuning, heads = form.tuning, problem.heads_q
     block_m = ROWS * tuning.consumers
-    tiles_m = -(-seqlen_q // block_m)
-    section = batch * heads
-    if tiles_m <= SHORT_TILES:
-        a_head = seqlen_k * (form.block_d + form.block_dv) * call.k.element_size()
-        section = min(section, max(1, L2_BYTES // max(1, a_head)) * problem.group)
-    whole = -(-batch * heads // section) * section * tiles_m  # the last section may hold tiles that are none
+    if form.packed:
+        batch, seqlen_q, seqlen_k = layout.batch, layout.total_q, layout.total_k
+        section, tiles_m = heads, seqlen_q // block_m + batch + 2  # device.tiles.find_sequence
+        whole = heads * tiles_m
+    else:
+        batch, seqlen_q, seqlen_k = layout
+        tiles_m = -(-seqlen_q // block_m)
+        section = batch * heads
+        if tiles_m <= SHORT_TILES:
+            a_head = seqlen_k * (form.block_d + form.block_dv) * call.k.element_size()
+            section = min(section, max(1, L2_BYTES // max(1, a_head)) * problem.group)
+        whole = -(-batch * heads // section) * section * tiles_m  # the last section may hold tiles that are none
     if whole >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {whole} tiles of {block_m} queries are more than a launch can count; split the batch")
     programs = min(plan.target.sm_count, whole)
     cap = problem.softcap
     numbers = (cap * LOG2_E, problem.scale / cap) if cap else (problem.scale * LOG2_E, 0.0)
-    views = (
-        descriptor(call.q, ROWS, form.block_d), descriptor(call.k, tuning.block_n, form.block_d),
-        descriptor(call.v, tuning.block_n, form.block_dv), descriptor(tensors.out, ROWS, form.block_dv),
-    )  # fmt: skip
     sizes = (batch, heads, seqlen_q, seqlen_k, tiles_m, section)
-    arguments = (*views, tensors.lse, call.sinks, -(-whole // programs), sizes, (call.left, call.right), numbers, form)
+    limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
+    work = (-(-whole // programs), sizes, limits, numbers)
     registers = 168 if tuning.consumers == 2 else 128
+    arguments = (*descriptors(call, out, form), pointers, work, form)
     return Launch(forward.forward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": registers})
+
+
+def descriptors(call: Call, out: Tensor, form: Any) -> tuple[TensorDescriptor | None, ...]:
+    """q, k, v and out in tiles of their first columns, then in tiles of the rest."""
+    tiles = ((call.q, ROWS, form.block_d, form.rest_d), (call.k, form.tuning.block_n, form.block_d, form.rest_d),
+             (call.v, form.tuning.block_n, form.block_dv, form.rest_dv), (out, ROWS, form.block_dv, form.rest_dv))  # fmt: skip
+    first = [descriptor(tensor, rows, width - rest) for tensor, rows, width, rest in tiles]
+    return *first, *(descriptor(tensor, rows, rest) if rest else None for tensor, rows, _, rest in tiles)
 
 
 def addressable(out: Tensor) -> Tensor:
@@ -79,8 +97,14 @@ def addressable(out: Tensor) -> Tensor:
 
 
 def descriptor(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows."""
-    b, s, h, d = tensor.stride()
-    batch, length, heads, size = tensor.shape
-    layout: Any = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], DTYPES[str(tensor.dtype)])
-    return TensorDescriptor(tensor, [batch, heads, length, size], [b, h, s, d], [1, 1, rows, width], layout)
+    """TMA's view of [B, S, H, D] as [B, H, S, D], or of packed [T, H, D] as forward.copy_in wants it, moved in tiles of one head's rows."""
+    if tensor.dim() == 4:
+        b, s, h, d = tensor.stride()
+        batch, length, heads, size = tensor.shape
+        shape, strides, ones = [batch, heads, length, size], [b, h, s, d], [1, 1]
+    else:
+        s, h, d = tensor.stride()
+        _, heads, size = tensor.shape
+        shape, strides, ones = [MOST_STEPS, MOST_STEPS, heads, MOST_ROWS, size], [WRAP - s, s, h, s, d], [1, 1, 1]
+    layout: Any = gl.NVMMASharedLayout.get_default_for([*ones, rows, width], DTYPES[str(tensor.dtype)])
+    return TensorDescriptor(tensor, shape, strides, [*ones, rows, width], layout)

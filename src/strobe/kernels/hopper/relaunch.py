@@ -56,11 +56,11 @@ def start(owner: object, key: Hashable, views: Sequence[Tensor], pointers: Seque
         if compiled is not None:  # a simulated launch compiles nothing
             if len(_KNOWN) >= MOST:
                 _KNOWN.clear()
-            numbers = launch.arguments[len(views) + len(pointers) :]
-            shapes = tuple((view.shape, view.strides) for view in launch.arguments[: len(views)])
+            numbers = launch.arguments[len(views) + 1 :]
+            shapes = tuple(view and (view.shape, view.strides) for view in launch.arguments[: len(views)])
             _KNOWN[key] = Known(compiled, launch.programs, shapes, numbers, owner)
         return
     kernel = known.compiled
     stream = torch.cuda.current_stream(device).cuda_stream
-    described = [View(base, *shape) for base, shape in zip(views, known.views)]
-    kernel.run(known.programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *described, *pointers, *known.rest)
+    described = [View(base, *shape) if base is not None else None for base, shape in zip(views, known.views)]
+    kernel.run(known.programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *described, pointers, *known.rest)

@@ -1,0 +1,37 @@
+"""Rings of shared memory between warps: barriers, and where each side of a ring stands."""
+
+from .dialect import aggregate, gl, gluon, mbarrier
+
+
+@aggregate
+class Position:
+    """Where one side of a ring stands: its stage, and the parity of the phase it waits for next."""
+
+    stage: gl.tensor
+    parity: gl.tensor
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, stage, parity, stages):
+        self.stage = stage
+        self.parity = parity
+        self.stages = gl.constexpr(stages)
+
+    @gluon.jit
+    def next(self):
+        last = self.stage + 1 == self.stages
+        return Position(gl.where(last, 0, self.stage + 1), gl.where(last, self.parity ^ 1, self.parity), self.stages)
+
+
+@gluon.jit
+def ring_start(stages: gl.constexpr):
+    return Position(gl.to_tensor(0), gl.to_tensor(0), stages)
+
+
+@gluon.jit
+def ring(count: gl.constexpr, arrivals: gl.constexpr):
+    """`count` barriers of `arrivals` arrivals each."""
+    barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(barriers.index(i), count=arrivals)
+    return barriers
