@@ -21,7 +21,9 @@ class Carried:
 
     def __init__(self, machine: Machine, frame: FrameType | None):
         self._machine, self._frame, self._turns = machine, frame, 0
-        self._entry = {} if frame is None else {name: _handles(value) for name, value in frame.f_locals.items()}
+        handles = {} if frame is None else {name: _handles(value) for name, value in frame.f_locals.items()}
+        # a name with a value of its own that the first turn leaves alone met a branch that was not taken: the frontend sees all branches
+        self._entry = {name: mine for name, mine in handles.items() if any(name != other and _same(mine, its) for other, its in handles.items())}
         self._unchanged: set[str] = set()
 
     def turn(self) -> None:

@@ -212,13 +212,6 @@ def tile_2d(ring, stage):
 
 
 @gluon.jit
-def columns_of(layout: gl.constexpr, width: gl.constexpr):
-    """0 .. width - 1 along a tile's columns, made where it is used: as a constant of the loop it would hold a register for each column."""
-    zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    return gl.arange(0, width, gl.SliceLayout(0, layout)) + zero
-
-
-@gluon.jit
 def softmax_step(s, row_max, row_sum, scale_log2, lift: gl.constexpr, lanes: gl.constexpr, form: gl.constexpr):
     """(p, rescale, row_max, row_sum): device.softmax.online_step with the row sum [ROWS, 8] left spread over lanes.
 
@@ -259,14 +252,16 @@ def scores(s, n_start, edges, softcap, form: gl.constexpr):
         if form.mask.left:
             partial = partial | (n_start < first_edge + (ROWS - 1))
         if partial:
-            columns = columns_of(layout, form.tuning.block_n)
-            lane = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-            stop = lane * 0 + (key_stop - n_start)
+            # a column's bits 1 and 2 are its thread's, the others its register's: apart, no register holds a column
+            column = gl.arange(0, form.tuning.block_n, gl.SliceLayout(0, layout))
+            by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
+            row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+            stop = row * 0 + (key_stop - n_start)
             if form.mask.right:
-                stop = gl.minimum(stop, lane + (stop_edge - n_start))
-            s = gl.where(stop[:, None] > columns[None, :], s, float("-inf"))
+                stop = gl.minimum(stop, row + (stop_edge - n_start))
+            s = gl.where(stop[:, None] - by_thread > by_register, s, float("-inf"))
             if form.mask.left:
-                s = gl.where((lane + (first_edge - n_start))[:, None] <= columns[None, :], s, float("-inf"))
+                s = gl.where((row + (first_edge - n_start))[:, None] - by_thread <= by_register, s, float("-inf"))
     return s
 
 
