@@ -32,7 +32,11 @@ class Tuning:
     o_over_q: bool = False
     late_rescale: bool = False  # o is rescaled under the next scores' product
     ping_pong: bool = False  # consumers take turns at issuing products
-    halves: bool = False  # columns in two parts of half the width, so that one of q's may stand in registers
+    fewer_v: int = 0  # stages of v less than of k
+
+    @property
+    def stages_v(self) -> int:
+        return self.stages - self.fewer_v
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Form:
     sinks: bool
     even: bool  # S_k is a multiple of block_n
     packed: bool
+    counted: bool  # programs take tiles from a counter
 
     @property
     def masks(self) -> bool:
@@ -57,11 +62,11 @@ class Form:
     @property
     def rest_d(self) -> int:
         """Columns of q and k beyond their first part: products take powers of two."""
-        return self.block_d // 2 if self.tuning.halves else rest(self.block_d)
+        return rest(self.block_d)
 
     @property
     def rest_dv(self) -> int:
-        return self.block_dv // 2 if self.tuning.halves else rest(self.block_dv)
+        return rest(self.block_dv)
 
     @property
     def slots(self) -> int:
@@ -72,8 +77,8 @@ class Form:
         """q (and o) of all consumers, k and v of all stages, at 2 bytes, the barriers, and the board of two tiles' numbers."""
         t = self.tuning
         o = 0 if t.o_over_q else self.slots * ROWS * self.block_dv
-        tiles = 2 * (self.slots * ROWS * self.block_d + o + t.stages * t.block_n * (self.block_d + self.block_dv))
-        return tiles + 8 * (2 * t.consumers + 4 * t.stages + 4) + 64
+        tiles = 2 * (self.slots * ROWS * self.block_d + o + t.block_n * (t.stages * self.block_d + t.stages_v * self.block_dv))
+        return tiles + 8 * (2 * t.consumers + 2 * (t.stages + t.stages_v) + 4) + 64
 
 
 @dataclass(frozen=True)
@@ -89,15 +94,16 @@ class ForwardConfig:
 
 # (head dimensions, padded to what tiles hold) -> tiles; what fits, then what was fastest on an H200
 TUNINGS = {
-    (64, 64): Tuning(block_n=128, stages=3, consumers=3, late_rescale=True, ping_pong=True),
+    (64, 64): Tuning(block_n=128, stages=3, consumers=3, ping_pong=True),
     (96, 96): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=2),
     (128, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1),
-    (192, 128): Tuning(block_n=128, stages=2, consumers=2, o_over_q=True),
+    (192, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1, o_over_q=True),
     (192, 192): Tuning(block_n=64, stages=3, consumers=2, q_in_registers=2, o_over_q=True),
     (256, 128): Tuning(block_n=64, stages=2, consumers=2),
-    (256, 256): Tuning(block_n=64, stages=2, consumers=2, q_in_registers=1, o_over_q=True, halves=True),
+    (256, 256): Tuning(block_n=64, stages=2, consumers=2, o_over_q=True),
 }
 WIDTHS = (64, 96, 128, 192, 256)
+SHORT_TILES = 8  # row tiles a head, up to which a counter costs more than it evens out
 
 
 # for windows, whose few keys a row make tall tiles visit more than they use: d64 354 TFLOP/s for 305 with three consumers (H200, window 1024 of 16k)
@@ -117,6 +123,13 @@ def padded(width: int) -> int:
 def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The key of TUNINGS that a call's head dimensions are padded to."""
     return next(widths for widths in TUNINGS if widths[0] >= head_dim and widths[1] >= head_dim_v)
+
+
+def row_tiles(problem: Problem, tuning: Tuning) -> int:
+    """Tiles of one head's rows; of packed sequences an upper bound, device.tiles.find_sequence."""
+    layout: Any = problem.layout
+    rows = ROWS * tuning.consumers
+    return layout.total_q // rows + layout.batch + 2 if problem.packed else -(-layout.seqlen_q // rows)
 
 
 def tuning_of(problem: Problem) -> Tuning:
@@ -183,18 +196,20 @@ class HopperForward:
         tuning = tuning_of(problem)
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         widths = tiled(problem.head_dim, problem.head_dim_v)
-        return ForwardConfig(Form(tuning, *widths, problem.group, problem.mask, bool(problem.softcap), problem.sinks, even, problem.packed))
+        counted = problem.packed or (problem.mask.right and not problem.mask.left and row_tiles(problem, tuning) > SHORT_TILES)
+        form = Form(tuning, *widths, problem.group, problem.mask, bool(problem.softcap), problem.sinks, even, problem.packed, counted)
+        return ForwardConfig(form)
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem)
 
-    def workspace(self, problem: Problem, config: object) -> tuple[Buffer, ...]:
-        return ()
+    def workspace(self, problem: Problem, config: ForwardConfig) -> tuple[Buffer, ...]:
+        return (Buffer("counter", (1,), torch.int32, 0),) if config.form.counted else ()
 
     def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
         from .launch import run_forward
 
-        run_forward(plan, call, tensors)
+        run_forward(plan, call, tensors, workspace.get("counter"))
 
 
 FORWARD: Any = HopperForward()

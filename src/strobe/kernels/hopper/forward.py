@@ -47,42 +47,54 @@ LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def tile_of(turn, offsets, sizes, limits, form: gl.constexpr):
-    """(what consumers are told of a program's next tile, (k start, S_k) of its keys).
+def tile_number(turn, counter, form: gl.constexpr):
+    """The number of a program's tile `turn` in the order of all tiles.
 
-    Told: batch entry, query head, first row, first key block, key blocks (-1: there is no tile), q start, S_q, S_k. Starts are 0 in
-    dense layouts. Programs take tiles to and fro, so that what each gets evens out where costs fall along the way.
+    Where costs differ much, whoever is free takes the next from a counter; else programs take tiles to and fro, so that what each gets
+    evens out where costs fall along the way.
+    """
+    programs = gl.num_programs(0)
+    if form.counted:
+        if turn == 0:
+            number = gl.program_id(0)
+        else:
+            number = programs + gl.atomic_add(counter, 1, sem="relaxed")
+    else:
+        number = turn * programs + gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    return number
+
+
+@gluon.jit
+def tile_of(number, offsets, sizes, limits, form: gl.constexpr):
+    """(whether there is such a tile, what consumers are told of it, (k start, S_k) of its keys).
+
+    Told: batch entry, query head, first row, first key block, key blocks, q start, S_q, S_k. Starts are 0 in dense layouts. Tiles that see
+    most keys come first; causal dense ones in sections of heads whose keys and values stay in L2 together.
     """
     BLOCK_M: gl.constexpr = form.tuning.consumers * 64
-    BLOCK_N: gl.constexpr = form.tuning.block_n
     batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
-    programs = gl.num_programs(0)
-    entry, q_start, k_start = turn * 0, turn * 0, turn * 0
+    entry, q_start, k_start = number * 0, number * 0, number * 0
     if form.packed:
         cu_seqlens_q, cu_seqlens_k = offsets
-        tile = turn * programs + gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
-        head = tile % heads
-        linear = tiles_m - 1 - tile // heads  # a sequence's last rows first: under a causal mask they see the most keys
-        sequence, m_block = find_sequence(cu_seqlens_q, gl.maximum(linear, 0), batch, seqlen_q, BLOCK_M)
+        head = number % heads
+        linear = tiles_m - 1 - number // heads
+        sequence, m_block = find_sequence(cu_seqlens_q, linear, batch, seqlen_q, BLOCK_M)
         q_start, seqlen_q = span_of(cu_seqlens_q, sequence, batch, seqlen_q)
         k_start, seqlen_k = keys_of(cu_seqlens_k, sequence, batch, seqlen_k)
-        exists = (linear >= 0) & (m_block * BLOCK_M < seqlen_q)
+        exists = m_block * BLOCK_M < seqlen_q
     else:
         if form.mask.right and not form.mask.left:
-            # by falling cost, in sections of heads whose keys and values fit in L2
-            tile = turn * programs + gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
-            within = tile % (tiles_m * section)
+            within = number % (tiles_m * section)
             m_block = tiles_m - 1 - within // section
-            index = tile // (tiles_m * section) * section + within % section
+            index = number // (tiles_m * section) * section + within % section
         else:
-            tile = turn * programs + gl.program_id(0)
-            m_block = tile % tiles_m
-            index = tile // tiles_m
+            m_block = number % tiles_m
+            index = number // tiles_m
         exists = index < batch * heads
         entry, head = index // heads, index % heads
     m_start = m_block * BLOCK_M
     n_begin, blocks = blocks_of(m_start, BLOCK_M, (seqlen_q, seqlen_k), limits, form)
-    return (entry, head, m_start, n_begin, gl.where(exists, blocks, -1), q_start, seqlen_q, seqlen_k), (k_start, seqlen_k)
+    return exists, (entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k), (k_start, seqlen_k)
 
 
 @gluon.jit
@@ -121,6 +133,14 @@ def read_tile(words, stage):
 
 
 @gluon.jit
+def is_told(words, told, at):
+    """Wait for the next tile; whether there is one."""
+    mbarrier.wait(told.index(at.stage), at.parity)
+    entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, at.stage)
+    return blocks >= 0
+
+
+@gluon.jit
 def copy_in(desc, place, head, row, column: gl.constexpr, ready, smem, form: gl.constexpr):
     """Load a tile from row `row` of a head on; `place` is (batch entry, start, length) of its sequence.
 
@@ -148,7 +168,7 @@ def copy_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.conste
 def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
     CONSUMERS: gl.constexpr = form.tuning.consumers
     q_views, k_views, v_views = views
-    turns, sizes, limits, numbers, faults = work
+    tiles, sizes, limits, numbers, faults, counter = work
     q_smem, q_ready, q_free = q
     batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
     if form.packed:
@@ -156,31 +176,39 @@ def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
             lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
             guard_offsets(offsets[0], batch, seqlen_q, limits[2], lanes, faults, OFFSETS_Q, LONG_Q)
             guard_offsets(offsets[1], batch, seqlen_k, limits[3], lanes, faults, OFFSETS_K, LONG_K)
-    at = ring_start(form.tuning.stages)
+    k_at = ring_start(form.tuning.stages)
+    v_at = ring_start(form.tuning.stages_v)
     q_at = ring_start(1)
     told_at = ring_start(2)
-    for turn in range(turns):
-        tile, keys = tile_of(turn, offsets, sizes, limits, form)
-        tell(board, told_at, tile)
-        told_at = told_at.next()
-        entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
-        k_place = (entry, keys[0], keys[1])
-        if blocks >= 0:
+    turn = gl.to_tensor(0)
+    number = tile_number(turn, counter, form)
+    while number < tiles:
+        turn += 1
+        upcoming = tile_number(turn, counter, form)  # asked for now, needed after this tile
+        exists, tile, keys = tile_of(number, offsets, sizes, limits, form)
+        if exists:
+            tell(board, told_at, tile)
+            told_at = told_at.next()
+            entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
+            k_place = (entry, keys[0], keys[1])
             kv_head = head // form.group
             for w in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_free.index(w), q_at.parity ^ 1)
                 load_rows(q_views, (entry, q_start, rows), head, m_start + w * ROWS, w, q_smem, q_ready.index(w), form.rest_d, form)
                 if w == 0:
                     if blocks > 0:  # the first keys, before the other consumers' queries
-                        load_keys(k_views, k_place, kv_head, n_begin + blocks - 1, at, k, form.rest_d, form)
+                        load_keys(k_views, k_place, kv_head, n_begin + blocks - 1, k_at, k, form.rest_d, form)
+                        k_at = k_at.next()
             q_at = q_at.next()
             for i in range(blocks):
                 block = n_begin + blocks - 1 - i
-                v_at = at
-                at = at.next()
                 if i + 1 < blocks:
-                    load_keys(k_views, k_place, kv_head, block - 1, at, k, form.rest_d, form)
+                    load_keys(k_views, k_place, kv_head, block - 1, k_at, k, form.rest_d, form)
+                    k_at = k_at.next()
                 load_keys(v_views, k_place, kv_head, block, v_at, v, form.rest_dv, form)
+                v_at = v_at.next()
+        number = upcoming
+    tell(board, told_at, (turn, turn, turn, turn, turn * 0 - 1, turn, turn, turn))
 
 
 @gluon.jit
@@ -339,7 +367,7 @@ def zeros(form: gl.constexpr):
 
 
 @gluon.jit
-def let_go(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
+def let_go(w: gl.constexpr, k, v, k_at, v_at, count, form: gl.constexpr):
     """Pass over `count` stages that this consumer's rows do not see, keeping step with the others."""
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
@@ -347,17 +375,18 @@ def let_go(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
         if form.tuning.ping_pong:
             take_turn(w)
             pass_turn(w, form.tuning.consumers)
-        mbarrier.wait(k_ready.index(at.stage), at.parity)
-        mbarrier.arrive(k_free.index(at.stage))
-        mbarrier.wait(v_ready.index(at.stage), at.parity)
-        mbarrier.arrive(v_free.index(at.stage))
-        at = at.next()
-    return at
+        mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
+        mbarrier.arrive(k_free.index(k_at.stage))
+        mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
+        mbarrier.arrive(v_free.index(v_at.stage))
+        k_at = k_at.next()
+        v_at = v_at.next()
+    return k_at, v_at
 
 
 @gluon.jit
-def attend(w: gl.constexpr, q, k, v, at, keys, edges, numbers, form: gl.constexpr):
-    """(o, row_max, row_sum, position after the last stage) over (first key block, key blocks), at least one, the last first."""
+def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, numbers, form: gl.constexpr):
+    """(o, row_max, row_sum, both positions after their last stage) over (first key block, key blocks), at least one, the last first."""
     BLOCK_N: gl.constexpr = form.tuning.block_n
     n_begin, blocks = keys
     scale_log2, softcap = numbers
@@ -375,24 +404,23 @@ def attend(w: gl.constexpr, q, k, v, at, keys, edges, numbers, form: gl.constexp
     row_sum = gl.full([ROWS, 8], 0.0, gl.float32, lanes)
     o = zeros(form)
     n_start = (n_begin + blocks - 1) * BLOCK_N
-    mbarrier.wait(k_ready.index(at.stage), at.parity)
+    mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
     if form.tuning.ping_pong:
         take_turn(w)
-    s = score_product(q, k_smem, at.stage, zero, form)
+    s = score_product(q, k_smem, k_at.stage, zero, form)
     if form.tuning.ping_pong:
         pass_turn(w, form.tuning.consumers)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_free.index(at.stage))
+    mbarrier.arrive(k_free.index(k_at.stage))
+    k_at = k_at.next()
     s = scores(s, n_start, edges, softcap, form)
     p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, lift, lanes, form)
     p_reg = gl.convert_layout(p.to(dtype), p_layout)
     for i in range(1, blocks):
-        v_at = at
-        at = at.next()
-        mbarrier.wait(k_ready.index(at.stage), at.parity)
+        mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
         if form.tuning.ping_pong:
             take_turn(w)
-        s = score_product(q, k_smem, at.stage, zero, form)
+        s = score_product(q, k_smem, k_at.stage, zero, form)
         if form.tuning.late_rescale:
             o = scaled(o, rescale)
         mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
@@ -400,22 +428,24 @@ def attend(w: gl.constexpr, q, k, v, at, keys, edges, numbers, form: gl.constexp
         if form.tuning.ping_pong:
             pass_turn(w, form.tuning.consumers)
         s = warpgroup_mma_wait(parts_v, deps=[s])
-        mbarrier.arrive(k_free.index(at.stage))
+        mbarrier.arrive(k_free.index(k_at.stage))
+        k_at = k_at.next()
         s = scores(s, n_start - i * BLOCK_N, edges, softcap, form)
         p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, lift, lanes, form)
         o = landed(o, form)
         mbarrier.arrive(v_free.index(v_at.stage))
+        v_at = v_at.next()
         if not form.tuning.late_rescale:
             o = scaled(o, rescale)
         p_reg = gl.convert_layout(p.to(dtype), p_layout)
     if form.tuning.late_rescale:
         o = scaled(o, rescale)
-    mbarrier.wait(v_ready.index(at.stage), at.parity)
-    o = value_product(p_reg, v_smem, at.stage, o, form)
+    mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
+    o = value_product(p_reg, v_smem, v_at.stage, o, form)
     total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
     o = landed(o, form)
-    mbarrier.arrive(v_free.index(at.stage))
-    return o, row_max, total, at.next()
+    mbarrier.arrive(v_free.index(v_at.stage))
+    return o, row_max, total, k_at, v_at.next()
 
 
 @gluon.jit
@@ -468,7 +498,7 @@ def store_out(w: gl.constexpr, o, o_views, o_smem, place, head, m_start, form: g
 @gluon.jit
 def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.constexpr):
     o_views, lse, sinks = out
-    turns, sizes, limits, numbers, faults = work
+    tiles, sizes, limits, numbers, faults, counter = work
     words, told, told_free = board
     q_smem, q_ready, q_free = q
     heads, total_q = sizes[1], sizes[2]
@@ -476,55 +506,54 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     q_parts: gl.constexpr = 2 if form.rest_d else 1
     q_is_read: gl.constexpr = form.tuning.q_in_registers == q_parts and not form.tuning.o_over_q  # by the time products begin
-    at = ring_start(form.tuning.stages)
+    k_at = ring_start(form.tuning.stages)
+    v_at = ring_start(form.tuning.stages_v)
     q_at = ring_start(1)
     told_at = ring_start(2)
     if form.tuning.ping_pong:
         if w == form.tuning.consumers - 1:
             pass_turn(w, form.tuning.consumers)  # consumer 0 begins
-    for turn in range(turns):
-        mbarrier.wait(told.index(told_at.stage), told_at.parity)
+    while is_told(words, told, told_at):
         entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
-        if blocks >= 0:
-            m_start += w * ROWS
-            mbarrier.wait(q_ready.index(w), q_at.parity)
-            q_tile = query_operand(w, q_smem, form)
-            if q_is_read:
-                mbarrier.arrive(q_free.index(w))
-            row_max = gl.full([ROWS], float("-inf"), gl.float32, rows)
-            row_sum = gl.full([ROWS], 0.0, gl.float32, rows)
-            o = zeros(form)
-            own_begin, own = blocks_of(m_start, ROWS, (seqlen_q, seqlen_k), limits, form)
-            behind = blocks
-            if own > 0:
-                at = let_go(w, k, v, at, n_begin + blocks - own_begin - own, form)
-                edges = edges_of(m_start, (seqlen_q, seqlen_k), limits)
-                o, row_max, row_sum, at = attend(w, q_tile, k, v, at, (own_begin, own), edges, numbers, form)
-                behind = own_begin - n_begin
-            at = let_go(w, k, v, at, behind, form)
-            # read again rather than kept in registers meanwhile
-            entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
-            m_start += w * ROWS
-            m_offsets = m_start + gl.arange(0, ROWS, rows)
-            first, stop = row_interval(m_offsets, seqlen_q, seqlen_k, (seqlen_k, limits[0], limits[1]), 0, form)
-            sink = 0.0
-            if form.sinks:
-                sink = gl.load(sinks + head).to(gl.float32)
-            inverse, row_lse = finish(o, row_max, row_sum, first >= stop, sink, form)
-            if form.packed:
-                broken = ((limits[3] >= 0) & (seqlen_k > limits[3])) | ((limits[2] >= 0) & (m_offsets >= limits[2]))
-                inverse = gl.where(broken, float("nan"), inverse)
-                row_lse = gl.where(broken, float("nan"), row_lse)
-            lse_rows = lse + (entry.to(gl.int64) * heads + head) * total_q + q_start
-            gl.store(lse_rows + m_offsets, row_lse, mask=m_offsets < seqlen_q)
-            store_out(w, scaled(o, inverse), o_views, o_smem, (entry, q_start, seqlen_q), head, m_start, form)
-            if not q_is_read:
-                if form.tuning.o_over_q:
-                    tma_store_wait(0)
-                mbarrier.arrive(q_free.index(w))
-            q_at = q_at.next()
+        m_start += w * ROWS
+        mbarrier.wait(q_ready.index(w), q_at.parity)
+        q_tile = query_operand(w, q_smem, form)
+        if q_is_read:
+            mbarrier.arrive(q_free.index(w))
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, rows)
+        row_sum = gl.full([ROWS], 0.0, gl.float32, rows)
+        o = zeros(form)
+        own_begin, own = blocks_of(m_start, ROWS, (seqlen_q, seqlen_k), limits, form)
+        unseen = blocks
+        if own > 0:
+            k_at, v_at = let_go(w, k, v, k_at, v_at, n_begin + blocks - own_begin - own, form)
+            edges = edges_of(m_start, (seqlen_q, seqlen_k), limits)
+            o, row_max, row_sum, k_at, v_at = attend(w, q_tile, k, v, k_at, v_at, (own_begin, own), edges, numbers, form)
+            unseen = own_begin - n_begin
+        k_at, v_at = let_go(w, k, v, k_at, v_at, unseen, form)
+        # read again rather than kept in registers meanwhile
+        entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
         mbarrier.arrive(told_free.index(told_at.stage))
         told_at = told_at.next()
+        m_start += w * ROWS
+        m_offsets = m_start + gl.arange(0, ROWS, rows)
+        first, stop = row_interval(m_offsets, seqlen_q, seqlen_k, (seqlen_k, limits[0], limits[1]), 0, form)
+        sink = 0.0
+        if form.sinks:
+            sink = gl.load(sinks + head).to(gl.float32)
+        inverse, row_lse = finish(o, row_max, row_sum, first >= stop, sink, form)
+        if form.packed:
+            broken = ((limits[3] >= 0) & (seqlen_k > limits[3])) | ((limits[2] >= 0) & (m_offsets >= limits[2]))
+            inverse = gl.where(broken, float("nan"), inverse)
+            row_lse = gl.where(broken, float("nan"), row_lse)
+        lse_rows = lse + (entry.to(gl.int64) * heads + head) * total_q + q_start
+        gl.store(lse_rows + m_offsets, row_lse, mask=m_offsets < seqlen_q)
+        store_out(w, scaled(o, inverse), o_views, o_smem, (entry, q_start, seqlen_q), head, m_start, form)
+        if not q_is_read:
+            if form.tuning.o_over_q:
+                tma_store_wait(0)
+            mbarrier.arrive(q_free.index(w))
+        q_at = q_at.next()
     tma_store_wait(0)
 
 
@@ -541,17 +570,18 @@ def tiles_for(slots: gl.constexpr, views, rest: gl.constexpr):
 @gluon.jit
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, pointers, work, form: gl.constexpr):
     """Descriptors of a tile's first columns and of the rest (None where there is none): of [B, H, S, D], or for packed layouts
-    wrapping ones (`copy_in`). pointers (lse [B, H, S_q] or [H, T_q], sinks [H] or None, cu_seqlens_q, cu_seqlens_k, error word);
-    work (tiles of the busiest program, sizes, limits, numbers): sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head,
+    wrapping ones (`copy_in`). pointers (lse [B, H, S_q] or [H, T_q], sinks [H] or None, cu_seqlens_q, cu_seqlens_k, error word, counter
+    of tiles); work (tiles in all, sizes, limits, numbers): sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head,
     heads in an L2 section); limits (left, right, max_seqlen_q, max_seqlen_k); numbers (scale_log2, softcap)."""
     STAGES: gl.constexpr = form.tuning.stages
+    STAGES_V: gl.constexpr = form.tuning.stages_v
     CONSUMERS: gl.constexpr = form.tuning.consumers
-    lse, sinks, cu_seqlens_q, cu_seqlens_k, faults = pointers
-    turns, sizes, limits, numbers = work
+    lse, sinks, cu_seqlens_q, cu_seqlens_k, faults, counter = pointers
+    tiles, sizes, limits, numbers = work
     q_views, k_views, v_views, o_views = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (o_desc, o_rest)
     q_smem = tiles_for(form.slots, q_views, form.rest_d)
     k_smem = tiles_for(STAGES, k_views, form.rest_d)
-    v_smem = tiles_for(STAGES, v_views, form.rest_dv)
+    v_smem = tiles_for(STAGES_V, v_views, form.rest_dv)
     if form.tuning.o_over_q:
         o_smem = q_smem
     else:
@@ -560,11 +590,11 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     board = (words, ring(2, 1), ring(2, CONSUMERS))
     q = (q_smem, ring(CONSUMERS, 1), ring(CONSUMERS, 1))
     k = (k_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
-    v = (v_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
+    v = (v_smem, ring(STAGES_V, 1), ring(STAGES_V, CONSUMERS))
     out = (o_views, lse, sinks)
     views = (q_views, k_views, v_views)
     offsets = (cu_seqlens_q, cu_seqlens_k)
-    work = (turns, sizes, limits, numbers, faults)
+    work = (tiles, sizes, limits, numbers, faults, counter)
     if CONSUMERS == 3:
         gl.warp_specialize(
             [

@@ -14,11 +14,10 @@ from ..device.dialect import TensorDescriptor, gl
 from .. import faults
 from ..kernel import Forward, Plan
 from . import forward, relaunch
-from .config import MOST_ROWS, ROWS
+from .config import MOST_ROWS, ROWS, row_tiles
 
 LOG2_E = 1.4426950408889634
 L2_BYTES = 32 << 20  # of keys and values that stay while a section of heads is walked; an H200 has 50 MB
-SHORT_TILES = 8  # row tiles a head, up to which sections pay: programs even out within one, and longer tiles leave them uneven at its end
 MOST_TILES = 2**31  # a tile's number is an int32
 WRAP = 2**34  # elements: MOST_ROWS steps of this come back to where they began, modulo 2**64 bytes
 MOST_STEPS = 0x7FFF0000  # a dimension without an end of its own
@@ -36,13 +35,14 @@ class Launch(NamedTuple):
         return self.kernel[(self.programs,)](*self.arguments, **self.options)
 
 
-def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
+def run_forward(plan: Plan, call: Call, tensors: Forward, counter: Tensor | None) -> None:
     form: Any = plan.config.form  # type: ignore[attr-defined]
     out = addressable(tensors.out)
     key = (call.left, call.right, out.stride())
     parts = ((call.q, call.k, call.v, out), (form.rest_d, form.rest_d, form.rest_dv, form.rest_dv))
     views = (*parts[0], *(tensor if rest else None for tensor, rest in zip(*parts)))
-    pointers = (tensors.lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, faults.word(call.q.device) if form.packed else None)
+    word = faults.word(call.q.device) if form.packed else None
+    pointers = (tensors.lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
     relaunch.start(plan, key, views, pointers, lambda: forward_launch(plan, call, out, pointers))
     if out is not tensors.out:
         tensors.out.copy_(out)
@@ -53,27 +53,24 @@ def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor |
     problem = plan.problem
     layout: Any = problem.layout
     tuning, heads = form.tuning, problem.heads_q
-    block_m = ROWS * tuning.consumers
+    tiles_m = row_tiles(problem, tuning)
+    section = batch_heads = layout.batch * heads
     if form.packed:
-        batch, seqlen_q, seqlen_k = layout.batch, layout.total_q, layout.total_k
-        section, tiles_m = heads, seqlen_q // block_m + batch + 2  # device.tiles.find_sequence
-        whole = heads * tiles_m
+        lengths, whole = layout.tokens, heads * tiles_m
     else:
-        batch, seqlen_q, seqlen_k = layout
-        tiles_m = -(-seqlen_q // block_m)
-        section = batch * heads
-        if tiles_m <= SHORT_TILES:
-            a_head = seqlen_k * (form.block_d + form.block_dv) * call.k.element_size()
+        lengths = layout[1:]
+        if problem.mask.right and not problem.mask.left:
+            a_head = layout.seqlen_k * (form.block_d + form.block_dv) * call.k.element_size()
             section = min(section, max(1, L2_BYTES // max(1, a_head)) * problem.group)
-        whole = -(-batch * heads // section) * section * tiles_m  # the last section may hold tiles that are none
+        whole = -(-batch_heads // section) * section * tiles_m  # the last section may hold tiles that are none
     if whole >= MOST_TILES:
-        raise KernelFault(f"{plan.kernel.name}: {whole} tiles of {block_m} queries are more than a launch can count; split the batch")
+        raise KernelFault(f"{plan.kernel.name}: {whole} tiles of {ROWS * tuning.consumers} queries are more than a launch can count; split the batch")
     programs = min(plan.target.sm_count, whole)
     cap = problem.softcap
     numbers = (cap * LOG2_E, problem.scale / cap) if cap else (problem.scale * LOG2_E, 0.0)
-    sizes = (batch, heads, seqlen_q, seqlen_k, tiles_m, section)
+    sizes = (layout.batch, heads, *lengths, tiles_m, section)
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
-    work = (-(-whole // programs), sizes, limits, numbers)
+    work = (whole, sizes, limits, numbers)
     registers = 168 if tuning.consumers == 2 else 128
     arguments = (*descriptors(call, out, form), pointers, work, form)
     return Launch(forward.forward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": registers})
