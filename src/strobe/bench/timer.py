@@ -1,12 +1,14 @@
 """Timing functions against one another in one process: interleaved rounds, medians, quartiles.
 
 Clocks drift while a benchmark runs (power, temperature, neighbours), so A is never timed first and B after it: each round
-times every function once, and what drifts, drifts for all.
+times every function once, and what drifts, drifts for all. Each round goes in another order: a card at its power limit is slower
+after a hungry function than after a frugal one, so that a fixed order would favour whoever follows the slowest (H200: up to a tenth).
 """
 
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -54,9 +56,11 @@ def interleave(
     sampler = _Gpu(torch.device(device), flush) if torch.device(device).type == "cuda" else _Cpu()
     calls = {name: _warm_up(function, sampler, sample_ms) for name, function in functions.items()}
     samples: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            samples[name].append(sampler.sample(function, calls[name]))
+    order = list(functions)
+    for n in range(rounds):
+        random.Random(n).shuffle(order)
+        for name in order:
+            samples[name].append(sampler.sample(functions[name], calls[name]))
     return {name: Timing.of(times) for name, times in samples.items()}
 
 

@@ -23,13 +23,13 @@ MOST_ROWS = 2**30  # of a packed tensor: forward.FAR
 
 @dataclass(frozen=True)
 class Tuning:
-    """Tile and roles of the forward; `o_over_q` stages o where q was, for head dimensions that leave no room for a buffer of its own."""
+    """Tile and roles of the forward."""
 
     block_n: int
     stages: int
     consumers: int
     q_in_registers: int = 0  # of q's parts
-    o_over_q: bool = False
+    staged: bool = True  # o leaves through shared memory by TMA; else straight from registers, where tiles leave no room
     late_rescale: bool = False  # o is rescaled under the next scores' product
     ping_pong: bool = False  # consumers take turns at issuing products
     fewer_v: int = 0  # stages of v less than of k
@@ -76,7 +76,7 @@ class Form:
     def shared_bytes(self) -> int:
         """q (and o) of all consumers, k and v of all stages, at 2 bytes, the barriers, and the board of two tiles' numbers."""
         t = self.tuning
-        o = 0 if t.o_over_q else self.slots * ROWS * self.block_dv
+        o = self.slots * ROWS * self.block_dv if t.staged else 0
         tiles = 2 * (self.slots * ROWS * self.block_d + o + t.block_n * (t.stages * self.block_d + t.stages_v * self.block_dv))
         return tiles + 8 * (2 * t.consumers + 2 * (t.stages + t.stages_v) + 4) + 64
 
@@ -97,13 +97,12 @@ TUNINGS = {
     (64, 64): Tuning(block_n=128, stages=3, consumers=3, ping_pong=True),
     (96, 96): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=2),
     (128, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1),
-    (192, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1, o_over_q=True),
-    (192, 192): Tuning(block_n=64, stages=3, consumers=2, q_in_registers=2, o_over_q=True),
+    (192, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1, staged=False),
+    (192, 192): Tuning(block_n=64, stages=3, consumers=2, q_in_registers=2, staged=False),
     (256, 128): Tuning(block_n=64, stages=2, consumers=2),
-    (256, 256): Tuning(block_n=64, stages=2, consumers=2, o_over_q=True),
+    (256, 256): Tuning(block_n=64, stages=2, consumers=2, staged=False),
 }
 WIDTHS = (64, 96, 128, 192, 256)
-SHORT_TILES = 8  # row tiles a head, up to which a counter costs more than it evens out
 
 
 # for windows, whose few keys a row make tall tiles visit more than they use: d64 354 TFLOP/s for 305 with three consumers (H200, window 1024 of 16k)
@@ -196,20 +195,20 @@ class HopperForward:
         tuning = tuning_of(problem)
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         widths = tiled(problem.head_dim, problem.head_dim_v)
-        counted = problem.packed or (problem.mask.right and not problem.mask.left and row_tiles(problem, tuning) > SHORT_TILES)
+        counted = problem.packed or (problem.mask.right and not problem.mask.left)
         form = Form(tuning, *widths, problem.group, problem.mask, bool(problem.softcap), problem.sinks, even, problem.packed, counted)
         return ForwardConfig(form)
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem)
 
-    def workspace(self, problem: Problem, config: ForwardConfig) -> tuple[Buffer, ...]:
-        return (Buffer("counter", (1,), torch.int32, 0),) if config.form.counted else ()
+    def workspace(self, problem: Problem, config: object) -> tuple[Buffer, ...]:
+        return ()
 
     def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
         from .launch import run_forward
 
-        run_forward(plan, call, tensors, workspace.get("counter"))
+        run_forward(plan, call, tensors)
 
 
 FORWARD: Any = HopperForward()

@@ -168,7 +168,7 @@ def copy_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.conste
 def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
     CONSUMERS: gl.constexpr = form.tuning.consumers
     q_views, k_views, v_views = views
-    tiles, sizes, limits, numbers, faults, counter = work
+    tiles, sizes, limits, numbers, strides, faults, counter = work
     q_smem, q_ready, q_free = q
     batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
     if form.packed:
@@ -185,6 +185,9 @@ def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
     while number < tiles:
         turn += 1
         upcoming = tile_number(turn, counter, form)  # asked for now, needed after this tile
+        if form.counted:
+            if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
+                gl.atomic_xchg(counter, 0, sem="relaxed")
         exists, tile, keys = tile_of(number, offsets, sizes, limits, form)
         if exists:
             tell(board, told_at, tile)
@@ -483,8 +486,8 @@ def query_operand(w: gl.constexpr, q_smem, form: gl.constexpr):
 
 
 @gluon.jit
-def store_out(w: gl.constexpr, o, o_views, o_smem, place, head, m_start, form: gl.constexpr):
-    """o through its staging buffer, once this consumer's tile before has left it."""
+def stage_out(w: gl.constexpr, o, o_views, o_smem, place, head, m_start, form: gl.constexpr):
+    """o by TMA through its staging buffer, once this consumer's tile before has left it."""
     tma_store_wait(0)
     tile_2d(o_smem[0], w).store(o[0].to(o_smem[0].dtype))
     if form.rest_dv:
@@ -496,16 +499,38 @@ def store_out(w: gl.constexpr, o, o_views, o_smem, place, head, m_start, form: g
 
 
 @gluon.jit
+def store_part(out, part, m_start, seqlen_q, first: gl.constexpr, strides):
+    """A part of o straight from registers; `out` points at the sequence's first row."""
+    layout: gl.constexpr = part.type.layout
+    row_stride, width = strides
+    rows = m_start + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = first + gl.arange(0, part.shape[1], gl.SliceLayout(0, layout))
+    pointers = out + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
+    gl.store(pointers, part.to(out.dtype.element_ty), mask=(rows < seqlen_q)[:, None] & (columns < width)[None, :])
+
+
+@gluon.jit
+def store_out(o, out, place, head, m_start, strides, form: gl.constexpr):
+    """o without shared memory. strides (batch, row, head, D_v)."""
+    entry, start, length = place
+    out += entry.to(gl.int64) * strides[0] + start.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
+    row = (strides[1], strides[3])
+    store_part(out, o[0], m_start, length, 0, row)
+    if form.rest_dv:
+        store_part(out, o[1], m_start, length, form.block_dv - form.rest_dv, row)
+
+
+@gluon.jit
 def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.constexpr):
-    o_views, lse, sinks = out
-    tiles, sizes, limits, numbers, faults, counter = work
+    o_views, out_pointer, lse, sinks = out
+    tiles, sizes, limits, numbers, strides, faults, counter = work
     words, told, told_free = board
     q_smem, q_ready, q_free = q
     heads, total_q = sizes[1], sizes[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.tuning.block_n, 16])
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     q_parts: gl.constexpr = 2 if form.rest_d else 1
-    q_is_read: gl.constexpr = form.tuning.q_in_registers == q_parts and not form.tuning.o_over_q  # by the time products begin
+    q_is_read: gl.constexpr = form.tuning.q_in_registers == q_parts  # by the time products begin
     k_at = ring_start(form.tuning.stages)
     v_at = ring_start(form.tuning.stages_v)
     q_at = ring_start(1)
@@ -530,6 +555,8 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
             edges = edges_of(m_start, (seqlen_q, seqlen_k), limits)
             o, row_max, row_sum, k_at, v_at = attend(w, q_tile, k, v, k_at, v_at, (own_begin, own), edges, numbers, form)
             unseen = own_begin - n_begin
+        if not q_is_read:
+            mbarrier.arrive(q_free.index(w))
         k_at, v_at = let_go(w, k, v, k_at, v_at, unseen, form)
         # read again rather than kept in registers meanwhile
         entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
@@ -548,11 +575,11 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
             row_lse = gl.where(broken, float("nan"), row_lse)
         lse_rows = lse + (entry.to(gl.int64) * heads + head) * total_q + q_start
         gl.store(lse_rows + m_offsets, row_lse, mask=m_offsets < seqlen_q)
-        store_out(w, scaled(o, inverse), o_views, o_smem, (entry, q_start, seqlen_q), head, m_start, form)
-        if not q_is_read:
-            if form.tuning.o_over_q:
-                tma_store_wait(0)
-            mbarrier.arrive(q_free.index(w))
+        o = scaled(o, inverse)
+        if form.tuning.staged:
+            stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q), head, m_start, form)
+        else:
+            store_out(o, out_pointer, (entry, q_start, seqlen_q), head, m_start, strides, form)
         q_at = q_at.next()
     tma_store_wait(0)
 
@@ -570,37 +597,36 @@ def tiles_for(slots: gl.constexpr, views, rest: gl.constexpr):
 @gluon.jit
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, pointers, work, form: gl.constexpr):
     """Descriptors of a tile's first columns and of the rest (None where there is none): of [B, H, S, D], or for packed layouts
-    wrapping ones (`copy_in`). pointers (lse [B, H, S_q] or [H, T_q], sinks [H] or None, cu_seqlens_q, cu_seqlens_k, error word, counter
-    of tiles); work (tiles in all, sizes, limits, numbers): sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head,
+    wrapping ones (`copy_in`). pointers (out, lse [B, H, S_q] or [H, T_q], sinks [H] or None, cu_seqlens_q, cu_seqlens_k, error word,
+    counter of tiles); work (tiles in all, sizes, limits, numbers, strides of out): sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head,
     heads in an L2 section); limits (left, right, max_seqlen_q, max_seqlen_k); numbers (scale_log2, softcap)."""
     STAGES: gl.constexpr = form.tuning.stages
     STAGES_V: gl.constexpr = form.tuning.stages_v
     CONSUMERS: gl.constexpr = form.tuning.consumers
-    lse, sinks, cu_seqlens_q, cu_seqlens_k, faults, counter = pointers
-    tiles, sizes, limits, numbers = work
+    out, lse, sinks, cu_seqlens_q, cu_seqlens_k, faults, counter = pointers
+    tiles, sizes, limits, numbers, strides = work
     q_views, k_views, v_views, o_views = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (o_desc, o_rest)
     q_smem = tiles_for(form.slots, q_views, form.rest_d)
     k_smem = tiles_for(STAGES, k_views, form.rest_d)
     v_smem = tiles_for(STAGES_V, v_views, form.rest_dv)
-    if form.tuning.o_over_q:
-        o_smem = q_smem
-    else:
+    o_smem = q_smem
+    if form.tuning.staged:
         o_smem = tiles_for(form.slots, o_views, form.rest_dv)
     words = gl.allocate_shared_memory(gl.int32, [2, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     board = (words, ring(2, 1), ring(2, CONSUMERS))
     q = (q_smem, ring(CONSUMERS, 1), ring(CONSUMERS, 1))
     k = (k_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
     v = (v_smem, ring(STAGES_V, 1), ring(STAGES_V, CONSUMERS))
-    out = (o_views, lse, sinks)
+    outs = (o_views, out, lse, sinks)
     views = (q_views, k_views, v_views)
     offsets = (cu_seqlens_q, cu_seqlens_k)
-    work = (tiles, sizes, limits, numbers, faults, counter)
+    work = (tiles, sizes, limits, numbers, strides, faults, counter)
     if CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (mma_partition, (gl.constexpr(0), out, board, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(1), out, board, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(2), out, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(0), outs, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(1), outs, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(2), outs, board, q, k, v, o_smem, work, form)),
                 (load_partition, (views, offsets, board, q, k, v, work, form)),
             ],
             [4, 4, 1],
@@ -609,8 +635,8 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     else:
         gl.warp_specialize(
             [
-                (mma_partition, (gl.constexpr(0), out, board, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(1), out, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(0), outs, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(1), outs, board, q, k, v, o_smem, work, form)),
                 (load_partition, (views, offsets, board, q, k, v, work, form)),
             ],
             [4, 1],

@@ -35,14 +35,15 @@ class Launch(NamedTuple):
         return self.kernel[(self.programs,)](*self.arguments, **self.options)
 
 
-def run_forward(plan: Plan, call: Call, tensors: Forward, counter: Tensor | None) -> None:
+def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
     form: Any = plan.config.form  # type: ignore[attr-defined]
-    out = addressable(tensors.out)
+    out = addressable(tensors.out) if form.tuning.staged else tensors.out
     key = (call.left, call.right, out.stride())
     parts = ((call.q, call.k, call.v, out), (form.rest_d, form.rest_d, form.rest_dv, form.rest_dv))
     views = (*parts[0], *(tensor if rest else None for tensor, rest in zip(*parts)))
     word = faults.word(call.q.device) if form.packed else None
-    pointers = (tensors.lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
+    counter = counter_on(call.q.device) if form.counted else None
+    pointers = (out, tensors.lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
     relaunch.start(plan, key, views, pointers, lambda: forward_launch(plan, call, out, pointers))
     if out is not tensors.out:
         tensors.out.copy_(out)
@@ -70,7 +71,8 @@ def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor |
     numbers = (cap * LOG2_E, problem.scale / cap) if cap else (problem.scale * LOG2_E, 0.0)
     sizes = (layout.batch, heads, *lengths, tiles_m, section)
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
-    work = (whole, sizes, limits, numbers)
+    strides = (0, *out.stride()[:2], out.shape[-1]) if form.packed else (*out.stride()[:3], out.shape[-1])
+    work = (whole, sizes, limits, numbers, strides)
     registers = 168 if tuning.consumers == 2 else 128
     arguments = (*descriptors(call, out, form), pointers, work, form)
     return Launch(forward.forward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": registers})
@@ -81,7 +83,21 @@ def descriptors(call: Call, out: Tensor, form: Any) -> tuple[TensorDescriptor | 
     tiles = ((call.q, ROWS, form.block_d, form.rest_d), (call.k, form.tuning.block_n, form.block_d, form.rest_d),
              (call.v, form.tuning.block_n, form.block_dv, form.rest_dv), (out, ROWS, form.block_dv, form.rest_dv))  # fmt: skip
     first = [descriptor(tensor, rows, width - rest) for tensor, rows, width, rest in tiles]
+    if not form.tuning.staged:
+        first[-1], tiles = None, tiles[:-1] + ((out, 0, 0, 0),)
     return *first, *(descriptor(tensor, rows, rest) if rest else None for tensor, rows, _, rest in tiles)
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def counter_on(device: torch.device) -> Tensor:
+    """int32 [1], 0 before a launch and after it: of the current stream, whose launches follow each other, or of the graph being captured."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = device.index, torch.cuda.current_stream(device).cuda_stream
+    known = _counters.get(key)
+    return known if known is not None else _counters.setdefault(key, torch.zeros(1, dtype=torch.int32, device=device))
 
 
 def addressable(out: Tensor) -> Tensor:
