@@ -543,6 +543,8 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         m_start += w * ROWS
         mbarrier.wait(q_ready.index(w), q_at.parity)
         q_tile = query_operand(w, q_smem, form)
+        if form.tuning.q_in_registers:
+            fence_async_shared()  # without it TMA overtook loads that queued behind stores: wrong rows in 12 of 12 runs (H200)
         if q_is_read:
             mbarrier.arrive(q_free.index(w))
         row_max = gl.full([ROWS], float("-inf"), gl.float32, rows)
@@ -560,8 +562,6 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         k_at, v_at = let_go(w, k, v, k_at, v_at, unseen, form)
         # read again rather than kept in registers meanwhile
         entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
-        mbarrier.arrive(told_free.index(told_at.stage))
-        told_at = told_at.next()
         m_start += w * ROWS
         m_offsets = m_start + gl.arange(0, ROWS, rows)
         first, stop = row_interval(m_offsets, seqlen_q, seqlen_k, (seqlen_k, limits[0], limits[1]), 0, form)
@@ -575,6 +575,8 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
             row_lse = gl.where(broken, float("nan"), row_lse)
         lse_rows = lse + (entry.to(gl.int64) * heads + head) * total_q + q_start
         gl.store(lse_rows + m_offsets, row_lse, mask=m_offsets < seqlen_q)
+        mbarrier.arrive(told_free.index(told_at.stage))
+        told_at = told_at.next()
         o = scaled(o, inverse)
         if form.tuning.staged:
             stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q), head, m_start, form)
