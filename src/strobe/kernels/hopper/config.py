@@ -29,7 +29,7 @@ class Tuning:
     stages: int
     consumers: int
     q_in_registers: int = 0  # of q's parts
-    staged: bool = True  # o leaves through shared memory by TMA; else straight from registers, where tiles leave no room
+    half_staged: bool = False  # o leaves through a buffer of half its first part, where tiles leave no room for more
     late_rescale: bool = False  # o is rescaled under the next scores' product
     ping_pong: bool = False  # consumers take turns at issuing products
     fewer_v: int = 0  # stages of v less than of k
@@ -76,7 +76,7 @@ class Form:
     def shared_bytes(self) -> int:
         """q (and o) of all consumers, k and v of all stages, at 2 bytes, the barriers, and the board of two tiles' numbers."""
         t = self.tuning
-        o = self.slots * ROWS * self.block_dv if t.staged else 0
+        o = self.slots * ROWS * ((self.block_dv - self.rest_dv) // (1 + t.half_staged) + self.rest_dv)
         tiles = 2 * (self.slots * ROWS * self.block_d + o + t.block_n * (t.stages * self.block_d + t.stages_v * self.block_dv))
         return tiles + 8 * (2 * t.consumers + 2 * (t.stages + t.stages_v) + 4) + 64
 
@@ -97,16 +97,21 @@ TUNINGS = {
     (64, 64): Tuning(block_n=128, stages=3, consumers=3, ping_pong=True),
     (96, 96): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=2),
     (128, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1),
-    (192, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1, staged=False),
-    (192, 192): Tuning(block_n=64, stages=3, consumers=2, q_in_registers=2, staged=False),
+    (192, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1, half_staged=True),
+    (192, 192): Tuning(block_n=64, stages=3, fewer_v=1, consumers=2, q_in_registers=2),
     (256, 128): Tuning(block_n=64, stages=2, consumers=2),
-    (256, 256): Tuning(block_n=64, stages=2, consumers=2, staged=False),
+    (256, 256): Tuning(block_n=64, stages=2, consumers=2, late_rescale=True, half_staged=True),
 }
 WIDTHS = (64, 96, 128, 192, 256)
 
 
-# for windows, whose few keys a row make tall tiles visit more than they use: d64 354 TFLOP/s for 305 with three consumers (H200, window 1024 of 16k)
-WINDOWED = {(64, 64): Tuning(block_n=128, stages=3, consumers=2, q_in_registers=1)}
+# for windows, of whose few keys a row long tiles hide more: d64 382 TFLOP/s for 362 with two consumers and 128 keys (H200, window 1024 of 16k)
+WINDOWED = {(64, 64): Tuning(block_n=64, stages=4, consumers=3, q_in_registers=1, late_rescale=True, ping_pong=True)}
+# for a softcap, whose tanh takes registers
+CAPPED = {
+    (128, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1),
+    (192, 128): Tuning(block_n=64, stages=4, consumers=2, half_staged=True),
+}
 
 
 def rest(width: int) -> int:
@@ -131,9 +136,14 @@ def row_tiles(problem: Problem, tuning: Tuning) -> int:
     return layout.total_q // rows + layout.batch + 2 if problem.packed else -(-layout.seqlen_q // rows)
 
 
+def tiles_of(problem: Problem, tuning: Tuning) -> int:
+    """Tiles of all heads."""
+    return row_tiles(problem, tuning) * problem.heads_q * (1 if problem.packed else problem.layout.batch)
+
+
 def tuning_of(problem: Problem) -> Tuning:
     widths = tiled(problem.head_dim, problem.head_dim_v)
-    return (problem.mask.left and WINDOWED.get(widths)) or TUNINGS[widths]
+    return (problem.softcap and CAPPED.get(widths)) or (problem.mask.left and WINDOWED.get(widths)) or TUNINGS[widths]
 
 
 def _why_not(problem: Problem, target: Target) -> str | None:
@@ -195,7 +205,7 @@ class HopperForward:
         tuning = tuning_of(problem)
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         widths = tiled(problem.head_dim, problem.head_dim_v)
-        counted = problem.packed or (problem.mask.right and not problem.mask.left)
+        counted = tiles_of(problem, tuning) > target.sm_count
         form = Form(tuning, *widths, problem.group, problem.mask, bool(problem.softcap), problem.sinks, even, problem.packed, counted)
         return ForwardConfig(form)
 

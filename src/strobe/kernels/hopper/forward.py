@@ -168,7 +168,7 @@ def copy_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.conste
 def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
     CONSUMERS: gl.constexpr = form.tuning.consumers
     q_views, k_views, v_views = views
-    tiles, sizes, limits, numbers, strides, faults, counter = work
+    tiles, sizes, limits, numbers, faults, counter = work
     q_smem, q_ready, q_free = q
     batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
     if form.packed:
@@ -487,43 +487,31 @@ def query_operand(w: gl.constexpr, q_smem, form: gl.constexpr):
 
 @gluon.jit
 def stage_out(w: gl.constexpr, o, o_views, o_smem, place, head, m_start, form: gl.constexpr):
-    """o by TMA through its staging buffer, once this consumer's tile before has left it."""
-    tma_store_wait(0)
-    tile_2d(o_smem[0], w).store(o[0].to(o_smem[0].dtype))
+    """o by TMA through its staging buffer, which may hold half of it: that waits until the first half has left."""
+    WIDTH: gl.constexpr = form.block_dv - form.rest_dv
+    if form.tuning.half_staged:
+        left, right = gl.split(gl.permute(gl.reshape(o[0], [ROWS, 2, WIDTH // 2]), [0, 2, 1]))
+        stage_part(w, left, o_views[0], o_smem[0], place, head, m_start, 0, form)
+        stage_part(w, right, o_views[0], o_smem[0], place, head, m_start, WIDTH // 2, form)
+    else:
+        stage_part(w, o[0], o_views[0], o_smem[0], place, head, m_start, 0, form)
     if form.rest_dv:
-        tile_2d(o_smem[1], w).store(o[1].to(o_smem[1].dtype))
+        stage_part(w, o[1], o_views[1], o_smem[1], place, head, m_start, WIDTH, form)
+
+
+@gluon.jit
+def stage_part(w: gl.constexpr, part, view, smem, place, head, m_start, column: gl.constexpr, form: gl.constexpr):
+    if column == 0 or form.tuning.half_staged:
+        tma_store_wait(0)  # what this buffer held has left it
+    tile_2d(smem, w).store(part.to(smem.dtype))
     fence_async_shared()
-    copy_out(o_views[0], place, head, m_start, 0, o_smem[0].index(w), form)
-    if form.rest_dv:
-        copy_out(o_views[1], place, head, m_start, o_views[0].block_shape[-1], o_smem[1].index(w), form)
-
-
-@gluon.jit
-def store_part(out, part, m_start, seqlen_q, first: gl.constexpr, strides):
-    """A part of o straight from registers; `out` points at the sequence's first row."""
-    layout: gl.constexpr = part.type.layout
-    row_stride, width = strides
-    rows = m_start + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    columns = first + gl.arange(0, part.shape[1], gl.SliceLayout(0, layout))
-    pointers = out + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
-    gl.store(pointers, part.to(out.dtype.element_ty), mask=(rows < seqlen_q)[:, None] & (columns < width)[None, :])
-
-
-@gluon.jit
-def store_out(o, out, place, head, m_start, strides, form: gl.constexpr):
-    """o without shared memory. strides (batch, row, head, D_v)."""
-    entry, start, length = place
-    out += entry.to(gl.int64) * strides[0] + start.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
-    row = (strides[1], strides[3])
-    store_part(out, o[0], m_start, length, 0, row)
-    if form.rest_dv:
-        store_part(out, o[1], m_start, length, form.block_dv - form.rest_dv, row)
+    copy_out(view, place, head, m_start, column, smem.index(w), form)
 
 
 @gluon.jit
 def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.constexpr):
-    o_views, out_pointer, lse, sinks = out
-    tiles, sizes, limits, numbers, strides, faults, counter = work
+    o_views, lse, sinks = out
+    tiles, sizes, limits, numbers, faults, counter = work
     words, told, told_free = board
     q_smem, q_ready, q_free = q
     heads, total_q = sizes[1], sizes[2]
@@ -578,10 +566,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         mbarrier.arrive(told_free.index(told_at.stage))
         told_at = told_at.next()
         o = scaled(o, inverse)
-        if form.tuning.staged:
-            stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q), head, m_start, form)
-        else:
-            store_out(o, out_pointer, (entry, q_start, seqlen_q), head, m_start, strides, form)
+        stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q), head, m_start, form)
         q_at = q_at.next()
     tma_store_wait(0)
 
@@ -599,36 +584,34 @@ def tiles_for(slots: gl.constexpr, views, rest: gl.constexpr):
 @gluon.jit
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, pointers, work, form: gl.constexpr):
     """Descriptors of a tile's first columns and of the rest (None where there is none): of [B, H, S, D], or for packed layouts
-    wrapping ones (`copy_in`). pointers (out, lse [B, H, S_q] or [H, T_q], sinks [H] or None, cu_seqlens_q, cu_seqlens_k, error word,
-    counter of tiles); work (tiles in all, sizes, limits, numbers, strides of out): sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head,
+    wrapping ones (`copy_in`). pointers (lse [B, H, S_q] or [H, T_q], sinks [H] or None, cu_seqlens_q, cu_seqlens_k, error word,
+    counter of tiles); work (tiles in all, sizes, limits, numbers): sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head,
     heads in an L2 section); limits (left, right, max_seqlen_q, max_seqlen_k); numbers (scale_log2, softcap)."""
     STAGES: gl.constexpr = form.tuning.stages
     STAGES_V: gl.constexpr = form.tuning.stages_v
     CONSUMERS: gl.constexpr = form.tuning.consumers
-    out, lse, sinks, cu_seqlens_q, cu_seqlens_k, faults, counter = pointers
-    tiles, sizes, limits, numbers, strides = work
+    lse, sinks, cu_seqlens_q, cu_seqlens_k, faults, counter = pointers
+    tiles, sizes, limits, numbers = work
     q_views, k_views, v_views, o_views = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (o_desc, o_rest)
     q_smem = tiles_for(form.slots, q_views, form.rest_d)
     k_smem = tiles_for(STAGES, k_views, form.rest_d)
     v_smem = tiles_for(STAGES_V, v_views, form.rest_dv)
-    o_smem = q_smem
-    if form.tuning.staged:
-        o_smem = tiles_for(form.slots, o_views, form.rest_dv)
+    o_smem = tiles_for(form.slots, o_views, form.rest_dv)
     words = gl.allocate_shared_memory(gl.int32, [2, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     board = (words, ring(2, 1), ring(2, CONSUMERS))
     q = (q_smem, ring(CONSUMERS, 1), ring(CONSUMERS, 1))
     k = (k_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
     v = (v_smem, ring(STAGES_V, 1), ring(STAGES_V, CONSUMERS))
-    outs = (o_views, out, lse, sinks)
+    out = (o_views, lse, sinks)
     views = (q_views, k_views, v_views)
     offsets = (cu_seqlens_q, cu_seqlens_k)
-    work = (tiles, sizes, limits, numbers, strides, faults, counter)
+    work = (tiles, sizes, limits, numbers, faults, counter)
     if CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (mma_partition, (gl.constexpr(0), outs, board, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(1), outs, board, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(2), outs, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(0), out, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(1), out, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(2), out, board, q, k, v, o_smem, work, form)),
                 (load_partition, (views, offsets, board, q, k, v, work, form)),
             ],
             [4, 4, 1],
@@ -637,8 +620,8 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     else:
         gl.warp_specialize(
             [
-                (mma_partition, (gl.constexpr(0), outs, board, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(1), outs, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(0), out, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(1), out, board, q, k, v, o_smem, work, form)),
                 (load_partition, (views, offsets, board, q, k, v, work, form)),
             ],
             [4, 1],

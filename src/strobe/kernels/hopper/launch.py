@@ -38,14 +38,14 @@ class Launch(NamedTuple):
 
 def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
     form: Any = plan.config.form  # type: ignore[attr-defined]
-    out = addressable(tensors.out) if form.tuning.staged else tensors.out
+    out = addressable(tensors.out)
     key = (call.left, call.right, out.stride())
-    described = (call.q, call.k, call.v, out if form.tuning.staged else None)
+    described = (call.q, call.k, call.v, out)
     rests = (form.rest_d, form.rest_d, form.rest_dv, form.rest_dv)
     views = (*described, *(tensor if rest else None for tensor, rest in zip(described, rests)))
     word = faults.word(call.q.device) if form.packed else None
     counter = counter_on(call.q.device) if form.counted else None
-    pointers = (out, tensors.lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
+    pointers = (tensors.lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
     relaunch.start(plan, key, views, pointers, lambda: forward_launch(plan, call, out, pointers))
     if out is not tensors.out:
         tensors.out.copy_(out)
@@ -73,8 +73,7 @@ def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor |
     numbers = (cap * LOG2_E, problem.scale / cap) if cap else (problem.scale * LOG2_E, 0.0)
     sizes = (layout.batch, heads, *lengths, tiles_m, section)
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
-    strides = (0, *out.stride()[:2], out.shape[-1]) if form.packed else (*out.stride()[:3], out.shape[-1])
-    work = (whole, sizes, limits, numbers, strides)
+    work = (whole, sizes, limits, numbers)
     registers = 168 if tuning.consumers == 2 else 128
     arguments = (*descriptors(call, out, form), pointers, work, form)
     return Launch(forward.forward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": registers})
@@ -84,9 +83,8 @@ def descriptors(call: Call, out: Tensor, form: Any) -> tuple[TensorDescriptor | 
     """q, k, v and out in tiles of their first columns, then in tiles of the rest."""
     tiles = ((call.q, ROWS, form.block_d, form.rest_d), (call.k, form.tuning.block_n, form.block_d, form.rest_d),
              (call.v, form.tuning.block_n, form.block_dv, form.rest_dv), (out, ROWS, form.block_dv, form.rest_dv))  # fmt: skip
-    first = [descriptor(tensor, rows, width - rest) for tensor, rows, width, rest in tiles]
-    if not form.tuning.staged:
-        first[-1], tiles = None, tiles[:-1] + ((out, 0, 0, 0),)
+    narrow = (1, 1, 1, 2 if form.tuning.half_staged else 1)
+    first = (descriptor(tensor, rows, (width - rest) // n) for (tensor, rows, width, rest), n in zip(tiles, narrow))
     return *first, *(descriptor(tensor, rows, rest) if rest else None for tensor, rows, _, rest in tiles)
 
 
