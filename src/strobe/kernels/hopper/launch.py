@@ -38,13 +38,11 @@ class Launch(NamedTuple):
 def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
     form: Any = plan.config.form  # type: ignore[attr-defined]
     out = addressable(tensors.out) if form.tuning.staged else tensors.out
-    key = (call.left, call.right, out.stride())
-    parts = ((call.q, call.k, call.v, out), (form.rest_d, form.rest_d, form.rest_dv, form.rest_dv))
-    views = (*parts[0], *(tensor if rest else None for tensor, rest in zip(*parts)))
     word = faults.word(call.q.device) if form.packed else None
     counter = counter_on(call.q.device) if form.counted else None
     pointers = (out, tensors.lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
-    relaunch.start(plan, key, views, pointers, lambda: forward_launch(plan, call, out, pointers))
+    key = (call.left, call.right, out.stride())
+    relaunch.start(plan, key, (call.q, call.k, call.v, *pointers), lambda: forward_launch(plan, call, out, pointers))
     if out is not tensors.out:
         tensors.out.copy_(out)
 
@@ -102,8 +100,10 @@ def counter_on(device: torch.device) -> Tensor:
 
 def addressable(out: Tensor) -> Tensor:
     """`out` itself where TMA can write to it, else a tensor like it, whose rows begin at multiples of 16 bytes."""
-    itemsize = out.element_size()
-    if out.data_ptr() % ALIGNMENT == 0 and all(stride * itemsize % ALIGNMENT == 0 for stride in out.stride()[:-1]):
+    itemsize, bits = out.element_size(), out.data_ptr()
+    for stride in out.stride()[:-1]:
+        bits |= stride * itemsize
+    if bits % ALIGNMENT == 0:
         return out
     whole = -(-out.shape[-1] * itemsize // ALIGNMENT) * ALIGNMENT // itemsize
     return torch.empty((*out.shape[:-1], whole), dtype=out.dtype, device=out.device)[..., : out.shape[-1]]

@@ -1,0 +1,188 @@
+"""Launching again: what reaches Triton's C function is what Triton's own launcher would hand it, whichever addresses come by."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime.driver import driver
+
+from strobe import ops
+from strobe.call import Call
+from strobe.kernels.hopper import launch, relaunch
+from strobe.proof.compile import offline
+from strobe.proof.simulate import posing
+from strobe.target import FAKES
+
+STREAM = 77
+KEY = "a key"
+
+
+def _call(offset: int = 0, **options) -> Call:
+    """New tensors each time; packed, with sinks, and with a head dimension in two parts: every kind of argument."""
+    q, k, v = (torch.randn(100, 2, 96, dtype=torch.bfloat16) for _ in range(3))
+    offsets = torch.tensor([0, 40, 100], dtype=torch.int32)
+    return Call(q, k, v, right=0, sinks=torch.zeros(2 + offset)[offset:], cu_seqlens_q=offsets, cu_seqlens_k=offsets.clone(), **options)
+
+
+class Stage:
+    """Triton on a machine whose driver notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple] = []
+        self.encoded: list[tuple] = []
+        self.started = 0
+        self.compiled = None
+        encode = lambda *arguments: self.encoded.append(arguments) or ("map", plain(arguments))
+        encoders = dict.fromkeys(("fill_tma_descriptor", "fill_tma_descriptor_tiled"), encode)  # by its names to 3.6 and since
+        self.utils = SimpleNamespace(launch=self.function, build_signature_metadata=tuple, **encoders)
+
+    def function(self, *arguments) -> None:
+        self.launches.append(plain(arguments))
+
+    def described(self, call: Call) -> tuple[tuple, launch.Launch]:
+        """The tensors of a call, and its launch."""
+        with posing(FAKES["H200"]):
+            plan = ops.decide(call).forward
+        out, lse = torch.empty_like(call.q), torch.empty(2, 100)
+        pointers = (lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, torch.zeros(1, dtype=torch.int32))
+        return (*call[:3], out, *pointers), launch.forward_launch(plan, call, out, pointers)
+
+    def by_triton(self, described: launch.Launch) -> tuple:
+        """What Triton's launcher hands to the C function."""
+        kernel = self.compiled
+        kernel.run(described.programs, 1, 1, STREAM, kernel.function, kernel.packed_metadata, None, None, None, *described.arguments)
+        return self.launches.pop()
+
+    def start(self, tensors: tuple, described: launch.Launch, owner: object, key: str = KEY) -> tuple | None:
+        """What reaches the C function by `relaunch`; None where Triton launches."""
+        assert not self.launches
+        relaunch.start(owner, key, tensors, lambda: described._replace(kernel=_Kernel(self)))
+        return self.launches.pop() if self.launches else None
+
+
+class _Kernel:
+    """A JITFunction that is compiled already."""
+
+    def __init__(self, stage: Stage):
+        self.stage = stage
+
+    def __getitem__(self, grid):
+        def started(*arguments, **options):
+            self.stage.started += 1
+            return self.stage.compiled
+
+        return started
+
+
+def plain(argument):
+    """Tensors as their addresses, so that arguments can be compared."""
+    if isinstance(argument, (tuple, list)):
+        return tuple(plain(part) for part in argument)
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    _, described = Stage().described(_call())
+    with offline(90):
+        return described.kernel.warmup(*described.arguments, grid=(described.programs,), **described.options)
+
+
+@pytest.fixture
+def stage(compiled, monkeypatch):
+    stage = Stage()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    monkeypatch.setattr(nvidia, "compile_module_from_src", lambda *_, **__: SimpleNamespace(launch=stage.function), raising=False)
+    monkeypatch.setattr(nvidia, "library_dirs", list)
+    monkeypatch.setattr(nvidia, "PyKernelArg", lambda **fields: tuple(fields.values()), raising=False)  # of Triton's C module, from 3.7 on
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=stage.utils))
+    monkeypatch.setattr(compiled, "_run", nvidia.CudaLauncher(compiled.src, compiled.metadata))
+    monkeypatch.setattr(compiled, "module", object())
+    monkeypatch.setattr(compiled, "function", 1234)
+    monkeypatch.setattr(relaunch, "_KNOWN", {})
+    monkeypatch.setattr(relaunch, "_NOTED", {})
+    stage.compiled = compiled
+    return stage
+
+
+def test_the_c_function_gets_what_triton_would_give_it(stage):
+    owner = object()
+    assert stage.start(*stage.described(_call()), owner) is None  # compiles, and Triton launches
+    for _ in range(2):
+        tensors, described = stage.described(_call())
+        expected = stage.by_triton(described)
+        assert len(expected) > 13 and expected[3] == STREAM
+        for _ in range(2):
+            assert stage.start(tensors, described, owner) == expected
+    assert stage.started == 1
+
+
+def test_descriptors_are_encoded_once_for_a_set_of_addresses(stage):
+    owner, (tensors, described) = object(), stage.described(_call())
+    for _ in range(5):
+        stage.start(tensors, described, owner)
+    assert len(stage.encoded) == 8  # q, k, v and out, in two parts each
+
+
+def test_tensors_that_were_one_may_be_others_later(stage):
+    owner, call = object(), _call()
+    tensors, described = stage.described(call._replace(k=call.q, v=call.q))
+    stage.start(tensors, described, owner)
+    assert stage.start(tensors, described, owner) == stage.by_triton(described)
+    tensors, described = stage.described(call)
+    assert stage.start(tensors, described, owner) is None  # one more kind of launch, through Triton
+    assert stage.start(tensors, described, owner) == stage.by_triton(described)
+
+
+def test_owners_keys_and_alignments_are_told_apart(stage):
+    owner = object()
+    stage.start(*stage.described(_call()), owner)
+    assert stage.start(*stage.described(_call()), object()) is None
+    assert stage.start(*stage.described(_call()), owner, "another key") is None
+    assert stage.start(*stage.described(_call(offset=1)), owner) is None  # a pointer that is no multiple of 16
+    assert stage.start(*stage.described(_call()), owner) is not None
+
+
+def test_nothing_kept_holds_memory(stage):
+    owner, (tensors, described) = object(), stage.described(_call())
+    for _ in range(3):
+        stage.start(tensors, described, owner)
+    watched = [weakref.ref(tensor) for tensor in tensors]
+    del tensors, described
+    gc.collect()
+    assert [reference() for reference in watched] == [None] * len(watched)
+
+
+@pytest.mark.parametrize("reason", ("scratch", "profile", "version", "hook"))
+def test_triton_launches_where_its_launcher_does_more(stage, reason, monkeypatch):
+    if reason == "version":
+        monkeypatch.setattr(relaunch.triton, "__version__", "4.0.0")
+    elif reason == "hook":
+        monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+    else:
+        monkeypatch.setattr(stage.compiled.run, f"{'global' if reason == 'scratch' else reason}_scratch_size", 8)
+    owner, (tensors, described) = object(), stage.described(_call())
+    for count in range(1, 4):
+        assert stage.start(tensors, described, owner) is None
+        assert stage.started == count
+
+
+def test_what_is_kept_is_bounded(stage, monkeypatch):
+    monkeypatch.setattr(relaunch, "MOST", 4)
+    owner, kept = object(), []
+    for _ in range(12):
+        kept.append(stage.described(_call()))  # kept, so that addresses differ
+        stage.start(*kept[-1], owner)
+        assert len(relaunch._NOTED) <= 4
+    for n in range(12):
+        stage.start(*kept[0], owner, str(n))
+        assert len(relaunch._KNOWN) <= 4
