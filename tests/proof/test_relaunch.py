@@ -18,6 +18,7 @@ from triton.runtime.driver import driver
 from strobe import ops
 from strobe.call import Call
 from strobe.kernels.hopper import launch, relaunch
+from strobe.kernels.kernel import Forward
 from strobe.proof.compile import offline
 from strobe.proof.simulate import posing
 from strobe.target import FAKES
@@ -65,7 +66,8 @@ class Stage:
     def start(self, tensors: tuple, described: launch.Launch, owner: object, key: str = KEY) -> tuple | None:
         """What reaches the C function by `relaunch`; None where Triton launches."""
         assert not self.launches
-        relaunch.start(owner, key, tensors, lambda: described._replace(kernel=_Kernel(self)))
+        self.again = relaunch.start(owner, key, tensors, lambda: described._replace(kernel=_Kernel(self)))
+        assert (self.again is None) == (not self.launches)
         return self.launches.pop() if self.launches else None
 
 
@@ -109,7 +111,7 @@ def stage(compiled, monkeypatch):
     monkeypatch.setattr(compiled, "module", object())
     monkeypatch.setattr(compiled, "function", 1234)
     monkeypatch.setattr(relaunch, "_KNOWN", {})
-    monkeypatch.setattr(relaunch, "_NOTED", {})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     stage.compiled = compiled
     return stage
 
@@ -121,16 +123,63 @@ def test_the_c_function_gets_what_triton_would_give_it(stage):
         tensors, described = stage.described(_call())
         expected = stage.by_triton(described)
         assert len(expected) > 13 and expected[3] == STREAM
-        for _ in range(2):
-            assert stage.start(tensors, described, owner) == expected
+        assert stage.start(tensors, described, owner) == expected
+        encoded = len(stage.encoded)
+        assert stage.again() and stage.launches.pop() == expected
+        assert len(stage.encoded) == encoded  # once for a set of addresses
     assert stage.started == 1
 
 
-def test_descriptors_are_encoded_once_for_a_set_of_addresses(stage):
+def test_a_plan_launches_again_at_addresses_it_met(stage, monkeypatch):
+    """From the op's side: first through Triton, then noted, then again and again without the kernel's own host code."""
+    monkeypatch.setattr(launch.Launch, "start", lambda self: setattr(stage, "started", stage.started + 1) or stage.compiled)
+    met = []
+    monkeypatch.setattr(launch, "run_forward", lambda *a, real=launch.run_forward: met.append(1) or real(*a))
+    with posing(FAKES["H200"]):
+        for call in (_call(), _call()):
+            choice = ops.decide(call)
+            places = [Forward(torch.empty_like(call.q), torch.empty(2, 100)) for _ in range(2)]
+            for tensors in places * 3:
+                if not ops._launch_again(choice.forward, call, tensors):
+                    ops._write(choice, call, tensors)
+                assert not stage.launches or (tensors.out.data_ptr() in _flat(stage.launches.pop()))
+    assert len(choice.forward.again) == 4
+    assert stage.started == 1 and len(met) == 5
+
+
+@pytest.mark.parametrize("out", ("strided", "odd"))
+def test_an_out_laid_out_otherwise_is_not_what_a_plan_keeps(stage, out, monkeypatch):
+    monkeypatch.setattr(launch.Launch, "start", lambda self: stage.compiled)
+    call = _call()
+    wide = torch.empty(100, 2, 104 if out == "strided" else 97, dtype=torch.bfloat16)
+    with posing(FAKES["H200"]):
+        choice = ops.decide(call)
+        for _ in range(4):
+            ops._write(choice, call, Forward(wide[..., :96], torch.empty(2, 100)))
+    assert not choice.forward.again
+
+
+def test_what_a_plan_keeps_is_bounded(stage, monkeypatch):
+    monkeypatch.setattr(launch, "MOST_AGAIN", 4)
+    monkeypatch.setattr(launch.Launch, "start", lambda self: stage.compiled)
+    call, lses = _call(), [torch.empty(2, 100) for _ in range(12)]
+    with posing(FAKES["H200"]):
+        choice = ops.decide(call)
+        for lse in lses:
+            ops._write(choice, call, Forward(torch.empty_like(call.q), lse))
+            assert len(choice.forward.again) <= 4
+
+
+def _flat(arguments: tuple) -> list:
+    return [one for part in arguments for one in (_flat(part) if isinstance(part, tuple) else [part])]
+
+
+def test_a_hook_set_later_has_triton_launch(stage, monkeypatch):
     owner, (tensors, described) = object(), stage.described(_call())
-    for _ in range(5):
+    for _ in range(2):
         stage.start(tensors, described, owner)
-    assert len(stage.encoded) == 8  # q, k, v and out, in two parts each
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+    assert not stage.again() and not stage.launches
 
 
 def test_tensors_that_were_one_may_be_others_later(stage):
@@ -181,8 +230,5 @@ def test_what_is_kept_is_bounded(stage, monkeypatch):
     owner, kept = object(), []
     for _ in range(12):
         kept.append(stage.described(_call()))  # kept, so that addresses differ
-        stage.start(*kept[-1], owner)
-        assert len(relaunch._NOTED) <= 4
-    for n in range(12):
-        stage.start(*kept[0], owner, str(n))
+        stage.start(*kept[-1], owner, str(len(kept)))
         assert len(relaunch._KNOWN) <= 4

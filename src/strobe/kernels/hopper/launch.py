@@ -12,7 +12,7 @@ from ...errors import KernelFault
 from ...problem import ALIGNMENT
 from ..device.dialect import TensorDescriptor, gl
 from .. import faults
-from ..kernel import Forward, Plan
+from ..kernel import Forward, Plan, addresses
 from . import forward, relaunch
 from .config import MOST_ROWS, ROWS, row_tiles
 
@@ -21,6 +21,7 @@ L2_BYTES = 32 << 20  # of keys and values that stay while a section of heads is 
 MOST_TILES = 2**31  # a tile's number is an int32
 WRAP = 2**34  # elements: MOST_ROWS steps of this come back to where they began, modulo 2**64 bytes
 MOST_STEPS = 0x7FFF0000  # a dimension without an end of its own
+MOST_AGAIN = 512  # launches a plan keeps, 2 KB each: more than a model has layers
 DTYPES = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16}
 
 
@@ -42,9 +43,19 @@ def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
     counter = counter_on(call.q.device) if form.counted else None
     pointers = (out, tensors.lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
     key = (call.left, call.right, out.stride())
-    relaunch.start(plan, key, (call.q, call.k, call.v, *pointers), lambda: forward_launch(plan, call, out, pointers))
+    again = relaunch.start(plan, key, (call.q, call.k, call.v, *pointers), lambda: forward_launch(plan, call, out, pointers))
     if out is not tensors.out:
         tensors.out.copy_(out)
+    elif again is not None and out.is_contiguous():
+        _keep(plan, addresses(call, *tensors), again.here() if form.counted else again)
+
+
+def _keep(plan: Plan, place: tuple[int, ...], again: relaunch.Noted | None) -> None:
+    if again is None or plan.again is None:
+        return
+    if len(plan.again) >= MOST_AGAIN:
+        plan.again.clear()
+    plan.again[place] = again
 
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:

@@ -3,7 +3,7 @@
 Triton binds and specialises every argument of every call, constants included, and encodes a TMA descriptor for each described tensor. A plan
 fixes all of that but the addresses. So the first launch goes through Triton, which compiles. The first with new addresses goes through Triton's
 launcher, which encodes, and what it hands to its C function is noted. Where the addresses were met before, as they soon are in any loop
-because an allocator gives out the same ones again, the C function is handed what was noted.
+because an allocator gives out the same ones again, the C function is handed what was noted: that is what a plan keeps as `again`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton import knobs
 
 from ...problem import ALIGNMENT
 
-MOST = 4096  # kept in each of the two dictionaries; calls more varied than this begin anew
+MOST = 4096  # kernels kept; calls more varied than this begin anew
 READ = ("3.6", "3.7", "3.9")  # versions of Triton whose launcher was read, and to which tests hold this file; others launch for themselves
 
 
@@ -46,39 +46,41 @@ class Noted(NamedTuple):
 
     function: Callable[..., None]
     programs: int
+    device: int
     rest: tuple
-    owner: object
+
+    def __call__(self) -> bool:
+        """Launch again on the current stream; False where a profiler wants Triton's own launch."""
+        if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+            return False
+        self.function(self.programs, 1, 1, torch._C._cuda_getCurrentRawStream(self.device), *self.rest)
+        return True
 
 
 _KNOWN: dict[Hashable, Known] = {}
-_NOTED: dict[Hashable, Noted] = {}
 
 
-def start(owner: object, key: Hashable, tensors: Sequence[Tensor | None], first: Callable[[], Any]) -> None:
+def start(owner: object, key: Hashable, tensors: Sequence[Tensor | None], first: Callable[[], Any]) -> Noted | None:
     """Launch what `first()` describes: a Launch whose arguments hold no tensor, plain or described, that is not among `tensors`.
 
     The same object `owner` (a plan) and an equal `key` must mean arguments that are equal but for addresses; those are looked at here.
+    Returns what launches the same again, or None where Triton was left to launch.
     """
-    if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler wants Triton's own launch
-        first().start()
-        return
     device = tensors[0].get_device()  # type: ignore[union-attr]
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    place = (id(owner), key, device, *addresses)
-    noted = _NOTED.get(place)
-    if noted is None:
-        kind = (id(owner), key, device, *((addresses.index(a), a is None or a % ALIGNMENT == 0) for a in addresses))
-        known = _KNOWN.get(kind)
-        if known is None:
-            launch = first()
-            compiled = launch.start()
-            if compiled is not None and repeatable(compiled.run):  # a simulated launch compiles nothing
-                bare = moved(launch.arguments, {a: Address(a) for a in addresses if a is not None})
-                _keep(_KNOWN, kind, Known(compiled, launch.programs, bare, addresses, owner))
-            return
-        noted = note(known, addresses)
-        _keep(_NOTED, place, noted)
-    noted.function(noted.programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), *noted.rest)
+    kind = (id(owner), key, device, *((addresses.index(a), a is None or a % ALIGNMENT == 0) for a in addresses))
+    known = _KNOWN.get(kind)
+    noted = known and note(known, device, addresses)
+    if noted and noted():
+        return noted
+    launch = first()
+    compiled = launch.start()
+    if compiled is not None and repeatable(compiled.run):  # a simulated launch compiles nothing
+        if len(_KNOWN) >= MOST:
+            _KNOWN.clear()
+        bare = moved(launch.arguments, {a: Address(a) for a in addresses if a is not None})
+        _KNOWN[kind] = Known(compiled, launch.programs, bare, addresses, owner)
+    return None
 
 
 def repeatable(launcher: Any) -> bool:
@@ -87,7 +89,7 @@ def repeatable(launcher: Any) -> bool:
     return not unlike and triton.__version__.startswith(READ)
 
 
-def note(known: Known, addresses: Sequence[int | None]) -> Noted:
+def note(known: Known, device: int, addresses: Sequence[int | None]) -> Noted:
     """What Triton's launcher hands to its C function at these addresses, which it is given a stand-in for."""
     from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
@@ -99,7 +101,7 @@ def note(known: Known, addresses: Sequence[int | None]) -> Noted:
     arguments = moved(known.arguments, {old: Address(new) for old, new in zip(known.addresses, addresses) if old is not None and new is not None})
     noting(known.programs, 1, 1, 0, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
     function = getclosurevars(launcher.launch).nonlocals["launcher"]  # what wrap_handle_tensordesc was given when this launcher was made
-    return Noted(function, known.programs, calls[0][4:], known.owner)
+    return Noted(function, known.programs, device, calls[0][4:])
 
 
 def moved(argument: Any, addresses: Mapping[int, Address]) -> Any:
@@ -112,9 +114,3 @@ def moved(argument: Any, addresses: Mapping[int, Address]) -> Any:
         argument = copy(argument)
         argument.base = addresses[argument.base.data_ptr()]
     return argument
-
-
-def _keep(kept: dict, key: Hashable, value: object) -> None:
-    if len(kept) >= MOST:
-        kept.clear()
-    kept[key] = value
