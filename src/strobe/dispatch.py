@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _dispatch_tls_local_include_set, _is_any_autocast_enabled, _len_torch_function_stack
-from torch.autograd import _profiler_enabled, forward_ad
+from torch._C._autograd import _profiler_enabled
+from torch.autograd import forward_ad
 
 _INFERENCE = DispatchKeySet(DispatchKey.BackendSelect)
 _USUAL = _INFERENCE.add(DispatchKey.ADInplaceOrView)

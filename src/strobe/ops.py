@@ -87,16 +87,15 @@ def _received(flat: tuple) -> Call:
     return Call._make((*call[: OPTIONAL_TENSORS.start], *optionals, *call[OPTIONAL_TENSORS.stop :]))
 
 
-def _launch_again(plan: Plan, call: Call, tensors: Forward) -> bool:
+def _launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
     """Launch as at these addresses before, where the plan's kernel kept the way: the kernel's own host code costs several times as much."""
-    again = plan.again and plan.again.get(addresses(call, tensors))
-    return bool(again) and call.q.get_device() == torch._C._cuda_getDevice() and not KNOBS.sync and again()
+    again = plan.again.get(addresses(call, out, lse)) if plan.again else None
+    return again is not None and call.q.get_device() == torch._C._cuda_getDevice() and not KNOBS.sync and again()
 
 
-def _write(choice: Choice, call: Call, tensors: Forward) -> None:
-    out, lse = tensors
+def _write(choice: Choice, call: Call, out: Tensor, lse: Tensor) -> None:
     if not choice.problem.vacuous:
-        _launch(choice.forward, call, tensors)
+        _launch(choice.forward, call, Forward(out, lse))
         return
     out.zero_()  # no key at all: said here once, so that no kernel meets a tensor of size 0
     lse.fill_(-torch.inf) if call.sinks is None else lse.copy_(_per_head(call.sinks, call).expand_as(lse))
@@ -106,10 +105,10 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
     choice = decide(call)
     (shape, strides, dtype), (lse_shape, lse_strides, lse_dtype) = choice.problem.outputs
     q = call.q
-    tensors = Forward(q.new_empty_strided(shape, strides, dtype=dtype), q.new_empty_strided(lse_shape, lse_strides, dtype=lse_dtype))
-    if not (choice.forward.again and _launch_again(choice.forward, call, tensors)):
-        _write(choice, call, tensors)
-    return tensors
+    out, lse = q.new_empty_strided(shape, strides, dtype=dtype), q.new_empty_strided(lse_shape, lse_strides, dtype=lse_dtype)
+    if not _launch_again(choice.forward, call, out, lse):
+        _write(choice, call, out, lse)
+    return out, lse
 
 
 def _forward_out(out: Tensor, *flat: Any) -> Tensor:
@@ -118,7 +117,7 @@ def _forward_out(out: Tensor, *flat: Any) -> Tensor:
     _check_out(out, choice.problem.out_shapes[0], choice.problem.out_dtype, call)
     shape, strides, dtype = choice.problem.outputs[1]
     lse = call.q.new_empty_strided(shape, strides, dtype=dtype)
-    _write(choice, call, Forward(out, lse))
+    _write(choice, call, out, lse)
     return lse
 
 
@@ -309,8 +308,9 @@ def prepare(call: Call) -> Call:
 
 def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """out and lse of a call, through whichever path its gradients, transforms and autocast ask for."""
-    if out is None and dispatch.idle(call[:3] if call.plain else [field for field in call if isinstance(field, Tensor)]):
-        return _forward(call if call.plain else _received(call))
+    plain = call.plain
+    if out is None and dispatch.idle(call[:3] if plain else [field for field in call if isinstance(field, Tensor)]):
+        return _forward(call if plain else _received(call))
     call = prepare(call)
     _meet_counters()
     if out is not None:

@@ -18,7 +18,6 @@ from triton.runtime.driver import driver
 from strobe import ops
 from strobe.call import Call
 from strobe.kernels.hopper import launch, relaunch
-from strobe.kernels.kernel import Forward
 from strobe.proof.compile import offline
 from strobe.proof.simulate import posing
 from strobe.target import FAKES
@@ -138,11 +137,11 @@ def test_a_plan_launches_again_at_addresses_it_met(stage, monkeypatch):
     with posing(FAKES["H200"]):
         for call in (_call(), _call()):
             choice = ops.decide(call)
-            places = [Forward(torch.empty_like(call.q), torch.empty(2, 100)) for _ in range(2)]
+            places = [(torch.empty_like(call.q), torch.empty(2, 100)) for _ in range(2)]
             for tensors in places * 3:
-                if not ops._launch_again(choice.forward, call, tensors):
-                    ops._write(choice, call, tensors)
-                assert not stage.launches or (tensors.out.data_ptr() in _flat(stage.launches.pop()))
+                if not ops._launch_again(choice.forward, call, *tensors):
+                    ops._write(choice, call, *tensors)
+                assert not stage.launches or (tensors[0].data_ptr() in _flat(stage.launches.pop()))
     assert len(choice.forward.again) == 4
     assert stage.started == 1 and len(met) == 5
 
@@ -155,7 +154,7 @@ def test_an_out_laid_out_otherwise_is_not_what_a_plan_keeps(stage, out, monkeypa
     with posing(FAKES["H200"]):
         choice = ops.decide(call)
         for _ in range(4):
-            ops._write(choice, call, Forward(wide[..., :96], torch.empty(2, 100)))
+            ops._write(choice, call, wide[..., :96], torch.empty(2, 100))
     assert not choice.forward.again
 
 
@@ -166,7 +165,7 @@ def test_what_a_plan_keeps_is_bounded(stage, monkeypatch):
     with posing(FAKES["H200"]):
         choice = ops.decide(call)
         for lse in lses:
-            ops._write(choice, call, Forward(torch.empty_like(call.q), lse))
+            ops._write(choice, call, torch.empty_like(call.q), lse)
             assert len(choice.forward.again) <= 4
 
 

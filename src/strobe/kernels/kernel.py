@@ -92,9 +92,9 @@ class Plan(NamedTuple):
     again: dict[tuple[int, ...], Callable[[], bool]] | None = None  # by `addresses`: launches the kernel as it was launched there, or refuses to
 
 
-def addresses(call: Call, tensors: Forward) -> tuple[int, ...]:
+def addresses(call: Call, out: Tensor, lse: Tensor) -> tuple[int, ...]:
     """All that tells apart two calls of a plan whose outputs `ops` allocates."""
-    held = (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), tensors.out.data_ptr(), tensors.lse.data_ptr())
+    held = (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr(), lse.data_ptr())
     return held if call.plain else (*held, *(0 if t is None else t.data_ptr() for t in call.optionals))
 
 
