@@ -53,8 +53,9 @@ class Stage:
         with posing(FAKES["H200"]):
             plan = ops.decide(call).forward
         out, lse = torch.empty_like(call.q), torch.empty(2, 100)
-        pointers = (lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, torch.zeros(1, dtype=torch.int32))
-        return (*call[:3], out, *pointers), launch.forward_launch(plan, call, out, pointers)
+        word, counter = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+        pointers = (out, lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
+        return (*call[:3], *pointers), launch.forward_launch(plan, call, out, pointers)
 
     def by_triton(self, described: launch.Launch) -> tuple:
         """What Triton's launcher hands to the C function."""
@@ -111,6 +112,7 @@ def stage(compiled, monkeypatch):
     monkeypatch.setattr(compiled, "function", 1234)
     monkeypatch.setattr(relaunch, "_KNOWN", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     stage.compiled = compiled
     return stage
 
@@ -144,6 +146,8 @@ def test_a_plan_launches_again_at_addresses_it_met(stage, monkeypatch):
                 assert not stage.launches or (tensors[0].data_ptr() in _flat(stage.launches.pop()))
     assert len(choice.forward.again) == 4
     assert stage.started == 1 and len(met) == 5
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    assert not ops._launch_again(choice.forward, call, *tensors)  # another device is current: its guard comes first
 
 
 @pytest.mark.parametrize("out", ("strided", "odd"))
@@ -167,6 +171,21 @@ def test_what_a_plan_keeps_is_bounded(stage, monkeypatch):
         for lse in lses:
             ops._write(choice, call, torch.empty_like(call.q), lse)
             assert len(choice.forward.again) <= 4
+
+
+def test_what_streams_do_not_share_is_launched_again_on_its_own_alone(stage, monkeypatch):
+    owner, (tensors, described) = object(), stage.described(_call())
+    for _ in range(2):
+        stage.start(tensors, described, owner)
+    anywhere, here = stage.again, stage.again.here()
+    assert here() and stage.launches.pop()[3] == STREAM
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + 1)
+    assert not here() and not stage.launches
+    assert anywhere() and stage.launches.pop()[3] == STREAM + 1
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
+    assert not here() and anywhere.here() is None and not stage.launches
+    assert anywhere() and stage.launches.pop()
 
 
 def _flat(arguments: tuple) -> list:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from inspect import getclosurevars
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,9 @@ class Known(NamedTuple):
     """What a plan fixes: the compiled kernel, and its arguments with the addresses of its first launch."""
 
     compiled: Any
+    function: Callable[..., None]  # Triton's C function
+    noting: Callable[..., None]  # Triton's launcher of this kernel, which notes in `calls` what it would hand to the C function
+    calls: list[tuple]
     programs: int
     arguments: tuple
     addresses: Sequence[int | None]
@@ -48,16 +52,27 @@ class Noted(NamedTuple):
     programs: int
     device: int
     rest: tuple
+    stream: int | None = None  # the only one to launch on, where `rest` holds memory that launches of one stream share
 
     def __call__(self) -> bool:
-        """Launch again on the current stream; False where a profiler wants Triton's own launch."""
+        """Launch again on the current stream; False where that is not to be, or a profiler wants Triton's own launch."""
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
         if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
             return False
-        self.function(self.programs, 1, 1, torch._C._cuda_getCurrentRawStream(self.device), *self.rest)
+        if self.stream is not None and (stream != self.stream or torch._C._cuda_isCurrentStreamCapturing()):
+            return False
+        self.function(self.programs, 1, 1, stream, *self.rest)
         return True
+
+    def here(self) -> Noted | None:
+        """The same for the current stream alone; None while that is being captured, as a graph has memory of its own."""
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return None
+        return self._replace(stream=torch._C._cuda_getCurrentRawStream(self.device))
 
 
 _KNOWN: dict[Hashable, Known] = {}
+_NOTING = Lock()
 
 
 def start(owner: object, key: Hashable, tensors: Sequence[Tensor | None], first: Callable[[], Any]) -> Noted | None:
@@ -78,8 +93,7 @@ def start(owner: object, key: Hashable, tensors: Sequence[Tensor | None], first:
     if compiled is not None and repeatable(compiled.run):  # a simulated launch compiles nothing
         if len(_KNOWN) >= MOST:
             _KNOWN.clear()
-        bare = moved(launch.arguments, {a: Address(a) for a in addresses if a is not None})
-        _KNOWN[kind] = Known(compiled, launch.programs, bare, addresses, owner)
+        _KNOWN[kind] = know(compiled, launch, addresses, owner)
     return None
 
 
@@ -89,28 +103,40 @@ def repeatable(launcher: Any) -> bool:
     return not unlike and triton.__version__.startswith(READ)
 
 
-def note(known: Known, device: int, addresses: Sequence[int | None]) -> Noted:
-    """What Triton's launcher hands to its C function at these addresses, which it is given a stand-in for."""
+def know(compiled: Any, launch: Any, addresses: Sequence[int | None], owner: object) -> Known:
+    """A kernel's first launch, without its tensors, and the launcher beside one that only notes."""
     from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
-    kernel, launcher = known.compiled, known.compiled.run
     calls: list[tuple] = []
-    noting = copy(launcher)
-    described = getattr(kernel.metadata, "tensordesc_meta", None)
-    noting.launch = wrap_handle_tensordesc(lambda *arguments: calls.append(arguments), kernel.src.signature, described)
+    function = getclosurevars(compiled.run.launch).nonlocals["launcher"]  # what wrap_handle_tensordesc was given when this launcher was made
+    noting = copy(compiled.run)
+    described = getattr(compiled.metadata, "tensordesc_meta", None)
+    noting.launch = wrap_handle_tensordesc(lambda *arguments: calls.append(arguments), compiled.src.signature, described)
+    bare = moved(launch.arguments, {a: Address(a) for a in addresses if a is not None})
+    return Known(compiled, function, noting, calls, launch.programs, bare, addresses, owner)
+
+
+def note(known: Known, device: int, addresses: Sequence[int | None]) -> Noted:
+    """What Triton's launcher hands to its C function at these addresses."""
+    kernel = known.compiled
     arguments = moved(known.arguments, {old: Address(new) for old, new in zip(known.addresses, addresses) if old is not None and new is not None})
-    noting(known.programs, 1, 1, 0, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
-    function = getclosurevars(launcher.launch).nonlocals["launcher"]  # what wrap_handle_tensordesc was given when this launcher was made
-    return Noted(function, known.programs, device, calls[0][4:])
+    with _NOTING:
+        known.noting(known.programs, 1, 1, 0, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
+        handed = known.calls.pop()
+    return Noted(known.function, known.programs, device, handed[4:])
 
 
 def moved(argument: Any, addresses: Mapping[int, Address]) -> Any:
     """A launch's argument with other addresses, which stand there without their tensors."""
+    kind = type(argument)
+    if kind is int or kind is float or argument is None:
+        return argument
     if isinstance(argument, tuple):
-        return tuple(moved(part, addresses) for part in argument)
+        return tuple([moved(part, addresses) for part in argument])
     if isinstance(argument, (Tensor, Address)):
         return addresses[argument.data_ptr()]
-    if hasattr(argument, "block_shape"):  # a tensor descriptor, of either kind
-        argument = copy(argument)
-        argument.base = addresses[argument.base.data_ptr()]
+    if hasattr(argument, "block_shape"):  # a tensor descriptor; copy.copy takes 3 us
+        twin = kind.__new__(kind)
+        twin.__dict__.update(argument.__dict__, base=addresses[argument.base.data_ptr()])
+        return twin
     return argument
