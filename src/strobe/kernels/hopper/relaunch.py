@@ -136,7 +136,7 @@ def moved(argument: Any, addresses: Mapping[int, Address]) -> Any:
     if isinstance(argument, (Tensor, Address)):
         return addresses[argument.data_ptr()]
     if hasattr(argument, "block_shape"):  # a tensor descriptor; copy.copy takes 3 us
-        twin = kind.__new__(kind)
+        twin = object.__new__(kind)
         twin.__dict__.update(argument.__dict__, base=addresses[argument.base.data_ptr()])
         return twin
     return argument
