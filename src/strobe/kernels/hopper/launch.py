@@ -10,8 +10,8 @@ from torch import Tensor
 from ...call import Call
 from ...errors import KernelFault
 from ...problem import ALIGNMENT
-from ..device.dialect import TensorDescriptor, gl
 from .. import faults
+from ..device.dialect import TensorDescriptor, gl
 from ..kernel import Forward, Plan, addresses
 from . import forward, relaunch
 from .config import MOST_ROWS, ROWS, row_tiles
