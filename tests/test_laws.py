@@ -22,7 +22,7 @@ REPOSITORY = ROOT.parent.parent
 
 # From the ground up: a module may import what stands below it, and its own package.
 LAYERS = (
-    ("errors", "knobs"),
+    ("errors", "knobs", "dispatch"),
     ("mask", "target"),
     ("call",),
     ("problem", "merge"),

@@ -293,7 +293,7 @@ CPU = (
     # empty rows and lse
     Mutant("lse of an empty row +inf", f"{FORWARD}:run", "lse.fill_(-torch.inf)", "lse.fill_(torch.inf)", CAUSAL_HALVES, (3, 5)),
     Mutant("empty row not written", f"{FORWARD}:run", "if not found.cover_rows(*call.q.shape[:2]):", "if False:", EMPTY_ROWS, (7, 36)),
-    Mutant("no keys at all not written", "ops:_forward_into", "out.zero_()", "out", judged("no_keys"), (15,)),
+    Mutant("no keys at all not written", "ops:_write", "out.zero_()", "out", judged("no_keys"), (15,)),
     Mutant("gradients of an empty row not written", f"{BACKWARD}:_fill", "tensors.dq.zero_()", "tensors.dq", EMPTY_ROWS, (11, 16)),
     Mutant(
         "gradients of unseen keys not written", f"{BACKWARD}:_fill", "tensors.dk.zero_()", "tensors.dk", judged("packed_no_rows_middle"), (12, 37)
@@ -379,7 +379,9 @@ CPU = (
         (87,),
     ),
     Mutant("strides not in the key", "ops:_raw_key", "v.shape, v.stride()", "v.shape", keyed("strides of v"), (43,)),
-    Mutant("alignment not in the key", "ops:_raw_key", "q.data_ptr() % ALIGNMENT", "0", keyed("alignment of q"), (43, 47)),
+    Mutant(
+        "alignment not in the key", "ops:_raw_key", "(q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT", "0", keyed("alignment of q"), (43, 47)
+    ),
     Mutant("window not in the key", "ops:_raw_key", "call[3 :", "call[5 :", keyed("left"), (87, 88)),
     Mutant(
         "deterministic dropped",
@@ -389,7 +391,7 @@ CPU = (
         runs(test_reliability.test_deterministic_reaches_the_plan),
         (72,),
     ),
-    Mutant("no device guard", "ops:_launch", "call.q.device.index != torch.cuda.current_device()", "False", runs(_guarded), (80,)),
+    Mutant("no device guard", "ops:_launch", "q.get_device() != torch._C._cuda_getDevice()", "False", runs(_guarded), (80,)),
     Mutant("heads not checked", "call:_check_heads", "heads_q % heads_kv", "False", refused("k")),
     Mutant("offsets of any dtype", "call:_count", "offsets.dtype != torch.int32", "False", refused("cu_seqlens_q"), ()),
     Mutant("scale not checked", "call:_check_numbers", "not math.isfinite(number)", "False", refused("scale")),

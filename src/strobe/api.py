@@ -211,7 +211,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Window | None,
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and (sinks is None or isinstance(sinks, Tensor))):
         name, got = next((name, got) for name, got in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if not isinstance(got, Tensor))
         raise wrong_type(name, got, "a tensor", "pass a torch.Tensor")
-    call = Call(q, k, v, *_band(causal, window), *options, sinks=sinks)
+    left, right = _band(causal, window)
+    call = Call(q, k, v, left, right, *options, False, False, sinks)  # by position: 0.15 us of 0.55
     return call if mask is None else call.with_mask(call.mask & mask)
 
 

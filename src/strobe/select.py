@@ -62,7 +62,7 @@ def _first(problem: Problem, target: Target, direction: str) -> tuple[Plan, tupl
             passed.append((kernel.name, reason))
             continue
         config = kernel.config(problem, target)
-        plan = Plan(kernel, problem, target, config, kernel.workspace(problem, config))
+        plan = Plan(kernel, problem, target, config, kernel.workspace(problem, config), {})
     if plan is not None:
         return plan, tuple(passed)
     family = problem.kernel.partition(".")[0]

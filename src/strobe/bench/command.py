@@ -21,7 +21,7 @@ _PARTS = {
     "keywords": "door: from keywords to a Call",
     "decide": "select: the Choice of a call seen before",
     "op": "the op, through the dispatcher",
-    "call": "strobe.attention whole",
+    "call": "strobe.attention whole, round the dispatcher",
     "call_causal": "the same with causal=True",
     "first_time": "check and select of a call never seen",
     "sdpa": "torch's scaled_dot_product_attention, its kernel included",

@@ -28,8 +28,8 @@ def measure() -> dict[str, float]:
     ['call', 'call_causal', 'decide', 'first_time', 'keywords', 'op', 'sdpa']
 
     keywords: from keywords to a Call; decide: the Call's Choice when it was seen before; op: the op whole, through the
-    dispatcher; call: `strobe.attention` whole; first_time: door and select for a Problem never seen; sdpa: torch's own
-    scaled_dot_product_attention, its kernel included.
+    dispatcher; call: `strobe.attention` whole, which goes round it; first_time: door and select for a Problem never seen;
+    sdpa: torch's own scaled_dot_product_attention, its kernel included.
     """
     q, k, v = (torch.randn(1, 1, 1, 1) for _ in range(3))
     call = Call(q, k, v)

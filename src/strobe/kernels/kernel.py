@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -88,6 +89,13 @@ class Plan(NamedTuple):
     target: Target
     config: Any  # of the kernel's own kind
     buffers: tuple[Buffer, ...]
+    again: dict[tuple[int, ...], Callable[[], bool]] | None = None  # by `addresses`: launches the kernel as it was launched there, or refuses to
+
+
+def addresses(call: Call, out: Tensor, lse: Tensor) -> tuple[int, ...]:
+    """All that tells apart two calls of a plan whose outputs `ops` allocates."""
+    held = (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr(), lse.data_ptr())
+    return held if call.plain else (*held, *(0 if t is None else t.data_ptr() for t in call.optionals))
 
 
 @lru_cache

@@ -10,9 +10,9 @@ from torch import Tensor
 from ...call import Call
 from ...errors import KernelFault
 from ...problem import ALIGNMENT
-from ..device.dialect import TensorDescriptor, gl
 from .. import faults
-from ..kernel import Forward, Plan
+from ..device.dialect import TensorDescriptor, gl
+from ..kernel import Forward, Plan, addresses
 from . import forward, relaunch
 from .config import MOST_ROWS, ROWS, row_tiles
 
@@ -22,6 +22,7 @@ SHORT_TILES = 8  # row tiles a head, up to which sections pay: d96 at 8k 467 TFL
 MOST_TILES = 2**31  # a tile's number is an int32
 WRAP = 2**34  # elements: MOST_ROWS steps of this come back to where they began, modulo 2**64 bytes
 MOST_STEPS = 0x7FFF0000  # a dimension without an end of its own
+MOST_AGAIN = 512  # launches a plan keeps, 2 KB each: more than a model has layers
 DTYPES = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16}
 
 
@@ -39,16 +40,23 @@ class Launch(NamedTuple):
 def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
     form: Any = plan.config.form  # type: ignore[attr-defined]
     out = addressable(tensors.out)
-    key = (call.left, call.right, out.stride())
-    described = (call.q, call.k, call.v, out)
-    rests = (form.rest_d, form.rest_d, form.rest_dv, form.rest_dv)
-    views = (*described, *(tensor if rest else None for tensor, rest in zip(described, rests)))
     word = faults.word(call.q.device) if form.packed else None
     counter = counter_on(call.q.device) if form.counted else None
     pointers = (tensors.lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
-    relaunch.start(plan, key, views, pointers, lambda: forward_launch(plan, call, out, pointers))
+    key = (call.left, call.right, out.stride())
+    again = relaunch.start(plan, key, (call.q, call.k, call.v, out, *pointers), lambda: forward_launch(plan, call, out, pointers))
     if out is not tensors.out:
         tensors.out.copy_(out)
+    elif again is not None and out.is_contiguous():
+        _keep(plan, addresses(call, *tensors), again.here() if form.counted else again)
+
+
+def _keep(plan: Plan, place: tuple[int, ...], again: relaunch.Noted | None) -> None:
+    if again is None or plan.again is None:
+        return
+    if len(plan.again) >= MOST_AGAIN:
+        plan.again.clear()
+    plan.again[place] = again
 
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
@@ -102,8 +110,10 @@ def counter_on(device: torch.device) -> Tensor:
 
 def addressable(out: Tensor) -> Tensor:
     """`out` itself where TMA can write to it, else a tensor like it, whose rows begin at multiples of 16 bytes."""
-    itemsize = out.element_size()
-    if out.data_ptr() % ALIGNMENT == 0 and all(stride * itemsize % ALIGNMENT == 0 for stride in out.stride()[:-1]):
+    itemsize, bits = out.element_size(), out.data_ptr()
+    for stride in out.stride()[:-1]:
+        bits |= stride * itemsize
+    if bits % ALIGNMENT == 0:
         return out
     whole = -(-out.shape[-1] * itemsize // ALIGNMENT) * ALIGNMENT // itemsize
     return torch.empty((*out.shape[:-1], whole), dtype=out.dtype, device=out.device)[..., : out.shape[-1]]

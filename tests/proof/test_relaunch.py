@@ -1,0 +1,252 @@
+"""Launching again: what reaches Triton's C function is what Triton's own launcher would hand it, whichever addresses come by."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime.driver import driver
+
+from strobe import ops
+from strobe.call import Call
+from strobe.kernels.hopper import launch, relaunch
+from strobe.proof.compile import offline
+from strobe.proof.simulate import posing
+from strobe.target import FAKES
+
+STREAM = 77
+KEY = "a key"
+
+
+def _call(offset: int = 0, **options) -> Call:
+    """New tensors each time; packed, with sinks, and with a head dimension in two parts: every kind of argument."""
+    q, k, v = (torch.randn(100, 2, 96, dtype=torch.bfloat16) for _ in range(3))
+    offsets = torch.tensor([0, 40, 100], dtype=torch.int32)
+    return Call(q, k, v, right=0, sinks=torch.zeros(2 + offset)[offset:], cu_seqlens_q=offsets, cu_seqlens_k=offsets.clone(), **options)
+
+
+class Stage:
+    """Triton on a machine whose driver notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple] = []
+        self.encoded: list[tuple] = []
+        self.started = 0
+        self.compiled = None
+        encode = lambda *arguments: self.encoded.append(arguments) or ("map", plain(arguments))
+        encoders = dict.fromkeys(("fill_tma_descriptor", "fill_tma_descriptor_tiled"), encode)  # by its names to 3.6 and since
+        self.utils = SimpleNamespace(launch=self.function, build_signature_metadata=tuple, **encoders)
+
+    def function(self, *arguments) -> None:
+        self.launches.append(plain(arguments))
+
+    def described(self, call: Call) -> tuple[tuple, launch.Launch]:
+        """The tensors of a call, and its launch."""
+        with posing(FAKES["H200"]):
+            plan = ops.decide(call).forward
+        out, lse = torch.empty_like(call.q), torch.empty(2, 100)
+        word, counter = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+        pointers = (out, lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
+        return (*call[:3], *pointers), launch.forward_launch(plan, call, out, pointers)
+
+    def by_triton(self, described: launch.Launch) -> tuple:
+        """What Triton's launcher hands to the C function."""
+        kernel = self.compiled
+        kernel.run(described.programs, 1, 1, STREAM, kernel.function, kernel.packed_metadata, None, None, None, *described.arguments)
+        return self.launches.pop()
+
+    def start(self, tensors: tuple, described: launch.Launch, owner: object, key: str = KEY) -> tuple | None:
+        """What reaches the C function by `relaunch`; None where Triton launches."""
+        assert not self.launches
+        self.again = relaunch.start(owner, key, tensors, lambda: described._replace(kernel=_Kernel(self)))
+        assert (self.again is None) == (not self.launches)
+        return self.launches.pop() if self.launches else None
+
+
+class _Kernel:
+    """A JITFunction that is compiled already."""
+
+    def __init__(self, stage: Stage):
+        self.stage = stage
+
+    def __getitem__(self, grid):
+        def started(*arguments, **options):
+            self.stage.started += 1
+            return self.stage.compiled
+
+        return started
+
+
+def plain(argument):
+    """Tensors as their addresses, so that arguments can be compared."""
+    if isinstance(argument, (tuple, list)):
+        return tuple(plain(part) for part in argument)
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    _, described = Stage().described(_call())
+    with offline(90):
+        return described.kernel.warmup(*described.arguments, grid=(described.programs,), **described.options)
+
+
+@pytest.fixture
+def stage(compiled, monkeypatch):
+    stage = Stage()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    monkeypatch.setattr(nvidia, "compile_module_from_src", lambda *_, **__: SimpleNamespace(launch=stage.function), raising=False)
+    monkeypatch.setattr(nvidia, "library_dirs", list)
+    monkeypatch.setattr(nvidia, "PyKernelArg", lambda **fields: tuple(fields.values()), raising=False)  # of Triton's C module, from 3.7 on
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=stage.utils))
+    monkeypatch.setattr(compiled, "_run", nvidia.CudaLauncher(compiled.src, compiled.metadata))
+    monkeypatch.setattr(compiled, "module", object())
+    monkeypatch.setattr(compiled, "function", 1234)
+    monkeypatch.setattr(relaunch, "_KNOWN", {})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    stage.compiled = compiled
+    return stage
+
+
+def test_the_c_function_gets_what_triton_would_give_it(stage):
+    owner = object()
+    assert stage.start(*stage.described(_call()), owner) is None  # compiles, and Triton launches
+    for _ in range(2):
+        tensors, described = stage.described(_call())
+        expected = stage.by_triton(described)
+        assert len(expected) > 13 and expected[3] == STREAM
+        assert stage.start(tensors, described, owner) == expected
+        encoded = len(stage.encoded)
+        assert stage.again() and stage.launches.pop() == expected
+        assert len(stage.encoded) == encoded  # once for a set of addresses
+    assert stage.started == 1
+
+
+def test_a_plan_launches_again_at_addresses_it_met(stage, monkeypatch):
+    """From the op's side: first through Triton, then noted, then again and again without the kernel's own host code."""
+    monkeypatch.setattr(launch.Launch, "start", lambda self: setattr(stage, "started", stage.started + 1) or stage.compiled)
+    met = []
+    monkeypatch.setattr(launch, "run_forward", lambda *a, real=launch.run_forward: met.append(1) or real(*a))
+    with posing(FAKES["H200"]):
+        for call in (_call(), _call()):
+            choice = ops.decide(call)
+            places = [(torch.empty_like(call.q), torch.empty(2, 100)) for _ in range(2)]
+            for tensors in places * 3:
+                if not ops._launch_again(choice.forward, call, *tensors):
+                    ops._write(choice, call, *tensors)
+                assert not stage.launches or (tensors[0].data_ptr() in _flat(stage.launches.pop()))
+    assert len(choice.forward.again) == 4
+    assert stage.started == 1 and len(met) == 5
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    assert not ops._launch_again(choice.forward, call, *tensors)  # another device is current: its guard comes first
+
+
+@pytest.mark.parametrize("out", ("strided", "odd"))
+def test_an_out_laid_out_otherwise_is_not_what_a_plan_keeps(stage, out, monkeypatch):
+    monkeypatch.setattr(launch.Launch, "start", lambda self: stage.compiled)
+    call = _call()
+    wide = torch.empty(100, 2, 104 if out == "strided" else 97, dtype=torch.bfloat16)
+    with posing(FAKES["H200"]):
+        choice = ops.decide(call)
+        for _ in range(4):
+            ops._write(choice, call, wide[..., :96], torch.empty(2, 100))
+    assert not choice.forward.again
+
+
+def test_what_a_plan_keeps_is_bounded(stage, monkeypatch):
+    monkeypatch.setattr(launch, "MOST_AGAIN", 4)
+    monkeypatch.setattr(launch.Launch, "start", lambda self: stage.compiled)
+    call, lses = _call(), [torch.empty(2, 100) for _ in range(12)]
+    with posing(FAKES["H200"]):
+        choice = ops.decide(call)
+        for lse in lses:
+            ops._write(choice, call, torch.empty_like(call.q), lse)
+            assert len(choice.forward.again) <= 4
+
+
+def test_what_streams_do_not_share_is_launched_again_on_its_own_alone(stage, monkeypatch):
+    owner, (tensors, described) = object(), stage.described(_call())
+    for _ in range(2):
+        stage.start(tensors, described, owner)
+    anywhere, here = stage.again, stage.again.here()
+    assert here() and stage.launches.pop()[3] == STREAM
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + 1)
+    assert not here() and not stage.launches
+    assert anywhere() and stage.launches.pop()[3] == STREAM + 1
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
+    assert not here() and anywhere.here() is None and not stage.launches
+    assert anywhere() and stage.launches.pop()
+
+
+def _flat(arguments: tuple) -> list:
+    return [one for part in arguments for one in (_flat(part) if isinstance(part, tuple) else [part])]
+
+
+def test_a_hook_set_later_has_triton_launch(stage, monkeypatch):
+    owner, (tensors, described) = object(), stage.described(_call())
+    for _ in range(2):
+        stage.start(tensors, described, owner)
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+    assert not stage.again() and not stage.launches
+
+
+def test_tensors_that_were_one_may_be_others_later(stage):
+    owner, call = object(), _call()
+    tensors, described = stage.described(call._replace(k=call.q, v=call.q))
+    stage.start(tensors, described, owner)
+    assert stage.start(tensors, described, owner) == stage.by_triton(described)
+    tensors, described = stage.described(call)
+    assert stage.start(tensors, described, owner) is None  # one more kind of launch, through Triton
+    assert stage.start(tensors, described, owner) == stage.by_triton(described)
+
+
+def test_owners_keys_and_alignments_are_told_apart(stage):
+    owner = object()
+    stage.start(*stage.described(_call()), owner)
+    assert stage.start(*stage.described(_call()), object()) is None
+    assert stage.start(*stage.described(_call()), owner, "another key") is None
+    assert stage.start(*stage.described(_call(offset=1)), owner) is None  # a pointer that is no multiple of 16
+    assert stage.start(*stage.described(_call()), owner) is not None
+
+
+def test_nothing_kept_holds_memory(stage):
+    owner, (tensors, described) = object(), stage.described(_call())
+    for _ in range(3):
+        stage.start(tensors, described, owner)
+    watched = [weakref.ref(tensor) for tensor in tensors]
+    del tensors, described
+    gc.collect()
+    assert [reference() for reference in watched] == [None] * len(watched)
+
+
+@pytest.mark.parametrize("reason", ("scratch", "profile", "version", "hook"))
+def test_triton_launches_where_its_launcher_does_more(stage, reason, monkeypatch):
+    if reason == "version":
+        monkeypatch.setattr(relaunch.triton, "__version__", "4.0.0")
+    elif reason == "hook":
+        monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+    else:
+        monkeypatch.setattr(stage.compiled.run, f"{'global' if reason == 'scratch' else reason}_scratch_size", 8)
+    owner, (tensors, described) = object(), stage.described(_call())
+    for count in range(1, 4):
+        assert stage.start(tensors, described, owner) is None
+        assert stage.started == count
+
+
+def test_what_is_kept_is_bounded(stage, monkeypatch):
+    monkeypatch.setattr(relaunch, "MOST", 4)
+    owner, kept = object(), []
+    for _ in range(12):
+        kept.append(stage.described(_call()))  # kept, so that addresses differ
+        stage.start(*kept[-1], owner, str(len(kept)))
+        assert len(relaunch._KNOWN) <= 4

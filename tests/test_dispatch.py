@@ -1,0 +1,189 @@
+"""The dispatcher is gone round only where nothing can tell: whatever looks on, transforms or differentiates meets the op."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from calls import CALLS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import strobe
+from strobe import dispatch, ops
+
+OP = torch.ops.strobe.forward.default
+
+
+@pytest.fixture
+def through(monkeypatch):
+    """A list that grows with each call that goes to the op."""
+    met = []
+    monkeypatch.setattr(ops, "FORWARD", lambda *flat: met.append("op") or OP(*flat))
+    return met
+
+
+def _tensors() -> tuple[torch.Tensor, ...]:
+    return CALLS["causal"](torch.float32)[:3]
+
+
+def _attend(*tensors: torch.Tensor, **options) -> torch.Tensor:
+    return strobe.attention(*tensors, causal=True, **options)
+
+
+# ---------------------------------------------------------------- plain calls
+
+
+@pytest.mark.parametrize("within", (contextlib.nullcontext, torch.no_grad, torch.inference_mode))
+@pytest.mark.parametrize("name", ("causal", "sinks", "varlen causal sinks", "key_lengths", "documents"))
+def test_a_plain_call_goes_round_the_dispatcher(name, within, through):
+    call = CALLS[name](torch.float32)
+    expected = OP(*call)
+    with within():
+        got = ops.run(call)
+    assert not through
+    for one, other in zip(got, expected):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+        assert not one.requires_grad and one.is_leaf and one.is_inference() == (within is torch.inference_mode)
+
+
+@pytest.mark.parametrize("within", (torch.no_grad, torch.inference_mode))
+def test_leaves_without_grad_mode_are_plain(within, through):
+    q, k, v = (t.requires_grad_() for t in _tensors())
+    with within():
+        out = _attend(q, k, v, sinks=torch.zeros(4, requires_grad=True))
+    assert not through and not out.requires_grad
+
+
+def test_what_a_thread_adds_to_keys_is_what_this_version_of_torch_adds():
+    seen = [torch._C._dispatch_tls_local_include_set().raw_repr()]
+    with torch.inference_mode():
+        seen.append(torch._C._dispatch_tls_local_include_set().raw_repr())
+    assert tuple(seen) == dispatch._QUIET
+
+
+def test_refusals_are_the_same(through):
+    q, k, v = _tensors()
+    for bad in ((q, k[:, :, :1].expand(-1, -1, 3, -1), v), (q.to_sparse(), k, v), (q, k.double(), v), (q, k, v.transpose(1, 3))):
+        said = []
+        for go in (lambda *t: ops.run(strobe.call.Call(*t)), OP):
+            with pytest.raises(strobe.InvalidProblem) as error:
+                go(*bad)
+            said.append(str(error.value))
+        assert said[0] == said[1]
+
+
+# ---------------------------------------------------------------- all others
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        return function(*arguments, **(keywords or {}))
+
+
+class _FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        return function(*arguments, **(keywords or {}))
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+def _within(context):
+    def go(q, k, v):
+        with context():
+            return _attend(q, k, v)
+
+    return go
+
+
+def _dual(q, k, v):
+    with forward_ad.dual_level():
+        return _attend(q, k, v)
+
+
+def _fake(q, k, v):
+    with FakeTensorMode() as mode:
+        return _attend(*(mode.from_tensor(t) for t in (q, k, v)))
+
+
+WATCHED = {
+    "dispatch mode": _within(_Mode),
+    "function mode": _within(_FunctionMode),
+    "device": _within(lambda: torch.device("cpu")),
+    "flop counter": _within(lambda: FlopCounterMode(display=False)),
+    "autocast": _within(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "profiler": _within(lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])),
+    "old profiler": _within(torch.autograd.profiler.profile),
+    "forward mode": _dual,
+    "fake tensors": _fake,
+    "vmap": lambda q, k, v: torch.vmap(lambda q: _attend(q, k, v))(q[None]),
+    "vmap around": lambda q, k, v: torch.vmap(lambda x: x + _attend(q, k, v).sum())(torch.zeros(2)),
+    "func.grad": lambda q, k, v: torch.func.grad(lambda q: _attend(q, k, v).sum())(q),
+    "jit.trace": lambda q, k, v: torch.jit.trace(_attend, (q, k, v), check_trace=False),
+    "make_fx": lambda q, k, v: make_fx(_attend)(q, k, v),
+    "make_fx before autograd": lambda q, k, v: make_fx(_attend, pre_dispatch=True)(q, k, v),
+    "gradient of q": lambda q, k, v: _attend(q.requires_grad_(), k, v),
+    "gradient of v": lambda q, k, v: _attend(q, k, v.requires_grad_()),
+    "gradient of sinks": lambda q, k, v: _attend(q, k, v, sinks=torch.zeros(4, requires_grad=True)),
+    "subclass q": lambda q, k, v: _attend(q.as_subclass(_Subclass), k, v),
+    "subclass v": lambda q, k, v: _attend(q, k, v.as_subclass(_Subclass)),
+    "subclass sinks": lambda q, k, v: _attend(q, k, v, sinks=torch.zeros(4).as_subclass(_Subclass)),
+    "parameter": lambda q, k, v: _within(torch.no_grad)(torch.nn.Parameter(q), k, v),
+    "negative bit": lambda q, k, v: _attend(q, k, torch._neg_view(v)),
+    "meta": lambda q, k, v: _attend(q.to("meta"), k.to("meta"), v.to("meta")),
+    "no rows": lambda q, k, v: _attend(q[:, :0], k, v),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_whatever_looks_on_meets_the_op(name, through):
+    WATCHED[name](*_tensors())
+    assert through
+
+
+def test_a_negative_bit_is_heeded():
+    q, k, v = _tensors()
+    assert torch.equal(_attend(q, k, torch._neg_view(v)), _attend(q, k, -v))
+
+
+def test_zeros_that_are_not_stored_are_not_read():
+    assert not dispatch.idle([torch._efficientzerotensor(2)])
+
+
+def test_graphs_hold_the_op():
+    tensors, found = _tensors(), []
+
+    def backend(graph, _):
+        found.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.compiler.reset()
+    torch.compile(_attend, fullgraph=True, backend=backend)(*tensors)
+    torch.compiler.reset()
+    for pre_dispatch in (False, True):
+        found += [node.target for node in make_fx(_attend, pre_dispatch=pre_dispatch)(*tensors).graph.nodes]
+    assert found.count(OP) == 3
+    assert "strobe::forward" in str(torch.jit.trace(_attend, tensors).graph)
+
+
+def test_out_goes_through_the_op(monkeypatch):
+    met = []
+    monkeypatch.setattr(ops, "FORWARD_OUT", lambda *flat: met.append(1) or torch.ops.strobe.forward_out.default(*flat))
+    q, k, v = _tensors()
+    _attend(q, k, v, out=torch.empty(*q.shape[:-1], v.shape[-1]))
+    assert met
+
+
+def test_a_mode_that_ends_leaves_no_trace(through):
+    with _Mode():
+        _attend(*_tensors())
+    del through[:]
+    _attend(*_tensors())
+    assert not through
