@@ -125,9 +125,7 @@ def test_every_family_has_a_forward_and_the_last_resort_has_both():
 REFUSED = {
     "dtype": (_dense(dtype=torch.float32), "float16 and bfloat16 only; this is float32"),
     "partial": (_dense(partial=True), "writes out in q's dtype; a partial result of bfloat16 is float32"),
-    "packed": (_packed(), "dense layouts only; this is packed"),
-    "widths": (_dense(64, 128), "has tiles for head dimensions (D/D_v, each padded to a power of two) 64/64, 128/128, "),
-    "this width": (_dense(64, 128), "; this is 64/128"),
+    "width": (_dense(64, 320), "head dimensions up to 256; this is 64/320"),
     "scale": (_dense(scale=-0.125), "needs a scale above 0; this is -0.125"),
     "no scale": (_dense(scale=0.0), "needs a scale above 0; this is 0"),
     "documents": (_masked(strobe.documents(torch.zeros(2, 64, dtype=torch.int32))), "full, causal and window masks only; this has documents"),
@@ -184,8 +182,13 @@ def test_explain_prints_the_choice_and_every_reason():
 
 
 def test_explain_of_a_problem_passed_on():
-    text = str(chosen(_packed()))
-    assert "passed    hopper.forward     dense layouts only; this is packed" in text and "chosen    portable.forward" in text
+    text = str(chosen(_dense(partial=True)))
+    assert "passed    hopper.forward     writes out in q's dtype; a partial result of bfloat16 is float32" in text
+    assert "chosen    portable.forward" in text
+
+
+def test_packed_sequences_run_on_hopper():
+    assert "chosen    hopper.forward" in str(chosen(_packed()))
 
 
 def test_tiles_fit_the_shared_memory_that_the_config_prints():

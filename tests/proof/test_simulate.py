@@ -19,7 +19,7 @@ from strobe.errors import KernelFault, UnsupportedProblem
 from strobe.kernels import kernels
 from strobe.kernels.hopper import config as hopper
 from strobe.kernels.hopper import launch
-from strobe.kernels.kernel import Forward, Plan
+from strobe.kernels.kernel import Plan
 from strobe.problem import Problem
 from strobe.proof.simulate import on, simulated
 from strobe.target import FAKES

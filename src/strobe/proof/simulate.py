@@ -18,7 +18,6 @@ from ..sim import Checks, Run, simulate
 from ..target import Target
 from ..testing import Poison
 
-
 # On an H200 TMA overtook loads into registers that queued behind stores, though a barrier of the partition and an mbarrier stood between
 # (ptxas lets neither wait for a load's result): rows of a next tile in 12 of 12 runs of one variant, none with a proxy fence before the arrival.
 READ_FENCES = Checks(read_fences=True)

@@ -209,6 +209,8 @@ class SharedMemory:
         self._start_load(desc, barrier, target, lambda: desc.fetch(corner, block), desc.view[desc.inside(corner, block)[0]])
 
     def create_async_tma_gather(self, desc: Descriptor, rows: Value, column: Value, bar: Any, target: Any, pred: Value) -> None:
+        if not isinstance(desc.view, np.ndarray):
+            raise NotImplementedError(f"TMA gather from {desc.memory.name} by a descriptor that wraps")
         if bool(pred.data):
             target, barrier = self.window(target), self._barrier(bar)
             width = target.view.shape[-1]

@@ -143,7 +143,8 @@ def tiles_of(problem: Problem, tuning: Tuning) -> int:
 
 def tuning_of(problem: Problem) -> Tuning:
     widths = tiled(problem.head_dim, problem.head_dim_v)
-    return (problem.softcap and CAPPED.get(widths)) or (problem.mask.left and WINDOWED.get(widths)) or TUNINGS[widths]
+    special = CAPPED.get(widths) if problem.softcap else WINDOWED.get(widths) if problem.mask.left else None
+    return special or TUNINGS[widths]
 
 
 def _why_not(problem: Problem, target: Target) -> str | None:

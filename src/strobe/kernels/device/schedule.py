@@ -1,0 +1,103 @@
+"""Which tile a persistent program takes next, and the board on which its producer tells its consumers.
+
+A `form` says: tuning (block_n, consumers of 64 rows each), mask, packed, and counted: whether tiles are taken from a counter.
+"""
+
+from .dialect import gl, gluon, mbarrier
+from .masking import row_interval
+from .tiles import find_sequence, keys_of, span_of
+
+WORDS: gl.constexpr = gl.constexpr(8)  # of a tile on the board
+
+
+@gluon.jit
+def tile_number(turn, counter, form: gl.constexpr):
+    """The number of a program's tile `turn` in the order of all tiles.
+
+    Whoever is free takes the next from a counter: costs differ, and so do SMs. Without a counter each program has one tile at most.
+    """
+    programs = gl.num_programs(0)
+    if form.counted:
+        if turn == 0:
+            number = gl.program_id(0)
+        else:
+            number = programs + gl.atomic_add(counter, 1, sem="relaxed")
+    else:
+        number = turn * programs + gl.program_id(0)
+    return number
+
+
+@gluon.jit
+def tile_of(number, offsets, sizes, limits, form: gl.constexpr):
+    """(whether there is such a tile, what consumers are told of it, (k start, S_k) of its keys).
+
+    Told: batch entry, query head, first row, first key block, key blocks, q start, S_q, S_k. Starts are 0 in dense layouts. Tiles that see
+    most keys come first; causal dense ones in sections of heads whose keys and values stay in L2 together.
+    """
+    BLOCK_M: gl.constexpr = form.tuning.consumers * 64
+    batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
+    entry, q_start, k_start = number * 0, number * 0, number * 0
+    if form.packed:
+        cu_seqlens_q, cu_seqlens_k = offsets
+        head = number % heads
+        linear = tiles_m - 1 - number // heads
+        sequence, m_block = find_sequence(cu_seqlens_q, linear, batch, seqlen_q, BLOCK_M)
+        q_start, seqlen_q = span_of(cu_seqlens_q, sequence, batch, seqlen_q)
+        k_start, seqlen_k = keys_of(cu_seqlens_k, sequence, batch, seqlen_k)
+        exists = m_block * BLOCK_M < seqlen_q
+    else:
+        if form.mask.right and not form.mask.left:
+            within = number % (tiles_m * section)
+            m_block = tiles_m - 1 - within // section
+            index = number // (tiles_m * section) * section + within % section
+        else:
+            m_block = number % tiles_m
+            index = number // tiles_m
+        exists = index < batch * heads
+        entry, head = index // heads, index % heads
+    m_start = m_block * BLOCK_M
+    n_begin, blocks = blocks_of(m_start, BLOCK_M, (seqlen_q, seqlen_k), limits, form)
+    return exists, (entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k), (k_start, seqlen_k)
+
+
+@gluon.jit
+def blocks_of(m_start, rows: gl.constexpr, lengths, limits, form: gl.constexpr):
+    """(first key block, key blocks) that some row of m_start .. m_start + rows - 1 sees."""
+    seqlen_q, seqlen_k = lengths
+    bounds = (seqlen_k, limits[0], limits[1])
+    n_first, full_stop = row_interval(m_start, seqlen_q, seqlen_k, bounds, 0, form)
+    full_first, n_stop = row_interval(gl.minimum(m_start + rows, seqlen_q) - 1, seqlen_q, seqlen_k, bounds, 0, form)
+    n_begin = n_first // form.tuning.block_n
+    blocks = gl.maximum(gl.cdiv(n_stop, form.tuning.block_n) - n_begin, 0)
+    return n_begin, gl.where(m_start < seqlen_q, blocks, 0)
+
+
+@gluon.jit
+def tell(board, at, tile):
+    """Write a tile's numbers for the consumers to read."""
+    words, told, told_free = board
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    lane = gl.arange(0, WORDS, layout)
+    row = lane * 0
+    for i in gl.static_range(WORDS):
+        row = gl.where(lane == i, tile[i], row)
+    mbarrier.wait(told_free.index(at.stage), at.parity ^ 1)
+    words.index(at.stage).store(row)
+    mbarrier.arrive(told.index(at.stage))
+
+
+@gluon.jit
+def read_tile(words, stage):
+    """A tile's numbers, each as a scalar."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    row = words.index(stage).load(layout)
+    lane = gl.arange(0, WORDS, layout)
+    return [gl.sum(gl.where(lane == i, row, 0), 0) for i in (0, 1, 2, 3, 4, 5, 6, 7)]
+
+
+@gluon.jit
+def is_told(words, told, at):
+    """Wait for the next tile; whether there is one."""
+    mbarrier.wait(told.index(at.stage), at.parity)
+    entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, at.stage)
+    return blocks >= 0
