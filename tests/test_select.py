@@ -125,7 +125,6 @@ def test_every_family_has_a_forward_and_the_last_resort_has_both():
 REFUSED = {
     "dtype": (_dense(dtype=torch.float32), "float16 and bfloat16 only; this is float32"),
     "partial": (_dense(partial=True), "writes out in q's dtype; a partial result of bfloat16 is float32"),
-    "width": (_dense(64, 320), "head dimensions up to 256; this is 64/320"),
     "scale": (_dense(scale=-0.125), "needs a scale above 0; this is -0.125"),
     "no scale": (_dense(scale=0.0), "needs a scale above 0; this is 0"),
     "documents": (_masked(strobe.documents(torch.zeros(2, 64, dtype=torch.int32))), "full, causal and window masks only; this has documents"),

@@ -54,8 +54,8 @@ class Stage:
             plan = ops.decide(call).forward
         out, lse = torch.empty_like(call.q), torch.empty(2, 100)
         word, counter = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
-        pointers = (out, lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
-        return (*call[:3], *pointers), launch.forward_launch(plan, call, out, pointers)
+        pointers = (lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
+        return (*call[:3], out, *pointers), launch.forward_launch(plan, call, out, pointers)
 
     def by_triton(self, described: launch.Launch) -> tuple:
         """What Triton's launcher hands to the C function."""
