@@ -16,7 +16,8 @@ from ..errors import InvalidProblem, UnsupportedProblem
 
 TOKENS = 16384  # rule of the dense GPU cases: as many tokens in all, B = max(1, TOKENS / S)
 HEADS = {64: 32, 128: 16, 256: 8}  # and 2048 channels
-SIZES = {"512": 512, "1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192, "16k": 16384}
+SIZES = {"512": 512, "1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192, "16k": 16384, "32k": 32768}
+DENSE_SIZES = {64: ("4k", "8k", "16k"), 128: ("4k", "8k", "16k", "32k"), 256: ("4k", "16k")}  # of each head dimension
 UNEVEN_4K = (64, 1024, 128, 768, 512, 256, 448, 896)
 UNEVEN_8K = (1024, 1536, 256, 1792, 768, 512, 1280, 1024)
 
@@ -109,7 +110,7 @@ def suite(name: str, patterns: tuple[str, ...] | list[str] = ()) -> list[Case]:
     """The cases of a suite whose names match one of the patterns (fnmatch); all without patterns.
 
     >>> [case.name for case in suite("forward", ["d64_causal_*"])]
-    ['d64_causal_4k', 'd64_causal_16k']
+    ['d64_causal_4k', 'd64_causal_8k', 'd64_causal_16k']
 
     Raises UnsupportedProblem for a suite that has nothing to measure yet, InvalidProblem for a pattern that matches nothing.
     """
@@ -136,10 +137,10 @@ def _packed(name: str, lengths: tuple[int, ...], **rest) -> Case:
 def _gpu() -> list[Case]:
     kinds = [("dense", False), ("causal", True)]
     cases = [
-        Case(f"d{dim}_{kind}_{size}", TOKENS // SIZES[size], SIZES[size], heads, head_dim=dim, causal=causal)
+        Case(f"d{dim}_{kind}_{size}", max(1, TOKENS // SIZES[size]), SIZES[size], heads, head_dim=dim, causal=causal)
         for dim, heads in HEADS.items()
         for kind, causal in kinds
-        for size in ("4k", "16k")
+        for size in DENSE_SIZES[dim]
     ]
     cases += [Case(f"short_{size}x{n}", n, SIZES[size], 16, head_dim=128, causal=True) for size, n in (("512", 32), ("1k", 16))]
     widths = [("d96", 96, 0), ("d192", 192, 0), ("d192x128", 192, 128)]

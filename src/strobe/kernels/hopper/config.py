@@ -32,11 +32,6 @@ class Tuning:
     half_staged: bool = False  # o leaves through a buffer of half its first part, where tiles leave no room for more
     late_rescale: bool = False  # o is rescaled under the next scores' product
     ping_pong: bool = False  # consumers take turns at issuing products
-    fewer_v: int = 0  # stages of v less than of k
-
-    @property
-    def stages_v(self) -> int:
-        return self.stages - self.fewer_v
 
 
 @dataclass(frozen=True)
@@ -77,8 +72,8 @@ class Form:
         """q (and o) of all consumers, k and v of all stages, at 2 bytes, the barriers, and the board of two tiles' numbers."""
         t = self.tuning
         o = self.slots * ROWS * ((self.block_dv - self.rest_dv) // (1 + t.half_staged) + self.rest_dv)
-        tiles = 2 * (self.slots * ROWS * self.block_d + o + t.block_n * (t.stages * self.block_d + t.stages_v * self.block_dv))
-        return tiles + 8 * (2 * t.consumers + 2 * (t.stages + t.stages_v) + 4) + 64
+        tiles = 2 * (self.slots * ROWS * self.block_d + o + t.stages * t.block_n * (self.block_d + self.block_dv))
+        return tiles + 8 * (2 * t.consumers + 4 * t.stages + 4) + 64
 
 
 @dataclass(frozen=True)
@@ -94,21 +89,22 @@ class ForwardConfig:
 
 # (head dimensions, padded to what tiles hold) -> tiles; what fits, then what was fastest on an H200
 TUNINGS = {
-    (64, 64): Tuning(block_n=128, stages=3, consumers=3, ping_pong=True),
+    (64, 64): Tuning(block_n=128, stages=3, consumers=3, late_rescale=True, ping_pong=True),
     (96, 96): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=2),
     (128, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1),
     (192, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1, half_staged=True),
-    (192, 192): Tuning(block_n=64, stages=3, fewer_v=1, consumers=2, q_in_registers=2),
+    (192, 192): Tuning(block_n=64, stages=3, consumers=2, q_in_registers=1, half_staged=True),
     (256, 128): Tuning(block_n=64, stages=2, consumers=2),
     (256, 256): Tuning(block_n=64, stages=2, consumers=2, late_rescale=True, half_staged=True),
 }
 WIDTHS = (64, 96, 128, 192, 256)
 
 
-# for windows, of whose few keys a row long tiles hide more: d64 382 TFLOP/s for 362 with two consumers and 128 keys (H200, window 1024 of 16k)
-WINDOWED = {(64, 64): Tuning(block_n=64, stages=4, consumers=3, q_in_registers=1, late_rescale=True, ping_pong=True)}
+# for windows, of whose few keys a row long tiles hide more: d64 390 TFLOP/s for 362 with two consumers and 128 keys (H200, window 1024 of 16k)
+WINDOWED = {(64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, late_rescale=True, ping_pong=True)}
 # for a softcap, whose tanh takes registers
 CAPPED = {
+    (64, 64): WINDOWED[64, 64],
     (128, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1),
     (192, 128): Tuning(block_n=64, stages=4, consumers=2, half_staged=True),
 }

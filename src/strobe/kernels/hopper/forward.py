@@ -83,7 +83,7 @@ def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
             guard_offsets(offsets[0], batch, seqlen_q, limits[2], lanes, faults, OFFSETS_Q, LONG_Q)
             guard_offsets(offsets[1], batch, seqlen_k, limits[3], lanes, faults, OFFSETS_K, LONG_K)
     k_at = ring_start(form.tuning.stages)
-    v_at = ring_start(form.tuning.stages_v)
+    v_at = ring_start(form.tuning.stages)
     q_at = ring_start(1)
     told_at = ring_start(2)
     turn = gl.to_tensor(0)
@@ -426,7 +426,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
     q_parts: gl.constexpr = 2 if form.rest_d else 1
     q_is_read: gl.constexpr = form.tuning.q_in_registers == q_parts  # by the time products begin
     k_at = ring_start(form.tuning.stages)
-    v_at = ring_start(form.tuning.stages_v)
+    v_at = ring_start(form.tuning.stages)
     q_at = ring_start(1)
     told_at = ring_start(2)
     if form.tuning.ping_pong:
@@ -494,20 +494,19 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     counter of tiles); work (tiles in all, sizes, limits, numbers): sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head,
     heads in an L2 section); limits (left, right, max_seqlen_q, max_seqlen_k); numbers (scale_log2, softcap)."""
     STAGES: gl.constexpr = form.tuning.stages
-    STAGES_V: gl.constexpr = form.tuning.stages_v
     CONSUMERS: gl.constexpr = form.tuning.consumers
     lse, sinks, cu_seqlens_q, cu_seqlens_k, faults, counter = pointers
     tiles, sizes, limits, numbers = work
     q_views, k_views, v_views, o_views = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (o_desc, o_rest)
     q_smem = tiles_for(form.slots, q_views, form.rest_d)
     k_smem = tiles_for(STAGES, k_views, form.rest_d)
-    v_smem = tiles_for(STAGES_V, v_views, form.rest_dv)
+    v_smem = tiles_for(STAGES, v_views, form.rest_dv)
     o_smem = tiles_for(form.slots, o_views, form.rest_dv)
     words = gl.allocate_shared_memory(gl.int32, [2, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     board = (words, ring(2, 1), ring(2, CONSUMERS))
     q = (q_smem, ring(CONSUMERS, 1), ring(CONSUMERS, 1))
     k = (k_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
-    v = (v_smem, ring(STAGES_V, 1), ring(STAGES_V, CONSUMERS))
+    v = (v_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
     out = (o_views, lse, sinks)
     views = (q_views, k_views, v_views)
     offsets = (cu_seqlens_q, cu_seqlens_k)
