@@ -61,14 +61,15 @@ def _or_skip(call: Call) -> Call:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALF, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kernel", ("hopper.forward", "hopper.backward"))
 @pytest.mark.parametrize("name", CASES)
-def test_case_on_hopper(name, family, dtype, judge):
-    """The Hopper forward, with the portable backward reading its lse; skipped where it refuses the case, with its reason."""
-    judge(_or_skip(CASES[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel="hopper.forward")), family, SEED)
+def test_case_on_hopper(name, kernel, family, dtype, judge):
+    """The Hopper kernels, where the other direction is whose it may be; skipped where they refuse the case, with their reason."""
+    judge(_or_skip(CASES[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel=kernel)), family, SEED)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ("portable", "hopper.forward"))
+@pytest.mark.parametrize("kernel", ("portable", "hopper.forward", "hopper.backward"))
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LARGE)
 def test_large_case(name, family, kernel, judge):

@@ -103,7 +103,7 @@ def test_the_hopper_forward_compiles_with_each_tiling_and_each_band():
     for unit in UNITS:
         if unit.family != "hopper":
             continue
-        (row,) = (row for place, row in RECORDED.items() if Unit(*place[:3]) == unit)
+        row = RECORDED[(*unit, "forward_kernel")]
         form = select(Problem.from_call(unit.call), TARGETS[unit.target]).forward.config.form
         assert row["instructions"]["HGMMA"] > 0 and row["instructions"]["UTMALDG"] > 0 and not row["serialized"], unit
         assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024, unit
@@ -114,6 +114,23 @@ def test_the_hopper_forward_compiles_with_each_tiling_and_each_band():
         (tuning, *band) for widths, full in hopper.TUNINGS.items() for band in bands for tuning in [(band[0] and hopper.WINDOWED.get(widths)) or full]
     }
     assert seen == wanted
+
+
+def test_the_hopper_backward_compiles_with_each_tiling_and_each_band():
+    """TMA loads, wgmma, and the shared memory that the config says, but for padding and the compiler's own scratch."""
+    seen = set()
+    for unit in UNITS:
+        if unit.family != "hopper":
+            continue
+        found = [row for place, row in RECORDED.items() if Unit(*place[:3]) == unit]
+        assert [row["kernel"] for row in found] == ["forward_kernel", "rows_kernel", "backward_kernel", "convert_kernel"], unit
+        row, plan = found[2], select(Problem.from_call(unit.call), TARGETS[unit.target]).backward
+        form = plan and plan.config.form
+        assert form and row["instructions"]["HGMMA"] > 0 and row["instructions"]["UTMALDG"] > 0 and not row["serialized"], unit
+        assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024 and row["warps"] == 12, unit
+        seen.add((form.tuning, form.mask.left, form.mask.right))
+    bands = ((False, False), (False, True), (True, True), (True, False))
+    assert seen == {(tuning, *band) for tuning in hopper.BACKWARD_TUNINGS.values() for band in bands}
 
 
 def test_forward_at_d128_spills_nothing_and_uses_tma_on_hopper():

@@ -1,6 +1,6 @@
 """What only a GPU can show: launch limits, tensors that really are that large, streams, graphs, alignment, a cold cache.
 
-Rows are those of docs/reliability.md; the portable family, on one GPU (the largest test needs 60 GiB of its memory).
+Rows are those of docs/reliability.md; the portable family where nothing else is said, on one GPU (the largest test needs 60 GiB of its memory).
 """
 
 from __future__ import annotations
@@ -275,6 +275,25 @@ def test_deterministic_backward_50_times(name):
         result = (out, lse, *torch.autograd.grad(out, call[:3], torch.ones_like(out)))
         first = first or result
         assert same(result, first)
+
+
+REPEATED_ON_HOPPER = ["causal", "grouped", "one_kv_head", "packed_causal", "packed_two_sides", "window_causal", "packed_softcap_192_128"]
+
+
+@pytest.mark.parametrize("name", [*REPEATED_ON_HOPPER, "head_dim_96", "head_dim_128", "head_dim_192", "head_dim_256"])
+def test_hopper_backward_50_times(name):
+    """Rows 69, 78: dk and dv bitwise; dq to a rounding, since it is summed in any order."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("made for sm_90")
+    case = CASES[name] if CASES[name].packed else replace(CASES[name], batch=30)
+    call = case.build("cuda", torch.bfloat16, requires_grad=True, kernel="hopper")
+    first = None
+    for _ in range(50):
+        out, _lse = ops.run(call)
+        dq, dk, dv = torch.autograd.grad(out, call[:3], torch.ones_like(out))
+        first = first or (dq, dk, dv)
+        assert same((dk, dv), first[1:])
+        torch.testing.assert_close(dq, first[0], rtol=2.0**-7, atol=2.0**-10)
 
 
 @pytest.mark.nightly

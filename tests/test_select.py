@@ -90,16 +90,19 @@ def test_a_cpu_runs_its_own():
     assert refusal(_dense(), "CPU") == "made for sm_90; this target is a CPU"
 
 
-def test_a_hopper_forward_has_the_portable_backward():
-    choice = chosen(_dense(needs_grad=True))
-    assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == ("hopper.forward", "portable.backward")
+def test_a_hopper_forward_has_the_hopper_backward_where_that_can_run():
+    for call, backward in ((_dense(needs_grad=True), "hopper.backward"), (_dense(needs_grad=True, deterministic=True), "portable.backward")):
+        choice = chosen(call)
+        assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == ("hopper.forward", backward)
 
 
 def test_kernels_asked_for_by_name():
     for wanted, forward, backward in (
-        ("hopper.forward", "hopper.forward", "portable.backward"),
+        ("hopper", "hopper.forward", "hopper.backward"),
+        ("hopper.forward", "hopper.forward", "hopper.backward"),
+        ("hopper.backward", "hopper.forward", "hopper.backward"),
         ("portable", "portable.forward", "portable.backward"),
-        ("portable.forward", "portable.forward", "portable.backward"),
+        ("portable.forward", "portable.forward", "hopper.backward"),
         ("portable.backward", "hopper.forward", "portable.backward"),
     ):
         choice = chosen(_dense(needs_grad=True, kernel=wanted))
@@ -108,11 +111,16 @@ def test_kernels_asked_for_by_name():
     assert chosen(_dense(kernel="hopper")).forward.kernel.name == "hopper.forward"
 
 
-def test_a_family_without_a_backward_says_so_where_gradients_are_wanted():
-    with pytest.raises(UnsupportedProblem, match=r'hopper\.backward    there is none; kernel="hopper\.forward" leaves the backward open'):
-        chosen(_dense(needs_grad=True, kernel="hopper"))
-    with pytest.raises(InvalidProblem, match=r"hopper\.backward.*one of hopper, portable, cpu, hopper\.forward"):
-        chosen(_dense(kernel="hopper.backward"))
+def test_a_family_without_a_backward_says_so_where_gradients_are_wanted(monkeypatch):
+    monkeypatch.delattr(hopper, "BACKWARD")
+    kernels.cache_clear()
+    try:
+        with pytest.raises(UnsupportedProblem, match=r'hopper\.backward    there is none; kernel="hopper\.forward" leaves the backward open'):
+            chosen(_dense(needs_grad=True, kernel="hopper"))
+        with pytest.raises(InvalidProblem, match=r"hopper\.backward.*one of hopper, portable, cpu, hopper\.forward"):
+            chosen(_dense(kernel="hopper.backward"))
+    finally:
+        kernels.cache_clear()
 
 
 def test_every_family_has_a_forward_and_the_last_resort_has_both():
@@ -144,6 +152,29 @@ def test_each_reason_against_the_hopper_forward(name):
     assert chosen(call).forward.kernel.name == "portable.forward"
 
 
+REFUSED_BACKWARD = {
+    "dtype": (_dense(dtype=torch.float32), "float16 and bfloat16 only; this is float32"),
+    "deterministic": (_dense(deterministic=True), "adds up dq in no fixed order; deterministic and batch_invariant ask for one"),
+    "batch_invariant": (_dense(batch_invariant=True), "adds up dq in no fixed order; deterministic and batch_invariant ask for one"),
+    **{name: REFUSED[name] for name in ("scale", "no scale", "documents", "prefix", "alignment", "expanded")},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BACKWARD)
+def test_each_reason_against_the_hopper_backward(name):
+    call, words = REFUSED_BACKWARD[name]
+    call = call._replace(needs_grad=True)
+    assert words in refusal(call, name="hopper.backward")
+    backward = chosen(call).backward
+    assert backward is not None and backward.kernel.name == "portable.backward"
+
+
+def test_a_partial_result_has_the_hopper_backward():
+    choice = chosen(_dense(partial=True, needs_grad=True))
+    assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == ("portable.forward", "hopper.backward")
+    assert refusal(_dense(needs_grad=True), "A100", "hopper.backward") == "made for sm_90; this target is sm_80"
+
+
 def test_dimensions_of_one_have_any_stride():
     """k expanded from one head to one head lies in memory as it is."""
     call = _dense(heads=(4, 1))
@@ -172,8 +203,8 @@ def test_explain_prints_the_choice_and_every_reason():
     text = str(chosen(_dense(right=0, needs_grad=True)))
     rows = [line.split(maxsplit=2) for line in text.splitlines()]
     assert [row[:2] for row in rows if row[0] in ("chosen", "passed")] == [
-        ["chosen", "hopper.forward"], ["chosen", "portable.backward"], ["passed", "portable.forward"], ["passed", "cpu.forward"],
-        ["passed", "cpu.backward"],
+        ["chosen", "hopper.forward"], ["chosen", "hopper.backward"], ["passed", "portable.forward"], ["passed", "cpu.forward"],
+        ["passed", "portable.backward"], ["passed", "cpu.backward"],
     ]  # fmt: skip
     assert "passed    portable.forward   could run this too; hopper.forward comes first" in text
     config = chosen(_dense(right=0)).forward.config
@@ -195,12 +226,17 @@ def test_tiles_fit_the_shared_memory_that_the_config_prints():
         config = chosen(_dense(width, width_v)).forward.config
         assert config.form.tuning == tuning and config.form.shared_bytes() <= FAKES["H200"].shared_bytes
         assert f"shared {config.form.shared_bytes() / 1024:.0f} KiB" in str(config)
+    for (width, width_v), tuning in hopper.BACKWARD_TUNINGS.items():
+        backward = chosen(_dense(width, width_v, needs_grad=True)).backward
+        assert backward and backward.config.form.tuning == tuning and backward.config.form.shared_bytes() <= FAKES["H200"].shared_bytes
+        assert f"shared {backward.config.form.shared_bytes() / 1024:.0f} KiB" in str(backward.config)
 
 
 def test_every_constant_of_the_compiled_kernel_is_in_its_key():
     """Triton tells compiled kernels apart by the text of their constants: no two forms may print alike."""
-    form = chosen(_dense()).forward.config.form
-    for place in (form, form.tuning):
+    choice = chosen(_dense(needs_grad=True))
+    forms = [plan.config.form for plan in (choice.forward, choice.backward) if plan]
+    for place in (*forms, *(form.tuning for form in forms)):
         for name in place.__dataclass_fields__:
             other = replace(place, **{name: "other"})
             assert str(other) != str(place), name

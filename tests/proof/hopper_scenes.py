@@ -1,6 +1,6 @@
-"""The Hopper forward at sizes that wrap every ring and give a program several tiles: scenes whose synchronisations are taken away.
+"""The Hopper kernels at sizes that wrap every ring and give a program several tiles: scenes whose synchronisations are taken away.
 
-Inside `simulate` a scene returns out and lse, made by the family's own launch code for an H200 of two SMs.
+Inside `simulate` a scene returns out and lse, or the gradients, made by the family's own launch code for an H200 of two SMs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strobe import mask as masks
-from strobe import ops
+from strobe import ops, reference
 from strobe.proof.simulate import posing
 from strobe.target import FAKES
 from strobe.testing import Case
@@ -43,6 +43,30 @@ def forward_d256() -> tuple[Tensor, ...]:
     return _forward(256, 192, 256)
 
 
+def _backward(seqlen_q: int, seqlen_k: int, head_dim: int, **options) -> tuple[Tensor, ...]:
+    case = Case("scene", seqlen_q, seqlen_k, head_dim=head_dim, **{"batch": 1, "heads": (1, 1)} | options)
+    call = case.build("cpu", torch.bfloat16, kernel="hopper.backward")._replace(needs_grad=True)
+    out, lse = reference.forward(call)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    with posing(H200):
+        return ops.BACKWARD(dout, out.to(torch.bfloat16), lse.float(), None, *call.arguments)
+
+
+def backward_d128() -> tuple[Tensor, ...]:
+    """128 keys a program: p and ds in registers, do freed by the store partition; four tiles of queries for rings of two stages."""
+    return _backward(256, 256, 128)
+
+
+def backward_d64_grouped() -> tuple[Tensor, ...]:
+    """The next scores begun behind the products before; two query heads of three tiles each for rings of three stages."""
+    return _backward(192, 256, 64, heads=(2, 1), mask=CAUSAL)
+
+
+def backward_d256() -> tuple[Tensor, ...]:
+    """64 keys a program: p and ds through shared memory, dq in two parts."""
+    return _backward(192, 128, 256)
+
+
 class Scene(NamedTuple):
     """A name, the GPU it is for, what runs it, the file whose statements are mutated, and whether its sums must have an order."""
 
@@ -54,4 +78,8 @@ class Scene(NamedTuple):
 
 
 FORWARD = "../../src/strobe/kernels/hopper/forward.py"
-SCENES = tuple(Scene(run.__name__, "sm_90", run, FORWARD) for run in (forward_d128, forward_d64_causal, forward_d256))
+BACKWARD = "../../src/strobe/kernels/hopper/backward.py"
+SCENES = (
+    *(Scene(run.__name__, "sm_90", run, FORWARD) for run in (forward_d128, forward_d64_causal, forward_d256)),
+    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_d256)),
+)

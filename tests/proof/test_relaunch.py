@@ -18,6 +18,7 @@ from triton.runtime.driver import driver
 from strobe import ops
 from strobe.call import Call
 from strobe.kernels.hopper import launch, relaunch
+from strobe.kernels.kernel import Backward
 from strobe.proof.compile import offline
 from strobe.proof.simulate import posing
 from strobe.target import FAKES
@@ -99,6 +100,14 @@ def compiled():
         return described.kernel.warmup(*described.arguments, grid=(described.programs,), **described.options)
 
 
+def _act(stage: Stage, compiled, monkeypatch) -> None:
+    """`compiled` is what the stage's launches compile to."""
+    monkeypatch.setattr(compiled, "_run", nvidia.CudaLauncher(compiled.src, compiled.metadata))
+    monkeypatch.setattr(compiled, "module", object())
+    monkeypatch.setattr(compiled, "function", 1234)
+    stage.compiled = compiled
+
+
 @pytest.fixture
 def stage(compiled, monkeypatch):
     stage = Stage()
@@ -107,13 +116,10 @@ def stage(compiled, monkeypatch):
     monkeypatch.setattr(nvidia, "library_dirs", list)
     monkeypatch.setattr(nvidia, "PyKernelArg", lambda **fields: tuple(fields.values()), raising=False)  # of Triton's C module, from 3.7 on
     monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=stage.utils))
-    monkeypatch.setattr(compiled, "_run", nvidia.CudaLauncher(compiled.src, compiled.metadata))
-    monkeypatch.setattr(compiled, "module", object())
-    monkeypatch.setattr(compiled, "function", 1234)
     monkeypatch.setattr(relaunch, "_KNOWN", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    stage.compiled = compiled
+    _act(stage, compiled, monkeypatch)
     return stage
 
 
@@ -129,6 +135,42 @@ def test_the_c_function_gets_what_triton_would_give_it(stage):
         assert stage.again() and stage.launches.pop() == expected
         assert len(stage.encoded) == encoded  # once for a set of addresses
     assert stage.started == 1
+
+
+def _backward_launches(monkeypatch, dlse: torch.Tensor | None = None) -> list[tuple]:
+    """(key, tensors, launch) of each kernel of the backward of new tensors."""
+    call = _call()._replace(needs_grad=True)
+    noted: list[tuple] = []
+    with posing(FAKES["H200"]):
+        plan = ops.decide(call).backward
+    made = [torch.empty_like(t) for t in (call.q, call.q, call.q, call.k, call.v)]
+    lse, delta = torch.empty(2, 100), torch.empty(2, 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(relaunch, "start", lambda owner, key, tensors, first: noted.append((key, tensors, first())))
+        workspace = {buffer.name: torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in plan.buffers}
+        plan.kernel.run(plan, call, Backward(*made[:2], lse, dlse, *made[2:], delta), workspace)
+    return noted
+
+
+@pytest.mark.parametrize("kernel", range(3), ids=("rows", "main", "convert"))
+def test_each_kernel_of_the_backward_gets_what_triton_would_give_it(kernel, stage, monkeypatch):
+    key, tensors, described = _backward_launches(monkeypatch)[kernel]
+    with offline(90):
+        one = described.kernel.warmup(*described.arguments, grid=(described.programs,), **described.options)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=stage.utils))
+    _act(stage, one, monkeypatch)
+    owner = object()
+    assert stage.start(tensors, described, owner, key) is None
+    for _ in range(2):
+        again, tensors, described = _backward_launches(monkeypatch)[kernel]
+        assert again == key
+        assert stage.start(tensors, described, owner, key) == stage.by_triton(described)
+    assert stage.started == 1
+
+
+def test_a_gradient_of_lse_is_another_launch(stage, monkeypatch):
+    without, given = _backward_launches(monkeypatch), _backward_launches(monkeypatch, torch.empty(2, 100))
+    assert [a[0] == b[0] for a, b in zip(without, given)] == [False, True, True]
 
 
 def test_a_plan_launches_again_at_addresses_it_met(stage, monkeypatch):

@@ -196,7 +196,7 @@ def test_the_table_has_every_tiling():
 @pytest.mark.parametrize("name", ("causal_more_rows_sinks", "d64_window_left_softcap", "head_dims_192_128_causal"))
 def test_gradients_from_its_lse(name, judge):
     """The portable backward reads the Hopper forward's lse: natural logarithm, float32, -inf where a row sees no key."""
-    call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper.forward")
+    call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="portable.backward")
     with on(H200) as run:
         judge(call, "normal", 5)
     assert run.reports == [] and run.launches == ["forward_kernel"] * 2 + ["delta_kernel", "keys_kernel", "queries_kernel"]

@@ -19,7 +19,7 @@ def kernels(direction: str) -> tuple[Kernel, ...]:
     >>> [kernel.name for kernel in kernels("forward")]
     ['hopper.forward', 'portable.forward', 'cpu.forward']
     >>> [kernel.name for kernel in kernels("backward")]
-    ['portable.backward', 'cpu.backward']
+    ['hopper.backward', 'portable.backward', 'cpu.backward']
     """
     found = (getattr(import_module(f"strobe.kernels.{family}.config"), direction.upper(), None) for family in FAMILIES)
     return tuple(kernel for kernel in found if kernel is not None)

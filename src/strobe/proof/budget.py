@@ -89,6 +89,7 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
         cases[f"{name} one row"] = partial(_dense, *widths, rows=1, heads=(1, 1))
     for width in (64, 128):
         cases[f"d{width} causal float16"] = partial(_dense, width, mask=bands["causal"], dtype=torch.float16)
+    cases["d128 packed causal"] = partial(_packed, 128, bands["causal"], (4, 4))
     return cases | {"d96 causal": CASES["d96 causal"], "d128 group 8 causal": partial(_dense, 128, mask=bands["causal"], heads=(8, 1))}
 
 
@@ -182,6 +183,8 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("forward_kernel", "d128 window*", "sm_90", 48, _RESIDENT, family="hopper"),
     Allowance("forward_kernel", "d128 *causal*", "sm_90", 16, _RESIDENT, family="hopper"),
     Allowance("forward_kernel", "d96 causal", "sm_90", 16, _RESIDENT, family="hopper"),
+    # sm_90, the Hopper backward
+    Allowance("backward_kernel", "d128 window sinks softcap", "sm_90", 172, _CAPPED, family="hopper"),
     # sm_80, 86, 89
     Allowance("keys_kernel", "* group *", "sm_8?", 1788, _GROUP),
     Allowance("keys_kernel", "* packed window *", "sm_8?", 768, _OPTIONS),

@@ -52,7 +52,7 @@ COUNTED = {  # a name, and the instructions it counts
     "UTMALDG": r"UTMALDG", "LDGSTS": r"LDGSTS",
 }  # fmt: skip
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)")
-_SERIALIZED = re.compile(r"\(C75\d\d\)|instructions are serialized")
+_SERIALIZED = re.compile(r"\(C75(?!19)\d\d\)|instructions are serialized")  # C7519 says that a warpgroup.arrive was added: one instruction
 _devices = itertools.count(1000)  # a device of its own for each compile keeps Triton's in-memory caches out of it
 
 

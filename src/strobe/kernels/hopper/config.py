@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ...knobs import KNOBS
 from ...mask import MaskStructure
 from ...problem import ALIGNMENT, Problem
 from ...target import KIB, Target
-from ..kernel import Buffer, Cost, Forward, Plan, attention_cost, no_triton
+from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, no_triton
 
 CAPABILITY = 90
 MOST_WIDTH = 256
@@ -219,3 +219,181 @@ class HopperForward:
 
 
 FORWARD: Any = HopperForward()
+
+
+# ---------------------------------------------------------------- backward
+
+
+@dataclass(frozen=True)
+class BackwardTuning:
+    """Tile and rings of the backward: eight warps hold block_n keys, 128 or 64, and walk block_m queries a step."""
+
+    block_m: int
+    block_n: int
+    stages: int  # of q
+    stages_do: int
+    parts: int = 1  # in which a tile of dq goes through shared memory
+    ahead: bool = False  # the next tile's scores are begun behind this one's products
+
+    @property
+    def apart(self) -> bool:
+        """do is freed by itself, each time before q: its ring is shorter."""
+        return self.stages_do != self.stages
+
+    @property
+    def in_registers(self) -> bool:
+        """Weights and their gradients enter the products for dv and dk from registers; with 64 keys, two warps need each of them."""
+        return self.block_n == 128
+
+
+@dataclass(frozen=True)
+class BackwardForm:
+    """All that the backward's kernels hold as constants; no __str__ of its own, since Triton tells kernels apart by it."""
+
+    tuning: BackwardTuning
+    block_d: int
+    block_dv: int
+    head_dim: int
+    head_dim_v: int
+    group: int
+    mask: MaskStructure
+    softcap: bool
+    even: bool  # S_k is a multiple of block_n
+    packed: bool
+
+    @property
+    def dq_width(self) -> int:
+        """Columns of dq's float32 sum: as many as give rows of whole 16 bytes."""
+        return -(-self.head_dim // 4) * 4
+
+    @property
+    def rest_d(self) -> int:
+        """q's and k's columns beyond the first, which products take apart from them: they come by powers of two, and a tile may be wider."""
+        return rest_of(self.head_dim, self.block_d)
+
+    @property
+    def first_d(self) -> int:
+        return self.block_d // 2 if self.rest_d else self.block_d
+
+    @property
+    def rest_dv(self) -> int:
+        return rest_of(self.head_dim_v, self.block_dv)
+
+    @property
+    def first_dv(self) -> int:
+        return self.block_dv // 2 if self.rest_dv else self.block_dv
+
+    @property
+    def rest_dq(self) -> int:
+        """dq's columns: where they pass through shared memory in two parts, the rest is half of them unless q has its own."""
+        return self.rest_d or (self.block_d // 2 if self.tuning.parts == 2 else 0)
+
+    @property
+    def first_dq(self) -> int:
+        return self.block_d // 2 if self.rest_dq else self.block_d
+
+    @property
+    def idle_dq(self) -> int:
+        """Columns of dq's tile in shared memory that no product gives."""
+        return self.rest_d if self.tuning.parts == 1 else 0
+
+    @property
+    def products_d(self) -> int:
+        """Products issued one by one, for each of s and dk."""
+        return 2 if self.rest_d else 1
+
+    @property
+    def products_dv(self) -> int:
+        return 2 if self.rest_dv else 1
+
+    @property
+    def down(self) -> int:
+        """Warps one below the other, each with 16 of the tile's keys."""
+        return self.tuning.block_n // 16
+
+    @property
+    def masks(self) -> bool:
+        """Whether any tile may hold a hidden key."""
+        return self.mask.left or self.mask.right or not self.even
+
+    def shared_bytes(self) -> int:
+        """k, v, q and do of all stages, ds and p at 2 bytes, dq, lse and delta at 4, and the barriers."""
+        t = self.tuning
+        rings = t.block_m * (t.stages * (2 * self.block_d + 4) + t.stages_do * (2 * self.block_dv + 4))
+        tiles = 1 if t.in_registers else 2
+        keys = 2 * t.block_n * (self.block_d + self.block_dv + tiles * t.block_m)
+        return rings + keys + 4 * t.block_m * self.block_d // t.parts + 8 * (2 * t.stages + (1 + t.apart) * t.stages_do + 4)
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    form: BackwardForm
+
+    def __str__(self) -> str:
+        t = self.form.tuning
+        return (f"block_m={t.block_m} block_n={t.block_n} stages={t.stages}/{t.stages_do} dq added by TMA, "
+                f"shared {self.form.shared_bytes() / KIB:.0f} KiB")  # fmt: skip
+
+
+# (head dimensions, padded to what tiles hold) -> tiles of the backward: what fits without spills; not timed
+BACKWARD_TUNINGS = {
+    (64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3, ahead=True),
+    (128, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2),
+    (256, 128): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=2),
+    (256, 256): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=1, parts=2),
+}
+
+
+class HopperBackward:
+    name = "hopper.backward"
+
+    def why_not(self, problem: Problem, target: Target) -> str | None:
+        if target.kind != "cuda" or target.capability != CAPABILITY:
+            return _why_not(problem, target)
+        return _shape_backward(problem) or _mask(problem.mask) or _memory(problem) or _tools()
+
+    def config(self, problem: Problem, target: Target) -> BackwardConfig:
+        head_dims = problem.head_dim, problem.head_dim_v
+        widths = next(one for one in BACKWARD_TUNINGS if one[0] >= head_dims[0] and one[1] >= head_dims[1])
+        tuning = BACKWARD_TUNINGS[widths]
+        even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
+        form = BackwardForm(tuning, *widths, *head_dims, problem.group, problem.mask, bool(problem.softcap), even, problem.packed)
+        return BackwardConfig(form)
+
+    def cost(self, problem: Problem) -> Cost:
+        return attention_cost(problem, backward=True)
+
+    def workspace(self, problem: Problem, config: BackwardConfig) -> tuple[Buffer, ...]:
+        """lse and delta of each row as the main kernel reads them, and dq's sum, which the first of the three kernels sets to 0."""
+        form = config.form
+        tokens = problem.layout.total_q if problem.packed else problem.layout.seqlen_q  # type: ignore[union-attr]
+        heads = (problem.heads_q,) if problem.packed else (problem.layout.batch, problem.heads_q)
+        whole = query_tiles(problem, form.tuning.block_m) * form.tuning.block_m
+        return Buffer("rows", (*heads, 2, whole), torch.float32), Buffer("dq_sum", (*heads, tokens, form.dq_width), torch.float32)
+
+    def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
+        from .launch_backward import run_backward
+
+        run_backward(plan, call, tensors, workspace)
+
+
+def rest_of(head_dim: int, block: int) -> int:
+    """Half of a tile's first half, where a head dimension ends in it: 96 of 128 columns are 64 and 32."""
+    return block // 4 if block > 64 and head_dim <= block // 2 + block // 4 else 0
+
+
+def query_tiles(problem: Problem, block_m: int) -> int:
+    """Tiles of rows a head; for packed sequences, each of which begins a tile of its own, an upper bound: device.tiles.find_sequence."""
+    layout: Any = problem.layout
+    return layout.total_q // block_m + layout.batch + 2 if problem.packed else -(-layout.seqlen_q // block_m)
+
+
+def _shape_backward(problem: Problem) -> str | None:
+    if problem.deterministic or problem.batch_invariant:
+        return "adds up dq in no fixed order; deterministic and batch_invariant ask for one"
+    if problem.out_dtype != problem.dtype:  # which the forward cannot write, but the backward can read
+        problem = replace(problem, out_dtype=problem.dtype)
+    return _shape(problem)
+
+
+BACKWARD: Any = HopperBackward()

@@ -23,7 +23,7 @@ MOST_TILES = 2**31  # a tile's number is an int32
 WRAP = 2**34  # elements: MOST_ROWS steps of this come back to where they began, modulo 2**64 bytes
 MOST_STEPS = 0x7FFF0000  # a dimension without an end of its own
 MOST_AGAIN = 512  # launches a plan keeps, 2 KB each: more than a model has layers
-DTYPES = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16}
+DTYPES = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16, "torch.float32": gl.float32}
 
 
 class Launch(NamedTuple):

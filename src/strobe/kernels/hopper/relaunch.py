@@ -108,7 +108,8 @@ def know(compiled: Any, launch: Any, addresses: Sequence[int | None], owner: obj
     from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
     calls: list[tuple] = []
-    function = getclosurevars(compiled.run.launch).nonlocals["launcher"]  # what wrap_handle_tensordesc was given when this launcher was made
+    wrapped = compiled.run.launch  # by wrap_handle_tensordesc, which leaves the C function of a kernel without descriptors as it is
+    function = getclosurevars(wrapped).nonlocals["launcher"] if getattr(wrapped, "__closure__", None) else wrapped
     noting = copy(compiled.run)
     described = getattr(compiled.metadata, "tensordesc_meta", None)
     noting.launch = wrap_handle_tensordesc(lambda *arguments: calls.append(arguments), compiled.src.signature, described)

@@ -1,0 +1,113 @@
+"""From a Plan and a Call to the Hopper backward's three launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call import Call
+from ...errors import KernelFault
+from ...problem import ALIGNMENT, Problem
+from ..device.dialect import TensorDescriptor, gl
+from ..kernel import Backward, Plan
+from . import backward, relaunch
+from .config import query_tiles
+from .launch import LOG2_E, MOST_TILES, Launch, addressable, descriptor
+
+L2_BYTES = 32 << 20  # of queries, their gradients and dq's sums that stay while a section of heads is walked; an H200 has 50 MB
+CONVERTED_ROWS = 32  # a program of convert_kernel, which only moves memory
+
+
+def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor]) -> None:
+    rows, dq_sum = workspace["rows"], workspace["dq_sum"].transpose(-3, -2)
+    dout = operand(t.dout, call)
+    written = t._replace(dk=addressable(t.dk), dv=addressable(t.dv))
+    pointers = (t.dout, t.out, t.lse, t.dlse, t.delta, rows, dq_sum, call.cu_seqlens_q)
+    key = ("rows", t.dout.stride(), t.dout.dtype, t.out.stride(), t.dlse is None)
+    relaunch.start(plan, key, pointers, lambda: rows_launch(plan, pointers))
+    views = (call.q, call.k, call.v, dout, rows, written.dk, written.dv, dq_sum)
+    offsets = (call.cu_seqlens_q, call.cu_seqlens_k)
+    strides = (dout.stride(), written.dk.stride(), written.dv.stride())
+    relaunch.start(plan, (call.left, call.right, *strides), (*views, *offsets), lambda: main_launch(plan, call, views))
+    relaunch.start(plan, ("dq", t.dq.stride()), (dq_sum, t.dq), lambda: convert_launch(plan, dq_sum, t.dq))
+    for given, own in ((t.dk, written.dk), (t.dv, written.dv)):
+        if own is not given:
+            given.copy_(own)
+
+
+def rows_launch(plan: Plan, pointers: tuple[Tensor | None, ...]) -> Launch:
+    problem, form = plan.problem, plan.config.form
+    dout, out, dq_sum = (strides_of(t, problem) for t in (pointers[0], pointers[1], pointers[6]))
+    tiles = query_tiles(problem, form.tuning.block_m)
+    sizes = (problem.heads_q, tokens(problem)[0], problem.layout.batch, tiles)
+    return Launch(backward.rows_kernel, counted(plan, heads_of(problem) * tiles), (pointers, (dout, out, dq_sum), sizes, form), {"num_warps": 4})
+
+
+def convert_launch(plan: Plan, dq_sum: Tensor, dq: Tensor) -> Launch:
+    problem = plan.problem
+    rows = tokens(problem)[0]
+    strides = (strides_of(dq_sum, problem), strides_of(dq, problem))
+    arguments = ((dq_sum, dq), strides, (problem.heads_q, rows), problem.scale, plan.config.form, CONVERTED_ROWS)
+    return Launch(backward.convert_kernel, counted(plan, heads_of(problem) * -(-rows // CONVERTED_ROWS)), arguments, {"num_warps": 4})
+
+
+def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...]) -> Launch:
+    form: Any = plan.config.form
+    problem, tuning = plan.problem, form.tuning
+    q, k, v, dout, rows, dk, dv, dq_sum = views
+    batch, (seqlen_q, seqlen_k) = problem.layout.batch, tokens(problem)
+    if rows.numel() >= MOST_TILES:
+        raise KernelFault(f"{plan.kernel.name}: {rows.numel()} numbers of rows are more than an int32 can count; split the batch")
+    tiles_n = seqlen_k // tuning.block_n + batch + 2 if form.packed else -(-seqlen_k // tuning.block_n)
+    heads_kv = problem.heads_kv if form.packed else batch * problem.heads_kv
+    a_head = problem.group * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.dq_width)
+    section = max(1, min(heads_kv, L2_BYTES // max(1, a_head)))
+    cap = problem.softcap
+    numbers = (cap * LOG2_E, problem.scale / cap, problem.scale) if cap else (problem.scale * LOG2_E, 0.0, problem.scale)
+    by_rows, by_rows_v = (tuning.block_m, form.block_d), (tuning.block_m, form.block_dv)
+    by_keys, by_keys_v = (tuning.block_n, form.block_d), (tuning.block_n, form.block_dv)
+    described = (
+        descriptor(q, *by_rows), descriptor(k, *by_keys), descriptor(v, *by_keys_v), descriptor(dout, *by_rows_v),
+        row_descriptor(rows, tuning.block_m), descriptor(dk, *by_keys), descriptor(dv, *by_keys_v),
+        descriptor(dq_sum, tuning.block_m, form.block_d // tuning.parts),
+    )  # fmt: skip
+    sizes = (batch, problem.heads_q, seqlen_q, seqlen_k, query_tiles(problem, tuning.block_m), tiles_n, section)
+    work = (sizes, (call.left, call.right), numbers)
+    arguments = (*described, (call.cu_seqlens_q, call.cu_seqlens_k), work, form)
+    return Launch(backward.backward_kernel, counted(plan, heads_kv * tiles_n), arguments, {"num_warps": 8, "maxnreg": 168})
+
+
+def counted(plan: Plan, programs: int) -> int:
+    if programs >= MOST_TILES:
+        raise KernelFault(f"{plan.kernel.name}: {programs} programs are more than a launch can count; split the batch")
+    return programs
+
+
+def heads_of(problem: Problem) -> int:
+    """Query heads that a grid counts one by one: of all batch entries, or of the packed tensor."""
+    return problem.heads_q if problem.packed else problem.layout.batch * problem.heads_q
+
+
+def tokens(problem: Problem) -> tuple[int, int]:
+    """(S_q, S_k), or T_q and T_k of packed tensors."""
+    return problem.layout.tokens if problem.packed else problem.layout[1:3]
+
+
+def strides_of(tensor: Any, problem: Problem) -> tuple[int, ...]:
+    """(batch, row, head) in elements; a packed tensor is one batch entry."""
+    return (0, *tensor.stride()[:2]) if problem.packed else tensor.stride()[:3]
+
+
+def operand(dout: Tensor, call: Call) -> Tensor:
+    """dout as the products take it: in q's dtype and with rows that TMA can address; a copy where it is not so."""
+    aligned = all(stride * dout.element_size() % ALIGNMENT == 0 and stride > 0 for stride in dout.stride()[:-1])
+    if dout.dtype == call.q.dtype and aligned and dout.data_ptr() % ALIGNMENT == 0:
+        return dout
+    return addressable(torch.empty(dout.shape, dtype=call.q.dtype, device=dout.device)).copy_(dout)
+
+
+def row_descriptor(rows: Tensor, block: int) -> TensorDescriptor:
+    layout: Any = gl.NVMMASharedLayout.get_default_for([block], gl.float32)
+    return TensorDescriptor(rows, [rows.numel()], [1], [block], layout)

@@ -1,0 +1,250 @@
+"""The Hopper backward's own source, through its own launch code, on the simulator, held against the oracle.
+
+Its lse comes from the Hopper forward. Sizes wrap both rings; which of the table's cases are too small for that is said by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from strobe import mask as masks
+from strobe import ops
+from strobe.call import Call
+from strobe.errors import KernelFault
+from strobe.kernels.hopper import config as hopper
+from strobe.kernels.hopper import launch_backward
+from strobe.kernels.kernel import Plan
+from strobe.problem import Problem
+from strobe.proof.simulate import on
+from strobe.target import FAKES
+from strobe.testing import FAMILIES, Case, assert_gradients_as_good_as
+from strobe.testing.cases import laid_out
+
+H200 = replace(FAKES["H200"], sm_count=2)
+DTYPES = (torch.bfloat16, torch.float16)
+SCHEDULES = (("eager", 0), ("lazy", 0), ("pct", 1))
+NIGHTLY = [(mode, seed) for mode in ("eager", "lazy", "random", "pct") for seed in range(1 if mode in ("eager", "lazy") else 3)]
+BACKWARD = ["rows_kernel", "backward_kernel", "convert_kernel"]
+
+
+def _band(left: int | None, right: int | None):
+    return lambda case, device: masks.window(left, right)
+
+
+CAUSAL = _band(None, 0)
+
+
+def _case(name: str, seqlen_q: int = 200, seqlen_k: int | None = 260, width: int = 128, **options) -> Case:
+    return Case(name, seqlen_q, seqlen_k, **{"head_dim": width, "batch": 1, "heads": (1, 1)} | options)
+
+
+def _narrow(name: str, seqlen_q: int = 300, seqlen_k: int | None = 260, **options) -> Case:
+    return _case(name, seqlen_q, seqlen_k, 64, **options)
+
+
+def _wide(name: str, seqlen_q: int = 150, seqlen_k: int | None = 130, **options) -> Case:
+    return _case(name, seqlen_q, seqlen_k, 256, **options)
+
+
+LARGE = (
+    _case("dense", heads=(2, 2)),
+    _case("whole_tiles", 192, 256),
+    _case("causal", 300, None, mask=CAUSAL),
+    _case("causal_more_keys", 150, 330, mask=CAUSAL),
+    _case("causal_more_rows", 390, 200, mask=CAUSAL),  # rows of the first tiles see no key
+    _case("causal_more_rows_sinks", 390, 200, mask=CAUSAL, sinks=True),
+    _case("window_left", 260, 300, mask=_band(70, None)),
+    _case("window_right", 260, 300, mask=_band(None, 70)),
+    _case("window_both", 300, None, mask=_band(100, 20)),
+    _case("window_zero", 300, None, mask=_band(0, 0)),
+    _case("window_wider_than_all", mask=_band(5000, 5000)),
+    _case("window_before_the_keys", 390, 260, mask=_band(10, 10)),  # rows at the top see no key
+    _case("softcap", mask=CAUSAL, softcap=3.0),
+    _case("sinks", sinks=True),
+    _case("softcap_sinks_window", 300, None, mask=_band(100, 0), softcap=5.0, sinks=True),
+    _case("grouped", 150, 260, heads=(4, 2), mask=CAUSAL),
+    _case("one_key_head", 150, 200, heads=(3, 1)),
+    _case("batch_of_three", 150, 200, batch=3, heads=(2, 1)),
+    _case("scale", scale=0.3),
+    _case("stored_heads_first", heads=(2, 1), storage="heads_first", mask=CAUSAL),
+    _case("stored_gaps", heads=(2, 1), storage="gaps"),
+    _case("stored_mixed", heads=(2, 1), storage="mixed", mask=CAUSAL),
+    _case("head_dim_96", width=96, mask=CAUSAL),
+    _case("head_dims_72_120", width=72, head_dim_v=120),
+    _narrow("d64_dense"),
+    _narrow("d64_causal", 390, None, mask=CAUSAL),
+    _narrow("d64_causal_more_rows_sinks", 500, 193, mask=CAUSAL, sinks=True),
+    _narrow("d64_window", 390, None, mask=_band(130, 60)),
+    _narrow("d64_window_left_softcap", 390, 330, mask=_band(40, None), softcap=7.0),
+    _narrow("d64_grouped_gaps", heads=(4, 1), storage="gaps", mask=CAUSAL),
+    _case("head_dim_8", 300, 260, 8, mask=CAUSAL),
+    _case("head_dim_40", 300, 260, 40),
+    _wide("d256_dense"),
+    _wide("d256_causal", 200, None, mask=CAUSAL),
+    _wide("d256_causal_more_rows_sinks", 260, 100, mask=CAUSAL, sinks=True),
+    _wide("d256_window_softcap", 200, None, mask=_band(60, 10), softcap=4.0, heads=(2, 1)),
+    _case("head_dim_192", 150, 130, 192, mask=CAUSAL),
+    _case("head_dims_192_128", 150, 130, 192, head_dim_v=128),
+    _case("head_dims_192_128_causal", 200, None, 192, head_dim_v=128, mask=CAUSAL, sinks=True),
+    _case("head_dims_192_128_window", 200, None, 192, head_dim_v=128, mask=_band(70, 5), heads=(2, 1)),
+)
+LENGTHS = (130, 0, 1, 260, 65, 64)
+
+
+def _packed(name: str, lengths_q: tuple[int, ...] = LENGTHS, lengths_k: tuple[int, ...] | None = None, width: int = 128, **options) -> Case:
+    return _case(name, lengths_q=lengths_q, lengths_k=lengths_k, width=width, **options)
+
+
+PACKED = (
+    _packed("packed"),
+    _packed("packed_causal", mask=CAUSAL),
+    _packed("packed_causal_other_keys", (130, 0, 1, 200, 65), (100, 3, 150, 230, 0), mask=CAUSAL, outside=(5, 70), sinks=True),
+    _packed("packed_window_softcap", mask=_band(70, 20), softcap=5.0, heads=(2, 1), promised=True),
+    _packed("packed_gaps", mask=CAUSAL, storage="gaps", heads=(2, 2)),
+    _packed("packed_heads_first", mask=CAUSAL, storage="heads_first", heads=(4, 1)),
+    _packed("packed_d64_causal", (300, 30, 0, 193), width=64, mask=CAUSAL, outside=(3, 3)),
+    _packed("packed_d64_window", (300, 30, 192, 193), width=64, mask=_band(100, 0)),
+    _packed("packed_d96", width=96, mask=CAUSAL),
+    _packed("packed_d192_128", width=192, head_dim_v=128, mask=CAUSAL),
+    _packed("packed_d256", width=256, mask=CAUSAL, outside=(1, 0)),
+    _packed("packed_nothing_but_empty", (0, 0, 0), (20, 0, 7), outside=(4, 5)),
+)
+SMALL = (  # no ring wraps: lengths around 0 and a tile
+    _case("one", 1, 1),
+    _case("one_row", 1, 300),
+    _case("one_row_causal", 1, 300, heads=(4, 1), mask=CAUSAL),
+    _case("one_key", 130, 1),
+    _case("one_key_causal", 130, 1, mask=CAUSAL),
+    _case("three", 3, 3, mask=CAUSAL),
+    _case("below_a_tile", 63, 127),
+    _case("above_a_tile", 65, 129, mask=CAUSAL),
+    _narrow("d64_one_row", 1, 300, batch=3),
+    _wide("d256_one_row", 1, 200, mask=_band(100, None)),
+)
+CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL)}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule[0])
+@pytest.mark.parametrize("name", CASES)
+def test_hopper_backward(name, schedule, judge):
+    """All cases under each kind of schedule; dtypes and input families take turns."""
+    n = list(CASES).index(name) + 2 * SCHEDULES.index(schedule)
+    run_and_judge(judge, CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
+def test_hopper_backward_under_every_schedule(name, family, judge):
+    for dtype in DTYPES:
+        for schedule in NIGHTLY:
+            run_and_judge(judge, CASES[name], dtype, family, schedule)
+
+
+def _form(case: Case) -> hopper.BackwardForm:
+    return hopper.BACKWARD.config(Problem.from_call(case.build("cpu", torch.bfloat16)), H200).form
+
+
+def run_and_judge(judge, case: Case, dtype: torch.dtype, family: str, schedule: tuple[str, int]) -> None:
+    call = case.build("cpu", dtype, family, seed=5, requires_grad=True, kernel="hopper")
+    with on(H200, *schedule) as run:
+        judge(call, family, 5)
+    assert run.reports == [] and run.launches == ["forward_kernel"] * 2 + BACKWARD
+
+
+@pytest.mark.parametrize("name", [case.name for case in LARGE])
+def test_sizes_wrap_the_rings(name):
+    case = CASES[name]
+    tuning = _form(case).tuning
+    tiles = -(-case.seqlen_q // tuning.block_m)
+    assert tiles * case.heads[0] // case.heads[1] > tuning.stages
+    assert case.keys > tuning.block_n, "a second tile of keys adds to dq's sum"
+
+
+@pytest.mark.parametrize("name", ("packed_causal_other_keys", "packed_d64_window", "packed_d192_128"))
+def test_what_neighbours_hold_does_not_matter(name):
+    """Rows of another sequence share tiles with a sequence's last rows: NaN there changes no bit of dk and dv, nor what dq adds up."""
+    call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
+    n = 3
+    (q_from, q_to), (k_from, k_to) = (offsets[n : n + 2].tolist() for offsets in (call.cu_seqlens_q, call.cu_seqlens_k))
+    rows, keys = slice(q_from, q_to), slice(k_from, k_to)
+    dout = torch.randn(*call.q.shape[:2], call.v.shape[-1], generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
+    plain = _gradients_of(call, dout)
+    alone = [_nan_but(t, part) for t, part in ((call.q, rows), (call.k, keys), (call.v, keys))]
+    found = _gradients_of(call._replace(q=alone[0], k=alone[1], v=alone[2]), _nan_but(dout, rows))
+    assert q_to > q_from
+    for mine, other, part in zip(found, plain, (rows, keys, keys)):
+        assert torch.equal(mine[part], other[part])
+
+
+def _nan_but(tensor: torch.Tensor, part: slice) -> torch.Tensor:
+    held = torch.full_like(tensor, float("nan"))
+    held[part] = tensor.detach()[part]
+    return held.requires_grad_(tensor.requires_grad)
+
+
+def _gradients_of(call: Call, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with on(H200) as run:
+        out, _ = ops.run(call)
+        found = torch.autograd.grad(out, call[:3], dout)
+    assert run.reports == [] and run.launches[-3:] == BACKWARD
+    return found
+
+
+def test_the_table_has_every_tiling():
+    used = {(form.block_d, form.block_dv) for form in map(_form, LARGE)}
+    assert used == set(hopper.BACKWARD_TUNINGS)
+
+
+# ---------------------------------------------------------------- what else it reads and writes
+
+
+@pytest.mark.parametrize("name", ("dense", "causal_more_rows_sinks", "d64_window"))
+def test_gradients_of_a_partial_result(name, judge):
+    """out and its gradient are float32, and lse has a gradient of its own."""
+    call = replace(CASES[name], partial=True).build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper.backward")
+    with on(H200) as run:
+        judge(call, "normal", 5)
+    assert run.reports == [] and run.launches[-3:] == BACKWARD
+
+
+@pytest.mark.parametrize("storage", ("odd_offset", "gaps", "heads_first", "expanded_batch"))
+def test_a_dout_that_tma_cannot_read_is_copied(storage):
+    dout = laid_out(torch.ones(2, 60, 2, 64, dtype=torch.bfloat16), storage, 0)
+    call = CASES["d64_dense"].build("cpu", torch.bfloat16)
+    given = launch_backward.operand(dout, call)
+    assert (given is dout) == (storage in ("gaps", "heads_first")) and torch.equal(given, dout)
+    assert given.data_ptr() % 16 == 0 and all(stride % 8 == 0 and stride > 0 for stride in given.stride()[:-1])
+
+
+def test_widths_that_tma_cannot_write(judge):
+    """k and v are slices whose rows TMA can read; dk's own rows of 20 columns it could not write."""
+    q, k, v = (torch.randn(1, 100, 2, 24, generator=torch.Generator().manual_seed(n)).to(torch.bfloat16) for n in range(3))
+    call = Call(q[..., :20].requires_grad_(), k[..., :20].requires_grad_(), v[..., :20].requires_grad_(), kernel="hopper", needs_grad=True)
+    with on(H200) as run:
+        out, _ = ops.run(call)
+        dout = torch.ones_like(out)
+        found = torch.autograd.grad(out, call[:3], dout)
+    assert run.reports == [] and run.launches[-3:] == BACKWARD
+    assert_gradients_as_good_as((*found, None), call, dout)
+
+
+def test_rows_without_keys_have_no_gradient():
+    call = CASES["causal_more_rows"].build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
+    with on(H200):
+        out, _ = ops.run(call)
+        dq, dk, dv = torch.autograd.grad(out, call[:3], torch.randn_like(out))
+    assert dq[:, :190].eq(0).all() and dq[:, 190:].ne(0).any() and dk.isfinite().all() and dv.isfinite().all()
+
+
+def test_more_programs_than_a_launch_can_count():
+    q = torch.empty(8, dtype=torch.bfloat16).expand(2**16, 2, 2**15, 8)
+    problem = Problem.from_call(Call(q, q, q))
+    plan = Plan(hopper.BACKWARD, problem, H200, hopper.BACKWARD.config(problem, H200), ())
+    with pytest.raises(KernelFault, match=r"hopper\.backward: 2147483648 programs .* split the batch"):
+        launch_backward.counted(plan, 2**31)
