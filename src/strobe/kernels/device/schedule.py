@@ -32,11 +32,10 @@ def tile_of(number, offsets, sizes, limits, form: gl.constexpr):
     """(whether there is such a tile, what consumers are told of it, (k start, S_k) of its keys).
 
     Told: batch entry, query head, first row, first key block, key blocks, q start, S_q, S_k. Starts are 0 in dense layouts. Tiles that see
-    most keys come first; causal dense ones in sections of heads whose keys and values stay in L2 together, but for the first `late`
-    tiles of each head, which see few keys and even out at the end what sections leave uneven.
+    most keys come first; causal dense ones in sections of heads whose keys and values stay in L2 together.
     """
     BLOCK_M: gl.constexpr = form.tuning.consumers * 64
-    batch, heads, seqlen_q, seqlen_k, tiles_m, section, late = sizes
+    batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
     entry, q_start, k_start = number * 0, number * 0, number * 0
     if form.packed:
         cu_seqlens_q, cu_seqlens_k = offsets
@@ -48,14 +47,9 @@ def tile_of(number, offsets, sizes, limits, form: gl.constexpr):
         exists = m_block * BLOCK_M < seqlen_q
     else:
         if form.mask.right and not form.mask.left:
-            span = (tiles_m - late) * section
-            before = gl.cdiv(batch * heads, section) * span
-            if number < before:
-                m_block = tiles_m - 1 - number % span // section
-                index = number // span * section + number % span % section
-            else:
-                m_block = late - 1 - (number - before) // (batch * heads)
-                index = (number - before) % (batch * heads)
+            within = number % (tiles_m * section)
+            m_block = tiles_m - 1 - within // section
+            index = number // (tiles_m * section) * section + within % section
         else:
             m_block = number % tiles_m
             index = number // tiles_m

@@ -492,7 +492,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     """Descriptors of a tile's first columns and of the rest (None where there is none): of [B, H, S, D], or for packed layouts
     wrapping ones (`copy_in`). pointers (lse [B, H, S_q] or [H, T_q], sinks [H] or None, cu_seqlens_q, cu_seqlens_k, error word,
     counter of tiles); work (tiles in all, sizes, limits, numbers): sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head,
-    heads in an L2 section, row tiles left for the end); limits (left, right, max_seqlen_q, max_seqlen_k); numbers (scale_log2, softcap)."""
+    heads in an L2 section); limits (left, right, max_seqlen_q, max_seqlen_k); numbers (scale_log2, softcap)."""
     STAGES: gl.constexpr = form.tuning.stages
     CONSUMERS: gl.constexpr = form.tuning.consumers
     lse, sinks, cu_seqlens_q, cu_seqlens_k, faults, counter = pointers
