@@ -67,6 +67,11 @@ def backward_d256() -> tuple[Tensor, ...]:
     return _backward(192, 128, 256)
 
 
+def backward_d192_128() -> tuple[Tensor, ...]:
+    """64 keys a program, columns of q and k in two parts, and the next scores begun ahead."""
+    return _backward(192, 128, 192, head_dim_v=128)
+
+
 class Scene(NamedTuple):
     """A name, the GPU it is for, what runs it, the file whose statements are mutated, and whether its sums must have an order."""
 
@@ -81,5 +86,5 @@ FORWARD = "../../src/strobe/kernels/hopper/forward.py"
 BACKWARD = "../../src/strobe/kernels/hopper/backward.py"
 SCENES = (
     *(Scene(run.__name__, "sm_90", run, FORWARD) for run in (forward_d128, forward_d64_causal, forward_d256)),
-    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_d256)),
+    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_d256, backward_d192_128)),
 )

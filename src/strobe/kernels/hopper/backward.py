@@ -336,11 +336,7 @@ def step_in_registers(s, dk, dv, tiles, channels, at, seen, work, form: gl.const
         mbarrier.arrive(do[3].index(do_at.stage))
     dq_sums = wait_for(dq_sums, D + AHEAD)
     hand_over(dq_sums, dq, dq_at, form)
-    if form.tuning.ahead:
-        landed = wait_for((s,) + dk, 0)  # noqa: RUF005 (jit functions know no stars)
-        s, dk = landed[0], landed[1:]
-    else:
-        dk = wait_for(dk, 0)
+    s, dk = last_products(s, dk, form)
     mbarrier.arrive(q[3].index(q_at.stage))
     return s, dk, dv
 
@@ -359,10 +355,15 @@ def hand_over(dq_sums, dq, at, form: gl.constexpr):
 
 
 @gluon.jit
-def step_in_memory(dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
-    """One tile of queries for 64 keys: (dk, dv). Two warps need each of p and ds, which pass through shared memory."""
+def step_in_memory(s, dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
+    """One tile of queries for 64 keys: (s of the next, dk, dv). Two warps need each of p and ds, which pass through shared memory.
+
+        tensor cores   s | dp     |    dv, dq, dk | rest of dq
+        the rest           p  ds       dq to memory              with `ahead`, the next s stands behind dk
+    """
     D: gl.constexpr = form.products_d
     DV: gl.constexpr = form.products_dv
+    AHEAD: gl.constexpr = form.products_d if form.tuning.ahead else 0
     k_tile, v_tile = tiles
     q, do, dq = channels
     q_at, do_at, dq_at = at
@@ -371,9 +372,11 @@ def step_in_memory(dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
     columns: gl.constexpr = gl.SliceLayout(0, tile_layout(form.tuning.block_m, form.down))
     do_tile = tile_2d(do[0], do_at.stage)
     dp = dp_start(do, do_at, form)
-    s = begin_scores(k_tile, q, q_at, form)
+    if not form.tuning.ahead:
+        s = begin_scores(k_tile, q, q_at, form)
     dp = over_columns(v_tile, do_tile, dp, form.first_dv, form.rest_dv, True)
-    s = warpgroup_mma_wait(DV, deps=[s])
+    if not form.tuning.ahead:
+        s = warpgroup_mma_wait(DV, deps=[s])
     p, slope = weights(s, q[1].index(q_at.stage).load(columns), seen, work, form)
     p_smem.store(p.to(dtype))
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -383,22 +386,38 @@ def step_in_memory(dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
     REST: gl.constexpr = 0 if form.tuning.parts == 2 else form.rest_dq
     dq_sums = by_columns(ds_smem.permute((1, 0)), k_tile, zeros_of(form.tuning.block_m, form.first_dq, REST, 4), form.first_dq, REST)
     dk = by_columns(ds_smem, tile_2d(q[0], q_at.stage), dk, form.first_d, form.rest_d)
-    dv = wait_for(dv, len(dq_sums) + D)
+    if form.tuning.ahead:
+        s = begin_scores(k_tile, q, q_at.next(), form)
+    dv = wait_for(dv, len(dq_sums) + D + AHEAD)
     if form.tuning.apart:
         mbarrier.arrive(do[3].index(do_at.stage))
-    dq_sums = wait_for(dq_sums, D)
+    dq_sums = wait_for(dq_sums, D + AHEAD)
     hand_over(dq_sums, dq, dq_at, form)
     if form.tuning.parts == 2:
         rest = zeros_of(form.tuning.block_m, form.rest_dq, 0, 4)[0]
         k_rest = k_tile.slice(form.first_dq, form.rest_dq, dim=1)
         rest = warpgroup_mma(ds_smem.permute((1, 0)), k_rest, rest, use_acc=False, is_async=True)
-        dk = wait_for(dk, 1)
+        dk = wait_for(dk, 1 + AHEAD)
         mbarrier.arrive(q[3].index(q_at.stage))
-        hand_over((warpgroup_mma_wait(0, deps=[rest]),), dq, dq_at.next(), form)
+        if form.tuning.ahead:
+            rest, s = warpgroup_mma_wait(0, deps=[rest, s])
+        else:
+            rest = warpgroup_mma_wait(0, deps=[rest])
+        hand_over((rest,), dq, dq_at.next(), form)
     else:
-        dk = wait_for(dk, 0)
+        s, dk = last_products(s, dk, form)
         mbarrier.arrive(q[3].index(q_at.stage))
-    return dk, dv
+    return s, dk, dv
+
+
+@gluon.jit
+def last_products(s, dk, form: gl.constexpr):
+    """dk, and the next s where that is begun ahead, once nothing is under way."""
+    if form.tuning.ahead:
+        landed = wait_for((s,) + dk, 0)  # noqa: RUF005 (jit functions know no stars)
+        return landed[0], landed[1:]
+    else:
+        return s, wait_for(dk, 0)
 
 
 @gluon.jit
@@ -427,10 +446,11 @@ def mma_partition(offsets, kv, q, do, dq, work, form: gl.constexpr):
     for _ in range(form.group):
         for i in range(blocks):
             seen = (diagonal + i * form.tuning.block_m, keys_left)
+            at = (q_at, of_do(q_at, do_at, form), dq_at)
             if form.tuning.in_registers:
-                s, dk, dv = step_in_registers(s, dk, dv, tiles, channels, (q_at, of_do(q_at, do_at, form), dq_at), seen, work, form)
+                s, dk, dv = step_in_registers(s, dk, dv, tiles, channels, at, seen, work, form)
             else:
-                dk, dv = step_in_memory(dk, dv, tiles, channels, (q_at, of_do(q_at, do_at, form), dq_at), seen, work, form)
+                s, dk, dv = step_in_memory(s, dk, dv, tiles, channels, at, seen, work, form)
             q_at = q_at.next()
             do_at = do_at.next()
             for _part in gl.static_range(PARTS):

@@ -339,7 +339,7 @@ class BackwardConfig:
 BACKWARD_TUNINGS = {
     (64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3, ahead=True),
     (128, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2),
-    (256, 128): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=2),
+    (256, 128): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=2, ahead=True),
     (256, 256): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=1, parts=2),
 }
 
