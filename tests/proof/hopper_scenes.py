@@ -68,7 +68,7 @@ def backward_d256() -> tuple[Tensor, ...]:
 
 
 def backward_d192_128() -> tuple[Tensor, ...]:
-    """64 keys a program, columns of q and k in two parts, and the next scores begun ahead."""
+    """64 keys a program, columns of q and k in two parts."""
     return _backward(192, 128, 192, head_dim_v=128)
 
 

@@ -124,4 +124,8 @@ def as_graph(function: Function) -> Function:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         function()
-    return graph.replay
+
+    def replay(kept: Function = function) -> None:  # what the function holds, the graph reads: a backward's saved tensors
+        graph.replay()
+
+    return replay

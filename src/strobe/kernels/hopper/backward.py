@@ -173,10 +173,6 @@ def load_partition(views, offsets, kv, q, do, work, form: gl.constexpr):
             tma_load(rows_desc, [number + padded], do_ready.index(slot.stage), delta_smem.index(slot.stage))
             at = at.next()
             do_at = do_at.next()
-    if form.tuning.ahead:  # consumers begin the scores of one tile more, of rows that are none
-        mbarrier.wait(q_free.index(at.stage), at.parity ^ 1)
-        mbarrier.expect(q_ready.index(at.stage), q_desc.block_type.nbytes)
-        copy_in(q_desc, queries, kv_head * form.group, queries[2], 0, q_ready.index(at.stage), q_smem.index(at.stage), form)
 
 
 @gluon.jit
@@ -298,15 +294,14 @@ def dp_start(do, at, form: gl.constexpr):
 
 
 @gluon.jit
-def step_in_registers(s, dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
-    """One tile of queries for 128 keys: (s of the next, dk, dv). p and ds are first operands of their products in registers.
+def step_in_registers(dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
+    """One tile of queries for 128 keys: (dk, dv). p and ds are first operands of their products in registers.
 
         tensor cores   s | dp     | dv      | dq, dk
-        the rest           p        ds        dq to memory          with `ahead`, the next s stands behind dk
+        the rest           p        ds        dq to memory
     """
     D: gl.constexpr = form.products_d
     DV: gl.constexpr = form.products_dv
-    AHEAD: gl.constexpr = form.products_d if form.tuning.ahead else 0
     k_tile, v_tile = tiles
     q, do, dq = channels
     q_at, do_at, dq_at = at
@@ -315,11 +310,9 @@ def step_in_registers(s, dk, dv, tiles, channels, at, seen, work, form: gl.const
     columns: gl.constexpr = gl.SliceLayout(0, tile_layout(form.tuning.block_m, form.down))
     do_tile = tile_2d(do[0], do_at.stage)
     dp = dp_start(do, do_at, form)
-    if not form.tuning.ahead:
-        s = begin_scores(k_tile, q, q_at, form)
+    s = begin_scores(k_tile, q, q_at, form)
     dp = over_columns(v_tile, do_tile, dp, form.first_dv, form.rest_dv, True)
-    if not form.tuning.ahead:
-        s = warpgroup_mma_wait(DV, deps=[s])
+    s = warpgroup_mma_wait(DV, deps=[s])
     lse_log2 = q[1].index(q_at.stage).load(columns)  # not sooner: 16 registers more would spill
     p, slope = weights(s, lse_log2, seen, work, form)
     dv = by_columns(gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv[0].type.layout, 2)), do_tile, dv, form.first_dv, form.rest_dv)
@@ -329,16 +322,14 @@ def step_in_registers(s, dk, dv, tiles, channels, at, seen, work, form: gl.const
     fence_async_shared()  # and all eight warps meet: the compiler puts that barrier before a product that reads others' stores
     dq_sums = by_columns(ds_smem.permute((1, 0)), k_tile, zeros_of(form.tuning.block_m, form.first_dq, form.rest_dq, 4), form.first_dq, form.rest_dq)
     dk = by_columns(gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2)), tile_2d(q[0], q_at.stage), dk, form.first_d, form.rest_d)
-    if form.tuning.ahead:
-        s = begin_scores(k_tile, q, q_at.next(), form)
-    dv = wait_for(dv, 2 * D + AHEAD)
+    dv = wait_for(dv, 2 * D)
     if form.tuning.apart:
         mbarrier.arrive(do[3].index(do_at.stage))
-    dq_sums = wait_for(dq_sums, D + AHEAD)
+    dq_sums = wait_for(dq_sums, D)
     hand_over(dq_sums, dq, dq_at, form)
-    s, dk = last_products(s, dk, form)
+    dk = wait_for(dk, 0)
     mbarrier.arrive(q[3].index(q_at.stage))
-    return s, dk, dv
+    return dk, dv
 
 
 @gluon.jit
@@ -355,15 +346,14 @@ def hand_over(dq_sums, dq, at, form: gl.constexpr):
 
 
 @gluon.jit
-def step_in_memory(s, dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
-    """One tile of queries for 64 keys: (s of the next, dk, dv). Two warps need each of p and ds, which pass through shared memory.
+def step_in_memory(dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
+    """One tile of queries for 64 keys: (dk, dv). Two warps need each of p and ds, which pass through shared memory.
 
         tensor cores   s | dp     |    dv, dq, dk | rest of dq
-        the rest           p  ds       dq to memory              with `ahead`, the next s stands behind dk
+        the rest           p  ds       dq to memory
     """
     D: gl.constexpr = form.products_d
     DV: gl.constexpr = form.products_dv
-    AHEAD: gl.constexpr = form.products_d if form.tuning.ahead else 0
     k_tile, v_tile = tiles
     q, do, dq = channels
     q_at, do_at, dq_at = at
@@ -372,11 +362,9 @@ def step_in_memory(s, dk, dv, tiles, channels, at, seen, work, form: gl.constexp
     columns: gl.constexpr = gl.SliceLayout(0, tile_layout(form.tuning.block_m, form.down))
     do_tile = tile_2d(do[0], do_at.stage)
     dp = dp_start(do, do_at, form)
-    if not form.tuning.ahead:
-        s = begin_scores(k_tile, q, q_at, form)
+    s = begin_scores(k_tile, q, q_at, form)
     dp = over_columns(v_tile, do_tile, dp, form.first_dv, form.rest_dv, True)
-    if not form.tuning.ahead:
-        s = warpgroup_mma_wait(DV, deps=[s])
+    s = warpgroup_mma_wait(DV, deps=[s])
     p, slope = weights(s, q[1].index(q_at.stage).load(columns), seen, work, form)
     p_smem.store(p.to(dtype))
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -386,38 +374,23 @@ def step_in_memory(s, dk, dv, tiles, channels, at, seen, work, form: gl.constexp
     REST: gl.constexpr = 0 if form.tuning.parts == 2 else form.rest_dq
     dq_sums = by_columns(ds_smem.permute((1, 0)), k_tile, zeros_of(form.tuning.block_m, form.first_dq, REST, 4), form.first_dq, REST)
     dk = by_columns(ds_smem, tile_2d(q[0], q_at.stage), dk, form.first_d, form.rest_d)
-    if form.tuning.ahead:
-        s = begin_scores(k_tile, q, q_at.next(), form)
-    dv = wait_for(dv, len(dq_sums) + D + AHEAD)
+    dv = wait_for(dv, len(dq_sums) + D)
     if form.tuning.apart:
         mbarrier.arrive(do[3].index(do_at.stage))
-    dq_sums = wait_for(dq_sums, D + AHEAD)
+    dq_sums = wait_for(dq_sums, D)
     hand_over(dq_sums, dq, dq_at, form)
     if form.tuning.parts == 2:
         rest = zeros_of(form.tuning.block_m, form.rest_dq, 0, 4)[0]
         k_rest = k_tile.slice(form.first_dq, form.rest_dq, dim=1)
         rest = warpgroup_mma(ds_smem.permute((1, 0)), k_rest, rest, use_acc=False, is_async=True)
-        dk = wait_for(dk, 1 + AHEAD)
+        dk = wait_for(dk, 1)
         mbarrier.arrive(q[3].index(q_at.stage))
-        if form.tuning.ahead:
-            rest, s = warpgroup_mma_wait(0, deps=[rest, s])
-        else:
-            rest = warpgroup_mma_wait(0, deps=[rest])
+        rest = warpgroup_mma_wait(0, deps=[rest])
         hand_over((rest,), dq, dq_at.next(), form)
     else:
-        s, dk = last_products(s, dk, form)
+        dk = wait_for(dk, 0)
         mbarrier.arrive(q[3].index(q_at.stage))
-    return s, dk, dv
-
-
-@gluon.jit
-def last_products(s, dk, form: gl.constexpr):
-    """dk, and the next s where that is begun ahead, once nothing is under way."""
-    if form.tuning.ahead:
-        landed = wait_for((s,) + dk, 0)  # noqa: RUF005 (jit functions know no stars)
-        return landed[0], landed[1:]
-    else:
-        return s, wait_for(dk, 0)
+    return dk, dv
 
 
 @gluon.jit
@@ -440,17 +413,14 @@ def mma_partition(offsets, kv, q, do, dq, work, form: gl.constexpr):
         idle = gl.full([form.tuning.block_m, form.idle_dq], 0.0, gl.float32, tile_layout(form.idle_dq, 4))
         tile_2d(dq[2], 0).slice(form.block_d - form.idle_dq, form.idle_dq, dim=1).store(idle)
     mbarrier.wait(kv_ready.index(0), 0)
-    s = gl.full([form.tuning.block_n, form.tuning.block_m], 0.0, gl.float32, tile_layout(form.tuning.block_m, form.down))
-    if form.tuning.ahead:
-        s = warpgroup_mma_wait(0, deps=[begin_scores(tiles[0], q, q_at, form)])
     for _ in range(form.group):
         for i in range(blocks):
             seen = (diagonal + i * form.tuning.block_m, keys_left)
             at = (q_at, of_do(q_at, do_at, form), dq_at)
             if form.tuning.in_registers:
-                s, dk, dv = step_in_registers(s, dk, dv, tiles, channels, at, seen, work, form)
+                dk, dv = step_in_registers(dk, dv, tiles, channels, at, seen, work, form)
             else:
-                s, dk, dv = step_in_memory(s, dk, dv, tiles, channels, at, seen, work, form)
+                dk, dv = step_in_memory(dk, dv, tiles, channels, at, seen, work, form)
             q_at = q_at.next()
             do_at = do_at.next()
             for _part in gl.static_range(PARTS):

@@ -233,7 +233,6 @@ class BackwardTuning:
     stages: int  # of q
     stages_do: int
     parts: int = 1  # in which a tile of dq goes through shared memory
-    ahead: bool = False  # the next tile's scores are begun behind this one's products
 
     @property
     def apart(self) -> bool:
@@ -335,11 +334,11 @@ class BackwardConfig:
                 f"shared {self.form.shared_bytes() / KIB:.0f} KiB")  # fmt: skip
 
 
-# (head dimensions, padded to what tiles hold) -> tiles of the backward: what fits without spills; not timed
+# (head dimensions, padded to what tiles hold) -> tiles of the backward: what fits without spills, then what was fastest on an H200
 BACKWARD_TUNINGS = {
-    (64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3, ahead=True),
-    (128, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2),
-    (256, 128): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=2, ahead=True),
+    (64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3),
+    (128, 128): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3),
+    (256, 128): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=2),
     (256, 256): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=1, parts=2),
 }
 

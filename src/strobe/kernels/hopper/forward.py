@@ -76,12 +76,12 @@ def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
     q_views, k_views, v_views = views
     tiles, sizes, limits, numbers, faults, counter = work
     q_smem, q_ready, q_free = q
-    batch, heads, seqlen_q, seqlen_k = sizes[0], sizes[1], sizes[2], sizes[3]
+    sequences, total_q, total_k = sizes[0], sizes[2], sizes[3]
     if form.packed:
         if gl.program_id(0) == 0:
             lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-            guard_offsets(offsets[0], batch, seqlen_q, limits[2], lanes, faults, OFFSETS_Q, LONG_Q)
-            guard_offsets(offsets[1], batch, seqlen_k, limits[3], lanes, faults, OFFSETS_K, LONG_K)
+            guard_offsets(offsets[0], sequences, total_q, limits[2], lanes, faults, OFFSETS_Q, LONG_Q)
+            guard_offsets(offsets[1], sequences, total_k, limits[3], lanes, faults, OFFSETS_K, LONG_K)
     k_at = ring_start(form.tuning.stages)
     v_at = ring_start(form.tuning.stages)
     q_at = ring_start(1)
