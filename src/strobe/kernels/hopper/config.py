@@ -336,7 +336,7 @@ class BackwardConfig:
 
 # (head dimensions, padded to what tiles hold) -> tiles of the backward: what fits without spills, then what was fastest on an H200
 BACKWARD_TUNINGS = {
-    (64, 64): BackwardTuning(block_m=128, block_n=128, stages=2, stages_do=2),
+    (64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3),
     (128, 128): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3),
     (256, 128): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=2),
     (256, 256): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=1, parts=2),
