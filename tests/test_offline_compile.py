@@ -113,6 +113,7 @@ def test_the_hopper_forward_compiles_with_each_tiling_and_each_band():
     wanted = {
         (tuning, *band) for widths, full in hopper.TUNINGS.items() for band in bands for tuning in [(band[0] and hopper.WINDOWED.get(widths)) or full]
     }
+    wanted |= {(tuning, True, True) for tuning in hopper.CAPPED.values()}
     assert seen == wanted
 
 

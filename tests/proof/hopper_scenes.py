@@ -34,13 +34,18 @@ def forward_d128() -> tuple[Tensor, ...]:
 
 
 def forward_d64_causal() -> tuple[Tensor, ...]:
-    """Three consumers, q in shared memory."""
-    return _forward(384, 512, 64, mask=CAUSAL)
+    """Three consumers, q in shared memory; two of them have no rows in the last tile, and pass over more key blocks than there are stages."""
+    return _forward(400, 640, 64, mask=CAUSAL)
 
 
 def forward_d256() -> tuple[Tensor, ...]:
-    """o staged where q was."""
+    """o staged by halves."""
     return _forward(256, 192, 256)
+
+
+def board() -> tuple[Tensor, ...]:
+    """Three tiles a program for the two slots on which consumers are told of them."""
+    return _forward(384, 256, 128)
 
 
 def _backward(seqlen_q: int, seqlen_k: int, head_dim: int, **options) -> tuple[Tensor, ...]:
@@ -53,12 +58,12 @@ def _backward(seqlen_q: int, seqlen_k: int, head_dim: int, **options) -> tuple[T
 
 
 def backward_d128() -> tuple[Tensor, ...]:
-    """128 keys a program: p and ds in registers, do freed by the store partition; four tiles of queries for rings of two stages."""
+    """128 keys a program: p and ds in registers, do freed by the store partition; four tiles of queries for rings of three stages."""
     return _backward(256, 256, 128)
 
 
 def backward_d64_grouped() -> tuple[Tensor, ...]:
-    """The next scores begun behind the products before; two query heads of three tiles each for rings of three stages."""
+    """Two query heads of three tiles each for rings of three stages."""
     return _backward(192, 256, 64, heads=(2, 1), mask=CAUSAL)
 
 
@@ -73,18 +78,22 @@ def backward_d192_128() -> tuple[Tensor, ...]:
 
 
 class Scene(NamedTuple):
-    """A name, the GPU it is for, what runs it, the file whose statements are mutated, and whether its sums must have an order."""
+    """A name, the GPU it is for, what runs it, the file whose statements are mutated, whether its sums must have an order, and whether TMA
+    needs a fence after loads."""
 
     name: str
     target: str
     run: Callable[..., tuple[Tensor, ...]]
     file: str
     ordered: bool = False
+    read_fences: bool = True
 
 
 FORWARD = "../../src/strobe/kernels/hopper/forward.py"
 BACKWARD = "../../src/strobe/kernels/hopper/backward.py"
+SCHEDULE = "../../src/strobe/kernels/device/schedule.py"
 SCENES = (
     *(Scene(run.__name__, "sm_90", run, FORWARD) for run in (forward_d128, forward_d64_causal, forward_d256)),
+    Scene("board", "sm_90", board, SCHEDULE),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_d256, backward_d192_128)),
 )

@@ -82,6 +82,7 @@ class Scene(NamedTuple):
     run: object
     file: str
     ordered: bool = False
+    read_fences: bool = False
 
 
 SCENES = (Scene("plain", "sm_90", plain, "mutated_doubling.py"), Scene("careful", "sm_100", careful, "mutated_doubling.py"))

@@ -98,6 +98,7 @@ class Scene(NamedTuple):
     run: Callable[..., tuple[Tensor, ...]]
     file: str
     ordered: bool = False
+    read_fences: bool = False  # the specimens are as their sources are, which have none
 
 
 SCENES = tuple(

@@ -69,7 +69,8 @@ def score(suite: Suite, scene: Any, all_judges: bool = True, progress: Progress 
     file = suite.scenes.resolve().parent / scene.file
     launched = Scene(f"{suite.scenes}::{scene.name}", [])
     try:
-        verdicts, seconds = timed(lambda: campaign(launched, scene.target, [file], all_judges, progress, Checks(atomic_order=scene.ordered)))
+        checks = Checks(read_fences=scene.read_fences, atomic_order=scene.ordered)
+        verdicts, seconds = timed(lambda: campaign(launched, scene.target, [file], all_judges, progress, checks))
     except SimulationFault as fault:
         return {}, [f"{scene.name} has faults before anything is changed: {fault}"]
     unexplained, stale = explain(verdicts, suite.key(scene), suite.ledger)
