@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from strobe.sim import simulate
@@ -34,7 +35,7 @@ def _moved(argument: Any, copies: dict[int, tuple[torch.Tensor, torch.Tensor]]) 
     if isinstance(argument, tuple):
         moved = [_moved(one, copies) for one in argument]
         return type(argument)(*moved) if hasattr(argument, "_fields") else tuple(moved)
-    if isinstance(argument, TensorDescriptor):
+    if isinstance(argument, (TensorDescriptor, GluonDescriptor)):
         return replace(argument, base=_moved(argument.base, copies))
     return argument
 

@@ -231,23 +231,29 @@ class WrappedView:
         self.steps = tuple(stride * BYTES[elem] for stride in strides)
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        return self._find(part)[0]
+
+    def __setitem__(self, part: tuple[slice, ...], bits: np.ndarray) -> None:
+        view, inside = self._find(part)
+        if inside:
+            view[...] = bits
+
+    def _find(self, part: tuple[slice, ...]) -> tuple[np.ndarray, bool]:
+        """The part's view, and whether it lies in the storage; where not, that is reported, and the storage's first element stands for all."""
         sizes = tuple(s.stop - s.start for s in part)
         stored = np.dtype(STORED[self.elem])
         if 0 in sizes:
-            return np.empty(sizes, stored)
+            return np.empty(sizes, stored), True
         first = (self.address + sum(s.start * step for s, step in zip(part, self.steps, strict=True))) % 2**64
         steps = tuple(step if size > 1 else stored.itemsize for size, step in zip(sizes, self.steps, strict=True))
         last = first + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) + stored.itemsize
-        if first < self.memory.base or last > self.memory.end:
-            self.machine.report("bounds", f"a TMA copy of {list(sizes)} elements begins at byte {first - self.memory.base} and ends at "
-                                f"{last - self.memory.base} of {self.memory.name}, which has {len(self.memory.raw)}, at "
-                                f"{place_text(self.machine.place())}")  # fmt: skip
-            return np.zeros(sizes, stored)
-        whole = self.memory.raw[first - self.memory.base : last - self.memory.base].view(stored)
-        return np.lib.stride_tricks.as_strided(whole, sizes, steps)
-
-    def __setitem__(self, part: tuple[slice, ...], bits: np.ndarray) -> None:
-        self[part][...] = bits
+        if self.memory.base <= first and last <= self.memory.end:
+            whole = self.memory.raw[first - self.memory.base : last - self.memory.base].view(stored)
+            return np.lib.stride_tricks.as_strided(whole, sizes, steps), True
+        self.machine.report("bounds", f"a TMA copy of {list(sizes)} elements begins at byte {first - self.memory.base} and ends at "
+                            f"{last - self.memory.base} of {self.memory.name}, which has {len(self.memory.raw)}, at "
+                            f"{place_text(self.machine.place())}")  # fmt: skip
+        return np.lib.stride_tricks.as_strided(self.memory.raw[: stored.itemsize].view(stored), sizes, (0,) * len(sizes)), False
 
     @property
     def dtype(self) -> np.dtype:
