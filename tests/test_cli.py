@@ -192,7 +192,7 @@ def test_bench_fails_when_strobe_does(tiny, monkeypatch: pytest.MonkeyPatch, cap
 
 def test_bench_lists_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "forward", "--list", "--case", "d128_causal_*", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == ["d128_causal_4k", "d128_causal_16k"]
+    assert json.loads(capsys.readouterr().out) == ["d128_causal_4k", "d128_causal_8k", "d128_causal_16k", "d128_causal_32k"]
     assert main(["bench", "backward", "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(cases.SUITES["backward"])
 

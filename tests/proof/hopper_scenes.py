@@ -23,7 +23,8 @@ CAUSAL = lambda case, device: masks.causal()
 
 
 def _forward(seqlen_q: int, seqlen_k: int, head_dim: int, **options) -> tuple[Tensor, ...]:
-    call = Case("scene", seqlen_q, seqlen_k, batch=1, heads=(2, 2), head_dim=head_dim, **options).build("cpu", torch.bfloat16, kernel="hopper")
+    case = Case("scene", seqlen_q, seqlen_k, head_dim=head_dim, **{"batch": 1, "heads": (2, 2)} | options)
+    call = case.build("cpu", torch.bfloat16, kernel="hopper")
     with posing(H200):
         return ops.run(call)
 
@@ -34,8 +35,13 @@ def forward_d128() -> tuple[Tensor, ...]:
 
 
 def forward_d64_causal() -> tuple[Tensor, ...]:
-    """Three consumers, q in shared memory; two of them have no rows in the last tile, and pass over more key blocks than there are stages."""
-    return _forward(400, 640, 64, mask=CAUSAL)
+    """Three consumers, q in shared memory."""
+    return _forward(384, 512, 64, mask=CAUSAL)
+
+
+def forward_few_rows() -> tuple[Tensor, ...]:
+    """Two of three consumers have no rows, and pass over more key blocks than there are stages, tile after tile."""
+    return _forward(16, 640, 64, heads=(4, 4))
 
 
 def forward_d256() -> tuple[Tensor, ...]:
@@ -93,7 +99,7 @@ FORWARD = "../../src/strobe/kernels/hopper/forward.py"
 BACKWARD = "../../src/strobe/kernels/hopper/backward.py"
 SCHEDULE = "../../src/strobe/kernels/device/schedule.py"
 SCENES = (
-    *(Scene(run.__name__, "sm_90", run, FORWARD) for run in (forward_d128, forward_d64_causal, forward_d256)),
+    *(Scene(run.__name__, "sm_90", run, FORWARD) for run in (forward_d128, forward_d64_causal, forward_d256, forward_few_rows)),
     Scene("board", "sm_90", board, SCHEDULE),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_d256, backward_d192_128)),
 )

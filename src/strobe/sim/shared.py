@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -133,12 +134,17 @@ class SharedMemory:
             return
         handle = getattr(value, "handle", None)
         if isinstance(handle, Window) and not handle.memory.named:
-            handle.memory.name, handle.memory.named = name, True
+            handle.memory.name, handle.memory.named = self._unique(name), True
         elif getattr(type(value), "__triton_aggregate__", False):
             for field, inner in value.__dict__.items():
                 handle = None if isinstance(inner, tl.tuple) else getattr(inner, "handle", None)
                 if isinstance(handle, Window) and "." not in handle.memory.name:
-                    handle.memory.name, handle.memory.named = f"{name}.{field}", True
+                    handle.memory.name, handle.memory.named = self._unique(f"{name}.{field}"), True
+
+    def _unique(self, name: str) -> str:
+        """`name`, or name#2 and so on where a function allocates under one name again and again: agents are told apart by such names."""
+        others = {memory.name for memory in self.machine.current.cta.memories}
+        return next(one for n in itertools.count(1) if (one := name if n == 1 else f"{name}#{n}") not in others)
 
     # ---- mbarriers
 
