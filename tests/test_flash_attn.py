@@ -274,10 +274,13 @@ def test_the_packed_backward_is_the_dense_one_of_each(device):
 def test_a_backward_of_tensors_that_do_not_fit_says_so():
     q = _random(1, 5, 2, 16)
     out, lse, *_ = fa2_private._flash_attn_forward(q, q, q, 0.0, 0.25, False, -1, -1, 0.0, None, False)
-    for name, given in (("out", (q, out[:, :4], lse)), ("softmax_lse", (q, out, lse[..., :4])), ("dout", (q[:, :4], out, lse))):
-        dout, out_given, lse_given = given
+    fitting = {"dout": q, "out": out, "softmax_lse": lse, "dq": None, "dk": None, "dv": None}
+    wrong = [("dout", q[:, :4]), ("out", out[:, :4]), ("softmax_lse", lse.transpose(1, 2)), ("dout", q.double()), ("out", out.bfloat16())]
+    wrong += [("dq", q.new_empty(2, 5, 2, 16)), ("dv", q.new_empty(1, 1, 2, 16))]
+    for name, tensor in wrong:
+        dout, *others = (fitting | {name: tensor}).values()
         with pytest.raises(ValueError, match=f"^{name}: "):
-            fa2_private._flash_attn_backward(dout, q, q, q, out_given, lse_given, None, None, None, 0.0, 0.25, False, -1, -1, 0.0, None, False)
+            fa2_private._flash_attn_backward(dout, q, q, q, *others, 0.0, 0.25, False, -1, -1, 0.0, None, False)
 
 
 # ---------------------------------------------------------------- caches
@@ -347,7 +350,7 @@ OPTIONAL = [
 ]
 
 
-@pytest.mark.parametrize("name, argument", OPTIONAL, ids=".".join)
+@pytest.mark.parametrize("name, argument", OPTIONAL, ids=[".".join(one) for one in OPTIONAL])
 def test_no_argument_is_ignored(name, argument):
     """Each optional argument that is not carried to strobe raises, by its name and with an alternative."""
     function, q = _function(name), _random(1, 4, 2, 16)

@@ -69,6 +69,8 @@ def flash_attn_varlen_func(
 
 def _window(window: Window, causal: bool) -> Window:
     """Two negative bounds are none; a single one, beside which nothing else hides it, moves the original's window past the diagonal."""
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        return window  # for the door to say what is wrong with it
     left, right = (bound if bound is not None and bound < 0 else None for bound in window)
     if (left is None) == (right is None) or (causal and left is None):
         return window

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import ops
 from .api import Packing, Window, call_of
-from .call import Call
+from .call import Call, accumulator
 from .errors import InvalidProblem, UnsupportedProblem, describe
 from .mask import key_lengths
 
@@ -61,14 +61,17 @@ def backward(gradient: Tensor, forward_of: tuple[Tensor, Tensor], qkv: tuple[Ten
     >>> torch.allclose(sum(parts), backward(torch.ones_like(q), whole, (q, k, k), Setting())[0], atol=1e-5)
     True
     """
-    call = _call(*(t.detach() for t in qkv), setting)._replace(needs_grad=True)
+    q, k, v = (rows_contiguous(t.detach()) for t in qkv)
+    call = _call(q, k, v, setting)._replace(needs_grad=True)
     out, lse = (t.detach().contiguous() for t in forward_of)
-    if out.shape != (*call.q.shape[:-1], call.v.shape[-1]):
-        raise InvalidProblem("out", f"shape {list(out.shape)}", f"q's with v's head dimension, {list(call.q.shape)}", "pass the forward's out")
-    if lse.numel() != out[..., 0].numel():
-        raise InvalidProblem("softmax_lse", f"shape {list(lse.shape)}", "[B, H_q, S_q], or [H_q, T] packed", "pass the forward's softmax_lse")
-    if gradient.shape != out.shape:
-        raise InvalidProblem("dout", f"shape {list(gradient.shape)}", f"out's {list(out.shape)}", "pass the gradient of out")
+    shape = (*q.shape[:-1], v.shape[-1])
+    lse_shape = (*shape[:-3], shape[-2], shape[-3])
+    for name, given, wanted in (("out", out, shape), ("dout", gradient, shape), ("softmax_lse", lse, lse_shape)):
+        if tuple(given.shape) != wanted:
+            raise InvalidProblem(name, f"shape {list(given.shape)}", str(list(wanted)), "pass what belongs to the forward of this q")
+        if name != "softmax_lse" and given.dtype != q.dtype:
+            raise InvalidProblem(name, given.dtype, f"q's {q.dtype}", "convert it; a merged out is rounded once, at the end")
+    lse = lse.to(accumulator(q.dtype))
     with torch.no_grad():
         return ops.BACKWARD(gradient, out, lse, None, *call.arguments)[:3]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..drop_in import Cache, Setting, backward, forward, forward_cached, refuse
+from ..errors import InvalidProblem
 
 _ROWS = 128  # the originals round softmax_d up to this many rows
 
@@ -111,7 +112,7 @@ def flash_attn_with_kvcache(
 
 
 def _returned(q: Tensor, found: tuple[Tensor, Tensor], return_attn_probs: bool):
-    return (*found, q.new_empty(0)) if return_attn_probs else found[0]
+    return (*found, q.new_zeros(0)) if return_attn_probs else found[0]
 
 
 # ---------------------------------------------------------------- the private ones: libraries with autograd of their own call them
@@ -147,7 +148,7 @@ def _flash_attn_varlen_forward(
 def _quartet(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.no_grad():
         out, lse = forward(q, k, v, setting)
-    return out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
+    return out, lse, q.new_zeros(0), torch.zeros(2, dtype=torch.int64, device=q.device)
 
 
 def _flash_attn_backward(
@@ -184,6 +185,9 @@ def _flash_attn_varlen_backward(
 
 
 def _write(targets: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...]) -> None:
+    for name, target, gradient in zip(("dq", "dk", "dv"), targets, gradients):
+        if target is not None and target.shape != gradient.shape:
+            raise InvalidProblem(name, f"shape {list(target.shape)}", str(list(gradient.shape)), "allocate it like what it is the gradient of")
     with torch.no_grad():
         for target, gradient in zip(targets, gradients):
             if target is not None:
