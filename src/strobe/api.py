@@ -23,6 +23,7 @@ from .problem import Problem
 from .select import Choice
 
 Window = tuple[int | None, int | None]
+Packing = tuple[Tensor, "Tensor | None", "int | None", "int | None"]
 
 
 def attention(
@@ -214,6 +215,18 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Window | None,
     left, right = _band(causal, window)
     call = Call(q, k, v, left, right, *options, False, False, sinks)  # by position: 0.15 us of 0.55
     return call if mask is None else call.with_mask(call.mask & mask)
+
+
+def call_of(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, sinks: Tensor | None = None,
+    options: tuple[float | None, float | None, bool | None] = (None, None, None), packing: Packing | None = None,
+) -> Call:  # fmt: skip
+    """The Call that `attention` makes of these keywords, or `attention_varlen` where there is packing, for `strobe.drop_in`.
+
+    options: scale, softcap, deterministic. packing: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k.
+    """
+    call = _dense(q, k, v, causal, window, None, sinks, _options(*options, False, None))
+    return call if packing is None else _packed(call, *packing)
 
 
 def _band(causal: bool, window: Window | None) -> tuple[int, int]:

@@ -1,0 +1,206 @@
+"""FlashAttention-2's functions (flash_attn 2.8), the private ones that other libraries build on included.
+
+Arguments and their order are the originals'. q, k, v lie as [B, S, H, D], packed as [T, H, D]; softmax_lse is the natural
+logarithm in float32, [B, H, S] or [H, T].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..drop_in import Cache, Setting, backward, forward, forward_cached, refuse
+from ..errors import InvalidProblem
+
+_ROWS = 128  # the originals round softmax_d up to this many rows
+
+
+# ---------------------------------------------------------------- the public functions
+
+
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """
+    >>> q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 7, 2, 16)
+    >>> flash_attn_func(q, k, k, causal=True).shape
+    torch.Size([2, 5, 4, 16])
+
+    With return_attn_probs: (out, softmax_lse, S_dmask), where S_dmask is empty, as in the original without dropout.
+    """
+    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    setting = Setting(softmax_scale, causal, window_size, softcap, deterministic)
+    return _returned(q, forward(q, k, v, setting), return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """kv [B, S_k, 2, H_kv, D]; the rest as `flash_attn_func`."""
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """qkv [B, S, 3, H, D]; the rest as `flash_attn_func`."""
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+):  # fmt: skip
+    """
+    >>> q, offsets = torch.randn(12, 4, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
+    >>> flash_attn_varlen_func(q, q, q, offsets, offsets, 7, 7, causal=True).shape
+    torch.Size([12, 4, 16])
+    """
+    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
+    packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    setting = Setting(softmax_scale, causal, window_size, softcap, deterministic, packing=packing)
+    return _returned(q, forward(q, k, v, setting), return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """kv [T_k, 2, H_kv, D]; the rest as `flash_attn_varlen_func`."""
+    k, v = kv.unbind(1)
+    offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    scores = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    return flash_attn_varlen_func(q, k, v, *offsets, *scores, deterministic, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """qkv [T, 3, H, D]; the rest as `flash_attn_varlen_func`."""
+    q, k, v = qkv.unbind(1)
+    scores = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *scores, deterministic, return_attn_probs)
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
+):  # fmt: skip
+    """Over the keys a dense cache [B, S_max, H_kv, D] holds; k and v are written into it first, at cache_seqlens.
+
+    >>> k_cache, v_cache, q = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2, 16), torch.randn(1, 1, 2, 16)
+    >>> flash_attn_with_kvcache(q, k_cache, v_cache, q, q, cache_seqlens=0).allclose(q)
+    True
+
+    strobe has no kernel made for decoding yet. Served are cache_seqlens as None or an int, and as int32 [B] for one query
+    a sequence (or without causal) and no window; pages, indexed or left-padded caches and rotary embedding are refused.
+    """
+    refuse(
+        rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+        rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes, num_splits=num_splits,
+    )  # fmt: skip
+    setting = Setting(softmax_scale, causal, window_size, softcap)
+    out, lse = forward_cached(q, Cache(k_cache, v_cache, cache_seqlens, k, v), setting)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _returned(q: Tensor, found: tuple[Tensor, Tensor], return_attn_probs: bool):
+    return (*found, q.new_zeros(0)) if return_attn_probs else found[0]
+
+
+# ---------------------------------------------------------------- the private ones: libraries with autograd of their own call them
+
+
+def _flash_attn_forward(
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax,
+):  # fmt: skip
+    """(out, softmax_lse, S_dmask, rng_state), without gradients.
+
+    >>> q = torch.randn(1, 5, 2, 16)
+    >>> [list(t.shape) for t in _flash_attn_forward(q, q, q, 0.0, 0.25, True, -1, -1, 0.0, None, False)]
+    [[1, 5, 2, 16], [1, 2, 5], [0], [2]]
+    """
+    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_softmax=return_softmax)
+    return _quartet(q, k, v, Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap))
+
+
+def _flash_attn_varlen_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left=-1,
+    window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None,
+    seqused_k=None, zero_tensors=False,
+):  # fmt: skip
+    """`_flash_attn_forward` over packed sequences."""
+    refuse(
+        dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_softmax=return_softmax, block_table=block_table, leftpad_k=leftpad_k,
+        seqused_k=seqused_k, zero_tensors=zero_tensors,
+    )  # fmt: skip
+    packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return _quartet(q, k, v, Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap, packing=packing))
+
+
+def _quartet(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with torch.no_grad():
+        out, lse = forward(q, k, v, setting)
+    return out, lse, q.new_zeros(0), torch.zeros(2, dtype=torch.int64, device=q.device)
+
+
+def _flash_attn_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+    softcap, alibi_slopes, deterministic, rng_state=None,
+):  # fmt: skip
+    """Writes dq, dk, dv (those that are not None) and returns softmax_d, the row sums of dout * out, [B, H, S rounded up to 128].
+
+    out and softmax_lse may be those of more keys than k and v hold, as a ring merges them. rng_state is dropout's: without
+    dropout it says nothing.
+    """
+    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    setting = Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap, deterministic)
+    _write((dq, dk, dv), backward(dout, (out, softmax_lse), (q, k, v), setting))
+    delta = _row_sums(dout, out).transpose(1, 2)
+    return torch.nn.functional.pad(delta, (0, -delta.shape[-1] % _ROWS))
+
+
+def _flash_attn_varlen_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    zero_tensors=False,
+):  # fmt: skip
+    """`_flash_attn_backward` over packed sequences; softmax_d is [H, T + 128 n], with 128 rows of room behind each of the n."""
+    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, zero_tensors=zero_tensors)
+    packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    setting = Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap, deterministic, packing=packing)
+    _write((dq, dk, dv), backward(dout, (out, softmax_lse), (q, k, v), setting))
+    rows = torch.arange(len(q), dtype=cu_seqlens_q.dtype, device=q.device)
+    sequence = torch.bucketize(rows, cu_seqlens_q[1:-1], right=True)
+    delta = _row_sums(dout, out)
+    roomy = delta.new_zeros(len(q) + _ROWS * (len(cu_seqlens_q) - 1), delta.shape[1])
+    return roomy.index_copy(0, rows + _ROWS * sequence, delta).T
+
+
+def _write(targets: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...]) -> None:
+    for name, target, gradient in zip(("dq", "dk", "dv"), targets, gradients):
+        if target is not None and target.shape != gradient.shape:
+            raise InvalidProblem(name, f"shape {list(target.shape)}", str(list(gradient.shape)), "allocate it like what it is the gradient of")
+    with torch.no_grad():
+        for target, gradient in zip(targets, gradients):
+            if target is not None:
+                target.copy_(gradient)
+
+
+def _row_sums(dout: Tensor, out: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.linalg.vecdot(dout.float(), out.float())
+
+
+__all__ = [
+    "_flash_attn_backward", "_flash_attn_forward", "_flash_attn_varlen_backward", "_flash_attn_varlen_forward",
+    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
+]  # fmt: skip

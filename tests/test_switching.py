@@ -1,0 +1,303 @@
+"""docs/switching.md: every row of its tables, held to what strobe does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import strobe.cute as fa4
+import strobe.flash_attn as fa2
+import strobe.flash_attn_interface as fa3
+from strobe import drop_in
+from strobe.flash_attn import bert_padding
+from strobe.flash_attn import flash_attn_interface as private
+
+PAGE = (Path(__file__).parents[1] / "docs" / "switching.md").read_text()
+
+
+class Library(NamedTuple):
+    module: object
+    dense: Callable[..., tuple[Tensor, Tensor]]
+    packed: Callable[..., tuple[Tensor, Tensor]]
+
+
+def _pair(function, **always):
+    return lambda *tensors, **options: function(*tensors, **options, **always)[:2]
+
+
+LIBRARIES = {
+    "FlashAttention-2": Library(fa2, _pair(fa2.flash_attn_func, return_attn_probs=True), _pair(fa2.flash_attn_varlen_func, return_attn_probs=True)),
+    "FlashAttention-3": Library(fa3, _pair(fa3.flash_attn_func, return_attn_probs=True), _pair(fa3.flash_attn_varlen_func, return_attn_probs=True)),
+    "FlashAttention-4": Library(
+        fa4,
+        _pair(fa4.flash_attn_func),
+        lambda q, k, v, a, b, m, n, **o: fa4.flash_attn_varlen_func(q, k, v, cu_seqlens_q=a, cu_seqlens_k=b, max_seqlen_q=m, max_seqlen_k=n, **o),
+    ),
+}
+
+
+def _tensors(seqlen_q=4, seqlen_k=4, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(1, length, 2, 8, generator=generator).to(dtype) for length in (seqlen_q, seqlen_k, seqlen_k)]
+
+
+def _seen(library: Library, seqlen_q: int, seqlen_k: int, **options) -> list[list[int]]:
+    """Which keys each row sees: value j is one-hot in place j."""
+    q, k, _ = _tensors(seqlen_q, seqlen_k)
+    v = torch.eye(8)[:seqlen_k].expand(2, -1, -1).transpose(0, 1)[None]
+    return [row.nonzero().flatten().tolist() for row in library.dense(q, k, v.contiguous(), **options)[0][0, :, 0]]
+
+
+def _causal(library: Library):
+    assert _seen(library, 2, 5, causal=True) == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert _seen(library, 5, 2, causal=True) == [[], [], [], [0], [0, 1]]
+
+
+def _window(library: Library):
+    assert _seen(library, 4, 4, window_size=(1, 0)) == [[0], [0, 1], [1, 2], [2, 3]]
+    assert _seen(library, 2, 4, window_size=(1, 1)) == [[1, 2, 3], [2, 3]]
+    assert _seen(library, 3, 3, window_size=(-1, -1)) == [[0, 1, 2]] * 3
+    assert _seen(library, 3, 3, causal=True, window_size=(1, 5)) == [[0], [0, 1], [1, 2]]
+    assert _seen(library, 3, 3, causal=True, window_size=(1, -1)) == [[0], [0, 1], [1, 2]]
+    if library.module is not fa4:
+        assert _seen(library, 3, 3, window_size=(-1, 0)) == [[0], [0, 1], [0, 1, 2]]
+        return
+    assert _seen(library, 3, 3, window_size=(None, 0)) == [[0], [0, 1], [0, 1, 2]]
+    for window, causal in (((-1, 2), False), ((2, -1), False), ((-1, None), False), ((-1, 0), True)):
+        with pytest.raises(NotImplementedError, match=r"^window_size: "):
+            library.dense(*_tensors(), window_size=window, causal=causal)
+
+
+def _same(library: Library, one: dict, other: dict):
+    tensors = _tensors()
+    assert torch.equal(library.dense(*tensors, **one)[0], library.dense(*tensors, **other)[0])
+
+
+def _scale(library: Library):
+    _same(library, {"softmax_scale": None}, {"softmax_scale": 8**-0.5})
+    q, k, v = _tensors()
+    assert torch.allclose(library.dense(q, k, v, softmax_scale=0.0)[0], v.mean(1, keepdim=True).expand_as(v))
+
+
+def _softcap(library: Library):
+    _same(library, {"softcap": 0.0}, {})
+    q, k, v = _tensors()
+    s = 0.5 * torch.tanh(torch.einsum("bihd,bjhd->bhij", q, k) * 8**-0.5 / 0.5)
+    assert torch.allclose(library.dense(q, k, v, softcap=0.5)[1], s.logsumexp(-1), atol=1e-5)
+
+
+def _deterministic(library: Library):
+    calls, run = [], drop_in.ops.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drop_in.ops, "run", lambda call: (calls.append(call), run(call))[1])
+        for asked, everywhere in ((False, False), (True, False), (False, True)):
+            torch.use_deterministic_algorithms(everywhere)
+            try:
+                library.dense(*_tensors(), deterministic=asked)
+            finally:
+                torch.use_deterministic_algorithms(False)
+    assert [call.deterministic for call in calls] == [False, True, True]
+
+
+def _lse(library: Library):
+    q, k, v = _tensors(4, 6, torch.bfloat16)
+    offsets = torch.tensor([0, 4], dtype=torch.int32), torch.tensor([0, 6], dtype=torch.int32)
+    wanted = (torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) * 8**-0.5).logsumexp(-1)
+    for lse, shape in ((library.dense(q, k, v)[1], (1, 2, 4)), (library.packed(q[0], k[0], v[0], *offsets, 4, 6)[1], (2, 4))):
+        assert lse.dtype == torch.float32 and lse.shape == shape
+        assert torch.allclose(lse.reshape(wanted.shape), wanted, atol=1e-4)
+
+
+def _lse_gradient(library: Library):
+    q, k, v = _tensors()
+    gradients = []
+    for lse in (library.dense, lambda q, k, v: (None, (torch.einsum("bihd,bjhd->bhij", q, k) * 8**-0.5).logsumexp(-1))):
+        q.requires_grad_().grad = None
+        lse(q, k, v)[1].sum().backward()
+        gradients.append(q.grad)
+    assert torch.allclose(*gradients, atol=1e-5)
+
+
+def _empty_rows(library: Library):
+    out, lse = library.dense(*_tensors(5, 2), causal=True)
+    assert not out[:, :3].any() and (lse[..., :3] == -torch.inf).all() and lse[..., 3:].isfinite().all()
+
+
+def _returns(library: Library):
+    q, k, v = _tensors()
+    if library.module is fa4:
+        assert [t.shape for t in fa4.flash_attn_func(q, k, v)] == [q.shape, (1, 2, 4)]
+        assert isinstance(fa4.flash_attn_func(q, k, v, return_lse=True), tuple)
+        return
+    assert isinstance(library.module.flash_attn_func(q, k, v), Tensor)
+    found = library.module.flash_attn_func(q, k, v, return_attn_probs=True)
+    assert [tuple(t.shape) for t in found] == [(1, 4, 2, 8), (1, 2, 4), (0,)][: 3 if library.module is fa2 else 2]
+
+
+def _types(library: Library):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        assert library.dense(*_tensors(dtype=dtype))[0].dtype == dtype
+    with pytest.raises(ValueError, match=r"^q: "):
+        library.dense(*(t.to(torch.float8_e4m3fn) for t in _tensors()))
+
+
+def _devices(library: Library):
+    """Tensors of a CPU here; tests/test_flash_attn.py runs on a GPU too where there is one."""
+    assert library.dense(*_tensors())[0].device.type == "cpu"
+
+
+def _head_dimensions(library: Library):
+    q, k, v = _tensors()
+    assert library.dense(q[..., :7].contiguous(), k[..., :7].contiguous(), v[..., :3].contiguous())[0].shape == (1, 4, 2, 3)
+    assert library.dense(*(t.repeat(1, 1, 1, 40) for t in (q, k, v)))[0].shape == (1, 4, 2, 320)
+
+
+def _strided(library: Library):
+    strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in _tensors()]
+    assert strided[0].stride(-1) != 1
+    assert torch.equal(library.dense(*strided)[0], library.dense(*_tensors())[0])
+
+
+def _wrong_arguments(library: Library):
+    q, k, v = _tensors()
+    with pytest.raises(ValueError, match=r"^v: got .*, expected .*; "):
+        library.dense(q, k, v[:, :3])
+
+
+def _compiles(library: Library):
+    leaves = [t.requires_grad_() for t in _tensors()]
+    compiled = torch.compile(lambda q, k, v: library.dense(q, k, v, causal=True, softcap=2.0)[0], fullgraph=True, backend="aot_eager")
+    out = compiled(*leaves)
+    found = torch.autograd.grad(out.sum(), leaves)
+    whole = library.dense(*leaves, causal=True, softcap=2.0)[0]
+    assert torch.allclose(out, whole) and all(map(torch.allclose, found, torch.autograd.grad(whole.sum(), leaves)))
+
+
+def _refused(function: str, **arguments):
+    """Each of these alone is refused by its name."""
+
+    def check(library: Library):
+        q, k, v = _tensors()
+        tensors, offsets = (q, k, v), torch.tensor([0, 4], dtype=torch.int32)
+        if "varlen" in function:
+            tensors = q[0], k[0], v[0]
+        required = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 4, "max_seqlen_k": 4} if "varlen" in function else {}
+        for name, value in arguments.items():
+            with pytest.raises(NotImplementedError, match=f"^{name}: "):
+                getattr(library.module, function)(*tensors, **required | {name: value})
+
+    return check
+
+
+def _schedule(library: Library):
+    _same(library, {"num_splits": 0}, {"num_splits": 1})
+    for name, value in {"num_splits": 2, "pack_gqa": True}.items():
+        _refused("flash_attn_func", **{name: value})(library)
+    if library.module is fa3:
+        _refused("flash_attn_func", sm_margin=4)(library)
+    else:
+        _refused("flash_attn_varlen_func", scheduler_metadata=object(), seqlen_k_per_split=128, disable_scheduler_metadata=True)(library)
+
+
+def _lengths(library: Library):
+    _refused("flash_attn_varlen_func", seqused_q=torch.ones(1), seqused_k=torch.ones(1))(library)
+    if library.module is fa4:
+        _refused("flash_attn_varlen_func", cu_seqlens_q=None, cu_seqlens_k=None)(library)
+        assert torch.equal(fa4.flash_attn_varlen_func(*_tensors())[0], fa4.flash_attn_func(*_tensors())[0])
+
+
+def _caches(library: Library):
+    (q, k, v), decode = _tensors(1, 6), library.module.flash_attn_with_kvcache
+    whole = decode(q, k, v, causal=True)
+    assert torch.allclose(whole, library.dense(q, k, v)[0])
+    some = library.dense(q, k[:, :3], v[:, :3])[0]
+    for lengths in (3, torch.tensor([3], dtype=torch.int32)):
+        assert torch.allclose(decode(q, k, v, cache_seqlens=lengths, causal=True), some, atol=1e-6)
+    with pytest.raises(NotImplementedError, match=r"^cache_seqlens: "):
+        decode(q, k, v, cache_seqlens=torch.tensor([3], dtype=torch.int32), window_size=(1, 0))
+    pages = "block_table" if library.module is fa2 else "page_table"
+    for name in (pages, "cache_batch_idx", "cache_leftpad", "rotary_cos", "rotary_sin"):
+        with pytest.raises(NotImplementedError, match=f"^{name}: "):
+            decode(q, k, v, **{name: torch.ones(1)})
+
+
+def _private(library: Library):
+    q, k, v = _tensors()
+    rest = (0.0, 8**-0.5, True, -1, -1, 0.0, None)
+    out, lse, weights, rng_state = private._flash_attn_forward(q, k, v, *rest, False)
+    assert torch.equal(out, fa2.flash_attn_func(q, k, v, causal=True)) and weights.shape == (0,) and rng_state.tolist() == [0, 0]
+    found = [torch.empty_like(t) for t in (q, k, v)]
+    private._flash_attn_backward(torch.ones_like(out), q, k, v, out, lse, *found, *rest, False, rng_state)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    wanted = torch.autograd.grad(fa2.flash_attn_func(*leaves, causal=True).sum(), leaves)
+    assert all(map(torch.allclose, found, wanted))
+
+
+def _padding(library: Library):
+    padded, mask = torch.arange(6.0).view(2, 3, 1), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    rows, indices, *_ = bert_padding.unpad_input(padded, mask)
+    assert torch.equal(bert_padding.pad_input(rows, indices, 2, 3), padded * mask[..., None])
+
+
+def _combine(library: Library):
+    q, k, v = _tensors(4, 6)
+    parts = [library.dense(q, k[:, keys], v[:, keys]) for keys in (slice(0, 2), slice(2, 6))]
+    out, lse = fa3.flash_attn_combine(torch.stack([out for out, _ in parts]), torch.stack([lse.transpose(1, 2) for _, lse in parts]))
+    whole, whole_lse = library.dense(q, k, v)
+    assert torch.allclose(out, whole, atol=1e-6) and torch.allclose(lse, whole_lse.transpose(1, 2), atol=1e-6)
+
+
+def _sinks(library: Library):
+    q, k, v = _tensors()
+    sinks = torch.zeros(2, requires_grad=True)
+    out, lse = fa4.flash_attn_func(q, k, v, learnable_sink=sinks)
+    plain, plain_lse = fa4.flash_attn_func(q, k, v)
+    assert torch.allclose(lse, torch.logaddexp(plain_lse, torch.zeros(()))) and (out.abs() < plain.abs()).all()
+    assert torch.autograd.grad(out.sum(), sinks)[0].abs().min() > 0
+
+
+CHECKS = {
+    "causal": _causal,
+    "window": _window,
+    "scale": _scale,
+    "softcap": _softcap,
+    "deterministic": _deterministic,
+    "lse": _lse,
+    "gradient of lse": _lse_gradient,
+    "rows that see no key": _empty_rows,
+    "returns": _returns,
+    "types": _types,
+    "devices": _devices,
+    "head dimensions": _head_dimensions,
+    "strided tensors": _strided,
+    "wrong arguments": _wrong_arguments,
+    "torch.compile": _compiles,
+    "dropout, ALiBi": _refused("flash_attn_func", dropout_p=0.1, alibi_slopes=torch.ones(2)),
+    "caches": _caches,
+    "private functions": _private,
+    "padding": _padding,
+    "schedule": _schedule,
+    "lengths beside offsets": _lengths,
+    "chunks, qv": _refused("flash_attn_func", attention_chunk=4, qv=torch.ones(1)),
+    "combine": _combine,
+    "sinks": _sinks,
+    "code of yours": _refused("flash_attn_func", score_mod=max, mask_mod=max, block_sparse_tensors=(), block_sparse_tensors_bwd=(), aux_tensors=[]),
+    "pages, qv, gather": _refused("flash_attn_varlen_func", page_table=torch.ones(1), qv=torch.ones(1), gather_kv_indices=torch.ones(1)),
+}
+SECTIONS = {title: text for title, text in re.findall(r"^## From (\S+)$(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)}
+ROWS = [(library, row) for library, text in SECTIONS.items() for row in re.findall(r"^\| ([a-z][^|]*) \|", text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("library, row", ROWS, ids=[": ".join(row) for row in ROWS])
+def test_a_row_of_the_page_holds(library, row):
+    CHECKS[row](LIBRARIES[library])
+
+
+def test_each_check_has_its_row():
+    assert {row for _, row in ROWS} == set(CHECKS) and [*SECTIONS] == [*LIBRARIES] and len(ROWS) >= 55
