@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,10 +41,9 @@ def _check(mesh, placements: dict, tensors: dict, options: dict, packed: bool = 
             torch.testing.assert_close(sharded[name].grad.full_tensor(), t.grad, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def _work(rank: int, port: int) -> None:
+def _work(rank: int, store: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)  # no port that another may take, no server to outlive
     from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
     mesh = init_device_mesh("cpu", (WORLD,))
@@ -74,11 +70,9 @@ def _work(rank: int, port: int) -> None:
         part = strobe.partial_attention(*(distribute_tensor(t, mesh, [Shard(2)]) for t in (q, k, v)))
         assert tuple(part.lse.placements) == (Shard(1),)
         torch.testing.assert_close(part.lse.full_tensor(), strobe.partial_attention(q, k, v).lse)
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def test_sharded_by_batch_and_by_heads_it_means_the_same():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.spawn(_work, args=(port,), nprocs=WORLD, join=True)
+def test_sharded_by_batch_and_by_heads_it_means_the_same(tmp_path):
+    multiprocessing.spawn(_work, args=(str(tmp_path / "store"),), nprocs=WORLD, join=True)
