@@ -1,6 +1,6 @@
 """Whether torch's dispatcher has anything to do for a call, or the body of its op may be run at once.
 
-On its way through the dispatcher a call of three tensors costs 10 us of an H200's host beside what it does, more than a short kernel runs.
+On its way through the dispatcher a call of three tensors costs 2.8 us of an H200's host beside what it does: 16.8 us for 14.0.
 """
 
 from __future__ import annotations

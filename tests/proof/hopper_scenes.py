@@ -6,20 +6,15 @@ Inside `simulate` a scene returns out and lse, or the gradients, made by the fam
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from hopper_cases import CAUSAL, H200
 from torch import Tensor
 
-from strobe import mask as masks
 from strobe import ops, reference
 from strobe.proof.simulate import posing
-from strobe.target import FAKES
 from strobe.testing import Case
-
-H200 = replace(FAKES["H200"], sm_count=2)
-CAUSAL = lambda case, device: masks.causal()
 
 
 def _forward(seqlen_q: int, seqlen_k: int, head_dim: int, **options) -> tuple[Tensor, ...]:

@@ -5,14 +5,12 @@ Two SMs give a program several tiles, and sizes wrap every ring; which of the ta
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, PROGRAMS, SCHEDULES, band, two_of
 
 pytest.importorskip("triton")
 
-from strobe import mask as masks
 from strobe import ops
 from strobe.call import Call
 from strobe.errors import KernelFault, UnsupportedProblem
@@ -25,20 +23,6 @@ from strobe.proof.simulate import on, simulated
 from strobe.target import FAKES
 from strobe.testing import FAMILIES, Case, assert_as_good_as
 from strobe.testing.cases import laid_out
-
-PROGRAMS = 2
-H200 = replace(FAKES["H200"], sm_count=PROGRAMS)
-DTYPES = (torch.bfloat16, torch.float16)
-SCHEDULES = (("eager", 0), ("lazy", 0), ("pct", 1))
-two_of = lambda n: (SCHEDULES[0], SCHEDULES[1 + n % 2])  # the others nightly
-NIGHTLY = [(mode, seed) for mode in ("eager", "lazy", "random", "pct") for seed in range(1 if mode in ("eager", "lazy") else 3)]
-
-
-def _band(left: int | None, right: int | None):
-    return lambda case, device: masks.window(left, right)
-
-
-CAUSAL = _band(None, 0)
 
 
 def _case(name: str, seqlen_q: int = 300, seqlen_k: int | None = 390, width: int = 128, **options) -> Case:
@@ -60,15 +44,15 @@ LARGE = (
     _case("causal_more_keys", 200, 500, mask=CAUSAL),
     _case("causal_more_rows", 520, 385, mask=CAUSAL),  # the first tile of a head sees no key
     _case("causal_more_rows_sinks", 520, 385, mask=CAUSAL, sinks=True),
-    _case("window_left", 300, 420, mask=_band(70, None)),
-    _case("window_right", 300, 420, mask=_band(None, 70)),
-    _case("window_both", 400, None, mask=_band(150, 20)),
-    _case("window_zero", 400, None, mask=_band(0, 0)),
-    _case("window_wider_than_all", mask=_band(5000, 5000)),
-    _case("window_before_the_keys", 520, 390, mask=_band(10, 10)),  # rows at the top see no key
+    _case("window_left", 300, 420, mask=band(70, None)),
+    _case("window_right", 300, 420, mask=band(None, 70)),
+    _case("window_both", 400, None, mask=band(150, 20)),
+    _case("window_zero", 400, None, mask=band(0, 0)),
+    _case("window_wider_than_all", mask=band(5000, 5000)),
+    _case("window_before_the_keys", 520, 390, mask=band(10, 10)),  # rows at the top see no key
     _case("softcap", mask=CAUSAL, softcap=3.0),
     _case("sinks", sinks=True),
-    _case("softcap_sinks_window", 400, None, mask=_band(100, 0), softcap=5.0, sinks=True),
+    _case("softcap_sinks_window", 400, None, mask=band(100, 0), softcap=5.0, sinks=True),
     _case("grouped", heads=(4, 2), mask=CAUSAL),
     _case("one_key_head", 200, 390, heads=(5, 1)),
     _case("batch_of_three", 200, 390, batch=3, heads=(2, 1)),
@@ -81,20 +65,20 @@ LARGE = (
     _narrow("d64_dense"),
     _narrow("d64_causal", 600, None, mask=CAUSAL),
     _narrow("d64_causal_more_rows_sinks", 800, 513, mask=CAUSAL, sinks=True),
-    _narrow("d64_window", 600, None, mask=_band(130, 60)),
-    _narrow("d64_window_left_softcap", 600, 520, mask=_band(40, None), softcap=7.0),
+    _narrow("d64_window", 600, None, mask=band(130, 60)),
+    _narrow("d64_window_left_softcap", 600, 520, mask=band(40, None), softcap=7.0),
     _narrow("d64_grouped_gaps", heads=(4, 1), storage="gaps", mask=CAUSAL),
     _case("head_dim_8", 390, 520, 8, mask=CAUSAL),
     _case("head_dim_40", 390, 520, 40),
     _wide("d256_dense"),
     _wide("d256_causal", 330, None, mask=CAUSAL),
     _wide("d256_causal_more_rows_sinks", 400, 193, mask=CAUSAL, sinks=True),
-    _wide("d256_window_softcap", 330, None, mask=_band(60, 10), softcap=4.0, heads=(4, 2)),
+    _wide("d256_window_softcap", 330, None, mask=band(60, 10), softcap=4.0, heads=(4, 2)),
     _case("head_dim_192", 260, 260, 192, mask=CAUSAL),
-    _case("head_dim_160_window", 330, 260, 160, mask=_band(60, 20)),
+    _case("head_dim_160_window", 330, 260, 160, mask=band(60, 20)),
     _case("head_dims_192_128", 260, 390, 192, head_dim_v=128),
     _case("head_dims_192_128_causal", 390, None, 192, head_dim_v=128, mask=CAUSAL, sinks=True),
-    _case("head_dims_192_128_window", 390, None, 192, head_dim_v=128, mask=_band(70, 5), heads=(4, 2)),
+    _case("head_dims_192_128_window", 390, None, 192, head_dim_v=128, mask=band(70, 5), heads=(4, 2)),
     _case("head_dims_200_88", 260, 200, 200, head_dim_v=88, mask=CAUSAL),
 )
 LENGTHS = (130, 0, 1, 300, 65, 64)
@@ -108,11 +92,11 @@ PACKED = (
     _packed("packed"),
     _packed("packed_causal", mask=CAUSAL),
     _packed("packed_causal_other_keys", (130, 0, 1, 200, 65), (100, 3, 150, 390, 0), mask=CAUSAL, outside=(5, 70), sinks=True),
-    _packed("packed_window_softcap", mask=_band(70, 20), softcap=5.0, heads=(4, 2), promised=True),
+    _packed("packed_window_softcap", mask=band(70, 20), softcap=5.0, heads=(4, 2), promised=True),
     _packed("packed_gaps", mask=CAUSAL, storage="gaps"),
     _packed("packed_heads_first", mask=CAUSAL, storage="heads_first", heads=(4, 1)),
     _packed("packed_d64_causal", (400, 30, 0, 193), width=64, mask=CAUSAL, outside=(3, 3)),
-    _packed("packed_d64_window", (400, 30, 192, 193), width=64, mask=_band(100, 0)),
+    _packed("packed_d64_window", (400, 30, 192, 193), width=64, mask=band(100, 0)),
     _packed("packed_d96", width=96, mask=CAUSAL),
     _packed("packed_d192", width=192, mask=CAUSAL),
     _packed("packed_d192_128", width=192, head_dim_v=128, mask=CAUSAL),
@@ -130,7 +114,7 @@ SMALL = (  # no ring wraps, or a program has one tile: lengths around 0 and a ti
     _case("above_a_tile", 65, 129, mask=CAUSAL),
     _narrow("d64_one_row", 1, 700, batch=3),
     _narrow("d64_odd", 193, 129, mask=CAUSAL),
-    _wide("d256_one_row", 1, 300, mask=_band(100, None)),
+    _wide("d256_one_row", 1, 300, mask=band(100, None)),
     _case("one_head", 300, 390, heads=(1, 1), mask=CAUSAL),
 )
 CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL)}

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, SCHEDULES, band, two_of
 
 pytest.importorskip("triton")
 
-from strobe import mask as masks
 from strobe import ops
 from strobe.call import Call
 from strobe.errors import KernelFault
@@ -21,23 +21,10 @@ from strobe.kernels.hopper import launch_backward
 from strobe.kernels.kernel import Plan
 from strobe.problem import Problem
 from strobe.proof.simulate import on
-from strobe.target import FAKES
 from strobe.testing import FAMILIES, Case, assert_gradients_as_good_as
 from strobe.testing.cases import laid_out
 
-H200 = replace(FAKES["H200"], sm_count=2)
-DTYPES = (torch.bfloat16, torch.float16)
-SCHEDULES = (("eager", 0), ("lazy", 0), ("pct", 1))
-two_of = lambda n: (SCHEDULES[0], SCHEDULES[1 + n % 2])  # the others nightly
-NIGHTLY = [(mode, seed) for mode in ("eager", "lazy", "random", "pct") for seed in range(1 if mode in ("eager", "lazy") else 3)]
 BACKWARD = ["rows_kernel", "backward_kernel", "convert_kernel"]
-
-
-def _band(left: int | None, right: int | None):
-    return lambda case, device: masks.window(left, right)
-
-
-CAUSAL = _band(None, 0)
 
 
 def _case(name: str, seqlen_q: int = 200, seqlen_k: int | None = 260, width: int = 128, **options) -> Case:
@@ -59,15 +46,15 @@ LARGE = (
     _case("causal_more_keys", 210, 330, mask=CAUSAL),
     _case("causal_more_rows", 390, 200, mask=CAUSAL),  # rows of the first tiles see no key
     _case("causal_more_rows_sinks", 390, 200, mask=CAUSAL, sinks=True),
-    _case("window_left", 260, 300, mask=_band(70, None)),
-    _case("window_right", 260, 300, mask=_band(None, 70)),
-    _case("window_both", 300, None, mask=_band(100, 20)),
-    _case("window_zero", 300, None, mask=_band(0, 0)),
-    _case("window_wider_than_all", mask=_band(5000, 5000)),
-    _case("window_before_the_keys", 390, 260, mask=_band(10, 10)),  # rows at the top see no key
+    _case("window_left", 260, 300, mask=band(70, None)),
+    _case("window_right", 260, 300, mask=band(None, 70)),
+    _case("window_both", 300, None, mask=band(100, 20)),
+    _case("window_zero", 300, None, mask=band(0, 0)),
+    _case("window_wider_than_all", mask=band(5000, 5000)),
+    _case("window_before_the_keys", 390, 260, mask=band(10, 10)),  # rows at the top see no key
     _case("softcap", mask=CAUSAL, softcap=3.0),
     _case("sinks", sinks=True),
-    _case("softcap_sinks_window", 300, None, mask=_band(100, 0), softcap=5.0, sinks=True),
+    _case("softcap_sinks_window", 300, None, mask=band(100, 0), softcap=5.0, sinks=True),
     _case("grouped", 150, 260, heads=(4, 2), mask=CAUSAL),
     _case("one_key_head", 150, 200, heads=(3, 1)),
     _case("batch_of_three", 150, 200, batch=3, heads=(2, 1)),
@@ -80,19 +67,19 @@ LARGE = (
     _narrow("d64_dense"),
     _narrow("d64_causal", 390, None, mask=CAUSAL),
     _narrow("d64_causal_more_rows_sinks", 500, 193, mask=CAUSAL, sinks=True),
-    _narrow("d64_window", 390, None, mask=_band(130, 60)),
-    _narrow("d64_window_left_softcap", 390, 330, mask=_band(40, None), softcap=7.0),
+    _narrow("d64_window", 390, None, mask=band(130, 60)),
+    _narrow("d64_window_left_softcap", 390, 330, mask=band(40, None), softcap=7.0),
     _narrow("d64_grouped_gaps", heads=(4, 1), storage="gaps", mask=CAUSAL),
     _case("head_dim_8", 300, 260, 8, mask=CAUSAL),
     _case("head_dim_40", 300, 260, 40),
     _wide("d256_dense"),
     _wide("d256_causal", 200, None, mask=CAUSAL),
     _wide("d256_causal_more_rows_sinks", 260, 100, mask=CAUSAL, sinks=True),
-    _wide("d256_window_softcap", 200, None, mask=_band(60, 10), softcap=4.0, heads=(2, 1)),
+    _wide("d256_window_softcap", 200, None, mask=band(60, 10), softcap=4.0, heads=(2, 1)),
     _case("head_dim_192", 150, 130, 192, mask=CAUSAL),
     _case("head_dims_192_128", 150, 130, 192, head_dim_v=128),
     _case("head_dims_192_128_causal", 200, None, 192, head_dim_v=128, mask=CAUSAL, sinks=True),
-    _case("head_dims_192_128_window", 200, None, 192, head_dim_v=128, mask=_band(70, 5), heads=(2, 1)),
+    _case("head_dims_192_128_window", 200, None, 192, head_dim_v=128, mask=band(70, 5), heads=(2, 1)),
 )
 LENGTHS = (130, 0, 1, 260, 65, 64)
 
@@ -105,11 +92,11 @@ PACKED = (
     _packed("packed"),
     _packed("packed_causal", mask=CAUSAL),
     _packed("packed_causal_other_keys", (130, 0, 1, 200, 65), (100, 3, 150, 230, 0), mask=CAUSAL, outside=(5, 70), sinks=True),
-    _packed("packed_window_softcap", mask=_band(70, 20), softcap=5.0, heads=(2, 1), promised=True),
+    _packed("packed_window_softcap", mask=band(70, 20), softcap=5.0, heads=(2, 1), promised=True),
     _packed("packed_gaps", mask=CAUSAL, storage="gaps", heads=(2, 2)),
     _packed("packed_heads_first", mask=CAUSAL, storage="heads_first", heads=(4, 1)),
     _packed("packed_d64_causal", (300, 30, 0, 193), width=64, mask=CAUSAL, outside=(3, 3)),
-    _packed("packed_d64_window", (300, 30, 192, 193), width=64, mask=_band(100, 0)),
+    _packed("packed_d64_window", (300, 30, 192, 193), width=64, mask=band(100, 0)),
     _packed("packed_d96", width=96, mask=CAUSAL),
     _packed("packed_d192_128", width=192, head_dim_v=128, mask=CAUSAL),
     _packed("packed_d256", width=256, mask=CAUSAL, outside=(1, 0)),
@@ -125,7 +112,7 @@ SMALL = (  # no ring wraps: lengths around 0 and a tile
     _case("below_a_tile", 63, 127),
     _case("above_a_tile", 65, 129, mask=CAUSAL),
     _narrow("d64_one_row", 1, 300, batch=3),
-    _wide("d256_one_row", 1, 200, mask=_band(100, None)),
+    _wide("d256_one_row", 1, 200, mask=band(100, None)),
 )
 CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL)}
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from strobe import reference as oracle
 from strobe.call import Call
+from strobe.kernels.device.channel import ring_start
 from strobe.kernels.device.dialect import (
     fence_async_global,
     fence_async_shared,
@@ -48,7 +49,6 @@ from .pieces import (
     require_multiple,
     require_power_of_two,
     require_shared,
-    ring_start,
     rows,
 )
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from strobe import reference as oracle
 from strobe.call import Call
+from strobe.kernels.device.channel import ring_start
 from strobe.kernels.device.dialect import (
     TensorMemoryLayout,
     allocate_tensor_memory,
@@ -52,7 +53,6 @@ from .pieces import (
     require_multiple,
     require_power_of_two,
     require_shared,
-    ring_start,
     rows,
 )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from strobe.kernels.device.channel import ring_start
 from strobe.kernels.device.dialect import (
     fence_async_shared,
     gl,
@@ -32,7 +33,6 @@ from .pieces import (
     require_matrices,
     require_power_of_two,
     require_shared,
-    ring_start,
 )
 
 

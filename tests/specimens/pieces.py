@@ -5,36 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from strobe.kernels.device.dialect import TensorDescriptor, aggregate, gl, gluon, mbarrier
+from strobe.kernels.device.dialect import TensorDescriptor, gl, gluon, mbarrier
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 LOG2_E = 1.4426950408889634
-
-
-@aggregate
-class Position:
-    """Where one side of a ring stands: its stage, and the parity of the phase that it waits for next."""
-
-    stage: gl.tensor
-    parity: gl.tensor
-    stages: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, stage, parity, stages):
-        self.stage = stage
-        self.parity = parity
-        self.stages = gl.constexpr(stages)
-
-    @gluon.jit
-    def next(self):
-        last = self.stage + 1 == self.stages
-        return Position(gl.where(last, 0, self.stage + 1), gl.where(last, self.parity ^ 1, self.parity), self.stages)
-
-
-@gluon.jit
-def ring_start(stages: gl.constexpr):
-    """The consumer's first position. The producer waits for the other parity, whose phase counts as done on a new barrier."""
-    return Position(gl.to_tensor(0), gl.to_tensor(0), stages)
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 Clocks drift while a benchmark runs (power, temperature, neighbours), so A is never timed first and B after it: each round
 times every function once, and what drifts, drifts for all. Each round goes in another order: a card at its power limit is slower
-after a hungry function than after a frugal one, so that a fixed order would favour whoever follows the slowest (H200: up to a tenth).
+after a hungry function than after a frugal one, so that a fixed order would favour whoever follows the slowest.
 """
 
 from __future__ import annotations

@@ -92,6 +92,16 @@ class Plan(NamedTuple):
     again: dict[tuple[int, ...], Callable[[], bool]] | None = None  # by `addresses`: launches the kernel as it was launched there, or refuses to
 
 
+def entries(problem: Problem) -> int:
+    """Batch entries that a grid counts one by one; packed sequences are found by the programs themselves."""
+    return 1 if problem.packed else problem.layout.batch
+
+
+def strides_of(tensor: Tensor, problem: Problem) -> tuple[int, ...]:
+    """(batch, row, head) in elements; a packed tensor is one batch entry."""
+    return (0, *tensor.stride()[:2]) if problem.packed else tensor.stride()[:3]
+
+
 def addresses(call: Call, out: Tensor, lse: Tensor) -> tuple[int, ...]:
     """All that tells apart two calls of a plan whose outputs `ops` allocates."""
     held = (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr(), lse.data_ptr())

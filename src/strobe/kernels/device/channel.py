@@ -25,6 +25,7 @@ class Position:
 
 @gluon.jit
 def ring_start(stages: gl.constexpr):
+    """The consumer's first position. The producer waits for the other parity, whose phase counts as done on a new barrier."""
     return Position(gl.to_tensor(0), gl.to_tensor(0), stages)
 
 

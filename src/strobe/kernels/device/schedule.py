@@ -1,6 +1,6 @@
 """Which tile a persistent program takes next, and the board on which its producer tells its consumers.
 
-A `form` says: tuning (block_n, consumers of 64 rows each), mask, packed, and counted: whether tiles are taken from a counter.
+A `form` says: tuning (block_m, block_n), mask, packed, and counted: whether tiles are taken from a counter.
 """
 
 from .dialect import gl, gluon, mbarrier, partition_barrier
@@ -34,7 +34,7 @@ def tile_of(number, offsets, sizes, limits, form: gl.constexpr):
     Told: batch entry, query head, first row, first key block, key blocks, q start, S_q, S_k. Starts are 0 in dense layouts. Tiles that see
     most keys come first; causal dense ones in sections of heads whose keys and values stay in L2 together.
     """
-    BLOCK_M: gl.constexpr = form.tuning.consumers * 64
+    BLOCK_M: gl.constexpr = form.tuning.block_m
     batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
     entry, q_start, k_start = number * 0, number * 0, number * 0
     if form.packed:

@@ -13,7 +13,7 @@ from ...knobs import KNOBS
 from ...mask import MaskStructure
 from ...problem import ALIGNMENT, Problem
 from ...target import KIB, Target
-from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, no_triton
+from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries, no_triton
 
 CAPABILITY = 90
 MOST_WIDTH = 256
@@ -33,6 +33,10 @@ class Tuning:
     late_rescale: bool = False  # o is rescaled under the next scores' product
     ping_pong: bool = False  # consumers take turns at issuing products
 
+    @property
+    def block_m(self) -> int:
+        return ROWS * self.consumers
+
 
 @dataclass(frozen=True)
 class Form:
@@ -51,7 +55,7 @@ class Form:
 
     @property
     def masks(self) -> bool:
-        """Whether any tile may hold a hidden key; where none can, the loop has no code for masks, and is 120 instructions shorter."""
+        """Whether any tile may hold a hidden key; where none can, the loop has no code for masks."""
         return self.mask.left or self.mask.right or not self.even
 
     @property
@@ -83,7 +87,7 @@ class ForwardConfig:
     def __str__(self) -> str:
         t = self.form.tuning
         where = "registers" if t.q_in_registers else "shared memory"
-        return (f"block_m={ROWS * t.consumers} block_n={t.block_n} stages={t.stages} q in {where}, "
+        return (f"block_m={t.block_m} block_n={t.block_n} stages={t.stages} q in {where}, "
                 f"shared {self.form.shared_bytes() / KIB:.0f} KiB")  # fmt: skip
 
 
@@ -97,10 +101,8 @@ TUNINGS = {
     (256, 128): Tuning(block_n=64, stages=2, consumers=2),
     (256, 256): Tuning(block_n=64, stages=2, consumers=2, late_rescale=True, half_staged=True),
 }
-WIDTHS = (64, 96, 128, 192, 256)
-
-
-# for windows, of whose few keys a row long tiles hide more: d64 390 TFLOP/s for 362 with two consumers and 128 keys (H200, window 1024 of 16k)
+# for windows, of whose few keys a row long tiles hide more: d64 382 TFLOP/s for 362 with two consumers and 128 keys, and 390 for 387
+# with six stages for four (H200, window 1024 of 16k)
 WINDOWED = {(64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, late_rescale=True, ping_pong=True)}
 # for a softcap, whose tanh takes registers
 CAPPED = {
@@ -115,26 +117,15 @@ def rest(width: int) -> int:
     return width - (1 << (width.bit_length() - 1))
 
 
-def padded(width: int) -> int:
-    """The least width of tiles that holds a head dimension."""
-    return next(w for w in WIDTHS if w >= width)
-
-
 def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The key of TUNINGS that a call's head dimensions are padded to."""
     return next(widths for widths in TUNINGS if widths[0] >= head_dim and widths[1] >= head_dim_v)
 
 
-def row_tiles(problem: Problem, tuning: Tuning) -> int:
-    """Tiles of one head's rows; of packed sequences an upper bound, device.tiles.find_sequence."""
+def query_tiles(problem: Problem, block_m: int) -> int:
+    """Tiles of rows a head; for packed sequences, each of which begins a tile of its own, an upper bound: device.tiles.find_sequence."""
     layout: Any = problem.layout
-    rows = ROWS * tuning.consumers
-    return layout.total_q // rows + layout.batch + 2 if problem.packed else -(-layout.seqlen_q // rows)
-
-
-def tiles_of(problem: Problem, tuning: Tuning) -> int:
-    """Tiles of all heads."""
-    return row_tiles(problem, tuning) * problem.heads_q * (1 if problem.packed else problem.layout.batch)
+    return layout.total_q // block_m + layout.batch + 2 if problem.packed else -(-layout.seqlen_q // block_m)
 
 
 def tuning_of(problem: Problem) -> Tuning:
@@ -202,7 +193,7 @@ class HopperForward:
         tuning = tuning_of(problem)
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         widths = tiled(problem.head_dim, problem.head_dim_v)
-        counted = tiles_of(problem, tuning) > target.sm_count
+        counted = query_tiles(problem, tuning.block_m) * problem.heads_q * entries(problem) > target.sm_count
         form = Form(tuning, *widths, problem.group, problem.mask, bool(problem.softcap), problem.sinks, even, problem.packed, counted)
         return ForwardConfig(form)
 
@@ -379,12 +370,6 @@ class HopperBackward:
 def rest_of(head_dim: int, block: int) -> int:
     """Half of a tile's first half, where a head dimension ends in it: 96 of 128 columns are 64 and 32."""
     return block // 4 if block > 64 and head_dim <= block // 2 + block // 4 else 0
-
-
-def query_tiles(problem: Problem, block_m: int) -> int:
-    """Tiles of rows a head; for packed sequences, each of which begins a tile of its own, an upper bound: device.tiles.find_sequence."""
-    layout: Any = problem.layout
-    return layout.total_q // block_m + layout.batch + 2 if problem.packed else -(-layout.seqlen_q // block_m)
 
 
 def _shape_backward(problem: Problem) -> str | None:

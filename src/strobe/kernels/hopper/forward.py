@@ -17,7 +17,7 @@ p stays in registers; the sum of a row is gathered across lanes once, at the end
 tile's q, k and v are on their way. Head dimensions that are no power of two come in two parts, (64, 32) or (128, 64).
 
 A tensor's rows end where TMA is told: it gives zeros beyond them and writes nothing there, so lengths may be ragged. Packed sequences
-lie end to end, so their descriptors wrap (`place_of`): a neighbour's rows are neither read nor written, whatever they hold.
+lie end to end, so their descriptors wrap (`copy_in`): a neighbour's rows are neither read nor written, whatever they hold.
 
 Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; online softmax (arXiv 1805.02867), algorithm 3; ragged descriptors:
 triton.tools.ragged_tma.
@@ -39,9 +39,11 @@ from ..device.masking import row_interval
 from ..device.schedule import WORDS, blocks_of, is_told, read_tile, tell, tile_number, tile_of
 from ..device.softmax import tanh
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
+from .config import MOST_ROWS
+from .config import ROWS as _ROWS
 
-ROWS: gl.constexpr = gl.constexpr(64)  # of one consumer: wgmma's tile
-FAR: gl.constexpr = gl.constexpr(2**30)  # where the rows of a wrapping descriptor end
+ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile
+FAR: gl.constexpr = gl.constexpr(MOST_ROWS)  # where the rows of a wrapping descriptor end
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 

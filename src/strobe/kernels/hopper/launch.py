@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ...call import Call
 from ...errors import KernelFault
-from ...problem import ALIGNMENT
+from ...problem import ALIGNMENT, Problem
 from .. import faults
 from ..device.dialect import TensorDescriptor, gl
 from ..kernel import Forward, Plan, addresses
 from . import forward, relaunch
-from .config import MOST_ROWS, ROWS, row_tiles
+from .config import MOST_ROWS, ROWS, query_tiles
 
 LOG2_E = 1.4426950408889634
 L2_BYTES = 32 << 20  # of keys and values that stay while a section of heads is walked; an H200 has 50 MB
@@ -22,7 +22,7 @@ SHORT_TILES = 8  # row tiles a head, up to which sections pay: causal d128 at 1k
 MOST_TILES = 2**31  # a tile's number is an int32
 WRAP = 2**34  # elements: MOST_ROWS steps of this come back to where they began, modulo 2**64 bytes
 MOST_STEPS = 0x7FFF0000  # a dimension without an end of its own
-MOST_AGAIN = 512  # launches a plan keeps, 2 KB each: more than a model has layers
+MOST_AGAIN = 512  # launches a plan keeps: more than a model has layers
 DTYPES = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16, "torch.float32": gl.float32}
 
 
@@ -64,7 +64,7 @@ def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor |
     problem = plan.problem
     layout: Any = problem.layout
     tuning, heads = form.tuning, problem.heads_q
-    tiles_m = row_tiles(problem, tuning)
+    tiles_m = query_tiles(problem, tuning.block_m)
     section = batch_heads = layout.batch * heads
     if form.packed:
         lengths, whole = layout.tokens, heads * tiles_m
@@ -75,16 +75,20 @@ def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor |
             section = min(section, max(1, L2_BYTES // max(1, a_head)) * problem.group)
         whole = -(-batch_heads // section) * section * tiles_m  # the last section may hold tiles that are none
     if whole >= MOST_TILES:
-        raise KernelFault(f"{plan.kernel.name}: {whole} tiles of {ROWS * tuning.consumers} queries are more than a launch can count; split the batch")
+        raise KernelFault(f"{plan.kernel.name}: {whole} tiles of {tuning.block_m} queries are more than a launch can count; split the batch")
     programs = min(plan.target.sm_count, whole)
-    cap = problem.softcap
-    numbers = (cap * LOG2_E, problem.scale / cap) if cap else (problem.scale * LOG2_E, 0.0)
     sizes = (layout.batch, heads, *lengths, tiles_m, section)
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
-    work = (whole, sizes, limits, numbers)
+    work = (whole, sizes, limits, numbers_of(problem))
     registers = 168 if tuning.consumers == 2 else 128
     arguments = (*descriptors(call, out, form), pointers, work, form)
     return Launch(forward.forward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": registers})
+
+
+def numbers_of(problem: Problem) -> tuple[float, float]:
+    """(scale_log2, softcap): the raw score is q k^T, or tanh(softcap * q k^T) where the call caps scores; it is worth scale_log2 in log2 units."""
+    cap = problem.softcap
+    return (cap * LOG2_E, problem.scale / cap) if cap else (problem.scale * LOG2_E, 0.0)
 
 
 def descriptors(call: Call, out: Tensor, form: Any) -> tuple[TensorDescriptor | None, ...]:

@@ -11,10 +11,10 @@ from ...call import Call
 from ...errors import KernelFault
 from ...problem import ALIGNMENT, Problem
 from ..device.dialect import TensorDescriptor, gl
-from ..kernel import Backward, Plan
+from ..kernel import Backward, Plan, entries, strides_of
 from . import backward, relaunch
 from .config import query_tiles
-from .launch import LOG2_E, MOST_TILES, Launch, addressable, descriptor
+from .launch import MOST_TILES, Launch, addressable, descriptor, numbers_of
 
 L2_BYTES = 32 << 20  # of queries, their gradients and dq's sums that stay while a section of heads is walked; an H200 has 50 MB
 CONVERTED_ROWS = 32  # a program of convert_kernel, which only moves memory
@@ -42,7 +42,8 @@ def rows_launch(plan: Plan, pointers: tuple[Tensor | None, ...]) -> Launch:
     dout, out, dq_sum = (strides_of(t, problem) for t in (pointers[0], pointers[1], pointers[6]))
     tiles = query_tiles(problem, form.tuning.block_m)
     sizes = (problem.heads_q, tokens(problem)[0], problem.layout.batch, tiles)
-    return Launch(backward.rows_kernel, counted(plan, heads_of(problem) * tiles), (pointers, (dout, out, dq_sum), sizes, form), {"num_warps": 4})
+    programs = counted(plan, problem.heads_q * entries(problem) * tiles)
+    return Launch(backward.rows_kernel, programs, (pointers, (dout, out, dq_sum), sizes, form), {"num_warps": 4})
 
 
 def convert_launch(plan: Plan, dq_sum: Tensor, dq: Tensor) -> Launch:
@@ -50,7 +51,8 @@ def convert_launch(plan: Plan, dq_sum: Tensor, dq: Tensor) -> Launch:
     rows = tokens(problem)[0]
     strides = (strides_of(dq_sum, problem), strides_of(dq, problem))
     arguments = ((dq_sum, dq), strides, (problem.heads_q, rows), problem.scale, plan.config.form, CONVERTED_ROWS)
-    return Launch(backward.convert_kernel, counted(plan, heads_of(problem) * -(-rows // CONVERTED_ROWS)), arguments, {"num_warps": 4})
+    programs = counted(plan, problem.heads_q * entries(problem) * -(-rows // CONVERTED_ROWS))
+    return Launch(backward.convert_kernel, programs, arguments, {"num_warps": 4})
 
 
 def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...]) -> Launch:
@@ -61,11 +63,9 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...]) -> Launch:
     if rows.numel() >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {rows.numel()} numbers of rows are more than an int32 can count; split the batch")
     tiles_n = seqlen_k // tuning.block_n + batch + 2 if form.packed else -(-seqlen_k // tuning.block_n)
-    heads_kv = problem.heads_kv if form.packed else batch * problem.heads_kv
+    heads_kv = problem.heads_kv * entries(problem)
     a_head = problem.group * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.dq_width)
     section = max(1, min(heads_kv, L2_BYTES // max(1, a_head)))
-    cap = problem.softcap
-    numbers = (cap * LOG2_E, problem.scale / cap, problem.scale) if cap else (problem.scale * LOG2_E, 0.0, problem.scale)
     by_rows, by_rows_v = (tuning.block_m, form.block_d), (tuning.block_m, form.block_dv)
     by_keys, by_keys_v = (tuning.block_n, form.block_d), (tuning.block_n, form.block_dv)
     described = (
@@ -74,7 +74,7 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...]) -> Launch:
         descriptor(dq_sum, tuning.block_m, form.block_d // tuning.parts),
     )  # fmt: skip
     sizes = (batch, problem.heads_q, seqlen_q, seqlen_k, query_tiles(problem, tuning.block_m), tiles_n, section)
-    work = (sizes, (call.left, call.right), numbers)
+    work = (sizes, (call.left, call.right), (*numbers_of(problem), problem.scale))
     arguments = (*described, (call.cu_seqlens_q, call.cu_seqlens_k), work, form)
     return Launch(backward.backward_kernel, counted(plan, heads_kv * tiles_n), arguments, {"num_warps": 8, "maxnreg": 168})
 
@@ -85,19 +85,9 @@ def counted(plan: Plan, programs: int) -> int:
     return programs
 
 
-def heads_of(problem: Problem) -> int:
-    """Query heads that a grid counts one by one: of all batch entries, or of the packed tensor."""
-    return problem.heads_q if problem.packed else problem.layout.batch * problem.heads_q
-
-
 def tokens(problem: Problem) -> tuple[int, int]:
     """(S_q, S_k), or T_q and T_k of packed tensors."""
     return problem.layout.tokens if problem.packed else problem.layout[1:3]
-
-
-def strides_of(tensor: Any, problem: Problem) -> tuple[int, ...]:
-    """(batch, row, head) in elements; a packed tensor is one batch entry."""
-    return (0, *tensor.stride()[:2]) if problem.packed else tensor.stride()[:3]
 
 
 def operand(dout: Tensor, call: Call) -> Tensor:

@@ -13,7 +13,7 @@ from ...call import Call
 from ...errors import KernelFault
 from ...problem import ALIGNMENT, Packed, Problem
 from .. import faults
-from ..kernel import Backward, Forward, Plan
+from ..kernel import Backward, Forward, Plan, entries, strides_of
 from . import backward, forward
 from .tunings import Tuning
 
@@ -55,13 +55,13 @@ def forward_launches(plan: Plan, call: Call, tensors: Forward) -> list[Launch]:
     form: Any = plan.config.form  # type: ignore[attr-defined]
     problem = plan.problem
     sizes = _sizes(problem, form.tuning.block_m)
-    strides = tuple(_strides(t, problem) for t in (call.q, call.k, call.v, tensors.out))
+    strides = tuple(strides_of(t, problem) for t in (call.q, call.k, call.v, tensors.out))
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
     arguments = (
         (call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks), _mask_tensors(call, call.spans_q), faults.word(call.q.device),
         strides, sizes, limits, numbers_of(problem)[:2], form,
     )  # fmt: skip
-    return [_launch(forward.forward_kernel, sizes[4] * problem.heads_q * _entries(problem), arguments, form.tuning)]
+    return [_launch(forward.forward_kernel, sizes[4] * problem.heads_q * entries(problem), arguments, form.tuning)]
 
 
 def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
@@ -69,8 +69,8 @@ def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
     forms: Any = plan.config
     problem = plan.problem
     dout = _operand(t.dout, call)
-    strides = {name: _strides(x, problem) for name, x in (("dout", t.dout), ("out", t.out), ("do", dout), ("dq", t.dq), ("dk", t.dk), ("dv", t.dv))}
-    q, k, v = (_strides(x, problem) for x in call[:3])
+    strides = {name: strides_of(x, problem) for name, x in (("dout", t.dout), ("out", t.out), ("do", dout), ("dq", t.dq), ("dk", t.dk), ("dv", t.dv))}
+    q, k, v = (strides_of(x, problem) for x in call[:3])
     limits, numbers, word = (call.left, call.right), numbers_of(problem), faults.word(call.q.device)
     read = (call.q, call.k, call.v, dout, t.lse, t.delta)
     rows = t.lse.shape[-1]
@@ -84,11 +84,11 @@ def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
     queries = (
         (*read, t.dq), _mask_tensors(call, call.spans_q), word, (q, k, v, strides["do"], strides["dq"]), sizes_q, limits, numbers, forms.queries,
     )  # fmt: skip
-    entries = _entries(problem)
+    batch = entries(problem)
     return [
-        Launch(backward.delta_kernel, -(-rows // DELTA_ROWS) * problem.heads_q * entries, delta, {}),
-        _launch(backward.keys_kernel, sizes_k[4] * problem.heads_kv * entries, keys, forms.keys.tuning),
-        _launch(backward.queries_kernel, sizes_q[4] * problem.heads_q * entries, queries, forms.queries.tuning),
+        Launch(backward.delta_kernel, -(-rows // DELTA_ROWS) * problem.heads_q * batch, delta, {}),
+        _launch(backward.keys_kernel, sizes_k[4] * problem.heads_kv * batch, keys, forms.keys.tuning),
+        _launch(backward.queries_kernel, sizes_q[4] * problem.heads_q * batch, queries, forms.queries.tuning),
     ]
 
 
@@ -116,16 +116,6 @@ def _operand(dout: Tensor, call: Call) -> Tensor:
     if dout.dtype == call.q.dtype and aligned and dout.data_ptr() % ALIGNMENT == 0:
         return dout
     return torch.empty(dout.shape, dtype=call.q.dtype, device=dout.device).copy_(dout)
-
-
-def _entries(problem: Problem) -> int:
-    """Batch entries that a grid counts one by one; packed sequences are found by the programs themselves."""
-    return 1 if problem.packed else problem.layout.batch
-
-
-def _strides(tensor: Tensor, problem: Problem) -> tuple[int, ...]:
-    """(batch, row, head) in elements; a packed tensor is one batch entry."""
-    return (0, *tensor.stride()[:2]) if problem.packed else tensor.stride()[:3]
 
 
 def _sizes(problem: Problem, block: int, of_keys: bool = False) -> tuple[int, int, int, int, int]:
