@@ -37,7 +37,7 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
             given.copy_(own)
 
 
-def rows_launch(plan: Plan, pointers: tuple[Tensor | None, ...]) -> Launch:
+def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
     problem, form = plan.problem, plan.config.form
     dout, out, dq_sum = (strides_of(t, problem) for t in (pointers[0], pointers[1], pointers[6]))
     tiles = query_tiles(problem, form.tuning.block_m)
