@@ -421,7 +421,7 @@ def test_a_launch_is_guarded_by_its_tensors_device(current, guarded, monkeypatch
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
     monkeypatch.setattr(torch.cuda, "device", Guard)
     q = SimpleNamespace(is_cuda=True, get_device=lambda: 1, device=torch.device("cuda", 1))
-    ops._launch(SimpleNamespace(buffers=(), kernel=SimpleNamespace(run=run)), SimpleNamespace(q=q), None)  # type: ignore[arg-type]
+    ops._launch(SimpleNamespace(buffers=(), kernel=SimpleNamespace(run=run)), (q,), None)  # type: ignore[arg-type]
     assert ran == [guarded] and entered == guarded + [-1] * len(guarded)
 
 

@@ -19,6 +19,8 @@ from .api import (
     supports,
     warmup,
 )
+from .api_decode import append, attention_decode, explain_decode, partial_attention_decode
+from .cache import DenseCache, PagedCache, Rotary, quantize_kv
 from .errors import InvalidProblem, KernelFault, UnsupportedProblem
 from .mask import Mask, causal, documents, full, key_lengths, prefix_causal, window
 from .merge import Partial, merge, with_sinks
@@ -33,26 +35,34 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 
 __all__ = [
     "Choice",
+    "DenseCache",
     "InvalidProblem",
     "KernelFault",
     "Mask",
+    "PagedCache",
     "Partial",
     "Problem",
+    "Rotary",
     "Target",
     "UnsupportedProblem",
+    "append",
     "attention",
+    "attention_decode",
     "attention_varlen",
     "causal",
     "documents",
     "explain",
+    "explain_decode",
     "explain_varlen",
     "full",
     "key_lengths",
     "last_errors",
     "merge",
     "partial_attention",
+    "partial_attention_decode",
     "partial_attention_varlen",
     "prefix_causal",
+    "quantize_kv",
     "supports",
     "warmup",
     "window",

@@ -12,8 +12,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from . import ops
+from . import ops, ops_decode
 from .call import FARTHEST, Call
+from .decode import DecodeProblem
 from .errors import InvalidProblem, UnsupportedProblem, wrong_type
 from .kernels import faults
 from .mask import NO_BOUND, Mask, as_int
@@ -170,7 +171,7 @@ def supports(
     return True
 
 
-def warmup(problems: Iterable[Problem], device: torch.device | str | None = None) -> None:
+def warmup(problems: Iterable[Problem | DecodeProblem], device: torch.device | str | None = None) -> None:
     """Compile the kernels of these problems ahead of their first call: before a graph capture, or onto a shared cache.
 
     >>> q = torch.randn(1, 8, 2, 64)
@@ -182,6 +183,9 @@ def warmup(problems: Iterable[Problem], device: torch.device | str | None = None
     if not isinstance(problems, Iterable):
         raise wrong_type("problems", problems, "strobe.Problem values", "put it in a list")
     for problem in problems:
+        if isinstance(problem, DecodeProblem):
+            ops_decode.run(problem.example(place))
+            continue
         if not isinstance(problem, Problem):
             raise wrong_type("problems", problem, "strobe.Problem values", "take them from strobe.explain(...).problem")
         call = problem.example(place)

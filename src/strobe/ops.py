@@ -23,13 +23,13 @@ from .select import Choice, select
 from .target import Target
 
 _MOST_CHOICES = 4096  # lengths that change each step would otherwise grow the dictionary for ever
-_choices: dict[tuple | None, Choice] = {}
+_choices: dict[tuple | None, Choice[Problem]] = {}
 
 
 # ---------------------------------------------------------------- a call's Choice
 
 
-def decide(call: Call) -> Choice:
+def decide(call: Call) -> Choice[Problem]:
     """The Choice for a call: door and select the first time, one dictionary lookup after that."""
     try:
         key = None if isinstance(call.q, FakeTensor) else _raw_key(call)
@@ -60,8 +60,8 @@ def _raw_key(call: Call) -> tuple:
 # ---------------------------------------------------------------- running it
 
 
-def _launch(plan: Plan, call: Call, tensors: Forward | Backward) -> None:
-    q = call.q
+def _launch(plan: Plan, call: Any, tensors: Forward | Backward | None) -> None:
+    q = call[0]  # of every kind of call a tensor of its device
     workspace = {buffer.name: _allocate(buffer, q.device) for buffer in plan.buffers}
     if q.is_cuda and q.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(q.device):
@@ -93,7 +93,7 @@ def _launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
     return again is not None and call.q.get_device() == torch._C._cuda_getDevice() and not KNOBS.sync and again()
 
 
-def _write(choice: Choice, call: Call, out: Tensor, lse: Tensor) -> None:
+def _write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> None:
     if not choice.problem.vacuous:
         _launch(choice.forward, call, Forward(out, lse))
         return
@@ -114,7 +114,7 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
 def _forward_out(out: Tensor, *flat: Any) -> Tensor:
     call = _received(flat)
     choice = decide(call)
-    _check_out(out, choice.problem.out_shapes[0], choice.problem.out_dtype, call)
+    _check_out(out, choice.problem.out_shapes[0], choice.problem.out_dtype, call.q)
     shape, strides, dtype = choice.problem.outputs[1]
     lse = call.q.new_empty_strided(shape, strides, dtype=dtype)
     _write(choice, call, out, lse)
@@ -151,15 +151,15 @@ def _per_head(sinks: Tensor, call: Call) -> Tensor:
     return sinks[:, None] if call.packed else sinks[None, :, None]
 
 
-def _check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, call: Call) -> None:
+def _check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> None:
     if out.layout != torch.strided:
         raise InvalidProblem("out", out.layout, "a strided (dense) tensor", "allocate it with torch.empty")
     if list(out.shape) != list(shape):
         raise InvalidProblem("out", f"shape {list(out.shape)}", f"{list(shape)}", "allocate it like q with v's head dimension")
     if out.dtype != dtype:
         raise InvalidProblem("out", out.dtype, str(dtype), "allocate it in q's dtype")
-    if out.device != call.q.device:
-        raise InvalidProblem("out", f"device {out.device}", f"q's device {call.q.device}", "allocate it beside q")
+    if out.device != q.device:
+        raise InvalidProblem("out", f"device {out.device}", f"q's device {q.device}", "allocate it beside q")
     if out.shape[-1] > 1 and out.stride(-1) != 1:
         raise InvalidProblem("out", f"stride {out.stride(-1)} in the last dimension", "stride 1", "allocate it contiguous")
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):
@@ -169,18 +169,15 @@ def _check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, call: Ca
 # ---------------------------------------------------------------- schemas and fakes
 
 
-def _schema() -> str:
+def _schema(fields: dict[str, str], defaults: dict[str, Any]) -> str:
+    """A kind of call, its annotations in torch's words."""
     kinds = {
-        "Tensor": "Tensor",
         "Tensor | None": "Tensor?",
         "int": "SymInt",
-        "float": "float",
         "float | None": "float?",
-        "bool": "bool",
-        "str": "str",
     }
-    default = {name: "=" + repr(value).replace("'", '"') for name, value in Call._field_defaults.items()}
-    return ", ".join(f"{kinds[kind]} {name}{default.get(name, '')}" for name, kind in FIELD_KINDS.items())
+    default = {name: "=" + repr(value).replace("'", '"') for name, value in defaults.items()}
+    return ", ".join(f"{kinds.get(kind, kind)} {name}{default.get(name, '')}" for name, kind in fields.items())
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor]:
@@ -193,7 +190,7 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor]:
 
 def _forward_out_fake(out: Tensor, *flat: Any) -> Tensor:
     like, lse = _forward_fake(*flat)
-    _check_out(out, tuple(like.shape), like.dtype, Call(*flat))
+    _check_out(out, tuple(like.shape), like.dtype, like)
     return lse
 
 
@@ -204,9 +201,10 @@ def _backward_fake(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, 
 
 
 LIBRARY = torch.library.Library("strobe", "DEF")
-LIBRARY.define(f"forward({_schema()}) -> (Tensor, Tensor)")
-LIBRARY.define(f"forward_out(Tensor(a!) out, {_schema()}) -> Tensor")
-LIBRARY.define(f"backward(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_schema()}) -> (Tensor, Tensor, Tensor, Tensor)")
+_FIELDS = _schema(FIELD_KINDS, Call._field_defaults)
+LIBRARY.define(f"forward({_FIELDS}) -> (Tensor, Tensor)")
+LIBRARY.define(f"forward_out(Tensor(a!) out, {_FIELDS}) -> Tensor")
+LIBRARY.define(f"backward(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_FIELDS}) -> (Tensor, Tensor, Tensor, Tensor)")
 for _name, _body, _fake in (
     ("forward", lambda *flat: _forward(_received(flat)), _forward_fake),
     ("forward_out", _forward_out, _forward_out_fake),

@@ -47,6 +47,11 @@ class Problem:
     kernel: str
 
     @property
+    def directions(self) -> tuple[str, ...]:
+        """Which kernels it needs."""
+        return ("forward", "backward") if self.needs_grad else ("forward",)
+
+    @property
     def packed(self) -> bool:
         return isinstance(self.layout, Packed)
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .decode import DecodeCall
+from .mask import documents
 from .merge import Partial
 from .problem import Call
 
@@ -69,6 +71,52 @@ def backward(call: Call, dout: Tensor, dlse: Tensor | None = None, dtype: torch.
     dv = torch.einsum("bhij,bhid->bjhd", p, do)
     dk, dv = (grad.unflatten(2, (-1, group)).sum(3) if group > 1 else grad for grad in (dk, dv))
     return Gradients(dq, dk, dv, _sinks_gradient(rows.sinks, lse, delta))
+
+
+def sequence(call: DecodeCall, b: int) -> Call:
+    """Sequence b of a decode as a dense call over the keys it holds, in float64, worth what they are worth; the rest is left behind.
+
+    Keys of pages that are not in the pool are zeros that belong to no document.
+    """
+    size = call.k.shape[1]
+    room = size if call.page_table is None else size * call.page_table.shape[1]
+    stop = min(max(int(call.seqlens[b]), 0), room)
+    start = 0 if call.k_start is None else min(max(int(call.k_start[b]), 0), stop)
+    position = torch.arange(start, stop, device=call.q.device)
+    page = torch.full_like(position, b) if call.page_table is None else call.page_table[b].long()[position // size]
+    present = (page >= 0) & (page < call.k.shape[0])
+    held: list[Tensor] = []
+    for pool, scale in ((call.k, call.k_scale), (call.v, call.v_scale)):
+        rows = torch.zeros(len(position), *pool.shape[2:], dtype=torch.float64, device=pool.device)
+        stored = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # torch indexes no 8-bit floats: their bytes it does
+        rows[present] = stored[page[present], position[present] % size].view(pool.dtype).double()
+        held.append((rows if scale is None else rows * scale.double()[:, None])[None])
+    one = Call(
+        call.q[b : b + 1],
+        held[0],
+        held[1],
+        left=call.left,
+        right=call.right,
+        scale=call.scale,
+        softcap=call.softcap,
+        partial=call.partial,
+        sinks=call.sinks,
+    )
+    if present.all():
+        return one
+    ids = torch.where(present, 0, -1).to(torch.int32)[None]
+    return one.with_mask(one.mask & documents(torch.zeros_like(call.q[b : b + 1, :, 0, 0], dtype=torch.int32), ids))
+
+
+def decode(call: DecodeCall, dtype: torch.dtype = torch.float64) -> Partial:
+    """out and lse of a decode in `dtype`: each sequence is attention over its own keys.
+
+    >>> k = torch.arange(8.0).view(1, 4, 1, 2)
+    >>> decode(DecodeCall(torch.zeros(1, 1, 1, 2), k, k, torch.tensor([3], dtype=torch.int32), right=0)).out.flatten().tolist()
+    [2.0, 3.0]
+    """
+    parts = [forward(sequence(call, b), dtype) for b in range(call.q.shape[0])]
+    return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
 
 
 def _rows(call: Call, dtype: torch.dtype) -> _Rows:

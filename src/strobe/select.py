@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+from .appending import AppendProblem
+from .decode import DecodeProblem
 from .errors import InvalidProblem, UnsupportedProblem
 from .kernels import FAMILIES, kernels
 from .kernels.kernel import Kernel, Plan
 from .problem import Problem
 from .target import Target
 
+AnyProblem = TypeVar("AnyProblem", Problem, DecodeProblem, AppendProblem)
+
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Generic[AnyProblem]):
     """What a call runs: the forward plan, the backward plan where gradients are needed, and every kernel passed over."""
 
-    problem: Problem
+    problem: AnyProblem
     target: Target
-    forward: Plan
+    forward: Plan  # a decode's and an append's only plan too
     backward: Plan | None
     rejections: tuple[tuple[str, str], ...]
 
@@ -34,7 +39,7 @@ class Choice:
         return "\n".join(f"{label:<9} {text}" for label, text in rows)
 
 
-def select(problem: Problem, target: Target) -> Choice:
+def select(problem: AnyProblem, target: Target) -> Choice[AnyProblem]:
     """The first kernel of each direction that can run the problem; UnsupportedProblem with every reason where none can.
 
     >>> import torch
@@ -44,13 +49,14 @@ def select(problem: Problem, target: Target) -> Choice:
     >>> select(Problem.from_call(Call(q, q, q)), FAKES["CPU"]).forward.kernel.name
     'cpu.forward'
     """
-    _check_name(problem.kernel)
-    forward, passed = _first(problem, target, "forward")
-    backward, passed_backward = _first(problem, target, "backward") if problem.needs_grad else (None, ())
+    forwards, *backwards = problem.directions
+    _check_name(problem.kernel, ("forward", "backward") if isinstance(problem, Problem) else problem.directions)
+    forward, passed = _first(problem, target, forwards)
+    backward, passed_backward = _first(problem, target, backwards[0]) if backwards else (None, ())
     return Choice(problem, target, forward, backward, passed + passed_backward)
 
 
-def _first(problem: Problem, target: Target, direction: str) -> tuple[Plan, tuple[tuple[str, str], ...]]:
+def _first(problem: Problem | DecodeProblem | AppendProblem, target: Target, direction: str) -> tuple[Plan, tuple[tuple[str, str], ...]]:
     """The plan of the first kernel that can run it, and what every other kernel of this direction has against it."""
     plan: Plan | None = None
     passed: list[tuple[str, str]] = []
@@ -67,7 +73,7 @@ def _first(problem: Problem, target: Target, direction: str) -> tuple[Plan, tupl
         return plan, tuple(passed)
     family = problem.kernel.partition(".")[0]
     if family in FAMILIES and family not in [kernel.name.partition(".")[0] for kernel in kernels(direction)]:
-        passed.insert(0, (f"{family}.{direction}", f'there is none; kernel="{_other(family, direction)}" leaves the {direction} open'))
+        passed.insert(0, (f"{family}.{direction}", f"there is none{_other(family, direction)}"))
     reasons = "\n".join(f"  {name:<18} {reason}" for name, reason in passed)
     raise UnsupportedProblem(f"no {direction} kernel can run this here\n  problem {problem}\n  target  {target}\n{reasons}")
 
@@ -82,10 +88,11 @@ def _not_asked_for(wanted: str, kernel: Kernel) -> str | None:
 
 
 def _other(family: str, direction: str) -> str:
-    return f"{family}.{'forward' if direction == 'backward' else 'backward'}"
+    other = {"forward": "backward", "backward": "forward"}.get(direction)
+    return f'; kernel="{family}.{other}" leaves the {direction} open' if other else ""
 
 
-def _check_name(wanted: str) -> None:
-    names = [*FAMILIES, *(kernel.name for direction in ("forward", "backward") for kernel in kernels(direction))]
+def _check_name(wanted: str, directions: tuple[str, ...]) -> None:
+    names = [*FAMILIES, *(kernel.name for direction in directions for kernel in kernels(direction))]
     if wanted and wanted not in names:
         raise InvalidProblem("kernel", repr(wanted), f"one of {', '.join(names)}", "leave it out to let strobe choose")

@@ -8,18 +8,21 @@ from importlib import import_module
 
 from .kernel import Kernel
 
-# family: its kernels stand in strobe/kernels/FAMILY/config.py as FORWARD and BACKWARD; it may lack one of them
+# family: its kernels stand in strobe/kernels/FAMILY/config.py as FORWARD, BACKWARD, DECODE and APPEND; it may lack any of them.
+# hopper has no DECODE yet: one that stands there is asked before the portable one, and nothing else need change.
 FAMILIES = ("hopper", "portable", "cpu")
 
 
 @lru_cache
 def kernels(direction: str) -> tuple[Kernel, ...]:
-    """All kernels of a direction, "forward" or "backward", best first.
+    """All kernels of a direction ("forward", "backward", "decode" or "append"), best first.
 
     >>> [kernel.name for kernel in kernels("forward")]
     ['hopper.forward', 'portable.forward', 'cpu.forward']
     >>> [kernel.name for kernel in kernels("backward")]
     ['hopper.backward', 'portable.backward', 'cpu.backward']
+    >>> [kernel.name for kernel in kernels("decode")]
+    ['cpu.decode']
     """
     found = (getattr(import_module(f"strobe.kernels.{family}.config"), direction.upper(), None) for family in FAMILIES)
     return tuple(kernel for kernel in found if kernel is not None)

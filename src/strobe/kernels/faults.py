@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 OFFSETS_Q, OFFSETS_K, LONG_Q, LONG_K, LENGTHS = 1, 2, 4, 8, 16
+SEQLENS, PAGES, K_START, NO_ROOM, NO_ANGLE = 32, 64, 128, 256, 512
 
 MEANING = {
     OFFSETS_Q: "cu_seqlens_q: an offset is below the one before it or beyond T_q; it was clamped",
@@ -16,6 +17,11 @@ MEANING = {
     LONG_Q: "max_seqlen_q: a sequence has more queries than promised; its rows beyond the promise are NaN",
     LONG_K: "max_seqlen_k: a sequence has more keys than promised; all its rows are NaN",
     LENGTHS: "key_lengths: a length is negative or beyond S_k; it was clamped",
+    SEQLENS: "cache.seqlens: a length is negative or beyond what a sequence may hold; it was clamped",
+    PAGES: "cache.page_table: a page id is negative or beyond the pool; its keys are hidden, and nothing was written there",
+    K_START: "cache.k_start: a start is negative or beyond the sequence's length; it was clamped",
+    NO_ROOM: "append: a token's position is negative or beyond what a sequence may hold; it was not written",
+    NO_ANGLE: "append: a token's position is beyond rotary.cos; its key is NaN in the rotary dimensions",
 }
 
 _words: dict[torch.device, Tensor] = {}

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..appending import AppendProblem
+from ..decode import DecodeProblem
 from ..mask import MaskStructure
 from ..problem import Call, Problem
 from ..target import Target
@@ -62,30 +64,33 @@ class Backward(NamedTuple):
 
 
 class Kernel(Protocol):
-    """The five answers: its name, why it cannot run a problem, its config, its cost, and running it."""
+    """The five answers: its name, why it cannot run a problem, its config, its cost, and running it.
+
+    A problem is a Problem (forward, backward), DecodeProblem or AppendProblem, and the call is of its kind.
+    """
 
     name: str
 
-    def why_not(self, problem: Problem, target: Target) -> str | None:
+    def why_not(self, problem: Any, target: Target) -> str | None:
         """None if it can run, else the reason, in words a user can act on."""
         ...
 
-    def config(self, problem: Problem, target: Target) -> Any:
+    def config(self, problem: Any, target: Target) -> Any:
         """The frozen config this kernel runs the problem with: looked up, never timed."""
         ...
 
-    def cost(self, problem: Problem) -> Cost: ...
+    def cost(self, problem: Any) -> Cost: ...
 
-    def workspace(self, problem: Problem, config: Any) -> tuple[Buffer, ...]: ...
+    def workspace(self, problem: Any, config: Any) -> tuple[Buffer, ...]: ...
 
-    def run(self, plan: Plan, call: Call, tensors: Any, workspace: dict[str, Tensor]) -> None: ...
+    def run(self, plan: Plan, call: Any, tensors: Any, workspace: dict[str, Tensor]) -> None: ...
 
 
 class Plan(NamedTuple):
     """One kernel decided for one problem: what `run` is given."""
 
     kernel: Kernel
-    problem: Problem
+    problem: Any  # the Problem, DecodeProblem or AppendProblem
     target: Target
     config: Any  # of the kernel's own kind
     buffers: tuple[Buffer, ...]
@@ -155,3 +160,19 @@ def attention_cost(problem: Problem, backward: bool = False) -> Cost:
     if backward:
         return Cost(2 * pairs * (3 * width + 2 * width_v), 2 * moved + rows * problem.heads_q * width_v * itemsize)
     return Cost(2 * pairs * (width + width_v), moved)
+
+
+def decode_cost(problem: DecodeProblem) -> Cost:
+    """As if every sequence were full: lengths are the device's. Its keys and values read once, each row of q and out once."""
+    layout, width = problem.layout, problem.head_dim + problem.head_dim_v
+    rows, keys = layout.batch * layout.seqlen_q * problem.heads_q, layout.batch * problem.capacity * problem.heads_kv
+    moved = keys * width * problem.cache_dtype.itemsize + rows * (
+        problem.head_dim * problem.dtype.itemsize + problem.head_dim_v * problem.out_dtype.itemsize
+    )
+    return Cost(2.0 * rows * problem.capacity * width, moved)
+
+
+def append_cost(problem: AppendProblem) -> Cost:
+    layout, width = problem.layout, problem.head_dim + problem.head_dim_v
+    elements = layout.batch * layout.seqlen_q * problem.heads_kv * width
+    return Cost(0.0, elements * (problem.dtype.itemsize + problem.cache_dtype.itemsize))

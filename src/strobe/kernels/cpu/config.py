@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...appending import AppendCall, AppendProblem
 from ...call import Call
+from ...decode import DecodeCall, DecodeProblem
 from ...problem import Dense, Problem
 from ...target import Target
-from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost
-from . import backward, flash, forward
+from ..kernel import Backward, Buffer, Cost, Forward, Plan, append_cost, attention_cost, decode_cost
+from . import append, backward, decode, flash, forward
 from .tiles import Config, wide
 
 MOST_ELEMENTS = 1 << 19  # of one batched tile of scores: 2 MiB of float32, one core's L2
@@ -22,7 +24,7 @@ FIXED_TILE = (64, 256)  # batch invariance: a constant, because it sets the bits
 class _Cpu:
     name: str
 
-    def why_not(self, problem: Problem, target: Target) -> str | None:
+    def why_not(self, problem: Problem | DecodeProblem | AppendProblem, target: Target) -> str | None:
         return None if target.kind == "cpu" else f"runs on CPUs; this target is {target.name}"
 
 
@@ -59,6 +61,41 @@ class CpuBackward(_Cpu):
         backward.run(plan, call, tensors, workspace)
 
 
+class CpuDecode(_Cpu):
+    name = "cpu.decode"
+
+    def config(self, problem: DecodeProblem, target: Target) -> Config:
+        if problem.batch_invariant:
+            return Config("tiled", *FIXED_TILE, 1, fixed_tiles=True)
+        block_m, block_n = max(1, min(64, problem.layout.seqlen_q)), max(1, min(1024, problem.capacity))
+        return Config("tiled", block_m, block_n, max(1, min(problem.heads_kv, MOST_ELEMENTS // (problem.group * block_m * block_n))))
+
+    def cost(self, problem: DecodeProblem) -> Cost:
+        return decode_cost(problem)
+
+    def workspace(self, problem: DecodeProblem, config: Config) -> tuple[Buffer, ...]:
+        return (Buffer("scores", (config.tile_elements(problem.group),), wide(problem.dtype)),)
+
+    def run(self, plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:
+        decode.run(plan, call, tensors, workspace)
+
+
+class CpuAppend(_Cpu):
+    name = "cpu.append"
+
+    def config(self, problem: AppendProblem, target: Target) -> str:
+        return "one indexed write"
+
+    def cost(self, problem: AppendProblem) -> Cost:
+        return append_cost(problem)
+
+    def workspace(self, problem: AppendProblem, config: str) -> tuple[Buffer, ...]:
+        return ()
+
+    def run(self, plan: Plan, call: AppendCall, tensors: None, workspace: dict[str, Tensor]) -> None:
+        append.run(plan, call, tensors, workspace)
+
+
 def _config(problem: Problem, hand_off: bool) -> Config:
     """Tiles of 256 x 256; in a window of 256 keys 128 x 512, whose blocks meet one tile each (53 ms against 67: float32,
     S = 4096, 8 heads, one AVX-512 thread, torch 2.13). Query heads that share a key head share the rows."""
@@ -77,4 +114,4 @@ def _tile_buffer(name: str, problem: Problem, config: Config) -> Buffer:
     return Buffer(name, (config.tile_elements(problem.group),), wide(problem.dtype))
 
 
-FORWARD, BACKWARD = CpuForward(), CpuBackward()
+FORWARD, BACKWARD, DECODE, APPEND = CpuForward(), CpuBackward(), CpuDecode(), CpuAppend()

@@ -1,0 +1,51 @@
+"""Writing new keys to a cache on CPUs: positions become (page, row) pairs, and one indexed write puts all of them there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...appending import AppendCall, AppendProblem
+from ...cache import FP8, to_fp8
+from .. import faults
+from ..kernel import Plan
+from .tiles import wide
+
+
+def run(plan: Plan, call: AppendCall, tensors: None, workspace: dict[str, Tensor]) -> None:
+    problem: AppendProblem = plan.problem
+    position = call.seqlens.long()[:, None] + torch.arange(problem.layout.seqlen_q)
+    inside = (position >= 0) & (position < problem.capacity)
+    if not inside.all():
+        faults.report(call.k.device, faults.NO_ROOM)
+    token = inside.nonzero()  # [n, 2]: sequence and token
+    position = position[inside]
+    page = token[:, 0] if call.page_table is None else call.page_table[token[:, 0], position // problem.page_size].long()
+    present = (page >= 0) & (page < call.k.shape[0])
+    if not present.all():
+        faults.report(call.k.device, faults.PAGES)
+    token, position, page = token[present], position[present], page[present]
+    row = position % max(1, problem.page_size)
+    dtype = wide(problem.dtype)
+    k, v = (new[token[:, 0], token[:, 1]].to(dtype) for new in (call.k_new, call.v_new))
+    if call.cos is not None and call.sin is not None:
+        k = _turned(k, (call.cos, call.sin), position, call.interleaved)
+    for pool, new, scale in ((call.k, k, call.k_scale), (call.v, v, call.v_scale)):
+        if pool.dtype == FP8:  # torch indexes no 8-bit floats: their bytes it does
+            pool, new = pool.view(torch.uint8), to_fp8(new, scale).view(torch.uint8)
+        pool[page, row] = new.to(pool.dtype)
+
+
+def _turned(k: Tensor, angles: tuple[Tensor, Tensor], position: Tensor, interleaved: bool) -> Tensor:
+    """k [n, H, D] with its first rotary_dim dimensions turned by each token's angles; NaN where there are none."""
+    known = angles[0].shape[0]
+    beyond = position >= known
+    if beyond.any():
+        faults.report(k.device, faults.NO_ANGLE)
+    cos, sin = (t[position.clamp(max=known - 1)].to(k.dtype).masked_fill(beyond[:, None], torch.nan)[:, None] for t in angles)
+    width = 2 * cos.shape[-1]
+    pairs = k[..., :width].unflatten(-1, (-1, 2)).unbind(-1) if interleaved else k[..., :width].chunk(2, -1)
+    a, b = pairs
+    turned = a * cos - b * sin, b * cos + a * sin
+    joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([joined, k[..., width:]], -1)

@@ -1,0 +1,99 @@
+"""Decoding on CPUs: each sequence's keys are laid together, and the tiled forward attends to them.
+
+So a row's bits are those of the same row of a prefill wherever the tiles are the same, as batch_invariant=True makes them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...call import Call
+from ...decode import DecodeCall, DecodeProblem
+from ...mask import NO_BOUND
+from .. import faults
+from ..kernel import Forward, Plan
+from .forward import attend
+from .pieces import Piece, _together
+from .tiles import wide
+
+
+class Keys(NamedTuple):
+    """What a sequence's rows may see, laid together: k and v [1, n, H_kv, D] and each key's position, sorted."""
+
+    k: Tensor
+    v: Tensor
+    position: Tensor
+
+
+def run(plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:
+    problem: DecodeProblem = plan.problem
+    out, lse = tensors
+    out.zero_()
+    lse.copy_(call.sinks[None, :, None].expand_as(lse)) if call.sinks is not None else lse.fill_(-torch.inf)
+    for b, (start, stop) in enumerate(_spans(call, problem)):
+        row = torch.arange(problem.layout.seqlen_q) + stop - problem.layout.seqlen_q
+        first = torch.full_like(row, start) if call.left == NO_BOUND else (row - call.left).clamp(start, stop)
+        last = torch.full_like(row, stop) if call.right == NO_BOUND else (row + call.right + 1).clamp(start, stop)
+        keys = _keys(call, problem, b, _aligned(int(first[0]), start, plan.config.block_n), int(last[-1]))
+        first, last = (torch.searchsorted(keys.position, bound) for bound in (first, last))
+        seeing = first < last
+        if seeing.any():
+            piece = Piece(slice(0, 1), _together(seeing.nonzero().flatten()), slice(0, len(keys.position)), first[seeing], last[seeing])
+            one = Call(call.q[b : b + 1], keys.k, keys.v, sinks=call.sinks)
+            attend(piece, plan, one, Forward(out[b : b + 1], lse[b : b + 1]), workspace["scores"])
+
+
+def _aligned(first: int, start: int, block: int) -> int:
+    """The last tile's edge before `first`: tiles are counted from the sequence's first key, as in a prefill."""
+    return start + (first - start) // block * block
+
+
+def _spans(call: DecodeCall, problem: DecodeProblem) -> list[tuple[int, int]]:
+    """(first key, one past the last) of each sequence, kept within what it may hold."""
+    stop = call.seqlens.clamp(0, problem.capacity)
+    if not torch.equal(stop, call.seqlens):
+        faults.report(call.q.device, faults.SEQLENS)
+    if call.k_start is None:
+        return [(0, end) for end in stop.tolist()]
+    start = torch.minimum(call.k_start.clamp(min=0), stop)
+    if not torch.equal(start, call.k_start):
+        faults.report(call.q.device, faults.K_START)
+    return list(zip(start.tolist(), stop.tolist()))
+
+
+def _keys(call: DecodeCall, problem: DecodeProblem, b: int, start: int, stop: int) -> Keys:
+    """Keys [start, stop) of sequence b, without those whose page is not in the pool."""
+    if call.page_table is None:
+        k, v = (_worth(t[b, start:stop], scale, problem) for t, scale in _both(call))
+        return Keys(k, v, torch.arange(start, stop))
+    size = problem.page_size
+    pages = torch.arange(start // size, -(-stop // size))
+    ids = call.page_table[b, pages]
+    present = (ids >= 0) & (ids < call.k.shape[0])
+    if not present.all():
+        faults.report(call.q.device, faults.PAGES)
+        pages, ids = pages[present], ids[present]
+    position = (pages[:, None] * size + torch.arange(size)).flatten()
+    inside = _together(((position >= start) & (position < stop)).nonzero().flatten())
+    k, v = (_worth(_rows(t, ids)[inside], scale, problem) for t, scale in _both(call))
+    return Keys(k, v, position[inside])
+
+
+def _both(call: DecodeCall) -> tuple[tuple[Tensor, Tensor | None], ...]:
+    return (call.k, call.k_scale), (call.v, call.v_scale)
+
+
+def _rows(pages: Tensor, ids: Tensor) -> Tensor:
+    """The rows of these pages, one below the other."""
+    return pages[ids.long()].flatten(0, 1)
+
+
+def _worth(rows: Tensor, scale: Tensor | None, problem: DecodeProblem) -> Tensor:
+    """[1, n, H, D]; 8-bit ones as what they stand for."""
+    if problem.cache_dtype == problem.dtype:
+        return rows[None]
+    rows = rows.to(wide(problem.dtype))
+    return (rows if scale is None else rows * scale[:, None])[None]

@@ -1,0 +1,172 @@
+"""The ops of a cache: decode reads it, append writes it. Schemas and fake kernels around a Choice; no autograd. Imports no DSL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from . import appending, decode, dispatch
+from .appending import AppendCall, AppendProblem
+from .cache import FP8
+from .call import accumulator
+from .decode import DecodeCall, DecodeProblem, refuse_gradients
+from .kernels.kernel import Forward
+from .ops import LIBRARY, _check_out, _launch, _schema
+from .problem import ALIGNMENT
+from .select import Choice, select
+from .target import Target
+
+_MOST_CHOICES = 4096
+_choices: dict[tuple | None, Choice] = {}
+AnyCall = TypeVar("AnyCall", DecodeCall, AppendCall)
+
+
+def decide(call: DecodeCall) -> Choice[DecodeProblem]:
+    """The Choice for a call: door and select the first time, one dictionary lookup after that."""
+    return _decided(call, DecodeProblem.from_call)
+
+
+def decide_append(call: AppendCall) -> Choice[AppendProblem]:
+    return _decided(call, AppendProblem.from_call)
+
+
+def _decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
+    try:
+        key = None if isinstance(call[0], FakeTensor) else _raw_key(call)
+    except (RuntimeError, AttributeError, TypeError):  # no strides, no address, no tensor or no hash: the door says what is wrong with it
+        key = None
+    choice = _choices.get(key)
+    if choice is None:
+        choice = select(problem_of(call), Target.of(call[0].device))
+        if len(_choices) >= _MOST_CHOICES:
+            _choices.clear()
+        if key is not None:
+            _choices[key] = choice
+    return choice
+
+
+def _raw_key(call: DecodeCall | AppendCall) -> tuple:
+    """All of a call that its problem is made of; strides and addresses matter where q, k_new, k and v are read by wide loads."""
+    k, v = call.k, call.v
+    about = [
+        (field.shape, field.dtype, field.device) if isinstance(field, Tensor) else field for field in call
+    ]  # fmt: skip
+    return type(call), *about, call[0].stride(), k.stride(), v.stride(), (k.data_ptr() | v.data_ptr()) % ALIGNMENT
+
+
+def _received(call: AnyCall) -> AnyCall:
+    """The call with its small tensors contiguous, as kernels take them for granted."""
+    whole = ("q", "k", "v", "k_new", "v_new")
+    return call._replace(
+        **{n: t.contiguous() for n, t in zip(call._fields, call) if isinstance(t, Tensor) and n not in whole and not t.is_contiguous()}
+    )
+
+
+# ---------------------------------------------------------------- running it
+
+
+def _write(choice: Choice[DecodeProblem], call: DecodeCall, out: Tensor, lse: Tensor) -> None:
+    if not choice.problem.vacuous:
+        _launch(choice.forward, _received(call), Forward(out, lse))
+
+
+def _decode(*flat: Any) -> tuple[Tensor, Tensor]:
+    call = DecodeCall(*flat)
+    choice = decide(call)
+    problem = choice.problem
+    shape, lse_shape = problem.out_shapes
+    out, lse = call.q.new_empty(shape, dtype=problem.out_dtype), call.q.new_empty(lse_shape, dtype=problem.lse_dtype)
+    _write(choice, call, out, lse)
+    return out, lse
+
+
+def _decode_out(out: Tensor, *flat: Any) -> Tensor:
+    call = DecodeCall(*flat)
+    choice = decide(call)
+    problem = choice.problem
+    _check_out(out, problem.out_shapes[0], problem.out_dtype, call.q)
+    lse = call.q.new_empty(problem.out_shapes[1], dtype=problem.lse_dtype)
+    _write(choice, call, out, lse)
+    return lse
+
+
+def _append(*flat: Any) -> None:
+    call = AppendCall(*flat)
+    choice = decide_append(call)
+    if not choice.problem.vacuous:
+        _launch(choice.forward, _received(call), None)
+
+
+# ---------------------------------------------------------------- schemas and fakes
+
+
+def _decode_fake(*flat: Any) -> tuple[Tensor, Tensor]:
+    call = DecodeCall(*flat)
+    decode.check(call)
+    (batch, rows, heads, _), wide = call.q.shape, accumulator(call.q.dtype)
+    out = call.q.new_empty((batch, rows, heads, call.v.shape[-1]), dtype=wide if call.partial else call.q.dtype)
+    return out, call.q.new_empty((batch, heads, rows), dtype=wide)
+
+
+def _decode_out_fake(out: Tensor, *flat: Any) -> Tensor:
+    like, lse = _decode_fake(*flat)
+    _check_out(out, tuple(like.shape), like.dtype, like)
+    return lse
+
+
+def _append_fake(*flat: Any) -> None:
+    appending.check(AppendCall(*flat))
+
+
+def _fields(kind: type[DecodeCall] | type[AppendCall]) -> str:
+    words = {name: getattr(note, "__forward_arg__", note) for name, note in kind.__annotations__.items()}
+    return _schema(words, kind._field_defaults)
+
+
+LIBRARY.define(f"decode({_fields(DecodeCall)}) -> (Tensor, Tensor)")
+LIBRARY.define(f"decode_out(Tensor(a!) out, {_fields(DecodeCall)}) -> Tensor")
+LIBRARY.define(f"append({_fields(AppendCall).replace('Tensor k,', 'Tensor(a!) k,').replace('Tensor v,', 'Tensor(b!) v,')}) -> ()")
+for _name, _body, _fake in (
+    ("decode", _decode, _decode_fake),
+    ("decode_out", _decode_out, _decode_out_fake),
+    ("append", _append, _append_fake),
+):
+    LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"strobe::{_name}", _fake, lib=LIBRARY)
+
+DECODE = torch.ops.strobe.decode.default
+DECODE_OUT = torch.ops.strobe.decode_out.default
+APPEND = torch.ops.strobe.append.default
+
+
+# ---------------------------------------------------------------- the ways in
+
+
+def prepare(call: DecodeCall) -> DecodeCall:
+    """The call as the op is to see it: q in autocast's dtype, where the cache is in that or in 8 bits."""
+    q = call.q
+    if isinstance(q, Tensor) and torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        if q.is_floating_point() and q.dtype != torch.float64 and call.k.dtype in (dtype, FP8):
+            return call._replace(q=q.to(dtype))
+    return call
+
+
+def run(call: DecodeCall, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse of a call; past the dispatcher where that has nothing to do."""
+    if out is None and isinstance(call.q, Tensor) and dispatch.idle(call.tensors):
+        return _decode(*call)
+    call = prepare(call)
+    refuse_gradients(call.tensors if out is None else [*call.tensors, out], "decode")
+    if out is not None:
+        return out, DECODE_OUT(out, *call)
+    return DECODE(*call)
+
+
+def append(call: AppendCall) -> None:
+    refuse_gradients(call.tensors, "append")
+    APPEND(*call)
