@@ -22,7 +22,7 @@ def kernels(direction: str) -> tuple[Kernel, ...]:
     >>> [kernel.name for kernel in kernels("backward")]
     ['hopper.backward', 'portable.backward', 'cpu.backward']
     >>> [kernel.name for kernel in kernels("decode")]
-    ['cpu.decode']
+    ['portable.decode', 'cpu.decode']
     """
     found = (getattr(import_module(f"strobe.kernels.{family}.config"), direction.upper(), None) for family in FAMILIES)
     return tuple(kernel for kernel in found if kernel is not None)

@@ -13,6 +13,8 @@ from ...mask import MaskStructure
 from ...problem import Problem
 from ...target import KIB, Target
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, no_triton
+from .decode_config import APPEND as APPEND
+from .decode_config import DECODE as DECODE
 from .tunings import Tuning, backward_tuning, forward_tuning, padded
 
 LEAST_CAPABILITY = 80

@@ -27,10 +27,10 @@ def numbers_of(problem: Problem) -> tuple[tuple[float, float, float], ...]:
     scale_log2 in log2 units. The scale's sign is folded into q, so these are positive; a scale of 0 makes q itself 0."""
     scale = abs(problem.scale) or 1.0
     cap = problem.softcap
-    return tuple(_parts(x) for x in ((cap * LOG2E, scale / cap, scale) if cap else (scale * LOG2E, 0.0, scale)))
+    return tuple(parts(x) for x in ((cap * LOG2E, scale / cap, scale) if cap else (scale * LOG2E, 0.0, scale)))
 
 
-def _parts(value: float) -> tuple[float, float, float]:
+def parts(value: float) -> tuple[float, float, float]:
     """Three float32 whose sum is the float64 `value`."""
     first = _float32(value)
     second = _float32(value - first)

@@ -1,0 +1,260 @@
+"""Decoding in Triton: each program takes one share of one sequence's keys, for all query heads that share a key head.
+
+    rows    of a tile: query heads of the group, a token after the other, at least 16 (what a product takes)
+    splits  of the keys: of one size, planned from shapes alone; a sequence that is shorter leaves its last programs nothing to do
+    keys    are counted from the sequence's first; an address function finds them in pages or rows
+    combine weighs the shares of a row by their log-sum-exp, always 16 at a time, so that how many there are changes no bit
+
+Sources: split keys, "Flash-Decoding" (pytorch.org, October 2023); packed heads, FlashAttention-3 (arXiv 2407.08608); pages, vLLM (arXiv 2309.06180).
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.softmax import online_step, tanh
+from ..faults import K_START as _K_START
+from ..faults import PAGES as _PAGES
+from ..faults import SEQLENS as _SEQLENS
+from .forward import number
+
+K_START = tl.constexpr(_K_START)
+PAGES = tl.constexpr(_PAGES)
+SEQLENS = tl.constexpr(_SEQLENS)
+SHARES = tl.constexpr(16)  # that combine adds up at a time; fixed, because it sets the bits
+
+
+@triton.jit
+def span(seqlens, k_start, batch, capacity, faults, form: tl.constexpr):
+    """(first key, number of keys) of a sequence, kept within what it may hold; what had to be changed is reported."""
+    length = tl.load(seqlens + batch)
+    stop = tl.minimum(tl.maximum(length, 0), capacity)
+    tl.atomic_or(faults, SEQLENS, mask=stop != length)
+    first = batch * 0
+    if form.k_start:
+        start = tl.load(k_start + batch)
+        first = tl.minimum(tl.maximum(start, 0), stop)
+        tl.atomic_or(faults, K_START, mask=first != start)
+    return first, stop - first
+
+
+@triton.jit
+def place(table, batch, first_key, columns, key_ok, n_pages, form: tl.constexpr):
+    """(page or batch entry, row in it, which lie in the pool) of keys first_key + columns; page is one number where the tile lies in one."""
+    if form.page_size == 0:
+        page = batch
+        row = first_key + columns
+    else:
+        if form.page_size % form.block_n == 0:
+            page = tl.load(table + first_key // form.page_size)
+            row = first_key % form.page_size + columns
+        else:
+            page = tl.load(table + (first_key + columns) // form.page_size, mask=key_ok, other=0)
+            row = (first_key + columns) % form.page_size
+        inside = (page >= 0) & (page < n_pages)
+        page = tl.where(inside, page, 0)
+        key_ok = key_ok & inside
+    return page, row, key_ok
+
+
+@triton.jit
+def load_held(pool, page, row, strides, head, d, key_ok, width: tl.constexpr, form: tl.constexpr):
+    """Keys or values [N, block_d] as q's dtype has them, 0 where key_ok is False: what lies there is never read."""
+    start = page.to(tl.int64) * strides[0] + row.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
+    pointers = pool + start[:, None] + d[None, :]
+    mask = key_ok[:, None]
+    if d.shape[0] != width:
+        mask = mask & (d < width)[None, :]
+    if form.storage == "bits":
+        tile = tl.load(pointers, mask=mask, other=0)
+        # e4m3 as float16 of an exponent that is 8 too small; float16 holds all of its numbers, the smallest too
+        tile = tile.to(tl.uint16)
+        high = ((tile & 0x80) << 8) | ((tile & 0x7F) << 7)
+        tile = tl.where((tile & 0x7F) == 0x7F, float("nan"), high.to(tl.float16, bitcast=True) * 256.0)
+    else:
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def attend(q, pools, strides, where, interval, numbers, form: tl.constexpr):
+    """(o, row_max, row_sum, whether a page was not in the pool) after keys [start, stop) of a sequence.
+
+    pools (k, v, table); where (batch, head, first, start, stop, n_pages); interval (first, stop) of each row.
+    """
+    BLOCK_M: tl.constexpr = form.block_m
+    BLOCK_N: tl.constexpr = form.block_n
+    BLOCK_DV: tl.constexpr = form.block_dv
+    k, v, table = pools
+    batch, head, origin, start, stop, n_pages = where
+    first, end = interval
+    scale_log2, softcap = numbers
+    columns = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, form.block_d)
+    dv = tl.arange(0, BLOCK_DV)
+    row_max = tl.full([BLOCK_M], float("-inf"), form.accumulator)
+    row_sum = tl.zeros([BLOCK_M], form.accumulator)
+    o = tl.zeros([BLOCK_M, BLOCK_DV], form.accumulator)
+    lost = tl.zeros([BLOCK_N], tl.int1)
+    for n_start in tl.range(start // BLOCK_N * BLOCK_N, stop, BLOCK_N, num_stages=form.loop_stages):
+        n = n_start + columns
+        wanted = (n >= start) & (n < stop)
+        page, row, key_ok = place(table, batch, origin + n_start, columns, wanted, n_pages, form)
+        k_tile = load_held(k, page, row, strides[0], head, d, key_ok, form.head_dim, form).to(q.dtype)
+        s = tl.dot(q, tl.trans(k_tile), input_precision="ieee", out_dtype=form.accumulator)
+        if form.softcap:
+            s = tanh(s * softcap)
+        seen = key_ok[None, :] & (n[None, :] >= first[:, None]) & (n[None, :] < end[:, None])
+        p, rescale, row_max, row_sum = online_step(tl.where(seen, s, float("-inf")), row_max, row_sum, scale_log2)
+        values = load_held(v, page, row, strides[1], head, dv, key_ok, form.head_dim_v, form).to(q.dtype)
+        o = tl.dot(p.to(values.dtype), values, o * rescale[:, None], input_precision="ieee", out_dtype=form.accumulator)
+        lost = lost | (wanted & (key_ok == 0))
+    return o, row_max, row_sum, lost
+
+
+@triton.jit
+def finish(o, lse_log2, sink, form: tl.constexpr):
+    """(out, lse) of whole rows [M, D_v]: the sink enters once, and lse becomes a natural logarithm."""
+    if form.sinks:
+        sink_log2 = sink.to(form.accumulator) * 1.4426950408889634
+        top = tl.maximum(lse_log2, sink_log2)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        share = tl.exp2(lse_log2 - top)
+        total = share + tl.exp2(sink_log2 - top)
+        empty = total == 0
+        total = tl.where(empty, 1.0, total)
+        o = o * (share / total)[:, None]
+        lse_log2 = tl.where(empty, float("-inf"), top + tl.log2(total))
+    return o, lse_log2 * 0.6931471805599453
+
+
+@triton.jit
+def store_wide(base, tile, offsets, columns, row_ok, width: tl.constexpr):
+    mask = row_ok[:, None]
+    if columns.shape[0] != width:
+        mask = mask & (columns < width)[None, :]
+    tl.store(base + offsets[:, None] + columns[None, :], tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def signed(q, numbers, scale, form: tl.constexpr):
+    """(q, scale_log2, softcap factor) with the sign of the scales in q, so that what multiplies scores is positive: hidden ones stay -inf."""
+    scale_log2, softcap = numbers
+    if form.sign != 1:
+        q = (q * form.sign).to(q.dtype)
+    if form.k_scale:
+        size = tl.abs(scale).to(form.accumulator)
+        q = (q * tl.where(scale < 0, -1.0, tl.where(scale == 0, 0.0, 1.0))).to(q.dtype)
+        size = tl.where(size == 0, 1.0, size)
+        if form.softcap:
+            softcap = softcap * size
+        else:
+            scale_log2 = scale_log2 * size
+    return q, scale_log2, softcap
+
+
+@triton.jit
+def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbers, form: tl.constexpr):
+    """tensors (q, k, v, page_table, seqlens, k_start, out, lse, sinks); scales (k_scale, v_scale); shares (o, lse) of splits, or None twice;
+    strides (batch or page, row, head) of q, k, v, out; sizes (tokens, heads_kv, capacity, n_pages, max_pages, n_splits, split_size, row tiles);
+    limits (left, right); numbers (scale_log2, softcap), each as `number` takes it."""
+    q, k, v, page_table, seqlens, k_start, out, lse, sinks = tensors
+    tokens, heads_kv, capacity, n_pages, max_pages, n_splits, split_size, n_tiles = sizes
+    pid = tl.program_id(0)  # heads of one sequence follow each other: in a pool that keeps rows first they share lines of memory
+    head = pid % heads_kv
+    tile = pid // heads_kv % n_tiles
+    split = pid // heads_kv // n_tiles % n_splits
+    batch = pid // heads_kv // n_tiles // n_splits
+    origin, n_keys = span(seqlens, k_start, batch, capacity, faults, form)
+    rows = tile * form.block_m + tl.arange(0, form.block_m)
+    token = rows // form.group
+    head_q = head * form.group + rows % form.group
+    row_ok = token < tokens
+    position = n_keys - tokens + token
+    start = split * split_size
+    stop = tl.minimum(start + split_size, n_keys)
+    first = position * 0
+    end = first + n_keys
+    if form.left:
+        first = tl.maximum(position - limits[0], 0)
+        start = tl.maximum(start, n_keys - tokens + tile * form.block_m // form.group - limits[0])
+    if form.right:
+        end = tl.minimum(end, position + limits[1] + 1)
+        last = tl.minimum((tile * form.block_m + form.block_m - 1) // form.group, tokens - 1)
+        stop = tl.minimum(stop, n_keys - tokens + last + limits[1] + 1)
+    d = tl.arange(0, form.block_d)
+    dv = tl.arange(0, form.block_dv)
+    head_64, batch_64 = head_q.to(tl.int64), batch.to(tl.int64)
+    q_at = q + (batch_64 * strides[0][0] + token.to(tl.int64) * strides[0][1] + head_64 * strides[0][2])[:, None] + d[None, :]
+    q_tile = tl.load(q_at, mask=(row_ok & (start < stop))[:, None] & (d < form.head_dim)[None, :], other=0.0)
+    scale = 1.0
+    if form.k_scale:
+        scale = tl.load(scales[0] + head)
+    q_tile, scale_log2, softcap = signed(q_tile, (number(numbers[0], form), number(numbers[1], form)), scale, form)
+    pools = (k, v, page_table)
+    if form.page_size > 0:
+        pools = (k, v, page_table + batch_64 * max_pages)
+    where = (batch, head, origin, start, stop, n_pages)
+    o, row_max, row_sum, lost = attend(q_tile, pools, (strides[1], strides[2]), where, (first, end), (scale_log2, softcap), form)
+    if form.page_size > 0:
+        tl.atomic_or(faults, PAGES, mask=tl.max(lost.to(tl.int32), 0) > 0)
+    empty = row_sum == 0
+    row_sum = tl.where(empty, 1.0, row_sum)
+    o = tl.where(empty[:, None], 0.0, o / row_sum[:, None])
+    row_lse = tl.where(empty, float("-inf"), row_max + tl.log2(row_sum))
+    if form.v_scale:
+        o = tl.where(empty[:, None], 0.0, o * tl.load(scales[1] + head))
+    heads_q = heads_kv * form.group
+    if form.single:
+        sink = row_lse
+        if form.sinks:
+            sink = tl.load(sinks + head_q, mask=row_ok, other=0.0)
+        o, row_lse = finish(o, row_lse, sink, form)
+        store_wide(out, o, batch_64 * strides[3][0] + token.to(tl.int64) * strides[3][1] + head_64 * strides[3][2], dv, row_ok, form.head_dim_v)
+        tl.store(lse + (batch_64 * heads_q + head_64) * tokens + token, row_lse, mask=row_ok)
+    else:
+        n_rows = (tl.num_programs(0) // (heads_kv * n_tiles * n_splits)).to(tl.int64) * tokens * heads_q
+        share = split * n_rows + (batch_64 * tokens + token) * heads_q + head_q
+        store_wide(shares[0], o, share * form.head_dim_v, dv, row_ok & (start < stop), form.head_dim_v)
+        tl.store(shares[1] + share, row_lse, mask=row_ok)
+
+
+@triton.jit
+def combine_kernel(tensors, shares, strides, sizes, form: tl.constexpr):
+    """One row of out and lse from the shares of all splits. tensors (out, lse, sinks); shares (o, lse); strides (batch, token, head) of out;
+    sizes (tokens, heads_q, n_splits)."""
+    BLOCK_DV: tl.constexpr = form.block_dv
+    out, lse, sinks = tensors
+    tokens, heads_q, n_splits = sizes
+    pid = tl.program_id(0)
+    head = pid % heads_q
+    token = pid // heads_q % tokens
+    batch = (pid // heads_q // tokens).to(tl.int64)
+    n_rows = tl.num_programs(0).to(tl.int64)
+    lanes = tl.arange(0, SHARES)
+    dv = tl.arange(0, BLOCK_DV)
+    top = tl.full([SHARES], float("-inf"), form.accumulator)
+    for split in range(0, n_splits, SHARES):
+        top = tl.maximum(top, tl.load(shares[1] + (split + lanes) * n_rows + pid, mask=split + lanes < n_splits, other=float("-inf")))
+    base = tl.max(top, 0)
+    base = tl.where(base == float("-inf"), 0.0, base)
+    o = tl.zeros([BLOCK_DV], form.accumulator)
+    total = tl.full([], 0.0, form.accumulator)
+    for split in range(0, n_splits, SHARES):
+        share = (split + lanes) * n_rows + pid
+        held = tl.load(shares[1] + share, mask=split + lanes < n_splits, other=float("-inf"))
+        weight = tl.exp2(held - base)
+        known = (held != float("-inf"))[:, None] & (dv < form.head_dim_v)[None, :]  # what an empty split would have written never was
+        part = tl.load(shares[0] + share[:, None] * form.head_dim_v + dv[None, :], mask=known, other=0.0)
+        o += tl.sum(weight[:, None] * part, 0)
+        total += tl.sum(weight, 0)
+    row = tl.full([1], 0, tl.int32)
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    whole = tl.where(empty, float("-inf"), base + tl.log2(total))
+    o = tl.where(empty, 0.0, o / total)
+    sink = whole
+    if form.sinks:
+        sink = tl.load(sinks + head)
+    o, whole = finish(o[None, :], whole + row.to(form.accumulator), sink, form)
+    store_wide(out, o, row + batch * strides[0] + token.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2], dv, row == 0, form.head_dim_v)
+    tl.store(lse + (batch * heads_q + head) * tokens + token + row, whole)

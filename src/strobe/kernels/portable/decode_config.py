@@ -1,0 +1,267 @@
+"""The portable decode's and append's answers: what they can run, with which tiles and splits, and how. Imports no DSL until something runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...appending import AppendCall, AppendProblem
+from ...cache import FP8
+from ...call import DTYPES, FARTHEST
+from ...decode import DecodeCall, DecodeProblem
+from ...knobs import KNOBS
+from ...mask import NO_BOUND
+from ...target import KIB, Target
+from ..kernel import Buffer, Cost, Forward, Plan, append_cost, decode_cost, no_triton
+from .tunings import padded
+
+LEAST_CAPABILITY = 80
+FIRST_FP8 = 89  # compute capability whose instructions convert 8-bit floats; before it their bits are taken apart
+MOST_WIDTH = 256
+LEAST_ROWS, MOST_ROWS, MOST_ROWS_WIDE = 16, 64, 32  # of a tile; the last for head dimensions beyond 128, whose o would spill
+MOST_SPLITS = 128
+MOST_FOR_4_WARPS = 4096  # elements of o: 32 registers a thread
+INVARIANT_SPLIT = 1024  # keys; batch invariance: a constant, because it sets the bits
+
+
+class Tuning(NamedTuple):
+    block_n: int
+    warps: int
+    stages: int  # of which all but one are loads under way
+
+
+# The first that fits in shared memory. On an H200 the first won at most lengths and batches (bfloat16, 32/8 heads, d 128, Triton 3.6,
+# under a CUDA graph; a prototype of this kernel over dense caches): one CTA an SM with 128 KiB of keys under way. The others were never timed.
+TUNINGS = (Tuning(128, 8, 3), Tuning(128, 8, 2), Tuning(64, 4, 3), Tuning(64, 4, 2), Tuning(32, 4, 3), Tuning(32, 4, 2), Tuning(16, 4, 1))
+BROAD_TUNINGS = TUNINGS[2:]  # where D and D_v together exceed 256: fewer registers for addresses
+WIDE_TUNINGS = TUNINGS[4:]  # float32 and float64: products on ordinary units, for correctness
+
+
+@dataclass(frozen=True)
+class DecodeForm:
+    """All that the compiled kernels hold as constants."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    dtype: str
+    storage: str  # of keys: "same" as q, "fp8", or "bits" where the target cannot convert these
+    head_dim: int
+    head_dim_v: int
+    group: int
+    page_size: int  # 0: dense
+    left: bool
+    right: bool
+    softcap: bool
+    sinks: bool
+    k_start: bool
+    k_scale: bool
+    v_scale: bool
+    sign: int  # of the scale
+    single: bool  # one split: no combine
+
+    @property
+    def loop_stages(self) -> int:
+        """Triton's count. Where each key has a page id of its own, ids are loaded as long before keys as keys before products."""
+        gathered = self.page_size > 0 and self.page_size % self.block_n > 0
+        return 2 * self.stages - 1 if gathered else self.stages
+
+    @property
+    def block_d(self) -> int:
+        return padded(self.head_dim)
+
+    @property
+    def block_dv(self) -> int:
+        return padded(self.head_dim_v)
+
+    @property
+    def accumulator(self) -> Any:
+        import triton.language as tl
+
+        return tl.float64 if self.dtype == "float64" else tl.float32
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    form: DecodeForm
+    n_splits: int
+    split_size: int  # keys
+
+    def __str__(self) -> str:
+        f = self.form
+        shares = f"{self.n_splits} splits of {self.split_size} keys" if self.n_splits > 1 else "one split"
+        return f"block_m={f.block_m} block_n={f.block_n} warps={f.warps} stages={f.stages}, {shares}"
+
+
+def decode_config(problem: DecodeProblem, target: Target) -> DecodeConfig:
+    rows = problem.group * problem.layout.seqlen_q
+    most = MOST_ROWS if max(problem.head_dim, problem.head_dim_v) <= 128 else MOST_ROWS_WIDE
+    block_m = max(LEAST_ROWS, min(most, 1 << max(0, rows - 1).bit_length()))
+    tuning = _tuning(problem, target, block_m)
+    tiles = problem.layout.batch * problem.heads_kv * -(-rows // block_m)
+    n_splits, split_size = splits(problem.capacity, tiles, tuning.block_n, 0 if problem.batch_invariant else target.sm_count)
+    form = DecodeForm(
+        block_m=block_m,
+        block_n=tuning.block_n,
+        warps=8 if block_m * padded(problem.head_dim_v) > MOST_FOR_4_WARPS else tuning.warps,
+        stages=tuning.stages,
+        dtype=DTYPES[problem.dtype],
+        storage=_storage(problem, target),
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        group=problem.group,
+        page_size=problem.page_size if problem.paged else 0,
+        left=problem.left != NO_BOUND,
+        right=problem.right != NO_BOUND,
+        softcap=bool(problem.softcap),
+        sinks=problem.sinks,
+        k_start=problem.k_start,
+        k_scale=problem.scales[0],
+        v_scale=problem.scales[1],
+        sign=(problem.scale > 0) - (problem.scale < 0),
+        single=n_splits == 1,
+    )
+    return DecodeConfig(form, n_splits, split_size)
+
+
+def splits(capacity: int, tiles: int, block_n: int, sm_count: int) -> tuple[int, int]:
+    """(splits, keys of each): the fewest that keep the SMs about as busy as any number would; sm_count 0 asks for splits of a fixed size.
+
+    A device works through programs in waves of one an SM, and its last wave is seldom full. From the H200's table of prototypes:
+
+    >>> [splits(keys, batch * 8, 128, 132)[0] for batch, keys in ((1, 8192), (1, 131072), (8, 8192), (32, 4096), (64, 8192))]
+    [16, 16, 2, 1, 1]
+    >>> splits(8192, 8, 128, 0), splits(1000, 512, 128, 0)
+    ((8, 1024), (1, 1024))
+    """
+    blocks = max(1, -(-capacity // block_n))
+    if not sm_count:
+        return max(1, -(-capacity // INVARIANT_SPLIT)), INVARIANT_SPLIT
+    if 10 * tiles >= 8 * sm_count:
+        return 1, blocks * block_n
+    busy = {n: tiles * n / (-(-tiles * n // sm_count) * sm_count) for n in range(1, min(MOST_SPLITS, sm_count, blocks) + 1)}
+    count = next(n for n, share in busy.items() if share >= 0.85 * max(busy.values()))
+    size = -(-blocks // count) * block_n
+    return -(-blocks * block_n // size), size
+
+
+def _storage(problem: DecodeProblem, target: Target) -> str:
+    if problem.cache_dtype != FP8:
+        return "same"
+    return "fp8" if target.capability >= FIRST_FP8 and not KNOBS.interpret else "bits"  # Triton's interpreter converts none either
+
+
+def _tuning(problem: DecodeProblem, target: Target, block_m: int) -> Tuning:
+    """Keys and values of each stage, q and the weights, and where keys are of 8 bits one tile of each as products take them.
+
+    Tiles of 64 rows are multiplied by wgmma on sm_90, which wants one stage more beside those under way.
+    """
+    limit = (target.shared_bytes or 99 * KIB) - 2 * KIB
+    width, itemsize = padded(problem.head_dim) + padded(problem.head_dim_v), problem.dtype.itemsize
+    widened = 0 if problem.cache_dtype == problem.dtype else itemsize
+
+    def shared_bytes(t: Tuning) -> int:
+        rows = block_m * (padded(problem.head_dim) + t.block_n) * itemsize
+        stages = t.stages if block_m == MOST_ROWS else max(1, t.stages - 1)
+        return rows + t.block_n * width * (stages * problem.cache_dtype.itemsize + widened)
+
+    known = WIDE_TUNINGS if itemsize > 2 else BROAD_TUNINGS if width > 256 else TUNINGS
+    return next((t for t in known if shared_bytes(t) <= limit), known[-1])
+
+
+def _why_not(problem: DecodeProblem | AppendProblem, target: Target) -> str | None:
+    if target.kind != "cuda" and not KNOBS.interpret:
+        return f"needs a GPU of sm_{LEAST_CAPABILITY} or later; this target is a CPU"
+    if target.kind == "cuda" and target.capability < LEAST_CAPABILITY:
+        return f"needs sm_{LEAST_CAPABILITY} or later; this target is sm_{target.capability}"
+    if problem.capacity >= FARTHEST:
+        return f"sequences of fewer than 2^30 keys; these may hold {problem.capacity}"
+    return no_triton()
+
+
+class PortableDecode:
+    name = "portable.decode"
+
+    def why_not(self, problem: DecodeProblem, target: Target) -> str | None:
+        widest = max(problem.head_dim, problem.head_dim_v)
+        if widest > MOST_WIDTH:
+            return f"head dimensions up to {MOST_WIDTH}; this is {widest}"
+        return _why_not(problem, target)
+
+    def config(self, problem: DecodeProblem, target: Target) -> DecodeConfig:
+        return decode_config(problem, target)
+
+    def cost(self, problem: DecodeProblem) -> Cost:
+        return decode_cost(problem)
+
+    def workspace(self, problem: DecodeProblem, config: DecodeConfig) -> tuple[Buffer, ...]:
+        if config.form.single:
+            return ()
+        rows = problem.layout.batch * problem.layout.seqlen_q * problem.heads_q
+        wide = problem.lse_dtype
+        return Buffer("shares", (config.n_splits, rows, problem.head_dim_v), wide), Buffer("lse_shares", (config.n_splits, rows), wide)
+
+    def run(self, plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:
+        from .launch import start
+        from .launch_decode import decode_launches
+
+        start(decode_launches(plan, call, tensors, workspace))
+
+
+@dataclass(frozen=True)
+class AppendForm:
+    """All that the compiled kernel holds as constants."""
+
+    dtype: str
+    eight_bits: bool
+    head_dim: int
+    head_dim_v: int
+    paged: bool
+    rotary_dim: int
+    interleaved: bool
+
+    @property
+    def block_d(self) -> int:
+        return padded(self.head_dim)
+
+    @property
+    def block_dv(self) -> int:
+        return padded(self.head_dim_v)
+
+    @property
+    def accumulator(self) -> Any:
+        import triton.language as tl
+
+        return tl.float64 if self.dtype == "float64" else tl.float32
+
+    def __str__(self) -> str:
+        return "one program a token and head"
+
+
+class PortableAppend:
+    name = "portable.append"
+
+    def why_not(self, problem: AppendProblem, target: Target) -> str | None:
+        return _why_not(problem, target)
+
+    def config(self, problem: AppendProblem, target: Target) -> AppendForm:
+        widths = problem.head_dim, problem.head_dim_v
+        return AppendForm(DTYPES[problem.dtype], problem.cache_dtype == FP8, *widths, problem.paged, problem.rotary_dim, problem.interleaved)
+
+    def cost(self, problem: AppendProblem) -> Cost:
+        return append_cost(problem)
+
+    def workspace(self, problem: AppendProblem, config: AppendForm) -> tuple[Buffer, ...]:
+        return ()
+
+    def run(self, plan: Plan, call: AppendCall, tensors: None, workspace: dict[str, Tensor]) -> None:
+        from .launch import start
+        from .launch_decode import append_launches
+
+        start(append_launches(plan, call))
+
+
+DECODE, APPEND = PortableDecode(), PortableAppend()

@@ -1,0 +1,63 @@
+"""From a Plan and a call on a cache to the kernels' arguments and their launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...appending import AppendCall
+from ...call import Paged
+from ...decode import DecodeCall, DecodeProblem
+from .. import faults
+from ..kernel import Forward, Plan
+from . import append, decode
+from .launch import LOG2E, Launch, parts
+
+
+def decode_launches(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> list[Launch]:
+    """The splits, and where there is more than one what combines them."""
+    problem, config = plan.problem, plan.config
+    form, layout = config.form, problem.layout
+    k, v = (_stored(pool, form.storage == "bits") for pool in (call.k, call.v))
+    n_tiles = -(-layout.seqlen_q * problem.group // form.block_m)
+    pages = (layout.n_pages, layout.max_pages) if isinstance(layout, Paged) else (0, 0)
+    sizes = (layout.seqlen_q, problem.heads_kv, problem.capacity, *pages, config.n_splits, config.split_size, n_tiles)
+    strides = tuple(x.stride()[:3] for x in (call.q, k, v, t.out))
+    shares = (workspace.get("shares"), workspace.get("lse_shares"))
+    arguments = (
+        (call.q, k, v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks), (call.k_scale, call.v_scale), shares,
+        faults.word(call.q.device), strides, sizes, (call.left, call.right), _numbers(problem), form,
+    )  # fmt: skip
+    programs = layout.batch * problem.heads_kv * config.n_splits * n_tiles
+    launches = [Launch(decode.decode_kernel, programs, arguments, {"num_warps": form.warps, "num_stages": form.stages})]
+    if not form.single:
+        joined = ((t.out, t.lse, call.sinks), shares, strides[3], (layout.seqlen_q, problem.heads_q, config.n_splits), form)
+        launches.append(Launch(decode.combine_kernel, layout.batch * layout.seqlen_q * problem.heads_q, joined, {"num_warps": 4}))
+    return launches
+
+
+def append_launches(plan: Plan, call: AppendCall) -> list[Launch]:
+    problem, form = plan.problem, plan.config
+    layout = problem.layout
+    k, v = (_stored(pool, form.eight_bits) for pool in (call.k, call.v))
+    angles: tuple[Any, ...] = (0, 0, 0) if call.cos is None or call.sin is None else (call.cos.stride(0), call.sin.stride(0), call.cos.shape[0])
+    strides = (*(x.stride()[:3] for x in (call.k_new, call.v_new, k, v)), angles)
+    pages = (layout.n_pages, layout.max_pages) if isinstance(layout, Paged) else (0, 0)
+    sizes = (layout.seqlen_q, problem.heads_kv, problem.capacity, problem.page_size, *pages)
+    arguments = (
+        (call.k_new, call.v_new, call.seqlens, call.page_table), (k, v), (call.k_scale, call.v_scale), (call.cos, call.sin),
+        faults.word(call.k.device), strides, sizes, form,
+    )  # fmt: skip
+    return [Launch(append.append_kernel, layout.batch * layout.seqlen_q * problem.heads_kv, arguments, {"num_warps": 1})]
+
+
+def _stored(pool: Tensor, as_bytes: bool) -> Tensor:
+    return pool.view(torch.uint8) if as_bytes else pool
+
+
+def _numbers(problem: DecodeProblem) -> tuple[tuple[float, float, float], ...]:
+    """(scale_log2, softcap): a raw score is q k^T, or tanh(softcap * q k^T) where there is a softcap c, worth scale_log2 in log2 units."""
+    scale, cap = abs(problem.scale) or 1.0, problem.softcap
+    return tuple(parts(x) for x in ((cap * LOG2E, scale / cap) if cap else (scale * LOG2E, 0.0)))
