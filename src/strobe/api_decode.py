@@ -112,9 +112,8 @@ def _settings(
 
 def _call(q: Tensor, cache: PagedCache | DenseCache, settings: Settings) -> DecodeCall:
     held = Held.of(cache)
-    for name, tensor in (("q", q), (held.word("k"), held.k), (held.word("v"), held.v), (held.word("seqlens"), held.seqlens)):
-        if not isinstance(tensor, Tensor):
-            raise wrong_type(name, tensor, "a tensor", "pass a torch.Tensor")
+    if not isinstance(q, Tensor):
+        raise wrong_type("q", q, "a tensor [B, T, H_q, D]", "pass a torch.Tensor")
     if settings[0] is not None and not isinstance(settings[0], Tensor):
         raise wrong_type("sinks", settings[0], "a tensor [H_q] or None", "wrap it in torch.tensor(...)")
     return DecodeCall(q, *held, *settings)

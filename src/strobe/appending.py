@@ -46,6 +46,8 @@ class AppendCall(NamedTuple):
         if rotary is not None and not isinstance(rotary, Rotary):
             raise wrong_type("rotary", rotary, "a strobe.Rotary or None", "give strobe.Rotary(cos, sin)")
         cos, sin, interleaved = rotary or (None, None, False)
+        if not isinstance(interleaved, bool):
+            raise wrong_type("rotary.interleaved", interleaved, "a bool", "pass True or False")
         return AppendCall(k_new, v_new, *held[:4], *held[5:], cos, sin, interleaved)
 
 
@@ -95,8 +97,6 @@ def _check_rotary(call: AppendCall) -> None:
             raise InvalidProblem(name, angles.dtype, "a floating dtype", "convert it with .float()")
         if angles.device != call.k.device:
             raise InvalidProblem(name, f"device {angles.device}", f"the cache's {call.k.device}", "move it to the cache")
-    if not isinstance(call.interleaved, bool):
-        raise wrong_type("rotary.interleaved", call.interleaved, "a bool", "pass True or False")
 
 
 @dataclass(frozen=True)

@@ -86,11 +86,15 @@ class Held(NamedTuple):
 
     @staticmethod
     def of(cache: PagedCache | DenseCache) -> Held:
+        """The cache, all of whose fields are tensors, or None where they may be."""
+        if not isinstance(cache, (PagedCache, DenseCache)):
+            raise wrong_type("cache", cache, "a strobe.PagedCache or strobe.DenseCache", "put your tensors in one of them")
+        for name, field in zip(cache._fields, cache):
+            if not isinstance(field, Tensor) and (field is not None or name not in ("k_start", "k_scale", "v_scale")):
+                raise wrong_type(f"cache.{name}", field, "a tensor", f"see strobe.{type(cache).__name__}, and wrap it in torch.tensor(...)")
         if isinstance(cache, PagedCache):
             return Held(cache.k_pages, cache.v_pages, cache.seqlens, cache.page_table, None, cache.k_scale, cache.v_scale)
-        if isinstance(cache, DenseCache):
-            return Held(cache.k, cache.v, cache.seqlens, None, cache.k_start, cache.k_scale, cache.v_scale)
-        raise wrong_type("cache", cache, "a strobe.PagedCache or strobe.DenseCache", "put your tensors in one of them")
+        return Held(cache.k, cache.v, cache.seqlens, None, cache.k_start, cache.k_scale, cache.v_scale)
 
     def word(self, field: str) -> str:
         return f"cache.{field}_pages" if self.page_table is not None and field in ("k", "v") else f"cache.{field}"
@@ -138,8 +142,8 @@ def to_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
 def check_cache(held: Held, batch: int, dtype: torch.dtype, like: str) -> Dense | Paged:
     """Raises where a cache's tensors contradict each other or `batch` sequences in `dtype`; `like` is whose those are. The layout of one row."""
     _check_pools(held, dtype, like)
-    layout = _paged(held, batch, like) if held.page_table is not None else _rows(held, batch, like)
-    _check_ints(held, "seqlens", (batch,), like)
+    layout = _rows(held, batch, like) if held.page_table is None else _paged(held, held.page_table, batch, like)
+    _check_ints(held.seqlens, "cache.seqlens", batch, like)
     for name, scale in (("k_scale", held.k_scale), ("v_scale", held.v_scale)):
         if scale is not None:
             _check_scale(held, name, scale)
@@ -168,10 +172,7 @@ def _check_pools(held: Held, dtype: torch.dtype, like: str) -> None:
             raise InvalidProblem(held.word(field), f"device {tensor.device}", f"{held.word('k')}'s {k.device}", "keep a cache on one device")
 
 
-def _paged(held: Held, batch: int, like: str) -> Paged:
-    table = held.page_table
-    if not isinstance(table, Tensor):
-        raise wrong_type("cache.page_table", table, "an int32 tensor [B, max_pages]", "give each sequence's pages in order")
+def _paged(held: Held, table: Tensor, batch: int, like: str) -> Paged:
     if table.dtype != torch.int32:
         raise InvalidProblem("cache.page_table", table.dtype, "torch.int32", "convert it with .to(torch.int32)")
     if table.dim() != 2 or table.shape[0] != batch:
@@ -187,24 +188,19 @@ def _rows(held: Held, batch: int, like: str) -> Dense:
     if held.k.shape[0] != batch:
         raise InvalidProblem("cache.k", f"batch {held.k.shape[0]}", f"{like}'s batch {batch}", "give a cache row a sequence")
     if held.k_start is not None:
-        _check_ints(held, "k_start", (batch,), like)
+        _check_ints(held.k_start, "cache.k_start", batch, like)
     return Dense(batch, 0, held.k.shape[1])
 
 
-def _check_ints(held: Held, field: str, shape: tuple[int, ...], like: str) -> None:
-    tensor = getattr(held, field)
-    if not isinstance(tensor, Tensor):
-        raise wrong_type(held.word(field), tensor, "an int32 tensor [B]", "wrap it in torch.tensor(..., dtype=torch.int32) on the cache's device")
+def _check_ints(tensor: Tensor, word: str, batch: int, like: str) -> None:
     if tensor.dtype != torch.int32:
-        raise InvalidProblem(held.word(field), tensor.dtype, "torch.int32", "convert it with .to(torch.int32)")
-    if tuple(tensor.shape) != shape:
-        raise InvalidProblem(held.word(field), f"shape {list(tensor.shape)}", f"{list(shape)}, {like}'s batch", "give one number a sequence")
+        raise InvalidProblem(word, tensor.dtype, "torch.int32", "convert it with .to(torch.int32)")
+    if tuple(tensor.shape) != (batch,):
+        raise InvalidProblem(word, f"shape {list(tensor.shape)}", f"[{batch}], {like}'s batch", "give one number a sequence")
 
 
-def _check_scale(held: Held, name: str, scale: Any) -> None:
+def _check_scale(held: Held, name: str, scale: Tensor) -> None:
     word, heads = f"cache.{name}", held.k.shape[2]
-    if not isinstance(scale, Tensor):
-        raise wrong_type(word, scale, "a float32 tensor [H_kv] or None", "wrap it in torch.tensor(...)")
     if held.k.dtype != FP8:
         raise InvalidProblem(word, "a scale", f"None, for a cache in {held.k.dtype}", "leave it out: only float8_e4m3fn caches have scales")
     if scale.dtype != torch.float32 or tuple(scale.shape) != (heads,):

@@ -16,11 +16,14 @@ PAGES = tl.constexpr(_PAGES)
 def e4m3_bits(x):
     """float32 rounded to the bits of e4m3, to nearest even; beyond 448 the largest; NaN stays NaN.
 
-    Times 2^-120 the exponents of float32 and e4m3 have one meaning, subnormal numbers too: what is left is to round 20 bits away.
+    Normal numbers: times 2^-120 the exponents of both have one meaning, and what is left is to round 20 bits away. Below 2^-6 a number
+    is a count of 2^-9, which the addition of 2^23 rounds to a whole one; times 2^-120 it would be rounded twice.
     """
-    small = tl.minimum(tl.abs(x), 448.0) * 7.52316384526264e-37
-    bits = small.to(tl.uint32, bitcast=True)
-    rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+    size = tl.minimum(tl.abs(x), 448.0)
+    bits = (size * 7.52316384526264e-37).to(tl.uint32, bitcast=True)
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+    count = (size * 512.0 + 8388608.0).to(tl.uint32, bitcast=True) & 0xF
+    rounded = tl.where(size < 0.015625, count, normal)
     rounded = tl.where(x == x, rounded, 0x7F)
     return (rounded | ((x.to(tl.uint32, bitcast=True) >> 31) << 7)).to(tl.uint8)
 

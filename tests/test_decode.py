@@ -1,0 +1,448 @@
+"""attention_decode and append on every kernel that runs here: the table, golden rows, page tables, bits, and what the ops owe torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decoding import draw_table, expected, fill_unowned, judged
+
+import strobe
+from strobe import ops_decode
+from strobe.appending import AppendCall
+from strobe.decode import DecodeCall, DecodeProblem
+from strobe.select import select
+from strobe.target import FAKES
+from strobe.testing import FAMILIES, assert_kernel
+from strobe.testing.decode import DECODES, assert_decode_as_good_as
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INT = lambda *values, device="cpu": torch.tensor(values, dtype=torch.int32, device=device)
+FP64 = 100 * 2.0**-53  # float64 against float64: as test_metamorphic.py
+
+
+@pytest.fixture(autouse=True)
+def no_error_is_left_over():
+    strobe.last_errors()
+    yield
+    strobe.last_errors()
+
+
+def draw(*shape, seed=0, dtype=torch.float32, device="cpu"):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
+
+
+# ---------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
+@pytest.mark.parametrize("n, name", list(enumerate(DECODES)), ids=list(DECODES))
+def test_table(n, name, invariant, device, kernel):
+    """Each case in one dtype and one family of inputs, in turn."""
+    turn = n + 2 * invariant
+    judged(DECODES[name].build(device, DTYPES[turn % 4], FAMILIES[turn % 5], turn, kernel, invariant))
+    wanted = ["cache.page_table"] if DECODES[name].lost else []
+    assert [word.split(": ")[1] for word in strobe.last_errors()] == wanted
+
+
+def whole(name: str, device: str, kernel: str) -> None:
+    for family in FAMILIES:
+        for dtype in DTYPES:
+            judged(DECODES[name].build(device, dtype, family, 7, kernel))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", DECODES)
+def test_whole_table(name):
+    whole(name, "cpu", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DECODES)
+def test_whole_table_on_a_gpu(name):
+    whole(name, "cuda", "portable")
+
+
+# ---------------------------------------------------------------- golden rows
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 16, 13, 128])
+@pytest.mark.parametrize("first", [1, 129])
+def test_indicator_probe_at_every_residue(first, page_size, device, kernel):
+    """q = 0: a row is the mean of the values it sees, so a key dropped, doubled or foreign changes a count among n."""
+    lengths = torch.arange(first, first + 128)
+    room = int(lengths[-1]) + 3
+    values = torch.eye(16)[torch.arange(room) % 16].expand(128, room, 16)
+    own = torch.arange(room)[None] < lengths[:, None]
+    rows = torch.where(own[..., None], values, torch.nan)[:, :, None].to(device)
+    q, table = torch.zeros(128, 1, 1, 16, device=device), None
+    if page_size:
+        columns = -(-room // page_size)
+        order = torch.randperm(128 * columns, generator=torch.Generator().manual_seed(first))
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, columns * page_size - room), value=torch.nan).view(128 * columns, page_size, 1, 16)
+        rows = rows[order.argsort().to(device)]
+        table = order.view(128, columns).to(device, torch.int32)
+    out, lse = ops_decode.run(DecodeCall(q, rows, rows, lengths.to(device, torch.int32), table, right=0, kernel=kernel))
+    counts = torch.where(own[..., None], values, 0.0).sum(1).double() / lengths[:, None]
+    torch.testing.assert_close(out[:, 0, 0].double().cpu(), counts, rtol=4 * 2.0**-24, atol=0)
+    torch.testing.assert_close(lse[:, 0, 0].double().cpu(), lengths.double().log(), rtol=0, atol=2e-6 + 4 * 2.0**-21)
+
+
+@pytest.mark.parametrize(
+    "tokens, length, options, seen",
+    [
+        (2, 5, {}, [{0, 1, 2, 3}, {0, 1, 2, 3, 4}]),
+        (5, 2, {}, [set(), set(), set(), {0}, {0, 1}]),
+        (4, 4, {"window": (1, 0)}, [{0}, {0, 1}, {1, 2}, {2, 3}]),
+        (3, 3, {"window": (0, 0)}, [{0}, {1}, {2}]),
+        (2, 5, {"causal": False}, [{0, 1, 2, 3, 4}] * 2),
+        (3, 5, {"causal": False, "window": (1, 1)}, [{1, 2, 3}, {2, 3, 4}, {3, 4}]),
+        (3, 0, {}, [set()] * 3),
+        (1, 5, {"k_start": 3}, [{3, 4}]),
+        (3, 5, {"k_start": 3}, [set(), {3}, {3, 4}]),
+        (1, 5, {"k_start": 5}, [set()]),
+        (2, 5, {"k_start": 1, "window": (2, 0)}, [{1, 2, 3}, {2, 3, 4}]),
+    ],
+)
+def test_golden_rows(tokens, length, options, seen, device, kernel):
+    """q = 0 and values that are powers of two: the sum says which keys a row saw."""
+    k_start = options.get("k_start")
+    options = {name: value for name, value in options.items() if name != "k_start"}
+    v = torch.tensor([1.0, 2, 4, 8, 16, torch.nan, torch.nan], device=device).view(1, 7, 1, 1).contiguous()
+    k = torch.zeros_like(v)
+    cache = strobe.DenseCache(k, v, INT(length, device=device), None if k_start is None else INT(k_start, device=device))
+    part = strobe.partial_attention_decode(torch.zeros(1, tokens, 1, 1, device=device), cache, kernel=kernel, **options)
+    for row, keys in enumerate(seen):
+        assert part.out[0, row, 0, 0].item() == pytest.approx(sum(2**j for j in keys) / max(1, len(keys)), rel=1e-6)
+        assert part.lse[0, 0, row].item() == (pytest.approx(torch.tensor(float(len(keys))).log().item(), abs=2e-6) if keys else -torch.inf)
+
+
+def test_nan_in_a_row_of_q_stays_there(device, kernel):
+    k = draw(2, 70, 2, 16, device=device)
+    q = draw(2, 3, 4, 16, seed=1, device=device)
+    clean = ops_decode.run(DecodeCall(q, k, k, INT(70, 1, device=device), right=0, kernel=kernel))
+    q[0, 1, 2, 5] = q[1, 0, 0, 0] = torch.nan  # the second in a row that sees no key
+    out, lse = ops_decode.run(DecodeCall(q, k, k, INT(70, 1, device=device), right=0, kernel=kernel))
+    assert out[0, 1, 2].isnan().all() and lse[0, 2, 1].isnan()
+    out[0, 1, 2], lse[0, 2, 1] = clean[0][0, 1, 2], clean[1][0, 2, 1]
+    assert torch.equal(out, clean[0]) and torch.equal(lse, clean[1])
+
+
+# ---------------------------------------------------------------- page tables
+
+
+def fuzz(seed: int, batch: int, device: str, kernel: str) -> None:
+    """One drawn batch of page tables: against the oracle, told of lost pages, and the same bits whatever lies where nobody looks."""
+    drawn = draw_table(seed, batch, device, kernel=kernel)
+    results = []
+    for value in (torch.nan, torch.inf):
+        fill_unowned(drawn, value)
+        results.append(ops_decode.run(drawn.call))
+        told = [word for word in strobe.last_errors() if "page_table" in word]
+        assert bool(told) == drawn.lost, (seed, told)
+    assert all(torch.equal(a, b) for a, b in zip(*results)), seed
+    assert_kernel(ops_decode.decide(drawn.call), kernel)
+    fill_unowned(drawn, 0.0)
+    for got, wanted in zip(results[0], expected(drawn.call)):
+        torch.testing.assert_close(got, wanted, rtol=FP64, atol=FP64)
+
+
+def test_2000_page_tables():
+    for seed in range(40):
+        fuzz(seed, 50, "cpu", "cpu")
+
+
+@pytest.mark.nightly
+def test_100000_page_tables():
+    for seed in range(1000, 3000):
+        fuzz(seed, 50, "cpu", "cpu")
+
+
+@pytest.mark.gpu
+def test_10000_page_tables_on_a_gpu():
+    for seed in range(200):
+        fuzz(seed, 50, "cuda", "portable")
+
+
+@pytest.mark.parametrize("seqlens, error", [((-3, 4), "cache.seqlens"), ((4, 10**9), "cache.seqlens"), ((4, 2**31 - 1), "cache.seqlens")])
+def test_lengths_out_of_range_are_clamped_and_told(seqlens, error, device, kernel):
+    k = draw(2, 8, 1, 16, device=device)
+    q = draw(2, 1, 1, 16, seed=1, device=device)
+    out = strobe.attention_decode(q, strobe.DenseCache(k, k, INT(*seqlens, device=device)), kernel=kernel)
+    assert [word.split(": ")[1] for word in strobe.last_errors()] == [error]
+    clamped = strobe.DenseCache(k, k, INT(*(min(max(n, 0), 8) for n in seqlens), device=device))
+    assert torch.equal(out, strobe.attention_decode(q, clamped, kernel=kernel)) and strobe.last_errors() == []
+
+
+def test_starts_out_of_range_are_clamped_and_told(device, kernel):
+    k, q = draw(3, 8, 1, 16, device=device), draw(3, 1, 1, 16, seed=1, device=device)
+    out = strobe.attention_decode(q, strobe.DenseCache(k, k, INT(5, 5, 5, device=device), INT(-2, 6, 2**31 - 1, device=device)), kernel=kernel)
+    assert [word.split(": ")[1] for word in strobe.last_errors()] == ["cache.k_start"]
+    inside = strobe.DenseCache(k, k, INT(5, 5, 5, device=device), INT(0, 5, 5, device=device))
+    assert torch.equal(out, strobe.attention_decode(q, inside, kernel=kernel)) and out[1:].abs().max() == 0
+
+
+def test_an_empty_pool(device, kernel):
+    """No page at all: every id is out of range, and every row sees nothing."""
+    pool = torch.empty(0, 16, 1, 8, device=device)
+    cache = strobe.PagedCache(pool, pool, INT([0, 1], device=device), INT(20, device=device))
+    assert strobe.attention_decode(torch.ones(1, 2, 1, 8, device=device), cache, kernel=kernel).abs().max() == 0
+    assert any("page_table" in word for word in strobe.last_errors())
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+def alone_and_elsewhere(seed: int, device: str, kernel: str, most: int = 300) -> None:
+    """A sequence alone, in a batch, left padded, and in pages of two sizes: one set of bits; on a CPU those of the prefill's last rows too."""
+    g = torch.Generator().manual_seed(seed)
+    roll = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+    n, tokens, heads_kv, group, width = roll(1, most), roll(1, 6), roll(1, 4), roll(1, 5), (8, 24)[seed % 2]
+    options = ({}, {"left": 20}, {"softcap": 3.0}, {"scale": 0.3}, {"right": -1})[seed % 5]
+    call = lambda *fields: ops_decode.run(DecodeCall(*fields, **{"right": 0, "batch_invariant": True, "kernel": kernel, **options}))
+    draw_one = lambda *shape: torch.randn(shape, generator=g).to(device, dtype)
+    q, k, v = draw_one(1, tokens, heads_kv * group, width), draw_one(1, n, heads_kv, width), draw_one(1, n, heads_kv, width)
+    alone = call(q, k, v, INT(n, device=device))
+    batch, room, place = roll(2, 6), n + roll(0, 600), roll(0, 2)
+    many = [draw_one(batch, *shape[1:]) for shape in (q.shape, (1, room, heads_kv, width), (1, room, heads_kv, width))]
+    lengths = torch.randint(0, room + 1, (batch,), generator=g).to(device, torch.int32)
+    many[0][place], many[1][place, :n], many[2][place, :n], lengths[place] = q[0], k[0], v[0], n
+    found = [tuple(t[place : place + 1] for t in call(*many, lengths))]
+    pad = roll(0, 40)
+    padded = [torch.cat([torch.full((1, pad, heads_kv, width), torch.nan, dtype=dtype, device=device), t], 1) for t in (k, v)]
+    found.append(call(q, *padded, INT(pad + n, device=device), None, INT(pad, device=device)))
+    for size in (1, 16) if seed % 2 else (7, 256):
+        columns = -(-n // size)
+        order = torch.randperm(columns + 2, generator=g)[:columns]
+        pools = [torch.full((columns + 2, size, heads_kv, width), torch.nan, dtype=dtype, device=device) for _ in range(2)]
+        for pool, t in zip(pools, (k, v)):
+            pool[order.to(device)] = torch.nn.functional.pad(t[0], (0, 0, 0, 0, 0, columns * size - n), value=torch.nan).view(
+                columns, size, heads_kv, width
+            )
+        table = torch.cat([order, torch.full((roll(0, 5),), -1)]).to(device, torch.int32)[None]
+        found.append(call(q, *pools, INT(n, device=device), table))
+    if kernel == "cpu" and tokens <= n:
+        prefill = torch.cat([draw_one(1, n - tokens, heads_kv * group, width), q], 1)
+        flat = {"causal": options.get("right") != -1, "window": (options["left"], 0) if "left" in options else None}
+        flat |= {name: options[name] for name in ("softcap", "scale") if name in options}
+        part = strobe.partial_attention(prefill, k, v, batch_invariant=True, **flat)
+        found.append((part.out[:, -tokens:].to(dtype), part.lse[:, :, -tokens:]))
+    assert all(torch.equal(alone[0], out) and torch.equal(alone[1], lse) for out, lse in found), seed
+
+
+def test_200_sequences_have_the_same_bits_everywhere():
+    for seed in range(200):
+        alone_and_elsewhere(seed, "cpu", "cpu")
+
+
+@pytest.mark.gpu
+def test_2000_sequences_have_the_same_bits_everywhere_on_a_gpu():
+    for seed in range(2000):
+        alone_and_elsewhere(seed, "cuda", "portable", most=3000)
+
+
+def test_pages_are_rows_to_the_bit(device, kernel):
+    """Paged and dense, without batch_invariant too where their capacities are one."""
+    k, v, q = (draw(2, 96, 2, 16, seed=n, device=device) for n in range(3))
+    dense = strobe.DenseCache(k, v, INT(90, 17, device=device))
+    table = INT([0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], device=device)
+    paged = strobe.PagedCache(k.view(12, 16, 2, 16), v.view(12, 16, 2, 16), table, dense.seqlens)
+    rows = [strobe.partial_attention_decode(q[:, :3].contiguous(), cache, kernel=kernel) for cache in (dense, paged)]
+    assert torch.equal(rows[0].out, rows[1].out) and torch.equal(rows[0].lse, rows[1].lse)
+
+
+# ---------------------------------------------------------------- shared prefixes
+
+
+def test_a_prefix_attended_once_for_all_sequences(device, kernel):
+    """The batch is folded into the rows over the prefix, and merged with each one's own suffix."""
+    prefix_k, prefix_v = (draw(1, 64, 2, 16, seed=n, dtype=torch.float64, device=device) for n in range(2))
+    own_k, own_v = (draw(5, 20, 2, 16, seed=n, dtype=torch.float64, device=device) for n in (2, 3))
+    q, lengths = draw(5, 1, 8, 16, seed=4, dtype=torch.float64, device=device), INT(20, 0, 7, 1, 19, device=device)
+    folded = strobe.partial_attention(q.transpose(0, 1), prefix_k, prefix_v, kernel=kernel)  # [1, B, H, D]: B rows over one prefix
+    prefix = strobe.Partial(folded.out.transpose(0, 1), folded.lse.permute(2, 1, 0))
+    merged = strobe.merge(prefix, strobe.partial_attention_decode(q, strobe.DenseCache(own_k, own_v, lengths), kernel=kernel))
+    k, v = (torch.cat([shared.expand(5, -1, -1, -1), own], 1) for shared, own in ((prefix_k, own_k), (prefix_v, own_v)))
+    whole = strobe.partial_attention_decode(q, strobe.DenseCache(k, v, lengths + 64), kernel=kernel)
+    torch.testing.assert_close(merged.out, whole.out, rtol=0, atol=FP64)
+    torch.testing.assert_close(merged.lse, whole.lse, rtol=0, atol=FP64)
+
+
+# ---------------------------------------------------------------- selection, the ops and torch
+
+
+def test_every_gpu_runs_the_portable_decode_and_says_so():
+    k = torch.empty(2, 4096, 2, 64)
+    problem = DecodeProblem.from_call(DecodeCall(torch.empty(2, 1, 8, 64), k, k, INT(1, 2), right=0))
+    for name, target in FAKES.items():
+        chosen = select(problem, target).forward.kernel.name
+        assert chosen == ("cpu.decode" if name == "CPU" else "portable.decode")
+    text = str(select(problem, FAKES["H200"]))
+    assert "decode B=2 T=1 S_max=4096" in text and "splits of" in text and "memory-bound" in text
+
+
+def test_a_family_without_a_decode_kernel_says_so():
+    k = torch.empty(2, 8, 2, 16)
+    cache = strobe.DenseCache(k, k, INT(1, 2))
+    with pytest.raises(strobe.UnsupportedProblem, match=r"hopper\.decode +there is none\n"):
+        strobe.attention_decode(torch.empty(2, 1, 2, 16), cache, kernel="hopper")
+    with pytest.raises(
+        strobe.InvalidProblem, match=r"kernel: got 'cpu\.forward', expected one of hopper, portable, cpu, portable\.decode, cpu\.decode"
+    ):
+        strobe.attention_decode(torch.empty(2, 1, 2, 16), cache, kernel="cpu.forward")
+
+
+def test_out_and_warmup(device, kernel):
+    k, q = draw(2, 8, 2, 16, device=device), draw(2, 1, 4, 16, seed=1, device=device)
+    cache = strobe.DenseCache(k, k, INT(3, 8, device=device))
+    strobe.warmup([strobe.explain_decode(q, cache, sinks=torch.zeros(4, device=device)).problem], device)
+    out = torch.empty_like(q)
+    assert strobe.attention_decode(q, cache, out=out, kernel=kernel) is out
+    assert torch.equal(out, strobe.attention_decode(q, cache, kernel=kernel))
+    paged = strobe.PagedCache(k, k, INT([0], [1], device=device), cache.seqlens)
+    strobe.warmup([strobe.explain_decode(q, paged).problem], device)
+
+
+VARIATIONS = {
+    "tokens": lambda c: c._replace(q=c.q[:, :1]),
+    "seqlens": lambda c: c._replace(seqlens=c.seqlens - 1),
+    "k_start": lambda c: c._replace(k_start=INT(2, 3)),
+    "sinks": lambda c: c._replace(sinks=torch.zeros(4)),
+    "left": lambda c: c._replace(left=3),
+    "right": lambda c: c._replace(right=-1),
+    "scale": lambda c: c._replace(scale=0.1),
+    "softcap": lambda c: c._replace(softcap=1.0),
+    "batch_invariant": lambda c: c._replace(batch_invariant=True),
+    "kernel": lambda c: c._replace(kernel="cpu"),
+    "partial": lambda c: c._replace(partial=True, q=c.q.bfloat16(), k=c.k.bfloat16(), v=c.v.bfloat16()),
+    "dtype": lambda c: c._replace(q=c.q.bfloat16(), k=c.k.bfloat16(), v=c.v.bfloat16()),
+    "pages": lambda c: c._replace(k=c.k.view(8, 4, 2, 8), v=c.v.view(8, 4, 2, 8), page_table=INT([3, 2, 1, 0], [4, 5, 6, 7])),
+    "narrow v": lambda c: c._replace(v=c.v[..., :5]),
+    "fewer heads": lambda c: c._replace(k=c.k[:, :, :1], v=c.v[:, :, :1]),
+}
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_a_call_is_not_mistaken_for_another(name):
+    """A, B, A against the same with nothing remembered."""
+    k, v = draw(2, 16, 2, 8), draw(2, 16, 2, 8, seed=1)
+    plain = DecodeCall(draw(2, 3, 4, 8, seed=2), k, v, INT(9, 16), right=0)
+    other = VARIATIONS[name](plain)
+    fresh = []
+    for call in (plain, other):
+        ops_decode._choices.clear()
+        fresh.append(ops_decode.run(call))
+    for call, (out, lse) in zip((plain, other, plain), (*fresh, fresh[0])):
+        got = ops_decode.run(call)
+        assert got[0].dtype == out.dtype and torch.equal(got[0], out) and torch.equal(got[1], lse)
+
+
+def test_opcheck():
+    k, v = draw(3, 16, 2, 8), draw(3, 16, 2, 8, seed=1)
+    dense = DecodeCall(draw(3, 3, 4, 8, seed=2), k, v, INT(9, 16, 0), k_start=INT(1, 0, 0), sinks=torch.zeros(4), right=0)
+    paged = DecodeCall(draw(3, 3, 4, 8, seed=2), k, v, INT(9, 16, 0), INT([0], [1], [2]), left=3, right=0, softcap=2.0)
+    for call in (dense, paged):
+        torch.library.opcheck(ops_decode.DECODE, tuple(call))
+    torch.library.opcheck(ops_decode.DECODE_OUT, (torch.empty(3, 3, 4, 8), *dense))
+    new = draw(3, 2, 2, 8, seed=3)
+    for table in (None, INT([0], [1], [2])):
+        torch.library.opcheck(ops_decode.APPEND, tuple(AppendCall(new, new, k.clone(), v.clone(), INT(9, 12, 0), table)))
+
+
+def test_a_step_compiles_whole():
+    """append and attention_decode in one graph without a break, over a cache that changes, for another length too."""
+
+    def step(q, cache, k_new, rotary):
+        strobe.append(cache, k_new, k_new, rotary=rotary)
+        longer = cache._replace(seqlens=cache.seqlens + k_new.shape[1])
+        return strobe.attention_decode(q, longer, window=(7, 0)), strobe.partial_attention_decode(q, longer).lse
+
+    angle = torch.arange(16.0)[:, None] * torch.tensor([1.0, 0.1])
+    rotary = strobe.Rotary(angle.cos(), angle.sin())
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for tokens in (1, 2):
+        q, new = draw(3, tokens, 4, 8, seed=tokens), draw(3, tokens, 2, 8, seed=9)
+        pools = [(draw(6, 8, 2, 8, seed=1), draw(6, 8, 2, 8, seed=2)) for _ in range(2)]
+        caches = [strobe.PagedCache(*pool, INT([0, 1], [4, 5], [2, 3]), INT(3, 9, 0)) for pool in pools]
+        results = [run(q, cache, new, rotary) for run, cache in zip((step, compiled), caches)]
+        assert all(torch.equal(a, b) for a, b in zip(*results)) and all(torch.equal(a, b) for a, b in zip(*pools))
+
+
+def test_gradients_are_refused():
+    k, q = draw(2, 8, 2, 16), draw(2, 1, 2, 16)
+    cache = strobe.DenseCache(k, k, INT(3, 8))
+    with pytest.raises(strobe.UnsupportedProblem, match="gradients through decode"):
+        strobe.attention_decode(q.clone().requires_grad_(), cache)
+    with pytest.raises(strobe.UnsupportedProblem, match="gradients through append"):
+        strobe.append(cache, q.clone().requires_grad_(), q)
+    with torch.no_grad():
+        strobe.attention_decode(q.clone().requires_grad_(), cache)
+
+
+def test_autocast_follows_the_cache():
+    k, q = draw(2, 8, 2, 16), draw(2, 1, 2, 16)
+    lengths = INT(3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert strobe.attention_decode(q, strobe.DenseCache(k.bfloat16(), k.bfloat16(), lengths)).dtype == torch.bfloat16
+        assert strobe.attention_decode(q, strobe.DenseCache(k, k, lengths)).dtype == torch.float32
+
+
+# ---------------------------------------------------------------- graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capacity", [256, 20_000])
+def test_a_graph_is_replayed_over_other_lengths_and_pages(capacity):
+    """One step, append and decode, captured once; then other lengths, pages, queries and keys."""
+    size, batch = 16, 4
+    columns = capacity // size
+    pool = [torch.full((batch * columns, size, 2, 64), torch.nan, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    lengths, table = torch.zeros(batch, dtype=torch.int32, device="cuda"), torch.zeros(batch, columns, dtype=torch.int32, device="cuda")
+    q, new = draw(batch, 1, 8, 64, dtype=torch.bfloat16, device="cuda"), draw(batch, 1, 2, 64, seed=1, dtype=torch.bfloat16, device="cuda")
+    cache = strobe.PagedCache(*pool, table, lengths)
+    step = lambda: (strobe.append(cache, new, new), lengths.add_(1), strobe.attention_decode(q, cache, kernel="portable"))[2]
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for seed in range(3):
+        g = torch.Generator().manual_seed(seed)
+        table.copy_(torch.randperm(batch * columns, generator=g).view(batch, columns))
+        lengths.copy_(torch.randint(0, capacity - 1, (batch,), generator=g))
+        for tensor in (q, new, *pool):
+            tensor.copy_(torch.randn(tensor.shape, generator=g))
+        graph.replay()
+        again = strobe.attention_decode(q, cache, kernel="portable")
+        assert torch.equal(out, again) and strobe.last_errors() == []
+        call = DecodeCall(q, *pool, lengths, table, right=0, kernel="portable")
+        assert_decode_as_good_as((again, ops_decode.run(call)[1]), call)
+
+
+@pytest.mark.gpu
+def test_no_call_waits_for_the_device():
+    k, q = draw(2, 64, 2, 64, device="cuda"), draw(2, 1, 8, 64, device="cuda")
+    cache = strobe.DenseCache(k, k, INT(3, 60, device="cuda"))
+    strobe.append(cache, q[:, :, :2], q[:, :, :2])
+    strobe.attention_decode(q, cache)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        strobe.append(cache, q[:, :, :2], q[:, :, :2])
+        strobe.attention_decode(q, cache)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_pages_beyond_2_to_the_31_elements():
+    """The last page of a pool of more than 2^31 elements."""
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GiB of GPU memory")
+    n_pages = 2**31 // (16 * 2 * 128) + 5
+    pools = [torch.zeros(n_pages, 16, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    last = draw(2, 16, 2, 128, dtype=torch.bfloat16, device="cuda")
+    pools[0][-1], pools[1][-1] = last
+    q, table, lengths = draw(1, 1, 8, 128, seed=1, dtype=torch.bfloat16, device="cuda"), INT([n_pages - 1], device="cuda"), INT(13, device="cuda")
+    far = ops_decode.run(DecodeCall(q, *pools, lengths, table, right=0, kernel="portable"))
+    near = ops_decode.run(DecodeCall(q, last[:1], last[1:], lengths, INT([0], device="cuda"), right=0, kernel="portable"))
+    assert torch.equal(far[0], near[0]) and torch.equal(far[1], near[1])
