@@ -13,7 +13,7 @@ from .kernels.kernel import Kernel, Plan
 from .problem import Problem
 from .target import Target
 
-AnyProblem = TypeVar("AnyProblem", Problem, DecodeProblem, AppendProblem)
+AnyProblem = TypeVar("AnyProblem", bound=Problem | DecodeProblem | AppendProblem)
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def test_the_command_puts_new_rows_in_the_place_of_old_ones_and_fails_over_budge
     old = [_row(unit, 1) | {"kernel": name} for name in ("forward_kernel", "delta_kernel", "keys_kernel")]
     results.write_text("".join(json.dumps(row) + "\n" for row in old))
     monkeypatch.setattr(budget, "LEDGER", ())
-    chosen = ["--target", "sm_90", "--case", "d128 causal", "--kernel", "[dk]e*", "--jobs", "1"]
+    chosen = ["--family", "portable", "--target", "sm_90", "--case", "d128 causal", "--kernel", "[dk]e*", "--jobs", "1"]
     assert proof.main([*chosen, "--results", str(results)]) == 1
     kept, delta, keys = proof.read(results)
     assert kept == old[0]

@@ -14,7 +14,10 @@ from typing import NamedTuple
 import torch
 
 from .. import mask as masks
+from ..appending import AppendCall
+from ..cache import FP8
 from ..call import Call
+from ..decode import DecodeCall
 from ..kernels import kernels
 from ..mask import Mask
 from ..target import FAKES, Target
@@ -26,6 +29,7 @@ TARGETS: dict[str, Target] = {f"sm_{FAKES[name].capability}": FAKES[name] for na
 # family of kernels: the targets it is made for
 FAMILIES: dict[str, tuple[str, ...]] = {
     "portable": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
+    "portable.decode": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
     "hopper": ("sm_90",),
 }
 ON_EVERY_TARGET = "d128 causal"  # what each commit compiles for every target; all other cases it compiles for WITH_ALL_CASES
@@ -95,8 +99,44 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
     return cases | {"d128 group 8 causal": partial(_dense, 128, mask=bands["causal"], heads=(8, 1))}
 
 
+def _decode(
+    width: int, page_size: int = 0, tokens: int = 1, dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None, keys: int = 4096,
+    heads: tuple[int, int] = (32, 8), **options,
+) -> DecodeCall:  # fmt: skip
+    pages = (keys // page_size, page_size) if page_size else (1, keys)
+    k, v = (torch.empty(*pages, heads[1], width, dtype=cache_dtype or dtype) for _ in range(2))
+    table = torch.zeros(1, keys // page_size, dtype=torch.int32) if page_size else None
+    scales = [torch.ones(heads[1]) if cache_dtype else None] * 2
+    q, length = torch.empty(1, tokens, heads[0], width, dtype=dtype), torch.zeros(1, dtype=torch.int32)
+    return DecodeCall(q, k, v, length, table, k_scale=scales[0], v_scale=scales[1], **{"right": 0, **options})
+
+
+def _append(page_size: int, cache_dtype: torch.dtype, interleaved: bool | None = None) -> AppendCall:
+    to, new = _decode(128, page_size, cache_dtype=cache_dtype), torch.empty(1, 2, 8, 128, dtype=torch.bfloat16)
+    cos = sin = None if interleaved is None else torch.empty(4096, 32)
+    scales = (None, None) if cache_dtype == torch.bfloat16 else (to.k_scale, to.v_scale)
+    return AppendCall(new, new, to.k, to.v, to.seqlens, to.page_table, *scales, cos, sin, bool(interleaved))
+
+
+# For the portable decode and append: every way to find a key, to store one, and to split.
+DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
+    "d128 causal": lambda: _decode(128, 16),
+    "d128 pages of 1": lambda: _decode(128, 1),
+    "d128 pages of 128": lambda: _decode(128, 128),
+    "d128 rows, 16 tokens": lambda: _decode(128, tokens=16),
+    "d64 rows, left padded": lambda: _decode(64, k_start=torch.zeros(1, dtype=torch.int32)),
+    "d128 one split, window sinks": lambda: _decode(128, 16, keys=128, left=64, sinks=torch.zeros(32)),
+    "d128 float8, 4 tokens, softcap": lambda: _decode(128, 16, 4, cache_dtype=FP8, softcap=20.0),
+    "d256 pages of 16": lambda: _decode(256, 16),
+    "d256 16 tokens": lambda: _decode(256, 16, 16),
+    "d21 float16": lambda: _decode(21, 16, dtype=torch.float16),
+    "d64 float32": lambda: _decode(64, 16, dtype=torch.float32),
+    "append to pages": lambda: _append(16, torch.bfloat16),
+    "append rotary float8 to rows": lambda: _append(0, FP8, True),
+}
+
 # family: the calls it is compiled for
-CASES_OF = {"portable": CASES, "hopper": _hopper_cases()}
+CASES_OF = {"portable": CASES, "portable.decode": DECODES, "hopper": _hopper_cases()}
 
 
 class Unit(NamedTuple):
@@ -107,10 +147,13 @@ class Unit(NamedTuple):
     target: str
 
     @property
-    def call(self) -> Call:
+    def call(self) -> Call | DecodeCall | AppendCall:
         """The case, asked of this family; without gradients where it has no backward."""
-        both = any(kernel.name.startswith(f"{self.family}.") for kernel in kernels("backward"))
-        return CASES_OF[self.family][self.case]()._replace(kernel=self.family, needs_grad=both)
+        family, call = self.family.partition(".")[0], CASES_OF[self.family][self.case]()
+        if not isinstance(call, Call):
+            return call._replace(kernel=family)
+        both = any(kernel.name.startswith(f"{family}.") for kernel in kernels("backward"))
+        return call._replace(kernel=family, needs_grad=both)
 
     @property
     def each_commit(self) -> bool:
@@ -200,6 +243,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("keys_kernel", "d[19][26]*", "sm_120", 592, _OFFLINE),
     Allowance("queries_kernel", "* packed window *", "sm_120", 104, _OPTIONS),
     Allowance("forward_kernel", "* documents *", "sm_120", 8, _OFFLINE),
+    Allowance("decode_kernel", "d128 pages of 128", "sm_120", 24, _OFFLINE, family="portable.decode"),
 )
 
 

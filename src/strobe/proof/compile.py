@@ -36,7 +36,9 @@ from triton.errors import TritonError
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from ..appending import AppendCall, AppendProblem
 from ..call import Call
+from ..decode import DecodeCall, DecodeProblem
 from ..errors import InvalidProblem, KernelFault, UnsupportedProblem
 from ..kernels.kernel import Backward, Forward, Plan
 from ..problem import Problem
@@ -182,14 +184,22 @@ def _count(cubin: bytes) -> dict[str, int]:
     return {key: sum(bool(re.match(pattern, name)) for name in names) for key, pattern in COUNTED.items()} if names else {}
 
 
-def launches(call: Call, target: Target) -> list[tuple[Plan, Job]]:
-    """The kernels that `call`, on CPU tensors, would run on `target`, each with its plan: forward, and backward where it needs gradients."""
-    problem = Problem.from_call(call)
-    choice = select(problem, target)
-    shape, shape_lse = problem.out_shapes
-    out, lse = torch.empty(shape, dtype=problem.out_dtype), torch.empty(shape_lse, dtype=problem.lse_dtype)
+def _planned(call: Call | DecodeCall | AppendCall, target: Target) -> Iterator[tuple[Plan | None, Any]]:
+    """The plans of `call`, on CPU tensors, on `target`, each with what it writes."""
+    if isinstance(call, AppendCall):
+        yield select(AppendProblem.from_call(call), target).forward, None
+        return
+    choice = select(DecodeProblem.from_call(call) if isinstance(call, DecodeCall) else Problem.from_call(call), target)
+    shape, shape_lse = choice.problem.out_shapes
+    out, lse = torch.empty(shape, dtype=choice.problem.out_dtype), torch.empty(shape_lse, dtype=choice.problem.lse_dtype)
+    yield choice.forward, Forward(out, lse)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype) for t in call[:3])
-    written = ((choice.forward, Forward(out, lse)), (choice.backward, Backward(out, out, lse, None, dq, dk, dv, torch.empty_like(lse))))
+    yield choice.backward, Backward(out, out, lse, None, dq, dk, dv, torch.empty_like(lse))
+
+
+def launches(call: Call | DecodeCall | AppendCall, target: Target) -> list[tuple[Plan, Job]]:
+    """The kernels that `call`, on CPU tensors, would run on `target`, each with its plan: forward, and backward where it needs gradients."""
+    written = _planned(call, target)
     found: list[tuple[Plan, Job]] = []
     for plan, tensors in written:
         if plan is None:
