@@ -74,7 +74,7 @@ def test_page_tables(seed):
         torch.testing.assert_close(got, wanted, rtol=test_decode.FP64, atol=test_decode.FP64)
 
 
-@pytest.mark.parametrize("seed", [0, 3, 4, 11])
+@pytest.mark.parametrize("seed", [0, 9, 11, 18])
 def test_the_same_bits_everywhere(seed):
     test_decode.alone_and_elsewhere(seed, most=60, **HERE)
 
