@@ -210,7 +210,9 @@ def test_bench_overhead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def test_bench_says_what_is_wrong(tiny, tmp_path, refused) -> None:
-    assert "no decode kernel yet" in refused("bench", "decode")
+    assert "b1_1k" in refused("bench", "decode", "--case", "nonesuch")
+    assert "'cudnn'" in refused("bench", "decode", "--rivals", "cudnn", "--device", "cpu")
+    assert "over cold caches" in refused("bench", "decode", "--plot", "a.svg")
     assert "dense_tiny" in refused("bench", "cpu", "--case", "nonesuch")
     assert "sdpa_mask" in refused("bench", "cpu", "--rivals", "sdpa,abacus")
     assert ">= 1" in refused("bench", "cpu", "--rounds", "0")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import mask as masks
 from ..call import Call
-from ..errors import InvalidProblem, UnsupportedProblem
+from ..errors import InvalidProblem
 
 TOKENS = 16384  # rule of the dense GPU cases: as many tokens in all, B = max(1, TOKENS / S)
 HEADS = {64: 32, 128: 16, 256: 8}  # and 2048 channels
@@ -112,10 +112,8 @@ def suite(name: str, patterns: tuple[str, ...] | list[str] = ()) -> list[Case]:
     >>> [case.name for case in suite("forward", ["d64_causal_*"])]
     ['d64_causal_4k', 'd64_causal_8k', 'd64_causal_16k']
 
-    Raises UnsupportedProblem for a suite that has nothing to measure yet, InvalidProblem for a pattern that matches nothing.
+    Raises InvalidProblem for a pattern that matches nothing.
     """
-    if name == "decode":
-        raise UnsupportedProblem("bench decode: strobe has no decode kernel yet (no strobe.attention_decode), so there is nothing to measure")
     if name not in SUITES:
         raise InvalidProblem("suite", repr(name), f"one of {', '.join(SUITES)}", "see strobe bench --help")
     cases = SUITES[name]

@@ -12,10 +12,10 @@ from typing import TextIO
 import torch
 
 from ..errors import InvalidProblem
-from . import plot, table
+from . import decode, plot, table
 from .cases import Case, suite
 from .rivals import pick
-from .run import Options, circumstances, rows
+from .run import Options, circumstances, rows, written
 
 _PARTS = {
     "keywords": "door: from keywords to a Call",
@@ -37,6 +37,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
         raise InvalidProblem("--graph, --flush", "a CPU", "a GPU", "leave them out")
     if arguments.suite == "overhead":
         return _overhead(arguments)
+    if arguments.suite == "decode":
+        return _decode(arguments, Options(device, arguments.kernel, rounds))
     if arguments.plot:
         plot.check(arguments.plot)
     cases = suite(arguments.suite, arguments.case)
@@ -53,6 +55,25 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     if arguments.plot:
         for path in plot.save(found, arguments.plot):
             print(f"wrote {path}", file=sys.stderr)
+    return 0 if all(row["ms"] for row in found) else 1
+
+
+def _decode(arguments: argparse.Namespace, options: Options) -> int:
+    if arguments.graph or arguments.flush or arguments.plot:
+        raise InvalidProblem("--graph, --flush, --plot", "decode", "none of them", "it is a graph over cold caches as it is, and has no plot")
+    cases = decode.suite(arguments.case)
+    if arguments.list:
+        lines = [[c.name, c.batch, c.keys, c.page_size, c.heads_q, c.heads_kv, c.head_dim, "float8" if c.fp8 else "bfloat16"] for c in cases]
+        print(json.dumps([case.name for case in cases])) if arguments.json else table.show(
+            ["case", "B", "keys", "page", "H_q", "H_kv", "D", "cache"], lines
+        )
+        return 0
+    rivals = decode.pick([name for name in arguments.rivals.split(",") if name], options.device)
+    with ExitStack() as stack:
+        followed = table.follow(cases, "bench decode")
+        found = list(written((decode.measure(case, rivals, options) for case in followed), _open(arguments.json, stack)))
+    if arguments.json != "-":
+        table.bench(found)
     return 0 if all(row["ms"] for row in found) else 1
 
 

@@ -152,8 +152,11 @@ def _commit() -> str | None:
 def rows(cases: Iterable[Case], rivals: Iterable[Rival], options: Options, file: TextIO | None = None) -> Iterator[dict]:
     """The rows of the cases, each written to `file` as one JSON line the moment it is there."""
     rivals = list(rivals)
-    for case in cases:
-        row = measure(case, rivals, options)
+    return written((measure(case, rivals, options) for case in cases), file)
+
+
+def written(found: Iterable[dict], file: TextIO | None) -> Iterator[dict]:
+    for row in found:
         if file is not None:
             file.write(json.dumps(row) + "\n")
             file.flush()
