@@ -28,7 +28,7 @@ LAYERS = (
     ("problem", "merge", "cache"),
     ("decode", "appending"),
     ("reference",),
-    ("kernels.kernel", "kernels.faults"),
+    ("kernels.kernel", "kernels.faults", "kernels.counters"),
     ("kernels.device",),
     ("kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
     ("kernels",),

@@ -11,6 +11,7 @@ from ...call import Call
 from ...errors import KernelFault
 from ...problem import ALIGNMENT, Problem
 from .. import faults
+from ..counters import zeros_on
 from ..device.dialect import TensorDescriptor, gl
 from ..kernel import Forward, Plan, addresses
 from . import forward, relaunch
@@ -41,7 +42,7 @@ def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
     form: Any = plan.config.form  # type: ignore[attr-defined]
     out = addressable(tensors.out)
     word = faults.word(call.q.device) if form.packed else None
-    counter = counter_on(call.q.device) if form.counted else None
+    counter = zeros_on(call.q.device, 1) if form.counted else None
     pointers = (tensors.lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
     key = (call.left, call.right, out.stride())
     again = relaunch.start(plan, key, (call.q, call.k, call.v, out, *pointers), lambda: forward_launch(plan, call, out, pointers))
@@ -98,18 +99,6 @@ def descriptors(call: Call, out: Tensor, form: Any) -> tuple[TensorDescriptor | 
     narrow = (1, 1, 1, 2 if form.tuning.half_staged else 1)
     first = (descriptor(tensor, rows, (width - rest) // n) for (tensor, rows, width, rest), n in zip(tiles, narrow))
     return *first, *(descriptor(tensor, rows, rest) if rest else None for tensor, rows, _, rest in tiles)
-
-
-_counters: dict[tuple[int, int], Tensor] = {}
-
-
-def counter_on(device: torch.device) -> Tensor:
-    """int32 [1], 0 before a launch and after it: of the current stream, whose launches follow each other, or of the graph being captured."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = device.index, torch.cuda.current_stream(device).cuda_stream
-    known = _counters.get(key)
-    return known if known is not None else _counters.setdefault(key, torch.zeros(1, dtype=torch.int32, device=device))
 
 
 def addressable(out: Tensor) -> Tensor:

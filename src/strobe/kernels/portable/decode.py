@@ -3,7 +3,8 @@
     rows    of a tile: query heads of the group, a token after the other, at least 16 (what a product takes)
     splits  of the keys: of one size, planned from shapes alone; a sequence that is shorter leaves its last programs nothing to do
     keys    are counted from the sequence's first; an address function finds them in pages or rows
-    combine weighs the shares of a row by their log-sum-exp, always 16 at a time, so that how many there are changes no bit
+    join    the last program to finish a tile, known by a counter, weighs the shares of all by their log-sum-exp, in the order of the splits:
+            neither who is last nor how many there are changes a bit. A second kernel would cost a short sequence a third of its time.
 
 Sources: split keys, "Flash-Decoding" (pytorch.org, October 2023); packed heads, FlashAttention-3 (arXiv 2407.08608); pages, vLLM (arXiv 2309.06180).
 """
@@ -20,7 +21,6 @@ from .forward import number
 K_START = tl.constexpr(_K_START)
 PAGES = tl.constexpr(_PAGES)
 SEQLENS = tl.constexpr(_SEQLENS)
-SHARES = tl.constexpr(16)  # that combine adds up at a time; fixed, because it sets the bits
 
 
 @triton.jit
@@ -128,6 +128,41 @@ def finish(o, lse_log2, sink, form: tl.constexpr):
 
 
 @triton.jit
+def join(shares, row, row_ok, n_rows, n_splits, form: tl.constexpr):
+    """(o [M, D_v], lse in log2 units) of rows from the shares of all splits; form.joined of them are under way at a time."""
+    BLOCK_M: tl.constexpr = form.block_m
+    BLOCK_DV: tl.constexpr = form.block_dv
+    JOINED: tl.constexpr = form.joined
+    lanes = tl.arange(0, JOINED)
+    dv = tl.arange(0, BLOCK_DV)
+    base = tl.full([BLOCK_M], float("-inf"), form.accumulator)
+    for split in range(0, n_splits, JOINED):
+        held = load_lse(shares[1], split + lanes, row, row_ok, n_rows, n_splits)
+        base = tl.maximum(base, tl.max(held, 0))
+    base = tl.where(base == float("-inf"), 0.0, base)
+    o = tl.zeros([BLOCK_M, BLOCK_DV], form.accumulator)
+    total = tl.zeros([BLOCK_M], form.accumulator)
+    for split in range(0, n_splits, JOINED):
+        held = load_lse(shares[1], split + lanes, row, row_ok, n_rows, n_splits)
+        weight = tl.exp2(held - base[None, :])
+        place = ((split + lanes).to(tl.int64)[:, None] * n_rows + row[None, :]) * form.head_dim_v
+        known = (held != float("-inf"))[:, :, None] & (dv < form.head_dim_v)[None, None, :]  # what an empty split would have written never was
+        part = tl.load(shares[0] + place[:, :, None] + dv[None, None, :], mask=known, other=0.0, cache_modifier=".cg")
+        o += tl.sum(weight[:, :, None] * part, 0)
+        total += tl.sum(weight, 0)
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    return tl.where(empty[:, None], 0.0, o / total[:, None]), tl.where(empty, float("-inf"), base + tl.log2(total))
+
+
+@triton.jit
+def load_lse(lse, split, row, row_ok, n_rows, n_splits):
+    """lse [splits, rows], past the first-level cache, which knows nothing of other programs' stores."""
+    known = (split < n_splits)[:, None] & row_ok[None, :]
+    return tl.load(lse + split.to(tl.int64)[:, None] * n_rows + row[None, :], mask=known, other=float("-inf"), cache_modifier=".cg")
+
+
+@triton.jit
 def store_wide(base, tile, offsets, columns, row_ok, width: tl.constexpr):
     mask = row_ok[:, None]
     if columns.shape[0] != width:
@@ -153,8 +188,21 @@ def signed(q, numbers, scale, form: tl.constexpr):
 
 
 @triton.jit
+def write(tensors, places, o, lse_log2, head_q, row_ok, form: tl.constexpr):
+    """Whole rows to out and lse, at `places` in each."""
+    out, lse, sinks = tensors
+    sink = lse_log2
+    if form.sinks:
+        sink = tl.load(sinks + head_q, mask=row_ok, other=0.0)
+    o, row_lse = finish(o, lse_log2, sink, form)
+    store_wide(out, o, places[0], tl.arange(0, form.block_dv), row_ok, form.head_dim_v)
+    tl.store(lse + places[1], row_lse, mask=row_ok)
+
+
+@triton.jit
 def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbers, form: tl.constexpr):
-    """tensors (q, k, v, page_table, seqlens, k_start, out, lse, sinks); scales (k_scale, v_scale); shares (o, lse) of splits, or None twice;
+    """tensors (q, k, v, page_table, seqlens, k_start, out, lse, sinks); scales (k_scale, v_scale); shares (o, lse, counters) of splits or Nones:
+    o [splits, rows, D_v] and lse [splits, rows] of every row of q, and for every tile of rows how many splits are done, 0 before and after;
     strides (batch or page, row, head) of q, k, v, out; sizes (tokens, heads_kv, capacity, n_pages, max_pages, n_splits, split_size, row tiles);
     limits (left, right); numbers (scale_log2, softcap), each as `number` takes it."""
     q, k, v, page_table, seqlens, k_start, out, lse, sinks = tensors
@@ -204,57 +252,19 @@ def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbe
     if form.v_scale:
         o = tl.where(empty[:, None], 0.0, o * tl.load(scales[1] + head))
     heads_q = heads_kv * form.group
+    out_at = batch_64 * strides[3][0] + token.to(tl.int64) * strides[3][1] + head_64 * strides[3][2]
+    places = (out_at, (batch_64 * heads_q + head_64) * tokens + token)
     if form.single:
-        sink = row_lse
-        if form.sinks:
-            sink = tl.load(sinks + head_q, mask=row_ok, other=0.0)
-        o, row_lse = finish(o, row_lse, sink, form)
-        store_wide(out, o, batch_64 * strides[3][0] + token.to(tl.int64) * strides[3][1] + head_64 * strides[3][2], dv, row_ok, form.head_dim_v)
-        tl.store(lse + (batch_64 * heads_q + head_64) * tokens + token, row_lse, mask=row_ok)
+        write((out, lse, sinks), places, o, row_lse, head_q, row_ok, form)
     else:
-        n_rows = (tl.num_programs(0) // (heads_kv * n_tiles * n_splits)).to(tl.int64) * tokens * heads_q
-        share = split * n_rows + (batch_64 * tokens + token) * heads_q + head_q
-        store_wide(shares[0], o, share * form.head_dim_v, dv, row_ok & (start < stop), form.head_dim_v)
-        tl.store(shares[1] + share, row_lse, mask=row_ok)
-
-
-@triton.jit
-def combine_kernel(tensors, shares, strides, sizes, form: tl.constexpr):
-    """One row of out and lse from the shares of all splits. tensors (out, lse, sinks); shares (o, lse); strides (batch, token, head) of out;
-    sizes (tokens, heads_q, n_splits)."""
-    BLOCK_DV: tl.constexpr = form.block_dv
-    out, lse, sinks = tensors
-    tokens, heads_q, n_splits = sizes
-    pid = tl.program_id(0)
-    head = pid % heads_q
-    token = pid // heads_q % tokens
-    batch = (pid // heads_q // tokens).to(tl.int64)
-    n_rows = tl.num_programs(0).to(tl.int64)
-    lanes = tl.arange(0, SHARES)
-    dv = tl.arange(0, BLOCK_DV)
-    top = tl.full([SHARES], float("-inf"), form.accumulator)
-    for split in range(0, n_splits, SHARES):
-        top = tl.maximum(top, tl.load(shares[1] + (split + lanes) * n_rows + pid, mask=split + lanes < n_splits, other=float("-inf")))
-    base = tl.max(top, 0)
-    base = tl.where(base == float("-inf"), 0.0, base)
-    o = tl.zeros([BLOCK_DV], form.accumulator)
-    total = tl.full([], 0.0, form.accumulator)
-    for split in range(0, n_splits, SHARES):
-        share = (split + lanes) * n_rows + pid
-        held = tl.load(shares[1] + share, mask=split + lanes < n_splits, other=float("-inf"))
-        weight = tl.exp2(held - base)
-        known = (held != float("-inf"))[:, None] & (dv < form.head_dim_v)[None, :]  # what an empty split would have written never was
-        part = tl.load(shares[0] + share[:, None] * form.head_dim_v + dv[None, :], mask=known, other=0.0)
-        o += tl.sum(weight[:, None] * part, 0)
-        total += tl.sum(weight, 0)
-    row = tl.full([1], 0, tl.int32)
-    empty = total == 0
-    total = tl.where(empty, 1.0, total)
-    whole = tl.where(empty, float("-inf"), base + tl.log2(total))
-    o = tl.where(empty, 0.0, o / total)
-    sink = whole
-    if form.sinks:
-        sink = tl.load(sinks + head)
-    o, whole = finish(o[None, :], whole + row.to(form.accumulator), sink, form)
-    store_wide(out, o, row + batch * strides[0] + token.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2], dv, row == 0, form.head_dim_v)
-    tl.store(lse + (batch * heads_q + head) * tokens + token + row, whole)
+        n_tiles_all = tl.num_programs(0) // n_splits
+        n_rows = (n_tiles_all // (heads_kv * n_tiles)).to(tl.int64) * tokens * heads_q
+        row = (batch_64 * tokens + token) * heads_q + head_q
+        store_wide(shares[0], o, (split * n_rows + row) * form.head_dim_v, dv, row_ok & (start < stop), form.head_dim_v)
+        tl.store(shares[1] + split * n_rows + row, row_lse, mask=row_ok)
+        tl.debug_barrier()  # all threads have stored before one counts; the simulator, to which a program is one, would not miss it
+        counter = shares[2] + (batch * n_tiles + tile) * heads_kv + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == n_splits - 1:
+            o, row_lse = join(shares, row, row_ok, n_rows, n_splits, form)
+            write((out, lse, sinks), places, o, row_lse, head_q, row_ok, form)
+            tl.store(counter, 0)

@@ -61,13 +61,18 @@ class DecodeForm:
     k_scale: bool
     v_scale: bool
     sign: int  # of the scale
-    single: bool  # one split: no combine
+    single: bool  # one split: nothing to join
 
     @property
     def loop_stages(self) -> int:
         """Triton's count. Where each key has a page id of its own, ids are loaded as long before keys as keys before products."""
         gathered = self.page_size > 0 and self.page_size % self.block_n > 0
         return 2 * self.stages - 1 if gathered else self.stages
+
+    @property
+    def joined(self) -> int:
+        """Splits whose shares of a tile are loaded at a time: 32 numbers a thread."""
+        return max(1, min(16, 32 * 32 * self.warps // (self.block_m * self.block_dv)))
 
     @property
     def block_d(self) -> int:

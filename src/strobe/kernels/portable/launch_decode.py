@@ -11,13 +11,14 @@ from ...appending import AppendCall
 from ...call import Paged
 from ...decode import DecodeCall, DecodeProblem
 from .. import faults
+from ..counters import zeros_on
 from ..kernel import Forward, Plan
 from . import append, decode
 from .launch import LOG2E, Launch, parts
 
 
 def decode_launches(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> list[Launch]:
-    """The splits, and where there is more than one what combines them."""
+    """One launch: where there are several splits, the last of a tile to finish joins them."""
     problem, config = plan.problem, plan.config
     form, layout = config.form, problem.layout
     k, v = (_stored(pool, form.storage == "bits") for pool in (call.k, call.v))
@@ -25,17 +26,13 @@ def decode_launches(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[st
     pages = (layout.n_pages, layout.max_pages) if isinstance(layout, Paged) else (0, 0)
     sizes = (layout.seqlen_q, problem.heads_kv, problem.capacity, *pages, config.n_splits, config.split_size, n_tiles)
     strides = tuple(x.stride()[:3] for x in (call.q, k, v, t.out))
-    shares = (workspace.get("shares"), workspace.get("lse_shares"))
+    tiles = layout.batch * problem.heads_kv * n_tiles
+    shares = (None, None, None) if form.single else (workspace["shares"], workspace["lse_shares"], zeros_on(call.q.device, tiles))
     arguments = (
         (call.q, k, v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks), (call.k_scale, call.v_scale), shares,
         faults.word(call.q.device), strides, sizes, (call.left, call.right), _numbers(problem), form,
     )  # fmt: skip
-    programs = layout.batch * problem.heads_kv * config.n_splits * n_tiles
-    launches = [Launch(decode.decode_kernel, programs, arguments, {"num_warps": form.warps, "num_stages": form.stages})]
-    if not form.single:
-        joined = ((t.out, t.lse, call.sinks), shares, strides[3], (layout.seqlen_q, problem.heads_q, config.n_splits), form)
-        launches.append(Launch(decode.combine_kernel, layout.batch * layout.seqlen_q * problem.heads_q, joined, {"num_warps": 4}))
-    return launches
+    return [Launch(decode.decode_kernel, tiles * config.n_splits, arguments, {"num_warps": form.warps, "num_stages": form.stages})]
 
 
 def append_launches(plan: Plan, call: AppendCall) -> list[Launch]:
