@@ -31,7 +31,8 @@ SHORT = ("dense_tokens_5", "dense_softcap_sinks", "dense_left_padded", "dense_no
 
 @pytest.mark.parametrize("n, name", [pytest.param(n, name, marks=[pytest.mark.nightly] * (name in SLOW), id=name) for n, name in enumerate(DECODES)])
 def test_in_splits(n, name):
-    call = DECODES[name].build("cpu", DTYPES[n % 3], FAMILIES[n % 5], n, **{"kernel": "portable"})
+    dtype = DTYPES[n % 2 if DECODES[name].fp8 else n % 3]  # no float64 over 8 bits on a GPU
+    call = DECODES[name].build("cpu", dtype, FAMILIES[n % 5], n, "portable")
     assert_decode_as_good_as(on(FAKES["H200"], call), call)
     strobe.last_errors()
 
