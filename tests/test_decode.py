@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from decoding import draw_table, expected, fill_unowned, judged
+from test_reliability import sparse
 
 import strobe
 from strobe import ops_decode
@@ -439,6 +442,20 @@ def test_no_call_waits_for_the_device():
         strobe.attention_decode(q, cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MAP_NORESERVE"), reason="needs memory that exists when touched")
+def test_pages_that_lie_2_to_the_31_apart(family: str = "cpu"):
+    """Offsets into the pool are 64-bit products: the pages at its end are what they are close together; append finds them too."""
+    near = [draw(3, 4, 1, 16, seed=n, dtype=torch.float16) for n in range(2)]
+    q, new, table, length = draw(1, 1, 1, 16, seed=2, dtype=torch.float16), draw(1, 1, 1, 16, seed=3, dtype=torch.float16), INT([2, 1]), INT(6)
+    far = [sparse(2**32 + 4096).as_strided((3, 4, 1, 16), (2**31 + 64, 16, 16, 1), 512 * n).copy_(t) for n, t in enumerate(near)]
+    results = []
+    for pools in (near, far):
+        ops_decode.append(AppendCall(new, new, *pools, length, table, kernel=family))
+        results.append(ops_decode.run(DecodeCall(q, *pools, length + 1, table, right=0, kernel=family)))
+    assert torch.equal(far[0], near[0]) and torch.equal(far[0][1, 2], new[0, 0])
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
 @pytest.mark.gpu

@@ -123,3 +123,7 @@ def test_append_in_8_bits():
     appended.test_8_bits_are_torchs_own(torch.float16, True, **HERE)
     appended.test_8_bits_are_torchs_own(torch.float32, False, **HERE)
     appended.test_every_8_bit_number_is_reached(**HERE)
+
+
+def test_pages_that_lie_2_to_the_31_apart():
+    test_decode.test_pages_that_lie_2_to_the_31_apart("portable")
