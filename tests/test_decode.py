@@ -193,6 +193,23 @@ def test_an_empty_pool(device, kernel):
     assert any("page_table" in word for word in strobe.last_errors())
 
 
+@pytest.mark.parametrize("batch, tokens, heads, columns", [(0, 1, 2, 3), (2, 0, 2, 3), (2, 1, 0, 3), (2, 3, 2, 0)], ids=str)
+def test_sizes_of_0(batch, tokens, heads, columns, device, kernel):
+    """No sequence, no token, no head, no room: results have their shapes, and what they hold is 0 and -inf, or the sink."""
+    pool = draw(4, 2, heads, 8, device=device)
+    table, lengths = torch.zeros(batch, columns, dtype=torch.int32, device=device), torch.zeros(batch, dtype=torch.int32, device=device)
+    cache, q = strobe.PagedCache(pool, pool.clone(), table, lengths), torch.ones(batch, tokens, heads, 8, device=device)
+    part = strobe.partial_attention_decode(q, cache, kernel=kernel)
+    assert part.out.shape == (batch, tokens, heads, 8) and part.lse.shape == (batch, heads, tokens)
+    assert not part.out.any() and (part.lse == -torch.inf).all()
+    sinks = torch.arange(float(heads), device=device)
+    out, lse = ops_decode.run(DecodeCall(q, pool, pool, lengths, table, sinks=sinks, right=0, kernel=kernel))
+    assert not out.any() and (lse == sinks[None, :, None]).all()
+    ops_decode.append(AppendCall(q, q, cache.k_pages, cache.v_pages, lengths, table, kernel=kernel))
+    assert torch.equal(cache.v_pages, pool) or columns  # no room: nothing is written
+    assert [word.split(": ")[1] for word in strobe.last_errors()] == ["append"] * (columns == 0)
+
+
 # ---------------------------------------------------------------- the same bits
 
 

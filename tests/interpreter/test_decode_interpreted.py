@@ -127,3 +127,8 @@ def test_append_in_8_bits():
 
 def test_pages_that_lie_2_to_the_31_apart():
     test_decode.test_pages_that_lie_2_to_the_31_apart("portable")
+
+
+def test_sizes_of_0():
+    for sizes in ((0, 1, 2, 3), (2, 0, 2, 3), (2, 1, 0, 3), (2, 3, 2, 0)):
+        test_decode.test_sizes_of_0(*sizes, **HERE)
