@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from decoding import draw_table, expected, fill_unowned, judged
+from test_reliability import sparse
 
 import strobe
 from strobe import ops_decode
@@ -39,14 +42,15 @@ def draw(*shape, seed=0, dtype=torch.float32, device="cpu"):
 def test_table(n, name, invariant, device, kernel):
     """Each case in one dtype and one family of inputs, in turn."""
     turn = n + 2 * invariant
-    judged(DECODES[name].build(device, DTYPES[turn % 4], FAMILIES[turn % 5], turn, kernel, invariant))
+    dtype = torch.float32 if DECODES[name].fp8 and device == "cuda" else DTYPES[turn % 4]  # no float64 over 8 bits there
+    judged(DECODES[name].build(device, dtype, FAMILIES[turn % 5], turn, kernel, invariant))
     wanted = ["cache.page_table"] if DECODES[name].lost else []
     assert [word.split(": ")[1] for word in strobe.last_errors()] == wanted
 
 
 def whole(name: str, device: str, kernel: str) -> None:
     for family in FAMILIES:
-        for dtype in DTYPES:
+        for dtype in DTYPES[:3] if DECODES[name].fp8 and device == "cuda" else DTYPES:
             judged(DECODES[name].build(device, dtype, family, 7, kernel))
 
 
@@ -189,6 +193,23 @@ def test_an_empty_pool(device, kernel):
     assert any("page_table" in word for word in strobe.last_errors())
 
 
+@pytest.mark.parametrize("batch, tokens, heads, columns", [(0, 1, 2, 3), (2, 0, 2, 3), (2, 1, 0, 3), (2, 3, 2, 0)], ids=str)
+def test_sizes_of_0(batch, tokens, heads, columns, device, kernel):
+    """No sequence, no token, no head, no room: results have their shapes, and what they hold is 0 and -inf, or the sink."""
+    pool = draw(4, 2, heads, 8, device=device)
+    table, lengths = torch.zeros(batch, columns, dtype=torch.int32, device=device), torch.zeros(batch, dtype=torch.int32, device=device)
+    cache, q = strobe.PagedCache(pool, pool.clone(), table, lengths), torch.ones(batch, tokens, heads, 8, device=device)
+    part = strobe.partial_attention_decode(q, cache, kernel=kernel)
+    assert part.out.shape == (batch, tokens, heads, 8) and part.lse.shape == (batch, heads, tokens)
+    assert not part.out.any() and (part.lse == -torch.inf).all()
+    sinks = torch.arange(float(heads), device=device)
+    out, lse = ops_decode.run(DecodeCall(q, pool, pool, lengths, table, sinks=sinks, right=0, kernel=kernel))
+    assert not out.any() and (lse == sinks[None, :, None]).all()
+    ops_decode.append(AppendCall(q, q, cache.k_pages, cache.v_pages, lengths, table, kernel=kernel))
+    assert torch.equal(cache.v_pages, pool) or columns  # no room: nothing is written
+    assert [word.split(": ")[1] for word in strobe.last_errors()] == ["append"] * (columns == 0)
+
+
 # ---------------------------------------------------------------- the same bits
 
 
@@ -279,6 +300,13 @@ def test_every_gpu_runs_the_portable_decode_and_says_so():
         assert chosen == ("cpu.decode" if name == "CPU" else "portable.decode")
     text = str(select(problem, FAKES["H200"]))
     assert "decode B=2 T=1 S_max=4096" in text and "splits of" in text and "memory-bound" in text
+
+
+def test_float64_over_8_bits_is_refused_on_gpus():
+    call = DECODES["pages_fp8"].build("cpu", torch.float64)
+    assert select(DecodeProblem.from_call(call), FAKES["CPU"]).forward.kernel.name == "cpu.decode"
+    with pytest.raises(strobe.UnsupportedProblem, match=r"portable\.decode +float64 over 8-bit keys"):
+        select(DecodeProblem.from_call(call), FAKES["H200"])
 
 
 def test_a_family_without_a_decode_kernel_says_so():
@@ -431,6 +459,20 @@ def test_no_call_waits_for_the_device():
         strobe.attention_decode(q, cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MAP_NORESERVE"), reason="needs memory that exists when touched")
+def test_pages_that_lie_2_to_the_31_apart(family: str = "cpu"):
+    """Offsets into the pool are 64-bit products: the pages at its end are what they are close together; append finds them too."""
+    near = [draw(3, 4, 1, 16, seed=n, dtype=torch.float16) for n in range(2)]
+    q, new, table, length = draw(1, 1, 1, 16, seed=2, dtype=torch.float16), draw(1, 1, 1, 16, seed=3, dtype=torch.float16), INT([2, 1]), INT(6)
+    far = [sparse(2**32 + 4096).as_strided((3, 4, 1, 16), (2**31 + 64, 16, 16, 1), 512 * n).copy_(t) for n, t in enumerate(near)]
+    results = []
+    for pools in (near, far):
+        ops_decode.append(AppendCall(new, new, *pools, length, table, kernel=family))
+        results.append(ops_decode.run(DecodeCall(q, *pools, length + 1, table, right=0, kernel=family)))
+    assert torch.equal(far[0], near[0]) and torch.equal(far[0][1, 2], new[0, 0])
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
 @pytest.mark.gpu

@@ -131,6 +131,7 @@ DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
     "d256 16 tokens": lambda: _decode(256, 16, 16),
     "d21 float16": lambda: _decode(21, 16, dtype=torch.float16),
     "d64 float32": lambda: _decode(64, 16, dtype=torch.float32),
+    "d256 float64, 4 tokens": lambda: _decode(256, 16, 4, dtype=torch.float64),
     "append to pages": lambda: _append(16, torch.bfloat16),
     "append rotary float8 to rows": lambda: _append(0, FP8, True),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...appending import AppendCall, AppendProblem
@@ -22,7 +23,7 @@ FIRST_FP8 = 89  # compute capability whose instructions convert 8-bit floats; be
 MOST_WIDTH = 256
 LEAST_ROWS, MOST_ROWS, MOST_ROWS_WIDE = 16, 64, 32  # of a tile; the last for head dimensions beyond 128, whose o would spill
 MOST_SPLITS = 128
-MOST_FOR_4_WARPS = 4096  # elements of o: 32 registers a thread
+MOST_FOR_4_WARPS = 16 * KIB  # bytes of o: 32 registers a thread
 INVARIANT_SPLIT = 1024  # keys; batch invariance: a constant, because it sets the bits
 
 
@@ -104,6 +105,7 @@ class DecodeConfig:
 def decode_config(problem: DecodeProblem, target: Target) -> DecodeConfig:
     rows = problem.group * problem.layout.seqlen_q
     most = MOST_ROWS if max(problem.head_dim, problem.head_dim_v) <= 128 else MOST_ROWS_WIDE
+    most = LEAST_ROWS if problem.dtype == torch.float64 else most  # shared memory
     block_m = max(LEAST_ROWS, min(most, 1 << max(0, rows - 1).bit_length()))
     tuning = _tuning(problem, target, block_m)
     tiles = problem.layout.batch * problem.heads_kv * -(-rows // block_m)
@@ -111,7 +113,7 @@ def decode_config(problem: DecodeProblem, target: Target) -> DecodeConfig:
     form = DecodeForm(
         block_m=block_m,
         block_n=tuning.block_n,
-        warps=8 if block_m * padded(problem.head_dim_v) > MOST_FOR_4_WARPS else tuning.warps,
+        warps=8 if block_m * padded(problem.head_dim_v) * problem.lse_dtype.itemsize > MOST_FOR_4_WARPS else tuning.warps,
         stages=tuning.stages,
         dtype=DTYPES[problem.dtype],
         storage=_storage(problem, target),
@@ -133,9 +135,9 @@ def decode_config(problem: DecodeProblem, target: Target) -> DecodeConfig:
 
 
 def splits(capacity: int, tiles: int, block_n: int, sm_count: int) -> tuple[int, int]:
-    """(splits, keys of each): the fewest that keep the SMs about as busy as any number would; sm_count 0 asks for splits of a fixed size.
+    """(splits, keys of each): the fewest that take about as long as the best number would; sm_count 0 asks for splits of a fixed size.
 
-    A device works through programs in waves of one an SM, and its last wave is seldom full. From the H200's table of prototypes:
+    A device works through programs in waves of one an SM: so many waves, each as long as a split. What won on an H200 with a prototype:
 
     >>> [splits(keys, batch * 8, 128, 132)[0] for batch, keys in ((1, 8192), (1, 131072), (8, 8192), (32, 4096), (64, 8192))]
     [16, 16, 2, 1, 1]
@@ -147,8 +149,8 @@ def splits(capacity: int, tiles: int, block_n: int, sm_count: int) -> tuple[int,
         return max(1, -(-capacity // INVARIANT_SPLIT)), INVARIANT_SPLIT
     if 10 * tiles >= 8 * sm_count:
         return 1, blocks * block_n
-    busy = {n: tiles * n / (-(-tiles * n // sm_count) * sm_count) for n in range(1, min(MOST_SPLITS, sm_count, blocks) + 1)}
-    count = next(n for n, share in busy.items() if share >= 0.85 * max(busy.values()))
+    length = {n: -(-tiles * n // sm_count) * -(-blocks // n) for n in range(1, min(MOST_SPLITS, sm_count, blocks) + 1)}  # in tiles of keys
+    count = next(n for n, tiles_long in length.items() if 0.95 * tiles_long <= min(length.values()))
     size = -(-blocks // count) * block_n
     return -(-blocks * block_n // size), size
 
@@ -194,6 +196,8 @@ class PortableDecode:
         widest = max(problem.head_dim, problem.head_dim_v)
         if widest > MOST_WIDTH:
             return f"head dimensions up to {MOST_WIDTH}; this is {widest}"
+        if problem.dtype == torch.float64 and problem.cache_dtype == FP8 and target.kind == "cuda":
+            return "float64 over 8-bit keys: Triton compiles no product of float64 tiles that were converted; give queries in float32"
         return _why_not(problem, target)
 
     def config(self, problem: DecodeProblem, target: Target) -> DecodeConfig:
