@@ -541,10 +541,10 @@ PORTABLE = (
         "1",
         light("scale_negative", seqlen_q=20),
     ),
-    Mutant("grid's second dimension (portable)", f"{LAUNCH}:start", "[(launch.programs,)]", "[(1, launch.programs)]", light("length_1"), (35,)),
+    Mutant("grid's second dimension (portable)", f"{LAUNCH}:Launch.start", "[(self.programs,)]", "[(1, self.programs)]", light("length_1"), (35,)),
     Mutant(
         "refusal to launch printed (portable)",
-        f"{LAUNCH}:start",
+        f"{LAUNCH}:Launch.start",
         "raise KernelFault",
         "print",
         runs(test_reliability.test_a_launch_that_fails_raises_in_the_call_that_failed),

@@ -17,7 +17,8 @@ from triton.runtime.driver import driver
 
 from strobe import ops
 from strobe.call import Call
-from strobe.kernels.hopper import launch, relaunch
+from strobe.kernels import relaunch
+from strobe.kernels.hopper import launch
 from strobe.kernels.kernel import Backward
 from strobe.proof.compile import offline
 from strobe.proof.simulate import posing

@@ -10,11 +10,11 @@ from torch import Tensor
 from ...call import Call
 from ...errors import KernelFault
 from ...problem import ALIGNMENT, Problem
-from .. import faults
+from .. import faults, relaunch
 from ..counters import zeros_on
 from ..device.dialect import TensorDescriptor, gl
 from ..kernel import Forward, Plan, addresses
-from . import forward, relaunch
+from . import forward
 from .config import MOST_ROWS, ROWS, query_tiles
 
 LOG2_E = 1.4426950408889634

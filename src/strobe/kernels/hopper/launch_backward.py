@@ -10,9 +10,10 @@ from torch import Tensor
 from ...call import Call
 from ...errors import KernelFault
 from ...problem import ALIGNMENT, Problem
+from .. import relaunch
 from ..device.dialect import TensorDescriptor, gl
 from ..kernel import Backward, Plan, entries, strides_of
-from . import backward, relaunch
+from . import backward
 from .config import query_tiles
 from .launch import MOST_TILES, Launch, addressable, descriptor, numbers_of
 

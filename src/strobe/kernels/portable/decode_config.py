@@ -72,8 +72,9 @@ class DecodeForm:
 
     @property
     def joined(self) -> int:
-        """Splits whose shares of a tile are loaded at a time: 32 numbers a thread."""
-        return max(1, min(16, 32 * 32 * self.warps // (self.block_m * self.block_dv)))
+        """Splits whose shares of a tile are loaded at a time: 128 bytes a thread."""
+        size = 8 if self.dtype == "float64" else 4
+        return max(1, min(16, 128 * 32 * self.warps // (self.block_m * self.block_dv * size)))
 
     @property
     def block_d(self) -> int:
@@ -214,10 +215,9 @@ class PortableDecode:
         return Buffer("shares", (config.n_splits, rows, problem.head_dim_v), wide), Buffer("lse_shares", (config.n_splits, rows), wide)
 
     def run(self, plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:
-        from .launch import start
-        from .launch_decode import decode_launches
+        from .launch_decode import run_decode
 
-        start(decode_launches(plan, call, tensors, workspace))
+        run_decode(plan, call, tensors, workspace)
 
 
 @dataclass(frozen=True)
@@ -267,10 +267,9 @@ class PortableAppend:
         return ()
 
     def run(self, plan: Plan, call: AppendCall, tensors: None, workspace: dict[str, Tensor]) -> None:
-        from .launch import start
-        from .launch_decode import append_launches
+        from .launch_decode import run_append
 
-        start(append_launches(plan, call))
+        run_append(plan, call)
 
 
 DECODE, APPEND = PortableDecode(), PortableAppend()

@@ -50,6 +50,14 @@ class Launch(NamedTuple):
     options: dict[str, int]
     tma: bool = False
 
+    def start(self) -> Any:
+        """The compiled kernel; None where the launch is interpreted, simulated or only noted."""
+        if self.programs >= MOST_PROGRAMS:
+            raise KernelFault(f"{self.kernel.fn.__name__}: {self.programs} programs are more than a launch can hold; split the batch")
+        if self.tma:
+            triton.set_allocator(_descriptor_memory)
+        return self.kernel[(self.programs,)](*self.arguments, **self.options)
+
 
 def forward_launches(plan: Plan, call: Call, tensors: Forward) -> list[Launch]:
     form: Any = plan.config.form  # type: ignore[attr-defined]
@@ -94,11 +102,7 @@ def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
 
 def start(launches: list[Launch]) -> None:
     for launch in launches:
-        if launch.programs >= MOST_PROGRAMS:
-            raise KernelFault(f"{launch.kernel.fn.__name__}: {launch.programs} programs are more than a launch can hold; split the batch")
-        if launch.tma:
-            triton.set_allocator(_descriptor_memory)
-        launch.kernel[(launch.programs,)](*launch.arguments, **launch.options)
+        launch.start()
 
 
 def _launch(kernel: Any, programs: int, arguments: tuple, tuning: Tuning) -> Launch:

@@ -10,32 +10,46 @@ from torch import Tensor
 from ...appending import AppendCall
 from ...call import Paged
 from ...decode import DecodeCall, DecodeProblem
-from .. import faults
+from .. import faults, relaunch
 from ..counters import zeros_on
 from ..kernel import Forward, Plan
 from . import append, decode
 from .launch import LOG2E, Launch, parts
 
 
-def decode_launches(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> list[Launch]:
+def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:
     """One launch: where there are several splits, the last of a tile to finish joins them."""
+    problem, form = plan.problem, plan.config.form
+    tiles = problem.layout.batch * problem.heads_kv * -(-problem.layout.seqlen_q * problem.group // form.block_m)
+    shares = (None, None, None) if form.single else (workspace["shares"], workspace["lse_shares"], zeros_on(call.q.device, tiles))
+    word = faults.word(call.q.device)
+    tensors = (call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks)
+    moving = (*tensors, call.k_scale, call.v_scale, *shares, word)
+    relaunch.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
+
+
+def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, word: Tensor) -> Launch:
     problem, config = plan.problem, plan.config
     form, layout = config.form, problem.layout
     k, v = (_stored(pool, form.storage == "bits") for pool in (call.k, call.v))
     n_tiles = -(-layout.seqlen_q * problem.group // form.block_m)
     pages = (layout.n_pages, layout.max_pages) if isinstance(layout, Paged) else (0, 0)
     sizes = (layout.seqlen_q, problem.heads_kv, problem.capacity, *pages, config.n_splits, config.split_size, n_tiles)
-    strides = tuple(x.stride()[:3] for x in (call.q, k, v, t.out))
-    tiles = layout.batch * problem.heads_kv * n_tiles
-    shares = (None, None, None) if form.single else (workspace["shares"], workspace["lse_shares"], zeros_on(call.q.device, tiles))
+    strides = tuple(x.stride()[:3] for x in (call.q, k, v, tensors[6]))
     arguments = (
-        (call.q, k, v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks), (call.k_scale, call.v_scale), shares,
-        faults.word(call.q.device), strides, sizes, (call.left, call.right), _numbers(problem), form,
+        (call.q, k, v, *tensors[3:]), (call.k_scale, call.v_scale), shares, word, strides, sizes, (call.left, call.right), _numbers(problem), form,
     )  # fmt: skip
-    return [Launch(decode.decode_kernel, tiles * config.n_splits, arguments, {"num_warps": form.warps, "num_stages": form.stages})]
+    programs = layout.batch * problem.heads_kv * n_tiles * config.n_splits
+    return Launch(decode.decode_kernel, programs, arguments, {"num_warps": form.warps, "num_stages": form.stages})
 
 
-def append_launches(plan: Plan, call: AppendCall) -> list[Launch]:
+def run_append(plan: Plan, call: AppendCall) -> None:
+    word = faults.word(call.k.device)
+    moving = (call.k_new, call.v_new, call.k, call.v, call.seqlens, call.page_table, call.k_scale, call.v_scale, call.cos, call.sin, word)
+    relaunch.start(plan, "append", moving, lambda: append_launch(plan, call, word))
+
+
+def append_launch(plan: Plan, call: AppendCall, word: Tensor) -> Launch:
     problem, form = plan.problem, plan.config
     layout = problem.layout
     k, v = (_stored(pool, form.eight_bits) for pool in (call.k, call.v))
@@ -45,9 +59,9 @@ def append_launches(plan: Plan, call: AppendCall) -> list[Launch]:
     sizes = (layout.seqlen_q, problem.heads_kv, problem.capacity, problem.page_size, *pages)
     arguments = (
         (call.k_new, call.v_new, call.seqlens, call.page_table), (k, v), (call.k_scale, call.v_scale), (call.cos, call.sin),
-        faults.word(call.k.device), strides, sizes, form,
+        word, strides, sizes, form,
     )  # fmt: skip
-    return [Launch(append.append_kernel, layout.batch * layout.seqlen_q * problem.heads_kv, arguments, {"num_warps": 1})]
+    return Launch(append.append_kernel, layout.batch * layout.seqlen_q * problem.heads_kv, arguments, {"num_warps": 1})
 
 
 def _stored(pool: Tensor, as_bytes: bool) -> Tensor:

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from ...problem import ALIGNMENT
+from ..problem import ALIGNMENT
 
 MOST = 4096  # kernels kept; calls more varied than this begin anew
 READ = ("3.6", "3.7", "3.9")  # versions of Triton whose launcher was read, and to which tests hold this file; others launch for themselves
