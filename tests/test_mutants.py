@@ -519,7 +519,7 @@ PORTABLE = (
     ),
     Mutant(
         "strides ignored (portable)",
-        f"{LAUNCH}:_strides",
+        "kernels.kernel:strides_of",
         "tensor.stride()[:3]",
         'torch.empty(tensor.shape, device="meta").stride()[:3]',
         light("stored_expanded_heads", seqlen_q=20),
