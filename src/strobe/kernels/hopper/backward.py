@@ -18,7 +18,9 @@
 
 The eight warps of mma_partition hold everything transposed, keys in rows: p and ds are then first operands in registers, and what a row has
 (lse, delta) is one value a column. A row that sees no key, or is none, has lse +inf: its p is 0. TMA gives zeros beyond the last row
-and column and writes nothing there. dk and dv of grouped heads are summed in registers, so nothing but dq is added in memory, in any order.
+and column and writes nothing there. dk and dv of grouped heads are summed in registers, so nothing but dq is added in memory: in any order, or
+(form.ordered) key tile by key tile from the last that a tile of queries sees to the first. That is the order in which programs on the causal
+diagonal come to it by themselves, each two steps after the one before.
 
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arXiv 2407.08608), section 3 and its backward's dq writer.
 """
@@ -28,17 +30,20 @@ import triton.language as tl
 
 from ..device.channel import ring, ring_start
 from ..device.dialect import (
+    fence_async_global,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
+    partition_barrier,
     tma_load,
     tma_reduce_add,
+    tma_store_drain,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ..device.masking import first_row, stop_row
+from ..device.masking import first_row, row_interval, stop_row
 from ..device.softmax import tanh
 from ..device.tiles import find_sequence, keys_of, load_rows, span_of, store_rows
 from .forward import FAR, copy_in, copy_out, tile_2d
@@ -46,7 +51,7 @@ from .forward import FAR, copy_in, copy_out, tile_2d
 
 @triton.jit
 def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
-    """tensors (dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q); strides (batch, row, head) of dout, out
+    """tensors (dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns); strides (batch, row, head) of dout, out
     and dq_sum; sizes (H, S_q or T, sequences, tiles of rows a head).
 
     rows: for each batch entry and head lse in log2 units, then -delta, each in whole tiles; a packed sequence begins a tile of its own.
@@ -54,7 +59,7 @@ def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
     BLOCK_M: tl.constexpr = form.tuning.block_m
     BLOCK_D: tl.constexpr = form.block_d
     BLOCK_DV: tl.constexpr = form.block_dv
-    dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q = tensors
+    dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns = tensors
     heads, total, sequences, tiles = sizes
     pid = tl.program_id(0)
     index = pid // tiles
@@ -76,6 +81,8 @@ def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
     tl.store(delta + place, row_delta, mask=row_ok)
     row_lse = tl.load(lse + place, mask=row_ok, other=float("-inf")) * 1.4426950408889634
     empty = row_lse == float("-inf")
+    if form.ordered:
+        tl.store(turns + index * 2 * tiles + tile, 0)
     numbers = rows + index.to(tl.int64) * 2 * tiles * BLOCK_M + tile * BLOCK_M + lanes
     tl.store(numbers, tl.where(empty, float("inf"), row_lse))
     tl.store(numbers + tiles * BLOCK_M, tl.where(empty, 0.0, -row_delta))
@@ -94,7 +101,8 @@ def keys_of_program(offsets, work, form: gl.constexpr):
     """(queries, keys, key head, first key, first row, tiles of queries, where its rows' numbers begin) of this program.
 
     queries and keys are (batch entry, start, length) of a sequence; starts are 0 in dense layouts. Causal tiles go by falling cost, in
-    sections of heads whose queries fit in L2; others go key by key within a head.
+    sections of heads whose queries fit in L2; others go key by key within a head. Where form.falling, keys go from the last to the first, so
+    that a program waits for earlier ones only.
     """
     BLOCK_M: gl.constexpr = form.tuning.block_m
     BLOCK_N: gl.constexpr = form.tuning.block_n
@@ -105,7 +113,7 @@ def keys_of_program(offsets, work, form: gl.constexpr):
     tile = gl.program_id(0)
     if form.packed:
         cu_seqlens_q, cu_seqlens_k = offsets
-        sequence, n_block = find_sequence(cu_seqlens_k, tile // heads_kv, batch, seqlen_k, BLOCK_N)
+        sequence, n_block = find_sequence(cu_seqlens_k, from_end(tile // heads_kv, tiles_n, form), batch, seqlen_k, BLOCK_N)
         k_start, k_length = span_of(cu_seqlens_k, sequence, batch, seqlen_k)
         q_start, q_length = keys_of(cu_seqlens_q, sequence, batch, seqlen_q)
         queries, keys = (tile * 0, q_start, q_length), (tile * 0, k_start, k_length)
@@ -116,10 +124,10 @@ def keys_of_program(offsets, work, form: gl.constexpr):
             begin = tile // (tiles_n * section) * section
             count = gl.minimum(section, batch * heads_kv - begin)
             within = tile - begin * tiles_n
-            n_block = within // count
+            n_block = from_end(within // count, tiles_n, form)
             index = begin + within % count
         else:
-            n_block = tile % tiles_n
+            n_block = from_end(tile % tiles_n, tiles_n, form)
             index = tile // tiles_n
         entry, kv_head = index // heads_kv, index % heads_kv
         queries, keys = (entry, entry * 0, entry * 0 + seqlen_q), (entry, entry * 0, entry * 0 + seqlen_k)
@@ -130,6 +138,14 @@ def keys_of_program(offsets, work, form: gl.constexpr):
     m_stop = stop_row(gl.minimum(n_start + BLOCK_N, keys[2]) - 1, queries[2], bounds, form)
     blocks = gl.where(n_start < keys[2], gl.cdiv(m_stop, BLOCK_M) - m_begin, 0)
     return queries, keys, kv_head, n_start, m_begin * BLOCK_M, gl.maximum(blocks, 0), first_number
+
+
+@gluon.jit
+def from_end(place, places, form: gl.constexpr):
+    if form.falling:
+        return places - 1 - place
+    else:
+        return place
 
 
 @gluon.jit
@@ -440,9 +456,31 @@ def keep(tile, sums, factor):
 
 
 @gluon.jit
-def store_partition(out, offsets, kv, dq, work, form: gl.constexpr):
+def await_turn(turn, n_start, row, lengths, limits, form: gl.constexpr):
+    """Wait until the key tiles behind n_start's have added to the tile of dq that begins at `row`; each of them counts `turn` up."""
+    bounds = (lengths[1], limits[0], limits[1])
+    seen_first, seen_stop = row_interval(row + form.tuning.block_m - 1, lengths[0], lengths[1], bounds, 0, form)
+    before = (seen_stop - 1 - n_start) // form.tuning.block_n
+    while gl.atomic_add(turn, 0, sem="acquire") != before:
+        pass
+    fence_async_global()
+
+
+@gluon.jit
+def pass_turn(turn):
+    """Let the next one add, once all that was added stands in memory."""
+    tma_store_drain()
+    fence_async_global()
+    partition_barrier()  # one thread has waited for TMA, another publishes
+    gl.atomic_add(turn, 1, sem="release")
+
+
+@gluon.jit
+def store_partition(out, turns, offsets, kv, dq, work, form: gl.constexpr):
     PARTS: gl.constexpr = form.tuning.parts
     dq_desc, dk_desc, dv_desc = out
+    sizes, limits, numbers = work
+    batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
     k_smem, v_smem, kv_ready, kv_done = kv
     p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
     queries, keys, kv_head, n_start, m_first, blocks, first_number = keys_of_program(offsets, work, form)
@@ -450,13 +488,19 @@ def store_partition(out, offsets, kv, dq, work, form: gl.constexpr):
     for member in range(form.group):
         head = kv_head * form.group + member
         for i in range(blocks):
+            m_start = m_first + i * form.tuning.block_m
+            if form.ordered:
+                turn = turns + (first_number + m_start) // form.tuning.block_m + head * 2 * tiles_m
             for part in gl.static_range(PARTS):
                 mbarrier.wait(dq_ready.index(0), at.parity)
-                m_start = m_first + i * form.tuning.block_m
+                if form.ordered and part == 0:
+                    await_turn(turn, n_start, m_start, (queries[2], keys[2]), limits, form)
                 add_out(dq_desc, queries, head, m_start, part * (form.block_d // PARTS), dq_smem.index(0), form)
                 tma_store_wait(0)
                 mbarrier.arrive(dq_free.index(0))
                 at = at.next()
+            if form.ordered:
+                pass_turn(turn)
     mbarrier.wait(kv_done.index(0), 0)
     copy_out(dv_desc, keys, kv_head, n_start, 0, v_smem.index(0), form)
     copy_out(dk_desc, keys, kv_head, n_start, 0, k_smem.index(0), form)
@@ -480,10 +524,10 @@ def tiles_of(desc, count: gl.constexpr):
 
 
 @gluon.jit
-def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, dq_desc, offsets, work, form: gl.constexpr):
-    """Descriptors as launch.descriptor makes them, rows_desc of the rows' numbers, dq_desc of dq's sum; offsets (cu_seqlens_q,
-    cu_seqlens_k) or Nones; work: sizes (B or sequences, H_q, S_q or T_q, S_k or T_k, tiles of rows and of keys a head, heads in an L2
-    section), limits (left, right), numbers (scale_log2, softcap, scale)."""
+def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, dq_desc, turns, offsets, work, form: gl.constexpr):
+    """Descriptors as launch.descriptor makes them, rows_desc of the rows' numbers, dq_desc of dq's sum; turns: how many key tiles have added
+    to each tile of dq, or None; offsets (cu_seqlens_q, cu_seqlens_k) or Nones; work: sizes (B or sequences, H_q, S_q or T_q, S_k or T_k, tiles of
+    rows and of keys a head, heads in a section), limits (left, right), numbers (scale_log2, softcap, scale)."""
     STAGES: gl.constexpr = form.tuning.stages
     STAGES_DO: gl.constexpr = form.tuning.stages_do
     BLOCK_M: gl.constexpr = form.tuning.block_m
@@ -514,7 +558,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
         [
             (mma_partition, (offsets, kv, q, do, dq, work, form)),
             (load_partition, (views, offsets, kv, q, do, work, form)),
-            (store_partition, (out, offsets, kv, dq, work, form)),
+            (store_partition, (out, turns, offsets, kv, dq, work, form)),
         ],
         [1, 1],
         [24, 24],

@@ -13,7 +13,7 @@ from ...problem import ALIGNMENT, Problem
 from ..device.dialect import TensorDescriptor, gl
 from ..kernel import Backward, Plan, entries, strides_of
 from . import backward, relaunch
-from .config import query_tiles
+from .config import at_once, query_tiles
 from .launch import MOST_TILES, Launch, addressable, descriptor, numbers_of
 
 L2_BYTES = 32 << 20  # of queries, their gradients and dq's sums that stay while a section of heads is walked; an H200 has 50 MB
@@ -21,16 +21,16 @@ CONVERTED_ROWS = 32  # a program of convert_kernel, which only moves memory
 
 
 def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor]) -> None:
-    rows, dq_sum = workspace["rows"], workspace["dq_sum"].transpose(-3, -2)
+    rows, dq_sum, turns = workspace["rows"], workspace["dq_sum"].transpose(-3, -2), workspace.get("turns")
     dout = operand(t.dout, call)
     written = t._replace(dk=addressable(t.dk), dv=addressable(t.dv))
-    pointers = (t.dout, t.out, t.lse, t.dlse, t.delta, rows, dq_sum, call.cu_seqlens_q)
+    pointers = (t.dout, t.out, t.lse, t.dlse, t.delta, rows, dq_sum, call.cu_seqlens_q, turns)
     key = ("rows", t.dout.stride(), t.dout.dtype, t.out.stride(), t.dlse is None)
     relaunch.start(plan, key, pointers, lambda: rows_launch(plan, pointers))
     views = (call.q, call.k, call.v, dout, rows, written.dk, written.dv, dq_sum)
-    offsets = (call.cu_seqlens_q, call.cu_seqlens_k)
+    others = (turns, call.cu_seqlens_q, call.cu_seqlens_k)
     strides = (dout.stride(), written.dk.stride(), written.dv.stride())
-    relaunch.start(plan, (call.left, call.right, *strides), (*views, *offsets), lambda: main_launch(plan, call, views))
+    relaunch.start(plan, (call.left, call.right, *strides), (*views, *others), lambda: main_launch(plan, call, views, turns))
     relaunch.start(plan, ("dq", t.dq.stride()), (dq_sum, t.dq), lambda: convert_launch(plan, dq_sum, t.dq))
     for given, own in ((t.dk, written.dk), (t.dv, written.dv)):
         if own is not given:
@@ -55,7 +55,7 @@ def convert_launch(plan: Plan, dq_sum: Tensor, dq: Tensor) -> Launch:
     return Launch(backward.convert_kernel, programs, arguments, {"num_warps": 4})
 
 
-def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...]) -> Launch:
+def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], turns: Tensor | None) -> Launch:
     form: Any = plan.config.form
     problem, tuning = plan.problem, form.tuning
     q, k, v, dout, rows, dk, dv, dq_sum = views
@@ -65,7 +65,8 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...]) -> Launch:
     tiles_n = seqlen_k // tuning.block_n + batch + 2 if form.packed else -(-seqlen_k // tuning.block_n)
     heads_kv = problem.heads_kv * entries(problem)
     a_head = problem.group * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.dq_width)
-    section = max(1, min(heads_kv, L2_BYTES // max(1, a_head)))
+    fitting = at_once(plan.target) // tiles_n if form.ordered and not form.falling else L2_BYTES // max(1, a_head)
+    section = max(1, min(heads_kv, fitting))
     by_rows, by_rows_v = (tuning.block_m, form.block_d), (tuning.block_m, form.block_dv)
     by_keys, by_keys_v = (tuning.block_n, form.block_d), (tuning.block_n, form.block_dv)
     described = (
@@ -75,7 +76,7 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...]) -> Launch:
     )  # fmt: skip
     sizes = (batch, problem.heads_q, seqlen_q, seqlen_k, query_tiles(problem, tuning.block_m), tiles_n, section)
     work = (sizes, (call.left, call.right), (*numbers_of(problem), problem.scale))
-    arguments = (*described, (call.cu_seqlens_q, call.cu_seqlens_k), work, form)
+    arguments = (*described, turns, (call.cu_seqlens_q, call.cu_seqlens_k), work, form)
     return Launch(backward.backward_kernel, counted(plan, heads_kv * tiles_n), arguments, {"num_warps": 8, "maxnreg": 168})
 
 
