@@ -95,7 +95,9 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
         cases[f"{name} causal deterministic"] = partial(_dense, *widths, mask=bands["causal"], deterministic=True)
     cases["d128 packed causal"] = partial(_packed, 128, bands["causal"], (4, 4))
     cases["d128 packed causal deterministic"] = partial(_packed, 128, bands["causal"], (4, 4), deterministic=True)
-    return cases | {"d128 group 8 causal": partial(_dense, 128, mask=bands["causal"], heads=(8, 1))}
+    for name, width in {"d64": 64, "d128": 128, "d256": 256}.items():  # groups divided among programs
+        cases[f"{name} group 8 causal"] = partial(_dense, width, mask=bands["causal"], heads=(8, 1))
+    return cases | {"d128 packed group 4 window": partial(_packed, 128, bands["window"], (8, 2))}
 
 
 # family: the calls it is compiled for

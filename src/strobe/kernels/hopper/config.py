@@ -252,11 +252,21 @@ class BackwardForm:
     packed: bool
     ordered: bool = False  # tiles of keys take turns to add to a tile of dq, the last that it sees first
     falling: bool = False  # programs take the last keys first
+    splits: int = 1  # programs among which the heads of a group are divided
+
+    @property
+    def members(self) -> int:
+        """Query heads that a program walks."""
+        return self.group // self.splits
 
     @property
     def dq_width(self) -> int:
-        """Columns of dq's float32 sum: as many as give rows of whole 16 bytes."""
-        return -(-self.head_dim // 4) * 4
+        """Columns of dq's float32 sum, and of dk's: as many as give rows of whole 16 bytes."""
+        return whole_lines(self.head_dim)
+
+    @property
+    def dv_width(self) -> int:
+        return whole_lines(self.head_dim_v)
 
     @property
     def rest_d(self) -> int:
@@ -324,6 +334,7 @@ class BackwardConfig:
     def __str__(self) -> str:
         t = self.form.tuning
         return (f"block_m={t.block_m} block_n={t.block_n} stages={t.stages}/{t.stages_do} dq added by TMA{' in order' * self.form.ordered}, "
+                f"{f'group of {self.form.group} in {self.form.splits}, ' * (self.form.splits > 1)}"
                 f"shared {self.form.shared_bytes() / KIB:.0f} KiB")  # fmt: skip
 
 
@@ -351,22 +362,28 @@ class HopperBackward:
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         ordered = problem.deterministic or problem.batch_invariant
         falling = ordered and not _rises(problem, target, tuning)
-        constants = problem.group, problem.mask, bool(problem.softcap), even, problem.packed, ordered, falling
+        splits = 1 if ordered or widths[0] != widths[1] else _splits(problem, target, tuning)
+        constants = problem.group, problem.mask, bool(problem.softcap), even, problem.packed, ordered, falling, splits
         return BackwardConfig(BackwardForm(tuning, *widths, *head_dims, *constants))
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem, backward=True)
 
     def workspace(self, problem: Problem, config: BackwardConfig) -> tuple[Buffer, ...]:
-        """lse and delta of each row as the main kernel reads them, and dq's sum and turns, which the first of the three kernels sets to 0."""
+        """lse and delta of each row as the main kernel reads them, dq's sum and turns, which the first kernel sets to 0; sums of dk and dv."""
         form = config.form
         tokens = problem.layout.total_q if problem.packed else problem.layout.seqlen_q  # type: ignore[union-attr]
         heads = (problem.heads_q,) if problem.packed else (problem.layout.batch, problem.heads_q)
         tiles = query_tiles(problem, form.tuning.block_m)
         rows = Buffer("rows", (*heads, 2, tiles * form.tuning.block_m), torch.float32)
-        sums = rows, Buffer("dq_sum", (*heads, tokens, form.dq_width), torch.float32)
-        turns = Buffer("turns", (*heads, 2, tiles), torch.int32)  # laid out as rows is; half of it is used
-        return (*sums, turns) if form.ordered else sums
+        buffers = [rows, Buffer("dq_sum", (*heads, tokens, form.dq_width), torch.float32)]
+        if form.ordered:
+            buffers.append(Buffer("turns", (*heads, 2, tiles), torch.int32))  # laid out as rows is; half of it is used
+        if form.splits > 1:
+            keys = problem.layout.total_k if problem.packed else problem.layout.seqlen_k  # type: ignore[union-attr]
+            widths = {"dk_sum": form.dq_width, "dv_sum": form.dv_width}
+            buffers += [Buffer(name, (*heads[:-1], problem.heads_kv, keys, width), torch.float32, 0.0) for name, width in widths.items()]
+        return tuple(buffers)
 
     def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
         from .launch_backward import run_backward
@@ -394,6 +411,24 @@ def _rises(problem: Problem, target: Target, tuning: BackwardTuning) -> bool:
     if problem.packed or not causal or problem.group > 1:
         return False
     return -(-problem.layout.seqlen_k // tuning.block_n) <= at_once(target)  # type: ignore[union-attr]
+
+
+def whole_lines(width: int) -> int:
+    """A row of this many float32 numbers, made whole units of 16 bytes."""
+    return -(-width // 4) * 4
+
+
+def _splits(problem: Problem, target: Target, tuning: BackwardTuning) -> int:
+    """Programs to divide a group among: enough to fill the SMs; twice as many where the costs of programs differ, lest the longest decide.
+
+    More would be waste: each adds its share of dk and dv in float32 memory.
+    """
+    layout: Any = problem.layout
+    tiles = layout.total_k // tuning.block_n + layout.batch if problem.packed else layout.batch * -(-layout.seqlen_k // tuning.block_n)
+    uneven = problem.packed or problem.mask.right != problem.mask.left
+    wanted = 2 * target.sm_count if uneven else at_once(target)
+    divisors = [n for n in range(1, problem.group + 1) if problem.group % n == 0]
+    return next((n for n in divisors if tiles * problem.heads_kv * n >= wanted), problem.group)
 
 
 def _shape_backward(problem: Problem) -> str | None:
