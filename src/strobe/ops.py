@@ -22,7 +22,7 @@ from .problem import ALIGNMENT, Problem
 from .select import Choice, select
 from .target import Target
 
-_MOST_CHOICES = 4096  # lengths that change each step would otherwise grow the dictionary for ever
+MOST_CHOICES = 4096  # lengths that change each step would otherwise grow the dictionary for ever
 _choices: dict[tuple | None, Choice] = {}
 
 
@@ -32,20 +32,20 @@ _choices: dict[tuple | None, Choice] = {}
 def decide(call: Call) -> Choice:
     """The Choice for a call: door and select the first time, one dictionary lookup after that."""
     try:
-        key = None if isinstance(call.q, FakeTensor) else _raw_key(call)
+        key = None if isinstance(call.q, FakeTensor) else raw_key(call)
     except RuntimeError:  # a layout without strides or address: the door says what is wrong with it
         key = None
     choice = _choices.get(key)
     if choice is None:
         choice = select(Problem.from_call(call), Target.of(call.q.device))
-        if len(_choices) >= _MOST_CHOICES:
+        if len(_choices) >= MOST_CHOICES:
             _choices.clear()
         if key is not None:
             _choices[key] = choice
     return choice
 
 
-def _raw_key(call: Call) -> tuple:
+def raw_key(call: Call) -> tuple:
     q, k, v = call[:3]
     tensors = (
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,

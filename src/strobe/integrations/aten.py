@@ -23,8 +23,10 @@ from ..call import FARTHEST, Call, accumulator
 from ..errors import UnsupportedProblem, describe
 from ..kernels.kernel import Backward
 from ..mask import NO_BOUND
+from ..select import Choice
 
 served: Counter[str] = Counter()  # calls of aten's ops that strobe ran, by the kernel that did
+_turned_before: dict[tuple, Choice] = {}  # by the raw key of tensors as SDPA lays them: what may be launched again without turning them
 
 
 class Unserved(UnsupportedProblem):
@@ -47,8 +49,10 @@ def cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=
     """
     if dropout_p or attn_mask is not None or later:
         _refuse(dropout_p=dropout_p, attn_mask=attn_mask, **later)
-    call = _call(*top_left(*_by_rows(query, key, value), is_causal), scale)
-    batch, heads, rows, _ = query.shape
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    q, k, v, right = top_left(q, k, v) if is_causal else (q, k, v, NO_BOUND)
+    call = _call(q, k, v, right, scale, _wants_gradients(query, key, value))
+    batch, rows, heads, _ = q.shape
     out = torch.empty_like(query)
     lse = query.new_empty_strided((batch, heads, rows), (rows * heads, 1, heads), dtype=accumulator(query.dtype))
     _forward(call, out.transpose(1, 2), lse)
@@ -59,21 +63,20 @@ def cpu_backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_caus
     """aten::_scaled_dot_product_flash_attention_for_cpu_backward: gradients that lie as [B, S, H, D] in memory."""
     _refuse(dropout_p=dropout_p, attn_mask=attn_mask, **later)
     q, k, v = _by_rows(query, key, value)
-    call = _call(*top_left(q, k, v, is_causal), scale)
+    seen = top_left(q, k, v) if is_causal else (q, k, v, NO_BOUND)
+    call = _call(*seen, scale, True)
     gradients = tuple(t.new_empty(t.shape) for t in (q, k, v))
     _gradients(call, _by_rows(grad_out, out), logsumexp, gradients)
     return _by_rows(*gradients)
 
 
-def top_left(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, Tensor, int]:
+def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     """q, k, v [B, S, H, D] and strobe's right bound, so that row i sees key j iff j <= i: keys beyond the last row are seen by none.
 
     >>> q, k = torch.zeros(1, 2, 1, 8), torch.zeros(1, 5, 1, 8)
-    >>> top_left(q, k, k, True)[1].shape[1], top_left(q, k, k, True)[3], top_left(k, q, q, True)[3]
+    >>> top_left(q, k, k)[1].shape[1], top_left(q, k, k)[3], top_left(k, q, q)[3]
     (2, 0, 3)
     """
-    if not is_causal:
-        return q, k, v, NO_BOUND
     rows, keys = q.shape[1], k.shape[1]
     if rows < keys:
         k, v = k[:, :rows], v[:, :rows]
@@ -92,9 +95,9 @@ def sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug
     """
     if dropout_p or return_debug_mask or later:
         _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **later)
-    call = _call(*_by_rows(query, key, value), 0 if is_causal else NO_BOUND, scale)
+    call = _call(query, key, value, 0 if is_causal else NO_BOUND, scale, _wants_gradients(query, key, value))
     out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=accumulator(query.dtype))
-    _forward(call, out.transpose(1, 2), lse)
+    _forward_turned(call, out, lse)
     return out, lse, None, None, query.shape[2], key.shape[2], *_no_dropout(query)
 
 
@@ -104,7 +107,7 @@ def sdpa_backward(
 ):  # fmt: skip
     """aten::_scaled_dot_product_flash_attention_backward: gradients with the strides of what they are the gradients of."""
     _refuse(dropout_p=dropout_p, cum_seq_q=_there(cum_seq_q), cum_seq_k=_there(cum_seq_k), **later)
-    call = _call(*_by_rows(query, key, value), 0 if is_causal else NO_BOUND, scale)
+    call = _turned(_call(query, key, value, 0 if is_causal else NO_BOUND, scale, True))
     gradients = tuple(torch.empty_like(t) for t in (query, key, value))
     _gradients(call, _by_rows(grad_out, out), logsumexp, _by_rows(*gradients))
     return gradients
@@ -177,17 +180,26 @@ def _by_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([t.transpose(1, 2) for t in tensors])
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, right: int, scale: float | None) -> Call:
+def _wants_gradients(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Of the op's own arguments: down here a view of them does not know."""
+    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, right: int, scale: float | None, needs_grad: bool) -> Call:
     if v.shape[-1] != q.shape[-1]:
         raise Unserved("value", f"head dimension {v.shape[-1]}", f"query's {q.shape[-1]}, which out has")
-    wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return Call(q, k, v, NO_BOUND, right, scale, 0.0, torch.are_deterministic_algorithms_enabled(), False, "", False, wants_gradient)
+    return Call(q, k, v, NO_BOUND, right, scale, 0.0, torch.are_deterministic_algorithms_enabled(), False, "", False, needs_grad)
+
+
+def _turned(call: Call) -> Call:
+    q, k, v = _by_rows(*call[:3])
+    return call._replace(q=q, k=k, v=v)
 
 
 def _flash_call(qkv: tuple[Tensor, ...], packing: tuple, band: tuple[bool, int | None, int | None], scale: float | None) -> Call:
     causal, left, right = band
     bound = lambda one: NO_BOUND if one is None or one < 0 else min(one, FARTHEST)
-    call = _call(*qkv, 0 if causal else bound(right), scale)._replace(left=bound(left))
+    call = _call(*qkv, 0 if causal else bound(right), scale, _wants_gradients(*qkv))._replace(left=bound(left))
     cum_seq_q, cum_seq_k, max_q, max_k = packing
     if cum_seq_q is None and cum_seq_k is None:
         return call
@@ -205,11 +217,27 @@ def _flash_forward_into(out: Tensor, qkv: tuple[Tensor, ...], packing: tuple, ba
     return lse
 
 
-def _forward(call: Call, out: Tensor, lse: Tensor) -> None:
+def _forward(call: Call, out: Tensor, lse: Tensor) -> Choice:
     choice = ops.decide(call)
     if not (out.is_contiguous() and ops.launch_again(choice.forward, call, out, lse)):
         ops.write(choice, call, out, lse)
     served[choice.forward.kernel.name] += 1
+    return choice
+
+
+def _forward_turned(call: Call, out: Tensor, lse: Tensor) -> None:
+    """`_forward` of a call and an out that lie as [B, H, S, D], which nothing need turn where it is launched as before: an address has no sides."""
+    key = ops.raw_key(call)
+    choice = _turned_before.get(key)
+    if choice is not None and ops.launch_again(choice.forward, call, out, lse):
+        served[choice.forward.kernel.name] += 1
+        return
+    by_rows = out.transpose(1, 2)
+    choice = _forward(_turned(call), by_rows, lse)
+    if choice.forward.again and by_rows.is_contiguous():  # a launch that was kept writes contiguous rows
+        if len(_turned_before) >= ops.MOST_CHOICES:
+            _turned_before.clear()
+        _turned_before[key] = choice
 
 
 def _gradients(call: Call, outs: tuple[Tensor, ...], lse: Tensor, gradients: tuple[Tensor, ...]) -> None:

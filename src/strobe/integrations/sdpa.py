@@ -175,9 +175,9 @@ def _restore() -> None:
     before, _before = _before, None
     if before is None:
         return
-    if registry.current_flash_attention_impl() == NAME:
+    if registry.current_flash_attention_impl() == NAME != before.impl:
         registry.restore_flash_attention_impl()
-        if before.impl not in (None, NAME):
+        if before.impl is not None:
             registry.activate_flash_attention_impl(before.impl)
     if torch._C._get_sdp_priority_order() == before.ours:
         torch._C._set_sdp_priority_order(before.priority)
