@@ -35,6 +35,8 @@ gpu = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def nothing_stays_enabled():
+    if torch.cuda.is_available():
+        sdpa.backend("cuda")  # torch sets the priority at a process's first choice
     before = _state()
     yield
     assert _state() == before and not sdpa._switches
@@ -53,12 +55,6 @@ def counted():
     found = SimpleNamespace(served={}, passed={})
     yield found
     found.served, found.passed = dict(sdpa.served - served), dict(sdpa.passed - passed)
-
-
-@contextmanager
-def enabled():
-    with sdpa.enable(), counted() as found:
-        yield found
 
 
 class Case(NamedTuple):
@@ -148,6 +144,14 @@ def _judge(case: Case, found, qkv, dout, lse=None):
     assert_gradients_as_good_as((dq, *dkv, None), call, dout.transpose(1, 2))
 
 
+def _near(ours, native) -> None:
+    """As two kernels of one precision agree: to a part of the largest element."""
+    for one, other in zip(ours, native):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        part = (8 if one.dtype.itemsize == 2 else 64) * torch.finfo(one.dtype).eps
+        assert (one - other).abs().max() <= part * other.abs().max()
+
+
 def _own(found, count: int = 1) -> None:
     """One kernel of strobe ran each way, `count` times, and nothing went back to torch."""
     assert sorted(name.partition(".")[2] for name in found.served) == ["backward", "forward"] and not found.passed
@@ -163,7 +167,7 @@ def test_sdpa_forward_and_backward(name, device):
     for dtype in DTYPES[device]:
         qkv = _qkv(case, dtype, device)
         dout = _like(_random(case.batch, case.heads_q, case.seqlen_q, case.width), dtype, device)
-        with enabled() as found:
+        with sdpa.enable() as found:
             results = _with_gradients(_sdpa, case, qkv, dout)
         _own(found)
         _judge(case, results, qkv, dout)
@@ -176,13 +180,15 @@ def test_causal_stays_aligned_at_the_top_left(name, device):
     for dtype in DTYPES[device][:2]:
         qkv = _qkv(case, dtype, device)
         dout = torch.ones(case.batch, case.heads_q, case.seqlen_q, case.width, dtype=dtype, device=device).expand(-1, -1, -1, -1)
-        with enabled() as found:
+        with sdpa.enable() as found:
             results = _with_gradients(_sdpa, case, qkv, dout)
         if device == "cpu":
             _own(found)
+            _judge(case, results, qkv, dout)
         else:
             assert not found.served
-        _judge(case, results, qkv, dout)
+            with sdpa_kernel(SDPBackend.MATH):
+                _near(results, _with_gradients(_sdpa, case, qkv, dout))
 
 
 @pytest.mark.parametrize("name", [*CASES, *LEANING])
@@ -200,7 +206,7 @@ def test_results_lie_in_memory_as_torchs_do(name):
     back = OPS._scaled_dot_product_flash_attention_for_cpu_backward
     q, k, v = _qkv(case, grad=False)
     results = []
-    for switch in (lambda: counted(), enabled):
+    for switch in (counted, sdpa.enable):
         with switch():
             out, lse = op(q, k, v, 0.0, case.causal, scale=case.scale)
             results.append([out, lse, *back(torch.ones_like(out), q, k, v, out, lse, 0.0, case.causal, scale=case.scale)])
@@ -215,7 +221,7 @@ def test_results_lie_in_memory_as_torchs_do_on_a_gpu(name):
     case = CASES[name]
     q, k, v = _qkv(case, torch.bfloat16, "cuda", grad=False)
     results = []
-    for switch in (lambda: counted(), enabled):
+    for switch in (counted, sdpa.enable):
         with switch():
             out, lse, *rest = OPS._scaled_dot_product_flash_attention(q, k, v, 0.0, case.causal, False, scale=case.scale)
             gradients = OPS._scaled_dot_product_flash_attention_backward(
@@ -224,16 +230,18 @@ def test_results_lie_in_memory_as_torchs_do_on_a_gpu(name):
             results.append([out, lse, *rest, *gradients])
     for native, ours in zip(*results):
         if isinstance(native, torch.Tensor):
-            assert (ours.shape, ours.stride(), ours.dtype, ours.device) == (native.shape, native.stride(), native.dtype, native.device)
+            assert (ours.shape, ours.dtype, ours.device) == (native.shape, native.dtype, native.device)
+            assert ours.stride() == native.stride() or case.lies == "expanded"  # a dimension of stride 0 has no place of its own
         else:
             assert ours == native
-    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-4, atol=1e-4)
+    _near([results[1][0], *results[1][-3:]], [results[0][0], *results[0][-3:]])
 
 
 def test_a_row_of_nan_is_nan_and_alone(device):
     q, k, v = _qkv(CASES["causal"], DTYPES[device][0], device, grad=False)
     q[0, 1, 5] = torch.nan
-    with enabled():
+    with sdpa.enable():
         out = F.scaled_dot_product_attention(q, k, v)
     assert out[0, 1, 5].isnan().all() and out.isnan().sum() == out.shape[-1]
 
@@ -245,27 +253,28 @@ def test_a_mask_goes_back_to_torch(device):
     q, k, v = _qkv(CASES["plain"], DTYPES[device][0], device)
     mask = _random(37, 37).to(device, DTYPES[device][0])
     native = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    with enabled() as found:
+    with sdpa.enable() as found:
         ours = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         gradients = torch.autograd.grad(ours.sum(), (q, k, v))
-    assert torch.equal(native, ours) and all(map(torch.equal, gradients, torch.autograd.grad(native.sum(), (q, k, v))))
+    _near([ours, *gradients], [native, *torch.autograd.grad(native.sum(), (q, k, v))])
     assert not found.served and found.passed == ({"attn_mask": 2} if device == "cpu" else {})  # a GPU's flash attention takes none
 
 
 def test_dropout_goes_back_to_torch(device):
     q, k, v = _qkv(CASES["plain"], DTYPES[device][0], device)
     results = []
-    for switch in (lambda: counted(), enabled):
+    for switch in (counted, sdpa.enable):
         torch.manual_seed(3)
-        with switch() as found:
+        with switch() as found, sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
             results.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
-    assert all(map(torch.equal, *results)) and not found.served
+    _near(*results)
+    assert not found.served
     if device == "cpu":  # there its choice takes no dropout; asked for by name, the kernel says so itself
-        with enabled() as found, pytest.raises(RuntimeError, match="dropout"):
+        with sdpa.enable() as found, pytest.raises(RuntimeError, match="dropout"):
             OPS._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.5)
         assert found.passed == {"dropout_p": 1}
-    elif sdpa.backend("cuda").startswith("FLASH"):
+    else:
         assert found.passed == {"dropout_p": 2}
 
 
@@ -276,7 +285,7 @@ def test_what_no_kernel_takes_goes_back_to_torch(monkeypatch):
     q, k, v = _qkv(CASES["causal"])
     native = _sdpa(CASES["causal"], q, k, v)
     monkeypatch.setattr(ops, "decide", none)
-    with enabled() as found:
+    with sdpa.enable() as found:
         ours = _sdpa(CASES["causal"], q, k, v)
         gradients = torch.autograd.grad(ours.sum(), (q, k, v))
     assert torch.equal(ours, native) and len(gradients) == 3 and found.passed == {"no kernel": 2} and not found.served
@@ -288,7 +297,7 @@ def test_a_fault_does_not_go_back_to_torch(monkeypatch):
 
     monkeypatch.setattr(ops, "write", broken)
     q, k, v = _qkv(CASES["causal"])
-    with enabled() as found, pytest.raises(strobe.KernelFault, match="it broke"):
+    with sdpa.enable() as found, pytest.raises(strobe.KernelFault, match="it broke"):
         _sdpa(CASES["causal"], q, k, v)
     assert not found.passed
 
@@ -313,8 +322,8 @@ def test_strided_rows_go_back_to_torch(device):
     q, k, v = (t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in _qkv(CASES["plain"], DTYPES[device][0], device, grad=False))
     assert q.stride(-1) != 1
     native = F.scaled_dot_product_attention(q, k, v)
-    with enabled() as found:
-        assert torch.equal(F.scaled_dot_product_attention(q, k, v), native)
+    with sdpa.enable() as found:
+        _near([F.scaled_dot_product_attention(q, k, v)], [native])
     assert not found.served
 
 
@@ -331,7 +340,7 @@ def _general(case: Case, dtype, device, **options):
 @pytest.mark.parametrize("name", CASES)
 def test_the_op_of_gpus(name, device):
     case, dtype = CASES[name], DTYPES[device][0]
-    with enabled() as found:
+    with sdpa.enable() as found:
         qkv, (out, lse, *rest) = _general(case, dtype, device)
         dout = _random(*out.shape).to(device, dtype)
         gradients = torch.autograd.grad(out, qkv, dout)
@@ -349,14 +358,14 @@ def test_causal_of_the_op_of_gpus_is_aligned_at_the_bottom_right(rows, keys, dev
     dtype = DTYPES[device][0]
     q, k = (_random(1, 2, length, 8).to(device, dtype) for length in (rows, keys))
     v = torch.eye(8, device=device, dtype=dtype)[:keys].expand(1, 2, -1, -1).contiguous()
-    with enabled() as found:
+    with sdpa.enable() as found:
         out, lse = OPS._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False)[:2]
         bias = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(rows, keys))
     seen = [row.nonzero().flatten().tolist() for row in out[0, 0]]
     assert seen == [list(range(row + 1 + keys - rows)) for row in range(rows)]
     assert (lse == -torch.inf).sum() == 2 * max(0, rows - keys)
     sees = max(0, rows - keys)
-    torch.testing.assert_close(bias[:, :, sees:], out[:, :, sees:], rtol=2e-2 if device == "cuda" else 1e-5, atol=2e-2 if device == "cuda" else 1e-5)
+    _near([bias[:, :, sees:]], [out[:, :, sees:]])
     assert sum(found.served.values()) == (2 if device == "cuda" else 1)
 
 
@@ -366,17 +375,14 @@ def test_the_backward_takes_the_out_and_lse_of_more_keys(device):
     case = Case(1, 4, 2, 40, 96, 32, lies="rows")
     q, k, v = _qkv(case, dtype, device, grad=False)
     dout = _random(*q.shape).to(device, dtype)
-    with enabled() as found:
+    with sdpa.enable() as found:
         out, lse, *rest = OPS._scaled_dot_product_flash_attention(q, k, v)
         back = lambda keys: OPS._scaled_dot_product_flash_attention_backward(
             dout, q, k[:, :, keys], v[:, :, keys], out, lse, *rest[:4], 0.0, False, *rest[4:6]
         )
         whole, parts = back(slice(0, 96)), [back(slice(0, 33)), back(slice(33, 96))]
     assert sum(found.served.values()) == 4 and not found.passed
-    tolerance = dict(rtol=2e-2, atol=2e-2) if device == "cuda" else dict(rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(parts[0][0] + parts[1][0], whole[0], **tolerance)
-    for index in (1, 2):
-        torch.testing.assert_close(torch.cat([part[index] for part in parts], 2), whole[index], **tolerance)
+    _near([parts[0][0] + parts[1][0], *(torch.cat([part[index] for part in parts], 2) for index in (1, 2))], whole)
 
 
 def test_results_of_another_shape_or_type_are_refused():
@@ -416,7 +422,7 @@ def test_results_are_what_torchs_meta_kernels_promise(name):
     if op is None:
         pytest.skip("younger than this torch")
     arguments = _calls()[name]
-    with enabled() as found:
+    with sdpa.enable() as found:
         ours = op(*arguments)
         with FakeTensorMode() as mode:
             promised = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
@@ -442,7 +448,7 @@ def test_deterministic_algorithms_are_asked_of_strobe(asked, monkeypatch):
     q, k, v = _qkv(CASES["causal"])
     torch.use_deterministic_algorithms(asked)
     try:
-        with enabled():
+        with sdpa.enable():
             _sdpa(CASES["causal"], q, k, v).sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
@@ -465,7 +471,7 @@ def test_a_launch_that_was_kept_is_used_again_where_out_lies_by_rows(lies, launc
     monkeypatch.setattr(ops, "_choices", {})
     monkeypatch.setattr(aten, "_turned_before", {})
     monkeypatch.setattr(torch, "empty_like", lambda *_, **__: out)  # as an allocator does, the same memory each time
-    with enabled() as found:
+    with sdpa.enable() as found:
         for _ in range(3):
             OPS._scaled_dot_product_flash_attention(q, k, v)
     assert launched == launches and found.served == {"cpu.forward": 3}
@@ -507,7 +513,7 @@ def test_varlen_attn(window, lengths, device):
     for dtype in DTYPES[device][:2]:
         qkv, packing = _packed(lengths, 2, 2, dtype, device)
         dout = _random(*qkv[0].shape).to(device, dtype)
-        with enabled() as found:
+        with sdpa.enable() as found:
             out, lse = varlen_attn(*qkv, *packing, window_size=window, return_aux=AuxRequest(lse=True))
             gradients = torch.autograd.grad(out, qkv, dout)
         _own(found)
@@ -521,26 +527,29 @@ def test_varlen_attn(window, lengths, device):
 def test_varlen_attn_with_shared_key_heads(device):
     qkv, packing = _packed(UNEVEN, 6, 2, DTYPES[device][0], device)
     arguments = (*qkv, *packing, 0.0, True, False)
-    with enabled() as found:
-        out, lse, *_ = OPS._flash_attention_forward(*arguments)
+    with sdpa.enable() as found:
+        out = OPS._flash_attention_forward(*arguments)[0]
         torch.autograd.grad(out.sum(), qkv)
     _own(found)
     wanted = _sequences(UNEVEN, *(t.detach().double() for t in qkv), -1, 0)
-    torch.testing.assert_close(out.double(), wanted, rtol=2e-2 if device == "cuda" else 1e-5, atol=2e-2 if device == "cuda" else 1e-5)
+    _near([out], [wanted.to(out.dtype)])
 
 
 @gpu
 def test_varlen_attn_agrees_with_torchs():
     for window in ((-1, -1), (-1, 0), (12, 0), (3, 5)):
-        qkv, packing = _packed(UNEVEN, 4, 4, torch.bfloat16, "cuda", width=64)
+        qkv, packing = _packed([lengths for lengths in UNEVEN if all(lengths)], 4, 4, torch.bfloat16, "cuda", width=64)
         dout, results = _random(*qkv[0].shape).to("cuda", torch.bfloat16), []
-        for switch in (lambda: counted(), enabled):
+        for switch in (counted, sdpa.enable):
             with switch():
                 out, lse = varlen_attn(*qkv, *packing, window_size=window, return_aux=AuxRequest(lse=True))
                 results.append([out.detach(), lse.where(lse.isfinite(), 0.0), *torch.autograd.grad(out, qkv, dout)])
         for native, ours in zip(*results):
-            assert (native.shape, native.stride(), native.dtype) == (ours.shape, ours.stride(), ours.dtype)
-            torch.testing.assert_close(ours, native, rtol=3e-2, atol=3e-2)
+            assert native.stride() == ours.stride()
+        out, lse, *gradients = zip(*results)
+        torch.testing.assert_close(*lse, rtol=1e-4, atol=1e-4)
+        for native, ours in (out, *gradients):
+            _near([ours], [native])
 
 
 def test_varlen_attn_into_memory_that_is_given(device):
@@ -550,7 +559,7 @@ def test_varlen_attn_into_memory_that_is_given(device):
     (q, k, v), packing = _packed(UNEVEN, 2, 2, DTYPES[device][0], device)
     q, k, v = q.detach(), k.detach(), v.detach()
     out = torch.full((len(q), 3, 16), torch.nan, dtype=q.dtype, device=device)
-    with enabled() as found:
+    with sdpa.enable() as found:
         attention.varlen_attn_out(out[:, 1:], q, k, v, *packing, window_size=(-1, 0))
         assert torch.equal(out[:, 1:], varlen_attn(q, k, v, *packing, window_size=(-1, 0)))
     assert out[:, 0].isnan().all() and sum(found.served.values()) == 2
@@ -562,14 +571,14 @@ def test_what_varlen_attn_asks_beyond_is_refused_where_torch_has_no_kernel(argum
     value = 2 if argument == "num_splits" else torch.ones(5, dtype=torch.int32)
     if argument not in str(OPS._flash_attention_forward.default._schema):
         pytest.skip("younger than this torch")
-    with enabled() as found, pytest.raises(UnsupportedProblem, match=f"^{argument}: "):
+    with sdpa.enable() as found, pytest.raises(UnsupportedProblem, match=f"^{argument}: "):
         OPS._flash_attention_forward(q, k, v, *packing, 0.0, False, False, **{argument: value})
     assert found.passed == {argument: 1} and not found.served
 
 
 def test_offsets_of_one_side_are_refused():
     (q, k, v), (offsets, _, *longest) = _packed(LENGTHS, 2, 2, torch.float32, "cpu")
-    with enabled(), pytest.raises(UnsupportedProblem, match="^cum_seq_q, cum_seq_k: "):
+    with sdpa.enable(), pytest.raises(UnsupportedProblem, match=r"^cum_seq_q, cum_seq_k: "):
         OPS._flash_attention_forward(q, k, v, offsets, None, *longest, 0.0, False, False)
 
 
@@ -715,7 +724,7 @@ def test_strobes_own_calls_do_not_come_round_again():
     """Its CPU kernel calls torch's: with the op overridden that would be strobe once more."""
     q, k, v = (t.transpose(1, 2) for t in _qkv(CASES["tiles"]))
     plain = strobe.attention(q, k, v, causal=True)
-    with enabled() as found:
+    with sdpa.enable() as found:
         out = strobe.attention(q, k, v, causal=True)
         torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
     assert torch.equal(out, plain) and not found.served and not found.passed
@@ -800,13 +809,12 @@ class _Causal(torch.nn.Module):
 def test_modules(name, device):
     x = _random(2, 75, 64).to(device, DTYPES[device][0]).requires_grad_()
     results = []
-    for switch in (lambda: counted(), enabled):
+    for switch in (counted, sdpa.enable):
         with switch() as found:
             out = MODULES[name](x)
             results.append([out, *torch.autograd.grad(out.square().sum(), x)])
     _own(found)
-    for native, ours in zip(*results):
-        torch.testing.assert_close(ours, native, rtol=3e-2 if device == "cuda" else 1e-4, atol=3e-2 if device == "cuda" else 1e-5)
+    _near(*results)
 
 
 def test_a_transformers_model():
@@ -816,15 +824,14 @@ def test_a_transformers_model():
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attn_implementation="sdpa"))
     tokens = torch.arange(150).view(2, 75) % 101
     losses = []
-    for switch in (lambda: counted(), enabled):
+    for switch in (counted, sdpa.enable):
         model.zero_grad()
         with switch() as found:
             loss = model(tokens, labels=tokens).loss
             loss.backward()
         losses.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
     _own(found, count=2)
-    for native, ours in zip(*losses):
-        torch.testing.assert_close(ours, native, rtol=1e-4, atol=1e-6)
+    _near(*losses)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
@@ -833,7 +840,7 @@ def test_compiled(backend, lies, device):
     case, dtype = Case(2, 4, 2, 70, 70, 16, True, lies=lies), DTYPES[device][0]
     qkv = _qkv(case, dtype, device)
     dout = _random(2, 4, 70, 16).to(device, dtype)
-    with enabled() as found:
+    with sdpa.enable() as found:
         torch._dynamo.reset()
         step = torch.compile(lambda q, k, v: _sdpa(case, q, k, v), fullgraph=True, backend=backend)
         out = step(*qkv)
@@ -844,17 +851,14 @@ def test_compiled(backend, lies, device):
 
 def test_compiled_varlen_attn(device):
     qkv, packing = _packed(UNEVEN, 2, 2, DTYPES[device][0], device)
-    with enabled() as found:
+    with sdpa.enable() as found:
         torch._dynamo.reset()
         step = torch.compile(lambda *tensors: varlen_attn(*tensors, *packing, window_size=(-1, 0)), fullgraph=True, backend="aot_eager")
         out = step(*qkv)
         gradients = torch.autograd.grad(out.sum(), qkv)
     _own(found)
     plain = _sequences(UNEVEN, *qkv, -1, 0)
-    tolerance = dict(rtol=3e-2, atol=3e-2) if device == "cuda" else dict(rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(out, plain, **tolerance)
-    for one, other in zip(gradients, torch.autograd.grad(plain.sum(), qkv)):
-        torch.testing.assert_close(one, other, **tolerance)
+    _near([out, *gradients], [plain, *torch.autograd.grad(plain.sum(), qkv)])
 
 
 def test_transforms_and_autocast(device):
@@ -863,20 +867,19 @@ def test_transforms_and_autocast(device):
     loss = lambda q: attend(q, k, v).square().sum()
     many = torch.stack([q, -q])
     results = []
-    for switch in (lambda: counted(), enabled):
+    for switch in (counted, sdpa.enable):
         with switch() as found:
             with torch.autocast(device, torch.bfloat16):
                 cast = attend(q.float(), k.float(), v.float())
             results.append([cast, torch.func.grad(loss)(q), torch.vmap(attend, (0, None, None))(many, k, v), attend(q, k, v)])
     assert results[1][0].dtype == torch.bfloat16 and found.served and not found.passed
-    for native, ours in zip(*results):
-        torch.testing.assert_close(ours, native, rtol=3e-2, atol=3e-2)
+    _near(*results)
 
 
 def test_autocast_does_not_reach_into_the_kernels():
     (q, k, v), packing = _packed(UNEVEN, 2, 2, torch.float32, "cpu")
     arguments = (q.detach(), k.detach(), v.detach(), *packing, 0.0, True, False)
-    with enabled():
+    with sdpa.enable():
         plain = OPS._flash_attention_forward(*arguments)[0]
         with torch.autocast("cpu", torch.bfloat16):
             cast = OPS._flash_attention_forward(*arguments)[0]
@@ -887,20 +890,19 @@ def test_nested_tensors(device):
     dtype = DTYPES[device][0]
     pieces = [_random(length, 2, 16).to(device, dtype) for length in (5, 70, 33)]
     results = []
-    for switch in (lambda: counted(), enabled):
+    for switch in (counted, sdpa.enable):
         with switch():
             jagged = torch.nested.nested_tensor(pieces, layout=torch.jagged).transpose(1, 2)
             out = F.scaled_dot_product_attention(jagged, jagged, jagged, is_causal=device == "cuda")
             results.append(out.transpose(1, 2).contiguous().values())
-    tolerance = dict(rtol=3e-2, atol=3e-2) if device == "cuda" else dict(rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(results[1], results[0], **tolerance)
+    _near(*([one] for one in results))
 
 
 @gpu
 def test_captured_in_a_graph():
     case = Case(2, 4, 2, 256, 256, 64, True, lies="rows")
     q, k, v = _qkv(case, torch.bfloat16, "cuda", grad=False)
-    with enabled() as found:
+    with sdpa.enable() as found:
         _sdpa(case, q, k, v)  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -196,7 +196,7 @@ def _turned(call: Call) -> Call:
     return call._replace(q=q, k=k, v=v)
 
 
-def _flash_call(qkv: tuple[Tensor, ...], packing: tuple, band: tuple[bool, int | None, int | None], scale: float | None) -> Call:
+def _flash_call(qkv: tuple[Tensor, Tensor, Tensor], packing: tuple, band: tuple[bool, int | None, int | None], scale: float | None) -> Call:
     causal, left, right = band
     bound = lambda one: NO_BOUND if one is None or one < 0 else min(one, FARTHEST)
     call = _call(*qkv, 0 if causal else bound(right), scale, _wants_gradients(*qkv))._replace(left=bound(left))
@@ -208,7 +208,7 @@ def _flash_call(qkv: tuple[Tensor, ...], packing: tuple, band: tuple[bool, int |
     return ops.received(call._replace(cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k, max_seqlen_q=bound(max_q), max_seqlen_k=bound(max_k)))
 
 
-def _flash_forward_into(out: Tensor, qkv: tuple[Tensor, ...], packing: tuple, band: tuple, scale: float | None) -> Tensor:
+def _flash_forward_into(out: Tensor, qkv: tuple[Tensor, Tensor, Tensor], packing: tuple, band: tuple, scale: float | None) -> Tensor:
     call = _flash_call(qkv, packing, band, scale)
     q = call.q
     shape = (q.shape[1], q.shape[0]) if call.packed else (q.shape[0], q.shape[2], q.shape[1])

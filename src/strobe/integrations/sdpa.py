@@ -121,6 +121,19 @@ _before: _Before | None = None
 class Switch:
     """What `enable` returns: call it, or leave its `with` block, to undo it; again does nothing. strobe stays as long as one is left."""
 
+    def __init__(self):
+        self._before = served.copy(), passed.copy()
+
+    @property
+    def served(self) -> dict[str, int]:
+        """Calls of torch's flash ops that strobe ran since it was switched on, by the kernel that did."""
+        return dict(served - self._before[0])
+
+    @property
+    def passed(self) -> dict[str, int]:
+        """Those it handed to torch's own kernel, by the argument that it does not serve."""
+        return dict(passed - self._before[1])
+
     def __call__(self) -> None:
         with _LOCK:
             if self in _switches:
@@ -139,10 +152,10 @@ def enable() -> Switch:
     """Run torch's scaled_dot_product_attention and varlen_attn on strobe, until the switch returned is called or left.
 
     >>> q = torch.randn(1, 2, 8, 16)
-    >>> with enable():
+    >>> with enable() as switch:
     ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-    >>> served["cpu.forward"] > 0, registry.current_flash_attention_impl()
-    (True, None)
+    >>> switch.served, switch.passed
+    ({'cpu.forward': 1}, {})
 
     Puts flash attention first among SDPA's backends (on Hopper cuDNN stands there, whose kernels strobe does not replace)
     and keeps the others' order. What a call asks of SDPA does not change: masks, dropout and shapes that flash attention
