@@ -393,6 +393,26 @@ def test_results_of_another_shape_or_type_are_refused():
             aten.cpu_backward(wrong_out, q, k, v, wrong_out, wrong_lse, 0.0, False)
 
 
+def test_kernels_are_given_what_they_take_for_granted(monkeypatch):
+    """lse contiguous, out and offsets with rows in one piece: however they come."""
+    q, k, v = _qkv(CASES["causal"], grad=False)
+    out, lse = aten.cpu_forward(q, k, v)
+    wanted, given = aten.cpu_backward(out, q, k, v, out, lse, 0.0, False), []
+    write_gradients = ops.write_gradients
+    monkeypatch.setattr(ops, "write_gradients", lambda choice, call, one: (given.append(one), write_gradients(choice, call, one)))
+    strided = out.transpose(-1, -2).contiguous().transpose(-1, -2)
+    assert strided.stride(-1) != 1 and not lse.is_contiguous()
+    found = aten.cpu_backward(strided, q, k, v, strided, lse, 0.0, False)
+    assert all(map(torch.equal, found, wanted)) and given[0].lse.is_contiguous() and given[0].out.stride(-1) == 1
+    (q, k, v), (offsets, other, *longest) = _packed(UNEVEN, 2, 2, torch.float32, "cpu")
+    calls, decide = [], ops.decide
+    monkeypatch.setattr(ops, "decide", lambda call: (calls.append(call), decide(call))[1])
+    spread = torch.stack([offsets, offsets], 1)[:, 0]
+    assert not spread.is_contiguous()
+    aten.flash_forward(q.detach(), k.detach(), v.detach(), spread, other, *longest, 0.0, True, False)
+    assert calls[0].cu_seqlens_q.is_contiguous()
+
+
 def _calls():
     """Every op that is overridden, with arguments of its own."""
     q, k, v = _qkv(CASES["grouped"], grad=False)
@@ -611,6 +631,14 @@ def test_undoing_puts_everything_back(recwarn):
     assert _state() == before and not recwarn
 
 
+def test_a_handle_that_is_kept_lets_go_too():
+    before = _state()
+    handle = sdpa.register()
+    assert _runs_on_strobe()
+    handle.remove()
+    assert _state() == before and not _runs_on_strobe()
+
+
 def test_switches_nest_and_may_be_undone_in_any_order():
     before = _state()
     first, second = sdpa.enable(), sdpa.enable()
@@ -731,9 +759,10 @@ def test_strobes_own_calls_do_not_come_round_again():
 
 
 def test_strobe_kernels_loaded_while_enabled_still_reach_torchs():
+    """And torch's warning that a kernel is overridden, said once a process, is not passed on."""
     steps = "import torch; from strobe.integrations import sdpa; sdpa.enable(); q = torch.ones(1, 2, 70, 8)"
     run = "torch.nn.functional.scaled_dot_product_attention(q, q, q); assert dict(sdpa.served) == {'cpu.forward': 1}"
-    done = subprocess.run([sys.executable, "-c", f"{steps}\n{run}"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", f"{steps}\n{run}"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

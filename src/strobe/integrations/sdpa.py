@@ -188,7 +188,7 @@ def _restore() -> None:
     before, _before = _before, None
     if before is None:
         return
-    if registry.current_flash_attention_impl() == NAME != before.impl:
+    if registry.current_flash_attention_impl() == NAME:
         registry.restore_flash_attention_impl()
         if before.impl is not None:
             registry.activate_flash_attention_impl(before.impl)
