@@ -70,7 +70,7 @@ def test_check_says_which_backend_sdpa_picks_before_and_after(monkeypatch: pytes
     assert re.fullmatch(r"plain: [A-Z_]+; after strobe\.integrations\.sdpa\.enable\(\): FLASH_ATTENTION of STROBE, run by \w+\.forward", words)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the user has switched flash attention off
         assert machine._sdpa() == ("sdpa", "FAIL", "plain: MATH; after strobe.integrations.sdpa.enable(): MATH, run by torch")
-    monkeypatch.delattr(torch.library, "get_kernel")
+    monkeypatch.delattr(torch.nn.attention, "restore_flash_attention_impl")
     assert machine._sdpa().state == "SKIP" and "torch 2.11" in machine._sdpa().words
 
 

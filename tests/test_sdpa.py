@@ -724,7 +724,7 @@ def test_a_priority_that_someone_else_set_stays():
 def test_an_older_torch_is_told_so_and_nothing_changes(other, monkeypatch):
     registry.activate_flash_attention_impl("OTHER")
     before = _state()
-    monkeypatch.delattr(torch.library, "get_kernel")
+    monkeypatch.delattr(torch.nn.attention, "restore_flash_attention_impl")
     with pytest.raises(UnsupportedProblem, match=r"torch 2\.11"):
         sdpa.enable()
     assert _state() == before and other.removed == 0

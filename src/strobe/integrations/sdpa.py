@@ -57,7 +57,6 @@ def register() -> Handle:
     """Stand before torch's flash kernels, for `torch.nn.attention.activate_flash_attention_impl("STROBE")`."""
     from ..kernels.cpu import flash  # noqa: F401  it holds on to torch's own kernels as it is imported: before they are overridden
 
-    get_kernel = _get_kernel()
     libraries = []
     for key, functions in OPS.items():
         library = Library("aten", "IMPL", key)
@@ -66,19 +65,12 @@ def register() -> Handle:
             own = exists and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
             if not exists or not (own or key == "CPU"):  # a torch without CUDA
                 continue
-            kernel = _kernel(name, function, get_kernel(f"aten::{name}", key) if own else None)
+            kernel = _kernel(name, function, torch.library.get_kernel(f"aten::{name}", key) if own else None)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
                 library.impl(name, kernel, key, with_keyset=True)
         libraries.append(library)
     return Handle(libraries)
-
-
-def _get_kernel() -> Callable[[str, str], Any]:
-    try:
-        return torch.library.get_kernel
-    except AttributeError as error:
-        raise UnsupportedProblem(f"strobe.integrations.sdpa needs torch.library.get_kernel, of torch 2.11; this is {torch.__version__}") from error
 
 
 def _kernel(name: str, function: Callable, original: Any) -> Callable:
@@ -164,7 +156,8 @@ def enable() -> Switch:
     someone else has changed it since. Enable before torch.compile, which keeps the backend that it traced.
     """
     global _before
-    _get_kernel()  # before torch's registry lets go of another provider
+    if not hasattr(registry, "restore_flash_attention_impl"):
+        raise UnsupportedProblem(f"strobe.integrations.sdpa needs torch 2.11, which can put its own kernels back; this is torch {torch.__version__}")
     with _LOCK:
         before = _before or _taken()
         if registry.current_flash_attention_impl() != NAME:

@@ -20,8 +20,6 @@ BAND_ROWS = 256
 
 def _kernel(name: str) -> Callable[..., tuple[Tensor, ...]]:
     """torch's kernel itself, held on to: strobe.integrations.sdpa stands before it in the dispatcher, from where the op would come back here."""
-    if not hasattr(torch.library, "get_kernel"):  # before torch 2.11 nothing can stand there
-        return getattr(torch.ops.aten, name).default
     kernel, keys = torch.library.get_kernel(f"aten::{name}", "CPU"), DispatchKeySet(DispatchKey.CPU)
     return lambda *tensors, **options: kernel.call_boxed(keys, *tensors, **options)
 
