@@ -593,7 +593,7 @@ def test_what_varlen_attn_asks_beyond_is_refused_where_torch_has_no_kernel(argum
         pytest.skip("younger than this torch")
     with sdpa.enable() as found, pytest.raises(UnsupportedProblem, match=f"^{argument}: "):
         OPS._flash_attention_forward(q, k, v, *packing, 0.0, False, False, **{argument: value})
-    assert found.passed == {argument: 1} and not found.served
+    assert not found.passed and not found.served
 
 
 def test_offsets_of_one_side_are_refused():

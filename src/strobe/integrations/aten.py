@@ -33,7 +33,9 @@ class Unserved(UnsupportedProblem):
     """An argument of an aten op that strobe has no equal for."""
 
     def __init__(self, argument: str, got: object, expected: str):
-        super().__init__(describe(argument, "a tensor" if isinstance(got, Tensor) else got, expected, "torch's own kernel serves it"))
+        super().__init__(
+            describe(argument, "a tensor" if isinstance(got, Tensor) else got, expected, "torch's own kernel serves it, where there is one")
+        )
         self.argument = argument
 
 

@@ -80,12 +80,12 @@ def _kernel(name: str, function: Callable, original: Any) -> Callable:
         try:
             return function(*arguments, **options)
         except (InvalidProblem, UnsupportedProblem) as refusal:
+            if original is None:
+                raise
             reason = getattr(refusal, "argument", "no kernel")
             if not passed[reason]:
                 LOG.info("aten::%s goes to torch's own kernel: %s", name, refusal)
             passed[reason] += 1
-            if original is None:
-                raise
         return original.call_boxed(keyset, *arguments, **options)
 
     return kernel
@@ -153,7 +153,8 @@ def enable() -> Switch:
     and keeps the others' order. What a call asks of SDPA does not change: masks, dropout and shapes that flash attention
     does not take go where they went, and what strobe does not serve goes to torch's flash kernel, counted in `passed`.
     Switches nest, and may be undone in any order; the last one puts back what was there before the first, except where
-    someone else has changed it since. Enable before torch.compile, which keeps the backend that it traced.
+    someone else has changed it since. Enable before torch.compile, which keeps the backend that it traced, and after
+    torch.cuda.set_device: where there is a GPU, this asks torch for its choice there, which initialises CUDA.
     """
     global _before
     if not hasattr(registry, "restore_flash_attention_impl"):
