@@ -44,7 +44,7 @@ LAYERS = (
     ("__main__",),
 )
 HOUSE = [name for layer in LAYERS[:13] for name in layer]
-STAND_INS = ("flash_attn", "flash_attn_interface", "cute")  # their functions have other libraries' signatures
+STAND_INS = ("flash_attn", "flash_attn_interface", "cute", "integrations.aten")  # their functions have other libraries' signatures
 KERNELS = ("kernels.portable", "kernels.hopper", "kernels.blackwell", "kernels.device")
 
 
