@@ -6,6 +6,8 @@ again where the model does not show them to the mask function. The device is wai
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +29,7 @@ def attention(
     if keywords.get("cache") is not None:  # continuous batching: all the keys of all sequences, packed
         key, value = keywords["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords)
     q, k, v = (rows_contiguous(t.transpose(1, 2)) for t in (query, key, value))
-    sight = _told(module, k.shape[1], keywords) if attention_mask is None else Sight.from_tensor(attention_mask, *q.shape[:2], k.shape[1])
+    sight = _told(module, k.shape[1], keywords) if attention_mask is None else Sight.from_tensor(attention_mask, q.shape[0], q.shape[1], k.shape[1])
     causal, window = _band(module, sight.band, attention_mask is not None, keywords)
     options = {"causal": causal, "window": window, "scale": scaling, "softcap": keywords.get("softcap") or None, "sinks": keywords.get("s_aux")}
     packing = _packing(sight, q, k, keywords)
@@ -99,18 +101,18 @@ def _given(sight: Sight, q: Tensor, keywords: dict[str, Any]) -> Offsets:
     return Offsets(cu_q, cu_q if cu_k is None else cu_k.to(torch.int32), *longest)
 
 
-_seen = WeakIdKeyDictionary()  # position_ids -> (version, what they say); the layers of a forward share the tensor
+# what position_ids say, and their version when they were read; the layers of a forward share the tensor
+_seen: MutableMapping[Tensor, tuple[int, Offsets | strobe.Mask | None]] = WeakIdKeyDictionary()
 
 
 def _from_positions(positions: Tensor) -> Offsets | strobe.Mask | None:
     """What positions that start again say; None if they do not. Read once for all layers, but under inference_mode, which counts no versions."""
     if positions.is_inference():
         return _read(positions)
-    version, packing = _seen.get(positions, (None, None))
-    if version != positions._version:
-        packing = _read(positions)
-        _seen[positions] = positions._version, packing
-    return packing
+    known = _seen.get(positions)
+    if known is None or known[0] != positions._version:
+        known = _seen[positions] = positions._version, _read(positions)
+    return known[1]
 
 
 def _read(positions: Tensor) -> Offsets | strobe.Mask | None:
@@ -122,7 +124,7 @@ def _read(positions: Tensor) -> Offsets | strobe.Mask | None:
         return None
     ends = [*places, positions.shape[1]]
     offsets = torch.tensor(ends, dtype=torch.int32).to(positions.device)
-    longest = max(stop - start for start, stop in zip(ends, ends[1:]))
+    longest = max(stop - start for start, stop in pairwise(ends))
     return Offsets(offsets, offsets, longest, longest)
 
 

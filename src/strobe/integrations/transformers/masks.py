@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from ...errors import UnsupportedProblem, describe
@@ -36,23 +36,24 @@ def mask(
 
 
 class _Pattern(NamedTuple):
-    """What is known of a mask function from the way it came; None where it may be anything."""
+    """What transformers' arguments tell of its mask function. band None: it may be anything. runs: within the band there may be documents."""
 
     band: Band | None
-    plain: bool  # the band and nothing else
-    chunked: bool
+    runs: bool = False
+    chunked: bool = False
 
     @staticmethod
     def of(mask_function: Callable, rest: dict[str, Any]) -> _Pattern:
-        """transformers says use_vmap where the user joined a function of his own, and unites blocks of images with or_masks."""
+        """use_vmap: a function of the user's is joined; or_mask: blocks that see all of themselves are. allow_is_bidirectional_skip comes with
+        bidirectional masks alone, allow_is_causal_skip is False for packed sequences, and local_size is the window's or the chunks'."""
         size, window = rest.get("local_size"), getattr(rest.get("config"), "sliding_window", None)
         windowed = size is not None and size == window
         if rest.get("use_vmap") or mask_function.__name__ == "or_mask":
-            return _Pattern(None, False, False)
-        if "allow_is_bidirectional_skip" in rest:  # which only the makers of bidirectional masks say
-            return _Pattern(Band.AROUND if windowed else Band.FULL, windowed or mask_function is bidirectional_mask_function, False)
-        band = Band.WINDOW if windowed else Band.CAUSAL
-        return _Pattern(band, mask_function is causal_mask_function, size is not None and not windowed)
+            return _Pattern(None)
+        if "allow_is_bidirectional_skip" in rest:
+            return _Pattern(Band.AROUND if windowed else Band.FULL)
+        chunked = size is not None and not windowed
+        return _Pattern(Band.WINDOW if windowed else Band.CAUSAL, chunked or not rest.get("allow_is_causal_skip", True), chunked)
 
 
 class _Asked(NamedTuple):
@@ -86,9 +87,9 @@ class _Asked(NamedTuple):
 
 def _row(asked: _Asked, rest: dict[str, Any]) -> Sight:
     """One query row: what it sees, written out, is a document, whatever the pattern, with no look at the data."""
-    names = "batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask"
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    written = sdpa_mask(**dict(zip(names, asked)), **rest | skips)
+    sizes = asked.batch, 1, asked.seqlen_k, asked.q_offset, asked.kv_offset
+    written = sdpa_mask(*sizes, asked.function, asked.attention_mask, **{**rest, **skips})  # type: ignore[arg-type]
     if written is None:
         raise UnsupportedProblem(describe("attention_mask", "none", "a row of the mask", SDPA))
     ids_k = written[:, 0, 0].to(torch.int32) - 1
@@ -108,7 +109,7 @@ def _rows(asked: _Asked, pattern: _Pattern) -> Sight:
         # no row of its own sequence sees what comes after it: padding at the end needs no mask under a causal band
         hides = (seen[:, 1:] & ~seen[:, :-1]).any() if band in (Band.CAUSAL, Band.WINDOW) else ~seen.all()
         seen = seen if bool(hides) else None
-    ids = None if pattern.plain else _runs(rest)
+    ids = _runs(rest) if pattern.runs else None
     final = asked.attention_mask is not None or (pattern.chunked and ids is not None)
     return Sight(band, seqlen_k, _hidden(asked.seqlen_q, ids, seen), final)
 
