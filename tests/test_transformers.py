@@ -98,6 +98,7 @@ CAUSAL = {
 }  # fmt: skip
 ENCODERS = {
     "bert": lambda: (BertModel, BertConfig(**_BERT)),
+    "llama both ways": lambda: (LlamaForCausalLM, LlamaConfig(**_SMALL, is_causal=False, use_cache=False)),
     "modernbert": lambda: (
         ModernBertModel,
         ModernBertConfig(**_BERT, cls_token_id=1, sep_token_id=2, local_attention=2 * WINDOW, layer_types=_MIXED),
@@ -167,7 +168,7 @@ def agrees(ours: list[Tensor], eager: list[Tensor], true: list[Tensor], dtype: t
     largest = max(part.abs().max().item() for part in true)
     bound = 2 * errors[1] + torch.finfo(dtype).eps * largest
     assert errors[0] <= bound, f"error {errors[0]:.2e}, eager's {errors[1]:.2e}, largest {largest:.2f}"
-    assert bound < 0.05 * largest, "a bound that would allow anything"
+    assert bound < (0.01 if dtype == torch.float32 else 0.3) * largest, "a bound that would allow anything"
 
 
 def padding(kind: str) -> Tensor | None:
@@ -513,6 +514,15 @@ def test_the_mask_is_the_one_transformers_writes_out(make, case, asked):
     bidirectional = "bidirectional" in make
     if case != "nothing real" and (bidirectional or case != "right"):
         assert torch.equal(ours, theirs)  # rows of padding too, but where it is behind all that is real and no row of that sees it
+
+
+def test_chunks_as_wide_as_the_window_are_still_chunks(asked):
+    config = LlamaConfig(**_SMALL, attn_implementation="strobe", sliding_window=WINDOW, attention_chunk_size=WINDOW)
+    arguments = {"inputs_embeds": torch.zeros(1, 9, 1), "attention_mask": None, "past_key_values": None}
+    for make in ("create_chunked_causal_mask", "create_sliding_window_causal_mask"):
+        question = asked(make, config, **arguments)
+        theirs = masking_utils.sdpa_mask(**question | {"allow_is_causal_skip": False})[:, 0]
+        assert torch.equal(_written(question, config), theirs)
 
 
 @pytest.mark.parametrize("make", CAUSAL_MAKERS)

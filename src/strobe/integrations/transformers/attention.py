@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers.utils.import_utils import is_tracing
 
 import strobe
 
@@ -84,7 +85,7 @@ def _packing(sight: Sight, q: Tensor, k: Tensor, keywords: dict[str, Any]) -> Of
     alone = sight.final or sight.band in (Band.FULL, Band.AROUND) or q.shape[1] == 1 or q.shape[1] != k.shape[1]
     if alone or not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != q.shape[1]:
         return sight.hidden
-    if torch.compiler.is_compiling():
+    if is_tracing(positions):
         return sight.hidden or strobe.documents(_starts(positions.expand(q.shape[0], -1)).cumsum(1).to(torch.int32))
     return _from_positions(positions.expand(q.shape[0], -1) if positions.shape[0] != q.shape[0] else positions) or sight.hidden
 
@@ -95,10 +96,10 @@ def _given(sight: Sight, q: Tensor, keywords: dict[str, Any]) -> Offsets:
         raise InvalidProblem("cu_seq_lens_q", f"a batch of {q.shape[0]}", "one row of packed sequences", "leave it out, or flatten the batch")
     if sight.final and sight.hidden is not None:
         raise InvalidProblem("cu_seq_lens_q", "offsets beside a padding mask or chunks", "one of them", "leave attention_mask out of packed batches")
-    cu_q, cu_k = keywords["cu_seq_lens_q"], keywords.get("cu_seq_lens_k")
-    longest = [length if isinstance(length, int) else None for length in (keywords.get("max_length_q"), keywords.get("max_length_k"))]
-    cu_q = cu_q.to(torch.int32)
-    return Offsets(cu_q, cu_q if cu_k is None else cu_k.to(torch.int32), *longest)
+    keys = "k" if keywords.get("cu_seq_lens_k") is not None else "q"
+    offsets = [keywords[f"cu_seq_lens_{side}"].to(torch.int32) for side in ("q", keys)]
+    longest = [keywords.get(f"max_length_{side}") for side in ("q", keys)]
+    return Offsets(*offsets, *(length if isinstance(length, int) else None for length in longest))  # one on the device is not waited for
 
 
 # what position_ids say, and their version when they were read; the layers of a forward share the tensor

@@ -26,13 +26,17 @@ def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
     mask_function: Callable = causal_mask_function, attention_mask: Tensor | None = None, **rest: Any,
 ) -> Tensor | None:  # fmt: skip
-    """What transformers calls for each kind of layer, once a forward. None: the layer's own causal flag says all."""
+    """What transformers calls for each kind of layer, once a forward. None: the layer's own flag says all, and no window could mislead it."""
     pattern = _Pattern.of(mask_function, rest)
     asked = _Asked(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, rest.get("device", "cpu"))
     sight = _row(asked, rest) if q_length == 1 and not asked.aligned(pattern) else _rows(asked, pattern)
-    width = getattr(rest.get("config"), "sliding_window", None)
     plain = sight.hidden is None and not sight.final and sight.band in (Band.FULL, Band.CAUSAL) and sight.seqlen_k == kv_length
-    return None if plain and width is None else sight.to_tensor(batch_size, q_length, asked.device)
+    config = rest.get("config")
+    silent = getattr(config, "sliding_window", None) is None and getattr(config, "is_causal", True)
+    return None if plain and silent else sight.to_tensor(batch_size, q_length, asked.device)
+
+
+_KNOWN = ("causal_mask_function", "bidirectional_mask_function", "and_mask")  # windows, chunks and packed sequences are joined to one of the two
 
 
 class _Pattern(NamedTuple):
@@ -44,15 +48,14 @@ class _Pattern(NamedTuple):
 
     @staticmethod
     def of(mask_function: Callable, rest: dict[str, Any]) -> _Pattern:
-        """use_vmap: a function of the user's is joined; or_mask: blocks that see all of themselves are. allow_is_bidirectional_skip comes with
-        bidirectional masks alone, allow_is_causal_skip is False for packed sequences, and local_size is the window's or the chunks'."""
-        size, window = rest.get("local_size"), getattr(rest.get("config"), "sliding_window", None)
-        windowed = size is not None and size == window
-        if rest.get("use_vmap") or mask_function.__name__ == "or_mask":
+        """use_vmap: a function of the user's is joined; or_masks unites blocks that see all of themselves. allow_is_bidirectional_skip comes
+        with bidirectional masks alone, allow_is_causal_skip is False for packed sequences, and local_size is the window's or the chunks'."""
+        size, config = rest.get("local_size"), rest.get("config")
+        windowed, chunked = (size is not None and size == getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+        if rest.get("use_vmap") or mask_function.__name__ not in _KNOWN or (size is not None and not (windowed or chunked)):
             return _Pattern(None)
         if "allow_is_bidirectional_skip" in rest:
             return _Pattern(Band.AROUND if windowed else Band.FULL)
-        chunked = size is not None and not windowed
         return _Pattern(Band.WINDOW if windowed else Band.CAUSAL, chunked or not rest.get("allow_is_causal_skip", True), chunked)
 
 
