@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -662,3 +663,32 @@ def test_rows_strided_in_the_last_dimension_are_copied():
     layer = SimpleNamespace(is_causal=True)
     found = attention_module.attention(layer, q, q, q, None)[0]
     assert torch.equal(found, attention_module.attention(layer, *(q.contiguous(),) * 3, None)[0])
+
+
+# ---------------------------------------------------------------- docs/switching.md
+
+ROWS = {
+    "padding": [test_logits_are_those_of_eager, test_the_mask_is_the_one_transformers_writes_out],
+    "masks in memory": [test_the_mask_is_the_one_transformers_writes_out, test_a_mask_of_ones_needs_no_look_at_the_band],
+    "windows, chunks": [test_logits_are_those_of_eager, test_chunks_as_wide_as_the_window_are_still_chunks],
+    "softcap, sinks": [test_logits_are_those_of_eager, test_a_step_of_training_through_the_flattening_collator],
+    "bidirectional models": [test_logits_are_those_of_eager],
+    "encoder and decoder": [test_an_encoder_and_its_decoder],
+    "packed by position_ids": [test_packed_sequences_are_apart, test_positions_are_read_once_a_forward_and_again_when_they_change],
+    "packed by cu_seq_lens": [test_packed_sequences_are_apart, test_offsets_that_contradict_the_rest_are_refused],
+    "caches": [test_generates_what_eager_does, test_the_mask_over_a_cache, test_a_prompt_in_pieces_is_the_prompt],
+    "continuous batching": [test_continuous_batching],
+    "torch.compile": [test_compiles_without_graph_breaks, test_a_decoding_step_compiles_once],
+    "training": [test_a_step_of_training_through_the_flattening_collator],
+    "dropout": [test_dropout_is_refused_by_the_name_it_has_in_the_config],
+    "output_attentions": [test_weights_are_refused],
+    "masks of your own": [test_a_dense_mask_is_refused, test_patterns_strobe_does_not_have_are_refused],
+    "position bias, chosen keys": [test_arguments_that_are_not_served_are_refused],
+    "layers strided in the last dimension": [test_rows_strided_in_the_last_dimension_are_copied],
+}
+
+
+def test_each_row_of_the_page_has_its_tests():
+    page = (Path(__file__).parents[1] / "docs" / "switching.md").read_text()
+    section = page.partition("## transformers models\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| ([a-z][^|]*) \|", section, re.MULTILINE) == [*ROWS]
