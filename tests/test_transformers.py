@@ -532,12 +532,10 @@ def test_chunks_as_wide_as_the_window_are_still_chunks(asked):
 def test_the_mask_over_a_cache(make, static, pieces, asked):
     """Step by step, until the window has slid and the static cache is nearly full."""
     sliding = "sliding" in make
-    kinds = ["sliding_attention" if sliding else "full_attention"]
     chunked = "chunked" in make
-    config = LlamaConfig(
-        **_SMALL | {"num_hidden_layers": 1}, attn_implementation="strobe", layer_types=kinds, sliding_window=WINDOW if sliding else None
-    )
-    config.attention_chunk_size = 5 if chunked else None
+    kinds = ["sliding_attention" if sliding else "chunked_attention" if chunked else "full_attention"]
+    sizes = _SMALL | {"num_hidden_layers": 1, "sliding_window": WINDOW if sliding else None, "attention_chunk_size": 5 if chunked else None}
+    config = LlamaConfig(**sizes, attn_implementation="strobe", layer_types=kinds)
     cache = StaticCache(config=config, max_cache_len=12) if static else DynamicCache(config=config)
     total = 0
     for piece in pieces:
@@ -562,6 +560,21 @@ def test_a_mask_of_ones_needs_no_look_at_the_band():
     hidden = strobe.documents(torch.zeros(2, 5, dtype=torch.int32), torch.tensor([[0, 0, 0, -1, 0, 0, -1]] * 2, dtype=torch.int32))
     sight = Sight.from_tensor(Sight(Band.WINDOW, 7, hidden).to_tensor(2, 5, "cpu").contiguous(), 2, 5, 7)
     assert torch.equal(sight.hidden.dense(5, 7), hidden.dense(5, 7)) and torch.equal(sight.hidden.documents.spans_q, hidden.documents.spans_q)
+
+
+def test_what_a_layer_says_counts_where_there_is_no_mask_and_only_there(asked):
+    q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    layer = SimpleNamespace(is_causal=True, config=SimpleNamespace(sliding_window=WINDOW))
+    run = lambda told, **says: attention_module.attention(layer, q, k, k, told, **says)[0]
+    wanted = lambda **band: strobe.attention(*(t.transpose(1, 2) for t in (q, k, k)), **band)
+    assert torch.equal(run(None), wanted(causal=True)) and torch.equal(run(None, is_causal=False), wanted())
+    assert torch.equal(run(None, sliding_window=3), wanted(causal=True, window=(2, None)))
+    assert torch.equal(run(None, sliding_window=3, is_causal=False), wanted(window=(2, 2)))
+    config = LlamaConfig(**_SMALL, attn_implementation="strobe", sliding_window=WINDOW)
+    arguments = {"inputs_embeds": torch.zeros(1, 9, 1), "attention_mask": None, "past_key_values": None}
+    whole, sliding = (mask(**asked(make, config, **arguments)) for make in CAUSAL_MAKERS[:2])
+    assert torch.equal(run(whole, sliding_window=3, is_causal=False), wanted(causal=True))
+    assert torch.equal(run(sliding), wanted(causal=True, window=(WINDOW - 1, None)))
 
 
 # ---------------------------------------------------------------- what is refused
@@ -670,7 +683,7 @@ def test_rows_strided_in_the_last_dimension_are_copied():
 ROWS = {
     "padding": [test_logits_are_those_of_eager, test_the_mask_is_the_one_transformers_writes_out],
     "masks in memory": [test_the_mask_is_the_one_transformers_writes_out, test_a_mask_of_ones_needs_no_look_at_the_band],
-    "windows, chunks": [test_logits_are_those_of_eager, test_chunks_as_wide_as_the_window_are_still_chunks],
+    "windows, chunks": [test_what_a_layer_says_counts_where_there_is_no_mask_and_only_there, test_chunks_as_wide_as_the_window_are_still_chunks],
     "softcap, sinks": [test_logits_are_those_of_eager, test_a_step_of_training_through_the_flattening_collator],
     "bidirectional models": [test_logits_are_those_of_eager],
     "encoder and decoder": [test_an_encoder_and_its_decoder],

@@ -31,9 +31,8 @@ def mask(
     asked = _Asked(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, rest.get("device", "cpu"))
     sight = _row(asked, rest) if q_length == 1 and not asked.aligned(pattern) else _rows(asked, pattern)
     plain = sight.hidden is None and not sight.final and sight.band in (Band.FULL, Band.CAUSAL) and sight.seqlen_k == kv_length
-    config = rest.get("config")
-    silent = getattr(config, "sliding_window", None) is None and getattr(config, "is_causal", True)
-    return None if plain and silent else sight.to_tensor(batch_size, q_length, asked.device)
+    windows = getattr(rest.get("config"), "sliding_window", None) is not None
+    return None if plain and not windows else sight.to_tensor(batch_size, q_length, asked.device)
 
 
 _KNOWN = ("causal_mask_function", "bidirectional_mask_function", "and_mask")  # windows, chunks and packed sequences are joined to one of the two
