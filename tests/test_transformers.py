@@ -27,6 +27,7 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertModel,
+    CLIPVisionConfig,
     DataCollatorWithFlattening,
     DynamicCache,
     Gemma2Config,
@@ -40,6 +41,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
     MistralConfig,
     MistralForCausalLM,
     ModernBertConfig,
@@ -335,6 +337,17 @@ def test_continuous_batching(place, ran):
     if place[1] == torch.float32:
         wanted = [_generated(made, "eager", torch.tensor([prompt]))[0, len(prompt) : len(prompt) + 4].tolist() for prompt in prompts]
         assert [request.generated_tokens for request in found.values()] == wanted
+
+
+def test_after_continuous_batching_each_part_has_its_own_attention_again():
+    config = LlavaConfig(text_config=LlamaConfig(**_SMALL), vision_config=CLIPVisionConfig())
+    own = {"": "eager", "text_config": "strobe", "vision_config": "sdpa"}
+    config._attn_implementation = own
+    seen = lambda: {"": config._attn_implementation, **{key: getattr(config, key)._attn_implementation for key in ("text_config", "vision_config")}}
+    with pytest.raises(KeyError), integration.continuous_batching(SimpleNamespace(config=config)):
+        assert "flash" in seen().pop("") and len({*seen().values()}) == 1
+        raise KeyError
+    assert seen() == own
 
 
 def test_an_encoder_and_its_decoder(ran):

@@ -52,12 +52,18 @@ def continuous_batching(model: Any) -> Iterator[None]:
     `set_attn_implementation` would look up elsewhere. So the model's config holds such a name while this lasts, and then its own again.
     """
     register()
-    before = model.config._attn_implementation
+    before = _implementations(model.config)
     model.config._attn_implementation = BATCHING_NAME
     try:
         yield
     finally:
         model.config._attn_implementation = before
+
+
+def _implementations(config: Any) -> dict[str, Any]:
+    """What a config and the configs of its parts have, in the form that can be set."""
+    parts = {key: getattr(config, key, None) for key in config.sub_configs}
+    return {"": config._attn_implementation, **{key: _implementations(part) for key, part in parts.items() if part is not None}}
 
 
 def _check_version() -> None:
