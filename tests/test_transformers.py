@@ -239,7 +239,7 @@ def test_packed_sequences_are_apart(name, way, place, ran):
 
 def test_positions_are_read_once_a_forward_and_again_when_they_change(monkeypatch):
     made, inputs, read, reads = model("gpt-oss"), packed(tokens(1, 13)), attention_module._read, []
-    monkeypatch.setattr(attention_module, "_read", lambda positions: (reads.append(positions), read(positions))[1])
+    monkeypatch.setattr(attention_module, "_read", lambda positions, batch: (reads.append(positions), read(positions, batch))[1])
     inputs["position_ids"] = inputs["position_ids"].clone()
     first = outputs(made, "strobe", use_cache=False, **inputs)
     assert len(reads) == 1
@@ -273,13 +273,14 @@ class _Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("how", ["left", "packed"])
+@pytest.mark.parametrize("how", ["left", "packed", "plain"])
 def test_layers_wait_for_nothing(how):
     """As many layers as you like: the device is read as often as for one."""
     counts = []
     for layers in (1, 3):
         made = LlamaForCausalLM._from_config(LlamaConfig(**_SMALL | {"num_hidden_layers": layers}), attn_implementation="strobe").eval()
-        inputs = {"input_ids": tokens(3, 13), "attention_mask": padding("left")} if how == "left" else packed(tokens(1, 13))
+        inputs = {"left": {"attention_mask": padding("left")}, "packed": packed(tokens(3, 13)), "plain": {}}[how]
+        inputs = {"input_ids": tokens(3, 13), **inputs}
         with torch.no_grad(), _Reads() as reads:
             made(use_cache=False, **inputs)
         counts.append(reads.count)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.utils.import_utils import is_tracing
 
 import strobe
@@ -27,8 +28,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """query [B, H_q, S_q, D], key and value [B, H_kv, S_k, D] -> [B, S_q, H_q, D_v], and no weights."""
     _refuse(module, keywords)
-    if keywords.get("cache") is not None:  # continuous batching: all the keys of all sequences, packed
-        key, value = keywords["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords)
+    cache = keywords.get("cache")
+    if isinstance(cache, PagedAttentionCache):  # continuous batching: all the keys of all sequences, packed
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords)  # type: ignore
     q, k, v = (rows_contiguous(t.transpose(1, 2)) for t in (query, key, value))
     sight = _told(module, k.shape[1], keywords) if attention_mask is None else Sight.from_tensor(attention_mask, q.shape[0], q.shape[1], k.shape[1])
     causal, window = _band(module, sight.band, attention_mask is not None, keywords)
@@ -88,8 +90,8 @@ def _packing(sight: Sight, q: Tensor, k: Tensor, keywords: dict[str, Any]) -> Of
     if alone or not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != q.shape[1]:
         return sight.hidden
     if is_tracing(positions):
-        return sight.hidden or strobe.documents(_starts(positions.expand(q.shape[0], -1)).cumsum(1).to(torch.int32))
-    return _from_positions(positions.expand(q.shape[0], -1) if positions.shape[0] != q.shape[0] else positions) or sight.hidden
+        return sight.hidden or _documents(_starts(positions), q.shape[0])
+    return _from_positions(positions, q.shape[0]) or sight.hidden
 
 
 def _given(sight: Sight, q: Tensor, keywords: dict[str, Any]) -> Offsets:
@@ -104,24 +106,25 @@ def _given(sight: Sight, q: Tensor, keywords: dict[str, Any]) -> Offsets:
     return Offsets(*offsets, *(length if isinstance(length, int) else None for length in longest))  # one on the device is not waited for
 
 
-# what position_ids say, and their version when they were read; the layers of a forward share the tensor
-_seen: MutableMapping[Tensor, tuple[int, Offsets | strobe.Mask | None]] = WeakIdKeyDictionary()
+# what position_ids say, for the batch and the version they were read in; the layers of a forward share the tensor
+_seen: MutableMapping[Tensor, tuple[tuple[int, int], Offsets | strobe.Mask | None]] = WeakIdKeyDictionary()
 
 
-def _from_positions(positions: Tensor) -> Offsets | strobe.Mask | None:
-    """What positions that start again say; None if they do not. Read once for all layers, but under inference_mode, which counts no versions."""
+def _from_positions(positions: Tensor, batch: int) -> Offsets | strobe.Mask | None:
+    """What positions [B or 1, S] that start again say; None if they do not. Read once for all layers, but under inference_mode, which
+    counts no versions."""
     if positions.is_inference():
-        return _read(positions)
-    known = _seen.get(positions)
-    if known is None or known[0] != positions._version:
-        known = _seen[positions] = positions._version, _read(positions)
+        return _read(positions, batch)
+    known, state = _seen.get(positions), (batch, positions._version)
+    if known is None or known[0] != state:
+        known = _seen[positions] = state, _read(positions, batch)
     return known[1]
 
 
-def _read(positions: Tensor) -> Offsets | strobe.Mask | None:
+def _read(positions: Tensor, batch: int) -> Offsets | strobe.Mask | None:
     starts = _starts(positions)
-    if positions.shape[0] > 1:
-        return strobe.documents(starts.cumsum(1).to(torch.int32)) if bool(starts[:, 1:].any()) else None
+    if batch > 1:
+        return _documents(starts, batch) if bool(starts[:, 1:].any()) else None
     places = starts[0].nonzero().flatten().tolist()
     if len(places) < 2:
         return None
@@ -129,6 +132,10 @@ def _read(positions: Tensor) -> Offsets | strobe.Mask | None:
     offsets = torch.tensor(ends, dtype=torch.int32).to(positions.device)
     longest = max(stop - start for start, stop in pairwise(ends))
     return Offsets(offsets, offsets, longest, longest)
+
+
+def _documents(starts: Tensor, batch: int) -> strobe.Mask:
+    return strobe.documents(starts.cumsum(1).to(torch.int32).expand(batch, -1))
 
 
 def _starts(positions: Tensor) -> Tensor:
