@@ -51,7 +51,7 @@ class _Pattern(NamedTuple):
         with bidirectional masks alone, allow_is_causal_skip is False for packed sequences, and local_size is the window's or the chunks'."""
         size, config = rest.get("local_size"), rest.get("config")
         windowed, chunked = (size is not None and size == getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-        if rest.get("use_vmap") or mask_function.__name__ not in _KNOWN or (size is not None and not (windowed or chunked)):
+        if rest.get("use_vmap") or getattr(mask_function, "__name__", "") not in _KNOWN or (size is not None and not (windowed or chunked)):
             return _Pattern(None)
         if "allow_is_bidirectional_skip" in rest:
             return _Pattern(Band.AROUND if windowed else Band.FULL)
@@ -101,7 +101,7 @@ def _row(asked: _Asked, rest: dict[str, Any]) -> Sight:
 def _rows(asked: _Asked, pattern: _Pattern) -> Sight:
     band = pattern.band
     if band is None:
-        got = f"{asked.function.__name__} of masks over {asked.seqlen_q} rows"
+        got = f"{getattr(asked.function, '__name__', 'a function')} of masks over {asked.seqlen_q} rows"
         expected = "causal, bidirectional, sliding or chunked attention, packed or padded"
         raise UnsupportedProblem(describe("mask function", got, expected, "strobe has no such mask; " + SDPA))
     seqlen_k = asked.seqlen_k if band == Band.FULL else _reach(asked, band)
