@@ -1,1 +1,1 @@
-"""strobe inside other libraries, each switched on by a call of its own; importing one of these changes nothing."""
+"""Ways into other libraries; each is a module of its own and none acts on import."""
