@@ -45,8 +45,9 @@ def flash_attn_qkvpacked_func(
     if qkv.dim() == 5:
         q, k, v = qkv.unbind(-3)
     else:
-        heads_kv, odd = (0, 0) if num_heads_q is None else divmod(qkv.shape[2] - num_heads_q, 2)
-        if heads_kv < 1 or odd:
+        rest = 0 if num_heads_q is None else qkv.shape[2] - num_heads_q  # // and %: torch.compile traces no divmod of a symbolic size
+        heads_kv = rest // 2
+        if rest < 2 or rest % 2:
             raise InvalidProblem("num_heads_q", num_heads_q, f"H_q of the {qkv.shape[2]} = H_q + 2 H_kv heads of qkv", "say how many heads are q's")
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], -2)
     return flash_attn_func(
