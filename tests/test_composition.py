@@ -80,6 +80,20 @@ def test_compiled_whole_it_means_the_same(name):
         close(compiled(*tensors), function(*tensors))
 
 
+@pytest.mark.parametrize("compiled", (False, True))
+def test_an_lse_that_nobody_uses_has_no_gradient(compiled, monkeypatch):
+    """torch.compile hands zeros to an output without a use: a kernel more, and on DTensors a plain tensor among them."""
+    seen, kernel = [], kernels("backward")[-1]
+    look = lambda plan, call, tensors, space, real=kernel.run: seen.append(tensors.dlse) or real(plan, call, tensors, space)
+    monkeypatch.setattr(kernel, "run", look, raising=False)
+    dense, packed = with_grad(CALLS["dense"](torch.float64)), with_grad(CALLS["varlen"](torch.float64))
+    varlen = partial(strobe.attention_varlen, cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_k=packed.cu_seqlens_k)
+    for attend, call in ((strobe.attention, dense), (varlen, packed)):
+        attend = torch.compile(lambda *t, attend=attend: attend(*t), fullgraph=True, backend="aot_eager") if compiled else attend
+        attend(*call[:3]).sum().backward()
+    assert seen == [None, None]
+
+
 def test_inductor_runs_it_forward_and_backward():
     function = lambda q, k, v: strobe.attention(q.sin(), k, v, causal=True) * 2
     tensors = CALLS["dense"](torch.float64)[:3]

@@ -251,5 +251,5 @@ def test_reduce_overhead_replays_forward_and_backward(name):
     for seed in range(6):
         for got, expected in zip(_trained(compiled, seed), _trained(function, seed), strict=True):
             assert got.isfinite().all()
-            torch.testing.assert_close(got, expected, rtol=2**-6, atol=2**-6)  # inductor may keep q * 1.0 in float32: one rounding apart
+            torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7)  # sums in no fixed order, rounded to bfloat16: an ulp either way
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
