@@ -220,6 +220,8 @@ def picture(verdict: Verdict, facts: dict[str, Any], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     device, console = torch.device(options.device), Console(stderr=True)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # so small a model gains nothing from more, and beside other work their waiting makes it ten times slower
     size = SIZES[device.type]._replace(**({"steps": options.steps} if options.steps else {}))
     choice, facts, losses = kernels(size, device), circumstances(device), {name: [] for name in ATTENTIONS}
     console.print(str(choice), highlight=False, soft_wrap=True)
