@@ -31,7 +31,7 @@ LAYERS = (
     ("kernels.device",),
     ("kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
     ("kernels",),
-    ("select", "flops"),
+    ("select", "flops", "sharding"),
     ("ops",),
     ("api",),
     ("",),  # strobe itself, the last of the house; guests come after it

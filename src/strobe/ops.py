@@ -280,6 +280,21 @@ class _Attention(torch.autograd.Function):
         return _gradients(ctx, dout, dlse)
 
 
+class _OutAlone(_Attention):
+    """The same without lse, for torch.compile: to an lse that nobody uses it hands a gradient of zeros, which costs a kernel and, as a
+    plain tensor, does not go with DTensors."""
+
+    @staticmethod
+    def forward(ctx, *flat):
+        out, lse = FORWARD(*flat)
+        _save(ctx, flat, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return _gradients(ctx, dout, None)
+
+
 class _AttentionUnderTransforms(torch.autograd.Function):
     """The same for torch.func, whose transforms want setup_context (it costs 17 us more, so only there)."""
 
@@ -303,16 +318,18 @@ def prepare(call: Call) -> Call:
     if torch._C._is_any_autocast_enabled():
         call = _autocast(call)
     q, k, v = call[:3]
-    if type(q) is not Tensor:
-        _shard(q)
+    if type(q) is not Tensor and type(q).__module__.startswith("torch.distributed.tensor"):
+        from . import sharding  # when the first DTensor comes by: the import costs 300 ms
+
+        sharding.teach()
     if not torch.is_grad_enabled():
         return call
     wants_grad = q.requires_grad or k.requires_grad or v.requires_grad or (call.sinks is not None and call.sinks.requires_grad)
     return call._replace(needs_grad=True) if wants_grad else call
 
 
-def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """out and lse of a call, through whichever path its gradients, transforms and autocast ask for."""
+def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, through whichever path its gradients, transforms and autocast ask for; out_alone: nobody looks at lse."""
     plain = call.plain
     if out is None and dispatch.idle(call[:3] if plain else [field for field in call if isinstance(field, Tensor)]):
         return _forward(call if plain else received(call))
@@ -326,7 +343,10 @@ def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return _AttentionUnderTransforms.apply(*call.arguments)  # type: ignore[return-value]
     if not call.needs_grad:
         return FORWARD(*call.arguments)
-    return _Attention.apply(*(_distinct(call.arguments) if torch.compiler.is_compiling() else call.arguments))  # type: ignore[return-value]
+    if not torch.compiler.is_compiling():
+        return _Attention.apply(*call.arguments)  # type: ignore[return-value]
+    arguments = _distinct(call.arguments)
+    return (_OutAlone.apply(*arguments),) if out_alone else _Attention.apply(*arguments)  # type: ignore[return-value]
 
 
 def _distinct(arguments: tuple) -> list:
@@ -350,50 +370,3 @@ def _autocast(call: Call) -> Call:
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in call[:3])
     return call._replace(q=q, k=k, v=v)
-
-
-# ---------------------------------------------------------------- DTensor
-
-_sharded = False
-
-
-def _shard(tensor: Tensor) -> None:
-    """Teach DTensor to shard the ops by batch or by heads, when the first DTensor comes by (the import costs 300 ms)."""
-    global _sharded
-    if _sharded or not type(tensor).__module__.startswith("torch.distributed.tensor"):
-        return
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.experimental import register_sharding
-
-    def placements(call: Call, count: int) -> list[tuple[list, list]]:
-        """(outputs, the op's `count` arguments) a rule: all replicated, heads apart, and for dense layouts the batch apart."""
-        heads, lse_heads = (Shard(1), Shard(0)) if call.packed else (Shard(2), Shard(1))
-        no_tensor = Call._make((None,) * len(call))
-
-        def tensors(qkv, sinks, others):
-            present = {name: others for name in Call._fields[OPTIONAL_TENSORS] if getattr(call, name) is not None}
-            placed = no_tensor._replace(q=qkv, k=qkv, v=qkv, **present)
-            return list(placed if call.sinks is None else placed._replace(sinks=sinks))[:count]
-
-        rules = [([Replicate(), Replicate()], tensors(Replicate(), Replicate(), Replicate()))]
-        rules.append(([heads, lse_heads], tensors(heads, Shard(0), Replicate())))
-        if not call.packed:
-            rules.append(([Shard(0), Shard(0)], tensors(Shard(0), Replicate(), Shard(0))))
-        return rules
-
-    @register_sharding(FORWARD)
-    def _forward_sharding(*flat):
-        return placements(Call(*flat), len(flat))
-
-    @register_sharding(BACKWARD)
-    def _backward_sharding(dout, out, lse, dlse, *flat):
-        call = Call(*flat)
-        rules = []
-        for (whole, per_row), inputs in placements(call, len(flat)):
-            if call.sinks is not None and whole == Shard(0) and not call.packed:
-                continue  # each shard would hold a part of dsinks: a sum that no placement of a custom rule may leave pending
-            dsinks = Replicate() if call.sinks is None else inputs[OPTIONAL_TENSORS.start]
-            rules.append(([*inputs[:3], dsinks], [whole, whole, per_row, None if dlse is None else per_row, *inputs]))
-        return rules
-
-    _sharded = True
