@@ -238,6 +238,21 @@ def test_results_lie_in_memory_as_torchs_do_on_a_gpu(name):
     _near([results[1][0], *results[1][-3:]], [results[0][0], *results[0][-3:]])
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rows, keys, heads_kv", [(64, 64, 2), (3, 64, 2), (64, 63, 2), (70, 70, 1), (0, 64, 2), (300, 300, 2)])
+def test_what_goes_to_torchs_kernel_as_it_lies_is_what_strobe_would_hand_to_it(rows, keys, heads_kv, is_causal):
+    """The short cut on CPUs takes no call of another meaning: `cpu.forward` has torch's kernel for it too, and gives the same bits."""
+    q, k, v = (torch.randn(2, heads, length, 16) for heads, length in ((2, rows), (heads_kv, keys), (heads_kv, keys)))
+    if not aten._as_torch(q, k, v, is_causal):
+        assert keys < 64 or heads_kv < 2 or rows == 0 or (is_causal and rows != keys)
+        return
+    ours = [t.transpose(1, 2) for t in (q, k, v)]
+    assert strobe.explain(*ours, causal=is_causal).forward.config.path == "torch_flash"
+    out, lse = aten.cpu_forward(q, k, v, 0.0, is_causal)
+    partial = strobe.partial_attention(*ours, causal=is_causal)
+    assert torch.equal(out.transpose(1, 2), partial.out) and torch.equal(lse, partial.lse)
+
+
 def test_a_row_of_nan_is_nan_and_alone(device):
     q, k, v = _qkv(CASES["causal"], DTYPES[device][0], device, grad=False)
     q[0, 1, 5] = torch.nan
