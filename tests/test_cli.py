@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from types import ModuleType
@@ -60,8 +61,17 @@ def test_check_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.endswith("PASS\n")
     assert main(["check", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["passed"] and {"torch", "triton", "compiler", "gpu", *FAMILIES} <= {check["name"] for check in found["checks"]}
-    assert {check["state"] for check in found["checks"] if check["name"] == "cpu"} == {"PASS"}
+    assert found["passed"] and {"torch", "triton", "compiler", "gpu", "sdpa", *FAMILIES} <= {check["name"] for check in found["checks"]}
+    assert {check["state"] for check in found["checks"] if check["name"] in ("cpu", "sdpa")} == {"PASS"}
+
+
+def test_check_says_which_backend_sdpa_picks_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = machine._sdpa().words
+    assert re.fullmatch(r"plain: [A-Z_]+; after strobe\.integrations\.sdpa\.enable\(\): FLASH_ATTENTION of STROBE, run by \w+\.forward", words)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the user has switched flash attention off
+        assert machine._sdpa() == ("sdpa", "FAIL", "plain: MATH; after strobe.integrations.sdpa.enable(): MATH, run by torch")
+    monkeypatch.delattr(torch.nn.attention, "restore_flash_attention_impl")
+    assert machine._sdpa().state == "SKIP" and "torch 2.11" in machine._sdpa().words
 
 
 def test_check_fails_on_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,7 +214,7 @@ def test_bench_overhead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr(overhead, "CALLS", 5)
     assert main(["bench", "overhead", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["call"] > 0 and found["sdpa"] > 0 and found["torch"] == torch.__version__
+    assert min(found[route] for route in ("call", "flash_attn", "sdpa", "sdpa_strobe")) > 0 and found["torch"] == torch.__version__
     assert main(["bench", "overhead"]) == 0
     assert "strobe.attention whole" in capsys.readouterr().out
 

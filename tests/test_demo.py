@@ -116,12 +116,23 @@ def test_a_missing_package_is_said(monkeypatch, capsys, tmp_path):
     assert "strobe-attention[demo]" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
-def test_the_adapter_refuses_padded_input():
-    from strobe.demo import packed
+def test_packed_sentences_run_on_offsets(monkeypatch):
+    """Each layer's call is of packed sequences, as long as the longest sentence."""
+    pytest.importorskip("transformers")
+    from transformers import BertConfig, BertModel
 
-    q = torch.zeros(1, 1, 3, 4)
-    with pytest.raises(strobe.InvalidProblem, match="cu_seq_lens_q"):
-        packed.attention(torch.nn.Identity(), q, q, q, None, scaling=1.0)
+    from strobe import ops
+    from strobe.demo import packed
+    from strobe.integrations.transformers import NAME, register
+
+    register()
+    calls, run = [], ops.run
+    monkeypatch.setattr(ops, "run", lambda call, *rest: (calls.append(call), run(call, *rest))[1])
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+    model = BertModel._from_config(BertConfig(**sizes), attn_implementation=NAME).eval()
+    with torch.inference_mode():
+        packed.hidden_states(model, packed.pack([[5, 6, 7], [8]], torch.device("cpu")))
+    assert [(call.cu_seqlens_q.tolist(), call.max_seqlen_q, call.max_seqlen_k) for call in calls] == [([0, 3, 4], 3, 3)] * 2
 
 
 def test_a_wrong_result_is_seen():

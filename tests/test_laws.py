@@ -32,7 +32,7 @@ LAYERS = (
     ("kernels.device",),
     ("kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
     ("kernels",),
-    ("select", "flops"),
+    ("select", "flops", "sharding"),
     ("ops",),
     ("ops_decode",),
     ("api",),
@@ -47,7 +47,7 @@ LAYERS = (
     ("__main__",),
 )
 HOUSE = [name for layer in LAYERS[:16] for name in layer]
-STAND_INS = ("flash_attn", "flash_attn_interface", "cute")  # their functions have other libraries' signatures
+STAND_INS = ("flash_attn", "flash_attn_interface", "cute", "integrations.aten")  # their functions have other libraries' signatures
 KERNELS = ("kernels.portable", "kernels.hopper", "kernels.blackwell", "kernels.device")
 
 

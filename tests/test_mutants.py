@@ -293,7 +293,7 @@ CPU = (
     # empty rows and lse
     Mutant("lse of an empty row +inf", f"{FORWARD}:run", "lse.fill_(-torch.inf)", "lse.fill_(torch.inf)", CAUSAL_HALVES, (3, 5)),
     Mutant("empty row not written", f"{FORWARD}:run", "if not found.cover_rows(*call.q.shape[:2]):", "if False:", EMPTY_ROWS, (7, 36)),
-    Mutant("no keys at all not written", "ops:_write", "out.zero_()", "out", judged("no_keys"), (15,)),
+    Mutant("no keys at all not written", "ops:write", "out.zero_()", "out", judged("no_keys"), (15,)),
     Mutant("gradients of an empty row not written", f"{BACKWARD}:_fill", "tensors.dq.zero_()", "tensors.dq", EMPTY_ROWS, (11, 16)),
     Mutant(
         "gradients of unseen keys not written", f"{BACKWARD}:_fill", "tensors.dk.zero_()", "tensors.dk", judged("packed_no_rows_middle"), (12, 37)
@@ -372,17 +372,17 @@ CPU = (
     Mutant("empty sequence refused", f"{PIECES}:_offsets", "after < value", "after <= value", judged("packed_promised_one"), (7, 14)),
     Mutant(
         "scale not in the key",
-        "ops:_raw_key",
+        "ops:raw_key",
         "call[3 : OPTIONAL_TENSORS.start],",
         "call[3:5], call[6 : OPTIONAL_TENSORS.start],",
         keyed("scale"),
         (87,),
     ),
-    Mutant("strides not in the key", "ops:_raw_key", "v.shape, v.stride()", "v.shape", keyed("strides of v"), (43,)),
+    Mutant("strides not in the key", "ops:raw_key", "v.shape, v.stride()", "v.shape", keyed("strides of v"), (43,)),
     Mutant(
-        "alignment not in the key", "ops:_raw_key", "(q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT", "0", keyed("alignment of q"), (43, 47)
+        "alignment not in the key", "ops:raw_key", "(q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT", "0", keyed("alignment of q"), (43, 47)
     ),
-    Mutant("window not in the key", "ops:_raw_key", "call[3 :", "call[5 :", keyed("left"), (87, 88)),
+    Mutant("window not in the key", "ops:raw_key", "call[3 :", "call[5 :", keyed("left"), (87, 88)),
     Mutant(
         "deterministic dropped",
         "problem:Problem.from_call",
@@ -519,7 +519,7 @@ PORTABLE = (
     ),
     Mutant(
         "strides ignored (portable)",
-        f"{LAUNCH}:_strides",
+        "kernels.kernel:strides_of",
         "tensor.stride()[:3]",
         'torch.empty(tensor.shape, device="meta").stride()[:3]',
         light("stored_expanded_heads", seqlen_q=20),

@@ -301,7 +301,7 @@ def test_a_seen_problem_is_not_selected_again(monkeypatch):
 
 
 def test_the_dictionary_of_choices_stays_bounded(monkeypatch):
-    monkeypatch.setattr(ops, "_MOST_CHOICES", 8)
+    monkeypatch.setattr(ops, "MOST_CHOICES", 8)
     ops._choices.clear()
     q = torch.randn(1, 1, 1, 4)
     for length in range(1, 30):

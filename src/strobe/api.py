@@ -56,7 +56,7 @@ def attention(
     Source: FlashAttention-2 (arXiv 2307.08691), section 3; online softmax (arXiv 1805.02867).
     """
     options = _options(scale, softcap, deterministic, batch_invariant, kernel)
-    return ops.run(_dense(q, k, v, causal, window, mask, sinks, options), _out(out))[0]
+    return ops.run(_dense(q, k, v, causal, window, mask, sinks, options), _out(out), True)[0]
 
 
 def partial_attention(
@@ -102,7 +102,7 @@ def attention_varlen(
     Returns [T_q, H_q, D_v] in q's dtype. Reads no data of the device on the host.
     """
     call = _dense(q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
-    return ops.run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _out(out))[0]
+    return ops.run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _out(out), True)[0]
 
 
 def partial_attention_varlen(

@@ -71,7 +71,9 @@ class Call(NamedTuple):
         """What an op is given: all of it, or where the rest says nothing q, k, v and the band, or the part before the optional tensors."""
         if not self.plain:
             return self
-        return self[:5] if self[5 : OPTIONAL_TENSORS.start] == _NO_OPTIONS else self[: OPTIONAL_TENSORS.start]
+        # said without a float to compare with: torch.compile(dynamic=True) would take a global one for an input, and trace the call twice
+        quiet = self.scale is None and not any(self[6 : OPTIONAL_TENSORS.start])
+        return self[:5] if quiet else self[: OPTIONAL_TENSORS.start]
 
     @property
     def structure(self) -> MaskStructure:
@@ -109,7 +111,6 @@ class Call(NamedTuple):
 # NamedTuple keeps annotations as forward references: their text is what the schema is made of
 FIELD_KINDS = {name: getattr(kind, "__forward_arg__", kind) for name, kind in Call.__annotations__.items()}
 OPTIONAL_TENSORS = slice(Call._fields.index("sinks"), Call._fields.index("spans_k") + 1)
-_NO_OPTIONS = tuple(Call._field_defaults[name] for name in Call._fields[5 : OPTIONAL_TENSORS.start])
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -52,6 +52,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, 
     return ops.run(_call(q, k, v, setting))
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
+    """out of `forward` for callers who do not want lse, which then has no gradient to compute.
+
+    >>> q = torch.randn(1, 5, 2, 16)
+    >>> torch.equal(attend(q, q, q, Setting()), forward(q, q, q, Setting())[0])
+    True
+    """
+    return ops.run(_call(q, k, v, setting), out_alone=True)[0]
+
+
 def backward(gradient: Tensor, forward_of: tuple[Tensor, Tensor], qkv: tuple[Tensor, Tensor, Tensor], setting: Setting) -> tuple[Tensor, ...]:
     """dq, dk, dv for the out and lse given, which may be those of more keys than k and v hold: a ring passes its merged ones.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .drop_in import Cache, Setting, forward, forward_cached, refuse
+from .drop_in import Cache, Setting, attend, forward, forward_cached, refuse
 from .errors import InvalidProblem
 from .merge import Partial, merge
 
@@ -29,8 +29,8 @@ def flash_attn_func(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, num_splits=num_splits,
         pack_gqa=pack_gqa, sm_margin=sm_margin,
     )  # fmt: skip
-    out, lse = forward(q, k, v, Setting(softmax_scale, causal, window_size, softcap, deterministic))
-    return (out, lse) if return_attn_probs else out
+    setting = Setting(softmax_scale, causal, window_size, softcap, deterministic)
+    return (forward if return_attn_probs else attend)(q, k, v, setting)
 
 
 def flash_attn_qkvpacked_func(
@@ -45,8 +45,9 @@ def flash_attn_qkvpacked_func(
     if qkv.dim() == 5:
         q, k, v = qkv.unbind(-3)
     else:
-        heads_kv, odd = (0, 0) if num_heads_q is None else divmod(qkv.shape[2] - num_heads_q, 2)
-        if heads_kv < 1 or odd:
+        rest = 0 if num_heads_q is None else qkv.shape[2] - num_heads_q  # // and %: torch.compile traces no divmod of a symbolic size
+        heads_kv = rest // 2
+        if rest < 2 or rest % 2:
             raise InvalidProblem("num_heads_q", num_heads_q, f"H_q of the {qkv.shape[2]} = H_q + 2 H_kv heads of qkv", "say how many heads are q's")
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], -2)
     return flash_attn_func(
@@ -70,8 +71,8 @@ def flash_attn_varlen_func(
         attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin,
     )  # fmt: skip
     packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    out, lse = forward(q, k, v, Setting(softmax_scale, causal, window_size, softcap, deterministic, packing=packing))
-    return (out, lse) if return_attn_probs else out
+    setting = Setting(softmax_scale, causal, window_size, softcap, deterministic, packing=packing)
+    return (forward if return_attn_probs else attend)(q, k, v, setting)
 
 
 def flash_attn_with_kvcache(

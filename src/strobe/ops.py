@@ -22,7 +22,7 @@ from .problem import ALIGNMENT, Problem
 from .select import Choice, select
 from .target import Target
 
-_MOST_CHOICES = 4096  # lengths that change each step would otherwise grow the dictionary for ever
+MOST_CHOICES = 4096  # lengths that change each step would otherwise grow the dictionary for ever
 _choices: dict[tuple | None, Choice[Problem]] = {}
 
 
@@ -32,20 +32,20 @@ _choices: dict[tuple | None, Choice[Problem]] = {}
 def decide(call: Call) -> Choice[Problem]:
     """The Choice for a call: door and select the first time, one dictionary lookup after that."""
     try:
-        key = None if isinstance(call.q, FakeTensor) else _raw_key(call)
+        key = None if isinstance(call.q, FakeTensor) else raw_key(call)
     except RuntimeError:  # a layout without strides or address: the door says what is wrong with it
         key = None
     choice = _choices.get(key)
     if choice is None:
         choice = select(Problem.from_call(call), Target.of(call.q.device))
-        if len(_choices) >= _MOST_CHOICES:
+        if len(_choices) >= MOST_CHOICES:
             _choices.clear()
         if key is not None:
             _choices[key] = choice
     return choice
 
 
-def _raw_key(call: Call) -> tuple:
+def raw_key(call: Call) -> tuple:
     q, k, v = call[:3]
     tensors = (
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
@@ -78,7 +78,7 @@ def _allocate(buffer: Buffer, device: torch.device) -> Tensor:
     return torch.full(buffer.shape, buffer.fill, dtype=buffer.dtype, device=device)
 
 
-def _received(flat: tuple) -> Call:
+def received(flat: tuple) -> Call:
     """An op's arguments as a Call whose optional tensors are contiguous, as kernels take them for granted."""
     call = Call(*flat)
     if call.plain:
@@ -87,13 +87,14 @@ def _received(flat: tuple) -> Call:
     return Call._make((*call[: OPTIONAL_TENSORS.start], *optionals, *call[OPTIONAL_TENSORS.stop :]))
 
 
-def _launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
+def launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
     """Launch as at these addresses before, where the plan's kernel kept the way: the kernel's own host code costs several times as much."""
     again = plan.again.get(addresses(call, out, lse)) if plan.again else None
     return again is not None and call.q.get_device() == torch._C._cuda_getDevice() and not KNOBS.sync and again()
 
 
-def _write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> None:
+def write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> None:
+    """The body of the forward op into memory that is given, for who stands below autograd already; out has any strides over a contiguous last one."""
     if not choice.problem.vacuous:
         _launch(choice.forward, call, Forward(out, lse))
         return
@@ -106,37 +107,41 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
     (shape, strides, dtype), (lse_shape, lse_strides, lse_dtype) = choice.problem.outputs
     q = call.q
     out, lse = q.new_empty_strided(shape, strides, dtype=dtype), q.new_empty_strided(lse_shape, lse_strides, dtype=lse_dtype)
-    if not _launch_again(choice.forward, call, out, lse):
-        _write(choice, call, out, lse)
+    if not launch_again(choice.forward, call, out, lse):
+        write(choice, call, out, lse)
     return out, lse
 
 
 def _forward_out(out: Tensor, *flat: Any) -> Tensor:
-    call = _received(flat)
+    call = received(flat)
     choice = decide(call)
     _check_out(out, choice.problem.out_shapes[0], choice.problem.out_dtype, call.q)
     shape, strides, dtype = choice.problem.outputs[1]
     lse = call.q.new_empty_strided(shape, strides, dtype=dtype)
-    _write(choice, call, out, lse)
+    write(choice, call, out, lse)
     return lse
 
 
 def _backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = _received(flat)
-    choice = decide(call)
+    call = received(flat)
+    dq, dk, dv = (t.new_empty(t.shape) for t in call[:3])
+    given = Backward(dout, out, lse, None if dlse is None else dlse.contiguous(), dq, dk, dv, lse.new_empty(lse.shape))
+    write_gradients(decide(call), call, given)
+    return dq, dk, dv, _sinks_gradient(call, lse, given.delta)
+
+
+def write_gradients(choice: Choice[Problem], call: Call, given: Backward) -> None:
+    """The body of the backward op into memory that is given: dq, dk, dv and delta of `given`."""
     if choice.backward is None:
         raise InvalidProblem("needs_grad", call.needs_grad, "True", "give the backward op the arguments of its forward")
-    dq, dk, dv = (t.new_empty(t.shape) for t in call[:3])
-    delta = lse.new_empty(lse.shape)
-    dlse = None if dlse is None else dlse.contiguous()
     if choice.problem.vacuous:
-        for grad in (dq, dk, dv):
-            grad.zero_()
-        delta.zero_() if dlse is None else delta.copy_(-dlse)
-    else:
-        dout = dout if dout.stride(-1) == 1 or dout.shape[-1] == 1 else dout.contiguous()
-        _launch(choice.backward, call, Backward(dout, out, lse, dlse, dq, dk, dv, delta))
-    return dq, dk, dv, _sinks_gradient(call, lse, delta)
+        for gradient in given[4:7]:
+            gradient.zero_()
+        given.delta.zero_() if given.dlse is None else given.delta.copy_(-given.dlse)
+        return
+    dout = given.dout
+    dout = dout if dout.stride(-1) == 1 or dout.shape[-1] == 1 else dout.contiguous()
+    _launch(choice.backward, call, given._replace(dout=dout))
 
 
 def _sinks_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
@@ -206,7 +211,7 @@ LIBRARY.define(f"forward({_FIELDS}) -> (Tensor, Tensor)")
 LIBRARY.define(f"forward_out(Tensor(a!) out, {_FIELDS}) -> Tensor")
 LIBRARY.define(f"backward(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_FIELDS}) -> (Tensor, Tensor, Tensor, Tensor)")
 for _name, _body, _fake in (
-    ("forward", lambda *flat: _forward(_received(flat)), _forward_fake),
+    ("forward", lambda *flat: _forward(received(flat)), _forward_fake),
     ("forward_out", _forward_out, _forward_out_fake),
     ("backward", _backward, _backward_fake),
 ):
@@ -273,6 +278,21 @@ class _Attention(torch.autograd.Function):
         return _gradients(ctx, dout, dlse)
 
 
+class _OutAlone(_Attention):
+    """The same without lse, for torch.compile: to an lse that nobody uses it hands a gradient of zeros, which costs a kernel and, as a
+    plain tensor, does not go with DTensors."""
+
+    @staticmethod
+    def forward(ctx, *flat):
+        out, lse = FORWARD(*flat)
+        _save(ctx, flat, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return _gradients(ctx, dout, None)
+
+
 class _AttentionUnderTransforms(torch.autograd.Function):
     """The same for torch.func, whose transforms want setup_context (it costs 17 us more, so only there)."""
 
@@ -296,19 +316,21 @@ def prepare(call: Call) -> Call:
     if torch._C._is_any_autocast_enabled():
         call = _autocast(call)
     q, k, v = call[:3]
-    if type(q) is not Tensor:
-        _shard(q)
+    if type(q) is not Tensor and type(q).__module__.startswith("torch.distributed.tensor"):
+        from . import sharding  # when the first DTensor comes by: the import costs 300 ms
+
+        sharding.teach()
     if not torch.is_grad_enabled():
         return call
     wants_grad = q.requires_grad or k.requires_grad or v.requires_grad or (call.sinks is not None and call.sinks.requires_grad)
     return call._replace(needs_grad=True) if wants_grad else call
 
 
-def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """out and lse of a call, through whichever path its gradients, transforms and autocast ask for."""
+def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, through whichever path its gradients, transforms and autocast ask for; out_alone: nobody looks at lse."""
     plain = call.plain
     if out is None and dispatch.idle(call[:3] if plain else [field for field in call if isinstance(field, Tensor)]):
-        return _forward(call if plain else _received(call))
+        return _forward(call if plain else received(call))
     call = prepare(call)
     _meet_counters()
     if out is not None:
@@ -319,7 +341,10 @@ def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return _AttentionUnderTransforms.apply(*call.arguments)  # type: ignore[return-value]
     if not call.needs_grad:
         return FORWARD(*call.arguments)
-    return _Attention.apply(*(_distinct(call.arguments) if torch.compiler.is_compiling() else call.arguments))  # type: ignore[return-value]
+    if not torch.compiler.is_compiling():
+        return _Attention.apply(*call.arguments)  # type: ignore[return-value]
+    arguments = _distinct(call.arguments)
+    return (_OutAlone.apply(*arguments),) if out_alone else _Attention.apply(*arguments)  # type: ignore[return-value]
 
 
 def _distinct(arguments: tuple) -> list:
@@ -343,50 +368,3 @@ def _autocast(call: Call) -> Call:
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in call[:3])
     return call._replace(q=q, k=k, v=v)
-
-
-# ---------------------------------------------------------------- DTensor
-
-_sharded = False
-
-
-def _shard(tensor: Tensor) -> None:
-    """Teach DTensor to shard the ops by batch or by heads, when the first DTensor comes by (the import costs 300 ms)."""
-    global _sharded
-    if _sharded or not type(tensor).__module__.startswith("torch.distributed.tensor"):
-        return
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.experimental import register_sharding
-
-    def placements(call: Call, count: int) -> list[tuple[list, list]]:
-        """(outputs, the op's `count` arguments) a rule: all replicated, heads apart, and for dense layouts the batch apart."""
-        heads, lse_heads = (Shard(1), Shard(0)) if call.packed else (Shard(2), Shard(1))
-        no_tensor = Call._make((None,) * len(call))
-
-        def tensors(qkv, sinks, others):
-            present = {name: others for name in Call._fields[OPTIONAL_TENSORS] if getattr(call, name) is not None}
-            placed = no_tensor._replace(q=qkv, k=qkv, v=qkv, **present)
-            return list(placed if call.sinks is None else placed._replace(sinks=sinks))[:count]
-
-        rules = [([Replicate(), Replicate()], tensors(Replicate(), Replicate(), Replicate()))]
-        rules.append(([heads, lse_heads], tensors(heads, Shard(0), Replicate())))
-        if not call.packed:
-            rules.append(([Shard(0), Shard(0)], tensors(Shard(0), Replicate(), Shard(0))))
-        return rules
-
-    @register_sharding(FORWARD)
-    def _forward_sharding(*flat):
-        return placements(Call(*flat), len(flat))
-
-    @register_sharding(BACKWARD)
-    def _backward_sharding(dout, out, lse, dlse, *flat):
-        call = Call(*flat)
-        rules = []
-        for (whole, per_row), inputs in placements(call, len(flat)):
-            if call.sinks is not None and whole == Shard(0) and not call.packed:
-                continue  # each shard would hold a part of dsinks: a sum that no placement of a custom rule may leave pending
-            dsinks = Replicate() if call.sinks is None else inputs[OPTIONAL_TENSORS.start]
-            rules.append(([*inputs[:3], dsinks], [whole, whole, per_row, None if dlse is None else per_row, *inputs]))
-        return rules
-
-    _sharded = True

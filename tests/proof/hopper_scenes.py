@@ -49,9 +49,9 @@ def board() -> tuple[Tensor, ...]:
     return _forward(384, 256, 128)
 
 
-def _backward(seqlen_q: int, seqlen_k: int, head_dim: int, **options) -> tuple[Tensor, ...]:
+def _backward(seqlen_q: int, seqlen_k: int, head_dim: int, deterministic: bool = False, **options) -> tuple[Tensor, ...]:
     case = Case("scene", seqlen_q, seqlen_k, head_dim=head_dim, **{"batch": 1, "heads": (1, 1)} | options)
-    call = case.build("cpu", torch.bfloat16, kernel="hopper.backward")._replace(needs_grad=True)
+    call = case.build("cpu", torch.bfloat16, kernel="hopper.backward")._replace(needs_grad=True, deterministic=deterministic)
     out, lse = reference.forward(call)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     with posing(H200):
@@ -78,6 +78,16 @@ def backward_d192_128() -> tuple[Tensor, ...]:
     return _backward(192, 128, 192, head_dim_v=128)
 
 
+def backward_split() -> tuple[Tensor, ...]:
+    """Two programs share a group of two heads and a tile of keys: dk, then dv, are added where k and v were."""
+    return _backward(256, 256, 128, heads=(2, 1), mask=CAUSAL)
+
+
+def backward_ordered() -> tuple[Tensor, ...]:
+    """Four tiles of dq, to each of which up to three tiles of keys add in turn, in two parts."""
+    return _backward(256, 192, 256, deterministic=True, mask=CAUSAL)
+
+
 class Scene(NamedTuple):
     """A name, the GPU it is for, what runs it, the file whose statements are mutated, whether its sums must have an order, and whether TMA
     needs a fence after loads."""
@@ -97,4 +107,6 @@ SCENES = (
     *(Scene(run.__name__, "sm_90", run, FORWARD) for run in (forward_d128, forward_d64_causal, forward_d256, forward_few_rows)),
     Scene("board", "sm_90", board, SCHEDULE),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_d256, backward_d192_128)),
+    Scene("backward_split", "sm_90", backward_split, BACKWARD),
+    Scene("backward_ordered", "sm_90", backward_ordered, BACKWARD, ordered=True),
 )

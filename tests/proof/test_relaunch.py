@@ -184,13 +184,13 @@ def test_a_plan_launches_again_at_addresses_it_met(stage, monkeypatch):
             choice = ops.decide(call)
             places = [(torch.empty_like(call.q), torch.empty(2, 100)) for _ in range(2)]
             for tensors in places * 3:
-                if not ops._launch_again(choice.forward, call, *tensors):
-                    ops._write(choice, call, *tensors)
+                if not ops.launch_again(choice.forward, call, *tensors):
+                    ops.write(choice, call, *tensors)
                 assert not stage.launches or (tensors[0].data_ptr() in _flat(stage.launches.pop()))
     assert len(choice.forward.again) == 4
     assert stage.started == 1 and len(met) == 5
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
-    assert not ops._launch_again(choice.forward, call, *tensors)  # another device is current: its guard comes first
+    assert not ops.launch_again(choice.forward, call, *tensors)  # another device is current: its guard comes first
 
 
 @pytest.mark.parametrize("out", ("strided", "odd"))
@@ -201,7 +201,7 @@ def test_an_out_laid_out_otherwise_is_not_what_a_plan_keeps(stage, out, monkeypa
     with posing(FAKES["H200"]):
         choice = ops.decide(call)
         for _ in range(4):
-            ops._write(choice, call, wide[..., :96], torch.empty(2, 100))
+            ops.write(choice, call, wide[..., :96], torch.empty(2, 100))
     assert not choice.forward.again
 
 
@@ -212,7 +212,7 @@ def test_what_a_plan_keeps_is_bounded(stage, monkeypatch):
     with posing(FAKES["H200"]):
         choice = ops.decide(call)
         for lse in lses:
-            ops._write(choice, call, torch.empty_like(call.q), lse)
+            ops.write(choice, call, torch.empty_like(call.q), lse)
             assert len(choice.forward.again) <= 4
 
 

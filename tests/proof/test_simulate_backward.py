@@ -21,10 +21,12 @@ from strobe.kernels.hopper import launch_backward
 from strobe.kernels.kernel import Plan
 from strobe.problem import Problem
 from strobe.proof.simulate import on
+from strobe.target import FAKES, Target
 from strobe.testing import FAMILIES, Case, assert_gradients_as_good_as
 from strobe.testing.cases import laid_out
 
 BACKWARD = ["rows_kernel", "backward_kernel", "convert_kernel"]
+BACKWARD_OF_SPLIT_GROUPS = [*BACKWARD, "convert_kernel", "convert_kernel"]
 
 
 def _case(name: str, seqlen_q: int = 200, seqlen_k: int | None = 260, width: int = 128, **options) -> Case:
@@ -133,15 +135,15 @@ def test_hopper_backward_under_every_schedule(name, family, judge):
             run_and_judge(judge, CASES[name], dtype, family, schedule)
 
 
-def _form(case: Case) -> hopper.BackwardForm:
-    return hopper.BACKWARD.config(Problem.from_call(case.build("cpu", torch.bfloat16)), H200).form
+def _form(case: Case, target: Target = H200) -> hopper.BackwardForm:
+    return hopper.BACKWARD.config(Problem.from_call(case.build("cpu", torch.bfloat16)), target).form
 
 
 def run_and_judge(judge, case: Case, dtype: torch.dtype, family: str, schedule: tuple[str, int]) -> None:
     call = case.build("cpu", dtype, family, seed=5, requires_grad=True, kernel="hopper")
     with on(H200, *schedule) as run:
         judge(call, family, 5)
-    assert run.reports == [] and run.launches == ["forward_kernel"] * 2 + BACKWARD
+    assert run.reports == [] and run.launches == ["forward_kernel"] * 2 + (BACKWARD if _form(case).splits == 1 else BACKWARD_OF_SPLIT_GROUPS)
 
 
 @pytest.mark.parametrize("name", [case.name for case in LARGE])
@@ -186,6 +188,51 @@ def _gradients_of(call: Call, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_the_table_has_every_tiling():
     used = {(form.block_d, form.block_dv) for form in map(_form, LARGE)}
     assert used == set(hopper.BACKWARD_TUNINGS)
+
+
+# ---------------------------------------------------------------- groups divided among programs
+
+SPLIT = {  # on eight SMs, which take more programs than these have heads of keys
+    "grouped": 2, "one_key_head": 3, "d64_grouped_gaps": 4, "d256_window_softcap": 2, "packed_heads_first": 2, "packed_window_softcap": 2,
+    "split_ragged_columns": 3, "split_stored_gaps": 2,
+}  # fmt: skip
+ROOMY = replace(H200, sm_count=8)
+ALSO = {
+    case.name: case
+    for case in (
+        _case("split_ragged_columns", 150, 130, 72, head_dim_v=120, heads=(3, 1), mask=CAUSAL),
+        _case("split_stored_gaps", 150, 130, heads=(4, 2), storage="gaps", mask=CAUSAL, sinks=True),
+    )
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[:2], ids=["eager", "lazy"])
+@pytest.mark.parametrize("name", SPLIT)
+def test_groups_are_divided(name, schedule, judge):
+    case = (CASES | ALSO)[name]
+    call = case.build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
+    with on(ROOMY, *schedule) as run:
+        judge(call, "normal", 5)
+    assert run.reports == [] and run.launches[-5:] == BACKWARD_OF_SPLIT_GROUPS and _form(case, ROOMY).splits == SPLIT[name]
+
+
+@pytest.mark.parametrize(
+    "batch, seqlen, heads, mask, splits",
+    [
+        (1, 2048, (64, 8), CAUSAL, 4),  # 128 programs of 16 to 256 steps on 132 SMs: the longest would decide
+        (1, 2048, (64, 8), None, 1),  # 128 alike
+        (1, 2048, (32, 1), None, 8),
+        (8, 2048, (64, 8), CAUSAL, 1),
+        (1, 128, (6, 2), CAUSAL, 3),  # never more than there are heads
+        (1, 2048, (64, 64), CAUSAL, 1),
+    ],
+)
+def test_how_many_programs_share_a_group(batch, seqlen, heads, mask, splits):
+    case = _case("shape", seqlen, seqlen, heads=heads, mask=mask, batch=batch)
+    problem = Problem.from_call(case.build("meta", torch.bfloat16)._replace(needs_grad=True))
+    assert hopper.BACKWARD.config(problem, FAKES["H200"]).form.splits == splits
+    ordered = hopper.BACKWARD.config(replace(problem, deterministic=True, kernel="hopper"), FAKES["H200"]).form
+    assert ordered.ordered and ordered.splits == 1, "shares would be added in no order"
 
 
 # ---------------------------------------------------------------- what else it reads and writes

@@ -24,7 +24,9 @@ _PARTS = {
     "call": "strobe.attention whole, round the dispatcher",
     "call_causal": "the same with causal=True",
     "first_time": "check and select of a call never seen",
+    "flash_attn": "strobe.flash_attn.flash_attn_func, the stand-in for FlashAttention-2",
     "sdpa": "torch's scaled_dot_product_attention, its kernel included",
+    "sdpa_strobe": "the same through strobe, after strobe.integrations.sdpa.enable()",
 }
 
 

@@ -13,6 +13,8 @@ import torch
 
 from .. import __version__, ops
 from ..call import Call
+from ..errors import UnsupportedProblem
+from ..integrations import sdpa
 from ..kernels import FAMILIES, kernels
 from ..knobs import KNOBS
 from ..problem import Problem
@@ -76,6 +78,7 @@ def checks() -> Iterator[Check]:
         yield Check("gpu", "FAIL" if old else "PASS", f"{gpu}; kernels need sm_{LEAST_CAPABILITY} or newer" if old else str(gpu))
     for family in FAMILIES:
         yield _family(family)
+    yield _sdpa()
 
 
 def _torch() -> Check:
@@ -132,3 +135,21 @@ def _family(family: str) -> Check:
         assert_as_good_as((out, lse), call)
         assert_gradients_as_good_as((*gradients, None), call, dout)
     return Check(family, "FAIL" if attempt.reason else "PASS", attempt.reason or f"forward and backward agree with float64 on {target.name}")
+
+
+def _sdpa() -> Check:
+    """Which backend torch's own scaled_dot_product_attention picks for a plain causal call, and what runs after enable()."""
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    q = torch.randn(1, 8, 128, 64, device=place, dtype=torch.bfloat16)
+    before = sdpa.backend(place)
+    try:
+        switch = sdpa.enable()
+    except UnsupportedProblem as error:
+        return Check("sdpa", "SKIP", f"plain: {before}; {error}")
+    with switch, Attempt() as attempt:
+        after = sdpa.backend(place)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        kernel = "".join(switch.served)
+        words = f"plain: {before}; after strobe.integrations.sdpa.enable(): {after}, run by {kernel or 'torch'}"
+        return Check("sdpa", "PASS" if kernel else "FAIL", words)
+    return Check("sdpa", "FAIL", attempt.reason or "")

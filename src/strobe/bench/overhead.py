@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter_ns
 from typing import cast
@@ -11,8 +11,9 @@ from typing import cast
 import torch
 import torch.nn.functional as functional
 
-from .. import api, ops
+from .. import api, flash_attn, ops
 from ..call import Call
+from ..integrations import sdpa
 from ..kernels.kernel import Kernel
 from ..problem import Problem
 from ..select import select
@@ -25,11 +26,12 @@ def measure() -> dict[str, float]:
     """Microseconds a call of each part of the way to a kernel: the least of interleaved rounds, as what disturbs a host only adds.
 
     >>> sorted(measure())
-    ['call', 'call_causal', 'decide', 'first_time', 'keywords', 'op', 'sdpa']
+    ['call', 'call_causal', 'decide', 'first_time', 'flash_attn', 'keywords', 'op', 'sdpa', 'sdpa_strobe']
 
     keywords: from keywords to a Call; decide: the Call's Choice when it was seen before; op: the op whole, through the
     dispatcher; call: `strobe.attention` whole, which goes round it; first_time: door and select for a Problem never seen;
-    sdpa: torch's own scaled_dot_product_attention, its kernel included.
+    flash_attn: the stand-in for FlashAttention-2; sdpa: torch's own scaled_dot_product_attention, its kernel included;
+    sdpa_strobe: the same function after `strobe.integrations.sdpa.enable()`.
     """
     q, k, v = (torch.randn(1, 1, 1, 1) for _ in range(3))
     call = Call(q, k, v)
@@ -40,13 +42,21 @@ def measure() -> dict[str, float]:
         "call": lambda: api.attention(q, k, v),
         "call_causal": lambda: api.attention(q, k, v, causal=True),
         "first_time": lambda: select(Problem.from_call(call), Target.of(q.device)),
+        "flash_attn": lambda: flash_attn.flash_attn_func(q, k, v),
         "sdpa": lambda: functional.scaled_dot_product_attention(q, k, v),
+        "sdpa_strobe": lambda: functional.scaled_dot_product_attention(q, k, v),
     }
+    around = {"sdpa_strobe": sdpa.enable}
+
+    def one_round_us(name: str) -> float:
+        with around.get(name, nullcontext)():
+            return _one_round_us(parts[name])
+
     with torch.no_grad(), _idle_kernel(call, call._replace(right=0)):
-        times = {name: [_one_round_us(part) for _ in range(2)] for name, part in parts.items()}  # the first rounds warm up
+        times = {name: [one_round_us(name) for _ in range(2)] for name in parts}  # the first rounds warm up
         for _ in range(ROUNDS):
-            for name, part in parts.items():
-                times[name].append(_one_round_us(part))
+            for name in parts:
+                times[name].append(one_round_us(name))
     return {name: round(min(seen[2:]), 2) for name, seen in times.items()}
 
 
@@ -69,9 +79,9 @@ def _idle_kernel(*calls: Call):
     """These calls run a kernel that does nothing, for as long as this lasts."""
     for call in calls:
         choice = ops.decide(call)
-        ops._choices[ops._raw_key(call)] = replace(choice, forward=choice.forward._replace(kernel=cast(Kernel, _Idle()), buffers=()))
+        ops._choices[ops.raw_key(call)] = replace(choice, forward=choice.forward._replace(kernel=cast(Kernel, _Idle()), buffers=()))
     try:
         yield
     finally:
         for call in calls:
-            ops._choices.pop(ops._raw_key(call), None)
+            ops._choices.pop(ops.raw_key(call), None)

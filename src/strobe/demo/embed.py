@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bench.timer import interleave
+from ..integrations.transformers import NAME, register
 from . import packed
 from .measure import peak_bytes
 from .text import QUERIES, TITLE, sentences
@@ -42,7 +43,7 @@ class Encoder:
         self.device = device
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.model = AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval().to(device)
-        packed.register()
+        register()
 
     def tokens(self, text: list[str]) -> list[list[int]]:
         return self.tokenizer(text, truncation=True, max_length=MOST_TOKENS).input_ids
@@ -62,7 +63,7 @@ class Encoder:
         batches = [packed.pack(part, self.device) for part in _parts(tokens)]
 
         def run() -> Tensor:
-            with self._attention(packed.NAME):
+            with self._attention(NAME):
                 means = [packed.mean_of_each(packed.hidden_states(self.model, batch), batch) for batch in batches]
                 return nn.functional.normalize(torch.cat(means), dim=-1)
 

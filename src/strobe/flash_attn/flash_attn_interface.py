@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..drop_in import Cache, Setting, backward, forward, forward_cached, refuse
+from ..drop_in import Cache, Setting, attend, backward, forward, forward_cached, refuse
 from ..errors import InvalidProblem
 
 _ROWS = 128  # the originals round softmax_d up to this many rows
@@ -31,7 +31,7 @@ def flash_attn_func(
     """
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     setting = Setting(softmax_scale, causal, window_size, softcap, deterministic)
-    return _returned(q, forward(q, k, v, setting), return_attn_probs)
+    return (*forward(q, k, v, setting), q.new_zeros(0)) if return_attn_probs else attend(q, k, v, setting)
 
 
 def flash_attn_kvpacked_func(
@@ -64,7 +64,7 @@ def flash_attn_varlen_func(
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
     packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     setting = Setting(softmax_scale, causal, window_size, softcap, deterministic, packing=packing)
-    return _returned(q, forward(q, k, v, setting), return_attn_probs)
+    return (*forward(q, k, v, setting), q.new_zeros(0)) if return_attn_probs else attend(q, k, v, setting)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -109,10 +109,6 @@ def flash_attn_with_kvcache(
     setting = Setting(softmax_scale, causal, window_size, softcap)
     out, lse = forward_cached(q, Cache(k_cache, v_cache, cache_seqlens, k, v), setting)
     return (out, lse) if return_softmax_lse else out
-
-
-def _returned(q: Tensor, found: tuple[Tensor, Tensor], return_attn_probs: bool):
-    return (*found, q.new_zeros(0)) if return_attn_probs else found[0]
 
 
 # ---------------------------------------------------------------- the private ones: libraries with autograd of their own call them

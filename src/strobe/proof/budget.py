@@ -95,8 +95,13 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
         cases |= {f"{name} {band}": partial(_dense, *widths, mask=mask) for band, mask in bands.items()}
     for width in (64, 128):
         cases[f"d{width} causal float16"] = partial(_dense, width, mask=bands["causal"], dtype=torch.float16)
+    for name, widths in {"d64": (64, 64), "d128": (128, 128), "d192/128": (192, 128), "d256": (256, 256)}.items():
+        cases[f"{name} causal deterministic"] = partial(_dense, *widths, mask=bands["causal"], deterministic=True)
     cases["d128 packed causal"] = partial(_packed, 128, bands["causal"], (4, 4))
-    return cases | {"d128 group 8 causal": partial(_dense, 128, mask=bands["causal"], heads=(8, 1))}
+    cases["d128 packed causal deterministic"] = partial(_packed, 128, bands["causal"], (4, 4), deterministic=True)
+    for name, width in {"d64": 64, "d128": 128, "d256": 256}.items():  # groups divided among programs
+        cases[f"{name} group 8 causal"] = partial(_dense, width, mask=bands["causal"], heads=(8, 1))
+    return cases | {"d128 packed group 4 window": partial(_packed, 128, bands["window"], (8, 2))}
 
 
 def _decode(

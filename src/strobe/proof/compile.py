@@ -217,7 +217,8 @@ def rows(unit: Unit, kernel: str = "*") -> list[dict]:
         found = launches(unit.call, TARGETS[unit.target])
     except UnsupportedProblem:
         return []
-    return [_row(unit, plan, job) for plan, job in found if fnmatchcase(job.name, kernel)]
+    once = {job.name: (plan, job) for plan, job in reversed(found)}  # the Hopper backward converts up to three sums by one kernel
+    return [_row(unit, *once[name]) for name in reversed(once) if fnmatchcase(name, kernel)]
 
 
 def _row(unit: Unit, plan: Plan, job: Job) -> dict:

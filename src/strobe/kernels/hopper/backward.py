@@ -2,12 +2,14 @@
 
     rows_kernel       delta = rowsum(dout * out) - dlse; what the main kernel reads of a row (lse in log2 units, -delta), in whole tiles;
                       zeros for the sum of dq
-    backward_kernel   a program keeps a tile of keys and values, and walks the tiles of queries that see it, head by head of its group
-    convert_kernel    dq = scale * its float32 sum, in q's dtype
+    backward_kernel   a program keeps a tile of keys and values, and walks the tiles of queries that see it, head by head of its group, or of
+                      its part of a group where whole groups would be too few programs or too unlike ones (form.splits)
+    convert_kernel    dq = scale * its float32 sum, in q's dtype; so dk and dv where groups are split
 
     load_partition    kv_ready once; per tile of queries  q_free[s] -> q_ready[s] (q, lse)     do_free[s] -> do_ready[s] (do, delta)
     mma_partition     s = k q^T, dp = v do^T - delta | p | dv += p do | ds = p dp, to shared memory | dq = ds^T k, dk += ds q | dq_free -> dq_ready
-    store_partition   dq_ready -> adds dq to its sum by TMA -> dq_free; at the end kv_done -> writes dk and dv
+    store_partition   dq_ready -> adds dq to its sum by TMA -> dq_free; at the end kv_done -> writes dk and dv;
+                      of a split group: kv_done -> adds dk -> kv_free; kv_done -> adds dv
 
     barrier    arrivals                       says
     kv_ready   1 and the bytes of both        k and v have landed               kv_done   1   dk and dv stand in their place
@@ -15,113 +17,75 @@
     do_ready   1 and the bytes of both        do[s] and delta[s] have landed    do_free   1   both are used up; where do's ring is as
                                                                                               deep as q's, q_free says so of all four
     dq_ready   1                              dq's tile stands in memory        dq_free   1   it has been read
+                                                                                kv_free   1   dk has been read
 
 The eight warps of mma_partition hold everything transposed, keys in rows: p and ds are then first operands in registers, and what a row has
 (lse, delta) is one value a column. A row that sees no key, or is none, has lse +inf: its p is 0. TMA gives zeros beyond the last row
-and column and writes nothing there. dk and dv of grouped heads are summed in registers, so nothing but dq is added in memory, in any order.
+and column and writes nothing there. dk and dv of grouped heads are summed in registers, and of split groups in float32 memory; dq is added in
+memory always: in any order, or (form.ordered) key tile by key tile from the last that a tile of queries sees to the first. That is the order in
+which programs on the causal diagonal come to it by themselves, each two steps after the one before.
 
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arXiv 2407.08608), section 3 and its backward's dq writer.
 """
 
-import triton
-import triton.language as tl
-
 from ..device.channel import ring, ring_start
 from ..device.dialect import (
+    fence_async_global,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
+    partition_barrier,
+    reinterpret,
     tma_load,
     tma_reduce_add,
+    tma_store_drain,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ..device.masking import first_row, stop_row
+from ..device.masking import first_row, row_interval, stop_row
 from ..device.softmax import tanh
-from ..device.tiles import find_sequence, keys_of, load_rows, span_of, store_rows
-from .forward import FAR, copy_in, copy_out, tile_2d
-
-
-@triton.jit
-def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
-    """tensors (dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q); strides (batch, row, head) of dout, out
-    and dq_sum; sizes (H, S_q or T, sequences, tiles of rows a head).
-
-    rows: for each batch entry and head lse in log2 units, then -delta, each in whole tiles; a packed sequence begins a tile of its own.
-    """
-    BLOCK_M: tl.constexpr = form.tuning.block_m
-    BLOCK_D: tl.constexpr = form.block_d
-    BLOCK_DV: tl.constexpr = form.block_dv
-    dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q = tensors
-    heads, total, sequences, tiles = sizes
-    pid = tl.program_id(0)
-    index = pid // tiles
-    tile = pid % tiles
-    start, length, block = index * 0, total, tile
-    if form.packed:
-        sequence, block = find_sequence(cu_seqlens_q, tile, sequences, total, BLOCK_M)
-        start, length = span_of(cu_seqlens_q, sequence, sequences, total)
-    lanes = tl.arange(0, BLOCK_M)
-    row_ok = block * BLOCK_M + lanes < length
-    m_offsets = start + block * BLOCK_M + lanes
-    columns = tl.arange(0, BLOCK_DV)
-    do = load_rows(head_of(dout, strides[0], index, heads), m_offsets, columns, strides[0][1], row_ok, form.head_dim_v).to(tl.float32)
-    o = load_rows(head_of(out, strides[1], index, heads), m_offsets, columns, strides[1][1], row_ok, form.head_dim_v).to(tl.float32)
-    row_delta = tl.sum(do * o, 1)
-    place = index.to(tl.int64) * total + m_offsets
-    if dlse is not None:
-        row_delta -= tl.load(dlse + place, mask=row_ok, other=0.0)
-    tl.store(delta + place, row_delta, mask=row_ok)
-    row_lse = tl.load(lse + place, mask=row_ok, other=float("-inf")) * 1.4426950408889634
-    empty = row_lse == float("-inf")
-    numbers = rows + index.to(tl.int64) * 2 * tiles * BLOCK_M + tile * BLOCK_M + lanes
-    tl.store(numbers, tl.where(empty, float("inf"), row_lse))
-    tl.store(numbers + tiles * BLOCK_M, tl.where(empty, 0.0, -row_delta))
-    zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    store_rows(head_of(dq_sum, strides[2], index, heads), zeros, m_offsets, tl.arange(0, BLOCK_D), strides[2][1], row_ok, form.dq_width)
-
-
-@triton.jit
-def head_of(base, strides, index, heads):
-    """Row 0 of head `index` of all batch entries' heads."""
-    return base + (index // heads).to(tl.int64) * strides[0] + (index % heads).to(tl.int64) * strides[2]
+from ..device.tiles import find_sequence, keys_of, span_of
+from .forward import FAR, as_rows, copy_in, copy_out, tile_2d
 
 
 @gluon.jit
 def keys_of_program(offsets, work, form: gl.constexpr):
-    """(queries, keys, key head, first key, first row, tiles of queries, where its rows' numbers begin) of this program.
+    """(queries, keys, part of heads, first key, first row, tiles of queries, where its rows' numbers begin) of this program.
+
+    A part is form.members query heads that share a key head.
 
     queries and keys are (batch entry, start, length) of a sequence; starts are 0 in dense layouts. Causal tiles go by falling cost, in
-    sections of heads whose queries fit in L2; others go key by key within a head.
+    sections of heads whose queries fit in L2; others go key by key within a head. Where form.falling, keys go from the last to the first, so
+    that a program waits for earlier ones only.
     """
     BLOCK_M: gl.constexpr = form.tuning.block_m
     BLOCK_N: gl.constexpr = form.tuning.block_n
     sizes, limits, numbers = work
     batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
     left, right = limits
-    heads_kv = heads // form.group
+    parts = heads // form.members
     tile = gl.program_id(0)
     if form.packed:
         cu_seqlens_q, cu_seqlens_k = offsets
-        sequence, n_block = find_sequence(cu_seqlens_k, tile // heads_kv, batch, seqlen_k, BLOCK_N)
+        sequence, n_block = find_sequence(cu_seqlens_k, from_end(tile // parts, tiles_n, form), batch, seqlen_k, BLOCK_N)
         k_start, k_length = span_of(cu_seqlens_k, sequence, batch, seqlen_k)
         q_start, q_length = keys_of(cu_seqlens_q, sequence, batch, seqlen_q)
         queries, keys = (tile * 0, q_start, q_length), (tile * 0, k_start, k_length)
-        kv_head = tile % heads_kv
+        part = tile % parts
         first_number = (q_start // BLOCK_M + sequence) * BLOCK_M  # device.tiles.find_sequence
     else:
         if form.mask.right and not form.mask.left:
             begin = tile // (tiles_n * section) * section
-            count = gl.minimum(section, batch * heads_kv - begin)
+            count = gl.minimum(section, batch * parts - begin)
             within = tile - begin * tiles_n
-            n_block = within // count
+            n_block = from_end(within // count, tiles_n, form)
             index = begin + within % count
         else:
-            n_block = tile % tiles_n
+            n_block = from_end(tile % tiles_n, tiles_n, form)
             index = tile // tiles_n
-        entry, kv_head = index // heads_kv, index % heads_kv
+        entry, part = index // parts, index % parts
         queries, keys = (entry, entry * 0, entry * 0 + seqlen_q), (entry, entry * 0, entry * 0 + seqlen_k)
         first_number = entry * heads * 2 * tiles_m * BLOCK_M
     n_start = n_block * BLOCK_N
@@ -129,7 +93,23 @@ def keys_of_program(offsets, work, form: gl.constexpr):
     m_begin = first_row(n_start, queries[2], bounds, 0, form) // BLOCK_M
     m_stop = stop_row(gl.minimum(n_start + BLOCK_N, keys[2]) - 1, queries[2], bounds, form)
     blocks = gl.where(n_start < keys[2], gl.cdiv(m_stop, BLOCK_M) - m_begin, 0)
-    return queries, keys, kv_head, n_start, m_begin * BLOCK_M, gl.maximum(blocks, 0), first_number
+    return queries, keys, part, n_start, m_begin * BLOCK_M, gl.maximum(blocks, 0), first_number
+
+
+@gluon.jit
+def key_head(part, form: gl.constexpr):
+    if form.splits > 1:
+        return part // form.splits
+    else:
+        return part
+
+
+@gluon.jit
+def from_end(place, places, form: gl.constexpr):
+    if form.falling:
+        return places - 1 - place
+    else:
+        return place
 
 
 @gluon.jit
@@ -144,20 +124,20 @@ def of_do(q_at, do_at, form: gl.constexpr):
 @gluon.jit
 def load_partition(views, offsets, kv, q, do, work, form: gl.constexpr):
     q_desc, k_desc, v_desc, do_desc, rows_desc = views
-    k_smem, v_smem, kv_ready, kv_done = kv
+    k_tile, v_tile, sums, kv_ready, kv_done, kv_free = kv
     q_smem, lse_smem, q_ready, q_free = q
     do_smem, delta_smem, do_ready, do_free = do
     sizes, limits, numbers = work
     batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
-    queries, keys, kv_head, n_start, m_first, blocks, first_number = keys_of_program(offsets, work, form)
+    queries, keys, part, n_start, m_first, blocks, first_number = keys_of_program(offsets, work, form)
     mbarrier.expect(kv_ready.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    copy_in(k_desc, keys, kv_head, n_start, 0, kv_ready.index(0), k_smem.index(0), form)
-    copy_in(v_desc, keys, kv_head, n_start, 0, kv_ready.index(0), v_smem.index(0), form)
+    copy_in(k_desc, keys, key_head(part, form), n_start, 0, kv_ready.index(0), k_tile, form)
+    copy_in(v_desc, keys, key_head(part, form), n_start, 0, kv_ready.index(0), v_tile, form)
     at = ring_start(form.tuning.stages)
     do_at = ring_start(form.tuning.stages_do)
     padded = tiles_m * form.tuning.block_m
-    for member in range(form.group):
-        head = kv_head * form.group + member
+    for member in range(form.members):
+        head = part * form.members + member
         for i in range(blocks):
             m_start = m_first + i * form.tuning.block_m
             number = first_number + head * 2 * padded + m_start
@@ -396,15 +376,15 @@ def step_in_memory(dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
 @gluon.jit
 def mma_partition(offsets, kv, q, do, dq, work, form: gl.constexpr):
     PARTS: gl.constexpr = form.tuning.parts
-    k_smem, v_smem, kv_ready, kv_done = kv
+    k_tile, v_tile, sums, kv_ready, kv_done, kv_free = kv
     sizes, limits, numbers = work
     scale_log2, softcap, scale = numbers
-    queries, keys, kv_head, n_start, m_first, blocks, first_number = keys_of_program(offsets, work, form)
+    queries, keys, part, n_start, m_first, blocks, first_number = keys_of_program(offsets, work, form)
     diagonal = m_first + (keys[2] - queries[2]) - n_start  # the tile's key that its first query has on the diagonal
     keys_left = keys[2] - n_start
     dk = zeros_of(form.tuning.block_n, form.first_d, form.rest_d, form.down)
     dv = zeros_of(form.tuning.block_n, form.first_dv, form.rest_dv, form.down)
-    tiles = (tile_2d(k_smem, 0), tile_2d(v_smem, 0))
+    tiles = (as_rows(k_tile), as_rows(v_tile))
     channels = (q, do, dq)
     q_at = ring_start(form.tuning.stages)
     do_at = ring_start(form.tuning.stages_do)
@@ -413,7 +393,7 @@ def mma_partition(offsets, kv, q, do, dq, work, form: gl.constexpr):
         idle = gl.full([form.tuning.block_m, form.idle_dq], 0.0, gl.float32, tile_layout(form.idle_dq, 4))
         tile_2d(dq[2], 0).slice(form.block_d - form.idle_dq, form.idle_dq, dim=1).store(idle)
     mbarrier.wait(kv_ready.index(0), 0)
-    for _ in range(form.group):
+    for _ in range(form.members):
         for i in range(blocks):
             seen = (diagonal + i * form.tuning.block_m, keys_left)
             at = (q_at, of_do(q_at, do_at, form), dq_at)
@@ -425,8 +405,15 @@ def mma_partition(offsets, kv, q, do, dq, work, form: gl.constexpr):
             do_at = do_at.next()
             for _part in gl.static_range(PARTS):
                 dq_at = dq_at.next()
-    keep(tiles[1], dv, 1.0)  # k and v are used up
-    keep(tiles[0], dk, scale)
+    if form.splits > 1:  # k and v are used up, and leave room for the sum of one of them
+        keep(as_rows(sums), dk, 1.0)
+        fence_async_shared()
+        mbarrier.arrive(kv_done.index(0))
+        mbarrier.wait(kv_free.index(0), 0)
+        keep(as_rows(sums), dv, 1.0)
+    else:
+        keep(tiles[1], dv, 1.0)
+        keep(tiles[0], dk, scale)
     fence_async_shared()
     mbarrier.arrive(kv_done.index(0))
 
@@ -440,26 +427,61 @@ def keep(tile, sums, factor):
 
 
 @gluon.jit
-def store_partition(out, offsets, kv, dq, work, form: gl.constexpr):
+def await_turn(turn, n_start, row, lengths, limits, form: gl.constexpr):
+    """Wait until the key tiles behind n_start's have added to the tile of dq that begins at `row`; each of them counts `turn` up."""
+    bounds = (lengths[1], limits[0], limits[1])
+    seen_first, seen_stop = row_interval(row + form.tuning.block_m - 1, lengths[0], lengths[1], bounds, 0, form)
+    before = (seen_stop - 1 - n_start) // form.tuning.block_n
+    while gl.atomic_add(turn, 0, sem="acquire") != before:
+        pass
+    fence_async_global()
+
+
+@gluon.jit
+def pass_turn(turn):
+    """Let the next one add, once all that was added stands in memory."""
+    tma_store_drain()
+    fence_async_global()
+    partition_barrier()  # one thread has waited for TMA, another publishes
+    gl.atomic_add(turn, 1, sem="release")
+
+
+@gluon.jit
+def store_partition(out, turns, offsets, kv, dq, work, form: gl.constexpr):
     PARTS: gl.constexpr = form.tuning.parts
     dq_desc, dk_desc, dv_desc = out
-    k_smem, v_smem, kv_ready, kv_done = kv
+    sizes, limits, numbers = work
+    batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
+    k_tile, v_tile, sums, kv_ready, kv_done, kv_free = kv
     p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
-    queries, keys, kv_head, n_start, m_first, blocks, first_number = keys_of_program(offsets, work, form)
+    queries, keys, part, n_start, m_first, blocks, first_number = keys_of_program(offsets, work, form)
     at = ring_start(1)
-    for member in range(form.group):
-        head = kv_head * form.group + member
+    for member in range(form.members):
+        head = part * form.members + member
         for i in range(blocks):
-            for part in gl.static_range(PARTS):
+            m_start = m_first + i * form.tuning.block_m
+            if form.ordered:
+                turn = turns + (first_number + m_start) // form.tuning.block_m + head * 2 * tiles_m
+            for piece in gl.static_range(PARTS):
                 mbarrier.wait(dq_ready.index(0), at.parity)
-                m_start = m_first + i * form.tuning.block_m
-                add_out(dq_desc, queries, head, m_start, part * (form.block_d // PARTS), dq_smem.index(0), form)
+                if form.ordered and piece == 0:
+                    await_turn(turn, n_start, m_start, (queries[2], keys[2]), limits, form)
+                add_out(dq_desc, queries, head, m_start, piece * (form.block_d // PARTS), dq_smem.index(0), form)
                 tma_store_wait(0)
                 mbarrier.arrive(dq_free.index(0))
                 at = at.next()
+            if form.ordered:
+                pass_turn(turn)
     mbarrier.wait(kv_done.index(0), 0)
-    copy_out(dv_desc, keys, kv_head, n_start, 0, v_smem.index(0), form)
-    copy_out(dk_desc, keys, kv_head, n_start, 0, k_smem.index(0), form)
+    if form.splits > 1:
+        add_out(dk_desc, keys, key_head(part, form), n_start, 0, sums, form)
+        tma_store_wait(0)
+        mbarrier.arrive(kv_free.index(0))
+        mbarrier.wait(kv_done.index(0), 1)
+        add_out(dv_desc, keys, key_head(part, form), n_start, 0, sums, form)
+    else:
+        copy_out(dv_desc, keys, part, n_start, 0, v_tile, form)
+        copy_out(dk_desc, keys, part, n_start, 0, k_tile, form)
     tma_store_wait(0)
 
 
@@ -480,17 +502,23 @@ def tiles_of(desc, count: gl.constexpr):
 
 
 @gluon.jit
-def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, dq_desc, offsets, work, form: gl.constexpr):
-    """Descriptors as launch.descriptor makes them, rows_desc of the rows' numbers, dq_desc of dq's sum; offsets (cu_seqlens_q,
-    cu_seqlens_k) or Nones; work: sizes (B or sequences, H_q, S_q or T_q, S_k or T_k, tiles of rows and of keys a head, heads in an L2
-    section), limits (left, right), numbers (scale_log2, softcap, scale)."""
+def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, dq_desc, turns, offsets, work, form: gl.constexpr):
+    """Descriptors as launch.descriptor makes them, rows_desc of the rows' numbers, dq_desc of dq's sum, as are dk_desc and dv_desc
+    where groups are split; turns: how many key tiles have added
+    to each tile of dq, or None; offsets (cu_seqlens_q, cu_seqlens_k) or Nones; work: sizes (B or sequences, H_q, S_q or T_q, S_k or T_k, tiles of
+    rows and of keys a head, heads in a section), limits (left, right), numbers (scale_log2, softcap, scale)."""
     STAGES: gl.constexpr = form.tuning.stages
     STAGES_DO: gl.constexpr = form.tuning.stages_do
     BLOCK_M: gl.constexpr = form.tuning.block_m
     BLOCK_N: gl.constexpr = form.tuning.block_n
     dtype: gl.constexpr = q_desc.dtype
-    k_smem = tiles_of(k_desc, 1)
-    v_smem = tiles_of(v_desc, 1)
+    if form.splits > 1:
+        both = tiles_of(k_desc, 2)
+        k_tile, v_tile = both.index(0), both.index(1)
+        sums = reinterpret(both, gl.float32, dk_desc.block_shape, dk_desc.layout)
+    else:
+        k_tile, v_tile = tiles_of(k_desc, 1).index(0), tiles_of(v_desc, 1).index(0)
+        sums = k_tile
     q_smem = tiles_of(q_desc, STAGES)
     do_smem = tiles_of(do_desc, STAGES_DO)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
@@ -501,7 +529,11 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     p_smem = ds_smem
     if not form.tuning.in_registers:
         p_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], ds_layout)
-    kv = (k_smem, v_smem, ring(1, 1), ring(1, 1))
+    kv_done = ring(1, 1)
+    kv_free = kv_done
+    if form.splits > 1:
+        kv_free = ring(1, 1)
+    kv = (k_tile, v_tile, sums, ring(1, 1), kv_done, kv_free)
     q = (q_smem, lse_smem, ring(STAGES, 1), ring(STAGES, 1))
     do_free = q[3]
     if form.tuning.apart:
@@ -514,24 +546,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
         [
             (mma_partition, (offsets, kv, q, do, dq, work, form)),
             (load_partition, (views, offsets, kv, q, do, work, form)),
-            (store_partition, (out, offsets, kv, dq, work, form)),
+            (store_partition, (out, turns, offsets, kv, dq, work, form)),
         ],
         [1, 1],
         [24, 24],
     )
-
-
-@triton.jit
-def convert_kernel(tensors, strides, sizes, scale, form: tl.constexpr, BLOCK_M: tl.constexpr):
-    """tensors (dq_sum, dq); strides (batch, row, head) of each; sizes (H, S_q or T)."""
-    BLOCK_D: tl.constexpr = form.block_d
-    dq_sum, dq = tensors
-    heads, total = sizes
-    tiles = tl.cdiv(total, BLOCK_M)
-    pid = tl.program_id(0)
-    index = pid // tiles
-    m_offsets = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_ok = m_offsets < total
-    columns = tl.arange(0, BLOCK_D)
-    tile = load_rows(head_of(dq_sum, strides[0], index, heads), m_offsets, columns, strides[0][1], row_ok, form.dq_width)
-    store_rows(head_of(dq, strides[1], index, heads), tile * scale, m_offsets, columns, strides[1][1], row_ok, form.head_dim)

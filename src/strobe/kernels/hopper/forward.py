@@ -144,8 +144,13 @@ def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, fo
 
 @gluon.jit
 def tile_2d(ring, stage):
-    """A stage of a ring as rows and columns: TMA sees it as a block [..., rows, columns]."""
-    tile = ring.index(stage)
+    """A stage of a ring as rows and columns."""
+    return as_rows(ring.index(stage))
+
+
+@gluon.jit
+def as_rows(tile):
+    """A tile as rows and columns: TMA sees it as a block [..., rows, columns]."""
     shape: gl.constexpr = [tile.shape[-2], tile.shape[-1]]
     return tile.reshape(shape)
 

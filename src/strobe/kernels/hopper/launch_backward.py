@@ -14,28 +14,32 @@ from .. import relaunch
 from ..device.dialect import TensorDescriptor, gl
 from ..kernel import Backward, Plan, entries, strides_of
 from . import backward
-from .config import query_tiles
+from .config import at_once, query_tiles
 from .launch import MOST_TILES, Launch, addressable, descriptor, numbers_of
+from .rows import convert_kernel, rows_kernel
 
 L2_BYTES = 32 << 20  # of queries, their gradients and dq's sums that stay while a section of heads is walked; an H200 has 50 MB
 CONVERTED_ROWS = 32  # a program of convert_kernel, which only moves memory
 
 
 def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor]) -> None:
-    rows, dq_sum = workspace["rows"], workspace["dq_sum"].transpose(-3, -2)
+    rows, turns = workspace["rows"], workspace.get("turns")
+    sums = {name: workspace[f"{name}_sum"].transpose(-3, -2) for name in ("dq", "dk", "dv") if f"{name}_sum" in workspace}
+    dq, dk, dv = sums["dq"], sums.get("dk", addressable(t.dk)), sums.get("dv", addressable(t.dv))
     dout = operand(t.dout, call)
-    written = t._replace(dk=addressable(t.dk), dv=addressable(t.dv))
-    pointers = (t.dout, t.out, t.lse, t.dlse, t.delta, rows, dq_sum, call.cu_seqlens_q)
+    pointers = (t.dout, t.out, t.lse, t.dlse, t.delta, rows, dq, call.cu_seqlens_q, turns)
     key = ("rows", t.dout.stride(), t.dout.dtype, t.out.stride(), t.dlse is None)
     relaunch.start(plan, key, pointers, lambda: rows_launch(plan, pointers))
-    views = (call.q, call.k, call.v, dout, rows, written.dk, written.dv, dq_sum)
-    offsets = (call.cu_seqlens_q, call.cu_seqlens_k)
-    strides = (dout.stride(), written.dk.stride(), written.dv.stride())
-    relaunch.start(plan, (call.left, call.right, *strides), (*views, *offsets), lambda: main_launch(plan, call, views))
-    relaunch.start(plan, ("dq", t.dq.stride()), (dq_sum, t.dq), lambda: convert_launch(plan, dq_sum, t.dq))
-    for given, own in ((t.dk, written.dk), (t.dv, written.dv)):
-        if own is not given:
-            given.copy_(own)
+    views = (call.q, call.k, call.v, dout, rows, dk, dv, dq)
+    others = (turns, call.cu_seqlens_q, call.cu_seqlens_k)
+    strides = (dout.stride(), dk.stride(), dv.stride())
+    relaunch.start(plan, (call.left, call.right, *strides), (*views, *others), lambda: main_launch(plan, call, views, turns))
+    for name, held, gradient in (("dq", dq, t.dq), ("dk", dk, t.dk), ("dv", dv, t.dv)):
+        if name in sums:
+            key = (name, gradient.stride())
+            relaunch.start(plan, key, (held, gradient), lambda name=name, held=held, gradient=gradient: convert_launch(plan, name, held, gradient))
+        elif held is not gradient:
+            gradient.copy_(held)
 
 
 def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
@@ -44,19 +48,20 @@ def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
     tiles = query_tiles(problem, form.tuning.block_m)
     sizes = (problem.heads_q, tokens(problem)[0], problem.layout.batch, tiles)
     programs = counted(plan, problem.heads_q * entries(problem) * tiles)
-    return Launch(backward.rows_kernel, programs, (pointers, (dout, out, dq_sum), sizes, form), {"num_warps": 4})
+    return Launch(rows_kernel, programs, (pointers, (dout, out, dq_sum), sizes, form), {"num_warps": 4})
 
 
-def convert_launch(plan: Plan, dq_sum: Tensor, dq: Tensor) -> Launch:
-    problem = plan.problem
-    rows = tokens(problem)[0]
-    strides = (strides_of(dq_sum, problem), strides_of(dq, problem))
-    arguments = ((dq_sum, dq), strides, (problem.heads_q, rows), problem.scale, plan.config.form, CONVERTED_ROWS)
-    programs = counted(plan, problem.heads_q * entries(problem) * -(-rows // CONVERTED_ROWS))
-    return Launch(backward.convert_kernel, programs, arguments, {"num_warps": 4})
+def convert_launch(plan: Plan, name: str, held: Tensor, gradient: Tensor) -> Launch:
+    problem, form = plan.problem, plan.config.form
+    count, heads, width = gradient.shape[-3:]
+    scale, block = (1.0, form.block_dv) if name == "dv" else (problem.scale, form.block_d)
+    strides = (strides_of(held, problem), strides_of(gradient, problem))
+    arguments = ((held, gradient), strides, (heads, count), scale, held.shape[-1], width, block, CONVERTED_ROWS)
+    programs = counted(plan, heads * entries(problem) * -(-count // CONVERTED_ROWS))
+    return Launch(convert_kernel, programs, arguments, {"num_warps": 4})
 
 
-def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...]) -> Launch:
+def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], turns: Tensor | None) -> Launch:
     form: Any = plan.config.form
     problem, tuning = plan.problem, form.tuning
     q, k, v, dout, rows, dk, dv, dq_sum = views
@@ -64,9 +69,10 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...]) -> Launch:
     if rows.numel() >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {rows.numel()} numbers of rows are more than an int32 can count; split the batch")
     tiles_n = seqlen_k // tuning.block_n + batch + 2 if form.packed else -(-seqlen_k // tuning.block_n)
-    heads_kv = problem.heads_kv * entries(problem)
-    a_head = problem.group * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.dq_width)
-    section = max(1, min(heads_kv, L2_BYTES // max(1, a_head)))
+    parts = problem.heads_kv * entries(problem) * form.splits
+    a_part = form.members * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.dq_width)
+    fitting = at_once(plan.target) // tiles_n if form.ordered and not form.falling else L2_BYTES // max(1, a_part)
+    section = max(1, min(parts, fitting))
     by_rows, by_rows_v = (tuning.block_m, form.block_d), (tuning.block_m, form.block_dv)
     by_keys, by_keys_v = (tuning.block_n, form.block_d), (tuning.block_n, form.block_dv)
     described = (
@@ -76,8 +82,8 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...]) -> Launch:
     )  # fmt: skip
     sizes = (batch, problem.heads_q, seqlen_q, seqlen_k, query_tiles(problem, tuning.block_m), tiles_n, section)
     work = (sizes, (call.left, call.right), (*numbers_of(problem), problem.scale))
-    arguments = (*described, (call.cu_seqlens_q, call.cu_seqlens_k), work, form)
-    return Launch(backward.backward_kernel, counted(plan, heads_kv * tiles_n), arguments, {"num_warps": 8, "maxnreg": 168})
+    arguments = (*described, turns, (call.cu_seqlens_q, call.cu_seqlens_k), work, form)
+    return Launch(backward.backward_kernel, counted(plan, parts * tiles_n), arguments, {"num_warps": 8, "maxnreg": 168})
 
 
 def counted(plan: Plan, programs: int) -> int:

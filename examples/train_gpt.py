@@ -1,0 +1,278 @@
+"""A small GPT is trained on a book, once with strobe's attention and once with PyTorch's; do the losses tell them apart?
+
+    python examples/train_gpt.py                            on a GPU 300 steps, about a minute; on a CPU 30 of a tiny model
+    python examples/train_gpt.py --device cpu --steps 100 --seeds 5 --out /tmp/run
+
+Every seed has its own initial weights and its own batches, and both attentions get the same ones. They compute one function up to
+rounding, and training makes small differences grow, so the curves may part; but no further than chance, which is how far seeds part.
+
+The criterion. Losses are averaged over the last tenth of the run behind each step. Means over n seeds, of runs that differ in nothing
+but their seeds, differ by s * sqrt(2 / n), root mean square, with s the standard deviation over seeds. strobe and PyTorch are called
+equal if their means differ by no more than twice that at *every* step; s comes from PyTorch's runs alone and is averaged over the
+same tenth, so that seeds which meet at one step by chance do not make it nothing. Equal attentions share weights and batches and
+stay far below. What costs less than a change of seed is not seen: 30 steps of the tiny model show that it runs, 300 on a GPU show
+more. It exits with 1 if they are not equal.
+
+Writes OUT/train_gpt.jsonl (a line a run and one with the verdict; appended) and OUT/train_gpt.png. Needs strobe-attention[bench].
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+import strobe
+from strobe.bench.run import circumstances
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, S, H, D] -> [B, S, H, D]
+BYTES = 256  # the vocabulary: text is read byte by byte
+
+
+def with_strobe(q: Tensor, k: Tensor, v: Tensor, do: Callable = strobe.attention) -> Any:
+    """On a CPU strobe hands plain calls to PyTorch's own kernel, which would be held against itself here; not so where bits are fixed."""
+    return do(q, k, v, causal=True, batch_invariant=q.device.type == "cpu")
+
+
+def with_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+ATTENTIONS: dict[str, Attention] = {"sdpa": with_sdpa, "strobe": with_strobe}
+COLOURS = {"sdpa": "#0072b2", "strobe": "#d1495b"}
+
+
+class Size(NamedTuple):
+    layers: int
+    heads: int
+    head_dim: int
+    seqlen: int
+    batch: int
+    steps: int
+    learning_rate: float
+
+
+SIZES = {"cuda": Size(6, 6, 64, 1024, 16, 300, 1e-3), "cpu": Size(2, 2, 32, 64, 8, 30, 3e-3)}
+
+
+# ---------------------------------------------------------------- the model
+
+
+class Block(nn.Module):
+    def __init__(self, size: Size, attend: Attention):
+        super().__init__()
+        width = size.heads * size.head_dim
+        self.heads, self.attend = (3, size.heads, size.head_dim), attend
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.before_attention(x)).unflatten(-1, self.heads).unbind(2)  # [B, S, H, D] each, a view
+        x = x + self.project(self.attend(q, k, v).flatten(2))
+        return x + self.mlp(self.before_mlp(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, size: Size, attend: Attention):
+        super().__init__()
+        width = size.heads * size.head_dim
+        self.token, self.position = nn.Embedding(BYTES, width), nn.Embedding(size.seqlen, width)
+        self.blocks = nn.Sequential(*(Block(size, attend) for _ in range(size.layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, BYTES, bias=False)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.token(tokens) + self.position.weight)))
+
+
+# ---------------------------------------------------------------- training
+
+
+def batches(seed: int, size: Size, device: torch.device) -> Iterator[Tensor]:
+    """Endless passages [B, S + 1] of Alice's Adventures in Wonderland, which strobe's demo ships."""
+    text = torch.frombuffer(bytearray(files("strobe.demo.text").joinpath("alice.txt").read_bytes()), dtype=torch.uint8).long().to(device)
+    draw, passage = torch.Generator().manual_seed(seed), torch.arange(size.seqlen + 1, device=device)
+    while True:
+        starts = torch.randint(len(text) - size.seqlen, (size.batch, 1), generator=draw)
+        yield text[starts.to(device) + passage]
+
+
+def loss_of(model: GPT, passages: Tensor) -> Tensor:
+    """Nats a byte; matrix products and attention in bfloat16 on a GPU."""
+    with torch.autocast(passages.device.type, torch.bfloat16, enabled=passages.is_cuda):
+        return cross_entropy(model(passages[:, :-1]).flatten(0, 1), passages[:, 1:].flatten())
+
+
+def train(attend: Attention, seed: int, size: Size, device: torch.device, tell: Callable[[int, float], object]) -> tuple[Tensor, float]:
+    """The loss of every step [steps], and the seconds they took."""
+    torch.manual_seed(seed)
+    model = GPT(size, attend).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    rate = lambda step: min(1.0, (step + 1) / (0.1 * size.steps)) * (0.55 + 0.45 * math.cos(math.pi * step / size.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    losses, began = [], time.perf_counter()
+    for step, passages in zip(range(size.steps), batches(seed, size, device)):
+        loss = loss_of(model, passages)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+        if step % 10 == 9 or step + 1 == size.steps:  # reading a loss waits for the GPU
+            tell(step + 1, loss.item())
+    return torch.stack(losses).double().cpu(), time.perf_counter() - began
+
+
+def kernels(size: Size, device: torch.device) -> strobe.Choice:
+    """What strobe runs for the very q, k and v that the model makes; on a GPU an error unless they are a GPU's kernels."""
+    seen: list[strobe.Choice] = []
+
+    def look(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.append(with_strobe(q, k, v, strobe.explain))
+        return with_strobe(q, k, v)
+
+    loss_of(GPT(size, look).to(device), next(batches(0, size, device)))
+    choice = seen[0]
+    wanted = ("cpu",) if device.type == "cpu" else ("hopper",) if choice.target.capability == 90 else ("blackwell", "portable")
+    chosen = {plan.kernel.name if plan else "none" for one in seen for plan in (one.forward, one.backward)}
+    if not all(name.startswith(wanted) for name in chosen):
+        raise RuntimeError(f"expected kernels of {' or '.join(wanted)} for all layers, forward and backward, got {chosen}:\n{choice}")
+    return choice
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def smooth(curves: Tensor, width: int) -> Tensor:
+    """The mean over the last `width` steps, or as many as there are; [..., steps] as it came."""
+    total = nn.functional.pad(curves.cumsum(-1), (1, 0))
+    stop = torch.arange(1, curves.shape[-1] + 1)
+    start = (stop - width).clamp(min=0)
+    return (total[..., stop] - total[..., start]) / (stop - start)
+
+
+class Verdict(NamedTuple):
+    curves: dict[str, Tensor]  # smoothed, [seeds, steps]
+    band: Tensor  # [steps]: how far apart the means may be
+    share: Tensor  # [steps]: how far apart they are, as a share of that
+
+    @property
+    def equal(self) -> bool:
+        return bool((self.share <= 1).all())  # NaN is not
+
+
+def judge(losses: dict[str, Tensor]) -> Verdict:
+    """The criterion of this file's first words; losses [seeds, steps] of each attention."""
+    seeds, steps = losses["sdpa"].shape
+    width = max(1, steps // 10)
+    curves = {name: smooth(curve, width) for name, curve in losses.items()}
+    spread = smooth(curves["sdpa"].var(0), width).sqrt()
+    band = 2 * spread * math.sqrt(2 / seeds)
+    return Verdict(curves, band, (curves["strobe"].mean(0) - curves["sdpa"].mean(0)).abs() / band)
+
+
+def picture(verdict: Verdict, facts: dict[str, Any], path: Path) -> None:
+    """Above, the means and the band around PyTorch's; below, their difference as a share of the band."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained", dpi=150)
+    above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+    steps = torch.arange(1, len(verdict.band) + 1)
+    middle = verdict.curves["sdpa"].mean(0)
+    above.fill_between(steps, middle - verdict.band, middle + verdict.band, color=COLOURS["sdpa"], alpha=0.18, lw=0, label="noise band of the seeds")
+    for name, label, style in (("sdpa", "PyTorch SDPA", "-"), ("strobe", "strobe", (0, (4, 3)))):
+        above.plot(steps, verdict.curves[name].T, color=COLOURS[name], linewidth=0.6, alpha=0.35)
+        above.plot(steps, verdict.curves[name].mean(0), color=COLOURS[name], linewidth=2, linestyle=style, label=f"{label}, mean of seeds")
+    above.set_ylabel("loss, nats a byte")
+    above.set_title(f"{'equal' if verdict.equal else 'not equal'} within the noise of {len(verdict.curves['sdpa'])} seeds", loc="left")
+    above.legend(frameon=False)
+    below.axhline(1, color=COLOURS["sdpa"], linewidth=1, linestyle=":")
+    below.set_yscale("log", nonpositive="mask")  # where no bit differs there is no point
+    below.plot(steps, verdict.share, ".", color="#333333", markersize=3)
+    below.set_ylim(1e-7, max(10.0, 2 * verdict.share.nan_to_num(posinf=1).max().item()))
+    below.set_ylabel("difference / band")
+    below.set_xlabel("step")
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    where = f"{facts['device'].split(', ')[0]} · torch {facts['torch']} · {facts['date'][:10]} · commit {facts['commit']}"
+    figure.supxlabel(where, fontsize=7, color="#666666")
+    figure.savefig(path)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    device, console = torch.device(options.device), Console(stderr=True)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # so small a model gains nothing from more, and beside other work their waiting makes it ten times slower
+    size = SIZES[device.type]._replace(**({"steps": options.steps} if options.steps else {}))
+    choice, facts, losses = kernels(size, device), circumstances(device), {name: [] for name in ATTENTIONS}
+    console.print(str(choice), highlight=False, soft_wrap=True)
+    names, configs = zip(*((plan.kernel.name, str(plan.config)) for plan in (choice.forward, choice.backward) if plan))
+    plans = {"sdpa": {"kernel": "torch", "config": None}, "strobe": {"kernel": ", ".join(names), "config": "; ".join(configs)}}
+    options.out.mkdir(parents=True, exist_ok=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeElapsedColumn()
+    with (options.out / "train_gpt.jsonl").open("a") as file, Progress(*columns, console=console) as progress:
+
+        def write(row: dict[str, Any]) -> None:
+            file.write(json.dumps({"case": "train_gpt", **row, **size._asdict(), **facts}) + "\n")
+            file.flush()
+
+        for seed in range(options.seeds):
+            for name, attend in ATTENTIONS.items():
+                task = progress.add_task(f"{name} seed {seed}", total=size.steps, loss="")
+                tell = lambda step, loss, task=task: progress.update(task, completed=step, loss=f"loss {loss:.3f}")
+                curve, seconds = train(attend, seed, size, device, tell)
+                losses[name].append(curve)
+                write({"attention": name, "seed": seed} | plans[name] | {"seconds": short(seconds), "losses": short(curve)})
+        verdict = judge({name: torch.stack(curves) for name, curves in losses.items()})
+        write({"seeds": options.seeds, "equal": verdict.equal, "share_of_band": short(verdict.share)})
+    picture(verdict, facts, options.out / "train_gpt.png")
+    farthest = int(verdict.share.nan_to_num(torch.inf).argmax())
+    words = f"{'equal' if verdict.equal else 'not equal'} within the noise of {options.seeds} seeds: the means of strobe and PyTorch are at most"
+    console.print(f"{words} {verdict.share[farthest]:.2g} of the band apart (at step {farthest + 1} of {size.steps})", soft_wrap=True)
+    return 0 if verdict.equal else 1
+
+
+def short(numbers: Any) -> Any:
+    """Five digits are enough for a line of a file; JSON has no NaN."""
+    if isinstance(numbers, Tensor):
+        return [short(number) for number in numbers.tolist()]
+    return float(f"{numbers:.5g}") if math.isfinite(numbers) else None
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, help="300 on a GPU, 30 on a CPU unless given")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each attention (3); at least 2, since one has no spread")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, where there is one, or cpu")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="where train_gpt.jsonl and train_gpt.png go (results)")
+    options = parser.parse_args(arguments)
+    if torch.device(options.device).type not in SIZES:
+        parser.error(f"--device: got {options.device}, expected cuda or cpu")
+    if options.seeds < 2:
+        parser.error(f"--seeds: got {options.seeds}, expected at least 2; one run has no spread to be within")
+    if options.steps is not None and options.steps < 1:
+        parser.error(f"--steps: got {options.steps}, expected at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

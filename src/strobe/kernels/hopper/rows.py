@@ -1,0 +1,68 @@
+"""What stands around the Hopper backward's main kernel: the numbers of rows that it reads, sums set to 0, and sums made gradients."""
+
+import triton
+import triton.language as tl
+
+from ..device.tiles import find_sequence, load_rows, span_of, store_rows
+
+
+@triton.jit
+def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
+    """tensors (dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns); strides (batch, row, head) of dout, out
+    and dq_sum; sizes (H, S_q or T, sequences, tiles of rows a head).
+
+    rows: for each batch entry and head lse in log2 units, then -delta, each in whole tiles; a packed sequence begins a tile of its own.
+    """
+    BLOCK_M: tl.constexpr = form.tuning.block_m
+    BLOCK_D: tl.constexpr = form.block_d
+    BLOCK_DV: tl.constexpr = form.block_dv
+    dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns = tensors
+    heads, total, sequences, tiles = sizes
+    pid = tl.program_id(0)
+    index = pid // tiles
+    tile = pid % tiles
+    start, length, block = index * 0, total, tile
+    if form.packed:
+        sequence, block = find_sequence(cu_seqlens_q, tile, sequences, total, BLOCK_M)
+        start, length = span_of(cu_seqlens_q, sequence, sequences, total)
+    lanes = tl.arange(0, BLOCK_M)
+    row_ok = block * BLOCK_M + lanes < length
+    m_offsets = start + block * BLOCK_M + lanes
+    columns = tl.arange(0, BLOCK_DV)
+    do = load_rows(head_of(dout, strides[0], index, heads), m_offsets, columns, strides[0][1], row_ok, form.head_dim_v).to(tl.float32)
+    o = load_rows(head_of(out, strides[1], index, heads), m_offsets, columns, strides[1][1], row_ok, form.head_dim_v).to(tl.float32)
+    row_delta = tl.sum(do * o, 1)
+    place = index.to(tl.int64) * total + m_offsets
+    if dlse is not None:
+        row_delta -= tl.load(dlse + place, mask=row_ok, other=0.0)
+    tl.store(delta + place, row_delta, mask=row_ok)
+    row_lse = tl.load(lse + place, mask=row_ok, other=float("-inf")) * 1.4426950408889634
+    empty = row_lse == float("-inf")
+    if form.ordered:
+        tl.store(turns + index * 2 * tiles + tile, 0)
+    numbers = rows + index.to(tl.int64) * 2 * tiles * BLOCK_M + tile * BLOCK_M + lanes
+    tl.store(numbers, tl.where(empty, float("inf"), row_lse))
+    tl.store(numbers + tiles * BLOCK_M, tl.where(empty, 0.0, -row_delta))
+    zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    store_rows(head_of(dq_sum, strides[2], index, heads), zeros, m_offsets, tl.arange(0, BLOCK_D), strides[2][1], row_ok, form.dq_width)
+
+
+@triton.jit
+def head_of(base, strides, index, heads):
+    """Row 0 of head `index` of all batch entries' heads."""
+    return base + (index // heads).to(tl.int64) * strides[0] + (index % heads).to(tl.int64) * strides[2]
+
+
+@triton.jit
+def convert_kernel(tensors, strides, sizes, scale, STORED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
+    """tensors (sum, gradient); strides (batch, row, head) of each; sizes (heads, tokens); STORED columns of the sum, of which WIDTH count."""
+    held, gradient = tensors
+    heads, total = sizes
+    tiles = tl.cdiv(total, BLOCK_M)
+    pid = tl.program_id(0)
+    index = pid // tiles
+    m_offsets = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok = m_offsets < total
+    columns = tl.arange(0, BLOCK_D)
+    tile = load_rows(head_of(held, strides[0], index, heads), m_offsets, columns, strides[0][1], row_ok, STORED)
+    store_rows(head_of(gradient, strides[1], index, heads), tile * scale, m_offsets, columns, strides[1][1], row_ok, WIDTH)

@@ -1,0 +1,116 @@
+"""The Hopper backward that adds to dq in order: the simulator told to object to any two float adds that nothing orders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hopper_cases import H200, NIGHTLY, PROGRAMS, SCHEDULES
+from test_simulate_backward import BACKWARD, CASES
+
+pytest.importorskip("triton")
+
+from strobe import ops
+from strobe.call import Call
+from strobe.kernels.hopper import config as hopper
+from strobe.problem import Problem
+from strobe.proof.simulate import on
+from strobe.select import select
+from strobe.sim import Checks
+from strobe.target import FAKES, Target
+
+ORDER = Checks(read_fences=True, atomic_order=True)
+WIDER = replace(H200, sm_count=4)  # three programs may wait for one another: a head of three key tiles goes from the first
+NAMES = (
+    "dense", "causal", "causal_more_keys", "causal_more_rows_sinks", "window_left", "window_right", "window_both", "window_before_the_keys",
+    "grouped", "batch_of_three", "head_dim_96", "d64_causal", "d64_grouped_gaps", "d256_causal", "head_dims_192_128_window",
+    "packed_causal_other_keys", "packed_window_softcap", "packed_d256", "packed_nothing_but_empty", "one_row_causal", "one_key",
+)  # fmt: skip
+TURNS = [pytest.param(name, SCHEDULES[n % 3], id=f"{name}-{SCHEDULES[n % 3][0]}") for n, name in enumerate(NAMES)]
+
+
+def ordered(name: str) -> Call:
+    return CASES[name].build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")._replace(deterministic=True)
+
+
+def form_of(call: Call, target: Target = H200) -> hopper.BackwardForm:
+    return hopper.BACKWARD.config(Problem.from_call(call), target).form
+
+
+@pytest.mark.parametrize("name, schedule", TURNS)
+def test_adds_are_in_order(name, schedule, judge):
+    call = ordered(name)
+    with on(H200, *schedule, checks=ORDER) as run:
+        judge(call, "normal", 5)
+    assert run.reports == [] and run.launches[-3:] == BACKWARD and form_of(call).ordered
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
+def test_adds_are_in_order_under_every_schedule(name, judge):
+    for target in (H200, WIDER):
+        for schedule in NIGHTLY:
+            call = ordered(name)
+            with on(target, *schedule, checks=ORDER) as run:
+                judge(call, "normal", 5)
+            assert run.reports == [] and run.launches[-3:] == BACKWARD and form_of(call, target).ordered
+
+
+def gradients(call: Call, target: Target, schedule: tuple[str, int], **options) -> tuple[torch.Tensor, ...]:
+    with on(target, *schedule, checks=ORDER, **options):
+        out, _ = ops.run(call)
+        return torch.autograd.grad(out, call[:3], torch.ones_like(out))
+
+
+@pytest.mark.parametrize("name", ("causal", "grouped", "packed_causal_other_keys"))
+def test_the_bits_are_those_of_any_schedule(name):
+    """On two SMs or on four, from the last keys to the first or the other way, in any order of programs."""
+    first = gradients(ordered(name), H200, ("eager", 0))
+    for target, schedule in ((H200, ("lazy", 0)), (WIDER, ("eager", 0)), (WIDER, ("pct", 3))):
+        assert all(map(torch.equal, first, gradients(ordered(name), target, schedule)))
+
+
+def test_without_turns_the_check_objects():
+    call = CASES["causal"].build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
+    with on(H200, checks=ORDER, check=False) as run:
+        out, _ = ops.run(call)
+        torch.autograd.grad(out, call[:3], torch.ones_like(out))
+    assert {report.kind for report in run.reports} == {"order"}
+
+
+def test_programs_from_the_first_keys_on_run_at_once():
+    """Each waits for the next: the reason why `at_once` stays below what a GPU runs, and why others go from the last keys."""
+    call = ordered("causal")
+    assert form_of(call).falling and not form_of(call, WIDER).falling
+    with on(WIDER, check=False, sms=PROGRAMS) as run:
+        out, _ = ops.run(call)
+        torch.autograd.grad(out, call[:3], torch.ones_like(out))
+    assert "deadlock" in {report.kind for report in run.reports}
+    assert hopper.at_once(FAKES["H200"]) == 99
+
+
+@pytest.mark.parametrize(
+    "options, falling",
+    [
+        ({}, False),
+        ({"seqlen_q": 99 * 128}, False),
+        ({"seqlen_q": 99 * 128 + 1}, True),
+        ({"heads": (4, 2)}, True),
+        ({"lengths_q": (300, 30)}, True),
+        ({"mask": None}, True),
+    ],
+)
+def test_who_goes_first(options, falling):
+    case = replace(CASES["causal"], **options)
+    call = case.build("cpu" if case.packed else "meta", torch.bfloat16, kernel="hopper")
+    problem = Problem.from_call(call._replace(deterministic=True, needs_grad=True))
+    assert hopper.BACKWARD.config(problem, FAKES["H200"]).form.falling == falling
+
+
+def test_it_runs_where_it_is_asked_for():
+    """Until it has run on a GPU: the portable backward, which is deterministic always, comes first."""
+    problem = Problem.from_call(ordered("causal"))
+    asked, left_open = select(problem, FAKES["H200"]), select(replace(problem, kernel=""), FAKES["H200"])
+    assert "dq added by TMA in order" in str(asked) and asked.backward.kernel.name == "hopper.backward"
+    assert left_open.backward.kernel.name == "portable.backward" and 'kernel="hopper" asks for it' in str(left_open)
