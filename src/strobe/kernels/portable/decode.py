@@ -4,7 +4,7 @@
     splits  of the keys: of one size, planned from shapes alone; a sequence that is shorter leaves its last programs nothing to do
     keys    are counted from the sequence's first; an address function finds them in pages or rows
     join    the last program to finish a tile, known by a counter, weighs the shares of all by their log-sum-exp, in the order of the splits:
-            neither who is last nor how many there are changes a bit. A second kernel would cost a short sequence a third of its time.
+            neither who is last nor how many there are changes a bit. A kernel of its own would be a second launch.
 
 Sources: split keys, "Flash-Decoding" (pytorch.org, October 2023); packed heads, FlashAttention-3 (arXiv 2407.08608); pages, vLLM (arXiv 2309.06180).
 """
