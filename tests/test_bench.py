@@ -230,6 +230,23 @@ def _raise(_):
     raise ValueError("no luck today\nsecond line")
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_case_asks_every_contender(deterministic: bool, still: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours and SDPA by torch's switch, which is put back; FlashAttention-4, whose function has a word for it, by that."""
+    asked: list[tuple] = []
+    prepare = rivals.Strobe.prepare
+
+    def noted(self, case, x):
+        asked.append((torch.are_deterministic_algorithms_enabled(), self.choice(case, x).problem.deterministic))
+        return prepare(self, case, x)
+
+    monkeypatch.setattr(rivals.Strobe, "prepare", noted)
+    case = replace(SMALL, backward=True, deterministic=deterministic)
+    row = run.measure(case, [], OPTIONS)
+    assert asked == [(deterministic, deterministic)] and row["ms"] and not torch.are_deterministic_algorithms_enabled()
+    assert sys.modules["torch.utils.deterministic"].fill_uninitialized_memory
+
+
 def test_failed_and_wrong_rivals_are_reported(still: None, capsys: pytest.CaptureFixture[str]) -> None:
     broken = [_Broken("off", lambda out: 1.01 * out), _Broken("nan", lambda out: out * float("nan")), _Broken("raises", _raise)]
     row = run.measure(SMALL, [*rivals.pick(["naive"], CPU), *broken], OPTIONS)
@@ -291,7 +308,8 @@ def test_suites() -> None:
         assert suite(name) == cases
     dense = [case for case in suite("forward", ["d64_*", "d128_*", "d256_*", "short_*"]) if not case.window]
     assert len(dense) == 20 and all(case.batch * case.seqlen == max(TOKENS, case.seqlen) for case in dense)
-    assert [case.name for case in SUITES["forward"]] == [case.name for case in SUITES["backward"]]
+    plain = [case.name for case in SUITES["backward"] if not case.deterministic]
+    assert [case.name for case in SUITES["forward"]] == plain and len(SUITES["backward"]) == len(plain) + 2
     assert all(case.backward for case in SUITES["backward"]) and not any(case.backward for case in SUITES["forward"])
     with pytest.raises(strobe.InvalidProblem, match="nonesuch"):
         suite("cpu", ["dense_*", "nonesuch"])

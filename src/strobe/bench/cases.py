@@ -54,6 +54,7 @@ class Case:
     lengths: tuple[int, ...] = ()  # of documents, laid end to end
     packed: bool = False  # the lengths are sequences of attention_varlen; else documents of a mask
     backward: bool = False
+    deterministic: bool = False  # every contender is asked for gradients of the same bits each time
 
     @property
     def width_v(self) -> int:
@@ -150,6 +151,11 @@ def _gpu() -> list[Case]:
     return cases
 
 
+def _deterministic() -> list[Case]:
+    plain = {case.name: case for case in _gpu()}
+    return [replace(plain[name], name=f"{name}_deterministic", deterministic=True) for name in ("d64_causal_8k", "d128_causal_8k")]
+
+
 def _cpu() -> list[Case]:
     """S = 4096, 8 heads of 64: forward and backward of each."""
     eight = partial(Case, heads_q=8, seqlen=4096)
@@ -169,6 +175,6 @@ def _cpu() -> list[Case]:
 
 SUITES = {
     "forward": _gpu(),
-    "backward": [replace(case, backward=True) for case in _gpu()],
+    "backward": [replace(case, backward=True) for case in (*_gpu(), *_deterministic())],
     "cpu": _cpu(),
 }

@@ -178,6 +178,8 @@ class Fa4:
         cute = import_module("flash_attn.cute")
         causal = case.bounds == (None, 0)
         rest: dict = dict(softmax_scale=case.head_dim**-0.5, causal=causal, window_size=(None, None) if causal else case.bounds)
+        if case.deterministic:
+            rest["deterministic"] = True
         if not case.lengths:
             return lambda: cute.flash_attn_func(x.q, x.k, x.v, **rest)[0]
         q, k, v, offsets, longest = as_sequences(case, x)

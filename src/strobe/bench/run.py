@@ -6,11 +6,12 @@ import json
 import platform
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import datetime, timezone
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def measure(case: Case, rivals: Iterable[Rival], options: Options) -> dict:
     side = nullcontext()
     if options.graph:
         side = torch.cuda.stream(torch.cuda.Stream(options.device))  # type: ignore[assignment]
-    with side:
+    with side, reproducible(case.deterministic):
         x, ours, refused = case.inputs(options.device), Strobe(options.kernel), {}
         ready: dict[str, Contender] = {}
         for rival in (*rivals, ours):  # ours last: it is the first rival that it is held against
@@ -65,6 +66,21 @@ def measure(case: Case, rivals: Iterable[Rival], options: Options) -> dict:
         del ready
         times = interleave(functions, options.device, options.rounds, options.sample_ms, options.flush)
         return _row(case, ours, x, times, refused, options) | {"relative_error": error}
+
+
+@contextmanager
+def reproducible(wanted: bool) -> Iterator[None]:
+    """torch's switch for deterministic algorithms, which SDPA's kernels and ours follow; without its filling of every empty tensor."""
+    filling: Any = import_module("torch.utils.deterministic")
+    before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
+    if wanted:
+        torch.use_deterministic_algorithms(True)
+        filling.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        filling.fill_uninitialized_memory = before[1]
 
 
 def _ready(rival: Rival, case: Case, x: Inputs, options: Options) -> tuple[Contender | None, str]:
