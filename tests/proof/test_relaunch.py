@@ -16,13 +16,17 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 from strobe import ops
+from strobe.appending import AppendCall, AppendProblem
 from strobe.call import Call
+from strobe.decode import DecodeProblem
 from strobe.kernels import relaunch
 from strobe.kernels.hopper import launch
-from strobe.kernels.kernel import Backward
+from strobe.kernels.kernel import Backward, Forward
 from strobe.proof.compile import offline
 from strobe.proof.simulate import posing
+from strobe.select import select
 from strobe.target import FAKES
+from strobe.testing.decode import DECODES
 
 STREAM = 77
 KEY = "a key"
@@ -138,24 +142,64 @@ def test_the_c_function_gets_what_triton_would_give_it(stage):
     assert stage.started == 1
 
 
-def _backward_launches(monkeypatch, dlse: torch.Tensor | None = None) -> list[tuple]:
-    """(key, tensors, launch) of each kernel of the backward of new tensors."""
-    call = _call()._replace(needs_grad=True)
+def _noted(monkeypatch, plan, call, tensors) -> list[tuple]:
+    """(key, tensors, launch) of each kernel that a plan launches."""
     noted: list[tuple] = []
-    with posing(FAKES["H200"]):
-        plan = ops.decide(call).backward
-    made = [torch.empty_like(t) for t in (call.q, call.q, call.q, call.k, call.v)]
-    lse, delta = torch.empty(2, 100), torch.empty(2, 100)
     with monkeypatch.context() as patch:
         patch.setattr(relaunch, "start", lambda owner, key, tensors, first: noted.append((key, tensors, first())))
         workspace = {buffer.name: torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in plan.buffers}
-        plan.kernel.run(plan, call, Backward(*made[:2], lse, dlse, *made[2:], delta), workspace)
+        plan.kernel.run(plan, call, tensors, workspace)
     return noted
 
 
-@pytest.mark.parametrize("kernel", range(3), ids=("rows", "main", "convert"))
-def test_each_kernel_of_the_backward_gets_what_triton_would_give_it(kernel, stage, monkeypatch):
-    key, tensors, described = _backward_launches(monkeypatch)[kernel]
+def _backward_launches(monkeypatch, dlse: torch.Tensor | None = None, **options) -> list[tuple]:
+    """Of the backward of new tensors; `heads` of queries over two of keys."""
+    call = _call()._replace(needs_grad=True)
+    if heads := options.pop("heads", 0):
+        call = call._replace(q=torch.randn(100, heads, 96, dtype=torch.bfloat16), sinks=torch.zeros(heads))
+    call = call._replace(kernel="hopper", **options)
+    with posing(FAKES["H200"]):
+        plan = ops.decide(call).backward
+    made = [torch.empty_like(t) for t in (call.q, call.q, call.q, call.k, call.v)]
+    lse, delta = torch.empty(len(call.q[0]), 100), torch.empty(len(call.q[0]), 100)
+    return _noted(monkeypatch, plan, call, Backward(*made[:2], lse, dlse, *made[2:], delta))
+
+
+def _decode_launches(monkeypatch, name: str) -> list[tuple]:
+    call = DECODES[name].build("cpu", torch.bfloat16)
+    problem = DecodeProblem.from_call(call)
+    plan = select(problem, FAKES["H200"]).forward
+    results = (torch.empty(shape, dtype=dtype) for shape, dtype in zip(problem.out_shapes, (problem.out_dtype, problem.lse_dtype)))
+    return _noted(monkeypatch, plan, call, Forward(*results))
+
+
+def _append_launches(monkeypatch) -> list[tuple]:
+    pools = [torch.empty(4, 16, 2, 64, dtype=torch.bfloat16) for _ in range(2)]
+    new = [torch.empty(3, 1, 2, 64, dtype=torch.bfloat16) for _ in range(2)]
+    angles = [torch.empty(64, 32) for _ in range(2)]
+    call = AppendCall(*new, *pools, torch.zeros(3, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32), None, None, *angles)
+    return _noted(monkeypatch, select(AppendProblem.from_call(call), FAKES["H200"]).forward, call, None)
+
+
+LAUNCHED = {
+    "backward rows": (_backward_launches, {}, 0),
+    "backward main": (_backward_launches, {}, 1),
+    "backward convert": (_backward_launches, {}, 2),
+    "backward in turns, rows": (_backward_launches, {"deterministic": True}, 0),
+    "backward in turns, main": (_backward_launches, {"deterministic": True}, 1),
+    "backward of split groups, main": (_backward_launches, {"heads": 4}, 1),
+    "backward of split groups, convert dv": (_backward_launches, {"heads": 4}, 4),
+    "decode from pages": (_decode_launches, {"name": "pages_of_16"}, 0),
+    "decode from pages of 8 bits": (_decode_launches, {"name": "pages_fp8"}, 0),
+    "decode from rows": (_decode_launches, {"name": "dense_softcap_sinks"}, 0),
+    "append": (_append_launches, {}, 0),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_each_kernel_gets_what_triton_would_give_it(name, stage, monkeypatch):
+    launched, options, kernel = LAUNCHED[name]
+    key, tensors, described = launched(monkeypatch, **options)[kernel]
     with offline(90):
         one = described.kernel.warmup(*described.arguments, grid=(described.programs,), **described.options)
     monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=stage.utils))
@@ -163,7 +207,7 @@ def test_each_kernel_of_the_backward_gets_what_triton_would_give_it(kernel, stag
     owner = object()
     assert stage.start(tensors, described, owner, key) is None
     for _ in range(2):
-        again, tensors, described = _backward_launches(monkeypatch)[kernel]
+        again, tensors, described = launched(monkeypatch, **options)[kernel]
         assert again == key
         assert stage.start(tensors, described, owner, key) == stage.by_triton(described)
     assert stage.started == 1
