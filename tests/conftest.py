@@ -7,6 +7,7 @@ import pytest
 import torch
 from judging import judged_call
 
+import strobe
 from strobe.call import Call
 from strobe.testing.poison import fill_with_poison, patched_empty
 
@@ -43,6 +44,12 @@ def kernel(device) -> str:
 def unwritten_memory_is_nan():
     with patched_empty(fill_with_poison):
         yield
+
+
+@pytest.fixture(autouse=True)
+def faults_are_told_to_the_test_that_made_them():
+    yield
+    strobe.last_errors()
 
 
 @pytest.fixture

@@ -116,6 +116,22 @@ def _in_halves(q, k, v, sinks):
     return strobe.with_sinks(strobe.merge(*halves), sinks).out
 
 
+def _pages(k, v, lengths):
+    """A page a sequence."""
+    return strobe.PagedCache(k.detach().clone(), v.detach().clone(), torch.arange(len(k), dtype=torch.int32)[:, None], lengths)
+
+
+def _append(q, k, v, lengths):
+    cache = _pages(k, v, lengths)
+    strobe.append(cache, q.detach()[:, :1, :2], v.detach()[:, :1])
+    return cache.k_pages, cache.v_pages
+
+
+def _in_8_bits(q, k, v, lengths):
+    k8, v8, *scales = strobe.quantize_kv(k.detach(), v.detach())
+    return strobe.attention_decode(q.detach(), strobe.DenseCache(k8, v8, lengths, None, *scales))
+
+
 def _decode(module):
     def step(q, k, v):
         cache_k, cache_v, new = (t.detach().clone() for t in (k, v, q[:, :1, :2]))
@@ -147,6 +163,10 @@ TABLE: dict[str, tuple[Callable, Inputs]] = {
     "prefix_causal, of a tensor": (lambda q, k, v, n: strobe.attention(q, k, v, mask=strobe.prefix_causal(n) & strobe.key_lengths(n)), lengths),
     "key_lengths": (_masked(strobe.key_lengths), lengths),
     "documents": (_masked(strobe.documents), ids),
+    "attention_decode": (lambda q, k, v, n: strobe.attention_decode(q.detach(), _pages(k, v, n)), lengths),
+    "partial_attention_decode": (lambda q, k, v, n: strobe.partial_attention_decode(q.detach(), _pages(k, v, n), window=(3, 0)), lengths),
+    "append": (_append, lengths),
+    "quantize_kv": (_in_8_bits, lengths),
     "fa2.flash_attn_func": (partial(fa2.flash_attn_func, causal=True, window_size=(3, 0), softcap=2.0), dense),
     "fa2.flash_attn_func, lse": (partial(fa2.flash_attn_func, return_attn_probs=True), dense),
     "fa2.flash_attn_qkvpacked_func": (partial(fa2.flash_attn_qkvpacked_func, causal=True), three),
@@ -182,7 +202,7 @@ THROUGH_AOT = (
     "documents",
 )
 
-COMPUTE_NOTHING = {"explain", "explain_varlen", "last_errors", "supports", "warmup"}
+COMPUTE_NOTHING = {"explain", "explain_decode", "explain_varlen", "last_errors", "supports", "warmup"}
 
 
 # ---------------------------------------------------------------- the tests
