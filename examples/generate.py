@@ -7,8 +7,8 @@ attention pads prompts on the left and joins keys to a cache that grows. strobe 
 as a sequence needs, dealt out in random order and NaN until written. On a GPU a step is captured once and replayed while lengths grow.
 
 Tokens must be equal, but for ties. Let e be the farthest that a logit of the model's own attention comes from that of the same model in
-float64 (norms and angles excepted, which transformers keeps in float32). strobe's may come twice as far (docs/contract.md). So where the
-two choose different tokens float64 gives them logits within 4 e, or one is wrong, and this exits with 1. After a tie a sequence has
+float64 (norms and angles excepted, which transformers keeps in float32). strobe's may come twice as far, as docs/contract.md has it for
+attention. So where the two choose different tokens float64 gives them logits within 4 e, or this exits with 1. After a tie a sequence has
 another past and is compared no more: how many tokens were is told, and at how many places a tie could be. strobe.last_errors fail it too.
 
 Writes OUT/generate.jsonl (a line for each attention and one with the verdict; appended). Needs strobe-attention[bench,transformers].
@@ -193,8 +193,7 @@ def judge(own: Own, prompts: list[Tensor], theirs: Tensor, ours: Tensor) -> dict
     whole = (torch.cat([prompt, tokens[:-1]])[None] for prompt, tokens in zip(prompts, theirs))
     logits = torch.cat([exact(ids, use_cache=False, logits_to_keep=theirs.shape[1]).logits for ids in whole])  # [B, new, BYTES]
     rounding = 4 * (torch.stack(own.logits, 1) - logits).abs().max().item()
-    of = lambda tokens: logits.gather(2, tokens[..., None])[..., 0]
-    differs, gaps = theirs != ours, torch.stack([(of(theirs) - of(tokens)).abs() for tokens in ours])
+    differs, gaps = theirs != ours, torch.stack([logits.gather(2, torch.stack([theirs, tokens], 2)).diff()[..., 0].abs() for tokens in ours])
     parts = differs & (differs.cumsum(2) == 1)
     compared, wrong = differs.cumsum(2) == parts, parts & ~(gaps <= rounding)  # up to the first that differs; a gap that is NaN is wrong
     close = -logits.topk(2).values.diff() <= rounding
