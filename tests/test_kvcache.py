@@ -211,13 +211,17 @@ def test_rotary_turns_queries_and_new_keys(library, kind, options, interleaved, 
 
 
 def test_beyond_the_angles_is_nan(device):
-    held = _held("rows", [2, 6], device=device)
-    q, k = _random(2, 1, HEADS, WIDTH, device=device), _random(2, 1, HEADS_KV, WIDTH, device=device)
-    angle = _random(4, 8, device=device)
-    strobe.last_errors()
-    out = fa2.flash_attn_with_kvcache(q, held.k, held.v, k, k, angle.cos(), angle.sin(), cache_seqlens=_ints([2, 6], device), causal=True)
-    assert not out[0].isnan().any() and out[1].isnan().all()
-    assert any("rotary" in said for said in strobe.last_errors())
+    held, angle = _held("rows", [2, 6], device=device), _random(8, 4, device=device)
+    q, k = _random(2, 3, HEADS, WIDTH, device=device), _random(2, 3, HEADS_KV, WIDTH, device=device)
+    for added, lost in ((1, [2]), (3, [0, 1, 2])):  # the last row alone stands at 8; with a key there, all see it
+        strobe.last_errors()
+        cache, new = _copy(held), k[:, :added]
+        out = fa2.flash_attn_with_kvcache(
+            q, cache.k, cache.v, new, new, angle.cos(), angle.sin(), _ints([2, 6], device), window_size=(9, 9)
+        )  # fmt: skip
+        assert not out[0].isnan().any() and out[1].isnan().flatten(1).all(1).nonzero().flatten().tolist() == lost
+        assert not out[1, [row for row in range(3) if row not in lost]].isnan().any()
+        assert any("rotary" in said for said in strobe.last_errors()) == (added == 3)  # of keys; a query's is seen in its row
 
 
 # ---------------------------------------------------------------- lengths as numbers, strides, nothing at all
@@ -237,13 +241,17 @@ def test_lengths_may_be_a_number_or_left_out(kind, rows, device):
 
 
 @pytest.mark.parametrize("kind", ["rows", "pages 16"])
-def test_a_prefill_at_a_number(kind, device):
+def test_a_prefill_at_a_number(kind, device, monkeypatch):
+    """Over rows it is one plain call, whose kernels are made for many queries; pages are read by a decode."""
+    plain, forward = [], kvcache.forward
+    monkeypatch.setattr(kvcache, "forward", lambda *call: (plain.append(call), forward(*call))[1])
     held = _held(kind, [3, 3], room=37, device=device)
     before, q = _copy(held), _random(2, 37, HEADS, WIDTH, device=device)
     k, v = (_random(2, 37, HEADS_KV, WIDTH, device=device, seed=seed) for seed in (1, 2))
     found = fa3.flash_attn_with_kvcache(q, held.k, held.v, k, v, cache_seqlens=3, causal=True, return_softmax_lse=True, **_fa3(held))
     _written(before, held, 37)
     _check(found, q, held, 37, {"causal": True})
+    assert len(plain) == (kind == "rows")
 
 
 def _fa3(held: Held) -> dict:

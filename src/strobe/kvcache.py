@@ -203,23 +203,30 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, setting: Setting, page_table:
 
 
 def _packing(q: Tensor, k: Tensor, setting: Setting, page_table: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = setting.packing or (None, None, None, None)
     for name, given, dims in (("q", q, 3), ("k", k, 4), ("block_table", page_table, 2)):
         if not isinstance(given, Tensor):
             raise wrong_type(name, given, "a tensor", "pass a torch.Tensor")
         if given.dim() != dims:
             raise InvalidProblem(name, f"shape {list(given.shape)}", f"{dims} dimensions", "beside a block_table, k and v are pages")
+    cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = setting.packing or (None, None, None, None)
     batch = page_table.shape[0]
-    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(offsets, Tensor):
-            raise wrong_type(name, offsets, f"an int32 tensor [{batch + 1}]", "give the running sum of lengths, from 0 to the total")
-        if offsets.dtype != torch.int32 or tuple(offsets.shape) != (batch + 1,):
-            got = f"{offsets.dtype} {list(offsets.shape)}"
-            raise InvalidProblem(name, got, f"torch.int32 [{batch + 1}]", "give one more than block_table has rows")
-    for name, longest in (("max_seqlen_q", longest_q), ("max_seqlen_k", longest_k)):
-        if not isinstance(longest, (int, torch.SymInt)) or longest < 0:
-            raise InvalidProblem(name, longest, "an int >= 0", "say how long the longest sequence is")
-    return cu_seqlens_q, cu_seqlens_k, longest_q, longest_k
+    offsets = _offsets("cu_seqlens_q", cu_seqlens_q, batch), _offsets("cu_seqlens_k", cu_seqlens_k, batch)
+    return *offsets, _longest("max_seqlen_q", longest_q), _longest("max_seqlen_k", longest_k)
+
+
+def _offsets(name: str, offsets: Tensor | None, batch: int) -> Tensor:
+    if not isinstance(offsets, Tensor):
+        raise wrong_type(name, offsets, f"an int32 tensor [{batch + 1}]", "give the running sum of lengths, from 0 to the total")
+    if offsets.dtype != torch.int32 or tuple(offsets.shape) != (batch + 1,):
+        got = f"{offsets.dtype} {list(offsets.shape)}"
+        raise InvalidProblem(name, got, f"torch.int32 [{batch + 1}]", "give one more than block_table has rows")
+    return offsets
+
+
+def _longest(name: str, longest: int | None) -> int:
+    if not isinstance(longest, (int, torch.SymInt)) or longest < 0:
+        raise InvalidProblem(name, longest, "an int >= 0", "say how long the longest sequence is")
+    return longest
 
 
 def _places(cu_seqlens_q: Tensor, total: int, longest: int) -> Tensor:
