@@ -79,7 +79,7 @@ def _forward(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]
         if rotary is not None:
             along = setting.causal or any(bound is not None and bound >= 0 for bound in setting.window)
             call = call._replace(q=_turned(q, rotary, before, along))
-    in_place = cache.page_table is None and cache.batch_idx is None and cache.leftpad is None
+    in_place = cache.page_table is None and cache.batch_idx is None and cache.leftpad is None and cache.k.dtype == q.dtype
     if in_place and not isinstance(cache.seqlens, Tensor) and q.shape[1] > _FEW_ROWS:
         stop = cache.capacity if cache.seqlens is None else cache.seqlens + count
         return forward(call.q, cache.k[:, :stop], cache.v[:, :stop], setting)
