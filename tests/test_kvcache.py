@@ -254,6 +254,15 @@ def test_a_prefill_at_a_number(kind, device, monkeypatch):
     assert len(plain) == (kind == "rows")
 
 
+@pytest.mark.parametrize("rows", [2, 40])
+def test_keys_in_8_bits_are_worth_what_is_stored(rows, device):
+    held = _held("rows", [9, 9], room=0, device=device)
+    small = held._replace(k=held.k.to(torch.float8_e4m3fn), v=held.v.to(torch.float8_e4m3fn))
+    q = _random(2, rows, HEADS, WIDTH, device=device)
+    found = fa3.flash_attn_with_kvcache(q, small.k, small.v, cache_seqlens=9, causal=True, return_softmax_lse=True)
+    _check(found, q, small._replace(k=small.k.float(), v=small.v.float()), 0, {"causal": True})
+
+
 def _fa3(held: Held) -> dict:
     return {PAGES["fa3"] if name == PAGES["fa2"] else name: value for name, value in held.arguments.items()}
 
