@@ -308,11 +308,18 @@ def test_a_cache_is_read_to_each_length(device):
     out = fa2.flash_attn_with_kvcache(several, cache, cache, cache_seqlens=8, causal=True)
     _close(out, _eager(several, cache[:, :8], cache[:, :8], causal=True)[0], torch.float32)
     for options in ({"causal": True}, {"window_size": (2, 0)}):
-        with pytest.raises(NotImplementedError, match=r"cache_seqlens: .*flash_attn_varlen_func"):
-            fa2.flash_attn_with_kvcache(several, cache, cache, cache_seqlens=lengths, **options)
+        out = fa2.flash_attn_with_kvcache(several, cache, cache, cache_seqlens=lengths, **options)
+        for entry, length in enumerate((3, 8)):
+            _close(out[entry], _eager(several[entry, None], *[cache[entry, None, :length]] * 2, **_wanted(options))[0][0], torch.float32)
 
 
-TOO_MUCH = [((1, None), 2, "k"), ((1, 1), None, "cache_seqlens"), ((1, 1), 9, "cache_seqlens"), ((None, None), 10, "cache_seqlens")]
+TOO_MUCH = [
+    ((1, None), 2, "v"),
+    ((None, 1), 2, "k"),
+    ((1, 1), None, "cache_seqlens"),
+    ((1, 1), 9, "cache_seqlens"),
+    ((None, None), 10, "cache_seqlens"),
+]
 
 
 @pytest.mark.parametrize("new, seqlens, name", TOO_MUCH)
@@ -325,9 +332,11 @@ def test_a_cache_that_cannot_hold_them_says_so(new, seqlens, name):
 
 # ---------------------------------------------------------------- refusals
 
-SAYS_SOMETHING = {"dropout_p": 0.1, "rotary_interleaved": False, "attention_chunk": 64, "num_splits": 4, "pack_gqa": False, "sm_margin": 8}
+SAYS_SOMETHING = {"dropout_p": 0.1, "attention_chunk": 64, "num_splits": 4, "pack_gqa": False, "sm_margin": 8}
 SAYS_SOMETHING |= dict.fromkeys(("return_softmax", "zero_tensors", "gather_bwd_recompute_p", "disable_scheduler_metadata"), True)
-ALLOWED = {"flash_attn_with_kvcache": {"k", "v", "cache_seqlens"}}  # served, and tested above
+ALLOWED = {"flash_attn_varlen_func": {"block_table"}, "_flash_attn_varlen_forward": {"block_table"}}  # served, tested in test_kvcache.py
+ALLOWED["flash_attn_with_kvcache"] = {"k", "v", "rotary_cos", "rotary_sin", "rotary_interleaved", "block_table", "page_table"}
+ALLOWED["flash_attn_with_kvcache"] |= {"cache_seqlens", "cache_batch_idx", "cache_leftpad"}
 CARRIED = {"softmax_scale", "causal", "window_size", "softcap", "deterministic", "return_attn_probs", "return_softmax_lse", "learnable_sink"}
 CARRIED |= {
     "return_lse",

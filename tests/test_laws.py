@@ -40,6 +40,7 @@ LAYERS = (
     ("",),  # strobe itself, the last of the house; guests come after it
     ("testing", "sim"),
     ("drop_in",),
+    ("kvcache",),
     ("distributed", "integrations", "flash_attn", "flash_attn_interface", "cute"),
     ("bench", "proof", "ladder"),
     ("demo",),

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+import strobe
 import strobe.cute as fa4
 import strobe.flash_attn as fa2
 import strobe.flash_attn_interface as fa3
@@ -219,16 +220,87 @@ def _lengths(library: Library):
 def _caches(library: Library):
     (q, k, v), decode = _tensors(1, 6), library.module.flash_attn_with_kvcache
     whole = decode(q, k, v, causal=True)
-    assert torch.allclose(whole, library.dense(q, k, v)[0])
+    assert torch.allclose(whole, library.dense(q, k, v)[0], atol=1e-6)
     some = library.dense(q, k[:, :3], v[:, :3])[0]
+    new = [t[:, 3:4].clone() for t in (k, v)]
     for lengths in (3, torch.tensor([3], dtype=torch.int32)):
         assert torch.allclose(decode(q, k, v, cache_seqlens=lengths, causal=True), some, atol=1e-6)
-    with pytest.raises(NotImplementedError, match=r"^cache_seqlens: "):
-        decode(q, k, v, cache_seqlens=torch.tensor([3], dtype=torch.int32), window_size=(1, 0))
-    pages = "block_table" if library.module is fa2 else "page_table"
-    for name in (pages, "cache_batch_idx", "cache_leftpad", "rotary_cos", "rotary_sin"):
+        k_cache, v_cache = (torch.cat([t[:, :3], torch.full_like(t[:, 3:], torch.nan)], 1) for t in (k, v))
+        out = decode(q.requires_grad_(), k_cache, v_cache, *new, cache_seqlens=lengths, window_size=(2, 0))
+        assert torch.allclose(out, library.dense(q, k[:, 1:4], v[:, 1:4])[0], atol=1e-6) and not out.requires_grad
+        assert torch.equal(k_cache[:, :4], k[:, :4]) and torch.equal(v_cache[:, :4], v[:, :4]) and k_cache[:, 4:].isnan().all()
+
+
+_THREE = torch.tensor([3], dtype=torch.int32)
+
+
+def _pages(library: Library):
+    (q, k, v), word = _tensors(2, 6), "block_table" if library.module is fa2 else "page_table"
+    table = torch.tensor([[1, 2, 0]], dtype=torch.int32)
+    pages = [t[0].unflatten(0, (3, 2))[[2, 0, 1]] for t in (k, v)]  # of 2 keys
+    out, lse = library.module.flash_attn_with_kvcache(q, *pages, causal=True, return_softmax_lse=True, **{word: table})
+    whole, whole_lse = library.dense(q, k, v, causal=True)
+    assert torch.allclose(out, whole, atol=1e-6) and torch.allclose(lse, whole_lse, atol=1e-6)
+
+
+def _indexed(library: Library):
+    (q, k, v), decode = _tensors(2, 6), library.module.flash_attn_with_kvcache
+    index, start, table = (torch.tensor(some, dtype=torch.int32) for some in ([1], [2], [[0]]))
+    rows = [torch.cat([torch.full_like(t, torch.nan), t]) for t in (k, v)]
+    assert torch.allclose(decode(q, *rows, cache_batch_idx=index, causal=True), library.dense(q, k, v, causal=True)[0], atol=1e-6)
+    late = [torch.cat([torch.full_like(t[:, :2], torch.nan), t[:, 2:]], 1) for t in (k, v)]
+    assert torch.allclose(decode(q, *late, cache_leftpad=start, causal=True), library.dense(q, k[:, 2:], v[:, 2:], causal=True)[0], atol=1e-6)
+    both, word = {"cache_batch_idx": index - 1, "cache_leftpad": start}, "block_table" if library.module is fa2 else "page_table"
+    for given, name in ((both, "cache_leftpad"), ({**both, word: table}, "cache_leftpad")):
         with pytest.raises(NotImplementedError, match=f"^{name}: "):
-            decode(q, k, v, **{name: torch.ones(1)})
+            decode(q, k, v, **given)
+    with pytest.raises(NotImplementedError, match=r"^cache_batch_idx: "):
+        decode(q, k, v, cache_batch_idx=index - 1, **{word: table})
+
+
+def _rotary(library: Library):
+    """Angles of a half turn at position 4 and none elsewhere: that key is written with its sign changed, that query reads with it."""
+    (q, k, v), decode = _tensors(2, 6), library.module.flash_attn_with_kvcache
+    cos, sin = torch.where(torch.arange(8)[:, None] == 4, -1.0, 1.0).expand(8, 4).contiguous(), torch.zeros(8, 4)
+    flip = torch.tensor([1.0, -1.0])[None, :, None, None]
+    turned = torch.cat([k[:, :3], flip * k[:, 3:5]], 1)
+    for options, at, asked in (({"causal": True}, 3, flip * q), ({}, 3, q), ({}, 4, -q)):
+        k_cache, v_cache = k.clone(), v.clone()
+        out = decode(q, k_cache, v_cache, k[:, at : at + 1], v[:, at : at + 1], rotary_cos=cos, rotary_sin=sin, cache_seqlens=at, **options)
+        keys = turned[:, : at + 1] if at == 3 else torch.cat([k[:, :4], -k[:, 4:5]], 1)
+        assert torch.equal(k_cache[:, : at + 1], keys)
+        assert torch.allclose(out, library.dense(asked, keys, v[:, : at + 1], **options)[0], atol=1e-6)
+    if library.module is fa2:
+        new = k[:, :1]
+        assert decode(q, k.clone(), v.clone(), new, new, rotary_cos=cos[:3], rotary_sin=sin[:3], cache_seqlens=_THREE).isnan().all()
+    else:
+        _refused("flash_attn_with_kvcache", rotary_seqlens=_THREE)(library)
+
+
+def _beyond(library: Library):
+    (q, k, v), decode = _tensors(1, 6), library.module.flash_attn_with_kvcache
+    strobe.last_errors()
+    assert torch.allclose(decode(q, k, v, cache_seqlens=_THREE + 96), library.dense(q, k, v)[0], atol=1e-6)
+    assert any("seqlens" in said for said in strobe.last_errors())
+    assert not decode(q, k, v, block_table=_THREE[:, None]).any() and any("page id" in said for said in strobe.last_errors())
+
+
+def _splits(library: Library):
+    q, k, v = _tensors(1, 6)
+    decode = library.module.flash_attn_with_kvcache
+    assert torch.equal(decode(q, k, v, num_splits=1), decode(q, k, v, num_splits=0))
+    _refused("flash_attn_with_kvcache", num_splits=4)(library)
+
+
+def _packed_over_pages(library: Library):
+    q, k, v = _tensors(3, 6)
+    ends, table = [torch.tensor([0, n], dtype=torch.int32) for n in (3, 6)], torch.tensor([[0, 1]], dtype=torch.int32)
+    pages = [t[0].unflatten(0, (2, 3)) for t in (k, v)]
+    out, lse = library.packed(q[0], *pages, *ends, 3, 6, causal=True, block_table=table)
+    whole, whole_lse = library.dense(q, k, v, causal=True)
+    assert torch.allclose(out, whole[0], atol=1e-6) and torch.allclose(lse, whole_lse[0], atol=1e-6)
+    with pytest.raises(NotImplementedError, match=r"^gradients through block_table"):
+        library.packed(q[0].requires_grad_(), *pages, *ends, 3, 6, block_table=table)
 
 
 def _private(library: Library):
@@ -284,6 +356,13 @@ CHECKS = {
     "torch.compile": _compiles,
     "dropout, ALiBi": _refused("flash_attn_func", dropout_p=0.1, alibi_slopes=torch.ones(2)),
     "caches": _caches,
+    "pages": _pages,
+    "indexed rows, left padding": _indexed,
+    "rotary embedding": _rotary,
+    "lengths, ids beyond the cache": _beyond,
+    "splits": _splits,
+    "packed queries over pages": _packed_over_pages,
+    "packed queries or new keys over a cache": _refused("flash_attn_with_kvcache", cu_seqlens_q=_THREE, cu_seqlens_k_new=_THREE, max_seqlen_q=3),
     "private functions": _private,
     "padding": _padding,
     "schedule": _schedule,

@@ -1,4 +1,4 @@
-"""What the stand-ins for other libraries' functions share: the two halves of a call, keys in a cache, and the refusal of the rest.
+"""What the stand-ins for other libraries' functions share: the two halves of a call, and the refusal of the rest.
 
 Guests of the house: `strobe.flash_attn`, `strobe.flash_attn_interface` and `strobe.cute` translate arguments, and everything runs here.
 """
@@ -14,7 +14,6 @@ from . import ops
 from .api import Packing, Window, call_of
 from .call import Call, accumulator
 from .errors import InvalidProblem, UnsupportedProblem, describe
-from .mask import key_lengths
 
 
 class Setting(NamedTuple):
@@ -27,16 +26,6 @@ class Setting(NamedTuple):
     deterministic: bool = False
     sinks: Tensor | None = None
     packing: Packing | None = None
-
-
-class Cache(NamedTuple):
-    """Keys and values [B, S_max, H_kv, D], how many of them are there, and new ones to write behind those."""
-
-    k: Tensor
-    v: Tensor
-    seqlens: int | Tensor | None
-    k_new: Tensor | None
-    v_new: Tensor | None
 
 
 # ---------------------------------------------------------------- the two halves
@@ -97,86 +86,27 @@ def rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if isinstance(tensor, Tensor) and tensor.dim() and tensor.stride(-1) != 1 else tensor
 
 
-# ---------------------------------------------------------------- keys in a cache
-
-
-def forward_cached(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]:
-    """out and lse over the keys a cache holds, new ones written into it first; no gradient, as in the originals.
-
-    >>> k_cache = v_cache = torch.zeros(1, 8, 2, 16)
-    >>> q = torch.randn(1, 1, 2, 16)
-    >>> out, lse = forward_cached(q, Cache(k_cache, v_cache, 3, q, q), Setting(causal=True))
-    >>> torch.equal(k_cache[:, 3:4], q)
-    True
-    """
-    with torch.no_grad():
-        held = _append(cache) if cache.k_new is not None or cache.v_new is not None else cache.seqlens
-        if not isinstance(held, Tensor):
-            k, v = cache.k[:, :held], cache.v[:, :held]
-            if held is not None and not 0 <= held <= cache.k.shape[1]:
-                raise InvalidProblem("cache_seqlens", held, f"0 to the cache's {cache.k.shape[1]} positions", "make the cache longer")
-            return ops.run(_call(q, k, v, setting))
-        bounded = any(bound is not None and bound >= 0 for bound in setting.window)
-        if bounded or (setting.causal and q.shape[1] > 1):
-            raise UnsupportedProblem(
-                describe(
-                    "cache_seqlens",
-                    "a tensor, with causal rows or a window",
-                    "an int, or one query without a window",
-                    "strobe has no kernel for caches yet that aligns each sequence at its own end; pack the keys and use flash_attn_varlen_func",
-                )
-            )
-        call = _call(q, cache.k, cache.v, setting._replace(causal=False))
-        return ops.run(call.with_mask(key_lengths(held.to(torch.int32))))
-
-
-def _append(cache: Cache) -> int | Tensor:
-    """Write the new keys and values behind those that are there; how many there are then."""
-    k_new, v_new, seqlens = cache.k_new, cache.v_new, cache.seqlens
-    if k_new is None or v_new is None:
-        raise InvalidProblem("k", "one of k and v", "both or neither", "give the new keys together with their values")
-    if seqlens is None:
-        raise InvalidProblem("cache_seqlens", None, "where the new keys go", "give the lengths before this call, an int or int32 [B]")
-    count, longest = k_new.shape[1], cache.k.shape[1]
-    if not isinstance(seqlens, Tensor):
-        if not 0 <= seqlens <= longest - count:
-            raise InvalidProblem("cache_seqlens", seqlens, f"at most {longest - count} before {count} new keys", "make the cache longer")
-        cache.k[:, seqlens : seqlens + count] = k_new
-        cache.v[:, seqlens : seqlens + count] = v_new
-        return seqlens + count
-    entries = torch.arange(k_new.shape[0], device=k_new.device)[:, None]
-    positions = seqlens.long()[:, None] + torch.arange(count, device=k_new.device)
-    cache.k[entries, positions] = k_new
-    cache.v[entries, positions] = v_new
-    return seqlens + count
-
-
 # ---------------------------------------------------------------- what is not served
 
 _DROPOUT = "strobe drops no weights; keep 0.0 in evaluation, and in training use dropout on the output"
-_DECODE = "strobe has no kernel for paged or indexed caches yet; gather the keys and use flash_attn_varlen_func"
+_PAGES = "use strobe.attention_decode(q, strobe.PagedCache(k, v, page_table, seqlens)) under torch.no_grad()"
+_PACKED = "a decode takes as many new tokens of each sequence; give q, k and v as [B, T, H, D]"
+_LEFTPAD = "packed keys have no padding; move cu_seqlens_k, or use flash_attn_with_kvcache with cache_leftpad"
 _FP8 = "strobe has no FP8 kernel yet; give q, k and v in bfloat16"
 _MODS = "strobe runs no code of yours inside its kernels; express the mask with strobe.attention(mask=...)"
 _SPARSE = "strobe finds the tiles a mask empties by itself; express the mask with strobe.attention(mask=...)"
 _TUNING = "strobe plans its launches itself; leave it at the default"
-_ROTARY = "strobe rotates no queries or keys yet; apply the rotary embedding before the call"
 _SEQUSED = "strobe has no lengths beside the offsets yet; pack without gaps and say lengths by cu_seqlens"
 
 UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "dropout_p": ((0.0,), _DROPOUT),
     "alibi_slopes": ((None,), "strobe adds no bias to scores; use a window or rotary positions, or FlexAttention for a bias"),
-    "block_table": ((None,), _DECODE),
-    "page_table": ((None,), _DECODE),
-    "cache_batch_idx": ((None,), _DECODE),
-    "cache_leftpad": ((None,), _DECODE),
-    "leftpad_k": ((None,), _DECODE),
-    "rotary_cos": ((None,), _ROTARY),
-    "rotary_sin": ((None,), _ROTARY),
-    "rotary_seqlens": ((None,), _ROTARY),
-    "rotary_interleaved": ((True,), _ROTARY),
-    "cu_seqlens_q": ((None,), _DECODE),
-    "max_seqlen_q": ((None,), _DECODE),
-    "cu_seqlens_k_new": ((None,), _DECODE),
+    "page_table": ((None,), _PAGES),
+    "leftpad_k": ((None,), _LEFTPAD),
+    "rotary_seqlens": ((None,), "angles begin at cache_seqlens; turn q and k before the call, and leave rotary_cos out"),
+    "cu_seqlens_q": ((None,), _PACKED),
+    "max_seqlen_q": ((None,), _PACKED),
+    "cu_seqlens_k_new": ((None,), _PACKED),
     "seqused_q": ((None,), _SEQUSED),
     "seqused_k": ((None,), _SEQUSED),
     "qv": ((None,), "strobe has no second product in its scores; concatenate qv to q and v to k, with the same scale, which scores the same"),

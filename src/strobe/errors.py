@@ -23,6 +23,15 @@ class InvalidProblem(ValueError):
     def __init__(self, argument: str, got: object, expected: str, remedy: str):
         super().__init__(describe(argument, got, expected, remedy))
         self.argument = argument
+        self.said = got, expected, remedy
+
+    def named(self, argument: str) -> InvalidProblem:
+        """The same of an argument that the caller knows by another name.
+
+        >>> str(InvalidProblem("cache.k", "3 heads", "2", "group them").named("k_cache"))
+        'k_cache: got 3 heads, expected 2; group them'
+        """
+        return InvalidProblem(argument, *self.said)
 
 
 class UnsupportedProblem(NotImplementedError):

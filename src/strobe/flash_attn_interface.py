@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .drop_in import Cache, Setting, attend, forward, forward_cached, refuse
+from .drop_in import Setting, attend, forward, refuse
 from .errors import InvalidProblem
+from .kvcache import Cache, forward_cached
 from .merge import Partial, merge
 
 
@@ -82,18 +83,24 @@ def flash_attn_with_kvcache(
     softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
     return_softmax_lse=False,
 ):  # fmt: skip
-    """Over the keys a dense cache [B, S_max, H_kv, D] holds; k and v are written into it first, at cache_seqlens.
+    """As `strobe.flash_attn.flash_attn_with_kvcache`, with pages said by page_table; packed queries are refused.
 
-    Served as far as `strobe.flash_attn.flash_attn_with_kvcache` serves it; packed queries are refused.
+    >>> pages, q = torch.zeros(2, 16, 2, 16), torch.randn(1, 1, 2, 16)
+    >>> table, lengths = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+    >>> flash_attn_with_kvcache(q, pages, pages.clone(), q, q, cache_seqlens=lengths, page_table=table, causal=True).shape
+    torch.Size([1, 1, 2, 16])
+    >>> torch.equal(pages[0, 4], q[0, 0])
+    True
     """
     refuse(
-        qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
-        page_table=page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
-        rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
-        rotary_interleaved=rotary_interleaved, scheduler_metadata=scheduler_metadata, num_splits=num_splits, pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
+        qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, rotary_seqlens=rotary_seqlens,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
+        scheduler_metadata=scheduler_metadata, num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin,
     )  # fmt: skip
-    out, lse = forward_cached(q, Cache(k_cache, v_cache, cache_seqlens, k, v), Setting(softmax_scale, causal, window_size, softcap))
+    cache = Cache(
+        k_cache, v_cache, cache_seqlens, k, v, rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx, cache_leftpad, page_table, "page_table"
+    )
+    out, lse = forward_cached(q, cache, Setting(softmax_scale, causal, window_size, softcap))
     return (out, lse) if return_softmax_lse else out
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..drop_in import Cache, Setting, attend, backward, forward, forward_cached, refuse
+from ..drop_in import Setting, attend, backward, forward, refuse
 from ..errors import InvalidProblem
+from ..kvcache import Cache, forward_cached, forward_paged
 
 _ROWS = 128  # the originals round softmax_d up to this many rows
 
@@ -60,10 +61,16 @@ def flash_attn_varlen_func(
     >>> q, offsets = torch.randn(12, 4, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
     >>> flash_attn_varlen_func(q, q, q, offsets, offsets, 7, 7, causal=True).shape
     torch.Size([12, 4, 16])
+
+    With a block_table, int32 [B, max_pages], k and v are pages [n_pages, page_size, H_kv, D], read in place and without gradients.
+    Queries are laid out as [B, max_seqlen_q] for that, which is meant for lengths that are alike.
     """
-    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
+    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     setting = Setting(softmax_scale, causal, window_size, softcap, deterministic, packing=packing)
+    if block_table is not None:
+        out, lse = forward_paged(q, k, v, setting, block_table)
+        return (out, lse, q.new_zeros(0)) if return_attn_probs else out
     return (*forward(q, k, v, setting), q.new_zeros(0)) if return_attn_probs else attend(q, k, v, setting)
 
 
@@ -93,21 +100,23 @@ def flash_attn_with_kvcache(
     cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """Over the keys a dense cache [B, S_max, H_kv, D] holds; k and v are written into it first, at cache_seqlens.
+    """Over the keys a cache holds, without gradients; k and v are written into it first, at cache_seqlens.
 
     >>> k_cache, v_cache, q = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2, 16), torch.randn(1, 1, 2, 16)
     >>> flash_attn_with_kvcache(q, k_cache, v_cache, q, q, cache_seqlens=0).allclose(q)
     True
 
-    strobe has no kernel made for decoding yet. Served are cache_seqlens as None or an int, and as int32 [B] for one query
-    a sequence (or without causal) and no window; pages, indexed or left-padded caches and rotary embedding are refused.
+    The cache is [B, S_max, H_kv, D], or pages [n_pages, page_size, H_kv, D] of any size with a block_table. cache_seqlens is what
+    it holds before the call: an int, int32 [B], or None for all of it. Causal and windows count from the last key there is then.
+
+    With rotary_cos and rotary_sin, k is turned by the angles of its positions, and q by those of cache_seqlens and on where there is
+    causal or a window, else by that of cache_seqlens. cache_batch_idx picks rows of the cache, cache_leftpad hides what is before it.
     """
-    refuse(
-        rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-        rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes, num_splits=num_splits,
+    refuse(alibi_slopes=alibi_slopes, num_splits=num_splits)
+    cache = Cache(
+        k_cache, v_cache, cache_seqlens, k, v, rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx, cache_leftpad, block_table
     )  # fmt: skip
-    setting = Setting(softmax_scale, causal, window_size, softcap)
-    out, lse = forward_cached(q, Cache(k_cache, v_cache, cache_seqlens, k, v), setting)
+    out, lse = forward_cached(q, cache, Setting(softmax_scale, causal, window_size, softcap))
     return (out, lse) if return_softmax_lse else out
 
 
@@ -132,18 +141,19 @@ def _flash_attn_varlen_forward(
     window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None,
     seqused_k=None, zero_tensors=False,
 ):  # fmt: skip
-    """`_flash_attn_forward` over packed sequences."""
+    """`_flash_attn_forward` over packed sequences, or over pages with a block_table."""
     refuse(
-        dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_softmax=return_softmax, block_table=block_table, leftpad_k=leftpad_k,
-        seqused_k=seqused_k, zero_tensors=zero_tensors,
+        dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_softmax=return_softmax, leftpad_k=leftpad_k, seqused_k=seqused_k,
+        zero_tensors=zero_tensors,
     )  # fmt: skip
     packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _quartet(q, k, v, Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap, packing=packing))
+    setting = Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap, packing=packing)
+    return _quartet(q, k, v, setting, block_table)
 
 
-def _quartet(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _quartet(q: Tensor, k: Tensor, v: Tensor, setting: Setting, block_table: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.no_grad():
-        out, lse = forward(q, k, v, setting)
+        out, lse = forward(q, k, v, setting) if block_table is None else forward_paged(q, k, v, setting, block_table)
     return out, lse, q.new_zeros(0), torch.zeros(2, dtype=torch.int64, device=q.device)
 
 
