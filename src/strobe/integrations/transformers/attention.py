@@ -153,7 +153,7 @@ _UNSERVED = {
     "indices": "strobe picks no keys by index; " + SDPA,
     "block_indices": "strobe picks no keys by index; " + SDPA,
     "sinks": "strobe's sinks are one number a head, s_aux; " + SDPA,
-    "block_table": "strobe reads no pages yet; leave max_blocks_per_request at 0",
+    "block_table": "this way in gathers keys through the cache and reads no pages; leave max_blocks_per_request at 0",
     "head_mask": "strobe weighs no heads; " + SDPA,
 }
 
