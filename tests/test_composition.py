@@ -104,6 +104,13 @@ def test_inductor_runs_it_forward_and_backward():
         close(one, expected)
 
 
+def test_inductor_runs_it_without_gradients():
+    """inductor names its own arguments beside the op's."""
+    q, k, v = CALLS["dense"](torch.float64)[:3]
+    with torch._inductor.config.patch(compile_threads=1), torch.no_grad():
+        close(torch.compile(lambda q: strobe.attention(q.sin(), k, v, causal=True), fullgraph=True)(q), strobe.attention(q.sin(), k, v, causal=True))
+
+
 def test_dynamic_lengths_are_compiled_once():
     count = []
 

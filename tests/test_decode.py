@@ -13,6 +13,8 @@ import strobe
 from strobe import ops_decode
 from strobe.appending import AppendCall
 from strobe.decode import DecodeCall, DecodeProblem
+from strobe.errors import UnsupportedProblem
+from strobe.kernels import faults
 from strobe.select import select
 from strobe.target import FAKES
 from strobe.testing import FAMILIES, assert_kernel
@@ -489,3 +491,50 @@ def test_pages_beyond_2_to_the_31_elements():
     far = ops_decode.run(DecodeCall(q, *pools, lengths, table, right=0, kernel="portable"))
     near = ops_decode.run(DecodeCall(q, last[:1], last[1:], lengths, INT([0], device="cuda"), right=0, kernel="portable"))
     assert torch.equal(far[0], near[0]) and torch.equal(far[1], near[1])
+
+
+# ---------------------------------------------------------------- inside torch
+
+
+def _cache(n: int = 16) -> strobe.DenseCache:
+    return strobe.DenseCache(draw(2, 16, 2, 8), draw(2, 16, 2, 8), torch.tensor([n, 5], dtype=torch.int32))
+
+
+def test_a_fault_met_in_inference_mode_is_told_outside(monkeypatch):
+    """Also where it is the first of the process: the word that holds it must not be a tensor of inference mode."""
+    monkeypatch.setattr(faults, "_words", {})
+    with torch.inference_mode():
+        strobe.attention_decode(torch.ones(2, 1, 4, 8), _cache(99))
+    assert len(strobe.last_errors()) == 1
+    strobe.attention_decode(torch.ones(2, 1, 4, 8), _cache(99))
+    assert len(strobe.last_errors()) == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_out_may_be_q(tokens):
+    q, cache = draw(2, tokens, 4, 8), _cache()
+    expected = strobe.attention_decode(q, cache)
+    assert strobe.attention_decode(q, cache, out=q) is q and torch.equal(q, expected)
+
+
+def test_tangents_are_refused_too():
+    cache = _cache()
+    with pytest.raises(UnsupportedProblem, match="gradients through decode"):
+        torch.func.jvp(lambda q: strobe.attention_decode(q, cache), (torch.ones(2, 1, 4, 8),), (torch.ones(2, 1, 4, 8),))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(UnsupportedProblem, match="gradients through decode"):
+        strobe.attention_decode(torch.autograd.forward_ad.make_dual(torch.ones(2, 1, 4, 8), torch.ones(2, 1, 4, 8)), cache)
+
+
+def test_no_query_head_over_two_of_keys():
+    assert strobe.attention_decode(torch.ones(2, 1, 0, 8), _cache()).shape == (2, 1, 0, 8)
+    assert strobe.attention(torch.ones(1, 3, 0, 8), torch.ones(1, 3, 2, 8), torch.ones(1, 3, 2, 8)).shape == (1, 3, 0, 8)
+
+
+def test_inductor_runs_it():
+    def step(q, cache):
+        strobe.append(cache, q[:, :, :2], q[:, :, :2])
+        return strobe.attention_decode(q, cache)
+
+    with torch._inductor.config.patch(compile_threads=1):
+        found = torch.compile(step, fullgraph=True)(torch.ones(2, 1, 4, 8), _cache(3))
+    assert torch.equal(found, step(torch.ones(2, 1, 4, 8), _cache(3)))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .cache import FP8, Held, check_cache, check_tensor
 from .call import DTYPES, FARTHEST, Dense, Paged, accumulator, check_sinks
@@ -153,7 +154,7 @@ class DecodeProblem:
     @property
     def group(self) -> int:
         """Query heads that share a key head."""
-        return self.heads_q // self.heads_kv if self.heads_kv else 1
+        return self.heads_q // self.heads_kv if self.heads_q and self.heads_kv else 1
 
     @property
     def vacuous(self) -> bool:
@@ -204,7 +205,8 @@ class DecodeProblem:
 
 def refuse_gradients(tensors: list[Tensor], what: str) -> None:
     """Caches are read and written outside autograd."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    tangents = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    if tangents or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         raise UnsupportedProblem(f"gradients through {what}: call it under torch.no_grad(), or use strobe.attention for training")
 
 

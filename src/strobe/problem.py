@@ -81,7 +81,7 @@ class Problem:
     @property
     def group(self) -> int:
         """Query heads that share a key head."""
-        return self.heads_q // self.heads_kv if self.heads_kv else 1
+        return self.heads_q // self.heads_kv if self.heads_q and self.heads_kv else 1
 
     @staticmethod
     def from_call(call: Call) -> Problem:

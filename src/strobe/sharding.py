@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
@@ -36,6 +38,12 @@ def _backward(dout, out, lse, dlse, *flat):
     return rules
 
 
+def _heads_divide(call: Call, heads: Shard) -> bool:
+    """Whether each process that heads are spread over has whole groups: the same number of key heads."""
+    apart = [[size for size, placement in zip(t.mesh.shape, t.placements) if placement == heads] for t in call[:3]]  # type: ignore[attr-defined]
+    return call.k.shape[heads.dim] % max(prod(sizes) for sizes in apart) == 0
+
+
 def _placements(call: Call, count: int) -> list[tuple[list, list]]:
     """(outputs, the op's `count` arguments) a rule: all replicated, heads apart, and for dense layouts the batch apart."""
     heads, lse_heads = (Shard(1), Shard(0)) if call.packed else (Shard(2), Shard(1))
@@ -47,7 +55,8 @@ def _placements(call: Call, count: int) -> list[tuple[list, list]]:
         return list(placed if call.sinks is None else placed._replace(sinks=sinks))[:count]
 
     rules = [([Replicate(), Replicate()], tensors(Replicate(), Replicate(), Replicate()))]
-    rules.append(([heads, lse_heads], tensors(heads, Shard(0), Replicate())))
+    if _heads_divide(call, heads):
+        rules.append(([heads, lse_heads], tensors(heads, Shard(0), Replicate())))
     if not call.packed:
         rules.append(([Shard(0), Shard(0)], tensors(Shard(0), Replicate(), Shard(0))))
     return rules

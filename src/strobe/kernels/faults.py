@@ -30,7 +30,10 @@ _words: dict[torch.device, Tensor] = {}
 def word(device: torch.device) -> Tensor:
     """The device's error word, int32 [1]; made on first use and kept, so that captured graphs may hold its address."""
     known = _words.get(device)
-    return known if known is not None else _words.setdefault(device, torch.zeros(1, dtype=torch.int32, device=device))  # one, even where threads race
+    if known is not None:
+        return known
+    with torch.inference_mode(False):  # or nobody outside could clear it
+        return _words.setdefault(device, torch.zeros(1, dtype=torch.int32, device=device))  # one, even where threads race
 
 
 def report(device: torch.device, bits: int) -> None:

@@ -31,6 +31,8 @@ class Keys(NamedTuple):
 def run(plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:
     problem: DecodeProblem = plan.problem
     out, lse = tensors
+    if out.untyped_storage().data_ptr() == call.q.untyped_storage().data_ptr():  # out=q
+        call = call._replace(q=call.q.clone())
     out.zero_()
     lse.copy_(call.sinks[None, :, None].expand_as(lse)) if call.sinks is not None else lse.fill_(-torch.inf)
     for b, (start, stop) in enumerate(_spans(call, problem)):
