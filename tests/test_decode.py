@@ -25,13 +25,6 @@ INT = lambda *values, device="cpu": torch.tensor(values, dtype=torch.int32, devi
 FP64 = 100 * 2.0**-53  # float64 against float64: as test_metamorphic.py
 
 
-@pytest.fixture(autouse=True)
-def no_error_is_left_over():
-    strobe.last_errors()
-    yield
-    strobe.last_errors()
-
-
 def draw(*shape, seed=0, dtype=torch.float32, device="cpu"):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
 
@@ -198,7 +191,6 @@ def test_an_empty_pool(device, kernel):
 @pytest.mark.parametrize("batch, tokens, heads, columns", [(0, 1, 2, 3), (2, 0, 2, 3), (2, 1, 0, 3), (2, 3, 2, 0)], ids=str)
 def test_sizes_of_0(batch, tokens, heads, columns, device, kernel):
     """No sequence, no token, no head, no room: results have their shapes, and what they hold is 0 and -inf, or the sink."""
-    strobe.last_errors()  # of the tests before
     pool = draw(4, 2, heads, 8, device=device)
     table, lengths = torch.zeros(batch, columns, dtype=torch.int32, device=device), torch.zeros(batch, dtype=torch.int32, device=device)
     cache, q = strobe.PagedCache(pool, pool.clone(), table, lengths), torch.ones(batch, tokens, heads, 8, device=device)

@@ -162,6 +162,20 @@ def test_only_kernels_import_a_dsl():
             assert dsl == [], name
 
 
+def test_a_form_prints_all_that_it_holds():
+    """Triton tells compiled kernels apart by the text of their constants: two forms that print alike would be one kernel."""
+    forms = [
+        found
+        for name in FILES
+        if _within(name, "kernels") and "config" in name
+        for found in vars(importlib.import_module(f"strobe.{name}")).values()
+        if isinstance(found, type) and found.__name__.endswith("Form")
+    ]
+    assert len(forms) >= 5
+    for form in forms:
+        assert form.__str__ is object.__str__ and "__dataclass_fields__" in vars(form), form
+
+
 def test_only_the_dialect_opens_the_experimental_door():
     for name in FILES:
         if not _within(name, "kernels.device.dialect", "sim"):

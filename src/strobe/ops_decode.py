@@ -15,12 +15,11 @@ from .cache import FP8
 from .call import accumulator
 from .decode import DecodeCall, DecodeProblem, refuse_gradients
 from .kernels.kernel import Forward
-from .ops import LIBRARY, _check_out, _launch, _schema
+from .ops import LIBRARY, MOST_CHOICES, _check_out, _launch, _schema
 from .problem import ALIGNMENT
 from .select import Choice, select
 from .target import Target
 
-_MOST_CHOICES = 4096
 _choices: dict[tuple | None, Choice] = {}
 AnyCall = TypeVar("AnyCall", DecodeCall, AppendCall)
 
@@ -42,7 +41,7 @@ def _decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
     choice = _choices.get(key)
     if choice is None:
         choice = select(problem_of(call), Target.of(call[0].device))
-        if len(_choices) >= _MOST_CHOICES:
+        if len(_choices) >= MOST_CHOICES:
             _choices.clear()
         if key is not None:
             _choices[key] = choice
@@ -52,9 +51,7 @@ def _decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
 def _raw_key(call: DecodeCall | AppendCall) -> tuple:
     """All of a call that its problem is made of; strides and addresses matter where q, k_new, k and v are read by wide loads."""
     k, v = call.k, call.v
-    about = [
-        (field.shape, field.dtype, field.device) if isinstance(field, Tensor) else field for field in call
-    ]  # fmt: skip
+    about = [(field.shape, field.dtype, field.device) if isinstance(field, Tensor) else field for field in call]
     return type(call), *about, call[0].stride(), k.stride(), v.stride(), (k.data_ptr() | v.data_ptr()) % ALIGNMENT
 
 

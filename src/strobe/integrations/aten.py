@@ -66,7 +66,7 @@ def cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=
 
 
 def _as_torch(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
-    """Whether cpu.forward would hand these to torch's own kernel just so: its host code is then 6 us a call for nothing."""
+    """Whether cpu.forward would hand these to torch's own kernel just so: its host code would be for nothing."""
     shape, rows = key.shape, query.shape
     alike = shape[2] >= flash.FEWEST_KEYS and value.shape == shape and rows[1] == shape[1] and not (is_causal and rows[2] != shape[2])
     return alike and query.numel() > 0  # of no rows torch's kernel divides by zero

@@ -404,8 +404,7 @@ def at_once(target: Target) -> int:
 def _rises(problem: Problem, target: Target, tuning: BackwardTuning) -> bool:
     """Whether ordered programs take the first keys first, though they wait for those after them: the longest then begin first.
 
-    In a model of the queue, causal 8k of 32 heads takes 1.05 of the unordered time so and 1.18 the other way. All of a head's programs must
-    run at once. With grouped heads those that come late hold up those that came early: 1.6.
+    All of a head's programs must run at once. With grouped heads those that come late would hold up those that came early.
     """
     causal = problem.mask.right and not problem.mask.left
     if problem.packed or not causal or problem.group > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from ...target import KIB, Target
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, no_triton
 from .decode_config import APPEND as APPEND
 from .decode_config import DECODE as DECODE
-from .tunings import Tuning, backward_tuning, forward_tuning, padded
+from .tunings import Tuning, Widths, backward_tuning, forward_tuning
 
 LEAST_CAPABILITY = 80
 MOST_WIDTH = 256
@@ -23,7 +22,7 @@ LEAST_TILE = 16  # a product takes no smaller side
 
 
 @dataclass(frozen=True)
-class Form:
+class Form(Widths):
     """All that a compiled kernel holds as constants: tile sizes and the shape of the problem, never its sizes."""
 
     tuning: Tuning
@@ -36,20 +35,6 @@ class Form:
     sinks: bool
     packed: bool
     sign: int  # of the scale
-
-    @property
-    def block_d(self) -> int:
-        return padded(self.head_dim)
-
-    @property
-    def block_dv(self) -> int:
-        return padded(self.head_dim_v)
-
-    @property
-    def accumulator(self) -> Any:
-        import triton.language as tl
-
-        return tl.float64 if self.dtype == "float64" else tl.float32
 
     # no __str__ of its own: Triton tells compiled kernels apart by the text of their constants, so it must hold every field
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ...knobs import KNOBS
 from ...mask import NO_BOUND
 from ...target import KIB, Target
 from ..kernel import Buffer, Cost, Forward, Plan, append_cost, decode_cost, no_triton
-from .tunings import padded
+from .tunings import Widths, padded
 
 LEAST_CAPABILITY = 80
 FIRST_FP8 = 89  # compute capability whose instructions convert 8-bit floats; before it their bits are taken apart
@@ -41,7 +41,7 @@ WIDE_TUNINGS = TUNINGS[4:]  # float32 and float64: products on ordinary units, f
 
 
 @dataclass(frozen=True)
-class DecodeForm:
+class DecodeForm(Widths):
     """All that the compiled kernels hold as constants."""
 
     block_m: int
@@ -75,20 +75,6 @@ class DecodeForm:
         """Splits whose shares of a tile are loaded at a time: 128 bytes a thread."""
         size = 8 if self.dtype == "float64" else 4
         return max(1, min(16, 128 * 32 * self.warps // (self.block_m * self.block_dv * size)))
-
-    @property
-    def block_d(self) -> int:
-        return padded(self.head_dim)
-
-    @property
-    def block_dv(self) -> int:
-        return padded(self.head_dim_v)
-
-    @property
-    def accumulator(self) -> Any:
-        import triton.language as tl
-
-        return tl.float64 if self.dtype == "float64" else tl.float32
 
 
 @dataclass(frozen=True)
@@ -221,7 +207,7 @@ class PortableDecode:
 
 
 @dataclass(frozen=True)
-class AppendForm:
+class AppendForm(Widths):
     """All that the compiled kernel holds as constants."""
 
     dtype: str
@@ -232,19 +218,10 @@ class AppendForm:
     rotary_dim: int
     interleaved: bool
 
-    @property
-    def block_d(self) -> int:
-        return padded(self.head_dim)
 
-    @property
-    def block_dv(self) -> int:
-        return padded(self.head_dim_v)
-
-    @property
-    def accumulator(self) -> Any:
-        import triton.language as tl
-
-        return tl.float64 if self.dtype == "float64" else tl.float32
+@dataclass(frozen=True)
+class AppendConfig:
+    form: AppendForm
 
     def __str__(self) -> str:
         return "one program a token and head"
@@ -256,14 +233,15 @@ class PortableAppend:
     def why_not(self, problem: AppendProblem, target: Target) -> str | None:
         return _why_not(problem, target)
 
-    def config(self, problem: AppendProblem, target: Target) -> AppendForm:
+    def config(self, problem: AppendProblem, target: Target) -> AppendConfig:
         widths = problem.head_dim, problem.head_dim_v
-        return AppendForm(DTYPES[problem.dtype], problem.cache_dtype == FP8, *widths, problem.paged, problem.rotary_dim, problem.interleaved)
+        rotary = problem.rotary_dim, problem.interleaved
+        return AppendConfig(AppendForm(DTYPES[problem.dtype], problem.cache_dtype == FP8, *widths, problem.paged, *rotary))
 
     def cost(self, problem: AppendProblem) -> Cost:
         return append_cost(problem)
 
-    def workspace(self, problem: AppendProblem, config: AppendForm) -> tuple[Buffer, ...]:
+    def workspace(self, problem: AppendProblem, config: AppendConfig) -> tuple[Buffer, ...]:
         return ()
 
     def run(self, plan: Plan, call: AppendCall, tensors: None, workspace: dict[str, Tensor]) -> None:

@@ -50,7 +50,7 @@ def run_append(plan: Plan, call: AppendCall) -> None:
 
 
 def append_launch(plan: Plan, call: AppendCall, word: Tensor) -> Launch:
-    problem, form = plan.problem, plan.config
+    problem, form = plan.problem, plan.config.form
     layout = problem.layout
     k, v = (_stored(pool, form.eight_bits) for pool in (call.k, call.v))
     angles: tuple[Any, ...] = (0, 0, 0) if call.cos is None or call.sin is None else (call.cos.stride(0), call.sin.stride(0), call.cos.shape[0])

@@ -9,6 +9,7 @@ against 469 for 128 x 128 with 8 warps); TMA instead of cp.async is worth 20 % (
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -88,6 +89,28 @@ def backward_tuning(problem: Problem, target: Target) -> tuple[Tuning, Tuning]:
 def _row(problem: Problem, target: Target) -> Row:
     rows = WIDE.get(problem.dtype) or BY_CAPABILITY.get(target.capability, AMPERE)
     return next(row for row in rows if row.width >= max(padded(problem.head_dim), padded(problem.head_dim_v)))
+
+
+class Widths:
+    """What follows from a form's head_dim, head_dim_v and dtype."""
+
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+
+    @property
+    def block_d(self) -> int:
+        return padded(self.head_dim)
+
+    @property
+    def block_dv(self) -> int:
+        return padded(self.head_dim_v)
+
+    @property
+    def accumulator(self) -> Any:
+        import triton.language as tl
+
+        return tl.float64 if self.dtype == "float64" else tl.float32
 
 
 def padded(width: int) -> int:
