@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .cache import FP8, Held, Rotary, check_cache, check_tensor
+from .cache import FP8, Held, OfCache, Rotary, check_cache, check_tensor
 from .call import DTYPES, Dense, Paged
 from .errors import InvalidProblem, wrong_type
 
@@ -100,7 +100,7 @@ def _check_rotary(call: AppendCall) -> None:
 
 
 @dataclass(frozen=True)
-class AppendProblem:
+class AppendProblem(OfCache):
     """Everything about a write but its data."""
 
     layout: Dense | Paged
@@ -125,19 +125,6 @@ class AppendProblem:
             (call.k_scale is not None, call.v_scale is not None),
             0 if call.cos is None else 2 * call.cos.shape[1], call.interleaved, call.kernel,
         )  # fmt: skip
-
-    @property
-    def paged(self) -> bool:
-        return isinstance(self.layout, Paged)
-
-    @property
-    def page_size(self) -> int:
-        return self.layout.page_size if isinstance(self.layout, Paged) else self.layout.seqlen_k
-
-    @property
-    def capacity(self) -> int:
-        """Keys that a sequence may hold."""
-        return self.layout.max_pages * self.layout.page_size if isinstance(self.layout, Paged) else self.layout.seqlen_k
 
     @property
     def vacuous(self) -> bool:

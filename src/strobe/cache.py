@@ -136,6 +136,26 @@ def to_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
     return (x if scale is None else x / scale[:, None].to(x.dtype)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
+class OfCache:
+    """What follows from the layout of a problem on a cache."""
+
+    layout: Dense | Paged
+
+    @property
+    def paged(self) -> bool:
+        return isinstance(self.layout, Paged)
+
+    @property
+    def page_size(self) -> int:
+        """Keys that lie in one piece; a dense cache's row is one page."""
+        return self.layout.page_size if isinstance(self.layout, Paged) else self.layout.seqlen_k
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a sequence may hold."""
+        return self.layout.max_pages * self.layout.page_size if isinstance(self.layout, Paged) else self.layout.seqlen_k
+
+
 # ---------------------------------------------------------------- the door of a cache
 
 

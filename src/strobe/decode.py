@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .cache import FP8, Held, check_cache, check_tensor
+from .cache import FP8, Held, OfCache, check_cache, check_tensor
 from .call import DTYPES, FARTHEST, Dense, Paged, accumulator, check_sinks
 from .errors import InvalidProblem, UnsupportedProblem
 from .mask import NO_BOUND
@@ -80,7 +80,7 @@ def check(call: DecodeCall) -> Dense | Paged:
 
 
 @dataclass(frozen=True)
-class DecodeProblem:
+class DecodeProblem(OfCache):
     """Everything about a call but its data: lengths and page ids live on the device, so plans are made from shapes alone.
 
     >>> k = torch.empty(2, 128, 2, 64)
@@ -136,20 +136,6 @@ class DecodeProblem:
             batch_invariant=call.batch_invariant,
             kernel=call.kernel,
         )
-
-    @property
-    def paged(self) -> bool:
-        return isinstance(self.layout, Paged)
-
-    @property
-    def page_size(self) -> int:
-        """Keys that lie in one piece; a dense cache's row is one page."""
-        return self.layout.page_size if isinstance(self.layout, Paged) else self.layout.seqlen_k
-
-    @property
-    def capacity(self) -> int:
-        """Keys that a sequence may hold."""
-        return self.layout.max_pages * self.layout.page_size if isinstance(self.layout, Paged) else self.layout.seqlen_k
 
     @property
     def group(self) -> int:
