@@ -91,9 +91,9 @@ def test_a_cpu_runs_its_own():
 
 
 def test_a_hopper_forward_has_the_hopper_backward_where_that_can_run():
-    for call, backward in ((_dense(needs_grad=True), "hopper.backward"), (_dense(needs_grad=True, deterministic=True), "portable.backward")):
-        choice = chosen(call)
-        assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == ("hopper.forward", backward)
+    for options in ({}, {"deterministic": True}, {"batch_invariant": True}):
+        choice = chosen(_dense(needs_grad=True, **options))
+        assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == ("hopper.forward", "hopper.backward")
 
 
 def test_kernels_asked_for_by_name():
@@ -154,8 +154,6 @@ def test_each_reason_against_the_hopper_forward(name):
 
 REFUSED_BACKWARD = {
     "dtype": (_dense(dtype=torch.float32), "float16 and bfloat16 only; this is float32"),
-    "deterministic": (_dense(deterministic=True), 'adds up dq in order where kernel="hopper" asks for it'),
-    "batch_invariant": (_dense(batch_invariant=True), 'adds up dq in order where kernel="hopper" asks for it'),
     **{name: REFUSED[name] for name in ("scale", "no scale", "documents", "prefix", "alignment", "expanded")},
 }
 

@@ -431,8 +431,6 @@ def _splits(problem: Problem, target: Target, tuning: BackwardTuning) -> int:
 
 
 def _shape_backward(problem: Problem) -> str | None:
-    if (problem.deterministic or problem.batch_invariant) and not problem.kernel:
-        return 'adds up dq in order where kernel="hopper" asks for it; that has run in the simulator only'
     if problem.out_dtype != problem.dtype:  # which the forward cannot write, but the backward can read
         problem = replace(problem, out_dtype=problem.dtype)
     return _shape(problem)
