@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from test_reliability import sparse
 import strobe
 from strobe import ops_decode
 from strobe.appending import AppendCall
+from strobe.cache import FP8
+from strobe.call import Dense
 from strobe.decode import DecodeCall, DecodeProblem
 from strobe.errors import UnsupportedProblem
 from strobe.kernels import faults
+from strobe.kernels.hopper.decode_config import DECODE as HOPPER
 from strobe.select import select
 from strobe.target import FAKES
 from strobe.testing import FAMILIES, assert_kernel
@@ -208,11 +212,11 @@ def test_sizes_of_0(batch, tokens, heads, columns, device, kernel):
 # ---------------------------------------------------------------- the same bits
 
 
-def alone_and_elsewhere(seed: int, device: str, kernel: str, most: int = 300) -> None:
+def alone_and_elsewhere(seed: int, device: str, kernel: str, most: int = 300, dtypes=(torch.float32, torch.bfloat16, torch.float16)) -> None:
     """A sequence alone, in a batch, left padded, and in pages of two sizes: one set of bits; on a CPU those of the prefill's last rows too."""
     g = torch.Generator().manual_seed(seed)
     roll = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
-    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+    dtype = dtypes[seed % len(dtypes)]
     n, tokens, heads_kv, group, width = roll(1, most), roll(1, 6), roll(1, 4), roll(1, 5), (8, 24)[seed % 2]
     options = ({}, {"left": 20}, {"softcap": 3.0}, {"scale": 0.3}, {"right": -1})[seed % 5]
     call = lambda *fields: ops_decode.run(DecodeCall(*fields, **{"right": 0, "batch_invariant": True, "kernel": kernel, **options}))
@@ -287,14 +291,38 @@ def test_a_prefix_attended_once_for_all_sequences(device, kernel):
 # ---------------------------------------------------------------- selection, the ops and torch
 
 
-def test_every_gpu_runs_the_portable_decode_and_says_so():
+def test_every_gpu_runs_the_portable_decode_but_hopper():
     k = torch.empty(2, 4096, 2, 64)
     problem = DecodeProblem.from_call(DecodeCall(torch.empty(2, 1, 8, 64), k, k, INT(1, 2), right=0))
     for name, target in FAKES.items():
         chosen = select(problem, target).forward.kernel.name
-        assert chosen == ("cpu.decode" if name == "CPU" else "portable.decode")
-    text = str(select(problem, FAKES["H200"]))
+        assert chosen == ("cpu.decode" if name == "CPU" else "portable.decode")  # float32
+    half = replace(problem, dtype=torch.float16, cache_dtype=torch.float16, out_dtype=torch.float16)
+    for name, target in FAKES.items():
+        chosen = select(half, target).forward.kernel.name
+        assert chosen == ("cpu.decode" if name == "CPU" else "hopper.decode" if target.capability == 90 else "portable.decode")
+    text = str(select(half, FAKES["H200"]))
     assert "decode B=2 T=1 S_max=4096" in text and "splits of" in text and "memory-bound" in text
+
+
+REFUSED_ON_HOPPER = {
+    "dtype": (dict(dtype=torch.float32, cache_dtype=torch.float32, out_dtype=torch.float32), "float16 and bfloat16 queries only; these are float32"),
+    "head_dim": (dict(head_dim=264, head_dim_v=264), "head dimensions up to 256; this is 264/264"),
+    "rows": (dict(head_dim=20), "copies 16 bytes at a time"),
+    "rows of 8 bits": (dict(cache_dtype=FP8, head_dim=72), "copies 16 bytes at a time"),
+    "alignment": (dict(alignment=8), "addresses and strides are multiples of 8"),
+    "keys": (dict(layout=Dense(1, 1, 2**30)), "sequences of fewer than 2^30 keys"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ON_HOPPER)
+def test_each_reason_against_the_hopper_decode(name):
+    k = torch.empty(2, 4096, 2, 64, dtype=torch.bfloat16, device="meta")
+    call = DecodeCall(torch.empty(2, 1, 8, 64, dtype=torch.bfloat16, device="meta"), k, k, torch.empty(2, dtype=torch.int32, device="meta"), right=0)
+    problem = DecodeProblem.from_call(call)
+    assert HOPPER.why_not(problem, FAKES["H200"]) is None and HOPPER.why_not(problem, FAKES["B200"]) == "made for sm_90; this target is sm_100"
+    changes, words = REFUSED_ON_HOPPER[name]
+    assert words in HOPPER.why_not(replace(problem, **changes), FAKES["H200"])
 
 
 def test_float64_over_8_bits_is_refused_on_gpus():
@@ -304,13 +332,14 @@ def test_float64_over_8_bits_is_refused_on_gpus():
         select(DecodeProblem.from_call(call), FAKES["H200"])
 
 
-def test_a_family_without_a_decode_kernel_says_so():
+def test_a_family_that_cannot_decode_here_says_so():
     k = torch.empty(2, 8, 2, 16)
     cache = strobe.DenseCache(k, k, INT(1, 2))
-    with pytest.raises(strobe.UnsupportedProblem, match=r"hopper\.decode +there is none\n"):
+    with pytest.raises(strobe.UnsupportedProblem, match=r"hopper\.decode +made for sm_90; this target is a CPU\n"):
         strobe.attention_decode(torch.empty(2, 1, 2, 16), cache, kernel="hopper")
     with pytest.raises(
-        strobe.InvalidProblem, match=r"kernel: got 'cpu\.forward', expected one of hopper, portable, cpu, portable\.decode, cpu\.decode"
+        strobe.InvalidProblem,
+        match=r"kernel: got 'cpu\.forward', expected one of hopper, portable, cpu, hopper\.decode, portable\.decode, cpu\.decode",
     ):
         strobe.attention_decode(torch.empty(2, 1, 2, 16), cache, kernel="cpu.forward")
 

@@ -28,7 +28,7 @@ LAYERS = (
     ("problem", "merge", "cache"),
     ("decode", "appending"),
     ("reference",),
-    ("kernels.kernel", "kernels.faults", "kernels.counters", "kernels.relaunch"),
+    ("kernels.kernel", "kernels.faults", "kernels.counters", "kernels.relaunch", "kernels.decoding"),
     ("kernels.device",),
     ("kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
     ("kernels",),

@@ -12,7 +12,8 @@ import torch
 from hopper_cases import CAUSAL, H200
 from torch import Tensor
 
-from strobe import ops, reference
+from strobe import ops, ops_decode, reference
+from strobe.decode import DecodeCall
 from strobe.proof.simulate import posing
 from strobe.testing import Case
 
@@ -88,6 +89,26 @@ def backward_ordered() -> tuple[Tensor, ...]:
     return _backward(256, 192, 256, deterministic=True, mask=CAUSAL)
 
 
+def _decode(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    draw = torch.Generator().manual_seed(4)
+    columns = 26
+    q, k, v = (torch.randn(shape, generator=draw).to(torch.bfloat16) for shape in ((1, 1, 4, 64), (columns, 16, 1, 64), (columns, 16, 1, 64)))
+    table = torch.randperm(columns, generator=draw).int()[None]
+    call = DecodeCall(q, k.to(dtype), v.to(dtype), torch.tensor([410], dtype=torch.int32), table, right=0, kernel="hopper")
+    with posing(H200):
+        return ops_decode.run(call)
+
+
+def decode_pages() -> tuple[Tensor, ...]:
+    """Two splits of four tiles of keys, the last in part, for rings of three stages; the last to finish joins them."""
+    return _decode()
+
+
+def decode_float8() -> tuple[Tensor, ...]:
+    """Keys and values widened in registers."""
+    return _decode(torch.float8_e4m3fn)
+
+
 class Scene(NamedTuple):
     """A name, the GPU it is for, what runs it, the file whose statements are mutated, whether its sums must have an order, and whether TMA
     needs a fence after loads."""
@@ -102,6 +123,7 @@ class Scene(NamedTuple):
 
 FORWARD = "../../src/strobe/kernels/hopper/forward.py"
 BACKWARD = "../../src/strobe/kernels/hopper/backward.py"
+DECODE = "../../src/strobe/kernels/hopper/decode.py"
 SCHEDULE = "../../src/strobe/kernels/device/schedule.py"
 SCENES = (
     *(Scene(run.__name__, "sm_90", run, FORWARD) for run in (forward_d128, forward_d64_causal, forward_d256, forward_few_rows)),
@@ -109,4 +131,5 @@ SCENES = (
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_d256, backward_d192_128)),
     Scene("backward_split", "sm_90", backward_split, BACKWARD),
     Scene("backward_ordered", "sm_90", backward_ordered, BACKWARD, ordered=True),
+    *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),
 )

@@ -1,4 +1,4 @@
-"""The portable decode's own source in the simulator, several CTAs in flight: who joins the shares of a tile has seen them all."""
+"""The decodes' own sources in the simulator, several CTAs in flight: who joins the shares of a tile has seen them all."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/, whose files are shared
 from decoding import on as run_on
 
+from strobe.cache import FP8
 from strobe.decode import DecodeCall, DecodeProblem
 from strobe.kernels import counters
+from strobe.kernels.hopper import decode_config as config
+from strobe.proof.simulate import READ_FENCES
 from strobe.select import select
 from strobe.sim import simulate
 from strobe.target import FAKES
@@ -28,16 +31,16 @@ NAMES = ("dense", "dense_tokens_5", "dense_softcap_sinks", "dense_left_padded", 
 def simulated(call: DecodeCall, schedule: tuple[str, int], monkeypatch) -> list:
     """What the simulator objects to; out and lse are held to the oracle, and counters are 0 again."""
     held = torch.zeros(4096, dtype=torch.int32)
-    monkeypatch.setattr("strobe.kernels.portable.launch_decode.zeros_on", lambda device, count: held[:count])
-    with simulate("sm_90", *schedule, sms=3, check=False) as run:
+    monkeypatch.setattr(f"strobe.kernels.{call.kernel}.launch_decode.zeros_on", lambda device, count: held[:count])
+    with simulate("sm_90", *schedule, sms=3, check=False, checks=READ_FENCES) as run:
         results = run_on(H200, call)
     assert_decode_as_good_as(results, call)
     assert run.launches == ["decode_kernel"] and not held.any()
     return run.reports
 
 
-def built(name: str, n: int) -> DecodeCall:
-    return DECODES[name].build("cpu", (torch.bfloat16, torch.float16)[n % 2], FAMILIES[n % 5], n, "portable")
+def built(name: str, n: int, kernel: str = "portable", invariant: bool = False) -> DecodeCall:
+    return DECODES[name].build("cpu", (torch.bfloat16, torch.float16)[n % 2], FAMILIES[n % 5], n, kernel, invariant)
 
 
 @pytest.mark.parametrize("n, name", list(enumerate(NAMES)), ids=NAMES)
@@ -52,6 +55,67 @@ def test_the_last_to_finish_has_seen_all_shares(n, name, monkeypatch):
 def test_under_every_schedule(name, monkeypatch):
     for n, schedule in enumerate(NIGHTLY):
         assert simulated(built(name, n), schedule, monkeypatch) == []
+
+
+ON_HOPPER = [name for name in DECODES if name not in ("dense_odd_widths", "dense_odd_offset")]  # whose rows are no whole 16 bytes
+EACH_COMMIT = (
+    "dense", "dense_tokens_5", "dense_tokens_40_group_3", "dense_window", "dense_window_right", "dense_softcap_sinks", "dense_left_padded",
+    "dense_scale_negative", "dense_partial", "dense_nothing", "dense_no_room", "dense_fp8", "pages_of_1", "pages_of_13",
+    "pages_of_64_heads_first", "pages_window_softcap_sinks", "pages_lost", "pages_fp8", "pages_fp8_window_sinks", "pages_one_head",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("n, name", list(enumerate(EACH_COMMIT)), ids=EACH_COMMIT)
+def test_the_hopper_decode(n, name, monkeypatch):
+    assert simulated(built(name, n, "hopper", invariant=n % 4 == 3), SCHEDULES[n % 3], monkeypatch) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("n, name", list(enumerate(ON_HOPPER)), ids=ON_HOPPER)
+def test_the_hopper_decode_under_every_schedule(n, name, monkeypatch):
+    for turn, schedule in enumerate(NIGHTLY):
+        assert simulated(built(name, n + turn, "hopper"), schedule, monkeypatch) == []
+
+
+def wide_call(head_dim: int, head_dim_v: int, dtype: torch.dtype, page_size: int) -> DecodeCall:
+    """Rings that wrap and splits in number, at a width that has a layout of its own."""
+    draw = torch.Generator().manual_seed(head_dim + page_size)
+    keys = 640 // max(1, page_size) * max(1, page_size)
+    k, v = (torch.randn(2, keys, 1, width, generator=draw).to(dtype) for width in (head_dim, head_dim_v))
+    table = None
+    if page_size:
+        table = torch.randperm(2 * keys // page_size, generator=draw).int()
+        k, v = (torch.empty_like(t := x.view(-1, page_size, 1, x.shape[-1])).index_copy_(0, table.long(), t) for x in (k, v))
+        table = table.view(2, -1)
+    q = torch.randn(2, 2, 4, head_dim, generator=draw).bfloat16()
+    return DecodeCall(q, k, v, torch.tensor([keys, 70], dtype=torch.int32), table, right=0, kernel="hopper")
+
+
+WIDTHS = [(64, 64, 16), (96, 96, 0), (128, 128, 128), (192, 128, 48), (256, 256, 1), (32, 8, 16)]
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v, page_size", WIDTHS)
+def test_the_hopper_decode_at_every_width(head_dim, head_dim_v, page_size, monkeypatch):
+    assert simulated(wide_call(head_dim, head_dim_v, torch.bfloat16, page_size), SCHEDULES[page_size % 3], monkeypatch) == []
+
+
+def test_queries_over_8_bits_are_scaled_into_float16(monkeypatch):
+    """Rows of q far beyond float16, rows of almost nothing, and rows of 0: powers of two change no bit of them."""
+    call = wide_call(64, 64, torch.bfloat16, 16)
+    call = call._replace(k=call.k.to(FP8), v=call.v.to(FP8), k_scale=torch.ones(1), v_scale=torch.ones(1))
+    q = call.q.clone()
+    q[0, 0, 0] *= 2.0**60
+    q[0, 1, 1] *= 2.0**-70
+    q[1, 1] = 0.0
+    assert simulated(call._replace(q=q, scale=2.0**-62), SCHEDULES[0], monkeypatch) == []
+
+
+def test_offsets_beyond_32_bits_are_of_64(monkeypatch):
+    call = wide_call(64, 64, torch.bfloat16, 16)
+    assert config.furthest(DecodeProblem.from_call(call)) < 2**20
+    monkeypatch.setattr(config, "furthest", lambda problem: 2**31)
+    assert not select(DecodeProblem.from_call(call), H200).forward.config.form.near
+    assert simulated(call, SCHEDULES[1], monkeypatch) == []
 
 
 def test_counters_are_kept_and_of_one_size_or_another():

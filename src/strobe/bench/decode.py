@@ -52,17 +52,21 @@ class DecodeCase:
         held = 2 * self.batch * self.keys * self.heads_kv * self.head_dim * (1 if self.fp8 else self.dtype.itemsize)
         return max(1, ceil(COLD_BYTES / held))
 
-    def inputs(self, device: torch.device, seed: int = 0) -> tuple[Rows, PagedCache]:
-        """One cache, in rows and in shuffled pages."""
-        draw = torch.Generator(device).manual_seed(seed)
-        shape = (self.batch, self.keys, self.heads_kv, self.head_dim)
-        q, k, v = (torch.randn(s, device=device, generator=draw).to(self.dtype) for s in ((self.batch, 1, self.heads_q, self.head_dim), shape, shape))
+    def inputs(self, device: torch.device, count: int = 1) -> list[tuple[Rows, PagedCache]]:
+        """`count` caches of one page table and one set of lengths, as the layers of a model share them; each in rows and in shuffled pages."""
+        draw = torch.Generator(device).manual_seed(0)
         columns = -(-self.keys // self.page_size)
         table = torch.randperm(self.batch * columns, device=device, generator=draw).to(torch.int32)
         lengths = torch.full((self.batch,), self.keys, dtype=torch.int32, device=device)
+        return [self._layer(draw, table.view(self.batch, columns), lengths) for _ in range(count)]
+
+    def _layer(self, draw: torch.Generator, table: Tensor, lengths: Tensor) -> tuple[Rows, PagedCache]:
+        shape = (self.batch, self.keys, self.heads_kv, self.head_dim)
+        shapes = ((self.batch, 1, self.heads_q, self.head_dim), shape, shape)
+        q, k, v = (torch.randn(s, device=draw.device, generator=draw).to(self.dtype) for s in shapes)
         held_k, held_v, k_scale, v_scale = quantize_kv(k, v) if self.fp8 else (k, v, None, None)
-        pool_k, pool_v = (self._pooled(t, table) for t in (held_k, held_v))
-        return (q, k, v), PagedCache(pool_k, pool_v, table.view(self.batch, columns), lengths, k_scale, v_scale)
+        pool_k, pool_v = (self._pooled(t, table.view(-1)) for t in (held_k, held_v))
+        return (q, k, v), PagedCache(pool_k, pool_v, table, lengths, k_scale, v_scale)
 
     def _pooled(self, t: Tensor, table: Tensor) -> Tensor:
         stored = t.view(torch.uint8) if self.fp8 else t
@@ -143,7 +147,7 @@ def measure(case: DecodeCase, rivals: dict[str, Callable[[Rows], Function]], opt
     """The row of a case: ours beside every rival; a rival that cannot run it stands in "refused" with its reason."""
     on_gpu = options.device.type == "cuda"
     with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(options.device)) if on_gpu else nullcontext():
-        inputs = [case.inputs(options.device, seed) for seed in range(case.copies)]
+        inputs = case.inputs(options.device, case.copies)
         keywords: dict = dict(batch_invariant=case.batch_invariant, kernel=options.kernel)
         ours = lambda rows, cache: lambda: api_decode.attention_decode(rows[0], cache, **keywords)
         refused = dict.fromkeys(rivals, "reads no keys of 8 bits") if case.fp8 else {}

@@ -9,7 +9,6 @@ from importlib import import_module
 from .kernel import Kernel
 
 # family: its kernels stand in strobe/kernels/FAMILY/config.py as FORWARD, BACKWARD, DECODE and APPEND; it may lack any of them.
-# hopper has no DECODE yet: one that stands there is asked before the portable one, and nothing else need change.
 FAMILIES = ("hopper", "portable", "cpu")
 
 
@@ -22,7 +21,7 @@ def kernels(direction: str) -> tuple[Kernel, ...]:
     >>> [kernel.name for kernel in kernels("backward")]
     ['hopper.backward', 'portable.backward', 'cpu.backward']
     >>> [kernel.name for kernel in kernels("decode")]
-    ['portable.decode', 'cpu.decode']
+    ['hopper.decode', 'portable.decode', 'cpu.decode']
     """
     found = (getattr(import_module(f"strobe.kernels.{family}.config"), direction.upper(), None) for family in FAMILIES)
     return tuple(kernel for kernel in found if kernel is not None)

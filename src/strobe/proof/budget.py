@@ -31,6 +31,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "portable": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
     "portable.decode": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
     "hopper": ("sm_90",),
+    "hopper.decode": ("sm_90",),
 }
 ON_EVERY_TARGET = "d128 causal"  # what each commit compiles for every target; all other cases it compiles for WITH_ALL_CASES
 WITH_ALL_CASES = "sm_90"
@@ -141,8 +142,20 @@ DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
     "append rotary float8 to rows": lambda: _append(0, FP8, True),
 }
 
+# For the Hopper decode: every way to find a key, each number of query rows, each width, splits and none.
+HOPPER_DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
+    name: case for name, case in DECODES.items() if name.startswith(("d128", "d256 pages", "d64 rows"))
+} | {
+    "d64 pages of 16, float16": lambda: _decode(64, 16, dtype=torch.float16),
+    "d128 pages of 13, partial": lambda: _decode(128, 13, keys=13 * 300, partial=True),
+    "d192/128 pages of 16": lambda: _decode(192, 16)._replace(v=torch.empty(256, 16, 8, 128, dtype=torch.bfloat16)),
+    "d256 8 tokens, one key head": lambda: _decode(256, 0, 8, heads=(4, 1)),
+    "d128 float8 rows": lambda: _decode(128, cache_dtype=FP8),
+    "d256 float8, pages of 16": lambda: _decode(256, 16, cache_dtype=FP8),
+}
+
 # family: the calls it is compiled for
-CASES_OF = {"portable": CASES, "portable.decode": DECODES, "hopper": _hopper_cases()}
+CASES_OF = {"portable": CASES, "portable.decode": DECODES, "hopper": _hopper_cases(), "hopper.decode": HOPPER_DECODES}
 
 
 class Unit(NamedTuple):

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import ops, ops_decode
 from ..call import Call
 from ..kernels.kernel import Forward
 from ..problem import Problem
@@ -32,7 +32,8 @@ def posing(target: Target) -> Iterator[None]:
     ...     Target.of(torch.device("cpu")).name
     'H200'
     """
-    with mock.patch.object(Target, "of", staticmethod(lambda device: target)), mock.patch.object(ops, "_choices", {}):
+    decided = mock.patch.object(ops, "_choices", {}), mock.patch.object(ops_decode, "_choices", {})
+    with mock.patch.object(Target, "of", staticmethod(lambda device: target)), decided[0], decided[1]:
         yield
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "TensorDescriptor",
     "TensorMemoryLayout",
     "aggregate",
+    "await_launch_before",
     "allocate_tensor_memory",
     "cp_async_commit",
     "cp_async_load",
@@ -31,6 +32,7 @@ __all__ = [
     "gluon",
     "mbarrier",
     "mma_v2",
+    "next_launch_may_start",
     "partition_barrier",
     "reinterpret",
     "tcgen05_commit",
@@ -110,3 +112,15 @@ else:
 def fence_async_global():
     """Order what TMA did to global memory against the accesses of ordinary instructions, in both directions."""
     gl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def next_launch_may_start():
+    """Let the stream's next kernel begin, if it was launched to overlap this one: it stops at its own `await_launch_before`."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_launch_before():
+    """Wait until the stream's kernel before is done and all that it wrote can be read; at once where this one was not launched to overlap it."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

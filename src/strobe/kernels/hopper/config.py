@@ -14,6 +14,7 @@ from ...mask import MaskStructure
 from ...problem import ALIGNMENT, Problem
 from ...target import KIB, Target
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries, no_triton
+from .decode_config import DECODE as DECODE
 
 CAPABILITY = 90
 MOST_WIDTH = 256

@@ -42,7 +42,7 @@ def turned(x, new, cos, sin, position, d, row_ok, strides, faults, form: tl.cons
         sign = tl.where(d < half, -1.0, 1.0)
     turns = (d < form.rotary_dim) & row_ok
     known = position < strides[2]
-    tl.atomic_or(faults, NO_ANGLE, mask=row_ok & (known == 0))
+    tl.atomic_or(faults, NO_ANGLE, mask=row_ok & (known == 0), sem="relaxed")
     other = tl.load(new + partner, mask=turns, other=0.0).to(form.accumulator)
     c = tl.load(cos + position * strides[0] + angle, mask=turns & known, other=float("nan")).to(form.accumulator)
     s = tl.load(sin + position * strides[1] + angle, mask=turns & known, other=float("nan")).to(form.accumulator)
@@ -72,14 +72,14 @@ def append_kernel(tensors, pools, scales, angles, faults, strides, sizes, form: 
     batch = (pid // heads // tokens).to(tl.int64)
     position = tl.load(seqlens + batch).to(tl.int64) + token
     room = (position >= 0) & (position < capacity)
-    tl.atomic_or(faults, NO_ROOM, mask=room == 0)
+    tl.atomic_or(faults, NO_ROOM, mask=room == 0, sem="relaxed")
     page = batch
     row = position
     row_ok = room
     if form.paged:
         page = tl.load(page_table + batch * max_pages + position // page_size, mask=room, other=0).to(tl.int64)
         inside = (page >= 0) & (page < n_pages)
-        tl.atomic_or(faults, PAGES, mask=room & (inside == 0))
+        tl.atomic_or(faults, PAGES, mask=room & (inside == 0), sem="relaxed")
         row = position % page_size
         row_ok = room & inside
     d = tl.arange(0, form.block_d)

@@ -12,29 +12,12 @@ Sources: split keys, "Flash-Decoding" (pytorch.org, October 2023); packed heads,
 import triton
 import triton.language as tl
 
+from ..device.decoding import finish, signed, span
 from ..device.softmax import online_step, tanh
-from ..faults import K_START as _K_START
 from ..faults import PAGES as _PAGES
-from ..faults import SEQLENS as _SEQLENS
 from .forward import number
 
-K_START = tl.constexpr(_K_START)
 PAGES = tl.constexpr(_PAGES)
-SEQLENS = tl.constexpr(_SEQLENS)
-
-
-@triton.jit
-def span(seqlens, k_start, batch, capacity, faults, form: tl.constexpr):
-    """(first key, number of keys) of a sequence, kept within what it may hold; what had to be changed is reported."""
-    length = tl.load(seqlens + batch)
-    stop = tl.minimum(tl.maximum(length, 0), capacity)
-    tl.atomic_or(faults, SEQLENS, mask=stop != length)
-    first = batch * 0
-    if form.k_start:
-        start = tl.load(k_start + batch)
-        first = tl.minimum(tl.maximum(start, 0), stop)
-        tl.atomic_or(faults, K_START, mask=first != start)
-    return first, stop - first
 
 
 @triton.jit
@@ -112,22 +95,6 @@ def attend(q, pools, strides, where, interval, numbers, form: tl.constexpr):
 
 
 @triton.jit
-def finish(o, lse_log2, sink, form: tl.constexpr):
-    """(out, lse) of whole rows [M, D_v]: the sink enters once, and lse becomes a natural logarithm."""
-    if form.sinks:
-        sink_log2 = sink.to(form.accumulator) * 1.4426950408889634
-        top = tl.maximum(lse_log2, sink_log2)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        share = tl.exp2(lse_log2 - top)
-        total = share + tl.exp2(sink_log2 - top)
-        empty = total == 0
-        total = tl.where(empty, 1.0, total)
-        o = o * (share / total)[:, None]
-        lse_log2 = tl.where(empty, float("-inf"), top + tl.log2(total))
-    return o, lse_log2 * 0.6931471805599453
-
-
-@triton.jit
 def join(shares, row, row_ok, n_rows, n_splits, form: tl.constexpr):
     """(o [M, D_v], lse in log2 units) of rows from the shares of all splits; form.joined of them are under way at a time."""
     BLOCK_M: tl.constexpr = form.block_m
@@ -168,23 +135,6 @@ def store_wide(base, tile, offsets, columns, row_ok, width: tl.constexpr):
     if columns.shape[0] != width:
         mask = mask & (columns < width)[None, :]
     tl.store(base + offsets[:, None] + columns[None, :], tile.to(base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def signed(q, numbers, scale, form: tl.constexpr):
-    """(q, scale_log2, softcap factor) with the sign of the scales in q, so that what multiplies scores is positive: hidden ones stay -inf."""
-    scale_log2, softcap = numbers
-    if form.sign != 1:
-        q = (q * form.sign).to(q.dtype)
-    if form.k_scale:
-        size = tl.abs(scale).to(form.accumulator)
-        q = (q * tl.where(scale < 0, -1.0, tl.where(scale == 0, 0.0, 1.0))).to(q.dtype)
-        size = tl.where(size == 0, 1.0, size)
-        if form.softcap:
-            softcap = softcap * size
-        else:
-            scale_log2 = scale_log2 * size
-    return q, scale_log2, softcap
 
 
 @triton.jit
@@ -244,7 +194,7 @@ def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbe
     where = (batch, head, origin, start, stop, n_pages)
     o, row_max, row_sum, lost = attend(q_tile, pools, (strides[1], strides[2]), where, (first, end), (scale_log2, softcap), form)
     if form.page_size > 0:
-        tl.atomic_or(faults, PAGES, mask=tl.max(lost.to(tl.int32), 0) > 0)
+        tl.atomic_or(faults, PAGES, mask=tl.max(lost.to(tl.int32), 0) > 0, sem="relaxed")
     empty = row_sum == 0
     row_sum = tl.where(empty, 1.0, row_sum)
     o = tl.where(empty[:, None], 0.0, o / row_sum[:, None])

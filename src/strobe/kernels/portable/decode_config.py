@@ -13,8 +13,8 @@ from ...cache import FP8
 from ...call import DTYPES, FARTHEST
 from ...decode import DecodeCall, DecodeProblem
 from ...knobs import KNOBS
-from ...mask import NO_BOUND
 from ...target import KIB, Target
+from ..decoding import Traits, splits, traits
 from ..kernel import Buffer, Cost, Forward, Plan, append_cost, decode_cost, no_triton
 from .tunings import Widths, padded
 
@@ -22,9 +22,7 @@ LEAST_CAPABILITY = 80
 FIRST_FP8 = 89  # compute capability whose instructions convert 8-bit floats; before it their bits are taken apart
 MOST_WIDTH = 256
 LEAST_ROWS, MOST_ROWS, MOST_ROWS_WIDE = 16, 64, 32  # of a tile; the last for head dimensions beyond 128, whose o would spill
-MOST_SPLITS = 128
 MOST_FOR_4_WARPS = 16 * KIB  # bytes of o: 32 registers a thread
-INVARIANT_SPLIT = 1024  # keys; batch invariance: a constant, because it sets the bits
 
 
 class Tuning(NamedTuple):
@@ -41,27 +39,14 @@ WIDE_TUNINGS = TUNINGS[4:]  # float32 and float64: products on ordinary units, f
 
 
 @dataclass(frozen=True)
-class DecodeForm(Widths):
+class DecodeForm(Traits, Widths):
     """All that the compiled kernels hold as constants."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    dtype: str
     storage: str  # of keys: "same" as q, "fp8", or "bits" where the target cannot convert these
-    head_dim: int
-    head_dim_v: int
-    group: int
-    page_size: int  # 0: dense
-    left: bool
-    right: bool
-    softcap: bool
-    sinks: bool
-    k_start: bool
-    k_scale: bool
-    v_scale: bool
-    sign: int  # of the scale
     single: bool  # one split: nothing to join
 
     @property
@@ -102,44 +87,11 @@ def decode_config(problem: DecodeProblem, target: Target) -> DecodeConfig:
         block_n=tuning.block_n,
         warps=8 if block_m * padded(problem.head_dim_v) * problem.lse_dtype.itemsize > MOST_FOR_4_WARPS else tuning.warps,
         stages=tuning.stages,
-        dtype=DTYPES[problem.dtype],
         storage=_storage(problem, target),
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        group=problem.group,
-        page_size=problem.page_size if problem.paged else 0,
-        left=problem.left != NO_BOUND,
-        right=problem.right != NO_BOUND,
-        softcap=bool(problem.softcap),
-        sinks=problem.sinks,
-        k_start=problem.k_start,
-        k_scale=problem.scales[0],
-        v_scale=problem.scales[1],
-        sign=(problem.scale > 0) - (problem.scale < 0),
         single=n_splits == 1,
+        **traits(problem),
     )
     return DecodeConfig(form, n_splits, split_size)
-
-
-def splits(capacity: int, tiles: int, block_n: int, sm_count: int) -> tuple[int, int]:
-    """(splits, keys of each): the fewest that take about as long as the best number would; sm_count 0 asks for splits of a fixed size.
-
-    A device works through programs in waves of one an SM: so many waves, each as long as a split. What won on an H200 with a prototype:
-
-    >>> [splits(keys, batch * 8, 128, 132)[0] for batch, keys in ((1, 8192), (1, 131072), (8, 8192), (32, 4096), (64, 8192))]
-    [16, 16, 2, 1, 1]
-    >>> splits(8192, 8, 128, 0), splits(1000, 512, 128, 0)
-    ((8, 1024), (1, 1024))
-    """
-    blocks = max(1, -(-capacity // block_n))
-    if not sm_count:
-        return max(1, -(-capacity // INVARIANT_SPLIT)), INVARIANT_SPLIT
-    if 10 * tiles >= 8 * sm_count:
-        return 1, blocks * block_n
-    length = {n: -(-tiles * n // sm_count) * -(-blocks // n) for n in range(1, min(MOST_SPLITS, sm_count, blocks) + 1)}  # in tiles of keys
-    count = next(n for n, tiles_long in length.items() if 0.95 * tiles_long <= min(length.values()))
-    size = -(-blocks // count) * block_n
-    return -(-blocks * block_n // size), size
 
 
 def _storage(problem: DecodeProblem, target: Target) -> str:

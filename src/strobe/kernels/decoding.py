@@ -1,0 +1,74 @@
+"""What every family's decode says alike on the host: the problem's constants that its kernel is compiled for, and how keys are split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..call import DTYPES
+from ..decode import DecodeProblem
+from ..mask import NO_BOUND
+
+MOST_SPLITS = 128
+JOIN_BLOCKS = 0.5  # tiles of keys that take as long as a join
+INVARIANT_SPLIT = 1024  # keys; batch invariance: a constant, because it sets the bits
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Of a decode problem, all that a kernel is compiled for."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    group: int
+    page_size: int  # 0: dense
+    left: bool
+    right: bool
+    softcap: bool
+    sinks: bool
+    k_start: bool
+    k_scale: bool
+    v_scale: bool
+    sign: int  # of the scale
+
+
+def traits(problem: DecodeProblem) -> dict[str, Any]:
+    """The fields of Traits."""
+    return dict(
+        dtype=DTYPES[problem.dtype],
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        group=problem.group,
+        page_size=problem.page_size if problem.paged else 0,
+        left=problem.left != NO_BOUND,
+        right=problem.right != NO_BOUND,
+        softcap=bool(problem.softcap),
+        sinks=problem.sinks,
+        k_start=problem.k_start,
+        k_scale=problem.scales[0],
+        v_scale=problem.scales[1],
+        sign=(problem.scale > 0) - (problem.scale < 0),
+    )
+
+
+def splits(capacity: int, tiles: int, block_n: int, slots: int) -> tuple[int, int]:
+    """(splits, keys of each): the fewest that take about as long as the best number would; slots 0 asks for splits of a fixed size.
+
+    A device works through programs in waves of as many as it has slots for: so many waves, each as long as a split.
+
+    >>> [splits(keys, batch * 8, 128, 132)[0] for batch, keys in ((1, 8192), (1, 131072), (8, 8192), (32, 4096), (64, 8192))]
+    [16, 16, 2, 1, 1]
+    >>> splits(8192, 8, 128, 0), splits(1000, 512, 128, 0)
+    ((8, 1024), (1, 1024))
+    """
+    blocks = max(1, -(-capacity // block_n))
+    if not slots:
+        return max(1, -(-capacity // INVARIANT_SPLIT)), INVARIANT_SPLIT
+    if 10 * tiles >= 8 * slots and not slots < tiles < 1.5 * slots:  # two waves, the second for a few programs, would be half empty
+        return 1, blocks * block_n
+    counts = range(1, min(MOST_SPLITS, slots, blocks) + 1)
+    length = {n: -(-tiles * n // slots) * -(-blocks // n) + JOIN_BLOCKS * (n > 1) for n in counts}  # in tiles of keys
+    count = next(n for n, tiles_long in length.items() if 0.95 * tiles_long <= min(length.values()))
+    size = -(-blocks // count) * block_n
+    return -(-blocks * block_n // size), size

@@ -1,0 +1,57 @@
+"""What every decode kernel does alike: which keys a sequence holds, the signs of scales, rows made whole. For Triton and for Gluon kernels."""
+
+import triton
+import triton.language as tl
+
+from ..faults import K_START as _K_START
+from ..faults import SEQLENS as _SEQLENS
+
+K_START = tl.constexpr(_K_START)
+SEQLENS = tl.constexpr(_SEQLENS)
+
+
+@triton.jit
+def span(seqlens, k_start, batch, capacity, faults, form: tl.constexpr):
+    """(first key, number of keys) of a sequence, kept within what it may hold; what had to be changed is reported."""
+    length = tl.load(seqlens + batch)
+    stop = tl.minimum(tl.maximum(length, 0), capacity)
+    tl.atomic_or(faults, SEQLENS, mask=stop != length, sem="relaxed")
+    first = batch * 0
+    if form.k_start:
+        start = tl.load(k_start + batch)
+        first = tl.minimum(tl.maximum(start, 0), stop)
+        tl.atomic_or(faults, K_START, mask=first != start, sem="relaxed")
+    return first, stop - first
+
+
+@triton.jit
+def signed(q, numbers, scale, form: tl.constexpr):
+    """(q, scale_log2, softcap factor) with the sign of the scales in q, so that what multiplies scores is positive: hidden ones stay -inf."""
+    scale_log2, softcap = numbers
+    if form.sign != 1:
+        q = (q * form.sign).to(q.dtype)
+    if form.k_scale:
+        size = tl.abs(scale).to(form.accumulator)
+        q = (q * tl.where(scale < 0, -1.0, tl.where(scale == 0, 0.0, 1.0))).to(q.dtype)
+        size = tl.where(size == 0, 1.0, size)
+        if form.softcap:
+            softcap = softcap * size
+        else:
+            scale_log2 = scale_log2 * size
+    return q, scale_log2, softcap
+
+
+@triton.jit
+def finish(o, lse_log2, sink, form: tl.constexpr):
+    """(out, lse) of whole rows [M, D_v]: the sink enters once, and lse becomes a natural logarithm."""
+    if form.sinks:
+        sink_log2 = sink.to(form.accumulator) * 1.4426950408889634
+        top = tl.maximum(lse_log2, sink_log2)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        share = tl.exp2(lse_log2 - top)
+        total = share + tl.exp2(sink_log2 - top)
+        empty = total == 0
+        total = tl.where(empty, 1.0, total)
+        o = o * (share / total)[:, None]
+        lse_log2 = tl.where(empty, float("-inf"), top + tl.log2(total))
+    return o, lse_log2 * 0.6931471805599453

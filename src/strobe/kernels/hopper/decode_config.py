@@ -1,0 +1,180 @@
+"""The Hopper decode's answers: what it can run, with which tiles and splits, and how. Imports no DSL until something runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...cache import FP8
+from ...call import DTYPES, FARTHEST
+from ...decode import DecodeCall, DecodeProblem
+from ...knobs import KNOBS
+from ...mask import NO_BOUND
+from ...problem import ALIGNMENT
+from ...target import KIB, Target
+from ..decoding import Traits, splits, traits
+from ..kernel import Buffer, Cost, Forward, Plan, decode_cost, no_triton
+
+CAPABILITY = 90
+MOST_WIDTH = 256
+LEAST_ROWS, MOST_ROWS, MOST_ROWS_WIDE = 8, 64, 32  # queries of a tile; the last for head dimensions beyond 128, whose o would spill
+LEAST_WIDTH, LEAST_WIDTH_V = 16, 64  # as products take them: values' columns are wgmma's rows
+MOST_SHARED = 227 * KIB
+RESERVED = KIB  # of an SM's shared memory, for each program
+JOINED_NUMBERS = 128 * 128  # of shares that are loaded at a time: 128 registers of each thread, half of it where tiles take more themselves
+MOST_JOINED = 32
+EARLY = True  # launched to overlap the kernel before
+
+
+class DecodeTuning(NamedTuple):
+    block_n: int
+    stages: int  # of which all but one are copies under way
+
+
+# the first of which two programs fit on an SM, else the first that fits; what was fastest on an H200 (docs/performance.md)
+DECODE_TUNINGS = (DecodeTuning(64, 3), DecodeTuning(64, 2))
+
+
+@dataclass(frozen=True)
+class DecodeForm(Traits):
+    """All that the compiled kernel holds as constants; no __str__ of its own, since Triton tells kernels apart by it."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    fp8: bool  # keys of 8 bits
+    joined_rows: int  # of a tile, that can be queries
+    one_stride: bool  # k and v have the same strides
+    near: bool  # offsets in k and v fit in 32 bits
+    banded: bool  # rows of a tile see different keys
+    joined: int = 1  # splits whose shares of a tile are loaded at a time
+    single: bool = False  # one split: nothing to join
+    early: bool = False  # launched to overlap the kernel before
+
+    @property
+    def block_d(self) -> int:
+        return padded(self.head_dim, LEAST_WIDTH)
+
+    @property
+    def block_dv(self) -> int:
+        return padded(self.head_dim_v, LEAST_WIDTH_V)
+
+    @property
+    def alike(self) -> bool:
+        """Whether a key's number stands in k where its value's stands in v."""
+        return self.one_stride and self.head_dim == self.head_dim_v and self.block_d == self.block_dv
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the cache."""
+        return 1 if self.fp8 else 2
+
+    @property
+    def lift(self) -> float:
+        """How far p may exceed 1, in log2 units: a float16 under 2^-14 loses bits (forward.softmax_step)."""
+        return 14.0 if self.dtype == "float16" or self.fp8 else 0.0
+
+    @property
+    def accumulator(self) -> Any:
+        import triton.language as tl
+
+        return tl.float32
+
+    def shared_bytes(self) -> int:
+        """Keys and values of all stages, q and p."""
+        widths = self.block_d + self.block_dv
+        return self.stages * self.block_n * widths * self.itemsize + 2 * self.block_m * (self.block_d + self.block_n)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    form: DecodeForm
+    n_splits: int
+    split_size: int  # keys
+
+    def __str__(self) -> str:
+        f = self.form
+        shares = f"{self.n_splits} splits of {self.split_size} keys" if self.n_splits > 1 else "one split"
+        return f"block_m={f.block_m} block_n={f.block_n} stages={f.stages}, {shares}, shared {f.shared_bytes() / KIB:.0f} KiB"
+
+
+def padded(width: int, least: int) -> int:
+    """The next power of two, at least `least`."""
+    return max(least, 1 << (width - 1).bit_length())
+
+
+def joined(form: DecodeForm, n_splits: int, invariant: bool) -> int:
+    """What registers hold of a tile's shares; no more than there are, but where the order of a sum must not depend on that."""
+    numbers = JOINED_NUMBERS if form.block_m <= 16 and form.block_dv <= 128 else JOINED_NUMBERS // 2
+    return max(1, min(MOST_JOINED if invariant else padded(n_splits, 1), MOST_JOINED, numbers // (form.joined_rows * form.block_dv)))
+
+
+def furthest(problem: DecodeProblem) -> int:
+    """The largest offset of a number in k or v."""
+    layout: Any = problem.layout
+    pages, rows = (layout.n_pages, layout.page_size) if problem.paged else (layout.batch, layout.seqlen_k)
+    sizes = (max(pages, 1), max(rows, 1), problem.heads_kv)
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return max(sum((size - 1) * stride for size, stride in zip(sizes, strides)) for strides in problem.strides[1:]) + widest
+
+
+class HopperDecode:
+    name = "hopper.decode"
+
+    def why_not(self, problem: DecodeProblem, target: Target) -> str | None:
+        if target.kind != "cuda" or target.capability != CAPABILITY:
+            return f"made for sm_{CAPABILITY}; this target is {f'sm_{target.capability}' if target.kind == 'cuda' else 'a CPU'}"
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            return f"float16 and bfloat16 queries only; these are {DTYPES[problem.dtype]}"
+        if max(problem.head_dim, problem.head_dim_v) > MOST_WIDTH:
+            return f"head dimensions up to {MOST_WIDTH}; this is {problem.head_dim}/{problem.head_dim_v}"
+        if problem.alignment < ALIGNMENT or any(width * problem.cache_dtype.itemsize % ALIGNMENT for width in (problem.head_dim, problem.head_dim_v)):
+            return (f"copies {ALIGNMENT} bytes at a time: addresses, strides and rows of k and v must be whole multiples; addresses and strides are "
+                    f"multiples of {problem.alignment}, rows of {problem.head_dim} and {problem.head_dim_v} numbers")  # fmt: skip
+        if problem.capacity >= FARTHEST:
+            return f"sequences of fewer than 2^30 keys; these may hold {problem.capacity}"
+        if KNOBS.interpret:
+            return "Triton's interpreter (TRITON_INTERPRET) does not know Gluon"
+        return no_triton()
+
+    def config(self, problem: DecodeProblem, target: Target) -> DecodeConfig:
+        rows = problem.group * problem.layout.seqlen_q
+        most = MOST_ROWS if max(problem.head_dim, problem.head_dim_v) <= 128 else MOST_ROWS_WIDE
+        fp8, layout = problem.cache_dtype == FP8, problem.layout
+        known = traits(problem) | {
+            "block_m": min(most, padded(rows, LEAST_ROWS)),
+            "joined_rows": min(most, padded(rows, 1)),
+            "fp8": fp8,
+            "one_stride": problem.strides[1] == problem.strides[2],
+            "near": furthest(problem) < 2**31,
+            "early": EARLY,
+            "banded": layout.seqlen_q > 1 and (problem.left, problem.right) != (NO_BOUND, NO_BOUND),
+        }
+        forms = [DecodeForm(block_n=t.block_n, stages=t.stages, **known) for t in DECODE_TUNINGS]
+        form = next(f for n in (2, 1) for f in forms if n * (f.shared_bytes() + RESERVED) <= MOST_SHARED)
+        tiles = layout.batch * problem.heads_kv * -(-rows // form.block_m)
+        slots = target.sm_count * (MOST_SHARED // (form.shared_bytes() + RESERVED))
+        n_splits, split_size = splits(problem.capacity, tiles, form.block_n, 0 if problem.batch_invariant else slots)
+        return DecodeConfig(replace(form, joined=joined(form, n_splits, problem.batch_invariant), single=n_splits == 1), n_splits, split_size)
+
+    def cost(self, problem: DecodeProblem) -> Cost:
+        return decode_cost(problem)
+
+    def workspace(self, problem: DecodeProblem, config: DecodeConfig) -> tuple[Buffer, ...]:
+        form, layout = config.form, problem.layout
+        if form.single:
+            return ()
+        tiles = layout.batch * problem.heads_kv * -(-layout.seqlen_q * problem.group // form.block_m)
+        shares = (tiles, config.n_splits, form.joined_rows)
+        return Buffer("shares", (*shares, form.block_dv), torch.float32), Buffer("lse_shares", shares, torch.float32)
+
+    def run(self, plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:
+        from .launch_decode import run_decode
+
+        run_decode(plan, call, tensors, workspace)
+
+
+DECODE: Any = HopperDecode()
