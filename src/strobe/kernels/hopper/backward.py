@@ -28,7 +28,7 @@ which programs on the causal diagonal come to it by themselves, each two steps a
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arXiv 2407.08608), section 3 and its backward's dq writer.
 """
 
-from ..device.channel import ring, ring_start
+from ..device.channel import Position, ring, ring_start
 from ..device.dialect import (
     fence_async_global,
     fence_async_shared,
@@ -315,9 +315,15 @@ def step_in_registers(dk, dv, tiles, channels, at, seen, work, form: gl.constexp
 @gluon.jit
 def hand_over(dq_sums, dq, at, form: gl.constexpr):
     """Columns of dq to the store partition, once it has read those before them."""
+    mbarrier.wait(dq[4].index(0), at.parity ^ 1)
+    put(dq_sums, dq)
+
+
+@gluon.jit
+def put(dq_sums, dq):
+    """`hand_over` into a tile that is known to be free."""
     p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
     tile = tile_2d(dq_smem, 0)
-    mbarrier.wait(dq_free.index(0), at.parity ^ 1)
     tile.slice(0, dq_sums[0].shape[1], dim=1).store(dq_sums[0])
     if len(dq_sums) == 2:
         tile.slice(dq_sums[0].shape[1], dq_sums[1].shape[1], dim=1).store(dq_sums[1])
@@ -374,6 +380,135 @@ def step_in_memory(dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
 
 
 @gluon.jit
+def next_or_same(at, more):
+    """The next position; after the last step, which looks ahead as each does, the same again: what it holds is still there."""
+    after = at.next()
+    return Position(gl.where(more, after.stage, at.stage), gl.where(more, after.parity, at.parity), at.stages)
+
+
+@gluon.jit
+def weights_at(s, q, at, seen, block, work, form: gl.constexpr):
+    """`weights` of the scores of a tile of queries, the head's `block`-th that this program walks."""
+    diagonal, keys_left = seen
+    lse_log2 = q[1].index(at.stage).load(gl.SliceLayout(0, s.type.layout))
+    return weights(s, lse_log2, (diagonal + block * form.tuning.block_m, keys_left), work, form)
+
+
+@gluon.jit
+def delta_at(do, at, form: gl.constexpr):
+    """-delta of each query, once do's tile is there."""
+    do_smem, delta_smem, do_ready, do_free = do
+    mbarrier.wait(do_ready.index(at.stage), at.parity)
+    return delta_smem.index(at.stage).load(gl.SliceLayout(0, tile_layout(form.tuning.block_m, form.down)))
+
+
+@gluon.jit
+def begun_at(row, form: gl.constexpr):
+    layout: gl.constexpr = tile_layout(form.tuning.block_m, form.down)
+    zero = gl.full([form.tuning.block_n, form.tuning.block_m], 0.0, gl.float32, layout)
+    start, _ = gl.broadcast(row[None, :], zero)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [start], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
+    """All tiles of queries: (dk, dv). Each step begins the next one's scores, so that weights are made under products."""
+    D: gl.constexpr = form.products_d
+    DV: gl.constexpr = form.products_dv
+    FIRST_DQ: gl.constexpr = form.first_dq
+    REST_DQ: gl.constexpr = 0 if form.tuning.parts == 2 else form.rest_dq
+    DQ: gl.constexpr = 2 if REST_DQ else 1
+    SOON: gl.constexpr = form.tuning.ahead == 2
+    LATE: gl.constexpr = form.tuning.late_dq
+    HELD: gl.constexpr = form.tuning.in_registers
+    k_tile, v_tile = tiles
+    q, do, dq = channels
+    p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
+    dtype: gl.constexpr = k_tile.dtype
+    total = form.members * blocks
+    q_at = ring_start(form.tuning.stages)
+    do_at = ring_start(form.tuning.stages_do)
+    dq_at = ring_start(1)
+    before = ring_start(form.tuning.stages)  # not q_at: Triton would take what is the same before the loop for constant in it
+    block = blocks * 0
+    p = gl.full([form.tuning.block_n, form.tuning.block_m], 0.0, gl.float32, tile_layout(form.tuning.block_m, form.down))
+    slope = p
+    row = gl.full([form.tuning.block_m], 0.0, gl.float32, gl.SliceLayout(0, p.type.layout))
+    dq_sums = zeros_of(form.tuning.block_m, FIRST_DQ, REST_DQ, 4)
+    for _ in range(gl.minimum(total, 1)):  # not under one condition with the rest: products would then share addresses, too many to hold
+        s = begin_scores(k_tile, q, q_at, form)
+        row = delta_at(do, do_at, form)
+        s = warpgroup_mma_wait(0, deps=[s])
+        p, slope = weights_at(s, q, q_at, seen, block, work, form)
+    partition_barrier()
+    for i in range(total):
+        more = i + 1 < total
+        q_next = next_or_same(q_at, more)
+        do_next = next_or_same(do_at, more)
+        block = gl.where(block + 1 == blocks, 0, block + 1)
+        do_tile = tile_2d(do[0], of_do(q_at, do_at, form).stage)
+        dp = over_columns(v_tile, do_tile, begun_at(row, form), form.first_dv, form.rest_dv, True)
+        if SOON:
+            s = begin_scores(k_tile, q, q_next, form)
+        if HELD:
+            dv = by_columns(gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv[0].type.layout, 2)), do_tile, dv, form.first_dv, form.rest_dv)
+        if i > 0:
+            if LATE:
+                hand_over(dq_sums, dq, dq_at, form)
+                dq_at = dq_at.next()
+            mbarrier.arrive(q[3].index(before.stage))
+        if not HELD:  # behind that barrier: the products that read it are done in all warps
+            p_smem.store(p.to(dtype))
+        dp = warpgroup_mma_wait(D * SOON + DV * HELD, deps=[dp])
+        ds = (slope * dp).to(dtype)
+        ds_smem.store(ds)
+        fence_async_shared()
+        if not HELD:
+            dv = by_columns(p_smem, do_tile, dv, form.first_dv, form.rest_dv)
+        if not SOON:
+            if HELD and form.tuning.dv_first:
+                dv = wait_for(dv, 0)
+            s = begin_scores(k_tile, q, q_next, form)
+        dq_sums = by_columns(ds_smem.permute((1, 0)), k_tile, zeros_of(form.tuning.block_m, FIRST_DQ, REST_DQ, 4), FIRST_DQ, REST_DQ)
+        if form.tuning.ds_in_registers:
+            dk = by_columns(gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2)), tile_2d(q[0], q_at.stage), dk, form.first_d, form.rest_d)
+        else:
+            dk = by_columns(ds_smem, tile_2d(q[0], q_at.stage), dk, form.first_d, form.rest_d)
+        s = warpgroup_mma_wait(DQ + D + (DV if SOON else 0), deps=[s])
+        p, slope = weights_at(s, q, q_next, seen, block, work, form)
+        # a wait for an mbarrier, over which ptxas moves no exponentials: it would put them behind the wait for dq
+        if LATE:
+            row = delta_at(do, of_do(q_next, do_next, form), form)
+        else:
+            mbarrier.wait(dq_free.index(0), dq_at.parity ^ 1)
+        dv = wait_for(dv, DQ + D)
+        if form.tuning.apart:
+            mbarrier.arrive(do[3].index(do_at.stage))
+        dq_sums = wait_for(dq_sums, D)
+        if not LATE:
+            put(dq_sums, dq)
+            dq_at = dq_at.next()
+        if form.tuning.parts == 2:
+            rest = zeros_of(form.tuning.block_m, form.rest_dq, 0, 4)[0]
+            k_rest = k_tile.slice(FIRST_DQ, form.rest_dq, dim=1)
+            rest = warpgroup_mma(ds_smem.permute((1, 0)), k_rest, rest, use_acc=False, is_async=True)
+            dk = wait_for(dk, 1)
+            rest = warpgroup_mma_wait(0, deps=[rest])
+            hand_over((rest,), dq, dq_at, form)
+            dq_at = dq_at.next()
+        if not LATE:
+            row = delta_at(do, of_do(q_next, do_next, form), form)
+        dk = wait_for(dk, 0)
+        before = q_at
+        q_at = q_next
+        do_at = do_next
+    if LATE:
+        if total > 0:
+            hand_over(dq_sums, dq, dq_at, form)
+    return dk, dv
+
+
+@gluon.jit
 def mma_partition(offsets, kv, q, do, dq, work, form: gl.constexpr):
     PARTS: gl.constexpr = form.tuning.parts
     k_tile, v_tile, sums, kv_ready, kv_done, kv_free = kv
@@ -393,18 +528,21 @@ def mma_partition(offsets, kv, q, do, dq, work, form: gl.constexpr):
         idle = gl.full([form.tuning.block_m, form.idle_dq], 0.0, gl.float32, tile_layout(form.idle_dq, 4))
         tile_2d(dq[2], 0).slice(form.block_d - form.idle_dq, form.idle_dq, dim=1).store(idle)
     mbarrier.wait(kv_ready.index(0), 0)
-    for _ in range(form.members):
-        for i in range(blocks):
-            seen = (diagonal + i * form.tuning.block_m, keys_left)
-            at = (q_at, of_do(q_at, do_at, form), dq_at)
-            if form.tuning.in_registers:
-                dk, dv = step_in_registers(dk, dv, tiles, channels, at, seen, work, form)
-            else:
-                dk, dv = step_in_memory(dk, dv, tiles, channels, at, seen, work, form)
-            q_at = q_at.next()
-            do_at = do_at.next()
-            for _part in gl.static_range(PARTS):
-                dq_at = dq_at.next()
+    if form.tuning.ahead:
+        dk, dv = walk_ahead(dk, dv, tiles, channels, (diagonal, keys_left), blocks, work, form)
+    else:
+        for _ in range(form.members):
+            for i in range(blocks):
+                seen = (diagonal + i * form.tuning.block_m, keys_left)
+                at = (q_at, of_do(q_at, do_at, form), dq_at)
+                if form.tuning.in_registers:
+                    dk, dv = step_in_registers(dk, dv, tiles, channels, at, seen, work, form)
+                else:
+                    dk, dv = step_in_memory(dk, dv, tiles, channels, at, seen, work, form)
+                q_at = q_at.next()
+                do_at = do_at.next()
+                for _part in gl.static_range(PARTS):
+                    dq_at = dq_at.next()
     if form.splits > 1:  # k and v are used up, and leave room for the sum of one of them
         keep(as_rows(sums), dk, 1.0)
         fence_async_shared()

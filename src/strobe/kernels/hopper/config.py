@@ -224,6 +224,10 @@ class BackwardTuning:
     stages: int  # of q
     stages_do: int
     parts: int = 1  # in which a tile of dq goes through shared memory
+    ahead: int = 0  # where the next tile's scores begin: 1 with this one's dq, 2 with its dp
+    late_dq: bool = False  # a tile of dq leaves registers under the next step's products
+    ds_in_registers: bool = True
+    dv_first: bool = True
 
     @property
     def apart(self) -> bool:
