@@ -25,7 +25,7 @@ from strobe.target import FAKES, Target
 from strobe.testing import FAMILIES, Case, assert_gradients_as_good_as
 from strobe.testing.cases import laid_out
 
-BACKWARD = ["rows_kernel", "backward_kernel", "convert_kernel"]
+BACKWARD = ["rows_kernel", "backward_kernel", "convert_dq_kernel"]
 BACKWARD_OF_SPLIT_GROUPS = [*BACKWARD, "convert_kernel", "convert_kernel"]
 
 

@@ -52,7 +52,7 @@ from .forward import FAR, as_rows, copy_in, copy_out, tile_2d
 
 @gluon.jit
 def keys_of_program(offsets, work, form: gl.constexpr):
-    """(queries, keys, part of heads, first key, first row, tiles of queries, where its rows' numbers begin) of this program.
+    """(queries, keys, part of heads, first key, first row, tiles of queries, number of the first head's first tile) of this program.
 
     A part is form.members query heads that share a key head.
 
@@ -74,7 +74,7 @@ def keys_of_program(offsets, work, form: gl.constexpr):
         q_start, q_length = keys_of(cu_seqlens_q, sequence, batch, seqlen_q)
         queries, keys = (tile * 0, q_start, q_length), (tile * 0, k_start, k_length)
         part = tile % parts
-        first_number = (q_start // BLOCK_M + sequence) * BLOCK_M  # device.tiles.find_sequence
+        first_tile = q_start // BLOCK_M + sequence  # device.tiles.find_sequence
     else:
         if form.mask.right and not form.mask.left:
             begin = tile // (tiles_n * section) * section
@@ -87,13 +87,13 @@ def keys_of_program(offsets, work, form: gl.constexpr):
             index = tile // tiles_n
         entry, part = index // parts, index % parts
         queries, keys = (entry, entry * 0, entry * 0 + seqlen_q), (entry, entry * 0, entry * 0 + seqlen_k)
-        first_number = entry * heads * 2 * tiles_m * BLOCK_M
+        first_tile = entry * heads * tiles_m
     n_start = n_block * BLOCK_N
     bounds = (keys[2], left, right)
     m_begin = first_row(n_start, queries[2], bounds, 0, form) // BLOCK_M
     m_stop = stop_row(gl.minimum(n_start + BLOCK_N, keys[2]) - 1, queries[2], bounds, form)
     blocks = gl.where(n_start < keys[2], gl.cdiv(m_stop, BLOCK_M) - m_begin, 0)
-    return queries, keys, part, n_start, m_begin * BLOCK_M, gl.maximum(blocks, 0), first_number
+    return queries, keys, part, n_start, m_begin * BLOCK_M, gl.maximum(blocks, 0), first_tile
 
 
 @gluon.jit
@@ -129,28 +129,28 @@ def load_partition(views, offsets, kv, q, do, work, form: gl.constexpr):
     do_smem, delta_smem, do_ready, do_free = do
     sizes, limits, numbers = work
     batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
-    queries, keys, part, n_start, m_first, blocks, first_number = keys_of_program(offsets, work, form)
+    queries, keys, part, n_start, m_first, blocks, first_tile = keys_of_program(offsets, work, form)
     mbarrier.expect(kv_ready.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     copy_in(k_desc, keys, key_head(part, form), n_start, 0, kv_ready.index(0), k_tile, form)
     copy_in(v_desc, keys, key_head(part, form), n_start, 0, kv_ready.index(0), v_tile, form)
     at = ring_start(form.tuning.stages)
     do_at = ring_start(form.tuning.stages_do)
-    padded = tiles_m * form.tuning.block_m
+    tiles = heads * tiles_m * (1 if form.packed else batch)
     for member in range(form.members):
         head = part * form.members + member
         for i in range(blocks):
             m_start = m_first + i * form.tuning.block_m
-            number = first_number + head * 2 * padded + m_start
+            tile = first_tile + head * tiles_m + m_start // form.tuning.block_m
             mbarrier.wait(q_free.index(at.stage), at.parity ^ 1)
             mbarrier.expect(q_ready.index(at.stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
             copy_in(q_desc, queries, head, m_start, 0, q_ready.index(at.stage), q_smem.index(at.stage), form)
-            tma_load(rows_desc, [number], q_ready.index(at.stage), lse_smem.index(at.stage))
+            tma_load(rows_desc, [tile * form.tuning.block_m], q_ready.index(at.stage), lse_smem.index(at.stage))
             slot = of_do(at, do_at, form)
             if form.tuning.apart:
                 mbarrier.wait(do_free.index(slot.stage), slot.parity ^ 1)
             mbarrier.expect(do_ready.index(slot.stage), do_desc.block_type.nbytes + rows_desc.block_type.nbytes)
             copy_in(do_desc, queries, head, m_start, 0, do_ready.index(slot.stage), do_smem.index(slot.stage), form)
-            tma_load(rows_desc, [number + padded], do_ready.index(slot.stage), delta_smem.index(slot.stage))
+            tma_load(rows_desc, [(tiles + tile) * form.tuning.block_m], do_ready.index(slot.stage), delta_smem.index(slot.stage))
             at = at.next()
             do_at = do_at.next()
 
@@ -316,19 +316,31 @@ def step_in_registers(dk, dv, tiles, channels, at, seen, work, form: gl.constexp
 def hand_over(dq_sums, dq, at, form: gl.constexpr):
     """Columns of dq to the store partition, once it has read those before them."""
     mbarrier.wait(dq[4].index(0), at.parity ^ 1)
-    put(dq_sums, dq)
+    put(dq_sums, dq, form)
 
 
 @gluon.jit
-def put(dq_sums, dq):
-    """`hand_over` into a tile that is known to be free."""
+def put(dq_sums, dq, form: gl.constexpr):
+    """`hand_over` into memory that is known to be free."""
     p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
-    tile = tile_2d(dq_smem, 0)
-    tile.slice(0, dq_sums[0].shape[1], dim=1).store(dq_sums[0])
+    first = as_held(dq_sums[0])
+    reinterpret(dq_smem, gl.float32, first.shape, dq_smem.type.layout).store(first)
     if len(dq_sums) == 2:
-        tile.slice(dq_sums[0].shape[1], dq_sums[1].shape[1], dim=1).store(dq_sums[1])
+        dq_smem.index(dq_sums[0].shape[1] // form.dq_unit).store(as_held(dq_sums[1]))
     fence_async_shared()
     mbarrier.arrive(dq_ready.index(0))
+
+
+@gluon.jit
+def as_held(sums):
+    """Sums [rows, columns] in the order of registers, in lines of 256: by 8 columns, by 16 rows, by thread of a warp, by its four numbers.
+
+    A thread then stores its four at once, and a warp 512 bytes in a row, with no conflict of banks; dq_place tells where each went.
+    """
+    ROWS: gl.constexpr = sums.shape[0]
+    COLUMNS: gl.constexpr = sums.shape[1]
+    pieces = gl.permute(gl.reshape(sums, [ROWS // 16, 2, 8, COLUMNS // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+    return gl.reshape(pieces, [ROWS * COLUMNS // 256, 256])
 
 
 @gluon.jit
@@ -486,7 +498,7 @@ def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
             mbarrier.arrive(do[3].index(do_at.stage))
         dq_sums = wait_for(dq_sums, D)
         if not LATE:
-            put(dq_sums, dq)
+            put(dq_sums, dq, form)
             dq_at = dq_at.next()
         if form.tuning.parts == 2:
             rest = zeros_of(form.tuning.block_m, form.rest_dq, 0, 4)[0]
@@ -514,7 +526,7 @@ def mma_partition(offsets, kv, q, do, dq, work, form: gl.constexpr):
     k_tile, v_tile, sums, kv_ready, kv_done, kv_free = kv
     sizes, limits, numbers = work
     scale_log2, softcap, scale = numbers
-    queries, keys, part, n_start, m_first, blocks, first_number = keys_of_program(offsets, work, form)
+    queries, keys, part, n_start, m_first, blocks, first_tile = keys_of_program(offsets, work, form)
     diagonal = m_first + (keys[2] - queries[2]) - n_start  # the tile's key that its first query has on the diagonal
     keys_left = keys[2] - n_start
     dk = zeros_of(form.tuning.block_n, form.first_d, form.rest_d, form.down)
@@ -524,9 +536,6 @@ def mma_partition(offsets, kv, q, do, dq, work, form: gl.constexpr):
     q_at = ring_start(form.tuning.stages)
     do_at = ring_start(form.tuning.stages_do)
     dq_at = ring_start(1)
-    if form.idle_dq:  # of dq's tile: TMA adds nothing of these columns, but reads them
-        idle = gl.full([form.tuning.block_m, form.idle_dq], 0.0, gl.float32, tile_layout(form.idle_dq, 4))
-        tile_2d(dq[2], 0).slice(form.block_d - form.idle_dq, form.idle_dq, dim=1).store(idle)
     mbarrier.wait(kv_ready.index(0), 0)
     if form.tuning.ahead:
         dk, dv = walk_ahead(dk, dv, tiles, channels, (diagonal, keys_left), blocks, work, form)
@@ -587,24 +596,27 @@ def pass_turn(turn):
 @gluon.jit
 def store_partition(out, turns, offsets, kv, dq, work, form: gl.constexpr):
     PARTS: gl.constexpr = form.tuning.parts
+    LINES: gl.constexpr = form.dq_lines
     dq_desc, dk_desc, dv_desc = out
     sizes, limits, numbers = work
     batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
     k_tile, v_tile, sums, kv_ready, kv_done, kv_free = kv
     p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
-    queries, keys, part, n_start, m_first, blocks, first_number = keys_of_program(offsets, work, form)
+    queries, keys, part, n_start, m_first, blocks, first_tile = keys_of_program(offsets, work, form)
     at = ring_start(1)
     for member in range(form.members):
         head = part * form.members + member
         for i in range(blocks):
             m_start = m_first + i * form.tuning.block_m
+            tile = first_tile + head * tiles_m + m_start // form.tuning.block_m
             if form.ordered:
-                turn = turns + (first_number + m_start) // form.tuning.block_m + head * 2 * tiles_m
+                turn = turns + tile
             for piece in gl.static_range(PARTS):
                 mbarrier.wait(dq_ready.index(0), at.parity)
                 if form.ordered and piece == 0:
                     await_turn(turn, n_start, m_start, (queries[2], keys[2]), limits, form)
-                add_out(dq_desc, queries, head, m_start, piece * (form.block_d // PARTS), dq_smem.index(0), form)
+                for unit in gl.static_range(form.dq_units(piece)):
+                    tma_reduce_add(dq_desc, [(tile * form.dq_units() + piece * form.dq_units(0) + unit) * LINES, 0], dq_smem.index(unit))
                 tma_store_wait(0)
                 mbarrier.arrive(dq_free.index(0))
                 at = at.next()
@@ -661,7 +673,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     do_smem = tiles_of(do_desc, STAGES_DO)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES_DO, BLOCK_M], rows_desc.layout)
-    dq_smem = tiles_of(dq_desc, 1)
+    dq_smem = tiles_of(dq_desc, form.dq_units(0))
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], ds_layout)
     p_smem = ds_smem
