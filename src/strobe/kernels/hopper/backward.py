@@ -214,6 +214,15 @@ def over_columns(a, b, acc, first: gl.constexpr, rest: gl.constexpr, use_acc: gl
 
 
 @gluon.jit
+def by_operand(a, b, acc, first: gl.constexpr, rest: gl.constexpr, use_acc: gl.constexpr, in_registers: gl.constexpr):
+    """`over_columns`, of an a that may be in registers, where there is no rest."""
+    if in_registers:
+        return warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+    else:
+        return over_columns(a, b, acc, first, rest, use_acc)
+
+
+@gluon.jit
 def by_columns(a, b, sums, first: gl.constexpr, rest: gl.constexpr):
     """Issue sums + a b, for b's first columns and for the rest."""
     begun = warpgroup_mma(a, b.slice(0, first, dim=1), sums[0], is_async=True)
@@ -254,7 +263,7 @@ def begin_scores(k_tile, q, at, form: gl.constexpr):
     q_smem, lse_smem, q_ready, q_free = q
     zero = gl.full([form.tuning.block_n, form.tuning.block_m], 0.0, gl.float32, tile_layout(form.tuning.block_m, form.down))
     mbarrier.wait(q_ready.index(at.stage), at.parity)
-    return over_columns(k_tile, tile_2d(q_smem, at.stage), zero, form.first_d, form.rest_d, False)
+    return by_operand(k_tile, tile_2d(q_smem, at.stage), zero, form.first_d, form.rest_d, False, form.tuning.k_in_registers)
 
 
 @gluon.jit
@@ -423,6 +432,15 @@ def begun_at(row, form: gl.constexpr):
 
 
 @gluon.jit
+def held(tile, in_registers: gl.constexpr, form: gl.constexpr):
+    """The first operand of products over a tile's columns."""
+    if in_registers:
+        return tile.load(gl.DotOperandLayout(0, tile_layout(form.tuning.block_m, form.down), 2))
+    else:
+        return tile
+
+
+@gluon.jit
 def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
     """All tiles of queries: (dk, dv). Each step begins the next one's scores, so that weights are made under products."""
     D: gl.constexpr = form.products_d
@@ -434,6 +452,8 @@ def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
     LATE: gl.constexpr = form.tuning.late_dq
     HELD: gl.constexpr = form.tuning.in_registers
     k_tile, v_tile = tiles
+    k_left = held(k_tile, form.tuning.k_in_registers, form)
+    v_left = held(v_tile, form.tuning.v_in_registers, form)
     q, do, dq = channels
     p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
     dtype: gl.constexpr = k_tile.dtype
@@ -448,7 +468,7 @@ def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
     row = gl.full([form.tuning.block_m], 0.0, gl.float32, gl.SliceLayout(0, p.type.layout))
     dq_sums = zeros_of(form.tuning.block_m, FIRST_DQ, REST_DQ, 4)
     for _ in range(gl.minimum(total, 1)):  # not under one condition with the rest: products would then share addresses, too many to hold
-        s = begin_scores(k_tile, q, q_at, form)
+        s = begin_scores(k_left, q, q_at, form)
         row = delta_at(do, do_at, form)
         s = warpgroup_mma_wait(0, deps=[s])
         p, slope = weights_at(s, q, q_at, seen, block, work, form)
@@ -459,9 +479,9 @@ def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
         do_next = next_or_same(do_at, more)
         block = gl.where(block + 1 == blocks, 0, block + 1)
         do_tile = tile_2d(do[0], of_do(q_at, do_at, form).stage)
-        dp = over_columns(v_tile, do_tile, begun_at(row, form), form.first_dv, form.rest_dv, True)
+        dp = by_operand(v_left, do_tile, begun_at(row, form), form.first_dv, form.rest_dv, True, form.tuning.v_in_registers)
         if SOON:
-            s = begin_scores(k_tile, q, q_next, form)
+            s = begin_scores(k_left, q, q_next, form)
         if HELD:
             dv = by_columns(gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv[0].type.layout, 2)), do_tile, dv, form.first_dv, form.rest_dv)
         if i > 0:
@@ -480,7 +500,7 @@ def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
         if not SOON:
             if HELD and form.tuning.dv_first:
                 dv = wait_for(dv, 0)
-            s = begin_scores(k_tile, q, q_next, form)
+            s = begin_scores(k_left, q, q_next, form)
         dq_sums = by_columns(ds_smem.permute((1, 0)), k_tile, zeros_of(form.tuning.block_m, FIRST_DQ, REST_DQ, 4), FIRST_DQ, REST_DQ)
         if form.tuning.ds_in_registers:
             dk = by_columns(gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2)), tile_2d(q[0], q_at.stage), dk, form.first_d, form.rest_d)
