@@ -450,6 +450,7 @@ def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
     DQ: gl.constexpr = 2 if REST_DQ else 1
     SOON: gl.constexpr = form.tuning.ahead == 2
     LATE: gl.constexpr = form.tuning.late_dq
+    DRAINED: gl.constexpr = form.tuning.drained
     HELD: gl.constexpr = form.tuning.in_registers
     k_tile, v_tile = tiles
     k_left = held(k_tile, form.tuning.k_in_registers, form)
@@ -479,7 +480,11 @@ def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
         do_next = next_or_same(do_at, more)
         block = gl.where(block + 1 == blocks, 0, block + 1)
         do_tile = tile_2d(do[0], of_do(q_at, do_at, form).stage)
-        dp = by_operand(v_left, do_tile, begun_at(row, form), form.first_dv, form.rest_dv, True, form.tuning.v_in_registers)
+        if DRAINED:
+            start = begun_at(row, form)
+        else:
+            start = gl.full([form.tuning.block_n, form.tuning.block_m], 0.0, gl.float32, p.type.layout)
+        dp = by_operand(v_left, do_tile, start, form.first_dv, form.rest_dv, DRAINED, form.tuning.v_in_registers)
         if SOON:
             s = begin_scores(k_left, q, q_next, form)
         if HELD:
@@ -488,10 +493,18 @@ def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
             if LATE:
                 hand_over(dq_sums, dq, dq_at, form)
                 dq_at = dq_at.next()
-            mbarrier.arrive(q[3].index(before.stage))
+            if DRAINED:
+                mbarrier.arrive(q[3].index(before.stage))
         if not HELD:  # behind that barrier: the products that read it are done in all warps
             p_smem.store(p.to(dtype))
+        if not DRAINED:
+            row = do[1].index(of_do(q_at, do_at, form).stage).load(gl.SliceLayout(0, p.type.layout))
         dp = warpgroup_mma_wait(D * SOON + DV * HELD, deps=[dp])
+        if not DRAINED:
+            dk = wait_for(dk, D * SOON + DV * HELD)
+            if i > 0:
+                mbarrier.arrive(q[3].index(before.stage))
+            dp = dp + row[None, :]
         ds = (slope * dp).to(dtype)
         ds_smem.store(ds)
         fence_async_shared()
@@ -530,10 +543,13 @@ def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
             dq_at = dq_at.next()
         if not LATE:
             row = delta_at(do, of_do(q_next, do_next, form), form)
-        dk = wait_for(dk, 0)
+        if DRAINED:
+            dk = wait_for(dk, 0)
         before = q_at
         q_at = q_next
         do_at = do_next
+    if not DRAINED:
+        dk = wait_for(dk, 0)
     if LATE:
         if total > 0:
             hand_over(dq_sums, dq, dq_at, form)

@@ -228,6 +228,7 @@ class BackwardTuning:
     late_dq: bool = False  # a tile of dq leaves registers under the next step's products
     ds_in_registers: bool = True
     dv_first: bool = True
+    drained: bool = True
     k_in_registers: bool = False
     v_in_registers: bool = False
 
