@@ -215,9 +215,12 @@ def over_columns(a, b, acc, first: gl.constexpr, rest: gl.constexpr, use_acc: gl
 
 @gluon.jit
 def by_operand(a, b, acc, first: gl.constexpr, rest: gl.constexpr, use_acc: gl.constexpr, in_registers: gl.constexpr):
-    """`over_columns`, of an a that may be in registers, where there is no rest."""
+    """`over_columns`, of an a that may be `held` in registers."""
     if in_registers:
-        return warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+        acc = warpgroup_mma(a[0], b.slice(0, first, dim=1).permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+        if rest:
+            acc = warpgroup_mma(a[1], b.slice(first, rest, dim=1).permute((1, 0)), acc, is_async=True)
+        return acc
     else:
         return over_columns(a, b, acc, first, rest, use_acc)
 
@@ -432,10 +435,14 @@ def begun_at(row, form: gl.constexpr):
 
 
 @gluon.jit
-def held(tile, in_registers: gl.constexpr, form: gl.constexpr):
-    """The first operand of products over a tile's columns."""
+def held(tile, first: gl.constexpr, rest: gl.constexpr, in_registers: gl.constexpr, form: gl.constexpr):
+    """The first operand of products over a tile's columns, those of the first of them and of the rest."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, tile_layout(form.tuning.block_m, form.down), 2)
     if in_registers:
-        return tile.load(gl.DotOperandLayout(0, tile_layout(form.tuning.block_m, form.down), 2))
+        if rest:
+            return (tile.slice(0, first, dim=1).load(layout), tile.slice(first, rest, dim=1).load(layout))
+        else:
+            return (tile.slice(0, first, dim=1).load(layout),)
     else:
         return tile
 
@@ -453,8 +460,8 @@ def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
     DRAINED: gl.constexpr = form.tuning.drained
     HELD: gl.constexpr = form.tuning.in_registers
     k_tile, v_tile = tiles
-    k_left = held(k_tile, form.tuning.k_in_registers, form)
-    v_left = held(v_tile, form.tuning.v_in_registers, form)
+    k_left = held(k_tile, form.first_d, form.rest_d, form.tuning.k_in_registers, form)
+    v_left = held(v_tile, form.first_dv, form.rest_dv, form.tuning.v_in_registers, form)
     q, do, dq = channels
     p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
     dtype: gl.constexpr = k_tile.dtype
@@ -473,6 +480,8 @@ def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
         row = delta_at(do, do_at, form)
         s = warpgroup_mma_wait(0, deps=[s])
         p, slope = weights_at(s, q, q_at, seen, block, work, form)
+        if not HELD:
+            p_smem.store(p.to(dtype))
     partition_barrier()
     for i in range(total):
         more = i + 1 < total
@@ -495,8 +504,6 @@ def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
                 dq_at = dq_at.next()
             if DRAINED:
                 mbarrier.arrive(q[3].index(before.stage))
-        if not HELD:  # behind that barrier: the products that read it are done in all warps
-            p_smem.store(p.to(dtype))
         if not DRAINED:
             row = do[1].index(of_do(q_at, do_at, form).stage).load(gl.SliceLayout(0, p.type.layout))
         dp = warpgroup_mma_wait(D * SOON + DV * HELD, deps=[dp])
@@ -519,16 +526,23 @@ def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
             dk = by_columns(gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2)), tile_2d(q[0], q_at.stage), dk, form.first_d, form.rest_d)
         else:
             dk = by_columns(ds_smem, tile_2d(q[0], q_at.stage), dk, form.first_d, form.rest_d)
-        s = warpgroup_mma_wait(DQ + D + (DV if SOON else 0), deps=[s])
+        if not HELD:
+            dv = wait_for(dv, (0 if SOON else D) + DQ + D)
+            if form.tuning.apart:
+                mbarrier.arrive(do[3].index(do_at.stage))
+            else:
+                partition_barrier()  # p's memory is free once it is read for all warps
+        s = warpgroup_mma_wait(DQ + D + (DV if SOON and HELD else 0), deps=[s])
         p, slope = weights_at(s, q, q_next, seen, block, work, form)
+        if not HELD:
+            p_smem.store(p.to(dtype))
         # a wait for an mbarrier, over which ptxas moves no exponentials: it would put them behind the wait for dq
         if LATE:
             row = delta_at(do, of_do(q_next, do_next, form), form)
         else:
             mbarrier.wait(dq_free.index(0), dq_at.parity ^ 1)
-        dv = wait_for(dv, DQ + D)
-        if form.tuning.apart:
-            mbarrier.arrive(do[3].index(do_at.stage))
+        if HELD:
+            dv = wait_for(dv, DQ + D)
         dq_sums = wait_for(dq_sums, D)
         if not LATE:
             put(dq_sums, dq, form)
