@@ -224,12 +224,13 @@ class BackwardTuning:
     stages: int  # of q
     stages_do: int
     parts: int = 1  # in which a tile of dq goes through shared memory
-    ahead: int = 0  # where the next tile's scores begin: 1 with this one's dq, 2 with its dp
-    late_dq: bool = False  # a tile of dq leaves registers under the next step's products
-    ds_in_registers: bool = True
-    dv_first: bool = True
-    drained: bool = True
-    k_in_registers: bool = False
+    # a step may begin the next one's scores, so that weights are made under products (backward_steps.walk_ahead)
+    ahead: int = 0  # 1 with its dq, 2 with its dp, which takes three stages of q; 0 it does not, and of the rest nothing is said
+    late_dq: bool = False  # dq leaves registers under the next step's products
+    drained: bool = True  # dk is waited for before the next step: -delta may then be what dp's sum begins at
+    ds_in_registers: bool = True  # for dk; else from shared memory
+    dv_first: bool = True  # dv is waited for before the next scores begin with dq
+    k_in_registers: bool = False  # for scores, all the time
     v_in_registers: bool = False
 
     @property
