@@ -308,6 +308,17 @@ def held(tile, first: gl.constexpr, rest: gl.constexpr, in_registers: gl.constex
 
 
 @gluon.jit
+def finish_dq(dk, k_tile, dq, at, form: gl.constexpr):
+    """dk, which is under way, after dq's second part: begun, awaited and handed over."""
+    rest = zeros_of(form.tuning.block_m, form.rest_dq, 0, 4)[0]
+    rest = warpgroup_mma(dq[1].permute((1, 0)), k_tile.slice(form.first_dq, form.rest_dq, dim=1), rest, use_acc=False, is_async=True)
+    dk = wait_for(dk, 1)
+    rest = warpgroup_mma_wait(0, deps=[rest])
+    hand_over((rest,), dq, at, form)
+    return dk
+
+
+@gluon.jit
 def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
     """All tiles of queries: (dk, dv). Each step begins the next one's scores, so that weights are made under products."""
     D: gl.constexpr = form.products_d
@@ -409,12 +420,7 @@ def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
             put(dq_sums, dq, form)
             dq_at = dq_at.next()
         if form.tuning.parts == 2:
-            rest = zeros_of(form.tuning.block_m, form.rest_dq, 0, 4)[0]
-            k_rest = k_tile.slice(FIRST_DQ, form.rest_dq, dim=1)
-            rest = warpgroup_mma(ds_smem.permute((1, 0)), k_rest, rest, use_acc=False, is_async=True)
-            dk = wait_for(dk, 1)
-            rest = warpgroup_mma_wait(0, deps=[rest])
-            hand_over((rest,), dq, dq_at, form)
+            dk = finish_dq(dk, k_tile, dq, dq_at, form)
             dq_at = dq_at.next()
         if not LATE:
             row = delta_at(do, of_do(q_next, do_next, form), form)
