@@ -124,7 +124,7 @@ def test_the_hopper_backward_compiles_with_each_tiling_and_each_band():
         if unit.family != "hopper":
             continue
         found = [row for place, row in RECORDED.items() if Unit(*place[:3]) == unit]
-        assert [row["kernel"] for row in found] == ["forward_kernel", "rows_kernel", "backward_kernel", "convert_kernel"], unit
+        assert [row["kernel"] for row in found] == ["forward_kernel", "rows_kernel", "backward_kernel", "convert_dq_kernel"], unit
         row, plan = found[2], select(Problem.from_call(unit.call), TARGETS[unit.target]).backward
         form = plan and plan.config.form
         assert form and row["instructions"]["HGMMA"] > 0 and row["instructions"]["UTMALDG"] > 0 and not row["serialized"], unit

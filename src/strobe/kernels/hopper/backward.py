@@ -1,10 +1,11 @@
-"""Backward attention on Hopper: three kernels, five products, dq summed in float32 memory.
+"""Backward attention on Hopper: three kernels, five products, dq summed in float32 memory; backward_steps has what is done with a tile.
 
     rows_kernel       delta = rowsum(dout * out) - dlse; what the main kernel reads of a row (lse in log2 units, -delta), in whole tiles;
                       zeros for the sum of dq
     backward_kernel   a program keeps a tile of keys and values, and walks the tiles of queries that see it, head by head of its group, or of
                       its part of a group where whole groups would be too few programs or too unlike ones (form.splits)
-    convert_kernel    dq = scale * its float32 sum, in q's dtype; so dk and dv where groups are split
+    convert_dq_kernel dq = scale * its float32 sum, in q's dtype and in rows: the sum is in the order of registers (backward_steps.as_held)
+    convert_kernel    so dk and dv where groups are split, from sums in rows
 
     load_partition    kv_ready once; per tile of queries  q_free[s] -> q_ready[s] (q, lse)     do_free[s] -> do_ready[s] (do, delta)
     mma_partition     s = k q^T, dp = v do^T - delta | p | dv += p do | ds = p dp, to shared memory | dq = ds^T k, dk += ds q | dq_free -> dq_ready
@@ -41,18 +42,16 @@ from ..device.dialect import (
     tma_reduce_add,
     tma_store_drain,
     tma_store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from ..device.masking import first_row, row_interval, stop_row
-from ..device.softmax import tanh
 from ..device.tiles import find_sequence, keys_of, span_of
-from .forward import FAR, as_rows, copy_in, copy_out, tile_2d
+from .backward_steps import of_do, step_in_memory, step_in_registers, walk_ahead, zeros_of
+from .forward import FAR, as_rows, copy_in, copy_out
 
 
 @gluon.jit
 def keys_of_program(offsets, work, form: gl.constexpr):
-    """(queries, keys, part of heads, first key, first row, tiles of queries, where its rows' numbers begin) of this program.
+    """(queries, keys, part of heads, first key, first row, tiles of queries, number of the first head's first tile) of this program.
 
     A part is form.members query heads that share a key head.
 
@@ -74,7 +73,7 @@ def keys_of_program(offsets, work, form: gl.constexpr):
         q_start, q_length = keys_of(cu_seqlens_q, sequence, batch, seqlen_q)
         queries, keys = (tile * 0, q_start, q_length), (tile * 0, k_start, k_length)
         part = tile % parts
-        first_number = (q_start // BLOCK_M + sequence) * BLOCK_M  # device.tiles.find_sequence
+        first_tile = q_start // BLOCK_M + sequence  # device.tiles.find_sequence
     else:
         if form.mask.right and not form.mask.left:
             begin = tile // (tiles_n * section) * section
@@ -87,13 +86,13 @@ def keys_of_program(offsets, work, form: gl.constexpr):
             index = tile // tiles_n
         entry, part = index // parts, index % parts
         queries, keys = (entry, entry * 0, entry * 0 + seqlen_q), (entry, entry * 0, entry * 0 + seqlen_k)
-        first_number = entry * heads * 2 * tiles_m * BLOCK_M
+        first_tile = entry * heads * tiles_m
     n_start = n_block * BLOCK_N
     bounds = (keys[2], left, right)
     m_begin = first_row(n_start, queries[2], bounds, 0, form) // BLOCK_M
     m_stop = stop_row(gl.minimum(n_start + BLOCK_N, keys[2]) - 1, queries[2], bounds, form)
     blocks = gl.where(n_start < keys[2], gl.cdiv(m_stop, BLOCK_M) - m_begin, 0)
-    return queries, keys, part, n_start, m_begin * BLOCK_M, gl.maximum(blocks, 0), first_number
+    return queries, keys, part, n_start, m_begin * BLOCK_M, gl.maximum(blocks, 0), first_tile
 
 
 @gluon.jit
@@ -113,15 +112,6 @@ def from_end(place, places, form: gl.constexpr):
 
 
 @gluon.jit
-def of_do(q_at, do_at, form: gl.constexpr):
-    """Where do's ring stands: where q's does, if both are of one depth; registers are few."""
-    if form.tuning.apart:
-        return do_at
-    else:
-        return q_at
-
-
-@gluon.jit
 def load_partition(views, offsets, kv, q, do, work, form: gl.constexpr):
     q_desc, k_desc, v_desc, do_desc, rows_desc = views
     k_tile, v_tile, sums, kv_ready, kv_done, kv_free = kv
@@ -129,248 +119,30 @@ def load_partition(views, offsets, kv, q, do, work, form: gl.constexpr):
     do_smem, delta_smem, do_ready, do_free = do
     sizes, limits, numbers = work
     batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
-    queries, keys, part, n_start, m_first, blocks, first_number = keys_of_program(offsets, work, form)
+    queries, keys, part, n_start, m_first, blocks, first_tile = keys_of_program(offsets, work, form)
     mbarrier.expect(kv_ready.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     copy_in(k_desc, keys, key_head(part, form), n_start, 0, kv_ready.index(0), k_tile, form)
     copy_in(v_desc, keys, key_head(part, form), n_start, 0, kv_ready.index(0), v_tile, form)
     at = ring_start(form.tuning.stages)
     do_at = ring_start(form.tuning.stages_do)
-    padded = tiles_m * form.tuning.block_m
+    tiles = heads * tiles_m * (1 if form.packed else batch)
     for member in range(form.members):
         head = part * form.members + member
         for i in range(blocks):
             m_start = m_first + i * form.tuning.block_m
-            number = first_number + head * 2 * padded + m_start
+            tile = first_tile + head * tiles_m + m_start // form.tuning.block_m
             mbarrier.wait(q_free.index(at.stage), at.parity ^ 1)
             mbarrier.expect(q_ready.index(at.stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
             copy_in(q_desc, queries, head, m_start, 0, q_ready.index(at.stage), q_smem.index(at.stage), form)
-            tma_load(rows_desc, [number], q_ready.index(at.stage), lse_smem.index(at.stage))
+            tma_load(rows_desc, [tile * form.tuning.block_m], q_ready.index(at.stage), lse_smem.index(at.stage))
             slot = of_do(at, do_at, form)
             if form.tuning.apart:
                 mbarrier.wait(do_free.index(slot.stage), slot.parity ^ 1)
             mbarrier.expect(do_ready.index(slot.stage), do_desc.block_type.nbytes + rows_desc.block_type.nbytes)
             copy_in(do_desc, queries, head, m_start, 0, do_ready.index(slot.stage), do_smem.index(slot.stage), form)
-            tma_load(rows_desc, [number + padded], do_ready.index(slot.stage), delta_smem.index(slot.stage))
+            tma_load(rows_desc, [(tiles + tile) * form.tuning.block_m], do_ready.index(slot.stage), delta_smem.index(slot.stage))
             at = at.next()
             do_at = do_at.next()
-
-
-@gluon.jit
-def hide(x, seen, limits, form: gl.constexpr):
-    """Exponents x [keys, queries] with -inf where the query does not see the key.
-
-    seen: the tile's key that its first query has on the diagonal, and how many keys there are from the tile's first on. A bound is
-    compared as a key's own number against the tile's columns, which are constants of a register.
-    """
-    diagonal, keys_left = seen
-    BLOCK_M: gl.constexpr = form.tuning.block_m
-    BLOCK_N: gl.constexpr = form.tuning.block_n
-    left, right = limits
-    partial = False if form.even else keys_left < BLOCK_N
-    if form.mask.right:
-        partial = partial | (diagonal + right < BLOCK_N - 1)
-    if form.mask.left:
-        partial = partial | (diagonal - left > 1 - BLOCK_M)
-    if partial:
-        keys = gl.arange(0, BLOCK_N, gl.SliceLayout(1, x.type.layout))
-        # a column's bits 1 and 2 are its thread's, the others its register's: apart, no register holds a column
-        column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, x.type.layout))
-        by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
-        first = keys * 0
-        if form.mask.right:
-            first = keys - (diagonal + right)
-        if not form.even:
-            first = gl.where(keys < keys_left, first, BLOCK_M)
-        x = gl.where(first[:, None] - by_thread <= by_register, x, float("-inf"))
-        if form.mask.left:
-            x = gl.where((keys - (diagonal - left))[:, None] - by_thread >= by_register, x, float("-inf"))
-    return x
-
-
-@gluon.jit
-def weights(s, lse_log2, seen, work, form: gl.constexpr):
-    """(p, ds / dp) of raw scores: the latter is p, or p times the softcap's slope 1 - tanh^2."""
-    sizes, limits, numbers = work
-    scale_log2, softcap, scale = numbers
-    if form.softcap:
-        s = tanh(s * softcap)
-    x = s * scale_log2 - lse_log2[None, :]
-    if form.masks:
-        x = hide(x, seen, limits, form)
-    p = gl.exp2(x)
-    slope = p
-    if form.softcap:
-        slope = p * (1.0 - s * s)
-    return p, slope
-
-
-@gluon.jit
-def over_columns(a, b, acc, first: gl.constexpr, rest: gl.constexpr, use_acc: gl.constexpr):
-    """Issue acc + a b^T over the columns of both: the first of them and the rest, if there is one."""
-    acc = warpgroup_mma(a.slice(0, first, dim=1), b.slice(0, first, dim=1).permute((1, 0)), acc, use_acc=use_acc, is_async=True)
-    if rest:
-        acc = warpgroup_mma(a.slice(first, rest, dim=1), b.slice(first, rest, dim=1).permute((1, 0)), acc, is_async=True)
-    return acc
-
-
-@gluon.jit
-def by_columns(a, b, sums, first: gl.constexpr, rest: gl.constexpr):
-    """Issue sums + a b, for b's first columns and for the rest."""
-    begun = warpgroup_mma(a, b.slice(0, first, dim=1), sums[0], is_async=True)
-    if rest:
-        return (begun, warpgroup_mma(a, b.slice(first, rest, dim=1), sums[1], is_async=True))
-    else:
-        return (begun,)
-
-
-@gluon.jit
-def zeros_of(rows: gl.constexpr, first: gl.constexpr, rest: gl.constexpr, down: gl.constexpr):
-    """Sums of [rows, first] and [rows, rest]: 16 rows a warp, `down` warps one below the other, and the others beside them."""
-    zeros = gl.full([rows, first], 0.0, gl.float32, tile_layout(first, down))
-    if rest:
-        return (zeros, gl.full([rows, rest], 0.0, gl.float32, tile_layout(rest, down)))
-    else:
-        return (zeros,)
-
-
-@gluon.jit
-def wait_for(sums, pending: gl.constexpr):
-    """The sums, once at most `pending` products issued after theirs are under way."""
-    landed = warpgroup_mma_wait(pending, deps=[one for one in sums])
-    if len(sums) == 1:
-        return (landed,)
-    else:
-        return landed
-
-
-@gluon.constexpr_function
-def tile_layout(width, down):
-    return gl.NVMMADistributedLayout([3, 0], [down, 8 // down], [16, width * down // 8, 16])
-
-
-@gluon.jit
-def begin_scores(k_tile, q, at, form: gl.constexpr):
-    """Issue s = k q^T, transposed scores [keys, queries], once q's tile is there."""
-    q_smem, lse_smem, q_ready, q_free = q
-    zero = gl.full([form.tuning.block_n, form.tuning.block_m], 0.0, gl.float32, tile_layout(form.tuning.block_m, form.down))
-    mbarrier.wait(q_ready.index(at.stage), at.parity)
-    return over_columns(k_tile, tile_2d(q_smem, at.stage), zero, form.first_d, form.rest_d, False)
-
-
-@gluon.jit
-def dp_start(do, at, form: gl.constexpr):
-    """What dp's sum begins at, -delta of each query, once do's tile is there: beside ds, delta would take 16 registers and a subtraction.
-
-    To be called before any product is issued, since ptxas serialises wgmma where an accumulator is written while others run (C7514); the
-    inline mov, which the compiler may not move, keeps it there.
-    """
-    do_smem, delta_smem, do_ready, do_free = do
-    layout: gl.constexpr = tile_layout(form.tuning.block_m, form.down)
-    mbarrier.wait(do_ready.index(at.stage), at.parity)
-    row = delta_smem.index(at.stage).load(gl.SliceLayout(0, layout))
-    zero = gl.full([form.tuning.block_n, form.tuning.block_m], 0.0, gl.float32, layout)
-    start, _ = gl.broadcast(row[None, :], zero)
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [start], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def step_in_registers(dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
-    """One tile of queries for 128 keys: (dk, dv). p and ds are first operands of their products in registers.
-
-        tensor cores   s | dp     | dv      | dq, dk
-        the rest           p        ds        dq to memory
-    """
-    D: gl.constexpr = form.products_d
-    DV: gl.constexpr = form.products_dv
-    k_tile, v_tile = tiles
-    q, do, dq = channels
-    q_at, do_at, dq_at = at
-    p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
-    dtype: gl.constexpr = k_tile.dtype
-    columns: gl.constexpr = gl.SliceLayout(0, tile_layout(form.tuning.block_m, form.down))
-    do_tile = tile_2d(do[0], do_at.stage)
-    dp = dp_start(do, do_at, form)
-    s = begin_scores(k_tile, q, q_at, form)
-    dp = over_columns(v_tile, do_tile, dp, form.first_dv, form.rest_dv, True)
-    s = warpgroup_mma_wait(DV, deps=[s])
-    lse_log2 = q[1].index(q_at.stage).load(columns)  # not sooner: 16 registers more would spill
-    p, slope = weights(s, lse_log2, seen, work, form)
-    dv = by_columns(gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv[0].type.layout, 2)), do_tile, dv, form.first_dv, form.rest_dv)
-    dp = warpgroup_mma_wait(DV, deps=[dp])
-    ds = (slope * dp).to(dtype)
-    ds_smem.store(ds)
-    fence_async_shared()  # and all eight warps meet: the compiler puts that barrier before a product that reads others' stores
-    dq_sums = by_columns(ds_smem.permute((1, 0)), k_tile, zeros_of(form.tuning.block_m, form.first_dq, form.rest_dq, 4), form.first_dq, form.rest_dq)
-    dk = by_columns(gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2)), tile_2d(q[0], q_at.stage), dk, form.first_d, form.rest_d)
-    dv = wait_for(dv, 2 * D)
-    if form.tuning.apart:
-        mbarrier.arrive(do[3].index(do_at.stage))
-    dq_sums = wait_for(dq_sums, D)
-    hand_over(dq_sums, dq, dq_at, form)
-    dk = wait_for(dk, 0)
-    mbarrier.arrive(q[3].index(q_at.stage))
-    return dk, dv
-
-
-@gluon.jit
-def hand_over(dq_sums, dq, at, form: gl.constexpr):
-    """Columns of dq to the store partition, once it has read those before them."""
-    p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
-    tile = tile_2d(dq_smem, 0)
-    mbarrier.wait(dq_free.index(0), at.parity ^ 1)
-    tile.slice(0, dq_sums[0].shape[1], dim=1).store(dq_sums[0])
-    if len(dq_sums) == 2:
-        tile.slice(dq_sums[0].shape[1], dq_sums[1].shape[1], dim=1).store(dq_sums[1])
-    fence_async_shared()
-    mbarrier.arrive(dq_ready.index(0))
-
-
-@gluon.jit
-def step_in_memory(dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
-    """One tile of queries for 64 keys: (dk, dv). Two warps need each of p and ds, which pass through shared memory.
-
-        tensor cores   s | dp     |    dv, dq, dk | rest of dq
-        the rest           p  ds       dq to memory
-    """
-    D: gl.constexpr = form.products_d
-    DV: gl.constexpr = form.products_dv
-    k_tile, v_tile = tiles
-    q, do, dq = channels
-    q_at, do_at, dq_at = at
-    p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
-    dtype: gl.constexpr = k_tile.dtype
-    columns: gl.constexpr = gl.SliceLayout(0, tile_layout(form.tuning.block_m, form.down))
-    do_tile = tile_2d(do[0], do_at.stage)
-    dp = dp_start(do, do_at, form)
-    s = begin_scores(k_tile, q, q_at, form)
-    dp = over_columns(v_tile, do_tile, dp, form.first_dv, form.rest_dv, True)
-    s = warpgroup_mma_wait(DV, deps=[s])
-    p, slope = weights(s, q[1].index(q_at.stage).load(columns), seen, work, form)
-    p_smem.store(p.to(dtype))
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    ds_smem.store((slope * dp).to(dtype))
-    fence_async_shared()
-    dv = by_columns(p_smem, do_tile, dv, form.first_dv, form.rest_dv)
-    REST: gl.constexpr = 0 if form.tuning.parts == 2 else form.rest_dq
-    dq_sums = by_columns(ds_smem.permute((1, 0)), k_tile, zeros_of(form.tuning.block_m, form.first_dq, REST, 4), form.first_dq, REST)
-    dk = by_columns(ds_smem, tile_2d(q[0], q_at.stage), dk, form.first_d, form.rest_d)
-    dv = wait_for(dv, len(dq_sums) + D)
-    if form.tuning.apart:
-        mbarrier.arrive(do[3].index(do_at.stage))
-    dq_sums = wait_for(dq_sums, D)
-    hand_over(dq_sums, dq, dq_at, form)
-    if form.tuning.parts == 2:
-        rest = zeros_of(form.tuning.block_m, form.rest_dq, 0, 4)[0]
-        k_rest = k_tile.slice(form.first_dq, form.rest_dq, dim=1)
-        rest = warpgroup_mma(ds_smem.permute((1, 0)), k_rest, rest, use_acc=False, is_async=True)
-        dk = wait_for(dk, 1)
-        mbarrier.arrive(q[3].index(q_at.stage))
-        rest = warpgroup_mma_wait(0, deps=[rest])
-        hand_over((rest,), dq, dq_at.next(), form)
-    else:
-        dk = wait_for(dk, 0)
-        mbarrier.arrive(q[3].index(q_at.stage))
-    return dk, dv
 
 
 @gluon.jit
@@ -379,7 +151,7 @@ def mma_partition(offsets, kv, q, do, dq, work, form: gl.constexpr):
     k_tile, v_tile, sums, kv_ready, kv_done, kv_free = kv
     sizes, limits, numbers = work
     scale_log2, softcap, scale = numbers
-    queries, keys, part, n_start, m_first, blocks, first_number = keys_of_program(offsets, work, form)
+    queries, keys, part, n_start, m_first, blocks, first_tile = keys_of_program(offsets, work, form)
     diagonal = m_first + (keys[2] - queries[2]) - n_start  # the tile's key that its first query has on the diagonal
     keys_left = keys[2] - n_start
     dk = zeros_of(form.tuning.block_n, form.first_d, form.rest_d, form.down)
@@ -389,22 +161,22 @@ def mma_partition(offsets, kv, q, do, dq, work, form: gl.constexpr):
     q_at = ring_start(form.tuning.stages)
     do_at = ring_start(form.tuning.stages_do)
     dq_at = ring_start(1)
-    if form.idle_dq:  # of dq's tile: TMA adds nothing of these columns, but reads them
-        idle = gl.full([form.tuning.block_m, form.idle_dq], 0.0, gl.float32, tile_layout(form.idle_dq, 4))
-        tile_2d(dq[2], 0).slice(form.block_d - form.idle_dq, form.idle_dq, dim=1).store(idle)
     mbarrier.wait(kv_ready.index(0), 0)
-    for _ in range(form.members):
-        for i in range(blocks):
-            seen = (diagonal + i * form.tuning.block_m, keys_left)
-            at = (q_at, of_do(q_at, do_at, form), dq_at)
-            if form.tuning.in_registers:
-                dk, dv = step_in_registers(dk, dv, tiles, channels, at, seen, work, form)
-            else:
-                dk, dv = step_in_memory(dk, dv, tiles, channels, at, seen, work, form)
-            q_at = q_at.next()
-            do_at = do_at.next()
-            for _part in gl.static_range(PARTS):
-                dq_at = dq_at.next()
+    if form.tuning.ahead:
+        dk, dv = walk_ahead(dk, dv, tiles, channels, (diagonal, keys_left), blocks, work, form)
+    else:
+        for _ in range(form.members):
+            for i in range(blocks):
+                seen = (diagonal + i * form.tuning.block_m, keys_left)
+                at = (q_at, of_do(q_at, do_at, form), dq_at)
+                if form.tuning.in_registers:
+                    dk, dv = step_in_registers(dk, dv, tiles, channels, at, seen, work, form)
+                else:
+                    dk, dv = step_in_memory(dk, dv, tiles, channels, at, seen, work, form)
+                q_at = q_at.next()
+                do_at = do_at.next()
+                for _part in gl.static_range(PARTS):
+                    dq_at = dq_at.next()
     if form.splits > 1:  # k and v are used up, and leave room for the sum of one of them
         keep(as_rows(sums), dk, 1.0)
         fence_async_shared()
@@ -449,24 +221,27 @@ def pass_turn(turn):
 @gluon.jit
 def store_partition(out, turns, offsets, kv, dq, work, form: gl.constexpr):
     PARTS: gl.constexpr = form.tuning.parts
+    LINES: gl.constexpr = form.dq_lines
     dq_desc, dk_desc, dv_desc = out
     sizes, limits, numbers = work
     batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
     k_tile, v_tile, sums, kv_ready, kv_done, kv_free = kv
     p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
-    queries, keys, part, n_start, m_first, blocks, first_number = keys_of_program(offsets, work, form)
+    queries, keys, part, n_start, m_first, blocks, first_tile = keys_of_program(offsets, work, form)
     at = ring_start(1)
     for member in range(form.members):
         head = part * form.members + member
         for i in range(blocks):
             m_start = m_first + i * form.tuning.block_m
+            tile = first_tile + head * tiles_m + m_start // form.tuning.block_m
             if form.ordered:
-                turn = turns + (first_number + m_start) // form.tuning.block_m + head * 2 * tiles_m
+                turn = turns + tile
             for piece in gl.static_range(PARTS):
                 mbarrier.wait(dq_ready.index(0), at.parity)
                 if form.ordered and piece == 0:
                     await_turn(turn, n_start, m_start, (queries[2], keys[2]), limits, form)
-                add_out(dq_desc, queries, head, m_start, piece * (form.block_d // PARTS), dq_smem.index(0), form)
+                for unit in gl.static_range(form.dq_units(piece)):
+                    tma_reduce_add(dq_desc, [(tile * form.dq_units() + piece * form.dq_units(0) + unit) * LINES, 0], dq_smem.index(unit))
                 tma_store_wait(0)
                 mbarrier.arrive(dq_free.index(0))
                 at = at.next()
@@ -523,7 +298,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     do_smem = tiles_of(do_desc, STAGES_DO)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES_DO, BLOCK_M], rows_desc.layout)
-    dq_smem = tiles_of(dq_desc, 1)
+    dq_smem = tiles_of(dq_desc, form.dq_units(0))
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], ds_layout)
     p_smem = ds_smem

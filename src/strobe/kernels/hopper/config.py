@@ -225,6 +225,14 @@ class BackwardTuning:
     stages: int  # of q
     stages_do: int
     parts: int = 1  # in which a tile of dq goes through shared memory
+    # a step may begin the next one's scores, so that weights are made under products (backward_steps.walk_ahead)
+    ahead: int = 0  # 1 with its dq, 2 with its dp, which takes three stages of q; 0 it does not, and of the rest nothing is said
+    late_dq: bool = False  # dq leaves registers under the next step's products
+    drained: bool = True  # dk is waited for before the next step: -delta may then be what dp's sum begins at
+    ds_in_registers: bool = True  # for dk; else from shared memory
+    dv_first: bool = True  # dv is waited for before the next scores begin with dq
+    k_in_registers: bool = False  # for scores, all the time
+    v_in_registers: bool = False
 
     @property
     def apart(self) -> bool:
@@ -261,8 +269,8 @@ class BackwardForm:
         return self.group // self.splits
 
     @property
-    def dq_width(self) -> int:
-        """Columns of dq's float32 sum, and of dk's: as many as give rows of whole 16 bytes."""
+    def dk_width(self) -> int:
+        """Columns of dk's float32 sum: as many as give rows of whole 16 bytes."""
         return whole_lines(self.head_dim)
 
     @property
@@ -296,9 +304,24 @@ class BackwardForm:
         return self.block_d // 2 if self.rest_dq else self.block_d
 
     @property
-    def idle_dq(self) -> int:
-        """Columns of dq's tile in shared memory that no product gives."""
-        return self.rest_d if self.tuning.parts == 1 else 0
+    def dq_width(self) -> int:
+        """Columns of dq's float32 sum: all that products give."""
+        return self.first_dq + self.rest_dq
+
+    @property
+    def dq_unit(self) -> int:
+        """Columns of dq that TMA adds at once."""
+        return self.rest_dq or self.first_dq
+
+    def dq_units(self, part: int | None = None) -> int:
+        """Units of dq's columns; of those that pass through shared memory together in one of the tuning's parts."""
+        units = (self.dq_width if part is None or self.tuning.parts == 1 else (self.first_dq, self.rest_dq)[part]) // self.dq_unit
+        return units
+
+    @property
+    def dq_lines(self) -> int:
+        """Lines of 256 numbers that a unit takes."""
+        return self.tuning.block_m * self.dq_unit // 256
 
     @property
     def products_d(self) -> int:
@@ -325,7 +348,7 @@ class BackwardForm:
         rings = t.block_m * (t.stages * (2 * self.block_d + 4) + t.stages_do * (2 * self.block_dv + 4))
         tiles = 1 if t.in_registers else 2
         keys = 2 * t.block_n * (self.block_d + self.block_dv + tiles * t.block_m)
-        return rings + keys + 4 * t.block_m * self.block_d // t.parts + 8 * (2 * t.stages + (1 + t.apart) * t.stages_do + 4)
+        return rings + keys + 1024 * self.dq_units(0) * self.dq_lines + 8 * (2 * t.stages + (1 + t.apart) * t.stages_do + 4)
 
 
 @dataclass(frozen=True)
@@ -373,16 +396,15 @@ class HopperBackward:
     def workspace(self, problem: Problem, config: BackwardConfig) -> tuple[Buffer, ...]:
         """lse and delta of each row as the main kernel reads them, dq's sum and turns, which the first kernel sets to 0; sums of dk and dv."""
         form = config.form
-        tokens = problem.layout.total_q if problem.packed else problem.layout.seqlen_q  # type: ignore[union-attr]
         heads = (problem.heads_q,) if problem.packed else (problem.layout.batch, problem.heads_q)
         tiles = query_tiles(problem, form.tuning.block_m)
-        rows = Buffer("rows", (*heads, 2, tiles * form.tuning.block_m), torch.float32)
-        buffers = [rows, Buffer("dq_sum", (*heads, tokens, form.dq_width), torch.float32)]
+        rows = Buffer("rows", (2, *heads, tiles * form.tuning.block_m), torch.float32)
+        buffers = [rows, Buffer("dq_sum", (*heads, tiles, form.tuning.block_m * form.dq_width), torch.float32)]
         if form.ordered:
-            buffers.append(Buffer("turns", (*heads, 2, tiles), torch.int32))  # laid out as rows is; half of it is used
+            buffers.append(Buffer("turns", (*heads, tiles), torch.int32))
         if form.splits > 1:
             keys = problem.layout.total_k if problem.packed else problem.layout.seqlen_k  # type: ignore[union-attr]
-            widths = {"dk_sum": form.dq_width, "dv_sum": form.dv_width}
+            widths = {"dk_sum": form.dk_width, "dv_sum": form.dv_width}
             buffers += [Buffer(name, (*heads[:-1], problem.heads_kv, keys, width), torch.float32, 0.0) for name, width in widths.items()]
         return tuple(buffers)
 

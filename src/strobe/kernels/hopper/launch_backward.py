@@ -16,25 +16,27 @@ from ..kernel import Backward, Plan, entries, strides_of
 from . import backward
 from .config import at_once, query_tiles
 from .launch import MOST_TILES, Launch, addressable, descriptor, numbers_of
-from .rows import convert_kernel, rows_kernel
+from .rows import convert_dq_kernel, convert_kernel, rows_kernel
 
 L2_BYTES = 32 << 20  # of queries, their gradients and dq's sums that stay while a section of heads is walked; an H200 has 50 MB
 CONVERTED_ROWS = 32  # a program of convert_kernel, which only moves memory
 
 
 def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor]) -> None:
-    rows, turns = workspace["rows"], workspace.get("turns")
-    sums = {name: workspace[f"{name}_sum"].transpose(-3, -2) for name in ("dq", "dk", "dv") if f"{name}_sum" in workspace}
-    dq, dk, dv = sums["dq"], sums.get("dk", addressable(t.dk)), sums.get("dv", addressable(t.dv))
+    rows, dq_sum, turns = workspace["rows"], workspace["dq_sum"], workspace.get("turns")
+    sums = {name: workspace[f"{name}_sum"].transpose(-3, -2) for name in ("dk", "dv") if f"{name}_sum" in workspace}
+    dk, dv = sums.get("dk", addressable(t.dk)), sums.get("dv", addressable(t.dv))
     dout = operand(t.dout, call)
-    pointers = (t.dout, t.out, t.lse, t.dlse, t.delta, rows, dq, call.cu_seqlens_q, turns)
+    pointers = (t.dout, t.out, t.lse, t.dlse, t.delta, rows, dq_sum, call.cu_seqlens_q, turns)
     key = ("rows", t.dout.stride(), t.dout.dtype, t.out.stride(), t.dlse is None)
     relaunch.start(plan, key, pointers, lambda: rows_launch(plan, pointers))
-    views = (call.q, call.k, call.v, dout, rows, dk, dv, dq)
+    views = (call.q, call.k, call.v, dout, rows, dk, dv, dq_sum)
     others = (turns, call.cu_seqlens_q, call.cu_seqlens_k)
     strides = (dout.stride(), dk.stride(), dv.stride())
     relaunch.start(plan, (call.left, call.right, *strides), (*views, *others), lambda: main_launch(plan, call, views, turns))
-    for name, held, gradient in (("dq", dq, t.dq), ("dk", dk, t.dk), ("dv", dv, t.dv)):
+    pointers_dq = (dq_sum, t.dq, call.cu_seqlens_q)
+    relaunch.start(plan, ("dq", t.dq.stride()), pointers_dq, lambda: dq_launch(plan, pointers_dq))
+    for name, held, gradient in (("dk", dk, t.dk), ("dv", dv, t.dv)):
         if name in sums:
             key = (name, gradient.stride())
             relaunch.start(plan, key, (held, gradient), lambda name=name, held=held, gradient=gradient: convert_launch(plan, name, held, gradient))
@@ -43,12 +45,24 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
 
 
 def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
-    problem, form = plan.problem, plan.config.form
-    dout, out, dq_sum = (strides_of(t, problem) for t in (pointers[0], pointers[1], pointers[6]))
-    tiles = query_tiles(problem, form.tuning.block_m)
-    sizes = (problem.heads_q, tokens(problem)[0], problem.layout.batch, tiles)
-    programs = counted(plan, problem.heads_q * entries(problem) * tiles)
-    return Launch(rows_kernel, programs, (pointers, (dout, out, dq_sum), sizes, form), {"num_warps": 4})
+    strides = tuple(strides_of(t, plan.problem) for t in pointers[:2])
+    return Launch(rows_kernel, tiles_of_rows(plan), (pointers, strides, row_sizes(plan), plan.config.form), {"num_warps": 4})
+
+
+def dq_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
+    strides = strides_of(pointers[1], plan.problem)
+    arguments = (*pointers, strides, row_sizes(plan), plan.problem.scale, plan.config.form)
+    return Launch(convert_dq_kernel, tiles_of_rows(plan), arguments, {"num_warps": 4})
+
+
+def row_sizes(plan: Plan) -> tuple[int, ...]:
+    problem = plan.problem
+    return problem.heads_q, tokens(problem)[0], problem.layout.batch, query_tiles(problem, plan.config.form.tuning.block_m)
+
+
+def tiles_of_rows(plan: Plan) -> int:
+    """Tiles of queries of all heads: programs of the kernels around the main one."""
+    return counted(plan, plan.problem.heads_q * entries(plan.problem) * row_sizes(plan)[-1])
 
 
 def convert_launch(plan: Plan, name: str, held: Tensor, gradient: Tensor) -> Launch:
@@ -78,7 +92,7 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], turns: Tensor
     described = (
         descriptor(q, *by_rows), descriptor(k, *by_keys), descriptor(v, *by_keys_v), descriptor(dout, *by_rows_v),
         row_descriptor(rows, tuning.block_m), descriptor(dk, *by_keys), descriptor(dv, *by_keys_v),
-        descriptor(dq_sum, tuning.block_m, form.block_d // tuning.parts),
+        line_descriptor(dq_sum, form.dq_lines),
     )  # fmt: skip
     sizes = (batch, problem.heads_q, seqlen_q, seqlen_k, query_tiles(problem, tuning.block_m), tiles_n, section)
     work = (sizes, (call.left, call.right), (*numbers_of(problem), problem.scale))
@@ -108,3 +122,8 @@ def operand(dout: Tensor, call: Call) -> Tensor:
 def row_descriptor(rows: Tensor, block: int) -> TensorDescriptor:
     layout: Any = gl.NVMMASharedLayout.get_default_for([block], gl.float32)
     return TensorDescriptor(rows, [rows.numel()], [1], [block], layout)
+
+
+def line_descriptor(dq_sum: Tensor, lines: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(dq_sum, [dq_sum.numel() // 256, 256], [256, 1], [lines, 256], layout)

@@ -8,13 +8,12 @@ from ..device.tiles import find_sequence, load_rows, span_of, store_rows
 
 @triton.jit
 def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
-    """tensors (dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns); strides (batch, row, head) of dout, out
-    and dq_sum; sizes (H, S_q or T, sequences, tiles of rows a head).
+    """tensors (dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns); strides (batch, row, head) of dout and out;
+    sizes (H, S_q or T, sequences, tiles of rows a head).
 
-    rows: for each batch entry and head lse in log2 units, then -delta, each in whole tiles; a packed sequence begins a tile of its own.
+    rows: lse in log2 units of all batch entries and heads, then -delta of all, in whole tiles; a packed sequence begins a tile of its own.
     """
     BLOCK_M: tl.constexpr = form.tuning.block_m
-    BLOCK_D: tl.constexpr = form.block_d
     BLOCK_DV: tl.constexpr = form.block_dv
     dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns = tensors
     heads, total, sequences, tiles = sizes
@@ -39,12 +38,13 @@ def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
     row_lse = tl.load(lse + place, mask=row_ok, other=float("-inf")) * 1.4426950408889634
     empty = row_lse == float("-inf")
     if form.ordered:
-        tl.store(turns + index * 2 * tiles + tile, 0)
-    numbers = rows + index.to(tl.int64) * 2 * tiles * BLOCK_M + tile * BLOCK_M + lanes
+        tl.store(turns + pid, 0)
+    numbers = rows + pid.to(tl.int64) * BLOCK_M + lanes
     tl.store(numbers, tl.where(empty, float("inf"), row_lse))
-    tl.store(numbers + tiles * BLOCK_M, tl.where(empty, 0.0, -row_delta))
-    zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    store_rows(head_of(dq_sum, strides[2], index, heads), zeros, m_offsets, tl.arange(0, BLOCK_D), strides[2][1], row_ok, form.dq_width)
+    tl.store(numbers + tl.num_programs(0).to(tl.int64) * BLOCK_M, tl.where(empty, 0.0, -row_delta))
+    UNIT: tl.constexpr = form.dq_unit * BLOCK_M
+    for unit in tl.static_range(form.dq_units()):
+        tl.store(dq_sum + (pid.to(tl.int64) * form.dq_units() + unit) * UNIT + tl.arange(0, UNIT), tl.zeros([UNIT], tl.float32))
 
 
 @triton.jit
@@ -66,3 +66,26 @@ def convert_kernel(tensors, strides, sizes, scale, STORED: tl.constexpr, WIDTH: 
     columns = tl.arange(0, BLOCK_D)
     tile = load_rows(head_of(held, strides[0], index, heads), m_offsets, columns, strides[0][1], row_ok, STORED)
     store_rows(head_of(gradient, strides[1], index, heads), tile * scale, m_offsets, columns, strides[1][1], row_ok, WIDTH)
+
+
+@triton.jit
+def convert_dq_kernel(dq_sum, dq, cu_seqlens_q, strides, sizes, scale, form: tl.constexpr):
+    """dq = scale * its sum, as backward.as_held ordered it, tile by tile; strides and sizes as rows_kernel has them, of dq."""
+    BLOCK_M: tl.constexpr = form.tuning.block_m
+    UNIT: tl.constexpr = form.dq_unit
+    heads, total, sequences, tiles = sizes
+    pid = tl.program_id(0)
+    index = pid // tiles
+    start, length, block = index * 0, total, pid % tiles
+    if form.packed:
+        sequence, block = find_sequence(cu_seqlens_q, pid % tiles, sequences, total, BLOCK_M)
+        start, length = span_of(cu_seqlens_q, sequence, sequences, total)
+    row, column = tl.arange(0, BLOCK_M), tl.arange(0, UNIT)
+    row_ok = block * BLOCK_M + row < length
+    by_row = row // 16 * 128 + row % 8 * 16 + row // 8 % 2 * 2
+    by_column = column // 8 * (8 * BLOCK_M) + column % 8 // 2 * 4 + column % 2
+    for unit in tl.static_range(form.dq_units()):
+        held = dq_sum + (pid.to(tl.int64) * form.dq_units() + unit) * (BLOCK_M * UNIT)
+        tile = tl.load(held + by_row[:, None] + by_column[None, :]) * scale
+        columns = unit * UNIT + column
+        store_rows(head_of(dq, strides, index, heads), tile, start + block * BLOCK_M + row, columns, strides[1], row_ok, form.head_dim)
