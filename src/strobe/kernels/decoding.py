@@ -1,15 +1,20 @@
-"""What every family's decode says alike on the host: the problem's constants that its kernel is compiled for, and how keys are split."""
+"""What every family's decode says alike on the host: the problem's constants that its kernel is compiled for, how keys are split, and which
+launches are kept."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ..call import DTYPES
-from ..decode import DecodeProblem
+from ..decode import DecodeCall, DecodeProblem
 from ..mask import NO_BOUND
+from .kernel import Forward, Plan
 
 MOST_SPLITS = 128
+MOST_AGAIN = 512  # launches a plan keeps: more than a model has layers
 JOIN_BLOCKS = 0.5  # tiles of keys that take as long as a join
 INVARIANT_SPLIT = 1024  # keys; batch invariance: a constant, because it sets the bits
 
@@ -72,3 +77,19 @@ def splits(capacity: int, tiles: int, block_n: int, slots: int) -> tuple[int, in
     count = next(n for n, tiles_long in length.items() if 0.95 * tiles_long <= min(length.values()))
     size = -(-blocks // count) * block_n
     return -(-blocks * block_n // size), size
+
+
+def addresses(call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> tuple[int, ...]:
+    """All that tells apart two calls of a plan whose outputs and scratch `ops_decode` allocates."""
+    held = (call.q, call.k, call.v, call.seqlens, call.page_table, call.k_start, call.k_scale, call.v_scale, call.sinks, *t, *workspace.values())
+    return tuple([0 if tensor is None else tensor.data_ptr() for tensor in held])
+
+
+def keep(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], again: Any) -> None:
+    """Let `ops_decode` launch at these addresses again; where splits are joined on this stream alone, whose counters the launch names."""
+    again = again.here() if again is not None and workspace else again
+    if again is None or plan.again is None or not t.out.is_contiguous():
+        return
+    if len(plan.again) >= MOST_AGAIN:
+        plan.again.clear()
+    plan.again[addresses(call, t, workspace)] = again

@@ -339,7 +339,13 @@ def keep_share(shares, o, lse_log2, share, form: gl.constexpr):
     at = share.to(gl.int64) * form.joined_rows
     mask = row < form.joined_rows
     gl.store(shares[0] + at * form.block_dv + (row * form.block_dv)[:, None] + columns[None, :], o, mask=mask[:, None] & (columns >= 0)[None, :])
-    gl.store(shares[1] + at + row, lse_log2, mask=mask)
+    gl.store(lse_shares(shares, form) + at + row, lse_log2, mask=mask)
+
+
+@gluon.jit
+def lse_shares(shares, form: gl.constexpr):
+    """Behind o of all programs."""
+    return shares[0] + gl.num_programs(0).to(gl.int64) * (form.joined_rows * form.block_dv)
 
 
 @gluon.jit
@@ -363,7 +369,7 @@ def join(shares, first_share, stop_share, form: gl.constexpr):
     for share in range(first_share, stop_share, form.joined):
         at = share.to(gl.int64) * form.joined_rows
         known = (split < stop_share - share)[:, None] & (rows >= 0)[None, :]
-        held = gl.load(shares[1] + at + place_lse, mask=known, other=float("-inf"), cache_modifier=".cg")
+        held = gl.load(lse_shares(shares, form) + at + place_lse, mask=known, other=float("-inf"), cache_modifier=".cg")
         mask = gl.expand_dims((split_3d < stop_share - share)[:, None] & (rows_3d >= 0)[None, :], 2) & gl.expand_dims((columns >= 0)[None, :], 0)
         part = gl.load(shares[0] + at * form.block_dv + place, mask=mask, other=0.0, cache_modifier=".cg")
         top = gl.maximum(base, gl.max(held, 0))
@@ -443,8 +449,8 @@ def matrix(rows: gl.constexpr, width: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbers, form: gl.constexpr):
-    """tensors (q, k, v, page_table, seqlens, k_start, out, lse, sinks); scales (k_scale, v_scale); shares (o, lse, counters) of splits or Nones:
-    for every tile of rows and every split o [joined_rows, block_dv] and lse [joined_rows], and how many splits are done, 0 before and after;
+    """tensors (q, k, v, page_table, seqlens, k_start, out, lse, sinks); scales (k_scale, v_scale); shares (o and lse, counters) or Nones:
+    for every tile of rows and every split o [joined_rows, block_dv], then lse [joined_rows]; how many splits are done, 0 before and after;
     strides (batch or page, row, head) of q, k, v, out; sizes (tokens, heads_kv, capacity, n_pages, max_pages, n_splits, split_size, row tiles);
     limits (left, right); numbers (scale_log2, softcap)."""
     q, k, v, page_table, seqlens, k_start, out, lse, sinks = tensors
@@ -501,7 +507,7 @@ def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbe
                 tile_of_all = (batch * n_tiles + tile) * heads_kv + head
                 keep_share(shares, o, lse_log2, tile_of_all * n_splits + split, form)
                 partition_barrier()  # all threads have stored before one counts
-                counter = shares[2] + tile_of_all
+                counter = shares[1] + tile_of_all
                 if gl.atomic_add(counter, 1, sem="acq_rel") == stop_split - first_split - 1:
                     share = (tile_of_all * n_splits + first_split, tile_of_all * n_splits + stop_split)
                     write_joined((out, lse, sinks), shares, place, tile, share, strides[3], form)

@@ -167,9 +167,8 @@ class HopperDecode:
         form, layout = config.form, problem.layout
         if form.single:
             return ()
-        tiles = layout.batch * problem.heads_kv * -(-layout.seqlen_q * problem.group // form.block_m)
-        shares = (tiles, config.n_splits, form.joined_rows)
-        return Buffer("shares", (*shares, form.block_dv), torch.float32), Buffer("lse_shares", shares, torch.float32)
+        programs = layout.batch * problem.heads_kv * -(-layout.seqlen_q * problem.group // form.block_m) * config.n_splits
+        return (Buffer("shares", (programs * form.joined_rows * (form.block_dv + 1),), torch.float32),)  # of o, then of lse
 
     def run(self, plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:
         from .launch_decode import run_decode

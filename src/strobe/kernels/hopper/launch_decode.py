@@ -8,6 +8,7 @@ from ...call import Paged
 from ...decode import DecodeCall, DecodeProblem
 from .. import faults, relaunch
 from ..counters import zeros_on
+from ..decoding import keep
 from ..kernel import Forward, Plan
 from . import decode
 from .launch import LOG2_E, Launch
@@ -16,11 +17,12 @@ from .launch import LOG2_E, Launch
 def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:
     problem, form = plan.problem, plan.config.form
     tiles = problem.layout.batch * problem.heads_kv * row_tiles(plan)
-    shares = (None, None, None) if form.single else (workspace["shares"], workspace["lse_shares"], zeros_on(call.q.device, tiles))
+    shares = (None, None) if form.single else (workspace["shares"], zeros_on(call.q.device, tiles))
     word = faults.word(call.q.device)
     tensors = (call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks)
     moving = (*tensors, call.k_scale, call.v_scale, *shares, word)
-    relaunch.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
+    again = relaunch.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
+    keep(plan, call, t, workspace, again)
 
 
 def row_tiles(plan: Plan) -> int:

@@ -12,6 +12,7 @@ from ...call import Paged
 from ...decode import DecodeCall, DecodeProblem
 from .. import faults, relaunch
 from ..counters import zeros_on
+from ..decoding import keep
 from ..kernel import Forward, Plan
 from . import append, decode
 from .launch import LOG2E, Launch, parts
@@ -25,7 +26,8 @@ def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Te
     word = faults.word(call.q.device)
     tensors = (call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks)
     moving = (*tensors, call.k_scale, call.v_scale, *shares, word)
-    relaunch.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
+    again = relaunch.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
+    keep(plan, call, t, workspace, again)
 
 
 def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, word: Tensor) -> Launch:
