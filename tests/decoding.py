@@ -30,7 +30,11 @@ def judged(call: DecodeCall) -> dict[str, float]:
         out, lse = ops_decode.run(held)
         again, lse_again = ops_decode.run(held, given)
     assert_kernel(ops_decode.decide(held), call.kernel)
-    assert torch.equal(out, again) and torch.equal(lse, lse_again), "two runs of one call differ"
+    for name, one, other in (("out", out, again), ("lse", lse, lse_again)):
+        where = (one != other).nonzero()[:6].tolist()
+        assert torch.equal(one, other), (
+            f"two runs of one call differ in {name}: {[(at, one[tuple(at)].item(), other[tuple(at)].item()) for at in where]}"
+        )
     return assert_decode_as_good_as((out, lse), call)
 
 

@@ -98,3 +98,16 @@ def test_published_figures_stand_in_the_results(page: str):
         assert cells[1:] in [[f"{figure:.0f}" if figure else "-" for figure in row] for row in figures], line
         quoted += 1
     assert quoted >= 4
+
+
+def test_published_decode_figures_stand_in_the_results():
+    """A line "decode CASE" of docs/performance.md: microseconds of the Hopper kernel over pages and rows, the portable kernel, cuDNN."""
+    measured = [json.loads(line) for line in (ROOT / "results/decode.jsonl").read_text().splitlines()]
+    lines = re.findall(r"^\| decode (\w+) \| (.*) \|$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE)
+    assert len(lines) == 9
+    for case, cells in lines:
+        ours, portable = (
+            [row for row in measured if row["case"] == case and row["kernel"] == kernel] for kernel in ("hopper.decode", "portable.decode")
+        )
+        figures = ours[-1]["ms"], ours[-1].get("dense_ms"), portable[-1]["ms"], ours[-1]["rivals"].get("cudnn")
+        assert cells.split(" | ") == [f"{1000 * figure:.1f}" if figure else "-" for figure in figures], case
