@@ -287,10 +287,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
 
 
 def moved(size: Size, form: Form) -> int:
-    """K and V once; partial results written and read; q and out."""
+    """K and V once; q once a split; partial results written and read, their log-sum-exps read twice; out."""
     splits = form.splits or max(1, min(132 // (size.batch * size.heads_kv), -(-size.seqlen_k // form.block_n)))
     keys = 4 * size.head_dim * size.batch * size.heads_kv * size.seqlen_k
-    return keys + size.rows * (8 * splits * (size.head_dim + 1) + 4 * size.head_dim + 4)
+    return keys + size.rows * (splits * (10 * size.head_dim + 12) + 2 * size.head_dim + 4)
 
 
 RUNG = Rung(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from ..call import Call
 from ..testing.compare import assert_as_good_as
 from . import RUNGS
 
-Run = Callable[..., tuple[Tensor, Tensor]]
+if TYPE_CHECKING:
+    from ..sim import Run
+
 
 TOKENS = 16_384  # of a measured batch: its entries get shorter as they get more
 WIDTH = 2_048  # heads times head_dim
@@ -62,16 +64,18 @@ class Size(NamedTuple):
         """Queries over all heads."""
         return self.batch * self.heads * self.seqlen_q
 
-    def streamed(self, block_m: int) -> int:
-        """Keys that tiles of `block_m` queries load, over all tiles and heads: each key's K and V row, once a tile that sees it.
+    def streamed(self, block_m: int, block_n: int, stop: int = 0) -> int:
+        """Keys that tiles of `block_m` queries load in tiles of `block_n`, over all tiles and heads, none from `stop` (S_k) on.
 
-        >>> Size(1, 256, 256, 1, 1, 64, causal=True).streamed(128)
-        384
+        >>> Size(1, 256, 300, 1, 1, 64, causal=True).streamed(128, 64)
+        492
         """
-        shift, keys = self.seqlen_k - self.seqlen_q, 0
+        stop, keys = stop or self.seqlen_k, 0
         for start in range(0, self.seqlen_q, block_m):
-            last = min(start + block_m, self.seqlen_q)
-            keys += min(max(last + shift, 0), self.seqlen_k) if self.causal else self.seqlen_k
+            seen = self.seqlen_k
+            if self.causal:
+                seen = min(max(start + block_m + self.seqlen_k - self.seqlen_q, 0), seen)
+            keys += min(-(-seen // block_n) * block_n, stop)
         return self.batch * self.heads * keys
 
     def __str__(self) -> str:
@@ -88,7 +92,7 @@ class Rung(NamedTuple):
     name: str
     idea: str
     below: str  # the rung it differs from by its idea only; "" has none
-    run: Run
+    run: Callable[..., tuple[Tensor, Tensor]]
     form: Callable[..., Any]  # form(head_dim, causal, **options): the frozen config that `run` compiles for; its fields are the options
     moved: Callable[[Size, Any], int]  # bytes the kernels ask global memory for, by the model
     shows: tuple[str, ...]  # functions whose difference from the rung below is the idea
@@ -106,9 +110,9 @@ class Rung(NamedTuple):
         return Size(max(1, TOKENS // seqlen), seqlen, seqlen, WIDTH // head_dim, WIDTH // head_dim, head_dim, causal)
 
     def small(self, head_dim: int, causal: bool, seqlen: int = 0) -> Size:
-        """What the simulator is given: two heads that share their keys, more keys than queries."""
-        seqlen = seqlen or self.small_seqlen
-        return Size(1, self.queries or seqlen, seqlen + 57, 2, 1, head_dim, causal)
+        """What the simulator is given: two heads that share their keys; unless a length is asked for, more keys than queries, none a whole tile."""
+        keys = seqlen or self.small_seqlen + 57
+        return Size(1, self.queries or seqlen or self.small_seqlen, keys, 2, 1, head_dim, causal)
 
 
 def load(name: str) -> Rung:
@@ -220,15 +224,28 @@ class _Allocations(TorchDispatchMode):
         return found
 
 
-def simulated(rung: Rung, size: Size, options: dict[str, Any], mode: str = "pct", seed: int = 0) -> tuple[dict[str, Any], list]:
-    """(row, timeline) of a small run on the simulator; SimulationFault for a race, AssertionError where it is wrong."""
+def simulated(rung: Rung, size: Size, options: dict[str, Any], mode: str = "pct", seed: int = 0) -> tuple[dict[str, Any], Run]:
+    """(row, simulated run) of a small problem; SimulationFault for a race, AssertionError where it is wrong.
+
+    The row's moved_bytes are what the kernels asked global memory for, counted access by access.
+    """
     from ..sim import Checks, simulate
 
     q, k, v = draw(rung, size, torch.device("cpu"), seed)
+    moved = 0
     with simulate(f"sm_{rung.capability}", mode, seed, checks=Checks(read_fences=True)) as run, _Allocations() as allocations:
+        access = run.machine.access
+
+        def counted(memory: Any, mask: int, *rest: Any) -> None:
+            nonlocal moved
+            moved += mask.bit_count() * memory.granule if memory.space == "global" else 0
+            access(memory, mask, *rest)
+
+        run.machine.access = counted
         found = rung.run(q, k, v, size.causal, **options)
     worst = judge(rung, found, (q, k, v), size.causal, **options)
-    return _row(rung, size, options, "simulator") | {"worst": _short(worst), "peak_bytes": allocations.total}, run.events
+    figures = {"worst": _short(worst), "peak_bytes": allocations.total, "moved_bytes": moved}
+    return _row(rung, size, options, "simulator") | figures, run
 
 
 def measured(rung: Rung, size: Size, options: dict[str, Any], device: torch.device, rounds: int = 5, sample_ms: float = 20.0) -> dict[str, Any]:
@@ -253,7 +270,7 @@ def measured(rung: Rung, size: Size, options: dict[str, Any], device: torch.devi
 def _row(rung: Rung, size: Size, options: dict[str, Any], where: str) -> dict[str, Any]:
     form = rung.form(size.head_dim, size.causal, **options)
     about = {"rung": rung.name, **size._asdict(), "options": options, "where": where}
-    return about | {"flops": size.flops, "model_bytes": rung.moved(size, form)} | dict.fromkeys(("ms", "tflops", "gbps"))
+    return about | {"flops": size.flops, "model_bytes": rung.moved(size, form)} | dict.fromkeys(("ms", "tflops", "gbps", "moved_bytes"))
 
 
 def _short(number: float) -> float:

@@ -234,7 +234,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
 
 def moved(size: Size, form: Form) -> int:
     """q and out once, K and V once for each tile of queries that sees them."""
-    return 2 * size.head_dim * (2 * size.rows + 2 * size.streamed(form.block_m)) + 4 * size.rows
+    return 2 * size.head_dim * (2 * size.rows + 2 * size.streamed(form.block_m, form.block_n)) + 4 * size.rows
 
 
 RUNG = Rung("k3_3", "five stages", "k3_2", run, Form, moved, ("Form",))

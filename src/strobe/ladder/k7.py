@@ -361,9 +361,11 @@ def run(
 
 
 def moved(size: Size, form: Form) -> int:
-    """q once and out in 16 bits, K and V once for each tile of queries that sees them, V once more to be transposed."""
-    turned = 2 * size.head_dim * size.batch * size.heads_kv * size.seqlen_k
-    return size.head_dim * (3 * size.rows + 2 * size.streamed(form.block_m)) + 4 * size.rows + turned
+    """q once and out in 16 bits, K and V once for each tile of queries that sees them; V once before, to be transposed and filled up."""
+    padded = -(-size.seqlen_k // 128) * 128
+    turned = size.head_dim * size.batch * size.heads_kv * (size.seqlen_k + padded)
+    streamed = size.streamed(form.block_m, form.block_n) + size.streamed(form.block_m, form.block_n, padded)
+    return size.head_dim * (3 * size.rows + streamed) + 4 * size.rows + turned
 
 
 RUNG = Rung(

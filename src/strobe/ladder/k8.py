@@ -424,9 +424,13 @@ def seen(q: Tensor, k: Tensor, v: Tensor, rotate: int = 1, **rest: int) -> tuple
 
 
 def moved(size: Size, form: Form) -> int:
-    """As k7; before it, q, k and v once in 16 bits and once in 8, and v once more."""
-    keys = size.batch * size.heads_kv * size.seqlen_k
-    return size.head_dim * (6 * size.rows + 8 * keys + 2 * size.streamed(form.block_m)) + 4 * size.rows
+    """As k7; before it q and k are read in 16 bits and written in 8, beside a rotation a block, and v is read in 16."""
+    padded = -(-size.seqlen_k // 128) * 128
+    keys, heads = size.batch * size.heads_kv * size.seqlen_k, size.batch * size.heads
+    blocks = heads * -(-size.seqlen_q // 64) + size.batch * size.heads_kv * -(-size.seqlen_k // form.block_n)
+    before = size.head_dim * (3 * size.rows + 5 * keys + size.batch * size.heads_kv * padded) + blocks * (2 * size.head_dim**2 + 4)
+    streamed = size.streamed(form.block_m, form.block_n) + size.streamed(form.block_m, form.block_n, padded)
+    return size.head_dim * (3 * size.rows + streamed) + 4 * size.rows + before
 
 
 RUNG = Rung(

@@ -150,7 +150,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
 
 def moved(size: Size, form: Form) -> int:
     """q and out once, K and V once for each tile of queries that sees them."""
-    return 2 * size.head_dim * (2 * size.rows + 2 * size.streamed(form.block_m)) + 4 * size.rows
+    return 2 * size.head_dim * (2 * size.rows + 2 * size.streamed(form.block_m, form.block_n)) + 4 * size.rows
 
 
 RUNG = Rung("t", "Triton: the compiler places what a tile does", "k2", run, Form, moved, ("minimal_kernel", "attend_kernel"), capability=80)
