@@ -15,13 +15,14 @@ pytest.importorskip("triton")
 from strobe import ladder
 from strobe.cli import main
 from strobe.kernels.device.dialect import gluon
-from strobe.ladder import RUNGS, harness, outliers
+from strobe.ladder import RUNGS, harness, outliers, pages
 from strobe.ladder.harness import Size
 from strobe.proof.budget import TARGETS
 from strobe.proof.compile import compile_job, recording
 from strobe.sim import SimulationFault, translate
 
-FOLDER = Path(ladder.__file__).parent
+FOLDER, ROOT = Path(ladder.__file__).parent, Path(__file__).parents[1]
+REFRESH = "run `python -m strobe.ladder.pages` and look at what changed"
 FIRST = Size(1, 90, 130, 2, 1, 64, causal=True)  # ragged, grouped, more keys than queries
 MORE_ROWS = Size(1, 100, 37, 2, 2, 64, causal=True)  # rows 0 to 62 see no key
 LONG = Size(1, 200, 1100, 2, 1, 64, causal=False)  # every ring goes round
@@ -245,6 +246,45 @@ def test_a_rung_is_one_file_that_teaches(name):
     rung = harness.load(name)
     assert rung.name == name and (not rung.below or RUNGS.index(rung.below) < RUNGS.index(name))
     assert all(re.search(rf"^(def|class) {shown}\b", text, re.MULTILINE) for shown in rung.shows)
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_docstrings_hold_the_rows_that_were_measured(name):
+    text = (FOLDER / f"{name}.py").read_text()
+    assert text == pages.with_table(text, pages.measured(pages.read(ROOT / pages.RESULTS), name)), REFRESH
+
+
+def test_the_page_of_docs_is_made_from_the_rungs(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert (ROOT / pages.PAGE).read_text() == pages.page(pages.read()), REFRESH
+
+
+def test_measured_rows_fill_a_docstring_and_the_page():
+    size = harness.load("k5").size(4096, 128, True)
+    row = {
+        "rung": "k5",
+        **size._asdict(),
+        "options": {},
+        "ms": 2.5,
+        "tflops": 440.5,
+        "percent_of_ceiling": 44.5,
+        "peak_bytes": 1e8,
+        "model_bytes": 2e9,
+    }
+    row |= {"device": "H200: sm_90", "torch": "2.13", "triton": "3.6.0", "date": "2026-11-21T12:00:00"}
+    older, other = row | {"ms": 9.9}, row | {"options": {"stages": 3}, "ms": 1.1}
+    rows = pages.measured([older, row, other, row | {"ms": None}], "k5")
+    assert rows == [row] and pages.measured([row], "k6") == []
+    text = (FOLDER / "k5.py").read_text()
+    filled = pages.with_table(text, rows)
+    assert "128  causal    4096       2.5     440.5" in filled and pages.with_table(filled, []) == pages.with_table(text, [])
+    assert "| 128 | causal | 4096 | 2.5 | 440.5 | 44.5 | 2 | 100 |" in pages.table(rows)
+
+
+@pytest.mark.nightly
+def test_timelines_are_drawn_as_the_simulator_sees_them_now():
+    for name, picture in pages.timelines():
+        assert (ROOT / pages.IMAGES / f"ladder_{name}.svg").read_text() == picture, REFRESH
 
 
 def test_the_command_shows_a_table(capsys):

@@ -231,7 +231,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         figures = [row["ms"], row["tflops"], row.get("percent_of_ceiling"), row.get("model_bytes", 0) / 1e9, ratio, row.get("peak_bytes", 0) / 1e6]
         mask = "causal" if row["causal"] else "dense"
         lines.append([row["rung"], row["seqlen_q"], row["seqlen_k"], row["head_dim"], mask, *figures, row.get("worst")])
-    where = {"simulator": "on the simulator: checked for races and against the oracle, not timed"}.get(rows[0].get("where", ""), rows[0]["device"])
+    simulated = rows[0].get("where") == "simulator"
+    where = "on the simulator: checked for races and against the oracle, not timed" if simulated else str(rows[0]["device"])
     table.show(headers, lines, where)
     for row in rows:
         if row["error"]:

@@ -236,12 +236,12 @@ def simulated(rung: Rung, size: Size, options: dict[str, Any], mode: str = "pct"
     with simulate(f"sm_{rung.capability}", mode, seed, checks=Checks(read_fences=True)) as run, _Allocations() as allocations:
         access = run.machine.access
 
-        def counted(memory: Any, mask: int, *rest: Any) -> None:
+        def counted(memory: Any, mask: int, write: bool, actor: Any) -> None:
             nonlocal moved
             moved += mask.bit_count() * memory.granule if memory.space == "global" else 0
-            access(memory, mask, *rest)
+            access(memory, mask, write, actor)
 
-        run.machine.access = counted
+        run.machine.access = counted  # type: ignore[method-assign]
         found = rung.run(q, k, v, size.causal, **options)
     worst = judge(rung, found, (q, k, v), size.causal, **options)
     figures = {"worst": _short(worst), "peak_bytes": allocations.total, "moved_bytes": moved}

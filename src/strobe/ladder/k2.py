@@ -17,7 +17,7 @@ Cost model, a tile of 64 queries and 64 keys, D columns:
     FLOPs       4 * 64 * 64 * D, on CUDA cores
     bytes       64 rows of K and V: 256 D bytes in 16 bits, for 16,384 D FLOPs; scores cost nothing
     shared      q 256 D + K or V 256 D + weights 16,384 bytes, in float32: 80 KiB for D = 128
-                a thread reads 12 numbers for 32 multiply-adds: shared memory, 32 numbers a clock, feeds 85 of the 128 multiply-adds
+                a thread reads 12 numbers of them for 32 multiply-adds
     registers   scores 32, o 64 (D = 128) of 255
 
 What limits it: shared memory first, then CUDA cores, which are a sixteenth of the tensor cores; loading and multiplying take turns.
