@@ -108,10 +108,10 @@ def as_rows(tile):
 
 @gluon.jit
 def barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    found = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    barrier = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
-        mbarrier.init(found.index(i), count=arrivals)
-    return found
+        mbarrier.init(barrier.index(i), count=arrivals)
+    return barrier
 
 
 @gluon.jit

@@ -12,10 +12,13 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import RUNGS, harness
 from .harness import Rung, Size
+
+if TYPE_CHECKING:
+    from ..sim.timeline import Event
 
 RESULTS, PAGE, IMAGES = Path("results/ladder.jsonl"), Path("docs/ladder.md"), Path("docs/images")
 NOTHING = "nothing measured yet"
@@ -156,17 +159,23 @@ def table(rows: list[dict[str, Any]]) -> str:
 # ---------------------------------------------------------------- files
 
 
-def timelines() -> Iterator[tuple[str, str]]:
-    """(name, picture) of one program of every rung that Gluon schedules; five tiles of keys, or what goes round its rings."""
-    from ..sim.timeline import svg
-
+def timed_runs() -> Iterator[tuple[Rung, list[Event]]]:
+    """Every rung that Gluon schedules, and what one program of it does by modelled time: five tiles of keys, or what goes round its rings."""
     for name in RUNGS:
-        rung = harness.load(name)
         if name in ("k1", "k2", "t"):
             continue  # one partition that does one thing after another
-        size = Size(1, 1 if rung.queries else 128, 640 if name[:2] not in ("a", "k3") else 256, 1, 1, 128, causal=False)
+        rung = harness.load(name)
+        size = Size(1, 1 if rung.queries else 128, 256 if name[:2] in ("a", "k3") else 640, 1, 1, 128, causal=False)
         _, run = harness.simulated(rung, size, {}, "timed")
-        yield name, svg(run.events, f"{name}: {rung.idea}", ctas=[0])
+        yield rung, [event for event in run.events if event.cta == 0]
+
+
+def timelines() -> Iterator[tuple[str, str]]:
+    """(name, picture) of each."""
+    from ..sim.timeline import svg
+
+    for rung, events in timed_runs():
+        yield rung.name, svg(events, f"{rung.name}: {rung.idea}")
 
 
 def read(path: Path = RESULTS) -> list[dict[str, Any]]:
