@@ -15,11 +15,13 @@ pytest.importorskip("triton")
 from strobe import ladder
 from strobe.cli import main
 from strobe.kernels.device.dialect import gluon
-from strobe.ladder import RUNGS, harness, outliers, pages
+from strobe.ladder import RUNGS, harness, measure, outliers, pages
 from strobe.ladder.harness import Size
 from strobe.proof.budget import TARGETS
 from strobe.proof.compile import compile_job, recording
-from strobe.sim import SimulationFault, translate
+from strobe.sim import Checks, SimulationFault, translate
+from strobe.sim.campaign import campaign
+from strobe.sim.scene import Scene
 
 FOLDER, ROOT = Path(ladder.__file__).parent, Path(__file__).parents[1]
 REFRESH = "run `python -m strobe.ladder.pages` and look at what changed"
@@ -96,6 +98,16 @@ def test_without_waiting_for_readers_the_simulator_objects(name, monkeypatch):
     monkeypatch.setattr(translate, "_TRANSLATED", {})  # kernels that were translated before know the other
     with pytest.raises(SimulationFault, match=r"race|fence"):
         simulate(name, LONG._replace(heads=1), "pct")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in RUNGS if name not in (*SLOW, "t")])
+def test_every_synchronisation_is_needed(name):
+    """Taken away one at a time: waits, arrivals, fences, counts. The simulator objects to each."""
+    scene = Scene(f"{Path(__file__).with_name('ladder_scenes.py')}::{name}", [])
+    verdicts = campaign(scene, "sm_90", [FOLDER / f"{name}.py"], checks=Checks(read_fences=True))
+    assert len(verdicts) >= 5
+    assert [(verdict.mutant.kind, verdict.mutant.line, verdict.mutant.text) for verdict in verdicts if not verdict.noticed] == []
 
 
 def test_a_wrong_result_is_not_timed_or_passed():
@@ -185,7 +197,7 @@ def on_gpu(name: str, size: Size, **options) -> None:
     major = torch.cuda.get_device_capability()[0]
     if major * 10 < rung.capability or (rung.capability == 90 and major != 9):
         pytest.skip(f"written for sm_{rung.capability}")
-    row = harness.measured(rung, sized(rung, size), options, torch.device("cuda"), rounds=0)
+    row, _ = harness.judged(rung, sized(rung, size), options, torch.device("cuda"))
     assert 0 < row["worst"] <= 1
 
 
@@ -224,9 +236,9 @@ def test_the_command_measures_on_a_gpu(tmp_path):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("written for sm_90")
     file = tmp_path / "rows.jsonl"
-    assert main(["ladder", "k5", "k6", "--seqlen", "1024", "--json", str(file), "--plot", str(tmp_path / "ladder.svg")]) == 0
+    assert main(["ladder", "k5", "k6", "--seqlen", "1024", "--rivals", "flash", "--json", str(file), "--plot", str(tmp_path / "ladder.svg")]) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(rows) == 4 and all(row["ms"] > 0 and 0 < row["percent_of_ceiling"] < 100 for row in rows)
+    assert [row["rung"] for row in rows] == ["k5", "k6", "flash"] * 2 and all(row["ms"] > 0 and 0 < row["percent_of_ceiling"] < 100 for row in rows)
     assert (tmp_path / "ladder.svg").exists() and (tmp_path / "ladder_length.svg").exists()
 
 
@@ -301,6 +313,27 @@ def test_the_command_writes_json_lines(capsys):
     assert row["ms"] is None and row["worst"] <= 1 and {"torch", "date", "commit"} <= row.keys()
 
 
+def test_rungs_and_rivals_of_one_problem_are_timed_in_turn(monkeypatch):
+    """On a CPU, with runs that do nothing: who is judged, who is timed, and what becomes of those that fail."""
+    timed = []
+
+    def judged(rung, size, options, device):
+        if rung.name == "k2":
+            raise AssertionError("beyond the limit")
+        return harness.heading(rung.name, size, options) | {"flops": size.flops, "model_bytes": 1000}, lambda: timed.append(rung.name)
+
+    monkeypatch.setattr(harness, "judged", judged)
+    monkeypatch.setattr(measure, "_rival", lambda rival, size, device: lambda: timed.append(rival.name))
+    names = ("k6", "k2", "decode")
+    points = [measure.Point(harness.load(name), harness.load(name).size(512, 64, causal), {}) for name in names for causal in (False, True)]
+    rows = list(measure.rows(measure.in_order(points), measure.pick(["strobe"]), 2, torch.device("cpu")))
+    assert [(row["rung"], row["causal"]) for row in rows] == [
+        *(("k2", False), ("k6", False), ("strobe", False), ("decode", False), ("k2", True), ("k6", True), ("strobe", True), ("decode", True))
+    ]
+    assert [row["error"] for row in rows] == ["AssertionError: beyond the limit" if row["rung"] == "k2" else None for row in rows]
+    assert all((row["ms"] is None) == (row["rung"] == "k2") for row in rows) and set(timed) == {"k6", "strobe", "decode"}
+
+
 def test_what_fails_is_a_row_and_an_exit_code(capsys, monkeypatch):
     rung = harness.load("k5")
     broken = rung._replace(run=lambda q, k, v, causal, **options: tuple(t.zero_() for t in harness.outputs(q)))
@@ -320,6 +353,7 @@ def test_what_fails_is_a_row_and_an_exit_code(capsys, monkeypatch):
         (["k5", "k6", "--timeline", "x.svg"], "--timeline"),
         (["k5", "--timeline", "x.png"], "--timeline"),
         (["k5", "--json", "/no/such/place"], "--json"),
+        (["k5", "--rivals", "flash,nobody"], "--rivals: got nobody"),
     ],
 )
 def test_a_command_that_cannot_be_carried_out_says_why(argv, words, capsys):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -19,8 +19,9 @@ from ..bench.attempt import Attempt
 from ..bench.run import circumstances
 from ..errors import InvalidProblem, UnsupportedProblem
 from ..target import Target
-from . import RUNGS, harness
-from .harness import Rung, Size
+from . import RUNGS, harness, measure
+from .harness import Rung
+from .measure import Point
 
 SEQLENS = (4096,)
 HELP = """\
@@ -35,15 +36,6 @@ examples:
 """
 
 
-class Point(NamedTuple):
-    rung: Rung
-    size: Size
-    options: dict[str, Any]
-
-    def __str__(self) -> str:
-        return f"{self.rung.name} {self.size}"
-
-
 def parser(prog: str = "strobe ladder") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog, description="Attention from three naive kernels to Hopper's tensor cores: run it, check it, measure it.",
@@ -56,6 +48,7 @@ def parser(prog: str = "strobe ladder") -> argparse.ArgumentParser:
     made.add_argument("--check", action="store_true", help="judge against the oracle and time nothing")
     made.add_argument("--set", nargs="+", default=[], metavar="NAME=N", help="values of the rungs' Form, such as block_n=64 stages=3")
     made.add_argument("--rounds", type=_positive, default=5, metavar="N", help="samples of each time (5)")
+    made.add_argument("--rivals", default="", metavar="A,B", help="timed among the rungs: strobe (the production kernel), flash, cudnn, fa4, flex")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="of a simulated schedule")
     made.add_argument("--outliers", action="store_true", help="the error of 8 bits on numbers with outliers, by method")
     made.add_argument("--timeline", type=Path, metavar="FILE", help="simulate one rung by modelled time, as .html, .svg or .json")
@@ -92,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.outliers:
             return _outliers(device, file, arguments.json)
         points = _points(arguments, device)
-        found = list(_written(_rows(table.follow(points, "strobe ladder"), arguments, device), file))
+        found = list(_written(_rows(points, arguments, device), file))
     if arguments.json != "-":
         show(found)
     if arguments.plot and any(row.get("ms") for row in found):
@@ -186,31 +179,19 @@ def _open(name: str | None, stack: ExitStack) -> TextIO | None:
 # ---------------------------------------------------------------- rows
 
 
-def _rows(points: Iterable[Point], arguments: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+def _rows(points: Sequence[Point], arguments: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     """A row a point. What fails is a row too, with its reason: the rungs after it still run."""
-    about = circumstances(device)
-    target = Target.of(device)
-    for rung, size, options in points:
-        row: dict[str, Any] = {"rung": rung.name, **size._asdict(), "options": options, "ms": None, "tflops": None}
+    about, rivals = circumstances(device), measure.pick([name for name in arguments.rivals.split(",") if name])
+    if device.type == "cuda":
+        rounds = 0 if arguments.check else arguments.rounds
+        followed = table.follow(measure.in_order(points), "strobe ladder")
+        yield from (row | about for row in measure.rows(followed, rivals, rounds, device))
+        return
+    for rung, size, options in table.follow(points, "strobe ladder"):
+        row = harness.heading(rung.name, size, options)
         with Attempt() as attempt:
-            if device.type == "cpu":
-                row = harness.simulated(rung, size, options, "pct", arguments.seed)[0]
-            else:
-                row = harness.measured(rung, size, options, device, 0 if arguments.check else arguments.rounds)
-                row["percent_of_ceiling"] = _percent(rung, row, target)
+            row = harness.simulated(rung, size, options, "pct", arguments.seed)[0]
         yield row | {"error": attempt.reason} | about
-
-
-def _percent(rung: Rung, row: dict[str, Any], target: Target) -> float | None:
-    """The least time that FLOPs and compulsory bytes could take, in percent of what it took; 8-bit rungs against twice the 16-bit rate."""
-    if not row["ms"] or not target.peak_tflops:
-        return None
-    rate = target.peak_tflops * (2 if rung.weights == torch.float8_e4m3fn else 1)
-    size = Size(*(row[name] for name in Size._fields))
-    keys = size.batch * size.heads_kv * size.seqlen_k
-    least_bytes = rung.inputs.itemsize * size.head_dim * (size.rows + 2 * keys) + 2 * size.rows * size.head_dim
-    least_ms = max(size.flops / rate / 1e9, least_bytes / target.peak_gbps / 1e6)
-    return float(f"{100 * least_ms / row['ms']:.4g}")
 
 
 def _written(found: Iterable[dict[str, Any]], file: TextIO | None) -> Iterator[dict[str, Any]]:

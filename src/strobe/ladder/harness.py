@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import reference
-from ..bench.timer import interleave
 from ..call import Call
 from ..testing.compare import assert_as_good_as
 from . import RUNGS
@@ -248,29 +247,29 @@ def simulated(rung: Rung, size: Size, options: dict[str, Any], mode: str = "pct"
     return _row(rung, size, options, "simulator") | figures, run
 
 
-def measured(rung: Rung, size: Size, options: dict[str, Any], device: torch.device, rounds: int = 5, sample_ms: float = 20.0) -> dict[str, Any]:
-    """The row of a run on a GPU: judged first, then timed; rounds=0 judges alone."""
+def judged(rung: Rung, size: Size, options: dict[str, Any], device: torch.device) -> tuple[dict[str, Any], Callable[[], tuple[Tensor, Tensor]]]:
+    """(row without times, what to time) of a run on a GPU; AssertionError where it is wrong."""
     q, k, v = draw(rung, size, device)
+    run = lambda: rung.run(q, k, v, size.causal, **options)
+    run()  # compiles, and finds what suits the device where a rung is autotuned
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    found = rung.run(q, k, v, size.causal, **options)
+    found = run()
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    row = _row(rung, size, options, "gpu") | {"peak_bytes": peak}
-    row["worst"] = _short(judge(rung, found, (q, k, v), size.causal, **options))
-    del found
-    if not rounds:
-        return row
-    run = lambda: rung.run(q, k, v, size.causal, **options)
-    ms = interleave({rung.name: run}, device, rounds, sample_ms)[rung.name].median_ms
-    return row | {"ms": _short(ms), "tflops": _short(size.flops / ms / 1e9), "gbps": _short(row["model_bytes"] / ms / 1e6)}
+    figures = {"peak_bytes": torch.cuda.max_memory_allocated(device) - before, "worst": _short(judge(rung, found, (q, k, v), size.causal, **options))}
+    return _row(rung, size, options, "gpu") | figures, run
+
+
+def heading(name: str, size: Size, options: dict[str, Any]) -> dict[str, Any]:
+    """What every row begins with, also that of a run that fails."""
+    return {"rung": name, **size._asdict(), "options": options} | dict.fromkeys(("ms", "tflops", "gbps", "percent_of_ceiling", "moved_bytes"))
 
 
 def _row(rung: Rung, size: Size, options: dict[str, Any], where: str) -> dict[str, Any]:
     form = rung.form(size.head_dim, size.causal, **options)
-    about = {"rung": rung.name, **size._asdict(), "options": options, "where": where}
-    return about | {"flops": size.flops, "model_bytes": rung.moved(size, form)} | dict.fromkeys(("ms", "tflops", "gbps", "moved_bytes"))
+    about = heading(rung.name, size, options) | {"where": where}
+    return about | {"flops": size.flops, "model_bytes": rung.moved(size, form)}
 
 
 def _short(number: float) -> float:
