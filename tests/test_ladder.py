@@ -332,6 +332,8 @@ def test_rungs_and_rivals_of_one_problem_are_timed_in_turn(monkeypatch):
     ]
     assert [row["error"] for row in rows] == ["AssertionError: beyond the limit" if row["rung"] == "k2" else None for row in rows]
     assert all((row["ms"] is None) == (row["rung"] == "k2") for row in rows) and set(timed) == {"k6", "strobe", "decode"}
+    with pytest.raises(ValueError, match="--rivals: got nobody, expected some of strobe, flash"):
+        measure.pick(["flash", "nobody"])
 
 
 def test_what_fails_is_a_row_and_an_exit_code(capsys, monkeypatch):
@@ -353,7 +355,10 @@ def test_what_fails_is_a_row_and_an_exit_code(capsys, monkeypatch):
         (["k5", "k6", "--timeline", "x.svg"], "--timeline"),
         (["k5", "--timeline", "x.png"], "--timeline"),
         (["k5", "--json", "/no/such/place"], "--json"),
-        (["k5", "--rivals", "flash,nobody"], "--rivals: got nobody"),
+        (["k5", "--rivals", "flash"], "--rivals: got flash"),
+        (["k5", "--plot", "x.svg"], "--plot: got x.svg"),
+        (["k5", "--out", "x.html"], "--out: got x.html"),
+        (["k5", "--outliers"], "RUNG: got"),
     ],
 )
 def test_a_command_that_cannot_be_carried_out_says_why(argv, words, capsys):

@@ -71,7 +71,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     device = _device(arguments.device)
+    _fits(arguments, device)
     if arguments.rungs == ["page"]:
+        _needs(torch.device("cpu"))
         from . import page
 
         return page.write(arguments.out or Path("ladder.html"))
@@ -114,6 +116,20 @@ def _device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UnsupportedProblem(f"device {name}: torch sees {torch.cuda.device_count()} CUDA devices here")
     return device
+
+
+def _fits(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Options that go together: what would be ignored is refused."""
+    untimed = "a GPU and no --check" if device.type == "cpu" or arguments.check else ""
+    for flag, given, wanted in (
+        ("--plot", arguments.plot, untimed),
+        ("--rivals", arguments.rivals, untimed),
+        ("--out", arguments.out, "" if arguments.rungs == ["page"] else "the page: strobe ladder page"),
+        ("--seed", arguments.seed, "the simulator: --device cpu" if device.type == "cuda" else ""),
+        ("RUNG", arguments.outliers and arguments.rungs, "no rung: --outliers runs k6, k7 and k8"),
+    ):
+        if given and wanted:
+            raise InvalidProblem(flag, given, wanted, "leave it out")
 
 
 def _needs(device: torch.device) -> None:
