@@ -20,8 +20,11 @@ from strobe.ladder.harness import Size
 from strobe.proof.budget import TARGETS
 from strobe.proof.compile import compile_job, recording
 from strobe.sim import Checks, SimulationFault, translate
+from strobe.sim import simulate as simulated_run
 from strobe.sim.campaign import campaign
 from strobe.sim.scene import Scene
+from strobe.testing import FAMILIES
+from strobe.testing.inputs import qkv
 
 FOLDER, ROOT = Path(ladder.__file__).parent, Path(__file__).parents[1]
 REFRESH = "run `python -m strobe.ladder.pages` and look at what changed"
@@ -64,6 +67,32 @@ def test_rows_that_see_no_key(name):
 @pytest.mark.parametrize("name", [name for name in RUNGS if name not in SLOW])
 def test_rings_go_round(name):
     assert simulate(name, LONG._replace(heads=1), "eager")["worst"] <= 1
+
+
+def judge_family(name: str, family: str, dtype: torch.dtype) -> None:
+    """One of testing.inputs' families: needles, scores about -200, keys that are counted."""
+    rung = harness.load(name)
+    shape = (1, 1 if rung.queries else 70, 2, 64)
+    q, k, v = (tensor.to(dtype).contiguous() for tensor in qkv(family, shape, (1, 90, 1, 64), 64, 0))
+    with simulated_run("sm_90", "eager"):
+        found = rung.run(q, k, v, True)
+    assert harness.judge(rung, found, (q, k, v), True) <= 1
+
+
+SIXTEEN_BITS = [name for name in RUNGS if name not in ("k7", "k8")]
+
+
+@pytest.mark.parametrize("name", [name for name in SIXTEEN_BITS if name not in SLOW])
+def test_hostile_inputs_in_float16(name):
+    judge_family(name, FAMILIES[1 + SIXTEEN_BITS.index(name) % 4], torch.float16)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", SIXTEEN_BITS)
+def test_every_family_of_inputs(name, family):
+    for dtype in (torch.float16, torch.bfloat16):
+        judge_family(name, family, dtype)
 
 
 OPTIONS = (
