@@ -1,4 +1,4 @@
-"""`strobe demo, check, explain, bench, sim, env`: thin, each command a few lines around what the library does anyway.
+"""`strobe demo, check, explain, bench, ladder, sim, env`: thin, each command a few lines around what the library does anyway.
 
 Exit codes: 0 as wished, 1 something measured or checked is wrong, 2 the command cannot be carried out as given.
 """
@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[:1] == ["sim"]:
             return _sim(argv[1:])  # a parser of its own takes all that follows: argparse.REMAINDER would leave a leading --option
+        if argv[:1] == ["ladder"]:
+            return _ladder(argv[1:])
         arguments = _parser().parse_args(argv)
         return arguments.run(arguments)
     except (InvalidProblem, UnsupportedProblem) as error:
@@ -72,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--device", help="cuda, cuda:1 or cpu")
     bench.set_defaults(run=_bench)
 
+    commands.add_parser("ladder", help="attention from naive to fast, a rung at a time: run, check, measure, see")  # as sim
     commands.add_parser("sim", help="run a kernel on the CPU and find its races, deadlocks and missing fences")  # main sees to it
     return parser
 
@@ -81,6 +84,12 @@ def _sim(argv: Sequence[str]) -> int:
         from .sim.command import run
     except ModuleNotFoundError as error:
         raise UnsupportedProblem(f"strobe sim needs {error.name}: pip install 'strobe-attention[sim,cli]'") from error
+    return run(argv)
+
+
+def _ladder(argv: Sequence[str]) -> int:
+    from .ladder.command import main as run
+
     return run(argv)
 
 

@@ -1,0 +1,377 @@
+"""k7, 8 bits: q, k, v and weights in e4m3, twice the tensor cores' rate. Operand layouts, a transposed V, scaled weights, short sums.
+
+The idea: wgmma multiplies 8-bit numbers at twice the rate, and they take half the memory. What that asks for:
+
+V transposed   16-bit wgmma reads its right operand in either major order, 8-bit only with the dimension it sums over along rows. K is so, V is not.
+               `transpose_kernel` writes v [S, D] as [D, S] once, before: S D bytes read and written, little beside S^2.
+Layouts        a lane's accumulator holds, of every 8 columns, columns 2t and 2t + 1 (t its place in the quad). As 8-bit operand it must hold, of
+               every 16, columns 4t to 4t + 3: other columns, in other lanes. But a sum over keys may take them in any order: the weights stay where
+               they are, and V's columns are permuted to match, which `transpose_kernel` does on the way. Of each 32 keys, place 16 i1 + 4 t + 2 i0 +
+               e holds key 16 i1 + 8 i0 + 2 t + e. In registers it is a renaming: `convert_layout(..., assert_trivial=True)`.
+Weights        are at most 1, and e4m3 ends at 2^-9: everything below 2^-10 would be lost. They are taken against the row's maximum less 8 in units of
+               log2, so that they reach 256 of e4m3's 448, and end at 2^-17 of the largest.
+Sums           Hopper's 8-bit products keep about 14 bits of what they add up. q k^T adds D terms, but o adds every key there is: at long rows it
+               stagnates. `two_level` starts each tile's product from zero and adds it to o in float32, for 64 more registers a thread.
+Scales         `descale` = (of q, of k, of v): what one unit of each tensor is worth; the first two go into the softmax's scale, the third into the
+               division by row_sum.
+
+Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 8 bits, on one SM:
+
+    FLOPs       4 * 64 C * 128 D: 1,024 clocks of tensor cores for C = 2, D = 128
+    exponents   1,024 clocks: as many. And issue slots: converting to e4m3 and packing adds a quarter to the softmax's instructions
+    bytes       256 D of K and V a tile; before, 2 S D H_kv to transpose V
+    shared      D (64 C + 128 C for the output + 2 S 128) for S stages: 176 KiB for D = 128, S = 4
+    registers   o D / 2, scores 64, weights 16
+
+What limits it: the exponent unit and issue slots: products are no longer where the time goes. And accuracy: 3 bits of significand, and one outlier
+in a tensor takes the scale from all others.
+
+Measured:
+
+nothing measured yet
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernels.device.dialect import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .harness import Rung, Size, check_inputs, main, outputs
+
+LOG2_E = 1.4426950408889634
+LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
+ROWS: gl.constexpr = gl.constexpr(64)  # of one consumer: what one wgmma takes
+LIFT: gl.constexpr = gl.constexpr(8.0)  # weights reach 2^8
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float8_e4m3fn: gl.float8e4nv}
+
+
+@dataclass(frozen=True)
+class Form:
+    head_dim: int
+    causal: bool
+    block_n: int = 128
+    stages: int = 4
+    consumers: int = 2
+    two_level: int = 0  # each tile's product with V starts from zero and is added in float32
+
+    def __post_init__(self) -> None:
+        if self.consumers not in (2, 3):
+            raise ValueError(f"consumers: got {self.consumers}, expected 2 or 3; three have 160 registers each, too few for these weights")
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def slots(self) -> int:
+        """Tiles of q that shared memory is laid out for: a power of two."""
+        return 2 if self.consumers == 2 else 4
+
+    def shared_bytes(self) -> int:
+        return self.head_dim * (3 * 64 * self.slots + 2 * self.stages * self.block_n)
+
+
+@triton.jit
+def transpose_kernel(v, turned, seqlen, padded, heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """v [B, S, H, D] as [B, H, D, S], keys of each 32 in the order in which accumulators hold them; zeros beyond the last."""
+    entry, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = place // 16 * 16 + (place // 2 % 2) * 8 + (place // 4 % 4) * 2 + place % 2
+    d = tl.arange(0, HEAD_DIM)
+    rows = v + (entry * seqlen * heads + head) * HEAD_DIM + key[:, None] * heads * HEAD_DIM + d[None, :]
+    tile = tl.load(rows, mask=(key < seqlen)[:, None], other=0)
+    tl.store(turned + ((entry * heads + head) * HEAD_DIM + d[:, None]) * padded + place[None, :], tl.trans(tile), mask=(place < padded)[None, :])
+
+
+@gluon.jit
+def as_rows(tile):
+    """A tile as rows and columns: TMA sees it as a block [1, 1, rows, columns]."""
+    shape: gl.constexpr = [tile.shape[-2], tile.shape[-1]]
+    return tile.reshape(shape)
+
+
+@gluon.jit
+def barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    barrier = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(barrier.index(i), count=arrivals)
+    return barrier
+
+
+@gluon.jit
+def next_of(stage, parity, stages: gl.constexpr):
+    """The next position in a ring: (stage, parity)."""
+    last = stage == stages - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, parity ^ 1, parity)
+
+
+@gluon.jit
+def copy_tile(desc, place, row, ready, smem):
+    """Have TMA fetch rows `row`.. of one head; `ready` turns when all bytes are there. Rows beyond the last are zeros."""
+    entry, head = place
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    tma_load(desc, [entry, head, row, 0], ready, smem)
+
+
+@gluon.jit
+def tile_of(sizes, form: gl.constexpr):
+    """(batch entry, head, first query, tiles of keys) of this program; the longest first."""
+    heads, group, seqlen_q, seqlen_k = sizes
+    m_start = (gl.num_programs(0) - 1 - gl.program_id(0)) * form.block_m
+    n_stop = seqlen_k
+    if form.causal:
+        n_stop = gl.minimum(n_stop, gl.maximum(m_start + form.block_m + seqlen_k - seqlen_q, 0))
+    return gl.program_id(2), gl.program_id(1), m_start, gl.cdiv(n_stop, form.block_n)
+
+
+@gluon.jit
+def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, form: gl.constexpr):
+    CONSUMERS: gl.constexpr = form.consumers
+    q_smem, q_ready = q
+    k_smem, k_ready, k_free = k
+    v_smem, v_ready, v_free = v
+    entry, head, m_start, blocks = tile_of(sizes, form)
+    kv_place = (entry, head // sizes[1])
+    for w in gl.static_range(CONSUMERS):
+        copy_tile(q_desc, (entry, head), m_start + w * ROWS, q_ready.index(w), q_smem.index(w))
+    k_at, k_parity = gl.to_tensor(0), gl.to_tensor(1)
+    v_at, v_parity = gl.to_tensor(0), gl.to_tensor(1)
+    for i in range(blocks + 1):  # K of a tile comes before V of the tile above it; the last keys first: there a causal tile is masked
+        if i < blocks:
+            mbarrier.wait(k_free.index(k_at), k_parity)
+            copy_tile(k_desc, kv_place, (blocks - 1 - i) * form.block_n, k_ready.index(k_at), k_smem.index(k_at))
+            k_at, k_parity = next_of(k_at, k_parity, form.stages)
+        if i > 0:
+            mbarrier.wait(v_free.index(v_at), v_parity)
+            mbarrier.expect(v_ready.index(v_at), v_desc.block_type.nbytes)  # V's tile is [D, keys]: the key is a column
+            tma_load(v_desc, [kv_place[0], kv_place[1], 0, (blocks - i) * form.block_n], v_ready.index(v_at), v_smem.index(v_at))
+            v_at, v_parity = next_of(v_at, v_parity, form.stages)
+
+
+@gluon.jit
+def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
+    """(p, rescale, row_max, row_sum) after one more tile of raw scores; row_max in units of log2, LIFT below the maximum, so that p reaches 2^LIFT.
+    row_sum [64, 8] keeps each lane's own columns."""
+    lanes: gl.constexpr = row_sum.type.layout
+    new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2 - LIFT)
+    base = gl.where(new_max == float("-inf"), 0.0, new_max)
+    p = gl.exp2(s * scale_log2 - base[:, None])
+    rescale = gl.exp2(row_max - base)
+    part = gl.convert_layout(gl.sum(gl.reshape(p, [64, form.block_n // 8, 8]), 1), lanes, assert_trivial=True)
+    spread = gl.convert_layout(rescale, gl.SliceLayout(1, lanes), assert_trivial=True)
+    return p, rescale, new_max, row_sum * spread[:, None] + part
+
+
+@gluon.jit
+def weights_operand(p, dtype: gl.constexpr, form: gl.constexpr):
+    """p [64, N] as the left operand of a product, its columns in the order of transpose_kernel's: nothing moves."""
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32])
+    parts = gl.reshape(p.to(dtype), [64, form.block_n // 32, 2, 2, 4, 2])  # key = 32 b + 16 i1 + 8 i0 + 2 t + e
+    placed = gl.reshape(gl.permute(parts, [0, 1, 2, 4, 3, 5]), [64, form.block_n])
+    return gl.convert_layout(placed, gl.DotOperandLayout(0, o_layout, 4), assert_trivial=True)
+
+
+@gluon.jit
+def hide(s, m_start, n_start, sizes, form: gl.constexpr):
+    """Scores with -inf where there is no key, or causal attention does not look."""
+    heads, group, seqlen_q, seqlen_k = sizes
+    shift = seqlen_k - seqlen_q
+    partial = n_start + form.block_n > seqlen_k
+    if form.causal:
+        partial = partial | (n_start + form.block_n > m_start + shift + 1)
+    if partial:
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
+        # a column's bits 1 and 2 are its thread's, the others its register's: apart, no register holds a column
+        column = gl.arange(0, form.block_n, gl.SliceLayout(0, s.type.layout))
+        by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
+        stop = rows * 0 + (seqlen_k - n_start)
+        if form.causal:
+            stop = gl.minimum(stop, rows + (m_start + shift + 1 - n_start))
+        s = gl.where(stop[:, None] - by_thread > by_register, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, descale_v, o_smem):
+    """lse from registers; o / row_sum through shared memory by TMA, which writes no row beyond the last."""
+    entry, head = place
+    rows = gl.arange(0, o.shape[0], row_sum.type.layout)
+    row_lse = gl.where(row_sum == 0.0, float("-inf"), row_max * LN_2 + gl.log(row_sum))
+    gl.store(lse_rows + m_start + rows, row_lse, mask=rows < seqlen_q - m_start)
+    inverse = gl.convert_layout(gl.where(row_sum == 0.0, 0.0, descale_v / row_sum), gl.SliceLayout(1, o.type.layout))
+    as_rows(o_smem).store((o * inverse[:, None]).to(o_desc.dtype))
+    fence_async_shared()
+    tma_store(o_desc, [entry, head, m_start, 0], o_smem)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def scaled(o, factor):
+    return o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
+
+
+@gluon.jit
+def attend(q_tile, k, v, m_start, blocks, sizes, scale_log2, form: gl.constexpr):
+    """(o, row_max, row_sum) over all tiles of keys, at least one."""
+    k_smem, k_ready, k_free = k
+    v_smem, v_ready, v_free = v
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 32])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32])
+    dtype: gl.constexpr = k_smem.dtype
+    zero = gl.full([ROWS, form.block_n], 0.0, gl.float32, s_layout)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+    row_sum = gl.full([ROWS, 8], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))
+    zero_o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, o_layout)
+    o = zero_o
+    stage, parity = gl.to_tensor(0), gl.to_tensor(0)
+    n_start = (blocks - 1) * form.block_n
+    mbarrier.wait(k_ready.index(0), 0)
+    s = warpgroup_mma(q_tile, as_rows(k_smem.index(0)).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = hide(warpgroup_mma_wait(0, deps=[s]), m_start, n_start, sizes, form)
+    mbarrier.arrive(k_free.index(0))
+    p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, form)
+    p_reg = weights_operand(p, dtype, form)
+    for i in range(1, blocks):
+        v_at, v_parity = stage, parity
+        stage, parity = next_of(stage, parity, form.stages)
+        mbarrier.wait(k_ready.index(stage), parity)
+        s = warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        o = scaled(o, rescale)
+        mbarrier.wait(v_ready.index(v_at), v_parity)
+        if form.two_level:
+            part = warpgroup_mma(p_reg, as_rows(v_smem.index(v_at)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
+        else:
+            o = warpgroup_mma(p_reg, as_rows(v_smem.index(v_at)).permute((1, 0)), o, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])  # the scores; the product with V goes on
+        mbarrier.arrive(k_free.index(stage))
+        s = hide(s, m_start, n_start - i * form.block_n, sizes, form)
+        p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, form)
+        if form.two_level:
+            o += warpgroup_mma_wait(0, deps=[part])
+        else:
+            o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(v_free.index(v_at))
+        p_reg = weights_operand(p, dtype, form)
+    o = scaled(o, rescale)
+    mbarrier.wait(v_ready.index(stage), parity)
+    part = warpgroup_mma(p_reg, as_rows(v_smem.index(stage)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
+    total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
+    return o + warpgroup_mma_wait(0, deps=[part]), row_max, total
+
+
+@gluon.jit
+def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scales, form: gl.constexpr):
+    q_smem, q_ready = q
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 32])
+    entry, head, m_start, blocks = tile_of(sizes, form)
+    m_start += w * ROWS
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+    row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
+    o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32]))
+    mbarrier.wait(q_ready.index(w), 0)
+    if blocks > 0:
+        o, row_max, row_sum = attend(as_rows(q_smem.index(w)), k, v, m_start, blocks, sizes, scales[0], form)
+    lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
+    store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], scales[1], o_smem.index(w))
+
+
+@gluon.jit
+def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scales, form: gl.constexpr):
+    """sizes (H, queries' heads a key head, S_q, S_k); scales (of scores, in units of log2; of v)."""
+    STAGES: gl.constexpr = form.stages
+    CONSUMERS: gl.constexpr = form.consumers
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [form.slots] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
+    o_smem = gl.allocate_shared_memory(o_desc.dtype, [form.slots] + o_desc.block_shape, o_desc.layout)  # noqa: RUF005
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
+    q = (q_smem, barriers(CONSUMERS, 1))
+    k = (k_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    v = (v_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    if CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (mma_partition, (gl.constexpr(0), o_desc, o_smem, lse, q, k, v, sizes, scales, form)),
+                (mma_partition, (gl.constexpr(1), o_desc, o_smem, lse, q, k, v, sizes, scales, form)),
+                (mma_partition, (gl.constexpr(2), o_desc, o_smem, lse, q, k, v, sizes, scales, form)),
+                (load_partition, (q_desc, k_desc, v_desc, q, k, v, sizes, form)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (mma_partition, (gl.constexpr(0), o_desc, o_smem, lse, q, k, v, sizes, scales, form)),
+                (mma_partition, (gl.constexpr(1), o_desc, o_smem, lse, q, k, v, sizes, scales, form)),
+                (load_partition, (q_desc, k_desc, v_desc, q, k, v, sizes, form)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+
+
+def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """TMA's view of a tensor [B, H, rows, columns], moved in tiles; the layout swizzles as wgmma reads it."""
+    layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], DTYPES[tensor.dtype])
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, columns], layout)
+
+
+def turn(v: Tensor) -> Tensor:
+    """v [B, S, H, D] as [B, H, D, S rounded up to 128], keys in the order of transpose_kernel."""
+    batch, seqlen, heads, head_dim = v.shape
+    padded = -(-seqlen // 128) * 128
+    turned = torch.empty(batch, heads, head_dim, padded, dtype=v.dtype, device=v.device)
+    bits = (v.view(torch.int8), turned.view(torch.int8))
+    transpose_kernel[(padded // 128, heads, batch)](*bits, seqlen, padded, heads, head_dim, 128, num_warps=4)
+    return turned
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, descale: tuple[float, float, float] = (1.0, 1.0, 1.0), **options: int
+) -> tuple[Tensor, Tensor]:
+    check_inputs(q, k, v, (torch.float8_e4m3fn,))
+    batch, seqlen_q, heads, head_dim = q.shape
+    form = Form(head_dim, causal, **options)
+    out, lse = outputs(q, torch.bfloat16)
+    by_heads = [tensor.transpose(1, 2) for tensor in (q, k, out)]
+    views = [descriptor(tensor, rows, head_dim) for tensor, rows in zip(by_heads, (64, form.block_n, 64))]
+    views.insert(2, descriptor(turn(v), head_dim, form.block_n))
+    sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1])
+    scales = (head_dim**-0.5 * descale[0] * descale[1] * LOG2_E, float(descale[2]))
+    grid = (-(-seqlen_q // form.block_m), heads, batch)
+    registers = 168 if form.consumers == 2 else 128  # a thread's, before they are moved
+    attend_kernel[grid](*views, lse, sizes, scales, form, num_warps=4, maxnreg=registers)
+    return out, lse
+
+
+def moved(size: Size, form: Form) -> int:
+    """q once and out in 16 bits, K and V once for each tile of queries that sees them; V once before, to be transposed and filled up."""
+    padded = -(-size.seqlen_k // 128) * 128
+    turned = size.head_dim * size.batch * size.heads_kv * (size.seqlen_k + padded)
+    streamed = size.streamed(form.block_m, form.block_n) + size.streamed(form.block_m, form.block_n, padded)
+    return size.head_dim * (3 * size.rows + streamed) + 4 * size.rows + turned
+
+
+RUNG = Rung(
+    "k7", "8 bits: e4m3 operands, V transposed before, weights scaled", "k6", run, Form, moved,
+    ("transpose_kernel", "softmax_step", "weights_operand", "attend"), inputs=torch.float8_e4m3fn, weights=torch.float8_e4m3fn,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    raise SystemExit(main(RUNG))

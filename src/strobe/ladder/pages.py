@@ -1,0 +1,196 @@
+"""docs/ladder.md and the measured tables in the rungs' docstrings, made from the rungs and from results/ladder.jsonl.
+
+python -m strobe.ladder.pages             from the repository's root: write both, and the timelines that the page shows
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import RUNGS, harness
+from .harness import Rung, Size
+
+if TYPE_CHECKING:
+    from ..sim.timeline import Event
+
+RESULTS, PAGE, IMAGES = Path("results/ladder.jsonl"), Path("docs/ladder.md"), Path("docs/images")
+NOTHING = "nothing measured yet"
+_MEASURED = re.compile(r"(?<=\nMeasured:\n\n).*?(?=\n\"\"\"\n)", re.DOTALL)
+_HEADING = """\
+# The ladder
+
+From attention as the formula says it to the tensor cores' rate in 8 bits, one idea a rung. Each rung is one file in `src/strobe/ladder` that
+stands alone: its idea, its cost model, its kernels, its launch. `strobe ladder` runs them all: on a Hopper GPU it checks each against the oracle
+and times it; without one it simulates them at small size, checks them for races and against the oracle, and counts the bytes they ask memory for
+beside the model's.
+
+```text
+strobe ladder                                             every rung
+strobe ladder k6 --set ping_pong=1 --seqlen 8192          one, with other values of its Form
+strobe ladder k5 --timeline k5.html                       what its warps do, by the simulator's modelled time
+strobe ladder page                                        step through tiles and timelines in a browser
+python -m strobe.ladder.k5                                the same as strobe ladder k5
+```
+
+This page is made from the rungs by `python -m strobe.ladder.pages`. Times stand here only where `results/ladder.jsonl` holds them.
+
+| rung | idea | needs |
+| --- | --- | --- |
+"""
+
+
+def measured(rows: Iterable[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The newest timed row of each of a rung's problems, with its own Form."""
+    found: dict[tuple, dict[str, Any]] = {}
+    for row in rows:
+        if row.get("rung") == name and row.get("ms") and not row["options"]:
+            found[row["head_dim"], row["causal"], row["seqlen_k"]] = row
+    return [found[key] for key in sorted(found)]
+
+
+def plain_table(rows: list[dict[str, Any]]) -> str:
+    """For a docstring."""
+    if not rows:
+        return NOTHING
+    lines = ["      D  mask       S_k        ms   TFLOP/s  % of ceiling"]
+    for row in rows:
+        mask = "causal" if row["causal"] else "dense"
+        lines.append(
+            f"    {row['head_dim']:3}  {mask:6} {row['seqlen_k']:7} {row['ms']:9.4g} {row['tflops']:9.4g} {row['percent_of_ceiling'] or 0:13.3g}"
+        )
+    return "\n".join([*lines, "", f"on {_where(rows[-1])}"])
+
+
+def _where(row: dict[str, Any]) -> str:
+    return f"{row['device'].split(':')[0]}, torch {row['torch']}, Triton {row['triton']}, {row['date'][:10]}"
+
+
+def with_table(source: str, rows: list[dict[str, Any]]) -> str:
+    """A rung's source with its measured table as the rows have it."""
+    return _MEASURED.sub(lambda _: plain_table(rows), source, count=1)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    rungs = [harness.load(name) for name in RUNGS]
+    lines = [f"| [{rung.name}](#{rung.name}) | {rung.idea} | sm_{rung.capability}{' and up' if rung.capability < 90 else ''} |" for rung in rungs]
+    return _HEADING + "\n".join([*lines, ""]) + "".join(section(rung, rows) for rung in rungs)
+
+
+def section(rung: Rung, rows: list[dict[str, Any]]) -> str:
+    """Idea and cost model, the difference that matters, figures, timeline, and what comes next."""
+    doc = inspect.cleandoc(importlib.import_module(f".{rung.name}", __package__).__doc__ or "")
+    told, _, limits = doc.partition("\nMeasured:\n")[0].partition("What limits it:")
+    _, _, told = told.partition("\n\n")
+    parts = [f"\n## {rung.name}\n", f"**{rung.idea[0].upper() + rung.idea[1:]}.** [The file](../src/strobe/ladder/{rung.name}.py)\n", prose(told)]
+    parts += [f"### What changed from {rung.below}: {rung.name}\n" if rung.below else f"### The kernels: {rung.name}\n", difference(rung)]
+    parts += [f"### Figures: {rung.name}\n", table(measured(rows, rung.name))]
+    if (IMAGES / f"ladder_{rung.name}.svg").exists():
+        parts += [f"Modelled time of one program, as the simulator draws it:\n\n![what the warps of {rung.name} do](images/ladder_{rung.name}.svg)\n"]
+    parts += [f"### What limits it: {rung.name}\n", prose(limits.strip())]
+    above = [harness.load(name) for name in RUNGS if harness.load(name).below == rung.name]
+    parts += [f"Next: {'; '.join(f'[{next_.name}](#{next_.name}), {next_.idea}' for next_ in above)}.\n"] if above else []
+    return "\n".join(parts)
+
+
+def prose(text: str) -> str:
+    """Paragraphs as they are; what is laid out in columns stays so."""
+    found: list[str] = []
+    for block in re.split(r"\n\s*\n", text.strip("\n")):
+        lines, columns = block.split("\n"), False
+        for line in lines:
+            laid_out = line.startswith("  ") or bool(re.search(r"\S   +\S", line))
+            if laid_out != columns or not found or (line is lines[0] and not laid_out):
+                if columns and not laid_out:
+                    found.append("```\n")
+                if laid_out:
+                    found.append(("\n" if found and found[-1].strip() and not found[-1].endswith("\n\n") else "") + "```text")
+                columns = laid_out
+            found.append(line)
+        found.append("```\n" if columns else "")
+    return "\n".join(found).replace("```\n\n\n", "```\n\n")
+
+
+def difference(rung: Rung) -> str:
+    """The functions that carry the idea, beside those of their name in the rung below."""
+    mine = importlib.import_module(f".{rung.name}", __package__)
+    if not rung.below:
+        return "```py\n" + "\n\n".join(_source(mine, name) for name in rung.shows) + "\n```\n"
+    theirs = importlib.import_module(f".{rung.below}", __package__)
+    lines: list[str] = []
+    for name in rung.shows:
+        before = _source(theirs, name).split("\n") if hasattr(theirs, name) else []
+        after = _source(mine, name).split("\n")
+        for line in list(difflib.unified_diff(before, after, n=2, lineterm=""))[2:]:
+            lines.append(f"@@ {name} @@" if line.startswith("@@") else line)
+    return "```diff\n" + "\n".join(lines) + "\n```\n"
+
+
+def _source(module: Any, name: str) -> str:
+    shown = getattr(module, name)
+    while not (inspect.isfunction(shown) or inspect.isclass(shown)):  # a jit function, or one that is tuned
+        shown = shown.fn
+    return inspect.getsource(shown).strip("\n")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return f"{NOTHING.capitalize()}.\n"
+    lines = [
+        "| D | mask | S_k | ms | TFLOP/s | % of ceiling | GB by the model | MB allocated |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        sizes = f"{row['model_bytes'] / 1e9:.3g} | {row['peak_bytes'] / 1e6:.3g}"
+        figures = f"{row['ms']:.4g} | {row['tflops']:.4g} | {row['percent_of_ceiling'] or 0:.3g} | {sizes}"
+        lines.append(f"| {row['head_dim']} | {'causal' if row['causal'] else 'dense'} | {row['seqlen_k']} | {figures} |")
+    return "\n".join([*lines, "", f"{_where(rows[-1])}.", ""])
+
+
+# ---------------------------------------------------------------- files
+
+
+def timed_runs() -> Iterator[tuple[Rung, list[Event]]]:
+    """Every rung that Gluon schedules, and what one program of it does by modelled time: five tiles of keys, or what goes round its rings."""
+    for name in RUNGS:
+        if name in ("k1", "k2", "t"):
+            continue  # one partition that does one thing after another
+        rung = harness.load(name)
+        size = Size(1, 1 if rung.queries else 128, 256 if name[:2] in ("a", "k3") else 640, 1, 1, 128, causal=False)
+        _, run = harness.simulated(rung, size, {}, "timed")
+        yield rung, [event for event in run.events if event.cta == 0]
+
+
+def timelines() -> Iterator[tuple[str, str]]:
+    """(name, picture) of each."""
+    from ..sim.timeline import svg
+
+    for rung, events in timed_runs():
+        yield rung.name, svg(events, f"{rung.name}: {rung.idea}")
+
+
+def read(path: Path = RESULTS) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def main() -> None:
+    rows = read()
+    for name in RUNGS:
+        path = Path(__file__).with_name(f"{name}.py")
+        path.write_text(with_table(path.read_text(), measured(rows, name)))
+    for name, picture in timelines():
+        (IMAGES / f"ladder_{name}.svg").write_text(picture)
+    PAGE.write_text(page(rows))
+
+
+if __name__ == "__main__":
+    main()

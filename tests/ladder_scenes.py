@@ -1,0 +1,60 @@
+"""The ladder's Gluon rungs at sizes that go round every ring: scenes whose synchronisations are taken away, one at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strobe.ladder import harness
+
+
+def _scene(name: str) -> tuple[Tensor, ...]:
+    rung = harness.load(name)
+    size = harness.Size(1, 1, 2000, 2, 1, 64, False) if rung.queries else harness.Size(1, 200, 800, 2, 1, 64, False)
+    options = {"splits": 1} if rung.queries else {}  # one program for all keys
+    found = rung.run(*harness.draw(rung, size, torch.device("cpu")), size.causal, **options)
+    return tuple(tensor.float() for tensor in found)
+
+
+def a() -> tuple[Tensor, ...]:
+    return _scene("a")
+
+
+def k3_1() -> tuple[Tensor, ...]:
+    return _scene("k3_1")
+
+
+def k3_2() -> tuple[Tensor, ...]:
+    return _scene("k3_2")
+
+
+def k3_3() -> tuple[Tensor, ...]:
+    return _scene("k3_3")
+
+
+def k4_1() -> tuple[Tensor, ...]:
+    return _scene("k4_1")
+
+
+def k4_2() -> tuple[Tensor, ...]:
+    return _scene("k4_2")
+
+
+def k5() -> tuple[Tensor, ...]:
+    return _scene("k5")
+
+
+def k6() -> tuple[Tensor, ...]:
+    return _scene("k6")
+
+
+def decode() -> tuple[Tensor, ...]:
+    return _scene("decode")
+
+
+def k7() -> tuple[Tensor, ...]:
+    return _scene("k7")
+
+
+def k8() -> tuple[Tensor, ...]:
+    return _scene("k8")
