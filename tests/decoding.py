@@ -32,9 +32,8 @@ def judged(call: DecodeCall) -> dict[str, float]:
     assert_kernel(ops_decode.decide(held), call.kernel)
     for name, one, other in (("out", out, again), ("lse", lse, lse_again)):
         where = (one != other).nonzero()[:6].tolist()
-        assert torch.equal(one, other), (
-            f"two runs of one call differ in {name}: {[(at, one[tuple(at)].item(), other[tuple(at)].item()) for at in where]}"
-        )
+        told = [(at, one[tuple(at)].item(), other[tuple(at)].item()) for at in where]
+        assert torch.equal(one, other), f"two runs of one call differ in {name}: {told}"
     return assert_decode_as_good_as((out, lse), call)
 
 
