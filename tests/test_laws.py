@@ -29,6 +29,7 @@ LAYERS = (
     ("decode", "appending"),
     ("reference",),
     ("kernels.kernel", "kernels.faults", "kernels.counters", "kernels.relaunch"),
+    ("kernels.tma",),
     ("kernels.device",),
     ("kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
     ("kernels",),
@@ -47,7 +48,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-HOUSE = [name for layer in LAYERS[:16] for name in layer]
+HOUSE = [name for layer in LAYERS[:17] for name in layer]
 STAND_INS = ("flash_attn", "flash_attn_interface", "cute", "integrations.aten")  # their functions have other libraries' signatures
 KERNELS = ("kernels.portable", "kernels.hopper", "kernels.blackwell", "kernels.device")
 

@@ -10,7 +10,7 @@ import torch
 import strobe
 from strobe.call import Call
 from strobe.errors import InvalidProblem, UnsupportedProblem
-from strobe.kernels import FAMILIES, kernel, kernels
+from strobe.kernels import FAMILIES, kernel, kernels, tma
 from strobe.kernels.hopper import config as hopper
 from strobe.select import Choice, select
 from strobe.target import FAKES
@@ -182,7 +182,7 @@ def test_dimensions_of_one_have_any_stride():
 
 
 def test_reasons_that_lie_in_the_machine(monkeypatch):
-    monkeypatch.setattr(hopper, "KNOBS", hopper.KNOBS._replace(interpret=True))
+    monkeypatch.setattr(tma, "KNOBS", tma.KNOBS._replace(interpret=True))
     assert refusal(_dense()) == "Triton's interpreter (TRITON_INTERPRET) does not know Gluon"
     monkeypatch.undo()
     monkeypatch.setattr(kernel, "find_spec", lambda name: None)

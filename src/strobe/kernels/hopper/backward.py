@@ -47,7 +47,7 @@ from ..device.dialect import (
 from ..device.masking import first_row, row_interval, stop_row
 from ..device.softmax import tanh
 from ..device.tiles import find_sequence, keys_of, span_of
-from .forward import FAR, as_rows, copy_in, copy_out, tile_2d
+from ..device.views import FAR, as_rows, copy_in, copy_out, tile_2d
 
 
 @gluon.jit
