@@ -231,7 +231,8 @@ def test_explain_prints_the_choice_and_every_reason():
     text = str(chosen(_dense(right=0, needs_grad=True)))
     rows = [line.split(maxsplit=2) for line in text.splitlines()]
     assert [row[:2] for row in rows if row[0] in ("chosen", "passed")] == [
-        ["chosen", "hopper.forward"], ["chosen", "hopper.backward"], ["passed", "blackwell.forward"], ["passed", "portable.forward"], ["passed", "cpu.forward"],
+        ["chosen", "hopper.forward"], ["chosen", "hopper.backward"], ["passed", "blackwell.forward"],
+        ["passed", "portable.forward"], ["passed", "cpu.forward"],
         ["passed", "portable.backward"], ["passed", "cpu.backward"],
     ]  # fmt: skip
     assert "passed    portable.forward   could run this too; hopper.forward comes first" in text
