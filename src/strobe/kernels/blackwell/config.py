@@ -58,6 +58,7 @@ class Form:
     even: bool  # S_k is a multiple of block_n
     packed: bool
     counted: bool  # programs take tiles from a counter
+    by_fma: int  # of each 32 weights, those whose exponentials multiply-adds compute
     lift: float  # p reaches up to 2^lift where a maximum is new, and up to 2^(lift + threshold) where it lags
 
     @property
@@ -92,8 +93,10 @@ class ForwardConfig:
 
     def __str__(self) -> str:
         t = self.form.tuning
+        registers = ", ".join(f"{role} {count}" for role, count in t.registers_of().items())
+        by_fma = f", {self.form.by_fma} of 32 exponentials by multiply-adds" if self.form.by_fma else ""
         return (f"block_m={t.block_m} block_n={t.block_n} stages={t.stages}, shared {self.form.shared_bytes() / KIB:.0f} KiB, "
-                f"{self.form.tensor_columns()} columns of tensor memory; has not run on a Blackwell GPU")  # fmt: skip
+                f"{self.form.tensor_columns()} columns of tensor memory{by_fma}, registers {registers}; has not run on a Blackwell GPU")  # fmt: skip
 
 
 # (head dimensions, padded to what tiles hold) -> rings, as shared memory allows
@@ -103,6 +106,13 @@ TUNINGS = {
     (128, 128): Tuning(stages=3, out_stages=2, registers=(192, 40)),
     (192, 128): Tuning(stages=2, out_stages=1),
 }
+# (capability, head dimensions, whether a mask bounds keys) -> by_fma; 0 elsewhere: sm_103 has twice the exp units, and at 192/128 products
+# take longer than exponentials. What `bench.cycles` finds best at d64, and what at d128 leaves the exp unit a quarter of its time.
+BY_FMA = {
+    (100, (64, 64), False): 7, (100, (64, 64), True): 7,
+    (100, (96, 96), False): 7, (100, (96, 96), True): 7,
+    (100, (128, 128), False): 8, (100, (128, 128), True): 8,
+}  # fmt: skip
 # a float16 p below 2^-14 loses bits: of the 15 powers of two up to its largest, 7 raise p and 8 are the threshold's
 LIFTS = {"torch.float16": 7.0, "torch.bfloat16": 0.0}
 
@@ -136,7 +146,8 @@ class BlackwellForward:
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         counted = query_tiles(problem, tuning.block_m) * problem.heads_q * entries(problem) > target.sm_count
         options = (bool(problem.softcap), problem.sinks, even, problem.packed, counted)
-        return ForwardConfig(Form(tuning, *widths, problem.group, problem.mask, *options, LIFTS[str(problem.dtype)]))
+        by_fma = BY_FMA.get((target.capability, widths, problem.mask.left or problem.mask.right), 0)
+        return ForwardConfig(Form(tuning, *widths, problem.group, problem.mask, *options, by_fma, LIFTS[str(problem.dtype)]))
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem)

@@ -14,7 +14,7 @@ While softmax 0 works on its scores, the tensor cores are busy with stage 1, and
     told (2)            load -> all others     1                read the board's slot: the tile's numbers
     told_free (2)       all others -> load     5                write the slot anew
     q_ready (2)         load -> mma            1 and bytes      products that read q[t]
-    q_free (2)          mma -> load            1, by commit     load the next tile's q[t]: its products are complete
+    q_free (1)          mma -> load            1, by commit     load the next tile's queries: the products of both t are complete
     kv_ready (stages)   load -> mma            1 and bytes      products that read the stage: k or v has landed
     kv_free (stages)    mma -> load            1, by commit     load into the stage: the products of both t that read it are complete
     s_ready (2)         mma -> softmax t       1, by commit     read s[t]; and all products issued before are complete, so that by the
@@ -24,7 +24,8 @@ While softmax 0 works on its scores, the tensor cores are busy with stage 1, and
     p_ready_2 (2)       softmax t -> mma       1                multiply the last quarter of p[t]; all of s[t] has been read
     o_ready (2)         mma -> correct         1, by commit     read o[t]: the tile's last product is complete
     mail_ready (2)      softmax t -> correct   1                read the mailbox: each row's factor for o[t]; at the end its sum and maximum
-    mail_free (2)       correct -> softmax t   1                write the mailbox anew
+    mail_free (2)       correct -> softmax t   1                write a tile's sums and maxima; the factors before them need not wait: s_ready says
+                                                                that o[t] was multiplied into, so that the mail before was read
     out_ready (slots)   correct -> store       1                store the buffer: a finished tile of out stands in it
     out_free (slots)    store -> correct       1                write the buffer anew: TMA has read it
 
@@ -57,7 +58,7 @@ from ..device.dialect import (
 )
 from ..device.masking import edges_of, hide_by_bits, interval_bits, row_interval
 from ..device.schedule import WORDS, is_told, read_tile, tell, tile_number, tile_of
-from ..device.softmax import finish, tanh
+from ..device.softmax import exp2_by_fma, finish, tanh
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
 from ..device.views import copy_in, copy_out, tile_2d
 from .config import ROWS as _ROWS
@@ -99,7 +100,6 @@ def load_partition(views, offsets, board, q, kv, work, form: gl.constexpr):
                 mbarrier.wait(q_free.index(0), q_at.parity ^ 1)
                 load_rows(q_views, q_place, head, m_start, 0, q_smem, q_ready.index(0), form.rest_d, form)
                 kv_at = load_keys(k_views, k_place, kv_head, n_begin + blocks - 1, kv_at, kv, form.rest_d, form)
-                mbarrier.wait(q_free.index(1), q_at.parity ^ 1)
                 load_rows(q_views, q_place, head, m_start + ROWS, 1, q_smem, q_ready.index(1), form.rest_d, form)
                 q_at = q_at.next()
                 kv_at = load_keys(v_views, k_place, kv_head, n_begin + blocks - 1, kv_at, kv, form.rest_dv, form)
@@ -114,9 +114,9 @@ def load_partition(views, offsets, board, q, kv, work, form: gl.constexpr):
 @gluon.jit
 def load_keys(views, place, head, block, at, kv, rest: gl.constexpr, form: gl.constexpr):
     """One tile of keys or values into the ring's next stage, once that is free; the position after it."""
-    smem, ready, free = kv
-    mbarrier.wait(free.index(at.stage), at.parity ^ 1)
-    load_rows(views, place, head, block * form.tuning.block_n, at.stage, smem, ready.index(at.stage), rest, form)
+    kv_smem, kv_ready, kv_free = kv
+    mbarrier.wait(kv_free.index(at.stage), at.parity ^ 1)
+    load_rows(views, place, head, block * form.tuning.block_n, at.stage, kv_smem, kv_ready.index(at.stage), rest, form)
     return at.next()
 
 
@@ -211,7 +211,6 @@ def mma_partition(board, q, kv, s, o, form: gl.constexpr):
                 tcgen05_commit(kv_free.index(kv_at.stage))
                 p_at = p_at.next()
             tcgen05_commit(q_free.index(0))
-            tcgen05_commit(q_free.index(1))
             kv_at = kv_at.next()
             mbarrier.wait(kv_ready.index(kv_at.stage), kv_at.parity)
             for t in range(2):
@@ -275,7 +274,11 @@ def kept_max(row_max, quarters, scale_log2, form: gl.constexpr):
 def weights(quarter, p_tmem, base, scale_log2, part: gl.constexpr, form: gl.constexpr):
     """Write a quarter of p to its place; the sum of its rows."""
     p_layout: gl.constexpr = tmem_reg_layout(p_tmem.dtype, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4)
-    p = gl.exp2(quarter * scale_log2 - base[:, None])
+    x = quarter * scale_log2 - base[:, None]
+    p = gl.exp2(x)
+    if form.by_fma:  # a column is a thread's register, so each computes one of the two
+        columns = gl.arange(0, CHUNK, gl.SliceLayout(0, quarter.type.layout))
+        p = gl.where(((columns * form.by_fma) % CHUNK < form.by_fma)[None, :], exp2_by_fma(x), p)
     p_tmem.slice(part * CHUNK, CHUNK).store(gl.convert_layout(p.to(p_tmem.dtype), p_layout))
     return gl.sum(p, 1)
 
@@ -310,7 +313,6 @@ def softmax_partition(t: gl.constexpr, board, s, mailbox, work, dtype: gl.conste
             base = gl.where(new_max == float("-inf"), 0.0, new_max)
             rescale = gl.exp2(row_max - base)
             if i > 0:
-                mbarrier.wait(mail_free.index(t), mail_at.parity ^ 1)
                 mail.index(2 * t).store(rescale)
                 mbarrier.arrive(mail_ready.index(t))
                 mail_at = mail_at.next()
@@ -498,7 +500,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     words = gl.allocate_shared_memory(gl.int32, [2, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mail = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     board = (words, ring(2, 1), ring(2, READERS))
-    q = (tiles_for(2, q_views, form.rest_d), ring(2, 1), ring(2, 1))
+    q = (tiles_for(2, q_views, form.rest_d), ring(2, 1), ring(1, 1))
     kv = (tiles_for(STAGES, k_views, form.rest_d), ring(STAGES, 1), ring(STAGES, 1))
     s = (s_tmem, ring(2, 1), ring(2, 2), ring(2, 1))
     o = (o_tmem, ring(2, 1))
