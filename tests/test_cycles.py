@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from strobe.bench import predictions
 from strobe.bench.cycles import BY_FMA_INSTRUCTIONS, Cycles, backward, cycles, forward, table
 from strobe.cli import main
-from strobe.errors import InvalidProblem
+from strobe.errors import InvalidProblem, UnsupportedProblem
 from strobe.kernels.blackwell import config as blackwell
 from strobe.target import FAKES
 
@@ -91,3 +92,9 @@ def test_the_command(capsys, tmp_path):
 def _shown(name: str, capsys) -> str:
     assert main(["bench", "roofline", "--target", name]) == 0
     return capsys.readouterr().out
+
+
+def test_predictions_need_the_machine(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UnsupportedProblem, match="there is none here"):
+        predictions.main()

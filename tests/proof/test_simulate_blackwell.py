@@ -17,11 +17,13 @@ from hopper_cases import CAUSAL, DTYPES, SCHEDULES, band
 
 pytest.importorskip("triton")
 
+from strobe.bench.predictions import variants
 from strobe.kernels.blackwell import config as blackwell
 from strobe.kernels.blackwell import forward
+from strobe.kernels.kernel import Forward
 from strobe.problem import Problem
 from strobe.proof.exponential import evaluated, minimax, worst
-from strobe.proof.simulate import simulated
+from strobe.proof.simulate import on, simulated
 from strobe.select import select
 from strobe.sim import Checks, simulate
 from strobe.sim.mutate import Mutant, mutants
@@ -200,6 +202,19 @@ def test_p_that_could_exceed_its_type_does_not_compile(monkeypatch):
     run_and_judge(case, torch.bfloat16, "normal", ("eager", 0))
     with pytest.raises(FAILURES, match="p may exceed the largest number of its type"):
         run_and_judge(case, torch.float16, "normal", ("eager", 0))
+
+
+def test_the_kernel_without_each_remedy_is_right_too():
+    """What `bench.predictions` will time."""
+    call = _case("remedies", 130, 260, heads=(1, 1)).build("cpu", torch.bfloat16, kernel="blackwell")
+    plans = variants(select(Problem.from_call(call), B200).forward)
+    assert len(plans) == 3
+    for plan in plans.values():
+        found = Forward(torch.full_like(call.q, float("nan")), torch.full((1, 1, 130), float("nan")))
+        with on(B200) as run:
+            plan.kernel.run(plan, call, found, {})
+        assert run.reports == []
+        assert_as_good_as(found, call)
 
 
 # ---------------------------------------------------------------- exponentials by multiply-adds
