@@ -68,7 +68,7 @@ MORE = (
     _case("stored_mixed", heads=(4, 2), storage="mixed", mask=CAUSAL),
     _case("head_dims_72_120", width=72, head_dim_v=120),
     _case("head_dim_8", width=8, mask=CAUSAL),
-    _case("head_dims_160_100", width=160, head_dim_v=100, mask=band(60, 20)),
+    _case("head_dims_160_104", width=160, head_dim_v=104, mask=band(60, 20)),
     _case("packed_window_softcap", lengths_q=LENGTHS, mask=band(70, 20), softcap=5.0, heads=(4, 2), promised=True),
     _case("packed_d64", width=64, lengths_q=LENGTHS, mask=CAUSAL, storage="heads_first"),
     _case("packed_d192_128", width=192, head_dim_v=128, lengths_q=LENGTHS, mask=CAUSAL),
