@@ -31,6 +31,7 @@ LAYERS = (
     ("reference",),
     ("kernels.kernel", "kernels.faults", "kernels.counters", "kernels.relaunch"),
     ("kernels.decoding",),
+    ("kernels.tma",),
     ("kernels.device",),
     ("kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
     ("kernels",),
@@ -50,7 +51,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-HOUSE = [name for layer in LAYERS[:17] for name in layer]
+HOUSE = [name for layer in LAYERS[:18] for name in layer]
 STAND_INS = ("flash_attn", "flash_attn_interface", "cute", "integrations.aten")  # their functions have other libraries' signatures
 KERNELS = ("kernels.portable", "kernels.hopper", "kernels.blackwell", "kernels.device")
 

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 import triton
 
+from strobe.kernels.blackwell import config as blackwell
 from strobe.kernels.hopper import config as hopper
 from strobe.kernels.portable import tunings
 from strobe.problem import Problem
@@ -132,6 +133,33 @@ def test_the_hopper_backward_compiles_with_each_tiling_and_each_band():
         seen.add((form.tuning, form.mask.left, form.mask.right))
     bands = ((False, False), (False, True), (True, True), (True, False))
     assert seen == {(tuning, *band) for tuning in hopper.BACKWARD_TUNINGS.values() for band in bands}
+
+
+def test_the_blackwell_forward_compiles_with_each_tiling_and_each_band():
+    """TMA loads, tcgen05, all of tensor memory, and the shared memory that the config says, but for padding and the compiler's own scratch."""
+    seen = set()
+    for unit in UNITS:
+        if unit.family != "blackwell":
+            continue
+        row = RECORDED[(*unit, "forward_kernel")]
+        form = select(Problem.from_call(unit.call), TARGETS[unit.target]).forward.config.form
+        assert not row["instructions"] or (row["instructions"]["UTCMMA"] > 0 and row["instructions"]["UTMALDG"] > 0), unit
+        assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024, unit
+        assert row["warps"] == 16 and form.tensor_columns() <= row["tensor_columns"] == blackwell.TENSOR_COLUMNS, unit
+        assert sum(count * warps for count, warps in zip(form.tuning.registers_of().values(), (8, 1, 1, 2, 4))) == 16 * row["registers"], unit
+        seen.add((form.tuning, form.mask.left, form.mask.right, unit.target))
+    bands = ((False, False), (False, True), (True, True))
+    wanted = {(tuning, *band, target) for tuning in blackwell.TUNINGS.values() for band in bands for target in ("sm_100", "sm_103")}
+    assert seen >= wanted
+
+
+def test_the_blackwell_forward_spills_nothing_at_d128():
+    """Nor at d64 without a diagonal; and a share of its exponentials is computed by multiply-adds, on sm_100 alone."""
+    for case in ("d128 dense", "d128 causal", "d128 dense float16", "d128 causal float16", "d128 packed causal", "d64 dense"):
+        rows = [RECORDED["blackwell", case, target, "forward_kernel"] for target in ("sm_100", "sm_103")]
+        assert [budget.spill_bytes(row) for row in rows] == [0, 0]
+        counts = [row["instructions"]["MUFU.EX2"] for row in rows if row["instructions"]]
+        assert counts[0] < 258 and counts[1:] in ([], [258])
 
 
 def test_forward_at_d128_spills_nothing_and_uses_tma_on_hopper():

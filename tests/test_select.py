@@ -10,7 +10,8 @@ import torch
 import strobe
 from strobe.call import Call
 from strobe.errors import InvalidProblem, UnsupportedProblem
-from strobe.kernels import FAMILIES, kernel, kernels
+from strobe.kernels import FAMILIES, kernel, kernels, tma
+from strobe.kernels.blackwell import config as blackwell
 from strobe.kernels.hopper import config as hopper
 from strobe.select import Choice, select
 from strobe.target import FAKES
@@ -76,18 +77,38 @@ TAKEN = {
 def test_hopper_runs_dense_half_precision_forwards(name, target):
     choice = chosen(TAKEN[name], target)
     assert choice.forward.kernel.name == "hopper.forward" and choice.backward is None
-    assert [name for name, _ in choice.rejections] == ["portable.forward", "cpu.forward"]
+    assert [name for name, _ in choice.rejections] == ["blackwell.forward", "portable.forward", "cpu.forward"]
 
 
-@pytest.mark.parametrize("target", [name for name, fake in FAKES.items() if fake.kind == "cuda" and fake.capability != 90])
+@pytest.mark.parametrize("target", ("B200", "B300"))
+@pytest.mark.parametrize("name", [name for name in TAKEN if name not in ("D 192", "D 256")])
+def test_blackwell_runs_dense_half_precision_forwards(name, target):
+    choice = chosen(TAKEN[name], target)
+    assert choice.forward.kernel.name == "blackwell.forward"
+    assert [name for name, _ in choice.rejections] == ["hopper.forward", "portable.forward", "cpu.forward"]
+
+
+@pytest.mark.parametrize("width", (192, 256))
+def test_widths_that_do_not_fit_tensor_memory(width):
+    words = (
+        f"head dimensions up to 128, or 192 with values of at most 128: tensor memory holds two tiles of scores and two of o; this is {width}/{width}"
+    )
+    assert refusal(_dense(width), "B200", "blackwell.forward") == words
+    assert chosen(_dense(width), "B200").forward.kernel.name == "portable.forward"
+
+
+@pytest.mark.parametrize("target", [name for name, fake in FAKES.items() if fake.kind == "cuda" and fake.capability not in (90, 100, 103)])
 def test_other_gpus_run_the_portable_kernels(target):
     assert chosen(_dense(), target).forward.kernel.name == "portable.forward"
-    assert refusal(_dense(), target) == f"made for sm_90; this target is sm_{FAKES[target].capability}"
+    here = f"this target is sm_{FAKES[target].capability}"
+    assert refusal(_dense(), target) == f"made for sm_90; {here}"
+    assert refusal(_dense(), target, "blackwell.forward") == f"needs tensor memory (sm_100, sm_103); {here}"
 
 
 def test_a_cpu_runs_its_own():
     assert chosen(_dense(), "CPU").forward.kernel.name == "cpu.forward"
     assert refusal(_dense(), "CPU") == "made for sm_90; this target is a CPU"
+    assert refusal(_dense(), "CPU", "blackwell.forward") == "needs tensor memory (sm_100, sm_103); this target is a CPU"
 
 
 def test_a_hopper_forward_has_the_hopper_backward_where_that_can_run():
@@ -117,7 +138,7 @@ def test_a_family_without_a_backward_says_so_where_gradients_are_wanted(monkeypa
     try:
         with pytest.raises(UnsupportedProblem, match=r'hopper\.backward    there is none; kernel="hopper\.forward" leaves the backward open'):
             chosen(_dense(needs_grad=True, kernel="hopper"))
-        with pytest.raises(InvalidProblem, match=r"hopper\.backward.*one of hopper, portable, cpu, hopper\.forward"):
+        with pytest.raises(InvalidProblem, match=r"hopper\.backward.*one of blackwell, hopper, portable, cpu, blackwell\.forward, hopper\.forward"):
             chosen(_dense(kernel="hopper.backward"))
     finally:
         kernels.cache_clear()
@@ -152,6 +173,13 @@ def test_each_reason_against_the_hopper_forward(name):
     assert chosen(call).forward.kernel.name == "portable.forward"
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_each_reason_against_the_blackwell_forward(name):
+    call, words = REFUSED[name]
+    assert words in refusal(call, "B200", "blackwell.forward")
+    assert chosen(call, "B200").forward.kernel.name == "portable.forward"
+
+
 REFUSED_BACKWARD = {
     "dtype": (_dense(dtype=torch.float32), "float16 and bfloat16 only; this is float32"),
     **{name: REFUSED[name] for name in ("scale", "no scale", "documents", "prefix", "alignment", "expanded")},
@@ -180,7 +208,7 @@ def test_dimensions_of_one_have_any_stride():
 
 
 def test_reasons_that_lie_in_the_machine(monkeypatch):
-    monkeypatch.setattr(hopper, "KNOBS", hopper.KNOBS._replace(interpret=True))
+    monkeypatch.setattr(tma, "KNOBS", tma.KNOBS._replace(interpret=True))
     assert refusal(_dense()) == "Triton's interpreter (TRITON_INTERPRET) does not know Gluon"
     monkeypatch.undo()
     monkeypatch.setattr(kernel, "find_spec", lambda name: None)
@@ -201,12 +229,23 @@ def test_explain_prints_the_choice_and_every_reason():
     text = str(chosen(_dense(right=0, needs_grad=True)))
     rows = [line.split(maxsplit=2) for line in text.splitlines()]
     assert [row[:2] for row in rows if row[0] in ("chosen", "passed")] == [
-        ["chosen", "hopper.forward"], ["chosen", "hopper.backward"], ["passed", "portable.forward"], ["passed", "cpu.forward"],
+        ["chosen", "hopper.forward"], ["chosen", "hopper.backward"], ["passed", "blackwell.forward"],
+        ["passed", "portable.forward"], ["passed", "cpu.forward"],
         ["passed", "portable.backward"], ["passed", "cpu.backward"],
     ]  # fmt: skip
     assert "passed    portable.forward   could run this too; hopper.forward comes first" in text
     config = chosen(_dense(right=0)).forward.config
     assert f"chosen    hopper.forward     {config}" in text and f"stages={config.form.tuning.stages}" in str(config)
+
+
+def test_explain_on_a_named_blackwell_gpu():
+    """And it says that the kernel has not run on one."""
+    choice = chosen(_dense(right=0, needs_grad=True), "B200")
+    text = str(choice)
+    assert "chosen    blackwell.forward  block_m=256 block_n=128 stages=3, shared 226 KiB, 512 columns of tensor memory" in text
+    assert "correct 88; has not run on a Blackwell GPU" in text
+    assert choice.backward is not None and choice.backward.kernel.name == "portable.backward"
+    assert "passed    hopper.forward     made for sm_90; this target is sm_100" in text
 
 
 def test_explain_of_a_problem_passed_on():
@@ -224,6 +263,9 @@ def test_tiles_fit_the_shared_memory_that_the_config_prints():
         config = chosen(_dense(width, width_v)).forward.config
         assert config.form.tuning == tuning and config.form.shared_bytes() <= FAKES["H200"].shared_bytes
         assert f"shared {config.form.shared_bytes() / 1024:.0f} KiB" in str(config)
+    for (width, width_v), tuning in blackwell.TUNINGS.items():
+        form = chosen(_dense(width, width_v), "B200").forward.config.form
+        assert form.tuning == tuning and form.shared_bytes() <= FAKES["B200"].shared_bytes and form.tensor_columns() <= blackwell.TENSOR_COLUMNS
     for (width, width_v), tuning in hopper.BACKWARD_TUNINGS.items():
         backward = chosen(_dense(width, width_v, needs_grad=True)).backward
         assert backward and backward.config.form.tuning == tuning and backward.config.form.shared_bytes() <= FAKES["H200"].shared_bytes
@@ -233,7 +275,8 @@ def test_tiles_fit_the_shared_memory_that_the_config_prints():
 def test_every_constant_of_the_compiled_kernel_is_in_its_key():
     """Triton tells compiled kernels apart by the text of their constants: no two forms may print alike."""
     choice = chosen(_dense(needs_grad=True))
-    forms = [plan.config.form for plan in (choice.forward, choice.backward) if plan]
+    plans = (choice.forward, choice.backward, chosen(_dense(), "B200").forward)
+    forms = [plan.config.form for plan in plans if plan]
     for place in (*forms, *(form.tuning for form in forms)):
         for name in place.__dataclass_fields__:
             other = replace(place, **{name: "other"})

@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     _common(explain, _explain, device=False)
 
     bench = commands.add_parser("bench", help="strobe against its rivals")
-    bench.add_argument("suite", choices=("forward", "backward", "decode", "overhead", "cpu"))
+    bench.add_argument("suite", choices=("forward", "backward", "decode", "overhead", "cpu", "roofline"))
     bench.add_argument("--case", action="append", default=[], metavar="NAME", help="a case or a pattern such as 'd128_*'; repeatable")
     bench.add_argument("--rivals", default="", metavar="A,B", help="names, separated by commas (all of this device unless given)")
     bench.add_argument("--kernel", help="hold strobe to a family or a kernel")
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--plot", type=Path, metavar="FILE", help="bars as .png or .svg, and FILE_roofline beside it")
     bench.add_argument("--json", nargs="?", const="-", metavar="FILE", help="append JSON lines to FILE, or print them instead of a table")
     bench.add_argument("--device", help="cuda, cuda:1 or cpu")
+    bench.add_argument("--target", metavar="NAME", help="of roofline: the GPU whose cycles are counted, such as B200; none is needed")
     bench.set_defaults(run=_bench)
 
     commands.add_parser("ladder", help="attention from naive to fast, a rung at a time: run, check, measure, see")  # as sim
@@ -200,8 +201,12 @@ def _device(name: str | None):
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from .bench.command import run
+    from .bench.command import roofline, run
 
+    if arguments.suite == "roofline":
+        return roofline(arguments.target, arguments.plot)
+    if arguments.target:
+        raise InvalidProblem("--target", arguments.target, "bench roofline", "other suites measure a device: --device")
     name = arguments.device
     if arguments.suite in ("cpu", "overhead"):
         if name not in (None, "cpu"):

@@ -15,6 +15,7 @@ from strobe import ops
 from strobe.call import Call
 from strobe.errors import KernelFault, UnsupportedProblem
 from strobe.kernels import kernels
+from strobe.kernels.device import views
 from strobe.kernels.hopper import config as hopper
 from strobe.kernels.hopper import launch
 from strobe.kernels.kernel import Plan
@@ -199,7 +200,7 @@ def test_out_that_tma_cannot_write(storage):
     """A given out lies as it likes: what TMA cannot address is written elsewhere and copied."""
     call = CASES["dense"].build("cpu", torch.bfloat16, kernel="hopper")
     out = laid_out(torch.full((1, 300, 2, 128), float("nan"), dtype=torch.bfloat16), storage, 0)
-    assert (launch.addressable(out) is out) == (storage != "odd_offset")
+    assert (views.addressable(out) is out) == (storage != "odd_offset")
     with on(H200):
         assert_as_good_as(ops.run(call, out), call)
 

@@ -12,6 +12,7 @@ from typing import TextIO
 import torch
 
 from ..errors import InvalidProblem
+from ..target import FAKES
 from . import decode, plot, table
 from .cases import Case, suite
 from .rivals import pick
@@ -58,6 +59,20 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
         for path in plot.save(found, arguments.plot):
             print(f"wrote {path}", file=sys.stderr)
     return 0 if all(row["ms"] for row in found) else 1
+
+
+def roofline(name: str | None, picture: Path | None) -> int:
+    """What binds a GPU that need not be here: cycles, counted."""
+    from . import cycles, cycles_plot
+
+    if name not in FAKES:
+        raise InvalidProblem("--target", name, f"one of {', '.join(FAKES)}", "name the GPU, such as B200")
+    if picture:
+        plot.check(picture)
+    cycles.show(FAKES[name], table.show)
+    if picture:
+        print(f"wrote {cycles_plot.save(FAKES[name], picture)}", file=sys.stderr)
+    return 0
 
 
 def _decode(arguments: argparse.Namespace, options: Options) -> int:

@@ -9,7 +9,8 @@ from importlib import import_module
 from .kernel import Kernel
 
 # family: its kernels stand in strobe/kernels/FAMILY/config.py as FORWARD, BACKWARD, DECODE and APPEND; it may lack any of them.
-FAMILIES = ("hopper", "portable", "cpu")
+# blackwell has a forward alone
+FAMILIES = ("blackwell", "hopper", "portable", "cpu")
 
 
 @lru_cache
@@ -17,7 +18,7 @@ def kernels(direction: str) -> tuple[Kernel, ...]:
     """All kernels of a direction ("forward", "backward", "decode" or "append"), best first.
 
     >>> [kernel.name for kernel in kernels("forward")]
-    ['hopper.forward', 'portable.forward', 'cpu.forward']
+    ['blackwell.forward', 'hopper.forward', 'portable.forward', 'cpu.forward']
     >>> [kernel.name for kernel in kernels("backward")]
     ['hopper.backward', 'portable.backward', 'cpu.backward']
     >>> [kernel.name for kernel in kernels("decode")]

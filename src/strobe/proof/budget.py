@@ -32,6 +32,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "portable.decode": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
     "hopper": ("sm_90",),
     "hopper.decode": ("sm_90",),
+    "blackwell": ("sm_100", "sm_103"),
 }
 ON_EVERY_TARGET = "d128 causal"  # what each commit compiles for every target; all other cases it compiles for WITH_ALL_CASES
 WITH_ALL_CASES = "sm_90"
@@ -154,8 +155,27 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
     "d256 float8, pages of 16": lambda: _decode(256, 16, cache_dtype=FP8),
 }
 
+
+def _blackwell_cases() -> dict[str, Callable[[], Call]]:
+    """A kernel for each tiling with each way that a mask bounds rows, keys that end within a tile, and options."""
+    bands = {"dense": masks.full(), "causal": masks.causal(), "window": masks.window(100, 20)}
+    cases: dict[str, Callable[[], Call]] = {}
+    for name, widths in {"d64": (64, 64), "d96": (96, 96), "d128": (128, 128), "d192/128": (192, 128)}.items():
+        cases |= {f"{name} {band}": partial(_dense, *widths, mask=mask) for band, mask in bands.items()}
+    cases["d128 dense float16"] = partial(_dense, 128, dtype=torch.float16)
+    cases["d128 causal float16"] = partial(_dense, 128, mask=bands["causal"], dtype=torch.float16)
+    cases["d128 ragged"] = partial(_dense, 128, keys=253)
+    cases["d128 one row"] = partial(_dense, 128, rows=1, heads=(1, 1))
+    cases["d128 window left"] = partial(_dense, 128, mask=masks.window(100, None))
+    cases["d128 window sinks softcap"] = partial(_dense, 128, mask=bands["window"], sinks=torch.zeros(4), softcap=20.0)
+    cases["d128 packed causal"] = partial(_packed, 128, bands["causal"], (4, 4))
+    return cases | {"d96 packed group 4 window": partial(_packed, 96, bands["window"], (8, 2))}
+
+
 # family: the calls it is compiled for
-CASES_OF = {"portable": CASES, "portable.decode": DECODES, "hopper": _hopper_cases(), "hopper.decode": HOPPER_DECODES}
+CASES_OF = {
+    "portable": CASES, "portable.decode": DECODES, "hopper": _hopper_cases(), "hopper.decode": HOPPER_DECODES, "blackwell": _blackwell_cases(),
+}  # fmt: skip
 
 
 class Unit(NamedTuple):
@@ -178,6 +198,9 @@ class Unit(NamedTuple):
     def each_commit(self) -> bool:
         """Compiled on each commit; the others nightly: every tiling is among these. A bound on the left alone has the tiles of a window and less
         to hide; keys that end within a tile, and sizes of 1, are seen at one width."""
+        if self.family == "blackwell":
+            tilings = ("d64 dense", "d96 causal", "d128 dense", "d192/128 causal")
+            return self.case == ON_EVERY_TARGET or (self.target == "sm_100" and self.case in tilings)
         variant = self.case.endswith("window left") or (self.case.endswith(("ragged", "one row")) and not self.case.startswith("d128"))
         return self.case == ON_EVERY_TARGET or (self.target == WITH_ALL_CASES and not variant)
 
@@ -219,6 +242,8 @@ _GROUP = "the loop over the heads of a group: d64 causal on sm_80 spills 1024 by
 _OPTIONS = "window, sinks, softcap and packing in one kernel, with a tiling chosen without them"
 _WIDE = "for correctness, not for speed: products of this dtype run on few units, and its tilings were never timed"
 _SERIAL = "ptxas C7514: the accumulators are written by others inside a pipeline stage; 64 x 32 tiles are free of it offline, but not timed"
+_ROLES = "a thread's own number and the like, which the compiler keeps through all roles and stores where a role with few registers begins"
+_PARTS = "the addresses of products in two parts, and what correction keeps of a tile while it waits: some roles have few registers"
 _CAPPED = "the softcap's tanh over all scores of a tile beside o and the weights; tilings are chosen without it"
 
 # The first line that covers a kernel counts. Bytes are those of Triton 3.6.0: a number that is more than needed fails, as does one too small.
@@ -243,6 +268,14 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("forward_kernel", "d256 window sinks softcap", "sm_90", 60, _CAPPED, family="hopper"),
     # sm_90, the Hopper backward
     Allowance("backward_kernel", "d128 window sinks softcap", "sm_90", 172, _CAPPED, family="hopper"),
+    # sm_100, 103, the Blackwell forward
+    Allowance("forward_kernel", "d192/128 *", "sm_100", 112, _PARTS, family="blackwell"),
+    Allowance("forward_kernel", "d192/128 *", "sm_103", 48, _PARTS, family="blackwell"),
+    Allowance("forward_kernel", "d96 packed *", "sm_10?", 48, _PARTS, family="blackwell"),
+    Allowance("forward_kernel", "d96 *", "sm_10?", 32, _PARTS, family="blackwell"),
+    Allowance("forward_kernel", "d64 causal", "sm_10?", 24, _ROLES, family="blackwell"),
+    Allowance("forward_kernel", "d128 window left", "sm_10?", 20, _ROLES, family="blackwell"),
+    Allowance("forward_kernel", "d128 [ow]*", "sm_10?", 8, _ROLES, family="blackwell"),
     # sm_80, 86, 89
     Allowance("keys_kernel", "* group *", "sm_8?", 1788, _GROUP),
     Allowance("keys_kernel", "* packed window *", "sm_8?", 768, _OPTIONS),

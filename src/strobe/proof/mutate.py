@@ -58,6 +58,7 @@ class Suite(NamedTuple):
 SUITES = (
     Suite(Path("tests/specimens/scenes.py"), Path("tests/specimens/survivors.json")),
     Suite(Path("tests/proof/hopper_scenes.py"), Path("tests/proof/hopper_survivors.json")),
+    Suite(Path("tests/proof/blackwell_scenes.py"), Path("tests/proof/blackwell_survivors.json")),
 )
 
 

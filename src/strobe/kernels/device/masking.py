@@ -53,6 +53,14 @@ def stop_row(key, seqlen_q, bounds, form: tl.constexpr):
 
 
 @triton.jit
+def edges_of(m_start, lengths, limits):
+    """(first key of row m_start, its stop by the diagonal alone, stop of all keys): three scalars, since consumers have few registers."""
+    seqlen_q, seqlen_k = lengths
+    diagonal = m_start + (seqlen_k - seqlen_q)
+    return diagonal - limits[0], diagonal + limits[1] + 1, seqlen_k
+
+
+@triton.jit
 def hide(s, columns, first, stop, n_start, two_sided: tl.constexpr):
     """Scores s [M, N] with -inf where a row's interval leaves the key out.
 
@@ -63,3 +71,19 @@ def hide(s, columns, first, stop, n_start, two_sided: tl.constexpr):
     if two_sided:
         s = tl.where((first - n_start)[:, None] <= columns[None, :], s, float("-inf"))
     return s
+
+
+@triton.jit
+def interval_bits(first, stop, two_sided: tl.constexpr):
+    """Of 32 columns, a bit for each in [first, stop): one word a row, from which a thread's registers each take a bit."""
+    bits = tl.where(stop >= 32, -1, (1 << tl.minimum(tl.maximum(stop, 0), 31)) - 1)
+    if two_sided:
+        below = tl.where(first >= 32, -1, (1 << tl.minimum(tl.maximum(first, 0), 31)) - 1)
+        bits = bits & ~below
+    return bits
+
+
+@triton.jit
+def hide_by_bits(s, bits, columns):
+    """Scores s [M, 32] with -inf where a row's bit is 0; columns are 0..31."""
+    return tl.where((bits[:, None] & (1 << columns)[None, :]) != 0, s, float("-inf"))

@@ -90,7 +90,7 @@ def tell(board, at, tile):
 @gluon.jit
 def read_tile(words, stage):
     """A tile's numbers, each as a scalar."""
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     row = words.index(stage).load(layout)
     lane = gl.arange(0, WORDS, layout)
     return [gl.sum(gl.where(lane == i, row, 0), 0) for i in (0, 1, 2, 3, 4, 5, 6, 7)]

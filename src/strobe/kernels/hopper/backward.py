@@ -45,8 +45,8 @@ from ..device.dialect import (
 )
 from ..device.masking import first_row, row_interval, stop_row
 from ..device.tiles import find_sequence, keys_of, span_of
+from ..device.views import FAR, as_rows, copy_in, copy_out
 from .backward_steps import of_do, step_in_memory, step_in_registers, walk_ahead, zeros_of
-from .forward import FAR, as_rows, copy_in, copy_out
 
 
 @gluon.jit

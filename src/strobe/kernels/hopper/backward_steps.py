@@ -3,7 +3,7 @@
 from ..device.channel import Position, ring_start
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, partition_barrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from ..device.softmax import tanh
-from .forward import tile_2d
+from ..device.views import tile_2d
 
 
 @gluon.jit

@@ -8,18 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call import DTYPES, Call, Dense, Packed
-from ...knobs import KNOBS
+from ...call import Call
 from ...mask import MaskStructure
-from ...problem import ALIGNMENT, Problem
+from ...problem import Problem
 from ...target import KIB, Target
-from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries, no_triton
+from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries
+from ..tma import against_call, against_mask, against_memory, against_tools, query_tiles, rest
 from .decode_config import DECODE as DECODE
 
 CAPABILITY = 90
 MOST_WIDTH = 256
 ROWS = 64  # of one consumer
-MOST_ROWS = 2**30  # of a packed tensor: forward.FAR
 
 
 @dataclass(frozen=True)
@@ -113,20 +112,9 @@ CAPPED = {
 }
 
 
-def rest(width: int) -> int:
-    """What a width has beyond its largest power of two: 32 of 96, 64 of 192."""
-    return width - (1 << (width.bit_length() - 1))
-
-
 def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The key of TUNINGS that a call's head dimensions are padded to."""
     return next(widths for widths in TUNINGS if widths[0] >= head_dim and widths[1] >= head_dim_v)
-
-
-def query_tiles(problem: Problem, block_m: int) -> int:
-    """Tiles of rows a head; for packed sequences, each of which begins a tile of its own, an upper bound: device.tiles.find_sequence."""
-    layout: Any = problem.layout
-    return layout.total_q // block_m + layout.batch + 2 if problem.packed else -(-layout.seqlen_q // block_m)
 
 
 def tuning_of(problem: Problem) -> Tuning:
@@ -138,50 +126,13 @@ def tuning_of(problem: Problem) -> Tuning:
 def _why_not(problem: Problem, target: Target) -> str | None:
     if target.kind != "cuda" or target.capability != CAPABILITY:
         return f"made for sm_{CAPABILITY}; this target is {f'sm_{target.capability}' if target.kind == 'cuda' else 'a CPU'}"
-    return _shape(problem) or _mask(problem.mask) or _memory(problem) or _tools()
+    return _against(problem)
 
 
-def _shape(problem: Problem) -> str | None:
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"float16 and bfloat16 only; this is {DTYPES[problem.dtype]}"
-    if problem.out_dtype != problem.dtype:
-        return f"writes out in q's dtype; a partial result of {DTYPES[problem.dtype]} is float32"
-    if not isinstance(problem.layout, (Dense, Packed)):
-        return f"dense and packed layouts only; this is {type(problem.layout).__name__.lower()}"
+def _against(problem: Problem) -> str | None:
     if max(problem.head_dim, problem.head_dim_v) > MOST_WIDTH:
         return f"head dimensions up to {MOST_WIDTH}; this is {problem.head_dim}/{problem.head_dim_v}"
-    if problem.scale <= 0:
-        return f"needs a scale above 0; this is {problem.scale:g}"
-    return None
-
-
-def _mask(mask: MaskStructure) -> str | None:
-    strange = [name for name in ("prefix", "key_lengths", "documents") if getattr(mask, name)]
-    return f"full, causal and window masks only; this has {' and '.join(strange)}" if strange else None
-
-
-def _memory(problem: Problem) -> str | None:
-    """What TMA has against the way q, k and v lie in memory."""
-    if problem.alignment < ALIGNMENT:
-        return (f"TMA needs addresses and strides of q, k and v in multiples of {ALIGNMENT} bytes; these are multiples of {problem.alignment}: "
-                "copy them, or pad the head dimension")  # fmt: skip
-    layout: Any = problem.layout
-    if problem.packed:
-        rows, keys = (layout.total_q, problem.heads_q), (layout.total_k, problem.heads_kv)
-        if max(layout.tokens) > MOST_ROWS:
-            return f"packed tensors of at most {MOST_ROWS} rows, whose ends TMA can be told; this has {max(layout.tokens)}"
-    else:
-        rows, keys = (layout.batch, layout.seqlen_q, problem.heads_q), (layout.batch, layout.seqlen_k, problem.heads_kv)
-    for name, sizes, strides in zip("qkv", (rows, keys, keys), problem.strides):
-        if any(size > 1 and stride == 0 for size, stride in zip(sizes, strides)):
-            return f"TMA walks memory of its own in each dimension; {name} is expanded: give fewer key heads, or make it contiguous"
-    return None
-
-
-def _tools() -> str | None:
-    if KNOBS.interpret:
-        return "Triton's interpreter (TRITON_INTERPRET) does not know Gluon"
-    return no_triton()
+    return against_call(problem) or against_mask(problem.mask) or against_memory(problem) or against_tools()
 
 
 class HopperForward:
@@ -377,7 +328,7 @@ class HopperBackward:
     def why_not(self, problem: Problem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability != CAPABILITY:
             return _why_not(problem, target)
-        return _shape_backward(problem) or _mask(problem.mask) or _memory(problem) or _tools()
+        return _against(_written(problem))
 
     def config(self, problem: Problem, target: Target) -> BackwardConfig:
         head_dims = problem.head_dim, problem.head_dim_v
@@ -453,10 +404,9 @@ def _splits(problem: Problem, target: Target, tuning: BackwardTuning) -> int:
     return next((n for n in divisors if tiles * problem.heads_kv * n >= wanted), problem.group)
 
 
-def _shape_backward(problem: Problem) -> str | None:
-    if problem.out_dtype != problem.dtype:  # which the forward cannot write, but the backward can read
-        problem = replace(problem, out_dtype=problem.dtype)
-    return _shape(problem)
+def _written(problem: Problem) -> Problem:
+    """The problem whose out the forward writes: a partial one it cannot, but the backward can read it."""
+    return replace(problem, out_dtype=problem.dtype)
 
 
 BACKWARD: Any = HopperBackward()

@@ -29,47 +29,18 @@ from ..device.dialect import (
     gl,
     gluon,
     mbarrier,
-    tma_load,
-    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ..device.masking import row_interval
+from ..device.masking import edges_of, row_interval
 from ..device.schedule import WORDS, blocks_of, is_told, read_tile, tell, tile_number, tile_of
-from ..device.softmax import tanh
+from ..device.softmax import finish, tanh
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
-from .config import MOST_ROWS
+from ..device.views import copy_in, copy_out, tile_2d
 from .config import ROWS as _ROWS
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile
-FAR: gl.constexpr = gl.constexpr(MOST_ROWS)  # where the rows of a wrapping descriptor end
-LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def copy_in(desc, place, head, row, column: gl.constexpr, ready, smem, form: gl.constexpr):
-    """Load a tile from row `row` of a head on; `place` is (batch entry, start, length) of its sequence.
-
-    A packed sequence's rows are made to end at coordinate FAR, whatever they begin at: the first dimension takes FAR rows back, the
-    second steps by rows to the sequence's end.
-    """
-    entry, start, length = place
-    if form.packed:
-        tma_load(desc, [FAR, start + length, head, FAR - length + row, column], ready, smem)
-    else:
-        tma_load(desc, [entry, head, row, column], ready, smem)
-
-
-@gluon.jit
-def copy_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.constexpr):
-    """`copy_in`, the other way."""
-    entry, start, length = place
-    if form.packed:
-        tma_store(desc, [FAR, start + length, head, FAR - length + row, column], smem)
-    else:
-        tma_store(desc, [entry, head, row, column], smem)
 
 
 @gluon.jit
@@ -143,19 +114,6 @@ def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, fo
 
 
 @gluon.jit
-def tile_2d(ring, stage):
-    """A stage of a ring as rows and columns."""
-    return as_rows(ring.index(stage))
-
-
-@gluon.jit
-def as_rows(tile):
-    """A tile as rows and columns: TMA sees it as a block [..., rows, columns]."""
-    shape: gl.constexpr = [tile.shape[-2], tile.shape[-1]]
-    return tile.reshape(shape)
-
-
-@gluon.jit
 def softmax_step(s, row_max, row_sum, scale_log2, lift: gl.constexpr, lanes: gl.constexpr, form: gl.constexpr):
     """(p, rescale, row_max, row_sum): device.softmax.online_step with the row sum [ROWS, 8] left spread over lanes.
 
@@ -171,14 +129,6 @@ def softmax_step(s, row_max, row_sum, scale_log2, lift: gl.constexpr, lanes: gl.
     part = gl.convert_layout(gl.sum(gl.reshape(p, [64, columns, 8]), 1), lanes, assert_trivial=True)
     spread = gl.convert_layout(rescale, gl.SliceLayout(1, lanes), assert_trivial=True)
     return p, rescale, new_max, row_sum * spread[:, None] + part
-
-
-@gluon.jit
-def edges_of(m_start, lengths, limits):
-    """(first key of row m_start, its stop by the diagonal alone, stop of all keys): three scalars, since consumers have few registers."""
-    seqlen_q, seqlen_k = lengths
-    diagonal = m_start + (seqlen_k - seqlen_q)
-    return diagonal - limits[0], diagonal + limits[1] + 1, seqlen_k
 
 
 @gluon.jit
@@ -365,23 +315,6 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, numbers, form: gl.
 
 
 @gluon.jit
-def finish(o, row_max, row_sum, empty, sink, form: gl.constexpr):
-    """(what o is multiplied by, lse) of each row; `empty` rows see no key: the mask says so, not a maximum of -inf."""
-    top = gl.where(row_max == float("-inf"), 0.0, row_max)
-    lse_empty = float("-inf")
-    shrink = row_sum * 0.0 + 1.0
-    if form.sinks:
-        sink_log2 = sink * LOG2_E
-        last = gl.maximum(row_max, sink_log2)
-        last = gl.where(last == float("-inf"), 0.0, last)
-        shrink = gl.exp2(row_max - last)
-        row_sum = row_sum * shrink + gl.exp2(sink_log2 - last)
-        top = last
-        lse_empty = sink
-    return gl.where(empty, 0.0, shrink / row_sum), gl.where(empty, lse_empty, top * LN_2 + gl.log(row_sum))
-
-
-@gluon.jit
 def query_operand(w: gl.constexpr, q_smem, form: gl.constexpr):
     """q's parts as products take them: the first of them in registers, where the tuning says so."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.tuning.block_n, 16])
@@ -469,7 +402,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         sink = 0.0
         if form.sinks:
             sink = gl.load(sinks + head).to(gl.float32)
-        inverse, row_lse = finish(o, row_max, row_sum, first >= stop, sink, form)
+        inverse, row_lse = finish(row_max, row_sum, first >= stop, sink, form)
         if form.packed:
             broken = ((limits[3] >= 0) & (seqlen_k > limits[3])) | ((limits[2] >= 0) & (m_offsets >= limits[2]))
             inverse = gl.where(broken, float("nan"), inverse)

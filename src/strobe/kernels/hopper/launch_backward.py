@@ -12,10 +12,12 @@ from ...errors import KernelFault
 from ...problem import ALIGNMENT, Problem
 from .. import relaunch
 from ..device.dialect import TensorDescriptor, gl
+from ..device.persistent import MOST_TILES, Launch, numbers_of
+from ..device.views import addressable, descriptor
 from ..kernel import Backward, Plan, entries, strides_of
+from ..tma import query_tiles
 from . import backward
-from .config import at_once, query_tiles
-from .launch import MOST_TILES, Launch, addressable, descriptor, numbers_of
+from .config import at_once
 from .rows import convert_dq_kernel, convert_kernel, rows_kernel
 
 L2_BYTES = 32 << 20  # of queries, their gradients and dq's sums that stay while a section of heads is walked; an H200 has 50 MB

@@ -9,9 +9,9 @@ from ...decode import DecodeCall, DecodeProblem
 from .. import faults, relaunch
 from ..counters import zeros_on
 from ..decoding import keep
+from ..device.persistent import LOG2_E, Launch
 from ..kernel import Forward, Plan
 from . import decode
-from .launch import LOG2_E, Launch
 
 
 def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:

@@ -1,0 +1,175 @@
+"""Which unit of a multiprocessor binds: cycles of tensor cores, exp unit, shared memory and issue slots for one tile of a pass.
+
+    strobe bench roofline --target B200
+
+Counted, not measured: each product's operations and the operands that it reads from shared memory, each exponential, each instruction of the softmax.
+Of Blackwell all figures are predictions; its kernel here has not run on a Blackwell GPU. The time of a step is at least that of its busiest unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..errors import InvalidProblem
+from ..target import FAKES, Target
+
+SHARED_BYTES = 128  # a clock, of shared memory
+LANES = 128  # a clock, of the four issue slots: one warp each
+BYTES, SUM_BYTES = 2, 4  # of an operand's element, and of a float32 sum's
+WARPGROUP, LANES_OF_PRODUCT = 64, 128  # rows of one wgmma, and of one tcgen05 product of a CTA
+
+
+class Unit(NamedTuple):
+    """What one multiprocessor of a capability does in a clock."""
+
+    flops: int  # of dense 16-bit products
+    exps: int
+    tensor_memory: bool  # accumulators and first operands need no shared memory; second operands are read once in 128 rows, not in 64
+
+
+UNITS = {90: Unit(4096, 16, False), 100: Unit(8192, 16, True), 103: Unit(8192, 32, True)}
+
+
+class Product(NamedTuple):
+    """m x n sums over k; a, the first operand, lies in shared memory or is held where a product reads it for nothing."""
+
+    m: int
+    n: int
+    k: int
+    a_shared: bool = True
+
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    def shared_bytes(self, unit: Unit, ctas: int) -> float:
+        """b is halved where two CTAs share a product; on Hopper each warpgroup of two reads all of b, or, where they share out b, all of a."""
+        a, b = self.m * self.k * BYTES * self.a_shared, self.n * self.k * BYTES
+        if unit.tensor_memory:
+            return a + b * -(-self.m // LANES_OF_PRODUCT) / ctas
+        return a + b * (self.m // WARPGROUP) if self.m > WARPGROUP else 2 * a + b
+
+
+class Pass(NamedTuple):
+    """One step of a pass: its products, exponentials, what else goes through shared memory, and what it issues for each exponential."""
+
+    products: tuple[Product, ...]
+    exps: int
+    moved_bytes: int  # written to and read from shared memory by threads and by reductions
+    loaded_bytes: int  # written by TMA
+    instructions: float  # a thread, for each score
+
+
+class Cycles(NamedTuple):
+    """Of each unit, for one step; `loads` are TMA's writes to shared memory, beyond what published counts hold."""
+
+    tensor: float
+    exp: float
+    shared: float
+    issue: float
+    loads: float
+
+    @property
+    def binds(self) -> str:
+        """The busiest unit."""
+        named = {"tensor": self.tensor, "exp": self.exp, "shared": self.shared, "issue": self.issue}
+        return max(named, key=lambda name: named[name])
+
+
+SCORE_INSTRUCTIONS = 4.0  # multiply-add, exponential, add; half a three-way maximum and half a conversion: compiled for sm_100 at d128
+BY_FMA_INSTRUCTIONS = 10.0  # more, where multiply-adds compute the exponential: clamp, 3 adds, 5 multiply-adds, shift-add, multiply; less the one
+
+
+def forward(rows: int = 128, keys: int = 128, width: int = 128, width_v: int = 0) -> Pass:
+    """A tile of queries against a tile of keys; weights come from tensor memory or registers."""
+    width_v = width_v or width
+    products = (Product(rows, keys, width), Product(rows, width_v, keys, a_shared=False))
+    return Pass(products, rows * keys, 0, keys * (width + width_v) * BYTES, SCORE_INSTRUCTIONS)
+
+
+def backward(rows: int = 128, keys: int = 128, width: int = 128, width_v: int = 0) -> Pass:
+    """Keys in rows: weights and their gradients enter two products without shared memory, and one through it; dq is added by TMA."""
+    width_v = width_v or width
+    products = (
+        Product(keys, rows, width), Product(keys, rows, width_v),  # s, dp
+        Product(keys, width_v, rows, a_shared=False), Product(keys, width, rows, a_shared=False),  # dv, dk
+        Product(rows, width, keys),  # dq
+    )  # fmt: skip
+    moved = rows * keys * BYTES + 2 * rows * width * SUM_BYTES  # ds written; dq written and read
+    return Pass(products, rows * keys, moved, rows * (width + width_v) * BYTES, SCORE_INSTRUCTIONS + 3)
+
+
+def cycles(step: Pass, capability: int, ctas: int = 1, by_fma: float = 0.0) -> Cycles:
+    """Each unit's cycles; `by_fma` is the share of exponentials that multiply-adds compute.
+
+    >>> cycles(forward(), 100)[:3]
+    (1024.0, 1024.0, 768.0)
+    >>> cycles(backward(), 100)[:3], cycles(backward(), 100, ctas=2)[2]
+    ((2560.0, 1024.0, 3328.0), 2688.0)
+    """
+    unit = UNITS[capability]
+    shared = sum(product.shared_bytes(unit, ctas) for product in step.products) + step.moved_bytes
+    issued = step.exps * (step.instructions + by_fma * BY_FMA_INSTRUCTIONS)
+    return Cycles(
+        sum(product.flops() for product in step.products) / unit.flops, step.exps * (1 - by_fma) / unit.exps, shared / SHARED_BYTES, issued / LANES,
+        step.loaded_bytes / SHARED_BYTES,
+    )  # fmt: skip
+
+
+class Row(NamedTuple):
+    """A line of the table: a pass with its tile, and what is done about its bottleneck."""
+
+    name: str
+    ctas: int
+    by_fma: float
+    cycles: Cycles
+
+    @property
+    def ceiling(self) -> float:
+        """The share of the tensor cores' peak that the busiest unit leaves."""
+        return self.cycles.tensor / max(self.cycles[:4])
+
+
+def _best_share(step: Pass, capability: int) -> float:
+    """The share of exponentials in 32nds after which the busiest unit is least busy."""
+    shares = [n / 32 for n in range(17)]
+    return min(shares, key=lambda share: (max(cycles(step, capability, 1, share)[:4]), share))
+
+
+def table(target: Target) -> list[Row]:
+    """Passes of `target` as the kernels cut them, each plain, and on Blackwell with each remedy.
+
+    >>> [row.cycles.binds for row in table(FAKES["H200"])][:2]
+    ['tensor', 'tensor']
+    """
+    if target.capability not in UNITS:
+        known = ", ".join(name for name, fake in FAKES.items() if fake.capability in UNITS)
+        raise InvalidProblem("--target", target.name, f"one of {known}", "cycles are counted for these alone")
+    hopper = target.capability == 90
+    steps: dict[str, Pass] = {}
+    for name, widths in {"d64": (64, 64), "d128": (128, 128), "d192/128": (192, 128)}.items():
+        rows = (192 if widths[0] == 64 else 128) if hopper else 128
+        steps[f"forward {name} {rows}x128"] = forward(rows, 128, *widths)
+    steps["forward d128 256x128"] = forward(256)
+    for name, width in {"d64": 64, "d128": 128}.items():
+        steps[f"backward {name} {64 if hopper else 128}x128"] = backward(64 if hopper else 128, 128, width)
+    found = []
+    for name, step in steps.items():
+        found.append(Row(name, 1, 0.0, cycles(step, target.capability)))
+        share = 0.0 if hopper else _best_share(step, target.capability)
+        if share:
+            found.append(Row(f"{name}, exponentials shared", 1, share, cycles(step, target.capability, 1, share)))
+        if not hopper and "d128" in name:
+            found.append(Row(f"{name}, 2 CTAs", 2, 0.0, cycles(step, target.capability, 2)))
+    return found
+
+
+def show(target: Target, write: Callable[..., None]) -> None:
+    """The table; `write` is `bench.table.show`."""
+    head = ["step", "tensor", "exp", "shared", "issue", "TMA writes", "by multiply-adds", "binds", "at most"]
+    lines = [
+        [row.name, *(f"{count:.0f}" for count in row.cycles), f"{row.by_fma:.0%}", row.cycles.binds, f"{row.ceiling:.0%} of peak"]
+        for row in table(target)
+    ]  # fmt: skip
+    predicted = "" if target.capability == 90 else "; predictions, of kernels that have not run on a Blackwell GPU"
+    write(head, lines, f"{target.name} (sm_{target.capability}): cycles of one multiprocessor for one step{predicted}")

@@ -1,0 +1,78 @@
+"""On the day that a Blackwell GPU is there: what `bench.cycles` predicts of the forward's remedies, beside what they do.
+
+    python -m strobe.bench.predictions        on that machine; JSON lines, one a shape and variant
+
+Nothing here has been measured. Each variant is the same kernel with one remedy taken away, timed in turn with the others in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from .. import mask as masks
+from ..call import Call
+from ..errors import UnsupportedProblem
+from ..kernels.kernel import Forward, Plan
+from ..problem import Problem
+from ..select import select
+from ..target import Target
+from .cycles import cycles, forward
+from .timer import interleave
+
+WIDTHS = ((64, 64), (128, 128), (192, 128))
+BATCH, SEQLEN, HEADS = 2, 8192, 16
+
+
+def variants(plan: Plan) -> dict[str, Plan]:
+    """The kernel as `select` gives it, and without each remedy that it has.
+
+    >>> from ..target import FAKES
+    >>> q = torch.empty(1, 256, 1, 128, dtype=torch.bfloat16)
+    >>> list(variants(select(Problem.from_call(Call(q, q, q)), FAKES["B200"]).forward))
+    ['as it is', 'all exponentials by the exp unit', 'o rescaled at each new maximum']
+    """
+    form = plan.config.form
+    others = {"o rescaled at each new maximum": replace(form, tuning=replace(form.tuning, threshold=0.0))}
+    if form.by_fma:
+        others = {"all exponentials by the exp unit": replace(form, by_fma=0)} | others
+    made = {name: plan._replace(config=replace(plan.config, form=other), again={}) for name, other in others.items()}
+    return {"as it is": plan, **made}
+
+
+def predicted(plan: Plan) -> float:
+    """Cycles of the busiest unit for 128 queries and keys; a rescaled o costs none that is counted: it only comes between products."""
+    form = plan.config.form
+    return max(cycles(forward(128, 128, form.block_d, form.block_dv), plan.target.capability, 1, form.by_fma / 32)[:4])
+
+
+def measured(widths: tuple[int, int], causal: bool) -> Iterator[dict]:
+    shapes = [(BATCH, SEQLEN, HEADS, width) for width in (widths[0], widths[0], widths[1])]
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+    call = Call(q, k, v, kernel="blackwell").with_mask(masks.causal() if causal else masks.full())
+    plans = variants(select(Problem.from_call(call), Target.of(q.device)).forward)
+    results = {name: Forward(torch.empty_like(v), torch.empty(BATCH, HEADS, SEQLEN, device="cuda")) for name in plans}
+    run = lambda name: plans[name].kernel.run(plans[name], call, results[name], {})
+    times = interleave({name: lambda name=name: run(name) for name in plans}, q.device, flush=True)
+    flops = plans["as it is"].kernel.cost(plans["as it is"].problem).flops
+    for name, timing in times.items():
+        ms = timing.median_ms
+        yield {"head_dims": widths, "causal": causal, "variant": name, "cycles": predicted(plans[name]), "ms": ms, "tflops": flops / ms / 1e9}
+
+
+def main() -> int:
+    if not torch.cuda.is_available() or Target.of(torch.device("cuda")).capability not in (100, 103):
+        raise UnsupportedProblem("predictions are tested on a Blackwell GPU (sm_100, sm_103); there is none here")
+    for widths in WIDTHS:
+        for causal in (False, True):
+            for row in measured(widths, causal):
+                print(json.dumps(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

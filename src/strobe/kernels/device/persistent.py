@@ -1,0 +1,89 @@
+"""Launching a forward whose programs walk tiles: what its tiles are, and how it is launched again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...call import Call
+from ...errors import KernelFault
+from ...problem import Problem
+from .. import faults, relaunch
+from ..counters import zeros_on
+from ..kernel import Forward, Plan, addresses
+from ..tma import query_tiles
+from .views import addressable
+
+LOG2_E = 1.4426950408889634
+L2_BYTES = 32 << 20  # of keys and values that stay while a section of heads is walked; an H200 has 50 MB
+SHORT_TILES = 8  # row tiles a head, up to which sections pay: causal d128 at 1k 423 TFLOP/s for 378 without, d192 at 8k 574 for 615 (H200)
+MOST_TILES = 2**31  # a tile's number is an int32
+MOST_AGAIN = 512  # launches a plan keeps: more than a model has layers
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    programs: int
+    arguments: tuple
+    options: dict[str, int]
+
+    def start(self) -> Any:
+        """The compiled kernel; None where the launch is simulated or only noted."""
+        return self.kernel[(self.programs,)](*self.arguments, **self.options)
+
+
+Describe = Callable[[Plan, Call, Tensor, tuple[Tensor | None, ...]], Launch]  # a plan, a call, its out and pointers
+
+
+def run(plan: Plan, call: Call, tensors: Forward, described: Describe) -> None:
+    """Launch what `described` says; where the same was launched before, without asking again."""
+    form: Any = plan.config.form
+    out = addressable(tensors.out)
+    word = faults.word(call.q.device) if form.packed else None
+    counter = zeros_on(call.q.device, 1) if form.counted else None
+    pointers = (tensors.lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
+    key = (call.left, call.right, out.stride())
+    again = relaunch.start(plan, key, (call.q, call.k, call.v, out, *pointers), lambda: described(plan, call, out, pointers))
+    if out is not tensors.out:
+        tensors.out.copy_(out)
+    elif again is not None and out.is_contiguous():
+        _keep(plan, addresses(call, *tensors), again.here() if form.counted else again)
+
+
+def _keep(plan: Plan, place: tuple[int, ...], again: relaunch.Noted | None) -> None:
+    if again is None or plan.again is None:
+        return
+    if len(plan.again) >= MOST_AGAIN:
+        plan.again.clear()
+    plan.again[place] = again
+
+
+def work_of(plan: Plan, call: Call) -> tuple:
+    """(tiles in all, sizes, limits, numbers), as a kernel that walks them is told."""
+    form: Any = plan.config.form
+    problem = plan.problem
+    layout: Any = problem.layout
+    tuning, heads = form.tuning, problem.heads_q
+    tiles_m = query_tiles(problem, tuning.block_m)
+    section = batch_heads = layout.batch * heads
+    if form.packed:
+        lengths, whole = layout.tokens, heads * tiles_m
+    else:
+        lengths = layout[1:]
+        if problem.mask.right and not problem.mask.left and tiles_m <= SHORT_TILES:
+            a_head = layout.seqlen_k * (form.block_d + form.block_dv) * call.k.element_size()
+            section = min(section, max(1, L2_BYTES // max(1, a_head)) * problem.group)
+        whole = -(-batch_heads // section) * section * tiles_m  # the last section may hold tiles that are none
+    if whole >= MOST_TILES:
+        raise KernelFault(f"{plan.kernel.name}: {whole} tiles of {tuning.block_m} queries are more than a launch can count; split the batch")
+    sizes = (layout.batch, heads, *lengths, tiles_m, section)
+    limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
+    return whole, sizes, limits, numbers_of(problem)
+
+
+def numbers_of(problem: Problem) -> tuple[float, float]:
+    """(scale_log2, softcap): the raw score is q k^T, or tanh(softcap * q k^T) where the call caps scores; it is worth scale_log2 in log2 units."""
+    cap = problem.softcap
+    return (cap * LOG2_E, problem.scale / cap) if cap else (problem.scale * LOG2_E, 0.0)

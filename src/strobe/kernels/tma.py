@@ -1,0 +1,68 @@
+"""What kernels that load by TMA have against a problem, and how many tiles it is to them. Imports no DSL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..call import DTYPES, Dense, Packed
+from ..knobs import KNOBS
+from ..mask import MaskStructure
+from ..problem import ALIGNMENT, Problem
+from .kernel import no_triton
+
+MOST_ROWS = 2**30  # of a packed tensor: device.views.FAR
+
+
+def rest(width: int) -> int:
+    """What a width has beyond its largest power of two: 32 of 96, 64 of 192."""
+    return width - (1 << (width.bit_length() - 1))
+
+
+def query_tiles(problem: Problem, block_m: int) -> int:
+    """Tiles of rows a head; for packed sequences, each of which begins a tile of its own, an upper bound: device.tiles.find_sequence."""
+    layout: Any = problem.layout
+    return layout.total_q // block_m + layout.batch + 2 if problem.packed else -(-layout.seqlen_q // block_m)
+
+
+def against_call(problem: Problem) -> str | None:
+    """What stands against its types, layout and scale."""
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"float16 and bfloat16 only; this is {DTYPES[problem.dtype]}"
+    if problem.out_dtype != problem.dtype:
+        return f"writes out in q's dtype; a partial result of {DTYPES[problem.dtype]} is float32"
+    if not isinstance(problem.layout, (Dense, Packed)):
+        return f"dense and packed layouts only; this is {type(problem.layout).__name__.lower()}"
+    if problem.scale <= 0:
+        return f"needs a scale above 0; this is {problem.scale:g}"
+    return None
+
+
+def against_mask(mask: MaskStructure) -> str | None:
+    strange = [name for name in ("prefix", "key_lengths", "documents") if getattr(mask, name)]
+    return f"full, causal and window masks only; this has {' and '.join(strange)}" if strange else None
+
+
+def against_memory(problem: Problem) -> str | None:
+    """What TMA has against the way q, k and v lie in memory."""
+    if problem.alignment < ALIGNMENT:
+        return (f"TMA needs addresses and strides of q, k and v in multiples of {ALIGNMENT} bytes; these are multiples of {problem.alignment}: "
+                "copy them, or pad the head dimension")  # fmt: skip
+    layout: Any = problem.layout
+    if problem.packed:
+        rows, keys = (layout.total_q, problem.heads_q), (layout.total_k, problem.heads_kv)
+        if max(layout.tokens) > MOST_ROWS:
+            return f"packed tensors of at most {MOST_ROWS} rows, whose ends TMA can be told; this has {max(layout.tokens)}"
+    else:
+        rows, keys = (layout.batch, layout.seqlen_q, problem.heads_q), (layout.batch, layout.seqlen_k, problem.heads_kv)
+    for name, sizes, strides in zip("qkv", (rows, keys, keys), problem.strides):
+        if any(size > 1 and stride == 0 for size, stride in zip(sizes, strides)):
+            return f"TMA walks memory of its own in each dimension; {name} is expanded: give fewer key heads, or make it contiguous"
+    return None
+
+
+def against_tools() -> str | None:
+    if KNOBS.interpret:
+        return "Triton's interpreter (TRITON_INTERPRET) does not know Gluon"
+    return no_triton()
