@@ -65,8 +65,8 @@ def backward_d128() -> tuple[Tensor, ...]:
 
 
 def backward_d64_grouped() -> tuple[Tensor, ...]:
-    """The next scores beside dp: two query heads of three tiles each for rings of three stages."""
-    return _backward(192, 256, 64, heads=(2, 1), mask=CAUSAL)
+    """The next scores beside dp: two of four query heads a program, of three tiles each, for rings of three stages."""
+    return _backward(192, 256, 64, heads=(4, 1), mask=CAUSAL)
 
 
 def backward_d256() -> tuple[Tensor, ...]:
