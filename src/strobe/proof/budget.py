@@ -242,7 +242,7 @@ LEDGER: tuple[Allowance, ...] = (
     # sm_90, the Hopper forward
     Allowance("forward_kernel", "d256 window sinks softcap", "sm_90", 60, _CAPPED, family="hopper"),
     # sm_90, the Hopper backward
-    Allowance("backward_kernel", "d128 window sinks softcap", "sm_90", 172, _CAPPED, family="hopper"),
+    Allowance("backward_kernel", "d128 window sinks softcap", "sm_90", 120, _CAPPED, family="hopper"),
     # sm_80, 86, 89
     Allowance("keys_kernel", "* group *", "sm_8?", 1788, _GROUP),
     Allowance("keys_kernel", "* packed window *", "sm_8?", 768, _OPTIONS),

@@ -248,7 +248,7 @@ def next_or_same(at, more):
 
 @gluon.jit
 def walk_in_registers(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
-    """All tiles of queries for 128 keys: (dk, dv). p and ds are first operands in registers, and each step begins the next one's scores s', so
+    """All tiles of queries for 128 keys: (dk, dv). p is a first operand in registers, and each step begins the next one's scores s', so
     that weights are made under products: beside dq, or (form.tuning.early) beside dp, and dq then waits in registers for the next step.
 
         tensor cores   dp, dv |    | s', dq | dk             early   dp, s', dv             |    | dq | dk
