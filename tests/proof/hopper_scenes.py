@@ -60,13 +60,13 @@ def _backward(seqlen_q: int, seqlen_k: int, head_dim: int, deterministic: bool =
 
 
 def backward_d128() -> tuple[Tensor, ...]:
-    """128 keys a program: p and ds in registers, do freed by the store partition; four tiles of queries for rings of three stages."""
+    """128 keys a program, the next scores beside dq: four tiles of queries for rings of three stages."""
     return _backward(256, 256, 128)
 
 
 def backward_d64_grouped() -> tuple[Tensor, ...]:
-    """Two query heads of three tiles each for rings of three stages."""
-    return _backward(192, 256, 64, heads=(2, 1), mask=CAUSAL)
+    """The next scores beside dp: two of four query heads a program, of three tiles each, for rings of three stages."""
+    return _backward(192, 256, 64, heads=(4, 1), mask=CAUSAL)
 
 
 def backward_d256() -> tuple[Tensor, ...]:
@@ -110,8 +110,8 @@ def decode_float8() -> tuple[Tensor, ...]:
 
 
 class Scene(NamedTuple):
-    """A name, the GPU it is for, what runs it, the file whose statements are mutated, whether its sums must have an order, and whether TMA
-    needs a fence after loads."""
+    """A name, the GPU it is for, what runs it, the files whose statements are mutated (a pattern), whether its sums must have an order, and
+    whether TMA needs a fence after loads."""
 
     name: str
     target: str
@@ -122,7 +122,7 @@ class Scene(NamedTuple):
 
 
 FORWARD = "../../src/strobe/kernels/hopper/forward.py"
-BACKWARD = "../../src/strobe/kernels/hopper/backward.py"
+BACKWARD = "../../src/strobe/kernels/hopper/backward*.py"
 DECODE = "../../src/strobe/kernels/hopper/decode.py"
 SCHEDULE = "../../src/strobe/kernels/device/schedule.py"
 SCENES = (

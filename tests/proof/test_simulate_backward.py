@@ -190,32 +190,6 @@ def test_the_table_has_every_tiling():
     assert used == set(hopper.BACKWARD_TUNINGS)
 
 
-# ---------------------------------------------------------------- steps that look ahead
-
-_REGISTERS = {"k_in_registers": True, "v_in_registers": True}
-AHEAD = {  # head dimensions: what the table's tuning is changed by
-    "dq": {(64, 64): {"ahead": 1}, (128, 128): {"ahead": 1, "ds_in_registers": False}},
-    "dp": {(64, 64): {"ahead": 2, "late_dq": True, **_REGISTERS}, (128, 128): {"ahead": 1, "ds_in_registers": False, "dv_first": False}},
-    "undrained": {(64, 64): {"ahead": 2, "late_dq": True, "drained": False, "ds_in_registers": False, **_REGISTERS}},
-    "memory": {widths: {"ahead": 1, "ds_in_registers": False, "k_in_registers": True} for widths in ((256, 128), (256, 256))},
-}
-LOOKING = {
-    (64, 64): ("d64_causal", "d64_window_left_softcap", "packed_d64_causal", "d64_one_row"),
-    (128, 128): ("dense", "causal_more_rows_sinks", "grouped", "head_dim_96", "packed_nothing_but_empty"),
-    (256, 128): ("head_dims_192_128_window",),
-    (256, 256): ("d256_causal_more_rows_sinks", "head_dim_192"),
-}
-
-
-@pytest.mark.parametrize("how, name", [(how, name) for how, changes in AHEAD.items() for widths in changes for name in LOOKING[widths]])
-def test_steps_that_look_ahead(how, name, judge, monkeypatch):
-    for widths, change in AHEAD[how].items():
-        monkeypatch.setitem(hopper.BACKWARD_TUNINGS, widths, replace(hopper.BACKWARD_TUNINGS[widths], **change))
-    assert _form(CASES[name]).tuning.ahead
-    n = list(CASES).index(name)
-    run_and_judge(judge, CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], SCHEDULES[n % len(SCHEDULES)])
-
-
 # ---------------------------------------------------------------- groups divided among programs
 
 SPLIT = {  # on eight SMs, which take more programs than these have heads of keys

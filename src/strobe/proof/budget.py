@@ -267,7 +267,7 @@ LEDGER: tuple[Allowance, ...] = (
     # sm_90, the Hopper forward
     Allowance("forward_kernel", "d256 window sinks softcap", "sm_90", 60, _CAPPED, family="hopper"),
     # sm_90, the Hopper backward
-    Allowance("backward_kernel", "d128 window sinks softcap", "sm_90", 172, _CAPPED, family="hopper"),
+    Allowance("backward_kernel", "d128 window sinks softcap", "sm_90", 120, _CAPPED, family="hopper"),
     # sm_100, 103, the Blackwell forward
     Allowance("forward_kernel", "d192/128 *", "sm_100", 112, _PARTS, family="blackwell"),
     Allowance("forward_kernel", "d192/128 *", "sm_103", 48, _PARTS, family="blackwell"),

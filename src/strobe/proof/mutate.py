@@ -4,8 +4,8 @@
     python -m strobe.proof.mutate --table docs/simulator.md               all, and the page's table
     python -m strobe.proof.mutate --scenes FILE --ledger FILE             of another file
 
-A scenes file has `SCENES`, each with a name, a target, a function that returns the outputs, the file whose statements are mutated, and whether
-floating-point adds must have an order in it.
+A scenes file has `SCENES`, each with a name, a target, a function that returns the outputs, the file whose statements are mutated, or a pattern
+of such files, and whether floating-point adds must have an order in it.
 """
 
 from __future__ import annotations
@@ -67,11 +67,13 @@ Progress = Callable[[int, int], None]  # told how many mutants are done, of how 
 
 def score(suite: Suite, scene: Any, all_judges: bool = True, progress: Progress = lambda done, total: None) -> tuple[dict, list[str]]:
     """A scene's row, and what the ledger does not explain or explains in vain."""
-    file = suite.scenes.resolve().parent / scene.file
+    files = sorted(suite.scenes.resolve().parent.glob(scene.file))
+    if not files:
+        raise InvalidProblem("file", repr(scene.file), "a file's place from the scenes' on, or a pattern of files", f"correct it in {scene.name}")
     launched = Scene(f"{suite.scenes}::{scene.name}", [])
     try:
         checks = Checks(read_fences=scene.read_fences, atomic_order=scene.ordered)
-        verdicts, seconds = timed(lambda: campaign(launched, scene.target, [file], all_judges, progress, checks))
+        verdicts, seconds = timed(lambda: campaign(launched, scene.target, files, all_judges, progress, checks))
     except SimulationFault as fault:
         return {}, [f"{scene.name} has faults before anything is changed: {fault}"]
     unexplained, stale = explain(verdicts, suite.key(scene), suite.ledger)

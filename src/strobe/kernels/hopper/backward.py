@@ -20,7 +20,7 @@
     dq_ready   1                              dq's tile stands in memory        dq_free   1   it has been read
                                                                                 kv_free   1   dk has been read
 
-The eight warps of mma_partition hold everything transposed, keys in rows: p and ds are then first operands in registers, and what a row has
+The eight warps of mma_partition hold everything transposed, keys in rows: p and ds may then be first operands in registers, and what a row has
 (lse, delta) is one value a column. A row that sees no key, or is none, has lse +inf: its p is 0. TMA gives zeros beyond the last row
 and column and writes nothing there. dk and dv of grouped heads are summed in registers, and of split groups in float32 memory; dq is added in
 memory always: in any order, or (form.ordered) key tile by key tile from the last that a tile of queries sees to the first. That is the order in
@@ -46,7 +46,7 @@ from ..device.dialect import (
 from ..device.masking import first_row, row_interval, stop_row
 from ..device.tiles import find_sequence, keys_of, span_of
 from ..device.views import FAR, as_rows, copy_in, copy_out
-from .backward_steps import of_do, step_in_memory, step_in_registers, walk_ahead, zeros_of
+from .backward_steps import of_do, walk_in_memory, walk_in_registers, zeros_of
 
 
 @gluon.jit
@@ -147,7 +147,6 @@ def load_partition(views, offsets, kv, q, do, work, form: gl.constexpr):
 
 @gluon.jit
 def mma_partition(offsets, kv, q, do, dq, work, form: gl.constexpr):
-    PARTS: gl.constexpr = form.tuning.parts
     k_tile, v_tile, sums, kv_ready, kv_done, kv_free = kv
     sizes, limits, numbers = work
     scale_log2, softcap, scale = numbers
@@ -158,25 +157,11 @@ def mma_partition(offsets, kv, q, do, dq, work, form: gl.constexpr):
     dv = zeros_of(form.tuning.block_n, form.first_dv, form.rest_dv, form.down)
     tiles = (as_rows(k_tile), as_rows(v_tile))
     channels = (q, do, dq)
-    q_at = ring_start(form.tuning.stages)
-    do_at = ring_start(form.tuning.stages_do)
-    dq_at = ring_start(1)
     mbarrier.wait(kv_ready.index(0), 0)
-    if form.tuning.ahead:
-        dk, dv = walk_ahead(dk, dv, tiles, channels, (diagonal, keys_left), blocks, work, form)
+    if form.tuning.in_registers:
+        dk, dv = walk_in_registers(dk, dv, tiles, channels, (diagonal, keys_left), blocks, work, form)
     else:
-        for _ in range(form.members):
-            for i in range(blocks):
-                seen = (diagonal + i * form.tuning.block_m, keys_left)
-                at = (q_at, of_do(q_at, do_at, form), dq_at)
-                if form.tuning.in_registers:
-                    dk, dv = step_in_registers(dk, dv, tiles, channels, at, seen, work, form)
-                else:
-                    dk, dv = step_in_memory(dk, dv, tiles, channels, at, seen, work, form)
-                q_at = q_at.next()
-                do_at = do_at.next()
-                for _part in gl.static_range(PARTS):
-                    dq_at = dq_at.next()
+        dk, dv = walk_in_memory(dk, dv, tiles, channels, (diagonal, keys_left), blocks, work, form)
     if form.splits > 1:  # k and v are used up, and leave room for the sum of one of them
         keep(as_rows(sums), dk, 1.0)
         fence_async_shared()

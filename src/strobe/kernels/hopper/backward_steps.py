@@ -1,4 +1,4 @@
-"""One step of the Hopper backward after the other: products over a tile of queries, weights between them, dq's hand-over."""
+"""The Hopper backward's walk over tiles of queries, step by step: products, weights between them, dq's hand-over."""
 
 from ..device.channel import Position, ring_start
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, partition_barrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
@@ -48,15 +48,18 @@ def hide(x, seen, limits, form: gl.constexpr):
 
 
 @gluon.jit
-def weights(s, lse_log2, seen, work, form: gl.constexpr):
-    """(p, ds / dp) of raw scores: the latter is p, or p times the softcap's slope 1 - tanh^2."""
+def weights(s, q, at, seen, block, work, form: gl.constexpr):
+    """(p, ds / dp) of the raw scores of a head's `block`-th tile of queries that this program walks: ds / dp is p, or p times the softcap's
+    slope 1 - tanh^2."""
+    diagonal, keys_left = seen
     sizes, limits, numbers = work
     scale_log2, softcap, scale = numbers
+    lse_log2 = q[1].index(at.stage).load(gl.SliceLayout(0, s.type.layout))  # not sooner: 16 registers more would spill
     if form.softcap:
         s = tanh(s * softcap)
     x = s * scale_log2 - lse_log2[None, :]
     if form.masks:
-        x = hide(x, seen, limits, form)
+        x = hide(x, (diagonal + block * form.tuning.block_m, keys_left), limits, form)
     p = gl.exp2(x)
     slope = p
     if form.softcap:
@@ -71,18 +74,6 @@ def over_columns(a, b, acc, first: gl.constexpr, rest: gl.constexpr, use_acc: gl
     if rest:
         acc = warpgroup_mma(a.slice(first, rest, dim=1), b.slice(first, rest, dim=1).permute((1, 0)), acc, is_async=True)
     return acc
-
-
-@gluon.jit
-def by_operand(a, b, acc, first: gl.constexpr, rest: gl.constexpr, use_acc: gl.constexpr, in_registers: gl.constexpr):
-    """`over_columns`, of an a that may be `held` in registers."""
-    if in_registers:
-        acc = warpgroup_mma(a[0], b.slice(0, first, dim=1).permute((1, 0)), acc, use_acc=use_acc, is_async=True)
-        if rest:
-            acc = warpgroup_mma(a[1], b.slice(first, rest, dim=1).permute((1, 0)), acc, is_async=True)
-        return acc
-    else:
-        return over_columns(a, b, acc, first, rest, use_acc)
 
 
 @gluon.jit
@@ -126,62 +117,28 @@ def begin_scores(k_tile, q, at, form: gl.constexpr):
     q_smem, lse_smem, q_ready, q_free = q
     zero = gl.full([form.tuning.block_n, form.tuning.block_m], 0.0, gl.float32, tile_layout(form.tuning.block_m, form.down))
     mbarrier.wait(q_ready.index(at.stage), at.parity)
-    return by_operand(k_tile, tile_2d(q_smem, at.stage), zero, form.first_d, form.rest_d, False, form.tuning.k_in_registers)
+    return over_columns(k_tile, tile_2d(q_smem, at.stage), zero, form.first_d, form.rest_d, False)
 
 
 @gluon.jit
-def dp_start(do, at, form: gl.constexpr):
-    """What dp's sum begins at, -delta of each query, once do's tile is there: beside ds, delta would take 16 registers and a subtraction.
+def delta_at(do, at, form: gl.constexpr):
+    """-delta of each query, once do's tile is there."""
+    do_smem, delta_smem, do_ready, do_free = do
+    mbarrier.wait(do_ready.index(at.stage), at.parity)
+    return delta_smem.index(at.stage).load(gl.SliceLayout(0, tile_layout(form.tuning.block_m, form.down)))
+
+
+@gluon.jit
+def dp_start(delta, form: gl.constexpr):
+    """What dp's sum begins at, -delta of each query: beside ds, delta would take 16 registers and a subtraction.
 
     To be called before any product is issued, since ptxas serialises wgmma where an accumulator is written while others run (C7514); the
     inline mov, which the compiler may not move, keeps it there.
     """
-    do_smem, delta_smem, do_ready, do_free = do
     layout: gl.constexpr = tile_layout(form.tuning.block_m, form.down)
-    mbarrier.wait(do_ready.index(at.stage), at.parity)
-    row = delta_smem.index(at.stage).load(gl.SliceLayout(0, layout))
     zero = gl.full([form.tuning.block_n, form.tuning.block_m], 0.0, gl.float32, layout)
-    start, _ = gl.broadcast(row[None, :], zero)
+    start, _ = gl.broadcast(delta[None, :], zero)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [start], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def step_in_registers(dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
-    """One tile of queries for 128 keys: (dk, dv). p and ds are first operands of their products in registers.
-
-        tensor cores   s | dp     | dv      | dq, dk
-        the rest           p        ds        dq to memory
-    """
-    D: gl.constexpr = form.products_d
-    DV: gl.constexpr = form.products_dv
-    k_tile, v_tile = tiles
-    q, do, dq = channels
-    q_at, do_at, dq_at = at
-    p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
-    dtype: gl.constexpr = k_tile.dtype
-    columns: gl.constexpr = gl.SliceLayout(0, tile_layout(form.tuning.block_m, form.down))
-    do_tile = tile_2d(do[0], do_at.stage)
-    dp = dp_start(do, do_at, form)
-    s = begin_scores(k_tile, q, q_at, form)
-    dp = over_columns(v_tile, do_tile, dp, form.first_dv, form.rest_dv, True)
-    s = warpgroup_mma_wait(DV, deps=[s])
-    lse_log2 = q[1].index(q_at.stage).load(columns)  # not sooner: 16 registers more would spill
-    p, slope = weights(s, lse_log2, seen, work, form)
-    dv = by_columns(gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv[0].type.layout, 2)), do_tile, dv, form.first_dv, form.rest_dv)
-    dp = warpgroup_mma_wait(DV, deps=[dp])
-    ds = (slope * dp).to(dtype)
-    ds_smem.store(ds)
-    fence_async_shared()  # and all eight warps meet: the compiler puts that barrier before a product that reads others' stores
-    dq_sums = by_columns(ds_smem.permute((1, 0)), k_tile, zeros_of(form.tuning.block_m, form.first_dq, form.rest_dq, 4), form.first_dq, form.rest_dq)
-    dk = by_columns(gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2)), tile_2d(q[0], q_at.stage), dk, form.first_d, form.rest_d)
-    dv = wait_for(dv, 2 * D)
-    if form.tuning.apart:
-        mbarrier.arrive(do[3].index(do_at.stage))
-    dq_sums = wait_for(dq_sums, D)
-    hand_over(dq_sums, dq, dq_at, form)
-    dk = wait_for(dk, 0)
-    mbarrier.arrive(q[3].index(q_at.stage))
-    return dk, dv
 
 
 @gluon.jit
@@ -216,11 +173,31 @@ def as_held(sums):
 
 
 @gluon.jit
-def step_in_memory(dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
+def walk_in_memory(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
+    """All tiles of queries for 64 keys: (dk, dv)."""
+    PARTS: gl.constexpr = form.tuning.parts
+    q_at = ring_start(form.tuning.stages)
+    do_at = ring_start(form.tuning.stages_do)
+    dq_at = ring_start(1)
+    for _ in range(form.members):
+        for block in range(blocks):
+            at = (q_at, of_do(q_at, do_at, form), dq_at)
+            dk, dv = step_in_memory(dk, dv, tiles, channels, at, seen, block, work, form)
+            q_at = q_at.next()
+            do_at = do_at.next()
+            for _part in gl.static_range(PARTS):
+                dq_at = dq_at.next()
+    return dk, dv
+
+
+@gluon.jit
+def step_in_memory(dk, dv, tiles, channels, at, seen, block, work, form: gl.constexpr):
     """One tile of queries for 64 keys: (dk, dv). Two warps need each of p and ds, which pass through shared memory.
 
         tensor cores   s | dp     |    dv, dq, dk | rest of dq
         the rest           p  ds       dq to memory
+
+    Steps that begin the next one's scores, as with 128 keys, are slower here: 288 TFLOP/s for 402 at 256 columns (H200).
     """
     D: gl.constexpr = form.products_d
     DV: gl.constexpr = form.products_dv
@@ -229,13 +206,12 @@ def step_in_memory(dk, dv, tiles, channels, at, seen, work, form: gl.constexpr):
     q_at, do_at, dq_at = at
     p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
     dtype: gl.constexpr = k_tile.dtype
-    columns: gl.constexpr = gl.SliceLayout(0, tile_layout(form.tuning.block_m, form.down))
     do_tile = tile_2d(do[0], do_at.stage)
-    dp = dp_start(do, do_at, form)
+    dp = dp_start(delta_at(do, do_at, form), form)
     s = begin_scores(k_tile, q, q_at, form)
     dp = over_columns(v_tile, do_tile, dp, form.first_dv, form.rest_dv, True)
     s = warpgroup_mma_wait(DV, deps=[s])
-    p, slope = weights(s, q[1].index(q_at.stage).load(columns), seen, work, form)
+    p, slope = weights(s, q, q_at, seen, block, work, form)
     p_smem.store(p.to(dtype))
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds_smem.store((slope * dp).to(dtype))
@@ -271,167 +247,78 @@ def next_or_same(at, more):
 
 
 @gluon.jit
-def weights_at(s, q, at, seen, block, work, form: gl.constexpr):
-    """`weights` of the scores of a tile of queries, the head's `block`-th that this program walks."""
-    diagonal, keys_left = seen
-    lse_log2 = q[1].index(at.stage).load(gl.SliceLayout(0, s.type.layout))
-    return weights(s, lse_log2, (diagonal + block * form.tuning.block_m, keys_left), work, form)
+def walk_in_registers(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
+    """All tiles of queries for 128 keys: (dk, dv). p is a first operand in registers, and each step begins the next one's scores s', so
+    that weights are made under products: beside dq, or (form.tuning.early) beside dp, and dq then waits in registers for the next step.
 
-
-@gluon.jit
-def delta_at(do, at, form: gl.constexpr):
-    """-delta of each query, once do's tile is there."""
-    do_smem, delta_smem, do_ready, do_free = do
-    mbarrier.wait(do_ready.index(at.stage), at.parity)
-    return delta_smem.index(at.stage).load(gl.SliceLayout(0, tile_layout(form.tuning.block_m, form.down)))
-
-
-@gluon.jit
-def begun_at(row, form: gl.constexpr):
-    layout: gl.constexpr = tile_layout(form.tuning.block_m, form.down)
-    zero = gl.full([form.tuning.block_n, form.tuning.block_m], 0.0, gl.float32, layout)
-    start, _ = gl.broadcast(row[None, :], zero)
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [start], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def held(tile, first: gl.constexpr, rest: gl.constexpr, in_registers: gl.constexpr, form: gl.constexpr):
-    """The first operand of products over a tile's columns, those of the first of them and of the rest."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, tile_layout(form.tuning.block_m, form.down), 2)
-    if in_registers:
-        if rest:
-            return (tile.slice(0, first, dim=1).load(layout), tile.slice(first, rest, dim=1).load(layout))
-        else:
-            return (tile.slice(0, first, dim=1).load(layout),)
-    else:
-        return tile
-
-
-@gluon.jit
-def finish_dq(dk, k_tile, dq, at, form: gl.constexpr):
-    """dk, which is under way, after dq's second part: begun, awaited and handed over."""
-    rest = zeros_of(form.tuning.block_m, form.rest_dq, 0, 4)[0]
-    rest = warpgroup_mma(dq[1].permute((1, 0)), k_tile.slice(form.first_dq, form.rest_dq, dim=1), rest, use_acc=False, is_async=True)
-    dk = wait_for(dk, 1)
-    rest = warpgroup_mma_wait(0, deps=[rest])
-    hand_over((rest,), dq, at, form)
-    return dk
-
-
-@gluon.jit
-def walk_ahead(dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
-    """All tiles of queries: (dk, dv). Each step begins the next one's scores, so that weights are made under products."""
-    D: gl.constexpr = form.products_d
+        tensor cores   dp, dv |    | s', dq | dk             early   dp, s', dv             |    | dq | dk
+        the rest                ds            p'  dq to memory       dq before to memory      ds   p'
+    """
+    D: gl.constexpr = form.products_d  # of dq as of dk
     DV: gl.constexpr = form.products_dv
-    FIRST_DQ: gl.constexpr = form.first_dq
-    REST_DQ: gl.constexpr = 0 if form.tuning.parts == 2 else form.rest_dq
-    DQ: gl.constexpr = 2 if REST_DQ else 1
-    SOON: gl.constexpr = form.tuning.ahead == 2
-    LATE: gl.constexpr = form.tuning.late_dq
-    DRAINED: gl.constexpr = form.tuning.drained
-    HELD: gl.constexpr = form.tuning.in_registers
+    EARLY: gl.constexpr = form.tuning.early
     k_tile, v_tile = tiles
-    k_left = held(k_tile, form.first_d, form.rest_d, form.tuning.k_in_registers, form)
-    v_left = held(v_tile, form.first_dv, form.rest_dv, form.tuning.v_in_registers, form)
     q, do, dq = channels
     p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
     dtype: gl.constexpr = k_tile.dtype
     total = form.members * blocks
-    q_at = ring_start(form.tuning.stages)
-    do_at = ring_start(form.tuning.stages_do)
+    at = ring_start(form.tuning.stages)
+    before = ring_start(form.tuning.stages)  # not `at`: Triton would take what is the same before the loop for constant in it
     dq_at = ring_start(1)
-    before = ring_start(form.tuning.stages)  # not q_at: Triton would take what is the same before the loop for constant in it
     block = blocks * 0
     p = gl.full([form.tuning.block_n, form.tuning.block_m], 0.0, gl.float32, tile_layout(form.tuning.block_m, form.down))
     slope = p
-    row = gl.full([form.tuning.block_m], 0.0, gl.float32, gl.SliceLayout(0, p.type.layout))
-    dq_sums = zeros_of(form.tuning.block_m, FIRST_DQ, REST_DQ, 4)
+    delta = gl.full([form.tuning.block_m], 0.0, gl.float32, gl.SliceLayout(0, p.type.layout))
+    dq_sums = zeros_of(form.tuning.block_m, form.first_dq, form.rest_dq, 4)
     for _ in range(gl.minimum(total, 1)):  # not under one condition with the rest: products would then share addresses, too many to hold
-        s = begin_scores(k_left, q, q_at, form)
-        row = delta_at(do, do_at, form)
+        s = begin_scores(k_tile, q, at, form)
+        delta = delta_at(do, at, form)
         s = warpgroup_mma_wait(0, deps=[s])
-        p, slope = weights_at(s, q, q_at, seen, block, work, form)
-        if not HELD:
-            p_smem.store(p.to(dtype))
-    partition_barrier()
+        p, slope = weights(s, q, at, seen, block, work, form)
+    partition_barrier()  # no warp needs it; without it the compiler makes other code of the loop than was timed
     for i in range(total):
-        more = i + 1 < total
-        q_next = next_or_same(q_at, more)
-        do_next = next_or_same(do_at, more)
+        following = next_or_same(at, i + 1 < total)
         block = gl.where(block + 1 == blocks, 0, block + 1)
-        do_tile = tile_2d(do[0], of_do(q_at, do_at, form).stage)
-        if DRAINED:
-            start = begun_at(row, form)
-        else:
-            start = gl.full([form.tuning.block_n, form.tuning.block_m], 0.0, gl.float32, p.type.layout)
-        dp = by_operand(v_left, do_tile, start, form.first_dv, form.rest_dv, DRAINED, form.tuning.v_in_registers)
-        if SOON:
-            s = begin_scores(k_left, q, q_next, form)
-        if HELD:
-            dv = by_columns(gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv[0].type.layout, 2)), do_tile, dv, form.first_dv, form.rest_dv)
+        do_tile = tile_2d(do[0], at.stage)
+        dp = over_columns(v_tile, do_tile, dp_start(delta, form), form.first_dv, form.rest_dv, True)
+        if EARLY:
+            s = begin_scores(k_tile, q, following, form)
+        dv = by_columns(gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv[0].type.layout, 2)), do_tile, dv, form.first_dv, form.rest_dv)
         if i > 0:
-            if LATE:
+            if EARLY:
                 hand_over(dq_sums, dq, dq_at, form)
                 dq_at = dq_at.next()
-            if DRAINED:
-                mbarrier.arrive(q[3].index(before.stage))
-        if not DRAINED:
-            row = do[1].index(of_do(q_at, do_at, form).stage).load(gl.SliceLayout(0, p.type.layout))
-        dp = warpgroup_mma_wait(D * SOON + DV * HELD, deps=[dp])
-        if not DRAINED:
-            dk = wait_for(dk, D * SOON + DV * HELD)
-            if i > 0:
-                mbarrier.arrive(q[3].index(before.stage))
-            dp = dp + row[None, :]
+            mbarrier.arrive(q[3].index(before.stage))  # all eight warps meet here: those products that read ds are done
+        dp = warpgroup_mma_wait(D * EARLY + DV, deps=[dp])
         ds = (slope * dp).to(dtype)
         ds_smem.store(ds)
-        fence_async_shared()
-        if not HELD:
-            dv = by_columns(p_smem, do_tile, dv, form.first_dv, form.rest_dv)
-        if not SOON:
-            if HELD and form.tuning.dv_first:
-                dv = wait_for(dv, 0)
-            s = begin_scores(k_left, q, q_next, form)
-        dq_sums = by_columns(ds_smem.permute((1, 0)), k_tile, zeros_of(form.tuning.block_m, FIRST_DQ, REST_DQ, 4), FIRST_DQ, REST_DQ)
-        q_tile = tile_2d(q[0], q_at.stage)
-        if form.tuning.ds_in_registers:
+        fence_async_shared()  # and they meet again: the compiler puts that barrier before a product that reads others' stores
+        if not EARLY:
+            s = begin_scores(k_tile, q, following, form)
+        dq_sums = zeros_of(form.tuning.block_m, form.first_dq, form.rest_dq, 4)
+        dq_sums = by_columns(ds_smem.permute((1, 0)), k_tile, dq_sums, form.first_dq, form.rest_dq)
+        q_tile = tile_2d(q[0], at.stage)
+        if EARLY:
             dk = by_columns(gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2)), q_tile, dk, form.first_d, form.rest_d)
-        else:
+        else:  # the next scores took the registers
             dk = by_columns(ds_smem, q_tile, dk, form.first_d, form.rest_d)
-        if not HELD:
-            dv = wait_for(dv, (0 if SOON else D) + DQ + D)
-            if form.tuning.apart:
-                mbarrier.arrive(do[3].index(do_at.stage))
-            else:
-                partition_barrier()  # p's memory is free once it is read for all warps
-        s = warpgroup_mma_wait(DQ + D + (DV if SOON and HELD else 0), deps=[s])
-        p, slope = weights_at(s, q, q_next, seen, block, work, form)
-        if not HELD:
-            p_smem.store(p.to(dtype))
+        s = warpgroup_mma_wait(2 * D + DV * EARLY, deps=[s])
+        p, slope = weights(s, q, following, seen, block, work, form)
         # a wait for an mbarrier, over which ptxas moves no exponentials: it would put them behind the wait for dq
-        if LATE:
-            row = delta_at(do, of_do(q_next, do_next, form), form)
+        if EARLY:
+            delta = delta_at(do, following, form)
         else:
             mbarrier.wait(dq_free.index(0), dq_at.parity ^ 1)
-        if HELD:
-            dv = wait_for(dv, DQ + D)
+        dv = wait_for(dv, 2 * D)
         dq_sums = wait_for(dq_sums, D)
-        if not LATE:
+        if not EARLY:
             put(dq_sums, dq, form)
             dq_at = dq_at.next()
-        if form.tuning.parts == 2:
-            dk = finish_dq(dk, k_tile, dq, dq_at, form)
-            dq_at = dq_at.next()
-        if not LATE:
-            row = delta_at(do, of_do(q_next, do_next, form), form)
-        if DRAINED:
-            dk = wait_for(dk, 0)
-        before = q_at
-        q_at = q_next
-        do_at = do_next
-    if not DRAINED:
+            delta = delta_at(do, following, form)
         dk = wait_for(dk, 0)
-    if LATE:
+        before = at
+        at = following
+    if EARLY:
         if total > 0:
             hand_over(dq_sums, dq, dq_at, form)
     return dk, dv

@@ -176,14 +176,7 @@ class BackwardTuning:
     stages: int  # of q
     stages_do: int
     parts: int = 1  # in which a tile of dq goes through shared memory
-    # a step may begin the next one's scores, so that weights are made under products (backward_steps.walk_ahead)
-    ahead: int = 0  # 1 with its dq, 2 with its dp, which takes three stages of q; 0 it does not, and of the rest nothing is said
-    late_dq: bool = False  # dq leaves registers under the next step's products
-    drained: bool = True  # dk is waited for before the next step: -delta may then be what dp's sum begins at
-    ds_in_registers: bool = True  # for dk; else from shared memory
-    dv_first: bool = True  # dv is waited for before the next scores begin with dq
-    k_in_registers: bool = False  # for scores, all the time
-    v_in_registers: bool = False
+    early: bool = False  # with 128 keys: a step begins the next one's scores sooner, dq leaves registers later; takes three stages of q
 
     @property
     def apart(self) -> bool:
@@ -192,7 +185,7 @@ class BackwardTuning:
 
     @property
     def in_registers(self) -> bool:
-        """Weights and their gradients enter the products for dv and dk from registers; with 64 keys, two warps need each of them."""
+        """Weights enter the product for dv from registers; with 64 keys, two warps need each of them."""
         return self.block_n == 128
 
 
@@ -315,7 +308,7 @@ class BackwardConfig:
 
 # (head dimensions, padded to what tiles hold) -> tiles of the backward: what fits without spills, then what was fastest on an H200
 BACKWARD_TUNINGS = {
-    (64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3),
+    (64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3, early=True),
     (128, 128): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3),
     (256, 128): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=2),
     (256, 256): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=1, parts=2),
