@@ -42,7 +42,7 @@ def signed(q, numbers, scale, form: tl.constexpr):
 
 
 @triton.jit
-def finish(o, lse_log2, sink, form: tl.constexpr):
+def with_sink(o, lse_log2, sink, form: tl.constexpr):
     """(out, lse) of whole rows [M, D_v]: the sink enters once, and lse becomes a natural logarithm."""
     if form.sinks:
         sink_log2 = sink.to(form.accumulator) * 1.4426950408889634

@@ -17,7 +17,7 @@ Sources: split keys, "Flash-Decoding" (pytorch.org, October 2023); packed heads,
 (arXiv 2309.06180).
 """
 
-from ..device.decoding import finish, signed, span
+from ..device.decoding import signed, span, with_sink
 from ..device.dialect import (
     await_launch_before,
     cp_async_commit,
@@ -324,7 +324,7 @@ def write(tensors, o, lse_log2, place, row, strides, form: gl.constexpr):
     sink = lse_log2
     if form.sinks:
         sink = gl.load(sinks + head_q, mask=row_ok, other=0.0)
-    o, row_lse = finish(o, lse_log2, sink, form)
+    o, row_lse = with_sink(o, lse_log2, sink, form)
     at = batch.to(gl.int64) * strides[0] + token.to(gl.int64) * strides[1] + head_q.to(gl.int64) * strides[2]
     gl.store(out + at[:, None] + columns[None, :], o.to(out.dtype.element_ty), mask=row_ok[:, None] & (columns < form.head_dim_v)[None, :])
     gl.store(lse + (batch.to(gl.int64) * heads_kv * form.group + head_q) * tokens + token, row_lse, mask=row_ok)

@@ -12,7 +12,7 @@ Sources: split keys, "Flash-Decoding" (pytorch.org, October 2023); packed heads,
 import triton
 import triton.language as tl
 
-from ..device.decoding import finish, signed, span
+from ..device.decoding import signed, span, with_sink
 from ..device.softmax import online_step, tanh
 from ..faults import PAGES as _PAGES
 from .forward import number
@@ -144,7 +144,7 @@ def write(tensors, places, o, lse_log2, head_q, row_ok, form: tl.constexpr):
     sink = lse_log2
     if form.sinks:
         sink = tl.load(sinks + head_q, mask=row_ok, other=0.0)
-    o, row_lse = finish(o, lse_log2, sink, form)
+    o, row_lse = with_sink(o, lse_log2, sink, form)
     store_wide(out, o, places[0], tl.arange(0, form.block_dv), row_ok, form.head_dim_v)
     tl.store(lse + places[1], row_lse, mask=row_ok)
 
