@@ -170,3 +170,15 @@ def test_every_gpu_runs_the_portable_append():
     k = torch.empty(2, 8, 2, 64)
     problem = AppendProblem.from_call(AppendCall(k, k, k, k, INT(0, 0)))
     assert all(select(problem, target).forward.kernel.name == f"{'cpu' if name == 'CPU' else 'portable'}.append" for name, target in FAKES.items())
+
+
+@pytest.mark.parametrize("name", ["k_new", "v_new", "k", "v", "seqlens", "cos"])
+def test_other_strides_are_another_plan(name):
+    """A plan's launches are repeated with nothing but addresses changed."""
+    new, pool, angles = torch.zeros(3, 2, 2, 16), torch.zeros(3, 8, 2, 16), torch.zeros(8, 4)
+    call = AppendCall(new, new, pool, pool, INT(0, 0, 0), None, None, None, angles, angles)
+    tensor = getattr(call, name)
+    apart = [tensor.new_zeros(*tensor.shape[:-1], n * tensor.shape[-1]) for n in (1, 2, 3)]
+    views = [t[..., ::n] if t.dim() == 1 else t[..., : tensor.shape[-1]] for n, t in enumerate(apart, 1)]
+    choices = [ops_decode.decide_append(call._replace(**{name: view})) for view in views]
+    assert ops_decode.decide_append(call) is choices[0] and len(set(map(id, choices))) == 3

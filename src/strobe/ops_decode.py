@@ -51,11 +51,9 @@ def _decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
 
 
 def _raw_key(call: DecodeCall | AppendCall) -> tuple:
-    """All of a call that its problem is made of; strides and addresses matter where q, k_new, k and v are read by wide loads. And which of its
-    tensors are contiguous: where one is not, a kept launch has been given a copy."""
-    k, v = call.k, call.v
-    about = [(field.shape, field.dtype, field.device, field.is_contiguous()) if isinstance(field, Tensor) else field for field in call]
-    return type(call), *about, call[0].stride(), k.stride(), v.stride(), (k.data_ptr() | v.data_ptr()) % ALIGNMENT
+    """All of a call that its problem is made of, and all that a kept launch is given beside addresses; where k and v lie matters to wide loads."""
+    about = [(field.shape, field.stride(), field.dtype, field.device) if isinstance(field, Tensor) else field for field in call]
+    return type(call), *about, (call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
 
 
 def _received(call: AnyCall) -> AnyCall:
