@@ -559,3 +559,12 @@ def test_inductor_runs_it():
     with torch._inductor.config.patch(compile_threads=1):
         found = torch.compile(step, fullgraph=True)(torch.ones(2, 1, 4, 8), _cache(3))
     assert torch.equal(found, step(torch.ones(2, 1, 4, 8), _cache(3)))
+
+
+def test_no_launch_is_kept_for_copies():
+    """Small tensors that are not contiguous are copied, each time to where the allocator likes."""
+    k, q = torch.zeros(2, 8, 2, 16), torch.zeros(2, 1, 4, 16)
+    whole = DecodeCall(q, k, k, INT(3, 8), right=0)
+    scattered = whole._replace(seqlens=INT(3, 0, 8, 0)[::2])
+    assert ops_decode.decide(whole).forward.again == {} and ops_decode.decide(scattered).forward.again is None
+    assert torch.equal(ops_decode.run(whole)[0], ops_decode.run(scattered)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,8 @@ from .ops import LIBRARY, MOST_CHOICES, _check_out, _launch, _schema
 from .problem import ALIGNMENT
 from .select import Choice, select
 from .target import Target
+
+WHOLE = ("q", "k", "v", "k_new", "v_new")  # tensors that kernels take with any strides
 
 _choices: dict[tuple | None, Choice] = {}
 AnyCall = TypeVar("AnyCall", DecodeCall, AppendCall)
@@ -43,6 +46,8 @@ def _decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
     choice = _choices.get(key)
     if choice is None:
         choice = select(problem_of(call), Target.of(call[0].device))
+        if _scattered(call):  # kernels are given copies, whose addresses say nothing of the tensors that come again
+            choice = replace(choice, forward=choice.forward._replace(again=None))
         if len(_choices) >= MOST_CHOICES:
             _choices.clear()
         if key is not None:
@@ -58,10 +63,13 @@ def _raw_key(call: DecodeCall | AppendCall) -> tuple:
 
 def _received(call: AnyCall) -> AnyCall:
     """The call with its small tensors contiguous, as kernels take them for granted."""
-    whole = ("q", "k", "v", "k_new", "v_new")
-    return call._replace(
-        **{n: t.contiguous() for n, t in zip(call._fields, call) if isinstance(t, Tensor) and n not in whole and not t.is_contiguous()}
-    )
+    return call._replace(**{name: tensor.contiguous() for name, tensor in _scattered(call).items()})
+
+
+def _scattered(call: DecodeCall | AppendCall) -> dict[str, Tensor]:
+    """Its small tensors that are not contiguous."""
+    small = ((name, field) for name, field in zip(call._fields, call) if isinstance(field, Tensor) and name not in WHOLE)
+    return {name: tensor for name, tensor in small if not tensor.is_contiguous()}
 
 
 # ---------------------------------------------------------------- running it
