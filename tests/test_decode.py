@@ -339,7 +339,7 @@ def test_a_family_that_cannot_decode_here_says_so():
         strobe.attention_decode(torch.empty(2, 1, 2, 16), cache, kernel="hopper")
     with pytest.raises(
         strobe.InvalidProblem,
-        match=r"kernel: got 'cpu\.forward', expected one of hopper, portable, cpu, hopper\.decode, portable\.decode, cpu\.decode",
+        match=r"kernel: got 'cpu\.forward', expected one of blackwell, hopper, portable, cpu, hopper\.decode, portable\.decode, cpu\.decode",
     ):
         strobe.attention_decode(torch.empty(2, 1, 2, 16), cache, kernel="cpu.forward")
 
