@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ RESERVE = 1 << 16  # int32, a device's: what captures are given of it stays thei
 
 _held: dict[tuple[int | None, int, int, int], Tensor] = {}  # never let go of: a launch that is repeated knows only the address
 _reserves: dict[int | None, tuple[Tensor, int]] = {}  # zeros, and how many are given away
+_GIVING = Lock()  # two captures at once are given different ones
 
 
 def zeros_on(device: torch.device, count: int) -> Tensor:
@@ -29,12 +31,19 @@ def zeros_on(device: torch.device, count: int) -> Tensor:
     capture = capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0
     key = device.index, stream, capture, size
     known = _held.get(key)
-    if known is None:
-        known = _held[key] = _reserved(device, size) if capture else torch.zeros(size, dtype=torch.int32, device=device)
-    if not capture and device.index not in _reserves:
-        _reserves[device.index] = torch.zeros(RESERVE, dtype=torch.int32, device=device), 0
-        torch.cuda.current_stream(device).synchronize()  # once: replays on other streams wait for nothing of this one
-    return known
+    return known if known is not None else _new(device, key)
+
+
+def _new(device: torch.device, key: tuple[int | None, int, int, int]) -> Tensor:
+    """Counters for a key that was not met; the first of a device outside of a capture sets the reserve aside."""
+    _, _, capture, size = key
+    with _GIVING:
+        if not capture and device.index not in _reserves:
+            _reserves[device.index] = torch.zeros(RESERVE, dtype=torch.int32, device=device), 0
+            torch.cuda.current_stream(device).synchronize()  # once: replays on other streams wait for nothing of this one
+        if key not in _held:
+            _held[key] = _reserved(device, size) if capture else torch.zeros(size, dtype=torch.int32, device=device)
+        return _held[key]
 
 
 def _reserved(device: torch.device, size: int) -> Tensor:

@@ -11,12 +11,12 @@ from torch import Tensor
 from ...cache import FP8
 from ...call import DTYPES, FARTHEST
 from ...decode import DecodeCall, DecodeProblem
-from ...knobs import KNOBS
 from ...mask import NO_BOUND
 from ...problem import ALIGNMENT
 from ...target import KIB, Target
 from ..decoding import Traits, splits, traits
-from ..kernel import Buffer, Cost, Forward, Plan, decode_cost, no_triton
+from ..kernel import Buffer, Cost, Forward, Plan, decode_cost
+from ..tma import against_tools
 
 CAPABILITY = 90
 MOST_WIDTH = 256
@@ -136,9 +136,7 @@ class HopperDecode:
                     f"multiples of {problem.alignment}, rows of {problem.head_dim} and {problem.head_dim_v} numbers")  # fmt: skip
         if problem.capacity >= FARTHEST:
             return f"sequences of fewer than 2^30 keys; these may hold {problem.capacity}"
-        if KNOBS.interpret:
-            return "Triton's interpreter (TRITON_INTERPRET) does not know Gluon"
-        return no_triton()
+        return against_tools()
 
     def config(self, problem: DecodeProblem, target: Target) -> DecodeConfig:
         rows = problem.group * problem.layout.seqlen_q
