@@ -19,8 +19,7 @@ from strobe import ops
 from strobe.appending import AppendCall, AppendProblem
 from strobe.call import Call
 from strobe.decode import DecodeProblem
-from strobe.kernels import relaunch
-from strobe.kernels.device import persistent
+from strobe.kernels import kernel, relaunch
 from strobe.kernels.hopper import launch
 from strobe.kernels.kernel import Backward, Forward
 from strobe.proof.compile import offline
@@ -251,7 +250,7 @@ def test_an_out_laid_out_otherwise_is_not_what_a_plan_keeps(stage, out, monkeypa
 
 
 def test_what_a_plan_keeps_is_bounded(stage, monkeypatch):
-    monkeypatch.setattr(persistent, "MOST_AGAIN", 4)
+    monkeypatch.setattr(kernel, "MOST_AGAIN", 4)
     monkeypatch.setattr(launch.Launch, "start", lambda self: stage.compiled)
     call, lses = _call(), [torch.empty(2, 100) for _ in range(12)]
     with posing(FAKES["H200"]):

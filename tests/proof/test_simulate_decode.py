@@ -121,3 +121,17 @@ def test_offsets_beyond_32_bits_are_of_64(monkeypatch):
 def test_counters_are_kept_and_of_one_size_or_another():
     assert counters.zeros_on(torch.device("cpu"), 5).shape == (8,)
     assert counters.zeros_on(torch.device("cpu"), 1).shape == (1,)
+
+
+def test_captures_are_given_zeros_of_their_own(monkeypatch):
+    """Of a reserve that is set aside outside of a capture; where that is used up, zeros that the graph clears."""
+    device, real = torch.device("cuda", 7), torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **options: real(*size, **options))
+    monkeypatch.setattr(counters, "_held", {})
+    monkeypatch.setattr(counters, "_reserves", {7: (real(counters.RESERVE, dtype=torch.int32), 0)})
+    one, other = (counters._new(device, (7, 1, capture, 2)) for capture in (11, 12))
+    assert one.shape == other.shape == (2,) and abs(one.data_ptr() - other.data_ptr()) >= 32
+    assert counters._new(device, (7, 1, 11, 2)) is one and counters._new(device, (7, 2, 11, 2)) is not one
+    reserve = counters._reserves[7][0]
+    last = counters._new(device, (7, 1, 13, counters.RESERVE))
+    assert len(last) == counters.RESERVE and last.data_ptr() != reserve.data_ptr()

@@ -11,10 +11,10 @@ from torch import Tensor
 from ..call import DTYPES
 from ..decode import DecodeCall, DecodeProblem
 from ..mask import NO_BOUND
+from . import kernel
 from .kernel import Forward, Plan
 
 MOST_SPLITS = 128
-MOST_AGAIN = 512  # launches a plan keeps: more than a model has layers
 JOIN_BLOCKS = 0.5  # tiles of keys that take as long as a join
 INVARIANT_SPLIT = 2048  # keys; batch invariance: a constant, because it sets the bits. 8 sequences of 8k: 67.5 us for 71.1 of 1024 (H200)
 
@@ -86,10 +86,7 @@ def addresses(call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> tup
 
 
 def keep(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], again: Any) -> None:
-    """Let `ops_decode` launch at these addresses again; where splits are joined on this stream alone, whose counters the launch names."""
+    """`kernel.keep` at a decode's addresses; where splits are joined for this stream alone, whose counters the launch names."""
     again = again.here() if again is not None and workspace else again
-    if again is None or plan.again is None or not t.out.is_contiguous():
-        return
-    if len(plan.again) >= MOST_AGAIN:
-        plan.again.clear()
-    plan.again[addresses(call, t, workspace)] = again
+    if t.out.is_contiguous():
+        kernel.keep(plan, addresses(call, t, workspace), again)

@@ -17,6 +17,8 @@ from ..mask import MaskStructure
 from ..problem import Call, Problem
 from ..target import Target
 
+MOST_AGAIN = 512  # launches a plan keeps: more than a model has layers
+
 
 class Buffer(NamedTuple):
     """Scratch a kernel asks for: allocated by `ops` from torch's allocator, filled inside the launch sequence."""
@@ -111,6 +113,15 @@ def addresses(call: Call, out: Tensor, lse: Tensor) -> tuple[int, ...]:
     """All that tells apart two calls of a plan whose outputs `ops` allocates."""
     held = (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr(), lse.data_ptr())
     return held if call.plain else (*held, *(0 if t is None else t.data_ptr() for t in call.optionals))
+
+
+def keep(plan: Plan, place: tuple[int, ...], again: Callable[[], bool] | None) -> None:
+    """Let the plan's launch at these addresses be repeated without the kernel's own host code; None is not kept."""
+    if again is None or plan.again is None:
+        return
+    if len(plan.again) >= MOST_AGAIN:
+        plan.again.clear()
+    plan.again[place] = again
 
 
 @lru_cache

@@ -12,7 +12,7 @@ from ...errors import KernelFault
 from ...problem import Problem
 from .. import faults, relaunch
 from ..counters import zeros_on
-from ..kernel import Forward, Plan, addresses
+from ..kernel import Forward, Plan, addresses, keep
 from ..tma import query_tiles
 from .views import addressable
 
@@ -20,7 +20,6 @@ LOG2_E = 1.4426950408889634
 L2_BYTES = 32 << 20  # of keys and values that stay while a section of heads is walked; an H200 has 50 MB
 SHORT_TILES = 8  # row tiles a head, up to which sections pay: causal d128 at 1k 423 TFLOP/s for 378 without, d192 at 8k 574 for 615 (H200)
 MOST_TILES = 2**31  # a tile's number is an int32
-MOST_AGAIN = 512  # launches a plan keeps: more than a model has layers
 
 
 class Launch(NamedTuple):
@@ -49,15 +48,7 @@ def run(plan: Plan, call: Call, tensors: Forward, described: Describe) -> None:
     if out is not tensors.out:
         tensors.out.copy_(out)
     elif again is not None and out.is_contiguous():
-        _keep(plan, addresses(call, *tensors), again.here() if form.counted else again)
-
-
-def _keep(plan: Plan, place: tuple[int, ...], again: relaunch.Noted | None) -> None:
-    if again is None or plan.again is None:
-        return
-    if len(plan.again) >= MOST_AGAIN:
-        plan.again.clear()
-    plan.again[place] = again
+        keep(plan, addresses(call, *tensors), again.here() if form.counted else again)
 
 
 def work_of(plan: Plan, call: Call) -> tuple:
