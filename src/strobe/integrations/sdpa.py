@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from threading import Lock
+from threading import Lock, local
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,15 @@ OPS: dict[str, dict[str, Callable]] = {
 LOG = logging.getLogger(__name__)
 
 passed: Counter[str] = Counter()  # calls handed to torch's own kernel, by the argument that strobe does not serve
+
+
+class _Passing(local):
+    """Whether this thread is inside torch's own kernel: SDPA's on GPUs calls the `_flash` op, which comes by here again and is not counted twice."""
+
+    on = False
+
+
+_passing = _Passing()
 
 
 # ---------------------------------------------------------------- the provider
@@ -82,11 +91,16 @@ def _kernel(name: str, function: Callable, original: Any) -> Callable:
         except (InvalidProblem, UnsupportedProblem) as refusal:
             if original is None:
                 raise
-            reason = getattr(refusal, "argument", "no kernel")
-            if not passed[reason]:
-                LOG.info("aten::%s goes to torch's own kernel: %s", name, refusal)
-            passed[reason] += 1
-        return original.call_boxed(keyset, *arguments, **options)
+            if not _passing.on:
+                reason = getattr(refusal, "argument", "no kernel")
+                if not passed[reason]:
+                    LOG.info("aten::%s goes to torch's own kernel: %s", name, refusal)
+                passed[reason] += 1
+        before, _passing.on = _passing.on, True
+        try:
+            return original.call_boxed(keyset, *arguments, **options)
+        finally:
+            _passing.on = before
 
     return kernel
 

@@ -17,8 +17,8 @@ Cost model, for H_kv key heads of S_k keys and D columns, in 16 bits:
 
     FLOPs       4 G S_q S_k D H_kv B useful ones
     bytes       4 S_k D H_kv B for K and V; partial results 4 (D + 1) splits a row, twice: little, while a split has more keys than 2 G
-    shared      512 D S for S stages of 128 keys: 192 KiB (3 stages at D = 128, 6 at D = 64)
-    registers   o D / 2 and scores 64 a thread; q D / 4 as the left operand
+    shared      128 D for q, 512 D S for S stages of 128 keys: 208 KiB (3 stages at D = 128, 6 at D = 64)
+    registers   o D / 2 and scores 64 a thread
 
 What limits it: memory, when each SM has a share; at short caches the launch, the first load's latency, and the second kernel.
 
@@ -36,6 +36,7 @@ from torch import Tensor
 
 from ..kernels.device.dialect import (
     TensorDescriptor,
+    fence_async_shared,
     gl,
     gluon,
     mbarrier,
@@ -64,7 +65,7 @@ class Form:
             object.__setattr__(self, "stages", 192 * 1024 // (4 * self.head_dim * self.block_n))
 
     def shared_bytes(self) -> int:
-        return 4 * self.head_dim * self.stages * self.block_n
+        return 2 * self.head_dim * (64 + 2 * self.stages * self.block_n)
 
 
 @gluon.jit
@@ -123,24 +124,25 @@ def load_partition(k_desc, v_desc, k, v, sizes, form: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(q, sizes, form: gl.constexpr):
-    """Row r is query r // G of the key head's query head r % G, as the left operand of a product; zeros beyond the last."""
+def load_queries(q, q_smem, sizes, form: gl.constexpr):
+    """Row r is query r // G of the key head's query head r % G; zeros beyond the last. In shared memory, not in registers as the left operand:
+    ptxas 12.8 would pack p over them (`strobe.proof.operands`)."""
     heads, group, seqlen_q, seqlen_k = sizes
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // form.head_dim, form.head_dim // 8], [4, 1], [1, 0])
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 16])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = gl.arange(0, form.head_dim, gl.SliceLayout(0, layout))
     place = (gl.program_id(2) * seqlen_q + rows // group) * heads + gl.program_id(1) * group + rows % group
     tile = gl.load(q + place.to(gl.int64)[:, None] * form.head_dim + columns[None, :], mask=(rows < group * seqlen_q)[:, None], other=0.0)
-    return gl.convert_layout(tile, gl.DotOperandLayout(0, s_layout, 2))
+    q_smem.store(tile)
+    fence_async_shared()
 
 
 @gluon.jit
-def score_product(q_reg, k_smem, form: gl.constexpr):
-    """q k^T by wgmma, q from registers."""
+def score_product(q_smem, k_smem, form: gl.constexpr):
+    """q k^T by wgmma."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 16])
     s = gl.full([ROWS, form.block_n], 0.0, gl.float32, layout)
-    s = warpgroup_mma(q_reg, k_smem.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), s, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, deps=[s])
 
 
@@ -180,7 +182,7 @@ def hide(s, n_start, sizes, form: gl.constexpr):
 
 
 @gluon.jit
-def mma_partition(q, parts, lses, k, v, sizes, scale_log2, form: gl.constexpr):
+def mma_partition(q, q_smem, parts, lses, k, v, sizes, scale_log2, form: gl.constexpr):
     """A split's o / row_sum and log-sum-exp in units of log2, as parts [splits, B, H_kv, 64, D] and lses [splits, B, H_kv, 64]."""
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
@@ -190,11 +192,11 @@ def mma_partition(q, parts, lses, k, v, sizes, scale_log2, form: gl.constexpr):
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
     o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, o_layout)
-    q_reg = load_queries(q, sizes, form)
+    load_queries(q, q_smem, sizes, form)
     stage, parity = gl.to_tensor(0), gl.to_tensor(0)
     for i in range(blocks):
         mbarrier.wait(k_ready.index(stage), parity)
-        s = score_product(q_reg, as_rows(k_smem.index(stage)), form)
+        s = score_product(q_smem, as_rows(k_smem.index(stage)), form)
         mbarrier.arrive(k_free.index(stage))
         s = hide(s, (first + i) * form.block_n, sizes, form)
         p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2)
@@ -218,13 +220,15 @@ def mma_partition(q, parts, lses, k, v, sizes, scale_log2, form: gl.constexpr):
 def attend_kernel(q, k_desc, v_desc, parts, lses, sizes, scale_log2, form: gl.constexpr):
     """sizes (H, query heads a key head, S_q, S_k); a program is a split of one key head of one batch entry."""
     STAGES: gl.constexpr = form.stages
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, form.head_dim], k_desc.dtype)
+    q_smem = gl.allocate_shared_memory(k_desc.dtype, [ROWS, form.head_dim], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005 (Triton has no *)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     k = (k_smem, barriers(STAGES, 1), barriers(STAGES, 1))
     v = (v_smem, barriers(STAGES, 1), barriers(STAGES, 1))
     gl.warp_specialize(
         [
-            (mma_partition, (q, parts, lses, k, v, sizes, scale_log2, form)),
+            (mma_partition, (q, q_smem, parts, lses, k, v, sizes, scale_log2, form)),
             (load_partition, (k_desc, v_desc, k, v, sizes, form)),
         ],
         [1],
