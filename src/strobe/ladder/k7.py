@@ -68,6 +68,7 @@ class Form:
     block_n: int = 128
     stages: int = 4
     consumers: int = 2
+    ping_pong: int = 0  # consumers take turns at issuing products
     two_level: int = 0  # each tile's product with V starts from zero and is added in float32
 
     def __post_init__(self) -> None:
@@ -165,6 +166,29 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, form: gl.constexpr):
 
 
 @gluon.jit
+def take_turn(w: gl.constexpr):
+    """Wait until the consumer before has issued its products: named barrier 9 + w, its 128 threads and ours. Numbers are written out: one in
+    a register makes ptxas reserve all 16 barriers."""
+    if w == 0:
+        gl.inline_asm_elementwise("bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    elif w == 1:
+        gl.inline_asm_elementwise("bar.sync 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise("bar.sync 11, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(w: gl.constexpr, consumers: gl.constexpr):
+    """Let the next consumer issue."""
+    if (w + 1) % consumers == 0:
+        gl.inline_asm_elementwise("bar.arrive 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    elif (w + 1) % consumers == 1:
+        gl.inline_asm_elementwise("bar.arrive 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise("bar.arrive 11, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
     """(p, rescale, row_max, row_sum) after one more tile of raw scores; row_max in units of log2, LIFT below the maximum, so that p reaches 2^LIFT.
     row_sum [64, 8] keeps each lane's own columns."""
@@ -179,12 +203,13 @@ def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
 
 
 @gluon.jit
-def weights_operand(p, dtype: gl.constexpr, form: gl.constexpr):
-    """p [64, N] as the left operand of a product, its columns in the order of transpose_kernel's: nothing moves."""
+def weights_operand(p, form: gl.constexpr):
+    """p [64, N] as the left operand of a product, its columns in the order of transpose_kernel's: nothing moves. p is carried from turn to turn in
+    float32 and converted here: 8-bit values that cross a loop's end are taken apart into bytes and put together again, 180 instructions of 730."""
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32])
-    parts = gl.reshape(p.to(dtype), [64, form.block_n // 32, 2, 2, 4, 2])  # key = 32 b + 16 i1 + 8 i0 + 2 t + e
+    parts = gl.reshape(p, [64, form.block_n // 32, 2, 2, 4, 2])  # key = 32 b + 16 i1 + 8 i0 + 2 t + e
     placed = gl.reshape(gl.permute(parts, [0, 1, 2, 4, 3, 5]), [64, form.block_n])
-    return gl.convert_layout(placed, gl.DotOperandLayout(0, o_layout, 4), assert_trivial=True)
+    return gl.convert_layout(placed, gl.DotOperandLayout(0, o_layout, 4), assert_trivial=True).to(gl.float8e4nv)
 
 
 @gluon.jit
@@ -227,13 +252,12 @@ def scaled(o, factor):
 
 
 @gluon.jit
-def attend(q_tile, k, v, m_start, blocks, sizes, scale_log2, form: gl.constexpr):
+def attend(w: gl.constexpr, q_tile, k, v, m_start, blocks, sizes, scale_log2, form: gl.constexpr):
     """(o, row_max, row_sum) over all tiles of keys, at least one."""
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32])
-    dtype: gl.constexpr = k_smem.dtype
     zero = gl.full([ROWS, form.block_n], 0.0, gl.float32, s_layout)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     row_sum = gl.full([ROWS, 8], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))
@@ -242,22 +266,29 @@ def attend(q_tile, k, v, m_start, blocks, sizes, scale_log2, form: gl.constexpr)
     stage, parity = gl.to_tensor(0), gl.to_tensor(0)
     n_start = (blocks - 1) * form.block_n
     mbarrier.wait(k_ready.index(0), 0)
+    if form.ping_pong:
+        take_turn(w)
     s = warpgroup_mma(q_tile, as_rows(k_smem.index(0)).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if form.ping_pong:
+        pass_turn(w, form.consumers)
     s = hide(warpgroup_mma_wait(0, deps=[s]), m_start, n_start, sizes, form)
     mbarrier.arrive(k_free.index(0))
     p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, form)
-    p_reg = weights_operand(p, dtype, form)
     for i in range(1, blocks):
         v_at, v_parity = stage, parity
         stage, parity = next_of(stage, parity, form.stages)
         mbarrier.wait(k_ready.index(stage), parity)
+        if form.ping_pong:
+            take_turn(w)
         s = warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
         o = scaled(o, rescale)
         mbarrier.wait(v_ready.index(v_at), v_parity)
         if form.two_level:
-            part = warpgroup_mma(p_reg, as_rows(v_smem.index(v_at)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
+            part = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(v_at)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
         else:
-            o = warpgroup_mma(p_reg, as_rows(v_smem.index(v_at)).permute((1, 0)), o, is_async=True)
+            o = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(v_at)).permute((1, 0)), o, is_async=True)
+        if form.ping_pong:
+            pass_turn(w, form.consumers)
         s = warpgroup_mma_wait(1, deps=[s])  # the scores; the product with V goes on
         mbarrier.arrive(k_free.index(stage))
         s = hide(s, m_start, n_start - i * form.block_n, sizes, form)
@@ -267,10 +298,9 @@ def attend(q_tile, k, v, m_start, blocks, sizes, scale_log2, form: gl.constexpr)
         else:
             o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_free.index(v_at))
-        p_reg = weights_operand(p, dtype, form)
     o = scaled(o, rescale)
     mbarrier.wait(v_ready.index(stage), parity)
-    part = warpgroup_mma(p_reg, as_rows(v_smem.index(stage)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
+    part = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
     total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
     return o + warpgroup_mma_wait(0, deps=[part]), row_max, total
 
@@ -286,7 +316,10 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scales, 
     o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32]))
     mbarrier.wait(q_ready.index(w), 0)
     if blocks > 0:
-        o, row_max, row_sum = attend(as_rows(q_smem.index(w)), k, v, m_start, blocks, sizes, scales[0], form)
+        if form.ping_pong:
+            if w == form.consumers - 1:
+                pass_turn(w, form.consumers)  # consumer 0 begins
+        o, row_max, row_sum = attend(w, as_rows(q_smem.index(w)), k, v, m_start, blocks, sizes, scales[0], form)
     lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
     store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], scales[1], o_smem.index(w))
 

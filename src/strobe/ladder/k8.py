@@ -199,12 +199,13 @@ def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
 
 
 @gluon.jit
-def weights_operand(p, dtype: gl.constexpr, form: gl.constexpr):
-    """p [64, N] as the left operand of a product, its columns in the order of transpose_kernel's: nothing moves."""
+def weights_operand(p, form: gl.constexpr):
+    """p [64, N] as the left operand of a product, its columns in the order of transpose_kernel's: nothing moves. p is carried from turn to turn in
+    float32 and converted here: 8-bit values that cross a loop's end are taken apart into bytes and put together again, 180 instructions of 730."""
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32])
-    parts = gl.reshape(p.to(dtype), [64, form.block_n // 32, 2, 2, 4, 2])  # key = 32 b + 16 i1 + 8 i0 + 2 t + e
+    parts = gl.reshape(p, [64, form.block_n // 32, 2, 2, 4, 2])  # key = 32 b + 16 i1 + 8 i0 + 2 t + e
     placed = gl.reshape(gl.permute(parts, [0, 1, 2, 4, 3, 5]), [64, form.block_n])
-    return gl.convert_layout(placed, gl.DotOperandLayout(0, o_layout, 4), assert_trivial=True)
+    return gl.convert_layout(placed, gl.DotOperandLayout(0, o_layout, 4), assert_trivial=True).to(gl.float8e4nv)
 
 
 @gluon.jit
@@ -253,7 +254,6 @@ def attend(q_tile, k, v, m_start, blocks, sizes, scale_log2, k_scales, form: gl.
     v_smem, v_ready, v_free = v
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32])
-    dtype: gl.constexpr = k_smem.dtype
     zero = gl.full([ROWS, form.block_n], 0.0, gl.float32, s_layout)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     row_sum = gl.full([ROWS, 8], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))
@@ -267,7 +267,6 @@ def attend(q_tile, k, v, m_start, blocks, sizes, scale_log2, k_scales, form: gl.
     s = hide(warpgroup_mma_wait(0, deps=[s]), m_start, n_start, sizes, form)
     mbarrier.arrive(k_free.index(0))
     p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, worth, form)
-    p_reg = weights_operand(p, dtype, form)
     for i in range(1, blocks):
         v_at, v_parity = stage, parity
         stage, parity = next_of(stage, parity, form.stages)
@@ -277,9 +276,9 @@ def attend(q_tile, k, v, m_start, blocks, sizes, scale_log2, k_scales, form: gl.
         o = scaled(o, rescale)
         mbarrier.wait(v_ready.index(v_at), v_parity)
         if form.two_level:
-            part = warpgroup_mma(p_reg, as_rows(v_smem.index(v_at)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
+            part = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(v_at)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
         else:
-            o = warpgroup_mma(p_reg, as_rows(v_smem.index(v_at)).permute((1, 0)), o, is_async=True)
+            o = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(v_at)).permute((1, 0)), o, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])  # the scores; the product with V goes on
         mbarrier.arrive(k_free.index(stage))
         s = hide(s, m_start, n_start - i * form.block_n, sizes, form)
@@ -289,10 +288,9 @@ def attend(q_tile, k, v, m_start, blocks, sizes, scale_log2, k_scales, form: gl.
         else:
             o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_free.index(v_at))
-        p_reg = weights_operand(p, dtype, form)
     o = scaled(o, rescale)
     mbarrier.wait(v_ready.index(stage), parity)
-    part = warpgroup_mma(p_reg, as_rows(v_smem.index(stage)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
+    part = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
     total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
     return o + warpgroup_mma_wait(0, deps=[part]), row_max, total
 

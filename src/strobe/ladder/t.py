@@ -84,40 +84,59 @@ def minimal_kernel(q, k, v, out, lse, sizes, scale_log2, HEAD_DIM: tl.constexpr,
 
 
 @triton.jit
+def tile_step(q_tile, k, v, places, state, n_start, stop, seqlen_k, scale_log2, PARTIAL: tl.constexpr):
+    """(o, row_max, row_sum) after one more tile of keys; only where a tile is `PARTIAL`, loads and scores are masked."""
+    o, row_max, row_sum = state
+    columns = n_start + tl.arange(0, places.shape[0])
+    if PARTIAL:
+        s = tl.dot(q_tile, tl.load(k + places, mask=(columns < seqlen_k)[:, None], other=0.0).trans())
+        s = tl.where(stop[:, None] > columns[None, :], s, float("-inf"))
+    else:
+        s = tl.dot(q_tile, tl.load(k + places).trans())
+    new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s * scale_log2 - base[:, None])
+    rescale = tl.exp2(row_max - base)
+    if PARTIAL:
+        v_tile = tl.load(v + places, mask=(columns < seqlen_k)[:, None], other=0.0)
+    else:
+        v_tile = tl.load(v + places)
+    o = tl.dot(p.to(v_tile.dtype), v_tile, o * rescale[:, None])
+    return o, new_max, row_sum * rescale + tl.sum(p, 1)
+
+
+@triton.jit
 def attend_kernel(q, k, v, out, lse, sizes, scale_log2, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The same up to the diagonal; a row that sees no key ends as out 0, lse -inf."""
+    """The same up to the diagonal: first whole tiles, which need no mask, then those that the diagonal or the last key cuts. A row that sees no key
+    ends as out 0, lse -inf."""
     heads, group, seqlen_q, seqlen_k = sizes
     shift = seqlen_k - seqlen_q
     m_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest first
     head, entry = tl.program_id(1), tl.program_id(2).to(tl.int64)
     stride, stride_k = heads * HEAD_DIM, heads // group * HEAD_DIM
-    rows, columns, d = m_start + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, HEAD_DIM)
+    rows, d = m_start + tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
     q_tile = tl.load(q + entry * seqlen_q * stride + head * HEAD_DIM + rows[:, None] * stride + d, mask=rows[:, None] < seqlen_q, other=0.0)
     k += entry * seqlen_k * stride_k + head // group * HEAD_DIM
     v += entry * seqlen_k * stride_k + head // group * HEAD_DIM
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    o = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    places = tl.arange(0, BLOCK_N)[:, None] * stride_k + d
     stop = tl.full([BLOCK_M], 0, tl.int32) + seqlen_k
-    n_stop = seqlen_k
-    full_stop = seqlen_k
+    n_stop, whole = seqlen_k, seqlen_k
     if CAUSAL:
         stop = tl.minimum(stop, rows + shift + 1)
         n_stop = tl.minimum(n_stop, m_start + BLOCK_M + shift)
-        full_stop = tl.minimum(full_stop, m_start + shift + 1)
-    for n_start in range(0, n_stop, BLOCK_N):
-        inside = n_start + columns < seqlen_k
-        places = (n_start + columns)[:, None] * stride_k + d
-        s = tl.dot(q_tile, tl.load(k + places, mask=inside[:, None], other=0.0).trans())
-        if n_start + BLOCK_N > full_stop:
-            s = tl.where((stop - n_start)[:, None] > columns[None, :], s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(s * scale_log2 - base[:, None])
-        rescale = tl.exp2(row_max - base)
-        row_sum = row_sum * rescale + tl.sum(p, 1)
-        o = tl.dot(p.to(v.dtype.element_ty), tl.load(v + places, mask=inside[:, None], other=0.0), o * rescale[:, None])
-        row_max = new_max
+        whole = tl.maximum(tl.minimum(whole, m_start + shift + 1), 0)
+    whole = whole // BLOCK_N * BLOCK_N
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    o = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for n_start in range(0, whole, BLOCK_N):
+        o, row_max, row_sum = tile_step(q_tile, k, v, places, (o, row_max, row_sum), n_start, stop, seqlen_k, scale_log2, False)
+        k += BLOCK_N * stride_k
+        v += BLOCK_N * stride_k
+    for n_start in tl.range(whole, n_stop, BLOCK_N, num_stages=1):
+        o, row_max, row_sum = tile_step(q_tile, k, v, places, (o, row_max, row_sum), n_start, stop, seqlen_k, scale_log2, True)
+        k += BLOCK_N * stride_k
+        v += BLOCK_N * stride_k
     row_lse = tl.where(row_sum == 0.0, float("-inf"), row_max * 0.6931471805599453 + tl.log(row_sum))
     tl.store(lse + (entry * heads + head) * seqlen_q + rows, row_lse, mask=rows < seqlen_q)
     o = o * tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)[:, None]
@@ -153,7 +172,7 @@ def moved(size: Size, form: Form) -> int:
     return 2 * size.head_dim * (2 * size.rows + 2 * size.streamed(form.block_m, form.block_n)) + 4 * size.rows
 
 
-RUNG = Rung("t", "Triton: the compiler places what a tile does", "k2", run, Form, moved, ("minimal_kernel", "attend_kernel"), capability=80)
+RUNG = Rung("t", "Triton: the compiler places what a tile does", "k2", run, Form, moved, ("minimal_kernel", "tile_step", "attend_kernel"), capability=80)
 
 if __name__ == "__main__":
     raise SystemExit(main(RUNG))
