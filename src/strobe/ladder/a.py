@@ -27,14 +27,18 @@ that the count stays right.
 
 The output is converted to rows in registers before it is stored: 16 bytes a lane instead of the fragment's 4.
 
-Cost model, a tile of 128 queries and N keys, D columns, in 16 bits:
+V's fragments for 64 keys and D = 128 would be 128 registers beside o's 128. So both products come in slices: scores over 32 columns of d at a time,
+o over 16 keys at a time; slices of p are a renaming of registers (`halves`).
 
-    FLOPs       4 * 128 N D, on mma.sync (on an H200 about two thirds of what wgmma does)
-    bytes       4 N D of K and V a tile, once for 128 queries
-    shared      2 D (128 + 4 N): q and two stages of K and V; each warp reads all of K and V: the more rows a warp owns, the fewer bytes a FLOP
-    registers   D = 64: N 64, 4 warps of 32 rows: o 64 + scores 64 + weights 32. D = 128: N 32, o 128 + scores 32 + weights 16
+Cost model, a tile of 128 queries and 64 keys, D columns, in 16 bits:
 
-What limits it: mma.sync itself on Hopper, issue slots spent on copying (addresses, masks) and on ldmatrix, and shared memory's 128 bytes a clock.
+    FLOPs       4 * 128 * 64 D, on mma.sync (on an H200 about two thirds of what wgmma does)
+    bytes       256 D of K and V a tile, once for 128 queries
+    shared      2 D (128 + 4 * 64): q and two stages of K and V; each warp reads all of K and V: the more rows a warp owns, the fewer bytes a FLOP
+    registers   4 warps of 32 rows: o D + scores 64, of which weights are 32; at D = 128 136 bytes do not fit, and thread numbers are fetched again
+
+What limits it: latency of mma.sync with two warps a scheduler (39 % of warps' time), then short waits for ldmatrix and thread numbers (21 %, where
+TMA's rungs have 8): copying costs addresses, and addresses cost registers.
 
 Measured:
 
@@ -59,13 +63,9 @@ class Form:
     head_dim: int
     causal: bool
     block_m: int = 128
-    block_n: int = 0  # 0: as many as fit in registers
+    block_n: int = 64
     stages: int = 2
     warps: int = 4
-
-    def __post_init__(self) -> None:
-        if not self.block_n:
-            object.__setattr__(self, "block_n", 4096 // self.head_dim)
 
     def shared_bytes(self) -> int:
         return 2 * self.head_dim * (self.block_m + 2 * self.stages * self.block_n)
@@ -93,22 +93,42 @@ def copy_tile(smem, base, start, stop, stride, form: gl.constexpr):
 
 @gluon.jit
 def score_product(q_smem, k_smem, form: gl.constexpr):
-    """q k^T by mma.sync, 64 columns of d at a time."""
+    """q k^T by mma.sync, 32 columns of d at a time."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [form.warps, 1], [16, 8])
     HEAD_DIM: gl.constexpr = form.head_dim
     s = gl.full([form.block_m, form.block_n], 0.0, gl.float32, layout)
-    for d in gl.static_range(0, HEAD_DIM, 64):
-        q = q_smem.slice(d, 64, 1).load(gl.DotOperandLayout(0, layout, 2))
-        k = k_smem.slice(d, 64, 1).permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
+    for d in gl.static_range(0, HEAD_DIM, 32):
+        q = q_smem.slice(d, 32, 1).load(gl.DotOperandLayout(0, layout, 2))
+        k = k_smem.slice(d, 32, 1).permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
         s = mma_v2(q, k, s)
     return s
 
 
 @gluon.jit
-def value_product(p, v_smem, o):
+def halves(p):
+    """The left and the right columns: a renaming of registers."""
+    return gl.split(gl.permute(gl.reshape(p, [p.shape[0], 2, p.shape[1] // 2]), [0, 2, 1]))
+
+
+@gluon.jit
+def add_product(p, v_smem, o):
     """o + p v by mma.sync: p as it lies in registers, v transposed on its way there."""
-    p_reg = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, o.type.layout, 2))
-    return mma_v2(p_reg, v_smem.load(gl.DotOperandLayout(1, o.type.layout, 2)), o)
+    layout: gl.constexpr = o.type.layout
+    p_reg = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, layout, 2))
+    return mma_v2(p_reg, v_smem.load(gl.DotOperandLayout(1, layout, 2)), o)
+
+
+@gluon.jit
+def value_product(p, v_smem, o):
+    """o + p v, 16 keys at a time: v's fragments of so many are few registers."""
+    KEYS: gl.constexpr = p.shape[1] // 2
+    left, right = halves(p)
+    if KEYS > 16:
+        o = value_product(left, v_smem.slice(0, KEYS, 0), o)
+        return value_product(right, v_smem.slice(KEYS, KEYS, 0), o)
+    else:
+        o = add_product(left, v_smem.slice(0, KEYS, 0), o)
+        return add_product(right, v_smem.slice(KEYS, KEYS, 0), o)
 
 
 @gluon.jit

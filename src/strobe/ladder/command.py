@@ -31,6 +31,7 @@ examples:
   strobe ladder k6 --set ping_pong=1 overlap=0                with other values of its Form
   strobe ladder --seqlen 512 1024 2048 4096 8192 16384 --head-dim 64 128 --json results/ladder.jsonl --plot ladder.svg
   strobe ladder k5 --timeline k5.html                         the simulator's timeline of a small run
+  strobe ladder --counters --no-causal                        DRAM and L2 bytes, tensor cores' share, stalls: needs ncu on the PATH
   strobe ladder --outliers                                    what 8 bits cost where a few entries are large
   strobe ladder page                                          the interactive page, one HTML file
 """
@@ -51,6 +52,9 @@ def parser(prog: str = "strobe ladder") -> argparse.ArgumentParser:
     made.add_argument("--rivals", default="", metavar="A,B", help="timed among the rungs: strobe (the production kernel), flash, cudnn, fa4, flex")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="of a simulated schedule")
     made.add_argument("--outliers", action="store_true", help="the error of 8 bits on numbers with outliers, by method")
+    made.add_argument(
+        "--counters", action="store_true", help="what the hardware counts while a rung runs, by Nsight Compute: bytes, units' shares, stalls"
+    )
     made.add_argument("--timeline", type=Path, metavar="FILE", help="simulate one rung by modelled time, as .html, .svg or .json")
     made.add_argument("--plot", type=Path, metavar="FILE", help="rates by rung as .png or .svg, and FILE_length beside it: memory and time")
     made.add_argument("--json", nargs="?", const="-", metavar="FILE", help="append JSON lines to FILE, or print them instead of a table")
@@ -87,6 +91,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.outliers:
             return _outliers(device, file, arguments.json)
         points = _points(arguments, device)
+        if arguments.counters:
+            return _counters(points, device, file, arguments.json)
         found = list(_written(_rows(points, arguments, device), file))
     if arguments.json != "-":
         show(found)
@@ -124,6 +130,7 @@ def _fits(arguments: argparse.Namespace, device: torch.device) -> None:
     for flag, given, wanted in (
         ("--plot", arguments.plot, untimed),
         ("--rivals", arguments.rivals, untimed),
+        ("--counters", arguments.counters, untimed),
         ("--out", arguments.out, "" if arguments.rungs == ["page"] else "the page: strobe ladder page"),
         ("--seed", arguments.seed, "the simulator: --device cpu" if device.type == "cuda" else ""),
         ("RUNG", arguments.outliers and arguments.rungs, "no rung: --outliers runs k6, k7 and k8"),
@@ -248,6 +255,21 @@ def _outliers(device: torch.device, file: TextIO | None, where: str | None) -> i
         best = found[-1]["rmse"]
         lines = [[row["method"], row["rmse"], row["rmse"] / best] for row in found]
         table.show(["method", "RMSE", "against the last"], lines, f"S_q={found[0]['seqlen_q']} S_k={found[0]['seqlen_k']} D={found[0]['head_dim']}")
+    return 0
+
+
+def _counters(points: Sequence[Point], device: torch.device, file: TextIO | None, where: str | None) -> int:
+    from . import counters
+
+    about, found = circumstances(device), []
+    for place in sorted({(point.size.head_dim, point.size.causal, point.size.seqlen_k) for point in points}):
+        names = [point.rung.name for point in points if (point.size.head_dim, point.size.causal, point.size.seqlen_k) == place]
+        rows = counters.facts(names, place[2], place[0], place[1])
+        found += list(_written((row | about for row in rows), file))
+        if where != "-":
+            table.show(
+                list(counters.HEADERS), counters.lines(rows), f"{about['device']}, D={place[0]} {'causal' if place[1] else 'dense'} S_k={place[2]}"
+            )
     return 0
 
 

@@ -13,11 +13,11 @@ with V(j); V(j + 1) travels under the scores of j + 1. Two things must be true b
 the program), and their reads are ordered before writes that take another path to shared memory (`fence_async_shared`): without it, reads that
 wait behind other traffic may see the new tile.
 
-Cost model, a tile of 128 queries and N keys (64 at D = 64, 32 at D = 128), in 16 bits:
+Cost model, a tile of 128 queries and 64 keys, in 16 bits:
 
-    FLOPs       4 * 128 N D, on mma.sync
-    bytes       4 N D of K and V a tile, as in rung a; the output leaves by TMA through q's buffer
-    shared      2 D (128 + 2 N): 48 KiB for D = 128; two programs an SM
+    FLOPs       4 * 128 * 64 D, on mma.sync
+    bytes       256 D of K and V a tile, as in rung a; the output leaves by TMA through q's buffer
+    shared      2 D (128 + 128): 64 KiB for D = 128; two programs an SM
     registers   as in rung a, but no addresses and no masks of copies
 
 What limits it: one buffer. TMA needs about a microsecond from request to arrival, and a tile's other work lasts less: each step waits.
@@ -58,12 +58,8 @@ class Form:
     head_dim: int
     causal: bool
     block_m: int = 128
-    block_n: int = 0  # 0: as many as fit in registers
+    block_n: int = 64
     warps: int = 4
-
-    def __post_init__(self) -> None:
-        if not self.block_n:
-            object.__setattr__(self, "block_n", 4096 // self.head_dim)
 
     def shared_bytes(self) -> int:
         return 2 * self.head_dim * (self.block_m + 2 * self.block_n)
@@ -93,22 +89,42 @@ def all_have_read():
 
 @gluon.jit
 def score_product(q_smem, k_smem, form: gl.constexpr):
-    """q k^T by mma.sync, 64 columns of d at a time."""
+    """q k^T by mma.sync, 32 columns of d at a time."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [form.warps, 1], [16, 8])
     HEAD_DIM: gl.constexpr = form.head_dim
     s = gl.full([form.block_m, form.block_n], 0.0, gl.float32, layout)
-    for d in gl.static_range(0, HEAD_DIM, 64):
-        q = q_smem.slice(d, 64, 1).load(gl.DotOperandLayout(0, layout, 2))
-        k = k_smem.slice(d, 64, 1).permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
+    for d in gl.static_range(0, HEAD_DIM, 32):
+        q = q_smem.slice(d, 32, 1).load(gl.DotOperandLayout(0, layout, 2))
+        k = k_smem.slice(d, 32, 1).permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
         s = mma_v2(q, k, s)
     return s
 
 
 @gluon.jit
-def value_product(p, v_smem, o):
+def halves(p):
+    """The left and the right columns: a renaming of registers."""
+    return gl.split(gl.permute(gl.reshape(p, [p.shape[0], 2, p.shape[1] // 2]), [0, 2, 1]))
+
+
+@gluon.jit
+def add_product(p, v_smem, o):
     """o + p v by mma.sync: p as it lies in registers, v transposed on its way there."""
-    p_reg = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, o.type.layout, 2))
-    return mma_v2(p_reg, v_smem.load(gl.DotOperandLayout(1, o.type.layout, 2)), o)
+    layout: gl.constexpr = o.type.layout
+    p_reg = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, layout, 2))
+    return mma_v2(p_reg, v_smem.load(gl.DotOperandLayout(1, layout, 2)), o)
+
+
+@gluon.jit
+def value_product(p, v_smem, o):
+    """o + p v, 16 keys at a time: v's fragments of so many are few registers."""
+    KEYS: gl.constexpr = p.shape[1] // 2
+    left, right = halves(p)
+    if KEYS > 16:
+        o = value_product(left, v_smem.slice(0, KEYS, 0), o)
+        return value_product(right, v_smem.slice(KEYS, KEYS, 0), o)
+    else:
+        o = add_product(left, v_smem.slice(0, KEYS, 0), o)
+        return add_product(right, v_smem.slice(KEYS, KEYS, 0), o)
 
 
 @gluon.jit

@@ -1,17 +1,18 @@
 """k3_3, five stages: as many loads under way as latency asks for.
 
 The idea: to keep a memory system busy, bytes under way must reach latency times rate (Little's law). An H200 that gives each of 132 SMs 36 GB/s from
-memory, or five times that from L2, with a microsecond from request to arrival, wants 36 to 180 KB under way in each SM. Two stages of K and V hold
-32 KiB at D = 128, five hold 80, and an SM runs two programs. Nothing else changes: the ring's length is a number.
+memory, or five times that from L2, with a microsecond from request to arrival, wants 36 to 180 KB under way in each SM. Five stages of K and of V
+hold 80 KiB at D = 64, and an SM runs two programs. At D = 128 five tiles of 64 keys are 80 KiB too: three stages of K, which is wanted first, and
+two of V. So each ring has a length of its own.
 
 Whether that helps depends on who is slow. Where tiles are multiplied more slowly than they arrive, more stages only wait in shared memory, and take
-it from a second program on the same SM.
+it from a second program on the same SM: five and five at D = 128 leave room for one, and cost a third of the speed.
 
-Cost model, a tile of 128 queries and N keys (64 at D = 64, 32 at D = 128), in 16 bits:
+Cost model, a tile of 128 queries and 64 keys, in 16 bits:
 
-    FLOPs       4 * 128 N D, on mma.sync
-    bytes       4 N D of K and V a tile; up to 20 N D of them on their way
-    shared      2 D (128 + 10 N): 112 KiB for D = 128; two programs still fit in 227
+    FLOPs       4 * 128 * 64 D, on mma.sync
+    bytes       256 D of K and V a tile; 80 KiB of them on their way
+    shared      2 D (128 + 64 S) for S stages of both: 96 KiB at D = 64, 112 at D = 128; two programs still fit in 227
     registers   as in k3_2
 
 What limits it: mma.sync, which reaches about two thirds of what Hopper's tensor cores can do: its operands come through registers, and each warp
@@ -53,16 +54,19 @@ class Form:
     head_dim: int
     causal: bool
     block_m: int = 128
-    block_n: int = 0  # 0: as many as fit in registers
-    stages: int = 5
+    block_n: int = 64
+    stages_k: int = 0  # 0: five and five at D = 64; at D = 128 three and two, so that two programs share an SM
+    stages_v: int = 0
     warps: int = 4
 
     def __post_init__(self) -> None:
-        if not self.block_n:
-            object.__setattr__(self, "block_n", 4096 // self.head_dim)
+        if not self.stages_k:
+            object.__setattr__(self, "stages_k", 5 if self.head_dim == 64 else 3)
+        if not self.stages_v:
+            object.__setattr__(self, "stages_v", 5 if self.head_dim == 64 else 2)
 
     def shared_bytes(self) -> int:
-        return 2 * self.head_dim * (self.block_m + 2 * self.stages * self.block_n)
+        return 2 * self.head_dim * (self.block_m + (self.stages_k + self.stages_v) * self.block_n)
 
 
 @gluon.jit
@@ -89,22 +93,42 @@ def all_have_read():
 
 @gluon.jit
 def score_product(q_smem, k_smem, form: gl.constexpr):
-    """q k^T by mma.sync, 64 columns of d at a time."""
+    """q k^T by mma.sync, 32 columns of d at a time."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [form.warps, 1], [16, 8])
     HEAD_DIM: gl.constexpr = form.head_dim
     s = gl.full([form.block_m, form.block_n], 0.0, gl.float32, layout)
-    for d in gl.static_range(0, HEAD_DIM, 64):
-        q = q_smem.slice(d, 64, 1).load(gl.DotOperandLayout(0, layout, 2))
-        k = k_smem.slice(d, 64, 1).permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
+    for d in gl.static_range(0, HEAD_DIM, 32):
+        q = q_smem.slice(d, 32, 1).load(gl.DotOperandLayout(0, layout, 2))
+        k = k_smem.slice(d, 32, 1).permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
         s = mma_v2(q, k, s)
     return s
 
 
 @gluon.jit
-def value_product(p, v_smem, o):
+def halves(p):
+    """The left and the right columns: a renaming of registers."""
+    return gl.split(gl.permute(gl.reshape(p, [p.shape[0], 2, p.shape[1] // 2]), [0, 2, 1]))
+
+
+@gluon.jit
+def add_product(p, v_smem, o):
     """o + p v by mma.sync: p as it lies in registers, v transposed on its way there."""
-    p_reg = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, o.type.layout, 2))
-    return mma_v2(p_reg, v_smem.load(gl.DotOperandLayout(1, o.type.layout, 2)), o)
+    layout: gl.constexpr = o.type.layout
+    p_reg = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, layout, 2))
+    return mma_v2(p_reg, v_smem.load(gl.DotOperandLayout(1, layout, 2)), o)
+
+
+@gluon.jit
+def value_product(p, v_smem, o):
+    """o + p v, 16 keys at a time: v's fragments of so many are few registers."""
+    KEYS: gl.constexpr = p.shape[1] // 2
+    left, right = halves(p)
+    if KEYS > 16:
+        o = value_product(left, v_smem.slice(0, KEYS, 0), o)
+        return value_product(right, v_smem.slice(KEYS, KEYS, 0), o)
+    else:
+        o = add_product(left, v_smem.slice(0, KEYS, 0), o)
+        return add_product(right, v_smem.slice(KEYS, KEYS, 0), o)
 
 
 @gluon.jit
@@ -160,54 +184,69 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
 
 
 @gluon.jit
+def barriers(count: gl.constexpr):
+    barrier = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(count):
+        mbarrier.init(barrier.index(j), count=1)
+    return barrier
+
+
+@gluon.jit
+def next_of(stage, parity, stages: gl.constexpr):
+    """The next position in a ring: (stage, parity)."""
+    last = stage == stages - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, parity ^ 1, parity)
+
+
+@gluon.jit
 def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: gl.constexpr):
     heads, group, seqlen_q, seqlen_k = sizes
     BLOCK_M: gl.constexpr = form.block_m
     BLOCK_N: gl.constexpr = form.block_n
-    STAGES: gl.constexpr = form.stages
+    STAGES_K: gl.constexpr = form.stages_k
+    STAGES_V: gl.constexpr = form.stages_v
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [form.warps, 1], [16, 8])
     m_start = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK_M  # the longest first
     head, entry = gl.program_id(1), gl.program_id(2)
     kv_place = (entry, head // group)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, q_desc.block_shape, q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005 (Triton has no *)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES_K] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005 (Triton has no *)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES_V] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_ready = barriers(STAGES_K)
+    v_ready = barriers(STAGES_V)
     mbarrier.init(q_ready, count=1)
-    for j in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(j), count=1)
-        mbarrier.init(v_ready.index(j), count=1)
     row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
     row_sum = gl.full([BLOCK_M], 0.0, gl.float32, gl.SliceLayout(1, layout))
     o = gl.full([BLOCK_M, form.head_dim], 0.0, gl.float32, layout)
     blocks = blocks_of(m_start, (seqlen_q, seqlen_k), form)
     copy_tile(q_desc, (entry, head), m_start, q_ready, q_smem)
-    for j in gl.static_range(STAGES):
+    for j in gl.static_range(max(STAGES_K, STAGES_V)):
         if j < blocks:
-            copy_tile(k_desc, kv_place, (blocks - 1 - j) * BLOCK_N, k_ready.index(j), k_smem.index(j))
-            copy_tile(v_desc, kv_place, (blocks - 1 - j) * BLOCK_N, v_ready.index(j), v_smem.index(j))
+            if j < STAGES_K:
+                copy_tile(k_desc, kv_place, (blocks - 1 - j) * BLOCK_N, k_ready.index(j), k_smem.index(j))
+            if j < STAGES_V:
+                copy_tile(v_desc, kv_place, (blocks - 1 - j) * BLOCK_N, v_ready.index(j), v_smem.index(j))
     mbarrier.wait(q_ready, 0)
-    stage, parity = 0, 0
+    k_at, k_parity = gl.to_tensor(0), gl.to_tensor(0)
+    v_at, v_parity = gl.to_tensor(0), gl.to_tensor(0)
     for i in range(blocks):  # the last keys first: there a causal tile is masked
         n_start = (blocks - 1 - i) * BLOCK_N
-        mbarrier.wait(k_ready.index(stage), parity)
-        s = score_product(as_rows(q_smem), as_rows(k_smem.index(stage)), form)
+        mbarrier.wait(k_ready.index(k_at), k_parity)
+        s = score_product(as_rows(q_smem), as_rows(k_smem.index(k_at)), form)
         all_have_read()
-        if i + STAGES < blocks:
-            copy_tile(k_desc, kv_place, n_start - STAGES * BLOCK_N, k_ready.index(stage), k_smem.index(stage))
+        if i + STAGES_K < blocks:
+            copy_tile(k_desc, kv_place, n_start - STAGES_K * BLOCK_N, k_ready.index(k_at), k_smem.index(k_at))
         s = hide(s, m_start, n_start, (seqlen_q, seqlen_k), form)
         p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2)
         o = o * rescale[:, None]
-        mbarrier.wait(v_ready.index(stage), parity)
-        o = value_product(p, as_rows(v_smem.index(stage)), o)
+        mbarrier.wait(v_ready.index(v_at), v_parity)
+        o = value_product(p, as_rows(v_smem.index(v_at)), o)
         all_have_read()
-        if i + STAGES < blocks:
-            copy_tile(v_desc, kv_place, n_start - STAGES * BLOCK_N, v_ready.index(stage), v_smem.index(stage))
-        last = stage == STAGES - 1
-        stage = gl.where(last, 0, stage + 1)
-        parity = gl.where(last, parity ^ 1, parity)
+        if i + STAGES_V < blocks:
+            copy_tile(v_desc, kv_place, n_start - STAGES_V * BLOCK_N, v_ready.index(v_at), v_smem.index(v_at))
+        k_at, k_parity = next_of(k_at, k_parity, STAGES_K)
+        v_at, v_parity = next_of(v_at, v_parity, STAGES_V)
     lse_rows = lse + (entry.to(gl.int64) * heads + head) * seqlen_q
     store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, seqlen_q, q_smem)
 
@@ -237,7 +276,7 @@ def moved(size: Size, form: Form) -> int:
     return 2 * size.head_dim * (2 * size.rows + 2 * size.streamed(form.block_m, form.block_n)) + 4 * size.rows
 
 
-RUNG = Rung("k3_3", "five stages", "k3_2", run, Form, moved, ("Form",))
+RUNG = Rung("k3_3", "five stages", "k3_2", run, Form, moved, ("Form", "attend_kernel"))
 
 if __name__ == "__main__":
     raise SystemExit(main(RUNG))

@@ -4,16 +4,17 @@ The idea: `warpgroup_mma` (wgmma) is Hopper's own product. Four warps together m
 memory where TMA put them, through descriptors that know the swizzle, so no ldmatrix, no fragments of K in registers, no issue slots for fetching
 them. It runs asynchronously: issued, then awaited (`warpgroup_mma_wait`), and its accumulator must not be touched in between.
 
-Only q k^T is done so here. The product with V is still mma.sync's, and to stay clear of who holds which element the scores are written to shared
-memory as float32 and read back as mma.sync lays them out: 8 bytes of traffic a score that k4_2 gets rid of. The reads of K are now asynchronous:
-once the product has been awaited they are over, and K's stage may be filled without a fence; V's, read by ldmatrix, still needs one.
+Only q k^T is done so here. The product with V is still mma.sync's, and to stay clear of who holds which element the scores are laundered: once
+exponentiated they are written to shared memory in 16 bits and read back as mma.sync's fragments, 4 bytes of traffic a score that k4_2 gets rid of.
+(Laundered before, as float32, they were twice the traffic, and the rung half as fast: 233 for 431 TFLOP/s at D = 128.) The reads of K are now
+asynchronous: once the product has been awaited they are over, and K's stage may be filled without a fence; V's, read by ldmatrix, still needs one.
 
-Cost model, a tile of 128 queries and N keys (64 at D = 64, 32 at D = 128), in 16 bits:
+Cost model, a tile of 128 queries and 64 keys, in 16 bits:
 
-    FLOPs       2 * 128 N D on wgmma and as many on mma.sync
-    bytes       4 N D of K and V a tile from global memory; through shared memory 1,024 N for the scores, there and back
-    shared      2 D (128 + 8 N) in four stages and 512 N for scores: 112 KiB; two programs an SM
-    registers   o D, scores N, weights N / 2, and V's fragments
+    FLOPs       2 * 128 * 64 D on wgmma and as many on mma.sync
+    bytes       256 D of K and V a tile from global memory; through shared memory 32 KiB for the scores, there and back
+    shared      2 D 128 for q, 64 KiB of K and V (four stages at D = 64, two at 128) and 16 for scores: 112 KiB at D = 128; two programs an SM
+    registers   o D, scores 64, and V's fragments
 
 What limits it: the round trip of scores, mma.sync for half the FLOPs, and tensor cores that idle while the softmax works.
 
@@ -55,16 +56,16 @@ class Form:
     head_dim: int
     causal: bool
     block_m: int = 128
-    block_n: int = 0  # 0: as many as fit in registers
-    stages: int = 4
+    block_n: int = 64
+    stages: int = 0  # 0: 64 KiB of keys and values, so that two programs share an SM
     warps: int = 4
 
     def __post_init__(self) -> None:
-        if not self.block_n:
-            object.__setattr__(self, "block_n", 4096 // self.head_dim)
+        if not self.stages:
+            object.__setattr__(self, "stages", 64 * 1024 // (4 * self.head_dim * self.block_n))
 
     def shared_bytes(self) -> int:
-        return 2 * self.head_dim * (self.block_m + 2 * self.stages * self.block_n) + 4 * self.block_m * self.block_n
+        return 2 * self.head_dim * (self.block_m + 2 * self.stages * self.block_n) + 2 * self.block_m * self.block_n
 
 
 @gluon.jit
@@ -90,21 +91,24 @@ def all_have_read():
 
 
 @gluon.jit
-def score_product(q_smem, k_smem, s_smem, form: gl.constexpr):
-    """q k^T by wgmma, both from shared memory; through `s_smem` from its layout to that of mma.sync."""
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [form.warps, 1], [16, form.block_n, 16])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [form.warps, 1], [16, 8])
-    s = gl.full([form.block_m, form.block_n], 0.0, gl.float32, wide)
+def score_product(q_smem, k_smem, form: gl.constexpr):
+    """q k^T by wgmma, both from shared memory."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [form.warps, 1], [16, form.block_n, 16])
+    s = gl.full([form.block_m, form.block_n], 0.0, gl.float32, layout)
     s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), s, use_acc=False, is_async=True)
-    s_smem.store(warpgroup_mma_wait(0, deps=[s]))
-    return s_smem.load(layout)
+    return warpgroup_mma_wait(0, deps=[s])
 
 
 @gluon.jit
-def value_product(p, v_smem, o):
-    """o + p v by mma.sync: p as it lies in registers, v transposed on its way there."""
-    p_reg = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, o.type.layout, 2))
-    return mma_v2(p_reg, v_smem.load(gl.DotOperandLayout(1, o.type.layout, 2)), o)
+def value_product(p, p_smem, v_smem, o):
+    """o + p v by mma.sync, 16 keys at a time: p through shared memory into its fragments, v transposed on its way there."""
+    layout: gl.constexpr = o.type.layout
+    KEYS: gl.constexpr = v_smem.shape[0]
+    p_smem.store(p.to(v_smem.dtype))
+    for n in gl.static_range(0, KEYS, 16):
+        p_part = p_smem.slice(n, 16, 1).load(gl.DotOperandLayout(0, layout, 2))
+        o = mma_v2(p_part, v_smem.slice(n, 16, 0).load(gl.DotOperandLayout(1, layout, 2)), o)
+    return o
 
 
 @gluon.jit
@@ -172,7 +176,7 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, q_desc.block_shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005 (Triton has no *)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
-    s_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_N], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+    p_smem = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_M, BLOCK_N], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -180,8 +184,9 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
     for j in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(j), count=1)
         mbarrier.init(v_ready.index(j), count=1)
-    row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
-    row_sum = gl.full([BLOCK_M], 0.0, gl.float32, gl.SliceLayout(1, layout))
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [form.warps, 1], [16, BLOCK_N, 16])
+    row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+    row_sum = gl.full([BLOCK_M], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
     o = gl.full([BLOCK_M, form.head_dim], 0.0, gl.float32, layout)
     blocks = blocks_of(m_start, (seqlen_q, seqlen_k), form)
     copy_tile(q_desc, (entry, head), m_start, q_ready, q_smem)
@@ -194,14 +199,15 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
     for i in range(blocks):  # the last keys first: there a causal tile is masked
         n_start = (blocks - 1 - i) * BLOCK_N
         mbarrier.wait(k_ready.index(stage), parity)
-        s = score_product(as_rows(q_smem), as_rows(k_smem.index(stage)), s_smem, form)
+        s = score_product(as_rows(q_smem), as_rows(k_smem.index(stage)), form)
         partition_barrier()  # all have awaited the product that read K
         if i + STAGES < blocks:
             copy_tile(k_desc, kv_place, n_start - STAGES * BLOCK_N, k_ready.index(stage), k_smem.index(stage))
         s = hide(s, m_start, n_start, (seqlen_q, seqlen_k), form)
         p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2)
         mbarrier.wait(v_ready.index(stage), parity)
-        o = value_product(p, as_rows(v_smem.index(stage)), o * rescale[:, None])
+        o = o * gl.convert_layout(rescale, gl.SliceLayout(1, layout))[:, None]
+        o = value_product(p, p_smem, as_rows(v_smem.index(stage)), o)
         all_have_read()
         if i + STAGES < blocks:
             copy_tile(v_desc, kv_place, n_start - STAGES * BLOCK_N, v_ready.index(stage), v_smem.index(stage))

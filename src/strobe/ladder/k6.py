@@ -70,7 +70,6 @@ class Form:
     consumers: int = 0  # 0: two of 240 registers at D = 128, three of 160 at D = 64
     overlap: bool = True  # the next scores under this softmax
     ping_pong: int = -1  # consumers take turns at issuing products; -1: where there are three
-    q_registers: int = 0  # q is the left operand from registers: shared memory is read for K and V alone
     late_sum: bool = True  # sums of rows are gathered at the end
     late_rescale: int = -1  # o is rescaled under the scores, not after the product before; -1: where registers are few
 
@@ -248,8 +247,6 @@ def attend(w: gl.constexpr, q_tile, k, v, m_start, blocks, sizes, scale_log2, fo
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = k_smem.dtype
-    if form.q_registers:
-        q_tile = q_tile.load(gl.DotOperandLayout(0, s_layout, 2))
     zero = gl.full([ROWS, form.block_n], 0.0, gl.float32, s_layout)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     row_sum = gl.full([ROWS, 8], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))

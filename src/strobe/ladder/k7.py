@@ -18,13 +18,15 @@ Scales         `descale` = (of q, of k, of v): what one unit of each tensor is w
 Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 8 bits, on one SM:
 
     FLOPs       4 * 64 C * 128 D: 1,024 clocks of tensor cores for C = 2, D = 128
-    exponents   1,024 clocks: as many. And issue slots: converting to e4m3 and packing adds a quarter to the softmax's instructions
+    exponents   1,024 clocks: as many. Issue slots: as in k6, 550 instructions a tile and warp, masks included
     bytes       256 D of K and V a tile; before, 2 S D H_kv to transpose V
-    shared      D (64 C + 128 C for the output + 2 S 128) for S stages: 176 KiB for D = 128, S = 4
+    shared      D (64 C + 128 C for the output + 2 S 128) for S stages: 144 KiB for D = 128, S = 3
     registers   o D / 2, scores 64, weights 16
 
-What limits it: the exponent unit and issue slots: products are no longer where the time goes. And accuracy: 3 bits of significand, and one outlier
-in a tensor takes the scale from all others.
+What limits it: latency. Tensor cores and issue slots are busy two fifths of the time each, exponents nearly half: a consumer waits for its scores,
+then for its exponents, and there are two consumers. Issuing the next scores before this softmax would hide the first wait, but ptxas finds no
+registers for a second set of scores (7 KB of spills). And accuracy: 3 bits of significand, and one outlier in a tensor takes the scale from all
+others.
 
 Measured:
 
@@ -66,9 +68,8 @@ class Form:
     head_dim: int
     causal: bool
     block_n: int = 128
-    stages: int = 4
+    stages: int = 3
     consumers: int = 2
-    ping_pong: int = 0  # consumers take turns at issuing products
     two_level: int = 0  # each tile's product with V starts from zero and is added in float32
 
     def __post_init__(self) -> None:
@@ -166,29 +167,6 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, form: gl.constexpr):
 
 
 @gluon.jit
-def take_turn(w: gl.constexpr):
-    """Wait until the consumer before has issued its products: named barrier 9 + w, its 128 threads and ours. Numbers are written out: one in
-    a register makes ptxas reserve all 16 barriers."""
-    if w == 0:
-        gl.inline_asm_elementwise("bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    elif w == 1:
-        gl.inline_asm_elementwise("bar.sync 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        gl.inline_asm_elementwise("bar.sync 11, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def pass_turn(w: gl.constexpr, consumers: gl.constexpr):
-    """Let the next consumer issue."""
-    if (w + 1) % consumers == 0:
-        gl.inline_asm_elementwise("bar.arrive 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    elif (w + 1) % consumers == 1:
-        gl.inline_asm_elementwise("bar.arrive 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        gl.inline_asm_elementwise("bar.arrive 11, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
     """(p, rescale, row_max, row_sum) after one more tile of raw scores; row_max in units of log2, LIFT below the maximum, so that p reaches 2^LIFT.
     row_sum [64, 8] keeps each lane's own columns."""
@@ -252,7 +230,7 @@ def scaled(o, factor):
 
 
 @gluon.jit
-def attend(w: gl.constexpr, q_tile, k, v, m_start, blocks, sizes, scale_log2, form: gl.constexpr):
+def attend(q_tile, k, v, m_start, blocks, sizes, scale_log2, form: gl.constexpr):
     """(o, row_max, row_sum) over all tiles of keys, at least one."""
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
@@ -266,11 +244,7 @@ def attend(w: gl.constexpr, q_tile, k, v, m_start, blocks, sizes, scale_log2, fo
     stage, parity = gl.to_tensor(0), gl.to_tensor(0)
     n_start = (blocks - 1) * form.block_n
     mbarrier.wait(k_ready.index(0), 0)
-    if form.ping_pong:
-        take_turn(w)
     s = warpgroup_mma(q_tile, as_rows(k_smem.index(0)).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if form.ping_pong:
-        pass_turn(w, form.consumers)
     s = hide(warpgroup_mma_wait(0, deps=[s]), m_start, n_start, sizes, form)
     mbarrier.arrive(k_free.index(0))
     p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, form)
@@ -278,8 +252,6 @@ def attend(w: gl.constexpr, q_tile, k, v, m_start, blocks, sizes, scale_log2, fo
         v_at, v_parity = stage, parity
         stage, parity = next_of(stage, parity, form.stages)
         mbarrier.wait(k_ready.index(stage), parity)
-        if form.ping_pong:
-            take_turn(w)
         s = warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
         o = scaled(o, rescale)
         mbarrier.wait(v_ready.index(v_at), v_parity)
@@ -287,8 +259,6 @@ def attend(w: gl.constexpr, q_tile, k, v, m_start, blocks, sizes, scale_log2, fo
             part = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(v_at)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
         else:
             o = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(v_at)).permute((1, 0)), o, is_async=True)
-        if form.ping_pong:
-            pass_turn(w, form.consumers)
         s = warpgroup_mma_wait(1, deps=[s])  # the scores; the product with V goes on
         mbarrier.arrive(k_free.index(stage))
         s = hide(s, m_start, n_start - i * form.block_n, sizes, form)
@@ -316,10 +286,7 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scales, 
     o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32]))
     mbarrier.wait(q_ready.index(w), 0)
     if blocks > 0:
-        if form.ping_pong:
-            if w == form.consumers - 1:
-                pass_turn(w, form.consumers)  # consumer 0 begins
-        o, row_max, row_sum = attend(w, as_rows(q_smem.index(w)), k, v, m_start, blocks, sizes, scales[0], form)
+        o, row_max, row_sum = attend(as_rows(q_smem.index(w)), k, v, m_start, blocks, sizes, scales[0], form)
     lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
     store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], scales[1], o_smem.index(w))
 

@@ -64,7 +64,7 @@ class Form:
     head_dim: int
     causal: bool
     block_n: int = 128
-    stages: int = 4
+    stages: int = 3
     consumers: int = 2
     two_level: int = 0  # each tile's product with V starts from zero and is added in float32
     rotate: int = 1  # 0: no signs and no Hadamard transform

@@ -93,7 +93,7 @@ def section(rung: Rung, rows: list[dict[str, Any]]) -> str:
     _, _, told = told.partition("\n\n")
     parts = [f"\n## {rung.name}\n", f"**{rung.idea[0].upper() + rung.idea[1:]}.** [The file](../src/strobe/ladder/{rung.name}.py)\n", prose(told)]
     parts += [f"### What changed from {rung.below}: {rung.name}\n" if rung.below else f"### The kernels: {rung.name}\n", difference(rung)]
-    parts += [f"### Figures: {rung.name}\n", table(measured(rows, rung.name))]
+    parts += [f"### Figures: {rung.name}\n", table(measured(rows, rung.name)), counted(rows, rung.name)]
     if (IMAGES / f"ladder_{rung.name}.svg").exists():
         parts += [f"Modelled time of one program, as the simulator draws it:\n\n![what the warps of {rung.name} do](images/ladder_{rung.name}.svg)\n"]
     parts += [f"### What limits it: {rung.name}\n", prose(limits.strip())]
@@ -154,6 +154,20 @@ def table(rows: list[dict[str, Any]]) -> str:
         figures = f"{row['ms']:.4g} | {row['tflops']:.4g} | {row['percent_of_ceiling'] or 0:.3g} | {sizes}"
         lines.append(f"| {row['head_dim']} | {'causal' if row['causal'] else 'dense'} | {row['seqlen_k']} | {figures} |")
     return "\n".join([*lines, "", f"{_where(rows[-1])}.", ""])
+
+
+def counted(rows: list[dict[str, Any]], name: str) -> str:
+    """What the hardware counted in the newest watched run, in words."""
+    row = next((row for row in reversed(rows) if row.get("rung") == name and row.get("counters")), None)
+    if row is None:
+        return ""
+    seen = row["counters"]
+    waits = ", ".join([f"{reason.replace('_', ' ')} {share:.0f} %" for reason, share in seen["warps"].items() if reason != "selected"][:4])
+    return (f"Counted (D {row['head_dim']}, {'causal' if row['causal'] else 'dense'}, S_k {row['seqlen_k']}, ncu): "
+            f"{seen['dram_bytes'] / 1e9:.3g} GB from and to DRAM, {seen['l2_bytes'] / 1e9:.3g} GB through L2 "
+            f"({row.get('model_bytes', 0) / 1e9:.3g} by the model); tensor cores busy {seen['tensor_percent']:.0f} % of the time, issue slots "
+            f"{seen['issue_percent']:.0f} %, shared memory {seen['shared_percent']:.0f} %; {seen['bank_conflicts'] / 1e6:.3g} M bank conflicts; "
+            f"warps wait for: {waits}.\n")  # fmt: skip
 
 
 # ---------------------------------------------------------------- files

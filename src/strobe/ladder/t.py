@@ -172,7 +172,9 @@ def moved(size: Size, form: Form) -> int:
     return 2 * size.head_dim * (2 * size.rows + 2 * size.streamed(form.block_m, form.block_n)) + 4 * size.rows
 
 
-RUNG = Rung("t", "Triton: the compiler places what a tile does", "k2", run, Form, moved, ("minimal_kernel", "tile_step", "attend_kernel"), capability=80)
+RUNG = Rung(
+    "t", "Triton: the compiler places what a tile does", "k2", run, Form, moved, ("minimal_kernel", "tile_step", "attend_kernel"), capability=80
+)
 
 if __name__ == "__main__":
     raise SystemExit(main(RUNG))

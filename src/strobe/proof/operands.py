@@ -42,7 +42,8 @@ def _kinds_in_ptx(ptx: str) -> dict[str, set[str]]:
 def _shared(sass: str) -> Iterator[tuple[int, str]]:
     """(first register, address) of each product in a loop that reads what a product of the other kind read before, unwritten since."""
     for body in _loops(sass):
-        last: dict[int, bool] = {}  # first register of a left operand -> whether it was read transposed; twice round, so that a loop's end meets its beginning
+        # first register of a left operand -> whether it was read transposed; twice round, so that a loop's end meets its beginning
+        last: dict[int, bool] = {}
         for turn in range(2):
             for address, name, operands in body:
                 product = _PRODUCT.match(operands) if name.startswith("HGMMA") or name.startswith("QGMMA") else None
