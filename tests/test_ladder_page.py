@@ -55,7 +55,7 @@ def written(tmp_path_factory) -> Path:
 def browse(written, tmp_path):
     """browse(script, place) opens the page at #place, runs the script, and gives back what it said; no fault may have happened."""
     if CHROMIUM is None:
-        pytest.skip("no Chromium here: apt install chromium")
+        pytest.skip("no Chromium here: make browser, or apt install chromium")
 
     def run(script: str, place: str = "", width: int = 1160, html: str | None = None) -> object:
         text = written.read_text() if html is None else html

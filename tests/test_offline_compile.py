@@ -4,6 +4,7 @@ Each commit compiles one case on every target and all cases on sm_90; the rest i
 """
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,8 @@ def test_within_budget_and_as_recorded(unit):
 
 
 def _exact(row: dict, other: dict) -> dict:
-    """All but the seconds, and without instructions where one of the two had no disassembler for its target."""
-    left_out = {"seconds"} if row.get("instructions") and other.get("instructions") else {"seconds", "instructions"}
+    """All but the seconds, and without instructions and roles where one of the two had no disassembler for its target."""
+    left_out = {"seconds"} if row.get("instructions") and other.get("instructions") else {"seconds", "instructions", "roles"}
     return {name: value for name, value in row.items() if name not in left_out}
 
 
@@ -162,6 +163,25 @@ def test_the_blackwell_forward_spills_nothing_at_d128():
         assert [budget.spill_bytes(row) for row in rows] == [0, 0]
         counts = [row["instructions"]["MUFU.EX2"] for row in rows if row["instructions"]]
         assert counts[0] < 258 and counts[1:] in ([], [258])
+
+
+@pytest.mark.parametrize("family, kernel, roles", [
+    ("blackwell", "forward_kernel", {"mma": 1, "load": 1, "softmax": 2, "store": 1, "correct": 1}),
+    ("hopper", "forward_kernel", {"load": 1, "softmax": 0}),  # as many as consumers
+    ("hopper", "backward_kernel", {"load": 1, "softmax": 1}),  # two warpgroups with one code
+])  # fmt: skip
+def test_the_inner_loop_of_each_role_is_found(family, kernel, roles):
+    """And no other: what stands in the roles' loops stands in the kernel, and their exponentials are most of its."""
+    found = [row for row in RECORDED.values() if (row["family"], row["kernel"]) == (family, kernel) and row["instructions"]]
+    straight = [row["case"] for row in found if "roles" not in row]
+    assert len(found) > len(straight) and all(kernel == "backward_kernel" and case.endswith("one row") for case in straight)  # it has one tile
+    for row in (row for row in found if "roles" in row):
+        names = Counter(loop["role"] for loop in row["roles"])
+        assert names == (roles if roles["softmax"] else roles | {"softmax": row["warps"] // 4 - 1}), row["case"]
+        ex2, products = (sum(loop[kind] for loop in row["roles"]) for kind in ("EX2", "MMA"))
+        assert 0.4 * row["instructions"]["MUFU.EX2"] <= ex2 <= row["instructions"]["MUFU.EX2"], row["case"]
+        assert 0 < products <= row["instructions"]["HGMMA"] + row["instructions"]["UTCMMA"], row["case"]
+        assert all(0 < loop["least"] <= loop["total"] and loop["waits"] for loop in row["roles"]), row["case"]
 
 
 def test_forward_at_d128_spills_nothing_and_uses_tma_on_hopper():

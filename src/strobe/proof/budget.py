@@ -36,6 +36,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 ON_EVERY_TARGET = "d128 causal"  # what each commit compiles for every target; all other cases it compiles for WITH_ALL_CASES
 WITH_ALL_CASES = "sm_90"
+IN_ROLES = ("d64 dense", "d64 causal", "d128 dense", "d128 causal")  # whose roles are written out loop by loop
 
 
 def _dense(

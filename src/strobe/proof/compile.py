@@ -3,7 +3,7 @@
 Triton's driver is replaced by one that names a target, launches are noted instead of run, and each is compiled as a launch would compile it:
 for the same types, alignments and options, from the host code that would launch it.
 
-    python -m strobe.proof.compile --target sm_90 --case 'd128*'       compile some, print them
+    python -m strobe.proof.compile --target sm_90 --case 'd128*'       compile some, print them; --roles: and the inner loop of each role
     python -m strobe.proof.compile --table docs/compiled.md             compile all, write results/compiled.jsonl and the page's tables
 """
 
@@ -15,10 +15,10 @@ import itertools
 import json
 import multiprocessing
 import re
-import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stdout
@@ -46,14 +46,10 @@ from ..select import select
 from ..target import Target
 from . import budget
 from .budget import FAMILIES, TARGETS, UNITS, Unit
+from .sass import COUNTED, KINDS, Loop, count, disassemble, loops
 
 RESULTS = Path("results/compiled.jsonl")
 BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"  # of the tables in a page
-COUNTED = {  # a name, and the instructions it counts
-    "HGMMA": r"HGMMA", "UTCMMA": r"UTC\w*MMA", "HMMA": r"HMMA", "DMMA": r"DMMA", "MUFU.EX2": r"MUFU\.EX2",
-    "UTMALDG": r"UTMALDG", "LDGSTS": r"LDGSTS",
-}  # fmt: skip
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)")
 _SERIALIZED = re.compile(r"\(C75(?!19)\d\d\)|instructions are serialized")  # C7519 says that a warpgroup.arrive was added: one instruction
 _devices = itertools.count(1000)  # a device of its own for each compile keeps Triton's in-memory caches out of it
 
@@ -83,6 +79,7 @@ class Report(NamedTuple):
     warps: int  # of all roles
     serialized: bool  # ptxas had to serialise wgmma
     instructions: dict[str, int]  # of COUNTED; empty where the disassembler does not know the target
+    roles: list[Loop]  # the inner loops of warps with roles
     seconds: float  # of the compile, with cold caches
 
     @property
@@ -155,11 +152,11 @@ def report(name: str, kernel: Any, capability: int, arguments: tuple, options: d
         start = time.perf_counter()
         compiled = kernel.warmup(*arguments, grid=grid, **options)
         seconds = time.perf_counter() - start
-    taken = _taken(said.getvalue(), name)
+    taken, sass = _taken(said.getvalue(), name), disassemble(compiled.asm["cubin"])
     meta = compiled.metadata
     return Report(
         name, capability, taken["registers"], taken["spill_stores"], taken["spill_loads"], taken["stack"], taken["static"] + meta.shared,
-        getattr(meta, "tmem_size", None) or 0, meta.num_warps, bool(_SERIALIZED.search(said.getvalue())), _count(compiled.asm["cubin"]), seconds,
+        getattr(meta, "tmem_size", None) or 0, meta.num_warps, bool(_SERIALIZED.search(said.getvalue())), count(sass), loops(sass), seconds,
     )  # fmt: skip
 
 
@@ -173,15 +170,6 @@ def _taken(log: str, name: str) -> dict[str, int]:
     if not found["registers"] or not found["spill_stores"]:
         raise KernelFault(f"{name}: ptxas told neither registers nor spills, so nothing can be said of them; it said: {log.strip()[-500:]!r}")
     return {key: max(values) if key == "registers" else sum(values) for key, values in found.items()}
-
-
-def _count(cubin: bytes) -> dict[str, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        sass = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", "-ndf", file.name], capture_output=True, text=True).stdout
-    names = [match[1] for match in _INSTRUCTION.finditer(sass)]
-    return {key: sum(bool(re.match(pattern, name)) for name in names) for key, pattern in COUNTED.items()} if names else {}
 
 
 def _planned(call: Call | DecodeCall | AppendCall, target: Target) -> Iterator[tuple[Plan | None, Any]]:
@@ -229,7 +217,8 @@ def _row(unit: Unit, plan: Plan, job: Job) -> dict:
     except (TritonError, RuntimeError) as error:  # the language's, ptxas's and the compiler's passes'
         return heading | {"error": _cause(error), "triton": triton.__version__}
     del facts["name"], facts["capability"]
-    return heading | facts | {"seconds": round(facts["seconds"], 2), "triton": triton.__version__}
+    roles = {"roles": [loop.row() for loop in facts.pop("roles")]}
+    return heading | facts | (roles if roles["roles"] else {}) | {"seconds": round(facts["seconds"], 2), "triton": triton.__version__}
 
 
 def _cause(error: BaseException) -> str:
@@ -266,14 +255,18 @@ def page(rows: Sequence[dict]) -> str:
     """
     targets = [target for target in TARGETS if any(row["target"] == target for row in rows)]
     full = [row for row in rows if row["case"] == budget.ON_EVERY_TARGET]
-    parts = [f"### {budget.ON_EVERY_TARGET}, in full", _table(_FULL, [_full(row) for row in full])]
+    parts = [f"### {budget.ON_EVERY_TARGET}, in full", table(_FULL, [_full(row) for row in full])]
     for name in dict.fromkeys((row["family"], row["kernel"]) for row in rows):
         found = {(row["case"], row["target"]): row for row in rows if (row["family"], row["kernel"]) == name}
         own = [target for target in targets if any(target == known for _, known in found)]
         lines = [[case, *(_short(found.get((case, target))) for target in own)] for case in dict.fromkeys(case for case, _ in found)]
-        parts += [f"### {'.'.join(name)}: registers, and bytes of spills", _table(["case", *own], lines)]
+        parts += [f"### {'.'.join(name)}: registers, and bytes of spills", table(["case", *own], lines)]
+    parts += [
+        "### Roles: instructions in the inner loop",
+        table(_ROLE, [line for row in rows if row["case"] in budget.IN_ROLES for line in _roles(row)]),
+    ]
     ledger = [[f"`{line.family}.{line.kernel}`", f"`{line.case}`", f"`{line.target}`", line.permits, line.why] for line in budget.LEDGER]
-    parts += ["### The ledger: exceptions", _table(["kernel", "case", "target", "may", "why"], ledger)]
+    parts += ["### The ledger: exceptions", table(["kernel", "case", "target", "may", "why"], ledger)]
     return "\n\n" + "\n\n".join(parts) + "\n\n"
 
 
@@ -288,6 +281,16 @@ def _full(row: dict) -> list[object]:
     return [row["target"], f"{row['family']}.{row['kernel']}", *taken, *(row["instructions"].get(name, "-") for name in COUNTED), row["seconds"]]
 
 
+_ROLE = ["target", "kernel", "case", "role", "total", "least", *KINDS]
+
+
+def _roles(row: dict) -> list[list[object]]:
+    """A line a loop of a role; loops that are alike are one line."""
+    alike = Counter(tuple(loop.values()) for loop in row.get("roles", []))
+    named = [row["target"], f"{row['family']}.{row['kernel']}", row["case"]]
+    return [[*named, role if times == 1 else f"{role} x {times}", *numbers] for (role, *numbers), times in alike.items()]
+
+
 def _short(row: dict | None) -> str:
     if row is None or "error" in row:
         return "does not compile" if row else "-"
@@ -295,7 +298,7 @@ def _short(row: dict | None) -> str:
     return f"{row['registers']} + {spills} B" if spills else str(row["registers"])
 
 
-def _table(header: list[str], lines: list[list]) -> str:
+def table(header: list[str], lines: list[list]) -> str:
     rule = ["---" if any(isinstance(line[i], str) for line in lines) else "---:" for i in range(len(header))]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [header, rule, *lines])
 
@@ -320,6 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernel", default="*", metavar="PATTERN", help="names of kernels, such as 'forward*'")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help=f"rows go there, in the place of older ones ({RESULTS})")
     parser.add_argument("--table", type=Path, metavar="FILE", help="a page whose tables are written anew from all results")
+    parser.add_argument("--roles", action="store_true", help="print the inner loops of warps with roles, too")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (2)")
     parser.add_argument("--nvdisasm", metavar="FILE", help="a disassembler that knows more targets than Triton's own")
     a = parser.parse_args(argv)
@@ -345,6 +349,8 @@ def _run(a: argparse.Namespace) -> int:
         write_page(a.table, everything)
     for row in found:
         print(f"{row['target']:<7} {row['kernel']:<15} {row['case']:<33} {_short(row):>16}")
+    roles = [line for row in found for line in _roles(row)] if a.roles else []
+    print(table(_ROLE, roles) if roles else "", end="\n" * bool(roles))
     over = [fault for row in found for fault in budget.faults(row)]
     print("\n".join([*over, f"{len(found)} kernels compiled, {len(over)} faults"]))
     return 1 if over else 0

@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import date
 from fnmatch import fnmatchcase
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +24,7 @@ from ..sim.campaign import JUDGES, Verdict, campaign, explain, timed
 from ..sim.report import SimulationFault
 from ..sim.scene import Scene, SceneError, load
 from .pages import fill
+from .provenance import circumstances
 
 RESULTS = Path("results/mutation.jsonl")
 _NAMES = [name for name, *_ in JUDGES]
@@ -87,17 +84,8 @@ def _row(suite: Suite, scene: Any, verdicts: list[Verdict], unexplained: int, se
     counts = {name: sum(bool(verdict.said.get(name)) for verdict in verdicts) for name in _NAMES}
     return {
         "scenes": str(suite.scenes), "scene": scene.name, "target": scene.target, "file": scene.file, "mutants": len(verdicts), **counts,
-        "noticed": noticed, "explained": len(verdicts) - noticed - unexplained, "seconds": round(seconds, 1), "triton": version("triton"),
-        "torch": version("torch"), "python": platform.python_version(), "date": date.today().isoformat(), "commit": _commit(),
+        "noticed": noticed, "explained": len(verdicts) - noticed - unexplained, "seconds": round(seconds, 1), **circumstances(),
     }  # fmt: skip
-
-
-def _commit() -> str | None:
-    try:
-        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return asked.stdout.strip()
 
 
 # ---------------------------------------------------------------- results and the page
