@@ -24,7 +24,21 @@ What limits it: memory, when each SM has a share; at short caches the launch, th
 
 Measured:
 
-nothing measured yet
+      D  mask       S_k        ms   TFLOP/s  % of ceiling
+     64  dense     1024    0.1784     12.03          31.6
+     64  dense     8192    0.1778     12.08          31.5
+     64  dense    16384    0.2432     8.832            23
+     64  causal    1024    0.1851      11.6          30.4
+     64  causal    8192    0.1835      11.7          30.5
+     64  causal   16384    0.2455     8.747          22.8
+    128  dense     1024    0.2253     19.06            50
+    128  dense     8192    0.1288     33.35          86.9
+    128  dense    16384    0.1404      30.6          79.7
+    128  causal    1024    0.1415     30.36          79.7
+    128  causal    8192    0.1318     32.59          84.9
+    128  causal   16384    0.1986     21.63          56.3
+
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21
 """
 
 from __future__ import annotations

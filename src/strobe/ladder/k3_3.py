@@ -6,7 +6,8 @@ hold 80 KiB at D = 64, and an SM runs two programs. At D = 128 five tiles of 64 
 two of V. So each ring has a length of its own.
 
 Whether that helps depends on who is slow. Where tiles are multiplied more slowly than they arrive, more stages only wait in shared memory, and take
-it from a second program on the same SM: five and five at D = 128 leave room for one, and cost a third of the speed.
+it from a second program on the same SM: five and five at D = 128 leave room for one, and cost a quarter of the speed. Measured, this rung is no faster
+than k3_2, at D = 64 it is 4 % slower: mma.sync was the slow one.
 
 Cost model, a tile of 128 queries and 64 keys, in 16 bits:
 
@@ -20,7 +21,21 @@ fetches all of K and V for its few rows.
 
 Measured:
 
-nothing measured yet
+      D  mask       S_k        ms   TFLOP/s  % of ceiling
+     64  dense     1024    0.5402     254.4          25.7
+     64  dense     8192     4.094     268.6          27.2
+     64  dense    16384     8.277     265.7          26.9
+     64  causal    1024    0.3221     213.6          21.6
+     64  causal    8192     2.246     244.8          24.8
+     64  causal   16384     4.343     253.2          25.6
+    128  dense     1024    0.4181     328.7          33.2
+    128  dense     8192     3.173     346.5            35
+    128  dense    16384     6.346     346.5            35
+    128  causal    1024    0.2554     269.4          27.2
+    128  causal    8192     1.719     319.8          32.3
+    128  causal   16384     3.336     329.6          33.3
+
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21
 """
 
 from __future__ import annotations

@@ -25,7 +25,21 @@ What limits it: as in k7. The passes before it are bound by memory; they could b
 
 Measured:
 
-nothing measured yet
+      D  mask       S_k        ms   TFLOP/s  % of ceiling
+     64  dense     1024    0.6043     227.4          11.5
+     64  dense     8192     2.675     411.1          20.8
+     64  dense    16384     5.009       439          22.2
+     64  causal    1024    0.5288     130.1          10.6
+     64  causal    8192     1.528     359.8          18.2
+     64  causal   16384     2.676     410.9          20.8
+    128  dense     1024    0.5014     274.1          13.9
+    128  dense     8192     1.713     641.8          32.4
+    128  dense    16384     3.163     695.3          35.1
+    128  causal    1024    0.4336     158.7          12.9
+    128  causal    8192     1.023     537.4          27.2
+    128  causal   16384     1.697       648          32.8
+
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21
 """
 
 from __future__ import annotations

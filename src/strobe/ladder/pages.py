@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 RESULTS, PAGE, IMAGES = Path("results/ladder.jsonl"), Path("docs/ladder.md"), Path("docs/images")
 NOTHING = "nothing measured yet"
+SHOWN = (1024, 8192, 16384)  # lengths in a docstring's table; the page has them all
+OVERVIEW, SHORTER = 8192, 4096
+RIVALS = {"strobe": "strobe's forward", "flash": "FlashAttention-2, as PyTorch ships it", "flex": "FlexAttention"}
 _MEASURED = re.compile(r"(?<=\nMeasured:\n\n).*?(?=\n\"\"\"\n)", re.DOTALL)
 _HEADING = """\
 # The ladder
@@ -60,7 +63,7 @@ def plain_table(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return NOTHING
     lines = ["      D  mask       S_k        ms   TFLOP/s  % of ceiling"]
-    for row in rows:
+    for row in [row for row in rows if row["seqlen_k"] in SHOWN] or rows:
         mask = "causal" if row["causal"] else "dense"
         lines.append(
             f"    {row['head_dim']:3}  {mask:6} {row['seqlen_k']:7} {row['ms']:9.4g} {row['tflops']:9.4g} {row['percent_of_ceiling'] or 0:13.3g}"
@@ -83,7 +86,41 @@ def with_table(source: str, rows: list[dict[str, Any]]) -> str:
 def page(rows: list[dict[str, Any]]) -> str:
     rungs = [harness.load(name) for name in RUNGS]
     lines = [f"| [{rung.name}](#{rung.name}) | {rung.idea} | sm_{rung.capability}{' and up' if rung.capability < 90 else ''} |" for rung in rungs]
-    return _HEADING + "\n".join([*lines, ""]) + "".join(section(rung, rows) for rung in rungs)
+    return _HEADING + "\n".join([*lines, ""]) + overview(rows) + "".join(section(rung, rows) for rung in rungs)
+
+
+def overview(rows: list[dict[str, Any]]) -> str:
+    """All rungs and their rivals at one length, and what 8 bits cost; nothing where nothing is measured."""
+    found = {name: {_place(row): row for row in measured(rows, name)} for name in (*RUNGS, *RIVALS)}
+    places = [(width, causal, OVERVIEW) for width in (64, 128) for causal in (False, True)]
+    if not any(place in found[name] for name in RUNGS for place in places):
+        return ""
+    lines = [
+        "\n## All rungs\n",
+        f"TFLOP/s at {OVERVIEW:,} queries and keys (decode: one query, GB/s by the model), beside strobe's own forward and what PyTorch ships;",
+        f"timed in turn, in one process (k1, k2 and FlexAttention in another, the same day). In brackets at {SHORTER:,}.\n",
+        "| | " + " | ".join(f"D {width}, {'causal' if causal else 'dense'}" for width, causal, _ in places) + " |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name, label in [*((name, f"[{name}](#{name})") for name in RUNGS), *RIVALS.items()]:
+        unit = "gbps" if name in RUNGS and harness.load(name).queries else "tflops"
+        figures = [found[name].get(place, {}).get(unit) for place in places]
+        shorter = [found[name].get((*place[:2], SHORTER), {}).get(unit) for place in places]
+        if any(figures) or any(shorter):
+            cells = [f"{one:.4g}" if one else f"({other:.4g})" if other else "-" for one, other in zip(figures, shorter)]
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+    lines += ["", f"{_where(next(row for row in reversed(rows) if row.get('ms')))}.\n"]
+    pictures = {"ladder_rates.png": "TFLOP/s of every rung, at its longest length", "ladder_length.png": "memory and time of every rung by length"}
+    lines += [f"![{text}](images/{name})\n" for name, text in pictures.items() if (IMAGES / name).exists()]
+    errors = {row["method"]: row["rmse"] for row in rows if row.get("rmse")}
+    if errors:
+        told = "; ".join(f"{method} {rmse:.3g}" for method, rmse in errors.items())
+        lines += [f"Root mean square errors against float64 where 0.1 % of the entries are large (`strobe ladder --outliers`): {told}.\n"]
+    return "\n".join(lines)
+
+
+def _place(row: dict[str, Any]) -> tuple[int, bool, int]:
+    return row["head_dim"], row["causal"], row["seqlen_k"]
 
 
 def section(rung: Rung, rows: list[dict[str, Any]]) -> str:

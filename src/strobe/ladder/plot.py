@@ -50,16 +50,18 @@ def _rates(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _lengths(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
+    from matplotlib import colormaps
+
     figure.set_size_inches(10, 4.5)
     panels = figure.subplots(1, 2)
     width, causal = max(row["head_dim"] for row in rows), min(row["causal"] for row in rows)
     for axes, field, scale, label in ((panels[0], "ms", 1, "ms"), (panels[1], "peak_bytes", 1e6, "MB that a run allocates")):
-        for mark, name in zip(_MARKS, RUNGS):
+        for colour, mark, name in zip(colormaps["tab20"].colors, _MARKS, RUNGS):  # type: ignore[attr-defined]
             own = sorted(
                 (row["seqlen_k"], row[field] / scale) for row in rows if (row["rung"], row["head_dim"], row["causal"]) == (name, width, causal)
             )
             if own:
-                axes.plot(*zip(*own), marker=mark, markersize=4, linewidth=1, label=name)
+                axes.plot(*zip(*own), color=colour, marker=mark, markersize=4, linewidth=1, label=name)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel("keys of a sequence, the batch always as many tokens")
