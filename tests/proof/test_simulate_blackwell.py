@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 from strobe.bench.predictions import variants
 from strobe.kernels.blackwell import config as blackwell
 from strobe.kernels.blackwell import forward
+from strobe.kernels.device import persistent
 from strobe.kernels.kernel import Forward
 from strobe.problem import Problem
 from strobe.proof.exponential import evaluated, minimax, worst
@@ -123,6 +124,16 @@ def test_sizes_wrap_the_rings_and_give_a_program_two_tiles(name):
 
 def _form(case: Case, dtype: torch.dtype = torch.bfloat16, target=B200) -> blackwell.Form:
     return select(Problem.from_call(case.build("cpu", dtype, kernel="blackwell")), target).forward.config.form
+
+
+def test_tiles_that_cost_the_same_are_taken_without_a_counter(monkeypatch):
+    """Where no mask makes them differ, programs of several tiles need no word from each other; the kernel is then given no counter."""
+    assert [_form(CASES[name]).counted for name in ("causal", "window_left", "window_right", "packed_other_keys_96")] == [True] * 4
+    assert not _form(CASES["three"]).counted  # one tile
+    monkeypatch.setattr(persistent, "zeros_on", None)
+    case = CASES["whole_tiles"]
+    assert case.heads[0] * case.seqlen_q // 256 == 2 * PROGRAMS
+    run_and_judge(case, torch.bfloat16, "normal", ("pct", 3))
 
 
 def test_the_table_has_every_tiling():

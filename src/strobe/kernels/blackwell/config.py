@@ -57,7 +57,7 @@ class Form:
     sinks: bool
     even: bool  # S_k is a multiple of block_n
     packed: bool
-    counted: bool  # programs take tiles from a counter
+    counted: bool  # programs take tiles from a counter, since tiles differ in cost; else each takes those that stand apart by their number
     by_fma: int  # of each 32 weights, those whose exponentials multiply-adds compute
     lift: float  # p reaches up to 2^lift where a maximum is new, and up to 2^(lift + threshold) where it lags
 
@@ -95,7 +95,8 @@ class ForwardConfig:
         t = self.form.tuning
         registers = ", ".join(f"{role} {count}" for role, count in t.registers_of().items())
         by_fma = f", {self.form.by_fma} of 32 exponentials by multiply-adds" if self.form.by_fma else ""
-        return (f"block_m={t.block_m} block_n={t.block_n} stages={t.stages}, shared {self.form.shared_bytes() / KIB:.0f} KiB, "
+        order = "tiles from a counter" if self.form.counted else "tiles in turn"
+        return (f"block_m={t.block_m} block_n={t.block_n} stages={t.stages}, {order}, shared {self.form.shared_bytes() / KIB:.0f} KiB, "
                 f"{self.form.tensor_columns()} columns of tensor memory{by_fma}, registers {registers}; has not run on a Blackwell GPU")  # fmt: skip
 
 
@@ -144,7 +145,8 @@ class BlackwellForward:
             raise ValueError(_against_widths(problem))
         tuning = TUNINGS[widths]
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
-        counted = query_tiles(problem, tuning.block_m) * problem.heads_q * entries(problem) > target.sm_count
+        uneven = problem.packed or problem.mask.left or problem.mask.right  # some tiles see fewer keys than others
+        counted = uneven and query_tiles(problem, tuning.block_m) * problem.heads_q * entries(problem) > target.sm_count
         options = (bool(problem.softcap), problem.sinks, even, problem.packed, counted)
         by_fma = BY_FMA.get((target.capability, widths, problem.mask.left or problem.mask.right), 0)
         return ForwardConfig(Form(tuning, *widths, problem.group, problem.mask, *options, by_fma, LIFTS[str(problem.dtype)]))
