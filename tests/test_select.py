@@ -248,6 +248,12 @@ def test_explain_on_a_named_blackwell_gpu():
     assert "passed    hopper.forward     made for sm_90; this target is sm_100" in text
 
 
+def test_explain_tells_which_heads_share_a_tile():
+    call = _dense(heads=(16, 2))
+    assert "block_m=32 of 8 heads block_n=128" in str(chosen(call, "B200"))
+    assert "block_m=256 block_n=128" in str(chosen(_dense(), "B200")) and "block_m=128 block_n" in str(chosen(call))
+
+
 def test_explain_of_a_problem_passed_on():
     text = str(chosen(_dense(partial=True)))
     assert "passed    hopper.forward     writes out in q's dtype; a partial result of bfloat16 is float32" in text
