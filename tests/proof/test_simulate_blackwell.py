@@ -81,7 +81,7 @@ MORE = (
 )
 JOINED = (  # heads of a group share a tile
     _case("joined_one_row", 1, 390, heads=(16, 2)),
-    _case("joined_three_rows", 3, 260, heads=(16, 2), mask=CAUSAL, sinks=True),
+    _case("joined_three_rows", 3, 260, heads=(4, 1), mask=CAUSAL, sinks=True),
     _case("joined_pairs", 100, 300, 64, heads=(4, 2), mask=CAUSAL),
     _case("joined_window", 129, 300, heads=(4, 1), mask=band(40, 5), softcap=5.0),
     _case("joined_threes", 90, 200, 96, heads=(6, 2), batch=2, storage="gaps", sinks=True),  # the fourth row of each query is of no head

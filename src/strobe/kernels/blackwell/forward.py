@@ -71,6 +71,22 @@ READERS: gl.constexpr = gl.constexpr(5)  # of the board
 
 
 @gluon.jit
+def anew(number):
+    """A number that the compiler does not know before it is here, so that nothing is computed of it earlier.
+
+    What two roles would compute alike of a launch's arguments, LLVM computes once, before all roles. Through all of them ptxas keeps three
+    registers, which a thread's own numbers fill, and spills what is more where a role begins (8 to 48 bytes: `right + 1`, of causal masks).
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def band_of(limits):
+    """(left, right) of the mask."""
+    return anew(limits[0]), anew(limits[1])
+
+
+@gluon.jit
 def load_partition(views, offsets, board, q, kv, work, form: gl.constexpr):
     q_views, k_views, v_views = views
     tiles, sizes, limits, numbers, faults, counter = work
@@ -87,17 +103,22 @@ def load_partition(views, offsets, board, q, kv, work, form: gl.constexpr):
     told_at = ring_start(2)
     turn = gl.to_tensor(0)
     number = tile_number(turn, counter, form)
-    while number < tiles:
-        turn += 1
-        upcoming = tile_number(turn, counter, form)  # asked for now, needed after this tile
-        if form.counted:
-            if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
-                gl.atomic_xchg(counter, 0, sem="relaxed")
-        exists, tile, keys = tile_of(number, offsets, sizes, limits, form)
-        if exists:
-            tell(board, told_at, tile)
+    more = gl.to_tensor(True)
+    while more:
+        more = number < tiles
+        upcoming = number
+        if more:
+            turn += 1
+            upcoming = tile_number(turn, counter, form)  # asked for now, needed after this tile
+            if form.counted:
+                if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
+                    gl.atomic_xchg(counter, 0, sem="relaxed")
+        exists, tile, keys = tile_of(number, offsets, sizes, band_of(limits), form)
+        entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
+        if exists | (number >= tiles):  # the end is told here too: from a place of its own, a lane's number was kept through all roles
+            blocks = gl.where(more, blocks, -1)
+            tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys))
             told_at = told_at.next()
-            entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
             if blocks > 0:
                 q_place, k_place, kv_head = (entry, q_start, rows, heads), (entry, keys[0], keys[1], heads), head // form.group
                 mbarrier.wait(q_free.index(0), q_at.parity ^ 1)
@@ -111,7 +132,6 @@ def load_partition(views, offsets, board, q, kv, work, form: gl.constexpr):
                     kv_at = load_keys(k_views, k_place, kv_head, block, kv_at, kv, form.rest_d, form)
                     kv_at = load_keys(v_views, k_place, kv_head, block, kv_at, kv, form.rest_dv, form)
         number = upcoming
-    tell(board, told_at, (turn, turn, turn, turn, turn * 0 - 1, turn, turn, turn))
 
 
 @gluon.jit
@@ -188,23 +208,23 @@ def mma_partition(board, q, kv, s, o, form: gl.constexpr):
     q_at = ring_start(1)
     p_at = ring_start(1)
     told_at = ring_start(2)
+    both = anew(2)  # query stages: loops over them stay loops, lest the addresses of 60 products fill the role's registers
     while is_told(words, told, told_at):
         blocks = read_tile(words, told_at.stage)[4]
         mbarrier.arrive(told_free.index(told_at.stage))
         told_at = told_at.next()
         if blocks > 0:
-            mbarrier.wait(q_ready.index(0), q_at.parity)
             mbarrier.wait(kv_ready.index(kv_at.stage), kv_at.parity)
-            score_product(0, q_smem, kv_smem, kv_at.stage, s, form)
-            mbarrier.wait(q_ready.index(1), q_at.parity)
-            score_product(1, q_smem, kv_smem, kv_at.stage, s, form)
+            for t in range(both):
+                mbarrier.wait(q_ready.index(t), q_at.parity)
+                score_product(t, q_smem, kv_smem, kv_at.stage, s, form)
             tcgen05_commit(kv_free.index(kv_at.stage))
             q_at = q_at.next()
             for i in range(1, blocks):
                 v_at = kv_at.next()
                 kv_at = v_at.next()
                 mbarrier.wait(kv_ready.index(v_at.stage), v_at.parity)
-                for t in range(2):
+                for t in range(both):
                     value_product(t, kv_smem, v_at.stage, s, o_tmem, p_at, i > 1, form)
                     if t == 0:
                         mbarrier.wait(kv_ready.index(kv_at.stage), kv_at.parity)
@@ -216,7 +236,7 @@ def mma_partition(board, q, kv, s, o, form: gl.constexpr):
             tcgen05_commit(q_free.index(0))
             kv_at = kv_at.next()
             mbarrier.wait(kv_ready.index(kv_at.stage), kv_at.parity)
-            for t in range(2):
+            for t in range(both):
                 value_product(t, kv_smem, kv_at.stage, s, o_tmem, p_at, blocks > 1, form)
                 tcgen05_commit(o_ready.index(t))
             tcgen05_commit(kv_free.index(kv_at.stage))
@@ -254,9 +274,11 @@ def hidden(quarters, n_start, edges, form: gl.constexpr):
 def scores(s_tile, n_start, edges, softcap, form: gl.constexpr):
     """s[t] in four quarters: capped, and -inf where a row does not see the key."""
     layout: gl.constexpr = tmem_reg_layout(gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4)
+    if form.softcap:  # in their place, a quarter after the other: tanh of all that a thread has would take more registers than it may
+        for i in gl.static_range(4):
+            quarter = s_tile.slice(i * CHUNK, CHUNK)
+            quarter.store(tanh(quarter.load(layout) * softcap))
     quarters = [s_tile.slice(start, CHUNK).load(layout) for start in (0, 32, 64, 96)]
-    if form.softcap:
-        quarters = [tanh(quarter * softcap) for quarter in quarters]
     if form.masks:
         first_edge, stop_edge, key_stop = edges
         n_stop = n_start + form.tuning.block_n
@@ -311,7 +333,7 @@ def softmax_partition(t: gl.constexpr, board, s, mailbox, work, dtype: gl.conste
         entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
         mbarrier.arrive(told_free.index(told_at.stage))
         told_at = told_at.next()
-        edges = edges_of(m_start + t * form.stage_queries, (seqlen_q, seqlen_k), limits)
+        edges = edges_of(m_start + t * form.stage_queries, (seqlen_q, seqlen_k), band_of(limits))
         row_max = gl.full([ROWS], float("-inf"), gl.float32, rows)
         row_sum = gl.full([ROWS], 0.0, gl.float32, rows)
         for i in range(blocks):
@@ -411,7 +433,8 @@ def finish_tile(t, tile, lse, sinks, o, mailbox, out, at, out_at, work, form: gl
     if form.tuning.joined > 1:
         exists = exists & (row % form.tuning.fold < form.tuning.joined)
         head = head * form.tuning.joined + row % form.tuning.fold
-    first, stop = row_interval(m_offsets, seqlen_q, seqlen_k, (seqlen_k, limits[0], limits[1]), 0, form)
+    left, right = band_of(limits)
+    first, stop = row_interval(m_offsets, seqlen_q, seqlen_k, (seqlen_k, left, right), 0, form)
     sink = 0.0
     if form.sinks:
         sink = load_sinks(sinks, head, exists, form)
