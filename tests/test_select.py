@@ -242,10 +242,16 @@ def test_explain_on_a_named_blackwell_gpu():
     """And it says that the kernel has not run on one."""
     choice = chosen(_dense(right=0, needs_grad=True), "B200")
     text = str(choice)
-    assert "chosen    blackwell.forward  block_m=256 block_n=128 stages=3, shared 226 KiB, 512 columns of tensor memory" in text
+    assert "chosen    blackwell.forward  block_m=256 block_n=128 stages=3, tiles in turn, shared 226 KiB, 512 columns" in text
     assert "correct 88; has not run on a Blackwell GPU" in text
     assert choice.backward is not None and choice.backward.kernel.name == "portable.backward"
     assert "passed    hopper.forward     made for sm_90; this target is sm_100" in text
+
+
+def test_explain_tells_which_heads_share_a_tile():
+    call = _dense(heads=(16, 2))
+    assert "block_m=32 of 8 heads block_n=128" in str(chosen(call, "B200"))
+    assert "block_m=256 block_n=128" in str(chosen(_dense(), "B200")) and "block_m=128 block_n" in str(chosen(call))
 
 
 def test_explain_of_a_problem_passed_on():

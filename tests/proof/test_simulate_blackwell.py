@@ -17,9 +17,11 @@ from hopper_cases import CAUSAL, DTYPES, SCHEDULES, band
 
 pytest.importorskip("triton")
 
+from strobe import ops
 from strobe.bench.predictions import variants
 from strobe.kernels.blackwell import config as blackwell
 from strobe.kernels.blackwell import forward
+from strobe.kernels.device import persistent, views
 from strobe.kernels.kernel import Forward
 from strobe.problem import Problem
 from strobe.proof.exponential import evaluated, minimax, worst
@@ -30,6 +32,7 @@ from strobe.sim.mutate import Mutant, mutants
 from strobe.sim.scene import FAILURES, Scene, replaced
 from strobe.target import FAKES
 from strobe.testing import FAMILIES, Case, assert_as_good_as
+from strobe.testing.cases import laid_out
 
 HERE = Path(__file__).parent
 SOURCE = (HERE / FORWARD).resolve()
@@ -46,7 +49,7 @@ LARGE = (
     _case("causal", 600, None, mask=CAUSAL),
     _case("causal_more_rows_sinks", 800, 385, mask=CAUSAL, sinks=True),  # the first tile of a head sees no key
     _case("window_softcap_sinks", 600, None, mask=band(150, 20), softcap=5.0, sinks=True),
-    _case("grouped_gaps", heads=(4, 2), mask=CAUSAL, storage="gaps"),
+    _case("grouped_gaps", 512, heads=(4, 2), mask=CAUSAL, storage="gaps"),
     _case("head_dim_64", 520, 520, 64, mask=CAUSAL),
     _case("head_dim_96", 520, 390, 96),
     _case("head_dims_192_128", 520, 300, 192, head_dim_v=128, mask=CAUSAL),
@@ -76,7 +79,21 @@ MORE = (
     _case("three", 3, 3, mask=CAUSAL),
     _case("around_a_tile", 257, 129, mask=CAUSAL),
 )
-CASES = {case.name: case for case in (*LARGE, *SMALL, *MORE)}
+JOINED = (  # heads of a group share a tile
+    _case("joined_one_row", 1, 390, heads=(16, 2)),
+    _case("joined_three_rows", 3, 260, heads=(4, 1), mask=CAUSAL, sinks=True),
+    _case("joined_pairs", 100, 300, 64, heads=(4, 2), mask=CAUSAL),
+    _case("joined_window", 129, 300, heads=(4, 1), mask=band(40, 5), softcap=5.0),
+    _case("joined_threes", 90, 200, 96, heads=(6, 2), batch=2, storage="gaps", sinks=True),  # the fourth row of each query is of no head
+    _case("joined_packed", 1, 1, lengths_q=(3, 0, 1, 90), lengths_k=(140, 3, 0, 130), heads=(6, 2), mask=CAUSAL, outside=(3, 5), sinks=True),
+    _case("joined_two_tiles_a_program", 150, 130, 64, heads=(8, 2)),
+    _case("joined_more_rows", 150, 129, heads=(8, 2), mask=CAUSAL, storage="mixed"),
+    _case("joined_sixteen", 33, 300, 192, head_dim_v=128, heads=(16, 1), mask=band(70, None)),
+    _case("joined_all", 3, 200, 64, heads=(128, 1), mask=CAUSAL),
+    _case("joined_packed_window_96", 1, 1, 96, lengths_q=(40, 1, 0, 7), heads=(8, 2), mask=band(20, 20), outside=(2, 0), promised=True),
+    _case("joined_packed_d192_128", 1, 1, 192, head_dim_v=128, lengths_q=(3, 100), lengths_k=(90, 150), heads=(4, 2), sinks=True),
+)
+CASES = {case.name: case for case in (*LARGE, *SMALL, *MORE, *JOINED)}
 
 
 def run_and_judge(case: Case, dtype: torch.dtype, family: str, schedule: tuple[str, int], target=B200) -> None:
@@ -86,7 +103,8 @@ def run_and_judge(case: Case, dtype: torch.dtype, family: str, schedule: tuple[s
     assert_as_good_as(found, call)
 
 
-NOW = ("dense", "causal_more_rows_sinks", "window_softcap_sinks", "head_dim_64", "head_dim_96", "head_dims_192_128", "packed_causal", "one_row")
+NOW = ("dense", "causal_more_rows_sinks", "window_softcap_sinks", "head_dim_64", "head_dim_96", "head_dims_192_128", "packed_causal", "one_row",
+       "joined_three_rows", "joined_pairs", "joined_window", "joined_threes", "joined_packed", "joined_two_tiles_a_program")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NOW)
@@ -125,12 +143,22 @@ def _form(case: Case, dtype: torch.dtype = torch.bfloat16, target=B200) -> black
     return select(Problem.from_call(case.build("cpu", dtype, kernel="blackwell")), target).forward.config.form
 
 
+def test_tiles_that_cost_the_same_are_taken_without_a_counter(monkeypatch):
+    """Where no mask makes them differ, programs of several tiles need no word from each other; the kernel is then given no counter."""
+    assert [_form(CASES[name]).counted for name in ("causal", "window_left", "window_right", "packed_other_keys_96")] == [True] * 4
+    assert not _form(CASES["three"]).counted  # one tile
+    monkeypatch.setattr(persistent, "zeros_on", None)
+    case = CASES["whole_tiles"]
+    assert case.heads[0] * case.seqlen_q // 256 == 2 * PROGRAMS
+    run_and_judge(case, torch.bfloat16, "normal", ("pct", 3))
+
+
 def test_the_table_has_every_tiling():
     assert {blackwell.tiled(case.head_dim, case.head_dim_v or case.head_dim) for case in LARGE} == set(blackwell.TUNINGS)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ("packed_causal", "packed_d192_128"))
+@pytest.mark.parametrize("name", ("packed_causal", "packed_d192_128", "joined_packed_window_96"))
 def test_what_neighbours_hold_does_not_matter(name):
     """Rows of another sequence share tiles with a sequence's last rows: NaN there changes no bit."""
     call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, kernel="blackwell")
@@ -161,6 +189,52 @@ def test_a_row_of_nan_is_nan_and_no_other(dtype):
     found, run = simulated(call._replace(q=q), B200)
     assert run.reports == [] and found.out[0, 3].isnan().all() and found.lse[..., 3].isnan().all()
     assert found.out[0, torch.arange(130) != 3].isfinite().all()
+
+
+# ---------------------------------------------------------------- heads that share a tile
+
+
+def test_cases_share_tiles_or_do_not_as_their_names_say():
+    assert all(_form(case).tuning.joined == case.heads[0] // case.heads[1] > 1 for case in JOINED)
+    assert all(_form(CASES[name]).tuning.joined == 1 < _form(CASES[name]).group for name in ("grouped_gaps", "one_key_head"))
+
+
+@pytest.mark.parametrize(
+    "rows, heads, joined",
+    [(1, (8, 1), 8), (1, (8, 8), 1), (3, (6, 2), 3), (128, (2, 1), 2), (129, (2, 1), 1), (256, (8, 1), 1), (257, (2, 1), 2), (4096, (8, 1), 1),
+     (1, (128, 1), 128), (1, (129, 1), 1), (85, (3, 1), 3), (192, (3, 1), 1)],
+)  # fmt: skip
+def test_heads_share_tiles_where_that_makes_fewer(rows, heads, joined):
+    """As many rows a query as the next power of two: three heads take four. A tile has 256."""
+    assert _form(_case("shared", rows, 130, heads=heads)).tuning.joined == joined
+    assert _form(_case("shared", lengths_q=(rows, rows), lengths_k=(130, 130), heads=heads)).tuning.joined == joined
+
+
+def test_packed_queries_whose_heads_lie_apart_do_not_share_tiles():
+    """TMA has no dimension left for them; dense ones may lie as they like."""
+    for storage, joined in (("contiguous", 4), ("gaps", 1), ("heads_first", 1)):
+        assert _form(_case("apart", lengths_q=(3, 7), heads=(8, 2), storage=storage)).tuning.joined == joined, storage
+        assert _form(_case("apart", 3, 9, heads=(8, 2), storage=storage)).tuning.joined == 4, storage
+
+
+@pytest.mark.parametrize("name", ("joined_three_rows", "joined_window", pytest.param("joined_packed", marks=pytest.mark.nightly)))
+def test_sharing_a_tile_changes_no_bit(name, monkeypatch):
+    call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, kernel="blackwell")
+    together, _ = simulated(call, B200)
+    monkeypatch.setattr(blackwell, "joined", lambda problem: 1)
+    apart, run = simulated(call, B200)
+    assert run.reports == [] and torch.equal(together.out, apart.out) and torch.equal(together.lse, apart.lse)
+
+
+@pytest.mark.parametrize("storage", ("contiguous", "heads_first"))
+def test_out_whose_heads_lie_apart(storage):
+    """A given out that TMA cannot write for all heads at once is written elsewhere and copied."""
+    case = CASES["joined_packed"]
+    call = case.build("cpu", torch.bfloat16, kernel="blackwell")
+    out = laid_out(torch.full(call.q.shape, float("nan"), dtype=torch.bfloat16), storage, 0)
+    assert (views.addressable(out, joined=True) is out) == (storage == "contiguous") and views.addressable(out) is out
+    with on(B200):
+        assert_as_good_as(ops.run(call, out), call)
 
 
 # ---------------------------------------------------------------- conditional rescaling

@@ -26,6 +26,11 @@ def query_tiles(problem: Problem, block_m: int) -> int:
     return layout.total_q // block_m + layout.batch + 2 if problem.packed else -(-layout.seqlen_q // block_m)
 
 
+def joinable(strides: tuple[int, ...], heads: int) -> bool:
+    """Whether TMA can see the heads and rows of a packed tensor as one dimension: a row is `heads` steps by heads."""
+    return strides[0] == heads * strides[1]
+
+
 def against_call(problem: Problem) -> str | None:
     """What stands against its types, layout and scale."""
     if problem.dtype not in (torch.float16, torch.bfloat16):

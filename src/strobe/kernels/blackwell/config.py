@@ -5,7 +5,7 @@ It has not run on a Blackwell GPU: what is known of it was shown by the simulato
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from ...mask import MaskStructure
 from ...problem import Problem
 from ...target import KIB, Target
 from ..kernel import Buffer, Cost, Forward, Plan, attention_cost, entries
-from ..tma import against_call, against_mask, against_memory, against_tools, query_tiles, rest
+from ..tma import MOST_ROWS, against_call, against_mask, against_memory, against_tools, joinable, query_tiles, rest
 
 CAPABILITIES = (100, 103)
 ROWS = 128  # of one query stage: the lanes of tensor memory
@@ -33,10 +33,17 @@ class Tuning:
     block_n: int = 128
     registers: tuple[int, int] = (184, 48)  # of a thread of softmax, and of mma, load and store; correct has what they leave: see `registers_of`
     threshold: float = 8.0  # o is rescaled where a row's maximum grows by more, in log2 units
+    joined: int = 1  # query heads that a tile holds, of a query each in rows that follow each other: one, or all that share a key head
+
+    @property
+    def fold(self) -> int:
+        """Rows of a tile that a query takes: its heads, to a power of two, since shapes of tiles are."""
+        return 1 << (self.joined - 1).bit_length()
 
     @property
     def block_m(self) -> int:
-        return ROWS * STAGES_Q
+        """Queries of a tile."""
+        return ROWS * STAGES_Q // self.fold
 
     def registers_of(self) -> dict[str, int]:
         """Each role's registers a thread: 8 warps of softmax, 4 of one warp each (one of them idle), 4 of correct."""
@@ -51,13 +58,13 @@ class Form:
     tuning: Tuning
     block_d: int
     block_dv: int
-    group: int
+    group: int  # heads that share a key head and have tiles of their own
     mask: MaskStructure
     softcap: bool
     sinks: bool
     even: bool  # S_k is a multiple of block_n
     packed: bool
-    counted: bool  # programs take tiles from a counter
+    counted: bool  # programs take tiles from a counter, since tiles differ in cost; else each takes those that stand apart by their number
     by_fma: int  # of each 32 weights, those whose exponentials multiply-adds compute
     lift: float  # p reaches up to 2^lift where a maximum is new, and up to 2^(lift + threshold) where it lags
 
@@ -65,6 +72,11 @@ class Form:
     def masks(self) -> bool:
         """Whether any tile may hold a hidden key; where none can, the loop has no code for masks."""
         return self.mask.left or self.mask.right or not self.even
+
+    @property
+    def stage_queries(self) -> int:
+        """Queries of a query stage."""
+        return ROWS // self.tuning.fold
 
     @property
     def rest_d(self) -> int:
@@ -95,7 +107,9 @@ class ForwardConfig:
         t = self.form.tuning
         registers = ", ".join(f"{role} {count}" for role, count in t.registers_of().items())
         by_fma = f", {self.form.by_fma} of 32 exponentials by multiply-adds" if self.form.by_fma else ""
-        return (f"block_m={t.block_m} block_n={t.block_n} stages={t.stages}, shared {self.form.shared_bytes() / KIB:.0f} KiB, "
+        order = "tiles from a counter" if self.form.counted else "tiles in turn"
+        heads = f" of {t.joined} heads" if t.joined > 1 else ""
+        return (f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages}, {order}, shared {self.form.shared_bytes() / KIB:.0f} KiB, "
                 f"{self.form.tensor_columns()} columns of tensor memory{by_fma}, registers {registers}; has not run on a Blackwell GPU")  # fmt: skip
 
 
@@ -122,6 +136,22 @@ def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((widths for widths in TUNINGS if widths[0] >= head_dim and widths[1] >= head_dim_v), None)
 
 
+def joined(problem: Problem) -> int:
+    """Query heads that a tile holds: all that share a key head where that makes fewer tiles by a tenth, else one.
+
+    A tile takes as long with one query as with all that it has room for. Packed sequences are taken to be of their mean length.
+    """
+    layout: Any = problem.layout
+    group, rows = problem.group, ROWS * STAGES_Q
+    if not 1 < group <= ROWS:
+        return 1
+    if problem.packed and not (joinable(problem.strides[0], problem.heads_q) and layout.total_q * problem.heads_kv <= MOST_ROWS):
+        return 1  # no view of TMA has a dimension more: device.views
+    queries = -(-layout.total_q // max(1, layout.batch)) if problem.packed else layout.seqlen_q
+    together, apart = -(-queries * Tuning(1, 1, joined=group).fold // rows), group * -(-queries // rows)
+    return group if together < 0.9 * apart else 1
+
+
 def _against_widths(problem: Problem) -> str | None:
     if tiled(problem.head_dim, problem.head_dim_v):
         return None
@@ -142,12 +172,14 @@ class BlackwellForward:
         widths = tiled(problem.head_dim, problem.head_dim_v)
         if widths is None:
             raise ValueError(_against_widths(problem))
-        tuning = TUNINGS[widths]
+        tuning = replace(TUNINGS[widths], joined=joined(problem))
+        group = problem.group // tuning.joined
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
-        counted = query_tiles(problem, tuning.block_m) * problem.heads_q * entries(problem) > target.sm_count
+        uneven = problem.packed or problem.mask.left or problem.mask.right  # some tiles see fewer keys than others
+        counted = uneven and query_tiles(problem, tuning.block_m) * problem.heads_kv * group * entries(problem) > target.sm_count
         options = (bool(problem.softcap), problem.sinks, even, problem.packed, counted)
         by_fma = BY_FMA.get((target.capability, widths, problem.mask.left or problem.mask.right), 0)
-        return ForwardConfig(Form(tuning, *widths, problem.group, problem.mask, *options, by_fma, LIFTS[str(problem.dtype)]))
+        return ForwardConfig(Form(tuning, *widths, group, problem.mask, *options, by_fma, LIFTS[str(problem.dtype)]))
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem)

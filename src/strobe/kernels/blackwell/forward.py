@@ -35,6 +35,8 @@ scores issued after it.
 A row's maximum, against which p is taken, may lag behind the true one by `threshold` in log2 units: o is rescaled only where it would lag by more,
 and not at all where no row of the stage needs it. Sum and o are taken against the same number, so the quotient is exact.
 
+Where heads of a group share a tile, its rows are queries, each with its heads: loads of q and stores of out and lse know of it, and `queries_of`.
+
 A tensor's rows end where TMA is told: it gives zeros beyond them and writes nothing there, so lengths may be ragged, and what packed
 neighbours hold is never loaded (`device.views`). Head dimensions that are no power of two come in two parts, (64, 32) or (128, 64).
 
@@ -69,11 +71,28 @@ READERS: gl.constexpr = gl.constexpr(5)  # of the board
 
 
 @gluon.jit
+def anew(number):
+    """A number that the compiler does not know before it is here, so that nothing is computed of it earlier.
+
+    What two roles would compute alike of a launch's arguments, LLVM computes once, before all roles. Through all of them ptxas keeps three
+    registers, which a thread's own numbers fill, and spills what is more where a role begins (8 to 48 bytes: `right + 1`, of causal masks).
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def band_of(limits):
+    """(left, right) of the mask."""
+    return anew(limits[0]), anew(limits[1])
+
+
+@gluon.jit
 def load_partition(views, offsets, board, q, kv, work, form: gl.constexpr):
     q_views, k_views, v_views = views
     tiles, sizes, limits, numbers, faults, counter = work
     q_smem, q_ready, q_free = q
-    sequences, total_q, total_k = sizes[0], sizes[2], sizes[3]
+    JOINED: gl.constexpr = form.tuning.joined > 1
+    sequences, heads, total_q, total_k = sizes[0], sizes[1], sizes[2], sizes[3]
     if form.packed:
         if gl.program_id(0) == 0:
             lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -84,23 +103,28 @@ def load_partition(views, offsets, board, q, kv, work, form: gl.constexpr):
     told_at = ring_start(2)
     turn = gl.to_tensor(0)
     number = tile_number(turn, counter, form)
-    while number < tiles:
-        turn += 1
-        upcoming = tile_number(turn, counter, form)  # asked for now, needed after this tile
-        if form.counted:
-            if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
-                gl.atomic_xchg(counter, 0, sem="relaxed")
-        exists, tile, keys = tile_of(number, offsets, sizes, limits, form)
-        if exists:
-            tell(board, told_at, tile)
+    more = gl.to_tensor(True)
+    while more:
+        more = number < tiles
+        upcoming = number
+        if more:
+            turn += 1
+            upcoming = tile_number(turn, counter, form)  # asked for now, needed after this tile
+            if form.counted:
+                if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
+                    gl.atomic_xchg(counter, 0, sem="relaxed")
+        exists, tile, keys = tile_of(number, offsets, sizes, band_of(limits), form)
+        entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
+        if exists | (number >= tiles):  # the end is told here too: from a place of its own, a lane's number was kept through all roles
+            blocks = gl.where(more, blocks, -1)
+            tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys))
             told_at = told_at.next()
-            entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
             if blocks > 0:
-                q_place, k_place, kv_head = (entry, q_start, rows), (entry, keys[0], keys[1]), head // form.group
+                q_place, k_place, kv_head = (entry, q_start, rows, heads), (entry, keys[0], keys[1], heads), head // form.group
                 mbarrier.wait(q_free.index(0), q_at.parity ^ 1)
-                load_rows(q_views, q_place, head, m_start, 0, q_smem, q_ready.index(0), form.rest_d, form)
+                load_rows(q_views, q_place, head, m_start, 0, q_smem, q_ready.index(0), form.rest_d, form, JOINED)
                 kv_at = load_keys(k_views, k_place, kv_head, n_begin + blocks - 1, kv_at, kv, form.rest_d, form)
-                load_rows(q_views, q_place, head, m_start + ROWS, 1, q_smem, q_ready.index(1), form.rest_d, form)
+                load_rows(q_views, q_place, head, m_start + form.stage_queries, 1, q_smem, q_ready.index(1), form.rest_d, form, JOINED)
                 q_at = q_at.next()
                 kv_at = load_keys(v_views, k_place, kv_head, n_begin + blocks - 1, kv_at, kv, form.rest_dv, form)
                 for i in range(1, blocks):
@@ -108,7 +132,6 @@ def load_partition(views, offsets, board, q, kv, work, form: gl.constexpr):
                     kv_at = load_keys(k_views, k_place, kv_head, block, kv_at, kv, form.rest_d, form)
                     kv_at = load_keys(v_views, k_place, kv_head, block, kv_at, kv, form.rest_dv, form)
         number = upcoming
-    tell(board, told_at, (turn, turn, turn, turn, turn * 0 - 1, turn, turn, turn))
 
 
 @gluon.jit
@@ -121,15 +144,15 @@ def load_keys(views, place, head, block, at, kv, rest: gl.constexpr, form: gl.co
 
 
 @gluon.jit
-def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, form: gl.constexpr):
+def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, form: gl.constexpr, joined: gl.constexpr = False):
     """A tile's parts into their slots; the last columns of all are `rest`, the first a power of two."""
     if rest:
         mbarrier.expect(ready, views[0].block_type.nbytes + views[1].block_type.nbytes)
-        copy_in(views[0], place, head, row, 0, ready, smem[0].index(slot), form)
-        copy_in(views[1], place, head, row, views[0].block_shape[-1], ready, smem[1].index(slot), form)
+        copy_in(views[0], place, head, row, 0, ready, smem[0].index(slot), form, joined)
+        copy_in(views[1], place, head, row, views[0].block_shape[-1], ready, smem[1].index(slot), form, joined)
     else:
         mbarrier.expect(ready, views[0].block_type.nbytes)
-        copy_in(views[0], place, head, row, 0, ready, smem[0].index(slot), form)
+        copy_in(views[0], place, head, row, 0, ready, smem[0].index(slot), form, joined)
 
 
 # ---------------------------------------------------------------- products
@@ -185,23 +208,23 @@ def mma_partition(board, q, kv, s, o, form: gl.constexpr):
     q_at = ring_start(1)
     p_at = ring_start(1)
     told_at = ring_start(2)
+    both = anew(2)  # query stages: loops over them stay loops, lest the addresses of 60 products fill the role's registers
     while is_told(words, told, told_at):
         blocks = read_tile(words, told_at.stage)[4]
         mbarrier.arrive(told_free.index(told_at.stage))
         told_at = told_at.next()
         if blocks > 0:
-            mbarrier.wait(q_ready.index(0), q_at.parity)
             mbarrier.wait(kv_ready.index(kv_at.stage), kv_at.parity)
-            score_product(0, q_smem, kv_smem, kv_at.stage, s, form)
-            mbarrier.wait(q_ready.index(1), q_at.parity)
-            score_product(1, q_smem, kv_smem, kv_at.stage, s, form)
+            for t in range(both):
+                mbarrier.wait(q_ready.index(t), q_at.parity)
+                score_product(t, q_smem, kv_smem, kv_at.stage, s, form)
             tcgen05_commit(kv_free.index(kv_at.stage))
             q_at = q_at.next()
             for i in range(1, blocks):
                 v_at = kv_at.next()
                 kv_at = v_at.next()
                 mbarrier.wait(kv_ready.index(v_at.stage), v_at.parity)
-                for t in range(2):
+                for t in range(both):
                     value_product(t, kv_smem, v_at.stage, s, o_tmem, p_at, i > 1, form)
                     if t == 0:
                         mbarrier.wait(kv_ready.index(kv_at.stage), kv_at.parity)
@@ -213,7 +236,7 @@ def mma_partition(board, q, kv, s, o, form: gl.constexpr):
             tcgen05_commit(q_free.index(0))
             kv_at = kv_at.next()
             mbarrier.wait(kv_ready.index(kv_at.stage), kv_at.parity)
-            for t in range(2):
+            for t in range(both):
                 value_product(t, kv_smem, kv_at.stage, s, o_tmem, p_at, blocks > 1, form)
                 tcgen05_commit(o_ready.index(t))
             tcgen05_commit(kv_free.index(kv_at.stage))
@@ -225,12 +248,18 @@ def mma_partition(board, q, kv, s, o, form: gl.constexpr):
 
 
 @gluon.jit
+def queries_of(row, form: gl.constexpr):
+    """The queries that rows of a stage hold, counted from the stage's first: several rows hold one where its heads are joined."""
+    return row // form.tuning.fold
+
+
+@gluon.jit
 def hidden(quarters, n_start, edges, form: gl.constexpr):
     """A tile's quarters with -inf where a row does not see the key."""
     layout: gl.constexpr = quarters[0].type.layout
     first_edge, stop_edge, key_stop = edges
     columns = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    row = queries_of(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), form)
     stop = row * 0 + (key_stop - n_start)
     if form.mask.right:  # bounded, lest the compiler add up what it can before all roles, in registers that it keeps through all of them
         stop = gl.minimum(stop, row + gl.minimum(stop_edge - n_start, form.tuning.block_n))
@@ -245,9 +274,11 @@ def hidden(quarters, n_start, edges, form: gl.constexpr):
 def scores(s_tile, n_start, edges, softcap, form: gl.constexpr):
     """s[t] in four quarters: capped, and -inf where a row does not see the key."""
     layout: gl.constexpr = tmem_reg_layout(gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4)
+    if form.softcap:  # in their place, a quarter after the other: tanh of all that a thread has would take more registers than it may
+        for i in gl.static_range(4):
+            quarter = s_tile.slice(i * CHUNK, CHUNK)
+            quarter.store(tanh(quarter.load(layout) * softcap))
     quarters = [s_tile.slice(start, CHUNK).load(layout) for start in (0, 32, 64, 96)]
-    if form.softcap:
-        quarters = [tanh(quarter * softcap) for quarter in quarters]
     if form.masks:
         first_edge, stop_edge, key_stop = edges
         n_stop = n_start + form.tuning.block_n
@@ -255,7 +286,7 @@ def scores(s_tile, n_start, edges, softcap, form: gl.constexpr):
         if form.mask.right:
             partial = partial | (n_stop > stop_edge)
         if form.mask.left:
-            partial = partial | (n_start < first_edge + (ROWS - 1))
+            partial = partial | (n_start < first_edge + (form.stage_queries - 1))
         if partial:
             quarters = hidden(quarters, n_start, edges, form)
     return quarters
@@ -302,7 +333,7 @@ def softmax_partition(t: gl.constexpr, board, s, mailbox, work, dtype: gl.conste
         entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
         mbarrier.arrive(told_free.index(told_at.stage))
         told_at = told_at.next()
-        edges = edges_of(m_start + t * ROWS, (seqlen_q, seqlen_k), limits)
+        edges = edges_of(m_start + t * form.stage_queries, (seqlen_q, seqlen_k), band_of(limits))
         row_max = gl.full([ROWS], float("-inf"), gl.float32, rows)
         row_sum = gl.full([ROWS], 0.0, gl.float32, rows)
         for i in range(blocks):
@@ -373,12 +404,21 @@ def stage_part(o_tile, smem, slot, inverse, blocks):
 
 
 @gluon.jit
+def load_sinks(sinks, head, exists, form: gl.constexpr):
+    """The sink of a tile's head, or of each row's."""
+    if form.tuning.joined > 1:
+        return gl.load(sinks + head, mask=exists, other=0.0).to(gl.float32)
+    else:
+        return gl.load(sinks + head).to(gl.float32)
+
+
+@gluon.jit
 def finish_tile(t, tile, lse, sinks, o, mailbox, out, at, out_at, work, form: gl.constexpr):
     """lse, and o[t] normalised into its buffer, from the row sums and maxima in the mailbox."""
     layout: gl.constexpr = tmem_reg_layout(gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4)
     entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = tile
     tiles, sizes, limits, numbers, faults, counter = work
-    heads, total_q = sizes[1], sizes[2]
+    heads, total_q = sizes[1] * form.tuning.joined, sizes[2]
     mail, mail_ready, mail_free = mailbox
     o_tmem, o_ready = o
     out_smem, out_ready, out_free = out
@@ -387,18 +427,24 @@ def finish_tile(t, tile, lse, sinks, o, mailbox, out, at, out_at, work, form: gl
     row_sum = mail.index(2 * t).load(gl.SliceLayout(1, layout))
     row_max = mail.index(2 * t + 1).load(gl.SliceLayout(1, layout))
     mbarrier.arrive(mail_free.index(t))
-    m_offsets = m_start + t * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    first, stop = row_interval(m_offsets, seqlen_q, seqlen_k, (seqlen_k, limits[0], limits[1]), 0, form)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    m_offsets = m_start + t * form.stage_queries + queries_of(row, form)
+    exists = m_offsets < seqlen_q
+    if form.tuning.joined > 1:
+        exists = exists & (row % form.tuning.fold < form.tuning.joined)
+        head = head * form.tuning.joined + row % form.tuning.fold
+    left, right = band_of(limits)
+    first, stop = row_interval(m_offsets, seqlen_q, seqlen_k, (seqlen_k, left, right), 0, form)
     sink = 0.0
     if form.sinks:
-        sink = gl.load(sinks + head).to(gl.float32)
+        sink = load_sinks(sinks, head, exists, form)
     inverse, row_lse = finish(row_max, row_sum, first >= stop, sink, form)
     if form.packed:
         broken = ((limits[3] >= 0) & (seqlen_k > limits[3])) | ((limits[2] >= 0) & (m_offsets >= limits[2]))
         inverse = gl.where(broken, float("nan"), inverse)
         row_lse = gl.where(broken, float("nan"), row_lse)
     lse_rows = lse + (entry.to(gl.int64) * heads + head) * total_q + q_start
-    gl.store(lse_rows + m_offsets, row_lse, mask=m_offsets < seqlen_q)
+    gl.store(lse_rows + m_offsets, row_lse, mask=exists)
     if blocks > 0:
         mbarrier.wait(o_ready.index(t), o_at.parity)
     mbarrier.wait(out_free.index(out_at.stage), out_at.parity ^ 1)
@@ -440,7 +486,9 @@ def correct_partition(board, lse, sinks, s, o, mailbox, out, work, form: gl.cons
 
 
 @gluon.jit
-def store_partition(views, board, out, form: gl.constexpr):
+def store_partition(views, board, out, work, form: gl.constexpr):
+    JOINED: gl.constexpr = form.tuning.joined > 1
+    tiles, sizes, limits, numbers, faults, counter = work
     words, told, told_free = board
     out_smem, out_ready, out_free = out
     out_at = ring_start(form.tuning.out_stages)
@@ -449,12 +497,13 @@ def store_partition(views, board, out, form: gl.constexpr):
         entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
         mbarrier.arrive(told_free.index(told_at.stage))
         told_at = told_at.next()
-        place = (entry, q_start, seqlen_q)
+        place = (entry, q_start, seqlen_q, sizes[1])
         for t in gl.static_range(2):
             mbarrier.wait(out_ready.index(out_at.stage), out_at.parity)
-            copy_out(views[0], place, head, m_start + t * ROWS, 0, out_smem[0].index(out_at.stage), form)
+            row = m_start + t * form.stage_queries
+            copy_out(views[0], place, head, row, 0, out_smem[0].index(out_at.stage), form, JOINED)
             if form.rest_dv:
-                copy_out(views[1], place, head, m_start + t * ROWS, views[0].block_shape[-1], out_smem[1].index(out_at.stage), form)
+                copy_out(views[1], place, head, row, views[0].block_shape[-1], out_smem[1].index(out_at.stage), form, JOINED)
             tma_store_wait(0)
             mbarrier.arrive(out_free.index(out_at.stage))
             out_at = out_at.next()
@@ -512,7 +561,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
             (correct_partition, (board, lse, sinks, s, o, mailbox, out, work, form)),
             (mma_partition, (board, q, kv, s, o, form)),
             (load_partition, ((q_views, k_views, v_views), (cu_seqlens_q, cu_seqlens_k), board, q, kv, work, form)),
-            (store_partition, (o_views, board, out, form)),
+            (store_partition, (o_views, board, out, work, form)),
             (softmax_partition, (gl.constexpr(0), board, s, mailbox, work, dtype, form)),
             (softmax_partition, (gl.constexpr(1), board, s, mailbox, work, dtype, form)),
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -9,22 +10,24 @@ from torch import Tensor
 from ...call import Call
 from ..device import persistent
 from ..device.persistent import Launch, work_of
-from ..device.views import descriptor
+from ..device.views import descriptor, joined_descriptor
 from ..kernel import Forward, Plan
 from . import forward
 from .config import REGISTERS, ROWS
 
 
 def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
-    persistent.run(plan, call, tensors, forward_launch)
+    form: Any = plan.config.form
+    persistent.run(plan, call, tensors, forward_launch, form.tuning.joined > 1)
 
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
     form: Any = plan.config.form
     work = work_of(plan, call)
-    tiles = ((call.q, ROWS, form.block_d, form.rest_d), (call.k, form.tuning.block_n, form.block_d, form.rest_d),
-             (call.v, form.tuning.block_n, form.block_dv, form.rest_dv), (out, ROWS, form.block_dv, form.rest_dv))  # fmt: skip
-    first = (descriptor(tensor, rows, width - rest) for tensor, rows, width, rest in tiles)
-    last = (descriptor(tensor, rows, rest) if rest else None for tensor, rows, _, rest in tiles)
+    queries = partial(joined_descriptor, heads=form.tuning.joined, fold=form.tuning.fold) if form.tuning.joined > 1 else descriptor
+    tiles = ((queries, call.q, ROWS, form.block_d, form.rest_d), (descriptor, call.k, form.tuning.block_n, form.block_d, form.rest_d),
+             (descriptor, call.v, form.tuning.block_n, form.block_dv, form.rest_dv), (queries, out, ROWS, form.block_dv, form.rest_dv))  # fmt: skip
+    first = (view(tensor, rows, width - rest) for view, tensor, rows, width, rest in tiles)
+    last = (view(tensor, rows, rest) if rest else None for view, tensor, rows, _, rest in tiles)
     arguments = (*first, *last, pointers, work, form)
     return Launch(forward.forward_kernel, min(plan.target.sm_count, work[0]), arguments, {"num_warps": 4, "maxnreg": REGISTERS})

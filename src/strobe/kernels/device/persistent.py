@@ -36,10 +36,10 @@ class Launch(NamedTuple):
 Describe = Callable[[Plan, Call, Tensor, tuple[Tensor | None, ...]], Launch]  # a plan, a call, its out and pointers
 
 
-def run(plan: Plan, call: Call, tensors: Forward, described: Describe) -> None:
-    """Launch what `described` says; where the same was launched before, without asking again."""
+def run(plan: Plan, call: Call, tensors: Forward, described: Describe, joined: bool = False) -> None:
+    """Launch what `described` says; where the same was launched before, without asking again. `joined`: out leaves by `joined_descriptor`."""
     form: Any = plan.config.form
-    out = addressable(tensors.out)
+    out = addressable(tensors.out, joined)
     word = faults.word(call.q.device) if form.packed else None
     counter = zeros_on(call.q.device, 1) if form.counted else None
     pointers = (tensors.lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
@@ -56,7 +56,7 @@ def work_of(plan: Plan, call: Call) -> tuple:
     form: Any = plan.config.form
     problem = plan.problem
     layout: Any = problem.layout
-    tuning, heads = form.tuning, problem.heads_q
+    tuning, heads = form.tuning, problem.heads_kv * form.group  # a tile may hold all heads of a group
     tiles_m = query_tiles(problem, tuning.block_m)
     section = batch_heads = layout.batch * heads
     if form.packed:
@@ -65,7 +65,7 @@ def work_of(plan: Plan, call: Call) -> tuple:
         lengths = layout[1:]
         if problem.mask.right and not problem.mask.left and tiles_m <= SHORT_TILES:
             a_head = layout.seqlen_k * (form.block_d + form.block_dv) * call.k.element_size()
-            section = min(section, max(1, L2_BYTES // max(1, a_head)) * problem.group)
+            section = min(section, max(1, L2_BYTES // max(1, a_head)) * form.group)
         whole = -(-batch_heads // section) * section * tiles_m  # the last section may hold tiles that are none
     if whole >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {whole} tiles of {tuning.block_m} queries are more than a launch can count; split the batch")

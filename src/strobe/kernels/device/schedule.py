@@ -14,7 +14,8 @@ WORDS: gl.constexpr = gl.constexpr(8)  # of a tile on the board
 def tile_number(turn, counter, form: gl.constexpr):
     """The number of a program's tile `turn` in the order of all tiles.
 
-    Whoever is free takes the next from a counter: costs differ, and so do SMs. Without a counter each program has one tile at most.
+    Whoever is free takes the next from a counter: costs differ, and so do SMs. Without a counter a program's tiles stand apart by the number of
+    programs: each has one at most, or all cost the same.
     """
     programs = gl.num_programs(0)
     if form.counted:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...problem import ALIGNMENT
-from ..tma import MOST_ROWS
+from ..tma import MOST_ROWS, joinable
 from .dialect import TensorDescriptor, gl, gluon, tma_load, tma_store
 
 FAR: gl.constexpr = gl.constexpr(MOST_ROWS)  # where the rows of a wrapping descriptor end
@@ -22,27 +22,36 @@ DTYPES = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16, "torch.flo
 
 
 @gluon.jit
-def copy_in(desc, place, head, row, column: gl.constexpr, ready, smem, form: gl.constexpr):
-    """Load a tile from row `row` of a head on; `place` is (batch entry, start, length) of its sequence.
+def corner(place, head, row, column: gl.constexpr, joined: gl.constexpr, form: gl.constexpr):
+    """Where TMA finds the tile that begins with row `row` of a head; `place` is (batch entry, start, length) of its sequence.
 
     A packed sequence's rows are made to end at coordinate FAR, whatever they begin at: the first dimension takes FAR rows back, the
-    second steps by rows to the sequence's end.
+    second steps by rows to the sequence's end. Where heads are `joined`, rows are queries, `head` is a key head, and the second dimension
+    steps by key heads, of which `place` then says the number.
     """
-    entry, start, length = place
+    entry, start, length = place[0], place[1], place[2]
     if form.packed:
-        tma_load(desc, [FAR, start + length, head, FAR - length + row, column], ready, smem)
+        if joined:
+            return [FAR, (start + length) * place[3] + head, FAR - length + row, 0, column]
+        else:
+            return [FAR, start + length, head, FAR - length + row, column]
     else:
-        tma_load(desc, [entry, head, row, column], ready, smem)
+        if joined:
+            return [entry, head, row, 0, column]
+        else:
+            return [entry, head, row, column]
 
 
 @gluon.jit
-def copy_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.constexpr):
+def copy_in(desc, place, head, row, column: gl.constexpr, ready, smem, form: gl.constexpr, joined: gl.constexpr = False):
+    """Load a tile from row `row` of a head on."""
+    tma_load(desc, corner(place, head, row, column, joined, form), ready, smem)
+
+
+@gluon.jit
+def copy_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.constexpr, joined: gl.constexpr = False):
     """`copy_in`, the other way."""
-    entry, start, length = place
-    if form.packed:
-        tma_store(desc, [FAR, start + length, head, FAR - length + row, column], smem)
-    else:
-        tma_store(desc, [entry, head, row, column], smem)
+    tma_store(desc, corner(place, head, row, column, joined, form), smem)
 
 
 @gluon.jit
@@ -53,20 +62,35 @@ def tile_2d(ring, stage):
 
 @gluon.jit
 def as_rows(tile):
-    """A tile as rows and columns: TMA sees it as a block [..., rows, columns]."""
-    shape: gl.constexpr = [tile.shape[-2], tile.shape[-1]]
+    """A tile as rows and columns: TMA sees it as a block [..., rows, columns], or [..., queries, heads, columns]."""
+    shape: gl.constexpr = [tile.numel // tile.shape[-1], tile.shape[-1]]
     return tile.reshape(shape)
 
 
-def addressable(out: Tensor) -> Tensor:
+def addressable(out: Tensor, joined: bool = False) -> Tensor:
     """`out` itself where TMA can write to it, else a tensor like it, whose rows begin at multiples of 16 bytes."""
     itemsize, bits = out.element_size(), out.data_ptr()
     for stride in out.stride()[:-1]:
         bits |= stride * itemsize
-    if bits % ALIGNMENT == 0:
+    if bits % ALIGNMENT == 0 and not (joined and out.dim() == 3 and not joinable(out.stride(), out.shape[1])):
         return out
     whole = -(-out.shape[-1] * itemsize // ALIGNMENT) * ALIGNMENT // itemsize
     return torch.empty((*out.shape[:-1], whole), dtype=out.dtype, device=out.device)[..., : out.shape[-1]]
+
+
+def joined_descriptor(tensor: Tensor, rows: int, width: int, heads: int, fold: int) -> TensorDescriptor:
+    """`descriptor` with the `heads` query heads of a key head as a dimension: a tile's rows are rows / fold queries, each with its heads.
+
+    `fold`, a power of two, may exceed `heads`: TMA gives zeros for the heads that are none, and writes none.
+    """
+    size = tensor.shape[-1]
+    if tensor.dim() == 4:
+        b, s, h, d = tensor.stride()
+        shape, strides = [tensor.shape[0], tensor.shape[2] // heads, tensor.shape[1], heads, size], [b, heads * h, s, h, d]
+    else:
+        s, h, d = tensor.stride()
+        shape, strides = [MOST_STEPS, MOST_STEPS, MOST_ROWS, heads, size], [WRAP - s, heads * h, s, h, d]
+    return _described(tensor, shape, strides, [1, 1, rows // fold, fold, width])
 
 
 def descriptor(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
@@ -79,5 +103,9 @@ def descriptor(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
         s, h, d = tensor.stride()
         _, heads, size = tensor.shape
         shape, strides, ones = [MOST_STEPS, MOST_STEPS, heads, MOST_ROWS, size], [WRAP - s, s, h, s, d], [1, 1, 1]
-    layout: Any = gl.NVMMASharedLayout.get_default_for([*ones, rows, width], DTYPES[str(tensor.dtype)])
-    return TensorDescriptor(tensor, shape, strides, [*ones, rows, width], layout)
+    return _described(tensor, shape, strides, [*ones, rows, width])
+
+
+def _described(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    layout: Any = gl.NVMMASharedLayout.get_default_for(block, DTYPES[str(tensor.dtype)])
+    return TensorDescriptor(tensor, shape, strides, block, layout)
