@@ -6,8 +6,8 @@ hold 80 KiB at D = 64, and an SM runs two programs. At D = 128 five tiles of 64 
 two of V. So each ring has a length of its own.
 
 Whether that helps depends on who is slow. Where tiles are multiplied more slowly than they arrive, more stages only wait in shared memory, and take
-it from a second program on the same SM: five and five at D = 128 leave room for one, and cost a quarter of the speed. Measured, this rung is no faster
-than k3_2, at D = 64 it is 4 % slower: mma.sync was the slow one.
+it from a second program on the same SM: five and five at D = 128 leave room for one, and cost a quarter of the speed. Measured, this rung is no
+faster than k3_2, and at D = 64 4 % slower: mma.sync was the slow one.
 
 Cost model, a tile of 128 queries and 64 keys, in 16 bits:
 

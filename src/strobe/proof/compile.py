@@ -46,6 +46,7 @@ from ..select import select
 from ..target import Target
 from . import budget
 from .budget import FAMILIES, TARGETS, UNITS, Unit
+from .operands import clashes
 from .sass import COUNTED, KINDS, Loop, count, disassemble, loops
 
 RESULTS = Path("results/compiled.jsonl")
@@ -153,6 +154,10 @@ def report(name: str, kernel: Any, capability: int, arguments: tuple, options: d
         compiled = kernel.warmup(*arguments, grid=grid, **options)
         seconds = time.perf_counter() - start
     taken, sass = _taken(said.getvalue(), name), disassemble(compiled.asm["cubin"])
+    if lost := clashes(compiled.asm["ptx"], sass):
+        raise KernelFault(
+            f"{name}: ptxas packs one left operand over another in {', '.join(lost)}; keep the one that outlives a turn in shared memory"
+        )
     meta = compiled.metadata
     return Report(
         name, capability, taken["registers"], taken["spill_stores"], taken["spill_loads"], taken["stack"], taken["static"] + meta.shared,

@@ -25,10 +25,9 @@ def clashes(ptx: str, sass: str) -> list[str]:
     >>> clashes("", "")
     []
     """
-    both = {tuple(sorted(kinds)) for kinds in _kinds_in_ptx(ptx).values()}
-    if ("0", "1") in both:  # the program itself multiplies one value with keys and values
+    if "GMMA" not in sass or any(len(kinds) > 1 for kinds in _kinds_in_ptx(ptx).values()):  # the program itself multiplies one value both ways
         return []
-    return [f"R{first}..R{first + 3} at {at}" for first, at in _shared(sass)]
+    return list(dict.fromkeys(f"R{first}..R{first + 3} at {at}" for first, at in _shared(sass)))
 
 
 def _kinds_in_ptx(ptx: str) -> dict[str, set[str]]:
