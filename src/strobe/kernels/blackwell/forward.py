@@ -113,7 +113,8 @@ def load_partition(views, offsets, board, q, kv, work, form: gl.constexpr):
             if form.counted:
                 if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
                     gl.atomic_xchg(counter, 0, sem="relaxed")
-        exists, tile, keys = tile_of(number, offsets, sizes, band_of(limits), form)
+        here = (anew(sequences), heads, total_q, total_k, sizes[4], sizes[5])  # or sequences * heads is kept through all roles
+        exists, tile, keys = tile_of(number, offsets, here, band_of(limits), form)
         entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
         if exists | (number >= tiles):  # the end is told here too: from a place of its own, a lane's number was kept through all roles
             blocks = gl.where(more, blocks, -1)
