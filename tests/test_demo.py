@@ -95,7 +95,8 @@ def test_report_stands_alone_and_parses(quick: Path):
     assert not [load for load in page.loads if not load.startswith(("#", "data:"))]
     assert "://" not in text and "@import" not in text and "<script" not in text
     assert not re.findall(r"url\((?!#)", text)
-    assert page.tags.count("svg") == 2 + len(json.loads((quick / "demo.json").read_text())["tiles"])
+    results = json.loads((quick / "demo.json").read_text())
+    assert page.tags.count("svg") == 2 + len(results["tiles"]) + len(results["cycles"])
 
 
 def test_report_shows_what_was_measured(quick: Path, results: dict):

