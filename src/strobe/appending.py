@@ -37,8 +37,13 @@ class AppendCall(NamedTuple):
         return Held(self.k, self.v, self.seqlens, self.page_table, None, self.k_scale, self.v_scale)
 
     @property
+    def about(self) -> tuple[Tensor | None, ...]:
+        """The fields that are tensors, or None."""
+        return self[:10]
+
+    @property
     def tensors(self) -> list[Tensor]:
-        return [field for field in self if isinstance(field, Tensor)]
+        return [field for field in self.about if field is not None]
 
     @staticmethod
     def of(cache: Any, k_new: Tensor, v_new: Tensor, rotary: Rotary | None) -> AppendCall:

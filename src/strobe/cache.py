@@ -87,17 +87,32 @@ class Held(NamedTuple):
     @staticmethod
     def of(cache: PagedCache | DenseCache) -> Held:
         """The cache, all of whose fields are tensors, or None where they may be."""
-        if not isinstance(cache, (PagedCache, DenseCache)):
-            raise wrong_type("cache", cache, "a strobe.PagedCache or strobe.DenseCache", "put your tensors in one of them")
-        for name, field in zip(cache._fields, cache):
-            if not isinstance(field, Tensor) and (field is not None or name not in ("k_start", "k_scale", "v_scale")):
-                raise wrong_type(f"cache.{name}", field, "a tensor", f"see strobe.{type(cache).__name__}, and wrap it in torch.tensor(...)")
         if isinstance(cache, PagedCache):
-            return Held(cache.k_pages, cache.v_pages, cache.seqlens, cache.page_table, None, cache.k_scale, cache.v_scale)
-        return Held(cache.k, cache.v, cache.seqlens, None, cache.k_start, cache.k_scale, cache.v_scale)
+            k, v, page_table, seqlens, k_scale, v_scale = cache
+            held, needed = Held(k, v, seqlens, page_table, None, k_scale, v_scale), (k, v, seqlens, page_table)
+        elif isinstance(cache, DenseCache):
+            k, v, seqlens, k_start, k_scale, v_scale = cache
+            held, needed = Held(k, v, seqlens, None, k_start, k_scale, v_scale), (k, v, seqlens)
+        else:
+            raise wrong_type("cache", cache, "a strobe.PagedCache or strobe.DenseCache", "put your tensors in one of them")
+        for field in needed:
+            if not isinstance(field, Tensor):
+                raise _no_tensor(cache)
+        for field in held[4:]:
+            if field is not None and not isinstance(field, Tensor):
+                raise _no_tensor(cache)
+        return held
 
     def word(self, field: str) -> str:
         return f"cache.{field}_pages" if self.page_table is not None and field in ("k", "v") else f"cache.{field}"
+
+
+def _no_tensor(cache: PagedCache | DenseCache) -> Exception:
+    """What to raise for the first field of a cache that is not a tensor and should be."""
+    optional = ("k_start", "k_scale", "v_scale")
+    others = [(name, field) for name, field in zip(cache._fields, cache) if not isinstance(field, Tensor)]
+    name, field = next((name, field) for name, field in others if field is not None or name not in optional)
+    return wrong_type(f"cache.{name}", field, "a tensor", f"see strobe.{type(cache).__name__}, and wrap it in torch.tensor(...)")
 
 
 def quantize_kv(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -46,8 +46,13 @@ class DecodeCall(NamedTuple):
         return Held(*self[1:8])
 
     @property
+    def about(self) -> tuple[Tensor | None, ...]:
+        """The fields that are tensors, or None."""
+        return self[:9]
+
+    @property
     def tensors(self) -> list[Tensor]:
-        return [field for field in self if isinstance(field, Tensor)]
+        return [field for field in self.about if field is not None]
 
 
 def check(call: DecodeCall) -> Dense | Paged:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import appending, decode, dispatch
+from . import appending, decode, dispatch, ops
 from .appending import AppendCall, AppendProblem
 from .cache import FP8
 from .call import accumulator
 from .decode import DecodeCall, DecodeProblem, refuse_gradients
 from .kernels.decoding import addresses
-from .kernels.kernel import Forward, Plan
-from .knobs import KNOBS
+from .kernels.kernel import Forward
 from .ops import LIBRARY, MOST_CHOICES, _check_out, _launch, _schema
 from .problem import ALIGNMENT
 from .select import Choice, select
@@ -57,8 +58,23 @@ def _decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
 
 def _raw_key(call: DecodeCall | AppendCall) -> tuple:
     """All of a call that its problem is made of, and all that a kept launch is given beside addresses; where k and v lie matters to wide loads."""
-    about = [(field.shape, field.stride(), field.dtype, field.device) if isinstance(field, Tensor) else field for field in call]
-    return type(call), *about, (call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
+    about = call.about
+    lies = [None if field is None else (field.shape, field.stride(), field.dtype, field.get_device()) for field in about]
+    return type(call), *lies, *call[len(about) :], call[0].device, (call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
+
+
+@lru_cache(maxsize=1024)
+def _rows_apart(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor.
+
+    >>> _rows_apart((2, 3, 4)), _rows_apart((2, 0, 5))
+    ((12, 4, 1), (5, 5, 1))
+    """
+    return tuple(accumulate(reversed([max(1, size) for size in shape[1:]]), int.__mul__, initial=1))[::-1]
+
+
+def _empty_here(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return ops.empty_here(shape, _rows_apart(shape), dtype)
 
 
 def _received(call: AnyCall) -> AnyCall:
@@ -80,24 +96,21 @@ def _write(choice: Choice[DecodeProblem], call: DecodeCall, t: Forward) -> None:
         _launch(choice.forward, _received(call), t)
 
 
-def _written_again(plan: Plan, call: DecodeCall, t: Forward) -> bool:
-    """Launch as at these addresses before, where the plan's kernel kept the way; what Python does beside that takes longer than a short decode."""
-    if not plan.again or call.q.get_device() != torch._C._cuda_getDevice() or KNOBS.sync:
-        return False
-    workspace = {buffer.name: call.q.new_empty(buffer.shape, dtype=buffer.dtype) for buffer in plan.buffers}
-    again = plan.again.get(addresses(call, t, workspace))
-    return again is not None and again()
-
-
-def _decode(*flat: Any) -> tuple[Tensor, Tensor]:
-    call = DecodeCall(*flat)
+def _attend(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """out and lse; launched as at these addresses before, where the plan's kernel kept the way: the rest of Python takes longer than a short decode."""
     choice = decide(call)
-    problem = choice.problem
+    problem, plan = choice.problem, choice.forward
     shape, lse_shape = problem.out_shapes
-    t = Forward(call.q.new_empty(shape, dtype=problem.out_dtype), call.q.new_empty(lse_shape, dtype=problem.lse_dtype))
-    if not _written_again(choice.forward, call, t):
-        _write(choice, call, t)
-    return t.out, t.lse
+    if plan.again and ops.repeats(plan, call.q):
+        out, lse = _empty_here(shape, problem.out_dtype), _empty_here(lse_shape, problem.lse_dtype)
+        workspace = {buffer.name: _empty_here(buffer.shape, buffer.dtype) for buffer in plan.buffers}
+        again = plan.again.get(addresses(call, Forward(out, lse), workspace))
+        if again is not None and again():
+            return out, lse
+    else:
+        out, lse = call.q.new_empty(shape, dtype=problem.out_dtype), call.q.new_empty(lse_shape, dtype=problem.lse_dtype)
+    _write(choice, call, Forward(out, lse))
+    return out, lse
 
 
 def _decode_out(out: Tensor, *flat: Any) -> Tensor:
@@ -147,7 +160,7 @@ LIBRARY.define(f"decode({_fields(DecodeCall)}) -> (Tensor, Tensor)")
 LIBRARY.define(f"decode_out(Tensor(a!) out, {_fields(DecodeCall)}) -> Tensor")
 LIBRARY.define(f"append({_fields(AppendCall).replace('Tensor k,', 'Tensor(a!) k,').replace('Tensor v,', 'Tensor(b!) v,')}) -> ()")
 for _name, _body, _fake in (
-    ("decode", _decode, _decode_fake),
+    ("decode", lambda *flat: _attend(DecodeCall(*flat)), _decode_fake),
     ("decode_out", _decode_out, _decode_out_fake),
     ("append", _append, _append_fake),
 ):
@@ -175,7 +188,7 @@ def prepare(call: DecodeCall) -> DecodeCall:
 def run(call: DecodeCall, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """out and lse of a call; past the dispatcher where that has nothing to do."""
     if out is None and isinstance(call.q, Tensor) and dispatch.idle(call.tensors):
-        return _decode(*call)
+        return _attend(call)
     call = prepare(call)
     refuse_gradients(call.tensors if out is None else [*call.tensors, out], "decode")
     if out is not None:
