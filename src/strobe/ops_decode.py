@@ -97,7 +97,7 @@ def _write(choice: Choice[DecodeProblem], call: DecodeCall, t: Forward) -> None:
 
 
 def _attend(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """out and lse; launched as at these addresses before, where the plan's kernel kept the way: the rest of Python takes longer than a short decode."""
+    """out and lse; launched as before at these addresses, where the plan's kernel kept the way: Triton's takes longer than a short decode."""
     choice = decide(call)
     problem, plan = choice.problem, choice.forward
     shape, lse_shape = problem.out_shapes
