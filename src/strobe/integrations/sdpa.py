@@ -10,10 +10,12 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from threading import Lock, local
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet
 from torch.library import Library
 from torch.nn import attention as registry
 from torch.nn.attention import SDPBackend
@@ -74,18 +76,23 @@ def register() -> Handle:
             own = exists and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
             if not exists or not (own or key == "CPU"):  # a torch without CUDA
                 continue
-            kernel = _kernel(name, function, torch.library.get_kernel(f"aten::{name}", key) if own else None)
+            kernel = _kernel(name, function, _torchs(name, key) if own else None)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
-                library.impl(name, kernel, key, with_keyset=True)
+                library.impl(name, kernel, key)
         libraries.append(library)
     return Handle(libraries)
 
 
-def _kernel(name: str, function: Callable, original: Any) -> Callable:
+def _torchs(name: str, key: str) -> Callable:
+    """torch's own kernel, with the one key it was registered for: asking the dispatcher for those of each call costs half a microsecond."""
+    return partial(torch.library.get_kernel(f"aten::{name}", key).call_boxed, DispatchKeySet(getattr(DispatchKey, key)))
+
+
+def _kernel(name: str, function: Callable, original: Callable | None) -> Callable:
     """`function`, and torch's kernel where it refuses; `original` is None where torch has none."""
 
-    def kernel(keyset, *arguments, **options):
+    def kernel(*arguments, **options):
         try:
             return function(*arguments, **options)
         except (InvalidProblem, UnsupportedProblem) as refusal:
@@ -98,7 +105,7 @@ def _kernel(name: str, function: Callable, original: Any) -> Callable:
                 passed[reason] += 1
         before, _passing.on = _passing.on, True
         try:
-            return original.call_boxed(keyset, *arguments, **options)
+            return original(*arguments, **options)
         finally:
             _passing.on = before
 
