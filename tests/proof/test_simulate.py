@@ -299,6 +299,16 @@ def test_sharing_a_tile_changes_no_bit(name, monkeypatch):
     assert run.reports == [] and torch.equal(together.out, apart.out) and torch.equal(together.lse, apart.lse)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHARING)
+def test_heads_share_tiles_on_a_gpu(name, judge):
+    """With gradients: a backward finds out and lse where it always did."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("made for sm_90")
+    for dtype in DTYPES:
+        judge(CASES[name].build("cuda", dtype, "normal", 5, requires_grad=True, kernel="hopper.forward"))
+
+
 @pytest.mark.parametrize("storage", ("contiguous", "heads_first"))
 def test_out_whose_heads_lie_apart(storage):
     """A given out that TMA cannot write for all heads at once is written elsewhere and copied."""
