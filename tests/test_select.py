@@ -251,7 +251,8 @@ def test_explain_on_a_named_blackwell_gpu():
 def test_explain_tells_which_heads_share_a_tile():
     call = _dense(heads=(16, 2))
     assert "block_m=32 of 8 heads block_n=128" in str(chosen(call, "B200"))
-    assert "block_m=256 block_n=128" in str(chosen(_dense(), "B200")) and "block_m=128 block_n" in str(chosen(call))
+    assert "block_m=16 of 8 heads block_n=128" in str(chosen(call))
+    assert "block_m=256 block_n=128" in str(chosen(_dense(), "B200")) and "block_m=128 block_n" in str(chosen(_dense()))
 
 
 def test_explain_of_a_problem_passed_on():

@@ -45,6 +45,11 @@ def forward_d256() -> tuple[Tensor, ...]:
     return _forward(256, 192, 256)
 
 
+def forward_joined() -> tuple[Tensor, ...]:
+    """Three heads of a group share a tile, two tiles a head, one of them with a single query."""
+    return _forward(33, 256, 128, heads=(6, 2))
+
+
 def board() -> tuple[Tensor, ...]:
     """Three tiles a program for the two slots on which consumers are told of them."""
     return _forward(384, 256, 128)
@@ -126,7 +131,7 @@ BACKWARD = "../../src/strobe/kernels/hopper/backward*.py"
 DECODE = "../../src/strobe/kernels/hopper/decode.py"
 SCHEDULE = "../../src/strobe/kernels/device/schedule.py"
 SCENES = (
-    *(Scene(run.__name__, "sm_90", run, FORWARD) for run in (forward_d128, forward_d64_causal, forward_d256, forward_few_rows)),
+    *(Scene(run.__name__, "sm_90", run, FORWARD) for run in (forward_d128, forward_d64_causal, forward_d256, forward_few_rows, forward_joined)),
     Scene("board", "sm_90", board, SCHEDULE),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_d256, backward_d192_128)),
     Scene("backward_split", "sm_90", backward_split, BACKWARD),

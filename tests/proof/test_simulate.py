@@ -54,7 +54,7 @@ LARGE = (
     _case("softcap", mask=CAUSAL, softcap=3.0),
     _case("sinks", sinks=True),
     _case("softcap_sinks_window", 400, None, mask=band(100, 0), softcap=5.0, sinks=True),
-    _case("grouped", heads=(4, 2), mask=CAUSAL),
+    _case("grouped", 384, heads=(4, 2), mask=CAUSAL),
     _case("one_key_head", 200, 390, heads=(5, 1)),
     _case("batch_of_three", 200, 390, batch=3, heads=(2, 1)),
     _case("scale", scale=0.3),
@@ -118,7 +118,34 @@ SMALL = (  # no ring wraps, or a program has one tile: lengths around 0 and a ti
     _wide("d256_one_row", 1, 300, mask=band(100, None)),
     _case("one_head", 300, 390, heads=(1, 1), mask=CAUSAL),
 )
-CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL)}
+JOINED = (  # heads of a group share a tile; groups of three leave a row of each query without a head
+    _case("joined_one_row", 1, 390, heads=(16, 2)),
+    _case("joined_three_rows", 3, 260, heads=(16, 1), mask=CAUSAL, sinks=True),
+    _case("joined_window", 129, 300, heads=(4, 1), mask=band(40, 5), softcap=5.0),
+    _case("joined_threes", 63, 200, 96, heads=(6, 2), batch=2, storage="gaps", sinks=True),
+    _case("joined_d64", 129, 300, 64, heads=(8, 2), mask=CAUSAL),
+    _case("joined_d256", 63, 200, 256, heads=(4, 2), mask=CAUSAL, softcap=4.0, sinks=True),
+    _case("joined_packed", lengths_q=(3, 0, 1, 63), lengths_k=(140, 3, 0, 130), heads=(6, 2), mask=CAUSAL, outside=(3, 5), sinks=True),
+    _case("joined_pairs_d64", 63, 300, 64, heads=(4, 2), mask=band(70, None), softcap=5.0),
+    _case("joined_threes_d64", 5, 129, 64, heads=(6, 2), sinks=True),
+    _case("joined_threes_wide", 129, 260, heads=(3, 1), batch=2, mask=CAUSAL),
+    _case("joined_more_rows", 150, 129, heads=(8, 2), mask=CAUSAL, storage="mixed"),  # rows at the top see no key
+    _case("joined_sixteen_d192_128", 33, 300, 192, head_dim_v=128, heads=(16, 1), mask=band(70, None)),
+    _case("joined_d192", 5, 200, 192, heads=(8, 2), mask=band(20, 20), sinks=True),
+    _case("joined_d256_128", 63, 200, 256, head_dim_v=128, heads=(8, 4), mask=CAUSAL),
+    _case("joined_eight_d256", 5, 200, 256, heads=(16, 2), mask=CAUSAL),
+    _case("joined_all", 3, 200, heads=(64, 1), mask=CAUSAL),
+    _case("joined_all_d64", 4, 300, 64, heads=(64, 1), mask=CAUSAL, sinks=True),
+    _packed("joined_packed_d64_window", (40, 1, 0, 7), width=64, heads=(8, 2), mask=band(20, 20), outside=(2, 0), promised=True),
+    _packed("joined_packed_d192_128", (3, 63), (90, 150), width=192, head_dim_v=128, heads=(4, 2), sinks=True),
+    _packed("joined_packed_d256", (5, 0, 60), (130, 70, 200), width=256, heads=(4, 1), mask=CAUSAL),
+)
+CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL, *JOINED)}
+
+
+def _form(case: Case) -> hopper.Form:
+    problem = Problem.from_call(case.build("cpu", torch.bfloat16))
+    return hopper.FORWARD.config(problem, H200).form
 
 
 def run_and_judge(case: Case, dtype: torch.dtype, family: str, schedule: tuple[str, int]) -> None:
@@ -148,12 +175,13 @@ def test_hopper_forward_under_every_schedule(name, family):
 def test_sizes_wrap_the_rings_and_give_a_program_two_tiles(name):
     case = CASES[name]
     tuning = hopper.TUNINGS[hopper.tiled(case.head_dim, case.head_dim_v or case.head_dim)]
-    rows = hopper.ROWS * tuning.consumers
-    assert case.batch * case.heads[0] * -(-case.seqlen_q // rows) >= 2 * PROGRAMS
+    joined = _form(case).tuning.joined
+    rows = hopper.ROWS * tuning.consumers // hopper.fold_of(joined)
+    assert case.batch * case.heads[0] // joined * -(-case.seqlen_q // rows) >= 2 * PROGRAMS
     assert -(-case.keys // tuning.block_n) > tuning.stages
 
 
-@pytest.mark.parametrize("name", ("packed_causal_other_keys", "packed_d64_window", "packed_d192"))
+@pytest.mark.parametrize("name", ("packed_causal_other_keys", "packed_d64_window", "packed_d192", "joined_packed"))
 def test_what_neighbours_hold_does_not_matter(name):
     """Rows of another sequence share tiles with a sequence's last rows: NaN there changes no bit."""
     case = CASES[name]
@@ -221,6 +249,75 @@ def test_more_tiles_than_a_launch_can_count():
     plan = Plan(hopper.FORWARD, problem, H200, hopper.FORWARD.config(problem, H200), ())
     with pytest.raises(KernelFault, match=r"hopper\.forward: 2147483648 tiles .* split the batch"):
         launch.forward_launch(plan, call, q, (q,))
+
+
+# ---------------------------------------------------------------- heads that share a tile
+
+
+SHARING = tuple(case.name for case in JOINED)
+SHARING_ALSO = ("stored_heads_first", "stored_gaps", "stored_mixed", "d64_grouped_gaps", "head_dims_192_128_window", "one_row_causal")
+APART = ("grouped", "one_key_head", "batch_of_three", "d256_window_softcap", "packed_window_softcap", "packed_heads_first")
+
+
+def test_cases_share_tiles_or_do_not_as_their_names_say():
+    forms = {name: _form(case) for name, case in CASES.items() if case.heads[0] > case.heads[1]}
+    shared = {name for name, form in forms.items() if form.tuning.joined > 1}
+    assert shared == {*SHARING, *SHARING_ALSO} and forms.keys() - shared == set(APART)
+    assert all(forms[name].group == 1 for name in shared) and all(forms[name].group > 1 for name in APART)
+    wanted = {hopper.tiled(case.head_dim, case.head_dim_v or case.head_dim) for case in JOINED}
+    assert wanted == set(hopper.TUNINGS)
+
+
+@pytest.mark.parametrize(
+    "rows, heads, width, joined",
+    [(1, (8, 1), 128, 8), (1, (8, 8), 128, 1), (3, (6, 2), 128, 3), (64, (2, 1), 128, 2), (65, (2, 1), 128, 1), (128, (8, 1), 128, 1),
+     (129, (2, 1), 128, 2), (4096, (8, 1), 128, 1), (1, (64, 1), 128, 64), (1, (65, 1), 128, 1), (63, (3, 1), 96, 3), (96, (3, 1), 96, 1),
+     (96, (2, 1), 64, 2), (97, (2, 1), 64, 1), (256, (8, 1), 64, 8), (192, (8, 1), 64, 1)],
+)  # fmt: skip
+def test_heads_share_tiles_where_that_makes_fewer(rows, heads, width, joined):
+    """As many rows a query as the next power of two: three heads take four. A tile has 128, at d64 192."""
+    assert _form(_case("shared", rows, 130, width, heads=heads)).tuning.joined == joined
+    assert _form(_packed("shared", (rows, rows), (130, 130), width, heads=heads)).tuning.joined == joined
+
+
+def test_packed_queries_whose_heads_lie_apart_do_not_share_tiles():
+    """TMA has no dimension left for them; dense ones may lie as they like."""
+    for storage, joined in (("contiguous", 4), ("gaps", 1), ("heads_first", 1)):
+        assert _form(_packed("apart", (3, 7), heads=(8, 2), storage=storage)).tuning.joined == joined, storage
+        assert _form(_case("apart", 3, 9, heads=(8, 2), storage=storage)).tuning.joined == 4, storage
+
+
+NOW = ("joined_window", "joined_threes", "joined_d64", "joined_packed")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in NOW else pytest.mark.nightly) for name in (*SHARING, *SHARING_ALSO)])
+def test_sharing_a_tile_changes_no_bit(name, monkeypatch):
+    call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, kernel="hopper")
+    together, _ = simulated(call, H200)
+    monkeypatch.setattr(hopper, "joined", lambda *_: 1)
+    apart, run = simulated(call, H200)
+    assert run.reports == [] and torch.equal(together.out, apart.out) and torch.equal(together.lse, apart.lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHARING)
+def test_heads_share_tiles_on_a_gpu(name, judge):
+    """With gradients: a backward finds out and lse where it always did."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("made for sm_90")
+    for dtype in DTYPES:
+        judge(CASES[name].build("cuda", dtype, "normal", 5, requires_grad=True, kernel="hopper.forward"))
+
+
+@pytest.mark.parametrize("storage", ("contiguous", "heads_first"))
+def test_out_whose_heads_lie_apart(storage):
+    """A given out that TMA cannot write for all heads at once is written elsewhere and copied."""
+    case = CASES["joined_packed"]
+    call = case.build("cpu", torch.bfloat16, kernel="hopper")
+    out = laid_out(torch.full(call.q.shape, float("nan"), dtype=torch.bfloat16), storage, 0)
+    assert (views.addressable(out, joined=True) is out) == (storage == "contiguous") and views.addressable(out) is out
+    with on(H200):
+        assert_as_good_as(ops.run(call, out), call)
 
 
 # ---------------------------------------------------------------- the library

@@ -31,6 +31,28 @@ def joinable(strides: tuple[int, ...], heads: int) -> bool:
     return strides[0] == heads * strides[1]
 
 
+def fold_of(heads: int) -> int:
+    """Rows that a query takes in a tile of so many heads: a power of two, since shapes of tiles are."""
+    return 1 << (heads - 1).bit_length()
+
+
+def joined(problem: Problem, rows: int, most: int) -> int:
+    """Query heads that a tile of `rows` rows holds: all that share a key head where that makes fewer tiles by a tenth, and they are at most
+    `most`; else one.
+
+    A tile takes as long with one query as with all that it has room for. Packed sequences are taken to be of their mean length.
+    """
+    layout: Any = problem.layout
+    group = problem.group
+    if not 1 < group <= most:
+        return 1
+    if problem.packed and not (joinable(problem.strides[0], problem.heads_q) and layout.total_q * problem.heads_kv <= MOST_ROWS):
+        return 1  # no view of TMA has a dimension more: device.views
+    queries = -(-layout.total_q // max(1, layout.batch)) if problem.packed else layout.seqlen_q
+    together, apart = -(-queries * fold_of(group) // rows), group * -(-queries // rows)
+    return group if together < 0.9 * apart else 1
+
+
 def against_call(problem: Problem) -> str | None:
     """What stands against its types, layout and scale."""
     if problem.dtype not in (torch.float16, torch.bfloat16):

@@ -104,7 +104,15 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
     cases["d128 packed causal deterministic"] = partial(_packed, 128, bands["causal"], (4, 4), deterministic=True)
     for name, width in {"d64": 64, "d128": 128, "d256": 256}.items():  # groups divided among programs
         cases[f"{name} group 8 causal"] = partial(_dense, width, mask=bands["causal"], heads=(8, 1))
-    return cases | {"d128 packed group 4 window": partial(_packed, 128, bands["window"], (8, 2))}
+    cases["d128 packed group 4 window"] = partial(_packed, 128, bands["window"], (8, 2))
+    shared = {"d96 group 8 dense, 5 rows": (96, 96), "d128 group 8 causal, 5 rows": (128, 128), "d192/128 group 3 causal, 5 rows": (192, 128),
+              "d256 group 4 window, 5 rows": (256, 256)}  # fmt: skip
+    for name, widths in shared.items():  # heads of a group share a tile
+        group, band = name.removesuffix(", 5 rows").split()[2:]
+        cases[name] = partial(_dense, *widths, mask=bands[band], heads=(2 * int(group), 2), rows=5)
+    options = {"sinks": torch.zeros(32), "softcap": 20.0}
+    cases["d64 group 16 window sinks softcap, 5 rows"] = partial(_dense, 64, mask=bands["window"], heads=(32, 2), rows=5, **options)
+    return cases | {"d64 packed group 4 causal sinks": partial(_packed, 64, bands["causal"], (8, 2), sinks=torch.zeros(8))}
 
 
 def _decode(
@@ -203,11 +211,12 @@ class Unit(NamedTuple):
     @property
     def each_commit(self) -> bool:
         """Compiled on each commit; the others nightly: every tiling is among these. A bound on the left alone has the tiles of a window and less
-        to hide; keys that end within a tile, and sizes of 1, are seen at one width."""
+        to hide; keys that end within a tile, sizes of 1, and heads that share a tile with few rows are seen at one width."""
         if self.family == "blackwell":
             tilings = ("d64 dense", "d96 causal", "d128 dense", "d192/128 causal")
             return self.case == ON_EVERY_TARGET or (self.target == "sm_100" and self.case in tilings)
-        variant = self.case.endswith("window left") or (self.case.endswith(("ragged", "one row")) and not self.case.startswith("d128"))
+        seen_at_d128 = self.case.endswith(("ragged", "one row", "5 rows")) and not self.case.startswith("d128")
+        variant = seen_at_d128 or self.case.endswith("window left") or self.case == "d64 packed group 4 causal sinks"
         return self.case == ON_EVERY_TARGET or (self.target == WITH_ALL_CASES and not variant)
 
 

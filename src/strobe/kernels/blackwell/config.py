@@ -15,7 +15,7 @@ from ...mask import MaskStructure
 from ...problem import Problem
 from ...target import KIB, Target
 from ..kernel import Buffer, Cost, Forward, Plan, attention_cost, entries
-from ..tma import MOST_ROWS, against_call, against_mask, against_memory, against_tools, joinable, query_tiles, rest
+from ..tma import against_call, against_mask, against_memory, against_tools, fold_of, joined, query_tiles, rest
 
 CAPABILITIES = (100, 103)
 ROWS = 128  # of one query stage: the lanes of tensor memory
@@ -37,8 +37,8 @@ class Tuning:
 
     @property
     def fold(self) -> int:
-        """Rows of a tile that a query takes: its heads, to a power of two, since shapes of tiles are."""
-        return 1 << (self.joined - 1).bit_length()
+        """Rows of a tile that a query takes."""
+        return fold_of(self.joined)
 
     @property
     def block_m(self) -> int:
@@ -136,22 +136,6 @@ def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((widths for widths in TUNINGS if widths[0] >= head_dim and widths[1] >= head_dim_v), None)
 
 
-def joined(problem: Problem) -> int:
-    """Query heads that a tile holds: all that share a key head where that makes fewer tiles by a tenth, else one.
-
-    A tile takes as long with one query as with all that it has room for. Packed sequences are taken to be of their mean length.
-    """
-    layout: Any = problem.layout
-    group, rows = problem.group, ROWS * STAGES_Q
-    if not 1 < group <= ROWS:
-        return 1
-    if problem.packed and not (joinable(problem.strides[0], problem.heads_q) and layout.total_q * problem.heads_kv <= MOST_ROWS):
-        return 1  # no view of TMA has a dimension more: device.views
-    queries = -(-layout.total_q // max(1, layout.batch)) if problem.packed else layout.seqlen_q
-    together, apart = -(-queries * Tuning(1, 1, joined=group).fold // rows), group * -(-queries // rows)
-    return group if together < 0.9 * apart else 1
-
-
 def _against_widths(problem: Problem) -> str | None:
     if tiled(problem.head_dim, problem.head_dim_v):
         return None
@@ -172,7 +156,7 @@ class BlackwellForward:
         widths = tiled(problem.head_dim, problem.head_dim_v)
         if widths is None:
             raise ValueError(_against_widths(problem))
-        tuning = replace(TUNINGS[widths], joined=joined(problem))
+        tuning = replace(TUNINGS[widths], joined=joined(problem, ROWS * STAGES_Q, ROWS))
         group = problem.group // tuning.joined
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         uneven = problem.packed or problem.mask.left or problem.mask.right  # some tiles see fewer keys than others

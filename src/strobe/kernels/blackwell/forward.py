@@ -58,6 +58,7 @@ from ..device.dialect import (
     tma_store_wait,
     tmem_reg_layout,
 )
+from ..device.joined import heads_of, load_sinks, queries_of
 from ..device.masking import edges_of, hide_by_bits, interval_bits, row_interval
 from ..device.schedule import WORDS, is_told, read_tile, tell, tile_number, tile_of
 from ..device.softmax import exp2_by_fma, finish, tanh
@@ -249,12 +250,6 @@ def mma_partition(board, q, kv, s, o, form: gl.constexpr):
 
 
 @gluon.jit
-def queries_of(row, form: gl.constexpr):
-    """The queries that rows of a stage hold, counted from the stage's first: several rows hold one where its heads are joined."""
-    return row // form.tuning.fold
-
-
-@gluon.jit
 def hidden(quarters, n_start, edges, form: gl.constexpr):
     """A tile's quarters with -inf where a row does not see the key."""
     layout: gl.constexpr = quarters[0].type.layout
@@ -405,15 +400,6 @@ def stage_part(o_tile, smem, slot, inverse, blocks):
 
 
 @gluon.jit
-def load_sinks(sinks, head, exists, form: gl.constexpr):
-    """The sink of a tile's head, or of each row's."""
-    if form.tuning.joined > 1:
-        return gl.load(sinks + head, mask=exists, other=0.0).to(gl.float32)
-    else:
-        return gl.load(sinks + head).to(gl.float32)
-
-
-@gluon.jit
 def finish_tile(t, tile, lse, sinks, o, mailbox, out, at, out_at, work, form: gl.constexpr):
     """lse, and o[t] normalised into its buffer, from the row sums and maxima in the mailbox."""
     layout: gl.constexpr = tmem_reg_layout(gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4)
@@ -430,10 +416,7 @@ def finish_tile(t, tile, lse, sinks, o, mailbox, out, at, out_at, work, form: gl
     mbarrier.arrive(mail_free.index(t))
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     m_offsets = m_start + t * form.stage_queries + queries_of(row, form)
-    exists = m_offsets < seqlen_q
-    if form.tuning.joined > 1:
-        exists = exists & (row % form.tuning.fold < form.tuning.joined)
-        head = head * form.tuning.joined + row % form.tuning.fold
+    head, exists = heads_of(row, head, m_offsets < seqlen_q, form)
     left, right = band_of(limits)
     first, stop = row_interval(m_offsets, seqlen_q, seqlen_k, (seqlen_k, left, right), 0, form)
     sink = 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from ...call import Call
 from ..device import persistent
 from ..device.persistent import Launch, work_of
-from ..device.views import descriptor, joined_descriptor
+from ..device.views import describing, descriptor
 from ..kernel import Forward, Plan
 from . import forward
 from .config import REGISTERS, ROWS
@@ -24,7 +23,7 @@ def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
     form: Any = plan.config.form
     work = work_of(plan, call)
-    queries = partial(joined_descriptor, heads=form.tuning.joined, fold=form.tuning.fold) if form.tuning.joined > 1 else descriptor
+    queries = describing(form.tuning)
     tiles = ((queries, call.q, ROWS, form.block_d, form.rest_d), (descriptor, call.k, form.tuning.block_n, form.block_d, form.rest_d),
              (descriptor, call.v, form.tuning.block_n, form.block_dv, form.rest_dv), (queries, out, ROWS, form.block_dv, form.rest_dv))  # fmt: skip
     first = (view(tensor, rows, width - rest) for view, tensor, rows, width, rest in tiles)

@@ -6,6 +6,8 @@ lie end to end, so their views wrap: a neighbour's rows are neither read nor wri
 Source of ragged descriptors: triton.tools.ragged_tma.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,6 +93,11 @@ def joined_descriptor(tensor: Tensor, rows: int, width: int, heads: int, fold: i
         s, h, d = tensor.stride()
         shape, strides = [MOST_STEPS, MOST_STEPS, MOST_ROWS, heads, size], [WRAP - s, heads * h, s, h, d]
     return _described(tensor, shape, strides, [1, 1, rows // fold, fold, width])
+
+
+def describing(tuning: Any) -> Callable[[Tensor, int, int], TensorDescriptor]:
+    """How q and out are described: by `descriptor`, or where heads of a group share a tile by `joined_descriptor`."""
+    return partial(joined_descriptor, heads=tuning.joined, fold=tuning.fold) if tuning.joined > 1 else descriptor
 
 
 def descriptor(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:

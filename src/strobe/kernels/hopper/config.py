@@ -13,7 +13,7 @@ from ...mask import MaskStructure
 from ...problem import Problem
 from ...target import KIB, Target
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries
-from ..tma import against_call, against_mask, against_memory, against_tools, query_tiles, rest
+from ..tma import against_call, against_mask, against_memory, against_tools, fold_of, joined, query_tiles, rest
 from .decode_config import DECODE as DECODE
 
 CAPABILITY = 90
@@ -32,10 +32,17 @@ class Tuning:
     half_staged: bool = False  # o leaves through a buffer of half its first part, where tiles leave no room for more
     late_rescale: bool = False  # o is rescaled under the next scores' product
     ping_pong: bool = False  # consumers take turns at issuing products
+    joined: int = 1  # query heads that a tile holds, of a query each in rows that follow each other: one, or all that share a key head
+
+    @property
+    def fold(self) -> int:
+        """Rows of a tile that a query takes."""
+        return fold_of(self.joined)
 
     @property
     def block_m(self) -> int:
-        return ROWS * self.consumers
+        """Queries of a tile."""
+        return ROWS * self.consumers // self.fold
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Form:
     tuning: Tuning
     block_d: int
     block_dv: int
-    group: int
+    group: int  # heads that share a key head and have tiles of their own
     mask: MaskStructure
     softcap: bool
     sinks: bool
@@ -57,6 +64,11 @@ class Form:
     def masks(self) -> bool:
         """Whether any tile may hold a hidden key; where none can, the loop has no code for masks."""
         return self.mask.left or self.mask.right or not self.even
+
+    @property
+    def own_queries(self) -> int:
+        """Queries of one consumer."""
+        return ROWS // self.tuning.fold
 
     @property
     def rest_d(self) -> int:
@@ -87,7 +99,8 @@ class ForwardConfig:
     def __str__(self) -> str:
         t = self.form.tuning
         where = "registers" if t.q_in_registers else "shared memory"
-        return (f"block_m={t.block_m} block_n={t.block_n} stages={t.stages} q in {where}, "
+        heads = f" of {t.joined} heads" if t.joined > 1 else ""
+        return (f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages} q in {where}, "
                 f"shared {self.form.shared_bytes() / KIB:.0f} KiB")  # fmt: skip
 
 
@@ -143,10 +156,12 @@ class HopperForward:
 
     def config(self, problem: Problem, target: Target) -> ForwardConfig:
         tuning = tuning_of(problem)
+        tuning = replace(tuning, joined=joined(problem, ROWS * tuning.consumers, ROWS))
+        group = problem.group // tuning.joined
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         widths = tiled(problem.head_dim, problem.head_dim_v)
-        counted = query_tiles(problem, tuning.block_m) * problem.heads_q * entries(problem) > target.sm_count
-        form = Form(tuning, *widths, problem.group, problem.mask, bool(problem.softcap), problem.sinks, even, problem.packed, counted)
+        counted = query_tiles(problem, tuning.block_m) * problem.heads_kv * group * entries(problem) > target.sm_count
+        form = Form(tuning, *widths, group, problem.mask, bool(problem.softcap), problem.sinks, even, problem.packed, counted)
         return ForwardConfig(form)
 
     def cost(self, problem: Problem) -> Cost:

@@ -19,6 +19,8 @@ tile's q, k and v are on their way. Head dimensions that are no power of two com
 A tensor's rows end where TMA is told: it gives zeros beyond them and writes nothing there, so lengths may be ragged. Packed sequences
 lie end to end, so their descriptors wrap (`copy_in`): a neighbour's rows are neither read nor written, whatever they hold.
 
+Where heads of a group share a tile, its rows are queries, each with its heads: loads of q and stores of out and lse know of it, and `queries_of`.
+
 Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; online softmax (arXiv 1805.02867), algorithm 3; ragged descriptors:
 triton.tools.ragged_tma.
 """
@@ -33,6 +35,7 @@ from ..device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ..device.joined import heads_of, load_sinks, queries_of
 from ..device.masking import edges_of, row_interval
 from ..device.schedule import WORDS, blocks_of, is_told, read_tile, tell, tile_number, tile_of
 from ..device.softmax import finish, tanh
@@ -49,7 +52,8 @@ def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
     q_views, k_views, v_views = views
     tiles, sizes, limits, numbers, faults, counter = work
     q_smem, q_ready, q_free = q
-    sequences, total_q, total_k = sizes[0], sizes[2], sizes[3]
+    JOINED: gl.constexpr = form.tuning.joined > 1
+    sequences, heads, total_q, total_k = sizes[0], sizes[1], sizes[2], sizes[3]
     if form.packed:
         if gl.program_id(0) == 0:
             lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -72,11 +76,10 @@ def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
             tell(board, told_at, tile)
             told_at = told_at.next()
             entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
-            k_place = (entry, keys[0], keys[1])
-            kv_head = head // form.group
+            q_place, k_place, kv_head = (entry, q_start, rows, heads), (entry, keys[0], keys[1], heads), head // form.group
             for w in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_free.index(w), q_at.parity ^ 1)
-                load_rows(q_views, (entry, q_start, rows), head, m_start + w * ROWS, w, q_smem, q_ready.index(w), form.rest_d, form)
+                load_rows(q_views, q_place, head, m_start + w * form.own_queries, w, q_smem, q_ready.index(w), form.rest_d, form, JOINED)
                 if w == 0:
                     if blocks > 0:  # the first keys, before the other consumers' queries
                         load_keys(k_views, k_place, kv_head, n_begin + blocks - 1, k_at, k, form.rest_d, form)
@@ -102,15 +105,15 @@ def load_keys(views, place, head, block, at, channel, rest: gl.constexpr, form: 
 
 
 @gluon.jit
-def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, form: gl.constexpr):
+def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, form: gl.constexpr, joined: gl.constexpr = False):
     """A tile's parts into their slots; the last columns of all are `rest`, the first a power of two."""
     if rest:
         mbarrier.expect(ready, views[0].block_type.nbytes + views[1].block_type.nbytes)
-        copy_in(views[0], place, head, row, 0, ready, smem[0].index(slot), form)
-        copy_in(views[1], place, head, row, views[0].block_shape[-1], ready, smem[1].index(slot), form)
+        copy_in(views[0], place, head, row, 0, ready, smem[0].index(slot), form, joined)
+        copy_in(views[1], place, head, row, views[0].block_shape[-1], ready, smem[1].index(slot), form, joined)
     else:
         mbarrier.expect(ready, views[0].block_type.nbytes)
-        copy_in(views[0], place, head, row, 0, ready, smem[0].index(slot), form)
+        copy_in(views[0], place, head, row, 0, ready, smem[0].index(slot), form, joined)
 
 
 @gluon.jit
@@ -144,12 +147,12 @@ def scores(s, n_start, edges, softcap, form: gl.constexpr):
         if form.mask.right:
             partial = partial | (n_stop > stop_edge)
         if form.mask.left:
-            partial = partial | (n_start < first_edge + (ROWS - 1))
+            partial = partial | (n_start < first_edge + (form.own_queries - 1))
         if partial:
             # a column's bits 1 and 2 are its thread's, the others its register's: apart, no register holds a column
             column = gl.arange(0, form.tuning.block_n, gl.SliceLayout(0, layout))
             by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
-            row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+            row = queries_of(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), form)
             stop = row * 0 + (key_stop - n_start)
             if form.mask.right:
                 stop = gl.minimum(stop, row + (stop_edge - n_start))
@@ -351,7 +354,7 @@ def stage_part(w: gl.constexpr, part, view, smem, place, head, m_start, column: 
         tma_store_wait(0)  # what this buffer held has left it
     tile_2d(smem, w).store(part.to(smem.dtype))
     fence_async_shared()
-    copy_out(view, place, head, m_start, column, smem.index(w), form)
+    copy_out(view, place, head, m_start, column, smem.index(w), form, form.tuning.joined > 1)
 
 
 @gluon.jit
@@ -360,7 +363,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
     tiles, sizes, limits, numbers, faults, counter = work
     words, told, told_free = board
     q_smem, q_ready, q_free = q
-    heads, total_q = sizes[1], sizes[2]
+    heads, total_q = sizes[1] * form.tuning.joined, sizes[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.tuning.block_n, 16])
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     q_parts: gl.constexpr = 2 if form.rest_d else 1
@@ -374,7 +377,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
             pass_turn(w, form.tuning.consumers)  # consumer 0 begins
     while is_told(words, told, told_at):
         entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
-        m_start += w * ROWS
+        m_start += w * form.own_queries
         mbarrier.wait(q_ready.index(w), q_at.parity)
         q_tile = query_operand(w, q_smem, form)
         if form.tuning.q_in_registers:
@@ -384,7 +387,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         row_max = gl.full([ROWS], float("-inf"), gl.float32, rows)
         row_sum = gl.full([ROWS], 0.0, gl.float32, rows)
         o = zeros(form)
-        own_begin, own = blocks_of(m_start, ROWS, (seqlen_q, seqlen_k), limits, form)
+        own_begin, own = blocks_of(m_start, form.own_queries, (seqlen_q, seqlen_k), limits, form)
         unseen = blocks
         if own > 0:
             k_at, v_at = let_go(w, k, v, k_at, v_at, n_begin + blocks - own_begin - own, form)
@@ -396,23 +399,25 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         k_at, v_at = let_go(w, k, v, k_at, v_at, unseen, form)
         # read again rather than kept in registers meanwhile
         entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
-        m_start += w * ROWS
-        m_offsets = m_start + gl.arange(0, ROWS, rows)
+        m_start += w * form.own_queries
+        row = gl.arange(0, ROWS, rows)
+        m_offsets = m_start + queries_of(row, form)
+        row_head, exists = heads_of(row, head, m_offsets < seqlen_q, form)
         first, stop = row_interval(m_offsets, seqlen_q, seqlen_k, (seqlen_k, limits[0], limits[1]), 0, form)
         sink = 0.0
         if form.sinks:
-            sink = gl.load(sinks + head).to(gl.float32)
+            sink = load_sinks(sinks, row_head, exists, form)
         inverse, row_lse = finish(row_max, row_sum, first >= stop, sink, form)
         if form.packed:
             broken = ((limits[3] >= 0) & (seqlen_k > limits[3])) | ((limits[2] >= 0) & (m_offsets >= limits[2]))
             inverse = gl.where(broken, float("nan"), inverse)
             row_lse = gl.where(broken, float("nan"), row_lse)
-        lse_rows = lse + (entry.to(gl.int64) * heads + head) * total_q + q_start
-        gl.store(lse_rows + m_offsets, row_lse, mask=m_offsets < seqlen_q)
+        lse_rows = lse + (entry.to(gl.int64) * heads + row_head) * total_q + q_start
+        gl.store(lse_rows + m_offsets, row_lse, mask=exists)
         mbarrier.arrive(told_free.index(told_at.stage))
         told_at = told_at.next()
         o = scaled(o, inverse)
-        stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q), head, m_start, form)
+        stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q, sizes[1]), head, m_start, form)
         q_at = q_at.next()
     tma_store_wait(0)
 

@@ -10,14 +10,15 @@ from ...call import Call
 from ..device import persistent
 from ..device.dialect import TensorDescriptor
 from ..device.persistent import Launch, work_of
-from ..device.views import descriptor
+from ..device.views import describing, descriptor
 from ..kernel import Forward, Plan
 from . import forward
 from .config import ROWS
 
 
 def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
-    persistent.run(plan, call, tensors, forward_launch)
+    form: Any = plan.config.form  # type: ignore[attr-defined]
+    persistent.run(plan, call, tensors, forward_launch, form.tuning.joined > 1)
 
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
@@ -30,8 +31,9 @@ def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor |
 
 def descriptors(call: Call, out: Tensor, form: Any) -> tuple[TensorDescriptor | None, ...]:
     """q, k, v and out in tiles of their first columns, then in tiles of the rest."""
-    tiles = ((call.q, ROWS, form.block_d, form.rest_d), (call.k, form.tuning.block_n, form.block_d, form.rest_d),
-             (call.v, form.tuning.block_n, form.block_dv, form.rest_dv), (out, ROWS, form.block_dv, form.rest_dv))  # fmt: skip
+    queries = describing(form.tuning)
+    tiles = ((queries, call.q, ROWS, form.block_d, form.rest_d), (descriptor, call.k, form.tuning.block_n, form.block_d, form.rest_d),
+             (descriptor, call.v, form.tuning.block_n, form.block_dv, form.rest_dv), (queries, out, ROWS, form.block_dv, form.rest_dv))  # fmt: skip
     narrow = (1, 1, 1, 2 if form.tuning.half_staged else 1)
-    first = (descriptor(tensor, rows, (width - rest) // n) for (tensor, rows, width, rest), n in zip(tiles, narrow))
-    return *first, *(descriptor(tensor, rows, rest) if rest else None for tensor, rows, _, rest in tiles)
+    first = (view(tensor, rows, (width - rest) // n) for (view, tensor, rows, width, rest), n in zip(tiles, narrow))
+    return *first, *(view(tensor, rows, rest) if rest else None for view, tensor, rows, _, rest in tiles)
