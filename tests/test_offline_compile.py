@@ -167,7 +167,7 @@ def test_the_blackwell_forward_spills_nothing_at_d128():
 
 
 @pytest.mark.parametrize("family, kernel, roles", [
-    ("blackwell", "forward_kernel", {"mma": 1, "load": 1, "softmax": 2, "store": 1, "correct": 1}),
+    ("blackwell", "forward_kernel", {"mma": 3, "load": 1, "softmax": 2, "store": 1, "correct": 1}),  # mma: first scores, steps, last values
     ("hopper", "forward_kernel", {"load": 1, "softmax": 0}),  # as many as consumers
     ("hopper", "backward_kernel", {"load": 1, "softmax": 1}),  # two warpgroups with one code
 ])  # fmt: skip
