@@ -112,14 +112,12 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
     choice = decide(call)
     (shape, strides, dtype), (lse_shape, lse_strides, lse_dtype) = choice.problem.outputs
     q, plan = call.q, choice.forward
-    if plan.again and repeats(plan, q):
+    if repeats(plan, q):
         out, lse = empty_here(shape, strides, dtype), empty_here(lse_shape, lse_strides, lse_dtype)
-        again = plan.again.get(addresses(call, out, lse))
-        if again is not None and again():
-            return out, lse
     else:
         out, lse = q.new_empty_strided(shape, strides, dtype=dtype), q.new_empty_strided(lse_shape, lse_strides, dtype=lse_dtype)
-    write(choice, call, out, lse)
+    if not launch_again(plan, call, out, lse):
+        write(choice, call, out, lse)
     return out, lse
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
@@ -261,15 +262,14 @@ def _outliers(device: torch.device, file: TextIO | None, where: str | None) -> i
 def _counters(points: Sequence[Point], device: torch.device, file: TextIO | None, where: str | None) -> int:
     from . import counters
 
-    about, found = circumstances(device), []
-    for place in sorted({(point.size.head_dim, point.size.causal, point.size.seqlen_k) for point in points}):
-        names = [point.rung.name for point in points if (point.size.head_dim, point.size.causal, point.size.seqlen_k) == place]
-        rows = counters.facts(names, place[2], place[0], place[1])
-        found += list(_written((row | about for row in rows), file))
+    about, together = circumstances(device), defaultdict(list)
+    for point in points:
+        together[point.size.seqlen_k, point.size.head_dim, point.size.causal].append(point.rung.name)
+    for (seqlen, head_dim, causal), names in together.items():
+        rows = list(_written((row | about for row in counters.facts(names, seqlen, head_dim, causal)), file))
         if where != "-":
-            table.show(
-                list(counters.HEADERS), counters.lines(rows), f"{about['device']}, D={place[0]} {'causal' if place[1] else 'dense'} S_k={place[2]}"
-            )
+            title = f"{about['device']}, D={head_dim} {'causal' if causal else 'dense'} S_k={seqlen}"
+            table.show(list(counters.HEADERS), counters.lines(rows), title)
     return 0
 
 
