@@ -452,3 +452,37 @@ def test_the_first_partition_goes_on_from_the_kernel(verdict, off):
         assert off or torch.equal(out, x)
 
     verdict(start, *OUTLIVED[off])
+
+
+@gluon.jit
+def leave_partition(out_desc, tile, ready):
+    mbarrier.wait(ready, 0)
+    tma_store(out_desc, [0, 0], tile)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def fence_often_partition(tile, ready):
+    tile.store(filled(1.0))
+    fence_async_shared()
+    mbarrier.arrive(ready)
+    for _ in range(12):
+        fence_async_shared()
+
+
+@gluon.jit
+def fence_often_kernel(out_desc):
+    tile = gl.allocate_shared_memory(gl.float32, [ROWS, COLUMNS], out_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    gl.warp_specialize([(fence_often_partition, (tile, ready)), (leave_partition, (out_desc, tile, ready))], [1], [24])
+
+
+def test_a_fence_is_not_forgotten_for_those_after_it(verdict):
+    """Whoever waits knows the first of thirteen fences alone."""
+
+    def start():
+        out = torch.empty(BLOCK)
+        fence_often_kernel[(1,)](TensorDescriptor.from_tensor(out, BLOCK, gl.NVMMASharedLayout.get_default_for(BLOCK, gl.float32)), num_warps=4)
+
+    verdict(start)

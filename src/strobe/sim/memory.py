@@ -50,14 +50,14 @@ class Access:
     actor: Actor
     clock: int
     write: bool
-    fences: list[tuple[str, int]] = field(default_factory=list)
+    fences: dict[str, int] = field(default_factory=dict)  # each agent's first proxy fence since: who knows a later one knows it
 
     def ordered_before(self, actor: Actor) -> bool:
         return actor.knows.get(self.actor.agent, 0) >= self.clock
 
     def fenced_before(self, actor: Actor) -> bool:
         """A proxy fence lies on the way from this access to `actor`, on either side of the synchronisation between."""
-        return any(actor.knows.get(agent, 0) >= clock for agent, clock in self.fences)
+        return any(actor.knows.get(agent, 0) >= clock for agent, clock in self.fences.items())
 
 
 class Memory:
@@ -110,8 +110,7 @@ class Memory:
         """A proxy fence by `agent`: all it knows of is fenced for whoever comes to know the fence."""
         for access in self.writes + self.reads:
             if access.actor.generic and knows.get(access.actor.agent, 0) >= access.clock:
-                access.fences.append((agent, clock))
-                del access.fences[:-8]
+                access.fences.setdefault(agent, clock)
 
     def forget(self) -> None:
         """Everything so far is ordered before everything to come (a kernel has ended)."""
