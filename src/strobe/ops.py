@@ -266,9 +266,12 @@ def _gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | 
     q, k, v, *optionals, out, lse = ctx.saved_tensors
     call = Call(q, k, v, *ctx.scalars, *optionals, *ctx.longest)
     dout = torch.zeros_like(out) if dout is None else dout
-    _meet_counters()
-    run = _TwiceRefused.apply if torch.is_grad_enabled() else BACKWARD
-    dq, dk, dv, dsinks = run(dout, out, lse, dlse, *call.arguments)
+    if dlse is None and call.plain and dispatch.idle((q, k, v, dout, out, lse)):
+        dq, dk, dv, dsinks = _backward(dout, out, lse, dlse, *call)
+    else:
+        _meet_counters()
+        run = _TwiceRefused.apply if torch.is_grad_enabled() else BACKWARD
+        dq, dk, dv, dsinks = run(dout, out, lse, dlse, *call.arguments)
     gradients: list[Tensor | None] = [None] * len(call)
     gradients[:3] = dq, dk, dv
     if call.sinks is not None:
@@ -279,7 +282,8 @@ def _gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *flat):
-        out, lse = FORWARD(*flat)
+        call = Call(*flat)
+        out, lse = _forward(call) if call.plain and dispatch.idle(call[:3]) else FORWARD(*flat)
         _save(ctx, flat, out, lse)
         return out, lse
 

@@ -122,6 +122,7 @@ def stage(compiled, monkeypatch):
     monkeypatch.setattr(nvidia, "PyKernelArg", lambda **fields: tuple(fields.values()), raising=False)  # of Triton's C module, from 3.7 on
     monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=stage.utils))
     monkeypatch.setattr(relaunch, "_KNOWN", {})
+    monkeypatch.setattr(relaunch, "_NOTED", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     _act(stage, compiled, monkeypatch)
@@ -285,6 +286,16 @@ def test_a_hook_set_later_has_triton_launch(stage, monkeypatch):
         stage.start(tensors, described, owner)
     monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
     assert not stage.again() and not stage.launches
+
+
+def test_addresses_that_were_met_are_not_described_again(stage):
+    """Descriptors are encoded once for two sets of addresses that come by turns, as in a loop."""
+    owner = object()
+    stage.start(*stage.described(_call()), owner)
+    turns = [stage.described(_call()) for _ in range(2)]
+    first = [stage.start(*one, owner) for one in turns]
+    encoded = len(stage.encoded)
+    assert encoded and first == [stage.start(*one, owner) for one in turns] and len(stage.encoded) == encoded and stage.started == 1
 
 
 def test_tensors_that_were_one_may_be_others_later(stage):

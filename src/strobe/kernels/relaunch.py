@@ -3,7 +3,7 @@
 Triton binds and specialises every argument of every call, constants included, and encodes a TMA descriptor for each described tensor. A plan
 fixes all of that but the addresses. So the first launch goes through Triton, which compiles. The first with new addresses goes through Triton's
 launcher, which encodes, and what it hands to its C function is noted. Where the addresses were met before, as they soon are in any loop
-because an allocator gives out the same ones again, the C function is handed what was noted: that is what a plan keeps as `again`.
+because an allocator gives out the same ones again, the C function is handed what was noted; a plan keeps that as `again` where it is all of a call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton import knobs
 
 from ..problem import ALIGNMENT
 
-MOST = 4096  # kernels kept; calls more varied than this begin anew
+MOST = 4096  # kernels kept, and launches of them; calls more varied than this begin anew
 READ = ("3.6", "3.7", "3.9")  # versions of Triton whose launcher was read, and to which tests hold this file; others launch for themselves
 
 
@@ -72,6 +72,7 @@ class Noted(NamedTuple):
 
 
 _KNOWN: dict[Hashable, Known] = {}
+_NOTED: dict[Hashable, Noted] = {}  # by what was launched and all addresses
 _NOTING = Lock()
 
 
@@ -82,19 +83,33 @@ def start(owner: object, key: Hashable, tensors: Sequence[Tensor | None], first:
     Returns what launches the same again, or None where Triton was left to launch.
     """
     device = tensors[0].get_device()  # type: ignore[union-attr]
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    kind = (id(owner), key, device, *((addresses.index(a), a is None or a % ALIGNMENT == 0) for a in addresses))
-    known = _KNOWN.get(kind)
-    noted = known and note(known, device, addresses)
-    if noted and noted():
+    addresses = tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors])
+    met = (id(owner), key, device, addresses)
+    noted = _NOTED.get(met)
+    if noted is None:
+        kind = (*met[:3], *((addresses.index(a), a is None or a % ALIGNMENT == 0) for a in addresses))
+        known = _KNOWN.get(kind)
+        if known is None:
+            _first(kind, first(), addresses, owner)
+            return None
+        noted = note(known, device, addresses)
+        if len(_NOTED) >= MOST:
+            _NOTED.clear()
+        _NOTED[met] = noted
+    if noted():
         return noted
-    launch = first()
+    first().start()
+    return None
+
+
+def _first(kind: Hashable, launch: Any, addresses: Sequence[int | None], owner: object) -> None:
+    """Launch by Triton, and keep how."""
     compiled = launch.start()
     if compiled is not None and repeatable(compiled.run):  # a simulated launch compiles nothing
         if len(_KNOWN) >= MOST:
             _KNOWN.clear()
+            _NOTED.clear()  # whose keys hold the ids of owners that were kept there
         _KNOWN[kind] = know(compiled, launch, addresses, owner)
-    return None
 
 
 def repeatable(launcher: Any) -> bool:
