@@ -65,23 +65,23 @@ def _backward(seqlen_q: int, seqlen_k: int, head_dim: int, deterministic: bool =
 
 
 def backward_d128() -> tuple[Tensor, ...]:
-    """128 keys a program, the next scores beside dq: four tiles of queries for rings of three stages."""
+    """Half of 128 keys a consumer, half of dq's columns each: four tiles of queries for rings of three stages."""
     return _backward(256, 256, 128)
 
 
 def backward_d64_grouped() -> tuple[Tensor, ...]:
-    """The next scores beside dp: two of four query heads a program, of three tiles each, for rings of three stages."""
+    """Half of dq's 128 rows a consumer: two of four query heads a program, of two tiles each, for rings of two stages."""
     return _backward(192, 256, 64, heads=(4, 1), mask=CAUSAL)
 
 
 def backward_d256() -> tuple[Tensor, ...]:
-    """64 keys a program: p and ds through shared memory, dq in two parts."""
+    """64 keys a program: weights from one consumer to the other, dq in two parts, do freed apart from q."""
     return _backward(192, 128, 256)
 
 
 def backward_d192_128() -> tuple[Tensor, ...]:
-    """64 keys a program, columns of q and k in two parts."""
-    return _backward(192, 128, 192, head_dim_v=128)
+    """64 keys a program, columns of q and k in two parts: four tiles of queries for rings of three stages."""
+    return _backward(256, 128, 192, head_dim_v=128)
 
 
 def backward_split() -> tuple[Tensor, ...]:

@@ -79,7 +79,7 @@ LARGE = (
     _wide("d256_causal_more_rows_sinks", 260, 100, mask=CAUSAL, sinks=True),
     _wide("d256_window_softcap", 200, None, mask=band(60, 10), softcap=4.0, heads=(2, 1)),
     _case("head_dim_192", 150, 130, 192, mask=CAUSAL),
-    _case("head_dims_192_128", 150, 130, 192, head_dim_v=128),
+    _case("head_dims_192_128", 200, 130, 192, head_dim_v=128),
     _case("head_dims_192_128_causal", 200, None, 192, head_dim_v=128, mask=CAUSAL, sinks=True),
     _case("head_dims_192_128_window", 200, None, 192, head_dim_v=128, mask=band(70, 5), heads=(2, 1)),
 )
@@ -222,7 +222,8 @@ def test_groups_are_divided(name, schedule, judge):
         (1, 2048, (64, 8), CAUSAL, 4),  # 128 programs of 16 to 256 steps on 132 SMs: the longest would decide
         (1, 2048, (64, 8), None, 1),  # 128 alike
         (1, 2048, (32, 1), None, 8),
-        (8, 2048, (64, 8), CAUSAL, 1),
+        (1, 8192, (64, 8), CAUSAL, 4),  # 512 programs of 8 to 1,024 steps: the last ones would run alone
+        (16, 2048, (64, 8), CAUSAL, 1),
         (1, 128, (6, 2), CAUSAL, 3),  # never more than there are heads
         (1, 2048, (64, 64), CAUSAL, 1),
     ],

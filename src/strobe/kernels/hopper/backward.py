@@ -1,4 +1,4 @@
-"""Backward attention on Hopper: three kernels, five products, dq summed in float32 memory; backward_steps has what is done with a tile.
+"""Backward attention on Hopper: three kernels, five products, dq summed in float32 memory; backward_walks has what is done with a tile.
 
     rows_kernel       delta = rowsum(dout * out) - dlse; what the main kernel reads of a row (lse in log2 units, -delta), in whole tiles;
                       zeros for the sum of dq
@@ -8,19 +8,22 @@
     convert_kernel    so dk and dv where groups are split, from sums in rows
 
     load_partition    kv_ready once; per tile of queries  q_free[s] -> q_ready[s] (q, lse)     do_free[s] -> do_ready[s] (do, delta)
-    mma_partition     s = k q^T, dp = v do^T - delta | p | dv += p do | ds = p dp, to shared memory | dq = ds^T k, dk += ds q | dq_free -> dq_ready
+    mma_partition     two consumers: s = k q^T, dp = v do^T - delta | p | ds = p dp | dv += p do, dq = ds^T k, dk += ds q | dq_free -> dq_ready;
+                      of 128 keys each takes half and sums half of dq (ds_ready); of 64 one makes p and dv, the other the rest (slope_ready)
     store_partition   dq_ready -> adds dq to its sum by TMA -> dq_free; at the end kv_done -> writes dk and dv;
                       of a split group: kv_done -> adds dk -> kv_free; kv_done -> adds dv
 
-    barrier    arrivals                       says
-    kv_ready   1 and the bytes of both        k and v have landed               kv_done   1   dk and dv stand in their place
-    q_ready    1 and the bytes of both        q[s] and lse[s] have landed       q_free    1   both are used up
-    do_ready   1 and the bytes of both        do[s] and delta[s] have landed    do_free   1   both are used up; where do's ring is as
-                                                                                              deep as q's, q_free says so of all four
-    dq_ready   1                              dq's tile stands in memory        dq_free   1   it has been read
-                                                                                kv_free   1   dk has been read
+    barrier       arrivals                    says
+    kv_ready      1 and the bytes of both     k and v have landed               kv_used     2   no product reads k or v any more
+    q_ready       1 and the bytes of both     q[s] and lse[s] have landed       q_free      2   both are used up
+    do_ready      1 and the bytes of both     do[s] and delta[s] have landed    do_free     2   both are used up; where do's ring is as
+                                                                                                deep as q's, q_free says so of all four
+    ds_ready[n]   1                           a half of ds stands in memory     its next arrival but one says that it has been read
+    slope_ready   1                           the weights stand in memory       slope_free  1   they have been read
+    dq_ready[w]   1                           dq's share stands in memory       dq_free[w]  1   it has been read
+    kv_done       2                           dk and dv stand in k's and v's place                kv_free  1   dk has been read
 
-The eight warps of mma_partition hold everything transposed, keys in rows: p and ds may then be first operands in registers, and what a row has
+A consumer holds everything transposed, keys in rows: p and ds may then be first operands in registers, and what a row has
 (lse, delta) is one value a column. A row that sees no key, or is none, has lse +inf: its p is 0. TMA gives zeros beyond the last row
 and column and writes nothing there. dk and dv of grouped heads are summed in registers, and of split groups in float32 memory; dq is added in
 memory always: in any order, or (form.ordered) key tile by key tile from the last that a tile of queries sees to the first. That is the order in
@@ -45,8 +48,9 @@ from ..device.dialect import (
 )
 from ..device.masking import first_row, row_interval, stop_row
 from ..device.tiles import find_sequence, keys_of, span_of
-from ..device.views import FAR, as_rows, copy_in, copy_out
-from .backward_steps import of_do, walk_in_memory, walk_in_registers, zeros_of
+from ..device.views import FAR, copy_in, copy_out
+from .backward_steps import ROWS, of_do, parts_of, rows_of, stage_of, zeros_of
+from .backward_walks import walk_gradients, walk_half, walk_weights
 
 
 @gluon.jit
@@ -113,16 +117,16 @@ def from_end(place, places, form: gl.constexpr):
 
 @gluon.jit
 def load_partition(views, offsets, kv, q, do, work, form: gl.constexpr):
-    q_desc, k_desc, v_desc, do_desc, rows_desc = views
-    k_tile, v_tile, sums, kv_ready, kv_done, kv_free = kv
+    q_views, k_views, v_views, do_views, rows_desc = views
+    k_tile, v_tile, sums, kv_ready, kv_done, kv_free, kv_used = kv
     q_smem, lse_smem, q_ready, q_free = q
     do_smem, delta_smem, do_ready, do_free = do
     sizes, limits, numbers = work
     batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
     queries, keys, part, n_start, m_first, blocks, first_tile = keys_of_program(offsets, work, form)
-    mbarrier.expect(kv_ready.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    copy_in(k_desc, keys, key_head(part, form), n_start, 0, kv_ready.index(0), k_tile, form)
-    copy_in(v_desc, keys, key_head(part, form), n_start, 0, kv_ready.index(0), v_tile, form)
+    mbarrier.expect(kv_ready.index(0), 2 * form.tuning.block_n * (form.block_d + form.block_dv))
+    copy_parts(k_views, keys, key_head(part, form), n_start, kv_ready.index(0), k_tile, form)
+    copy_parts(v_views, keys, key_head(part, form), n_start, kv_ready.index(0), v_tile, form)
     at = ring_start(form.tuning.stages)
     do_at = ring_start(form.tuning.stages_do)
     tiles = heads * tiles_m * (1 if form.packed else batch)
@@ -132,55 +136,63 @@ def load_partition(views, offsets, kv, q, do, work, form: gl.constexpr):
             m_start = m_first + i * form.tuning.block_m
             tile = first_tile + head * tiles_m + m_start // form.tuning.block_m
             mbarrier.wait(q_free.index(at.stage), at.parity ^ 1)
-            mbarrier.expect(q_ready.index(at.stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
-            copy_in(q_desc, queries, head, m_start, 0, q_ready.index(at.stage), q_smem.index(at.stage), form)
+            mbarrier.expect(q_ready.index(at.stage), form.tuning.block_m * (2 * form.block_d + 4))
+            copy_parts(q_views, queries, head, m_start, q_ready.index(at.stage), stage_of(q_smem, at.stage), form)
             tma_load(rows_desc, [tile * form.tuning.block_m], q_ready.index(at.stage), lse_smem.index(at.stage))
             slot = of_do(at, do_at, form)
             if form.tuning.apart:
                 mbarrier.wait(do_free.index(slot.stage), slot.parity ^ 1)
-            mbarrier.expect(do_ready.index(slot.stage), do_desc.block_type.nbytes + rows_desc.block_type.nbytes)
-            copy_in(do_desc, queries, head, m_start, 0, do_ready.index(slot.stage), do_smem.index(slot.stage), form)
+            mbarrier.expect(do_ready.index(slot.stage), form.tuning.block_m * (2 * form.block_dv + 4))
+            copy_parts(do_views, queries, head, m_start, do_ready.index(slot.stage), stage_of(do_smem, slot.stage), form)
             tma_load(rows_desc, [(tiles + tile) * form.tuning.block_m], do_ready.index(slot.stage), delta_smem.index(slot.stage))
             at = at.next()
             do_at = do_at.next()
 
 
 @gluon.jit
-def mma_partition(offsets, kv, q, do, dq, work, form: gl.constexpr):
-    k_tile, v_tile, sums, kv_ready, kv_done, kv_free = kv
+def mma_partition(w: gl.constexpr, offsets, kv, q, do, dq, handed, work, form: gl.constexpr):
+    k_tile, v_tile, sums, kv_ready, kv_done, kv_free, kv_used = kv
     sizes, limits, numbers = work
-    scale_log2, softcap, scale = numbers
     queries, keys, part, n_start, m_first, blocks, first_tile = keys_of_program(offsets, work, form)
-    diagonal = m_first + (keys[2] - queries[2]) - n_start  # the tile's key that its first query has on the diagonal
-    keys_left = keys[2] - n_start
-    dk = zeros_of(form.tuning.block_n, form.first_d, form.rest_d, form.down)
-    dv = zeros_of(form.tuning.block_n, form.first_dv, form.rest_dv, form.down)
-    tiles = (as_rows(k_tile), as_rows(v_tile))
-    channels = (q, do, dq)
+    row: gl.constexpr = ROWS * w if form.halves else 0
+    diagonal = m_first + (keys[2] - queries[2]) - n_start - row  # the consumer's key that its first query has on the diagonal
+    seen = (diagonal, keys[2] - n_start - row)
+    k_all, v_own = parts_of(k_tile), rows_of(parts_of(v_tile), row)
+    channels = (q, do, dq, handed)
     mbarrier.wait(kv_ready.index(0), 0)
-    if form.tuning.in_registers:
-        dk, dv = walk_in_registers(dk, dv, tiles, channels, (diagonal, keys_left), blocks, work, form)
+    dk = zeros_of(ROWS, form.first_d, form.rest_d)
+    dv = zeros_of(ROWS, form.first_dv, form.rest_dv)
+    if form.halves:
+        dk, dv = walk_half(w, dk, dv, (k_all, v_own), channels, seen, blocks, work, form)
+    elif w == 0:
+        dv = walk_weights(dv, (k_all, v_own), channels, seen, blocks, work, form)
     else:
-        dk, dv = walk_in_memory(dk, dv, tiles, channels, (diagonal, keys_left), blocks, work, form)
-    if form.splits > 1:  # k and v are used up, and leave room for the sum of one of them
-        keep(as_rows(sums), dk, 1.0)
+        dk = walk_gradients(dk, (k_all, v_own), channels, blocks, form)
+    mbarrier.arrive(kv_used.index(0))
+    mbarrier.wait(kv_used.index(0), 0)
+    if form.splits > 1:  # k and v leave room for the sum of one of them
+        if form.has_dk(w):
+            keep(rows_of(parts_of(sums), row), dk, 1.0)
         fence_async_shared()
         mbarrier.arrive(kv_done.index(0))
         mbarrier.wait(kv_free.index(0), 0)
-        keep(as_rows(sums), dv, 1.0)
+        if form.has_dv(w):
+            keep(rows_of(parts_of(sums), row), dv, 1.0)
     else:
-        keep(tiles[1], dv, 1.0)
-        keep(tiles[0], dk, scale)
+        if form.has_dv(w):
+            keep(v_own, dv, 1.0)
+        if form.has_dk(w):
+            keep(rows_of(k_all, row), dk, numbers[2])
     fence_async_shared()
     mbarrier.arrive(kv_done.index(0))
 
 
 @gluon.jit
-def keep(tile, sums, factor):
-    """The sums times a factor, in the tile's dtype, in its memory."""
-    tile.slice(0, sums[0].shape[1], dim=1).store((sums[0] * factor).to(tile.dtype))
+def keep(parts, sums, factor):
+    """The sums times a factor, in the parts' dtype, in their memory."""
+    parts[0].store((sums[0] * factor).to(parts[0].dtype))
     if len(sums) == 2:
-        tile.slice(sums[0].shape[1], sums[1].shape[1], dim=1).store((sums[1] * factor).to(tile.dtype))
+        parts[1].store((sums[1] * factor).to(parts[1].dtype))
 
 
 @gluon.jit
@@ -206,12 +218,13 @@ def pass_turn(turn):
 @gluon.jit
 def store_partition(out, turns, offsets, kv, dq, work, form: gl.constexpr):
     PARTS: gl.constexpr = form.tuning.parts
+    SHARES: gl.constexpr = form.shares
     LINES: gl.constexpr = form.dq_lines
-    dq_desc, dk_desc, dv_desc = out
+    dq_desc, dk_views, dv_views = out
     sizes, limits, numbers = work
     batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
-    k_tile, v_tile, sums, kv_ready, kv_done, kv_free = kv
-    p_smem, ds_smem, dq_smem, dq_ready, dq_free = dq
+    k_tile, v_tile, sums, kv_ready, kv_done, kv_free, kv_used = kv
+    dq_smem, dq_ready, dq_free = dq
     queries, keys, part, n_start, m_first, blocks, first_tile = keys_of_program(offsets, work, form)
     at = ring_start(1)
     for member in range(form.members):
@@ -222,26 +235,28 @@ def store_partition(out, turns, offsets, kv, dq, work, form: gl.constexpr):
             if form.ordered:
                 turn = turns + tile
             for piece in gl.static_range(PARTS):
-                mbarrier.wait(dq_ready.index(0), at.parity)
+                for share in gl.static_range(SHARES):
+                    mbarrier.wait(dq_ready.index(share), at.parity)
                 if form.ordered and piece == 0:
                     await_turn(turn, n_start, m_start, (queries[2], keys[2]), limits, form)
                 for unit in gl.static_range(form.dq_units(piece)):
                     tma_reduce_add(dq_desc, [(tile * form.dq_units() + piece * form.dq_units(0) + unit) * LINES, 0], dq_smem.index(unit))
                 tma_store_wait(0)
-                mbarrier.arrive(dq_free.index(0))
+                for share in gl.static_range(SHARES):
+                    mbarrier.arrive(dq_free.index(share))
                 at = at.next()
             if form.ordered:
                 pass_turn(turn)
     mbarrier.wait(kv_done.index(0), 0)
     if form.splits > 1:
-        add_out(dk_desc, keys, key_head(part, form), n_start, 0, sums, form)
+        add_parts(dk_views, keys, key_head(part, form), n_start, sums, form)
         tma_store_wait(0)
         mbarrier.arrive(kv_free.index(0))
         mbarrier.wait(kv_done.index(0), 1)
-        add_out(dv_desc, keys, key_head(part, form), n_start, 0, sums, form)
+        add_parts(dv_views, keys, key_head(part, form), n_start, sums, form)
     else:
-        copy_out(dv_desc, keys, part, n_start, 0, v_tile, form)
-        copy_out(dk_desc, keys, part, n_start, 0, k_tile, form)
+        write_parts(dv_views, keys, part, n_start, v_tile, form)
+        write_parts(dk_views, keys, part, n_start, k_tile, form)
     tma_store_wait(0)
 
 
@@ -256,58 +271,102 @@ def add_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.constex
 
 
 @gluon.jit
-def tiles_of(desc, count: gl.constexpr):
-    """Shared memory for `count` of a descriptor's tiles."""
+def add_parts(views, place, head, row, tile, form: gl.constexpr):
+    add_out(views[0], place, head, row, 0, tile[0], form)
+    if len(tile) == 2:
+        add_out(views[1], place, head, row, tile[0].shape[-1], tile[1], form)
+
+
+@gluon.jit
+def write_parts(views, place, head, row, tile, form: gl.constexpr):
+    copy_out(views[0], place, head, row, 0, tile[0], form)
+    if len(tile) == 2:
+        copy_out(views[1], place, head, row, tile[0].shape[-1], tile[1], form)
+
+
+@gluon.jit
+def copy_parts(views, place, head, row, ready, tile, form: gl.constexpr):
+    copy_in(views[0], place, head, row, 0, ready, tile[0], form)
+    if len(tile) == 2:
+        copy_in(views[1], place, head, row, tile[0].shape[-1], ready, tile[1], form)
+
+
+@gluon.jit
+def tiles_of(views, count: gl.constexpr):
+    """Shared memory for `count` tiles, part by part."""
+    if views[1] is None:
+        return (tiles_of_part(views[0], count),)
+    else:
+        return (tiles_of_part(views[0], count), tiles_of_part(views[1], count))
+
+
+@gluon.jit
+def tiles_of_part(desc, count: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, [count] + desc.block_shape, desc.layout)  # noqa: RUF005 (jit functions know no stars)
 
 
 @gluon.jit
-def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, dq_desc, turns, offsets, work, form: gl.constexpr):
-    """Descriptors as launch.descriptor makes them, rows_desc of the rows' numbers, dq_desc of dq's sum, as are dk_desc and dv_desc
-    where groups are split; turns: how many key tiles have added
+def as_sums(both, views):
+    """The memory of two tiles as that of one tile of float32 sums, part by part."""
+    first = reinterpret(both[0], gl.float32, views[0].block_shape, views[0].layout)
+    if len(both) == 2:
+        return (first, reinterpret(both[1], gl.float32, views[1].block_shape, views[1].layout))
+    else:
+        return (first,)
+
+
+@gluon.jit
+def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, dq_desc, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest, turns,
+                    offsets, work, form: gl.constexpr):  # fmt: skip
+    """Descriptors as launch.descriptor makes them, of a tile's first columns and of the rest (None where there is none), rows_desc of the rows'
+    numbers, dq_desc of dq's sum, as are dk's and dv's where groups are split; turns: how many key tiles have added
     to each tile of dq, or None; offsets (cu_seqlens_q, cu_seqlens_k) or Nones; work: sizes (B or sequences, H_q, S_q or T_q, S_k or T_k, tiles of
     rows and of keys a head, heads in a section), limits (left, right), numbers (scale_log2, softcap, scale)."""
     STAGES: gl.constexpr = form.tuning.stages
     STAGES_DO: gl.constexpr = form.tuning.stages_do
     BLOCK_M: gl.constexpr = form.tuning.block_m
-    BLOCK_N: gl.constexpr = form.tuning.block_n
     dtype: gl.constexpr = q_desc.dtype
+    q_views, k_views, v_views, do_views = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (do_desc, do_rest)
+    dk_views, dv_views = (dk_desc, dk_rest), (dv_desc, dv_rest)
     if form.splits > 1:
-        both = tiles_of(k_desc, 2)
-        k_tile, v_tile = both.index(0), both.index(1)
-        sums = reinterpret(both, gl.float32, dk_desc.block_shape, dk_desc.layout)
+        both = tiles_of(k_views, 2)
+        k_tile, v_tile = stage_of(both, 0), stage_of(both, 1)
+        sums = as_sums(both, dk_views)
     else:
-        k_tile, v_tile = tiles_of(k_desc, 1).index(0), tiles_of(v_desc, 1).index(0)
+        k_tile, v_tile = stage_of(tiles_of(k_views, 1), 0), stage_of(tiles_of(v_views, 1), 0)
         sums = k_tile
-    q_smem = tiles_of(q_desc, STAGES)
-    do_smem = tiles_of(do_desc, STAGES_DO)
+    q_smem = tiles_of(q_views, STAGES)
+    do_smem = tiles_of(do_views, STAGES_DO)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES_DO, BLOCK_M], rows_desc.layout)
-    dq_smem = tiles_of(dq_desc, form.dq_units(0))
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
-    ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], ds_layout)
-    p_smem = ds_smem
-    if not form.tuning.in_registers:
-        p_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], ds_layout)
-    kv_done = ring(1, 1)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [form.dq_units(0), form.dq_lines, 256], dq_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
+    if form.halves:
+        handed = (gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout), ring(4, 1))
+    else:
+        slope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], gl.float32)
+        slope_smem = gl.allocate_shared_memory(gl.float32, [ROWS, BLOCK_M], slope_layout)
+        handed = (gl.allocate_shared_memory(dtype, [ROWS, BLOCK_M], ds_layout), slope_smem, ring(1, 1), ring(1, 1))
+    kv_done = ring(1, 2)
     kv_free = kv_done
     if form.splits > 1:
         kv_free = ring(1, 1)
-    kv = (k_tile, v_tile, sums, ring(1, 1), kv_done, kv_free)
-    q = (q_smem, lse_smem, ring(STAGES, 1), ring(STAGES, 1))
+    kv = (k_tile, v_tile, sums, ring(1, 1), kv_done, kv_free, ring(1, 2))
+    q = (q_smem, lse_smem, ring(STAGES, 1), ring(STAGES, 2))
     do_free = q[3]
     if form.tuning.apart:
-        do_free = ring(STAGES_DO, 1)
+        do_free = ring(STAGES_DO, 2)
     do = (do_smem, delta_smem, ring(STAGES_DO, 1), do_free)
-    dq = (p_smem, ds_smem, dq_smem, ring(1, 1), ring(1, 1))
-    views = (q_desc, k_desc, v_desc, do_desc, rows_desc)
-    out = (dq_desc, dk_desc, dv_desc)
+    dq = (dq_smem, ring(form.shares, 1), ring(form.shares, 1))
+    views = (q_views, k_views, v_views, do_views, rows_desc)
+    out = (dq_desc, dk_views, dv_views)
     gl.warp_specialize(
         [
-            (mma_partition, (offsets, kv, q, do, dq, work, form)),
+            (mma_partition, (gl.constexpr(0), offsets, kv, q, do, dq, handed, work, form)),
+            (mma_partition, (gl.constexpr(1), offsets, kv, q, do, dq, handed, work, form)),
             (load_partition, (views, offsets, kv, q, do, work, form)),
             (store_partition, (out, turns, offsets, kv, dq, work, form)),
         ],
-        [1, 1],
-        [24, 24],
+        [4, 1, 1],
+        [240 if form.halves else 248, 24, 24],
     )

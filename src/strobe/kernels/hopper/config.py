@@ -184,24 +184,18 @@ FORWARD: Any = HopperForward()
 
 @dataclass(frozen=True)
 class BackwardTuning:
-    """Tile and rings of the backward: eight warps hold block_n keys, 128 or 64, and walk block_m queries a step."""
+    """Tile and rings of the backward: two consumers walk block_m queries a step, over 64 keys each or over the same 64."""
 
     block_m: int
     block_n: int
     stages: int  # of q
     stages_do: int
-    parts: int = 1  # in which a tile of dq goes through shared memory
-    early: bool = False  # with 128 keys: a step begins the next one's scores sooner, dq leaves registers later; takes three stages of q
+    parts: int = 1  # in which a tile of dq of 64 keys goes through shared memory
 
     @property
     def apart(self) -> bool:
         """do is freed by itself, each time before q: its ring is shorter."""
         return self.stages_do != self.stages
-
-    @property
-    def in_registers(self) -> bool:
-        """Weights enter the product for dv from registers; with 64 keys, two warps need each of them."""
-        return self.block_n == 128
 
 
 @dataclass(frozen=True)
@@ -238,20 +232,31 @@ class BackwardForm:
 
     @property
     def rest_d(self) -> int:
-        """q's and k's columns beyond the first, which products take apart from them: they come by powers of two, and a tile may be wider."""
-        return rest_of(self.head_dim, self.block_d)
+        """Columns of q and k beyond their first part: products take powers of two."""
+        return rest(self.block_d)
 
     @property
     def first_d(self) -> int:
-        return self.block_d // 2 if self.rest_d else self.block_d
+        return self.block_d - self.rest_d
 
     @property
     def rest_dv(self) -> int:
-        return rest_of(self.head_dim_v, self.block_dv)
+        return rest(self.block_dv)
 
     @property
     def first_dv(self) -> int:
-        return self.block_dv // 2 if self.rest_dv else self.block_dv
+        return self.block_dv - self.rest_dv
+
+    @property
+    def halves(self) -> bool:
+        """Each consumer takes half of the keys; else one makes weights and dv, the other dp, dq and dk."""
+        return self.tuning.block_n == 2 * ROWS
+
+    def has_dk(self, consumer: int) -> bool:
+        return self.halves or consumer == 1
+
+    def has_dv(self, consumer: int) -> bool:
+        return self.halves or consumer == 0
 
     @property
     def rest_dq(self) -> int:
@@ -260,27 +265,45 @@ class BackwardForm:
 
     @property
     def first_dq(self) -> int:
-        return self.block_d // 2 if self.rest_dq else self.block_d
+        return self.block_d - self.rest_dq
 
     @property
-    def dq_width(self) -> int:
-        """Columns of dq's float32 sum: all that products give."""
-        return self.first_dq + self.rest_dq
+    def shares(self) -> int:
+        """Consumers that have a share of dq each."""
+        return 2 if self.halves else 1
+
+    @property
+    def by_rows(self) -> bool:
+        """A share is 64 of the tile's queries, not some of dq's columns."""
+        return self.tuning.block_m == 2 * ROWS
+
+    def share_columns(self, consumer: int) -> int:
+        if self.by_rows:
+            return self.block_d
+        return (self.first_dq, self.rest_dq)[consumer] if self.rest_dq else self.first_dq // 2
+
+    def share_column(self, consumer: int) -> int:
+        """A share's first column."""
+        return 0 if self.by_rows else consumer * self.share_columns(0)
+
+    def share_unit(self, consumer: int) -> int:
+        """A share's first unit."""
+        return consumer if self.by_rows else self.share_column(consumer) // self.dq_unit
 
     @property
     def dq_unit(self) -> int:
-        """Columns of dq that TMA adds at once."""
-        return self.rest_dq or self.first_dq
+        """Columns of 64 rows of dq that TMA adds at once."""
+        return self.rest_dq or (self.first_dq // 2 if self.halves and not self.by_rows else self.first_dq)
 
     def dq_units(self, part: int | None = None) -> int:
-        """Units of dq's columns; of those that pass through shared memory together in one of the tuning's parts."""
-        units = (self.dq_width if part is None or self.tuning.parts == 1 else (self.first_dq, self.rest_dq)[part]) // self.dq_unit
-        return units
+        """Units of a tile of dq; of those that pass through shared memory together in one of the tuning's parts."""
+        width = self.block_d if part is None or self.tuning.parts == 1 else (self.first_dq, self.rest_dq)[part]
+        return width // self.dq_unit * (self.tuning.block_m // ROWS)
 
     @property
     def dq_lines(self) -> int:
         """Lines of 256 numbers that a unit takes."""
-        return self.tuning.block_m * self.dq_unit // 256
+        return ROWS * self.dq_unit // 256
 
     @property
     def products_d(self) -> int:
@@ -292,22 +315,18 @@ class BackwardForm:
         return 2 if self.rest_dv else 1
 
     @property
-    def down(self) -> int:
-        """Warps one below the other, each with 16 of the tile's keys."""
-        return self.tuning.block_n // 16
-
-    @property
     def masks(self) -> bool:
         """Whether any tile may hold a hidden key."""
         return self.mask.left or self.mask.right or not self.even
 
     def shared_bytes(self) -> int:
-        """k, v, q and do of all stages, ds and p at 2 bytes, dq, lse and delta at 4, and the barriers."""
+        """k, v, q and do of all stages and ds at 2 bytes, weights on their way, dq, lse and delta at 4, and the barriers."""
         t = self.tuning
         rings = t.block_m * (t.stages * (2 * self.block_d + 4) + t.stages_do * (2 * self.block_dv + 4))
-        tiles = 1 if t.in_registers else 2
-        keys = 2 * t.block_n * (self.block_d + self.block_dv + tiles * t.block_m)
-        return rings + keys + 1024 * self.dq_units(0) * self.dq_lines + 8 * (2 * t.stages + (1 + t.apart) * t.stages_do + 4)
+        keys = 2 * t.block_n * (self.block_d + self.block_dv)
+        handed = t.block_m * ROWS * (2 * 4 if self.halves else 2 + 4)
+        barriers = 2 * t.stages + (1 + t.apart) * t.stages_do + 3 + (self.splits > 1) + (4 if self.halves else 2) + 2 * self.shares
+        return rings + keys + handed + 1024 * self.dq_units(0) * self.dq_lines + 8 * barriers
 
 
 @dataclass(frozen=True)
@@ -323,11 +342,17 @@ class BackwardConfig:
 
 # (head dimensions, padded to what tiles hold) -> tiles of the backward: what fits without spills, then what was fastest on an H200
 BACKWARD_TUNINGS = {
-    (64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3, early=True),
+    (64, 64): BackwardTuning(block_m=128, block_n=128, stages=2, stages_do=2),
+    (96, 96): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3),
     (128, 128): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3),
-    (256, 128): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=2),
+    (192, 128): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=2),
+    (192, 192): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=2),
+    (256, 128): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=2, parts=2),
     (256, 256): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=1, parts=2),
 }
+# where later keys are hidden: d128 causal 8k 553 TFLOP/s for 539, though dense 16k 555 for 590 (H200, medians of three runs)
+BACKWARD_CAUSAL = {(128, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2)}
+BACKWARD_CAPPED = {(64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3)}  # for tanh's registers: 0 bytes of spills for 1340
 
 
 class HopperBackward:
@@ -341,7 +366,8 @@ class HopperBackward:
     def config(self, problem: Problem, target: Target) -> BackwardConfig:
         head_dims = problem.head_dim, problem.head_dim_v
         widths = next(one for one in BACKWARD_TUNINGS if one[0] >= head_dims[0] and one[1] >= head_dims[1])
-        tuning = BACKWARD_TUNINGS[widths]
+        special = BACKWARD_CAPPED.get(widths) if problem.softcap else BACKWARD_CAUSAL.get(widths) if problem.mask.right else None
+        tuning = special or BACKWARD_TUNINGS[widths]
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         ordered = problem.deterministic or problem.batch_invariant
         falling = ordered and not _rises(problem, target, tuning)
@@ -358,7 +384,7 @@ class HopperBackward:
         heads = (problem.heads_q,) if problem.packed else (problem.layout.batch, problem.heads_q)
         tiles = query_tiles(problem, form.tuning.block_m)
         rows = Buffer("rows", (2, *heads, tiles * form.tuning.block_m), torch.float32)
-        buffers = [rows, Buffer("dq_sum", (*heads, tiles, form.tuning.block_m * form.dq_width), torch.float32)]
+        buffers = [rows, Buffer("dq_sum", (*heads, tiles, form.tuning.block_m * form.block_d), torch.float32)]
         if form.ordered:
             buffers.append(Buffer("turns", (*heads, tiles), torch.int32))
         if form.splits > 1:
@@ -373,9 +399,7 @@ class HopperBackward:
         run_backward(plan, call, tensors, workspace)
 
 
-def rest_of(head_dim: int, block: int) -> int:
-    """Half of a tile's first half, where a head dimension ends in it: 96 of 128 columns are 64 and 32."""
-    return block // 4 if block > 64 and head_dim <= block // 2 + block // 4 else 0
+LONG_PROGRAM = 64  # steps of the longest, of which its sums in float32 memory are a small part
 
 
 def at_once(target: Target) -> int:
@@ -400,16 +424,19 @@ def whole_lines(width: int) -> int:
 
 
 def _splits(problem: Problem, target: Target, tuning: BackwardTuning) -> int:
-    """Programs to divide a group among: enough to fill the SMs; twice as many where the costs of programs differ, lest the longest decide.
+    """Programs to divide a group among: enough to fill the SMs, twice as many where the costs of programs differ, lest the longest decide.
 
-    More would be waste: each adds its share of dk and dv in float32 memory.
+    Each adds its share of dk and dv in float32 memory, so more are wanted only of long programs: GQA 64/8 causal at 8k 550 TFLOP/s in four
+    parts, 526 in two, 426 in one; at 2k 426 in four and 399 in eight (H200).
     """
     layout: Any = problem.layout
     tiles = layout.total_k // tuning.block_n + layout.batch if problem.packed else layout.batch * -(-layout.seqlen_k // tuning.block_n)
+    steps = (layout.total_q // max(1, layout.batch) if problem.packed else layout.seqlen_q) // tuning.block_m
     uneven = problem.packed or problem.mask.right != problem.mask.left
-    wanted = 2 * target.sm_count if uneven else at_once(target)
     divisors = [n for n in range(1, problem.group + 1) if problem.group % n == 0]
-    return next((n for n in divisors if tiles * problem.heads_kv * n >= wanted), problem.group)
+    enough = lambda wanted: next((n for n in divisors if tiles * problem.heads_kv * n >= wanted), problem.group)
+    least, most = enough(2 * target.sm_count if uneven else at_once(target)), enough(8 * target.sm_count if uneven else 1)
+    return max(n for n in divisors if n == least or (least < n <= most and problem.group // n * steps >= LONG_PROGRAM))
 
 
 def _written(problem: Problem) -> Problem:

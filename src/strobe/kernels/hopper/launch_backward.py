@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from ...call import Call
@@ -72,7 +73,7 @@ def convert_launch(plan: Plan, name: str, held: Tensor, gradient: Tensor) -> Lau
     count, heads, width = gradient.shape[-3:]
     scale, block = (1.0, form.block_dv) if name == "dv" else (problem.scale, form.block_d)
     strides = (strides_of(held, problem), strides_of(gradient, problem))
-    arguments = ((held, gradient), strides, (heads, count), scale, held.shape[-1], width, block, CONVERTED_ROWS)
+    arguments = ((held, gradient), strides, (heads, count), scale, held.shape[-1], width, triton.next_power_of_2(block), CONVERTED_ROWS)
     programs = counted(plan, heads * entries(problem) * -(-count // CONVERTED_ROWS))
     return Launch(convert_kernel, programs, arguments, {"num_warps": 4})
 
@@ -86,20 +87,29 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], turns: Tensor
         raise KernelFault(f"{plan.kernel.name}: {rows.numel()} numbers of rows are more than an int32 can count; split the batch")
     tiles_n = seqlen_k // tuning.block_n + batch + 2 if form.packed else -(-seqlen_k // tuning.block_n)
     parts = problem.heads_kv * entries(problem) * form.splits
-    a_part = form.members * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.dq_width)
+    a_part = form.members * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.block_d)
     fitting = at_once(plan.target) // tiles_n if form.ordered and not form.falling else L2_BYTES // max(1, a_part)
-    section = max(1, min(parts, fitting))
-    by_rows, by_rows_v = (tuning.block_m, form.block_d), (tuning.block_m, form.block_dv)
-    by_keys, by_keys_v = (tuning.block_n, form.block_d), (tuning.block_n, form.block_dv)
+    section = even_section(parts, fitting)
+    by_rows, by_rows_v = (tuning.block_m, form.first_d), (tuning.block_m, form.first_dv)
+    by_keys, by_keys_v = (tuning.block_n, form.first_d), (tuning.block_n, form.first_dv)
+    rests = ((q, tuning.block_m, form.rest_d), (k, tuning.block_n, form.rest_d), (v, tuning.block_n, form.rest_dv),
+             (dout, tuning.block_m, form.rest_dv), (dk, tuning.block_n, form.rest_d), (dv, tuning.block_n, form.rest_dv))  # fmt: skip
     described = (
         descriptor(q, *by_rows), descriptor(k, *by_keys), descriptor(v, *by_keys_v), descriptor(dout, *by_rows_v),
-        row_descriptor(rows, tuning.block_m), descriptor(dk, *by_keys), descriptor(dv, *by_keys_v),
-        line_descriptor(dq_sum, form.dq_lines),
+        row_descriptor(rows, tuning.block_m), descriptor(dk, *by_keys), descriptor(dv, *by_keys_v), line_descriptor(dq_sum, form.dq_lines),
+        *(descriptor(t, n, width) if width else None for t, n, width in rests),
     )  # fmt: skip
     sizes = (batch, problem.heads_q, seqlen_q, seqlen_k, query_tiles(problem, tuning.block_m), tiles_n, section)
     work = (sizes, (call.left, call.right), (*numbers_of(problem), problem.scale))
     arguments = (*described, turns, (call.cu_seqlens_q, call.cu_seqlens_k), work, form)
-    return Launch(backward.backward_kernel, counted(plan, parts * tiles_n), arguments, {"num_warps": 8, "maxnreg": 168})
+    return Launch(backward.backward_kernel, counted(plan, parts * tiles_n), arguments, {"num_warps": 4, "maxnreg": 168})
+
+
+def even_section(parts: int, most: int) -> int:
+    """Parts to walk together, at most `most`: a divisor, if one is half as many, since programs even out only within a section. Of 32 parts
+    five at a time the last two alone end the launch."""
+    most = max(1, min(parts, most))
+    return next((n for n in range(most, most // 2, -1) if parts % n == 0), most)
 
 
 def counted(plan: Plan, programs: int) -> int:

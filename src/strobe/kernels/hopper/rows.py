@@ -14,7 +14,7 @@ def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
     rows: lse in log2 units of all batch entries and heads, then -delta of all, in whole tiles; a packed sequence begins a tile of its own.
     """
     BLOCK_M: tl.constexpr = form.tuning.block_m
-    BLOCK_DV: tl.constexpr = form.block_dv
+    BLOCK_DV: tl.constexpr = triton.next_power_of_2(form.block_dv)
     dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns = tensors
     heads, total, sequences, tiles = sizes
     pid = tl.program_id(0)
@@ -42,7 +42,7 @@ def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
     numbers = rows + pid.to(tl.int64) * BLOCK_M + lanes
     tl.store(numbers, tl.where(empty, float("inf"), row_lse))
     tl.store(numbers + tl.num_programs(0).to(tl.int64) * BLOCK_M, tl.where(empty, 0.0, -row_delta))
-    UNIT: tl.constexpr = form.dq_unit * BLOCK_M
+    UNIT: tl.constexpr = form.dq_lines * 256
     for unit in tl.static_range(form.dq_units()):
         tl.store(dq_sum + (pid.to(tl.int64) * form.dq_units() + unit) * UNIT + tl.arange(0, UNIT), tl.zeros([UNIT], tl.float32))
 
@@ -82,10 +82,10 @@ def convert_dq_kernel(dq_sum, dq, cu_seqlens_q, strides, sizes, scale, form: tl.
         start, length = span_of(cu_seqlens_q, sequence, sequences, total)
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, UNIT)
     row_ok = block * BLOCK_M + row < length
-    by_row = row // 16 * 128 + row % 8 * 16 + row // 8 % 2 * 2
-    by_column = column // 8 * (8 * BLOCK_M) + column % 8 // 2 * 4 + column % 2
-    for unit in tl.static_range(form.dq_units()):
-        held = dq_sum + (pid.to(tl.int64) * form.dq_units() + unit) * (BLOCK_M * UNIT)
+    by_row = row // 64 * (64 * UNIT) + row % 64 // 16 * 128 + row % 8 * 16 + row // 8 % 2 * 2
+    by_column = column // 8 * (8 * 64) + column % 8 // 2 * 4 + column % 2
+    for unit in tl.static_range(form.block_d // UNIT):
+        held = dq_sum + (pid.to(tl.int64) * form.block_d + unit * UNIT) * BLOCK_M
         tile = tl.load(held + by_row[:, None] + by_column[None, :]) * scale
         columns = unit * UNIT + column
         store_rows(head_of(dq, strides, index, heads), tile, start + block * BLOCK_M + row, columns, strides[1], row_ok, form.head_dim)
