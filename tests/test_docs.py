@@ -109,5 +109,6 @@ def test_published_decode_figures_stand_in_the_results():
         ours, portable = (
             [row for row in measured if row["case"] == case and row["kernel"] == kernel] for kernel in ("hopper.decode", "portable.decode")
         )
-        figures = ours[-1]["ms"], ours[-1].get("dense_ms"), portable[-1]["ms"], ours[-1]["rivals"].get("cudnn")
+        over_rows = next((row["dense_ms"] for row in reversed(ours) if row.get("dense_ms")), None)  # of a run of its own
+        figures = ours[-1]["ms"], over_rows, portable[-1]["ms"], ours[-1]["rivals"].get("cudnn")
         assert cells.split(" | ") == [f"{1000 * figure:.1f}" if figure else "-" for figure in figures], case

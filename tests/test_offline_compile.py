@@ -136,7 +136,9 @@ def test_the_hopper_backward_compiles_with_each_tiling_and_each_band():
         assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024 and row["warps"] == 12, unit
         seen.add((form.tuning, form.mask.left, form.mask.right))
     bands = ((False, False), (False, True), (True, True), (True, False))
-    assert seen == {(tuning, *band) for tuning in hopper.BACKWARD_TUNINGS.values() for band in bands}
+    causal = lambda widths, right: (right and hopper.BACKWARD_CAUSAL.get(widths)) or hopper.BACKWARD_TUNINGS[widths]
+    wanted = {(causal(widths, band[1]), *band) for widths in hopper.BACKWARD_TUNINGS for band in bands}
+    assert seen == wanted | {(tuning, True, True) for tuning in hopper.BACKWARD_CAPPED.values()}
 
 
 def test_the_blackwell_forward_compiles_with_each_tiling_and_each_band():
@@ -169,7 +171,7 @@ def test_the_blackwell_forward_spills_nothing_at_d128():
 @pytest.mark.parametrize("family, kernel, roles", [
     ("blackwell", "forward_kernel", {"mma": 3, "load": 1, "softmax": 2, "store": 1, "correct": 1}),  # mma: first scores, steps, last values
     ("hopper", "forward_kernel", {"load": 1, "softmax": 0}),  # as many as consumers
-    ("hopper", "backward_kernel", {"load": 1, "softmax": 1}),  # two warpgroups with one code
+    ("hopper", "backward_kernel", {"load": 1, "softmax": 2}),  # of 64 keys one consumer has no exponentials
 ])  # fmt: skip
 def test_the_inner_loop_of_each_role_is_found(family, kernel, roles):
     """And no other: what stands in the roles' loops stands in the kernel, and their exponentials are most of its."""
@@ -178,6 +180,8 @@ def test_the_inner_loop_of_each_role_is_found(family, kernel, roles):
     assert len(found) > len(straight) and all(kernel == "backward_kernel" and case.endswith("one row") for case in straight)  # it has one tile
     for row in (row for row in found if "roles" in row):
         names = Counter(loop["role"] for loop in row["roles"])
+        if kernel == "backward_kernel" and row["case"].startswith(("d192", "d256")):
+            names["softmax"] *= 2
         assert names == (roles if roles["softmax"] else roles | {"softmax": row["warps"] // 4 - 1}), row["case"]
         ex2, products = (sum(loop[kind] for loop in row["roles"]) for kind in ("EX2", "MMA"))
         assert 0.4 * row["instructions"]["MUFU.EX2"] <= ex2 <= row["instructions"]["MUFU.EX2"], row["case"]
