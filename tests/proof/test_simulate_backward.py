@@ -80,6 +80,7 @@ LARGE = (
     _wide("d256_window_softcap", 200, None, mask=band(60, 10), softcap=4.0, heads=(2, 1)),
     _case("head_dim_192", 150, 130, 192, mask=CAUSAL),
     _case("head_dims_192_128", 200, 130, 192, head_dim_v=128),
+    _case("head_dims_200_128", 150, 130, 200, head_dim_v=128, mask=CAUSAL),
     _case("head_dims_192_128_causal", 200, None, 192, head_dim_v=128, mask=CAUSAL, sinks=True),
     _case("head_dims_192_128_window", 200, None, 192, head_dim_v=128, mask=band(70, 5), heads=(2, 1)),
 )
@@ -119,9 +120,15 @@ SMALL = (  # no ring wraps: lengths around 0 and a tile
 CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL)}
 
 
-@pytest.mark.parametrize("name, schedule", [pytest.param(name, each, id=f"{name}-{each[0]}") for n, name in enumerate(CASES) for each in two_of(n)])
+def _each(n: int, name: str) -> list:
+    """A case under two kinds of schedule, one of them at night."""
+    night = [(), pytest.mark.nightly]
+    return [pytest.param(name, each, id=f"{name}-{each[0]}", marks=mark) for each, mark in zip(two_of(n), night if n % 2 else night[::-1])]
+
+
+@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(CASES) for one in _each(n, name)])
 def test_hopper_backward(name, schedule, judge):
-    """All cases under two kinds of schedule; the second, dtypes and input families take turns."""
+    """All cases; the kind of schedule, dtypes and input families take turns."""
     n = list(CASES).index(name) + 2 * SCHEDULES.index(schedule)
     run_and_judge(judge, CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
 
@@ -206,7 +213,7 @@ ALSO = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[:2], ids=["eager", "lazy"])
+@pytest.mark.parametrize("schedule", [pytest.param(SCHEDULES[0], marks=pytest.mark.nightly), SCHEDULES[1]], ids=["eager", "lazy"])
 @pytest.mark.parametrize("name", SPLIT)
 def test_groups_are_divided(name, schedule, judge):
     case = (CASES | ALSO)[name]
@@ -229,8 +236,8 @@ def test_groups_are_divided(name, schedule, judge):
     ],
 )
 def test_how_many_programs_share_a_group(batch, seqlen, heads, mask, splits):
-    case = _case("shape", seqlen, seqlen, heads=heads, mask=mask, batch=batch)
-    problem = Problem.from_call(case.build("meta", torch.bfloat16)._replace(needs_grad=True))
+    q, k = (torch.empty(batch, seqlen, count, 128, dtype=torch.bfloat16, device="meta") for count in heads)
+    problem = Problem.from_call(Call(q, k, k, right=0 if mask else -1, needs_grad=True))
     assert hopper.BACKWARD.config(problem, FAKES["H200"]).form.splits == splits
     ordered = hopper.BACKWARD.config(replace(problem, deterministic=True, kernel="hopper"), FAKES["H200"]).form
     assert ordered.ordered and ordered.splits == 1, "shares would be added in no order"
