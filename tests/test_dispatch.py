@@ -129,8 +129,8 @@ WATCHED = {
     "jit.trace": lambda q, k, v: torch.jit.trace(_attend, (q, k, v), check_trace=False),
     "make_fx": lambda q, k, v: make_fx(_attend)(q, k, v),
     "make_fx before autograd": lambda q, k, v: make_fx(_attend, pre_dispatch=True)(q, k, v),
-    "gradient of q": lambda q, k, v: _attend(q.requires_grad_(), k, v),
-    "gradient of v": lambda q, k, v: _attend(q, k, v.requires_grad_()),
+    "dispatch mode, gradient of q": lambda q, k, v: _within(_Mode)(q.requires_grad_(), k, v),
+    "profiler, gradient of v": lambda q, k, v: _within(torch.autograd.profiler.profile)(q, k, v.requires_grad_()),
     "gradient of sinks": lambda q, k, v: _attend(q, k, v, sinks=torch.zeros(4, requires_grad=True)),
     "subclass q": lambda q, k, v: _attend(q.as_subclass(_Subclass), k, v),
     "subclass v": lambda q, k, v: _attend(q, k, v.as_subclass(_Subclass)),
@@ -146,6 +146,18 @@ WATCHED = {
 def test_whatever_looks_on_meets_the_op(name, through):
     WATCHED[name](*_tensors())
     assert through
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_gradient_alone_needs_no_op(which, through):
+    """Autograd's function calls the body; the gradient is that of the op."""
+    tensors = _tensors()
+    tensors[which].requires_grad_()
+    (found,) = torch.autograd.grad(_attend(*tensors).sum(), tensors[which])
+    assert not through
+    with _Mode():
+        (expected,) = torch.autograd.grad(_attend(*tensors).sum(), tensors[which])
+    assert through and torch.equal(found, expected)
 
 
 def test_a_negative_bit_is_heeded():

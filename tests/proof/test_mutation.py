@@ -16,7 +16,7 @@ from strobe.proof.pages import fill
 BEGIN, END = "<!-- mutation: begin -->", "<!-- mutation: end -->"
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("ampere_matmul", "hopper_matmul", "hopper_forward", "backward_d192_128", "decode_pages")
+QUICK = ("ampere_matmul", "hopper_matmul", "hopper_forward", "decode_pages")
 SUITES_HERE = [Suite(ROOT / scenes, ROOT / ledger) for scenes, ledger in SUITES]
 CASES = [
     pytest.param(suite, scene, id=scene.name, marks=() if scene.name in QUICK else pytest.mark.nightly)
