@@ -63,7 +63,7 @@ from ..device.masking import edges_of, hide_by_bits, interval_bits, row_interval
 from ..device.schedule import WORDS, is_told, read_tile, tell, tile_number, tile_of
 from ..device.softmax import exp2_by_fma, finish, tanh
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
-from ..device.views import copy_in, copy_out, tile_2d
+from ..device.views import copy_out, copy_parts, stage_of, tile_2d, tiles_for
 from .config import ROWS as _ROWS
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)
@@ -150,11 +150,9 @@ def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, fo
     """A tile's parts into their slots; the last columns of all are `rest`, the first a power of two."""
     if rest:
         mbarrier.expect(ready, views[0].block_type.nbytes + views[1].block_type.nbytes)
-        copy_in(views[0], place, head, row, 0, ready, smem[0].index(slot), form, joined)
-        copy_in(views[1], place, head, row, views[0].block_shape[-1], ready, smem[1].index(slot), form, joined)
     else:
         mbarrier.expect(ready, views[0].block_type.nbytes)
-        copy_in(views[0], place, head, row, 0, ready, smem[0].index(slot), form, joined)
+    copy_parts(views, place, head, row, ready, stage_of(smem, slot), form, joined)
 
 
 # ---------------------------------------------------------------- products
@@ -494,16 +492,6 @@ def store_partition(views, board, out, work, form: gl.constexpr):
 
 
 # ---------------------------------------------------------------- the kernel
-
-
-@gluon.jit
-def tiles_for(slots: gl.constexpr, views, rest: gl.constexpr):
-    """Shared memory for `slots` tiles of a tensor, one buffer a part."""
-    main = gl.allocate_shared_memory(views[0].dtype, [slots] + views[0].block_shape, views[0].layout)  # noqa: RUF005 (Triton has no *)
-    if rest:
-        return (main, gl.allocate_shared_memory(views[1].dtype, [slots] + views[1].block_shape, views[1].layout))  # noqa: RUF005
-    else:
-        return (main,)
 
 
 @gluon.jit

@@ -57,6 +57,33 @@ def copy_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.conste
 
 
 @gluon.jit
+def tiles_for(slots: gl.constexpr, views, rest: gl.constexpr):
+    """Shared memory for `slots` tiles of a tensor, one buffer a part."""
+    main = gl.allocate_shared_memory(views[0].dtype, [slots] + views[0].block_shape, views[0].layout)  # noqa: RUF005 (Triton has no *)
+    if rest:
+        return (main, gl.allocate_shared_memory(views[1].dtype, [slots] + views[1].block_shape, views[1].layout))  # noqa: RUF005
+    else:
+        return (main,)
+
+
+@gluon.jit
+def stage_of(ring, stage):
+    """A stage of a ring whose tiles are in parts."""
+    if len(ring) == 2:
+        return (ring[0].index(stage), ring[1].index(stage))
+    else:
+        return (ring[0].index(stage),)
+
+
+@gluon.jit
+def copy_parts(views, place, head, row, ready, tile, form: gl.constexpr, joined: gl.constexpr = False):
+    """`copy_in` of a tile in parts."""
+    copy_in(views[0], place, head, row, 0, ready, tile[0], form, joined)
+    if len(tile) == 2:
+        copy_in(views[1], place, head, row, views[0].block_shape[-1], ready, tile[1], form, joined)
+
+
+@gluon.jit
 def tile_2d(ring, stage):
     """A stage of a ring as rows and columns."""
     return as_rows(ring.index(stage))

@@ -48,8 +48,8 @@ from ..device.dialect import (
 )
 from ..device.masking import first_row, row_interval, stop_row
 from ..device.tiles import find_sequence, keys_of, span_of
-from ..device.views import FAR, copy_in, copy_out
-from .backward_steps import ROWS, of_do, parts_of, rows_of, stage_of, zeros_of
+from ..device.views import FAR, copy_out, copy_parts, stage_of, tiles_for
+from .backward_steps import ROWS, of_do, parts_of, rows_of, zeros_of
 from .backward_walks import walk_gradients, walk_half, walk_weights
 
 
@@ -285,27 +285,6 @@ def write_parts(views, place, head, row, tile, form: gl.constexpr):
 
 
 @gluon.jit
-def copy_parts(views, place, head, row, ready, tile, form: gl.constexpr):
-    copy_in(views[0], place, head, row, 0, ready, tile[0], form)
-    if len(tile) == 2:
-        copy_in(views[1], place, head, row, tile[0].shape[-1], ready, tile[1], form)
-
-
-@gluon.jit
-def tiles_of(views, count: gl.constexpr):
-    """Shared memory for `count` tiles, part by part."""
-    if views[1] is None:
-        return (tiles_of_part(views[0], count),)
-    else:
-        return (tiles_of_part(views[0], count), tiles_of_part(views[1], count))
-
-
-@gluon.jit
-def tiles_of_part(desc, count: gl.constexpr):
-    return gl.allocate_shared_memory(desc.dtype, [count] + desc.block_shape, desc.layout)  # noqa: RUF005 (jit functions know no stars)
-
-
-@gluon.jit
 def as_sums(both, views):
     """The memory of two tiles as that of one tile of float32 sums, part by part."""
     first = reinterpret(both[0], gl.float32, views[0].block_shape, views[0].layout)
@@ -329,14 +308,14 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     q_views, k_views, v_views, do_views = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (do_desc, do_rest)
     dk_views, dv_views = (dk_desc, dk_rest), (dv_desc, dv_rest)
     if form.splits > 1:
-        both = tiles_of(k_views, 2)
+        both = tiles_for(2, k_views, form.rest_d)
         k_tile, v_tile = stage_of(both, 0), stage_of(both, 1)
         sums = as_sums(both, dk_views)
     else:
-        k_tile, v_tile = stage_of(tiles_of(k_views, 1), 0), stage_of(tiles_of(v_views, 1), 0)
+        k_tile, v_tile = stage_of(tiles_for(1, k_views, form.rest_d), 0), stage_of(tiles_for(1, v_views, form.rest_dv), 0)
         sums = k_tile
-    q_smem = tiles_of(q_views, STAGES)
-    do_smem = tiles_of(do_views, STAGES_DO)
+    q_smem = tiles_for(STAGES, q_views, form.rest_d)
+    do_smem = tiles_for(STAGES_DO, do_views, form.rest_dv)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES_DO, BLOCK_M], rows_desc.layout)
     dq_smem = gl.allocate_shared_memory(gl.float32, [form.dq_units(0), form.dq_lines, 256], dq_desc.layout)

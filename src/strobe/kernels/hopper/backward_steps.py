@@ -3,7 +3,7 @@
 from ..device.channel import Position
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from ..device.softmax import tanh
-from ..device.views import as_rows
+from ..device.views import as_rows, stage_of
 
 ROWS = gl.constexpr(64)  # of one product, and of one consumer's tiles: 16 a warp
 
@@ -85,15 +85,6 @@ def by_columns(a, b, sums):
         return (begun, warpgroup_mma(a, b[1], sums[1], is_async=True))
     else:
         return (begun,)
-
-
-@gluon.jit
-def stage_of(ring, stage):
-    """A stage of a ring whose tiles are in parts."""
-    if len(ring) == 2:
-        return (ring[0].index(stage), ring[1].index(stage))
-    else:
-        return (ring[0].index(stage),)
 
 
 @gluon.jit

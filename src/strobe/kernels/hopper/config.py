@@ -45,8 +45,32 @@ class Tuning:
         return ROWS * self.consumers // self.fold
 
 
+class InParts:
+    """Columns of tiles in two parts: products take powers of two."""
+
+    block_d: int
+    block_dv: int
+
+    @property
+    def rest_d(self) -> int:
+        """Columns of q and k beyond their first part."""
+        return rest(self.block_d)
+
+    @property
+    def first_d(self) -> int:
+        return self.block_d - self.rest_d
+
+    @property
+    def rest_dv(self) -> int:
+        return rest(self.block_dv)
+
+    @property
+    def first_dv(self) -> int:
+        return self.block_dv - self.rest_dv
+
+
 @dataclass(frozen=True)
-class Form:
+class Form(InParts):
     """All that a compiled kernel holds as constants; no __str__ of its own, since Triton tells kernels apart by it."""
 
     tuning: Tuning
@@ -71,15 +95,6 @@ class Form:
         return ROWS // self.tuning.fold
 
     @property
-    def rest_d(self) -> int:
-        """Columns of q and k beyond their first part: products take powers of two."""
-        return rest(self.block_d)
-
-    @property
-    def rest_dv(self) -> int:
-        return rest(self.block_dv)
-
-    @property
     def slots(self) -> int:
         """Tiles of q that shared memory is laid out for: a power of two."""
         return 2 if self.tuning.consumers == 2 else 4
@@ -87,7 +102,7 @@ class Form:
     def shared_bytes(self) -> int:
         """q (and o) of all consumers, k and v of all stages, at 2 bytes, the barriers, and the board of two tiles' numbers."""
         t = self.tuning
-        o = self.slots * ROWS * ((self.block_dv - self.rest_dv) // (1 + t.half_staged) + self.rest_dv)
+        o = self.slots * ROWS * (self.first_dv // (1 + t.half_staged) + self.rest_dv)
         tiles = 2 * (self.slots * ROWS * self.block_d + o + t.stages * t.block_n * (self.block_d + self.block_dv))
         return tiles + 8 * (2 * t.consumers + 4 * t.stages + 4) + 64
 
@@ -126,7 +141,7 @@ CAPPED = {
 
 
 def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The key of TUNINGS that a call's head dimensions are padded to."""
+    """The key of TUNINGS, and of BACKWARD_TUNINGS, that a call's head dimensions are padded to."""
     return next(widths for widths in TUNINGS if widths[0] >= head_dim and widths[1] >= head_dim_v)
 
 
@@ -199,7 +214,7 @@ class BackwardTuning:
 
 
 @dataclass(frozen=True)
-class BackwardForm:
+class BackwardForm(InParts):
     """All that the backward's kernels hold as constants; no __str__ of its own, since Triton tells kernels apart by it."""
 
     tuning: BackwardTuning
@@ -229,23 +244,6 @@ class BackwardForm:
     @property
     def dv_width(self) -> int:
         return whole_lines(self.head_dim_v)
-
-    @property
-    def rest_d(self) -> int:
-        """Columns of q and k beyond their first part: products take powers of two."""
-        return rest(self.block_d)
-
-    @property
-    def first_d(self) -> int:
-        return self.block_d - self.rest_d
-
-    @property
-    def rest_dv(self) -> int:
-        return rest(self.block_dv)
-
-    @property
-    def first_dv(self) -> int:
-        return self.block_dv - self.rest_dv
 
     @property
     def halves(self) -> bool:
@@ -365,7 +363,7 @@ class HopperBackward:
 
     def config(self, problem: Problem, target: Target) -> BackwardConfig:
         head_dims = problem.head_dim, problem.head_dim_v
-        widths = next(one for one in BACKWARD_TUNINGS if one[0] >= head_dims[0] and one[1] >= head_dims[1])
+        widths = tiled(*head_dims)
         special = BACKWARD_CAPPED.get(widths) if problem.softcap else BACKWARD_CAUSAL.get(widths) if problem.mask.right else None
         tuning = special or BACKWARD_TUNINGS[widths]
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]

@@ -40,7 +40,7 @@ from ..device.masking import edges_of, row_interval
 from ..device.schedule import WORDS, blocks_of, is_told, read_tile, tell, tile_number, tile_of
 from ..device.softmax import finish, tanh
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
-from ..device.views import copy_in, copy_out, tile_2d
+from ..device.views import copy_out, copy_parts, stage_of, tile_2d, tiles_for
 from .config import ROWS as _ROWS
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile
@@ -109,11 +109,9 @@ def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, fo
     """A tile's parts into their slots; the last columns of all are `rest`, the first a power of two."""
     if rest:
         mbarrier.expect(ready, views[0].block_type.nbytes + views[1].block_type.nbytes)
-        copy_in(views[0], place, head, row, 0, ready, smem[0].index(slot), form, joined)
-        copy_in(views[1], place, head, row, views[0].block_shape[-1], ready, smem[1].index(slot), form, joined)
     else:
         mbarrier.expect(ready, views[0].block_type.nbytes)
-        copy_in(views[0], place, head, row, 0, ready, smem[0].index(slot), form, joined)
+    copy_parts(views, place, head, row, ready, stage_of(smem, slot), form, joined)
 
 
 @gluon.jit
@@ -420,16 +418,6 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q, sizes[1]), head, m_start, form)
         q_at = q_at.next()
     tma_store_wait(0)
-
-
-@gluon.jit
-def tiles_for(slots: gl.constexpr, views, rest: gl.constexpr):
-    """Shared memory for `slots` tiles of a tensor, one buffer a part."""
-    main = gl.allocate_shared_memory(views[0].dtype, [slots] + views[0].block_shape, views[0].layout)  # noqa: RUF005 (Triton has no *)
-    if rest:
-        return (main, gl.allocate_shared_memory(views[1].dtype, [slots] + views[1].block_shape, views[1].layout))  # noqa: RUF005
-    else:
-        return (main,)
 
 
 @gluon.jit
