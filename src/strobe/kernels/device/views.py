@@ -77,9 +77,9 @@ def stage_of(ring, stage):
 
 @gluon.jit
 def copy_parts(views, place, head, row, ready, tile, form: gl.constexpr, joined: gl.constexpr = False):
-    """`copy_in` of a tile in parts."""
+    """`copy_in` of a tile in parts, as many as the tensor has: tensors of two widths may take turns in a ring."""
     copy_in(views[0], place, head, row, 0, ready, tile[0], form, joined)
-    if len(tile) == 2:
+    if views[1] is not None:
         copy_in(views[1], place, head, row, views[0].block_shape[-1], ready, tile[1], form, joined)
 
 
