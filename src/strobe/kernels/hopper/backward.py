@@ -11,7 +11,7 @@
     mma_partition     two consumers: s = k q^T, dp = v do^T - delta | p | ds = p dp | dv += p do, dq = ds^T k, dk += ds q | dq_free -> dq_ready;
                       of 128 keys each takes half and sums half of dq (ds_ready); of 64 one makes p and dv, the other the rest (slope_ready)
     store_partition   dq_ready -> adds dq to its sum by TMA -> dq_free; at the end kv_done -> writes dk and dv;
-                      of a split group: kv_done -> adds dk -> kv_free; kv_done -> adds dv
+                      of a split group: kv_done -> adds dk -> kv_free; kv_done -> adds dv; where form.ordered and halves, two, by turns
 
     barrier       arrivals                    says
     kv_ready      1 and the bytes of both     k and v have landed               kv_used     2   no product reads k or v any more
@@ -27,7 +27,7 @@ A consumer holds everything transposed, keys in rows: p and ds may then be first
 (lse, delta) is one value a column. A row that sees no key, or is none, has lse +inf: its p is 0. TMA gives zeros beyond the last row
 and column and writes nothing there. dk and dv of grouped heads are summed in registers, and of split groups in float32 memory; dq is added in
 memory always: in any order, or (form.ordered) key tile by key tile from the last that a tile of queries sees to the first. That is the order in
-which programs on the causal diagonal come to it by themselves, each two steps after the one before.
+which programs on the causal diagonal come to it by themselves, each two steps or more after the one before.
 
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arXiv 2407.08608), section 3 and its backward's dq writer.
 """
@@ -60,7 +60,7 @@ def keys_of_program(offsets, work, form: gl.constexpr):
     A part is form.members query heads that share a key head.
 
     queries and keys are (batch entry, start, length) of a sequence; starts are 0 in dense layouts. Causal tiles go by falling cost, in
-    sections of heads whose queries fit in L2; others go key by key within a head. Where form.falling, keys go from the last to the first, so
+    sections of heads whose queries fit in L2; others go key by key within a head. Where form.ordered, keys go from the last to the first, so
     that a program waits for earlier ones only.
     """
     BLOCK_M: gl.constexpr = form.tuning.block_m
@@ -109,7 +109,7 @@ def key_head(part, form: gl.constexpr):
 
 @gluon.jit
 def from_end(place, places, form: gl.constexpr):
-    if form.falling:
+    if form.ordered:
         return places - 1 - place
     else:
         return place
@@ -216,10 +216,12 @@ def pass_turn(turn):
 
 
 @gluon.jit
-def store_partition(out, turns, offsets, kv, dq, work, form: gl.constexpr):
+def store_partition(own: gl.constexpr, out, turns, offsets, kv, dq, work, form: gl.constexpr):
+    """Every step's dq, or every other step's where there are two of this partition; the first also writes dk and dv."""
     PARTS: gl.constexpr = form.tuning.parts
     SHARES: gl.constexpr = form.shares
     LINES: gl.constexpr = form.dq_lines
+    UNITS: gl.constexpr = form.dq_units(0)
     dq_desc, dk_views, dv_views = out
     sizes, limits, numbers = work
     batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
@@ -227,37 +229,37 @@ def store_partition(out, turns, offsets, kv, dq, work, form: gl.constexpr):
     dq_smem, dq_ready, dq_free = dq
     queries, keys, part, n_start, m_first, blocks, first_tile = keys_of_program(offsets, work, form)
     at = ring_start(1)
-    for member in range(form.members):
-        head = part * form.members + member
-        for i in range(blocks):
-            m_start = m_first + i * form.tuning.block_m
-            tile = first_tile + head * tiles_m + m_start // form.tuning.block_m
-            if form.ordered:
-                turn = turns + tile
-            for piece in gl.static_range(PARTS):
-                for share in gl.static_range(SHARES):
-                    mbarrier.wait(dq_ready.index(share), at.parity)
-                if form.ordered and piece == 0:
-                    await_turn(turn, n_start, m_start, (queries[2], keys[2]), limits, form)
-                for unit in gl.static_range(form.dq_units(piece)):
-                    tma_reduce_add(dq_desc, [(tile * form.dq_units() + piece * form.dq_units(0) + unit) * LINES, 0], dq_smem.index(unit))
-                tma_store_wait(0)
-                for share in gl.static_range(SHARES):
-                    mbarrier.arrive(dq_free.index(share))
-                at = at.next()
-            if form.ordered:
-                pass_turn(turn)
-    mbarrier.wait(kv_done.index(0), 0)
-    if form.splits > 1:
-        add_parts(dk_views, keys, key_head(part, form), n_start, sums, form)
+    for step in range(own, form.members * blocks, form.stores):
+        head = part * form.members + step // blocks
+        m_start = m_first + step % blocks * form.tuning.block_m
+        tile = first_tile + head * tiles_m + m_start // form.tuning.block_m
+        if form.ordered:
+            turn = turns + tile
+        for piece in gl.static_range(PARTS):
+            for share in gl.static_range(SHARES):
+                mbarrier.wait(dq_ready.index(own * SHARES + share), at.parity)
+            if form.ordered and piece == 0:
+                await_turn(turn, n_start, m_start, (queries[2], keys[2]), limits, form)
+            for unit in gl.static_range(form.dq_units(piece)):
+                tma_reduce_add(dq_desc, [(tile * form.dq_units() + piece * UNITS + unit) * LINES, 0], dq_smem.index(own * UNITS + unit))
+            tma_store_wait(0)
+            for share in gl.static_range(SHARES):
+                mbarrier.arrive(dq_free.index(own * SHARES + share))
+            at = at.next()
+        if form.ordered:
+            pass_turn(turn)
+    if own == 0:
+        mbarrier.wait(kv_done.index(0), 0)
+        if form.splits > 1:
+            add_parts(dk_views, keys, key_head(part, form), n_start, sums, form)
+            tma_store_wait(0)
+            mbarrier.arrive(kv_free.index(0))
+            mbarrier.wait(kv_done.index(0), 1)
+            add_parts(dv_views, keys, key_head(part, form), n_start, sums, form)
+        else:
+            write_parts(dv_views, keys, part, n_start, v_tile, form)
+            write_parts(dk_views, keys, part, n_start, k_tile, form)
         tma_store_wait(0)
-        mbarrier.arrive(kv_free.index(0))
-        mbarrier.wait(kv_done.index(0), 1)
-        add_parts(dv_views, keys, key_head(part, form), n_start, sums, form)
-    else:
-        write_parts(dv_views, keys, part, n_start, v_tile, form)
-        write_parts(dk_views, keys, part, n_start, k_tile, form)
-    tma_store_wait(0)
 
 
 @gluon.jit
@@ -318,7 +320,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     do_smem = tiles_for(STAGES_DO, do_views, form.rest_dv)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES_DO, BLOCK_M], rows_desc.layout)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [form.dq_units(0), form.dq_lines, 256], dq_desc.layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [form.stores * form.dq_units(0), form.dq_lines, 256], dq_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
     if form.halves:
         handed = (gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout), ring(4, 1))
@@ -336,16 +338,30 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     if form.tuning.apart:
         do_free = ring(STAGES_DO, 2)
     do = (do_smem, delta_smem, ring(STAGES_DO, 1), do_free)
-    dq = (dq_smem, ring(form.shares, 1), ring(form.shares, 1))
+    dq = (dq_smem, ring(form.stores * form.shares, 1), ring(form.stores * form.shares, 1))
     views = (q_views, k_views, v_views, do_views, rows_desc)
     out = (dq_desc, dk_views, dv_views)
-    gl.warp_specialize(
-        [
-            (mma_partition, (gl.constexpr(0), offsets, kv, q, do, dq, handed, work, form)),
-            (mma_partition, (gl.constexpr(1), offsets, kv, q, do, dq, handed, work, form)),
-            (load_partition, (views, offsets, kv, q, do, work, form)),
-            (store_partition, (out, turns, offsets, kv, dq, work, form)),
-        ],
-        [4, 1, 1],
-        [240 if form.halves else 248, 24, 24],
-    )
+    consumer_registers: gl.constexpr = 240 if form.halves else 248
+    if form.stores == 1:
+        gl.warp_specialize(
+            [
+                (mma_partition, (gl.constexpr(0), offsets, kv, q, do, dq, handed, work, form)),
+                (mma_partition, (gl.constexpr(1), offsets, kv, q, do, dq, handed, work, form)),
+                (load_partition, (views, offsets, kv, q, do, work, form)),
+                (store_partition, (gl.constexpr(0), out, turns, offsets, kv, dq, work, form)),
+            ],
+            [4, 1, 1],
+            [consumer_registers, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (mma_partition, (gl.constexpr(0), offsets, kv, q, do, dq, handed, work, form)),
+                (mma_partition, (gl.constexpr(1), offsets, kv, q, do, dq, handed, work, form)),
+                (load_partition, (views, offsets, kv, q, do, work, form)),
+                (store_partition, (gl.constexpr(0), out, turns, offsets, kv, dq, work, form)),
+                (store_partition, (gl.constexpr(1), out, turns, offsets, kv, dq, work, form)),
+            ],
+            [4, 1, 1, 1],
+            [consumer_registers, 24, 24, 24],
+        )

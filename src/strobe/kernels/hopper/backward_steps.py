@@ -176,16 +176,21 @@ def hand_over(sums, dq, share: gl.constexpr, at, form: gl.constexpr):
     """A share's columns of dq, or a part of them, to the store partition, once it has read those before them."""
     dq_smem, dq_ready, dq_free = dq
     unit: gl.constexpr = form.share_unit(share)
-    mbarrier.wait(dq_free.index(share), at.parity ^ 1)
+    if form.stores == 1:
+        slot: gl.constexpr = 0
+    else:
+        slot = at.stage
+    begin = slot * form.dq_units(0)
+    mbarrier.wait(dq_free.index(slot * form.shares + share), at.parity ^ 1)
     first = as_held(sums[0])
     if unit == 0:  # the first of one or two units, which lie one behind the other
-        reinterpret(dq_smem, gl.float32, first.shape, dq_smem.type.layout).store(first)
+        reinterpret(dq_smem.index(begin), gl.float32, first.shape, dq_smem.type.layout).store(first)
     else:
-        dq_smem.index(unit).store(first)
+        dq_smem.index(begin + unit).store(first)
     if len(sums) == 2:
-        dq_smem.index(sums[0].shape[1] // form.dq_unit).store(as_held(sums[1]))
+        dq_smem.index(begin + sums[0].shape[1] // form.dq_unit).store(as_held(sums[1]))
     fence_async_shared()
-    mbarrier.arrive(dq_ready.index(share))
+    mbarrier.arrive(dq_ready.index(slot * form.shares + share))
 
 
 @gluon.jit

@@ -41,7 +41,7 @@ def walk_half(w: gl.constexpr, dk, dv, tiles, channels, seen, blocks, work, form
     """All tiles of queries for half of 128 keys: (dk, dv)."""
     at = ring_start(form.tuning.stages)
     ds_at = ring_start(2)
-    dq_at = ring_start(1)
+    dq_at = ring_start(form.stores)
     for _ in range(form.members):
         for block in range(blocks):
             dk, dv = step_half(w, dk, dv, tiles, channels, (at, ds_at, dq_at), seen, block, work, form)

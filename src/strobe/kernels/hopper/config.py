@@ -227,8 +227,7 @@ class BackwardForm(InParts):
     softcap: bool
     even: bool  # S_k is a multiple of block_n
     packed: bool
-    ordered: bool = False  # tiles of keys take turns to add to a tile of dq, the last that it sees first
-    falling: bool = False  # programs take the last keys first
+    ordered: bool = False  # tiles of keys take turns to add to a tile of dq, the last that it sees first; programs then take the last keys first
     splits: int = 1  # programs among which the heads of a group are divided
 
     @property
@@ -299,6 +298,12 @@ class BackwardForm(InParts):
         return width // self.dq_unit * (self.tuning.block_m // ROWS)
 
     @property
+    def stores(self) -> int:
+        """Warps that add dq, each every other tile where a turn is passed once the add stands in memory: that is longer than a step (deterministic
+        d128 causal 8k 512 TFLOP/s for 467, H200)."""
+        return 2 if self.ordered and self.halves else 1
+
+    @property
     def dq_lines(self) -> int:
         """Lines of 256 numbers that a unit takes."""
         return ROWS * self.dq_unit // 256
@@ -323,8 +328,8 @@ class BackwardForm(InParts):
         rings = t.block_m * (t.stages * (2 * self.block_d + 4) + t.stages_do * (2 * self.block_dv + 4))
         keys = 2 * t.block_n * (self.block_d + self.block_dv)
         handed = t.block_m * ROWS * (2 * 4 if self.halves else 2 + 4)
-        barriers = 2 * t.stages + (1 + t.apart) * t.stages_do + 3 + (self.splits > 1) + (4 if self.halves else 2) + 2 * self.shares
-        return rings + keys + handed + 1024 * self.dq_units(0) * self.dq_lines + 8 * barriers
+        barriers = 2 * t.stages + (1 + t.apart) * t.stages_do + 3 + (self.splits > 1) + (4 if self.halves else 2) + 2 * self.stores * self.shares
+        return rings + keys + handed + self.stores * 1024 * self.dq_units(0) * self.dq_lines + 8 * barriers
 
 
 @dataclass(frozen=True)
@@ -348,8 +353,9 @@ BACKWARD_TUNINGS = {
     (256, 128): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=2, parts=2),
     (256, 256): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=1, parts=2),
 }
-# where later keys are hidden: d128 causal 8k 553 TFLOP/s for 539, though dense 16k 555 for 590 (H200, medians of three runs)
-BACKWARD_CAUSAL = {(128, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2)}
+# where later keys are hidden: d128 causal 8k 553 TFLOP/s for 539, though dense 16k 555 for 590 (H200, medians of three runs); and where
+# programs take turns, since dq's second tile takes the room
+BACKWARD_TIGHT = {(128, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2)}
 BACKWARD_CAPPED = {(64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3)}  # for tanh's registers: 0 bytes of spills for 1340
 
 
@@ -364,13 +370,13 @@ class HopperBackward:
     def config(self, problem: Problem, target: Target) -> BackwardConfig:
         head_dims = problem.head_dim, problem.head_dim_v
         widths = tiled(*head_dims)
-        special = BACKWARD_CAPPED.get(widths) if problem.softcap else BACKWARD_CAUSAL.get(widths) if problem.mask.right else None
-        tuning = special or BACKWARD_TUNINGS[widths]
-        even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         ordered = problem.deterministic or problem.batch_invariant
-        falling = ordered and not _rises(problem, target, tuning)
+        capped = BACKWARD_CAPPED.get(widths) if problem.softcap else None
+        smaller = BACKWARD_TIGHT.get(widths) if problem.mask.right or ordered else None
+        tuning = capped or smaller or BACKWARD_TUNINGS[widths]
+        even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         splits = 1 if ordered or widths[0] != widths[1] else _splits(problem, target, tuning)
-        constants = problem.group, problem.mask, bool(problem.softcap), even, problem.packed, ordered, falling, splits
+        constants = problem.group, problem.mask, bool(problem.softcap), even, problem.packed, ordered, splits
         return BackwardConfig(BackwardForm(tuning, *widths, *head_dims, *constants))
 
     def cost(self, problem: Problem) -> Cost:
@@ -400,22 +406,6 @@ class HopperBackward:
 LONG_PROGRAM = 64  # steps of the longest, of which its sums in float32 memory are a small part
 
 
-def at_once(target: Target) -> int:
-    """Programs that may wait for one another: fewer than run at once, also where another kernel holds some SMs and waits itself."""
-    return target.sm_count * 3 // 4
-
-
-def _rises(problem: Problem, target: Target, tuning: BackwardTuning) -> bool:
-    """Whether ordered programs take the first keys first, though they wait for those after them: the longest then begin first.
-
-    All of a head's programs must run at once. With grouped heads those that come late would hold up those that came early.
-    """
-    causal = problem.mask.right and not problem.mask.left
-    if problem.packed or not causal or problem.group > 1:
-        return False
-    return -(-problem.layout.seqlen_k // tuning.block_n) <= at_once(target)  # type: ignore[union-attr]
-
-
 def whole_lines(width: int) -> int:
     """A row of this many float32 numbers, made whole units of 16 bytes."""
     return -(-width // 4) * 4
@@ -433,7 +423,7 @@ def _splits(problem: Problem, target: Target, tuning: BackwardTuning) -> int:
     uneven = problem.packed or problem.mask.right != problem.mask.left
     divisors = [n for n in range(1, problem.group + 1) if problem.group % n == 0]
     enough = lambda wanted: next((n for n in divisors if tiles * problem.heads_kv * n >= wanted), problem.group)
-    least, most = enough(2 * target.sm_count if uneven else at_once(target)), enough(8 * target.sm_count if uneven else 1)
+    least, most = enough(2 * target.sm_count if uneven else target.sm_count * 3 // 4), enough(8 * target.sm_count if uneven else 1)
     return max(n for n in divisors if n == least or (least < n <= most and problem.group // n * steps >= LONG_PROGRAM))
 
 

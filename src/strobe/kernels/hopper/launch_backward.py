@@ -18,7 +18,6 @@ from ..device.views import addressable, descriptor
 from ..kernel import Backward, Plan, entries, strides_of
 from ..tma import query_tiles
 from . import backward
-from .config import at_once
 from .rows import convert_dq_kernel, convert_kernel, rows_kernel
 
 L2_BYTES = 32 << 20  # of queries, their gradients and dq's sums that stay while a section of heads is walked; an H200 has 50 MB
@@ -88,8 +87,7 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], turns: Tensor
     tiles_n = seqlen_k // tuning.block_n + batch + 2 if form.packed else -(-seqlen_k // tuning.block_n)
     parts = problem.heads_kv * entries(problem) * form.splits
     a_part = form.members * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.block_d)
-    fitting = at_once(plan.target) // tiles_n if form.ordered and not form.falling else L2_BYTES // max(1, a_part)
-    section = even_section(parts, fitting)
+    section = even_section(parts, L2_BYTES // max(1, a_part))
     by_rows, by_rows_v = (tuning.block_m, form.first_d), (tuning.block_m, form.first_dv)
     by_keys, by_keys_v = (tuning.block_n, form.first_d), (tuning.block_n, form.first_dv)
     rests = ((q, tuning.block_m, form.rest_d), (k, tuning.block_n, form.rest_d), (v, tuning.block_n, form.rest_dv),
