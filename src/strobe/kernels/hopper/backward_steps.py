@@ -18,6 +18,15 @@ def of_do(q_at, do_at, form: gl.constexpr):
 
 
 @gluon.jit
+def of_dq(ds_at, dq_at, form: gl.constexpr):
+    """Where dq's ring stands: where that of ds does, if both hold two tiles."""
+    if form.stores == 2:
+        return ds_at
+    else:
+        return dq_at
+
+
+@gluon.jit
 def hide(x, seen, limits, form: gl.constexpr):
     """Exponents x [keys, queries] with -inf where the query does not see the key.
 

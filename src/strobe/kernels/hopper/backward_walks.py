@@ -25,6 +25,7 @@ from .backward_steps import (
     hand_over,
     next_or_same,
     of_do,
+    of_dq,
     over_columns,
     parts_at,
     products_of,
@@ -41,7 +42,7 @@ def walk_half(w: gl.constexpr, dk, dv, tiles, channels, seen, blocks, work, form
     """All tiles of queries for half of 128 keys: (dk, dv)."""
     at = ring_start(form.tuning.stages)
     ds_at = ring_start(2)
-    dq_at = ring_start(form.stores)
+    dq_at = ring_start(1)
     for _ in range(form.members):
         for block in range(blocks):
             dk, dv = step_half(w, dk, dv, tiles, channels, (at, ds_at, dq_at), seen, block, work, form)
@@ -80,7 +81,7 @@ def step_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, work, f
     dk = products_of(ds, q_tile, dk)
     dv = wait_for(dv, 2 + D)
     dq_sums = wait_for((dq_sums,), D)
-    hand_over(dq_sums, dq, w, dq_at, form)
+    hand_over(dq_sums, dq, w, of_dq(ds_at, dq_at, form), form)
     dk = wait_for(dk, 0)
     mbarrier.arrive(q[3].index(q_at.stage))
     return dk, dv
