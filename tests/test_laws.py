@@ -30,7 +30,7 @@ LAYERS = (
     ("decode", "appending"),
     ("reference",),
     ("kernels.kernel", "kernels.faults", "kernels.counters", "kernels.relaunch"),
-    ("kernels.decoding",),
+    ("kernels.decoding", "kernels.memory"),
     ("kernels.tma",),
     ("kernels.device",),
     ("kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell"),

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cuda as empty_here  # type: ignore[attr-defined]  # half the time of new_empty_strided
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import dispatch, flops
 from .call import FIELD_KINDS, OPTIONAL_TENSORS, Call, accumulator, check
 from .errors import InvalidProblem, UnsupportedProblem
-from .kernels.kernel import Backward, Buffer, Forward, Plan, addresses
+from .kernels.kernel import Backward, Forward, Plan, addresses, gradient_addresses
+from .kernels.memory import empty_here, fresh, scratch, scratch_here
 from .knobs import KNOBS
 from .problem import ALIGNMENT, Problem
 from .select import Choice, select
@@ -61,9 +61,10 @@ def raw_key(call: Call) -> tuple:
 # ---------------------------------------------------------------- running it
 
 
-def _launch(plan: Plan, call: Any, tensors: Forward | Backward | None) -> None:
+def _launch(plan: Plan, call: Any, tensors: Forward | Backward | None, workspace: dict[str, Tensor] | None = None) -> None:
     q = call[0]  # of every kind of call a tensor of its device
-    workspace = {buffer.name: _allocate(buffer, q.device) for buffer in plan.buffers}
+    if workspace is None:
+        workspace = scratch(plan.buffers, q.device)
     if q.is_cuda and q.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(q.device):
             plan.kernel.run(plan, call, tensors, workspace)
@@ -71,12 +72,6 @@ def _launch(plan: Plan, call: Any, tensors: Forward | Backward | None) -> None:
         plan.kernel.run(plan, call, tensors, workspace)
     if KNOBS.sync and q.is_cuda:
         torch.cuda.synchronize(q.device)
-
-
-def _allocate(buffer: Buffer, device: torch.device) -> Tensor:
-    if buffer.fill is None:
-        return torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-    return torch.full(buffer.shape, buffer.fill, dtype=buffer.dtype, device=device)
 
 
 def received(flat: tuple) -> Call:
@@ -133,13 +128,27 @@ def _forward_out(out: Tensor, *flat: Any) -> Tensor:
 
 def _backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = received(flat)
-    dq, dk, dv = (t.new_empty(t.shape) for t in call[:3])
-    given = Backward(dout, out, lse, None if dlse is None else dlse.contiguous(), dq, dk, dv, lse.new_empty(lse.shape))
-    write_gradients(decide(call), call, given)
-    return dq, dk, dv, _sinks_gradient(call, lse, given.delta)
+    given = _given_gradients(call, dout, out, lse, dlse)
+    return given.dq, given.dk, given.dv, _sinks_gradient(call, lse, given.delta)
 
 
-def write_gradients(choice: Choice[Problem], call: Call, given: Backward) -> None:
+def _given_gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Backward:
+    """The gradients of q, k and v, and delta, beside what they were made of; launched as before where the plan's kernel kept the way."""
+    choice = decide(call)
+    plan, dlse, workspace = choice.backward, None if dlse is None else dlse.contiguous(), None
+    if plan is not None and repeats(plan, call.q):
+        made = [fresh(t.shape, t.dtype) for t in (*call[:3], lse)]
+        given, workspace = Backward(dout, out, lse, dlse, *made), scratch_here(plan.buffers, call.q.device)
+        again = plan.again.get(gradient_addresses(call, given, workspace))  # type: ignore[union-attr]
+        if again is not None and again():
+            return given
+    else:
+        given = Backward(dout, out, lse, dlse, *[t.new_empty(t.shape) for t in (*call[:3], lse)])
+    write_gradients(choice, call, given, workspace)
+    return given
+
+
+def write_gradients(choice: Choice[Problem], call: Call, given: Backward, workspace: dict[str, Tensor] | None = None) -> None:
     """The body of the backward op into memory that is given: dq, dk, dv and delta of `given`."""
     if choice.backward is None:
         raise InvalidProblem("needs_grad", call.needs_grad, "True", "give the backward op the arguments of its forward")
@@ -150,7 +159,7 @@ def write_gradients(choice: Choice[Problem], call: Call, given: Backward) -> Non
         return
     dout = given.dout
     dout = dout if dout.stride(-1) == 1 or dout.shape[-1] == 1 else dout.contiguous()
-    _launch(choice.backward, call, given._replace(dout=dout))
+    _launch(choice.backward, call, given._replace(dout=dout), workspace)
 
 
 def _sinks_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
@@ -267,11 +276,11 @@ def _gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | 
     call = Call(q, k, v, *ctx.scalars, *optionals, *ctx.longest)
     dout = torch.zeros_like(out) if dout is None else dout
     if dlse is None and call.plain and dispatch.idle((q, k, v, dout, out, lse)):
-        dq, dk, dv, dsinks = _backward(dout, out, lse, dlse, *call)
-    else:
-        _meet_counters()
-        run = _TwiceRefused.apply if torch.is_grad_enabled() else BACKWARD
-        dq, dk, dv, dsinks = run(dout, out, lse, dlse, *call.arguments)
+        given = _given_gradients(call, dout, out, lse, None)
+        return given.dq, given.dk, given.dv, *(None,) * (ctx.count - 3)
+    _meet_counters()
+    run = _TwiceRefused.apply if torch.is_grad_enabled() else BACKWARD
+    dq, dk, dv, dsinks = run(dout, out, lse, dlse, *call.arguments)
     gradients: list[Tensor | None] = [None] * len(call)
     gradients[:3] = dq, dk, dv
     if call.sinks is not None:

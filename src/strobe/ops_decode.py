@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +17,7 @@ from .call import accumulator
 from .decode import DecodeCall, DecodeProblem, refuse_gradients
 from .kernels.decoding import addresses
 from .kernels.kernel import Forward
+from .kernels.memory import fresh, scratch_here
 from .ops import LIBRARY, MOST_CHOICES, _check_out, _launch, _schema
 from .problem import ALIGNMENT
 from .select import Choice, select
@@ -63,20 +62,6 @@ def _raw_key(call: DecodeCall | AppendCall) -> tuple:
     return type(call), *lies, *call[len(about) :], call[0].device, (call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
 
 
-@lru_cache(maxsize=1024)
-def _rows_apart(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor.
-
-    >>> _rows_apart((2, 3, 4)), _rows_apart((2, 0, 5))
-    ((12, 4, 1), (5, 5, 1))
-    """
-    return tuple(accumulate(reversed([max(1, size) for size in shape[1:]]), int.__mul__, initial=1))[::-1]
-
-
-def _empty_here(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return ops.empty_here(shape, _rows_apart(shape), dtype)
-
-
 def _received(call: AnyCall) -> AnyCall:
     """The call with its small tensors contiguous, as kernels take them for granted."""
     return call._replace(**{name: tensor.contiguous() for name, tensor in _scattered(call).items()})
@@ -91,9 +76,9 @@ def _scattered(call: DecodeCall | AppendCall) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- running it
 
 
-def _write(choice: Choice[DecodeProblem], call: DecodeCall, t: Forward) -> None:
+def _write(choice: Choice[DecodeProblem], call: DecodeCall, t: Forward, workspace: dict[str, Tensor] | None = None) -> None:
     if not choice.problem.vacuous:
-        _launch(choice.forward, _received(call), t)
+        _launch(choice.forward, _received(call), t, workspace)
 
 
 def _attend(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -101,15 +86,16 @@ def _attend(call: DecodeCall) -> tuple[Tensor, Tensor]:
     choice = decide(call)
     problem, plan = choice.problem, choice.forward
     shape, lse_shape = problem.out_shapes
+    workspace = None
     if plan.again and ops.repeats(plan, call.q):
-        out, lse = _empty_here(shape, problem.out_dtype), _empty_here(lse_shape, problem.lse_dtype)
-        workspace = {buffer.name: _empty_here(buffer.shape, buffer.dtype) for buffer in plan.buffers}
+        out, lse = fresh(shape, problem.out_dtype), fresh(lse_shape, problem.lse_dtype)
+        workspace = scratch_here(plan.buffers, call.q.device)
         again = plan.again.get(addresses(call, Forward(out, lse), workspace))
         if again is not None and again():
             return out, lse
     else:
         out, lse = call.q.new_empty(shape, dtype=problem.out_dtype), call.q.new_empty(lse_shape, dtype=problem.lse_dtype)
-    _write(choice, call, Forward(out, lse))
+    _write(choice, call, Forward(out, lse), workspace)
     return out, lse
 
 

@@ -19,7 +19,7 @@ from strobe import ops
 from strobe.appending import AppendCall, AppendProblem
 from strobe.call import Call
 from strobe.decode import DecodeProblem
-from strobe.kernels import kernel, relaunch
+from strobe.kernels import kernel, memory, relaunch
 from strobe.kernels.hopper import launch
 from strobe.kernels.kernel import Backward, Forward
 from strobe.proof.compile import offline
@@ -236,6 +236,53 @@ def test_a_plan_launches_again_at_addresses_it_met(stage, monkeypatch):
     assert stage.started == 1 and len(met) == 5
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
     assert not ops.launch_again(choice.forward, call, *tensors)  # another device is current: its guard comes first
+
+
+class _Places:
+    """An allocator that gives out the same addresses each time its owner has freed them."""
+
+    def __init__(self) -> None:
+        self.held: dict = {}
+        self.given = 0
+
+    def fresh(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.given += 1
+        return self.held.setdefault((self.given, *shape, dtype), torch.empty(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("heads, launches", ((2, 3), (4, 5)))
+def test_a_backward_is_launched_again_as_one(stage, heads, launches, monkeypatch):
+    """Its kernels one behind the other, without their host code; where groups are split, sums are set to 0 first."""
+    started, places, filled = [], _Places(), []
+    noted = lambda owner, key, tensors, first: started.append(key) or relaunch.Noted(stage.function, 1, -1, (key, *plain(tensors)))
+    monkeypatch.setattr(relaunch, "start", noted)
+    monkeypatch.setattr(ops, "fresh", places.fresh)
+    monkeypatch.setattr(memory, "fresh", places.fresh)
+    monkeypatch.setattr(torch, "full", lambda shape, value, **kind: filled.append(value) or places.fresh(shape, kind["dtype"]))
+    q = torch.randn(1, 100, heads, 64, dtype=torch.bfloat16)
+    call = Call(q, *(torch.randn(1, 100, 2, 64, dtype=torch.bfloat16) for _ in range(2)), right=0, kernel="hopper", needs_grad=True)
+    given = torch.empty_like(q), torch.empty_like(q), torch.empty(1, heads, 100)
+    made, times = [], []
+    lying = given[0].as_strided(q.shape, (6400 * heads, 64, 6400, 1))  # dout otherwise, at the same address
+    with posing(FAKES["H200"]):
+        for dout in (given[0], given[0], given[0], given[0], lying, lying, given[0]):
+            if len(made) == 6:  # a profiler looks on
+                monkeypatch.setattr(knobs.runtime.launch_exit_hook, "calls", [print])
+            places.given = 0
+            made.append(ops._given_gradients(call, dout, *given[1:], None))
+            times.append((len(started), len(stage.launches)))
+    # at once torch's memory, then places that come again: noted there, launched there; so where dout lies otherwise
+    assert times == [(launches * a, launches * b) for a, b in ((1, 0), (2, 0), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3))]
+    first, *rest = map(plain, made)
+    assert first != rest[0] == rest[1] == rest[2] and len(filled) == 7 * (launches - 3)
+    assert stage.launches[:launches] == stage.launches[launches : 2 * launches]
+    assert [one[4] for one in stage.launches[:launches]] == started[launches : 2 * launches]
+
+
+def test_nothing_is_launched_again_in_turn_where_one_was_not_noted(stage):
+    one = relaunch.Noted(stage.function, 1, -1, ())
+    assert relaunch.in_turn([one, None]) is None and relaunch.in_turn([one, one.here()]) is None
+    assert relaunch.in_turn([one, one])() and len(stage.launches) == 2
 
 
 @pytest.mark.parametrize("out", ("strided", "odd"))

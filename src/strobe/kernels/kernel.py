@@ -96,7 +96,7 @@ class Plan(NamedTuple):
     target: Target
     config: Any  # of the kernel's own kind
     buffers: tuple[Buffer, ...]
-    again: dict[tuple[int, ...], Callable[[], bool]] | None = None  # by `addresses`: launches the kernel as it was launched there, or refuses to
+    again: dict[tuple, Callable[[], bool]] | None = None  # by `addresses`: launches the kernel as it was launched there, or refuses to
 
 
 def entries(problem: Problem) -> int:
@@ -115,7 +115,13 @@ def addresses(call: Call, out: Tensor, lse: Tensor) -> tuple[int, ...]:
     return held if call.plain else (*held, *(0 if t is None else t.data_ptr() for t in call.optionals))
 
 
-def keep(plan: Plan, place: tuple[int, ...], again: Callable[[], bool] | None) -> None:
+def gradient_addresses(call: Call, t: Backward, workspace: dict[str, Tensor]) -> tuple:
+    """The same of two calls whose gradients, delta and scratch `ops` allocates; dout and out come as they are."""
+    held = (*call[:3], *t, *workspace.values(), *(() if call.plain else call.optionals))
+    return *[0 if tensor is None else tensor.data_ptr() for tensor in held], t.dout.stride(), t.dout.dtype, t.out.stride()
+
+
+def keep(plan: Plan, place: tuple, again: Callable[[], bool] | None) -> None:
     """Let the plan's launch at these addresses be repeated without the kernel's own host code; None is not kept."""
     if again is None or plan.again is None:
         return

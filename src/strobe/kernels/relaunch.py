@@ -3,7 +3,8 @@
 Triton binds and specialises every argument of every call, constants included, and encodes a TMA descriptor for each described tensor. A plan
 fixes all of that but the addresses. So the first launch goes through Triton, which compiles. The first with new addresses goes through Triton's
 launcher, which encodes, and what it hands to its C function is noted. Where the addresses were met before, as they soon are in any loop
-because an allocator gives out the same ones again, the C function is handed what was noted; a plan keeps that as `again` where it is all of a call.
+because an allocator gives out the same ones again, the C function is handed what was noted; a plan keeps that as `again` where it is all of a call,
+or all of it `in_turn`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,24 @@ class Noted(NamedTuple):
         if torch._C._cuda_isCurrentStreamCapturing():
             return None
         return self._replace(stream=torch._C._cuda_getCurrentRawStream(self.device))
+
+
+def in_turn(launches: Sequence[Noted | None]) -> Callable[[], bool] | None:
+    """What launches all of them again on the current stream, or none where a profiler wants Triton's own; None where one was not noted."""
+    if any(one is None or one.stream is not None for one in launches):
+        return None
+    ready = [(one.function, one.programs, one.rest) for one in launches]  # type: ignore[union-attr]
+    device = launches[0].device  # type: ignore[union-attr]
+
+    def again() -> bool:
+        if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+            return False
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        for function, programs, rest in ready:
+            function(programs, 1, 1, stream, *rest)
+        return True
+
+    return again
 
 
 _KNOWN: dict[Hashable, Known] = {}

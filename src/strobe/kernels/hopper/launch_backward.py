@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .. import relaunch
 from ..device.dialect import TensorDescriptor, gl
 from ..device.persistent import MOST_TILES, Launch, numbers_of
 from ..device.views import addressable, descriptor
-from ..kernel import Backward, Plan, entries, strides_of
+from ..kernel import Backward, Plan, entries, gradient_addresses, keep, strides_of
 from ..tma import query_tiles
 from . import backward
 from .rows import convert_dq_kernel, convert_kernel, rows_kernel
@@ -31,19 +32,23 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
     dout = operand(t.dout, call)
     pointers = (t.dout, t.out, t.lse, t.dlse, t.delta, rows, dq_sum, call.cu_seqlens_q, turns)
     key = ("rows", t.dout.stride(), t.dout.dtype, t.out.stride(), t.dlse is None)
-    relaunch.start(plan, key, pointers, lambda: rows_launch(plan, pointers))
+    launched = [relaunch.start(plan, key, pointers, lambda: rows_launch(plan, pointers))]
     views = (call.q, call.k, call.v, dout, rows, dk, dv, dq_sum)
     others = (turns, call.cu_seqlens_q, call.cu_seqlens_k)
     strides = (dout.stride(), dk.stride(), dv.stride())
-    relaunch.start(plan, (call.left, call.right, *strides), (*views, *others), lambda: main_launch(plan, call, views, turns))
+    launched += [relaunch.start(plan, (call.left, call.right, *strides), (*views, *others), lambda: main_launch(plan, call, views, turns))]
     pointers_dq = (dq_sum, t.dq, call.cu_seqlens_q)
-    relaunch.start(plan, ("dq", t.dq.stride()), pointers_dq, lambda: dq_launch(plan, pointers_dq))
+    launched += [relaunch.start(plan, ("dq", t.dq.stride()), pointers_dq, lambda: dq_launch(plan, pointers_dq))]
+    copied = dout is not t.dout
     for name, held, gradient in (("dk", dk, t.dk), ("dv", dv, t.dv)):
         if name in sums:
-            key = (name, gradient.stride())
-            relaunch.start(plan, key, (held, gradient), lambda name=name, held=held, gradient=gradient: convert_launch(plan, name, held, gradient))
+            key, convert = (name, gradient.stride()), partial(convert_launch, plan, name, held, gradient)
+            launched += [relaunch.start(plan, key, (held, gradient), convert)]
         elif held is not gradient:
             gradient.copy_(held)
+            copied = True
+    if not copied and all(gradient.is_contiguous() for gradient in (t.dq, t.dk, t.dv)):
+        keep(plan, gradient_addresses(call, t, workspace), relaunch.in_turn(launched))
 
 
 def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
