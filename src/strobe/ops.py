@@ -137,7 +137,7 @@ def _given_gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor, dlse: T
     choice = decide(call)
     plan, dlse, workspace = choice.backward, None if dlse is None else dlse.contiguous(), None
     if plan is not None and repeats(plan, call.q):
-        made = [fresh(t.shape, t.dtype) for t in (*call[:3], lse)]
+        made = [fresh(tuple(t.shape), t.dtype) for t in (*call[:3], lse)]
         given, workspace = Backward(dout, out, lse, dlse, *made), scratch_here(plan.buffers, call.q.device)
         again = plan.again.get(gradient_addresses(call, given, workspace))  # type: ignore[union-attr]
         if again is not None and again():

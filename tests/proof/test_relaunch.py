@@ -246,6 +246,7 @@ class _Places:
         self.given = 0
 
     def fresh(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        assert type(shape) is tuple  # torch's own refuses a torch.Size
         self.given += 1
         return self.held.setdefault((self.given, *shape, dtype), torch.empty(shape, dtype=dtype))
 

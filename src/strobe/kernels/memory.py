@@ -31,7 +31,7 @@ def _allocated(buffer: Buffer, device: torch.device) -> Tensor:
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """torch.empty on the current GPU."""
+    """torch.empty on the current GPU. A torch.Size would not do."""
     return empty_here(shape, rows_apart(shape), dtype)
 
 
