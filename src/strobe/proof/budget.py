@@ -286,8 +286,8 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("backward_kernel", "d128 window sinks softcap", "sm_90", 200, _CAPPED, family="hopper"),
     Allowance("backward_kernel", "d256 * deterministic", "sm_90", 536, _TURNS, family="hopper"),
     Allowance("backward_kernel", "d128 * deterministic", "sm_90", 160, _TURNS, family="hopper"),
-    Allowance("backward_kernel", "d64 ragged", "sm_90", 104, _PARTING, family="hopper"),
-    Allowance("backward_kernel", "d64 [cgw]*", "sm_90", 24, _PARTING, family="hopper"),
+    Allowance("backward_kernel", "d64 ragged", "sm_90", 96, _PARTING, family="hopper"),
+    Allowance("backward_kernel", "d64 [cgw]*", "sm_90", 20, _PARTING, family="hopper"),
     Allowance("backward_kernel", "d256 ragged", "sm_90", 8, _PARTING, family="hopper"),
     # sm_80, 86, 89
     Allowance("keys_kernel", "* group *", "sm_8?", 1788, _GROUP),
