@@ -94,6 +94,11 @@ def backward_ordered() -> tuple[Tensor, ...]:
     return _backward(256, 192, 256, deterministic=True, mask=CAUSAL)
 
 
+def backward_turns() -> tuple[Tensor, ...]:
+    """Two warps add dq by turns: five tiles of it from each of two tiles of keys, for rings of two stages."""
+    return _backward(640, 256, 64, deterministic=True)
+
+
 def _decode(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
     draw = torch.Generator().manual_seed(4)
     columns = 26
@@ -135,6 +140,6 @@ SCENES = (
     Scene("board", "sm_90", board, SCHEDULE),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_d256, backward_d192_128)),
     Scene("backward_split", "sm_90", backward_split, BACKWARD),
-    Scene("backward_ordered", "sm_90", backward_ordered, BACKWARD, ordered=True),
+    *(Scene(run.__name__, "sm_90", run, BACKWARD, ordered=True) for run in (backward_ordered, backward_turns)),
     *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),
 )

@@ -42,6 +42,7 @@ def _asked(tmp_path: Path, monkeypatch, text: str) -> dict[str, str]:
     return {row["test"].removeprefix("each::"): row["error"] for row in drift.ask(Path(sys.executable), "9.9.9")}
 
 
+@pytest.mark.nightly  # as is what it tests; two processes of pytest take 10 s
 def test_failures_and_crashes_are_told_apart_test_by_test(tmp_path, monkeypatch):
     found = _asked(tmp_path, monkeypatch, HERE)
     assert found.keys() == {"test_works", "test_lacks_a_word", "test_crashes", "test_has_a_cause", "test_quotes_its_source"}
@@ -52,6 +53,7 @@ def test_failures_and_crashes_are_told_apart_test_by_test(tmp_path, monkeypatch)
     assert found["test_quotes_its_source"] == "no such word"
 
 
+@pytest.mark.nightly  # as is what it tests; two processes of pytest take 10 s
 def test_a_file_that_cannot_be_read_in_is_seen(tmp_path, monkeypatch):
     (error,) = _asked(tmp_path, monkeypatch, "from os import no_such_word\n").values()
     assert error.startswith("ImportError: cannot import name 'no_such_word' from 'os'")

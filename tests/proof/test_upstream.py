@@ -65,6 +65,7 @@ def test_the_example_is_imported_and_launched_as_on_the_target(file):
     assert job.arguments[0].shape == (2, 8, 4096, 64) and job.arguments[0].dtype == torch.float16
 
 
+@pytest.mark.nightly
 def test_rows_of_both_stand_side_by_side_and_a_second_run_keeps_the_example(file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(upstream, "CASES", [Case(64, True, torch.bfloat16)])
     results, text = tmp_path / "rows.jsonl", tmp_path / "page.md"
