@@ -49,7 +49,7 @@ from ..device.dialect import (
 from ..device.masking import first_row, row_interval, stop_row
 from ..device.tiles import find_sequence, keys_of, span_of
 from ..device.views import FAR, copy_out, copy_parts, stage_of, tiles_for
-from .backward_steps import ROWS, of_do, parts_of, rows_of, zeros_of
+from .backward_steps import ROWS, of_do, parts_of, rows_of, tile_of_step, zeros_of
 from .backward_walks import walk_gradients, walk_half, walk_weights
 
 
@@ -133,7 +133,7 @@ def load_partition(views, offsets, kv, q, do, work, form: gl.constexpr):
     for member in range(form.members):
         head = part * form.members + member
         for i in range(blocks):
-            m_start = m_first + i * form.tuning.block_m
+            m_start = m_first + tile_of_step(i, blocks, form) * form.tuning.block_m
             tile = first_tile + head * tiles_m + m_start // form.tuning.block_m
             mbarrier.wait(q_free.index(at.stage), at.parity ^ 1)
             mbarrier.expect(q_ready.index(at.stage), form.tuning.block_m * (2 * form.block_d + 4))
@@ -231,7 +231,7 @@ def store_partition(own: gl.constexpr, out, turns, offsets, kv, dq, work, form: 
     at = ring_start(1)
     for step in range(own, form.members * blocks, form.stores):
         head = part * form.members + step // blocks
-        m_start = m_first + step % blocks * form.tuning.block_m
+        m_start = m_first + tile_of_step(step % blocks, blocks, form) * form.tuning.block_m
         tile = first_tile + head * tiles_m + m_start // form.tuning.block_m
         if form.ordered:
             turn = turns + tile

@@ -31,6 +31,7 @@ from .backward_steps import (
     products_of,
     rows_of,
     tile_layout,
+    tile_of_step,
     wait_for,
     weights,
     zeros_of,
@@ -44,7 +45,8 @@ def walk_half(w: gl.constexpr, dk, dv, tiles, channels, seen, blocks, work, form
     ds_at = ring_start(2)
     dq_at = ring_start(1)
     for _ in range(form.members):
-        for block in range(blocks):
+        for step in range(blocks):
+            block = tile_of_step(step, blocks, form)
             dk, dv = step_half(w, dk, dv, tiles, channels, (at, ds_at, dq_at), seen, block, work, form)
             at = at.next()
             ds_at = ds_at.next()
@@ -137,7 +139,7 @@ def walk_weights(dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
     for i in range(total):
         following = next_or_same(at, i + 1 < total)
         slot = of_do(at, do_at, form)
-        p, slope = weights(s, q, at, seen, block, work, form)
+        p, slope = weights(s, q, at, seen, tile_of_step(block, blocks, form), work, form)
         mbarrier.wait(slope_free.index(0), slope_at.parity ^ 1)
         slope_smem.store(slope)
         mbarrier.arrive(slope_ready.index(0))
