@@ -285,10 +285,10 @@ LEDGER: tuple[Allowance, ...] = (
     # sm_90, the Hopper forward
     Allowance("forward_kernel", "d256 window sinks softcap", "sm_90", 60, _CAPPED, family="hopper"),
     # sm_90, the Hopper backward
-    Allowance("backward_kernel", "d128 window sinks softcap", "sm_90", 200, _CAPPED, family="hopper"),
+    Allowance("backward_kernel", "d128 window sinks softcap", "sm_90", 172, _CAPPED, family="hopper"),
     Allowance("backward_kernel", "d256 * deterministic", "sm_90", 536, _TURNS, family="hopper"),
     Allowance("backward_kernel", "d128 * deterministic", "sm_90", 160, _TURNS, family="hopper"),
-    Allowance("backward_kernel", "d64 ragged", "sm_90", 96, _PARTING, family="hopper"),
+    Allowance("backward_kernel", "d64 ragged", "sm_90", 88, _PARTING, family="hopper"),
     Allowance("backward_kernel", "d64 [cgw]*", "sm_90", 20, _PARTING, family="hopper"),
     Allowance("backward_kernel", "d256 ragged", "sm_90", 8, _PARTING, family="hopper"),
     # sm_80, 86, 89
