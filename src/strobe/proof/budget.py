@@ -261,7 +261,7 @@ _OPTIONS = "window, sinks, softcap and packing in one kernel, with a tiling chos
 _WIDE = "for correctness, not for speed: products of this dtype run on few units, and its tilings were never timed"
 _SERIAL = "ptxas C7514: the accumulators are written by others inside a pipeline stage; 64 x 32 tiles are free of it offline, but not timed"
 _TURNS = "addresses of shared memory that outlive the loop; where key tiles take turns ptxas keeps them in registers of each thread"
-_PARTING = "what roles are given, stored before they part and loaded once by each; where keys are ragged, 4 of a step's 712 instructions too"
+_PARTING = "what roles are given, stored before they part and loaded once by each; where keys are ragged, 4 of a step's 716 instructions too"
 _CAPPED = "the softcap's tanh over all scores of a tile beside o and the weights; tilings are chosen without it"
 
 # The first line that covers a kernel counts. Bytes are those of Triton 3.6.0: a number that is more than needed fails, as does one too small.
