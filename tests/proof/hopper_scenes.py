@@ -6,6 +6,7 @@ Inside `simulate` a scene returns out and lse, or the gradients, made by the fam
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -55,18 +56,18 @@ def board() -> tuple[Tensor, ...]:
     return _forward(384, 256, 128)
 
 
-def _backward(seqlen_q: int, seqlen_k: int, head_dim: int, deterministic: bool = False, **options) -> tuple[Tensor, ...]:
+def _backward(seqlen_q: int, seqlen_k: int, head_dim: int, deterministic: bool = False, sms: int = 2, **options) -> tuple[Tensor, ...]:
     case = Case("scene", seqlen_q, seqlen_k, head_dim=head_dim, **{"batch": 1, "heads": (1, 1)} | options)
     call = case.build("cpu", torch.bfloat16, kernel="hopper.backward")._replace(needs_grad=True, deterministic=deterministic)
     out, lse = reference.forward(call)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-    with posing(H200):
+    with posing(replace(H200, sm_count=sms)):
         return ops.BACKWARD(dout, out.to(torch.bfloat16), lse.float(), None, *call.arguments)
 
 
 def backward_d128() -> tuple[Tensor, ...]:
-    """Half of 128 keys a consumer, half of dq's columns each: four tiles of queries for rings of three stages."""
-    return _backward(256, 256, 128)
+    """Half of 128 keys a consumer, half of dq's columns each: four tiles of queries for rings of three stages, two tiles of keys a program."""
+    return _backward(256, 256, 128, sms=1)
 
 
 def backward_d64_grouped() -> tuple[Tensor, ...]:
@@ -80,12 +81,12 @@ def backward_d256() -> tuple[Tensor, ...]:
 
 
 def backward_d192_128() -> tuple[Tensor, ...]:
-    """64 keys a program, columns of q and k in two parts: four tiles of queries for rings of three stages."""
-    return _backward(256, 128, 192, head_dim_v=128)
+    """64 keys at once, columns of q and k in two parts: four tiles of queries for rings of three stages, two tiles of keys a program."""
+    return _backward(256, 128, 192, head_dim_v=128, sms=1)
 
 
 def backward_split() -> tuple[Tensor, ...]:
-    """Two programs share a group of two heads and a tile of keys: dk, then dv, are added where k and v were."""
+    """A group of two heads is divided in two, a tile of keys each of two programs: dk, then dv, are added where k and v were."""
     return _backward(256, 256, 128, heads=(2, 1), mask=CAUSAL)
 
 
@@ -95,8 +96,8 @@ def backward_ordered() -> tuple[Tensor, ...]:
 
 
 def backward_turns() -> tuple[Tensor, ...]:
-    """Two warps add dq by turns: five tiles of it from each of two tiles of keys, for rings of two stages."""
-    return _backward(640, 256, 64, deterministic=True)
+    """Two warps add dq by turns: five tiles of it from each of three tiles of keys, for rings of two stages and two programs."""
+    return _backward(640, 384, 64, deterministic=True)
 
 
 def _decode(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:

@@ -45,6 +45,7 @@ __all__ = [
     "tmem_reg_layout",
     "warpgroup_mma",
     "warpgroup_mma_wait",
+    "zero_of_turn",
 ]
 
 
@@ -112,6 +113,13 @@ else:
 def fence_async_global():
     """Order what TMA did to global memory against the accesses of ordinary instructions, in both directions."""
     gl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def zero_of_turn():
+    """0, of which LLVM does not know that it is the same in each turn of a loop: addresses reckoned from it are not kept in registers from turn to
+    turn. ptxas knows."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from .dialect import gl, gluon, mbarrier, partition_barrier
 from .masking import row_interval
 from .tiles import find_sequence, keys_of, span_of
 
-WORDS: gl.constexpr = gl.constexpr(8)  # of a tile on the board
+WORDS: gl.constexpr = gl.constexpr(8)  # of a forward tile on the board
 
 
 @gluon.jit
@@ -75,12 +75,13 @@ def blocks_of(m_start, rows: gl.constexpr, lengths, limits, form: gl.constexpr):
 
 @gluon.jit
 def tell(board, at, tile):
-    """Write a tile's numbers for the consumers to read."""
+    """Write a tile's numbers for the consumers to read, the fifth of which is never negative; a negative one says that there are no more tiles."""
     words, told, told_free = board
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
-    lane = gl.arange(0, WORDS, layout)
+    WIDTH: gl.constexpr = words.shape[-1]
+    layout: gl.constexpr = gl.BlockedLayout([WIDTH], [32], [1], [0])
+    lane = gl.arange(0, WIDTH, layout)
     row = lane * 0
-    for i in gl.static_range(WORDS):
+    for i in gl.static_range(len(tile)):
         row = gl.where(lane == i, tile[i], row)
     mbarrier.wait(told_free.index(at.stage), at.parity ^ 1)
     words.index(at.stage).store(row)
@@ -89,17 +90,27 @@ def tell(board, at, tile):
 
 
 @gluon.jit
+def read_words(words, stage):
+    """A tile's numbers as a row; `word` has each."""
+    layout: gl.constexpr = gl.BlockedLayout([words.shape[-1]], [32], [gl.num_warps()], [0])
+    return words.index(stage).load(layout)
+
+
+@gluon.jit
+def word(row, i: gl.constexpr):
+    """The i-th number of a row, as a scalar."""
+    return gl.sum(gl.where(gl.arange(0, row.shape[0], row.type.layout) == i, row, 0), 0)
+
+
+@gluon.jit
 def read_tile(words, stage):
-    """A tile's numbers, each as a scalar."""
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    row = words.index(stage).load(layout)
-    lane = gl.arange(0, WORDS, layout)
-    return [gl.sum(gl.where(lane == i, row, 0), 0) for i in (0, 1, 2, 3, 4, 5, 6, 7)]
+    """A forward tile's numbers, each as a scalar."""
+    row = read_words(words, stage)
+    return [word(row, i) for i in (0, 1, 2, 3, 4, 5, 6, 7)]
 
 
 @gluon.jit
 def is_told(words, told, at):
     """Wait for the next tile; whether there is one."""
     mbarrier.wait(told.index(at.stage), at.parity)
-    entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, at.stage)
-    return blocks >= 0
+    return word(read_words(words, at.stage), 4) >= 0

@@ -1,27 +1,36 @@
 """Backward attention on Hopper: three kernels, five products, dq summed in float32 memory; backward_walks has what is done with a tile.
 
     rows_kernel       delta = rowsum(dout * out) - dlse; what the main kernel reads of a row (lse in log2 units, -delta), in whole tiles;
-                      zeros for the sum of dq
-    backward_kernel   a program keeps a tile of keys and values, and walks the tiles of queries that see it, head by head of its group, or of
-                      its part of a group where whole groups would be too few programs or too unlike ones (form.splits)
+                      zeros for the sum of dq and the counter of tiles
+    backward_kernel   a program takes tiles of keys and values from the counter (of 256 columns one tile); for each it walks the tiles of queries
+                      that see it, head by head of its group, or of its part of a group where whole ones would be too few or too unlike (form.splits)
     convert_dq_kernel dq = scale * its float32 sum, in q's dtype and in rows: the sum is in the order of registers (backward_steps.as_held)
     convert_kernel    so dk and dv where groups are split, from sums in rows
 
-    load_partition    kv_ready once; per tile of queries  q_free[s] -> q_ready[s] (q, lse)     do_free[s] -> do_ready[s] (do, delta)
+    load_partition    finds the tile of keys and tells the others; per tile of queries  q_free[s] -> q_ready[s] (q, lse)
+                      do_free[s] -> do_ready[s] (do, delta); behind the first of them, which is free sooner, kv_free -> kv_ready
     mma_partition     two consumers: s = k q^T, dp = v do^T - delta | p | ds = p dp | dv += p do, dq = ds^T k, dk += ds q | dq_free -> dq_ready;
-                      of 128 keys each takes half and sums half of dq (ds_ready); of 64 one makes p and dv, the other the rest (slope_ready)
-    store_partition   dq_ready -> adds dq to its sum by TMA -> dq_free; at the end kv_done -> writes dk and dv;
-                      of a split group: kv_done -> adds dk -> kv_free; kv_done -> adds dv; where form.ordered and halves, two, by turns
+                      of 128 keys each takes half and sums half of dq (ds_ready); of 64 one makes p and dv, the other the rest (slope_ready);
+                      at the end kv_used; dq_free -> dv, then dk, stand where dq did -> dq_ready
+    store_partition   dq_ready -> adds dq to its sum by TMA, at the end writes dv, then dk -> dq_free; where form.ordered and halves, two, by turns;
+                      of a split group: sums_done -> adds dk -> sums_free; sums_done -> adds dv -> kv_free
 
     barrier       arrivals                    says
-    kv_ready      1 and the bytes of both     k and v have landed               kv_used     2   no product reads k or v any more
+    told          1                           the board holds a tile of keys    told_free   all readers  they have read it
+    kv_ready      1 and the bytes of both     k and v have landed               kv_used     2   no product reads k or v any more: whole groups'
+                                                                                                kv_free
     q_ready       1 and the bytes of both     q[s] and lse[s] have landed       q_free      2   both are used up
     do_ready      1 and the bytes of both     do[s] and delta[s] have landed    do_free     2   both are used up; where do's ring is as
                                                                                                 deep as q's, q_free says so of all four
     ds_ready[n]   1                           a half of ds stands in memory     its next arrival but one says that it has been read
     slope_ready   1                           the weights stand in memory       slope_free  1   they have been read
-    dq_ready[w]   1                           dq's share stands in memory       dq_free[w]  1   it has been read
-    kv_done       2                           dk and dv stand in k's and v's place                kv_free  1   dk has been read
+    dq_ready[w]   1                           a share of dq, or rows of dv or   dq_free[w]  1   they have been read
+                                              dk, stand in memory
+    sums_done     2                           the sum of dk, or of dv, stands   sums_free   1   dk's has been read    kv_free  1  dv's too
+                                              in k's and v's place
+
+A program's next keys and queries are loaded while its gradients leave: a tile of keys costs 3 us besides its steps, for 4.5 of a program a tile
+(H200), of which 1 us is for k and v.
 
 A consumer holds everything transposed, keys in rows: p and ds may then be first operands in registers, and what a row has
 (lse, delta) is one value a column. A row that sees no key, or is none, has lse +inf: its p is 0. TMA gives zeros beyond the last row
@@ -45,146 +54,180 @@ from ..device.dialect import (
     tma_reduce_add,
     tma_store_drain,
     tma_store_wait,
+    zero_of_turn,
 )
-from ..device.masking import first_row, row_interval, stop_row
-from ..device.tiles import find_sequence, keys_of, span_of
+from ..device.masking import row_interval
+from ..device.schedule import is_told, tell
 from ..device.views import FAR, copy_out, copy_parts, stage_of, tiles_for
-from .backward_steps import ROWS, of_do, parts_of, rows_of, tile_of_step, zeros_of
+from .backward_steps import ROWS, dq_position, of_do, parts_at, parts_of, rows_of, tile_of_step, zeros_of
+from .backward_tiles import (
+    WORDS,
+    first_number,
+    head_of_step,
+    key_head,
+    keys_of_number,
+    next_number,
+    place_of_gradients,
+    place_of_steps,
+    seen_and_blocks,
+)
 from .backward_walks import walk_gradients, walk_half, walk_weights
 
 
 @gluon.jit
-def keys_of_program(offsets, work, form: gl.constexpr):
-    """(queries, keys, part of heads, first key, first row, tiles of queries, number of the first head's first tile) of this program.
-
-    A part is form.members query heads that share a key head.
-
-    queries and keys are (batch entry, start, length) of a sequence; starts are 0 in dense layouts. Causal tiles go by falling cost, in
-    sections of heads whose queries fit in L2; others go key by key within a head. Where form.ordered, keys go from the last to the first, so
-    that a program waits for earlier ones only.
-    """
-    BLOCK_M: gl.constexpr = form.tuning.block_m
-    BLOCK_N: gl.constexpr = form.tuning.block_n
-    sizes, limits, numbers = work
-    batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
-    left, right = limits
-    parts = heads // form.members
-    tile = gl.program_id(0)
-    if form.packed:
-        cu_seqlens_q, cu_seqlens_k = offsets
-        sequence, n_block = find_sequence(cu_seqlens_k, from_end(tile // parts, tiles_n, form), batch, seqlen_k, BLOCK_N)
-        k_start, k_length = span_of(cu_seqlens_k, sequence, batch, seqlen_k)
-        q_start, q_length = keys_of(cu_seqlens_q, sequence, batch, seqlen_q)
-        queries, keys = (tile * 0, q_start, q_length), (tile * 0, k_start, k_length)
-        part = tile % parts
-        first_tile = q_start // BLOCK_M + sequence  # device.tiles.find_sequence
-    else:
-        if form.mask.right and not form.mask.left:
-            begin = tile // (tiles_n * section) * section
-            count = gl.minimum(section, batch * parts - begin)
-            within = tile - begin * tiles_n
-            n_block = from_end(within // count, tiles_n, form)
-            index = begin + within % count
-        else:
-            n_block = from_end(tile % tiles_n, tiles_n, form)
-            index = tile // tiles_n
-        entry, part = index // parts, index % parts
-        queries, keys = (entry, entry * 0, entry * 0 + seqlen_q), (entry, entry * 0, entry * 0 + seqlen_k)
-        first_tile = entry * heads * tiles_m
-    n_start = n_block * BLOCK_N
-    bounds = (keys[2], left, right)
-    m_begin = first_row(n_start, queries[2], bounds, 0, form) // BLOCK_M
-    m_stop = stop_row(gl.minimum(n_start + BLOCK_N, keys[2]) - 1, queries[2], bounds, form)
-    blocks = gl.where(n_start < keys[2], gl.cdiv(m_stop, BLOCK_M) - m_begin, 0)
-    return queries, keys, part, n_start, m_begin * BLOCK_M, gl.maximum(blocks, 0), first_tile
-
-
-@gluon.jit
-def key_head(part, form: gl.constexpr):
-    if form.splits > 1:
-        return part // form.splits
-    else:
-        return part
-
-
-@gluon.jit
-def from_end(place, places, form: gl.constexpr):
-    if form.ordered:
-        return places - 1 - place
-    else:
-        return place
-
-
-@gluon.jit
-def load_partition(views, offsets, kv, q, do, work, form: gl.constexpr):
+def load_partition(views, offsets, board, kv, q, do, work, form: gl.constexpr):
     q_views, k_views, v_views, do_views, rows_desc = views
-    k_tile, v_tile, sums, kv_ready, kv_done, kv_free, kv_used = kv
-    q_smem, lse_smem, q_ready, q_free = q
-    do_smem, delta_smem, do_ready, do_free = do
-    sizes, limits, numbers = work
-    batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
-    queries, keys, part, n_start, m_first, blocks, first_tile = keys_of_program(offsets, work, form)
-    mbarrier.expect(kv_ready.index(0), 2 * form.tuning.block_n * (form.block_d + form.block_dv))
-    copy_parts(k_views, keys, key_head(part, form), n_start, kv_ready.index(0), k_tile, form)
-    copy_parts(v_views, keys, key_head(part, form), n_start, kv_ready.index(0), v_tile, form)
+    k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
+    tiles, sizes, limits, numbers, counter = work
+    told_at = ring_start(1)
+    kv_at = ring_start(1)
     at = ring_start(form.tuning.stages)
     do_at = ring_start(form.tuning.stages_do)
-    tiles = heads * tiles_m * (1 if form.packed else batch)
-    for member in range(form.members):
-        head = part * form.members + member
-        for i in range(blocks):
-            m_start = m_first + tile_of_step(i, blocks, form) * form.tuning.block_m
-            tile = first_tile + head * tiles_m + m_start // form.tuning.block_m
-            mbarrier.wait(q_free.index(at.stage), at.parity ^ 1)
-            mbarrier.expect(q_ready.index(at.stage), form.tuning.block_m * (2 * form.block_d + 4))
-            copy_parts(q_views, queries, head, m_start, q_ready.index(at.stage), stage_of(q_smem, at.stage), form)
-            tma_load(rows_desc, [tile * form.tuning.block_m], q_ready.index(at.stage), lse_smem.index(at.stage))
-            slot = of_do(at, do_at, form)
-            if form.tuning.apart:
-                mbarrier.wait(do_free.index(slot.stage), slot.parity ^ 1)
-            mbarrier.expect(do_ready.index(slot.stage), form.tuning.block_m * (2 * form.block_dv + 4))
-            copy_parts(do_views, queries, head, m_start, do_ready.index(slot.stage), stage_of(do_smem, slot.stage), form)
-            tma_load(rows_desc, [(tiles + tile) * form.tuning.block_m], do_ready.index(slot.stage), delta_smem.index(slot.stage))
-            at = at.next()
-            do_at = do_at.next()
+    number = first_number(counter, form)
+    while number < tiles:
+        exists, tile = keys_of_number(number, offsets, work, form)
+        if exists:
+            tell(board, told_at, tile)
+            told_at = told_at.next()
+            entry, part, n_start, m_first, blocks, first_tile, q_start, seqlen_q, k_start, seqlen_k = tile
+            queries, keys = (entry, q_start, seqlen_q), (entry, k_start, seqlen_k)
+            steps = (part, m_first, blocks, first_tile, sizes[1] * sizes[4] * (1 if form.packed else sizes[0]))
+            total = form.members * blocks
+            for step in range(gl.minimum(total, 1)):
+                load_step(step, steps, q_views, do_views, rows_desc, queries, q, do, at, do_at, work, form)
+                at = at.next()
+                do_at = do_at.next()
+            mbarrier.wait(kv_free.index(0), kv_at.parity ^ 1)
+            mbarrier.expect(kv_ready.index(0), 2 * form.tuning.block_n * (form.block_d + form.block_dv))
+            copy_parts(k_views, keys, key_head(part, form), n_start, kv_ready.index(0), stage_of(k_tile, 0), form)
+            copy_parts(v_views, keys, key_head(part, form), n_start, kv_ready.index(0), stage_of(v_tile, v_slot(form)), form)
+            kv_at = kv_at.next()
+            for step in range(1, total):
+                load_step(step, steps, q_views, do_views, rows_desc, queries, q, do, at, do_at, work, form)
+                at = at.next()
+                do_at = do_at.next()
+        number = next_number(tiles, counter, form)
+    tell(board, told_at, (number, number, number, number, number * 0 - 1))
 
 
 @gluon.jit
-def mma_partition(w: gl.constexpr, offsets, kv, q, do, dq, handed, work, form: gl.constexpr):
-    k_tile, v_tile, sums, kv_ready, kv_done, kv_free, kv_used = kv
-    sizes, limits, numbers = work
-    queries, keys, part, n_start, m_first, blocks, first_tile = keys_of_program(offsets, work, form)
+def load_step(step, steps, q_views, do_views, rows_desc, queries, q, do, at, do_at, work, form: gl.constexpr):
+    """A tile of queries and what belongs to it, once its places are free."""
+    q_smem, lse_smem, q_ready, q_free = q
+    do_smem, delta_smem, do_ready, do_free = do
+    part, m_first, blocks, first_tile, all_rows = steps
+    tiles_m = work[1][4]
+    head, block = head_of_step(part, step, blocks, form)
+    m_start = m_first + tile_of_step(block, blocks, form) * form.tuning.block_m
+    tile = first_tile + head * tiles_m + m_start // form.tuning.block_m
+    mbarrier.wait(q_free.index(at.stage), at.parity ^ 1)
+    mbarrier.expect(q_ready.index(at.stage), form.tuning.block_m * (2 * form.block_d + 4))
+    copy_parts(q_views, queries, head, m_start, q_ready.index(at.stage), stage_of(q_smem, at.stage), form)
+    tma_load(rows_desc, [tile * form.tuning.block_m], q_ready.index(at.stage), lse_smem.index(at.stage))
+    slot = of_do(at, do_at, form)
+    if form.tuning.apart:
+        mbarrier.wait(do_free.index(slot.stage), slot.parity ^ 1)
+    mbarrier.expect(do_ready.index(slot.stage), form.tuning.block_m * (2 * form.block_dv + 4))
+    copy_parts(do_views, queries, head, m_start, do_ready.index(slot.stage), stage_of(do_smem, slot.stage), form)
+    tma_load(rows_desc, [(all_rows + tile) * form.tuning.block_m], do_ready.index(slot.stage), delta_smem.index(slot.stage))
+
+
+@gluon.jit
+def mma_partition(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, work, form: gl.constexpr):
+    words, told, told_free = board
+    at = (ring_start(form.tuning.stages), ring_start(form.tuning.stages_do), ring_start(2 if form.halves else 1))
+    told_at = ring_start(1)  # its parity is that of all that a tile of keys has one of
+    if form.persistent:
+        while is_told(words, told, told_at):
+            at = take_tile(w, gradients, board, kv, q, do, dq, handed, at, told_at.parity, work, form)
+            told_at = told_at.next()
+    else:
+        if is_told(words, told, told_at):
+            take_tile(w, gradients, board, kv, q, do, dq, handed, at, told_at.parity, work, form)
+
+
+@gluon.jit
+def take_tile(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, at, lap, work, form: gl.constexpr):
+    """All queries of a tile of keys, and its gradients; where the rings (q's, do's, what is handed over once a step) stand then."""
+    k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
+    words, told, told_free = board
     row: gl.constexpr = ROWS * w if form.halves else 0
-    diagonal = m_first + (keys[2] - queries[2]) - n_start - row  # the consumer's key that its first query has on the diagonal
-    seen = (diagonal, keys[2] - n_start - row)
-    k_all, v_own = parts_of(k_tile), rows_of(parts_of(v_tile), row)
+    q_at, do_at, handed_at = at
+    seen, blocks = seen_and_blocks(words, row)
+    mbarrier.arrive(told_free.index(0))
+    tiles = (parts_at(k_tile, 0), rows_of(parts_at(v_tile, v_slot(form)), row))
     channels = (q, do, dq, handed)
-    mbarrier.wait(kv_ready.index(0), 0)
     dk = zeros_of(ROWS, form.first_d, form.rest_d)
     dv = zeros_of(ROWS, form.first_dv, form.rest_dv)
+    mbarrier.wait(kv_ready.index(0), lap)
     if form.halves:
-        dk, dv = walk_half(w, dk, dv, (k_all, v_own), channels, seen, blocks, work, form)
+        dk, dv, q_at, handed_at = walk_half(w, dk, dv, tiles, channels, (q_at, handed_at, lap), seen, blocks, work, form)
     elif w == 0:
-        dv = walk_weights(dv, (k_all, v_own), channels, seen, blocks, work, form)
+        dv, q_at, do_at, handed_at = walk_weights(dv, tiles, channels, (q_at, do_at, handed_at), seen, blocks, work, form)
     else:
-        dk = walk_gradients(dk, (k_all, v_own), channels, blocks, form)
+        dk, q_at, do_at, handed_at = walk_gradients(dk, tiles, channels, (q_at, do_at, handed_at), blocks, form)
+    place = dq_position(handed_at, lap, form)
+    if not form.halves:
+        if w == 1:  # now, since the place of the second gradient is waited for next
+            await_place(dq, place, form)
     mbarrier.arrive(kv_used.index(0))
-    mbarrier.wait(kv_used.index(0), 0)
-    if form.splits > 1:  # k and v leave room for the sum of one of them
-        if form.has_dk(w):
-            keep(rows_of(parts_of(sums), row), dk, 1.0)
-        fence_async_shared()
-        mbarrier.arrive(kv_done.index(0))
-        mbarrier.wait(kv_free.index(0), 0)
-        if form.has_dv(w):
-            keep(rows_of(parts_of(sums), row), dv, 1.0)
+    mbarrier.wait(kv_used.index(0), lap)
+    if form.splits > 1:
+        keep_sums(w, dk, dv, sums, (sums_done, sums_free), row, lap, form)
     else:
+        if form.halves:
+            await_place(dq, place, form)
         if form.has_dv(w):
-            keep(v_own, dv, 1.0)
+            hand_gradient(w, dv, 1.0, gradients[1], row, dq, place, form)
         if form.has_dk(w):
-            keep(rows_of(k_all, row), dk, numbers[2])
+            await_place(dq, place.next(), form)
+            hand_gradient(w, dk, work[3][2], gradients[0], row, dq, place.next(), form)
+    return (q_at, do_at, handed_at)
+
+
+@gluon.jit
+def keep_sums(w: gl.constexpr, dk, dv, sums, channel, row: gl.constexpr, lap, form: gl.constexpr):
+    """A split group's dk, then dv, to the store partition: k and v leave room for the sum of one of them."""
+    sums_done, sums_free = channel
+    if form.has_dk(w):
+        keep(rows_of(parts_of(sums), row), dk, 1.0)
     fence_async_shared()
-    mbarrier.arrive(kv_done.index(0))
+    mbarrier.arrive(sums_done.index(0))
+    mbarrier.wait(sums_free.index(0), lap)
+    if form.has_dv(w):
+        keep(rows_of(parts_of(sums), row), dv, 1.0)
+    fence_async_shared()
+    mbarrier.arrive(sums_done.index(0))
+
+
+@gluon.jit
+def hand_gradient(w: gl.constexpr, sums, factor, views, row: gl.constexpr, dq, at, form: gl.constexpr):
+    """This consumer's rows of dk or dv to the store partition, in dq's place."""
+    dq_smem, dq_ready, dq_free = dq
+    tile = in_place_of_dq(dq_smem, at.stage * form.dq_units(0) + zero_of_turn(), views, form)
+    keep(rows_of(parts_of(tile), row), sums, factor)
+    fence_async_shared()
+    mbarrier.arrive(dq_ready.index(at.stage * form.shares + (w if form.halves else 0)))
+
+
+@gluon.jit
+def await_place(dq, at, form: gl.constexpr):
+    """Wait until all of a tile's place in dq's channel is free."""
+    SHARES: gl.constexpr = form.shares
+    dq_smem, dq_ready, dq_free = dq
+    for share in gl.static_range(SHARES):
+        mbarrier.wait(dq_free.index(at.stage * SHARES + share), at.parity ^ 1)
+
+
+@gluon.jit
+def in_place_of_dq(dq_smem, begin, views, form: gl.constexpr):
+    """The memory from a unit of dq on as that of a tile of dk or dv, part by part."""
+    first = reinterpret(dq_smem.index(begin), views[0].dtype, views[0].block_shape, views[0].layout)
+    if views[1] is not None:
+        behind: gl.constexpr = views[0].block_type.nbytes // (form.dq_lines * 1024)
+        return (first, reinterpret(dq_smem.index(begin + behind), views[1].dtype, views[1].block_shape, views[1].layout))
+    else:
+        return (first,)
 
 
 @gluon.jit
@@ -216,74 +259,125 @@ def pass_turn(turn):
 
 
 @gluon.jit
-def store_partition(own: gl.constexpr, out, turns, offsets, kv, dq, work, form: gl.constexpr):
-    """Every step's dq, or every other step's where there are two of this partition; the first also writes dk and dv."""
-    PARTS: gl.constexpr = form.tuning.parts
-    SHARES: gl.constexpr = form.shares
-    LINES: gl.constexpr = form.dq_lines
-    UNITS: gl.constexpr = form.dq_units(0)
-    dq_desc, dk_views, dv_views = out
-    sizes, limits, numbers = work
-    batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
-    k_tile, v_tile, sums, kv_ready, kv_done, kv_free, kv_used = kv
-    dq_smem, dq_ready, dq_free = dq
-    queries, keys, part, n_start, m_first, blocks, first_tile = keys_of_program(offsets, work, form)
-    at = ring_start(1)
-    for step in range(own, form.members * blocks, form.stores):
-        head = part * form.members + step // blocks
-        m_start = m_first + tile_of_step(step % blocks, blocks, form) * form.tuning.block_m
-        tile = first_tile + head * tiles_m + m_start // form.tuning.block_m
-        if form.ordered:
-            turn = turns + tile
-        for piece in gl.static_range(PARTS):
-            for share in gl.static_range(SHARES):
-                mbarrier.wait(dq_ready.index(own * SHARES + share), at.parity)
-            if form.ordered and piece == 0:
-                await_turn(turn, n_start, m_start, (queries[2], keys[2]), limits, form)
-            for unit in gl.static_range(form.dq_units(piece)):
-                tma_reduce_add(dq_desc, [(tile * form.dq_units() + piece * UNITS + unit) * LINES, 0], dq_smem.index(own * UNITS + unit))
-            tma_store_wait(0)
-            for share in gl.static_range(SHARES):
-                mbarrier.arrive(dq_free.index(own * SHARES + share))
-            at = at.next()
-        if form.ordered:
-            pass_turn(turn)
-    if own == 0:
-        mbarrier.wait(kv_done.index(0), 0)
+def store_partition(own: gl.constexpr, out, turns, board, kv, dq, work, form: gl.constexpr):
+    """Every tile that dq's channel holds, or every other one where there are two of this partition: dq of each step, then dv and dk."""
+    words, told, told_free = board
+    at = ring_start(1)  # of the tiles that are its own
+    told_at = ring_start(1)
+    passed = gl.to_tensor(0)  # the channel's tiles, of all tiles of keys before
+    while is_told(words, told, told_at):
+        steps, n_start, lengths = place_of_steps(words)
+        total = form.members * steps[2]
+        first = (own + passed) % form.stores
+        for step in range(first, total, form.stores):
+            at = add_step(own, step, steps, n_start, lengths, out[0], turns, dq, at, work, form)
+        keys, part, n_start = place_of_gradients(words)
+        mbarrier.arrive(told_free.index(0))
         if form.splits > 1:
-            add_parts(dk_views, keys, key_head(part, form), n_start, sums, form)
-            tma_store_wait(0)
-            mbarrier.arrive(kv_free.index(0))
-            mbarrier.wait(kv_done.index(0), 1)
-            add_parts(dv_views, keys, key_head(part, form), n_start, sums, form)
+            add_sums(out[1], out[2], (keys, key_head(part, form), n_start), kv, form)
+        elif form.stores == 2:
+            if (first + total) % 2 == 0:
+                at = write_gradient(own, out[2], (keys, part, n_start), dq, at, form)
+            else:
+                at = write_gradient(own, out[1], (keys, part, n_start), dq, at, form)
         else:
-            write_parts(dv_views, keys, part, n_start, v_tile, form)
-            write_parts(dk_views, keys, part, n_start, k_tile, form)
-        tma_store_wait(0)
+            at = write_gradient(own, out[2], (keys, part, n_start), dq, at, form)
+            at = write_gradient(own, out[1], (keys, part, n_start), dq, at, form)
+        passed = (passed + total) % form.stores
+        told_at = told_at.next()
 
 
 @gluon.jit
-def add_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.constexpr):
+def add_step(own: gl.constexpr, step, steps, n_start, lengths, dq_desc, turns, dq, at, work, form: gl.constexpr):
+    """Add a step's dq to its sum; the channel's next place."""
+    PARTS: gl.constexpr = form.tuning.parts
+    UNITS: gl.constexpr = form.dq_units(0)
+    part, m_first, blocks, first_tile = steps
+    head, block = head_of_step(part, step, blocks, form)
+    m_start = m_first + tile_of_step(block, blocks, form) * form.tuning.block_m
+    tile = first_tile + head * work[1][4] + m_start // form.tuning.block_m
+    if form.ordered:
+        turn = turns + tile
+    for piece in gl.static_range(PARTS):
+        await_ready(own, dq, at, form)
+        if form.ordered and piece == 0:
+            await_turn(turn, n_start, m_start, lengths, work[2], form)
+        for unit in gl.static_range(form.dq_units(piece)):
+            line = (tile * form.dq_units() + piece * UNITS + unit) * form.dq_lines
+            tma_reduce_add(dq_desc, [line, 0], dq[0].index(own * UNITS + unit))
+        set_free(own, dq, form)
+        at = at.next()
+    if form.ordered:
+        pass_turn(turn)
+    return at
+
+
+@gluon.jit
+def write_gradient(own: gl.constexpr, views, place, dq, at, form: gl.constexpr):
+    """dk or dv from the channel's next place; the one after it."""
+    keys, head, n_start = place
+    await_ready(own, dq, at, form)
+    tile = in_place_of_dq(dq[0], own * form.dq_units(0), views, form)
+    copy_out(views[0], keys, head, n_start, 0, tile[0], form)
+    if len(tile) == 2:
+        copy_out(views[1], keys, head, n_start, views[0].block_shape[-1], tile[1], form)
+    set_free(own, dq, form)
+    return at.next()
+
+
+@gluon.jit
+def await_ready(own: gl.constexpr, dq, at, form: gl.constexpr):
+    """Wait until the channel's next place is full."""
+    SHARES: gl.constexpr = form.shares
+    for share in gl.static_range(SHARES):
+        mbarrier.wait(dq[1].index(own * SHARES + share), at.parity)
+
+
+@gluon.jit
+def set_free(own: gl.constexpr, dq, form: gl.constexpr):
+    """Free the channel's place, once all that leaves it has been read."""
+    SHARES: gl.constexpr = form.shares
+    tma_store_wait(0)
+    for share in gl.static_range(SHARES):
+        mbarrier.arrive(dq[2].index(own * SHARES + share))
+
+
+@gluon.jit
+def add_sums(dk_views, dv_views, place, kv, form: gl.constexpr):
+    """dk and dv of a split group to their sums."""
+    k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
+    mbarrier.wait(sums_done.index(0), 0)
+    add_parts(dk_views, place, sums, form)
+    tma_store_wait(0)
+    mbarrier.arrive(sums_free.index(0))
+    mbarrier.wait(sums_done.index(0), 1)
+    add_parts(dv_views, place, sums, form)
+    tma_store_wait(0)
+    mbarrier.arrive(kv_free.index(0))
+
+
+@gluon.jit
+def add_parts(views, place, tile, form: gl.constexpr):
+    add_out(views[0], place, 0, tile[0], form)
+    if len(tile) == 2:
+        add_out(views[1], place, tile[0].shape[-1], tile[1], form)
+
+
+@gluon.jit
+def add_out(desc, place, column: gl.constexpr, smem, form: gl.constexpr):
     """`copy_out` that adds to what is there."""
-    entry, start, length = place
+    keys, head, row = place
+    entry, start, length = keys
     if form.packed:
         tma_reduce_add(desc, [FAR, start + length, head, FAR - length + row, column], smem)
     else:
         tma_reduce_add(desc, [entry, head, row, column], smem)
 
 
-@gluon.jit
-def add_parts(views, place, head, row, tile, form: gl.constexpr):
-    add_out(views[0], place, head, row, 0, tile[0], form)
-    if len(tile) == 2:
-        add_out(views[1], place, head, row, tile[0].shape[-1], tile[1], form)
-
-
-@gluon.jit
-def write_parts(views, place, head, row, tile, form: gl.constexpr):
-    copy_out(views[0], place, head, row, 0, tile[0], form)
-    if len(tile) == 2:
-        copy_out(views[1], place, head, row, tile[0].shape[-1], tile[1], form)
+@gluon.constexpr_function
+def v_slot(form):
+    """Where a split group's sums take the place of k and v, these are one ring of two."""
+    return 1 if form.splits > 1 else 0
 
 
 @gluon.jit
@@ -298,29 +392,33 @@ def as_sums(both, views):
 
 @gluon.jit
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, dq_desc, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest, turns,
-                    offsets, work, form: gl.constexpr):  # fmt: skip
+                    counter, offsets, work, form: gl.constexpr):  # fmt: skip
     """Descriptors as launch.descriptor makes them, of a tile's first columns and of the rest (None where there is none), rows_desc of the rows'
     numbers, dq_desc of dq's sum, as are dk's and dv's where groups are split; turns: how many key tiles have added
-    to each tile of dq, or None; offsets (cu_seqlens_q, cu_seqlens_k) or Nones; work: sizes (B or sequences, H_q, S_q or T_q, S_k or T_k, tiles of
-    rows and of keys a head, heads in a section), limits (left, right), numbers (scale_log2, softcap, scale)."""
+    to each tile of dq, or None; counter of tiles of keys taken; offsets (cu_seqlens_q, cu_seqlens_k) or Nones; work: tiles of keys in all, sizes
+    (B or sequences, H_q, S_q or T_q, S_k or T_k, tiles of rows and of keys a head, heads in a section), limits (left, right), numbers (scale_log2,
+    softcap, scale)."""
     STAGES: gl.constexpr = form.tuning.stages
     STAGES_DO: gl.constexpr = form.tuning.stages_do
     BLOCK_M: gl.constexpr = form.tuning.block_m
     dtype: gl.constexpr = q_desc.dtype
+    tiles, sizes, limits, numbers = work
+    work = (tiles, sizes, limits, numbers, counter)
     q_views, k_views, v_views, do_views = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (do_desc, do_rest)
     dk_views, dv_views = (dk_desc, dk_rest), (dv_desc, dv_rest)
     if form.splits > 1:
-        both = tiles_for(2, k_views, form.rest_d)
-        k_tile, v_tile = stage_of(both, 0), stage_of(both, 1)
-        sums = as_sums(both, dk_views)
+        k_tile = tiles_for(2, k_views, form.rest_d)
+        v_tile, sums = k_tile, as_sums(k_tile, dk_views)
     else:
-        k_tile, v_tile = stage_of(tiles_for(1, k_views, form.rest_d), 0), stage_of(tiles_for(1, v_views, form.rest_dv), 0)
+        k_tile, v_tile = tiles_for(1, k_views, form.rest_d), tiles_for(1, v_views, form.rest_dv)
         sums = k_tile
     q_smem = tiles_for(STAGES, q_views, form.rest_d)
     do_smem = tiles_for(STAGES_DO, do_views, form.rest_dv)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES_DO, BLOCK_M], rows_desc.layout)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [form.stores * form.dq_units(0), form.dq_lines, 256], dq_desc.layout)
+    dq_shape: gl.constexpr = [form.stores * form.dq_units(0), form.dq_lines, 256]
+    held = gl.allocate_shared_memory(gl.float32, dq_shape, gl.NVMMASharedLayout(128, 32, 3))  # where gradients, which are swizzled, may begin
+    dq_smem = reinterpret(held, gl.float32, dq_shape, dq_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
     if form.halves:
         handed = (gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout), ring(4, 1))
@@ -328,11 +426,13 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
         slope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], gl.float32)
         slope_smem = gl.allocate_shared_memory(gl.float32, [ROWS, BLOCK_M], slope_layout)
         handed = (gl.allocate_shared_memory(dtype, [ROWS, BLOCK_M], ds_layout), slope_smem, ring(1, 1), ring(1, 1))
-    kv_done = ring(1, 2)
-    kv_free = kv_done
+    words = gl.allocate_shared_memory(gl.int32, [1, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    board = (words, ring(1, 1), ring(1, 2 + form.stores))
+    kv_used = ring(1, 2)
+    kv_free, sums_done, sums_free = kv_used, kv_used, kv_used
     if form.splits > 1:
-        kv_free = ring(1, 1)
-    kv = (k_tile, v_tile, sums, ring(1, 1), kv_done, kv_free, ring(1, 2))
+        kv_free, sums_done, sums_free = ring(1, 1), ring(1, 2), ring(1, 1)
+    kv = (k_tile, v_tile, sums, ring(1, 1), kv_used, kv_free, sums_done, sums_free)
     q = (q_smem, lse_smem, ring(STAGES, 1), ring(STAGES, 2))
     do_free = q[3]
     if form.tuning.apart:
@@ -340,15 +440,16 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     do = (do_smem, delta_smem, ring(STAGES_DO, 1), do_free)
     dq = (dq_smem, ring(form.stores * form.shares, 1), ring(form.stores * form.shares, 1))
     views = (q_views, k_views, v_views, do_views, rows_desc)
+    gradients = (dk_views, dv_views)
     out = (dq_desc, dk_views, dv_views)
     consumer_registers: gl.constexpr = 240 if form.halves else 248
     if form.stores == 1:
         gl.warp_specialize(
             [
-                (mma_partition, (gl.constexpr(0), offsets, kv, q, do, dq, handed, work, form)),
-                (mma_partition, (gl.constexpr(1), offsets, kv, q, do, dq, handed, work, form)),
-                (load_partition, (views, offsets, kv, q, do, work, form)),
-                (store_partition, (gl.constexpr(0), out, turns, offsets, kv, dq, work, form)),
+                (mma_partition, (gl.constexpr(0), gradients, board, kv, q, do, dq, handed, work, form)),
+                (mma_partition, (gl.constexpr(1), gradients, board, kv, q, do, dq, handed, work, form)),
+                (load_partition, (views, offsets, board, kv, q, do, work, form)),
+                (store_partition, (gl.constexpr(0), out, turns, board, kv, dq, work, form)),
             ],
             [4, 1, 1],
             [consumer_registers, 24, 24],
@@ -356,11 +457,11 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     else:
         gl.warp_specialize(
             [
-                (mma_partition, (gl.constexpr(0), offsets, kv, q, do, dq, handed, work, form)),
-                (mma_partition, (gl.constexpr(1), offsets, kv, q, do, dq, handed, work, form)),
-                (load_partition, (views, offsets, kv, q, do, work, form)),
-                (store_partition, (gl.constexpr(0), out, turns, offsets, kv, dq, work, form)),
-                (store_partition, (gl.constexpr(1), out, turns, offsets, kv, dq, work, form)),
+                (mma_partition, (gl.constexpr(0), gradients, board, kv, q, do, dq, handed, work, form)),
+                (mma_partition, (gl.constexpr(1), gradients, board, kv, q, do, dq, handed, work, form)),
+                (load_partition, (views, offsets, board, kv, q, do, work, form)),
+                (store_partition, (gl.constexpr(0), out, turns, board, kv, dq, work, form)),
+                (store_partition, (gl.constexpr(1), out, turns, board, kv, dq, work, form)),
             ],
             [4, 1, 1, 1],
             [consumer_registers, 24, 24, 24],

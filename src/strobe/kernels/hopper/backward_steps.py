@@ -18,12 +18,26 @@ def of_do(q_at, do_at, form: gl.constexpr):
 
 
 @gluon.jit
-def of_dq(ds_at, dq_at, form: gl.constexpr):
-    """Where dq's ring stands: where that of ds does, if both hold two tiles."""
-    if form.stores == 2:
-        return ds_at
+def of_ds(q_at, ds_at, form: gl.constexpr):
+    """Where ds's ring of two stands: where q's does, if that has two."""
+    if form.tuning.stages == 2:
+        return q_at
     else:
-        return dq_at
+        return ds_at
+
+
+@gluon.jit
+def dq_position(handed_at, lap, form: gl.constexpr):
+    """Where dq's channel stands at the tile of dq that belongs to a step, by what is handed over once a step. Besides, it holds two gradients a
+    tile of keys: a whole lap of two places, two of one."""
+    if form.stores == 2:
+        return Position(handed_at.stage, handed_at.parity ^ lap, 2)
+    elif form.halves:
+        return Position(handed_at.stage * 0, handed_at.stage, 1)
+    elif form.tuning.parts == 2:
+        return Position(handed_at.stage, handed_at.stage, 1)  # of one stage, so both 0
+    else:
+        return handed_at
 
 
 @gluon.jit
@@ -72,7 +86,7 @@ def weights(s, q, at, seen, block, work, form: gl.constexpr):
     """(p, ds / dp) of the raw scores of a head's `block`-th tile of queries that this program walks: ds / dp is p, or p times the softcap's
     slope 1 - tanh^2."""
     diagonal, keys_left = seen
-    sizes, limits, numbers = work
+    tiles, sizes, limits, numbers, counter = work
     scale_log2, softcap, scale = numbers
     lse_log2 = q[1].index(at.stage).load(gl.SliceLayout(0, s.type.layout))  # not sooner: 16 registers more would spill
     if form.softcap:

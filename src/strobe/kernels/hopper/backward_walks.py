@@ -14,7 +14,6 @@ Two consumers that wait for each other only where they hand something over fill 
 eight warps in step, which made the next weights under this step's products (docs/performance.md).
 """
 
-from ..device.channel import ring_start
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from .backward_steps import (
     ROWS,
@@ -22,10 +21,11 @@ from .backward_steps import (
     by_columns,
     delta_at,
     dp_start,
+    dq_position,
     hand_over,
     next_or_same,
     of_do,
-    of_dq,
+    of_ds,
     over_columns,
     parts_at,
     products_of,
@@ -39,31 +39,28 @@ from .backward_steps import (
 
 
 @gluon.jit
-def walk_half(w: gl.constexpr, dk, dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
-    """All tiles of queries for half of 128 keys: (dk, dv)."""
-    at = ring_start(form.tuning.stages)
-    ds_at = ring_start(2)
-    dq_at = ring_start(1)
+def walk_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, blocks, work, form: gl.constexpr):
+    """All tiles of queries for half of 128 keys: (dk, dv, where q's ring and ds's stand then)."""
+    q_at, ds_at, lap = at
     for _ in range(form.members):
         for step in range(blocks):
             block = tile_of_step(step, blocks, form)
-            dk, dv = step_half(w, dk, dv, tiles, channels, (at, ds_at, dq_at), seen, block, work, form)
-            at = at.next()
+            dk, dv = step_half(w, dk, dv, tiles, channels, (q_at, of_ds(q_at, ds_at, form), lap), seen, block, work, form)
+            q_at = q_at.next()
             ds_at = ds_at.next()
-            dq_at = dq_at.next()
-    return dk, dv
+    return dk, dv, q_at, of_ds(q_at, ds_at, form)
 
 
 @gluon.jit
 def step_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, work, form: gl.constexpr):
-    """One tile of queries. The other half's ds, which dq needs, comes by shared memory, in two tiles by turns: who has got the other's ds of a
+    """One tile of queries;  The other half's ds, which dq needs, comes by shared memory, in two tiles by turns: who has got the other's ds of a
     step has got past dq of the step before, so that the tile of the step before that is free."""
     D: gl.constexpr = form.products_d
     k_all, v_tile = tiles
     k_tile = rows_of(k_all, ROWS * w)
     dtype: gl.constexpr = k_all[0].dtype
     q, do, dq, handed = channels
-    q_at, ds_at, dq_at = at
+    q_at, ds_at, lap = at
     ds_smem, ds_ready = handed
     own = 2 * ds_at.stage + w
     do_tile, q_tile = parts_at(do[0], q_at.stage), parts_at(q[0], q_at.stage)
@@ -83,7 +80,7 @@ def step_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, work, f
     dk = products_of(ds, q_tile, dk)
     dv = wait_for(dv, 2 + D)
     dq_sums = wait_for((dq_sums,), D)
-    hand_over(dq_sums, dq, w, of_dq(ds_at, dq_at, form), form)
+    hand_over(dq_sums, dq, w, dq_position(ds_at, lap, form), form)
     dk = wait_for(dk, 0)
     mbarrier.arrive(q[3].index(q_at.stage))
     return dk, dv
@@ -122,24 +119,23 @@ def share_of(w: gl.constexpr, ds, form: gl.constexpr):
 
 
 @gluon.jit
-def walk_weights(dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
-    """Weights of all tiles of queries, to the other consumer, and dv. Each step begins the next one's scores behind dv: sooner, it would wait for q
-    before it makes weights, and the other consumer for both (192/128 262 TFLOP/s for 403, H200)."""
+def walk_weights(dv, tiles, channels, at, seen, blocks, work, form: gl.constexpr):
+    """Weights of all tiles of queries, to the other consumer, and dv: (dv, where the rings stand then). Each step begins the next one's scores
+    behind dv: sooner, it would wait for q before it makes weights, and the other consumer for both (192/128 262 TFLOP/s for 403, H200)."""
     k_tile, v_tile = tiles
     q, do, dq, handed = channels
     ds_smem, slope_smem, slope_ready, slope_free = handed
+    q_at, do_at, slope_at = at
     total = form.members * blocks
-    at = ring_start(form.tuning.stages)
-    do_at = ring_start(form.tuning.stages_do)
-    slope_at = ring_start(1)
     block = blocks * 0
     s = gl.full([ROWS, form.tuning.block_m], 0.0, gl.float32, tile_layout(form.tuning.block_m))
     for _ in range(gl.minimum(total, 1)):
-        s = warpgroup_mma_wait(0, deps=[begin_scores(k_tile, q, at, form)])
+        s = warpgroup_mma_wait(0, deps=[begin_scores(k_tile, q, q_at, form)])
     for i in range(total):
-        following = next_or_same(at, i + 1 < total)
-        slot = of_do(at, do_at, form)
-        p, slope = weights(s, q, at, seen, tile_of_step(block, blocks, form), work, form)
+        more = i + 1 < total
+        following = next_or_same(q_at, more)
+        slot = of_do(q_at, do_at, form)
+        p, slope = weights(s, q, q_at, seen, tile_of_step(block, blocks, form), work, form)
         mbarrier.wait(slope_free.index(0), slope_at.parity ^ 1)
         slope_smem.store(slope)
         mbarrier.arrive(slope_ready.index(0))
@@ -149,48 +145,47 @@ def walk_weights(dv, tiles, channels, seen, blocks, work, form: gl.constexpr):
         dv = wait_for(dv, form.products_d)
         if form.tuning.apart:
             mbarrier.arrive(do[3].index(slot.stage))
-        mbarrier.arrive(q[3].index(at.stage))
+        mbarrier.arrive(q[3].index(q_at.stage), pred=more)
         s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(q[3].index(q_at.stage), pred=i + 1 == total)  # read once more, in vain
         block = gl.where(block + 1 == blocks, 0, block + 1)
-        at = following
+        q_at = q_at.next()
         do_at = do_at.next()
         slope_at = slope_at.next()
-    return dv
+    return dv, q_at, do_at, slope_at
 
 
 @gluon.jit
-def walk_gradients(dk, tiles, channels, blocks, form: gl.constexpr):
-    """dk and the tiles of dq, from dp and the other consumer's weights."""
-    PARTS: gl.constexpr = form.tuning.parts
+def walk_gradients(dk, tiles, channels, at, blocks, form: gl.constexpr):
+    """dk and the tiles of dq, from dp and the other consumer's weights: (dk, where the rings stand then)."""
     do = channels[1]
+    q_at, do_at, slope_at = at
     total = form.members * blocks
-    at = ring_start(form.tuning.stages)
-    do_at = ring_start(form.tuning.stages_do)
-    dq_at = ring_start(1)
-    slope_at = ring_start(1)
     dp = gl.full([ROWS, form.tuning.block_m], 0.0, gl.float32, tile_layout(form.tuning.block_m))
     for _ in range(gl.minimum(total, 1)):
-        dp = warpgroup_mma_wait(0, deps=[begin_dp(tiles[1], do, of_do(at, do_at, form), form)])
+        dp = warpgroup_mma_wait(0, deps=[begin_dp(tiles[1], do, of_do(q_at, do_at, form), form)])
     for i in range(total):
-        slot = of_do(at, do_at, form)
-        after = next_or_same(slot, i + 1 < total)
-        dk, dp = step_gradients(dk, tiles, channels, dp, (at, slot, slope_at, dq_at), after, form)
-        at = at.next()
+        slot = of_do(q_at, do_at, form)
+        more = i + 1 < total
+        dk, dp = step_gradients(dk, tiles, channels, dp, (q_at, slot, slope_at, dq_position(slope_at, 0, form)), more, form)
+        do_free = channels[1][3] if form.tuning.apart else channels[0][3]
+        mbarrier.arrive(do_free.index(slot.stage), pred=i + 1 == total)  # read once more, in vain
+        q_at = q_at.next()
         do_at = do_at.next()
         slope_at = slope_at.next()
-        for _part in gl.static_range(PARTS):
-            dq_at = dq_at.next()
-    return dk
+    return dk, q_at, do_at, slope_at
 
 
 @gluon.jit
-def step_gradients(dk, tiles, channels, dp, at, after, form: gl.constexpr):
-    """One tile of queries, and the next one's dp, begun behind this one's products."""
+def step_gradients(dk, tiles, channels, dp, at, more, form: gl.constexpr):
+    """One tile of queries, and the next one's dp, begun behind this one's products. `more` than this one: else do's tile is left to the caller,
+    as it is read again."""
     D: gl.constexpr = form.products_d
     k_tile, v_tile = tiles
     q, do, dq, handed = channels
     ds_smem, slope_smem, slope_ready, slope_free = handed
     q_at, do_at, slope_at, dq_at = at
+    after = next_or_same(do_at, more)
     layout: gl.constexpr = tile_layout(form.tuning.block_m)
     delta = do[1].index(do_at.stage).load(gl.SliceLayout(0, layout))
     dp = dp + delta[None, :]
@@ -199,7 +194,7 @@ def step_gradients(dk, tiles, channels, dp, at, after, form: gl.constexpr):
     mbarrier.arrive(slope_free.index(0))
     fence_async_shared()
     if form.tuning.apart:
-        mbarrier.arrive(do[3].index(do_at.stage))
+        mbarrier.arrive(do[3].index(do_at.stage), pred=more)
     dq_sums = zeros_of(form.tuning.block_m, form.first_dq, 0 if form.tuning.parts == 2 else form.rest_dq)
     if form.tuning.parts == 2:
         dq_sums = by_columns(ds_smem.permute((1, 0)), (k_tile[0].slice(0, form.first_dq, dim=1),), dq_sums)
@@ -213,15 +208,24 @@ def step_gradients(dk, tiles, channels, dp, at, after, form: gl.constexpr):
         rest = zeros_of(form.tuning.block_m, form.rest_dq, 0)
         rest = by_columns(ds_smem.permute((1, 0)), (k_tile[0].slice(form.first_dq, form.rest_dq, dim=1),), rest)
         dk = wait_for(dk, 1)
-        mbarrier.arrive(q[3].index(q_at.stage))
+        release(q, q_at, more, form)
         hand_over(wait_for(rest, 0), dq, 0, dq_at.next(), form)
         dp = begin_dp(v_tile, do, after, form)
     else:
         dp = begin_dp(v_tile, do, after, form)
         dk = wait_for(dk, form.products_dv)
-        mbarrier.arrive(q[3].index(q_at.stage))
+        release(q, q_at, more, form)
     dp = warpgroup_mma_wait(0, deps=[dp])
     return dk, dp
+
+
+@gluon.jit
+def release(q, at, more, form: gl.constexpr):
+    """Free q's tile, and do's with it where their rings are one."""
+    if form.tuning.apart:
+        mbarrier.arrive(q[3].index(at.stage))
+    else:
+        mbarrier.arrive(q[3].index(at.stage), pred=more)
 
 
 @gluon.jit

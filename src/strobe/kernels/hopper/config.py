@@ -19,6 +19,7 @@ from .decode_config import DECODE as DECODE
 CAPABILITY = 90
 MOST_WIDTH = 256
 ROWS = 64  # of one consumer
+BOARD_BYTES = 64  # of the backward: a tile's numbers
 
 
 @dataclass(frozen=True)
@@ -304,6 +305,11 @@ class BackwardForm(InParts):
         return 2 if self.ordered and self.halves else 1
 
     @property
+    def persistent(self) -> bool:
+        """Programs take tile after tile; at 256 columns, where registers are fewest, ptxas would spill within the steps (364 bytes)."""
+        return self.tuning.parts == 1
+
+    @property
     def dq_lines(self) -> int:
         """Lines of 256 numbers that a unit takes."""
         return ROWS * self.dq_unit // 256
@@ -323,13 +329,14 @@ class BackwardForm(InParts):
         return self.mask.left or self.mask.right or not self.even
 
     def shared_bytes(self) -> int:
-        """k, v, q and do of all stages and ds at 2 bytes, weights on their way, dq, lse and delta at 4, and the barriers."""
+        """k, v, q and do of all stages and ds at 2 bytes, weights on their way, dq, lse and delta at 4, the barriers, and a tile's numbers."""
         t = self.tuning
         rings = t.block_m * (t.stages * (2 * self.block_d + 4) + t.stages_do * (2 * self.block_dv + 4))
         keys = 2 * t.block_n * (self.block_d + self.block_dv)
         handed = t.block_m * ROWS * (2 * 4 if self.halves else 2 + 4)
-        barriers = 2 * t.stages + (1 + t.apart) * t.stages_do + 3 + (self.splits > 1) + (4 if self.halves else 2) + 2 * self.stores * self.shares
-        return rings + keys + handed + self.stores * 1024 * self.dq_units(0) * self.dq_lines + 8 * barriers
+        of_keys = 4 + 3 * (self.splits > 1)
+        barriers = 2 * t.stages + (1 + t.apart) * t.stages_do + of_keys + (4 if self.halves else 2) + 2 * self.stores * self.shares
+        return rings + keys + handed + self.stores * 1024 * self.dq_units(0) * self.dq_lines + 8 * barriers + BOARD_BYTES
 
 
 @dataclass(frozen=True)
@@ -383,12 +390,14 @@ class HopperBackward:
         return attention_cost(problem, backward=True)
 
     def workspace(self, problem: Problem, config: BackwardConfig) -> tuple[Buffer, ...]:
-        """lse and delta of each row as the main kernel reads them, dq's sum and turns, which the first kernel sets to 0; sums of dk and dv."""
+        """lse and delta of each row as the main kernel reads them; dq's sum, the counter and turns, which the first kernel sets to 0; sums of dk
+        and dv."""
         form = config.form
         heads = (problem.heads_q,) if problem.packed else (problem.layout.batch, problem.heads_q)
         tiles = query_tiles(problem, form.tuning.block_m)
         rows = Buffer("rows", (2, *heads, tiles * form.tuning.block_m), torch.float32)
-        buffers = [rows, Buffer("dq_sum", (*heads, tiles, form.tuning.block_m * form.block_d), torch.float32)]
+        dq_sum = Buffer("dq_sum", (*heads, tiles, form.tuning.block_m * form.block_d), torch.float32)
+        buffers = [rows, dq_sum, Buffer("counter", (1,), torch.int32)]
         if form.ordered:
             buffers.append(Buffer("turns", (*heads, tiles), torch.int32))
         if form.splits > 1:

@@ -26,17 +26,17 @@ CONVERTED_ROWS = 32  # a program of convert_kernel, which only moves memory
 
 
 def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor]) -> None:
-    rows, dq_sum, turns = workspace["rows"], workspace["dq_sum"], workspace.get("turns")
+    rows, dq_sum, counter, turns = workspace["rows"], workspace["dq_sum"], workspace["counter"], workspace.get("turns")
     sums = {name: workspace[f"{name}_sum"].transpose(-3, -2) for name in ("dk", "dv") if f"{name}_sum" in workspace}
     dk, dv = sums.get("dk", addressable(t.dk)), sums.get("dv", addressable(t.dv))
     dout = operand(t.dout, call)
-    pointers = (t.dout, t.out, t.lse, t.dlse, t.delta, rows, dq_sum, call.cu_seqlens_q, turns)
+    pointers = (t.dout, t.out, t.lse, t.dlse, t.delta, rows, dq_sum, call.cu_seqlens_q, turns, counter)
     key = ("rows", t.dout.stride(), t.dout.dtype, t.out.stride(), t.dlse is None)
     launched = [relaunch.start(plan, key, pointers, lambda: rows_launch(plan, pointers))]
     views = (call.q, call.k, call.v, dout, rows, dk, dv, dq_sum)
-    others = (turns, call.cu_seqlens_q, call.cu_seqlens_k)
+    others = (turns, call.cu_seqlens_q, call.cu_seqlens_k, counter)
     strides = (dout.stride(), dk.stride(), dv.stride())
-    launched += [relaunch.start(plan, (call.left, call.right, *strides), (*views, *others), lambda: main_launch(plan, call, views, turns))]
+    launched += [relaunch.start(plan, (call.left, call.right, *strides), (*views, *others), lambda: main_launch(plan, call, views, turns, counter))]
     pointers_dq = (dq_sum, t.dq, call.cu_seqlens_q)
     launched += [relaunch.start(plan, ("dq", t.dq.stride()), pointers_dq, lambda: dq_launch(plan, pointers_dq))]
     copied = dout is not t.dout
@@ -82,7 +82,7 @@ def convert_launch(plan: Plan, name: str, held: Tensor, gradient: Tensor) -> Lau
     return Launch(convert_kernel, programs, arguments, {"num_warps": 4})
 
 
-def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], turns: Tensor | None) -> Launch:
+def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], turns: Tensor | None, counter: Tensor) -> Launch:
     form: Any = plan.config.form
     problem, tuning = plan.problem, form.tuning
     q, k, v, dout, rows, dk, dv, dq_sum = views
@@ -103,9 +103,11 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], turns: Tensor
         *(descriptor(t, n, width) if width else None for t, n, width in rests),
     )  # fmt: skip
     sizes = (batch, problem.heads_q, seqlen_q, seqlen_k, query_tiles(problem, tuning.block_m), tiles_n, section)
-    work = (sizes, (call.left, call.right), (*numbers_of(problem), problem.scale))
-    arguments = (*described, turns, (call.cu_seqlens_q, call.cu_seqlens_k), work, form)
-    return Launch(backward.backward_kernel, counted(plan, parts * tiles_n), arguments, {"num_warps": 4, "maxnreg": 168})
+    tiles = counted(plan, parts * tiles_n)
+    work = (tiles, sizes, (call.left, call.right), (*numbers_of(problem), problem.scale))
+    arguments = (*described, turns, counter, (call.cu_seqlens_q, call.cu_seqlens_k), work, form)
+    programs = min(plan.target.sm_count, tiles) if form.persistent else tiles
+    return Launch(backward.backward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": 168})
 
 
 def even_section(parts: int, most: int) -> int:

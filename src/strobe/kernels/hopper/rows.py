@@ -1,4 +1,4 @@
-"""What stands around the Hopper backward's main kernel: the numbers of rows that it reads, sums set to 0, and sums made gradients."""
+"""What stands around the Hopper backward's main kernel: the numbers of rows that it reads, the counter and sums set to 0, and sums made gradients."""
 
 import triton
 import triton.language as tl
@@ -8,16 +8,16 @@ from ..device.tiles import find_sequence, load_rows, span_of, store_rows
 
 @triton.jit
 def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
-    """tensors (dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns); strides (batch, row, head) of dout and out;
+    """tensors (dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns, counter); strides (batch, row, head) of dout and out;
     sizes (H, S_q or T, sequences, tiles of rows a head).
 
     rows: lse in log2 units of all batch entries and heads, then -delta of all, in whole tiles; a packed sequence begins a tile of its own.
     """
     BLOCK_M: tl.constexpr = form.tuning.block_m
     BLOCK_DV: tl.constexpr = triton.next_power_of_2(form.block_dv)
-    dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns = tensors
+    dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns, counter = tensors
     heads, total, sequences, tiles = sizes
-    pid = tl.program_id(0)
+    pid = from_last()
     index = pid // tiles
     tile = pid % tiles
     start, length, block = index * 0, total, tile
@@ -39,12 +39,20 @@ def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
     empty = row_lse == float("-inf")
     if form.ordered:
         tl.store(turns + pid, 0)
+    if pid == 0:
+        tl.store(counter, 0)
     numbers = rows + pid.to(tl.int64) * BLOCK_M + lanes
     tl.store(numbers, tl.where(empty, float("inf"), row_lse))
     tl.store(numbers + tl.num_programs(0).to(tl.int64) * BLOCK_M, tl.where(empty, 0.0, -row_delta))
     UNIT: tl.constexpr = form.dq_lines * 256
     for unit in tl.static_range(form.dq_units()):
         tl.store(dq_sum + (pid.to(tl.int64) * form.dq_units() + unit) * UNIT + tl.arange(0, UNIT), tl.zeros([UNIT], tl.float32))
+
+
+@triton.jit
+def from_last():
+    """The program's number, the last first: the main kernel then finds in L2 what it takes first, and these what it made last (512 x 32: 1.4 %)."""
+    return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
 @triton.jit
@@ -59,7 +67,7 @@ def convert_kernel(tensors, strides, sizes, scale, STORED: tl.constexpr, WIDTH: 
     held, gradient = tensors
     heads, total = sizes
     tiles = tl.cdiv(total, BLOCK_M)
-    pid = tl.program_id(0)
+    pid = from_last()
     index = pid // tiles
     m_offsets = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = m_offsets < total
@@ -74,7 +82,7 @@ def convert_dq_kernel(dq_sum, dq, cu_seqlens_q, strides, sizes, scale, form: tl.
     BLOCK_M: tl.constexpr = form.tuning.block_m
     UNIT: tl.constexpr = form.dq_unit
     heads, total, sequences, tiles = sizes
-    pid = tl.program_id(0)
+    pid = from_last()
     index = pid // tiles
     start, length, block = index * 0, total, pid % tiles
     if form.packed:

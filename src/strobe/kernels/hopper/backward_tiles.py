@@ -1,0 +1,121 @@
+"""Which tile of keys a program of the Hopper backward takes next, and what it tells its other partitions of that.
+
+Whoever is free takes the next number from a counter, as costs differ and so do SMs; rows_kernel has set the counter to 0. A number is asked for
+when the last loads of the tile before are under way: sooner, a program would hold a tile that another could begin.
+"""
+
+from ..device.dialect import gl, gluon
+from ..device.masking import first_row, stop_row
+from ..device.schedule import read_words, word
+from ..device.tiles import find_sequence, keys_of, span_of
+
+WORDS: gl.constexpr = gl.constexpr(16)  # of a tile on the board, of which 10 are told
+
+
+@gluon.jit
+def first_number(counter, form: gl.constexpr):
+    """Of the counter too: whoever waits for earlier tiles' turns then waits for programs that have begun."""
+    if form.persistent:
+        return gl.atomic_add(counter, 1, sem="relaxed")
+    else:
+        return gl.program_id(0)
+
+
+@gluon.jit
+def next_number(tiles, counter, form: gl.constexpr):
+    if form.persistent:
+        return gl.atomic_add(counter, 1, sem="relaxed")
+    else:
+        return tiles
+
+
+@gluon.jit
+def keys_of_number(number, offsets, work, form: gl.constexpr):
+    """(whether there is such a tile, what the partitions are told of it).
+
+    Told: batch entry, part of heads, first key, first row, tiles of queries, number of the first head's first tile, q start, S_q, k start, S_k.
+    A part is form.members query heads that share a key head. Starts are 0 in dense layouts. Causal tiles go by falling cost, in
+    sections of heads whose queries fit in L2; others go key by key within a head. Where form.ordered, keys go from the last to the first, so
+    that a program waits for earlier ones only.
+    """
+    BLOCK_M: gl.constexpr = form.tuning.block_m
+    BLOCK_N: gl.constexpr = form.tuning.block_n
+    tiles, sizes, limits, numbers, counter = work
+    batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
+    left, right = limits
+    parts = heads // form.members
+    entry, q_start, k_start = number * 0, number * 0, number * 0
+    if form.packed:
+        cu_seqlens_q, cu_seqlens_k = offsets
+        sequence, n_block = find_sequence(cu_seqlens_k, from_end(number // parts, tiles_n, form), batch, seqlen_k, BLOCK_N)
+        k_start, seqlen_k = span_of(cu_seqlens_k, sequence, batch, seqlen_k)
+        q_start, seqlen_q = keys_of(cu_seqlens_q, sequence, batch, seqlen_q)
+        part = number % parts
+        first_tile = q_start // BLOCK_M + sequence  # device.tiles.find_sequence
+    else:
+        if form.mask.right and not form.mask.left:
+            begin = number // (tiles_n * section) * section
+            count = gl.minimum(section, batch * parts - begin)
+            within = number - begin * tiles_n
+            n_block = from_end(within // count, tiles_n, form)
+            index = begin + within % count
+        else:
+            n_block = from_end(number % tiles_n, tiles_n, form)
+            index = number // tiles_n
+        entry, part = index // parts, index % parts
+        first_tile = entry * heads * tiles_m
+    n_start = n_block * BLOCK_N
+    bounds = (seqlen_k, left, right)
+    m_begin = first_row(n_start, seqlen_q, bounds, 0, form) // BLOCK_M
+    m_stop = stop_row(gl.minimum(n_start + BLOCK_N, seqlen_k) - 1, seqlen_q, bounds, form)
+    blocks = gl.maximum(gl.cdiv(m_stop, BLOCK_M) - m_begin, 0)
+    told = (entry, part, n_start, m_begin * BLOCK_M, blocks, first_tile, q_start, seqlen_q, k_start, seqlen_k)
+    return n_start < seqlen_k, told
+
+
+@gluon.jit
+def from_end(place, places, form: gl.constexpr):
+    if form.ordered:
+        return places - 1 - place
+    else:
+        return place
+
+
+@gluon.jit
+def key_head(part, form: gl.constexpr):
+    if form.splits > 1:
+        return part // form.splits
+    else:
+        return part
+
+
+@gluon.jit
+def head_of_step(part, step, blocks, form: gl.constexpr):
+    """(the query head, the step within it) of a tile's `step`, which walks the tiles of queries head by head."""
+    if form.members == 1:
+        return part, step
+    else:
+        return part * form.members + step // blocks, step % blocks
+
+
+@gluon.jit
+def seen_and_blocks(words, row: gl.constexpr):
+    """((the consumer's key that the first row has on the diagonal, keys from the consumer's first on), tiles of queries); the consumer's
+    keys begin with the tile's key `row`."""
+    told = read_words(words, 0)
+    n_start, keys = word(told, 2) + row, word(told, 9)
+    return (word(told, 3) + (keys - word(told, 7)) - n_start, keys - n_start), word(told, 4)
+
+
+@gluon.jit
+def place_of_gradients(words):
+    """(batch entry, start, length) of the keys, part of heads, first key."""
+    told = read_words(words, 0)
+    return (word(told, 0), word(told, 8), word(told, 9)), word(told, 1), word(told, 2)
+
+
+@gluon.jit
+def place_of_steps(words):
+    """(part of heads, first row, tiles of queries, number of the first head's first tile), first key, lengths."""
+    told = read_words(words, 0)
+    return (word(told, 1), word(told, 3), word(told, 4), word(told, 5)), word(told, 2), (word(told, 7), word(told, 9))
