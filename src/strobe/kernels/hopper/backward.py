@@ -171,7 +171,8 @@ def take_tile(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, at, lap,
         if w == 1:  # now, since the place of the second gradient is waited for next
             await_place(dq, place, form)
     mbarrier.arrive(kv_used.index(0))
-    mbarrier.wait(kv_used.index(0), lap)
+    if form.splits > 1 or not form.halves:  # else dq's place says as much: the other's share of the last step has left it
+        mbarrier.wait(kv_used.index(0), lap)
     if form.splits > 1:
         keep_sums(w, dk, dv, sums, (sums_done, sums_free), row, lap, form)
     else:
@@ -267,12 +268,12 @@ def store_partition(own: gl.constexpr, out, turns, board, kv, dq, work, form: gl
     passed = gl.to_tensor(0)  # the channel's tiles, of all tiles of keys before
     while is_told(words, told, told_at):
         steps, n_start, lengths = place_of_steps(words)
+        keys, part = place_of_gradients(words)
+        mbarrier.arrive(told_free.index(0))  # now: the next tile's loads would wait for this one's last step
         total = form.members * steps[2]
         first = (own + passed) % form.stores
         for step in range(first, total, form.stores):
             at = add_step(own, step, steps, n_start, lengths, out[0], turns, dq, at, work, form)
-        keys, part, n_start = place_of_gradients(words)
-        mbarrier.arrive(told_free.index(0))
         if form.splits > 1:
             add_sums(out[1], out[2], (keys, key_head(part, form), n_start), kv, form)
         elif form.stores == 2:

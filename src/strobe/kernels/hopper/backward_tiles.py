@@ -109,9 +109,9 @@ def seen_and_blocks(words, row: gl.constexpr):
 
 @gluon.jit
 def place_of_gradients(words):
-    """(batch entry, start, length) of the keys, part of heads, first key."""
+    """(batch entry, start, length) of the keys, part of heads."""
     told = read_words(words, 0)
-    return (word(told, 0), word(told, 8), word(told, 9)), word(told, 1), word(told, 2)
+    return (word(told, 0), word(told, 8), word(told, 9)), word(told, 1)
 
 
 @gluon.jit
