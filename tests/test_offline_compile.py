@@ -168,10 +168,19 @@ def test_the_blackwell_forward_spills_nothing_at_d128():
         assert counts[0] < 258 and counts[1:] in ([], [258])
 
 
+def _backward_roles(row: dict) -> dict[str, int]:
+    """What is unlike in other cases than d128 causal: of 64 keys one consumer has no exponentials; two warps add dq where halves take turns; split
+    groups only add; and at 256 columns a program takes one tile of keys, so that nothing loops over loads of one tile of queries."""
+    one_tile = row["case"] == "d256 one row"
+    if "block_n=64" in row["config"]:
+        return {"softmax": 1, "store": int("group of" not in row["config"]), "load": int(not one_tile)}
+    return {"store": 0 if "group of" in row["config"] else 1 + ("in order" in row["config"])}
+
+
 @pytest.mark.parametrize("family, kernel, roles", [
     ("blackwell", "forward_kernel", {"mma": 3, "load": 1, "softmax": 2, "store": 1, "correct": 1}),  # mma: first scores, steps, last values
     ("hopper", "forward_kernel", {"load": 1, "softmax": 0}),  # as many as consumers
-    ("hopper", "backward_kernel", {"load": 1, "softmax": 2}),  # of 64 keys one consumer has no exponentials
+    ("hopper", "backward_kernel", {"load": 1, "softmax": 2, "store": 1}),  # store: its walk over tiles of keys
 ])  # fmt: skip
 def test_the_inner_loop_of_each_role_is_found(family, kernel, roles):
     """And no other: what stands in the roles' loops stands in the kernel, and their exponentials are most of its."""
@@ -180,9 +189,10 @@ def test_the_inner_loop_of_each_role_is_found(family, kernel, roles):
     assert len(found) > len(straight) and all(kernel == "backward_kernel" and case.endswith("one row") for case in straight)  # it has one tile
     for row in (row for row in found if "roles" in row):
         names = Counter(loop["role"] for loop in row["roles"])
-        if kernel == "backward_kernel" and row["case"].startswith(("d192", "d256")):
-            names["softmax"] *= 2
-        assert names == (roles if roles["softmax"] else roles | {"softmax": row["warps"] // 4 - 1}), row["case"]
+        expected = roles if roles["softmax"] else roles | {"softmax": row["warps"] // 4 - 1}
+        if kernel == "backward_kernel":
+            expected = roles | _backward_roles(row)
+        assert names == Counter(expected), row["case"]
         ex2, products = (sum(loop[kind] for loop in row["roles"]) for kind in ("EX2", "MMA"))
         assert 0.4 * row["instructions"]["MUFU.EX2"] <= ex2 <= row["instructions"]["MUFU.EX2"], row["case"]
         assert 0 < products <= row["instructions"]["HGMMA"] + row["instructions"]["UTCMMA"], row["case"]
