@@ -53,7 +53,7 @@ def walk_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, blocks, work, 
 
 @gluon.jit
 def step_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, work, form: gl.constexpr):
-    """One tile of queries;  The other half's ds, which dq needs, comes by shared memory, in two tiles by turns: who has got the other's ds of a
+    """One tile of queries. The other half's ds, which dq needs, comes by shared memory, in two tiles by turns: who has got the other's ds of a
     step has got past dq of the step before, so that the tile of the step before that is free."""
     D: gl.constexpr = form.products_d
     k_all, v_tile = tiles
