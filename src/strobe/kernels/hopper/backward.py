@@ -67,8 +67,7 @@ from .backward_tiles import (
     key_head,
     keys_of_number,
     next_number,
-    place_of_gradients,
-    place_of_steps,
+    read_place,
     seen_and_blocks,
 )
 from .backward_walks import walk_gradients, walk_half, walk_weights
@@ -267,8 +266,8 @@ def store_partition(own: gl.constexpr, out, turns, board, kv, dq, work, form: gl
     told_at = ring_start(1)
     passed = gl.to_tensor(0)  # the channel's tiles, of all tiles of keys before
     while is_told(words, told, told_at):
-        steps, n_start, lengths = place_of_steps(words)
-        keys, part = place_of_gradients(words)
+        steps, n_start, lengths, keys = read_place(words)
+        part = steps[0]
         mbarrier.arrive(told_free.index(0))  # now: the next tile's loads would wait for this one's last step
         total = form.members * steps[2]
         first = (own + passed) % form.stores

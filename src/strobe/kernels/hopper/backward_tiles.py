@@ -108,14 +108,8 @@ def seen_and_blocks(words, row: gl.constexpr):
 
 
 @gluon.jit
-def place_of_gradients(words):
-    """(batch entry, start, length) of the keys, part of heads."""
+def read_place(words):
+    """((part of heads, first row, tiles of queries, number of the first head's first tile), first key, (S_q, S_k), (entry, start, length))."""
     told = read_words(words, 0)
-    return (word(told, 0), word(told, 8), word(told, 9)), word(told, 1)
-
-
-@gluon.jit
-def place_of_steps(words):
-    """(part of heads, first row, tiles of queries, number of the first head's first tile), first key, lengths."""
-    told = read_words(words, 0)
-    return (word(told, 1), word(told, 3), word(told, 4), word(told, 5)), word(told, 2), (word(told, 7), word(told, 9))
+    steps = (word(told, 1), word(told, 3), word(told, 4), word(told, 5))
+    return steps, word(told, 2), (word(told, 7), word(told, 9)), (word(told, 0), word(told, 8), word(told, 9))
