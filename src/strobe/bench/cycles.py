@@ -77,7 +77,8 @@ class Cycles(NamedTuple):
 
 
 SCORE_INSTRUCTIONS = 4.0  # multiply-add, exponential, add; half a three-way maximum and half a conversion: compiled for sm_100 at d128
-BY_FMA_INSTRUCTIONS = 10.0  # more, where multiply-adds compute the exponential: clamp, 3 adds, 5 multiply-adds, shift-add, multiply; less the one
+BY_FMA_INSTRUCTIONS = 5.0  # more, and the polynomial's, where multiply-adds compute an exponential: clamp, 3 adds, shift-add, multiply; less the one
+DEGREE = 3  # multiply-adds of the polynomial for bfloat16
 
 
 def forward(rows: int = 128, keys: int = 128, width: int = 128, width_v: int = 0) -> Pass:
@@ -99,8 +100,8 @@ def backward(rows: int = 128, keys: int = 128, width: int = 128, width_v: int = 
     return Pass(products, rows * keys, moved, rows * (width + width_v) * BYTES, SCORE_INSTRUCTIONS + 3)
 
 
-def cycles(step: Pass, capability: int, ctas: int = 1, by_fma: float = 0.0) -> Cycles:
-    """Each unit's cycles; `by_fma` is the share of exponentials that multiply-adds compute.
+def cycles(step: Pass, capability: int, ctas: int = 1, by_fma: float = 0.0, degree: int = DEGREE) -> Cycles:
+    """Each unit's cycles; `by_fma` is the share of exponentials that multiply-adds compute, by a polynomial of `degree`.
 
     >>> cycles(forward(), 100)[:3]
     (1024.0, 1024.0, 768.0)
@@ -109,7 +110,7 @@ def cycles(step: Pass, capability: int, ctas: int = 1, by_fma: float = 0.0) -> C
     """
     unit = UNITS[capability]
     shared = sum(product.shared_bytes(unit, ctas) for product in step.products) + step.moved_bytes
-    issued = step.exps * (step.instructions + by_fma * BY_FMA_INSTRUCTIONS)
+    issued = step.exps * (step.instructions + by_fma * (BY_FMA_INSTRUCTIONS + degree))
     return Cycles(
         sum(product.flops() for product in step.products) / unit.flops, step.exps * (1 - by_fma) / unit.exps, shared / SHARED_BYTES, issued / LANES,
         step.loaded_bytes / SHARED_BYTES,

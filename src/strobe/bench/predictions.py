@@ -47,7 +47,7 @@ def variants(plan: Plan) -> dict[str, Plan]:
 def predicted(plan: Plan) -> float:
     """Cycles of the busiest unit for 128 queries and keys; a rescaled o costs none that is counted: it only comes between products."""
     form = plan.config.form
-    return max(cycles(forward(128, 128, form.block_d, form.block_dv), plan.target.capability, 1, form.by_fma / 32)[:4])
+    return max(cycles(forward(128, 128, form.block_d, form.block_dv), plan.target.capability, 1, form.by_fma / 32, form.degree)[:4])
 
 
 def measured(widths: tuple[int, int], causal: bool) -> Iterator[dict]:

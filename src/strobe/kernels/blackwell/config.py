@@ -66,6 +66,7 @@ class Form:
     packed: bool
     counted: bool  # programs take tiles from a counter, since tiles differ in cost; else each takes those that stand apart by their number
     by_fma: int  # of each 32 weights, those whose exponentials multiply-adds compute
+    degree: int  # of their polynomial
     lift: float  # p reaches up to 2^lift where a maximum is new, and up to 2^(lift + threshold) where it lags
 
     @property
@@ -106,7 +107,7 @@ class ForwardConfig:
     def __str__(self) -> str:
         t = self.form.tuning
         registers = ", ".join(f"{role} {count}" for role, count in t.registers_of().items())
-        by_fma = f", {self.form.by_fma} of 32 exponentials by multiply-adds" if self.form.by_fma else ""
+        by_fma = f", {self.form.by_fma} of 32 exponentials by multiply-adds of degree {self.form.degree}" if self.form.by_fma else ""
         order = "tiles from a counter" if self.form.counted else "tiles in turn"
         heads = f" of {t.joined} heads" if t.joined > 1 else ""
         return (f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages}, {order}, shared {self.form.shared_bytes() / KIB:.0f} KiB, "
@@ -120,12 +121,14 @@ TUNINGS = {
     (128, 128): Tuning(stages=3, out_stages=2, registers=(192, 40)),
     (192, 128): Tuning(stages=2, out_stages=1),
 }
-# (capability, head dimensions, whether a mask bounds keys) -> by_fma; 0 elsewhere: sm_103 has twice the exp units, and at 192/128 products
-# take longer than exponentials. What `bench.cycles` finds best at d64, and what at d128 leaves the exp unit a quarter of its time.
+# bfloat16 rounds p by twenty times what degree 3 errs, float16 by little more than twice; lse, which is not rounded, errs as the polynomial does
+DEGREES = {"torch.float16": 5, "torch.bfloat16": 3}
+# (capability, head dimensions, whether a mask bounds keys) -> by_fma of (degree 3, degree 5); 0 elsewhere: sm_103 has twice the exp units, and
+# at 192/128 products take longer than exponentials. What `bench.cycles` finds best at d64; at d128 it leaves the exp unit a quarter of its time.
 BY_FMA = {
-    (100, (64, 64), False): 7, (100, (64, 64), True): 7,
-    (100, (96, 96), False): 7, (100, (96, 96), True): 7,
-    (100, (128, 128), False): 8, (100, (128, 128), True): 8,
+    (100, (64, 64), False): (8, 7), (100, (64, 64), True): (8, 7),
+    (100, (96, 96), False): (8, 7), (100, (96, 96), True): (8, 7),
+    (100, (128, 128), False): (8, 8), (100, (128, 128), True): (8, 8),
 }  # fmt: skip
 # a float16 p below 2^-14 loses bits: of the 15 powers of two up to its largest, 7 raise p and 8 are the threshold's
 LIFTS = {"torch.float16": 7.0, "torch.bfloat16": 0.0}
@@ -162,8 +165,10 @@ class BlackwellForward:
         uneven = problem.packed or problem.mask.left or problem.mask.right  # some tiles see fewer keys than others
         counted = uneven and query_tiles(problem, tuning.block_m) * problem.heads_kv * group * entries(problem) > target.sm_count
         options = (bool(problem.softcap), problem.sinks, even, problem.packed, counted)
-        by_fma = BY_FMA.get((target.capability, widths, problem.mask.left or problem.mask.right), 0)
-        return ForwardConfig(Form(tuning, *widths, group, problem.mask, *options, by_fma, LIFTS[str(problem.dtype)]))
+        degree = DEGREES[str(problem.dtype)]
+        few, many = BY_FMA.get((target.capability, widths, problem.mask.left or problem.mask.right), (0, 0))
+        by_fma = few if degree == 3 else many
+        return ForwardConfig(Form(tuning, *widths, group, problem.mask, *options, by_fma, degree, LIFTS[str(problem.dtype)]))
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem)

@@ -303,7 +303,7 @@ def weights(quarter, p_tmem, base, scale_log2, part: gl.constexpr, form: gl.cons
     p = gl.exp2(x)
     if form.by_fma:  # a column is a thread's register, so each computes one of the two
         columns = gl.arange(0, CHUNK, gl.SliceLayout(0, quarter.type.layout))
-        p = gl.where(((columns * form.by_fma) % CHUNK < form.by_fma)[None, :], exp2_by_fma(x), p)
+        p = gl.where(((columns * form.by_fma) % CHUNK < form.by_fma)[None, :], exp2_by_fma(x, form.degree), p)
     p_tmem.slice(part * CHUNK, CHUNK).store(gl.convert_layout(p.to(p_tmem.dtype), p_layout))
     return gl.sum(p, 1)
 

@@ -60,19 +60,25 @@ def finish(row_max, row_sum, empty, sink, form: tl.constexpr):
 
 
 @triton.jit
-def exp2_by_fma(x):
-    """2^x by multiply-adds, for the share of weights that the exp unit has no time for; x below 127. Within 1.7e-7 (`proof.exponential`).
+def exp2_by_fma(x, degree: tl.constexpr):
+    """2^x by multiply-adds, for the share of weights that the exp unit has no time for; x below 127.
 
-    Degree 5 where weights in 16 bits would be content with 3: their sum is lse, which may err by 2e-6. x is rounded to a whole number by adding
-    1.5 * 2^23, whose low bits then hold it. From -127 down the result is 0: the power of two is, and nothing wraps. NaN stays NaN.
+    Within 1.0e-4 of itself by a polynomial of degree 3, a twentieth of what rounding to bfloat16 errs by, and 1.7e-7 by degree 5
+    (`proof.exponential`). x is rounded to a whole number by adding 1.5 * 2^23, whose low bits then hold it. From -127 down the result is 0:
+    the power of two is, and nothing wraps. NaN stays NaN.
     """
+    tl.static_assert(degree == 3 or degree == 5, "coefficients are written out for degrees 3 and 5: derive others with proof.exponential")
     x = tl.maximum(x, -127.0, propagate_nan=tl.PropagateNan.ALL)
     shifted = x + 12582912.0
     f = x - (shifted - 12582912.0)
-    p = 0.009671512875871640 + f * 0.001326472749920649
-    p = 0.05550733744683961 + f * p
-    p = 0.24022242081769427 + f * p
-    p = 0.6931469775970391 + f * p
+    if degree == 3:
+        p = 0.24221097431584956 + f * 0.05500893308681032
+        p = 0.6932829285396241 + f * p
+    else:
+        p = 0.009671512875865589 + f * 0.0013264727499207214
+        p = 0.05550733744683933 + f * p
+        p = 0.24022242081769488 + f * p
+        p = 0.6931469775970389 + f * p
     p = 1.0 + f * p
     power = (shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000
     return p * power.to(tl.float32, bitcast=True)
