@@ -35,6 +35,15 @@ def test_a_value_made_anew_before_its_product_is_none():
     assert clashes("", anew) == []
 
 
+def test_a_wait_that_stands_behind_the_kernel_is_no_loop():
+    """Triton 3.9's ptxas puts what spins behind the kernel's end: the way back from there is none for values."""
+    away = LOOP.format(q=152, p=152).replace("@P1 BRA `(.L_x_1)", "@P1 BRA `(.L_x_0)")
+    waits = "        /*0008*/                   LDSM.16.M88.4 R152, [R3] ;\n        /*0009*/              @!P0 BRA `(.L_x_2) ;\n"
+    end = "        /*0050*/  EXIT ;\n.L_x_2:\n        /*0060*/  SYNCS R3 ;\n        /*0070*/  BRA `(.L_x_1) ;\n"
+    assert clashes("", "\n.L_x_0:\n" + waits + away + end) == []
+    assert clashes("", "\n.L_x_0:\n" + waits.partition("\n")[2] + away + end) == ["R152..R155 at 0010"]
+
+
 @gluon.jit
 def two_products(q, out, turns, IN_REGISTERS: gl.constexpr):
     """s = q k^T and o += p v in a loop, with q as the left operand from registers or from shared memory."""

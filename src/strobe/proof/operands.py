@@ -11,10 +11,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 _PTX = re.compile(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*\{([^}]*)\},\s*%rd\d+,[^;]*?(\d)\s*;")
-_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]+)\s*([^;]*);")
+_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]+)\s*([^;]*);")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
+_GOAL = re.compile(r"(!?U?P\w+, )?.*`\((\.L_x_\d+)\)")  # of a jump; some name their condition here
 _PRODUCT = re.compile(r"R(\d+), R(\d+), gdesc")
 _WIDE = {"64": 2, "128": 4}  # registers that such an instruction writes
 
@@ -39,40 +41,72 @@ def _kinds_in_ptx(ptx: str) -> dict[str, set[str]]:
 
 
 def _shared(sass: str) -> Iterator[tuple[int, str]]:
-    """(first register, address) of each product in a loop that reads what a product of the other kind read before, unwritten since."""
-    for body in _loops(sass):
-        # first register of a left operand -> whether it was read transposed; twice round, so that a loop's end meets its beginning
-        last: dict[int, bool] = {}
-        for turn in range(2):
-            for address, name, operands in body:
-                product = _PRODUCT.match(operands) if name.startswith("HGMMA") or name.startswith("QGMMA") else None
-                if product:
-                    first, transposed = int(product[2]), ".tnspB" in operands
-                    if turn and last.get(first, transposed) != transposed:
-                        yield first, address
-                    last[first] = transposed
-                else:
-                    for register in _written(name, operands):
-                        for first in range(register - 3, register + 1):
-                            last.pop(first, None)
+    """(first register, address) of each product that reads what, on some way to it, a product of the other kind read, unwritten since."""
+    blocks = _blocks(sass)
+    before: dict[str, _Reads] = {label: {} for label in blocks}
+    waiting = list(blocks)
+    while waiting:  # what is known where a block begins grows until nothing more does
+        label = waiting.pop()
+        block = blocks[label]
+        after = _through(block, before[label])[0]
+        for follower in block.followers:
+            known = before.get(follower, after)
+            joined = {first: known.get(first, frozenset()) | after.get(first, frozenset()) for first in known.keys() | after.keys()}
+            if joined != known:
+                before[follower] = joined
+                waiting.append(follower)
+    for label, block in blocks.items():
+        yield from _through(block, before[label])[1]
 
 
-def _loops(sass: str) -> Iterator[list[tuple[str, str, str]]]:
-    """The bodies of loops: from a label to the last branch back to it."""
-    lines: list[tuple[str, str, str]] = []
-    labels: dict[str, int] = {}
-    ends: dict[str, int] = {}
+_Reads = dict[int, frozenset[bool]]  # first register of a left operand -> how products have read it since it was written: transposed or not
+
+
+class _Block(NamedTuple):
+    """Instructions (address, name, operands) that run one after the other, and the labels of those that may run next."""
+
+    lines: list[tuple[str, str, str]]
+    followers: list[str]
+
+
+def _through(block: _Block, reads: _Reads) -> tuple[_Reads, list[tuple[int, str]]]:
+    """What is known behind a block, and its products that clash."""
+    reads, found = dict(reads), []
+    for address, name, operands in block.lines:
+        product = _PRODUCT.match(operands) if name.startswith(("HGMMA", "QGMMA")) else None
+        if product:
+            first, transposed = int(product[2]), ".tnspB" in operands
+            if (not transposed) in reads.get(first, ()):
+                found.append((first, address))
+            reads[first] = reads.get(first, frozenset()) | {transposed}
+        else:
+            for register in _written(name, operands):
+                for first in range(register - 3, register + 1):
+                    reads.pop(first, None)
+    return reads, found
+
+
+def _blocks(sass: str) -> dict[str, _Block]:
+    """Blocks by label, in order. What a jump of unknown goal leads to is entered from nowhere, with nothing known: there roles begin."""
+    blocks: dict[str, _Block] = {"": _Block([], [])}
+    current, open_ended = blocks[""], True
     for text in sass.splitlines():
         label, line = _LABEL.match(text), _LINE.match(text)
         if label:
-            labels[label[1]] = len(lines)
-        elif line:
-            lines.append((line[1], line[2], line[3]))
-            target = re.search(r"`\((\.L_x_\d+)\)", line[3])
-            if line[2].startswith("BRA") and target and target[1] in labels:
-                ends[target[1]] = len(lines)
-    for label, end in ends.items():
-        yield lines[labels[label] : end]
+            if open_ended:
+                current.followers.append(label[1])
+            current, open_ended = blocks.setdefault(label[1], _Block([], [])), True
+        elif line and open_ended:
+            address, predicate, name, operands = line.groups()
+            current.lines.append((address, name, operands))
+            goal = _GOAL.match(operands) if name.startswith("BRA") else None
+            open_ended = bool(predicate or (goal and goal[1]) or name.split(".")[0] not in ("BRA", "BRX", "JMX", "EXIT", "RET"))
+            if goal:
+                current.followers.append(goal[2])
+                if open_ended:  # what follows is a block of its own: the jump's goal has seen no more
+                    current.followers.append(address)
+                    current = blocks.setdefault(address, _Block([], []))
+    return blocks
 
 
 def _written(name: str, operands: str) -> range:
