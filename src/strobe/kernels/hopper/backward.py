@@ -59,7 +59,7 @@ from ..device.dialect import (
 from ..device.masking import row_interval
 from ..device.schedule import is_told, tell
 from ..device.views import FAR, copy_out, copy_parts, stage_of, tiles_for
-from .backward_steps import ROWS, dq_position, of_do, parts_at, parts_of, rows_of, tile_of_step, zeros_of
+from .backward_steps import ROWS, dq_position, of_do, parts_at, parts_of, place_of_dq, rows_of, tile_of_step, zeros_of
 from .backward_tiles import (
     WORDS,
     first_number,
@@ -204,7 +204,7 @@ def keep_sums(w: gl.constexpr, dk, dv, sums, channel, row: gl.constexpr, lap, fo
 def hand_gradient(w: gl.constexpr, sums, factor, views, row: gl.constexpr, dq, at, form: gl.constexpr):
     """This consumer's rows of dk or dv to the store partition, in dq's place."""
     dq_smem, dq_ready, dq_free = dq
-    tile = in_place_of_dq(dq_smem, at.stage * form.dq_units(0) + zero_of_turn(), views, form)
+    tile = in_place_of_dq(dq_smem, at.stage + zero_of_turn(), views, form)
     keep(rows_of(parts_of(tile), row), sums, factor)
     fence_async_shared()
     mbarrier.arrive(dq_ready.index(at.stage * form.shares + (w if form.halves else 0)))
@@ -220,12 +220,12 @@ def await_place(dq, at, form: gl.constexpr):
 
 
 @gluon.jit
-def in_place_of_dq(dq_smem, begin, views, form: gl.constexpr):
-    """The memory from a unit of dq on as that of a tile of dk or dv, part by part."""
-    first = reinterpret(dq_smem.index(begin), views[0].dtype, views[0].block_shape, views[0].layout)
+def in_place_of_dq(dq_smem, slot, views, form: gl.constexpr):
+    """The memory of a tile of dq as that of a tile of dk or dv, part by part."""
+    first = reinterpret(place_of_dq(dq_smem, slot, form), views[0].dtype, views[0].block_shape, views[0].layout)
     if views[1] is not None:
         behind: gl.constexpr = views[0].block_type.nbytes // (form.dq_lines * 1024)
-        return (first, reinterpret(dq_smem.index(begin + behind), views[1].dtype, views[1].block_shape, views[1].layout))
+        return (first, reinterpret(dq_smem.index(slot * form.dq_slot + behind), views[1].dtype, views[1].block_shape, views[1].layout))
     else:
         return (first,)
 
@@ -304,7 +304,7 @@ def add_step(own: gl.constexpr, step, steps, n_start, lengths, dq_desc, turns, d
             await_turn(turn, n_start, m_start, lengths, work[2], form)
         for unit in gl.static_range(form.dq_units(piece)):
             line = (tile * form.dq_units() + piece * UNITS + unit) * form.dq_lines
-            tma_reduce_add(dq_desc, [line, 0], dq[0].index(own * UNITS + unit))
+            tma_reduce_add(dq_desc, [line, 0], dq[0].index(own * form.dq_slot + unit))
         set_free(own, dq, form)
         at = at.next()
     if form.ordered:
@@ -317,7 +317,7 @@ def write_gradient(own: gl.constexpr, views, place, dq, at, form: gl.constexpr):
     """dk or dv from the channel's next place; the one after it."""
     keys, head, n_start = place
     await_ready(own, dq, at, form)
-    tile = in_place_of_dq(dq[0], own * form.dq_units(0), views, form)
+    tile = in_place_of_dq(dq[0], own, views, form)
     copy_out(views[0], keys, head, n_start, 0, tile[0], form)
     if len(tile) == 2:
         copy_out(views[1], keys, head, n_start, views[0].block_shape[-1], tile[1], form)
@@ -416,7 +416,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     do_smem = tiles_for(STAGES_DO, do_views, form.rest_dv)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES_DO, BLOCK_M], rows_desc.layout)
-    dq_shape: gl.constexpr = [form.stores * form.dq_units(0), form.dq_lines, 256]
+    dq_shape: gl.constexpr = [form.stores * form.dq_slot, form.dq_lines, 256]
     held = gl.allocate_shared_memory(gl.float32, dq_shape, gl.NVMMASharedLayout(128, 32, 3))  # where gradients, which are swizzled, may begin
     dq_smem = reinterpret(held, gl.float32, dq_shape, dq_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)

@@ -213,17 +213,24 @@ def hand_over(sums, dq, share: gl.constexpr, at, form: gl.constexpr):
         slot: gl.constexpr = 0
     else:
         slot = at.stage
-    begin = slot * form.dq_units(0)
+    begin = slot * form.dq_slot
     mbarrier.wait(dq_free.index(slot * form.shares + share), at.parity ^ 1)
     first = as_held(sums[0])
     if unit == 0:  # the first of one or two units, which lie one behind the other
-        reinterpret(dq_smem.index(begin), gl.float32, first.shape, dq_smem.type.layout).store(first)
+        reinterpret(place_of_dq(dq_smem, slot, form), gl.float32, first.shape, dq_smem.type.layout).store(first)
     else:
         dq_smem.index(begin + unit).store(first)
     if len(sums) == 2:
         dq_smem.index(begin + sums[0].shape[1] // form.dq_unit).store(as_held(sums[1]))
     fence_async_shared()
     mbarrier.arrive(dq_ready.index(slot * form.shares + share))
+
+
+@gluon.jit
+def place_of_dq(dq_smem, slot, form: gl.constexpr):
+    """The units of a slot, the first two of three, as one: what is laid over several must not begin as one of them (Triton 3.9 refuses that)."""
+    units: gl.constexpr = 1 << (form.dq_slot.bit_length() - 1)
+    return reinterpret(dq_smem, gl.float32, [form.stores, units * form.dq_lines, 256], dq_smem.type.layout).index(slot)
 
 
 @gluon.jit

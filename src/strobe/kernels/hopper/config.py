@@ -299,6 +299,12 @@ class BackwardForm(InParts):
         return width // self.dq_unit * (self.tuning.block_m // ROWS)
 
     @property
+    def dq_slot(self) -> int:
+        """Units from one slot of dq's channel to the next: where there are two, a power of two, as the shape of a slot must be."""
+        units = self.dq_units(0)
+        return units if self.stores == 1 else 1 << (units - 1).bit_length()
+
+    @property
     def stores(self) -> int:
         """Warps that add dq, each every other tile where a turn is passed once the add stands in memory: that is longer than a step (deterministic
         d128 causal 8k 512 TFLOP/s for 467, H200)."""
@@ -337,7 +343,7 @@ class BackwardForm(InParts):
         handed = t.block_m * ROWS * (2 * 4 if self.halves else 2 + 4)
         of_keys = 4 + 3 * (self.splits > 1)
         barriers = 2 * t.stages + (1 + t.apart) * t.stages_do + of_keys + (4 if self.halves else 2) + 2 * self.stores * self.shares
-        return rings + keys + handed + self.stores * 1024 * self.dq_units(0) * self.dq_lines + 8 * barriers + BOARD_BYTES
+        return rings + keys + handed + self.stores * 1024 * self.dq_slot * self.dq_lines + 8 * barriers + BOARD_BYTES
 
 
 @dataclass(frozen=True)
