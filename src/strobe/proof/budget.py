@@ -287,7 +287,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("backward_kernel", "d128 window sinks softcap", "sm_90", 368, _CAPPED, family="hopper"),
     Allowance("backward_kernel", "d* ragged", "sm_90", 244, _BETWEEN, family="hopper"),
     Allowance("backward_kernel", "* group *", "sm_90", 232, _BETWEEN, family="hopper"),
-    Allowance("backward_kernel", "* deterministic", "sm_90", 124, _BETWEEN, family="hopper"),
+    Allowance("backward_kernel", "* deterministic", "sm_90", 116, _BETWEEN, family="hopper"),
     Allowance("backward_kernel", "*", "sm_90", 92, _BETWEEN, family="hopper"),
     # sm_80, 86, 89
     Allowance("keys_kernel", "* group *", "sm_8?", 1788, _GROUP),
