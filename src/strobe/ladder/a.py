@@ -21,14 +21,18 @@ Swizzle: rows of 128 bytes begin in the same bank, so the eight rows of a block 
 16-byte piece c of row r at piece c xor (r mod 8): eight rows of one column lie in eight different quarters of the banks.
 
 cp.async copies 16 bytes from global to shared memory past the registers. A thread's copies are committed as groups, and `wait_group n` waits until
-at most n of its newest groups are under way. K and V of a stage are a group each: K(j + 2) starts as soon as the scores of j are done with its
-stage, V(j + 2) after the weights of j are; in between two stages' worth is in flight. Where nothing is left to copy an empty group is committed, so
-that the count stays right.
+at most n of its newest groups are under way. K and V of a stage are a group each. All threads meet behind each wait, so that everybody's copies
+have landed; and who has come so far has read what was there before. So V(j + 1) starts behind the wait for K(j), since V(j - 1) has been read, and
+K(j + 2) behind the wait for V(j), over K(j): two meetings a tile. Copies that start where their place falls free ask for a meeting of their own,
+four a tile. Where nothing is left to copy an empty group is committed, so that the count stays right.
+
+Addresses: a thread copies the same 16 bytes of every eighth row. Its own address is held once, and what the others are away is the same for all
+threads, hence in uniform registers (`copy_tile`).
 
 The output is converted to rows in registers before it is stored: 16 bytes a lane instead of the fragment's 4.
 
-V's fragments for 64 keys and D = 128 would be 128 registers beside o's 128. So both products come in slices: scores over 32 columns of d at a time,
-o over 16 keys at a time; slices of p are a renaming of registers (`halves`).
+V's fragments for 64 keys and D = 128 would be 128 registers beside o's 128. So both products come in slices: scores over 16 columns of d at a time,
+o over 16 keys at a time; slices of p are a renaming of registers (`halves`). Of 32 columns, fragments left no room to ask for the next ones early.
 
 Cost model, a tile of 128 queries and 64 keys, D columns, in 16 bits:
 
@@ -70,6 +74,7 @@ from .harness import Rung, Size, check_inputs, main, outputs
 
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
+STAGES: gl.constexpr = gl.constexpr(2)
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,15 @@ class Form:
     causal: bool
     block_m: int = 128
     block_n: int = 64
-    stages: int = 2
     warps: int = 4
 
     def shared_bytes(self) -> int:
-        return 2 * self.head_dim * (self.block_m + 2 * self.stages * self.block_n)
+        return 2 * self.head_dim * (self.block_m + 2 * STAGES * self.block_n)
+
+    @property
+    def rows_at_once(self) -> int:
+        """That all threads copy by an instruction each."""
+        return 256 * self.warps // self.head_dim
 
 
 @gluon.constexpr_function
@@ -92,28 +101,51 @@ def copy_layout(width, warps):
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def pieces_layout(width, warps, pieces):
+    """The same rows as [pieces, rows at once, width]: pieces are a thread's own."""
+    lanes = width // 8
+    return gl.BlockedLayout([pieces, 1, 8], [1, 32 // lanes, lanes], [1, warps, 1], [2, 1, 0])
+
+
 @gluon.jit
-def copy_tile(smem, base, start, stop, stride, form: gl.constexpr):
+def first_piece(rows, stride, form: gl.constexpr):
+    """Each thread's address in the first rows of a head, [1, rows at once, D]."""
+    layout: gl.constexpr = pieces_layout(form.head_dim, form.warps, 1)
+    row = gl.arange(0, form.rows_at_once, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    column = gl.arange(0, form.head_dim, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    return rows + (row[None, :, None] * stride + column[None, None, :])
+
+
+@gluon.jit
+def copy_tile(smem, piece, start, stop, stride, form: gl.constexpr):
     """Start copying rows `start`.. of one head; rows from `stop` on, and tiles before the first row, become zeros."""
-    layout: gl.constexpr = copy_layout(form.head_dim, form.warps)
-    rows = gl.arange(0, smem.shape[0], gl.SliceLayout(1, layout))
-    columns = gl.arange(0, form.head_dim, gl.SliceLayout(0, layout))
-    # one row's address for the tile, one pattern of offsets for all tiles: kept apart, they cost few registers
-    pieces = base + start * stride + (rows[:, None] * stride + columns[None, :])
-    inside = ((rows < stop - start) & (start >= 0))[:, None] & (columns < form.head_dim)[None, :]
-    cp_async_load(smem, gl.multiple_of(gl.max_contiguous(pieces, [1, 8]), [1, 16]), gl.max_constancy(inside, [1, 8]))
+    AT_ONCE: gl.constexpr = form.rows_at_once
+    PIECES: gl.constexpr = smem.shape[0] // AT_ONCE
+    layout: gl.constexpr = pieces_layout(form.head_dim, form.warps, PIECES)
+    by_rows: gl.constexpr = copy_layout(form.head_dim, form.warps)
+    behind = gl.arange(0, PIECES, gl.SliceLayout(1, gl.SliceLayout(2, layout))) * AT_ONCE  # numbers, once a thread's pieces are unrolled
+    row = gl.arange(0, AT_ONCE, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    column = gl.arange(0, form.head_dim, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    left = gl.where(start >= 0, stop - start, 0)
+    own = gl.convert_layout(piece, layout, assert_trivial=True) + start.to(gl.int64) * stride
+    places = own + (behind * stride).to(gl.int64)[:, None, None]
+    inside = (row[None, :, None] < (left - behind)[:, None, None]) & (column < form.head_dim)[None, None, :]
+    places = gl.convert_layout(gl.reshape(places, smem.shape), by_rows, assert_trivial=True)
+    inside = gl.convert_layout(gl.reshape(inside, smem.shape), by_rows, assert_trivial=True)
+    cp_async_load(smem, gl.multiple_of(gl.max_contiguous(places, [1, 8]), [1, 16]), gl.max_constancy(inside, [1, 8]))
     cp_async_commit()
 
 
 @gluon.jit
 def score_product(q_smem, k_smem, form: gl.constexpr):
-    """q k^T by mma.sync, 32 columns of d at a time."""
+    """q k^T by mma.sync, 16 columns of d at a time."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [form.warps, 1], [16, 8])
     HEAD_DIM: gl.constexpr = form.head_dim
     s = gl.full([form.block_m, form.block_n], 0.0, gl.float32, layout)
-    for d in gl.static_range(0, HEAD_DIM, 32):
-        q = q_smem.slice(d, 32, 1).load(gl.DotOperandLayout(0, layout, 2))
-        k = k_smem.slice(d, 32, 1).permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
+    for d in gl.static_range(0, HEAD_DIM, 16):
+        q = q_smem.slice(d, 16, 1).load(gl.DotOperandLayout(0, layout, 2))
+        k = k_smem.slice(d, 16, 1).permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
         s = mma_v2(q, k, s)
     return s
 
@@ -188,7 +220,6 @@ def attend_kernel(q, k, v, out, lse, sizes, strides, scale_log2, form: gl.conste
     heads, group, seqlen_q, seqlen_k = sizes
     BLOCK_M: gl.constexpr = form.block_m
     BLOCK_N: gl.constexpr = form.block_n
-    STAGES: gl.constexpr = form.stages
     HEAD_DIM: gl.constexpr = form.head_dim
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [form.warps, 1], [16, 8])
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -206,26 +237,28 @@ def attend_kernel(q, k, v, out, lse, sizes, strides, scale_log2, form: gl.conste
     if form.causal:
         n_stop = gl.minimum(n_stop, gl.maximum(m_start + BLOCK_M + seqlen_k - seqlen_q, 0))
     blocks = gl.cdiv(n_stop, BLOCK_N)
-    copy_tile(q_smem, q, m_start, seqlen_q, stride, form)
-    for j in gl.static_range(STAGES):
-        copy_tile(k_smem.index(j), k, (blocks - 1 - j) * BLOCK_N, seqlen_k, stride_k, form)
-        copy_tile(v_smem.index(j), v, (blocks - 1 - j) * BLOCK_N, seqlen_k, stride_k, form)
+    last = (blocks - 1) * BLOCK_N
+    k_piece, v_piece = first_piece(k, stride_k, form), first_piece(v, stride_k, form)
+    copy_tile(q_smem, first_piece(q, stride, form), m_start, seqlen_q, stride, form)
+    copy_tile(k_smem.index(0), k_piece, last, seqlen_k, stride_k, form)
+    copy_tile(v_smem.index(0), v_piece, last, seqlen_k, stride_k, form)
+    copy_tile(k_smem.index(1), k_piece, last - BLOCK_N, seqlen_k, stride_k, form)
     row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
     row_sum = gl.full([BLOCK_M], 0.0, gl.float32, gl.SliceLayout(1, layout))
     o = gl.full([BLOCK_M, HEAD_DIM], 0.0, gl.float32, layout)
     stage = 0
     for i in range(blocks):  # the last keys first: there a causal tile is masked
-        n_start = (blocks - 1 - i) * BLOCK_N
-        cp_async_wait(2 * STAGES - 1)  # K has landed: all but the newest groups, which are its V and what came after
+        n_start = last - i * BLOCK_N
+        cp_async_wait(2)  # K has landed; its V and the next K are under way. The V before has been read
+        copy_tile(v_smem.index(stage ^ 1), v_piece, n_start - BLOCK_N, seqlen_k, stride_k, form)
         s = score_product(q_smem, k_smem.index(stage), form)
-        copy_tile(k_smem.index(stage), k, n_start - STAGES * BLOCK_N, seqlen_k, stride_k, form)
+        cp_async_wait(2)  # V has landed. K has been read
+        copy_tile(k_smem.index(stage), k_piece, n_start - 2 * BLOCK_N, seqlen_k, stride_k, form)
         s = hide(s, m_start, n_start, (seqlen_q, seqlen_k), form)
         p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2)
-        cp_async_wait(2 * STAGES - 1)
         o = o * rescale[:, None]
         o = value_product(p, v_smem.index(stage), o)
-        copy_tile(v_smem.index(stage), v, n_start - STAGES * BLOCK_N, seqlen_k, stride_k, form)
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        stage = stage ^ 1
     cp_async_wait(0)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     row_lse = gl.where(row_sum == 0.0, float("-inf"), row_max * LN_2 + gl.log(row_sum))

@@ -103,13 +103,13 @@ def all_have_read():
 
 @gluon.jit
 def score_product(q_smem, k_smem, form: gl.constexpr):
-    """q k^T by mma.sync, 32 columns of d at a time."""
+    """q k^T by mma.sync, 16 columns of d at a time."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [form.warps, 1], [16, 8])
     HEAD_DIM: gl.constexpr = form.head_dim
     s = gl.full([form.block_m, form.block_n], 0.0, gl.float32, layout)
-    for d in gl.static_range(0, HEAD_DIM, 32):
-        q = q_smem.slice(d, 32, 1).load(gl.DotOperandLayout(0, layout, 2))
-        k = k_smem.slice(d, 32, 1).permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
+    for d in gl.static_range(0, HEAD_DIM, 16):
+        q = q_smem.slice(d, 16, 1).load(gl.DotOperandLayout(0, layout, 2))
+        k = k_smem.slice(d, 16, 1).permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
         s = mma_v2(q, k, s)
     return s
 

@@ -10,6 +10,9 @@ Layouts        a lane's accumulator holds, of every 8 columns, columns 2t and 2t
                e holds key 16 i1 + 8 i0 + 2 t + e. In registers it is a renaming: `convert_layout(..., assert_trivial=True)`.
 Weights        are at most 1, and e4m3 ends at 2^-9: everything below 2^-10 would be lost. They are taken against the row's maximum less 8 in units of
                log2, so that they reach 256 of e4m3's 448, and end at 2^-17 of the largest.
+Waits          k6 issues the next scores before this softmax. Here weights would outlive a loop's turn for that, and 8-bit values that do are taken
+               apart into bytes; in float32 they are 64 registers. So a consumer waits for its own products, and what that leaves is room for a third:
+               three hide one another's waits better than two did their own.
 Sums           Hopper's 8-bit products keep about 14 bits of what they add up. q k^T adds D terms, but o adds every key there is: at long rows it
                stagnates. `two_level` starts each tile's product from zero and adds it to o in float32, for 64 more registers a thread.
 Scales         `descale` = (of q, of k, of v): what one unit of each tensor is worth; the first two go into the softmax's scale, the third into the
@@ -17,11 +20,11 @@ Scales         `descale` = (of q, of k, of v): what one unit of each tensor is w
 
 Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 8 bits, on one SM:
 
-    FLOPs       4 * 64 C * 128 D: 1,024 clocks of tensor cores for C = 2, D = 128
-    exponents   1,024 clocks: as many. Issue slots: as in k6, 550 instructions a tile and warp, masks included
+    FLOPs       4 * 64 C * 128 D: 1,536 clocks of tensor cores for C = 3, D = 128
+    exponents   1,536 clocks: as many. Issue slots: 430 instructions a tile and warp without a mask, three warps a scheduler
     bytes       256 D of K and V a tile; before, 2 S D H_kv to transpose V
-    shared      D (64 C + 128 C for the output + 2 S 128) for S stages: 144 KiB for D = 128, S = 3
-    registers   o D / 2, scores 64, weights 16
+    shared      D (64 + 128 for the output) 4, and 2 S 128 D for S stages: 160 KiB for D = 128, S = 2
+    registers   o D / 2, scores 64, weights 16, of 160
 
 What limits it: latency. Tensor cores and issue slots are busy two fifths of the time each, exponents nearly half: a consumer waits for its scores,
 then for its exponents, and there are two consumers. Issuing the next scores before this softmax would hide the first wait, but ptxas finds no
@@ -82,13 +85,15 @@ class Form:
     head_dim: int
     causal: bool
     block_n: int = 128
-    stages: int = 3
-    consumers: int = 2
+    stages: int = 2
+    consumers: int = 0  # 0: three of 160 registers; two of 240 where two_level asks for D / 2 more
     two_level: int = 0  # each tile's product with V starts from zero and is added in float32
 
     def __post_init__(self) -> None:
-        if self.consumers not in (2, 3):
-            raise ValueError(f"consumers: got {self.consumers}, expected 2 or 3; three have 160 registers each, too few for these weights")
+        if self.consumers not in (0, 2, 3):
+            raise ValueError(f"consumers: got {self.consumers}, expected 2 or 3; leave it out for what fits")
+        if not self.consumers:
+            object.__setattr__(self, "consumers", 2 if self.two_level else 3)
 
     @property
     def block_m(self) -> int:
@@ -105,14 +110,18 @@ class Form:
 
 @triton.jit
 def transpose_kernel(v, turned, seqlen, padded, heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """v [B, S, H, D] as [B, H, D, S], keys of each 32 in the order in which accumulators hold them; zeros beyond the last."""
+    """v [B, S, H, D] as [B, H, D, S], keys of each 32 in the order in which accumulators hold them; zeros beyond the last. Four
+    bytes of a row of turned, of four keys, are put together in registers and leave as one word."""
     entry, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    key = place // 16 * 16 + (place // 2 % 2) * 8 + (place // 4 % 4) * 2 + place % 2
-    d = tl.arange(0, HEAD_DIM)
-    rows = v + (entry * seqlen * heads + head) * HEAD_DIM + key[:, None] * heads * HEAD_DIM + d[None, :]
-    tile = tl.load(rows, mask=(key < seqlen)[:, None], other=0)
-    tl.store(turned + ((entry * heads + head) * HEAD_DIM + d[:, None]) * padded + place[None, :], tl.trans(tile), mask=(place < padded)[None, :])
+    quad, d = tl.program_id(0) * (BLOCK // 4) + tl.arange(0, BLOCK // 4), tl.arange(0, HEAD_DIM)  # of four places that follow each other
+    word = tl.zeros([BLOCK // 4, HEAD_DIM], tl.int32)
+    for i in tl.static_range(4):
+        key = quad // 4 * 16 + quad % 4 * 2 + (i // 2) * 8 + i % 2
+        rows = v + (entry * seqlen * heads + head) * HEAD_DIM + key[:, None] * heads * HEAD_DIM + d[None, :]
+        byte = tl.load(rows, mask=(key < seqlen)[:, None], other=0)
+        word |= byte.to(tl.int32) << 8 * i
+    places = turned + ((entry * heads + head) * HEAD_DIM + d[None, :]) * (padded // 4) + quad[:, None]
+    tl.store(places, word, mask=(quad < padded // 4)[:, None])
 
 
 @gluon.jit
@@ -196,8 +205,8 @@ def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
 
 @gluon.jit
 def weights_operand(p, form: gl.constexpr):
-    """p [64, N] as the left operand of a product, its columns in the order of transpose_kernel's: nothing moves. p is carried from turn to turn in
-    float32 and converted here: 8-bit values that cross a loop's end are taken apart into bytes and put together again, 180 instructions of 730."""
+    """p [64, N] as the left operand of a product, its columns in the order of transpose_kernel's: nothing moves. It is
+    rounded here, next to its product: 8-bit values that outlive a branch are taken apart into bytes and put together again, with 140 instructions."""
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32])
     parts = gl.reshape(p, [64, form.block_n // 32, 2, 2, 4, 2])  # key = 32 b + 16 i1 + 8 i0 + 2 t + e
     placed = gl.reshape(gl.permute(parts, [0, 1, 2, 4, 3, 5]), [64, form.block_n])
@@ -257,36 +266,24 @@ def attend(q_tile, k, v, m_start, blocks, sizes, scale_log2, form: gl.constexpr)
     o = zero_o
     stage, parity = gl.to_tensor(0), gl.to_tensor(0)
     n_start = (blocks - 1) * form.block_n
-    mbarrier.wait(k_ready.index(0), 0)
-    s = warpgroup_mma(q_tile, as_rows(k_smem.index(0)).permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = hide(warpgroup_mma_wait(0, deps=[s]), m_start, n_start, sizes, form)
-    mbarrier.arrive(k_free.index(0))
-    p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, form)
-    for i in range(1, blocks):
-        v_at, v_parity = stage, parity
-        stage, parity = next_of(stage, parity, form.stages)
+    for i in range(blocks):
         mbarrier.wait(k_ready.index(stage), parity)
         s = warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
-        o = scaled(o, rescale)
-        mbarrier.wait(v_ready.index(v_at), v_parity)
-        if form.two_level:
-            part = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(v_at)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
-        else:
-            o = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(v_at)).permute((1, 0)), o, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])  # the scores; the product with V goes on
+        s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_free.index(stage))
         s = hide(s, m_start, n_start - i * form.block_n, sizes, form)
         p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, form)
+        o = scaled(o, rescale)
+        mbarrier.wait(v_ready.index(stage), parity)
         if form.two_level:
+            part = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
             o += warpgroup_mma_wait(0, deps=[part])
         else:
+            o = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0)), o, is_async=True)
             o = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(v_free.index(v_at))
-    o = scaled(o, rescale)
-    mbarrier.wait(v_ready.index(stage), parity)
-    part = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
-    total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
-    return o + warpgroup_mma_wait(0, deps=[part]), row_max, total
+        mbarrier.arrive(v_free.index(stage))
+        stage, parity = next_of(stage, parity, form.stages)
+    return o, row_max, gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
 
 
 @gluon.jit
@@ -351,8 +348,7 @@ def turn(v: Tensor) -> Tensor:
     batch, seqlen, heads, head_dim = v.shape
     padded = -(-seqlen // 128) * 128
     turned = torch.empty(batch, heads, head_dim, padded, dtype=v.dtype, device=v.device)
-    bits = (v.view(torch.int8), turned.view(torch.int8))
-    transpose_kernel[(padded // 128, heads, batch)](*bits, seqlen, padded, heads, head_dim, 128, num_warps=4)
+    transpose_kernel[(padded // 128, heads, batch)](v.view(torch.uint8), turned.view(torch.int32), seqlen, padded, heads, head_dim, 128, num_warps=4)
     return turned
 
 

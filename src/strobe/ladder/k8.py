@@ -78,14 +78,16 @@ class Form:
     head_dim: int
     causal: bool
     block_n: int = 128
-    stages: int = 3
-    consumers: int = 2
+    stages: int = 2
+    consumers: int = 0  # 0: three of 160 registers; two of 240 where two_level asks for D / 2 more
     two_level: int = 0  # each tile's product with V starts from zero and is added in float32
     rotate: int = 1  # 0: no signs and no Hadamard transform
 
     def __post_init__(self) -> None:
-        if self.consumers not in (2, 3):
-            raise ValueError(f"consumers: got {self.consumers}, expected 2 or 3; three have 160 registers each, too few for these weights")
+        if self.consumers not in (0, 2, 3):
+            raise ValueError(f"consumers: got {self.consumers}, expected 2 or 3; leave it out for what fits")
+        if not self.consumers:
+            object.__setattr__(self, "consumers", 2 if self.two_level else 3)
 
     @property
     def block_m(self) -> int:
@@ -122,15 +124,17 @@ def transpose_kernel(v, turned, tops, seqlen, padded, heads, HEAD_DIM: tl.conste
     """v [B, S, H, D] as [B, H, D, S] in 8 bits of scale tops / 448, keys of each 32 in the order in which accumulators hold them; zeros beyond the
     last."""
     entry, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    key = place // 16 * 16 + (place // 2 % 2) * 8 + (place // 4 % 4) * 2 + place % 2
-    d = tl.arange(0, HEAD_DIM)
-    rows = v + (entry * seqlen * heads + head) * HEAD_DIM + key[:, None] * heads * HEAD_DIM + d[None, :]
-    tile = tl.load(rows, mask=(key < seqlen)[:, None], other=0.0).to(tl.float32)
+    quad, d = tl.program_id(0) * (BLOCK // 4) + tl.arange(0, BLOCK // 4), tl.arange(0, HEAD_DIM)  # of four places that follow each other
     top = tl.load(tops + entry * heads + head)
-    rounded = (tile * tl.math.div_rn(448.0, tl.where(top == 0.0, 1.0, top))).to(tl.float8e4nv)
-    places = turned + ((entry * heads + head) * HEAD_DIM + d[:, None]) * padded + place[None, :]
-    tl.store(places, tl.trans(rounded), mask=(place < padded)[None, :])
+    word = tl.zeros([BLOCK // 4, HEAD_DIM], tl.int32)
+    for i in tl.static_range(4):
+        key = quad // 4 * 16 + quad % 4 * 2 + (i // 2) * 8 + i % 2
+        rows = v + (entry * seqlen * heads + head) * HEAD_DIM + key[:, None] * heads * HEAD_DIM + d[None, :]
+        row = tl.load(rows, mask=(key < seqlen)[:, None], other=0.0).to(tl.float32)
+        rounded = (row * tl.math.div_rn(448.0, tl.where(top == 0.0, 1.0, top))).to(tl.float8e4nv)
+        word |= rounded.to(tl.uint8, bitcast=True).to(tl.int32) << 8 * i
+    places = turned + ((entry * heads + head) * HEAD_DIM + d[None, :]) * (padded // 4) + quad[:, None]
+    tl.store(places, word, mask=(quad < padded // 4)[:, None])
 
 
 @gluon.jit
@@ -214,8 +218,8 @@ def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
 
 @gluon.jit
 def weights_operand(p, form: gl.constexpr):
-    """p [64, N] as the left operand of a product, its columns in the order of transpose_kernel's: nothing moves. p is carried from turn to turn in
-    float32 and converted here: 8-bit values that cross a loop's end are taken apart into bytes and put together again, 180 instructions of 730."""
+    """p [64, N] as the left operand of a product, its columns in the order of transpose_kernel's: nothing moves. It is
+    rounded here, next to its product: 8-bit values that outlive a branch are taken apart into bytes and put together again, with 140 instructions."""
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32])
     parts = gl.reshape(p, [64, form.block_n // 32, 2, 2, 4, 2])  # key = 32 b + 16 i1 + 8 i0 + 2 t + e
     placed = gl.reshape(gl.permute(parts, [0, 1, 2, 4, 3, 5]), [64, form.block_n])
@@ -275,38 +279,25 @@ def attend(q_tile, k, v, m_start, blocks, sizes, scale_log2, k_scales, form: gl.
     o = zero_o
     stage, parity = gl.to_tensor(0), gl.to_tensor(0)
     n_start = (blocks - 1) * form.block_n
-    worth = scale_log2 * gl.load(k_scales + blocks - 1)
-    mbarrier.wait(k_ready.index(0), 0)
-    s = warpgroup_mma(q_tile, as_rows(k_smem.index(0)).permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = hide(warpgroup_mma_wait(0, deps=[s]), m_start, n_start, sizes, form)
-    mbarrier.arrive(k_free.index(0))
-    p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, worth, form)
-    for i in range(1, blocks):
-        v_at, v_parity = stage, parity
-        stage, parity = next_of(stage, parity, form.stages)
+    for i in range(blocks):
         worth = scale_log2 * gl.load(k_scales + blocks - 1 - i)  # asked for before it is needed
         mbarrier.wait(k_ready.index(stage), parity)
         s = warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
-        o = scaled(o, rescale)
-        mbarrier.wait(v_ready.index(v_at), v_parity)
-        if form.two_level:
-            part = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(v_at)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
-        else:
-            o = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(v_at)).permute((1, 0)), o, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])  # the scores; the product with V goes on
+        s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_free.index(stage))
         s = hide(s, m_start, n_start - i * form.block_n, sizes, form)
         p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, worth, form)
+        o = scaled(o, rescale)
+        mbarrier.wait(v_ready.index(stage), parity)
         if form.two_level:
+            part = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
             o += warpgroup_mma_wait(0, deps=[part])
         else:
+            o = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0)), o, is_async=True)
             o = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(v_free.index(v_at))
-    o = scaled(o, rescale)
-    mbarrier.wait(v_ready.index(stage), parity)
-    part = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
-    total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
-    return o + warpgroup_mma_wait(0, deps=[part]), row_max, total
+        mbarrier.arrive(v_free.index(stage))
+        stage, parity = next_of(stage, parity, form.stages)
+    return o, row_max, gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
 
 
 @gluon.jit
@@ -399,7 +390,7 @@ def turn(v: Tensor) -> tuple[Tensor, Tensor]:
     batch, seqlen, heads, head_dim = v.shape
     padded, tops = -(-seqlen // 128) * 128, v.abs().amax((1, 3)).float()
     turned = torch.empty(batch, heads, head_dim, padded, dtype=torch.float8_e4m3fn, device=v.device)
-    transpose_kernel[(padded // 128, heads, batch)](v, turned, tops, seqlen, padded, heads, head_dim, 128, num_warps=4)
+    transpose_kernel[(padded // 128, heads, batch)](v, turned.view(torch.int32), tops, seqlen, padded, heads, head_dim, 128, num_warps=4)
     return turned, tops
 
 
