@@ -58,9 +58,9 @@ LARGE = (
     _case("one_key_head", 200, 390, heads=(5, 1)),
     _case("batch_of_three", 200, 390, batch=3, heads=(2, 1)),
     _case("scale", scale=0.3),
-    _case("stored_heads_first", heads=(4, 2), storage="heads_first", mask=CAUSAL),
-    _case("stored_gaps", heads=(4, 2), storage="gaps"),
-    _case("stored_mixed", heads=(4, 2), storage="mixed", mask=CAUSAL),
+    _case("stored_heads_first", 380, heads=(4, 2), storage="heads_first", mask=CAUSAL),
+    _case("stored_gaps", 380, heads=(4, 2), storage="gaps"),
+    _case("stored_mixed", 380, heads=(4, 2), storage="mixed", mask=CAUSAL),
     _case("head_dim_96", width=96, mask=CAUSAL),
     _case("head_dims_72_120", width=72, head_dim_v=120),
     _narrow("d64_dense"),
@@ -79,7 +79,7 @@ LARGE = (
     _case("head_dim_160_window", 330, 260, 160, mask=band(60, 20)),
     _case("head_dims_192_128", 260, 390, 192, head_dim_v=128),
     _case("head_dims_192_128_causal", 390, None, 192, head_dim_v=128, mask=CAUSAL, sinks=True),
-    _case("head_dims_192_128_window", 390, None, 192, head_dim_v=128, mask=band(70, 5), heads=(4, 2)),
+    _case("head_dims_192_128_window", 500, None, 192, head_dim_v=128, mask=band(70, 5), heads=(4, 2)),
     _case("head_dims_200_88", 260, 200, 200, head_dim_v=88, mask=CAUSAL),
 )
 LENGTHS = (130, 0, 1, 300, 65, 64)
