@@ -34,7 +34,7 @@ Measured:
     128  dense     1024     9.759     14.08          1.42
     128  dense     8192     74.61     14.74          1.49
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 """
 
 from __future__ import annotations

@@ -25,20 +25,20 @@ What limits it: one buffer. TMA needs about a microsecond from request to arriva
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.5245       262          26.5
-     64  dense     8192     3.943     278.9          28.2
-     64  dense    16384     7.988     275.3          27.8
-     64  causal    1024    0.3145     218.8          22.1
-     64  causal    8192     2.112     260.3          26.3
-     64  causal   16384     4.217     260.7          26.4
-    128  dense     1024     0.416     330.4          33.4
-    128  dense     8192     2.998     366.8          37.1
-    128  dense    16384     6.311     348.4          35.2
-    128  causal    1024    0.2534     271.5          27.4
-    128  causal    8192     1.741     315.8          31.9
-    128  causal   16384     3.383       325          32.9
+     64  dense     1024    0.5291     259.7          26.3
+     64  dense     8192     3.961     277.6          28.1
+     64  dense    16384     8.044     273.4          27.6
+     64  causal    1024    0.3159     217.8            22
+     64  causal    8192     2.162     254.3          25.7
+     64  causal   16384     4.138     265.7          26.9
+    128  dense     1024     0.421     326.5            33
+    128  dense     8192      3.33     330.1          33.4
+    128  dense    16384     6.482     339.2          34.3
+    128  causal    1024    0.2644     260.2          26.3
+    128  causal    8192     1.708     321.9          32.5
+    128  causal   16384      3.36     327.2          33.1
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 """
 
 from __future__ import annotations

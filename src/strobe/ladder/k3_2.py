@@ -17,20 +17,20 @@ What limits it: latency, where a tile's work is shorter than a load takes; then 
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.5275     260.6          26.3
-     64  dense     8192     3.931     279.7          28.3
-     64  dense    16384     7.863     279.7          28.3
-     64  causal    1024    0.3089     222.7          22.5
-     64  causal    8192     2.058     267.1            27
-     64  causal   16384     4.075     269.8          27.3
-    128  dense     1024    0.4113     334.1          33.8
-    128  dense     8192     2.995     367.1          37.1
-    128  dense    16384     6.198     354.8          35.9
-    128  causal    1024    0.2527     272.2          27.5
-    128  causal    8192     1.734     317.1          32.1
-    128  causal   16384     3.296     333.6          33.7
+     64  dense     1024     0.516     266.4          26.9
+     64  dense     8192      3.97     276.9            28
+     64  dense    16384     7.998       275          27.8
+     64  causal    1024    0.3119     220.6          22.3
+     64  causal    8192     2.115     259.9          26.3
+     64  causal   16384     4.082     269.4          27.2
+    128  dense     1024    0.3955     347.5          35.1
+    128  dense     8192     3.003     366.2            37
+    128  dense    16384     6.134     358.5          36.3
+    128  causal    1024    0.2523     272.6          27.6
+    128  causal    8192     1.723     319.1          32.3
+    128  causal   16384     3.313     331.9          33.6
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 """
 
 from __future__ import annotations

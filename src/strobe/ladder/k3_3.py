@@ -5,9 +5,12 @@ memory, or five times that from L2, with a microsecond from request to arrival, 
 hold 80 KiB at D = 64, and an SM runs two programs. At D = 128 five tiles of 64 keys are 80 KiB too: three stages of K, which is wanted first, and
 two of V. So each ring has a length of its own.
 
-Whether that helps depends on who is slow. Where tiles are multiplied more slowly than they arrive, more stages only wait in shared memory, and take
-it from a second program on the same SM: five and five at D = 128 leave room for one, and cost a quarter of the speed. Measured, this rung is no
-faster than k3_2, and at D = 64 4 % slower: mma.sync was the slow one.
+And who has tiles in hand need not ask for the next at once. Behind the scores of tile i all threads meet, and then K's stage is asked for again and
+so is V's of tile i - 1: one meeting a tile where k3_2 has two, since V's may wait.
+
+Whether more under way helps depends on who is slow. Where tiles are multiplied more slowly than they arrive, more stages only wait in shared memory,
+and take it from a second program on the same SM: five and five at D = 128 leave room for one, and cost a quarter of the speed. Measured, what helps
+here is the meeting that is saved, at D = 64, where a tile is half as long; at D = 128 this rung is no faster than k3_2: mma.sync is the slow one.
 
 Cost model, a tile of 128 queries and 64 keys, in 16 bits:
 
@@ -245,21 +248,23 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
     mbarrier.wait(q_ready, 0)
     k_at, k_parity = gl.to_tensor(0), gl.to_tensor(0)
     v_at, v_parity = gl.to_tensor(0), gl.to_tensor(0)
+    v_read = gl.to_tensor(0)
     for i in range(blocks):  # the last keys first: there a causal tile is masked
         n_start = (blocks - 1 - i) * BLOCK_N
         mbarrier.wait(k_ready.index(k_at), k_parity)
         s = score_product(as_rows(q_smem), as_rows(k_smem.index(k_at)), form)
-        all_have_read()
+        all_have_read()  # K of this tile, and V of the one before
         if i + STAGES_K < blocks:
             copy_tile(k_desc, kv_place, n_start - STAGES_K * BLOCK_N, k_ready.index(k_at), k_smem.index(k_at))
+        if i > 0:
+            if i - 1 + STAGES_V < blocks:
+                copy_tile(v_desc, kv_place, n_start - (STAGES_V - 1) * BLOCK_N, v_ready.index(v_read), v_smem.index(v_read))
         s = hide(s, m_start, n_start, (seqlen_q, seqlen_k), form)
         p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2)
         o = o * rescale[:, None]
         mbarrier.wait(v_ready.index(v_at), v_parity)
         o = value_product(p, as_rows(v_smem.index(v_at)), o)
-        all_have_read()
-        if i + STAGES_V < blocks:
-            copy_tile(v_desc, kv_place, n_start - STAGES_V * BLOCK_N, v_ready.index(v_at), v_smem.index(v_at))
+        v_read = v_at
         k_at, k_parity = next_of(k_at, k_parity, STAGES_K)
         v_at, v_parity = next_of(v_at, v_parity, STAGES_V)
     lse_rows = lse + (entry.to(gl.int64) * heads + head) * seqlen_q

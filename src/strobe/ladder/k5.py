@@ -33,20 +33,20 @@ cores idle, and nothing keeps the consumers out of step.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3709     370.6          37.5
-     64  dense     8192     2.095     524.7          53.1
-     64  dense    16384     4.085     538.3          54.4
-     64  causal    1024     0.297     231.6          23.4
-     64  causal    8192     1.202     457.2          46.2
-     64  causal   16384     2.258     486.9          49.2
-    128  dense     1024    0.2867     479.4          48.5
-    128  dense     8192     1.827     601.8          60.9
-    128  dense    16384     3.682     597.3          60.4
-    128  causal    1024    0.1928     356.8          36.1
-    128  causal    8192    0.9764     563.1          56.9
-    128  causal   16384     1.861     590.7          59.7
+     64  dense     1024    0.3704     371.1          37.5
+     64  dense     8192     2.102     523.1          52.9
+     64  dense    16384     4.151     529.8          53.6
+     64  causal    1024    0.2959     232.5          23.5
+     64  causal    8192     1.234     445.7          45.1
+     64  causal   16384     2.273     483.7          48.9
+    128  dense     1024    0.3001       458          46.3
+    128  dense     8192     1.896     579.9          58.6
+    128  dense    16384     3.751     586.3          59.3
+    128  causal    1024    0.1978     347.8          35.2
+    128  causal    8192      1.03     533.9            54
+    128  causal   16384     1.938     567.3          57.4
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 """
 
 from __future__ import annotations

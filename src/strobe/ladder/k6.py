@@ -32,20 +32,20 @@ are as busy as they are. Beyond this rung lie fewer bits, or a persistent progra
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3661     375.4            38
-     64  dense     8192     2.091       526          53.2
-     64  dense    16384     4.057     542.1          54.8
-     64  causal    1024    0.2955     232.8          23.5
-     64  causal    8192     1.149     478.4          48.4
-     64  causal   16384     2.114     520.1          52.6
-    128  dense     1024    0.2664     515.9          52.2
-    128  dense     8192      1.63     674.7          68.2
-    128  dense    16384     3.166     694.7          70.2
-    128  causal    1024    0.1816     378.7          38.3
-    128  causal    8192    0.8998       611          61.8
-    128  causal   16384     1.664     660.8          66.8
+     64  dense     1024    0.3557     386.4          39.1
+     64  dense     8192     2.023     543.4          54.9
+     64  dense    16384     4.055     542.3          54.8
+     64  causal    1024    0.2943     233.8          23.6
+     64  causal    8192     1.162     473.2          47.9
+     64  causal   16384      2.12     518.6          52.4
+    128  dense     1024    0.2614     525.8          53.2
+    128  dense     8192     1.681       654          66.1
+    128  dense    16384     3.273     671.8          67.9
+    128  causal    1024    0.1837     374.6          37.9
+    128  causal    8192    0.9103       604          61.1
+    128  causal   16384     1.633     673.2          68.1
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 """
 
 from __future__ import annotations

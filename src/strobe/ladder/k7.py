@@ -26,28 +26,27 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 8 b
     shared      D (64 + 128 for the output) 4, and 2 S 128 D for S stages: 160 KiB for D = 128, S = 2
     registers   o D / 2, scores 64, weights 16, of 160
 
-What limits it: latency. Tensor cores and issue slots are busy two fifths of the time each, exponents nearly half: a consumer waits for its scores,
-then for its exponents, and there are two consumers. Issuing the next scores before this softmax would hide the first wait, but ptxas finds no
-registers for a second set of scores (7 KB of spills). And accuracy: 3 bits of significand, and one outlier in a tensor takes the scale from all
-others.
+What limits it: exponents and products take turns within a consumer, and three consumers do not quite hide each other: tensor cores are busy 49 % of
+the time, issue slots 44 %. At D = 64 there are twice as many exponents a product. Tiles of 192 queries fit causal masks and short sequences less well
+than k6's 128. And accuracy: 3 bits of significand, and one outlier in a tensor takes the scale from all others.
 
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3765       365          18.5
-     64  dense     8192     2.248     489.1          24.7
-     64  dense    16384     4.429     496.5          25.1
-     64  causal    1024    0.3127       220          11.2
-     64  causal    8192     1.211     454.2            23
-     64  causal   16384     2.265     485.5          24.5
-    128  dense     1024    0.2464     557.7          28.2
-    128  dense     8192     1.341     820.2          41.5
-    128  dense    16384     2.624     838.1          42.4
-    128  causal    1024    0.1902     361.6          18.4
-    128  causal    8192    0.7528     730.3          36.9
-    128  causal   16384     1.355     811.2            41
+     64  dense     1024    0.3486     394.3          19.9
+     64  dense     8192     1.831     600.6          30.4
+     64  dense    16384      3.58     614.2          31.1
+     64  causal    1024     0.277     248.3          12.6
+     64  causal    8192     1.041       528          26.7
+     64  causal   16384     1.912       575          29.1
+    128  dense     1024    0.2341     587.2          29.7
+    128  dense     8192      1.22     901.6          45.6
+    128  dense    16384      2.41     912.3          46.1
+    128  causal    1024    0.1979     347.5          17.7
+    128  causal    8192    0.6767     812.5          41.1
+    128  causal   16384     1.262     871.1            44
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 """
 
 from __future__ import annotations

@@ -26,20 +26,20 @@ What limits it: as in k7. The passes before it are bound by memory; they could b
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.6043     227.4          11.5
-     64  dense     8192     2.675     411.1          20.8
-     64  dense    16384     5.009       439          22.2
-     64  causal    1024    0.5288     130.1          10.6
-     64  causal    8192     1.528     359.8          18.2
-     64  causal   16384     2.676     410.9          20.8
-    128  dense     1024    0.5014     274.1          13.9
-    128  dense     8192     1.713     641.8          32.4
-    128  dense    16384     3.163     695.3          35.1
-    128  causal    1024    0.4336     158.7          12.9
-    128  causal    8192     1.023     537.4          27.2
-    128  causal   16384     1.697       648          32.8
+     64  dense     1024    0.5546     247.8          12.5
+     64  dense     8192     2.103     522.8          26.4
+     64  dense    16384      4.09     537.7          27.2
+     64  causal    1024    0.4727     145.5          11.8
+     64  causal    8192     1.281     429.1          21.7
+     64  causal   16384     2.198     500.2          25.3
+    128  dense     1024    0.4765     288.4          14.6
+    128  dense     8192     1.634     672.7            34
+    128  dense    16384     3.039     723.5          36.6
+    128  causal    1024    0.4188     164.3          13.4
+    128  causal    8192    0.9681     567.9          28.7
+    128  causal   16384     1.609     683.5          34.6
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 """
 
 from __future__ import annotations
