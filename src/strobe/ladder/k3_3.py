@@ -25,20 +25,20 @@ fetches all of K and V for its few rows.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.5402     254.4          25.7
-     64  dense     8192     4.094     268.6          27.2
-     64  dense    16384     8.277     265.7          26.9
-     64  causal    1024    0.3221     213.6          21.6
-     64  causal    8192     2.246     244.8          24.8
-     64  causal   16384     4.343     253.2          25.6
-    128  dense     1024    0.4181     328.7          33.2
-    128  dense     8192     3.173     346.5            35
-    128  dense    16384     6.346     346.5            35
-    128  causal    1024    0.2554     269.4          27.2
-    128  causal    8192     1.719     319.8          32.3
-    128  causal   16384     3.336     329.6          33.3
+     64  dense     1024    0.4814     285.5          28.9
+     64  dense     8192     3.531     311.4          31.5
+     64  dense    16384      7.05     311.9          31.5
+     64  causal    1024    0.2962     232.2          23.5
+     64  causal    8192     1.906     288.4          29.2
+     64  causal   16384     3.719     295.6          29.9
+    128  dense     1024    0.3928     349.9          35.4
+    128  dense     8192     2.937     374.4          37.9
+    128  dense    16384     5.851     375.9            38
+    128  causal    1024    0.2458     279.9          28.3
+    128  causal    8192     1.559     352.6          35.7
+    128  causal   16384     3.028     363.1          36.7
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 """
 
 from __future__ import annotations
