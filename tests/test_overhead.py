@@ -28,6 +28,7 @@ def test_a_seen_problem_costs_little():
     assert best["call"] < 5 * best["sdpa"]  # in the measure of torch's own call, kernel included: about 2.5
     assert best["sdpa_strobe"] < 60 and best["flash_attn"] < 60
     assert best["sdpa_strobe"] < 7 * best["sdpa"]  # about 3.5
+    assert best["sdpa_strobe_64"] < best["sdpa_64"] + 12  # about 3
 
 
 def test_a_new_problem_costs_under_200_microseconds():

@@ -28,6 +28,8 @@ _PARTS = {
     "flash_attn": "strobe.flash_attn.flash_attn_func, the stand-in for FlashAttention-2",
     "sdpa": "torch's scaled_dot_product_attention, its kernel included",
     "sdpa_strobe": "the same through strobe, after strobe.integrations.sdpa.enable()",
+    "sdpa_64": "torch's scaled_dot_product_attention on 64 keys",
+    "sdpa_strobe_64": "the same through strobe, which hands it to torch's kernel",
 }
 
 

@@ -1,4 +1,5 @@
-"""What a call costs before its kernel starts: the host's microseconds, on tensors of one element, with a kernel that does nothing."""
+"""What a call costs before its kernel starts: the host's microseconds, on tensors of one element, with a kernel that does nothing;
+and of SDPA's route on 64 keys, where torch's own kernel runs either way."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import torch.nn.functional as functional
 from .. import api, flash_attn, ops
 from ..call import Call
 from ..integrations import sdpa
+from ..kernels.cpu.flash import FEWEST_KEYS
 from ..kernels.kernel import Kernel
 from ..problem import Problem
 from ..select import select
@@ -26,14 +28,16 @@ def measure() -> dict[str, float]:
     """Microseconds a call of each part of the way to a kernel: the least of interleaved rounds, as what disturbs a host only adds.
 
     >>> sorted(measure())
-    ['call', 'call_causal', 'decide', 'first_time', 'flash_attn', 'keywords', 'op', 'sdpa', 'sdpa_strobe']
+    ['call', 'call_causal', 'decide', 'first_time', 'flash_attn', 'keywords', 'op', 'sdpa', 'sdpa_64', 'sdpa_strobe', 'sdpa_strobe_64']
 
     keywords: from keywords to a Call; decide: the Call's Choice when it was seen before; op: the op whole, through the
     dispatcher; call: `strobe.attention` whole, which goes round it; first_time: door and select for a Problem never seen;
     flash_attn: the stand-in for FlashAttention-2; sdpa: torch's own scaled_dot_product_attention, its kernel included;
-    sdpa_strobe: the same function after `strobe.integrations.sdpa.enable()`.
+    sdpa_strobe: the same function after `strobe.integrations.sdpa.enable()`; sdpa_64 and sdpa_strobe_64: both on 64 keys, which
+    strobe hands to torch's kernel (of fewer it drops NaN), so that their difference is what the route costs.
     """
     q, k, v = (torch.randn(1, 1, 1, 1) for _ in range(3))
+    rows = torch.randn(1, 1, FEWEST_KEYS, 1)
     call = Call(q, k, v)
     parts = {
         "keywords": lambda: api._dense(q, k, v, False, None, None, None, api._options(None, None, None, False, None)),
@@ -45,8 +49,10 @@ def measure() -> dict[str, float]:
         "flash_attn": lambda: flash_attn.flash_attn_func(q, k, v),
         "sdpa": lambda: functional.scaled_dot_product_attention(q, k, v),
         "sdpa_strobe": lambda: functional.scaled_dot_product_attention(q, k, v),
+        "sdpa_64": lambda: functional.scaled_dot_product_attention(rows, rows, rows),
+        "sdpa_strobe_64": lambda: functional.scaled_dot_product_attention(rows, rows, rows),
     }
-    around = {"sdpa_strobe": sdpa.enable}
+    around = {"sdpa_strobe": sdpa.enable, "sdpa_strobe_64": sdpa.enable}
 
     def one_round_us(name: str) -> float:
         with around.get(name, nullcontext)():
