@@ -227,7 +227,7 @@ def test_a_config_refuses_what_it_cannot_mean():
 @pytest.mark.parametrize(
     "options", ({}, {"right": 0}, {"left": 30, "right": 0}, {"softcap": 2.0}, {"scale": 0.0}, {"batch_invariant": True}), ids=str
 )
-@pytest.mark.parametrize("length", (3, 17, 64, 130, 600))
+@pytest.mark.parametrize("length", (3, 15, 16, 17, 31, 64, 130, 600))
 def test_a_row_of_nan_is_nan_and_alone(length, options, dtype):
     q, k, v = qkv(1, length, dtype=dtype)
     clean = ops.run(Call(q, k, v, **options))

@@ -77,7 +77,7 @@ def test_grouped_heads_are_repeated_heads(mask, dtype, device, kernel):
 
 
 @dtypes
-@pytest.mark.parametrize("cut", [0, 1, 33, 64, 97])
+@pytest.mark.parametrize("cut", [0, 1, 9, 33, 64, 97])
 def test_halves_merge_into_the_whole(cut, dtype, device, kernel):
     """out, lse and all gradients, through merge."""
     q, k, v, _ = draw(dtype, device)

@@ -303,6 +303,7 @@ def test_what_no_kernel_takes_goes_back_to_torch(monkeypatch):
     q, k, v = _qkv(CASES["causal"])
     native = _sdpa(CASES["causal"], q, k, v)
     monkeypatch.setattr(ops, "decide", none)
+    monkeypatch.setattr(aten, "_as_torch", lambda *_: False)  # else torch's kernel runs this for strobe
     with sdpa.enable() as found:
         ours = _sdpa(CASES["causal"], q, k, v)
         gradients = torch.autograd.grad(ours.sum(), (q, k, v))
@@ -314,6 +315,7 @@ def test_a_fault_does_not_go_back_to_torch(monkeypatch):
         raise strobe.KernelFault("cpu.forward: it broke")
 
     monkeypatch.setattr(ops, "write", broken)
+    monkeypatch.setattr(aten, "_as_torch", lambda *_: False)  # else torch's kernel runs this for strobe
     q, k, v = _qkv(CASES["causal"])
     with sdpa.enable() as found, pytest.raises(strobe.KernelFault, match="it broke"):
         _sdpa(CASES["causal"], q, k, v)
@@ -483,6 +485,7 @@ def test_every_op_has_its_call_and_every_function_its_op():
 def test_deterministic_algorithms_are_asked_of_strobe(asked, monkeypatch):
     calls, decide = [], ops.decide
     monkeypatch.setattr(ops, "decide", lambda call: (calls.append(call), decide(call))[1])
+    monkeypatch.setattr(aten, "_as_torch", lambda *_: False)  # else torch's kernel runs this for strobe
     q, k, v = _qkv(CASES["causal"])
     torch.use_deterministic_algorithms(asked)
     try:

@@ -15,7 +15,6 @@ import torch.nn.functional as functional
 from .. import api, flash_attn, ops
 from ..call import Call
 from ..integrations import sdpa
-from ..kernels.cpu.flash import FEWEST_KEYS
 from ..kernels.kernel import Kernel
 from ..problem import Problem
 from ..select import select
@@ -34,10 +33,10 @@ def measure() -> dict[str, float]:
     dispatcher; call: `strobe.attention` whole, which goes round it; first_time: door and select for a Problem never seen;
     flash_attn: the stand-in for FlashAttention-2; sdpa: torch's own scaled_dot_product_attention, its kernel included;
     sdpa_strobe: the same function after `strobe.integrations.sdpa.enable()`; sdpa_64 and sdpa_strobe_64: both on 64 keys, which
-    strobe hands to torch's kernel (of fewer it drops NaN), so that their difference is what the route costs.
+    strobe hands to torch's kernel (of fewer than a vector it drops NaN), so that their difference is what the route costs.
     """
     q, k, v = (torch.randn(1, 1, 1, 1) for _ in range(3))
-    rows = torch.randn(1, 1, FEWEST_KEYS, 1)
+    rows = torch.randn(1, 1, 64, 1)
     call = Call(q, k, v)
     parts = {
         "keywords": lambda: api._dense(q, k, v, False, None, None, None, api._options(None, None, None, False, None)),
