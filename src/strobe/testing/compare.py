@@ -51,6 +51,7 @@ from torch import Tensor
 
 from .. import reference
 from ..call import Call
+from ..kernels.blackwell.config import CAPABILITIES
 from ..merge import Partial
 from ..problem import Problem
 from ..reference import Gradients, _rows, _scores, _sequences, _softmax
@@ -186,7 +187,8 @@ def _least_normal(dtype: torch.dtype) -> float:
 
 def _lse_allowed(exact: Tensor, call: Call) -> Tensor:
     dtype = call.q.dtype
-    loose = dtype.itemsize == 2 if not call.q.is_cuda else dtype == torch.bfloat16 and Target.of(call.q.device).capability in (100, 103)
+    by_polynomial = dtype == torch.bfloat16 and Target.of(call.q.device).capability in CAPABILITIES
+    loose = by_polynomial if call.q.is_cuda else dtype.itemsize == 2
     if loose and not call.partial:  # seen by the backward alone, where P's own rounding is 2u
         return torch.full_like(exact, 2.0**-13)
     float32 = 2e-6 + 4 * 2.0**-23 * torch.where(exact.isinf(), 0.0, exact.abs())

@@ -123,12 +123,12 @@ TUNINGS = {
 }
 # bfloat16 rounds p by twenty times what degree 3 errs, float16 by little more than twice; lse, which is not rounded, errs as the polynomial does
 DEGREES = {"torch.float16": 5, "torch.bfloat16": 3}
-# (capability, head dimensions, whether a mask bounds keys) -> by_fma of (degree 3, degree 5); 0 elsewhere: sm_103 has twice the exp units, and
-# at 192/128 products take longer than exponentials. What `bench.cycles` finds best at d64; at d128 it leaves the exp unit a quarter of its time.
+# (capability, head dimensions, whether a mask bounds keys) -> by_fma for each degree; 0 elsewhere: sm_103 has twice the exp units, and at 192/128
+# products take longer than exponentials. What `bench.cycles` finds best at d64; at d128 it leaves the exp unit a quarter of its time.
 BY_FMA = {
-    (100, (64, 64), False): (8, 7), (100, (64, 64), True): (8, 7),
-    (100, (96, 96), False): (8, 7), (100, (96, 96), True): (8, 7),
-    (100, (128, 128), False): (8, 8), (100, (128, 128), True): (8, 8),
+    (100, (64, 64), False): {3: 8, 5: 7}, (100, (64, 64), True): {3: 8, 5: 7},
+    (100, (96, 96), False): {3: 8, 5: 7}, (100, (96, 96), True): {3: 8, 5: 7},
+    (100, (128, 128), False): {3: 8, 5: 8}, (100, (128, 128), True): {3: 8, 5: 8},
 }  # fmt: skip
 # a float16 p below 2^-14 loses bits: of the 15 powers of two up to its largest, 7 raise p and 8 are the threshold's
 LIFTS = {"torch.float16": 7.0, "torch.bfloat16": 0.0}
@@ -166,8 +166,7 @@ class BlackwellForward:
         counted = uneven and query_tiles(problem, tuning.block_m) * problem.heads_kv * group * entries(problem) > target.sm_count
         options = (bool(problem.softcap), problem.sinks, even, problem.packed, counted)
         degree = DEGREES[str(problem.dtype)]
-        few, many = BY_FMA.get((target.capability, widths, problem.mask.left or problem.mask.right), (0, 0))
-        by_fma = few if degree == 3 else many
+        by_fma = BY_FMA.get((target.capability, widths, problem.mask.left or problem.mask.right), {}).get(degree, 0)
         return ForwardConfig(Form(tuning, *widths, group, problem.mask, *options, by_fma, degree, LIFTS[str(problem.dtype)]))
 
     def cost(self, problem: Problem) -> Cost:
