@@ -38,7 +38,7 @@ def fold_of(heads: int) -> int:
 
 def joined(problem: Problem, rows: int, most: int) -> int:
     """Query heads that a tile of `rows` rows holds: all that share a key head where that makes fewer tiles by a tenth, and they are at most
-    `most`; else one. That gains 1 to 9 % where it makes a tenth fewer, and loses up to 3 % where as many remain (H200).
+    `most`; else one. That gains 1 to 9 % where it makes a tenth fewer; by less it may lose 4 % or gain 3 % (H200).
 
     A tile takes as long with one query as with all that it has room for. Packed sequences are taken to be of their mean length.
     """

@@ -26,8 +26,8 @@ have landed; and who has come so far has read what was there before. So V(j + 1)
 K(j + 2) behind the wait for V(j), over K(j): two meetings a tile. Copies that start where their place falls free ask for a meeting of their own,
 four a tile. Where nothing is left to copy an empty group is committed, so that the count stays right.
 
-Addresses: a thread copies the same 16 bytes of every eighth row. Its own address is held once, and what the others are away is the same for all
-threads, hence in uniform registers (`copy_tile`).
+Addresses: a thread copies the same 16 bytes of every eighth row (D = 128; sixteenth at D = 64). Its own address is held once, and what the others
+are away is the same for all threads, hence in uniform registers (`copy_tile`).
 
 The output is converted to rows in registers before it is stored: 16 bytes a lane instead of the fragment's 4.
 

@@ -219,7 +219,7 @@ def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
 @gluon.jit
 def weights_operand(p, form: gl.constexpr):
     """p [64, N] as the left operand of a product, its columns in the order of transpose_kernel's: nothing moves. It is
-    rounded here, next to its product: 8-bit values that outlive a branch are taken apart into bytes and put together again, with 140 instructions."""
+    rounded here, next to its product: 8-bit values that outlive a branch are taken apart into bytes and put together again."""
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32])
     parts = gl.reshape(p, [64, form.block_n // 32, 2, 2, 4, 2])  # key = 32 b + 16 i1 + 8 i0 + 2 t + e
     placed = gl.reshape(gl.permute(parts, [0, 1, 2, 4, 3, 5]), [64, form.block_n])
