@@ -242,12 +242,12 @@ def test_results_lie_in_memory_as_torchs_do_on_a_gpu(name):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("rows, keys, heads_kv", [(64, 64, 2), (3, 64, 2), (64, 63, 2), (70, 70, 1), (0, 64, 2), (300, 300, 2)])
+@pytest.mark.parametrize("rows, keys, heads_kv", [(64, 64, 2), (3, 64, 2), (5, 5, 2), (64, 63, 2), (70, 70, 1), (0, 64, 2), (300, 300, 2)])
 def test_what_goes_to_torchs_kernel_as_it_lies_is_what_strobe_would_hand_to_it(rows, keys, heads_kv, is_causal):
     """The short cut on CPUs takes no call of another meaning: `cpu.forward` has torch's kernel for it too, and gives the same bits."""
     q, k, v = (torch.randn(2, heads, length, 16) for heads, length in ((2, rows), (heads_kv, keys), (heads_kv, keys)))
     if not aten._as_torch(q, k, v, is_causal):
-        assert keys < 64 or heads_kv < 2 or rows == 0 or (is_causal and rows != keys)
+        assert heads_kv < 2 or rows == 0 or (is_causal and rows != keys)
         return
     ours = [t.transpose(1, 2) for t in (q, k, v)]
     assert strobe.explain(*ours, causal=is_causal).forward.config.path == "torch_flash"
@@ -262,6 +262,19 @@ def test_a_row_of_nan_is_nan_and_alone(device):
     with sdpa.enable():
         out = F.scaled_dot_product_attention(q, k, v)
     assert out[0, 1, 5].isnan().all() and out.isnan().sum() == out.shape[-1]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("batch", [1, 9])  # lse looked through as a list, and by an op
+@pytest.mark.parametrize("length", [1, 5, 15])
+def test_a_row_of_nan_is_not_lost_in_torchs_kernel_on_few_keys(length, batch, is_causal):
+    q, k, v = (torch.randn(batch, 2, length, 8) for _ in range(3))
+    clean = aten.cpu_forward(q, k, v, 0.0, is_causal)
+    q[0, 1, length // 2] = torch.nan
+    for got, before in zip(aten.cpu_forward(q, k, v, 0.0, is_causal), clean):
+        assert got[0, 1, length // 2].isnan().all()
+        got[0, 1, length // 2] = before[0, 1, length // 2]
+        assert torch.equal(got, before)
 
 
 # ---------------------------------------------------------------- what goes back to torch

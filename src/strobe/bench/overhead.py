@@ -33,7 +33,7 @@ def measure() -> dict[str, float]:
     dispatcher; call: `strobe.attention` whole, which goes round it; first_time: door and select for a Problem never seen;
     flash_attn: the stand-in for FlashAttention-2; sdpa: torch's own scaled_dot_product_attention, its kernel included;
     sdpa_strobe: the same function after `strobe.integrations.sdpa.enable()`; sdpa_64 and sdpa_strobe_64: both on 64 keys, which
-    strobe hands to torch's kernel (of fewer than a vector it drops NaN), so that their difference is what the route costs.
+    need not be looked through for NaN that torch's kernel dropped (below a vector of keys it may).
     """
     q, k, v = (torch.randn(1, 1, 1, 1) for _ in range(3))
     rows = torch.randn(1, 1, 64, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from .pieces import Piece
 
 # Below a vector of keys torch takes a maximum that drops NaN, and a row of NaN comes out as one that sees nothing. A vector holds 16 float32
 # where torch's kernels are AVX-512's, 8 where they are AVX2's, and no more than 64 anywhere.
-FEWEST_KEYS = 16 if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else 64
+VECTOR = 16 if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else 64
+LISTED = 64  # elements that are looked at in 0.5 us as a list, where an op and its result's way back take 1.8
 BAND_ROWS = 256
 
 
@@ -46,23 +48,40 @@ def why_not(problem: Problem) -> str | None:
 def takes(piece: Piece, dtype: torch.dtype) -> bool:
     """Full and causal pieces; of 16 bits any other band too, in blocks of rows under a mask: there torch multiplies
     16-bit matrices into 32-bit sums, which no public op of its does, so tiles would pay for 32-bit products."""
-    return piece.n_keys >= FEWEST_KEYS and (dtype.itemsize == 2 or _sees_all(piece) or _is_square_causal(piece))
+    return _sees_all(piece) or _is_square_causal(piece) or (dtype.itemsize == 2 and piece.n_keys >= VECTOR)
 
 
-def forward(piece: Piece, call: Call, tensors: Forward, scale: float) -> None:
+def forward(piece: Piece, call: Call, tensors: Forward, scale: float, tile: Callable[[], None]) -> None:
+    """out and lse of a piece; where rows of NaN may have been lost, those are what `tile` writes there."""
     q, k, v = (t[piece.entries, index].transpose(1, 2) for t, index in zip(call[:3], (piece.rows, piece.keys, piece.keys)))
     whole = _sees_all(piece)
     if whole or _is_square_causal(piece):
         out, lse = TORCH(q, k, v, 0.0, not whole, scale=scale)
     else:
         out, lse = _band(piece, q, k, v, scale)
-    tensors.out[piece.entries, piece.rows] = out.transpose(1, 2).to(tensors.out.dtype)
+    out = out.transpose(1, 2).to(tensors.out.dtype)
+    if lost_nan(lse, piece.n_keys):
+        tile()
+        lost = lse == 0
+        out = torch.where(lost.transpose(1, 2)[..., None], tensors.out[piece.entries, piece.rows], out)
+        lse = torch.where(lost, tensors.lse[piece.entries, :, piece.rows], lse)
+    tensors.out[piece.entries, piece.rows] = out
     tensors.lse[piece.entries, :, piece.rows] = lse
+
+
+def lost_nan(lse: Tensor, n_keys: int) -> bool:
+    """Whether a row of NaN may have come out as one that sees nothing, whose lse torch gives as 0; in others lse is hardly ever 0."""
+    if n_keys >= VECTOR:
+        return False
+    if lse.numel() > LISTED:
+        return not lse.all()
+    every = chain.from_iterable
+    return 0.0 in every(every(lse.tolist()))
 
 
 def takes_backward(piece: Piece) -> bool:
     """Full and causal pieces; a band's blocks share keys, so that their dk and dv would have to be added up outside."""
-    return piece.n_keys >= FEWEST_KEYS and (_sees_all(piece) or _is_square_causal(piece))
+    return piece.n_keys >= VECTOR and (_sees_all(piece) or _is_square_causal(piece))
 
 
 def backward(piece: Piece, call: Call, tensors: Backward, scale: float) -> None:
@@ -87,8 +106,8 @@ def _band(piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[
     bounds = mask = torch.empty(0)
     for start in range(0, piece.n_rows, BAND_ROWS):
         first, end = (bound[start : start + BAND_ROWS, None] for bound in (piece.first, piece.stop))
-        high = max(int(end[-1]), FEWEST_KEYS)
-        low = min(int(first[0]), high - FEWEST_KEYS)
+        high = max(int(end[-1]), VECTOR)
+        low = min(int(first[0]), high - VECTOR)
         relative = torch.cat([first - low, end - low], 1)
         if not torch.equal(bounds, relative) or mask.shape[1] != high - low:  # in a window most blocks are alike
             key = torch.arange(high - low)

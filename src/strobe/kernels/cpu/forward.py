@@ -9,6 +9,8 @@ All in float32, p too: torch's 16-bit products round their results to 16 bits, w
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -30,10 +32,11 @@ def run(plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) 
     for rows in found.broken:
         out[:, rows], lse[:, :, rows] = torch.nan, torch.nan
     for piece in found.pieces:
+        tile = partial(attend, piece, plan, call, Forward(out, lse), workspace["scores"])
         if config.path == "torch_flash" and flash.takes(piece, problem.dtype):
-            flash.forward(piece, call, Forward(out, lse), problem.scale)
+            flash.forward(piece, call, Forward(out, lse), problem.scale, tile)
         else:
-            attend(piece, plan, call, Forward(out, lse), workspace["scores"])
+            tile()
 
 
 def attend(piece: Piece, plan: Plan, call: Call, tensors: Forward, scratch: Tensor) -> None:
