@@ -394,6 +394,31 @@ def test_joined_comparisons_and_guards():
     assert list(one(negated, x, to=np.int32)) == [1] * 6 + [0] * 5
 
 
+def test_branches_skip_to_a_label_ahead():
+    x = np.arange(4, dtype=np.int32)
+    text = """{
+        .reg .pred p;
+        mov.u32 $0, 0;
+        setp.gt.s32 p, $1, 1;
+        @p bra ON;
+        setp.eq.s32 p, $1, 0;               // the branch asked before this
+        @!p add.s32 $0, $0, 1;
+        ON: add.s32 $0, $0, 10;
+        @p bra END; add.s32 $0, $0, 100;
+        END: }"""
+    assert list(one(text, x, to=np.int32)) == [10, 111, 10, 10]
+    crossing = """{
+        .reg .pred p<2>;
+        mov.u32 $0, 0; setp.eq.s32 p0, $1, 1; setp.le.s32 p1, $1, 2;
+        @p0 bra FIRST; add.s32 $0, $0, 1; @p1 bra SECOND; add.s32 $0, $0, 10;
+        FIRST: add.s32 $0, $0, 100;
+        SECOND: add.s32 $0, $0, 1000;
+    }"""
+    assert list(one(crossing, x, to=np.int32)) == [1001, 1100, 1001, 1111]  # 1 never comes to the second branch
+    with pytest.raises(ValueError, match="no label 'OFF' lies ahead"):
+        run("{ .reg .pred p; setp.eq.s32 p, 0, 0; @p bra OFF; mov.u32 $0, 0; }", "=r", [], [np.int32], 1, None)
+
+
 def test_a_register_first_written_under_a_guard_is_poison_elsewhere():
     text = "{ .reg .pred p; .reg .f32 t; setp.gt.f32 p, $1, 0.0; @p mov.f32 t, $1; mov.f32 $0, t; }"
     found = one(text, np.array([1, -1], np.float32))
@@ -778,8 +803,8 @@ def test_a_scalar_address_is_asked_once_an_element():
     "text, message",
     [
         ("mov.u32 $0, 0;\nfrobnicate.b32 $0, 1;", r"line 2: 'frobnicate.b32' is not known; known opcodes: abs, add, .*xor"),
-        ("again: mov.u32 $0, 0;", r"line 1: 'again:'.*no labels"),
-        ("mov.u32 $0, 0;\n\nbra.uni again;", r"line 3: 'bra.uni' is not known.*branches and labels are not supported"),
+        ("again: mov.u32 $0, 0;", r"line 1: no branch before the label 'again'"),
+        ("mov.u32 $0, 0;\n\nbra.uni on; on:", r"line 3: 'bra.uni': goes there always; give it a predicate"),
         ("elect.sync _|p, 1;", "'elect.sync' is not known"),
         ("add.b32 $0, 1, 2;", r"'add.b32': has no type that is known; known types: .*s32"),
         ("add.rz.f16x2 $0, 1, 2;", r"rounding .rz of .f16x2"),
@@ -789,7 +814,7 @@ def test_a_scalar_address_is_asked_once_an_element():
         ("cp.async.cg $0, 1;", "is no copy that is known"),
         ("fence.proxy.tensormap $0;", "is no fence that is known"),
         ("setp.ltu.s32 $0, 1, 2;", "comparison .ltu of .s32"),
-        (".shared .b32 x;", "only instructions and .reg are known"),
+        (".shared .b32 x;", "only instructions, labels and .reg are known"),
         ("cvt.s32.f32 $0, 1.0;", "none is given"),
     ],
 )

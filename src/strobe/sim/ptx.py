@@ -3,8 +3,9 @@
     text, constraints --parse, once--> Program: registers and steps --run, per call--> arrays
 
 A register is a one-dimensional array of bits, one entry a group of `pack` elements (or a single entry, the same for all). A step computes new
-ones (`ptx_arithmetic` says what), or calls the machine if it touches memory or synchronises, in program order. There is no control flow beyond
-the guards `@p` and `@!p`. A register first written under a guard is all ones where the guard does not hold: NaN, or -1.
+ones (`ptx_arithmetic` says what), or calls the machine if it touches memory or synchronises, in program order. Control flow is the guards `@p`
+and `@!p`, and branches under them to a label ahead: what lies between is guarded by their contrary. A register first written under a guard is
+all ones where the guard does not hold: NaN, or -1.
 
 The machine is any object with `barrier(number, threads, wait)`, `fence(name)`, `bulk_commit()`, `bulk_wait(pending, read)`,
 `load(address, dtype, mask, order)`, `store(address, value, mask, order)` and `atomic(operation, address, operands, mask, order, returns)`.
@@ -13,7 +14,7 @@ Its arrays have one entry a group; a vector, or a pair of halves, is one call a 
 
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 
 import numpy as np
 
@@ -117,7 +118,7 @@ class Step:
     targets: tuple = ()
     sources: tuple = ()
     effect: str = ""
-    guard: tuple | None = None  # the slot of a predicate, and whether it is negated
+    guards: tuple = ()  # all that must hold: the slot of a predicate, and whether it is negated
     where: str = ""
 
 
@@ -134,9 +135,9 @@ def _execute(program, registers, groups, machine):
     for step in program.steps:
         bits = [registers[slot] for slot in step.sources]
         mask = None
-        if step.guard:
-            slot, negated = step.guard
-            mask = ~registers[slot] if negated else registers[slot]
+        for slot, negated in step.guards:
+            holds = ~registers[slot] if negated else registers[slot]
+            mask = holds if mask is None else mask & holds
         if step.effect:
             results = _affect(step, bits, mask, groups, machine)
         else:
@@ -214,6 +215,7 @@ class Block:
     def __init__(self, constraints):
         self.scopes, self.widths, self.families, self.template, self.steps = [{}], [], [], [], []
         self.inputs, self.outputs, self.written = [], [], set()
+        self.ahead = {}  # by the label of a branch that lies ahead: what is skipped where it is taken, as guards
         listed = [part.strip() for part in constraints.split(",")]
         for number, part in enumerate(part for part in listed if part and not part.startswith("~")):
             letter = part.lstrip("=&")
@@ -288,12 +290,12 @@ def _literal(text, kind):
 
 
 def _statements(text):
-    """(line, statement) of a block: a brace that opens or closes a scope, or what stands before a semicolon"""
+    """(line, statement) of a block: a brace that opens or closes a scope, a label with its colon, or what stands before a semicolon"""
     text = re.sub(r"/\*.*?\*/|//[^\n]*", lambda comment: re.sub(r"[^\n]", " ", comment[0]), text, flags=re.DOTALL)
     place = 0
-    while match := re.compile(r"\s*([{}]|[^;]*;|\S[^;]*$)").match(text, place):
+    while match := re.compile(rf"\s*([{{}}]|{NAME}\s*:(?!:)|[^;]*;|\S[^;]*$)").match(text, place):
         line = text.count("\n", 0, match.start(1)) + 1
-        if match[1] not in "{}" and not match[1].endswith(";"):
+        if match[1] not in "{}" and not match[1].endswith((";", ":")):
             raise ValueError(f"inline PTX, line {line}: '{match[1].strip()}' does not end with a semicolon")
         yield line, match[1].rstrip(";").strip()
         place = match.end()
@@ -310,22 +312,44 @@ def parse(text, constraints):
             if len(block.scopes) == 1:
                 raise ValueError(f"inline PTX, line {line}: '}}' closes nothing")
             block.scopes.pop()
-        elif statement.startswith(".") or re.match(rf"{NAME}\s*:(?!:)", statement):
+        elif statement.startswith("."):
             _directive(block, statement, line)
+        elif statement.endswith(":"):
+            _label(block, statement[:-1].strip(), line)
         else:
             _instruction(block, statement, line)
     if len(block.scopes) > 1:
         raise ValueError("inline PTX: a '{' is never closed")
+    if block.ahead:
+        raise ValueError(f"inline PTX: no label '{next(iter(block.ahead))}' lies ahead of the branch to it")
     for number, slot in enumerate(block.outputs):
         if slot not in block.written:
             raise ValueError(f"inline PTX: output ${number} is never written")
     return Program(*(tuple(x) for x in (block.steps, block.template, block.widths, block.inputs, block.outputs)))
 
 
+def _label(block, name, line):
+    if block.ahead.pop(name, None) is None:
+        raise NotImplementedError(f"inline PTX, line {line}: no branch before the label '{name}' goes there; branches go to a label ahead")
+
+
+def _branch(block, code, guard):
+    """Guard all up to a label by the contrary of the branch's own guard, as it is now: a register of it may be written on the way."""
+    code.mods("uni")
+    (name,) = code.need(1)
+    if guard is None:
+        raise NotImplementedError("goes there always; give it a predicate")
+    slot, negated = guard
+    skipping = [passed for guards in block.ahead.values() for passed, _ in guards]  # who has branched already does not come here
+    taken = block.declare("", 1)
+    block.steps.append(Step(lambda p, *gone: [reduce(np.logical_and, (~one for one in gone), p ^ negated)], (taken,), (slot, *skipping)))
+    block.ahead[name] = (*block.ahead.get(name, ()), (taken, True))
+
+
 def _directive(block, statement, line):
     match = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", statement, re.DOTALL)
     if not match or match[1] not in KINDS:
-        raise NotImplementedError(f"inline PTX, line {line}: '{statement.split()[0]}': only instructions and .reg are known, no labels or branches")
+        raise NotImplementedError(f"inline PTX, line {line}: '{statement.split()[0]}': only instructions, labels and .reg are known")
     kind = KINDS[match[1]]
     for name in (name.strip() for name in match[2].split(",")):
         if many := re.fullmatch(rf"({NAME})<(\d+)>", name):
@@ -344,15 +368,18 @@ def _instruction(block, statement, line):
     operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s{\[][^,]*", match[4])
     code = Code(match[3], tuple(operand.strip() for operand in operands), line)
     build = BUILDERS.get(code.root)
-    if build is None:
-        raise NotImplementedError(f"{code.where} is not known; known opcodes: {', '.join(sorted(BUILDERS))}; branches and labels are not supported")
+    if build is None and code.root != "bra":
+        raise NotImplementedError(f"{code.where} is not known; known opcodes: {', '.join(sorted([*BUILDERS, 'bra']))}")
     try:
         guard = (block.source(match[2], PRED), bool(match[1])) if match[2] else None
+        if build is None:
+            return _branch(block, code, guard)
         step = build(block, code)
     except (NotImplementedError, ValueError) as error:
         raise type(error)(f"{code.where}: {error}") from None
     if step:
-        block.steps.append(Step(step.function, step.targets, step.sources, step.effect, guard, code.where))
+        guards = (*([guard] if guard else []), *sum(block.ahead.values(), ()))
+        block.steps.append(Step(step.function, step.targets, step.sources, step.effect, guards, code.where))
 
 
 def _vector(text):

@@ -35,6 +35,7 @@ __all__ = [
     "next_launch_may_start",
     "partition_barrier",
     "reinterpret",
+    "stay_before",
     "tcgen05_commit",
     "tcgen05_mma",
     "tma_load",
@@ -120,6 +121,14 @@ def zero_of_turn():
     """0, of which LLVM does not know that it is the same in each turn of a loop: addresses reckoned from it are not kept in registers from turn to
     turn. ptxas knows."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def stay_before(number):
+    """What is written before this is computed before it: a branch that is never taken, as `number` is never negative, which ptxas does not know.
+    It puts a wait for products ahead of the arithmetic that was to run under them otherwise."""
+    text: gl.constexpr = "{ .reg .pred never; setp.lt.s32 never, $1, 0; @!never bra ON; nanosleep.u32 0; ON: } mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(text, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -31,7 +31,7 @@ class Tuning:
     consumers: int
     q_in_registers: int = 0  # of q's parts
     half_staged: bool = False  # o leaves through a buffer of half its first part, where tiles leave no room for more
-    late_rescale: bool = False  # o is rescaled under the next scores' product
+    under: bool = True  # all weights are made under the product of those before: else ptxas waits for it as soon as it sees fit
     ping_pong: bool = False  # consumers take turns at issuing products
     joined: int = 1  # query heads that a tile holds, of a query each in rows that follow each other: one, or all that share a key head
 
@@ -122,17 +122,17 @@ class ForwardConfig:
 
 # (head dimensions, padded to what tiles hold) -> tiles; what fits, then what was fastest on an H200
 TUNINGS = {
-    (64, 64): Tuning(block_n=128, stages=3, consumers=3, late_rescale=True, ping_pong=True),
-    (96, 96): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=2),
+    (64, 64): Tuning(block_n=128, stages=3, consumers=3, under=False, ping_pong=True),
+    (96, 96): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=2, under=False, ping_pong=True),
     (128, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1),
-    (192, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1, half_staged=True),
-    (192, 192): Tuning(block_n=64, stages=3, consumers=2, q_in_registers=1, half_staged=True),
-    (256, 128): Tuning(block_n=64, stages=2, consumers=2),
-    (256, 256): Tuning(block_n=64, stages=2, consumers=2, late_rescale=True, half_staged=True),
+    (192, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1, half_staged=True, ping_pong=True),
+    (192, 192): Tuning(block_n=64, stages=3, consumers=2, q_in_registers=1, half_staged=True, ping_pong=True),
+    (256, 128): Tuning(block_n=64, stages=2, consumers=2, ping_pong=True),
+    (256, 256): Tuning(block_n=64, stages=2, consumers=2, half_staged=True, ping_pong=True),
 }
 # for windows, of whose few keys a row long tiles hide more: d64 382 TFLOP/s for 362 with two consumers and 128 keys, and 390 for 387
 # with six stages for four (H200, window 1024 of 16k)
-WINDOWED = {(64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, late_rescale=True, ping_pong=True)}
+WINDOWED = {(64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, under=False, ping_pong=True)}
 # for a softcap, whose tanh takes registers
 CAPPED = {
     (64, 64): WINDOWED[64, 64],

@@ -7,6 +7,7 @@
     mma_partition w  reads the board | s = q k^T | p = softmax(s) | o += p v          frees k after its product, v after its own
 
            QK 0 | softmax 0 | QK 1, PV 0 in flight | softmax 1 over them | QK 2, PV 1 | ... | PV last | out, lse
+           o is rescaled behind the next QK, where a row's maximum has moved (`device.lagging`)
     barrier   arrivals                  says
     told      1                         the board's slot holds a tile      told_free  consumers  all have read it to the end
     q_ready   1 and the tile's bytes    q[w] has landed                    q_free     1          consumer w is done with q[w]
@@ -21,8 +22,8 @@ lie end to end, so their descriptors wrap (`copy_in`): a neighbour's rows are ne
 
 Where heads of a group share a tile, its rows are queries, each with its heads: loads of q and stores of out and lse know of it, and `queries_of`.
 
-Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; online softmax (arXiv 1805.02867), algorithm 3; ragged descriptors:
-triton.tools.ragged_tma.
+Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; online softmax (arXiv 1805.02867), algorithm 3; conditional rescaling:
+FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute); ragged descriptors: triton.tools.ragged_tma.
 """
 
 from ..device.channel import ring, ring_start
@@ -31,11 +32,13 @@ from ..device.dialect import (
     gl,
     gluon,
     mbarrier,
+    stay_before,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from ..device.joined import heads_of, load_sinks, queries_of
+from ..device.lagging import lagging_max, lift_of, rescaled
 from ..device.masking import edges_of, row_interval
 from ..device.schedule import WORDS, blocks_of, is_told, read_tile, tell, tile_number, tile_of
 from ..device.softmax import finish, tanh
@@ -116,13 +119,12 @@ def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, fo
 
 @gluon.jit
 def softmax_step(s, row_max, row_sum, scale_log2, lift: gl.constexpr, lanes: gl.constexpr, form: gl.constexpr):
-    """(p, rescale, row_max, row_sum): device.softmax.online_step with the row sum [ROWS, 8] left spread over lanes.
+    """(p, rescale, row_max, row_sum): device.softmax.online_step against a maximum that lags, with the row sum [ROWS, 8] left spread over lanes.
 
     Every lane keeps the sum of its own columns, which are gathered once, after the last step. row_max is what p is taken
-    against: `lift` below the maximum, so that p reaches up to 2^lift. In float16 a p under 2^-14 is rounded to multiples of 2^-24, and
-    where one key holds nearly all weight the others are that small (1.3 times the element-wise bound without the lift).
+    against: `lift` below the maximum and a threshold above that at most.
     """
-    new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2 - lift)
+    new_max = lagging_max(row_max, gl.maximum(row_max, gl.max(s, 1) * scale_log2 - lift))
     base = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * scale_log2 - base[:, None])
     rescale = gl.exp2(row_max - base)
@@ -264,7 +266,7 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, numbers, form: gl.
     lanes: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = k_smem[0].dtype
-    lift: gl.constexpr = 14.0 if dtype == gl.float16 else 0.0
+    lift: gl.constexpr = lift_of(dtype)
     parts_v: gl.constexpr = 2 if form.rest_dv else 1  # products under way for each o += p v
     zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, s_layout)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
@@ -288,8 +290,7 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, numbers, form: gl.
         if form.tuning.ping_pong:
             take_turn(w)
         s = score_product(q, k_smem, k_at.stage, zero, form)
-        if form.tuning.late_rescale:
-            o = scaled(o, rescale)
+        o = rescaled(o, rescale)
         mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
         o = value_product(p_reg, v_smem, v_at.stage, o, form)
         if form.tuning.ping_pong:
@@ -299,14 +300,13 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, numbers, form: gl.
         k_at = k_at.next()
         s = scores(s, n_start - i * BLOCK_N, edges, softcap, form)
         p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, lift, lanes, form)
+        if form.tuning.under:
+            stay_before(blocks)
         o = landed(o, form)
         mbarrier.arrive(v_free.index(v_at.stage))
         v_at = v_at.next()
-        if not form.tuning.late_rescale:
-            o = scaled(o, rescale)
         p_reg = gl.convert_layout(p.to(dtype), p_layout)
-    if form.tuning.late_rescale:
-        o = scaled(o, rescale)
+    o = rescaled(o, rescale)
     mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
     o = value_product(p_reg, v_smem, v_at.stage, o, form)
     total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
