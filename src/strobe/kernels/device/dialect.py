@@ -35,6 +35,7 @@ __all__ = [
     "next_launch_may_start",
     "partition_barrier",
     "reinterpret",
+    "scale_rows",
     "stay_before",
     "tcgen05_commit",
     "tcgen05_mma",
@@ -129,6 +130,31 @@ def stay_before(number):
     It puts a wait for products ahead of the arithmetic that was to run under them otherwise."""
     text: gl.constexpr = "{ .reg .pred never; setp.lt.s32 never, $1, 0; @!never bra ON; nanosleep.u32 0; ON: } mov.u32 $0, 0;"
     gl.inline_asm_elementwise(text, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def scale_rows(tile, factor):
+    """A product's tile in registers with each row multiplied; a thread whose rows all have the factor 1 branches over that. It holds two rows."""
+    COUNT: gl.constexpr = min(tile.shape[1] // 2, 64)  # a thread's elements, at most 64 at once: two of a row, two of the other, and so on
+    text: gl.constexpr = _scale_text(COUNT)
+    constraints: gl.constexpr = _scale_constraints(COUNT)
+    factors = gl.convert_layout(factor, gl.SliceLayout(1, tile.type.layout))[:, None]
+    return gl.inline_asm_elementwise(text, constraints, [tile, factors], dtype=gl.float32, is_pure=True, pack=COUNT)
+
+
+@gluon.constexpr_function
+def _scale_text(count):
+    """PTX that multiplies `count` registers by as many factors, of which the first and the third say whether any is not 1."""
+    first = 2 * count
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${first + i};" for i in range(count))
+    return (f"{{ .reg .pred moved; setp.neu.f32 moved, ${first}, 0f3F800000; @!moved setp.neu.f32 moved, ${first + 2}, 0f3F800000; "
+            f"@!moved bra KEPT; {products} KEPT: }}")  # fmt: skip
+
+
+@gluon.constexpr_function
+def _scale_constraints(count):
+    """What is written are the registers of the tile."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 
 @gluon.jit

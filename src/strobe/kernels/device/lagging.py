@@ -3,7 +3,7 @@
 Source: FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute), conditional rescaling.
 """
 
-from .dialect import gl, gluon
+from .dialect import gl, gluon, scale_rows
 
 THRESHOLD: gl.constexpr = gl.constexpr(8.0)  # the most a maximum lags, in log2 units: weights reach up to 2^8 times what they would
 
@@ -26,29 +26,6 @@ def lagging_max(row_max, new_max):
 
 @gluon.jit
 def rescaled(parts, factor):
-    """Parts of a sum in registers with each row multiplied; threads whose rows all have the factor 1 skip that: a fifth (128 columns) to a third
-    (256) of what a step of attention executes beside its products."""
-    return [rescaled_part(part, gl.convert_layout(factor, gl.SliceLayout(1, part.type.layout))[:, None]) for part in parts]
-
-
-@gluon.jit
-def rescaled_part(part, factor):
-    COUNT: gl.constexpr = min(part.shape[1] // 2, 64)  # a thread's elements, at most 64 at once: two of a row, two of the row 8 below, and so on
-    text: gl.constexpr = _rescale_text(COUNT)
-    constraints: gl.constexpr = _rescale_constraints(COUNT)
-    return gl.inline_asm_elementwise(text, constraints, [part, factor], dtype=gl.float32, is_pure=True, pack=COUNT)
-
-
-@gluon.constexpr_function
-def _rescale_text(count):
-    """PTX that multiplies `count` registers by as many factors, of which the first and the third say whether any is not 1."""
-    first = 2 * count
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${first + i};" for i in range(count))
-    return (f"{{ .reg .pred moved; setp.neu.f32 moved, ${first}, 0f3F800000; @!moved setp.neu.f32 moved, ${first + 2}, 0f3F800000; "
-            f"@!moved bra KEPT; {products} KEPT: }}")  # fmt: skip
-
-
-@gluon.constexpr_function
-def _rescale_constraints(count):
-    """The registers written are those of the sum."""
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+    """Parts of a sum in registers with each row multiplied, where a factor is not 1: a fifth (128 columns) to a third (256) of what a step of
+    attention executes beside its products, and seldom needed."""
+    return [scale_rows(part, factor) for part in parts]
