@@ -97,7 +97,7 @@ def test_every_family_of_inputs(name, family):
 
 OPTIONS = (
     ("t", {"step": 1}), ("t", {"step": 2}), ("a", {"block_n": 32}), ("k3_3", {"stages_k": 2, "stages_v": 3}), ("k5", {"consumers": 2}),
-    ("k6", {"ping_pong": 0}), ("k6", {"overlap": 0}), ("k6", {"late_sum": 0}), ("k6", {"late_rescale": 0}),
+    ("k6", {"ping_pong": 0}), ("k6", {"overlap": 0}), ("k6", {"late_sum": 0}), ("k6", {"lag": 0}),
     ("k7", {"two_level": 1}), ("k8", {"rotate": 0}), ("decode", {"splits": 3}),
 )  # fmt: skip
 

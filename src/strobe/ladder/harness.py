@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import reference
 from ..call import Call
+from ..target import Target
 from ..testing.compare import assert_as_good_as
 from . import RUNGS
 
@@ -157,6 +158,11 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dtypes: Sequence[torch.dtype] 
             raise ValueError(f"{name}.shape: got {list(tensor.shape)}, expected entries of fewer than 2^31 elements: rungs count them in 32 bits")
     if k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or q.shape[2] % k.shape[2]:
         raise ValueError(f"k.shape, v.shape: got {list(k.shape)}, {list(v.shape)}, expected q's B and D and a divisor of its H; reshape them")
+
+
+def programs(q: Tensor, tiles: int) -> int:
+    """How many programs walk `tiles`: one an SM; in the simulator two, so that each walks several."""
+    return min(tiles, Target.of(q.device).sm_count if q.is_cuda else 2)
 
 
 def outputs(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

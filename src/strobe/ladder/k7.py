@@ -15,6 +15,7 @@ Waits          k6 issues the next scores before this softmax. Here weights would
                three hide one another's waits better than two did their own.
 Sums           Hopper's 8-bit products keep about 14 bits of what they add up. q k^T adds D terms, but o adds every key there is: at long rows it
                stagnates. `two_level` starts each tile's product from zero and adds it to o in float32, for 64 more registers a thread.
+Tiles          are walked as in k6; K and V of a tile are loaded one after the other, since no product is issued ahead.
 Scales         `descale` = (of q, of k, of v): what one unit of each tensor is worth; the first two go into the softmax's scale, the third into the
                division by row_sum.
 
@@ -51,7 +52,7 @@ on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -70,7 +71,7 @@ from ..kernels.device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .harness import Rung, Size, check_inputs, main, outputs
+from .harness import Rung, Size, check_inputs, main, outputs, programs
 
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -84,6 +85,7 @@ class Form:
     head_dim: int
     causal: bool
     block_n: int = 128
+    masks: bool = True  # whether any tile may hold a hidden key; else the loop has no code for them
     stages: int = 2
     consumers: int = 0  # 0: three of 160 registers; two of 240 where two_level asks for D / 2 more
     two_level: int = 0  # each tile's product with V starts from zero and is added in float32
@@ -154,38 +156,50 @@ def copy_tile(desc, place, row, ready, smem):
 
 
 @gluon.jit
-def tile_of(sizes, form: gl.constexpr):
-    """(batch entry, head, first query, tiles of keys) of this program; the longest first."""
-    heads, group, seqlen_q, seqlen_k = sizes
-    m_start = (gl.num_programs(0) - 1 - gl.program_id(0)) * form.block_m
+def tile_number(turn):
+    """Which tile this program takes in its turn: to and fro, so that who had the longest of a round has the shortest of the next."""
+    programs, place = gl.num_programs(0), gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
+
+
+@gluon.jit
+def tile_of(number, sizes, form: gl.constexpr):
+    """(batch entry, head, first query, tiles of keys); causal tiles from the longest to the shortest, others head by head."""
+    heads, group, seqlen_q, seqlen_k, tiles_m, tiles = sizes
+    all_heads = tiles // tiles_m
+    index, m_block = number // tiles_m, number % tiles_m
+    if form.causal:
+        index, m_block = number % all_heads, tiles_m - 1 - number // all_heads
+    m_start = m_block * form.block_m
     n_stop = seqlen_k
     if form.causal:
         n_stop = gl.minimum(n_stop, gl.maximum(m_start + form.block_m + seqlen_k - seqlen_q, 0))
-    return gl.program_id(2), gl.program_id(1), m_start, gl.cdiv(n_stop, form.block_n)
+    return index // heads, index % heads, m_start, gl.cdiv(n_stop, form.block_n)
 
 
 @gluon.jit
 def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, form: gl.constexpr):
     CONSUMERS: gl.constexpr = form.consumers
-    q_smem, q_ready = q
+    q_smem, q_ready, q_free = q
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
-    entry, head, m_start, blocks = tile_of(sizes, form)
-    kv_place = (entry, head // sizes[1])
-    for w in gl.static_range(CONSUMERS):
-        copy_tile(q_desc, (entry, head), m_start + w * ROWS, q_ready.index(w), q_smem.index(w))
-    k_at, k_parity = gl.to_tensor(0), gl.to_tensor(1)
-    v_at, v_parity = gl.to_tensor(0), gl.to_tensor(1)
-    for i in range(blocks + 1):  # K of a tile comes before V of the tile above it; the last keys first: there a causal tile is masked
-        if i < blocks:
-            mbarrier.wait(k_free.index(k_at), k_parity)
-            copy_tile(k_desc, kv_place, (blocks - 1 - i) * form.block_n, k_ready.index(k_at), k_smem.index(k_at))
-            k_at, k_parity = next_of(k_at, k_parity, form.stages)
-        if i > 0:
-            mbarrier.wait(v_free.index(v_at), v_parity)
-            mbarrier.expect(v_ready.index(v_at), v_desc.block_type.nbytes)  # V's tile is [D, keys]: the key is a column
-            tma_load(v_desc, [kv_place[0], kv_place[1], 0, (blocks - i) * form.block_n], v_ready.index(v_at), v_smem.index(v_at))
-            v_at, v_parity = next_of(v_at, v_parity, form.stages)
+    at, parity = gl.to_tensor(0), gl.to_tensor(1)
+    turn = gl.to_tensor(0)
+    while tile_number(turn) < sizes[5]:
+        entry, head, m_start, blocks = tile_of(tile_number(turn), sizes, form)
+        kv_place = (entry, head // sizes[1])
+        for w in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
+            copy_tile(q_desc, (entry, head), m_start + w * ROWS, q_ready.index(w), q_smem.index(w))
+        for i in range(blocks):  # the last keys first: there a causal tile is masked
+            n_start = (blocks - 1 - i) * form.block_n
+            mbarrier.wait(k_free.index(at), parity)
+            copy_tile(k_desc, kv_place, n_start, k_ready.index(at), k_smem.index(at))
+            mbarrier.wait(v_free.index(at), parity)
+            mbarrier.expect(v_ready.index(at), v_desc.block_type.nbytes)  # V's tile is [D, keys]: the key is a column
+            tma_load(v_desc, [entry, kv_place[1], 0, n_start], v_ready.index(at), v_smem.index(at))
+            at, parity = next_of(at, parity, form.stages)
+        turn += 1
 
 
 @gluon.jit
@@ -215,7 +229,7 @@ def weights_operand(p, form: gl.constexpr):
 @gluon.jit
 def hide(s, m_start, n_start, sizes, form: gl.constexpr):
     """Scores with -inf where there is no key, or causal attention does not look."""
-    heads, group, seqlen_q, seqlen_k = sizes
+    seqlen_q, seqlen_k = sizes[2], sizes[3]
     shift = seqlen_k - seqlen_q
     partial = n_start + form.block_n > seqlen_k
     if form.causal:
@@ -240,20 +254,15 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
     row_lse = gl.where(row_sum == 0.0, float("-inf"), row_max * LN_2 + gl.log(row_sum))
     gl.store(lse_rows + m_start + rows, row_lse, mask=rows < seqlen_q - m_start)
     inverse = gl.convert_layout(gl.where(row_sum == 0.0, 0.0, descale_v / row_sum), gl.SliceLayout(1, o.type.layout))
+    tma_store_wait(0)  # the tile before has left the buffer
     as_rows(o_smem).store((o * inverse[:, None]).to(o_desc.dtype))
     fence_async_shared()
     tma_store(o_desc, [entry, head, m_start, 0], o_smem)
-    tma_store_wait(0)
 
 
 @gluon.jit
-def scaled(o, factor):
-    return o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
-
-
-@gluon.jit
-def attend(q_tile, k, v, m_start, blocks, sizes, scale_log2, form: gl.constexpr):
-    """(o, row_max, row_sum) over all tiles of keys, at least one."""
+def attend(q_tile, k, v, at, m_start, blocks, sizes, scale_log2, form: gl.constexpr):
+    """(o, row_max, row_sum, where the rings stand then) over all tiles of keys, at least one."""
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 32])
@@ -263,54 +272,59 @@ def attend(q_tile, k, v, m_start, blocks, sizes, scale_log2, form: gl.constexpr)
     row_sum = gl.full([ROWS, 8], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))
     zero_o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, o_layout)
     o = zero_o
-    stage, parity = gl.to_tensor(0), gl.to_tensor(0)
+    stage, parity = at
     n_start = (blocks - 1) * form.block_n
     for i in range(blocks):
         mbarrier.wait(k_ready.index(stage), parity)
         s = warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_free.index(stage))
-        s = hide(s, m_start, n_start - i * form.block_n, sizes, form)
+        if form.masks:
+            s = hide(s, m_start, n_start - i * form.block_n, sizes, form)
         p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, form)
-        o = scaled(o, rescale)
+        o = o * gl.convert_layout(rescale, gl.SliceLayout(1, o.type.layout))[:, None]
         mbarrier.wait(v_ready.index(stage), parity)
-        if form.two_level:
-            part = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0)), zero_o, use_acc=False, is_async=True)
-            o += warpgroup_mma_wait(0, deps=[part])
-        else:
-            o = warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0)), o, is_async=True)
-            o = warpgroup_mma_wait(0, deps=[o])
+        weights, values = weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0))
+        part = warpgroup_mma(weights, values, zero_o if form.two_level else o, use_acc=not form.two_level, is_async=True)
+        part = warpgroup_mma_wait(0, deps=[part])
+        o = o + part if form.two_level else part
         mbarrier.arrive(v_free.index(stage))
         stage, parity = next_of(stage, parity, form.stages)
-    return o, row_max, gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
+    return o, row_max, gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout)), (stage, parity)
 
 
 @gluon.jit
 def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scales, form: gl.constexpr):
-    q_smem, q_ready = q
+    q_smem, q_ready, q_free = q
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 32])
-    entry, head, m_start, blocks = tile_of(sizes, form)
-    m_start += w * ROWS
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
-    row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-    o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32]))
-    mbarrier.wait(q_ready.index(w), 0)
-    if blocks > 0:
-        o, row_max, row_sum = attend(as_rows(q_smem.index(w)), k, v, m_start, blocks, sizes, scales[0], form)
-    lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
-    store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], scales[1], o_smem.index(w))
+    at = (gl.to_tensor(0), gl.to_tensor(0))
+    turn = gl.to_tensor(0)
+    while tile_number(turn) < sizes[5]:
+        entry, head, m_start, blocks = tile_of(tile_number(turn), sizes, form)
+        m_start += w * ROWS
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+        row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
+        o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32]))
+        mbarrier.wait(q_ready.index(w), turn & 1)
+        if blocks > 0:
+            o, row_max, row_sum, at = attend(as_rows(q_smem.index(w)), k, v, at, m_start, blocks, sizes, scales[0], form)
+        mbarrier.arrive(q_free.index(w))
+        lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
+        store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], scales[1], o_smem.index(w))
+        turn += 1
+    tma_store_wait(0)
 
 
 @gluon.jit
 def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scales, form: gl.constexpr):
-    """sizes (H, queries' heads a key head, S_q, S_k); scales (of scores, in units of log2; of v)."""
+    """sizes as k6's; scales (of scores, in units of log2; of v)."""
     STAGES: gl.constexpr = form.stages
     CONSUMERS: gl.constexpr = form.consumers
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [form.slots] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [form.slots] + o_desc.block_shape, o_desc.layout)  # noqa: RUF005
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
-    q = (q_smem, barriers(CONSUMERS, 1))
+    q = (q_smem, barriers(CONSUMERS, 1), barriers(CONSUMERS, 1))
     k = (k_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     v = (v_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     if CONSUMERS == 3:
@@ -357,15 +371,16 @@ def run(
     check_inputs(q, k, v, (torch.float8_e4m3fn,))
     batch, seqlen_q, heads, head_dim = q.shape
     form = Form(head_dim, causal, **options)
+    form = replace(form, masks=causal or k.shape[1] % form.block_n > 0)
     out, lse = outputs(q, torch.bfloat16)
     by_heads = [tensor.transpose(1, 2) for tensor in (q, k, out)]
     views = [descriptor(tensor, rows, head_dim) for tensor, rows in zip(by_heads, (64, form.block_n, 64))]
     views.insert(2, descriptor(turn(v), head_dim, form.block_n))
-    sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1])
+    tiles_m = -(-seqlen_q // form.block_m)
+    sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch)
     scales = (head_dim**-0.5 * descale[0] * descale[1] * LOG2_E, float(descale[2]))
-    grid = (-(-seqlen_q // form.block_m), heads, batch)
     registers = 168 if form.consumers == 2 else 128  # a thread's, before they are moved
-    attend_kernel[grid](*views, lse, sizes, scales, form, num_warps=4, maxnreg=registers)
+    attend_kernel[(programs(q, sizes[-1]),)](*views, lse, sizes, scales, form, num_warps=4, maxnreg=registers)
     return out, lse
 
 
