@@ -1,4 +1,4 @@
-"""Evaluates inline PTX: the straight-line blocks a kernel hands to `inline_asm_elementwise`, over whole arrays at once.
+"""Evaluates inline PTX: the blocks a kernel hands to `inline_asm_elementwise`, over whole arrays at once.
 
     text, constraints --parse, once--> Program: registers and steps --run, per call--> arrays
 

@@ -59,6 +59,7 @@ from ..device.dialect import (
     tmem_reg_layout,
 )
 from ..device.joined import heads_of, load_sinks, queries_of
+from ..device.lagging import lagging_max
 from ..device.masking import edges_of, hide_by_bits, interval_bits, row_interval
 from ..device.schedule import WORDS, is_told, read_tile, tell, tile_number, tile_of
 from ..device.softmax import exp2_by_fma, finish, tanh
@@ -292,7 +293,7 @@ def kept_max(row_max, quarters, scale_log2, form: gl.constexpr):
     a = gl.maximum(gl.max(quarters[0], 1), gl.max(quarters[1], 1))
     b = gl.maximum(gl.max(quarters[2], 1), gl.max(quarters[3], 1))
     new_max = gl.maximum(row_max, gl.maximum(a, b) * scale_log2 - form.lift)
-    return gl.where(new_max - row_max <= form.tuning.threshold, row_max, new_max)  # -inf - -inf is NaN: new_max, which is -inf too
+    return lagging_max(row_max, new_max, form.tuning.threshold)
 
 
 @gluon.jit

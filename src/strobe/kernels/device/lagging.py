@@ -5,7 +5,7 @@ Source: FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute), condition
 
 from .dialect import gl, gluon, scale_rows
 
-THRESHOLD: gl.constexpr = gl.constexpr(8.0)  # the most a maximum lags, in log2 units: weights reach up to 2^8 times what they would
+THRESHOLD: gl.constexpr = gl.constexpr(8.0)  # the most a maximum lags on Hopper, in log2 units: weights reach up to 2^8 times what they would
 
 
 @gluon.constexpr_function
@@ -19,9 +19,9 @@ def lift_of(dtype):
 
 
 @gluon.jit
-def lagging_max(row_max, new_max):
+def lagging_max(row_max, new_max, threshold: gl.constexpr):
     """row_max where new_max is above it by the threshold at most, else new_max."""
-    return gl.where(new_max - row_max <= THRESHOLD, row_max, new_max)  # -inf - -inf is NaN: new_max, which is -inf too
+    return gl.where(new_max - row_max <= threshold, row_max, new_max)  # -inf - -inf is NaN: new_max, which is -inf too
 
 
 @gluon.jit

@@ -74,7 +74,7 @@ class DecodeForm(Traits):
 
     @property
     def lift(self) -> float:
-        """How far p may exceed 1, in log2 units: a float16 under 2^-14 loses bits (forward.softmax_step)."""
+        """How far p may exceed 1, in log2 units: a float16 under 2^-14 loses bits (device.lagging)."""
         return 14.0 if self.dtype == "float16" or self.fp8 else 0.0
 
     @property

@@ -38,7 +38,7 @@ from ..device.dialect import (
     warpgroup_mma_wait,
 )
 from ..device.joined import heads_of, load_sinks, queries_of
-from ..device.lagging import lagging_max, lift_of, rescaled
+from ..device.lagging import THRESHOLD, lagging_max, lift_of, rescaled
 from ..device.masking import edges_of, row_interval
 from ..device.schedule import WORDS, blocks_of, is_told, read_tile, tell, tile_number, tile_of
 from ..device.softmax import finish, tanh
@@ -124,7 +124,7 @@ def softmax_step(s, row_max, row_sum, scale_log2, lift: gl.constexpr, lanes: gl.
     Every lane keeps the sum of its own columns, which are gathered once, after the last step. row_max is what p is taken
     against: `lift` below the maximum and a threshold above that at most.
     """
-    new_max = lagging_max(row_max, gl.maximum(row_max, gl.max(s, 1) * scale_log2 - lift))
+    new_max = lagging_max(row_max, gl.maximum(row_max, gl.max(s, 1) * scale_log2 - lift), THRESHOLD)
     base = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * scale_log2 - base[:, None])
     rescale = gl.exp2(row_max - base)
