@@ -127,7 +127,7 @@ def zero_of_turn():
 @gluon.jit
 def stay_before(number):
     """What is written before this is computed before it: a branch that is never taken, as `number` is never negative, which ptxas does not know.
-    It puts a wait for products ahead of the arithmetic that was to run under them otherwise."""
+    Without it ptxas puts a wait for products ahead of the arithmetic that was to run under them."""
     text: gl.constexpr = "{ .reg .pred never; setp.lt.s32 never, $1, 0; @!never bra ON; nanosleep.u32 0; ON: } mov.u32 $0, 0;"
     gl.inline_asm_elementwise(text, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 

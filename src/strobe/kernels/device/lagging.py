@@ -26,6 +26,6 @@ def lagging_max(row_max, new_max, threshold: gl.constexpr):
 
 @gluon.jit
 def rescaled(parts, factor):
-    """Parts of a sum in registers with each row multiplied, where a factor is not 1: a fifth (128 columns) to a third (256) of what a step of
-    attention executes beside its products, and seldom needed."""
+    """Parts of a sum in registers with each row multiplied, where a factor is not 1, which is seldom: a seventh (128 columns) to a third (256) of
+    what a step of attention executes."""
     return [scale_rows(part, factor) for part in parts]
