@@ -285,9 +285,9 @@ CPU = (
     Mutant("sink of another head", f"{FORWARD}:_sinks", "call.sinks[chunk.heads_q]", "call.sinks.flip(0)[chunk.heads_q]", judged("sinks"), (64,)),
     Mutant(
         "NaN swallowed by a maximum",
-        "kernels.cpu.flash:lost_nan",
-        "n_keys >= VECTOR",
-        "True",
+        "kernels.cpu.flash:forward",
+        "piece.n_keys < VECTOR",
+        "False",
         runs(test_cpu.test_a_row_of_nan_is_nan_and_alone, 3, {}, torch.float32),
     ),
     # empty rows and lse

@@ -52,10 +52,9 @@ def cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=
     """
     if dropout_p or attn_mask is not None or later:
         _refuse(dropout_p=dropout_p, attn_mask=attn_mask, **later)
-    if (scale is None or scale > 0) and _as_torch(query, key, value, is_causal):
-        scaled = {} if scale is None else {"scale": scale}  # what is not said need not be taken apart: 0.15 us
-        found = flash.TORCH(query, key, value, 0.0, is_causal, **scaled)
-        if not flash.lost_nan(found[1], key.size(2)):
+    if (scale is None or scale > 0) and (n_keys := _as_torch(query, key, value, is_causal)):
+        found = flash.TORCH(query, key, value, 0.0, is_causal) if scale is None else flash.TORCH(query, key, value, 0.0, is_causal, scale=scale)
+        if n_keys >= flash.VECTOR or not flash.lost_nan(found[1]):
             served["cpu.forward"] += 1
             return found
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -68,11 +67,11 @@ def cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=
     return out, lse
 
 
-def _as_torch(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
-    """Whether cpu.forward would hand these to torch's own kernel just so: its host code would be for nothing."""
+def _as_torch(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> int:
+    """How many keys there are if cpu.forward would hand all this to torch's own kernel just so, whose host code would be for nothing; else 0."""
     rows, keys = query.shape, key.shape
-    alike = keys == value.shape and (rows == keys or (rows[1] == keys[1] and keys[2] > 0 and not is_causal))
-    return alike and query.numel() > 0  # of no rows torch's kernel divides by zero
+    alike = keys == value.shape and (rows == keys or (rows[1] == keys[1] and not is_causal))
+    return keys[2] if alike and query.numel() > 0 else 0  # of no rows torch's kernel divides by zero
 
 
 def cpu_backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None, **later):

@@ -18,7 +18,7 @@ from .pieces import Piece
 # Below a vector of keys torch takes a maximum that drops NaN, and a row of NaN comes out as one that sees nothing. A vector holds 16 float32
 # where torch's kernels are AVX-512's, 8 where they are AVX2's, and no more than 64 anywhere.
 VECTOR = 16 if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else 64
-LISTED = 64  # elements that are looked at in 0.5 us as a list, where an op and its result's way back take 1.8
+LISTED = 64  # elements that are looked at as a list sooner than by an op and its result's way back
 BAND_ROWS = 256
 
 
@@ -60,7 +60,7 @@ def forward(piece: Piece, call: Call, tensors: Forward, scale: float, tile: Call
     else:
         out, lse = _band(piece, q, k, v, scale)
     out = out.transpose(1, 2).to(tensors.out.dtype)
-    if lost_nan(lse, piece.n_keys):
+    if piece.n_keys < VECTOR and lost_nan(lse):
         tile()
         lost = lse == 0
         out = torch.where(lost.transpose(1, 2)[..., None], tensors.out[piece.entries, piece.rows], out)
@@ -69,10 +69,9 @@ def forward(piece: Piece, call: Call, tensors: Forward, scale: float, tile: Call
     tensors.lse[piece.entries, :, piece.rows] = lse
 
 
-def lost_nan(lse: Tensor, n_keys: int) -> bool:
-    """Whether a row of NaN may have come out as one that sees nothing, whose lse torch gives as 0; in others lse is hardly ever 0."""
-    if n_keys >= VECTOR:
-        return False
+def lost_nan(lse: Tensor) -> bool:
+    """Whether a row of NaN over less than a vector of keys may have come out as one that sees nothing, whose lse torch gives as 0; in others lse
+    is hardly ever 0."""
     if lse.numel() > LISTED:
         return not lse.all()
     every = chain.from_iterable
