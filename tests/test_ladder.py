@@ -383,6 +383,7 @@ def test_what_fails_is_a_row_and_an_exit_code(capsys, monkeypatch):
     [
         (["k9"], "rung: got k9"),
         (["k6", "--set", "blocks=3"], "--set: got blocks=3"),
+        (["k6", "--set", "masks=0"], "--set: got masks=0"),
         (["k5", "--set", "consumers=7"], "consumers: got 7"),
         (["t", "--causal", "--set", "step=1"], "step: got 1"),
         (["--device", "tpu"], "device: got 'tpu'"),

@@ -58,7 +58,7 @@ on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -89,8 +89,8 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 class Form:
     head_dim: int
     causal: bool
-    block_n: int = 128
     masks: bool = True  # whether any tile may hold a hidden key; else the loop has no code for them
+    block_n: int = 128
     stages: int = 2
     consumers: int = 0  # 0: two of 240 registers at D = 128, three of 160 at D = 64
     overlap: bool = True  # the next scores under this softmax
@@ -419,8 +419,7 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[Tensor, Tensor]:
     check_inputs(q, k, v)
     batch, seqlen_q, heads, head_dim = q.shape
-    form = Form(head_dim, causal, **options)
-    form = replace(form, masks=causal or k.shape[1] % form.block_n > 0)
+    form = Form(head_dim, causal, causal or k.shape[1] % options.get("block_n", Form.block_n) > 0, **options)
     out, lse = outputs(q)
     views = [descriptor(tensor, rows) for tensor, rows in ((q, 64), (k, form.block_n), (v, form.block_n), (out, 64))]
     tiles_m = -(-seqlen_q // form.block_m)

@@ -52,7 +52,7 @@ on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -84,8 +84,8 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float8_e4m3fn: gl.float8e4nv}
 class Form:
     head_dim: int
     causal: bool
-    block_n: int = 128
     masks: bool = True  # whether any tile may hold a hidden key; else the loop has no code for them
+    block_n: int = 128
     stages: int = 2
     consumers: int = 0  # 0: three of 160 registers; two of 240 where two_level asks for D / 2 more
     two_level: int = 0  # each tile's product with V starts from zero and is added in float32
@@ -317,7 +317,7 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scales, 
 
 @gluon.jit
 def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scales, form: gl.constexpr):
-    """sizes as k6's; scales (of scores, in units of log2; of v)."""
+    """sizes (H, queries' heads a key head, S_q, S_k, tiles of queries a head, and in all); scales (of scores, in units of log2; of v)."""
     STAGES: gl.constexpr = form.stages
     CONSUMERS: gl.constexpr = form.consumers
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [form.slots] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
@@ -370,8 +370,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     check_inputs(q, k, v, (torch.float8_e4m3fn,))
     batch, seqlen_q, heads, head_dim = q.shape
-    form = Form(head_dim, causal, **options)
-    form = replace(form, masks=causal or k.shape[1] % form.block_n > 0)
+    form = Form(head_dim, causal, causal or k.shape[1] % options.get("block_n", Form.block_n) > 0, **options)
     out, lse = outputs(q, torch.bfloat16)
     by_heads = [tensor.transpose(1, 2) for tensor in (q, k, out)]
     views = [descriptor(tensor, rows, head_dim) for tensor, rows in zip(by_heads, (64, form.block_n, 64))]
