@@ -69,6 +69,7 @@ from ..kernels.device.dialect import (
     gl,
     gluon,
     mbarrier,
+    named_barrier,
     scale_rows,
     stay_before,
     tma_load,
@@ -160,16 +161,22 @@ def tile_number(turn):
 @gluon.jit
 def tile_of(number, sizes, form: gl.constexpr):
     """(batch entry, head, first query, tiles of keys); causal tiles from the longest to the shortest, others head by head."""
-    heads, group, seqlen_q, seqlen_k, tiles_m, tiles = sizes
-    all_heads = tiles // tiles_m
+    heads, tiles_m, all_heads = sizes[0], sizes[4], sizes[5] // sizes[4]
     index, m_block = number // tiles_m, number % tiles_m
     if form.causal:
         index, m_block = number % all_heads, tiles_m - 1 - number // all_heads
     m_start = m_block * form.block_m
+    return index // heads, index % heads, m_start, blocks_of(m_start, form.block_m, sizes, form)
+
+
+@gluon.jit
+def blocks_of(m_start, rows: gl.constexpr, sizes, form: gl.constexpr):
+    """Tiles of keys that some of these rows sees."""
+    seqlen_q, seqlen_k = sizes[2], sizes[3]
     n_stop = seqlen_k
     if form.causal:
-        n_stop = gl.minimum(n_stop, gl.maximum(m_start + form.block_m + seqlen_k - seqlen_q, 0))
-    return index // heads, index % heads, m_start, gl.cdiv(n_stop, form.block_n)
+        n_stop = gl.minimum(n_stop, gl.maximum(m_start + rows + seqlen_k - seqlen_q, 0))
+    return gl.where(m_start < seqlen_q, gl.cdiv(n_stop, form.block_n), 0)
 
 
 @gluon.jit
@@ -200,26 +207,16 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, form: gl.constexpr):
 
 
 @gluon.jit
-def take_turn(w: gl.constexpr):
-    """Wait until the consumer before has issued its products: named barrier 9 + w, its 128 threads and ours. Numbers are written out: one in
-    a register makes ptxas reserve all 16 barriers."""
-    if w == 0:
-        gl.inline_asm_elementwise("bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    elif w == 1:
-        gl.inline_asm_elementwise("bar.sync 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        gl.inline_asm_elementwise("bar.sync 11, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def take_turn(w: gl.constexpr, form: gl.constexpr):
+    """Wait until the consumer before has passed it on: named barrier 9 + w, its 128 threads and ours."""
+    if form.ping_pong:
+        named_barrier("bar.sync", 9 + w, 256)
 
 
 @gluon.jit
-def pass_turn(w: gl.constexpr, consumers: gl.constexpr):
-    """Let the next consumer issue."""
-    if (w + 1) % consumers == 0:
-        gl.inline_asm_elementwise("bar.arrive 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    elif (w + 1) % consumers == 1:
-        gl.inline_asm_elementwise("bar.arrive 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        gl.inline_asm_elementwise("bar.arrive 11, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def pass_turn(w: gl.constexpr, form: gl.constexpr):
+    if form.ping_pong:
+        named_barrier("bar.arrive", 9 + (w + 1) % form.consumers, 256)
 
 
 @gluon.jit
@@ -276,6 +273,20 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
 
 
 @gluon.jit
+def let_go(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
+    """Pass over tiles that the others' rows see and this consumer's do not. V comes after K: who waits for it is no round of the ring ahead."""
+    stage, parity = at
+    for _ in range(count):
+        take_turn(w, form)
+        pass_turn(w, form)
+        mbarrier.wait(v[1].index(stage), parity)
+        mbarrier.arrive(k[2].index(stage))
+        mbarrier.arrive(v[2].index(stage))
+        stage, parity = next_of(stage, parity, form.stages)
+    return stage, parity
+
+
+@gluon.jit
 def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, sizes, scale_log2, form: gl.constexpr):
     """(o, row_max, row_sum, where the rings stand then) over all tiles of keys, at least one."""
     k_smem, k_ready, k_free = k
@@ -291,11 +302,9 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, sizes, scale_log2
     stage, parity = at
     n_start = (blocks - 1) * form.block_n
     mbarrier.wait(k_ready.index(stage), parity)
-    if form.ping_pong:
-        take_turn(w)
+    take_turn(w, form)
     s = warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if form.ping_pong:
-        pass_turn(w, form.consumers)
+    pass_turn(w, form)
     s = warpgroup_mma_wait(0, deps=[s])
     if form.masks:
         s = hide(s, m_start, n_start, sizes, form)
@@ -310,13 +319,11 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, sizes, scale_log2
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_free.index(v_at))
         mbarrier.wait(k_ready.index(stage), parity)
-        if form.ping_pong:
-            take_turn(w)
+        take_turn(w, form)
         s = warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
         if form.overlap:
             o = add_values(p_reg, v_smem, v_ready, v_at, v_parity, o, rescale)
-        if form.ping_pong:
-            pass_turn(w, form.consumers)
+        pass_turn(w, form)
         if form.overlap:
             s = warpgroup_mma_wait(1, deps=[s])  # the scores; the product with V goes on
         else:
@@ -351,9 +358,8 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
     q_smem, q_ready, q_free = q
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 16])
     at = (gl.to_tensor(0), gl.to_tensor(0))
-    if form.ping_pong:
-        if w == form.consumers - 1:
-            pass_turn(w, form.consumers)  # consumer 0 begins
+    if w == form.consumers - 1:
+        pass_turn(w, form)  # consumer 0 begins
     turn = gl.to_tensor(0)
     while tile_number(turn) < sizes[5]:
         entry, head, m_start, blocks = tile_of(tile_number(turn), sizes, form)
@@ -362,8 +368,10 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
         row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 16]))
         mbarrier.wait(q_ready.index(w), turn & 1)
-        if blocks > 0:
-            o, row_max, row_sum, at = attend(w, as_rows(q_smem.index(w)), k, v, at, m_start, blocks, sizes, scale_log2, form)
+        own = blocks_of(m_start, ROWS, sizes, form)
+        at = let_go(w, k, v, at, blocks - own, form)
+        if own > 0:
+            o, row_max, row_sum, at = attend(w, as_rows(q_smem.index(w)), k, v, at, m_start, own, sizes, scale_log2, form)
         mbarrier.arrive(q_free.index(w))
         entry, head, m_start, blocks = tile_of(tile_number(turn), sizes, form)  # again: registers are few meanwhile
         m_start += w * ROWS

@@ -8,14 +8,14 @@ Layouts        a lane's accumulator holds, of every 8 columns, columns 2t and 2t
                every 16, columns 4t to 4t + 3: other columns, in other lanes. But a sum over keys may take them in any order: the weights stay where
                they are, and V's columns are permuted to match, which `transpose_kernel` does on the way. Of each 32 keys, place 16 i1 + 4 t + 2 i0 +
                e holds key 16 i1 + 8 i0 + 2 t + e. In registers it is a renaming: `convert_layout(..., assert_trivial=True)`.
-Weights        are at most 1, and e4m3 ends at 2^-9: everything below 2^-10 would be lost. They are taken against the row's maximum less 8 in units of
-               log2, so that they reach 256 of e4m3's 448, and end at 2^-17 of the largest.
-Waits          k6 issues the next scores before this softmax. Here weights would outlive a loop's turn for that, and 8-bit values that do are taken
-               apart into bytes; in float32 they are 64 registers. So a consumer waits for its own products, and what that leaves is room for a third:
-               three hide one another's waits better than two did their own.
+Weights        are at most 1, and e4m3 ends at 2^-9: everything below 2^-10 would be lost. They are taken against the row's maximum less 4.5 in units
+               of log2, and that lags by 4 at most, as in k6: they reach 362 of e4m3's 448, and end at 2^-13 of the largest.
+Turns          k6 issues the next scores before this softmax. Here weights would outlive a loop's turn for that, and 8-bit values that do are taken
+               apart into bytes. So a consumer has the tensor cores for itself for two products, o += P V and the next scores, and takes its softmax
+               while the two others have them. Without turns all three multiply at once, and then all wait at their exponents.
 Sums           Hopper's 8-bit products keep about 14 bits of what they add up. q k^T adds D terms, but o adds every key there is: at long rows it
                stagnates. `two_level` starts each tile's product from zero and adds it to o in float32, for 64 more registers a thread.
-Tiles          are walked as in k6; K and V of a tile are loaded one after the other, since no product is issued ahead.
+Tiles          are walked as in k6; V of a tile follows its K, since no product is issued ahead.
 Scales         `descale` = (of q, of k, of v): what one unit of each tensor is worth; the first two go into the softmax's scale, the third into the
                division by row_sum.
 
@@ -27,9 +27,8 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 8 b
     shared      D (64 + 128 for the output) 4, and 2 S 128 D for S stages: 160 KiB for D = 128, S = 2
     registers   o D / 2, scores 64, weights 16, of 160
 
-What limits it: exponents and products take turns within a consumer, and three consumers do not quite hide each other: tensor cores are busy 49 % of
-the time, issue slots 44 %. At D = 64 there are twice as many exponents a product. Tiles of 192 queries fit causal masks and short sequences less well
-than k6's 128. And accuracy: 3 bits of significand, and one outlier in a tensor takes the scale from all others.
+What limits it: tensor cores are busy half of the time; a consumer's softmax takes longer than the turns of the others. At D = 64 there are twice as
+many exponents a product. And accuracy: 3 bits of significand, and one outlier in a tensor takes the scale from all others.
 
 Measured:
 
@@ -65,6 +64,9 @@ from ..kernels.device.dialect import (
     gl,
     gluon,
     mbarrier,
+    named_barrier,
+    scale_rows,
+    stay_before,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -76,7 +78,7 @@ from .harness import Rung, Size, check_inputs, main, outputs, programs
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 ROWS: gl.constexpr = gl.constexpr(64)  # of one consumer: what one wgmma takes
-LIFT: gl.constexpr = gl.constexpr(8.0)  # weights reach 2^8
+LIFT: gl.constexpr = gl.constexpr(4.5)  # weights reach 2^4.5, and 2^lag times that; e4m3 ends at 448
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
@@ -87,14 +89,14 @@ class Form:
     masks: bool = True  # whether any tile may hold a hidden key; else the loop has no code for them
     block_n: int = 128
     stages: int = 2
-    consumers: int = 0  # 0: three of 160 registers; two of 240 where two_level asks for D / 2 more
+    turns: int = 1  # consumers take turns at the tensor cores
+    lag: float = 4.0  # log2 by which a row's maximum may grow before o is rescaled
     two_level: int = 0  # each tile's product with V starts from zero and is added in float32
 
-    def __post_init__(self) -> None:
-        if self.consumers not in (0, 2, 3):
-            raise ValueError(f"consumers: got {self.consumers}, expected 2 or 3; leave it out for what fits")
-        if not self.consumers:
-            object.__setattr__(self, "consumers", 2 if self.two_level else 3)
+    @property
+    def consumers(self) -> int:
+        """Three of 160 registers; two of 240 where two_level asks for D / 2 more."""
+        return 2 if self.two_level else 3
 
     @property
     def block_m(self) -> int:
@@ -165,16 +167,22 @@ def tile_number(turn):
 @gluon.jit
 def tile_of(number, sizes, form: gl.constexpr):
     """(batch entry, head, first query, tiles of keys); causal tiles from the longest to the shortest, others head by head."""
-    heads, group, seqlen_q, seqlen_k, tiles_m, tiles = sizes
-    all_heads = tiles // tiles_m
+    heads, tiles_m, all_heads = sizes[0], sizes[4], sizes[5] // sizes[4]
     index, m_block = number // tiles_m, number % tiles_m
     if form.causal:
         index, m_block = number % all_heads, tiles_m - 1 - number // all_heads
     m_start = m_block * form.block_m
+    return index // heads, index % heads, m_start, blocks_of(m_start, form.block_m, sizes, form)
+
+
+@gluon.jit
+def blocks_of(m_start, rows: gl.constexpr, sizes, form: gl.constexpr):
+    """Tiles of keys that some of these rows sees."""
+    seqlen_q, seqlen_k = sizes[2], sizes[3]
     n_stop = seqlen_k
     if form.causal:
-        n_stop = gl.minimum(n_stop, gl.maximum(m_start + form.block_m + seqlen_k - seqlen_q, 0))
-    return index // heads, index % heads, m_start, gl.cdiv(n_stop, form.block_n)
+        n_stop = gl.minimum(n_stop, gl.maximum(m_start + rows + seqlen_k - seqlen_q, 0))
+    return gl.where(m_start < seqlen_q, gl.cdiv(n_stop, form.block_n), 0)
 
 
 @gluon.jit
@@ -203,11 +211,25 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, form: gl.constexpr):
 
 
 @gluon.jit
+def take_turn(w: gl.constexpr, form: gl.constexpr):
+    """Wait until the consumer before has passed it on: named barrier 9 + w, its 128 threads and ours."""
+    if form.turns:
+        named_barrier("bar.sync", 9 + w, 256)
+
+
+@gluon.jit
+def pass_turn(w: gl.constexpr, form: gl.constexpr):
+    if form.turns:
+        named_barrier("bar.arrive", 9 + (w + 1) % form.consumers, 256)
+
+
+@gluon.jit
 def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
-    """(p, rescale, row_max, row_sum) after one more tile of raw scores; row_max in units of log2, LIFT below the maximum, so that p reaches 2^LIFT.
-    row_sum [64, 8] keeps each lane's own columns."""
+    """(p, rescale, row_max, row_sum) after one more tile of raw scores; row_max in units of log2, LIFT below the maximum, and up to
+    form.lag below that. row_sum [64, 8] keeps each lane's own columns."""
     lanes: gl.constexpr = row_sum.type.layout
     new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2 - LIFT)
+    new_max = gl.where(new_max - row_max <= form.lag, row_max, new_max)  # -inf - -inf is NaN: new_max
     base = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * scale_log2 - base[:, None])
     rescale = gl.exp2(row_max - base)
@@ -261,7 +283,30 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
 
 
 @gluon.jit
-def attend(q_tile, k, v, at, m_start, blocks, sizes, scale_log2, form: gl.constexpr):
+def let_go(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
+    """Pass over tiles that the others' rows see and this consumer's do not. V comes after K: who waits for it is no round of the ring ahead."""
+    stage, parity = at
+    for _ in range(count):
+        take_turn(w, form)
+        pass_turn(w, form)
+        mbarrier.wait(v[1].index(stage), parity)
+        mbarrier.arrive(k[2].index(stage))
+        mbarrier.arrive(v[2].index(stage))
+        stage, parity = next_of(stage, parity, form.stages)
+    return stage, parity
+
+
+@gluon.jit
+def add_values(weights, values, o, form: gl.constexpr):
+    """o plus weights times values, at once or by way of a sum of their own."""
+    if form.two_level:
+        return o + warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, values, gl.zeros_like(o), use_acc=False, is_async=True)])
+    else:
+        return warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, values, o, is_async=True)])
+
+
+@gluon.jit
+def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, sizes, scale_log2, form: gl.constexpr):
     """(o, row_max, row_sum, where the rings stand then) over all tiles of keys, at least one."""
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
@@ -270,27 +315,41 @@ def attend(q_tile, k, v, at, m_start, blocks, sizes, scale_log2, form: gl.conste
     zero = gl.full([ROWS, form.block_n], 0.0, gl.float32, s_layout)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     row_sum = gl.full([ROWS, 8], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))
-    zero_o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, o_layout)
-    o = zero_o
+    o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, o_layout)
     stage, parity = at
     n_start = (blocks - 1) * form.block_n
-    for i in range(blocks):
-        mbarrier.wait(k_ready.index(stage), parity)
-        s = warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_free.index(stage))
-        if form.masks:
-            s = hide(s, m_start, n_start - i * form.block_n, sizes, form)
-        p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, form)
-        o = o * gl.convert_layout(rescale, gl.SliceLayout(1, o.type.layout))[:, None]
-        mbarrier.wait(v_ready.index(stage), parity)
-        weights, values = weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0))
-        part = warpgroup_mma(weights, values, zero_o if form.two_level else o, use_acc=not form.two_level, is_async=True)
-        part = warpgroup_mma_wait(0, deps=[part])
-        o = o + part if form.two_level else part
-        mbarrier.arrive(v_free.index(stage))
+    mbarrier.wait(k_ready.index(stage), parity)
+    take_turn(w, form)
+    s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)])
+    pass_turn(w, form)
+    mbarrier.arrive(k_free.index(stage))
+    for i in range(1, blocks):
+        v_at, v_parity = stage, parity
         stage, parity = next_of(stage, parity, form.stages)
-    return o, row_max, gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout)), (stage, parity)
+        if form.masks:
+            s = hide(s, m_start, n_start - (i - 1) * form.block_n, sizes, form)
+        p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, form)
+        o = scale_rows(o, rescale)
+        mbarrier.wait(v_ready.index(v_at), v_parity)
+        mbarrier.wait(k_ready.index(stage), parity)
+        weights = weights_operand(p, form)
+        if form.head_dim == 64:
+            stay_before(blocks)  # else ptxas rounds weights within the turn
+        take_turn(w, form)
+        o = add_values(weights, as_rows(v_smem.index(v_at)).permute((1, 0)), o, form)
+        mbarrier.arrive(v_free.index(v_at))
+        s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)])
+        pass_turn(w, form)
+        mbarrier.arrive(k_free.index(stage))
+    if form.masks:
+        s = hide(s, m_start, n_start - (blocks - 1) * form.block_n, sizes, form)
+    p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, form)
+    o = scale_rows(o, rescale)
+    mbarrier.wait(v_ready.index(stage), parity)
+    o = add_values(weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0)), o, form)
+    mbarrier.arrive(v_free.index(stage))
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
+    return o, row_max, row_sum, next_of(stage, parity, form.stages)
 
 
 @gluon.jit
@@ -298,6 +357,8 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scales, 
     q_smem, q_ready, q_free = q
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 32])
     at = (gl.to_tensor(0), gl.to_tensor(0))
+    if w == form.consumers - 1:
+        pass_turn(w, form)  # consumer 0 begins
     turn = gl.to_tensor(0)
     while tile_number(turn) < sizes[5]:
         entry, head, m_start, blocks = tile_of(tile_number(turn), sizes, form)
@@ -306,8 +367,10 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scales, 
         row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32]))
         mbarrier.wait(q_ready.index(w), turn & 1)
-        if blocks > 0:
-            o, row_max, row_sum, at = attend(as_rows(q_smem.index(w)), k, v, at, m_start, blocks, sizes, scales[0], form)
+        own = blocks_of(m_start, ROWS, sizes, form)
+        at = let_go(w, k, v, at, blocks - own, form)
+        if own > 0:
+            o, row_max, row_sum, at = attend(w, as_rows(q_smem.index(w)), k, v, at, m_start, own, sizes, scales[0], form)
         mbarrier.arrive(q_free.index(w))
         lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
         store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], scales[1], o_smem.index(w))
@@ -365,9 +428,7 @@ def turn(v: Tensor) -> Tensor:
     return turned
 
 
-def run(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, descale: tuple[float, float, float] = (1.0, 1.0, 1.0), **options: int
-) -> tuple[Tensor, Tensor]:
+def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, descale: tuple[float, ...] = (1.0, 1.0, 1.0), **options: int) -> tuple[Tensor, Tensor]:
     check_inputs(q, k, v, (torch.float8_e4m3fn,))
     batch, seqlen_q, heads, head_dim = q.shape
     form = Form(head_dim, causal, causal or k.shape[1] % options.get("block_n", Form.block_n) > 0, **options)
@@ -378,8 +439,7 @@ def run(
     tiles_m = -(-seqlen_q // form.block_m)
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch)
     scales = (head_dim**-0.5 * descale[0] * descale[1] * LOG2_E, float(descale[2]))
-    registers = 168 if form.consumers == 2 else 128  # a thread's, before they are moved
-    attend_kernel[(programs(q, sizes[-1]),)](*views, lse, sizes, scales, form, num_warps=4, maxnreg=registers)
+    attend_kernel[(programs(q, sizes[-1]),)](*views, lse, sizes, scales, form, num_warps=4, maxnreg=168 if form.two_level else 128)
     return out, lse
 
 

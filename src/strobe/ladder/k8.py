@@ -9,10 +9,8 @@ R = diag(random signs) H, H the Hadamard matrix of +1 and -1, makes each entry o
 largest entry of each block of rows, one scale a block, rounding. The factor 1 / D of two unnormalised transforms goes into the softmax's scale.
 
 Scales by block: 64 rows of q, 128 of k, have one each, so that an outlier costs its own block only. The scores of a tile are worth
-scale q_scale k_scale: one number a tile, known before the exponents; it costs a load. V is summed over blocks, where a scale by block would have to
-go into the weights; it gets one a head, through the division by row_sum.
-
-What it is worth, on numbers drawn from N(0, 1) with 0.1 % of N(0, 100) added: `strobe ladder --outliers`.
+scale q_scale k_scale: one number a tile, asked for a tile ahead. V is summed over blocks, where a scale by block would have to go into the weights;
+it gets one a head, through the division by row_sum. On numbers drawn from N(0, 1) with 0.1 % of N(0, 100) added: `strobe ladder --outliers`.
 
 Cost model: attention as in k7, and before it
 
@@ -58,6 +56,9 @@ from ..kernels.device.dialect import (
     gl,
     gluon,
     mbarrier,
+    named_barrier,
+    scale_rows,
+    stay_before,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -69,7 +70,11 @@ from .harness import Rung, Size, check_inputs, main, outputs, programs
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 ROWS: gl.constexpr = gl.constexpr(64)  # of one consumer: what one wgmma takes
-LIFT: gl.constexpr = gl.constexpr(8.0)  # weights reach 2^8
+CONSUMERS: gl.constexpr = gl.constexpr(3)
+BLOCK_M: gl.constexpr = gl.constexpr(192)  # theirs together
+SLOTS: gl.constexpr = gl.constexpr(4)  # tiles of q that shared memory is laid out for: a power of two
+LAG: gl.constexpr = gl.constexpr(4.0)  # log2 by which a row's maximum may grow before o is rescaled
+LIFT: gl.constexpr = gl.constexpr(4.5)  # weights reach 2^4.5, and 2^LAG times that; e4m3 ends at 448
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
@@ -80,27 +85,10 @@ class Form:
     masks: bool = True  # whether any tile may hold a hidden key; else the loop has no code for them
     block_n: int = 128
     stages: int = 2
-    consumers: int = 0  # 0: three of 160 registers; two of 240 where two_level asks for D / 2 more
-    two_level: int = 0  # each tile's product with V starts from zero and is added in float32
     rotate: int = 1  # 0: no signs and no Hadamard transform
 
-    def __post_init__(self) -> None:
-        if self.consumers not in (0, 2, 3):
-            raise ValueError(f"consumers: got {self.consumers}, expected 2 or 3; leave it out for what fits")
-        if not self.consumers:
-            object.__setattr__(self, "consumers", 2 if self.two_level else 3)
-
-    @property
-    def block_m(self) -> int:
-        return 64 * self.consumers
-
-    @property
-    def slots(self) -> int:
-        """Tiles of q that shared memory is laid out for: a power of two."""
-        return 2 if self.consumers == 2 else 4
-
     def shared_bytes(self) -> int:
-        return self.head_dim * (3 * 64 * self.slots + 2 * self.stages * self.block_n)
+        return self.head_dim * (3 * 64 * SLOTS.value + 2 * self.stages * self.block_n)
 
 
 @triton.jit
@@ -183,16 +171,15 @@ def tile_of(number, sizes, form: gl.constexpr):
     index, m_block = number // tiles_m, number % tiles_m
     if form.causal:
         index, m_block = number % all_heads, tiles_m - 1 - number // all_heads
-    m_start = m_block * form.block_m
+    m_start = m_block * BLOCK_M
     n_stop = seqlen_k
     if form.causal:
-        n_stop = gl.minimum(n_stop, gl.maximum(m_start + form.block_m + seqlen_k - seqlen_q, 0))
+        n_stop = gl.minimum(n_stop, gl.maximum(m_start + BLOCK_M + seqlen_k - seqlen_q, 0))
     return index // heads, index % heads, m_start, gl.cdiv(n_stop, form.block_n)
 
 
 @gluon.jit
 def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, form: gl.constexpr):
-    CONSUMERS: gl.constexpr = form.consumers
     q_smem, q_ready, q_free = q
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
@@ -216,11 +203,23 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, form: gl.constexpr):
 
 
 @gluon.jit
+def take_turn(w: gl.constexpr):
+    """Wait until the consumer before has passed it on: named barrier 9 + w, its 128 threads and ours."""
+    named_barrier("bar.sync", 9 + w, 256)
+
+
+@gluon.jit
+def pass_turn(w: gl.constexpr):
+    named_barrier("bar.arrive", 9 + (w + 1) % CONSUMERS, 256)
+
+
+@gluon.jit
 def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
-    """(p, rescale, row_max, row_sum) after one more tile of raw scores; row_max in units of log2, LIFT below the maximum, so that p reaches 2^LIFT.
-    row_sum [64, 8] keeps each lane's own columns."""
+    """(p, rescale, row_max, row_sum) after one more tile of raw scores; row_max in units of log2, LIFT below the maximum, and up to
+    LAG below that. row_sum [64, 8] keeps each lane's own columns."""
     lanes: gl.constexpr = row_sum.type.layout
     new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2 - LIFT)
+    new_max = gl.where(new_max - row_max <= LAG, row_max, new_max)  # -inf - -inf is NaN: new_max
     base = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * scale_log2 - base[:, None])
     rescale = gl.exp2(row_max - base)
@@ -274,7 +273,7 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
 
 
 @gluon.jit
-def attend(q_tile, k, v, at, m_start, blocks, sizes, scale_log2, k_scales, form: gl.constexpr):
+def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, sizes, scale_log2, k_scales, form: gl.constexpr):
     """(o, row_max, row_sum, where the rings stand then) over all tiles of keys, at least one; scores of tile j are worth scale_log2 k_scales[j]."""
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
@@ -283,28 +282,43 @@ def attend(q_tile, k, v, at, m_start, blocks, sizes, scale_log2, k_scales, form:
     zero = gl.full([ROWS, form.block_n], 0.0, gl.float32, s_layout)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     row_sum = gl.full([ROWS, 8], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))
-    zero_o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, o_layout)
-    o = zero_o
+    o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, o_layout)
     stage, parity = at
     n_start = (blocks - 1) * form.block_n
-    for i in range(blocks):
-        worth = scale_log2 * gl.load(k_scales + blocks - 1 - i)  # asked for before it is needed
-        mbarrier.wait(k_ready.index(stage), parity)
-        s = warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_free.index(stage))
-        if form.masks:
-            s = hide(s, m_start, n_start - i * form.block_n, sizes, form)
-        p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, worth, form)
-        o = o * gl.convert_layout(rescale, gl.SliceLayout(1, o.type.layout))[:, None]
-        mbarrier.wait(v_ready.index(stage), parity)
-        weights, values = weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0))
-        part = warpgroup_mma(weights, values, zero_o if form.two_level else o, use_acc=not form.two_level, is_async=True)
-        part = warpgroup_mma_wait(0, deps=[part])
-        o = o + part if form.two_level else part
-        mbarrier.arrive(v_free.index(stage))
+    worth = scale_log2 * gl.load(k_scales + blocks - 1)
+    mbarrier.wait(k_ready.index(stage), parity)
+    take_turn(w)
+    s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)])
+    pass_turn(w)
+    mbarrier.arrive(k_free.index(stage))
+    for i in range(1, blocks):
+        v_at, v_parity = stage, parity
         stage, parity = next_of(stage, parity, form.stages)
-    return o, row_max, gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout)), (stage, parity)
+        if form.masks:
+            s = hide(s, m_start, n_start - (i - 1) * form.block_n, sizes, form)
+        p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, worth, form)
+        worth = scale_log2 * gl.load(k_scales + blocks - 1 - i)
+        o = scale_rows(o, rescale)
+        mbarrier.wait(v_ready.index(v_at), v_parity)
+        mbarrier.wait(k_ready.index(stage), parity)
+        weights = weights_operand(p, form)
+        if form.head_dim == 64:
+            stay_before(blocks)  # else ptxas rounds weights within the turn
+        take_turn(w)
+        o = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, as_rows(v_smem.index(v_at)).permute((1, 0)), o, is_async=True)])
+        mbarrier.arrive(v_free.index(v_at))
+        s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)])
+        pass_turn(w)
+        mbarrier.arrive(k_free.index(stage))
+    if form.masks:
+        s = hide(s, m_start, n_start - (blocks - 1) * form.block_n, sizes, form)
+    p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, worth, form)
+    o = scale_rows(o, rescale)
+    mbarrier.wait(v_ready.index(stage), parity)
+    o = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0)), o, is_async=True)])
+    mbarrier.arrive(v_free.index(stage))
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
+    return o, row_max, row_sum, next_of(stage, parity, form.stages)
 
 
 @gluon.jit
@@ -312,6 +326,8 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
     q_smem, q_ready, q_free = q
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 32])
     at = (gl.to_tensor(0), gl.to_tensor(0))
+    if w == CONSUMERS - 1:
+        pass_turn(w)  # consumer 0 begins
     turn = gl.to_tensor(0)
     while tile_number(turn) < sizes[5]:
         entry, head, m_start, blocks = tile_of(tile_number(turn), sizes, form)
@@ -326,7 +342,7 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
             q_block = (entry * heads + head) * gl.cdiv(seqlen_q, ROWS) + gl.minimum(m_start // ROWS, gl.cdiv(seqlen_q, ROWS) - 1)
             k_scales += (entry * (heads // group) + head // group) * gl.cdiv(seqlen_k, form.block_n)
             o, row_max, row_sum, at = attend(
-                as_rows(q_smem.index(w)), k, v, at, m_start, blocks, sizes, scale_log2 * gl.load(q_scales + q_block), k_scales, form
+                w, as_rows(q_smem.index(w)), k, v, at, m_start, blocks, sizes, scale_log2 * gl.load(q_scales + q_block), k_scales, form
             )
         v_scale = gl.load(worths[2] + entry * (sizes[0] // sizes[1]) + head // sizes[1]) * (1.0 / 448.0)
         mbarrier.arrive(q_free.index(w))
@@ -340,35 +356,23 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
 def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, worths, form: gl.constexpr):
     """sizes (H, heads a key head, S_q, S_k, tiles of queries a head, in all); worths (scales of q's blocks, of k's, largest entries of v)."""
     STAGES: gl.constexpr = form.stages
-    CONSUMERS: gl.constexpr = form.consumers
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [form.slots] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
-    o_smem = gl.allocate_shared_memory(o_desc.dtype, [form.slots] + o_desc.block_shape, o_desc.layout)  # noqa: RUF005
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [SLOTS] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
+    o_smem = gl.allocate_shared_memory(o_desc.dtype, [SLOTS] + o_desc.block_shape, o_desc.layout)  # noqa: RUF005
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     q = (q_smem, barriers(CONSUMERS, 1), barriers(CONSUMERS, 1))
     k = (k_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     v = (v_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
-    if CONSUMERS == 3:
-        gl.warp_specialize(
-            [
-                (mma_partition, (gl.constexpr(0), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, worths, form)),
-                (mma_partition, (gl.constexpr(1), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, worths, form)),
-                (mma_partition, (gl.constexpr(2), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, worths, form)),
-                (load_partition, (q_desc, k_desc, v_desc, q, k, v, sizes, form)),
-            ],
-            [4, 4, 1],
-            [160, 160, 32],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (mma_partition, (gl.constexpr(0), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, worths, form)),
-                (mma_partition, (gl.constexpr(1), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, worths, form)),
-                (load_partition, (q_desc, k_desc, v_desc, q, k, v, sizes, form)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
+    gl.warp_specialize(
+        [
+            (mma_partition, (gl.constexpr(0), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, worths, form)),
+            (mma_partition, (gl.constexpr(1), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, worths, form)),
+            (mma_partition, (gl.constexpr(2), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, worths, form)),
+            (load_partition, (q_desc, k_desc, v_desc, q, k, v, sizes, form)),
+        ],
+        [4, 4, 1],
+        [160, 160, 32],
+    )
 
 
 def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -416,11 +420,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     (q8, q_scales), (k8, k_scales), (v8, tops) = rounded(q, 64, form), rounded(k, form.block_n, form), turn(v)
     tiles = ((q8, 64, head_dim), (k8, form.block_n, head_dim), (v8, head_dim, form.block_n), (out.transpose(1, 2), 64, head_dim))
     views = [descriptor(*tile) for tile in tiles]
-    tiles_m = -(-seqlen_q // form.block_m)
+    tiles_m = -(-seqlen_q // BLOCK_M.value)
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch)
     scale = head_dim**-0.5 * LOG2_E / (head_dim if form.rotate else 1)
-    registers = 168 if form.consumers == 2 else 128  # a thread's, before they are moved
-    attend_kernel[(programs(q, sizes[-1]),)](*views, lse, sizes, scale, (q_scales, k_scales, tops), form, num_warps=4, maxnreg=registers)
+    attend_kernel[(programs(q, sizes[-1]),)](*views, lse, sizes, scale, (q_scales, k_scales, tops), form, num_warps=4, maxnreg=128)
     return out, lse
 
 
@@ -431,12 +434,10 @@ def seen(q: Tensor, k: Tensor, v: Tensor, rotate: int = 1, **rest: int) -> tuple
     for x, block in ((q, 64), (k, 128)):
         y = (x.float() @ turn).transpose(1, 2)
         whole = torch.nn.functional.pad(y, (0, 0, 0, -y.shape[2] % block)).unflatten(2, (-1, block))
-        top = whole.abs().amax((3, 4), keepdim=True)
-        top = torch.where(top == 0, 1.0, top)
+        top = whole.abs().amax((3, 4), keepdim=True).clamp(min=1e-30)
         back = (whole * (448.0 / top)).to(torch.float8_e4m3fn).double() * (top / 448.0).double() * (x.shape[-1] ** -0.5 if rotate else 1)
         found.append(back.flatten(2, 3)[:, :, : y.shape[2]].transpose(1, 2))
-    top = v.abs().amax((1, 3), keepdim=True).float()
-    top = torch.where(top == 0, 1.0, top)
+    top = v.abs().amax((1, 3), keepdim=True).float().clamp(min=1e-30)
     return found[0], found[1], (v.float() * (448.0 / top)).to(torch.float8_e4m3fn).double() * top.double() / 448.0
 
 
@@ -446,7 +447,7 @@ def moved(size: Size, form: Form) -> int:
     keys, heads = size.batch * size.heads_kv * size.seqlen_k, size.batch * size.heads
     blocks = heads * -(-size.seqlen_q // 64) + size.batch * size.heads_kv * -(-size.seqlen_k // form.block_n)
     before = size.head_dim * (3 * size.rows + 5 * keys + size.batch * size.heads_kv * padded) + blocks * (2 * size.head_dim**2 + 4)
-    streamed = size.streamed(form.block_m, form.block_n) + size.streamed(form.block_m, form.block_n, padded)
+    streamed = size.streamed(BLOCK_M.value, form.block_n) + size.streamed(BLOCK_M.value, form.block_n, padded)
     return size.head_dim * (3 * size.rows + streamed) + 4 * size.rows + before
 
 

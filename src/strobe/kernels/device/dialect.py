@@ -32,6 +32,7 @@ __all__ = [
     "gluon",
     "mbarrier",
     "mma_v2",
+    "named_barrier",
     "next_launch_may_start",
     "partition_barrier",
     "reinterpret",
@@ -122,6 +123,19 @@ def zero_of_turn():
     """0, of which LLVM does not know that it is the same in each turn of a loop: addresses reckoned from it are not kept in registers from turn to
     turn. ptxas knows."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_barrier(opcode: gl.constexpr, number: gl.constexpr, threads: gl.constexpr):
+    """Come to barrier `number` of the program and wait until as many threads have, `bar.sync`, or go on, `bar.arrive`. The number is part of the
+    text: one in a register makes ptxas reserve all 16."""
+    text: gl.constexpr = _barrier_text(opcode, number, threads)
+    gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _barrier_text(opcode, number, threads):
+    return f"{opcode} {number}, {threads}; mov.u32 $0, 0;"
 
 
 @gluon.jit

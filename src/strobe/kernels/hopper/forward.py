@@ -32,6 +32,7 @@ from ..device.dialect import (
     gl,
     gluon,
     mbarrier,
+    named_barrier,
     stay_before,
     tma_store_wait,
     warpgroup_mma,
@@ -164,25 +165,13 @@ def scores(s, n_start, edges, softcap, form: gl.constexpr):
 
 @gluon.jit
 def take_turn(w: gl.constexpr):
-    """Wait until the consumer before has issued its products: named barrier 9 + w, its 128 threads and ours. Numbers are written out: one in
-    a register makes ptxas reserve all 16 barriers."""
-    if w == 0:
-        gl.inline_asm_elementwise("bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    elif w == 1:
-        gl.inline_asm_elementwise("bar.sync 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        gl.inline_asm_elementwise("bar.sync 11, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    """Wait until the consumer before has passed it on: named barrier 9 + w, its 128 threads and ours."""
+    named_barrier("bar.sync", 9 + w, 256)
 
 
 @gluon.jit
 def pass_turn(w: gl.constexpr, consumers: gl.constexpr):
-    """Let the next consumer issue."""
-    if (w + 1) % consumers == 0:
-        gl.inline_asm_elementwise("bar.arrive 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    elif (w + 1) % consumers == 1:
-        gl.inline_asm_elementwise("bar.arrive 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        gl.inline_asm_elementwise("bar.arrive 11, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    named_barrier("bar.arrive", 9 + (w + 1) % consumers, 256)
 
 
 @gluon.jit
