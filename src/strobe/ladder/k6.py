@@ -58,6 +58,7 @@ on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -160,11 +161,13 @@ def tile_number(turn):
 
 @gluon.jit
 def tile_of(number, sizes, form: gl.constexpr):
-    """(batch entry, head, first query, tiles of keys); causal tiles from the longest to the shortest, others head by head."""
-    heads, tiles_m, all_heads = sizes[0], sizes[4], sizes[5] // sizes[4]
+    """(batch entry, head, first query, tiles of keys); causal tiles of a section of heads from the longest to the shortest,
+    others head by head."""
+    heads, tiles_m, section = sizes[0], sizes[4], sizes[6]
     index, m_block = number // tiles_m, number % tiles_m
     if form.causal:
-        index, m_block = number % all_heads, tiles_m - 1 - number // all_heads
+        within = number % (tiles_m * section)
+        index, m_block = number // (tiles_m * section) * section + within % section, tiles_m - 1 - within // section
     m_start = m_block * form.block_m
     return index // heads, index % heads, m_start, blocks_of(m_start, form.block_m, sizes, form)
 
@@ -373,8 +376,6 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
         if own > 0:
             o, row_max, row_sum, at = attend(w, as_rows(q_smem.index(w)), k, v, at, m_start, own, sizes, scale_log2, form)
         mbarrier.arrive(q_free.index(w))
-        entry, head, m_start, blocks = tile_of(tile_number(turn), sizes, form)  # again: registers are few meanwhile
-        m_start += w * ROWS
         lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
         store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], o_smem.index(w))
         turn += 1
@@ -383,7 +384,7 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
 
 @gluon.jit
 def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: gl.constexpr):
-    """sizes (H, queries' heads a key head, S_q, S_k, tiles of queries a head, and in all)."""
+    """sizes (H, queries' heads a key head, S_q, S_k, tiles of queries a head, and in all, heads a section)."""
     STAGES: gl.constexpr = form.stages
     CONSUMERS: gl.constexpr = form.consumers
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [form.slots] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
@@ -431,7 +432,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     out, lse = outputs(q)
     views = [descriptor(tensor, rows) for tensor, rows in ((q, 64), (k, form.block_n), (v, form.block_n), (out, 64))]
     tiles_m = -(-seqlen_q // form.block_m)
-    sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch)
+    section = heads * batch if tiles_m > 8 else math.gcd(heads * batch, 64)  # short ones' keys and values are to stay in L2
+    sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch, section)
     registers = 168 if form.consumers == 2 else 128  # a thread's, before they are moved
     attend_kernel[(programs(q, sizes[-1]),)](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=4, maxnreg=registers)
     return out, lse
