@@ -172,6 +172,17 @@ def test_a_rotation_gives_back_what_outliers_take():
     assert half < rotated < block < tensor and tensor / rotated >= 1.8
 
 
+@pytest.mark.parametrize("name, rows", [("k6", 128), ("k7", 192), ("k8", 192)])
+def test_programs_are_as_many_as_tiles_and_sms_allow(name, rows, monkeypatch):
+    asked = []
+    monkeypatch.setattr(importlib.import_module(f"strobe.ladder.{name}"), "programs", lambda q, tiles: asked.append(tiles) or 1)
+    rung = harness.load(name)
+    q = torch.empty(3, 2048, 5, 128, dtype=rung.inputs)
+    with recording(TARGETS["sm_90"]):
+        rung.run(q, q, q, True)
+    assert asked == [-(-2048 // rows) * 15]
+
+
 # ---------------------------------------------------------------- what it compiles to
 
 # bytes of spills; 0 where nothing is said. Beside o and scores there is no room for the addresses of copies; none are in a loop

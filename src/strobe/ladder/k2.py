@@ -25,14 +25,18 @@ What limits it: shared memory first, then CUDA cores, which are a sixteenth of t
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024     7.264     18.92          1.91
-     64  dense     8192     56.82     19.35          1.96
-     64  dense    16384     113.2     19.43          1.96
-     64  causal    1024     3.856     17.84           1.8
-     64  causal    8192     29.42     18.69          1.89
-     64  causal   16384     57.14     19.24          1.95
-    128  dense     1024     9.759     14.08          1.42
-    128  dense     8192     74.61     14.74          1.49
+     64  dense     1024     7.155     19.21          1.94
+     64  dense     8192     56.22     19.56          1.98
+     64  dense    16384     111.2     19.77             2
+     64  causal    1024     3.807     18.07          1.83
+     64  causal    8192     28.91     19.02          1.92
+     64  causal   16384     57.04     19.28          1.95
+    128  dense     1024      9.76     14.08          1.42
+    128  dense     8192     75.18     14.62          1.48
+    128  dense    16384     143.5     15.32          1.55
+    128  causal    1024     5.231     13.15          1.33
+    128  causal    8192     39.51     13.92          1.41
+    128  causal   16384     73.91     14.88           1.5
 
 on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 """

@@ -25,18 +25,18 @@ What limits it: one buffer. TMA needs about a microsecond from request to arriva
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.5291     259.7          26.3
-     64  dense     8192     3.961     277.6          28.1
-     64  dense    16384     8.044     273.4          27.6
-     64  causal    1024    0.3159     217.8            22
-     64  causal    8192     2.162     254.3          25.7
-     64  causal   16384     4.138     265.7          26.9
-    128  dense     1024     0.421     326.5            33
-    128  dense     8192      3.33     330.1          33.4
-    128  dense    16384     6.482     339.2          34.3
-    128  causal    1024    0.2644     260.2          26.3
-    128  causal    8192     1.708     321.9          32.5
-    128  causal   16384      3.36     327.2          33.1
+     64  dense     1024    0.5201     264.2          26.7
+     64  dense     8192     3.847     285.8          28.9
+     64  dense    16384     7.651     287.4          29.1
+     64  causal    1024    0.3101     221.8          22.4
+     64  causal    8192     2.053     267.9          27.1
+     64  causal   16384     4.002     274.7          27.8
+    128  dense     1024     0.398     345.3          34.9
+    128  dense     8192     2.991     367.6          37.2
+    128  dense    16384     5.937     370.4          37.4
+    128  causal    1024    0.2465     279.1          28.2
+    128  causal    8192     1.637     335.8            34
+    128  causal   16384     3.142       350          35.4
 
 on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 """

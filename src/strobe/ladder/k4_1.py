@@ -21,20 +21,20 @@ What limits it: the round trip of scores, mma.sync for half the FLOPs, and tenso
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.4832     284.4          28.8
-     64  dense     8192     3.676     299.1          30.2
-     64  dense    16384      7.25     303.3          30.7
-     64  causal    1024    0.2936     234.3          23.7
+     64  dense     1024    0.4871     282.1          28.5
+     64  dense     8192     3.729     294.9          29.8
+     64  dense    16384     7.153     307.4          31.1
+     64  causal    1024    0.2898     237.3            24
      64  causal    8192     1.877       293          29.6
-     64  causal   16384     3.687     298.3          30.2
-    128  dense     1024    0.3465     396.6          40.1
-    128  dense     8192     2.545     432.1          43.7
-    128  dense    16384     5.046     435.8          44.1
-    128  causal    1024     0.225     305.7          30.9
-    128  causal    8192     1.441     381.5          38.6
-    128  causal   16384     2.797     393.1          39.7
+     64  causal   16384     3.807     288.8          29.2
+    128  dense     1024    0.3649     376.7          38.1
+    128  dense     8192     2.696     407.8          41.2
+    128  dense    16384     5.063     434.3          43.9
+    128  causal    1024     0.226     304.4          30.8
+    128  causal    8192     1.535     358.3          36.2
+    128  causal   16384     2.813     390.9          39.5
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 """
 
 from __future__ import annotations

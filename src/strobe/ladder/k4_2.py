@@ -22,20 +22,20 @@ multiply. A second program on the SM fills some of the gaps, by chance.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3702     371.2          37.5
-     64  dense     8192     2.684     409.7          41.4
-     64  dense    16384     5.339     411.9          41.6
-     64  causal    1024    0.2348       293          29.6
-     64  causal    8192     1.438     382.3          38.7
-     64  causal   16384     2.826     389.1          39.3
-    128  dense     1024     0.292     470.7          47.6
-    128  dense     8192     2.135     514.9          52.1
-    128  dense    16384     4.243     518.2          52.4
-    128  causal    1024    0.1783     385.8            39
-    128  causal    8192     1.095     502.2          50.8
-    128  causal   16384     2.231     492.9          49.8
+     64  dense     1024    0.3566     385.4            39
+     64  dense     8192     2.604     422.3          42.7
+     64  dense    16384     5.187       424          42.9
+     64  causal    1024    0.2292     300.2          30.4
+     64  causal    8192     1.395     394.2          39.9
+     64  causal   16384     2.664     412.8          41.7
+    128  dense     1024    0.2837     484.4            49
+    128  dense     8192     2.066     532.3          53.8
+    128  dense    16384     4.165       528          53.4
+    128  causal    1024    0.1788     384.7          38.9
+    128  causal    8192     1.098     500.6          50.6
+    128  causal   16384     2.176     505.3          51.1
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 """
 
 from __future__ import annotations

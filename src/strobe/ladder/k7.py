@@ -33,18 +33,18 @@ many exponents a product. And accuracy: 3 bits of significand, and one outlier i
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3486     394.3          19.9
-     64  dense     8192     1.831     600.6          30.4
-     64  dense    16384      3.58     614.2          31.1
-     64  causal    1024     0.277     248.3          12.6
-     64  causal    8192     1.041       528          26.7
-     64  causal   16384     1.912       575          29.1
-    128  dense     1024    0.2341     587.2          29.7
-    128  dense     8192      1.22     901.6          45.6
-    128  dense    16384      2.41     912.3          46.1
-    128  causal    1024    0.1979     347.5          17.7
-    128  causal    8192    0.6767     812.5          41.1
-    128  causal   16384     1.262     871.1            44
+     64  dense     1024    0.3164     434.4            22
+     64  dense     8192     1.745     630.1          31.9
+     64  dense    16384     3.483     631.3          31.9
+     64  causal    1024    0.2218     310.1          15.8
+     64  causal    8192    0.9435     582.8          29.5
+     64  causal   16384     1.771       621          31.4
+    128  dense     1024    0.1981     693.8          35.1
+    128  dense     8192     1.064      1033          52.2
+    128  dense    16384     2.137      1029            52
+    128  causal    1024    0.1516     453.9          23.1
+    128  causal    8192    0.5629     976.8          49.4
+    128  causal   16384      1.06      1038          52.5
 
 on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 """

@@ -21,20 +21,20 @@ which warp does what, is the compiler's choice. The rungs above take that choice
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3317     414.3          41.9
-     64  dense     8192     2.417       455            46
-     64  dense    16384     4.787     459.4          46.5
-     64  causal    1024    0.2305     298.4          30.2
-     64  causal    8192     1.359     404.6          40.9
-     64  causal   16384     2.654     414.3          41.9
-    128  dense     1024    0.3296     416.9          42.2
-    128  dense     8192      2.32     473.9          47.9
-    128  dense    16384     4.597     478.4          48.4
-    128  causal    1024    0.2073     331.8          33.5
-    128  causal    8192     1.185     464.2          46.9
-    128  causal   16384     2.238     491.3          49.7
+     64  dense     1024     0.338     406.7          41.1
+     64  dense     8192     2.384     461.3          46.6
+     64  dense    16384     4.731     464.8            47
+     64  causal    1024    0.2276     302.2          30.6
+     64  causal    8192     1.351     407.1          41.2
+     64  causal   16384      2.64     416.5          42.1
+    128  dense     1024    0.3291     417.7          42.2
+    128  dense     8192     2.252     488.1          49.4
+    128  dense    16384     4.495     489.3          49.5
+    128  causal    1024    0.2127     323.4          32.7
+    128  causal    8192     1.169     470.4          47.6
+    128  causal   16384      2.21     497.6          50.3
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 """
 
 from __future__ import annotations
