@@ -1,5 +1,6 @@
 """Loops that Triton's frontend compiles into something else than their source says, and those that only look like it."""
 
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +16,17 @@ def lagging_kernel(out, turns):
     for _ in range(turns):
         before = at
         at = at + 1
+    tl.store(out, before)
+
+
+@triton.jit
+def part_kernel(out, turns):
+    """`before` begins as a part of `at`, and takes that part again."""
+    at = (tl.load(out), tl.load(out))
+    before = at[0]
+    for _ in range(turns):
+        before = at[0]
+        at = (at[0] + 1, at[1])
     tl.store(out, before)
 
 
@@ -35,8 +47,9 @@ def kinds_of(kernel) -> tuple[set[str], float]:
     return {report.kind for report in run.reports}, float(out)
 
 
-def test_a_name_that_begins_as_the_value_of_another_is_told():
-    kinds, _ = kinds_of(lagging_kernel)
+@pytest.mark.parametrize("kernel", [lagging_kernel, part_kernel])
+def test_a_name_that_begins_as_the_value_of_another_is_told(kernel):
+    kinds, _ = kinds_of(kernel)
     assert kinds == {"compiler"}
 
 

@@ -1,12 +1,13 @@
 """Loops that Triton's frontend compiles into something else than the source says.
 
 The frontend runs a loop's body once to see which names it changes, and compares the values before and after. A name that begins as the value of
-another name and takes that name's value again in the body (`before = at` outside and inside of the loop) looks unchanged, so the compiled loop
-keeps its first value for ever. Found when a matmul that was right here waited for ever on an H200 (Triton 3.6.0, `_find_carries`).
+another name, or of a part of it, and takes that again in the body (`before = at.stage` outside and inside of the loop) looks unchanged, so the
+compiled loop keeps its first value for ever. Found when a matmul that was right here waited for ever on an H200 (Triton 3.6.0, `_find_carries`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from types import FrameType
 from typing import Any
 
@@ -22,8 +23,9 @@ class Carried:
     def __init__(self, machine: Machine, frame: FrameType | None):
         self._machine, self._frame, self._turns = machine, frame, 0
         handles = {} if frame is None else {name: _handles(value) for name, value in frame.f_locals.items()}
+        held = Counter(handle for own in handles.values() for handle in {id(handle) for handle in own})
         # a name with a value of its own that the first turn leaves alone met a branch that was not taken: the frontend sees all branches
-        self._entry = {name: mine for name, mine in handles.items() if any(name != other and _same(mine, its) for other, its in handles.items())}
+        self._entry = {name: own for name, own in handles.items() if any(held[id(handle)] > 1 for handle in own)}
         self._unchanged: set[str] = set()
 
     def turn(self) -> None:
