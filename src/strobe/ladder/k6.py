@@ -16,7 +16,7 @@ while another's products run. Two named barriers of 256 threads do it, `bar.sync
 each consumer there is little left to gain, and it may cost: it is an option, on where three consumers share the tensor cores.
 
 Between tiles of queries: a program walks tile after tile, one program an SM, and o leaves through a buffer of its own: while consumers finish a tile,
-the next one's q, K and V are on their way.
+the next one's q, K and V are on their way. Short causal sequences are walked in sections of heads whose keys and values stay in L2 together.
 
 And since the softmax is now what others hide behind, it gets shorter: the sum of a row stays spread over lanes, eight partial sums a row, and is
 gathered once at the end instead of by two shuffles in every tile; and o, D / 2 products a thread, is rescaled only where a row's maximum has grown by

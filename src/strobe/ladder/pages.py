@@ -98,7 +98,7 @@ def overview(rows: list[dict[str, Any]]) -> str:
     lines = [
         "\n## All rungs\n",
         f"TFLOP/s at {OVERVIEW:,} queries and keys (decode: one query, GB/s by the model), beside strobe's own forward and what PyTorch ships;",
-        f"timed in turn, in one process (k1, k2 and FlexAttention in another, the same day). In brackets at {SHORTER:,}.\n",
+        f"timed in turn, in one process, as CUDA graphs (k1 and decode launched, in another). In brackets at {SHORTER:,}.\n",
         "| | " + " | ".join(f"D {width}, {'causal' if causal else 'dense'}" for width, causal, _ in places) + " |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]

@@ -39,7 +39,7 @@ def _rates(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
                 if own:
                     rate = max(own, key=lambda row: row["seqlen_k"])["tflops"]
                     axes.barh(place + shift, rate, height=0.38, color=colour, label="causal" if causal else "dense")
-                    axes.text(rate, place + shift, f" {rate:.3g}", va="center", fontsize=6.5)
+                    axes.text(rate, place + shift, f" {rate:.3g}" if rate < 1000 else f" {rate:.0f}", va="center", fontsize=6.5)
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.set_title(f"head dimension {width}", fontsize=9)
