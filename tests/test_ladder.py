@@ -191,7 +191,6 @@ SPILLS = {
     ("k4_1", 128, False, "sm_90"): 8,
     ("k4_1", 128, True, "sm_90"): 8,
     ("k4_2", 128, True, "sm_90"): 8,
-    ("k7", 128, False, "sm_90"): 8,
 }
 PRODUCTS = {"k1": (), "k2": (), "t": ("HGMMA",), "a": ("HMMA",), "k3_1": ("HMMA",), "k3_2": ("HMMA",), "k3_3": ("HMMA",), "k4_1": ("HGMMA", "HMMA")}
 
