@@ -78,7 +78,8 @@ from .harness import Rung, Size, check_inputs, main, outputs, programs
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 ROWS: gl.constexpr = gl.constexpr(64)  # of one consumer: what one wgmma takes
-LIFT: gl.constexpr = gl.constexpr(4.5)  # weights reach 2^4.5, and 2^lag times that; e4m3 ends at 448
+LAG: gl.constexpr = gl.constexpr(4.0)  # log2 by which a row's maximum may grow before o is rescaled
+LIFT: gl.constexpr = gl.constexpr(4.5)  # weights reach 2^4.5, and 2^LAG times that; e4m3 ends at 448
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
@@ -90,7 +91,6 @@ class Form:
     block_n: int = 128
     stages: int = 2
     turns: int = 1  # consumers take turns at the tensor cores
-    lag: float = 4.0  # log2 by which a row's maximum may grow before o is rescaled
     two_level: int = 0  # each tile's product with V starts from zero and is added in float32
 
     @property
@@ -226,10 +226,10 @@ def pass_turn(w: gl.constexpr, form: gl.constexpr):
 @gluon.jit
 def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
     """(p, rescale, row_max, row_sum) after one more tile of raw scores; row_max in units of log2, LIFT below the maximum, and up to
-    form.lag below that. row_sum [64, 8] keeps each lane's own columns."""
+    LAG below that. row_sum [64, 8] keeps each lane's own columns."""
     lanes: gl.constexpr = row_sum.type.layout
     new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2 - LIFT)
-    new_max = gl.where(new_max - row_max <= form.lag, row_max, new_max)  # -inf - -inf is NaN: new_max
+    new_max = gl.where(new_max - row_max <= LAG, row_max, new_max)  # -inf - -inf is NaN: new_max
     base = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * scale_log2 - base[:, None])
     rescale = gl.exp2(row_max - base)
