@@ -23,7 +23,7 @@ class Carried:
     def __init__(self, machine: Machine, frame: FrameType | None):
         self._machine, self._frame, self._turns = machine, frame, 0
         handles = {} if frame is None else {name: _handles(value) for name, value in frame.f_locals.items()}
-        held = Counter(handle for own in handles.values() for handle in {id(handle) for handle in own})
+        held = Counter(key for own in handles.values() for key in {id(handle) for handle in own})
         # a name with a value of its own that the first turn leaves alone met a branch that was not taken: the frontend sees all branches
         self._entry = {name: own for name, own in handles.items() if any(held[id(handle)] > 1 for handle in own)}
         self._unchanged: set[str] = set()

@@ -25,6 +25,7 @@ _BENT = {
     "mbarrier.expect": (1, "bytes", "half expect", "({}) // 2"),
     "mbarrier.init": (1, "count", "init count + 1", "({}) + 1"),
     "init_barriers": (1, "count", "init count + 1", "({}) + 1"),
+    "named_barrier": (1, "number", "next barrier", "({}) + 1"),
     "warpgroup_mma_wait": (0, "num_outstanding", "wgmma_wait(n + 1)", "({}) + 1"),
     "store_wait": (0, "pendings", "store_wait(n + 1)", "({}) + 1"),
     "tma_store_wait": (0, "pendings", "store_wait(n + 1)", "({}) + 1"),
