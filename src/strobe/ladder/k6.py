@@ -432,7 +432,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     out, lse = outputs(q)
     views = [descriptor(tensor, rows) for tensor, rows in ((q, 64), (k, form.block_n), (v, form.block_n), (out, 64))]
     tiles_m = -(-seqlen_q // form.block_m)
-    section = heads * batch if tiles_m > 8 else math.gcd(heads * batch, 64)  # short ones' keys and values are to stay in L2
+    section = heads * batch if tiles_m > 8 else math.gcd(heads * batch, 64)  # short ones' keys and values stay in L2: 32 MiB of 1,024 each
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch, section)
     registers = 168 if form.consumers == 2 else 128  # a thread's, before they are moved
     attend_kernel[(programs(q, sizes[5]),)](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=4, maxnreg=registers)

@@ -22,13 +22,13 @@ Scales         `descale` = (of q, of k, of v): what one unit of each tensor is w
 Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 8 bits, on one SM:
 
     FLOPs       4 * 64 C * 128 D: 1,536 clocks of tensor cores for C = 3, D = 128
-    exponents   1,536 clocks: as many. Issue slots: 383 instructions a tile and warp without a mask, three warps a scheduler
+    exponents   1,536 clocks: as many. Issue slots: 4.5 instructions a score (scale, maximum, exponent, sum, half a rounding), three warps a scheduler
     bytes       256 D of K and V a tile; before, 2 S D H_kv to transpose V
     shared      D (64 + 128 for the output) 4, and 2 S 128 D for S stages: 160 KiB for D = 128, S = 2
     registers   o D / 2, scores 64, weights 16, of 160
 
-What limits it: tensor cores are busy half of the time; a consumer's softmax takes longer than the turns of the others. At D = 64 there are twice as
-many exponents a product. And accuracy: 3 bits of significand, and one outlier in a tensor takes the scale from all others.
+What limits it: at D = 128 half of the tensor cores' rate is left; which wait takes it was not measured. At D = 64 there are twice as many exponents a
+product. And accuracy: 3 bits of significand, and one outlier in a tensor takes the scale from all others.
 
 Measured:
 

@@ -12,7 +12,7 @@ Scales by block: 64 rows of q, 128 of k, have one each, so that an outlier costs
 scale q_scale k_scale: one number a tile, asked for a tile ahead. V is summed over blocks, where a scale by block would have to go into the weights;
 it gets one a head, through the division by row_sum. On numbers drawn from N(0, 1) with 0.1 % of N(0, 100) added: `strobe ladder --outliers`.
 
-Cost model: attention as in k7, and before it
+Cost model: attention as in k7, but that a consumer walks the tiles of all three; before it
 
     FLOPs       2 D^2 S (H + H_kv) for the rotation
     bytes       2 S D (H + 2 H_kv) read, S D (H + 2 H_kv) written; V once more for its largest entry
