@@ -78,9 +78,9 @@ LARGE = (
     _wide("d256_causal", 200, None, mask=CAUSAL),
     _wide("d256_causal_more_rows_sinks", 260, 100, mask=CAUSAL, sinks=True),
     _wide("d256_window_softcap", 200, None, mask=band(60, 10), softcap=4.0, heads=(2, 1)),
-    _case("head_dim_192", 150, 130, 192, mask=CAUSAL),
+    _case("head_dim_192", 230, 130, 192, mask=CAUSAL),
     _case("head_dims_192_128", 200, 130, 192, head_dim_v=128),
-    _case("head_dims_200_128", 150, 130, 200, head_dim_v=128, mask=CAUSAL),
+    _case("head_dims_200_128", 230, 130, 200, head_dim_v=128, mask=CAUSAL),
     _case("head_dims_192_128_causal", 200, None, 192, head_dim_v=128, mask=CAUSAL, sinks=True),
     _case("head_dims_192_128_window", 200, None, 192, head_dim_v=128, mask=band(70, 5), heads=(2, 1)),
 )

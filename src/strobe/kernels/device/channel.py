@@ -22,6 +22,12 @@ class Position:
         last = self.stage + 1 == self.stages
         return Position(gl.where(last, 0, self.stage + 1), gl.where(last, self.parity ^ 1, self.parity), self.stages)
 
+    @gluon.jit
+    def before(self):
+        """The position that this one is next to. Of a first position it is one whose phase counts as done on a new barrier."""
+        first = self.stage == 0
+        return Position(gl.where(first, self.stages - 1, self.stage - 1), gl.where(first, self.parity ^ 1, self.parity), self.stages)
+
 
 @gluon.jit
 def ring_start(stages: gl.constexpr):

@@ -10,7 +10,7 @@
     load_partition    finds the tile of keys and tells the others; per tile of queries  q_free[s] -> q_ready[s] (q, lse)
                       do_free[s] -> do_ready[s] (do, delta); behind the first of them, which is free sooner, kv_free -> kv_ready
     mma_partition     two consumers: s = k q^T, dp = v do^T - delta | p | ds = p dp | dv += p do, dq = ds^T k, dk += ds q | dq_free -> dq_ready;
-                      of 128 keys each takes half and sums half of dq (ds_ready); of 64 one makes p and dv, the other the rest (slope_ready);
+                      of 128 keys each takes half and sums half of dq (ds_ready); of 64 one makes p, ds and dv, the other dq and dk (ds_ready);
                       at the end kv_used; dq_free -> dv, then dk, stand where dq did -> dq_ready
     store_partition   dq_ready -> adds dq to its sum by TMA, at the end writes dv, then dk -> dq_free; where form.ordered and halves, two, by turns;
                       of a split group: sums_done -> adds dk -> sums_free; sums_done -> adds dv -> kv_free
@@ -20,12 +20,12 @@
     kv_ready      1 and the bytes of both     k and v have landed               kv_used     2   no product reads k or v any more: whole groups'
                                                                                                 kv_free
     q_ready       1 and the bytes of both     q[s] and lse[s] have landed       q_free      2   both are used up
-    do_ready      1 and the bytes of both     do[s] and delta[s] have landed    do_free     2   both are used up; where do's ring is as
-                                                                                                deep as q's, q_free says so of all four
-    ds_ready[n]   1                           a half of ds stands in memory     its next arrival but one says that it has been read
-    slope_ready   1                           the weights stand in memory       slope_free  1   they have been read
-    dq_ready[w]   1                           a share of dq, or rows of dv or   dq_free[w]  1   they have been read
-                                              dk, stand in memory
+    do_ready      1 and the bytes of both     do[s] and delta[s] have landed    do_free     1   both are used up; of 128 keys q_free says
+                                                                                                so of all four
+    ds_ready[n]   1                           ds, or a half, stands in memory   of 128 keys its next arrival but one says that it has been
+                                                                                read, of 64 its step's q_free
+    dq_ready[i]   1                           a share of dq, of 64 keys a unit, dq_free[i]  1   they have been read
+                                              or rows of dv or dk, stand in memory
     sums_done     2                           the sum of dk, or of dv, stands   sums_free   1   dk's has been read    kv_free  1  dv's too
                                               in k's and v's place
 
@@ -124,7 +124,7 @@ def load_step(step, steps, q_views, do_views, rows_desc, queries, q, do, at, do_
     copy_parts(q_views, queries, head, m_start, q_ready.index(at.stage), stage_of(q_smem, at.stage), form)
     tma_load(rows_desc, [tile * form.tuning.block_m], q_ready.index(at.stage), lse_smem.index(at.stage))
     slot = of_do(at, do_at, form)
-    if form.tuning.apart:
+    if form.apart:
         mbarrier.wait(do_free.index(slot.stage), slot.parity ^ 1)
     mbarrier.expect(do_ready.index(slot.stage), form.tuning.block_m * (2 * form.block_dv + 4))
     copy_parts(do_views, queries, head, m_start, do_ready.index(slot.stage), stage_of(do_smem, slot.stage), form)
@@ -162,9 +162,9 @@ def take_tile(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, at, lap,
     if form.halves:
         dk, dv, q_at, handed_at = walk_half(w, dk, dv, tiles, channels, (q_at, handed_at, lap), seen, blocks, work, form)
     elif w == 0:
-        dv, q_at, do_at, handed_at = walk_weights(dv, tiles, channels, (q_at, do_at, handed_at), seen, blocks, work, form)
+        dv, q_at, do_at = walk_weights(dv, tiles, channels, (q_at, do_at), seen, blocks, work, form)
     else:
-        dk, q_at, do_at, handed_at = walk_gradients(dk, tiles, channels, (q_at, do_at, handed_at), blocks, form)
+        dk, q_at, handed_at = walk_gradients(dk, tiles, channels, (q_at, handed_at), blocks, form)
     place = dq_position(handed_at, lap, form)
     if not form.halves:
         if w == 1:  # now, since the place of the second gradient is waited for next
@@ -203,20 +203,23 @@ def keep_sums(w: gl.constexpr, dk, dv, sums, channel, row: gl.constexpr, lap, fo
 @gluon.jit
 def hand_gradient(w: gl.constexpr, sums, factor, views, row: gl.constexpr, dq, at, form: gl.constexpr):
     """This consumer's rows of dk or dv to the store partition, in dq's place."""
+    PLACES: gl.constexpr = form.places
     dq_smem, dq_ready, dq_free = dq
     tile = in_place_of_dq(dq_smem, at.stage + zero_of_turn(), views, form)
     keep(rows_of(parts_of(tile), row), sums, factor)
     fence_async_shared()
-    mbarrier.arrive(dq_ready.index(at.stage * form.shares + (w if form.halves else 0)))
+    for i in gl.static_range(PLACES):
+        if i == w or not form.halves:
+            mbarrier.arrive(dq_ready.index(at.stage * PLACES + i))
 
 
 @gluon.jit
 def await_place(dq, at, form: gl.constexpr):
     """Wait until all of a tile's place in dq's channel is free."""
-    SHARES: gl.constexpr = form.shares
+    PLACES: gl.constexpr = form.places
     dq_smem, dq_ready, dq_free = dq
-    for share in gl.static_range(SHARES):
-        mbarrier.wait(dq_free.index(at.stage * SHARES + share), at.parity ^ 1)
+    for i in gl.static_range(PLACES):
+        mbarrier.wait(dq_free.index(at.stage * PLACES + i), at.parity ^ 1)
 
 
 @gluon.jit
@@ -290,25 +293,43 @@ def store_partition(own: gl.constexpr, out, turns, board, kv, dq, work, form: gl
 @gluon.jit
 def add_step(own: gl.constexpr, step, steps, n_start, lengths, dq_desc, turns, dq, at, work, form: gl.constexpr):
     """Add a step's dq to its sum; the channel's next place."""
-    PARTS: gl.constexpr = form.tuning.parts
-    UNITS: gl.constexpr = form.dq_units(0)
     part, m_first, blocks, first_tile = steps
     head, block = head_of_step(part, step, blocks, form)
     m_start = m_first + tile_of_step(block, blocks, form) * form.tuning.block_m
     tile = first_tile + head * work[1][4] + m_start // form.tuning.block_m
+    if form.halves:
+        await_ready(own, dq, at, form)
     if form.ordered:
         turn = turns + tile
-    for piece in gl.static_range(PARTS):
-        await_ready(own, dq, at, form)
-        if form.ordered and piece == 0:
-            await_turn(turn, n_start, m_start, lengths, work[2], form)
-        for unit in gl.static_range(form.dq_units(piece)):
-            line = (tile * form.dq_units() + piece * UNITS + unit) * form.dq_lines
-            tma_reduce_add(dq_desc, [line, 0], dq[0].index(own * form.dq_slot + unit))
+        await_turn(turn, n_start, m_start, lengths, work[2], form)
+    line = tile * form.dq_units() * form.dq_lines
+    if form.halves:
+        for unit in gl.static_range(form.dq_units()):
+            tma_reduce_add(dq_desc, [line + unit * form.dq_lines, 0], dq[0].index(own * form.dq_slot + unit))
         set_free(own, dq, form)
         at = at.next()
+    else:
+        at = add_units(dq_desc, line, dq, at, form)
     if form.ordered:
         pass_turn(turn)
+    return at
+
+
+@gluon.jit
+def add_units(dq_desc, line, dq, at, form: gl.constexpr):
+    """`add_step` of 64 keys, whose dq comes unit by unit: a place is free once its unit has been read, while the next is added."""
+    PARTS: gl.constexpr = form.tuning.parts
+    PLACES: gl.constexpr = form.places
+    for part in gl.static_range(PARTS):
+        for i in gl.static_range(PLACES):
+            mbarrier.wait(dq[1].index(i), at.parity)
+            tma_reduce_add(dq_desc, [line + (part * PLACES + i) * form.dq_lines, 0], dq[0].index(i))
+            if part + i > 0:
+                tma_store_wait(1)
+                mbarrier.arrive(dq[2].index((i + PLACES - 1) % PLACES))
+        at = at.next()
+    tma_store_wait(0)
+    mbarrier.arrive(dq[2].index(PLACES - 1))
     return at
 
 
@@ -328,18 +349,18 @@ def write_gradient(own: gl.constexpr, views, place, dq, at, form: gl.constexpr):
 @gluon.jit
 def await_ready(own: gl.constexpr, dq, at, form: gl.constexpr):
     """Wait until the channel's next place is full."""
-    SHARES: gl.constexpr = form.shares
-    for share in gl.static_range(SHARES):
-        mbarrier.wait(dq[1].index(own * SHARES + share), at.parity)
+    PLACES: gl.constexpr = form.places
+    for i in gl.static_range(PLACES):
+        mbarrier.wait(dq[1].index(own * PLACES + i), at.parity)
 
 
 @gluon.jit
 def set_free(own: gl.constexpr, dq, form: gl.constexpr):
     """Free the channel's place, once all that leaves it has been read."""
-    SHARES: gl.constexpr = form.shares
+    PLACES: gl.constexpr = form.places
     tma_store_wait(0)
-    for share in gl.static_range(SHARES):
-        mbarrier.arrive(dq[2].index(own * SHARES + share))
+    for i in gl.static_range(PLACES):
+        mbarrier.arrive(dq[2].index(own * PLACES + i))
 
 
 @gluon.jit
@@ -423,9 +444,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     if form.halves:
         handed = (gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout), ring(4, 1))
     else:
-        slope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], gl.float32)
-        slope_smem = gl.allocate_shared_memory(gl.float32, [ROWS, BLOCK_M], slope_layout)
-        handed = (gl.allocate_shared_memory(dtype, [ROWS, BLOCK_M], ds_layout), slope_smem, ring(1, 1), ring(1, 1))
+        handed = (gl.allocate_shared_memory(dtype, [ROWS, BLOCK_M], ds_layout), ring(1, 1))
     words = gl.allocate_shared_memory(gl.int32, [1, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     board = (words, ring(1, 1), ring(1, 2 + form.stores))
     kv_used = ring(1, 2)
@@ -435,10 +454,10 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     kv = (k_tile, v_tile, sums, ring(1, 1), kv_used, kv_free, sums_done, sums_free)
     q = (q_smem, lse_smem, ring(STAGES, 1), ring(STAGES, 2))
     do_free = q[3]
-    if form.tuning.apart:
-        do_free = ring(STAGES_DO, 2)
+    if form.apart:
+        do_free = ring(STAGES_DO, 1)
     do = (do_smem, delta_smem, ring(STAGES_DO, 1), do_free)
-    dq = (dq_smem, ring(form.stores * form.shares, 1), ring(form.stores * form.shares, 1))
+    dq = (dq_smem, ring(form.stores * form.places, 1), ring(form.stores * form.places, 1))
     views = (q_views, k_views, v_views, do_views, rows_desc)
     gradients = (dk_views, dv_views)
     out = (dq_desc, dk_views, dv_views)

@@ -10,8 +10,8 @@ ROWS = gl.constexpr(64)  # of one product, and of one consumer's tiles: 16 a war
 
 @gluon.jit
 def of_do(q_at, do_at, form: gl.constexpr):
-    """Where do's ring stands: where q's does, if both are of one depth; registers are few."""
-    if form.tuning.apart:
+    """Where do's ring stands: where q's does, if it is freed with q; registers are few."""
+    if form.apart:
         return do_at
     else:
         return q_at
@@ -214,7 +214,7 @@ def hand_over(sums, dq, share: gl.constexpr, at, form: gl.constexpr):
     else:
         slot = at.stage
     begin = slot * form.dq_slot
-    mbarrier.wait(dq_free.index(slot * form.shares + share), at.parity ^ 1)
+    mbarrier.wait(dq_free.index(slot * form.places + share), at.parity ^ 1)
     first = as_held(sums[0])
     if unit == 0:  # the first of one or two units, which lie one behind the other
         reinterpret(place_of_dq(dq_smem, slot, form), gl.float32, first.shape, dq_smem.type.layout).store(first)
@@ -223,7 +223,26 @@ def hand_over(sums, dq, share: gl.constexpr, at, form: gl.constexpr):
     if len(sums) == 2:
         dq_smem.index(begin + sums[0].shape[1] // form.dq_unit).store(as_held(sums[1]))
     fence_async_shared()
-    mbarrier.arrive(dq_ready.index(slot * form.shares + share))
+    mbarrier.arrive(dq_ready.index(slot * form.places + share))
+
+
+@gluon.jit
+def hand_units(sums, dq, at, form: gl.constexpr):
+    """64 rows of dq, or a part of their columns, to the store partition, which takes unit by unit: it adds one while the next is stored."""
+    left, right = gl.split(gl.permute(gl.reshape(sums[0], [ROWS, 2, form.dq_unit]), [0, 2, 1]))
+    hand_unit(0, left, dq, at)
+    hand_unit(1, right, dq, at)
+    if len(sums) == 2:
+        hand_unit(2, sums[1], dq, at)
+
+
+@gluon.jit
+def hand_unit(unit: gl.constexpr, sums, dq, at):
+    dq_smem, dq_ready, dq_free = dq
+    mbarrier.wait(dq_free.index(unit), at.parity ^ 1)
+    dq_smem.index(unit).store(as_held(sums))
+    fence_async_shared()
+    mbarrier.arrive(dq_ready.index(unit))
 
 
 @gluon.jit
@@ -243,10 +262,3 @@ def as_held(sums):
     COLUMNS: gl.constexpr = sums.shape[1]
     pieces = gl.permute(gl.reshape(sums, [ROWS // 16, 2, 8, COLUMNS // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
     return gl.reshape(pieces, [ROWS * COLUMNS // 256, 256])
-
-
-@gluon.jit
-def next_or_same(at, more):
-    """The next position; after the last step, which looks ahead as each does, the same again: what it holds is still there."""
-    after = at.next()
-    return Position(gl.where(more, after.stage, at.stage), gl.where(more, after.parity, at.parity), at.stages)

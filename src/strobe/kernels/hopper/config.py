@@ -210,11 +210,6 @@ class BackwardTuning:
     stages_do: int
     parts: int = 1  # in which a tile of dq of 64 keys goes through shared memory
 
-    @property
-    def apart(self) -> bool:
-        """do is freed by itself, each time before q: its ring is shorter."""
-        return self.stages_do != self.stages
-
 
 @dataclass(frozen=True)
 class BackwardForm(InParts):
@@ -249,8 +244,13 @@ class BackwardForm(InParts):
 
     @property
     def halves(self) -> bool:
-        """Each consumer takes half of the keys; else one makes weights and dv, the other dp, dq and dk."""
+        """Each consumer takes half of the keys; else one makes weights, ds and dv, the other dq and dk."""
         return self.tuning.block_n == 2 * ROWS
+
+    @property
+    def apart(self) -> bool:
+        """do is freed by itself, by the consumer that makes weights; else with q."""
+        return not self.halves
 
     def has_dk(self, consumer: int) -> bool:
         return self.halves or consumer == 1
@@ -268,9 +268,9 @@ class BackwardForm(InParts):
         return self.block_d - self.rest_dq
 
     @property
-    def shares(self) -> int:
-        """Consumers that have a share of dq each."""
-        return 2 if self.halves else 1
+    def places(self) -> int:
+        """Those of dq that are handed over each by itself: one a consumer, of 64 keys one a unit."""
+        return 2 if self.halves else self.dq_units(0)
 
     @property
     def by_rows(self) -> bool:
@@ -293,7 +293,9 @@ class BackwardForm(InParts):
     @property
     def dq_unit(self) -> int:
         """Columns of 64 rows of dq that TMA adds at once."""
-        return self.rest_dq or (self.first_dq // 2 if self.halves and not self.by_rows else self.first_dq)
+        if not self.halves:
+            return ROWS
+        return self.rest_dq or (self.first_dq if self.by_rows else self.first_dq // 2)
 
     def dq_units(self, part: int | None = None) -> int:
         """Units of a tile of dq; of those that pass through shared memory together in one of the tuning's parts."""
@@ -342,9 +344,9 @@ class BackwardForm(InParts):
         t = self.tuning
         rings = t.block_m * (t.stages * (2 * self.block_d + 4) + t.stages_do * (2 * self.block_dv + 4))
         keys = 2 * t.block_n * (self.block_d + self.block_dv)
-        handed = t.block_m * ROWS * (2 * 4 if self.halves else 2 + 4)
+        handed = t.block_m * ROWS * 2 * (4 if self.halves else 1)
         of_keys = 4 + 3 * (self.splits > 1)
-        barriers = 2 * t.stages + (1 + t.apart) * t.stages_do + of_keys + (4 if self.halves else 2) + 2 * self.stores * self.shares
+        barriers = 2 * t.stages + (1 + self.apart) * t.stages_do + of_keys + (4 if self.halves else 1) + 2 * self.stores * self.places
         return rings + keys + handed + self.stores * 1024 * self.dq_slot * self.dq_lines + 8 * barriers + BOARD_BYTES
 
 
@@ -364,9 +366,9 @@ BACKWARD_TUNINGS = {
     (64, 64): BackwardTuning(block_m=128, block_n=128, stages=2, stages_do=2),
     (96, 96): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3),
     (128, 128): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3),
-    (192, 128): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=2),
-    (192, 192): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=2),
-    (256, 128): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=2, parts=2),
+    (192, 128): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=3),
+    (192, 192): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=2),
+    (256, 128): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=2, parts=2),
     (256, 256): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=1, parts=2),
 }
 # where later keys are hidden: d128 causal 8k 553 TFLOP/s for 539, though dense 16k 555 for 590 (H200, medians of three runs); and where
