@@ -15,8 +15,9 @@ Between consumers (ping-pong): a turn is passed round. A consumer issues its two
 while another's products run. Two named barriers of 256 threads do it, `bar.sync` for who waits and `bar.arrive` for who passes. With overlap within
 each consumer there is little left to gain, and it may cost: it is an option, on where three consumers share the tensor cores.
 
-Between tiles of queries: a program walks tile after tile, one program an SM, and o leaves through a buffer of its own: while consumers finish a tile,
-the next one's q, K and V are on their way. Short causal sequences are walked in sections of heads whose keys and values stay in L2 together.
+Between tiles of queries: a program walks tile after tile, one program an SM; q has two places, and o leaves through a buffer of its own: while
+consumers finish a tile, the next one's q, K and V are on their way. Short causal sequences are walked in sections of heads whose keys and values stay
+in L2 together.
 
 And since the softmax is now what others hide behind, it gets shorter: the sum of a row stays spread over lanes, eight partial sums a row, and is
 gathered once at the end instead of by two shuffles in every tile; and o, D / 2 products a thread, is rescaled only where a row's maximum has grown by
@@ -29,7 +30,7 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
     FLOPs       4 * 64 C * 128 D: 1,024 D C / 128 clocks of tensor cores: 2,048 for C = 2, D = 128
     exponents   64 C * 128 at 16 a clock: 1,024 clocks for C = 2: half of the products' time at D = 128, all of it at D = 64
     bytes       512 D of K and V a tile, once for all consumers
-    shared      as in k5, and o: 192 KiB for D = 128
+    shared      as in k5, a second q, and o: 224 KiB for D = 128
     registers   o D / 2, scores 64, weights 32 and the next tile's in the making: 0 spills at 240
 
 What limits it: at D = 128 the tensor cores and the power they draw; shared memory feeds them at 88 % of its rate. At D = 64 exponents and issue slots
@@ -114,12 +115,12 @@ class Form:
 
     @property
     def slots(self) -> int:
-        """Tiles of q that shared memory is laid out for: a power of two."""
+        """Tiles of o that shared memory is laid out for: a power of two."""
         return 2 if self.consumers == 2 else 4
 
     def shared_bytes(self) -> int:
-        """q, o, and K and V of all stages."""
-        return 2 * self.head_dim * (2 * 64 * self.slots + 2 * self.stages * self.block_n)
+        """q in two places, o, and K and V of all stages."""
+        return 2 * self.head_dim * (3 * 64 * self.slots + 2 * self.stages * self.block_n)
 
 
 @gluon.jit
@@ -195,8 +196,9 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, form: gl.constexpr):
         entry, head, m_start, blocks = tile_of(tile_number(turn), sizes, form)
         kv_place = (entry, head // sizes[1])
         for w in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
-            copy_tile(q_desc, (entry, head), m_start + w * ROWS, q_ready.index(w), q_smem.index(w))
+            q_at = w + CONSUMERS * (turn & 1)
+            mbarrier.wait(q_free.index(q_at), (turn >> 1 & 1) ^ 1)
+            copy_tile(q_desc, (entry, head), m_start + w * ROWS, q_ready.index(q_at), q_smem.index(q_at))
         for i in range(blocks + 1):  # K of a tile comes before V of the tile above it; the last keys first: there a causal tile is masked
             if i < blocks:
                 mbarrier.wait(k_free.index(k_at), k_parity)
@@ -370,12 +372,13 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 16]))
-        mbarrier.wait(q_ready.index(w), turn & 1)
+        q_at = w + form.consumers * (turn & 1)
+        mbarrier.wait(q_ready.index(q_at), turn >> 1 & 1)
         own = blocks_of(m_start, ROWS, sizes, form)
         at = let_go(w, k, v, at, blocks - own, form)
         if own > 0:
-            o, row_max, row_sum, at = attend(w, as_rows(q_smem.index(w)), k, v, at, m_start, own, sizes, scale_log2, form)
-        mbarrier.arrive(q_free.index(w))
+            o, row_max, row_sum, at = attend(w, as_rows(q_smem.index(q_at)), k, v, at, m_start, own, sizes, scale_log2, form)
+        mbarrier.arrive(q_free.index(q_at))
         lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
         store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], o_smem.index(w))
         turn += 1
@@ -387,11 +390,11 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
     """sizes (H, queries' heads a key head, S_q, S_k, tiles of queries a head, and in all, heads a section)."""
     STAGES: gl.constexpr = form.stages
     CONSUMERS: gl.constexpr = form.consumers
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [form.slots] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [2 * form.slots] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [form.slots] + o_desc.block_shape, o_desc.layout)  # noqa: RUF005
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
-    q = (q_smem, barriers(CONSUMERS, 1), barriers(CONSUMERS, 1))
+    q = (q_smem, barriers(2 * CONSUMERS, 1), barriers(2 * CONSUMERS, 1))
     k = (k_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     v = (v_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     if CONSUMERS == 3:
