@@ -36,9 +36,9 @@ def fold_of(heads: int) -> int:
     return 1 << (heads - 1).bit_length()
 
 
-def joined(problem: Problem, rows: int, most: int) -> int:
-    """Query heads that a tile of `rows` rows holds: all that share a key head where that makes fewer tiles by a tenth, and they are at most
-    `most`; else one. That gains 1 to 9 % where it makes a tenth fewer; by less it may lose 4 % or gain 3 % (H200).
+def joined(problem: Problem, rows: int, most: int, fewer: float = 0.1) -> int:
+    """Query heads that a tile of `rows` rows holds: all that share a key head where that makes `fewer` tiles, as a share of all, and they are at
+    most `most`; else one. That gains 1 to 9 % where it makes a tenth fewer; by less it may lose 4 % or gain 3 % (H200).
 
     A tile takes as long with one query as with all that it has room for. Packed sequences are taken to be of their mean length.
     """
@@ -50,7 +50,7 @@ def joined(problem: Problem, rows: int, most: int) -> int:
         return 1  # no view of TMA has a dimension more: device.views
     queries = -(-layout.total_q // max(1, layout.batch)) if problem.packed else layout.seqlen_q
     together, apart = -(-queries * fold_of(group) // rows), group * -(-queries // rows)
-    return group if together <= 0.9 * apart else 1
+    return group if together <= (1 - fewer) * apart else 1
 
 
 def against_call(problem: Problem) -> str | None:
