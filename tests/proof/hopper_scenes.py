@@ -76,7 +76,7 @@ def backward_d64_grouped() -> tuple[Tensor, ...]:
 
 
 def backward_d256() -> tuple[Tensor, ...]:
-    """64 keys a program: weights from one consumer to the other, dq in two parts, do freed apart from q."""
+    """64 keys a program: ds from one consumer to the other, dq in two parts, unit by unit, one place for do."""
     return _backward(192, 128, 256)
 
 

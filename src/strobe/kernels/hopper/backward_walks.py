@@ -30,7 +30,6 @@ from .backward_steps import (
     parts_at,
     products_of,
     rows_of,
-    tile_layout,
     tile_of_step,
     wait_for,
     weights,
