@@ -37,7 +37,7 @@ What limits it: at D = 128 the tensor cores and the power they draw; shared memo
 are as busy as they are. Beyond this rung lie fewer bits, or tiles from a counter, which evens out what differs in length. The rows below are of
 one place for q, of all heads in one falling order, also where sequences are short, and of a tile's numbers divided out twice. As it stands, beside
 the production kernel in another run: 0.95 to 1.00 of it from 2,048 keys on; at 512 and 1,024 dense 0.97 to 0.99 (D = 128), 0.86 to 0.91 (64), causal
-0.79 to 0.82 (128), where production takes tiles from a counter, and 1.00 to 1.02 (64).
+0.79 to 0.82 (128) and 1.00 to 1.02 (64).
 
 Measured:
 
