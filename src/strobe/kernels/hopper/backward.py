@@ -124,7 +124,7 @@ def load_step(step, steps, q_views, do_views, rows_desc, queries, q, do, at, do_
     copy_parts(q_views, queries, head, m_start, q_ready.index(at.stage), stage_of(q_smem, at.stage), form)
     tma_load(rows_desc, [tile * form.tuning.block_m], q_ready.index(at.stage), lse_smem.index(at.stage))
     slot = of_do(at, do_at, form)
-    if form.apart:
+    if not form.halves:
         mbarrier.wait(do_free.index(slot.stage), slot.parity ^ 1)
     mbarrier.expect(do_ready.index(slot.stage), form.tuning.block_m * (2 * form.block_dv + 4))
     copy_parts(do_views, queries, head, m_start, do_ready.index(slot.stage), stage_of(do_smem, slot.stage), form)
@@ -454,7 +454,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     kv = (k_tile, v_tile, sums, ring(1, 1), kv_used, kv_free, sums_done, sums_free)
     q = (q_smem, lse_smem, ring(STAGES, 1), ring(STAGES, 2))
     do_free = q[3]
-    if form.apart:
+    if not form.halves:
         do_free = ring(STAGES_DO, 1)
     do = (do_smem, delta_smem, ring(STAGES_DO, 1), do_free)
     dq = (dq_smem, ring(form.stores * form.places, 1), ring(form.stores * form.places, 1))

@@ -10,11 +10,11 @@ ROWS = gl.constexpr(64)  # of one product, and of one consumer's tiles: 16 a war
 
 @gluon.jit
 def of_do(q_at, do_at, form: gl.constexpr):
-    """Where do's ring stands: where q's does, if it is freed with q; registers are few."""
-    if form.apart:
-        return do_at
-    else:
+    """Where do's ring stands: of 128 keys where q's does, with which it is freed; registers are few."""
+    if form.halves:
         return q_at
+    else:
+        return do_at
 
 
 @gluon.jit
@@ -206,7 +206,7 @@ def products_of(a, b, sums):
 
 @gluon.jit
 def hand_over(sums, dq, share: gl.constexpr, at, form: gl.constexpr):
-    """A share's columns of dq, or a part of them, to the store partition, once it has read those before them."""
+    """A share's columns of dq to the store partition, once it has read those before them."""
     dq_smem, dq_ready, dq_free = dq
     unit: gl.constexpr = form.share_unit(share)
     if form.stores == 1:
@@ -215,13 +215,11 @@ def hand_over(sums, dq, share: gl.constexpr, at, form: gl.constexpr):
         slot = at.stage
     begin = slot * form.dq_slot
     mbarrier.wait(dq_free.index(slot * form.places + share), at.parity ^ 1)
-    first = as_held(sums[0])
+    held = as_held(sums)
     if unit == 0:  # the first of one or two units, which lie one behind the other
-        reinterpret(place_of_dq(dq_smem, slot, form), gl.float32, first.shape, dq_smem.type.layout).store(first)
+        reinterpret(place_of_dq(dq_smem, slot, form), gl.float32, held.shape, dq_smem.type.layout).store(held)
     else:
-        dq_smem.index(begin + unit).store(first)
-    if len(sums) == 2:
-        dq_smem.index(begin + sums[0].shape[1] // form.dq_unit).store(as_held(sums[1]))
+        dq_smem.index(begin + unit).store(held)
     fence_async_shared()
     mbarrier.arrive(dq_ready.index(slot * form.places + share))
 

@@ -78,7 +78,7 @@ def step_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, work, f
     dq_sums = begin_share(w, handed, ds_at, k_all, form)
     dk = products_of(ds, q_tile, dk)
     dv = wait_for(dv, 2 + D)
-    dq_sums = wait_for((dq_sums,), D)
+    dq_sums = warpgroup_mma_wait(D, deps=[dq_sums])
     hand_over(dq_sums, dq, w, dq_position(ds_at, lap, form), form)
     dk = wait_for(dk, 0)
     mbarrier.arrive(q[3].index(q_at.stage))

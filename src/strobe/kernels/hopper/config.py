@@ -249,11 +249,6 @@ class BackwardForm(InParts):
         """Each consumer takes half of the keys; else one makes weights, ds and dv, the other dq and dk."""
         return self.tuning.block_n == 2 * ROWS
 
-    @property
-    def apart(self) -> bool:
-        """do is freed by itself, by the consumer that makes weights; else with q."""
-        return not self.halves
-
     def has_dk(self, consumer: int) -> bool:
         return self.halves or consumer == 1
 
@@ -272,7 +267,7 @@ class BackwardForm(InParts):
     @property
     def places(self) -> int:
         """Those of dq that are handed over each by itself: one a consumer, of 64 keys one a unit."""
-        return 2 if self.halves else self.dq_units(0)
+        return 2 if self.halves else self.dq_slot
 
     @property
     def by_rows(self) -> bool:
@@ -299,15 +294,14 @@ class BackwardForm(InParts):
             return ROWS
         return self.rest_dq or (self.first_dq if self.by_rows else self.first_dq // 2)
 
-    def dq_units(self, part: int | None = None) -> int:
-        """Units of a tile of dq; of those that pass through shared memory together in one of the tuning's parts."""
-        width = self.block_d if part is None or self.tuning.parts == 1 else (self.first_dq, self.rest_dq)[part]
-        return width // self.dq_unit * (self.tuning.block_m // ROWS)
+    def dq_units(self) -> int:
+        """Units of a tile of dq."""
+        return self.block_d // self.dq_unit * (self.tuning.block_m // ROWS)
 
     @property
     def dq_slot(self) -> int:
         """Units from one slot of dq's channel to the next: where there are two, a power of two, as the shape of a slot must be."""
-        units = self.dq_units(0)
+        units = self.dq_units() // self.tuning.parts
         return units if self.stores == 1 else 1 << (units - 1).bit_length()
 
     @property
@@ -348,7 +342,7 @@ class BackwardForm(InParts):
         keys = 2 * t.block_n * (self.block_d + self.block_dv)
         handed = t.block_m * ROWS * 2 * (4 if self.halves else 1)
         of_keys = 4 + 3 * (self.splits > 1)
-        barriers = 2 * t.stages + (1 + self.apart) * t.stages_do + of_keys + (4 if self.halves else 1) + 2 * self.stores * self.places
+        barriers = 2 * t.stages + (2 - self.halves) * t.stages_do + of_keys + (4 if self.halves else 1) + 2 * self.stores * self.places
         return rings + keys + handed + self.stores * 1024 * self.dq_slot * self.dq_lines + 8 * barriers + BOARD_BYTES
 
 
