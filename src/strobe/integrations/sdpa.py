@@ -77,6 +77,7 @@ def register() -> Handle:
             if not exists or not (own or key == "CPU"):  # a torch without CUDA
                 continue
             kernel = _kernel(name, function, _torchs(name, key) if own else None)
+            kernel = aten.torch_first(kernel) if function is aten.cpu_forward else kernel
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
                 library.impl(name, kernel, key)
@@ -135,12 +136,12 @@ class Switch:
     """What `enable` returns: call it, or leave its `with` block, to undo it; again does nothing. strobe stays as long as one is left."""
 
     def __init__(self):
-        self._before = served.copy(), passed.copy()
+        self._before = Counter(served), Counter(passed)
 
     @property
     def served(self) -> dict[str, int]:
         """Calls of torch's flash ops that strobe ran since it was switched on, by the kernel that did."""
-        return dict(served - self._before[0])
+        return dict(Counter(served) - self._before[0])
 
     @property
     def passed(self) -> dict[str, int]:
