@@ -17,7 +17,7 @@ each consumer there is little left to gain, and it may cost: it is an option, on
 
 Between tiles of queries: a program walks tile after tile, one program an SM; q has two places, and o leaves through a buffer of its own: while
 consumers finish a tile, the next one's q, K and V are on their way. Short causal sequences are walked in sections of heads whose keys and values stay
-in L2 together.
+in L2 together, half as many as programs: two lengths a round, long and short turned about in the next.
 
 And since the softmax is now what others hide behind, it gets shorter: the sum of a row stays spread over lanes, eight partial sums a row, and is
 gathered once at the end instead of by two shuffles in every tile; and o, D / 2 products a thread, is rescaled only where a row's maximum has grown by
@@ -60,7 +60,6 @@ on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -168,8 +167,9 @@ def tile_of(number, sizes, form: gl.constexpr):
     heads, tiles_m, section = sizes[0], sizes[4], sizes[6]
     index, m_block = number // tiles_m, number % tiles_m
     if form.causal:
-        within = number % (tiles_m * section)
-        index, m_block = number // (tiles_m * section) * section + within % section, tiles_m - 1 - within // section
+        first = number // (tiles_m * section) * section
+        within, section = number - first * tiles_m, gl.minimum(section, sizes[5] // tiles_m - first)
+        index, m_block = first + within % section, tiles_m - 1 - within // section
     m_start = m_block * form.block_m
     return index // heads, index % heads, m_start, blocks_of(m_start, form.block_m, sizes, form)
 
@@ -436,10 +436,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     out, lse = outputs(q)
     views = [descriptor(tensor, rows) for tensor, rows in ((q, 64), (k, form.block_n), (v, form.block_n), (out, 64))]
     tiles_m = -(-seqlen_q // form.block_m)
-    section = heads * batch if tiles_m > 8 else math.gcd(heads * batch, 64)  # short ones' keys and values stay in L2: 32 MiB of 1,024 each
+    walkers = programs(q, tiles_m * heads * batch)
+    section = heads * batch if tiles_m > 8 else -(-walkers // 2)  # short ones' keys and values stay in L2: 33 MiB of 1,024 each
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch, section)
     registers = 168 if form.consumers == 2 else 128  # a thread's, before they are moved
-    attend_kernel[(programs(q, sizes[5]),)](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=4, maxnreg=registers)
+    attend_kernel[(walkers,)](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=4, maxnreg=registers)
     return out, lse
 
 
