@@ -8,7 +8,9 @@ import torch
 from judging import judged_call
 
 import strobe
+from strobe import ops
 from strobe.call import Call
+from strobe.kernels.hopper import config as hopper
 from strobe.testing.poison import fill_with_poison, patched_empty
 
 KERNELS = {"cpu": "cpu", "cuda": "portable"}  # the family under test on each kind of device
@@ -50,6 +52,15 @@ def unwritten_memory_is_nan():
 def faults_are_told_to_the_test_that_made_them():
     yield
     strobe.last_errors()
+
+
+@pytest.fixture
+def early_weights(monkeypatch):
+    """The Hopper forward takes weights before maxima wherever it can, of however few keys."""
+    monkeypatch.setattr(hopper, "EARLY_KEYS", 0)
+    ops._choices.clear()
+    yield
+    ops._choices.clear()
 
 
 @pytest.fixture

@@ -63,8 +63,9 @@ def _or_skip(call: Call) -> Call:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kernel", ("hopper.forward", "hopper.backward"))
 @pytest.mark.parametrize("name", CASES)
-def test_case_on_hopper(name, kernel, family, dtype, judge):
-    """The Hopper kernels, where the other direction is whose it may be; skipped where they refuse the case, with their reason."""
+def test_case_on_hopper(name, kernel, family, dtype, judge, early_weights):
+    """The Hopper kernels, where the other direction is whose it may be; skipped where they refuse the case, with their reason. With early weights in
+    bfloat16, without in float16, which has none."""
     judge(_or_skip(CASES[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel=kernel)), family, SEED)
 
 

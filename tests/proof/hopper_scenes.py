@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from hopper_cases import CAUSAL, H200
@@ -15,14 +16,18 @@ from torch import Tensor
 
 from strobe import ops, ops_decode, reference
 from strobe.decode import DecodeCall
+from strobe.kernels.hopper import config
 from strobe.proof.simulate import posing
 from strobe.testing import Case
 
 
-def _forward(seqlen_q: int, seqlen_k: int, head_dim: int, **options) -> tuple[Tensor, ...]:
+def _forward(seqlen_q: int, seqlen_k: int, head_dim: int, grown: bool = False, **options) -> tuple[Tensor, ...]:
     case = Case("scene", seqlen_q, seqlen_k, head_dim=head_dim, **{"batch": 1, "heads": (2, 2)} | options)
     call = case.build("cpu", torch.bfloat16, kernel="hopper")
-    with posing(H200):
+    if grown:
+        call.q.abs_()
+        call.k.abs_()[:, : seqlen_k // 2].mul_(30.0)
+    with posing(H200), patch.object(config, "EARLY_KEYS", 0):
         return ops.run(call)
 
 
@@ -49,6 +54,11 @@ def forward_d256() -> tuple[Tensor, ...]:
 def forward_joined() -> tuple[Tensor, ...]:
     """Three heads of a group share a tile, two tiles a head, one of them with a single query."""
     return _forward(33, 256, 128, heads=(6, 2))
+
+
+def forward_done_again() -> tuple[Tensor, ...]:
+    """Three tiles a program, all of which come back."""
+    return _forward(384, 512, 64, grown=True)
 
 
 def board() -> tuple[Tensor, ...]:
@@ -137,7 +147,10 @@ BACKWARD = "../../src/strobe/kernels/hopper/backward*.py"
 DECODE = "../../src/strobe/kernels/hopper/decode.py"
 SCHEDULE = "../../src/strobe/kernels/device/schedule.py"
 SCENES = (
-    *(Scene(run.__name__, "sm_90", run, FORWARD) for run in (forward_d128, forward_d64_causal, forward_d256, forward_few_rows, forward_joined)),
+    *(
+        Scene(run.__name__, "sm_90", run, FORWARD)
+        for run in (forward_d128, forward_d64_causal, forward_d256, forward_few_rows, forward_joined, forward_done_again)
+    ),
     Scene("board", "sm_90", board, SCHEDULE),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_d256, backward_d192_128)),
     Scene("backward_split", "sm_90", backward_split, BACKWARD),

@@ -26,6 +26,9 @@ from strobe.testing import FAMILIES, Case, assert_as_good_as
 from strobe.testing.cases import laid_out
 
 
+pytestmark = pytest.mark.usefixtures("early_weights")  # in bfloat16; float16 has none
+
+
 def _case(name: str, seqlen_q: int = 300, seqlen_k: int | None = 390, width: int = 128, **options) -> Case:
     return Case(name, seqlen_q, seqlen_k, **{"head_dim": width, "batch": 1, "heads": (2, 2)} | options)
 

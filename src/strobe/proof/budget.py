@@ -36,22 +36,23 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 ON_EVERY_TARGET = "d128 causal"  # what each commit compiles for every target; all other cases it compiles for WITH_ALL_CASES
 WITH_ALL_CASES = "sm_90"
-IN_ROLES = ("d64 dense", "d64 causal", "d128 dense", "d128 causal")  # whose roles are written out loop by loop
+# whose roles are written out loop by loop
+IN_ROLES = ("d64 dense", "d64 causal", "d128 dense", "d128 causal", "d64 causal, many keys", "d128 causal, many keys")
 
 
 def _dense(
     width: int, width_v: int = 0, mask: Mask | None = None, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, int] = (4, 4),
-    rows: int = 256, keys: int = 256, batch: int = 1, **options,
+    rows: int = 256, keys: int = 256, batch: int = 1, needs_grad: bool = True, **options,
 ) -> Call:  # fmt: skip
     shapes = ((rows, heads[0], width), (keys, heads[1], width), (keys, heads[1], width_v or width))
     q, k, v = (torch.empty(batch, *shape, dtype=dtype) for shape in shapes)
-    return Call(q, k, v, needs_grad=True, **options).with_mask(mask or masks.full())
+    return Call(q, k, v, needs_grad=needs_grad, **options).with_mask(mask or masks.full())
 
 
-def _packed(width: int, mask: Mask, heads: tuple[int, int], **options) -> Call:
-    q, k, v = (torch.empty(256, n, width, dtype=torch.bfloat16) for n in (heads[0], heads[1], heads[1]))
-    offsets = torch.tensor([0, 100, 256], dtype=torch.int32)
-    return Call(q, k, v, needs_grad=True, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **options).with_mask(mask)
+def _packed(width: int, mask: Mask, heads: tuple[int, int], tokens: int = 256, needs_grad: bool = True, **options) -> Call:
+    q, k, v = (torch.empty(tokens, n, width, dtype=torch.bfloat16) for n in (heads[0], heads[1], heads[1]))
+    offsets = torch.tensor([0, 100, tokens], dtype=torch.int32)
+    return Call(q, k, v, needs_grad=needs_grad, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **options).with_mask(mask)
 
 
 def _documents() -> Mask:
@@ -110,9 +111,24 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
     for name, widths in shared.items():  # heads of a group share a tile
         group, band = name.removesuffix(", 5 rows").split()[2:]
         cases[name] = partial(_dense, *widths, mask=bands[band], heads=(2 * int(group), 2), rows=5)
+    cases |= _many_keys()
     options = {"sinks": torch.zeros(32), "softcap": 20.0}
     cases["d64 group 16 window sinks softcap, 5 rows"] = partial(_dense, 64, mask=bands["window"], heads=(32, 2), rows=5, **options)
     return cases | {"d64 packed group 4 causal sinks": partial(_packed, 64, bands["causal"], (8, 2), sinks=torch.zeros(8))}
+
+
+def _many_keys() -> dict[str, Callable[[], Call]]:
+    """Forwards with early weights."""
+    bands = {"dense": masks.full(), "causal": masks.causal(), "window": masks.window(1000, 20)}
+    many = partial(_dense, rows=2048, keys=2048, needs_grad=False)
+    cases: dict[str, Callable[[], Call]] = {}
+    for name, widths in {"d64": (64, 64), "d96": (96, 96), "d128": (128, 128), "d192/128": (192, 128), "d192": (192, 192)}.items():
+        cases |= {f"{name} {band}, many keys": partial(many, *widths, mask=mask) for band, mask in bands.items()}
+    cases["d128 ragged, many keys"] = partial(many, 128, keys=2045)
+    cases["d128 window left, many keys"] = partial(many, 128, mask=masks.window(1000, None))
+    cases["d64 group 8 window, many keys"] = partial(many, 64, mask=bands["window"], heads=(8, 1))
+    cases["d64 window sinks softcap, many keys"] = partial(many, 64, mask=bands["window"], sinks=torch.zeros(4), softcap=20.0)
+    return cases | {"d128 packed causal, many keys": partial(_packed, 128, bands["causal"], (4, 4), tokens=2 * 2048, needs_grad=False)}
 
 
 def _decode(

@@ -76,7 +76,7 @@ def blocks_of(m_start, rows: gl.constexpr, lengths, limits, form: gl.constexpr):
 @gluon.jit
 def tell(board, at, tile):
     """Write a tile's numbers for the consumers to read, the fifth of which is never negative; a negative one says that there are no more tiles."""
-    words, told, told_free = board
+    words, told, told_free = board[0], board[1], board[2]
     WIDTH: gl.constexpr = words.shape[-1]
     layout: gl.constexpr = gl.BlockedLayout([WIDTH], [32], [1], [0])
     lane = gl.arange(0, WIDTH, layout)

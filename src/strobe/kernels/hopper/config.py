@@ -12,7 +12,7 @@ from ...call import Call
 from ...mask import MaskStructure
 from ...problem import Problem
 from ...target import KIB, Target
-from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries
+from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries, visible_pairs
 from ..tma import against_call, against_mask, against_memory, against_tools, fold_of, joined, query_tiles, rest
 from .decode_config import DECODE as DECODE
 
@@ -86,6 +86,7 @@ class Form(InParts):
     even: bool  # S_k is a multiple of block_n
     packed: bool
     counted: bool  # programs take tiles from a counter
+    early: bool = False  # weights before maxima (`early`)
 
     @property
     def masks(self) -> bool:
@@ -103,11 +104,11 @@ class Form(InParts):
         return 2 if self.tuning.consumers == 2 else 4
 
     def shared_bytes(self) -> int:
-        """q (and o) of all consumers, k and v of all stages, at 2 bytes, the barriers, and the board of two tiles' numbers."""
+        """q (and o) of all consumers, k and v of all stages, at 2 bytes, the barriers, the board of two tiles' numbers, and verdicts on them."""
         t = self.tuning
         o = self.slots * ROWS * (self.first_dv // (1 + t.half_staged) + self.rest_dv)
         tiles = 2 * (self.slots * ROWS * self.block_d + o + t.stages * t.block_n * (self.block_d + self.block_dv))
-        return tiles + 8 * (2 * t.consumers + 4 * t.stages + 4) + 64
+        return tiles + 8 * (2 * t.consumers + 4 * t.stages + 4) + 128 + 2048 * self.early
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ class ForwardConfig:
         t = self.form.tuning
         where = "registers" if t.q_in_registers else "shared memory"
         heads = f" of {t.joined} heads" if t.joined > 1 else ""
-        return (f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages} q in {where}, "
+        early = ", early weights" if self.form.early else ""
+        return (f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages} q in {where}{early}, "
                 f"shared {self.form.shared_bytes() / KIB:.0f} KiB")  # fmt: skip
 
 
@@ -135,6 +137,10 @@ TUNINGS = {
 # for windows, of whose few keys a row long tiles hide more: d64 382 TFLOP/s for 362 with two consumers and 128 keys, and 390 for 387
 # with six stages for four (H200, window 1024 of 16k)
 WINDOWED = {(64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, under=False, ping_pong=True)}
+# where early weights (`early`) gain, in bfloat16; at 256 products alone are the limit. Of fewer keys a row than these, on average, verdicts cost
+# more than they save: d128 causal 0.96 of the speed at 512, 0.99 at 1,024, 1.04 at 2,048, of half as many keys a row (H200)
+EARLY = {(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)}
+EARLY_KEYS = 640
 # for a softcap, whose tanh takes registers
 CAPPED = {
     (64, 64): WINDOWED[64, 64],
@@ -152,6 +158,12 @@ def tuning_of(problem: Problem) -> Tuning:
     widths = tiled(problem.head_dim, problem.head_dim_v)
     special = CAPPED.get(widths) if problem.softcap else WINDOWED.get(widths) if problem.mask.left else None
     return special or TUNINGS[widths]
+
+
+def early(problem: Problem) -> bool:
+    rows = problem.layout.tokens[0]
+    keys = visible_pairs(problem) / rows if rows else 0.0
+    return problem.dtype == torch.bfloat16 and tiled(problem.head_dim, problem.head_dim_v) in EARLY and keys >= EARLY_KEYS
 
 
 def _why_not(problem: Problem, target: Target) -> str | None:
@@ -181,7 +193,7 @@ class HopperForward:
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         widths = tiled(problem.head_dim, problem.head_dim_v)
         counted = query_tiles(problem, tuning.block_m) * problem.heads_kv * group * entries(problem) > target.sm_count
-        form = Form(tuning, *widths, group, problem.mask, bool(problem.softcap), problem.sinks, even, problem.packed, counted)
+        form = Form(tuning, *widths, group, problem.mask, bool(problem.softcap), problem.sinks, even, problem.packed, counted, early(problem))
         return ForwardConfig(form)
 
     def cost(self, problem: Problem) -> Cost:

@@ -34,6 +34,7 @@ from ..device.dialect import (
     mbarrier,
     named_barrier,
     stay_before,
+    tma_store_drain,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -41,11 +42,12 @@ from ..device.dialect import (
 from ..device.joined import heads_of, load_sinks, queries_of
 from ..device.lagging import THRESHOLD, lagging_max, lift_of, rescaled
 from ..device.masking import edges_of, row_interval
-from ..device.schedule import WORDS, blocks_of, is_told, read_tile, tell, tile_number, tile_of
+from ..device.schedule import blocks_of, is_told, read_tile, tell, tile_number, tile_of
 from ..device.softmax import finish, tanh
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
 from ..device.views import copy_out, copy_parts, stage_of, tile_2d, tiles_for
 from .config import ROWS as _ROWS
+from .early import WORDS, back_or_next, came_back, is_done_again, judge, verdicts_of
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile
 
@@ -69,17 +71,23 @@ def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
     told_at = ring_start(2)
     turn = gl.to_tensor(0)
     number = tile_number(turn, counter, form)
-    while number < tiles:
-        turn += 1
-        upcoming = tile_number(turn, counter, form)  # asked for now, needed after this tile
-        if form.counted:
-            if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
-                gl.atomic_xchg(counter, 0, sem="relaxed")
-        exists, tile, keys = tile_of(number, offsets, sizes, limits, form)
+    again, slot = number * 0, number * 0
+    while (number < tiles) | (again > 0):
+        upcoming = number
+        if again == 0:
+            turn += 1
+            upcoming = tile_number(turn, counter, form)  # asked for now, needed after this tile
+            if form.counted:
+                if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
+                    gl.atomic_xchg(counter, 0, sem="relaxed")
+        if form.early:
+            exists, tile, keys = back_or_next(number, again, slot, board, offsets, sizes, limits, form)
+        else:
+            exists, tile, keys = tile_of(number, offsets, sizes, limits, form)
         if exists:
-            tell(board, told_at, tile)
-            told_at = told_at.next()
             entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
+            tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0]))
+            told_at = told_at.next()
             q_place, k_place, kv_head = (entry, q_start, rows, heads), (entry, keys[0], keys[1], heads), head // form.group
             for w in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_free.index(w), q_at.parity ^ 1)
@@ -97,6 +105,8 @@ def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
                 load_keys(v_views, k_place, kv_head, block, v_at, v, form.rest_dv, form)
                 v_at = v_at.next()
         number = upcoming
+        if form.early:
+            again, slot = came_back(board, told_at, number < tiles, CONSUMERS)
     tell(board, told_at, (turn, turn, turn, turn, turn * 0 - 1, turn, turn, turn))
 
 
@@ -119,13 +129,11 @@ def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, fo
 
 
 @gluon.jit
-def softmax_step(s, row_max, row_sum, scale_log2, lift: gl.constexpr, lanes: gl.constexpr, form: gl.constexpr):
-    """(p, rescale, row_max, row_sum): device.softmax.online_step against a maximum that lags, with the row sum [ROWS, 8] left spread over lanes.
+def softmax_step(s, new_max, row_max, row_sum, scale_log2, lanes: gl.constexpr, form: gl.constexpr):
+    """(p, rescale, row_max, row_sum): device.softmax.online_step against a given maximum, with the row sum [ROWS, 8] left spread over lanes.
 
-    Every lane keeps the sum of its own columns, which are gathered once, after the last step. row_max is what p is taken
-    against: `lift` below the maximum and a threshold above that at most.
+    Every lane keeps the sum of its own columns, which are gathered once, after the last step.
     """
-    new_max = lagging_max(row_max, gl.maximum(row_max, gl.max(s, 1) * scale_log2 - lift), THRESHOLD)
     base = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * scale_log2 - base[:, None])
     rescale = gl.exp2(row_max - base)
@@ -136,31 +144,54 @@ def softmax_step(s, row_max, row_sum, scale_log2, lift: gl.constexpr, lanes: gl.
 
 
 @gluon.jit
-def scores(s, n_start, edges, softcap, form: gl.constexpr):
-    """Raw scores of a product: capped, and -inf where a row of this consumer does not see the key."""
+def scores(s, careful, row_max, n_start, edges, numbers, lift: gl.constexpr, form: gl.constexpr):
+    """(raw scores of a product, capped, and -inf where a row does not see the key; what weights are taken against): of a careful step `lift` below the
+    maximum so far and a threshold above that at most, of others what it was. Without a left bound only careful steps hide keys."""
     if form.softcap:
-        s = tanh(s * softcap)
-    if form.masks:
-        first_edge, stop_edge, key_stop = edges
-        layout: gl.constexpr = s.type.layout
-        n_stop = n_start + form.tuning.block_n
-        partial = n_stop > key_stop
+        s = tanh(s * numbers[1])
+    if form.mask.left:
+        s = hidden(s, n_start, edges, form)
+    new_max = row_max
+    if careful:
+        if form.masks and not form.mask.left:
+            s = hidden(s, n_start, edges, form)
+        new_max = lagging_max(row_max, gl.maximum(row_max, gl.max(s, 1) * numbers[0] - lift), THRESHOLD)
+    return s, new_max
+
+
+@gluon.jit
+def hidden(s, n_start, edges, form: gl.constexpr):
+    first_edge, stop_edge, key_stop = edges
+    layout: gl.constexpr = s.type.layout
+    n_stop = n_start + form.tuning.block_n
+    partial = n_stop > key_stop
+    if form.mask.right:
+        partial = partial | (n_stop > stop_edge)
+    if form.mask.left:
+        partial = partial | (n_start < first_edge + (form.own_queries - 1))
+    if partial:
+        # a column's bits 1 and 2 are its thread's, the others its register's: apart, no register holds a column
+        column = gl.arange(0, form.tuning.block_n, gl.SliceLayout(0, layout))
+        by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
+        row = queries_of(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), form)
+        stop = row * 0 + (key_stop - n_start)
         if form.mask.right:
-            partial = partial | (n_stop > stop_edge)
+            stop = gl.minimum(stop, row + (stop_edge - n_start))
+        s = gl.where(stop[:, None] - by_thread > by_register, s, float("-inf"))
         if form.mask.left:
-            partial = partial | (n_start < first_edge + (form.own_queries - 1))
-        if partial:
-            # a column's bits 1 and 2 are its thread's, the others its register's: apart, no register holds a column
-            column = gl.arange(0, form.tuning.block_n, gl.SliceLayout(0, layout))
-            by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
-            row = queries_of(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), form)
-            stop = row * 0 + (key_stop - n_start)
-            if form.mask.right:
-                stop = gl.minimum(stop, row + (stop_edge - n_start))
-            s = gl.where(stop[:, None] - by_thread > by_register, s, float("-inf"))
-            if form.mask.left:
-                s = gl.where((row + (first_edge - n_start))[:, None] - by_thread <= by_register, s, float("-inf"))
+            s = gl.where((row + (first_edge - n_start))[:, None] - by_thread <= by_register, s, float("-inf"))
     return s
+
+
+@gluon.jit
+def is_careful(n_start, edges, again, form: gl.constexpr):
+    """Whether a step after the first looks for maxima: always, but with early weights only where a row may not have met a key."""
+    careful: gl.constexpr = True
+    if form.early:
+        careful = again > 0
+        if form.mask.right:
+            careful = careful | (n_start + form.tuning.block_n >= edges[1])
+    return careful
 
 
 @gluon.jit
@@ -243,11 +274,11 @@ def let_go(w: gl.constexpr, k, v, k_at, v_at, count, form: gl.constexpr):
 
 
 @gluon.jit
-def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, numbers, form: gl.constexpr):
+def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, form: gl.constexpr):
     """(o, row_max, row_sum, both positions after their last stage) over (first key block, key blocks), at least one, the last first."""
     BLOCK_N: gl.constexpr = form.tuning.block_n
     n_begin, blocks = keys
-    scale_log2, softcap = numbers
+    scale_log2 = numbers[0]
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -271,15 +302,17 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, numbers, form: gl.
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(k_at.stage))
     k_at = k_at.next()
-    s = scores(s, n_start, edges, softcap, form)
-    p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, lift, lanes, form)
+    s, new_max = scores(s, True, row_max, n_start, edges, numbers, lift, form)
+    p, rescale, row_max, row_sum = softmax_step(s, new_max, row_max, row_sum, scale_log2, lanes, form)
     p_reg = gl.convert_layout(p.to(dtype), p_layout)
+    was_careful = is_careful(n_start, edges, again, form)
     for i in range(1, blocks):
         mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
         if form.tuning.ping_pong:
             take_turn(w)
         s = score_product(q, k_smem, k_at.stage, zero, form)
-        o = rescaled(o, rescale)
+        if was_careful:
+            o = rescaled(o, rescale)
         mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
         o = value_product(p_reg, v_smem, v_at.stage, o, form)
         if form.tuning.ping_pong:
@@ -287,14 +320,16 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, numbers, form: gl.
         s = warpgroup_mma_wait(parts_v, deps=[s])
         mbarrier.arrive(k_free.index(k_at.stage))
         k_at = k_at.next()
-        s = scores(s, n_start - i * BLOCK_N, edges, softcap, form)
-        p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2, lift, lanes, form)
+        careful = is_careful(n_start - i * BLOCK_N, edges, again, form)
+        s, new_max = scores(s, careful, row_max, n_start - i * BLOCK_N, edges, numbers, lift, form)
+        p, rescale, row_max, row_sum = softmax_step(s, new_max, row_max, row_sum, scale_log2, lanes, form)
         if form.tuning.under:
             stay_before(blocks)
         o = landed(o, form)
         mbarrier.arrive(v_free.index(v_at.stage))
         v_at = v_at.next()
         p_reg = gl.convert_layout(p.to(dtype), p_layout)
+        was_careful = careful
     o = rescaled(o, rescale)
     mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
     o = value_product(p_reg, v_smem, v_at.stage, o, form)
@@ -348,7 +383,7 @@ def stage_part(w: gl.constexpr, part, view, smem, place, head, m_start, column: 
 def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.constexpr):
     o_views, lse, sinks = out
     tiles, sizes, limits, numbers, faults, counter = work
-    words, told, told_free = board
+    words, told, told_free, verdicts = board
     q_smem, q_ready, q_free = q
     heads, total_q = sizes[1] * form.tuning.joined, sizes[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.tuning.block_n, 16])
@@ -375,11 +410,12 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         row_sum = gl.full([ROWS], 0.0, gl.float32, rows)
         o = zeros(form)
         own_begin, own = blocks_of(m_start, form.own_queries, (seqlen_q, seqlen_k), limits, form)
+        again = is_done_again(words, told_at.stage) if form.early else 0
         unseen = blocks
         if own > 0:
             k_at, v_at = let_go(w, k, v, k_at, v_at, n_begin + blocks - own_begin - own, form)
             edges = edges_of(m_start, (seqlen_q, seqlen_k), limits)
-            o, row_max, row_sum, k_at, v_at = attend(w, q_tile, k, v, k_at, v_at, (own_begin, own), edges, numbers, form)
+            o, row_max, row_sum, k_at, v_at = attend(w, q_tile, k, v, k_at, v_at, (own_begin, own), edges, again, numbers, form)
             unseen = own_begin - n_begin
         if not q_is_read:
             mbarrier.arrive(q_free.index(w))
@@ -401,9 +437,14 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
             row_lse = gl.where(broken, float("nan"), row_lse)
         lse_rows = lse + (entry.to(gl.int64) * heads + row_head) * total_q + q_start
         gl.store(lse_rows + m_offsets, row_lse, mask=exists)
+        o = scaled(o, inverse)
+        if form.early:
+            again = is_done_again(words, told_at.stage)
+            if again > 0:
+                tma_store_drain()  # what this tile's rows were at first
+            judge(w, verdicts, told_at.stage, o, row_max, inverse, (again > 0) | (first >= stop) | ~exists)
         mbarrier.arrive(told_free.index(told_at.stage))
         told_at = told_at.next()
-        o = scaled(o, inverse)
         stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q, sizes[1]), head, m_start, form)
         q_at = q_at.next()
     tma_store_wait(0)
@@ -425,7 +466,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     v_smem = tiles_for(STAGES, v_views, form.rest_dv)
     o_smem = tiles_for(form.slots, o_views, form.rest_dv)
     words = gl.allocate_shared_memory(gl.int32, [2, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    board = (words, ring(2, 1), ring(2, CONSUMERS))
+    board = (words, ring(2, 1), ring(2, CONSUMERS), verdicts_of(2, ROWS) if form.early else None)
     q = (q_smem, ring(CONSUMERS, 1), ring(CONSUMERS, 1))
     k = (k_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
     v = (v_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))

@@ -1,0 +1,139 @@
+"""Early weights of the Hopper forward on scores that outgrow them: tiles are done again, and results are the oracle's. Simulated, and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hopper_cases import CAUSAL, H200, SCHEDULES, band
+
+pytest.importorskip("triton")
+
+from strobe import ops, reference
+from strobe.call import Call
+from strobe.kernels.hopper import config, early
+from strobe.problem import Problem
+from strobe.proof.simulate import simulated
+from strobe.target import FAKES
+from strobe.testing import Case, assert_as_good_as
+
+pytestmark = [pytest.mark.usefixtures("early_weights"), pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")]
+PACKED = {"lengths_q": (100, 0, 300, 77), "lengths_k": (130, 30, 500, 10)}
+
+
+def _case(name: str, seqlen_q: int = 0, seqlen_k: int | None = None, **options) -> Case:
+    return Case(name, seqlen_q, seqlen_k, **{"batch": 1, "heads": (2, 2)} | options)
+
+
+CASES = (
+    _case("d64", 200, 400, head_dim=64),
+    _case("d64_causal", 390, 520, head_dim=64, mask=CAUSAL),
+    _case("d64_window", 400, 400, head_dim=64, mask=band(150, 0), heads=(4, 1)),
+    _case("d64_capped", 200, 400, head_dim=64, softcap=200.0),
+    _case("d96_causal", 300, 300, head_dim=96, mask=CAUSAL),
+    _case("d128", 384, 384, head_dim=128),
+    _case("d128_sinks", 200, 400, head_dim=128, mask=CAUSAL, sinks=True),
+    _case("d192_causal", 200, 333, head_dim=192, mask=CAUSAL),
+    _case("d192x128_window", 200, 333, head_dim=192, head_dim_v=128, mask=band(100, 20)),
+    _case("packed", head_dim=128, mask=CAUSAL, **PACKED),
+)
+
+
+def _keys(call: Call) -> int:
+    return call.k.shape[-3]
+
+
+def one_key(call: Call) -> None:
+    """One row's score of one of the first keys, which are walked last, stands out by 2^1000 or so."""
+    call.k.select(-3, 1).select(-2, 0).copy_(40.0 * torch.sign(call.q.select(-3, 7).select(-2, 0)))
+
+
+def all_rows(call: Call) -> None:
+    """Every tile's scores are above those before."""
+    steps = torch.linspace(20.0, 0.1, _keys(call), device=call.k.device)[:, None, None]
+    call.q.abs_()
+    call.k.abs_().mul_(steps.to(call.k.dtype))
+
+
+def large_scores(call: Call) -> None:
+    call.q.mul_(20.0)
+    call.k.mul_(20.0)
+
+
+def negative_scores(call: Call) -> None:
+    call.q.abs_().mul_(40.0)
+    call.k.abs_().mul_(-40.0)
+
+
+def large_values(call: Call) -> None:
+    """Sums of weights that are common, and whose products with values are not."""
+    call.v.mul_(1e30)
+    call.k.mul_(30.0)
+
+
+def plain(call: Call) -> None:
+    """What need not come back."""
+
+
+CHANGES = (one_key, all_rows, large_scores, negative_scores, large_values, plain)
+
+
+def _built(case: Case, change, device: str) -> Call:
+    call = case.build(device, torch.bfloat16, kernel="hopper")
+    change(call)
+    assert ops.decide(call._replace(kernel="")).problem.dtype == torch.bfloat16
+    return call
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("n, case", enumerate(CASES), ids=[case.name for case in CASES])
+def test_scores_that_grow(n, case, change):
+    call = _built(case, change, "cpu")
+    mode, seed = SCHEDULES[(n + CHANGES.index(change)) % len(SCHEDULES)]
+    found, run = simulated(call, H200, mode, seed)
+    assert run.reports == []
+    assert_as_good_as(found, call)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_comes_back_once(value):
+    """A row of NaN has its tile done again, is NaN then too, and alone."""
+    call = _built(CASES[1], plain, "cpu")
+    call.q[0, 5, 0, 3] = value
+    found, run = simulated(call, H200)
+    want, _ = reference.forward(call)
+    assert run.reports == [] and want.isnan().any() and torch.equal(found.out.isnan(), want.isnan())
+
+
+def test_only_tiles_whose_scores_outgrow_a_maximum_come_back():
+    """Told from what landed: a tile done again loads and stores again."""
+    landed = {change: simulated(_built(CASES[5], change, "cpu"), H200)[1].stats["landed"] for change in (plain, one_key, negative_scores)}
+    assert landed[plain] < landed[one_key] < landed[negative_scores]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_scores_that_grow_on_a_gpu(case, change):
+    """Of more heads than programs, so that tiles come back between others; bitwise alike in ten runs."""
+    call = _built(
+        replace(case, batch=40, lengths_q=case.lengths_q and case.lengths_q * 40, lengths_k=case.lengths_k and case.lengths_k * 40), change, "cuda"
+    )
+    first = ops.run(call)
+    for _ in range(10):
+        again = ops.run(call)
+        assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
+    assert_as_good_as(first, call)
+
+
+def test_which_calls_have_early_weights(monkeypatch):
+    def asked(case: Case, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return config.FORWARD.config(Problem.from_call(case.build("cpu", dtype)), FAKES["H200"]).form.early
+
+    monkeypatch.undo()
+    assert asked(_case("long", 1300, 1300, head_dim=64, mask=CAUSAL)) and asked(_case("dense", 8, 700, head_dim=128))
+    assert not asked(_case("long", 1300, 1300, head_dim=64, mask=CAUSAL), torch.float16)  # whose weights end at 2^16
+    assert not asked(_case("short", 1200, 1200, head_dim=64, mask=CAUSAL)) and not asked(_case("window", 1300, 1300, head_dim=64, mask=band(300, 0)))
+    assert not asked(_case("wide", 8, 700, head_dim=256))
+    assert float(early.LEAST.value) == 2.0**-96
