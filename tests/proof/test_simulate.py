@@ -25,7 +25,6 @@ from strobe.target import FAKES
 from strobe.testing import FAMILIES, Case, assert_as_good_as
 from strobe.testing.cases import laid_out
 
-
 pytestmark = pytest.mark.usefixtures("early_weights")  # in bfloat16; float16 has none
 
 

@@ -42,17 +42,17 @@ IN_ROLES = ("d64 dense", "d64 causal", "d128 dense", "d128 causal", "d64 causal,
 
 def _dense(
     width: int, width_v: int = 0, mask: Mask | None = None, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, int] = (4, 4),
-    rows: int = 256, keys: int = 256, batch: int = 1, needs_grad: bool = True, **options,
+    rows: int = 256, keys: int = 256, batch: int = 1, **options,
 ) -> Call:  # fmt: skip
     shapes = ((rows, heads[0], width), (keys, heads[1], width), (keys, heads[1], width_v or width))
     q, k, v = (torch.empty(batch, *shape, dtype=dtype) for shape in shapes)
-    return Call(q, k, v, needs_grad=needs_grad, **options).with_mask(mask or masks.full())
+    return Call(q, k, v, **{"needs_grad": True} | options).with_mask(mask or masks.full())
 
 
-def _packed(width: int, mask: Mask, heads: tuple[int, int], tokens: int = 256, needs_grad: bool = True, **options) -> Call:
+def _packed(width: int, mask: Mask, heads: tuple[int, int], tokens: int = 256, **options) -> Call:
     q, k, v = (torch.empty(tokens, n, width, dtype=torch.bfloat16) for n in (heads[0], heads[1], heads[1]))
     offsets = torch.tensor([0, 100, tokens], dtype=torch.int32)
-    return Call(q, k, v, needs_grad=needs_grad, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **options).with_mask(mask)
+    return Call(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **{"needs_grad": True} | options).with_mask(mask)
 
 
 def _documents() -> Mask:

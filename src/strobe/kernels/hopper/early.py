@@ -5,9 +5,9 @@ weights and float32 sums reach 2^127: that of the first keys does as well for th
 look for maxima: the first, and those in which some row may not have met a key. Exponentials of all others begin with the first score.
 
 Whether that held is seen at the end: a row is sound if its maximum is one, what its sums are multiplied by is no tiny number, and the products are
-finite. Consumers write what they have, leave a verdict on each row in shared memory beside the board's slot, and free the slot; the loader looks there
-before it fills the slot again, and after its last tile, and tells a tile anew of which any row was unsound. Then every step is careful, nothing is
-written before what was written first has arrived, and the result stands, whatever it is.
+finite. Consumers write what they have, leave a verdict on each row in shared memory beside the board's slot, and free the slot. The loader looks
+there before it fills the slot again, and after its last tile, and tells a tile anew of which any row was unsound. Then every step is careful,
+nothing is written before what was written first has arrived, and the result stands, whatever it is.
 """
 
 from ..device.dialect import gl, gluon, mbarrier, partition_barrier
@@ -37,8 +37,8 @@ def acquit(verdict):
 
 @gluon.jit
 def judge(w: gl.constexpr, verdicts, slot, o, row_max, inverse, accepted):
-    """A verdict on each row: 1 if it is to be done again. `o` is what was written, `inverse` what sums were multiplied by; rows that are `accepted` are
-    sound whatever they hold."""
+    """A verdict on each row: 1 if it is to be done again. `o` is what was written, `inverse` what sums were multiplied by; rows that are `accepted`
+    are sound whatever they hold."""
     strange = row_max * 0.0  # of -inf, inf and NaN: NaN
     for i in gl.static_range(len(o)):
         eighths = gl.sum(gl.reshape(o[i] * 0.0, [o[i].shape[0], o[i].shape[1] // 8, 8]), 1)  # in a thread, twice as many sums of half the length
@@ -54,8 +54,8 @@ def is_done_again(words, slot):
 
 @gluon.jit
 def came_back(board, at, more, consumers: gl.constexpr):
-    """(whether a tile is to be done again, 1 or 0, its slot), once all are done with the slot at `at`. If there are no more tiles, it may be the tile told
-    last."""
+    """(whether a tile is to be done again, 1 or 0, its slot), once all are done with the slot at `at`. If there are no more tiles, it may be the
+    tile told last."""
     again, slot = is_bad(board, at, consumers), at.stage
     if (again == 0) & ~more:
         again, slot = is_bad(board, at.next(), consumers), at.next().stage

@@ -145,8 +145,8 @@ def softmax_step(s, new_max, row_max, row_sum, scale_log2, lanes: gl.constexpr, 
 
 @gluon.jit
 def scores(s, careful, row_max, n_start, edges, numbers, lift: gl.constexpr, form: gl.constexpr):
-    """(raw scores of a product, capped, and -inf where a row does not see the key; what weights are taken against): of a careful step `lift` below the
-    maximum so far and a threshold above that at most, of others what it was. Without a left bound only careful steps hide keys."""
+    """(raw scores of a product, capped, and -inf where a row does not see the key; what weights are taken against): of a careful step `lift` below
+    the maximum so far and a threshold above that at most, of others what it was. Without a left bound only careful steps hide keys."""
     if form.softcap:
         s = tanh(s * numbers[1])
     if form.mask.left:
