@@ -55,9 +55,10 @@ def faults_are_told_to_the_test_that_made_them():
 
 
 @pytest.fixture
-def early_weights(monkeypatch):
-    """The Hopper forward takes weights before maxima wherever it can, of however few keys."""
+def as_of_many_keys(monkeypatch):
+    """The Hopper forward runs as it would if rows saw many keys: with early weights, where it can, in its usual tiles."""
     monkeypatch.setattr(hopper, "EARLY_KEYS", 0)
+    monkeypatch.setattr(hopper, "FEW", {})
     ops._choices.clear()
     yield
     ops._choices.clear()

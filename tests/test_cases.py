@@ -63,9 +63,11 @@ def _or_skip(call: Call) -> Call:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kernel", ("hopper.forward", "hopper.backward"))
 @pytest.mark.parametrize("name", CASES)
-def test_case_on_hopper(name, kernel, family, dtype, judge, early_weights):
-    """The Hopper kernels, where the other direction is whose it may be; skipped where they refuse the case, with their reason. With early weights in
-    bfloat16, without in float16, which has none."""
+def test_case_on_hopper(name, kernel, family, dtype, judge, request):
+    """The Hopper kernels, where the other direction is whose it may be; skipped where they refuse the case, with their reason. In bfloat16 as if
+    rows saw many keys, in float16 as they are."""
+    if dtype == torch.bfloat16:
+        request.getfixturevalue("as_of_many_keys")
     judge(_or_skip(CASES[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel=kernel)), family, SEED)
 
 

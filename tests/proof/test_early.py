@@ -12,13 +12,13 @@ pytest.importorskip("triton")
 
 from strobe import ops, reference
 from strobe.call import Call
-from strobe.kernels.hopper import config, early
+from strobe.kernels.hopper import config
 from strobe.problem import Problem
 from strobe.proof.simulate import simulated
 from strobe.target import FAKES
 from strobe.testing import Case, assert_as_good_as
 
-pytestmark = [pytest.mark.usefixtures("early_weights"), pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")]
+pytestmark = [pytest.mark.usefixtures("as_of_many_keys"), pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")]
 PACKED = {"lengths_q": (100, 0, 300, 77), "lengths_k": (130, 30, 500, 10)}
 
 
@@ -136,4 +136,10 @@ def test_which_calls_have_early_weights(monkeypatch):
     assert not asked(_case("long", 1300, 1300, head_dim=64, mask=CAUSAL), torch.float16)  # whose weights end at 2^16
     assert not asked(_case("short", 1200, 1200, head_dim=64, mask=CAUSAL)) and not asked(_case("window", 1300, 1300, head_dim=64, mask=band(300, 0)))
     assert not asked(_case("wide", 8, 700, head_dim=256))
-    assert float(early.LEAST.value) == 2.0**-96
+
+
+def test_tiles_of_few_keys(monkeypatch):
+    monkeypatch.undo()
+    for width, keys, block_n in ((64, 512, 64), (64, 2048, 128), (128, 512, 64), (128, 1024, 128)):
+        problem = Problem.from_call(_case("", keys, keys, head_dim=width, mask=CAUSAL).build("cpu", torch.bfloat16))
+        assert config.FORWARD.config(problem, FAKES["H200"]).form.tuning.block_n == block_n

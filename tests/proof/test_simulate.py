@@ -25,7 +25,7 @@ from strobe.target import FAKES
 from strobe.testing import FAMILIES, Case, assert_as_good_as
 from strobe.testing.cases import laid_out
 
-pytestmark = pytest.mark.usefixtures("early_weights")  # in bfloat16; float16 has none
+pytestmark = pytest.mark.usefixtures("as_of_many_keys")
 
 
 def _case(name: str, seqlen_q: int = 300, seqlen_k: int | None = 390, width: int = 128, **options) -> Case:
