@@ -8,8 +8,9 @@
 
            QK 0 | softmax 0 | QK 1, PV 0 in flight | softmax 1 over them | QK 2, PV 1 | ... | PV last | out, lse
            o is rescaled behind the next QK, where a row's maximum has moved (`device.lagging`)
+           with early weights few steps look for a maximum, and a tile may come back (`early`)
     barrier   arrivals                  says
-    told      1                         the board's slot holds a tile      told_free  consumers  all have read it to the end
+    told      1                         the board's slot holds a tile      told_free  consumers  all have read it to the end, and judged it
     q_ready   1 and the tile's bytes    q[w] has landed                    q_free     1          consumer w is done with q[w]
     k_ready   1 and the tile's bytes    k[stage] has landed                k_free     consumers  all are done with k[stage]
     v_ready   1 and the tile's bytes    v[stage] has landed                v_free     consumers  all are done with v[stage]
