@@ -34,10 +34,10 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
     registers   o D / 2, scores 64, weights 32 and the next tile's in the making: 0 spills at 240
 
 What limits it: at D = 128 the tensor cores and the power they draw; shared memory feeds them at 88 % of its rate. At D = 64 exponents and issue slots
-are as busy as they are. Beyond this rung lie fewer bits, or tiles from a counter, which evens out what differs in length. The rows below are of
-one place for q, of all heads in one falling order, also where sequences are short, and of a tile's numbers divided out twice. As it stands, beside
-the production kernel in another run: 0.95 to 1.00 of it from 2,048 keys on; at 512 and 1,024 dense 0.97 to 0.99 (D = 128), 0.86 to 0.91 (64), causal
-0.79 to 0.82 (128) and 1.00 to 1.02 (64).
+are as busy as they are. Beyond this rung lie fewer bits; tiles from a counter, which evens out what differs in length; and weights that wait for no
+maximum (kernels/hopper/early.py). Of the production kernel, which has these two, it reaches 0.94 to 0.97 at 512 and 1,024 keys, 0.89 to 1.03 from
+2,048 on (D = 128), 0.82 to 0.87 (64; 0.96 at 1,024 causal), in a run of its own. The rows below are of one place for q, of all heads in one falling
+order, also where sequences are short, and of a tile's numbers divided out twice.
 
 Measured:
 
