@@ -16,7 +16,7 @@ from strobe.kernels.hopper import config
 from strobe.problem import Problem
 from strobe.proof.simulate import simulated
 from strobe.target import FAKES
-from strobe.testing import Case, assert_as_good_as
+from strobe.testing import Case, assert_as_good_as, compare
 
 pytestmark = [pytest.mark.usefixtures("as_of_many_keys"), pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")]
 PACKED = {"lengths_q": (100, 0, 300, 77), "lengths_k": (130, 30, 500, 10)}
@@ -45,8 +45,22 @@ def _keys(call: Call) -> int:
 
 
 def one_key(call: Call) -> None:
-    """One row's score of one of the first keys, which are walked last, stands out by 2^1000 or so."""
-    call.k.select(-3, 1).select(-2, 0).copy_(40.0 * torch.sign(call.q.select(-3, 7).select(-2, 0)))
+    """One row's score of a key between careful steps stands out by 2^1000 or so."""
+    call.k.select(-3, _keys(call) // 2).select(-2, 0).copy_(40.0 * torch.sign(call.q.select(-3, -20).select(-2, 0)))
+
+
+def a_key_of_all(call: Call) -> None:
+    """Each row's score of such a key stands out by 20 nats: out is its value, which eager attention gives exactly."""
+    call.q.mul_(0.3)[..., 0] = 4.0
+    call.k.mul_(0.3)[..., 0] = 0.0
+    call.k.select(-3, _keys(call) // 2)[..., 0] = 5.0 * call.k.shape[-1] ** 0.5
+
+
+def the_first_key(call: Call) -> None:
+    """As trained models have it: of the first key of all maxima are looked for, and nothing comes back."""
+    a_key_of_all(call)
+    call.k.select(-3, _keys(call) // 2)[..., 0] = 0.0
+    call.k.select(-3, 0)[..., 0] = 5.0 * call.k.shape[-1] ** 0.5
 
 
 def all_rows(call: Call) -> None:
@@ -76,7 +90,7 @@ def plain(call: Call) -> None:
     """What need not come back."""
 
 
-CHANGES = (one_key, all_rows, large_scores, negative_scores, large_values, plain)
+CHANGES = (one_key, a_key_of_all, the_first_key, all_rows, large_scores, negative_scores, large_values, plain)
 
 
 def _built(case: Case, change, device: str) -> Call:
@@ -108,8 +122,17 @@ def test_nan_comes_back_once(value):
 
 def test_only_tiles_whose_scores_outgrow_a_maximum_come_back():
     """Told from what landed: a tile done again loads and stores again."""
-    landed = {change: simulated(_built(CASES[5], change, "cpu"), H200)[1].stats["landed"] for change in (plain, one_key, negative_scores)}
-    assert landed[plain] < landed[one_key] < landed[negative_scores]
+    changes = (plain, the_first_key, one_key, a_key_of_all)
+    landed = [simulated(_built(CASES[5], change, "cpu"), H200)[1].stats["landed"] for change in changes]
+    assert landed[0] == landed[1] < landed[2] < landed[3]
+
+
+@pytest.mark.parametrize("change", [the_first_key, a_key_of_all], ids=lambda change: change.__name__)
+def test_lse_is_as_near_as_on_a_gpu(change, monkeypatch):
+    """Held to the contract's third rule, which CPU tensors are excused from."""
+    monkeypatch.setattr(compare, "_lse_allowed", lambda exact, call: 2e-6 + 4 * 2.0**-23 * exact.abs())
+    call = _built(CASES[5], change, "cpu")
+    assert_as_good_as(simulated(call, H200)[0], call)
 
 
 @pytest.mark.gpu
@@ -136,10 +159,14 @@ def test_which_calls_have_early_weights(monkeypatch):
     assert not asked(_case("long", 1300, 1300, head_dim=64, mask=CAUSAL), torch.float16)  # whose weights end at 2^16
     assert not asked(_case("short", 1200, 1200, head_dim=64, mask=CAUSAL)) and not asked(_case("window", 1300, 1300, head_dim=64, mask=band(300, 0)))
     assert not asked(_case("wide", 8, 700, head_dim=256))
+    call = _case("invariant", 8, 700, head_dim=128).build("cpu", torch.bfloat16)._replace(batch_invariant=True)  # bits of a row are its own
+    assert not config.FORWARD.config(Problem.from_call(call), FAKES["H200"]).form.early
 
 
 def test_tiles_of_few_keys(monkeypatch):
     monkeypatch.undo()
     for width, keys, block_n in ((64, 512, 64), (64, 2048, 128), (128, 512, 64), (128, 1024, 128)):
-        problem = Problem.from_call(_case("", keys, keys, head_dim=width, mask=CAUSAL).build("cpu", torch.bfloat16))
-        assert config.FORWARD.config(problem, FAKES["H200"]).form.tuning.block_n == block_n
+        call = _case("", keys, keys, head_dim=width, mask=CAUSAL).build("cpu", torch.bfloat16)
+        assert config.FORWARD.config(Problem.from_call(call), FAKES["H200"]).form.tuning.block_n == block_n
+        invariant = Problem.from_call(call._replace(batch_invariant=True))  # whose bits may not follow the lengths of others
+        assert config.FORWARD.config(invariant, FAKES["H200"]).form.tuning.block_n == 128

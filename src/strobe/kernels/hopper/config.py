@@ -160,7 +160,7 @@ def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 def tuning_of(problem: Problem) -> Tuning:
     widths = tiled(problem.head_dim, problem.head_dim_v)
     special = CAPPED.get(widths) if problem.softcap else WINDOWED.get(widths) if problem.mask.left else None
-    fewest, of_few = FEW.get(widths, (0, None))
+    fewest, of_few = (0, None) if problem.batch_invariant else FEW.get(widths, (0, None))  # bits may not follow other sequences' lengths
     return special or (of_few if keys_a_row(problem) < fewest else None) or TUNINGS[widths]
 
 
@@ -171,8 +171,9 @@ def keys_a_row(problem: Problem) -> float:
 
 
 def early(problem: Problem) -> bool:
+    """Whether weights come before maxima. Not where bits may not follow a tile's other rows, by which it is done again."""
     widths = tiled(problem.head_dim, problem.head_dim_v)
-    return problem.dtype == torch.bfloat16 and widths in EARLY and keys_a_row(problem) >= EARLY_KEYS
+    return problem.dtype == torch.bfloat16 and widths in EARLY and keys_a_row(problem) >= EARLY_KEYS and not problem.batch_invariant
 
 
 def _why_not(problem: Problem, target: Target) -> str | None:

@@ -48,7 +48,7 @@ from ..device.softmax import finish, tanh
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
 from ..device.views import copy_out, copy_parts, stage_of, tile_2d, tiles_for
 from .config import ROWS as _ROWS
-from .early import WORDS, back_or_next, came_back, is_done_again, judge, verdicts_of
+from .early import EVERY, MOST, WORDS, back_or_next, came_back, is_done_again, judge, verdicts_of
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile
 
@@ -130,24 +130,29 @@ def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, fo
 
 
 @gluon.jit
-def softmax_step(s, new_max, row_max, row_sum, scale_log2, lanes: gl.constexpr, form: gl.constexpr):
-    """(p, rescale, row_max, row_sum): device.softmax.online_step against a given maximum, with the row sum [ROWS, 8] left spread over lanes.
+def softmax_step(s, careful, row_max, row_sum, n_start, edges, numbers, lanes: gl.constexpr, form: gl.constexpr):
+    """(p, rescale, row_max, row_sum): device.softmax.online_step against the maximum of `scores`, with the row sum [ROWS, 8] left spread over lanes.
 
     Every lane keeps the sum of its own columns, which are gathered once, after the last step.
     """
+    scale_log2 = numbers[0]
+    s, new_max = scores(s, careful, row_max, n_start, edges, numbers, form)
     base = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * scale_log2 - base[:, None])
     rescale = gl.exp2(row_max - base)
     columns: gl.constexpr = form.tuning.block_n // 8
     part = gl.convert_layout(gl.sum(gl.reshape(p, [64, columns, 8]), 1), lanes, assert_trivial=True)
+    if form.early:
+        part = gl.where(part > MOST, float("inf"), part)
     spread = gl.convert_layout(rescale, gl.SliceLayout(1, lanes), assert_trivial=True)
     return p, rescale, new_max, row_sum * spread[:, None] + part
 
 
 @gluon.jit
-def scores(s, careful, row_max, n_start, edges, numbers, lift: gl.constexpr, form: gl.constexpr):
-    """(raw scores of a product, capped, and -inf where a row does not see the key; what weights are taken against): of a careful step `lift` below
-    the maximum so far and a threshold above that at most, of others what it was. Without a left bound only careful steps hide keys."""
+def scores(s, careful, row_max, n_start, edges, numbers, form: gl.constexpr):
+    """(raw scores of a product, capped, and -inf where a row does not see the key; what weights are taken against): of a careful step a lift below
+    the maximum so far and a threshold above that at most (none with early weights), of others what it was. Without a left bound only careful steps
+    hide keys: the keys of others end before those of any row do."""
     if form.softcap:
         s = tanh(s * numbers[1])
     if form.mask.left:
@@ -156,7 +161,9 @@ def scores(s, careful, row_max, n_start, edges, numbers, lift: gl.constexpr, for
     if careful:
         if form.masks and not form.mask.left:
             s = hidden(s, n_start, edges, form)
-        new_max = lagging_max(row_max, gl.maximum(row_max, gl.max(s, 1) * numbers[0] - lift), THRESHOLD)
+        new_max = gl.maximum(row_max, gl.max(s, 1) * numbers[0] - numbers[2])
+        if not form.early:
+            new_max = lagging_max(row_max, new_max, THRESHOLD)
     return s, new_max
 
 
@@ -186,12 +193,14 @@ def hidden(s, n_start, edges, form: gl.constexpr):
 
 @gluon.jit
 def is_careful(n_start, edges, again, form: gl.constexpr):
-    """Whether a step after the first looks for maxima: always, but with early weights only where a row may not have met a key."""
+    """Whether a step after the first looks for maxima: always, but with early weights only until each row has met a tile's worth of keys, and
+    now and then: at the first keys of all, too."""
     careful: gl.constexpr = True
     if form.early:
-        careful = again > 0
+        last = edges[2]
         if form.mask.right:
-            careful = careful | (n_start + form.tuning.block_n >= edges[1])
+            last = gl.minimum(last, edges[1])
+        careful = (again > 0) | (n_start % (EVERY * form.tuning.block_n) == 0) | (n_start + 2 * form.tuning.block_n > last)
     return careful
 
 
@@ -279,7 +288,6 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, fo
     """(o, row_max, row_sum, both positions after their last stage) over (first key block, key blocks), at least one, the last first."""
     BLOCK_N: gl.constexpr = form.tuning.block_n
     n_begin, blocks = keys
-    scale_log2 = numbers[0]
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -287,7 +295,6 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, fo
     lanes: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = k_smem[0].dtype
-    lift: gl.constexpr = lift_of(dtype)
     parts_v: gl.constexpr = 2 if form.rest_dv else 1  # products under way for each o += p v
     zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, s_layout)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
@@ -303,8 +310,8 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, fo
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(k_at.stage))
     k_at = k_at.next()
-    s, new_max = scores(s, True, row_max, n_start, edges, numbers, lift, form)
-    p, rescale, row_max, row_sum = softmax_step(s, new_max, row_max, row_sum, scale_log2, lanes, form)
+    numbers = (numbers[0], numbers[1], lift_of(dtype))
+    p, rescale, row_max, row_sum = softmax_step(s, True, row_max, row_sum, n_start, edges, numbers, lanes, form)
     p_reg = gl.convert_layout(p.to(dtype), p_layout)
     was_careful = is_careful(n_start, edges, again, form)
     for i in range(1, blocks):
@@ -322,8 +329,7 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, fo
         mbarrier.arrive(k_free.index(k_at.stage))
         k_at = k_at.next()
         careful = is_careful(n_start - i * BLOCK_N, edges, again, form)
-        s, new_max = scores(s, careful, row_max, n_start - i * BLOCK_N, edges, numbers, lift, form)
-        p, rescale, row_max, row_sum = softmax_step(s, new_max, row_max, row_sum, scale_log2, lanes, form)
+        p, rescale, row_max, row_sum = softmax_step(s, careful, row_max, row_sum, n_start - i * BLOCK_N, edges, numbers, lanes, form)
         if form.tuning.under:
             stay_before(blocks)
         o = landed(o, form)
@@ -443,7 +449,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
             again = is_done_again(words, told_at.stage)
             if again > 0:
                 tma_store_drain()  # what this tile's rows were at first
-            judge(w, verdicts, told_at.stage, o, row_max, inverse, (again > 0) | (first >= stop) | ~exists)
+            judge(w, verdicts, told_at.stage, row_max, inverse, (again > 0) | (first >= stop) | ~exists)
         mbarrier.arrive(told_free.index(told_at.stage))
         told_at = told_at.next()
         stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q, sizes[1]), head, m_start, form)
