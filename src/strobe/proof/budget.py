@@ -46,13 +46,13 @@ def _dense(
 ) -> Call:  # fmt: skip
     shapes = ((rows, heads[0], width), (keys, heads[1], width), (keys, heads[1], width_v or width))
     q, k, v = (torch.empty(batch, *shape, dtype=dtype) for shape in shapes)
-    return Call(q, k, v, **{"needs_grad": True} | options).with_mask(mask or masks.full())
+    return Call(q, k, v, needs_grad=True)._replace(**options).with_mask(mask or masks.full())
 
 
 def _packed(width: int, mask: Mask, heads: tuple[int, int], tokens: int = 256, **options) -> Call:
     q, k, v = (torch.empty(tokens, n, width, dtype=torch.bfloat16) for n in (heads[0], heads[1], heads[1]))
     offsets = torch.tensor([0, 100, tokens], dtype=torch.int32)
-    return Call(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **{"needs_grad": True} | options).with_mask(mask)
+    return Call(q, k, v, needs_grad=True, cu_seqlens_q=offsets, cu_seqlens_k=offsets)._replace(**options).with_mask(mask)
 
 
 def _documents() -> Mask:
