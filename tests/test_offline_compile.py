@@ -102,7 +102,7 @@ def test_the_cases_use_every_tiling_of_the_tables():
 
 def test_the_hopper_forward_compiles_with_each_tiling_and_each_band():
     """TMA loads, wgmma, and the shared memory that the config says, but for padding and the compiler's own scratch."""
-    seen = set()
+    seen, early = set(), set()
     for unit in UNITS:
         if unit.family != "hopper":
             continue
@@ -112,19 +112,21 @@ def test_the_hopper_forward_compiles_with_each_tiling_and_each_band():
         assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024, unit
         assert row["warps"] == 4 * form.tuning.consumers + 4, unit
         seen.add((replace(form.tuning, joined=1), form.mask.left, form.mask.right))
+        early |= {(form.block_d, form.block_dv)} if form.early else set()
     bands = ((False, False), (False, True), (True, True), (True, False))
     wanted = {
         (tuning, *band) for widths, full in hopper.TUNINGS.items() for band in bands for tuning in [(band[0] and hopper.WINDOWED.get(widths)) or full]
     }
     wanted |= {(tuning, True, True) for tuning in hopper.CAPPED.values()}
-    assert seen == wanted
+    wanted |= {(tuning, *band) for _, tuning in hopper.FEW.values() for band in bands}
+    assert seen == wanted and early == hopper.EARLY
 
 
 def test_the_hopper_backward_compiles_with_each_tiling_and_each_band():
     """TMA loads, wgmma, and the shared memory that the config says, but for padding and the compiler's own scratch."""
     seen = set()
     for unit in UNITS:
-        if unit.family != "hopper":
+        if unit.family != "hopper" or not unit.call.needs_grad:
             continue
         found = [row for place, row in RECORDED.items() if Unit(*place[:3]) == unit]
         row, plan = found[2], select(Problem.from_call(unit.call), TARGETS[unit.target]).backward

@@ -219,12 +219,12 @@ class Unit(NamedTuple):
 
     @property
     def call(self) -> Call | DecodeCall | AppendCall:
-        """The case, asked of this family; without gradients where it has no backward."""
+        """The case, asked of this family; without gradients where it has no backward, or the case is a forward's alone."""
         family, call = self.family.partition(".")[0], CASES_OF[self.family][self.case]()
         if not isinstance(call, Call):
             return call._replace(kernel=family)
         both = any(kernel.name.startswith(f"{family}.") for kernel in kernels("backward"))
-        return call._replace(kernel=family, needs_grad=both)
+        return call._replace(kernel=family, needs_grad=both and call.needs_grad)
 
     @property
     def each_commit(self) -> bool:
