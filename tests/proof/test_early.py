@@ -15,6 +15,7 @@ from strobe.call import Call
 from strobe.kernels.hopper import config
 from strobe.problem import Problem
 from strobe.proof.simulate import simulated
+from strobe.select import select
 from strobe.target import FAKES
 from strobe.testing import Case, assert_as_good_as, compare
 
@@ -81,7 +82,7 @@ def negative_scores(call: Call) -> None:
 
 
 def large_values(call: Call) -> None:
-    """Sums of weights that are common, and whose products with values are not."""
+    """Weights that would outgrow float32 together with these values."""
     call.v.mul_(1e30)
     call.k.mul_(30.0)
 
@@ -96,7 +97,8 @@ CHANGES = (one_key, a_key_of_all, the_first_key, all_rows, large_scores, negativ
 def _built(case: Case, change, device: str) -> Call:
     call = case.build(device, torch.bfloat16, kernel="hopper")
     change(call)
-    assert ops.decide(call._replace(kernel="")).problem.dtype == torch.bfloat16
+    choice = select(Problem.from_call(call), FAKES["H200"])
+    assert choice.forward.kernel.name == "hopper.forward" and choice.forward.config.form.early
     return call
 
 

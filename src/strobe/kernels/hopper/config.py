@@ -86,7 +86,7 @@ class Form(InParts):
     even: bool  # S_k is a multiple of block_n
     packed: bool
     counted: bool  # programs take tiles from a counter
-    early: bool = False  # weights before maxima (`early`)
+    early: bool  # weights before maxima
 
     @property
     def masks(self) -> bool:
@@ -138,7 +138,7 @@ TUNINGS = {
 # with six stages for four (H200, window 1024 of 16k)
 WINDOWED = {(64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, under=False, ping_pong=True)}
 # where early weights (`early`) gain, in bfloat16; at 256 products alone are the limit. Of fewer keys a row than these, on average, verdicts cost
-# more than they save: d128 causal 0.96 of the speed at 512, 0.99 at 1,024, 1.04 at 2,048, of half as many keys a row (H200)
+# more than they save: d128 causal 0.96 of the speed at 512, 0.99 at 1,024, grouped 1.04 at 2,048, of half as many keys a row (H200)
 EARLY = {(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)}
 EARLY_KEYS = 640
 # for a softcap, whose tanh takes registers

@@ -20,7 +20,7 @@ WORDS: gl.constexpr = gl.constexpr(16)  # of a tile on the board: the eight of e
 AGAIN: gl.constexpr = gl.constexpr(8)  # 1 if it is done again
 K_START: gl.constexpr = gl.constexpr(9)  # where its keys begin
 COLUMNS: gl.constexpr = gl.constexpr(4)  # of verdicts a slot, of which as many are used as there are consumers
-EVERY: gl.constexpr = gl.constexpr(8)
+EVERY: gl.constexpr = gl.constexpr(8)  # tiles of keys, counted from the first of all
 MOST: gl.constexpr = gl.constexpr(2.0**9)  # of the weights of a thread's keys of a row, in a step that is not careful
 LEAST: gl.constexpr = gl.constexpr(2.0**-96)  # of what sums are multiplied by: a sink far above all scores makes it small, too
 
