@@ -14,10 +14,11 @@ Its arrays have one entry a group; a vector, or a pair of halves, is one call a 
 
 import re
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, partial, reduce
 
 import numpy as np
 
+from . import ptx_lanes
 from .ptx_arithmetic import BFLOAT16, KINDS, PRED, RULES, SIGNED, UNSIGNED, conversion, fit, join, split
 
 __all__ = ["BFLOAT16", "run"]
@@ -112,7 +113,8 @@ def _leaving(program, registers, outputs, groups, shape):
 
 @dataclass(frozen=True)
 class Step:
-    """`function(*bits)` gives the targets' bits; of effect "memory" it is `function(machine, mask, *bits)`, of "sync" `function(machine, *bits)`"""
+    """`function(*bits)` gives the targets' bits; of effect "memory" it is `function(machine, mask, *bits)`, of "sync" `function(machine, *bits)`;
+    where lanes talk, `function(mask, groups, *bits)`"""
 
     function: object
     targets: tuple = ()
@@ -120,6 +122,7 @@ class Step:
     effect: str = ""
     guards: tuple = ()  # all that must hold: the slot of a predicate, and whether it is negated
     where: str = ""
+    lanes: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ def _execute(program, registers, groups, machine):
             results = _affect(step, bits, mask, groups, machine)
         else:
             try:
-                results = step.function(*bits)
+                results = step.function(mask, groups, *bits) if step.lanes else step.function(*bits)
             except (NotImplementedError, ValueError) as error:
                 raise type(error)(f"{step.where}: {error}") from None
         for slot, result in zip(step.targets, results):
@@ -379,7 +382,7 @@ def _instruction(block, statement, line):
         raise type(error)(f"{code.where}: {error}") from None
     if step:
         guards = (*([guard] if guard else []), *sum(block.ahead.values(), ()))
-        block.steps.append(Step(step.function, step.targets, step.sources, step.effect, guards, code.where))
+        block.steps.append(Step(step.function, step.targets, step.sources, step.effect, guards, code.where, step.lanes))
 
 
 def _vector(text):
@@ -439,6 +442,24 @@ def _convert(block, code):
     write = block.target(names[0], target, wider=True)
     width, signed = block.widths[write], target.family == "s"
     return Step(lambda *bits: [fit(convert(*bits), width, signed)], (write,), read)
+
+
+# ---------------------------------------------------------------- instructions of a warp's lanes
+
+
+def _lanes(block, code):
+    """A vote of a warp's lanes, or an exchange across a butterfly of them."""
+    words, constants = code.opcode.split(".")[1:], [number for number in code.operands if re.fullmatch(r"-?\w+", number) and number[0] in "-0123456789"]
+    numbers = [int(number, 0) for number in constants]
+    target, source = code.need(3 if code.root == "vote" else 5)[:2]
+    if code.root == "vote" and words in (["sync", "any", "pred"], ["sync", "all", "pred"]) and numbers in ([-1], [0xFFFFFFFF]):
+        kind, function = PRED, partial(ptx_lanes.vote, words[1])
+    elif code.root == "shfl" and words == ["sync", "bfly", "b32"] and numbers[1:] in ([31, -1], [31, 0xFFFFFFFF]) and 0 < numbers[0] < 32:
+        kind, function = KINDS["b32"], partial(ptx_lanes.butterfly, numbers[0])
+    else:
+        raise NotImplementedError("expected vote.sync.any.pred, .all.pred, or shfl.sync.bfly.b32 by 1 to 31 within 31, of all lanes: -1")
+    read = (block.source(source, kind),)
+    return Step(lambda mask, groups, x: [function(x, mask, groups)], (block.target(target, kind),), read, lanes=True)
 
 
 # ---------------------------------------------------------------- instructions that call the machine
@@ -571,5 +592,5 @@ def _idle(block, code):
 BUILDERS = {
     **dict.fromkeys(RULES, _compute),
     **{"mov": _move, "cvt": _convert, "ld": _load, "st": _store, "red": _atomic, "atom": _atomic, "cp": _bulk},
-    **{"bar": _barrier, "barrier": _barrier, "fence": _fence, "membar": _fence, "nanosleep": _idle, "griddepcontrol": _idle},
+    **{"bar": _barrier, "barrier": _barrier, "fence": _fence, "membar": _fence, "vote": _lanes, "shfl": _lanes, "nanosleep": _idle, "griddepcontrol": _idle},
 }

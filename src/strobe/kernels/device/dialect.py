@@ -148,12 +148,14 @@ def stay_before(number):
 
 @gluon.jit
 def scale_rows(tile, factor):
-    """A product's tile in registers with each row multiplied; a thread whose rows all have the factor 1 branches over that. It holds two rows."""
+    """A product's tile in registers with each row multiplied, by a factor a row or an element; a thread whose rows all have the factor 1 branches
+    over that. It holds two rows."""
     COUNT: gl.constexpr = min(tile.shape[1] // 2, 64)  # a thread's elements, at most 64 at once: two of a row, two of the other, and so on
     text: gl.constexpr = _scale_text(COUNT)
     constraints: gl.constexpr = _scale_constraints(COUNT)
-    factors = gl.convert_layout(factor, gl.SliceLayout(1, tile.type.layout))[:, None]
-    return gl.inline_asm_elementwise(text, constraints, [tile, factors], dtype=gl.float32, is_pure=True, pack=COUNT)
+    if len(factor.shape) == 1:
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, tile.type.layout))[:, None]
+    return gl.inline_asm_elementwise(text, constraints, [tile, factor], dtype=gl.float32, is_pure=True, pack=COUNT)
 
 
 @gluon.constexpr_function

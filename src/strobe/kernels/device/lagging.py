@@ -4,6 +4,7 @@ Source: FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute), condition
 """
 
 from .dialect import gl, gluon, scale_rows
+from .lanes import over_lanes
 
 THRESHOLD: gl.constexpr = gl.constexpr(8.0)  # the most a maximum lags on Hopper, in log2 units: weights reach up to 2^8 times what they would
 
@@ -26,6 +27,6 @@ def lagging_max(row_max, new_max, threshold: gl.constexpr):
 
 @gluon.jit
 def rescaled(parts, factor):
-    """Parts of a sum in registers with each row multiplied, where a factor is not 1, which is seldom: a seventh (128 columns) to a third (256) of
-    what a step of attention executes."""
-    return [scale_rows(part, factor) for part in parts]
+    """Parts of a sum in registers with each row multiplied, where a factor [M, 4] in lanes is not 1, which is seldom: a seventh (128 columns) to a
+    third (256) of what a step of attention executes."""
+    return [scale_rows(part, over_lanes(factor, part)) for part in parts]

@@ -137,7 +137,7 @@ TUNINGS = {
 # for windows, of whose few keys a row long tiles hide more: d64 382 TFLOP/s for 362 with two consumers and 128 keys, and 390 for 387
 # with six stages for four (H200, window 1024 of 16k)
 WINDOWED = {(64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, under=False, ping_pong=True)}
-# where early weights (`early`) gain, in bfloat16; at 256 products alone are the limit. Of fewer keys a row than these, on average, verdicts cost
+# where early weights (`early`) gain; at 256 products alone are the limit. Of fewer keys a row than these, on average, verdicts cost
 # more than they save: d128 causal 0.96 of the speed at 512, 0.99 at 1,024, grouped 1.04 at 2,048, of half as many keys a row (H200)
 EARLY = {(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)}
 EARLY_KEYS = 640
@@ -173,7 +173,7 @@ def keys_a_row(problem: Problem) -> float:
 def early(problem: Problem) -> bool:
     """Whether weights come before maxima. Not where bits may not follow a tile's other rows, by which it is done again."""
     widths = tiled(problem.head_dim, problem.head_dim_v)
-    return problem.dtype == torch.bfloat16 and widths in EARLY and keys_a_row(problem) >= EARLY_KEYS and not problem.batch_invariant
+    return widths in EARLY and keys_a_row(problem) >= EARLY_KEYS and not problem.batch_invariant
 
 
 def _why_not(problem: Problem, target: Target) -> str | None:

@@ -1,28 +1,83 @@
-"""Early weights: a row's weights are taken against the maximum of some of its keys, and a tile whose rows outgrow that is done again.
+"""Early weights: a row's weights are taken against the maximum of its first keys, and a row that outgrows it is divided before weights are rounded.
 
-A step of online softmax looks at all scores of a row before it may take one exponential. But a maximum only keeps weights in range, and that of some
-keys does as well for others whose scores are not far above them. So only careful steps look for maxima: the first, until each row has met a tile's
-worth of keys, then one of EVERY, and with them that of the first key of all, which in trained models often outweighs all others. Exponentials of
-all other steps begin with the first score.
+A step of online softmax looks at all scores of a row before it may take one exponential. But a maximum only keeps weights in range, and that of a
+tile's worth of keys does so for others whose scores are not far above them. So only careful steps look for maxima: the first, and those until each
+row has met a tile's worth of keys. In all others exponentials begin with the first score, and sums, which are made anyway, tell afterwards whether
+a row has outgrown its maximum, by more than one that lags would let it (`device.lagging`). `kept_in_range` divides such a row by the largest of its
+sums, and all that was summed before: then the key that outweighs all others has the weight 1 as it would have had, and nothing of this is seen in
+the result. It looks at registers of four lanes; a warp of which no row has outgrown compares, votes and branches.
 
-Weights may reach MOST, little more than with a maximum that lags (`device.lagging`): what one key outweighs by more than a rounding is as exact as
-there, and range is no matter. A sum of weights beyond it becomes infinite and stays so or turns into NaN, which is seen at the end: a row is sound if
-its maximum is a number and what its sums are multiplied by is no tiny one. Consumers write what they have, leave a verdict on each row in shared
-memory beside the board's slot, and free the slot. The loader looks there before it fills the slot again, and after its last tile, and tells a tile
-anew of which any row was unsound. Then every step is careful, nothing is written before what was written first has arrived, and the result stands,
-whatever it is.
+A row that outgrows its maximum by 2^64 in a step cannot be mended, since scores are gone by then: its maximum becomes infinite, which is seen at the
+end.
+Consumers write what they have, leave a verdict on each row in shared memory beside the board's slot, and free the slot. The loader looks there
+before it fills the slot again, and after its last tile, and tells a tile anew of which any row was unsound. Then every step is careful, nothing is
+written before what was written first has arrived, and the result stands, whatever it is.
 """
 
 from ..device.dialect import gl, gluon, mbarrier, partition_barrier
+from ..device.lanes import by_threads, first_of_rows, from_threads, over_lanes
 from ..device.schedule import read_tile, read_words, tile_of, word
 
 WORDS: gl.constexpr = gl.constexpr(16)  # of a tile on the board: the eight of every forward, then
 AGAIN: gl.constexpr = gl.constexpr(8)  # 1 if it is done again
 K_START: gl.constexpr = gl.constexpr(9)  # where its keys begin
+VAST: gl.constexpr = gl.constexpr(64)  # log2: a weight's exponent that is larger is rounded, with its score, to more than lse may err by
 COLUMNS: gl.constexpr = gl.constexpr(4)  # of verdicts a slot, of which as many are used as there are consumers
-EVERY: gl.constexpr = gl.constexpr(8)  # tiles of keys, counted from the first of all
-MOST: gl.constexpr = gl.constexpr(2.0**9)  # of the weights of a thread's keys of a row, in a step that is not careful
-LEAST: gl.constexpr = gl.constexpr(2.0**-96)  # of what sums are multiplied by: a sink far above all scores makes it small, too
+
+
+@gluon.jit
+def kept_in_range(p, sums, row_max, row_sum, rescale, lift: gl.constexpr, most: gl.constexpr):
+    """(p, row_max, row_sum, rescale), the last three [M, 4] in lanes: in rows of which any lane's sum is above 2^(lift + most), each is divided by
+    the largest / 2^lift, whose log2 is added to row_max."""
+    COUNT: gl.constexpr = p.shape[1] // 2  # a thread's elements
+    text: gl.constexpr = _text(COUNT, lift, most, VAST)
+    constraints: gl.constexpr = _constraints(COUNT)
+    dtypes: gl.constexpr = (gl.float32, gl.float32, gl.float32, gl.float32)
+    elements = [by_threads(p), _of_elements(sums, p), _of_elements(row_max, p), _of_elements(row_sum, p), _of_elements(rescale, p)]
+    p_new, row_max, row_sum, rescale = gl.inline_asm_elementwise(text, constraints, elements, dtype=dtypes, is_pure=True, pack=COUNT)
+    return from_threads(p_new, p), first_of_rows(row_max), first_of_rows(row_sum), first_of_rows(rescale)
+
+
+@gluon.jit
+def _of_elements(numbers, p):
+    return by_threads(over_lanes(numbers, p))
+
+
+@gluon.constexpr_function
+def _text(count, lift, most, vast):
+    """PTX for a thread's weights and, of each of these, four numbers of its row. All in one block, so that there is one branch, and nothing but
+    registers by other names where it is taken: arithmetic on the three numbers outside cost d64 dense 4 % (H200).
+
+    Of the log2 the whole part is added by itself, and what is left is below 1: as one number it would be rounded to an ulp of what a row grows by,
+    which where maxima were far below 0 is more than lse may err by.
+    """
+    lift, most = int(lift), int(most)
+    limit, vast = f"0f{127 + lift + most << 23:08X}", f"0f{127 + vast << 23:08X}"
+    text = ".reg .pred out, vast; .reg .f32 top, other, factor, fraction; .reg .b32 bits, power; "
+    for n, name in enumerate(("sum", "max", "whole", "rescale")):
+        first = (5 + n) * count  # after four outputs, the first of which is the weights
+        text += f".reg .f32 {name}0, {name}1; mov.f32 {name}0, ${first}; mov.f32 {name}1, ${first + 2}; "
+    text += f"max.f32 top, sum0, sum1; setp.gt.f32 out, top, {limit}; vote.sync.any.pred out, out, -1; @!out bra FITS; "
+    for row in (0, 1):
+        for lane in (1, 2):
+            text += f"shfl.sync.bfly.b32 other, sum{row}, {lane}, 31, -1; max.f32 sum{row}, sum{row}, other; "
+        text += f"setp.gt.f32 out, sum{row}, {limit}; setp.gt.f32 vast, sum{row}, {vast}; mul.f32 sum{row}, sum{row}, 0f{127 - lift << 23:08X}; "
+        text += f"@!out mov.f32 sum{row}, 0f3F800000; @vast mov.f32 sum{row}, 0f7F800000; rcp.approx.ftz.f32 factor, sum{row}; "
+        text += f"@!out mov.f32 factor, 0f3F800000; mov.b32 bits, sum{row}; shr.u32 power, bits, 23; sub.s32 power, power, 127; "
+        text += "cvt.rn.f32.s32 other, power; and.b32 bits, bits, 8388607; or.b32 bits, bits, 1065353216; mov.b32 fraction, bits; "
+        text += f"lg2.approx.ftz.f32 fraction, fraction; @vast mov.f32 other, 0f7F800000; add.f32 max{row}, max{row}, other; "
+        text += f"add.f32 max{row}, max{row}, fraction; mul.f32 whole{row}, whole{row}, factor; mul.f32 rescale{row}, rescale{row}, factor; "
+        text += " ".join(f"mul.f32 ${i}, ${i}, factor;" for i in range(count) if i // 2 % 2 == row)
+    text += " FITS: "
+    for n, name in enumerate(("max", "whole", "rescale")):
+        text += " ".join(f"mov.f32 ${(n + 1) * count + i}, {name}{i // 2 % 2};" for i in range(count))
+    return "{ " + text + " }"
+
+
+@gluon.constexpr_function
+def _constraints(count):
+    """Four outputs; weights in the registers of the first, and the rest."""
+    return ",".join(["=f"] * (4 * count) + [str(i) for i in range(count)] + ["f"] * (4 * count))
 
 
 @gluon.jit
@@ -41,11 +96,9 @@ def acquit(verdict):
 
 
 @gluon.jit
-def judge(w: gl.constexpr, verdicts, slot, row_max, inverse, accepted):
-    """A verdict on each row: 1 if it is to be done again. `inverse` is what sums were multiplied by; rows that are `accepted` are sound whatever they
-    hold."""
-    unsound = (row_max * 0.0 != 0.0) | ~(inverse > LEAST)  # -inf, inf and NaN times 0 are NaN
-    verdicts.index(slot * COLUMNS + w).store((unsound & ~accepted).to(gl.int32))
+def judge(w: gl.constexpr, verdicts, slot, row_max, again):
+    """A verdict on each row: 1 if it is to be done again, which none is twice."""
+    verdicts.index(slot * COLUMNS + w).store(((row_max == float("inf")) & (again == 0)).to(gl.int32))
 
 
 @gluon.jit

@@ -42,13 +42,14 @@ from ..device.dialect import (
 )
 from ..device.joined import heads_of, load_sinks, queries_of
 from ..device.lagging import THRESHOLD, lagging_max, lift_of, rescaled
+from ..device.lanes import in_lanes, lanes_of, over_lanes, sum_in_lanes
 from ..device.masking import edges_of, row_interval
 from ..device.schedule import blocks_of, is_told, read_tile, tell, tile_number, tile_of
 from ..device.softmax import finish, tanh
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
 from ..device.views import copy_out, copy_parts, stage_of, tile_2d, tiles_for
 from .config import ROWS as _ROWS
-from .early import EVERY, MOST, WORDS, back_or_next, came_back, is_done_again, judge, verdicts_of
+from .early import WORDS, back_or_next, came_back, is_done_again, judge, kept_in_range, verdicts_of
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile
 
@@ -130,41 +131,39 @@ def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, fo
 
 
 @gluon.jit
-def softmax_step(s, careful, row_max, row_sum, n_start, edges, numbers, lanes: gl.constexpr, form: gl.constexpr):
-    """(p, rescale, row_max, row_sum): device.softmax.online_step against the maximum of `scores`, with the row sum [ROWS, 8] left spread over lanes.
+def softmax_step(s, careful, row_max, row_sum, n_start, edges, numbers, lift: gl.constexpr, form: gl.constexpr):
+    """(p, rescale, row_max, row_sum): device.softmax.online_step with all but p [ROWS, 4] in lanes, of which each keeps the sum of its own columns:
+    they are gathered once, after the last step.
 
-    Every lane keeps the sum of its own columns, which are gathered once, after the last step.
+    A careful step looks for maxima. Weights are taken against one that is a lift below the maximum so far and lags (with early weights, which come
+    before maxima, as it does by itself). Without a left bound only careful steps hide keys: the keys of others end before those of any row do.
     """
     scale_log2 = numbers[0]
-    s, new_max = scores(s, careful, row_max, n_start, edges, numbers, form)
-    base = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p = gl.exp2(s * scale_log2 - base[:, None])
-    rescale = gl.exp2(row_max - base)
-    columns: gl.constexpr = form.tuning.block_n // 8
-    part = gl.convert_layout(gl.sum(gl.reshape(p, [64, columns, 8]), 1), lanes, assert_trivial=True)
-    if form.early:
-        part = gl.where(part > MOST, float("inf"), part)
-    spread = gl.convert_layout(rescale, gl.SliceLayout(1, lanes), assert_trivial=True)
-    return p, rescale, new_max, row_sum * spread[:, None] + part
-
-
-@gluon.jit
-def scores(s, careful, row_max, n_start, edges, numbers, form: gl.constexpr):
-    """(raw scores of a product, capped, and -inf where a row does not see the key; what weights are taken against): of a careful step a lift below
-    the maximum so far and a threshold above that at most (none with early weights), of others what it was. Without a left bound only careful steps
-    hide keys: the keys of others end before those of any row do."""
     if form.softcap:
         s = tanh(s * numbers[1])
     if form.mask.left:
         s = hidden(s, n_start, edges, form)
-    new_max = row_max
+    rescale = row_sum * 0.0 + 1.0
     if careful:
         if form.masks and not form.mask.left:
             s = hidden(s, n_start, edges, form)
-        new_max = gl.maximum(row_max, gl.max(s, 1) * numbers[0] - numbers[2])
+        new_max = gl.maximum(row_max, in_lanes(gl.max(s, 1) * scale_log2 - lift))
         if not form.early:
             new_max = lagging_max(row_max, new_max, THRESHOLD)
-    return s, new_max
+        rescale = gl.exp2(row_max - finite(new_max))
+        row_max = new_max
+    p = gl.exp2(s * scale_log2 - over_lanes(finite(row_max), s))
+    part = sum_in_lanes(p)
+    row_sum = row_sum * rescale + part
+    if form.early:
+        p, row_max, row_sum, rescale = kept_in_range(p, part, row_max, row_sum, rescale, lift, THRESHOLD)
+    return p, rescale, row_max, row_sum
+
+
+@gluon.jit
+def finite(row_max):
+    """What scores are taken against: 0 in rows that have seen nothing, of whose scores -inf - -inf would be NaN."""
+    return gl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @gluon.jit
@@ -193,14 +192,13 @@ def hidden(s, n_start, edges, form: gl.constexpr):
 
 @gluon.jit
 def is_careful(n_start, edges, again, form: gl.constexpr):
-    """Whether a step after the first looks for maxima: always, but with early weights only until each row has met a tile's worth of keys, and
-    now and then: at the first keys of all, too."""
+    """Whether a step after the first looks for maxima: always, but with early weights only until each row has met a tile's worth of keys."""
     careful: gl.constexpr = True
     if form.early:
         last = edges[2]
         if form.mask.right:
             last = gl.minimum(last, edges[1])
-        careful = (again > 0) | (n_start % (EVERY * form.tuning.block_n) == 0) | (n_start + 2 * form.tuning.block_n > last)
+        careful = (again > 0) | (n_start + 2 * form.tuning.block_n > last)
     return careful
 
 
@@ -292,13 +290,13 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, fo
     v_smem, v_ready, v_free = v
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_dv - form.rest_dv, 16])
-    lanes: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = k_smem[0].dtype
+    LIFT: gl.constexpr = lift_of(dtype)
     parts_v: gl.constexpr = 2 if form.rest_dv else 1  # products under way for each o += p v
     zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, s_layout)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
-    row_sum = gl.full([ROWS, 8], 0.0, gl.float32, lanes)
+    row_max = gl.full([ROWS, 4], float("-inf"), gl.float32, lanes_of(ROWS))
+    row_sum = gl.full([ROWS, 4], 0.0, gl.float32, lanes_of(ROWS))
     o = zeros(form)
     n_start = (n_begin + blocks - 1) * BLOCK_N
     mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
@@ -310,17 +308,14 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, fo
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(k_at.stage))
     k_at = k_at.next()
-    numbers = (numbers[0], numbers[1], lift_of(dtype))
-    p, rescale, row_max, row_sum = softmax_step(s, True, row_max, row_sum, n_start, edges, numbers, lanes, form)
+    p, rescale, row_max, row_sum = softmax_step(s, True, row_max, row_sum, n_start, edges, numbers, LIFT, form)
     p_reg = gl.convert_layout(p.to(dtype), p_layout)
-    was_careful = is_careful(n_start, edges, again, form)
     for i in range(1, blocks):
         mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
         if form.tuning.ping_pong:
             take_turn(w)
         s = score_product(q, k_smem, k_at.stage, zero, form)
-        if was_careful:
-            o = rescaled(o, rescale)
+        o = rescaled(o, rescale)
         mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
         o = value_product(p_reg, v_smem, v_at.stage, o, form)
         if form.tuning.ping_pong:
@@ -329,18 +324,18 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, fo
         mbarrier.arrive(k_free.index(k_at.stage))
         k_at = k_at.next()
         careful = is_careful(n_start - i * BLOCK_N, edges, again, form)
-        p, rescale, row_max, row_sum = softmax_step(s, careful, row_max, row_sum, n_start - i * BLOCK_N, edges, numbers, lanes, form)
-        if form.tuning.under:
+        p, rescale, row_max, row_sum = softmax_step(s, careful, row_max, row_sum, n_start - i * BLOCK_N, edges, numbers, LIFT, form)
+        if form.tuning.under and not form.early:  # whose branch holds weights back as well
             stay_before(blocks)
         o = landed(o, form)
         mbarrier.arrive(v_free.index(v_at.stage))
         v_at = v_at.next()
         p_reg = gl.convert_layout(p.to(dtype), p_layout)
-        was_careful = careful
     o = rescaled(o, rescale)
     mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
     o = value_product(p_reg, v_smem, v_at.stage, o, form)
     total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
+    row_max = gl.convert_layout(gl.max(row_max, 1), gl.SliceLayout(1, s_layout))
     o = landed(o, form)
     mbarrier.arrive(v_free.index(v_at.stage))
     return o, row_max, total, k_at, v_at.next()
@@ -449,7 +444,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
             again = is_done_again(words, told_at.stage)
             if again > 0:
                 tma_store_drain()  # what this tile's rows were at first
-            judge(w, verdicts, told_at.stage, row_max, inverse, (again > 0) | (first >= stop) | ~exists)
+            judge(w, verdicts, told_at.stage, row_max, again)
         mbarrier.arrive(told_free.index(told_at.stage))
         told_at = told_at.next()
         stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q, sizes[1]), head, m_start, form)

@@ -1,0 +1,32 @@
+"""What lanes of a warp tell each other in inline PTX: votes, and exchanges across a butterfly.
+
+A register has one entry a group of `pack` elements, in the order of the array. Here 32 entries that follow each other are the lanes of a warp, in
+their order. That is what the device does where a thread's registers are in the array's order, as in a product's tile of as many columns as lanes
+hold a row: a kernel that lets lanes talk says so of its layout.
+"""
+
+import numpy as np
+
+LANES = 32
+
+
+def vote(mode, predicate, mask, groups):
+    """Of each warp, whether `any` or `all` of its lanes' predicates hold."""
+    lanes = _of_warps(predicate, mask, groups)
+    return np.repeat((lanes.any(1) if mode == "any" else lanes.all(1)), LANES)
+
+
+def butterfly(distance, bits, mask, groups):
+    """The entry of the lane whose number differs in the bits of `distance`."""
+    return _of_warps(bits, mask, groups)[:, np.arange(LANES) ^ distance].reshape(-1)
+
+
+def _of_warps(bits, mask, groups):
+    """[warps, LANES] of a register, all of whose lanes are there: an exchange with a lane that has branched away waits for ever, or worse."""
+    if groups % LANES:
+        raise ValueError(f"looks at the other lanes of a warp, and {groups} groups of elements are no multiple of {LANES}; choose another pack")
+    if mask is not None:
+        warps = np.broadcast_to(mask, groups).reshape(-1, LANES)
+        if (warps.any(1) != warps.all(1)).any():
+            raise ValueError("looks at lanes of which some have branched away; make the predicate the same in a warp, by a vote")
+    return np.broadcast_to(bits, groups).reshape(-1, LANES)
