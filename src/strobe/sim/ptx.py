@@ -449,8 +449,7 @@ def _convert(block, code):
 
 def _lanes(block, code):
     """A vote of a warp's lanes, or an exchange across a butterfly of them."""
-    words, constants = code.opcode.split(".")[1:], [number for number in code.operands if re.fullmatch(r"-?\w+", number) and number[0] in "-0123456789"]
-    numbers = [int(number, 0) for number in constants]
+    words, numbers = code.opcode.split(".")[1:], [int(operand, 0) for operand in code.operands if re.fullmatch(r"-?\d\w*", operand)]
     target, source = code.need(3 if code.root == "vote" else 5)[:2]
     if code.root == "vote" and words in (["sync", "any", "pred"], ["sync", "all", "pred"]) and numbers in ([-1], [0xFFFFFFFF]):
         kind, function = PRED, partial(ptx_lanes.vote, words[1])
@@ -592,5 +591,6 @@ def _idle(block, code):
 BUILDERS = {
     **dict.fromkeys(RULES, _compute),
     **{"mov": _move, "cvt": _convert, "ld": _load, "st": _store, "red": _atomic, "atom": _atomic, "cp": _bulk},
-    **{"bar": _barrier, "barrier": _barrier, "fence": _fence, "membar": _fence, "vote": _lanes, "shfl": _lanes, "nanosleep": _idle, "griddepcontrol": _idle},
+    **{"bar": _barrier, "barrier": _barrier, "fence": _fence, "membar": _fence, "vote": _lanes, "shfl": _lanes},
+    **{"nanosleep": _idle, "griddepcontrol": _idle},
 }

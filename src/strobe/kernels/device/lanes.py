@@ -67,7 +67,7 @@ def first_of_rows(elements):
     count: gl.constexpr = elements.shape[1] // 4
     first, second = gl.split(gl.reshape(elements, [threads, count, 2, 2]))
     first = gl.permute(first, (0, 2, 1))
-    for i in gl.static_range(_log2(count)):
+    for _ in gl.static_range(_log2(count)):
         first, second = gl.split(gl.reshape(first, [threads, 2, first.shape[2] // 2, 2]))
     both = gl.permute(gl.reshape(first, [threads // 32, 8, 4, 2]), (0, 3, 1, 2))
     return gl.convert_layout(gl.reshape(both, [threads // 2, 4]), lanes_of(threads // 2), assert_trivial=True)
