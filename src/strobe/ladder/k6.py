@@ -35,8 +35,8 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
 
 What limits it: at D = 128 the tensor cores and the power they draw; shared memory feeds them at 88 % of its rate. At D = 64 exponents and issue slots
 are as busy as they are. Beyond this rung lie fewer bits; tiles from a counter, which evens out what differs in length; and weights that wait for no
-maximum (kernels/hopper/early.py). Of the production kernel, which has these two, it reaches 0.94 to 0.97 at 512 and 1,024 keys, 0.89 to 1.03 from
-2,048 on (D = 128), 0.82 to 0.87 (64; 0.96 at 1,024 causal), in a run of its own. The rows below are of one place for q, of all heads in one falling
+maximum (kernels/hopper/early.py). Of the production kernel, which has these two, it reaches 0.92 to 1.00 at 512 and 1,024 keys, 0.87 to 1.02 from
+2,048 on (D = 128), 0.83 to 0.96 (64), in a run of its own. The rows below are of one place for q, of all heads in one falling
 order, also where sequences are short, and of a tile's numbers divided out twice.
 
 Measured:

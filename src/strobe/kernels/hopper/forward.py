@@ -192,13 +192,14 @@ def hidden(s, n_start, edges, form: gl.constexpr):
 
 @gluon.jit
 def is_careful(n_start, edges, again, form: gl.constexpr):
-    """Whether a step after the first looks for maxima: always, but with early weights only until each row has met a tile's worth of keys."""
+    """Whether a step after the first looks for maxima: always, but with early weights only until each row has met a key, and in a tile that
+    is done again."""
     careful: gl.constexpr = True
     if form.early:
         last = edges[2]
         if form.mask.right:
             last = gl.minimum(last, edges[1])
-        careful = (again > 0) | (n_start + 2 * form.tuning.block_n > last)
+        careful = (again > 0) | (n_start + form.tuning.block_n >= last)
     return careful
 
 
