@@ -1,14 +1,14 @@
 """Early weights: a row's weights are taken against the maximum of its first keys, and a row that outgrows it is divided before weights are rounded.
 
-A step of online softmax looks at all scores of a row before it may take one exponential. But a maximum only keeps weights in range, and that of a few
-keys does so for others whose scores are not far above them. So only careful steps look for maxima: the first, and those until each row has met a key.
-In all others exponentials begin with the first score, and sums, which are made anyway, tell afterwards whether a row has outgrown its maximum, by more
-than one that lags would let it (`device.lagging`). `kept_in_range` divides such a row by the largest of its sums, and all that was summed before: then
-the key that outweighs all others has the weight 1 as it would have had, and nothing of this is seen in the result. It looks at registers of four lanes;
-a warp of which no row has outgrown compares, votes and branches.
+A step of online softmax looks at all scores of a row before it may take one exponential. But a maximum only keeps weights in range, and that of a
+few keys does so for others whose scores are not far above them. So only careful steps look for maxima: the first, and those until each row has met
+a key. In all others exponentials begin with the first score, and sums, which are made anyway, tell afterwards whether a row has outgrown its
+maximum, by more than one that lags would let it (`device.lagging`). `kept_in_range` divides such a row by the largest of its sums, and all that was
+summed before: then the key that outweighs all others has the weight 1 as it would have had, and nothing of this is seen in the result. It looks at
+registers of four lanes; a warp of which no row has outgrown compares, votes and branches.
 
-A row that outgrows its maximum by 2^64 in a step cannot be mended, since scores are gone by then: its maximum becomes infinite, as is seen at the end.
-Consumers write what they have, leave a verdict on each row in shared memory beside the board's slot, and free the slot. The loader looks there
+A row that outgrows its maximum by 2^64 in a step cannot be mended, since scores are gone by then: its maximum becomes infinite, as is seen at the
+end. Consumers write what they have, leave a verdict on each row in shared memory beside the board's slot, and free the slot. The loader looks there
 before it fills the slot again, and after its last tile, and tells a tile anew of which any row was unsound. Then every step is careful, nothing is
 written before what was written first has arrived, and the result stands, whatever it is.
 """
