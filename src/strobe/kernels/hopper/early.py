@@ -45,32 +45,32 @@ def _of_elements(numbers, p):
 @gluon.constexpr_function
 def _text(count, lift, most, vast):
     """PTX for a thread's weights and, of each of these, four numbers of its row. All in one block, so that there is one branch, and nothing but
-    registers by other names where it is taken: arithmetic on the three numbers outside cost d64 dense 4 % (H200).
-
-    Of the log2 the whole part is added by itself, and what is left is below 1: as one number it would be rounded to an ulp of what a row grows by,
-    which where maxima were far below 0 is more than lse may err by.
-    """
-    lift, most = int(lift), int(most)
-    limit, vast = f"0f{127 + lift + most << 23:08X}", f"0f{127 + vast << 23:08X}"
-    text = ".reg .pred out, vast; .reg .f32 top, other, factor, fraction; .reg .b32 bits, power; "
+    registers by other names where it is taken: arithmetic on the three numbers outside cost d64 dense 4 % (H200)."""
+    limit, vast, unit, one, infinite = (f"0f{127 + power << 23:08X}" for power in (int(lift + most), int(vast), int(-lift), 0, 128))
+    lines = [".reg .pred out, vast; .reg .f32 top, other, factor, fraction; .reg .b32 bits, power;"]
     for n, name in enumerate(("sum", "max", "whole", "rescale")):
         first = (5 + n) * count  # after four outputs, the first of which is the weights
-        text += f".reg .f32 {name}0, {name}1; mov.f32 {name}0, ${first}; mov.f32 {name}1, ${first + 2}; "
-    text += f"max.f32 top, sum0, sum1; setp.gt.f32 out, top, {limit}; vote.sync.any.pred out, out, -1; @!out bra FITS; "
+        lines += [f".reg .f32 {name}0, {name}1; mov.f32 {name}0, ${first}; mov.f32 {name}1, ${first + 2};"]
+    lines += [f"max.f32 top, sum0, sum1; setp.gt.f32 out, top, {limit}; vote.sync.any.pred out, out, -1; @!out bra FITS;"]
     for row in (0, 1):
         for lane in (1, 2):
-            text += f"shfl.sync.bfly.b32 other, sum{row}, {lane}, 31, -1; max.f32 sum{row}, sum{row}, other; "
-        text += f"setp.gt.f32 out, sum{row}, {limit}; setp.gt.f32 vast, sum{row}, {vast}; mul.f32 sum{row}, sum{row}, 0f{127 - lift << 23:08X}; "
-        text += f"@!out mov.f32 sum{row}, 0f3F800000; @vast mov.f32 sum{row}, 0f7F800000; rcp.approx.ftz.f32 factor, sum{row}; "
-        text += f"@!out mov.f32 factor, 0f3F800000; mov.b32 bits, sum{row}; shr.u32 power, bits, 23; sub.s32 power, power, 127; "
-        text += "cvt.rn.f32.s32 other, power; and.b32 bits, bits, 8388607; or.b32 bits, bits, 1065353216; mov.b32 fraction, bits; "
-        text += f"lg2.approx.ftz.f32 fraction, fraction; @vast mov.f32 other, 0f7F800000; add.f32 max{row}, max{row}, other; "
-        text += f"add.f32 max{row}, max{row}, fraction; mul.f32 whole{row}, whole{row}, factor; mul.f32 rescale{row}, rescale{row}, factor; "
-        text += " ".join(f"mul.f32 ${i}, ${i}, factor;" for i in range(count) if i // 2 % 2 == row)
-    text += " FITS: "
+            lines += [f"shfl.sync.bfly.b32 other, sum{row}, {lane}, 31, -1; max.f32 sum{row}, sum{row}, other;"]
+        lines += [
+            # by what the row is divided, and the factor that does it
+            f"setp.gt.f32 out, sum{row}, {limit}; setp.gt.f32 vast, sum{row}, {vast}; mul.f32 sum{row}, sum{row}, {unit};",
+            f"@!out mov.f32 sum{row}, {one}; @vast mov.f32 sum{row}, {infinite}; rcp.approx.ftz.f32 factor, sum{row}; @!out mov.f32 factor, {one};",
+            # its log2: the whole part is added by itself, and the rest is below 1. As one number it would be rounded to an ulp of what a row grows
+            # by, which where maxima were far below 0 is more than lse may err by
+            f"mov.b32 bits, sum{row}; shr.u32 power, bits, 23; sub.s32 power, power, 127; cvt.rn.f32.s32 other, power;",
+            f"@vast mov.f32 other, {infinite}; add.f32 max{row}, max{row}, other;",
+            "and.b32 bits, bits, 0x007FFFFF; or.b32 bits, bits, 0x3F800000; mov.b32 fraction, bits; lg2.approx.ftz.f32 fraction, fraction;",
+            f"add.f32 max{row}, max{row}, fraction; mul.f32 whole{row}, whole{row}, factor; mul.f32 rescale{row}, rescale{row}, factor;",
+            *(f"mul.f32 ${i}, ${i}, factor;" for i in range(count) if i // 2 % 2 == row),
+        ]
+    lines += ["FITS:"]
     for n, name in enumerate(("max", "whole", "rescale")):
-        text += " ".join(f"mov.f32 ${(n + 1) * count + i}, {name}{i // 2 % 2};" for i in range(count))
-    return "{ " + text + " }"
+        lines += [f"mov.f32 ${(n + 1) * count + i}, {name}{i // 2 % 2};" for i in range(count)]
+    return "{ " + " ".join(lines) + " }"
 
 
 @gluon.constexpr_function
