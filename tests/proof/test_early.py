@@ -58,8 +58,8 @@ def a_key_of_all(call: Call) -> None:
     call.k.select(-3, _keys(call) // 2)[..., 0] = 5.0 * call.k.shape[-1] ** 0.5
 
 
-def from_far_below(call: Call, depth: float = 41.0) -> None:
-    """As above, but the others' scores are about -41 nats and that key's 0, where lse may err by little."""
+def from_far_below(call: Call, depth: float = 16.0) -> None:
+    """As above, but the others' scores are about -16 nats and that key's 0, where lse may err by little."""
     a_key_of_all(call)
     call.k[..., 0] = -depth / 4 * call.k.shape[-1] ** 0.5
     call.k.select(-3, _keys(call) // 2)[..., 0] = 0.0
@@ -122,6 +122,34 @@ def test_scores_that_grow(n, case, change):
     found, run = simulated(call, H200, mode, seed)
     assert run.reports == []
     assert_as_good_as(found, call)
+
+
+@pytest.mark.parametrize("level", [0.0, 12.0, 80.0, -200.0])
+@pytest.mark.parametrize("case", [CASES[1], CASES[5], CASES[6]], ids=lambda case: case.name)
+def test_first_keys_whose_scores_are_minus_infinity(case, level):
+    """Careful steps have met keys then, but no maximum: of finite numbers whose product is none."""
+
+    def change(call: Call) -> None:
+        call.q[..., 0] = 16.0
+        call.k[..., 0] = level
+        call.k[:, 2 * _keys(call) // 3 :, :, 0] = -3e38
+
+    call = _built(case, change, "cpu")
+    found, run = simulated(call, H200)
+    assert run.reports == []
+    assert_as_good_as(found, call)
+
+
+def test_lse_of_rows_that_grow_by_2_to_the_26(monkeypatch):
+    """By as much as is mended or a little more: of float16, whose weights are lifted, 4,096 rows."""
+    monkeypatch.setattr(compare, "_lse_allowed", lambda exact, call: 2e-6 + 4 * 2.0**-23 * exact.abs())
+
+    def change(call: Call) -> None:
+        from_far_below(call, 17.6)
+        call.k[:, _keys(call) // 2, :, 1:] *= 0.02  # lse near 0
+
+    call = _built(_case("many", 4096, 384, head_dim=128), change, "cpu", torch.float16)
+    assert_as_good_as(simulated(call, H200)[0], call)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

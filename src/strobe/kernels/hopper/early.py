@@ -7,10 +7,11 @@ maximum, by more than one that lags would let it (`device.lagging`). `kept_in_ra
 summed before: then the key that outweighs all others has the weight 1 as it would have had, and nothing of this is seen in the result. It looks at
 registers of four lanes; a warp of which no row has outgrown compares, votes and branches.
 
-A row that outgrows its maximum by 2^64 in a step cannot be mended, since scores are gone by then: its maximum becomes infinite, as is seen at the
-end. Consumers write what they have, leave a verdict on each row in shared memory beside the board's slot, and free the slot. The loader looks there
-before it fills the slot again, and after its last tile, and tells a tile anew of which any row was unsound. Then every step is careful, nothing is
-written before what was written first has arrived, and the result stands, whatever it is.
+A row that outgrows its maximum by 2^32 in a step cannot be mended, since scores are gone by then: its maximum becomes infinite. One whose first
+keys' scores are all -inf has none when others come. Both are seen at the end. Consumers write what they have, leave a verdict on each row in shared
+memory beside the board's slot, and free the slot. The loader looks there before it fills the slot again, and after its last tile, and tells a tile
+anew of which any row was unsound. Then every step is careful, nothing is written before what was written first has arrived, and the result stands,
+whatever it is.
 """
 
 from ..device.dialect import gl, gluon, mbarrier, partition_barrier
@@ -20,7 +21,7 @@ from ..device.schedule import read_tile, read_words, tile_of, word
 WORDS: gl.constexpr = gl.constexpr(16)  # of a tile on the board: the eight of every forward, then
 AGAIN: gl.constexpr = gl.constexpr(8)  # 1 if it is done again
 K_START: gl.constexpr = gl.constexpr(9)  # where its keys begin
-VAST: gl.constexpr = gl.constexpr(64)  # log2: a weight's exponent that is larger is rounded, with its score, to more than lse may err by
+VAST: gl.constexpr = gl.constexpr(32)  # log2: a weight's exponent that is larger is rounded, with its score, to more than lse may err by
 COLUMNS: gl.constexpr = gl.constexpr(4)  # of verdicts a slot, of which as many are used as there are consumers
 
 
@@ -95,9 +96,9 @@ def acquit(verdict):
 
 
 @gluon.jit
-def judge(w: gl.constexpr, verdicts, slot, row_max, again):
-    """A verdict on each row: 1 if it is to be done again, which none is twice."""
-    verdicts.index(slot * COLUMNS + w).store(((row_max == float("inf")) & (again == 0)).to(gl.int32))
+def judge(w: gl.constexpr, verdicts, slot, row_max, accepted):
+    """A verdict on each row: 1 if it is to be done again. Rows that are `accepted` are sound whatever they hold."""
+    verdicts.index(slot * COLUMNS + w).store(((row_max * 0.0 != 0.0) & ~accepted).to(gl.int32))  # -inf, inf and NaN times 0 are NaN
 
 
 @gluon.jit

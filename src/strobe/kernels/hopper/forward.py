@@ -445,7 +445,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
             again = is_done_again(words, told_at.stage)
             if again > 0:
                 tma_store_drain()  # what this tile's rows were at first
-            judge(w, verdicts, told_at.stage, row_max, again)
+            judge(w, verdicts, told_at.stage, row_max, (again > 0) | (first >= stop) | ~exists)
         mbarrier.arrive(told_free.index(told_at.stage))
         told_at = told_at.next()
         stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q, sizes[1]), head, m_start, form)
