@@ -4,8 +4,9 @@ A step of online softmax looks at all scores of a row before it may take one exp
 few keys does so for others whose scores are not far above them. So only careful steps look for maxima: the first, and those until each row has met
 a key. In all others exponentials begin with the first score, and sums, which are made anyway, tell afterwards whether a row has outgrown its
 maximum, by more than one that lags would let it (`device.lagging`). `kept_in_range` divides such a row by the largest of its sums, and all that was
-summed before: then the key that outweighs all others has the weight 1 as it would have had, and nothing of this is seen in the result. It looks at
-registers of four lanes; a warp of which no row has outgrown compares, votes and branches.
+summed before: then the key that outweighs all others has the weight 1 as it would have had. Keys of that step and later ones are weighed against
+maxima that differ by a rounding, an ulp of the maximum. It looks at registers of four lanes; a warp of which no row has outgrown compares, votes
+and branches.
 
 A row that outgrows its maximum by 2^32 in a step cannot be mended, since scores are gone by then: its maximum becomes infinite. One whose first
 keys' scores are all -inf has none when others come. Both are seen at the end. Consumers write what they have, leave a verdict on each row in shared

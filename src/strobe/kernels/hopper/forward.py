@@ -143,7 +143,7 @@ def softmax_step(s, careful, row_max, row_sum, n_start, edges, numbers, lift: gl
         s = tanh(s * numbers[1])
     if form.mask.left:
         s = hidden(s, n_start, edges, form)
-    rescale = row_sum * 0.0 + 1.0
+    rescale = gl.full([ROWS, 4], 1.0, gl.float32, lanes_of(ROWS))
     if careful:
         if form.masks and not form.mask.left:
             s = hidden(s, n_start, edges, form)
