@@ -72,6 +72,16 @@ def test_case_on_hopper(name, kernel, family, dtype, judge, request):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ("hopper.forward", "portable.forward"))
+@pytest.mark.parametrize("n, name", list(enumerate(CASES)), ids=CASES)
+def test_case_with_the_bits_of_a_decode(n, name, kernel, judge):
+    """batch_invariant=True, with gradients of any backward; skipped where a kernel refuses the case."""
+    family, dtype = FAMILIES[n % len(FAMILIES)], HALF[n % 2]
+    call = CASES[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel=kernel)._replace(batch_invariant=True)
+    judge(_or_skip(call), family, SEED)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALF, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CASES)

@@ -212,12 +212,17 @@ def test_sizes_of_0(batch, tokens, heads, columns, device, kernel):
 # ---------------------------------------------------------------- the same bits
 
 
-def alone_and_elsewhere(seed: int, device: str, kernel: str, most: int = 300, dtypes=(torch.float32, torch.bfloat16, torch.float16)) -> None:
-    """A sequence alone, in a batch, left padded, and in pages of two sizes: one set of bits; on a CPU those of the prefill's last rows too."""
+EVERY_DTYPE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def alone_and_elsewhere(
+    seed: int, device: str, kernel: str, most: int = 300, dtypes=EVERY_DTYPE, tokens=(1, 2, 3, 4, 5), groups=(1, 2, 3, 4)
+) -> None:
+    """A sequence alone, in a batch, left padded, in pages of two sizes, and as the last rows of its prefill, which may be packed: one set of bits."""
     g = torch.Generator().manual_seed(seed)
     roll = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
     dtype = dtypes[seed % len(dtypes)]
-    n, tokens, heads_kv, group, width = roll(1, most), roll(1, 6), roll(1, 4), roll(1, 5), (8, 24)[seed % 2]
+    n, tokens, heads_kv, group, width = roll(1, most), tokens[roll(0, len(tokens))], roll(1, 4), groups[roll(0, len(groups))], (8, 24)[seed % 2]
     options = ({}, {"left": 20}, {"softcap": 3.0}, {"scale": 0.3}, {"right": -1})[seed % 5]
     call = lambda *fields: ops_decode.run(DecodeCall(*fields, **{"right": 0, "batch_invariant": True, "kernel": kernel, **options}))
     draw_one = lambda *shape: torch.randn(shape, generator=g).to(device, dtype)
@@ -241,12 +246,18 @@ def alone_and_elsewhere(seed: int, device: str, kernel: str, most: int = 300, dt
             )
         table = torch.cat([order, torch.full((roll(0, 5),), -1)]).to(device, torch.int32)[None]
         found.append(call(q, *pools, INT(n, device=device), table))
-    if kernel == "cpu" and tokens <= n:
+    if tokens <= n:
         prefill = torch.cat([draw_one(1, n - tokens, heads_kv * group, width), q], 1)
         flat = {"causal": options.get("right") != -1, "window": (options["left"], 0) if "left" in options else None}
         flat |= {name: options[name] for name in ("softcap", "scale") if name in options}
-        part = strobe.partial_attention(prefill, k, v, batch_invariant=True, **flat)
+        part = strobe.partial_attention(prefill, k, v, batch_invariant=True, kernel=kernel, **flat)
         found.append((part.out[:, -tokens:].to(dtype), part.lse[:, :, -tokens:]))
+        before, after = roll(0, 90), roll(0, 90)
+        beside = [torch.cat([draw_one(before, *t.shape[2:]), t[0], draw_one(after, *t.shape[2:])]) for t in (prefill, k, v)]
+        where = torch.tensor([0, before, before + n, before + n + after], device=device, dtype=torch.int32)
+        part = strobe.partial_attention_varlen(*beside, cu_seqlens_q=where, cu_seqlens_k=where, batch_invariant=True, kernel=kernel, **flat)
+        rows = slice(before + n - tokens, before + n)
+        found.append((part.out[None, rows].to(dtype), part.lse[None, :, rows]))
     assert all(torch.equal(alone[0], out) and torch.equal(alone[1], lse) for out, lse in found), seed
 
 
@@ -256,9 +267,12 @@ def test_200_sequences_have_the_same_bits_everywhere():
 
 
 @pytest.mark.gpu
-def test_2000_sequences_have_the_same_bits_everywhere_on_a_gpu():
-    for seed in range(2000):
-        alone_and_elsewhere(seed, "cuda", "portable", most=3000)
+@pytest.mark.parametrize("part", range(16))
+@pytest.mark.parametrize("kernel", ["hopper", "portable"])
+def test_2000_sequences_have_the_same_bits_everywhere_on_a_gpu(kernel, part):
+    few = {"tokens": (1, 4), "groups": (1, 4)}  # each is compiled anew
+    for seed in range(125 * part, 125 * part + 125):
+        alone_and_elsewhere(seed, "cuda", kernel, 5000, EVERY_DTYPE[kernel == "hopper" :], **few)
 
 
 def test_pages_are_rows_to_the_bit(device, kernel):

@@ -32,6 +32,7 @@ LAYERS = (
     ("kernels.kernel", "kernels.faults", "kernels.counters", "kernels.relaunch"),
     ("kernels.decoding", "kernels.memory"),
     ("kernels.tma",),
+    ("kernels.invariant",),
     ("kernels.device",),
     ("kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
     ("kernels",),

@@ -42,6 +42,12 @@ def test_interpreted(case, dtype, family, judge):
     judge(case.build("cpu", dtype, family, SEED, requires_grad=True, kernel="portable"), family, SEED)
 
 
+@pytest.mark.parametrize("case, dtype, family", [_light(n + 1, name) for n, name in enumerate(LIGHT) if "documents" not in name])
+def test_interpreted_with_the_bits_of_a_decode(case, dtype, family, judge):
+    call = case.build("cpu", dtype, family, SEED, kernel="portable")._replace(batch_invariant=True)
+    judge(call, family, SEED)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CASES)

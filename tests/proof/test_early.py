@@ -202,8 +202,6 @@ def test_which_calls_have_early_weights(monkeypatch):
     assert asked(_case("long", 1300, 1300, head_dim=64, mask=CAUSAL), torch.float16)
     assert not asked(_case("short", 1200, 1200, head_dim=64, mask=CAUSAL)) and not asked(_case("window", 1300, 1300, head_dim=64, mask=band(300, 0)))
     assert not asked(_case("wide", 8, 700, head_dim=256))
-    call = _case("invariant", 8, 700, head_dim=128).build("cpu", torch.bfloat16)._replace(batch_invariant=True)  # bits of a row are its own
-    assert not config.FORWARD.config(Problem.from_call(call), FAKES["H200"]).form.early
 
 
 def test_tiles_of_few_keys(monkeypatch):
@@ -211,5 +209,3 @@ def test_tiles_of_few_keys(monkeypatch):
     for width, keys, block_n in ((64, 512, 64), (64, 2048, 128), (128, 512, 64), (128, 1024, 128)):
         call = _case("", keys, keys, head_dim=width, mask=CAUSAL).build("cpu", torch.bfloat16)
         assert config.FORWARD.config(Problem.from_call(call), FAKES["H200"]).form.tuning.block_n == block_n
-        invariant = Problem.from_call(call._replace(batch_invariant=True))  # whose bits may not follow the lengths of others
-        assert config.FORWARD.config(invariant, FAKES["H200"]).form.tuning.block_n == 128

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,6 +59,8 @@ def _documents() -> Mask:
     return masks.documents(torch.zeros(1, 256, dtype=torch.int32))
 
 
+_ALIKE: dict[str, Any] = {"batch_invariant": True, "needs_grad": False}
+
 # For the portable kernels: between them every tiling of the tables, every way to load, every part of a mask and every option.
 # bfloat16 where nothing is said.
 CASES: dict[str, Callable[[], Call]] = {
@@ -83,6 +85,8 @@ CASES: dict[str, Callable[[], Call]] = {
     "d256 causal float32": lambda: _dense(256, mask=masks.causal(), dtype=torch.float32),
     "d64 causal float64": lambda: _dense(64, mask=masks.causal(), dtype=torch.float64),
     "d256 float64": lambda: _dense(256, dtype=torch.float64),
+    "d128 causal batch invariant": lambda: _dense(128, mask=masks.causal(), **_ALIKE),
+    "d64 packed group 4 window batch invariant": lambda: _packed(64, masks.window(64, 0), (8, 2), **_ALIKE),
 }
 
 
@@ -114,6 +118,9 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
     cases |= _many_keys()
     options = {"sinks": torch.zeros(32), "softcap": 20.0}
     cases["d64 group 16 window sinks softcap, 5 rows"] = partial(_dense, 64, mask=bands["window"], heads=(32, 2), rows=5, **options)
+    for name, widths in {"d64": (64, 64), "d128": (128, 128), "d192/128": (192, 128), "d256": (256, 256)}.items():
+        cases[f"{name} causal batch invariant"] = partial(_dense, *widths, mask=bands["causal"], **_ALIKE)
+    cases["d128 packed group 4 window sinks batch invariant"] = partial(_packed, 128, bands["window"], (8, 2), sinks=torch.zeros(8), **_ALIKE)
     return cases | {"d64 packed group 4 causal sinks": partial(_packed, 64, bands["causal"], (8, 2), sinks=torch.zeros(8))}
 
 
@@ -163,6 +170,7 @@ DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
     "d128 float8, 4 tokens, softcap": lambda: _decode(128, 16, 4, cache_dtype=FP8, softcap=20.0),
     "d256 pages of 16": lambda: _decode(256, 16),
     "d256 16 tokens": lambda: _decode(256, 16, 16),
+    "d128 batch invariant": lambda: _decode(128, 16, batch_invariant=True),
     "d21 float16": lambda: _decode(21, 16, dtype=torch.float16),
     "d64 float32": lambda: _decode(64, 16, dtype=torch.float32),
     "d256 float64, 4 tokens": lambda: _decode(256, 16, 4, dtype=torch.float64),
@@ -179,6 +187,7 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
     "d192/128 pages of 16": lambda: _decode(192, 16)._replace(v=torch.empty(256, 16, 8, 128, dtype=torch.bfloat16)),
     "d256 8 tokens, one key head": lambda: _decode(256, 0, 8, heads=(4, 1)),
     "d128 float8 rows": lambda: _decode(128, cache_dtype=FP8),
+    "d128 rows, 16 tokens, batch invariant": lambda: _decode(128, tokens=16, batch_invariant=True),
     "d256 float8, pages of 16": lambda: _decode(256, 16, cache_dtype=FP8),
 }
 
@@ -279,6 +288,7 @@ _OPTIONS = "window, sinks, softcap and packing in one kernel, with a tiling chos
 _WIDE = "for correctness, not for speed: products of this dtype run on few units, and its tilings were never timed"
 _SERIAL = "ptxas C7514: the accumulators are written by others inside a pipeline stage; 64 x 32 tiles are free of it offline, but not timed"
 _BETWEEN = "what a tile of keys needs before and after its steps, put by meanwhile; of ragged keys and of groups a step reads some of it"
+_JOINED = "o of the splits before, put by while the steps of the next go on: none of it within them"
 _CAPPED = "the softcap's tanh over all scores of a tile beside o and the weights; tilings are chosen without it"
 
 # The first line that covers a kernel counts. Bytes are those of Triton 3.6.0: a number that is more than needed fails, as does one too small.
@@ -302,6 +312,9 @@ LEDGER: tuple[Allowance, ...] = (
     # sm_90, the Hopper forward
     Allowance("forward_kernel", "d256 window sinks softcap", "sm_90", 60, _CAPPED, family="hopper"),
     # sm_90, the Hopper backward
+    Allowance("invariant_kernel", "d128 *", "sm_120", 32, _JOINED),
+    Allowance("invariant_kernel", "d128 *", "sm_90", 1388, _JOINED, family="hopper"),
+    Allowance("invariant_kernel", "d256 *", "sm_90", 208, _JOINED, family="hopper"),
     Allowance("backward_kernel", "d128 window sinks softcap", "sm_90", 368, _CAPPED, family="hopper"),
     Allowance("backward_kernel", "d256 window sinks softcap", "sm_90", 276, _CAPPED, family="hopper"),
     Allowance("backward_kernel", "d* ragged", "sm_90", 244, _BETWEEN, family="hopper"),

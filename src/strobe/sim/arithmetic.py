@@ -270,6 +270,13 @@ _UNSIGNED = dict(lshr=np.right_shift, maxui=np.maximum, minui=np.minimum)
 _COMPARISONS = dict(EQ=np.equal, NE=np.not_equal, LT=np.less, LE=np.less_equal, GT=np.greater, GE=np.greater_equal)
 _SPECIAL = dict(exp=np.exp, exp2=np.exp2, log=np.log, log2=np.log2, cos=np.cos, sin=np.sin, sqrt=np.sqrt, precise_sqrt=np.sqrt,
                 rsqrt=lambda x: np.float32(1) / np.sqrt(x), erf=lambda x: torch.erf(as_torch(np.asarray(x))).numpy())  # fmt: skip
+
+
+def _of_rows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same bits of one number wherever it lies: numpy has other code for strided arrays, whose last bit differs."""
+    return lambda x: function(np.asarray(x, order="C"))
+
+
 _PLAIN = dict(floor=lambda x: np.floor(_flushed(x)), ceil=lambda x: np.ceil(_flushed(x)), fabs=np.abs, iabs=np.abs, fneg=np.negative)
 
 for _name, _compute in {**_FLOAT, **_SIGNED}.items():
@@ -284,6 +291,6 @@ for _name, _compute in _COMPARISONS.items():
     for _prefix, _is_unsigned in (("icmp", False),) if _name in ("EQ", "NE") else (("icmpS", False), ("icmpU", True)):
         setattr(Arithmetic, f"create_{_prefix}{_name}", _binary(_compute, "i1", as_unsigned=_is_unsigned))
 for _name, _compute in _SPECIAL.items():
-    setattr(Arithmetic, "create_" + _name, _unary(_compute, _EXP_LANES))
+    setattr(Arithmetic, "create_" + _name, _unary(_of_rows(_compute), _EXP_LANES))
 for _name, _compute in _PLAIN.items():
     setattr(Arithmetic, "create_" + _name, _unary(_compute))

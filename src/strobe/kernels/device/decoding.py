@@ -1,4 +1,4 @@
-"""What every decode kernel does alike: which keys a sequence holds, the signs of scales, rows made whole. For Triton and for Gluon kernels."""
+"""What every decode kernel does alike: which keys a sequence holds, the signs of scales, splits joined, rows made whole. For Triton and Gluon."""
 
 import triton
 import triton.language as tl
@@ -42,8 +42,29 @@ def signed(q, numbers, scale, form: tl.constexpr):
 
 
 @triton.jit
+def weighed(base, total, lse_log2):
+    """(base, total) of rows once a split of this log-sum-exp (in log2 units) has joined those before it, what o so far is worth, and what the split
+    is. From (-inf, 0): `tl.fma(o, kept, part * weight)`, in the order of the splits, has the same bits wherever it is done. Nothing is left to
+    fuse: of a * b + c * d a compiler may fuse either product."""
+    top = tl.maximum(base, lse_log2)
+    level = tl.where(top == float("-inf"), 0.0, top)
+    kept = tl.exp2(base - level)
+    weight = tl.exp2(lse_log2 - level)
+    return top, tl.fma(total, kept, weight), kept, weight
+
+
+@triton.jit
+def worth(base, total):
+    """(what joined rows are multiplied by, their log-sum-exp in log2 units) after the last split: 0 and -inf of rows that saw nothing."""
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    return tl.where(empty, 0.0, 1.0 / total), tl.where(empty, float("-inf"), base + tl.log2(total))
+
+
+@triton.jit
 def with_sink(o, lse_log2, sink, form: tl.constexpr):
-    """(out, lse) of whole rows [M, D_v]: the sink enters once, and lse becomes a natural logarithm."""
+    """(out, lse) of whole rows [M, D_v]: the sink enters once, and lse becomes a natural logarithm; the sink itself, of a row that saw nothing."""
+    lse = lse_log2 * 0.6931471805599453
     if form.sinks:
         sink_log2 = sink.to(form.accumulator) * 1.4426950408889634
         top = tl.maximum(lse_log2, sink_log2)
@@ -53,5 +74,6 @@ def with_sink(o, lse_log2, sink, form: tl.constexpr):
         empty = total == 0
         total = tl.where(empty, 1.0, total)
         o = o * (share / total)[:, None]
-        lse_log2 = tl.where(empty, float("-inf"), top + tl.log2(total))
-    return o, lse_log2 * 0.6931471805599453
+        joined = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
+        lse = tl.where(lse_log2 == float("-inf"), sink.to(form.accumulator), joined)
+    return o, lse

@@ -28,17 +28,18 @@ def offset_at(cu_seqlens, index, n, total):
 
 
 @triton.jit
-def find_sequence(cu_seqlens, tile, n, total, block: tl.constexpr):
-    """(sequence, block within it) of a linear tile. Sequence i of the n + 2 starts at tile begin(i) // block + i: an upper
-    bound on the tiles before it that needs no scan over the lengths, so the grid total // block + n + 2 is known on the host."""
+def find_sequence(cu_seqlens, tile, n, total, block: tl.constexpr, group: tl.constexpr = 1):
+    """(sequence, block within it) of a linear tile of `block` rows, of which a token has `group`. Sequence i of the n + 2 starts at tile
+    begin(i) * group // block + i: an upper bound on the tiles before it that needs no scan over the lengths, so the grid
+    total * group // block + n + 2 is known on the host."""
     low = 0
     high = n + 1
     while low < high:
         middle = (low + high + 1) // 2
-        reached = offset_at(cu_seqlens, middle, n, total) // block + middle <= tile
+        reached = offset_at(cu_seqlens, middle, n, total) * group // block + middle <= tile
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle - 1)
-    return low, tile - (offset_at(cu_seqlens, low, n, total) // block + low)
+    return low, tile - (offset_at(cu_seqlens, low, n, total) * group // block + low)
 
 
 @triton.jit

@@ -12,9 +12,11 @@ from ...call import Call
 from ...mask import MaskStructure
 from ...problem import Problem
 from ...target import KIB, Target
+from .. import invariant
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries, visible_pairs
 from ..tma import against_call, against_mask, against_memory, against_tools, fold_of, joined, query_tiles, rest
 from .decode_config import DECODE as DECODE
+from .decode_config import InvariantConfig, invariant_config
 
 CAPABILITY = 90
 MOST_WIDTH = 256
@@ -160,7 +162,7 @@ def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 def tuning_of(problem: Problem) -> Tuning:
     widths = tiled(problem.head_dim, problem.head_dim_v)
     special = CAPPED.get(widths) if problem.softcap else WINDOWED.get(widths) if problem.mask.left else None
-    fewest, of_few = (0, None) if problem.batch_invariant else FEW.get(widths, (0, None))  # bits may not follow other sequences' lengths
+    fewest, of_few = FEW.get(widths, (0, None))
     return special or (of_few if keys_a_row(problem) < fewest else None) or TUNINGS[widths]
 
 
@@ -171,9 +173,9 @@ def keys_a_row(problem: Problem) -> float:
 
 
 def early(problem: Problem) -> bool:
-    """Whether weights come before maxima. Not where bits may not follow a tile's other rows, by which it is done again."""
+    """Whether weights come before maxima."""
     widths = tiled(problem.head_dim, problem.head_dim_v)
-    return widths in EARLY and keys_a_row(problem) >= EARLY_KEYS and not problem.batch_invariant
+    return widths in EARLY and keys_a_row(problem) >= EARLY_KEYS
 
 
 def _why_not(problem: Problem, target: Target) -> str | None:
@@ -192,9 +194,13 @@ class HopperForward:
     name = "hopper.forward"
 
     def why_not(self, problem: Problem, target: Target) -> str | None:
+        if problem.batch_invariant:
+            return invariant.against(problem) or DECODE.why_not(invariant.as_decode(problem), target)
         return _why_not(problem, target)
 
-    def config(self, problem: Problem, target: Target) -> ForwardConfig:
+    def config(self, problem: Problem, target: Target) -> ForwardConfig | InvariantConfig:
+        if problem.batch_invariant:
+            return invariant_config(problem)
         tuning = tuning_of(problem)
         # in a window's tiles fewer queries, of more heads, see fewer keys: 0 to 9 % where there are as many tiles (H200, windows of 128 to 4096)
         fewer = 0.0 if problem.mask.left else 0.1
@@ -213,9 +219,11 @@ class HopperForward:
         return ()
 
     def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
-        from .launch import run_forward
-
-        run_forward(plan, call, tensors)
+        if plan.problem.batch_invariant:
+            from .launch_decode import run_invariant as run
+        else:
+            from .launch import run_forward as run
+        run(plan, call, tensors)
 
 
 FORWARD: Any = HopperForward()

@@ -17,7 +17,7 @@ Sources: split keys, "Flash-Decoding" (pytorch.org, October 2023); packed heads,
 (arXiv 2309.06180).
 """
 
-from ..device.decoding import signed, span, with_sink
+from ..device.decoding import signed, span, weighed, with_sink, worth
 from ..device.dialect import (
     await_launch_before,
     cp_async_commit,
@@ -38,17 +38,17 @@ PAGES: gl.constexpr = gl.constexpr(_PAGES)
 
 
 @gluon.constexpr_function
-def copy_layout(width, itemsize):
-    """Four warps over rows of `width` elements, 16 bytes a thread."""
+def copy_layout(width, itemsize, warps):
+    """Warps over rows of `width` elements, 16 bytes a thread."""
     lanes = min(32, width * itemsize // 16)
-    return gl.BlockedLayout([1, 16 // itemsize], [32 // lanes, lanes], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 16 // itemsize], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def row_layout(width):
-    """Four warps over rows of `width` numbers of 32 bits."""
+def row_layout(width, warps):
+    """Warps over rows of `width` numbers of 32 bits."""
     lanes = min(32, width // 4)
-    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -59,8 +59,9 @@ def join_layout(joined, width):
 
 
 @gluon.constexpr_function
-def product_layout(columns):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def product_layout(columns, warps):
+    """Of a product with so many columns: four warps share its rows, further four the columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, columns * 4 // warps, 16])
 
 
 @gluon.constexpr_function
@@ -89,12 +90,12 @@ def pages_of(table, n_start, capacity, rows, form: gl.constexpr):
 @gluon.jit
 def both_pages(table, n_start, capacity, form: gl.constexpr):
     """`pages_of` as the copies of keys and of values need them."""
-    k_rows = gl.arange(0, form.block_n, gl.SliceLayout(1, copy_layout(form.block_d, form.itemsize)))
+    k_rows = gl.arange(0, form.block_n, gl.SliceLayout(1, copy_layout(form.block_d, form.itemsize, form.warps)))
     pages = pages_of(table, n_start, capacity, k_rows, form)
     if form.block_d == form.block_dv:
         return pages, pages
     else:
-        v_rows = gl.arange(0, form.block_n, gl.SliceLayout(1, copy_layout(form.block_dv, form.itemsize)))
+        v_rows = gl.arange(0, form.block_n, gl.SliceLayout(1, copy_layout(form.block_dv, form.itemsize, form.warps)))
         return pages, pages_of(table, n_start, capacity, v_rows, form)
 
 
@@ -102,7 +103,7 @@ def both_pages(table, n_start, capacity, form: gl.constexpr):
 def first_pages_of(table, start, capacity, form: gl.constexpr):
     """Page ids of the tile of key `start` and of the next, as copies need them, and of the first as its scores do."""
     begin = start // form.block_n * form.block_n
-    rows = gl.arange(0, form.block_n, gl.SliceLayout(1, product_layout(form.block_m)))
+    rows = gl.arange(0, form.block_n, gl.SliceLayout(1, product_layout(form.block_m, form.warps)))
     first, second = both_pages(table, begin, capacity, form), both_pages(table, begin + form.block_n, capacity, form)
     return first, second, pages_of(table, begin, capacity, rows, form)
 
@@ -171,8 +172,8 @@ def copy_tile(rings, slot, pools, strides, pages, where, n_start, form: gl.const
 
 @gluon.jit
 def copy_pair(rings, slot, pools, strides, pages, where, n_start, form: gl.constexpr):
-    k_layout: gl.constexpr = copy_layout(form.block_d, form.itemsize)
-    v_layout: gl.constexpr = copy_layout(form.block_dv, form.itemsize)
+    k_layout: gl.constexpr = copy_layout(form.block_d, form.itemsize, form.warps)
+    v_layout: gl.constexpr = copy_layout(form.block_dv, form.itemsize, form.warps)
     at, ok = places_of(pages[0], strides[0], where, n_start, gl.arange(0, form.block_n, gl.SliceLayout(1, k_layout)), form)
     copy_rows(rings[0].index(slot), pools[0], at, ok, k_layout, form.head_dim)
     if not form.alike:
@@ -194,7 +195,7 @@ def landed(pending: gl.constexpr):
 @gluon.jit
 def score_product(q_smem, k_tile, form: gl.constexpr):
     """s = k q^T [keys, queries], under way."""
-    layout: gl.constexpr = product_layout(form.block_m)
+    layout: gl.constexpr = product_layout(form.block_m, form.warps)
     zero = gl.full([form.block_n, form.block_m], 0.0, gl.float32, layout)
     if form.fp8:
         k = k_tile.load(gl.DotOperandLayout(0, layout, 2)).to(gl.float16)
@@ -218,6 +219,27 @@ def start_copies(rings, pools, strides, pages, where, form: gl.constexpr):
 
 
 @gluon.jit
+def hidden(s, seen, n_start, rows, interval, form: gl.constexpr):
+    """Scores of keys n_start + rows, -inf where a row does not see the key or it is none of those `seen`."""
+    if form.banded:
+        first, end = interval
+        n = n_start + rows
+        return gl.where(seen[:, None] & (n[:, None] >= first[None, :]) & (n[:, None] < end[None, :]), s, float("-inf"))
+    else:
+        return gl.where(seen[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def softmax_step(s, row_max, sums, scale_log2, form: gl.constexpr):
+    """(p, rescale, row_max, sums) after a tile; each thread sums its own keys, gathered once after the last tile."""
+    new_max = gl.maximum(row_max, gl.max(s, 0) * scale_log2 - form.lift)
+    base = gl.where(new_max == float("-inf"), 0.0, new_max)
+    p = gl.exp2(s * scale_log2 - base[None, :])
+    rescale = gl.exp2(row_max - base)
+    return p, rescale, new_max, sums * rescale[None, :] + p
+
+
+@gluon.jit
 def attend(smem, pools, strides, pages, where, interval, numbers, form: gl.constexpr):
     """(o [D_v, queries], row_max, row_sum) after keys [start, stop) of a sequence, of which all tiles that `start_copies` takes are under way.
 
@@ -227,16 +249,15 @@ def attend(smem, pools, strides, pages, where, interval, numbers, form: gl.const
     """
     BLOCK_N: gl.constexpr = form.block_n
     AHEAD: gl.constexpr = form.stages - 1
-    layout: gl.constexpr = product_layout(form.block_m)
+    layout: gl.constexpr = product_layout(form.block_m, form.warps)
     q_smem, p_smem, rings = smem
     table, capacity = pools[2], pools[3]
     current, upcoming, page = pages
-    first, end = interval
     scale_log2, softcap, level = numbers
     begin, stop = where[3] // BLOCK_N * BLOCK_N, where[4]
     rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
     row_max = gl.full([form.block_m], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
-    sums = gl.full([BLOCK_N, form.block_m], 0.0, gl.float32, layout)  # each thread's own: gathered once, after the last tile
+    sums = gl.full([BLOCK_N, form.block_m], 0.0, gl.float32, layout)
     o = gl.full([form.block_dv, form.block_m], 0.0, gl.float32, layout)
     slot = begin * 0
     for n_start in range(begin, stop, BLOCK_N):
@@ -257,17 +278,7 @@ def attend(smem, pools, strides, pages, where, interval, numbers, form: gl.const
             gl.atomic_or(pools[4] + rows * 0, rows * 0 + PAGES, mask=seen & (inside == 0), sem="relaxed")
             seen = seen & inside
             page = pages_of(table, n_start + BLOCK_N, capacity, rows, form)
-        if form.banded:
-            n = n_start + rows
-            s = gl.where(seen[:, None] & (n[:, None] >= first[None, :]) & (n[:, None] < end[None, :]), s, float("-inf"))
-        else:
-            s = gl.where(seen[:, None], s, float("-inf"))
-        new_max = gl.maximum(row_max, gl.max(s, 0) * scale_log2 - form.lift)
-        base = gl.where(new_max == float("-inf"), 0.0, new_max)
-        p = gl.exp2(s * scale_log2 - base[None, :])
-        rescale = gl.exp2(row_max - base)
-        row_max = new_max
-        sums = sums * rescale[None, :] + p
+        p, rescale, row_max, sums = softmax_step(hidden(s, seen, n_start, rows, interval, form), row_max, sums, scale_log2, form)
         o = o * rescale[None, :]
         p_smem.store(gl.permute(p.to(p_smem.dtype), (1, 0)))
         landed(2 * AHEAD)
@@ -288,8 +299,8 @@ def attend(smem, pools, strides, pages, where, interval, numbers, form: gl.const
 @gluon.jit
 def load_queries(q, strides, place, tile, form: gl.constexpr):
     """The tile's queries [rows, block_d]; 0 beyond the tokens and the head dimension."""
-    batch, head, tokens, heads_kv = place
-    layout: gl.constexpr = copy_layout(form.block_d, 2)
+    batch, head, tokens = place[0], place[1], place[2]
+    layout: gl.constexpr = copy_layout(form.block_d, 2, form.warps)
     row = tile * form.block_m + gl.arange(0, form.block_m, gl.SliceLayout(1, layout))
     token = row // form.group
     columns = gl.arange(0, form.block_d, gl.SliceLayout(0, layout))
@@ -308,15 +319,15 @@ def as_float16(q, form: gl.constexpr):
     exponent = gl.where(exponent == 255, 141, gl.maximum(exponent, 15))  # of rows with an infinity or NaN, 0
     level = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
     factor = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
-    level = gl.convert_layout(level, gl.SliceLayout(0, product_layout(form.block_m)))
+    level = gl.convert_layout(level, gl.SliceLayout(0, product_layout(form.block_m, form.warps)))
     return (q.to(gl.float32) * factor[:, None]).to(gl.float16), level
 
 
 @gluon.jit
 def write(tensors, o, lse_log2, place, row, strides, form: gl.constexpr):
-    """Whole rows to out and lse; place (batch, head, tokens, key heads)."""
+    """Whole rows to out and lse; place (batch, head, tokens, key heads, queries of a head in lse)."""
     out, lse, sinks = tensors
-    batch, head, tokens, heads_kv = place
+    batch, head, tokens, heads_kv, queries = place
     layout: gl.constexpr = o.type.layout
     columns = gl.arange(0, form.block_dv, gl.SliceLayout(0, layout))
     token, head_q = row // form.group, head * form.group + row % form.group
@@ -327,7 +338,7 @@ def write(tensors, o, lse_log2, place, row, strides, form: gl.constexpr):
     o, row_lse = with_sink(o, lse_log2, sink, form)
     at = batch.to(gl.int64) * strides[0] + token.to(gl.int64) * strides[1] + head_q.to(gl.int64) * strides[2]
     gl.store(out + at[:, None] + columns[None, :], o.to(out.dtype.element_ty), mask=row_ok[:, None] & (columns < form.head_dim_v)[None, :])
-    gl.store(lse + (batch.to(gl.int64) * heads_kv * form.group + head_q) * tokens + token, row_lse, mask=row_ok)
+    gl.store(lse + (batch.to(gl.int64) * heads_kv * form.group + head_q) * queries + token, row_lse, mask=row_ok)
 
 
 @gluon.jit
@@ -395,8 +406,34 @@ def join(shares, first_share, stop_share, form: gl.constexpr):
 
 
 @gluon.jit
+def join_in_order(shares, first_share, stop_share, form: gl.constexpr):
+    """`join` one share after the other, so that a row has the bits of `invariant.invariant_kernel`, which has no others to wait for."""
+    JOINED: gl.constexpr = form.joined
+    layout: gl.constexpr = row_layout(form.block_dv, form.warps)
+    row = gl.arange(0, form.joined_rows, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, form.block_dv, gl.SliceLayout(0, layout))
+    base = gl.full([form.joined_rows], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+    total = gl.full([form.joined_rows], 0.0, gl.float32, gl.SliceLayout(1, layout))
+    o = gl.full([form.joined_rows, form.block_dv], 0.0, gl.float32, layout)
+    for first in range(first_share, stop_share, JOINED):
+        for i in gl.static_range(JOINED):  # written out, so that all loads are under way
+            at = (first + i).to(gl.int64) * form.joined_rows
+            known = row * 0 + first + i < stop_share
+            held = gl.load(lse_shares(shares, form) + at + row, mask=known, other=float("-inf"), cache_modifier=".cg")
+            place = at * form.block_dv + (row * form.block_dv)[:, None] + columns[None, :]
+            part = gl.load(shares[0] + place, mask=known[:, None] & (columns >= 0)[None, :], other=0.0, cache_modifier=".cg")
+            base, total, kept, weight = weighed(base, total, held)
+            o = gl.fma(o, kept[:, None], part * weight[:, None])
+    factor, lse_log2 = worth(base, total)
+    return o * factor[:, None], lse_log2
+
+
+@gluon.jit
 def write_joined(tensors, shares, place, tile, share, strides, form: gl.constexpr):
-    o, lse_log2 = join(shares, share[0], share[1], form)
+    if form.in_order:
+        o, lse_log2 = join_in_order(shares, share[0], share[1], form)
+    else:
+        o, lse_log2 = join(shares, share[0], share[1], form)
     row = tile * form.block_m + gl.arange(0, form.joined_rows, gl.SliceLayout(1, o.type.layout))
     write(tensors, o, lse_log2, place, row, strides, form)
 
@@ -427,7 +464,7 @@ def store_queries(smem, q, scale, numbers, form: gl.constexpr):
 @gluon.jit
 def interval_of(tile, n_keys, tokens, limits, form: gl.constexpr):
     """[first, stop) of the keys that each row sees."""
-    layout: gl.constexpr = gl.SliceLayout(0, product_layout(form.block_m))
+    layout: gl.constexpr = gl.SliceLayout(0, product_layout(form.block_m, form.warps))
     position = n_keys - tokens + (tile * form.block_m + gl.arange(0, form.block_m, layout)) // form.group
     first, end = position * 0, position * 0 + n_keys
     if form.left:
@@ -438,13 +475,18 @@ def interval_of(tile, n_keys, tokens, limits, form: gl.constexpr):
 
 
 @gluon.jit
-def as_rows(o, row_max, row_sum, v_scale, form: gl.constexpr):
-    """(o [queries, D_v] of weight 1, lse in log2 units) of a split."""
-    layout: gl.constexpr = row_layout(form.block_dv)
+def whole(o, row_max, row_sum, v_scale):
+    """(o [D_v, queries] of weight 1, lse in log2 units) of a split."""
     empty = row_sum == 0
     factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, row_sum)) * v_scale
     lse_log2 = gl.where(empty, float("-inf"), row_max + gl.log2(gl.where(empty, 1.0, row_sum)))
-    o = gl.where(empty[None, :], 0.0, o * factor[None, :])
+    return gl.where(empty[None, :], 0.0, o * factor[None, :]), lse_log2
+
+
+@gluon.jit
+def as_rows(o, lse_log2, form: gl.constexpr):
+    """o as [queries, D_v], and lse_log2 as its rows have it."""
+    layout: gl.constexpr = row_layout(form.block_dv, form.warps)
     return gl.convert_layout(gl.permute(o, (1, 0)), layout), gl.convert_layout(lse_log2, gl.SliceLayout(1, layout))
 
 
@@ -471,7 +513,7 @@ def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbe
     if form.early:
         next_launch_may_start()
         await_launch_before()
-    place = (batch, head, tokens, heads_kv)
+    place = (batch, head, tokens, heads_kv, tokens)
     table = seqlens  # any pointer: rows have no pages
     if form.page_size > 0:
         table = page_table + batch.to(gl.int64) * max_pages
@@ -504,7 +546,8 @@ def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbe
         units = store_queries(q_smem, queries, k_scale, numbers, form)
         interval = interval_of(tile, n_keys, tokens, limits, form)
         o, row_max, row_sum = attend(smem, pools, (strides[1], strides[2]), pages, where, interval, units, form)
-        o, lse_log2 = as_rows(o, row_max, row_sum, v_scale, form)
+        o, lse_log2 = whole(o, row_max, row_sum, v_scale)
+        o, lse_log2 = as_rows(o, lse_log2, form)
         row = tile * form.block_m + gl.arange(0, form.block_m, gl.SliceLayout(1, o.type.layout))
         if form.single:
             write((out, lse, sinks), o, lse_log2, place, row, strides[3], form)

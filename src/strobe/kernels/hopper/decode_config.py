@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +12,10 @@ from ...cache import FP8
 from ...call import DTYPES, FARTHEST
 from ...decode import DecodeCall, DecodeProblem
 from ...mask import NO_BOUND
-from ...problem import ALIGNMENT
+from ...problem import ALIGNMENT, Problem
 from ...target import KIB, Target
 from ..decoding import Traits, splits, traits
+from ..invariant import as_decode
 from ..kernel import Buffer, Cost, Forward, Plan, decode_cost
 from ..tma import against_tools
 
@@ -52,7 +53,12 @@ class DecodeForm(Traits):
     banded: bool  # rows of a tile see different keys
     joined: int = 1  # splits whose shares of a tile are loaded at a time
     single: bool = False  # one split: nothing to join
+    in_order: bool = False  # splits are joined one after the other, as `invariant` meets them
     early: bool = False  # launched to overlap the kernel before
+
+    @property
+    def warps(self) -> int:
+        return 4
 
     @property
     def block_d(self) -> int:
@@ -90,6 +96,37 @@ class DecodeForm(Traits):
 
 
 @dataclass(frozen=True)
+class InvariantForm(DecodeForm):
+    """Of a forward with the bits of a decode: its rows are the decode's but for their number."""
+
+    packed: bool = False
+
+    @property
+    def warps(self) -> int:
+        """Four for each of two halves of the rows, which share keys and values."""
+        return 8
+
+    def shared_bytes(self) -> int:
+        """As of a decode with a second p."""
+        return super().shared_bytes() + 2 * self.block_m * self.block_n
+
+
+@dataclass(frozen=True)
+class InvariantConfig:
+    form: InvariantForm
+
+    def __str__(self) -> str:
+        f = self.form
+        return f"as a decode: block_m={f.block_m} block_n={f.block_n} stages={f.stages}, shared {f.shared_bytes() / KIB:.0f} KiB"
+
+
+def invariant_config(problem: Problem) -> InvariantConfig:
+    form = form_of(as_decode(problem))
+    form = replace(form, stages=2, block_m=2 * form.block_m)
+    return InvariantConfig(InvariantForm(**{field.name: getattr(form, field.name) for field in fields(form)}, packed=problem.packed))
+
+
+@dataclass(frozen=True)
 class DecodeConfig:
     form: DecodeForm
     n_splits: int
@@ -106,10 +143,10 @@ def padded(width: int, least: int) -> int:
     return max(least, 1 << (width - 1).bit_length())
 
 
-def joined(form: DecodeForm, n_splits: int, invariant: bool) -> int:
-    """What registers hold of a tile's shares; no more than there are, but where the order of a sum must not depend on that."""
+def joined(form: DecodeForm, n_splits: int) -> int:
+    """What registers hold of a tile's shares; no more than there are."""
     numbers = JOINED_NUMBERS if form.block_m <= 16 and form.block_dv <= 128 else JOINED_NUMBERS // 2
-    return max(1, min(MOST_JOINED if invariant else padded(n_splits, 1), MOST_JOINED, numbers // (form.joined_rows * form.block_dv)))
+    return max(1, min(padded(n_splits, 1), MOST_JOINED, numbers // (form.joined_rows * form.block_dv)))
 
 
 def furthest(problem: DecodeProblem) -> int:
@@ -119,6 +156,23 @@ def furthest(problem: DecodeProblem) -> int:
     sizes = (max(pages, 1), max(rows, 1), problem.heads_kv)
     widest = max(problem.head_dim, problem.head_dim_v)
     return max(sum((size - 1) * stride for size, stride in zip(sizes, strides)) for strides in problem.strides[1:]) + widest
+
+
+def form_of(problem: DecodeProblem) -> DecodeForm:
+    """All of its form that splits have no part in."""
+    rows, layout = problem.group * problem.layout.seqlen_q, problem.layout
+    most = MOST_ROWS if max(problem.head_dim, problem.head_dim_v) <= 128 else MOST_ROWS_WIDE
+    known = traits(problem) | {
+        "block_m": min(most, padded(rows, LEAST_ROWS)),
+        "joined_rows": min(most, padded(rows, 1)),
+        "fp8": problem.cache_dtype == FP8,
+        "one_stride": problem.strides[1] == problem.strides[2],
+        "near": furthest(problem) < 2**31,
+        "banded": layout.seqlen_q > 1 and (problem.left, problem.right) != (NO_BOUND, NO_BOUND),
+        "in_order": problem.batch_invariant,
+    }
+    forms = [DecodeForm(block_n=t.block_n, stages=t.stages, **known) for t in DECODE_TUNINGS]
+    return next(f for n in (2, 1) for f in forms if n * (f.shared_bytes() + RESERVED) <= MOST_SHARED)
 
 
 class HopperDecode:
@@ -139,24 +193,11 @@ class HopperDecode:
         return against_tools()
 
     def config(self, problem: DecodeProblem, target: Target) -> DecodeConfig:
-        rows = problem.group * problem.layout.seqlen_q
-        most = MOST_ROWS if max(problem.head_dim, problem.head_dim_v) <= 128 else MOST_ROWS_WIDE
-        fp8, layout = problem.cache_dtype == FP8, problem.layout
-        known = traits(problem) | {
-            "block_m": min(most, padded(rows, LEAST_ROWS)),
-            "joined_rows": min(most, padded(rows, 1)),
-            "fp8": fp8,
-            "one_stride": problem.strides[1] == problem.strides[2],
-            "near": furthest(problem) < 2**31,
-            "early": EARLY,
-            "banded": layout.seqlen_q > 1 and (problem.left, problem.right) != (NO_BOUND, NO_BOUND),
-        }
-        forms = [DecodeForm(block_n=t.block_n, stages=t.stages, **known) for t in DECODE_TUNINGS]
-        form = next(f for n in (2, 1) for f in forms if n * (f.shared_bytes() + RESERVED) <= MOST_SHARED)
-        tiles = layout.batch * problem.heads_kv * -(-rows // form.block_m)
+        form = form_of(problem)
+        tiles = problem.layout.batch * problem.heads_kv * -(-problem.group * problem.layout.seqlen_q // form.block_m)
         slots = target.sm_count * (MOST_SHARED // (form.shared_bytes() + RESERVED))
         n_splits, split_size = splits(problem.capacity, tiles, form.block_n, 0 if problem.batch_invariant else slots)
-        return DecodeConfig(replace(form, joined=joined(form, n_splits, problem.batch_invariant), single=n_splits == 1), n_splits, split_size)
+        return DecodeConfig(replace(form, early=EARLY, joined=joined(form, n_splits), single=n_splits == 1), n_splits, split_size)
 
     def cost(self, problem: DecodeProblem) -> Cost:
         return decode_cost(problem)

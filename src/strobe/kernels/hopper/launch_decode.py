@@ -1,17 +1,22 @@
-"""From a Plan and a call on a cache to the Hopper decode's arguments and its launch."""
+"""From a Plan and a call to the arguments of the Hopper decode, and of forwards with its bits, and their launch."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ...call import Paged
+from ...call import Call, Paged
 from ...decode import DecodeCall, DecodeProblem
-from .. import faults, relaunch
+from ...errors import KernelFault
+from ...problem import Problem
+from .. import faults, invariant, kernel, relaunch
 from ..counters import zeros_on
 from ..decoding import keep
 from ..device.persistent import LOG2_E, Launch
 from ..kernel import Forward, Plan
 from . import decode
+from .invariant import invariant_kernel
+
+MOST_PROGRAMS = 2**31
 
 
 def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:
@@ -23,6 +28,27 @@ def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Te
     moving = (*tensors, call.k_scale, call.v_scale, *shares, word)
     again = relaunch.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
     keep(plan, call, t, workspace, again)
+
+
+def run_invariant(plan: Plan, call: Call, t: Forward) -> None:
+    """A forward with the bits of a decode."""
+    word = faults.word(call.q.device)
+    tensors, offsets = (call.q, call.k, call.v, t.out, t.lse, call.sinks), (call.cu_seqlens_q, call.cu_seqlens_k)
+    key = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k, t.out.stride())
+    again = relaunch.start(plan, key, (*tensors, *offsets, word), lambda: invariant_launch(plan, call, tensors, offsets, word))
+    if again is not None and t.out.is_contiguous():
+        kernel.keep(plan, kernel.addresses(call, *t), again)
+
+
+def invariant_launch(plan: Plan, call: Call, tensors: tuple, offsets: tuple, word: Tensor) -> Launch:
+    problem, form = plan.problem, plan.config.form
+    strides = tuple(kernel.strides_of(x, problem) for x in tensors[:4])
+    limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
+    count = invariant.programs(problem, form.block_m)
+    if count >= MOST_PROGRAMS:
+        raise KernelFault(f"{plan.kernel.name}: {count} programs are more than a launch can hold; split the batch")
+    arguments = (tensors, offsets, word, strides, invariant.sizes_of(problem, form.block_m), limits, numbers_of(problem), form)
+    return Launch(invariant_kernel, count, arguments, {"num_warps": form.warps})
 
 
 def row_tiles(plan: Plan) -> int:
@@ -37,10 +63,10 @@ def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, w
     strides = tuple(x.stride()[:3] for x in (call.q, call.k, call.v, tensors[6]))
     arguments = (tensors, (call.k_scale, call.v_scale), shares, word, strides, sizes, (call.left, call.right), numbers_of(problem), config.form)
     programs = layout.batch * problem.heads_kv * n_tiles * config.n_splits
-    return Launch(decode.decode_kernel, programs, arguments, {"num_warps": 4, "launch_pdl": config.form.early})
+    return Launch(decode.decode_kernel, programs, arguments, {"num_warps": config.form.warps, "launch_pdl": config.form.early})
 
 
-def numbers_of(problem: DecodeProblem) -> tuple[float, float]:
+def numbers_of(problem: DecodeProblem | Problem) -> tuple[float, float]:
     """(scale_log2, softcap), both at least 0: a raw score is q k^T, or tanh(softcap * q k^T) where there is a cap, worth scale_log2 in log2 units."""
     scale, cap = abs(problem.scale) or 1.0, problem.softcap
     return (cap * LOG2_E, scale / cap) if cap else (scale * LOG2_E, 0.0)

@@ -11,9 +11,11 @@ from ...knobs import KNOBS
 from ...mask import MaskStructure
 from ...problem import Problem
 from ...target import KIB, Target
+from .. import invariant
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, no_triton
 from .decode_config import APPEND as APPEND
 from .decode_config import DECODE as DECODE
+from .decode_config import InvariantConfig, invariant_config
 from .tunings import Tuning, Widths, backward_tuning, forward_tuning
 
 LEAST_CAPABILITY = 80
@@ -95,7 +97,9 @@ class PortableForward:
     def why_not(self, problem: Problem, target: Target) -> str | None:
         return _why_not(problem, target)
 
-    def config(self, problem: Problem, target: Target) -> ForwardConfig:
+    def config(self, problem: Problem, target: Target) -> ForwardConfig | InvariantConfig:
+        if problem.batch_invariant and invariant.against(problem) is None:
+            return invariant_config(problem, target)
         return ForwardConfig(_form(problem, forward_tuning(problem, target)))
 
     def cost(self, problem: Problem) -> Cost:
@@ -105,9 +109,9 @@ class PortableForward:
         return ()
 
     def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
-        from .launch import forward_launches, start
+        from .launch import forward_launches, invariant_launch, start
 
-        start(forward_launches(plan, call, tensors))
+        start([invariant_launch(plan, call, tensors)] if isinstance(plan.config, InvariantConfig) else forward_launches(plan, call, tensors))
 
 
 class PortableBackward:

@@ -12,7 +12,7 @@ Sources: split keys, "Flash-Decoding" (pytorch.org, October 2023); packed heads,
 import triton
 import triton.language as tl
 
-from ..device.decoding import signed, span, with_sink
+from ..device.decoding import signed, span, weighed, with_sink, worth
 from ..device.softmax import online_step, tanh
 from ..faults import PAGES as _PAGES
 from .forward import number
@@ -95,6 +95,14 @@ def attend(q, pools, strides, where, interval, numbers, form: tl.constexpr):
 
 
 @triton.jit
+def whole(o, row_max, row_sum):
+    """(o of weight 1, lse in log2 units) of a split."""
+    empty = row_sum == 0
+    row_sum = tl.where(empty, 1.0, row_sum)
+    return tl.where(empty[:, None], 0.0, o / row_sum[:, None]), tl.where(empty, float("-inf"), row_max + tl.log2(row_sum))
+
+
+@triton.jit
 def join(shares, row, row_ok, n_rows, n_splits, form: tl.constexpr):
     """(o [M, D_v], lse in log2 units) of rows from the shares of all splits; form.joined of them are under way at a time."""
     BLOCK_M: tl.constexpr = form.block_m
@@ -120,6 +128,26 @@ def join(shares, row, row_ok, n_rows, n_splits, form: tl.constexpr):
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     return tl.where(empty[:, None], 0.0, o / total[:, None]), tl.where(empty, float("-inf"), base + tl.log2(total))
+
+
+@triton.jit
+def join_in_order(shares, row, row_ok, n_rows, n_splits, form: tl.constexpr):
+    """`join` one split after the other, so that a row has the bits of `invariant.invariant_kernel`, which has no others to wait for."""
+    BLOCK_M: tl.constexpr = form.block_m
+    BLOCK_DV: tl.constexpr = form.block_dv
+    dv = tl.arange(0, BLOCK_DV)
+    base = tl.full([BLOCK_M], float("-inf"), form.accumulator)
+    total = tl.zeros([BLOCK_M], form.accumulator)
+    o = tl.zeros([BLOCK_M, BLOCK_DV], form.accumulator)
+    for split in range(0, n_splits):
+        place = n_rows * split + row  # n_rows is an int64
+        held = tl.load(shares[1] + place, mask=row_ok, other=float("-inf"), cache_modifier=".cg")
+        known = (held != float("-inf"))[:, None] & (dv < form.head_dim_v)[None, :]
+        part = tl.load(shares[0] + (place * form.head_dim_v)[:, None] + dv[None, :], mask=known, other=0.0, cache_modifier=".cg")
+        base, total, kept, weight = weighed(base, total, held)
+        o = tl.fma(o, kept[:, None], part * weight[:, None])
+    factor, lse_log2 = worth(base, total)
+    return o * factor[:, None], lse_log2
 
 
 @triton.jit
@@ -195,12 +223,9 @@ def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbe
     o, row_max, row_sum, lost = attend(q_tile, pools, (strides[1], strides[2]), where, (first, end), (scale_log2, softcap), form)
     if form.page_size > 0:
         tl.atomic_or(faults, PAGES, mask=tl.max(lost.to(tl.int32), 0) > 0, sem="relaxed")
-    empty = row_sum == 0
-    row_sum = tl.where(empty, 1.0, row_sum)
-    o = tl.where(empty[:, None], 0.0, o / row_sum[:, None])
-    row_lse = tl.where(empty, float("-inf"), row_max + tl.log2(row_sum))
+    o, row_lse = whole(o, row_max, row_sum)
     if form.v_scale:
-        o = tl.where(empty[:, None], 0.0, o * tl.load(scales[1] + head))
+        o = tl.where((row_sum == 0)[:, None], 0.0, o * tl.load(scales[1] + head))
     heads_q = heads_kv * form.group
     out_at = batch_64 * strides[3][0] + token.to(tl.int64) * strides[3][1] + head_64 * strides[3][2]
     places = (out_at, (batch_64 * heads_q + head_64) * tokens + token)
@@ -215,6 +240,9 @@ def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbe
         tl.debug_barrier()  # all threads have stored before one counts; the simulator, to which a program is one, would not miss it
         counter = shares[2] + (batch * n_tiles + tile) * heads_kv + head
         if tl.atomic_add(counter, 1, sem="acq_rel") == n_splits - 1:
-            o, row_lse = join(shares, row, row_ok, n_rows, n_splits, form)
+            if form.in_order:
+                o, row_lse = join_in_order(shares, row, row_ok, n_rows, n_splits, form)
+            else:
+                o, row_lse = join(shares, row, row_ok, n_rows, n_splits, form)
             write((out, lse, sinks), places, o, row_lse, head_q, row_ok, form)
             tl.store(counter, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,8 +13,10 @@ from ...cache import FP8
 from ...call import DTYPES, FARTHEST
 from ...decode import DecodeCall, DecodeProblem
 from ...knobs import KNOBS
+from ...problem import Problem
 from ...target import KIB, Target
 from ..decoding import Traits, splits, traits
+from ..invariant import as_decode
 from ..kernel import Buffer, Cost, Forward, Plan, append_cost, decode_cost, no_triton
 from .tunings import Widths, padded
 
@@ -22,6 +24,7 @@ LEAST_CAPABILITY = 80
 FIRST_FP8 = 89  # compute capability whose instructions convert 8-bit floats; before it their bits are taken apart
 MOST_WIDTH = 256
 LEAST_ROWS, MOST_ROWS, MOST_ROWS_WIDE = 16, 64, 32  # of a tile; the last for head dimensions beyond 128, whose o would spill
+INVARIANT_ROWS = 32  # batch invariance: a constant, because it sets the bits
 MOST_FOR_4_WARPS = 16 * KIB  # bytes of o: 32 registers a thread
 
 
@@ -48,6 +51,8 @@ class DecodeForm(Traits, Widths):
     stages: int
     storage: str  # of keys: "same" as q, "fp8", or "bits" where the target cannot convert these
     single: bool  # one split: nothing to join
+    in_order: bool  # splits are joined one after the other, as `invariant` meets them
+    packed: bool = False  # of `invariant`
 
     @property
     def loop_stages(self) -> int:
@@ -74,24 +79,47 @@ class DecodeConfig:
         return f"block_m={f.block_m} block_n={f.block_n} warps={f.warps} stages={f.stages}, {shares}"
 
 
-def decode_config(problem: DecodeProblem, target: Target) -> DecodeConfig:
+def form_of(problem: DecodeProblem, target: Target) -> DecodeForm:
+    """All of its form but whether there is one split."""
     rows = problem.group * problem.layout.seqlen_q
     most = MOST_ROWS if max(problem.head_dim, problem.head_dim_v) <= 128 else MOST_ROWS_WIDE
     most = LEAST_ROWS if problem.dtype == torch.float64 else most  # shared memory
     block_m = max(LEAST_ROWS, min(most, 1 << max(0, rows - 1).bit_length()))
+    if problem.batch_invariant:  # products of another height are other instructions, and other sums
+        block_m = min(most, INVARIANT_ROWS)
     tuning = _tuning(problem, target, block_m)
-    tiles = problem.layout.batch * problem.heads_kv * -(-rows // block_m)
-    n_splits, split_size = splits(problem.capacity, tiles, tuning.block_n, 0 if problem.batch_invariant else target.sm_count)
-    form = DecodeForm(
+    return DecodeForm(
         block_m=block_m,
         block_n=tuning.block_n,
         warps=8 if block_m * padded(problem.head_dim_v) * problem.lse_dtype.itemsize > MOST_FOR_4_WARPS else tuning.warps,
         stages=tuning.stages,
         storage=_storage(problem, target),
-        single=n_splits == 1,
+        single=False,
+        in_order=problem.batch_invariant,
         **traits(problem),
     )
-    return DecodeConfig(form, n_splits, split_size)
+
+
+def decode_config(problem: DecodeProblem, target: Target) -> DecodeConfig:
+    form = form_of(problem, target)
+    tiles = problem.layout.batch * problem.heads_kv * -(-problem.group * problem.layout.seqlen_q // form.block_m)
+    n_splits, split_size = splits(problem.capacity, tiles, form.block_n, 0 if problem.batch_invariant else target.sm_count)
+    return DecodeConfig(replace(form, single=n_splits == 1), n_splits, split_size)
+
+
+@dataclass(frozen=True)
+class InvariantConfig:
+    """Of a forward with the bits of a decode."""
+
+    form: DecodeForm
+
+    def __str__(self) -> str:
+        f = self.form
+        return f"as a decode: block_m={f.block_m} block_n={f.block_n} warps={f.warps} stages={f.stages}"
+
+
+def invariant_config(problem: Problem, target: Target) -> InvariantConfig:
+    return InvariantConfig(replace(form_of(as_decode(problem), target), packed=problem.packed))
 
 
 def _storage(problem: DecodeProblem, target: Target) -> str:

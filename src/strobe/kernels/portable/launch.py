@@ -13,8 +13,9 @@ from ...call import Call
 from ...errors import KernelFault
 from ...problem import ALIGNMENT, Packed, Problem
 from .. import faults
+from .. import invariant as shared
 from ..kernel import Backward, Forward, Plan, entries, strides_of
-from . import backward, forward
+from . import backward, forward, invariant
 from .tunings import Tuning
 
 LOG2E = 1.4426950408889634
@@ -70,6 +71,20 @@ def forward_launches(plan: Plan, call: Call, tensors: Forward) -> list[Launch]:
         strides, sizes, limits, numbers_of(problem)[:2], form,
     )  # fmt: skip
     return [_launch(forward.forward_kernel, sizes[4] * problem.heads_q * entries(problem), arguments, form.tuning)]
+
+
+def invariant_launch(plan: Plan, call: Call, tensors: Forward) -> Launch:
+    """A forward with the bits of a decode."""
+    form: Any = plan.config.form  # type: ignore[attr-defined]
+    problem = plan.problem
+    strides = tuple(strides_of(t, problem) for t in (call.q, call.k, call.v, tensors.out))
+    limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
+    arguments = (
+        (call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks), (call.cu_seqlens_q, call.cu_seqlens_k), faults.word(call.q.device),
+        strides, shared.sizes_of(problem, form.block_m), limits, numbers_of(problem)[:2], form,
+    )  # fmt: skip
+    options = {"num_warps": form.warps, "num_stages": form.stages}
+    return Launch(invariant.invariant_kernel, shared.programs(problem, form.block_m), arguments, options)
 
 
 def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
