@@ -32,7 +32,7 @@ def attention_decode(
         causal: with n = seqlens[b], row i stands at position n - T + i and sees the keys up to there.
         window: (left, right) around that position, both ends included; None or negative is unbounded.
         scale, softcap, sinks, kernel: as `attention`.
-        batch_invariant: a row's bits do not depend on batch size, position, padding or the layout of pages.
+        batch_invariant: a row's bits do not depend on batch size, position, padding or the layout of pages, and are those of its prefill.
         out: where to write, [B, T, H_q, D_v] in q's dtype.
 
     Returns [B, T, H_q, D_v] in q's dtype. A row that sees no key (n is 0, or n < T and the row lies before the first key) is 0.

@@ -4,7 +4,7 @@
     for each split of 2,048 keys   o, lse = what the decode's program of that split would keep
                                    joined = joined * kept + o * weight, as the decode joins shares, one after the other
 
-No share goes to memory: a second o stands in registers. Half the speed of `forward` is what equal bits cost.
+No share goes to memory: a second o stands in registers, or by. Two thirds of the speed of `forward` is what equal bits cost.
 Packed sequences are found by the tile's number, as `device.tiles` does for all kernels.
 """
 
