@@ -216,13 +216,13 @@ EVERY_DTYPE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def alone_and_elsewhere(
-    seed: int, device: str, kernel: str, most: int = 300, dtypes=EVERY_DTYPE, tokens=(1, 2, 3, 4, 5), groups=(1, 2, 3, 4)
+    seed: int, device: str, kernel: str, most: int = 300, dtypes=EVERY_DTYPE, tokens=(1, 2, 3, 4, 5), groups=(1, 2, 3, 4), widths=(8, 24)
 ) -> None:
     """A sequence alone, in a batch, left padded, in pages of two sizes, and as the last rows of its prefill, which may be packed: one set of bits."""
     g = torch.Generator().manual_seed(seed)
     roll = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
     dtype = dtypes[seed % len(dtypes)]
-    n, tokens, heads_kv, group, width = roll(1, most), tokens[roll(0, len(tokens))], roll(1, 4), groups[roll(0, len(groups))], (8, 24)[seed % 2]
+    n, tokens, heads_kv, group, width = roll(1, most), tokens[roll(0, len(tokens))], roll(1, 4), groups[roll(0, len(groups))], widths[seed % 2]
     options = ({}, {"left": 20}, {"softcap": 3.0}, {"scale": 0.3}, {"right": -1})[seed % 5]
     call = lambda *fields: ops_decode.run(DecodeCall(*fields, **{"right": 0, "batch_invariant": True, "kernel": kernel, **options}))
     draw_one = lambda *shape: torch.randn(shape, generator=g).to(device, dtype)
@@ -273,6 +273,14 @@ def test_2000_sequences_have_the_same_bits_everywhere_on_a_gpu(kernel, part):
     few = {"tokens": (1, 4), "groups": (1, 4)}  # each is compiled anew
     for seed in range(125 * part, 125 * part + 125):
         alone_and_elsewhere(seed, "cuda", kernel, 5000, EVERY_DTYPE[kernel == "hopper" :], **few)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", [(64, 128), (192, 256)], ids=str)
+@pytest.mark.parametrize("kernel", ["hopper", "portable"])
+def test_wide_sequences_have_the_same_bits_everywhere_on_a_gpu(kernel, widths):
+    for seed in range(30):
+        alone_and_elsewhere(seed, "cuda", kernel, 5000, (torch.bfloat16,), (1, 16), (3, 16), widths)
 
 
 def test_pages_are_rows_to_the_bit(device, kernel):

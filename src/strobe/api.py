@@ -47,7 +47,7 @@ def attention(
         softcap: c > 0 makes scores c * tanh(s / c), before masks and sinks.
         sinks: [H_q], one more logit a head in the denominator only.
         deterministic: gradients have the same bits each time; None follows torch.are_deterministic_algorithms_enabled().
-        batch_invariant: a row's bits do not depend on batch size, position or padding, and are those of its decode; on Hopper 0.3 of the speed.
+        batch_invariant: a row's bits do not depend on batch size, position or padding, and are those of attention_decode; on Hopper 0.3 of the speed.
         kernel: a family ("portable") or one kernel ("portable.forward") to run, or an error that says why not.
         out: where to write, [B, S_q, H_q, D_v] in q's dtype; not with gradients.
 

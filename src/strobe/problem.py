@@ -41,6 +41,7 @@ class Problem:
     sinks: bool
     strides: tuple[tuple[int, ...], ...]  # of q, k, v in elements
     alignment: int  # bytes: the largest power of two up to 16 that divides every base address and stride of q, k and v
+    alignment_kv: int  # of k and v alone
     needs_grad: bool
     deterministic: bool
     batch_invariant: bool
@@ -88,6 +89,7 @@ class Problem:
         """The call as a Problem, checked by `check`."""
         layout = check(call)
         head_dim = call.q.shape[-1]
+        alignment_kv = min(_alignment(call.k), _alignment(call.v))
         return Problem(
             layout=layout,
             heads_q=call.q.shape[-2],
@@ -103,7 +105,8 @@ class Problem:
             right=call.right,
             sinks=call.sinks is not None,
             strides=(call.q.stride(), call.k.stride(), call.v.stride()),
-            alignment=min(_alignment(t) for t in (call.q, call.k, call.v)),
+            alignment=min(_alignment(call.q), alignment_kv),
+            alignment_kv=alignment_kv,
             needs_grad=call.needs_grad,
             deterministic=call.deterministic,
             batch_invariant=call.batch_invariant,

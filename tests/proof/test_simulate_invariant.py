@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from strobe import ops, ops_decode
 from strobe.call import Call
-from strobe.decode import DecodeCall
+from strobe.decode import DecodeCall, DecodeProblem
 from strobe.kernels import decoding, faults, invariant
 from strobe.problem import Problem
 from strobe.proof.simulate import READ_FENCES, posing, simulated
@@ -160,5 +160,19 @@ def test_what_a_decode_has_no_word_for_is_left_to_other_kernels():
     choice = select(Problem.from_call(call), FAKES["H200"])
     assert choice.forward.kernel.name == "portable.forward" and "as a decode" not in str(choice.forward.config)
     assert any(name == "hopper.forward" and "documents" in why for name, why in choice.rejections)
+    elsewhere = select(Problem.from_call(call), FAKES["A100"])
+    assert any(name == "hopper.forward" and "made for sm_90" in why for name, why in elsewhere.rejections)
     plain = select(Problem.from_call(SEVERAL["causal"].build("cpu", torch.bfloat16)._replace(batch_invariant=True)), FAKES["H200"])
     assert plain.forward.kernel.name == "hopper.forward" and "as a decode" in str(plain.forward.config)
+
+
+def test_queries_at_odd_addresses_go_where_their_decode_goes():
+    call = _invariant(SEVERAL["causal"], "")
+    odd = torch.empty(call.q.numel() + 1, dtype=call.q.dtype)[1:].view(call.q.shape).copy_(call.q)
+    assert odd.data_ptr() % 4 == 2
+    decoded = DecodeCall(odd[:, -1:], call.k, call.v, torch.tensor([390], dtype=torch.int32), right=0, batch_invariant=True)
+    choices = select(Problem.from_call(call._replace(q=odd)), FAKES["H200"]), select(DecodeProblem.from_call(decoded), FAKES["H200"])
+    assert [choice.forward.kernel.name for choice in choices] == ["hopper.forward", "hopper.decode"]
+    found, run = simulated(call._replace(q=odd, kernel="hopper"), H200)
+    assert run.reports == []
+    assert_as_good_as(found, call)

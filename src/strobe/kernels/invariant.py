@@ -38,7 +38,7 @@ def as_decode(problem: Problem) -> DecodeProblem:
         k_start=False,
         scales=(False, False),
         strides=strides,
-        alignment=problem.alignment,
+        alignment=problem.alignment_kv,
         batch_invariant=True,
         kernel=problem.kernel,
     )

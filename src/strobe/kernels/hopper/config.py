@@ -195,7 +195,7 @@ class HopperForward:
 
     def why_not(self, problem: Problem, target: Target) -> str | None:
         if problem.batch_invariant:
-            return invariant.against(problem) or DECODE.why_not(invariant.as_decode(problem), target)
+            return DECODE.why_not(invariant.as_decode(problem), target) or invariant.against(problem)
         return _why_not(problem, target)
 
     def config(self, problem: Problem, target: Target) -> ForwardConfig | InvariantConfig:

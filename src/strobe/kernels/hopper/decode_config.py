@@ -122,7 +122,7 @@ class InvariantConfig:
 
 def invariant_config(problem: Problem) -> InvariantConfig:
     form = form_of(as_decode(problem))
-    form = replace(form, stages=2, block_m=2 * form.block_m)
+    form = replace(form, stages=2, block_m=2 * form.block_m, joined_rows=0, one_stride=False)  # the last two mean nothing here
     return InvariantConfig(InvariantForm(**{field.name: getattr(form, field.name) for field in fields(form)}, packed=problem.packed))
 
 

@@ -4,7 +4,8 @@
     for each split of 2,048 keys   o, lse = what the decode's program of that split would keep
                                    joined = joined * kept + o * weight, as the decode joins shares, one after the other
 
-No share goes to memory: a second o stands in registers, or by. Two thirds of the speed of `forward` is what equal bits cost.
+No share goes to memory: o of the splits before waits in registers, or where they spill. Two thirds of the speed of `forward` is what equal bits
+cost.
 Packed sequences are found by the tile's number, as `device.tiles` does for all kernels.
 """
 
@@ -97,7 +98,7 @@ def weights(s, state, n_start, where, interval, shown, units, form: gl.constexpr
 def attend(smem, pools, strides, where, interval, shown, units, form: gl.constexpr):
     """`decode.attend` to the bit, over at least one key, in another order: o += p v of a tile is under way while the next one's weights are made.
 
-    One barrier a tile: its keys are there, and p and values of the one before, and all have done with what was there before those.
+    One barrier a tile beside those of maxima: its keys are there, and p and values of the one before, and all have done with what was there before.
     """
     BLOCK_N: gl.constexpr = form.block_n
     layout: gl.constexpr = product_layout(form.block_m, form.warps)
