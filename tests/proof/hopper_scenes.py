@@ -130,6 +130,13 @@ def decode_float8() -> tuple[Tensor, ...]:
     return _decode(torch.float8_e4m3fn)
 
 
+def invariant() -> tuple[Tensor, ...]:
+    """Two splits of keys, the second of one tile alone: stages are filled anew for it, and weights of tiles have two places by turns."""
+    call = Case("scene", 64, 2100, head_dim=64, batch=1, heads=(1, 1), mask=CAUSAL).build("cpu", torch.bfloat16, kernel="hopper")
+    with posing(H200):
+        return ops.run(call._replace(batch_invariant=True))
+
+
 class Scene(NamedTuple):
     """A name, the GPU it is for, what runs it, the files whose statements are mutated (a pattern), whether its sums must have an order, and
     whether TMA needs a fence after loads."""
@@ -146,6 +153,7 @@ FORWARD = "../../src/strobe/kernels/hopper/forward.py"
 EARLY = "../../src/strobe/kernels/hopper/[ef]*.py"  # early.py and forward.py
 BACKWARD = "../../src/strobe/kernels/hopper/backward*.py"
 DECODE = "../../src/strobe/kernels/hopper/decode.py"
+INVARIANT = "../../src/strobe/kernels/hopper/invariant.py"
 SCHEDULE = "../../src/strobe/kernels/device/schedule.py"
 SCENES = (
     *(Scene(run.__name__, "sm_90", run, FORWARD) for run in (forward_d128, forward_d64_causal, forward_d256, forward_few_rows, forward_joined)),
@@ -155,4 +163,5 @@ SCENES = (
     Scene("backward_split", "sm_90", backward_split, BACKWARD),
     *(Scene(run.__name__, "sm_90", run, BACKWARD, ordered=True) for run in (backward_ordered, backward_turns)),
     *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),
+    Scene("invariant", "sm_90", invariant, INVARIANT),
 )
