@@ -12,35 +12,27 @@ from ..call import Dense
 from ..decode import DecodeProblem
 from ..problem import Problem
 from .decoding import INVARIANT_SPLIT as INVARIANT_SPLIT
-from .tma import against_mask
+from .kernel import entries
+from .tma import against_mask, query_tiles
 
 MOST_ROWS = 2**31  # rows of a tile are counted in int32
+
+
+ALIKE = ("heads_q", "heads_kv", "head_dim", "head_dim_v", "dtype", "out_dtype", "scale", "softcap", "left", "right", "sinks", "kernel")
 
 
 def as_decode(problem: Problem) -> DecodeProblem:
     """The problem over its keys as a dense cache; of packed sequences as if they were one."""
     layout: Any = problem.layout
-    strides = tuple((0, *s) for s in problem.strides) if problem.packed else problem.strides
     return DecodeProblem(
         layout=Dense(1, *layout.tokens) if problem.packed else layout,
-        heads_q=problem.heads_q,
-        heads_kv=problem.heads_kv,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        dtype=problem.dtype,
         cache_dtype=problem.dtype,
-        out_dtype=problem.out_dtype,
-        scale=problem.scale,
-        softcap=problem.softcap,
-        left=problem.left,
-        right=problem.right,
-        sinks=problem.sinks,
         k_start=False,
         scales=(False, False),
-        strides=strides,
+        strides=tuple((0, *s) for s in problem.strides) if problem.packed else problem.strides,
         alignment=problem.alignment_kv,
         batch_invariant=True,
-        kernel=problem.kernel,
+        **{name: getattr(problem, name) for name in ALIKE},
     )
 
 
@@ -50,20 +42,12 @@ def against(problem: Problem) -> str | None:
     return against_mask(problem.mask) or (f"fewer than 2^31 rows of a key head; this has {rows}" if rows >= MOST_ROWS else None)
 
 
-def row_tiles(problem: Problem, block_m: int) -> int:
-    """Tiles of the rows of all query heads that share a key head; for packed sequences an upper bound: device.tiles.find_sequence."""
-    layout: Any = problem.layout
-    if problem.packed:
-        return layout.total_q * problem.group // block_m + layout.batch + 2
-    return -(-layout.seqlen_q * problem.group // block_m)
-
-
 def sizes_of(problem: Problem, block_m: int) -> tuple[int, ...]:
     """(entries or sequences, key heads, S_q or T_q, S_k or T_k, row tiles, keys of a split), as the kernels are told."""
     layout: Any = problem.layout
     tokens = layout.tokens if problem.packed else layout[1:]
-    return (layout.batch, problem.heads_kv, *tokens, row_tiles(problem, block_m), INVARIANT_SPLIT)
+    return (layout.batch, problem.heads_kv, *tokens, query_tiles(problem, block_m, problem.group), INVARIANT_SPLIT)
 
 
 def programs(problem: Problem, block_m: int) -> int:
-    return row_tiles(problem, block_m) * problem.heads_kv * (1 if problem.packed else problem.layout.batch)
+    return query_tiles(problem, block_m, problem.group) * problem.heads_kv * entries(problem)

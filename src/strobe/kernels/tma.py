@@ -20,10 +20,11 @@ def rest(width: int) -> int:
     return width - (1 << (width.bit_length() - 1))
 
 
-def query_tiles(problem: Problem, block_m: int) -> int:
-    """Tiles of rows a head; for packed sequences, each of which begins a tile of its own, an upper bound: device.tiles.find_sequence."""
+def query_tiles(problem: Problem, block_m: int, group: int = 1) -> int:
+    """Tiles of rows a head, of which a query has `group`; for packed sequences, each of which begins a tile of its own, an upper bound:
+    device.tiles.find_sequence."""
     layout: Any = problem.layout
-    return layout.total_q // block_m + layout.batch + 2 if problem.packed else -(-layout.seqlen_q // block_m)
+    return layout.total_q * group // block_m + layout.batch + 2 if problem.packed else -(-layout.seqlen_q * group // block_m)
 
 
 def joinable(strides: tuple[int, ...], heads: int) -> bool:

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from ..faults import K_START as _K_START
 from ..faults import SEQLENS as _SEQLENS
+from .tiles import find_sequence, keys_of, span_of
 
 K_START = tl.constexpr(_K_START)
 SEQLENS = tl.constexpr(_SEQLENS)
@@ -22,6 +23,31 @@ def span(seqlens, k_start, batch, capacity, faults, form: tl.constexpr):
         first = tl.minimum(tl.maximum(start, 0), stop)
         tl.atomic_or(faults, K_START, mask=first != start, sem="relaxed")
     return first, stop - first
+
+
+@triton.jit
+def locate(offsets, sizes, form: tl.constexpr):
+    """Of a program that takes a tile of rows through all their keys: (batch entry, key head, tile in its sequence, (first query, queries), (first
+    key, keys)). Tiles that see most keys come first."""
+    batch, heads_kv, total_q, total_k, n_tiles, _ = sizes
+    pid = tl.program_id(0)
+    tile = n_tiles - 1 - pid % n_tiles
+    head = pid // n_tiles % heads_kv
+    entry = pid // n_tiles // heads_kv
+    queries = (entry * 0, total_q)
+    keys = (entry * 0, total_k)
+    if form.packed:
+        sequence, tile = find_sequence(offsets[0], tile, batch, total_q, form.block_m, form.group)
+        queries = span_of(offsets[0], sequence, batch, total_q)
+        keys = keys_of(offsets[1], sequence, batch, total_k)
+    return entry, head, tile, queries, keys
+
+
+@triton.jit
+def broken(o, lse_log2, token, keys, limits):
+    """NaN in rows beyond a promised length, and in all of a sequence with more keys than promised."""
+    bad = ((limits[2] >= 0) & (token >= limits[2])) | ((limits[3] >= 0) & (keys > limits[3]))
+    return tl.where(bad[:, None], float("nan"), o), tl.where(bad, float("nan"), lse_log2)
 
 
 @triton.jit

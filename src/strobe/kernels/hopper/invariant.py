@@ -9,10 +9,10 @@ cost.
 Packed sequences are found by the tile's number, as `device.tiles` does for all kernels.
 """
 
-from ..device.decoding import weighed, worth
+from ..device.decoding import broken, locate, weighed, worth
 from ..device.dialect import cp_async_commit, gl, gluon, partition_barrier, warpgroup_mma, warpgroup_mma_wait
 from ..device.softmax import tanh
-from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, find_sequence, guard_offsets, keys_of, span_of
+from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
 from .decode import (
     as_rows,
     copy_layout,
@@ -33,32 +33,6 @@ from .decode import (
     whole,
     write,
 )
-
-
-@gluon.jit
-def locate(offsets, sizes, limits, faults, form: gl.constexpr):
-    """(batch entry, key head, tile of rows in its sequence, (first query, queries), (first key, keys)): tiles that see most keys first."""
-    batch, heads_kv, total_q, total_k, n_tiles = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
-    pid = gl.program_id(0)
-    tile = n_tiles - 1 - pid % n_tiles
-    head = pid // n_tiles % heads_kv
-    entry = pid // n_tiles // heads_kv
-    queries, keys = (entry * 0, total_q), (entry * 0, total_k)
-    if form.packed:
-        if pid == 0:
-            lanes = gl.arange(0, 256, gl.BlockedLayout([1], [32], [form.warps], [0]))
-            guard_offsets(offsets[0], batch, total_q, limits[2], lanes, faults, OFFSETS_Q, LONG_Q)
-            guard_offsets(offsets[1], batch, total_k, limits[3], lanes, faults, OFFSETS_K, LONG_K)
-        sequence, tile = find_sequence(offsets[0], tile, batch, total_q, form.block_m, form.group)
-        queries, keys = span_of(offsets[0], sequence, batch, total_q), keys_of(offsets[1], sequence, batch, total_k)
-    return entry, head, tile, queries, keys
-
-
-@gluon.jit
-def broken(o, lse_log2, token, keys, limits):
-    """NaN in rows beyond a promised length, and in all of a sequence with more keys than promised."""
-    bad = ((limits[2] >= 0) & (token >= limits[2])) | ((limits[3] >= 0) & (keys > limits[3]))
-    return gl.where(bad[:, None], float("nan"), o), gl.where(bad, float("nan"), lse_log2)
 
 
 @gluon.jit
@@ -139,7 +113,12 @@ def invariant_kernel(tensors, offsets, faults, strides, sizes, limits, numbers, 
     """tensors (q, k, v, out, lse, sinks); offsets (cu_seqlens_q, cu_seqlens_k) or Nones; strides (batch, row, head) of q, k, v, out; sizes as
     `kernels.invariant.sizes_of` has them; limits (left, right, max_seqlen_q, max_seqlen_k); numbers (scale_log2, softcap)."""
     q, k, v, out, lse, sinks = tensors
-    batch, head, tile, queries, keys = locate(offsets, sizes, limits, faults, form)
+    if form.packed:
+        if gl.program_id(0) == 0:
+            lanes = gl.arange(0, 256, gl.BlockedLayout([1], [32], [form.warps], [0]))
+            guard_offsets(offsets[0], sizes[0], sizes[2], limits[2], lanes, faults, OFFSETS_Q, LONG_Q)
+            guard_offsets(offsets[1], sizes[0], sizes[3], limits[3], lanes, faults, OFFSETS_K, LONG_K)
+    batch, head, tile, queries, keys = locate(offsets, sizes, form)
     q_start, tokens = queries
     k_start, n_keys = keys
     if tile * form.block_m < tokens * form.group:

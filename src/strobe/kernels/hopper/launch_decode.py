@@ -11,12 +11,10 @@ from ...problem import Problem
 from .. import faults, invariant, kernel, relaunch
 from ..counters import zeros_on
 from ..decoding import keep
-from ..device.persistent import LOG2_E, Launch
+from ..device.persistent import LOG2_E, MOST_TILES, Launch
 from ..kernel import Forward, Plan
 from . import decode
 from .invariant import invariant_kernel
-
-MOST_PROGRAMS = 2**31
 
 
 def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:
@@ -45,7 +43,7 @@ def invariant_launch(plan: Plan, call: Call, tensors: tuple, offsets: tuple, wor
     strides = tuple(kernel.strides_of(x, problem) for x in tensors[:4])
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
     count = invariant.programs(problem, form.block_m)
-    if count >= MOST_PROGRAMS:
+    if count >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {count} programs are more than a launch can hold; split the batch")
     arguments = (tensors, offsets, word, strides, invariant.sizes_of(problem, form.block_m), limits, numbers_of(problem), form)
     return Launch(invariant_kernel, count, arguments, {"num_warps": form.warps})

@@ -10,30 +10,10 @@ Tiles are of 32 rows whatever the problem: products of other heights are other i
 import triton
 import triton.language as tl
 
-from ..device.decoding import signed, weighed, worth
-from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, find_sequence, guard_offsets, keys_of, span_of
+from ..device.decoding import broken, locate, signed, weighed, worth
+from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
 from .decode import attend, whole, write
 from .forward import number
-
-
-@triton.jit
-def locate(offsets, sizes, limits, faults, form: tl.constexpr):
-    """(batch entry, key head, tile of rows in its sequence, (first query, queries), (first key, keys)): tiles that see most keys first."""
-    batch, heads_kv, total_q, total_k, n_tiles, _ = sizes
-    pid = tl.program_id(0)
-    tile = n_tiles - 1 - pid % n_tiles
-    head = pid // n_tiles % heads_kv
-    entry = pid // n_tiles // heads_kv
-    queries = (entry * 0, total_q)
-    keys = (entry * 0, total_k)
-    if form.packed:
-        if pid == 0:
-            guard_offsets(offsets[0], batch, total_q, limits[2], tl.arange(0, 128), faults, OFFSETS_Q, LONG_Q)
-            guard_offsets(offsets[1], batch, total_k, limits[3], tl.arange(0, 128), faults, OFFSETS_K, LONG_K)
-        sequence, tile = find_sequence(offsets[0], tile, batch, total_q, form.block_m, form.group)
-        queries = span_of(offsets[0], sequence, batch, total_q)
-        keys = keys_of(offsets[1], sequence, batch, total_k)
-    return entry, head, tile, queries, keys
 
 
 @triton.jit
@@ -60,7 +40,11 @@ def invariant_kernel(tensors, offsets, faults, strides, sizes, limits, numbers, 
     BLOCK_DV: tl.constexpr = form.block_dv
     q, k, v, out, lse, sinks = tensors
     heads_kv, total_q, split_size = sizes[1], sizes[2], sizes[5]
-    batch, head, tile, queries, keys = locate(offsets, sizes, limits, faults, form)
+    if form.packed:
+        if tl.program_id(0) == 0:
+            guard_offsets(offsets[0], sizes[0], total_q, limits[2], tl.arange(0, 128), faults, OFFSETS_Q, LONG_Q)
+            guard_offsets(offsets[1], sizes[0], sizes[3], limits[3], tl.arange(0, 128), faults, OFFSETS_K, LONG_K)
+    batch, head, tile, queries, keys = locate(offsets, sizes, form)
     q_start, tokens = queries
     k_start, n_keys = keys
     if tile * BLOCK_M < tokens * form.group:
@@ -87,9 +71,7 @@ def invariant_kernel(tensors, offsets, faults, strides, sizes, limits, numbers, 
         factor, row_lse = worth(base, total)
         o = o * factor[:, None]
         if form.packed:
-            bad = ((limits[2] >= 0) & (token >= limits[2])) | ((limits[3] >= 0) & (n_keys > limits[3]))
-            o = tl.where(bad[:, None], float("nan"), o)
-            row_lse = tl.where(bad, float("nan"), row_lse)
+            o, row_lse = broken(o, row_lse, token, n_keys, limits)
         out_at = batch_64 * strides[3][0] + token_64 * strides[3][1] + head_64 * strides[3][2]
         places = (out_at, (batch_64 * heads_kv * form.group + head_64) * total_q + token_64)
         write((out, lse, sinks), places, o, row_lse, head_q, row_ok, form)
