@@ -22,14 +22,19 @@ OP = torch.ops.strobe.forward.default
 
 @pytest.fixture
 def through(monkeypatch):
-    """A list that grows with each call that goes to the op."""
+    """A list that grows with each call that goes to the op; calls like those of these tests were met before, in all of a thread's quiet modes."""
     met = []
+    for within in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        for grads in (False, True):
+            with within():
+                _attend(*_tensors(grads))
+                _attend(*_tensors(grads), sinks=torch.zeros(4, requires_grad=grads))
     monkeypatch.setattr(ops, "FORWARD", lambda *flat: met.append("op") or OP(*flat))
     return met
 
 
-def _tensors() -> tuple[torch.Tensor, ...]:
-    return CALLS["causal"](torch.float32)[:3]
+def _tensors(grads: bool = False) -> tuple[torch.Tensor, ...]:
+    return tuple(t.requires_grad_(grads) for t in CALLS["causal"](torch.float32)[:3])
 
 
 def _attend(*tensors: torch.Tensor, **options) -> torch.Tensor:

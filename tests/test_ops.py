@@ -10,7 +10,7 @@ from calls import CALLS, leaves, with_grad
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import strobe
-from strobe import ops, reference
+from strobe import choices, ops, reference
 from strobe.call import Call
 from strobe.kernels import kernels
 
@@ -301,12 +301,12 @@ def test_a_seen_problem_is_not_selected_again(monkeypatch):
 
 
 def test_the_dictionary_of_choices_stays_bounded(monkeypatch):
-    monkeypatch.setattr(ops, "MOST_CHOICES", 8)
+    monkeypatch.setattr(choices, "MOST_CHOICES", 8)
     ops._choices.clear()
     q = torch.randn(1, 1, 1, 4)
     for length in range(1, 30):
-        ops.decide(Call(q, *(torch.randn(1, length, 1, 4) for _ in range(2))))
-    assert len(ops._choices) <= 8
+        ops.run(Call(q, *(torch.randn(1, length, 1, 4) for _ in range(2))))
+    assert len(ops._choices) <= 8 and len(ops._choices.alike) <= 8
 
 
 @pytest.mark.parametrize("same", (True, False))

@@ -25,6 +25,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 import strobe
 from strobe import ops, reference
 from strobe.call import Call
+from strobe.choices import Choices
 from strobe.errors import UnsupportedProblem
 from strobe.integrations import aten, sdpa
 from strobe.testing.compare import assert_as_good_as, assert_gradients_as_good_as
@@ -526,7 +527,7 @@ def test_a_launch_that_was_kept_is_used_again_where_out_lies_by_rows(lies, launc
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # the device of a tensor on a CPU
     monkeypatch.setattr(ops, "addresses", lambda call, out, lse: (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()))
     monkeypatch.setattr(ops, "write", keeping)
-    monkeypatch.setattr(ops, "_choices", {})
+    monkeypatch.setattr(ops, "_choices", Choices())
     monkeypatch.setattr(aten, "_turned_before", {})
     monkeypatch.setattr(torch, "empty_like", lambda *_, **__: out)  # as an allocator does, the same memory each time
     with sdpa.enable() as found:

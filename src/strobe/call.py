@@ -67,6 +67,26 @@ class Call(NamedTuple):
         return self.sinks, *offsets, *lengths, self.ids_q, self.ids_k, self.spans_q, self.spans_k
 
     @property
+    def parted(self) -> tuple[tuple[Tensor, ...], tuple]:
+        """Its tensors, and all of it that is none."""
+        if self.plain:
+            return self[:3], self[3 : OPTIONAL_TENSORS.start]
+        optionals = self.optionals
+        given = [field for field in optionals if field is not None]
+        absent = [field is None for field in optionals]
+        return (*self[:3], *given), (*self[3 : OPTIONAL_TENSORS.start], *absent, *self[OPTIONAL_TENSORS.stop :])
+
+    @property
+    def asking(self) -> Call:
+        """This call with needs_grad: `_replace` takes twice as long."""
+        return Call._make((*self[:_NEEDS_GRAD], True, *self[_NEEDS_GRAD + 1 :]))
+
+    @property
+    def whole(self) -> bool:
+        """Its optional tensors are contiguous, as kernels take them for granted."""
+        return self.plain or all([field is None or field.is_contiguous() for field in self.optionals])
+
+    @property
     def arguments(self) -> tuple:
         """What an op is given: all of it, or where the rest says nothing q, k, v and the band, or the part before the optional tensors."""
         if not self.plain:
@@ -110,6 +130,7 @@ class Call(NamedTuple):
 
 # NamedTuple keeps annotations as forward references: their text is what the schema is made of
 FIELD_KINDS = {name: getattr(kind, "__forward_arg__", kind) for name, kind in Call.__annotations__.items()}
+_NEEDS_GRAD = Call._fields.index("needs_grad")
 OPTIONAL_TENSORS = slice(Call._fields.index("sinks"), Call._fields.index("spans_k") + 1)
 
 

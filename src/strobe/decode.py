@@ -18,7 +18,7 @@ from .cache import FP8, Held, OfCache, check_cache, check_tensor
 from .call import DTYPES, FARTHEST, Dense, Paged, accumulator, check_sinks
 from .errors import InvalidProblem, UnsupportedProblem
 from .mask import NO_BOUND
-from .problem import ALIGNMENT, base_offset
+from .problem import ALIGNMENT, base_offset, rows_apart
 
 
 class DecodeCall(NamedTuple):
@@ -49,6 +49,18 @@ class DecodeCall(NamedTuple):
     def about(self) -> tuple[Tensor | None, ...]:
         """The fields that are tensors, or None."""
         return self[:9]
+
+    @property
+    def parted(self) -> tuple[list[Tensor], tuple]:
+        """Its tensors, and all of it that is none."""
+        about = self[:9]
+        absent = [field is None for field in about[4:]]
+        return [field for field in about if field is not None], (*absent, *self[9:])
+
+    @property
+    def whole(self) -> bool:
+        """Its small tensors are contiguous, as kernels take them for granted."""
+        return all([field is None or field.is_contiguous() for field in self[3:9]])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -161,6 +173,12 @@ class DecodeProblem(OfCache):
     @property
     def lse_dtype(self) -> torch.dtype:
         return accumulator(self.dtype)
+
+    @cached_property
+    def outputs(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]:
+        """Shape, strides and dtype of out and lse, which are contiguous."""
+        out, lse = self.out_shapes
+        return (out, rows_apart(out), self.out_dtype), (lse, rows_apart(lse), self.lse_dtype)
 
     def example(self, device: torch.device) -> DecodeCall:
         """A call of this problem on zeros: each sequence holds nothing."""

@@ -18,6 +18,16 @@ _USUAL = _INFERENCE.add(DispatchKey.ADInplaceOrView)
 _QUIET = (_USUAL.raw_repr(), _INFERENCE.raw_repr())  # what a thread adds to its tensors' keys, out of and in inference mode
 
 
+def watched() -> bool:
+    """Whether somebody looks on, or transforms what is called here, whatever the tensors."""
+    if torch.compiler.is_compiling():  # first: the rest is not for tracing
+        return True
+    # what a thread adds tells of modes of __torch_dispatch__, torch.func, functionalization, torch.jit.trace and pre-dispatch export
+    if _dispatch_tls_local_include_set().raw_repr() not in _QUIET:
+        return True
+    return bool(_len_torch_function_stack()) or _is_any_autocast_enabled() or _profiler_enabled() or forward_ad._current_level >= 0
+
+
 def idle(tensors: Sequence[Tensor]) -> bool:
     """Whether an op on these tensors would run its body and nothing else: none needs a gradient, and nobody looks on or transforms.
 
@@ -27,12 +37,7 @@ def idle(tensors: Sequence[Tensor]) -> bool:
     >>> torch.vmap(lambda one: torch.tensor(idle([one])))(torch.ones(1))
     tensor([False])
     """
-    if torch.compiler.is_compiling():  # first: the rest is not for tracing
-        return False
-    # what a thread adds tells of modes of __torch_dispatch__, torch.func, functionalization, torch.jit.trace and pre-dispatch export
-    if _dispatch_tls_local_include_set().raw_repr() not in _QUIET:
-        return False
-    if _len_torch_function_stack() or _is_any_autocast_enabled() or _profiler_enabled() or forward_ad._current_level >= 0:
+    if watched():
         return False
     grad = torch.is_grad_enabled()
     try:

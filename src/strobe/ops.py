@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import dispatch, flops
+from . import flops
 from .call import FIELD_KINDS, OPTIONAL_TENSORS, Call, accumulator, check
+from .choices import Choices, at_once
 from .errors import InvalidProblem, UnsupportedProblem
 from .kernels.kernel import Backward, Forward, Plan, addresses, gradient_addresses
-from .kernels.memory import empty_here, fresh, scratch, scratch_here
+from .kernels.memory import carved, empty_here, pieces, scratch
 from .knobs import KNOBS
 from .problem import ALIGNMENT, Problem
 from .select import Choice, select
 from .target import Target
 
-MOST_CHOICES = 4096  # lengths that change each step would otherwise grow the dictionary for ever
-_choices: dict[tuple | None, Choice[Problem]] = {}
+_choices = Choices()
 
 
 # ---------------------------------------------------------------- a call's Choice
@@ -39,8 +39,6 @@ def decide(call: Call) -> Choice[Problem]:
     choice = _choices.get(key)
     if choice is None:
         choice = select(Problem.from_call(call), Target.of(call.q.device))
-        if len(_choices) >= MOST_CHOICES:
-            _choices.clear()
         if key is not None:
             _choices[key] = choice
     return choice
@@ -103,8 +101,7 @@ def write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> None
     lse.fill_(-torch.inf) if call.sinks is None else lse.copy_(_per_head(call.sinks, call).expand_as(lse))
 
 
-def _forward(call: Call) -> tuple[Tensor, Tensor]:
-    choice = decide(call)
+def _forward(call: Call, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:
     (shape, strides, dtype), (lse_shape, lse_strides, lse_dtype) = choice.problem.outputs
     q, plan = call.q, choice.forward
     if repeats(plan, q):
@@ -114,6 +111,11 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
     if not launch_again(plan, call, out, lse):
         write(choice, call, out, lse)
     return out, lse
+
+
+def _forward_whole(*flat: Any) -> tuple[Tensor, Tensor]:
+    call = received(flat)
+    return _forward(call, decide(call))
 
 
 def _forward_out(out: Tensor, *flat: Any) -> Tensor:
@@ -128,20 +130,20 @@ def _forward_out(out: Tensor, *flat: Any) -> Tensor:
 
 def _backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = received(flat)
-    given = _given_gradients(call, dout, out, lse, dlse)
+    given = _given_gradients(call, decide(call), (dout, out, lse, dlse))
     return given.dq, given.dk, given.dv, _sinks_gradient(call, lse, given.delta)
 
 
-def _given_gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Backward:
+def _given_gradients(call: Call, choice: Choice[Problem], beside: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Backward:
     """The gradients of q, k and v, and delta, beside what they were made of; launched as before where the plan's kernel kept the way."""
-    choice = decide(call)
+    dout, out, lse, dlse = beside
     plan, dlse, workspace = choice.backward, None if dlse is None else dlse.contiguous(), None
     if plan is not None and repeats(plan, call.q):
-        made = [fresh(tuple(t.shape), t.dtype) for t in (*call[:3], lse)]
-        given, workspace = Backward(dout, out, lse, dlse, *made), scratch_here(plan.buffers, call.q.device)
-        again = plan.again.get(gradient_addresses(call, given, workspace))  # type: ignore[union-attr]
+        given, held = Backward(dout, out, lse, dlse, *[empty_here(*kind) for kind in choice.problem.gradients]), pieces(plan)
+        again = plan.again.get(gradient_addresses(call, given, held))  # type: ignore[union-attr]
         if again is not None and again():
             return given
+        workspace = carved(plan, held)
     else:
         given = Backward(dout, out, lse, dlse, *[t.new_empty(t.shape) for t in (*call[:3], lse)])
     write_gradients(choice, call, given, workspace)
@@ -230,7 +232,7 @@ LIBRARY.define(f"forward({_FIELDS}) -> (Tensor, Tensor)")
 LIBRARY.define(f"forward_out(Tensor(a!) out, {_FIELDS}) -> Tensor")
 LIBRARY.define(f"backward(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_FIELDS}) -> (Tensor, Tensor, Tensor, Tensor)")
 for _name, _body, _fake in (
-    ("forward", lambda *flat: _forward(received(flat)), _forward_fake),
+    ("forward", _forward_whole, _forward_fake),
     ("forward_out", _forward_out, _forward_out_fake),
     ("backward", _backward, _backward_fake),
 ):
@@ -264,20 +266,21 @@ class _TwiceRefused(torch.autograd.Function):
         raise UnsupportedProblem("double backward: strobe has no second derivative; differentiate torch's math attention instead")
 
 
-def _save(ctx, flat: tuple, out: Tensor, lse: Tensor) -> None:
-    call = Call(*flat)
-    ctx.save_for_backward(*call[:3], *call.optionals, out, lse)
-    ctx.scalars, ctx.longest, ctx.count = call[3 : OPTIONAL_TENSORS.start], call[OPTIONAL_TENSORS.stop :], len(flat)
+def _save(ctx, call: Call, count: int, out: Tensor, lse: Tensor) -> None:
+    ctx.save_for_backward(*call[:3], out, lse, *(() if call.plain else call.optionals))
+    ctx.rest = call[3 : OPTIONAL_TENSORS.start], call[OPTIONAL_TENSORS.stop :], count
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, *optionals, out, lse = ctx.saved_tensors
-    call = Call(q, k, v, *ctx.scalars, *optionals, *ctx.longest)
+    q, k, v, out, lse, *optionals = ctx.saved_tensors
+    scalars, longest, count = ctx.rest
+    call = Call(q, k, v, *scalars, *optionals, *longest) if optionals else Call(q, k, v, *scalars)
     dout = torch.zeros_like(out) if dout is None else dout
-    if dlse is None and call.plain and dispatch.idle((q, k, v, dout, out, lse)):
-        given = _given_gradients(call, dout, out, lse, None)
-        return given.dq, given.dk, given.dv, *(None,) * (ctx.count - 3)
+    choice = at_once(_choices, call, decide, dout, out, lse) if dlse is None and call.plain else None
+    if choice is not None:
+        given = _given_gradients(call, choice, (dout, out, lse, None))
+        return given.dq, given.dk, given.dv, *(None,) * (count - 3)
     _meet_counters()
     run = _TwiceRefused.apply if torch.is_grad_enabled() else BACKWARD
     dq, dk, dv, dsinks = run(dout, out, lse, dlse, *call.arguments)
@@ -285,15 +288,16 @@ def _gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | 
     gradients[:3] = dq, dk, dv
     if call.sinks is not None:
         gradients[OPTIONAL_TENSORS.start] = dsinks
-    return tuple(gradients[: ctx.count])
+    return tuple(gradients[:count])
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *flat):
         call = Call(*flat)
-        out, lse = _forward(call) if call.plain and dispatch.idle(call[:3]) else FORWARD(*flat)
-        _save(ctx, flat, out, lse)
+        choice = at_once(_choices, call, decide) if call.plain else None
+        out, lse = FORWARD(*flat) if choice is None else _forward(call, choice)
+        _save(ctx, call, len(flat), out, lse)
         return out, lse
 
     @staticmethod
@@ -308,7 +312,7 @@ class _OutAlone(_Attention):
     @staticmethod
     def forward(ctx, *flat):
         out, lse = FORWARD(*flat)
-        _save(ctx, flat, out, lse)
+        _save(ctx, Call(*flat), len(flat), out, lse)
         return out
 
     @staticmethod
@@ -327,7 +331,7 @@ class _AttentionUnderTransforms(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _save(ctx, inputs, *output)
+        _save(ctx, Call(*inputs), len(inputs), *output)
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -338,22 +342,25 @@ def prepare(call: Call) -> Call:
     """The call as the ops are to see it: in autocast's dtype, and with needs_grad told."""
     if torch._C._is_any_autocast_enabled():
         call = _autocast(call)
-    q, k, v = call[:3]
-    if type(q) is not Tensor and type(q).__module__.startswith("torch.distributed.tensor"):
+    kind = type(call.q)
+    if kind is not Tensor and kind.__module__.startswith("torch.distributed.tensor"):
         from . import sharding  # when the first DTensor comes by: the import costs 300 ms
 
         sharding.teach()
-    if not torch.is_grad_enabled():
-        return call
-    wants_grad = q.requires_grad or k.requires_grad or v.requires_grad or (call.sinks is not None and call.sinks.requires_grad)
-    return call._replace(needs_grad=True) if wants_grad else call
+    return call.asking if wants_gradients(call) else call
+
+
+def wants_gradients(call: Call) -> bool:
+    q, k, v = call[:3]
+    asked = q.requires_grad or k.requires_grad or v.requires_grad or (call.sinks is not None and call.sinks.requires_grad)
+    return asked and torch.is_grad_enabled()
 
 
 def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple[Tensor, Tensor]:
     """out and lse of a call, through whichever path its gradients, transforms and autocast ask for; out_alone: nobody looks at lse."""
-    plain = call.plain
-    if out is None and dispatch.idle(call[:3] if plain else [field for field in call if isinstance(field, Tensor)]):
-        return _forward(call if plain else received(call))
+    choice = at_once(_choices, call, decide) if out is None and not wants_gradients(call) else None
+    if choice is not None:
+        return _forward(call, choice)
     call = prepare(call)
     _meet_counters()
     if out is not None:

@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import appending, decode, dispatch, ops
+from . import appending, decode
 from .appending import AppendCall, AppendProblem
 from .cache import FP8
 from .call import accumulator
+from .choices import Choices, at_once
 from .decode import DecodeCall, DecodeProblem, refuse_gradients
 from .kernels.decoding import addresses
 from .kernels.kernel import Forward
-from .kernels.memory import fresh, scratch_here
-from .ops import LIBRARY, MOST_CHOICES, _check_out, _launch, _schema
+from .kernels.memory import carved, empty_here, pieces
+from .ops import LIBRARY, _check_out, _launch, _schema, repeats
 from .problem import ALIGNMENT
 from .select import Choice, select
 from .target import Target
 
 WHOLE = ("q", "k", "v", "k_new", "v_new")  # tensors that kernels take with any strides
 
-_choices: dict[tuple | None, Choice] = {}
+_choices = Choices()
 AnyCall = TypeVar("AnyCall", DecodeCall, AppendCall)
 
 
@@ -48,8 +49,6 @@ def _decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
         choice = select(problem_of(call), Target.of(call[0].device))
         if _scattered(call):  # kernels are given copies, whose addresses say nothing of the tensors that come again
             choice = replace(choice, forward=choice.forward._replace(again=None))
-        if len(_choices) >= MOST_CHOICES:
-            _choices.clear()
         if key is not None:
             _choices[key] = choice
     return choice
@@ -81,22 +80,25 @@ def _write(choice: Choice[DecodeProblem], call: DecodeCall, t: Forward, workspac
         _launch(choice.forward, _received(call), t, workspace)
 
 
-def _attend(call: DecodeCall) -> tuple[Tensor, Tensor]:
+def _attend(call: DecodeCall, choice: Choice[DecodeProblem]) -> tuple[Tensor, Tensor]:
     """out and lse; launched as before at these addresses, where the plan's kernel kept the way: Triton's takes longer than a short decode."""
-    choice = decide(call)
-    problem, plan = choice.problem, choice.forward
-    shape, lse_shape = problem.out_shapes
-    workspace = None
-    if plan.again and ops.repeats(plan, call.q):
-        out, lse = fresh(shape, problem.out_dtype), fresh(lse_shape, problem.lse_dtype)
-        workspace = scratch_here(plan.buffers, call.q.device)
-        again = plan.again.get(addresses(call, Forward(out, lse), workspace))
+    plan, workspace = choice.forward, None
+    (shape, strides, dtype), (lse_shape, lse_strides, lse_dtype) = choice.problem.outputs
+    if repeats(plan, call.q):
+        out, lse, held = empty_here(shape, strides, dtype), empty_here(lse_shape, lse_strides, lse_dtype), pieces(plan)
+        again = plan.again.get(addresses(call, out, lse, held))  # type: ignore[union-attr]
         if again is not None and again():
             return out, lse
+        workspace = carved(plan, held)
     else:
-        out, lse = call.q.new_empty(shape, dtype=problem.out_dtype), call.q.new_empty(lse_shape, dtype=problem.lse_dtype)
+        out, lse = call.q.new_empty_strided(shape, strides, dtype=dtype), call.q.new_empty_strided(lse_shape, lse_strides, dtype=lse_dtype)
     _write(choice, call, Forward(out, lse), workspace)
     return out, lse
+
+
+def _decode(*flat: Any) -> tuple[Tensor, Tensor]:
+    call = DecodeCall(*flat)
+    return _attend(call, decide(call))
 
 
 def _decode_out(out: Tensor, *flat: Any) -> Tensor:
@@ -146,7 +148,7 @@ LIBRARY.define(f"decode({_fields(DecodeCall)}) -> (Tensor, Tensor)")
 LIBRARY.define(f"decode_out(Tensor(a!) out, {_fields(DecodeCall)}) -> Tensor")
 LIBRARY.define(f"append({_fields(AppendCall).replace('Tensor k,', 'Tensor(a!) k,').replace('Tensor v,', 'Tensor(b!) v,')}) -> ()")
 for _name, _body, _fake in (
-    ("decode", lambda *flat: _attend(DecodeCall(*flat)), _decode_fake),
+    ("decode", _decode, _decode_fake),
     ("decode_out", _decode_out, _decode_out_fake),
     ("append", _append, _append_fake),
 ):
@@ -173,8 +175,9 @@ def prepare(call: DecodeCall) -> DecodeCall:
 
 def run(call: DecodeCall, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """out and lse of a call; past the dispatcher where that has nothing to do."""
-    if out is None and isinstance(call.q, Tensor) and dispatch.idle(call.tensors):
-        return _attend(call)
+    choice = at_once(_choices, call, decide) if out is None and isinstance(call.q, Tensor) else None
+    if choice is not None:
+        return _attend(call, choice)
     call = prepare(call)
     refuse_gradients(call.tensors if out is None else [*call.tensors, out], "decode")
     if out is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -71,8 +72,17 @@ class Problem:
     @cached_property
     def outputs(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]:
         """Shape, strides and dtype of out and lse, which are contiguous; torch allocates faster where strides are given."""
-        strides = [tuple(math.prod(max(1, n) for n in shape[axis:]) for axis in range(1, len(shape) + 1)) for shape in self.out_shapes]
-        return (self.out_shapes[0], strides[0], self.out_dtype), (self.out_shapes[1], strides[1], self.lse_dtype)
+        out, lse = self.out_shapes
+        return (out, rows_apart(out), self.out_dtype), (lse, rows_apart(lse), self.lse_dtype)
+
+    @cached_property
+    def gradients(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]:
+        """The same of dq, dk, dv and delta."""
+        (*rows, _, _), lse = self.out_shapes
+        keys = (*rows[:-1], self.layout[2])
+        shapes = ((*rows, self.heads_q, self.head_dim), (*keys, self.heads_kv, self.head_dim), (*keys, self.heads_kv, self.head_dim_v))
+        made = tuple((shape, rows_apart(shape), self.dtype) for shape in shapes)
+        return *made, (lse, rows_apart(lse), self.lse_dtype)
 
     @cached_property
     def vacuous(self) -> bool:
@@ -164,6 +174,15 @@ class Problem:
         band = "causal" if not m.left and self.right == 0 else f"window ({self.left if m.left else None}, {self.right if m.right else None})"
         words = [band] * (m.left or m.right) + ["prefix_causal"] * m.prefix + ["key_lengths"] * m.key_lengths + ["documents"] * m.documents
         return " & ".join(words) or "full"
+
+
+def rows_apart(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor.
+
+    >>> rows_apart((2, 3, 4)), rows_apart((2, 0, 5))
+    ((12, 4, 1), (5, 5, 1))
+    """
+    return tuple(accumulate(reversed([max(1, size) for size in shape[1:]]), int.__mul__, initial=1))[::-1]
 
 
 def _alignment(tensor: Tensor) -> int:

@@ -10,6 +10,7 @@ from .decode import DecodeProblem
 from .errors import InvalidProblem, UnsupportedProblem
 from .kernels import FAMILIES, kernels
 from .kernels.kernel import Kernel, Plan
+from .kernels.memory import room
 from .problem import Problem
 from .target import Target
 
@@ -68,7 +69,8 @@ def _first(problem: Problem | DecodeProblem | AppendProblem, target: Target, dir
             passed.append((kernel.name, reason))
             continue
         config = kernel.config(problem, target)
-        plan = Plan(kernel, problem, target, config, kernel.workspace(problem, config), {})
+        buffers = kernel.workspace(problem, config)
+        plan = Plan(kernel, problem, target, config, buffers, room(buffers), {})
     if plan is not None:
         return plan, tuple(passed)
     family = problem.kernel.partition(".")[0]

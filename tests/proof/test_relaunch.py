@@ -245,10 +245,12 @@ class _Places:
         self.held: dict = {}
         self.given = 0
 
-    def fresh(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def fresh(self, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype) -> torch.Tensor:
         assert type(shape) is tuple  # torch's own refuses a torch.Size
         self.given += 1
-        return self.held.setdefault((self.given, *shape, dtype), torch.empty(shape, dtype=dtype))
+        made = self.held.setdefault((self.given, *shape, dtype), torch.empty(shape, dtype=dtype))
+        assert strides in (None, made.stride())
+        return made
 
 
 @pytest.mark.parametrize("heads, launches", ((2, 3), (4, 5)))
@@ -257,9 +259,9 @@ def test_a_backward_is_launched_again_as_one(stage, heads, launches, monkeypatch
     started, places, filled = [], _Places(), []
     noted = lambda owner, key, tensors, first: started.append(key) or relaunch.Noted(stage.function, 1, -1, (key, *plain(tensors)))
     monkeypatch.setattr(relaunch, "start", noted)
-    monkeypatch.setattr(ops, "fresh", places.fresh)
-    monkeypatch.setattr(memory, "fresh", places.fresh)
-    monkeypatch.setattr(torch, "full", lambda shape, value, **kind: filled.append(value) or places.fresh(shape, kind["dtype"]))
+    monkeypatch.setattr(ops, "empty_here", places.fresh)
+    monkeypatch.setattr(memory, "empty_here", places.fresh)
+    monkeypatch.setattr(torch, "full", lambda shape, value, **kind: filled.append(value) or places.fresh(shape, None, kind["dtype"]))
     q = torch.randn(1, 100, heads, 64, dtype=torch.bfloat16)
     call = Call(q, *(torch.randn(1, 100, 2, 64, dtype=torch.bfloat16) for _ in range(2)), right=0, kernel="hopper", needs_grad=True)
     given = torch.empty_like(q), torch.empty_like(q), torch.empty(1, heads, 100)
@@ -270,7 +272,7 @@ def test_a_backward_is_launched_again_as_one(stage, heads, launches, monkeypatch
             if len(made) == 6:  # a profiler looks on
                 monkeypatch.setattr(knobs.runtime.launch_exit_hook, "calls", [print])
             places.given = 0
-            made.append(ops._given_gradients(call, dout, *given[1:], None))
+            made.append(ops._given_gradients(call, ops.decide(call), (dout, *given[1:], None)))
             times.append((len(started), len(stage.launches)))
     # at once torch's memory, then places that come again: noted there, launched there; so where dout lies otherwise
     assert times == [(launches * a, launches * b) for a, b in ((1, 0), (2, 0), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3))]

@@ -8,12 +8,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter_ns
 from typing import cast
+from unittest import mock
 
 import torch
 import torch.nn.functional as functional
 
 from .. import api, flash_attn, ops
 from ..call import Call
+from ..choices import Choices
 from ..integrations import sdpa
 from ..kernels.kernel import Kernel
 from ..problem import Problem
@@ -82,11 +84,7 @@ class _Idle:
 @contextmanager
 def _idle_kernel(*calls: Call):
     """These calls run a kernel that does nothing, for as long as this lasts."""
-    for call in calls:
-        choice = ops.decide(call)
-        ops._choices[ops.raw_key(call)] = replace(choice, forward=choice.forward._replace(kernel=cast(Kernel, _Idle()), buffers=()))
-    try:
+    decided = [ops.decide(call) for call in calls]
+    idle = [replace(choice, forward=choice.forward._replace(kernel=cast(Kernel, _Idle()), buffers=())) for choice in decided]
+    with mock.patch.object(ops, "_choices", Choices({ops.raw_key(call): choice for call, choice in zip(calls, idle)})):
         yield
-    finally:
-        for call in calls:
-            ops._choices.pop(ops.raw_key(call), None)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .. import ops
 from ..call import FARTHEST, Call, accumulator
+from ..choices import MOST_CHOICES
 from ..errors import UnsupportedProblem, describe
 from ..kernels.cpu.flash import TORCH, VECTOR, lost_nan
 from ..kernels.kernel import Backward
@@ -261,7 +262,7 @@ def _forward_turned(call: Call, out: Tensor, lse: Tensor) -> None:
     by_rows = out.transpose(1, 2)
     choice = _forward(_turned(call), by_rows, lse)
     if choice.forward.again and by_rows.is_contiguous():  # a launch that was kept writes contiguous rows
-        if len(_turned_before) >= ops.MOST_CHOICES:
+        if len(_turned_before) >= MOST_CHOICES:
             _turned_before.clear()
         _turned_before[key] = choice
 

@@ -3,6 +3,7 @@ launches are kept."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..decode import DecodeCall, DecodeProblem
 from ..mask import NO_BOUND
 from . import kernel
 from .kernel import Forward, Plan
+from .memory import pieces_of
 
 MOST_SPLITS = 128
 JOIN_BLOCKS = 0.5  # tiles of keys that take as long as a join
@@ -79,14 +81,13 @@ def splits(capacity: int, tiles: int, block_n: int, slots: int) -> tuple[int, in
     return -(-blocks * block_n // size), size
 
 
-def addresses(call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> tuple[int, ...]:
-    """All that tells apart two calls of a plan whose outputs and scratch `ops_decode` allocates."""
-    held = (call.q, call.k, call.v, call.seqlens, call.page_table, call.k_start, call.k_scale, call.v_scale, call.sinks, *t, *workspace.values())
-    return tuple([0 if tensor is None else tensor.data_ptr() for tensor in held])
+def addresses(call: DecodeCall, out: Tensor, lse: Tensor, scratch: Iterable[Tensor]) -> tuple[int, ...]:
+    """All that tells apart two calls of a plan whose outputs and scratch `ops_decode` allocates; a plan knows which tensors there are."""
+    return tuple([tensor.data_ptr() for tensor in (*call[:9], out, lse, *scratch) if tensor is not None])
 
 
 def keep(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], again: Any) -> None:
     """`kernel.keep` at a decode's addresses; where splits are joined for this stream alone, whose counters the launch names."""
     again = again.here() if again is not None and workspace else again
     if t.out.is_contiguous():
-        kernel.keep(plan, addresses(call, t, workspace), again)
+        kernel.keep(plan, addresses(call, *t, pieces_of(workspace)), again)

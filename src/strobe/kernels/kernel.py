@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -96,6 +96,7 @@ class Plan(NamedTuple):
     target: Target
     config: Any  # of the kernel's own kind
     buffers: tuple[Buffer, ...]
+    room: int = 0  # bytes of scratch that is left as it comes, in one piece
     again: dict[tuple, Callable[[], bool]] | None = None  # by `addresses`: launches the kernel as it was launched there, or refuses to
 
 
@@ -115,9 +116,9 @@ def addresses(call: Call, out: Tensor, lse: Tensor) -> tuple[int, ...]:
     return held if call.plain else (*held, *(0 if t is None else t.data_ptr() for t in call.optionals))
 
 
-def gradient_addresses(call: Call, t: Backward, workspace: dict[str, Tensor]) -> tuple:
+def gradient_addresses(call: Call, t: Backward, scratch: Iterable[Tensor]) -> tuple:
     """The same of two calls whose gradients, delta and scratch `ops` allocates; dout and out come as they are."""
-    held = (*call[:3], *t, *workspace.values(), *(() if call.plain else call.optionals))
+    held = (*call[:3], *t, *scratch, *(() if call.plain else call.optionals))
     return *[0 if tensor is None else tensor.data_ptr() for tensor in held], t.dout.stride(), t.dout.dtype, t.out.stride()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import ops, ops_decode
 from ..call import Call
+from ..choices import Choices
 from ..kernels.kernel import Forward
 from ..problem import Problem
 from ..sim import Checks, Run, simulate
@@ -32,7 +33,7 @@ def posing(target: Target) -> Iterator[None]:
     ...     Target.of(torch.device("cpu")).name
     'H200'
     """
-    decided = mock.patch.object(ops, "_choices", {}), mock.patch.object(ops_decode, "_choices", {})
+    decided = mock.patch.object(ops, "_choices", Choices()), mock.patch.object(ops_decode, "_choices", Choices())
     with mock.patch.object(Target, "of", staticmethod(lambda device: target)), decided[0], decided[1]:
         yield
 

@@ -17,6 +17,7 @@ from ..device.dialect import TensorDescriptor, gl
 from ..device.persistent import MOST_TILES, Launch, numbers_of
 from ..device.views import addressable, descriptor
 from ..kernel import Backward, Plan, entries, gradient_addresses, keep, strides_of
+from ..memory import pieces_of
 from ..tma import query_tiles
 from . import backward
 from .rows import convert_dq_kernel, convert_kernel, rows_kernel
@@ -48,7 +49,7 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
             gradient.copy_(held)
             copied = True
     if not copied and all(gradient.is_contiguous() for gradient in (t.dq, t.dk, t.dv)):
-        keep(plan, gradient_addresses(call, t, workspace), relaunch.in_turn(launched))
+        keep(plan, gradient_addresses(call, t, pieces_of(workspace)), relaunch.in_turn(launched))
 
 
 def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:

@@ -1,0 +1,161 @@
+"""A call that was met is known again by torch's guards; one that differs in anything a Choice is made of is decided for itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from calls import CALLS
+
+from strobe import choices, ops, ops_decode
+from strobe.call import Call
+from strobe.choices import Choices
+from strobe.choices import at_once as _at_once
+from strobe.decode import DecodeCall
+from strobe.kernels import memory
+from strobe.kernels.kernel import Buffer, Plan
+
+INT = lambda *values: torch.tensor(values, dtype=torch.int32)
+
+
+def _moved(tensor: torch.Tensor, elements: int = 1) -> torch.Tensor:
+    """The same contents and strides, so many elements further on."""
+    return torch.cat([tensor.new_zeros(elements), tensor.flatten()])[elements:].view(tensor.shape)
+
+
+def _plain() -> Call:
+    return Call(*(torch.randn(2, 8, 4, 16) for _ in range(3)), right=0)
+
+
+ATTENTION = {
+    "strides of q": lambda c: c._replace(q=c.q.transpose(1, 2).contiguous().transpose(1, 2)),
+    "strides of v": lambda c: c._replace(v=torch.cat([c.v, c.v], -1)[..., :16]),
+    "dtype": lambda c: c._replace(q=c.q.double(), k=c.k.double(), v=c.v.double()),
+    "address of q": lambda c: c._replace(q=_moved(c.q)),
+    "address of v": lambda c: c._replace(v=_moved(c.v, 2)),
+    "keys": lambda c: c._replace(k=c.k[:, :5], v=c.v[:, :5]),
+    "width of v": lambda c: c._replace(v=c.v[..., :8].contiguous()),
+    "band": lambda c: c._replace(right=1),
+    "scale": lambda c: c._replace(scale=0.5),
+    "kernel": lambda c: c._replace(kernel="cpu"),
+    "sinks": lambda c: c._replace(sinks=torch.zeros(4)),
+    "lengths": lambda c: c._replace(key_lengths=INT(3, 8)),
+    "prefix": lambda c: c._replace(prefix=INT(3, 8)),
+    "gradients wanted": lambda c: c._replace(needs_grad=True),
+}
+
+
+@pytest.mark.parametrize("within", (torch.no_grad, torch.inference_mode, torch.enable_grad))
+@pytest.mark.parametrize("name", ATTENTION)
+def test_what_differs_is_decided_for_itself(name, within):
+    known, decided = Choices(), []
+
+    def decide(call):
+        decided.append(ops.decide(call))
+        return decided[-1]
+
+    with within():
+        call = _plain()  # there, as inference mode marks its own tensors
+        other = ATTENTION[name](call)
+        first = _at_once(known, call, decide)
+        assert _at_once(known, call._replace(q=call.q.clone()), decide) is first and len(decided) == 1
+        assert _at_once(known, other, decide) is ops.decide(other) and len(decided) == 2
+        assert _at_once(known, call, decide) is first and _at_once(known, other, decide) is decided[1] and len(decided) == 2
+
+
+def test_optional_tensors_are_told_apart_by_their_place():
+    """Of the same kind and number: a prefix is no length."""
+    known, call, lengths = Choices(), _plain(), INT(3, 8)
+    one, other = (_at_once(known, call._replace(**{name: lengths}), ops.decide) for name in ("prefix", "key_lengths"))
+    assert one.problem.mask.prefix and other.problem.mask.key_lengths and not other.problem.mask.prefix
+
+
+def _decode() -> DecodeCall:
+    k = torch.randn(2, 32, 2, 16)
+    return DecodeCall(torch.randn(2, 1, 4, 16), k, k.clone(), INT(3, 32), right=0)
+
+
+DECODE = {
+    "pages": lambda c: c._replace(k=c.k.view(4, 16, 2, 16), v=c.v.view(4, 16, 2, 16), page_table=INT(0, 1, 2, 3).view(2, 2)),
+    "start": lambda c: c._replace(k_start=INT(0, 1)),
+    "k_scale": lambda c: c._replace(k=c.k.to(torch.float8_e4m3fn), v=c.v.to(torch.float8_e4m3fn), k_scale=torch.ones(2)),
+    "v_scale": lambda c: c._replace(k=c.k.to(torch.float8_e4m3fn), v=c.v.to(torch.float8_e4m3fn), v_scale=torch.ones(2)),
+    "sinks": lambda c: c._replace(sinks=torch.zeros(4)),
+    "address of k": lambda c: c._replace(k=_moved(c.k)),
+    "partial": lambda c: c._replace(partial=True),
+    "batch_invariant": lambda c: c._replace(batch_invariant=True),
+}
+
+
+@pytest.mark.parametrize("name", DECODE)
+def test_what_differs_in_a_decode_is_decided_for_itself(name):
+    known, call = Choices(), _decode()
+    other = DECODE[name](call)
+    for _ in range(2):
+        assert _at_once(known, call, ops_decode.decide) is ops_decode.decide(call)
+        assert _at_once(known, other, ops_decode.decide) is ops_decode.decide(other)
+
+
+def test_what_is_not_contiguous_goes_the_long_way():
+    """Kernels take small tensors as contiguous: the op copies them first."""
+    lengths = INT(3, 0, 8, 0)[::2]
+    assert _at_once(Choices(), _plain()._replace(key_lengths=lengths), ops.decide) is None
+    assert _at_once(Choices(), _decode()._replace(seqlens=lengths), ops_decode.decide) is None
+
+
+@pytest.mark.parametrize("name", ("causal", "varlen causal sinks", "documents"))
+def test_gradients_need_more_than_was_met_without_them(name):
+    """In the same modes, after a call without gradients was met: tensors that need one are not taken for those."""
+    known, call = Choices(), Call(*CALLS[name](torch.float32))
+    assert _at_once(known, call, ops.decide) is not None
+    for field in ("q", "k", "v"):
+        asking = call._replace(**{field: getattr(call, field).clone().requires_grad_()})
+        assert _at_once(known, asking, ops.decide) is None
+        with torch.no_grad():
+            assert _at_once(known, asking, ops.decide) is not None
+        assert _at_once(known, asking, ops.decide) is None
+
+
+def test_few_are_kept_of_calls_alike(monkeypatch):
+    known, call = Choices(), _plain()
+    monkeypatch.setattr(choices, "MOST_ALIKE", 2)
+    for elements in (0, 1, 2, 0, 1, 2):
+        moved = call._replace(q=_moved(call.q, elements))
+        assert _at_once(known, moved, ops.decide) is ops.decide(moved)
+    (alike,) = known.alike.values()
+    assert len(alike) == 2
+    known.clear()
+    assert not known.alike
+
+
+# ---------------------------------------------------------------- scratch in one piece
+
+
+def test_scratch_is_cut_from_one_piece(monkeypatch):
+    monkeypatch.setattr(memory, "empty_here", lambda shape, strides, dtype: torch.full(shape, 7, dtype=dtype))
+    monkeypatch.setattr(torch, "full", _full_on_a_cpu(torch.full))
+    buffers = (Buffer("rows", (3, 5), torch.float32), Buffer("sum", (9,), torch.float32, 0.5), Buffer("counter", (1,), torch.int32))
+    plan = Plan(None, None, None, None, buffers, memory.room(buffers), {})  # type: ignore[arg-type]
+    held = memory.pieces(plan)
+    workspace = memory.carved(plan, held)
+    assert list(workspace) == ["rows", "sum", "counter"] and len(held) == 2
+    for buffer in buffers:
+        tensor = workspace[buffer.name]
+        assert tensor.shape == buffer.shape and tensor.dtype == buffer.dtype and tensor.is_contiguous()
+        assert (tensor.data_ptr() - held[0].data_ptr()) % memory.APART == 0 or buffer.name == "sum"
+        tensor.fill_(0)
+    assert workspace["sum"] is held[1] and list(memory.pieces_of(workspace)) == held
+    assert int((held[0] == 0).sum()) == 64 and held[0].numel() == 2 * memory.APART  # they do not overlap
+    separate = {"rows": torch.zeros(3), "sum": torch.ones(2)}
+    assert list(memory.pieces_of(separate)) == list(separate.values())
+
+
+def _full_on_a_cpu(full):
+    return lambda shape, value, **kind: full(shape, value, **{**kind, "device": "cpu"})
+
+
+def test_a_plan_knows_its_scratch():
+    choice = ops.decide(_plain()._replace(needs_grad=True))
+    for plan in (choice.forward, replace(choice).backward):
+        assert plan.room == memory.room(plan.buffers) > 0
