@@ -161,14 +161,15 @@ def test_graphs_have_counters_of_their_own_and_clear_none():
     assert not [event.key for event in profile.key_averages() if "Memset" in event.key or "FillFunctor<int>" in event.key]
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("keys", [64, 8192], ids=["one split", "splits"])
-def test_launched_again_at_the_same_addresses(keys):
+def test_launched_again_at_the_same_addresses(keys, alone):
     """What is kept is used, sees new contents, and serves no other stream, whose counters are others."""
     k, v = (torch.randn(1, keys, 8, 128, device="cuda").bfloat16() for _ in range(2))
     q = torch.randn(1, 1, 32, 128, device="cuda").bfloat16()
     call = DecodeCall(q, k, v, torch.tensor([keys], dtype=torch.int32, device="cuda"), right=0, kernel="hopper")
     for _ in range(6):
-        ops_decode.run(call)  # the allocator gives out the same addresses in turn
+        ops_decode.run(call, alone=alone)  # the allocator gives out the same addresses in turn
     assert ops_decode.decide(call).forward.again
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         for turn in range(6):
@@ -177,9 +178,9 @@ def test_launched_again_at_the_same_addresses(keys):
             call.seqlens.fill_(keys - turn)
             torch.cuda.synchronize()
             with torch.cuda.stream(stream):
-                out, lse = ops_decode.run(call)
+                out, lse = ops_decode.run(call, alone=alone)
             torch.cuda.synchronize()
             fresh = ops_decode.run(call._replace(q=q.clone(), k=k.clone(), v=v.clone(), seqlens=call.seqlens.clone()))
-            assert torch.equal(out, fresh[0]) and torch.equal(lse, fresh[1])
+            assert torch.equal(out, fresh[0]) and (alone or torch.equal(lse, fresh[1]))
             del out, lse, fresh
     judged(call)

@@ -180,6 +180,10 @@ class DecodeProblem(OfCache):
         out, lse = self.out_shapes
         return (out, rows_apart(out), self.out_dtype), (lse, rows_apart(lse), self.lse_dtype)
 
+    @cached_property
+    def lse_bytes(self) -> int:
+        return math.prod(self.out_shapes[1]) * self.lse_dtype.itemsize
+
     def example(self, device: torch.device) -> DecodeCall:
         """A call of this problem on zeros: each sequence holds nothing."""
         batch, rows = self.layout.batch, self.layout.seqlen_q

@@ -18,7 +18,7 @@ from .choices import Choices, at_once
 from .decode import DecodeCall, DecodeProblem, refuse_gradients
 from .kernels.decoding import addresses
 from .kernels.kernel import Forward
-from .kernels.memory import carved, empty_here, pieces
+from .kernels.memory import carved, empty_here
 from .ops import LIBRARY, _check_out, _launch, _schema, repeats
 from .problem import ALIGNMENT
 from .select import Choice, select
@@ -80,23 +80,29 @@ def _write(choice: Choice[DecodeProblem], call: DecodeCall, t: Forward, workspac
         _launch(choice.forward, _received(call), t, workspace)
 
 
-def _attend(call: DecodeCall, choice: Choice[DecodeProblem]) -> tuple[Tensor, Tensor]:
-    """out and lse; launched as before at these addresses, where the plan's kernel kept the way: Triton's takes longer than a short decode."""
-    plan, workspace = choice.forward, None
-    (shape, strides, dtype), (lse_shape, lse_strides, lse_dtype) = choice.problem.outputs
-    if repeats(plan, call.q):
-        out, lse, held = empty_here(shape, strides, dtype), empty_here(lse_shape, lse_strides, lse_dtype), pieces(plan)
-        again = plan.again.get(addresses(call, out, lse, held))  # type: ignore[union-attr]
-        if again is not None and again():
-            return out, lse
-        workspace = carved(plan, held)
-    else:
-        out, lse = call.q.new_empty_strided(shape, strides, dtype=dtype), call.q.new_empty_strided(lse_shape, lse_strides, dtype=lse_dtype)
-    _write(choice, call, Forward(out, lse), workspace)
+def _attend(call: DecodeCall, choice: Choice[DecodeProblem], alone: bool = False) -> tuple[Tensor, Tensor | None]:
+    """out and lse; launched as before at these addresses, where the plan's kernel kept the way: Triton's takes longer than a short decode.
+
+    alone: nobody looks at lse, so it stands behind the scratch, in one piece of memory, and None may be returned for it.
+    """
+    plan, problem = choice.forward, choice.problem
+    kind, lse_kind = problem.outputs
+    if not repeats(plan, call.q):
+        out, lse = (call.q.new_empty_strided(*like[:2], dtype=like[2]) for like in (kind, lse_kind))
+        _write(choice, call, Forward(out, lse))
+        return out, lse
+    out, lse, size = empty_here(*kind), None if alone else empty_here(*lse_kind), plan.room + alone * problem.lse_bytes
+    held = [empty_here((size,), (1,), torch.uint8)] if size else []
+    begin = held[0].data_ptr() if held else 0
+    places = (out.data_ptr(), begin + plan.room if lse is None else lse.data_ptr(), *[begin] * bool(plan.room))
+    again = plan.again.get(addresses(call, *places))  # type: ignore[union-attr]
+    if again is None or not again():
+        lse = held[0][plan.room :].view(lse_kind[2]).view(lse_kind[0]) if lse is None else lse
+        _write(choice, call, Forward(out, lse), carved(plan, held if plan.room else []))
     return out, lse
 
 
-def _decode(*flat: Any) -> tuple[Tensor, Tensor]:
+def _decode(*flat: Any) -> tuple[Tensor, Tensor | None]:
     call = DecodeCall(*flat)
     return _attend(call, decide(call))
 
@@ -173,11 +179,11 @@ def prepare(call: DecodeCall) -> DecodeCall:
     return call
 
 
-def run(call: DecodeCall, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """out and lse of a call; past the dispatcher where that has nothing to do."""
+def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tuple[Tensor, Tensor]:
+    """out and lse of a call; past the dispatcher where that has nothing to do. alone: nobody looks at lse."""
     choice = at_once(_choices, call, decide) if out is None and isinstance(call.q, Tensor) else None
     if choice is not None:
-        return _attend(call, choice)
+        return _attend(call, choice, alone)  # type: ignore[return-value]
     call = prepare(call)
     refuse_gradients(call.tensors if out is None else [*call.tensors, out], "decode")
     if out is not None:

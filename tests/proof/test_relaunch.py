@@ -15,7 +15,7 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
-from strobe import ops
+from strobe import ops, ops_decode
 from strobe.appending import AppendCall, AppendProblem
 from strobe.call import Call
 from strobe.decode import DecodeProblem
@@ -280,6 +280,39 @@ def test_a_backward_is_launched_again_as_one(stage, heads, launches, monkeypatch
     assert first != rest[0] == rest[1] == rest[2] and len(filled) == 7 * (launches - 3)
     assert stage.launches[:launches] == stage.launches[launches : 2 * launches]
     assert [one[4] for one in stage.launches[:launches]] == started[launches : 2 * launches]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("name", ["pages_of_16", "dense"])
+@pytest.mark.parametrize("keys", ["one split", "splits"])
+def test_a_decode_is_launched_again(stage, alone, name, keys, monkeypatch):
+    """Where lse stands behind the scratch or by itself: what the kernel is handed lies in memory that is held, and each thing apart."""
+    started, places = [], _Places()
+    noted = lambda owner, key, tensors, first: started.append(plain(tensors)) or relaunch.Noted(stage.function, 1, -1, plain(tensors))
+    monkeypatch.setattr(relaunch, "start", noted)
+    monkeypatch.setattr(ops_decode, "empty_here", places.fresh)
+    call = DECODES[name].build("cpu", torch.bfloat16, "normal", 0, "hopper", False)
+    if keys == "one split":
+        monkeypatch.setattr("strobe.kernels.hopper.decode_config.splits", lambda capacity, *_: (1, capacity))
+    with posing(FAKES["H200"]):
+        choice = ops_decode.decide(call)
+        assert choice.forward.config.form.single == (keys == "one split") == (choice.forward.room == 0)
+        made = []
+        for _ in range(4):
+            places.given = 0
+            made.append(ops_decode.run(call, alone=alone))
+    # at once torch's memory, then places that come again: noted there, then launched there
+    assert (len(started), len(stage.launches)) == (2, 2) and len(choice.forward.again) == 2
+    assert stage.launches[0][4:] == stage.launches[1][4:] == started[1]
+    out, lse = (place.data_ptr() for place in (made[1][0], made[1][1]))
+    assert out == made[3][0].data_ptr() == started[1][6] and lse == started[1][7]
+    assert made[3][1] is None if alone else made[3][1].data_ptr() == lse
+    held = sorted((place.data_ptr(), place.data_ptr() + place.numel() * place.element_size()) for place in places.held.values())
+    lse_end = lse + choice.problem.lse_bytes
+    assert any(begin <= lse and lse_end <= end for begin, end in held) and len(held) == 2 + (not alone and choice.forward.room > 0)
+    if choice.forward.room:
+        shares = started[1][11]
+        assert any(begin <= shares and shares + choice.forward.room <= end for begin, end in held) and not shares < lse_end <= shares + choice.forward.room
 
 
 def test_nothing_is_launched_again_in_turn_where_one_was_not_noted(stage):

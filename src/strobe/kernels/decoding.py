@@ -3,7 +3,6 @@ launches are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,13 +80,14 @@ def splits(capacity: int, tiles: int, block_n: int, slots: int) -> tuple[int, in
     return -(-blocks * block_n // size), size
 
 
-def addresses(call: DecodeCall, out: Tensor, lse: Tensor, scratch: Iterable[Tensor]) -> tuple[int, ...]:
-    """All that tells apart two calls of a plan whose outputs and scratch `ops_decode` allocates; a plan knows which tensors there are."""
-    return tuple([tensor.data_ptr() for tensor in (*call[:9], out, lse, *scratch) if tensor is not None])
+def addresses(call: DecodeCall, *written: int) -> tuple[int, ...]:
+    """All that tells apart two calls of a plan that `ops_decode` gives memory: where its tensors lie, of which a plan knows which there are, then
+    out, lse and the pieces of its scratch."""
+    return *[tensor.data_ptr() for tensor in call[:9] if tensor is not None], *written
 
 
 def keep(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], again: Any) -> None:
     """`kernel.keep` at a decode's addresses; where splits are joined for this stream alone, whose counters the launch names."""
     again = again.here() if again is not None and workspace else again
     if t.out.is_contiguous():
-        kernel.keep(plan, addresses(call, *t, pieces_of(workspace)), again)
+        kernel.keep(plan, addresses(call, *[tensor.data_ptr() for tensor in (*t, *pieces_of(workspace))]), again)
