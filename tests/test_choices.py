@@ -8,6 +8,7 @@ import pytest
 import torch
 from calls import CALLS
 
+import strobe
 from strobe import choices, ops, ops_decode
 from strobe.call import Call
 from strobe.choices import Choices
@@ -115,6 +116,33 @@ def test_gradients_need_more_than_was_met_without_them(name):
         with torch.no_grad():
             assert _at_once(known, asking, ops.decide) is not None
         assert _at_once(known, asking, ops.decide) is None
+
+
+@pytest.mark.parametrize("pattern", ("xyy", "xxy", "xyx", "xxx"))
+def test_one_tensor_twice_is_known_again(pattern):
+    """A guard refuses to see one tensor in two places; calls with the same contents in tensors of their own are others, and equal."""
+    known, decided = Choices(), []
+    decide = lambda call: (decided.append(call), ops.decide(call))[1]
+    held = {letter: torch.randn(2, 8, 4, 16) for letter in pattern}
+    call = Call(*(held[letter] for letter in pattern), right=0)
+    for again in (call, call, call._replace(left=3), call):
+        assert _at_once(known, again, decide) is ops.decide(again)
+    assert len(decided) == 2
+    apart = Call(*(torch.randn(2, 8, 4, 16) for _ in range(3)), right=0)
+    for again in (apart, call, apart._replace(v=_moved(apart.v)), call, apart):
+        assert _at_once(known, again, decide) is ops.decide(again)
+    assert len(decided) == 4
+
+
+def test_packed_sequences_of_one_length_and_documents_are_known_again(monkeypatch):
+    decided, ids = [], INT([0] * 3 + [1] * 5, [0] * 8)
+    monkeypatch.setattr(ops, "_choices", Choices())
+    monkeypatch.setattr(ops, "decide", lambda call, decide=ops.decide: decided.append(call) or decide(call))
+    q, k, v = (torch.randn(2, 8, 4, 16) for _ in range(3))
+    for n in range(3):
+        strobe.attention_varlen(q[0], k[0], v[0], cu_seqlens_q=INT(0, n, 8))
+        strobe.attention(q, k, v, mask=strobe.documents(ids))
+    assert len(decided) == 2
 
 
 def test_few_are_kept_of_calls_alike(monkeypatch):

@@ -190,6 +190,17 @@ def test_graphs_hold_the_op():
     assert "strobe::forward" in str(torch.jit.trace(_attend, tensors).graph)
 
 
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("grads", [False, True])
+def test_a_tangent_is_not_lost(which, grads):
+    """An op without a rule for forward mode would drop it in silence."""
+    tensors = [*_tensors(grads), torch.zeros(4)]
+    with forward_ad.dual_level():
+        tensors[which] = forward_ad.make_dual(tensors[which], torch.ones_like(tensors[which]))
+        with pytest.raises(strobe.UnsupportedProblem, match="forward-mode derivatives"):
+            _attend(*tensors[:3], sinks=tensors[3])
+
+
 def test_out_goes_through_the_op(monkeypatch):
     met = []
     monkeypatch.setattr(ops, "FORWARD_OUT", lambda *flat: met.append(1) or torch.ops.strobe.forward_out.default(*flat))

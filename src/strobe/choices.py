@@ -13,7 +13,7 @@ from .dispatch import idle, watched
 from .problem import ALIGNMENT
 
 MOST_CHOICES = 4096  # lengths that change each step would otherwise grow the dictionary for ever
-MOST_ALIKE = 4  # calls of the same sizes and settings, unlike in strides, dtypes, modes or where they lie
+MOST_ALIKE = 16  # calls of the same sizes and settings, unlike in strides, dtypes, modes or where they lie
 
 
 class Choices(dict):
@@ -25,7 +25,7 @@ class Choices(dict):
 
     def __init__(self, *known: Any):
         super().__init__(*known)
-        self.alike: dict[tuple, list[tuple[Callable[..., bool], int, Any]]] = {}
+        self.alike: dict[tuple, list[tuple[Callable[[Sequence[Tensor]], bool], int, Any]]] = {}
 
     def __setitem__(self, key: Any, choice: Any) -> None:
         if len(self) >= MOST_CHOICES:
@@ -39,19 +39,30 @@ class Choices(dict):
     def like(self, tensors: Sequence[Tensor], rest: tuple) -> Any | None:
         """The Choice of a call that was met, of the same `rest` and with tensors that the dispatcher would treat alike."""
         for alike, lies, choice in self.alike.get(_key(tensors, rest), ()):
-            if alike(*tensors) and _lies(tensors) == lies:
+            if alike(tensors) and _lies(tensors) == lies:
                 return choice
         return None
 
     def meet(self, tensors: Sequence[Tensor], rest: tuple, choice: Any) -> None:
         if len(self.alike) >= MOST_CHOICES:
             self.alike.clear()
-        sizes: Any = [list(t.shape) for t in tensors]
-        strides: Any = [list(t.stride()) for t in tensors]
-        alike = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         met = self.alike.setdefault(_key(tensors, rest), [])
         met[MOST_ALIKE - 1 :] = []
-        met.insert(0, (alike, _lies(tensors), choice))
+        met.insert(0, (_guard(tensors), _lies(tensors), choice))
+
+
+def _guard(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
+    """Whether other tensors are like these. A guard refuses to see one tensor twice, so it is given each once, and where each comes again is
+    compared beside it."""
+    first = [next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors]
+    distinct = sorted(set(first))
+    sizes: Any = [list(tensors[i].shape) for i in distinct]
+    strides: Any = [list(tensors[i].stride()) for i in distinct]
+    check = TensorGuards(*[tensors[i] for i in distinct], dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    if len(distinct) == len(tensors):
+        return lambda others: check(*others)
+    again = [(i, j) for i, j in enumerate(first) if i != j]
+    return lambda others: all([others[i] is others[j] for i, j in again]) and check(*[others[i] for i in distinct])
 
 
 def at_once(known: Choices, call: Any, decide: Callable[[Any], Any], *beside: Tensor) -> Any | None:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .cache import FP8, Held, OfCache, check_cache, check_tensor
 from .call import DTYPES, FARTHEST, Dense, Paged, accumulator, check_sinks
+from .dispatch import tangents
 from .errors import InvalidProblem, UnsupportedProblem
 from .mask import NO_BOUND
 from .problem import ALIGNMENT, base_offset, rows_apart
@@ -218,8 +218,7 @@ class DecodeProblem(OfCache):
 
 def refuse_gradients(tensors: list[Tensor], what: str) -> None:
     """Caches are read and written outside autograd."""
-    tangents = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
-    if tangents or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+    if tangents(tensors) or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         raise UnsupportedProblem(f"gradients through {what}: call it under torch.no_grad(), or use strobe.attention for training")
 
 

@@ -28,6 +28,18 @@ def watched() -> bool:
     return bool(_len_torch_function_stack()) or _is_any_autocast_enabled() or _profiler_enabled() or forward_ad._current_level >= 0
 
 
+def tangents(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of them carries a tangent of forward-mode differentiation, which an op without a rule for it would lose.
+
+    >>> with forward_ad.dual_level():
+    ...     tangents([torch.ones(1)]), tangents([forward_ad.make_dual(torch.ones(1), torch.ones(1))])
+    (False, True)
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
 def idle(tensors: Sequence[Tensor]) -> bool:
     """Whether an op on these tensors would run its body and nothing else: none needs a gradient, and nobody looks on or transforms.
 

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import flops
 from .call import FIELD_KINDS, OPTIONAL_TENSORS, Call, accumulator, check
 from .choices import Choices, at_once
+from .dispatch import tangents
 from .errors import InvalidProblem, UnsupportedProblem
 from .kernels.kernel import Backward, Forward, Plan, addresses, gradient_addresses
 from .kernels.memory import carved, empty_here, pieces, scratch
@@ -101,7 +102,8 @@ def write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> None
     lse.fill_(-torch.inf) if call.sinks is None else lse.copy_(_per_head(call.sinks, call).expand_as(lse))
 
 
-def _forward(call: Call, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:
+def _forward(call: Call, choice: Choice[Problem] | None = None) -> tuple[Tensor, Tensor]:
+    choice = choice or decide(call)
     (shape, strides, dtype), (lse_shape, lse_strides, lse_dtype) = choice.problem.outputs
     q, plan = call.q, choice.forward
     if repeats(plan, q):
@@ -111,11 +113,6 @@ def _forward(call: Call, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:
     if not launch_again(plan, call, out, lse):
         write(choice, call, out, lse)
     return out, lse
-
-
-def _forward_whole(*flat: Any) -> tuple[Tensor, Tensor]:
-    call = received(flat)
-    return _forward(call, decide(call))
 
 
 def _forward_out(out: Tensor, *flat: Any) -> Tensor:
@@ -232,7 +229,7 @@ LIBRARY.define(f"forward({_FIELDS}) -> (Tensor, Tensor)")
 LIBRARY.define(f"forward_out(Tensor(a!) out, {_FIELDS}) -> Tensor")
 LIBRARY.define(f"backward(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_FIELDS}) -> (Tensor, Tensor, Tensor, Tensor)")
 for _name, _body, _fake in (
-    ("forward", _forward_whole, _forward_fake),
+    ("forward", lambda *flat: _forward(received(flat)), _forward_fake),
     ("forward_out", _forward_out, _forward_out_fake),
     ("backward", _backward, _backward_fake),
 ):
@@ -362,6 +359,8 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
     if choice is not None:
         return _forward(call, choice)
     call = prepare(call)
+    if tangents(call.parted[0]):
+        raise UnsupportedProblem("forward-mode derivatives: strobe has those of backward mode; use torch's math attention for others")
     _meet_counters()
     if out is not None:
         if call.needs_grad or out.requires_grad:

@@ -312,7 +312,8 @@ def test_a_decode_is_launched_again(stage, alone, name, keys, monkeypatch):
     assert any(begin <= lse and lse_end <= end for begin, end in held) and len(held) == 2 + (not alone and choice.forward.room > 0)
     if choice.forward.room:
         shares = started[1][11]
-        assert any(begin <= shares and shares + choice.forward.room <= end for begin, end in held) and not shares < lse_end <= shares + choice.forward.room
+        shares_end = shares + choice.forward.room
+        assert any(begin <= shares and shares_end <= end for begin, end in held) and not shares < lse_end <= shares_end
 
 
 def test_nothing_is_launched_again_in_turn_where_one_was_not_noted(stage):
