@@ -157,6 +157,20 @@ def test_few_are_kept_of_calls_alike(monkeypatch):
     assert not known.alike
 
 
+@pytest.mark.parametrize("error", (TypeError, SystemError))
+def test_guards_that_take_other_arguments_are_gone_without(error, monkeypatch):
+    """As another version of torch may have: calls are decided by their keys, as before."""
+
+    def refuse(*_, **__):
+        raise error("other arguments")
+
+    monkeypatch.setattr(choices, "TensorGuards", refuse)
+    known, call = Choices(), _plain()
+    for _ in range(3):
+        assert _at_once(known, call, ops.decide) is ops.decide(call)
+    assert not known.alike
+
+
 # ---------------------------------------------------------------- scratch in one piece
 
 

@@ -44,11 +44,15 @@ class Choices(dict):
         return None
 
     def meet(self, tensors: Sequence[Tensor], rest: tuple, choice: Any) -> None:
+        try:
+            guard = _guard(tensors)
+        except (TypeError, SystemError):  # torch's guards are its own affair: where they take other arguments, keys alone tell calls apart
+            return
         if len(self.alike) >= MOST_CHOICES:
             self.alike.clear()
         met = self.alike.setdefault(_key(tensors, rest), [])
         met[MOST_ALIKE - 1 :] = []
-        met.insert(0, (_guard(tensors), _lies(tensors), choice))
+        met.insert(0, (guard, _lies(tensors), choice))
 
 
 def _guard(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
