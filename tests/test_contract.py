@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from judging import judged_call
 
 import strobe
 from strobe import ops
@@ -271,6 +272,16 @@ def keys_anyone_sees(call):
         if call.cu_seqlens_q[n] < call.cu_seqlens_q[n + 1]:
             seen[call.cu_seqlens_k[n] : call.cu_seqlens_k[n + 1]] = True
     return seen
+
+
+@dtypes
+@pytest.mark.parametrize("prefix", [0, 1, 3, 40])
+@pytest.mark.parametrize("rows", [2, 40])
+def test_a_negative_scale_under_a_prefix(rows, prefix, dtype, device, kernel):
+    """Which is causal where it is short: hidden scores stay hidden, whatever they are multiplied by."""
+    q, k, v = (torch.randn(1, rows, 2, 16, device=device).to(dtype).requires_grad_() for _ in range(3))
+    call = Call(q, k, v, scale=-0.25, kernel=kernel, needs_grad=True).with_mask(strobe.prefix_causal(min(prefix, rows)))
+    judged_call(call, "normal", 0)
 
 
 @dtypes

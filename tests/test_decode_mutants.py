@@ -173,7 +173,7 @@ PORTABLE = (
     Mutant("scale's sign forgotten", f"{SPLIT}:signed", "tl.where(scale < 0, -1.0,", "tl.where(scale < 0, 1.0,", SIGNS),
     Mutant(
         "sink in every split",
-        f"{SPLIT}:decode_kernel",
+        f"{SPLIT}:whole",
         "row_max + tl.log2(row_sum))",
         "row_max + tl.log2(row_sum + 1.0))",
         split("dense_softcap_sinks"),

@@ -39,7 +39,7 @@ def why_not(problem: Problem) -> str | None:
         return "softcap"
     if problem.batch_invariant:
         return "its split of the rows follows their number"
-    if problem.scale == 0 or (problem.scale < 0 and problem.mask.right):
+    if problem.scale == 0 or (problem.scale < 0 and (problem.mask.right or problem.mask.prefix)):  # a short prefix leaves causal pieces
         return "scale 0, or under it where causal: it multiplies the -inf that hides keys"
     return None
 
