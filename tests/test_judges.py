@@ -6,9 +6,12 @@ accumulators, weights and dS rounded to the inputs' dtype for the products, delt
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from strobe import ops
 from strobe.call import Call
 from strobe.reference import Gradients, _sequences
 from strobe.testing import FAMILIES, Case, Poison, assert_as_good_as, assert_gradients_as_good_as, inputs
@@ -162,6 +165,22 @@ def test_a_seeded_bug_is_caught_among_many_keys(bug):
 
 
 # ---------------------------------------------------------------- poison
+
+
+def test_a_result_below_the_smallest_normal_number_rounds_delta_by_as_much():
+    """A sink takes all but 2^-20 of the row: O is 1.6 of float16's smallest steps, and delta = sum dO O errs by 0.4 of one."""
+    q, k, v = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8), torch.full((1, 1, 1, 8), 0.1)
+    q, k, v = (t.half().requires_grad_() for t in (q, k, v))
+    sinks = torch.tensor([20 * math.log(2.0)], requires_grad=True)
+    call = Call(q, k, v, sinks=sinks, needs_grad=True)
+    out, _ = ops.run(call)
+    assert 0 < out.max() < torch.finfo(torch.float16).smallest_normal
+    dout = torch.ones_like(out)
+    gradients = Gradients(*torch.autograd.grad(out, (q, k, v, sinks), dout))
+    assert assert_gradients_as_good_as(gradients, call, dout, None)["dsinks"] > 0
+    wrong = gradients._replace(dsinks=gradients.dsinks + 8 * 2.0**-24)
+    with pytest.raises(AssertionError, match="dsinks"):
+        assert_gradients_as_good_as(wrong, call, dout, None)
 
 
 def test_poison_sees_a_write_into_a_band_a_gap_and_an_input():

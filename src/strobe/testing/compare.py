@@ -23,7 +23,7 @@ errors of n terms that are rounded apart add up like sqrt(n): six times the root
          t is the derivative of the softcap, 1 without. Weights that are equal are rounded alike: such an error is common to all
          terms and moves the result by at most 2u of itself, which the 2u|x| stands for (out has none: the contract fixes its rule,
          and its weights are rounded before the division, where equal ones are exactly 1).
-         P and dS below the smallest normal number count as that number: a rounding errs as much there (2^-25 in float16).
+         P, dS and delta's O below the smallest normal number count as that number: a rounding errs as much there (2^-25 in float16).
          A dO wider than the inputs (of a partial result) is rounded for the products: one more 6u sqrt(sum dO^2 ...) each.
 
 F is the floor of the accumulators: scores, exponentials and sums in float32 err too, and for float32 inputs that is all there
@@ -280,7 +280,8 @@ def _gradient_bounds(one: Call, dout: Tensor, dlse: Tensor | None) -> list[tuple
     away, pt = dp - delta[..., None], p * slope
     ds = pt * away
     wide = float(dout.dtype.itemsize > one.q.dtype.itemsize)
-    d_out = 3 * u * ((do * out).square().sum(-1, keepdim=True).sqrt() * (not one.partial))
+    o_rounded = _no_less_than_normal(out, out != 0, one)
+    d_out = 3 * u * ((do * o_rounded).square().sum(-1, keepdim=True).sqrt() * (not one.partial))
     d = 2 * d_out + 6 * u * (p * dp).square().sum(-1, keepdim=True).sqrt()
     p_rounded, ds_rounded = (_no_less_than_normal(t, p > 0, one) for t in (p, ds))
     squares = (6 * u) ** 2 * (ds_rounded.square() + wide * pt.square() * (do.square() @ v.square().mT))
