@@ -95,6 +95,12 @@ def test_every_family_of_inputs(name, family):
         judge_family(name, family, dtype)
 
 
+@pytest.mark.parametrize("name, rows, keys, seed, options", [("k6", 256, 544, 0, {"ping_pong": 0}), ("k7", 384, 740, 1, {"turns": 0})])
+def test_a_consumer_that_passes_over_a_tile_is_no_round_of_the_ring_ahead(name, rows, keys, seed, options):
+    """K of a tile that only others' rows see lands after V of that tile, and after K of the next."""
+    assert simulate(name, Size(1, rows, keys, 2, 1, 128, causal=True), "pct", seed, **options)["worst"] <= 1
+
+
 OPTIONS = (
     ("t", {"step": 1}), ("t", {"step": 2}), ("a", {"block_n": 32}), ("k3_3", {"stages_k": 2, "stages_v": 3}), ("k5", {"consumers": 2}),
     ("k6", {"ping_pong": 0}), ("k6", {"overlap": 0}), ("k6", {"late_sum": 0}), ("k6", {"lag": 0}),
@@ -165,8 +171,8 @@ def test_the_judge_of_8_bits_notices_a_tenth(wrong):
 
 @pytest.mark.nightly
 def test_a_rotation_gives_back_what_outliers_take():
-    """Pooled over seeds: few rows of a small problem hold an outlier. The published ratio is 2.6."""
-    rows = [row for seed in range(4) for row in outliers.errors(torch.device("cpu"), seed=seed)]
+    """Of eight heads, as on the GPU: a scale a tensor is that of the largest outlier of all of them. Pooled over seeds; the published ratio is 2.6."""
+    rows = [row for seed in range(3) for row in outliers.errors(torch.device("cpu"), queries=64, heads=8, seed=seed)]
     error = {method: sum(row["rmse"] ** 2 for row in rows if row["method"] == method) ** 0.5 for method in outliers.METHODS}
     half, tensor, block, rotated = (error[method] for method in outliers.METHODS)
     assert half < rotated < block < tensor and tensor / rotated >= 1.8
@@ -185,8 +191,12 @@ def test_programs_are_as_many_as_tiles_and_sms_allow(name, rows, monkeypatch):
 
 # ---------------------------------------------------------------- what it compiles to
 
-# bytes of spills; 0 where nothing is said. Beside o and scores there is no room for the addresses of copies; none are in a loop
+# bytes of spills; 0 where nothing is said. Beside o and scores there is no room for the addresses of copies; none are in a loop, but for six
+# instructions of a's causal one on sm_80
 SPILLS = {
+    ("t", 128, False, "sm_80"): 88,
+    ("t", 128, True, "sm_80"): 128,
+    ("a", 128, True, "sm_80"): 44,
     ("a", 128, False, "sm_90"): 88,
     ("k4_1", 128, False, "sm_90"): 8,
     ("k4_1", 128, True, "sm_90"): 8,

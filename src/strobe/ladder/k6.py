@@ -280,11 +280,12 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
 
 @gluon.jit
 def let_go(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
-    """Pass over tiles that the others' rows see and this consumer's do not. V comes after K: who waits for it is no round of the ring ahead."""
+    """Pass over tiles that only others' rows see. It waits for both: K may land after V, and a wait that is a round of the ring ahead is none."""
     stage, parity = at
     for _ in range(count):
         take_turn(w, form)
         pass_turn(w, form)
+        mbarrier.wait(k[1].index(stage), parity)
         mbarrier.wait(v[1].index(stage), parity)
         mbarrier.arrive(k[2].index(stage))
         mbarrier.arrive(v[2].index(stage))

@@ -27,8 +27,7 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 8 b
     shared      D (64 + 128 for the output) 4, and 2 S 128 D for S stages: 160 KiB for D = 128, S = 2
     registers   o D / 2, scores 64, weights 16, of 160
 
-What limits it: at D = 128 half of the tensor cores' rate is left; which wait takes it was not measured. At D = 64 there are twice as many exponents a
-product. And accuracy: 3 bits of significand, and one outlier in a tensor takes the scale from all others.
+What limits it: waits at D = 128 (half of the tensor cores' rate is left), exponents at 64; and accuracy, as one outlier takes the scale from all others.
 
 Measured:
 
@@ -284,11 +283,12 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
 
 @gluon.jit
 def let_go(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
-    """Pass over tiles that the others' rows see and this consumer's do not. V comes after K: who waits for it is no round of the ring ahead."""
+    """Pass over tiles that only others' rows see. It waits for both: K may land after V, and a wait that is a round of the ring ahead is none."""
     stage, parity = at
     for _ in range(count):
         take_turn(w, form)
         pass_turn(w, form)
+        mbarrier.wait(k[1].index(stage), parity)
         mbarrier.wait(v[1].index(stage), parity)
         mbarrier.arrive(k[2].index(stage))
         mbarrier.arrive(v[2].index(stage))
