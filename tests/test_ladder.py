@@ -171,7 +171,7 @@ def test_the_judge_of_8_bits_notices_a_tenth(wrong):
 
 @pytest.mark.nightly
 def test_a_rotation_gives_back_what_outliers_take():
-    """Of eight heads, as on the GPU: a scale a tensor is that of the largest outlier of all of them. Pooled over seeds; the published ratio is 2.6."""
+    """Of eight heads, as on the GPU: a scale a tensor is that of the largest outlier of all. Pooled over seeds; the published ratio is 2.6."""
     rows = [row for seed in range(3) for row in outliers.errors(torch.device("cpu"), queries=64, heads=8, seed=seed)]
     error = {method: sum(row["rmse"] ** 2 for row in rows if row["method"] == method) ** 0.5 for method in outliers.METHODS}
     half, tensor, block, rotated = (error[method] for method in outliers.METHODS)

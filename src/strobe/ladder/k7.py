@@ -27,7 +27,7 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 8 b
     shared      D (64 + 128 for the output) 4, and 2 S 128 D for S stages: 160 KiB for D = 128, S = 2
     registers   o D / 2, scores 64, weights 16, of 160
 
-What limits it: waits at D = 128 (half of the tensor cores' rate is left), exponents at 64; and accuracy, as one outlier takes the scale from all others.
+What limits it: waits at D = 128 (half of the tensor cores' rate is left), exponents at 64; and accuracy: an outlier takes the scale from all others.
 
 Measured:
 
