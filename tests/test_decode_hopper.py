@@ -11,8 +11,10 @@ from decoding import draw_table, expected, fill_unowned, judged
 
 import strobe
 from strobe import ops_decode
+from strobe.choices import Choices
 from strobe.decode import DecodeCall
 from strobe.errors import UnsupportedProblem
+from strobe.kernels.hopper import decode_config
 from strobe.testing import FAMILIES, assert_kernel
 from strobe.testing.decode import DECODES
 
@@ -69,7 +71,8 @@ def test_2000_sequences_have_the_same_bits_everywhere(seed):
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (8, 264 - 8), (32, 8)])
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("page_size", [0, 1, 16, 48, 128])
-def test_widths(head_dim, head_dim_v, fp8, page_size):
+@pytest.mark.parametrize("shares", ["in a cluster", "in global memory"])
+def test_widths(head_dim, head_dim_v, fp8, page_size, shares, monkeypatch):
     """Long enough that rings wrap and splits are many; pages and rows give the same bits."""
     if fp8 and (head_dim % 16 or head_dim_v % 16):
         pytest.skip("rows of 8 bits in whole 16 bytes")
@@ -86,7 +89,31 @@ def test_widths(head_dim, head_dim_v, fp8, page_size):
         paged = lambda t: torch.empty_like(x := t.reshape(len(table), page_size, *t.shape[2:])).index_copy_(0, table.long(), x.view(x.dtype))
         bits = lambda t: paged(t.view(torch.uint8)).view(t.dtype) if fp8 else paged(t)
         k, v, table = bits(k), bits(v), table.view(batch, -1)
-    judged(DecodeCall(q, k, v, lengths, table, None, *scales, right=0, kernel="hopper"))
+    monkeypatch.setattr(ops_decode, "_choices", Choices())
+    if shares == "in global memory":
+        monkeypatch.setattr(decode_config, "together", lambda *_: 0)
+    call = DecodeCall(q, k, v, lengths, table, None, *scales, right=0, kernel="hopper")
+    assert (ops_decode.decide(call).forward.config.form.cluster > 1) == (shares == "in a cluster")
+    judged(call)
+
+
+@pytest.mark.parametrize("tokens, group", [(1, 1), (1, 8), (4, 4), (8, 8)], ids=["1 row", "8 rows", "16 rows", "64 rows"])
+@pytest.mark.parametrize("keys", [100, 500, 1000, 1500])
+def test_clusters_of_any_size_and_any_rows(keys, tokens, group):
+    """2 to 16 programs, of which some have no keys, thousands of launches one behind the other: each time the same bits."""
+    draw = torch.Generator("cuda").manual_seed(keys + tokens)
+    k, v = (torch.randn(1, keys, 8, 128, device="cuda", generator=draw).bfloat16() for _ in range(2))
+    q = torch.randn(1, tokens, 8 * group, 128, device="cuda", generator=draw).bfloat16()
+    for length in (keys, keys // 3, 0):
+        call = DecodeCall(q, k, v, torch.tensor([length], dtype=torch.int32, device="cuda"), right=0, kernel="hopper")
+        most = 8 if tokens * group == 64 else 16  # two programs of 64 rows are more than an SM has room for
+        assert ops_decode.decide(call).forward.config.form.cluster == min(most, 1 << (-(-keys // 64) - 1).bit_length())
+        judged(call)
+        first, wrong = ops_decode.run(call), torch.zeros((), dtype=torch.int32, device="cuda")
+        for _ in range(1000):
+            again = ops_decode.run(call)
+            wrong += sum((one != other).any() for one, other in zip(again, first))
+        assert not wrong
 
 
 def test_replays_of_a_graph_with_other_lengths_and_pages():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from strobe import ops, ops_decode, reference
 from strobe.decode import DecodeCall
-from strobe.kernels.hopper import config
+from strobe.kernels.hopper import config, decode_config
 from strobe.proof.simulate import posing
 from strobe.testing import Case
 
@@ -110,13 +110,13 @@ def backward_turns() -> tuple[Tensor, ...]:
     return _backward(640, 384, 64, deterministic=True)
 
 
-def _decode(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+def _decode(dtype: torch.dtype = torch.bfloat16, together: int = 0) -> tuple[Tensor, ...]:
     draw = torch.Generator().manual_seed(4)
     columns = 26
     q, k, v = (torch.randn(shape, generator=draw).to(torch.bfloat16) for shape in ((1, 1, 4, 64), (columns, 16, 1, 64), (columns, 16, 1, 64)))
     table = torch.randperm(columns, generator=draw).int()[None]
     call = DecodeCall(q, k.to(dtype), v.to(dtype), torch.tensor([410], dtype=torch.int32), table, right=0, kernel="hopper")
-    with posing(H200):
+    with posing(H200), patch.multiple(decode_config, together=lambda *_: together, splits=lambda *_: (2, 256)):
         return ops_decode.run(call)
 
 
@@ -128,6 +128,11 @@ def decode_pages() -> tuple[Tensor, ...]:
 def decode_float8() -> tuple[Tensor, ...]:
     """Keys and values widened in registers."""
     return _decode(torch.float8_e4m3fn)
+
+
+def decode_cluster() -> tuple[Tensor, ...]:
+    """Four splits of two tiles of keys, the last in part, which run together and send each other their shares."""
+    return _decode(together=4)
 
 
 def invariant() -> tuple[Tensor, ...]:
@@ -153,6 +158,7 @@ FORWARD = "../../src/strobe/kernels/hopper/forward.py"
 EARLY = "../../src/strobe/kernels/hopper/[ef]*.py"  # early.py and forward.py
 BACKWARD = "../../src/strobe/kernels/hopper/backward*.py"
 DECODE = "../../src/strobe/kernels/hopper/decode.py"
+CLUSTER = "../../src/strobe/kernels/[dh]*/[cde][lex][uc]*.py"  # cluster.py, decode.py and exchange.py
 INVARIANT = "../../src/strobe/kernels/hopper/invariant.py"
 SCHEDULE = "../../src/strobe/kernels/device/schedule.py"
 SCENES = (
@@ -163,5 +169,6 @@ SCENES = (
     Scene("backward_split", "sm_90", backward_split, BACKWARD),
     *(Scene(run.__name__, "sm_90", run, BACKWARD, ordered=True) for run in (backward_ordered, backward_turns)),
     *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),
+    Scene("decode_cluster", "sm_90", decode_cluster, CLUSTER),
     Scene("invariant", "sm_90", invariant, INVARIANT),
 )

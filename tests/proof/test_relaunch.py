@@ -90,6 +90,9 @@ class _Kernel:
 
         return started
 
+    def warmup(self, *arguments, grid, **options):
+        return self.stage.compiled
+
 
 def plain(argument):
     """Tensors as their addresses, so that arguments can be compared."""
@@ -214,6 +217,24 @@ def test_each_kernel_gets_what_triton_would_give_it(name, stage, monkeypatch):
     assert stage.started == 1
 
 
+def test_splits_of_a_cluster_are_launched_together(stage, monkeypatch):
+    """By Triton and again: a grid of clusters, whose size stands where Triton has its own num_ctas."""
+    ((key, tensors, described),) = _decode_launches(monkeypatch, "pages_of_16")
+    with offline(90):
+        one = described.kernel.warmup(*described.arguments, grid=(1,), **described.options)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=stage.utils))
+    _act(stage, one, monkeypatch)
+    config = described.arguments[-1]
+    warps, alone, shared = one.packed_metadata
+    assert (warps, alone, described.cluster) == (4, 1, config.cluster) and config.cluster > 1
+    owner = object()
+    assert stage.start(tensors, described, owner, key) is None
+    assert one.packed_metadata == (warps, config.cluster, shared)
+    again = stage.start(tensors, described, owner, key)
+    assert again[0] == described.programs and (warps, config.cluster, shared) in again
+    one.packed_metadata = warps, alone, shared  # Triton keeps what it compiled
+
+
 def test_a_gradient_of_lse_is_another_launch(stage, monkeypatch):
     without, given = _backward_launches(monkeypatch), _backward_launches(monkeypatch, torch.empty(2, 100))
     assert [a[0] == b[0] for a, b in zip(without, given)] == [False, True, True]
@@ -284,7 +305,7 @@ def test_a_backward_is_launched_again_as_one(stage, heads, launches, monkeypatch
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("name", ["pages_of_16", "dense"])
-@pytest.mark.parametrize("keys", ["one split", "splits"])
+@pytest.mark.parametrize("keys", ["one split", "splits", "splits in a cluster"])
 def test_a_decode_is_launched_again(stage, alone, name, keys, monkeypatch):
     """Where lse stands behind the scratch or by itself: what the kernel is handed lies in memory that is held, and each thing apart."""
     started, places = [], _Places()
@@ -292,11 +313,14 @@ def test_a_decode_is_launched_again(stage, alone, name, keys, monkeypatch):
     monkeypatch.setattr(relaunch, "start", noted)
     monkeypatch.setattr(ops_decode, "empty_here", places.fresh)
     call = DECODES[name].build("cpu", torch.bfloat16, "normal", 0, "hopper", False)
+    if keys != "splits in a cluster":
+        monkeypatch.setattr("strobe.kernels.hopper.decode_config.together", lambda *_: 0)
     if keys == "one split":
         monkeypatch.setattr("strobe.kernels.hopper.decode_config.splits", lambda capacity, *_: (1, capacity))
     with posing(FAKES["H200"]):
         choice = ops_decode.decide(call)
-        assert choice.forward.config.form.single == (keys == "one split") == (choice.forward.room == 0)
+        assert choice.forward.config.form.single == (keys == "one split") and (choice.forward.room > 0) == (keys == "splits")
+        assert (choice.forward.config.form.cluster > 0) == (keys == "splits in a cluster")
         made = []
         for _ in range(4):
             places.given = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,50 @@ EACH_COMMIT = (
 @pytest.mark.parametrize("n, name", list(enumerate(EACH_COMMIT)), ids=EACH_COMMIT)
 def test_the_hopper_decode(n, name, monkeypatch):
     assert simulated(built(name, n, "hopper", invariant=n % 4 == 3), SCHEDULES[n % 3], monkeypatch) == []
+
+
+IN_MEMORY = ("dense_tokens_5", "dense_softcap_sinks", "dense_window", "pages_of_13", "pages_window_softcap_sinks", "pages_lost", "pages_fp8")
+
+
+@pytest.mark.parametrize("n, name", list(enumerate(IN_MEMORY)), ids=IN_MEMORY)
+def test_the_hopper_decode_with_shares_in_global_memory(n, name, monkeypatch):
+    """As splits that are too many or too long to run together have them."""
+    call = built(name, n, "hopper")
+    assert select(DecodeProblem.from_call(call), H200).forward.config.form.cluster > 1
+    monkeypatch.setattr(config, "together", lambda *_: 0)
+    assert not select(DecodeProblem.from_call(call), H200).forward.config.form.cluster
+    assert simulated(call, SCHEDULES[n % 3], monkeypatch) == []
+
+
+@pytest.mark.parametrize("size", [2, 8, 16])
+def test_the_hopper_decode_in_clusters_of_any_size(size, monkeypatch):
+    """More programs than tiles of keys, and fewer; a row a program, and no sequence at all."""
+    monkeypatch.setattr(config, "together", lambda *_: size)
+    assert simulated(wide_call(64, 64, torch.bfloat16, 16), SCHEDULES[1], monkeypatch) == []
+    assert simulated(built("pages_one_head", 1, "hopper"), SCHEDULES[2], monkeypatch) == []
+    assert simulated(built("dense_nothing", 2, "hopper"), SCHEDULES[0], monkeypatch) == []
+
+
+def test_splits_run_together_where_that_is_fast():
+    """One program an SM, up to three tiles of keys each: what is read then counts for more than how shares are joined."""
+
+    def chosen(batch: int, keys: int, heads: int = 8, width: int = 128, tokens: int = 1, target=H200, **options) -> tuple[int, int]:
+        k = torch.empty(batch, keys, heads, width, dtype=torch.bfloat16, device="meta")
+        q = torch.empty(batch, tokens, 4 * heads, width, dtype=torch.bfloat16, device="meta")
+        call = DecodeCall(q, k, k, torch.empty(batch, dtype=torch.int32, device="meta"))
+        found = select(DecodeProblem.from_call(call._replace(right=0, kernel="hopper", **options)), target).forward.config
+        return found.form.cluster, found.split_size
+
+    assert [chosen(1, keys)[0] for keys in (64, 128, 512, 1024, 3072, 3073, 8192)] == [0, 2, 8, 16, 16, 0, 0]
+    assert [chosen(batch, 1024)[0] for batch in (2, 4, 8, 16)] == [8, 0, 0, 0] and chosen(4, 512) == (4, 128)
+    assert chosen(1, 1024, width=256) == (8, 128)  # a program an SM: 16 would need 16 SMs that are wired together
+    assert chosen(1, 1024, batch_invariant=True)[0] == 0
+    assert chosen(1, 1024, target=replace(H200, sm_count=78))[0] == 8
+    tall = {
+        "heads": 1,
+        "tokens": 16,
+    }  # 64 rows: 48 KiB are given to any kernel, for more a launcher has to ask, and looks only at what Triton allocates
+    assert [chosen(1, 128, width=width, **tall)[0] for width in (16, 64)] == [0, 2]
 
 
 @pytest.mark.nightly

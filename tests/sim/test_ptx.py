@@ -810,12 +810,13 @@ def test_a_scalar_address_is_asked_once_an_element():
         ("add.rz.f16x2 $0, 1, 2;", r"rounding .rz of .f16x2"),
         ("add.wide.s32 $0, 1, 2;", r"modifier '.wide' is not known here"),
         ("mul.s32 $0, 1, 2;", "without .lo, .hi or .wide"),
-        ("ld.shared.u32 $0, [$1];", r"modifier '.shared'"),
+        ("ld.shared.u16 $0, [$1];", r"modifier '.shared'"),
         ("cp.async.cg $0, 1;", "is no copy that is known"),
         ("fence.proxy.tensormap $0;", "is no fence that is known"),
         ("setp.ltu.s32 $0, 1, 2;", "comparison .ltu of .s32"),
-        (".shared .b32 x;", "only instructions, labels and .reg are known"),
+        (".shared .b32 x;", "only instructions, labels, .reg and .shared are known"),
         ("cvt.s32.f32 $0, 1.0;", "none is given"),
+        ("{ .reg .pred p; AGAIN: setp.eq.s32 p, 1, 1; @!p bra AGAIN; } mov.u32 $0, 0;", "goes back; known is a loop of one mbarrier.try_wait"),
     ],
 )
 def test_what_is_not_known_is_said(text, message):

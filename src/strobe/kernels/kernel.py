@@ -142,6 +142,12 @@ def no_triton() -> str | None:
     return None
 
 
+@lru_cache
+def launches_clusters() -> bool:
+    """Whether Triton is of a version whose launcher was read to run kernels in clusters as `relaunch.in_clusters` asks."""
+    return import_module("triton").__version__.startswith(("3.6", "3.7", "3.9"))
+
+
 def visible_pairs(problem: Problem) -> float:
     """Query-key pairs the mask's band admits over the batch, exactly for dense layouts; an upper bound where lengths or ids live on the device."""
     batch, (rows, keys) = problem.layout.batch, problem.layout.tokens

@@ -161,6 +161,16 @@ def note(known: Known, device: int, addresses: Sequence[int | None]) -> Noted:
     return Noted(known.function, known.programs, device, handed[4:])
 
 
+def in_clusters(size: int, compiled: Any) -> None:
+    """Have Triton's launcher run what it compiled in clusters of so many programs from now on.
+
+    Its own num_ctas, which does so too, shares out every tensor of a kernel among the programs of a cluster.
+    """
+    if compiled is not None:  # where launches are only noted
+        warps, _, shared = compiled.packed_metadata
+        compiled.packed_metadata = warps, size, shared
+
+
 def moved(argument: Any, addresses: Mapping[int, Address]) -> Any:
     """A launch's argument with other addresses, which stand there without their tensors."""
     kind = type(argument)

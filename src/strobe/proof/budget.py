@@ -166,7 +166,7 @@ DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
     "d128 pages of 128": lambda: _decode(128, 128),
     "d128 rows, 16 tokens": lambda: _decode(128, tokens=16),
     "d64 rows, left padded": lambda: _decode(64, k_start=torch.zeros(1, dtype=torch.int32)),
-    "d128 one split, window sinks": lambda: _decode(128, 16, keys=128, left=64, sinks=torch.zeros(32)),
+    "d128 one split, window sinks": lambda: _decode(128, 16, keys=64, left=64, sinks=torch.zeros(32)),
     "d128 float8, 4 tokens, softcap": lambda: _decode(128, 16, 4, cache_dtype=FP8, softcap=20.0),
     "d256 pages of 16": lambda: _decode(256, 16),
     "d256 16 tokens": lambda: _decode(256, 16, 16),
@@ -189,6 +189,13 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
     "d128 float8 rows": lambda: _decode(128, cache_dtype=FP8),
     "d128 rows, 16 tokens, batch invariant": lambda: _decode(128, tokens=16, batch_invariant=True),
     "d256 float8, pages of 16": lambda: _decode(256, 16, cache_dtype=FP8),
+    "d128 pages of 16, a cluster": lambda: _decode(128, 16, keys=1024),
+    "d64 rows, 16 tokens, a cluster": lambda: _decode(64, tokens=16, keys=1024),
+    "d192/128 a cluster, sinks": lambda: _decode(192, 16, keys=512, sinks=torch.zeros(32))._replace(
+        v=torch.empty(32, 16, 8, 128, dtype=torch.bfloat16)
+    ),
+    "d256 a cluster, softcap": lambda: _decode(256, 16, keys=1024, softcap=20.0),
+    "d128 float8, a cluster": lambda: _decode(128, cache_dtype=FP8, keys=1024),
 }
 
 

@@ -131,7 +131,8 @@ def recording(target: Target) -> Iterator[list[Job]]:
     jobs: list[Job] = []
 
     def note(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        jobs.append(Job(kernel.fn.__name__, kernel, arguments, grid, options, target))
+        if not warmup:  # of what is launched next
+            jobs.append(Job(kernel.fn.__name__, kernel, arguments, grid, options, target))
 
     run, JITFunction.run = JITFunction.run, note  # type: ignore[method-assign]
     try:

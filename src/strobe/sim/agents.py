@@ -150,6 +150,18 @@ class Partition:
         return not self.done and (self.blocked is None or self.blocked())
 
 
+@dataclass
+class Cluster:
+    """Programs that run at the same time and reach each other's shared memory, and their barrier (PTX ISA, barrier.cluster)."""
+
+    ctas: list[Cta]
+    generation: int = 0
+    come: int = 0  # programs that have come to the barrier
+    gathering: Clock = field(default_factory=dict)
+    released: Clock = field(default_factory=dict)
+    latest: float = 0.0
+
+
 class Cta:
     """One program of the grid: its partitions, its memories, its barriers, its loads in flight."""
 
@@ -162,6 +174,10 @@ class Cta:
         self.named_barriers: dict[int, NamedBarrier] = {}
         self.used = {"shared": 0, "tensor": 0}
         self.busy_ns: dict[str, float] = {}  # tensor core, TMA, cores: busy until
+        self.cluster: Cluster = Cluster([self])
+        self.came: int | None = None  # the barrier's generation at which it came there, until it has waited
+        self.met = self.ended = False  # whether it knows that all its cluster has begun; whether it is over
+        self.symbols: dict[tuple[str, int], tuple[int, Memory]] = {}  # variables of inline PTX in shared memory, with their addresses
 
     def allocate(self, space: str, size: int) -> Memory:
         raw = np.full(size, 0xFF, np.uint8)  # 0xFF.. is NaN in float32, float16, bfloat16, e4m3 and e5m2

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .arithmetic import Arithmetic
+from .clusters import Clusters
 from .layouts import Layouts
 from .machine import Machine
 from .pointers import Pointers
@@ -17,7 +18,7 @@ from .tensor_core import TensorCores
 from .values import BYTES, COMPUTED, Type, Value, computed_type, rounded, unsigned
 
 
-class Builder(Arithmetic, Pointers, SharedMemory, TensorCores):
+class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
     def __init__(self, machine: Machine, options: Any, layouts: Layouts, capability: int):
         self.machine, self.options, self.layouts, self.capability = machine, options, layouts, capability
         self.codegen_fns = {"min_dot_size": lambda a, b: (1, 1, 1)}

@@ -110,9 +110,15 @@ def simulate(target: str = "sm_90", mode: str = "pct", seed: int = 0, *, sms: in
     limits = {"shared": SHARED_KIB[capability] * KIB, "tensor": TENSOR_COLUMNS if capability in (100, 103) else 0}
     run = Run(Machine(mode, seed, sms, limits, reports, checks), reports)
 
-    def launch(fn: Any, *arguments: Any, grid: Any, warmup: bool = False, **keywords: Any) -> None:
-        if not warmup:
-            _Launch(run, capability, fn).run(arguments, keywords, grid)
+    made: dict[tuple[int, str], SimpleNamespace] = {}
+
+    def launch(fn: Any, *arguments: Any, grid: Any, warmup: bool = False, **keywords: Any) -> Any:
+        """As Triton's: a warm-up gives what is launched from then on for these constants; its metadata say how many programs run together."""
+        key = _constants(fn, arguments, keywords) if warmup or made else None
+        if warmup:
+            return made.setdefault(key, SimpleNamespace(packed_metadata=(keywords.get("num_warps", 4), 1, 0)))  # type: ignore[arg-type]
+        together = made[key].packed_metadata[1] if key in made else 1
+        return _Launch(run, capability, fn).run(arguments, keywords, grid, together)
 
     properties = SimpleNamespace(multi_processor_count=sms, name="simulated", major=capability // 10, minor=capability % 10)
     with contextlib.ExitStack() as patches:
@@ -124,6 +130,12 @@ def simulate(target: str = "sm_90", mode: str = "pct", seed: int = 0, *, sms: in
             yield run
     if check:
         run.check()
+
+
+def _constants(fn: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[int, str]:
+    """A kernel and the constants that it is compiled for."""
+    bound = fn.signature.bind(*arguments, **{name: value for name, value in keywords.items() if name in fn.arg_names}).arguments
+    return id(fn), repr([bound.get(parameter.name) for parameter in fn.params if parameter.is_constexpr])
 
 
 def _capability(target: str) -> int:
@@ -164,11 +176,11 @@ class _Launch:
         run.launches.append(fn.__name__)
         run.machine.entered[id(fn)] = fn
 
-    def run(self, arguments: tuple[Any, ...], keywords: dict[str, Any], grid: Any) -> None:
+    def run(self, arguments: tuple[Any, ...], keywords: dict[str, Any], grid: Any, together: int) -> None:
         options = {name: value for name, value in keywords.items() if name in _OPTIONS and name not in self.fn.arg_names}
         parsed: Any = CUDABackend(GPUTarget("cuda", self.capability, 32)).parse_options(options | _CHECKED)
         if parsed.num_ctas != 1:
-            raise NotImplementedError(f"num_ctas={parsed.num_ctas}: the simulator knows no clusters")
+            raise NotImplementedError(f"num_ctas={parsed.num_ctas}: the simulator shares out no tensor among the programs of a cluster")
         named = {name: value for name, value in keywords.items() if name in self.fn.arg_names}
         bound = self.fn.signature.bind(*arguments, **named)
         bound.apply_defaults()
@@ -179,12 +191,12 @@ class _Launch:
         self.machine.storages = []
         values = [self._argument(parameter.name, bound.arguments[parameter.name], parameter) for parameter in self.fn.params]
         grid = grid(dict(bound.arguments)) if callable(grid) else grid
-        grid = (*grid, 1, 1, 1)[:3]
+        grid = (grid[0] * together, *grid[1:], 1, 1)[:3]
         self.builder.grid = grid
         self.machine.warps = parsed.num_warps
         function, interpreter = translated(self.fn), Interpreter(self.semantic)
         values = [interpreter.static(value) if not isinstance(value, base_value) else value for value in values]
-        self.machine.run_grid(grid, quiet(lambda: function(interpreter, *values)))
+        self.machine.run_grid(grid, quiet(lambda: function(interpreter, *values)), together)
 
     # ---- arguments
 

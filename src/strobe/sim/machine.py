@@ -10,13 +10,14 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from types import CodeType
 from typing import Any
 
 import greenlet
 import numpy as np
 
-from .agents import Barrier, Cta, NamedBarrier, Operation, Partition, Stream
+from .agents import Barrier, Cluster, Cta, NamedBarrier, Operation, Partition, Stream
 from .checks import USUAL, Checks
 from .memory import Access, Actor, Clock, Memory, merge
 from .report import Place, Reports, Stop, place_text
@@ -235,15 +236,16 @@ class Machine:
 
     # ---- asynchronous work
 
-    def launch(self, stream: Stream | None, operation: Operation) -> None:
-        """Hand over work: to a stream that finishes in order, or (None) to the loads, which land in any order."""
+    def launch(self, stream: Stream | None, operation: Operation, cta: Cta | None = None) -> None:
+        """Hand over work: to a stream that finishes in order, or (None) to the loads of this CTA or another, which land in any order."""
+        cta = cta or self.current.cta
         if stream is None:
-            self.current.cta.loads.append(operation)
+            cta.loads.append(operation)
         else:
             stream.queue.append(operation)
             stream.where = operation.where
         if self.mode == "eager":
-            self._land(self.current.cta, stream, operation, everything=True)
+            self._land(cta, stream, operation, everything=True)
         else:
             self.preempt()
 
@@ -376,16 +378,19 @@ class Machine:
                 text = f"{worker.name} ends without having waited for its last {unwaited} {verb} operation(s), the last at {place_text(stream.where)}"
                 self.report("unfinished", text, stream.where, (worker.name, verb))
 
-    def run_grid(self, grid: tuple[int, int, int], body: Callable[[], Any]) -> None:
-        """Run `body` once for each program of the grid, `sms` of them in flight."""
+    def run_grid(self, grid: tuple[int, int, int], body: Callable[[], Any], together: int = 1) -> None:
+        """Run `body` once for each program of the grid, `sms` of them in flight, or a cluster where that is more."""
         self.hub = greenlet.getcurrent()
         self._locations.clear()
         programs = self._programs(grid)
         self.ctas = []
         try:
             while True:
-                while len(self.ctas) < self.sms and (program := next(programs, None)):
-                    self.ctas.append(self._start(*program, body))
+                while len(self.ctas) + together <= max(self.sms, together) and (members := list(islice(programs, together))):
+                    cluster = Cluster([self._start(*program, body) for program in members])
+                    self.ctas += cluster.ctas
+                    for cta in cluster.ctas:
+                        cta.cluster = cluster
                 if not self.ctas:
                     break
                 self._step()
@@ -464,6 +469,9 @@ class Machine:
             self._land(cta, *flying[0])
         if self.checks.happens_before:
             self._check_bytes(cta)
+        if cta.came is not None:
+            self.report("unfinished", f"CTA {cta.index} ends without having waited at its cluster's barrier")
+        cta.ended = True
         self.ctas.remove(cta)
 
     def _check_writes(self, cta: Cta, main: Partition) -> None:
@@ -471,7 +479,7 @@ class Machine:
         for memory in cta.memories:
             for access in memory.writes:
                 write = access.actor
-                if write.agent.startswith(("TMA load", "tcgen05")) and not access.ordered_before(last):
+                if write.agent.startswith(("TMA load", "tcgen05", "st.async")) and not access.ordered_before(last):
                     text = f"the CTA ends without having waited for {write.what}, issued at {place_text(write.where)}"
                     self.report("unfinished", text, write.where, (memory.name, write.where))
 

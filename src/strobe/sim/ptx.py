@@ -7,18 +7,18 @@ ones (`ptx_arithmetic` says what), or calls the machine if it touches memory or 
 and `@!p`, and branches under them to a label ahead: what lies between is guarded by their contrary. A register first written under a guard is
 all ones where the guard does not hold: NaN, or -1.
 
-The machine is any object with `barrier(number, threads, wait)`, `fence(name)`, `bulk_commit()`, `bulk_wait(pending, read)`,
-`load(address, dtype, mask, order)`, `store(address, value, mask, order)` and `atomic(operation, address, operands, mask, order, returns)`.
+The machine is any object with what `ptx_cluster` asks for, `barrier(number, threads, wait)`, `fence(name)`, `bulk_commit()`, `bulk_wait(pending,
+read)`, `load(address, dtype, mask, order)`, `store(address, value, mask, order)` and `atomic(operation, address, operands, mask, order, returns)`.
 Its arrays have one entry a group; a vector, or a pair of halves, is one call a lane; bfloat16 has the type `BFLOAT16`.
 """
 
 import re
 from dataclasses import dataclass
-from functools import cache, partial, reduce
+from functools import cache, reduce
 
 import numpy as np
 
-from . import ptx_lanes
+from . import ptx_cluster, ptx_lanes
 from .ptx_arithmetic import BFLOAT16, KINDS, PRED, RULES, SIGNED, UNSIGNED, conversion, fit, join, split
 
 __all__ = ["BFLOAT16", "run"]
@@ -219,6 +219,7 @@ class Block:
         self.scopes, self.widths, self.families, self.template, self.steps = [{}], [], [], [], []
         self.inputs, self.outputs, self.written = [], [], set()
         self.ahead = {}  # by the label of a branch that lies ahead: what is skipped where it is taken, as guards
+        self.behind = {}  # by label: how many steps come before it
         listed = [part.strip() for part in constraints.split(",")]
         for number, part in enumerate(part for part in listed if part and not part.startswith("~")):
             letter = part.lstrip("=&")
@@ -325,6 +326,8 @@ def parse(text, constraints):
         raise ValueError("inline PTX: a '{' is never closed")
     if block.ahead:
         raise ValueError(f"inline PTX: no label '{next(iter(block.ahead))}' lies ahead of the branch to it")
+    for name, (line, _) in block.behind.items():
+        raise NotImplementedError(f"inline PTX, line {line}: no branch before the label '{name}' goes there; branches go to a label ahead")
     for number, slot in enumerate(block.outputs):
         if slot not in block.written:
             raise ValueError(f"inline PTX: output ${number} is never written")
@@ -333,7 +336,7 @@ def parse(text, constraints):
 
 def _label(block, name, line):
     if block.ahead.pop(name, None) is None:
-        raise NotImplementedError(f"inline PTX, line {line}: no branch before the label '{name}' goes there; branches go to a label ahead")
+        block.behind[name] = line, len(block.steps)
 
 
 def _branch(block, code, guard):
@@ -343,6 +346,11 @@ def _branch(block, code, guard):
     if guard is None:
         raise NotImplementedError("goes there always; give it a predicate")
     slot, negated = guard
+    if name in block.behind:
+        again = block.steps[block.behind.pop(name)[1] :]
+        if [step.targets for step in again] == [(slot,)] and negated and "try_wait" in again[0].where:
+            return  # the wait itself is, here, until it is over
+        raise NotImplementedError("goes back; known is a loop of one mbarrier.try_wait until it succeeds")
     skipping = [passed for guards in block.ahead.values() for passed, _ in guards]  # who has branched already does not come here
     taken = block.declare("", 1)
     block.steps.append(Step(lambda p, *gone: [reduce(np.logical_and, (~one for one in gone), p ^ negated)], (taken,), (slot, *skipping)))
@@ -350,9 +358,13 @@ def _branch(block, code, guard):
 
 
 def _directive(block, statement, line):
+    if found := ptx_cluster.symbol(statement):
+        slot = block.declare(found[0], 32)
+        block.written.add(slot)
+        return block.steps.append(Step(ptx_cluster.of_symbol(*found), (slot,), (), "memory", where=statement))
     match = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", statement, re.DOTALL)
     if not match or match[1] not in KINDS:
-        raise NotImplementedError(f"inline PTX, line {line}: '{statement.split()[0]}': only instructions, labels and .reg are known")
+        raise NotImplementedError(f"inline PTX, line {line}: '{statement.split()[0]}': only instructions, labels, .reg and .shared are known")
     kind = KINDS[match[1]]
     for name in (name.strip() for name in match[2].split(",")):
         if many := re.fullmatch(rf"({NAME})<(\d+)>", name):
@@ -370,7 +382,7 @@ def _instruction(block, statement, line):
         raise ValueError(f"inline PTX, line {line}: '{statement}' is no instruction")
     operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s{\[][^,]*", match[4])
     code = Code(match[3], tuple(operand.strip() for operand in operands), line)
-    build = BUILDERS.get(code.root)
+    build = BUILDERS.get(code.root) if not ptx_cluster.knows(code.opcode) else lambda *of: Step(*ptx_cluster.build(*of))
     if build is None and code.root != "bra":
         raise NotImplementedError(f"{code.where} is not known; known opcodes: {', '.join(sorted([*BUILDERS, 'bra']))}")
     try:
@@ -448,17 +460,7 @@ def _convert(block, code):
 
 
 def _lanes(block, code):
-    """A vote of a warp's lanes, or an exchange across a butterfly of them."""
-    words, numbers = code.opcode.split(".")[1:], [int(operand, 0) for operand in code.operands if re.fullmatch(r"-?\d\w*", operand)]
-    target, source = code.need(3 if code.root == "vote" else 5)[:2]
-    if code.root == "vote" and words in (["sync", "any", "pred"], ["sync", "all", "pred"]) and numbers in ([-1], [0xFFFFFFFF]):
-        kind, function = PRED, partial(ptx_lanes.vote, words[1])
-    elif code.root == "shfl" and words == ["sync", "bfly", "b32"] and numbers[1:] in ([31, -1], [31, 0xFFFFFFFF]) and 0 < numbers[0] < 32:
-        kind, function = KINDS["b32"], partial(ptx_lanes.butterfly, numbers[0])
-    else:
-        raise NotImplementedError("expected vote.sync.any.pred, .all.pred, or shfl.sync.bfly.b32 by 1 to 31 within 31, of all lanes: -1")
-    read = (block.source(source, kind),)
-    return Step(lambda mask, groups, x: [function(x, mask, groups)], (block.target(target, kind),), read, lanes=True)
+    return Step(*ptx_lanes.build(block, code), lanes=True)
 
 
 # ---------------------------------------------------------------- instructions that call the machine

@@ -5,9 +5,28 @@ their order. That is what the device does where a thread's registers are in the 
 hold a row: a kernel that lets lanes talk says so of its layout.
 """
 
+import re
+from functools import partial
+
 import numpy as np
 
+from .ptx_arithmetic import KINDS, PRED
+
 LANES = 32
+
+
+def build(block, code):
+    """(function, targets, sources) of a vote of a warp's lanes, or of an exchange across a butterfly of them."""
+    words, numbers = code.opcode.split(".")[1:], [int(operand, 0) for operand in code.operands if re.fullmatch(r"-?\d\w*", operand)]
+    target, source = code.need(3 if code.root == "vote" else 5)[:2]
+    if code.root == "vote" and words in (["sync", "any", "pred"], ["sync", "all", "pred"]) and numbers in ([-1], [0xFFFFFFFF]):
+        kind, function = PRED, partial(vote, words[1])
+    elif code.root == "shfl" and words == ["sync", "bfly", "b32"] and numbers[1:] in ([31, -1], [31, 0xFFFFFFFF]) and 0 < numbers[0] < 32:
+        kind, function = KINDS["b32"], partial(butterfly, numbers[0])
+    else:
+        raise NotImplementedError("expected vote.sync.any.pred, .all.pred, or shfl.sync.bfly.b32 by 1 to 31 within 31, of all lanes: -1")
+    read = (block.source(source, kind),)
+    return (lambda mask, groups, x: [function(x, mask, groups)]), (block.target(target, kind),), read
 
 
 def vote(mode, predicate, mask, groups):

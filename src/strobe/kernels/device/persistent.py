@@ -27,9 +27,12 @@ class Launch(NamedTuple):
     programs: int
     arguments: tuple
     options: dict[str, int]
+    cluster: int = 1  # programs that run together: of `programs` clusters
 
     def start(self) -> Any:
         """The compiled kernel; None where the launch is simulated or only noted."""
+        if self.cluster > 1:
+            relaunch.in_clusters(self.cluster, self.kernel.warmup(*self.arguments, grid=(1,), **self.options))
         return self.kernel[(self.programs,)](*self.arguments, **self.options)
 
 

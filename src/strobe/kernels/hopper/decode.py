@@ -11,12 +11,14 @@ Every thread finds its own rows by page id, so pages of one key are copied as fa
 last program to finish a tile joins the shares of all by their log-sum-exp, in the order of the splits. How many there are is counted from
 the length, so a short sequence in a long table joins little, and a split that is alone writes its rows at once.
 
-A short decode takes as long as its chain of loads: length and page ids come together, then keys, values and queries, then shares.
+A short decode takes as long as its chain of loads: length and page ids come together, then keys, values and queries, then shares. Where one
+program an SM takes a few tiles of keys, splits run together in a cluster, and send each other their shares (exchange).
 
 Sources: split keys, "Flash-Decoding" (pytorch.org, October 2023); packed heads, FlashAttention-3 (arXiv 2407.08608); pages, vLLM
 (arXiv 2309.06180).
 """
 
+from ..device.cluster import inbox, open_inbox
 from ..device.decoding import signed, span, weighed, with_sink, worth
 from ..device.dialect import (
     await_launch_before,
@@ -33,6 +35,7 @@ from ..device.dialect import (
 )
 from ..device.softmax import tanh
 from ..faults import PAGES as _PAGES
+from .exchange import exchange
 
 PAGES: gl.constexpr = gl.constexpr(_PAGES)
 
@@ -510,6 +513,12 @@ def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbe
     tile = pid // heads_kv % n_tiles
     split = pid // heads_kv // n_tiles % n_splits
     batch = pid // heads_kv // n_tiles // n_splits
+    box = 0
+    if form.cluster:
+        split, head = pid % n_splits, pid // n_splits % heads_kv
+        tile, batch = pid // n_splits // heads_kv % n_tiles, pid // n_splits // heads_kv // n_tiles
+        box = inbox(form.inbox_bytes)
+        open_inbox(box, form.inbox_bytes)
     if form.early:
         next_launch_may_start()
         await_launch_before()
@@ -527,6 +536,8 @@ def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbe
         first_pages = first_pages_of(table, start, capacity, form)
     first_split = first // split_size
     stop_split = gl.maximum(gl.cdiv(stop, split_size), first_split + 1)  # a tile that sees no key still has rows to write
+    if form.cluster:  # all are there to the end: each gets a part of the rows
+        first_split, stop_split = n_splits * 0, n_splits
     if (split >= first_split) & (split < stop_split):
         held: gl.constexpr = k.dtype.element_ty
         dtype: gl.constexpr = gl.float16 if form.fp8 else held
@@ -547,11 +558,15 @@ def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbe
         interval = interval_of(tile, n_keys, tokens, limits, form)
         o, row_max, row_sum = attend(smem, pools, (strides[1], strides[2]), pages, where, interval, units, form)
         o, lse_log2 = whole(o, row_max, row_sum, v_scale)
-        o, lse_log2 = as_rows(o, lse_log2, form)
-        row = tile * form.block_m + gl.arange(0, form.block_m, gl.SliceLayout(1, o.type.layout))
-        if form.single:
+        if form.cluster:
+            exchange((out, lse, sinks), o, lse_log2, box, place, tile * form.block_m, split, strides[3], form)
+        elif form.single:
+            o, lse_log2 = as_rows(o, lse_log2, form)
+            row = tile * form.block_m + gl.arange(0, form.block_m, gl.SliceLayout(1, o.type.layout))
             write((out, lse, sinks), o, lse_log2, place, row, strides[3], form)
         else:
+            o, lse_log2 = as_rows(o, lse_log2, form)
+            row = tile * form.block_m + gl.arange(0, form.block_m, gl.SliceLayout(1, o.type.layout))
             if stop_split - first_split == 1:
                 write((out, lse, sinks), o, lse_log2, place, row, strides[3], form)
             else:

@@ -20,7 +20,7 @@ from .invariant import invariant_kernel
 def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:
     problem, form = plan.problem, plan.config.form
     tiles = problem.layout.batch * problem.heads_kv * row_tiles(plan)
-    shares = (None, None) if form.single else (workspace["shares"], zeros_on(call.q.device, tiles))
+    shares = (None, None) if form.single or form.cluster else (workspace["shares"], zeros_on(call.q.device, tiles))
     word = faults.word(call.q.device)
     tensors = (call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks)
     moving = (*tensors, call.k_scale, call.v_scale, *shares, word)
@@ -60,8 +60,9 @@ def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, w
     sizes = (layout.seqlen_q, problem.heads_kv, problem.capacity, *pages, config.n_splits, config.split_size, n_tiles)
     strides = tuple(x.stride()[:3] for x in (call.q, call.k, call.v, tensors[6]))
     arguments = (tensors, (call.k_scale, call.v_scale), shares, word, strides, sizes, (call.left, call.right), numbers_of(problem), config.form)
-    programs = layout.batch * problem.heads_kv * n_tiles * config.n_splits
-    return Launch(decode.decode_kernel, programs, arguments, {"num_warps": config.form.warps, "launch_pdl": config.form.early})
+    together = config.form.cluster or 1
+    programs = layout.batch * problem.heads_kv * n_tiles * config.n_splits // together
+    return Launch(decode.decode_kernel, programs, arguments, {"num_warps": config.form.warps, "launch_pdl": config.form.early}, together)
 
 
 def numbers_of(problem: DecodeProblem | Problem) -> tuple[float, float]:

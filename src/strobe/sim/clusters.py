@@ -1,0 +1,167 @@
+"""Clusters: programs that run at the same time and reach each other's shared memory, as inline PTX asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .agents import Barrier, Cta, Operation
+from .machine import Machine
+from .memory import Actor, merge
+from .pointers import Found
+from .ptx_cluster import WITHIN
+from .report import place_text
+
+SEND_NS = 400.0  # from one SM to another
+
+
+class Clusters:
+    machine: Machine
+    _record: Callable[..., None]
+    _fetch: Callable[..., np.ndarray]
+    _put: Callable[..., None]
+
+    # ---- the cluster's barrier
+
+    def cluster_arrive(self, release: bool) -> None:
+        machine, p = self.machine, self.machine.current
+        cta, cluster = p.cta, p.cta.cluster
+        if len(cta.partitions) > 1:
+            raise NotImplementedError("barrier.cluster beside warp_specialize: all threads come to it, of which the simulator knows one partition")
+        machine.preempt()
+        if cta.came is not None:
+            self._report("barrier", f"CTA {cta.index} comes to its cluster's barrier twice, without a wait between")
+        cta.came = cluster.generation
+        if release:
+            merge(cluster.gathering, p.knows)
+        p.tick()
+        machine.progress += 1
+        cluster.come, cluster.latest = cluster.come + 1, max(cluster.latest, p.time_ns)
+        if cluster.come == len(cluster.ctas):
+            merge(cluster.released, cluster.gathering)
+            cluster.generation, cluster.come = cluster.generation + 1, 0
+
+    def cluster_wait(self) -> None:
+        machine, p = self.machine, self.machine.current
+        cta, cluster = p.cta, p.cta.cluster
+        if (came := cta.came) is None:
+            self._report("barrier", f"CTA {cta.index} waits at its cluster's barrier, to which it did not come")
+            return
+        machine.preempt()
+        machine.block(lambda: cluster.generation > came, lambda: f"its cluster ({cluster.come} of {len(cluster.ctas)} programs there)")
+        merge(p.knows, cluster.released)
+        cta.came, cta.met = None, True
+        machine._until(cluster.latest, "wait cluster")
+
+    # ---- shared memory by address
+
+    def shared_symbol(self, name: str, size: int) -> int:
+        """Where a variable of inline PTX lies, in every program alike."""
+        cta = self.machine.current.cta
+        if (name, size) not in cta.symbols:
+            begin = max((start + len(memory.raw) for start, memory in cta.symbols.values()), default=1024)
+            memory = self.machine.allocate("shared", size, size)
+            memory.name, memory.named = name, True
+            cta.symbols[name, size] = begin, memory
+        return cta.symbols[name, size][0]
+
+    def _shared(self, address: np.ndarray, mask: Any, size: int, what: str) -> Iterator[tuple[Cta, Found]]:
+        """Each program whose memory an access meets, and what of it is meant."""
+        p = self.machine.current
+        live = np.ones(address.shape, bool) if mask is None else np.asarray(mask, bool)
+        owners, within = address >> WITHIN, address & (1 << WITHIN) - 1
+        for owner in np.unique(owners[live]).tolist():
+            here = live & (owners == owner)
+            if owner > len(p.cta.cluster.ctas):
+                self._report("bounds", f"{what} names program {owner - 1} of a cluster of {len(p.cta.cluster.ctas)}")
+                continue
+            cta = p.cta.cluster.ctas[owner - 1] if owner else p.cta
+            if cta is not p.cta:
+                self._check_reach(cta, what)
+            low, high = int(within[here].min()), int(within[here].max()) + size
+            found = next(((start, m) for start, m in cta.symbols.values() if start <= low and high <= start + len(m.raw)), None)
+            if found is None:
+                self._report("bounds", f"{what} at {low} to {high} of CTA {cta.index}'s shared memory, where no variable lies")
+                continue
+            yield cta, Found(found[1], within - found[0], here, size)
+
+    def _check_reach(self, other: Cta, what: str) -> None:
+        p = self.machine.current
+        reaches = f"{what} by {p.name} of CTA {p.cta.index} reaches CTA {other.index}"
+        if not p.cta.met:
+            self._report("race", f"{reaches}, which may not have begun: no wait for the cluster comes before")
+        if other.ended:
+            self._report("race", f"{reaches}, which has ended")
+
+    def _report(self, kind: str, text: str) -> None:
+        where = self.machine.place()
+        self.machine.report(kind, f"{text}, at {place_text(where)}", where, (text, where))
+
+    def shared_load(self, address: np.ndarray, dtype: Any, mask: Any) -> np.ndarray:
+        bits = np.zeros(address.shape, dtype)
+        for _, found in self._shared(address, mask, np.dtype(dtype).itemsize, "ld.shared"):
+            self._record(found, False, "ld.shared")
+            bits[found.live] = self._fetch(found, dtype, 0)[found.live]
+        return bits
+
+    # ---- mbarriers at addresses, and what comes with them
+
+    def _barrier_at(self, address: int, cta: Cta | None = None) -> Barrier:
+        return self.machine.barrier(address, f"mbarrier at {address}", cta)
+
+    def shared_barrier(self, address: np.ndarray, count: int, expected: int | None, mask: Any) -> None:
+        """Initialise it with a count of arrivals (expected None), or arrive and expect so many bytes."""
+        machine, p = self.machine, self.machine.current
+        live = np.ones(address.shape, bool) if mask is None else np.asarray(mask, bool)
+        for place, times in zip(*np.unique(address[live], return_counts=True)):
+            if expected is None:
+                if times > 1:
+                    self._report("race", f"mbarrier at {place} is initialised by {times} threads at once")
+                machine.init_barrier(int(place), f"mbarrier at {place}", count)
+            else:
+                machine.preempt()
+                machine.arrive(self._barrier_at(int(place)), int(times), p.knows, p.name, machine.place(), int(times) * expected, p.time_ns)
+                p.tick()
+
+    def shared_wait(self, address: int, parity: int, acquire: bool) -> None:
+        knows = self.machine.current.knows
+        before = dict(knows)
+        self.machine.wait(self._barrier_at(address), parity & 1)
+        if not acquire:
+            knows.clear()
+            knows.update(before)
+
+    def send(self, address: np.ndarray, values: list[np.ndarray], bell: np.ndarray, mask: Any) -> None:
+        """st.async: numbers that follow each other from each address on, which complete their bytes at the mbarrier `bell`, some time later."""
+        size = values[0].itemsize
+        for cta, found in self._shared(address, mask, size * len(values), "st.async"):
+            for place in np.unique(bell[found.live]).tolist():
+                part = Found(found.memory, found.offsets, found.live & (bell == place), found.size)
+                if place >> WITHIN != (address[part.live] >> WITHIN)[0]:
+                    self._report("bounds", "st.async to one program of the cluster, its mbarrier in another")
+                self._send(cta, part, values, self._barrier_at(place & (1 << WITHIN) - 1, cta))
+
+    def _send(self, cta: Cta, found: Found, values: list[np.ndarray], barrier: Barrier) -> None:
+        machine, p = self.machine, self.machine.current
+        agent = f"st.async {barrier.copies} on {cta.index}/{barrier.name}"
+        barrier.copies += 1
+        number, knows, phase, place = machine.sequence(agent), dict(p.knows), barrier.phase, machine.place()
+        what = f"st.async into {found.memory.name}"  # type: ignore[union-attr]
+        offsets = found.offsets[found.live]
+        actor = Actor(agent, number, knows, "generic", what, place)
+        machine.access(found.memory, found.memory.mask_at(offsets, found.size), True, actor)  # type: ignore[arg-type,union-attr]
+        knows[agent] = number
+        p.tick()
+        operation = Operation(agent, what, place, lambda: None, p.time_ns + SEND_NS)
+        size = found.size // len(values)
+        whole = [np.broadcast_to(value, found.offsets.shape) for value in values]
+
+        def land() -> None:
+            for i, value in enumerate(whole):
+                self._put(Found(found.memory, found.offsets + i * size, found.live, size), value, value.dtype)
+            machine.complete_bytes(barrier, found.size * len(offsets), knows, phase, operation)
+
+        operation.land = land
+        machine.launch(None, operation, cta)
