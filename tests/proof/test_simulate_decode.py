@@ -94,7 +94,7 @@ def test_the_hopper_decode_in_clusters_of_any_size(size, monkeypatch):
 
 
 def test_splits_run_together_where_that_is_fast():
-    """One program an SM, up to three tiles of keys each: what is read then counts for more than how shares are joined."""
+    """One program an SM, up to four tiles of keys each: what is read then counts for more than how shares are joined."""
 
     def chosen(batch: int, keys: int, heads: int = 8, width: int = 128, tokens: int = 1, target=H200, **options) -> tuple[int, int]:
         k = torch.empty(batch, keys, heads, width, dtype=torch.bfloat16, device="meta")
@@ -103,8 +103,8 @@ def test_splits_run_together_where_that_is_fast():
         found = select(DecodeProblem.from_call(call._replace(right=0, kernel="hopper", **options)), target).forward.config
         return found.form.cluster, found.split_size
 
-    assert [chosen(1, keys)[0] for keys in (64, 128, 512, 1024, 3072, 3073, 8192)] == [0, 2, 8, 16, 16, 0, 0]
-    assert [chosen(batch, 1024)[0] for batch in (2, 4, 8, 16)] == [8, 0, 0, 0] and chosen(4, 512) == (4, 128)
+    assert [chosen(1, keys)[0] for keys in (64, 128, 512, 1024, 4096, 4097, 8192)] == [0, 2, 8, 16, 16, 0, 0]
+    assert [chosen(batch, 1024)[0] for batch in (2, 4, 8, 16)] == [8, 4, 0, 0] and chosen(4, 512) == (4, 128)
     assert chosen(1, 1024, width=256) == (8, 128)  # a program an SM: 16 would need 16 SMs that are wired together
     assert chosen(1, 1024, batch_invariant=True)[0] == 0
     assert chosen(1, 1024, target=replace(H200, sm_count=78))[0] == 8

@@ -29,7 +29,7 @@ JOINED_NUMBERS = 128 * 128  # of shares that are loaded at a time: 128 registers
 MOST_JOINED = 32
 MOST_TOGETHER, ALWAYS_TOGETHER = 16, 8  # programs of a cluster: on parts of 16 SMs or more that are wired together; on any Hopper
 UNASKED, SCRATCH = 48 * KIB, 4 * KIB  # of shared memory: what any kernel gets; what the compiler takes for reductions, at most
-BLOCKS_TOGETHER = 3  # tiles of keys that programs of a cluster take, one an SM: more are read faster by twice as many programs (H200)
+BLOCKS_TOGETHER = 4  # tiles of keys that programs of a cluster take, one an SM: of more, twice as many programs read as fast (H200)
 EARLY = True  # launched to overlap the kernel before
 
 
@@ -169,7 +169,7 @@ def padded_to(size: int, step: int) -> int:
 def together(form: DecodeForm, blocks: int, tiles: int, sm_count: int) -> int:
     """How many programs split a tile's keys in a cluster, one an SM; 0 where keys are too many for that.
 
-    One sequence of 1,024 keys takes 4.9 us for 5.9 with shares in global memory, of 512 4.0 for 4.9, of 3,072 7.9 for 8.7; but two of 512 in
+    One sequence of 1,024 keys takes 4.9 us for 5.9 with shares in global memory, of 512 4.0 for 4.9, of 4,096 9.0 for 9.4; but two of 512 in
     clusters of 16, two programs an SM, 7.8 for 5.4 (H200, 32 and 8 heads of 128).
     """
     most = min(MOST_TOGETHER, padded(blocks, 1), 1 << (max(1, sm_count // max(1, tiles)).bit_length() - 1))
