@@ -235,6 +235,16 @@ def test_splits_of_a_cluster_are_launched_together(stage, monkeypatch):
     one.packed_metadata = warps, alone, shared  # Triton keeps what it compiled
 
 
+def test_what_is_compiled_in_the_background_is_told_of_its_clusters():
+    compiled = SimpleNamespace(packed_metadata=(4, 1, 1000))
+
+    class Kernel:
+        warmup = staticmethod(lambda *_, **__: SimpleNamespace(result=lambda: compiled))
+        __getitem__ = lambda self, grid: lambda *_, **__: (grid, compiled.packed_metadata)
+
+    assert relaunch.in_clusters(16, 3, Kernel(), (), {}) == ((3,), (4, 16, 1000))
+
+
 def test_a_gradient_of_lse_is_another_launch(stage, monkeypatch):
     without, given = _backward_launches(monkeypatch), _backward_launches(monkeypatch, torch.empty(2, 100))
     assert [a[0] == b[0] for a, b in zip(without, given)] == [False, True, True]

@@ -84,13 +84,12 @@ def test_the_hopper_decode_with_shares_in_global_memory(n, name, monkeypatch):
     assert simulated(call, SCHEDULES[n % 3], monkeypatch) == []
 
 
-@pytest.mark.parametrize("size", [2, 8, 16])
-def test_the_hopper_decode_in_clusters_of_any_size(size, monkeypatch):
+@pytest.mark.parametrize("size, name", [(2, ""), (8, "pages_one_head"), (16, "dense_nothing"), (16, "pages_lost")])
+def test_the_hopper_decode_in_clusters_of_any_size(size, name, monkeypatch):
     """More programs than tiles of keys, and fewer; a row a program, and no sequence at all."""
     monkeypatch.setattr(config, "together", lambda *_: size)
-    assert simulated(wide_call(64, 64, torch.bfloat16, 16), SCHEDULES[1], monkeypatch) == []
-    assert simulated(built("pages_one_head", 1, "hopper"), SCHEDULES[2], monkeypatch) == []
-    assert simulated(built("dense_nothing", 2, "hopper"), SCHEDULES[0], monkeypatch) == []
+    call = built(name, size, "hopper") if name else wide_call(64, 64, torch.bfloat16, 16)
+    assert simulated(call, SCHEDULES[size % 3], monkeypatch) == []
 
 
 def test_splits_run_together_where_that_is_fast():

@@ -93,6 +93,7 @@ def in_turn(launches: Sequence[Noted | None]) -> Callable[[], bool] | None:
 _KNOWN: dict[Hashable, Known] = {}
 _NOTED: dict[Hashable, Noted] = {}  # by what was launched and all addresses
 _NOTING = Lock()
+_CLUSTERS = Lock()
 
 
 def start(owner: object, key: Hashable, tensors: Sequence[Tensor | None], first: Callable[[], Any]) -> Noted | None:
@@ -161,14 +162,18 @@ def note(known: Known, device: int, addresses: Sequence[int | None]) -> Noted:
     return Noted(known.function, known.programs, device, handed[4:])
 
 
-def in_clusters(size: int, compiled: Any) -> None:
-    """Have Triton's launcher run what it compiled in clusters of so many programs from now on.
+def in_clusters(size: int, clusters: int, kernel: Any, arguments: tuple, options: dict[str, Any]) -> Any:
+    """Have Triton launch so many clusters of `size` programs: what it compiles for these arguments is launched so from then on.
 
-    Its own num_ctas, which does so too, shares out every tensor of a kernel among the programs of a cluster.
+    Its own num_ctas, which asks for clusters too, shares out every tensor of a kernel among the programs of one.
     """
-    if compiled is not None:  # where launches are only noted
-        warps, _, shared = compiled.packed_metadata
-        compiled.packed_metadata = warps, size, shared
+    with _CLUSTERS:  # another thread's compilation may take the place of what this one has told
+        compiled = kernel.warmup(*arguments, grid=(1,), **options)
+        if compiled is not None:  # where launches are only noted
+            compiled = compiled.result() if hasattr(compiled, "result") else compiled  # compiled in the background
+            warps, _, shared = compiled.packed_metadata
+            compiled.packed_metadata = warps, size, shared
+        return kernel[(clusters,)](*arguments, **options)
 
 
 def moved(argument: Any, addresses: Mapping[int, Address]) -> Any:

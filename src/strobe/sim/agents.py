@@ -177,7 +177,7 @@ class Cta:
         self.cluster: Cluster = Cluster([self])
         self.came: int | None = None  # the barrier's generation at which it came there, until it has waited
         self.met = self.ended = False  # whether it knows that all its cluster has begun; whether it is over
-        self.symbols: dict[tuple[str, int], tuple[int, Memory]] = {}  # variables of inline PTX in shared memory, with their addresses
+        self.symbols: dict[tuple, tuple[int, Memory]] = {}  # variables of inline PTX in shared memory, with their addresses
 
     def allocate(self, space: str, size: int) -> Memory:
         raw = np.full(size, 0xFF, np.uint8)  # 0xFF.. is NaN in float32, float16, bfloat16, e4m3 and e5m2

@@ -14,6 +14,7 @@ from .pointers import Found
 from .ptx_cluster import WITHIN
 from .report import place_text
 
+MOST_COUNTED = 2**20 - 1  # by an mbarrier, of arrivals and of bytes (PTX ISA)
 SEND_NS = 400.0  # from one SM to another
 
 
@@ -58,20 +59,22 @@ class Clusters:
     # ---- shared memory by address
 
     def shared_symbol(self, name: str, size: int) -> int:
-        """Where a variable of inline PTX lies, in every program alike."""
-        cta = self.machine.current.cta
-        if (name, size) not in cta.symbols:
+        """Where a variable of inline PTX lies, in every program alike: one for each place that names it, as a block's names are its own."""
+        cta, key = self.machine.current.cta, (name, size, self.machine.place())
+        if key not in cta.symbols:
             begin = max((start + len(memory.raw) for start, memory in cta.symbols.values()), default=1024)
             memory = self.machine.allocate("shared", size, size)
             memory.name, memory.named = name, True
-            cta.symbols[name, size] = begin, memory
-        return cta.symbols[name, size][0]
+            cta.symbols[key] = begin, memory
+        return cta.symbols[key][0]
 
     def _shared(self, address: np.ndarray, mask: Any, size: int, what: str) -> Iterator[tuple[Cta, Found]]:
         """Each program whose memory an access meets, and what of it is meant."""
         p = self.machine.current
         live = np.ones(address.shape, bool) if mask is None else np.asarray(mask, bool)
         owners, within = address >> WITHIN, address & (1 << WITHIN) - 1
+        if np.any(address[live] % size):
+            self._report("bounds", f"{what} of {size} bytes at an address that is no multiple of them")
         for owner in np.unique(owners[live]).tolist():
             here = live & (owners == owner)
             if owner > len(p.cta.cluster.ctas):
@@ -101,6 +104,8 @@ class Clusters:
 
     def shared_load(self, address: np.ndarray, dtype: Any, mask: Any) -> np.ndarray:
         bits = np.zeros(address.shape, dtype)
+        if np.any(address[slice(None) if mask is None else np.asarray(mask, bool)] >> WITHIN):
+            self._report("bounds", "ld.shared of another program's memory, or of its own by way of mapa: that is ld.shared::cluster")
         for _, found in self._shared(address, mask, np.dtype(dtype).itemsize, "ld.shared"):
             self._record(found, False, "ld.shared")
             bits[found.live] = self._fetch(found, dtype, 0)[found.live]
@@ -109,12 +114,16 @@ class Clusters:
     # ---- mbarriers at addresses, and what comes with them
 
     def _barrier_at(self, address: int, cta: Cta | None = None) -> Barrier:
+        if address % 8:
+            self._report("bounds", f"an mbarrier at {address}, which is no multiple of 8")
         return self.machine.barrier(address, f"mbarrier at {address}", cta)
 
     def shared_barrier(self, address: np.ndarray, count: int, expected: int | None, mask: Any) -> None:
         """Initialise it with a count of arrivals (expected None), or arrive and expect so many bytes."""
         machine, p = self.machine, self.machine.current
         live = np.ones(address.shape, bool) if mask is None else np.asarray(mask, bool)
+        if max(count, expected or 0) > MOST_COUNTED:
+            self._report("barrier", f"an mbarrier is to count {count} arrivals and {expected or 0} bytes; it counts up to {MOST_COUNTED} of each")
         for place, times in zip(*np.unique(address[live], return_counts=True)):
             if expected is None:
                 if times > 1:
@@ -150,10 +159,10 @@ class Clusters:
         number, knows, phase, place = machine.sequence(agent), dict(p.knows), barrier.phase, machine.place()
         what = f"st.async into {found.memory.name}"  # type: ignore[union-attr]
         offsets = found.offsets[found.live]
-        actor = Actor(agent, number, knows, "generic", what, place)
+        actor = Actor(agent, number, {**knows, agent: number}, "generic", what, place)
         machine.access(found.memory, found.memory.mask_at(offsets, found.size), True, actor)  # type: ignore[arg-type,union-attr]
-        knows[agent] = number
         p.tick()
+        told = {agent: number}  # of what was sent alone, not of what the sender did before
         operation = Operation(agent, what, place, lambda: None, p.time_ns + SEND_NS)
         size = found.size // len(values)
         whole = [np.broadcast_to(value, found.offsets.shape) for value in values]
@@ -161,7 +170,7 @@ class Clusters:
         def land() -> None:
             for i, value in enumerate(whole):
                 self._put(Found(found.memory, found.offsets + i * size, found.live, size), value, value.dtype)
-            machine.complete_bytes(barrier, found.size * len(offsets), knows, phase, operation)
+            machine.complete_bytes(barrier, found.size * len(offsets), told, phase, operation)
 
         operation.land = land
         machine.launch(None, operation, cta)

@@ -149,7 +149,7 @@ class Machine:
         found = (cta or p.cta).barriers.get(address)
         if found is None or not found.valid:
             self.report("barrier", f"{p.name} uses {name}, which is not initialised, at {place_text(self.place())}")
-            found = p.cta.barriers[address] = Barrier(name, 1, p.knows)
+            found = (cta or p.cta).barriers[address] = Barrier(name, 1, p.knows)
         elif self.checks.happens_before and any(p.knows.get(agent, 0) < clock for agent, clock in found.since.items()):
             self.report("race", f"{p.name} uses {name} without being ordered after its initialisation, at {place_text(self.place())}")
         return found

@@ -32,7 +32,7 @@ class Launch(NamedTuple):
     def start(self) -> Any:
         """The compiled kernel; None where the launch is simulated or only noted."""
         if self.cluster > 1:
-            relaunch.in_clusters(self.cluster, self.kernel.warmup(*self.arguments, grid=(1,), **self.options))
+            return relaunch.in_clusters(self.cluster, self.programs, self.kernel, self.arguments, self.options)
         return self.kernel[(self.programs,)](*self.arguments, **self.options)
 
 

@@ -104,10 +104,10 @@ def both_pages(table, n_start, capacity, form: gl.constexpr):
 
 @gluon.jit
 def first_pages_of(table, start, capacity, form: gl.constexpr):
-    """Page ids of the tile of key `start` and of the next, as copies need them, and of the first as its scores do."""
+    """Page ids of the tile of key `start` and of the split's next, as copies need them, and of the first as its scores do."""
     begin = start // form.block_n * form.block_n
     rows = gl.arange(0, form.block_n, gl.SliceLayout(1, product_layout(form.block_m, form.warps)))
-    first, second = both_pages(table, begin, capacity, form), both_pages(table, begin + form.block_n, capacity, form)
+    first, second = both_pages(table, begin, capacity, form), both_pages(table, begin + form.step, capacity, form)
     return first, second, pages_of(table, begin, capacity, rows, form)
 
 
@@ -213,10 +213,10 @@ def start_copies(rings, pools, strides, pages, where, form: gl.constexpr):
     current, upcoming, scored = pages
     begin = where[3] // form.block_n * form.block_n
     slot = begin * 0
-    for n_start in range(begin, begin + (form.stages - 1) * form.block_n, form.block_n):
+    for n_start in range(begin, begin + (form.stages - 1) * form.step, form.step):
         copy_tile(rings, slot, pools, strides, current, where, n_start, form)
         current = upcoming
-        upcoming = both_pages(pools[2], n_start + 2 * form.block_n, pools[3], form)
+        upcoming = both_pages(pools[2], n_start + 2 * form.step, pools[3], form)
         slot += 1
     return current, upcoming, scored
 
@@ -263,13 +263,13 @@ def attend(smem, pools, strides, pages, where, interval, numbers, form: gl.const
     sums = gl.full([BLOCK_N, form.block_m], 0.0, gl.float32, layout)
     o = gl.full([form.block_dv, form.block_m], 0.0, gl.float32, layout)
     slot = begin * 0
-    for n_start in range(begin, stop, BLOCK_N):
+    for n_start in range(begin, stop, form.step):
         landed(2 * AHEAD - 1)
         s = score_product(q_smem, rings[0].index(slot), form)
-        later = n_start + AHEAD * BLOCK_N
+        later = n_start + AHEAD * form.step
         copy_tile(rings, gl.where(slot == 0, AHEAD, slot - 1), pools, strides, current, where, later, form)
         current = upcoming
-        upcoming = both_pages(table, later + 2 * BLOCK_N, capacity, form)
+        upcoming = both_pages(table, later + 2 * form.step, capacity, form)
         s = warpgroup_mma_wait(0, deps=[s])
         if form.fp8:
             s = s * level[None, :]
@@ -280,7 +280,7 @@ def attend(smem, pools, strides, pages, where, interval, numbers, form: gl.const
             inside = in_pool(page, where)
             gl.atomic_or(pools[4] + rows * 0, rows * 0 + PAGES, mask=seen & (inside == 0), sem="relaxed")
             seen = seen & inside
-            page = pages_of(table, n_start + BLOCK_N, capacity, rows, form)
+            page = pages_of(table, n_start + form.step, capacity, rows, form)
         p, rescale, row_max, sums = softmax_step(hidden(s, seen, n_start, rows, interval, form), row_max, sums, scale_log2, form)
         o = o * rescale[None, :]
         p_smem.store(gl.permute(p.to(p_smem.dtype), (1, 0)))
@@ -527,24 +527,29 @@ def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbe
     if form.page_size > 0:
         table = page_table + batch.to(gl.int64) * max_pages
     start = split * split_size
+    if form.cluster:  # tile by tile in turn, so that all take part however short the sequence
+        start = split * form.block_n
     if not form.left:  # these loads wait for no length
         first_pages = first_pages_of(table, start, capacity, form)
     origin, n_keys = span(seqlens, k_start, batch, capacity, faults, form)
     first, stop = keys_of_tile(tile, n_keys, tokens, limits, form)
     if form.left:
+        if form.cluster:
+            start += first // form.block_n * form.block_n
         start = gl.maximum(start, first)
         first_pages = first_pages_of(table, start, capacity, form)
     first_split = first // split_size
     stop_split = gl.maximum(gl.cdiv(stop, split_size), first_split + 1)  # a tile that sees no key still has rows to write
+    last = gl.minimum(split * split_size + split_size, stop)
     if form.cluster:  # all are there to the end: each gets a part of the rows
-        first_split, stop_split = n_splits * 0, n_splits
+        first_split, stop_split, last = n_splits * 0, n_splits, stop
     if (split >= first_split) & (split < stop_split):
         held: gl.constexpr = k.dtype.element_ty
         dtype: gl.constexpr = gl.float16 if form.fp8 else held
         q_smem, p_smem = matrix(form.block_m, form.block_d, dtype), matrix(form.block_m, form.block_n, dtype)
         k_smem = gl.allocate_shared_memory(held, [form.stages, form.block_n, form.block_d], tile_layout(form.block_n, form.block_d, held, form))
         v_smem = gl.allocate_shared_memory(held, [form.stages, form.block_n, form.block_dv], tile_layout(form.block_n, form.block_dv, held, form))
-        where = (batch, head, origin, start, gl.minimum(split * split_size + split_size, stop), n_pages)
+        where = (batch, head, origin, start, last, n_pages)
         pools = (k, v, table, capacity, faults)
         smem = (q_smem, p_smem, (k_smem, v_smem))
         pages = start_copies(smem[2], pools, (strides[1], strides[2]), first_pages, where, form)

@@ -94,6 +94,11 @@ class DecodeForm(Traits):
         return tl.float32
 
     @property
+    def step(self) -> int:
+        """Keys from a split's tile to its next."""
+        return self.block_n * (self.cluster or 1)
+
+    @property
     def sent_rows(self) -> int:
         """Rows that come from each program of a cluster: two at a time."""
         return max(2, self.joined_rows)
@@ -153,7 +158,7 @@ class DecodeConfig:
     def __str__(self) -> str:
         f = self.form
         shares = f"{self.n_splits} splits of {self.split_size} keys" if self.n_splits > 1 else "one split"
-        shares += " in a cluster" if f.cluster else ""
+        shares = f"{self.n_splits} splits by turns in a cluster" if f.cluster else shares
         return f"block_m={f.block_m} block_n={f.block_n} stages={f.stages}, {shares}, shared {f.shared_bytes() / KIB:.0f} KiB"
 
 
