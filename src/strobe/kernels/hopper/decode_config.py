@@ -174,7 +174,7 @@ def padded_to(size: int, step: int) -> int:
 def together(form: DecodeForm, blocks: int, tiles: int, sm_count: int) -> int:
     """How many programs split a tile's keys in a cluster, one an SM; 0 where keys are too many for that.
 
-    One sequence of 1,024 keys takes 4.9 us for 5.9 with shares in global memory, of 512 4.0 for 4.9, of 4,096 9.0 for 9.4; but two of 512 in
+    One sequence of 1,024 keys takes 4.8 us for 5.9 with shares in global memory, of 512 4.0 for 4.9, of 4,096 9.0 for 9.4; but two of 512 in
     clusters of 16, two programs an SM, 7.8 for 5.4 (H200, 32 and 8 heads of 128).
     """
     most = min(MOST_TOGETHER, padded(blocks, 1), 1 << (max(1, sm_count // max(1, tiles)).bit_length() - 1))

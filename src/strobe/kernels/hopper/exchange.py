@@ -1,7 +1,7 @@
 """Splits that run at the same time join their shares in shared memory: each program of a cluster gets some columns of all, and writes them whole.
 
     in memory     share to memory | count | the last program reads all shares, joins them | write       1.3 of 5.9 us at one sequence of 1k (H200)
-    in a cluster  a part of the share to each program | each joins its part | write                     0.3 of 4.9
+    in a cluster  a part of the share to each program | each joins its part | write                     0.3 of 4.8
 
 An inbox holds float32 numbers [splits, columns of a part, rows], then log-sum-exps [splits, rows].
 """
