@@ -38,7 +38,7 @@ def exchange_kernel(x, out, off: gl.constexpr):
     gl.store(out + (gl.program_id(0) * PAIRS + pair) * 2 + column, received(read))  # @read
 
 
-FEW = 3  # seeds: a run is of eight programs
+FEW = 2  # seeds: a run is of eight programs
 
 
 def exchange(off="", clusters=2):

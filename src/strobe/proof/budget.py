@@ -246,11 +246,21 @@ class Unit(NamedTuple):
     def each_commit(self) -> bool:
         """Compiled on each commit; the others nightly: every tiling is among these. A bound on the left alone has the tiles of a window and less
         to hide, a window beyond d128 those of its causal case; keys that end within a tile, sizes of 1, heads that share a tile or are divided,
-        turns at dq and float16 are seen at one width."""
+        turns at dq, float16 and clusters are seen at one width."""
         if self.family == "blackwell":
             tilings = ("d64 dense", "d96 causal", "d128 dense", "d192/128 causal")
             return self.case == ON_EVERY_TARGET or (self.target == "sm_100" and self.case in tilings)
-        of_one_width = ("ragged", "one row", "5 rows", "deterministic", "float16", "group 8 causal")
+        of_one_width = (
+            "ragged",
+            "one row",
+            "5 rows",
+            "deterministic",
+            "float16",
+            "group 8 causal",
+            "a cluster",
+            "a cluster, sinks",
+            "a cluster, softcap",
+        )
         seen_at_d128 = self.case.endswith(of_one_width) and not self.case.startswith("d128")
         wide = self.case.endswith(" window") and not self.case.startswith(("d64", "d128"))
         variant = seen_at_d128 or wide or self.case.endswith("window left") or self.case == "d64 packed group 4 causal sinks"
