@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -175,14 +176,26 @@ class Arithmetic:
 
     def create_inline_asm(self, text: str, constraints: str, arguments: list[Value], types: list[Type], pure: bool, pack: int) -> Any:
         bits = [np.asarray(a.data) if is_pointer(a.elem) else to_bits(a.data, a.elem) for a in arguments]
-        outputs = ptx.run(text, constraints, bits, [STORED[ty.elem] for ty in types], pack, self)
-        layout = arguments[0].layout if arguments else None
+        layout, shape = (arguments[0].layout, np.shape(bits[0])) if arguments else (None, ())
+        order = self.layouts.registers(shape, layout, pack) if pack > 1 else None
+        if order is not None:
+            bits = [np.broadcast_to(a, shape).reshape(-1)[order] for a in bits]
+        outputs = [np.asarray(out) for out in ptx.run(text, constraints, bits, [STORED[ty.elem] for ty in types], pack, self)]
+        if order is not None:
+            outputs = [_put(out, order, shape) for out in outputs]
         for a in arguments[:1]:
             self.spend_math(a)
-        return Results([Value(_scalar(from_bits(np.asarray(out), ty.elem)), ty.elem, layout) for out, ty in zip(outputs, types, strict=True)])
+        return Results([Value(_scalar(from_bits(out, ty.elem)), ty.elem, layout) for out, ty in zip(outputs, types, strict=True)])
 
     def create_extern_elementwise(self, library: str, path: str, symbol: str, arguments: Any, ty: Any, pure: bool) -> Value:
         raise NotImplementedError(f"external function {symbol} of {library}: the simulator knows none")
+
+
+def _put(values: np.ndarray, places: np.ndarray, shape: tuple) -> np.ndarray:
+    """An array of this shape with the values in these places of it."""
+    out = np.empty(math.prod(shape), values.dtype)
+    out[places] = values
+    return out.reshape(shape)
 
 
 def _sum_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:

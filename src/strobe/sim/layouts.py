@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from functools import reduce
 from typing import Any
 
+import numpy as np
 from triton._C.libtriton import gluon_ir, ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
@@ -13,6 +16,12 @@ def _key(argument: Any) -> Any:
     if isinstance(argument, (list, tuple)):
         return tuple(_key(item) for item in argument)
     return argument if isinstance(argument, (int, str, bool, float, type(None))) else id(argument)
+
+
+def _places(bases: list[list[int]], strides: list[int]) -> np.ndarray:
+    """Places in a flat array of all combinations of a linear layout's bases, the first of which changes first."""
+    steps = [sum(x * stride for x, stride in zip(base, strides, strict=True)) for base in bases]
+    return reduce(lambda places, step: np.concatenate([places, places ^ step]), steps, np.zeros(1, np.int64))
 
 
 class Interned:
@@ -92,6 +101,24 @@ class Layouts:
         """The Python layout of a tensor with this layout attribute."""
         key = ("tensor", tuple(shape), id(layout))
         return self.answer(key, lambda: self.builder.get_gluon_layout_from_tensor(self.blank("i32", shape, layout)))
+
+    def registers(self, shape: tuple, layout: Any, pack: int) -> np.ndarray | None:
+        """[groups, pack]: the places in a flat array of registers of one thread that follow each other; 32 groups that do so are the lanes of a warp.
+        None where that is the array's order, for plain Triton, and where a thread holds an element twice, or none."""
+        if layout is None:
+            return None
+
+        def ask() -> np.ndarray | None:
+            linear = self.builder.to_linear_layout(layout, list(shape))
+            strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+            own = _places(linear.reg_bases, strides)
+            places = _places([*linear.lane_bases, *linear.warp_bases, *linear.block_bases], strides)[:, None] ^ own
+            if len(own) % pack or not np.array_equal(np.sort(places, axis=None), np.arange(math.prod(shape))):
+                return None
+            places = places.reshape(len(places), -1, pack).swapaxes(0, 1).reshape(-1, pack)
+            return None if np.array_equal(places.reshape(-1), np.arange(places.size)) else places
+
+        return self.answer(("registers", shape, id(layout), pack), ask)
 
     def trivial(self, elem: str, shape: Any, source: Any, target: Any) -> bool:
         def ask() -> bool:

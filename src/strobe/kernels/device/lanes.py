@@ -42,37 +42,35 @@ def over_lanes(numbers, tile):
 
 
 @gluon.jit
-def by_threads(tile):
-    """[2 M, N / 2]: each thread's elements of a tile [M, N] in the order of its registers: two of a row, two of the other, and so on. 32 rows of it
-    are the lanes of a warp, in their order."""
-    rows: gl.constexpr = tile.shape[0]
-    columns: gl.constexpr = tile.shape[1]
-    parts = gl.reshape(tile, [rows // 16, 2, 8, columns // 8, 4, 2])
-    return gl.reshape(gl.permute(parts, (0, 2, 4, 3, 1, 5)), [2 * rows, columns // 2])
+def by_four(numbers, tile):
+    """Four numbers of a row, each [M, 4] in lanes, for a tile [M, N]: of each 32 columns those that a lane has are the first number twice, the second
+    twice, and so on."""
+    a, b, c, d = numbers
+    four = gl.join(gl.join(a, c), gl.join(b, d))
+    four = gl.permute(gl.reshape(four, [tile.shape[0], 4, 4]), (0, 2, 1))
+    parts = _by_four(tile)
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, parts.type.layout))
+    spread = gl.expand_dims(gl.expand_dims(gl.convert_layout(four, layout, assert_trivial=True), 1), 4)
+    return gl.convert_layout(gl.reshape(gl.broadcast(spread, parts)[0], tile.shape), tile.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def from_threads(elements, tile):
-    """What `by_threads` took apart, in the shape and layout of `tile`."""
+def from_four(tile):
+    """What `by_four` spread, where all that it repeats is still alike."""
     rows: gl.constexpr = tile.shape[0]
-    columns: gl.constexpr = tile.shape[1]
-    parts = gl.permute(gl.reshape(elements, [rows // 16, 8, 4, columns // 8, 2, 2]), (0, 4, 1, 3, 2, 5))
-    return gl.convert_layout(gl.reshape(parts, [rows, columns]), tile.type.layout, assert_trivial=True)
+    four = gl.permute(gl.reduce(gl.reduce(_by_four(tile), 4, _either), 1, _either), (0, 2, 1))
+    ac, bd = gl.split(gl.reshape(four, [rows, 4, 2, 2]))
+    a, c = gl.split(ac)
+    b, d = gl.split(bd)
+    return [gl.convert_layout(numbers, lanes_of(rows), assert_trivial=True) for numbers in (a, b, c, d)]
 
 
 @gluon.jit
-def first_of_rows(elements):
-    """[M, 4]: of each thread's elements the first of either row."""
-    threads: gl.constexpr = elements.shape[0]
-    count: gl.constexpr = elements.shape[1] // 4
-    first, second = gl.split(gl.reshape(elements, [threads, count, 2, 2]))
-    first = gl.permute(first, (0, 2, 1))
-    for _ in gl.static_range(_log2(count)):
-        first, second = gl.split(gl.reshape(first, [threads, 2, first.shape[2] // 2, 2]))
-    both = gl.permute(gl.reshape(first, [threads // 32, 8, 4, 2]), (0, 3, 1, 2))
-    return gl.convert_layout(gl.reshape(both, [threads // 2, 4]), lanes_of(threads // 2), assert_trivial=True)
+def _by_four(tile):
+    """[M, N / 32, 4, 4, 2]: of each eight columns a lane has two, and each four eights are told apart."""
+    return gl.reshape(tile, [tile.shape[0], tile.shape[1] // 32, 4, 4, 2])
 
 
-@gluon.constexpr_function
-def _log2(number):
-    return number.bit_length() - 1
+@gluon.jit
+def _either(a, b):
+    return a

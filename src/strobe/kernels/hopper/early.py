@@ -16,7 +16,7 @@ whatever it is.
 """
 
 from ..device.dialect import gl, gluon, mbarrier, partition_barrier
-from ..device.lanes import by_threads, first_of_rows, from_threads, over_lanes
+from ..device.lanes import by_four, from_four
 from ..device.schedule import read_tile, read_words, tile_of, word
 
 WORDS: gl.constexpr = gl.constexpr(16)  # of a tile on the board: the eight of every forward, then
@@ -33,15 +33,10 @@ def kept_in_range(p, sums, row_max, row_sum, rescale, lift: gl.constexpr, most: 
     COUNT: gl.constexpr = p.shape[1] // 2  # a thread's elements
     text: gl.constexpr = _text(COUNT, lift, most, VAST)
     constraints: gl.constexpr = _constraints(COUNT)
-    dtypes: gl.constexpr = (gl.float32, gl.float32, gl.float32, gl.float32)
-    elements = [by_threads(p), _of_elements(sums, p), _of_elements(row_max, p), _of_elements(row_sum, p), _of_elements(rescale, p)]
-    p_new, row_max, row_sum, rescale = gl.inline_asm_elementwise(text, constraints, elements, dtype=dtypes, is_pure=True, pack=COUNT)
-    return from_threads(p_new, p), first_of_rows(row_max), first_of_rows(row_sum), first_of_rows(rescale)
-
-
-@gluon.jit
-def _of_elements(numbers, p):
-    return by_threads(over_lanes(numbers, p))
+    numbers = by_four((sums, row_max, row_sum, rescale), p)
+    p, numbers = gl.inline_asm_elementwise(text, constraints, [p, numbers], dtype=(gl.float32, gl.float32), is_pure=True, pack=COUNT)
+    sums, row_max, row_sum, rescale = from_four(numbers)
+    return p, row_max, row_sum, rescale
 
 
 @gluon.constexpr_function
@@ -51,7 +46,7 @@ def _text(count, lift, most, vast):
     limit, vast, unit, one, infinite = (f"0f{127 + power << 23:08X}" for power in (int(lift + most), int(vast), int(-lift), 0, 128))
     lines = [".reg .pred out, vast; .reg .f32 top, other, factor, fraction; .reg .b32 bits, power;"]
     for n, name in enumerate(("sum", "max", "whole", "rescale")):
-        first = (5 + n) * count  # after four outputs, the first of which is the weights
+        first = 3 * count + 4 * n  # after two outputs and the weights, of which two are of a row, two of the other
         lines += [f".reg .f32 {name}0, {name}1; mov.f32 {name}0, ${first}; mov.f32 {name}1, ${first + 2};"]
     lines += [f"max.f32 top, sum0, sum1; setp.gt.f32 out, top, {limit}; vote.sync.any.pred out, out, -1; @!out bra FITS;"]
     for row in (0, 1):
@@ -69,16 +64,15 @@ def _text(count, lift, most, vast):
             f"add.f32 max{row}, max{row}, fraction; mul.f32 whole{row}, whole{row}, factor; mul.f32 rescale{row}, rescale{row}, factor;",
             *(f"mul.f32 ${i}, ${i}, factor;" for i in range(count) if i // 2 % 2 == row),
         ]
-    lines += ["FITS:"]
-    for n, name in enumerate(("max", "whole", "rescale")):
-        lines += [f"mov.f32 ${(n + 1) * count + i}, {name}{i // 2 % 2};" for i in range(count)]
+    names = [f"{name}{row}" for name in ("sum", "max", "whole", "rescale") for row in (0, 0, 1, 1)]
+    lines += ["FITS:", *(f"mov.f32 ${count + i}, {names[i % 16]};" for i in range(count))]
     return "{ " + " ".join(lines) + " }"
 
 
 @gluon.constexpr_function
 def _constraints(count):
-    """Four outputs; weights in the registers of the first, and the rest."""
-    return ",".join(["=f"] * (4 * count) + [str(i) for i in range(count)] + ["f"] * (4 * count))
+    """Two outputs; weights in the registers of the first, and the numbers."""
+    return ",".join(["=f"] * (2 * count) + [str(i) for i in range(count)] + ["f"] * count)
 
 
 @gluon.jit
