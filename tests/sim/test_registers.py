@@ -9,7 +9,7 @@ from strobe.sim import simulate
 
 @gluon.jit
 def largest_of_rows_kernel(x, out, columns: gl.constexpr):
-    """Each element of a product's tile [64, columns] becomes the largest of its row: of its thread's own registers, then of the lanes that share it."""
+    """Each element of a product's tile [64, columns] becomes the largest of its row, of its thread's registers and of the lanes that share it."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
     at = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] * columns + gl.arange(0, columns, gl.SliceLayout(0, layout))[None, :]
     count: gl.constexpr = columns // 2

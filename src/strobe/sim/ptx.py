@@ -35,8 +35,8 @@ def run(text, constraints, arguments, dtypes, pack, machine):
     [array([3.25, 5.  ], dtype=float32)]
 
     `arguments` hold raw numbers: 16-bit floats as uint16, 8-bit floats as uint8. `dtypes` are those of the outputs. Operands follow Triton: an
-    argument takes `pack` registers, fewer where several elements of less than 32 bits share one. Which elements a block sees together is a
-    thread's business on the device; here they are taken to be consecutive along the last dimension, as where a thread holds a multiple of `pack`.
+    argument takes `pack` registers, fewer where several elements of less than 32 bits share one. A block sees together what lies together along
+    the last dimension: who calls has brought a thread's registers there (`layouts.registers`).
 
     Raises NotImplementedError for what is not known, ValueError for a block that ptxas or Triton would refuse or whose synchronisation diverges.
     """

@@ -1,8 +1,7 @@
 """What lanes of a warp tell each other in inline PTX: votes, and exchanges across a butterfly.
 
-A register has one entry a group of `pack` elements, in the order of the array. Here 32 entries that follow each other are the lanes of a warp, in
-their order. That is what the device does where a thread's registers are in the array's order, as in a product's tile of as many columns as lanes
-hold a row: a kernel that lets lanes talk says so of its layout.
+A register has one entry a group of `pack` elements. 32 entries that follow each other are the lanes of a warp, in their order, where `pack` is all
+that a thread holds or a part of it: `layouts.registers` brings them so, as the compiler's layout says.
 """
 
 import re
