@@ -104,6 +104,7 @@ PACKED = (
     _packed("packed_d192", width=192, mask=CAUSAL),
     _packed("packed_d192_128", width=192, head_dim_v=128, mask=CAUSAL),
     _packed("packed_d256", width=256, mask=CAUSAL, outside=(1, 0)),
+    _packed("packed_promised_outside", (20, 5), outside=(30, 140), promised=True, mask=CAUSAL),
     _packed("packed_nothing_but_empty", (0, 0, 0), (20, 0, 7), outside=(4, 5)),
 )
 SMALL = (  # no ring wraps, or a program has one tile: lengths around 0 and a tile

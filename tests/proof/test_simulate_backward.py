@@ -80,6 +80,10 @@ LARGE = (
     _wide("d256_window_softcap", 200, None, mask=band(60, 10), softcap=4.0, heads=(2, 1)),
     _case("head_dim_192", 230, 130, 192, mask=CAUSAL),
     _case("head_dims_192_128", 200, 130, 192, head_dim_v=128),
+    _case("head_dims_64_128", 200, 130, 64, head_dim_v=128, heads=(2, 2)),  # q is as wide as a unit of dq, of which it has more
+    _case("head_dims_64_192", 200, 130, 64, head_dim_v=192, heads=(2, 2)),
+    _case("head_dims_32_96", 200, 130, 32, head_dim_v=96, heads=(2, 2)),
+    _case("head_dim_32_softcap", 200, 260, 32, heads=(2, 2), softcap=3.0),
     _case("head_dims_200_128", 230, 130, 200, head_dim_v=128, mask=CAUSAL),
     _case("head_dims_192_128_causal", 200, None, 192, head_dim_v=128, mask=CAUSAL, sinks=True),
     _case("head_dims_192_128_window", 200, None, 192, head_dim_v=128, mask=band(70, 5), heads=(2, 1)),
@@ -103,6 +107,7 @@ PACKED = (
     _packed("packed_d96", width=96, mask=CAUSAL),
     _packed("packed_d192_128", width=192, head_dim_v=128, mask=CAUSAL),
     _packed("packed_d256", width=256, mask=CAUSAL, outside=(1, 0)),
+    _packed("packed_promised_outside", (20, 5), outside=(30, 140), promised=True, mask=CAUSAL),
     _packed("packed_nothing_but_empty", (0, 0, 0), (20, 0, 7), outside=(4, 5)),
 )
 SMALL = (  # no ring wraps: lengths around 0 and a tile

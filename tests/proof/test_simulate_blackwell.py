@@ -76,6 +76,7 @@ MORE = (
     _case("packed_window_softcap", lengths_q=LENGTHS, mask=band(70, 20), softcap=5.0, heads=(4, 2), promised=True),
     _case("packed_d64", width=64, lengths_q=LENGTHS, mask=CAUSAL, storage="heads_first"),
     _case("packed_d192_128", width=192, head_dim_v=128, lengths_q=LENGTHS, mask=CAUSAL),
+    _case("packed_promised_outside", lengths_q=(20, 5), outside=(30, 140), promised=True, mask=CAUSAL),
     _case("packed_nothing_but_empty", lengths_q=(0, 0, 0), lengths_k=(20, 0, 7), outside=(4, 5)),
     _case("three", 3, 3, mask=CAUSAL),
     _case("around_a_tile", 257, 129, mask=CAUSAL),

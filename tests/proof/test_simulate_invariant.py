@@ -44,7 +44,8 @@ SEVERAL = {case.name: case for case in (
 )}  # fmt: skip
 OF_THE_TABLE = (
     "length_1", "length_257", "one_key", "causal_more_rows", "causal_799_to_3", "window_beyond_the_keys", "scale_zero", "partial", "head_dim_40",
-    "packed_empty_middle", "packed_no_keys_first_sinks", "packed_outside_sinks", "packed_promised", "packed_heads_first", "packed_softcap_192_128",
+    "packed_empty_middle", "packed_no_keys_first_sinks", "packed_outside_sinks", "packed_promised",
+    "packed_promised_outside", "packed_heads_first", "packed_softcap_192_128",
 )  # fmt: skip
 
 

@@ -178,6 +178,8 @@ _PLAIN = (
     *(Case(f"head_dim_{d}", 70, 81, head_dim=d, batch=1, mask=_causal) for d in (1, 16, 21, 40, 80, 96, 128, 192, 256)),
     Case("head_dims_192_128", 70, 81, head_dim=192, head_dim_v=128, batch=1, mask=_causal),
     Case("head_dims_40_72", 33, 50, head_dim=40, head_dim_v=72),
+    Case("head_dims_64_128", 33, 50, head_dim=64, head_dim_v=128),
+    Case("head_dims_32_96", 70, 50, head_dim=32, head_dim_v=96),
     Case("head_dims_16_1", 33, 50, head_dim=16, head_dim_v=1),
     Case("grouped", 67, 75, heads=(6, 2), mask=_causal),
     Case("one_kv_head", 67, 75, heads=(5, 1)),
@@ -224,6 +226,7 @@ _MASKED = (
 )
 _NUMBERS = (
     Case("softcap", 80, mask=_causal, softcap=3.0),
+    Case("softcap_32", 80, head_dim=32, softcap=3.0),
     Case("softcap_wide", 80, softcap=50.0, scale=1.0),
     Case("softcap_sinks_window", 130, mask=_window(30, 0), softcap=5.0, sinks=True),
     Case("scale_negative", 80, 90, scale=-0.2, mask=_causal),
@@ -252,6 +255,7 @@ _PACKED = (
     Case("packed_outside_sinks", lengths_q=(33, 50), outside=(70, 3), sinks=True),
     Case("packed_promised", lengths_q=(33, 0, 70, 1), promised=True, mask=_causal),
     Case("packed_promised_one", lengths_q=(1, 0, 1, 1), lengths_k=(33, 70, 0, 64), promised=True, mask=_causal),
+    Case("packed_promised_outside", lengths_q=(3, 5), outside=(7, 70), promised=True, mask=_causal),  # more rows than any sequence was promised
     Case("packed_all_empty", lengths_q=(0, 0, 0)),
     Case("packed_no_sequence", lengths_q=(), outside=(4, 0)),
     Case("packed_window", lengths_q=(100, 30), lengths_k=(60, 100), mask=_window(20, 5)),

@@ -63,7 +63,7 @@ from ..device.lagging import lagging_max
 from ..device.masking import edges_of, hide_by_bits, interval_bits, row_interval
 from ..device.schedule import WORDS, is_told, read_tile, tell, tile_number, tile_of
 from ..device.softmax import exp2_by_fma, finish, tanh
-from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
+from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
 from ..device.views import copy_out, copy_parts, stage_of, tile_2d, tiles_for
 from .config import ROWS as _ROWS
 
@@ -423,7 +423,7 @@ def finish_tile(t, tile, lse, sinks, o, mailbox, out, at, out_at, work, form: gl
         sink = load_sinks(sinks, head, exists, form)
     inverse, row_lse = finish(row_max, row_sum, first >= stop, sink, form)
     if form.packed:
-        broken = ((limits[3] >= 0) & (seqlen_k > limits[3])) | ((limits[2] >= 0) & (m_offsets >= limits[2]))
+        broken = breaks_promise(m_offsets, seqlen_k, limits)
         inverse = gl.where(broken, float("nan"), inverse)
         row_lse = gl.where(broken, float("nan"), row_lse)
     lse_rows = lse + (entry.to(gl.int64) * heads + head) * total_q + q_start

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..faults import K_START as _K_START
 from ..faults import SEQLENS as _SEQLENS
-from .tiles import find_sequence, keys_of, span_of
+from .tiles import OUTSIDE, breaks_promise, find_sequence, keys_of, span_of
 
 K_START = tl.constexpr(_K_START)
 SEQLENS = tl.constexpr(_SEQLENS)
@@ -39,14 +39,14 @@ def locate(offsets, sizes, form: tl.constexpr):
     if form.packed:
         sequence, tile = find_sequence(offsets[0], tile, batch, total_q, form.block_m, form.group)
         queries = span_of(offsets[0], sequence, batch, total_q)
-        keys = keys_of(offsets[1], sequence, batch, total_k)
+        keys = keys_of(offsets[1], sequence, batch, total_k, OUTSIDE)
     return entry, head, tile, queries, keys
 
 
 @triton.jit
 def broken(o, lse_log2, token, keys, limits):
     """NaN in rows beyond a promised length, and in all of a sequence with more keys than promised."""
-    bad = ((limits[2] >= 0) & (token >= limits[2])) | ((limits[3] >= 0) & (keys > limits[3]))
+    bad = breaks_promise(token, keys, limits)
     return tl.where(bad[:, None], float("nan"), o), tl.where(bad, float("nan"), lse_log2)
 
 

@@ -5,7 +5,7 @@ A `form` says: tuning (block_m, block_n), mask, packed, and counted: whether til
 
 from .dialect import gl, gluon, mbarrier, partition_barrier
 from .masking import row_interval
-from .tiles import find_sequence, keys_of, span_of
+from .tiles import OUTSIDE, find_sequence, keys_of, span_of
 
 WORDS: gl.constexpr = gl.constexpr(8)  # of a forward tile on the board
 
@@ -44,7 +44,7 @@ def tile_of(number, offsets, sizes, limits, form: gl.constexpr):
         linear = tiles_m - 1 - number // heads
         sequence, m_block = find_sequence(cu_seqlens_q, linear, batch, seqlen_q, BLOCK_M)
         q_start, seqlen_q = span_of(cu_seqlens_q, sequence, batch, seqlen_q)
-        k_start, seqlen_k = keys_of(cu_seqlens_k, sequence, batch, seqlen_k)
+        k_start, seqlen_k = keys_of(cu_seqlens_k, sequence, batch, seqlen_k, OUTSIDE)
         exists = m_block * BLOCK_M < seqlen_q
     else:
         if form.mask.right and not form.mask.left:

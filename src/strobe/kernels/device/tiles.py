@@ -14,6 +14,7 @@ LONG_K = tl.constexpr(_LONG_K)
 LONG_Q = tl.constexpr(_LONG_Q)
 OFFSETS_K = tl.constexpr(_OFFSETS_K)
 OFFSETS_Q = tl.constexpr(_OFFSETS_Q)
+OUTSIDE = tl.constexpr(-1)  # keys of rows that are in no sequence
 
 
 @triton.jit
@@ -50,16 +51,23 @@ def span_of(cu_seqlens, sequence, n, total):
 
 
 @triton.jit
-def keys_of(cu_seqlens, sequence, n, total):
-    """`span_of` for the other side of a sequence: the rows outside every sequence have no keys."""
+def keys_of(cu_seqlens, sequence, n, total, outside: tl.constexpr = 0):
+    """`span_of` for the other side of a sequence: the rows outside every sequence have no keys, of which the length is said to be `outside`."""
     start, length = span_of(cu_seqlens, sequence, n, total)
     inside = (sequence > 0) & (sequence <= n)
-    return tl.where(inside, start, 0), tl.where(inside, length, 0)
+    return tl.where(inside, start, 0), tl.where(inside, length, outside)
+
+
+@triton.jit
+def breaks_promise(token, keys, limits):
+    """Of a sequence's tokens, those beyond the queries promised, or all where it has more keys than promised; limits (left, right, most queries, most
+    keys), the last two negative where nothing was promised. Rows outside every sequence, whose keys are OUTSIDE, were promised nothing."""
+    return ((limits[2] >= 0) & (token >= limits[2]) & (keys != OUTSIDE)) | ((limits[3] >= 0) & (keys > limits[3]))
 
 
 @triton.jit
 def load_rows(base, rows, columns, stride, row_ok, width: tl.constexpr):
-    """A tile [M, block_d] of rows `rows`, 0 where row_ok is False and beyond the head dimension `width`."""
+    """A tile [M, block_d] of rows `rows`, 0 where row_ok is False and beyond the head dimension `width`; `columns` begin with 0."""
     pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     if columns.shape[0] == width:
         return tl.load(pointers, mask=row_ok[:, None], other=0.0)
@@ -68,6 +76,7 @@ def load_rows(base, rows, columns, stride, row_ok, width: tl.constexpr):
 
 @triton.jit
 def store_rows(base, tile, rows, columns, stride, row_ok, width: tl.constexpr):
+    """`load_rows`, the other way."""
     pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     if columns.shape[0] == width:
         tl.store(pointers, tile.to(base.dtype.element_ty), mask=row_ok[:, None])

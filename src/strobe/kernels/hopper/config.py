@@ -324,6 +324,14 @@ class BackwardForm(InParts):
             return ROWS
         return self.rest_dq or (self.first_dq if self.by_rows else self.first_dq // 2)
 
+    def dq_units_written(self) -> int:
+        """Units, of all rows of a tile, that hold columns of dq: head dimensions may be padded by whole ones."""
+        return -(-self.head_dim // self.dq_unit)
+
+    def dq_width(self, unit: int) -> int:
+        """Columns of a unit that are dq's."""
+        return min(self.dq_unit, self.head_dim - unit * self.dq_unit)
+
     def dq_units(self) -> int:
         """Units of a tile of dq."""
         return self.block_d // self.dq_unit * (self.tuning.block_m // ROWS)

@@ -46,7 +46,7 @@ from ..device.lanes import in_lanes, lanes_of, over_lanes, sum_in_lanes
 from ..device.masking import edges_of, row_interval
 from ..device.schedule import blocks_of, is_told, read_tile, tell, tile_number, tile_of
 from ..device.softmax import finish, tanh
-from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
+from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
 from ..device.views import copy_out, copy_parts, stage_of, tile_2d, tiles_for
 from .config import ROWS as _ROWS
 from .early import WORDS, back_or_next, came_back, is_done_again, judge, kept_in_range, verdicts_of
@@ -435,7 +435,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
             sink = load_sinks(sinks, row_head, exists, form)
         inverse, row_lse = finish(row_max, row_sum, first >= stop, sink, form)
         if form.packed:
-            broken = ((limits[3] >= 0) & (seqlen_k > limits[3])) | ((limits[2] >= 0) & (m_offsets >= limits[2]))
+            broken = breaks_promise(m_offsets, seqlen_k, limits)
             inverse = gl.where(broken, float("nan"), inverse)
             row_lse = gl.where(broken, float("nan"), row_lse)
         lse_rows = lse + (entry.to(gl.int64) * heads + row_head) * total_q + q_start

@@ -92,8 +92,8 @@ def convert_dq_kernel(dq_sum, dq, cu_seqlens_q, strides, sizes, scale, form: tl.
     row_ok = block * BLOCK_M + row < length
     by_row = row // 64 * (64 * UNIT) + row % 64 // 16 * 128 + row % 8 * 16 + row // 8 % 2 * 2
     by_column = column // 8 * (8 * 64) + column % 8 // 2 * 4 + column % 2
-    for unit in tl.static_range(form.block_d // UNIT):
+    for unit in tl.static_range(form.dq_units_written()):
         held = dq_sum + (pid.to(tl.int64) * form.block_d + unit * UNIT) * BLOCK_M
         tile = tl.load(held + by_row[:, None] + by_column[None, :]) * scale
-        columns = unit * UNIT + column
-        store_rows(head_of(dq, strides, index, heads), tile, start + block * BLOCK_M + row, columns, strides[1], row_ok, form.head_dim)
+        part = head_of(dq, strides, index, heads) + unit * UNIT
+        store_rows(part, tile, start + block * BLOCK_M + row, column, strides[1], row_ok, form.dq_width(unit))

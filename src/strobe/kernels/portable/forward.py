@@ -19,6 +19,8 @@ from ..device.tiles import (
     LONG_Q,
     OFFSETS_K,
     OFFSETS_Q,
+    OUTSIDE,
+    breaks_promise,
     find_sequence,
     guard_offsets,
     key_limit,
@@ -41,7 +43,7 @@ def locate(pid, cu_seqlens_q, cu_seqlens_k, sizes, form: tl.constexpr):
     if form.packed:
         sequence, m_block = find_sequence(cu_seqlens_q, tile, n_sequences, total_q, form.tuning.block_m)
         q_span = span_of(cu_seqlens_q, sequence, n_sequences, total_q)
-        return sequence, index, m_block, q_span, keys_of(cu_seqlens_k, sequence, n_sequences, total_k)
+        return sequence, index, m_block, q_span, keys_of(cu_seqlens_k, sequence, n_sequences, total_k, OUTSIDE)
     return index // heads, index % heads, tile, (pid * 0, total_q), (pid * 0, total_k)
 
 
@@ -152,7 +154,7 @@ def finish(o, row_max, row_sum, empty, sink, form: tl.constexpr):
 def run_of_rows(tensors, mask_tensors, row_strides, rows, keys, numbers, limits, form: tl.constexpr):
     """Attention for rows [m_start, m_stop) of one document over keys [k_first, k_stop); tensors point at the sequence's first rows.
 
-    rows (m_start, m_stop, S_q); keys (k_first, k_stop, key_stop, S_k, document); limits (left, right, prefix, broken, max_seqlen_q).
+    rows (m_start, m_stop, S_q); keys (k_first, k_stop, key_stop, S_k, document); limits (left, right, max_seqlen_q, max_seqlen_k, prefix).
     """
     BLOCK_M: tl.constexpr = form.tuning.block_m
     BLOCK_N: tl.constexpr = form.tuning.block_n
@@ -164,7 +166,7 @@ def run_of_rows(tensors, mask_tensors, row_strides, rows, keys, numbers, limits,
     m_start, m_stop, seqlen_q = rows
     k_first, k_stop, key_stop, seqlen_k, document = keys
     scale_log2, softcap = numbers
-    left, right, prefix, broken, max_seqlen_q = limits
+    left, right, prefix = limits[0], limits[1], limits[4]
     m_offsets = m_start + tl.arange(0, BLOCK_M)
     row_ok = m_offsets < m_stop
     bounds = (seqlen_k, left, right)
@@ -190,7 +192,7 @@ def run_of_rows(tensors, mask_tensors, row_strides, rows, keys, numbers, limits,
         empty = row_sum == 0  # scattered documents may leave a gap anywhere; then only the sum knows
     o, row_lse = finish(o, row_max, row_sum, empty, sink, form)
     if form.packed:
-        bad = broken | ((max_seqlen_q >= 0) & (m_offsets >= max_seqlen_q))
+        bad = breaks_promise(m_offsets, seqlen_k, limits)
         o = tl.where(bad[:, None], float("nan"), o)
         row_lse = tl.where(bad, float("nan"), row_lse)
     store_rows(out, o, m_offsets, tl.arange(0, BLOCK_DV), out_row, row_ok, form.head_dim_v)
@@ -219,7 +221,6 @@ def forward_kernel(tensors, mask_tensors, faults, strides, sizes, limits, number
     key_stop = key_limit(key_lengths, batch, seqlen_k, faults, form.mask.key_lengths)
     prefix = tl.load(prefixes + batch) if form.mask.prefix else 0
     sink = tl.load(sinks + head).to(form.accumulator) if form.sinks else 0.0
-    broken = (max_seqlen_k >= 0) & (seqlen_k > max_seqlen_k)
     outer = batch * 0 if form.packed else batch
     kv_head = head // form.group
     places = (
@@ -232,7 +233,7 @@ def forward_kernel(tensors, mask_tensors, faults, strides, sizes, limits, number
     row_strides = (strides[0][1], strides[1][1], strides[2][1], strides[3][1])
     m_start = m_block * BLOCK_M
     m_stop = tl.minimum(m_start + BLOCK_M, seqlen_q)
-    more = (left, right, prefix, broken, max_seqlen_q)
+    more = (left, right, max_seqlen_q, max_seqlen_k, prefix)
     if form.mask.documents:
         ids = ids_k + batch.to(tl.int64) * seqlen_k
         while m_start < m_stop:
