@@ -320,7 +320,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("forward_kernel", "d256 window sinks softcap", "sm_90", 60, _CAPPED, family="hopper"),
     # sm_90, the Hopper backward
     Allowance("invariant_kernel", "d128 *", "sm_120", 32, _JOINED),
-    Allowance("invariant_kernel", "d128 *", "sm_90", 1388, _JOINED, family="hopper"),
+    Allowance("invariant_kernel", "d128 *", "sm_90", 1412, _JOINED, family="hopper"),
     Allowance("invariant_kernel", "d256 *", "sm_90", 208, _JOINED, family="hopper"),
     Allowance("backward_kernel", "d128 window sinks softcap", "sm_90", 368, _CAPPED, family="hopper"),
     Allowance("backward_kernel", "d256 window sinks softcap", "sm_90", 276, _CAPPED, family="hopper"),
@@ -336,7 +336,6 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("keys_kernel", "d[19][26]*", "sm_8?", 664, _OFFLINE),
     Allowance("queries_kernel", "d[19][26]*", "sm_8?", 56, _OFFLINE),
     Allowance("queries_kernel", "d256 dense", "sm_8?", 8, _OFFLINE),
-    Allowance("forward_kernel", "d64 packed *", "sm_8?", 16, _OFFLINE),
     Allowance("forward_kernel", "d[19]*", "sm_8?", 36, _OFFLINE),
     # sm_100, 103
     Allowance("keys_kernel", "* group *", "sm_10?", 2752, _GROUP),
