@@ -254,7 +254,7 @@ def test_how_many_programs_share_a_group(batch, seqlen, heads, mask, splits):
 # ---------------------------------------------------------------- what else it reads and writes
 
 
-@pytest.mark.parametrize("name", ("dense", "causal_more_rows_sinks", "d64_window"))
+@pytest.mark.parametrize("name", ("dense", "causal_more_rows_sinks", "d64_window", "packed_promised_outside"))
 def test_gradients_of_a_partial_result(name, judge):
     """out and its gradient are float32, and lse has a gradient of its own."""
     call = replace(CASES[name], partial=True).build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper.backward")

@@ -75,6 +75,8 @@ def number(parts, form: tl.constexpr):
 def source(base, rows, width: tl.constexpr, stride, block: tl.constexpr, block_width: tl.constexpr, form: tl.constexpr):
     """What tiles are loaded from: a pointer, or where the tuning says so a TMA descriptor, which gives 0 beyond `rows` and `width`."""
     if form.tuning.tma:
+        if form.packed:
+            rows = tl.maximum(rows, 0)  # of keys OUTSIDE
         stream = tl.make_tensor_descriptor(base, [rows, width], [stride.to(tl.int64), 1], [block, block_width])
     else:
         stream = base
