@@ -97,6 +97,18 @@ def test_widths(head_dim, head_dim_v, fp8, page_size, shares, monkeypatch):
     judged(call)
 
 
+@pytest.mark.parametrize("name", ["dense", "dense_tokens_5", "dense_softcap_sinks", "dense_window", "dense_left_padded", "dense_partial"])
+def test_long_rows(name, monkeypatch):
+    """Tiles of 128 keys, as rows have them of which SMs have many."""
+    monkeypatch.setattr(ops_decode, "_choices", Choices())
+    monkeypatch.setattr(decode_config, "together", lambda *_: 0)
+    monkeypatch.setattr(decode_config, "streamed", lambda *_: True)
+    for turn, family in enumerate(FAMILIES):
+        call = DECODES[name].build("cuda", DTYPES[turn % 2], family, turn, "hopper", False)
+        assert ops_decode.decide(call).forward.config.form.block_n == 128
+        judged(call)
+
+
 @pytest.mark.parametrize("tokens, group", [(1, 1), (1, 8), (4, 4), (8, 8)], ids=["1 row", "8 rows", "16 rows", "64 rows"])
 @pytest.mark.parametrize("keys", [100, 500, 1000, 1500])
 def test_clusters_of_any_size_and_any_rows(keys, tokens, group):

@@ -114,6 +114,34 @@ def test_splits_run_together_where_that_is_fast():
     assert [chosen(1, 128, width=width, **tall)[0] for width in (16, 64)] == [0, 2]
 
 
+@pytest.mark.parametrize("n, name", list(enumerate(("dense_tokens_5", "dense_softcap_sinks", "dense_window", "dense_left_padded"))))
+def test_the_hopper_decode_of_long_rows(n, name, monkeypatch):
+    monkeypatch.setattr(config, "together", lambda *_: 0)
+    monkeypatch.setattr(config, "streamed", lambda *_: True)
+    call = built(name, n, "hopper")
+    assert select(DecodeProblem.from_call(call), H200).forward.config.form.block_n == config.STREAMED.block_n
+    assert simulated(call, SCHEDULES[n % 3], monkeypatch) == []
+
+
+def test_long_rows_are_streamed():
+    """Where SMs have enough of them, and where it was measured: 16-bit rows of 128."""
+
+    def tile(batch: int, keys: int, width: int = 128, paged: bool = False, dtype: torch.dtype = torch.bfloat16, **options) -> int:
+        k = torch.empty(batch, keys, 8, width, dtype=dtype, device="meta")
+        table = torch.empty(batch, 1, dtype=torch.int32, device="meta") if paged else None
+        scale = torch.empty(8, device="meta") if dtype == FP8 else None
+        q = torch.empty(batch, 1, 32, width, dtype=torch.bfloat16, device="meta")
+        call = DecodeCall(
+            q, k, k, torch.empty(batch, dtype=torch.int32, device="meta"), table, k_scale=scale, v_scale=scale, right=0, kernel="hopper"
+        )
+        found = select(DecodeProblem.from_call(call._replace(**options)), H200).forward.config
+        assert found.form.block_n == 64 or found.form.single
+        return found.form.block_n
+
+    assert [tile(batch, keys) for batch, keys in ((64, 8192), (128, 4096), (32, 8192), (32, 4096), (8, 32768), (64, 2048))] == [128] * 3 + [64] * 3
+    assert [tile(64, 8192, width=64), tile(64, 8192, paged=True), tile(64, 8192, dtype=FP8), tile(64, 8192, batch_invariant=True)] == [64] * 4
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("n, name", list(enumerate(ON_HOPPER)), ids=ON_HOPPER)
 def test_the_hopper_decode_under_every_schedule(n, name, monkeypatch):

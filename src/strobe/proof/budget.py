@@ -195,6 +195,7 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
         v=torch.empty(32, 16, 8, 128, dtype=torch.bfloat16)
     ),
     "d256 a cluster, softcap": lambda: _decode(256, 16, keys=1024, softcap=20.0),
+    "d128 long rows, 4 tokens": lambda: _decode(128, tokens=4, keys=8192, heads=(1024, 256)),
     "d128 float8, a cluster": lambda: _decode(128, cache_dtype=FP8, keys=1024),
 }
 

@@ -40,6 +40,8 @@ class DecodeTuning(NamedTuple):
 
 # the first of which two programs fit on an SM, else the first that fits; what was fastest on an H200 (docs/performance.md)
 DECODE_TUNINGS = (DecodeTuning(64, 3), DecodeTuning(64, 2))
+STREAMED, STREAMED_WIDTH, STREAMED_ROWS = DecodeTuning(128, 2), 128, 16  # of rows of keys that `streamed` is about; what it was measured for
+STREAMED_KEYS = 12_000  # of an SM
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,16 @@ def together(form: DecodeForm, blocks: int, tiles: int, sm_count: int) -> int:
     return 0
 
 
+def streamed(form: DecodeForm, problem: DecodeProblem, tiles: int, sm_count: int) -> bool:
+    """Whether an SM reads so many keys, of whole sequences in rows, that it is faster with one program of twice the tile, fewer bytes under way.
+
+    64 sequences of 8,192 keys take 473.7 us for 481.0, 128 of 4,096 477.2 for 483.2, 32 of 8,192 240.7 for 242.5, where half as many level or lose
+    1 %: a last wave of whole sequences is longer with one program an SM. Pages lose 4 % (H200, 32 and 8 heads of 128).
+    """
+    fits = form.block_d == form.block_dv == STREAMED_WIDTH and form.block_m <= STREAMED_ROWS and not (form.fp8 or problem.paged or form.in_order)
+    return fits and 2 * tiles >= 3 * sm_count and tiles * problem.capacity >= STREAMED_KEYS * sm_count
+
+
 def joined(form: DecodeForm, n_splits: int) -> int:
     """What registers hold of a tile's shares; no more than there are."""
     numbers = JOINED_NUMBERS if form.block_m <= 16 and form.block_dv <= 128 else JOINED_NUMBERS // 2
@@ -243,6 +255,8 @@ class HopperDecode:
         blocks = max(1, -(-problem.capacity // form.block_n))
         if not problem.batch_invariant and launches_clusters() and (cluster := together(form, blocks, tiles, target.sm_count)):
             return DecodeConfig(replace(form, early=EARLY, cluster=cluster), cluster, -(-blocks // cluster) * form.block_n)
+        if streamed(form, problem, tiles, target.sm_count):
+            form = replace(form, block_n=STREAMED.block_n, stages=STREAMED.stages)
         slots = target.sm_count * (MOST_SHARED // (form.shared_bytes() + RESERVED))
         n_splits, split_size = splits(problem.capacity, tiles, form.block_n, 0 if problem.batch_invariant else slots)
         return DecodeConfig(replace(form, early=EARLY, joined=joined(form, n_splits), single=n_splits == 1), n_splits, split_size)
