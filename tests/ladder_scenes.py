@@ -41,13 +41,15 @@ def k4_2() -> tuple[Tensor, ...]:
 
 
 def k5() -> tuple[Tensor, ...]:
-    return _scene("k5")
+    """With one tile of keys only the wait for q's place holds q back. Of causal tiles some consumers pass over one."""
+    return _scene("k5") + _scene("k5", 900, 100) + _scene("k5", 384, 672, causal=True)
 
 
 def k6() -> tuple[Tensor, ...]:
     """Turns keep consumers in step, whatever barriers do. With fewer tiles of keys than stages only the waits for q's two places hold q back. Of
     causal tiles some consumers pass over one."""
-    return _scene("k6") + _scene("k6", ping_pong=0) + _scene("k6", 900, 100, ping_pong=0) + _scene("k6", 384, 672, causal=True, ping_pong=0)
+    few = _scene("k6", 900, 100, ping_pong=0, consumers=3)
+    return _scene("k6") + _scene("k6", ping_pong=0) + few + _scene("k6", 384, 672, causal=True, ping_pong=0)
 
 
 def decode() -> tuple[Tensor, ...]:
@@ -55,7 +57,7 @@ def decode() -> tuple[Tensor, ...]:
 
 
 def k7() -> tuple[Tensor, ...]:
-    return _scene("k7") + _scene("k7", turns=0) + _scene("k7", 384, 740, causal=True, turns=0)
+    return _scene("k7") + _scene("k7", turns=0) + _scene("k7", 1500, 100, turns=0) + _scene("k7", 384, 740, causal=True, turns=0)
 
 
 def k8() -> tuple[Tensor, ...]:

@@ -103,7 +103,8 @@ def test_a_consumer_that_passes_over_a_tile_is_no_round_of_the_ring_ahead(name, 
 
 OPTIONS = (
     ("t", {"step": 1}), ("t", {"step": 2}), ("a", {"block_n": 32}), ("k3_3", {"stages_k": 2, "stages_v": 3}), ("k5", {"consumers": 2}),
-    ("k6", {"ping_pong": 0}), ("k6", {"overlap": 0}), ("k6", {"late_sum": 0}), ("k6", {"lag": 0}),
+    ("k6", {"ping_pong": 0}), ("k6", {"overlap": 0}), ("k6", {"late_sum": 0}), ("k6", {"lag": 0}), ("k6", {"consumers": 3}),
+    ("k6", {"block_n": 64, "consumers": 3}),
     ("k7", {"two_level": 1}), ("k8", {"rotate": 0}), ("decode", {"splits": 3}),
 )  # fmt: skip
 
@@ -205,10 +206,10 @@ SPILLS = {
 PRODUCTS = {"k1": (), "k2": (), "t": ("HGMMA",), "a": ("HMMA",), "k3_1": ("HMMA",), "k3_2": ("HMMA",), "k3_3": ("HMMA",), "k4_1": ("HGMMA", "HMMA")}
 
 
-def compiled(name: str, head_dim: int, causal: bool, target: str) -> None:
+def compiled(name: str, head_dim: int, causal: bool, target: str, seqlen: int = 2048) -> None:
     """Spills as stated, tensor-core instructions as the rung says, shared memory within what its GPU gives."""
     rung = harness.load(name)
-    size = rung.size(2048, head_dim, causal)
+    size = rung.size(seqlen, head_dim, causal)
     q, k, v = (torch.empty(1, length, heads, head_dim, dtype=rung.inputs)
                for length, heads in ((size.seqlen_q, size.heads), (size.seqlen_k, size.heads_kv), (size.seqlen_k, size.heads_kv)))  # fmt: skip
     with recording(TARGETS[target]) as jobs:
@@ -221,7 +222,7 @@ def compiled(name: str, head_dim: int, causal: bool, target: str) -> None:
         wanted = {"HMMA"} if target == "sm_80" and name == "t" else set(PRODUCTS.get(name, ("HGMMA",)))
         found = {kind for kind in ("HGMMA", "HMMA") if attend.instructions[kind]}
         assert found == (set() if name in ("k7", "k8") else wanted)  # 8-bit products are QGMMA, which is not counted
-        form = rung.form(head_dim, causal)
+        form = rung.form_of(size, {})
         if hasattr(form, "shared_bytes"):
             assert form.shared_bytes() <= attend.shared_bytes <= form.shared_bytes() + 16 * 1024
     assert all(report.shared_bytes <= 227 * 1024 for report in reports.values())
@@ -230,6 +231,11 @@ def compiled(name: str, head_dim: int, causal: bool, target: str) -> None:
 @pytest.mark.parametrize("name", RUNGS)
 def test_compiles(name):
     compiled(name, 128, True, "sm_90")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_short_rows_compile_to(causal):
+    compiled("k6", 64, causal, "sm_90", seqlen=512)
 
 
 @pytest.mark.nightly

@@ -177,7 +177,7 @@ def _lengths(arguments: argparse.Namespace, gpu: Target | None) -> Sequence[int]
 
 def _options(rung: Rung, head_dim: int, causal: bool, pairs: Sequence[str]) -> dict[str, Any]:
     """NAME=N as values of the rung's Form, but for those that the problem sets."""
-    known = {field.name for field in fields(rung.form)} - {"head_dim", "causal", "masks"}  # type: ignore[arg-type]
+    known = {field.name for field in fields(rung.form)} - {"head_dim", "causal", "masks", "short"}  # type: ignore[arg-type]
     found = {}
     for pair in pairs:
         name, _, value = pair.partition("=")

@@ -56,7 +56,7 @@ def facts(names: Sequence[str], seqlen: int, head_dim: int, causal: bool, ncu: s
 
 def heading(rung: Rung, seqlen: int, head_dim: int, causal: bool) -> dict[str, Any]:
     size = rung.size(seqlen, head_dim, causal)
-    return harness.heading(rung.name, size, {}) | {"where": "gpu", "error": "", "model_bytes": rung.moved(size, rung.form(head_dim, causal))}
+    return harness.heading(rung.name, size, {}) | {"where": "gpu", "error": "", "model_bytes": rung.moved(size, rung.form_of(size, {}))}
 
 
 def parts(lines: Iterable[str]) -> list[list[dict[str, float]]]:

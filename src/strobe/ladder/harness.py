@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 TOKENS = 16_384  # of a measured batch: its entries get shorter as they get more
 WIDTH = 2_048  # heads times head_dim
+SHORT = 640  # keys of a row, for which a rung may have other tiles
 SMALL = 200  # queries and keys of a simulated check: some tiles of every rung, the last of them ragged
 _FP8 = torch.float8_e4m3fn
 _U_FP8 = 2.0**-5  # half the unit roundoff of e4m3, as testing.compare counts
@@ -102,6 +104,11 @@ class Rung(NamedTuple):
     queries: int = 0  # of a sequence; 0: as many as keys
     small_seqlen: int = SMALL  # of a simulated check
     seen: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None  # what products see of (q, k, v), where that is less than all
+
+    def form_of(self, size: Size, options: dict[str, Any]) -> Any:
+        """What `run` compiles for at this size."""
+        named = {field.name for field in fields(self.form)}  # type: ignore[arg-type]
+        return self.form(size.head_dim, size.causal, **({"short": size.seqlen_k <= SHORT} if "short" in named else {}), **options)
 
     def size(self, seqlen: int, head_dim: int, causal: bool) -> Size:
         """What is measured at this length."""
@@ -273,7 +280,7 @@ def heading(name: str, size: Size, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(rung: Rung, size: Size, options: dict[str, Any], where: str) -> dict[str, Any]:
-    form = rung.form(size.head_dim, size.causal, **options)
+    form = rung.form_of(size, options)
     about = heading(rung.name, size, options) | {"where": where}
     return about | {"flops": size.flops, "model_bytes": rung.moved(size, form)}
 

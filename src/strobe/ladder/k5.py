@@ -10,12 +10,17 @@ consumer arrives (as many arrivals as consumers). The loader runs ahead as far a
 may be in its softmax while the other has the tensor cores. That overlap is not arranged, it falls out.
 
     barrier   arrivals                  says
-    q_ready   1 and the tile's bytes    q of consumer w has landed
+    q_ready   1 and the tile's bytes    q of consumer w has landed             q_free    1           w is done with it
     k_ready   1 and the tile's bytes    k[stage] has landed                k_free   consumers   all are done with k[stage]
     v_ready   1 and the tile's bytes    v[stage] has landed                v_free   consumers   all are done with v[stage]
 
 A consumer waits for the parity of the phase it wants; the loader waits for the other parity, whose phase counts as done on a new barrier: the first
 round through the ring is free.
+
+Since the loader knows nothing of what consumers do, it need not stop where a tile of queries ends: a program, one an SM, walks tile after tile, and
+while consumers finish one, the next one's K and V are on their way; o leaves through a buffer of its own. Causal tiles go from the longest to the
+shortest, to and fro, so that programs end together; of short sequences in sections of heads whose keys and values stay in L2, half as many as
+programs: two lengths a round, long and short turned about in the next. A consumer passes over tiles that only the other's rows see.
 
 Registers: an SM has 65,536, and a program is compiled for one number a thread. `setmaxnreg` moves them while it runs: the loader's warps fall to 24,
 consumers rise to 240 (two of them) or 160 (three). So two consumers hold o and scores of 64 x 128 each, at twice the tile of keys of k4_2.
@@ -24,7 +29,7 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
 
     FLOPs       4 * 64 C * 128 D, on wgmma
     bytes       512 D of K and V a tile from L2, once for all consumers: 1 / (64 C) bytes a FLOP
-    shared      2 D (64 C + 2 S 128) for S stages: 160 KiB for D = 128, C = 2, S = 2; one program an SM
+    shared      2 D (2 * 64 C + 2 S 128) for S stages: 192 KiB for D = 128, C = 2, S = 2; one program an SM
     registers   o D / 2, scores 64, weights 32 a thread: 160 of 240 for D = 128
 
 What limits it: each consumer by itself still multiplies, then exponentiates, then multiplies. While all are in their softmax at once, the tensor
@@ -68,7 +73,7 @@ from ..kernels.device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .harness import Rung, Size, check_inputs, main, outputs
+from .harness import Rung, Size, check_inputs, main, outputs, programs
 
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -96,11 +101,12 @@ class Form:
 
     @property
     def slots(self) -> int:
-        """Tiles of q that shared memory is laid out for: a power of two."""
+        """Tiles of q, and of o, that shared memory is laid out for: a power of two."""
         return 2 if self.consumers == 2 else 4
 
     def shared_bytes(self) -> int:
-        return 2 * self.head_dim * (64 * self.slots + 2 * self.stages * self.block_n)
+        """q, o, and K and V of all stages."""
+        return 2 * self.head_dim * (2 * 64 * self.slots + 2 * self.stages * self.block_n)
 
 
 @gluon.jit
@@ -134,34 +140,58 @@ def copy_tile(desc, place, row, ready, smem):
 
 
 @gluon.jit
-def tile_of(sizes, form: gl.constexpr):
-    """(batch entry, head, first query, tiles of keys) of this program; the longest first."""
-    heads, group, seqlen_q, seqlen_k = sizes
-    m_start = (gl.num_programs(0) - 1 - gl.program_id(0)) * form.block_m
+def tile_number(turn):
+    """Which tile this program takes in its turn: to and fro, so that who had the longest of a round has the shortest of the next."""
+    programs, place = gl.num_programs(0), gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
+
+
+@gluon.jit
+def tile_of(number, sizes, form: gl.constexpr):
+    """(batch entry, head, first query, tiles of keys); causal tiles of a section of heads from the longest to the shortest,
+    others head by head."""
+    heads, tiles_m, section = sizes[0], sizes[4], sizes[6]
+    index, m_block = number // tiles_m, number % tiles_m
+    if form.causal:
+        first = number // (tiles_m * section) * section
+        within, section = number - first * tiles_m, gl.minimum(section, sizes[5] // tiles_m - first)
+        index, m_block = first + within % section, tiles_m - 1 - within // section
+    m_start = m_block * form.block_m
+    return index // heads, index % heads, m_start, blocks_of(m_start, form.block_m, sizes, form)
+
+
+@gluon.jit
+def blocks_of(m_start, rows: gl.constexpr, sizes, form: gl.constexpr):
+    """Tiles of keys that some of these rows sees."""
+    seqlen_q, seqlen_k = sizes[2], sizes[3]
     n_stop = seqlen_k
     if form.causal:
-        n_stop = gl.minimum(n_stop, gl.maximum(m_start + form.block_m + seqlen_k - seqlen_q, 0))
-    return gl.program_id(2), gl.program_id(1), m_start, gl.cdiv(n_stop, form.block_n)
+        n_stop = gl.minimum(n_stop, gl.maximum(m_start + rows + seqlen_k - seqlen_q, 0))
+    return gl.where(m_start < seqlen_q, gl.cdiv(n_stop, form.block_n), 0)
 
 
 @gluon.jit
 def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, form: gl.constexpr):
     CONSUMERS: gl.constexpr = form.consumers
-    q_smem, q_ready = q
+    q_smem, q_ready, q_free = q
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
-    entry, head, m_start, blocks = tile_of(sizes, form)
-    kv_place = (entry, head // sizes[1])
-    for w in gl.static_range(CONSUMERS):
-        copy_tile(q_desc, (entry, head), m_start + w * ROWS, q_ready.index(w), q_smem.index(w))
     stage, parity = gl.to_tensor(0), gl.to_tensor(1)
-    for i in range(blocks):  # the last keys first: there a causal tile is masked
-        row = (blocks - 1 - i) * form.block_n
-        mbarrier.wait(k_free.index(stage), parity)
-        copy_tile(k_desc, kv_place, row, k_ready.index(stage), k_smem.index(stage))
-        mbarrier.wait(v_free.index(stage), parity)
-        copy_tile(v_desc, kv_place, row, v_ready.index(stage), v_smem.index(stage))
-        stage, parity = next_of(stage, parity, form.stages)
+    turn = gl.to_tensor(0)
+    while tile_number(turn) < sizes[5]:
+        entry, head, m_start, blocks = tile_of(tile_number(turn), sizes, form)
+        kv_place = (entry, head // sizes[1])
+        for w in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
+            copy_tile(q_desc, (entry, head), m_start + w * ROWS, q_ready.index(w), q_smem.index(w))
+        for i in range(blocks):  # the last keys first: there a causal tile is masked
+            row = (blocks - 1 - i) * form.block_n
+            mbarrier.wait(k_free.index(stage), parity)
+            copy_tile(k_desc, kv_place, row, k_ready.index(stage), k_smem.index(stage))
+            mbarrier.wait(v_free.index(stage), parity)
+            copy_tile(v_desc, kv_place, row, v_ready.index(stage), v_smem.index(stage))
+            stage, parity = next_of(stage, parity, form.stages)
+        turn += 1
 
 
 @gluon.jit
@@ -193,7 +223,7 @@ def softmax_step(s, row_max, row_sum, scale_log2):
 @gluon.jit
 def hide(s, m_start, n_start, sizes, form: gl.constexpr):
     """Scores with -inf where there is no key, or causal attention does not look."""
-    heads, group, seqlen_q, seqlen_k = sizes
+    seqlen_q, seqlen_k = sizes[2], sizes[3]
     shift = seqlen_k - seqlen_q
     partial = n_start + form.block_n > seqlen_k
     if form.causal:
@@ -218,59 +248,81 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
     row_lse = gl.where(row_sum == 0.0, float("-inf"), row_max * LN_2 + gl.log(row_sum))
     gl.store(lse_rows + m_start + rows, row_lse, mask=rows < seqlen_q - m_start)
     inverse = gl.convert_layout(gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum), gl.SliceLayout(1, o.type.layout))
+    tma_store_wait(0)  # the tile before has left the buffer
     as_rows(o_smem).store((o * inverse[:, None]).to(o_desc.dtype))
     fence_async_shared()
     tma_store(o_desc, [entry, head, m_start, 0], o_smem)
-    tma_store_wait(0)
 
 
 @gluon.jit
-def mma_partition(w: gl.constexpr, o_desc, lse, q, k, v, sizes, scale_log2, form: gl.constexpr):
-    q_smem, q_ready = q
+def let_go(k, v, at, count, form: gl.constexpr):
+    """Pass over tiles that only others' rows see. It waits for both: K may land after V, and a wait that is a round of the ring ahead is none."""
+    stage, parity = at
+    for _ in range(count):
+        mbarrier.wait(k[1].index(stage), parity)
+        mbarrier.wait(v[1].index(stage), parity)
+        mbarrier.arrive(k[2].index(stage))
+        mbarrier.arrive(v[2].index(stage))
+        stage, parity = next_of(stage, parity, form.stages)
+    return stage, parity
+
+
+@gluon.jit
+def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_log2, form: gl.constexpr):
+    q_smem, q_ready, q_free = q
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 16])
-    entry, head, m_start, blocks = tile_of(sizes, form)
-    m_start += w * ROWS
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
-    row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-    o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, o_layout)
-    mbarrier.wait(q_ready.index(w), 0)
     q_tile = as_rows(q_smem.index(w))
-    stage, parity = gl.to_tensor(0), gl.to_tensor(0)
-    for i in range(blocks):
-        mbarrier.wait(k_ready.index(stage), parity)
-        s = score_product(q_tile, as_rows(k_smem.index(stage)), form)
-        mbarrier.arrive(k_free.index(stage))
-        s = hide(s, m_start, (blocks - 1 - i) * form.block_n, sizes, form)
-        p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2)
-        o = o * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
-        mbarrier.wait(v_ready.index(stage), parity)
-        o = value_product(p, as_rows(v_smem.index(stage)), o)
-        mbarrier.arrive(v_free.index(stage))
-        stage, parity = next_of(stage, parity, form.stages)
-    lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
-    store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], q_smem.index(w))
+    at = (gl.to_tensor(0), gl.to_tensor(0))
+    turn = gl.to_tensor(0)
+    while tile_number(turn) < sizes[5]:
+        entry, head, m_start, blocks = tile_of(tile_number(turn), sizes, form)
+        m_start += w * ROWS
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+        row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
+        o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, o_layout)
+        mbarrier.wait(q_ready.index(w), turn & 1)
+        own = blocks_of(m_start, ROWS, sizes, form)
+        stage, parity = let_go(k, v, at, blocks - own, form)
+        for i in range(own):
+            mbarrier.wait(k_ready.index(stage), parity)
+            s = score_product(q_tile, as_rows(k_smem.index(stage)), form)
+            mbarrier.arrive(k_free.index(stage))
+            s = hide(s, m_start, (own - 1 - i) * form.block_n, sizes, form)
+            p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2)
+            o = o * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
+            mbarrier.wait(v_ready.index(stage), parity)
+            o = value_product(p, as_rows(v_smem.index(stage)), o)
+            mbarrier.arrive(v_free.index(stage))
+            stage, parity = next_of(stage, parity, form.stages)
+        at = (stage, parity)
+        mbarrier.arrive(q_free.index(w))
+        lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
+        store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], o_smem.index(w))
+        turn += 1
+    tma_store_wait(0)
 
 
 @gluon.jit
 def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: gl.constexpr):
-    """sizes (H, queries' heads a key head, S_q, S_k)."""
+    """sizes (H, queries' heads a key head, S_q, S_k, tiles of queries a head, and in all, heads a section)."""
     STAGES: gl.constexpr = form.stages
     CONSUMERS: gl.constexpr = form.consumers
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [form.slots] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
+    o_smem = gl.allocate_shared_memory(o_desc.dtype, [form.slots] + o_desc.block_shape, o_desc.layout)  # noqa: RUF005
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
-    q = (q_smem, barriers(CONSUMERS, 1))
+    q = (q_smem, barriers(CONSUMERS, 1), barriers(CONSUMERS, 1))
     k = (k_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     v = (v_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     if CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (mma_partition, (gl.constexpr(0), o_desc, lse, q, k, v, sizes, scale_log2, form)),
-                (mma_partition, (gl.constexpr(1), o_desc, lse, q, k, v, sizes, scale_log2, form)),
-                (mma_partition, (gl.constexpr(2), o_desc, lse, q, k, v, sizes, scale_log2, form)),
+                (mma_partition, (gl.constexpr(0), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, form)),
+                (mma_partition, (gl.constexpr(1), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, form)),
+                (mma_partition, (gl.constexpr(2), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, form)),
                 (load_partition, (q_desc, k_desc, v_desc, q, k, v, sizes, form)),
             ],
             [4, 4, 1],
@@ -279,8 +331,8 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
     else:
         gl.warp_specialize(
             [
-                (mma_partition, (gl.constexpr(0), o_desc, lse, q, k, v, sizes, scale_log2, form)),
-                (mma_partition, (gl.constexpr(1), o_desc, lse, q, k, v, sizes, scale_log2, form)),
+                (mma_partition, (gl.constexpr(0), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, form)),
+                (mma_partition, (gl.constexpr(1), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, form)),
                 (load_partition, (q_desc, k_desc, v_desc, q, k, v, sizes, form)),
             ],
             [4, 1],
@@ -302,10 +354,12 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     form = Form(head_dim, causal, **options)
     out, lse = outputs(q)
     views = [descriptor(tensor, rows) for tensor, rows in ((q, 64), (k, form.block_n), (v, form.block_n), (out, 64))]
-    sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1])
-    grid = (-(-seqlen_q // form.block_m), heads, batch)
+    tiles_m = -(-seqlen_q // form.block_m)
+    walkers = programs(q, tiles_m * heads * batch)
+    section = heads * batch if tiles_m > 8 else -(-walkers // 2)  # short ones' keys and values stay in L2: 33 MiB of 1,024 each
+    sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch, section)
     registers = 168 if form.consumers == 2 else 128  # a thread's, before they are moved
-    attend_kernel[grid](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=4, maxnreg=registers)
+    attend_kernel[(walkers,)](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=4, maxnreg=registers)
     return out, lse
 
 

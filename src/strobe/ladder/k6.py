@@ -15,9 +15,7 @@ Between consumers (ping-pong): a turn is passed round. A consumer issues its two
 while another's products run. Two named barriers of 256 threads do it, `bar.sync` for who waits and `bar.arrive` for who passes. With overlap within
 each consumer there is little left to gain, and it may cost: it is an option, on where three consumers share the tensor cores.
 
-Between tiles of queries: a program walks tile after tile, one program an SM; q has two places, and o leaves through a buffer of its own: while
-consumers finish a tile, the next one's q, K and V are on their way. Short causal sequences are walked in sections of heads whose keys and values stay
-in L2 together, half as many as programs: two lengths a round, long and short turned about in the next.
+Between tiles of queries: q has two places, so that the next one's lands while this one is in use.
 
 And since the softmax is now what others hide behind, it gets shorter: the sum of a row stays spread over lanes, eight partial sums a row, and is
 gathered once at the end instead of by two shuffles in every tile; and o, D / 2 products a thread, is rescaled only where a row's maximum has grown by
@@ -80,7 +78,7 @@ from ..kernels.device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .harness import Rung, Size, check_inputs, main, outputs, programs
+from .harness import SHORT, Rung, Size, check_inputs, main, outputs, programs
 
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -93,9 +91,10 @@ class Form:
     head_dim: int
     causal: bool
     masks: bool = True  # whether any tile may hold a hidden key; else the loop has no code for them
-    block_n: int = 128
-    stages: int = 2
-    consumers: int = 0  # 0: two of 240 registers at D = 128, three of 160 at D = 64
+    short: bool = False  # rows of few keys
+    block_n: int = 0  # 0: 64 of short causal rows at D = 64, else 128
+    stages: int = 0  # 0: of 256 keys
+    consumers: int = 0  # 0: two of 240 registers at D = 128, and of short dense rows; three of 160 at D = 64
     overlap: bool = True  # the next scores under this softmax
     ping_pong: int = -1  # consumers take turns at issuing products; -1: where there are three
     late_sum: bool = True  # sums of rows are gathered at the end
@@ -104,10 +103,12 @@ class Form:
     def __post_init__(self) -> None:
         if self.consumers not in (0, 2, 3):
             raise ValueError(f"consumers: got {self.consumers}, expected 2 or 3; leave it out for what fits the head dimension")
-        if not self.consumers:
-            object.__setattr__(self, "consumers", 2 if self.head_dim == 128 else 3)
-        if self.ping_pong < 0:
-            object.__setattr__(self, "ping_pong", int(self.consumers == 3))
+        block_n = self.block_n or (64 if self.short and self.causal and self.head_dim == 64 else 128)
+        consumers = self.consumers or (2 if self.head_dim == 128 or (self.short and not self.causal) else 3)
+        turns = int(consumers == 3) if self.ping_pong < 0 else self.ping_pong
+        chosen = {"block_n": block_n, "stages": self.stages or 256 // block_n, "consumers": consumers, "ping_pong": turns}
+        for name, value in chosen.items():
+            object.__setattr__(self, name, value)
 
     @property
     def block_m(self) -> int:
@@ -433,7 +434,7 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[Tensor, Tensor]:
     check_inputs(q, k, v)
     batch, seqlen_q, heads, head_dim = q.shape
-    form = Form(head_dim, causal, causal or k.shape[1] % options.get("block_n", Form.block_n) > 0, **options)
+    form = Form(head_dim, causal, causal or k.shape[1] % 128 > 0, k.shape[1] <= SHORT, **options)
     out, lse = outputs(q)
     views = [descriptor(tensor, rows) for tensor, rows in ((q, 64), (k, form.block_n), (v, form.block_n), (out, 64))]
     tiles_m = -(-seqlen_q // form.block_m)

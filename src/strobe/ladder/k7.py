@@ -15,7 +15,7 @@ Turns          k6 issues the next scores before this softmax. Here weights would
                while the two others have them. Without turns all three multiply at once, and then all wait at their exponents.
 Sums           Hopper's 8-bit products keep about 14 bits of what they add up. q k^T adds D terms, but o adds every key there is: at long rows it
                stagnates. `two_level` starts each tile's product from zero and adds it to o in float32, for 64 more registers a thread.
-Tiles          are walked as in k6; V of a tile follows its K, since no product is issued ahead.
+Tiles          are walked as in k5; V of a tile follows its K, since no product is issued ahead.
 Scales         `descale` = (of q, of k, of v): what one unit of each tensor is worth; the first two go into the softmax's scale, the third into the
                division by row_sum.
 
@@ -24,7 +24,7 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 8 b
     FLOPs       4 * 64 C * 128 D: 1,536 clocks of tensor cores for C = 3, D = 128
     exponents   1,536 clocks: as many. Issue slots: 4.5 instructions a score (scale, maximum, exponent, sum, half a rounding), three warps a scheduler
     bytes       256 D of K and V a tile; before, 2 S D H_kv to transpose V
-    shared      D (64 + 128 for the output) 4, and 2 S 128 D for S stages: 160 KiB for D = 128, S = 2
+    shared      D (2 64 + 128 for the output) 4, and 2 S 128 D for S stages: 192 KiB for D = 128, S = 2
     registers   o D / 2, scores 64, weights 16, of 160
 
 What limits it: waits at D = 128 (half of the tensor cores' rate is left), exponents at 64; and accuracy: an outlier takes the scale from all others.
@@ -103,17 +103,15 @@ class Form:
 
     @property
     def slots(self) -> int:
-        """Tiles of q that shared memory is laid out for: a power of two."""
-        return 2 if self.consumers == 2 else 4
+        return 2 if self.consumers == 2 else 4  # tiles of o, and half of q's, that shared memory is laid out for: a power of two
 
     def shared_bytes(self) -> int:
-        return self.head_dim * (3 * 64 * self.slots + 2 * self.stages * self.block_n)
+        return self.head_dim * (4 * 64 * self.slots + 2 * self.stages * self.block_n)
 
 
 @triton.jit
 def transpose_kernel(v, turned, seqlen, padded, heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """v [B, S, H, D] as [B, H, D, S], keys of each 32 in the order in which accumulators hold them; zeros beyond the last. Four
-    bytes of a row of turned, of four keys, are put together in registers and leave as one word."""
+    """v [B, S, H, D] as [B, H, D, S], keys of each 32 in the order in which accumulators hold them; zeros beyond the last. Four leave as a word."""
     entry, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     quad, d = tl.program_id(0) * (BLOCK // 4) + tl.arange(0, BLOCK // 4), tl.arange(0, HEAD_DIM)  # of four places that follow each other
     word = tl.zeros([BLOCK // 4, HEAD_DIM], tl.int32)
@@ -165,11 +163,13 @@ def tile_number(turn):
 
 @gluon.jit
 def tile_of(number, sizes, form: gl.constexpr):
-    """(batch entry, head, first query, tiles of keys); causal tiles from the longest to the shortest, others head by head."""
-    heads, tiles_m, all_heads = sizes[0], sizes[4], sizes[5] // sizes[4]
+    """(batch entry, head, first query, tiles of keys); causal tiles of a section of heads from the longest to the shortest."""
+    heads, tiles_m, section = sizes[0], sizes[4], sizes[6]
     index, m_block = number // tiles_m, number % tiles_m
     if form.causal:
-        index, m_block = number % all_heads, tiles_m - 1 - number // all_heads
+        first = number // (tiles_m * section) * section
+        within, section = number - first * tiles_m, gl.minimum(section, sizes[5] // tiles_m - first)
+        index, m_block = first + within % section, tiles_m - 1 - within // section
     m_start = m_block * form.block_m
     return index // heads, index % heads, m_start, blocks_of(m_start, form.block_m, sizes, form)
 
@@ -196,8 +196,9 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, form: gl.constexpr):
         entry, head, m_start, blocks = tile_of(tile_number(turn), sizes, form)
         kv_place = (entry, head // sizes[1])
         for w in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
-            copy_tile(q_desc, (entry, head), m_start + w * ROWS, q_ready.index(w), q_smem.index(w))
+            q_at = w + CONSUMERS * (turn & 1)
+            mbarrier.wait(q_free.index(q_at), (turn >> 1 & 1) ^ 1)
+            copy_tile(q_desc, (entry, head), m_start + w * ROWS, q_ready.index(q_at), q_smem.index(q_at))
         for i in range(blocks):  # the last keys first: there a causal tile is masked
             n_start = (blocks - 1 - i) * form.block_n
             mbarrier.wait(k_free.index(at), parity)
@@ -224,8 +225,7 @@ def pass_turn(w: gl.constexpr, form: gl.constexpr):
 
 @gluon.jit
 def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
-    """(p, rescale, row_max, row_sum) after one more tile of raw scores; row_max in units of log2, LIFT below the maximum, and up to
-    LAG below that. row_sum [64, 8] keeps each lane's own columns."""
+    """(p, rescale, row_max, row_sum) after one more tile; row_max in units of log2, LIFT to LIFT + LAG below. row_sum [64, 8] is each lane's own."""
     lanes: gl.constexpr = row_sum.type.layout
     new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2 - LIFT)
     new_max = gl.where(new_max - row_max <= LAG, row_max, new_max)  # -inf - -inf is NaN: new_max
@@ -239,8 +239,7 @@ def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
 
 @gluon.jit
 def weights_operand(p, form: gl.constexpr):
-    """p [64, N] as the left operand of a product, its columns in the order of transpose_kernel's: nothing moves. It is
-    rounded here, next to its product: 8-bit values that outlive a branch are taken apart into bytes and put together again."""
+    """p [64, N] as the left operand, in transpose_kernel's order: nothing moves. Rounded here: 8-bit values that outlive a branch are taken apart."""
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32])
     parts = gl.reshape(p, [64, form.block_n // 32, 2, 2, 4, 2])  # key = 32 b + 16 i1 + 8 i0 + 2 t + e
     placed = gl.reshape(gl.permute(parts, [0, 1, 2, 4, 3, 5]), [64, form.block_n])
@@ -366,12 +365,13 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scales, 
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32]))
-        mbarrier.wait(q_ready.index(w), turn & 1)
+        q_at = w + form.consumers * (turn & 1)
+        mbarrier.wait(q_ready.index(q_at), turn >> 1 & 1)
         own = blocks_of(m_start, ROWS, sizes, form)
         at = let_go(w, k, v, at, blocks - own, form)
         if own > 0:
-            o, row_max, row_sum, at = attend(w, as_rows(q_smem.index(w)), k, v, at, m_start, own, sizes, scales[0], form)
-        mbarrier.arrive(q_free.index(w))
+            o, row_max, row_sum, at = attend(w, as_rows(q_smem.index(q_at)), k, v, at, m_start, own, sizes, scales[0], form)
+        mbarrier.arrive(q_free.index(q_at))
         lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
         store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], scales[1], o_smem.index(w))
         turn += 1
@@ -380,14 +380,14 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scales, 
 
 @gluon.jit
 def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scales, form: gl.constexpr):
-    """sizes (H, queries' heads a key head, S_q, S_k, tiles of queries a head, and in all); scales (of scores, in units of log2; of v)."""
+    """sizes (H, queries' heads a key head, S_q, S_k, tiles of queries a head, and in all, heads a section); scales (of scores in log2, of v)."""
     STAGES: gl.constexpr = form.stages
     CONSUMERS: gl.constexpr = form.consumers
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [form.slots] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [2 * form.slots] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [form.slots] + o_desc.block_shape, o_desc.layout)  # noqa: RUF005
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
-    q = (q_smem, barriers(CONSUMERS, 1), barriers(CONSUMERS, 1))
+    q = (q_smem, barriers(2 * CONSUMERS, 1), barriers(2 * CONSUMERS, 1))
     k = (k_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     v = (v_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     if CONSUMERS == 3:
@@ -433,13 +433,13 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, descale: tuple[float, ...
     batch, seqlen_q, heads, head_dim = q.shape
     form = Form(head_dim, causal, causal or k.shape[1] % options.get("block_n", Form.block_n) > 0, **options)
     out, lse = outputs(q, torch.bfloat16)
-    by_heads = [tensor.transpose(1, 2) for tensor in (q, k, out)]
-    views = [descriptor(tensor, rows, head_dim) for tensor, rows in zip(by_heads, (64, form.block_n, 64))]
+    views = [descriptor(tensor.transpose(1, 2), rows, head_dim) for tensor, rows in ((q, 64), (k, form.block_n), (out, 64))]
     views.insert(2, descriptor(turn(v), head_dim, form.block_n))
     tiles_m = -(-seqlen_q // form.block_m)
-    sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch)
+    walkers = programs(q, tiles_m * heads * batch)
+    sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch, heads * batch if tiles_m > 8 else -(-walkers // 2))
     scales = (head_dim**-0.5 * descale[0] * descale[1] * LOG2_E, float(descale[2]))
-    attend_kernel[(programs(q, sizes[-1]),)](*views, lse, sizes, scales, form, num_warps=4, maxnreg=168 if form.two_level else 128)
+    attend_kernel[(walkers,)](*views, lse, sizes, scales, form, num_warps=4, maxnreg=168 if form.two_level else 128)
     return out, lse
 
 
