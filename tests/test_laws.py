@@ -37,7 +37,7 @@ LAYERS = (
     ("kernels.device",),
     ("kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
     ("kernels",),
-    ("select", "flops", "sharding", "choices"),
+    ("select", "flops", "sharding", "choices", "fakes"),
     ("ops",),
     ("ops_decode",),
     ("api",),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from calls import CALLS, leaves, with_grad
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import strobe
 from strobe import choices, ops, reference
@@ -298,6 +299,24 @@ def test_a_seen_problem_is_not_selected_again(monkeypatch):
     for _ in range(3):
         strobe.attention(q.clone().requires_grad_(), k, v, causal=True).sum().backward()
     assert len(count) == 2  # one more, for forward and backward together
+
+
+def test_a_training_step_of_a_plain_call_makes_one_variable():
+    """Where nobody looks on, out alone is an output of autograd's node; its gradients are those of the node that has lse as well."""
+    q, k, v = (tensor.requires_grad_() for tensor in CALLS["causal"](torch.float64)[:3])
+    out, (other, _) = strobe.attention(q, k, v, causal=True), strobe.partial_attention(q, k, v, causal=True)
+    assert out.grad_fn is not None and other.grad_fn is not None
+    assert (out.grad_fn.name(), other.grad_fn.name()) == ("_PlainBackward", "_AttentionBackward")
+    dout = torch.randn_like(out)
+    for one, same in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(other, (q, k, v), dout)):
+        assert torch.equal(one, same)
+    with FlopCounterMode(display=False):
+        assert strobe.attention(q, k, v).grad_fn.name() == "_AttentionBackward"
+    out = strobe.attention(q, k, v)
+    with torch.no_grad():
+        q.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 def test_the_dictionary_of_choices_stays_bounded(monkeypatch):

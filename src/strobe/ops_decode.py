@@ -16,10 +16,11 @@ from .cache import FP8
 from .call import accumulator
 from .choices import Choices, at_once
 from .decode import DecodeCall, DecodeProblem, refuse_gradients
+from .fakes import check_out, schema
 from .kernels.decoding import addresses
 from .kernels.kernel import Forward
 from .kernels.memory import carved, empty_here
-from .ops import LIBRARY, _check_out, _launch, _schema, repeats
+from .ops import LIBRARY, _launch, repeats
 from .problem import ALIGNMENT
 from .select import Choice, select
 from .target import Target
@@ -111,7 +112,7 @@ def _decode_out(out: Tensor, *flat: Any) -> Tensor:
     call = DecodeCall(*flat)
     choice = decide(call)
     problem = choice.problem
-    _check_out(out, problem.out_shapes[0], problem.out_dtype, call.q)
+    check_out(out, problem.out_shapes[0], problem.out_dtype, call.q)
     lse = call.q.new_empty(problem.out_shapes[1], dtype=problem.lse_dtype)
     _write(choice, call, Forward(out, lse))
     return lse
@@ -137,7 +138,7 @@ def _decode_fake(*flat: Any) -> tuple[Tensor, Tensor]:
 
 def _decode_out_fake(out: Tensor, *flat: Any) -> Tensor:
     like, lse = _decode_fake(*flat)
-    _check_out(out, tuple(like.shape), like.dtype, like)
+    check_out(out, tuple(like.shape), like.dtype, like)
     return lse
 
 
@@ -147,7 +148,7 @@ def _append_fake(*flat: Any) -> None:
 
 def _fields(kind: type[DecodeCall] | type[AppendCall]) -> str:
     words = {name: getattr(note, "__forward_arg__", note) for name, note in kind.__annotations__.items()}
-    return _schema(words, kind._field_defaults)
+    return schema(words, kind._field_defaults)
 
 
 LIBRARY.define(f"decode({_fields(DecodeCall)}) -> (Tensor, Tensor)")

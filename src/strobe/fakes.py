@@ -1,0 +1,58 @@
+"""What the ops say of themselves and of their results without running: schemas, and kernels of fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import Call, accumulator, check
+from .errors import InvalidProblem
+
+
+def schema(fields: dict[str, str], defaults: dict[str, Any]) -> str:
+    """A kind of call, its annotations in torch's words."""
+    kinds = {
+        "Tensor | None": "Tensor?",
+        "int": "SymInt",
+        "float | None": "float?",
+    }
+    default = {name: "=" + repr(value).replace("'", '"') for name, value in defaults.items()}
+    called = {"kernel": "wanted"}  # inductor has a `kernel` of its own beside an op's keywords
+    return ", ".join(f"{kinds.get(kind, kind)} {called.get(name, name)}{default.get(name, '')}" for name, kind in fields.items())
+
+
+def forward(*flat: Any) -> tuple[Tensor, Tensor]:
+    call = Call(*flat)
+    check(call)
+    q, wide = call.q, accumulator(call.q.dtype)
+    lse_shape = (q.shape[1], q.shape[0]) if call.packed else (q.shape[0], q.shape[2], q.shape[1])
+    return q.new_empty((*q.shape[:-1], call.v.shape[-1]), dtype=wide if call.partial else q.dtype), q.new_empty(lse_shape, dtype=wide)
+
+
+def forward_out(out: Tensor, *flat: Any) -> Tensor:
+    like, lse = forward(*flat)
+    check_out(out, tuple(like.shape), like.dtype, like)
+    return lse
+
+
+def backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat: Any) -> tuple[Tensor, ...]:
+    call = Call(*flat)
+    dsinks = lse.new_empty(0) if call.sinks is None else torch.empty_like(call.sinks)
+    return *(t.new_empty(t.shape) for t in call[:3]), dsinks
+
+
+def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> None:
+    if out.layout != torch.strided:
+        raise InvalidProblem("out", out.layout, "a strided (dense) tensor", "allocate it with torch.empty")
+    if list(out.shape) != list(shape):
+        raise InvalidProblem("out", f"shape {list(out.shape)}", f"{list(shape)}", "allocate it like q with v's head dimension")
+    if out.dtype != dtype:
+        raise InvalidProblem("out", out.dtype, str(dtype), "allocate it in q's dtype")
+    if out.device != q.device:
+        raise InvalidProblem("out", f"device {out.device}", f"q's device {q.device}", "allocate it beside q")
+    if out.shape[-1] > 1 and out.stride(-1) != 1:
+        raise InvalidProblem("out", f"stride {out.stride(-1)} in the last dimension", "stride 1", "allocate it contiguous")
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):
+        raise InvalidProblem("out", f"strides {out.stride()}", "memory of its own for each element", "do not expand it")
