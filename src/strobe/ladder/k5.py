@@ -18,9 +18,9 @@ A consumer waits for the parity of the phase it wants; the loader waits for the 
 round through the ring is free.
 
 Since the loader knows nothing of what consumers do, it need not stop where a tile of queries ends: a program, one an SM, walks tile after tile, and
-while consumers finish one, the next one's K and V are on their way; o leaves through a buffer of its own. Causal tiles go from the longest to the
-shortest, to and fro, so that programs end together; of short sequences in sections of heads whose keys and values stay in L2, half as many as
-programs: two lengths a round, long and short turned about in the next. A consumer passes over tiles that only the other's rows see.
+while consumers finish one, the next one's q, K and V are on their way: q has two places, and o leaves through a buffer of its own. Causal tiles go
+from the longest to the shortest, to and fro, so that programs end together; of short sequences in sections of heads whose keys and values stay in
+L2, half as many as programs: two lengths a round, long and short turned about in the next. A consumer passes over tiles that only others' rows see.
 
 Registers: an SM has 65,536, and a program is compiled for one number a thread. `setmaxnreg` moves them while it runs: the loader's warps fall to 24,
 consumers rise to 240 (two of them) or 160 (three). So two consumers hold o and scores of 64 x 128 each, at twice the tile of keys of k4_2.
@@ -29,7 +29,7 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
 
     FLOPs       4 * 64 C * 128 D, on wgmma
     bytes       512 D of K and V a tile from L2, once for all consumers: 1 / (64 C) bytes a FLOP
-    shared      2 D (2 * 64 C + 2 S 128) for S stages: 192 KiB for D = 128, C = 2, S = 2; one program an SM
+    shared      2 D (3 * 64 C + 2 S 128) for S stages: 224 KiB for D = 128, C = 2, S = 2; one program an SM
     registers   o D / 2, scores 64, weights 32 a thread: 160 of 240 for D = 128
 
 What limits it: each consumer by itself still multiplies, then exponentiates, then multiplies. While all are in their softmax at once, the tensor
@@ -101,12 +101,12 @@ class Form:
 
     @property
     def slots(self) -> int:
-        """Tiles of q, and of o, that shared memory is laid out for: a power of two."""
+        """Tiles of o, and half of q's, that shared memory is laid out for: a power of two."""
         return 2 if self.consumers == 2 else 4
 
     def shared_bytes(self) -> int:
-        """q, o, and K and V of all stages."""
-        return 2 * self.head_dim * (2 * 64 * self.slots + 2 * self.stages * self.block_n)
+        """q in two places, o, and K and V of all stages."""
+        return 2 * self.head_dim * (3 * 64 * self.slots + 2 * self.stages * self.block_n)
 
 
 @gluon.jit
@@ -182,8 +182,9 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, form: gl.constexpr):
         entry, head, m_start, blocks = tile_of(tile_number(turn), sizes, form)
         kv_place = (entry, head // sizes[1])
         for w in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
-            copy_tile(q_desc, (entry, head), m_start + w * ROWS, q_ready.index(w), q_smem.index(w))
+            q_at = w + CONSUMERS * (turn & 1)
+            mbarrier.wait(q_free.index(q_at), (turn >> 1 & 1) ^ 1)
+            copy_tile(q_desc, (entry, head), m_start + w * ROWS, q_ready.index(q_at), q_smem.index(q_at))
         for i in range(blocks):  # the last keys first: there a causal tile is masked
             row = (blocks - 1 - i) * form.block_n
             mbarrier.wait(k_free.index(stage), parity)
@@ -274,7 +275,6 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
     v_smem, v_ready, v_free = v
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 16])
-    q_tile = as_rows(q_smem.index(w))
     at = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
     while tile_number(turn) < sizes[5]:
@@ -283,12 +283,13 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, o_layout)
-        mbarrier.wait(q_ready.index(w), turn & 1)
+        q_at = w + form.consumers * (turn & 1)
+        mbarrier.wait(q_ready.index(q_at), turn >> 1 & 1)
         own = blocks_of(m_start, ROWS, sizes, form)
         stage, parity = let_go(k, v, at, blocks - own, form)
         for i in range(own):
             mbarrier.wait(k_ready.index(stage), parity)
-            s = score_product(q_tile, as_rows(k_smem.index(stage)), form)
+            s = score_product(as_rows(q_smem.index(q_at)), as_rows(k_smem.index(stage)), form)
             mbarrier.arrive(k_free.index(stage))
             s = hide(s, m_start, (own - 1 - i) * form.block_n, sizes, form)
             p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2)
@@ -298,7 +299,7 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
             mbarrier.arrive(v_free.index(stage))
             stage, parity = next_of(stage, parity, form.stages)
         at = (stage, parity)
-        mbarrier.arrive(q_free.index(w))
+        mbarrier.arrive(q_free.index(q_at))
         lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
         store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], o_smem.index(w))
         turn += 1
@@ -310,11 +311,11 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
     """sizes (H, queries' heads a key head, S_q, S_k, tiles of queries a head, and in all, heads a section)."""
     STAGES: gl.constexpr = form.stages
     CONSUMERS: gl.constexpr = form.consumers
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [form.slots] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [2 * form.slots] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [form.slots] + o_desc.block_shape, o_desc.layout)  # noqa: RUF005
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
-    q = (q_smem, barriers(CONSUMERS, 1), barriers(CONSUMERS, 1))
+    q = (q_smem, barriers(2 * CONSUMERS, 1), barriers(2 * CONSUMERS, 1))
     k = (k_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     v = (v_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     if CONSUMERS == 3:

@@ -15,8 +15,6 @@ Between consumers (ping-pong): a turn is passed round. A consumer issues its two
 while another's products run. Two named barriers of 256 threads do it, `bar.sync` for who waits and `bar.arrive` for who passes. With overlap within
 each consumer there is little left to gain, and it may cost: it is an option, on where three consumers share the tensor cores.
 
-Between tiles of queries: q has two places, so that the next one's lands while this one is in use.
-
 And since the softmax is now what others hide behind, it gets shorter: the sum of a row stays spread over lanes, eight partial sums a row, and is
 gathered once at the end instead of by two shuffles in every tile; and o, D / 2 products a thread, is rescaled only where a row's maximum has grown by
 more than `lag`, which is seldom: weights are taken against a maximum that lags, and reach up to 2^lag (FlashAttention-4's conditional rescaling).
@@ -28,7 +26,7 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
     FLOPs       4 * 64 C * 128 D: 1,024 D C / 128 clocks of tensor cores: 2,048 for C = 2, D = 128
     exponents   64 C * 128 at 16 a clock: 1,024 clocks for C = 2: half of the products' time at D = 128, all of it at D = 64
     bytes       512 D of K and V a tile, once for all consumers
-    shared      as in k5, a second q, and o: 224 KiB for D = 128
+    shared      as in k5
     registers   o D / 2, scores 64, weights 32 and the next tile's in the making: 0 spills at 240
 
 What limits it: at D = 128 the tensor cores and the power they draw; shared memory feeds them at 88 % of its rate. At D = 64 exponents and issue slots
