@@ -19,7 +19,8 @@ from strobe.kernels.hopper import config as hopper
 from strobe.kernels.portable import tunings
 from strobe.problem import Problem
 from strobe.proof import budget
-from strobe.proof.budget import CASES, FAMILIES, LEDGER, REFUSED, TARGETS, UNITS, Unit
+from strobe.proof.budget import FAMILIES, LEDGER, REFUSED, TARGETS, UNITS, Unit
+from strobe.proof.calls import CASES
 from strobe.proof.compile import BEGIN, END, RESULTS, key, launches, page, read, rows
 from strobe.select import select
 

@@ -166,11 +166,28 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+IDS, LENGTHS = torch.zeros(2, 64, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+APART = torch.empty(2, 80, 4, 128, dtype=torch.bfloat16)[:, :64]
+REFUSED_SPANS = {
+    "documents": (_masked(strobe.documents(IDS) & strobe.prefix_causal(3)), "key length and document masks only; this has prefix"),
+    "prefix": (_masked(strobe.prefix_causal(3) & strobe.key_lengths(LENGTHS)), "key length and document masks only; this has prefix"),
+    "entries apart": (_masked(strobe.documents(IDS))._replace(v=APART), "batch entries end to end, as TMA sees them; v has gaps between them"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED | REFUSED_SPANS)
 def test_each_reason_against_the_hopper_forward(name):
-    call, words = REFUSED[name]
+    call, words = (REFUSED | REFUSED_SPANS)[name]
     assert words in refusal(call)
     assert chosen(call).forward.kernel.name == "portable.forward"
+
+
+@pytest.mark.parametrize(
+    "mask", [strobe.documents(IDS), strobe.key_lengths(LENGTHS), strobe.documents(IDS) & strobe.window(5, 0) & strobe.key_lengths(LENGTHS)]
+)
+def test_documents_and_key_lengths_have_the_hopper_forward(mask):
+    choice = chosen(_masked(mask)._replace(needs_grad=True))
+    assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == ("hopper.forward", "portable.backward")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -26,3 +26,29 @@ def band(left: int | None, right: int | None):
 
 
 CAUSAL = band(None, 0)
+
+
+def runs(lengths: tuple[int, ...], ids: tuple[int, ...] = (), lengths_k: tuple[int, ...] = (), ids_k: tuple[int, ...] = (), also=None):
+    """Documents of so many rows each, numbered unless `ids` says whose they are; of keys the same, unless told. Every other batch entry has them
+    from the last to the first. also: a mask that they are joined with."""
+
+    def row(lengths, ids):
+        ids = torch.tensor(ids or range(len(lengths)), dtype=torch.int32)
+        return ids.repeat_interleave(torch.tensor(lengths))
+
+    def build(case, device):
+        q, k = row(lengths, ids), row(lengths_k or lengths, ids_k or ids)
+        assert (len(q), len(k)) == (case.seqlen_q, case.keys)
+        sides = [torch.stack([t if b % 2 == 0 else t.flip(0) for b in range(case.batch)]).to(device) for t in (q, k)]
+        mask = masks.documents(sides[0]) if not lengths_k and not ids_k else masks.documents(*sides)
+        return mask if also is None else mask & also(case, device)
+
+    return build
+
+
+def key_lengths(*lengths: int, also=None):
+    def build(case, device):
+        mask = masks.key_lengths(torch.tensor(lengths, dtype=torch.int32, device=device))
+        return mask if also is None else mask & also(case, device)
+
+    return build

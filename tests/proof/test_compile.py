@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from strobe.errors import InvalidProblem, KernelFault
 from strobe.proof import budget
 from strobe.proof import compile as proof
-from strobe.proof.budget import CASES, TARGETS, UNITS, Unit
+from strobe.proof.budget import TARGETS, UNITS, Unit
+from strobe.proof.calls import CASES
 from strobe.proof.compile import Job, compile_job, launches, merged, recording, report, write_page
 
 HOPPER = TARGETS["sm_90"]

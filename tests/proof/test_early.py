@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_cases import CAUSAL, H200, SCHEDULES, band
+from hopper_cases import CAUSAL, H200, SCHEDULES, band, key_lengths, runs
 
 pytest.importorskip("triton")
 
@@ -39,6 +39,9 @@ CASES = (
     _case("d192_causal", 200, 333, head_dim=192, mask=CAUSAL),
     _case("d192x128_window", 200, 333, head_dim=192, head_dim_v=128, mask=band(100, 20)),
     _case("packed", head_dim=128, mask=CAUSAL, **PACKED),
+    _case("d64_documents_causal", 390, head_dim=64, mask=runs((150, 240), also=CAUSAL)),
+    _case("d128_documents_scattered", 384, head_dim=128, mask=runs((150, 100, 134), (0, 1, 0))),
+    _case("d128_key_lengths", 200, 400, head_dim=128, mask=key_lengths(350)),
 )
 
 

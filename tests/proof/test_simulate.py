@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, PROGRAMS, SCHEDULES, band, two_of
+from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, PROGRAMS, SCHEDULES, band, key_lengths, runs, two_of
 
 pytest.importorskip("triton")
 
@@ -143,7 +143,35 @@ JOINED = (  # heads of a group share a tile; groups of three leave a row of each
     _packed("joined_packed_d192_128", (3, 63), (90, 150), width=192, head_dim_v=128, heads=(4, 2), sinks=True),
     _packed("joined_packed_d256", (5, 0, 60), (130, 70, 200), width=256, heads=(4, 1), mask=CAUSAL),
 )
-CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL, *JOINED)}
+FOUR = (130, 1, 64, 205)
+SPANS = (  # rows of a batch entry see different spans of keys
+    _case("documents", 400, None, batch=2, mask=runs(FOUR)),
+    _case("documents_causal", 400, None, batch=2, mask=runs(FOUR, also=CAUSAL)),
+    _case("documents_causal_gaps", 400, None, storage="gaps", mask=runs(FOUR, also=CAUSAL)),
+    _case("documents_window_softcap_sinks", 400, None, heads=(4, 2), mask=runs((300, 100), also=band(70, 20)), softcap=5.0, sinks=True),
+    _case("documents_scattered", 300, None, batch=2, mask=runs((100, 60, 90, 20, 30), (0, 1, 0, 2, 1))),
+    _case("documents_scattered_causal", 300, None, batch=2, mask=runs((100, 60, 90, 20, 30), (0, 1, 0, 2, 1), also=CAUSAL), sinks=True),
+    _case("documents_padded_causal_sinks", 300, None, batch=2, mask=runs((90, 20, 170, 20), (3, -1, 0, -1), also=CAUSAL), sinks=True),
+    _case("documents_other_keys_causal", 300, 420, mask=runs((100, 200), (0, 1), (150, 70, 200), (0, 5, 1), also=CAUSAL)),
+    _case("documents_other_keys_window", 300, 420, mask=runs((100, 150, 50), (0, 1, 7), (150, 70, 200), (0, 5, 1), also=band(160, 40))),
+    _case("documents_lengths", 300, None, batch=2, heads=(2, 1), mask=runs((200, 100), also=key_lengths(260, 90, also=CAUSAL))),
+    _case("documents_one_row", 1, 390, mask=runs((1,), (4,), (200, 190), (0, 4))),
+    _case("documents_d96", 300, None, 96, mask=runs((100, 200), also=CAUSAL)),
+    _case("documents_d192", 200, None, 192, mask=runs((70, 130), also=CAUSAL), heads=(2, 1)),
+    _case("documents_d192_128", 300, None, 192, head_dim_v=128, mask=runs((200, 100))),
+    _narrow("documents_d64", 400, None, batch=2, mask=runs((193, 7, 200), also=CAUSAL)),
+    _narrow("documents_d64_window_scattered", 400, None, mask=runs((150, 100, 150), (0, 1, 0), also=band(100, 0))),
+    _wide("documents_d256", 260, None, mask=runs((130, 130), also=CAUSAL)),
+    _wide("documents_d256_scattered", 200, None, mask=runs((50, 100, 50), (0, 1, 0))),
+    _case("key_lengths", 200, 390, batch=3, mask=key_lengths(390, 0, 130)),
+    _case("key_lengths_causal", 300, 390, batch=3, heads=(2, 1), mask=key_lengths(65, 390, 257, also=CAUSAL)),
+    _case("key_lengths_window_sinks", 300, None, batch=2, mask=key_lengths(129, 300, also=band(70, 10)), sinks=True),
+    _narrow("key_lengths_d64_softcap", 300, None, batch=2, mask=key_lengths(1, 300, also=CAUSAL), softcap=4.0),
+    _wide("key_lengths_d256", 200, batch=2, mask=key_lengths(200, 63)),
+    _case("joined_documents", 63, 300, heads=(8, 2), mask=runs((20, 43), (), (100, 200), also=CAUSAL), sinks=True),
+    _case("joined_key_lengths_d64", 5, 300, 64, batch=3, heads=(6, 2), mask=key_lengths(300, 77, 0)),
+)
+CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL, *JOINED, *SPANS)}
 
 
 def _form(case: Case) -> hopper.Form:
@@ -158,9 +186,15 @@ def run_and_judge(case: Case, dtype: torch.dtype, family: str, schedule: tuple[s
     assert_as_good_as(found, call)
 
 
-@pytest.mark.parametrize("name, schedule", [pytest.param(name, each, id=f"{name}-{each[0]}") for n, name in enumerate(CASES) for each in two_of(n)])
+def _each_commit() -> list:
+    """All cases under two kinds of schedule, spans under one; the second, dtypes and input families take turns."""
+    spans = {case.name for case in SPANS}
+    chosen = ((name, two_of(n)[n // 2 % 2 :][:1] if name in spans else two_of(n)) for n, name in enumerate(CASES))
+    return [pytest.param(name, each, id=f"{name}-{each[0]}") for name, schedules in chosen for each in schedules]
+
+
+@pytest.mark.parametrize("name, schedule", _each_commit())
 def test_hopper_forward(name, schedule):
-    """All cases under two kinds of schedule; the second, dtypes and input families take turns."""
     n = list(CASES).index(name) + 2 * SCHEDULES.index(schedule)
     run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
 
@@ -199,6 +233,20 @@ def test_what_neighbours_hold_does_not_matter(name):
     assert run.reports == [] and q_to > q_from
     assert torch.equal(found.out[q_from:q_to], plain.out[q_from:q_to])
     assert torch.equal(found.lse[:, q_from:q_to], plain.lse[:, q_from:q_to])
+
+
+@pytest.mark.parametrize("name, rows, keys", [("documents_causal", (131, 195), (131, 195)), ("documents_other_keys_causal", (100, 300), (220, 420)),
+                                              ("key_lengths_causal", (0, 300), (0, 65))])  # fmt: skip
+def test_what_other_documents_and_hidden_keys_hold_does_not_matter(name, rows, keys):
+    call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, kernel="hopper")
+    plain, _ = simulated(call, H200)
+    poisoned = [torch.full_like(t, float("nan")) for t in call[:3]]
+    for into, tensor, (first, stop) in zip(poisoned, call[:3], (rows, keys, keys)):
+        into[0, first:stop] = tensor[0, first:stop]
+    found, run = simulated(call._replace(q=poisoned[0], k=poisoned[1], v=poisoned[2]), H200)
+    assert run.reports == [] and not found.out[0, slice(*rows)].isnan().any()
+    assert torch.equal(found.out[0, slice(*rows)], plain.out[0, slice(*rows)])
+    assert torch.equal(found.lse[0, :, slice(*rows)], plain.lse[0, :, slice(*rows)])
 
 
 def test_the_table_has_every_tiling():

@@ -21,6 +21,10 @@ ROWS = 32
 class Form:
     packed: bool
 
+    @property
+    def wraps(self) -> bool:
+        return self.packed
+
 
 @gluon.jit
 def copy_kernel(source, target, place, head, row, form: gl.constexpr):

@@ -70,6 +70,11 @@ class Form:
     lift: float  # p reaches up to 2^lift where a maximum is new, and up to 2^(lift + threshold) where it lags
 
     @property
+    def wraps(self) -> bool:
+        """Whether TMA's views wrap: device.views."""
+        return self.packed
+
+    @property
     def masks(self) -> bool:
         """Whether any tile may hold a hidden key; where none can, the loop has no code for masks."""
         return self.mask.left or self.mask.right or not self.even

@@ -13,7 +13,7 @@ from ...problem import Problem
 from .. import faults, relaunch
 from ..counters import zeros_on
 from ..kernel import Forward, Plan, addresses, keep
-from ..tma import query_tiles
+from ..tma import has_spans, query_tiles
 from .views import addressable
 
 LOG2_E = 1.4426950408889634
@@ -43,9 +43,12 @@ def run(plan: Plan, call: Call, tensors: Forward, described: Describe, joined: b
     """Launch what `described` says; where the same was launched before, without asking again. `joined`: out leaves by `joined_descriptor`."""
     form: Any = plan.config.form
     out = addressable(tensors.out, joined)
-    word = faults.word(call.q.device) if form.packed else None
+    word = faults.word(call.q.device) if form.packed or call.key_lengths is not None else None
+    offsets = (call.cu_seqlens_q, call.cu_seqlens_k)
+    if has_spans(plan.problem.mask):
+        offsets = (call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths)
     counter = zeros_on(call.q.device, 1) if form.counted else None
-    pointers = (tensors.lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
+    pointers = (tensors.lse, call.sinks, *offsets, word, counter)
     key = (call.left, call.right, out.stride())
     again = relaunch.start(plan, key, (call.q, call.k, call.v, out, *pointers), lambda: described(plan, call, out, pointers))
     if out is not tensors.out:

@@ -47,27 +47,39 @@ def tile_of(number, offsets, sizes, limits, form: gl.constexpr):
         k_start, seqlen_k = keys_of(cu_seqlens_k, sequence, batch, seqlen_k, OUTSIDE)
         exists = m_block * BLOCK_M < seqlen_q
     else:
-        if form.mask.right and not form.mask.left:
-            within = number % (tiles_m * section)
-            m_block = tiles_m - 1 - within // section
-            index = number // (tiles_m * section) * section + within % section
-        else:
-            m_block = number % tiles_m
-            index = number // tiles_m
-        exists = index < batch * heads
-        entry, head = index // heads, index % heads
+        exists, entry, head, m_block = dense_place(number, sizes, form)
     m_start = m_block * BLOCK_M
     n_begin, blocks = blocks_of(m_start, BLOCK_M, (seqlen_q, seqlen_k), limits, form)
     return exists, (entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k), (k_start, seqlen_k)
 
 
 @gluon.jit
+def dense_place(number, sizes, form: gl.constexpr):
+    """(whether there is such a tile, batch entry, query head, tile of rows) of a tile's number in dense layouts."""
+    batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
+    if form.mask.right and not form.mask.left:
+        within = number % (tiles_m * section)
+        m_block = tiles_m - 1 - within // section
+        index = number // (tiles_m * section) * section + within % section
+    else:
+        m_block = number % tiles_m
+        index = number // tiles_m
+    return index < batch * heads, index // heads, index % heads, m_block
+
+
+@gluon.jit
 def blocks_of(m_start, rows: gl.constexpr, lengths, limits, form: gl.constexpr):
     """(first key block, key blocks) that some row of m_start .. m_start + rows - 1 sees."""
+    return blocks_within(m_start, rows, lengths, lengths[1], limits, form)
+
+
+@gluon.jit
+def blocks_within(m_start, rows: gl.constexpr, lengths, key_stop, limits, form: gl.constexpr):
+    """The same where keys end at key_stop, and S_k says where the diagonal is."""
     seqlen_q, seqlen_k = lengths
     bounds = (seqlen_k, limits[0], limits[1])
-    n_first, full_stop = row_interval(m_start, seqlen_q, seqlen_k, bounds, 0, form)
-    full_first, n_stop = row_interval(gl.minimum(m_start + rows, seqlen_q) - 1, seqlen_q, seqlen_k, bounds, 0, form)
+    n_first, full_stop = row_interval(m_start, seqlen_q, key_stop, bounds, 0, form)
+    full_first, n_stop = row_interval(gl.minimum(m_start + rows, seqlen_q) - 1, seqlen_q, key_stop, bounds, 0, form)
     n_begin = n_first // form.tuning.block_n
     blocks = gl.maximum(gl.cdiv(n_stop, form.tuning.block_n) - n_begin, 0)
     return n_begin, gl.where(m_start < seqlen_q, blocks, 0)

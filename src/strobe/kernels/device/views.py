@@ -27,12 +27,12 @@ DTYPES = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16, "torch.flo
 def corner(place, head, row, column: gl.constexpr, joined: gl.constexpr, form: gl.constexpr):
     """Where TMA finds the tile that begins with row `row` of a head; `place` is (batch entry, start, length) of its sequence.
 
-    A packed sequence's rows are made to end at coordinate FAR, whatever they begin at: the first dimension takes FAR rows back, the
+    Of views that wrap, a sequence's rows are made to end at coordinate FAR, whatever they begin at: the first dimension takes FAR rows back, the
     second steps by rows to the sequence's end. Where heads are `joined`, rows are queries, `head` is a key head, and the second dimension
     steps by key heads, of which `place` then says the number.
     """
     entry, start, length = place[0], place[1], place[2]
-    if form.packed:
+    if form.wraps:
         if joined:
             return [FAR, (start + length) * place[3] + head, FAR - length + row, 0, column]
         else:

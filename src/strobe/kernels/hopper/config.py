@@ -14,7 +14,7 @@ from ...problem import Problem
 from ...target import KIB, Target
 from .. import invariant
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries, visible_pairs
-from ..tma import against_call, against_mask, against_memory, against_tools, fold_of, joined, query_tiles, rest
+from ..tma import against_call, against_mask, against_memory, against_spans, against_tools, fold_of, joined, query_tiles, rest
 from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, invariant_config
 
@@ -91,9 +91,19 @@ class Form(InParts):
     early: bool  # weights before maxima
 
     @property
+    def spans(self) -> bool:
+        """Whether rows of a batch entry see different spans of keys: device.spans."""
+        return self.mask.documents or self.mask.key_lengths
+
+    @property
+    def wraps(self) -> bool:
+        """Whether TMA's views wrap: device.views."""
+        return self.packed or self.spans
+
+    @property
     def masks(self) -> bool:
         """Whether any tile may hold a hidden key; where none can, the loop has no code for masks."""
-        return self.mask.left or self.mask.right or not self.even
+        return self.mask.left or self.mask.right or self.spans or not self.even
 
     @property
     def own_queries(self) -> int:
@@ -178,16 +188,18 @@ def early(problem: Problem) -> bool:
     return widths in EARLY and keys_a_row(problem) >= EARLY_KEYS
 
 
-def _why_not(problem: Problem, target: Target) -> str | None:
+def _why_not(problem: Problem, target: Target, spans: bool = False) -> str | None:
     if target.kind != "cuda" or target.capability != CAPABILITY:
         return f"made for sm_{CAPABILITY}; this target is {f'sm_{target.capability}' if target.kind == 'cuda' else 'a CPU'}"
-    return _against(problem)
+    return _against(problem, spans)
 
 
-def _against(problem: Problem) -> str | None:
+def _against(problem: Problem, spans: bool = False) -> str | None:
+    """`spans`: what runs it can walk rows that see different spans of keys."""
     if max(problem.head_dim, problem.head_dim_v) > MOST_WIDTH:
         return f"head dimensions up to {MOST_WIDTH}; this is {problem.head_dim}/{problem.head_dim_v}"
-    return against_call(problem) or against_mask(problem.mask) or against_memory(problem) or against_tools()
+    return (against_call(problem) or against_mask(problem.mask, spans) or against_memory(problem) or against_spans(problem)
+            or against_tools())  # fmt: skip
 
 
 class HopperForward:
@@ -196,7 +208,7 @@ class HopperForward:
     def why_not(self, problem: Problem, target: Target) -> str | None:
         if problem.batch_invariant:
             return DECODE.why_not(invariant.as_decode(problem), target) or invariant.against(problem)
-        return _why_not(problem, target)
+        return _why_not(problem, target, spans=True)
 
     def config(self, problem: Problem, target: Target) -> ForwardConfig | InvariantConfig:
         if problem.batch_invariant:
@@ -259,6 +271,11 @@ class BackwardForm(InParts):
     packed: bool
     ordered: bool = False  # tiles of keys take turns to add to a tile of dq, the last that it sees first; programs then take the last keys first
     splits: int = 1  # programs among which the heads of a group are divided
+
+    @property
+    def wraps(self) -> bool:
+        """Whether TMA's views wrap: device.views."""
+        return self.packed
 
     @property
     def members(self) -> int:

@@ -44,12 +44,13 @@ from ..device.joined import heads_of, load_sinks, queries_of
 from ..device.lagging import THRESHOLD, lagging_max, lift_of, rescaled
 from ..device.lanes import in_lanes, lanes_of, over_lanes, sum_in_lanes
 from ..device.masking import edges_of, row_interval
-from ..device.schedule import blocks_of, is_told, read_tile, tell, tile_number, tile_of
+from ..device.schedule import blocks_within, is_told, read_tile, read_words, tell, tile_number, word
 from ..device.softmax import finish, tanh
+from ..device.spans import PURE, own_keys, row_after
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
 from ..device.views import copy_out, copy_parts, stage_of, tile_2d, tiles_for
 from .config import ROWS as _ROWS
-from .early import WORDS, back_or_next, came_back, is_done_again, judge, kept_in_range, verdicts_of
+from .early import DOCUMENT, K_START, KEYS, WORDS, back_or_next, came_back, is_done_again, judge, kept_in_range, next_tile, verdicts_of
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile
 
@@ -73,22 +74,26 @@ def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
     told_at = ring_start(2)
     turn = gl.to_tensor(0)
     number = tile_number(turn, counter, form)
-    again, slot = number * 0, number * 0
+    row, again, slot = number * 0, number * 0, number * 0
     while (number < tiles) | (again > 0):
-        upcoming = number
+        upcoming, row_upcoming = number, row
         if again == 0:
-            turn += 1
-            upcoming = tile_number(turn, counter, form)  # asked for now, needed after this tile
-            if form.counted:
-                if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
-                    gl.atomic_xchg(counter, 0, sem="relaxed")
+            if form.spans:
+                row_upcoming = row_after(number, row, offsets, sizes, form)
+                if row_upcoming == 0:
+                    turn, upcoming = next_number(turn, tiles, counter, form)
+            else:
+                turn, upcoming = next_number(turn, tiles, counter, form)  # asked for now, needed after this tile
         if form.early:
-            exists, tile, keys = back_or_next(number, again, slot, board, offsets, sizes, limits, form)
+            exists, tile, keys, document = back_or_next(number, row, again, slot, board, offsets, sizes, limits, faults, form)
         else:
-            exists, tile, keys = tile_of(number, offsets, sizes, limits, form)
+            exists, tile, keys, document = next_tile(number, row, offsets, sizes, limits, faults, form)
         if exists:
             entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
-            tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0]))
+            if form.spans:
+                tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0], keys[1], document))
+            else:
+                tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0]))
             told_at = told_at.next()
             q_place, k_place, kv_head = (entry, q_start, rows, heads), (entry, keys[0], keys[1], heads), head // form.group
             for w in gl.static_range(CONSUMERS):
@@ -106,10 +111,20 @@ def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
                     k_at = k_at.next()
                 load_keys(v_views, k_place, kv_head, block, v_at, v, form.rest_dv, form)
                 v_at = v_at.next()
-        number = upcoming
+        number, row = upcoming, row_upcoming
         if form.early:
             again, slot = came_back(board, told_at, number < tiles, CONSUMERS)
     tell(board, told_at, (turn, turn, turn, turn, turn * 0 - 1, turn, turn, turn))
+
+
+@gluon.jit
+def next_number(turn, tiles, counter, form: gl.constexpr):
+    """(the turn after this one, the number of its tile)."""
+    upcoming = tile_number(turn + 1, counter, form)
+    if form.counted:
+        if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
+            gl.atomic_xchg(counter, 0, sem="relaxed")
+    return turn + 1, upcoming
 
 
 @gluon.jit
@@ -168,7 +183,7 @@ def finite(row_max):
 
 @gluon.jit
 def hidden(s, n_start, edges, form: gl.constexpr):
-    first_edge, stop_edge, key_stop = edges
+    first_edge, stop_edge, key_stop = edges[0], edges[1], edges[2]
     layout: gl.constexpr = s.type.layout
     n_stop = n_start + form.tuning.block_n
     partial = n_stop > key_stop
@@ -187,6 +202,8 @@ def hidden(s, n_start, edges, form: gl.constexpr):
         s = gl.where(stop[:, None] - by_thread > by_register, s, float("-inf"))
         if form.mask.left:
             s = gl.where((row + (first_edge - n_start))[:, None] - by_thread <= by_register, s, float("-inf"))
+    if form.mask.documents:
+        s = own_keys(s, n_start, edges[3], edges[4], key_stop)
     return s
 
 
@@ -200,6 +217,8 @@ def is_careful(n_start, edges, again, form: gl.constexpr):
         if form.mask.right:
             last = gl.minimum(last, edges[1])
         careful = (again > 0) | (n_start + form.tuning.block_n >= last)
+        if form.mask.documents:
+            careful = careful | (edges[3] != PURE)  # a row may meet its first key anywhere
     return careful
 
 
@@ -343,6 +362,22 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, fo
 
 
 @gluon.jit
+def keys_told(words, slot, seqlen_k, form: gl.constexpr):
+    """How many keys a tile has: of spans, whose S_k says where the diagonal is, a number of its own."""
+    if form.spans:
+        return word(read_words(words, slot), KEYS)
+    else:
+        return seqlen_k
+
+
+@gluon.jit
+def document_told(words, slot, ids):
+    """(the document, where the ids of its keys' span begin)."""
+    row = read_words(words, slot)
+    return word(row, DOCUMENT), ids + word(row, K_START)
+
+
+@gluon.jit
 def query_operand(w: gl.constexpr, q_smem, form: gl.constexpr):
     """q's parts as products take them: the first of them in registers, where the tuning says so."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.tuning.block_n, 16])
@@ -384,7 +419,7 @@ def stage_part(w: gl.constexpr, part, view, smem, place, head, m_start, column: 
 
 @gluon.jit
 def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.constexpr):
-    o_views, lse, sinks = out
+    o_views, lse, sinks, ids = out
     tiles, sizes, limits, numbers, faults, counter = work
     words, told, told_free, verdicts = board
     q_smem, q_ready, q_free = q
@@ -412,12 +447,18 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         row_max = gl.full([ROWS], float("-inf"), gl.float32, rows)
         row_sum = gl.full([ROWS], 0.0, gl.float32, rows)
         o = zeros(form)
-        own_begin, own = blocks_of(m_start, form.own_queries, (seqlen_q, seqlen_k), limits, form)
+        lengths, key_stop = (seqlen_q, seqlen_k), keys_told(words, told_at.stage, seqlen_k, form)
+        own_begin, own = blocks_within(m_start, form.own_queries, lengths, key_stop, limits, form)
         again = is_done_again(words, told_at.stage) if form.early else 0
         unseen = blocks
         if own > 0:
             k_at, v_at = let_go(w, k, v, k_at, v_at, n_begin + blocks - own_begin - own, form)
-            edges = edges_of(m_start, (seqlen_q, seqlen_k), limits)
+            edges = edges_of(m_start, lengths, limits)
+            if form.spans:
+                edges = (edges[0], edges[1], key_stop)
+            if form.mask.documents:
+                document, own_ids = document_told(words, told_at.stage, ids)
+                edges = (edges[0], edges[1], key_stop, document, own_ids)
             o, row_max, row_sum, k_at, v_at = attend(w, q_tile, k, v, k_at, v_at, (own_begin, own), edges, again, numbers, form)
             unseen = own_begin - n_begin
         if not q_is_read:
@@ -429,23 +470,30 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         row = gl.arange(0, ROWS, rows)
         m_offsets = m_start + queries_of(row, form)
         row_head, exists = heads_of(row, head, m_offsets < seqlen_q, form)
-        first, stop = row_interval(m_offsets, seqlen_q, seqlen_k, (seqlen_k, limits[0], limits[1]), 0, form)
+        key_stop = keys_told(words, told_at.stage, seqlen_k, form)
+        first, stop = row_interval(m_offsets, seqlen_q, key_stop, (seqlen_k, limits[0], limits[1]), 0, form)
+        empty = first >= stop
+        if form.mask.documents:
+            document = word(read_words(words, told_at.stage), DOCUMENT)
+            empty = empty | ((row_sum == 0) & (document != PURE))  # of scattered ones only the sum knows
         sink = 0.0
         if form.sinks:
             sink = load_sinks(sinks, row_head, exists, form)
-        inverse, row_lse = finish(row_max, row_sum, first >= stop, sink, form)
+        inverse, row_lse = finish(row_max, row_sum, empty, sink, form)
         if form.packed:
             broken = breaks_promise(m_offsets, seqlen_k, limits)
             inverse = gl.where(broken, float("nan"), inverse)
             row_lse = gl.where(broken, float("nan"), row_lse)
         lse_rows = lse + (entry.to(gl.int64) * heads + row_head) * total_q + q_start
+        if form.spans:
+            lse_rows -= entry * total_q  # q_start counts from the first entry
         gl.store(lse_rows + m_offsets, row_lse, mask=exists)
         o = scaled(o, inverse)
         if form.early:
             again = is_done_again(words, told_at.stage)
             if again > 0:
                 tma_store_drain()  # what this tile's rows were at first
-            judge(w, verdicts, told_at.stage, row_max, (again > 0) | (first >= stop) | ~exists)
+            judge(w, verdicts, told_at.stage, row_max, (again > 0) | empty | ~exists)
         mbarrier.arrive(told_free.index(told_at.stage))
         told_at = told_at.next()
         stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q, sizes[1]), head, m_start, form)
@@ -456,12 +504,18 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
 @gluon.jit
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, pointers, work, form: gl.constexpr):
     """Descriptors of a tile's first columns and of the rest (None where there is none): of [B, H, S, D], or for packed layouts
-    wrapping ones (`copy_in`). pointers (lse [B, H, S_q] or [H, T_q], sinks [H] or None, cu_seqlens_q, cu_seqlens_k, error word,
-    counter of tiles); work (tiles in all, sizes, limits, numbers): sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head,
-    heads in an L2 section); limits (left, right, max_seqlen_q, max_seqlen_k); numbers (scale_log2, softcap)."""
+    or spans wrapping ones (`copy_in`). pointers (lse [B, H, S_q] or [H, T_q], sinks [H] or None, cu_seqlens_q, cu_seqlens_k, error word,
+    counter of tiles), for spans with their offsets (`device.spans`) in the place of cu_seqlens; work (tiles in all, sizes, limits, numbers):
+    sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head, heads in an L2 section); limits (left, right, max_seqlen_q, max_seqlen_k);
+    numbers (scale_log2, softcap)."""
     STAGES: gl.constexpr = form.tuning.stages
     CONSUMERS: gl.constexpr = form.tuning.consumers
-    lse, sinks, cu_seqlens_q, cu_seqlens_k, faults, counter = pointers
+    if form.spans:
+        lse, sinks, spans_q, spans_k, ids_q, ids_k, key_lengths, faults, counter = pointers
+        offsets, out = (spans_q, spans_k, ids_q, ids_k, key_lengths), ((o_desc, o_rest), lse, sinks, ids_k)
+    else:
+        lse, sinks, cu_seqlens_q, cu_seqlens_k, faults, counter = pointers
+        offsets, out = (cu_seqlens_q, cu_seqlens_k), ((o_desc, o_rest), lse, sinks, None)
     tiles, sizes, limits, numbers = work
     q_views, k_views, v_views, o_views = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (o_desc, o_rest)
     q_smem = tiles_for(form.slots, q_views, form.rest_d)
@@ -473,9 +527,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     q = (q_smem, ring(CONSUMERS, 1), ring(CONSUMERS, 1))
     k = (k_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
     v = (v_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
-    out = (o_views, lse, sinks)
     views = (q_views, k_views, v_views)
-    offsets = (cu_seqlens_q, cu_seqlens_k)
     work = (tiles, sizes, limits, numbers, faults, counter)
     if CONSUMERS == 3:
         gl.warp_specialize(

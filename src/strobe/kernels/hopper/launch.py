@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...call import Call
@@ -18,7 +19,20 @@ from .config import ROWS
 
 def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
     form: Any = plan.config.form  # type: ignore[attr-defined]
+    out = tensors.out
+    if form.spans:
+        call, tensors = end_to_end(call, tensors)
     persistent.run(plan, call, tensors, forward_launch, form.tuning.joined > 1)
+    if form.spans and tensors.out.data_ptr() != out.data_ptr():
+        out.copy_(tensors.out.view(out.shape))
+
+
+def end_to_end(call: Call, tensors: Forward) -> tuple[Call, Forward]:
+    """The batch entries of q, k, v and out one after the other, as views of spans have them; another out where its own has gaps between them."""
+    q, k, v, out = call.q, call.k, call.v, tensors.out
+    if out.shape[0] > 1 and out.stride(0) != out.shape[1] * out.stride(1):
+        out = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    return call._replace(q=q.flatten(0, 1), k=k.flatten(0, 1), v=v.flatten(0, 1)), tensors._replace(out=out.flatten(0, 1))
 
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
