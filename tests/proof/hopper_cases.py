@@ -47,8 +47,10 @@ def runs(lengths: tuple[int, ...], ids: tuple[int, ...] = (), lengths_k: tuple[i
 
 
 def key_lengths(*lengths: int, also=None):
+    """Of batch entries, by turns."""
+
     def build(case, device):
-        mask = masks.key_lengths(torch.tensor(lengths, dtype=torch.int32, device=device))
+        mask = masks.key_lengths(torch.tensor([lengths[b % len(lengths)] for b in range(case.batch)], dtype=torch.int32, device=device))
         return mask if also is None else mask & also(case, device)
 
     return build
