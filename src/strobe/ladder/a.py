@@ -47,20 +47,20 @@ waits for ldmatrix (10 %). Tensor cores are busy 59 % of the time.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.4696     292.7          29.6
-     64  dense     8192     3.563     308.6          31.2
-     64  dense    16384     7.103     309.6          31.3
-     64  causal    1024    0.2943     233.8          23.6
-     64  causal    8192     1.938     283.6          28.7
-     64  causal   16384     3.733     294.5          29.8
-    128  dense     1024    0.4254       323          32.7
-    128  dense     8192     3.169       347          35.1
-    128  dense    16384     6.288     349.7          35.4
-    128  causal    1024    0.2765     248.8          25.2
-    128  causal    8192     1.782     308.6          31.2
-    128  causal   16384     3.529     311.6          31.5
+     64  dense     1024    0.4933     278.6          28.2
+     64  dense     8192     3.671     299.5          30.3
+     64  dense    16384     7.259     302.9          30.6
+     64  causal    1024    0.2915     235.9          23.9
+     64  causal    8192      1.94     283.4          28.7
+     64  causal   16384     3.805       289          29.2
+    128  dense     1024    0.4229       325          32.9
+    128  dense     8192     3.204     343.2          34.7
+    128  dense    16384     6.262     351.2          35.5
+    128  causal    1024    0.2747     250.4          25.3
+    128  causal    8192     1.798     305.7          30.9
+    128  causal   16384     3.481     315.9          31.9
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
 """
 
 from __future__ import annotations

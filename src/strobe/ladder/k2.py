@@ -25,20 +25,20 @@ What limits it: shared memory first, then CUDA cores, which are a sixteenth of t
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024     7.155     19.21          1.94
-     64  dense     8192     56.22     19.56          1.98
-     64  dense    16384     111.2     19.77             2
-     64  causal    1024     3.807     18.07          1.83
-     64  causal    8192     28.91     19.02          1.92
-     64  causal   16384     57.04     19.28          1.95
-    128  dense     1024      9.76     14.08          1.42
-    128  dense     8192     75.18     14.62          1.48
-    128  dense    16384     143.5     15.32          1.55
-    128  causal    1024     5.231     13.15          1.33
-    128  causal    8192     39.51     13.92          1.41
-    128  causal   16384     73.91     14.88           1.5
+     64  dense     1024     7.051     19.49          1.97
+     64  dense     8192     55.91     19.67          1.99
+     64  dense    16384     111.6     19.71          1.99
+     64  causal    1024     3.797     18.11          1.83
+     64  causal    8192     28.73     19.14          1.94
+     64  causal   16384     57.66     19.07          1.93
+    128  dense     1024     9.691     14.18          1.43
+    128  dense     8192     75.35     14.59          1.48
+    128  dense    16384     143.2     15.36          1.55
+    128  causal    1024     5.116     13.45          1.36
+    128  causal    8192     39.35     13.97          1.41
+    128  causal   16384     74.86     14.69          1.49
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
 """
 
 from __future__ import annotations

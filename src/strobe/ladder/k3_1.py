@@ -25,20 +25,20 @@ What limits it: one buffer. TMA needs about a microsecond from request to arriva
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.5201     264.2          26.7
-     64  dense     8192     3.847     285.8          28.9
-     64  dense    16384     7.651     287.4          29.1
-     64  causal    1024    0.3101     221.8          22.4
-     64  causal    8192     2.053     267.9          27.1
-     64  causal   16384     4.002     274.7          27.8
-    128  dense     1024     0.398     345.3          34.9
-    128  dense     8192     2.991     367.6          37.2
-    128  dense    16384     5.937     370.4          37.4
-    128  causal    1024    0.2465     279.1          28.2
-    128  causal    8192     1.637     335.8            34
-    128  causal   16384     3.142       350          35.4
+     64  dense     1024    0.5259     261.4          26.4
+     64  dense     8192      3.91     281.2          28.4
+     64  dense    16384     7.748     283.8          28.7
+     64  causal    1024    0.3099     221.9          22.4
+     64  causal    8192     2.047     268.6          27.2
+     64  causal   16384      4.06     270.8          27.4
+    128  dense     1024    0.3944     348.4          35.2
+    128  dense     8192     2.964     370.9          37.5
+    128  dense    16384     5.994     366.9          37.1
+    128  causal    1024    0.2474     278.1          28.1
+    128  causal    8192      1.61     341.6          34.5
+    128  causal   16384     3.088     356.1            36
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
 """
 
 from __future__ import annotations

@@ -17,20 +17,20 @@ What limits it: latency, where a tile's work is shorter than a load takes; then 
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.5194     264.6          26.8
-     64  dense     8192     3.997     275.1          27.8
-     64  dense    16384     7.582     290.1          29.3
-     64  causal    1024    0.3053     225.3          22.8
-     64  causal    8192     2.047     268.6          27.2
-     64  causal   16384     4.049     271.6          27.5
-    128  dense     1024    0.4089     336.1            34
-    128  dense     8192     3.004     366.1            37
-    128  dense    16384     6.027     364.9          36.9
-    128  causal    1024    0.2561     268.6          27.2
-    128  causal    8192       1.7     323.5          32.7
-    128  causal   16384     3.263       337          34.1
+     64  dense     1024    0.5148       267            27
+     64  dense     8192      3.95     278.4          28.1
+     64  dense    16384     7.633     288.1          29.1
+     64  causal    1024    0.3074     223.7          22.6
+     64  causal    8192     2.031     270.7          27.4
+     64  causal   16384     4.087     269.1          27.2
+    128  dense     1024    0.3865     355.6            36
+    128  dense     8192     3.076     357.4          36.1
+    128  dense    16384     5.854     375.7            38
+    128  causal    1024    0.2501       275          27.8
+    128  causal    8192     1.721     319.5          32.3
+    128  causal   16384     3.095     355.3          35.9
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
 """
 
 from __future__ import annotations

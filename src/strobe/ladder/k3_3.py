@@ -25,20 +25,20 @@ fetches all of K and V for its few rows.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.4833     284.4          28.8
-     64  dense     8192     3.558     309.1          31.3
-     64  dense    16384     7.237     303.9          30.7
-     64  causal    1024    0.2982     230.7          23.3
-     64  causal    8192     1.942     283.1          28.6
-     64  causal   16384     3.838     286.5            29
-    128  dense     1024    0.3895     352.9          35.7
-    128  dense     8192     2.944     373.4          37.8
-    128  dense    16384     5.875     374.3          37.8
-    128  causal    1024    0.2476     277.9          28.1
-    128  causal    8192     1.803     304.9          30.8
-    128  causal   16384      3.17     346.8          35.1
+     64  dense     1024    0.4879     281.7          28.5
+     64  dense     8192     3.653       301          30.4
+     64  dense    16384     7.282       302          30.5
+     64  causal    1024    0.2959     232.5          23.5
+     64  causal    8192     2.014       273          27.6
+     64  causal   16384      3.83     287.1            29
+    128  dense     1024    0.3913     351.2          35.5
+    128  dense     8192     2.943     373.6          37.8
+    128  dense    16384     5.974     368.1          37.2
+    128  causal    1024    0.2499     275.3          27.8
+    128  causal    8192     1.754     313.5          31.7
+    128  causal   16384     3.401     323.3          32.7
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
 """
 
 from __future__ import annotations

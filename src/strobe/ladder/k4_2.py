@@ -22,20 +22,20 @@ multiply. A second program on the SM fills some of the gaps, by chance.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3566     385.4            39
-     64  dense     8192     2.604     422.3          42.7
-     64  dense    16384     5.187       424          42.9
-     64  causal    1024    0.2292     300.2          30.4
-     64  causal    8192     1.395     394.2          39.9
-     64  causal   16384     2.664     412.8          41.7
-    128  dense     1024    0.2837     484.4            49
-    128  dense     8192     2.066     532.3          53.8
-    128  dense    16384     4.165       528          53.4
-    128  causal    1024    0.1788     384.7          38.9
-    128  causal    8192     1.098     500.6          50.6
-    128  causal   16384     2.176     505.3          51.1
+     64  dense     1024    0.3589     382.9          38.7
+     64  dense     8192     2.519     436.6          44.1
+     64  dense    16384     5.176     424.8            43
+     64  causal    1024    0.2326     295.7          29.9
+     64  causal    8192     1.446     380.2          38.4
+     64  causal   16384     2.684     409.7          41.4
+    128  dense     1024    0.2898     474.2          47.9
+    128  dense     8192     2.047     537.1          54.3
+    128  dense    16384     4.109     535.2          54.1
+    128  causal    1024    0.1855     370.8          37.5
+    128  causal    8192     1.132     485.6          49.1
+    128  causal   16384     2.176     505.2          51.1
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
 """
 
 from __future__ import annotations

@@ -38,20 +38,20 @@ cores idle, and nothing keeps the consumers out of step.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024     0.369     372.4          37.7
-     64  dense     8192     2.087     526.7          53.3
-     64  dense    16384       4.2     523.5          52.9
-     64  causal    1024    0.2936     234.3          23.7
-     64  causal    8192      1.26     436.2          44.1
-     64  causal   16384     2.349     468.1          47.3
-    128  dense     1024    0.2892     475.3          48.1
-    128  dense     8192      1.96     560.9          56.7
-    128  dense    16384      3.88     566.8          57.3
-    128  causal    1024    0.2026     339.6          34.3
-    128  causal    8192     1.127       488          49.3
-    128  causal   16384     2.074     530.2          53.6
+     64  dense     1024    0.3276     419.5          42.4
+     64  dense     8192     2.095     524.8          53.1
+     64  dense    16384     4.032     545.3          55.1
+     64  causal    1024    0.1997     344.5          34.8
+     64  causal    8192     1.176     467.5          47.3
+     64  causal   16384     2.191     501.9          50.7
+    128  dense     1024    0.2512     547.1          55.3
+    128  dense     8192     2.052     535.9          54.2
+    128  dense    16384     3.815     576.4          58.3
+    128  causal    1024    0.1505     457.2          46.2
+    128  causal    8192    0.9444     582.2          58.9
+    128  causal   16384     1.798     611.5          61.8
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
 """
 
 from __future__ import annotations

@@ -31,27 +31,27 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
 
 What limits it: at D = 128 the tensor cores and the power they draw; shared memory feeds them at 88 % of its rate. At D = 64 exponents and issue slots
 are as busy as they are. Beyond this rung lie fewer bits; tiles from a counter, which evens out what differs in length; and weights that wait for no
-maximum (kernels/hopper/early.py). Of the production kernel, which has these two, it reaches 0.92 to 1.00 at 512 and 1,024 keys, 0.87 to 1.02 from
-2,048 on (D = 128), 0.83 to 0.96 (64), in a run of its own. The rows below are of one place for q, of all heads in one falling
-order, also where sequences are short, and of a tile's numbers divided out twice.
+maximum (kernels/hopper/early.py). Of the production kernel, which has these two, it reaches 0.95 to 1.00 up to 2,048 keys, 0.87 to 0.94 from 4,096 on
+(D = 128), 0.91 to 0.97 at 512 and 1,024, 0.87 to 0.92 from 2,048 on (64). At D = 64 causal k5 is 3 to 5 % ahead up to 1,024 keys: turns cost there
+what they hide elsewhere.
 
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3249     423.1          42.8
-     64  dense     8192     2.012     546.5          55.3
-     64  dense    16384      3.85     571.2          57.8
-     64  causal    1024      0.24     286.6            29
-     64  causal    8192     1.105     497.7          50.3
-     64  causal   16384     2.109     521.4          52.7
-    128  dense     1024    0.2269     605.8          61.2
-    128  dense     8192       1.5     733.2          74.1
-    128  dense    16384      3.07     716.2          72.4
-    128  causal    1024    0.1909     360.3          36.4
-    128  causal    8192     0.821     669.7          67.7
-    128  causal   16384     1.563     703.3          71.1
+     64  dense     1024    0.3159       435            44
+     64  dense     8192     1.949     564.1            57
+     64  dense    16384     3.787     580.6          58.7
+     64  causal    1024    0.2067     332.8          33.6
+     64  causal    8192     1.102     498.9          50.4
+     64  causal   16384     2.077     529.3          53.5
+    128  dense     1024    0.2076     661.9          66.9
+    128  dense     8192     1.568     701.1          70.9
+    128  dense    16384     3.077     714.6          72.3
+    128  causal    1024    0.1405     489.4          49.5
+    128  causal    8192    0.8029     684.8          69.2
+    128  causal   16384     1.532     717.5          72.6
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
 """
 
 from __future__ import annotations

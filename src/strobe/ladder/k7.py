@@ -32,20 +32,20 @@ What limits it: waits at D = 128 (half of the tensor cores' rate is left), expon
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3164     434.4            22
-     64  dense     8192     1.745     630.1          31.9
-     64  dense    16384     3.483     631.3          31.9
-     64  causal    1024    0.2218     310.1          15.8
-     64  causal    8192    0.9435     582.8          29.5
-     64  causal   16384     1.771       621          31.4
-    128  dense     1024    0.1981     693.8          35.1
-    128  dense     8192     1.064      1033          52.2
-    128  dense    16384     2.137      1029            52
-    128  causal    1024    0.1516     453.9          23.1
-    128  causal    8192    0.5629     976.8          49.4
-    128  causal   16384      1.06      1038          52.5
+     64  dense     1024      0.31     443.4          22.4
+     64  dense     8192     1.772     620.5          31.4
+     64  dense    16384     3.477     632.5            32
+     64  causal    1024     0.217     316.9          16.1
+     64  causal    8192    0.9512     578.1          29.2
+     64  causal   16384     1.824     602.8          30.5
+    128  dense     1024    0.1906     721.1          36.5
+    128  dense     8192     1.058      1039          52.5
+    128  dense    16384     2.114      1040          52.6
+    128  causal    1024    0.1399     491.8            25
+    128  causal    8192      0.57     964.6          48.8
+    128  causal   16384     1.058      1039          52.5
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
 """
 
 from __future__ import annotations

@@ -21,20 +21,20 @@ which warp does what, is the compiler's choice. The rungs above take that choice
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024     0.338     406.7          41.1
-     64  dense     8192     2.384     461.3          46.6
-     64  dense    16384     4.731     464.8            47
-     64  causal    1024    0.2276     302.2          30.6
-     64  causal    8192     1.351     407.1          41.2
-     64  causal   16384      2.64     416.5          42.1
-    128  dense     1024    0.3291     417.7          42.2
-    128  dense     8192     2.252     488.1          49.4
-    128  dense    16384     4.495     489.3          49.5
-    128  causal    1024    0.2127     323.4          32.7
-    128  causal    8192     1.169     470.4          47.6
-    128  causal   16384      2.21     497.6          50.3
+     64  dense     1024    0.3285     418.3          42.3
+     64  dense     8192      2.36     465.9          47.1
+     64  dense    16384     4.716     466.3          47.1
+     64  causal    1024    0.2299     299.2          30.3
+     64  causal    8192     1.343     409.4          41.4
+     64  causal   16384     2.682       410          41.5
+    128  dense     1024    0.3313     414.9          41.9
+    128  dense     8192       2.2     499.7          50.5
+    128  dense    16384     4.447     494.5            50
+    128  causal    1024     0.217     317.1          32.1
+    128  causal    8192     1.196     459.8          46.5
+    128  causal   16384     2.266     485.3          49.1
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-22
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
 """
 
 from __future__ import annotations
