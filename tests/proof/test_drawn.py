@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from strobe import mask as masks
 from strobe.kernels.hopper import config as hopper
 from strobe.proof.simulate import on
 from strobe.target import FAKES
@@ -72,9 +74,59 @@ def problems(draw, widest: int):
     )
 
 
-def run_and_judge(judge, drawn: Drawn, family: str) -> None:
-    forward_alone = family == "blackwell"
-    kernel = "blackwell.forward" if forward_alone else family
+@dataclass(frozen=True)
+class Spans:
+    """A mask of documents in runs of drawn lengths, of so many ids and of none, 0: no documents; of key lengths from 0 to all; and of a band."""
+
+    seed: int
+    documents: int
+    lengths: bool
+    two_sides: bool
+    also: Callable | None
+
+    def __call__(self, case: Case, device: torch.device) -> masks.Mask:
+        draw = torch.Generator().manual_seed(self.seed)
+        mask = masks.full() if self.also is None else self.also(case, device)
+
+        def ids(length: int) -> torch.Tensor:
+            longest = int(torch.randint(1, 200, (1,), generator=draw))
+            runs = torch.randint(1, longest + 1, (max(1, length),), generator=draw)
+            whose = torch.randint(-1, self.documents, (len(runs),), generator=draw) if self.seed % 2 else torch.arange(len(runs))
+            return whose.repeat_interleave(runs)[:length].int()
+
+        if self.documents:
+            sides = [torch.stack([ids(n) for _ in range(case.batch)]).to(device) for n in (case.seqlen_q, case.keys)]
+            mask = mask & (masks.documents(*sides) if self.two_sides or case.seqlen_q != case.keys else masks.documents(sides[0]))
+        if self.lengths:
+            mask = mask & masks.key_lengths(torch.randint(0, case.keys + 1, (case.batch,), generator=draw).int().to(device))
+        return mask
+
+
+@st.composite
+def problems_with_spans(draw):
+    """What rows of one batch entry see differs: drawn problems of the Hopper forward."""
+    drawn = draw(problems(256))
+    case = replace(drawn.case, lengths_q=None, lengths_k=None, outside=(0, 0), promised=False)
+    if drawn.case.lengths_q is not None:
+        case = replace(case, seqlen_q=draw(lengths), seqlen_k=draw(st.none() | lengths))
+    documents = draw(st.sampled_from([0, 1, 2, 5]))
+    mask = Spans(draw(st.integers(0, 2**16)), documents, documents == 0 or draw(st.booleans()), draw(st.booleans()), case.mask)
+    return replace(drawn, case=replace(case, mask=mask, storage=case.storage if case.batch == 1 else "contiguous"), batch_invariant=False)
+
+
+@pytest.mark.nightly
+def test_drawn_spans(judge):
+    @settings(max_examples=100, derandomize=False)
+    @given(drawn=problems_with_spans())
+    def check(drawn):
+        run_and_judge(judge, drawn, "hopper", forward_alone=True)
+
+    check()
+
+
+def run_and_judge(judge, drawn: Drawn, family: str, forward_alone: bool = False) -> None:
+    forward_alone = forward_alone or family == "blackwell"
+    kernel = f"{family}.forward" if forward_alone else family
     call = drawn.case.build("cpu", drawn.dtype, drawn.family, drawn.seed, requires_grad=not forward_alone, kernel=kernel)
     call = call._replace(deterministic=drawn.deterministic, batch_invariant=drawn.batch_invariant and not forward_alone)
     name = TARGETS[family][drawn.seed % len(TARGETS[family])]

@@ -90,7 +90,7 @@ def against_spans(problem: Problem) -> str | None:
     if layout.batch * max(lengths) > MOST_ROWS:
         return f"of key lengths and documents at most {MOST_ROWS} rows, whose ends TMA can be told; this has {layout.batch * max(lengths)}"
     for name, length, strides in zip("qkv", lengths, problem.strides):
-        if layout.batch > 1 and strides[0] != length * strides[1]:
+        if layout.batch > 1 and length and strides[0] != length * strides[1]:
             return f"of key lengths and documents batch entries end to end, as TMA sees them; {name} has gaps between them: make it contiguous"
     return None
 
@@ -108,7 +108,7 @@ def against_memory(problem: Problem) -> str | None:
     else:
         rows, keys = (layout.batch, layout.seqlen_q, problem.heads_q), (layout.batch, layout.seqlen_k, problem.heads_kv)
     for name, sizes, strides in zip("qkv", (rows, keys, keys), problem.strides):
-        if any(size > 1 and stride == 0 for size, stride in zip(sizes, strides)):
+        if 0 not in sizes and any(size > 1 and stride == 0 for size, stride in zip(sizes, strides)):
             return f"TMA walks memory of its own in each dimension; {name} is expanded: give fewer key heads, or make it contiguous"
     return None
 
