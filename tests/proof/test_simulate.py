@@ -306,8 +306,9 @@ def test_more_tiles_than_a_launch_can_count():
 
 
 SHARING = tuple(case.name for case in JOINED)
-SHARING_ALSO = ("d64_grouped_gaps", "one_row_causal", "d256_window_softcap", "packed_window_softcap", "head_dims_192_128_window")
-APART = ("grouped", "one_key_head", "batch_of_three", "packed_heads_first", "stored_heads_first", "stored_gaps", "stored_mixed")
+SHARING_ALSO = ("d64_grouped_gaps", "one_row_causal", "d256_window_softcap", "packed_window_softcap", "head_dims_192_128_window", "joined_documents",
+                "joined_key_lengths_d64", "documents_window_softcap_sinks", "documents_lengths", "key_lengths_causal")  # fmt: skip
+APART = ("documents_d192", "grouped", "one_key_head", "batch_of_three", "packed_heads_first", "stored_heads_first", "stored_gaps", "stored_mixed")
 
 
 def test_cases_share_tiles_or_do_not_as_their_names_say():
