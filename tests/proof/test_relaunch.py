@@ -15,6 +15,7 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
+import strobe
 from strobe import ops, ops_decode
 from strobe.appending import AppendCall, AppendProblem
 from strobe.call import Call
@@ -185,7 +186,20 @@ def _append_launches(monkeypatch) -> list[tuple]:
     return _noted(monkeypatch, select(AppendProblem.from_call(call), FAKES["H200"]).forward, call, None)
 
 
+def _spans_launches(monkeypatch, lengths: bool) -> list[tuple]:
+    """Of a forward of documents, with key lengths or without."""
+    q, k, v = (torch.empty(2, 700, heads, 128, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    mask = strobe.documents(torch.zeros(2, 700, dtype=torch.int32)) & strobe.causal()
+    mask = mask & strobe.key_lengths(torch.full((2,), 700, dtype=torch.int32)) if lengths else mask
+    call = Call(q, k, v, kernel="hopper").with_mask(mask)
+    with posing(FAKES["H200"]):
+        plan = ops.decide(call).forward
+    return _noted(monkeypatch, plan, call, Forward(torch.empty_like(q), torch.empty(2, 4, 700)))
+
+
 LAUNCHED = {
+    "forward of documents": (_spans_launches, {"lengths": False}, 0),
+    "forward of documents and key lengths": (_spans_launches, {"lengths": True}, 0),
     "backward rows": (_backward_launches, {}, 0),
     "backward main": (_backward_launches, {}, 1),
     "backward convert": (_backward_launches, {}, 2),
