@@ -225,13 +225,13 @@ def documents(ids_q: Tensor, ids_k: Tensor | None = None) -> Mask:
     >>> documents(torch.tensor([[0, 0, 1, -1]], dtype=torch.int32)).dense(4, 4)[0].int().tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
     """
-    ids_q = _int32("documents ids_q", ids_q, 2)
+    ids_q = _int32("documents ids_q", ids_q, 2).contiguous()  # one tensor where both sides have it: kernels tell by its address
     ids_k = ids_q if ids_k is None else _int32("documents ids_k", ids_k, 2)
     if ids_q.shape[0] != ids_k.shape[0]:
         raise InvalidProblem("documents ids_k", f"batch {ids_k.shape[0]}", f"ids_q's batch {ids_q.shape[0]}", "give both for the same batch")
     if ids_q.device != ids_k.device:
         raise InvalidProblem("documents ids_k", ids_k.device, f"ids_q's device {ids_q.device}", "move both to one device")
-    return Mask(documents=Documents.of(ids_q.contiguous(), ids_k.contiguous()))
+    return Mask(documents=Documents.of(ids_q, ids_k.contiguous()))
 
 
 def key_lengths(lengths: Tensor) -> Mask:

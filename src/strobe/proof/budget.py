@@ -54,8 +54,8 @@ class Unit(NamedTuple):
     @property
     def each_commit(self) -> bool:
         """Compiled on each commit; the others nightly: every tiling is among these. A bound on the left alone has the tiles of a window and less
-        to hide, a window beyond d128 those of its causal case; keys that end within a tile, sizes of 1, heads that share a tile or are divided,
-        turns at dq, float16, clusters, documents and key lengths are seen at one width."""
+        to hide, a window or no mask beyond d128 those of its causal case; keys that end within a tile, sizes of 1, heads that share a tile or are
+        divided, turns at dq, float16, clusters, documents and key lengths are seen at one width."""
         if self.family == "blackwell":
             tilings = ("d64 dense", "d96 causal", "d128 dense", "d192/128 causal")
             return self.case == ON_EVERY_TARGET or (self.target == "sm_100" and self.case in tilings)
@@ -63,8 +63,9 @@ class Unit(NamedTuple):
         case, at_d128 = self.case.removesuffix(", many keys"), self.case.startswith("d128")
         seen_at_d128 = (case.endswith(of_one_width) or "a cluster" in case) and not at_d128
         spans = ("documents causal" in case or "key lengths" in case) and not at_d128
-        wide = case.endswith(" window") and not case.startswith(("d64", "d128"))
-        variant = seen_at_d128 or wide or spans or case.endswith("window left") or case == "d64 packed group 4 causal sinks"
+        wide = case.endswith((" window", " dense")) and not case.startswith(("d64", "d128", "d256 dense"))
+        options = case.endswith("sinks softcap") and case.startswith("d192/128")
+        variant = seen_at_d128 or wide or spans or options or case.endswith("window left") or case == "d64 packed group 4 causal sinks"
         return self.case == ON_EVERY_TARGET or (self.target == WITH_ALL_CASES and not variant)
 
 

@@ -62,9 +62,11 @@ class Poison:
         return house.requires_grad_(tensor.requires_grad)
 
     def enclose_call(self, call: Call) -> Call:
-        """The call with each of its tensors enclosed."""
-        tensors = {name: getattr(call, name) for name in ("q", "k", "v", *Call._fields[OPTIONAL_TENSORS])}
-        return call._replace(**{name: self.enclose(name, tensor) for name, tensor in tensors.items() if tensor is not None})
+        """The call with each of its tensors enclosed; what is one tensor stays one."""
+        tensors = {name: tensor for name in ("q", "k", "v", *Call._fields[OPTIONAL_TENSORS]) if (tensor := getattr(call, name)) is not None}
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        enclosed = {one: self.enclose(name, tensors[name]) for one, name in names.items()}
+        return call._replace(**{name: enclosed[id(tensor)] for name, tensor in tensors.items()})
 
     def check(self) -> None:
         """Raises AssertionError where a band, a gap or an input was written to."""
