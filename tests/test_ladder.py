@@ -118,6 +118,11 @@ def test_long_rows_of_k6_have_other_tiles(options):
     assert simulate("k6", FIRST._replace(causal=False), "pct", **options)["worst"] <= 1
 
 
+def test_keys_that_end_within_a_larger_tile_are_hidden():
+    """A multiple of 128, but not of the tile that was asked for."""
+    assert simulate("k6", Size(1, 64, 384, 1, 1, 64, causal=False), "eager", block_n=256, consumers=2)["worst"] <= 1
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["eager", "lazy", "random", "pct"])
 @pytest.mark.parametrize("name", RUNGS)

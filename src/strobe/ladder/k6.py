@@ -91,7 +91,7 @@ class Form:
     masks: bool = True  # whether any tile may hold a hidden key; else the loop has no code for them
     short: bool = False  # rows of few keys
     block_n: int = 0  # 0: 64 of short causal rows at D = 64, else 128
-    stages: int = 0  # 0: of 256 keys
+    stages: int = 0  # 0: of 256 keys, at least two
     consumers: int = 0  # 0: two of 240 registers at D = 128, and of short dense rows; three of 160 at D = 64
     overlap: bool = True  # the next scores under this softmax
     ping_pong: int = -1  # consumers take turns at issuing products; -1: where there are three
@@ -104,7 +104,7 @@ class Form:
         block_n = self.block_n or (64 if self.short and self.causal and self.head_dim == 64 else 128)
         consumers = self.consumers or (2 if self.head_dim == 128 or (self.short and not self.causal) else 3)
         turns = int(consumers == 3) if self.ping_pong < 0 else self.ping_pong
-        chosen = {"block_n": block_n, "stages": self.stages or 256 // block_n, "consumers": consumers, "ping_pong": turns}
+        chosen = {"block_n": block_n, "stages": self.stages or max(2, 256 // block_n), "consumers": consumers, "ping_pong": turns}
         for name, value in chosen.items():
             object.__setattr__(self, name, value)
 
@@ -432,7 +432,7 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[Tensor, Tensor]:
     check_inputs(q, k, v)
     batch, seqlen_q, heads, head_dim = q.shape
-    form = Form(head_dim, causal, causal or k.shape[1] % 128 > 0, k.shape[1] <= SHORT, **options)
+    form = Form(head_dim, causal, causal or k.shape[1] % max(128, options.get("block_n", 0)) > 0, k.shape[1] <= SHORT, **options)
     out, lse = outputs(q)
     views = [descriptor(tensor, rows) for tensor, rows in ((q, 64), (k, form.block_n), (v, form.block_n), (out, 64))]
     tiles_m = -(-seqlen_q // form.block_m)
