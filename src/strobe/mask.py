@@ -225,7 +225,7 @@ def documents(ids_q: Tensor, ids_k: Tensor | None = None) -> Mask:
     >>> documents(torch.tensor([[0, 0, 1, -1]], dtype=torch.int32)).dense(4, 4)[0].int().tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
     """
-    ids_q = _int32("documents ids_q", ids_q, 2).contiguous()  # one tensor where both sides have it: kernels tell by its address
+    ids_q = _int32("documents ids_q", ids_q, 2).contiguous()  # once, where both sides are this
     ids_k = ids_q if ids_k is None else _int32("documents ids_k", ids_k, 2)
     if ids_q.shape[0] != ids_k.shape[0]:
         raise InvalidProblem("documents ids_k", f"batch {ids_k.shape[0]}", f"ids_q's batch {ids_q.shape[0]}", "give both for the same batch")

@@ -14,7 +14,7 @@ from ...problem import Problem
 from ...target import KIB, Target
 from .. import invariant
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries, visible_pairs
-from ..tma import against_call, against_mask, against_memory, against_spans, against_tools, fold_of, joined, query_tiles, rest
+from ..tma import against_call, against_mask, against_memory, against_spans, against_tools, fold_of, has_spans, joined, query_tiles, rest
 from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, invariant_config
 
@@ -93,7 +93,7 @@ class Form(InParts):
     @property
     def spans(self) -> bool:
         """Whether rows of a batch entry see different spans of keys: device.spans."""
-        return self.mask.documents or self.mask.key_lengths
+        return has_spans(self.mask)
 
     @property
     def wraps(self) -> bool:
