@@ -6,6 +6,7 @@ Run as a script (`python -O tests/test_bad_input.py`) it checks the same table w
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -30,6 +31,7 @@ INT = lambda *values: torch.tensor(values, dtype=torch.int32)
 OFFSETS = INT(0, 5, 12)
 PART = Partial(torch.randn(2, 5, 4, 6), torch.randn(2, 4, 5))
 LONG = lambda *shape: torch.zeros(shape, dtype=torch.int64)
+SHARED, WIDE = torch.randn(1, 8, 4, 8), torch.randn(2, 5, 4, 12)
 IDS_Q, IDS_K = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, 7, dtype=torch.int32)
 
 
@@ -183,6 +185,7 @@ MASKS = [
     Bad("documents twice", lambda: strobe.documents(IDS_Q) & strobe.documents(IDS_Q), InvalidProblem, "mask", "documents"),
     Bad("mask joined with a bool", lambda: strobe.causal() & True, TypeError, "mask", "bool"),
     Bad("mask joined with a tensor", lambda: strobe.causal() & torch.ones(5, 7), TypeError, "mask", "Tensor"),
+    Bad("mask asked whether it is true", lambda: strobe.causal() and strobe.full(), TypeError, "mask", "whether it is true"),
     Bad("window() of a float", lambda: strobe.window(0.5, None), TypeError, "window left", "float"),
     Bad("window() of a bool", lambda: strobe.window(None, False), TypeError, "window right", "bool"),
     Bad("window() of a string", lambda: strobe.window(None, "1"), TypeError, "window right", "str"),
@@ -197,6 +200,9 @@ OUTPUTS = [
     _dense("out on another device", InvalidProblem, "out", "meta", out=OUT.to("meta")),
     _dense("out strided in its last dimension", InvalidProblem, "out", "stride 2", out=_spread(OUT)),
     _dense("out expanded", InvalidProblem, "out", "strides", out=torch.empty(2, 5, 1, 6).expand(-1, -1, 4, -1)),
+    _dense("out is v", InvalidProblem, "out", "memory that v lies in", v=OUT[:, :, :2], k=K[:, :5], out=OUT),
+    _dense("out overlaps q", InvalidProblem, "out", "memory that q lies in", q=SHARED[:, :5], k=K[:1], v=K[:1], out=SHARED[:, 3:8]),
+    _dense("out is a slice that is q", InvalidProblem, "out", "memory that q lies in", q=WIDE[..., :8], v=K, out=WIDE[..., :8]),
     _dense("out sparse", InvalidProblem, "out", "sparse_coo", out=OUT.to_sparse()),
     _dense("out wants gradients", UnsupportedProblem, "out=", out=OUT.clone().requires_grad_()),
     _dense("out where q wants gradients", UnsupportedProblem, "out=", q=Q.clone().requires_grad_(), out=OUT),
@@ -310,6 +316,13 @@ def complaints() -> list[str]:
 @pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.name)
 def test_a_bad_call_is_told_what_is_wrong(bad):
     assert complaint(bad) is None
+
+
+def test_what_is_wrong_can_be_told_in_another_process():
+    with pytest.raises(InvalidProblem) as caught:
+        strobe.attention(Q, K[:, :, :1].expand(-1, -1, 3, -1), V)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert (type(error), str(error), error.argument) == (InvalidProblem, str(caught.value), caught.value.argument)
 
 
 def test_the_table_is_wide_and_its_rows_are_distinct():

@@ -201,6 +201,12 @@ def test_a_tangent_is_not_lost(which, grads):
             _attend(*tensors[:3], sinks=tensors[3])
 
 
+def test_a_tangent_beneath_a_gradient_is_not_lost():
+    q = _tensors()[0]
+    with pytest.raises(strobe.UnsupportedProblem, match="forward-mode derivatives"):
+        torch.func.hessian(lambda q: strobe.attention(q, q, q).sum())(q)
+
+
 def test_out_goes_through_the_op(monkeypatch):
     met = []
     monkeypatch.setattr(ops, "FORWARD_OUT", lambda *flat: met.append(1) or torch.ops.strobe.forward_out.default(*flat))

@@ -106,6 +106,16 @@ def test_spans_of_nothing():
     assert documents.spans_q[..., 1:].eq(0).all()
 
 
+@pytest.mark.parametrize("sides", [1, 2])
+def test_documents_are_those_of_when_the_mask_was_made(sides):
+    given = [torch.tensor([[0, 0, 1, 1]], dtype=torch.int32) for _ in range(sides)]
+    mask = strobe.documents(*given)
+    before = mask.dense(4, 4)
+    for one in given:
+        one[0, 1:] = 1
+    assert torch.equal(mask.dense(4, 4), before)
+
+
 PARTS = {
     "full": Mask(),
     "causal": strobe.causal(),

@@ -182,6 +182,12 @@ def test_out_of_any_strides_is_written_and_nothing_beside_it(name):
     assert bool((wide[..., 0] == 7).all() and (wide[..., -2:] == 7).all())
 
 
+def test_out_may_lie_between_what_is_read():
+    q, k, v, out = torch.randn(1, 9, 4, 2, 8).unbind(2)
+    expected = strobe.attention(q, k, v)
+    assert torch.equal(strobe.attention(q, k, v, out=out), expected)
+
+
 # ---------------------------------------------------------------- one Choice a Problem
 
 

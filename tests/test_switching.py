@@ -173,6 +173,10 @@ def _wrong_arguments(library: Library):
     q, k, v = _tensors()
     with pytest.raises(ValueError, match=r"^v: got .*, expected .*; "):
         library.dense(q, k, v[:, :3])
+    with pytest.raises(ValueError, match=r"^softmax_scale: got nan, expected .*; "):
+        library.dense(q, k, v, softmax_scale=float("nan"))
+    with pytest.raises(TypeError, match=r"^window_size: got int, expected .*; "):
+        library.dense(q, k, v, window_size=4)
 
 
 def _compiles(library: Library):

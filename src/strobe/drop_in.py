@@ -38,7 +38,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, 
     >>> [list(t.shape) for t in forward(q, q, q, Setting(causal=True))]
     [[1, 5, 2, 16], [1, 2, 5]]
     """
-    return ops.run(_call(q, k, v, setting))
+    try:
+        return ops.run(_call(q, k, v, setting))
+    except (InvalidProblem, TypeError) as error:
+        raise in_their_words(error) from None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
@@ -48,7 +51,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
     >>> torch.equal(attend(q, q, q, Setting()), forward(q, q, q, Setting())[0])
     True
     """
-    return ops.run(_call(q, k, v, setting), out_alone=True)[0]
+    try:
+        return ops.run(_call(q, k, v, setting), out_alone=True)[0]
+    except (InvalidProblem, TypeError) as error:
+        raise in_their_words(error) from None
 
 
 def backward(gradient: Tensor, forward_of: tuple[Tensor, Tensor], qkv: tuple[Tensor, Tensor, Tensor], setting: Setting) -> tuple[Tensor, ...]:
@@ -79,6 +85,21 @@ def _call(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Call:
     q, k, v = (rows_contiguous(t) for t in (q, k, v))
     options = setting.scale, setting.softcap or None, setting.deterministic or None
     return call_of(q, k, v, causal=setting.causal, window=setting.window, sinks=setting.sinks, options=options, packing=setting.packing)
+
+
+THEIRS = {"scale": "softmax_scale", "window": "window_size", "window left": "window_size", "window right": "window_size", "sinks": "learnable_sink"}
+
+
+def in_their_words(error: InvalidProblem | TypeError) -> InvalidProblem | TypeError:
+    """The error, with the argument called what the originals call it.
+
+    >>> in_their_words(TypeError("window: got int, expected a pair (left, right); give both sides"))
+    TypeError('window_size: got int, expected a pair (left, right); give both sides')
+    """
+    if isinstance(error, InvalidProblem):
+        return error.named(THEIRS.get(error.argument, error.argument))
+    name, colon, said = str(error).partition(":")
+    return TypeError(THEIRS[name] + colon + said) if name in THEIRS else error
 
 
 def rows_contiguous(tensor: Tensor) -> Tensor:

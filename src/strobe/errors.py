@@ -25,6 +25,9 @@ class InvalidProblem(ValueError):
         self.argument = argument
         self.said = got, expected, remedy
 
+    def __reduce__(self) -> tuple:  # exceptions are pickled by their message alone otherwise, and could not be read in another process
+        return InvalidProblem, (self.argument, *self.said)
+
     def named(self, argument: str) -> InvalidProblem:
         """The same of an argument that the caller knows by another name.
 

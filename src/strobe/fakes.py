@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -41,6 +42,23 @@ def backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat:
     call = Call(*flat)
     dsinks = lse.new_empty(0) if call.sinks is None else torch.empty_like(call.sinks)
     return *(t.new_empty(t.shape) for t in call[:3]), dsinks
+
+
+def check_apart(out: Tensor, inputs: Iterable[Tensor | None], names: Iterable[str]) -> None:
+    """That nothing is read where out is written; views that interleave, of which none is dense, are taken to be apart unless they are the same."""
+    for name, tensor in zip(names, inputs):
+        if tensor is None or not tensor.numel() or not out.numel() or tensor.device != out.device:
+            continue
+        (begin, stop), (first, past) = _extent(out), _extent(tensor)
+        dense = all(past - start == t.numel() * t.element_size() for t, (start, past) in ((out, (begin, stop)), (tensor, (first, past))))
+        if begin < past and first < stop and (dense or (begin == first and out.stride() == tensor.stride())):
+            raise InvalidProblem("out", f"memory that {name} lies in", "memory of its own", "allocate it with torch.empty, or leave it out")
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and of one past its last."""
+    begin = tensor.data_ptr()
+    return begin, begin + (sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1) * tensor.element_size()
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> None:

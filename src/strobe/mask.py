@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import InvalidProblem, wrong_type
+from .errors import InvalidProblem, describe, wrong_type
 
 NO_BOUND = -1  # how an absent left or right bound is written in the flat encoding of a call
 
@@ -90,6 +90,10 @@ class Mask:
     @property
     def structure(self) -> MaskStructure:
         return MaskStructure(*(getattr(self, name) is not None for name in MaskStructure._fields))
+
+    def __bool__(self) -> bool:
+        said = "a question whether it is true", "& between masks, or `is None`", "write strobe.causal() & strobe.documents(ids), not and"
+        raise TypeError(describe("mask", *said))
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
@@ -222,16 +226,19 @@ def prefix_causal(n: int | Tensor) -> Mask:
 def documents(ids_q: Tensor, ids_k: Tensor | None = None) -> Mask:
     """A row sees the keys of its own document; ids int32 [B, S], -1 is padding, which sees and is seen by nothing.
 
+    A mask is a value: ids are read now, and what is written to them later changes no mask. A CUDA graph that is to be replayed over other ids
+    makes its mask inside.
+
     >>> documents(torch.tensor([[0, 0, 1, -1]], dtype=torch.int32)).dense(4, 4)[0].int().tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
     """
-    ids_q = _int32("documents ids_q", ids_q, 2).contiguous()  # once, where both sides are this
-    ids_k = ids_q if ids_k is None else _int32("documents ids_k", ids_k, 2)
+    ids_q = _int32("documents ids_q", ids_q, 2).clone(memory_format=torch.contiguous_format)  # once, where both sides are this
+    ids_k = ids_q if ids_k is None else _int32("documents ids_k", ids_k, 2).clone(memory_format=torch.contiguous_format)
     if ids_q.shape[0] != ids_k.shape[0]:
         raise InvalidProblem("documents ids_k", f"batch {ids_k.shape[0]}", f"ids_q's batch {ids_q.shape[0]}", "give both for the same batch")
     if ids_q.device != ids_k.device:
         raise InvalidProblem("documents ids_k", ids_k.device, f"ids_q's device {ids_q.device}", "move both to one device")
-    return Mask(documents=Documents.of(ids_q, ids_k.contiguous()))
+    return Mask(documents=Documents.of(ids_q, ids_k))
 
 
 def key_lengths(lengths: Tensor) -> Mask:

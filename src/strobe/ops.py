@@ -18,7 +18,7 @@ from .call import FIELD_KINDS, OPTIONAL_TENSORS, Call
 from .choices import Choices, at_once
 from .dispatch import tangents, watched
 from .errors import InvalidProblem, UnsupportedProblem
-from .fakes import check_out, schema
+from .fakes import check_apart, check_out, schema
 from .kernels.kernel import Backward, Forward, Plan, addresses, gradient_addresses
 from .kernels.memory import carved, empty_here, pieces, scratch
 from .knobs import KNOBS
@@ -120,6 +120,7 @@ def _forward_out(out: Tensor, *flat: Any) -> Tensor:
     call = received(flat)
     choice = decide(call)
     check_out(out, choice.problem.out_shapes[0], choice.problem.out_dtype, call.q)
+    check_apart(out, (*call[:3], call.sinks), ("q", "k", "v", "sinks"))
     shape, strides, dtype = choice.problem.outputs[1]
     lse = call.q.new_empty_strided(shape, strides, dtype=dtype)
     write(choice, call, out, lse)
@@ -299,6 +300,10 @@ class _AttentionUnderTransforms(torch.autograd.Function):
         return FORWARD(*flat)
 
     @staticmethod
+    def jvp(ctx, *_):
+        raise _forward_mode()
+
+    @staticmethod
     def setup_context(ctx, inputs, output):
         _save(ctx, Call(*inputs), len(inputs), *output)
 
@@ -335,7 +340,7 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
         return (_Plain.apply(*call[:3], call.asking[3 : OPTIONAL_TENSORS.start]),)  # type: ignore[return-value]
     call = prepare(call)
     if tangents(call.parted[0]):
-        raise UnsupportedProblem("forward-mode derivatives: strobe has those of backward mode; use torch's math attention for others")
+        raise _forward_mode()
     _meet_counters()
     if out is not None:
         if call.needs_grad or out.requires_grad:
@@ -349,6 +354,10 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
         return _Attention.apply(*call.arguments)  # type: ignore[return-value]
     arguments = _distinct(call.arguments)
     return (_OutAlone.apply(*arguments),) if out_alone else _Attention.apply(*arguments)  # type: ignore[return-value]
+
+
+def _forward_mode() -> UnsupportedProblem:
+    return UnsupportedProblem("forward-mode derivatives: strobe has those of backward mode; use torch's math attention for others")
 
 
 def _distinct(arguments: tuple) -> list:

@@ -16,7 +16,7 @@ from .cache import FP8
 from .call import accumulator
 from .choices import Choices, at_once
 from .decode import DecodeCall, DecodeProblem, refuse_gradients
-from .fakes import check_out, schema
+from .fakes import check_apart, check_out, schema
 from .kernels.decoding import addresses
 from .kernels.kernel import Forward
 from .kernels.memory import carved, empty_here
@@ -113,6 +113,7 @@ def _decode_out(out: Tensor, *flat: Any) -> Tensor:
     choice = decide(call)
     problem = choice.problem
     check_out(out, problem.out_shapes[0], problem.out_dtype, call.q)
+    check_apart(out, (call.q, call.k, call.v, call.sinks), ("q", "the cache's k", "the cache's v", "sinks"))
     lse = call.q.new_empty(problem.out_shapes[1], dtype=problem.lse_dtype)
     _write(choice, call, Forward(out, lse))
     return lse

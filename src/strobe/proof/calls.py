@@ -22,7 +22,7 @@ def _dense(
 ) -> Call:  # fmt: skip
     shapes = ((rows, heads[0], width), (keys, heads[1], width), (keys, heads[1], width_v or width))
     q, k, v = (torch.empty(batch, *shape, dtype=dtype) for shape in shapes)
-    return Call(q, k, v, needs_grad=True)._replace(**options).with_mask(mask or masks.full())
+    return Call(q, k, v, needs_grad=True)._replace(**options).with_mask(masks.full() if mask is None else mask)
 
 
 def _packed(width: int, mask: Mask, heads: tuple[int, int], tokens: int = 256, **options) -> Call:
