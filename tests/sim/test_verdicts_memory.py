@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from strobe.kernels.device.dialect import TensorDescriptor, gl, gluon, mbarrier, tma, tma_load, tma_store, tma_store_wait
+from strobe.sim import simulate
 
 SIZE = gl.constexpr(128)
 
@@ -231,6 +232,18 @@ def test_descriptors(verdict, case):
             assert torch.equal(out[4:8], x[4:]) and out[:4].isnan().all() and out[8:].isnan().all()
 
     verdict(start, *expected, seeds=2)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_120"])
+def test_a_target_has_some_operations(target):
+    block = [8, COLUMNS.value]
+    x, out = torch.rand(block), torch.empty(block)
+    with simulate(target, check=False) as run:
+        out_desc = TensorDescriptor.from_tensor(out, block, gl.NVMMASharedLayout.get_default_for(block, gl.float32))
+        descriptor_kernel[(1,)](x, out_desc, 8, COLUMNS.value, 0, num_warps=4)
+    strange = ["copy_global_to_local", "copy_local_to_global", "store_wait"] if target in ("sm_80", "sm_89") else []
+    assert [(report.kind, report.text.split()[0]) for report in run.reports] == [("target", f"async_tma_{name}") for name in strange]
+    assert torch.equal(out[4:], x[4:])  # it is simulated all the same
 
 
 # ---------------------------------------------------------------- budgets

@@ -17,6 +17,15 @@ from .shared import SharedMemory
 from .tensor_core import TensorCores
 from .values import BYTES, COMPUTED, Type, Value, computed_type, rounded, unsigned
 
+# operations by how their names begin, and the capabilities that have them (PTX ISA, each instruction's target notes)
+ONLY_ON = {
+    "create_async_tma_": (90, 100, 103, 120),
+    "create_fence_async_shared": (90, 100, 103, 120),
+    "create_warpgroup_mma": (90,),
+    "create_tmem_": (100, 103),
+    "create_tcgen05_": (100, 103),
+}
+
 
 class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
     def __init__(self, machine: Machine, options: Any, layouts: Layouts, capability: int):
@@ -27,6 +36,20 @@ class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
         self.region_arguments: list[Value] = []
         self.region_result: list[Value] = []
         self._python_layouts = {}
+        for name in dir(type(self)):
+            able = next((capabilities for begin, capabilities in ONLY_ON.items() if name.startswith(begin)), (capability,))
+            if capability not in able:
+                setattr(self, name, self._strange(name, able))
+
+    def _strange(self, name: str, able: tuple[int, ...]) -> Callable[..., Any]:
+        """An operation that the target does not have: it is reported, and evaluated all the same."""
+        operation, others = getattr(self, name), ", ".join(f"sm_{capability}" for capability in able)
+
+        def reported(*arguments: Any) -> Any:
+            self.report("target", f"{name.removeprefix('create_')} is an operation of {others}; this is sm_{self.capability}")
+            return operation(*arguments)
+
+        return reported
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("get_") and name.endswith("_layout"):

@@ -18,6 +18,7 @@ KINDS = {
     "deadlock": "every partition waits and nothing is in flight",
     "unfinished": "asynchronous work still under way when its owner ends",
     "bounds": "an access outside of every argument, allocation or ring",
+    "target": "an operation that the target does not have",
     "budget": "more shared or tensor memory than the target has",
     "assert": "a device_assert failed",
     "compiler": "source that Triton's frontend is known to compile into something else",
