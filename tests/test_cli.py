@@ -14,6 +14,7 @@ import torch
 import strobe
 from strobe.bench import cases, machine, rivals, roofline
 from strobe.bench.cases import Case
+from strobe.bench.run import circumstances
 from strobe.cli import main
 from strobe.kernels import FAMILIES
 
@@ -157,10 +158,13 @@ def test_explain_allocates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"S_q={2**30}" in capsys.readouterr().out
 
 
-def test_explain_says_what_is_wrong(refused) -> None:
+def test_explain_says_what_is_wrong(refused, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a divisor of q's 8 heads" in refused("explain", "--heads-kv", "3")
     assert "H200" in refused("explain", "--target", "abacus")
     assert "sizes >= 0" in refused("explain", "--batch", "-1")
+    with pytest.raises(SystemExit):
+        main(["explain", "--window", "a", "b"])
+    assert "got 'a', expected a number of keys or none" in capsys.readouterr().err
     assert "kernel" in refused("explain", "--kernel", "abacus")
     assert "no forward kernel" in refused("explain", "--target", "CPU", "--kernel", "portable.forward", "--head-dim", "999")
 
@@ -217,12 +221,17 @@ def test_bench_overhead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert min(found[route] for route in ("call", "flash_attn", "sdpa", "sdpa_strobe")) > 0 and found["torch"] == torch.__version__
     assert main(["bench", "overhead"]) == 0
     assert "strobe.attention whole" in capsys.readouterr().out
+    monkeypatch.setattr(overhead, "measure", None)
+    assert main(["bench", "overhead", "--list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == list(found)[: len(found) - len(circumstances(torch.device("cpu")))]
 
 
 def test_bench_says_what_is_wrong(tiny, tmp_path, refused) -> None:
-    assert "b1_1k" in refused("bench", "decode", "--case", "nonesuch")
+    assert "b1_1k" in refused("bench", "decode", "--case", "nonesuch", "--device", "cpu")
     assert "'cudnn'" in refused("bench", "decode", "--rivals", "cudnn", "--device", "cpu")
-    assert "over cold caches" in refused("bench", "decode", "--plot", "a.svg")
+    assert "over cold caches" in refused("bench", "decode", "--plot", "a.svg", "--device", "cpu")
+    assert "the parts of a call" in refused("bench", "overhead", "--case", "call")
+    assert "one of H100, H200, B200, B300;" in refused("bench", "roofline", "--target", "abacus")
     assert "dense_tiny" in refused("bench", "cpu", "--case", "nonesuch")
     assert "sdpa_mask" in refused("bench", "cpu", "--rivals", "sdpa,abacus")
     assert ">= 1" in refused("bench", "cpu", "--rounds", "0")
@@ -236,13 +245,16 @@ def test_bench_says_what_is_wrong(tiny, tmp_path, refused) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 def test_bench_wants_a_gpu_for_gpu_suites(refused) -> None:
     assert "strobe bench cpu" in refused("bench", "forward")
+    assert "--device cpu insists" in refused("bench", "decode")
     assert "0 CUDA devices" in refused("bench", "forward", "--device", "cuda:1")
 
 
 # ---------------------------------------------------------------- the program
 
 
-@pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), (["bench", "--help"], 0), ([], 2), (["abacus"], 2), (["bench", "abacus"], 2)])
+@pytest.mark.parametrize(
+    ("argv", "code"), [(["--help"], 0), (["--version"], 0), (["bench", "--help"], 0), ([], 2), (["abacus"], 2), (["bench", "abacus"], 2)]
+)
 def test_usage(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(argv)

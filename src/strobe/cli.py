@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import __version__
 from .errors import InvalidProblem, UnsupportedProblem
 
 
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="strobe", description="Exact attention on CPUs and GPUs: see it, check it, measure it.")
+    parser.add_argument("--version", action="version", version=f"strobe {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="attention at work, as one HTML report")
@@ -102,7 +104,10 @@ def _common(command: argparse.ArgumentParser, run, device: bool = True) -> None:
 
 
 def _bound(text: str) -> int | None:
-    return None if text.lower() == "none" else int(text)
+    try:
+        return None if text.lower() == "none" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of keys or none") from None
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -213,6 +218,6 @@ def _bench(arguments: argparse.Namespace) -> int:
             raise InvalidProblem("device", repr(name), "cpu", f"bench {arguments.suite} is measured there")
         name = "cpu"
     device = _device(name)
-    if name is None and device.type == "cpu" and arguments.suite in ("forward", "backward") and not arguments.list:
+    if name is None and device.type == "cpu" and arguments.suite in ("forward", "backward", "decode") and not arguments.list:
         raise UnsupportedProblem(f"bench {arguments.suite}: torch sees no CUDA device; `strobe bench cpu` is for this machine, --device cpu insists")
     return run(arguments, device)

@@ -28,7 +28,8 @@ class Attempt(AbstractContextManager):
         if not isinstance(error, Exception):
             return False
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        said = " ".join(lines[: 1 + lines[0].endswith(":")])  # a heading with the first line under it
         # SDPA says only "no available kernel" and gives its reasons as warnings
         told = [str(w.message).split(" (Triggered")[0] for w in self._said] if "No available kernel" in lines[0] else []
-        self.reason = "; ".join([f"{type(error).__name__}: {lines[0]}", *told])[:600]
+        self.reason = "; ".join([f"{type(error).__name__}: {said}", *told])[:600]
         return True

@@ -68,7 +68,8 @@ def roofline(name: str | None, picture: Path | None) -> int:
     from . import cycles, cycles_plot
 
     if name not in FAKES:
-        raise InvalidProblem("--target", name, f"one of {', '.join(FAKES)}", "name the GPU, such as B200")
+        known = ", ".join(one for one, fake in FAKES.items() if fake.capability in cycles.UNITS)
+        raise InvalidProblem("--target", name, f"one of {known}", "name the GPU, such as B200")
     if picture:
         plot.check(picture)
     cycles.show(FAKES[name], table.show)
@@ -116,6 +117,11 @@ def _list(cases: list[Case], as_json: str | None) -> None:
 def _overhead(arguments: argparse.Namespace) -> int:
     from .overhead import measure
 
+    if arguments.case or arguments.rivals or arguments.plot or arguments.kernel:
+        raise InvalidProblem("--case, --rivals, --plot, --kernel", "overhead", "none of them", "it measures the parts of a call, all together")
+    if arguments.list:
+        print(json.dumps(list(_PARTS))) if arguments.json else table.show(["part", ""], list(_PARTS.items()))
+        return 0
     found = measure()
     if arguments.json:
         with ExitStack() as stack:

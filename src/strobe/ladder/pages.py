@@ -36,7 +36,7 @@ beside the model's.
 
 ```text
 strobe ladder                                             every rung
-strobe ladder k6 --set ping_pong=1 --seqlen 8192          one, with other values of its Form
+strobe ladder k6 --set ping_pong=1 --seqlen 8192          one, with other values of its Form (on a GPU)
 strobe ladder k5 --timeline k5.html                       what its warps do, by the simulator's modelled time
 strobe ladder page                                        step through tiles and timelines in a browser
 python -m strobe.ladder.k5                                the same as strobe ladder k5
