@@ -567,6 +567,12 @@ def test_a_graph_is_replayed_on_other_key_lengths_and_documents():
         lengths.copy_(int32(new, "cuda"))
         graph.replay()
         assert same(results, both_ways(held, mask=strobe.key_lengths(int32(new, "cuda"))))
+    ids = torch.zeros(2, 130, dtype=torch.int32, device="cuda")
+    graph, results = captured(lambda: both_ways(held, mask=strobe.documents(ids)))  # the mask is made anew by each replay
+    for seed in range(3):
+        ids.copy_(torch.randint(-1, 3, (2, 130), generator=torch.Generator().manual_seed(seed)).sort(1).values)
+        graph.replay()
+        assert same(results, both_ways(held, mask=strobe.documents(ids)))
 
 
 def test_compiled_with_cuda_graphs():
