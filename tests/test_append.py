@@ -151,6 +151,13 @@ def test_a_sequence_grown_by_append_is_the_whole(device, kernel):
         torch.testing.assert_close(out, whole, rtol=0, atol=200 * 2.0**-53)
 
 
+def test_quantize_kv_of_numbers_that_are_hardly_any():
+    x = torch.zeros(1, 4, 1, 8)
+    x[0, 0, 0, 0] = 1e-43
+    k8, v8, k_scale, v_scale = strobe.quantize_kv(x, x)
+    assert not k8.float().isnan().any() and not v8.float().isnan().any() and (k_scale > 0).all() and (v_scale > 0).all()
+
+
 def test_quantize_kv_keeps_within_half_a_step(device):
     g = torch.Generator().manual_seed(0)
     k, v = (torch.randn(3, 50, 4, width, generator=g).to(device) * torch.tensor([1e-3, 1.0, 30.0, 0.0], device=device)[:, None] for width in (16, 24))

@@ -31,6 +31,7 @@ INT = lambda *values: torch.tensor(values, dtype=torch.int32)
 OFFSETS = INT(0, 5, 12)
 PART = Partial(torch.randn(2, 5, 4, 6), torch.randn(2, 4, 5))
 LONG = lambda *shape: torch.zeros(shape, dtype=torch.int64)
+BEHIND = torch.randn(2, 6, 4, 6)
 SHARED, WIDE = torch.randn(1, 8, 4, 8), torch.randn(2, 5, 4, 12)
 IDS_Q, IDS_K = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, 7, dtype=torch.int32)
 
@@ -203,6 +204,10 @@ OUTPUTS = [
     _dense("out is v", InvalidProblem, "out", "memory that v lies in", v=OUT[:, :, :2], k=K[:, :5], out=OUT),
     _dense("out overlaps q", InvalidProblem, "out", "memory that q lies in", q=SHARED[:, :5], k=K[:1], v=K[:1], out=SHARED[:, 3:8]),
     _dense("out is a slice that is q", InvalidProblem, "out", "memory that q lies in", q=WIDE[..., :8], v=K, out=WIDE[..., :8]),
+    _dense("out overlaps itself", InvalidProblem, "out", "strides", out=torch.empty(999).as_strided((2, 5, 4, 6), (120, 24, 5, 1))),
+    _dense(
+        "out is rows behind k", InvalidProblem, "out", "memory that k lies in", q=Q[:, :, :, :6], k=BEHIND[:, 1:], v=BEHIND[:, 1:], out=BEHIND[:, :-1]
+    ),
     _dense("out sparse", InvalidProblem, "out", "sparse_coo", out=OUT.to_sparse()),
     _dense("out wants gradients", UnsupportedProblem, "out=", out=OUT.clone().requires_grad_()),
     _dense("out where q wants gradients", UnsupportedProblem, "out=", q=Q.clone().requires_grad_(), out=OUT),

@@ -210,6 +210,14 @@ def test_autocast_casts_float32_and_leaves_float64_alone():
     assert strobe.attention(q, k, v).dtype == torch.float32
 
 
+def test_autocast_leaves_a_call_alone_that_is_given_out():
+    q = torch.randn(1, 9, 2, 16)
+    out = torch.empty_like(q)
+    with torch.autocast("cpu", torch.bfloat16):
+        strobe.attention(q, q, q, out=out)
+    assert torch.equal(out, strobe.attention(q, q, q))
+
+
 def test_autocast_hands_gradients_back_in_float32():
     q, k, v = (torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3))
     with torch.autocast("cpu", torch.bfloat16):

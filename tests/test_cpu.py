@@ -213,6 +213,30 @@ def test_the_config_names_the_path(options, dtype, forward, backward):
     assert f"path='{forward}'" in str(choice)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_overlapping_windows_of_a_row_have_two_strides_of_1(dtype):
+    windows = torch.randn(200, generator=torch.Generator().manual_seed(3)).to(dtype).unfold(0, 64, 1)[:30][None, :, None]
+    dense = torch.randn(1, 30, 1, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
+    for q, k in ((windows, dense), (dense, windows)):
+        tensors, copies = ([t.detach().requires_grad_() for t in pair] for pair in ((q, k), (q.contiguous(), k.contiguous())))
+        out, expected = (strobe.attention(one, two, two) for one, two in (tensors, copies))
+        assert torch.equal(out, expected)
+        found, wanted = (torch.autograd.grad(y.square().sum(), leaves) for y, leaves in ((out, tensors), (expected, copies)))
+        assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_changes_nothing(default):
+    q = torch.randn(1, 20, 1, 8).half()
+    expected = strobe.attention(q, q, q, window=(2, 0))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(strobe.attention(q, q, q, window=(2, 0)), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_a_config_refuses_what_it_cannot_mean():
     with pytest.raises(ValueError, match="torch_flash or tiled"):
         Config("fast", 16, 16, 1)

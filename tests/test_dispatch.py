@@ -207,6 +207,21 @@ def test_a_tangent_beneath_a_gradient_is_not_lost():
         torch.func.hessian(lambda q: strobe.attention(q, q, q).sum())(q)
 
 
+def test_a_gradient_beneath_vmap_is_not_lost():
+    x = torch.randn(3, 1, 4, 1, 8, requires_grad=True)
+    one = lambda q: strobe.attention(q, q, q, causal=True)
+    (wanted,) = torch.autograd.grad(torch.stack([one(q) for q in x]).sum(), x)
+    (found,) = torch.autograd.grad(torch.vmap(one)(x).sum(), x)
+    assert torch.allclose(found, wanted)
+    assert torch.allclose(torch.func.grad(lambda x: torch.vmap(one)(x).sum())(x.detach()), wanted)
+    cache = strobe.DenseCache(torch.randn(1, 8, 1, 8), torch.randn(1, 8, 1, 8), torch.full((1,), 8, dtype=torch.int32))
+    decode = lambda q: strobe.attention_decode(q, cache)
+    with pytest.raises(strobe.UnsupportedProblem, match="gradients through decode"):
+        torch.func.grad(lambda x: torch.vmap(decode)(x).sum())(x.detach()[:, :, :1])
+    with pytest.raises(strobe.UnsupportedProblem, match="forward-mode derivatives"):
+        torch.func.jvp(torch.vmap(one), (x.detach(),), (x.detach(),))
+
+
 def test_out_goes_through_the_op(monkeypatch):
     met = []
     monkeypatch.setattr(ops, "FORWARD_OUT", lambda *flat: met.append(1) or torch.ops.strobe.forward_out.default(*flat))

@@ -465,3 +465,10 @@ def test_what_is_wrong_with_packed_queries(name, changed):
     given |= {"max_seqlen_q": 4, "max_seqlen_k": 4, "block_table": held.arguments["block_table"]}
     with pytest.raises(ValueError, match=rf"^{name}: got .+, expected .+; .+"):
         fa2.flash_attn_varlen_func(**given | changed)
+
+
+@pytest.mark.parametrize("rows", [16, 17])
+def test_autocast_follows_the_cache_whatever_the_rows(rows):
+    q, cache = torch.randn(1, rows, 2, 16), torch.randn(1, 64, 2, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fa2.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=40, causal=True).dtype == torch.float32

@@ -23,7 +23,7 @@ REPOSITORY = ROOT.parent.parent
 
 # From the ground up: a module may import what stands below it, and its own package.
 LAYERS = (
-    ("errors", "knobs", "dispatch"),
+    ("errors", "knobs", "dispatch", "overlap"),
     ("mask", "target"),
     ("call",),
     ("problem", "merge", "cache"),

@@ -116,6 +116,11 @@ def test_documents_are_those_of_when_the_mask_was_made(sides):
     assert torch.equal(mask.dense(4, 4), before)
 
 
+def test_a_prefix_for_each_joined_with_a_longer_one_for_all():
+    each = strobe.prefix_causal(int32([3, 0]))
+    assert torch.equal((each & strobe.prefix_causal(2**40)).dense(4, 4), each.dense(4, 4))
+
+
 PARTS = {
     "full": Mask(),
     "causal": strobe.causal(),

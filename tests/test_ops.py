@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import strobe
-from strobe import choices, ops, reference
+from strobe import choices, ops, ops_decode, reference
 from strobe.call import Call
 from strobe.kernels import kernels
 
@@ -186,6 +186,46 @@ def test_out_may_lie_between_what_is_read():
     q, k, v, out = torch.randn(1, 9, 4, 2, 8).unbind(2)
     expected = strobe.attention(q, k, v)
     assert torch.equal(strobe.attention(q, k, v, out=out), expected)
+
+
+def test_q_that_is_hardly_aligned_is_not_mistaken_for_such_keys():
+    call = CALLS["causal"](torch.float64)
+    ours, theirs = call._replace(q=_odd(call.q)), call._replace(k=_odd(call.k), v=_odd(call.v))
+    ops._choices.clear()
+    for one in (ours, theirs, ours):
+        assert ops.decide(one).problem == strobe.Problem.from_call(one)
+        ops.run(one)  # known again by torch's guards
+        assert ops._choices.like(one.parted[0], one.parted[1]).problem == strobe.Problem.from_call(one)
+
+
+@pytest.mark.parametrize("what", ("forward", "decode", "append"))
+def test_autograd_knows_what_a_kernel_has_written(what, monkeypatch):
+    """Kernels that are no ops of torch's bump no version by themselves."""
+    monkeypatch.setattr(ops, "write", lambda choice, call, out, lse: None)
+    monkeypatch.setattr(ops_decode, "_write", lambda choice, call, tensors: None)
+    monkeypatch.setattr(ops_decode, "_launch", lambda plan, call, tensors: None)
+    w, q = torch.ones(1, 4, 1, 16, requires_grad=True), torch.ones(1, 4, 1, 16)
+    held = torch.ones(1, 4, 1, 16)
+    saved = (w * held).sum()
+    cache = strobe.DenseCache(torch.ones(1, 4, 1, 16) if what != "append" else held, torch.ones(1, 4, 1, 16), torch.zeros(1, dtype=torch.int32))
+    with torch.no_grad():
+        if what == "forward":
+            strobe.attention(q, q, q, out=held)
+        elif what == "decode":
+            strobe.attention_decode(q, cache, out=held)
+        else:
+            strobe.append(cache, q, q)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+def test_warmup_in_inference_mode():
+    q = torch.randn(1, 8, 2, 64, requires_grad=True)
+    with torch.inference_mode():
+        strobe.warmup([strobe.explain(q.detach(), q.detach(), q.detach()).problem])
+    problem = strobe.explain(q, q, q).problem
+    with torch.inference_mode():
+        strobe.warmup([problem])
 
 
 # ---------------------------------------------------------------- one Choice a Problem

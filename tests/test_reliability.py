@@ -53,6 +53,16 @@ def test_tiles_of_empty_rows_stand_anywhere(empty, sinks, device, kernel, judge)
     judge(case.build(device, torch.float32, requires_grad=True, kernel=kernel))
 
 
+def test_merge_of_a_large_value_that_hardly_counts():
+    """From either side: the way round the large one would leave its rounding behind, some 4e-3."""
+    far = strobe.Partial(torch.full((1, 1, 1, 4), 1e5), torch.full((1, 1, 1), -15.0))
+    near = strobe.Partial(torch.rand(1, 1, 1, 4), torch.full((1, 1, 1), 2.0))
+    share = torch.sigmoid((far.lse - near.lse).double())
+    exact = far.out.double() * share + near.out.double() * (1 - share)
+    for found in (strobe.merge(far, near), strobe.merge(near, far)):
+        assert (found.out.double() - exact).abs().max() <= 4 * 2.0**-24
+
+
 @pytest.mark.parametrize("level", [-1000.0, -80.0, 0.0, 80.0, 1000.0])
 @pytest.mark.parametrize("gap", [0.0, 1.0, 2000.0])
 def test_merge_at_any_level(level, gap):

@@ -479,7 +479,7 @@ def _written(asked: dict, config) -> Tensor:
         Band.WINDOW: lambda: strobe.window(width - 1, 0),
         Band.AROUND: lambda: strobe.window(width, width),
     }
-    whole = band[sight.band]() & (sight.hidden or strobe.full())
+    whole = band[sight.band]() & (strobe.full() if sight.hidden is None else sight.hidden)
     seen[:, :, : sight.seqlen_k] = whole.dense(rows, sight.seqlen_k)
     return seen
 

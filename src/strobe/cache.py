@@ -142,7 +142,8 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float().clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max)
     size = torch.where(x.isfinite(), wide.abs(), 0.0).transpose(-1, -2).flatten(0, -2)
     most = size.amax(0) if size.shape[0] else size.new_zeros(size.shape[1:])
-    scale = torch.where(most > 0, most / FP8_MAX, 1.0)
+    least = torch.finfo(torch.float32).smallest_normal  # of less a scale would be 0
+    scale = torch.where(most > 0, (most / FP8_MAX).clamp(min=least), 1.0)
     return to_fp8(wide, scale), scale
 
 

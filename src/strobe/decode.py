@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .cache import FP8, Held, OfCache, check_cache, check_tensor
 from .call import DTYPES, FARTHEST, Dense, Paged, accumulator, check_sinks
-from .dispatch import tangents
+from .dispatch import tangents, wants_beneath
 from .errors import InvalidProblem, UnsupportedProblem
 from .mask import NO_BOUND
 from .problem import ALIGNMENT, base_offset, rows_apart
@@ -194,7 +194,7 @@ class DecodeProblem(OfCache):
             for n, (shape, strides, dtype) in enumerate(zip(shapes, self.strides, (self.dtype, self.cache_dtype, self.cache_dtype)))
         )
         zeros = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=device)
-        k_scale, v_scale = (torch.ones(self.heads_kv, device=device) if present else None for present in self.scales)
+        k_scale, v_scale = (torch.ones(self.heads_kv, dtype=torch.float32, device=device) if present else None for present in self.scales)
         return DecodeCall(
             q, k, v, zeros(batch), zeros(batch, self.layout.max_pages) if isinstance(self.layout, Paged) else None,
             zeros(batch) if self.k_start else None, k_scale, v_scale, torch.zeros(self.heads_q, device=device) if self.sinks else None,
@@ -218,7 +218,7 @@ class DecodeProblem(OfCache):
 
 def refuse_gradients(tensors: list[Tensor], what: str) -> None:
     """Caches are read and written outside autograd."""
-    if tangents(tensors) or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+    if tangents(tensors) or (torch.is_grad_enabled() and (any(t.requires_grad for t in tensors) or wants_beneath(tensors))):
         raise UnsupportedProblem(f"gradients through {what}: call it under torch.no_grad(), or use strobe.attention for training")
 
 

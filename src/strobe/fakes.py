@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .call import Call, accumulator, check
 from .errors import InvalidProblem
+from .overlap import overlaps_itself, share_memory
 
 
 def schema(fields: dict[str, str], defaults: dict[str, Any]) -> str:
@@ -45,20 +46,18 @@ def backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat:
 
 
 def check_apart(out: Tensor, inputs: Iterable[Tensor | None], names: Iterable[str]) -> None:
-    """That nothing is read where out is written; views that interleave, of which none is dense, are taken to be apart unless they are the same."""
+    """That each element of out has memory of its own, and that nothing is read where it is written."""
+    if overlaps_itself(out):
+        raise InvalidProblem("out", f"strides {out.stride()}", "memory of its own for each element", "allocate it with torch.empty")
     for name, tensor in zip(names, inputs):
-        if tensor is None or not tensor.numel() or not out.numel() or tensor.device != out.device:
-            continue
-        (begin, stop), (first, past) = _extent(out), _extent(tensor)
-        dense = all(past - start == t.numel() * t.element_size() for t, (start, past) in ((out, (begin, stop)), (tensor, (first, past))))
-        if begin < past and first < stop and (dense or (begin == first and out.stride() == tensor.stride())):
+        if tensor is not None and share_memory(out, tensor):
             raise InvalidProblem("out", f"memory that {name} lies in", "memory of its own", "allocate it with torch.empty, or leave it out")
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and of one past its last."""
-    begin = tensor.data_ptr()
-    return begin, begin + (sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1) * tensor.element_size()
+def written(tensor: Tensor) -> None:
+    """Tell autograd that a kernel has written to a tensor, as torch's own in-place ops do: who saved it for a backward is then told so."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> None:

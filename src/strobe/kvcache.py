@@ -82,7 +82,8 @@ def _forward(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]
     in_place = cache.page_table is None and cache.batch_idx is None and cache.leftpad is None and cache.k.dtype == q.dtype
     if in_place and not isinstance(cache.seqlens, Tensor) and q.shape[1] > _FEW_ROWS:
         stop = cache.capacity if cache.seqlens is None else cache.seqlens + count
-        return forward(call.q, cache.k[:, :stop], cache.v[:, :stop], setting)
+        with torch.autocast(q.device.type, enabled=False):  # as a decode has it, which is read as it is
+            return forward(call.q, cache.k[:, :stop], cache.v[:, :stop], setting)
     return ops_decode.run(call)
 
 

@@ -284,8 +284,11 @@ def _least(a: int | Tensor | None, b: int | Tensor | None) -> Any:
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, Tensor):
-        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
-    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
+        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=min(b, _MOST))
+    return b.clamp(max=min(a, _MOST)) if isinstance(b, Tensor) else min(a, b)
+
+
+_MOST = 2**31 - 1  # of an int32
 
 
 def _at(value: int | Tensor, batch_index: int) -> int:

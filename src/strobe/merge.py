@@ -43,10 +43,12 @@ def merge(a: Partial, b: Partial) -> Partial:
             raise InvalidProblem("b", f"{name} in {other.dtype}", f"a's {one.dtype}", "merge results of one dtype")
         if one.device != other.device:
             raise InvalidProblem("b", f"{name} on {other.device}", f"a's {one.device}", "move both to one device")
-    share = _sigmoid_of_difference(b.lse, a.lse)
-    weight = _beside_out(share, a.out)
+    weight, keep = (_beside_out(_sigmoid_of_difference(x, y), a.out) for x, y in ((b.lse, a.lse), (a.lse, b.lse)))
+    # from the side that weighs more: the other's way round a large value that hardly counts would leave its rounding behind
+    apart = a.out - b.out
+    joined = torch.where(weight <= 0.5, a.out - weight * apart, b.out + keep * apart)
     # where one side is empty the other is taken whole: 0 * x would keep its bits but turn an infinity into NaN
-    out = torch.where(weight == 0, a.out, torch.where(weight == 1, b.out, a.out - weight * (a.out - b.out)))
+    out = torch.where(weight == 0, a.out, torch.where(keep == 0, b.out, joined))
     return Partial(out, _log_sum(a.lse, b.lse))
 
 

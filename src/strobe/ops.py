@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import fakes, flops
 from .call import FIELD_KINDS, OPTIONAL_TENSORS, Call
 from .choices import Choices, at_once
-from .dispatch import tangents, watched
+from .dispatch import tangents, wants_beneath, watched
 from .errors import InvalidProblem, UnsupportedProblem
-from .fakes import check_apart, check_out, schema
+from .fakes import check_apart, check_out, schema, written
 from .kernels.kernel import Backward, Forward, Plan, addresses, gradient_addresses
 from .kernels.memory import carved, empty_here, pieces, scratch
 from .knobs import KNOBS
@@ -50,7 +50,7 @@ def raw_key(call: Call) -> tuple:
     q, k, v = call[:3]
     tensors = (
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT,  # a Problem knows the least aligned of the three
+        q.data_ptr() % ALIGNMENT, (k.data_ptr() | v.data_ptr()) % ALIGNMENT,  # a Problem knows the least aligned of the three, and of k and v
         call[3 : OPTIONAL_TENSORS.start],
     )  # fmt: skip
     if call.plain:
@@ -124,6 +124,7 @@ def _forward_out(out: Tensor, *flat: Any) -> Tensor:
     shape, strides, dtype = choice.problem.outputs[1]
     lse = call.q.new_empty_strided(shape, strides, dtype=dtype)
     write(choice, call, out, lse)
+    written(out)
     return lse
 
 
@@ -312,9 +313,9 @@ class _AttentionUnderTransforms(torch.autograd.Function):
         return _gradients(ctx, dout, dlse)
 
 
-def prepare(call: Call) -> Call:
-    """The call as the ops are to see it: in autocast's dtype, and with needs_grad told."""
-    if torch._C._is_any_autocast_enabled():
+def prepare(call: Call, given: bool = False) -> Call:
+    """The call as the ops are to see it: in autocast's dtype, unless out is given, as torch's own ops have it, and with needs_grad told."""
+    if torch._C._is_any_autocast_enabled() and not given:
         call = _autocast(call)
     kind = type(call.q)
     if kind is not Tensor and kind.__module__.startswith("torch.distributed.tensor"):
@@ -327,7 +328,7 @@ def prepare(call: Call) -> Call:
 def wants_gradients(call: Call) -> bool:
     q, k, v = call[:3]
     asked = q.requires_grad or k.requires_grad or v.requires_grad or (call.sinks is not None and call.sinks.requires_grad)
-    return asked and torch.is_grad_enabled()
+    return (asked or wants_beneath((q, k, v, call.sinks))) and torch.is_grad_enabled()
 
 
 def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple[Tensor, Tensor]:
@@ -338,7 +339,7 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
             return _forward(call, choice)
     elif out is None and out_alone and call.plain and type(call.q) is type(call.k) is type(call.v) is Tensor and not watched():
         return (_Plain.apply(*call[:3], call.asking[3 : OPTIONAL_TENSORS.start]),)  # type: ignore[return-value]
-    call = prepare(call)
+    call = prepare(call, out is not None)
     if tangents(call.parted[0]):
         raise _forward_mode()
     _meet_counters()

@@ -16,7 +16,7 @@ from .cache import FP8
 from .call import accumulator
 from .choices import Choices, at_once
 from .decode import DecodeCall, DecodeProblem, refuse_gradients
-from .fakes import check_apart, check_out, schema
+from .fakes import check_apart, check_out, schema, written
 from .kernels.decoding import addresses
 from .kernels.kernel import Forward
 from .kernels.memory import carved, empty_here
@@ -113,9 +113,10 @@ def _decode_out(out: Tensor, *flat: Any) -> Tensor:
     choice = decide(call)
     problem = choice.problem
     check_out(out, problem.out_shapes[0], problem.out_dtype, call.q)
-    check_apart(out, (call.q, call.k, call.v, call.sinks), ("q", "the cache's k", "the cache's v", "sinks"))
+    check_apart(out, (call.k, call.v, call.sinks), ("the cache's k", "the cache's v", "sinks"))  # it may be q, which is read first
     lse = call.q.new_empty(problem.out_shapes[1], dtype=problem.lse_dtype)
     _write(choice, call, Forward(out, lse))
+    written(out)
     return lse
 
 
@@ -124,6 +125,8 @@ def _append(*flat: Any) -> None:
     choice = decide_append(call)
     if not choice.problem.vacuous:
         _launch(choice.forward, _received(call), None)
+        written(call.k)
+        written(call.v)
 
 
 # ---------------------------------------------------------------- schemas and fakes

@@ -35,11 +35,14 @@ _turned_before: dict[tuple, Choice] = {}  # by the raw key of tensors as SDPA la
 class Unserved(UnsupportedProblem):
     """An argument of an aten op that strobe has no equal for."""
 
-    def __init__(self, argument: str, got: object, expected: str):
-        super().__init__(
-            describe(argument, "a tensor" if isinstance(got, Tensor) else got, expected, "torch's own kernel serves it, where there is one")
-        )
-        self.argument = argument
+    argument: str
+
+
+def _unserved(argument: str, got: object, expected: str) -> Unserved:
+    said = describe(argument, "a tensor" if isinstance(got, Tensor) else got, expected, "torch's own kernel serves it, where there is one")
+    error = Unserved(said)
+    error.argument = argument
+    return error
 
 
 # ---------------------------------------------------------------- scaled_dot_product_attention on CPUs
@@ -170,7 +173,7 @@ def flash_forward_into(
     packing, band = (cum_seq_q, cum_seq_k, max_q, max_k), (is_causal, window_size_left, window_size_right)
     _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **unserved)
     if out.shape != query.shape or out.dtype != query.dtype or out.stride(-1) != 1:
-        raise Unserved("out", f"{out.dtype} {list(out.shape)} of strides {out.stride()}", "memory like query's")
+        raise _unserved("out", f"{out.dtype} {list(out.shape)} of strides {out.stride()}", "memory like query's")
     return _flash_forward_into(out, (query, key, value), packing, band, scale)
 
 
@@ -194,7 +197,7 @@ def _refuse(**given: object) -> None:
     """Refuse the first argument that says something; one that a later torch adds, and that has no default here, too."""
     for name, value in given.items():
         if value is not None and (isinstance(value, Tensor) or value):
-            raise Unserved(name, value, "what says nothing (0, False, None)")
+            raise _unserved(name, value, "what says nothing (0, False, None)")
 
 
 def _there(offsets: Tensor | None) -> Tensor | None:
@@ -214,7 +217,7 @@ def _wants_gradients(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def _call(q: Tensor, k: Tensor, v: Tensor, right: int, scale: float | None, needs_grad: bool) -> Call:
     if v.shape[-1] != q.shape[-1]:
-        raise Unserved("value", f"head dimension {v.shape[-1]}", f"query's {q.shape[-1]}, which out has")
+        raise _unserved("value", f"head dimension {v.shape[-1]}", f"query's {q.shape[-1]}, which out has")
     return Call(q, k, v, NO_BOUND, right, scale, 0.0, torch.are_deterministic_algorithms_enabled(), False, "", False, needs_grad)
 
 
@@ -231,7 +234,7 @@ def _flash_call(qkv: tuple[Tensor, Tensor, Tensor], packing: tuple, band: tuple[
     if cum_seq_q is None and cum_seq_k is None:
         return call
     if cum_seq_q is None or cum_seq_k is None:
-        raise Unserved("cum_seq_q, cum_seq_k", "one of them", "both or neither")
+        raise _unserved("cum_seq_q, cum_seq_k", "one of them", "both or neither")
     return ops.received(call._replace(cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k, max_seqlen_q=bound(max_q), max_seqlen_k=bound(max_k)))
 
 
@@ -274,7 +277,7 @@ def _gradients(call: Call, outs: tuple[Tensor, ...], lse: Tensor, gradients: tup
     dout, out = outs
     shape, dtype = choice.problem.out_shapes[1], choice.problem.lse_dtype
     if out.shape != call.q.shape or dout.shape != out.shape or tuple(lse.shape) != shape or (out.dtype, lse.dtype) != (call.q.dtype, dtype):
-        raise Unserved("out, logsumexp", f"{out.dtype} {list(out.shape)}, {lse.dtype} {list(lse.shape)}", f"query's, and {dtype} {list(shape)}")
+        raise _unserved("out, logsumexp", f"{out.dtype} {list(out.shape)}, {lse.dtype} {list(lse.shape)}", f"query's, and {dtype} {list(shape)}")
     out = out if out.stride(-1) == 1 else out.contiguous()
     dq, dk, dv = gradients
     if dk.shape != call.k.shape:  # keys that top_left left out

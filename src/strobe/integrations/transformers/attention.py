@@ -90,8 +90,9 @@ def _packing(sight: Sight, q: Tensor, k: Tensor, keywords: dict[str, Any]) -> Of
     if alone or not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != q.shape[1]:
         return sight.hidden
     if is_tracing(positions):
-        return sight.hidden or _documents(_starts(positions), q.shape[0])
-    return _from_positions(positions, q.shape[0]) or sight.hidden
+        return _documents(_starts(positions), q.shape[0]) if sight.hidden is None else sight.hidden
+    found = _from_positions(positions, q.shape[0])
+    return sight.hidden if found is None else found
 
 
 def _given(sight: Sight, q: Tensor, keywords: dict[str, Any]) -> Offsets:

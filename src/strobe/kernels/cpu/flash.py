@@ -52,7 +52,7 @@ def takes(piece: Piece, dtype: torch.dtype) -> bool:
 
 def forward(piece: Piece, call: Call, tensors: Forward, scale: float, tile: Callable[[], None]) -> None:
     """out and lse of a piece; where rows of NaN may have been lost, those are what `tile` writes there."""
-    q, k, v = (t[piece.entries, index].transpose(1, 2) for t, index in zip(call[:3], (piece.rows, piece.keys, piece.keys)))
+    q, k, v = (_turned(t[piece.entries, index]) for t, index in zip(call[:3], (piece.rows, piece.keys, piece.keys)))
     whole = _sees_all(piece)
     if whole or _is_square_causal(piece):
         out, lse = TORCH(q, k, v, 0.0, not whole, scale=scale)
@@ -66,6 +66,13 @@ def forward(piece: Piece, call: Call, tensors: Forward, scale: float, tile: Call
         lse = torch.where(lost, tensors.lse[piece.entries, :, piece.rows], lse)
     tensors.out[piece.entries, piece.rows] = out
     tensors.lse[piece.entries, :, piece.rows] = lse
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    """[B, S, H, D] as torch's kernels take it. What they allocate is laid out by its strides, of which no other must be as short as that of D, as
+    in overlapping windows of one row (torch.Tensor.unfold): it would come to stand innermost in its place, where nobody looks for it."""
+    tied = any(stride == 1 and size > 1 for size, stride in zip(tensor.shape[:-1], tensor.stride()))
+    return (tensor.contiguous() if tied else tensor).transpose(1, 2)
 
 
 def lost_nan(lse: Tensor) -> bool:
@@ -92,8 +99,8 @@ def backward(piece: Piece, call: Call, tensors: Backward, scale: float) -> None:
     key heads that query heads share too (errors up to 1.5 times what the contract allows at S = 700, bfloat16).
     """
     rows, keys = piece.rows, piece.keys
-    q, k, v = (t[piece.entries, index].transpose(1, 2) for t, index in zip(call[:3], (rows, keys, keys)))
-    dout, out = (t[piece.entries, rows].transpose(1, 2) for t in (tensors.dout, tensors.out))
+    q, k, v = (_turned(t[piece.entries, index]) for t, index in zip(call[:3], (rows, keys, keys)))
+    dout, out = (_turned(t[piece.entries, rows]) for t in (tensors.dout, tensors.out))
     lse = tensors.lse[piece.entries, :, rows]
     dout, q, k, v, out = (t.to(lse.dtype) for t in (dout, q, k, v, out))
     grads = TORCH_BACKWARD(dout, q, k, v, out, lse, 0.0, not _sees_all(piece), scale=scale)
@@ -113,7 +120,7 @@ def _band(piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[
         if not torch.equal(bounds, relative) or mask.shape[1] != high - low:  # in a window most blocks are alike
             key = torch.arange(high - low)
             hidden = (key < relative[:, :1]) | (key >= relative[:, 1:])
-            bounds, mask = relative, torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+            bounds, mask = relative, torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
         out, lse = TORCH(q[:, :, start : start + BAND_ROWS], k[:, :, low:high], v[:, :, low:high], 0.0, False, attn_mask=mask, scale=scale)
         outs.append(out)
         lses.append(lse)
