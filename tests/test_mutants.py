@@ -379,9 +379,7 @@ CPU = (
         (87,),
     ),
     Mutant("strides not in the key", "ops:raw_key", "v.shape, v.stride()", "v.shape", keyed("strides of v"), (43,)),
-    Mutant(
-        "alignment not in the key", "ops:raw_key", "(q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT", "0", keyed("alignment of q"), (43, 47)
-    ),
+    Mutant("alignment not in the key", "ops:raw_key", "q.data_ptr() % ALIGNMENT, ", "", keyed("alignment of q"), (43, 47)),
     Mutant("window not in the key", "ops:raw_key", "call[3 :", "call[5 :", keyed("left"), (87, 88)),
     Mutant(
         "deterministic dropped",
