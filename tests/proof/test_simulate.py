@@ -187,10 +187,16 @@ def run_and_judge(case: Case, dtype: torch.dtype, family: str, schedule: tuple[s
 
 
 def _each_commit() -> list:
-    """All cases under two kinds of schedule, spans under one, beyond d128 at night; the second, dtypes and input families take turns."""
-    spans = {case.name: () if case.head_dim in (64, 128) else pytest.mark.nightly for case in SPANS}
-    chosen = ((name, two_of(n)[n // 2 % 2 :][:1] if name in spans else two_of(n)) for n, name in enumerate(CASES))
-    return [pytest.param(name, each, id=f"{name}-{each[0]}", marks=spans.get(name, ())) for name, schedules in chosen for each in schedules]
+    """Each case under two kinds of schedule by turns, one on each commit, the other at night, as are spans beyond d128; dtypes and input families
+    take turns as well."""
+    found = []
+    for n, name in enumerate(CASES):
+        own = n // 2 % 2
+        at_night = name in {case.name for case in SPANS if case.head_dim not in (64, 128)}
+        for i, each in enumerate(two_of(n)):
+            marks = pytest.mark.nightly if at_night or i != own else ()
+            found.append(pytest.param(name, each, id=f"{name}-{each[0]}", marks=marks))
+    return found
 
 
 @pytest.mark.parametrize("name, schedule", _each_commit())
