@@ -116,6 +116,13 @@ def test_documents_are_those_of_when_the_mask_was_made(sides):
     assert torch.equal(mask.dense(4, 4), before)
 
 
+def test_documents_are_written_out_at_their_own_sizes_alone():
+    mask = strobe.documents(int32([[0, 0, 1]]), int32([[0, 1]]))
+    for sizes, name in (((9, 2), "seqlen_q: got 9, expected the 3"), ((3, 1), "seqlen_k: got 1, expected the 2")):
+        with pytest.raises(strobe.InvalidProblem, match=name):
+            mask.dense(*sizes)
+
+
 def test_a_prefix_for_each_joined_with_a_longer_one_for_all():
     each = strobe.prefix_causal(int32([3, 0]))
     assert torch.equal((each & strobe.prefix_causal(2**40)).dense(4, 4), each.dense(4, 4))

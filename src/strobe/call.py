@@ -294,9 +294,8 @@ def _check_mask_tensors(call: Call, layout: Dense | Packed) -> None:
             if (call.ids_q is not None) and name not in ("prefix", "key_lengths"):
                 raise wrong_type(f"mask {name}", tensor, "a tensor beside ids_q", "build the mask with strobe.documents")
         elif tuple(tensor.shape) != shape:
-            raise InvalidProblem(
-                f"mask {name}", f"shape {list(tensor.shape)}", f"{list(shape)}, q's and k's sizes", "build the mask for this call's shapes"
-            )
+            remedy = "give strobe.documents ids of both sides" if name == "ids_k" else "build the mask for this call's shapes"
+            raise InvalidProblem(f"mask {name}", f"shape {list(tensor.shape)}", f"{list(shape)}, q's and k's sizes", remedy)
         elif tensor.dtype != torch.int32:
             raise InvalidProblem(f"mask {name}", tensor.dtype, "torch.int32", "convert it with .to(torch.int32)")
 

@@ -116,6 +116,10 @@ class Mask:
 
     def dense(self, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu") -> Tensor:
         """The mask written out, bool [B, S_q, S_k] (B is 1 where nothing in it differs by batch entry): the oracle's view."""
+        for side, length in (("q", seqlen_q), ("k", seqlen_k)) if self.documents is not None else ():
+            ids = getattr(self.documents, f"ids_{side}")
+            if ids.shape[1] != length:
+                raise InvalidProblem(f"seqlen_{side}", length, f"the {ids.shape[1]} positions of ids_{side}", "write a mask out at its own sizes")
         row = torch.arange(seqlen_q, device=device)[:, None]
         key = torch.arange(seqlen_k, device=device)[None, :]
         return self.admits(row, key, seqlen_k - seqlen_q)
