@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import InvalidProblem, wrong_type
-from .mask import NO_BOUND, Documents, Mask, MaskStructure
+from .mask import MOST_KEYS, NO_BOUND, Documents, Mask, MaskStructure
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 FARTHEST = 2**30  # window bounds beyond every length are written as this, so that kernels may add them to an int32 position
@@ -115,7 +115,7 @@ class Call(NamedTuple):
         mask = mask.simplified()
         prefix = mask.prefix
         if prefix is not None and not isinstance(prefix, Tensor):
-            prefix = self.q.new_full(self.q.shape[:1], min(prefix, 2**31 - 1), dtype=torch.int32)
+            prefix = self.q.new_full(self.q.shape[:1], min(prefix, MOST_KEYS), dtype=torch.int32)
         flat = self._replace(
             prefix=prefix,
             key_lengths=mask.key_lengths,

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .errors import InvalidProblem, describe, wrong_type
 
+MOST_KEYS = 2**31 - 1  # that an int32 can count
 NO_BOUND = -1  # how an absent left or right bound is written in the flat encoding of a call
 
 
@@ -288,11 +289,8 @@ def _least(a: int | Tensor | None, b: int | Tensor | None) -> Any:
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, Tensor):
-        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=min(b, _MOST))
-    return b.clamp(max=min(a, _MOST)) if isinstance(b, Tensor) else min(a, b)
-
-
-_MOST = 2**31 - 1  # of an int32
+        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=min(b, MOST_KEYS))
+    return b.clamp(max=min(a, MOST_KEYS)) if isinstance(b, Tensor) else min(a, b)
 
 
 def _at(value: int | Tensor, batch_index: int) -> int:

@@ -313,22 +313,27 @@ class _AttentionUnderTransforms(torch.autograd.Function):
         return _gradients(ctx, dout, dlse)
 
 
-def prepare(call: Call, given: bool = False) -> Call:
-    """The call as the ops are to see it: in autocast's dtype, unless out is given, as torch's own ops have it, and with needs_grad told."""
-    if torch._C._is_any_autocast_enabled() and not given:
-        call = _autocast(call)
+def prepare(call: Call) -> Call:
+    """The call as the ops are to see it: in autocast's dtype, and with needs_grad told."""
+    return told(_autocast(call) if torch._C._is_any_autocast_enabled() else call)
+
+
+def told(call: Call) -> Call:
+    """The call with needs_grad told."""
     kind = type(call.q)
     if kind is not Tensor and kind.__module__.startswith("torch.distributed.tensor"):
         from . import sharding  # when the first DTensor comes by: the import costs 300 ms
 
         sharding.teach()
-    return call.asking if wants_gradients(call) else call
+    wanted = wants_gradients(call) or (torch.is_grad_enabled() and wants_beneath((*call[:3], call.sinks)))
+    return call.asking if wanted else call
 
 
 def wants_gradients(call: Call) -> bool:
+    """Whether gradients are wanted as far as its tensors say; vmap's wrappers do not, which is looked into once the dispatcher is needed."""
     q, k, v = call[:3]
     asked = q.requires_grad or k.requires_grad or v.requires_grad or (call.sinks is not None and call.sinks.requires_grad)
-    return (asked or wants_beneath((q, k, v, call.sinks))) and torch.is_grad_enabled()
+    return asked and torch.is_grad_enabled()
 
 
 def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple[Tensor, Tensor]:
@@ -339,7 +344,7 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
             return _forward(call, choice)
     elif out is None and out_alone and call.plain and type(call.q) is type(call.k) is type(call.v) is Tensor and not watched():
         return (_Plain.apply(*call[:3], call.asking[3 : OPTIONAL_TENSORS.start]),)  # type: ignore[return-value]
-    call = prepare(call, out is not None)
+    call = prepare(call) if out is None else told(call)  # torch's own ops with out= do not go through autocast either
     if tangents(call.parted[0]):
         raise _forward_mode()
     _meet_counters()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from strobe import mask as masks
@@ -19,6 +20,13 @@ NIGHTLY = [(mode, seed) for mode in ("eager", "lazy", "random", "pct") for seed 
 def two_of(n: int) -> tuple[tuple[str, int], ...]:
     """The schedules of case n on each commit; the others run nightly."""
     return SCHEDULES[0], SCHEDULES[1 + n % 2]
+
+
+def by_turns(n: int, name: str, at_night: bool = False) -> list:
+    """Case n under two kinds of schedule, by turns one of them on each commit and one at night, or both at night."""
+    own = two_of(n)[n // 2 % 2]
+    marks = {each: () if each == own and not at_night else pytest.mark.nightly for each in two_of(n)}
+    return [pytest.param(name, each, id=f"{name}-{each[0]}", marks=mark) for each, mark in marks.items()]
 
 
 def band(left: int | None, right: int | None):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, PROGRAMS, SCHEDULES, band, key_lengths, runs, two_of
+from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, PROGRAMS, SCHEDULES, band, by_turns, key_lengths, runs
 
 pytest.importorskip("triton")
 
@@ -186,21 +186,12 @@ def run_and_judge(case: Case, dtype: torch.dtype, family: str, schedule: tuple[s
     assert_as_good_as(found, call)
 
 
-def _each_commit() -> list:
-    """Each case under two kinds of schedule by turns, one on each commit, the other at night, as are spans beyond d128; dtypes and input families
-    take turns as well."""
-    found = []
-    for n, name in enumerate(CASES):
-        own = n // 2 % 2
-        at_night = name in {case.name for case in SPANS if case.head_dim not in (64, 128)}
-        for i, each in enumerate(two_of(n)):
-            marks = pytest.mark.nightly if at_night or i != own else ()
-            found.append(pytest.param(name, each, id=f"{name}-{each[0]}", marks=marks))
-    return found
+AT_NIGHT = {case.name for case in SPANS if case.head_dim not in (64, 128)}
 
 
-@pytest.mark.parametrize("name, schedule", _each_commit())
+@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(CASES) for one in by_turns(n, name, name in AT_NIGHT)])
 def test_hopper_forward(name, schedule):
+    """All cases; the kind of schedule, dtypes and input families take turns."""
     n = list(CASES).index(name) + 2 * SCHEDULES.index(schedule)
     run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, SCHEDULES, band, two_of
+from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, SCHEDULES, band, by_turns
 
 pytest.importorskip("triton")
 
@@ -125,13 +125,7 @@ SMALL = (  # no ring wraps: lengths around 0 and a tile
 CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL)}
 
 
-def _each(n: int, name: str) -> list:
-    """A case under two kinds of schedule, one of them at night."""
-    night = [(), pytest.mark.nightly]
-    return [pytest.param(name, each, id=f"{name}-{each[0]}", marks=mark) for each, mark in zip(two_of(n), night if n % 2 else night[::-1])]
-
-
-@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(CASES) for one in _each(n, name)])
+@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(CASES) for one in by_turns(n, name)])
 def test_hopper_backward(name, schedule, judge):
     """All cases; the kind of schedule, dtypes and input families take turns."""
     n = list(CASES).index(name) + 2 * SCHEDULES.index(schedule)
