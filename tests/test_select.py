@@ -156,22 +156,22 @@ REFUSED = {
     "partial": (_dense(partial=True), "writes out in q's dtype; a partial result of bfloat16 is float32"),
     "scale": (_dense(scale=-0.125), "needs a scale above 0; this is -0.125"),
     "no scale": (_dense(scale=0.0), "needs a scale above 0; this is 0"),
+    "alignment": (_unaligned(), "TMA needs addresses and strides of q, k and v in multiples of 16 bytes; these are multiples of 8: "),
+    "expanded": (_expanded(), "k is expanded: give fewer key heads, or make it contiguous"),
+}
+REFUSED_MASKS = {
     "documents": (_masked(strobe.documents(torch.zeros(2, 64, dtype=torch.int32))), "full, causal and window masks only; this has documents"),
     "prefix": (
         _masked(strobe.prefix_causal(3) & strobe.key_lengths(torch.ones(2, dtype=torch.int32))),
         "full, causal and window masks only; this has prefix and key_lengths",
     ),
-    "alignment": (_unaligned(), "TMA needs addresses and strides of q, k and v in multiples of 16 bytes; these are multiples of 8: "),
-    "expanded": (_expanded(), "k is expanded: give fewer key heads, or make it contiguous"),
 }
 
 
 IDS, LENGTHS = torch.zeros(2, 64, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-APART = torch.empty(2, 80, 4, 128, dtype=torch.bfloat16)[:, :64]
+APART = torch.empty(2 * 40968, dtype=torch.bfloat16).as_strided((2, 64, 4, 128), (40968, 512, 128, 1))
 REFUSED_SPANS = {
-    "documents": (_masked(strobe.documents(IDS) & strobe.prefix_causal(3)), "key length and document masks only; this has prefix"),
-    "prefix": (_masked(strobe.prefix_causal(3) & strobe.key_lengths(LENGTHS)), "key length and document masks only; this has prefix"),
-    "entries apart": (_masked(strobe.documents(IDS))._replace(v=APART), "batch entries end to end, as TMA sees them; v has gaps between them"),
+    "entries apart": (_masked(strobe.documents(IDS))._replace(v=APART), "whole rows apart; of v rows are 512 elements apart, entries 40968"),
 }
 
 
@@ -183,23 +183,31 @@ def test_each_reason_against_the_hopper_forward(name):
 
 
 @pytest.mark.parametrize(
-    "mask", [strobe.documents(IDS), strobe.key_lengths(LENGTHS), strobe.documents(IDS) & strobe.window(5, 0) & strobe.key_lengths(LENGTHS)]
+    "mask",
+    [
+        strobe.documents(IDS),
+        strobe.key_lengths(LENGTHS),
+        strobe.prefix_causal(3),
+        strobe.documents(IDS) & strobe.window(5, 0) & strobe.key_lengths(LENGTHS),
+    ],
 )
-def test_documents_and_key_lengths_have_the_hopper_forward(mask):
+def test_prefixes_documents_and_key_lengths_have_the_hopper_kernels(mask):
     choice = chosen(_masked(mask)._replace(needs_grad=True))
-    assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == ("hopper.forward", "portable.backward")
+    assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == ("hopper.forward", "hopper.backward")
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED | REFUSED_MASKS)
 def test_each_reason_against_the_blackwell_forward(name):
-    call, words = REFUSED[name]
+    call, words = (REFUSED | REFUSED_MASKS)[name]
     assert words in refusal(call, "B200", "blackwell.forward")
     assert chosen(call, "B200").forward.kernel.name == "portable.forward"
 
 
 REFUSED_BACKWARD = {
     "dtype": (_dense(dtype=torch.float32), "float16 and bfloat16 only; this is float32"),
-    **{name: REFUSED[name] for name in ("scale", "no scale", "documents", "prefix", "alignment", "expanded")},
+    **{name: REFUSED[name] for name in ("scale", "no scale", "alignment", "expanded")},
+    **REFUSED_SPANS,
+    "turns": (_masked(strobe.documents(IDS))._replace(deterministic=True), "without turns at dq only; this asks for deterministic ones"),
 }
 
 

@@ -62,3 +62,13 @@ def key_lengths(*lengths: int, also=None):
         return mask if also is None else mask & also(case, device)
 
     return build
+
+
+def prefix(*lengths: int, also=None):
+    """Of batch entries, by turns."""
+
+    def build(case, device):
+        mask = masks.prefix_causal(torch.tensor([lengths[b % len(lengths)] for b in range(case.batch)], dtype=torch.int32, device=device))
+        return mask if also is None else mask & also(case, device)
+
+    return build

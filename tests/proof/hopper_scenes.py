@@ -11,7 +11,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
-from hopper_cases import CAUSAL, H200
+from hopper_cases import CAUSAL, H200, runs
 from torch import Tensor
 
 from strobe import ops, ops_decode, reference
@@ -61,6 +61,12 @@ def forward_done_again() -> tuple[Tensor, ...]:
     return _forward(128, 384, 128, grown=True, heads=(4, 4))
 
 
+def forward_scattered() -> tuple[Tensor, ...]:
+    """Values of other documents lie among those of two documents' keys: three and four tiles of keys for rings of two stages, three tiles of
+    queries a head."""
+    return _forward(256, 512, 128, mask=runs((200, 56), (0, 1), (100, 150, 162, 100), (0, 1, 0, 1)))
+
+
 def board() -> tuple[Tensor, ...]:
     """Three tiles a program for the two slots on which consumers are told of them."""
     return _forward(384, 256, 128)
@@ -98,6 +104,12 @@ def backward_d192_128() -> tuple[Tensor, ...]:
 def backward_split() -> tuple[Tensor, ...]:
     """A group of two heads is divided in two, a tile of keys each of two programs: dk, then dv, are added where k and v were."""
     return _backward(256, 256, 128, heads=(2, 1), mask=CAUSAL)
+
+
+def backward_scattered() -> tuple[Tensor, ...]:
+    """Rows of other documents lie on either side of one document's queries, and among those of another: three tiles of them and one, of which one is
+    without such rows, for rings of two stages."""
+    return _backward(256, 256, 128, sms=1, mask=runs((70, 140, 46), (0, 1, 0), (128, 128), (1, 0), also=CAUSAL))
 
 
 def backward_ordered() -> tuple[Tensor, ...]:
@@ -154,19 +166,23 @@ class Scene(NamedTuple):
     read_fences: bool = True
 
 
-FORWARD = "../../src/strobe/kernels/hopper/forward.py"
+FORWARD = "../../src/strobe/kernels/hopper/forward*.py"
 EARLY = "../../src/strobe/kernels/hopper/[ef]*.py"  # early.py and forward.py
 BACKWARD = "../../src/strobe/kernels/hopper/backward*.py"
 DECODE = "../../src/strobe/kernels/hopper/decode.py"
 CLUSTER = "../../src/strobe/kernels/[dh]*/[cde][lex][uc]*.py"  # cluster.py, decode.py and exchange.py
+FORWARD_MENDED = "../../src/strobe/kernels/[dh]*/[fm][oe][rn][wd]*.py"  # forward*.py and mending.py
+BACKWARD_MENDED = "../../src/strobe/kernels/[dh]*/[bm][ae][cn]*.py"  # backward*.py and mending.py
 INVARIANT = "../../src/strobe/kernels/hopper/invariant.py"
 SCHEDULE = "../../src/strobe/kernels/device/schedule.py"
 SCENES = (
     *(Scene(run.__name__, "sm_90", run, FORWARD) for run in (forward_d128, forward_d64_causal, forward_d256, forward_few_rows, forward_joined)),
     Scene("forward_done_again", "sm_90", forward_done_again, EARLY),
+    Scene("forward_scattered", "sm_90", forward_scattered, FORWARD_MENDED),
     Scene("board", "sm_90", board, SCHEDULE),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_d256, backward_d192_128)),
     Scene("backward_split", "sm_90", backward_split, BACKWARD),
+    Scene("backward_scattered", "sm_90", backward_scattered, BACKWARD_MENDED),
     *(Scene(run.__name__, "sm_90", run, BACKWARD, ordered=True) for run in (backward_ordered, backward_turns)),
     *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),
     Scene("decode_cluster", "sm_90", decode_cluster, CLUSTER),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, PROGRAMS, SCHEDULES, band, by_turns, key_lengths, runs
+from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, PROGRAMS, SCHEDULES, band, by_turns, key_lengths, prefix, runs
 
 pytest.importorskip("triton")
 
@@ -155,8 +155,12 @@ SPANS = (  # rows of a batch entry see different spans of keys
     _case("documents_other_keys_causal", 300, 420, mask=runs((100, 200), (0, 1), (150, 70, 200), (0, 5, 1), also=CAUSAL)),
     _case("documents_other_keys_window", 300, 420, mask=runs((100, 150, 50), (0, 1, 7), (150, 70, 200), (0, 5, 1), also=band(160, 40))),
     _case("documents_lengths", 300, None, batch=2, heads=(2, 1), mask=runs((200, 100), also=key_lengths(260, 90, also=CAUSAL))),
+    _case("documents_heads_first", 200, None, batch=3, storage="heads_first", heads=(2, 1), mask=runs((130, 70), also=CAUSAL)),
+    _case("documents_gaps_between_entries", 200, None, batch=2, storage="gaps", mask=runs((130, 70), also=CAUSAL)),
+    _case("key_lengths_mixed", 200, 300, batch=3, storage="mixed", mask=key_lengths(300, 0, 130)),
     _case("documents_one_row", 1, 390, mask=runs((1,), (4,), (200, 190), (0, 4))),
     _case("documents_d96", 300, None, 96, mask=runs((100, 200), also=CAUSAL)),
+    _case("documents_d96_scattered", 300, None, 96, mask=runs((70, 130, 100), (0, 1, 0))),
     _case("documents_d192", 200, None, 192, mask=runs((70, 130), also=CAUSAL), heads=(2, 1)),
     _case("documents_d192_128", 300, None, 192, head_dim_v=128, mask=runs((200, 100))),
     _narrow("documents_d64", 400, None, batch=2, mask=runs((193, 7, 200), also=CAUSAL)),
@@ -168,6 +172,15 @@ SPANS = (  # rows of a batch entry see different spans of keys
     _case("key_lengths_window_sinks", 300, None, batch=2, mask=key_lengths(129, 300, also=band(70, 10)), sinks=True),
     _narrow("key_lengths_d64_softcap", 300, None, batch=2, mask=key_lengths(1, 300, also=CAUSAL), softcap=4.0),
     _wide("key_lengths_d256", 200, batch=2, mask=key_lengths(200, 63)),
+    _case("prefix", 300, 390, batch=3, heads=(2, 1), mask=prefix(130, 0, 390)),
+    _case("prefix_right_bound", 400, None, mask=prefix(200, also=band(None, 90))),
+    _case("prefix_left_bound_lengths_sinks", 400, None, batch=2, mask=prefix(150, 70, also=key_lengths(300, 140, also=band(180, None))), sinks=True),
+    _case("prefix_more_rows", 520, 385, mask=prefix(65)),
+    _case("prefix_documents", 400, None, batch=2, mask=runs(FOUR, also=prefix(180, 20))),
+    _case("prefix_documents_scattered", 300, None, 96, mask=runs((100, 60, 90, 50), (0, 1, 0, 1), also=prefix(200))),
+    _narrow("prefix_d64_softcap", 400, None, batch=2, mask=prefix(100, 333), softcap=4.0),
+    _wide("prefix_d256", 200, batch=2, mask=prefix(50, 130)),
+    _case("joined_prefix", 40, 300, batch=2, heads=(8, 2), mask=prefix(280, 10)),
     _case("joined_documents", 63, 300, heads=(8, 2), mask=runs((20, 43), (), (100, 200), also=CAUSAL), sinks=True),
     _case("joined_key_lengths_d64", 5, 300, 64, batch=3, heads=(6, 2), mask=key_lengths(300, 77, 0)),
 )
@@ -233,17 +246,22 @@ def test_what_neighbours_hold_does_not_matter(name):
 
 
 @pytest.mark.parametrize("name, rows, keys", [("documents_causal", (131, 195), (131, 195)), ("documents_other_keys_causal", (100, 300), (220, 420)),
+                                              ("documents_scattered", (100, 160), (100, 160)), ("documents_d96_scattered", (70, 200), (70, 200)),
                                               ("key_lengths_causal", (0, 300), (0, 65))])  # fmt: skip
 def test_what_other_documents_and_hidden_keys_hold_does_not_matter(name, rows, keys):
     call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, kernel="hopper")
     plain, _ = simulated(call, H200)
+    own, seen = (torch.zeros(t.shape[1], dtype=torch.bool) for t in (call.q, call.k))
+    own[slice(*rows)] = seen[slice(*keys)] = True
+    if call.ids_q is not None:  # all of the document
+        own, seen = (ids[0] == call.ids_q[0, rows[0]] for ids in (call.ids_q, call.ids_k))
     poisoned = [torch.full_like(t, float("nan")) for t in call[:3]]
-    for into, tensor, (first, stop) in zip(poisoned, call[:3], (rows, keys, keys)):
-        into[0, first:stop] = tensor[0, first:stop]
+    for into, tensor, part in zip(poisoned, call[:3], (own, seen, seen)):
+        into[0, part] = tensor[0, part]
     found, run = simulated(call._replace(q=poisoned[0], k=poisoned[1], v=poisoned[2]), H200)
-    assert run.reports == [] and not found.out[0, slice(*rows)].isnan().any()
-    assert torch.equal(found.out[0, slice(*rows)], plain.out[0, slice(*rows)])
-    assert torch.equal(found.lse[0, :, slice(*rows)], plain.lse[0, :, slice(*rows)])
+    assert run.reports == [] and not found.out[0, own].isnan().any()
+    assert torch.equal(found.out[0, own], plain.out[0, own])
+    assert torch.equal(found.lse[0, :, own], plain.lse[0, :, own])
 
 
 def test_the_table_has_every_tiling():
@@ -304,8 +322,10 @@ def test_more_tiles_than_a_launch_can_count():
 
 SHARING = tuple(case.name for case in JOINED)
 SHARING_ALSO = ("d64_grouped_gaps", "one_row_causal", "d256_window_softcap", "packed_window_softcap", "head_dims_192_128_window", "joined_documents",
-                "joined_key_lengths_d64", "documents_window_softcap_sinks", "documents_lengths", "key_lengths_causal")  # fmt: skip
-APART = ("documents_d192", "grouped", "one_key_head", "batch_of_three", "packed_heads_first", "stored_heads_first", "stored_gaps", "stored_mixed")
+                "joined_key_lengths_d64", "documents_window_softcap_sinks", "documents_lengths", "key_lengths_causal", "prefix",
+                "joined_prefix")  # fmt: skip
+APART = ("documents_d192", "documents_heads_first", "grouped", "one_key_head", "batch_of_three", "packed_heads_first", "stored_heads_first",
+         "stored_gaps", "stored_mixed")  # fmt: skip
 
 
 def test_cases_share_tiles_or_do_not_as_their_names_say():

@@ -6,10 +6,11 @@ Its lse comes from the Hopper forward. Sizes wrap both rings; which of the table
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, SCHEDULES, band, by_turns
+from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, SCHEDULES, band, by_turns, key_lengths, prefix, runs
 
 pytest.importorskip("triton")
 
@@ -122,10 +123,48 @@ SMALL = (  # no ring wraps: lengths around 0 and a tile
     _narrow("d64_one_row", 1, 300, batch=3),
     _wide("d256_one_row", 1, 200, mask=band(100, None)),
 )
-CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL)}
+FOUR = (130, 1, 64, 105)
+SPANS = (  # rows of a batch entry see different spans of keys
+    _case("documents", 300, None, batch=2, mask=runs(FOUR)),
+    _case("documents_causal", 300, None, batch=2, mask=runs(FOUR, also=CAUSAL)),
+    _case("documents_causal_gaps", 300, None, batch=2, storage="gaps", mask=runs(FOUR, also=CAUSAL)),
+    _case("documents_window_softcap_sinks", 300, None, heads=(2, 1), mask=runs((200, 100), also=band(70, 20)), softcap=5.0, sinks=True),
+    _case("documents_scattered", 230, None, batch=2, mask=runs((100, 40, 50, 10, 30), (0, 1, 0, 2, 1))),
+    _case("documents_scattered_causal", 230, None, batch=2, mask=runs((100, 40, 50, 10, 30), (0, 1, 0, 2, 1), also=CAUSAL), sinks=True),
+    _case("documents_padded_causal", 220, None, batch=2, mask=runs((90, 20, 90, 20), (3, -1, 0, -1), also=CAUSAL)),
+    _case("documents_other_keys_causal", 200, 300, mask=runs((60, 140), (0, 1), (150, 50, 100), (0, 5, 1), also=CAUSAL)),
+    _case("documents_other_keys_window", 200, 300, mask=runs((80, 70, 50), (0, 1, 7), (150, 50, 100), (0, 5, 1), also=band(160, 40))),
+    _case("documents_lengths", 230, None, batch=2, heads=(2, 1), mask=runs((140, 90), also=key_lengths(200, 70, also=CAUSAL))),
+    _case("documents_heads_first", 150, None, batch=3, storage="heads_first", heads=(2, 1), mask=runs((90, 60), also=CAUSAL)),
+    _case("documents_one_row", 1, 200, mask=runs((1,), (4,), (120, 80), (0, 4))),
+    _case("documents_of_one_row", 40, None, heads=(1, 1), mask=runs((1,) * 40)),
+    _case("documents_d96", 200, None, 96, mask=runs((70, 130), also=CAUSAL)),
+    _case("documents_d192", 150, None, 192, mask=runs((50, 100), also=CAUSAL), heads=(2, 1)),
+    _case("documents_d192_128", 150, None, 192, head_dim_v=128, mask=runs((100, 50))),
+    _narrow("documents_d64", 300, None, batch=2, mask=runs((193, 7, 100), also=CAUSAL)),
+    _narrow("documents_d64_window_scattered", 300, None, mask=runs((150, 50, 100), (0, 1, 0), also=band(100, 0))),
+    _wide("documents_d256", 150, None, mask=runs((70, 80), also=CAUSAL)),
+    _wide("documents_d256_scattered", 130, None, mask=runs((50, 30, 50), (0, 1, 0))),
+    _case("key_lengths", 150, 260, batch=3, mask=key_lengths(260, 0, 130)),
+    _case("key_lengths_causal", 200, 260, batch=3, heads=(2, 1), mask=key_lengths(65, 260, 257, also=CAUSAL)),
+    _case("key_lengths_window_sinks", 200, None, batch=2, mask=key_lengths(129, 200, also=band(70, 10)), sinks=True),
+    _narrow("key_lengths_d64_softcap", 200, None, batch=2, mask=key_lengths(1, 200, also=CAUSAL), softcap=4.0),
+    _wide("key_lengths_d256", 100, batch=2, mask=key_lengths(130, 63)),
+    _case("prefix", 200, 260, batch=3, heads=(2, 1), mask=prefix(130, 0, 260)),
+    _case("prefix_right_bound", 300, None, mask=prefix(150, also=band(None, 70))),
+    _case("prefix_left_bound_lengths_sinks", 260, None, batch=2, mask=prefix(150, 70, also=key_lengths(200, 140, also=band(130, None))), sinks=True),
+    _case("prefix_more_rows", 300, 200, mask=prefix(65)),
+    _case("prefix_documents", 300, None, batch=2, mask=runs(FOUR, also=prefix(180, 20))),
+    _narrow("prefix_d64_softcap", 260, None, batch=2, mask=prefix(100, 200), softcap=4.0),
+    _wide("prefix_d256", 130, None, mask=prefix(50)),
+)
+CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL, *SPANS)}
 
 
-@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(CASES) for one in by_turns(n, name)])
+AT_NIGHT = {case.name for case in SPANS if case.head_dim not in (64, 128)}
+
+
+@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(CASES) for one in by_turns(n, name, name in AT_NIGHT)])
 def test_hopper_backward(name, schedule, judge):
     """All cases; the kind of schedule, dtypes and input families take turns."""
     n = list(CASES).index(name) + 2 * SCHEDULES.index(schedule)
@@ -177,7 +216,31 @@ def test_what_neighbours_hold_does_not_matter(name):
         assert torch.equal(mine[part], other[part])
 
 
-def _nan_but(tensor: torch.Tensor, part: slice) -> torch.Tensor:
+@pytest.mark.parametrize(
+    "name, rows, keys",
+    [("documents_causal", (131, 195), (131, 195)), ("documents_scattered", (100, 140), (100, 140)), ("documents_d256", (70, 150), (70, 150)),
+     ("documents_other_keys_causal", (60, 200), (200, 300)), ("key_lengths_causal", (0, 200), (0, 65))],
+)  # fmt: skip
+def test_what_other_documents_and_hidden_keys_hold_does_not_matter(name, rows, keys):
+    """Documents share tiles of queries, and lie between the rows of one that is scattered: NaN there changes no bit."""
+    call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
+    call = call._replace(**{field: getattr(call, field)[:1] for field in ("q", "k", "v", *OF_ENTRIES) if getattr(call, field) is not None})
+    seen, of_keys = torch.zeros(call.q.shape[1], dtype=torch.bool), torch.zeros(call.k.shape[1], dtype=torch.bool)
+    seen[slice(*rows)] = of_keys[slice(*keys)] = True
+    if call.ids_q is not None:  # all of the document
+        seen, of_keys = (ids[0] == call.ids_q[0, rows[0]] for ids in (call.ids_q, call.ids_k))
+    dout = torch.randn(*call.q.shape[:-1], call.v.shape[-1], generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
+    plain = _gradients_of(call, dout)
+    alone = [_nan_but(t, (slice(None), part)) for t, part in ((call.q, seen), (call.k, of_keys), (call.v, of_keys))]
+    found = _gradients_of(call._replace(q=alone[0], k=alone[1], v=alone[2]), _nan_but(dout, (slice(None), seen)))
+    for mine, other, part in zip(found, plain, (seen, of_keys, of_keys)):
+        assert not mine[:, part].isnan().any() and torch.equal(mine[:, part], other[:, part])
+
+
+OF_ENTRIES = ("ids_q", "ids_k", "spans_q", "spans_k", "key_lengths")
+
+
+def _nan_but(tensor: torch.Tensor, part: Any) -> torch.Tensor:
     held = torch.full_like(tensor, float("nan"))
     held[part] = tensor.detach()[part]
     return held.requires_grad_(tensor.requires_grad)
@@ -187,7 +250,7 @@ def _gradients_of(call: Call, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
     with on(H200) as run:
         out, _ = ops.run(call)
         found = torch.autograd.grad(out, call[:3], dout)
-    assert run.reports == [] and run.launches[-3:] == BACKWARD
+    assert run.reports == [] and run.launches[1:] in (BACKWARD, BACKWARD_OF_SPLIT_GROUPS)
     return found
 
 
@@ -261,9 +324,18 @@ def test_gradients_of_a_partial_result(name, judge):
 def test_a_dout_that_tma_cannot_read_is_copied(storage):
     dout = laid_out(torch.ones(2, 60, 2, 64, dtype=torch.bfloat16), storage, 0)
     call = CASES["d64_dense"].build("cpu", torch.bfloat16)
-    given = launch_backward.operand(dout, call)
+    given = launch_backward.operand(dout, call, False)
     assert (given is dout) == (storage in ("gaps", "heads_first")) and torch.equal(given, dout)
     assert given.data_ptr() % 16 == 0 and all(stride % 8 == 0 and stride > 0 for stride in given.stride()[:-1])
+
+
+def test_a_dout_whose_entries_are_no_whole_rows_apart_is_copied_for_spans():
+    """Their rows are addressed over all batch entries at once."""
+    call = CASES["d64_dense"].build("cpu", torch.bfloat16)
+    dout = torch.ones(16000, dtype=torch.bfloat16).as_strided((2, 60, 2, 64), (60 * 128 + 8, 128, 64, 1))
+    assert launch_backward.operand(dout, call, False) is dout
+    given = launch_backward.operand(dout, call, True)
+    assert launch_backward.rows_apart(given) == 60 and torch.equal(given, dout)
 
 
 def test_widths_that_tma_cannot_write(judge):

@@ -48,7 +48,7 @@ def joined(problem: Problem, rows: int, most: int, fewer: float = 0.1) -> int:
     if not 1 < group <= most:
         return 1
     if problem.packed or has_spans(problem.mask):
-        tokens = layout.total_q if problem.packed else layout.batch * layout.seqlen_q
+        tokens = layout.total_q if problem.packed else reach(problem, 0)
         if not (joinable(problem.strides[0][-3:], problem.heads_q) and tokens * problem.heads_kv <= MOST_ROWS):
             return 1  # no view of TMA has a dimension more: device.views
     queries = -(-layout.total_q // max(1, layout.batch)) if problem.packed else layout.seqlen_q
@@ -69,30 +69,37 @@ def against_call(problem: Problem) -> str | None:
     return None
 
 
-def against_mask(mask: MaskStructure, spans: bool = False) -> str | None:
-    """`spans`: a kernel that can walk rows which see different spans of keys, device.spans."""
-    strange = [name for name in ("prefix", "key_lengths", "documents") if getattr(mask, name) and not (spans and name != "prefix")]
-    able = "full, causal, window, key length and document masks" if spans else "full, causal and window masks"
-    return f"{able} only; this has {' and '.join(strange)}" if strange else None
+def against_mask(mask: MaskStructure) -> str | None:
+    """What a kernel has against a mask that cannot walk rows which see different spans of keys, device.spans."""
+    strange = [name for name in ("prefix", "key_lengths", "documents") if getattr(mask, name)]
+    return f"full, causal and window masks only; this has {' and '.join(strange)}" if strange else None
 
 
 def has_spans(mask: MaskStructure) -> bool:
     """Whether rows of one batch entry may see different spans of keys: device.spans."""
-    return mask.documents or mask.key_lengths
+    return mask.documents or mask.key_lengths or mask.prefix
 
 
 def against_spans(problem: Problem) -> str | None:
-    """What TMA has against the batch entries of a mask with spans, which it sees end to end."""
+    """What TMA has against the batch entries of a mask with spans, of which it sees the rows of all as those of one."""
     layout: Any = problem.layout
     if not isinstance(layout, Dense) or not has_spans(problem.mask):
         return None
-    lengths = (layout.seqlen_q, layout.seqlen_k, layout.seqlen_k)
-    if layout.batch * max(lengths) > MOST_ROWS:
-        return f"of key lengths and documents at most {MOST_ROWS} rows, whose ends TMA can be told; this has {layout.batch * max(lengths)}"
-    for name, length, strides in zip("qkv", lengths, problem.strides):
-        if layout.batch > 1 and length and strides[0] != length * strides[1]:
-            return f"of key lengths and documents batch entries end to end, as TMA sees them; {name} has gaps between them: make it contiguous"
+    for n, (name, (entry, row, *_)) in enumerate(zip("qkv", problem.strides)):
+        if layout.batch > 1 and (not row or entry % row):
+            return (f"under prefixes, key lengths and documents batch entries whole rows apart; of {name} rows are {row} elements apart, "
+                    f"entries {entry}: copy it")  # fmt: skip
+        if reach(problem, n) > MOST_ROWS:
+            return (f"under prefixes, key lengths and documents at most {MOST_ROWS} rows, whose ends TMA can be told; of {name} it would see "
+                    f"{reach(problem, n)}")  # fmt: skip
     return None
+
+
+def reach(problem: Problem, n: int) -> int:
+    """Rows from the first of q, k or v to its last, where batch entries are whole rows apart."""
+    layout: Any = problem.layout
+    length, (entry, row, *_) = (layout.seqlen_k if n else layout.seqlen_q), problem.strides[n]
+    return length + (layout.batch - 1) * (entry // row if row else 0)
 
 
 def against_memory(problem: Problem) -> str | None:

@@ -55,14 +55,14 @@ class Unit(NamedTuple):
     def each_commit(self) -> bool:
         """Compiled on each commit; the others nightly: every tiling is among these. A bound on the left alone has the tiles of a window and less
         to hide, a window or no mask beyond d128 those of its causal case; keys that end within a tile, sizes of 1, heads that share a tile or are
-        divided, turns at dq, float16, clusters, documents and key lengths are seen at one width."""
+        divided, turns at dq, float16, clusters, documents, key lengths and prefixes are seen at one width."""
         if self.family == "blackwell":
             tilings = ("d64 dense", "d96 causal", "d128 dense", "d192/128 causal")
             return self.case == ON_EVERY_TARGET or (self.target == "sm_100" and self.case in tilings)
         of_one_width = ("ragged", "one row", "5 rows", "deterministic", "float16", "group 8 causal")
         case, at_d128 = self.case.removesuffix(", many keys"), self.case.startswith("d128")
         seen_at_d128 = (case.endswith(of_one_width) or "a cluster" in case) and not at_d128
-        spans = ("documents causal" in case or "key lengths" in case) and not at_d128
+        spans = ("documents causal" in case or "key lengths" in case or "prefix" in case) and not at_d128
         wide = case.endswith((" window", " dense")) and not case.startswith(("d64", "d128", "d256 dense"))
         options = case.endswith("sinks softcap") and case.startswith("d192/128")
         variant = seen_at_d128 or wide or spans or options or case.endswith("window left") or case == "d64 packed group 4 causal sinks"
@@ -107,8 +107,9 @@ _OPTIONS = "window, sinks, softcap and packing in one kernel, with a tiling chos
 _WIDE = "for correctness, not for speed: products of this dtype run on few units, and its tilings were never timed"
 _SERIAL = "ptxas C7514: the accumulators are written by others inside a pipeline stage; 64 x 32 tiles are free of it offline, but not timed"
 _BETWEEN = "what a tile of keys needs before and after its steps, put by meanwhile; of ragged keys and of groups a step reads some of it"
+_TILE_AFTER_TILE = "programs of 256 columns that take tile after tile, as only documents have them: registers are fewest there"
 _JOINED = "o of the splits before, put by while the steps of the next go on: none of it within them"
-_SCATTERED = "where documents lie scattered, ids of a tile's keys beside its scores and o"
+_SCATTERED = "what a loader finds out of a document's tile; where documents lie scattered, ids of a tile's keys beside its scores and o"
 _CAPPED = "the softcap's tanh over all scores of a tile beside o and the weights; tilings are chosen without it"
 
 # The first line that covers a kernel counts. Bytes are those of Triton 3.6.0: a number that is more than needed fails, as does one too small.
@@ -132,8 +133,16 @@ LEDGER: tuple[Allowance, ...] = (
     # sm_90, the Hopper forward
     Allowance("forward_kernel", "d256 window sinks softcap", "sm_90", 60, _CAPPED, family="hopper"),
     Allowance("forward_kernel", "d64 documents *, many keys", "sm_90", 8, _SCATTERED, family="hopper"),
-    Allowance("forward_kernel", "d256 documents *", "sm_90", 64, _SCATTERED, family="hopper"),
+    Allowance("forward_kernel", "d256 documents *", "sm_90", 132, _SCATTERED, family="hopper"),
+    Allowance("forward_kernel", "d96 documents *", "sm_90", 84, _SCATTERED, family="hopper"),
+    Allowance("forward_kernel", "d192 documents *", "sm_90", 96, _SCATTERED, family="hopper"),
+    Allowance("forward_kernel", "d192/128 documents *", "sm_90", 48, _SCATTERED, family="hopper"),
     # sm_90, the Hopper backward
+    Allowance("backward_kernel", "d128 group 4 documents *", "sm_90", 852, _CAPPED, family="hopper"),
+    Allowance("backward_kernel", "d256 documents *", "sm_90", 1796, _TILE_AFTER_TILE, family="hopper"),
+    Allowance("backward_kernel", "* documents *", "sm_90", 496, _BETWEEN, family="hopper"),
+    Allowance("backward_kernel", "* key lengths", "sm_90", 208, _BETWEEN, family="hopper"),
+    Allowance("backward_kernel", "* prefix", "sm_90", 124, _BETWEEN, family="hopper"),
     Allowance("invariant_kernel", "d128 *", "sm_120", 32, _JOINED),
     Allowance("invariant_kernel", "d128 *", "sm_90", 1412, _JOINED, family="hopper"),
     Allowance("invariant_kernel", "d256 *", "sm_90", 208, _JOINED, family="hopper"),

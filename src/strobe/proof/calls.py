@@ -103,15 +103,17 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
         "d192": (192, 192),
         "d256": (256, 256),
     }.items():
-        cases[f"{name} documents causal"] = partial(_dense, *widths, mask=_documents() & bands["causal"], needs_grad=False)
+        cases[f"{name} documents causal"] = partial(_dense, *widths, mask=_documents() & bands["causal"])
         cases[f"{name} documents causal, many keys"] = partial(
             _dense, *widths, mask=_documents(2048) & bands["causal"], rows=2048, keys=2048, needs_grad=False
         )
     for name, width in {"d64": 64, "d128": 128, "d256": 256}.items():
+        cases[f"{name} key lengths"] = partial(_dense, width, mask=_lengths())
+        cases[f"{name} prefix"] = partial(_dense, width, mask=masks.prefix_causal(100))
         cases[f"{name} key lengths, many keys"] = partial(_dense, width, mask=_lengths(2048), rows=2048, keys=2048, needs_grad=False)
     few = masks.documents(torch.zeros(1, 5, dtype=torch.int32), torch.zeros(1, 256, dtype=torch.int32)) & bands["window"] & _lengths()
     cases["d128 group 4 documents window key lengths, 5 rows"] = partial(
-        _dense, 128, mask=few, heads=(8, 2), rows=5, sinks=torch.zeros(8), softcap=20.0, needs_grad=False
+        _dense, 128, mask=few, heads=(8, 2), rows=5, sinks=torch.zeros(8), softcap=20.0
     )
     cases |= _many_keys()
     options = {"sinks": torch.zeros(32), "softcap": 20.0}

@@ -137,3 +137,21 @@ class Layouts:
             return python, python._to_ir(self.attributes)
 
         return self.answer(("window", operation, elem, tuple(shape), id(layout), tuple(alloc_shape), tuple(argument)), ask)
+
+    def of_memory(self, elem: str, shape: Any, layout: Any) -> Any:
+        """The Python layout of a memory descriptor with this layout attribute."""
+
+        def ask() -> Any:
+            memory = self.builder.get_shared_mem_desc_ty(self.elem(elem), list(shape), layout, list(shape))
+            return self.builder.get_gluon_layout_from_memdesc(self.builder.create_poison(memory))
+
+        return self.answer(("memory", elem, tuple(shape), id(layout)), ask)
+
+    def pieces(self, elem: str, source: tuple, source_layout: Any, target: tuple, target_layout: Any) -> bool:
+        """Whether a tile [..., rows, columns] taken as [pieces, some rows, block] is cut between its blocks of columns: a swizzled tile wider than
+        its swizzle lies in memory block by block, each of all rows."""
+        if len(target) != 3 or source[-1] <= target[-1]:
+            return False
+        kinds = [self.of_memory(elem, source, source_layout), self.of_memory(elem, target, target_layout)]
+        widths = {getattr(kind, "swizzle_byte_width", 0) * 8 // getattr(kind, "element_bitwidth", 1) for kind in kinds}
+        return widths == {target[-1]} and source[-2] % target[-2] == 0 and math.prod(source) == math.prod(target)

@@ -15,7 +15,7 @@ from .machine import Machine
 from .memory import Actor
 from .pointers import Found, reduce_into, sums
 from .report import place_text
-from .values import BYTES, STORED, Descriptor, Type, Value, Window, from_bits, to_bits
+from .values import BYTES, STORED, Descriptor, Pieces, Type, Value, Window, from_bits, to_bits
 
 TMA_LATENCY_NS = 300.0  # an L2 hit, issue to arrival
 TMA_BYTES_PER_NS = 64.0  # one SM's share of L2 bandwidth
@@ -115,6 +115,8 @@ class SharedMemory:
 
     def create_memdesc_reinterpret(self, ty: Type, window: Window) -> Window:
         memory = window.memory
+        if ty.elem == window.elem and self.layouts.pieces(ty.elem, window.view.shape, window.type.layout[0], tuple(ty.shape), ty.layout[0]):
+            return Window(memory, Pieces(window.view.reshape(-1, window.view.shape[-1]), tuple(ty.shape)), ty.elem, ty)
         if window.view.flags.c_contiguous:
             start, size = window.address - memory.base, int(np.prod(ty.shape)) * BYTES[ty.elem]
             past = start + size - memory.raw.size  # more than the view is legal (the next buffers), past the allocation is not

@@ -196,7 +196,7 @@ class Window:
 
     __slots__ = ("elem", "memory", "type", "view")
 
-    def __init__(self, memory: Memory, view: np.ndarray, elem: str, type: Type):
+    def __init__(self, memory: Memory, view: Any, elem: str, type: Type):  # a view: an array, or Pieces of one
         self.memory, self.view, self.elem, self.type = memory, view, elem, type
 
     @property
@@ -212,6 +212,19 @@ class Window:
 
     def set_loc(self, *_: Any) -> None: ...
     def get_loc(self) -> None: ...
+
+
+class Pieces:
+    """A swizzled tile [rows, columns] as memory holds it: blocks of columns one behind the other, cut into pieces [n, some rows, block]."""
+
+    def __init__(self, tile: np.ndarray, shape: tuple[int, ...]):
+        self.tile, self.shape = tile, shape
+        self.nbytes, self.__array_interface__ = tile.nbytes, tile.__array_interface__
+
+    def __getitem__(self, piece: int) -> np.ndarray:
+        _, rows, width = self.shape
+        block, part = divmod(piece, self.tile.shape[0] // rows)
+        return self.tile[part * rows : (part + 1) * rows, block * width : (block + 1) * width]
 
 
 def wraps(strides: list[int], size: int) -> bool:

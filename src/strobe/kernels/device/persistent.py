@@ -46,7 +46,7 @@ def run(plan: Plan, call: Call, tensors: Forward, described: Describe, joined: b
     word = faults.word(call.q.device) if form.packed or call.key_lengths is not None else None
     offsets = (call.cu_seqlens_q, call.cu_seqlens_k)
     if has_spans(plan.problem.mask):
-        offsets = (call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths)
+        offsets = (call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix)
     counter = zeros_on(call.q.device, 1) if form.counted else None
     pointers = (tensors.lse, call.sinks, *offsets, word, counter)
     key = (call.left, call.right, out.stride())
@@ -69,7 +69,7 @@ def work_of(plan: Plan, call: Call) -> tuple:
         lengths, whole = layout.tokens, heads * tiles_m
     else:
         lengths = layout[1:]
-        if problem.mask.right and not problem.mask.left and tiles_m <= SHORT_TILES:
+        if (problem.mask.right or problem.mask.prefix) and not problem.mask.left and tiles_m <= SHORT_TILES:
             a_head = layout.seqlen_k * (form.block_d + form.block_dv) * call.k.element_size()
             section = min(section, max(1, L2_BYTES // max(1, a_head)) * form.group)
         whole = -(-batch_heads // section) * section * tiles_m  # the last section may hold tiles that are none

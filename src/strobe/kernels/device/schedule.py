@@ -56,8 +56,8 @@ def tile_of(number, offsets, sizes, limits, form: gl.constexpr):
 @gluon.jit
 def dense_place(number, sizes, form: gl.constexpr):
     """(whether there is such a tile, batch entry, query head, tile of rows) of a tile's number in dense layouts."""
-    batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
-    if form.mask.right and not form.mask.left:
+    batch, heads, tiles_m, section = sizes[0], sizes[1], sizes[4], sizes[5]
+    if (form.mask.right or form.mask.prefix) and not form.mask.left:
         within = number % (tiles_m * section)
         m_block = tiles_m - 1 - within // section
         index = number // (tiles_m * section) * section + within % section
@@ -70,16 +70,16 @@ def dense_place(number, sizes, form: gl.constexpr):
 @gluon.jit
 def blocks_of(m_start, rows: gl.constexpr, lengths, limits, form: gl.constexpr):
     """(first key block, key blocks) that some row of m_start .. m_start + rows - 1 sees."""
-    return blocks_within(m_start, rows, lengths, lengths[1], limits, form)
+    return blocks_within(m_start, rows, lengths, lengths[1], limits, 0, form)
 
 
 @gluon.jit
-def blocks_within(m_start, rows: gl.constexpr, lengths, key_stop, limits, form: gl.constexpr):
-    """The same where keys end at key_stop, and S_k says where the diagonal is."""
+def blocks_within(m_start, rows: gl.constexpr, lengths, key_stop, limits, prefix, form: gl.constexpr):
+    """The same where keys end at key_stop, all rows see the first `prefix` of them, and S_k says where the diagonal is."""
     seqlen_q, seqlen_k = lengths
     bounds = (seqlen_k, limits[0], limits[1])
-    n_first, full_stop = row_interval(m_start, seqlen_q, key_stop, bounds, 0, form)
-    full_first, n_stop = row_interval(gl.minimum(m_start + rows, seqlen_q) - 1, seqlen_q, key_stop, bounds, 0, form)
+    n_first, full_stop = row_interval(m_start, seqlen_q, key_stop, bounds, prefix, form)
+    full_first, n_stop = row_interval(gl.minimum(m_start + rows, seqlen_q) - 1, seqlen_q, key_stop, bounds, prefix, form)
     n_begin = n_first // form.tuning.block_n
     blocks = gl.maximum(gl.cdiv(n_stop, form.tuning.block_n) - n_begin, 0)
     return n_begin, gl.where(m_start < seqlen_q, blocks, 0)

@@ -59,6 +59,7 @@ from ..device.dialect import (
 from ..device.masking import row_interval
 from ..device.schedule import is_told, tell
 from ..device.views import FAR, copy_out, copy_parts, stage_of, tiles_for
+from .backward_spans import has_others, keys_of_run, mend, places_of, places_written
 from .backward_steps import ROWS, dq_position, of_do, parts_at, parts_of, place_of_dq, rows_of, tile_of_step, zeros_of
 from .backward_tiles import (
     WORDS,
@@ -74,7 +75,7 @@ from .backward_walks import walk_gradients, walk_half, walk_weights
 
 
 @gluon.jit
-def load_partition(views, offsets, board, kv, q, do, work, form: gl.constexpr):
+def load_partition(views, offsets, board, kv, q, do, mended, work, form: gl.constexpr):
     q_views, k_views, v_views, do_views, rows_desc = views
     k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
     tiles, sizes, limits, numbers, counter = work
@@ -83,52 +84,87 @@ def load_partition(views, offsets, board, kv, q, do, work, form: gl.constexpr):
     at = ring_start(form.tuning.stages)
     do_at = ring_start(form.tuning.stages_do)
     number = first_number(counter, form)
+    row = number * 0
     while number < tiles:
-        exists, tile = keys_of_number(number, offsets, work, form)
+        if form.spans:
+            exists, row, tile = keys_of_run(number, row, offsets, work, form)
+        else:
+            exists, tile = keys_of_number(number, offsets, work, form)
         if exists:
             tell(board, told_at, tile)
             told_at = told_at.next()
-            entry, part, n_start, m_first, blocks, first_tile, q_start, seqlen_q, k_start, seqlen_k = tile
-            queries, keys = (entry, q_start, seqlen_q), (entry, k_start, seqlen_k)
+            part, n_start, m_first, blocks, first_tile = tile[1], tile[2], tile[3], tile[4], tile[5]
+            if form.spans:
+                queries, gradients, keys, values = places_of(tile, sizes)
+            else:
+                queries, keys = (tile[0], tile[6], tile[7]), (tile[0], tile[8], tile[9])
+                gradients, values = queries, keys
             steps = (part, m_first, blocks, first_tile, sizes[1] * sizes[4] * (1 if form.packed else sizes[0]))
             total = form.members * blocks
             for step in range(gl.minimum(total, 1)):
-                load_step(step, steps, q_views, do_views, rows_desc, queries, q, do, at, do_at, work, form)
+                load_step(step, steps, views, (queries, gradients), (tile, offsets, mended), q, do, at, do_at, work, form)
                 at = at.next()
                 do_at = do_at.next()
             mbarrier.wait(kv_free.index(0), kv_at.parity ^ 1)
             mbarrier.expect(kv_ready.index(0), 2 * form.tuning.block_n * (form.block_d + form.block_dv))
             copy_parts(k_views, keys, key_head(part, form), n_start, kv_ready.index(0), stage_of(k_tile, 0), form)
-            copy_parts(v_views, keys, key_head(part, form), n_start, kv_ready.index(0), stage_of(v_tile, v_slot(form)), form)
+            copy_parts(v_views, values, key_head(part, form), n_start, kv_ready.index(0), stage_of(v_tile, v_slot(form)), form)
             kv_at = kv_at.next()
             for step in range(1, total):
-                load_step(step, steps, q_views, do_views, rows_desc, queries, q, do, at, do_at, work, form)
+                load_step(step, steps, views, (queries, gradients), (tile, offsets, mended), q, do, at, do_at, work, form)
                 at = at.next()
                 do_at = do_at.next()
-        number = next_number(tiles, counter, form)
+        if form.spans:
+            if row == 0:
+                number = next_number(tiles, counter, form)
+        else:
+            number = next_number(tiles, counter, form)
     tell(board, told_at, (number, number, number, number, number * 0 - 1))
 
 
 @gluon.jit
-def load_step(step, steps, q_views, do_views, rows_desc, queries, q, do, at, do_at, work, form: gl.constexpr):
-    """A tile of queries and what belongs to it, once its places are free."""
-    q_smem, lse_smem, q_ready, q_free = q
-    do_smem, delta_smem, do_ready, do_free = do
+def load_step(step, steps, views, places, of_keys, q, do, at, do_at, work, form: gl.constexpr):
+    """A tile of queries and what belongs to it, once its places are free; of documents, once rows of others are made none of its own."""
     part, m_first, blocks, first_tile, all_rows = steps
-    tiles_m = work[1][4]
     head, block = head_of_step(part, step, blocks, form)
-    m_start = m_first + tile_of_step(block, blocks, form) * form.tuning.block_m
-    tile = first_tile + head * tiles_m + m_start // form.tuning.block_m
-    mbarrier.wait(q_free.index(at.stage), at.parity ^ 1)
-    mbarrier.expect(q_ready.index(at.stage), form.tuning.block_m * (2 * form.block_d + 4))
-    copy_parts(q_views, queries, head, m_start, q_ready.index(at.stage), stage_of(q_smem, at.stage), form)
-    tma_load(rows_desc, [tile * form.tuning.block_m], q_ready.index(at.stage), lse_smem.index(at.stage))
+    block = tile_of_step(block, blocks, form)
+    m_start = m_first + block * form.tuning.block_m
+    number = first_tile + head * work[1][4] + m_start // form.tuning.block_m
     slot = of_do(at, do_at, form)
+    q_ready, do_ready = q[2].index(at.stage), do[2].index(slot.stage)
+    where = (head, m_start, number, all_rows)
+    if form.mask.documents:
+        tile, offsets, mended = of_keys
+        landed = mended.index(at.stage)
+        if has_others(block, (tile[12], tile[13])):
+            load_rows(where, views, places, q, do, at, slot, landed, landed, form)
+            mbarrier.wait(landed, at.parity)
+            mend(stage_of(q[0], at.stage), stage_of(do[0], slot.stage), q[1].index(at.stage), do[1].index(slot.stage), m_start, tile, offsets[2])
+            mbarrier.arrive(q_ready)
+            mbarrier.arrive(do_ready)
+        else:
+            mbarrier.arrive(landed, count=2)
+            load_rows(where, views, places, q, do, at, slot, q_ready, do_ready, form)
+    else:
+        load_rows(where, views, places, q, do, at, slot, q_ready, do_ready, form)
+
+
+@gluon.jit
+def load_rows(where, views, places, q, do, at, slot, q_ready, do_ready, form: gl.constexpr):
+    """q and lse, do and delta of a tile of queries into their places; two barriers, or one for both, say when they have landed."""
+    q_views, k_views, v_views, do_views, rows_desc = views
+    q_smem, lse_smem, told_ready, q_free = q
+    do_smem, delta_smem, told_do_ready, do_free = do
+    head, m_start, number, all_rows = where
+    mbarrier.wait(q_free.index(at.stage), at.parity ^ 1)
+    mbarrier.expect(q_ready, form.tuning.block_m * (2 * form.block_d + 4))
+    copy_parts(q_views, places[0], head, m_start, q_ready, stage_of(q_smem, at.stage), form)
+    tma_load(rows_desc, [number * form.tuning.block_m], q_ready, lse_smem.index(at.stage))
     if not form.halves:
         mbarrier.wait(do_free.index(slot.stage), slot.parity ^ 1)
-    mbarrier.expect(do_ready.index(slot.stage), form.tuning.block_m * (2 * form.block_dv + 4))
-    copy_parts(do_views, queries, head, m_start, do_ready.index(slot.stage), stage_of(do_smem, slot.stage), form)
-    tma_load(rows_desc, [(all_rows + tile) * form.tuning.block_m], do_ready.index(slot.stage), delta_smem.index(slot.stage))
+    mbarrier.expect(do_ready, form.tuning.block_m * (2 * form.block_dv + 4))
+    copy_parts(do_views, places[1], head, m_start, do_ready, stage_of(do_smem, slot.stage), form)
+    tma_load(rows_desc, [(all_rows + number) * form.tuning.block_m], do_ready, delta_smem.index(slot.stage))
 
 
 @gluon.jit
@@ -152,7 +188,7 @@ def take_tile(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, at, lap,
     words, told, told_free = board
     row: gl.constexpr = ROWS * w if form.halves else 0
     q_at, do_at, handed_at = at
-    seen, blocks = seen_and_blocks(words, row)
+    seen, blocks = seen_and_blocks(words, row, form)
     mbarrier.arrive(told_free.index(0))
     tiles = (parts_at(k_tile, 0), rows_of(parts_at(v_tile, v_slot(form)), row))
     channels = (q, do, dq, handed)
@@ -269,7 +305,10 @@ def store_partition(own: gl.constexpr, out, turns, board, kv, dq, work, form: gl
     told_at = ring_start(1)
     passed = gl.to_tensor(0)  # the channel's tiles, of all tiles of keys before
     while is_told(words, told, told_at):
-        steps, n_start, lengths, keys = read_place(words)
+        steps, n_start, lengths, keys = read_place(words, form)
+        values = keys
+        if form.spans:
+            keys, values = places_written(keys, work[1])
         part = steps[0]
         mbarrier.arrive(told_free.index(0))  # now: the next tile's loads would wait for this one's last step
         total = form.members * steps[2]
@@ -277,14 +316,14 @@ def store_partition(own: gl.constexpr, out, turns, board, kv, dq, work, form: gl
         for step in range(first, total, form.stores):
             at = add_step(own, step, steps, n_start, lengths, out[0], turns, dq, at, work, form)
         if form.splits > 1:
-            add_sums(out[1], out[2], (keys, key_head(part, form), n_start), kv, form)
+            add_sums(out[1], out[2], (keys, values), key_head(part, form), n_start, kv, form)
         elif form.stores == 2:
             if (first + total) % 2 == 0:
-                at = write_gradient(own, out[2], (keys, part, n_start), dq, at, form)
+                at = write_gradient(own, out[2], (values, part, n_start), dq, at, form)
             else:
                 at = write_gradient(own, out[1], (keys, part, n_start), dq, at, form)
         else:
-            at = write_gradient(own, out[2], (keys, part, n_start), dq, at, form)
+            at = write_gradient(own, out[2], (values, part, n_start), dq, at, form)
             at = write_gradient(own, out[1], (keys, part, n_start), dq, at, form)
         passed = (passed + total) % form.stores
         told_at = told_at.next()
@@ -364,15 +403,15 @@ def set_free(own: gl.constexpr, dq, form: gl.constexpr):
 
 
 @gluon.jit
-def add_sums(dk_views, dv_views, place, kv, form: gl.constexpr):
+def add_sums(dk_views, dv_views, places, head, n_start, kv, form: gl.constexpr):
     """dk and dv of a split group to their sums."""
     k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
     mbarrier.wait(sums_done.index(0), 0)
-    add_parts(dk_views, place, sums, form)
+    add_parts(dk_views, (places[0], head, n_start), sums, form)
     tma_store_wait(0)
     mbarrier.arrive(sums_free.index(0))
     mbarrier.wait(sums_done.index(0), 1)
-    add_parts(dv_views, place, sums, form)
+    add_parts(dv_views, (places[1], head, n_start), sums, form)
     tma_store_wait(0)
     mbarrier.arrive(kv_free.index(0))
 
@@ -389,7 +428,7 @@ def add_out(desc, place, column: gl.constexpr, smem, form: gl.constexpr):
     """`copy_out` that adds to what is there."""
     keys, head, row = place
     entry, start, length = keys
-    if form.packed:
+    if form.wraps:
         tma_reduce_add(desc, [FAR, start + length, head, FAR - length + row, column], smem)
     else:
         tma_reduce_add(desc, [entry, head, row, column], smem)
@@ -457,6 +496,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     if not form.halves:
         do_free = ring(STAGES_DO, 1)
     do = (do_smem, delta_smem, ring(STAGES_DO, 1), do_free)
+    mended = q[2]
+    if form.mask.documents:
+        mended = ring(STAGES, 2)
     dq = (dq_smem, ring(form.stores * form.places, 1), ring(form.stores * form.places, 1))
     views = (q_views, k_views, v_views, do_views, rows_desc)
     gradients = (dk_views, dv_views)
@@ -467,7 +509,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
             [
                 (mma_partition, (gl.constexpr(0), gradients, board, kv, q, do, dq, handed, work, form)),
                 (mma_partition, (gl.constexpr(1), gradients, board, kv, q, do, dq, handed, work, form)),
-                (load_partition, (views, offsets, board, kv, q, do, work, form)),
+                (load_partition, (views, offsets, board, kv, q, do, mended, work, form)),
                 (store_partition, (gl.constexpr(0), out, turns, board, kv, dq, work, form)),
             ],
             [4, 1, 1],
@@ -478,7 +520,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
             [
                 (mma_partition, (gl.constexpr(0), gradients, board, kv, q, do, dq, handed, work, form)),
                 (mma_partition, (gl.constexpr(1), gradients, board, kv, q, do, dq, handed, work, form)),
-                (load_partition, (views, offsets, board, kv, q, do, work, form)),
+                (load_partition, (views, offsets, board, kv, q, do, mended, work, form)),
                 (store_partition, (gl.constexpr(0), out, turns, board, kv, dq, work, form)),
                 (store_partition, (gl.constexpr(1), out, turns, board, kv, dq, work, form)),
             ],

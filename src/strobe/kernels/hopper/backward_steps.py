@@ -44,13 +44,15 @@ def dq_position(handed_at, lap, form: gl.constexpr):
 def hide(x, seen, limits, form: gl.constexpr):
     """Exponents x [keys, queries] with -inf where the query does not see the key.
 
-    seen: the consumer's key that the tile's first query has on the diagonal, and how many keys there are from the consumer's first on. A bound is
-    compared as a key's own number against the tile's columns, which are constants of a register.
+    seen: the consumer's key that the tile's first query has on the diagonal, how many keys there are from the consumer's first on, and how many of
+    these all queries see. A bound is compared as a key's own number against the tile's columns, which are constants of a register.
     """
-    diagonal, keys_left = seen
+    diagonal, keys_left, prefix = seen[0], seen[1], seen[2]
     BLOCK_M: gl.constexpr = form.tuning.block_m
     left, right = limits
     partial = False if form.even else keys_left < ROWS
+    if form.mask.prefix:
+        partial = partial | ((diagonal < ROWS - 1) & (prefix < ROWS))
     if form.mask.right:
         partial = partial | (diagonal + right < ROWS - 1)
     if form.mask.left:
@@ -61,8 +63,10 @@ def hide(x, seen, limits, form: gl.constexpr):
         column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, x.type.layout))
         by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
         first = keys * 0
+        if form.mask.prefix:
+            first = gl.where(keys < prefix, 0, keys - diagonal)
         if form.mask.right:
-            first = keys - (diagonal + right)
+            first = gl.maximum(first, keys - (diagonal + right)) if form.mask.prefix else keys - (diagonal + right)
         if not form.even:
             first = gl.where(keys < keys_left, first, BLOCK_M)
         x = gl.where(first[:, None] - by_thread <= by_register, x, float("-inf"))
@@ -85,7 +89,7 @@ def tile_of_step(step, blocks, form: gl.constexpr):
 def weights(s, q, at, seen, block, work, form: gl.constexpr):
     """(p, ds / dp) of the raw scores of a head's `block`-th tile of queries that this program walks: ds / dp is p, or p times the softcap's
     slope 1 - tanh^2."""
-    diagonal, keys_left = seen
+    diagonal, keys_left = seen[0], seen[1]
     tiles, sizes, limits, numbers, counter = work
     scale_log2, softcap, scale = numbers
     lse_log2 = q[1].index(at.stage).load(gl.SliceLayout(0, s.type.layout))  # not sooner: 16 registers more would spill
@@ -93,7 +97,8 @@ def weights(s, q, at, seen, block, work, form: gl.constexpr):
         s = tanh(s * softcap)
     x = s * scale_log2 - lse_log2[None, :]
     if form.masks:
-        x = hide(x, (diagonal + block * form.tuning.block_m, keys_left), limits, form)
+        prefix = seen[4] if form.mask.prefix else 0
+        x = hide(x, (diagonal + block * form.tuning.block_m, keys_left, prefix), limits, form)
     p = gl.exp2(x)
     slope = p
     if form.softcap:

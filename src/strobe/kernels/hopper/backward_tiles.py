@@ -9,7 +9,12 @@ from ..device.masking import first_row, stop_row
 from ..device.schedule import read_words, word
 from ..device.tiles import find_sequence, keys_of, span_of
 
-WORDS: gl.constexpr = gl.constexpr(16)  # of a tile on the board, of which 10 are told
+WORDS: gl.constexpr = gl.constexpr(16)  # of a tile on the board, of which 10 are told, and of spans (backward_spans)
+KEYS_SEEN: gl.constexpr = gl.constexpr(10)  # where its keys end that are seen
+KEYS_WRITTEN: gl.constexpr = gl.constexpr(11)  # and those whose gradients are written: hidden ones have 0
+PURE_BEGIN: gl.constexpr = gl.constexpr(12)  # of the tiles of queries the first without rows of other documents
+PURE_STOP: gl.constexpr = gl.constexpr(13)  # and one past the last
+PREFIX: gl.constexpr = gl.constexpr(15)  # how many keys of the entry all rows see
 
 
 @gluon.jit
@@ -34,9 +39,8 @@ def keys_of_number(number, offsets, work, form: gl.constexpr):
     """(whether there is such a tile, what the partitions are told of it).
 
     Told: batch entry, part of heads, first key, first row, tiles of queries, number of the first head's first tile, q start, S_q, k start, S_k.
-    A part is form.members query heads that share a key head. Starts are 0 in dense layouts. Causal tiles go by falling cost, in
-    sections of heads whose queries fit in L2; others go key by key within a head. Where form.ordered, keys go from the last to the first, so
-    that a program waits for earlier ones only.
+    A part is form.members query heads that share a key head. Starts are 0 in dense layouts. Where form.ordered, keys go from the last to the
+    first, so that a program waits for earlier ones only.
     """
     BLOCK_M: gl.constexpr = form.tuning.block_m
     BLOCK_N: gl.constexpr = form.tuning.block_n
@@ -53,16 +57,7 @@ def keys_of_number(number, offsets, work, form: gl.constexpr):
         part = number % parts
         first_tile = q_start // BLOCK_M + sequence  # device.tiles.find_sequence
     else:
-        if form.mask.right and not form.mask.left:
-            begin = number // (tiles_n * section) * section
-            count = gl.minimum(section, batch * parts - begin)
-            within = number - begin * tiles_n
-            n_block = from_end(within // count, tiles_n, form)
-            index = begin + within % count
-        else:
-            n_block = from_end(number % tiles_n, tiles_n, form)
-            index = number // tiles_n
-        entry, part = index // parts, index % parts
+        entry, part, n_block = dense_keys(number, sizes, form)
         first_tile = entry * heads * tiles_m
     n_start = n_block * BLOCK_N
     bounds = (seqlen_k, left, right)
@@ -71,6 +66,23 @@ def keys_of_number(number, offsets, work, form: gl.constexpr):
     blocks = gl.maximum(gl.cdiv(m_stop, BLOCK_M) - m_begin, 0)
     told = (entry, part, n_start, m_begin * BLOCK_M, blocks, first_tile, q_start, seqlen_q, k_start, seqlen_k)
     return n_start < seqlen_k, told
+
+
+@gluon.jit
+def dense_keys(number, sizes, form: gl.constexpr):
+    """(batch entry, part of heads, tile of keys) of a tile's number in dense layouts: causal tiles go by falling cost, in sections of heads whose
+    queries fit in L2; others go key by key within a head."""
+    parts, tiles_n, section = sizes[1] // form.members, sizes[5], sizes[6]
+    if form.mask.right and not form.mask.left:
+        begin = number // (tiles_n * section) * section
+        count = gl.minimum(section, sizes[0] * parts - begin)
+        within = number - begin * tiles_n
+        n_block = from_end(within // count, tiles_n, form)
+        index = begin + within % count
+    else:
+        n_block = from_end(number % tiles_n, tiles_n, form)
+        index = number // tiles_n
+    return index // parts, index % parts, n_block
 
 
 @gluon.jit
@@ -99,17 +111,24 @@ def head_of_step(part, step, blocks, form: gl.constexpr):
 
 
 @gluon.jit
-def seen_and_blocks(words, row: gl.constexpr):
-    """((the consumer's key that the first row has on the diagonal, keys from the consumer's first on), tiles of queries); the consumer's
-    keys begin with the tile's key `row`."""
+def seen_and_blocks(words, row: gl.constexpr, form: gl.constexpr):
+    """((the consumer's key that the first row has on the diagonal, keys from the consumer's first on, of spans the first tile of queries without rows
+    of others, one past the last, and keys that all rows see), tiles of queries); the consumer's keys begin with the tile's key `row`."""
     told = read_words(words, 0)
-    n_start, keys = word(told, 2) + row, word(told, 9)
-    return (word(told, 3) + (keys - word(told, 7)) - n_start, keys - n_start), word(told, 4)
+    n_start, seqlen_k = word(told, 2) + row, word(told, 9)
+    keys = word(told, KEYS_SEEN) if form.spans else seqlen_k
+    diagonal = word(told, 3) + (seqlen_k - word(told, 7)) - n_start
+    if form.spans:
+        return (diagonal, keys - n_start, word(told, PURE_BEGIN), word(told, PURE_STOP), word(told, PREFIX) - n_start), word(told, 4)
+    else:
+        return (diagonal, keys - n_start), word(told, 4)
 
 
 @gluon.jit
-def read_place(words):
-    """((part of heads, first row, tiles of queries, number of the first head's first tile), first key, (S_q, S_k), (entry, start, length))."""
+def read_place(words, form: gl.constexpr):
+    """((part of heads, first row, tiles of queries, number of the first head's first tile), first key, (S_q, S_k), (entry, start, length)), the last
+    of the keys whose gradients are written."""
     told = read_words(words, 0)
     steps = (word(told, 1), word(told, 3), word(told, 4), word(told, 5))
-    return steps, word(told, 2), (word(told, 7), word(told, 9)), (word(told, 0), word(told, 8), word(told, 9))
+    length = word(told, KEYS_WRITTEN) if form.spans else word(told, 9)
+    return steps, word(told, 2), (word(told, 7), word(told, 9)), (word(told, 0), word(told, 8), length)

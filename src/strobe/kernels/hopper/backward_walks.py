@@ -15,6 +15,7 @@ eight warps in step, which made the next weights under this step's products (doc
 """
 
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from .backward_spans import has_others, without_others
 from .backward_steps import (
     ROWS,
     begin_scores,
@@ -79,6 +80,10 @@ def step_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, work, f
     dk = products_of(ds, q_tile, dk)
     dv = wait_for(dv, 2 + D)
     dq_sums = warpgroup_mma_wait(D, deps=[dq_sums])
+    if form.mask.documents:
+        if has_others(block, (seen[2], seen[3])):
+            lse = share_of_rows(w, q[1].index(q_at.stage), form).load(gl.SliceLayout(1, dq_sums.type.layout))
+            dq_sums = without_others(dq_sums, lse)
     hand_over(dq_sums, dq, w, dq_position(ds_at, lap, form), form)
     dk = wait_for(dk, 0)
     mbarrier.arrive(q[3].index(q_at.stage))
@@ -115,6 +120,15 @@ def share_of(w: gl.constexpr, ds, form: gl.constexpr):
         return ds.slice(ROWS * w, ROWS, dim=1).permute((1, 0))
     else:
         return ds.permute((1, 0))
+
+
+@gluon.jit
+def share_of_rows(w: gl.constexpr, numbers, form: gl.constexpr):
+    """Numbers of a tile's queries, of those of this consumer's share."""
+    if form.by_rows:
+        return numbers.slice(ROWS * w, ROWS)
+    else:
+        return numbers
 
 
 @gluon.jit
@@ -193,15 +207,37 @@ def step_gradients(dk, k_tile, channels, at, handed_at, form: gl.constexpr):
         sums = zeros_of(form.tuning.block_m, form.first_dq, form.rest_dq)
         sums = by_columns(ds.permute((1, 0)), k_tile, sums)
     dk = by_columns(ds, parts_at(q[0], at.stage), dk)
-    hand_units(wait_for(sums, D), dq, dq_at, form)
+    sums = wait_for(sums, D)
+    lse = lse_of_rows(sums, q[1].index(at.stage), form)  # now, since it may go once q is free
+    hand_units(own_sums(sums, lse, form), dq, dq_at, form)
     if form.tuning.parts == 2:
         rest = zeros_of(form.tuning.block_m, form.rest_dq, 0)
         rest = by_columns(ds.permute((1, 0)), (k_tile[0].slice(form.first_dq, form.rest_dq, dim=1),), rest)
         dk = wait_for(dk, 1)
-        rest = wait_for(rest, 0)
+        rest = own_sums(wait_for(rest, 0), lse, form)
         mbarrier.arrive(q[3].index(at.stage))
         hand_units(rest, dq, dq_at.next(), form)
     else:
         dk = wait_for(dk, 0)
         mbarrier.arrive(q[3].index(at.stage))
     return dk
+
+
+@gluon.jit
+def lse_of_rows(sums, lse, form: gl.constexpr):
+    """lse of a tile of dq's rows, of documents; else nothing that counts."""
+    if form.mask.documents:
+        return lse.load(gl.SliceLayout(1, sums[0].type.layout))
+    else:
+        return sums
+
+
+@gluon.jit
+def own_sums(sums, lse, form: gl.constexpr):
+    """Parts of a tile of dq, of documents without rows of others."""
+    if not form.mask.documents:
+        return sums
+    elif len(sums) == 2:
+        return (without_others(sums[0], lse), without_others(sums[1], lse))
+    else:
+        return (without_others(sums[0], lse),)

@@ -14,7 +14,7 @@ from ...problem import Problem
 from ...target import KIB, Target
 from .. import invariant
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries, visible_pairs
-from ..tma import against_call, against_mask, against_memory, against_spans, against_tools, fold_of, has_spans, joined, query_tiles, rest
+from ..tma import against_call, against_memory, against_spans, against_tools, fold_of, has_spans, joined, query_tiles, rest
 from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, invariant_config
 
@@ -120,7 +120,7 @@ class Form(InParts):
         t = self.tuning
         o = self.slots * ROWS * (self.first_dv // (1 + t.half_staged) + self.rest_dv)
         tiles = 2 * (self.slots * ROWS * self.block_d + o + t.stages * t.block_n * (self.block_d + self.block_dv))
-        return tiles + 8 * (2 * t.consumers + 4 * t.stages + 4) + 128 + 2048 * self.early
+        return tiles + 8 * (2 * t.consumers + (4 + self.mask.documents) * t.stages + 4) + 128 + 2048 * self.early
 
 
 @dataclass(frozen=True)
@@ -188,17 +188,16 @@ def early(problem: Problem) -> bool:
     return widths in EARLY and keys_a_row(problem) >= EARLY_KEYS
 
 
-def _why_not(problem: Problem, target: Target, spans: bool = False) -> str | None:
+def _why_not(problem: Problem, target: Target) -> str | None:
     if target.kind != "cuda" or target.capability != CAPABILITY:
         return f"made for sm_{CAPABILITY}; this target is {f'sm_{target.capability}' if target.kind == 'cuda' else 'a CPU'}"
-    return _against(problem, spans)
+    return _against(problem)
 
 
-def _against(problem: Problem, spans: bool = False) -> str | None:
-    """`spans`: what runs it can walk rows that see different spans of keys."""
+def _against(problem: Problem) -> str | None:
     if max(problem.head_dim, problem.head_dim_v) > MOST_WIDTH:
         return f"head dimensions up to {MOST_WIDTH}; this is {problem.head_dim}/{problem.head_dim_v}"
-    return (against_call(problem) or against_mask(problem.mask, spans) or against_memory(problem) or against_spans(problem)
+    return (against_call(problem) or against_memory(problem) or against_spans(problem)
             or against_tools())  # fmt: skip
 
 
@@ -208,7 +207,7 @@ class HopperForward:
     def why_not(self, problem: Problem, target: Target) -> str | None:
         if problem.batch_invariant:
             return DECODE.why_not(invariant.as_decode(problem), target) or invariant.against(problem)
-        return _why_not(problem, target, spans=True)
+        return _why_not(problem, target)
 
     def config(self, problem: Problem, target: Target) -> ForwardConfig | InvariantConfig:
         if problem.batch_invariant:
@@ -273,9 +272,14 @@ class BackwardForm(InParts):
     splits: int = 1  # programs among which the heads of a group are divided
 
     @property
+    def spans(self) -> bool:
+        """Whether rows of a batch entry see different spans of keys: backward_spans."""
+        return has_spans(self.mask)
+
+    @property
     def wraps(self) -> bool:
         """Whether TMA's views wrap: device.views."""
-        return self.packed
+        return self.packed or self.spans
 
     @property
     def members(self) -> int:
@@ -369,7 +373,7 @@ class BackwardForm(InParts):
     def persistent(self) -> bool:
         """Programs take tile after tile; at 256 columns, where registers are fewest, ptxas would spill within the steps: dense 16k 316
         TFLOP/s for 432 (H200)."""
-        return self.tuning.parts == 1
+        return self.tuning.parts == 1 or self.mask.documents  # of which a number may have several tiles
 
     @property
     def dq_lines(self) -> int:
@@ -396,7 +400,7 @@ class BackwardForm(InParts):
         rings = t.block_m * (t.stages * (2 * self.block_d + 4) + t.stages_do * (2 * self.block_dv + 4))
         keys = 2 * t.block_n * (self.block_d + self.block_dv)
         handed = t.block_m * ROWS * 2 * (4 if self.halves else 1)
-        of_keys = 4 + 3 * (self.splits > 1)
+        of_keys = 4 + 3 * (self.splits > 1) + t.stages * self.mask.documents
         barriers = 2 * t.stages + (2 - self.halves) * t.stages_do + of_keys + (4 if self.halves else 1) + 2 * self.stores * self.places
         return rings + keys + handed + self.stores * 1024 * self.dq_slot * self.dq_lines + 8 * barriers + BOARD_BYTES
 
@@ -434,16 +438,18 @@ class HopperBackward:
     def why_not(self, problem: Problem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability != CAPABILITY:
             return _why_not(problem, target)
+        if has_spans(problem.mask) and _ordered(problem):
+            return "gradients under prefixes, key lengths and documents without turns at dq only; this asks for deterministic ones"
         return _against(_written(problem))
 
     def config(self, problem: Problem, target: Target) -> BackwardConfig:
         head_dims = problem.head_dim, problem.head_dim_v
         widths = tiled(*head_dims)
-        ordered = problem.deterministic or problem.batch_invariant
+        ordered = _ordered(problem)
         capped = BACKWARD_CAPPED.get(widths) if problem.softcap else None
         smaller = BACKWARD_TIGHT.get(widths) if problem.mask.right or ordered else None
         tuning = capped or smaller or BACKWARD_TUNINGS[widths]
-        even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
+        even = not problem.packed and not has_spans(problem.mask) and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         splits = 1 if ordered or widths[0] != widths[1] else _splits(problem, target, tuning)
         constants = problem.group, problem.mask, bool(problem.softcap), even, problem.packed, ordered, splits
         return BackwardConfig(BackwardForm(tuning, *widths, *head_dims, *constants))
@@ -486,16 +492,21 @@ def _splits(problem: Problem, target: Target, tuning: BackwardTuning) -> int:
     """Programs to divide a group among: enough to fill the SMs, twice as many where the costs of programs differ, lest the longest decide.
 
     Each adds its share of dk and dv in float32 memory, so more are wanted only of long programs: GQA 64/8 causal at 8k 550 TFLOP/s in four
-    parts, 526 in two, 426 in one; at 2k 426 in four and 399 in eight (H200).
+    parts, 526 in two, 426 in one; at 2k 426 in four and 399 in eight (H200). How long those of documents are nobody knows here.
     """
     layout: Any = problem.layout
     tiles = layout.total_k // tuning.block_n + layout.batch if problem.packed else layout.batch * -(-layout.seqlen_k // tuning.block_n)
     steps = (layout.total_q // max(1, layout.batch) if problem.packed else layout.seqlen_q) // tuning.block_m
     uneven = problem.packed or problem.mask.right != problem.mask.left
+    may_be_more = uneven and not problem.mask.documents
     divisors = [n for n in range(1, problem.group + 1) if problem.group % n == 0]
     enough = lambda wanted: next((n for n in divisors if tiles * problem.heads_kv * n >= wanted), problem.group)
-    least, most = enough(2 * target.sm_count if uneven else target.sm_count * 3 // 4), enough(8 * target.sm_count if uneven else 1)
+    least, most = enough(2 * target.sm_count if uneven else target.sm_count * 3 // 4), enough(8 * target.sm_count if may_be_more else 1)
     return max(n for n in divisors if n == least or (least < n <= most and problem.group // n * steps >= LONG_PROGRAM))
+
+
+def _ordered(problem: Problem) -> bool:
+    return problem.deterministic or problem.batch_invariant
 
 
 def _written(problem: Problem) -> Problem:

@@ -17,14 +17,15 @@ whatever it is.
 
 from ..device.dialect import gl, gluon, mbarrier, partition_barrier
 from ..device.lanes import by_four, from_four
-from ..device.schedule import read_tile, read_words, tile_of, word
-from ..device.spans import tile_of_run
+from ..device.schedule import read_tile, read_words, word
+from ..device.spans import next_tile
 
 WORDS: gl.constexpr = gl.constexpr(16)  # of a tile on the board: the eight of every forward, then
 AGAIN: gl.constexpr = gl.constexpr(8)  # 1 if it is done again
 K_START: gl.constexpr = gl.constexpr(9)  # where its keys begin
 KEYS: gl.constexpr = gl.constexpr(10)  # how many there are, where S_k does not say so
 DOCUMENT: gl.constexpr = gl.constexpr(11)  # spans.PURE, or whose keys they are
+PREFIX: gl.constexpr = gl.constexpr(12)  # how many of its first keys all rows see
 VAST: gl.constexpr = gl.constexpr(32)  # log2: a weight's exponent that is larger is rounded, with its score, to more than lse may err by
 COLUMNS: gl.constexpr = gl.constexpr(4)  # of verdicts a slot, of which as many are used as there are consumers
 
@@ -126,30 +127,22 @@ def is_bad(board, at, consumers: gl.constexpr):
 
 
 @gluon.jit
-def next_tile(number, row, offsets, sizes, limits, faults, form: gl.constexpr):
-    """(whether there is one, what is told of it, its keys' start and number, their document): of a tile by its number, or of a run of its rows."""
-    if form.spans:
-        return tile_of_run(number, row, offsets, sizes, limits, faults, form)
-    else:
-        exists, tile, keys = tile_of(number, offsets, sizes, limits, form)
-        return exists, tile, keys, number * 0
-
-
-@gluon.jit
 def back_or_next(number, row, again, slot, board, offsets, sizes, limits, faults, form: gl.constexpr):
     """`next_tile`, of the slot's tile where it came back: it does so once."""
     words, told, told_free, verdicts = board
     consumers: gl.constexpr = form.tuning.consumers
     if again > 0:
         entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, slot)
-        k_start, count, document = word(read_words(words, slot), K_START), seqlen_k, number * 0
+        row_told = read_words(words, slot)
         if form.spans:
-            count, document = word(read_words(words, slot), KEYS), word(read_words(words, slot), DOCUMENT)
+            keys, document = (word(row_told, K_START), word(row_told, KEYS), word(row_told, PREFIX)), word(row_told, DOCUMENT)
+        else:
+            keys, document = (word(row_told, K_START), seqlen_k), number * 0
         partition_barrier()  # all lanes have read
         for w in gl.static_range(consumers):
             acquit(verdicts.index(slot * COLUMNS + w))
         partition_barrier()  # all lanes have written before one tells
-        exists, tile, keys = slot >= 0, (entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k), (k_start, count)
+        exists, tile, beyond = slot >= 0, (entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k), slot * 0
     else:
-        exists, tile, keys, document = next_tile(number, row, offsets, sizes, limits, faults, form)
-    return exists, tile, keys, document
+        exists, tile, keys, document, beyond = next_tile(number, row, offsets, sizes, limits, faults, form)
+    return exists, tile, keys, document, beyond

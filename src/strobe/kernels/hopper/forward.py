@@ -14,6 +14,7 @@
     q_ready   1 and the tile's bytes    q[w] has landed                    q_free     1          consumer w is done with q[w]
     k_ready   1 and the tile's bytes    k[stage] has landed                k_free     consumers  all are done with k[stage]
     v_ready   1 and the tile's bytes    v[stage] has landed                v_free     consumers  all are done with v[stage]
+    mended    1 and the tile's bytes    v[stage] has landed, with rows of other documents: the loader makes them 0, then v_ready is signalled
 
 p stays in registers; the sum of a row is gathered across lanes once, at the end; o leaves through shared memory by TMA, while the next
 tile's q, k and v are on their way. Head dimensions that are no power of two come in two parts, (64, 32) or (128, 64).
@@ -46,17 +47,18 @@ from ..device.lanes import in_lanes, lanes_of, over_lanes, sum_in_lanes
 from ..device.masking import edges_of, row_interval
 from ..device.schedule import blocks_within, is_told, read_tile, read_words, tell, tile_number, word
 from ..device.softmax import finish, tanh
-from ..device.spans import PURE, own_keys, row_after
+from ..device.spans import PURE, next_tile, own_keys
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
-from ..device.views import copy_out, copy_parts, stage_of, tile_2d, tiles_for
+from ..device.views import copy_out, tile_2d, tiles_for
 from .config import ROWS as _ROWS
-from .early import DOCUMENT, K_START, KEYS, WORDS, back_or_next, came_back, is_done_again, judge, kept_in_range, next_tile, verdicts_of
+from .early import DOCUMENT, K_START, KEYS, PREFIX, WORDS, back_or_next, came_back, is_done_again, judge, kept_in_range, verdicts_of
+from .forward_loads import load_keys, load_rows, load_values, mend_values
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile
 
 
 @gluon.jit
-def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
+def load_partition(views, offsets, board, q, k, v, mended, work, form: gl.constexpr):
     CONSUMERS: gl.constexpr = form.tuning.consumers
     q_views, k_views, v_views = views
     tiles, sizes, limits, numbers, faults, counter = work
@@ -76,26 +78,26 @@ def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
     number = tile_number(turn, counter, form)
     row, again, slot = number * 0, number * 0, number * 0
     while (number < tiles) | (again > 0):
-        upcoming, row_upcoming = number, row
-        if again == 0:
-            if form.spans:
-                row_upcoming = row_after(number, row, offsets, sizes, form)
-                if row_upcoming == 0:
-                    turn, upcoming = next_number(turn, tiles, counter, form)
-            else:
+        upcoming = number
+        if not form.spans:
+            if again == 0:
                 turn, upcoming = next_number(turn, tiles, counter, form)  # asked for now, needed after this tile
         if form.early:
-            exists, tile, keys, document = back_or_next(number, row, again, slot, board, offsets, sizes, limits, faults, form)
+            exists, tile, keys, document, beyond = back_or_next(number, row, again, slot, board, offsets, sizes, limits, faults, form)
         else:
-            exists, tile, keys, document = next_tile(number, row, offsets, sizes, limits, faults, form)
+            exists, tile, keys, document, beyond = next_tile(number, row, offsets, sizes, limits, faults, form)
         if exists:
             entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
             if form.spans:
-                tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0], keys[1], document))
+                tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0], keys[1], document, keys[2]))
             else:
                 tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0]))
             told_at = told_at.next()
             q_place, k_place, kv_head = (entry, q_start, rows, heads), (entry, keys[0], keys[1], heads), head // form.group
+            v_place = k_place
+            if form.spans:  # entries may stand further apart than their rows take
+                q_place = (entry, q_start + entry * sizes[6], rows, heads)
+                k_place, v_place = (entry, keys[0] + entry * sizes[7], keys[1], heads), (entry, keys[0] + entry * sizes[8], keys[1], heads)
             for w in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_free.index(w), q_at.parity ^ 1)
                 load_rows(q_views, q_place, head, m_start + w * form.own_queries, w, q_smem, q_ready.index(w), form.rest_d, form, JOINED)
@@ -109,9 +111,23 @@ def load_partition(views, offsets, board, q, k, v, work, form: gl.constexpr):
                 if i + 1 < blocks:
                     load_keys(k_views, k_place, kv_head, block - 1, k_at, k, form.rest_d, form)
                     k_at = k_at.next()
-                load_keys(v_views, k_place, kv_head, block, v_at, v, form.rest_dv, form)
+                if form.mask.documents:
+                    if (document != PURE) & (i > 0):  # the values before these, which have landed meanwhile
+                        mend_values(v, mended, v_at.before(), block + 1, keys, document, offsets[3], form)
+                    load_values(v_views, v_place, kv_head, block, v_at, v, mended, document != PURE, form)
+                else:
+                    load_keys(v_views, v_place, kv_head, block, v_at, v, form.rest_dv, form)
                 v_at = v_at.next()
-        number, row = upcoming, row_upcoming
+            if form.mask.documents:
+                if (document != PURE) & (blocks > 0):
+                    mend_values(v, mended, v_at.before(), n_begin, keys, document, offsets[3], form)
+        if form.spans:
+            if again == 0:
+                row = beyond
+                if row == 0:
+                    turn, number = next_number(turn, tiles, counter, form)
+        else:
+            number = upcoming
         if form.early:
             again, slot = came_back(board, told_at, number < tiles, CONSUMERS)
     tell(board, told_at, (turn, turn, turn, turn, turn * 0 - 1, turn, turn, turn))
@@ -125,24 +141,6 @@ def next_number(turn, tiles, counter, form: gl.constexpr):
         if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
             gl.atomic_xchg(counter, 0, sem="relaxed")
     return turn + 1, upcoming
-
-
-@gluon.jit
-def load_keys(views, place, head, block, at, channel, rest: gl.constexpr, form: gl.constexpr):
-    """One tile of keys or values into its stage, once that is free."""
-    smem, ready, free = channel
-    mbarrier.wait(free.index(at.stage), at.parity ^ 1)
-    load_rows(views, place, head, block * form.tuning.block_n, at.stage, smem, ready.index(at.stage), rest, form)
-
-
-@gluon.jit
-def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, form: gl.constexpr, joined: gl.constexpr = False):
-    """A tile's parts into their slots; the last columns of all are `rest`, the first a power of two."""
-    if rest:
-        mbarrier.expect(ready, views[0].block_type.nbytes + views[1].block_type.nbytes)
-    else:
-        mbarrier.expect(ready, views[0].block_type.nbytes)
-    copy_parts(views, place, head, row, ready, stage_of(smem, slot), form, joined)
 
 
 @gluon.jit
@@ -187,7 +185,9 @@ def hidden(s, n_start, edges, form: gl.constexpr):
     layout: gl.constexpr = s.type.layout
     n_stop = n_start + form.tuning.block_n
     partial = n_stop > key_stop
-    if form.mask.right:
+    if form.mask.prefix:
+        partial = partial | (n_stop > first_stop(edges, form))
+    elif form.mask.right:
         partial = partial | (n_stop > stop_edge)
     if form.mask.left:
         partial = partial | (n_start < first_edge + (form.own_queries - 1))
@@ -197,14 +197,27 @@ def hidden(s, n_start, edges, form: gl.constexpr):
         by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
         row = queries_of(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), form)
         stop = row * 0 + (key_stop - n_start)
-        if form.mask.right:
+        if form.mask.prefix:
+            stop = gl.minimum(stop, gl.maximum(row + (stop_edge - n_start), edges[3] - n_start))
+            if form.mask.right:
+                stop = gl.minimum(stop, row + (stop_edge + edges[4] - n_start))
+        elif form.mask.right:
             stop = gl.minimum(stop, row + (stop_edge - n_start))
         s = gl.where(stop[:, None] - by_thread > by_register, s, float("-inf"))
         if form.mask.left:
             s = gl.where((row + (first_edge - n_start))[:, None] - by_thread <= by_register, s, float("-inf"))
     if form.mask.documents:
-        s = own_keys(s, n_start, edges[3], edges[4], key_stop)
+        s = own_keys(s, n_start, edges[5], edges[6], key_stop)
     return s
+
+
+@gluon.jit
+def first_stop(edges, form: gl.constexpr):
+    """Where the keys of the first row end, by the diagonal and the prefix."""
+    stop = gl.maximum(edges[1], edges[3])
+    if form.mask.right:
+        stop = gl.minimum(stop, edges[1] + edges[4])
+    return stop
 
 
 @gluon.jit
@@ -214,11 +227,13 @@ def is_careful(n_start, edges, again, form: gl.constexpr):
     careful: gl.constexpr = True
     if form.early:
         last = edges[2]
-        if form.mask.right:
+        if form.mask.prefix:
+            last = gl.minimum(last, first_stop(edges, form))
+        elif form.mask.right:
             last = gl.minimum(last, edges[1])
         careful = (again > 0) | (n_start + form.tuning.block_n >= last)
         if form.mask.documents:
-            careful = careful | (edges[3] != PURE)  # a row may meet its first key anywhere
+            careful = careful | (edges[5] != PURE)  # a row may meet its first key anywhere
     return careful
 
 
@@ -371,6 +386,15 @@ def keys_told(words, slot, seqlen_k, form: gl.constexpr):
 
 
 @gluon.jit
+def prefix_told(words, slot, form: gl.constexpr):
+    """How many of a tile's first keys all rows see."""
+    if form.mask.prefix:
+        return word(read_words(words, slot), PREFIX)
+    else:
+        return 0
+
+
+@gluon.jit
 def document_told(words, slot, ids):
     """(the document, where the ids of its keys' span begin)."""
     row = read_words(words, slot)
@@ -448,17 +472,19 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         row_sum = gl.full([ROWS], 0.0, gl.float32, rows)
         o = zeros(form)
         lengths, key_stop = (seqlen_q, seqlen_k), keys_told(words, told_at.stage, seqlen_k, form)
-        own_begin, own = blocks_within(m_start, form.own_queries, lengths, key_stop, limits, form)
+        prefix = prefix_told(words, told_at.stage, form)
+        own_begin, own = blocks_within(m_start, form.own_queries, lengths, key_stop, limits, prefix, form)
         again = is_done_again(words, told_at.stage) if form.early else 0
         unseen = blocks
         if own > 0:
             k_at, v_at = let_go(w, k, v, k_at, v_at, n_begin + blocks - own_begin - own, form)
             edges = edges_of(m_start, lengths, limits)
             if form.spans:
-                edges = (edges[0], edges[1], key_stop)
+                stop_edge = m_start + (seqlen_k - seqlen_q) + 1 if form.mask.prefix else edges[1]
+                edges = (edges[0], stop_edge, key_stop, prefix, limits[1])
             if form.mask.documents:
                 document, own_ids = document_told(words, told_at.stage, ids)
-                edges = (edges[0], edges[1], key_stop, document, own_ids)
+                edges = (edges[0], edges[1], key_stop, prefix, limits[1], document, own_ids)
             o, row_max, row_sum, k_at, v_at = attend(w, q_tile, k, v, k_at, v_at, (own_begin, own), edges, again, numbers, form)
             unseen = own_begin - n_begin
         if not q_is_read:
@@ -471,7 +497,8 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         m_offsets = m_start + queries_of(row, form)
         row_head, exists = heads_of(row, head, m_offsets < seqlen_q, form)
         key_stop = keys_told(words, told_at.stage, seqlen_k, form)
-        first, stop = row_interval(m_offsets, seqlen_q, key_stop, (seqlen_k, limits[0], limits[1]), 0, form)
+        bounds = (seqlen_k, limits[0], limits[1])
+        first, stop = row_interval(m_offsets, seqlen_q, key_stop, bounds, prefix_told(words, told_at.stage, form), form)
         empty = first >= stop
         if form.mask.documents:
             document = word(read_words(words, told_at.stage), DOCUMENT)
@@ -506,13 +533,14 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     """Descriptors of a tile's first columns and of the rest (None where there is none): of [B, H, S, D], or for packed layouts
     or spans wrapping ones (`copy_in`). pointers (lse [B, H, S_q] or [H, T_q], sinks [H] or None, cu_seqlens_q, cu_seqlens_k, error word,
     counter of tiles), for spans with their offsets (`device.spans`) in the place of cu_seqlens; work (tiles in all, sizes, limits, numbers):
-    sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head, heads in an L2 section); limits (left, right, max_seqlen_q, max_seqlen_k);
+    sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head, heads in an L2 section, for spans by how many rows the entries of q, of k and
+    of v stand further apart than they have); limits (left, right, max_seqlen_q, max_seqlen_k);
     numbers (scale_log2, softcap)."""
     STAGES: gl.constexpr = form.tuning.stages
     CONSUMERS: gl.constexpr = form.tuning.consumers
     if form.spans:
-        lse, sinks, spans_q, spans_k, ids_q, ids_k, key_lengths, faults, counter = pointers
-        offsets, out = (spans_q, spans_k, ids_q, ids_k, key_lengths), ((o_desc, o_rest), lse, sinks, ids_k)
+        lse, sinks, spans_q, spans_k, ids_q, ids_k, key_lengths, prefixes, faults, counter = pointers
+        offsets, out = (spans_q, spans_k, ids_q, ids_k, key_lengths, prefixes), ((o_desc, o_rest), lse, sinks, ids_k)
     else:
         lse, sinks, cu_seqlens_q, cu_seqlens_k, faults, counter = pointers
         offsets, out = (cu_seqlens_q, cu_seqlens_k), ((o_desc, o_rest), lse, sinks, None)
@@ -527,6 +555,9 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     q = (q_smem, ring(CONSUMERS, 1), ring(CONSUMERS, 1))
     k = (k_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
     v = (v_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
+    mended = v[1]
+    if form.mask.documents:
+        mended = ring(STAGES, 1)
     views = (q_views, k_views, v_views)
     work = (tiles, sizes, limits, numbers, faults, counter)
     if CONSUMERS == 3:
@@ -535,7 +566,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
                 (mma_partition, (gl.constexpr(0), out, board, q, k, v, o_smem, work, form)),
                 (mma_partition, (gl.constexpr(1), out, board, q, k, v, o_smem, work, form)),
                 (mma_partition, (gl.constexpr(2), out, board, q, k, v, o_smem, work, form)),
-                (load_partition, (views, offsets, board, q, k, v, work, form)),
+                (load_partition, (views, offsets, board, q, k, v, mended, work, form)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -545,7 +576,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
             [
                 (mma_partition, (gl.constexpr(0), out, board, q, k, v, o_smem, work, form)),
                 (mma_partition, (gl.constexpr(1), out, board, q, k, v, o_smem, work, form)),
-                (load_partition, (views, offsets, board, q, k, v, work, form)),
+                (load_partition, (views, offsets, board, q, k, v, mended, work, form)),
             ],
             [4, 1],
             [240, 24],

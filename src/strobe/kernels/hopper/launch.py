@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...call import Call
+from ...problem import Problem
 from ..device import persistent
 from ..device.dialect import TensorDescriptor
 from ..device.persistent import Launch, work_of
@@ -28,16 +29,27 @@ def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
 
 
 def end_to_end(call: Call, tensors: Forward) -> tuple[Call, Forward]:
-    """The batch entries of q, k, v and out one after the other, as views of spans have them; another out where its own has gaps between them."""
+    """The batch entries of q, k, v and out one after the other, as views of spans have them; another out where its own has gaps between them. Of q, k
+    and v the first entry stands for all: `apart`."""
     q, k, v, out = call.q, call.k, call.v, tensors.out
     if out.shape[0] > 1 and out.stride(0) != out.shape[1] * out.stride(1):
         out = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    return call._replace(q=q.flatten(0, 1), k=k.flatten(0, 1), v=v.flatten(0, 1)), tensors._replace(out=out.flatten(0, 1))
+    return call._replace(q=q[0], k=k[0], v=v[0]), tensors._replace(out=out.flatten(0, 1))
+
+
+def apart(problem: Problem) -> tuple[int, ...]:
+    """By how many rows the batch entries of q, k and v stand further apart than they have rows."""
+    layout: Any = problem.layout
+    lengths = (layout.seqlen_q, layout.seqlen_k, layout.seqlen_k)
+    return tuple(entry // row - length if layout.batch > 1 else 0 for length, (entry, row, *_) in zip(lengths, problem.strides))
 
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
     form: Any = plan.config.form  # type: ignore[attr-defined]
     work = work_of(plan, call)
+    if form.spans:
+        tiles, sizes, *others = work
+        work = (tiles, (*sizes, *apart(plan.problem)), *others)
     registers = 168 if form.tuning.consumers == 2 else 128
     arguments = (*descriptors(call, out, form), pointers, work, form)
     return Launch(forward.forward_kernel, min(plan.target.sm_count, work[0]), arguments, {"num_warps": 4, "maxnreg": registers})

@@ -18,7 +18,7 @@ from ..device.persistent import MOST_TILES, Launch, numbers_of
 from ..device.views import addressable, descriptor
 from ..kernel import Backward, Plan, entries, gradient_addresses, keep, strides_of
 from ..memory import pieces_of
-from ..tma import query_tiles
+from ..tma import MOST_ROWS, query_tiles
 from . import backward
 from .rows import convert_dq_kernel, convert_kernel, rows_kernel
 
@@ -29,15 +29,18 @@ CONVERTED_ROWS = 32  # a program of convert_kernel, which only moves memory
 def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor]) -> None:
     rows, dq_sum, counter, turns = workspace["rows"], workspace["dq_sum"], workspace["counter"], workspace.get("turns")
     sums = {name: workspace[f"{name}_sum"].transpose(-3, -2) for name in ("dk", "dv") if f"{name}_sum" in workspace}
-    dk, dv = sums.get("dk", addressable(t.dk)), sums.get("dv", addressable(t.dv))
-    dout = operand(t.dout, call)
+    spans = plan.config.form.spans
+    dk, dv = sums.get("dk", writable(t.dk, spans)), sums.get("dv", writable(t.dv, spans))
+    dout = operand(t.dout, call, spans)
     pointers = (t.dout, t.out, t.lse, t.dlse, t.delta, rows, dq_sum, call.cu_seqlens_q, turns, counter)
     key = ("rows", t.dout.stride(), t.dout.dtype, t.out.stride(), t.dlse is None)
     launched = [relaunch.start(plan, key, pointers, lambda: rows_launch(plan, pointers))]
     views = (call.q, call.k, call.v, dout, rows, dk, dv, dq_sum)
-    others = (turns, call.cu_seqlens_q, call.cu_seqlens_k, counter)
+    offsets = (call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix) if spans else (call.cu_seqlens_q, call.cu_seqlens_k)
+    others = (turns, *offsets, counter)
     strides = (dout.stride(), dk.stride(), dv.stride())
-    launched += [relaunch.start(plan, (call.left, call.right, *strides), (*views, *others), lambda: main_launch(plan, call, views, turns, counter))]
+    main = partial(main_launch, plan, call, views, offsets, turns, counter)
+    launched += [relaunch.start(plan, (call.left, call.right, *strides), (*views, *others), main)]
     pointers_dq = (dq_sum, t.dq, call.cu_seqlens_q)
     launched += [relaunch.start(plan, ("dq", t.dq.stride()), pointers_dq, lambda: dq_launch(plan, pointers_dq))]
     copied = dout is not t.dout
@@ -83,10 +86,14 @@ def convert_launch(plan: Plan, name: str, held: Tensor, gradient: Tensor) -> Lau
     return Launch(convert_kernel, programs, arguments, {"num_warps": 4})
 
 
-def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], turns: Tensor | None, counter: Tensor) -> Launch:
+def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], offsets: tuple, turns: Tensor | None, counter: Tensor) -> Launch:
     form: Any = plan.config.form
     problem, tuning = plan.problem, form.tuning
     q, k, v, dout, rows, dk, dv, dq_sum = views
+    apart: tuple[int, ...] = ()
+    if form.spans:  # the first entry stands for all
+        apart = tuple(rows_apart(t) or 0 for t in (q, dout, k, v, dk, dv))
+        q, k, v, dout, dk, dv = q[0], k[0], v[0], dout[0], dk[0], dv[0]
     batch, (seqlen_q, seqlen_k) = problem.layout.batch, tokens(problem)
     if rows.numel() >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {rows.numel()} numbers of rows are more than an int32 can count; split the batch")
@@ -103,10 +110,10 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], turns: Tensor
         row_descriptor(rows, tuning.block_m), descriptor(dk, *by_keys), descriptor(dv, *by_keys_v), line_descriptor(dq_sum, form.dq_lines),
         *(descriptor(t, n, width) if width else None for t, n, width in rests),
     )  # fmt: skip
-    sizes = (batch, problem.heads_q, seqlen_q, seqlen_k, query_tiles(problem, tuning.block_m), tiles_n, section)
+    sizes = (batch, problem.heads_q, seqlen_q, seqlen_k, query_tiles(problem, tuning.block_m), tiles_n, section, *apart)
     tiles = counted(plan, parts * tiles_n)
     work = (tiles, sizes, (call.left, call.right), (*numbers_of(problem), problem.scale))
-    arguments = (*described, turns, counter, (call.cu_seqlens_q, call.cu_seqlens_k), work, form)
+    arguments = (*described, turns, counter, offsets, work, form)
     programs = min(plan.target.sm_count, tiles) if form.persistent else tiles
     return Launch(backward.backward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": 168})
 
@@ -129,12 +136,26 @@ def tokens(problem: Problem) -> tuple[int, int]:
     return problem.layout.tokens if problem.packed else problem.layout[1:3]
 
 
-def operand(dout: Tensor, call: Call) -> Tensor:
+def operand(dout: Tensor, call: Call, spans: bool) -> Tensor:
     """dout as the products take it: in q's dtype and with rows that TMA can address; a copy where it is not so."""
     aligned = all(stride * dout.element_size() % ALIGNMENT == 0 and stride > 0 for stride in dout.stride()[:-1])
-    if dout.dtype == call.q.dtype and aligned and dout.data_ptr() % ALIGNMENT == 0:
+    if dout.dtype == call.q.dtype and aligned and dout.data_ptr() % ALIGNMENT == 0 and (not spans or rows_apart(dout) is not None):
         return dout
     return addressable(torch.empty(dout.shape, dtype=call.q.dtype, device=dout.device)).copy_(dout)
+
+
+def writable(gradient: Tensor, spans: bool) -> Tensor:
+    """`addressable`, and of spans with batch entries whole rows apart."""
+    held = addressable(gradient)
+    return held if not spans or rows_apart(held) is not None else addressable(torch.empty(held.shape, dtype=held.dtype, device=held.device))
+
+
+def rows_apart(tensor: Tensor) -> int | None:
+    """How many rows a batch entry's first is from the one before; None where that is no whole number, or more than TMA can be told."""
+    entries, (entry, row, *_) = tensor.shape[0], tensor.stride()
+    if entries == 1:
+        return 0
+    return entry // row if row and entry % row == 0 and entry // row * entries <= MOST_ROWS else None
 
 
 def row_descriptor(rows: Tensor, block: int) -> TensorDescriptor:

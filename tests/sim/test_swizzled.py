@@ -1,0 +1,78 @@
+"""A swizzled tile wider than its swizzle lies block by block: its pieces of eight rows are the same to the simulator and to the compiler."""
+
+import re
+
+import pytest
+import torch
+from places import PLACES, launch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from strobe.kernels.device.dialect import reinterpret
+from strobe.proof.compile import offline
+
+ROWS = gl.constexpr(64)
+PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))
+BLOCK = gl.constexpr(64)
+SOME = [(128, piece) for piece in (0, 1, 7, 8, 15)] + [(256, piece) for piece in (8, 31)] + [(64, piece) for piece in (0, 3)]
+
+
+@gluon.jit
+def held(width: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    return gl.allocate_shared_memory(gl.bfloat16, [2, 1, 1, ROWS, width], layout)
+
+
+@gluon.jit
+def positions(width: gl.constexpr, layout: gl.constexpr):
+    return gl.arange(0, 8, gl.SliceLayout(1, layout))[:, None] * width + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def by_slices(x, out, width: gl.constexpr, row: gl.constexpr, column: gl.constexpr):
+    tile = held(width).index(1).reshape([ROWS, width])
+    tile.slice(row, 8, dim=0).slice(column, BLOCK, dim=1).store(gl.load(x + positions(width, PIECE)))
+
+
+@gluon.jit
+def by_pieces(x, out, width: gl.constexpr, piece: gl.constexpr):
+    pieces = reinterpret(held(width).index(1), gl.bfloat16, [ROWS * width // (8 * BLOCK), 8, BLOCK], gl.NVMMASharedLayout(128, 16, 2))
+    pieces.index(piece).store(gl.load(x + positions(width, PIECE)))
+
+
+@gluon.jit
+def all_pieces(x, out, width: gl.constexpr):
+    """x [64, width] through slices in, through pieces out, one behind the other."""
+    smem = held(width)
+    for row in gl.static_range(0, ROWS, 8):
+        for column in gl.static_range(0, width, BLOCK):
+            tile = smem.index(1).reshape([ROWS, width])
+            tile.slice(row, 8, dim=0).slice(column, BLOCK, dim=1).store(gl.load(x + row * width + column + positions(width, PIECE)))
+    COUNT: gl.constexpr = ROWS * width // (8 * BLOCK)
+    pieces = reinterpret(smem.index(1), gl.bfloat16, [COUNT, 8, BLOCK], gl.NVMMASharedLayout(128, 16, 2))
+    for piece in range(COUNT):
+        gl.store(out + piece * (8 * BLOCK) + positions(BLOCK, PIECE), pieces.index(piece).load(PIECE))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_pieces_are_rows_of_a_block_of_columns(width, place):
+    x, out = torch.arange(64 * width).remainder(251).to(torch.bfloat16), torch.full((64 * width,), float("nan"), dtype=torch.bfloat16)
+    launch(place, all_pieces, x, out, width, num_warps=1)
+    assert torch.equal(out.view(-1, 8, 64), x.view(8, 8, width // 64, 64).permute(2, 0, 1, 3).reshape(-1, 8, 64))
+
+
+@pytest.mark.parametrize("width, piece", SOME)
+def test_pieces_lie_where_the_compiler_has_those_rows_and_columns(width, piece):
+    row, column = piece % 8 * 8, piece // 8 * 64
+    x = torch.empty(1, dtype=torch.bfloat16)
+    assert stored(by_pieces, x, width, piece) == stored(by_slices, x, width, row, column)
+
+
+def stored(kernel, x, *constants):
+    """The places in shared memory that a kernel stores to, each from the same register on."""
+    with offline(90):
+        ptx = kernel.warmup(x, x, *constants, grid=(1,), num_warps=1).asm["ptx"]
+    found = re.findall(r"st\.shared\S*\s+\[%r\d+(?:\+(\d+))?\]", ptx)
+    assert found
+    return found
