@@ -86,7 +86,7 @@ def against_spans(problem: Problem) -> str | None:
     if not isinstance(layout, Dense) or not has_spans(problem.mask):
         return None
     for n, (name, (entry, row, *_)) in enumerate(zip("qkv", problem.strides)):
-        if layout.batch > 1 and (not row or entry % row):
+        if entries_apart(layout.batch, (entry, row)) is None:
             return (f"under prefixes, key lengths and documents batch entries whole rows apart; of {name} rows are {row} elements apart, "
                     f"entries {entry}: copy it")  # fmt: skip
         if reach(problem, n) > MOST_ROWS:
@@ -98,8 +98,15 @@ def against_spans(problem: Problem) -> str | None:
 def reach(problem: Problem, n: int) -> int:
     """Rows from the first of q, k or v to its last, where batch entries are whole rows apart."""
     layout: Any = problem.layout
-    length, (entry, row, *_) = (layout.seqlen_k if n else layout.seqlen_q), problem.strides[n]
-    return length + (layout.batch - 1) * (entry // row if row else 0)
+    return (layout.seqlen_k if n else layout.seqlen_q) + (layout.batch - 1) * (entries_apart(layout.batch, problem.strides[n]) or 0)
+
+
+def entries_apart(entries: int, strides: tuple[int, ...]) -> int | None:
+    """How many rows a batch entry's first is from the one before: 0 where there is none before, None where that is no whole number."""
+    entry, row = strides[:2]
+    if entries <= 1:
+        return 0
+    return entry // row if row and entry % row == 0 else None
 
 
 def against_memory(problem: Problem) -> str | None:

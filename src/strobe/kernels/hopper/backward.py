@@ -454,10 +454,10 @@ def as_sums(both, views):
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, dq_desc, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest, turns,
                     counter, offsets, work, form: gl.constexpr):  # fmt: skip
     """Descriptors as launch.descriptor makes them, of a tile's first columns and of the rest (None where there is none), rows_desc of the rows'
-    numbers, dq_desc of dq's sum, as are dk's and dv's where groups are split; turns: how many key tiles have added
-    to each tile of dq, or None; counter of tiles of keys taken; offsets (cu_seqlens_q, cu_seqlens_k) or Nones; work: tiles of keys in all, sizes
-    (B or sequences, H_q, S_q or T_q, S_k or T_k, tiles of rows and of keys a head, heads in a section), limits (left, right), numbers (scale_log2,
-    softcap, scale)."""
+    numbers, dq_desc of dq's sum, as are dk's and dv's where groups are split; turns: how many key tiles have added to each tile of dq, or None;
+    counter of tiles of keys taken; offsets (cu_seqlens_q, cu_seqlens_k) or Nones, for spans those of `device.spans`; work: tiles of keys in all,
+    sizes (B or sequences, H_q, S_q or T_q, S_k or T_k, tiles of rows and of keys a head, heads in a section, for spans by how many rows the
+    entries of q, dout, k, v, dk and dv stand apart), limits (left, right), numbers (scale_log2, softcap, scale)."""
     STAGES: gl.constexpr = form.tuning.stages
     STAGES_DO: gl.constexpr = form.tuning.stages_do
     BLOCK_M: gl.constexpr = form.tuning.block_m

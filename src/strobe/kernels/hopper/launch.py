@@ -14,6 +14,7 @@ from ..device.dialect import TensorDescriptor
 from ..device.persistent import Launch, work_of
 from ..device.views import describing, descriptor
 from ..kernel import Forward, Plan
+from ..tma import entries_apart
 from . import forward
 from .config import ROWS
 
@@ -41,7 +42,9 @@ def apart(problem: Problem) -> tuple[int, ...]:
     """By how many rows the batch entries of q, k and v stand further apart than they have rows."""
     layout: Any = problem.layout
     lengths = (layout.seqlen_q, layout.seqlen_k, layout.seqlen_k)
-    return tuple(entry // row - length if layout.batch > 1 else 0 for length, (entry, row, *_) in zip(lengths, problem.strides))
+    if layout.batch <= 1:
+        return (0, 0, 0)
+    return tuple((entries_apart(layout.batch, strides) or 0) - length for length, strides in zip(lengths, problem.strides))
 
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:

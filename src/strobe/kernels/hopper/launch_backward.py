@@ -18,7 +18,7 @@ from ..device.persistent import MOST_TILES, Launch, numbers_of
 from ..device.views import addressable, descriptor
 from ..kernel import Backward, Plan, entries, gradient_addresses, keep, strides_of
 from ..memory import pieces_of
-from ..tma import MOST_ROWS, query_tiles
+from ..tma import MOST_ROWS, entries_apart, query_tiles
 from . import backward
 from .rows import convert_dq_kernel, convert_kernel, rows_kernel
 
@@ -152,10 +152,8 @@ def writable(gradient: Tensor, spans: bool) -> Tensor:
 
 def rows_apart(tensor: Tensor) -> int | None:
     """How many rows a batch entry's first is from the one before; None where that is no whole number, or more than TMA can be told."""
-    entries, (entry, row, *_) = tensor.shape[0], tensor.stride()
-    if entries == 1:
-        return 0
-    return entry // row if row and entry % row == 0 and entry // row * entries <= MOST_ROWS else None
+    apart = entries_apart(tensor.shape[0], tensor.stride())
+    return None if apart is None or apart * tensor.shape[0] > MOST_ROWS else apart
 
 
 def row_descriptor(rows: Tensor, block: int) -> TensorDescriptor:
