@@ -264,6 +264,32 @@ def test_what_other_documents_and_hidden_keys_hold_does_not_matter(name, rows, k
     assert torch.equal(found.lse[0, :, own], plain.lse[0, :, own])
 
 
+@pytest.mark.parametrize("early", (False, True))
+@pytest.mark.parametrize("name", ("documents_scattered", "documents_scattered_causal", "documents_d96_scattered", "documents_d256_scattered"))
+def test_only_tiles_that_met_no_numbers_of_others_come_back(name, early, monkeypatch):
+    """Told from what landed: a tile done again loads and stores again. Its own numbers that are none stay what they are."""
+    monkeypatch.setattr(hopper, "early", lambda problem: early)
+    call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, kernel="hopper")
+    ids = call.ids_k[0].tolist()
+    own, other = ids.index(0), next(i for i, one in enumerate(ids) if one == 1)
+    landed = []
+    for value, keys in ((0.0, []), (1e30, [other]), (float("inf"), [other]), (float("nan"), [own])):
+        held = call._replace(v=call.v.clone())
+        held.v[0, keys] = value
+        found, run = simulated(held, H200)
+        assert run.reports == []
+        assert torch.equal(found.out.isfinite().all(-1), expected_finite(held))
+        landed.append(run.stats["landed"])
+    assert landed[0] == landed[1] < landed[2]
+
+
+def expected_finite(call: Call) -> torch.Tensor:
+    """Rows [B, S_q, H] whose out has numbers alone: those of documents with no value that is none among the keys that they see."""
+    seen = call.mask.dense(call.q.shape[1], call.k.shape[1]).expand(call.q.shape[0], -1, -1)
+    bad = (~call.v.isfinite()).any(-1).any(-1)
+    return ~(seen & bad[:, None, :]).any(-1)[..., None].expand(-1, -1, call.q.shape[2])
+
+
 def test_the_table_has_every_tiling():
     used = {hopper.tiled(case.head_dim, case.head_dim_v or case.head_dim) for case in LARGE}
     assert used == set(hopper.TUNINGS)

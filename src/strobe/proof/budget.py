@@ -133,8 +133,8 @@ LEDGER: tuple[Allowance, ...] = (
     # sm_90, the Hopper forward
     Allowance("forward_kernel", "d256 window sinks softcap", "sm_90", 60, _CAPPED, family="hopper"),
     Allowance("forward_kernel", "d64 documents *, many keys", "sm_90", 8, _SCATTERED, family="hopper"),
-    Allowance("forward_kernel", "d256 documents *", "sm_90", 132, _SCATTERED, family="hopper"),
-    Allowance("forward_kernel", "d96 documents *", "sm_90", 84, _SCATTERED, family="hopper"),
+    Allowance("forward_kernel", "d256 documents *", "sm_90", 96, _SCATTERED, family="hopper"),
+    Allowance("forward_kernel", "d96 documents *", "sm_90", 52, _SCATTERED, family="hopper"),
     Allowance("forward_kernel", "d192 documents *", "sm_90", 96, _SCATTERED, family="hopper"),
     Allowance("forward_kernel", "d192/128 documents *", "sm_90", 48, _SCATTERED, family="hopper"),
     # sm_90, the Hopper backward

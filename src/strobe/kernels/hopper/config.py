@@ -101,6 +101,11 @@ class Form(InParts):
         return self.packed or self.spans
 
     @property
+    def returns(self) -> bool:
+        """Whether a tile may be done again."""
+        return self.early or self.mask.documents
+
+    @property
     def masks(self) -> bool:
         """Whether any tile may hold a hidden key; where none can, the loop has no code for masks."""
         return self.mask.left or self.mask.right or self.spans or not self.even
@@ -120,7 +125,7 @@ class Form(InParts):
         t = self.tuning
         o = self.slots * ROWS * (self.first_dv // (1 + t.half_staged) + self.rest_dv)
         tiles = 2 * (self.slots * ROWS * self.block_d + o + t.stages * t.block_n * (self.block_d + self.block_dv))
-        return tiles + 8 * (2 * t.consumers + (4 + self.mask.documents) * t.stages + 4) + 128 + 2048 * self.early
+        return tiles + 8 * (2 * t.consumers + (4 + self.mask.documents) * t.stages + 4) + 128 + 2048 * self.returns
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@
 
            QK 0 | softmax 0 | QK 1, PV 0 in flight | softmax 1 over them | QK 2, PV 1 | ... | PV last | out, lse
            o is rescaled behind the next QK, where a row's maximum has moved (`device.lagging`)
-           with early weights few steps look for a maximum, and a tile may come back (`early`)
+           with early weights few steps look for a maximum (`early`), and a tile may come back (`again`)
     barrier   arrivals                  says
     told      1                         the board's slot holds a tile      told_free  consumers  all have read it to the end, and judged it
     q_ready   1 and the tile's bytes    q[w] has landed                    q_free     1          consumer w is done with q[w]
     k_ready   1 and the tile's bytes    k[stage] has landed                k_free     consumers  all are done with k[stage]
     v_ready   1 and the tile's bytes    v[stage] has landed                v_free     consumers  all are done with v[stage]
-    mended    1 and the tile's bytes    v[stage] has landed, with rows of other documents: the loader makes them 0, then v_ready is signalled
+    mended    1 and the tile's bytes    v[stage] of a tile done again has landed; the loader makes rows of other documents 0, then signals v_ready
 
 p stays in registers; the sum of a row is gathered across lanes once, at the end; o leaves through shared memory by TMA, while the next
 tile's q, k and v are on their way. Head dimensions that are no power of two come in two parts, (64, 32) or (128, 64).
@@ -50,8 +50,9 @@ from ..device.softmax import finish, tanh
 from ..device.spans import PURE, next_tile, own_keys
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
 from ..device.views import copy_out, tile_2d, tiles_for
+from .again import DOCUMENT, K_START, KEYS, PREFIX, WORDS, back_or_next, came_back, is_done_again, judge, verdicts_of, witness_of
 from .config import ROWS as _ROWS
-from .early import DOCUMENT, K_START, KEYS, PREFIX, WORDS, back_or_next, came_back, is_done_again, judge, kept_in_range, verdicts_of
+from .early import kept_in_range
 from .forward_loads import load_keys, load_rows, load_values, mend_values
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile
@@ -82,7 +83,7 @@ def load_partition(views, offsets, board, q, k, v, mended, work, form: gl.conste
         if not form.spans:
             if again == 0:
                 turn, upcoming = next_number(turn, tiles, counter, form)  # asked for now, needed after this tile
-        if form.early:
+        if form.returns:
             exists, tile, keys, document, beyond = back_or_next(number, row, again, slot, board, offsets, sizes, limits, faults, form)
         else:
             exists, tile, keys, document, beyond = next_tile(number, row, offsets, sizes, limits, faults, form)
@@ -106,20 +107,22 @@ def load_partition(views, offsets, board, q, k, v, mended, work, form: gl.conste
                         load_keys(k_views, k_place, kv_head, n_begin + blocks - 1, k_at, k, form.rest_d, form)
                         k_at = k_at.next()
             q_at = q_at.next()
+            if form.mask.documents:
+                others = (document != PURE) & (again > 0)
             for i in range(blocks):
                 block = n_begin + blocks - 1 - i
                 if i + 1 < blocks:
                     load_keys(k_views, k_place, kv_head, block - 1, k_at, k, form.rest_d, form)
                     k_at = k_at.next()
                 if form.mask.documents:
-                    if (document != PURE) & (i > 0):  # the values before these, which have landed meanwhile
+                    if others & (i > 0):  # the values before these, which have landed meanwhile
                         mend_values(v, mended, v_at.before(), block + 1, keys, document, offsets[3], form)
-                    load_values(v_views, v_place, kv_head, block, v_at, v, mended, document != PURE, form)
+                    load_values(v_views, v_place, kv_head, block, v_at, v, mended, others, form)
                 else:
                     load_keys(v_views, v_place, kv_head, block, v_at, v, form.rest_dv, form)
                 v_at = v_at.next()
             if form.mask.documents:
-                if (document != PURE) & (blocks > 0):
+                if others & (blocks > 0):
                     mend_values(v, mended, v_at.before(), n_begin, keys, document, offsets[3], form)
         if form.spans:
             if again == 0:
@@ -128,7 +131,7 @@ def load_partition(views, offsets, board, q, k, v, mended, work, form: gl.conste
                     turn, number = next_number(turn, tiles, counter, form)
         else:
             number = upcoming
-        if form.early:
+        if form.returns:
             again, slot = came_back(board, told_at, number < tiles, CONSUMERS)
     tell(board, told_at, (turn, turn, turn, turn, turn * 0 - 1, turn, turn, turn))
 
@@ -500,6 +503,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         bounds = (seqlen_k, limits[0], limits[1])
         first, stop = row_interval(m_offsets, seqlen_q, key_stop, bounds, prefix_told(words, told_at.stage, form), form)
         empty = first >= stop
+        document = PURE
         if form.mask.documents:
             document = word(read_words(words, told_at.stage), DOCUMENT)
             empty = empty | ((row_sum == 0) & (document != PURE))  # of scattered ones only the sum knows
@@ -516,11 +520,12 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
             lse_rows -= entry * total_q  # q_start counts from the first entry
         gl.store(lse_rows + m_offsets, row_lse, mask=exists)
         o = scaled(o, inverse)
-        if form.early:
+        if form.returns:
             again = is_done_again(words, told_at.stage)
             if again > 0:
                 tma_store_drain()  # what this tile's rows were at first
-            judge(w, verdicts, told_at.stage, row_max, (again > 0) | empty | ~exists)
+            witness, empty = witness_of(row_max, empty, o, document, form)
+            judge(w, verdicts, told_at.stage, witness, (again > 0) | empty | ~exists)
         mbarrier.arrive(told_free.index(told_at.stage))
         told_at = told_at.next()
         stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q, sizes[1]), head, m_start, form)
@@ -551,7 +556,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     v_smem = tiles_for(STAGES, v_views, form.rest_dv)
     o_smem = tiles_for(form.slots, o_views, form.rest_dv)
     words = gl.allocate_shared_memory(gl.int32, [2, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    board = (words, ring(2, 1), ring(2, CONSUMERS), verdicts_of(2, ROWS) if form.early else None)
+    board = (words, ring(2, 1), ring(2, CONSUMERS), verdicts_of(2, ROWS) if form.returns else None)
     q = (q_smem, ring(CONSUMERS, 1), ring(CONSUMERS, 1))
     k = (k_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
     v = (v_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))

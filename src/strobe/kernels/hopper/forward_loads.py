@@ -1,7 +1,7 @@
 """What the Hopper forward's loader loads: rows of a tile's parts into their slots, keys and values into their stages, once those are free.
 
-Of documents that lie scattered, values land on a barrier of the loader's own, which makes those of others 0 (`device.mending`) before the
-consumers may have them.
+Of documents that lie scattered, values of a tile that is done `again` land on a barrier of the loader's own, which makes those of others 0
+(`device.mending`) before the consumers may have them.
 """
 
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, partition_barrier
