@@ -48,7 +48,7 @@ def hide(x, seen, limits, form: gl.constexpr):
     these all queries see. A bound is compared as a key's own number against the tile's columns, which are constants of a register.
     """
     diagonal, keys_left, prefix = seen[0], seen[1], seen[2]
-    BLOCK_M: gl.constexpr = form.tuning.block_m
+    BLOCK_M: gl.constexpr = x.shape[1]
     left, right = limits
     partial = False if form.even else keys_left < ROWS
     if form.mask.prefix:
@@ -62,14 +62,17 @@ def hide(x, seen, limits, form: gl.constexpr):
         # a column's bits 1 and 2 are its thread's, the others its register's: apart, no register holds a column
         column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, x.type.layout))
         by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
-        first = keys * 0
-        if form.mask.prefix:
-            first = gl.where(keys < prefix, 0, keys - diagonal)
-        if form.mask.right:
-            first = gl.maximum(first, keys - (diagonal + right)) if form.mask.prefix else keys - (diagonal + right)
-        if not form.even:
-            first = gl.where(keys < keys_left, first, BLOCK_M)
-        x = gl.where(first[:, None] - by_thread <= by_register, x, float("-inf"))
+        if form.mask.right or form.mask.prefix:
+            first = keys * 0
+            if form.mask.prefix:
+                first = gl.where(keys < prefix, 0, keys - diagonal)
+            if form.mask.right:
+                first = gl.maximum(first, keys - (diagonal + right)) if form.mask.prefix else keys - (diagonal + right)
+            if not form.even:
+                first = gl.where(keys < keys_left, first, BLOCK_M)
+            x = gl.where(first[:, None] - by_thread <= by_register, x, float("-inf"))
+        elif not form.even:
+            x = gl.where((keys < keys_left)[:, None], x, float("-inf"))
         if form.mask.left:
             x = gl.where((keys - (diagonal - left))[:, None] - by_thread >= by_register, x, float("-inf"))
     return x
@@ -86,19 +89,19 @@ def tile_of_step(step, blocks, form: gl.constexpr):
 
 
 @gluon.jit
-def weights(s, q, at, seen, block, work, form: gl.constexpr):
-    """(p, ds / dp) of the raw scores of a head's `block`-th tile of queries that this program walks: ds / dp is p, or p times the softcap's
-    slope 1 - tanh^2."""
+def weights(s, lse, block, row: gl.constexpr, seen, work, form: gl.constexpr):
+    """(p, ds / dp) of the raw scores of a head's `block`-th tile of queries that this program walks, from its `row` on: ds / dp is p, or p times
+    the softcap's slope 1 - tanh^2. lse lies in shared memory, in log2 units."""
     diagonal, keys_left = seen[0], seen[1]
     tiles, sizes, limits, numbers, counter = work
     scale_log2, softcap, scale = numbers
-    lse_log2 = q[1].index(at.stage).load(gl.SliceLayout(0, s.type.layout))  # not sooner: 16 registers more would spill
+    lse_log2 = lse.load(gl.SliceLayout(0, s.type.layout))  # not sooner: 16 registers more would spill
     if form.softcap:
         s = tanh(s * softcap)
     x = s * scale_log2 - lse_log2[None, :]
     if form.masks:
         prefix = seen[4] if form.mask.prefix else 0
-        x = hide(x, (diagonal + block * form.tuning.block_m, keys_left, prefix), limits, form)
+        x = hide(x, (diagonal + block * form.tuning.block_m + row, keys_left, prefix), limits, form)
     p = gl.exp2(x)
     slope = p
     if form.softcap:
@@ -173,40 +176,58 @@ def tile_layout(width):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
+@gluon.constexpr_function
+def left_layout(width):
+    """Of a left operand that enters from registers, for sums of `width` columns."""
+    return gl.DotOperandLayout(0, tile_layout(width), 2)
+
+
 @gluon.jit
 def begin_scores(k_tile, q, at, form: gl.constexpr):
-    """Issue s = k q^T, transposed scores [keys, queries], once q's tile is there."""
+    """Issue s = k q^T, once q's tile is there."""
     q_smem, lse_smem, q_ready, q_free = q
-    zero = gl.full([ROWS, form.tuning.block_m], 0.0, gl.float32, tile_layout(form.tuning.block_m))
     mbarrier.wait(q_ready.index(at.stage), at.parity)
-    return over_columns(k_tile, parts_at(q_smem, at.stage), zero, False)
+    return scores_of(k_tile, parts_at(q_smem, at.stage))
 
 
 @gluon.jit
-def delta_at(do, at, form: gl.constexpr):
-    """-delta of each query, once do's tile is there."""
+def scores_of(k_tile, q_tile):
+    """Issue s = k q^T, transposed scores [keys, queries]."""
+    QUERIES: gl.constexpr = q_tile[0].shape[0]
+    return over_columns(k_tile, q_tile, gl.full([ROWS, QUERIES], 0.0, gl.float32, tile_layout(QUERIES)), False)
+
+
+@gluon.jit
+def delta_at(do, at):
+    """-delta of each query, in shared memory, once do's tile is there."""
     do_smem, delta_smem, do_ready, do_free = do
     mbarrier.wait(do_ready.index(at.stage), at.parity)
-    return delta_smem.index(at.stage).load(gl.SliceLayout(0, tile_layout(form.tuning.block_m)))
+    return delta_smem.index(at.stage)
 
 
 @gluon.jit
-def dp_start(delta, form: gl.constexpr):
+def dp_start(delta):
     """What dp's sum begins at, -delta of each query: beside ds, delta would take 16 registers and a subtraction.
 
     To be called before any product is issued, since ptxas serialises wgmma where an accumulator is written while others run (C7514); the
     inline mov, which the compiler may not move, keeps it there.
     """
-    layout: gl.constexpr = tile_layout(form.tuning.block_m)
-    zero = gl.full([ROWS, form.tuning.block_m], 0.0, gl.float32, layout)
-    start, _ = gl.broadcast(delta[None, :], zero)
+    layout: gl.constexpr = tile_layout(delta.shape[0])
+    zero = gl.full([ROWS, delta.shape[0]], 0.0, gl.float32, layout)
+    start, _ = gl.broadcast(delta.load(gl.SliceLayout(0, layout))[None, :], zero)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [start], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def products_of(a, b, sums):
     """`by_columns` of a left operand that enters from registers."""
-    return by_columns(gl.convert_layout(a, gl.DotOperandLayout(0, sums[0].type.layout, 2)), b, sums)
+    return by_columns(gl.convert_layout(a, left_layout(b[0].shape[1])), b, sums)
+
+
+@gluon.jit
+def in_registers(tile):
+    """The rows of a tile of one part as left operands."""
+    return (tile[0].load(left_layout(ROWS)),)
 
 
 @gluon.jit

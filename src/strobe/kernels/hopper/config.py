@@ -327,7 +327,7 @@ class BackwardForm(InParts):
 
     @property
     def by_rows(self) -> bool:
-        """A share is 64 of the tile's queries, not some of dq's columns."""
+        """A share is 64 of the tile's queries, not some of dq's columns; a step then takes them 64 by 64."""
         return self.tuning.block_m == 2 * ROWS
 
     def share_columns(self, consumer: int) -> int:
