@@ -94,7 +94,7 @@ class Form:
     stages: int = 0  # 0: of 256 keys, at least two
     consumers: int = 0  # 0: two of 240 registers at D = 128, and of short dense rows; three of 160 at D = 64
     overlap: bool = True  # the next scores under this softmax
-    ping_pong: int = -1  # consumers take turns at issuing products; -1: where there are three
+    ping_pong: int = -1  # consumers take turns at issuing products; -1: where there are three, but for short rows
     late_sum: bool = True  # sums of rows are gathered at the end
     lag: float = 8.0  # log2 by which a row's maximum may grow before o is rescaled
 
@@ -103,7 +103,7 @@ class Form:
             raise ValueError(f"consumers: got {self.consumers}, expected 2 or 3; leave it out for what fits the head dimension")
         block_n = self.block_n or (64 if self.short and self.causal and self.head_dim == 64 else 128)
         consumers = self.consumers or (2 if self.head_dim == 128 or (self.short and not self.causal) else 3)
-        turns = int(consumers == 3) if self.ping_pong < 0 else self.ping_pong
+        turns = int(consumers == 3 and not self.short) if self.ping_pong < 0 else self.ping_pong
         chosen = {"block_n": block_n, "stages": self.stages or max(2, 256 // block_n), "consumers": consumers, "ping_pong": turns}
         for name, value in chosen.items():
             object.__setattr__(self, name, value)
