@@ -143,6 +143,7 @@ def test_first_keys_whose_scores_are_minus_infinity(case, level):
     assert_as_good_as(found, call)
 
 
+@pytest.mark.nightly
 def test_lse_of_rows_that_grow_by_2_to_the_26(monkeypatch):
     """By as much as is mended or a little more: of float16, whose weights are lifted, 4,096 rows."""
     monkeypatch.setattr(compare, "_lse_allowed", lambda exact, call: 2e-6 + 4 * 2.0**-23 * exact.abs())

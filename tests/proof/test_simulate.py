@@ -264,8 +264,15 @@ def test_what_other_documents_and_hidden_keys_hold_does_not_matter(name, rows, k
     assert torch.equal(found.lse[0, :, own], plain.lse[0, :, own])
 
 
-@pytest.mark.parametrize("early", (False, True))
-@pytest.mark.parametrize("name", ("documents_scattered", "documents_scattered_causal", "documents_d96_scattered", "documents_d256_scattered"))
+SCATTERED = ("documents_scattered", "documents_scattered_causal", "documents_d96_scattered", "documents_d256_scattered")
+BY_TURNS = [
+    pytest.param(name, early, marks=pytest.mark.nightly if early == n % 2 else ())
+    for n, name in enumerate(SCATTERED)
+    for early in (False, True)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, early", BY_TURNS)
 def test_only_tiles_that_met_no_numbers_of_others_come_back(name, early, monkeypatch):
     """Told from what landed: a tile done again loads and stores again. Its own numbers that are none stay what they are."""
     monkeypatch.setattr(hopper, "early", lambda problem: early)

@@ -161,7 +161,7 @@ SPANS = (  # rows of a batch entry see different spans of keys
 CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL, *SPANS)}
 
 
-AT_NIGHT = {case.name for case in SPANS if case.head_dim not in (64, 128)}
+AT_NIGHT = {case.name for case in SPANS if case.head_dim not in (64, 128)} | {"documents_of_one_row"}
 
 
 @pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(CASES) for one in by_turns(n, name, name in AT_NIGHT)])
