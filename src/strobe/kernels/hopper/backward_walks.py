@@ -50,10 +50,7 @@ def walk_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, blocks, work, 
     """All tiles of queries for half of 128 keys: (dk, dv, where q's ring and ds's stand then)."""
     q_at, ds_at, lap = at
     k_all, v_tile = tiles
-    k_tile = rows_of(k_all, ROWS * w)
-    if form.by_rows:
-        k_tile = in_registers(k_tile)
-        fence_async_shared()  # before the next keys' loads; where no query sees the tile, no step has another
+    k_tile = in_registers(rows_of(k_all, ROWS * w), form.tuning.k_in_registers)
     tiles = (k_all, k_tile, v_tile)
     for _ in range(form.members):
         for step in range(blocks):
@@ -206,6 +203,7 @@ def share_of_rows(w: gl.constexpr, numbers, form: gl.constexpr):
 def walk_weights(dv, tiles, channels, at, seen, blocks, work, form: gl.constexpr):
     """Weights of all tiles of queries, ds to the other consumer, and dv: (dv, where the rings stand then)."""
     q_at, do_at = at
+    tiles = (in_registers(tiles[0], form.tuning.k_in_registers), tiles[1])
     for _ in range(form.members):
         for step in range(blocks):
             dv = step_weights(dv, tiles, channels, (q_at, of_do(q_at, do_at, form)), seen, tile_of_step(step, blocks, form), work, form)
@@ -220,7 +218,7 @@ def step_weights(dv, tiles, channels, at, seen, block, work, form: gl.constexpr)
     k_tile, v_tile = tiles
     q, do, dq, handed = channels
     q_at, do_at = at
-    dtype: gl.constexpr = k_tile[0].dtype
+    dtype: gl.constexpr = v_tile[0].dtype
     do_tile = parts_at(do[0], do_at.stage)
     if form.tuning.stages_do == 1:
         s = warpgroup_mma_wait(0, deps=[begin_scores(k_tile, q, q_at, form)])

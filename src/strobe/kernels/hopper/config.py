@@ -257,6 +257,8 @@ class BackwardTuning:
     stages: int  # of q
     stages_do: int
     parts: int = 1  # in which a tile of dq of 64 keys goes through shared memory
+    k_in_registers: bool = False
+    hides_weights: bool = True  # a hidden key's weight is made 0, behind the exponentials; else its score -inf, before them
 
 
 @dataclass(frozen=True)
@@ -423,17 +425,17 @@ class BackwardConfig:
 
 # (head dimensions, padded to what tiles hold) -> tiles of the backward: what fits without spills, then what was fastest on an H200
 BACKWARD_TUNINGS = {
-    (64, 64): BackwardTuning(block_m=128, block_n=128, stages=2, stages_do=2),
-    (96, 96): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3),
-    (128, 128): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3),
-    (192, 128): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=3),
+    (64, 64): BackwardTuning(block_m=128, block_n=128, stages=2, stages_do=2, k_in_registers=True),
+    (96, 96): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3, k_in_registers=True),
+    (128, 128): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3, hides_weights=False),
+    (192, 128): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=3, k_in_registers=True),
     (192, 192): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=2),
     (256, 128): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=2, parts=2),
     (256, 256): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=1, parts=2),
 }
 # where later keys are hidden: d128 causal 8k 553 TFLOP/s for 539, though dense 16k 555 for 590 (H200, medians of three runs); and where
 # programs take turns, since dq's second tile takes the room
-BACKWARD_TIGHT = {(128, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2)}
+BACKWARD_TIGHT = {(128, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2, hides_weights=False)}
 BACKWARD_CAPPED = {(64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3)}  # for tanh's registers: 0 bytes of spills for 1340
 
 
