@@ -52,6 +52,24 @@ def k6() -> tuple[Tensor, ...]:
     return _scene("k6") + _scene("k6", ping_pong=0) + few + _scene("k6", 384, 672, causal=True, ping_pong=0)
 
 
+def k6_2() -> tuple[Tensor, ...]:
+    """As k6, and with tiles that are taken once more: a key far above the maximum of a row's first keys."""
+    return (
+        _scene("k6_2")
+        + _scene("k6_2", ping_pong=0)
+        + _scene("k6_2", 900, 100, ping_pong=0)
+        + _scene("k6_2", 384, 672, causal=True, ping_pong=0)
+        + _twice()
+    )
+
+
+def _twice() -> tuple[Tensor, ...]:
+    rung = harness.load("k6_2")
+    q, k, v = harness.draw(rung, harness.Size(1, 400, 800, 2, 1, 64, False), torch.device("cpu"))
+    k[0, 300, 0] = 8.0 * q[0, 120, 0]
+    return tuple(tensor.float() for tensor in rung.run(q, k, v, False, ping_pong=0))
+
+
 def decode() -> tuple[Tensor, ...]:
     return _scene("decode")
 

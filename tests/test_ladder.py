@@ -95,7 +95,9 @@ def test_every_family_of_inputs(name, family):
         judge_family(name, family, dtype)
 
 
-@pytest.mark.parametrize("name, rows, keys, seed, options", [("k6", 256, 544, 0, {"ping_pong": 0}), ("k7", 384, 740, 1, {"turns": 0})])
+@pytest.mark.parametrize(
+    "name, rows, keys, seed, options", [("k6", 256, 544, 0, {"ping_pong": 0}), ("k6_2", 256, 544, 0, {}), ("k7", 384, 740, 1, {"turns": 0})]
+)
 def test_a_consumer_that_passes_over_a_tile_is_no_round_of_the_ring_ahead(name, rows, keys, seed, options):
     """K of a tile that only others' rows see lands after V of that tile, and after K of the next."""
     assert simulate(name, Size(1, rows, keys, 2, 1, 128, causal=True), "pct", seed, **options)["worst"] <= 1
@@ -104,6 +106,7 @@ def test_a_consumer_that_passes_over_a_tile_is_no_round_of_the_ring_ahead(name, 
 OPTIONS = (
     ("t", {"step": 1}), ("t", {"step": 2}), ("a", {"block_n": 32}), ("k3_3", {"stages_k": 2, "stages_v": 3}), ("k5", {"consumers": 2}),
     ("k6", {"ping_pong": 0}), ("k6", {"overlap": 0}), ("k6", {"late_sum": 0}), ("k6", {"lag": 0}),
+    ("k6_2", {"ping_pong": 0}),
     ("k7", {"two_level": 1}), ("k8", {"rotate": 0}), ("decode", {"splits": 3}),
 )  # fmt: skip
 
@@ -121,6 +124,51 @@ def test_long_rows_of_k6_have_other_tiles(options):
 def test_keys_that_end_within_a_larger_tile_are_hidden():
     """A multiple of 128, but not of the tile that was asked for."""
     assert simulate("k6", Size(1, 64, 384, 1, 1, 64, causal=False), "eager", block_n=256, consumers=2)["worst"] <= 1
+
+
+OUTGROWN, KEY = 120, 300  # a row, and a key that it meets in a step that looks for no maximum
+
+
+def outgrow(case: str, q: torch.Tensor, k: torch.Tensor) -> None:
+    """One row's first maximum, of the last keys, says little of what comes."""
+    if case == "-inf":  # what its first scores are
+        q[..., 0], k[..., 0] = 0.0, 0.0
+        q[0, OUTGROWN, 0, 0], k[0, -200:, 0, 0] = 1e20, -1e20
+    elif case == "all":  # not one row, but each: out is that key's value, which eager attention gives exactly
+        q.mul_(0.3)[..., 0], k.mul_(0.3)[..., 0] = 4.0, 0.0
+        k[:, KEY, :, 0] = 40.0
+    else:  # by 2^16 or more, which float16 does not hold; by far more than 2^32
+        factors = {"one": (2.0,), "two": (2.0, 1.7), "vast": (8.0,)}[case]
+        for i, factor in enumerate(factors):
+            k[0, KEY - 20 * i, 0] = factor * q[0, OUTGROWN, 0]
+
+
+@pytest.mark.parametrize("head_dim, causal", [(64, True), (128, False)])
+@pytest.mark.parametrize("case, walks", [("one", 1), ("two", 1), ("all", 1), ("vast", 2), ("-inf", 2)])
+def test_rows_that_outgrow_an_early_maximum(case, walks, head_dim, causal, monkeypatch):
+    """They are divided, or their program takes its tiles once more: one of two programs, as the bytes say."""
+    draw = harness.draw
+
+    def drawn(*about):
+        q, k, v = draw(*about)
+        outgrow(case, q, k)
+        return (q.half(), k.half(), v.half()) if case in ("one", "two") else (q, k, v)
+
+    monkeypatch.setattr(harness, "draw", drawn)
+    row = simulate("k6_2", Size(1, 200, 700, 2, 2, head_dim, causal), "lazy")
+    assert row["worst"] <= 1
+    assert (1.3 < row["moved_bytes"] / row["model_bytes"] < 1.7) if walks == 2 else row["moved_bytes"] == pytest.approx(row["model_bytes"], rel=0.02)
+
+
+def test_a_row_that_is_no_number_stays_alone_though_its_tile_is_done_once_more():
+    rung = harness.load("k6_2")
+    q, k, v = harness.draw(rung, Size(1, 200, 700, 1, 1, 64, False), torch.device("cpu"))
+    q[0, OUTGROWN, 0, 5] = torch.nan
+    with simulated_run("sm_90", "eager"):
+        out, lse = rung.run(q, k, v, False)
+    others = torch.arange(200) != OUTGROWN
+    assert out[0, OUTGROWN].isnan().all() and lse[0, 0, OUTGROWN].isnan()
+    assert harness.judge(rung, (out[:, others], lse[..., others]), (q[:, others], k, v), False) <= 1
 
 
 @pytest.mark.nightly
@@ -211,6 +259,7 @@ SPILLS = {
     ("k4_1", 128, False, "sm_90"): 8,
     ("k4_1", 128, True, "sm_90"): 8,
     ("k4_2", 128, True, "sm_90"): 8,
+    ("k6_2", 128, True, "sm_90"): 16,
 }
 PRODUCTS = {"k1": (), "k2": (), "t": ("HGMMA",), "a": ("HMMA",), "k3_1": ("HMMA",), "k3_2": ("HMMA",), "k3_3": ("HMMA",), "k4_1": ("HGMMA", "HMMA")}
 

@@ -30,8 +30,8 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
     registers   o D / 2, scores 64, weights 32 and the next tile's in the making: 0 spills at 240
 
 What limits it: at D = 128 the tensor cores and the power they draw; shared memory feeds them at 88 % of its rate. At D = 64 exponents and issue slots
-are as busy as they are. Beyond this rung lie fewer bits; tiles from a counter, which evens out what differs in length; and weights that wait for no
-maximum (kernels/hopper/early.py). Of the production kernel, which has these two, it reaches 0.95 to 1.00 up to 2,048 keys, 0.87 to 0.94 from 4,096 on
+are as busy as they are. Beyond this rung lie fewer bits; weights that wait for no maximum; and tiles from a counter, which evens out what differs in
+length (kernels/hopper). Of the production kernel, which has these two, it reaches 0.95 to 1.00 up to 2,048 keys, 0.87 to 0.94 from 4,096 on
 (D = 128), 0.91 to 0.98 at 512 and 1,024, 0.87 to 0.92 from 2,048 on (64). At D = 64 causal k5 is 1 to 4 % ahead up to 1,024 keys: turns cost there
 what they hide elsewhere, and up to 512 consumers take none.
 
