@@ -160,6 +160,19 @@ def test_rows_that_outgrow_an_early_maximum(case, walks, head_dim, causal, monke
     assert (1.3 < row["moved_bytes"] / row["model_bytes"] < 1.7) if walks == 2 else row["moved_bytes"] == pytest.approx(row["model_bytes"], rel=0.02)
 
 
+def test_what_was_noted_is_read_before_anyone_notes_more(monkeypatch):
+    """Of so few keys that a consumer ends a tile of its second walk before another has begun its own."""
+    draw = harness.draw
+
+    def drawn(*about):
+        q, k, v = draw(*about)
+        k[0, 40, 0] = 8.0 * q[0, OUTGROWN, 0]
+        return q, k, v
+
+    monkeypatch.setattr(harness, "draw", drawn)
+    assert simulate("k6_2", Size(1, 1000, 250, 2, 2, 64, causal=False), "lazy", ping_pong=0)["worst"] <= 1
+
+
 def test_a_row_that_is_no_number_stays_alone_though_its_tile_is_done_once_more():
     rung = harness.load("k6_2")
     q, k, v = harness.draw(rung, Size(1, 200, 700, 1, 1, 64, False), torch.device("cpu"))

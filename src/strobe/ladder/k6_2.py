@@ -367,7 +367,8 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, noted, sizes, s
             bad = row_max * 0.0 != 0.0  # -inf, inf and NaN times 0 are NaN
             if form.causal:  # and the row sees a key
                 bad = bad & (m_start + gl.arange(0, ROWS, row_max.type.layout) >= sizes[2] - sizes[3])
-            noted[0].index(w).store(noted[0].index(w).load(row_max.type.layout) | bad.to(gl.int32))
+            if again == 0:  # afterwards others may still be reading
+                noted[0].index(w).store(noted[0].index(w).load(row_max.type.layout) | bad.to(gl.int32))
         mbarrier.arrive(q[2].index(q_at))
         lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
         store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], o_smem.index(w))
