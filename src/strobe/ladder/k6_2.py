@@ -143,15 +143,14 @@ def blocks_of(m_start, rows: gl.constexpr, sizes, form: gl.constexpr):
 
 
 @gluon.jit
-def next_turn(turn, first, again, noted, sizes, form: gl.constexpr):
+def next_turn(turn, first, again, noted, sizes, consumers: gl.constexpr):
     """(the next turn, that of the program's first tile, whether it takes its tiles once more): after the last tile, if a row of any was noted."""
     turn += 1
     if (again == 0) & (tile_number(turn - first) >= sizes[5]):
-        CONSUMERS: gl.constexpr = form.consumers
         tma_store_drain()  # what it may write once more
         mbarrier.arrive(noted[1].index(0))
         mbarrier.wait(noted[1].index(0), 0)
-        for w in gl.static_range(CONSUMERS):
+        for w in gl.static_range(consumers):
             again += gl.max(noted[0].index(w).load(gl.BlockedLayout([2], [32], [gl.num_warps()], [0])), 0)
         first = gl.where(again > 0, turn, first)
     return turn, first, again
@@ -180,7 +179,7 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, noted, sizes, form: gl.const
                 mbarrier.wait(v_free.index(v_at), v_parity)
                 copy_tile(v_desc, (entry, head // sizes[1]), (blocks - i) * form.block_n, v_ready.index(v_at), v_smem.index(v_at))
                 v_at, v_parity = next_of(v_at, v_parity, form.stages)
-        turn, first, again = next_turn(turn, first, again, noted, sizes, form)
+        turn, first, again = next_turn(turn, first, again, noted, sizes, form.consumers)
 
 
 @gluon.jit
@@ -213,8 +212,7 @@ def softmax_step(s, careful, row_max, row_sum, m_start, n_start, sizes, scale_lo
     if careful:
         if form.masks:
             s = hide(s, m_start, n_start, sizes, form)
-        tile_max = gl.convert_layout(gl.max(s, 1) * scale_log2, gl.SliceLayout(1, LANES), assert_trivial=True)
-        new_max = gl.maximum(row_max, tile_max[:, None])
+        new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1) * scale_log2, gl.SliceLayout(1, LANES), assert_trivial=True)[:, None])
         rescale = gl.exp2(row_max - gl.where(new_max == float("-inf"), 0.0, new_max))
         row_max = new_max
     base = gl.where(row_max == float("-inf"), 0.0, row_max)  # -inf - -inf would be NaN
@@ -261,11 +259,11 @@ def hide(s, m_start, n_start, sizes, form: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, o_smem):
+def store_rows(o_desc, o, row_max, row_sum, lse, place, m_start, sizes, o_smem):
     """lse from registers; o / row_sum through shared memory by TMA, which writes no row beyond the last."""
     rows = gl.arange(0, o.shape[0], row_sum.type.layout)
     row_lse = gl.where(row_sum == 0.0, float("-inf"), row_max * LN_2 + gl.log(row_sum))
-    gl.store(lse_rows + m_start + rows, row_lse, mask=rows < seqlen_q - m_start)
+    gl.store(lse + (place[0].to(gl.int64) * sizes[0] + place[1]) * sizes[2] + m_start + rows, row_lse, mask=rows < sizes[2] - m_start)
     inverse = gl.convert_layout(gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum), gl.SliceLayout(1, o.type.layout))
     tma_store_wait(0)  # the tile before has left the buffer
     as_rows(o_smem).store((o * inverse[:, None]).to(o_desc.dtype))
@@ -296,7 +294,6 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, again, sizes, sca
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    dtype: gl.constexpr = k_smem.dtype
     zero = gl.full([ROWS, form.block_n], 0.0, gl.float32, s_layout)
     row_max = gl.full([ROWS, 4], float("-inf"), gl.float32, LANES)
     row_sum = gl.full([ROWS, 4], 0.0, gl.float32, LANES)
@@ -310,7 +307,7 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, again, sizes, sca
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(stage))
     p, rescale, row_max, row_sum = softmax_step(s, True, row_max, row_sum, m_start, n_start, sizes, scale_log2, form)
-    p_reg = gl.convert_layout(p.to(dtype), p_layout)
+    p_reg = gl.convert_layout(p.to(k_smem.dtype), p_layout)
     for _ in range(1, blocks):
         v_at, v_parity = stage, parity
         stage, parity = next_of(stage, parity, form.stages)
@@ -328,7 +325,7 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, again, sizes, sca
         p, rescale, row_max, row_sum = softmax_step(s, careful, row_max, row_sum, m_start, n_start, sizes, scale_log2, form)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_free.index(v_at))
-        p_reg = gl.convert_layout(p.to(dtype), p_layout)
+        p_reg = gl.convert_layout(p.to(k_smem.dtype), p_layout)
     o = add_values(p_reg, v_smem, v_ready, stage, parity, o, rescale)
     total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
     row_max = gl.convert_layout(gl.max(row_max, 1), gl.SliceLayout(1, s_layout))
@@ -370,9 +367,8 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, noted, sizes, s
             if again == 0:  # afterwards others may still be reading
                 noted[0].index(w).store(noted[0].index(w).load(row_max.type.layout) | bad.to(gl.int32))
         mbarrier.arrive(q[2].index(q_at))
-        lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
-        store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], o_smem.index(w))
-        turn, first, again = next_turn(turn, first, again, noted, sizes, form)
+        store_rows(o_desc, o, row_max, row_sum, lse, (entry, head), m_start, sizes, o_smem.index(w))
+        turn, first, again = next_turn(turn, first, again, noted, sizes, form.consumers)
     tma_store_wait(0)
 
 
