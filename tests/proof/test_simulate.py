@@ -265,9 +265,10 @@ def test_what_other_documents_and_hidden_keys_hold_does_not_matter(name, rows, k
 
 
 SCATTERED = ("documents_scattered", "documents_scattered_causal", "documents_d96_scattered", "documents_d256_scattered")
+EACH_COMMIT = (("documents_scattered_causal", False), ("documents_d256_scattered", True))
 BY_TURNS = [
-    pytest.param(name, early, marks=pytest.mark.nightly if early == n % 2 else ())
-    for n, name in enumerate(SCATTERED)
+    pytest.param(name, early, marks=() if (name, early) in EACH_COMMIT else pytest.mark.nightly)
+    for name in SCATTERED
     for early in (False, True)
 ]  # fmt: skip
 
