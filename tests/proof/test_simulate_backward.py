@@ -21,6 +21,7 @@ from strobe.kernels.hopper import config as hopper
 from strobe.kernels.hopper import launch_backward
 from strobe.kernels.kernel import Plan
 from strobe.problem import Problem
+from strobe.proof.compile import launches
 from strobe.proof.simulate import on
 from strobe.target import FAKES, Target
 from strobe.testing import FAMILIES, Case, assert_gradients_as_good_as
@@ -306,6 +307,24 @@ def test_how_many_programs_share_a_group(batch, seqlen, heads, mask, splits):
     assert hopper.BACKWARD.config(problem, FAKES["H200"]).form.splits == splits
     ordered = hopper.BACKWARD.config(replace(problem, deterministic=True, kernel="hopper"), FAKES["H200"]).form
     assert ordered.ordered and ordered.splits == 1, "shares would be added in no order"
+
+
+@pytest.mark.parametrize(
+    "batch, seqlen, heads, section",
+    [
+        (32, 512, (16, 16), 32),  # 128 tiles of keys; by what fits in L2 they were 256
+        (16, 1024, (16, 16), 16),
+        (1, 2048, (64, 8), 8),  # of four parts of a group each
+        (2, 8192, (16, 16), 2),
+        (1, 65536, (4, 4), 1),
+    ],
+)
+def test_a_section_of_causal_heads_fills_the_sms(batch, seqlen, heads, section):
+    q, k = (torch.empty(batch, seqlen, count, 128, dtype=torch.bfloat16, device="meta") for count in heads)
+    jobs = [job for _, job in launches(Call(q, k, k, right=0, needs_grad=True), FAKES["H200"])]
+    (job,) = (job for job in jobs if job.kernel.fn.__name__ == "backward_kernel")
+    (_, sizes, *_), _ = job.arguments[-2:]
+    assert sizes[6] == section
 
 
 # ---------------------------------------------------------------- what else it reads and writes
