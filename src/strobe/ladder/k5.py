@@ -38,20 +38,20 @@ cores idle, and nothing keeps the consumers out of step.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3276     419.5          42.4
-     64  dense     8192     2.095     524.8          53.1
-     64  dense    16384     4.032     545.3          55.1
-     64  causal    1024    0.1997     344.5          34.8
-     64  causal    8192     1.176     467.5          47.3
-     64  causal   16384     2.191     501.9          50.7
-    128  dense     1024    0.2512     547.1          55.3
-    128  dense     8192     2.052     535.9          54.2
-    128  dense    16384     3.815     576.4          58.3
-    128  causal    1024    0.1505     457.2          46.2
-    128  causal    8192    0.9444     582.2          58.9
-    128  causal   16384     1.798     611.5          61.8
+     64  dense     1024    0.3433     400.4          40.5
+     64  dense     8192     2.208     497.9          50.3
+     64  dense    16384     4.402     499.5          50.5
+     64  causal    1024     0.207     332.2          33.6
+     64  causal    8192     1.282       429          43.4
+     64  causal   16384     2.401       458          46.3
+    128  dense     1024    0.2863     480.1          48.5
+    128  dense     8192     2.214     496.6          50.2
+    128  dense    16384     4.361     504.3            51
+    128  causal    1024    0.1681     409.1          41.4
+    128  causal    8192     1.118     491.6          49.7
+    128  causal   16384     2.105     522.3          52.8
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,26 +91,24 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 
 def overview(rows: list[dict[str, Any]]) -> str:
-    """All rungs and their rivals at one length, and what 8 bits cost; nothing where nothing is measured."""
-    found = {name: {_place(row): row for row in measured(rows, name)} for name in (*RUNGS, *RIVALS)}
-    places = [(width, causal, OVERVIEW) for width in (64, 128) for causal in (False, True)]
-    if not any(place in found[name] for name in RUNGS for place in places):
+    """All rungs and their rivals at one length, process by process, and what 8 bits cost; nothing where nothing is measured."""
+    names = (*RUNGS, *RIVALS)
+    timed = [row for row in rows if row.get("rung") in names and row.get("ms") and not row["options"]]
+    together = Counter(row["date"] for row in timed if row["seqlen_k"] == OVERVIEW)  # rows of a process have one date
+    if not together:
         return ""
+    most = max(together, key=lambda date: (together[date], date))
     lines = [
         "\n## All rungs\n",
         f"TFLOP/s at {OVERVIEW:,} queries and keys (decode: one query, GB/s by the model), beside strobe's own forward and what PyTorch ships;",
         f"timed in turn, in one process, as CUDA graphs (k1 and decode launched, in another). In brackets at {SHORTER:,}.\n",
-        "| | " + " | ".join(f"D {width}, {'causal' if causal else 'dense'}" for width, causal, _ in places) + " |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        *_rates([row for row in timed if row["date"] <= most]),
+        f"\n{_where(next(row for row in timed if row['date'] == most))}.",
     ]
-    for name, label in [*((name, f"[{name}](#{name})") for name in RUNGS), *RIVALS.items()]:
-        unit = "gbps" if name in RUNGS and harness.load(name).queries else "tflops"
-        figures = [found[name].get(place, {}).get(unit) for place in places]
-        shorter = [found[name].get((*place[:2], SHORTER), {}).get(unit) for place in places]
-        if any(figures) or any(shorter):
-            cells = [f"{one:.4g}" if one else f"({other:.4g})" if other else "-" for one, other in zip(figures, shorter)]
-            lines.append(f"| {label} | {' | '.join(cells)} |")
-    lines += ["", f"{_where(next(row for row in reversed(rows) if row.get('ms')))}.\n"]
+    for date in sorted(date for date in together if date > most):
+        own = [row for row in timed if row["date"] == date]
+        lines += [f"\nIn another process, {_where(own[-1])}, where clocks may be others:\n", *_rates(own)]
+    lines += [""]
     pictures = {"ladder_rates.png": "TFLOP/s of every rung, at its longest length", "ladder_length.png": "memory and time of every rung by length"}
     lines += [f"![{text}](images/{name})\n" for name, text in pictures.items() if (IMAGES / name).exists()]
     errors = {row["method"]: row["rmse"] for row in rows if row.get("rmse")}
@@ -117,6 +116,22 @@ def overview(rows: list[dict[str, Any]]) -> str:
         told = "; ".join(f"{method} {rmse:.3g}" for method, rmse in errors.items())
         lines += [f"Root mean square errors against float64 where 0.1 % of the entries are large (`strobe ladder --outliers`): {told}.\n"]
     return "\n".join(lines)
+
+
+def _rates(rows: list[dict[str, Any]]) -> list[str]:
+    """A table of the newest rows of each rung and rival at one length."""
+    found = {name: {_place(row): row for row in measured(rows, name)} for name in (*RUNGS, *RIVALS)}
+    places = [(width, causal, OVERVIEW) for width in (64, 128) for causal in (False, True)]
+    heads = [f"D {width}, {'causal' if causal else 'dense'}" for width, causal, _ in places]
+    lines = [f"| | {' | '.join(heads)} |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, label in [*((name, f"[{name}](#{name})") for name in RUNGS), *RIVALS.items()]:
+        unit = "gbps" if name in RUNGS and harness.load(name).queries else "tflops"
+        figures = [found[name].get(place, {}).get(unit) for place in places]
+        shorter = [found[name].get((*place[:2], SHORTER), {}).get(unit) for place in places]
+        if any(figures) or any(shorter):
+            cells = [f"{one:.4g}" if one else f"({other:.4g})" if other else "-" for one, other in zip(figures, shorter)]
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
 
 
 def _place(row: dict[str, Any]) -> tuple[int, bool, int]:
