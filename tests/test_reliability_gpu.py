@@ -601,8 +601,8 @@ def test_8_processes_meet_a_cold_cache(tmp_path):
     """Rows 89, 90: all compile the same kernels into one empty folder at once, and all get the same bits."""
     running = [in_a_process_of_its_own(COLD, TRITON_CACHE_DIR=str(tmp_path)) for _ in range(8)]
     told = [process.communicate(timeout=240)[0] for process in running]
-    failed = {process.returncode: text for process, text in zip(running, told) if process.returncode}
-    assert not failed, "".join(f"exit {code}:\n{text}" for code, text in failed.items())
+    failed = [f"exit {process.returncode}:\n{text}" for process, text in zip(running, told) if process.returncode]
+    assert failed == [], "\n".join(failed)
     assert len({line for text in told for line in text.splitlines() if line.startswith("bits")}) == 1
 
 
