@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from processes import WORLD, together
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -18,7 +18,7 @@ from strobe.testing.poison import fill_with_poison, patched_empty
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
-WORLD, STEPS, LAYERS = 2, 3, 2
+STEPS, LAYERS = 3, 2
 BATCH, LENGTH, WIDTH, HEADS, HEADS_KV, HEAD_DIM = 4, 7, 24, 4, 2, 6
 
 
@@ -141,8 +141,6 @@ def _count(runs: list[str]) -> None:
 
 
 def _work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     from torch.distributed.tensor import DTensor, init_device_mesh
 
     mesh, runs = init_device_mesh("cpu", (WORLD,)), []
@@ -162,15 +160,13 @@ def _work(rank: int, folder: str) -> None:
         whole = {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in weights.items()}
         if rank == 0:
             torch.save({"losses": loss / WORLD, "weights": whole, "sharded": sharded, "runs": runs}, Path(folder) / f"{way}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """Where two processes left what they trained, each way: one start of both serves all tests."""
     folder = tmp_path_factory.mktemp("trained")
-    multiprocessing.spawn(_work, args=(str(folder),), nprocs=WORLD, join=True)
+    together(_work, folder, str(folder))
     return folder
 
 

@@ -14,15 +14,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import WORLD, together
 
 import strobe.flash_attn as flash_attn
 
 NO_RING = "needs ring-flash-attn: pip install --no-deps ring-flash-attn==0.1.8"
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ring_flash_attn") is None, reason=NO_RING)
 
-WORLD, DTYPE = 2, torch.bfloat16  # the library returns dq in bfloat16 whatever it was given
+DTYPE = torch.bfloat16  # the library returns dq in bfloat16 whatever it was given
 OFFSETS = [0, 32, 48, 96]  # documents of 32, 16 and 48 tokens, which all its ways to share them can halve twice
 
 
@@ -94,9 +93,7 @@ def _inputs(packed):
     return [torch.randn(size, generator=generator).to(DTYPE) for size in sizes]
 
 
-def _process(rank, store, results):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+def _process(rank, results):
     ring, found = _library(), {}
     for name, (packed, share, _, call) in CASES.items():
         q, k, v, dout = (share(t, 0 if packed else 1)[rank].contiguous() for t in _inputs(packed))
@@ -105,13 +102,12 @@ def _process(rank, store, results):
         out.backward(dout)
         found[name] = [out.detach(), *(leaf.grad for leaf in leaves)]
     torch.save(found, f"{results}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ring")
-    mp.start_processes(_process, (folder / "store", folder), nprocs=WORLD, start_method="spawn")
+    together(_process, folder, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from processes import WORLD, together
 
 import strobe
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
-
-WORLD = 2
 
 
 def _inputs(heads_kv: int = 2) -> list[torch.Tensor]:
@@ -41,9 +39,7 @@ def _check(mesh, placements: dict, tensors: dict, options: dict, packed: bool = 
             torch.testing.assert_close(sharded[name].grad.full_tensor(), t.grad, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def _work(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)  # no port that another may take, no server to outlive
+def _work(rank: int) -> None:
     from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
     mesh = init_device_mesh("cpu", (WORLD,))
@@ -74,9 +70,7 @@ def _work(rank: int, store: str) -> None:
         part = strobe.partial_attention(*(distribute_tensor(t, mesh, [Shard(2)]) for t in (q, k, v)))
         assert tuple(part.lse.placements) == (Shard(1),)
         torch.testing.assert_close(part.lse.full_tensor(), strobe.partial_attention(q, k, v).lse)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def test_sharded_by_batch_and_by_heads_it_means_the_same(tmp_path):
-    multiprocessing.spawn(_work, args=(str(tmp_path / "store"),), nprocs=WORLD, join=True)
+    together(_work, tmp_path)
