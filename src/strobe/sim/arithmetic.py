@@ -108,7 +108,7 @@ class Arithmetic:
         return Value(np.broadcast_to(a.data, shape), a.elem, layout)
 
     def create_expand_dims(self, a: Value, axis: int) -> Value:
-        return Value(np.expand_dims(a.data, axis), a.elem, self._inferred("expand_dims", a, axis))
+        return Value(a.data[(slice(None),) * axis + (None,)], a.elem, self._inferred("expand_dims", a, axis))
 
     def create_reshape(self, a: Value, shape: Any, reorder: bool = False) -> Value:
         return Value(np.reshape(a.data, shape), a.elem, self._inferred("reshape", a, list(shape), reorder))

@@ -291,7 +291,7 @@ class Interpreter:
     # ---- calls
 
     def call(self, fn: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        fn = unwrapped(fn)
+        fn = fn.value if isinstance(fn, constexpr) else fn
         if type(fn) is FunctionType and _plain_builtin(fn):
             return self._call_builtin(fn, arguments, keywords)
         if isinstance(fn, (BoundJITMethod, BoundConstexprFunction)):

@@ -28,6 +28,7 @@ from .interpreter import Interpreter
 from .layouts import Layouts
 from .machine import MODES, Machine
 from .memory import Memory
+from .names import names_when_asked
 from .report import Report, Reports, SimulationFault, Stop
 from .semantics import Gluon, Triton, quiet
 from .timeline import Event, save
@@ -126,6 +127,7 @@ def simulate(target: str = "sm_90", mode: str = "pct", seed: int = 0, *, sms: in
         patches.enter_context(mock.patch.object(driver, "_active", _Driver(capability)))
         patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda *_: divmod(capability, 10)))
         patches.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties))
+        patches.enter_context(names_when_asked())
         with contextlib.suppress(Stop):
             yield run
     if check:

@@ -66,8 +66,7 @@ class _Evaluated:
     tensor: Any = _Tensor
 
     def to_tensor(self, x: Any, check_type: bool = True) -> Any:
-        x = unwrapped(x)
-        return x if isinstance(x, tl.tensor) else super().to_tensor(x, check_type)  # type: ignore[misc]
+        return x if isinstance(x, tl.tensor) else super().to_tensor(unwrapped(x), check_type)  # type: ignore[misc]
 
     def cast(self, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
         if input.type.scalar is dst_ty.scalar:  # most operands have their operation's type already
@@ -210,8 +209,8 @@ class Gluon(_Evaluated, GluonSemantic):
     # Types are made once and shared: a distributed_type spells out its layout as text whenever it is made.
 
     def _type(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """The type under a key whose objects count by identity; they are kept so that their ids stay taken."""
-        number = tuple(part if isinstance(part, (tuple, str)) else id(part) for part in key)
+        """The type under a key whose objects, but for layouts, count by identity; they are kept so that their ids stay taken."""
+        number = tuple(part if isinstance(part, (tuple, str, gluon_core.DistributedLayout)) else id(part) for part in key)
         if number not in self._types:
             self._types[number] = key, make()
         return self._types[number][1]
@@ -221,8 +220,6 @@ class Gluon(_Evaluated, GluonSemantic):
         if left is right:
             return lhs, rhs
         if left.is_block() and right.is_block():
-            if left.layout is right.layout and left.shape == right.shape:
-                return lhs, rhs
             return self._together(lhs, rhs)
         if left.is_block():
             return lhs, self._spread(rhs, left)
@@ -249,6 +246,31 @@ class Gluon(_Evaluated, GluonSemantic):
         if made is not input and made.type.is_block():
             made.type = self._type(("cast", input.type, made.type.scalar), lambda: made.type)
         return made
+
+    def _distributed(self, scalar: Any, shape: Any, layout: Any) -> tuple[Any, Any]:
+        """The type of so many elements in this layout, and its IR type."""
+        kind = self._type(("distributed", scalar, tuple(shape), layout), lambda: gluon_core.distributed_type(scalar, list(shape), layout))
+        return kind, self._type(("ir", kind), lambda: kind.to_ir(self.builder))
+
+    def splat(self, value: Any, shape: Any, layout: Any) -> Any:
+        if not len(shape):
+            return value
+        kind, ir_type = self._distributed(value.dtype, shape, layout)
+        return self.tensor(self.builder.create_splat(ir_type, value.handle), kind)
+
+    def shared_load(self, mem_desc: Any, layout: Any) -> Any:
+        if not isinstance(layout, gluon_core.DistributedLayout):
+            return super().shared_load(mem_desc, layout)  # which says what is wrong
+        kind, ir_type = self._distributed(mem_desc.dtype, mem_desc.shape, layout)
+        return self.tensor(self.builder.create_local_load(ir_type, mem_desc.handle), kind)
+
+    def arange(self, start: Any, end: Any, layout: Any) -> Any:
+        made: Any = super().arange(start, end, layout)
+        made.type = self._distributed(made.dtype, made.type.shape, made.type.layout)[0]
+        return made
+
+    def _bool_like(self, v: Any) -> Any:
+        return self._type(("bool", v.type), lambda: v.type.with_element_ty(tl.int1)) if v.type.is_block() else tl.int1
 
     def convert_layout(self, value: Any, layout: Any, assert_trivial: bool = False) -> Any:
         """The type of the result is made once for each type and layout."""
