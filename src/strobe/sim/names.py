@@ -1,6 +1,6 @@
-"""Types of tuples that spell out their names only when asked.
+"""Types of tuples that spell out their names only when asked, as in Triton from 3.7 on.
 
-Triton makes the text of a tuple's type, with that of each type in it, whenever it makes a tuple: in a launch that takes a second, some ten thousand
+Triton 3.6 makes the text of a tuple's type, with that of each type in it, whenever it makes a tuple: in a launch that takes a second, some ten thousand
 times, and nobody reads it but errors. That was a sixteenth of the simulator's time.
 """
 
@@ -22,7 +22,7 @@ def _name(self: Any) -> str:
 
 
 def names_when_asked() -> AbstractContextManager[Any]:
-    """Within it tuples are typed so; with a Triton whose types of tuples keep more than types, fields and the name, as they are."""
+    """Within it tuples are typed so; with a Triton whose types of tuples do not keep just types, fields and a name, as they are."""
     if set(vars(tl.tuple_type([]))) != {"types", "fields", "name"}:
         return nullcontext()
     return mock.patch.multiple(tl.tuple_type, create=True, __init__=_init, name=property(_name))
