@@ -18,7 +18,8 @@ from strobe.proof import budget
 from strobe.proof import compile as proof
 from strobe.proof.budget import TARGETS, UNITS, Unit
 from strobe.proof.calls import CASES
-from strobe.proof.compile import Job, compile_job, launches, merged, recording, report, write_page
+from strobe.proof.compile import Job, compile_job, launches, recording, report
+from strobe.proof.record import key, merged, page, read
 
 HOPPER = TARGETS["sm_90"]
 
@@ -104,7 +105,7 @@ def test_what_does_not_compile_is_a_row_with_its_cause(monkeypatch):
     (plan, job) = launches(CASES[unit.case]()._replace(kernel="portable"), HOPPER)[0]
     monkeypatch.setattr(proof, "launches", lambda call, target: [(plan, job._replace(kernel=nonsense, arguments=(torch.zeros(1),), options={}))])
     (row,) = proof.rows(unit)
-    assert "not_a_word" in row["error"] and "registers" not in row and proof.key(row) == (*unit, "forward_kernel")
+    assert "not_a_word" in row["error"] and "registers" not in row and key(row) == (*unit, "forward_kernel")
 
 
 def test_a_disassembler_without_the_target_counts_nothing_and_a_wrong_one_is_refused(monkeypatch, tmp_path):
@@ -117,6 +118,40 @@ def test_a_disassembler_without_the_target_counts_nothing_and_a_wrong_one_is_ref
         assert (one.instructions, one.roles) == ({}, [])
     with triton.knobs.nvidia.scope(), pytest.raises(InvalidProblem, match="--nvdisasm: got /nowhere, expected a program"):
         proof._use("/nowhere")
+
+
+@triton.jit
+def moved(x, y, n, BLOCK: tl.constexpr):
+    """`copy`, on another line."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at, at < n), at < n)
+
+
+@triton.jit
+def doubled(x, y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at, at < n) * 2, at < n)
+
+
+def test_a_fingerprint_is_of_the_instructions_alone():
+    arguments = torch.zeros(100), torch.zeros(100), 100, 32
+    same, another, other = (report("copy", kernel, 90, arguments, {}).code for kernel in (copy, moved, doubled))
+    assert len(same) == 16 and same == another != other
+
+
+def test_what_is_recorded_of_the_same_machine_code_is_not_disassembled_again(monkeypatch):
+    unit = Unit("hopper", "d64 causal", "sm_90")
+    first = {key(row): row for row in proof.rows(unit, "forward*")}
+    (place,) = first
+    assert first[place]["roles"] and first[place]["instructions"]["HGMMA"]
+    told: list[bytes] = []
+    monkeypatch.setattr(proof, "disassemble", lambda cubin: told.append(cubin) or "")
+    unlike = {"code": "0" * 16}, {"instructions": {}}  # other machine code, and a record made where nothing could disassemble it
+    (again,) = proof.rows(unit, "forward*", first)
+    assert not told and again | {"seconds": 0} == first[place] | {"seconds": 0}
+    for count, change in enumerate(unlike, 1):
+        (again,) = proof.rows(unit, "forward*", {place: first[place] | change})
+        assert len(told) == count and again["instructions"] == {} and "roles" not in again
 
 
 def test_a_log_without_figures_is_no_report_of_zeros():
@@ -144,24 +179,17 @@ def test_new_rows_take_the_place_of_old_ones_and_what_is_gone_goes():
     assert merged(old, [_row(last, 4)]) == [_row(first, 3), _row(last, 4)]
 
 
-def test_a_page_without_its_marks_is_refused(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# A page\n")
-    with pytest.raises(InvalidProblem, match=r"--table: got .*page.md, expected a page with one line"):
-        write_page(page, [])
-    page.write_text(f"before\n{proof.BEGIN}\nold\n{proof.END}\nafter\n")
-    write_page(page, [])
-    assert page.read_text() == f"before\n{proof.BEGIN}{proof.page([])}{proof.END}\nafter\n"
-
-
 def test_the_command_puts_new_rows_in_the_place_of_old_ones_and_fails_over_budget(tmp_path, monkeypatch, capsys):
     results, unit = tmp_path / "compiled.jsonl", Unit("portable", "d128 causal", "sm_90")
-    old = [_row(unit, 1) | {"kernel": name} for name in ("forward_kernel", "delta_kernel", "keys_kernel")]
+    old = [_row(unit, 1) | {"kernel": name, "error": "an old one"} for name in ("forward_kernel", "delta_kernel", "keys_kernel")]
     results.write_text("".join(json.dumps(row) + "\n" for row in old))
     monkeypatch.setattr(budget, "LEDGER", ())
     chosen = ["--family", "portable", "--target", "sm_90", "--case", "d128 causal", "--kernel", "[dk]e*", "--jobs", "1"]
-    assert proof.main([*chosen, "--results", str(results)]) == 1
-    kept, delta, keys = proof.read(results)
+    table = tmp_path / "page.md"
+    table.write_text("before\n<!-- compiled: begin -->\nold\n<!-- compiled: end -->\nafter\n")
+    assert proof.main([*chosen, "--results", str(results), "--table", str(table)]) == 1
+    assert table.read_text() == f"before\n<!-- compiled: begin -->\n\n{page(read(results))}\n\n<!-- compiled: end -->\nafter\n"
+    kept, delta, keys = read(results)
     assert kept == old[0]
     assert (delta["kernel"], keys["kernel"]) == ("delta_kernel", "keys_kernel") and delta["registers"] > 1 and keys["spill_load_bytes"] > 0
     told = capsys.readouterr().out

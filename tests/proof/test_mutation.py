@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from strobe.errors import InvalidProblem
 from strobe.proof import mutate
 from strobe.proof.mutate import RESULTS, SUITES, Suite, main, merged, read, score, table
 from strobe.proof.pages import fill
@@ -150,6 +151,9 @@ def test_a_page_gets_the_table_of_all_results(small, tmp_path):
     assert table(rows).splitlines()[-1] == "| **all** |  | 17 | 8 | 10 | 15 | 15 | 2 |"
     fill(page, "mutation", table(rows[:1]))
     assert "careful" not in page.read_text() and page.read_text().endswith(f"{END}\nafter\n")
+    page.write_text("# A page\n")
+    with pytest.raises(InvalidProblem, match=r"--table: got .*page.md, expected a page with one line"):
+        fill(page, "mutation", table(rows))
 
 
 def test_new_rows_take_the_place_of_old_ones():

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from strobe.errors import InvalidProblem
 from strobe.proof import upstream
-from strobe.proof.compile import read
+from strobe.proof.record import read
 from strobe.proof.upstream import CASES, HEADER, OURS, Case, example, line, page, theirs
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,11 @@ from strobe.sim.names import names_when_asked
 
 
 def test_types_of_tuples_have_the_names_that_triton_gives_them():
-    makes = [lambda: tl.tuple_type([tl.int32, tl.pointer_type(tl.bfloat16)], ["a", "b"]), lambda: tl.tuple_type([]), lambda: tl.tuple_type([tl.float32])]
+    makes = [
+        lambda: tl.tuple_type([tl.int32, tl.pointer_type(tl.bfloat16)], ["a", "b"]),
+        lambda: tl.tuple_type([]),
+        lambda: tl.tuple_type([tl.float32]),
+    ]
     spelled = [str(make()) for make in makes]
     with names_when_asked():
         assert "name" not in vars(makes[0]())

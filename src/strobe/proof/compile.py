@@ -18,8 +18,7 @@ import re
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from fnmatch import fnmatchcase
@@ -47,10 +46,10 @@ from ..target import Target
 from . import budget
 from .budget import FAMILIES, TARGETS, UNITS, Unit
 from .operands import clashes
-from .sass import COUNTED, KINDS, Loop, count, disassemble, loops
+from .pages import fill
+from .record import OF_ROLES, RESULTS, in_short, key, lines_of_roles, merged, page, read, recalled, table
+from .sass import Loop, Parts, count, disassemble, fingerprint, loops
 
-RESULTS = Path("results/compiled.jsonl")
-BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"  # of the tables in a page
 _SERIALIZED = re.compile(r"\(C75(?!19)\d\d\)|instructions are serialized")  # C7519 says that a warpgroup.arrive was added: one instruction
 _devices = itertools.count(1000)  # a device of its own for each compile keeps Triton's in-memory caches out of it
 
@@ -81,6 +80,7 @@ class Report(NamedTuple):
     serialized: bool  # ptxas had to serialise wgmma
     instructions: dict[str, int]  # of COUNTED; empty where the disassembler does not know the target
     roles: list[Loop]  # the inner loops of warps with roles
+    code: str  # the fingerprint of its machine code
     seconds: float  # of the compile, with cold caches
 
     @property
@@ -141,12 +141,18 @@ def recording(target: Target) -> Iterator[list[Job]]:
         JITFunction.run = run  # type: ignore[method-assign]
 
 
-def compile_job(job: Job) -> Report:
-    """Compile one launch with cold caches and say what it takes; raises what the compiler raises."""
-    return report(job.name, job.kernel, job.target.capability, job.arguments, job.options, job.grid)
+def compile_job(job: Job, known: Callable[[str], Parts | None] = lambda code: None) -> Report:
+    """Compile one launch with cold caches and say what it takes; raises what the compiler raises.
+
+    known: what a disassembly said of machine code with this fingerprint, or None; disassembling takes 0.2 s and more, as long as many compiles.
+    """
+    return report(job.name, job.kernel, job.target.capability, job.arguments, job.options, job.grid, known)
 
 
-def report(name: str, kernel: Any, capability: int, arguments: tuple, options: dict[str, Any], grid: Any = (1,)) -> Report:
+def report(
+    name: str, kernel: Any, capability: int, arguments: tuple, options: dict[str, Any], grid: Any = (1,),
+    known: Callable[[str], Parts | None] = lambda code: None,
+) -> Report:  # fmt: skip
     """`compile_job` for a launch that was never recorded."""
     said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, offline(capability), knobs.cache.scope(), knobs.nvidia.scope(), redirect_stdout(said):
@@ -154,16 +160,22 @@ def report(name: str, kernel: Any, capability: int, arguments: tuple, options: d
         start = time.perf_counter()
         compiled = kernel.warmup(*arguments, grid=grid, **options)
         seconds = time.perf_counter() - start
-    taken, sass = _taken(said.getvalue(), name), disassemble(compiled.asm["cubin"])
-    if lost := clashes(compiled.asm["ptx"], sass):
+    taken, code, meta = _taken(said.getvalue(), name), fingerprint(compiled.asm["cubin"]), compiled.metadata
+    instructions, roles = known(code) or _parts(name, compiled.asm)
+    return Report(
+        name, capability, taken["registers"], taken["spill_stores"], taken["spill_loads"], taken["stack"], taken["static"] + meta.shared,
+        getattr(meta, "tmem_size", None) or 0, meta.num_warps, bool(_SERIALIZED.search(said.getvalue())), instructions, roles, code, seconds,
+    )  # fmt: skip
+
+
+def _parts(name: str, asm: Any) -> Parts:
+    """What stands in a kernel's machine code; raises where an operand of a product is lost."""
+    sass = disassemble(asm["cubin"])
+    if lost := clashes(asm["ptx"], sass):
         raise KernelFault(
             f"{name}: ptxas packs one left operand over another in {', '.join(lost)}; keep the one that outlives a turn in shared memory"
         )
-    meta = compiled.metadata
-    return Report(
-        name, capability, taken["registers"], taken["spill_stores"], taken["spill_loads"], taken["stack"], taken["static"] + meta.shared,
-        getattr(meta, "tmem_size", None) or 0, meta.num_warps, bool(_SERIALIZED.search(said.getvalue())), count(sass), loops(sass), seconds,
-    )  # fmt: skip
+    return count(sass), loops(sass)
 
 
 def _taken(log: str, name: str) -> dict[str, int]:
@@ -205,21 +217,24 @@ def launches(call: Call | DecodeCall | AppendCall, target: Target) -> list[tuple
     return found
 
 
-def rows(unit: Unit, kernel: str = "*") -> list[dict]:
-    """One row a kernel of the unit whose name matches; none where the family refuses the case."""
+def rows(unit: Unit, kernel: str = "*", recorded: Mapping[tuple[str, ...], dict] | None = None) -> list[dict]:
+    """One row a kernel of the unit whose name matches; none where the family refuses the case.
+
+    recorded: rows by `key`; machine code that has not changed since is not disassembled again.
+    """
     try:
         found = launches(unit.call, TARGETS[unit.target])
     except UnsupportedProblem:
         return []
     once = {job.name: (plan, job) for plan, job in reversed(found)}  # the Hopper backward converts up to three sums by one kernel
-    return [_row(unit, *once[name]) for name in reversed(once) if fnmatchcase(name, kernel)]
+    return [_row(unit, *once[name], (recorded or {}).get((*unit, name))) for name in reversed(once) if fnmatchcase(name, kernel)]
 
 
-def _row(unit: Unit, plan: Plan, job: Job) -> dict:
+def _row(unit: Unit, plan: Plan, job: Job, recorded: dict | None) -> dict:
     """What the kernel takes, or under "error" why it does not compile."""
     heading = {"family": unit.family, "kernel": job.name, "case": unit.case, "target": unit.target, "config": str(plan.config)}
     try:
-        facts = compile_job(job)._asdict()
+        facts = compile_job(job, partial(recalled, recorded or {}))._asdict()
     except (TritonError, RuntimeError) as error:  # the language's, ptxas's and the compiler's passes'
         return heading | {"error": _cause(error), "triton": triton.__version__}
     del facts["name"], facts["capability"]
@@ -233,88 +248,6 @@ def _cause(error: BaseException) -> str:
         error = error.__cause__
     said = str(getattr(error, "error_message", None) or error)
     return next(iter(said.strip().splitlines()), type(error).__name__)
-
-
-def key(row: dict) -> tuple[str, ...]:
-    return row["family"], row["case"], row["target"], row["kernel"]
-
-
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def merged(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
-    """The old rows with the new in their place, in the order of UNITS; rows of units that are no more are left out."""
-    place = {unit: n for n, unit in enumerate(UNITS)}
-    found = {key(row): row for row in itertools.chain(old, new) if Unit(*key(row)[:3]) in place}
-    return sorted(found.values(), key=lambda row: place[Unit(*key(row)[:3])])
-
-
-# ---------------------------------------------------------------- the page
-
-
-def page(rows: Sequence[dict]) -> str:
-    """The tables of docs/compiled.md: one case in full, all cases in short, and the ledger.
-
-    >>> page([]).split("\\n")[2]
-    '### d128 causal, in full'
-    """
-    targets = [target for target in TARGETS if any(row["target"] == target for row in rows)]
-    full = [row for row in rows if row["case"] == budget.ON_EVERY_TARGET]
-    parts = [f"### {budget.ON_EVERY_TARGET}, in full", table(_FULL, [_full(row) for row in full])]
-    for name in dict.fromkeys((row["family"], row["kernel"]) for row in rows):
-        found = {(row["case"], row["target"]): row for row in rows if (row["family"], row["kernel"]) == name}
-        own = [target for target in targets if any(target == known for _, known in found)]
-        lines = [[case, *(_short(found.get((case, target))) for target in own)] for case in dict.fromkeys(case for case, _ in found)]
-        parts += [f"### {'.'.join(name)}: registers, and bytes of spills", table(["case", *own], lines)]
-    parts += [
-        "### Roles: instructions in the inner loop",
-        table(_ROLE, [line for row in rows if row["case"] in budget.IN_ROLES for line in _roles(row)]),
-    ]
-    ledger = [[f"`{line.family}.{line.kernel}`", f"`{line.case}`", f"`{line.target}`", line.permits, line.why] for line in budget.LEDGER]
-    parts += ["### The ledger: exceptions", table(["kernel", "case", "target", "may", "why"], ledger)]
-    return "\n\n" + "\n\n".join(parts) + "\n\n"
-
-
-_FULL = ["target", "kernel", "registers", "spills", "stack", "shared", "tensor columns", "warps", *COUNTED, "s"]
-
-
-def _full(row: dict) -> list[object]:
-    if "error" in row:
-        return [row["target"], f"{row['family']}.{row['kernel']}", "-", row["error"], *"-" * (len(_FULL) - 4)]
-    shared = f"{row['shared_bytes'] / 1024:.1f} of {TARGETS[row['target']].shared_bytes // 1024} KiB"
-    taken = [row["registers"], budget.spill_bytes(row), row["stack_bytes"], shared, row["tensor_columns"], row["warps"]]
-    return [row["target"], f"{row['family']}.{row['kernel']}", *taken, *(row["instructions"].get(name, "-") for name in COUNTED), row["seconds"]]
-
-
-_ROLE = ["target", "kernel", "case", "role", "total", "least", *KINDS]
-
-
-def _roles(row: dict) -> list[list[object]]:
-    """A line a loop of a role; loops that are alike are one line."""
-    alike = Counter(tuple(loop.values()) for loop in row.get("roles", []))
-    named = [row["target"], f"{row['family']}.{row['kernel']}", row["case"]]
-    return [[*named, role if times == 1 else f"{role} x {times}", *numbers] for (role, *numbers), times in alike.items()]
-
-
-def _short(row: dict | None) -> str:
-    if row is None or "error" in row:
-        return "does not compile" if row else "-"
-    spills = budget.spill_bytes(row)
-    return f"{row['registers']} + {spills} B" if spills else str(row["registers"])
-
-
-def table(header: list[str], lines: list[list]) -> str:
-    rule = ["---" if any(isinstance(line[i], str) for line in lines) else "---:" for i in range(len(header))]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [header, rule, *lines])
-
-
-def write_page(path: Path, rows: Sequence[dict]) -> None:
-    text = path.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise InvalidProblem("--table", path, f"a page with one line {BEGIN} and one line {END}", "put them where the tables belong")
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    path.write_text(before + BEGIN + page(rows) + END + after)
 
 
 # ---------------------------------------------------------------- the command
@@ -352,11 +285,11 @@ def _run(a: argparse.Namespace) -> int:
     everything = merged(kept, found)
     a.results.write_text("".join(json.dumps(row) + "\n" for row in everything))
     if a.table:
-        write_page(a.table, everything)
+        fill(a.table, "compiled", page(everything))
     for row in found:
-        print(f"{row['target']:<7} {row['kernel']:<15} {row['case']:<33} {_short(row):>16}")
-    roles = [line for row in found for line in _roles(row)] if a.roles else []
-    print(table(_ROLE, roles) if roles else "", end="\n" * bool(roles))
+        print(f"{row['target']:<7} {row['kernel']:<15} {row['case']:<33} {in_short(row):>16}")
+    roles = [line for row in found for line in lines_of_roles(row)] if a.roles else []
+    print(table(OF_ROLES, roles) if roles else "", end="\n" * bool(roles))
     over = [fault for row in found for fault in budget.faults(row)]
     print("\n".join([*over, f"{len(found)} kernels compiled, {len(over)} faults"]))
     return 1 if over else 0

@@ -6,7 +6,9 @@ warps are sent to their roles is not followed, so that no loop leads from one ro
 
 from __future__ import annotations
 
+import hashlib
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -65,6 +67,18 @@ class Loop(NamedTuple):
 
     def row(self) -> dict[str, int | str]:
         return {"role": self.role, "total": self.total, "least": self.least, **self.kinds}
+
+
+Parts = tuple[dict[str, int], list[Loop]]  # what a disassembly says: `count` and `loops`
+
+
+def fingerprint(cubin: bytes) -> str:
+    """Of a kernel's instructions alone: not of the lines, paths and PTX that a cubin holds besides (an ELF file of 64 bits)."""
+    begin, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)
+    sections = [struct.unpack_from("<I20xQQ", cubin, begin + n * size) for n in range(count)]  # (name, offset, bytes)
+    strings = sections[names][1]
+    code = [cubin[offset : offset + length] for name, offset, length in sections if cubin.startswith(b".text.", strings + name)]
+    return hashlib.sha256(b"".join(code)).hexdigest()[:16]
 
 
 def disassemble(cubin: bytes) -> str:

@@ -1,0 +1,97 @@
+"""The record of compiled kernels: a row for each, in `results/compiled.jsonl`, and the tables of docs/compiled.md, which are made of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from . import budget
+from .budget import TARGETS, UNITS, Unit
+from .sass import COUNTED, KINDS, Loop, Parts
+
+RESULTS = Path("results/compiled.jsonl")
+
+
+def key(row: dict) -> tuple[str, ...]:
+    return row["family"], row["case"], row["target"], row["kernel"]
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def merged(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
+    """The old rows with the new in their place, in the order of UNITS; rows of units that are no more are left out."""
+    place = {unit: n for n, unit in enumerate(UNITS)}
+    found = {key(row): row for row in itertools.chain(old, new) if Unit(*key(row)[:3]) in place}
+    return sorted(found.values(), key=lambda row: place[Unit(*key(row)[:3])])
+
+
+def recalled(row: dict, code: str) -> Parts | None:
+    """What a row's disassembly said, where it was of this machine code."""
+    if row.get("code") != code or not row["instructions"]:
+        return None
+    roles = [Loop(role["role"], role["total"], role["least"], {kind: role[kind] for kind in KINDS}) for role in row.get("roles", [])]
+    return row["instructions"], roles
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page(rows: Sequence[dict]) -> str:
+    """The tables of docs/compiled.md: one case in full, all cases in short, and the ledger.
+
+    >>> page([]).split("\\n")[0]
+    '### d128 causal, in full'
+    """
+    targets = [target for target in TARGETS if any(row["target"] == target for row in rows)]
+    full = [row for row in rows if row["case"] == budget.ON_EVERY_TARGET]
+    parts = [f"### {budget.ON_EVERY_TARGET}, in full", table(_FULL, [_full(row) for row in full])]
+    for name in dict.fromkeys((row["family"], row["kernel"]) for row in rows):
+        found = {(row["case"], row["target"]): row for row in rows if (row["family"], row["kernel"]) == name}
+        own = [target for target in targets if any(target == known for _, known in found)]
+        lines = [[case, *(in_short(found.get((case, target))) for target in own)] for case in dict.fromkeys(case for case, _ in found)]
+        parts += [f"### {'.'.join(name)}: registers, and bytes of spills", table(["case", *own], lines)]
+    parts += [
+        "### Roles: instructions in the inner loop",
+        table(OF_ROLES, [line for row in rows if row["case"] in budget.IN_ROLES for line in lines_of_roles(row)]),
+    ]
+    ledger = [[f"`{line.family}.{line.kernel}`", f"`{line.case}`", f"`{line.target}`", line.permits, line.why] for line in budget.LEDGER]
+    parts += ["### The ledger: exceptions", table(["kernel", "case", "target", "may", "why"], ledger)]
+    return "\n\n".join(parts)
+
+
+_FULL = ["target", "kernel", "registers", "spills", "stack", "shared", "tensor columns", "warps", *COUNTED, "s"]
+
+
+def _full(row: dict) -> list[object]:
+    if "error" in row:
+        return [row["target"], f"{row['family']}.{row['kernel']}", "-", row["error"], *"-" * (len(_FULL) - 4)]
+    shared = f"{row['shared_bytes'] / 1024:.1f} of {TARGETS[row['target']].shared_bytes // 1024} KiB"
+    taken = [row["registers"], budget.spill_bytes(row), row["stack_bytes"], shared, row["tensor_columns"], row["warps"]]
+    return [row["target"], f"{row['family']}.{row['kernel']}", *taken, *(row["instructions"].get(name, "-") for name in COUNTED), row["seconds"]]
+
+
+OF_ROLES = ["target", "kernel", "case", "role", "total", "least", *KINDS]
+
+
+def lines_of_roles(row: dict) -> list[list[object]]:
+    """A line a loop of a role; loops that are alike are one line."""
+    alike = Counter(tuple(loop.values()) for loop in row.get("roles", []))
+    named = [row["target"], f"{row['family']}.{row['kernel']}", row["case"]]
+    return [[*named, role if times == 1 else f"{role} x {times}", *numbers] for (role, *numbers), times in alike.items()]
+
+
+def in_short(row: dict | None) -> str:
+    if row is None or "error" in row:
+        return "does not compile" if row else "-"
+    spills = budget.spill_bytes(row)
+    return f"{row['registers']} + {spills} B" if spills else str(row["registers"])
+
+
+def table(header: list[str], lines: list[list]) -> str:
+    rule = ["---" if any(isinstance(line[i], str) for line in lines) else "---:" for i in range(len(header))]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [header, rule, *lines])
