@@ -38,7 +38,7 @@ def _each(units):
 
 @pytest.mark.parametrize("unit", _each(UNITS))
 def test_within_budget_and_as_recorded(unit):
-    found = rows(unit, recorded=RECORDED)
+    found = rows(unit, recorded=RECORDED if unit.each_commit else None)  # of what is nightly all is disassembled anew
     assert [fault for row in found for fault in budget.faults(row)] == []
     recorded = [row for row in RECORDED.values() if Unit(*key(row)[:3]) == unit]
     assert [row["kernel"] for row in found] == [row["kernel"] for row in recorded], REFRESH

@@ -141,7 +141,11 @@ def recording(target: Target) -> Iterator[list[Job]]:
         JITFunction.run = run  # type: ignore[method-assign]
 
 
-def compile_job(job: Job, known: Callable[[str], Parts | None] = lambda code: None) -> Report:
+def _unknown(code: str) -> Parts | None:
+    return None
+
+
+def compile_job(job: Job, known: Callable[[str], Parts | None] = _unknown) -> Report:
     """Compile one launch with cold caches and say what it takes; raises what the compiler raises.
 
     known: what a disassembly said of machine code with this fingerprint, or None; disassembling takes 0.2 s and more, as long as many compiles.
@@ -151,7 +155,7 @@ def compile_job(job: Job, known: Callable[[str], Parts | None] = lambda code: No
 
 def report(
     name: str, kernel: Any, capability: int, arguments: tuple, options: dict[str, Any], grid: Any = (1,),
-    known: Callable[[str], Parts | None] = lambda code: None,
+    known: Callable[[str], Parts | None] = _unknown,
 ) -> Report:  # fmt: skip
     """`compile_job` for a launch that was never recorded."""
     said = io.StringIO()

@@ -31,11 +31,11 @@ def merged(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
 
 
 def recalled(row: dict, code: str) -> Parts | None:
-    """What a row's disassembly said, where it was of this machine code."""
-    if row.get("code") != code or not row["instructions"]:
+    """What a row's disassembly said, where it was of this machine code and looked for what is looked for now."""
+    instructions, roles = row.get("instructions", {}), row.get("roles", [])
+    if row.get("code") != code or instructions.keys() != COUNTED.keys() or any(not KINDS.keys() <= role.keys() for role in roles):
         return None
-    roles = [Loop(role["role"], role["total"], role["least"], {kind: role[kind] for kind in KINDS}) for role in row.get("roles", [])]
-    return row["instructions"], roles
+    return instructions, [Loop(role["role"], role["total"], role["least"], {kind: role[kind] for kind in KINDS}) for role in roles]
 
 
 # ---------------------------------------------------------------- the page
