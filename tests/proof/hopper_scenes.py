@@ -107,6 +107,11 @@ def backward_split() -> tuple[Tensor, ...]:
     return _backward(256, 256, 128, heads=(2, 1), mask=CAUSAL)
 
 
+def backward_first() -> tuple[Tensor, ...]:
+    """The first of three tiles of keys stores four tiles of dq, for which the others wait, each in a program of its own."""
+    return _backward(256, 384, 128, sms=3, mask=CAUSAL)
+
+
 def backward_scattered() -> tuple[Tensor, ...]:
     """Rows of other documents lie on either side of one document's queries, and among those of another: three tiles of them and one, of which one is
     without such rows, for rings of two stages."""
@@ -182,7 +187,7 @@ SCENES = (
     Scene("forward_scattered", "sm_90", forward_scattered, FORWARD_MENDED),
     Scene("board", "sm_90", board, SCHEDULE),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_d256, backward_d192_128)),
-    Scene("backward_split", "sm_90", backward_split, BACKWARD),
+    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_split, backward_first)),
     Scene("backward_scattered", "sm_90", backward_scattered, BACKWARD_MENDED),
     *(Scene(run.__name__, "sm_90", run, BACKWARD, ordered=True) for run in (backward_ordered, backward_turns)),
     *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),

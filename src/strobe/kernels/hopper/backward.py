@@ -1,7 +1,7 @@
 """Backward attention on Hopper: three kernels, five products, dq summed in float32 memory; backward_walks has what is done with a tile.
 
     rows_kernel       delta = rowsum(dout * out) - dlse; what the main kernel reads of a row (lse in log2 units, -delta), in whole tiles;
-                      zeros for the sum of dq and the counter of tiles
+                      zeros for the counter of tiles, turns at dq, and its sum unless the first tile of keys stores (form.first_stores)
     backward_kernel   a program takes tiles of keys and values from the counter (of 256 columns one tile); for each it walks the tiles of queries
                       that see it, head by head of its group, or of its part of a group where whole ones would be too few or too unlike (form.splits)
     convert_dq_kernel dq = scale * its float32 sum, in q's dtype and in rows: the sum is in the order of registers (backward_steps.as_held)
@@ -35,8 +35,8 @@ for 4.4 and 5.9 of a program a tile (H200).
 A consumer holds everything transposed, keys in rows: p and ds may then be first operands in registers, and what a row has
 (lse, delta) is one value a column. A row that sees no key, or is none, has lse +inf: its p is 0. TMA gives zeros beyond the last row
 and column and writes nothing there. dk and dv of grouped heads are summed in registers, and of split groups in float32 memory; dq is added in
-memory always: in any order, or (form.ordered) key tile by key tile from the last that a tile of queries sees to the first. That is the order in
-which programs on the causal diagonal come to it by themselves, each two steps or more after the one before.
+memory always: behind the first in any order, or (form.ordered) key tile by key tile from the last that a tile of queries sees to the first. That is
+the order in which programs on the causal diagonal come to it by themselves, each two steps or more after the one before.
 
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arXiv 2407.08608), section 3 and its backward's dq writer.
 """
@@ -52,6 +52,7 @@ from ..device.dialect import (
     reinterpret,
     tma_load,
     tma_reduce_add,
+    tma_store,
     tma_store_drain,
     tma_store_wait,
     zero_of_turn,
@@ -279,13 +280,26 @@ def keep(parts, sums, factor):
 
 @gluon.jit
 def await_turn(turn, n_start, row, lengths, limits, form: gl.constexpr):
-    """Wait until the key tiles behind n_start's have added to the tile of dq that begins at `row`; each of them counts `turn` up."""
+    """Whether this tile of keys is the first to add to the tile of dq that begins at `row`: it stores, so that nothing need be cleared before.
+
+    Else wait until that has been done; where form.ordered, until all key tiles behind n_start's have added: each counts `turn` up. The first is the
+    last that a row of the tile sees where form.ordered, and else the first: programs have taken that sooner.
+    """
     bounds = (lengths[1], limits[0], limits[1])
-    seen_first, seen_stop = row_interval(row + form.tuning.block_m - 1, lengths[0], lengths[1], bounds, 0, form)
-    before = (seen_stop - 1 - n_start) // form.tuning.block_n
-    while gl.atomic_add(turn, 0, sem="acquire") != before:
-        pass
+    if form.ordered:
+        seen_first, seen_stop = row_interval(row + form.tuning.block_m - 1, lengths[0], lengths[1], bounds, 0, form)
+        before = (seen_stop - 1 - n_start) // form.tuning.block_n
+        while gl.atomic_add(turn, 0, sem="acquire") != before:
+            pass
+        first = before == 0
+    else:
+        seen_first, seen_stop = row_interval(row, lengths[0], lengths[1], bounds, 0, form)
+        first = seen_first // form.tuning.block_n * form.tuning.block_n == n_start
+        if not first:
+            while gl.atomic_add(turn, 0, sem="acquire") == 0:
+                pass
     fence_async_global()
+    return first
 
 
 @gluon.jit
@@ -336,33 +350,46 @@ def add_step(own: gl.constexpr, step, steps, n_start, lengths, dq_desc, turns, d
     head, block = head_of_step(part, step, blocks, form)
     m_start = m_first + tile_of_step(block, blocks, form) * form.tuning.block_m
     tile = first_tile + head * work[1][4] + m_start // form.tuning.block_m
-    if form.halves:
-        await_ready(own, dq, at, form)
-    if form.ordered:
+    first = False
+    if form.first_stores:
         turn = turns + tile
-        await_turn(turn, n_start, m_start, lengths, work[2], form)
+        first = await_turn(turn, n_start, m_start, lengths, work[2], form)
     line = tile * form.dq_units() * form.dq_lines
     if form.halves:
+        await_ready(own, dq, at, form)
         for unit in gl.static_range(form.dq_units()):
-            tma_reduce_add(dq_desc, [line + unit * form.dq_lines, 0], dq[0].index(own * form.dq_slot + unit))
+            add_unit(first, dq_desc, line + unit * form.dq_lines, dq[0].index(own * form.dq_slot + unit), form)
         set_free(own, dq, form)
         at = at.next()
     else:
-        at = add_units(dq_desc, line, dq, at, form)
+        at = add_units(first, dq_desc, line, dq, at, form)
     if form.ordered:
         pass_turn(turn)
+    elif form.first_stores:
+        if first:
+            pass_turn(turn)
     return at
 
 
 @gluon.jit
-def add_units(dq_desc, line, dq, at, form: gl.constexpr):
+def add_unit(first, dq_desc, line, unit, form: gl.constexpr):
+    if not form.first_stores:
+        tma_reduce_add(dq_desc, [line, 0], unit)
+    elif first:
+        tma_store(dq_desc, [line, 0], unit)
+    else:
+        tma_reduce_add(dq_desc, [line, 0], unit)
+
+
+@gluon.jit
+def add_units(first, dq_desc, line, dq, at, form: gl.constexpr):
     """`add_step` of 64 keys, whose dq comes unit by unit: a place is free once its unit has been read, while the next is added."""
     PARTS: gl.constexpr = form.tuning.parts
     PLACES: gl.constexpr = form.places
     for part in gl.static_range(PARTS):
         for i in gl.static_range(PLACES):
             mbarrier.wait(dq[1].index(i), at.parity)
-            tma_reduce_add(dq_desc, [line + (part * PLACES + i) * form.dq_lines, 0], dq[0].index(i))
+            add_unit(first, dq_desc, line + (part * PLACES + i) * form.dq_lines, dq[0].index(i), form)
             if part + i > 0:
                 tma_store_wait(1)
                 mbarrier.arrive(dq[2].index((i + PLACES - 1) % PLACES))

@@ -377,6 +377,12 @@ class BackwardForm(InParts):
         return 2 if self.ordered and self.halves else 1
 
     @property
+    def first_stores(self) -> bool:
+        """Whether the first tile of keys to come to a tile of dq stores, so that nothing clears dq's sum, and the others wait for that: where
+        programs take turns anyway, and where tiles differ in length, so that all begin one after the other."""
+        return not self.spans and (self.ordered or self.mask.right)
+
+    @property
     def persistent(self) -> bool:
         """Programs take tile after tile; at 256 columns, where registers are fewest, ptxas would spill within the steps: dense 16k 316
         TFLOP/s for 432 (H200)."""
@@ -473,7 +479,7 @@ class HopperBackward:
         rows = Buffer("rows", (2, *heads, tiles * form.tuning.block_m), torch.float32)
         dq_sum = Buffer("dq_sum", (*heads, tiles, form.tuning.block_m * form.block_d), torch.float32)
         buffers = [rows, dq_sum, Buffer("counter", (1,), torch.int32)]
-        if form.ordered:
+        if form.first_stores:
             buffers.append(Buffer("turns", (*heads, tiles), torch.int32))
         if form.splits > 1:
             keys = problem.layout.total_k if problem.packed else problem.layout.seqlen_k  # type: ignore[union-attr]

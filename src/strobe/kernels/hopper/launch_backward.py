@@ -41,7 +41,7 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
     strides = (dout.stride(), dk.stride(), dv.stride())
     main = partial(main_launch, plan, call, views, offsets, turns, counter)
     launched += [relaunch.start(plan, (call.left, call.right, *strides), (*views, *others), main)]
-    pointers_dq = (dq_sum, t.dq, call.cu_seqlens_q)
+    pointers_dq = (dq_sum, t.dq, call.cu_seqlens_q, turns)
     launched += [relaunch.start(plan, ("dq", t.dq.stride()), pointers_dq, lambda: dq_launch(plan, pointers_dq))]
     copied = dout is not t.dout
     for name, held, gradient in (("dk", dk, t.dk), ("dv", dv, t.dv)):

@@ -37,7 +37,7 @@ def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
     tl.store(delta + place, row_delta, mask=row_ok)
     row_lse = tl.load(lse + place, mask=row_ok, other=float("-inf")) * 1.4426950408889634
     empty = row_lse == float("-inf")
-    if form.ordered:
+    if form.first_stores:
         tl.store(turns + pid, 0)
     if pid == 0:
         tl.store(counter, 0)
@@ -45,7 +45,7 @@ def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
     tl.store(numbers, tl.where(empty, float("inf"), row_lse))
     tl.store(numbers + tl.num_programs(0).to(tl.int64) * BLOCK_M, tl.where(empty, 0.0, -row_delta))
     UNIT: tl.constexpr = form.dq_lines * 256
-    for unit in tl.static_range(form.dq_units()):
+    for unit in tl.static_range(0 if form.first_stores else form.dq_units()):
         tl.store(dq_sum + (pid.to(tl.int64) * form.dq_units() + unit) * UNIT + tl.arange(0, UNIT), tl.zeros([UNIT], tl.float32))
 
 
@@ -77,8 +77,8 @@ def convert_kernel(tensors, strides, sizes, scale, STORED: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def convert_dq_kernel(dq_sum, dq, cu_seqlens_q, strides, sizes, scale, form: tl.constexpr):
-    """dq = scale * its sum, as backward.as_held ordered it, tile by tile; strides and sizes as rows_kernel has them, of dq."""
+def convert_dq_kernel(dq_sum, dq, cu_seqlens_q, turns, strides, sizes, scale, form: tl.constexpr):
+    """dq = scale * its sum, as backward_steps.as_held ordered it, tile by tile; strides and sizes as rows_kernel has them, of dq."""
     BLOCK_M: tl.constexpr = form.tuning.block_m
     UNIT: tl.constexpr = form.dq_unit
     heads, total, sequences, tiles = sizes
@@ -92,6 +92,13 @@ def convert_dq_kernel(dq_sum, dq, cu_seqlens_q, strides, sizes, scale, form: tl.
     row_ok = block * BLOCK_M + row < length
     by_row = row // 64 * (64 * UNIT) + row % 64 // 16 * 128 + row % 8 * 16 + row // 8 % 2 * 2
     by_column = column // 8 * (8 * 64) + column % 8 // 2 * 4 + column % 2
+    if form.first_stores:
+        if tl.load(turns + pid) == 0:  # nobody sees a key: there is no sum
+            for unit in tl.static_range(form.dq_units_written()):
+                part = head_of(dq, strides, index, heads) + unit * UNIT
+                nothing = tl.zeros([BLOCK_M, UNIT], tl.float32)
+                store_rows(part, nothing, start + block * BLOCK_M + row, column, strides[1], row_ok, form.dq_width(unit))
+            return
     for unit in tl.static_range(form.dq_units_written()):
         held = dq_sum + (pid.to(tl.int64) * form.block_d + unit * UNIT) * BLOCK_M
         tile = tl.load(held + by_row[:, None] + by_column[None, :]) * scale
