@@ -181,6 +181,46 @@ def test_hopper_backward_under_every_schedule(name, family, judge):
             run_and_judge(judge, CASES[name], dtype, family, schedule)
 
 
+LONG_ROWS = ("causal", "causal_more_rows_sinks", "d64_causal", "d64_window", "head_dim_96", "packed_causal", "packed_d64_window")
+
+
+@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(LONG_ROWS) for one in by_turns(n, name)])
+def test_the_sum_of_dq_is_cleared_where_rows_see_many_keys(name, schedule, judge, as_of_many_keys):
+    assert not _form(CASES[name]).first_stores
+    n = LONG_ROWS.index(name)
+    run_and_judge(judge, CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
+
+
+@pytest.mark.parametrize("name", LONG_ROWS)
+def test_the_first_tile_of_keys_stores_where_rows_see_few(name):
+    assert _form(CASES[name]).first_stores
+
+
+@pytest.mark.parametrize(
+    "batch, seqlen, heads, width, bounds, stores",
+    [
+        (32, 512, (16, 16), 128, (-1, 0), True),
+        (4, 4096, (16, 16), 128, (-1, 0), True),
+        (2, 8192, (16, 16), 128, (-1, 0), False),
+        (8, 2048, (32, 32), 64, (-1, 0), True),
+        (4, 4096, (32, 32), 64, (-1, 0), False),
+        (32, 512, (16, 16), 192, (-1, 0), False),
+        (32, 512, (16, 16), 128, (-1, -1), False),  # tiles of keys come together
+        (32, 512, (32, 8), 128, (-1, 0), False),  # shorter tiles come first to a group's second head
+        (1, 2048, (64, 32), 128, (-1, 0), False),
+        (1, 512, (16, 2), 128, (-1, 0), True),  # a head for each program
+        (1, 16384, (64, 8), 64, (1023, 0), True),
+        (1, 16384, (64, 8), 64, (4095, 0), False),
+        (1, 16384, (64, 8), 64, (1023, -1), False),
+    ],
+)
+def test_when_the_first_tile_of_keys_stores(batch, seqlen, heads, width, bounds, stores):
+    q, k = (torch.empty(batch, seqlen, count, width, dtype=torch.bfloat16, device="meta") for count in heads)
+    problem = Problem.from_call(Call(q, k, k, left=bounds[0], right=bounds[1], needs_grad=True))
+    assert hopper.BACKWARD.config(problem, FAKES["H200"]).form.first_stores == stores
+    assert hopper.BACKWARD.config(replace(problem, deterministic=True), FAKES["H200"]).form.first_stores
+
+
 def _form(case: Case, target: Target = H200) -> hopper.BackwardForm:
     return hopper.BACKWARD.config(Problem.from_call(case.build("cpu", torch.bfloat16)), target).form
 

@@ -146,11 +146,12 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("invariant_kernel", "d128 *", "sm_90", 1412, _JOINED, family="hopper"),
     Allowance("invariant_kernel", "d256 *", "sm_90", 208, _JOINED, family="hopper"),
     Allowance("backward_kernel", "d128 window sinks softcap", "sm_90", 340, _CAPPED, family="hopper"),
-    Allowance("backward_kernel", "d256 window sinks softcap", "sm_90", 324, _CAPPED, family="hopper"),
+    Allowance("backward_kernel", "d256 window sinks softcap", "sm_90", 284, _CAPPED, family="hopper"),
     Allowance("backward_kernel", "d* ragged", "sm_90", 104, _BETWEEN, family="hopper"),
     Allowance("backward_kernel", "* group *", "sm_90", 224, _BETWEEN, family="hopper"),
     Allowance("backward_kernel", "* deterministic", "sm_90", 120, _BETWEEN, family="hopper"),
     Allowance("backward_kernel", "d64 window", "sm_90", 224, _BETWEEN, family="hopper"),
+    Allowance("backward_kernel", "d64 window, many keys", "sm_90", 208, _BETWEEN, family="hopper"),
     Allowance("backward_kernel", "*", "sm_90", 96, _BETWEEN, family="hopper"),
     # sm_80, 86, 89
     Allowance("keys_kernel", "* group *", "sm_8?", 1788, _GROUP),

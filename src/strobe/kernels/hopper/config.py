@@ -277,6 +277,7 @@ class BackwardForm(InParts):
     packed: bool
     ordered: bool = False  # tiles of keys take turns to add to a tile of dq, the last that it sees first; programs then take the last keys first
     splits: int = 1  # programs among which the heads of a group are divided
+    first_stores: bool = False  # the first tile of keys to come to a tile of dq stores, so that nothing clears dq's sum; the others wait for that
 
     @property
     def spans(self) -> bool:
@@ -377,12 +378,6 @@ class BackwardForm(InParts):
         return 2 if self.ordered and self.halves else 1
 
     @property
-    def first_stores(self) -> bool:
-        """Whether the first tile of keys to come to a tile of dq stores, so that nothing clears dq's sum, and the others wait for that: where
-        programs take turns anyway, and where tiles differ in length, so that all begin one after the other."""
-        return not self.spans and (self.ordered or self.mask.right)
-
-    @property
     def persistent(self) -> bool:
         """Programs take tile after tile; at 256 columns, where registers are fewest, ptxas would spill within the steps: dense 16k 316
         TFLOP/s for 432 (H200)."""
@@ -444,6 +439,8 @@ BACKWARD_TUNINGS = {
 BACKWARD_TIGHT = {(128, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2, hides_weights=False)}
 BACKWARD_CAPPED = {(64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3)}  # for tanh's registers: 0 bytes of spills for 1340
 
+STORED_KEYS = {(64, 64): 1200, (96, 96): 1200, (128, 128): 2400}  # a row, on average, up to which the first tile stores
+
 
 class HopperBackward:
     name = "hopper.backward"
@@ -464,7 +461,8 @@ class HopperBackward:
         tuning = capped or smaller or BACKWARD_TUNINGS[widths]
         even = not problem.packed and not has_spans(problem.mask) and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         splits = 1 if ordered or widths[0] != widths[1] else _splits(problem, target, tuning)
-        constants = problem.group, problem.mask, bool(problem.softcap), even, problem.packed, ordered, splits
+        stores = ordered or _first_stores(problem, splits, widths)
+        constants = problem.group, problem.mask, bool(problem.softcap), even, problem.packed, ordered, splits, stores
         return BackwardConfig(BackwardForm(tuning, *widths, *head_dims, *constants))
 
     def cost(self, problem: Problem) -> Cost:
@@ -499,6 +497,18 @@ LONG_PROGRAM = 64  # steps of the longest, of which its sums in float32 memory a
 def whole_lines(width: int) -> int:
     """A row of this many float32 numbers, made whole units of 16 bytes."""
     return -(-width // 4) * 4
+
+
+def _first_stores(problem: Problem, splits: int, widths: tuple[int, int]) -> bool:
+    """Whether clearing dq's sum takes longer than waiting for the first tile of keys: where rows see few keys, and tiles come one after the other.
+
+    Dense ones come together, and of causal heads that a program walks in turn the shorter tiles come first to the second: dense 4k 0.96 of the speed,
+    GQA 64/8 causal 2k 0.88. d128 causal 512 1.11, 1k 1.06, 2k 1.02, 4k 1.01, 16k 0.96; d64 1.04, 1.03, 1.00, 0.99, 0.96; windows of 256, 1,024,
+    2,048 and 4,096 1.08 to 1.11, 1.03, 0.99, 0.91 to 1.00; d192 causal 8k 0.70 (H200).
+    """
+    mask = problem.mask
+    apart = mask.right and (mask.left or splits == problem.group)
+    return apart and not has_spans(mask) and keys_a_row(problem) <= STORED_KEYS.get(widths, 0)
 
 
 def _splits(problem: Problem, target: Target, tuning: BackwardTuning) -> int:
