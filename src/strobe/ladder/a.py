@@ -47,20 +47,20 @@ waits for ldmatrix (10 %). Tensor cores are busy 59 % of the time.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.4933     278.6          28.2
-     64  dense     8192     3.671     299.5          30.3
-     64  dense    16384     7.259     302.9          30.6
-     64  causal    1024    0.2915     235.9          23.9
-     64  causal    8192      1.94     283.4          28.7
-     64  causal   16384     3.805       289          29.2
-    128  dense     1024    0.4229       325          32.9
-    128  dense     8192     3.204     343.2          34.7
-    128  dense    16384     6.262     351.2          35.5
+     64  dense     1024    0.4678     293.8          29.7
+     64  dense     8192     3.517     312.7          31.6
+     64  dense    16384     7.189     305.9          30.9
+     64  causal    1024    0.2937     234.2          23.7
+     64  causal    8192     1.907     288.4          29.2
+     64  causal   16384      3.92     280.5          28.4
+    128  dense     1024    0.4283     320.9          32.4
+    128  dense     8192     3.147     349.3          35.3
+    128  dense    16384     6.324     347.7          35.2
     128  causal    1024    0.2747     250.4          25.3
     128  causal    8192     1.798     305.7          30.9
     128  causal   16384     3.481     315.9          31.9
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
 """
 
 from __future__ import annotations

@@ -25,20 +25,20 @@ What limits it: one buffer. TMA needs about a microsecond from request to arriva
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.5259     261.4          26.4
-     64  dense     8192      3.91     281.2          28.4
-     64  dense    16384     7.748     283.8          28.7
-     64  causal    1024    0.3099     221.9          22.4
-     64  causal    8192     2.047     268.6          27.2
-     64  causal   16384      4.06     270.8          27.4
-    128  dense     1024    0.3944     348.4          35.2
-    128  dense     8192     2.964     370.9          37.5
-    128  dense    16384     5.994     366.9          37.1
+     64  dense     1024    0.5182     265.2          26.8
+     64  dense     8192     3.915     280.8          28.4
+     64  dense    16384     7.708     285.3          28.8
+     64  causal    1024    0.3128     219.9          22.2
+     64  causal    8192     2.138     257.2            26
+     64  causal   16384     4.101     268.1          27.1
+    128  dense     1024    0.4073     337.4          34.1
+    128  dense     8192     3.021     363.9          36.8
+    128  dense    16384     6.012     365.8            37
     128  causal    1024    0.2474     278.1          28.1
     128  causal    8192      1.61     341.6          34.5
     128  causal   16384     3.088     356.1            36
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
 """
 
 from __future__ import annotations

@@ -17,20 +17,20 @@ What limits it: latency, where a tile's work is shorter than a load takes; then 
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.5148       267            27
-     64  dense     8192      3.95     278.4          28.1
-     64  dense    16384     7.633     288.1          29.1
-     64  causal    1024    0.3074     223.7          22.6
-     64  causal    8192     2.031     270.7          27.4
-     64  causal   16384     4.087     269.1          27.2
-    128  dense     1024    0.3865     355.6            36
-    128  dense     8192     3.076     357.4          36.1
-    128  dense    16384     5.854     375.7            38
+     64  dense     1024    0.5264     261.1          26.4
+     64  dense     8192     3.957     277.8          28.1
+     64  dense    16384     7.862     279.7          28.3
+     64  causal    1024    0.3124     220.2          22.3
+     64  causal    8192     2.157     254.9          25.8
+     64  causal   16384     4.158     264.4          26.7
+    128  dense     1024    0.4072     337.5          34.1
+    128  dense     8192     3.054       360          36.4
+    128  dense    16384     6.088     361.2          36.5
     128  causal    1024    0.2501       275          27.8
     128  causal    8192     1.721     319.5          32.3
     128  causal   16384     3.095     355.3          35.9
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
 """
 
 from __future__ import annotations

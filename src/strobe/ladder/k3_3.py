@@ -25,20 +25,20 @@ fetches all of K and V for its few rows.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.4879     281.7          28.5
-     64  dense     8192     3.653       301          30.4
-     64  dense    16384     7.282       302          30.5
-     64  causal    1024    0.2959     232.5          23.5
-     64  causal    8192     2.014       273          27.6
-     64  causal   16384      3.83     287.1            29
-    128  dense     1024    0.3913     351.2          35.5
-    128  dense     8192     2.943     373.6          37.8
-    128  dense    16384     5.974     368.1          37.2
+     64  dense     1024    0.4869     282.2          28.5
+     64  dense     8192     3.634     302.6          30.6
+     64  dense    16384     7.276     302.2          30.6
+     64  causal    1024    0.3013     228.3          23.1
+     64  causal    8192     1.996     275.4          27.8
+     64  causal   16384     3.886       283          28.6
+    128  dense     1024    0.3977     345.6          34.9
+    128  dense     8192     3.144     349.8          35.4
+    128  dense    16384     6.299     349.1          35.3
     128  causal    1024    0.2499     275.3          27.8
     128  causal    8192     1.754     313.5          31.7
     128  causal   16384     3.401     323.3          32.7
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
 """
 
 from __future__ import annotations

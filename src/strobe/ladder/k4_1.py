@@ -21,20 +21,20 @@ What limits it: the round trip of scores, mma.sync for half the FLOPs, and tenso
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.4969     276.6            28
-     64  dense     8192     3.766     291.9          29.5
-     64  dense    16384     7.375     298.2          30.1
-     64  causal    1024    0.2891     237.9          24.1
-     64  causal    8192     1.962     280.2          28.3
-     64  causal   16384     3.871     284.1          28.7
-    128  dense     1024    0.3689     372.6          37.7
-    128  dense     8192     2.681     410.1          41.5
-    128  dense    16384     5.186       424          42.9
+     64  dense     1024    0.4834     284.3          28.7
+     64  dense     8192     3.696     297.5          30.1
+     64  dense    16384      7.37     298.4          30.2
+     64  causal    1024    0.2889     238.1          24.1
+     64  causal    8192      1.95       282          28.5
+     64  causal   16384     3.886       283          28.6
+    128  dense     1024    0.3654     376.1            38
+    128  dense     8192     2.687     409.3          41.4
+    128  dense    16384     5.269     417.4          42.2
     128  causal    1024    0.2309     297.9          30.1
     128  causal    8192     1.512     363.7          36.8
     128  causal   16384     2.982     368.8          37.3
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
 """
 
 from __future__ import annotations

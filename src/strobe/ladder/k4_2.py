@@ -22,20 +22,20 @@ multiply. A second program on the SM fills some of the gaps, by chance.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3589     382.9          38.7
-     64  dense     8192     2.519     436.6          44.1
-     64  dense    16384     5.176     424.8            43
-     64  causal    1024    0.2326     295.7          29.9
-     64  causal    8192     1.446     380.2          38.4
-     64  causal   16384     2.684     409.7          41.4
-    128  dense     1024    0.2898     474.2          47.9
-    128  dense     8192     2.047     537.1          54.3
-    128  dense    16384     4.109     535.2          54.1
+     64  dense     1024    0.3742     367.3          37.1
+     64  dense     8192     2.686     409.3          41.4
+     64  dense    16384     5.272     417.1          42.2
+     64  causal    1024    0.2371     290.1          29.3
+     64  causal    8192     1.517     362.4          36.6
+     64  causal   16384     2.978     369.2          37.3
+    128  dense     1024    0.2995     458.8          46.4
+    128  dense     8192     2.211     497.3          50.3
+    128  dense    16384     4.358     504.6            51
     128  causal    1024    0.1855     370.8          37.5
     128  causal    8192     1.132     485.6          49.1
     128  causal   16384     2.176     505.2          51.1
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
 """
 
 from __future__ import annotations

@@ -31,22 +31,22 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
 
 What limits it: at D = 128 the tensor cores and the power they draw; shared memory feeds them at 88 % of its rate. At D = 64 exponents and issue slots
 are as busy as they are. Beyond this rung lie fewer bits; weights that wait for no maximum; and tiles from a counter, which evens out what differs in
-length (kernels/hopper). Of the production kernel, which has these two, it reaches 0.92 to 1.00 up to 2,048 keys, 0.87 to 0.94 from 4,096 on
-(D = 128), 0.91 to 0.98 at 512 and 1,024, 0.87 to 0.93 from 2,048 on (64). At D = 64 causal k5 is 1 to 5 % ahead up to 1,024 keys: turns cost there
-what they hide elsewhere, and up to 512 consumers take none.
+length (kernels/hopper). Of the production kernel, which has these two, it reaches 0.87 to 1.00, timed beside it and k5 alone; among all rungs in
+turn, where both run faster, 0.95 to 1.03 (D = 128, dense) and 0.92 to 1.01 (64). At D = 64 causal k5 is 1 to 5 % ahead up to 1,024 keys: turns cost
+there what they hide elsewhere, and up to 512 consumers take none.
 
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3251     422.7          42.7
-     64  dense     8192      2.08     528.7          53.5
-     64  dense    16384     4.166     527.9          53.4
-     64  causal    1024    0.2171     316.8            32
-     64  causal    8192     1.239     443.9          44.9
-     64  causal   16384     2.335     470.9          47.6
-    128  dense     1024    0.2358     582.8          58.9
-    128  dense     8192     1.649     666.9          67.4
-    128  dense    16384     3.239     678.8          68.6
+     64  dense     1024    0.3071     447.6          45.3
+     64  dense     8192     1.905     577.2          58.4
+     64  dense    16384     3.765     584.1          59.1
+     64  causal    1024    0.2086     329.8          33.4
+     64  causal    8192     1.094     502.6          50.8
+     64  causal   16384     2.064     532.8          53.9
+    128  dense     1024    0.2094     656.2          66.4
+    128  dense     8192     1.498     733.9          74.2
+    128  dense    16384     2.953     744.6          75.3
     128  causal    1024    0.1569     438.4          44.3
     128  causal    8192    0.9429     583.1            59
     128  causal   16384     1.743     630.9          63.8

@@ -21,21 +21,21 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
     shared      as in k6, and 256 bytes a consumer of what was noted
     registers   as in k6
 
-What limits it: tensor cores and their power at D = 128, exponents and issue slots at D = 64. Of k6's speed in one process it has 1.06 to 1.10 from
-4,096 keys on, 0.99 to 1.04 at 2,048, less below; of production's 0.95 to 1.00 from 4,096 on, but 0.92 at 16,384 (causal, 128), 0.82 to 0.98 below.
+What limits it: tensor cores and their power at D = 128, exponents and issue slots at D = 64. It has 1.06 to 1.10 of k6's speed from 4,096 keys on,
+0.99 to 1.04 at 2,048, less below; of production's 0.92 to 1.00 from 4,096 on, and among all rungs in turn, where all run faster, 0.98 to 1.04.
 
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3337     411.8          41.6
-     64  dense     8192      1.92     572.7          57.9
-     64  dense    16384     3.834     573.5            58
-     64  causal    1024    0.2192     313.9          31.7
-     64  causal    8192     1.144     480.7          48.6
-     64  causal   16384     2.116     519.7          52.6
-    128  dense     1024    0.2288     600.7          60.7
-    128  dense     8192     1.532     717.5          72.5
-    128  dense    16384     3.026     726.7          73.5
+     64  dense     1024    0.3201     429.4          43.4
+     64  dense     8192     1.781     617.3          62.4
+     64  dense    16384     3.554     618.8          62.6
+     64  causal    1024    0.2108     326.4            33
+     64  causal    8192     1.025     536.5          54.2
+     64  causal   16384     1.908     576.4          58.3
+    128  dense     1024    0.2052     669.8          67.7
+    128  dense     8192      1.42     774.1          78.3
+    128  dense    16384     2.809     782.9          79.2
     128  causal    1024    0.1593     431.7          43.6
     128  causal    8192    0.8776     626.5          63.3
     128  causal   16384      1.65     666.5          67.4

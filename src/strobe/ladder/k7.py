@@ -32,20 +32,20 @@ What limits it: waits at D = 128 (half of the tensor cores' rate is left), expon
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024      0.31     443.4          22.4
-     64  dense     8192     1.772     620.5          31.4
-     64  dense    16384     3.477     632.5            32
-     64  causal    1024     0.217     316.9          16.1
-     64  causal    8192    0.9512     578.1          29.2
-     64  causal   16384     1.824     602.8          30.5
-    128  dense     1024    0.1906     721.1          36.5
-    128  dense     8192     1.058      1039          52.5
-    128  dense    16384     2.114      1040          52.6
+     64  dense     1024    0.3108     442.2          22.4
+     64  dense     8192     1.789     614.6          31.1
+     64  dense    16384     3.411     644.7          32.6
+     64  causal    1024    0.2192     313.8          15.9
+     64  causal    8192     1.004     547.8          27.7
+     64  causal   16384     1.931     569.3          28.8
+    128  dense     1024    0.2027       678          34.3
+    128  dense     8192     1.108     992.4          50.2
+    128  dense    16384     2.158      1019          51.5
     128  causal    1024    0.1399     491.8            25
     128  causal    8192      0.57     964.6          48.8
     128  causal   16384     1.058      1039          52.5
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
 """
 
 from __future__ import annotations

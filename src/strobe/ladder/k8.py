@@ -24,20 +24,20 @@ What limits it: as in k7. The passes before it are bound by memory; they could b
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.5129       268          13.5
-     64  dense     8192     2.063       533          26.9
-     64  dense    16384     3.824       575          29.1
-     64  causal    1024    0.4563     150.8          12.3
-     64  causal    8192     1.245     441.7          22.3
-     64  causal   16384     2.181     504.2          25.5
-    128  dense     1024    0.4404     312.1          15.8
-    128  dense     8192     1.411     779.3          39.4
-    128  dense    16384     2.458     894.6          45.2
+     64  dense     1024     0.511       269          13.6
+     64  dense     8192     2.087     526.9          26.6
+     64  dense    16384     3.917     561.4          28.4
+     64  causal    1024     0.455     151.2          12.3
+     64  causal    8192     1.316     417.9          21.1
+     64  causal   16384     2.298     478.4          24.2
+    128  dense     1024    0.4464     307.9          15.6
+    128  dense     8192      1.44     763.5          38.6
+    128  dense    16384     2.576     853.5          43.1
     128  causal    1024    0.4077     168.7          13.7
     128  causal    8192    0.8617     638.1          32.3
     128  causal   16384      1.37     802.8          40.6
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
 """
 
 from __future__ import annotations

@@ -69,11 +69,12 @@ def plain_table(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"    {row['head_dim']:3}  {mask:6} {row['seqlen_k']:7} {row['ms']:9.4g} {row['tflops']:9.4g} {row['percent_of_ceiling'] or 0:13.3g}"
         )
-    return "\n".join([*lines, "", f"on {_where(rows[-1])}"])
+    return "\n".join([*lines, "", f"on {_where(rows)}"])
 
 
-def _where(row: dict[str, Any]) -> str:
-    return f"{row['device'].split(':')[0]}, torch {row['torch']}, Triton {row['triton']}, {row['date'][:10]}"
+def _where(rows: list[dict[str, Any]]) -> str:
+    newest, dates = rows[-1], sorted({row["date"][:10] for row in rows})
+    return f"{newest['device'].split(':')[0]}, torch {newest['torch']}, Triton {newest['triton']}, {' and '.join(dates)}"
 
 
 def with_table(source: str, rows: list[dict[str, Any]]) -> str:
@@ -103,11 +104,11 @@ def overview(rows: list[dict[str, Any]]) -> str:
         f"TFLOP/s at {OVERVIEW:,} queries and keys (decode: one query, GB/s by the model), beside strobe's own forward and what PyTorch ships;",
         f"timed in turn, in one process, as CUDA graphs (k1 and decode launched, in another). In brackets at {SHORTER:,}.\n",
         *_rates([row for row in timed if row["date"] <= most]),
-        f"\n{_where(next(row for row in timed if row['date'] == most))}.",
+        f"\n{_where([row for row in timed if row['date'] == most])}.",
     ]
     for date in sorted(date for date in together if date > most):
         own = [row for row in timed if row["date"] == date]
-        lines += [f"\nIn another process, {_where(own[-1])}, where clocks may be others:\n", *_rates(own)]
+        lines += [f"\nIn another process, {_where(own)}, where clocks may be others:\n", *_rates(own)]
     lines += [""]
     pictures = {"ladder_rates.png": "TFLOP/s of every rung, at its longest length", "ladder_length.png": "memory and time of every rung by length"}
     lines += [f"![{text}](images/{name})\n" for name, text in pictures.items() if (IMAGES / name).exists()]
@@ -205,7 +206,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         sizes = f"{row['model_bytes'] / 1e9:.3g} | {row['peak_bytes'] / 1e6:.3g}"
         figures = f"{row['ms']:.4g} | {row['tflops']:.4g} | {row['percent_of_ceiling'] or 0:.3g} | {sizes}"
         lines.append(f"| {row['head_dim']} | {'causal' if row['causal'] else 'dense'} | {row['seqlen_k']} | {figures} |")
-    return "\n".join([*lines, "", f"{_where(rows[-1])}.", ""])
+    return "\n".join([*lines, "", f"{_where(rows)}.", ""])
 
 
 def counted(rows: list[dict[str, Any]], name: str) -> str:

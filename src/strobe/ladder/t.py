@@ -21,20 +21,20 @@ which warp does what, is the compiler's choice. The rungs above take that choice
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3285     418.3          42.3
-     64  dense     8192      2.36     465.9          47.1
-     64  dense    16384     4.716     466.3          47.1
-     64  causal    1024    0.2299     299.2          30.3
-     64  causal    8192     1.343     409.4          41.4
-     64  causal   16384     2.682       410          41.5
-    128  dense     1024    0.3313     414.9          41.9
-    128  dense     8192       2.2     499.7          50.5
-    128  dense    16384     4.447     494.5            50
+     64  dense     1024    0.3278     419.2          42.4
+     64  dense     8192     2.321     473.8          47.9
+     64  dense    16384     4.646     473.4          47.9
+     64  causal    1024    0.2295     299.8          30.3
+     64  causal    8192     1.331     413.2          41.8
+     64  causal   16384      2.59     424.5          42.9
+    128  dense     1024    0.3391     405.3            41
+    128  dense     8192     2.192     501.7          50.7
+    128  dense    16384     4.351     505.4          51.1
     128  causal    1024     0.217     317.1          32.1
     128  causal    8192     1.196     459.8          46.5
     128  causal   16384     2.266     485.3          49.1
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
 """
 
 from __future__ import annotations
