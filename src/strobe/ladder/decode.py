@@ -38,7 +38,7 @@ Measured:
     128  causal    8192    0.1318     32.59          84.9
     128  causal   16384    0.1986     21.63          56.3
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21 and 2026-11-22
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21 to 2026-11-22
 """
 
 from __future__ import annotations

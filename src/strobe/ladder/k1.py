@@ -27,7 +27,7 @@ Measured:
     128  dense     1024     22.05     6.234          0.63
     128  dense     8192     176.3     6.237         0.631
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21 and 2026-11-22
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21 to 2026-11-22
 """
 
 from __future__ import annotations

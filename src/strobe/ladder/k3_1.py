@@ -38,7 +38,7 @@ Measured:
     128  causal    8192      1.61     341.6          34.5
     128  causal   16384     3.088     356.1            36
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
 """
 
 from __future__ import annotations

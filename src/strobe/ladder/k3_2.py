@@ -30,7 +30,7 @@ Measured:
     128  causal    8192     1.721     319.5          32.3
     128  causal   16384     3.095     355.3          35.9
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
 """
 
 from __future__ import annotations

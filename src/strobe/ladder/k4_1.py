@@ -34,7 +34,7 @@ Measured:
     128  causal    8192     1.512     363.7          36.8
     128  causal   16384     2.982     368.8          37.3
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
 """
 
 from __future__ import annotations

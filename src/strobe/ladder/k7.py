@@ -45,7 +45,7 @@ Measured:
     128  causal    8192      0.57     964.6          48.8
     128  causal   16384     1.058      1039          52.5
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ Measured:
     128  causal    8192    0.8617     638.1          32.3
     128  causal   16384      1.37     802.8          40.6
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import RUNGS, harness
 from .harness import Rung, Size
+from .plot import days
 
 if TYPE_CHECKING:
     from ..sim.timeline import Event
@@ -73,8 +74,8 @@ def plain_table(rows: list[dict[str, Any]]) -> str:
 
 
 def _where(rows: list[dict[str, Any]]) -> str:
-    newest, dates = rows[-1], sorted({row["date"][:10] for row in rows})
-    return f"{newest['device'].split(':')[0]}, torch {newest['torch']}, Triton {newest['triton']}, {' and '.join(dates)}"
+    newest = rows[-1]
+    return f"{newest['device'].split(':')[0]}, torch {newest['torch']}, Triton {newest['triton']}, {days(rows)}"
 
 
 def with_table(source: str, rows: list[dict[str, Any]]) -> str:

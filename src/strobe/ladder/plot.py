@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from . import RUNGS
 
 _DENSE, _CAUSAL = "#0072b2", "#e69f00"
-_MARKS = "os^vD<>pPX*hd8"
+_MARKS = "os^vD<>pPX*hd8H"
 
 
 def save(rows: Sequence[dict[str, Any]], path: Path) -> list[Path]:
@@ -56,7 +57,7 @@ def _lengths(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
     panels = figure.subplots(1, 2)
     width, causal = max(row["head_dim"] for row in rows), min(row["causal"] for row in rows)
     for axes, field, scale, label in ((panels[0], "ms", 1, "ms"), (panels[1], "peak_bytes", 1e6, "MB that a run allocates")):
-        for colour, mark, name in zip(colormaps["tab20"].colors, _MARKS, RUNGS):  # type: ignore[attr-defined]
+        for colour, mark, name in zip(colormaps["tab20"].colors, cycle(_MARKS), RUNGS):  # type: ignore[attr-defined]
             own = sorted(
                 (row["seqlen_k"], row[field] / scale) for row in rows if (row["rung"], row["head_dim"], row["causal"]) == (name, width, causal)
             )
@@ -71,5 +72,11 @@ def _lengths(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _where(rows: Sequence[dict[str, Any]]) -> str:
-    row = rows[-1]
-    return f"{row['device'].split(', ')[0]} · torch {row['torch']} · {row['date'][:10]} · commit {row['commit'] or 'unknown'}"
+    newest = rows[-1]
+    return f"{newest['device'].split(', ')[0]} · torch {newest['torch']} · {days(rows)} · commit {newest['commit'] or 'unknown'}"
+
+
+def days(rows: Sequence[dict[str, Any]]) -> str:
+    """When they were measured."""
+    first, *_, last = sorted(row["date"][:10] for row in [rows[0], *rows])
+    return first if first == last else f"{first} to {last}"

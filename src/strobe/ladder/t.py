@@ -34,7 +34,7 @@ Measured:
     128  causal    8192     1.196     459.8          46.5
     128  causal   16384     2.266     485.3          49.1
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 and 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
 """
 
 from __future__ import annotations
