@@ -61,7 +61,7 @@ from ..device.dialect import (
 from ..device.joined import heads_of, load_sinks, queries_of
 from ..device.lagging import lagging_max
 from ..device.masking import edges_of, hide_by_bits, interval_bits, row_interval
-from ..device.schedule import is_told, read_tile, tell, tile_number, tile_of, words_of
+from ..device.schedule import WORDS, is_told, read_tile, tell, tile_number, tile_of
 from ..device.softmax import exp2_by_fma, finish, tanh
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
 from ..device.views import copy_out, copy_parts, stage_of, tile_2d, tiles_for
@@ -519,7 +519,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
         o_tmem = (columns_for(form.block_dv - form.rest_dv), columns_for(form.rest_dv))
     else:
         o_tmem = (columns_for(form.block_dv),)
-    words = words_of(2)
+    words = gl.allocate_shared_memory(gl.int32, [2, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mail = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     board = (words, ring(2, 1), ring(2, READERS))
     q = (tiles_for(2, q_views, form.rest_d), ring(2, 1), ring(1, 1))

@@ -7,7 +7,7 @@ from .dialect import gl, gluon, mbarrier, partition_barrier
 from .masking import row_interval
 from .tiles import OUTSIDE, find_sequence, keys_of, span_of
 
-WORDS: gl.constexpr = gl.constexpr(16)  # of a tile on the board: the eight of every forward, or what a kernel says
+WORDS: gl.constexpr = gl.constexpr(8)  # of a forward tile on the board
 
 
 @gluon.jit
@@ -86,39 +86,43 @@ def blocks_within(m_start, rows: gl.constexpr, lengths, key_stop, limits, prefix
 
 
 @gluon.jit
-def words_of(tiles: gl.constexpr):
-    """The board's memory, each number by itself: one out of a row of them costs a select and a sum of all, which MLIR takes apart number by number
-    (d64 causal compiles in 2.9 s for 3.7)."""
-    return gl.allocate_shared_memory(gl.int32, [tiles * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
 def tell(board, at, tile):
     """Write a tile's numbers for the consumers to read, the fifth of which is never negative; a negative one says that there are no more tiles."""
     words, told, told_free = board[0], board[1], board[2]
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(told_free.index(at.stage), at.parity ^ 1)
+    WIDTH: gl.constexpr = words.shape[-1]
+    layout: gl.constexpr = gl.BlockedLayout([WIDTH], [32], [1], [0])
+    lane = gl.arange(0, WIDTH, layout)
+    row = lane * 0
     for i in gl.static_range(len(tile)):
-        words.index(at.stage * WORDS + i).store(gl.full([1], tile[i], gl.int32, layout))
+        row = gl.where(lane == i, tile[i], row)
+    mbarrier.wait(told_free.index(at.stage), at.parity ^ 1)
+    words.index(at.stage).store(row)
     partition_barrier()  # all lanes store, one arrives
     mbarrier.arrive(told.index(at.stage))
 
 
 @gluon.jit
-def word(words, stage, i: gl.constexpr):
-    """A tile's i-th number, as a scalar."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.sum(words.index(stage * WORDS + i).load(layout), 0)
+def read_words(words, stage):
+    """A tile's numbers as a row; `word` has each."""
+    layout: gl.constexpr = gl.BlockedLayout([words.shape[-1]], [32], [gl.num_warps()], [0])
+    return words.index(stage).load(layout)
+
+
+@gluon.jit
+def word(row, i: gl.constexpr):
+    """The i-th number of a row, as a scalar."""
+    return gl.sum(gl.where(gl.arange(0, row.shape[0], row.type.layout) == i, row, 0), 0)
 
 
 @gluon.jit
 def read_tile(words, stage):
     """A forward tile's numbers, each as a scalar."""
-    return [word(words, stage, i) for i in (0, 1, 2, 3, 4, 5, 6, 7)]
+    row = read_words(words, stage)
+    return [word(row, i) for i in (0, 1, 2, 3, 4, 5, 6, 7)]
 
 
 @gluon.jit
 def is_told(words, told, at):
     """Wait for the next tile; whether there is one."""
     mbarrier.wait(told.index(at.stage), at.parity)
-    return word(words, at.stage, 4) >= 0
+    return word(read_words(words, at.stage), 4) >= 0

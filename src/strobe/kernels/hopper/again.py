@@ -10,10 +10,10 @@ are made 0 before they are multiplied, nothing is written before what was writte
 """
 
 from ..device.dialect import gl, gluon, mbarrier, partition_barrier
-from ..device.schedule import read_tile, word
+from ..device.schedule import read_tile, read_words, word
 from ..device.spans import PURE, next_tile
 
-# on the board behind the eight numbers of every forward's tile
+WORDS: gl.constexpr = gl.constexpr(16)  # of a tile on the board: the eight of every forward, then
 AGAIN: gl.constexpr = gl.constexpr(8)  # 1 if it is done again
 K_START: gl.constexpr = gl.constexpr(9)  # where its keys begin
 KEYS: gl.constexpr = gl.constexpr(10)  # how many there are, where S_k does not say so
@@ -63,7 +63,7 @@ def witness_of(row_max, empty, o, document, form: gl.constexpr):
 
 @gluon.jit
 def is_done_again(words, slot):
-    return word(words, slot, AGAIN)
+    return word(read_words(words, slot), AGAIN)
 
 
 @gluon.jit
@@ -94,10 +94,11 @@ def back_or_next(number, row, again, slot, board, offsets, sizes, limits, faults
     consumers: gl.constexpr = form.tuning.consumers
     if again > 0:
         entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, slot)
+        row_told = read_words(words, slot)
         if form.spans:
-            keys, document = (word(words, slot, K_START), word(words, slot, KEYS), word(words, slot, PREFIX)), word(words, slot, DOCUMENT)
+            keys, document = (word(row_told, K_START), word(row_told, KEYS), word(row_told, PREFIX)), word(row_told, DOCUMENT)
         else:
-            keys, document = (word(words, slot, K_START), seqlen_k), number * 0
+            keys, document = (word(row_told, K_START), seqlen_k), number * 0
         partition_barrier()  # all lanes have read
         for w in gl.static_range(consumers):
             acquit(verdicts.index(slot * COLUMNS + w))

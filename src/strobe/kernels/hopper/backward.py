@@ -58,11 +58,12 @@ from ..device.dialect import (
     zero_of_turn,
 )
 from ..device.masking import row_interval
-from ..device.schedule import is_told, tell, words_of
+from ..device.schedule import is_told, tell
 from ..device.views import FAR, copy_out, copy_parts, stage_of, tiles_for
 from .backward_spans import has_others, keys_of_run, mend, places_of, places_written
 from .backward_steps import ROWS, dq_position, of_do, parts_at, parts_of, place_of_dq, rows_of, tile_of_step, zeros_of
 from .backward_tiles import (
+    WORDS,
     first_number,
     head_of_step,
     key_head,
@@ -510,7 +511,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
         handed = (gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout), ring(4, 1))
     else:
         handed = (gl.allocate_shared_memory(dtype, [ROWS, BLOCK_M], ds_layout), ring(1, 1))
-    words = words_of(1)
+    words = gl.allocate_shared_memory(gl.int32, [1, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     board = (words, ring(1, 1), ring(1, 2 + form.stores))
     kv_used = ring(1, 2)
     kv_free, sums_done, sums_free = kv_used, kv_used, kv_used

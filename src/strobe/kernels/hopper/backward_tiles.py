@@ -6,10 +6,10 @@ when the last loads of the tile before are under way: sooner, a program would ho
 
 from ..device.dialect import gl, gluon
 from ..device.masking import first_row, stop_row
-from ..device.schedule import word
+from ..device.schedule import read_words, word
 from ..device.tiles import find_sequence, keys_of, span_of
 
-# on the board behind the ten numbers of every tile, of spans (backward_spans)
+WORDS: gl.constexpr = gl.constexpr(16)  # of a tile on the board, of which 10 are told, and of spans (backward_spans)
 KEYS_SEEN: gl.constexpr = gl.constexpr(10)  # where its keys end that are seen
 KEYS_WRITTEN: gl.constexpr = gl.constexpr(11)  # and those whose gradients are written: hidden ones have 0
 PURE_BEGIN: gl.constexpr = gl.constexpr(12)  # of the tiles of queries the first without rows of other documents
@@ -114,19 +114,21 @@ def head_of_step(part, step, blocks, form: gl.constexpr):
 def seen_and_blocks(words, row: gl.constexpr, form: gl.constexpr):
     """((the consumer's key that the first row has on the diagonal, keys from the consumer's first on, of spans the first tile of queries without rows
     of others, one past the last, and keys that all rows see), tiles of queries); the consumer's keys begin with the tile's key `row`."""
-    n_start, seqlen_k = word(words, 0, 2) + row, word(words, 0, 9)
-    keys = word(words, 0, KEYS_SEEN) if form.spans else seqlen_k
-    diagonal = word(words, 0, 3) + (seqlen_k - word(words, 0, 7)) - n_start
+    told = read_words(words, 0)
+    n_start, seqlen_k = word(told, 2) + row, word(told, 9)
+    keys = word(told, KEYS_SEEN) if form.spans else seqlen_k
+    diagonal = word(told, 3) + (seqlen_k - word(told, 7)) - n_start
     if form.spans:
-        return (diagonal, keys - n_start, word(words, 0, PURE_BEGIN), word(words, 0, PURE_STOP), word(words, 0, PREFIX) - n_start), word(words, 0, 4)
+        return (diagonal, keys - n_start, word(told, PURE_BEGIN), word(told, PURE_STOP), word(told, PREFIX) - n_start), word(told, 4)
     else:
-        return (diagonal, keys - n_start), word(words, 0, 4)
+        return (diagonal, keys - n_start), word(told, 4)
 
 
 @gluon.jit
 def read_place(words, form: gl.constexpr):
     """((part of heads, first row, tiles of queries, number of the first head's first tile), first key, (S_q, S_k), (entry, start, length)), the last
     of the keys whose gradients are written."""
-    steps = (word(words, 0, 1), word(words, 0, 3), word(words, 0, 4), word(words, 0, 5))
-    length = word(words, 0, KEYS_WRITTEN) if form.spans else word(words, 0, 9)
-    return steps, word(words, 0, 2), (word(words, 0, 7), word(words, 0, 9)), (word(words, 0, 0), word(words, 0, 8), length)
+    told = read_words(words, 0)
+    steps = (word(told, 1), word(told, 3), word(told, 4), word(told, 5))
+    length = word(told, KEYS_WRITTEN) if form.spans else word(told, 9)
+    return steps, word(told, 2), (word(told, 7), word(told, 9)), (word(told, 0), word(told, 8), length)

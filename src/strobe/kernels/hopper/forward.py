@@ -45,12 +45,12 @@ from ..device.joined import heads_of, load_sinks, queries_of
 from ..device.lagging import THRESHOLD, lagging_max, lift_of, rescaled
 from ..device.lanes import in_lanes, lanes_of, over_lanes, sum_in_lanes
 from ..device.masking import edges_of, row_interval
-from ..device.schedule import blocks_within, is_told, read_tile, tell, tile_number, word, words_of
+from ..device.schedule import blocks_within, is_told, read_tile, read_words, tell, tile_number, word
 from ..device.softmax import finish, tanh
 from ..device.spans import PURE, next_tile, own_keys
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
 from ..device.views import copy_out, tile_2d, tiles_for
-from .again import DOCUMENT, K_START, KEYS, PREFIX, back_or_next, came_back, is_done_again, judge, verdicts_of, witness_of
+from .again import DOCUMENT, K_START, KEYS, PREFIX, WORDS, back_or_next, came_back, is_done_again, judge, verdicts_of, witness_of
 from .config import ROWS as _ROWS
 from .early import kept_in_range
 from .forward_loads import load_keys, load_rows, load_values, mend_values
@@ -383,7 +383,7 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, fo
 def keys_told(words, slot, seqlen_k, form: gl.constexpr):
     """How many keys a tile has: of spans, whose S_k says where the diagonal is, a number of its own."""
     if form.spans:
-        return word(words, slot, KEYS)
+        return word(read_words(words, slot), KEYS)
     else:
         return seqlen_k
 
@@ -392,7 +392,7 @@ def keys_told(words, slot, seqlen_k, form: gl.constexpr):
 def prefix_told(words, slot, form: gl.constexpr):
     """How many of a tile's first keys all rows see."""
     if form.mask.prefix:
-        return word(words, slot, PREFIX)
+        return word(read_words(words, slot), PREFIX)
     else:
         return 0
 
@@ -400,7 +400,8 @@ def prefix_told(words, slot, form: gl.constexpr):
 @gluon.jit
 def document_told(words, slot, ids):
     """(the document, where the ids of its keys' span begin)."""
-    return word(words, slot, DOCUMENT), ids + word(words, slot, K_START)
+    row = read_words(words, slot)
+    return word(row, DOCUMENT), ids + word(row, K_START)
 
 
 @gluon.jit
@@ -504,7 +505,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         empty = first >= stop
         document = PURE
         if form.mask.documents:
-            document = word(words, told_at.stage, DOCUMENT)
+            document = word(read_words(words, told_at.stage), DOCUMENT)
             empty = empty | ((row_sum == 0) & (document != PURE))  # of scattered ones only the sum knows
         sink = 0.0
         if form.sinks:
@@ -554,7 +555,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     k_smem = tiles_for(STAGES, k_views, form.rest_d)
     v_smem = tiles_for(STAGES, v_views, form.rest_dv)
     o_smem = tiles_for(form.slots, o_views, form.rest_dv)
-    words = words_of(2)
+    words = gl.allocate_shared_memory(gl.int32, [2, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     board = (words, ring(2, 1), ring(2, CONSUMERS), verdicts_of(2, ROWS) if form.returns else None)
     q = (q_smem, ring(CONSUMERS, 1), ring(CONSUMERS, 1))
     k = (k_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
