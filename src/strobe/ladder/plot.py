@@ -78,5 +78,6 @@ def _where(rows: Sequence[dict[str, Any]]) -> str:
 
 def days(rows: Sequence[dict[str, Any]]) -> str:
     """When they were measured."""
-    first, *_, last = sorted(row["date"][:10] for row in [rows[0], *rows])
+    dates = [row["date"][:10] for row in rows]
+    first, last = min(dates), max(dates)
     return first if first == last else f"{first} to {last}"
