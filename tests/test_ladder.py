@@ -427,6 +427,22 @@ def test_measured_rows_fill_a_docstring_and_the_page():
     assert "| 128 | causal | 4096 | 2.5 | 440.5 | 44.5 | 2 | 100 |" in pages.table(rows)
 
 
+def test_a_column_of_the_overview_holds_one_process():
+    def timed(rung: str, tflops: float, day: int, keys: int = pages.OVERVIEW, **rest) -> dict:
+        facts = {"device": "NVIDIA H200: sm_90", "torch": "2.11", "triton": "3.6", "date": f"2026-11-{day}T00:00:00+00:00", "options": {}}
+        return facts | {"rung": rung, "head_dim": 64, "causal": False, "seqlen_k": keys, "ms": 1.0, "tflops": tflops, "gbps": 7.0} | rest
+
+    together = [timed("k5", 500.0, 12), timed("k6", 600.0, 12), timed("strobe", 700.0, 12)]
+    before, since = [timed("k5", 400.0, 11), timed("k6", 410.0, 11)], [timed("k6", 999.0, 13)]
+    others = [timed("k2", 20.0, 10), timed("k1", 5.0, 10, pages.SHORTER), timed("k6", 888.0, 14, options={"lag": 0})]
+    text = pages.overview([*since, *together, *others, *before])
+    assert "| [k5](#k5) | 500 | - | - | - |" in text and "| [k6](#k6) | 600 | - | - | - |" in text and "| strobe's forward | 700 |" in text
+    assert "| [k2](#k2) | *20* |" in text and "| [k1](#k1) | (5) |" in text and "[k7]" not in text
+    assert "2026-11-12" in text and "2026-11-10" not in text
+    assert "| [decode](#decode) | 7 |" in pages.overview([timed("decode", 1.0, 12)])
+    assert pages.overview([]) == "" and pages.overview([timed("k1", 5.0, 10, pages.SHORTER)]) == ""
+
+
 @pytest.mark.nightly
 def test_timelines_are_drawn_as_the_simulator_sees_them_now():
     for name, picture in pages.timelines():

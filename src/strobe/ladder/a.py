@@ -56,11 +56,11 @@ Measured:
     128  dense     1024    0.4283     320.9          32.4
     128  dense     8192     3.147     349.3          35.3
     128  dense    16384     6.324     347.7          35.2
-    128  causal    1024    0.2747     250.4          25.3
-    128  causal    8192     1.798     305.7          30.9
-    128  causal   16384     3.481     315.9          31.9
+    128  causal    1024    0.2879     238.9          24.2
+    128  causal    8192     1.912     287.5          29.1
+    128  causal   16384     3.556     309.2          31.3
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24
 """
 
 from __future__ import annotations

@@ -34,11 +34,11 @@ Measured:
     128  dense     1024    0.4073     337.4          34.1
     128  dense     8192     3.021     363.9          36.8
     128  dense    16384     6.012     365.8            37
-    128  causal    1024    0.2474     278.1          28.1
-    128  causal    8192      1.61     341.6          34.5
-    128  causal   16384     3.088     356.1            36
+    128  causal    1024    0.2597     264.9          26.8
+    128  causal    8192     1.655     332.3          33.6
+    128  causal   16384     3.278     335.4          33.9
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24
 """
 
 from __future__ import annotations

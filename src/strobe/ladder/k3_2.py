@@ -26,11 +26,11 @@ Measured:
     128  dense     1024    0.4072     337.5          34.1
     128  dense     8192     3.054       360          36.4
     128  dense    16384     6.088     361.2          36.5
-    128  causal    1024    0.2501       275          27.8
-    128  causal    8192     1.721     319.5          32.3
-    128  causal   16384     3.095     355.3          35.9
+    128  causal    1024    0.2533     271.5          27.5
+    128  causal    8192     1.648     333.6          33.7
+    128  causal   16384     3.175     346.4            35
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24
 """
 
 from __future__ import annotations

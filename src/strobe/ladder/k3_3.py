@@ -34,11 +34,11 @@ Measured:
     128  dense     1024    0.3977     345.6          34.9
     128  dense     8192     3.144     349.8          35.4
     128  dense    16384     6.299     349.1          35.3
-    128  causal    1024    0.2499     275.3          27.8
-    128  causal    8192     1.754     313.5          31.7
-    128  causal   16384     3.401     323.3          32.7
+    128  causal    1024    0.2766     248.7          25.1
+    128  causal    8192     1.849     297.4          30.1
+    128  causal   16384     3.489     315.1          31.9
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24
 """
 
 from __future__ import annotations

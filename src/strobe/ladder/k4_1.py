@@ -30,11 +30,11 @@ Measured:
     128  dense     1024    0.3654     376.1            38
     128  dense     8192     2.687     409.3          41.4
     128  dense    16384     5.269     417.4          42.2
-    128  causal    1024    0.2309     297.9          30.1
-    128  causal    8192     1.512     363.7          36.8
-    128  causal   16384     2.982     368.8          37.3
+    128  causal    1024    0.2348     292.9          29.6
+    128  causal    8192      1.54     356.9          36.1
+    128  causal   16384     3.183     345.5          34.9
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ Measured:
     128  dense     1024    0.2995     458.8          46.4
     128  dense     8192     2.211     497.3          50.3
     128  dense    16384     4.358     504.6            51
-    128  causal    1024    0.1855     370.8          37.5
-    128  causal    8192     1.132     485.6          49.1
-    128  causal   16384     2.176     505.2          51.1
+    128  causal    1024     0.182     377.9          38.2
+    128  causal    8192     1.165     471.9          47.7
+    128  causal   16384     2.207     498.2          50.4
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
 What limits it: at D = 128 the tensor cores and the power they draw; shared memory feeds them at 88 % of its rate. At D = 64 exponents and issue slots
 are as busy as they are. Beyond this rung lie fewer bits; weights that wait for no maximum; and tiles from a counter, which evens out what differs in
 length (kernels/hopper). Of the production kernel, which has these two, it reaches 0.87 to 1.00, timed beside it and k5 alone; among all rungs in
-turn, where both run faster, 0.95 to 1.03 (D = 128, dense) and 0.92 to 1.01 (64). At D = 64 causal k5 is 1 to 5 % ahead up to 1,024 keys: turns cost
-there what they hide elsewhere, and up to 512 consumers take none.
+turn, where both run faster, 0.95 to 1.03 (D = 128, dense), 0.85 to 0.98 (causal) and 0.92 to 1.01 (64). At D = 64 causal k5 is 1 to 5 % ahead up to
+1,024 keys: turns cost there what they hide elsewhere, and up to 512 consumers take none.
 
 Measured:
 
@@ -47,9 +47,9 @@ Measured:
     128  dense     1024    0.2094     656.2          66.4
     128  dense     8192     1.498     733.9          74.2
     128  dense    16384     2.953     744.6          75.3
-    128  causal    1024    0.1569     438.4          44.3
-    128  causal    8192    0.9429     583.1            59
-    128  causal   16384     1.743     630.9          63.8
+    128  causal    1024    0.1479     465.1            47
+    128  causal    8192    0.8893     618.3          62.5
+    128  causal   16384     1.563     703.7          71.2
 
 on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24
 """

@@ -21,8 +21,8 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
     shared      as in k6, and 256 bytes a consumer of what was noted
     registers   as in k6
 
-What limits it: tensor cores and their power at D = 128, exponents and issue slots at D = 64. It has 1.06 to 1.10 of k6's speed from 4,096 keys on,
-0.99 to 1.04 at 2,048, less below; of production's 0.92 to 1.00 from 4,096 on, and among all rungs in turn, where all run faster, 0.98 to 1.04.
+What limits it: tensor cores and their power at D = 128, exponents and issue slots at D = 64. It has 1.06 to 1.13 of k6's speed from 4,096 keys on,
+0.99 to 1.04 at 2,048, less below; of production's 0.92 to 1.00 from 4,096 on, and among all rungs in turn, where all run faster, 0.97 to 1.04.
 
 Measured:
 
@@ -36,9 +36,9 @@ Measured:
     128  dense     1024    0.2052     669.8          67.7
     128  dense     8192      1.42     774.1          78.3
     128  dense    16384     2.809     782.9          79.2
-    128  causal    1024    0.1593     431.7          43.6
-    128  causal    8192    0.8776     626.5          63.3
-    128  causal   16384      1.65     666.5          67.4
+    128  causal    1024    0.1489       462          46.7
+    128  causal    8192    0.7846     700.8          70.9
+    128  causal   16384     1.449       759          76.7
 
 on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24
 """

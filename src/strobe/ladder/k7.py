@@ -41,11 +41,11 @@ Measured:
     128  dense     1024    0.2027       678          34.3
     128  dense     8192     1.108     992.4          50.2
     128  dense    16384     2.158      1019          51.5
-    128  causal    1024    0.1399     491.8            25
-    128  causal    8192      0.57     964.6          48.8
-    128  causal   16384     1.058      1039          52.5
+    128  causal    1024    0.1424     483.2          24.6
+    128  causal    8192    0.5626     977.3          49.4
+    128  causal   16384     1.045      1052          53.2
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24
 """
 
 from __future__ import annotations

@@ -33,11 +33,11 @@ Measured:
     128  dense     1024    0.4464     307.9          15.6
     128  dense     8192      1.44     763.5          38.6
     128  dense    16384     2.576     853.5          43.1
-    128  causal    1024    0.4077     168.7          13.7
-    128  causal    8192    0.8617     638.1          32.3
-    128  causal   16384      1.37     802.8          40.6
+    128  causal    1024    0.4142     166.1          13.5
+    128  causal    8192    0.8982     612.1          30.9
+    128  causal   16384     1.401     785.1          39.7
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24
 """
 
 from __future__ import annotations

@@ -93,24 +93,24 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 
 def overview(rows: list[dict[str, Any]]) -> str:
-    """All rungs and their rivals at one length, process by process, and what 8 bits cost; nothing where nothing is measured."""
-    names = (*RUNGS, *RIVALS)
-    timed = [row for row in rows if row.get("rung") in names and row.get("ms") and not row["options"]]
-    together = Counter(row["date"] for row in timed if row["seqlen_k"] == OVERVIEW)  # rows of a process have one date
-    if not together:
+    """All rungs and their rivals at one length, a process for each kind of problem, and what 8 bits cost; nothing where nothing is measured."""
+    timed = [row for row in rows if row.get("rung") in (*RUNGS, *RIVALS) and row.get("ms") and not row["options"]]
+    columns = [_Column(timed, width, causal) for width in (64, 128) for causal in (False, True)]
+    shown = [row for column in columns for row in column.together]
+    if not shown:
         return ""
-    most = max(together, key=lambda date: (together[date], date))
     lines = [
         "\n## All rungs\n",
-        f"TFLOP/s at {OVERVIEW:,} queries and keys (decode: one query, GB/s by the model), beside strobe's own forward and what PyTorch ships;",
-        f"timed in turn, in one process, as CUDA graphs (k1 and decode launched, in another). In brackets at {SHORTER:,}.\n",
-        *_rates([row for row in timed if row["date"] <= most]),
-        f"\n{_where([row for row in timed if row['date'] == most])}.",
+        f"TFLOP/s at {OVERVIEW:,} queries and keys (decode: one query, GB/s by the model), beside strobe's own forward and what PyTorch ships.",
+        "What stands in a column was timed in turn, in one process, as CUDA graphs; in italics in another, where clocks may be others (k1 and decode",
+        f"launched). In brackets at {SHORTER:,}.\n",
+        f"| | {' | '.join(column.head for column in columns)} |",
+        "| --- | ---: | ---: | ---: | ---: |",
     ]
-    for date in sorted(date for date in together if date > most):
-        own = [row for row in timed if row["date"] == date]
-        lines += [f"\nIn another process, {_where(own)}, where clocks may be others:\n", *_rates(own)]
-    lines += [""]
+    for name, label in [*((name, f"[{name}](#{name})") for name in RUNGS), *RIVALS.items()]:
+        if any(cells := [column.cell(name) for column in columns]):
+            lines.append(f"| {label} | {' | '.join(cell or '-' for cell in cells)} |")
+    lines += [f"\n{_where(sorted(shown, key=lambda row: row['date']))}.\n"]
     pictures = {"ladder_rates.png": "TFLOP/s of every rung, at its longest length", "ladder_length.png": "memory and time of every rung by length"}
     lines += [f"![{text}](images/{name})\n" for name, text in pictures.items() if (IMAGES / name).exists()]
     errors = {row["method"]: row["rmse"] for row in rows if row.get("rmse")}
@@ -120,24 +120,30 @@ def overview(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _rates(rows: list[dict[str, Any]]) -> list[str]:
-    """A table of the newest rows of each rung and rival at one length."""
-    found = {name: {_place(row): row for row in measured(rows, name)} for name in (*RUNGS, *RIVALS)}
-    places = [(width, causal, OVERVIEW) for width in (64, 128) for causal in (False, True)]
-    heads = [f"D {width}, {'causal' if causal else 'dense'}" for width, causal, _ in places]
-    lines = [f"| | {' | '.join(heads)} |", "| --- | ---: | ---: | ---: | ---: |"]
-    for name, label in [*((name, f"[{name}](#{name})") for name in RUNGS), *RIVALS.items()]:
-        unit = "gbps" if name in RUNGS and harness.load(name).queries else "tflops"
-        figures = [found[name].get(place, {}).get(unit) for place in places]
-        shorter = [found[name].get((*place[:2], SHORTER), {}).get(unit) for place in places]
-        if any(figures) or any(shorter):
-            cells = [f"{one:.4g}" if one else f"({other:.4g})" if other else "-" for one, other in zip(figures, shorter)]
-            lines.append(f"| {label} | {' | '.join(cells)} |")
-    return lines
+class _Column:
+    """One kind of problem: the rows of the process that timed most rungs of it, of several the newest, and the newest rows of the rest."""
+
+    def __init__(self, timed: list[dict[str, Any]], width: int, causal: bool):
+        self.head = f"D {width}, {'causal' if causal else 'dense'}"
+        own = [row for row in timed if (row["head_dim"], row["causal"]) == (width, causal)]
+        rungs = Counter(row["date"] for row in own if row["seqlen_k"] == OVERVIEW and row["rung"] in RUNGS)  # rows of a process have one date
+        process = max(rungs, key=lambda date: (rungs[date], date), default=None)
+        self.together = [row for row in own if row["date"] == process and row["seqlen_k"] == OVERVIEW]
+        self.newest = {(row["rung"], row["seqlen_k"]): row for row in sorted(own, key=lambda row: row["date"])}
+
+    def cell(self, name: str) -> str:
+        """What was timed together, else at another time, else of fewer keys; empty where nothing was."""
+        own = next((row for row in self.together if row["rung"] == name), None)
+        if own:
+            return f"{_rate(own):.4g}"
+        if other := self.newest.get((name, OVERVIEW)):
+            return f"*{_rate(other):.4g}*"
+        shorter = self.newest.get((name, SHORTER))
+        return f"({_rate(shorter):.4g})" if shorter else ""
 
 
-def _place(row: dict[str, Any]) -> tuple[int, bool, int]:
-    return row["head_dim"], row["causal"], row["seqlen_k"]
+def _rate(row: dict[str, Any]) -> float:
+    return row["gbps" if row["rung"] in RUNGS and harness.load(row["rung"]).queries else "tflops"]
 
 
 def section(rung: Rung, rows: list[dict[str, Any]]) -> str:

@@ -30,11 +30,11 @@ Measured:
     128  dense     1024    0.3391     405.3            41
     128  dense     8192     2.192     501.7          50.7
     128  dense    16384     4.351     505.4          51.1
-    128  causal    1024     0.217     317.1          32.1
-    128  causal    8192     1.196     459.8          46.5
-    128  causal   16384     2.266     485.3          49.1
+    128  causal    1024    0.2131     322.9          32.6
+    128  causal    8192     1.215     452.6          45.8
+    128  causal   16384     2.197     500.4          50.6
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-23 to 2026-11-24
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24
 """
 
 from __future__ import annotations
