@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,7 +18,7 @@ import torch
 import strobe
 from strobe import mask as masks
 from strobe import reference
-from strobe.bench import decode, layouts, plot, rivals, roofline, run, table, timer
+from strobe.bench import decode, earlier, layouts, plot, rivals, roofline, run, table, timer
 from strobe.bench.attempt import Attempt
 from strobe.bench.cases import SUITES, TOKENS, Case, suite
 from strobe.call import Call
@@ -23,6 +27,7 @@ from strobe.problem import Problem
 from strobe.target import FAKES
 
 CPU = torch.device("cpu")
+SOURCE = Path(strobe.__file__).parent
 OPTIONS = run.Options(CPU, rounds=2, sample_ms=0.0)
 SMALL = Case("small", 2, 24, 4, 2, 16, dtype=torch.float32, causal=True)
 TINY = [
@@ -256,6 +261,49 @@ def test_failed_and_wrong_rivals_are_reported(still: None, capsys: pytest.Captur
     assert row["refused"]["raises"] == "ValueError: no luck today"
     table.bench([row])
     assert "raises did not run small: ValueError: no luck today" in capsys.readouterr().out
+
+
+BROKEN = "\n\ndef attention(*_, **__):\n    raise ValueError(f'no luck in {__name__}')\n"
+
+
+def _copied(to: Path, behind: str = "") -> Path:
+    """The package as src/strobe of a new tree, with something behind its door's code."""
+    shutil.copytree(SOURCE, to / "src" / "strobe", ignore=shutil.ignore_patterns("__pycache__"))
+    with (to / "src" / "strobe" / "api.py").open("a") as door:
+        door.write(behind)
+    return to / "src"
+
+
+def test_strobe_as_it_was_is_a_rival(still: None, tmp_path: Path) -> None:
+    same = rivals.pick([f"@{_copied(tmp_path / 'same')}"], CPU)
+    other = rivals.pick([f"@{_copied(tmp_path / 'other', BROKEN)}"], CPU)
+    for case in (SMALL, TINY[0], replace(SMALL, backward=True)):
+        row = run.measure(case, [*rivals.pick(["naive"], CPU), *same, *other], OPTIONS)
+        assert set(row["rivals"]) == {"naive", same[0].name} and row["ms"]
+        assert re.fullmatch("ValueError: no luck in strobe_at_[0-9a-f]+.api", row["refused"][other[0].name])  # its own code, not ours
+    row = run.measure(replace(SMALL, window=(7, 0)), rivals.pick(["naive", same[0].name], CPU), OPTIONS)  # a mask of its own
+    assert same[0].name in row["rivals"] and plot.save([row], tmp_path / "bars.png")
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_strobe_as_git_has_it_is_a_rival(still: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _copied(tmp_path, BROKEN)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "broken"]):
+        subprocess.run([*git, *words], check=True)
+    shutil.copy(SOURCE / "api.py", source / "strobe" / "api.py")
+    subprocess.run([*git, "commit", "-qam", "mended"], check=True)
+    monkeypatch.setattr(earlier, "_PACKAGE", source / "strobe")
+    now, before = rivals.pick(["@HEAD", "@HEAD~1"], CPU)
+    row = run.measure(SMALL, [now, before], OPTIONS)
+    assert set(row["rivals"]) == {now.name} and row["refused"][before.name] == f"ValueError: no luck in strobe_at_{before.name[1:]}.api"
+    assert re.fullmatch("@[0-9a-f]{7,}", now.name) and now.name != before.name
+    for name in ("@HEAD~2", "@", "@--help", f"@{tmp_path}"):
+        with pytest.raises(strobe.InvalidProblem, match="expected a git revision of the tree that strobe runs from, or a folder"):
+            rivals.pick([name], CPU)
+    monkeypatch.setattr(earlier, "_PACKAGE", tmp_path / "elsewhere" / "strobe")  # an installed package
+    with pytest.raises(strobe.InvalidProblem, match="expected a git revision"):
+        rivals.pick(["@HEAD"], CPU)
 
 
 def test_a_wrong_kernel_is_never_fast(still: None, monkeypatch: pytest.MonkeyPatch) -> None:

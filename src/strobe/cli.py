@@ -65,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="strobe against its rivals")
     bench.add_argument("suite", choices=("forward", "backward", "decode", "overhead", "cpu", "roofline"))
     bench.add_argument("--case", action="append", default=[], metavar="NAME", help="a case or a pattern such as 'd128_*'; repeatable")
-    bench.add_argument("--rivals", default="", metavar="A,B", help="names, separated by commas (all of this device unless given)")
+    rivals = "names, separated by commas (all of this device unless given); @REVISION is strobe as git has it there, @FOLDER as it stands there"
+    bench.add_argument("--rivals", default="", metavar="A,B", help=rivals)
     bench.add_argument("--kernel", help="hold strobe to a family or a kernel")
     bench.add_argument("--rounds", type=int, metavar="N", help="samples of each contender, taken in turn (10; 5 on a CPU)")
     bench.add_argument("--graph", action="store_true", help="time replays of CUDA graphs: no host in the figures")

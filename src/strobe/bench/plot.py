@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ COLOURS = {
     "flash": "#0072b2", "cudnn": "#009e73", "efficient": "#56b4e9", "fa4": "#e69f00", "flex": "#cc79a7", "math": "#8c8c8c",
     "sdpa": "#0072b2", "sdpa_mask": "#56b4e9", "naive": "#b0b0b0",
 }  # fmt: skip
+EARLIER = ("#e8a0a9", "#b9818a", "#f3cdd2")  # strobe as it was
 _BAR_INCHES = 0.13
 _FORMATS = (".png", ".svg", ".pdf")
 
@@ -51,7 +53,9 @@ def check(path: Path) -> None:
 
 
 def _bars(figure: Any, rows: Sequence[dict]) -> None:
-    names = [name for name in COLOURS if any(name in row["rivals"] for row in rows)]
+    met = dict.fromkeys(name for row in rows for name in row["rivals"])
+    colours = COLOURS | dict(zip([name for name in met if name not in COLOURS], cycle(EARLIER)))
+    names = [name for name in colours if name in met]
     bars, ticks, slot = [], [], 0
     for row in rows:
         rates = [("strobe", row["tflops"])] * bool(row["tflops"]) + [(name, rival_tflops(row, name)) for name in names if name in row["rivals"]]
@@ -61,7 +65,7 @@ def _bars(figure: Any, rows: Sequence[dict]) -> None:
     figure.set_size_inches(8, 1.3 + slot * _BAR_INCHES)
     axes = figure.add_subplot()
     farthest = max(rate for _, _, rate in bars)
-    for name, colour in [("strobe", OURS), *((name, COLOURS[name]) for name in names)]:
+    for name, colour in [("strobe", OURS), *((name, colours[name]) for name in names)]:
         mine = [(place, rate) for place, who, rate in bars if who == name]
         axes.barh([place for place, _ in mine], [rate for _, rate in mine], height=0.86, color=colour, label=name)
     for place, name, rate in bars:

@@ -19,6 +19,7 @@ from .. import api
 from ..errors import InvalidProblem
 from ..select import Choice
 from .cases import Case, Inputs
+from .earlier import MARK, Earlier
 from .layouts import as_sequences, batched, dense_mask, heads_first, like_ours, mask_mod, too_many_scores
 
 Forward = Callable[[], Tensor]
@@ -227,12 +228,12 @@ HOME = {"cuda": ("flash", "cudnn", "efficient", "fa4", "flex", "math"), "cpu": (
 
 
 def pick(names: list[str] | tuple[str, ...], device: torch.device) -> list[Rival]:
-    """The rivals named, or all that this device is at home with.
+    """The rivals named, or all that this device is at home with; @REVISION or @FOLDER is strobe as it stands there.
 
     >>> [rival.name for rival in pick([], torch.device("cpu"))]
     ['sdpa', 'sdpa_mask', 'naive']
     """
     for name in names:
-        if name not in RIVALS:
-            raise InvalidProblem("rivals", repr(name), f"names among {', '.join(RIVALS)}", "separate them by commas")
-    return [RIVALS[name] for name in names or HOME[device.type]]
+        if name not in RIVALS and not name.startswith(MARK):
+            raise InvalidProblem("rivals", repr(name), f"names among {', '.join(RIVALS)}, or @REVISION", "separate them by commas")
+    return [RIVALS.get(name) or Earlier(name.removeprefix(MARK)) for name in names or HOME[device.type]]

@@ -1,0 +1,87 @@
+"""strobe as it was, beside strobe as it is and in its process: `--rivals @HEAD~1`, or `@FOLDER`, which holds a package `strobe`.
+
+A process imports a package once under one name. So the other one is copied, and each word `strobe` in its source renamed: imports and ops are then
+its own, and Triton's caches tell its kernels from ours.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import io
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from functools import lru_cache, partial
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from ..errors import InvalidProblem
+from .cases import Case, Inputs
+
+MARK = "@"
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class Earlier:
+    """A rival like any other, by the code of a git revision of this source tree, or of a folder.
+
+    Raises InvalidProblem where `where` is neither.
+    """
+
+    def __init__(self, where: str):
+        folder = Path(where) / "strobe"
+        commit = _git("rev-parse", "--verify", "--short", "--end-of-options", where + "^{commit}") if where else None
+        if where and (folder / "__init__.py").is_file():
+            self.name, self._package = MARK + where, partial(renamed, folder, hashlib.sha1(str(folder.resolve()).encode()).hexdigest()[:9])
+        elif commit is not None:
+            self.name, self._package = MARK + commit.decode().strip(), partial(at_revision, commit.decode().strip())
+        else:
+            expected = "a git revision of the tree that strobe runs from, or a folder that holds a package strobe"
+            raise InvalidProblem("rivals", repr(MARK + where), expected, "such as @HEAD~1 in a clone, or @../before/src")
+
+    def why_not(self, case: Case, device: torch.device) -> str | None:
+        return None
+
+    def prepare(self, case: Case, x: Inputs):
+        cases, rivals = (import_module(f"{self._package()}.bench.{name}") for name in ("cases", "rivals"))
+        return rivals.Strobe().prepare(cases.Case(**vars(case)), x)
+
+
+@lru_cache
+def at_revision(commit: str) -> str:
+    """The name of a package of the code at `commit`, imported."""
+    files = io.BytesIO(_git("archive", "--format=zip", commit, "src/strobe") or b"")
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(files) as archive:
+        archive.extractall(folder)
+        return renamed(Path(folder) / "src" / "strobe", commit)
+
+
+@lru_cache
+def renamed(folder: Path, tag: str) -> str:
+    """The name of a package that is a copy of `folder`, imported; its files stay as long as the process lives, since kernels are read from them."""
+    name = f"strobe_at_{tag}"
+    home = Path(tempfile.mkdtemp(prefix="strobe_")) / name
+    atexit.register(shutil.rmtree, home.parent, ignore_errors=True)
+    shutil.copytree(folder, home, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in home.rglob("*.py"):
+        file.write_text(re.sub(r"\bstrobe\b", name, file.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.path.append(str(home.parent))
+    import_module(name)
+    return name
+
+
+def _git(*arguments: str) -> bytes | None:
+    """What git says of the tree that holds this package as src/strobe; None where there is no such tree, or no git, or it says no."""
+    top = _PACKAGE.parents[1]
+    if _PACKAGE.parent.name != "src" or not (top / ".git").exists():
+        return None
+    try:
+        return subprocess.run(["git", *arguments], cwd=top, capture_output=True, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
