@@ -136,7 +136,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("forward_kernel", "d256 documents *", "sm_90", 96, _SCATTERED, family="hopper"),
     Allowance("forward_kernel", "d96 documents *", "sm_90", 52, _SCATTERED, family="hopper"),
     Allowance("forward_kernel", "d192 documents *", "sm_90", 96, _SCATTERED, family="hopper"),
-    Allowance("forward_kernel", "d192/128 documents *", "sm_90", 64, _SCATTERED, family="hopper"),
+    Allowance("forward_kernel", "d192/128 documents *", "sm_90", 48, _SCATTERED, family="hopper"),
     # sm_90, the Hopper backward
     Allowance("backward_kernel", "d128 group 4 documents *", "sm_90", 852, _CAPPED, family="hopper"),
     Allowance("backward_kernel", "d256 documents *", "sm_90", 1780, _TILE_AFTER_TILE, family="hopper"),

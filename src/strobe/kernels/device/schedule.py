@@ -29,46 +29,6 @@ def tile_number(turn, counter, form: gl.constexpr):
 
 
 @gluon.jit
-def ask(counter, wanted, form: gl.constexpr):
-    """Ask for the number of a program's next tile, which takes a microsecond; nobody waits for it before `answer`.
-
-    A lane asks. A number that all lanes are to have at once comes back through shared memory, for which they meet; and where every lane would add
-    the same, ptxas has them add together, for which they meet as well: so each would add another number.
-    """
-    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    if form.counted:
-        return gl.atomic_add(counter + lanes * 0, lanes + 1, mask=(lanes == 0) & wanted, sem="relaxed")
-    else:
-        return lanes
-
-
-@gluon.jit
-def answer(asked, number, tiles, counter, form: gl.constexpr):
-    """The number of the tile behind tile `number`: from the counter as asked, or as many further on as there are programs."""
-    if form.counted:
-        return counted(gl.sum(gl.where(gl.arange(0, 32, asked.type.layout) == 0, asked, 0), 0), tiles, counter)
-    else:
-        return number + gl.num_programs(0)
-
-
-@gluon.jit
-def next_number(number, tiles, counter, form: gl.constexpr):
-    """The same, asked for and waited for."""
-    if form.counted:
-        return counted(gl.atomic_add(counter, 1, sem="relaxed"), tiles, counter)
-    else:
-        return number + gl.num_programs(0)
-
-
-@gluon.jit
-def counted(count, tiles, counter):
-    """The number of a tile that is the counter's `count`-th, behind each program's first; who takes the last that anyone asks for begins it anew."""
-    if count == tiles - 1:
-        gl.atomic_xchg(counter, 0, sem="relaxed")
-    return gl.num_programs(0) + count
-
-
-@gluon.jit
 def tile_of(number, offsets, sizes, limits, form: gl.constexpr):
     """(whether there is such a tile, what consumers are told of it, (k start, S_k) of its keys).
 

@@ -45,7 +45,7 @@ from ..device.joined import heads_of, load_sinks, queries_of
 from ..device.lagging import THRESHOLD, lagging_max, lift_of, rescaled
 from ..device.lanes import in_lanes, lanes_of, over_lanes, sum_in_lanes
 from ..device.masking import edges_of, row_interval
-from ..device.schedule import answer, ask, blocks_within, is_told, next_number, read_tile, read_words, tell, word
+from ..device.schedule import blocks_within, is_told, read_tile, read_words, tell, tile_number, word
 from ..device.softmax import finish, tanh
 from ..device.spans import PURE, next_tile, own_keys
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
@@ -75,11 +75,14 @@ def load_partition(views, offsets, board, q, k, v, mended, work, form: gl.conste
     v_at = ring_start(form.tuning.stages)
     q_at = ring_start(1)
     told_at = ring_start(2)
-    number = gl.program_id(0)
+    turn = gl.to_tensor(0)
+    number = tile_number(turn, counter, form)
     row, again, slot = number * 0, number * 0, number * 0
     while (number < tiles) | (again > 0):
+        upcoming = number
         if not form.spans:
-            asked = ask(counter, again == 0, form)  # needed after this tile
+            if again == 0:
+                turn, upcoming = next_number(turn, tiles, counter, form)  # asked for now, needed after this tile
         if form.returns:
             exists, tile, keys, document, beyond = back_or_next(number, row, again, slot, board, offsets, sizes, limits, faults, form)
         else:
@@ -125,13 +128,22 @@ def load_partition(views, offsets, board, q, k, v, mended, work, form: gl.conste
             if again == 0:
                 row = beyond
                 if row == 0:
-                    number = next_number(number, tiles, counter, form)
+                    turn, number = next_number(turn, tiles, counter, form)
         else:
-            if again == 0:
-                number = answer(asked, number, tiles, counter, form)
+            number = upcoming
         if form.returns:
             again, slot = came_back(board, told_at, number < tiles, CONSUMERS)
-    tell(board, told_at, (number, number, number, number, number * 0 - 1, number, number, number))
+    tell(board, told_at, (turn, turn, turn, turn, turn * 0 - 1, turn, turn, turn))
+
+
+@gluon.jit
+def next_number(turn, tiles, counter, form: gl.constexpr):
+    """(the turn after this one, the number of its tile)."""
+    upcoming = tile_number(turn + 1, counter, form)
+    if form.counted:
+        if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
+            gl.atomic_xchg(counter, 0, sem="relaxed")
+    return turn + 1, upcoming
 
 
 @gluon.jit
