@@ -15,6 +15,7 @@ from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -260,6 +261,48 @@ VARLEN = [
     Bad("varlen: mask is not taken", lambda: strobe.attention_varlen(P, P, P, cu_seqlens_q=OFFSETS, mask=strobe.causal()), TypeError, "mask"),
 ]
 
+FLOAT32 = [  # what scores in float32 cannot be made with
+    row
+    for function in (strobe.attention, strobe.partial_attention, strobe.explain)
+    for row in (
+        _dense(f"{function.__name__}: a vast scale", InvalidProblem, "scale", "1e+39", function=function, scale=1e39),
+        _dense(f"{function.__name__}: a vast scale in a window", InvalidProblem, "scale", "-1e+39", function=function, scale=-1e39, window=(2, 0)),
+        _dense(f"{function.__name__}: a vast softcap", InvalidProblem, "softcap", "1e+39", function=function, softcap=1e39),
+        _dense(f"{function.__name__}: a tiny softcap", InvalidProblem, "softcap", "1e-46", function=function, softcap=1e-46),
+        _dense(
+            f"{function.__name__}: a tiny softcap for its scale", InvalidProblem, "softcap", "1e-10", function=function, softcap=1e-10, scale=1e30
+        ),
+    )
+]
+SPARSE = [
+    _dense("sparse sinks", InvalidProblem, "sinks", "sparse", sinks=torch.ones(4).to_sparse()),
+    _packed("sparse offsets", InvalidProblem, "cu_seqlens_q", "sparse", cu_seqlens_q=OFFSETS.to_sparse()),
+    Bad("sparse key lengths", lambda: strobe.key_lengths(INT(3, 4).to_sparse()), InvalidProblem, "key_lengths", "sparse"),
+    Bad("sparse ids", lambda: strobe.documents(IDS_Q.to_sparse()), InvalidProblem, "documents ids_q", "sparse"),
+    Bad("sparse keys to quantize", lambda: strobe.quantize_kv(K.to_sparse(), V), InvalidProblem, "k", "sparse"),
+    Bad("sparse sinks of a merge", lambda: strobe.with_sinks(PART, torch.ones(4).to_sparse()), InvalidProblem, "sinks", "sparse"),
+]
+JOINED = [
+    Bad("lengths of other entries", lambda: strobe.key_lengths(INT(3)) & strobe.key_lengths(INT(2, 4)), InvalidProblem, "mask key_lengths", "[2]"),
+    Bad(
+        "prefixes of other entries",
+        lambda: strobe.prefix_causal(INT(3, 1, 2)) & strobe.prefix_causal(INT(2, 4)),
+        InvalidProblem,
+        "mask prefix",
+        "[2]",
+    ),
+    Bad(
+        "lengths of other devices",
+        lambda: strobe.key_lengths(INT(3, 1)) & strobe.key_lengths(INT(2, 4).to("meta")),
+        InvalidProblem,
+        "mask key_lengths",
+        "meta",
+    ),
+    Bad("a mask of fewer than no rows", lambda: strobe.causal().dense(-1, 2), InvalidProblem, "seqlen_q", "-1"),
+    Bad("a mask of so many keys", lambda: strobe.causal().dense(2, "all"), TypeError, "seqlen_k", "str"),
+    _dense("causal of numpy", TypeError, "causal", "numpy.bool", causal=np.bool_(True)),
+]
+
 REST = [
     Bad("merge of tuples", lambda: strobe.merge(tuple(PART), PART), TypeError, "a", "tuple"),
     Bad("merge with None", lambda: strobe.merge(PART, None), TypeError, "b", "NoneType"),
@@ -269,6 +312,7 @@ REST = [
     Bad("merge of other widths", lambda: strobe.merge(PART, Partial(PART.out[..., :4], PART.lse)), InvalidProblem, "b", "[2, 5, 4, 4]"),
     Bad("merge of a transposed lse", lambda: strobe.merge(PART, Partial(PART.out, PART.lse.mT)), InvalidProblem, "b", "[2, 5, 4]"),
     Bad("merge of other dtypes", lambda: strobe.merge(PART, Partial(PART.out.double(), PART.lse.double())), InvalidProblem, "b", "float64"),
+    Bad("merge of ints", lambda: strobe.merge(Partial(*(t.int() for t in PART)), PART), InvalidProblem, "a", "torch.int32"),
     Bad("merge over devices", lambda: strobe.merge(PART, Partial(*(t.to("meta") for t in PART))), InvalidProblem, "b", "meta"),
     Bad("merge of flat tensors", lambda: strobe.merge(Partial(PART.lse[0], PART.lse[0]), PART), InvalidProblem, "a", "[4, 5]"),
     Bad("with_sinks of a tensor", lambda: strobe.with_sinks(PART.out, torch.zeros(4)), TypeError, "partial", "Tensor"),
@@ -285,7 +329,7 @@ REST = [
     Bad("last_errors of a float", lambda: strobe.last_errors(1.5), InvalidProblem, "device", "1.5"),
 ]
 
-TABLE = TENSORS + OPTIONS + MASKS + OUTPUTS + VARLEN + REST
+TABLE = TENSORS + OPTIONS + MASKS + OUTPUTS + VARLEN + FLOAT32 + SPARSE + JOINED + REST
 
 
 def complaint(bad: Bad) -> str | None:
@@ -328,6 +372,13 @@ def test_what_is_wrong_can_be_told_in_another_process():
         strobe.attention(Q, K[:, :, :1].expand(-1, -1, 3, -1), V)
     error = pickle.loads(pickle.dumps(caught.value))
     assert (type(error), str(error), error.argument) == (InvalidProblem, str(caught.value), caught.value.argument)
+
+
+def test_scores_in_float64_have_its_range():
+    q, k, v = Q.double(), K.double(), V.double()
+    torch.testing.assert_close(strobe.attention(q, k, v, softcap=1e39), strobe.attention(q, k, v), rtol=1e-12, atol=1e-12)
+    assert strobe.attention(q * 1e-39, k, v, scale=1e39).isfinite().all()
+    assert strobe.attention(Q * 1e-37, K, V, scale=1e37).isfinite().all() and strobe.attention(Q, K, V, softcap=1e37).isfinite().all()
 
 
 def test_the_table_is_wide_and_its_rows_are_distinct():

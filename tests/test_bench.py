@@ -317,6 +317,7 @@ def test_a_wrong_kernel_is_never_fast(still: None, monkeypatch: pytest.MonkeyPat
 def test_a_kernel_that_cannot_run_the_case_is_a_reason(still: None) -> None:
     row = run.measure(SMALL, rivals.pick(["naive"], CPU), OPTIONS._replace(kernel="portable"))
     assert row["ms"] is None and row["refused"]["strobe"].startswith("UnsupportedProblem") and row["rivals"]["naive"]
+    assert "needs a GPU of sm_80 or later" in row["refused"]["strobe"]
 
 
 def test_no_rival_is_no_ratio(still: None) -> None:

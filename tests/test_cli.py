@@ -153,6 +153,17 @@ def test_explain_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert choice["forward"]["ceiling_ms"] > 0 and choice["forward"]["bound"].endswith("bound")
 
 
+def test_explain_knows_peaks_in_16_bits_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for dtype in ("float32", "float64"):
+        assert main(["explain", "--dtype", dtype, "--target", "A100"]) == 0
+        said = capsys.readouterr().out
+        assert f"this target's peak rate in {dtype} is not known" in said and "TFLOP/s =" not in said
+        assert main(["explain", "--dtype", dtype, "--target", "A100", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["forward"]["ceiling_ms"] == 0
+    assert main(["explain", "--dtype", "float16", "--target", "A100"]) == 0
+    assert "at 312 TFLOP/s =" in capsys.readouterr().out
+
+
 def test_explain_allocates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--seqlen-q", str(2**30), "--target", "B200", "--causal"]) == 0
     assert f"S_q={2**30}" in capsys.readouterr().out
@@ -160,6 +171,8 @@ def test_explain_allocates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_explain_says_what_is_wrong(refused, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a divisor of q's 8 heads" in refused("explain", "--heads-kv", "3")
+    for sizes in (["--seqlen-q", "1" + 20 * "0"], ["--seqlen-q", str(10**11), "--batch", str(10**11)]):
+        assert "elements" in refused("explain", *sizes)
     assert "H200" in refused("explain", "--target", "abacus")
     assert "sizes >= 0" in refused("explain", "--batch", "-1")
     with pytest.raises(SystemExit):

@@ -57,6 +57,7 @@ READS = {
     "v of another length": (dense(v=V[:, :6]), InvalidProblem, "cache.v: got shape [2, 6, 2, 6]"),
     "v of another dtype": (dense(v=V8), InvalidProblem, "cache.v: got torch.float8_e4m3fn"),
     "k in e5m2": (dense(k=K.to(torch.float8_e5m2)), InvalidProblem, "cache.k: got torch.float8_e5m2"),
+    "lengths sparse": (dense(seqlens=LENGTHS.to_sparse()), InvalidProblem, "cache.seqlens: got torch.sparse_coo"),
     "lengths of int64": (dense(seqlens=LENGTHS.long()), InvalidProblem, "cache.seqlens: got torch.int64"),
     "lengths of another batch": (dense(seqlens=INT(1, 2, 3)), InvalidProblem, "cache.seqlens: got shape [3]"),
     "lengths in a list": (dense(seqlens=[3, 7]), TypeError, "cache.seqlens: got list"),
@@ -76,6 +77,8 @@ READS = {
     "a table in a list": (paged(page_table=[[0], [1]]), TypeError, "cache.page_table: got list"),
     "causal is an int": (decode(causal=1), TypeError, "causal: got int"),
     "a window of one": (decode(window=(3,)), TypeError, "window: got tuple"),
+    "a vast scale": (decode(scale=1e39), InvalidProblem, "scale: got 1e+39"),
+    "a tiny softcap": (decode(softcap=1e-46), InvalidProblem, "softcap: got 1e-46"),
     "an infinite scale": (decode(scale=float("inf")), InvalidProblem, "scale: got inf"),
     "a softcap of 0": (decode(softcap=0.0), InvalidProblem, "softcap: got 0.0"),
     "batch_invariant is None": (decode(batch_invariant=None), TypeError, "batch_invariant: got NoneType"),
@@ -84,6 +87,7 @@ READS = {
 MORE_READS = {
     "sinks of each key head": (decode(sinks=torch.ones(2)), InvalidProblem, "sinks: got shape [2]"),
     "sinks in a list": (decode(sinks=[1.0]), TypeError, "sinks: got list"),
+    "sinks sparse": (decode(sinks=torch.ones(4).to_sparse()), InvalidProblem, "sinks: got torch.sparse_coo"),
     "sinks elsewhere": (decode(sinks=torch.ones(4, device="meta")), InvalidProblem, "sinks: got device meta"),
 }
 OUTS = {

@@ -107,6 +107,13 @@ def test_report_shows_what_was_measured(quick: Path, results: dict):
     assert not re.findall(r"#0[1-5]0[1-5]0[1-5]", text)  # every stand-in colour became a variable of the page
 
 
+@pytest.mark.parametrize("out", ["/dev/null", "/dev/null/report"])
+def test_a_folder_that_cannot_be_is_said_before_all_work(out: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("strobe.demo.run.measure", lambda *_: pytest.fail("worked for nothing"))
+    with pytest.raises(strobe.InvalidProblem, match=f"^out: got {out}, expected a folder"):
+        demo.main(quick=True, out=out, device="cpu")
+
+
 def test_json_alone_on_standard_output(quick: Path, results: dict):
     assert json.loads((quick / "told").read_text()) == results
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 
 import pytest
 import torch
 
+import strobe
 import strobe.cute as fa4
 import strobe.flash_attn as fa2
 import strobe.flash_attn_interface as fa3
@@ -331,6 +333,37 @@ def test_a_cache_that_cannot_hold_them_says_so(new, seqlens, name):
 
 
 # ---------------------------------------------------------------- refusals
+
+H8 = torch.randn(1, 5, 8, 16)
+MALFORMED = {
+    "qkv of rank 4": (lambda: fa2.flash_attn_qkvpacked_func(H8), "qkv", "[1, 5, 8, 16]"),
+    "qkv of two parts": (lambda: fa2.flash_attn_qkvpacked_func(torch.randn(1, 5, 2, 4, 16)), "qkv", "[1, 5, 2, 4, 16]"),
+    "qkv of None": (lambda: fa2.flash_attn_qkvpacked_func(None), "qkv", "NoneType"),
+    "kv of three parts": (lambda: fa2.flash_attn_kvpacked_func(H8, torch.randn(1, 5, 3, 8, 16)), "kv", "[1, 5, 3, 8, 16]"),
+    "kv of None": (lambda: fa2.flash_attn_kvpacked_func(H8, None), "kv", "NoneType"),
+    "packed qkv": (lambda: fa2.flash_attn_varlen_qkvpacked_func(torch.randn(5, 2, 8, 16), _offsets(0, 5), 5), "qkv", "[5, 2, 8, 16]"),
+    "packed kv": (
+        lambda: fa2.flash_attn_varlen_kvpacked_func(H8[0], torch.randn(5, 3, 8, 16), *[_offsets(0, 5)] * 2, 5, 5),
+        "kv",
+        "[5, 3, 8, 16]",
+    ),
+    "FA3's qkv of None": (lambda: fa3.flash_attn_qkvpacked_func(None), "qkv", "NoneType"),
+    "FA3's qkv of rank 3": (lambda: fa3.flash_attn_qkvpacked_func(H8[0]), "qkv", "[5, 8, 16]"),
+    "FA3's heads of a float": (lambda: fa3.flash_attn_qkvpacked_func(H8, num_heads_q=4.0), "num_heads_q", "float"),
+    "FA3's heads below 0": (lambda: fa3.flash_attn_qkvpacked_func(H8, num_heads_q=-2), "num_heads_q", "-2"),
+    "more lse than splits": (lambda: fa3.flash_attn_combine(torch.randn(2, 1, 5, 8, 16), torch.randn(3, 1, 5, 8)), "lse_partial", "[3, 1, 5, 8]"),
+    "no splits": (lambda: fa3.flash_attn_combine(torch.randn(0, 1, 5, 8, 16), torch.randn(0, 1, 5, 8)), "out_partial", "[0, 1, 5, 8, 16]"),
+    "splits of None": (lambda: fa3.flash_attn_combine(None, None), "out_partial", "NoneType"),
+    "a dtype by name": (lambda: fa3.flash_attn_combine(H8[None], H8[None, ..., 0], out_dtype="half"), "out_dtype", "str"),
+    "a length below 0": (lambda: fa2.flash_attn_with_kvcache(H8, H8, H8, cache_seqlens=-1), "cache_seqlens", "-1"),
+}
+
+
+@pytest.mark.parametrize("call, argument, got", MALFORMED.values(), ids=MALFORMED)
+def test_what_lies_otherwise_is_named(call, argument, got):
+    with pytest.raises((strobe.InvalidProblem, TypeError), match=rf"^{argument}: got .*{re.escape(got)}.*, expected .+; .+"):
+        call()
+
 
 SAYS_SOMETHING = {"dropout_p": 0.1, "attention_chunk": 64, "num_splits": 4, "pack_gqa": False, "sm_margin": 8}
 SAYS_SOMETHING |= dict.fromkeys(("return_softmax", "zero_tensors", "gather_bwd_recompute_p", "disable_scheduler_metadata"), True)

@@ -15,6 +15,7 @@ from .errors import InvalidProblem, wrong_type
 from .mask import MOST_KEYS, NO_BOUND, Documents, Mask, MaskStructure
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
+MOST_SCALE = 1e38  # log2(e) times it is a float32
 FARTHEST = 2**30  # window bounds beyond every length are written as this, so that kernels may add them to an int32 position
 
 
@@ -222,6 +223,8 @@ def _check_tensors(call: Call) -> None:
         tensor = getattr(call, name)
         if tensor is not None and tensor.device != call.q.device:
             raise InvalidProblem(name, f"device {tensor.device}", f"q's device {call.q.device}", "move all of a call's tensors to one device")
+        if tensor is not None and tensor.layout != torch.strided:
+            raise InvalidProblem(name, tensor.layout, "a strided (dense) tensor", "convert it with .to_dense()")
 
 
 def _check_heads(call: Call) -> None:
@@ -238,6 +241,8 @@ def _check_heads(call: Call) -> None:
 
 def check_sinks(sinks: Tensor, heads_q: int) -> None:
     """One floating logit a query head."""
+    if sinks.layout != torch.strided:
+        raise InvalidProblem("sinks", sinks.layout, "a strided (dense) tensor", "convert it with .to_dense()")
     if sinks.dim() != 1 or sinks.shape[0] != heads_q:
         raise InvalidProblem("sinks", f"shape {list(sinks.shape)}", f"[{heads_q}], one logit a query head", "expand or slice it")
     if sinks.dtype not in DTYPES:
@@ -300,12 +305,23 @@ def _check_mask_tensors(call: Call, layout: Dense | Packed) -> None:
             raise InvalidProblem(f"mask {name}", tensor.dtype, "torch.int32", "convert it with .to(torch.int32)")
 
 
-def _check_numbers(call: Call) -> None:
-    for name, number in (("scale", call.scale), ("softcap", call.softcap)):
+def check_scores(scale: float | None, softcap: float, q: Tensor) -> None:
+    """What scores are made with, which float32 must hold times log2(e), as kernels have it, where they are no float64."""
+    for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and not math.isfinite(number):
             raise InvalidProblem(name, number, "a finite number", f"leave {name} out for the default")
-    if call.softcap < 0:
-        raise InvalidProblem("softcap", call.softcap, "a number > 0", "leave it out for none")
+        if number is not None and abs(number) > MOST_SCALE and q.dtype != torch.float64:
+            remedy = "scale q instead" if name == "scale" else "leave it out: so large a cap caps nothing"
+            raise InvalidProblem(name, number, f"at most {MOST_SCALE:g}, for scores in float32", remedy)
+    if softcap < 0:
+        raise InvalidProblem("softcap", softcap, "a number > 0", "leave it out for none")
+    factor = abs(q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap and factor > MOST_SCALE * softcap and q.dtype != torch.float64:
+        raise InvalidProblem("softcap", softcap, f"at least {factor:g} / {MOST_SCALE:g}, for scores in float32", "give a larger one")
+
+
+def _check_numbers(call: Call) -> None:
+    check_scores(call.scale, call.softcap, call.q)
     for name in ("max_seqlen_q", "max_seqlen_k", "left", "right"):
         number = getattr(call, name)
         if number < NO_BOUND:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
 from .errors import InvalidProblem, UnsupportedProblem
+
+MOST_ELEMENTS = 2**59  # of a tensor of which explain is asked: torch counts its bytes in 64 bits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,8 +154,8 @@ def _explain(arguments: argparse.Namespace) -> int:
     keys = (a.batch, _or(a.seqlen_k, a.seqlen_q), _or(a.heads_kv, a.heads_q))
     sizes = ((a.batch, a.seqlen_q, a.heads_q, a.head_dim), (*keys, a.head_dim), (*keys, _or(a.head_dim_v, a.head_dim)))
     for size in sizes:
-        if min(size) < 0:
-            raise InvalidProblem("shape", list(size), "sizes >= 0", "see strobe explain --help")
+        if min(size) < 0 or math.prod(max(n, 1) for n in size) > MOST_ELEMENTS:
+            raise InvalidProblem("shape", list(size), f"sizes >= 0 of at most {MOST_ELEMENTS:,} elements", "see strobe explain --help")
     # tensors without data: no shape is too large to ask about
     q, k, v = (torch.empty(size, dtype=getattr(torch, a.dtype), device="meta") for size in sizes)
     mask = (causal() if a.causal else full()) & (window(*a.window) if a.window else full())
@@ -184,7 +187,7 @@ def _as_json(choice) -> dict:
         cost = plan and plan.kernel.cost(choice.problem)
         plans[direction] = plan and {"kernel": plan.kernel.name, "config": str(plan.config), "flops": cost.flops, "bytes": cost.moved_bytes}
         if plan and choice.target.peak_tflops:
-            plans[direction]["ceiling_ms"], plans[direction]["bound"] = cost.ceiling_ms(choice.target)
+            plans[direction]["ceiling_ms"], plans[direction]["bound"] = choice.ceiling_ms(plan)
     passed = [{"kernel": name, "reason": reason} for name, reason in choice.rejections]
     return {"problem": str(choice.problem), "target": str(choice.target), **plans, "passed": passed}
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .cache import FP8, Held, OfCache, check_cache, check_tensor
-from .call import DTYPES, FARTHEST, Dense, Paged, accumulator, check_sinks
+from .call import DTYPES, FARTHEST, Dense, Paged, accumulator, check_scores, check_sinks
 from .dispatch import tangents, wants_beneath
 from .errors import InvalidProblem, UnsupportedProblem
 from .mask import NO_BOUND
@@ -85,11 +85,7 @@ def check(call: DecodeCall) -> Dense | Paged:
         check_sinks(call.sinks, heads_q)
         if call.sinks.device != q.device:
             raise InvalidProblem("sinks", f"device {call.sinks.device}", f"q's device {q.device}", "move all of a call's tensors to one device")
-    for name, number in (("scale", call.scale), ("softcap", call.softcap)):
-        if number is not None and not math.isfinite(number):
-            raise InvalidProblem(name, number, "a finite number", f"leave {name} out for the default")
-    if call.softcap < 0:
-        raise InvalidProblem("softcap", call.softcap, "a number > 0", "leave it out for none")
+    check_scores(call.scale, call.softcap, q)
     for name in ("left", "right"):
         if not NO_BOUND <= getattr(call, name) <= FARTHEST:
             raise InvalidProblem(name, getattr(call, name), f"a number from 0 to {FARTHEST}, or -1 for none", "call strobe.attention_decode")

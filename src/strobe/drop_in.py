@@ -13,7 +13,7 @@ from torch import Tensor
 from . import ops
 from .api import Packing, Window, call_of
 from .call import Call, accumulator
-from .errors import InvalidProblem, UnsupportedProblem, describe
+from .errors import InvalidProblem, UnsupportedProblem, describe, wrong_type
 
 
 class Setting(NamedTuple):
@@ -155,6 +155,20 @@ UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "return_softmax": ((False,), "strobe never holds the weights; ask for softmax_lse and recompute those you need"),
     "zero_tensors": ((False,), "strobe writes every element of its results; leave it out"),
 }
+
+
+def unpacked(name: str, tensor: object, parts: int, packed: bool) -> tuple[Tensor, ...]:
+    """q, k and v, or k and v, that lie in one tensor [B, S, parts, H, D], or packed [T, parts, H, D].
+
+    >>> [part.shape for part in unpacked("kv", torch.zeros(2, 5, 2, 4, 16), 2, packed=False)]
+    [torch.Size([2, 5, 4, 16]), torch.Size([2, 5, 4, 16])]
+    """
+    rank, shape = (4, f"[T, {parts}, H, D]") if packed else (5, f"[B, S, {parts}, H, D]")
+    if not isinstance(tensor, Tensor):
+        raise wrong_type(name, tensor, f"a tensor {shape}", "pass a torch.Tensor")
+    if tensor.dim() != rank or tensor.shape[-3] != parts:
+        raise InvalidProblem(name, f"shape {list(tensor.shape)}", shape, "stack its parts in the third dimension from the end")
+    return tensor.unbind(-3)
 
 
 def refuse(**given: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+
 
 def describe(argument: str, got: object, expected: str, remedy: str) -> str:
     """
@@ -47,4 +49,6 @@ class KernelFault(RuntimeError):
 
 def wrong_type(argument: str, got: object, expected: str, remedy: str) -> TypeError:
     """A TypeError in the words of `describe`; `got` is the offending object and only its type is named."""
-    return TypeError(describe(argument, type(got).__name__, expected, remedy))
+    kind = type(got)
+    name = f"{kind.__module__}.{kind.__name__}" if hasattr(builtins, kind.__name__) and kind.__module__ != "builtins" else kind.__name__
+    return TypeError(describe(argument, name, expected, remedy))  # numpy.bool is no bool

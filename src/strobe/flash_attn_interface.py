@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .drop_in import Setting, attend, forward, refuse
-from .errors import InvalidProblem
+from .drop_in import Setting, attend, forward, refuse, unpacked
+from .errors import InvalidProblem, wrong_type
 from .kvcache import Cache, forward_cached
+from .mask import as_int
 from .merge import Partial, merge
 
 
@@ -43,12 +44,15 @@ def flash_attn_qkvpacked_func(
     >>> flash_attn_qkvpacked_func(torch.randn(1, 5, 4 + 2 * 2, 16), num_heads_q=4).shape
     torch.Size([1, 5, 4, 16])
     """
-    if qkv.dim() == 5:
-        q, k, v = qkv.unbind(-3)
+    if not isinstance(qkv, Tensor) or qkv.dim() != 4:
+        q, k, v = unpacked("qkv", qkv, 3, packed=False)
     else:
-        rest = 0 if num_heads_q is None else qkv.shape[2] - num_heads_q  # // and %: torch.compile traces no divmod of a symbolic size
+        count = -1 if num_heads_q is None else as_int(num_heads_q)
+        if count is None:
+            raise wrong_type("num_heads_q", num_heads_q, "an int", "say how many heads are q's")
+        rest = qkv.shape[2] - count  # // and %: torch.compile traces no divmod of a symbolic size
         heads_kv = rest // 2
-        if rest < 2 or rest % 2:
+        if count < 0 or rest < 2 or rest % 2:
             raise InvalidProblem("num_heads_q", num_heads_q, f"H_q of the {qkv.shape[2]} = H_q + 2 H_kv heads of qkv", "say how many heads are q's")
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], -2)
     return flash_attn_func(
@@ -113,6 +117,18 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
 
     Packed ones, [splits, T, H, D], give [T, H, D] and [T, H]. out_dtype is out's or that of out_partial unless given.
     """
+    for name, part in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if not isinstance(part, Tensor):
+            raise wrong_type(name, part, "a tensor [splits, ...]", "stack the partial results")
+    shape = list(out_partial.shape)
+    if len(shape) < 2 or shape[0] == 0:
+        raise InvalidProblem("out_partial", f"shape {shape}", "[splits, ..., H, D] of at least one split", "stack the partial results")
+    if list(lse_partial.shape) != shape[:-1]:
+        raise InvalidProblem(
+            "lse_partial", f"shape {list(lse_partial.shape)}", f"{shape[:-1]}, as out_partial without D", "give both for the same splits"
+        )
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise wrong_type("out_dtype", out_dtype, "a torch.dtype or None", "such as torch.bfloat16")
     whole = _partial(out_partial[0], lse_partial[0])
     for part_out, part_lse in zip(out_partial[1:], lse_partial[1:]):
         whole = merge(whole, _partial(part_out, part_lse))

@@ -109,7 +109,7 @@ def _lengths(q: Tensor, cache: Cache) -> Tensor:
         seqlens = cache.capacity
     elif not 0 <= seqlens <= cache.capacity - count:
         expected = f"0 to {cache.capacity - count}" + f", before {count} new keys" * bool(count)
-        raise InvalidProblem("cache_seqlens", seqlens, expected, "make the cache longer")
+        raise InvalidProblem("cache_seqlens", seqlens, expected, "make the cache longer" if seqlens > 0 else "count the keys that it holds")
     return torch.full((q.shape[0],), seqlens, dtype=torch.int32, device=q.device)
 
 

@@ -106,8 +106,8 @@ class Mask:
         return Mask(
             _least(self.left, other.left),
             _least(self.right, other.right),
-            _least(self.prefix, other.prefix),
-            _least(self.key_lengths, other.key_lengths),
+            _least(self.prefix, other.prefix, "prefix"),
+            _least(self.key_lengths, other.key_lengths, "key_lengths"),
             self.documents or other.documents,
         )
 
@@ -117,9 +117,13 @@ class Mask:
 
     def dense(self, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu") -> Tensor:
         """The mask written out, bool [B, S_q, S_k] (B is 1 where nothing in it differs by batch entry): the oracle's view."""
-        for side, length in (("q", seqlen_q), ("k", seqlen_k)) if self.documents is not None else ():
-            ids = getattr(self.documents, f"ids_{side}")
-            if ids.shape[1] != length:
+        for side, length in (("q", seqlen_q), ("k", seqlen_k)):
+            if as_int(length) is None:
+                raise wrong_type(f"seqlen_{side}", length, "an int", "count the positions")
+            if length < 0:
+                raise InvalidProblem(f"seqlen_{side}", length, "a number >= 0", "count the positions")
+            ids = None if self.documents is None else getattr(self.documents, f"ids_{side}")
+            if ids is not None and ids.shape[1] != length:
                 raise InvalidProblem(f"seqlen_{side}", length, f"the {ids.shape[1]} positions of ids_{side}", "write a mask out at its own sizes")
         row = torch.arange(seqlen_q, device=device)[:, None]
         key = torch.arange(seqlen_k, device=device)[None, :]
@@ -277,6 +281,8 @@ def _int32(argument: str, tensor: Tensor, rank: int) -> Tensor:
     shape = "[B]" if rank == 1 else "[B, S]"
     if not isinstance(tensor, Tensor):
         raise wrong_type(argument, tensor, f"an int32 tensor {shape}", "wrap it in torch.tensor(..., dtype=torch.int32)")
+    if tensor.layout != torch.strided:
+        raise InvalidProblem(argument, tensor.layout, "a strided (dense) tensor", "convert it with .to_dense()")
     if tensor.dtype != torch.int32:
         raise InvalidProblem(argument, tensor.dtype, "torch.int32", "convert it with .to(torch.int32)")
     if tensor.dim() != rank:
@@ -284,10 +290,13 @@ def _int32(argument: str, tensor: Tensor, rank: int) -> Tensor:
     return tensor
 
 
-def _least(a: int | Tensor | None, b: int | Tensor | None) -> Any:
+def _least(a: int | Tensor | None, b: int | Tensor | None, name: str = "") -> Any:
     """The tighter of two upper bounds, each an int, a tensor or absent."""
     if a is None or b is None:
         return b if a is None else a
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape != b.shape or a.device != b.device):
+        got, expected = (f"{list(one.shape)} on {one.device}" for one in (b, a))
+        raise InvalidProblem(f"mask {name}", got, f"{expected}, as the mask that it is joined with has", "give both for the same batch entries")
     if isinstance(a, Tensor):
         return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=min(b, MOST_KEYS))
     return b.clamp(max=min(a, MOST_KEYS)) if isinstance(b, Tensor) else min(a, b)

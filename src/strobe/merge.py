@@ -77,6 +77,9 @@ def _check(name: str, part: object) -> None:
     if part.out.dim() not in (3, 4) or tuple(part.out.shape[:-1]) != heads_last:
         got = f"out {list(part.out.shape)} and lse {list(part.lse.shape)}"
         raise InvalidProblem(name, got, "out [B, S, H, D] and lse [B, H, S], or [T, H, D] and [H, T]", "use what strobe.partial_attention returns")
+    for field, tensor in zip(part._fields, part):
+        if not tensor.is_floating_point():
+            raise InvalidProblem(name, f"{field} in {tensor.dtype}", "floating dtypes", "use what strobe.partial_attention returns")
 
 
 def _sigmoid_of_difference(x: Tensor, y: Tensor) -> Tensor:

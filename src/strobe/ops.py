@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import fakes, flops
-from .call import FIELD_KINDS, OPTIONAL_TENSORS, Call
+from .call import FIELD_KINDS, OPTIONAL_TENSORS, Call, check
 from .choices import Choices, at_once
 from .dispatch import tangents, wants_beneath, watched
 from .errors import InvalidProblem, UnsupportedProblem
@@ -79,6 +79,8 @@ def received(flat: tuple) -> Call:
     call = Call(*flat)
     if call.plain:
         return call
+    if any(t is not None and t.layout != torch.strided for t in call.optionals):
+        check(call)  # which says so; a key of metadata would take it for a tensor met before
     optionals = (t if t is None else t.contiguous() for t in call.optionals)
     return Call._make((*call[: OPTIONAL_TENSORS.start], *optionals, *call[OPTIONAL_TENSORS.stop :]))
 

@@ -70,7 +70,7 @@ def _received(call: AnyCall) -> AnyCall:
 def _scattered(call: DecodeCall | AppendCall) -> dict[str, Tensor]:
     """Its small tensors that are not contiguous."""
     small = ((name, field) for name, field in zip(call._fields, call) if isinstance(field, Tensor) and name not in WHOLE)
-    return {name: tensor for name, tensor in small if not tensor.is_contiguous()}
+    return {name: tensor for name, tensor in small if tensor.layout == torch.strided and not tensor.is_contiguous()}  # the door refuses sparse ones
 
 
 # ---------------------------------------------------------------- running it

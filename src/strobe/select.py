@@ -34,10 +34,16 @@ class Choice(Generic[AnyProblem]):
         for plan in (self.forward, self.backward):
             if plan:
                 cost = plan.kernel.cost(self.problem)
-                ms, bound = cost.ceiling_ms(self.target)
+                ms, bound = self.ceiling_ms(plan)
                 time = f" at {self.target.peak_tflops:g} TFLOP/s = {ms:.3g} ms" if ms else ""
                 rows.append(("ceiling", f"{cost.flops:.3g} FLOP{time}; {bound}"))
         return "\n".join(f"{label:<9} {text}" for label, text in rows)
+
+    def ceiling_ms(self, plan: Plan) -> tuple[float, str]:
+        """The least time of a plan and what sets it; (0, reason) where that is not known: data sheets are read for products of 16 bits."""
+        if self.problem.dtype.itemsize > 2 and self.target.peak_tflops:
+            return 0.0, f"this target's peak rate in {str(self.problem.dtype).removeprefix('torch.')} is not known"
+        return plan.kernel.cost(self.problem).ceiling_ms(self.target)
 
 
 def select(problem: AnyProblem, target: Target) -> Choice[AnyProblem]:

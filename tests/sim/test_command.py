@@ -181,6 +181,21 @@ def test_a_grid_that_is_none(given, capsys):
     assert ended.value.code == 2 and f"--grid: got '{given}', expected one to three positive sizes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--seeds", "--sms", "--num-warps"])
+@pytest.mark.parametrize("given", ["0", "-2", "x", "1.5"])
+def test_a_count_of_none(option, given, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["sim", *DOUBLE, f"{option}={given}"])
+    assert ended.value.code == 2 and f"{option}: got '{given}', expected a whole number >= 1" in capsys.readouterr().err
+
+
+def test_what_a_run_would_stumble_over_is_said_before(capsys, tmp_path):
+    assert main(["sim", *DOUBLE, "--timeline", str(tmp_path / "none" / "a.html")]) == 2
+    assert "--timeline" in capsys.readouterr().err
+    assert main(["sim", *DOUBLE, "--num-warps", "3"]) == 2
+    assert "--num-warps: got 3, expected a power of two" in capsys.readouterr().err
+
+
 def test_help(capsys):
     for asked in (["sim", "--help"], ["sim", "-h"]):
         with pytest.raises(SystemExit) as ended:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from contextlib import AbstractContextManager
 
+from ..errors import UnsupportedProblem
+
 
 class Attempt(AbstractContextManager):
     """Whatever the block raises becomes `reason`, which the caller reports.
@@ -28,7 +30,8 @@ class Attempt(AbstractContextManager):
         if not isinstance(error, Exception):
             return False
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-        said = " ".join(lines[: 1 + lines[0].endswith(":")])  # a heading with the first line under it
+        every = isinstance(error, UnsupportedProblem)  # what each kernel has against it
+        said = "; ".join(lines) if every else " ".join(lines[: 1 + lines[0].endswith(":")])  # a heading with the first line under it
         # SDPA says only "no available kernel" and gives its reasons as warnings
         told = [str(w.message).split(" (Triggered")[0] for w in self._said] if "No available kernel" in lines[0] else []
         self.reason = "; ".join([f"{type(error).__name__}: {said}", *told])[:600]

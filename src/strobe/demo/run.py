@@ -14,6 +14,7 @@ import torch
 import strobe
 
 from ..bench import cycles
+from ..errors import InvalidProblem
 from ..target import FAKES, Target
 from .context import Sizes, growing, masked, masks, sizes
 from .tiles import tile_maps
@@ -43,6 +44,10 @@ def main(quick: bool = False, out: str | None = None, device: str | None = None,
 
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     folder = Path(out or FOLDER)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidProblem("out", str(folder), "a folder, or a name for one", f"{error.strerror}; give another") from error
     with narrate(quiet=as_json) as step:
         results = measure(place, quick, step)
         path = write(results, folder)

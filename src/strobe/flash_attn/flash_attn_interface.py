@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..drop_in import Setting, attend, backward, forward, refuse
+from ..drop_in import Setting, attend, backward, forward, refuse, unpacked
 from ..errors import InvalidProblem
 from ..kvcache import Cache, forward_cached, forward_paged
 
@@ -40,7 +40,7 @@ def flash_attn_kvpacked_func(
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """kv [B, S_k, 2, H_kv, D]; the rest as `flash_attn_func`."""
-    k, v = kv.unbind(2)
+    k, v = unpacked("kv", kv, 2, packed=False)
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
@@ -49,7 +49,7 @@ def flash_attn_qkvpacked_func(
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """qkv [B, S, 3, H, D]; the rest as `flash_attn_func`."""
-    q, k, v = qkv.unbind(2)
+    q, k, v = unpacked("qkv", qkv, 3, packed=False)
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
@@ -79,7 +79,7 @@ def flash_attn_varlen_kvpacked_func(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """kv [T_k, 2, H_kv, D]; the rest as `flash_attn_varlen_func`."""
-    k, v = kv.unbind(1)
+    k, v = unpacked("kv", kv, 2, packed=True)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     scores = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
     return flash_attn_varlen_func(q, k, v, *offsets, *scores, deterministic, return_attn_probs)
@@ -90,7 +90,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """qkv [T, 3, H, D]; the rest as `flash_attn_varlen_func`."""
-    q, k, v = qkv.unbind(1)
+    q, k, v = unpacked("qkv", qkv, 3, packed=True)
     scores = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *scores, deterministic, return_attn_probs)
 

@@ -49,6 +49,10 @@ def _check(arguments: argparse.Namespace) -> None:
     """What argparse cannot know: options that go together, files."""
     if arguments.timeline and arguments.timeline.suffix not in PICTURES:
         raise SceneError(f"--timeline: got {arguments.timeline}, expected a name that ends in {', '.join(PICTURES)}")
+    if arguments.timeline and not arguments.timeline.absolute().parent.is_dir():
+        raise SceneError(f"--timeline: got {arguments.timeline}, expected a file in a folder that exists")
+    if arguments.num_warps & (arguments.num_warps - 1):
+        raise SceneError(f"--num-warps: got {arguments.num_warps}, expected a power of two")
     for file in arguments.file or []:
         if not file.is_file():
             raise SceneError(f"--file: got {file}, expected a Python file that exists")
@@ -77,10 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", default="sm_90", choices=targets, help="whose memory limits and operations (sm_90)")
     parser.add_argument("--mode", default=None, choices=MODES, help="the schedule (all but timed, one after another, unless given)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the schedule and of the arguments")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="so many seeds of each mode, from --seed on")
-    parser.add_argument("--sms", type=int, default=4, metavar="N", help="CTAs in flight (4)")
+    parser.add_argument("--seeds", type=_positive, default=1, metavar="N", help="so many seeds of each mode, from --seed on")
+    parser.add_argument("--sms", type=_positive, default=4, metavar="N", help="CTAs in flight (4)")
     parser.add_argument("--grid", type=_grid, default=(1,), metavar="X[,Y[,Z]]", help="of a kernel")
-    parser.add_argument("--num-warps", type=int, default=4, metavar="N", help="of a kernel (4)")
+    parser.add_argument("--num-warps", type=_positive, default=4, metavar="N", help="of a kernel (4)")
     parser.add_argument("--ordered", action="store_true", help="floating-point adds to one place must have an order (same bits every run)")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="modelled time as .html, .svg or .json")
     parser.add_argument("--mutate", action="store_true", help="drop or bend one synchronisation at a time")
@@ -89,6 +93,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ledger", type=Path, metavar="FILE", help="JSON that explains survivors")
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number >= 1")
+    return int(text)
 
 
 def _grid(text: str) -> tuple[int, ...]:
