@@ -392,7 +392,7 @@ CPU = (
     Mutant("no device guard", "ops:_launch", "q.get_device() != torch._C._cuda_getDevice()", "False", runs(_guarded), (80,)),
     Mutant("heads not checked", "call:_check_heads", "heads_q % heads_kv", "False", refused("k")),
     Mutant("offsets of any dtype", "call:_count", "offsets.dtype != torch.int32", "False", refused("cu_seqlens_q"), ()),
-    Mutant("scale not checked", "call:_check_numbers", "not math.isfinite(number)", "False", refused("scale")),
+    Mutant("scale not checked", "call:check_scores", "not math.isfinite(number)", "False", refused("scale")),
 )
 
 # ---------------------------------------------------------------- the portable kernels, interpreted
