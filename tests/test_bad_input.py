@@ -300,6 +300,12 @@ JOINED = [
     ),
     Bad("a mask of fewer than no rows", lambda: strobe.causal().dense(-1, 2), InvalidProblem, "seqlen_q", "-1"),
     Bad("a mask of so many keys", lambda: strobe.causal().dense(2, "all"), TypeError, "seqlen_k", "str"),
+    Bad("a mask's left of a letter", lambda: strobe.Mask(left="a"), TypeError, "mask left", "str"),
+    Bad("a mask's left of a half", lambda: strobe.Mask(left=2.5), TypeError, "mask left", "float"),
+    Bad("a mask's right below 0", lambda: strobe.Mask(right=-1), InvalidProblem, "mask right", "-1"),
+    Bad("a mask's prefix below 0", lambda: strobe.Mask(prefix=-3), InvalidProblem, "mask prefix", "-3"),
+    Bad("a mask's lengths of an int", lambda: strobe.Mask(key_lengths=3), TypeError, "mask key_lengths", "int"),
+    Bad("a mask's documents of ids", lambda: strobe.Mask(documents=IDS_Q), TypeError, "mask documents", "Tensor"),
     _dense("causal of numpy", TypeError, "causal", "numpy.bool", causal=np.bool_(True)),
 ]
 

@@ -73,6 +73,11 @@ class Documents:
         return Documents(ids_q, ids_k, _spans(ids_q, ids_k), _spans(ids_k, ids_q))
 
 
+_COUNT = (int, torch.SymInt)
+_FIELDS = {"left": _COUNT, "right": _COUNT, "prefix": (*_COUNT, Tensor), "key_lengths": (Tensor,), "documents": (Documents,)}
+_MAKERS = {"left": "window", "right": "window", "prefix": "prefix_causal", "key_lengths": "key_lengths", "documents": "documents"}
+
+
 @dataclass(frozen=True, eq=False)
 class Mask:
     """A mask; made by `causal`, `window`, `prefix_causal`, `documents`, `key_lengths` and joined by `&`.
@@ -87,6 +92,14 @@ class Mask:
     prefix: int | Tensor | None = None
     key_lengths: Tensor | None = None
     documents: Documents | None = None
+
+    def __post_init__(self) -> None:
+        for name, kinds in _FIELDS.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                raise wrong_type(f"mask {name}", value, " or ".join(kind.__name__ for kind in kinds), f"make it with strobe.{_MAKERS[name]}")
+            if isinstance(value, int) and value < 0:
+                raise InvalidProblem(f"mask {name}", value, "a number of keys >= 0, or None", f"make it with strobe.{_MAKERS[name]}")
 
     @property
     def structure(self) -> MaskStructure:
