@@ -218,7 +218,10 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Window | None,
         raise wrong_type(name, got, "a tensor", "pass a torch.Tensor")
     left, right = _band(causal, window)
     call = Call(q, k, v, left, right, *options, False, False, sinks)  # by position: 0.15 us of 0.55
-    return call if mask is None else call.with_mask(call.mask & mask)
+    if mask is None:
+        return call
+    alone = isinstance(mask, Mask) and isinstance(left, int) and isinstance(right, int) and left == right == NO_BOUND  # joining nothing takes 2 us
+    return call.with_mask(mask if alone else call.mask & mask)
 
 
 def call_of(
@@ -241,7 +244,8 @@ def _band(causal: bool, window: Window | None) -> tuple[int, int]:
         return NO_BOUND, 0 if causal else NO_BOUND
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise wrong_type("window", window, "a pair (left, right) or None", "use None inside the pair for no bound")
-    left, right = (NO_BOUND if bound is None else min(bound, FARTHEST) for bound in (window_mask(*window).left, window_mask(*window).right))
+    band = window_mask(*window)
+    left, right = (NO_BOUND if bound is None else min(bound, FARTHEST) for bound in (band.left, band.right))
     return left, 0 if causal else right
 
 

@@ -94,9 +94,11 @@ class Mask:
     documents: Documents | None = None
 
     def __post_init__(self) -> None:
-        for name, kinds in _FIELDS.items():
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kinds):
+        for name, value in vars(self).items():
+            if value is None:
+                continue
+            kinds = _FIELDS[name]
+            if not isinstance(value, kinds):
                 raise wrong_type(f"mask {name}", value, " or ".join(kind.__name__ for kind in kinds), f"make it with strobe.{_MAKERS[name]}")
             if isinstance(value, int) and value < 0:
                 raise InvalidProblem(f"mask {name}", value, "a number of keys >= 0, or None", f"make it with strobe.{_MAKERS[name]}")
