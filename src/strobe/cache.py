@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .call import DTYPES, Dense, Paged
 from .errors import InvalidProblem, wrong_type
+from .mask import check_strided
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -128,8 +129,7 @@ def quantize_kv(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     for name, tensor in (("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise wrong_type(name, tensor, "a tensor [..., H_kv, D]", "pass a torch.Tensor")
-        if tensor.layout != torch.strided:
-            raise InvalidProblem(name, tensor.layout, "a strided (dense) tensor", "convert it with .to_dense()")
+        check_strided(name, tensor)
         if tensor.dtype not in DTYPES:
             raise InvalidProblem(name, tensor.dtype, "float16, bfloat16, float32 or float64", "quantize before anything else does")
         if tensor.dim() < 2:
@@ -206,9 +206,10 @@ def _check_pools(held: Held, dtype: torch.dtype, like: str) -> None:
         )
     for field in held._fields[1:]:
         tensor = getattr(held, field)
-        if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
-            raise InvalidProblem(held.word(field), tensor.layout, "a strided (dense) tensor", "convert it with .to_dense()")
-        if isinstance(tensor, Tensor) and tensor.device != k.device:
+        if not isinstance(tensor, Tensor):
+            continue
+        check_strided(held.word(field), tensor)
+        if tensor.device != k.device:
             raise InvalidProblem(held.word(field), f"device {tensor.device}", f"{held.word('k')}'s {k.device}", "keep a cache on one device")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import InvalidProblem, wrong_type
-from .mask import MOST_KEYS, NO_BOUND, Documents, Mask, MaskStructure
+from .mask import MOST_KEYS, NO_BOUND, Documents, Mask, MaskStructure, check_strided
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 MOST_SCALE = 1e38  # log2(e) times it is a float32
@@ -206,8 +206,7 @@ def _check_tensors(call: Call) -> None:
             raise wrong_type(name, tensor, "a tensor", "pass a torch.Tensor")
         if tensor.is_nested:
             raise InvalidProblem(name, "a nested tensor", "a strided (dense) tensor", "pass its values and offsets to attention_varlen")
-        if tensor.layout != torch.strided:
-            raise InvalidProblem(name, tensor.layout, "a strided (dense) tensor", "convert it with .to_dense()")
+        check_strided(name, tensor)
         if tensor.dtype not in DTYPES:
             raise InvalidProblem(name, tensor.dtype, "float16, bfloat16, float32 or float64", "convert it with .to(torch.bfloat16)")
         if tensor.dtype != call.q.dtype:
@@ -223,8 +222,8 @@ def _check_tensors(call: Call) -> None:
         tensor = getattr(call, name)
         if tensor is not None and tensor.device != call.q.device:
             raise InvalidProblem(name, f"device {tensor.device}", f"q's device {call.q.device}", "move all of a call's tensors to one device")
-        if tensor is not None and tensor.layout != torch.strided:
-            raise InvalidProblem(name, tensor.layout, "a strided (dense) tensor", "convert it with .to_dense()")
+        if tensor is not None:
+            check_strided(name, tensor)
 
 
 def _check_heads(call: Call) -> None:
@@ -241,8 +240,7 @@ def _check_heads(call: Call) -> None:
 
 def check_sinks(sinks: Tensor, heads_q: int) -> None:
     """One floating logit a query head."""
-    if sinks.layout != torch.strided:
-        raise InvalidProblem("sinks", sinks.layout, "a strided (dense) tensor", "convert it with .to_dense()")
+    check_strided("sinks", sinks)
     if sinks.dim() != 1 or sinks.shape[0] != heads_q:
         raise InvalidProblem("sinks", f"shape {list(sinks.shape)}", f"[{heads_q}], one logit a query head", "expand or slice it")
     if sinks.dtype not in DTYPES:

@@ -292,12 +292,16 @@ def _bound(side: str, bound: int | None) -> int | None:
     return None if number is None or number < 0 else number
 
 
+def check_strided(argument: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise InvalidProblem(argument, tensor.layout, "a strided (dense) tensor", "convert it with .to_dense()")
+
+
 def _int32(argument: str, tensor: Tensor, rank: int) -> Tensor:
     shape = "[B]" if rank == 1 else "[B, S]"
     if not isinstance(tensor, Tensor):
         raise wrong_type(argument, tensor, f"an int32 tensor {shape}", "wrap it in torch.tensor(..., dtype=torch.int32)")
-    if tensor.layout != torch.strided:
-        raise InvalidProblem(argument, tensor.layout, "a strided (dense) tensor", "convert it with .to_dense()")
+    check_strided(argument, tensor)
     if tensor.dtype != torch.int32:
         raise InvalidProblem(argument, tensor.dtype, "torch.int32", "convert it with .to(torch.int32)")
     if tensor.dim() != rank:

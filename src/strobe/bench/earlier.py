@@ -36,11 +36,11 @@ class Earlier:
 
     def __init__(self, where: str):
         folder = Path(where) / "strobe"
-        commit = _git("rev-parse", "--verify", "--short", "--end-of-options", where + "^{commit}") if where else None
         if where and (folder / "__init__.py").is_file():
             self.name, self._package = MARK + where, partial(renamed, folder, hashlib.sha1(str(folder.resolve()).encode()).hexdigest()[:9])
-        elif commit is not None:
-            self.name, self._package = MARK + commit.decode().strip(), partial(at_revision, commit.decode().strip())
+        elif where and (said := _git("rev-parse", "--verify", "--short", "--end-of-options", where + "^{commit}")):
+            commit = said.decode().strip()
+            self.name, self._package = MARK + commit, partial(at_revision, commit)
         else:
             expected = "a git revision of the tree that strobe runs from, or a folder that holds a package strobe"
             raise InvalidProblem("rivals", repr(MARK + where), expected, "such as @HEAD~1 in a clone, or @../before/src")
