@@ -65,10 +65,11 @@ def faults_are_told_to_the_test_that_made_them():
 @pytest.fixture
 def as_of_many_keys(monkeypatch):
     """The Hopper kernels run as they would if rows saw many keys: the forward with early weights, where it can, in its usual tiles, the backward
-    with dq's sum cleared before unless its adds have an order."""
+    with dq's sum cleared before unless its adds have an order, and with dq of the step before, where it can."""
     monkeypatch.setattr(hopper, "EARLY_KEYS", 0)
     monkeypatch.setattr(hopper, "FEW", {})
     monkeypatch.setattr(hopper, "STORED_KEYS", {})
+    monkeypatch.setattr(hopper, "LAGGING_STEPS", 0)
     ops._choices.clear()
     yield
     ops._choices.clear()

@@ -74,12 +74,14 @@ def board() -> tuple[Tensor, ...]:
     return _forward(384, 128, 256)
 
 
-def _backward(seqlen_q: int, seqlen_k: int, head_dim: int, deterministic: bool = False, sms: int = 2, **options) -> tuple[Tensor, ...]:
+def _backward(
+    seqlen_q: int, seqlen_k: int, head_dim: int, deterministic: bool = False, sms: int = 2, lagging_steps: int = config.LAGGING_STEPS, **options
+) -> tuple[Tensor, ...]:  # fmt: skip
     case = Case("scene", seqlen_q, seqlen_k, head_dim=head_dim, **{"batch": 1, "heads": (1, 1)} | options)
     call = case.build("cpu", torch.bfloat16, kernel="hopper.backward")._replace(needs_grad=True, deterministic=deterministic)
     out, lse = reference.forward(call)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-    with posing(replace(H200, sm_count=sms)):
+    with posing(replace(H200, sm_count=sms)), patch.multiple(config, LAGGING_STEPS=lagging_steps):
         return ops.BACKWARD(dout, out.to(torch.bfloat16), lse.float(), None, *call.arguments)
 
 
@@ -106,6 +108,12 @@ def backward_d192_128() -> tuple[Tensor, ...]:
 def backward_split() -> tuple[Tensor, ...]:
     """A group of two heads is divided in two, a tile of keys each of two programs: dk, then dv, are added where k and v were."""
     return _backward(256, 256, 128, heads=(2, 1), mask=CAUSAL)
+
+
+def backward_lagging() -> tuple[Tensor, ...]:
+    """dq of the step before: up to four tiles of queries for rings of two stages, three tiles of keys of one program, whose first steps multiply what
+    stands there."""
+    return _backward(256, 384, 128, sms=1, lagging_steps=0, mask=CAUSAL)
 
 
 def backward_first() -> tuple[Tensor, ...]:
@@ -188,7 +196,7 @@ SCENES = (
     Scene("forward_scattered", "sm_90", forward_scattered, FORWARD_MENDED),
     Scene("board", "sm_90", board, SCHEDULE),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_d256, backward_d192_128)),
-    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_split, backward_first)),
+    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_split, backward_lagging, backward_first)),
     Scene("backward_scattered", "sm_90", backward_scattered, BACKWARD_MENDED),
     *(Scene(run.__name__, "sm_90", run, BACKWARD, ordered=True) for run in (backward_ordered, backward_turns)),
     *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),

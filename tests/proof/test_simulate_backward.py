@@ -196,6 +196,59 @@ def test_the_first_tile_of_keys_stores_where_rows_see_few(name):
     assert _form(CASES[name]).first_stores
 
 
+LAGGING = ("causal", "causal_more_keys", "causal_more_rows_sinks", "window_right", "window_both", "window_before_the_keys", "grouped", "stored_mixed",
+           "head_dim_96", "packed_causal", "packed_causal_other_keys", "one_row_causal", "key_lengths_causal")  # fmt: skip
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(LAGGING) for one in by_turns(n, name)])
+def test_dq_of_the_step_before(name, schedule, deterministic, judge, monkeypatch):
+    """As long rows have it, beside a first tile of keys that stores, and turns."""
+    monkeypatch.setattr(hopper, "LAGGING_STEPS", 0)
+    case, n = CASES[name], LAGGING.index(name)
+    call = case.build("cpu", DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], seed=5, requires_grad=True, kernel="hopper")
+    call = call._replace(deterministic=deterministic and case.name != "key_lengths_causal")
+    assert hopper.BACKWARD.config(Problem.from_call(call), H200).form.lags
+    with on(H200, *schedule) as run:
+        judge(call, FAMILIES[n % len(FAMILIES)], 5)
+    assert run.reports == [] and "backward_kernel" in run.launches
+
+
+@pytest.mark.parametrize(
+    "batch, seqlen, heads, width, bounds, lags, begun",
+    [
+        (2, 8192, (16, 16), 128, (-1, 0), True, True),
+        (4, 4096, (16, 16), 128, (-1, 0), False, True),
+        (2, 8192, (16, 16), 96, (-1, 0), True, True),
+        (4, 4096, (16, 16), 96, (-1, 0), False, False),
+        (2, 8192, (16, 16), 128, (-1, -1), False, False),
+        (2, 8192, (32, 32), 64, (-1, 0), False, False),
+        (2, 8192, (16, 16), 192, (-1, 0), False, False),
+        (1, 16384, (16, 16), 128, (1023, 0), False, True),
+        (2, 8192, (64, 8), 128, (-1, 0), True, True),  # of a group that two programs share
+    ],
+)
+def test_when_dq_is_of_the_step_before_and_scores_begin_at_lse(batch, seqlen, heads, width, bounds, lags, begun):
+    q, k = (torch.empty(batch, seqlen, count, width, dtype=torch.bfloat16, device="meta") for count in heads)
+    call = Call(q, k, k, left=bounds[0], right=bounds[1], needs_grad=True)
+    form = hopper.BACKWARD.config(Problem.from_call(call), FAKES["H200"]).form
+    assert (form.lags, form.begun) == (lags, begun)
+    for scale in (0.0, 1e-38, 1e38):  # by which lse cannot be divided
+        assert not hopper.BACKWARD.config(Problem.from_call(call._replace(scale=scale)), FAKES["H200"]).form.begun
+    form = hopper.BACKWARD.config(Problem.from_call(call._replace(softcap=20.0)), FAKES["H200"]).form
+    assert (form.lags, form.begun) == (False, False)
+
+
+@pytest.mark.parametrize("scale", (1e-20, 1e-35, 3.0))
+def test_scores_begin_at_lse_at_every_scale(scale, judge):
+    case = _case("scaled", 200, 260, mask=CAUSAL, scale=scale)
+    call = case.build("cpu", torch.bfloat16, "normal", seed=5, requires_grad=True, kernel="hopper")
+    assert _form(case).begun == (abs(scale) > 1e-30)
+    with on(H200, *SCHEDULES[0]) as run:
+        judge(call, "normal", 5)
+    assert run.reports == []
+
+
 @pytest.mark.parametrize(
     "batch, seqlen, heads, width, bounds, stores",
     [

@@ -139,6 +139,8 @@ def _many_keys() -> dict[str, Callable[[], Call]]:
     cases["d128 window left, many keys"] = partial(many, 128, mask=masks.window(1000, None))
     cases["d64 group 8 window, many keys"] = partial(many, 64, mask=bands["window"], heads=(8, 1))
     cases["d64 window sinks softcap, many keys"] = partial(many, 64, mask=bands["window"], sinks=torch.zeros(4), softcap=20.0)
+    cases["d128 causal deterministic, many keys"] = partial(many, 128, mask=bands["causal"], needs_grad=True, deterministic=True)
+    cases["d128 group 8 causal, many keys"] = partial(many, 128, mask=bands["causal"], heads=(8, 1), needs_grad=True)
     return cases | {"d128 packed causal, many keys": partial(_packed, 128, bands["causal"], (4, 4), tokens=2 * 8192)}
 
 

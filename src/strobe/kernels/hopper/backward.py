@@ -24,6 +24,7 @@
                                                                                                 so of all four
     ds_ready[n]   1                           ds, or a half, stands in memory   of 128 keys its next arrival but one says that it has been
                                                                                 read, of 64 its step's q_free
+    ds_free[n]    1                           with form.lags: the other has multiplied it
     dq_ready[i]   1                           a share of dq, of 64 keys a unit, dq_free[i]  1   they have been read
                                               or rows of dv or dk, stand in memory
     sums_done     2                           the sum of dk, or of dv, stands   sums_free   1   dk's has been read    kv_free  1  dv's too
@@ -508,7 +509,14 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     dq_smem = reinterpret(held, gl.float32, dq_shape, dq_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
     if form.halves:
-        handed = (gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout), ring(4, 1))
+        ds_smem, ds_ready = gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout), ring(4, 1)
+        ds_free = ds_ready
+        if form.lags:
+            ds_free = ring(4, 1)
+            for i in gl.static_range(2, 4):  # what the first step finds
+                ds_smem.index(i).store(gl.full([ROWS, BLOCK_M], 0.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
+            fence_async_shared()
+        handed = (ds_smem, ds_ready, ds_free)
     else:
         handed = (gl.allocate_shared_memory(dtype, [ROWS, BLOCK_M], ds_layout), ring(1, 1))
     words = gl.allocate_shared_memory(gl.int32, [1, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -23,6 +23,7 @@ from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, warpgroup_
 from .backward_spans import has_others, without_others
 from .backward_steps import (
     ROWS,
+    begin_both,
     begin_scores,
     by_columns,
     delta_at,
@@ -52,47 +53,73 @@ def walk_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, blocks, work, 
     k_all, v_tile = tiles
     k_tile = in_registers(rows_of(k_all, ROWS * w), form.tuning.k_in_registers)
     tiles = (k_all, k_tile, v_tile)
-    for _ in range(form.members):
+    for member in range(form.members):
         for step in range(blocks):
             block = tile_of_step(step, blocks, form)
             place = (q_at, of_ds(q_at, ds_at, form), lap)
             if form.by_rows:
                 dk, dv = step_twice(w, dk, dv, tiles, channels, place, seen, block, work, form)
             else:
-                dk, dv = step_half(w, dk, dv, tiles, channels, place, seen, block, work, form)
+                first = step == 0
+                if form.members > 1:
+                    first = first & (member == 0)
+                dk, dv = step_half(w, dk, dv, tiles, channels, place, seen, block, first, work, form)
             q_at = q_at.next()
             ds_at = ds_at.next()
-    return dk, dv, q_at, of_ds(q_at, ds_at, form)
+    ds_at = of_ds(q_at, ds_at, form)
+    if form.lags:
+        if blocks > 0:
+            last_share(w, k_all, channels, ds_at.before(), lap, form)
+    return dk, dv, q_at, ds_at
 
 
 @gluon.jit
-def step_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, work, form: gl.constexpr):
+def step_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, first, work, form: gl.constexpr):
     """One tile of queries. The other half's ds, which dq needs, comes by shared memory, in two tiles by turns: who has got the other's ds of a
-    step has got past dq of the step before, so that the tile of the step before that is free."""
+    step has got past dq of the step before, so that the tile of the step before that is free.
+
+    With form.lags dq is that of the step before, whose ds the other made long ago, and a barrier says when it has multiplied it: the two may be half a
+    step apart, and one's weights come under the other's products. The first step of a tile of keys multiplies what it finds, and hands nothing over;
+    behind the last comes `last_share`.
+    """
     D: gl.constexpr = form.products_d
     k_all, k_tile, v_tile = tiles
     dtype: gl.constexpr = k_all[0].dtype
     q, do, dq, handed = channels
     q_at, ds_at, lap = at
-    ds_smem, ds_ready = handed
+    ds_smem, ds_ready, ds_free = handed
     own = 2 * ds_at.stage + w
     do_tile, q_tile = parts_at(do[0], q_at.stage), parts_at(q[0], q_at.stage)
-    dp = dp_start(delta_at(do, q_at))
-    s = begin_scores(k_tile, q, q_at, form)
-    dp = over_columns(v_tile, do_tile, dp, True)
+    s, dp = begin_both(k_tile, v_tile, q_tile, do_tile, q, do, q_at, form)
     p, ds = weigh(s, dp, 0, q[1].index(q_at.stage), block, 0, seen, work, dtype, form)
+    if form.lags:  # the first tile waits for nobody, the second, which the first step multiplies, for that
+        mbarrier.wait(ds_free.index(own), ds_at.parity ^ 1 ^ ds_at.stage)
     ds_smem.index(own).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_ready.index(own))
     dv = products_of(p.to(dtype), do_tile, dv)
-    dq_sums = begin_share(w, handed, ds_at, k_all, form)
+    share_at = ds_at.before() if form.lags else ds_at
+    dq_sums = begin_share(w, handed, share_at, k_all, form)
     dk = products_of(ds, q_tile, dk)
     dv = wait_for(dv, 2 + D)
     dq_sums = warpgroup_mma_wait(D, deps=[dq_sums])
-    hand_share(w, dq_sums, channels, at, seen, block, form)
+    if form.lags:
+        mbarrier.arrive(ds_free.index(2 * share_at.stage + (1 - w)))
+        if not first:
+            hand_over(dq_sums, dq, w, dq_position(share_at, lap, form), form)
+    else:
+        hand_share(w, dq_sums, channels, at, seen, block, form)
     dk = wait_for(dk, 0)
     mbarrier.arrive(q[3].index(q_at.stage))
     return dk, dv
+
+
+@gluon.jit
+def last_share(w: gl.constexpr, k_all, channels, ds_at, lap, form: gl.constexpr):
+    """dq of a tile of keys' last step. Its ds is not free yet: the next tile's first step multiplies it once more."""
+    q, do, dq, handed = channels
+    dq_sums = warpgroup_mma_wait(0, deps=[begin_share(w, handed, ds_at, k_all, form)])
+    hand_over(dq_sums, dq, w, dq_position(ds_at, lap, form), form)
 
 
 @gluon.jit
@@ -104,7 +131,7 @@ def step_twice(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, work, 
     dtype: gl.constexpr = k_all[0].dtype
     q, do, dq, handed = channels
     q_at, ds_at, lap = at
-    ds_smem, ds_ready = handed
+    ds_smem, ds_ready, ds_free = handed
     own = 2 * ds_at.stage + w
     do_tile, q_tile = parts_at(do[0], q_at.stage), parts_at(q[0], q_at.stage)
     do_first, do_second = rows_of(do_tile, 0), rows_of(do_tile, ROWS)
@@ -161,7 +188,7 @@ def hand_share(w: gl.constexpr, dq_sums, channels, at, seen, block, form: gl.con
 @gluon.jit
 def begin_share(w: gl.constexpr, handed, at, k_all, form: gl.constexpr):
     """Issue this consumer's share of dq: over its own keys, then over the other's, once their ds is there."""
-    ds_smem, ds_ready = handed
+    ds_smem, ds_ready, ds_free = handed
     k_columns = columns_of(w, k_all, form)
     own, other = 2 * at.stage + w, 2 * at.stage + (1 - w)
     sums = zeros_of(ROWS, form.share_columns(w), 0)[0]

@@ -57,7 +57,8 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
 
 def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
     strides = tuple(strides_of(t, plan.problem) for t in pointers[:2])
-    return Launch(rows_kernel, tiles_of_rows(plan), (pointers, strides, row_sizes(plan), plan.config.form), {"num_warps": 4})
+    unit = -1.0 / numbers_of(plan.problem)[0] if plan.config.form.begun else 1.0
+    return Launch(rows_kernel, tiles_of_rows(plan), (pointers, strides, row_sizes(plan), unit, plan.config.form), {"num_warps": 4})
 
 
 def dq_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:

@@ -7,11 +7,11 @@ from ..device.tiles import find_sequence, load_rows, span_of, store_rows
 
 
 @triton.jit
-def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
+def rows_kernel(tensors, strides, sizes, unit, form: tl.constexpr):
     """tensors (dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns, counter); strides (batch, row, head) of dout and out;
     sizes (H, S_q or T, sequences, tiles of rows a head).
 
-    rows: lse in log2 units of all batch entries and heads, then -delta of all, in whole tiles; a packed sequence begins a tile of its own.
+    rows: lse in log2 units, times `unit`, of all batch entries and heads, then -delta of all, in whole tiles; a packed sequence begins a tile of its own.
     """
     BLOCK_M: tl.constexpr = form.tuning.block_m
     BLOCK_DV: tl.constexpr = triton.next_power_of_2(form.block_dv)
@@ -42,7 +42,7 @@ def rows_kernel(tensors, strides, sizes, form: tl.constexpr):
     if pid == 0:
         tl.store(counter, 0)
     numbers = rows + pid.to(tl.int64) * BLOCK_M + lanes
-    tl.store(numbers, tl.where(empty, float("inf"), row_lse))
+    tl.store(numbers, tl.where(empty, float("inf"), row_lse) * unit)
     tl.store(numbers + tl.num_programs(0).to(tl.int64) * BLOCK_M, tl.where(empty, 0.0, -row_delta))
     UNIT: tl.constexpr = form.dq_lines * 256
     for unit in tl.static_range(0 if form.first_stores else form.dq_units()):
