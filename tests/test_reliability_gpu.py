@@ -319,7 +319,7 @@ def test_ordered_gradients_are_those_of_steps_that_multiply_their_own_dq(heads, 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("made for sm_90")
     config = import_module("strobe.kernels.hopper.config")
-    tensors, found = qkv(1, seqlen, heads=heads, head_dim=128, grad=True), {}
+    tensors, found = qkv(1, seqlen, heads=heads, width=128, grad=True), {}
     for steps in (10**6, 0):
         monkeypatch.setattr(config, "LAGGING_STEPS", steps)
         ops._choices.clear()

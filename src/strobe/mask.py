@@ -94,10 +94,10 @@ class Mask:
     documents: Documents | None = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name, kinds in _FIELDS.items():  # not vars(self), which torch 2.11 cannot trace
+            value = getattr(self, name)
             if value is None:
                 continue
-            kinds = _FIELDS[name]
             if not isinstance(value, kinds):
                 raise wrong_type(f"mask {name}", value, " or ".join(kind.__name__ for kind in kinds), f"make it with strobe.{_MAKERS[name]}")
             if isinstance(value, int) and value < 0:

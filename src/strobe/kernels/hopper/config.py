@@ -443,8 +443,8 @@ BACKWARD_TIGHT = {(128, 128): BackwardTuning(block_m=64, block_n=128, stages=2, 
 BACKWARD_CAPPED = {(64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3)}  # for tanh's registers: 0 bytes of spills for 1340
 
 # where a tile of keys takes so many steps or more, on average, and later keys are hidden, a step multiplies dq of the step before: d128 causal 8k
-# 1.04, 16k 1.03 to 1.04, GQA 64/8 8k 1.05, packed 1.03, deterministic 1.03, d96 causal 8k 1.04 of the speed; of fewer what is multiplied once more
-# and last costs more: d128 causal 4k 1.01, 1k 0.96, 512 0.94. Dense d128 spills: 0.93 to 0.95; d64 causal 0.80, dense 0.98 to 1.02 (H200)
+# 1.04, 16k 1.03 to 1.04, GQA 64/8 8k 1.05, packed 1.03, d96 causal 8k 1.03 to 1.04 of the speed; of fewer what is multiplied once more and last costs
+# more: d128 causal 4k 1.01, 1k 0.96, 512 0.94. Dense d128 spills: 0.93 to 0.95; d64 causal 0.80, dense 0.98 to 1.02 (H200)
 LAGGING_STEPS = 48
 LAGGING = {(96, 96), (128, 128)}
 # scores begin at -lse over their scale where later keys are hidden: d128 causal 1k 1.02, 4k 1.015, 8k 1.02, 16k 1.01, with lags 1.00 to 1.01; d96 with
