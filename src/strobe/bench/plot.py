@@ -128,5 +128,7 @@ def _roofs(axes: Any, rows: Sequence[dict]) -> None:
 
 
 def _where(rows: Sequence[dict]) -> str:
-    row = rows[-1]
-    return f"{row['device'].split(', ')[0]} · torch {row['torch']} · {row['date'][:10]} · commit {row['commit'] or 'unknown'}"
+    """Of all rows, since a picture may show some that are older: its devices, versions, days and commits."""
+    all_of = lambda values: ", ".join(sorted(set(values)))
+    torches, commits = all_of(row["torch"] for row in rows), all_of(row["commit"] or "unknown" for row in rows)
+    return f"{all_of(row['device'].split(', ')[0] for row in rows)} · torch {torches} · {all_of(row['date'][:10] for row in rows)} · commit {commits}"
