@@ -75,13 +75,13 @@ def board() -> tuple[Tensor, ...]:
 
 
 def _backward(
-    seqlen_q: int, seqlen_k: int, head_dim: int, deterministic: bool = False, sms: int = 2, lagging_steps: int = config.LAGGING_STEPS, **options
+    seqlen_q: int, seqlen_k: int, head_dim: int, deterministic: bool = False, sms: int = 2, tuned: dict | None = None, **options
 ) -> tuple[Tensor, ...]:  # fmt: skip
     case = Case("scene", seqlen_q, seqlen_k, head_dim=head_dim, **{"batch": 1, "heads": (1, 1)} | options)
     call = case.build("cpu", torch.bfloat16, kernel="hopper.backward")._replace(needs_grad=True, deterministic=deterministic)
     out, lse = reference.forward(call)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-    with posing(replace(H200, sm_count=sms)), patch.multiple(config, LAGGING_STEPS=lagging_steps):
+    with posing(replace(H200, sm_count=sms)), patch.multiple(config, **tuned or {}):
         return ops.BACKWARD(dout, out.to(torch.bfloat16), lse.float(), None, *call.arguments)
 
 
@@ -113,7 +113,7 @@ def backward_split() -> tuple[Tensor, ...]:
 def backward_lagging() -> tuple[Tensor, ...]:
     """dq of the step before: up to four tiles of queries for rings of two stages, three tiles of keys of one program, whose first steps multiply what
     stands there."""
-    return _backward(256, 384, 128, sms=1, lagging_steps=0, mask=CAUSAL)
+    return _backward(256, 384, 128, sms=1, tuned={"LAGGING_STEPS": 0, "STORED_KEYS": {}}, mask=CAUSAL)
 
 
 def backward_first() -> tuple[Tensor, ...]:

@@ -513,9 +513,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
         ds_free = ds_ready
         if form.lags:
             ds_free = ring(4, 1)
-            for i in gl.static_range(2, 4):  # what the first step finds
+            for i in gl.static_range(2, 4):  # what the first step finds, and fences before its products
                 ds_smem.index(i).store(gl.full([ROWS, BLOCK_M], 0.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
-            fence_async_shared()
         handed = (ds_smem, ds_ready, ds_free)
     else:
         handed = (gl.allocate_shared_memory(dtype, [ROWS, BLOCK_M], ds_layout), ring(1, 1))
