@@ -5,6 +5,9 @@
     tensor cores   s | dp        |      dv, dq | dk
     the rest           p    ds             dq to memory
 
+With form.lags dq is that of the step before: neither then waits for ds that the other makes in the same step, and they come to be apart, so that
+one's weights run under the other's products.
+
 128 queries come in two halves, of which one is multiplied under the other's weights:
 
     tensor cores   s, dp | s', dp'        |    dv, dk            | dv', dq | dk'
