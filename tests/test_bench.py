@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from importlib import import_module
-
 import pytest
 import torch
 
@@ -387,7 +385,6 @@ def test_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_a_picture_says_of_all_its_rows_where_they_are_from() -> None:
-    plot = import_module("strobe.bench.plot")
     row = {"device": "NVIDIA H200: sm_90, 132 SMs", "torch": "2.11.0", "date": "2026-11-24T19:09:13+00:00", "commit": "1a577ca"}
     later = row | {"date": "2026-11-25T03:21:55+00:00", "commit": None}
     assert plot._where([row, later]) == "NVIDIA H200: sm_90 · torch 2.11.0 · 2026-11-24, 2026-11-25 · commit 1a577ca, unknown"

@@ -81,9 +81,9 @@ def step_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, first, 
     """One tile of queries. The other half's ds, which dq needs, comes by shared memory, in two tiles by turns: who has got the other's ds of a
     step has got past dq of the step before, so that the tile of the step before that is free.
 
-    With form.lags dq is that of the step before, whose ds the other made long ago, and a barrier says when it has multiplied it: the two may be half a
-    step apart, and one's weights come under the other's products. The first step of a tile of keys multiplies what it finds, and hands nothing over;
-    behind the last comes `last_share`.
+    With form.lags dq is that of the step before, whose ds the other made long ago, and a barrier says when it has multiplied it: the two may be half
+    a step apart, and one's weights come under the other's products. The first step of a tile of keys multiplies what it finds, and hands nothing
+    over; behind the last comes `last_share`.
     """
     D: gl.constexpr = form.products_d
     k_all, k_tile, v_tile = tiles

@@ -447,8 +447,8 @@ BACKWARD_CAPPED = {(64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, s
 # more: d128 causal 4k 1.01, 1k 0.96, 512 0.94. Dense d128 spills: 0.93 to 0.95; d64 causal 0.80, dense 0.98 to 1.02 (H200)
 LAGGING_STEPS = 48
 LAGGING = {(96, 96), (128, 128)}
-# scores begin at -lse over their scale where later keys are hidden: d128 causal 1k 1.02, 4k 1.015, 8k 1.02, 16k 1.01, with lags 1.00 to 1.01; d96 with
-# lags 1.015, without 0.98; d128 dense 0.99 (H200)
+# scores begin at -lse over their scale where later keys are hidden: d128 causal 1k 1.02, 4k 1.015, 8k 1.02, 16k 1.01, with lags 1.00 to 1.01; d96
+# with lags 1.015, without 0.98; d128 dense 0.99 (H200)
 BEGUN = {(128, 128)}
 FINE = 2.0**100  # scales up to this, and from its inverse on, by which lse may be divided
 
@@ -476,7 +476,7 @@ class HopperBackward:
         splits = 1 if ordered or widths[0] != widths[1] else _splits(problem, target, tuning)
         stores = ordered or _first_stores(problem, splits, widths)
         lags = _lags(problem, splits, widths, tuning)
-        begun = (lags or widths in BEGUN and problem.mask.right and not problem.mask.documents) and not problem.softcap and _divides(problem.scale)
+        begun = (lags or (widths in BEGUN and problem.mask.right and not problem.mask.documents)) and not problem.softcap and _divides(problem.scale)
         constants = problem.group, problem.mask, bool(problem.softcap), even, problem.packed, ordered, splits, stores, lags, begun
         return BackwardConfig(BackwardForm(tuning, *widths, *head_dims, *constants))
 

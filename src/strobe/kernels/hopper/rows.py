@@ -11,7 +11,8 @@ def rows_kernel(tensors, strides, sizes, unit, form: tl.constexpr):
     """tensors (dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns, counter); strides (batch, row, head) of dout and out;
     sizes (H, S_q or T, sequences, tiles of rows a head).
 
-    rows: lse in log2 units, times `unit`, of all batch entries and heads, then -delta of all, in whole tiles; a packed sequence begins a tile of its own.
+    rows: lse in log2 units, times `unit`, of all batch entries and heads, then -delta of all, in whole tiles; a packed sequence begins a tile of
+    its own.
     """
     BLOCK_M: tl.constexpr = form.tuning.block_m
     BLOCK_DV: tl.constexpr = triton.next_power_of_2(form.block_dv)
