@@ -204,10 +204,12 @@ LAGGING = ("causal", "causal_more_keys", "causal_more_rows_sinks", "window_right
 @pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(LAGGING) for one in by_turns(n, name)])
 def test_dq_of_the_step_before(name, schedule, deterministic, judge, monkeypatch):
     """As long rows have it, beside a first tile of keys that stores, and turns."""
+    if deterministic and name == "key_lengths_causal":
+        pytest.skip("spans have no turns")
     monkeypatch.setattr(hopper, "LAGGING_STEPS", 0)
     case, n = CASES[name], LAGGING.index(name)
     call = case.build("cpu", DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], seed=5, requires_grad=True, kernel="hopper")
-    call = call._replace(deterministic=deterministic and case.name != "key_lengths_causal")
+    call = call._replace(deterministic=deterministic)
     assert hopper.BACKWARD.config(Problem.from_call(call), H200).form.lags
     with on(H200, *schedule) as run:
         judge(call, FAMILIES[n % len(FAMILIES)], 5)
