@@ -3,7 +3,7 @@
 A `form` says: tuning (block_m, block_n), mask, packed, and counted: whether tiles are taken from a counter.
 """
 
-from .dialect import gl, gluon, mbarrier, partition_barrier
+from .dialect import gl, gluon, mbarrier, partition_barrier, reinterpret
 from .masking import row_interval
 from .tiles import OUTSIDE, find_sequence, keys_of, span_of
 
@@ -89,16 +89,25 @@ def blocks_within(m_start, rows: gl.constexpr, lengths, key_stop, limits, prefix
 def tell(board, at, tile):
     """Write a tile's numbers for the consumers to read, the fifth of which is never negative; a negative one says that there are no more tiles."""
     words, told, told_free = board[0], board[1], board[2]
-    WIDTH: gl.constexpr = words.shape[-1]
-    layout: gl.constexpr = gl.BlockedLayout([WIDTH], [32], [1], [0])
-    lane = gl.arange(0, WIDTH, layout)
-    row = lane * 0
-    for i in gl.static_range(len(tile)):
-        row = gl.where(lane == i, tile[i], row)
+    fours = in_fours(words)
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    lane = gl.arange(0, 4, layout)
     mbarrier.wait(told_free.index(at.stage), at.parity ^ 1)
-    words.index(at.stage).store(row)
+    for n in gl.static_range(words.shape[-1] // 4):
+        row = lane * 0
+        for i in gl.static_range(4):
+            if 4 * n + i < len(tile):
+                row = gl.where(lane == i, tile[4 * n + i], row)
+        fours.index(at.stage * (words.shape[-1] // 4) + n).store(row)  # all: rows are read whole
     partition_barrier()  # all lanes store, one arrives
     mbarrier.arrive(told.index(at.stage))
+
+
+@gluon.jit
+def in_fours(words):
+    """The board's memory in rows of four numbers. A row of sixteen is made by as many selects of sixteen, which MLIR takes apart number by number: of
+    d64 causal's canonicalization 0.6 of 0.7 s."""
+    return reinterpret(words, gl.int32, [words.shape[0] * words.shape[-1] // 4, 4], words.type.layout)
 
 
 @gluon.jit
