@@ -29,6 +29,7 @@ LAYERS = (
     ("problem", "merge", "cache"),
     ("decode", "appending"),
     ("reference",),
+    ("kernels.lasting",),
     ("kernels.kernel", "kernels.faults", "kernels.counters", "kernels.relaunch"),
     ("kernels.memory",),
     ("kernels.decoding",),
@@ -53,7 +54,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-HOUSE = [name for layer in LAYERS[:18] for name in layer]
+HOUSE = [name for layer in LAYERS[:19] for name in layer]
 STAND_INS = ("flash_attn", "flash_attn_interface", "cute", "integrations.aten")  # their functions have other libraries' signatures
 KERNELS = ("kernels.portable", "kernels.hopper", "kernels.blackwell", "kernels.device")
 

@@ -198,7 +198,7 @@ def test_counters_are_kept_and_of_one_size_or_another():
 def test_captures_are_given_zeros_of_their_own(monkeypatch):
     """Of a reserve that is set aside outside of a capture; where that is used up, zeros that the graph clears."""
     device, real = torch.device("cuda", 7), torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **options: real(*size, **options))
+    monkeypatch.setattr(counters.lasting, "zeros", lambda device, size: real(size, dtype=torch.int32))
     monkeypatch.setattr(counters, "_held", {})
     monkeypatch.setattr(counters, "_reserves", {7: (real(counters.RESERVE, dtype=torch.int32), 0)})
     one, other = (counters._new(device, (7, 1, capture, 2)) for capture in (11, 12))

@@ -9,6 +9,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from . import lasting
+
 RESERVE = 1 << 16  # int32, a device's: what captures are given of it stays theirs
 
 _held: dict[tuple[int | None, int, int, int], Tensor] = {}  # never let go of: a launch that is repeated knows only the address
@@ -26,7 +28,7 @@ def zeros_on(device: torch.device, count: int) -> Tensor:
     """
     size = 1 << max(0, count - 1).bit_length()
     if device.type != "cuda":
-        return torch.zeros(size, dtype=torch.int32, device=device)
+        return lasting.zeros(device, size)
     stream = torch.cuda.current_stream(device).cuda_stream
     capture = capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0
     key = device.index, stream, capture, size
@@ -39,10 +41,9 @@ def _new(device: torch.device, key: tuple[int | None, int, int, int]) -> Tensor:
     _, _, capture, size = key
     with _GIVING:
         if not capture and device.index not in _reserves:
-            _reserves[device.index] = torch.zeros(RESERVE, dtype=torch.int32, device=device), 0
-            torch.cuda.current_stream(device).synchronize()  # once: replays on other streams wait for nothing of this one
+            _reserves[device.index] = lasting.zeros(device, RESERVE), 0
         if key not in _held:
-            _held[key] = _reserved(device, size) if capture else torch.zeros(size, dtype=torch.int32, device=device)
+            _held[key] = _reserved(device, size) if capture else lasting.zeros(device, size)
         return _held[key]
 
 
@@ -50,7 +51,7 @@ def _reserved(device: torch.device, size: int) -> Tensor:
     """Zeros for a capture; cleared by each replay where none was set aside, as before the first launch outside of a capture."""
     zeros, used = _reserves.get(device.index, (None, 0))
     if zeros is None or used + size > RESERVE:
-        return torch.zeros(size, dtype=torch.int32, device=device)
+        return lasting.zeros(device, size)
     _reserves[device.index] = zeros, used + max(size, 8)  # a sector of its own
     return zeros[used : used + size]
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import lasting
+
 OFFSETS_Q, OFFSETS_K, LONG_Q, LONG_K, LENGTHS = 1, 2, 4, 8, 16
 SEQLENS, PAGES, K_START, NO_ROOM, NO_ANGLE = 32, 64, 128, 256, 512
 
@@ -30,10 +32,7 @@ _words: dict[torch.device, Tensor] = {}
 def word(device: torch.device) -> Tensor:
     """The device's error word, int32 [1]; made on first use and kept, so that captured graphs may hold its address."""
     known = _words.get(device)
-    if known is not None:
-        return known
-    with torch.inference_mode(False):  # or nobody outside could clear it
-        return _words.setdefault(device, torch.zeros(1, dtype=torch.int32, device=device))  # one, even where threads race
+    return known if known is not None else _words.setdefault(device, lasting.zeros(device, 1))  # one, even where threads race
 
 
 def report(device: torch.device, bits: int) -> None:
