@@ -56,6 +56,7 @@ LARGE = (
     _case("window_zero", 300, None, mask=band(0, 0)),
     _case("window_wider_than_all", mask=band(5000, 5000)),
     _case("window_before_the_keys", 390, 260, mask=band(10, 10)),  # rows at the top see no key
+    _case("window_beyond_the_keys", 130, 700, mask=band(60, 0)),  # no row sees the first tiles of keys, which follow each other
     _case("softcap", mask=CAUSAL, softcap=3.0),
     _case("sinks", sinks=True),
     _case("softcap_sinks_window", 300, None, mask=band(100, 0), softcap=5.0, sinks=True),

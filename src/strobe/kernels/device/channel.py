@@ -19,6 +19,8 @@ class Position:
 
     @gluon.jit
     def next(self):
+        if self.stages == 1:
+            return Position(self.stage, self.parity ^ 1, self.stages)
         last = self.stage + 1 == self.stages
         return Position(gl.where(last, 0, self.stage + 1), gl.where(last, self.parity ^ 1, self.parity), self.stages)
 

@@ -8,7 +8,7 @@
     convert_kernel    so dk and dv where groups are split, from sums in rows
 
     load_partition    finds the tile of keys and tells the others; per tile of queries  q_free[s] -> q_ready[s] (q, lse)
-                      do_free[s] -> do_ready[s] (do, delta); behind the first of them, which is free sooner, kv_free -> kv_ready
+                      do_free[s] -> do_ready[s] (do, delta); before the first of them, of one place behind it, kv_free[i] -> kv_ready[i]
     mma_partition     two consumers: s = k q^T, dp = v do^T - delta | p | ds = p dp | dv += p do, dq = ds^T k, dk += ds q | dq_free -> dq_ready;
                       of 128 keys each takes half and sums half of dq (ds_ready); of 64 one makes p, ds and dv, the other dq and dk (ds_ready);
                       at the end kv_used; dq_free -> dv, then dk, stand where dq did -> dq_ready
@@ -17,7 +17,7 @@
 
     barrier       arrivals                    says
     told          1                           the board holds a tile of keys    told_free   all readers  they have read it
-    kv_ready      1 and the bytes of both     k and v have landed               kv_used     2   no product reads k or v any more: whole groups'
+    kv_ready[i]   1 and the bytes of both     k[i] and v[i] have landed         kv_used[i]  2   no product reads them any more: whole groups'
                                                                                                 kv_free
     q_ready       1 and the bytes of both     q[s] and lse[s] have landed       q_free      2   both are used up
     do_ready      1 and the bytes of both     do[s] and delta[s] have landed    do_free     1   both are used up; of 128 keys q_free says
@@ -42,7 +42,7 @@ the order in which programs on the causal diagonal come to it by themselves, eac
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arXiv 2407.08608), section 3 and its backward's dq writer.
 """
 
-from ..device.channel import ring, ring_start
+from ..device.channel import Position, ring, ring_start
 from ..device.dialect import (
     fence_async_global,
     fence_async_shared,
@@ -82,7 +82,7 @@ def load_partition(views, offsets, board, kv, q, do, mended, work, form: gl.cons
     k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
     tiles, sizes, limits, numbers, counter = work
     told_at = ring_start(1)
-    kv_at = ring_start(1)
+    kv_at = ring_start(form.key_places)
     at = ring_start(form.tuning.stages)
     do_at = ring_start(form.tuning.stages_do)
     number = first_number(counter, form)
@@ -103,14 +103,14 @@ def load_partition(views, offsets, board, kv, q, do, mended, work, form: gl.cons
                 gradients, values = queries, keys
             steps = (part, m_first, blocks, first_tile, sizes[1] * sizes[4] * (1 if form.packed else sizes[0]))
             total = form.members * blocks
+            if form.key_places == 2:
+                load_keys((k_views, v_views), (keys, values), part, n_start, kv, kv_at, form)
             for step in range(gl.minimum(total, 1)):
                 load_step(step, steps, views, (queries, gradients), (tile, offsets, mended), q, do, at, do_at, work, form)
                 at = at.next()
                 do_at = do_at.next()
-            mbarrier.wait(kv_free.index(0), kv_at.parity ^ 1)
-            mbarrier.expect(kv_ready.index(0), 2 * form.tuning.block_n * (form.block_d + form.block_dv))
-            copy_parts(k_views, keys, key_head(part, form), n_start, kv_ready.index(0), stage_of(k_tile, 0), form)
-            copy_parts(v_views, values, key_head(part, form), n_start, kv_ready.index(0), stage_of(v_tile, v_slot(form)), form)
+            if form.key_places == 1:
+                load_keys((k_views, v_views), (keys, values), part, n_start, kv, kv_at, form)
             kv_at = kv_at.next()
             for step in range(1, total):
                 load_step(step, steps, views, (queries, gradients), (tile, offsets, mended), q, do, at, do_at, work, form)
@@ -122,6 +122,17 @@ def load_partition(views, offsets, board, kv, q, do, mended, work, form: gl.cons
         else:
             number = next_number(tiles, counter, form)
     tell(board, told_at, (number, number, number, number, number * 0 - 1))
+
+
+@gluon.jit
+def load_keys(views, places, part, n_start, kv, at, form: gl.constexpr):
+    """A tile's k and v, once their place is free: of two places that is long before, of one behind the last step, and q's is free sooner."""
+    k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
+    ready = kv_ready.index(at.stage)
+    mbarrier.wait(kv_free.index(at.stage), at.parity ^ 1)
+    mbarrier.expect(ready, 2 * form.tuning.block_n * (form.block_d + form.block_dv))
+    copy_parts(views[0], places[0], key_head(part, form), n_start, ready, stage_of(k_tile, at.stage), form)
+    copy_parts(views[1], places[1], key_head(part, form), n_start, ready, stage_of(v_tile, v_slot(at, form)), form)
 
 
 @gluon.jit
@@ -173,30 +184,40 @@ def load_rows(where, views, places, q, do, at, slot, q_ready, do_ready, form: gl
 def mma_partition(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, work, form: gl.constexpr):
     words, told, told_free = board
     at = (ring_start(form.tuning.stages), ring_start(form.tuning.stages_do), ring_start(2 if form.halves else 1))
-    told_at = ring_start(1)  # its parity is that of all that a tile of keys has one of
+    kv_at = ring_start(form.key_places)
     if form.persistent:
-        while is_told(words, told, told_at):
-            at = take_tile(w, gradients, board, kv, q, do, dq, handed, at, told_at.parity, work, form)
-            told_at = told_at.next()
+        while is_told(words, told, board_at(kv_at, form)):
+            at = take_tile(w, gradients, board, kv, q, do, dq, handed, at, kv_at, work, form)
+            kv_at = kv_at.next()
     else:
-        if is_told(words, told, told_at):
-            take_tile(w, gradients, board, kv, q, do, dq, handed, at, told_at.parity, work, form)
+        if is_told(words, told, board_at(kv_at, form)):
+            take_tile(w, gradients, board, kv, q, do, dq, handed, at, kv_at, work, form)
 
 
 @gluon.jit
-def take_tile(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, at, lap, work, form: gl.constexpr):
+def board_at(kv_at, form: gl.constexpr):
+    """Where the board stands: its parity is that of all that a tile of keys has one of."""
+    if form.key_places == 2:
+        return Position(kv_at.stage * 0, kv_at.stage, 1)
+    else:
+        return kv_at
+
+
+@gluon.jit
+def take_tile(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, at, kv_at, work, form: gl.constexpr):
     """All queries of a tile of keys, and its gradients; where the rings (q's, do's, what is handed over once a step) stand then."""
     k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
     words, told, told_free = board
     row: gl.constexpr = ROWS * w if form.halves else 0
     q_at, do_at, handed_at = at
+    lap = board_at(kv_at, form).parity
     seen, blocks = seen_and_blocks(words, row, form)
     mbarrier.arrive(told_free.index(0))
-    tiles = (parts_at(k_tile, 0), rows_of(parts_at(v_tile, v_slot(form)), row))
+    tiles = (parts_at(k_tile, kv_at.stage), rows_of(parts_at(v_tile, v_slot(kv_at, form)), row))
     channels = (q, do, dq, handed)
     dk = zeros_of(ROWS, form.first_d, form.rest_d)
     dv = zeros_of(ROWS, form.first_dv, form.rest_dv)
-    mbarrier.wait(kv_ready.index(0), lap)
+    mbarrier.wait(kv_ready.index(kv_at.stage), kv_at.parity)
     if form.halves:
         dk, dv, q_at, handed_at = walk_half(w, dk, dv, tiles, channels, (q_at, handed_at, lap), seen, blocks, work, form)
     elif w == 0:
@@ -207,7 +228,7 @@ def take_tile(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, at, lap,
     if not form.halves:
         if w == 1:  # now, since the place of the second gradient is waited for next
             await_place(dq, place, form)
-    mbarrier.arrive(kv_used.index(0))
+    mbarrier.arrive(kv_used.index(kv_at.stage))
     if form.splits > 1 or not form.halves:  # else dq's place says as much: the other's share of the last step has left it
         mbarrier.wait(kv_used.index(0), lap)
     if form.splits > 1:
@@ -462,10 +483,13 @@ def add_out(desc, place, column: gl.constexpr, smem, form: gl.constexpr):
         tma_reduce_add(desc, [entry, head, row, column], smem)
 
 
-@gluon.constexpr_function
-def v_slot(form):
-    """Where a split group's sums take the place of k and v, these are one ring of two."""
-    return 1 if form.splits > 1 else 0
+@gluon.jit
+def v_slot(kv_at, form: gl.constexpr):
+    """Where a tile's v stands: with its k, or where a split group's sums take the place of both, these are one ring of two."""
+    if form.splits > 1:
+        return 1
+    else:
+        return kv_at.stage
 
 
 @gluon.jit
@@ -498,7 +522,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
         k_tile = tiles_for(2, k_views, form.rest_d)
         v_tile, sums = k_tile, as_sums(k_tile, dk_views)
     else:
-        k_tile, v_tile = tiles_for(1, k_views, form.rest_d), tiles_for(1, v_views, form.rest_dv)
+        k_tile, v_tile = tiles_for(form.key_places, k_views, form.rest_d), tiles_for(form.key_places, v_views, form.rest_dv)
         sums = k_tile
     q_smem = tiles_for(STAGES, q_views, form.rest_d)
     do_smem = tiles_for(STAGES_DO, do_views, form.rest_dv)
@@ -520,11 +544,11 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
         handed = (gl.allocate_shared_memory(dtype, [ROWS, BLOCK_M], ds_layout), ring(1, 1))
     words = gl.allocate_shared_memory(gl.int32, [1, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     board = (words, ring(1, 1), ring(1, 2 + form.stores))
-    kv_used = ring(1, 2)
+    kv_used = ring(form.key_places, 2)
     kv_free, sums_done, sums_free = kv_used, kv_used, kv_used
     if form.splits > 1:
         kv_free, sums_done, sums_free = ring(1, 1), ring(1, 2), ring(1, 1)
-    kv = (k_tile, v_tile, sums, ring(1, 1), kv_used, kv_free, sums_done, sums_free)
+    kv = (k_tile, v_tile, sums, ring(form.key_places, 1), kv_used, kv_free, sums_done, sums_free)
     q = (q_smem, lse_smem, ring(STAGES, 1), ring(STAGES, 2))
     do_free = q[3]
     if not form.halves:

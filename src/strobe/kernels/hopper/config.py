@@ -16,12 +16,13 @@ from .. import invariant
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries, visible_pairs
 from ..tma import against_call, against_memory, against_spans, against_tools, fold_of, has_spans, joined, query_tiles, rest
 from .decode_config import DECODE as DECODE
-from .decode_config import InvariantConfig, invariant_config
+from .decode_config import MOST_SHARED, InvariantConfig, invariant_config
 
 CAPABILITY = 90
 MOST_WIDTH = 256
 ROWS = 64  # of one consumer
 BOARD_BYTES = 64  # of the backward: a tile's numbers
+ROUNDING = 512  # more than alignment adds to what a backward's program asks for
 
 
 @dataclass(frozen=True)
@@ -404,13 +405,22 @@ class BackwardForm(InParts):
         """Whether any tile may hold a hidden key."""
         return self.mask.left or self.mask.right or not self.even
 
+    @property
+    def key_places(self) -> int:
+        """Tiles of keys, and of values, that shared memory holds: where there is room for two, the next one comes under the steps of the one before."""
+        walks = self.halves and self.persistent and self.splits == 1
+        return 2 if walks and self._shared_bytes(2) + ROUNDING <= MOST_SHARED else 1
+
     def shared_bytes(self) -> int:
+        return self._shared_bytes(self.key_places)
+
+    def _shared_bytes(self, key_places: int) -> int:
         """k, v, q and do of all stages and ds at 2 bytes, weights on their way, dq, lse and delta at 4, the barriers, and a tile's numbers."""
         t = self.tuning
         rings = t.block_m * (t.stages * (2 * self.block_d + 4) + t.stages_do * (2 * self.block_dv + 4))
-        keys = 2 * t.block_n * (self.block_d + self.block_dv)
+        keys = 2 * t.block_n * key_places * (self.block_d + self.block_dv)
         handed = t.block_m * ROWS * 2 * (4 if self.halves else 1)
-        of_keys = 4 + 3 * (self.splits > 1) + t.stages * self.mask.documents
+        of_keys = 2 + 2 * key_places + 3 * (self.splits > 1) + t.stages * self.mask.documents
         of_ds = 4 * (1 + self.lags) if self.halves else 1
         barriers = 2 * t.stages + (2 - self.halves) * t.stages_do + of_keys + of_ds + 2 * self.stores * self.places
         return rings + keys + handed + self.stores * 1024 * self.dq_slot * self.dq_lines + 8 * barriers + BOARD_BYTES
