@@ -292,9 +292,9 @@ def test_reduce_overhead_replays_forward_and_backward(name, nothing_kept):
 
 @pytest.mark.gpu
 def test_reduce_overhead_replays_a_decode(nothing_kept):
-    """Of keys enough to be split, whose shares are counted in memory that lasts."""
-    k, v = (torch.randn(2, 4096, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    lengths = torch.tensor([4096, 77], device="cuda", dtype=torch.int32)
+    """Of more keys than a cluster takes, so that shares are counted in memory that lasts."""
+    k, v = (torch.randn(2, 32768, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    lengths = torch.tensor([32768, 77], device="cuda", dtype=torch.int32)
     function = lambda q: strobe.attention_decode(q * 1.0, strobe.DenseCache(k, v, lengths))
     compiled = torch.compile(function, fullgraph=True, mode="reduce-overhead")
     for seed in range(6):

@@ -6,6 +6,7 @@ Inside `simulate` a scene returns out and lse, or the gradients, made by the fam
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 from unittest.mock import patch
@@ -81,7 +82,7 @@ def _backward(
     call = case.build("cpu", torch.bfloat16, kernel="hopper.backward")._replace(needs_grad=True, deterministic=deterministic)
     out, lse = reference.forward(call)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-    with posing(replace(H200, sm_count=sms)), patch.multiple(config, **tuned or {}):
+    with posing(replace(H200, sm_count=sms)), patch.multiple(config, **tuned) if tuned else nullcontext():
         return ops.BACKWARD(dout, out.to(torch.bfloat16), lse.float(), None, *call.arguments)
 
 

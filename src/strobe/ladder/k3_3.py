@@ -2,8 +2,8 @@
 
 The idea: to keep a memory system busy, bytes under way must reach latency times rate (Little's law). An H200 that gives each of 132 SMs 36 GB/s from
 memory, or five times that from L2, with a microsecond from request to arrival, wants 36 to 180 KB under way in each SM. Five stages of K and of V
-hold 80 KiB at D = 64, and an SM runs two programs. At D = 128 five tiles of 64 keys are 80 KiB too: three stages of K, which is wanted first, and
-two of V. So each ring has a length of its own.
+hold 80 KiB at D = 64, and an SM runs two programs. At D = 128 five tiles of 64 keys are 80 KiB too: two stages of K and three of V, whose stage is
+asked for again a tile later (below), so that both are on their way for two tiles. So each ring has a length of its own.
 
 And who has tiles in hand need not ask for the next at once. Behind the scores of tile i all threads meet, and then K's stage is asked for again and
 so is V's of tile i - 1: one meeting a tile where k3_2 has two, since V's may wait.
@@ -73,15 +73,15 @@ class Form:
     causal: bool
     block_m: int = 128
     block_n: int = 64
-    stages_k: int = 0  # 0: five and five at D = 64; at D = 128 three and two, so that two programs share an SM
+    stages_k: int = 0  # 0: five and five at D = 64; at D = 128 two and three, so that two programs share an SM
     stages_v: int = 0
     warps: int = 4
 
     def __post_init__(self) -> None:
         if not self.stages_k:
-            object.__setattr__(self, "stages_k", 5 if self.head_dim == 64 else 3)
+            object.__setattr__(self, "stages_k", 5 if self.head_dim == 64 else 2)
         if not self.stages_v:
-            object.__setattr__(self, "stages_v", 5 if self.head_dim == 64 else 2)
+            object.__setattr__(self, "stages_v", 5 if self.head_dim == 64 else 3)
 
     def shared_bytes(self) -> int:
         return 2 * self.head_dim * (self.block_m + (self.stages_k + self.stages_v) * self.block_n)
