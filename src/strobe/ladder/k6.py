@@ -32,7 +32,7 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
 What limits it: at D = 128 the tensor cores and the power they draw; shared memory feeds them at 88 % of its rate. At D = 64 exponents and issue slots
 are as busy as they are. Beyond this rung lie fewer bits; weights that wait for no maximum; and tiles from a counter, which evens out what differs in
 length (kernels/hopper). Of the production kernel, which has these two, it reaches 0.87 to 1.00, timed beside it and k5 alone; among all rungs in
-turn, where both run faster, 0.95 to 1.03 (D = 128, dense), 0.85 to 0.98 (causal) and 0.92 to 1.01 (64). At D = 64 causal k5 is 1 to 5 % ahead up to
+turn, where both run faster, 0.92 to 1.03 (D = 128, dense), 0.85 to 1.00 (causal) and 0.92 to 1.01 (64). At D = 64 causal k5 is 1 to 5 % ahead up to
 1,024 keys: turns cost there what they hide elsewhere, and up to 512 consumers take none.
 
 Measured:

@@ -21,8 +21,8 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
     shared      as in k6, and 256 bytes a consumer of what was noted
     registers   as in k6
 
-What limits it: tensor cores and their power at D = 128, exponents and issue slots at D = 64. It has 1.06 to 1.13 of k6's speed from 4,096 keys on,
-0.99 to 1.04 at 2,048, less below; of production's 0.92 to 1.00 from 4,096 on, and among all rungs in turn, where all run faster, 0.97 to 1.04.
+What limits it: tensor cores and their power at D = 128, exponents and issue slots at D = 64. It has 1.03 to 1.13 of k6's speed from 4,096 keys on,
+0.99 to 1.05 at 2,048, less below; of production's 0.92 to 1.00 from 4,096 on, and among all rungs in turn, where all run faster, 0.97 to 1.04.
 
 Measured:
 
