@@ -10,7 +10,7 @@ so is V's of tile i - 1: one meeting a tile where k3_2 has two, since V's may wa
 
 Whether more under way helps depends on who is slow. Where tiles are multiplied more slowly than they arrive, more stages only wait in shared memory,
 and take it from a second program on the same SM: five and five at D = 128 leave room for one, and cost a quarter of the speed. Measured, what helps
-here is the meeting that is saved, at D = 64, where a tile is half as long; at D = 128 this rung is no faster than k3_2: mma.sync is the slow one.
+here is the meeting that is saved, at D = 64, where a tile is half as long; at D = 128 this rung has 0.98 to 1.04 of k3_2's speed: mma.sync is slow.
 
 Cost model, a tile of 128 queries and 64 keys, in 16 bits:
 
@@ -33,7 +33,6 @@ Measured:
      64  causal   16384     3.886       283          28.6
     128  dense     1024    0.4007       343          34.7
     128  dense     8192     3.039     361.8          36.6
-    128  dense    16384     6.299     349.1          35.3
     128  causal    1024     0.247     278.4          28.2
     128  causal    8192     1.691     325.1          32.9
     128  causal   16384     3.284     334.9          33.9

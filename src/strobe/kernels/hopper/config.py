@@ -409,7 +409,7 @@ class BackwardForm(InParts):
     def key_places(self) -> int:
         """Tiles of keys, and of values, that shared memory holds: of two, the next comes under the steps of the one before. Where later keys are
         hidden: d64 causal 4k and 8k 1.007, 16k 1.015 of the speed, d96 1.003, d64 dense 0.995 (H200)."""
-        walks = self.halves and self.persistent and self.splits == 1 and self.mask.right and not self.spans
+        walks = self.halves and self.splits == 1 and self.mask.right and not self.spans
         return 2 if walks and self._shared_bytes(2) + ROUNDING <= MOST_SHARED else 1
 
     def shared_bytes(self) -> int:
