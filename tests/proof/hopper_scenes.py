@@ -103,13 +103,19 @@ def backward_two_places() -> tuple[Tensor, ...]:
 
 
 def backward_d256() -> tuple[Tensor, ...]:
-    """64 keys a program: ds from one consumer to the other, dq in two parts, unit by unit, one place for do."""
-    return _backward(192, 128, 256)
+    """64 keys at once: ds from one consumer to the other, dq in two parts, unit by unit, one place for do; two tiles of keys a program."""
+    return _backward(192, 128, 256, sms=1)
+
+
+def backward_d192() -> tuple[Tensor, ...]:
+    """The same with columns in two parts, dq in one: four tiles of queries for rings of three stages and two."""
+    return _backward(256, 128, 192, sms=1)
 
 
 def backward_d192_128() -> tuple[Tensor, ...]:
-    """64 keys at once, columns of q and k in two parts: four tiles of queries for rings of three stages, two tiles of keys a program."""
-    return _backward(256, 128, 192, head_dim_v=128, sms=1)
+    """128 keys by roles: ds of two tiles from one consumer to the other, dk and dv in the places of k and v; four tiles of queries for rings of two
+    stages, two tiles of keys a program."""
+    return _backward(256, 256, 192, head_dim_v=128, sms=1)
 
 
 def backward_split() -> tuple[Tensor, ...]:
@@ -120,7 +126,12 @@ def backward_split() -> tuple[Tensor, ...]:
 def backward_lagging() -> tuple[Tensor, ...]:
     """dq of the step before: up to four tiles of queries for rings of two stages, three tiles of keys of one program, whose first steps multiply what
     stands there."""
-    return _backward(256, 384, 128, sms=1, tuned={"LAGGING_STEPS": 0, "STORED_KEYS": {}}, mask=CAUSAL)
+    return _backward(256, 384, 128, sms=1, tuned={"LAGGING_STEPS": {(128, 128): 0}, "STORED_KEYS": {}}, mask=CAUSAL)
+
+
+def backward_lagging_rows() -> tuple[Tensor, ...]:
+    """The same where half of dq is its rows, of queries 128 at once: up to three tiles of them."""
+    return _backward(384, 384, 64, sms=1, tuned={"LAGGING_STEPS": {(64, 64): 0}, "STORED_KEYS": {}}, mask=CAUSAL)
 
 
 def backward_first() -> tuple[Tensor, ...]:
@@ -203,7 +214,8 @@ SCENES = (
     Scene("forward_scattered", "sm_90", forward_scattered, FORWARD_MENDED),
     Scene("board", "sm_90", board, SCHEDULE),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_two_places, backward_d256)),
-    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d192_128, backward_split, backward_lagging, backward_first)),
+    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d192, backward_d192_128, backward_split)),
+    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_lagging, backward_lagging_rows, backward_first)),
     Scene("backward_scattered", "sm_90", backward_scattered, BACKWARD_MENDED),
     *(Scene(run.__name__, "sm_90", run, BACKWARD, ordered=True) for run in (backward_ordered, backward_turns)),
     *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),

@@ -134,7 +134,11 @@ def run_and_judge(judge, drawn: Drawn, family: str, forward_alone: bool = False)
     call = drawn.case.build("cpu", drawn.dtype, drawn.family, drawn.seed, requires_grad=not forward_alone, kernel=kernel)
     call = call._replace(deterministic=drawn.deterministic, batch_invariant=drawn.batch_invariant and not forward_alone)
     name = TARGETS[family][drawn.seed % len(TARGETS[family])]
-    tuned = {"EARLY_KEYS": 0, "FEW": {}, "STORED_KEYS": {}, "LAGGING_STEPS": 0} if drawn.many_keys else {"EARLY_KEYS": hopper.EARLY_KEYS}
+    tuned = (
+        {"EARLY_KEYS": 0, "FEW": {}, "STORED_KEYS": {}, "LAGGING_STEPS": dict.fromkeys(hopper.LAGGING_STEPS, 0)}
+        if drawn.many_keys
+        else {"EARLY_KEYS": hopper.EARLY_KEYS}
+    )
     with mock.patch.multiple(hopper, **tuned), on(replace(FAKES[name], sm_count=drawn.sms), *drawn.schedule) as run:
         judge(call, drawn.family, drawn.seed)
     assert run.reports == []

@@ -90,6 +90,8 @@ LARGE = (
     _case("head_dims_200_128", 230, 130, 200, head_dim_v=128, mask=CAUSAL),
     _case("head_dims_192_128_causal", 200, None, 192, head_dim_v=128, mask=CAUSAL, sinks=True),
     _case("head_dims_192_128_window", 200, None, 192, head_dim_v=128, mask=band(70, 5), heads=(2, 1)),
+    _case("head_dims_160_96_causal", 330, 520, 160, head_dim_v=96, mask=CAUSAL),  # five tiles of keys of two programs
+    _case("head_dims_136_72_left_softcap", 260, 190, 136, head_dim_v=72, mask=band(90, None), softcap=4.0),
 )
 LENGTHS = (130, 0, 1, 260, 65, 64)
 
@@ -197,8 +199,9 @@ def test_the_first_tile_of_keys_stores_where_rows_see_few(name):
     assert _form(CASES[name]).first_stores
 
 
-LAGGING = ("causal", "causal_more_keys", "causal_more_rows_sinks", "window_right", "window_both", "window_before_the_keys", "grouped", "stored_mixed",
-           "head_dim_96", "packed_causal", "packed_causal_other_keys", "one_row_causal", "key_lengths_causal")  # fmt: skip
+LAGGING = ("causal", "dense", "causal_more_keys", "causal_more_rows_sinks", "window_right", "window_both", "window_before_the_keys", "grouped",
+           "stored_mixed", "d64_dense", "d64_causal", "d64_window", "d64_grouped_gaps", "head_dim_96", "head_dims_72_120", "packed_causal",
+           "packed_causal_other_keys", "packed_d64_causal", "one_row_causal", "key_lengths_causal")  # fmt: skip
 
 
 @pytest.mark.parametrize("deterministic", (False, True))
@@ -207,7 +210,7 @@ def test_dq_of_the_step_before(name, schedule, deterministic, judge, monkeypatch
     """As long rows have it, beside a first tile of keys that stores, and turns."""
     if deterministic and name == "key_lengths_causal":
         pytest.skip("spans have no turns")
-    monkeypatch.setattr(hopper, "LAGGING_STEPS", 0)
+    monkeypatch.setattr(hopper, "LAGGING_STEPS", dict.fromkeys(hopper.LAGGING_STEPS, 0))
     case, n = CASES[name], LAGGING.index(name)
     call = case.build("cpu", DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], seed=5, requires_grad=True, kernel="hopper")
     call = call._replace(deterministic=deterministic)
@@ -221,13 +224,16 @@ def test_dq_of_the_step_before(name, schedule, deterministic, judge, monkeypatch
     "batch, seqlen, heads, width, bounds, lags, begun",
     [
         (2, 8192, (16, 16), 128, (-1, 0), True, True),
-        (4, 4096, (16, 16), 128, (-1, 0), False, True),
+        (4, 4096, (16, 16), 128, (-1, 0), True, True),
+        (16, 1024, (16, 16), 128, (-1, 0), False, True),
         (2, 8192, (16, 16), 96, (-1, 0), True, True),
         (4, 4096, (16, 16), 96, (-1, 0), False, False),
-        (2, 8192, (16, 16), 128, (-1, -1), False, False),
+        (2, 8192, (16, 16), 128, (-1, -1), True, True),
+        (32, 512, (16, 16), 128, (-1, -1), False, False),
+        (1, 16384, (32, 32), 64, (-1, 0), True, False),
         (2, 8192, (32, 32), 64, (-1, 0), False, False),
         (2, 8192, (16, 16), 192, (-1, 0), False, False),
-        (1, 16384, (16, 16), 128, (1023, 0), False, True),
+        (1, 16384, (16, 16), 128, (1023, 0), True, True),
         (2, 8192, (64, 8), 128, (-1, 0), True, True),  # of a group that two programs share
     ],
 )

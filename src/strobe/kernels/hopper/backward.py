@@ -1,34 +1,35 @@
-"""Backward attention on Hopper: three kernels, five products, dq summed in float32 memory; backward_walks has what is done with a tile.
+"""Backward attention on Hopper: three kernels, five products, dq summed in float32 memory; backward_walks and backward_roles have what is done with
+a tile of queries, backward_store what leaves a program.
 
     rows_kernel       delta = rowsum(dout * out) - dlse; what the main kernel reads of a row (lse in log2 units, -delta), in whole tiles;
                       zeros for the counter of tiles, turns at dq, and its sum unless the first tile of keys stores (form.first_stores)
-    backward_kernel   a program takes tiles of keys and values from the counter (of 256 columns one tile); for each it walks the tiles of queries
-                      that see it, head by head of its group, or of its part of a group where whole ones would be too few or too unlike (form.splits)
+    backward_kernel   a program takes tiles of keys and values from the counter; for each it walks the tiles of queries that see it, head by head of
+                      its group, or of its part of a group where whole ones would be too few or too unlike (form.splits)
     convert_dq_kernel dq = scale * its float32 sum, in q's dtype and in rows: the sum is in the order of registers (backward_steps.as_held)
     convert_kernel    so dk and dv where groups are split, from sums in rows
 
     load_partition    finds the tile of keys and tells the others; per tile of queries  q_free[s] -> q_ready[s] (q, lse)
                       do_free[s] -> do_ready[s] (do, delta); before the first of them, of one place behind it, kv_free[i] -> kv_ready[i]
     mma_partition     two consumers: s = k q^T, dp = v do^T - delta | p | ds = p dp | dv += p do, dq = ds^T k, dk += ds q | dq_free -> dq_ready;
-                      of 128 keys each takes half and sums half of dq (ds_ready); of 64 one makes p, ds and dv, the other dq and dk (ds_ready);
-                      at the end kv_used; dq_free -> dv, then dk, stand where dq did -> dq_ready
-    store_partition   dq_ready -> adds dq to its sum by TMA, at the end writes dv, then dk -> dq_free; where form.ordered and halves, two, by turns;
-                      of a split group: sums_done -> adds dk -> sums_free; sums_done -> adds dv -> kv_free
+                      by halves of 128 keys each takes 64 and sums half of dq (ds_ready); by roles one makes p, ds and dv of 64 or 128, the other
+                      dq and dk (ds_ready); at the end kv_used; dq_free -> dv, then dk, stand where dq did -> dq_ready, or (of 128 keys by roles,
+                      and of a split group) where k and v did -> sums_done
+    store_partition   dq_ready -> adds dq to its sum, and writes dv and dk -> dq_free
 
     barrier       arrivals                    says
     told          1                           the board holds a tile of keys    told_free   all readers  they have read it
-    kv_ready[i]   1 and the bytes of both     k[i] and v[i] have landed         kv_used[i]  2   no product reads them any more: whole groups'
-                                                                                                kv_free
+    kv_ready[i]   1 and the bytes of both     k[i] and v[i] have landed         kv_used[i]  2   no product reads them any more: kv_free, unless
+                                                                                                gradients leave in their place
     q_ready       1 and the bytes of both     q[s] and lse[s] have landed       q_free      2   both are used up
-    do_ready      1 and the bytes of both     do[s] and delta[s] have landed    do_free     1   both are used up; of 128 keys q_free says
-                                                                                                so of all four
-    ds_ready[n]   1                           ds, or a half, stands in memory   of 128 keys its next arrival but one says that it has been
-                                                                                read, of 64 its step's q_free
+    do_ready      1 and the bytes of both     do[s] and delta[s] have landed    do_free     1   both are used up; by halves q_free says so of
+                                                                                                all four
+    ds_ready[n]   1                           ds, or a half, stands in memory   by halves its next arrival but one says that it has been read, by
+                                                                                roles its step's q_free
     ds_free[n]    1                           with form.lags: the other has multiplied it
-    dq_ready[i]   1                           a share of dq, of 64 keys a unit, dq_free[i]  1   they have been read
+    dq_ready[i]   1                           a share of dq, by roles a unit,   dq_free[i]  1   they have been read
                                               or rows of dv or dk, stand in memory
-    sums_done     2                           the sum of dk, or of dv, stands   sums_free   1   dk's has been read    kv_free  1  dv's too
-                                              in k's and v's place
+    sums_done     2                           the sum of dk, or of dv, or both  sums_free   1   dk's has been read    kv_free  1  all have
+                                              stand in k's and v's place
 
 A program's next keys and queries are loaded while its gradients leave: a tile of keys costs 2.5 us (d64) and 2.9 us (d128) besides its steps,
 for 4.4 and 5.9 of a program a tile (H200).
@@ -36,44 +37,23 @@ for 4.4 and 5.9 of a program a tile (H200).
 A consumer holds everything transposed, keys in rows: p and ds may then be first operands in registers, and what a row has
 (lse, delta) is one value a column. A row that sees no key, or is none, has lse +inf: its p is 0. TMA gives zeros beyond the last row
 and column and writes nothing there. dk and dv of grouped heads are summed in registers, and of split groups in float32 memory; dq is added in
-memory always: behind the first in any order, or (form.ordered) key tile by key tile from the last that a tile of queries sees to the first. That is
-the order in which programs on the causal diagonal come to it by themselves, each two steps or more after the one before.
+memory always.
 
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arXiv 2407.08608), section 3 and its backward's dq writer.
 """
 
 from ..device.channel import Position, ring, ring_start
-from ..device.dialect import (
-    fence_async_global,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    partition_barrier,
-    reinterpret,
-    tma_load,
-    tma_reduce_add,
-    tma_store,
-    tma_store_drain,
-    tma_store_wait,
-    zero_of_turn,
-)
-from ..device.masking import row_interval
+from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load, zero_of_turn
 from ..device.schedule import is_told, tell
-from ..device.views import FAR, copy_out, copy_parts, stage_of, tiles_for
-from .backward_spans import has_others, keys_of_run, mend, places_of, places_written
-from .backward_steps import ROWS, dq_position, of_do, parts_at, parts_of, place_of_dq, rows_of, tile_of_step, zeros_of
-from .backward_tiles import (
-    WORDS,
-    first_number,
-    head_of_step,
-    key_head,
-    keys_of_number,
-    next_number,
-    read_place,
-    seen_and_blocks,
-)
-from .backward_walks import walk_gradients, walk_half, walk_weights
+from ..device.views import copy_parts, stage_of, tiles_for
+from .backward_roles import walk_gradients, walk_weights
+from .backward_spans import has_others, keys_of_run, mend, places_of
+from .backward_steps import ROWS, dq_position, in_place_of_dq, of_do, parts_at, parts_of, rows_of, tile_of_step, zeros_of
+from .backward_store import store_partition
+from .backward_tiles import WORDS, head_of_step, key_head, keys_of_number, next_number, seen_and_blocks
+from .backward_walks import walk_half
+
+CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)
 
 
 @gluon.jit
@@ -85,7 +65,7 @@ def load_partition(views, offsets, board, kv, q, do, mended, work, form: gl.cons
     kv_at = ring_start(form.key_places)
     at = ring_start(form.tuning.stages)
     do_at = ring_start(form.tuning.stages_do)
-    number = first_number(counter, form)
+    number = next_number(counter)
     row = number * 0
     while number < tiles:
         if form.spans:
@@ -118,9 +98,9 @@ def load_partition(views, offsets, board, kv, q, do, mended, work, form: gl.cons
                 do_at = do_at.next()
         if form.spans:
             if row == 0:
-                number = next_number(tiles, counter, form)
+                number = next_number(counter)
         else:
-            number = next_number(tiles, counter, form)
+            number = next_number(counter)
     tell(board, told_at, (number, number, number, number, number * 0 - 1))
 
 
@@ -185,13 +165,9 @@ def mma_partition(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, work
     words, told, told_free = board
     at = (ring_start(form.tuning.stages), ring_start(form.tuning.stages_do), ring_start(2 if form.halves else 1))
     kv_at = ring_start(form.key_places)
-    if form.persistent:
-        while is_told(words, told, board_at(kv_at, form)):
-            at = take_tile(w, gradients, board, kv, q, do, dq, handed, at, kv_at, work, form)
-            kv_at = kv_at.next()
-    else:
-        if is_told(words, told, board_at(kv_at, form)):
-            take_tile(w, gradients, board, kv, q, do, dq, handed, at, kv_at, work, form)
+    while is_told(words, told, board_at(kv_at, form)):
+        at = take_tile(w, gradients, board, kv, q, do, dq, handed, at, kv_at, work, form)
+        kv_at = kv_at.next()
 
 
 @gluon.jit
@@ -213,17 +189,31 @@ def take_tile(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, at, kv_a
     lap = board_at(kv_at, form).parity
     seen, blocks = seen_and_blocks(words, row, form)
     mbarrier.arrive(told_free.index(0))
-    tiles = (parts_at(k_tile, kv_at.stage), rows_of(parts_at(v_tile, v_slot(kv_at, form)), row))
+    keys = ((k_tile, kv_at.stage), (v_tile, v_slot(kv_at, form)))
     channels = (q, do, dq, handed)
     dk = zeros_of(ROWS, form.first_d, form.rest_d)
     dv = zeros_of(ROWS, form.first_dv, form.rest_dv)
+    if form.two_tiles:
+        dk, dv = (dk, dk), (dv, dv)
     mbarrier.wait(kv_ready.index(kv_at.stage), kv_at.parity)
     if form.halves:
-        dk, dv, q_at, handed_at = walk_half(w, dk, dv, tiles, channels, (q_at, handed_at, lap), seen, blocks, work, form)
+        dk, dv, q_at, handed_at = walk_half(w, dk, dv, keys, channels, (q_at, handed_at, lap), seen, blocks, work, form)
     elif w == 0:
-        dv, q_at, do_at = walk_weights(dv, tiles, channels, (q_at, do_at), seen, blocks, work, form)
+        dv, q_at, do_at = walk_weights(dv, keys, channels, (q_at, do_at), seen, blocks, work, form)
     else:
-        dk, q_at, handed_at = walk_gradients(dk, tiles, channels, (q_at, handed_at), blocks, form)
+        dk, q_at, handed_at = walk_gradients(dk, keys[0], channels, (q_at, handed_at), blocks, form)
+    if form.two_tiles:
+        leave_in_place(w, dk, dv, kv, lap, work[3][2])
+    else:
+        leave(w, dk, dv, gradients, kv, kv_at, dq, handed_at, lap, work[3][2], form)
+    return (q_at, do_at, handed_at)
+
+
+@gluon.jit
+def leave(w: gl.constexpr, dk, dv, gradients, kv, kv_at, dq, handed_at, lap, scale, form: gl.constexpr):
+    """dk and dv to the store partition, by dq's channel, or where groups are split in the place of k and v."""
+    k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
+    row: gl.constexpr = ROWS * w if form.halves else 0
     place = dq_position(handed_at, lap, form)
     if not form.halves:
         if w == 1:  # now, since the place of the second gradient is waited for next
@@ -240,8 +230,21 @@ def take_tile(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, at, kv_a
             hand_gradient(w, dv, 1.0, gradients[1], row, dq, place, form)
         if form.has_dk(w):
             await_place(dq, place.next(), form)
-            hand_gradient(w, dk, work[3][2], gradients[0], row, dq, place.next(), form)
-    return (q_at, do_at, handed_at)
+            hand_gradient(w, dk, scale, gradients[0], row, dq, place.next(), form)
+
+
+@gluon.jit
+def leave_in_place(w: gl.constexpr, dk, dv, kv, lap, scale):
+    """dv and dk of two tiles of keys to the store partition, in the place of v and k, once all products have read them."""
+    k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
+    mbarrier.arrive(kv_used.index(0))
+    mbarrier.wait(kv_used.index(0), lap)
+    place = parts_at(v_tile if w == 0 else k_tile, zero_of_turn())
+    left, factor = (dv, 1.0) if w == 0 else (dk, scale)
+    keep(rows_of(place, 0), left[0], factor)
+    keep(rows_of(place, ROWS), left[1], factor)
+    fence_async_shared()
+    mbarrier.arrive(sums_done.index(0))
 
 
 @gluon.jit
@@ -282,205 +285,11 @@ def await_place(dq, at, form: gl.constexpr):
 
 
 @gluon.jit
-def in_place_of_dq(dq_smem, slot, views, form: gl.constexpr):
-    """The memory of a tile of dq as that of a tile of dk or dv, part by part."""
-    first = reinterpret(place_of_dq(dq_smem, slot, form), views[0].dtype, views[0].block_shape, views[0].layout)
-    if views[1] is not None:
-        behind: gl.constexpr = views[0].block_type.nbytes // (form.dq_lines * 1024)
-        return (first, reinterpret(dq_smem.index(slot * form.dq_slot + behind), views[1].dtype, views[1].block_shape, views[1].layout))
-    else:
-        return (first,)
-
-
-@gluon.jit
 def keep(parts, sums, factor):
     """The sums times a factor, in the parts' dtype, in their memory."""
     parts[0].store((sums[0] * factor).to(parts[0].dtype))
     if len(sums) == 2:
         parts[1].store((sums[1] * factor).to(parts[1].dtype))
-
-
-@gluon.jit
-def await_turn(turn, n_start, row, lengths, limits, form: gl.constexpr):
-    """Whether this tile of keys is the first to add to the tile of dq that begins at `row`: it stores, so that nothing need be cleared before.
-
-    Else wait until that has been done; where form.ordered, until all key tiles behind n_start's have added: each counts `turn` up. The first is the
-    last that a row of the tile sees where form.ordered, and else the first: programs have taken that sooner.
-    """
-    bounds = (lengths[1], limits[0], limits[1])
-    if form.ordered:
-        seen_first, seen_stop = row_interval(row + form.tuning.block_m - 1, lengths[0], lengths[1], bounds, 0, form)
-        before = (seen_stop - 1 - n_start) // form.tuning.block_n
-        while gl.atomic_add(turn, 0, sem="acquire") != before:
-            pass
-        first = before == 0
-    else:
-        seen_first, seen_stop = row_interval(row, lengths[0], lengths[1], bounds, 0, form)
-        first = seen_first // form.tuning.block_n * form.tuning.block_n == n_start
-        if not first:
-            while gl.atomic_add(turn, 0, sem="acquire") == 0:
-                pass
-    fence_async_global()
-    return first
-
-
-@gluon.jit
-def pass_turn(turn):
-    """Let the next one add, once all that was added stands in memory."""
-    tma_store_drain()
-    fence_async_global()
-    partition_barrier()  # one thread has waited for TMA, another publishes
-    gl.atomic_add(turn, 1, sem="release")
-
-
-@gluon.jit
-def store_partition(own: gl.constexpr, out, turns, board, kv, dq, work, form: gl.constexpr):
-    """Every tile that dq's channel holds, or every other one where there are two of this partition: dq of each step, then dv and dk."""
-    words, told, told_free = board
-    at = ring_start(1)  # of the tiles that are its own
-    told_at = ring_start(1)
-    passed = gl.to_tensor(0)  # the channel's tiles, of all tiles of keys before
-    while is_told(words, told, told_at):
-        steps, n_start, lengths, keys = read_place(words, form)
-        values = keys
-        if form.spans:
-            keys, values = places_written(keys, work[1])
-        part = steps[0]
-        mbarrier.arrive(told_free.index(0))  # now: the next tile's loads would wait for this one's last step
-        total = form.members * steps[2]
-        first = (own + passed) % form.stores
-        for step in range(first, total, form.stores):
-            at = add_step(own, step, steps, n_start, lengths, out[0], turns, dq, at, work, form)
-        if form.splits > 1:
-            add_sums(out[1], out[2], (keys, values), key_head(part, form), n_start, kv, form)
-        elif form.stores == 2:
-            if (first + total) % 2 == 0:
-                at = write_gradient(own, out[2], (values, part, n_start), dq, at, form)
-            else:
-                at = write_gradient(own, out[1], (keys, part, n_start), dq, at, form)
-        else:
-            at = write_gradient(own, out[2], (values, part, n_start), dq, at, form)
-            at = write_gradient(own, out[1], (keys, part, n_start), dq, at, form)
-        passed = (passed + total) % form.stores
-        told_at = told_at.next()
-
-
-@gluon.jit
-def add_step(own: gl.constexpr, step, steps, n_start, lengths, dq_desc, turns, dq, at, work, form: gl.constexpr):
-    """Add a step's dq to its sum; the channel's next place."""
-    part, m_first, blocks, first_tile = steps
-    head, block = head_of_step(part, step, blocks, form)
-    m_start = m_first + tile_of_step(block, blocks, form) * form.tuning.block_m
-    tile = first_tile + head * work[1][4] + m_start // form.tuning.block_m
-    first = False
-    if form.first_stores:
-        turn = turns + tile
-        first = await_turn(turn, n_start, m_start, lengths, work[2], form)
-    line = tile * form.dq_units() * form.dq_lines
-    if form.halves:
-        await_ready(own, dq, at, form)
-        for unit in gl.static_range(form.dq_units()):
-            add_unit(first, dq_desc, line + unit * form.dq_lines, dq[0].index(own * form.dq_slot + unit), form)
-        set_free(own, dq, form)
-        at = at.next()
-    else:
-        at = add_units(first, dq_desc, line, dq, at, form)
-    if form.ordered:
-        pass_turn(turn)
-    elif form.first_stores:
-        if first:
-            pass_turn(turn)
-    return at
-
-
-@gluon.jit
-def add_unit(first, dq_desc, line, unit, form: gl.constexpr):
-    if not form.first_stores:
-        tma_reduce_add(dq_desc, [line, 0], unit)
-    elif first:
-        tma_store(dq_desc, [line, 0], unit)
-    else:
-        tma_reduce_add(dq_desc, [line, 0], unit)
-
-
-@gluon.jit
-def add_units(first, dq_desc, line, dq, at, form: gl.constexpr):
-    """`add_step` of 64 keys, whose dq comes unit by unit: a place is free once its unit has been read, while the next is added."""
-    PARTS: gl.constexpr = form.tuning.parts
-    PLACES: gl.constexpr = form.places
-    for part in gl.static_range(PARTS):
-        for i in gl.static_range(PLACES):
-            mbarrier.wait(dq[1].index(i), at.parity)
-            add_unit(first, dq_desc, line + (part * PLACES + i) * form.dq_lines, dq[0].index(i), form)
-            if part + i > 0:
-                tma_store_wait(1)
-                mbarrier.arrive(dq[2].index((i + PLACES - 1) % PLACES))
-        at = at.next()
-    tma_store_wait(0)
-    mbarrier.arrive(dq[2].index(PLACES - 1))
-    return at
-
-
-@gluon.jit
-def write_gradient(own: gl.constexpr, views, place, dq, at, form: gl.constexpr):
-    """dk or dv from the channel's next place; the one after it."""
-    keys, head, n_start = place
-    await_ready(own, dq, at, form)
-    tile = in_place_of_dq(dq[0], own, views, form)
-    copy_out(views[0], keys, head, n_start, 0, tile[0], form)
-    if len(tile) == 2:
-        copy_out(views[1], keys, head, n_start, views[0].block_shape[-1], tile[1], form)
-    set_free(own, dq, form)
-    return at.next()
-
-
-@gluon.jit
-def await_ready(own: gl.constexpr, dq, at, form: gl.constexpr):
-    """Wait until the channel's next place is full."""
-    PLACES: gl.constexpr = form.places
-    for i in gl.static_range(PLACES):
-        mbarrier.wait(dq[1].index(own * PLACES + i), at.parity)
-
-
-@gluon.jit
-def set_free(own: gl.constexpr, dq, form: gl.constexpr):
-    """Free the channel's place, once all that leaves it has been read."""
-    PLACES: gl.constexpr = form.places
-    tma_store_wait(0)
-    for i in gl.static_range(PLACES):
-        mbarrier.arrive(dq[2].index(own * PLACES + i))
-
-
-@gluon.jit
-def add_sums(dk_views, dv_views, places, head, n_start, kv, form: gl.constexpr):
-    """dk and dv of a split group to their sums."""
-    k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
-    mbarrier.wait(sums_done.index(0), 0)
-    add_parts(dk_views, (places[0], head, n_start), sums, form)
-    tma_store_wait(0)
-    mbarrier.arrive(sums_free.index(0))
-    mbarrier.wait(sums_done.index(0), 1)
-    add_parts(dv_views, (places[1], head, n_start), sums, form)
-    tma_store_wait(0)
-    mbarrier.arrive(kv_free.index(0))
-
-
-@gluon.jit
-def add_parts(views, place, tile, form: gl.constexpr):
-    add_out(views[0], place, 0, tile[0], form)
-    if len(tile) == 2:
-        add_out(views[1], place, tile[0].shape[-1], tile[1], form)
-
-
-@gluon.jit
-def add_out(desc, place, column: gl.constexpr, smem, form: gl.constexpr):
-    """`copy_out` that adds to what is there."""
-    keys, head, row = place
-    entry, start, length = keys
-    if form.wraps:
-        tma_reduce_add(desc, [FAR, start + length, head, FAR - length + row, column], smem)
-    else:
-        tma_reduce_add(desc, [entry, head, row, column], smem)
 
 
 @gluon.jit
@@ -540,13 +349,15 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
             for i in gl.static_range(2, 4):  # what the first step finds, and fences before its products
                 ds_smem.index(i).store(gl.full([ROWS, BLOCK_M], 0.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
         handed = (ds_smem, ds_ready, ds_free)
-    else:
-        handed = (gl.allocate_shared_memory(dtype, [ROWS, BLOCK_M], ds_layout), ring(1, 1))
+    else:  # of two tiles of keys ds is free with its step's q
+        DS_PLACES: gl.constexpr = STAGES if form.two_tiles else 1
+        ds_smem = gl.allocate_shared_memory(dtype, [DS_PLACES, form.tuning.block_n, BLOCK_M], ds_layout)
+        handed = (ds_smem, ring(DS_PLACES * form.tuning.block_n // ROWS, 1))
     words = gl.allocate_shared_memory(gl.int32, [1, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     board = (words, ring(1, 1), ring(1, 2 + form.stores))
     kv_used = ring(form.key_places, 2)
     kv_free, sums_done, sums_free = kv_used, kv_used, kv_used
-    if form.splits > 1:
+    if form.splits > 1 or form.two_tiles:
         kv_free, sums_done, sums_free = ring(1, 1), ring(1, 2), ring(1, 1)
     kv = (k_tile, v_tile, sums, ring(form.key_places, 1), kv_used, kv_free, sums_done, sums_free)
     q = (q_smem, lse_smem, ring(STAGES, 1), ring(STAGES, 2))
@@ -561,7 +372,6 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     views = (q_views, k_views, v_views, do_views, rows_desc)
     gradients = (dk_views, dv_views)
     out = (dq_desc, dk_views, dv_views)
-    consumer_registers: gl.constexpr = 240 if form.halves else 248
     if form.stores == 1:
         gl.warp_specialize(
             [
@@ -571,7 +381,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
                 (store_partition, (gl.constexpr(0), out, turns, board, kv, dq, work, form)),
             ],
             [4, 1, 1],
-            [consumer_registers, 24, 24],
+            [CONSUMER_REGISTERS, 24, 24],
         )
     else:
         gl.warp_specialize(
@@ -583,5 +393,5 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
                 (store_partition, (gl.constexpr(1), out, turns, board, kv, dq, work, form)),
             ],
             [4, 1, 1, 1],
-            [consumer_registers, 24, 24, 24],
+            [CONSUMER_REGISTERS, 24, 24, 24],
         )

@@ -1,7 +1,7 @@
 """What the steps of the Hopper backward are made of: products, weights between them, dq's hand-over. backward_walks puts them in order."""
 
 from ..device.channel import Position
-from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
+from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait, zero_of_turn
 from ..device.softmax import tanh
 from ..device.views import as_rows, stage_of
 
@@ -107,10 +107,10 @@ def weights(s, lse, block, row: gl.constexpr, seen, work, form: gl.constexpr):
         x = s * scale_log2 - lse_log2[None, :]
     # ptxas moves nothing over the branch in `hide`. Before the exponentials it left all of them behind the wait for dp; behind them they run under
     # dp's product: d64 causal 1.03, d192 1.02 of the speed, d128 0.98 (H200)
-    if form.masks and not form.tuning.hides_weights:
+    if form.masks and not form.hides_weights:
         x = hide(x, float("-inf"), seen, limits, form)
     p = gl.exp2(x)
-    if form.masks and form.tuning.hides_weights:
+    if form.masks and form.hides_weights:
         p = hide(p, 0.0, seen, limits, form)
     slope = p
     if form.softcap:
@@ -149,6 +149,16 @@ def parts_of(tile):
 @gluon.jit
 def parts_at(ring, stage):
     return parts_of(stage_of(ring, stage))
+
+
+@gluon.jit
+def tile_now(place, form: gl.constexpr):
+    """The tile that stands at a place, (ring, stage). Its addresses are reckoned in this step where form.reckons: those of all products' operands,
+    which LLVM would keep in registers from step to step, spill, or leave no room for a sum (docs/performance.md)."""
+    ring, stage = place
+    if form.reckons:
+        stage = stage + zero_of_turn()
+    return parts_at(ring, stage)
 
 
 @gluon.jit
@@ -305,7 +315,7 @@ def hand_units(sums, dq, at, form: gl.constexpr):
 
 
 @gluon.jit
-def hand_unit(unit: gl.constexpr, sums, dq, at):
+def hand_unit(unit, sums, dq, at):
     dq_smem, dq_ready, dq_free = dq
     mbarrier.wait(dq_free.index(unit), at.parity ^ 1)
     dq_smem.index(unit).store(as_held(sums))
@@ -318,6 +328,17 @@ def place_of_dq(dq_smem, slot, form: gl.constexpr):
     """The units of a slot, the first two of three, as one: what is laid over several must not begin as one of them (Triton 3.9 refuses that)."""
     units: gl.constexpr = 1 << (form.dq_slot.bit_length() - 1)
     return reinterpret(dq_smem, gl.float32, [form.stores, units * form.dq_lines, 256], dq_smem.type.layout).index(slot)
+
+
+@gluon.jit
+def in_place_of_dq(dq_smem, slot, views, form: gl.constexpr):
+    """The memory of a tile of dq as that of a tile of dk or dv, part by part."""
+    first = reinterpret(place_of_dq(dq_smem, slot, form), views[0].dtype, views[0].block_shape, views[0].layout)
+    if views[1] is not None:
+        behind: gl.constexpr = views[0].block_type.nbytes // (form.dq_lines * 1024)
+        return (first, reinterpret(dq_smem.index(slot * form.dq_slot + behind), views[1].dtype, views[1].block_shape, views[1].layout))
+    else:
+        return (first,)
 
 
 @gluon.jit

@@ -18,20 +18,9 @@ PREFIX: gl.constexpr = gl.constexpr(15)  # how many keys of the entry all rows s
 
 
 @gluon.jit
-def first_number(counter, form: gl.constexpr):
-    """Of the counter too: whoever waits for earlier tiles' turns then waits for programs that have begun."""
-    if form.persistent:
-        return gl.atomic_add(counter, 1, sem="relaxed")
-    else:
-        return gl.program_id(0)
-
-
-@gluon.jit
-def next_number(tiles, counter, form: gl.constexpr):
-    if form.persistent:
-        return gl.atomic_add(counter, 1, sem="relaxed")
-    else:
-        return tiles
+def next_number(counter):
+    """The first is of the counter too: whoever waits for earlier tiles' turns then waits for programs that have begun."""
+    return gl.atomic_add(counter, 1, sem="relaxed")
 
 
 @gluon.jit

@@ -13,11 +13,6 @@ one's weights run under the other's products.
     tensor cores   s, dp | s', dp'        |    dv, dk            | dv', dq | dk'
     the rest               p        ds         p'        ds'               dq to memory
 
-64 keys, of wide heads, whose sums leave registers for no more: one makes weights, ds and dv, the other only multiplies.
-
-    weights        s | dp | p, ds to the other | dv
-    gradients      dq, dk | dq to memory, unit by unit
-
 Two consumers that wait for each other only where they hand something over fill each other's gaps: at 128 keys 1.1 to 1.25 times the speed of
 eight warps in step, which made the next weights under this step's products (docs/performance.md).
 """
@@ -27,21 +22,18 @@ from .backward_spans import has_others, without_others
 from .backward_steps import (
     ROWS,
     begin_both,
-    begin_scores,
-    by_columns,
     delta_at,
     dp_start,
     dq_position,
     hand_over,
-    hand_units,
     in_registers,
-    of_do,
     of_ds,
     over_columns,
     parts_at,
     products_of,
     rows_of,
     scores_of,
+    tile_now,
     tile_of_step,
     wait_for,
     weights,
@@ -50,34 +42,33 @@ from .backward_steps import (
 
 
 @gluon.jit
-def walk_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, blocks, work, form: gl.constexpr):
+def walk_half(w: gl.constexpr, dk, dv, keys, channels, at, seen, blocks, work, form: gl.constexpr):
     """All tiles of queries for half of 128 keys: (dk, dv, where q's ring and ds's stand then)."""
     q_at, ds_at, lap = at
-    k_all, v_tile = tiles
-    k_tile = in_registers(rows_of(k_all, ROWS * w), form.tuning.k_in_registers)
-    tiles = (k_all, k_tile, v_tile)
+    k_place, v_place = keys
+    keys = (k_place, v_place, in_registers(rows_of(tile_now(k_place, form), ROWS * w), form.tuning.k_in_registers))
     for member in range(form.members):
         for step in range(blocks):
             block = tile_of_step(step, blocks, form)
             place = (q_at, of_ds(q_at, ds_at, form), lap)
+            first = step == 0
+            if form.members > 1:
+                first = first & (member == 0)
             if form.by_rows:
-                dk, dv = step_twice(w, dk, dv, tiles, channels, place, seen, block, work, form)
+                dk, dv = step_twice(w, dk, dv, keys, channels, place, seen, block, first, work, form)
             else:
-                first = step == 0
-                if form.members > 1:
-                    first = first & (member == 0)
-                dk, dv = step_half(w, dk, dv, tiles, channels, place, seen, block, first, work, form)
+                dk, dv = step_half(w, dk, dv, keys, channels, place, seen, block, first, work, form)
             q_at = q_at.next()
             ds_at = ds_at.next()
     ds_at = of_ds(q_at, ds_at, form)
     if form.lags:
         if blocks > 0:
-            last_share(w, k_all, channels, ds_at.before(), lap, form)
+            last_share(w, tile_now(k_place, form), channels, ds_at.before(), lap, form)
     return dk, dv, q_at, ds_at
 
 
 @gluon.jit
-def step_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, first, work, form: gl.constexpr):
+def step_half(w: gl.constexpr, dk, dv, keys, channels, at, seen, block, first, work, form: gl.constexpr):
     """One tile of queries. The other half's ds, which dq needs, comes by shared memory, in two tiles by turns: who has got the other's ds of a
     step has got past dq of the step before, so that the tile of the step before that is free.
 
@@ -86,7 +77,7 @@ def step_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, first, 
     over; behind the last comes `last_share`.
     """
     D: gl.constexpr = form.products_d
-    k_all, k_tile, v_tile = tiles
+    k_all, k_tile, v_tile = keys_now(w, keys, form)
     dtype: gl.constexpr = k_all[0].dtype
     q, do, dq, handed = channels
     q_at, ds_at, lap = at
@@ -95,26 +86,30 @@ def step_half(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, first, 
     do_tile, q_tile = parts_at(do[0], q_at.stage), parts_at(q[0], q_at.stage)
     s, dp = begin_both(k_tile, v_tile, q_tile, do_tile, q, do, q_at, form)
     p, ds = weigh(s, dp, 0, q[1].index(q_at.stage), block, 0, seen, work, dtype, form)
-    if form.lags:  # the first tile waits for nobody, the second, which the first step multiplies, for that
-        mbarrier.wait(ds_free.index(own), ds_at.parity ^ 1 ^ ds_at.stage)
+    await_ds(handed, own, ds_at, form)
     ds_smem.index(own).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_ready.index(own))
     dv = products_of(p.to(dtype), do_tile, dv)
-    share_at = ds_at.before() if form.lags else ds_at
-    dq_sums = begin_share(w, handed, share_at, k_all, form)
+    dq_sums = begin_share(w, handed, of_share(ds_at, form), k_all, form)
     dk = products_of(ds, q_tile, dk)
     dv = wait_for(dv, 2 + D)
     dq_sums = warpgroup_mma_wait(D, deps=[dq_sums])
-    if form.lags:
-        mbarrier.arrive(ds_free.index(2 * share_at.stage + (1 - w)))
-        if not first:
-            hand_over(dq_sums, dq, w, dq_position(share_at, lap, form), form)
-    else:
-        hand_share(w, dq_sums, channels, at, seen, block, form)
+    hand_share(w, dq_sums, channels, at, seen, block, first, form)
     dk = wait_for(dk, 0)
     mbarrier.arrive(q[3].index(q_at.stage))
     return dk, dv
+
+
+@gluon.jit
+def keys_now(w: gl.constexpr, keys, form: gl.constexpr):
+    """(k, this consumer's half of it, its half of v) in a step."""
+    k_place, v_place, held = keys
+    if form.tuning.k_in_registers:
+        k_half = held
+    else:
+        k_half = rows_of(tile_now(k_place, form), ROWS * w)
+    return tile_now(k_place, form), k_half, rows_of(tile_now(v_place, form), ROWS * w)
 
 
 @gluon.jit
@@ -126,11 +121,11 @@ def last_share(w: gl.constexpr, k_all, channels, ds_at, lap, form: gl.constexpr)
 
 
 @gluon.jit
-def step_twice(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, work, form: gl.constexpr):
+def step_twice(w: gl.constexpr, dk, dv, keys, channels, at, seen, block, first, work, form: gl.constexpr):
     """`step_half` of 128 queries, 64 and 64: the second's scores and dp are multiplied under the first's weights, the first's dk and dv under the
     second's. k enters from registers, lest products of half the queries read it from shared memory twice as often: d64 1.05 of the speed of 128
     at once, windows 1.08; with k from shared memory 0.94 to 1.03 (H200)."""
-    k_all, k_tile, v_tile = tiles
+    k_all, k_tile, v_tile = keys_now(w, keys, form)
     dtype: gl.constexpr = k_all[0].dtype
     q, do, dq, handed = channels
     q_at, ds_at, lap = at
@@ -148,6 +143,7 @@ def step_twice(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, work, 
     dp_second = over_columns(v_tile, do_second, dp_second, True)
     lse = q[1].index(q_at.stage)
     p, ds = weigh(s, dp, 2, lse.slice(0, ROWS), block, 0, seen, work, dtype, form)
+    await_ds(handed, own, ds_at, form)
     ds_smem.index(own).slice(0, ROWS, dim=1).store(ds)
     dv = products_of(p.to(dtype), do_first, dv)
     dk = products_of(ds, q_first, dk)
@@ -156,11 +152,11 @@ def step_twice(w: gl.constexpr, dk, dv, tiles, channels, at, seen, block, work, 
     fence_async_shared()
     mbarrier.arrive(ds_ready.index(own))
     dv = products_of(p.to(dtype), do_second, dv)
-    dq_sums = begin_share(w, handed, ds_at, k_all, form)
+    dq_sums = begin_share(w, handed, of_share(ds_at, form), k_all, form)
     dk = products_of(ds, q_second, dk)
     dv = wait_for(dv, 3)
     dq_sums = warpgroup_mma_wait(1, deps=[dq_sums])
-    hand_share(w, dq_sums, channels, at, seen, block, form)
+    hand_share(w, dq_sums, channels, at, seen, block, first, form)
     dk = wait_for(dk, 0)
     mbarrier.arrive(q[3].index(q_at.stage))
     return dk, dv
@@ -177,15 +173,37 @@ def weigh(s, dp, pending: gl.constexpr, lse, block, row: gl.constexpr, seen, wor
 
 
 @gluon.jit
-def hand_share(w: gl.constexpr, dq_sums, channels, at, seen, block, form: gl.constexpr):
-    """A share of dq to the store partition, of documents without rows of others."""
+def of_share(ds_at, form: gl.constexpr):
+    """Where ds stands of the step whose dq is multiplied: this one, or the one before."""
+    if form.lags:
+        return ds_at.before()
+    else:
+        return ds_at
+
+
+@gluon.jit
+def await_ds(handed, own, ds_at, form: gl.constexpr):
+    """With form.lags, wait until a place of ds is free: the first tile waits for nobody, the second, which the first step multiplies, for that."""
+    if form.lags:
+        mbarrier.wait(handed[2].index(own), ds_at.parity ^ 1 ^ ds_at.stage)
+
+
+@gluon.jit
+def hand_share(w: gl.constexpr, dq_sums, channels, at, seen, block, first, form: gl.constexpr):
+    """A share of dq to the store partition, of documents without rows of others; with form.lags, but what a tile of keys' first step multiplies."""
     q, do, dq, handed = channels
     q_at, ds_at, lap = at
-    if form.mask.documents:
-        if has_others(block, (seen[2], seen[3])):
-            lse = share_of_rows(w, q[1].index(q_at.stage), form).load(gl.SliceLayout(1, dq_sums.type.layout))
-            dq_sums = without_others(dq_sums, lse)
-    hand_over(dq_sums, dq, w, dq_position(ds_at, lap, form), form)
+    place = of_share(ds_at, form)
+    if form.lags:
+        mbarrier.arrive(handed[2].index(2 * place.stage + (1 - w)))
+        if not first:
+            hand_over(dq_sums, dq, w, dq_position(place, lap, form), form)
+    else:
+        if form.mask.documents:
+            if has_others(block, (seen[2], seen[3])):
+                lse = share_of_rows(w, q[1].index(q_at.stage), form).load(gl.SliceLayout(1, dq_sums.type.layout))
+                dq_sums = without_others(dq_sums, lse)
+        hand_over(dq_sums, dq, w, dq_position(place, lap, form), form)
 
 
 @gluon.jit
@@ -227,116 +245,3 @@ def share_of_rows(w: gl.constexpr, numbers, form: gl.constexpr):
         return numbers.slice(ROWS * w, ROWS)
     else:
         return numbers
-
-
-@gluon.jit
-def walk_weights(dv, tiles, channels, at, seen, blocks, work, form: gl.constexpr):
-    """Weights of all tiles of queries, ds to the other consumer, and dv: (dv, where the rings stand then)."""
-    q_at, do_at = at
-    tiles = (in_registers(tiles[0], form.tuning.k_in_registers), tiles[1])
-    for _ in range(form.members):
-        for step in range(blocks):
-            dv = step_weights(dv, tiles, channels, (q_at, of_do(q_at, do_at, form)), seen, tile_of_step(step, blocks, form), work, form)
-            q_at = q_at.next()
-            do_at = do_at.next()
-    return dv, q_at, do_at
-
-
-@gluon.jit
-def step_weights(dv, tiles, channels, at, seen, block, work, form: gl.constexpr):
-    """One tile of queries. Where do has one place it is waited for behind the weights."""
-    k_tile, v_tile = tiles
-    q, do, dq, handed = channels
-    q_at, do_at = at
-    dtype: gl.constexpr = v_tile[0].dtype
-    do_tile = parts_at(do[0], do_at.stage)
-    if form.tuning.stages_do == 1:
-        s = warpgroup_mma_wait(0, deps=[begin_scores(k_tile, q, q_at, form)])
-        p, slope = weights(s, q[1].index(q_at.stage), block, 0, seen, work, form)
-        dp = over_columns(v_tile, do_tile, dp_start(delta_at(do, do_at)), True)
-    else:
-        dp = dp_start(delta_at(do, do_at))
-        s = begin_scores(k_tile, q, q_at, form)
-        dp = over_columns(v_tile, do_tile, dp, True)
-        s = warpgroup_mma_wait(form.products_dv, deps=[s])
-        p, slope = weights(s, q[1].index(q_at.stage), block, 0, seen, work, form)
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    hand_ds((slope * dp).to(dtype), q, handed, q_at)
-    dv = wait_for(products_of(p.to(dtype), do_tile, dv), 0)
-    mbarrier.arrive(do[3].index(do_at.stage))
-    mbarrier.arrive(q[3].index(q_at.stage))
-    return dv
-
-
-@gluon.jit
-def hand_ds(ds, q, handed, at):
-    """ds to the other consumer, which has read the one before when it has freed that step's q."""
-    ds_smem, ds_ready = handed
-    before = at.before()
-    mbarrier.wait(q[3].index(before.stage), before.parity)
-    ds_smem.store(ds)
-    fence_async_shared()
-    mbarrier.arrive(ds_ready.index(0))
-
-
-@gluon.jit
-def walk_gradients(dk, tiles, channels, at, blocks, form: gl.constexpr):
-    """dk and the tiles of dq, from the other consumer's ds: (dk, where q's ring and dq's channel stand then)."""
-    q_at, handed_at = at
-    for _ in range(form.members * blocks):
-        dk = step_gradients(dk, tiles[0], channels, q_at, handed_at, form)
-        q_at = q_at.next()
-        handed_at = handed_at.next()
-    return dk, q_at, handed_at
-
-
-@gluon.jit
-def step_gradients(dk, k_tile, channels, at, handed_at, form: gl.constexpr):
-    """One tile of queries; dq's columns in parts where the tuning says so."""
-    D: gl.constexpr = form.products_d
-    dq_at = dq_position(handed_at, 0, form)
-    q, do, dq, handed = channels
-    ds, ds_ready = handed
-    mbarrier.wait(ds_ready.index(0), handed_at.parity)
-    mbarrier.wait(q[2].index(at.stage), at.parity)
-    if form.tuning.parts == 2:
-        sums = zeros_of(form.tuning.block_m, form.first_dq, 0)
-        sums = by_columns(ds.permute((1, 0)), (k_tile[0].slice(0, form.first_dq, dim=1),), sums)
-    else:
-        sums = zeros_of(form.tuning.block_m, form.first_dq, form.rest_dq)
-        sums = by_columns(ds.permute((1, 0)), k_tile, sums)
-    dk = by_columns(ds, parts_at(q[0], at.stage), dk)
-    sums = wait_for(sums, D)
-    lse = lse_of_rows(sums, q[1].index(at.stage), form)  # now, since it may go once q is free
-    hand_units(own_sums(sums, lse, form), dq, dq_at, form)
-    if form.tuning.parts == 2:
-        rest = zeros_of(form.tuning.block_m, form.rest_dq, 0)
-        rest = by_columns(ds.permute((1, 0)), (k_tile[0].slice(form.first_dq, form.rest_dq, dim=1),), rest)
-        dk = wait_for(dk, 1)
-        rest = own_sums(wait_for(rest, 0), lse, form)
-        mbarrier.arrive(q[3].index(at.stage))
-        hand_units(rest, dq, dq_at.next(), form)
-    else:
-        dk = wait_for(dk, 0)
-        mbarrier.arrive(q[3].index(at.stage))
-    return dk
-
-
-@gluon.jit
-def lse_of_rows(sums, lse, form: gl.constexpr):
-    """lse of a tile of dq's rows, of documents; else nothing that counts."""
-    if form.mask.documents:
-        return lse.load(gl.SliceLayout(1, sums[0].type.layout))
-    else:
-        return sums
-
-
-@gluon.jit
-def own_sums(sums, lse, form: gl.constexpr):
-    """Parts of a tile of dq, of documents without rows of others."""
-    if not form.mask.documents:
-        return sums
-    elif len(sums) == 2:
-        return (without_others(sums[0], lse), without_others(sums[1], lse))
-    else:
-        return (without_others(sums[0], lse),)

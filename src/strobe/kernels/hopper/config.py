@@ -251,15 +251,16 @@ FORWARD: Any = HopperForward()
 
 @dataclass(frozen=True)
 class BackwardTuning:
-    """Tile and rings of the backward: two consumers walk block_m queries a step, over 64 keys each or over the same 64."""
+    """Tile and rings of the backward: two consumers walk block_m queries a step, over 64 keys each or over the same 64 or 128."""
 
     block_m: int
     block_n: int
     stages: int  # of q
     stages_do: int
-    parts: int = 1  # in which a tile of dq of 64 keys goes through shared memory
+    parts: int = 1  # in which a tile of dq goes through shared memory where one consumer makes all of it
     k_in_registers: bool = False
-    hides_weights: bool = True  # a hidden key's weight is made 0, behind the exponentials; else its score -inf, before them
+    roles: bool = False  # of 128 keys too, one consumer makes weights, ds and dv, the other dq and dk
+    hides_weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -308,8 +309,13 @@ class BackwardForm(InParts):
 
     @property
     def halves(self) -> bool:
-        """Each consumer takes half of the keys; else one makes weights, ds and dv, the other dq and dk."""
-        return self.tuning.block_n == 2 * ROWS
+        """Each consumer takes half of the keys; else one makes weights, ds and dv, the other dq and dk: backward_roles."""
+        return self.tuning.block_n == 2 * ROWS and not self.tuning.roles
+
+    @property
+    def two_tiles(self) -> bool:
+        """128 keys, for which ds is two tiles of 64, where one consumer makes weights."""
+        return self.tuning.block_n == 2 * ROWS and self.tuning.roles
 
     def has_dk(self, consumer: int) -> bool:
         return self.halves or consumer == 1
@@ -353,7 +359,7 @@ class BackwardForm(InParts):
     def dq_unit(self) -> int:
         """Columns of 64 rows of dq that TMA adds at once."""
         if not self.halves:
-            return ROWS
+            return ROWS // 2 if self.two_tiles else ROWS
         return self.rest_dq or (self.first_dq if self.by_rows else self.first_dq // 2)
 
     def dq_units_written(self) -> int:
@@ -381,10 +387,15 @@ class BackwardForm(InParts):
         return 2 if self.ordered and self.halves else 1
 
     @property
-    def persistent(self) -> bool:
-        """Programs take tile after tile; at 256 columns, where registers are fewest, ptxas would spill within the steps: dense 16k 316
-        TFLOP/s for 432 (H200)."""
-        return self.tuning.parts == 1 or self.mask.documents  # of which a number may have several tiles
+    def reckons(self) -> bool:
+        """Whether steps reckon addresses anew (backward_steps.tile_now): d128 dense, which then has room for form.lags, 1.07 to 1.09 of the speed,
+        d256, whose programs then take tile after tile, 1.00 to 1.02, d64 causal 1.01, window 1.06, but dense without lags 0.99 (H200)."""
+        return self.masks or self.lags or not self.by_rows
+
+    @property
+    def hides_weights(self) -> bool:
+        """A hidden key's weight is made 0, behind the exponentials; else its score -inf, before them, which takes fewer registers."""
+        return self.tuning.hides_weights and not (self.lags and self.by_rows)
 
     @property
     def dq_lines(self) -> int:
@@ -420,9 +431,9 @@ class BackwardForm(InParts):
         t = self.tuning
         rings = t.block_m * (t.stages * (2 * self.block_d + 4) + t.stages_do * (2 * self.block_dv + 4))
         keys = 2 * t.block_n * key_places * (self.block_d + self.block_dv)
-        handed = t.block_m * ROWS * 2 * (4 if self.halves else 1)
-        of_keys = 2 + 2 * key_places + 3 * (self.splits > 1) + t.stages * self.mask.documents
-        of_ds = 4 * (1 + self.lags) if self.halves else 1
+        handed = t.block_m * ROWS * 2 * (4 if self.halves else 2 * t.stages if self.two_tiles else 1)
+        of_keys = 2 + 2 * key_places + 3 * (self.splits > 1 or self.two_tiles) + t.stages * self.mask.documents
+        of_ds = 4 * (1 + self.lags) if self.halves else 2 * t.stages if self.two_tiles else 1
         barriers = 2 * t.stages + (2 - self.halves) * t.stages_do + of_keys + of_ds + 2 * self.stores * self.places
         return rings + keys + handed + self.stores * 1024 * self.dq_slot * self.dq_lines + 8 * barriers + BOARD_BYTES
 
@@ -443,7 +454,7 @@ BACKWARD_TUNINGS = {
     (64, 64): BackwardTuning(block_m=128, block_n=128, stages=2, stages_do=2, k_in_registers=True),
     (96, 96): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3, k_in_registers=True),
     (128, 128): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3, hides_weights=False),
-    (192, 128): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=3, k_in_registers=True),
+    (192, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2, parts=2, roles=True),
     (192, 192): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=2),
     (256, 128): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=2, parts=2),
     (256, 256): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=1, parts=2),
@@ -453,14 +464,13 @@ BACKWARD_TUNINGS = {
 BACKWARD_TIGHT = {(128, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2, hides_weights=False)}
 BACKWARD_CAPPED = {(64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3)}  # for tanh's registers: 0 bytes of spills for 1340
 
-# where a tile of keys takes so many steps or more, on average, and later keys are hidden, a step multiplies dq of the step before: d128 causal 8k
-# 1.04, 16k 1.03 to 1.04, GQA 64/8 8k 1.05, packed 1.03, d96 causal 8k 1.03 to 1.04 of the speed; of fewer what is multiplied once more and last costs
-# more: d128 causal 4k 1.01, 1k 0.96, 512 0.94. Dense d128 spills: 0.93 to 0.95; d64 causal 0.80, dense 0.98 to 1.02 (H200)
-LAGGING_STEPS = 48
-LAGGING = {(96, 96), (128, 128)}
-# scores begin at -lse over their scale where later keys are hidden: d128 causal 1k 1.02, 4k 1.015, 8k 1.02, 16k 1.01, with lags 1.00 to 1.01; d96
-# with lags 1.015, without 0.98; d128 dense 0.99 (H200)
-BEGUN = {(128, 128)}
+# where a tile of keys takes so many steps or more, on average, a step multiplies dq of the step before; of fewer what is multiplied once more and
+# last costs more: d128 dense 512 1.00, 1k 1.04, 2k and more 1.08, causal 512 0.96, 1k 0.97, 2k 1.01, 4k 1.04 of the speed, GQA 64/8 2k 1.02; d96
+# causal 1k and 2k 0.93, 8k 1.03 to 1.04; d64 dense 4k 1.00, 16k 1.03, causal 4k 0.99, 16k 1.02 (H200)
+LAGGING_STEPS = {(64, 64): 48, (96, 96): 48, (128, 128): 12}
+# scores begin at -lse over their scale with lags and, at 128, where later keys are hidden: d128 causal 1k 1.02, 4k 1.015, 8k 1.02, 16k 1.01, with
+# lags 1.00 to 1.01, dense with lags 1.10, without 0.99; d96 with lags 1.015, without 0.98; d64 0.94 (H200)
+BEGUN = {(96, 96), (128, 128)}
 FINE = 2.0**100  # scales up to this, and from its inverse on, by which lse may be divided
 
 STORED_KEYS = {(64, 64): 1200, (96, 96): 1200, (128, 128): 2400}  # a row, on average, up to which the first tile stores
@@ -487,7 +497,7 @@ class HopperBackward:
         splits = 1 if ordered or widths[0] != widths[1] else _splits(problem, target, tuning)
         stores = ordered or _first_stores(problem, splits, widths)
         lags = _lags(problem, splits, widths, tuning)
-        begun = (lags or (widths in BEGUN and problem.mask.right and not problem.mask.documents)) and not problem.softcap and _divides(problem.scale)
+        begun = widths in BEGUN and (lags or _begins(problem, widths)) and not problem.softcap and _divides(problem.scale)
         constants = problem.group, problem.mask, bool(problem.softcap), even, problem.packed, ordered, splits, stores, lags, begun
         return BackwardConfig(BackwardForm(tuning, *widths, *head_dims, *constants))
 
@@ -539,11 +549,16 @@ def _first_stores(problem: Problem, splits: int, widths: tuple[int, int]) -> boo
 
 def _lags(problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTuning) -> bool:
     """Whether a step multiplies dq of the step before, so that the two consumers need not be in step."""
-    if widths not in LAGGING or not problem.mask.right or problem.mask.documents or problem.softcap:
+    if widths not in LAGGING_STEPS or problem.mask.documents or problem.softcap:
         return False
     keys = problem.layout.tokens[1]
     steps = problem.group // splits * visible_pairs(problem) / (keys * tuning.block_m) if keys else 0.0
-    return steps >= LAGGING_STEPS
+    return steps >= LAGGING_STEPS[widths]
+
+
+def _begins(problem: Problem, widths: tuple[int, int]) -> bool:
+    """Whether scores begin at -lse even without lags."""
+    return widths == (128, 128) and problem.mask.right and not problem.mask.documents
 
 
 def _divides(scale: float) -> bool:

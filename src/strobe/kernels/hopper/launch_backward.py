@@ -115,7 +115,7 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], offsets: tupl
     tiles = counted(plan, parts * tiles_n)
     work = (tiles, sizes, (call.left, call.right), (*numbers_of(problem), problem.scale))
     arguments = (*described, turns, counter, offsets, work, form)
-    programs = min(plan.target.sm_count, tiles) if form.persistent else tiles
+    programs = min(plan.target.sm_count, tiles)
     return Launch(backward.backward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": 168})
 
 

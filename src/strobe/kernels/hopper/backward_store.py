@@ -1,0 +1,218 @@
+"""The store partition of the Hopper backward: what leaves a program, by TMA.
+
+    store_partition   dq_ready -> adds dq to its sum, at the end writes dv, then dk -> dq_free; where form.ordered and halves, two, by turns;
+                      of a split group: sums_done -> adds dk -> sums_free; sums_done -> adds dv -> kv_free
+                      of two tiles of keys: sums_done -> writes dv and dk -> kv_free
+
+Tiles of keys add to a tile of dq in any order behind the first, or (form.ordered) one by one from the last that a tile of queries sees to the first:
+the order in which programs on the causal diagonal come to it by themselves, each two steps or more after the one before.
+"""
+
+from ..device.channel import ring_start
+from ..device.dialect import fence_async_global, gl, gluon, mbarrier, partition_barrier, tma_reduce_add, tma_store, tma_store_drain, tma_store_wait
+from ..device.masking import row_interval
+from ..device.schedule import is_told
+from ..device.views import FAR, copy_out, stage_of
+from .backward_spans import places_written
+from .backward_steps import in_place_of_dq, tile_of_step
+from .backward_tiles import head_of_step, key_head, read_place
+
+
+@gluon.jit
+def store_partition(own: gl.constexpr, out, turns, board, kv, dq, work, form: gl.constexpr):
+    """Every tile that dq's channel holds, or every other one where there are two of this partition: dq of each step, then dv and dk."""
+    words, told, told_free = board
+    at = ring_start(1)  # of the tiles that are its own
+    told_at = ring_start(1)
+    passed = gl.to_tensor(0)  # the channel's tiles, of all tiles of keys before
+    while is_told(words, told, told_at):
+        steps, n_start, lengths, keys = read_place(words, form)
+        values = keys
+        if form.spans:
+            keys, values = places_written(keys, work[1])
+        part = steps[0]
+        mbarrier.arrive(told_free.index(0))  # now: the next tile's loads would wait for this one's last step
+        total = form.members * steps[2]
+        first = (own + passed) % form.stores
+        for step in range(first, total, form.stores):
+            at = add_step(own, step, steps, n_start, lengths, out[0], turns, dq, at, work, form)
+        if form.two_tiles:
+            write_in_place((out[1], out[2]), ((keys, part, n_start), (values, part, n_start)), kv, told_at, form)
+        elif form.splits > 1:
+            add_sums(out[1], out[2], (keys, values), key_head(part, form), n_start, kv, form)
+        elif form.stores == 2:
+            if (first + total) % 2 == 0:
+                at = write_gradient(own, out[2], (values, part, n_start), dq, at, form)
+            else:
+                at = write_gradient(own, out[1], (keys, part, n_start), dq, at, form)
+        else:
+            at = write_gradient(own, out[2], (values, part, n_start), dq, at, form)
+            at = write_gradient(own, out[1], (keys, part, n_start), dq, at, form)
+        passed = (passed + total) % form.stores
+        told_at = told_at.next()
+
+
+@gluon.jit
+def add_step(own: gl.constexpr, step, steps, n_start, lengths, dq_desc, turns, dq, at, work, form: gl.constexpr):
+    """Add a step's dq to its sum; the channel's next place."""
+    part, m_first, blocks, first_tile = steps
+    head, block = head_of_step(part, step, blocks, form)
+    m_start = m_first + tile_of_step(block, blocks, form) * form.tuning.block_m
+    tile = first_tile + head * work[1][4] + m_start // form.tuning.block_m
+    first = False
+    if form.first_stores:
+        turn = turns + tile
+        first = await_turn(turn, n_start, m_start, lengths, work[2], form)
+    line = tile * form.dq_units() * form.dq_lines
+    if form.halves:
+        await_ready(own, dq, at, form)
+        for unit in gl.static_range(form.dq_units()):
+            add_unit(first, dq_desc, line + unit * form.dq_lines, dq[0].index(own * form.dq_slot + unit), form)
+        set_free(own, dq, form)
+        at = at.next()
+    else:
+        at = add_units(first, dq_desc, line, dq, at, form)
+    if form.ordered:
+        pass_turn(turn)
+    elif form.first_stores:
+        if first:
+            pass_turn(turn)
+    return at
+
+
+@gluon.jit
+def await_turn(turn, n_start, row, lengths, limits, form: gl.constexpr):
+    """Whether this tile of keys is the first to add to the tile of dq that begins at `row`: it stores, so that nothing need be cleared before.
+
+    Else wait until that has been done; where form.ordered, until all key tiles behind n_start's have added: each counts `turn` up. The first is the
+    last that a row of the tile sees where form.ordered, and else the first: programs have taken that sooner.
+    """
+    bounds = (lengths[1], limits[0], limits[1])
+    if form.ordered:
+        seen_first, seen_stop = row_interval(row + form.tuning.block_m - 1, lengths[0], lengths[1], bounds, 0, form)
+        before = (seen_stop - 1 - n_start) // form.tuning.block_n
+        while gl.atomic_add(turn, 0, sem="acquire") != before:
+            pass
+        first = before == 0
+    else:
+        seen_first, seen_stop = row_interval(row, lengths[0], lengths[1], bounds, 0, form)
+        first = seen_first // form.tuning.block_n * form.tuning.block_n == n_start
+        if not first:
+            while gl.atomic_add(turn, 0, sem="acquire") == 0:
+                pass
+    fence_async_global()
+    return first
+
+
+@gluon.jit
+def pass_turn(turn):
+    """Let the next one add, once all that was added stands in memory."""
+    tma_store_drain()
+    fence_async_global()
+    partition_barrier()  # one thread has waited for TMA, another publishes
+    gl.atomic_add(turn, 1, sem="release")
+
+
+@gluon.jit
+def add_unit(first, dq_desc, line, unit, form: gl.constexpr):
+    if not form.first_stores:
+        tma_reduce_add(dq_desc, [line, 0], unit)
+    elif first:
+        tma_store(dq_desc, [line, 0], unit)
+    else:
+        tma_reduce_add(dq_desc, [line, 0], unit)
+
+
+@gluon.jit
+def add_units(first, dq_desc, line, dq, at, form: gl.constexpr):
+    """`add_step` of 64 keys, whose dq comes unit by unit: a place is free once its unit has been read, while the next is added."""
+    PARTS: gl.constexpr = form.tuning.parts
+    PLACES: gl.constexpr = form.places
+    for part in gl.static_range(PARTS):
+        for i in gl.static_range(PLACES):
+            mbarrier.wait(dq[1].index(i), at.parity)
+            add_unit(first, dq_desc, line + (part * PLACES + i) * form.dq_lines, dq[0].index(i), form)
+            if part + i > 0:
+                tma_store_wait(1)
+                mbarrier.arrive(dq[2].index((i + PLACES - 1) % PLACES))
+        at = at.next()
+    tma_store_wait(0)
+    mbarrier.arrive(dq[2].index(PLACES - 1))
+    return at
+
+
+@gluon.jit
+def write_gradient(own: gl.constexpr, views, place, dq, at, form: gl.constexpr):
+    """dk or dv from the channel's next place; the one after it."""
+    await_ready(own, dq, at, form)
+    write_parts(views, place, in_place_of_dq(dq[0], own, views, form), form)
+    set_free(own, dq, form)
+    return at.next()
+
+
+@gluon.jit
+def write_parts(views, place, tile, form: gl.constexpr):
+    keys, head, n_start = place
+    copy_out(views[0], keys, head, n_start, 0, tile[0], form)
+    if len(tile) == 2:
+        copy_out(views[1], keys, head, n_start, views[0].block_shape[-1], tile[1], form)
+
+
+@gluon.jit
+def await_ready(own: gl.constexpr, dq, at, form: gl.constexpr):
+    """Wait until the channel's next place is full."""
+    PLACES: gl.constexpr = form.places
+    for i in gl.static_range(PLACES):
+        mbarrier.wait(dq[1].index(own * PLACES + i), at.parity)
+
+
+@gluon.jit
+def set_free(own: gl.constexpr, dq, form: gl.constexpr):
+    """Free the channel's place, once all that leaves it has been read."""
+    PLACES: gl.constexpr = form.places
+    tma_store_wait(0)
+    for i in gl.static_range(PLACES):
+        mbarrier.arrive(dq[2].index(own * PLACES + i))
+
+
+@gluon.jit
+def write_in_place(views, places, kv, at, form: gl.constexpr):
+    """dk and dv of two tiles of keys, which stand in the place of k and v."""
+    k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
+    mbarrier.wait(sums_done.index(0), at.parity)
+    write_parts(views[1], places[1], stage_of(v_tile, 0), form)
+    write_parts(views[0], places[0], stage_of(k_tile, 0), form)
+    tma_store_wait(0)
+    mbarrier.arrive(kv_free.index(0))
+
+
+@gluon.jit
+def add_sums(dk_views, dv_views, places, head, n_start, kv, form: gl.constexpr):
+    """dk and dv of a split group to their sums."""
+    k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
+    mbarrier.wait(sums_done.index(0), 0)
+    add_parts(dk_views, (places[0], head, n_start), sums, form)
+    tma_store_wait(0)
+    mbarrier.arrive(sums_free.index(0))
+    mbarrier.wait(sums_done.index(0), 1)
+    add_parts(dv_views, (places[1], head, n_start), sums, form)
+    tma_store_wait(0)
+    mbarrier.arrive(kv_free.index(0))
+
+
+@gluon.jit
+def add_parts(views, place, tile, form: gl.constexpr):
+    add_out(views[0], place, 0, tile[0], form)
+    if len(tile) == 2:
+        add_out(views[1], place, tile[0].shape[-1], tile[1], form)
+
+
+@gluon.jit
+def add_out(desc, place, column: gl.constexpr, smem, form: gl.constexpr):
+    """`copy_out` that adds to what is there."""
+    keys, head, row = place
+    entry, start, length = keys
+    if form.wraps:
+        tma_reduce_add(desc, [FAR, start + length, head, FAR - length + row, column], smem)
+    else:
+        tma_reduce_add(desc, [entry, head, row, column], smem)
