@@ -246,6 +246,8 @@ def test_when_dq_is_of_the_step_before_and_scores_begin_at_lse(batch, seqlen, he
         assert not hopper.BACKWARD.config(Problem.from_call(call._replace(scale=scale)), FAKES["H200"]).form.begun
     form = hopper.BACKWARD.config(Problem.from_call(call._replace(softcap=20.0)), FAKES["H200"]).form
     assert (form.lags, form.begun) == (False, False)
+    if (seqlen, width) == (8192, 64):
+        assert hopper.BACKWARD.config(Problem.from_call(call._replace(deterministic=True)), FAKES["H200"]).form.lags
 
 
 @pytest.mark.parametrize("scale", (1e-20, 1e-35, 3.0))

@@ -25,7 +25,8 @@ WIDER = replace(H200, sm_count=4)
 NAMES = (
     "dense", "causal", "causal_more_keys", "causal_more_rows_sinks", "window_left", "window_right", "window_both", "window_before_the_keys",
     "grouped", "batch_of_three", "head_dim_96", "d64_causal", "d64_grouped_gaps", "d256_causal", "head_dims_192_128_window",
-    "head_dims_160_96_causal",    "packed_causal_other_keys", "packed_window_softcap", "packed_d256", "packed_nothing_but_empty", "one_row_causal", "one_key",
+    "head_dims_160_96_causal", "packed_causal_other_keys", "packed_window_softcap", "packed_d256", "packed_nothing_but_empty", "one_row_causal",
+    "one_key",
 )  # fmt: skip
 LONG = ("d64_grouped_gaps",)  # 5 s
 TURNS = [

@@ -466,7 +466,8 @@ BACKWARD_CAPPED = {(64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, s
 
 # where a tile of keys takes so many steps or more, on average, a step multiplies dq of the step before; of fewer what is multiplied once more and
 # last costs more: d128 dense 512 1.00, 1k 1.04, 2k and more 1.08, causal 512 0.96, 1k 0.97, 2k 1.01, 4k 1.04 of the speed, GQA 64/8 2k 1.02; d96
-# causal 1k and 2k 0.93, 8k 1.03 to 1.04; d64 dense 4k 1.00, 16k 1.03, causal 4k 0.99, 16k 1.02 (H200)
+# causal 1k and 2k 0.93, 8k 1.03 to 1.04, dense 8k 1.01; d64 dense 4k 1.00, 8k 1.01, 16k 1.03, causal 4k and 8k 0.99, 16k 1.02, but 8k 1.015 where
+# programs take turns at dq (H200)
 LAGGING_STEPS = {(64, 64): 48, (96, 96): 48, (128, 128): 12}
 # scores begin at -lse over their scale with lags and, at 128, where later keys are hidden: d128 causal 1k 1.02, 4k 1.015, 8k 1.02, 16k 1.01, with
 # lags 1.00 to 1.01, dense with lags 1.10, without 0.99; d96 with lags 1.015, without 0.98; d64 0.94 (H200)
@@ -496,7 +497,7 @@ class HopperBackward:
         even = not problem.packed and not has_spans(problem.mask) and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         splits = 1 if ordered or widths[0] != widths[1] else _splits(problem, target, tuning)
         stores = ordered or _first_stores(problem, splits, widths)
-        lags = _lags(problem, splits, widths, tuning)
+        lags = _lags(problem, splits, widths, tuning, ordered)
         begun = widths in BEGUN and (lags or _begins(problem, widths)) and not problem.softcap and _divides(problem.scale)
         constants = problem.group, problem.mask, bool(problem.softcap), even, problem.packed, ordered, splits, stores, lags, begun
         return BackwardConfig(BackwardForm(tuning, *widths, *head_dims, *constants))
@@ -547,13 +548,13 @@ def _first_stores(problem: Problem, splits: int, widths: tuple[int, int]) -> boo
     return apart and not has_spans(mask) and keys_a_row(problem) <= STORED_KEYS.get(widths, 0)
 
 
-def _lags(problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTuning) -> bool:
+def _lags(problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTuning, ordered: bool) -> bool:
     """Whether a step multiplies dq of the step before, so that the two consumers need not be in step."""
     if widths not in LAGGING_STEPS or problem.mask.documents or problem.softcap:
         return False
     keys = problem.layout.tokens[1]
     steps = problem.group // splits * visible_pairs(problem) / (keys * tuning.block_m) if keys else 0.0
-    return steps >= LAGGING_STEPS[widths]
+    return steps * (2 if ordered and widths == (64, 64) else 1) >= LAGGING_STEPS[widths]
 
 
 def _begins(problem: Problem, widths: tuple[int, int]) -> bool:
