@@ -203,7 +203,7 @@ def take_tile(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, at, kv_a
     else:
         dk, q_at, handed_at = walk_gradients(dk, keys[0], channels, (q_at, handed_at), blocks, form)
     if form.two_tiles:
-        leave_in_place(w, dk, dv, kv, lap, work[3][2])
+        leave_in_place(w, dk, dv, kv, work[3][2])
     else:
         leave(w, dk, dv, gradients, kv, kv_at, dq, handed_at, lap, work[3][2], form)
     return (q_at, do_at, handed_at)
@@ -234,11 +234,10 @@ def leave(w: gl.constexpr, dk, dv, gradients, kv, kv_at, dq, handed_at, lap, sca
 
 
 @gluon.jit
-def leave_in_place(w: gl.constexpr, dk, dv, kv, lap, scale):
-    """dv and dk of two tiles of keys to the store partition, in the place of v and k, once all products have read them."""
+def leave_in_place(w: gl.constexpr, dk, dv, kv, scale):
+    """dv and dk of two tiles of keys to the store partition, in the place of v and k: v only this consumer has read, and k the other no longer reads,
+    whose last ds this one has taken."""
     k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
-    mbarrier.arrive(kv_used.index(0))
-    mbarrier.wait(kv_used.index(0), lap)
     place = parts_at(v_tile if w == 0 else k_tile, zero_of_turn())
     left, factor = (dv, 1.0) if w == 0 else (dk, scale)
     keep(rows_of(place, 0), left[0], factor)
@@ -352,7 +351,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     else:  # of two tiles of keys ds is free with its step's q
         DS_PLACES: gl.constexpr = STAGES if form.two_tiles else 1
         ds_smem = gl.allocate_shared_memory(dtype, [DS_PLACES, form.tuning.block_n, BLOCK_M], ds_layout)
-        handed = (ds_smem, ring(DS_PLACES * form.tuning.block_n // ROWS, 1))
+        handed = (ds_smem, ring(DS_PLACES, 1))
     words = gl.allocate_shared_memory(gl.int32, [1, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     board = (words, ring(1, 1), ring(1, 2 + form.stores))
     kv_used = ring(form.key_places, 2)

@@ -114,7 +114,7 @@ def step_weights_of_two(dv, keys, channels, at, seen, block, work, form: gl.cons
     s = warpgroup_mma_wait(form.products_dv, deps=[s])
     p, slope = weights(s, q[1].index(q_at.stage), block, 0, seen, work, form)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    hand_part(0, (slope * dp).to(dtype), handed, q_at)
+    place_of_ds(0, handed, q_at).store((slope * dp).to(dtype))
     do_place, q_place = (do[0], do_at.stage), (q[0], q_at.stage)
     first = products_of(p.to(dtype), tile_now(do_place, form), dv[0])
     s = scores_of(rows_of(tile_now(k_place, form), ROWS), tile_now(q_place, form))
@@ -123,7 +123,9 @@ def step_weights_of_two(dv, keys, channels, at, seen, block, work, form: gl.cons
     p, slope = weights(s, q[1].index(q_at.stage + zero_of_turn()), block, -ROWS, keys_from(ROWS, seen, form), work, form)
     dp = warpgroup_mma_wait(0, deps=[dp])
     minus_delta = do[1].index(do_at.stage + zero_of_turn()).load(gl.SliceLayout(0, dp.type.layout))
-    hand_part(1, (slope * (dp + minus_delta[None, :])).to(dtype), handed, q_at)
+    place_of_ds(1, handed, q_at).store((slope * (dp + minus_delta[None, :])).to(dtype))
+    fence_async_shared()
+    mbarrier.arrive(handed[1].index(q_at.stage))
     second = products_of(p.to(dtype), tile_now(do_place, form), dv[1])
     first = wait_for(first, form.products_dv)
     second = wait_for(second, 0)
@@ -142,12 +144,9 @@ def keys_from(row: gl.constexpr, seen, form: gl.constexpr):
 
 
 @gluon.jit
-def hand_part(part: gl.constexpr, ds, handed, at):
-    """`hand_ds` of a tile of 64 among 128 keys: who has a step's q has the place for its ds, which the other frees with q."""
-    ds_smem, ds_ready = handed
-    ds_smem.index(at.stage).slice(ROWS * part, ROWS, dim=0).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(ds_ready.index(2 * at.stage + part))
+def place_of_ds(part: gl.constexpr, handed, at):
+    """Where ds of a tile of 64 among 128 keys goes: who has a step's q has the place for its ds, which the other frees with q."""
+    return handed[0].index(at.stage).slice(ROWS * part, ROWS, dim=0)
 
 
 @gluon.jit
@@ -198,13 +197,11 @@ def step_gradients(dk, k_tile, channels, at, handed_at, form: gl.constexpr):
 
 @gluon.jit
 def step_gradients_of_two(dk, k_place, channels, at, form: gl.constexpr):
-    """`step_gradients` of 128 keys: dq unit by unit, the first two stored under the products of dk."""
+    """`step_gradients` of 128 keys: dq unit by unit, the first two stored under the products of dk. q is there if ds is."""
     q, do, dq, handed = channels
     ds, ds_ready = handed[0].index(at.stage), handed[1]
     q_tile = parts_at(q[0], at.stage)
-    mbarrier.wait(ds_ready.index(2 * at.stage), at.parity)
-    mbarrier.wait(q[2].index(at.stage), at.parity)
-    mbarrier.wait(ds_ready.index(2 * at.stage + 1), at.parity)
+    mbarrier.wait(ds_ready.index(at.stage), at.parity)
     sums = begin_unit(0, ds, k_place, form)
     first = by_columns(ds.slice(0, ROWS, dim=0), q_tile, dk[0])
     hand_own(0, warpgroup_mma_wait(form.products_d, deps=[sums]), q, dq, at, form)

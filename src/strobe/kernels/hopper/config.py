@@ -433,7 +433,7 @@ class BackwardForm(InParts):
         keys = 2 * t.block_n * key_places * (self.block_d + self.block_dv)
         handed = t.block_m * ROWS * 2 * (4 if self.halves else 2 * t.stages if self.two_tiles else 1)
         of_keys = 2 + 2 * key_places + 3 * (self.splits > 1 or self.two_tiles) + t.stages * self.mask.documents
-        of_ds = 4 * (1 + self.lags) if self.halves else 2 * t.stages if self.two_tiles else 1
+        of_ds = 4 * (1 + self.lags) if self.halves else t.stages if self.two_tiles else 1
         barriers = 2 * t.stages + (2 - self.halves) * t.stages_do + of_keys + of_ds + 2 * self.stores * self.places
         return rings + keys + handed + self.stores * 1024 * self.dq_slot * self.dq_lines + 8 * barriers + BOARD_BYTES
 
