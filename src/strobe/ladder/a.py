@@ -47,12 +47,12 @@ waits for ldmatrix (10 %). Tensor cores are busy 59 % of the time.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.4678     293.8          29.7
-     64  dense     8192     3.517     312.7          31.6
-     64  dense    16384     7.189     305.9          30.9
-     64  causal    1024    0.2937     234.2          23.7
-     64  causal    8192     1.907     288.4          29.2
-     64  causal   16384      3.92     280.5          28.4
+     64  dense     1024    0.4602     298.7          30.2
+     64  dense     8192     3.562     308.7          31.2
+     64  dense    16384     6.871       320          32.4
+     64  causal    1024    0.2873     239.4          24.2
+     64  causal    8192     1.934     284.3          28.7
+     64  causal   16384      3.75     293.2          29.6
     128  dense     1024    0.4231     324.8          32.8
     128  dense     8192     3.168       347          35.1
     128  dense    16384     6.324     347.7          35.2

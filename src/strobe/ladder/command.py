@@ -49,7 +49,7 @@ def parser(prog: str = "strobe ladder") -> argparse.ArgumentParser:
     made.add_argument("--causal", action=argparse.BooleanOptionalAction, help="one of the two alone (both)")
     made.add_argument("--check", action="store_true", help="judge against the oracle and time nothing")
     made.add_argument("--set", nargs="+", default=[], metavar="NAME=N", help="values of the rungs' Form, such as block_n=64 stages=3")
-    made.add_argument("--rounds", type=_positive, default=5, metavar="N", help="samples of each time (5)")
+    made.add_argument("--rounds", type=_positive, default=15, metavar="N", help="samples of each time (15)")
     made.add_argument("--rivals", default="", metavar="A,B", help="timed among the rungs: strobe (the production kernel), flash, cudnn, fa4, flex")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="of a simulated schedule")
     made.add_argument("--outliers", action="store_true", help="the error of 8 bits on numbers with outliers, by method")

@@ -25,12 +25,12 @@ What limits it: shared memory first, then CUDA cores, which are a sixteenth of t
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024     7.051     19.49          1.97
-     64  dense     8192     55.91     19.67          1.99
-     64  dense    16384     111.6     19.71          1.99
-     64  causal    1024     3.797     18.11          1.83
-     64  causal    8192     28.73     19.14          1.94
-     64  causal   16384     57.66     19.07          1.93
+     64  dense     1024     7.261     18.93          1.91
+     64  dense     8192     57.27      19.2          1.94
+     64  dense    16384     112.8      19.5          1.97
+     64  causal    1024     3.914     17.57          1.78
+     64  causal    8192     30.87     17.81           1.8
+     64  causal   16384      58.3     18.86          1.91
     128  dense     1024     10.14     13.56          1.37
     128  dense     8192      75.8     14.51          1.47
     128  dense    16384     143.2     15.36          1.55

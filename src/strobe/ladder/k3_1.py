@@ -25,12 +25,12 @@ What limits it: one buffer. TMA needs about a microsecond from request to arriva
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.5182     265.2          26.8
-     64  dense     8192     3.915     280.8          28.4
-     64  dense    16384     7.708     285.3          28.8
-     64  causal    1024    0.3128     219.9          22.2
-     64  causal    8192     2.138     257.2            26
-     64  causal   16384     4.101     268.1          27.1
+     64  dense     1024     0.532     258.4          26.1
+     64  dense     8192     4.016     273.8          27.7
+     64  dense    16384      7.91       278          28.1
+     64  causal    1024    0.3182     216.2          21.9
+     64  causal    8192     2.213     248.4          25.1
+     64  causal   16384     4.354     252.5          25.5
     128  dense     1024    0.4207     326.7            33
     128  dense     8192     3.149     349.2          35.3
     128  dense    16384     6.012     365.8            37

@@ -17,20 +17,20 @@ What limits it: latency, where a tile's work is shorter than a load takes; then 
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.5264     261.1          26.4
-     64  dense     8192     3.957     277.8          28.1
-     64  dense    16384     7.862     279.7          28.3
-     64  causal    1024    0.3124     220.2          22.3
-     64  causal    8192     2.157     254.9          25.8
-     64  causal   16384     4.158     264.4          26.7
+     64  dense     1024      0.52     264.3          26.7
+     64  dense     8192     3.926     280.1          28.3
+     64  dense    16384     7.719     284.9          28.8
+     64  causal    1024    0.3091     222.6          22.5
+     64  causal    8192     2.129     258.3          26.1
+     64  causal   16384     4.126     266.5          26.9
     128  dense     1024    0.4052     339.2          34.3
     128  dense     8192     3.108     353.7          35.8
-    128  dense    16384     6.088     361.2          36.5
+    128  dense    16384     6.187     355.4          35.9
     128  causal    1024    0.2579     266.8            27
     128  causal    8192     1.709     321.7          32.5
     128  causal   16384     3.224     341.1          34.5
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24 to 2026-11-25
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-25
 """
 
 from __future__ import annotations

@@ -25,19 +25,20 @@ fetches all of K and V for its few rows.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.4869     282.2          28.5
-     64  dense     8192     3.634     302.6          30.6
-     64  dense    16384     7.276     302.2          30.6
-     64  causal    1024    0.3013     228.3          23.1
-     64  causal    8192     1.996     275.4          27.8
-     64  causal   16384     3.886       283          28.6
+     64  dense     1024    0.4808     285.9          28.9
+     64  dense     8192     3.578     307.3          31.1
+     64  dense    16384     7.181     306.2            31
+     64  causal    1024    0.2988     230.2          23.3
+     64  causal    8192     1.957     280.9          28.4
+     64  causal   16384     3.834     286.8            29
     128  dense     1024    0.4007       343          34.7
     128  dense     8192     3.039     361.8          36.6
+    128  dense    16384     6.029     364.7          36.9
     128  causal    1024     0.247     278.4          28.2
     128  causal    8192     1.691     325.1          32.9
     128  causal   16384     3.284     334.9          33.9
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24 to 2026-11-25
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-25
 """
 
 from __future__ import annotations

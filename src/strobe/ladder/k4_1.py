@@ -21,12 +21,12 @@ What limits it: the round trip of scores, mma.sync for half the FLOPs, and tenso
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.4834     284.3          28.7
-     64  dense     8192     3.696     297.5          30.1
-     64  dense    16384      7.37     298.4          30.2
-     64  causal    1024    0.2889     238.1          24.1
-     64  causal    8192      1.95       282          28.5
-     64  causal   16384     3.886       283          28.6
+     64  dense     1024    0.4825     284.8          28.8
+     64  dense     8192     3.677       299          30.2
+     64  dense    16384     7.362     298.7          30.2
+     64  causal    1024    0.2909     236.4          23.9
+     64  causal    8192     1.981     277.5          28.1
+     64  causal   16384     3.825     287.5          29.1
     128  dense     1024    0.3666     374.9          37.9
     128  dense     8192      2.65     414.9            42
     128  dense    16384     5.269     417.4          42.2

@@ -22,12 +22,12 @@ multiply. A second program on the SM fills some of the gaps, by chance.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3742     367.3          37.1
-     64  dense     8192     2.686     409.3          41.4
-     64  dense    16384     5.272     417.1          42.2
-     64  causal    1024    0.2371     290.1          29.3
-     64  causal    8192     1.517     362.4          36.6
-     64  causal   16384     2.978     369.2          37.3
+     64  dense     1024    0.3608       381          38.5
+     64  dense     8192     2.658     413.7          41.8
+     64  dense    16384      5.17     425.4            43
+     64  causal    1024    0.2301     298.9          30.2
+     64  causal    8192     1.466     375.1          37.9
+     64  causal   16384     2.824     389.4          39.4
     128  dense     1024     0.293     469.1          47.4
     128  dense     8192     2.134     515.2          52.1
     128  dense    16384     4.358     504.6            51

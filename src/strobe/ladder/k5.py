@@ -38,12 +38,12 @@ cores idle, and nothing keeps the consumers out of step.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024     0.332       414          41.9
-     64  dense     8192     2.107     521.7          52.8
-     64  dense    16384      4.19     524.9          53.1
-     64  causal    1024    0.2004     343.2          34.7
-     64  causal    8192      1.18     465.9          47.1
-     64  causal   16384     2.191     501.9          50.8
+     64  dense     1024    0.3357     409.4          41.4
+     64  dense     8192     2.073     530.4          53.6
+     64  dense    16384      4.14     531.1          53.7
+     64  causal    1024    0.2012     341.8          34.6
+     64  causal    8192     1.156     475.8          48.1
+     64  causal   16384     2.166     507.7          51.3
     128  dense     1024    0.2687     511.4          51.7
     128  dense     8192     1.979     555.5          56.2
     128  dense    16384     3.995     550.5          55.7

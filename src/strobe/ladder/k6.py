@@ -31,19 +31,18 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
 
 What limits it: at D = 128 the tensor cores and the power they draw; shared memory feeds them at 88 % of its rate. At D = 64 exponents and issue slots
 are as busy as they are. Beyond this rung lie fewer bits; weights that wait for no maximum; and tiles from a counter, which evens out what differs in
-length (kernels/hopper). Of the production kernel, which has these two, it reaches 0.87 to 1.00, timed beside it and k5 alone; among all rungs in
-turn, where both run faster, 0.92 to 1.03 (D = 128, dense), 0.85 to 1.00 (causal) and 0.92 to 1.01 (64). At D = 64 causal k5 is 1 to 5 % ahead up to
-1,024 keys: turns cost there what they hide elsewhere, and up to 512 consumers take none.
+length (kernels/hopper). Of the production kernel, which has these two, it reaches 0.91 to 1.00 at D = 128 and 0.88 to 0.98 at 64, among all rungs in
+turn. At D = 64 causal k5 is as fast at 512 keys and 5 % ahead at 1,024: turns cost there what they hide elsewhere, and up to 512 consumers take none.
 
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3071     447.6          45.3
-     64  dense     8192     1.905     577.2          58.4
-     64  dense    16384     3.765     584.1          59.1
-     64  causal    1024    0.2086     329.8          33.4
-     64  causal    8192     1.094     502.6          50.8
-     64  causal   16384     2.064     532.8          53.9
+     64  dense     1024    0.3176     432.8          43.8
+     64  dense     8192     2.006       548          55.4
+     64  dense    16384     3.962       555          56.1
+     64  causal    1024    0.2104     326.9          33.1
+     64  causal    8192     1.108     496.2          50.2
+     64  causal   16384     2.106       522          52.8
     128  dense     1024    0.2173     632.3          63.9
     128  dense     8192     1.516     725.2          73.3
     128  dense    16384     2.953     744.6          75.3

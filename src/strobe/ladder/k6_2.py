@@ -22,17 +22,17 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
     registers   as in k6
 
 What limits it: tensor cores and their power at D = 128, exponents and issue slots at D = 64. It has 1.03 to 1.13 of k6's speed from 4,096 keys on,
-0.99 to 1.05 at 2,048, less below; of production's 0.92 to 1.00 from 4,096 on, and among all rungs in turn, where all run faster, 0.97 to 1.04.
+1.00 to 1.05 at 2,048, less below; of production's 0.94 to 1.00 from 4,096 on, among all rungs in turn.
 
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3201     429.4          43.4
-     64  dense     8192     1.781     617.3          62.4
-     64  dense    16384     3.554     618.8          62.6
-     64  causal    1024    0.2108     326.4            33
-     64  causal    8192     1.025     536.5          54.2
-     64  causal   16384     1.908     576.4          58.3
+     64  dense     1024    0.3262     421.3          42.6
+     64  dense     8192     1.839     597.9          60.5
+     64  dense    16384     3.498     628.7          63.6
+     64  causal    1024    0.2113     325.5          32.9
+     64  causal    8192     1.024       537          54.3
+     64  causal   16384     1.935     568.4          57.5
     128  dense     1024    0.2074     662.8            67
     128  dense     8192     1.417     776.2          78.5
     128  dense    16384     2.809     782.9          79.2

@@ -32,12 +32,12 @@ What limits it: waits at D = 128 (half of the tensor cores' rate is left), expon
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3108     442.2          22.4
-     64  dense     8192     1.789     614.6          31.1
-     64  dense    16384     3.411     644.7          32.6
-     64  causal    1024    0.2192     313.8          15.9
-     64  causal    8192     1.004     547.8          27.7
-     64  causal   16384     1.931     569.3          28.8
+     64  dense     1024      0.31     443.4          22.4
+     64  dense     8192     1.729       636          32.2
+     64  dense    16384     3.422     642.6          32.5
+     64  causal    1024    0.2186     314.7            16
+     64  causal    8192    0.9636     570.6          28.8
+     64  causal   16384     1.822     603.6          30.5
     128  dense     1024    0.2006       685          34.6
     128  dense     8192     1.078      1020          51.5
     128  dense    16384     2.158      1019          51.5

@@ -24,12 +24,12 @@ What limits it: as in k7. The passes before it are bound by memory; they could b
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024     0.511       269          13.6
-     64  dense     8192     2.087     526.9          26.6
-     64  dense    16384     3.917     561.4          28.4
-     64  causal    1024     0.455     151.2          12.3
-     64  causal    8192     1.316     417.9          21.1
-     64  causal   16384     2.298     478.4          24.2
+     64  dense     1024    0.5164     266.1          13.5
+     64  dense     8192     2.039     539.2          27.3
+     64  dense    16384     3.879     566.9          28.7
+     64  causal    1024    0.4497     152.9          12.4
+     64  causal    8192      1.26     436.3          22.1
+     64  causal   16384     2.183     503.7          25.5
     128  dense     1024    0.4437     309.8          15.7
     128  dense     8192     1.428       770          38.9
     128  dense    16384     2.576     853.5          43.1

@@ -21,12 +21,12 @@ which warp does what, is the compiler's choice. The rungs above take that choice
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3278     419.2          42.4
-     64  dense     8192     2.321     473.8          47.9
-     64  dense    16384     4.646     473.4          47.9
-     64  causal    1024    0.2295     299.8          30.3
-     64  causal    8192     1.331     413.2          41.8
-     64  causal   16384      2.59     424.5          42.9
+     64  dense     1024    0.3418     402.1          40.7
+     64  dense     8192     2.395     459.1          46.4
+     64  dense    16384     4.752     462.8          46.8
+     64  causal    1024    0.2333     294.9          29.8
+     64  causal    8192     1.384     397.3          40.2
+     64  causal   16384     2.626     418.7          42.3
     128  dense     1024    0.3405     403.7          40.8
     128  dense     8192     2.302     477.6          48.3
     128  dense    16384     4.351     505.4          51.1

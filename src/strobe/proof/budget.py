@@ -106,9 +106,8 @@ _GROUP = "the loop over the heads of a group: d64 causal on sm_80 spills 1024 by
 _OPTIONS = "window, sinks, softcap and packing in one kernel, with a tiling chosen without them"
 _WIDE = "for correctness, not for speed: products of this dtype run on few units, and its tilings were never timed"
 _SERIAL = "ptxas C7514: the accumulators are written by others inside a pipeline stage; 64 x 32 tiles are free of it offline, but not timed"
-_BETWEEN = "what a tile of keys needs before and after its steps, put by meanwhile; of ragged keys and of groups a step reads some of it"
-_LAGS = "as between tiles of keys, and dq of the step before beside a step's own: scalars, of which a step reads some; faster all the same"
-_TILE_AFTER_TILE = "programs of 256 columns that take tile after tile, as only documents have them: registers are fewest there"
+_BETWEEN = "scalars of a step, put by under its products"
+_LOADER = "what a loader, which has 24 registers, finds out of a document's tile; d64's and d96's also what consumers need between tiles of keys"
 _JOINED = "o of the splits before, put by while the steps of the next go on: none of it within them"
 _SCATTERED = "what a loader finds out of a document's tile; where documents lie scattered, ids of a tile's keys beside its scores and o"
 _CAPPED = "the softcap's tanh over all scores of a tile beside o and the weights; tilings are chosen without it"
@@ -139,24 +138,14 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("forward_kernel", "d192 documents *", "sm_90", 96, _SCATTERED, family="hopper"),
     Allowance("forward_kernel", "d192/128 documents *", "sm_90", 48, _SCATTERED, family="hopper"),
     # sm_90, the Hopper backward
-    Allowance("backward_kernel", "d128 group 4 documents *", "sm_90", 852, _CAPPED, family="hopper"),
-    Allowance("backward_kernel", "d256 documents *", "sm_90", 1780, _TILE_AFTER_TILE, family="hopper"),
-    Allowance("backward_kernel", "* documents *", "sm_90", 496, _BETWEEN, family="hopper"),
-    Allowance("backward_kernel", "* prefix", "sm_90", 136, _BETWEEN, family="hopper"),
+    Allowance("backward_kernel", "d128 group 4 documents *", "sm_90", 276, _CAPPED, family="hopper"),
+    Allowance("backward_kernel", "* documents *", "sm_90", 532, _LOADER, family="hopper"),
     Allowance("invariant_kernel", "d128 *", "sm_120", 32, _JOINED),
     Allowance("invariant_kernel", "d128 *", "sm_90", 1412, _JOINED, family="hopper"),
     Allowance("invariant_kernel", "d256 *", "sm_90", 208, _JOINED, family="hopper"),
-    Allowance("backward_kernel", "d128 window sinks softcap", "sm_90", 340, _CAPPED, family="hopper"),
-    Allowance("backward_kernel", "d256 window sinks softcap", "sm_90", 284, _CAPPED, family="hopper"),
-    Allowance("backward_kernel", "d128 group 8 causal, many keys", "sm_90", 240, _LAGS, family="hopper"),
-    Allowance("backward_kernel", "d128 causal deterministic, many keys", "sm_90", 192, _LAGS, family="hopper"),
-    Allowance("backward_kernel", "d128 *causal, many keys", "sm_90", 172, _LAGS, family="hopper"),
-    Allowance("backward_kernel", "d* ragged", "sm_90", 104, _BETWEEN, family="hopper"),
-    Allowance("backward_kernel", "* group *", "sm_90", 192, _BETWEEN, family="hopper"),
-    Allowance("backward_kernel", "* deterministic", "sm_90", 120, _BETWEEN, family="hopper"),
-    Allowance("backward_kernel", "d64 window", "sm_90", 176, _BETWEEN, family="hopper"),
-    Allowance("backward_kernel", "d64 window, many keys", "sm_90", 168, _BETWEEN, family="hopper"),
-    Allowance("backward_kernel", "*", "sm_90", 96, _BETWEEN, family="hopper"),
+    Allowance("backward_kernel", "d192/128 window sinks softcap", "sm_90", 220, _CAPPED, family="hopper"),
+    Allowance("backward_kernel", "d256 window sinks softcap", "sm_90", 220, _CAPPED, family="hopper"),
+    Allowance("backward_kernel", "d256 *", "sm_90", 32, _BETWEEN, family="hopper"),
     # sm_80, 86, 89
     Allowance("keys_kernel", "* group *", "sm_8?", 1788, _GROUP),
     Allowance("keys_kernel", "* packed window *", "sm_8?", 768, _OPTIONS),
