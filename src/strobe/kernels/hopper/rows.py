@@ -79,7 +79,11 @@ def convert_kernel(tensors, strides, sizes, scale, STORED: tl.constexpr, WIDTH: 
 
 @triton.jit
 def convert_dq_kernel(dq_sum, dq, cu_seqlens_q, turns, strides, sizes, scale, form: tl.constexpr):
-    """dq = scale * its sum, as backward_steps.as_held ordered it, tile by tile; strides and sizes as rows_kernel has them, of dq."""
+    """dq = scale * its sum, as backward_steps.as_held ordered it, tile by tile; strides and sizes as rows_kernel has them, of dq.
+
+    A thread reads four numbers at once, as they lie, and turns a tile around in shared memory: read one by one in dq's order they took 54 us for 49
+    of 134 MB (H200).
+    """
     BLOCK_M: tl.constexpr = form.tuning.block_m
     UNIT: tl.constexpr = form.dq_unit
     heads, total, sequences, tiles = sizes
@@ -91,8 +95,6 @@ def convert_dq_kernel(dq_sum, dq, cu_seqlens_q, turns, strides, sizes, scale, fo
         start, length = span_of(cu_seqlens_q, sequence, sequences, total)
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, UNIT)
     row_ok = block * BLOCK_M + row < length
-    by_row = row // 64 * (64 * UNIT) + row % 64 // 16 * 128 + row % 8 * 16 + row // 8 % 2 * 2
-    by_column = column // 8 * (8 * 64) + column % 8 // 2 * 4 + column % 2
     if form.first_stores:
         if tl.load(turns + pid) == 0:  # nobody sees a key: there is no sum
             for unit in tl.static_range(form.dq_units_written()):
@@ -102,6 +104,7 @@ def convert_dq_kernel(dq_sum, dq, cu_seqlens_q, turns, strides, sizes, scale, fo
             return
     for unit in tl.static_range(form.dq_units_written()):
         held = dq_sum + (pid.to(tl.int64) * form.block_d + unit * UNIT) * BLOCK_M
-        tile = tl.load(held + by_row[:, None] + by_column[None, :]) * scale
+        parts = tl.reshape(tl.load(held + tl.arange(0, BLOCK_M * UNIT)) * scale, [BLOCK_M // 64, UNIT // 8, 4, 8, 4, 2, 2])
+        tile = tl.reshape(tl.permute(parts, [0, 2, 5, 3, 1, 4, 6]), [BLOCK_M, UNIT])
         part = head_of(dq, strides, index, heads) + unit * UNIT
         store_rows(part, tile, start + block * BLOCK_M + row, column, strides[1], row_ok, form.dq_width(unit))
