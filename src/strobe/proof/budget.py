@@ -107,7 +107,7 @@ _OPTIONS = "window, sinks, softcap and packing in one kernel, with a tiling chos
 _WIDE = "for correctness, not for speed: products of this dtype run on few units, and its tilings were never timed"
 _SERIAL = "ptxas C7514: the accumulators are written by others inside a pipeline stage; 64 x 32 tiles are free of it offline, but not timed"
 _BETWEEN = "scalars of a step, put by under its products"
-_LOADER = "what a loader, which has 24 registers, finds out of a document's tile; d64's and d96's also what consumers need between tiles of keys"
+_LOADER = "what a loader finds out of a document's tile; at d96 also what consumers need between tiles of keys"
 _JOINED = "o of the splits before, put by while the steps of the next go on: none of it within them"
 _SCATTERED = "what a loader finds out of a document's tile; where documents lie scattered, ids of a tile's keys beside its scores and o"
 _CAPPED = "the softcap's tanh over all scores of a tile beside o and the weights; tilings are chosen without it"
@@ -139,7 +139,8 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("forward_kernel", "d192/128 documents *", "sm_90", 48, _SCATTERED, family="hopper"),
     # sm_90, the Hopper backward
     Allowance("backward_kernel", "d128 group 4 documents *", "sm_90", 276, _CAPPED, family="hopper"),
-    Allowance("backward_kernel", "* documents *", "sm_90", 532, _LOADER, family="hopper"),
+    Allowance("backward_kernel", "d192/128 documents *", "sm_90", 272, _LOADER, family="hopper"),
+    Allowance("backward_kernel", "* documents *", "sm_90", 120, _LOADER, family="hopper"),
     Allowance("invariant_kernel", "d128 *", "sm_120", 32, _JOINED),
     Allowance("invariant_kernel", "d128 *", "sm_90", 1412, _JOINED, family="hopper"),
     Allowance("invariant_kernel", "d256 *", "sm_90", 208, _JOINED, family="hopper"),

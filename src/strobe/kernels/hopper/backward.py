@@ -53,9 +53,6 @@ from .backward_store import store_partition
 from .backward_tiles import WORDS, head_of_step, key_head, keys_of_number, next_number, seen_and_blocks
 from .backward_walks import walk_half
 
-CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)
-
-
 @gluon.jit
 def load_partition(views, offsets, board, kv, q, do, mended, work, form: gl.constexpr):
     q_views, k_views, v_views, do_views, rows_desc = views
@@ -132,7 +129,8 @@ def load_step(step, steps, views, places, of_keys, q, do, at, do_at, work, form:
         if has_others(block, (tile[12], tile[13])):
             load_rows(where, views, places, q, do, at, slot, landed, landed, form)
             mbarrier.wait(landed, at.parity)
-            mend(stage_of(q[0], at.stage), stage_of(do[0], slot.stage), q[1].index(at.stage), do[1].index(slot.stage), m_start, tile, offsets[2])
+            lse, delta = q[1].index(at.stage), do[1].index(slot.stage)
+            mend(stage_of(q[0], at.stage), stage_of(do[0], slot.stage), lse, delta, m_start, tile, offsets[2], form)
             mbarrier.arrive(q_ready)
             mbarrier.arrive(do_ready)
         else:
@@ -321,6 +319,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     STAGES: gl.constexpr = form.tuning.stages
     STAGES_DO: gl.constexpr = form.tuning.stages_do
     BLOCK_M: gl.constexpr = form.tuning.block_m
+    CONSUMER: gl.constexpr = form.registers[0]
+    ONE_WARP: gl.constexpr = form.registers[1]
     dtype: gl.constexpr = q_desc.dtype
     tiles, sizes, limits, numbers = work
     work = (tiles, sizes, limits, numbers, counter)
@@ -380,7 +380,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
                 (store_partition, (gl.constexpr(0), out, turns, board, kv, dq, work, form)),
             ],
             [4, 1, 1],
-            [CONSUMER_REGISTERS, 24, 24],
+            [CONSUMER, ONE_WARP, ONE_WARP],
         )
     else:
         gl.warp_specialize(
@@ -392,5 +392,5 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
                 (store_partition, (gl.constexpr(1), out, turns, board, kv, dq, work, form)),
             ],
             [4, 1, 1, 1],
-            [CONSUMER_REGISTERS, 24, 24, 24],
+            [CONSUMER, ONE_WARP, ONE_WARP, ONE_WARP],
         )

@@ -73,18 +73,18 @@ def has_others(block, pure):
 
 @gluon.jit
 def without_others(dq, lse):
-    """A tile of dq with 0 in rows that are none, whose lse says so."""
-    kept = gl.convert_layout(lse != float("inf"), gl.SliceLayout(1, dq.type.layout), assert_trivial=True)
+    """A tile of dq with 0 in rows that are none, whose lse, or what scores begin at, says so."""
+    kept = gl.convert_layout(gl.abs(lse) != float("inf"), gl.SliceLayout(1, dq.type.layout), assert_trivial=True)
     return gl.where(kept[:, None], dq, 0.0)
 
 
 @gluon.jit
-def mend(q_tile, do_tile, lse, delta, m_start, tile, ids):
-    """Make rows of others none, in a tile of queries that has landed."""
+def mend(q_tile, do_tile, lse, delta, m_start, tile, ids, form: gl.constexpr):
+    """Make rows of others none, as rows_kernel has such, in a tile of queries that has landed."""
     own = (tile[6], tile[8], tile[14], ids + tile[0].to(gl.int64) * tile[7])
     layout: gl.constexpr = gl.BlockedLayout([lse.shape[0] // 32], [32], [1], [0])
     kept = is_own(m_start + gl.arange(0, lse.shape[0], layout), own)
-    lse.store(gl.where(kept, lse.load(layout), float("inf")))
+    lse.store(gl.where(kept, lse.load(layout), float("-inf") if form.begun else float("inf")))
     delta.store(gl.where(kept, delta.load(layout), 0.0))
     clear_others(q_tile[0], m_start, own)
     if len(q_tile) == 2:

@@ -393,6 +393,11 @@ class BackwardForm(InParts):
         return self.masks or self.lags or not self.by_rows
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """A consumer's, and those of warps that load and store: who loads documents spills with 24 (d96 1.01 of the speed with 40, d128 1.003, H200)."""
+        return (232, 40) if self.mask.documents and not (self.softcap or self.by_rows or self.two_tiles) else (240, 24)
+
+    @property
     def hides_weights(self) -> bool:
         """A hidden key's weight is made 0, behind the exponentials; else its score -inf, before them, which takes fewer registers."""
         return self.tuning.hides_weights and not (self.lags and self.by_rows)
@@ -470,7 +475,7 @@ BACKWARD_CAPPED = {(64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, s
 # programs take turns at dq (H200)
 LAGGING_STEPS = {(64, 64): 48, (96, 96): 48, (128, 128): 12}
 # scores begin at -lse over their scale with lags and, at 128, where later keys are hidden: d128 causal 1k 1.02, 4k 1.015, 8k 1.02, 16k 1.01, with
-# lags 1.00 to 1.01, dense with lags 1.10, without 0.99; d96 with lags 1.015, without 0.98; d64 0.94 (H200)
+# lags 1.00 to 1.01, of documents 1.045, dense with lags 1.10, without 0.99; d96 with lags 1.015, without 0.98; d64 0.94 (H200)
 BEGUN = {(96, 96), (128, 128)}
 FINE = 2.0**100  # scales up to this, and from its inverse on, by which lse may be divided
 
@@ -498,7 +503,7 @@ class HopperBackward:
         splits = 1 if ordered or widths[0] != widths[1] else _splits(problem, target, tuning)
         stores = ordered or _first_stores(problem, splits, widths)
         lags = _lags(problem, splits, widths, tuning, ordered)
-        begun = widths in BEGUN and (lags or _begins(problem, widths)) and not problem.softcap and _divides(problem.scale)
+        begun = widths in BEGUN and (lags or _begins(problem, widths)) and not problem.softcap and 1 / FINE < problem.scale < FINE
         constants = problem.group, problem.mask, bool(problem.softcap), even, problem.packed, ordered, splits, stores, lags, begun
         return BackwardConfig(BackwardForm(tuning, *widths, *head_dims, *constants))
 
@@ -559,12 +564,7 @@ def _lags(problem: Problem, splits: int, widths: tuple[int, int], tuning: Backwa
 
 def _begins(problem: Problem, widths: tuple[int, int]) -> bool:
     """Whether scores begin at -lse even without lags."""
-    return widths == (128, 128) and problem.mask.right and not problem.mask.documents
-
-
-def _divides(scale: float) -> bool:
-    """Whether what scores begin at, -lse over their scale, is a number."""
-    return 1 / FINE < abs(scale) < FINE
+    return widths == (128, 128) and problem.mask.right
 
 
 def _splits(problem: Problem, target: Target, tuning: BackwardTuning) -> int:
