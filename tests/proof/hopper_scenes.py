@@ -39,12 +39,12 @@ def forward_d128() -> tuple[Tensor, ...]:
 
 
 def forward_d64_causal() -> tuple[Tensor, ...]:
-    """Three consumers, q in shared memory."""
+    """Four consumers, q in shared memory."""
     return _forward(384, 512, 64, mask=CAUSAL)
 
 
 def forward_few_rows() -> tuple[Tensor, ...]:
-    """Two of three consumers have no rows, and pass over more key blocks than there are stages, tile after tile."""
+    """Three of four consumers have no rows, and pass over more key blocks than there are stages, tile after tile."""
     return _forward(16, 640, 64, heads=(4, 4))
 
 

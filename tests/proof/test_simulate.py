@@ -375,10 +375,10 @@ def test_cases_share_tiles_or_do_not_as_their_names_say():
     "rows, heads, width, joined",
     [(1, (8, 1), 128, 8), (1, (8, 8), 128, 1), (3, (6, 2), 128, 3), (64, (2, 1), 128, 2), (65, (2, 1), 128, 1), (128, (8, 1), 128, 1),
      (129, (2, 1), 128, 2), (4096, (8, 1), 128, 1), (1, (64, 1), 128, 64), (1, (65, 1), 128, 1), (63, (3, 1), 96, 3), (96, (3, 1), 96, 1),
-     (96, (2, 1), 64, 2), (97, (2, 1), 64, 1), (256, (8, 1), 64, 8), (192, (8, 1), 64, 1)],
+     (128, (2, 1), 64, 2), (129, (2, 1), 64, 1), (192, (8, 1), 64, 8), (256, (8, 1), 64, 1)],
 )  # fmt: skip
 def test_heads_share_tiles_where_that_makes_fewer(rows, heads, width, joined):
-    """As many rows a query as the next power of two: three heads take four. A tile has 128, at d64 192."""
+    """As many rows a query as the next power of two: three heads take four. A tile has 128, at d64 256."""
     assert _form(_case("shared", rows, 130, width, heads=heads)).tuning.joined == joined
     assert _form(_packed("shared", (rows, rows), (130, 130), width, heads=heads)).tuning.joined == joined
 

@@ -1,4 +1,4 @@
-"""Forward attention on Hopper: one warp loads by TMA, two or three consumers of four warps each multiply by wgmma.
+"""Forward attention on Hopper: one warp loads by TMA, two to four consumers of four warps each multiply by wgmma.
 
     a program walks tiles of ROWS * consumers queries; for each
 
@@ -565,7 +565,19 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
         mended = ring(STAGES, 1)
     views = (q_views, k_views, v_views)
     work = (tiles, sizes, limits, numbers, faults, counter)
-    if CONSUMERS == 3:
+    if CONSUMERS == 4:
+        gl.warp_specialize(
+            [
+                (mma_partition, (gl.constexpr(0), out, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(1), out, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(2), out, board, q, k, v, o_smem, work, form)),
+                (mma_partition, (gl.constexpr(3), out, board, q, k, v, o_smem, work, form)),
+                (load_partition, (views, offsets, board, q, k, v, mended, work, form)),
+            ],
+            [4, 4, 4, 1],
+            [112, 112, 112, 32],
+        )
+    elif CONSUMERS == 3:
         gl.warp_specialize(
             [
                 (mma_partition, (gl.constexpr(0), out, board, q, k, v, o_smem, work, form)),

@@ -53,7 +53,7 @@ def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor |
     if form.spans:
         tiles, sizes, *others = work
         work = (tiles, (*sizes, *apart(plan.problem)), *others)
-    registers = 168 if form.tuning.consumers == 2 else 128
+    registers = {2: 168, 3: 128, 4: 96}[form.tuning.consumers]  # a thread's, before they are moved
     arguments = (*descriptors(call, out, form), pointers, work, form)
     return Launch(forward.forward_kernel, min(plan.target.sm_count, work[0]), arguments, {"num_warps": 4, "maxnreg": registers})
 
