@@ -39,12 +39,17 @@ def forward_d128() -> tuple[Tensor, ...]:
 
 
 def forward_d64_causal() -> tuple[Tensor, ...]:
-    """Four consumers, q in shared memory."""
+    """Three consumers, q in shared memory."""
     return _forward(384, 512, 64, mask=CAUSAL)
 
 
+def forward_d64_window() -> tuple[Tensor, ...]:
+    """Four consumers; a tile of keys that not all of them see."""
+    return _forward(384, 512, 64, mask=band(200, 0))
+
+
 def forward_few_rows() -> tuple[Tensor, ...]:
-    """Three of four consumers have no rows, and pass over more key blocks than there are stages, tile after tile."""
+    """Two of three consumers have no rows, and pass over more key blocks than there are stages, tile after tile."""
     return _forward(16, 640, 64, heads=(4, 4))
 
 
@@ -209,7 +214,10 @@ BACKWARD_MENDED = "../../src/strobe/kernels/[dh]*/[bm][ae][cn]*.py"  # backward*
 INVARIANT = "../../src/strobe/kernels/hopper/invariant.py"
 SCHEDULE = "../../src/strobe/kernels/device/schedule.py"
 SCENES = (
-    *(Scene(run.__name__, "sm_90", run, FORWARD) for run in (forward_d128, forward_d64_causal, forward_d256, forward_few_rows, forward_joined)),
+    *(
+        Scene(run.__name__, "sm_90", run, FORWARD)
+        for run in (forward_d128, forward_d64_causal, forward_d64_window, forward_d256, forward_few_rows, forward_joined)
+    ),
     Scene("forward_done_again", "sm_90", forward_done_again, AGAIN),
     Scene("forward_scattered", "sm_90", forward_scattered, FORWARD_MENDED),
     Scene("board", "sm_90", board, SCHEDULE),

@@ -209,6 +209,23 @@ def test_hopper_forward(name, schedule):
     run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
 
 
+def _is_usual_at_64(form: hopper.Form) -> bool:
+    return (form.block_d, form.block_dv) == (64, 64) and not (form.softcap or form.mask.left or form.mask.documents)
+
+
+OF_FOUR = [name for name, case in CASES.items() if _is_usual_at_64(_form(case))]
+
+
+@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(OF_FOUR) for one in by_turns(n, name)])
+def test_hopper_forward_of_four_consumers(name, schedule, monkeypatch):
+    """The same of fewer keys a row, though still with early weights."""
+    monkeypatch.setattr(hopper, "FEW", {(64, 64): (float("inf"), hopper.WINDOWED[64, 64])})
+    form = _form(CASES[name])
+    assert form.tuning.consumers == 4 and form.early
+    n = OF_FOUR.index(name) + 2 * SCHEDULES.index(schedule)
+    run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
@@ -221,8 +238,8 @@ def test_hopper_forward_under_every_schedule(name, family):
 @pytest.mark.parametrize("name", [case.name for case in LARGE])
 def test_sizes_wrap_the_rings_and_give_a_program_two_tiles(name):
     case = CASES[name]
-    tuning = hopper.TUNINGS[hopper.tiled(case.head_dim, case.head_dim_v or case.head_dim)]
-    joined = _form(case).tuning.joined
+    tuning = _form(case).tuning
+    joined = tuning.joined
     rows = hopper.ROWS * tuning.consumers // hopper.fold_of(joined)
     assert case.batch * case.heads[0] // joined * -(-case.seqlen_q // rows) >= 2 * PROGRAMS
     assert -(-case.keys // tuning.block_n) > tuning.stages
@@ -375,10 +392,10 @@ def test_cases_share_tiles_or_do_not_as_their_names_say():
     "rows, heads, width, joined",
     [(1, (8, 1), 128, 8), (1, (8, 8), 128, 1), (3, (6, 2), 128, 3), (64, (2, 1), 128, 2), (65, (2, 1), 128, 1), (128, (8, 1), 128, 1),
      (129, (2, 1), 128, 2), (4096, (8, 1), 128, 1), (1, (64, 1), 128, 64), (1, (65, 1), 128, 1), (63, (3, 1), 96, 3), (96, (3, 1), 96, 1),
-     (128, (2, 1), 64, 2), (129, (2, 1), 64, 1), (192, (8, 1), 64, 8), (256, (8, 1), 64, 1)],
+     (96, (2, 1), 64, 2), (97, (2, 1), 64, 1), (256, (8, 1), 64, 8), (192, (8, 1), 64, 1)],
 )  # fmt: skip
 def test_heads_share_tiles_where_that_makes_fewer(rows, heads, width, joined):
-    """As many rows a query as the next power of two: three heads take four. A tile has 128, at d64 256."""
+    """As many rows a query as the next power of two: three heads take four. A tile has 128, at d64 192."""
     assert _form(_case("shared", rows, 130, width, heads=heads)).tuning.joined == joined
     assert _form(_packed("shared", (rows, rows), (130, 130), width, heads=heads)).tuning.joined == joined
 

@@ -133,6 +133,8 @@ def _many_keys() -> dict[str, Callable[[], Call]]:
         cases |= {f"{name} {band}, many keys": partial(many, *widths, mask=mask) for band, mask in bands.items()}
         for band in ("causal", "window") if max(widths) <= 128 else ():
             cases[f"{name} {band}, many keys"] = partial(many, *widths, mask=bands[band], needs_grad=True)
+    for band in ("dense", "causal"):  # of so many that d64 has other tiles
+        cases[f"d64 {band} of 32768, many keys"] = partial(many, 64, mask=bands[band], rows=32768, keys=32768)
     for width in (64, 128):
         cases[f"d{width} causal float16, many keys"] = partial(many, width, mask=bands["causal"], dtype=torch.float16)
     cases["d128 ragged, many keys"] = partial(many, 128, keys=8189)

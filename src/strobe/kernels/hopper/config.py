@@ -142,10 +142,9 @@ class ForwardConfig:
                 f"shared {self.form.shared_bytes() / KIB:.0f} KiB")  # fmt: skip
 
 
-# (head dimensions, padded to what tiles hold) -> tiles; what fits, then what was fastest on an H200. d64 with four consumers and 64 keys, for three
-# and 128 (windows and few keys: 64): window 1024 of 16k 1.045 of the speed, causal 512 1.05, 1k 1.12, 4k 1.05, dense 512 1.07, 4k 1.01
+# (head dimensions, padded to what tiles hold) -> tiles; what fits, then what was fastest on an H200
 TUNINGS = {
-    (64, 64): Tuning(block_n=64, stages=6, consumers=4, under=False, ping_pong=True),
+    (64, 64): Tuning(block_n=128, stages=3, consumers=3, under=False, ping_pong=True),
     (96, 96): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=2, under=False, ping_pong=True),
     (128, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1),
     (192, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1, half_staged=True, ping_pong=True),
@@ -153,6 +152,9 @@ TUNINGS = {
     (256, 128): Tuning(block_n=64, stages=2, consumers=2, ping_pong=True),
     (256, 256): Tuning(block_n=64, stages=2, consumers=2, half_staged=True, ping_pong=True),
 }
+# for windows and documents: four consumers and 64 keys, for three and 64 (windows) or 128: d64 window 1024 of 16k 1.045 of the speed, of 4k 0.98,
+# 16 documents of 16k 1.09 (H200)
+WINDOWED = {(64, 64): Tuning(block_n=64, stages=6, consumers=4, under=False, ping_pong=True)}
 # where early weights (`early`) gain; at 256 products alone are the limit. Of fewer keys a row than these, on average, verdicts cost
 # more than they save: d128 causal 0.96 of the speed at 512, 0.99 at 1,024, grouped 1.04 at 2,048, of half as many keys a row (H200)
 EARLY = {(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)}
@@ -163,8 +165,9 @@ CAPPED = {
     (128, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1),
     (192, 128): Tuning(block_n=64, stages=4, consumers=2, half_staged=True),
 }
-# of fewer keys a row, on average: d128 causal 256 to 700 1.02 to 1.03, but 1,024 0.98 and dense 512 0.94 (H200)
-FEW = {(128, 128): (400, CAPPED[128, 128])}
+# of fewer keys a row, on average: d64 causal 512 1.05, 1k 1.12, 4k 1.05, 16k 1.00, dense 512 1.07, 4k 1.01, 16k 0.986; d128 causal 256 to 700 1.02 to
+# 1.03, but 1,024 0.98 and dense 512 0.94 (H200)
+FEW = {(64, 64): (12_000, WINDOWED[64, 64]), (128, 128): (400, CAPPED[128, 128])}
 
 
 def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -174,7 +177,8 @@ def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 def tuning_of(problem: Problem) -> Tuning:
     widths = tiled(problem.head_dim, problem.head_dim_v)
-    special = CAPPED.get(widths) if problem.softcap else None
+    bounded = problem.mask.left or problem.mask.documents
+    special = CAPPED.get(widths) if problem.softcap else WINDOWED.get(widths) if bounded else None
     fewest, of_few = FEW.get(widths, (0, None))
     return special or (of_few if keys_a_row(problem) < fewest else None) or TUNINGS[widths]
 
