@@ -53,6 +53,7 @@ from .backward_store import store_partition
 from .backward_tiles import WORDS, head_of_step, key_head, keys_of_number, next_number, seen_and_blocks
 from .backward_walks import walk_half
 
+
 @gluon.jit
 def load_partition(views, offsets, board, kv, q, do, mended, work, form: gl.constexpr):
     q_views, k_views, v_views, do_views, rows_desc = views

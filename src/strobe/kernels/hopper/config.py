@@ -395,7 +395,7 @@ class BackwardForm(InParts):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """A consumer's, and those of warps that load and store: who loads documents spills with 24 (d96 1.01 of the speed with 40, d128 1.003, H200)."""
+        """A consumer's, and those of warps that load and store: who loads documents spills with 24 (with 40 d96 1.01, d128 1.003, H200)."""
         return (232, 40) if self.mask.documents and not (self.softcap or self.by_rows or self.two_tiles) else (240, 24)
 
     @property
