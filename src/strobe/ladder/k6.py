@@ -31,8 +31,9 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
 
 What limits it: at D = 128 the tensor cores and the power they draw; shared memory feeds them at 88 % of its rate. At D = 64 exponents and issue slots
 are as busy as they are. Beyond this rung lie fewer bits; weights that wait for no maximum; and tiles from a counter, which evens out what differs in
-length (kernels/hopper). Of the production kernel, which has these two, it reaches 0.91 to 1.00 at D = 128 and 0.88 to 0.98 at 64, among all rungs in
-turn. At D = 64 causal k5 is as fast at 512 keys and 5 % ahead at 1,024: turns cost there what they hide elsewhere, and up to 512 consumers take none.
+length (kernels/hopper). Of the production kernel, which has these two, it reached 0.91 to 1.00 at D = 128 and 0.88 to 0.98 at 64, among all rungs in
+turn (less since: k6_2). At D = 64 causal k5 is as fast at 512 keys and 5 % ahead at 1,024: turns cost there what they hide elsewhere, and up to 512
+consumers take none.
 
 Measured:
 

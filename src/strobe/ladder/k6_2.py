@@ -22,7 +22,7 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
     registers   as in k6
 
 What limits it: tensor cores and their power at D = 128, exponents and issue slots at D = 64. It has 1.03 to 1.13 of k6's speed from 4,096 keys on,
-1.00 to 1.05 at 2,048, less below; of production's 0.94 to 1.00 from 4,096 on, among all rungs in turn.
+1.00 to 1.05 at 2,048, less below; of production's 0.94 to 1.00 from 4,096 on, in turn (at D = 64 now 1.01 to 1.12 times as fast up to there).
 
 Measured:
 
