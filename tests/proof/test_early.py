@@ -3,6 +3,7 @@ and on a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -209,7 +210,13 @@ def test_which_calls_have_early_weights(monkeypatch):
 
 
 def test_tiles_of_few_keys(monkeypatch):
+    def tiles(keys: int, width: int, mask: Callable | None = CAUSAL) -> tuple[int, int]:
+        call = _case("", keys, keys, heads=(1, 1), head_dim=width, mask=mask).build("cpu", torch.bfloat16)
+        tuning = config.FORWARD.config(Problem.from_call(call), FAKES["H200"]).form.tuning
+        return tuning.block_m, tuning.block_n
+
     monkeypatch.undo()
-    for width, keys, block_n in ((64, 512, 64), (64, 2048, 128), (128, 512, 64), (128, 1024, 128)):
-        call = _case("", keys, keys, head_dim=width, mask=CAUSAL).build("cpu", torch.bfloat16)
-        assert config.FORWARD.config(Problem.from_call(call), FAKES["H200"]).form.tuning.block_n == block_n
+    assert tiles(512, 128) == (128, 64) and tiles(1024, 128) == (128, 128)
+    assert tiles(512, 64) == tiles(23_000, 64) == tiles(11_000, 64, None) == (256, 64)
+    assert tiles(25_000, 64) == tiles(13_000, 64, None) == (192, 128)
+    assert tiles(25_000, 64, band(20_000, 0)) == tiles(25_000, 64, runs((25_000,), also=CAUSAL)) == (256, 64)
