@@ -116,7 +116,9 @@ def test_options(name, options):
     assert simulate(name, FIRST._replace(causal=False), "pct", **options)["worst"] <= 1
 
 
-@pytest.mark.parametrize("options", [{"consumers": 3}, {"consumers": 3, "block_n": 64}, {"consumers": 3, "ping_pong": 0, "overlap": 0}])
+@pytest.mark.parametrize(
+    "options", [{"consumers": 2}, {"consumers": 3}, {"consumers": 3, "block_n": 64}, {"consumers": 3, "ping_pong": 0, "overlap": 0}]
+)
 def test_long_rows_of_k6_have_other_tiles(options):
     assert simulate("k6", FIRST._replace(causal=False), "pct", **options)["worst"] <= 1
 

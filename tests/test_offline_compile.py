@@ -119,7 +119,7 @@ def test_the_hopper_forward_compiles_with_each_tiling_and_each_band():
         early |= {(form.block_d, form.block_dv)} if form.early else set()
     bands = ((False, False), (False, True), (True, True), (True, False))
     wanted = {
-        (tuning, *band) for widths, full in hopper.TUNINGS.items() for band in bands for tuning in [(band[0] and hopper.WINDOWED.get(widths)) or full]
+        (tuning, *band) for widths, full in hopper.TUNINGS.items() for band in bands for tuning in [(band[0] and hopper.PIECES.get(widths)) or full]
     }
     wanted |= {(tuning, True, True) for tuning in hopper.CAPPED.values()}
     wanted |= {(tuning, *band) for _, tuning in hopper.FEW.values() for band in bands}

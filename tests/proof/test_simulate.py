@@ -19,6 +19,7 @@ from strobe.kernels.device import views
 from strobe.kernels.hopper import config as hopper
 from strobe.kernels.hopper import launch
 from strobe.kernels.kernel import Plan
+from strobe.kernels.tma import fold_of
 from strobe.problem import Problem
 from strobe.proof.simulate import on, simulated
 from strobe.target import FAKES
@@ -210,7 +211,7 @@ def test_hopper_forward(name, schedule):
 
 
 def _is_usual_at_64(form: hopper.Form) -> bool:
-    return (form.block_d, form.block_dv) == (64, 64) and not (form.softcap or form.mask.left or form.mask.documents)
+    return (form.block_d, form.block_dv) == (64, 64) and not (form.softcap or form.packed or form.mask.left or form.mask.documents)
 
 
 OF_FOUR = [name for name, case in CASES.items() if _is_usual_at_64(_form(case))]
@@ -219,7 +220,7 @@ OF_FOUR = [name for name, case in CASES.items() if _is_usual_at_64(_form(case))]
 @pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(OF_FOUR) for one in by_turns(n, name)])
 def test_hopper_forward_of_four_consumers(name, schedule, monkeypatch):
     """The same of fewer keys a row, though still with early weights."""
-    monkeypatch.setattr(hopper, "FEW", {(64, 64): (float("inf"), hopper.WINDOWED[64, 64])})
+    monkeypatch.setattr(hopper, "FEW", {(64, 64): (float("inf"), hopper.PIECES[64, 64])})
     form = _form(CASES[name])
     assert form.tuning.consumers == 4 and form.early
     n = OF_FOUR.index(name) + 2 * SCHEDULES.index(schedule)
@@ -240,7 +241,7 @@ def test_sizes_wrap_the_rings_and_give_a_program_two_tiles(name):
     case = CASES[name]
     tuning = _form(case).tuning
     joined = tuning.joined
-    rows = hopper.ROWS * tuning.consumers // hopper.fold_of(joined)
+    rows = hopper.ROWS * tuning.consumers // fold_of(joined)
     assert case.batch * case.heads[0] // joined * -(-case.seqlen_q // rows) >= 2 * PROGRAMS
     assert -(-case.keys // tuning.block_n) > tuning.stages
 
@@ -373,10 +374,10 @@ def test_more_tiles_than_a_launch_can_count():
 
 SHARING = tuple(case.name for case in JOINED)
 SHARING_ALSO = ("d64_grouped_gaps", "one_row_causal", "d256_window_softcap", "packed_window_softcap", "head_dims_192_128_window", "joined_documents",
-                "joined_key_lengths_d64", "documents_window_softcap_sinks", "documents_lengths", "key_lengths_causal", "prefix",
+                "joined_key_lengths_d64", "documents_window_softcap_sinks", "key_lengths_causal", "prefix",
                 "joined_prefix")  # fmt: skip
-APART = ("documents_d192", "documents_heads_first", "grouped", "one_key_head", "batch_of_three", "packed_heads_first", "stored_heads_first",
-         "stored_gaps", "stored_mixed")  # fmt: skip
+APART = ("documents_d192", "documents_lengths", "documents_heads_first", "grouped", "one_key_head", "batch_of_three", "packed_heads_first",
+         "stored_heads_first", "stored_gaps", "stored_mixed")  # fmt: skip
 
 
 def test_cases_share_tiles_or_do_not_as_their_names_say():
@@ -389,15 +390,16 @@ def test_cases_share_tiles_or_do_not_as_their_names_say():
 
 
 @pytest.mark.parametrize(
-    "rows, heads, width, joined",
-    [(1, (8, 1), 128, 8), (1, (8, 8), 128, 1), (3, (6, 2), 128, 3), (64, (2, 1), 128, 2), (65, (2, 1), 128, 1), (128, (8, 1), 128, 1),
-     (129, (2, 1), 128, 2), (4096, (8, 1), 128, 1), (1, (64, 1), 128, 64), (1, (65, 1), 128, 1), (63, (3, 1), 96, 3), (96, (3, 1), 96, 1),
-     (96, (2, 1), 64, 2), (97, (2, 1), 64, 1), (256, (8, 1), 64, 8), (192, (8, 1), 64, 1)],
+    "rows, heads, width, joined, packed",
+    [(1, (8, 1), 128, 8, 8), (1, (8, 8), 128, 1, 1), (3, (6, 2), 128, 3, 3), (64, (2, 1), 128, 2, 2), (65, (2, 1), 128, 1, 2),
+     (128, (8, 1), 128, 1, 8), (129, (2, 1), 128, 2, 1), (192, (8, 1), 128, 8, 1), (4096, (8, 1), 128, 1, 1), (1, (64, 1), 128, 64, 64),
+     (1, (65, 1), 128, 1, 1), (63, (3, 1), 96, 3, 3), (96, (3, 1), 96, 1, 1), (96, (2, 1), 64, 2, 2), (97, (2, 1), 64, 1, 2),
+     (256, (8, 1), 64, 8, 1), (192, (8, 1), 64, 1, 8)],
 )  # fmt: skip
-def test_heads_share_tiles_where_that_makes_fewer(rows, heads, width, joined):
-    """As many rows a query as the next power of two: three heads take four. A tile has 128, at d64 192."""
+def test_heads_share_tiles_where_that_makes_fewer(rows, heads, width, joined, packed):
+    """As many rows a query as the next power of two: three heads take four. A tile has 128, at d64 192, of packed ones at d128 192, at d64 256."""
     assert _form(_case("shared", rows, 130, width, heads=heads)).tuning.joined == joined
-    assert _form(_packed("shared", (rows, rows), (130, 130), width, heads=heads)).tuning.joined == joined
+    assert _form(_packed("shared", (rows, rows), (130, 130), width, heads=heads)).tuning.joined == packed
 
 
 def test_packed_queries_whose_heads_lie_apart_do_not_share_tiles():

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TOKENS = 16_384  # of a measured batch: its entries get shorter as they get more
 WIDTH = 2_048  # heads times head_dim
-SHORT = 640  # keys of a row, for which a rung may have other tiles
+SHORT = 2048  # keys of a row, up to which a rung may have other tiles
 SMALL = 200  # queries and keys of a simulated check: some tiles of every rung, the last of them ragged
 _FP8 = torch.float8_e4m3fn
 _U_FP8 = 2.0**-5  # half the unit roundoff of e4m3, as testing.compare counts

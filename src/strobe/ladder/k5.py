@@ -20,7 +20,7 @@ round through the ring is free.
 Since the loader knows nothing of what consumers do, it need not stop where a tile of queries ends: a program, one an SM, walks tile after tile, and
 while consumers finish one, the next one's q, K and V are on their way: q has two places, and o leaves through a buffer of its own. Causal tiles go
 from the longest to the shortest, to and fro, so that programs end together; of short sequences in sections of heads whose keys and values stay in
-L2, half as many as programs: two lengths a round, long and short turned about in the next. A consumer passes over tiles that only others' rows see.
+L2, two to four lengths a round, long and short turned about in the next. A consumer passes over tiles that only others' rows see.
 
 Registers: an SM has 65,536, and a program is compiled for one number a thread. `setmaxnreg` moves them while it runs: the loader's warps fall to 24,
 consumers rise to 240 (two of them) or 160 (three). So two consumers hold o and scores of 64 x 128 each, at twice the tile of keys of k4_2.
@@ -357,7 +357,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     views = [descriptor(tensor, rows) for tensor, rows in ((q, 64), (k, form.block_n), (v, form.block_n), (out, 64))]
     tiles_m = -(-seqlen_q // form.block_m)
     walkers = programs(q, tiles_m * heads * batch)
-    section = heads * batch if tiles_m > 8 else -(-walkers // 2)  # short ones' keys and values stay in L2: 33 MiB of 1,024 each
+    section = heads * batch if seqlen_q > 2048 else -(-4 * walkers // max(8, tiles_m))  # short ones' keys and values stay in L2: 33 MiB
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch, section)
     registers = 168 if form.consumers == 2 else 128  # a thread's, before they are moved
     attend_kernel[(walkers,)](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=4, maxnreg=registers)

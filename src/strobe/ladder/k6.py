@@ -7,33 +7,25 @@ both are under way the consumer waits for the scores alone (`warpgroup_mma_wait(
 
     QK 0 | softmax 0 | QK 1, PV 0 under way | softmax 1 over them | QK 2, PV 1 under way | ...  | PV last
 
-The price is registers: weights of j and scores of j + 1 live together. The order of loads follows: K(j + 1) before V(j). And the compiler must be
-told: ptxas sees no reason to compute exponentials before it waits for P V, and put the wait first. `stay_before` is a branch that it cannot move
-them over.
+The price is registers: weights of j and scores of j + 1 live together. The order of loads follows: K(j + 1) before V(j). And ptxas, which sees no
+reason to compute exponentials before it waits for P V, must be told: `stay_before` is a branch that it cannot move them over.
 
 Between consumers (ping-pong): a turn is passed round. A consumer issues its two products only in its turn, then passes it on and takes its softmax
 while another's products run. Two named barriers of 256 threads do it, `bar.sync` for who waits and `bar.arrive` for who passes. With overlap within
-each consumer there is little left to gain, and it may cost: it is an option, on where three consumers share the tensor cores.
+each of two consumers there is little left to gain; where three or four share the tensor cores (D = 64) turns are worth 4 to 10 %. Four have
+registers for tiles of 64 keys, and a tile's ends, which nothing hides, come once in 256 rows; long dense rows prefer three, and 128 keys.
 
-And since the softmax is now what others hide behind, it gets shorter: the sum of a row stays spread over lanes, eight partial sums a row, and is
-gathered once at the end instead of by two shuffles in every tile; and o, D / 2 products a thread, is rescaled only where a row's maximum has grown by
-more than `lag`, which is seldom: weights are taken against a maximum that lags, and reach up to 2^lag (FlashAttention-4's conditional rescaling).
-
-Each can be had alone: `overlap`, `ping_pong`, `late_sum`, `lag`.
+And since the softmax is now what others hide behind, it gets shorter: a row's sum stays spread over lanes, and is gathered once at the end; and o is
+rescaled only where a row's maximum has grown by more than `lag`: weights reach up to 2^lag (FlashAttention-4's conditional rescaling).
 
 Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 bits, on one SM:
 
-    FLOPs       4 * 64 C * 128 D: 1,024 D C / 128 clocks of tensor cores: 2,048 for C = 2, D = 128
-    exponents   64 C * 128 at 16 a clock: 1,024 clocks for C = 2: half of the products' time at D = 128, all of it at D = 64
+    FLOPs       4 * 64 C * 128 D: 2,048 clocks of tensor cores for C = 2, D = 128; exponents half of that, as many at D = 64
     bytes       512 D of K and V a tile, once for all consumers
     shared      as in k5
     registers   o D / 2, scores 64, weights 32 and the next tile's in the making: 0 spills at 240
 
-What limits it: at D = 128 the tensor cores and the power they draw; shared memory feeds them at 88 % of its rate. At D = 64 exponents and issue slots
-are as busy as they are. Beyond this rung lie fewer bits; weights that wait for no maximum; and tiles from a counter, which evens out what differs in
-length (kernels/hopper). Of the production kernel, which has these two, it reached 0.91 to 1.00 at D = 128 and 0.88 to 0.98 at 64, among all rungs in
-turn (less since: k6_2). At D = 64 causal k5 is as fast at 512 keys and 5 % ahead at 1,024: turns cost there what they hide elsewhere, and up to 512
-consumers take none.
+What limits it: at D = 128 the tensor cores and the power they draw; at D = 64 exponents and issue slots are as busy as they are.
 
 Measured:
 
@@ -90,23 +82,21 @@ class Form:
     causal: bool
     masks: bool = True  # whether any tile may hold a hidden key; else the loop has no code for them
     short: bool = False  # rows of few keys
-    block_n: int = 0  # 0: 64 of short causal rows at D = 64, else 128
+    block_n: int = 0  # 0: 64 for four consumers, else 128
     stages: int = 0  # 0: of 256 keys, at least two
-    consumers: int = 0  # 0: two of 240 registers at D = 128, and of short dense rows; three of 160 at D = 64
+    consumers: int = 0  # 0: two of 240 registers at D = 128; at D = 64 four of 112, but of long dense rows three of 160
     overlap: bool = True  # the next scores under this softmax
-    ping_pong: int = -1  # consumers take turns at issuing products; -1: where there are three, but for short rows
+    ping_pong: int = -1  # consumers take turns at issuing products; -1: where there are three or four
     late_sum: bool = True  # sums of rows are gathered at the end
     lag: float = 8.0  # log2 by which a row's maximum may grow before o is rescaled
 
     def __post_init__(self) -> None:
-        if self.consumers not in (0, 2, 3):
-            raise ValueError(f"consumers: got {self.consumers}, expected 2 or 3; leave it out for what fits the head dimension")
-        block_n = self.block_n or (64 if self.short and self.causal and self.head_dim == 64 else 128)
-        consumers = self.consumers or (2 if self.head_dim == 128 or (self.short and not self.causal) else 3)
-        turns = int(consumers == 3 and not self.short) if self.ping_pong < 0 else self.ping_pong
-        chosen = {"block_n": block_n, "stages": self.stages or max(2, 256 // block_n), "consumers": consumers, "ping_pong": turns}
-        for name, value in chosen.items():
-            object.__setattr__(self, name, value)
+        if self.consumers not in (0, 2, 3, 4):
+            raise ValueError(f"consumers: got {self.consumers}, expected 2 to 4; leave it out for what fits the head dimension")
+        consumers = self.consumers or (2 if self.head_dim == 128 else 4 if self.causal or self.short else 3)
+        block_n = self.block_n or (64 if consumers == 4 else 128)
+        turns = int(consumers > 2) if self.ping_pong < 0 else self.ping_pong
+        self.__dict__.update(block_n=block_n, stages=self.stages or max(2, 256 // block_n), consumers=consumers, ping_pong=turns)
 
     @property
     def block_m(self) -> int:
@@ -398,7 +388,19 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
     q = (q_smem, barriers(2 * CONSUMERS, 1), barriers(2 * CONSUMERS, 1))
     k = (k_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     v = (v_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
-    if CONSUMERS == 3:
+    if CONSUMERS == 4:
+        gl.warp_specialize(
+            [
+                (mma_partition, (gl.constexpr(0), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, form)),
+                (mma_partition, (gl.constexpr(1), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, form)),
+                (mma_partition, (gl.constexpr(2), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, form)),
+                (mma_partition, (gl.constexpr(3), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, form)),
+                (load_partition, (q_desc, k_desc, v_desc, q, k, v, sizes, form)),
+            ],
+            [4, 4, 4, 1],
+            [112, 112, 112, 32],
+        )
+    elif CONSUMERS == 3:
         gl.warp_specialize(
             [
                 (mma_partition, (gl.constexpr(0), o_desc, o_smem, lse, q, k, v, sizes, scale_log2, form)),
@@ -437,9 +439,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     views = [descriptor(tensor, rows) for tensor, rows in ((q, 64), (k, form.block_n), (v, form.block_n), (out, 64))]
     tiles_m = -(-seqlen_q // form.block_m)
     walkers = programs(q, tiles_m * heads * batch)
-    section = heads * batch if tiles_m > 8 else -(-walkers // 2)  # short ones' keys and values stay in L2: 33 MiB of 1,024 each
+    section = heads * batch if seqlen_q > 2048 else -(-4 * walkers // max(8, tiles_m))  # short ones' keys and values stay in L2: 33 MiB
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch, section)
-    registers = 168 if form.consumers == 2 else 128  # a thread's, before they are moved
+    registers = {2: 168, 3: 128, 4: 96}[form.consumers]  # a thread's, before they are moved
     attend_kernel[(walkers,)](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=4, maxnreg=registers)
     return out, lse
 

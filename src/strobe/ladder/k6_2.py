@@ -21,8 +21,7 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
     shared      as in k6, and 256 bytes a consumer of what was noted
     registers   as in k6
 
-What limits it: tensor cores and their power at D = 128, exponents and issue slots at D = 64. It has 1.03 to 1.13 of k6's speed from 4,096 keys on,
-1.00 to 1.05 at 2,048, less below; of production's 0.94 to 1.00 from 4,096 on, in turn (at D = 64 now 1.01 to 1.12 times as fast up to there).
+What limits it: tensor cores and their power at D = 128, exponents and issue slots at D = 64.
 
 Measured:
 
@@ -80,22 +79,23 @@ class Form:
     head_dim: int
     causal: bool
     masks: bool = True  # whether any tile may hold a hidden key; else the loop has no code for them
-    ping_pong: bool = True  # consumers take turns at issuing products, where there are three
-    block_n: int = 128
-    stages: int = 2
+    ping_pong: bool = True  # consumers take turns at issuing products, where there are four
 
     @property
     def consumers(self) -> int:
-        """Two of 240 registers, or three of 160."""
-        return 2 if self.head_dim == 128 else 3
+        return 256 // self.head_dim  # two of 240 registers or four of 112, and as many stages, of 128 or 64 keys
+
+    @property
+    def block_n(self) -> int:
+        return 256 // self.consumers
 
     @property
     def block_m(self) -> int:
         return 64 * self.consumers
 
     def shared_bytes(self) -> int:
-        """q in two places and o, of a power of two consumers, and K and V of all stages."""
-        return 2 * self.head_dim * (3 * 64 * 2 ** (self.consumers - 1) + 2 * self.stages * self.block_n)
+        """q in two places and o, and K and V of all stages."""
+        return 2 * self.head_dim * (3 * self.block_m + 2 * 256)
 
 
 @gluon.jit
@@ -188,24 +188,24 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, noted, sizes, form: gl.const
             if i < blocks:
                 mbarrier.wait(k_free.index(k_at), k_parity)
                 copy_tile(k_desc, (entry, head // sizes[1]), (blocks - 1 - i) * form.block_n, k_ready.index(k_at), k_smem.index(k_at))
-                k_at, k_parity = next_of(k_at, k_parity, form.stages)
+                k_at, k_parity = next_of(k_at, k_parity, form.consumers)
             if i > 0:
                 mbarrier.wait(v_free.index(v_at), v_parity)
                 copy_tile(v_desc, (entry, head // sizes[1]), (blocks - i) * form.block_n, v_ready.index(v_at), v_smem.index(v_at))
-                v_at, v_parity = next_of(v_at, v_parity, form.stages)
+                v_at, v_parity = next_of(v_at, v_parity, form.consumers)
         turn, first, again = next_turn(turn, first, again, noted, sizes, form.consumers)
 
 
 @gluon.jit
 def take_turn(w: gl.constexpr, form: gl.constexpr):
     """Wait until the consumer before has passed it on: named barrier 9 + w, its 128 threads and ours."""
-    if form.ping_pong and form.consumers == 3:
+    if form.ping_pong and form.consumers == 4:
         named_barrier("bar.sync", 9 + w, 256)
 
 
 @gluon.jit
 def pass_turn(w: gl.constexpr, form: gl.constexpr):
-    if form.ping_pong and form.consumers == 3:
+    if form.ping_pong and form.consumers == 4:
         named_barrier("bar.arrive", 9 + (w + 1) % form.consumers, 256)
 
 
@@ -296,7 +296,7 @@ def let_go(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
         mbarrier.wait(v[1].index(stage), parity)
         mbarrier.arrive(k[2].index(stage))
         mbarrier.arrive(v[2].index(stage))
-        stage, parity = next_of(stage, parity, form.stages)
+        stage, parity = next_of(stage, parity, form.consumers)
     return stage, parity
 
 
@@ -324,7 +324,7 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, again, sizes, sca
     p_reg = gl.convert_layout(p.to(k_smem.dtype), p_layout)
     for _ in range(1, blocks):
         v_at, v_parity = stage, parity
-        stage, parity = next_of(stage, parity, form.stages)
+        stage, parity = next_of(stage, parity, form.consumers)
         mbarrier.wait(k_ready.index(stage), parity)
         take_turn(w, form)
         s = warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -345,7 +345,7 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, again, sizes, sca
     row_max = gl.convert_layout(gl.max(row_max, 1), gl.SliceLayout(1, s_layout))
     o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(v_free.index(stage))
-    return o, row_max, total, next_of(stage, parity, form.stages)
+    return o, row_max, total, next_of(stage, parity, form.consumers)
 
 
 @gluon.jit
@@ -389,29 +389,29 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, noted, sizes, s
 @gluon.jit
 def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: gl.constexpr):
     """sizes (H, queries' heads a key head, S_q, S_k, tiles of queries a head, and in all, heads a section)."""
-    STAGES: gl.constexpr = form.stages
+    STAGES: gl.constexpr = form.consumers
     CONSUMERS: gl.constexpr = form.consumers
-    SLOTS: gl.constexpr = 2 ** (CONSUMERS - 1)
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [2 * SLOTS] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
-    o_smem = gl.allocate_shared_memory(o_desc.dtype, [SLOTS] + o_desc.block_shape, o_desc.layout)  # noqa: RUF005
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
+    o_smem = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS] + o_desc.block_shape, o_desc.layout)  # noqa: RUF005
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     q = (q_smem, barriers(2 * CONSUMERS, 1), barriers(2 * CONSUMERS, 1))
     k = (k_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     v = (v_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
-    noted = (gl.allocate_shared_memory(gl.int32, [SLOTS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(1, CONSUMERS + 1))
+    noted = (gl.allocate_shared_memory(gl.int32, [CONSUMERS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(1, CONSUMERS + 1))
     for w in gl.static_range(CONSUMERS):
         noted[0].index(w).store(gl.full([ROWS], 0, gl.int32, gl.BlockedLayout([2], [32], [4], [0])))
-    if CONSUMERS == 3:
+    if CONSUMERS == 4:
         gl.warp_specialize(
             [
                 (mma_partition, (gl.constexpr(0), o_desc, o_smem, lse, q, k, v, noted, sizes, scale_log2, form)),
                 (mma_partition, (gl.constexpr(1), o_desc, o_smem, lse, q, k, v, noted, sizes, scale_log2, form)),
                 (mma_partition, (gl.constexpr(2), o_desc, o_smem, lse, q, k, v, noted, sizes, scale_log2, form)),
+                (mma_partition, (gl.constexpr(3), o_desc, o_smem, lse, q, k, v, noted, sizes, scale_log2, form)),
                 (load_partition, (q_desc, k_desc, v_desc, q, k, v, noted, sizes, form)),
             ],
-            [4, 4, 1],
-            [160, 160, 32],
+            [4, 4, 4, 1],
+            [112, 112, 112, 32],
         )
     else:
         gl.warp_specialize(
@@ -440,9 +440,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     views = [descriptor(tensor, rows) for tensor, rows in ((q, 64), (k, form.block_n), (v, form.block_n), (out, 64))]
     tiles_m = -(-seqlen_q // form.block_m)
     walkers = programs(q, tiles_m * heads * batch)
-    section = heads * batch if tiles_m > 8 else -(-walkers // 2)  # short ones' keys and values stay in L2: 33 MiB of 1,024 each
+    section = heads * batch if seqlen_q > 2048 else -(-4 * walkers // max(8, tiles_m))  # short ones' keys and values stay in L2: 33 MiB
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch, section)
-    attend_kernel[(walkers,)](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=4, maxnreg=168 if form.consumers == 2 else 128)
+    attend_kernel[(walkers,)](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=4, maxnreg=168 if form.consumers == 2 else 96)
     return out, lse
 
 

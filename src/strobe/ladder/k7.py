@@ -16,8 +16,7 @@ Turns          k6 issues the next scores before this softmax. Here weights would
 Sums           Hopper's 8-bit products keep about 14 bits of what they add up. q k^T adds D terms, but o adds every key there is: at long rows it
                stagnates. `two_level` starts each tile's product from zero and adds it to o in float32, for 64 more registers a thread.
 Tiles          are walked as in k5; V of a tile follows its K, since no product is issued ahead.
-Scales         `descale` = (of q, of k, of v): what one unit of each tensor is worth; the first two go into the softmax's scale, the third into the
-               division by row_sum.
+Scales         `descale` (of q, k, v), what a unit of each is worth: the first two go into the softmax's scale, the third into out's division.
 
 Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 8 bits, on one SM:
 
@@ -437,7 +436,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, descale: tuple[float, ...
     views.insert(2, descriptor(turn(v), head_dim, form.block_n))
     tiles_m = -(-seqlen_q // form.block_m)
     walkers = programs(q, tiles_m * heads * batch)
-    sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch, heads * batch if tiles_m > 8 else -(-walkers // 2))
+    section = heads * batch if seqlen_q > 2048 else -(-4 * walkers // max(8, tiles_m))  # short ones' keys and values stay in L2
+    sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch, section)
     scales = (head_dim**-0.5 * descale[0] * descale[1] * LOG2_E, float(descale[2]))
     attend_kernel[(walkers,)](*views, lse, sizes, scales, form, num_warps=4, maxnreg=168 if form.two_level else 128)
     return out, lse

@@ -110,7 +110,7 @@ _BETWEEN = "scalars of a step, put by under its products"
 _LOADER = "what a loader finds out of a document's tile; at d64 and d96 also what consumers need between tiles of keys"
 _JOINED = "o of the splits before, put by while the steps of the next go on: none of it within them"
 _SCATTERED = "what a loader finds out of a document's tile; where documents lie scattered, ids of a tile's keys beside its scores and o"
-_FOUR = "what four consumers of 112 registers need of a tile between their steps: none of it within them"
+_FOUR = "what three or four consumers of few registers need of a tile between their steps: none of it within them"
 _CAPPED = "the softcap's tanh over all scores of a tile beside o and the weights; tilings are chosen without it"
 
 # The first line that covers a kernel counts. Bytes are those of Triton 3.6.0: a number that is more than needed fails, as does one too small.
@@ -135,6 +135,8 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("forward_kernel", "d256 window sinks softcap", "sm_90", 60, _CAPPED, family="hopper"),
     Allowance("forward_kernel", "d64 documents *", "sm_90", 72, _FOUR, family="hopper"),
     Allowance("forward_kernel", "d64 prefix", "sm_90", 20, _FOUR, family="hopper"),
+    Allowance("forward_kernel", "d128 documents causal, many keys", "sm_90", 88, _FOUR, family="hopper"),
+    Allowance("forward_kernel", "d128 window, many keys", "sm_90", 24, _FOUR, family="hopper"),
     Allowance("forward_kernel", "d256 documents *", "sm_90", 96, _SCATTERED, family="hopper"),
     Allowance("forward_kernel", "d96 documents *", "sm_90", 52, _SCATTERED, family="hopper"),
     Allowance("forward_kernel", "d192 documents *", "sm_90", 96, _SCATTERED, family="hopper"),

@@ -1,6 +1,6 @@
 """Rings of shared memory between warps: barriers, and where each side of a ring stands."""
 
-from .dialect import aggregate, gl, gluon, mbarrier
+from .dialect import aggregate, arrive_each, cp_async_wait, gl, gluon, mbarrier
 
 
 @aggregate
@@ -44,3 +44,20 @@ def ring(count: gl.constexpr, arrivals: gl.constexpr):
     for i in gl.static_range(count):
         mbarrier.init(barriers.index(i), count=arrivals)
     return barriers
+
+
+@gluon.jit
+def release(barrier, each: gl.constexpr):
+    """Say that a stage has been read, by products: once for all warps, which meet at a barrier of their own before, or by each thread. What
+    ordinary loads have read must have been used by then."""
+    if each:
+        arrive_each(barrier, increment_count=False)
+    else:
+        mbarrier.arrive(barrier)
+
+
+@gluon.jit
+def end_releases(each: gl.constexpr):
+    """Wait until what threads said by themselves has been heard; before a partition ends."""
+    if each:
+        cp_async_wait(0)

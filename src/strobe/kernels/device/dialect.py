@@ -70,6 +70,7 @@ tma_store_wait = tma.store_wait  # until at most n stores still read their share
 cp_async_load = _first(async_copy, "async_load", "async_copy_global_to_shared")
 cp_async_commit = async_copy.commit_group
 cp_async_wait = async_copy.wait_group
+arrive_each = async_copy.mbarrier_arrive  # every thread, once what it copied by cp.async is there: at once where it copied nothing
 
 
 # of the builtins written here, Triton's disk cache does not see the bodies: after a change to one, empty that cache

@@ -18,7 +18,9 @@ from .views import addressable
 
 LOG2_E = 1.4426950408889634
 L2_BYTES = 32 << 20  # of keys and values that stay while a section of heads is walked; an H200 has 50 MB
-SHORT_TILES = 8  # row tiles a head, up to which sections pay: causal d128 at 1k 423 TFLOP/s for 378 without, d192 at 8k 574 for 615 (H200)
+# up to which sections pay, of the speed without: of more, SMs that walk a head's tiles at the same time share its keys anyway, and programs even out
+# only within a section. Causal 2k d128 1.19, d192 1.21, 192/128 1.20, d96 1.05, d256 0.99; d128 4k 1.01, 8k 0.99, d256 4k 0.95, d64 4k 0.99 (H200)
+SHORT_QUERIES = 2048
 MOST_TILES = 2**31  # a tile's number is an int32
 
 
@@ -69,15 +71,22 @@ def work_of(plan: Plan, call: Call) -> tuple:
         lengths, whole = layout.tokens, heads * tiles_m
     else:
         lengths = layout[1:]
-        if (problem.mask.right or problem.mask.prefix) and not problem.mask.left and tiles_m <= SHORT_TILES:
+        if (problem.mask.right or problem.mask.prefix) and not problem.mask.left and lengths[0] <= SHORT_QUERIES:
             a_head = layout.seqlen_k * (form.block_d + form.block_dv) * call.k.element_size()
-            section = min(section, max(1, L2_BYTES // max(1, a_head)) * form.group)
+            section = even_section(batch_heads // form.group, L2_BYTES // max(1, a_head)) * form.group
         whole = -(-batch_heads // section) * section * tiles_m  # the last section may hold tiles that are none
     if whole >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {whole} tiles of {tuning.block_m} queries are more than a launch can count; split the batch")
     sizes = (layout.batch, heads, *lengths, tiles_m, section)
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
     return whole, sizes, limits, numbers_of(problem)
+
+
+def even_section(parts: int, most: int) -> int:
+    """Parts to walk together, at most `most`: a divisor, if one is half as many, since programs even out only within a section. Of 32 parts
+    five at a time the last two alone end the launch."""
+    most = max(1, min(parts, most))
+    return next((n for n in range(most, most // 2, -1) if parts % n == 0), most)
 
 
 def numbers_of(problem: Problem) -> tuple[float, float]:

@@ -42,7 +42,7 @@ memory always.
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arXiv 2407.08608), section 3 and its backward's dq writer.
 """
 
-from ..device.channel import Position, ring, ring_start
+from ..device.channel import Position, end_releases, ring, ring_start
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load, zero_of_turn
 from ..device.schedule import is_told, tell
 from ..device.views import copy_parts, stage_of, tiles_for
@@ -167,6 +167,7 @@ def mma_partition(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, work
     while is_told(words, told, board_at(kv_at, form)):
         at = take_tile(w, gradients, board, kv, q, do, dq, handed, at, kv_at, work, form)
         kv_at = kv_at.next()
+    end_releases(form.tuning.each)
 
 
 @gluon.jit
@@ -345,7 +346,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
         ds_smem, ds_ready = gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout), ring(4, 1)
         ds_free = ds_ready
         if form.lags:
-            ds_free = ring(4, 1)
+            ds_free = ring(4, form.tuning.arrivals)
             for i in gl.static_range(2, 4):  # what the first step finds, and fences before its products
                 ds_smem.index(i).store(gl.full([ROWS, BLOCK_M], 0.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
         handed = (ds_smem, ds_ready, ds_free)
@@ -360,7 +361,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     if form.splits > 1 or form.two_tiles:
         kv_free, sums_done, sums_free = ring(1, 1), ring(1, 2), ring(1, 1)
     kv = (k_tile, v_tile, sums, ring(form.key_places, 1), kv_used, kv_free, sums_done, sums_free)
-    q = (q_smem, lse_smem, ring(STAGES, 1), ring(STAGES, 2))
+    q = (q_smem, lse_smem, ring(STAGES, 1), ring(STAGES, 2 * form.tuning.arrivals))
     do_free = q[3]
     if not form.halves:
         do_free = ring(STAGES_DO, 1)

@@ -17,6 +17,7 @@ Two consumers that wait for each other only where they hand something over fill 
 eight warps in step, which made the next weights under this step's products (docs/performance.md).
 """
 
+from ..device.channel import release
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from .backward_spans import has_others, without_others
 from .backward_steps import (
@@ -97,7 +98,7 @@ def step_half(w: gl.constexpr, dk, dv, keys, channels, at, seen, block, first, w
     dq_sums = warpgroup_mma_wait(D, deps=[dq_sums])
     hand_share(w, dq_sums, channels, at, seen, block, first, form)
     dk = wait_for(dk, 0)
-    mbarrier.arrive(q[3].index(q_at.stage))
+    release(q[3].index(q_at.stage), form.tuning.each)
     return dk, dv
 
 
@@ -158,7 +159,7 @@ def step_twice(w: gl.constexpr, dk, dv, keys, channels, at, seen, block, first, 
     dq_sums = warpgroup_mma_wait(1, deps=[dq_sums])
     hand_share(w, dq_sums, channels, at, seen, block, first, form)
     dk = wait_for(dk, 0)
-    mbarrier.arrive(q[3].index(q_at.stage))
+    release(q[3].index(q_at.stage), form.tuning.each)
     return dk, dv
 
 
@@ -195,7 +196,7 @@ def hand_share(w: gl.constexpr, dq_sums, channels, at, seen, block, first, form:
     q_at, ds_at, lap = at
     place = of_share(ds_at, form)
     if form.lags:
-        mbarrier.arrive(handed[2].index(2 * place.stage + (1 - w)))
+        release(handed[2].index(2 * place.stage + (1 - w)), form.tuning.each)
         if not first:
             hand_over(dq_sums, dq, w, dq_position(place, lap, form), form)
     else:

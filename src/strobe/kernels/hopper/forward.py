@@ -12,23 +12,22 @@
     barrier   arrivals                  says
     told      1                         the board's slot holds a tile      told_free  consumers  all have read it to the end, and judged it
     q_ready   1 and the tile's bytes    q[w] has landed                    q_free     1          consumer w is done with q[w]
-    k_ready   1 and the tile's bytes    k[stage] has landed                k_free     consumers  all are done with k[stage]
-    v_ready   1 and the tile's bytes    v[stage] has landed                v_free     consumers  all are done with v[stage]
+    k_ready   1 and the tile's bytes    k[stage] has landed                k_free     consumers  all are done with k[stage]; Tuning.each: all threads
+    v_ready   1 and the tile's bytes    v[stage] has landed                v_free     consumers  all are done with v[stage]; the same
     mended    1 and the tile's bytes    v[stage] of a tile done again has landed; the loader makes rows of other documents 0, then signals v_ready
 
 p stays in registers; the sum of a row is gathered across lanes once, at the end; o leaves through shared memory by TMA, while the next
-tile's q, k and v are on their way. Head dimensions that are no power of two come in two parts, (64, 32) or (128, 64).
+tile's q, k and v are on their way. Head dimensions that are no power of two come in two parts, (64, 32) or (128, 64), and so do q and k of 256.
 
 A tensor's rows end where TMA is told: it gives zeros beyond them and writes nothing there, so lengths may be ragged. Packed sequences
 lie end to end, so their descriptors wrap (`copy_in`): a neighbour's rows are neither read nor written, whatever they hold.
-
 Where heads of a group share a tile, its rows are queries, each with its heads: loads of q and stores of out and lse know of it, and `queries_of`.
 
 Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; online softmax (arXiv 1805.02867), algorithm 3; conditional rescaling:
 FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute); ragged descriptors: triton.tools.ragged_tma.
 """
 
-from ..device.channel import ring, ring_start
+from ..device.channel import end_releases, release, ring, ring_start
 from ..device.dialect import (
     fence_async_shared,
     gl,
@@ -51,8 +50,8 @@ from ..device.spans import PURE, next_tile, own_keys
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
 from ..device.views import copy_out, tile_2d, tiles_for
 from .again import DOCUMENT, K_START, KEYS, PREFIX, WORDS, back_or_next, came_back, is_done_again, judge, verdicts_of, witness_of
-from .config import ROWS as _ROWS
 from .early import kept_in_range
+from .forms import ROWS as _ROWS
 from .forward_loads import load_keys, load_rows, load_values, mend_values
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile
@@ -311,9 +310,9 @@ def let_go(w: gl.constexpr, k, v, k_at, v_at, count, form: gl.constexpr):
             take_turn(w)
             pass_turn(w, form.tuning.consumers)
         mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
-        mbarrier.arrive(k_free.index(k_at.stage))
+        release(k_free.index(k_at.stage), form.tuning.each)
         mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
-        mbarrier.arrive(v_free.index(v_at.stage))
+        release(v_free.index(v_at.stage), form.tuning.each)
         k_at = k_at.next()
         v_at = v_at.next()
     return k_at, v_at
@@ -344,7 +343,7 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, fo
     if form.tuning.ping_pong:
         pass_turn(w, form.tuning.consumers)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_free.index(k_at.stage))
+    release(k_free.index(k_at.stage), form.tuning.each)
     k_at = k_at.next()
     p, rescale, row_max, row_sum = softmax_step(s, True, row_max, row_sum, n_start, edges, numbers, LIFT, form)
     p_reg = gl.convert_layout(p.to(dtype), p_layout)
@@ -359,14 +358,14 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, fo
         if form.tuning.ping_pong:
             pass_turn(w, form.tuning.consumers)
         s = warpgroup_mma_wait(parts_v, deps=[s])
-        mbarrier.arrive(k_free.index(k_at.stage))
+        release(k_free.index(k_at.stage), form.tuning.each)
         k_at = k_at.next()
         careful = is_careful(n_start - i * BLOCK_N, edges, again, form)
         p, rescale, row_max, row_sum = softmax_step(s, careful, row_max, row_sum, n_start - i * BLOCK_N, edges, numbers, LIFT, form)
         if form.tuning.under and not form.early:  # whose branch holds weights back as well
             stay_before(blocks)
         o = landed(o, form)
-        mbarrier.arrive(v_free.index(v_at.stage))
+        release(v_free.index(v_at.stage), form.tuning.each)
         v_at = v_at.next()
         p_reg = gl.convert_layout(p.to(dtype), p_layout)
     o = rescaled(o, rescale)
@@ -375,7 +374,7 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, fo
     total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
     row_max = gl.convert_layout(gl.max(row_max, 1), gl.SliceLayout(1, s_layout))
     o = landed(o, form)
-    mbarrier.arrive(v_free.index(v_at.stage))
+    release(v_free.index(v_at.stage), form.tuning.each)
     return o, row_max, total, k_at, v_at.next()
 
 
@@ -531,6 +530,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q, sizes[1]), head, m_start, form)
         q_at = q_at.next()
     tma_store_wait(0)
+    end_releases(form.tuning.each)
 
 
 @gluon.jit
@@ -558,8 +558,8 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     words = gl.allocate_shared_memory(gl.int32, [2, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     board = (words, ring(2, 1), ring(2, CONSUMERS), verdicts_of(2, ROWS) if form.returns else None)
     q = (q_smem, ring(CONSUMERS, 1), ring(CONSUMERS, 1))
-    k = (k_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
-    v = (v_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS))
+    k = (k_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS * form.tuning.arrivals))
+    v = (v_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS * form.tuning.arrivals))
     mended = v[1]
     if form.mask.documents:
         mended = ring(STAGES, 1)

@@ -16,7 +16,7 @@ from ..device.views import describing, descriptor
 from ..kernel import Forward, Plan
 from ..tma import entries_apart
 from . import forward
-from .config import ROWS
+from .forms import ROWS
 
 
 def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:

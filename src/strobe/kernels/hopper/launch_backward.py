@@ -14,7 +14,7 @@ from ...errors import KernelFault
 from ...problem import ALIGNMENT, Problem
 from .. import relaunch
 from ..device.dialect import TensorDescriptor, gl
-from ..device.persistent import MOST_TILES, Launch, numbers_of
+from ..device.persistent import MOST_TILES, Launch, even_section, numbers_of
 from ..device.views import addressable, descriptor
 from ..kernel import Backward, Plan, entries, gradient_addresses, keep, strides_of
 from ..memory import pieces_of
@@ -123,13 +123,6 @@ def filling(sm_count: int, tiles_n: int) -> int:
     """Parts of heads that have about a tile of keys for each SM: twice as many are slower where tiles are short, half as many where heads are
     grouped (512 x 32 1.04, GQA 64/8 2k 0.90 of the speed, H200)."""
     return max(1, sm_count // max(1, tiles_n))
-
-
-def even_section(parts: int, most: int) -> int:
-    """Parts to walk together, at most `most`: a divisor, if one is half as many, since programs even out only within a section. Of 32 parts
-    five at a time the last two alone end the launch."""
-    most = max(1, min(parts, most))
-    return next((n for n in range(most, most // 2, -1) if parts % n == 0), most)
 
 
 def counted(plan: Plan, programs: int) -> int:
