@@ -122,6 +122,7 @@ def test_the_hopper_forward_compiles_with_each_tiling_and_each_band():
         (tuning, *band) for widths, full in hopper.TUNINGS.items() for band in bands for tuning in [(band[0] and hopper.PIECES.get(widths)) or full]
     }
     wanted |= {(tuning, True, True) for tuning in hopper.CAPPED.values()}
+    wanted |= {(tuning, False, True) for tuning in hopper.PIECES.values()}
     wanted |= {(tuning, *band) for _, tuning in hopper.FEW.values() for band in bands}
     assert seen == wanted and early == hopper.EARLY
 

@@ -13,6 +13,7 @@ from strobe.errors import InvalidProblem, UnsupportedProblem
 from strobe.kernels import FAMILIES, kernel, kernels, tma
 from strobe.kernels.blackwell import config as blackwell
 from strobe.kernels.hopper import config as hopper
+from strobe.problem import Problem
 from strobe.select import Choice, select
 from strobe.target import FAKES
 
@@ -302,6 +303,26 @@ def test_tiles_fit_the_shared_memory_that_the_config_prints(as_of_many_keys):
         backward = chosen(_dense(width, width_v, needs_grad=True)).backward
         assert backward and backward.config.form.tuning == tuning and backward.config.form.shared_bytes() <= FAKES["H200"].shared_bytes
         assert f"shared {backward.config.form.shared_bytes() / 1024:.0f} KiB" in str(backward.config)
+
+
+@pytest.mark.parametrize("width", (64, 128, 256))
+def test_calls_in_pieces_have_tiles_of_their_own(width):
+    """Windows, documents and packed sequences; those of few keys, and softcaps, have others again."""
+    long = torch.empty(1, 4096, 2, width, dtype=torch.bfloat16)
+    ids = torch.zeros(1, 4096, dtype=torch.int32)
+    packed = long[0].new_empty(8192, 2, width)
+    offsets = torch.tensor([0, 4096, 8192], dtype=torch.int32)
+    tunings = [
+        hopper.FORWARD.config(Problem.from_call(call), FAKES["H200"]).form.tuning
+        for call in (
+            Call(long, long, long, left=2000, right=0),
+            Call(long, long, long, right=0).with_mask(strobe.mask.documents(ids)),
+            Call(packed, packed, packed, right=0, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=4096, max_seqlen_k=4096),
+        )
+    ]
+    assert tunings == [hopper.PIECES[width, width]] * 3
+    capped = hopper.FORWARD.config(Problem.from_call(Call(long, long, long, left=2000, right=0, softcap=5.0)), FAKES["H200"])
+    assert capped.form.tuning == hopper.CAPPED[width, width]
 
 
 def test_every_constant_of_the_compiled_kernel_is_in_its_key():

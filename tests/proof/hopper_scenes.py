@@ -17,7 +17,7 @@ from torch import Tensor
 
 from strobe import ops, ops_decode, reference
 from strobe.decode import DecodeCall
-from strobe.kernels.hopper import config, decode_config
+from strobe.kernels.hopper import config, decode_config, forms
 from strobe.proof.simulate import posing
 from strobe.testing import Case
 
@@ -69,7 +69,7 @@ def forward_done_again() -> tuple[Tensor, ...]:
 
 
 def forward_scattered() -> tuple[Tensor, ...]:
-    """Two documents lie scattered: four tiles of keys for rings of two stages, three tiles of queries a head, of which two come back, since among
+    """Two documents lie scattered: eight tiles of keys for rings of four stages, three tiles of queries a head, of which two come back, since among
     their keys lie those of a third document, whose values are no numbers."""
     return _forward(256, 512, 128, unknown=slice(100, 150), mask=runs((200, 56), (0, 1), (100, 50, 100, 162, 100), (0, 2, 1, 0, 1)))
 
@@ -99,7 +99,8 @@ def backward_d128() -> tuple[Tensor, ...]:
 def backward_d64_grouped() -> tuple[Tensor, ...]:
     """Half of dq's 128 rows a consumer: two query heads, two tiles each, for rings of two stages; no query sees the first of three tiles of keys.
     These have one place, as where shared memory is short."""
-    return _backward(192, 384, 64, sms=1, tuned={"MOST_SHARED": 0}, heads=(2, 1), mask=band(64, 0))
+    with patch.object(forms, "MOST_SHARED", 0):
+        return _backward(192, 384, 64, sms=1, heads=(2, 1), mask=band(64, 0))
 
 
 def backward_two_places() -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from strobe.call import Call
 from strobe.errors import KernelFault, UnsupportedProblem
 from strobe.kernels import kernels
 from strobe.kernels.device import views
+from strobe.kernels.device.persistent import work_of
 from strobe.kernels.hopper import config as hopper
 from strobe.kernels.hopper import launch
 from strobe.kernels.kernel import Plan
@@ -367,6 +368,28 @@ def test_more_tiles_than_a_launch_can_count():
     plan = Plan(hopper.FORWARD, problem, H200, hopper.FORWARD.config(problem, H200), ())
     with pytest.raises(KernelFault, match=r"hopper\.forward: 2147483648 tiles .* split the batch"):
         launch.forward_launch(plan, call, q, (q,))
+
+
+@pytest.mark.parametrize(
+    "batch, seqlen, heads, width, section",
+    [
+        (32, 512, (16, 16), 128, 128),  # of 512 heads, whose keys and values take 256 KiB each
+        (8, 2048, (16, 16), 128, 32),
+        (8, 2048, (16, 16), 192, 16),  # of 128: a divisor for 21
+        (4, 4096, (16, 16), 128, 16),
+        (4, 4096, (32, 16), 128, 128),  # all: a group's heads share keys already
+        (4, 4096, (16, 16), 96, 64),
+        (2, 8192, (16, 16), 128, 32),
+        (1, 2048, (64, 8), 128, 64),  # 8 MiB in all
+    ],
+)
+def test_a_section_of_causal_heads_stays_in_l2(batch, seqlen, heads, width, section):
+    q, k = (torch.empty(batch, seqlen, count, width, dtype=torch.bfloat16, device="meta") for count in heads)
+    call = Call(q, k, k, right=0)
+    problem = Problem.from_call(call)
+    plan = Plan(hopper.FORWARD, problem, H200, hopper.FORWARD.config(problem, H200), ())
+    tiles, sizes, *_ = work_of(plan, call)
+    assert sizes[5] == section and tiles == batch * heads[0] * sizes[4]
 
 
 # ---------------------------------------------------------------- heads that share a tile

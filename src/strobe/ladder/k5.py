@@ -38,20 +38,20 @@ cores idle, and nothing keeps the consumers out of step.
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3357     409.4          41.4
-     64  dense     8192     2.073     530.4          53.6
-     64  dense    16384      4.14     531.1          53.7
-     64  causal    1024    0.2012     341.8          34.6
-     64  causal    8192     1.156     475.8          48.1
-     64  causal   16384     2.166     507.7          51.3
-    128  dense     1024    0.2687     511.4          51.7
-    128  dense     8192     1.979     555.5          56.2
-    128  dense    16384     3.995     550.5          55.7
-    128  causal    1024    0.1592     432.1          43.7
-    128  causal    8192    0.9922     554.1            56
-    128  causal   16384     1.878     585.5          59.2
+     64  dense     1024    0.3458     397.4          40.2
+     64  dense     8192     2.211     497.4          50.3
+     64  dense    16384     4.348     505.8          51.1
+     64  causal    1024    0.2117       325          32.9
+     64  causal    8192     1.253     438.8          44.4
+     64  causal   16384     2.354       467          47.2
+    128  dense     1024    0.2866     479.5          48.5
+    128  dense     8192     2.148       512          51.8
+    128  dense    16384     4.279     513.9            52
+    128  causal    1024    0.1693     406.4          41.1
+    128  causal    8192     1.111     494.8            50
+    128  causal   16384     2.161     508.9          51.5
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24 to 2026-11-25
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-25
 """
 
 from __future__ import annotations

@@ -30,20 +30,20 @@ What limits it: at D = 128 the tensor cores and the power they draw; at D = 64 e
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3176     432.8          43.8
-     64  dense     8192     2.006       548          55.4
-     64  dense    16384     3.962       555          56.1
-     64  causal    1024    0.2104     326.9          33.1
-     64  causal    8192     1.108     496.2          50.2
-     64  causal   16384     2.106       522          52.8
-    128  dense     1024    0.2173     632.3          63.9
-    128  dense     8192     1.516     725.2          73.3
-    128  dense    16384     2.953     744.6          75.3
-    128  causal    1024    0.1477     465.7          47.1
-    128  causal    8192    0.8288     663.4          67.1
-    128  causal   16384     1.568     701.5          70.9
+     64  dense     1024    0.2962       464          46.9
+     64  dense     8192     2.034     540.5          54.6
+     64  dense    16384     4.021     546.9          55.3
+     64  causal    1024    0.1823     377.3          38.1
+     64  causal    8192     1.145     480.1          48.5
+     64  causal   16384     2.194     501.2          50.7
+    128  dense     1024    0.2288     600.6          60.7
+    128  dense     8192     1.633     673.3          68.1
+    128  dense    16384     3.215       684          69.2
+    128  causal    1024    0.1517     453.4          45.8
+    128  causal    8192    0.9202     597.5          60.4
+    128  causal   16384     1.665     660.3          66.8
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24 to 2026-11-25
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-25
 """
 
 from __future__ import annotations

@@ -26,20 +26,20 @@ What limits it: tensor cores and their power at D = 128, exponents and issue slo
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.3262     421.3          42.6
-     64  dense     8192     1.839     597.9          60.5
-     64  dense    16384     3.498     628.7          63.6
-     64  causal    1024    0.2113     325.5          32.9
-     64  causal    8192     1.024       537          54.3
-     64  causal   16384     1.935     568.4          57.5
-    128  dense     1024    0.2074     662.8            67
-    128  dense     8192     1.417     776.2          78.5
-    128  dense    16384     2.809     782.9          79.2
-    128  causal    1024    0.1492     460.9          46.6
-    128  causal    8192    0.7902     695.9          70.4
-    128  causal   16384     1.472     746.9          75.5
+     64  dense     1024    0.2886     476.3          48.2
+     64  dense     8192     1.914     574.4          58.1
+     64  dense    16384     3.754     585.8          59.2
+     64  causal    1024    0.1845     372.9          37.7
+     64  causal    8192     1.038     529.6          53.6
+     64  causal   16384     1.978     555.8          56.2
+    128  dense     1024    0.2188       628          63.5
+    128  dense     8192     1.513     726.8          73.5
+    128  dense    16384     2.959     743.3          75.2
+    128  causal    1024    0.1565     439.4          44.4
+    128  causal    8192     0.841     653.8          66.1
+    128  causal   16384     1.571       700          70.8
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24 to 2026-11-25
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-25
 """
 
 from __future__ import annotations

@@ -31,20 +31,20 @@ What limits it: waits at D = 128 (half of the tensor cores' rate is left), expon
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024      0.31     443.4          22.4
-     64  dense     8192     1.729       636          32.2
-     64  dense    16384     3.422     642.6          32.5
-     64  causal    1024    0.2186     314.7            16
-     64  causal    8192    0.9636     570.6          28.8
-     64  causal   16384     1.822     603.6          30.5
-    128  dense     1024    0.2006       685          34.6
-    128  dense     8192     1.078      1020          51.5
-    128  dense    16384     2.158      1019          51.5
-    128  causal    1024    0.1432     480.2          24.4
-    128  causal    8192    0.5804     947.3          47.9
-    128  causal   16384     1.104     996.3          50.4
+     64  dense     1024    0.3255     422.2          21.3
+     64  dense     8192     1.867     588.9          29.8
+     64  dense    16384     3.677     598.1          30.2
+     64  causal    1024    0.2288     300.7          15.3
+     64  causal    8192     1.086     506.5          25.6
+     64  causal   16384     2.024     543.3          27.5
+    128  dense     1024    0.2202     624.3          31.6
+    128  dense     8192     1.208     910.6            46
+    128  dense    16384     2.313     950.8          48.1
+    128  causal    1024    0.1623     423.7          21.5
+    128  causal    8192    0.7156     768.3          38.8
+    128  causal   16384     1.291     851.9          43.1
 
-on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-24 to 2026-11-25
+on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-25
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from .views import addressable
 
 LOG2_E = 1.4426950408889634
 L2_BYTES = 32 << 20  # of keys and values that stay while a section of heads is walked; an H200 has 50 MB
-# up to which sections pay, of the speed without: of more, SMs that walk a head's tiles at the same time share its keys anyway, and programs even out
-# only within a section. Causal 2k d128 1.19, d192 1.21, 192/128 1.20, d96 1.05, d256 0.99; d128 4k 1.01, 8k 0.99, d256 4k 0.95, d64 4k 0.99 (H200)
+# up to which sections pay, and up to twice as many of d128: of more, SMs that walk a head's tiles at the same time share its keys anyway, and
+# programs even out only within a section. Of the speed without causal 2k d128 1.19, d192 1.21, 192/128 1.20, d96 1.05, d256 0.99; 4k d128 1.01
+# to 1.03, d192, d96 and d64 0.99, 192/128 1.00, d256 0.95; d128 8k 0.99 (H200)
 SHORT_QUERIES = 2048
 MOST_TILES = 2**31  # a tile's number is an int32
 
@@ -71,7 +72,8 @@ def work_of(plan: Plan, call: Call) -> tuple:
         lengths, whole = layout.tokens, heads * tiles_m
     else:
         lengths = layout[1:]
-        if (problem.mask.right or problem.mask.prefix) and not problem.mask.left and lengths[0] <= SHORT_QUERIES:
+        short = SHORT_QUERIES * (2 if (form.block_d, form.block_dv, form.group) == (128, 128, 1) else 1)
+        if (problem.mask.right or problem.mask.prefix) and not problem.mask.left and lengths[0] <= short:
             a_head = layout.seqlen_k * (form.block_d + form.block_dv) * call.k.element_size()
             section = even_section(batch_heads // form.group, L2_BYTES // max(1, a_head)) * form.group
         whole = -(-batch_heads // section) * section * tiles_m  # the last section may hold tiles that are none
