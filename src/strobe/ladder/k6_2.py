@@ -21,7 +21,7 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
     shared      as in k6, and 256 bytes a consumer of what was noted
     registers   as in k6
 
-What limits it: tensor cores and their power at D = 128, exponents and issue slots at D = 64.
+What limits it: tensor cores and their power at D = 128, exponents and issue slots at D = 64. In turn it has 0.91 to 1.04 of production's speed.
 
 Measured:
 
