@@ -38,6 +38,11 @@ def forward_d128() -> tuple[Tensor, ...]:
     return _forward(384, 256, 128)
 
 
+def forward_d96() -> tuple[Tensor, ...]:
+    """Every thread lets go of keys and values by itself."""
+    return _forward(256, 384, 96)
+
+
 def forward_d64_causal() -> tuple[Tensor, ...]:
     """Three consumers, q in shared memory."""
     return _forward(384, 512, 64, mask=CAUSAL)
@@ -206,6 +211,7 @@ class Scene(NamedTuple):
 
 
 FORWARD = "../../src/strobe/kernels/hopper/forward*.py"
+FORWARD_EACH = "../../src/strobe/kernels/[dh]*/[cf][ho][ar][nw]*.py"  # channel.py and forward*.py
 AGAIN = "../../src/strobe/kernels/hopper/[aef]*.py"  # again.py, early.py and forward*.py
 BACKWARD = "../../src/strobe/kernels/hopper/backward*.py"
 DECODE = "../../src/strobe/kernels/hopper/decode.py"
@@ -219,6 +225,7 @@ SCENES = (
         Scene(run.__name__, "sm_90", run, FORWARD)
         for run in (forward_d128, forward_d64_causal, forward_d64_window, forward_d256, forward_few_rows, forward_joined)
     ),
+    Scene("forward_d96", "sm_90", forward_d96, FORWARD_EACH),
     Scene("forward_done_again", "sm_90", forward_done_again, AGAIN),
     Scene("forward_scattered", "sm_90", forward_scattered, FORWARD_MENDED),
     Scene("board", "sm_90", board, SCHEDULE),

@@ -376,6 +376,8 @@ def test_more_tiles_than_a_launch_can_count():
         (32, 512, (16, 16), 128, 128),  # of 512 heads, whose keys and values take 256 KiB each
         (8, 2048, (16, 16), 128, 32),
         (8, 2048, (16, 16), 192, 16),  # of 128: a divisor for 21
+        (1, 2048, (33, 33), 128, 17),  # 32 would leave one alone
+        (1, 512, (16, 16), 128, 16),  # all: no program has two tiles
         (4, 4096, (16, 16), 128, 16),
         (4, 4096, (32, 16), 128, 128),  # all: a group's heads share keys already
         (4, 4096, (16, 16), 96, 64),
@@ -389,7 +391,7 @@ def test_a_section_of_causal_heads_stays_in_l2(batch, seqlen, heads, width, sect
     problem = Problem.from_call(call)
     plan = Plan(hopper.FORWARD, problem, H200, hopper.FORWARD.config(problem, H200), ())
     tiles, sizes, *_ = work_of(plan, call)
-    assert sizes[5] == section and tiles == batch * heads[0] * sizes[4]
+    assert sizes[5] == section and tiles == -(-batch * heads[0] // section) * section * sizes[4]
 
 
 # ---------------------------------------------------------------- heads that share a tile

@@ -16,7 +16,8 @@ _DROPPED = {
     "mbarrier.wait": "drop wait", "mbarrier.arrive": "drop arrive", "mbarrier.expect": "drop expect", "fence_async_shared": "drop fence",
     "store_wait": "drop store_wait", "tma_store_wait": "drop store_wait", "tcgen05_commit": "drop commit", "commit_group": "drop commit",
     "tma_store_drain": "drop store_drain", "cp_async_commit": "drop commit", "cp_async_wait": "drop wait_group",
-    "fence_async_global": "drop fence", "wait_group": "drop wait_group", "mbarrier_arrive": "drop arrive", "inline_asm_elementwise": "drop asm",
+    "fence_async_global": "drop fence", "wait_group": "drop wait_group", "mbarrier_arrive": "drop arrive",
+    "arrive_each": "drop arrive", "inline_asm_elementwise": "drop asm",
     "named_barrier": "drop asm", "release": "drop arrive", "open_inbox": "drop arrive", "cluster_wait": "drop wait", "await_inbox": "drop wait",
 }  # fmt: skip
 # an argument bent: (position, keyword, kind, what becomes of it); those called num_outstanding may be left out

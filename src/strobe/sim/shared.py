@@ -339,15 +339,18 @@ class SharedMemory:
         self.machine.drain(self.machine.current.copies, pending, "cp.async wait_group")
 
     def create_async_copy_mbarrier_arrive(self, bar: Any, increment: bool) -> None:
-        """cp.async.mbarrier.arrive: the barrier is told once all copies so far have landed."""
+        """cp.async.mbarrier.arrive: the barrier is told once all copies so far have landed, at once if there are none."""
         machine, p, barrier = self.machine, self.machine.current, self._barrier(bar)
-        work, p.open_copies = p.open_copies, []
         stream = p.copies
-        stream.issued += 1
-        knows = {**p.knows, stream.agent: stream.issued}
         arrivals, place = 32 * p.warps, machine.place()  # every thread arrives; by default each adds one to the count before
         if increment:
             barrier.missing += arrivals
+        if not p.open_copies and not stream.queue:
+            self.create_mbarrier_arrive(bar, arrivals)
+            return
+        work, p.open_copies = p.open_copies, []
+        stream.issued += 1
+        knows = {**p.knows, stream.agent: stream.issued}
         p.tick()
 
         def land() -> None:

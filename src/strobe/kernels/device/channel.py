@@ -1,6 +1,6 @@
 """Rings of shared memory between warps: barriers, and where each side of a ring stands."""
 
-from .dialect import aggregate, arrive_each, cp_async_wait, gl, gluon, mbarrier
+from .dialect import aggregate, arrive_each, gl, gluon, mbarrier
 
 
 @aggregate
@@ -54,10 +54,3 @@ def release(barrier, each: gl.constexpr):
         arrive_each(barrier, increment_count=False)
     else:
         mbarrier.arrive(barrier)
-
-
-@gluon.jit
-def end_releases(each: gl.constexpr):
-    """Wait until what threads said by themselves has been heard; before a partition ends."""
-    if each:
-        cp_async_wait(0)

@@ -18,7 +18,7 @@ from .views import addressable
 
 LOG2_E = 1.4426950408889634
 L2_BYTES = 32 << 20  # of keys and values that stay while a section of heads is walked; an H200 has 50 MB
-# up to which sections pay, and up to twice as many of d128: of more, SMs that walk a head's tiles at the same time share its keys anyway, and
+# up to which sections pay, and twice as many of d128 without groups: of more, SMs that walk a head's tiles at the same time share its keys, and
 # programs even out only within a section. Of the speed without causal 2k d128 1.19, d192 1.21, 192/128 1.20, d96 1.05, d256 0.99; 4k d128 1.01
 # to 1.03, d192, d96 and d64 0.99, 192/128 1.00, d256 0.95; d128 8k 0.99 (H200)
 SHORT_QUERIES = 2048
@@ -73,7 +73,8 @@ def work_of(plan: Plan, call: Call) -> tuple:
     else:
         lengths = layout[1:]
         short = SHORT_QUERIES * (2 if (form.block_d, form.block_dv, form.group) == (128, 128, 1) else 1)
-        if (problem.mask.right or problem.mask.prefix) and not problem.mask.left and lengths[0] <= short:
+        uneven = (problem.mask.right or problem.mask.prefix) and not problem.mask.left
+        if uneven and lengths[0] <= short and batch_heads * tiles_m > plan.target.sm_count:
             a_head = layout.seqlen_k * (form.block_d + form.block_dv) * call.k.element_size()
             section = even_section(batch_heads // form.group, L2_BYTES // max(1, a_head)) * form.group
         whole = -(-batch_heads // section) * section * tiles_m  # the last section may hold tiles that are none
@@ -85,10 +86,11 @@ def work_of(plan: Plan, call: Call) -> tuple:
 
 
 def even_section(parts: int, most: int) -> int:
-    """Parts to walk together, at most `most`: a divisor, if one is half as many, since programs even out only within a section. Of 32 parts
-    five at a time the last two alone end the launch."""
+    """Parts to walk together, at most `most`: a divisor, if one is half as many, else about even shares, since programs even out only within a
+    section. Of 33 parts 32 at a time the last one alone ends the launch."""
     most = max(1, min(parts, most))
-    return next((n for n in range(most, most // 2, -1) if parts % n == 0), most)
+    shares = -(-parts // most)
+    return next((n for n in range(most, most // 2, -1) if parts % n == 0), -(-parts // max(1, shares)))
 
 
 def numbers_of(problem: Problem) -> tuple[float, float]:

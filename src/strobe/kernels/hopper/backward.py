@@ -20,7 +20,7 @@ a tile of queries, backward_store what leaves a program.
     told          1                           the board holds a tile of keys    told_free   all readers  they have read it
     kv_ready[i]   1 and the bytes of both     k[i] and v[i] have landed         kv_used[i]  2   no product reads them any more: kv_free, unless
                                                                                                 gradients leave in their place
-    q_ready       1 and the bytes of both     q[s] and lse[s] have landed       q_free      2   both are used up
+    q_ready       1 and the bytes of both     q[s] and lse[s] have landed       q_free      2   both are used up; tuning.each: 256, and ds_free 128
     do_ready      1 and the bytes of both     do[s] and delta[s] have landed    do_free     1   both are used up; by halves q_free says so of
                                                                                                 all four
     ds_ready[n]   1                           ds, or a half, stands in memory   by halves its next arrival but one says that it has been read, by
@@ -42,7 +42,7 @@ memory always.
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arXiv 2407.08608), section 3 and its backward's dq writer.
 """
 
-from ..device.channel import Position, end_releases, ring, ring_start
+from ..device.channel import Position, ring, ring_start
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load, zero_of_turn
 from ..device.schedule import is_told, tell
 from ..device.views import copy_parts, stage_of, tiles_for
@@ -167,7 +167,6 @@ def mma_partition(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, work
     while is_told(words, told, board_at(kv_at, form)):
         at = take_tile(w, gradients, board, kv, q, do, dq, handed, at, kv_at, work, form)
         kv_at = kv_at.next()
-    end_releases(form.tuning.each)
 
 
 @gluon.jit

@@ -17,7 +17,7 @@
     mended    1 and the tile's bytes    v[stage] of a tile done again has landed; the loader makes rows of other documents 0, then signals v_ready
 
 p stays in registers; the sum of a row is gathered across lanes once, at the end; o leaves through shared memory by TMA, while the next
-tile's q, k and v are on their way. Head dimensions that are no power of two come in two parts, (64, 32) or (128, 64), and so do q and k of 256.
+tile's q, k and v are on their way. Head dimensions that are no power of two come in two parts, (64, 32) or (128, 64); so may q and k of 256.
 
 A tensor's rows end where TMA is told: it gives zeros beyond them and writes nothing there, so lengths may be ragged. Packed sequences
 lie end to end, so their descriptors wrap (`copy_in`): a neighbour's rows are neither read nor written, whatever they hold.
@@ -27,7 +27,7 @@ Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; online softm
 FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute); ragged descriptors: triton.tools.ragged_tma.
 """
 
-from ..device.channel import end_releases, release, ring, ring_start
+from ..device.channel import release, ring, ring_start
 from ..device.dialect import (
     fence_async_shared,
     gl,
@@ -530,7 +530,6 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q, sizes[1]), head, m_start, form)
         q_at = q_at.next()
     tma_store_wait(0)
-    end_releases(form.tuning.each)
 
 
 @gluon.jit
