@@ -46,11 +46,23 @@ class Tuning:
         return ROWS * self.consumers // self.fold
 
 
-class InParts:
-    """Columns of tiles in two parts: products take powers of two."""
+class Walk:
+    """What forward and backward have in common: which rows see which keys, and columns of tiles in two parts, since products take powers of two."""
 
     block_d: int
     block_dv: int
+    mask: MaskStructure
+    packed: bool
+
+    @property
+    def spans(self) -> bool:
+        """Whether rows of a batch entry see different spans of keys: device.spans, backward_spans."""
+        return has_spans(self.mask)
+
+    @property
+    def wraps(self) -> bool:
+        """Whether TMA's views wrap: device.views."""
+        return self.packed or self.spans
 
     @property
     def rest_d(self) -> int:
@@ -71,7 +83,7 @@ class InParts:
 
 
 @dataclass(frozen=True)
-class Form(InParts):
+class Form(Walk):
     """All that a compiled kernel holds as constants; no __str__ of its own, since Triton tells kernels apart by it."""
 
     tuning: Tuning
@@ -90,16 +102,6 @@ class Form(InParts):
     def rest_d(self) -> int:
         """At 256 half of q's columns and of k's, so that half of q can lie in registers: 1.001 to 1.006 of the speed (H200)."""
         return 128 if self.block_d == 256 and self.tuning.q_in_registers else rest(self.block_d)
-
-    @property
-    def spans(self) -> bool:
-        """Whether rows of a batch entry see different spans of keys: device.spans."""
-        return has_spans(self.mask)
-
-    @property
-    def wraps(self) -> bool:
-        """Whether TMA's views wrap: device.views."""
-        return self.packed or self.spans
 
     @property
     def returns(self) -> bool:
@@ -149,7 +151,7 @@ class BackwardTuning:
 
 
 @dataclass(frozen=True)
-class BackwardForm(InParts):
+class BackwardForm(Walk):
     """All that the backward's kernels hold as constants; no __str__ of its own, since Triton tells kernels apart by it."""
 
     tuning: BackwardTuning
@@ -167,16 +169,6 @@ class BackwardForm(InParts):
     first_stores: bool = False  # the first tile of keys to come to a tile of dq stores, so that nothing clears dq's sum; the others wait for that
     lags: bool = False  # a step multiplies dq of the step before
     begun: bool = False  # scores begin at -lse over their scale
-
-    @property
-    def spans(self) -> bool:
-        """Whether rows of a batch entry see different spans of keys: backward_spans."""
-        return has_spans(self.mask)
-
-    @property
-    def wraps(self) -> bool:
-        """Whether TMA's views wrap: device.views."""
-        return self.packed or self.spans
 
     @property
     def members(self) -> int:
