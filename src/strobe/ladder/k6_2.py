@@ -220,8 +220,8 @@ def over_lanes(numbers, tile):
 
 @gluon.jit
 def softmax_step(s, careful, row_max, row_sum, m_start, n_start, sizes, scale_log2, form: gl.constexpr):
-    """(p, rescale, row_max, row_sum) after one more tile of raw scores; all but p [64, 4] in lanes, of which each keeps the sum of its own columns.
-    Only careful steps hide keys and look for a maximum: any other is one that all rows see, and have met a key before."""
+    """(p, part, rescale, row_max, row_sum) after one more tile of raw scores, a part of row_sum from it; all but p [64, 4] in lanes, of which each
+    sums its own columns. Only careful steps hide keys and look for a maximum: any other is one that all rows see, and have met a key before."""
     rescale = gl.full([ROWS, 4], 1.0, gl.float32, LANES)
     if careful:
         if form.masks:
@@ -233,16 +233,17 @@ def softmax_step(s, careful, row_max, row_sum, m_start, n_start, sizes, scale_lo
     p = gl.exp2(s * scale_log2 - over_lanes(base, s))
     low, high = gl.split(gl.reshape(p, [ROWS, form.block_n // 8, 4, 2]))  # of each eight columns a lane has two
     part = gl.convert_layout(gl.sum(low + high, 1), LANES, assert_trivial=True)
-    row_max, row_sum, rescale, factor = kept_in_range(part, row_max, row_sum * rescale + part, rescale)
-    return scale_rows(p, over_lanes(factor, p)), rescale, row_max, row_sum
+    return p, part, rescale, row_max, row_sum * rescale + part
 
 
 @gluon.jit
-def kept_in_range(part, row_max, row_sum, rescale):
-    """(row_max, row_sum, rescale, factor of weights) where rows of which a lane's part of the sum is above 2^8 are divided by the largest."""
+def kept_in_range(p, part, rescale, row_max, row_sum):
+    """(p, rescale, row_max, row_sum) where rows of which a lane's part of the sum is above 2^8 are divided by the largest."""
     text: gl.constexpr = _text()
-    return gl.inline_asm_elementwise(text, "=f,=f,=f,=f,=f,=f,=f,=f,0,1,2,3,4,5,f,f", [row_max, row_sum, rescale, part],
-                                     dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=2)  # fmt: skip
+    row_max, row_sum, rescale, factor = gl.inline_asm_elementwise(
+        text, "=f,=f,=f,=f,=f,=f,=f,=f,0,1,2,3,4,5,f,f", [row_max, row_sum, rescale, part],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=2)  # fmt: skip
+    return scale_rows(p, over_lanes(factor, p)), rescale, row_max, row_sum
 
 
 @gluon.constexpr_function
@@ -320,7 +321,7 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, again, sizes, sca
     pass_turn(w, form)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(stage))
-    p, rescale, row_max, row_sum = softmax_step(s, True, row_max, row_sum, m_start, n_start, sizes, scale_log2, form)
+    p, _, rescale, row_max, row_sum = softmax_step(s, True, row_max, row_sum, m_start, n_start, sizes, scale_log2, form)
     p_reg = gl.convert_layout(p.to(k_smem.dtype), p_layout)
     for _ in range(1, blocks):
         v_at, v_parity = stage, parity
@@ -336,7 +337,8 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, again, sizes, sca
         careful = again > 0
         if form.causal:  # until each row has met a key
             careful = careful | (n_start + form.block_n >= m_start + sizes[3] - sizes[2] + 1)
-        p, rescale, row_max, row_sum = softmax_step(s, careful, row_max, row_sum, m_start, n_start, sizes, scale_log2, form)
+        p, part, rescale, row_max, row_sum = softmax_step(s, careful, row_max, row_sum, m_start, n_start, sizes, scale_log2, form)
+        p, rescale, row_max, row_sum = kept_in_range(p, part, rescale, row_max, row_sum)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_free.index(v_at))
         p_reg = gl.convert_layout(p.to(k_smem.dtype), p_layout)

@@ -41,18 +41,17 @@ from ..device.dialect import (
     warpgroup_mma_wait,
 )
 from ..device.joined import heads_of, load_sinks, queries_of
-from ..device.lagging import THRESHOLD, lagging_max, lift_of, rescaled
-from ..device.lanes import in_lanes, lanes_of, over_lanes, sum_in_lanes
+from ..device.lagging import lift_of, rescaled
 from ..device.masking import edges_of, row_interval
 from ..device.schedule import blocks_within, is_told, read_tile, read_words, tell, tile_number, word
-from ..device.softmax import finish, tanh
-from ..device.spans import PURE, next_tile, own_keys
+from ..device.softmax import finish
+from ..device.spans import PURE, next_tile
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
 from ..device.views import copy_out, tile_2d, tiles_for
 from .again import DOCUMENT, K_START, KEYS, PREFIX, WORDS, back_or_next, came_back, is_done_again, judge, verdicts_of, witness_of
-from .early import kept_in_range
 from .forms import ROWS as _ROWS
 from .forward_loads import load_keys, load_rows, load_values, mend_values
+from .forward_steps import first_step, is_careful, softmax_step
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile
 
@@ -143,100 +142,6 @@ def next_number(turn, tiles, counter, form: gl.constexpr):
         if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
             gl.atomic_xchg(counter, 0, sem="relaxed")
     return turn + 1, upcoming
-
-
-@gluon.jit
-def softmax_step(s, careful, row_max, row_sum, n_start, edges, numbers, lift: gl.constexpr, form: gl.constexpr):
-    """(p, rescale, row_max, row_sum): device.softmax.online_step with all but p [ROWS, 4] in lanes, of which each keeps the sum of its own columns:
-    they are gathered once, after the last step.
-
-    A careful step looks for maxima. Weights are taken against one that is a lift below the maximum so far and lags (with early weights, which come
-    before maxima, as it does by itself). Without a left bound only careful steps hide keys: the keys of others end before those of any row do.
-    """
-    scale_log2 = numbers[0]
-    if form.softcap:
-        s = tanh(s * numbers[1])
-    if form.mask.left:
-        s = hidden(s, n_start, edges, form)
-    rescale = gl.full([ROWS, 4], 1.0, gl.float32, lanes_of(ROWS))
-    if careful:
-        if form.masks and not form.mask.left:
-            s = hidden(s, n_start, edges, form)
-        new_max = gl.maximum(row_max, in_lanes(gl.max(s, 1) * scale_log2 - lift))
-        if not form.early:
-            new_max = lagging_max(row_max, new_max, THRESHOLD)
-        rescale = gl.exp2(row_max - finite(new_max))
-        row_max = new_max
-    p = gl.exp2(s * scale_log2 - over_lanes(finite(row_max), s))
-    part = sum_in_lanes(p)
-    row_sum = row_sum * rescale + part
-    if form.early:
-        p, row_max, row_sum, rescale = kept_in_range(p, part, row_max, row_sum, rescale, lift, THRESHOLD)
-    return p, rescale, row_max, row_sum
-
-
-@gluon.jit
-def finite(row_max):
-    """What scores are taken against: 0 in rows that have seen nothing, of whose scores -inf - -inf would be NaN."""
-    return gl.where(row_max == float("-inf"), 0.0, row_max)
-
-
-@gluon.jit
-def hidden(s, n_start, edges, form: gl.constexpr):
-    first_edge, stop_edge, key_stop = edges[0], edges[1], edges[2]
-    layout: gl.constexpr = s.type.layout
-    n_stop = n_start + form.tuning.block_n
-    partial = n_stop > key_stop
-    if form.mask.prefix:
-        partial = partial | (n_stop > first_stop(edges, form))
-    elif form.mask.right:
-        partial = partial | (n_stop > stop_edge)
-    if form.mask.left:
-        partial = partial | (n_start < first_edge + (form.own_queries - 1))
-    if partial:
-        # a column's bits 1 and 2 are its thread's, the others its register's: apart, no register holds a column
-        column = gl.arange(0, form.tuning.block_n, gl.SliceLayout(0, layout))
-        by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
-        row = queries_of(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), form)
-        stop = row * 0 + (key_stop - n_start)
-        if form.mask.prefix:
-            stop = gl.minimum(stop, gl.maximum(row + (stop_edge - n_start), edges[3] - n_start))
-            if form.mask.right:
-                stop = gl.minimum(stop, row + (stop_edge + edges[4] - n_start))
-        elif form.mask.right:
-            stop = gl.minimum(stop, row + (stop_edge - n_start))
-        s = gl.where(stop[:, None] - by_thread > by_register, s, float("-inf"))
-        if form.mask.left:
-            s = gl.where((row + (first_edge - n_start))[:, None] - by_thread <= by_register, s, float("-inf"))
-    if form.mask.documents:
-        s = own_keys(s, n_start, edges[5], edges[6], key_stop)
-    return s
-
-
-@gluon.jit
-def first_stop(edges, form: gl.constexpr):
-    """Where the keys of the first row end, by the diagonal and the prefix."""
-    stop = gl.maximum(edges[1], edges[3])
-    if form.mask.right:
-        stop = gl.minimum(stop, edges[1] + edges[4])
-    return stop
-
-
-@gluon.jit
-def is_careful(n_start, edges, again, form: gl.constexpr):
-    """Whether a step after the first looks for maxima: always, but with early weights only until each row has met a key, and in a tile that
-    is done again."""
-    careful: gl.constexpr = True
-    if form.early:
-        last = edges[2]
-        if form.mask.prefix:
-            last = gl.minimum(last, first_stop(edges, form))
-        elif form.mask.right:
-            last = gl.minimum(last, edges[1])
-        careful = (again > 0) | (n_start + form.tuning.block_n >= last)
-        if form.mask.documents:
-            careful = careful | (edges[5] != PURE)  # a row may meet its first key anywhere
-    return careful
 
 
 @gluon.jit
@@ -332,8 +237,6 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, fo
     LIFT: gl.constexpr = lift_of(dtype)
     parts_v: gl.constexpr = 2 if form.rest_dv else 1  # products under way for each o += p v
     zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, s_layout)
-    row_max = gl.full([ROWS, 4], float("-inf"), gl.float32, lanes_of(ROWS))
-    row_sum = gl.full([ROWS, 4], 0.0, gl.float32, lanes_of(ROWS))
     o = zeros(form)
     n_start = (n_begin + blocks - 1) * BLOCK_N
     mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
@@ -345,7 +248,7 @@ def attend(w: gl.constexpr, q, k, v, k_at, v_at, keys, edges, again, numbers, fo
     s = warpgroup_mma_wait(0, deps=[s])
     release(k_free.index(k_at.stage), form.tuning.each)
     k_at = k_at.next()
-    p, rescale, row_max, row_sum = softmax_step(s, True, row_max, row_sum, n_start, edges, numbers, LIFT, form)
+    p, rescale, row_max, row_sum = first_step(s, n_start, edges, numbers, LIFT, form)
     p_reg = gl.convert_layout(p.to(dtype), p_layout)
     for i in range(1, blocks):
         mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
