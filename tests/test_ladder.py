@@ -96,7 +96,7 @@ def test_every_family_of_inputs(name, family):
 
 
 @pytest.mark.parametrize(
-    "name, rows, keys, seed, options", [("k6", 256, 544, 0, {"ping_pong": 0}), ("k6_2", 256, 544, 0, {}), ("k7", 384, 740, 1, {"turns": 0})]
+    "name, rows, keys, seed, options", [("k6", 256, 544, 0, {"ping_pong": 0}), ("k6_2", 256, 544, 0, {"early": 1}), ("k7", 384, 740, 1, {"turns": 0})]
 )
 def test_a_consumer_that_passes_over_a_tile_is_no_round_of_the_ring_ahead(name, rows, keys, seed, options):
     """K of a tile that only others' rows see lands after V of that tile, and after K of the next."""
@@ -106,7 +106,7 @@ def test_a_consumer_that_passes_over_a_tile_is_no_round_of_the_ring_ahead(name, 
 OPTIONS = (
     ("t", {"step": 1}), ("t", {"step": 2}), ("a", {"block_n": 32}), ("k3_3", {"stages_k": 2, "stages_v": 3}), ("k5", {"consumers": 2}),
     ("k6", {"ping_pong": 0}), ("k6", {"overlap": 0}), ("k6", {"late_sum": 0}), ("k6", {"lag": 0}),
-    ("k6_2", {"ping_pong": 0}),
+    ("k6_2", {"ping_pong": 0}), ("k6_2", {"early": 1}), ("k6_2", {"early": 1, "ping_pong": 0}),
     ("k7", {"two_level": 1}), ("k8", {"rotate": 0}), ("decode", {"splits": 3}),
 )  # fmt: skip
 
@@ -121,6 +121,12 @@ def test_options(name, options):
 )
 def test_long_rows_of_k6_have_other_tiles(options):
     assert simulate("k6", FIRST._replace(causal=False), "pct", **options)["worst"] <= 1
+
+
+@pytest.mark.parametrize("size", [FIRST, MORE_ROWS])
+def test_early_weights_of_few_keys(size):
+    """By themselves such rows have maxima that lag."""
+    assert simulate("k6_2", size, "lazy", early=1)["worst"] <= 1
 
 
 def test_keys_that_end_within_a_larger_tile_are_hidden():
@@ -172,7 +178,7 @@ def test_what_was_noted_is_read_before_anyone_notes_more(monkeypatch):
         return q, k, v
 
     monkeypatch.setattr(harness, "draw", drawn)
-    assert simulate("k6_2", Size(1, 1000, 250, 2, 2, 64, causal=False), "lazy", ping_pong=0)["worst"] <= 1
+    assert simulate("k6_2", Size(1, 1000, 250, 2, 2, 64, causal=False), "lazy", ping_pong=0, early=1)["worst"] <= 1
 
 
 def test_a_row_that_is_no_number_stays_alone_though_its_tile_is_done_once_more():

@@ -6,12 +6,11 @@ those until each row has met a key. In all others exponentials begin with the fi
 afterwards how far a row has outgrown its number. A lane's part of the sum may be
 
     up to 2^8     as a maximum may lag in k6: nothing is done
-    up to 2^32    the row's weights, o and sum are divided by the largest part, before weights are rounded: a key that outweighs all others has the
-                  weight 1, as it would have had (`kept_in_range`, a block of PTX: a vote of the warp, and a branch over all else)
+    up to 2^32    the row's weights, o and sum are divided by the largest part, before weights are rounded (`kept_in_range`: a vote, and a branch)
     more          scores have lost bits that lse needs, and are gone: the row's maximum becomes infinite
 
-At a tile's end its spoiled rows are those whose maximum is no number (-inf is one, where a row's first scores all were). It is written as it is, and
-its program notes that. Behind its last tile it looks whether anything was noted, and if so takes all its tiles once more, all steps careful.
+A spoiled row's maximum is no number at its tile's end (-inf is none, if all its first scores were that). It is written as it is, and its program
+notes that: behind its last tile it takes all its tiles once more, all steps careful. Rows of fewer than 640 keys gain nothing, and are as in k6.
 
 Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 bits, on one SM:
 
@@ -80,6 +79,7 @@ class Form:
     causal: bool
     masks: bool = True  # whether any tile may hold a hidden key; else the loop has no code for them
     ping_pong: bool = True  # consumers take turns at issuing products, where there are four
+    early: bool = True  # exponentials wait for no maximum; where rows are short, for one that lags, as in k6
 
     @property
     def consumers(self) -> int:
@@ -116,8 +116,7 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 @gluon.jit
 def next_of(stage, parity, stages: gl.constexpr):
     """The next position in a ring: (stage, parity)."""
-    last = stage == stages - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, parity ^ 1, parity)
+    return gl.where(stage == stages - 1, 0, stage + 1), gl.where(stage == stages - 1, parity ^ 1, parity)
 
 
 @gluon.jit
@@ -143,8 +142,7 @@ def tile_of(number, sizes, form: gl.constexpr):
         first = number // (tiles_m * section) * section
         within, section = number - first * tiles_m, gl.minimum(section, sizes[5] // tiles_m - first)
         index, m_block = first + within % section, tiles_m - 1 - within // section
-    m_start = m_block * form.block_m
-    return index // heads, index % heads, m_start, blocks_of(m_start, form.block_m, sizes, form)
+    return index // heads, index % heads, m_block * form.block_m, blocks_of(m_block * form.block_m, form.block_m, sizes, form)
 
 
 @gluon.jit
@@ -227,10 +225,11 @@ def softmax_step(s, careful, row_max, row_sum, m_start, n_start, sizes, scale_lo
         if form.masks:
             s = hide(s, m_start, n_start, sizes, form)
         new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1) * scale_log2, gl.SliceLayout(1, LANES), assert_trivial=True)[:, None])
+        if not form.early:
+            new_max = gl.where(new_max - row_max <= 8.0, row_max, new_max)  # -inf - -inf is NaN: new_max
         rescale = gl.exp2(row_max - gl.where(new_max == float("-inf"), 0.0, new_max))
         row_max = new_max
-    base = gl.where(row_max == float("-inf"), 0.0, row_max)  # -inf - -inf would be NaN
-    p = gl.exp2(s * scale_log2 - over_lanes(base, s))
+    p = gl.exp2(s * scale_log2 - over_lanes(gl.where(row_max == float("-inf"), 0.0, row_max), s))  # -inf - -inf would be NaN
     low, high = gl.split(gl.reshape(p, [ROWS, form.block_n // 8, 4, 2]))  # of each eight columns a lane has two
     part = gl.convert_layout(gl.sum(low + high, 1), LANES, assert_trivial=True)
     return p, part, rescale, row_max, row_sum * rescale + part
@@ -240,10 +239,9 @@ def softmax_step(s, careful, row_max, row_sum, m_start, n_start, sizes, scale_lo
 def kept_in_range(p, part, rescale, row_max, row_sum):
     """(p, rescale, row_max, row_sum) where rows of which a lane's part of the sum is above 2^8 are divided by the largest."""
     text: gl.constexpr = _text()
-    row_max, row_sum, rescale, factor = gl.inline_asm_elementwise(
-        text, "=f,=f,=f,=f,=f,=f,=f,=f,0,1,2,3,4,5,f,f", [row_max, row_sum, rescale, part],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=2)  # fmt: skip
-    return scale_rows(p, over_lanes(factor, p)), rescale, row_max, row_sum
+    numbers = gl.inline_asm_elementwise(text, "=f,=f,=f,=f,=f,=f,=f,=f,0,1,2,3,4,5,f,f", [row_max, row_sum, rescale, part],
+                                        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=2)  # fmt: skip
+    return scale_rows(p, over_lanes(numbers[3], p)), numbers[2], numbers[0], numbers[1]
 
 
 @gluon.constexpr_function
@@ -334,11 +332,12 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, again, sizes, sca
         s = warpgroup_mma_wait(1, deps=[s])  # the scores; the product with V goes on
         mbarrier.arrive(k_free.index(stage))
         n_start -= form.block_n
-        careful = again > 0
-        if form.causal:  # until each row has met a key
+        careful = again > 0 if form.early else True
+        if form.early and form.causal:  # until each row has met a key
             careful = careful | (n_start + form.block_n >= m_start + sizes[3] - sizes[2] + 1)
         p, part, rescale, row_max, row_sum = softmax_step(s, careful, row_max, row_sum, m_start, n_start, sizes, scale_log2, form)
-        p, rescale, row_max, row_sum = kept_in_range(p, part, rescale, row_max, row_sum)
+        if form.early:
+            p, rescale, row_max, row_sum = kept_in_range(p, part, rescale, row_max, row_sum)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_free.index(v_at))
         p_reg = gl.convert_layout(p.to(k_smem.dtype), p_layout)
@@ -391,15 +390,14 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, noted, sizes, s
 @gluon.jit
 def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: gl.constexpr):
     """sizes (H, queries' heads a key head, S_q, S_k, tiles of queries a head, and in all, heads a section)."""
-    STAGES: gl.constexpr = form.consumers
-    CONSUMERS: gl.constexpr = form.consumers
+    CONSUMERS: gl.constexpr = form.consumers  # and stages
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS] + o_desc.block_shape, o_desc.layout)  # noqa: RUF005
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     q = (q_smem, barriers(2 * CONSUMERS, 1), barriers(2 * CONSUMERS, 1))
-    k = (k_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
-    v = (v_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    k = (k_smem, barriers(CONSUMERS, 1), barriers(CONSUMERS, CONSUMERS))
+    v = (v_smem, barriers(CONSUMERS, 1), barriers(CONSUMERS, CONSUMERS))
     noted = (gl.allocate_shared_memory(gl.int32, [CONSUMERS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(1, CONSUMERS + 1))
     for w in gl.static_range(CONSUMERS):
         noted[0].index(w).store(gl.full([ROWS], 0, gl.int32, gl.BlockedLayout([2], [32], [4], [0])))
@@ -437,7 +435,7 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[Tensor, Tensor]:
     check_inputs(q, k, v)
     batch, seqlen_q, heads, head_dim = q.shape
-    form = Form(head_dim, causal, causal or k.shape[1] % 128 > 0, **options)
+    form = Form(head_dim, causal, causal or k.shape[1] % 128 > 0, **({"early": k.shape[1] >= 640} | options))
     out, lse = outputs(q)
     views = [descriptor(tensor, rows) for tensor, rows in ((q, 64), (k, form.block_n), (v, form.block_n), (out, 64))]
     tiles_m = -(-seqlen_q // form.block_m)
@@ -455,7 +453,7 @@ def moved(size: Size, form: Form) -> int:
 
 RUNG = Rung(
     "k6_2", "early weights: exponentials wait for no maximum", "k6", run, Form, moved,
-    ("next_turn", "softmax_step", "kept_in_range", "attend", "mma_partition"),
+    ("next_turn", "softmax_step", "kept_in_range", "attend", "mma_partition"), small_seqlen=600,
 )  # fmt: skip
 
 if __name__ == "__main__":
