@@ -217,12 +217,12 @@ def over_lanes(numbers, tile):
 
 
 @gluon.jit
-def softmax_step(s, careful, row_max, row_sum, m_start, n_start, sizes, scale_log2, form: gl.constexpr):
+def softmax_step(s, careful, edge, row_max, row_sum, m_start, n_start, sizes, scale_log2, form: gl.constexpr):
     """(p, part, rescale, row_max, row_sum) after one more tile of raw scores, a part of row_sum from it; all but p [64, 4] in lanes, of which each
-    sums its own columns. Only careful steps hide keys and look for a maximum: any other is one that all rows see, and have met a key before."""
+    sums its own columns. Only careful steps look for a maximum, and at an edge hide keys; all rows see any other's, and have met one before."""
     rescale = gl.full([ROWS, 4], 1.0, gl.float32, LANES)
     if careful:
-        if form.masks:
+        if form.masks and edge:
             s = hide(s, m_start, n_start, sizes, form)
         new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1) * scale_log2, gl.SliceLayout(1, LANES), assert_trivial=True)[:, None])
         if not form.early:
@@ -319,7 +319,7 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, again, sizes, sca
     pass_turn(w, form)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(stage))
-    p, _, rescale, row_max, row_sum = softmax_step(s, True, row_max, row_sum, m_start, n_start, sizes, scale_log2, form)
+    p, _, rescale, row_max, row_sum = softmax_step(s, True, True, row_max, row_sum, m_start, n_start, sizes, scale_log2, form)
     p_reg = gl.convert_layout(p.to(k_smem.dtype), p_layout)
     for _ in range(1, blocks):
         v_at, v_parity = stage, parity
@@ -332,10 +332,9 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, again, sizes, sca
         s = warpgroup_mma_wait(1, deps=[s])  # the scores; the product with V goes on
         mbarrier.arrive(k_free.index(stage))
         n_start -= form.block_n
-        careful = again > 0 if form.early else True
-        if form.early and form.causal:  # until each row has met a key
-            careful = careful | (n_start + form.block_n >= m_start + sizes[3] - sizes[2] + 1)
-        p, part, rescale, row_max, row_sum = softmax_step(s, careful, row_max, row_sum, m_start, n_start, sizes, scale_log2, form)
+        edge = (n_start + form.block_n >= m_start + sizes[3] - sizes[2] + 1) if form.causal else False  # until each row has met a key
+        careful = (again > 0) | edge if form.early else True
+        p, part, rescale, row_max, row_sum = softmax_step(s, careful, edge, row_max, row_sum, m_start, n_start, sizes, scale_log2, form)
         if form.early:
             p, rescale, row_max, row_sum = kept_in_range(p, part, rescale, row_max, row_sum)
         o = warpgroup_mma_wait(0, deps=[o])
@@ -379,7 +378,7 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, noted, sizes, s
             bad = row_max * 0.0 != 0.0  # -inf, inf and NaN times 0 are NaN
             if form.causal:  # and the row sees a key
                 bad = bad & (m_start + gl.arange(0, ROWS, row_max.type.layout) >= sizes[2] - sizes[3])
-            if again == 0:  # afterwards others may still be reading
+            if (again == 0) & form.early:  # afterwards others may still be reading
                 noted[0].index(w).store(noted[0].index(w).load(row_max.type.layout) | bad.to(gl.int32))
         mbarrier.arrive(q[2].index(q_at))
         store_rows(o_desc, o, row_max, row_sum, lse, (entry, head), m_start, sizes, o_smem.index(w))

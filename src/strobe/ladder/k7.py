@@ -15,7 +15,7 @@ Turns          k6 issues the next scores before this softmax. Here weights would
                while the two others have them. Without turns all three multiply at once, and then all wait at their exponents.
 Sums           Hopper's 8-bit products keep about 14 bits of what they add up. q k^T adds D terms, but o adds every key there is: at long rows it
                stagnates. `two_level` starts each tile's product from zero and adds it to o in float32, for 64 more registers a thread.
-Tiles          are walked as in k5; V of a tile follows its K, since no product is issued ahead.
+Tiles          are walked as in k5, but causal ones end where queries do, lest the longest of a head be one for 64 of 192 rows; V follows its K.
 Scales         `descale` (of q, k, v), what a unit of each is worth: the first two go into the softmax's scale, the third into out's division.
 
 Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 8 bits, on one SM:
@@ -126,8 +126,7 @@ def transpose_kernel(v, turned, seqlen, padded, heads, HEAD_DIM: tl.constexpr, B
 @gluon.jit
 def as_rows(tile):
     """A tile as rows and columns: TMA sees it as a block [1, 1, rows, columns]."""
-    shape: gl.constexpr = [tile.shape[-2], tile.shape[-1]]
-    return tile.reshape(shape)
+    return tile.reshape([tile.shape[-2], tile.shape[-1]])
 
 
 @gluon.jit
@@ -141,23 +140,20 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 @gluon.jit
 def next_of(stage, parity, stages: gl.constexpr):
     """The next position in a ring: (stage, parity)."""
-    last = stage == stages - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, parity ^ 1, parity)
+    return gl.where(stage == stages - 1, 0, stage + 1), gl.where(stage == stages - 1, parity ^ 1, parity)
 
 
 @gluon.jit
 def copy_tile(desc, place, row, ready, smem):
     """Have TMA fetch rows `row`.. of one head; `ready` turns when all bytes are there. Rows beyond the last are zeros."""
-    entry, head = place
     mbarrier.expect(ready, desc.block_type.nbytes)
-    tma_load(desc, [entry, head, row, 0], ready, smem)
+    tma_load(desc, [place[0], place[1], row, 0], ready, smem)
 
 
 @gluon.jit
 def tile_number(turn):
     """Which tile this program takes in its turn: to and fro, so that who had the longest of a round has the shortest of the next."""
-    programs, place = gl.num_programs(0), gl.program_id(0)
-    return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
+    return turn * gl.num_programs(0) + gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
 
 
 @gluon.jit
@@ -170,17 +166,23 @@ def tile_of(number, sizes, form: gl.constexpr):
         within, section = number - first * tiles_m, gl.minimum(section, sizes[5] // tiles_m - first)
         index, m_block = first + within % section, tiles_m - 1 - within // section
     m_start = m_block * form.block_m
+    if form.causal:  # tiles end where queries do, and consumers without rows have none before the first query, where a tile sees fewest keys
+        m_start -= (tiles_m * form.block_m - sizes[2]) // ROWS * ROWS
     return index // heads, index % heads, m_start, blocks_of(m_start, form.block_m, sizes, form)
 
 
 @gluon.jit
 def blocks_of(m_start, rows: gl.constexpr, sizes, form: gl.constexpr):
     """Tiles of keys that some of these rows sees."""
-    seqlen_q, seqlen_k = sizes[2], sizes[3]
-    n_stop = seqlen_k
+    n_stop = sizes[3]
     if form.causal:
-        n_stop = gl.minimum(n_stop, gl.maximum(m_start + rows + seqlen_k - seqlen_q, 0))
-    return gl.where(m_start < seqlen_q, gl.cdiv(n_stop, form.block_n), 0)
+        n_stop = gl.minimum(n_stop, gl.maximum(m_start + rows + sizes[3] - sizes[2], 0))
+    return gl.where(m_start < sizes[2], gl.cdiv(n_stop, form.block_n), 0)
+
+
+@gluon.jit
+def own_rows(m_start, w: gl.constexpr, sizes):
+    return gl.where(m_start + w * ROWS < 0, sizes[2], m_start + w * ROWS)
 
 
 @gluon.jit
@@ -197,7 +199,7 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, form: gl.constexpr):
         for w in gl.static_range(CONSUMERS):
             q_at = w + CONSUMERS * (turn & 1)
             mbarrier.wait(q_free.index(q_at), (turn >> 1 & 1) ^ 1)
-            copy_tile(q_desc, (entry, head), m_start + w * ROWS, q_ready.index(q_at), q_smem.index(q_at))
+            copy_tile(q_desc, (entry, head), own_rows(m_start, w, sizes), q_ready.index(q_at), q_smem.index(q_at))
         for i in range(blocks):  # the last keys first: there a causal tile is masked
             n_start = (blocks - 1 - i) * form.block_n
             mbarrier.wait(k_free.index(at), parity)
@@ -248,9 +250,8 @@ def weights_operand(p, form: gl.constexpr):
 @gluon.jit
 def hide(s, m_start, n_start, sizes, form: gl.constexpr):
     """Scores with -inf where there is no key, or causal attention does not look."""
-    seqlen_q, seqlen_k = sizes[2], sizes[3]
-    shift = seqlen_k - seqlen_q
-    partial = n_start + form.block_n > seqlen_k
+    shift = sizes[3] - sizes[2]
+    partial = n_start + form.block_n > sizes[3]
     if form.causal:
         partial = partial | (n_start + form.block_n > m_start + shift + 1)
     if partial:
@@ -258,7 +259,7 @@ def hide(s, m_start, n_start, sizes, form: gl.constexpr):
         # a column's bits 1 and 2 are its thread's, the others its register's: apart, no register holds a column
         column = gl.arange(0, form.block_n, gl.SliceLayout(0, s.type.layout))
         by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
-        stop = rows * 0 + (seqlen_k - n_start)
+        stop = rows * 0 + (sizes[3] - n_start)
         if form.causal:
             stop = gl.minimum(stop, rows + (m_start + shift + 1 - n_start))
         s = gl.where(stop[:, None] - by_thread > by_register, s, float("-inf"))
@@ -268,7 +269,6 @@ def hide(s, m_start, n_start, sizes, form: gl.constexpr):
 @gluon.jit
 def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, descale_v, o_smem):
     """lse from registers; o / row_sum through shared memory by TMA, which writes no row beyond the last."""
-    entry, head = place
     rows = gl.arange(0, o.shape[0], row_sum.type.layout)
     row_lse = gl.where(row_sum == 0.0, float("-inf"), row_max * LN_2 + gl.log(row_sum))
     gl.store(lse_rows + m_start + rows, row_lse, mask=rows < seqlen_q - m_start)
@@ -276,7 +276,7 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
     tma_store_wait(0)  # the tile before has left the buffer
     as_rows(o_smem).store((o * inverse[:, None]).to(o_desc.dtype))
     fence_async_shared()
-    tma_store(o_desc, [entry, head, m_start, 0], o_smem)
+    tma_store(o_desc, [place[0], place[1], m_start, 0], o_smem)
 
 
 @gluon.jit
@@ -360,7 +360,7 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scales, 
     turn = gl.to_tensor(0)
     while tile_number(turn) < sizes[5]:
         entry, head, m_start, blocks = tile_of(tile_number(turn), sizes, form)
-        m_start += w * ROWS
+        m_start = own_rows(m_start, w, sizes)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32]))
@@ -436,7 +436,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, descale: tuple[float, ...
     views.insert(2, descriptor(turn(v), head_dim, form.block_n))
     tiles_m = -(-seqlen_q // form.block_m)
     walkers = programs(q, tiles_m * heads * batch)
-    section = heads * batch if seqlen_q > 2048 else -(-4 * walkers // max(8, tiles_m))  # short ones' keys and values stay in L2
+    section = heads * batch if seqlen_q > 4096 else -(-4 * walkers // max(8, tiles_m))  # short ones' keys and values stay in L2
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch, section)
     scales = (head_dim**-0.5 * descale[0] * descale[1] * LOG2_E, float(descale[2]))
     attend_kernel[(walkers,)](*views, lse, sizes, scales, form, num_warps=4, maxnreg=168 if form.two_level else 128)
