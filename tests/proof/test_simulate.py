@@ -310,6 +310,22 @@ def test_only_tiles_that_met_no_numbers_of_others_come_back(name, early, monkeyp
     assert landed[0] == landed[1] < landed[2]
 
 
+@pytest.mark.parametrize("width, packed", [(64, False), (64, True), (128, True)])
+def test_consumers_without_rows_are_those_of_a_causal_sequences_first_tile(width, packed):
+    """It sees fewest keys: told from how much landed, of two tiles of which the first has rows for one consumer."""
+
+    def case(length: int) -> Case:
+        return _packed("", (length,), width=width, heads=(1, 1), mask=CAUSAL) if packed else _case("", length, None, width, heads=(1, 1), mask=CAUSAL)
+
+    tuning = _form(case(300)).tuning
+    length = tuning.block_m + 4
+    _, run = simulated(case(length).build("cpu", torch.bfloat16, "normal", 5, kernel="hopper"), H200)
+    assert run.reports == []
+    seen = [-(-min(first + hopper.ROWS, length) // tuning.block_n) for first in range(0, length, hopper.ROWS)]  # tiles of keys by each 64 rows
+    loads, products, stores = seen[0] + seen[-1], sum(seen), 2 if tuning.half_staged else 1
+    assert run.stats["landed"] == 2 * (loads + products) + 2 * tuning.consumers * (1 + stores)
+
+
 def expected_finite(call: Call) -> torch.Tensor:
     """Rows [B, S_q, H] whose out has numbers alone: those of documents with no value that is none among the keys that they see."""
     seen = call.mask.dense(call.q.shape[1], call.k.shape[1]).expand(call.q.shape[0], -1, -1)

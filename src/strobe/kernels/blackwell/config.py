@@ -80,6 +80,11 @@ class Form:
         return self.mask.left or self.mask.right or not self.even
 
     @property
+    def own_queries(self) -> int:
+        """Queries that walk keys by themselves: both query stages walk the same."""
+        return self.tuning.block_m
+
+    @property
     def stage_queries(self) -> int:
         """Queries of a query stage."""
         return ROWS // self.tuning.fold

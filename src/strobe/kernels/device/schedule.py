@@ -1,6 +1,7 @@
 """Which tile a persistent program takes next, and the board on which its producer tells its consumers.
 
-A `form` says: tuning (block_m, block_n), mask, packed, and counted: whether tiles are taken from a counter.
+A `form` says: tuning (block_m, block_n), mask, packed, own_queries (of those who walk keys by themselves), and counted: whether tiles are taken from a
+counter.
 """
 
 from .dialect import gl, gluon, mbarrier, partition_barrier, reinterpret
@@ -32,8 +33,8 @@ def tile_number(turn, counter, form: gl.constexpr):
 def tile_of(number, offsets, sizes, limits, form: gl.constexpr):
     """(whether there is such a tile, what consumers are told of it, (k start, S_k) of its keys).
 
-    Told: batch entry, query head, first row, first key block, key blocks, q start, S_q, S_k. Starts are 0 in dense layouts. Tiles that see
-    most keys come first; causal dense ones in sections of heads whose keys and values stay in L2 together.
+    Told: batch entry, query head, first row (`own_start`), first key block, key blocks, q start, S_q, S_k. Starts are 0 in dense layouts. Tiles that
+    see most keys come first; causal dense ones in sections of heads whose keys and values stay in L2 together.
     """
     BLOCK_M: gl.constexpr = form.tuning.block_m
     batch, heads, seqlen_q, seqlen_k, tiles_m, section = sizes
@@ -48,9 +49,28 @@ def tile_of(number, offsets, sizes, limits, form: gl.constexpr):
         exists = m_block * BLOCK_M < seqlen_q
     else:
         exists, entry, head, m_block = dense_place(number, sizes, form)
-    m_start = m_block * BLOCK_M
+    m_start = m_block * BLOCK_M - rows_before(seqlen_q, form)
     n_begin, blocks = blocks_of(m_start, BLOCK_M, (seqlen_q, seqlen_k), limits, form)
     return exists, (entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k), (k_start, seqlen_k)
+
+
+@gluon.jit
+def rows_before(seqlen_q, form: gl.constexpr):
+    """How many rows the first tile of a sequence has before its first. Where rows see the more keys the later they come, consumers that find no rows
+    are those of the first tile, not of the last: 1,300 causal rows in tiles of 256 1.07 times as fast (d64, H200)."""
+    before = seqlen_q * 0
+    if form.mask.right and not form.mask.left:
+        before = (gl.cdiv(seqlen_q, form.tuning.block_m) * form.tuning.block_m - seqlen_q) // form.own_queries * form.own_queries
+    return before
+
+
+@gluon.jit
+def own_start(m_start, w, seqlen_q, form: gl.constexpr):
+    """Where consumer w's rows of a tile begin: behind a sequence's last if they would before its first, where TMA may not store."""
+    own = m_start + w * form.own_queries
+    if form.mask.right and not form.mask.left and not form.spans:  # runs begin with their first row
+        own = gl.where(own < 0, seqlen_q, own)
+    return own
 
 
 @gluon.jit

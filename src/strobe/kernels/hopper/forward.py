@@ -43,7 +43,7 @@ from ..device.dialect import (
 from ..device.joined import heads_of, load_sinks, queries_of
 from ..device.lagging import lift_of, rescaled
 from ..device.masking import edges_of, row_interval
-from ..device.schedule import blocks_within, is_told, read_tile, read_words, tell, tile_number, word
+from ..device.schedule import blocks_within, is_told, own_start, read_tile, read_words, tell, tile_number, word
 from ..device.softmax import finish
 from ..device.spans import PURE, next_tile
 from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
@@ -99,7 +99,7 @@ def load_partition(views, offsets, board, q, k, v, mended, work, form: gl.conste
                 k_place, v_place = (entry, keys[0] + entry * sizes[7], keys[1], heads), (entry, keys[0] + entry * sizes[8], keys[1], heads)
             for w in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_free.index(w), q_at.parity ^ 1)
-                load_rows(q_views, q_place, head, m_start + w * form.own_queries, w, q_smem, q_ready.index(w), form.rest_d, form, JOINED)
+                load_rows(q_views, q_place, head, own_start(m_start, w, rows, form), w, q_smem, q_ready.index(w), form.rest_d, form, JOINED)
                 if w == 0:
                     if blocks > 0:  # the first keys, before the other consumers' queries
                         load_keys(k_views, k_place, kv_head, n_begin + blocks - 1, k_at, k, form.rest_d, form)
@@ -366,7 +366,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
             pass_turn(w, form.tuning.consumers)  # consumer 0 begins
     while is_told(words, told, told_at):
         entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
-        m_start += w * form.own_queries
+        m_start = own_start(m_start, w, seqlen_q, form)
         mbarrier.wait(q_ready.index(w), q_at.parity)
         q_tile = query_operand(w, q_smem, form)
         if form.tuning.q_in_registers:
@@ -397,7 +397,7 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         k_at, v_at = let_go(w, k, v, k_at, v_at, unseen, form)
         # read again rather than kept in registers meanwhile
         entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
-        m_start += w * form.own_queries
+        m_start = own_start(m_start, w, seqlen_q, form)
         row = gl.arange(0, ROWS, rows)
         m_offsets = m_start + queries_of(row, form)
         row_head, exists = heads_of(row, head, m_offsets < seqlen_q, form)
