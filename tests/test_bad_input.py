@@ -22,6 +22,7 @@ import torch
 import strobe
 from strobe import InvalidProblem, Partial, UnsupportedProblem
 from strobe.call import Call
+from strobe.mask import Tile
 from strobe.select import select
 from strobe.target import FAKES
 
@@ -34,6 +35,7 @@ PART = Partial(torch.randn(2, 5, 4, 6), torch.randn(2, 4, 5))
 LONG = lambda *shape: torch.zeros(shape, dtype=torch.int64)
 BEHIND = torch.randn(2, 6, 4, 6)
 SHARED, WIDE = torch.randn(1, 8, 4, 8), torch.randn(2, 5, 4, 12)
+ENTRIES = strobe.key_lengths(INT(3, 4))
 IDS_Q, IDS_K = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, 7, dtype=torch.int32)
 
 
@@ -202,6 +204,7 @@ OUTPUTS = [
     _dense("out on another device", InvalidProblem, "out", "meta", out=OUT.to("meta")),
     _dense("out strided in its last dimension", InvalidProblem, "out", "stride 2", out=_spread(OUT)),
     _dense("out expanded", InvalidProblem, "out", "strides", out=torch.empty(2, 5, 1, 6).expand(-1, -1, 4, -1)),
+    Bad("out under vmap", lambda: torch.vmap(lambda q, out: strobe.attention(q, K, V, out=out))(Q[None], OUT[None]), UnsupportedProblem, "out="),
     _dense("out is v", InvalidProblem, "out", "memory that v lies in", v=OUT[:, :, :2], k=K[:, :5], out=OUT),
     _dense("out overlaps q", InvalidProblem, "out", "memory that q lies in", q=SHARED[:, :5], k=K[:1], v=K[:1], out=SHARED[:, 3:8]),
     _dense("out is a slice that is q", InvalidProblem, "out", "memory that q lies in", q=WIDE[..., :8], v=K, out=WIDE[..., :8]),
@@ -299,6 +302,9 @@ JOINED = [
         "meta",
     ),
     Bad("a mask of fewer than no rows", lambda: strobe.causal().dense(-1, 2), InvalidProblem, "seqlen_q", "-1"),
+    Bad("a mask on no device", lambda: strobe.causal().dense(2, 2, "nowhere"), InvalidProblem, "device", "nowhere"),
+    Bad("a tile of no batch entry", lambda: ENTRIES.tile_kind(Tile(0, 4, 0, 4, 2), 5, 7), InvalidProblem, "tile batch entry", "2"),
+    Bad("a tile of an entry below 0", lambda: ENTRIES.tile_kind(Tile(0, 4, 0, 4, -1), 5, 7), InvalidProblem, "tile batch entry", "-1"),
     Bad("a mask of so many keys", lambda: strobe.causal().dense(2, "all"), TypeError, "seqlen_k", "str"),
     Bad("a mask's left of a letter", lambda: strobe.Mask(left="a"), TypeError, "mask left", "str"),
     Bad("a mask's left of a half", lambda: strobe.Mask(left=2.5), TypeError, "mask left", "float"),
@@ -331,6 +337,7 @@ REST = [
     Bad("warmup of one problem", lambda: strobe.warmup(strobe.explain(Q, K, V).problem), TypeError, "problems", "Problem"),
     Bad("warmup of a number", lambda: strobe.warmup(3), TypeError, "problems", "int"),
     Bad("warmup on no device", lambda: strobe.warmup([], "nowhere"), InvalidProblem, "device", "nowhere"),
+    Bad("warmup without memory", lambda: strobe.warmup([strobe.explain(Q, K, V).problem], "meta"), InvalidProblem, "device", "meta"),
     Bad("last_errors of no device", lambda: strobe.last_errors("nowhere"), InvalidProblem, "device", "nowhere"),
     Bad("last_errors of a float", lambda: strobe.last_errors(1.5), InvalidProblem, "device", "1.5"),
 ]

@@ -17,7 +17,7 @@ from .call import FARTHEST, Call
 from .decode import DecodeProblem
 from .errors import InvalidProblem, UnsupportedProblem, wrong_type
 from .kernels import faults
-from .mask import NO_BOUND, Mask, as_int
+from .mask import NO_BOUND, Mask, as_int, device_here
 from .mask import window as window_mask
 from .merge import Partial
 from .problem import Problem
@@ -179,7 +179,9 @@ def warmup(problems: Iterable[Problem | DecodeProblem], device: torch.device | s
 
     Each problem is run once on zeros of its shapes on `device` (the current GPU, or the CPU where there is none).
     """
-    place = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device_here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "meta":
+        raise InvalidProblem("device", "meta", "one that has memory, since kernels are run", "name the one that they are for")
     if not isinstance(problems, Iterable):
         raise wrong_type("problems", problems, "strobe.Problem values", "put it in a list")
     for problem in problems:
@@ -203,7 +205,7 @@ def last_errors(device: torch.device | str | None = None) -> list[str]:
 
     Waits for the device. None asks all devices.
     """
-    return faults.read_and_clear(None if device is None else _device(device))
+    return faults.read_and_clear(None if device is None else device_here(device))
 
 
 # ---------------------------------------------------------------- from keywords to a Call
@@ -291,13 +293,6 @@ def _number(name: str, number: float) -> float:
         return float(number)
     except OverflowError:
         raise InvalidProblem(name, "an int beyond every float", "a finite number", "give a Python float") from None
-
-
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, TypeError, AssertionError) as cause:  # an AssertionError is what a CPU build of torch says of "cuda"
-        raise InvalidProblem("device", repr(device), "a device of this machine", 'name one, such as "cpu" or "cuda:0"') from cause
 
 
 def _out(out: Tensor | None) -> Tensor | None:

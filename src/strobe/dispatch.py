@@ -49,6 +49,15 @@ def wants_beneath(tensors: Sequence[Tensor | None]) -> bool:
     return any(layer.requires_grad for tensor in tensors if tensor is not None for layer in _layers(tensor))
 
 
+def batched(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of them is many, to vmap.
+
+    >>> torch.vmap(lambda one: torch.tensor(batched([one])))(torch.ones(1)), batched([torch.ones(1)])
+    (tensor([True]), False)
+    """
+    return not torch.compiler.is_compiling() and any(_C_functorch.is_batchedtensor(layer) for tensor in tensors for layer in _layers(tensor))
+
+
 def tangents(tensors: Sequence[Tensor]) -> bool:
     """Whether one of them carries a tangent of forward-mode differentiation, which an op without a rule for it would lose.
 

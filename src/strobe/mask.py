@@ -140,6 +140,7 @@ class Mask:
             ids = None if self.documents is None else getattr(self.documents, f"ids_{side}")
             if ids is not None and ids.shape[1] != length:
                 raise InvalidProblem(f"seqlen_{side}", length, f"the {ids.shape[1]} positions of ids_{side}", "write a mask out at its own sizes")
+        device = device_here(device)
         row = torch.arange(seqlen_q, device=device)[:, None]
         key = torch.arange(seqlen_k, device=device)[None, :]
         return self.admits(row, key, seqlen_k - seqlen_q)
@@ -176,6 +177,10 @@ class Mask:
     def tile_kind(self, tile: Tile, seqlen_q: int, seqlen_k: int) -> TileKind:
         """EMPTY, FULL or PARTIAL, exactly as `dense` would have it; reads tensors, so for hosts and tests."""
         m_start, m_stop, n_start, n_stop, b = tile
+        ids = None if self.documents is None else self.documents.ids_q
+        batch = min((len(t) for t in (self.prefix, self.key_lengths, ids) if isinstance(t, Tensor)), default=b + 1)
+        if not 0 <= b < batch:
+            raise InvalidProblem("tile batch entry", b, f"one of the mask's {batch}", "count them from 0")
         m_stop, n_stop = min(m_stop, seqlen_q), min(n_stop, seqlen_k)
         if m_start >= m_stop or n_start >= n_stop:
             return TileKind.EMPTY
@@ -272,6 +277,14 @@ def key_lengths(lengths: Tensor) -> Mask:
     [[[1, 1, 0]], [[0, 0, 0]]]
     """
     return Mask(key_lengths=_int32("key_lengths", lengths, 1))
+
+
+def device_here(device: torch.device | str) -> torch.device:
+    """A device of this machine, with its index; InvalidProblem where there is none of that name."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError) as cause:  # an AssertionError is what a CPU build of torch says of "cuda"
+        raise InvalidProblem("device", repr(device), "a device of this machine", 'name one, such as "cpu" or "cuda:0"') from cause
 
 
 def as_int(number: object) -> int | None:

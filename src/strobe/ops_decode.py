@@ -16,11 +16,13 @@ from .cache import FP8
 from .call import accumulator
 from .choices import Choices, at_once
 from .decode import DecodeCall, DecodeProblem, refuse_gradients
+from .errors import InvalidProblem
 from .fakes import check_apart, check_out, schema, written
 from .kernels.decoding import addresses
 from .kernels.kernel import Forward
 from .kernels.memory import carved, empty_here
 from .ops import LIBRARY, _launch, repeats
+from .overlap import share_memory
 from .problem import ALIGNMENT
 from .select import Choice, select
 from .target import Target
@@ -124,6 +126,8 @@ def _append(*flat: Any) -> None:
     call = AppendCall(*flat)
     choice = decide_append(call)
     if not choice.problem.vacuous:
+        if share_memory(call.k, call.v):  # of each call: metadata, by which choices are found, do not say
+            raise InvalidProblem(call.held.word("v"), "memory that keys lie in", "memory of its own", "append would write values over keys; copy one")
         _launch(choice.forward, _received(call), None)
         written(call.k)
         written(call.v)

@@ -189,6 +189,13 @@ def test_a_count_of_none(option, given, capsys):
     assert ended.value.code == 2 and f"{option}: got '{given}', expected a whole number >= 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [str(2**64), str(-(2**63) - 1), "x"])
+def test_a_seed_that_no_generator_takes(given, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["sim", *DOUBLE, f"--seed={given}"])
+    assert ended.value.code == 2 and f"--seed: got '{given}', expected a whole number of 64 bits" in capsys.readouterr().err
+
+
 def test_what_a_run_would_stumble_over_is_said_before(capsys, tmp_path):
     assert main(["sim", *DOUBLE, "--timeline", str(tmp_path / "none" / "a.html")]) == 2
     assert "--timeline" in capsys.readouterr().err

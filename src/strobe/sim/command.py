@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     targets = [f"sm_{capability}" for capability in SHARED_KIB]
     parser.add_argument("--target", default="sm_90", choices=targets, help="whose memory limits and operations (sm_90)")
     parser.add_argument("--mode", default=None, choices=MODES, help="the schedule (all but timed, one after another, unless given)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the schedule and of the arguments")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the schedule and of the arguments")
     parser.add_argument("--seeds", type=_positive, default=1, metavar="N", help="so many seeds of each mode, from --seed on")
     parser.add_argument("--sms", type=_positive, default=4, metavar="N", help="CTAs in flight (4)")
     parser.add_argument("--grid", type=_grid, default=(1,), metavar="X[,Y[,Z]]", help="of a kernel")
@@ -93,6 +93,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ledger", type=Path, metavar="FILE", help="JSON that explains survivors")
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
     return parser
+
+
+def _seed(text: str) -> int:
+    if not text.removeprefix("-").isdecimal() or not -(2**63) <= int(text) < 2**64:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 64 bits")
+    return int(text)
 
 
 def _positive(text: str) -> int:

@@ -1,7 +1,7 @@
 """Which tile a persistent program takes next, and the board on which its producer tells its consumers.
 
-A `form` says: tuning (block_m, block_n), mask, packed, own_queries (of those who walk keys by themselves), and counted: whether tiles are taken from a
-counter.
+A `form` says: tuning (block_m, block_n), mask, packed, own_queries (of those who walk keys by themselves), and counted: whether tiles are taken from
+a counter.
 """
 
 from .dialect import gl, gluon, mbarrier, partition_barrier, reinterpret
