@@ -114,6 +114,11 @@ class Form(Walk):
         return self.mask.left or self.mask.right or self.spans or not self.even
 
     @property
+    def q_is_read(self) -> bool:
+        """Whether all of q is in registers by the time products begin."""
+        return self.tuning.q_in_registers == (2 if self.rest_d else 1)
+
+    @property
     def own_queries(self) -> int:
         """Queries of one consumer."""
         return ROWS // self.tuning.fold
