@@ -58,7 +58,7 @@ def k6_2() -> tuple[Tensor, ...]:
         _scene("k6_2")
         + _scene("k6_2", ping_pong=0)
         + _scene("k6_2", 900, 100, ping_pong=0, early=1)
-        + _scene("k6_2", 384, 672, causal=True, ping_pong=0)
+        + _scene("k6_2", 384, 672, causal=True, ping_pong=0, early=1)
         + _twice()
     )
 

@@ -203,9 +203,9 @@ def test_which_calls_have_early_weights(monkeypatch):
         return config.FORWARD.config(Problem.from_call(case.build("cpu", dtype)), FAKES["H200"]).form.early
 
     monkeypatch.undo()
-    assert asked(_case("long", 1300, 1300, head_dim=64, mask=CAUSAL)) and asked(_case("dense", 8, 700, head_dim=128))
-    assert asked(_case("long", 1300, 1300, head_dim=64, mask=CAUSAL), torch.float16)
-    assert not asked(_case("short", 1200, 1200, head_dim=64, mask=CAUSAL)) and not asked(_case("window", 1300, 1300, head_dim=64, mask=band(300, 0)))
+    assert asked(_case("long", 820, 820, head_dim=64, mask=CAUSAL)) and asked(_case("dense", 8, 410, head_dim=128))
+    assert asked(_case("long", 820, 820, head_dim=64, mask=CAUSAL), torch.float16)
+    assert not asked(_case("short", 780, 780, head_dim=64, mask=CAUSAL)) and not asked(_case("window", 1300, 1300, head_dim=64, mask=band(300, 0)))
     assert not asked(_case("wide", 8, 700, head_dim=256))
 
 

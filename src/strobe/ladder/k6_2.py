@@ -10,7 +10,7 @@ afterwards how far a row has outgrown its number. A lane's part of the sum may b
     more          scores have lost bits that lse needs, and are gone: the row's maximum becomes infinite
 
 A spoiled row's maximum is no number at its tile's end (-inf is none, if all its first scores were that). It is written as it is, and its program
-notes that: behind its last tile it takes all its tiles once more, all steps careful. Rows of fewer than 640 keys gain nothing, and are as in k6.
+notes that: behind its last tile it takes all its tiles once more, all steps careful. Rows that see fewer than 400 gain nothing, and are as in k6.
 
 Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 bits, on one SM:
 
@@ -434,7 +434,7 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[Tensor, Tensor]:
     check_inputs(q, k, v)
     batch, seqlen_q, heads, head_dim = q.shape
-    form = Form(head_dim, causal, causal or k.shape[1] % 128 > 0, **({"early": k.shape[1] >= 640} | options))
+    form = Form(head_dim, causal, causal or k.shape[1] % 128 > 0, **({"early": k.shape[1] >= (800 if causal else 400)} | options))
     out, lse = outputs(q)
     views = [descriptor(tensor, rows) for tensor, rows in ((q, 64), (k, form.block_n), (v, form.block_n), (out, 64))]
     tiles_m = -(-seqlen_q // form.block_m)
@@ -452,7 +452,7 @@ def moved(size: Size, form: Form) -> int:
 
 RUNG = Rung(
     "k6_2", "early weights: exponentials wait for no maximum", "k6", run, Form, moved,
-    ("next_turn", "softmax_step", "kept_in_range", "attend", "mma_partition"), small_seqlen=600,
+    ("next_turn", "softmax_step", "kept_in_range", "attend", "mma_partition"), small_seqlen=760,
 )  # fmt: skip
 
 if __name__ == "__main__":

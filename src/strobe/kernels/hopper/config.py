@@ -52,10 +52,10 @@ PIECES = {
     (128, 128): Tuning(block_n=64, stages=4, consumers=3, half_staged=True, under=False, ping_pong=True),
     (256, 256): Tuning(block_n=64, stages=2, consumers=2, half_staged=True, ping_pong=True),  # documents spill with half of q in registers
 }
-# where early weights (`early`) gain; at 256 products alone are the limit. Of fewer keys a row than these, on average, verdicts cost
-# more than they save: d128 causal 0.96 of the speed at 512, 0.99 at 1,024, grouped 1.04 at 2,048, of half as many keys a row (H200)
+# where early weights (`early`) gain; at 256 products alone are the limit. Of fewer keys a row than these, on average, verdicts cost more than they
+# save: of the speed without causal 512 0.97 (d128), 0.99 (d64), 1k, of twice as many keys a row, 1.02 to 1.03, dense 512 1.04, 1.02 (H200)
 EARLY = {(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)}
-EARLY_KEYS = 640
+EARLY_KEYS = 400
 # for a softcap, whose tanh takes registers
 CAPPED = {
     (64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, under=False, ping_pong=True),
