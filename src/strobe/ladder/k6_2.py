@@ -20,23 +20,23 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
     shared      as in k6, and 256 bytes a consumer of what was noted
     registers   as in k6
 
-What limits it: tensor cores and their power at D = 128, exponents and issue slots at D = 64. In turn it has 0.91 to 1.04 of production's speed.
+What limits it: tensor cores and their power at D = 128, exponents and issue slots at D = 64. In turn it has 0.91 to 1.07 of production's speed.
 
 Measured:
 
       D  mask       S_k        ms   TFLOP/s  % of ceiling
-     64  dense     1024    0.2886     476.3          48.2
-     64  dense     8192     1.914     574.4          58.1
-     64  dense    16384     3.754     585.8          59.2
-     64  causal    1024    0.1845     372.9          37.7
-     64  causal    8192     1.038     529.6          53.6
-     64  causal   16384     1.978     555.8          56.2
-    128  dense     1024    0.2188       628          63.5
-    128  dense     8192     1.513     726.8          73.5
-    128  dense    16384     2.959     743.3          75.2
-    128  causal    1024    0.1565     439.4          44.4
-    128  causal    8192     0.841     653.8          66.1
-    128  causal   16384     1.571       700          70.8
+     64  dense     1024    0.2781     494.2            50
+     64  dense     8192     1.897     579.6          58.6
+     64  dense    16384     3.768     583.6            59
+     64  causal    1024    0.1839     374.1          37.8
+     64  causal    8192      1.02     538.8          54.5
+     64  causal   16384     1.939     567.2          57.4
+    128  dense     1024    0.2192     626.9          63.4
+    128  dense     8192     1.502     731.9            74
+    128  dense    16384     2.928     751.1          75.9
+    128  causal    1024    0.1496     459.9          46.5
+    128  causal    8192    0.8513     645.9          65.3
+    128  causal   16384     1.583     694.7          70.2
 
 on NVIDIA H200, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-25
 """
