@@ -304,6 +304,13 @@ JOINED = [
     Bad("a mask of fewer than no rows", lambda: strobe.causal().dense(-1, 2), InvalidProblem, "seqlen_q", "-1"),
     Bad("a mask on no device", lambda: strobe.causal().dense(2, 2, "nowhere"), InvalidProblem, "device", "nowhere"),
     Bad("a tile of no batch entry", lambda: ENTRIES.tile_kind(Tile(0, 4, 0, 4, 2), 5, 7), InvalidProblem, "tile batch entry", "2"),
+    Bad(
+        "a tile of an entry below 0 of no batch",
+        lambda: strobe.causal().tile_kind(Tile(0, 4, 0, 4, -1), 5, 7),
+        InvalidProblem,
+        "tile batch entry",
+        "-1",
+    ),
     Bad("a tile of an entry below 0", lambda: ENTRIES.tile_kind(Tile(0, 4, 0, 4, -1), 5, 7), InvalidProblem, "tile batch entry", "-1"),
     Bad("a mask of so many keys", lambda: strobe.causal().dense(2, "all"), TypeError, "seqlen_k", "str"),
     Bad("a mask's left of a letter", lambda: strobe.Mask(left="a"), TypeError, "mask left", "str"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import strobe
-from strobe import DenseCache, InvalidProblem, PagedCache, ops_decode
+from strobe import DenseCache, InvalidProblem, PagedCache, UnsupportedProblem, ops_decode
 from strobe.decode import DecodeCall
 
 INT = lambda *values: torch.tensor(values, dtype=torch.int32)
@@ -133,6 +133,13 @@ def test_bad_calls(name, call, error, words, function):
     message = str(caught.value)
     assert message.startswith(words), message
     assert ", expected " in message and "; " in message
+
+
+def test_what_vmap_cannot_be_given():
+    with pytest.raises(UnsupportedProblem, match="append under vmap: its batch"):
+        torch.vmap(lambda new: strobe.append(DENSE, new, NEW_V))(NEW[None])
+    with pytest.raises(UnsupportedProblem, match="out= under vmap: leave"):
+        torch.vmap(lambda q, out: strobe.attention_decode(q, DENSE, out=out))(Q[None], torch.empty(1, 2, 3, 4, 6))
 
 
 def test_the_good_calls_that_the_bad_ones_were_made_from():

@@ -129,6 +129,13 @@ def test_early_weights_of_few_keys(size):
     assert simulate("k6_2", size, "lazy", early=1)["worst"] <= 1
 
 
+@pytest.mark.parametrize("rows, keys", [(200, 200), (200, 700), (400, 400)])
+def test_causal_tiles_of_k7_end_where_queries_do(rows, keys):
+    """As its model of bytes says, to the byte but for the transposition's."""
+    row = simulate("k7", Size(1, rows, keys, 2, 1, 64, causal=True), "lazy")
+    assert row["worst"] <= 1 and row["moved_bytes"] == pytest.approx(row["model_bytes"], rel=0.002)
+
+
 def test_keys_that_end_within_a_larger_tile_are_hidden():
     """A multiple of 128, but not of the tile that was asked for."""
     assert simulate("k6", Size(1, 64, 384, 1, 1, 64, causal=False), "eager", block_n=256, consumers=2)["worst"] <= 1

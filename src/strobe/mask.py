@@ -178,9 +178,9 @@ class Mask:
         """EMPTY, FULL or PARTIAL, exactly as `dense` would have it; reads tensors, so for hosts and tests."""
         m_start, m_stop, n_start, n_stop, b = tile
         ids = None if self.documents is None else self.documents.ids_q
-        batch = min((len(t) for t in (self.prefix, self.key_lengths, ids) if isinstance(t, Tensor)), default=b + 1)
-        if not 0 <= b < batch:
-            raise InvalidProblem("tile batch entry", b, f"one of the mask's {batch}", "count them from 0")
+        entries = [len(t) for t in (self.prefix, self.key_lengths, ids) if isinstance(t, Tensor)]
+        if b < 0 or any(b >= n for n in entries):
+            raise InvalidProblem("tile batch entry", b, f"one of the mask's {min(entries)}" if entries else "a number >= 0", "count them from 0")
         m_stop, n_stop = min(m_stop, seqlen_q), min(n_stop, seqlen_k)
         if m_start >= m_stop or n_start >= n_stop:
             return TileKind.EMPTY

@@ -16,7 +16,8 @@ from .cache import FP8
 from .call import accumulator
 from .choices import Choices, at_once
 from .decode import DecodeCall, DecodeProblem, refuse_gradients
-from .errors import InvalidProblem
+from .dispatch import batched
+from .errors import InvalidProblem, UnsupportedProblem
 from .fakes import check_apart, check_out, schema, written
 from .kernels.decoding import addresses
 from .kernels.kernel import Forward
@@ -196,10 +197,14 @@ def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tup
     call = prepare(call)
     refuse_gradients(call.tensors if out is None else [*call.tensors, out], "decode")
     if out is not None:
+        if batched([*call.tensors, out]):
+            raise UnsupportedProblem("out= under vmap: leave out= out, which returns what vmap puts together")
         return out, DECODE_OUT(out, *call)
     return DECODE(*call)
 
 
 def append(call: AppendCall) -> None:
     refuse_gradients(call.tensors, "append")
+    if batched(call.tensors):
+        raise UnsupportedProblem("append under vmap: its batch entries are sequences already; append to all of them at once")
     APPEND(*call)

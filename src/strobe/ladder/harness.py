@@ -66,14 +66,15 @@ class Size(NamedTuple):
         """Queries over all heads."""
         return self.batch * self.heads * self.seqlen_q
 
-    def streamed(self, block_m: int, block_n: int, stop: int = 0) -> int:
-        """Keys that tiles of `block_m` queries load in tiles of `block_n`, over all tiles and heads, none from `stop` (S_k) on.
+    def streamed(self, block_m: int, block_n: int, stop: int = 0, before: int = 0) -> int:
+        """Keys that tiles of `block_m` queries load in tiles of `block_n`, over all tiles and heads, none from `stop` (S_k) on. The first tile begins
+        `before` queries before the first.
 
         >>> Size(1, 256, 300, 1, 1, 64, causal=True).streamed(128, 64)
         492
         """
         stop, keys = stop or self.seqlen_k, 0
-        for start in range(0, self.seqlen_q, block_m):
+        for start in range(-before, self.seqlen_q, block_m):
             seen = self.seqlen_k
             if self.causal:
                 seen = min(max(start + block_m + self.seqlen_k - self.seqlen_q, 0), seen)

@@ -445,9 +445,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, descale: tuple[float, ...
 
 def moved(size: Size, form: Form) -> int:
     """q once and out in 16 bits, K and V once for each tile of queries that sees them; V once before, to be transposed and filled up."""
-    padded = -(-size.seqlen_k // 128) * 128
+    padded, before = -(-size.seqlen_k // 128) * 128, -size.seqlen_q % form.block_m // 64 * 64 if size.causal else 0
     turned = size.head_dim * size.batch * size.heads_kv * (size.seqlen_k + padded)
-    streamed = size.streamed(form.block_m, form.block_n) + size.streamed(form.block_m, form.block_n, padded)
+    streamed = sum(size.streamed(form.block_m, form.block_n, stop, before) for stop in (0, padded))
     return size.head_dim * (3 * size.rows + streamed) + 4 * size.rows + turned
 
 
