@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .call import Call, accumulator, check
-from .errors import InvalidProblem
+from .dispatch import batched
+from .errors import InvalidProblem, UnsupportedProblem
 from .overlap import overlaps_itself, share_memory
 
 
@@ -52,6 +53,12 @@ def check_apart(out: Tensor, inputs: Iterable[Tensor | None], names: Iterable[st
     for name, tensor in zip(names, inputs):
         if tensor is not None and share_memory(out, tensor):
             raise InvalidProblem("out", f"memory that {name} lies in", "memory of its own", "allocate it with torch.empty, or leave it out")
+
+
+def check_no_vmap(out: Tensor, inputs: Iterable[Tensor]) -> None:
+    """That none of them is many, to vmap, which has no rule for what is written where it is told."""
+    if batched((out, *inputs)):
+        raise UnsupportedProblem("out= under vmap: leave out= out, which returns what vmap puts together")
 
 
 def written(tensor: Tensor) -> None:

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import fakes, flops
 from .call import FIELD_KINDS, OPTIONAL_TENSORS, Call, check
 from .choices import Choices, at_once
-from .dispatch import batched, tangents, wants_beneath, watched
+from .dispatch import tangents, wants_beneath, watched
 from .errors import InvalidProblem, UnsupportedProblem
-from .fakes import check_apart, check_out, schema, written
+from .fakes import check_apart, check_no_vmap, check_out, schema, written
 from .kernels.kernel import Backward, Forward, Plan, addresses, gradient_addresses
 from .kernels.memory import carved, empty_here, pieces, scratch
 from .knobs import KNOBS
@@ -351,8 +351,7 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
         raise _forward_mode()
     _meet_counters()
     if out is not None:
-        if batched((out, *call.parted[0])):
-            raise UnsupportedProblem("out= under vmap: leave out= out, which returns what vmap puts together")
+        check_no_vmap(out, call.parted[0])
         if call.needs_grad or out.requires_grad:
             raise UnsupportedProblem("out= with gradients: leave out= out, or call under torch.no_grad()")
         return out, FORWARD_OUT(out, *call.arguments)

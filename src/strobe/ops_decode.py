@@ -18,7 +18,7 @@ from .choices import Choices, at_once
 from .decode import DecodeCall, DecodeProblem, refuse_gradients
 from .dispatch import batched
 from .errors import InvalidProblem, UnsupportedProblem
-from .fakes import check_apart, check_out, schema, written
+from .fakes import check_apart, check_no_vmap, check_out, schema, written
 from .kernels.decoding import addresses
 from .kernels.kernel import Forward
 from .kernels.memory import carved, empty_here
@@ -197,8 +197,7 @@ def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tup
     call = prepare(call)
     refuse_gradients(call.tensors if out is None else [*call.tensors, out], "decode")
     if out is not None:
-        if batched([*call.tensors, out]):
-            raise UnsupportedProblem("out= under vmap: leave out= out, which returns what vmap puts together")
+        check_no_vmap(out, call.tensors)
         return out, DECODE_OUT(out, *call)
     return DECODE(*call)
 
