@@ -145,6 +145,11 @@ def backward_lagging_rows() -> tuple[Tensor, ...]:
     return _backward(384, 384, 64, sms=1, tuned={"LAGGING_STEPS": {(64, 64): 0}, "STORED_KEYS": {}}, mask=CAUSAL)
 
 
+def backward_ahead() -> tuple[Tensor, ...]:
+    """Each tile of keys clears a share of what the next head's two add to, four tiles of dq, of three heads on two programs."""
+    return _backward(256, 256, 128, heads=(3, 3), tuned={"STORED_KEYS": {}}, mask=CAUSAL)
+
+
 def backward_first() -> tuple[Tensor, ...]:
     """The first of three tiles of keys stores four tiles of dq, for which the others wait, each in a program of its own."""
     return _backward(256, 384, 128, sms=3, mask=CAUSAL)
@@ -231,7 +236,7 @@ SCENES = (
     Scene("board", "sm_90", board, SCHEDULE),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_two_places, backward_d256)),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d192, backward_d192_128, backward_split)),
-    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_lagging, backward_lagging_rows, backward_first)),
+    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_lagging, backward_lagging_rows, backward_ahead, backward_first)),
     Scene("backward_scattered", "sm_90", backward_scattered, BACKWARD_MENDED),
     *(Scene(run.__name__, "sm_90", run, BACKWARD, ordered=True) for run in (backward_ordered, backward_turns)),
     *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),

@@ -19,10 +19,12 @@ from strobe.call import Call
 from strobe.errors import KernelFault
 from strobe.kernels.hopper import config as hopper
 from strobe.kernels.hopper import launch_backward
+from strobe.kernels.hopper.launch_backward import parts_of_heads
 from strobe.kernels.kernel import Plan
 from strobe.problem import Problem
 from strobe.proof.compile import launches
 from strobe.proof.simulate import on
+from strobe.select import select
 from strobe.target import FAKES, Target
 from strobe.testing import FAMILIES, Case, assert_gradients_as_good_as
 from strobe.testing.cases import laid_out
@@ -194,6 +196,53 @@ def test_the_sum_of_dq_is_cleared_where_rows_see_many_keys(name, schedule, judge
     run_and_judge(judge, CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
 
 
+AHEAD = {
+    "three_sections": _case("three_sections", 300, 390, heads=(3, 3), mask=CAUSAL),
+    "grouped": _case("grouped", 200, 300, heads=(4, 2), batch=2, mask=CAUSAL),
+    "dense": _case("dense", 200, 260, heads=(3, 3), batch=2),
+    "d64": _narrow("d64", 260, 520, heads=(5, 5), mask=CAUSAL),
+    "d64_window": _narrow("d64_window", 400, 400, heads=(6, 2), mask=band(100, 0)),
+    "d96": _case("d96", 260, 390, 96, heads=(4, 4), mask=CAUSAL),
+    "more_keys_than_rows": _case("more_keys_than_rows", 10, 700, heads=(4, 4)),
+    "more_rows_than_keys": _case("more_rows_than_keys", 260, 10, heads=(6, 6)),
+    "rows_without_keys": _case("rows_without_keys", 400, 130, heads=(4, 4), mask=CAUSAL),
+}
+
+
+@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(AHEAD) for one in by_turns(n, name)])
+def test_later_sums_of_dq_are_cleared_by_earlier_tiles_of_keys(name, schedule, judge, as_of_many_keys):
+    """More parts of heads than a section has, and programs that are in several sections at once."""
+    case, n = AHEAD[name], list(AHEAD).index(name)
+    target = replace(H200, sm_count=(1, 3, 5)[n % 3])
+    call = case.build("cpu", DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], seed=5, requires_grad=True, kernel="hopper")
+    plan = select(Problem.from_call(call), target).backward
+    assert plan is not None and plan.config.form.clears
+    parts, _, section = parts_of_heads(plan)
+    assert parts > section
+    with on(target, *schedule) as run:
+        judge(call, FAMILIES[n % len(FAMILIES)], 5)
+    assert run.reports == [] and "backward_kernel" in run.launches
+
+
+@pytest.mark.parametrize(
+    "seqlen, heads, width, bounds, options, clears",
+    [
+        (8192, (16, 16), 128, (-1, 0), {}, True),
+        (8192, (16, 16), 128, (-1, -1), {}, True),
+        (8192, (64, 8), 128, (-1, 0), {}, True),
+        (8192, (32, 32), 64, (-1, 0), {}, True),
+        (8192, (16, 16), 96, (-1, 0), {}, True),
+        (4096, (32, 32), 64, (-1, -1), {}, False),  # whose steps keep addresses
+        (8192, (16, 16), 192, (-1, 0), {}, False),  # adds bind
+        (8192, (16, 16), 128, (-1, 0), {"deterministic": True}, False),  # the first tile stores
+    ],
+)
+def test_when_sums_of_dq_are_cleared_ahead(seqlen, heads, width, bounds, options, clears):
+    q, k = (torch.empty(2, seqlen, count, width, dtype=torch.bfloat16, device="meta") for count in heads)
+    call = Call(q, k, k, left=bounds[0], right=bounds[1], needs_grad=True, **options)
+    assert hopper.BACKWARD.config(Problem.from_call(call), FAKES["H200"]).form.clears == clears
+
+
 @pytest.mark.parametrize("name", LONG_ROWS)
 def test_the_first_tile_of_keys_stores_where_rows_see_few(name):
     assert _form(CASES[name]).first_stores
@@ -264,8 +313,8 @@ def test_scores_begin_at_lse_at_every_scale(scale, judge):
     "batch, seqlen, heads, width, bounds, stores",
     [
         (32, 512, (16, 16), 128, (-1, 0), True),
-        (4, 4096, (16, 16), 128, (-1, 0), True),
-        (2, 8192, (16, 16), 128, (-1, 0), False),
+        (8, 2048, (16, 16), 128, (-1, 0), True),
+        (4, 4096, (16, 16), 128, (-1, 0), False),
         (8, 2048, (32, 32), 64, (-1, 0), True),
         (4, 4096, (32, 32), 64, (-1, 0), False),
         (32, 512, (16, 16), 192, (-1, 0), False),

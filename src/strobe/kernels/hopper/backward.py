@@ -310,10 +310,11 @@ def as_sums(both, views):
 
 
 @gluon.jit
-def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, dq_desc, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest, turns,
-                    counter, offsets, work, form: gl.constexpr):  # fmt: skip
+def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, dq_desc, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest, dq_sum,
+                    turns, counter, offsets, work, form: gl.constexpr):  # fmt: skip
     """Descriptors as launch.descriptor makes them, of a tile's first columns and of the rest (None where there is none), rows_desc of the rows'
-    numbers, dq_desc of dq's sum, as are dk's and dv's where groups are split; turns: how many key tiles have added to each tile of dq, or None;
+    numbers, dq_desc of dq's sum, as are dk's and dv's where groups are split; turns: how many key tiles have added to each tile of dq, or with
+    form.clears cleared their share of dq_sum, dq's sum, for each part of heads, or None;
     counter of tiles of keys taken; offsets (cu_seqlens_q, cu_seqlens_k) or Nones, for spans those of `device.spans`; work: tiles of keys in all,
     sizes (B or sequences, H_q, S_q or T_q, S_k or T_k, tiles of rows and of keys a head, heads in a section, for spans by how many rows the
     entries of q, dout, k, v, dk and dv stand apart), limits (left, right), numbers (scale_log2, softcap, scale)."""
@@ -378,7 +379,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
                 (mma_partition, (gl.constexpr(0), gradients, board, kv, q, do, dq, handed, work, form)),
                 (mma_partition, (gl.constexpr(1), gradients, board, kv, q, do, dq, handed, work, form)),
                 (load_partition, (views, offsets, board, kv, q, do, mended, work, form)),
-                (store_partition, (gl.constexpr(0), out, turns, board, kv, dq, work, form)),
+                (store_partition, (gl.constexpr(0), out, turns, dq_sum, board, kv, dq, work, form)),
             ],
             [4, 1, 1],
             [CONSUMER, ONE_WARP, ONE_WARP],
@@ -389,8 +390,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
                 (mma_partition, (gl.constexpr(0), gradients, board, kv, q, do, dq, handed, work, form)),
                 (mma_partition, (gl.constexpr(1), gradients, board, kv, q, do, dq, handed, work, form)),
                 (load_partition, (views, offsets, board, kv, q, do, mended, work, form)),
-                (store_partition, (gl.constexpr(0), out, turns, board, kv, dq, work, form)),
-                (store_partition, (gl.constexpr(1), out, turns, board, kv, dq, work, form)),
+                (store_partition, (gl.constexpr(0), out, turns, dq_sum, board, kv, dq, work, form)),
+                (store_partition, (gl.constexpr(1), out, turns, dq_sum, board, kv, dq, work, form)),
             ],
             [4, 1, 1, 1],
             [CONSUMER, ONE_WARP, ONE_WARP, ONE_WARP],

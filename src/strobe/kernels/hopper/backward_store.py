@@ -9,7 +9,18 @@ the order in which programs on the causal diagonal come to it by themselves, eac
 """
 
 from ..device.channel import ring_start
-from ..device.dialect import fence_async_global, gl, gluon, mbarrier, partition_barrier, tma_reduce_add, tma_store, tma_store_drain, tma_store_wait
+from ..device.dialect import (
+    fence_async_global,
+    gl,
+    gluon,
+    mbarrier,
+    partition_barrier,
+    tma_reduce_add,
+    tma_store,
+    tma_store_drain,
+    tma_store_wait,
+    zero_of_turn,
+)
 from ..device.masking import row_interval
 from ..device.schedule import is_told
 from ..device.views import FAR, copy_out, stage_of
@@ -19,7 +30,7 @@ from .backward_tiles import head_of_step, key_head, read_place
 
 
 @gluon.jit
-def store_partition(own: gl.constexpr, out, turns, board, kv, dq, work, form: gl.constexpr):
+def store_partition(own: gl.constexpr, out, turns, sum_ahead, board, kv, dq, work, form: gl.constexpr):
     """Every tile that dq's channel holds, or every other one where there are two of this partition: dq of each step, then dv and dk."""
     words, told, told_free = board
     at = ring_start(1)  # of the tiles that are its own
@@ -32,6 +43,8 @@ def store_partition(own: gl.constexpr, out, turns, board, kv, dq, work, form: gl
             keys, values = places_written(keys, work[1])
         part = steps[0]
         mbarrier.arrive(told_free.index(0))  # now: the next tile's loads would wait for this one's last step
+        if form.clears:
+            clear_ahead(turns, sum_ahead, keys[0], part, n_start, work[1], form)
         total = form.members * steps[2]
         first = (own + passed) % form.stores
         for step in range(first, total, form.stores):
@@ -50,6 +63,31 @@ def store_partition(own: gl.constexpr, out, turns, board, kv, dq, work, form: gl
             at = write_gradient(own, out[1], (keys, part, n_start), dq, at, form)
         passed = (passed + total) % form.stores
         told_at = told_at.next()
+
+
+@gluon.jit
+def clear_ahead(turns, dq_sum, entry, part, n_start, sizes, form: gl.constexpr):
+    """Clear this tile of keys' share of the sum of dq that a part of heads a section ahead adds to, and wait until that of its own is cleared, by
+    earlier tiles and by what came before this kernel: as `turns` counts. Zeros written there had kept memory busy for 30 us of d64 causal 4k's
+    1,450: 1.03 of the speed, 8k 1.02, d128 causal 8k 1.02, d96 1.03, GQA 2k 1.02 (H100)."""
+    batch, heads, tiles_m, tiles_n, section = sizes[0], sizes[1], sizes[4], sizes[5], sizes[6]
+    if form.masks:  # else ptxas keeps what is reckoned of the number of parts, and has no register for addresses of a consumer's step: 10 more of 382
+        heads = heads + zero_of_turn()
+    parts = heads // form.members
+    own = entry * parts + part
+    later = own + section
+    if later < batch * parts:
+        lines = form.members * tiles_m * form.dq_units() * form.dq_lines
+        share = gl.cdiv(lines, tiles_n)
+        begin = n_start // form.tuning.block_n * share
+        numbers = gl.arange(0, 256, gl.BlockedLayout([4], [32], [1], [0]))
+        for line in range(begin, gl.minimum(begin + share, lines)):
+            gl.store(dq_sum + (later.to(gl.int64) * lines + line) * 256 + numbers, gl.zeros_like(numbers).to(gl.float32))
+        partition_barrier()  # one thread publishes what all have written
+        gl.atomic_add(turns + later, 1, sem="release")
+    while gl.atomic_add(turns + own, 0, sem="acquire") != tiles_n:
+        pass
+    fence_async_global()
 
 
 @gluon.jit

@@ -184,7 +184,7 @@ LAGGING_STEPS = {(64, 64): 48, (96, 96): 48, (128, 128): 12}
 BEGUN = {(96, 96), (128, 128)}
 FINE = 2.0**100  # scales up to this, and from its inverse on, by which lse may be divided
 
-STORED_KEYS = {(64, 64): 1200, (96, 96): 1200, (128, 128): 2400}  # a row, on average, up to which the first tile stores
+STORED_KEYS = {(64, 64): 1200, (96, 96): 1200, (128, 128): 1200}  # a row, on average, up to which the first tile stores
 
 
 class HopperBackward:
@@ -216,8 +216,8 @@ class HopperBackward:
         return attention_cost(problem, backward=True)
 
     def workspace(self, problem: Problem, config: BackwardConfig) -> tuple[Buffer, ...]:
-        """lse and delta of each row as the main kernel reads them; dq's sum, the counter and turns, which the first kernel sets to 0; sums of dk
-        and dv."""
+        """lse and delta of each row as the main kernel reads them; dq's sum, or of what is cleared ahead the first of it, the counter and turns,
+        which the first kernel sets to 0; sums of dk and dv."""
         form = config.form
         heads = (problem.heads_q,) if problem.packed else (problem.layout.batch, problem.heads_q)
         tiles = query_tiles(problem, form.tuning.block_m)
@@ -226,6 +226,8 @@ class HopperBackward:
         buffers = [rows, dq_sum, Buffer("counter", (1,), torch.int32)]
         if form.first_stores:
             buffers.append(Buffer("turns", (*heads, tiles), torch.int32))
+        elif form.clears:
+            buffers.append(Buffer("turns", (heads[0], problem.heads_q // form.members), torch.int32))
         if form.splits > 1:
             keys = problem.layout.total_k if problem.packed else problem.layout.seqlen_k  # type: ignore[union-attr]
             widths = {"dk_sum": form.dk_width, "dv_sum": form.dv_width}
@@ -242,11 +244,13 @@ LONG_PROGRAM = 64  # steps of the longest, of which its sums in float32 memory a
 
 
 def _first_stores(problem: Problem, splits: int, widths: tuple[int, int]) -> bool:
-    """Whether clearing dq's sum takes longer than waiting for the first tile of keys: where rows see few keys, and tiles come one after the other.
+    """Whether the first tile of keys to come to a tile of dq stores, so that nothing clears dq's sum: where rows see few keys, and tiles come one
+    after the other; the others wait for it.
 
-    Dense ones come together, and of causal heads that a program walks in turn the shorter tiles come first to the second: dense 4k 0.96 of the speed,
-    GQA 64/8 causal 2k 0.88. d128 causal 512 1.11, 1k 1.06, 2k 1.02, 4k 1.01, 16k 0.96; d64 1.04, 1.03, 1.00, 0.99, 0.96; windows of 256, 1,024,
-    2,048 and 4,096 1.08 to 1.11, 1.03, 0.99, 0.91 to 1.00; d192 causal 8k 0.70 (H200).
+    Dense ones come together, and of causal heads that a program walks in turn the shorter tiles come first to the second. Of the speed with sums
+    cleared by the kernel before dense 4k 0.96, GQA 64/8 causal 2k 0.88, d128 causal 512 1.11, 1k 1.06, 2k 1.02, 4k 1.01, 16k 0.96; d64 1.04, 1.03,
+    1.00, 0.99, 0.96; windows of 256, 1,024, 2,048 and 4,096 1.08 to 1.11, 1.03, 0.99, 0.91 to 1.00; d192 causal 8k 0.70 (H200). Of that with sums
+    cleared ahead d128 causal 512 1.28, 1k 1.12, 2.5k 1.00, 3k 0.99, 4k 0.97 to 0.99, d64 2k 1.01, a window of 1,024 1.01 to 1.03 (H100).
     """
     mask = problem.mask
     apart = mask.right and (mask.left or splits == problem.group)

@@ -58,7 +58,9 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
 def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
     strides = tuple(strides_of(t, plan.problem) for t in pointers[:2])
     unit = -1.0 / numbers_of(plan.problem)[0] if plan.config.form.begun else 1.0
-    return Launch(rows_kernel, tiles_of_rows(plan), (pointers, strides, row_sizes(plan), unit, plan.config.form), {"num_warps": 4})
+    parts, tiles_n, section = parts_of_heads(plan)
+    sizes = (*row_sizes(plan), section, tiles_n)
+    return Launch(rows_kernel, tiles_of_rows(plan), (pointers, strides, sizes, unit, plan.config.form), {"num_warps": 4})
 
 
 def dq_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
@@ -96,12 +98,9 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], offsets: tupl
         apart = tuple(rows_apart(t) or 0 for t in (q, dout, k, v, dk, dv))
         q, k, v, dout, dk, dv = q[0], k[0], v[0], dout[0], dk[0], dv[0]
     batch, (seqlen_q, seqlen_k) = problem.layout.batch, tokens(problem)
+    parts, tiles_n, section = parts_of_heads(plan)
     if rows.numel() >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {rows.numel()} numbers of rows are more than an int32 can count; split the batch")
-    tiles_n = seqlen_k // tuning.block_n + batch + 2 if form.packed else -(-seqlen_k // tuning.block_n)
-    parts = problem.heads_kv * entries(problem) * form.splits
-    a_part = form.members * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.block_d)
-    section = even_section(parts, min(L2_BYTES // max(1, a_part), filling(plan.target.sm_count, tiles_n)))
     by_rows, by_rows_v = (tuning.block_m, form.first_d), (tuning.block_m, form.first_dv)
     by_keys, by_keys_v = (tuning.block_n, form.first_d), (tuning.block_n, form.first_dv)
     rests = ((q, tuning.block_m, form.rest_d), (k, tuning.block_n, form.rest_d), (v, tuning.block_n, form.rest_dv),
@@ -114,9 +113,20 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], offsets: tupl
     sizes = (batch, problem.heads_q, seqlen_q, seqlen_k, query_tiles(problem, tuning.block_m), tiles_n, section, *apart)
     tiles = counted(plan, parts * tiles_n)
     work = (tiles, sizes, (call.left, call.right), (*numbers_of(problem), problem.scale))
-    arguments = (*described, turns, counter, offsets, work, form)
+    arguments = (*described, dq_sum, turns, counter, offsets, work, form)
     programs = min(plan.target.sm_count, tiles)
     return Launch(backward.backward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": 168})
+
+
+def parts_of_heads(plan: Plan) -> tuple[int, int, int]:
+    """(parts of heads, tiles of keys of each, parts that make a section)."""
+    form: Any = plan.config.form
+    problem, block_n = plan.problem, form.tuning.block_n
+    seqlen_q, seqlen_k = tokens(problem)
+    tiles_n = seqlen_k // block_n + problem.layout.batch + 2 if form.packed else -(-seqlen_k // block_n)
+    parts = problem.heads_kv * entries(problem) * form.splits
+    a_part = form.members * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.block_d)
+    return parts, tiles_n, even_section(parts, min(L2_BYTES // max(1, a_part), filling(plan.target.sm_count, tiles_n)))
 
 
 def filling(sm_count: int, tiles_n: int) -> int:

@@ -9,7 +9,7 @@ from ..device.tiles import find_sequence, load_rows, span_of, store_rows
 @triton.jit
 def rows_kernel(tensors, strides, sizes, unit, form: tl.constexpr):
     """tensors (dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns, counter); strides (batch, row, head) of dout and out;
-    sizes (H, S_q or T, sequences, tiles of rows a head).
+    sizes (H, S_q or T, sequences, tiles of rows a head), then parts of heads of which this clears dq's sum and tiles of keys a part.
 
     rows: lse in log2 units, times `unit`, of all batch entries and heads, then -delta of all, in whole tiles; a packed sequence begins a tile of
     its own.
@@ -17,7 +17,7 @@ def rows_kernel(tensors, strides, sizes, unit, form: tl.constexpr):
     BLOCK_M: tl.constexpr = form.tuning.block_m
     BLOCK_DV: tl.constexpr = triton.next_power_of_2(form.block_dv)
     dout, out, lse, dlse, delta, rows, dq_sum, cu_seqlens_q, turns, counter = tensors
-    heads, total, sequences, tiles = sizes
+    heads, total, sequences, tiles, cleared, tiles_n = sizes
     pid = from_last()
     index = pid // tiles
     tile = pid % tiles
@@ -40,14 +40,25 @@ def rows_kernel(tensors, strides, sizes, unit, form: tl.constexpr):
     empty = row_lse == float("-inf")
     if form.first_stores:
         tl.store(turns + pid, 0)
+    if form.clears:  # the sums of the first parts here, others by the main kernel
+        part = index // form.members
+        if pid % (tiles * form.members) == 0:
+            tl.store(turns + part, tl.where(part < cleared, tiles_n, 0))
+        if part < cleared:
+            clear_sum(dq_sum, pid, form)
+    elif not form.first_stores:
+        clear_sum(dq_sum, pid, form)
     if pid == 0:
         tl.store(counter, 0)
     numbers = rows + pid.to(tl.int64) * BLOCK_M + lanes
     tl.store(numbers, tl.where(empty, float("inf"), row_lse) * unit)
     tl.store(numbers + tl.num_programs(0).to(tl.int64) * BLOCK_M, tl.where(empty, 0.0, -row_delta))
+
+@triton.jit
+def clear_sum(dq_sum, tile, form: tl.constexpr):
     UNIT: tl.constexpr = form.dq_lines * 256
-    for unit in tl.static_range(0 if form.first_stores else form.dq_units()):
-        tl.store(dq_sum + (pid.to(tl.int64) * form.dq_units() + unit) * UNIT + tl.arange(0, UNIT), tl.zeros([UNIT], tl.float32))
+    for unit in tl.static_range(form.dq_units()):
+        tl.store(dq_sum + (tile.to(tl.int64) * form.dq_units() + unit) * UNIT + tl.arange(0, UNIT), tl.zeros([UNIT], tl.float32))
 
 
 @triton.jit
