@@ -154,6 +154,12 @@ def visible_pairs(problem: Problem) -> float:
     return batch * _band_pairs(rows / batch, keys / batch, problem) if batch else 0.0  # packed: as if all were of one length
 
 
+def keys_a_row(problem: Problem) -> float:
+    """Keys that a query sees, on average; of packed sequences as if all were of one length."""
+    rows = problem.layout.tokens[0]
+    return visible_pairs(problem) / rows if rows else 0.0
+
+
 def _band_pairs(rows: float, keys: float, problem: Problem) -> float:
     mask: MaskStructure = problem.mask
     shift = keys - rows

@@ -12,12 +12,16 @@ from ...errors import KernelFault
 from ...problem import Problem
 from .. import faults, relaunch
 from ..counters import zeros_on
-from ..kernel import Forward, Plan, addresses, keep
+from ..kernel import Forward, Plan, addresses, keep, keys_a_row
 from ..tma import has_spans, query_tiles
 from .views import addressable
 
 LOG2_E = 1.4426950408889634
 L2_BYTES = 32 << 20  # of keys and values that stay while a section of heads is walked; an H200 has 50 MB
+# where rows see few keys, on average, all memory is read while the longest tiles of a section are walked, and none while the others are: smaller
+# sections spread that. Of the speed with 32 MiB d128 256 queries 1.11, 384 1.00, 512 1.17, 768 1.04, d96 512 1.08, d192 512 1.03, d64 512 1.01; of
+# more keys d128 1k 1.01, 2k 0.97, d96 1k 0.99, d64 1k 0.90; at 256, where that is less than a tile for each SM, 512 0.95 (H100)
+FEW_KEYS, L2_BYTES_OF_FEW = 400, 12 << 20
 # up to which sections pay, and twice as many of d128 without groups: of more, SMs that walk a head's tiles at the same time share its keys, and
 # programs even out only within a section. Of the speed without causal 2k d128 1.19, d192 1.21, 192/128 1.20, d96 1.05, d256 0.99; 4k d128 1.01
 # to 1.03, d192, d96 and d64 0.99, 192/128 1.00, d256 0.95; d128 8k 0.99 (H200)
@@ -76,7 +80,9 @@ def work_of(plan: Plan, call: Call) -> tuple:
         uneven = (problem.mask.right or problem.mask.prefix) and not problem.mask.left
         if uneven and lengths[0] <= short and batch_heads * tiles_m > plan.target.sm_count:
             a_head = layout.seqlen_k * (form.block_d + form.block_dv) * call.k.element_size()
-            section = even_section(batch_heads // form.group, L2_BYTES // max(1, a_head)) * form.group
+            few = keys_a_row(problem) < FEW_KEYS and form.block_d < 256
+            stays = L2_BYTES_OF_FEW if few else L2_BYTES
+            section = even_section(batch_heads // form.group, stays // max(1, a_head)) * form.group
         whole = -(-batch_heads // section) * section * tiles_m  # the last section may hold tiles that are none
     if whole >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {whole} tiles of {tuning.block_m} queries are more than a launch can count; split the batch")

@@ -12,7 +12,7 @@ from ...call import Call
 from ...problem import Problem
 from ...target import KIB, Target
 from .. import invariant
-from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries, visible_pairs
+from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries, keys_a_row, visible_pairs
 from ..tma import against_call, against_memory, against_spans, against_tools, has_spans, joined, query_tiles
 from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, invariant_config
@@ -80,12 +80,6 @@ def tuning_of(problem: Problem) -> Tuning:
     in_pieces = problem.packed or problem.mask.left or problem.mask.documents
     special = CAPPED.get(widths) if problem.softcap else few or (PIECES.get(widths) if in_pieces else None)
     return special or TUNINGS[widths]
-
-
-def keys_a_row(problem: Problem) -> float:
-    """Keys that a query sees, on average; of packed sequences as if all were of one length."""
-    rows = problem.layout.tokens[0]
-    return visible_pairs(problem) / rows if rows else 0.0
 
 
 def early(problem: Problem) -> bool:
