@@ -19,9 +19,10 @@ from .views import addressable
 LOG2_E = 1.4426950408889634
 L2_BYTES = 32 << 20  # of keys and values that stay while a section of heads is walked; an H200 has 50 MB
 # where rows see few keys, on average, all memory is read while the longest tiles of a section are walked, and none while the others are: smaller
-# sections spread that. Of the speed with 32 MiB d128 256 queries 1.11, 384 1.00, 512 1.17, 768 1.04, d96 512 1.08, d192 512 1.03, d64 512 1.01; of
-# more keys d128 1k 1.01, 2k 0.97, d96 1k 0.99, d64 1k 0.90; at 256, where that is less than a tile for each SM, 512 0.95 (H100)
-FEW_KEYS, L2_BYTES_OF_FEW = 400, 12 << 20
+# sections spread that. Of the speed with 32 MiB d128 256 queries 1.09, 384 1.00, 512 1.16, 768 1.06, d96 512 1.07, d192 512 1.02, d64 512 1.01; of
+# more keys d128 1k 1.02, 2k 1.00, d96 1k 0.97, d64 1k 0.96; at 256, where that is less than a tile for each SM, 512 0.98. With 12 MiB 512 1.17,
+# but less of the others (H100)
+FEW_KEYS, L2_BYTES_OF_FEW = 400, 16 << 20
 # up to which sections pay, and twice as many of d128 without groups: of more, SMs that walk a head's tiles at the same time share its keys, and
 # programs even out only within a section. Of the speed without causal 2k d128 1.19, d192 1.21, 192/128 1.20, d96 1.05, d256 0.99; 4k d128 1.01
 # to 1.03, d192, d96 and d64 0.99, 192/128 1.00, d256 0.95; d128 8k 0.99 (H200)
