@@ -147,7 +147,7 @@ def backward_lagging_rows() -> tuple[Tensor, ...]:
 
 def backward_ahead() -> tuple[Tensor, ...]:
     """Each tile of keys clears a share of what the next head's two add to, four tiles of dq, of three heads on two programs."""
-    return _backward(256, 256, 128, heads=(3, 3), tuned={"STORED_KEYS": {}}, mask=CAUSAL)
+    return _backward(256, 256, 128, heads=(3, 3), tuned={"STORED_KEYS": {}, "CLEARED_KEYS": 0}, mask=CAUSAL)
 
 
 def backward_first() -> tuple[Tensor, ...]:

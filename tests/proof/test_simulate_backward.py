@@ -233,6 +233,9 @@ def test_later_sums_of_dq_are_cleared_by_earlier_tiles_of_keys(name, schedule, j
         (8192, (32, 32), 64, (-1, 0), {}, True),
         (8192, (16, 16), 96, (-1, 0), {}, True),
         (4096, (32, 32), 64, (-1, -1), {}, False),  # whose steps keep addresses
+        (1024, (64, 8), 128, (-1, 0), {}, False),  # a tile of keys is done too soon
+        (2048, (64, 8), 128, (-1, 0), {}, True),
+        (512, (16, 16), 128, (-1, -1), {}, False),
         (8192, (16, 16), 192, (-1, 0), {}, False),  # adds bind
         (8192, (16, 16), 128, (-1, 0), {"deterministic": True}, False),  # the first tile stores
     ],

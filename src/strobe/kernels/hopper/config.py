@@ -204,7 +204,8 @@ class HopperBackward:
         lags = _lags(problem, splits, widths, tuning, ordered)
         begun = widths in BEGUN and (lags or _begins(problem, widths)) and not problem.softcap and 1 / FINE < problem.scale < FINE
         constants = problem.group, problem.mask, bool(problem.softcap), even, problem.packed, ordered, splits, stores, lags, begun
-        return BackwardConfig(BackwardForm(tuning, *widths, *head_dims, *constants))
+        form = BackwardForm(tuning, *widths, *head_dims, *constants)
+        return BackwardConfig(replace(form, clears=_clears(problem, form)))
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem, backward=True)
@@ -249,6 +250,20 @@ def _first_stores(problem: Problem, splits: int, widths: tuple[int, int]) -> boo
     mask = problem.mask
     apart = mask.right and (mask.left or splits == problem.group)
     return apart and not has_spans(mask) and keys_a_row(problem) <= STORED_KEYS.get(widths, 0)
+
+
+CLEARED_KEYS = 600  # a row, on average, from which a tile of keys has time for its share of the zeros
+
+
+def _clears(problem: Problem, form: BackwardForm) -> bool:
+    """Whether programs clear dq's sum ahead, for the kernel before them.
+
+    Not by roles, where adds to dq bind memory anyway (d192 1.003, d256 1.000 of the speed), nor where steps keep addresses in registers, of which
+    ptxas then finds 3 % too few (d64 dense 4k 0.97), nor of few keys: dense 512 1.00, 1k 1.01, 2k 1.02, GQA 64/8 causal 512 0.95, 1k 0.965, 2k 1.02
+    (H100).
+    """
+    suits = form.halves and form.reckons and not (form.first_stores or form.packed or form.spans)
+    return suits and keys_a_row(problem) >= CLEARED_KEYS
 
 
 def _lags(problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTuning, ordered: bool) -> bool:

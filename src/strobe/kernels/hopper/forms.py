@@ -174,13 +174,7 @@ class BackwardForm(Walk):
     first_stores: bool = False  # the first tile of keys to come to a tile of dq stores, so that nothing clears dq's sum; the others wait for that
     lags: bool = False  # a step multiplies dq of the step before
     begun: bool = False  # scores begin at -lse over their scale
-
-    @property
-    def clears(self) -> bool:
-        """Programs clear dq's sum, each a share of what later tiles of keys add to (backward_store.clear_ahead). Not by roles, where adds to dq bind
-        memory anyway (d192 1.003, d256 1.000 of the speed, H100), nor where steps keep addresses in registers, of which ptxas then finds 3 % too few
-        (d64 dense 4k 0.97)."""
-        return self.halves and self.reckons and not (self.first_stores or self.packed or self.spans)
+    clears: bool = False  # programs clear dq's sum, each a share of what later tiles of keys add to (backward_store.clear_ahead)
 
     @property
     def members(self) -> int:

@@ -54,6 +54,7 @@ def rows_kernel(tensors, strides, sizes, unit, form: tl.constexpr):
     tl.store(numbers, tl.where(empty, float("inf"), row_lse) * unit)
     tl.store(numbers + tl.num_programs(0).to(tl.int64) * BLOCK_M, tl.where(empty, 0.0, -row_delta))
 
+
 @triton.jit
 def clear_sum(dq_sum, tile, form: tl.constexpr):
     UNIT: tl.constexpr = form.dq_lines * 256
