@@ -2,7 +2,8 @@
 a tile of queries, backward_store what leaves a program.
 
     rows_kernel       delta = rowsum(dout * out) - dlse; what the main kernel reads of a row (lse in log2 units, -delta), in whole tiles;
-                      zeros for the counter of tiles, turns at dq, and its sum unless the first tile of keys stores (form.first_stores)
+                      zeros for the counter of tiles, turns at dq, and its sum: unless the first tile of keys stores (form.first_stores), and with
+                      form.clears for the first section of heads alone
     backward_kernel   a program takes tiles of keys and values from the counter; for each it walks the tiles of queries that see it, head by head of
                       its group, or of its part of a group where whole ones would be too few or too unlike (form.splits)
     convert_dq_kernel dq = scale * its float32 sum, in q's dtype and in rows: the sum is in the order of registers (backward_steps.as_held)
@@ -14,7 +15,8 @@ a tile of queries, backward_store what leaves a program.
                       by halves of 128 keys each takes 64 and sums half of dq (ds_ready); by roles one makes p, ds and dv of 64 or 128, the other
                       dq and dk (ds_ready); at the end kv_used; dq_free -> dv, then dk, stand where dq did -> dq_ready, or (of 128 keys by roles,
                       and of a split group) where k and v did -> sums_done
-    store_partition   dq_ready -> adds dq to its sum, and writes dv and dk -> dq_free
+    store_partition   with form.clears first clears a share of what later tiles of keys add to; dq_ready -> adds dq to its sum, and writes dv and
+                      dk -> dq_free
 
     barrier       arrivals                    says
     told          1                           the board holds a tile of keys    told_free   all readers  they have read it
