@@ -19,7 +19,6 @@ from strobe.call import Call
 from strobe.errors import KernelFault
 from strobe.kernels.hopper import config as hopper
 from strobe.kernels.hopper import launch_backward
-from strobe.kernels.hopper.launch_backward import parts_of_heads
 from strobe.kernels.kernel import Plan
 from strobe.problem import Problem
 from strobe.proof.compile import launches
@@ -217,7 +216,7 @@ def test_later_sums_of_dq_are_cleared_by_earlier_tiles_of_keys(name, schedule, j
     call = case.build("cpu", DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], seed=5, requires_grad=True, kernel="hopper")
     plan = select(Problem.from_call(call), target).backward
     assert plan is not None and plan.config.form.clears
-    parts, _, section = parts_of_heads(plan)
+    parts, _, section = launch_backward.parts_of_heads(plan)
     assert parts > section
     with on(target, *schedule) as run:
         judge(call, FAMILIES[n % len(FAMILIES)], 5)

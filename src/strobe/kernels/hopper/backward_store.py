@@ -30,7 +30,7 @@ from .backward_tiles import head_of_step, key_head, read_place
 
 
 @gluon.jit
-def store_partition(own: gl.constexpr, out, turns, sum_ahead, board, kv, dq, work, form: gl.constexpr):
+def store_partition(own: gl.constexpr, out, turns, dq_sum, board, kv, dq, work, form: gl.constexpr):
     """Every tile that dq's channel holds, or every other one where there are two of this partition: dq of each step, then dv and dk."""
     words, told, told_free = board
     at = ring_start(1)  # of the tiles that are its own
@@ -44,7 +44,7 @@ def store_partition(own: gl.constexpr, out, turns, sum_ahead, board, kv, dq, wor
         part = steps[0]
         mbarrier.arrive(told_free.index(0))  # now: the next tile's loads would wait for this one's last step
         if form.clears:
-            clear_ahead(turns, sum_ahead, keys[0], part, n_start, work[1], form)
+            clear_ahead(turns, dq_sum, keys[0], part, n_start, work[1], form)
         total = form.members * steps[2]
         first = (own + passed) % form.stores
         for step in range(first, total, form.stores):

@@ -58,9 +58,9 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
 def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
     strides = tuple(strides_of(t, plan.problem) for t in pointers[:2])
     unit = -1.0 / numbers_of(plan.problem)[0] if plan.config.form.begun else 1.0
-    parts, tiles_n, section = parts_of_heads(plan)
-    sizes = (*row_sizes(plan), *((section, tiles_n) if plan.config.form.clears else (0, 0)))
-    return Launch(rows_kernel, tiles_of_rows(plan), (pointers, strides, sizes, unit, plan.config.form), {"num_warps": 4})
+    _, tiles_n, section = parts_of_heads(plan)
+    cleared = (section, tiles_n) if plan.config.form.clears else (0, 0)  # else none, lest each length be compiled by itself
+    return Launch(rows_kernel, tiles_of_rows(plan), (pointers, strides, (*row_sizes(plan), *cleared), unit, plan.config.form), {"num_warps": 4})
 
 
 def dq_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
