@@ -162,8 +162,9 @@ def backward_scattered() -> tuple[Tensor, ...]:
 
 
 def backward_ordered() -> tuple[Tensor, ...]:
-    """Four tiles of dq, to each of which up to three tiles of keys add in turn, in two parts."""
-    return _backward(256, 192, 256, deterministic=True, mask=CAUSAL)
+    """Four tiles of dq of each of two heads, to each of which up to three tiles of keys add in turn, in two parts: of the first head from the
+    last keys, of the second from the first."""
+    return _backward(256, 192, 256, heads=(2, 2), deterministic=True, mask=CAUSAL)
 
 
 def backward_turns() -> tuple[Tensor, ...]:

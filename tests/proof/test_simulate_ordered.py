@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_cases import H200, NIGHTLY, SCHEDULES
-from test_simulate_backward import BACKWARD, CASES, SPANS
+from hopper_cases import CAUSAL, H200, NIGHTLY, SCHEDULES
+from test_simulate_backward import BACKWARD, CASES, SPANS, _case
 
 pytest.importorskip("triton")
 
@@ -73,6 +73,49 @@ def test_the_bits_are_those_of_any_schedule(name):
     first = gradients(ordered(name), H200, ("eager", 0))
     for target, schedule, options in ((H200, ("lazy", 0), {}), (WIDER, ("pct", 3), {}), (H200, ("eager", 0), {"sms": 1})):
         assert all(map(torch.equal, first, gradients(ordered(name), target, schedule, **options)))
+
+
+SECTIONS = {  # heads that each make a section on two SMs: the last, or of groups the last two, go from the first keys
+    "heads": _case("heads", 330, 330, heads=(3, 3), mask=CAUSAL),
+    "more_keys": _case("more_keys", 200, 410, batch=2, mask=CAUSAL),
+    "more_rows": _case("more_rows", 410, 200, heads=(3, 3), mask=CAUSAL),
+    "d64": _case("d64", 390, 390, head_dim=64, heads=(2, 2), mask=CAUSAL),
+    "d256": _case("d256", 150, 150, head_dim=256, heads=(2, 2), mask=CAUSAL),
+    "groups": _case("groups", 140, 300, heads=(6, 3), mask=CAUSAL),
+}
+
+
+@pytest.mark.parametrize("n, name", list(enumerate(SECTIONS)))
+def test_the_last_sections_go_from_the_first_keys(n, name, judge):
+    case = SECTIONS[name]
+    build = lambda: case.build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")._replace(deterministic=True)
+    assert form_of(build()).last_sections == (2 if name == "groups" else 1)
+    with on(H200, *SCHEDULES[n % 3], checks=ORDER) as run:
+        judge(build(), "normal", 5)
+    assert run.reports == [] and run.launches[-3:] == BACKWARD
+    alone = gradients(build(), H200, ("eager", 0), sms=1)
+    assert all(map(torch.equal, alone, gradients(build(), H200, ("pct", 3))))
+
+
+def test_batch_invariant_gradients_have_no_last_sections():
+    """A head in them has another order of adds than elsewhere: what two tiles of keys add here is large and cancels, and the third's share is lost
+    where it is added before."""
+    q, v = torch.zeros(1, 300, 1, 64), torch.randn(1, 128, 1, 64, generator=torch.Generator().manual_seed(0))
+    v = v.repeat(1, 3, 1, 1)[:, :300]
+    k = v * torch.tensor([2.0**20, -(2.0**20), 1.0]).repeat_interleave(128)[:300, None, None]
+
+    def of_the_first(batch: int) -> tuple[torch.Tensor, ...]:
+        leaves = [t.bfloat16().expand(batch, -1, -1, -1).contiguous().requires_grad_() for t in (q, k, v)]
+        call = Call(*leaves, right=0, kernel="hopper", batch_invariant=True, needs_grad=True)
+        assert form_of(call).ordered and form_of(call).last_sections == 0
+        return tuple(t[0] for t in gradients(call, H200, ("eager", 0)))
+
+    assert all(map(torch.equal, of_the_first(1), of_the_first(2)))
+
+
+@pytest.mark.parametrize("name", ("dense", "window_both", "packed_causal_other_keys"))
+def test_tiles_that_cost_the_same_have_no_last_sections(name):
+    assert form_of(ordered(name)).ordered and form_of(ordered(name)).last_sections == 0
 
 
 def test_without_turns_the_check_objects():

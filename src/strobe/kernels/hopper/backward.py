@@ -50,9 +50,9 @@ from ..device.schedule import is_told, tell
 from ..device.views import copy_parts, stage_of, tiles_for
 from .backward_roles import walk_gradients, walk_weights
 from .backward_spans import has_others, keys_of_run, mend, places_of
-from .backward_steps import ROWS, dq_position, in_place_of_dq, of_do, parts_at, parts_of, rows_of, tile_of_step, zeros_of
+from .backward_steps import ROWS, dq_position, in_place_of_dq, of_do, parts_at, parts_of, rows_of, zeros_of
 from .backward_store import store_partition
-from .backward_tiles import WORDS, head_of_step, key_head, keys_of_number, next_number, seen_and_blocks
+from .backward_tiles import BACK, WORDS, head_and_tile, key_head, keys_of_number, next_number, seen_and_walk, walk_of
 from .backward_walks import walk_half
 
 
@@ -81,7 +81,8 @@ def load_partition(views, offsets, board, kv, q, do, mended, work, form: gl.cons
             else:
                 queries, keys = (tile[0], tile[6], tile[7]), (tile[0], tile[8], tile[9])
                 gradients, values = queries, keys
-            steps = (part, m_first, blocks, first_tile, sizes[1] * sizes[4] * (1 if form.packed else sizes[0]))
+            walk = walk_of(blocks, tile[BACK] if form.last_sections else blocks, form)
+            steps = (part, m_first, walk, first_tile, sizes[1] * sizes[4] * (1 if form.packed else sizes[0]))
             total = form.members * blocks
             if form.key_places == 2:
                 load_keys((k_views, v_views), (keys, values), part, n_start, kv, kv_at, form)
@@ -118,9 +119,8 @@ def load_keys(views, places, part, n_start, kv, at, form: gl.constexpr):
 @gluon.jit
 def load_step(step, steps, views, places, of_keys, q, do, at, do_at, work, form: gl.constexpr):
     """A tile of queries and what belongs to it, once its places are free; of documents, once rows of others are made none of its own."""
-    part, m_first, blocks, first_tile, all_rows = steps
-    head, block = head_of_step(part, step, blocks, form)
-    block = tile_of_step(block, blocks, form)
+    part, m_first, walk, first_tile, all_rows = steps
+    head, block = head_and_tile(part, step, walk, form)
     m_start = m_first + block * form.tuning.block_m
     number = first_tile + head * work[1][4] + m_start // form.tuning.block_m
     slot = of_do(at, do_at, form)
@@ -188,7 +188,7 @@ def take_tile(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, at, kv_a
     row: gl.constexpr = ROWS * w if form.halves else 0
     q_at, do_at, handed_at = at
     lap = board_at(kv_at, form).parity
-    seen, blocks = seen_and_blocks(words, row, form)
+    seen, walk = seen_and_walk(words, row, form)
     mbarrier.arrive(told_free.index(0))
     keys = ((k_tile, kv_at.stage), (v_tile, v_slot(kv_at, form)))
     channels = (q, do, dq, handed)
@@ -198,11 +198,11 @@ def take_tile(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, at, kv_a
         dk, dv = (dk, dk), (dv, dv)
     mbarrier.wait(kv_ready.index(kv_at.stage), kv_at.parity)
     if form.halves:
-        dk, dv, q_at, handed_at = walk_half(w, dk, dv, keys, channels, (q_at, handed_at, lap), seen, blocks, work, form)
+        dk, dv, q_at, handed_at = walk_half(w, dk, dv, keys, channels, (q_at, handed_at, lap), seen, walk, work, form)
     elif w == 0:
-        dv, q_at, do_at = walk_weights(dv, keys, channels, (q_at, do_at), seen, blocks, work, form)
+        dv, q_at, do_at = walk_weights(dv, keys, channels, (q_at, do_at), seen, walk, work, form)
     else:
-        dk, q_at, handed_at = walk_gradients(dk, keys[0], channels, (q_at, handed_at), blocks, form)
+        dk, q_at, handed_at = walk_gradients(dk, keys[0], channels, (q_at, handed_at), walk[0], form)
     if form.two_tiles:
         leave_in_place(w, dk, dv, kv, work[3][2])
     else:

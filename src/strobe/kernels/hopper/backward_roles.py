@@ -34,21 +34,21 @@ from .backward_steps import (
     rows_of,
     scores_of,
     tile_now,
-    tile_of_step,
     wait_for,
     weights,
     zeros_of,
 )
+from .backward_tiles import tile_of_step
 
 
 @gluon.jit
-def walk_weights(dv, keys, channels, at, seen, blocks, work, form: gl.constexpr):
+def walk_weights(dv, keys, channels, at, seen, walk, work, form: gl.constexpr):
     """Weights of all tiles of queries, ds to the other consumer, and dv: (dv, where the rings stand then)."""
     q_at, do_at = at
     keys = (keys[0], keys[1], in_registers(tile_now(keys[0], form), form.tuning.k_in_registers))
     for _ in range(form.members):
-        for step in range(blocks):
-            place, block = (q_at, of_do(q_at, do_at, form)), tile_of_step(step, blocks, form)
+        for step in range(walk[0]):
+            place, block = (q_at, of_do(q_at, do_at, form)), tile_of_step(step, walk, form)
             if form.two_tiles:
                 dv = step_weights_of_two(dv, keys, channels, place, seen, block, work, form)
             else:

@@ -30,7 +30,7 @@ def keys_of_run(number, row, offsets, work, form: gl.constexpr):
     BLOCK_M: gl.constexpr = form.tuning.block_m
     tiles, sizes, limits, numbers, counter = work
     seqlen_q, seqlen_k = sizes[2], sizes[3]
-    entry, part, n_block = dense_keys(number, sizes, form)
+    entry, part, n_block, back = dense_keys(number, sizes, form)
     exists, n_start, n_stop, beyond, span = tile_at(number >= 0, entry, n_block, row, 1, offsets, sizes, form.tuning.block_n, form)
     q_first, q_stop, document = span
     seen = n_stop

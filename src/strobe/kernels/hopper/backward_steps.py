@@ -79,16 +79,6 @@ def hide(x, hidden, seen, limits, form: gl.constexpr):
 
 
 @gluon.jit
-def tile_of_step(step, blocks, form: gl.constexpr):
-    """Which of a head's `blocks` tiles of queries a step takes: from the last, which all programs of a causal head have in common (d128 8k 555
-    TFLOP/s for 542, H200), to the first; where programs take turns at dq from the first."""
-    if form.ordered:
-        return step
-    else:
-        return blocks - 1 - step
-
-
-@gluon.jit
 def weights(s, lse, block, row: gl.constexpr, seen, work, form: gl.constexpr):
     """(p, ds / dp) of the raw scores of a head's `block`-th tile of queries that this program walks, from its `row` on: ds / dp is p, or p times
     the softcap's slope 1 - tanh^2. lse lies in shared memory, in log2 units, unless scores have begun with it."""

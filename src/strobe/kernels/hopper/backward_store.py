@@ -5,7 +5,8 @@
                       of two tiles of keys: sums_done -> writes dv and dk -> kv_free
 
 Tiles of keys add to a tile of dq in any order behind the first, or (form.ordered) one by one from the last that a tile of queries sees to the first:
-the order in which programs on the causal diagonal come to it by themselves, each two steps or more after the one before.
+the order in which programs on the causal diagonal come to it by themselves, each two steps or more after the one before. In a last section of causal
+heads it is from the first to the last (backward_tiles.dense_keys).
 """
 
 from ..device.channel import ring_start
@@ -25,8 +26,8 @@ from ..device.masking import row_interval
 from ..device.schedule import is_told
 from ..device.views import FAR, copy_out, stage_of
 from .backward_spans import places_written
-from .backward_steps import in_place_of_dq, tile_of_step
-from .backward_tiles import head_of_step, key_head, read_place
+from .backward_steps import in_place_of_dq
+from .backward_tiles import head_and_tile, key_head, read_place
 
 
 @gluon.jit
@@ -45,7 +46,7 @@ def store_partition(own: gl.constexpr, out, turns, dq_sum, board, kv, dq, work, 
         mbarrier.arrive(told_free.index(0))  # now: the next tile's loads would wait for this one's last step
         if form.clears:
             clear_ahead(turns, dq_sum, keys[0], part, n_start, work[1], form)
-        total = form.members * steps[2]
+        total = form.members * steps[2][0]
         first = (own + passed) % form.stores
         for step in range(first, total, form.stores):
             at = add_step(own, step, steps, n_start, lengths, out[0], turns, dq, at, work, form)
@@ -93,14 +94,14 @@ def clear_ahead(turns, dq_sum, entry, part, n_start, sizes, form: gl.constexpr):
 @gluon.jit
 def add_step(own: gl.constexpr, step, steps, n_start, lengths, dq_desc, turns, dq, at, work, form: gl.constexpr):
     """Add a step's dq to its sum; the channel's next place."""
-    part, m_first, blocks, first_tile = steps
-    head, block = head_of_step(part, step, blocks, form)
-    m_start = m_first + tile_of_step(block, blocks, form) * form.tuning.block_m
+    part, m_first, walk, first_tile = steps
+    head, block = head_and_tile(part, step, walk, form)
+    m_start = m_first + block * form.tuning.block_m
     tile = first_tile + head * work[1][4] + m_start // form.tuning.block_m
     first = False
     if form.first_stores:
         turn = turns + tile
-        first = await_turn(turn, n_start, m_start, lengths, work[2], form)
+        first = await_turn(turn, n_start, m_start, walk[1], lengths, work[2], form)
     line = tile * form.dq_units() * form.dq_lines
     if form.halves:
         await_ready(own, dq, at, form)
@@ -119,16 +120,20 @@ def add_step(own: gl.constexpr, step, steps, n_start, lengths, dq_desc, turns, d
 
 
 @gluon.jit
-def await_turn(turn, n_start, row, lengths, limits, form: gl.constexpr):
+def await_turn(turn, n_start, row, back, lengths, limits, form: gl.constexpr):
     """Whether this tile of keys is the first to add to the tile of dq that begins at `row`: it stores, so that nothing need be cleared before.
 
-    Else wait until that has been done; where form.ordered, until all key tiles behind n_start's have added: each counts `turn` up. The first is the
-    last that a row of the tile sees where form.ordered, and else the first: programs have taken that sooner.
+    Else wait until that has been done; where form.ordered, until all key tiles behind n_start's have added, or with `back` all before it: each counts
+    `turn` up. The first is the last that a row of the tile sees where form.ordered, but with `back`, and else the first: programs have taken that
+    sooner.
     """
     bounds = (lengths[1], limits[0], limits[1])
     if form.ordered:
         seen_first, seen_stop = row_interval(row + form.tuning.block_m - 1, lengths[0], lengths[1], bounds, 0, form)
-        before = (seen_stop - 1 - n_start) // form.tuning.block_n
+        ahead = seen_stop - 1 - n_start
+        if form.last_sections:
+            ahead = gl.where(back == 1, n_start, ahead)
+        before = ahead // form.tuning.block_n
         while gl.atomic_add(turn, 0, sem="acquire") != before:
             pass
         first = before == 0

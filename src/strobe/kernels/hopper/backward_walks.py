@@ -35,22 +35,22 @@ from .backward_steps import (
     rows_of,
     scores_of,
     tile_now,
-    tile_of_step,
     wait_for,
     weights,
     zeros_of,
 )
+from .backward_tiles import tile_of_step
 
 
 @gluon.jit
-def walk_half(w: gl.constexpr, dk, dv, keys, channels, at, seen, blocks, work, form: gl.constexpr):
+def walk_half(w: gl.constexpr, dk, dv, keys, channels, at, seen, walk, work, form: gl.constexpr):
     """All tiles of queries for half of 128 keys: (dk, dv, where q's ring and ds's stand then)."""
     q_at, ds_at, lap = at
     k_place, v_place = keys
     keys = (k_place, v_place, in_registers(rows_of(tile_now(k_place, form), ROWS * w), form.tuning.k_in_registers))
     for member in range(form.members):
-        for step in range(blocks):
-            block = tile_of_step(step, blocks, form)
+        for step in range(walk[0]):
+            block = tile_of_step(step, walk, form)
             place = (q_at, of_ds(q_at, ds_at, form), lap)
             first = step == 0
             if form.members > 1:
@@ -63,7 +63,7 @@ def walk_half(w: gl.constexpr, dk, dv, keys, channels, at, seen, blocks, work, f
             ds_at = ds_at.next()
     ds_at = of_ds(q_at, ds_at, form)
     if form.lags:
-        if blocks > 0:
+        if walk[0] > 0:
             last_share(w, tile_now(k_place, form), channels, ds_at.before(), lap, form)
     return dk, dv, q_at, ds_at
 

@@ -169,11 +169,12 @@ class BackwardForm(Walk):
     softcap: bool
     even: bool  # S_k is a multiple of block_n
     packed: bool
-    ordered: bool = False  # tiles of keys take turns to add to a tile of dq, the last that it sees first; programs then take the last keys first
+    ordered: bool = False  # tiles of keys take turns to add to a tile of dq (backward_tiles.dense_keys)
     splits: int = 1  # programs among which the heads of a group are divided
     first_stores: bool = False  # the first tile of keys to come to a tile of dq stores, so that nothing clears dq's sum; the others wait for that
     lags: bool = False  # a step multiplies dq of the step before
     begun: bool = False  # scores begin at -lse over their scale
+    last_sections: int = 0  # in which programs that take turns go from the first keys on (backward_tiles.dense_keys)
     clears: bool = False  # programs clear dq's sum, each a share of what later tiles of keys add to (backward_store.clear_ahead)
 
     @property
