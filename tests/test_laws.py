@@ -39,6 +39,7 @@ LAYERS = (
     ("kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
     ("kernels",),
     ("select", "flops", "sharding", "choices", "fakes"),
+    ("repeat",),
     ("ops",),
     ("ops_decode",),
     ("api",),
@@ -54,7 +55,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-HOUSE = [name for layer in LAYERS[:19] for name in layer]
+HOUSE = [name for layer in LAYERS[:20] for name in layer]
 STAND_INS = ("flash_attn", "flash_attn_interface", "cute", "integrations.aten")  # their functions have other libraries' signatures
 KERNELS = ("kernels.portable", "kernels.hopper", "kernels.blackwell", "kernels.device")
 

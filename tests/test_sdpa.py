@@ -23,7 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 import strobe
-from strobe import ops, reference
+from strobe import ops, reference, repeat
 from strobe.call import Call
 from strobe.choices import Choices
 from strobe.errors import UnsupportedProblem
@@ -522,10 +522,10 @@ def test_a_launch_that_was_kept_is_used_again_where_out_lies_by_rows(lies, launc
 
     def keeping(choice, call, out, lse):
         write(choice, call, out, lse)
-        choice.forward.again[ops.addresses(call, out, lse)] = lambda: not launched.append(True)
+        choice.forward.again[repeat.addresses(call, out, lse)] = lambda: not launched.append(True)
 
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # the device of a tensor on a CPU
-    monkeypatch.setattr(ops, "addresses", lambda call, out, lse: (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()))
+    monkeypatch.setattr(repeat, "addresses", lambda call, out, lse: (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()))
     monkeypatch.setattr(ops, "write", keeping)
     monkeypatch.setattr(ops, "_choices", Choices())
     monkeypatch.setattr(aten, "_turned_before", {})

@@ -44,9 +44,8 @@ class Choices(dict):
         return None
 
     def meet(self, tensors: Sequence[Tensor], rest: tuple, choice: Any) -> None:
-        try:
-            guard = _guard(tensors)
-        except (TypeError, SystemError):  # torch's guards are its own affair: where they take other arguments, keys alone tell calls apart
+        guard = alike_to(tensors)
+        if guard is None:
             return
         if len(self.alike) >= MOST_CHOICES:
             self.alike.clear()
@@ -55,9 +54,16 @@ class Choices(dict):
         met.insert(0, (guard, _lies(tensors), choice))
 
 
+def alike_to(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool] | None:
+    """Whether other tensors are like these; None where torch's guards, which are its own affair, take other arguments."""
+    try:
+        return _guard(tensors)
+    except (TypeError, SystemError):
+        return None
+
+
 def _guard(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
-    """Whether other tensors are like these. A guard refuses to see one tensor twice, so it is given each once, and where each comes again is
-    compared beside it."""
+    """A guard refuses to see one tensor twice, so it is given each once, and where each comes again is compared beside it."""
     first = [next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors]
     distinct = sorted(set(first))
     sizes: Any = [list(tensors[i].shape) for i in distinct]

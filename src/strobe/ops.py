@@ -7,6 +7,7 @@ building and hashing a Problem costs tens of microseconds, the key about two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from .choices import Choices, at_once
 from .dispatch import tangents, wants_beneath, watched
 from .errors import InvalidProblem, UnsupportedProblem
 from .fakes import check_apart, check_no_vmap, check_out, schema, written
-from .kernels.kernel import Backward, Forward, Plan, addresses, gradient_addresses
+from .kernels.kernel import Backward, Forward, Plan, gradient_addresses
 from .kernels.memory import carved, empty_here, pieces, scratch
 from .knobs import KNOBS
 from .problem import ALIGNMENT, Problem
+from .repeat import gradients_again, launch_again, meet, repeats
 from .select import Choice, select
 from .target import Target
 
@@ -83,17 +85,6 @@ def received(flat: tuple) -> Call:
         check(call)  # which says so; a key of metadata would take it for a tensor met before
     optionals = (t if t is None else t.contiguous() for t in call.optionals)
     return Call._make((*call[: OPTIONAL_TENSORS.start], *optionals, *call[OPTIONAL_TENSORS.stop :]))
-
-
-def repeats(plan: Plan, q: Tensor) -> bool:
-    """Whether launches of a plan may be repeated as they were, here and now."""
-    return bool(plan.again) and q.get_device() == torch._C._cuda_getDevice() and not KNOBS.sync
-
-
-def launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
-    """Launch as at these addresses before, where the plan's kernel kept the way: the kernel's own host code costs several times as much."""
-    again = plan.again.get(addresses(call, out, lse)) if plan.again and repeats(plan, call.q) else None
-    return again is not None and again()
 
 
 def write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> None:
@@ -227,14 +218,16 @@ def _save(ctx, call: Call, count: int, out: Tensor, lse: Tensor) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, *optionals = ctx.saved_tensors
-    scalars, longest, count = ctx.rest
+def _gradients(saved: Sequence[Tensor], rest: tuple, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of what autograd kept, which it may give but once (checkpointing)."""
+    q, k, v, out, lse, *optionals = saved
+    scalars, longest, count = rest
     call = Call(q, k, v, *scalars, *optionals, *longest) if optionals else Call(q, k, v, *scalars)
     dout = torch.zeros_like(out) if dout is None else dout
     choice = at_once(_choices, call, decide, dout, out, lse) if dlse is None and call.plain else None
     if choice is not None:
         given = _given_gradients(call, choice, (dout, out, lse, None))
+        meet(choice, (q, k, v, dout, out, lse))
         return given.dq, given.dk, given.dv, *(None,) * (count - 3)
     _meet_counters()
     run = _TwiceRefused.apply if torch.is_grad_enabled() else BACKWARD
@@ -257,7 +250,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return _gradients(ctx, dout, dlse)
+        return _gradients(ctx.saved_tensors, ctx.rest, dout, dlse)
 
 
 class _Plain(torch.autograd.Function):
@@ -265,17 +258,18 @@ class _Plain(torch.autograd.Function):
     for two. Of an apply that is 7.7 us for 11.9 (a CPU's, `results/tuning.jsonl`)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scalars):
-        call = Call(q, k, v, *scalars)
-        choice = at_once(_choices, call, decide)
+    def forward(ctx, q, k, v, call):
+        choice = _choices.like(call[:3], call[3 : OPTIONAL_TENSORS.start]) or at_once(_choices, call, decide)
         out, lse = FORWARD(*call.arguments) if choice is None else _forward(call, choice)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest = scalars, (), 4
+        ctx.rest, ctx.choice = (call[3 : OPTIONAL_TENSORS.start], (), 4), choice
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        return _gradients(ctx, dout, None)
+        saved = ctx.saved_tensors
+        gradients = gradients_again(ctx.choice, saved, dout)
+        return (*gradients, None) if gradients else _gradients(saved, ctx.rest, dout, None)
 
 
 class _OutAlone(_Attention):
@@ -290,7 +284,7 @@ class _OutAlone(_Attention):
 
     @staticmethod
     def backward(ctx, dout):
-        return _gradients(ctx, dout, None)
+        return _gradients(ctx.saved_tensors, ctx.rest, dout, None)
 
 
 class _AttentionUnderTransforms(torch.autograd.Function):
@@ -312,7 +306,7 @@ class _AttentionUnderTransforms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return _gradients(ctx, dout, dlse)
+        return _gradients(ctx.saved_tensors, ctx.rest, dout, dlse)
 
 
 def prepare(call: Call) -> Call:
@@ -345,7 +339,7 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
         if choice is not None:
             return _forward(call, choice)
     elif out is None and out_alone and call.plain and type(call.q) is type(call.k) is type(call.v) is Tensor and not watched():
-        return (_Plain.apply(*call[:3], call.asking[3 : OPTIONAL_TENSORS.start]),)  # type: ignore[return-value]
+        return (_Plain.apply(*call[:3], call.asking),)  # type: ignore[return-value]
     call = prepare(call) if out is None else told(call)  # torch's own ops with out= do not go through autocast either
     if tangents(call.parted[0]):
         raise _forward_mode()

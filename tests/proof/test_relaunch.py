@@ -16,7 +16,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 import strobe
-from strobe import ops, ops_decode
+from strobe import ops, ops_decode, repeat
 from strobe.appending import AppendCall, AppendProblem
 from strobe.call import Call
 from strobe.decode import DecodeProblem
@@ -325,6 +325,48 @@ def test_a_backward_is_launched_again_as_one(stage, heads, launches, monkeypatch
     assert first != rest[0] == rest[1] == rest[2] and len(filled) == 7 * (launches - 3)
     assert stage.launches[:launches] == stage.launches[launches : 2 * launches]
     assert [one[4] for one in stage.launches[:launches]] == started[launches : 2 * launches]
+
+
+def test_gradients_are_launched_again_before_anything_else_is_looked_at(stage, monkeypatch):
+    """Of a plain call: not where a graph of them is wanted, where dout lies otherwise, where what autograd kept has come back as something else, or
+    while a profiler looks on; then as any other call's."""
+    started, looked, places = [], [], _Places()
+    noted = lambda owner, key, tensors, first: started.append(key) or relaunch.Noted(stage.function, 1, -1, (key, *plain(tensors)))
+    monkeypatch.setattr(relaunch, "start", noted)
+    for user in (ops, memory, repeat):
+        monkeypatch.setattr(user, "empty_here", places.fresh)
+
+    def looking(*arguments, real=ops._given_gradients):
+        looked.append(1)
+        places.given = 0  # what did not come again has been let go
+        return real(*arguments)
+
+    monkeypatch.setattr(ops, "_given_gradients", looking)
+    q, k, v = (torch.randn(1, 100, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    dout = torch.empty_like(q)
+    lying = dout.as_strided(q.shape, (12800, 64, 6400, 1))  # otherwise, at the same address
+
+    def gradients(out, of=dout):
+        """(whether the call was looked at, kernels started anew, launches repeated, what came)"""
+        before = len(looked), len(started), len(stage.launches)
+        places.given = 0
+        made = torch.autograd.grad(out, (q, k, v), of, retain_graph=True)
+        return *[now - then for now, then in zip((len(looked), len(started), len(stage.launches)), before)], plain(made)
+
+    with posing(FAKES["H200"]):
+        out = strobe.attention(q, k, v, causal=True, kernel="hopper")
+        assert [gradients(out)[:3] for _ in range(2)] == [(1, 3, 0)] * 2  # torch's memory, then places that come again
+        again = gradients(out)
+        assert again[:3] == (0, 0, 3) and again == gradients(out)
+        assert [gradients(out, lying)[:3] for _ in range(2)] == [(1, 3, 0), (0, 0, 3)]
+        assert gradients(out)[:3] == (0, 0, 3)
+        twice = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True, create_graph=True)
+        assert all(t.requires_grad for t in twice)
+        with monkeypatch.context() as patch:
+            patch.setattr(knobs.runtime.launch_exit_hook, "calls", [print])
+            assert gradients(out)[:3] == (1, 3, 0)
+        out.grad_fn._raw_saved_tensors[1].register_hooks(lambda t: t, lambda t: t.as_strided(t.shape, lying.stride()))
+        assert gradients(out)[0] == 1
 
 
 @pytest.mark.parametrize("alone", [False, True])

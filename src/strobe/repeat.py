@@ -1,0 +1,61 @@
+"""Launches repeated where they were launched before: a kernel's own host code costs several times as much.
+
+    forward     the addresses of q, k, v, out and lse                         -> Plan.again
+    backward    those of what autograd kept, dout, gradients and scratch      -> Plan.again, of tensors like those that Choice.met knows
+
+Autograd runs a backward on a thread of its own, which wakes up on another core: there this costs more than twice what it does in a loop (of a
+step's 165 us 78 for 33, an H200's host), so that a plain call's backward comes here before anything else is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import Call
+from .choices import alike_to
+from .dispatch import watched
+from .kernels.kernel import Plan, addresses
+from .kernels.memory import empty_here, pieces
+from .knobs import KNOBS
+from .select import Choice
+
+MOST_MET = 4  # kinds of tensors that a Choice knows: gradients come in one or two
+
+
+def repeats(plan: Plan, q: Tensor) -> bool:
+    """Whether launches of a plan may be repeated as they were, here and now."""
+    return bool(plan.again) and q.get_device() == torch._C._cuda_getDevice() and not KNOBS.sync
+
+
+def launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
+    """Launch as at these addresses before, where the plan's kernel kept the way."""
+    again = plan.again.get(addresses(call, out, lse)) if plan.again and repeats(plan, call.q) else None
+    return again is not None and again()
+
+
+def gradients_again(choice: Choice[Any] | None, saved: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """dq, dk and dv of a plain call by a launch that is repeated; None where that cannot be, as where a graph of them is wanted, which torch's guards
+    tell by q, k and v. saved: q, k, v, out, lse."""
+    if choice is None or watched():
+        return None
+    q, k, v, out, lse = saved
+    tensors = (q, k, v, dout, out, lse)
+    plan: Any = choice.backward
+    if not any([alike(tensors) for alike in choice.met]) or not repeats(plan, q):
+        return None
+    dq, dk, dv, delta = [empty_here(*kind) for kind in choice.problem.gradients]
+    written = (dq, dk, dv, delta, *pieces(plan))
+    held = [t.data_ptr() for t in (*tensors, *written)]
+    again = plan.again.get((*held[:6], 0, *held[6:], dout.stride(), dout.dtype, out.stride()))  # as kernel.gradient_addresses has them
+    return (dq, dk, dv) if again is not None and again() else None
+
+
+def meet(choice: Choice[Any], tensors: Sequence[Tensor]) -> None:
+    """Know tensors like these again: what a plain call's gradients were made of, all of which go by its Choice."""
+    if not any([alike(tensors) for alike in choice.met]):
+        alike = alike_to(tensors)
+        choice.met[:] = [alike, *choice.met[: MOST_MET - 1]] if alike else []
