@@ -153,8 +153,7 @@ def test_the_hopper_backward_compiles_with_each_tiling_and_each_band():
         assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024 and row["warps"] == 12, unit
         seen.add((form.tuning, form.mask.left, form.mask.right))
     bands = ((False, False), (False, True), (True, True), (True, False))
-    causal = lambda widths, right: (right and hopper.BACKWARD_TIGHT.get(widths)) or hopper.BACKWARD_TUNINGS[widths]
-    wanted = {(causal(widths, band[1]), *band) for widths in hopper.BACKWARD_TUNINGS for band in bands}
+    wanted = {(tuning, *band) for tuning in hopper.BACKWARD_TUNINGS.values() for band in bands}
     assert seen == wanted | {(tuning, True, True) for tuning in hopper.BACKWARD_CAPPED.values()}
 
 

@@ -85,9 +85,9 @@ def _send(block, code):
 
 
 def _barrier(block, code):
-    """Its initialisation with a count, or an arrival that expects bytes."""
+    """Its initialisation with a count, or an arrival that expects bytes, none if it does not say how many."""
     begins = "init" in code.parts
-    address, number = code.need(2) if begins else code.need(3)[1:]
+    address, number = code.need(2) if begins else code.need(3)[1:] if "expect_tx" in code.parts else (code.need(2)[1], "0")
     address, offset = _place(block, address)
 
     def function(machine, mask, address, number):
@@ -126,7 +126,7 @@ _BUILDERS = (
     (r"mapa\.shared::cluster\.u32", _map),
     (r"ld\.shared(::cta)?(\.v[24])?\.[bsuf]32", _load),
     (r"st\.async(\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes(\.v[24])?\.[bsuf]32", _send),
-    (r"mbarrier\.init\.shared(::cta)?\.b64|mbarrier\.arrive\.expect_tx(\.release\.cta)?\.shared(::cta)?\.b64", _barrier),
+    (r"mbarrier\.init\.shared(::cta)?\.b64|mbarrier\.arrive(\.expect_tx)?(\.release\.cta)?\.shared(::cta)?\.b64", _barrier),
     (r"mbarrier\.try_wait\.parity(\.(acquire|relaxed)\.(cta|cluster))?\.shared(::cta)?\.b64", _wait),
     (r"barrier\.cluster\.arrive(\.release|\.relaxed)?(\.aligned)?", _arrive),
     (r"barrier\.cluster\.wait(\.acquire)?(\.aligned)?", _meet),

@@ -25,10 +25,10 @@ a tile of queries, backward_store what leaves a program.
     q_ready       1 and the bytes of both     q[s] and lse[s] have landed       q_free      2   both are used up; tuning.each: 256, and ds_free 128
     do_ready      1 and the bytes of both     do[s] and delta[s] have landed    do_free     1   both are used up; by halves q_free says so of
                                                                                                 all four
-    ds_ready[n]   1                           ds, or a half, stands in memory   by halves its next arrival but one says that it has been read, by
+    ds_ready[n]   1; form.bells: 128          ds, or a half, stands in memory   by halves its next arrival but one says that it has been read, by
                                                                                 roles its step's q_free
     ds_free[n]    1                           with form.lags: the other has multiplied it
-    dq_ready[i]   1                           a share of dq, by roles a unit,   dq_free[i]  1   they have been read
+    dq_ready[i]   1; form.dq_bells: 128       a share of dq, by roles a unit,   dq_free[i]  1   they have been read
                                               or rows of dv or dk, stand in memory
     sums_done     2                           the sum of dk, or of dv, or both  sums_free   1   dk's has been read    kv_free  1  all have
                                               stand in k's and v's place
@@ -44,13 +44,14 @@ memory always.
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arXiv 2407.08608), section 3 and its backward's dq writer.
 """
 
+from ..device.bells import bells, say
 from ..device.channel import Position, ring, ring_start
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load, zero_of_turn
 from ..device.schedule import is_told, tell
 from ..device.views import copy_parts, stage_of, tiles_for
 from .backward_roles import walk_gradients, walk_weights
 from .backward_spans import has_others, keys_of_run, mend, places_of
-from .backward_steps import ROWS, dq_position, in_place_of_dq, of_do, parts_at, parts_of, rows_of, zeros_of
+from .backward_steps import ROWS, THREADS, dq_position, in_place_of_dq, of_do, parts_at, parts_of, rows_of, zeros_of
 from .backward_store import store_partition
 from .backward_tiles import BACK, WORDS, head_and_tile, key_head, keys_of_number, next_number, seen_and_walk, walk_of
 from .backward_walks import walk_half
@@ -272,7 +273,7 @@ def hand_gradient(w: gl.constexpr, sums, factor, views, row: gl.constexpr, dq, a
     fence_async_shared()
     for i in gl.static_range(PLACES):
         if i == w or not form.halves:
-            mbarrier.arrive(dq_ready.index(at.stage * PLACES + i))
+            say(dq_ready, at.stage * PLACES + i, form.dq_bells)
 
 
 @gluon.jit
@@ -345,8 +346,12 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     dq_smem = reinterpret(held, gl.float32, dq_shape, dq_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
     if form.halves:
-        ds_smem, ds_ready = gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout), ring(4, 1)
-        ds_free = ds_ready
+        ds_smem = gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout)
+        if form.bells:
+            ds_ready = bells(4 + form.places * form.dq_bells, THREADS)
+        else:
+            ds_ready = ring(4, 1)
+        ds_free = ds_smem
         if form.lags:
             ds_free = ring(4, form.tuning.arrivals)
             for i in gl.static_range(2, 4):  # what the first step finds, and fences before its products
@@ -371,7 +376,11 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     mended = q[2]
     if form.mask.documents:
         mended = ring(STAGES, 2)
-    dq = (dq_smem, ring(form.stores * form.places, 1), ring(form.stores * form.places, 1))
+    if form.dq_bells:
+        dq_ready = ds_ready + 8 * 4
+    else:
+        dq_ready = ring(form.stores * form.places, 1)
+    dq = (dq_smem, dq_ready, ring(form.stores * form.places, 1))
     views = (q_views, k_views, v_views, do_views, rows_desc)
     gradients = (dk_views, dv_views)
     out = (dq_desc, dk_views, dv_views)

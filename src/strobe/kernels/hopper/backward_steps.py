@@ -1,11 +1,13 @@
 """What the steps of the Hopper backward are made of: products, weights between them, dq's hand-over. backward_walks puts them in order."""
 
+from ..device.bells import say
 from ..device.channel import Position
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait, zero_of_turn
 from ..device.softmax import tanh
 from ..device.views import as_rows, stage_of
 
 ROWS = gl.constexpr(64)  # of one product, and of one consumer's tiles: 16 a warp
+THREADS = gl.constexpr(128)  # of one consumer
 
 
 @gluon.jit
@@ -291,7 +293,7 @@ def hand_over(sums, dq, share: gl.constexpr, at, form: gl.constexpr):
     else:
         dq_smem.index(begin + unit).store(held)
     fence_async_shared()
-    mbarrier.arrive(dq_ready.index(slot * form.places + share))
+    say(dq_ready, slot * form.places + share, form.dq_bells)
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ the order in which programs on the causal diagonal come to it by themselves, eac
 heads it is from the first to the last (backward_tiles.dense_keys).
 """
 
+from ..device.bells import await_said
 from ..device.channel import ring_start
 from ..device.dialect import (
     fence_async_global,
@@ -206,7 +207,7 @@ def await_ready(own: gl.constexpr, dq, at, form: gl.constexpr):
     """Wait until the channel's next place is full."""
     PLACES: gl.constexpr = form.places
     for i in gl.static_range(PLACES):
-        mbarrier.wait(dq[1].index(own * PLACES + i), at.parity)
+        await_said(dq[1], own * PLACES + i, at.parity, form.dq_bells)
 
 
 @gluon.jit

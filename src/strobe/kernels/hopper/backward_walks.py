@@ -17,6 +17,7 @@ Two consumers that wait for each other only where they hand something over fill 
 eight warps in step, which made the next weights under this step's products (docs/performance.md).
 """
 
+from ..device.bells import await_said, say
 from ..device.channel import release
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from .backward_spans import has_others, without_others
@@ -89,8 +90,7 @@ def step_half(w: gl.constexpr, dk, dv, keys, channels, at, seen, block, first, w
     p, ds = weigh(s, dp, 0, q[1].index(q_at.stage), block, 0, seen, work, dtype, form)
     await_ds(handed, own, ds_at, form)
     ds_smem.index(own).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(ds_ready.index(own))
+    say_ds(ds_ready, own, form)
     dv = products_of(p.to(dtype), do_tile, dv)
     dq_sums = begin_share(w, handed, of_share(ds_at, form), k_all, form)
     dk = products_of(ds, q_tile, dk)
@@ -100,6 +100,14 @@ def step_half(w: gl.constexpr, dk, dv, keys, channels, at, seen, block, first, w
     dk = wait_for(dk, 0)
     release(q[3].index(q_at.stage), form.tuning.each)
     return dk, dv
+
+
+@gluon.jit
+def say_ds(ds_ready, own, form: gl.constexpr):
+    """Tell the other that this half's ds stands in memory. With form.bells each thread tells by itself, and dv is multiplied before all of them meet:
+    d128 causal 4k, 8k, 16k 1.011, 1.014, 1.016 of the speed, 1k 1.015, 512 1.007 (H200)."""
+    fence_async_shared()
+    say(ds_ready, own, form.bells)
 
 
 @gluon.jit
@@ -150,8 +158,7 @@ def step_twice(w: gl.constexpr, dk, dv, keys, channels, at, seen, block, first, 
     dk = products_of(ds, q_first, dk)
     p, ds = weigh(s_second, dp_second, 2, lse.slice(ROWS, ROWS), block, ROWS, seen, work, dtype, form)
     ds_smem.index(own).slice(ROWS, ROWS, dim=1).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(ds_ready.index(own))
+    say_ds(ds_ready, own, form)
     dv = products_of(p.to(dtype), do_second, dv)
     dq_sums = begin_share(w, handed, of_share(ds_at, form), k_all, form)
     dk = products_of(ds, q_second, dk)
@@ -215,7 +222,7 @@ def begin_share(w: gl.constexpr, handed, at, k_all, form: gl.constexpr):
     own, other = 2 * at.stage + w, 2 * at.stage + (1 - w)
     sums = zeros_of(ROWS, form.share_columns(w), 0)[0]
     sums = warpgroup_mma(share_of(w, ds_smem.index(own), form), k_columns.slice(ROWS * w, ROWS, dim=0), sums, use_acc=False, is_async=True)
-    mbarrier.wait(ds_ready.index(other), at.parity)
+    await_said(ds_ready, other, at.parity, form.bells)
     return warpgroup_mma(share_of(w, ds_smem.index(other), form), k_columns.slice(ROWS * (1 - w), ROWS, dim=0), sums, is_async=True)
 
 

@@ -153,19 +153,18 @@ class BackwardConfig:
                 f"shared {self.form.shared_bytes() / KIB:.0f} KiB")  # fmt: skip
 
 
-# (head dimensions, padded to what tiles hold) -> tiles of the backward: what fits without spills, then what was fastest on an H200
+# (head dimensions, padded to what tiles hold) -> tiles of the backward: what fits without spills, then what was fastest on an H200. Three stages for
+# two leave no room for form.bells: with those two are 1.002 to 1.008 of the speed at d128 dense 4k to 16k, 0.995 at 512, d96 causal 512 1.008, 1k to
+# 4k 1.02 to 1.03, 8k 1.003
 BACKWARD_TUNINGS = {
     (64, 64): BackwardTuning(block_m=128, block_n=128, stages=2, stages_do=2, k_in_registers=True),
-    (96, 96): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3, k_in_registers=True, each=True),
-    (128, 128): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3, hides_weights=False),
+    (96, 96): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2, k_in_registers=True, each=True),
+    (128, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2, hides_weights=False),
     (192, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2, parts=2, roles=True),
     (192, 192): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=2),
     (256, 128): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=2, parts=2),
     (256, 256): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=1, parts=2),
 }
-# where later keys are hidden: d128 causal 8k 553 TFLOP/s for 539, though dense 16k 555 for 590 (H200, medians of three runs); and where
-# programs take turns, since dq's second tile takes the room
-BACKWARD_TIGHT = {(128, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2, hides_weights=False)}
 BACKWARD_CAPPED = {(64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3)}  # for tanh's registers: 0 bytes of spills for 1340
 
 # where a tile of keys takes so many steps or more, on average, a step multiplies dq of the step before; of fewer what is multiplied once more and
@@ -196,8 +195,7 @@ class HopperBackward:
         widths = tiled(*head_dims)
         ordered = _ordered(problem)
         capped = BACKWARD_CAPPED.get(widths) if problem.softcap else None
-        smaller = BACKWARD_TIGHT.get(widths) if problem.mask.right or ordered else None
-        tuning = capped or smaller or BACKWARD_TUNINGS[widths]
+        tuning = capped or BACKWARD_TUNINGS[widths]
         even = not problem.packed and not has_spans(problem.mask) and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         splits = 1 if ordered or widths[0] != widths[1] else _splits(problem, target, tuning)
         stores = ordered or _first_stores(problem, splits, widths)

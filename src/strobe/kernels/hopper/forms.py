@@ -10,6 +10,7 @@ from .decode_config import MOST_SHARED
 
 ROWS, THREADS = 64, 128  # of one consumer
 BOARD_BYTES = 64  # of the backward: a tile's numbers
+BELLS = 1024  # bytes of barriers that lie besides what a kernel allocates (device.bells)
 ROUNDING = 512  # more than alignment adds to what a backward's program asks for
 
 
@@ -312,8 +313,19 @@ class BackwardForm(Walk):
         walks = self.halves and self.splits == 1 and self.mask.right and not self.spans
         return 2 if walks and self._shared_bytes(2) + ROUNDING <= MOST_SHARED else 1
 
+    @property
+    def bells(self) -> bool:
+        """Whether each thread says by itself that ds stands in memory (backward_walks.say_ds): where there is room, as at d128 in two stages."""
+        return self.halves and self._shared_bytes(self.key_places) + BELLS + 2 * ROUNDING <= MOST_SHARED
+
+    @property
+    def dq_bells(self) -> bool:
+        """Whether each thread says by itself that its share of dq does, too: of split groups (GQA 64/8 8k 1.017 of the speed, 0.985 with ds alone; of
+        whole ones 1k x 16 1.002 for 1.015, d128 causal 16k 1.011 for 1.016; H200)."""
+        return self.bells and self.splits > 1
+
     def shared_bytes(self) -> int:
-        return self._shared_bytes(self.key_places)
+        return self._shared_bytes(self.key_places) + BELLS * self.bells
 
     def _shared_bytes(self, key_places: int) -> int:
         """k, v, q and do of all stages and ds at 2 bytes, weights on their way, dq, lse and delta at 4, the barriers, and a tile's numbers."""

@@ -1,0 +1,70 @@
+"""Verdicts on barriers that each thread comes to by itself: a place that is written and read in turn, whose synchronisation is bent one piece at a
+time; `off` names the piece."""
+
+import pytest
+import torch
+
+from strobe.kernels.device.bells import await_said, bells, say
+from strobe.kernels.device.dialect import gl, gluon
+
+TURNS, NUMBERS, THREADS = gl.constexpr(3), gl.constexpr(256), gl.constexpr(128)
+
+
+@gluon.jit
+def write_partition(x, place, rung, off: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    numbers = gl.arange(0, NUMBERS, layout)
+    for turn in gl.static_range(TURNS):
+        if off != "wait free":
+            await_said(rung, 1, (turn + 1) % 2, True)  # @wait-free
+        place.store(gl.load(x + turn * NUMBERS + numbers))  # @write
+        if off != "ring" or turn != 1:
+            say(rung, 0, True)  # @ring
+
+
+@gluon.jit
+def read_partition(out, place, rung, off: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    numbers = gl.arange(0, NUMBERS, layout)
+    for turn in gl.static_range(TURNS):
+        if off != "wait":
+            await_said(rung, 0, turn % 2, True)  # @wait
+        gl.store(out + turn * NUMBERS + numbers, place.load(layout))  # @read
+        say(rung, 1, True)
+
+
+@gluon.jit
+def bells_kernel(x, out, off: gl.constexpr):
+    place = gl.allocate_shared_memory(gl.float32, [NUMBERS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rung = bells(2, THREADS + (off == "one more"))
+    gl.warp_specialize([(read_partition, (out, place, rung, off)), (write_partition, (x, place, rung, off))], [4], [64])
+
+
+def ring(off=""):
+    x = torch.arange(TURNS.value * NUMBERS.value).float()
+    out = torch.full_like(x, float("nan"))
+    bells_kernel[(1,)](x, out, off, num_warps=4)
+    if not off:
+        assert torch.equal(out, x)
+
+
+def test_each_thread_rings_and_all_are_waited_for(verdict):
+    verdict(ring)
+
+
+BENT = {
+    "ring": [("deadlock", "read_partition waits for parity 1", "128 of 128 arrivals", "@wait")],
+    "one more": [("deadlock", "read_partition waits for parity 0", "1 of 129 arrivals", "@wait")],
+}
+
+
+@pytest.mark.parametrize("off", BENT)
+def test_each_piece(verdict, off):
+    verdict(lambda: ring(off), *BENT[off])
+
+
+def test_who_does_not_wait_races(verdict):
+    """A phase is then over before it was waited for, or never."""
+    ended, raced = ("barrier", "a phase of mbarrier at", "ends"), (("race", "@read"), ("race", "@write"))
+    verdict(lambda: ring("wait"), sometimes=(*raced, ended, ("deadlock", "@wait-free"), ("uninitialised", "@read")))
+    verdict(lambda: ring("wait free"), sometimes=(*raced, ended, ("deadlock", "@wait")))
