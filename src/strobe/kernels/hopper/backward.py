@@ -348,7 +348,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     if form.halves:
         ds_smem = gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout)
         if form.bells:
-            ds_ready = bells(4 + form.places * form.dq_bells, THREADS)
+            ds_ready = bells(4, THREADS)
         else:
             ds_ready = ring(4, 1)
         ds_free = ds_smem
@@ -377,7 +377,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     if form.mask.documents:
         mended = ring(STAGES, 2)
     if form.dq_bells:
-        dq_ready = ds_ready + 8 * 4
+        dq_ready = bells(form.places, THREADS)
     else:
         dq_ready = ring(form.stores * form.places, 1)
     dq = (dq_smem, dq_ready, ring(form.stores * form.places, 1))

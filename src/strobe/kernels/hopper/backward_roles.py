@@ -235,7 +235,7 @@ def hand_own(unit: gl.constexpr, sums, q, dq, at, form: gl.constexpr):
     PLACES: gl.constexpr = form.places
     lse = lse_of_rows((sums,), q[1].index(at.stage), form)
     lap = Position(zero_of_turn(), zero_of_turn() + unit // PLACES, 1)
-    hand_unit(unit % PLACES, own_sums((sums,), lse, form)[0], dq, lap)
+    hand_unit(unit % PLACES, own_sums((sums,), lse, form)[0], dq, lap, form)
 
 
 @gluon.jit

@@ -300,19 +300,19 @@ def hand_over(sums, dq, share: gl.constexpr, at, form: gl.constexpr):
 def hand_units(sums, dq, at, form: gl.constexpr):
     """64 rows of dq, or a part of their columns, to the store partition, which takes unit by unit: it adds one while the next is stored."""
     left, right = gl.split(gl.permute(gl.reshape(sums[0], [ROWS, 2, form.dq_unit]), [0, 2, 1]))
-    hand_unit(0, left, dq, at)
-    hand_unit(1, right, dq, at)
+    hand_unit(0, left, dq, at, form)
+    hand_unit(1, right, dq, at, form)
     if len(sums) == 2:
-        hand_unit(2, sums[1], dq, at)
+        hand_unit(2, sums[1], dq, at, form)
 
 
 @gluon.jit
-def hand_unit(unit, sums, dq, at):
+def hand_unit(unit, sums, dq, at, form: gl.constexpr):
     dq_smem, dq_ready, dq_free = dq
     mbarrier.wait(dq_free.index(unit), at.parity ^ 1)
     dq_smem.index(unit).store(as_held(sums))
     fence_async_shared()
-    mbarrier.arrive(dq_ready.index(unit))
+    say(dq_ready, unit, form.dq_bells)
 
 
 @gluon.jit

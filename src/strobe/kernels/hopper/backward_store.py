@@ -174,7 +174,7 @@ def add_units(first, dq_desc, line, dq, at, form: gl.constexpr):
     PLACES: gl.constexpr = form.places
     for part in gl.static_range(PARTS):
         for i in gl.static_range(PLACES):
-            mbarrier.wait(dq[1].index(i), at.parity)
+            await_said(dq[1], i, at.parity, form.dq_bells)
             add_unit(first, dq_desc, line + (part * PLACES + i) * form.dq_lines, dq[0].index(i), form)
             if part + i > 0:
                 tma_store_wait(1)

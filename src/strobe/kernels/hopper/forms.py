@@ -316,16 +316,16 @@ class BackwardForm(Walk):
     @property
     def bells(self) -> bool:
         """Whether each thread says by itself that ds stands in memory (backward_walks.say_ds): where there is room, as at d128 in two stages."""
-        return self.halves and self._shared_bytes(self.key_places) + BELLS + 2 * ROUNDING <= MOST_SHARED
+        return self.halves and self._shared_bytes(self.key_places) + 2 * BELLS + 2 * ROUNDING <= MOST_SHARED
 
     @property
     def dq_bells(self) -> bool:
-        """Whether each thread says by itself that its share of dq does, too: of split groups (GQA 64/8 8k 1.017 of the speed, 0.985 with ds alone; of
-        whole ones 1k x 16 1.002 for 1.015, d128 causal 16k 1.011 for 1.016; H200)."""
-        return self.bells and self.splits > 1
+        """Whether each thread says by itself that its share of dq does: of split groups (GQA 64/8 8k 1.017 of the speed, 0.985 with ds alone; of whole
+        ones 1k x 16 1.002 for 1.015, d128 causal 16k 1.011 for 1.016), and at 192/128, six units a step (1.025; d256, three, 1.00; H200)."""
+        return self.two_tiles or (self.bells and self.splits > 1)
 
     def shared_bytes(self) -> int:
-        return self._shared_bytes(self.key_places) + BELLS * self.bells
+        return self._shared_bytes(self.key_places) + BELLS * (self.bells + self.dq_bells)
 
     def _shared_bytes(self, key_places: int) -> int:
         """k, v, q and do of all stages and ds at 2 bytes, weights on their way, dq, lse and delta at 4, the barriers, and a tile's numbers."""
