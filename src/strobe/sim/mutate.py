@@ -19,7 +19,7 @@ _DROPPED = {
     "fence_async_global": "drop fence", "wait_group": "drop wait_group", "mbarrier_arrive": "drop arrive",
     "arrive_each": "drop arrive", "inline_asm_elementwise": "drop asm",
     "named_barrier": "drop asm", "release": "drop arrive", "open_inbox": "drop arrive", "cluster_wait": "drop wait", "await_inbox": "drop wait",
-    "ring_bell": "drop arrive", "await_bell": "drop wait",
+    "say": "drop arrive", "await_said": "drop wait",
 }  # fmt: skip
 # an argument bent: (position, keyword, kind, what becomes of it); those called num_outstanding may be left out
 _BENT = {
@@ -28,7 +28,7 @@ _BENT = {
     "mbarrier.init": (1, "count", "init count + 1", "({}) + 1"),
     "init_barriers": (1, "count", "init count + 1", "({}) + 1"),
     "bells": (1, "arrivals", "init count + 1", "({}) + 1"),
-    "await_bell": (1, "parity", "flip parity", "({}) ^ 1"),
+    "await_said": (2, "parity", "flip parity", "({}) ^ 1"),
     "named_barrier": (1, "number", "next barrier", "({}) + 1"),
     "warpgroup_mma_wait": (0, "num_outstanding", "wgmma_wait(n + 1)", "({}) + 1"),
     "store_wait": (0, "pendings", "store_wait(n + 1)", "({}) + 1"),
