@@ -321,8 +321,9 @@ class BackwardForm(Walk):
     @property
     def dq_bells(self) -> bool:
         """Whether each thread says by itself that its share of dq does: of split groups (GQA 64/8 8k 1.017 of the speed, 0.985 with ds alone; of
-        whole ones 1k x 16 1.002 for 1.015, d128 causal 16k 1.011 for 1.016), and at 192/128, six units a step (1.025; d256, three, 1.00; H200)."""
-        return self.two_tiles or (self.bells and self.splits > 1)
+        whole ones 1k x 16 1.002 for 1.015, d128 causal 16k 1.011 for 1.016), and at 192/128, six units a step (1.025; d256, three, 1.00; H200), but
+        for documents, whose steps have no register for it."""
+        return (self.two_tiles and not self.mask.documents) or (self.bells and self.splits > 1)
 
     def shared_bytes(self) -> int:
         return self._shared_bytes(self.key_places) + BELLS * (self.bells + self.dq_bells)
