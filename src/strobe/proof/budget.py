@@ -142,7 +142,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("forward_kernel", "d192 documents *", "sm_90", 96, _SCATTERED, family="hopper"),
     Allowance("forward_kernel", "d192/128 documents *", "sm_90", 32, _SCATTERED, family="hopper"),
     # sm_90, the Hopper backward
-    Allowance("backward_kernel", "d128 group 4 documents *", "sm_90", 276, _CAPPED, family="hopper"),
+    Allowance("backward_kernel", "d128 group 4 documents *", "sm_90", 244, _CAPPED, family="hopper"),
     Allowance("backward_kernel", "d192/128 documents *", "sm_90", 272, _LOADER, family="hopper"),
     Allowance("backward_kernel", "* documents *", "sm_90", 120, _LOADER, family="hopper"),
     Allowance("invariant_kernel", "d128 *", "sm_120", 32, _JOINED),
