@@ -22,6 +22,7 @@ tile's q, k and v are on their way. Head dimensions that are no power of two com
 A tensor's rows end where TMA is told: it gives zeros beyond them and writes nothing there, so lengths may be ragged. Packed sequences
 lie end to end, so their descriptors wrap (`copy_in`): a neighbour's rows are neither read nor written, whatever they hold.
 Where heads of a group share a tile, its rows are queries, each with its heads: loads of q and stores of out and lse know of it, and `queries_of`.
+What a loop repeats is a function of its own: Triton reads a loop's body twice, of a loop in a loop four times, and a function once.
 
 Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; online softmax (arXiv 1805.02867), algorithm 3; conditional rescaling:
 FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute); ragged descriptors: triton.tools.ragged_tma.
@@ -58,12 +59,8 @@ ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile
 
 @gluon.jit
 def load_partition(views, offsets, board, q, k, v, mended, work, form: gl.constexpr):
-    CONSUMERS: gl.constexpr = form.tuning.consumers
-    q_views, k_views, v_views = views
     tiles, sizes, limits, numbers, faults, counter = work
-    q_smem, q_ready, q_free = q
-    JOINED: gl.constexpr = form.tuning.joined > 1
-    sequences, heads, total_q, total_k = sizes[0], sizes[1], sizes[2], sizes[3]
+    sequences, total_q, total_k = sizes[0], sizes[2], sizes[3]
     if form.packed:
         if gl.program_id(0) == 0:
             lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -86,42 +83,8 @@ def load_partition(views, offsets, board, q, k, v, mended, work, form: gl.conste
         else:
             exists, tile, keys, document, beyond = next_tile(number, row, offsets, sizes, limits, faults, form)
         if exists:
-            entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
-            if form.spans:
-                tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0], keys[1], document, keys[2]))
-            else:
-                tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0]))
-            told_at = told_at.next()
-            q_place, k_place, kv_head = (entry, q_start, rows, heads), (entry, keys[0], keys[1], heads), head // form.group
-            v_place = k_place
-            if form.spans:  # entries may stand further apart than their rows take
-                q_place = (entry, q_start + entry * sizes[6], rows, heads)
-                k_place, v_place = (entry, keys[0] + entry * sizes[7], keys[1], heads), (entry, keys[0] + entry * sizes[8], keys[1], heads)
-            for w in gl.static_range(CONSUMERS):
-                mbarrier.wait(q_free.index(w), q_at.parity ^ 1)
-                load_rows(q_views, q_place, head, own_start(m_start, w, rows, form), w, q_smem, q_ready.index(w), form.rest_d, form, JOINED)
-                if w == 0:
-                    if blocks > 0:  # the first keys, before the other consumers' queries
-                        load_keys(k_views, k_place, kv_head, n_begin + blocks - 1, k_at, k, form.rest_d, form)
-                        k_at = k_at.next()
-            q_at = q_at.next()
-            if form.mask.documents:
-                others = (document != PURE) & (again > 0)
-            for i in range(blocks):
-                block = n_begin + blocks - 1 - i
-                if i + 1 < blocks:
-                    load_keys(k_views, k_place, kv_head, block - 1, k_at, k, form.rest_d, form)
-                    k_at = k_at.next()
-                if form.mask.documents:
-                    if others & (i > 0):  # the values before these, which have landed meanwhile
-                        mend_values(v, mended, v_at.before(), block + 1, keys, document, offsets[3], form)
-                    load_values(v_views, v_place, kv_head, block, v_at, v, mended, others, form)
-                else:
-                    load_keys(v_views, v_place, kv_head, block, v_at, v, form.rest_dv, form)
-                v_at = v_at.next()
-            if form.mask.documents:
-                if others & (blocks > 0):
-                    mend_values(v, mended, v_at.before(), n_begin, keys, document, offsets[3], form)
+            what, at = (tile, keys, document, again), (told_at, k_at, q_at, v_at)
+            told_at, k_at, q_at, v_at = load_tile(what, at, views, offsets, board, q, k, v, mended, sizes, form)
         if form.spans:
             if again == 0:
                 row = beyond
@@ -130,8 +93,57 @@ def load_partition(views, offsets, board, q, k, v, mended, work, form: gl.conste
         else:
             number = upcoming
         if form.returns:
-            again, slot = came_back(board, told_at, number < tiles, CONSUMERS)
+            again, slot = came_back(board, told_at, number < tiles, form.tuning.consumers)
     tell(board, told_at, (turn, turn, turn, turn, turn * 0 - 1, turn, turn, turn))
+
+
+@gluon.jit
+def load_tile(what, at, views, offsets, board, q, k, v, mended, sizes, form: gl.constexpr):
+    """A tile's numbers, queries, keys and values; where the rings stand then."""
+    CONSUMERS: gl.constexpr = form.tuning.consumers
+    JOINED: gl.constexpr = form.tuning.joined > 1
+    q_views, k_views, v_views = views
+    q_smem, q_ready, q_free = q
+    tile, keys, document, again = what
+    told_at, k_at, q_at, v_at = at
+    heads = sizes[1]
+    entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
+    if form.spans:
+        tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0], keys[1], document, keys[2]))
+    else:
+        tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0]))
+    told_at = told_at.next()
+    q_place, k_place, kv_head = (entry, q_start, rows, heads), (entry, keys[0], keys[1], heads), head // form.group
+    v_place = k_place
+    if form.spans:  # entries may stand further apart than their rows take
+        q_place = (entry, q_start + entry * sizes[6], rows, heads)
+        k_place, v_place = (entry, keys[0] + entry * sizes[7], keys[1], heads), (entry, keys[0] + entry * sizes[8], keys[1], heads)
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.wait(q_free.index(w), q_at.parity ^ 1)
+        load_rows(q_views, q_place, head, own_start(m_start, w, rows, form), w, q_smem, q_ready.index(w), form.rest_d, form, JOINED)
+        if w == 0:
+            if blocks > 0:  # the first keys, before the other consumers' queries
+                load_keys(k_views, k_place, kv_head, n_begin + blocks - 1, k_at, k, form.rest_d, form)
+                k_at = k_at.next()
+    q_at = q_at.next()
+    if form.mask.documents:
+        others = (document != PURE) & (again > 0)
+    for i in range(blocks):
+        block = n_begin + blocks - 1 - i
+        if i + 1 < blocks:
+            load_keys(k_views, k_place, kv_head, block - 1, k_at, k, form.rest_d, form)
+            k_at = k_at.next()
+        if form.mask.documents:
+            if others & (i > 0):  # the values before these, which have landed meanwhile
+                mend_values(v, mended, v_at.before(), block + 1, keys, document, offsets[3], form)
+            load_values(v_views, v_place, kv_head, block, v_at, v, mended, others, form)
+        else:
+            load_keys(v_views, v_place, kv_head, block, v_at, v, form.rest_dv, form)
+        v_at = v_at.next()
+    if form.mask.documents:
+        if others & (blocks > 0):
+            mend_values(v, mended, v_at.before(), n_begin, keys, document, offsets[3], form)
+    return told_at, k_at, q_at, v_at
 
 
 @gluon.jit
@@ -238,7 +250,6 @@ def attend(w: gl.constexpr, q, q_free, k, v, k_at, v_at, keys, edges, again, num
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = k_smem[0].dtype
     LIFT: gl.constexpr = lift_of(dtype)
-    parts_v: gl.constexpr = 2 if form.rest_dv else 1  # products under way for each o += p v
     zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, s_layout)
     o = zeros(form)
     n_start = (n_begin + blocks - 1) * BLOCK_N
@@ -254,26 +265,8 @@ def attend(w: gl.constexpr, q, q_free, k, v, k_at, v_at, keys, edges, again, num
     p, rescale, row_max, row_sum = first_step(s, n_start, edges, numbers, LIFT, form)
     p_reg = gl.convert_layout(p.to(dtype), p_layout)
     for i in range(1, blocks):
-        mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
-        if form.tuning.ping_pong:
-            take_turn(w)
-        s = score_product(q, k_smem, k_at.stage, zero, form)
-        o = rescaled(o, rescale)
-        mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
-        o = value_product(p_reg, v_smem, v_at.stage, o, form)
-        if form.tuning.ping_pong:
-            pass_turn(w, form.tuning.consumers)
-        s = warpgroup_mma_wait(parts_v, deps=[s])
-        release(k_free.index(k_at.stage), form.tuning.each)
-        k_at = k_at.next()
-        careful = is_careful(n_start - i * BLOCK_N, edges, again, form)
-        p, rescale, row_max, row_sum = softmax_step(s, careful, row_max, row_sum, n_start - i * BLOCK_N, edges, numbers, LIFT, form)
-        if form.tuning.under and not form.early:  # whose branch holds weights back as well
-            stay_before(blocks)
-        o = landed(o, form)
-        release(v_free.index(v_at.stage), form.tuning.each)
-        v_at = v_at.next()
-        p_reg = gl.convert_layout(p.to(dtype), p_layout)
+        place, so_far = (k_at, v_at, n_start, i, blocks), (o, row_max, row_sum, rescale, p_reg)
+        o, row_max, row_sum, rescale, p_reg, k_at, v_at = attend_step(w, q, k, v, place, so_far, zero, edges, again, numbers, form)
     if not form.q_is_read:
         mbarrier.arrive(q_free.index(w))
     o = rescaled(o, rescale)
@@ -284,6 +277,43 @@ def attend(w: gl.constexpr, q, q_free, k, v, k_at, v_at, keys, edges, again, num
     o = landed(o, form)
     release(v_free.index(v_at.stage), form.tuning.each)
     return o, row_max, total, k_at, v_at.next()
+
+
+@gluon.jit
+def attend_step(w: gl.constexpr, q, k, v, place, so_far, zero, edges, again, numbers, form: gl.constexpr):
+    """`attend` of a block of keys, i blocks before the one at n_start: its scores, behind them the weights before times their values, under which its
+    weights are made."""
+    k_at, v_at, n_start, i, blocks = place
+    o, row_max, row_sum, rescale, p_reg = so_far
+    k_smem, k_ready, k_free = k
+    v_smem, v_ready, v_free = v
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_dv - form.rest_dv, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    dtype: gl.constexpr = k_smem[0].dtype
+    LIFT: gl.constexpr = lift_of(dtype)
+    parts_v: gl.constexpr = 2 if form.rest_dv else 1  # products under way for each o += p v
+    mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
+    if form.tuning.ping_pong:
+        take_turn(w)
+    s = score_product(q, k_smem, k_at.stage, zero, form)
+    o = rescaled(o, rescale)
+    mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
+    o = value_product(p_reg, v_smem, v_at.stage, o, form)
+    if form.tuning.ping_pong:
+        pass_turn(w, form.tuning.consumers)
+    s = warpgroup_mma_wait(parts_v, deps=[s])
+    release(k_free.index(k_at.stage), form.tuning.each)
+    k_at = k_at.next()
+    n_start = n_start - i * form.tuning.block_n
+    careful = is_careful(n_start, edges, again, form)
+    p, rescale, row_max, row_sum = softmax_step(s, careful, row_max, row_sum, n_start, edges, numbers, LIFT, form)
+    if form.tuning.under and not form.early:  # whose branch holds weights back as well
+        stay_before(blocks)
+    o = landed(o, form)
+    release(v_free.index(v_at.stage), form.tuning.each)
+    v_at = v_at.next()
+    p_reg = gl.convert_layout(p.to(dtype), p_layout)
+    return o, row_max, row_sum, rescale, p_reg, k_at, v_at
 
 
 @gluon.jit
@@ -353,13 +383,7 @@ def stage_part(w: gl.constexpr, part, view, smem, place, head, m_start, column: 
 
 @gluon.jit
 def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.constexpr):
-    o_views, lse, sinks, ids = out
-    tiles, sizes, limits, numbers, faults, counter = work
     words, told, told_free, verdicts = board
-    q_smem, q_ready, q_free = q
-    heads, total_q = sizes[1] * form.tuning.joined, sizes[2]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.tuning.block_n, 16])
-    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     k_at = ring_start(form.tuning.stages)
     v_at = ring_start(form.tuning.stages)
     q_at = ring_start(1)
@@ -368,75 +392,89 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
         if w == form.tuning.consumers - 1:
             pass_turn(w, form.tuning.consumers)  # consumer 0 begins
     while is_told(words, told, told_at):
-        entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
-        m_start = own_start(m_start, w, seqlen_q, form)
-        mbarrier.wait(q_ready.index(w), q_at.parity)
-        q_tile = query_operand(w, q_smem, form)
-        if form.tuning.q_in_registers:
-            fence_async_shared()  # without it TMA overtook loads that queued behind stores: wrong rows in 12 of 12 runs (H200)
-        if form.q_is_read:
-            mbarrier.arrive(q_free.index(w))
-        row_max = gl.full([ROWS], float("-inf"), gl.float32, rows)
-        row_sum = gl.full([ROWS], 0.0, gl.float32, rows)
-        o = zeros(form)
-        lengths, key_stop = (seqlen_q, seqlen_k), keys_told(words, told_at.stage, seqlen_k, form)
-        prefix = prefix_told(words, told_at.stage, form)
-        own_begin, own = blocks_within(m_start, form.own_queries, lengths, key_stop, limits, prefix, form)
-        again = is_done_again(words, told_at.stage) if form.early else 0
-        unseen = blocks
-        if own > 0:
-            k_at, v_at = let_go(w, k, v, k_at, v_at, n_begin + blocks - own_begin - own, form)
-            edges = edges_of(m_start, lengths, limits)
-            if form.spans:
-                stop_edge = m_start + (seqlen_k - seqlen_q) + 1 if form.mask.prefix else edges[1]
-                edges = (edges[0], stop_edge, key_stop, prefix, limits[1])
-            if form.mask.documents:
-                document, own_ids = document_told(words, told_at.stage, ids)
-                edges = (edges[0], edges[1], key_stop, prefix, limits[1], document, own_ids)
-            o, row_max, row_sum, k_at, v_at = attend(w, q_tile, q_free, k, v, k_at, v_at, (own_begin, own), edges, again, numbers, form)
-            unseen = own_begin - n_begin
-        if not form.q_is_read:
-            if own <= 0:
-                mbarrier.arrive(q_free.index(w))
-        k_at, v_at = let_go(w, k, v, k_at, v_at, unseen, form)
-        # read again rather than kept in registers meanwhile
-        entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
-        m_start = own_start(m_start, w, seqlen_q, form)
-        row = gl.arange(0, ROWS, rows)
-        m_offsets = m_start + queries_of(row, form)
-        row_head, exists = heads_of(row, head, m_offsets < seqlen_q, form)
-        key_stop = keys_told(words, told_at.stage, seqlen_k, form)
-        bounds = (seqlen_k, limits[0], limits[1])
-        first, stop = row_interval(m_offsets, seqlen_q, key_stop, bounds, prefix_told(words, told_at.stage, form), form)
-        empty = first >= stop
-        document = PURE
-        if form.mask.documents:
-            document = word(read_words(words, told_at.stage), DOCUMENT)
-            empty = empty | ((row_sum == 0) & (document != PURE))  # of scattered ones only the sum knows
-        sink = 0.0
-        if form.sinks:
-            sink = load_sinks(sinks, row_head, exists, form)
-        inverse, row_lse = finish(row_max, row_sum, empty, sink, form)
-        if form.packed:
-            broken = breaks_promise(m_offsets, seqlen_k, limits)
-            inverse = gl.where(broken, float("nan"), inverse)
-            row_lse = gl.where(broken, float("nan"), row_lse)
-        lse_rows = lse + (entry.to(gl.int64) * heads + row_head) * total_q + q_start
-        if form.spans:
-            lse_rows -= entry * total_q  # q_start counts from the first entry
-        gl.store(lse_rows + m_offsets, row_lse, mask=exists)
-        o = scaled(o, inverse)
-        if form.returns:
-            again = is_done_again(words, told_at.stage)
-            if again > 0:
-                tma_store_drain()  # what this tile's rows were at first
-            witness, empty = witness_of(row_max, empty, o, document, form)
-            judge(w, verdicts, told_at.stage, witness, (again > 0) | empty | ~exists)
-        mbarrier.arrive(told_free.index(told_at.stage))
-        told_at = told_at.next()
-        stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q, sizes[1]), head, m_start, form)
-        q_at = q_at.next()
+        k_at, v_at, told_at, q_at = take_tile(w, out, board, q, k, v, o_smem, (k_at, v_at, told_at, q_at), work, form)
     tma_store_wait(0)
+
+
+@gluon.jit
+def take_tile(w: gl.constexpr, out, board, q, k, v, o_smem, at, work, form: gl.constexpr):
+    """A tile's o and lse; where the rings stand then."""
+    o_views, lse, sinks, ids = out
+    tiles, sizes, limits, numbers, faults, counter = work
+    words, told, told_free, verdicts = board
+    q_smem, q_ready, q_free = q
+    heads, total_q = sizes[1] * form.tuning.joined, sizes[2]
+    k_at, v_at, told_at, q_at = at
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.tuning.block_n, 16])
+    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
+    m_start = own_start(m_start, w, seqlen_q, form)
+    mbarrier.wait(q_ready.index(w), q_at.parity)
+    q_tile = query_operand(w, q_smem, form)
+    if form.tuning.q_in_registers:
+        fence_async_shared()  # without it TMA overtook loads that queued behind stores: wrong rows in 12 of 12 runs (H200)
+    if form.q_is_read:
+        mbarrier.arrive(q_free.index(w))
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, rows)
+    row_sum = gl.full([ROWS], 0.0, gl.float32, rows)
+    o = zeros(form)
+    lengths, key_stop = (seqlen_q, seqlen_k), keys_told(words, told_at.stage, seqlen_k, form)
+    prefix = prefix_told(words, told_at.stage, form)
+    own_begin, own = blocks_within(m_start, form.own_queries, lengths, key_stop, limits, prefix, form)
+    again = is_done_again(words, told_at.stage) if form.early else 0
+    unseen = blocks
+    if own > 0:
+        k_at, v_at = let_go(w, k, v, k_at, v_at, n_begin + blocks - own_begin - own, form)
+        edges = edges_of(m_start, lengths, limits)
+        if form.spans:
+            stop_edge = m_start + (seqlen_k - seqlen_q) + 1 if form.mask.prefix else edges[1]
+            edges = (edges[0], stop_edge, key_stop, prefix, limits[1])
+        if form.mask.documents:
+            document, own_ids = document_told(words, told_at.stage, ids)
+            edges = (edges[0], edges[1], key_stop, prefix, limits[1], document, own_ids)
+        o, row_max, row_sum, k_at, v_at = attend(w, q_tile, q_free, k, v, k_at, v_at, (own_begin, own), edges, again, numbers, form)
+        unseen = own_begin - n_begin
+    if not form.q_is_read:
+        if own <= 0:
+            mbarrier.arrive(q_free.index(w))
+    k_at, v_at = let_go(w, k, v, k_at, v_at, unseen, form)
+    # read again rather than kept in registers meanwhile
+    entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
+    m_start = own_start(m_start, w, seqlen_q, form)
+    row = gl.arange(0, ROWS, rows)
+    m_offsets = m_start + queries_of(row, form)
+    row_head, exists = heads_of(row, head, m_offsets < seqlen_q, form)
+    key_stop = keys_told(words, told_at.stage, seqlen_k, form)
+    bounds = (seqlen_k, limits[0], limits[1])
+    first, stop = row_interval(m_offsets, seqlen_q, key_stop, bounds, prefix_told(words, told_at.stage, form), form)
+    empty = first >= stop
+    document = PURE
+    if form.mask.documents:
+        document = word(read_words(words, told_at.stage), DOCUMENT)
+        empty = empty | ((row_sum == 0) & (document != PURE))  # of scattered ones only the sum knows
+    sink = 0.0
+    if form.sinks:
+        sink = load_sinks(sinks, row_head, exists, form)
+    inverse, row_lse = finish(row_max, row_sum, empty, sink, form)
+    if form.packed:
+        broken = breaks_promise(m_offsets, seqlen_k, limits)
+        inverse = gl.where(broken, float("nan"), inverse)
+        row_lse = gl.where(broken, float("nan"), row_lse)
+    lse_rows = lse + (entry.to(gl.int64) * heads + row_head) * total_q + q_start
+    if form.spans:
+        lse_rows -= entry * total_q  # q_start counts from the first entry
+    gl.store(lse_rows + m_offsets, row_lse, mask=exists)
+    o = scaled(o, inverse)
+    if form.returns:
+        again = is_done_again(words, told_at.stage)
+        if again > 0:
+            tma_store_drain()  # what this tile's rows were at first
+        witness, empty = witness_of(row_max, empty, o, document, form)
+        judge(w, verdicts, told_at.stage, witness, (again > 0) | empty | ~exists)
+    mbarrier.arrive(told_free.index(told_at.stage))
+    told_at = told_at.next()
+    stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q, sizes[1]), head, m_start, form)
+    return k_at, v_at, told_at, q_at.next()
 
 
 @gluon.jit
