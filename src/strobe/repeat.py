@@ -39,8 +39,8 @@ def launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
 
 def gradients_again(choice: Choice[Any] | None, saved: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """dq, dk and dv of a plain call by a launch that is repeated; None where that cannot be, as where a graph of them is wanted, which torch's guards
-    tell by q, k and v. saved: q, k, v, out, lse."""
-    if choice is None or watched():
+    do not tell. saved: q, k, v, out, lse."""
+    if choice is None or torch.is_grad_enabled() or watched():
         return None
     q, k, v, out, lse = saved
     tensors = (q, k, v, dout, out, lse)

@@ -360,8 +360,11 @@ def test_gradients_are_launched_again_before_anything_else_is_looked_at(stage, m
         assert again[:3] == (0, 0, 3) and again == gradients(out)
         assert [gradients(out, lying)[:3] for _ in range(2)] == [(1, 3, 0), (0, 0, 3)]
         assert gradients(out)[:3] == (0, 0, 3)
+        places.given, before = 0, len(looked)
         twice = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True, create_graph=True)
-        assert all(t.requires_grad for t in twice)
+        assert all(t.requires_grad for t in twice) and len(looked) == before + 1
+        with pytest.raises(strobe.UnsupportedProblem, match="double backward"):
+            torch.autograd.grad(twice[0].sum(), q)
         with monkeypatch.context() as patch:
             patch.setattr(knobs.runtime.launch_exit_hook, "calls", [print])
             assert gradients(out)[:3] == (1, 3, 0)
