@@ -130,7 +130,8 @@ def _backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat
 def _given_gradients(call: Call, choice: Choice[Problem], beside: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Backward:
     """The gradients of q, k and v, and delta, beside what they were made of; launched as before where the plan's kernel kept the way."""
     dout, out, lse, dlse = beside
-    plan, dlse, workspace = choice.backward, None if dlse is None else dlse.contiguous(), None
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()  # whose strides kernels do not ask; a hook may have laid lse out anew
+    plan, workspace = choice.backward, None
     if plan is not None and repeats(plan, call.q):
         given, held = Backward(dout, out, lse, dlse, *[empty_here(*kind) for kind in choice.problem.gradients]), pieces(plan)
         again = plan.again.get(gradient_addresses(call, given, held))  # type: ignore[union-attr]
@@ -152,9 +153,8 @@ def write_gradients(choice: Choice[Problem], call: Call, given: Backward, worksp
             gradient.zero_()
         given.delta.zero_() if given.dlse is None else given.delta.copy_(-given.dlse)
         return
-    dout = given.dout
-    dout = dout if dout.stride(-1) == 1 or dout.shape[-1] == 1 else dout.contiguous()
-    _launch(choice.backward, call, given._replace(dout=dout), workspace)
+    dout, out = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (given.dout, given.out))
+    _launch(choice.backward, call, given._replace(dout=dout, out=out), workspace)
 
 
 def _sinks_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:

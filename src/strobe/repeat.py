@@ -53,7 +53,8 @@ def gradients_again(choice: Choice[Any] | None, saved: Sequence[Tensor], dout: T
 
 
 def meet(choice: Choice[Any], tensors: Sequence[Tensor]) -> None:
-    """Know tensors like these again: what a plain call's gradients were made of, all of which go by its Choice."""
-    if not any([alike(tensors) for alike in choice.met]):
+    """Know tensors like these again: what a plain call's gradients were made of, all of which go by its Choice. Of an lse, the last, that a hook has
+    laid out otherwise, they were made of a copy."""
+    if tensors[-1].is_contiguous() and not any([alike(tensors) for alike in choice.met]):
         alike = alike_to(tensors)
         choice.met[:] = [alike, *choice.met[: MOST_MET - 1]] if alike else []

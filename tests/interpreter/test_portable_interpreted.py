@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import strobe
 from strobe.knobs import KNOBS
 from strobe.testing import CASES, FAMILIES
 
@@ -53,3 +54,15 @@ def test_interpreted_with_the_bits_of_a_decode(case, dtype, family, judge):
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_whole_table(name, family, judge):
     judge(CASES[name].build("cpu", torch.float32, family, SEED, requires_grad=True, kernel="portable"), family, SEED)
+
+
+@pytest.mark.parametrize("which", [3, 4], ids=["out", "lse"])
+def test_what_autograd_kept_may_come_back_in_another_layout(which):
+    """As a hook on saved tensors may give it: the same numbers in memory of another order."""
+    q, k, v = (torch.randn(2, 20, 2, 16, requires_grad=True) for _ in range(3))
+    out = strobe.attention(q, k, v, causal=True, kernel="portable")
+    dout = torch.randn_like(out)
+    plain = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    turned = lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2)
+    out.grad_fn._raw_saved_tensors[which].register_hooks(lambda t: t, turned)
+    assert all(map(torch.equal, torch.autograd.grad(out, (q, k, v), dout), plain))

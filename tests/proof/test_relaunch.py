@@ -368,6 +368,10 @@ def test_gradients_are_launched_again_before_anything_else_is_looked_at(stage, m
         with monkeypatch.context() as patch:
             patch.setattr(knobs.runtime.launch_exit_hook, "calls", [print])
             assert gradients(out)[:3] == (1, 3, 0)
+        out = strobe.attention(q, k, v, causal=True, kernel="hopper")
+        out.grad_fn._raw_saved_tensors[4].register_hooks(lambda t: t, lambda t: t.mT.contiguous().mT)
+        assert [gradients(out)[0] for _ in range(2)] == [1, 1]
+        out = strobe.attention(q, k, v, causal=True, kernel="hopper")
         out.grad_fn._raw_saved_tensors[1].register_hooks(lambda t: t, lambda t: t.as_strided(t.shape, lying.stride()))
         assert gradients(out)[0] == 1
 
