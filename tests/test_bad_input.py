@@ -93,6 +93,7 @@ TENSORS = [
     _dense("q sparse", InvalidProblem, "q", "sparse_coo", q=Q.to_sparse()),
     _dense("v sparse", InvalidProblem, "v", "sparse_coo", v=V.to_sparse()),
     _dense("k nested", InvalidProblem, "k", "nested", k=torch.nested.nested_tensor([K[0], K[1]])),
+    _dense("k nested, of which gradients are wanted", InvalidProblem, "k", "nested", k=torch.nested.nested_tensor([K[0], K[1]], requires_grad=True)),
     _dense("q jagged", InvalidProblem, "q", "nested", q=torch.nested.nested_tensor([Q[0], Q[1]], layout=torch.jagged)),
     _dense("q on meta, k and v not", InvalidProblem, "k", "cpu", q=Q.to("meta")),
     _dense("v on another device", InvalidProblem, "v", "meta", v=V.to("meta")),

@@ -38,7 +38,11 @@ class Choices(dict):
 
     def like(self, tensors: Sequence[Tensor], rest: tuple) -> Any | None:
         """The Choice of a call that was met, of the same `rest` and with tensors that the dispatcher would treat alike."""
-        for alike, lies, choice in self.alike.get(_key(tensors, rest), ()):
+        try:
+            met = self.alike.get(_key(tensors, rest), ())
+        except (RuntimeError, TypeError):  # no sizes, or no hash: the door says what is wrong with it
+            return None
+        for alike, lies, choice in met:
             if alike(tensors) and _lies(tensors) == lies:
                 return choice
         return None
@@ -81,10 +85,7 @@ def at_once(known: Choices, call: Any, decide: Callable[[Any], Any], *beside: Te
         return None
     tensors, rest = call.parted
     tensors = (*tensors, *beside)
-    try:
-        choice = known.like(tensors, rest)
-    except (RuntimeError, TypeError):  # no sizes, or no hash: the door says what is wrong with it
-        return None
+    choice = known.like(tensors, rest)
     if choice is None and idle(tensors) and call.whole:
         choice = decide(call)
         known.meet(tensors, rest, choice)

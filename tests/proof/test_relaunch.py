@@ -442,6 +442,40 @@ def test_what_a_plan_keeps_is_bounded(stage, monkeypatch):
             assert len(choice.forward.again) <= 4
 
 
+def test_what_all_plans_keep_is_bounded(stage, monkeypatch):
+    """Lengths that change with each step bring new plans, and new addresses to each."""
+    monkeypatch.setattr(kernel, "MOST_KEPT", 6)
+    monkeypatch.setattr(launch.Launch, "start", lambda self: stage.compiled)
+    plans, most = [], 0
+    with posing(FAKES["H200"]):
+        for window in range(8):
+            call = _call(left=window)
+            plans.append(ops.decide(call).forward)
+            for lse in [torch.empty(2, 100) for _ in range(4)]:
+                ops.write(ops.decide(call), call, torch.empty_like(call.q), lse)
+                most = max(most, sum(len(plan.again) for plan in plans))
+    assert most == 6
+
+
+def test_who_owns_a_noted_launch_is_kept_whatever_another_thread_lets_go(stage, monkeypatch):
+    """Its id is in the key, which another owner could get otherwise."""
+    noting = relaunch.note
+
+    def meanwhile(*arguments):
+        relaunch._KNOWN.clear()  # as a thread does that meets one kernel too many
+        return noting(*arguments)
+
+    monkeypatch.setattr(relaunch, "note", meanwhile)
+    owner = type("Owner", (), {})()
+    for _ in range(2):
+        stage.start(*stage.described(_call()), owner)
+    assert relaunch._NOTED and not relaunch._KNOWN
+    held = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert held() is not None
+
+
 def test_what_streams_do_not_share_is_launched_again_on_its_own_alone(stage, monkeypatch):
     owner, (tensors, described) = object(), stage.described(_call())
     for _ in range(2):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,10 @@ from ..problem import Call, Problem
 from ..target import Target
 
 MOST_AGAIN = 512  # launches a plan keeps: more than a model has layers
+MOST_KEPT = 1 << 14  # of all plans together, up to 7 KB each: 115 MB where lengths change with each step
+
+_keeping: dict[int, dict] = {}  # what plans keep since all was let go, by id
+_kept = count()
 
 
 class Buffer(NamedTuple):
@@ -130,9 +135,14 @@ def keep(plan: Plan, place: tuple, again: Callable[[], bool] | None) -> None:
     """Let the plan's launch at these addresses be repeated without the kernel's own host code; None is not kept."""
     if again is None or plan.again is None:
         return
+    if next(_kept) % MOST_KEPT == 0:
+        for kept in list(_keeping.values()):
+            kept.clear()
+        _keeping.clear()
     if len(plan.again) >= MOST_AGAIN:
         plan.again.clear()
     plan.again[place] = again
+    _keeping[id(plan.again)] = plan.again
 
 
 @lru_cache

@@ -91,7 +91,7 @@ def in_turn(launches: Sequence[Noted | None]) -> Callable[[], bool] | None:
 
 
 _KNOWN: dict[Hashable, Known] = {}
-_NOTED: dict[Hashable, Noted] = {}  # by what was launched and all addresses
+_NOTED: dict[Hashable, tuple[object, Noted]] = {}  # by what was launched and all addresses, each with its owner, whose id stays taken so
 _NOTING = Lock()
 _CLUSTERS = Lock()
 
@@ -105,7 +105,7 @@ def start(owner: object, key: Hashable, tensors: Sequence[Tensor | None], first:
     device = tensors[0].get_device()  # type: ignore[union-attr]
     addresses = tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors])
     met = (id(owner), key, device, addresses)
-    noted = _NOTED.get(met)
+    _, noted = _NOTED.get(met, (None, None))
     if noted is None:
         kind = (*met[:3], *((addresses.index(a), a is None or a % ALIGNMENT == 0) for a in addresses))
         known = _KNOWN.get(kind)
@@ -115,7 +115,7 @@ def start(owner: object, key: Hashable, tensors: Sequence[Tensor | None], first:
         noted = note(known, device, addresses)
         if len(_NOTED) >= MOST:
             _NOTED.clear()
-        _NOTED[met] = noted
+        _NOTED[met] = owner, noted
     if noted():
         return noted
     first().start()
@@ -128,7 +128,6 @@ def _first(kind: Hashable, launch: Any, addresses: Sequence[int | None], owner: 
     if compiled is not None and repeatable(compiled.run):  # a simulated launch compiles nothing
         if len(_KNOWN) >= MOST:
             _KNOWN.clear()
-            _NOTED.clear()  # whose keys hold the ids of owners that were kept there
         _KNOWN[kind] = know(compiled, launch, addresses, owner)
 
 
