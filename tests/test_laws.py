@@ -30,7 +30,7 @@ LAYERS = (
     ("decode", "appending"),
     ("reference",),
     ("kernels.lasting",),
-    ("kernels.kernel", "kernels.faults", "kernels.counters", "kernels.relaunch"),
+    ("kernels.constants", "kernels.kernel", "kernels.faults", "kernels.counters", "kernels.relaunch"),
     ("kernels.memory",),
     ("kernels.decoding",),
     ("kernels.tma",),

@@ -441,7 +441,7 @@ def test_every_constant_of_a_compiled_kernel_is_in_its_key():
     form = plans(Call(q, q, q, kernel="portable")).forward.config.form
     changed = {
         "tuning": replace(form.tuning, block_m=form.tuning.block_m // 2), "dtype": "float16", "head_dim": 63, "head_dim_v": 63, "group": 2,
-        "mask": form.mask._replace(left=True), "softcap": True, "sinks": True, "packed": True, "sign": -1,
+        "mask": form.mask._replace(left=True), "softcap": True, "sinks": True, "packed": True, "sign": -1, "host": "of another version",
     }  # fmt: skip
     assert set(changed) == set(form.__dataclass_fields__)
     texts = {str(replace(form, **{name: value})) for name, value in changed.items()} | {str(form)}

@@ -1,6 +1,7 @@
 """The library that compiles offline: what it reads off the compiler is what is there, and it sees what is wrong."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from strobe.errors import InvalidProblem, KernelFault
+from strobe.kernels import constants
 from strobe.proof import budget
 from strobe.proof import compile as proof
 from strobe.proof.budget import TARGETS, UNITS, Unit
@@ -207,3 +210,29 @@ def test_the_command_refuses_what_selects_nothing(tmp_path, capsys, arguments, w
         proof.main([*arguments, "--results", str(tmp_path / "none.jsonl")])
     assert exit.value.code == 2 and words in capsys.readouterr().err
     assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_what_another_version_compiled_is_not_run(tmp_path):
+    """Triton's key on disk holds the text of functions and of constants, not that of what a form answers while a kernel is read: rows 43, 87, 88."""
+    job = next(job for _, job in launches(Unit("portable", "d64 dense", "sm_90").call, HOPPER) if job.name == "delta_kernel")
+    *others, form, rows = job.arguments
+    hits: list[bool] = []
+    with knobs.cache.scope(), knobs.compilation.scope():
+        knobs.cache.dir = str(tmp_path)
+        knobs.compilation.listener = lambda **said: hits.append(said["cache_hit"])
+        for each in (form, form, replace(form, host="of another version")):
+            with proof.offline(HOPPER.capability):
+                job.kernel.warmup(*others, each, rows, grid=job.grid, **job.options)
+    assert hits == [False, True, False]
+
+
+def test_a_version_is_told_by_all_code_that_forms_answer_by(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "PACKAGE", tmp_path)
+    (tmp_path / "kernels/hopper").mkdir(parents=True)
+    places = ("kernels/hopper/forms.py", "mask.py", "problem.py")
+    told = set()
+    for changed in (None, *places):
+        for place in places:
+            (tmp_path / place).write_text("one" if place != changed else "another")
+        told.add(constants.host_code.__wrapped__())
+    assert len(told) == 4

@@ -14,6 +14,7 @@ from ...call import Call
 from ...mask import MaskStructure
 from ...problem import Problem
 from ...target import KIB, Target
+from ..constants import Constants
 from ..kernel import Buffer, Cost, Forward, Plan, attention_cost, entries
 from ..tma import against_call, against_mask, against_memory, against_tools, fold_of, joined, query_tiles, rest
 
@@ -52,7 +53,7 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Form:
+class Form(Constants):
     """All that a compiled kernel holds as constants; no __str__ of its own, since Triton tells kernels apart by it."""
 
     tuning: Tuning

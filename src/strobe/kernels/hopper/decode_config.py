@@ -14,6 +14,7 @@ from ...decode import DecodeCall, DecodeProblem
 from ...mask import NO_BOUND
 from ...problem import ALIGNMENT, Problem
 from ...target import KIB, Target
+from ..constants import Constants
 from ..decoding import Traits, splits, traits
 from ..invariant import as_decode
 from ..kernel import Buffer, Cost, Forward, Plan, decode_cost, launches_clusters
@@ -45,7 +46,7 @@ STREAMED_KEYS = 12_000  # of an SM
 
 
 @dataclass(frozen=True)
-class DecodeForm(Traits):
+class DecodeForm(Constants, Traits):
     """All that the compiled kernel holds as constants; no __str__ of its own, since Triton tells kernels apart by it."""
 
     block_m: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...mask import MaskStructure
+from ..constants import Constants
 from ..tma import fold_of, has_spans, rest
 from .decode_config import MOST_SHARED
 
@@ -84,7 +85,7 @@ class Walk:
 
 
 @dataclass(frozen=True)
-class Form(Walk):
+class Form(Constants, Walk):
     """All that a compiled kernel holds as constants; no __str__ of its own, since Triton tells kernels apart by it."""
 
     tuning: Tuning
@@ -157,7 +158,7 @@ class BackwardTuning:
 
 
 @dataclass(frozen=True)
-class BackwardForm(Walk):
+class BackwardForm(Constants, Walk):
     """All that the backward's kernels hold as constants; no __str__ of its own, since Triton tells kernels apart by it."""
 
     tuning: BackwardTuning

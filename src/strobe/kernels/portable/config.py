@@ -12,6 +12,7 @@ from ...mask import MaskStructure
 from ...problem import Problem
 from ...target import KIB, Target
 from .. import invariant
+from ..constants import Constants
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, no_triton
 from .decode_config import APPEND as APPEND
 from .decode_config import DECODE as DECODE
@@ -24,7 +25,7 @@ LEAST_TILE = 16  # a product takes no smaller side
 
 
 @dataclass(frozen=True)
-class Form(Widths):
+class Form(Constants, Widths):
     """All that a compiled kernel holds as constants: tile sizes and the shape of the problem, never its sizes."""
 
     tuning: Tuning

@@ -15,6 +15,7 @@ from ...decode import DecodeCall, DecodeProblem
 from ...knobs import KNOBS
 from ...problem import Problem
 from ...target import KIB, Target
+from ..constants import Constants
 from ..decoding import Traits, splits, traits
 from ..invariant import as_decode
 from ..kernel import Buffer, Cost, Forward, Plan, append_cost, decode_cost, no_triton
@@ -42,7 +43,7 @@ WIDE_TUNINGS = TUNINGS[4:]  # float32 and float64: products on ordinary units, f
 
 
 @dataclass(frozen=True)
-class DecodeForm(Traits, Widths):
+class DecodeForm(Constants, Traits, Widths):
     """All that the compiled kernels hold as constants."""
 
     block_m: int
@@ -187,7 +188,7 @@ class PortableDecode:
 
 
 @dataclass(frozen=True)
-class AppendForm(Widths):
+class AppendForm(Constants, Widths):
     """All that the compiled kernel holds as constants."""
 
     dtype: str
