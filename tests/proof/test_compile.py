@@ -155,10 +155,11 @@ def test_what_is_recorded_of_the_same_machine_code_is_not_disassembled_again(mon
     fewer = [{name: n for name, n in role.items() if name != "waits"} for role in first[place]["roles"]]
     # other machine code; a record made where nothing could disassemble it; one that was made when less was looked for
     unlike = {"code": "0" * 16}, {"instructions": {}}, {"roles": fewer}
-    (again,) = proof.rows(unit, "forward*", first)
+    elsewhere = {"source": "in other lines of a file"}
+    (again,) = proof.rows(unit, "forward*", {place: first[place] | elsewhere})
     assert not told and again | {"seconds": 0} == first[place] | {"seconds": 0}
     for count, change in enumerate(unlike, 1):
-        (again,) = proof.rows(unit, "forward*", {place: first[place] | change})
+        (again,) = proof.rows(unit, "forward*", {place: first[place] | elsewhere | change})
         assert len(told) == count and again["instructions"] == {} and "roles" not in again
 
 
@@ -236,3 +237,34 @@ def test_a_version_is_told_by_all_code_that_forms_answer_by(tmp_path, monkeypatc
             (tmp_path / place).write_text("one" if place != changed else "another")
         told.add(constants.host_code.__wrapped__())
     assert len(told) == 4
+
+
+def test_what_was_compiled_from_the_same_source_is_not_compiled_again(monkeypatch):
+    unit = Unit("portable", "d64 dense", "sm_90")
+    compiled = []
+    monkeypatch.setattr(proof, "compile_job", lambda job, known: compiled.append(job.name) or compile_job(job, known))
+    first = {key(row): row for row in proof.rows(unit, "delta*")}
+    assert proof.rows(unit, "delta*", first) == list(first.values()) and compiled == ["delta_kernel"]
+    for changed in ({"source": "another"}, {"case": budget.ON_EVERY_TARGET}):  # the one case that is always compiled
+        one = unit._replace(case=changed.get("case", unit.case))
+        proof.rows(one, "delta*", {(*one, "delta_kernel"): next(iter(first.values())) | changed})
+    assert compiled == ["delta_kernel"] * 3
+
+
+def test_a_source_is_all_that_a_kernel_is_compiled_from():
+    job = next(job for _, job in launches(Unit("portable", "d64 dense", "sm_90").call, HOPPER) if job.name == "delta_kernel")
+    *others, form, rows = job.arguments
+    told = [
+        proof.source_of(job.kernel, capability, (*others, replace(form, **changed), most), job.options | options)
+        for capability, changed, most, options in (
+            (90, {}, rows, {}),
+            (100, {}, rows, {}),
+            (90, {"group": 2}, rows, {}),
+            (90, {"host": "of another version"}, rows, {}),
+            (90, {}, rows * 2, {}),
+            (90, {}, rows, {"num_warps": 2}),
+            (90, {}, rows, {}),
+        )
+    ]
+    assert len(set(told)) == len(told) - 1 and told[0] == told[-1]
+    assert compile_job(job).source == told[0]

@@ -10,6 +10,7 @@ for the same types, alignments and options, from the host code that would launch
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import itertools
 import json
@@ -81,6 +82,7 @@ class Report(NamedTuple):
     instructions: dict[str, int]  # of COUNTED; empty where the disassembler does not know the target
     roles: list[Loop]  # the inner loops of warps with roles
     code: str  # the fingerprint of its machine code
+    source: str  # `source_of` the job it was compiled for
     seconds: float  # of the compile, with cold caches
 
     @property
@@ -109,12 +111,12 @@ class _OfflineDriver:
 
 
 @contextmanager
-def offline(capability: int) -> Iterator[None]:
+def offline(capability: int) -> Iterator[_OfflineDriver]:
     """Triton believes in a GPU of this capability."""
-    before = driver._active  # reset_active() would look for a GPU's driver and fail where there is none
-    driver.set_active(_OfflineDriver(capability))  # type: ignore[arg-type]
+    before, here = driver._active, _OfflineDriver(capability)  # reset_active() would look for a GPU's driver and fail where there is none
+    driver.set_active(here)  # type: ignore[arg-type]
     try:
-        yield
+        yield here
     finally:
         driver._active = before
 
@@ -168,8 +170,27 @@ def report(
     instructions, roles = known(code) or _parts(name, compiled.asm)
     return Report(
         name, capability, taken["registers"], taken["spill_stores"], taken["spill_loads"], taken["stack"], taken["static"] + meta.shared,
-        getattr(meta, "tmem_size", None) or 0, meta.num_warps, bool(_SERIALIZED.search(said.getvalue())), instructions, roles, code, seconds,
+        getattr(meta, "tmem_size", None) or 0, meta.num_warps, bool(_SERIALIZED.search(said.getvalue())), instructions, roles, code,
+        source_of(kernel, capability, arguments, options), seconds,
     )  # fmt: skip
+
+
+def source_of(kernel: Any, capability: int, arguments: tuple, options: dict[str, Any]) -> str:
+    """A hash of all that a kernel is compiled from: the text and lines of its functions, types, constants and with these the code that forms answer
+    by (`kernels.constants`), options, target, and Triton's version."""
+    told = [triton.__version__, str(capability)]
+
+    def note(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
+        told.extend([source.hash(), *(f"{name}={value}" for name, value in options.items() if name != "extern_libs")])  # which are paths
+
+    with offline(capability) as here:
+        kernel.device_caches[here.device]  # with which `compile` comes
+        compiling, kernel.compile = kernel.compile, note
+        try:
+            kernel.warmup(*arguments, grid=(1,), **options)
+        finally:
+            kernel.compile = compiling
+    return hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
 
 
 def _parts(name: str, asm: Any) -> Parts:
@@ -224,7 +245,8 @@ def launches(call: Call | DecodeCall | AppendCall, target: Target) -> list[tuple
 def rows(unit: Unit, kernel: str = "*", recorded: Mapping[tuple[str, ...], dict] | None = None) -> list[dict]:
     """One row a kernel of the unit whose name matches; none where the family refuses the case.
 
-    recorded: rows by `key`; machine code that has not changed since is not disassembled again.
+    recorded: rows by `key`. What was compiled from the same source is not compiled again, but for the case that all targets have; machine code that
+    has not changed since is not disassembled again.
     """
     try:
         found = launches(unit.call, TARGETS[unit.target])
@@ -236,6 +258,9 @@ def rows(unit: Unit, kernel: str = "*", recorded: Mapping[tuple[str, ...], dict]
 
 def _row(unit: Unit, plan: Plan, job: Job, recorded: dict | None) -> dict:
     """What the kernel takes, or under "error" why it does not compile."""
+    source = source_of(job.kernel, job.target.capability, job.arguments, job.options)
+    if recorded and recorded.get("source") == source and unit.case != budget.ON_EVERY_TARGET:
+        return recorded
     heading = {"family": unit.family, "kernel": job.name, "case": unit.case, "target": unit.target, "config": str(plan.config)}
     try:
         facts = compile_job(job, partial(recalled, recorded or {}))._asdict()
