@@ -560,6 +560,15 @@ def test_out_may_be_q(tokens):
     assert strobe.attention_decode(q, cache, out=q) is q and torch.equal(q, expected)
 
 
+def test_out_may_lie_in_q_as_nothing_but_q():
+    """A row's program reads its own row of q before it writes, not others'."""
+    rows, cache = draw(3, 1, 4, 8), _cache()
+    turned = draw(2, 2, 4, 8)
+    for q, out in ((rows[:2], rows[1:]), (turned, turned.transpose(0, 1))):
+        with pytest.raises(strobe.InvalidProblem, match="out: got memory that q lies in"):
+            strobe.attention_decode(q, cache, out=out)
+
+
 def test_tangents_are_refused_too():
     cache = _cache()
     with pytest.raises(UnsupportedProblem, match="gradients through decode"):

@@ -107,6 +107,8 @@ WRITES = {
     "k_new of another batch": (append(k_new=NEW[:1], v_new=NEW_V[:1]), InvalidProblem, "cache.k: got batch 2"),
     "an expanded cache": (append(DENSE._replace(k=K[:1].expand(2, -1, -1, -1))), InvalidProblem, "cache.k: got strides (0,"),
     "a cache whose values lie in its keys": (append(DENSE._replace(v=K[..., :6])), InvalidProblem, "cache.v: got memory that keys lie in"),
+    "keys moved within a cache": (append(k_new=K[:, 1:2]), InvalidProblem, "k_new: got memory that the cache lies in"),
+    "values of keys": (append(v_new=K[:, :1, :, :6]), InvalidProblem, "v_new: got memory that the cache lies in"),
     "rotary is a pair": (append(rotary=(ANGLES, ANGLES)), TypeError, "rotary: got tuple"),
     "rotary too wide": (append(rotary=strobe.Rotary(*[torch.ones(9, 5)] * 2)), InvalidProblem, "rotary.cos: got rotary_dim 10"),
     "rotary of two shapes": (append(rotary=strobe.Rotary(ANGLES, ANGLES[:9])), InvalidProblem, "rotary.sin: got shape [9, 4]"),

@@ -53,6 +53,21 @@ def test_tiles_of_empty_rows_stand_anywhere(empty, sinks, device, kernel, judge)
     judge(case.build(device, torch.float32, requires_grad=True, kernel=kernel))
 
 
+def test_merge_of_infinities_and_of_what_is_far_apart():
+    """As attention over the keys of both: infinity stays, and numbers whose difference is none are weighed."""
+    sides = lambda *values: [strobe.Partial(torch.full((1, 1, 1, 1), value), torch.zeros(1, 1, 1)) for value in values]
+    inf = torch.inf
+    for values, expected in (((inf, inf), inf), ((inf, 1.0), inf), ((-2.0, -inf), -inf), ((3e38, -3e38), 0.0), ((3e38, -1e38), 1e38)):
+        for order in (values, values[::-1]):
+            torch.testing.assert_close(strobe.merge(*sides(*order)).out.item(), expected)
+    parts = sides(3e38, -3e38)
+    for part in parts:
+        part.out.requires_grad_()
+    strobe.merge(*parts).out.sum().backward()
+    assert [part.out.grad.item() for part in parts] == [0.5, 0.5]
+    assert strobe.merge(*sides(inf, -inf)).out.isnan().all()
+
+
 def test_merge_of_a_large_value_that_hardly_counts():
     """From either side: the way round the large one would leave its rounding behind, some 4e-3."""
     far = strobe.Partial(torch.full((1, 1, 1, 4), 1e5), torch.full((1, 1, 1), -15.0))

@@ -66,6 +66,17 @@ def _work(rank: int) -> None:
         whole = [torch.randn(2, 7, heads, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(heads)) for heads in (heads_q, 3, 3)]
         apart = strobe.attention(*(distribute_tensor(t, mesh, [Shard(2)]) for t in whole), causal=True)
         torch.testing.assert_close(apart.full_tensor(), strobe.attention(*whole, causal=True))
+    whole = [torch.randn(2, 7, heads, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(heads)) for heads in (12, 3, 3)]
+    sinks, upstream = torch.linspace(-1, 1, 12, dtype=torch.float64), torch.randn(2, 7, 12, 8, dtype=torch.float64, generator=torch.Generator())
+    for more, beside, above in (({"sinks": sinks}, {"sinks": Shard(0)}, Replicate()), ({}, {}, Shard(2))):  # nor where others bring heads apart
+        alone = [t.clone().requires_grad_() for t in whole]
+        apart = [distribute_tensor(t, mesh, [Replicate()]).requires_grad_() for t in whole]
+        expected = strobe.attention(*alone, **more)
+        got = strobe.attention(*apart, **{name: distribute_tensor(t, mesh, [beside[name]]) for name, t in more.items()})
+        torch.testing.assert_close(got.full_tensor(), expected)
+        found = torch.autograd.grad(got, apart, distribute_tensor(upstream, mesh, [above]))
+        for one, other in zip(found, torch.autograd.grad(expected, alone, upstream)):
+            torch.testing.assert_close(one.full_tensor(), other)
     with torch.no_grad():  # partial results keep their lse beside their heads
         part = strobe.partial_attention(*(distribute_tensor(t, mesh, [Shard(2)]) for t in (q, k, v)))
         assert tuple(part.lse.placements) == (Shard(1),)

@@ -46,7 +46,10 @@ def merge(a: Partial, b: Partial) -> Partial:
     weight, keep = (_beside_out(_sigmoid_of_difference(x, y), a.out) for x, y in ((b.lse, a.lse), (a.lse, b.lse)))
     # from the side that weighs more: the other's way round a large value that hardly counts would leave its rounding behind
     apart = a.out - b.out
+    close = apart.isfinite()
+    apart = torch.where(close, apart, torch.zeros_like(apart))
     joined = torch.where(weight <= 0.5, a.out - weight * apart, b.out + keep * apart)
+    joined = torch.where(close, joined, a.out * keep + b.out * weight)  # infinities, and what is further apart than numbers reach
     # where one side is empty the other is taken whole: 0 * x would keep its bits but turn an infinity into NaN
     out = torch.where(weight == 0, a.out, torch.where(keep == 0, b.out, joined))
     return Partial(out, _log_sum(a.lse, b.lse))

@@ -116,7 +116,13 @@ def _decode_out(out: Tensor, *flat: Any) -> Tensor:
     choice = decide(call)
     problem = choice.problem
     check_out(out, problem.out_shapes[0], problem.out_dtype, call.q)
-    check_apart(out, (call.k, call.v, call.sinks), ("the cache's k", "the cache's v", "sinks"))  # it may be q, which is read first
+    alone = (out.data_ptr(), out.shape, out.stride()) != (
+        call.q.data_ptr(),
+        call.q.shape,
+        call.q.stride(),
+    )  # else it is q, of which rows are read first
+    read = (call.q if alone else None, call.k, call.v, call.sinks, call.k_scale, call.v_scale)
+    check_apart(out, read, ("q", "the cache's k", "the cache's v", "sinks", "the cache's k_scale", "the cache's v_scale"))
     lse = call.q.new_empty(problem.out_shapes[1], dtype=problem.lse_dtype)
     _write(choice, call, Forward(out, lse))
     written(out)
@@ -129,9 +135,18 @@ def _append(*flat: Any) -> None:
     if not choice.problem.vacuous:
         if share_memory(call.k, call.v):  # of each call: metadata, by which choices are found, do not say
             raise InvalidProblem(call.held.word("v"), "memory that keys lie in", "memory of its own", "append would write values over keys; copy one")
+        _check_new_apart(call)
         _launch(choice.forward, _received(call), None)
         written(call.k)
         written(call.v)
+
+
+def _check_new_apart(call: AppendCall) -> None:
+    """That nothing is read where it is written: looked into where tensors have one storage, which is seldom, as that takes 9 us."""
+    pools = [pool.untyped_storage().data_ptr() for pool in (call.k, call.v)]
+    for name, new in (("k_new", call.k_new), ("v_new", call.v_new)):
+        if new.untyped_storage().data_ptr() in pools and (share_memory(call.k, new) or share_memory(call.v, new)):
+            raise InvalidProblem(name, "memory that the cache lies in", "memory of its own", "append could write there before it has read; clone it")
 
 
 # ---------------------------------------------------------------- schemas and fakes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -24,13 +26,14 @@ def teach() -> None:
 
 
 def _forward(*flat):
-    return _placements(Call(*flat), len(flat))
+    call = Call(*flat)
+    return _placements(call, len(flat), call[:3])
 
 
 def _backward(dout, out, lse, dlse, *flat):
     call = Call(*flat)
     rules = []
-    for (whole, per_row), inputs in _placements(call, len(flat)):
+    for (whole, per_row), inputs in _placements(call, len(flat), (*call[:3], dout, out), (lse, dlse)):
         if call.sinks is not None and whole == Shard(0) and not call.packed:
             continue  # each shard would hold a part of dsinks: a sum that no placement of a custom rule may leave pending
         dsinks = Replicate() if call.sinks is None else inputs[OPTIONAL_TENSORS.start]
@@ -38,14 +41,15 @@ def _backward(dout, out, lse, dlse, *flat):
     return rules
 
 
-def _heads_divide(call: Call, heads: Shard) -> bool:
-    """Whether each process that heads are spread over has whole groups: the same number of key heads."""
-    apart = [[size for size, placement in zip(t.mesh.shape, t.placements) if placement == heads] for t in call[:3]]  # type: ignore[attr-defined]
-    return call.k.shape[heads.dim] % max(prod(sizes) for sizes in apart) == 0
+def _heads_divide(key_heads: int, placed: Iterable[tuple[Any, Shard]]) -> bool:
+    """Whether each process that heads are spread over, of any tensor that is placed, has whole groups: the same number of key heads."""
+    apart = {n: size for t, heads in placed if t is not None for n, size in enumerate(t.mesh.shape) if t.placements[n] == heads}
+    return key_heads % prod(apart.values()) == 0
 
 
-def _placements(call: Call, count: int) -> list[tuple[list, list]]:
-    """(outputs, the op's `count` arguments) a rule: all replicated, heads apart, and for dense layouts the batch apart."""
+def _placements(call: Call, count: int, by_heads: tuple, by_rows: tuple = ()) -> list[tuple[list, list]]:
+    """(outputs, the op's `count` arguments) a rule: all replicated, heads apart, and for dense layouts the batch apart. by_heads: tensors of q's
+    order of dimensions, by_rows: of lse's."""
     heads, lse_heads = (Shard(1), Shard(0)) if call.packed else (Shard(2), Shard(1))
     no_tensor = Call._make((None,) * len(call))
 
@@ -55,7 +59,8 @@ def _placements(call: Call, count: int) -> list[tuple[list, list]]:
         return list(placed if call.sinks is None else placed._replace(sinks=sinks))[:count]
 
     rules = [([Replicate(), Replicate()], tensors(Replicate(), Replicate(), Replicate()))]
-    if _heads_divide(call, heads):
+    placed = (*((t, heads) for t in by_heads), *((t, lse_heads) for t in by_rows), (call.sinks, Shard(0)))
+    if _heads_divide(call.k.shape[heads.dim], placed):
         rules.append(([heads, lse_heads], tensors(heads, Shard(0), Replicate())))
     if not call.packed:
         rules.append(([Shard(0), Shard(0)], tensors(Shard(0), Replicate(), Shard(0))))
