@@ -472,3 +472,25 @@ def test_autocast_follows_the_cache_whatever_the_rows(rows):
     q, cache = torch.randn(1, rows, 2, 16), torch.randn(1, 64, 2, 16)
     with torch.autocast("cpu", torch.bfloat16):
         assert fa2.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=40, causal=True).dtype == torch.float32
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_what_is_wrong_is_called_what_the_caller_calls_it(rows):
+    """Of few rows, which a decode attends to, and of many."""
+    q, k, v = torch.randn(2, rows, 2, 16), torch.randn(2, 32, 2, 16), torch.randn(2, 32, 2, 16)
+    wrong = {
+        "softmax_scale": {"softmax_scale": float("nan")}, "window_size": {"window_size": (1.5, 2)}, "k_cache": {"k_cache": k[:, :, :, :8]},
+        "v_cache": {"v_cache": v[:, :30]},
+    }  # fmt: skip
+    for name, changed in wrong.items():
+        with pytest.raises((strobe.InvalidProblem, TypeError), match=f"^{name}: got"):
+            fa2.flash_attn_with_kvcache(**{"q": q, "k_cache": k, "v_cache": v} | changed)
+
+
+def test_rows_of_no_sequence_and_of_one_beyond_the_promise_are_nan():
+    q, pages, table = torch.randn(6, 4, 8), torch.randn(4, 8, 2, 8), _ints([[0, 1]], "cpu")
+    attend = lambda begin, keys, longest: fa2.flash_attn_varlen_func(
+        q, pages, pages, _ints([begin, 6], "cpu"), _ints([0, keys], "cpu"), 6, longest, causal=True, block_table=table
+    )
+    assert attend(2, 9, 9).isnan().flatten(1).all(1).tolist() == [True] * 2 + [False] * 4
+    assert attend(0, 15, 5).isnan().all() and not attend(0, 15, 15).isnan().any()

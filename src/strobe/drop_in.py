@@ -5,6 +5,8 @@ Guests of the house: `strobe.flash_attn`, `strobe.flash_attn_interface` and `str
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -90,16 +92,17 @@ def _call(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Call:
 THEIRS = {"scale": "softmax_scale", "window": "window_size", "window left": "window_size", "window right": "window_size", "sinks": "learnable_sink"}
 
 
-def in_their_words(error: InvalidProblem | TypeError) -> InvalidProblem | TypeError:
-    """The error, with the argument called what the originals call it.
+def in_their_words(error: InvalidProblem | TypeError, also: Mapping[str, str] = MappingProxyType({})) -> InvalidProblem | TypeError:
+    """The error, with the argument called what the originals call it; also: what these call arguments that only some have.
 
     >>> in_their_words(TypeError("window: got int, expected a pair (left, right); give both sides"))
     TypeError('window_size: got int, expected a pair (left, right); give both sides')
     """
+    words = {**THEIRS, **also}
     if isinstance(error, InvalidProblem):
-        return error.named(THEIRS.get(error.argument, error.argument))
+        return error.named(words.get(error.argument, error.argument))
     name, colon, said = str(error).partition(":")
-    return TypeError(THEIRS[name] + colon + said) if name in THEIRS else error
+    return TypeError(words[name] + colon + said) if name in words else error
 
 
 def rows_contiguous(tensor: Tensor) -> Tensor:

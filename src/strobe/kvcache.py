@@ -15,7 +15,7 @@ from .api_decode import _call, _settings, append
 from .cache import DenseCache, PagedCache, Rotary
 from .call import accumulator
 from .decode import DecodeCall, refuse_gradients
-from .drop_in import Setting, forward, rows_contiguous
+from .drop_in import Setting, forward, in_their_words, rows_contiguous
 from .errors import InvalidProblem, UnsupportedProblem, describe, wrong_type
 
 _FEW_ROWS = 16  # what the kernels of a decode are tuned for; more of them, at lengths known here, are a plain call over a slice
@@ -62,8 +62,8 @@ def forward_cached(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, T
     with torch.no_grad():
         try:
             return _forward(rows_contiguous(q), cache, setting)
-        except InvalidProblem as problem:
-            raise problem.named(cache.words.get(problem.argument, problem.argument)) from None
+        except (InvalidProblem, TypeError) as problem:
+            raise in_their_words(problem, cache.words) from None
 
 
 def _forward(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]:
@@ -81,6 +81,8 @@ def _forward(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]
             call = call._replace(q=_turned(q, rotary, before, along))
     in_place = cache.page_table is None and cache.batch_idx is None and cache.leftpad is None and cache.k.dtype == q.dtype
     if in_place and not isinstance(cache.seqlens, Tensor) and q.shape[1] > _FEW_ROWS:
+        if not torch.compiler.is_compiling():  # what is wrong is said of the cache
+            ops_decode.decide(ops_decode.prepare(call))
         stop = cache.capacity if cache.seqlens is None else cache.seqlens + count
         with torch.autocast(q.device.type, enabled=False):  # as a decode has it, which is read as it is
             return forward(call.q, cache.k[:, :stop], cache.v[:, :stop], setting)
@@ -182,23 +184,25 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, setting: Setting, page_table:
     [[4, 6, 16], [6, 4]]
 
     The queries of a sequence are laid to the right of a row of max_seqlen_q, where a decode expects them. Those of no sequence,
-    and of one longer than that, come out as NaN.
+    of one longer than that, and of one with more keys than max_seqlen_k, come out as NaN.
     """
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = _packing(q, k, setting, page_table)
     refuse_gradients([q, k, v], "block_table")
     with torch.no_grad():
         q, batch = rows_contiguous(q), page_table.shape[0]
         place = _places(cu_seqlens_q, len(q), longest_q)
+        too_long = torch.cat([cu_seqlens_k.diff() > longest_k, place.new_zeros(1, dtype=torch.bool)])[place // max(longest_q, 1)]
         rows = q.new_zeros(batch * longest_q + 1, *q.shape[1:]).index_copy_(0, place, q)  # the last: what has no place
         if k.dim() == 4 and k.shape[1]:
             page_table = page_table[:, : -(-longest_k // k.shape[1])]  # splits are planned for what could be there
         cache = PagedCache(k, v, page_table, cu_seqlens_k.diff())
         try:
             out, lse = ops_decode.run(_decode_call(rows[:-1].view(batch, longest_q, *q.shape[1:]), cache, setting))
-        except InvalidProblem as problem:
+        except (InvalidProblem, TypeError) as problem:
             words = {"cache.k_pages": "k", "cache.v_pages": "v", "cache.page_table": "block_table", "cache.seqlens": "cu_seqlens_k"}
-            raise problem.named(words.get(problem.argument, problem.argument)) from None
+            raise in_their_words(problem, words) from None
         out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+        place = torch.where(too_long, len(out), place)
         out, lse = (torch.cat([one, one.new_full((1, *one.shape[1:]), torch.nan)])[place] for one in (out, lse))
         return out, lse.T
 
@@ -239,4 +243,5 @@ def _places(cu_seqlens_q: Tensor, total: int, longest: int) -> Tensor:
     row, ends = torch.arange(total, device=cu_seqlens_q.device), cu_seqlens_q[1:].long()
     sequence = torch.searchsorted(ends, row, right=True)
     column = longest + row - torch.cat([ends, ends.new_zeros(1)])[sequence]
-    return torch.where((column >= 0) & (column < longest), sequence * longest + column, len(ends) * longest)
+    has_place = (column >= 0) & (column < longest) & (row >= cu_seqlens_q[0])
+    return torch.where(has_place, sequence * longest + column, len(ends) * longest)
