@@ -582,6 +582,29 @@ def test_no_query_head_over_two_of_keys():
     assert strobe.attention(torch.ones(1, 3, 0, 8), torch.ones(1, 3, 2, 8), torch.ones(1, 3, 2, 8)).shape == (1, 3, 0, 8)
 
 
+def test_inductor_writes_to_the_layer_it_is_told_though_sizes_change():
+    """Where a cache, or out, is a part of a tensor: Inductor takes an offset that is symbolic for 0 (pytorch/pytorch#198068)."""
+
+    def layers(keys, values, seqlens, k_new, v_new, q, outs):
+        for layer in range(len(keys)):
+            cache = strobe.DenseCache(keys[layer], values[layer], seqlens)
+            strobe.append(cache, k_new[layer], v_new[layer])
+            strobe.attention_decode(q, cache, out=outs[layer])
+            strobe.attention(q, q, q, out=outs[2 + layer])
+        return seqlens + 1
+
+    with torch._inductor.config.patch(compile_threads=1, force_disable_caches=True):
+        compiled = torch.compile(layers, fullgraph=True)
+        for batch in (2, 3):
+            new, q = draw(4, batch, 1, 2, 8), draw(batch, 1, 2, 8)
+            made = []
+            for run in (layers, compiled):
+                pool, outs = torch.zeros(4, batch, 16, 2, 8), torch.zeros(4, batch, 1, 2, 8)
+                run(pool[:2], pool[2:], INT(*[3] * batch), new[:2], new[2:], q, outs)
+                made.append((pool, outs))
+            assert all(map(torch.equal, *made))
+
+
 def test_inductor_runs_it():
     def step(q, cache):
         strobe.append(cache, q[:, :, :2], q[:, :, :2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def forward(*flat: Any) -> tuple[Tensor, Tensor]:
 def forward_out(out: Tensor, *flat: Any) -> Tensor:
     like, lse = forward(*flat)
     check_out(out, tuple(like.shape), like.dtype, like)
+    writes_to(out)
     return lse
 
 
@@ -44,6 +46,28 @@ def backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat:
     call = Call(*flat)
     dsinks = lse.new_empty(0) if call.sinks is None else torch.empty_like(call.sinks)
     return *(t.new_empty(t.shape) for t in call[:3]), dsinks
+
+
+def writes_to(tensor: Tensor) -> None:
+    """A compiled op writes to this tensor: whose offset in its storage, where it is symbolic, Inductor has to be taught."""
+    if isinstance(tensor.storage_offset(), torch.SymInt):
+        _teach_offsets()
+
+
+@cache
+def _teach_offsets() -> None:
+    """Of a part of a tensor, such as one layer's cache, that an op writes to, Inductor asks the offset by a call that it has no lowering of (torch
+    2.13; pytorch/pytorch#198068), and takes it for 0: the first layer's cache would be written to. It is told before it begins."""
+    from torch._inductor.lowering import lowerings, register_lowering
+    from torch._inductor.virtualized import V
+
+    offset = torch.ops.aten.sym_storage_offset.default
+    if offset not in lowerings:
+
+        @register_lowering(offset)
+        def lowered(_: Any) -> Any:
+            found = V.graph.current_node.meta["val"]
+            return found.node.expr if isinstance(found, torch.SymInt) else found
 
 
 def check_apart(out: Tensor, inputs: Iterable[Tensor | None], names: Iterable[str]) -> None:

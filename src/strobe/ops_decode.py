@@ -18,7 +18,7 @@ from .choices import Choices, at_once
 from .decode import DecodeCall, DecodeProblem, refuse_gradients
 from .dispatch import batched
 from .errors import InvalidProblem, UnsupportedProblem
-from .fakes import check_apart, check_no_vmap, check_out, schema, written
+from .fakes import check_apart, check_no_vmap, check_out, schema, writes_to, written
 from .kernels.decoding import addresses
 from .kernels.kernel import Forward
 from .kernels.memory import carved, empty_here
@@ -163,11 +163,15 @@ def _decode_fake(*flat: Any) -> tuple[Tensor, Tensor]:
 def _decode_out_fake(out: Tensor, *flat: Any) -> Tensor:
     like, lse = _decode_fake(*flat)
     check_out(out, tuple(like.shape), like.dtype, like)
+    writes_to(out)
     return lse
 
 
 def _append_fake(*flat: Any) -> None:
-    appending.check(AppendCall(*flat))
+    call = AppendCall(*flat)
+    appending.check(call)
+    writes_to(call.k)
+    writes_to(call.v)
 
 
 def _fields(kind: type[DecodeCall] | type[AppendCall]) -> str:
