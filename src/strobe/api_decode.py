@@ -33,7 +33,7 @@ def attention_decode(
         window: (left, right) around that position, both ends included; None or negative is unbounded.
         scale, softcap, sinks, kernel: as `attention`.
         batch_invariant: a row's bits do not depend on batch size, position, padding or the layout of pages, and are those of its prefill.
-        out: where to write, [B, T, H_q, D_v] in q's dtype.
+        out: where to write, [B, T, H_q, D_v] in q's dtype; it may be q itself, and share no other memory with what is read.
 
     Returns [B, T, H_q, D_v] in q's dtype. A row that sees no key (n is 0, or n < T and the row lies before the first key) is 0.
     Waits for no device, so it can be captured in a graph and replayed over other lengths and pages. Lengths, starts and page
@@ -87,7 +87,7 @@ def append(cache: PagedCache | DenseCache, k_new: Tensor, v_new: Tensor, *, rota
 
     Args:
         k_new, v_new: [B, T, H_kv, D] and [B, T, H_kv, D_v]; for a cache in float8_e4m3fn in any dtype, divided by its scales
-            and rounded, the largest magnitude being 448.
+            and rounded, the largest magnitude being 448. They share no memory with the cache.
         rotary: keys are turned by the angles of their position first (queries are the caller's own to turn).
 
     A token that has no room, or whose page is not in the pool, is not written; one beyond the rotary angles becomes NaN in its

@@ -259,7 +259,8 @@ def rows(unit: Unit, kernel: str = "*", recorded: Mapping[tuple[str, ...], dict]
 def _row(unit: Unit, plan: Plan, job: Job, recorded: dict | None) -> dict:
     """What the kernel takes, or under "error" why it does not compile."""
     source = source_of(job.kernel, job.target.capability, job.arguments, job.options)
-    if recorded and recorded.get("source") == source and unit.case != budget.ON_EVERY_TARGET:
+    whole = recorded and recalled(recorded, recorded.get("code", ""))  # in it stands all that is looked for now
+    if recorded and whole and recorded.get("source") == source and unit.case != budget.ON_EVERY_TARGET:
         return recorded
     heading = {"family": unit.family, "kernel": job.name, "case": unit.case, "target": unit.target, "config": str(plan.config)}
     try:
