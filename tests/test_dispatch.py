@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import strobe
-from strobe import dispatch, ops
+from strobe import choices, dispatch, ops
 
 OP = torch.ops.strobe.forward.default
 
@@ -133,6 +133,8 @@ WATCHED = {
     "func.grad": lambda q, k, v: torch.func.grad(lambda q: _attend(q, k, v).sum())(q),
     "jit.trace": lambda q, k, v: torch.jit.trace(_attend, (q, k, v), check_trace=False),
     "make_fx": lambda q, k, v: make_fx(_attend)(q, k, v),
+    "make_fx around": lambda q, k, v: make_fx(lambda x: x + _attend(q, k, v).sum())(torch.zeros(2)),
+    "fake mode around": _within(lambda: FakeTensorMode(allow_non_fake_inputs=True)),
     "make_fx before autograd": lambda q, k, v: make_fx(_attend, pre_dispatch=True)(q, k, v),
     "dispatch mode, gradient of q": lambda q, k, v: _within(_Mode)(q.requires_grad_(), k, v),
     "profiler, gradient of v": lambda q, k, v: _within(torch.autograd.profiler.profile)(q, k, v.requires_grad_()),
@@ -147,10 +149,39 @@ WATCHED = {
 }
 
 
+@pytest.mark.parametrize("grads", [False, True])
 @pytest.mark.parametrize("name", WATCHED)
-def test_whatever_looks_on_meets_the_op(name, through):
-    WATCHED[name](*_tensors())
+def test_whatever_looks_on_meets_the_op(name, grads, through):
+    if grads and name == "parameter":
+        pytest.skip("without grad mode nothing needs a gradient, and a parameter alone is told apart")
+    WATCHED[name](*_tensors(grads))
     assert through
+
+
+BACKWARD_WATCHED = {name: WATCHED[name] for name in ("dispatch mode", "flop counter", "autocast", "profiler", "old profiler", "forward mode")}
+
+
+@pytest.mark.parametrize("name", BACKWARD_WATCHED)
+def test_whatever_looks_on_a_backward_alone_meets_the_op(name, through, monkeypatch):
+    met, tensors = [], _tensors(True)
+    op = torch.ops.strobe.backward.default
+    expected = torch.autograd.grad(_attend(*tensors).sum(), tensors)
+    monkeypatch.setattr(ops, "BACKWARD", lambda *flat: met.append("op") or op(*flat))
+    out = _attend(*tensors)
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), tensors, retain_graph=True), expected)) and not met
+    gradients = []
+    with pytest.MonkeyPatch.context() as patch:  # what each context would do with a call is done with a backward
+        patch.setattr(strobe, "attention", lambda *_, **__: gradients.extend(torch.autograd.grad(out.sum(), tensors)) or out)
+        BACKWARD_WATCHED[name](*tensors)
+    assert met and not through and all(map(torch.equal, gradients, expected))
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_what_torch_func_has_left_behind_is_unwrapped(grads, through):
+    left, (q, k, v) = [], _tensors()
+    torch.func.grad(lambda x: left.append(x) or x.sum())(q)
+    out = _attend(left[0], k.requires_grad_(grads), v)
+    assert torch.equal(out, _attend(q, k, v)) and out.requires_grad == grads and not choices.alike_to((q, k, v))(left[0], k, v)
 
 
 @pytest.mark.parametrize("which", range(3))

@@ -71,11 +71,11 @@ class Call(NamedTuple):
     def parted(self) -> tuple[tuple[Tensor, ...], tuple]:
         """Its tensors, and all of it that is none."""
         if self.plain:
-            return self[:3], self[3 : OPTIONAL_TENSORS.start]
+            return self[:3], self[SCALARS]
         optionals = self.optionals
         given = [field for field in optionals if field is not None]
         absent = [field is None for field in optionals]
-        return (*self[:3], *given), (*self[3 : OPTIONAL_TENSORS.start], *absent, *self[OPTIONAL_TENSORS.stop :])
+        return (*self[:3], *given), (*self[SCALARS], *absent, *self[OPTIONAL_TENSORS.stop :])
 
     @property
     def asking(self) -> Call:
@@ -133,6 +133,7 @@ class Call(NamedTuple):
 FIELD_KINDS = {name: getattr(kind, "__forward_arg__", kind) for name, kind in Call.__annotations__.items()}
 _NEEDS_GRAD = Call._fields.index("needs_grad")
 OPTIONAL_TENSORS = slice(Call._fields.index("sinks"), Call._fields.index("spans_k") + 1)
+SCALARS = slice(3, OPTIONAL_TENSORS.start)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

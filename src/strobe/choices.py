@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards  # type: ignore[attr-defined]
 
-from .dispatch import idle, watched
+from .dispatch import idle, unguarded
 from .problem import ALIGNMENT
 
 MOST_CHOICES = 4096  # lengths that change each step would otherwise grow the dictionary for ever
@@ -25,7 +25,7 @@ class Choices(dict):
 
     def __init__(self, *known: Any):
         super().__init__(*known)
-        self.alike: dict[tuple, list[tuple[Callable[[Sequence[Tensor]], bool], int, Any]]] = {}
+        self.alike: dict[tuple, list[tuple[Callable[..., bool], int, Any]]] = {}
 
     def __setitem__(self, key: Any, choice: Any) -> None:
         if len(self) >= MOST_CHOICES:
@@ -43,7 +43,7 @@ class Choices(dict):
         except (RuntimeError, TypeError):  # no sizes, or no hash: the door says what is wrong with it
             return None
         for alike, lies, choice in met:
-            if alike(tensors) and _lies(tensors) == lies:
+            if alike(*tensors) and _lies(tensors) == lies:
                 return choice
         return None
 
@@ -58,7 +58,7 @@ class Choices(dict):
         met.insert(0, (guard, _lies(tensors), choice))
 
 
-def alike_to(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool] | None:
+def alike_to(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     """Whether other tensors are like these; None where torch's guards, which are its own affair, take other arguments."""
     try:
         return _guard(tensors)
@@ -66,7 +66,7 @@ def alike_to(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool] | 
         return None
 
 
-def _guard(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
+def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A guard refuses to see one tensor twice, so it is given each once, and where each comes again is compared beside it."""
     first = [next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors]
     distinct = sorted(set(first))
@@ -74,19 +74,21 @@ def _guard(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
     strides: Any = [list(tensors[i].stride()) for i in distinct]
     check = TensorGuards(*[tensors[i] for i in distinct], dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     if len(distinct) == len(tensors):
-        return lambda others: check(*others)
+        return check
     again = [(i, j) for i, j in enumerate(first) if i != j]
-    return lambda others: all([others[i] is others[j] for i, j in again]) and check(*[others[i] for i in distinct])
+    return lambda *others: all([others[i] is others[j] for i, j in again]) and check(*[others[i] for i in distinct])
 
 
-def at_once(known: Choices, call: Any, decide: Callable[[Any], Any], *beside: Tensor) -> Any | None:
-    """The Choice of a call whose body may run without the dispatcher, given these tensors beside its own; None where that has something to do."""
-    if watched():  # before `known` is looked into, whose contents torch.compile would watch
+def at_once(known: Choices, call: Any, decide: Callable[[Any], Any], *beside: Tensor, graded: bool = False) -> Any | None:
+    """The Choice of a call whose body may run without the dispatcher, given these tensors beside its own; None where that has something to do.
+    graded: gradients that are wanted of a plain call are seen to."""
+    if unguarded():  # before `known` is looked into, whose contents torch.compile would watch
         return None
     tensors, rest = call.parted
-    tensors = (*tensors, *beside)
+    if beside:
+        tensors = (*tensors, *beside)
     choice = known.like(tensors, rest)
-    if choice is None and idle(tensors) and call.whole:
+    if choice is None and idle(tensors, graded and call.plain) and call.whole:
         choice = decide(call)
         known.meet(tensors, rest, choice)
     return choice

@@ -9,7 +9,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet, _dispatch_tls_local_include_set, _is_any_autocast_enabled, _len_torch_function_stack
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _dispatch_tls_local_include_set,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch._C import _functorch as _C_functorch  # type: ignore[attr-defined]
 from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
@@ -27,6 +34,20 @@ def watched() -> bool:
     if _dispatch_tls_local_include_set().raw_repr() not in _QUIET:
         return True
     return bool(_len_torch_function_stack()) or _is_any_autocast_enabled() or _profiler_enabled() or forward_ad._current_level >= 0
+
+
+def unguarded() -> bool:
+    """Whether somebody looks on of whom torch's guards of tensors say nothing: they compare what a thread adds to its tensors' keys, which tells of
+    all else that `watched` asks. That takes twice as long.
+
+    >>> with torch.autograd.profiler.profile():
+    ...     unguarded()
+    True
+    """
+    if torch.compiler.is_dynamo_compiling():  # first: the rest is not for tracing
+        return True
+    # a mode of fake tensors or of make_fx adds nothing to real ones
+    return bool(_len_torch_dispatch_stack() or _len_torch_function_stack()) or _profiler_enabled() or forward_ad._current_level >= 0
 
 
 def _layers(tensor: Tensor) -> Iterator[Tensor]:
@@ -71,8 +92,9 @@ def tangents(tensors: Sequence[Tensor]) -> bool:
     return any(forward_ad.unpack_dual(layer).tangent is not None for layer in layers)
 
 
-def idle(tensors: Sequence[Tensor]) -> bool:
-    """Whether an op on these tensors would run its body and nothing else: none needs a gradient, and nobody looks on or transforms.
+def idle(tensors: Sequence[Tensor], graded: bool = False) -> bool:
+    """Whether an op on these tensors would run its body and nothing else: none needs a gradient (unless that is `graded`, and seen to), and nobody
+    looks on or transforms.
 
     >>> x = torch.ones(1)
     >>> idle([x]), idle([x.requires_grad_()])
@@ -82,7 +104,7 @@ def idle(tensors: Sequence[Tensor]) -> bool:
     """
     if watched():
         return False
-    grad = torch.is_grad_enabled()
+    grad = not graded and torch.is_grad_enabled()
     try:
         for tensor in tensors:
             if type(tensor) is not Tensor or (grad and tensor.requires_grad) or tensor.is_neg():

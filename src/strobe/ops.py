@@ -15,16 +15,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import fakes, flops
-from .call import FIELD_KINDS, OPTIONAL_TENSORS, Call, check
+from .call import FIELD_KINDS, OPTIONAL_TENSORS, SCALARS, Call, check
 from .choices import Choices, at_once
-from .dispatch import tangents, wants_beneath, watched
+from .dispatch import tangents, wants_beneath
 from .errors import InvalidProblem, UnsupportedProblem
 from .fakes import check_apart, check_no_vmap, check_out, schema, written
-from .kernels.kernel import Backward, Forward, Plan, gradient_addresses
+from .kernels.kernel import Backward, Forward, Plan, addresses, gradient_addresses
 from .kernels.memory import carved, empty_here, pieces, scratch
 from .knobs import KNOBS
 from .problem import ALIGNMENT, Problem
-from .repeat import gradients_again, launch_again, meet, repeats
+from .repeat import gradients_again, meet, repeats
 from .select import Choice, select
 from .target import Target
 
@@ -48,12 +48,16 @@ def decide(call: Call) -> Choice[Problem]:
     return choice
 
 
+def _decide_told(call: Call) -> Choice[Problem]:
+    return decide(call.asking if wants_gradients(call) else call)
+
+
 def raw_key(call: Call) -> tuple:
     q, k, v = call[:3]
     tensors = (
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
         q.data_ptr() % ALIGNMENT, (k.data_ptr() | v.data_ptr()) % ALIGNMENT,  # a Problem knows the least aligned of the three, and of k and v
-        call[3 : OPTIONAL_TENSORS.start],
+        call[SCALARS],
     )  # fmt: skip
     if call.plain:
         return tensors
@@ -102,10 +106,12 @@ def _forward(call: Call, choice: Choice[Problem] | None = None) -> tuple[Tensor,
     q, plan = call.q, choice.forward
     if repeats(plan, q):
         out, lse = empty_here(shape, strides, dtype), empty_here(lse_shape, lse_strides, lse_dtype)
+        again = plan.again.get(addresses(call, out, lse))  # type: ignore[union-attr]
+        if again is not None and again():
+            return out, lse
     else:
         out, lse = q.new_empty_strided(shape, strides, dtype=dtype), q.new_empty_strided(lse_shape, lse_strides, dtype=lse_dtype)
-    if not launch_again(plan, call, out, lse):
-        write(choice, call, out, lse)
+    write(choice, call, out, lse)
     return out, lse
 
 
@@ -133,7 +139,9 @@ def _given_gradients(call: Call, choice: Choice[Problem], beside: tuple[Tensor, 
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()  # whose strides kernels do not ask; a hook may have laid lse out anew
     plan, workspace = choice.backward, None
     if plan is not None and repeats(plan, call.q):
-        given, held = Backward(dout, out, lse, dlse, *[empty_here(*kind) for kind in choice.problem.gradients]), pieces(plan)
+        dq, dk, dv = [empty_here(*kind) for kind in choice.problem.gradients]
+        held = pieces(plan, choice.problem.lse_bytes)  # delta stands behind the scratch, in one piece of memory
+        given = Backward(dout, out, lse, dlse, dq, dk, dv, held[0][plan.room :].view(lse.dtype).view(lse.shape))
         again = plan.again.get(gradient_addresses(call, given, held))  # type: ignore[union-attr]
         if again is not None and again():
             return given
@@ -214,7 +222,7 @@ class _TwiceRefused(torch.autograd.Function):
 
 def _save(ctx, call: Call, count: int, out: Tensor, lse: Tensor) -> None:
     ctx.save_for_backward(*call[:3], out, lse, *(() if call.plain else call.optionals))
-    ctx.rest = call[3 : OPTIONAL_TENSORS.start], call[OPTIONAL_TENSORS.stop :], count
+    ctx.rest = call[SCALARS], call[OPTIONAL_TENSORS.stop :], count
     ctx.set_materialize_grads(False)
 
 
@@ -222,7 +230,7 @@ def _gradients(saved: Sequence[Tensor], rest: tuple, dout: Tensor | None, dlse: 
     """Of what autograd kept, which it may give but once (checkpointing)."""
     q, k, v, out, lse, *optionals = saved
     scalars, longest, count = rest
-    call = Call(q, k, v, *scalars, *optionals, *longest) if optionals else Call(q, k, v, *scalars)
+    call = (Call(q, k, v, *scalars, *optionals, *longest) if optionals else Call(q, k, v, *scalars)).asking
     dout = torch.zeros_like(out) if dout is None else dout
     choice = at_once(_choices, call, decide, dout, out, lse) if dlse is None and call.plain else None
     if choice is not None:
@@ -254,22 +262,26 @@ class _Attention(torch.autograd.Function):
 
 
 class _Plain(torch.autograd.Function):
-    """The same of a plain call where nobody looks on, without lse: what is no tensor comes as one argument, and one output is made a variable of
-    for two. Of an apply that is 7.7 us for 11.9 (a CPU's, `results/tuning.jsonl`)."""
+    """The same of a plain call where nobody looks on, without lse, by a Choice that is known: what is no tensor comes as one argument, and one output
+    is made a variable of for two. Of an apply that is 7.7 us for 11.9 (a CPU's, `results/tuning.jsonl`)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, call):
-        choice = _choices.like(call[:3], call[3 : OPTIONAL_TENSORS.start]) or at_once(_choices, call, decide)
-        out, lse = FORWARD(*call.arguments) if choice is None else _forward(call, choice)
+    def forward(ctx, q, k, v, met):
+        out, lse = _forward(*met)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest, ctx.choice = (call[3 : OPTIONAL_TENSORS.start], (), 4), choice
+        ctx.met = met[0][SCALARS], met[1]
         return out
 
     @staticmethod
     def backward(ctx, dout):
         saved = ctx.saved_tensors
-        gradients = gradients_again(ctx.choice, saved, dout)
-        return (*gradients, None) if gradients else _gradients(saved, ctx.rest, dout, None)
+        scalars, choice = ctx.met
+        gradients = gradients_again(choice, saved, dout)
+        return (*gradients, None) if gradients else _gradients(saved, (scalars, (), 4), dout, None)
+
+
+# without what torch.autograd.Function does before: it unwraps what torch.func has left behind, which no guard takes for a tensor met before
+_apply_plain = super(torch.autograd.Function, _Plain).apply  # type: ignore[misc]
 
 
 class _OutAlone(_Attention):
@@ -334,12 +346,12 @@ def wants_gradients(call: Call) -> bool:
 
 def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple[Tensor, Tensor]:
     """out and lse of a call, through whichever path its gradients, transforms and autocast ask for; out_alone: nobody looks at lse."""
-    if out is None and not wants_gradients(call):
-        choice = at_once(_choices, call, decide)
-        if choice is not None:
+    if out is None:
+        choice = at_once(_choices, call, _decide_told, graded=out_alone)
+        if choice is not None and not choice.problem.needs_grad:
             return _forward(call, choice)
-    elif out is None and out_alone and call.plain and type(call.q) is type(call.k) is type(call.v) is Tensor and not watched():
-        return (_Plain.apply(*call[:3], call.asking),)  # type: ignore[return-value]
+        if choice is not None and out_alone:
+            return (_apply_plain(*call[:3], (call, choice)),)  # type: ignore[return-value]
     call = prepare(call) if out is None else told(call)  # torch's own ops with out= do not go through autocast either
     if tangents(call.parted[0]):
         raise _forward_mode()

@@ -77,12 +77,16 @@ class Problem:
 
     @cached_property
     def gradients(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]:
-        """The same of dq, dk, dv and delta."""
-        (*rows, _, _), lse = self.out_shapes
+        """The same of dq, dk and dv."""
+        *rows, _, _ = self.out_shapes[0]
         keys = (*rows[:-1], self.layout[2])
         shapes = ((*rows, self.heads_q, self.head_dim), (*keys, self.heads_kv, self.head_dim), (*keys, self.heads_kv, self.head_dim_v))
-        made = tuple((shape, rows_apart(shape), self.dtype) for shape in shapes)
-        return *made, (lse, rows_apart(lse), self.lse_dtype)
+        return tuple((shape, rows_apart(shape), self.dtype) for shape in shapes)
+
+    @cached_property
+    def lse_bytes(self) -> int:
+        """Of lse, and of delta."""
+        return math.prod(self.out_shapes[1]) * self.lse_dtype.itemsize
 
     @cached_property
     def vacuous(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .call import Call
 from .choices import alike_to
-from .dispatch import watched
+from .dispatch import unguarded
 from .kernels.kernel import Plan, addresses, gradient_place
 from .kernels.memory import empty_here, pieces
 from .knobs import KNOBS
@@ -40,21 +40,22 @@ def launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
 def gradients_again(choice: Choice[Any] | None, saved: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """dq, dk and dv of a plain call by a launch that is repeated; None where that cannot be, as where a graph of them is wanted, which torch's guards
     do not tell. saved: q, k, v, out, lse."""
-    if choice is None or torch.is_grad_enabled() or watched():
+    if choice is None or torch.is_grad_enabled() or unguarded():
         return None
     q, k, v, out, lse = saved
     tensors = (q, k, v, dout, out, lse)
     plan: Any = choice.backward
-    if not any([alike(tensors) for alike in choice.met]) or not repeats(plan, q):
+    if not any([alike(*tensors) for alike in choice.met]) or not repeats(plan, q):
         return None
-    dq, dk, dv, delta = [empty_here(*kind) for kind in choice.problem.gradients]
-    again = plan.again.get(gradient_place((*tensors, None, dq, dk, dv, delta, *pieces(plan)), dout, out))
+    dq, dk, dv = [empty_here(*kind) for kind in choice.problem.gradients]
+    held = pieces(plan, choice.problem.lse_bytes)  # delta stands behind the scratch, in one piece of memory
+    again = plan.again.get(gradient_place((*tensors, None, dq, dk, dv, *held), held[0].data_ptr() + plan.room, dout, out))
     return (dq, dk, dv) if again is not None and again() else None
 
 
 def meet(choice: Choice[Any], tensors: Sequence[Tensor]) -> None:
     """Know tensors like these again: what a plain call's gradients were made of, all of which go by its Choice. Of an lse, the last, that a hook has
     laid out otherwise, they were made of a copy."""
-    if tensors[-1].is_contiguous() and not any([alike(tensors) for alike in choice.met]):
+    if tensors[-1].is_contiguous() and not any([alike(*tensors) for alike in choice.met]):
         alike = alike_to(tensors)
         choice.met[:] = [alike, *choice.met[: MOST_MET - 1]] if alike else []

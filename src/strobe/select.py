@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from .appending import AppendProblem
 from .decode import DecodeProblem
@@ -27,7 +27,7 @@ class Choice(Generic[AnyProblem]):
     forward: Plan  # a decode's and an append's only plan too
     backward: Plan | None
     rejections: tuple[tuple[str, str], ...]
-    met: list[Callable[[Any], bool]] = field(default_factory=list, compare=False, repr=False)  # kinds of tensors of a backward (`repeat`)
+    met: list[Callable[..., bool]] = field(default_factory=list, compare=False, repr=False)  # kinds of tensors of a backward (`repeat`)
 
     def __str__(self) -> str:
         rows = [("problem", str(self.problem)), ("target", str(self.target))]

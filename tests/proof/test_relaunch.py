@@ -274,13 +274,13 @@ def test_a_plan_launches_again_at_addresses_it_met(stage, monkeypatch):
             choice = ops.decide(call)
             places = [(torch.empty_like(call.q), torch.empty(2, 100)) for _ in range(2)]
             for tensors in places * 3:
-                if not ops.launch_again(choice.forward, call, *tensors):
+                if not repeat.launch_again(choice.forward, call, *tensors):
                     ops.write(choice, call, *tensors)
                 assert not stage.launches or (tensors[0].data_ptr() in _flat(stage.launches.pop()))
     assert len(choice.forward.again) == 4
     assert stage.started == 1 and len(met) == 5
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
-    assert not ops.launch_again(choice.forward, call, *tensors)  # another device is current: its guard comes first
+    assert not repeat.launch_again(choice.forward, call, *tensors)  # another device is current: its guard comes first
 
 
 class _Places:

@@ -26,6 +26,7 @@ from ..errors import UnsupportedProblem, describe
 from ..kernels.cpu.flash import TORCH, VECTOR, lost_nan
 from ..kernels.kernel import Backward
 from ..mask import NO_BOUND
+from ..repeat import launch_again
 from ..select import Choice
 
 served: defaultdict[str, int] = defaultdict(int)  # calls of aten's ops that strobe ran, by the kernel that did
@@ -249,7 +250,7 @@ def _flash_forward_into(out: Tensor, qkv: tuple[Tensor, Tensor, Tensor], packing
 
 def _forward(call: Call, out: Tensor, lse: Tensor) -> Choice:
     choice = ops.decide(call)
-    if not (out.is_contiguous() and ops.launch_again(choice.forward, call, out, lse)):
+    if not (out.is_contiguous() and launch_again(choice.forward, call, out, lse)):
         ops.write(choice, call, out, lse)
     served[choice.forward.kernel.name] += 1
     return choice
@@ -259,7 +260,7 @@ def _forward_turned(call: Call, out: Tensor, lse: Tensor) -> None:
     """`_forward` of a call and an out that lie as [B, H, S, D], which nothing need turn where it is launched as before: an address has no sides."""
     key = ops.raw_key(call)
     choice = _turned_before.get(key)
-    if choice is not None and ops.launch_again(choice.forward, call, out, lse):
+    if choice is not None and launch_again(choice.forward, call, out, lse):
         served[choice.forward.kernel.name] += 1
         return
     by_rows = out.transpose(1, 2)

@@ -123,12 +123,14 @@ def addresses(call: Call, out: Tensor, lse: Tensor) -> tuple[int, ...]:
 
 def gradient_addresses(call: Call, t: Backward, scratch: Iterable[Tensor]) -> tuple:
     """The same of two calls whose gradients, delta and scratch `ops` allocates; dout and out come as they are."""
-    return gradient_place((*call[:3], *t, *scratch, *(() if call.plain else call.optionals)), t.dout, t.out)
+    held = (*call[:3], *t[:-1], *scratch, *(() if call.plain else call.optionals))
+    return gradient_place(held, t.delta.data_ptr(), t.dout, t.out)
 
 
-def gradient_place(held: Iterable[Tensor | None], dout: Tensor, out: Tensor) -> tuple:
-    """The same of all that such a call holds, in this order: q, k, v, the fields of Backward, scratch, optional tensors."""
-    return *[0 if tensor is None else tensor.data_ptr() for tensor in held], dout.stride(), dout.dtype, out.stride()
+def gradient_place(held: Iterable[Tensor | None], delta: int, dout: Tensor, out: Tensor) -> tuple:
+    """The same of delta's address and all else that such a call holds, in this order: q, k, v, the fields of Backward but delta, scratch, optional
+    tensors."""
+    return *[0 if tensor is None else tensor.data_ptr() for tensor in held], delta, dout.stride(), dout.dtype, out.stride()
 
 
 def keep(plan: Plan, place: tuple, again: Callable[[], bool] | None) -> None:

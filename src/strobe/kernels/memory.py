@@ -25,9 +25,11 @@ class Carved(dict[str, Tensor]):
     pieces: list[Tensor]
 
 
-def pieces(plan: Plan) -> list[Tensor]:
-    """Memory for a plan's scratch on the current GPU: one piece for all that is left as it comes, which takes as long as any, and what is filled."""
-    held = [empty_here((plan.room,), (1,), torch.uint8)] if plan.room else []
+def pieces(plan: Plan, beyond: int = 0) -> list[Tensor]:
+    """Memory for a plan's scratch on the current GPU: one piece for all that is left as it comes, which takes as long as any, with so many bytes
+    behind it, and what is filled."""
+    size = plan.room + beyond
+    held = [empty_here((size,), (1,), torch.uint8)] if size else []
     for buffer in plan.buffers:
         if buffer.fill is not None:
             held.append(torch.full(buffer.shape, buffer.fill, dtype=buffer.dtype, device=f"cuda:{held[0].get_device()}" if held else "cuda"))
@@ -41,7 +43,8 @@ def pieces_of(workspace: dict[str, Tensor]) -> Iterable[Tensor]:
 
 def carved(plan: Plan, pieces: list[Tensor]) -> Carved:
     """The scratch by name."""
-    workspace, offset, filled = Carved(), 0, iter(pieces[bool(plan.room) :])
+    filled = iter(pieces[len(pieces) - sum(buffer.fill is not None for buffer in plan.buffers) :])
+    workspace, offset = Carved(), 0
     for buffer in plan.buffers:
         if buffer.fill is None:
             size = math.prod(buffer.shape) * buffer.dtype.itemsize
