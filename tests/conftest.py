@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -24,9 +25,15 @@ hypothesis.settings.register_profile("strobe", derandomize=True, deadline=None, 
 hypothesis.settings.load_profile("strobe")
 
 
+LEFT_TO_THE_NIGHT = frozenset(Path(__file__).with_name("nightly.txt").read_text(encoding="utf-8").splitlines())
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config, items):
     """Long counts wait for -m nightly; without a GPU, its tests are skipped."""
     for item in items:
+        if item.nodeid in LEFT_TO_THE_NIGHT:
+            item.add_marker("nightly")
         if item.get_closest_marker("nightly") and "nightly" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="nightly: run with -m nightly"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
