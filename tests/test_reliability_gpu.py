@@ -642,3 +642,21 @@ def test_steady_state_compiles_nothing():
     finally:
         knobs.runtime.jit_post_compile_hook = hook
     assert compiled == [], f"Triton {triton.__version__} compiled again"
+
+
+FIRST = """
+import torch, strobe
+q, k, v = (torch.randn(1, 300, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+torch.autograd.grad(strobe.attention(q, k, v, causal=True, kernel="hopper").sum(), (q, k, v))
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
+def test_a_first_call_compiles_each_launcher_once(tmp_path):
+    """Beside its kernel; Triton then finds it, for which the text must be the same to the letter."""
+    process = in_a_process_of_its_own(FIRST, TRITON_CACHE_DIR=str(tmp_path))
+    told, _ = process.communicate(timeout=240)
+    assert process.returncode == 0 and "Traceback" not in told, told
+    launchers, drivers, kernels = (list(tmp_path.rglob(name)) for name in ("__triton_launcher*.so", "cuda_utils*.so", "*.cubin"))
+    assert (len(launchers), len(drivers), len(kernels)) == (4, 1, 4)

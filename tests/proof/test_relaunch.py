@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
@@ -20,7 +23,7 @@ from strobe import ops, ops_decode, repeat
 from strobe.appending import AppendCall, AppendProblem
 from strobe.call import Call
 from strobe.decode import DecodeProblem
-from strobe.kernels import kernel, memory, relaunch
+from strobe.kernels import first_call, kernel, memory, relaunch
 from strobe.kernels.hopper import launch
 from strobe.kernels.kernel import Backward, Forward
 from strobe.proof.compile import offline
@@ -229,6 +232,64 @@ def test_each_kernel_gets_what_triton_would_give_it(name, stage, monkeypatch):
         assert again == key
         assert stage.start(tensors, described, owner, key) == stage.by_triton(described)
     assert stage.started == 1
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_the_launcher_made_beside_a_compilation_is_tritons_own(name, stage, monkeypatch):
+    """To the letter, so that Triton finds it and calls no C compiler of its own."""
+    launched, options, kernel = LAUNCHED[name]
+    _, _, described = launched(monkeypatch, **options)[kernel]
+    with offline(90):
+        one = described.kernel.warmup(*described.arguments, grid=(described.programs,), **described.options)
+    written = []
+    monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **module: written.append(module) or SimpleNamespace(launch=stage.function))
+    first_call._launcher(one.src)
+    nvidia.CudaLauncher(one.src, one.metadata)
+    assert len(written) == 2 and written[0] == written[1] and "launch" in written[0]["src"]
+
+
+def test_a_compilation_waits_for_its_launcher(monkeypatch):
+    """Both have ended when Triton looks for the launcher, be the compilation sooner or a failure."""
+    events = []
+    monkeypatch.setattr(first_call, "_hashing", lambda: SimpleNamespace(join=lambda: None))
+    monkeypatch.setattr(first_call, "_launcher", lambda source: (time.sleep(0.05), events.append(f"launcher of {source}")))
+    assert first_call._with_launcher(lambda source, target: events.append("kernel") or target, "a", target=7) == 7
+    assert events == ["kernel", "launcher of a"]
+
+    def fails(source):
+        raise RuntimeError("no such layout")
+
+    with pytest.raises(RuntimeError, match="no such layout"):
+        first_call._with_launcher(fails, "b")
+    assert events[2:] == ["launcher of b"]
+
+
+def test_a_kernel_compiles_beside_its_launcher_on_each_device(monkeypatch):
+    """Triton sets `compile` anew for each device that a kernel comes to."""
+    current, compiled = [0], []
+
+    @triton.jit
+    def kernel(x):
+        pass
+
+    def of_a_device():
+        kernel.compile = lambda source, **_: compiled.append((current[0], source))
+        return ({}, {}, None, None, None)
+
+    monkeypatch.setattr(first_call, "triton_key", lambda: time.sleep(0.05) or compiled.append("hashed"))
+    monkeypatch.setattr(first_call, "_launcher", lambda source: compiled.append(("launcher", source)))
+    kernel.device_caches = defaultdict(of_a_device)
+    first_call._hashing.cache_clear()
+    for current[0] in (0, 0, 1):
+        first_call.beside(kernel, current[0])
+        kernel.compile("source")
+    assert compiled[0] == "hashed" and compiled.count("hashed") == 1  # before anything is looked up by it
+    assert Counter(compiled[1:]) == {(0, "source"): 2, (1, "source"): 1, ("launcher", "source"): 3}
+    monkeypatch.setattr(first_call.triton, "__version__", "3.7.0")
+    kernel.compile = untouched = object()
+    first_call.beside(kernel, 0)
+    assert kernel.compile is untouched
+    first_call._hashing.cache_clear()
 
 
 def test_splits_of_a_cluster_are_launched_together(stage, monkeypatch):

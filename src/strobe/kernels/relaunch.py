@@ -21,6 +21,7 @@ from torch import Tensor
 from triton import knobs
 
 from ..problem import ALIGNMENT
+from . import first_call
 
 MOST = 4096  # kernels kept, and launches of them; calls more varied than this begin anew
 READ = ("3.6", "3.7", "3.9")  # versions of Triton whose launcher was read, and to which tests hold this file; others launch for themselves
@@ -110,7 +111,10 @@ def start(owner: object, key: Hashable, tensors: Sequence[Tensor | None], first:
         kind = (*met[:3], *((addresses.index(a), a is None or a % ALIGNMENT == 0) for a in addresses))
         known = _KNOWN.get(kind)
         if known is None:
-            _first(kind, first(), addresses, owner)
+            launch = first()
+            if device >= 0:  # a GPU's, not a simulated one
+                first_call.beside(launch.kernel, device)
+            _first(kind, launch, addresses, owner)
             return None
         noted = note(known, device, addresses)
         if len(_NOTED) >= MOST:
