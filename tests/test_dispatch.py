@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -194,6 +196,16 @@ def test_a_gradient_alone_needs_no_op(which, through):
     with _Mode():
         (expected,) = torch.autograd.grad(_attend(*tensors).sum(), tensors[which])
     assert through and torch.equal(found, expected)
+
+
+def test_a_trace_that_closes_over_what_needs_a_gradient_is_refused_by_torch():
+    """Where nobody else has read its sizes before; torch's refusal swallowed, the process ends at the trace's end."""
+    code = (
+        "import torch, strobe; k = torch.randn(1, 5, 4, 16, requires_grad=True); q = torch.randn(1, 5, 4, 16); strobe.attention(q, k, k)\n"
+        "torch.jit.trace(lambda q: strobe.attention(q, k, k), (q,), check_trace=False)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "Cannot insert a Tensor that requires grad as a constant" in done.stderr, (done.returncode, done.stderr)
 
 
 def test_a_negative_bit_is_heeded():

@@ -40,8 +40,12 @@ class Choices(dict):
         """The Choice of a call that was met, of the same `rest` and with tensors that the dispatcher would treat alike."""
         try:
             met = self.alike.get(_key(tensors, rest), ())
-        except (RuntimeError, TypeError):  # no sizes, or no hash: the door says what is wrong with it
+        except TypeError:  # no hash: the door says what is wrong with it
             return None
+        except RuntimeError:
+            if any(tensor.is_nested for tensor in tensors):  # no sizes: so here
+                return None
+            raise  # torch.jit.trace's, which goes on where it is not heard and ends the process
         for alike, lies, choice in met:
             if alike(*tensors) and _lies(tensors) == lies:
                 return choice
