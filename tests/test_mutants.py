@@ -373,14 +373,14 @@ CPU = (
     Mutant(
         "scale not in the key",
         "ops:raw_key",
-        "call[3 : OPTIONAL_TENSORS.start],",
-        "call[3:5], call[6 : OPTIONAL_TENSORS.start],",
+        "call[SCALARS],",
+        "call[3:5], call[6 : SCALARS.stop],",
         keyed("scale"),
         (87,),
     ),
     Mutant("strides not in the key", "ops:raw_key", "v.shape, v.stride()", "v.shape", keyed("strides of v"), (43,)),
     Mutant("alignment not in the key", "ops:raw_key", "q.data_ptr() % ALIGNMENT, ", "", keyed("alignment of q"), (43, 47)),
-    Mutant("window not in the key", "ops:raw_key", "call[3 :", "call[5 :", keyed("left"), (87, 88)),
+    Mutant("window not in the key", "ops:raw_key", "call[SCALARS],", "call[5 : SCALARS.stop],", keyed("left"), (87, 88)),
     Mutant(
         "deterministic dropped",
         "problem:Problem.from_call",

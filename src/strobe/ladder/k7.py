@@ -3,7 +3,7 @@
 The idea: wgmma multiplies 8-bit numbers at twice the rate, and they take half the memory. What that asks for:
 
 V transposed   16-bit wgmma reads its right operand in either major order, 8-bit only with the dimension it sums over along rows. K is so, V is not.
-               `transpose_kernel` writes v [S, D] as [D, S] once, before: S D bytes read and written, little beside S^2.
+               `transpose_kernel` writes v [S, D] as [D, S] once, before, as fast as memory copies: 26 us, of 150 at 1k causal, 610 at 8k (H100).
 Layouts        a lane's accumulator holds, of every 8 columns, columns 2t and 2t + 1 (t its place in the quad). As 8-bit operand it must hold, of
                every 16, columns 4t to 4t + 3: other columns, in other lanes. But a sum over keys may take them in any order: the weights stay where
                they are, and V's columns are permuted to match, which `transpose_kernel` does on the way. Of each 32 keys, place 16 i1 + 4 t + 2 i0 +
