@@ -38,7 +38,7 @@ def watched() -> bool:
 
 def unguarded() -> bool:
     """Whether somebody looks on of whom torch's guards of tensors say nothing: they compare what a thread adds to its tensors' keys, which tells of
-    all else that `watched` asks. That takes twice as long.
+    all else that `watched` asks. That takes three times as long.
 
     >>> with torch.autograd.profiler.profile():
     ...     unguarded()
