@@ -37,10 +37,10 @@ def launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
     return again is not None and again()
 
 
-def gradients_again(choice: Choice[Any] | None, saved: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def gradients_again(choice: Choice[Any], saved: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """dq, dk and dv of a plain call by a launch that is repeated; None where that cannot be, as where a graph of them is wanted, which torch's guards
     do not tell. saved: q, k, v, out, lse."""
-    if choice is None or torch.is_grad_enabled() or unguarded():
+    if torch.is_grad_enabled() or unguarded():
         return None
     q, k, v, out, lse = saved
     tensors = (q, k, v, dout, out, lse)
