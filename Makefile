@@ -11,27 +11,33 @@ STAMP  := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest
 # whose queue is empty takes from the other's: tests take from a millisecond to 20 s
 SPREAD := -n 2 --dist worksteal
+# tests marked gpu need one; to look at each only to skip it takes a minute of a core
+GPU    := $(shell nvidia-smi -L 2>/dev/null)
+MARKS  := not nightly$(if $(GPU),, and not gpu)
 APT    := DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::http::Timeout=15
 
 export PYTHONUTF8 := 1
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same modules
 
 .PHONY: test browser lint types unit interpreter offline compiled drift nightly demo bench install clean
 
 # pyright takes one core, so something else runs beside it
-test: install browser
+test:
+	$(MAKE) --no-print-directory -j2 install browser
 	$(MAKE) --no-print-directory lint
 	$(MAKE) --no-print-directory -j2 types offline
 	$(MAKE) --no-print-directory interpreter unit
 
 install: $(STAMP)
 
+# --no-compile: most of torch is never imported, and what is, Python compiles then
 # a stamp that holds what was asked for: a new pin or a new dependency installs again, nothing else does
 $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
 	touch $@
 
 # the ladder's page is tested in a browser; it comes from Debian where root has apt-get, and elsewhere those tests are skipped
@@ -49,11 +55,11 @@ types:
 
 # the portable kernels, run by Triton's interpreter on the CPU: a process of its own, since Triton reads the switch at import
 interpreter:
-	TRITON_INTERPRET=1 $(PYTEST) $(SPREAD) tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) $(SPREAD) -m "$(MARKS)" tests/interpreter
 
 # the GPU kernels, compiled for every GPU they claim, with no GPU here
 offline:
-	$(PYTEST) $(SPREAD) tests/test_offline_compile.py tests/proof
+	$(PYTEST) $(SPREAD) -m "$(MARKS)" tests/test_offline_compile.py tests/proof
 
 # the same with nothing left out, into results/compiled.jsonl and docs/compiled.md; Triton 3.6's disassembler does not know sm_103, 3.9's does
 NEWER_NVDISASM = $(abspath $(firstword $(wildcard .drift/3.9.*/lib/python*/site-packages/triton/backends/nvidia/bin/nvdisasm)))
@@ -65,7 +71,7 @@ drift: install
 	$(BIN)/python -m strobe.proof.drift
 
 unit:
-	$(PYTEST) $(SPREAD) -m "not nightly" --ignore tests/interpreter --ignore tests/test_offline_compile.py --ignore tests/proof
+	$(PYTEST) $(SPREAD) -m "$(MARKS)" --ignore tests/interpreter --ignore tests/test_offline_compile.py --ignore tests/proof
 
 nightly: install
 	$(PYTEST) -n 2 -m nightly --ignore tests/interpreter

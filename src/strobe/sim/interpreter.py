@@ -58,6 +58,7 @@ _SCALAR: dict[str, Callable[[int, int], Any]] = dict(
     __add__=operator.add, __sub__=operator.sub, __mul__=operator.mul, __and__=operator.and_, __or__=operator.or_, __xor__=operator.xor)  # fmt: skip
 _DIVIDING = dict(__mod__=operator.mod, __floordiv__=operator.floordiv)  # of positive numbers Python's are C's
 _COMPARING = dict(__lt__=operator.lt, __le__=operator.le, __gt__=operator.gt, __ge__=operator.ge, __eq__=operator.eq, __ne__=operator.ne)
+_FOLDED = {**_SCALAR, **_DIVIDING, **_COMPARING}  # what two constants give is a constant, by Python's own rules
 
 
 def _int32(value: Any) -> int | None:
@@ -91,6 +92,11 @@ def _kernel_frame() -> FrameType | None:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, tl.tensor)
+
+
+def _settled(value: tl.tuple) -> bool:
+    """Whether no part of a tuple is a constant, so that storing or returning it changes nothing (kernels never write into one)."""
+    return all(_settled(part) if type(part) is tl.tuple else isinstance(part, base_value) and type(part) is not constexpr for part in value.values)
 
 
 class Interpreter:
@@ -133,6 +139,8 @@ class Interpreter:
     # ---- operators
 
     def binary(self, method: str, left: Any, right: Any) -> Any:
+        if type(left) is constexpr and type(right) is constexpr and method in _FOLDED:
+            return constexpr(_FOLDED[method](left.value, right.value))
         if isinstance(left, tl.tensor) or isinstance(right, tl.tensor):
             quick = _scalar_binary(method, left, right)
             if quick is not None:
@@ -183,6 +191,8 @@ class Interpreter:
         return tl.slice(low, high, step)
 
     def subscript(self, owner: Any, index: Any) -> Any:
+        if type(owner) is tl.tuple and type(index) is constexpr:
+            return owner.values[index.value]
         if isinstance(owner, base_value):
             method: Any = getattr(owner, "__getitem__")  # noqa: B009
             return self.call(method, [owner, index] if isinstance(method, JITFunction) else [index], {})
@@ -272,7 +282,7 @@ class Interpreter:
 
     def _stored(self, value: Any) -> Any:
         if isinstance(value, tl.tuple):
-            return _apply_to_tuple_values(value, self._stored)
+            return value if _settled(value) else _apply_to_tuple_values(value, self._stored)
         value = unwrapped(value)
         if value is None or isinstance(value, (base_value, tl.dtype, tl.tuple)):
             return value
@@ -280,7 +290,7 @@ class Interpreter:
 
     def returned(self, value: Any) -> Any:
         if isinstance(value, tl.tuple):
-            return _apply_to_tuple_values(value, self.returned)
+            return value if _settled(value) else _apply_to_tuple_values(value, self.returned)
         if isinstance(value, (constexpr, int, float)):
             return self.semantic.to_tensor(value)
         return value

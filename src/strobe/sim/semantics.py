@@ -190,6 +190,7 @@ class Gluon(_Evaluated, GluonSemantic):
         self._slots: dict[int, tuple[Any, Any, Any]] = {}  # a ring's type -> (kept alive, a slot's type, its IR type)
         self._types: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         self._pairs: dict[tuple[int, int], Any] = {}  # two types' ids -> (kept alive, their types once broadcast together)
+        self._ranges: dict[tuple[int, int, Any], Any] = {}
         self._converted: dict[tuple[int, Any, bool], Any] = {}  # (a type's id, a layout, asserted) -> (kept alive, type, IR type)
 
     def memdesc_index(self, mem_desc: Any, index: Any) -> Any:
@@ -265,9 +266,13 @@ class Gluon(_Evaluated, GluonSemantic):
         return self.tensor(self.builder.create_local_load(ir_type, mem_desc.handle), kind)
 
     def arange(self, start: Any, end: Any, layout: Any) -> Any:
-        made: Any = super().arange(start, end, layout)
-        made.type = self._distributed(made.dtype, made.type.shape, made.type.layout)[0]
-        return made
+        """A range is made once in each layout: nothing writes into a tensor's values."""
+        key = (start, end, layout)
+        if key not in self._ranges:
+            made: Any = super().arange(start, end, layout)
+            made.type = self._distributed(made.dtype, made.type.shape, made.type.layout)[0]
+            self._ranges[key] = made
+        return self._ranges[key]
 
     def _bool_like(self, v: Any) -> Any:
         return self._type(("bool", v.type), lambda: v.type.with_element_ty(tl.int1)) if v.type.is_block() else tl.int1
