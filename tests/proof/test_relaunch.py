@@ -258,6 +258,23 @@ def test_a_compilation_waits_for_its_launcher(monkeypatch):
     assert events[2:] == ["launcher of b"]
 
 
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_collector_of_garbage_rests_while_a_kernel_compiles(collects, monkeypatch):
+    """And then does what it did before."""
+    monkeypatch.setattr(first_call, "_hashing", lambda: SimpleNamespace(join=lambda: None))
+    monkeypatch.setattr(first_call, "_launcher", lambda source: None)
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        assert first_call._with_launcher(lambda source: gc.isenabled(), "a") is False
+        assert gc.isenabled() is collects
+        with pytest.raises(ZeroDivisionError):
+            first_call._with_launcher(lambda source: 1 / 0, "b")
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
 def test_a_kernel_compiles_beside_its_launcher_on_each_device(monkeypatch):
     """Triton sets `compile` anew for each device that a kernel comes to."""
     current, compiled = [0], []
