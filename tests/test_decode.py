@@ -496,7 +496,7 @@ def test_a_graph_is_replayed_over_other_lengths_and_pages(capacity):
 @pytest.mark.gpu
 def test_no_call_waits_for_the_device():
     k, q = draw(2, 64, 2, 64, device="cuda"), draw(2, 1, 8, 64, device="cuda")
-    cache = strobe.DenseCache(k, k, INT(3, 60, device="cuda"))
+    cache = strobe.DenseCache(k, k.clone(), INT(3, 60, device="cuda"))
     strobe.append(cache, q[:, :, :2], q[:, :, :2])
     strobe.attention_decode(q, cache)
     torch.cuda.set_sync_debug_mode("error")
