@@ -11,7 +11,7 @@ STAMP  := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest
 # whose queue is empty takes from the other's: tests take from a millisecond to 20 s
 SPREAD := -n 2 --dist worksteal
-# tests marked gpu need one; to look at each only to skip it takes a minute of a core
+# tests marked gpu need one; to look at each only to skip it takes half a minute of a core
 GPU    := $(shell nvidia-smi -L 2>/dev/null)
 MARKS  := not nightly$(if $(GPU),, and not gpu)
 APT    := DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::http::Timeout=15

@@ -98,7 +98,7 @@ class _Gpu:
         with torch.cuda.device(self.device):
             repeats, inner = (1, calls) if self.scratch is None else (calls, 1)
             if self.scratch is None:
-                function()  # untimed: after a pause a host takes 0.3 to 0.7 ms for a backward's first launch, and a GPU waits for it
+                function()  # untimed: after a pause a host takes 0.5 to 0.7 ms for a backward's first launch, and a GPU waits for it
             events = [self._one(function, inner) for _ in range(repeats)]
             torch.cuda.synchronize()
             return sum(start.elapsed_time(stop) for start, stop in events) / calls
