@@ -30,7 +30,7 @@ LAYERS = (
     ("decode", "appending"),
     ("reference",),
     ("kernels.lasting",),
-    ("kernels.constants", "kernels.kernel", "kernels.faults", "kernels.counters", "kernels.first_call"),
+    ("kernels.constants", "kernels.kernel", "kernels.faults", "kernels.counters", "kernels.first_call", "kernels.keys"),
     ("kernels.relaunch",),
     ("kernels.memory",),
     ("kernels.decoding",),
@@ -171,7 +171,7 @@ def test_the_house_does_not_import_its_guests():
 def test_only_kernels_import_a_dsl():
     for name in FILES:
         dsl = [imported for imported in _imports(name) if _within(imported, "triton")]
-        if not _within(name, *KERNELS, "kernels.first_call", "kernels.relaunch", "sim", "ladder", "proof", "bench", "cli"):
+        if not _within(name, *KERNELS, "kernels.first_call", "kernels.keys", "kernels.relaunch", "sim", "ladder", "proof", "bench", "cli"):
             assert dsl == [], name
 
 

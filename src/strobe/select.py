@@ -78,7 +78,8 @@ def _first(problem: Problem | DecodeProblem | AppendProblem, target: Target, dir
             continue
         config = kernel.config(problem, target)
         buffers = kernel.workspace(problem, config)
-        plan = Plan(kernel, problem, target, config, buffers, room(buffers), {})
+        filled = tuple([buffer for buffer in buffers if buffer.fill is not None])
+        plan = Plan(kernel, problem, target, config, buffers, room(buffers), filled, {})
     if plan is not None:
         return plan, tuple(passed)
     family = problem.kernel.partition(".")[0]

@@ -102,6 +102,7 @@ class Plan(NamedTuple):
     config: Any  # of the kernel's own kind
     buffers: tuple[Buffer, ...]
     room: int = 0  # bytes of scratch that is left as it comes, in one piece
+    filled: tuple[Buffer, ...] = ()  # the scratch that is not
     again: dict[tuple, Callable[[], bool]] | None = None  # by `addresses`: launches the kernel as it was launched there, or refuses to
 
 

@@ -30,9 +30,9 @@ def pieces(plan: Plan, beyond: int = 0) -> list[Tensor]:
     behind it, and what is filled."""
     size = plan.room + beyond
     held = [empty_here((size,), (1,), torch.uint8)] if size else []
-    for buffer in plan.buffers:
-        if buffer.fill is not None:
-            held.append(torch.full(buffer.shape, buffer.fill, dtype=buffer.dtype, device=f"cuda:{held[0].get_device()}" if held else "cuda"))
+    for buffer in plan.filled:
+        place = f"cuda:{held[0].get_device()}" if held else "cuda"
+        held.append(torch.full(buffer.shape, buffer.fill, dtype=buffer.dtype, device=place))  # type: ignore[arg-type]
     return held
 
 
@@ -43,7 +43,7 @@ def pieces_of(workspace: dict[str, Tensor]) -> Iterable[Tensor]:
 
 def carved(plan: Plan, pieces: list[Tensor]) -> Carved:
     """The scratch by name."""
-    filled = iter(pieces[len(pieces) - sum(buffer.fill is not None for buffer in plan.buffers) :])
+    filled = iter(pieces[len(pieces) - len(plan.filled) :])
     workspace, offset = Carved(), 0
     for buffer in plan.buffers:
         if buffer.fill is None:

@@ -29,7 +29,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "hopper.decode": ("sm_90",),
     "blackwell": ("sm_100", "sm_103"),
 }
-ON_EVERY_TARGET = "d128 causal"  # what each commit compiles for every target; all other cases it compiles for WITH_ALL_CASES
+ON_EVERY_TARGET = "d128 causal"  # what each commit looks at for every target; all other cases for WITH_ALL_CASES
 WITH_ALL_CASES = "sm_90"
 # whose roles are written out loop by loop
 IN_ROLES = ("d64 dense", "d64 causal", "d128 dense", "d128 causal", "d64 causal, many keys", "d128 causal, many keys")

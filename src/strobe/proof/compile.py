@@ -40,6 +40,7 @@ from ..appending import AppendCall, AppendProblem
 from ..call import Call
 from ..decode import DecodeCall, DecodeProblem
 from ..errors import InvalidProblem, KernelFault, UnsupportedProblem
+from ..kernels import keys
 from ..kernels.kernel import Backward, Forward, Plan
 from ..problem import Problem
 from ..select import select
@@ -178,6 +179,7 @@ def report(
 def source_of(kernel: Any, capability: int, arguments: tuple, options: dict[str, Any]) -> str:
     """A hash of all that a kernel is compiled from: the text and lines of its functions, types, constants and with these the code that forms answer
     by (`kernels.constants`), options, target, and Triton's version."""
+    keys.hash_callees_first(kernel)
     told = [triton.__version__, str(capability)]
 
     def note(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
@@ -245,8 +247,8 @@ def launches(call: Call | DecodeCall | AppendCall, target: Target) -> list[tuple
 def rows(unit: Unit, kernel: str = "*", recorded: Mapping[tuple[str, ...], dict] | None = None) -> list[dict]:
     """One row a kernel of the unit whose name matches; none where the family refuses the case.
 
-    recorded: rows by `key`. What was compiled from the same source is not compiled again, but for the case that all targets have; machine code that
-    has not changed since is not disassembled again.
+    recorded: rows by `key`. What was compiled from the same source is not compiled again; machine code that has not changed since is not disassembled
+    again.
     """
     try:
         found = launches(unit.call, TARGETS[unit.target])
@@ -260,7 +262,7 @@ def _row(unit: Unit, plan: Plan, job: Job, recorded: dict | None) -> dict:
     """What the kernel takes, or under "error" why it does not compile."""
     source = source_of(job.kernel, job.target.capability, job.arguments, job.options)
     whole = recorded and recalled(recorded, recorded.get("code", ""))  # in it stands all that is looked for now
-    if recorded and whole and recorded.get("source") == source and unit.case != budget.ON_EVERY_TARGET:
+    if recorded and whole and recorded.get("source") == source:
         return recorded
     heading = {"family": unit.family, "kernel": job.name, "case": unit.case, "target": unit.target, "config": str(plan.config)}
     try:

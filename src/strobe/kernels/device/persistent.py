@@ -13,6 +13,7 @@ from ...problem import Problem
 from .. import faults, relaunch
 from ..counters import zeros_on
 from ..kernel import Forward, Plan, addresses, keep, keys_a_row
+from ..keys import hash_callees_first
 from ..tma import has_spans, query_tiles
 from .views import addressable
 
@@ -39,6 +40,7 @@ class Launch(NamedTuple):
 
     def start(self) -> Any:
         """The compiled kernel; None where the launch is simulated or only noted."""
+        hash_callees_first(self.kernel)
         if self.cluster > 1:
             return relaunch.in_clusters(self.cluster, self.programs, self.kernel, self.arguments, self.options)
         return self.kernel[(self.programs,)](*self.arguments, **self.options)

@@ -15,6 +15,7 @@ from ...problem import ALIGNMENT, Packed, Problem
 from .. import faults
 from .. import invariant as shared
 from ..kernel import Backward, Forward, Plan, entries, strides_of
+from ..keys import hash_callees_first
 from . import backward, forward, invariant
 from .tunings import Tuning
 
@@ -57,6 +58,7 @@ class Launch(NamedTuple):
             raise KernelFault(f"{self.kernel.fn.__name__}: {self.programs} programs are more than a launch can hold; split the batch")
         if self.tma:
             triton.set_allocator(_descriptor_memory)
+        hash_callees_first(self.kernel)
         return self.kernel[(self.programs,)](*self.arguments, **self.options)
 
 

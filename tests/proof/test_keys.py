@@ -1,0 +1,46 @@
+"""Triton's keys of compiled kernels: a process finds on disk what another compiled, whatever it ran before."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+KEYS = """
+import json, sys
+from strobe.kernels.blackwell import forward as blackwell
+from strobe.kernels.hopper import backward, decode, forward, rows
+from strobe.kernels.keys import hash_callees_first
+from strobe.kernels.portable import backward as portable_backward, decode as portable_decode, forward as portable
+
+named = [
+    (module.__name__, name, kernel)
+    for module in (portable, portable_backward, portable_decode, decode, forward, backward, rows, blackwell)
+    for name, kernel in vars(module).items()
+    if name.endswith("_kernel") and name != "_kernel"
+]
+if sys.argv[1] == "backwards":
+    named.reverse()
+keys, constants = {}, {}
+for module, name, kernel in named:
+    if sys.argv[2] == "callees first":
+        hash_callees_first(kernel)
+    keys[f"{module}.{name}"] = kernel.cache_key
+    constants[f"{module}.{name}"] = [(constant, str(value)) for (constant, _), (value, _) in kernel.used_global_vals.items()]
+print(json.dumps((keys, constants), sort_keys=True))
+"""
+
+
+def _keys(order: str, way: str) -> tuple[dict, dict]:
+    run = subprocess.run([sys.executable, "-c", KEYS, order, way], capture_output=True, text=True, check=True)
+    return tuple(json.loads(run.stdout))
+
+
+def test_a_key_does_not_depend_on_what_was_compiled_before():
+    keys, constants = _keys("forwards", "callees first")
+    assert keys == _keys("backwards", "callees first")[0] and len(keys) > 8
+    assert keys != _keys("backwards", "as Triton does")[0], "Triton does so by itself now: kernels/keys.py can go"
+    for kernel, held in constants.items():  # Triton sorts those of one name by where their module lies
+        assert len(dict(held)) == len({tuple(one) for one in held}), f"{kernel} calls functions of modules that give one name two values: {held}"
