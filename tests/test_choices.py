@@ -9,13 +9,14 @@ import torch
 from calls import CALLS
 
 import strobe
-from strobe import choices, ops, ops_decode
+from strobe import choices, ops, ops_decode, reference
 from strobe.call import Call
 from strobe.choices import Choices
 from strobe.choices import at_once as _at_once
 from strobe.decode import DecodeCall
 from strobe.kernels import memory
 from strobe.kernels.kernel import Buffer, Plan
+from strobe.mask import NO_BOUND
 
 INT = lambda *values: torch.tensor(values, dtype=torch.int32)
 
@@ -178,7 +179,7 @@ def test_scratch_is_cut_from_one_piece(monkeypatch):
     monkeypatch.setattr(memory, "empty_here", lambda shape, strides, dtype: torch.full(shape, 7, dtype=dtype))
     monkeypatch.setattr(torch, "full", _full_on_a_cpu(torch.full))
     buffers = (Buffer("rows", (3, 5), torch.float32), Buffer("sum", (9,), torch.float32, 0.5), Buffer("counter", (1,), torch.int32))
-    plan = Plan(None, None, None, None, buffers, memory.room(buffers), {})  # type: ignore[arg-type]
+    plan = Plan(None, None, None, None, buffers, memory.room(buffers), buffers[1:2], {})  # type: ignore[arg-type]
     held = memory.pieces(plan)
     workspace = memory.carved(plan, held)
     assert list(workspace) == ["rows", "sum", "counter"] and len(held) == 2
@@ -201,3 +202,62 @@ def test_a_plan_knows_its_scratch():
     choice = ops.decide(_plain()._replace(needs_grad=True))
     for plan in (choice.forward, replace(choice).backward):
         assert plan.room == memory.room(plan.buffers) > 0
+
+
+# ---------------------------------------------------------------- a plain call in the same words
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[str]:
+    """How plain calls were looked at: "call" where a Call was made of their words."""
+    ways: list[str] = []
+    monkeypatch.setattr(ops, "_choices", Choices())
+    monkeypatch.setattr(ops, "run", lambda *given, run=ops.run: ways.append("call") or run(*given))
+    return ways
+
+
+@pytest.mark.parametrize("graded", [False, True])
+def test_the_same_words_are_not_looked_at_again(graded, asked):
+    q, k, v = (torch.randn(2, 8, 4, 16, requires_grad=graded) for _ in range(3))
+    for words in ({}, {"causal": True}, {"scale": 0.5}, {"scale": 1.0, "causal": True}, {"deterministic": True}, {"deterministic": False}):
+        first, again, other = strobe.attention(q, k, v, **words), strobe.attention(q, k, v, **words), strobe.attention(q, k, 2 * v.detach(), **words)
+        assert asked == ["call"] * (1 + graded), words  # v.detach() needs no gradient
+        asked.clear()
+        right = 0 if words.get("causal") else NO_BOUND
+        expected = reference.forward(Call(q.detach(), k.detach(), v.detach(), right=right, scale=words.get("scale"))).out
+        assert torch.equal(first, again) and torch.allclose(first.double(), expected, atol=1e-5)
+        assert torch.allclose(other.double(), 2 * expected, atol=1e-5)
+        if graded:
+            gradients = torch.autograd.grad(again.sum(), (q, k, v)), torch.autograd.grad(first.sum(), (q, k, v))
+            assert all(torch.equal(*pair) for pair in zip(*gradients))
+
+
+@pytest.mark.parametrize(
+    "name, unlike, error",
+    [("causal", 1, TypeError), ("scale", True, TypeError), ("deterministic", 1, TypeError), ("q", None, TypeError), ("q", [1.0], TypeError)],
+)
+def test_words_that_only_equal_what_was_met_are_looked_at(name, unlike, error, asked):
+    q, k, v = (torch.randn(2, 8, 4, 16) for _ in range(3))
+    words = {"q": q, "k": k, "v": v, "causal": True, "scale": 1.0, "deterministic": True}
+    for _ in range(2):
+        strobe.attention(**words)
+    with pytest.raises(error, match=name):
+        strobe.attention(**words | {name: unlike})
+
+
+def test_words_mean_what_the_process_says(asked):
+    """Whether gradients have an order, and are wanted, may change between two calls in the same words."""
+    q, k, v = (torch.randn(2, 8, 4, 16, requires_grad=True) for _ in range(3))
+    seen = []
+    for ordered in (False, True):
+        torch.use_deterministic_algorithms(ordered)
+        try:
+            for _ in range(3):
+                out = strobe.attention(q, k, v)
+            seen.append(out.grad_fn.met[1].problem.deterministic)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    with torch.no_grad():
+        assert strobe.attention(q, k, v).grad_fn is None and strobe.attention(q, k, v).grad_fn is None
+    assert seen == [False, True] and len(asked) == 3
+    assert type(out.grad_fn).apply is ops._plain_gradients

@@ -70,6 +70,7 @@ def _compiled_cases():
     }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", _compiled_cases())
 def test_compiled_whole_it_means_the_same(name):
     function, tensors = _compiled_cases()[name]
@@ -336,3 +337,16 @@ def test_inference_mode_runs_the_op_once():
     with torch.inference_mode():
         out = strobe.attention(q, q, q)
     assert not out.requires_grad and ops.prepare(strobe.call.Call(q, q, q)).needs_grad
+
+
+def test_compiled_autograd_traces_a_call_that_was_met():
+    """It asks the function for its backward by name, where the engine calls what repeats a launch."""
+    from torch._dynamo import compiled_autograd
+
+    q, k, v = (torch.randn(1, 5, 2, 16, requires_grad=True) for _ in range(3))
+    outs = [strobe.attention(q, k, v, causal=True) for _ in range(4)]
+    expected = torch.autograd.grad(outs[2].square().sum(), (q, k, v))
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        outs[3].square().sum().backward()
+    for leaf, gradient in zip((q, k, v), expected):
+        torch.testing.assert_close(leaf.grad, gradient)

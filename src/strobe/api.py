@@ -55,8 +55,17 @@ def attention(
     Raises InvalidProblem (arguments contradict each other), TypeError, UnsupportedProblem (no kernel can run it).
     Source: FlashAttention-2 (arXiv 2307.08691), section 3; online softmax (arXiv 1805.02867).
     """
-    options = _options(scale, softcap, deterministic, batch_invariant, kernel)
-    return ops.run(_dense(q, k, v, causal, window, mask, sinks, options), _out(out), True)[0]
+    words: tuple | None = None
+    if window is None and mask is None and softcap is None and sinks is None and batch_invariant is False and kernel is None and out is None:
+        words = causal, type(causal), scale, type(scale), deterministic, type(deterministic)
+        found = ops.again(q, k, v, words)
+        if found is not None:
+            return found
+    call = _dense(q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
+    found = ops.run(call, out if out is None else _out(out), True)[0]
+    if words is not None:
+        ops.meet_words(call, words)
+    return found
 
 
 def partial_attention(
@@ -102,7 +111,7 @@ def attention_varlen(
     Returns [T_q, H_q, D_v] in q's dtype. Reads no data of the device on the host.
     """
     call = _dense(q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
-    return ops.run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _out(out), True)[0]
+    return ops.run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), out if out is None else _out(out), True)[0]
 
 
 def partial_attention_varlen(
@@ -295,8 +304,8 @@ def _number(name: str, number: float) -> float:
         raise InvalidProblem(name, "an int beyond every float", "a finite number", "give a Python float") from None
 
 
-def _out(out: Tensor | None) -> Tensor | None:
-    if out is not None and not isinstance(out, Tensor):
+def _out(out: Tensor) -> Tensor:
+    if not isinstance(out, Tensor):
         raise wrong_type("out", out, "a tensor or None", "allocate it like q")
     return out
 

@@ -39,7 +39,8 @@ def attention_decode(
     Waits for no device, so it can be captured in a graph and replayed over other lengths and pages. Lengths, starts and page
     ids that are out of range are clamped or hidden, and told by `last_errors`. Has no gradients: UnsupportedProblem.
     """
-    return ops_decode.run(_call(q, cache, _settings(causal, window, scale, softcap, sinks, batch_invariant, kernel)), _out(out), True)[0]
+    call = _call(q, cache, _settings(causal, window, scale, softcap, sinks, batch_invariant, kernel))
+    return ops_decode.run(call, out if out is None else _out(out), True)[0]
 
 
 def partial_attention_decode(

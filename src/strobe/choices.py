@@ -38,16 +38,17 @@ class Choices(dict):
 
     def like(self, tensors: Sequence[Tensor], rest: tuple) -> Any | None:
         """The Choice of a call that was met, of the same `rest` and with tensors that the dispatcher would treat alike."""
+        q, k, v = tensors[:3]
         try:
-            met = self.alike.get(_key(tensors, rest), ())
-        except TypeError:  # no hash: the door says what is wrong with it
+            met = self.alike.get((torch.is_grad_enabled(), len(tensors), q.shape, k.shape, rest), ())  # `_key`
+        except (TypeError, AttributeError):  # no hash, or no tensor: the door says what is wrong with it
             return None
         except RuntimeError:
             if any(tensor.is_nested for tensor in tensors):  # no sizes: so here
                 return None
             raise  # torch.jit.trace's, which goes on where it is not heard and ends the process
         for alike, lies, choice in met:
-            if alike(*tensors) and _lies(tensors) == lies:
+            if alike(*tensors) and q.data_ptr() % ALIGNMENT * ALIGNMENT + (k.data_ptr() | v.data_ptr()) % ALIGNMENT == lies:  # `_lies`
                 return choice
         return None
 

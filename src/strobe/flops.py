@@ -17,6 +17,12 @@ from .call import Call
 _COUNTER = "torch.utils.flop_counter"
 
 
+def meet_counters() -> None:
+    """`tell_counters` where there may be one."""
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+        tell_counters()
+
+
 def tell_counters() -> None:
     """Register the formulas with torch and with each FLOP counter that is counting now."""
     if _COUNTER not in sys.modules:

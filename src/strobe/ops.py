@@ -17,14 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import fakes, flops
 from .call import FIELD_KINDS, OPTIONAL_TENSORS, SCALARS, Call, check
 from .choices import Choices, at_once
-from .dispatch import tangents, wants_beneath
+from .dispatch import distinct, in_autocasts_dtype, tangents, unguarded, wants_beneath
 from .errors import InvalidProblem, UnsupportedProblem
 from .fakes import check_apart, check_no_vmap, check_out, schema, written
 from .kernels.kernel import Backward, Forward, Plan, addresses, gradient_addresses
 from .kernels.memory import carved, empty_here, pieces, scratch
 from .knobs import KNOBS
 from .problem import ALIGNMENT, Problem
-from .repeat import gradients_again, meet, repeats
+from .repeat import forward_again, gradients_again, meet, repeats
 from .select import Choice, select
 from .target import Target
 
@@ -237,7 +237,7 @@ def _gradients(saved: Sequence[Tensor], rest: tuple, dout: Tensor | None, dlse: 
         given = _given_gradients(call, choice, (dout, out, lse, None))
         meet(choice, (q, k, v, dout, out, lse))
         return given.dq, given.dk, given.dv, *(None,) * (count - 3)
-    _meet_counters()
+    flops.meet_counters()
     run = _TwiceRefused.apply if torch.is_grad_enabled() else BACKWARD
     dq, dk, dv, dsinks = run(dout, out, lse, dlse, *call.arguments)
     gradients: list[Tensor | None] = [None] * len(call)
@@ -267,21 +267,31 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, met):
-        out, lse = _forward(*met)
+        out, lse = _plain_forward(q, k, v, *met)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.met = met[0][SCALARS], met[1]
+        ctx.met = met
         return out
 
     @staticmethod
-    def backward(ctx, dout):
-        saved = ctx.saved_tensors
-        scalars, choice = ctx.met
-        gradients = gradients_again(choice, saved, dout)
-        return (*gradients, None) if gradients else _gradients(saved, (scalars, (), 4), dout, None)
+    def backward(ctx, dout):  # as compiled autograd traces it
+        return _gradients(ctx.saved_tensors, (ctx.met[0], (), 4), dout, None)
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scalars: tuple, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:
+    return forward_again(choice, q, k, v) or _forward(Call(q, k, v, *scalars), choice)
+
+
+def _plain_gradients(ctx, dout):
+    """`_Plain.backward` where nobody traces."""
+    saved, (scalars, choice) = ctx.saved_tensors, ctx.met
+    gradients = gradients_again(choice, saved, dout)
+    return (*gradients, None) if gradients else _gradients(saved, (scalars, (), 4), dout, None)
 
 
 # without what torch.autograd.Function does before: it unwraps what torch.func has left behind, which no guard takes for a tensor met before
 _apply_plain = super(torch.autograd.Function, _Plain).apply  # type: ignore[misc]
+# and the engine calls it at once, not by a method that first asks a class which of two names its backward has
+_Plain._backward_cls.apply = _plain_gradients  # type: ignore[attr-defined]
 
 
 class _OutAlone(_Attention):
@@ -323,7 +333,7 @@ class _AttentionUnderTransforms(torch.autograd.Function):
 
 def prepare(call: Call) -> Call:
     """The call as the ops are to see it: in autocast's dtype, and with needs_grad told."""
-    return told(_autocast(call) if torch._C._is_any_autocast_enabled() else call)
+    return told(in_autocasts_dtype(call) if torch._C._is_any_autocast_enabled() else call)
 
 
 def told(call: Call) -> Call:
@@ -351,11 +361,11 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
         if choice is not None and not choice.problem.needs_grad:
             return _forward(call, choice)
         if choice is not None and out_alone:
-            return (_apply_plain(*call[:3], (call, choice)),)  # type: ignore[return-value]
+            return (_apply_plain(*call[:3], (call[SCALARS], choice)),)  # type: ignore[return-value]
     call = prepare(call) if out is None else told(call)  # torch's own ops with out= do not go through autocast either
     if tangents(call.parted[0]):
         raise _forward_mode()
-    _meet_counters()
+    flops.meet_counters()
     if out is not None:
         check_no_vmap(out, call.parted[0])
         if call.needs_grad or out.requires_grad:
@@ -367,32 +377,24 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
         return FORWARD(*call.arguments)
     if not torch.compiler.is_compiling():
         return _Attention.apply(*call.arguments)  # type: ignore[return-value]
-    arguments = _distinct(call.arguments)
+    arguments = distinct(call.arguments)
     return (_OutAlone.apply(*arguments),) if out_alone else _Attention.apply(*arguments)  # type: ignore[return-value]
+
+
+def again(q: Tensor, k: Tensor, v: Tensor, words: tuple) -> Tensor | None:
+    """out of a plain call whose like was met in the same words, which then need not be looked at; None where it was not."""
+    met = None if unguarded() else _choices.like((q, k, v), (*words, torch._C._get_deterministic_algorithms()))
+    if met is None:
+        return None
+    return _apply_plain(q, k, v, met) if met[1].problem.needs_grad else _plain_forward(q, k, v, *met)[0]
+
+
+def meet_words(call: Call, words: tuple) -> None:
+    """Know a plain call that ran by its words, if it was met as a call."""
+    choice = None if unguarded() else _choices.like(*call.parted)
+    if choice is not None:
+        _choices.meet(call[:3], (*words, torch._C._get_deterministic_algorithms()), (call[SCALARS], choice))
 
 
 def _forward_mode() -> UnsupportedProblem:
     return UnsupportedProblem("forward-mode derivatives: strobe has those of backward mode; use torch's math attention for others")
-
-
-def _distinct(arguments: tuple) -> list:
-    """The arguments with a view for each tensor's second appearance: torch.compile traces no autograd.Function given one tensor twice."""
-    distinct: list = []
-    for argument in arguments:
-        again = isinstance(argument, Tensor) and any(argument is other for other in distinct)
-        distinct.append(argument.view(argument.shape) if again else argument)
-    return distinct
-
-
-def _meet_counters() -> None:
-    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
-        flops.tell_counters()
-
-
-def _autocast(call: Call) -> Call:
-    kind = call.q.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return call
-    dtype = torch.get_autocast_dtype(kind)
-    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in call[:3])
-    return call._replace(q=q, k=k, v=v)

@@ -4,7 +4,8 @@
     backward    those of what autograd kept, dout, gradients and scratch      -> Plan.again, of tensors like those that Choice.met knows
 
 Autograd runs a backward on a thread of its own, which wakes up on another core: there this costs more than twice what it does in a loop (of a
-step's 165 us 78 for 27, an H200's host), so that a plain call's backward comes here before anything else is looked at.
+step's 165 us 78 for 27, an H200's host), so that a plain call's backward comes here before anything else is looked at, and by as few functions
+as can be.
 """
 
 from __future__ import annotations
@@ -37,15 +38,26 @@ def launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
     return again is not None and again()
 
 
+def forward_again(choice: Choice[Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    """out and lse of a plain call by a launch that is repeated; None where that cannot be."""
+    plan: Any = choice.forward
+    if not plan.again or KNOBS.sync or q.get_device() != torch._C._cuda_getDevice():  # `repeats`, said here: see above
+        return None
+    out, lse = [empty_here(*kind) for kind in choice.problem.outputs]
+    again = plan.again.get((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()))  # `addresses`
+    return (out, lse) if again is not None and again() else None
+
+
 def gradients_again(choice: Choice[Any], saved: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """dq, dk and dv of a plain call by a launch that is repeated; None where that cannot be, as where a graph of them is wanted, which torch's guards
     do not tell. saved: q, k, v, out, lse."""
-    if torch.is_grad_enabled() or unguarded():
+    if torch.is_grad_enabled() or unguarded(traced=False):
         return None
     q, k, v, out, lse = saved
     tensors = (q, k, v, dout, out, lse)
     plan: Any = choice.backward
-    if not any([alike(*tensors) for alike in choice.met]) or not repeats(plan, q):
+    known = any([alike(*tensors) for alike in choice.met])
+    if not known or not plan.again or KNOBS.sync or q.get_device() != torch._C._cuda_getDevice():
         return None
     dq, dk, dv = [empty_here(*kind) for kind in choice.problem.gradients]
     held = pieces(plan, choice.problem.lse_bytes)  # delta stands behind the scratch, in one piece of memory
