@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 import torch
 from judging import judged_call
+from turns import has_turn
 
 import strobe
 from strobe import ops
@@ -28,16 +29,25 @@ hypothesis.settings.load_profile("strobe")
 LEFT_TO_THE_NIGHT = frozenset(Path(__file__).with_name("nightly.txt").read_text(encoding="utf-8").splitlines())
 
 
+def pytest_addoption(parser):
+    parser.addoption("--turns", action="store_true", help="of tests that take turns run this commit's part (tests/turns.py)")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config, items):
-    """Long counts wait for -m nightly; without a GPU, its tests are skipped."""
+    """Long counts wait for -m nightly, and so does what another commit's turn it is to run; without a GPU, its tests are skipped."""
     for item in items:
-        if item.nodeid in LEFT_TO_THE_NIGHT:
+        if item.nodeid in LEFT_TO_THE_NIGHT or (config.option.turns and _is_anothers(item)):
             item.add_marker("nightly")
         if item.get_closest_marker("nightly") and "nightly" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="nightly: run with -m nightly"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+def _is_anothers(item) -> bool:
+    turns = item.get_closest_marker("turns")
+    return turns is not None and item.get_closest_marker("gpu") is None and not has_turn(item.nodeid, *turns.args)
 
 
 def pytest_collection_finish():

@@ -31,6 +31,7 @@ SLOW = ("dense_tokens_16_group_8", "dense_tokens_40_group_3", "pages_of_1024", "
 SHORT = ("dense_tokens_5", "dense_softcap_sinks", "dense_left_padded", "dense_no_room", "pages_of_13", "pages_lost", "pages_fp8")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("n, name", [pytest.param(n, name, marks=[pytest.mark.nightly] * (name in SLOW), id=name) for n, name in enumerate(DECODES)])
 def test_in_splits(n, name):
     dtype = DTYPES[n % 2 if DECODES[name].fp8 else n % 3]  # no float64 over 8 bits on a GPU

@@ -38,11 +38,13 @@ def _light(n: int, name: str):
     return pytest.param(case, dtype, family, id=f"{name}-{str(dtype).removeprefix('torch.')}-{family}")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("case, dtype, family", [_light(n, name) for n, name in enumerate(LIGHT)])
 def test_interpreted(case, dtype, family, judge):
     judge(case.build("cpu", dtype, family, SEED, requires_grad=True, kernel="portable"), family, SEED)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("case, dtype, family", [_light(n + 1, name) for n, name in enumerate(LIGHT) if "documents" not in name])
 def test_interpreted_with_the_bits_of_a_decode(case, dtype, family, judge):
     call = case.build("cpu", dtype, family, SEED, kernel="portable")._replace(batch_invariant=True)

@@ -166,6 +166,7 @@ def wide_call(head_dim: int, head_dim_v: int, dtype: torch.dtype, page_size: int
 WIDTHS = [(64, 64, 16), (96, 96, 0), (128, 128, 128), (192, 128, 48), (256, 256, 1), (32, 8, 16)]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("head_dim, head_dim_v, page_size", WIDTHS)
 def test_the_hopper_decode_at_every_width(head_dim, head_dim_v, page_size, monkeypatch):
     assert simulated(wide_call(head_dim, head_dim_v, torch.bfloat16, page_size), SCHEDULES[page_size % 3], monkeypatch) == []
