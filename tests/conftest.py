@@ -47,7 +47,10 @@ def pytest_collection_modifyitems(config, items):
 
 def _is_anothers(item) -> bool:
     turns = item.get_closest_marker("turns")
-    return turns is not None and item.get_closest_marker("gpu") is None and not has_turn(item.nodeid, *turns.args)
+    if turns is None or item.get_closest_marker("gpu"):
+        return False
+    parts, name = (*turns.args, item.nodeid)[:2]
+    return not has_turn(name, parts)
 
 
 def pytest_collection_finish():

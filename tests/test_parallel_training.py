@@ -16,7 +16,10 @@ import strobe
 from strobe.kernels import kernels
 from strobe.testing.poison import fill_with_poison, patched_empty
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"),
+    pytest.mark.turns(2, "training"),  # one start of two processes serves all of them
+]
 
 STEPS, LAYERS = 3, 2
 BATCH, LENGTH, WIDTH, HEADS, HEADS_KV, HEAD_DIM = 4, 7, 24, 4, 2, 6

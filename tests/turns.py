@@ -1,5 +1,5 @@
 """Which part of many tests alike a commit runs: `@pytest.mark.turns(3)` leaves two thirds of a test's cases to other commits, and all of them to the
-night. `make test` has them take turns (`pytest --turns`); pytest by itself runs all.
+night. `make test` has them take turns (`pytest --turns`); pytest by itself runs all. With a name, `turns(2, "training")`, what has it goes together.
 
 A commit is known by its hash, so that each run of it runs the same, and a clone without history another part at the next one.
 """
