@@ -12,8 +12,11 @@ from zlib import crc32
 
 @lru_cache
 def commit() -> int:
-    """The commit's hash; 0 where there is none, as in an archive."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    """The commit's hash; 0 where there is none, as in an archive, or no git."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return 0
     return int(found.stdout, 16) if found.returncode == 0 else 0
 
 

@@ -57,10 +57,12 @@ def attention(
     """
     words: tuple | None = None
     if window is None and mask is None and softcap is None and sinks is None and batch_invariant is False and kernel is None and out is None:
-        words = causal, type(causal), scale, type(scale), deterministic, type(deterministic)
-        found = ops.again(q, k, v, words)
-        if found is not None:
-            return found
+        exact = type(causal) is bool and (deterministic is None or type(deterministic) is bool) and (scale is None or type(scale) is float)
+        if exact and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):  # 1 equals True, and is refused
+            words = causal, scale
+            found = ops.again(q, k, v, words, deterministic)
+            if found is not None:
+                return found
     call = _dense(q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
     found = ops.run(call, out if out is None else _out(out), True)[0]
     if words is not None:

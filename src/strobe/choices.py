@@ -41,12 +41,14 @@ class Choices(dict):
         q, k, v = tensors[:3]
         try:
             met = self.alike.get((torch.is_grad_enabled(), len(tensors), q.shape, k.shape, rest), ())  # `_key`
-        except (TypeError, AttributeError):  # no hash, or no tensor: the door says what is wrong with it
+        except TypeError:  # no hash: the door says what is wrong with it
             return None
         except RuntimeError:
             if any(tensor.is_nested for tensor in tensors):  # no sizes: so here
                 return None
             raise  # torch.jit.trace's, which goes on where it is not heard and ends the process
+        if met and any([tensor.is_nested for tensor in tensors[2:]]):  # whose strides a guard asks for, which ends the process
+            return None
         for alike, lies, choice in met:
             if alike(*tensors) and q.data_ptr() % ALIGNMENT * ALIGNMENT + (k.data_ptr() | v.data_ptr()) % ALIGNMENT == lies:  # `_lies`
                 return choice

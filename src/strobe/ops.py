@@ -381,9 +381,9 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
     return (_OutAlone.apply(*arguments),) if out_alone else _Attention.apply(*arguments)  # type: ignore[return-value]
 
 
-def again(q: Tensor, k: Tensor, v: Tensor, words: tuple) -> Tensor | None:
+def again(q: Tensor, k: Tensor, v: Tensor, words: tuple, ordered: bool | None) -> Tensor | None:
     """out of a plain call whose like was met in the same words, which then need not be looked at; None where it was not."""
-    met = None if unguarded() else _choices.like((q, k, v), (*words, torch._C._get_deterministic_algorithms()))
+    met = None if unguarded() else _choices.like((q, k, v), (*words, torch._C._get_deterministic_algorithms() if ordered is None else ordered))
     if met is None:
         return None
     return _apply_plain(q, k, v, met) if met[1].problem.needs_grad else _plain_forward(q, k, v, *met)[0]
@@ -393,7 +393,7 @@ def meet_words(call: Call, words: tuple) -> None:
     """Know a plain call that ran by its words, if it was met as a call."""
     choice = None if unguarded() else _choices.like(*call.parted)
     if choice is not None:
-        _choices.meet(call[:3], (*words, torch._C._get_deterministic_algorithms()), (call[SCALARS], choice))
+        _choices.meet(call[:3], (*words, call.deterministic), (call[SCALARS], choice))
 
 
 def _forward_mode() -> UnsupportedProblem:

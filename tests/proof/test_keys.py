@@ -9,8 +9,10 @@ import pytest
 pytest.importorskip("triton")
 
 KEYS = """
-import json, sys
+import json, sys, threading, time
+from triton.runtime import jit
 from strobe.kernels.blackwell import forward as blackwell
+from strobe.kernels.device.views import corner
 from strobe.kernels.hopper import backward, decode, forward, rows
 from strobe.kernels.keys import hash_callees_first
 from strobe.kernels.portable import backward as portable_backward, decode as portable_decode, forward as portable
@@ -23,9 +25,24 @@ named = [
 ]
 if sys.argv[1] == "backwards":
     named.reverse()
+if sys.argv[2] == "beside another":  # thread that is about to hash a callee of both kernels
+    parse, begun = jit.JITFunction.parse, threading.Event()
+
+    def slow(function):
+        if function is corner and not begun.is_set():
+            begun.set()
+            time.sleep(0.5)
+        return parse(function)
+
+    jit.JITFunction.parse = slow
+    other = threading.Thread(target=hash_callees_first, args=(forward.forward_kernel,))
+    other.start()
+    begun.wait()
+    hash_callees_first(backward.backward_kernel)
+    other.join()
 keys, constants = {}, {}
 for module, name, kernel in named:
-    if sys.argv[2] == "callees first":
+    if sys.argv[2] != "as Triton does":
         hash_callees_first(kernel)
     keys[f"{module}.{name}"] = kernel.cache_key
     constants[f"{module}.{name}"] = [(constant, str(value)) for (constant, _), (value, _) in kernel.used_global_vals.items()]
@@ -41,6 +58,7 @@ def _keys(order: str, way: str) -> tuple[dict, dict]:
 def test_a_key_does_not_depend_on_what_was_compiled_before():
     keys, constants = _keys("forwards", "callees first")
     assert keys == _keys("backwards", "callees first")[0] and len(keys) > 8
+    assert keys == _keys("forwards", "beside another")[0]
     assert keys != _keys("backwards", "as Triton does")[0], "Triton does so by itself now: kernels/keys.py can go"
     for kernel, held in constants.items():  # Triton sorts those of one name by where their module lies
         assert len(dict(held)) == len({tuple(one) for one in held}), f"{kernel} calls functions of modules that give one name two values: {held}"

@@ -8,17 +8,21 @@ functions are hashed before whatever calls them.
 
 from __future__ import annotations
 
+from inspect import signature
+from threading import Lock
 from typing import Any
 
 from triton.runtime import jit
 
 CALLABLE: Any = getattr(jit, "JITCallable", jit.JITFunction)
+_HASHING = Lock()  # one thread at a time: what another is about to hash has no constants yet
 
 
 def hash_callees_first(function: Any) -> None:
     """Hash a kernel and all that it calls; what was hashed before keeps its hash."""
     if isinstance(function, CALLABLE) and function.hash is None:  # else hashed, or interpreted
-        _hash(function, set())
+        with _HASHING:
+            _hash(function, set())
 
 
 def _hash(function: Any, met: set[int]) -> None:
@@ -28,3 +32,4 @@ def _hash(function: Any, met: set[int]) -> None:
         if isinstance(callee, CALLABLE) and callee.hash is None and id(callee) not in met:
             _hash(callee, met)
     _ = function.cache_key
+    function.fn.__signature__ = signature(function.fn)  # Triton asks for it at each of its calls
