@@ -8,7 +8,6 @@ functions are hashed before whatever calls them.
 
 from __future__ import annotations
 
-from inspect import signature
 from threading import Lock
 from typing import Any
 
@@ -32,4 +31,3 @@ def _hash(function: Any, met: set[int]) -> None:
         if isinstance(callee, CALLABLE) and callee.hash is None and id(callee) not in met:
             _hash(callee, met)
     _ = function.cache_key
-    function.fn.__signature__ = signature(function.fn)  # Triton asks for it at each of its calls
