@@ -38,10 +38,14 @@ def _is_on_every_target(unit: Unit) -> bool:
     return unit.case == budget.ON_EVERY_TARGET
 
 
+def _marks(unit: Unit) -> list:
+    if not unit.each_commit:
+        return [pytest.mark.nightly]
+    return [pytest.mark.turns(1)] if _is_on_every_target(unit) else []  # of one part: at each commit, and at night
+
+
 def _each(units):
-    at_night = [unit for unit in units if not unit.each_commit or _is_on_every_target(unit)]
-    marks = {unit: [pytest.mark.turns(1)] if unit.each_commit else [pytest.mark.nightly] for unit in at_night}
-    return [pytest.param(unit, marks=marks.get(unit, []), id=" ".join(unit)) for unit in units]
+    return [pytest.param(unit, marks=_marks(unit), id=" ".join(unit)) for unit in units]
 
 
 @pytest.mark.parametrize("unit", _each(UNITS))

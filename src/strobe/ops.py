@@ -20,7 +20,7 @@ from .choices import Choices, at_once
 from .dispatch import distinct, in_autocasts_dtype, tangents, unguarded, wants_beneath
 from .errors import InvalidProblem, UnsupportedProblem
 from .fakes import check_apart, check_no_vmap, check_out, schema, written
-from .kernels.kernel import Backward, Forward, Plan, addresses, gradient_addresses
+from .kernels.kernel import Backward, Forward, Plan, gradient_addresses
 from .kernels.memory import carved, empty_here, pieces, scratch
 from .knobs import KNOBS
 from .problem import ALIGNMENT, Problem
@@ -102,15 +102,11 @@ def write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> None
 
 def _forward(call: Call, choice: Choice[Problem] | None = None) -> tuple[Tensor, Tensor]:
     choice = choice or decide(call)
-    (shape, strides, dtype), (lse_shape, lse_strides, lse_dtype) = choice.problem.outputs
-    q, plan = call.q, choice.forward
-    if repeats(plan, q):
-        out, lse = empty_here(shape, strides, dtype), empty_here(lse_shape, lse_strides, lse_dtype)
-        again = plan.again.get(addresses(call, out, lse))  # type: ignore[union-attr]
-        if again is not None and again():
-            return out, lse
-    else:
-        out, lse = q.new_empty_strided(shape, strides, dtype=dtype), q.new_empty_strided(lse_shape, lse_strides, dtype=lse_dtype)
+    return forward_again(choice, *call[:3], () if call.plain else call.optionals) or _forward_anew(call, choice)
+
+
+def _forward_anew(call: Call, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:
+    out, lse = [call.q.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in choice.problem.outputs]
     write(choice, call, out, lse)
     return out, lse
 
@@ -278,7 +274,7 @@ class _Plain(torch.autograd.Function):
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scalars: tuple, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:
-    return forward_again(choice, q, k, v) or _forward(Call(q, k, v, *scalars), choice)
+    return forward_again(choice, q, k, v) or _forward_anew(Call(q, k, v, *scalars), choice)
 
 
 def _plain_gradients(ctx, dout):

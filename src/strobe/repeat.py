@@ -38,13 +38,16 @@ def launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
     return again is not None and again()
 
 
-def forward_again(choice: Choice[Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-    """out and lse of a plain call by a launch that is repeated; None where that cannot be."""
+def forward_again(choice: Choice[Any], q: Tensor, k: Tensor, v: Tensor, optionals: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor] | None:
+    """out and lse by a launch that is repeated; None where that cannot be. optionals: those of a call that is not plain."""
     plan: Any = choice.forward
     if not plan.again or KNOBS.sync or q.get_device() != torch._C._cuda_getDevice():  # `repeats`, said here: see above
         return None
     out, lse = [empty_here(*kind) for kind in choice.problem.outputs]
-    again = plan.again.get((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()))  # `addresses`
+    place = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()  # `addresses`
+    if optionals:
+        place = *place, *[0 if tensor is None else tensor.data_ptr() for tensor in optionals]
+    again = plan.again.get(place)
     return (out, lse) if again is not None and again() else None
 
 

@@ -7,8 +7,8 @@ long, once a process, and the hash of itself that it looks kernels up by 0.3 s. 
     hash of Triton                     C compiler: its launcher
 
 Triton then finds the launcher where it keeps what was compiled, on disk. First calls of forwards take 0.86 to 0.88 of the time: d128 dense 2.8 s for
-3.2, causal 3.3 for 3.8, d64 causal 3.5 for 3.9 (an H100's host). Python's collector of garbage rests meanwhile, which
-would look again and again at what reading a kernel makes.
+3.2, causal 3.3 for 3.8, d64 causal 3.5 for 3.9 (an H100's host). Python's collector of garbage rests meanwhile, which would
+look again and again at what reading a kernel makes.
 """
 
 from __future__ import annotations
