@@ -86,7 +86,8 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
     for name, widths in {"d64": (64, 64), "d128": (128, 128), "d192/128": (192, 128), "d256": (256, 256)}.items():
         cases[f"{name} causal deterministic"] = partial(_dense, *widths, mask=bands["causal"], deterministic=True)
     cases["d128 packed causal"] = partial(_packed, 128, bands["causal"], (4, 4))
-    cases["d128 packed causal deterministic"] = partial(_packed, 128, bands["causal"], (4, 4), deterministic=True)
+    for width, heads in ((128, (4, 4)), (192, (8, 1))):
+        cases[f"d{width} packed causal deterministic"] = partial(_packed, width, bands["causal"], heads, deterministic=True)
     for name, width in {"d64": 64, "d128": 128, "d256": 256}.items():  # groups divided among programs
         cases[f"{name} group 8 causal"] = partial(_dense, width, mask=bands["causal"], heads=(8, 1))
     cases["d128 packed group 4 window"] = partial(_packed, 128, bands["window"], (8, 2))
@@ -107,6 +108,7 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
         cases[f"{name} documents causal, many keys"] = partial(
             _dense, *widths, mask=_documents(2048) & bands["causal"], rows=2048, keys=2048, needs_grad=False
         )
+    cases["d192 prefix"] = partial(_dense, 192, mask=masks.prefix_causal(100))
     for name, width in {"d64": 64, "d128": 128, "d256": 256}.items():
         cases[f"{name} key lengths"] = partial(_dense, width, mask=_lengths())
         cases[f"{name} prefix"] = partial(_dense, width, mask=masks.prefix_causal(100))

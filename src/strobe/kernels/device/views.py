@@ -47,23 +47,42 @@ def corner(place, head, row, column: gl.constexpr, joined: gl.constexpr, form: g
 @gluon.jit
 def copy_in(desc, place, head, row, column: gl.constexpr, ready, smem, form: gl.constexpr, joined: gl.constexpr = False):
     """Load a tile from row `row` of a head on."""
-    tma_load(desc, corner(place, head, row, column, joined, form), ready, smem)
+    tma_load(desc, corner(place, head, row, column, joined, form), ready, as_block(smem, desc))
 
 
 @gluon.jit
 def copy_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.constexpr, joined: gl.constexpr = False):
     """`copy_in`, the other way."""
-    tma_store(desc, corner(place, head, row, column, joined, form), smem)
+    tma_store(desc, corner(place, head, row, column, joined, form), as_block(smem, desc))
 
 
 @gluon.jit
-def tiles_for(slots: gl.constexpr, views, rest: gl.constexpr):
+def tiles_for(slots: gl.constexpr, views, rest: gl.constexpr, flat: gl.constexpr = False):
     """Shared memory for `slots` tiles of a tensor, one buffer a part."""
-    main = gl.allocate_shared_memory(views[0].dtype, [slots] + views[0].block_shape, views[0].layout)  # noqa: RUF005 (Triton has no *)
     if rest:
-        return (main, gl.allocate_shared_memory(views[1].dtype, [slots] + views[1].block_shape, views[1].layout))  # noqa: RUF005
+        return (_tiles(slots, views[0], flat), _tiles(slots, views[1], flat))
     else:
-        return (main,)
+        return (_tiles(slots, views[0], flat),)
+
+
+@gluon.jit
+def _tiles(slots: gl.constexpr, view, flat: gl.constexpr):
+    """Tiles as TMA sees them, or as rows and columns: of those warps of other roles are handed 8 bytes less of shared memory."""
+    if flat:
+        COLUMNS: gl.constexpr = view.block_shape[-1]
+        ROWS: gl.constexpr = view.block_type.nbytes * 8 // view.dtype.primitive_bitwidth // COLUMNS
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], view.dtype)
+        return gl.allocate_shared_memory(view.dtype, [slots, ROWS, COLUMNS], layout)
+    else:
+        return gl.allocate_shared_memory(view.dtype, [slots] + view.block_shape, view.layout)  # noqa: RUF005 (Triton has no *)
+
+
+@gluon.jit
+def as_block(tile, desc):
+    """A tile as TMA sees it, where it is rows and columns."""
+    if len(tile.shape) != len(desc.block_shape):
+        tile = tile.reshape(desc.block_shape)
+    return tile
 
 
 @gluon.jit

@@ -45,13 +45,13 @@ Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arX
 """
 
 from ..device.bells import bells, say
-from ..device.channel import Position, ring, ring_start
+from ..device.channel import Position, ring, ring_start, rings
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load, zero_of_turn
 from ..device.schedule import is_told, tell
 from ..device.views import copy_parts, stage_of, tiles_for
 from .backward_roles import walk_gradients, walk_weights
 from .backward_spans import has_others, keys_of_run, mend, places_of
-from .backward_steps import ROWS, THREADS, dq_position, in_place_of_dq, of_do, parts_at, parts_of, rows_of, zeros_of
+from .backward_steps import ROWS, THREADS, delta_of, dq_position, in_place_of_dq, of_do, parts_at, parts_of, rows_of, zeros_of
 from .backward_store import store_partition
 from .backward_tiles import BACK, WORDS, head_and_tile, key_head, keys_of_number, next_number, seen_and_walk, walk_of
 from .backward_walks import walk_half
@@ -133,7 +133,7 @@ def load_step(step, steps, views, places, of_keys, q, do, at, do_at, work, form:
         if has_others(block, (tile[12], tile[13])):
             load_rows(where, views, places, q, do, at, slot, landed, landed, form)
             mbarrier.wait(landed, at.parity)
-            lse, delta = q[1].index(at.stage), do[1].index(slot.stage)
+            lse, delta = q[1].index(at.stage), delta_of(do, slot.stage, form)
             mend(stage_of(q[0], at.stage), stage_of(do[0], slot.stage), lse, delta, m_start, tile, offsets[2], form)
             mbarrier.arrive(q_ready)
             mbarrier.arrive(do_ready)
@@ -159,7 +159,7 @@ def load_rows(where, views, places, q, do, at, slot, q_ready, do_ready, form: gl
         mbarrier.wait(do_free.index(slot.stage), slot.parity ^ 1)
     mbarrier.expect(do_ready, form.tuning.block_m * (2 * form.block_dv + 4))
     copy_parts(do_views, places[1], head, m_start, do_ready, stage_of(do_smem, slot.stage), form)
-    tma_load(rows_desc, [(all_rows + number) * form.tuning.block_m], do_ready, delta_smem.index(slot.stage))
+    tma_load(rows_desc, [(all_rows + number) * form.tuning.block_m], do_ready, delta_of(do, slot.stage, form))
 
 
 @gluon.jit
@@ -332,55 +332,57 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     q_views, k_views, v_views, do_views = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (do_desc, do_rest)
     dk_views, dv_views = (dk_desc, dk_rest), (dv_desc, dv_rest)
     if form.splits > 1:
-        k_tile = tiles_for(2, k_views, form.rest_d)
+        k_tile = tiles_for(2, k_views, form.rest_d, form.slim)
         v_tile, sums = k_tile, as_sums(k_tile, dk_views)
     else:
-        k_tile, v_tile = tiles_for(form.key_places, k_views, form.rest_d), tiles_for(form.key_places, v_views, form.rest_dv)
+        k_tile = tiles_for(form.key_places, k_views, form.rest_d, form.slim)
+        v_tile = tiles_for(form.key_places, v_views, form.rest_dv, form.slim)
         sums = k_tile
-    q_smem = tiles_for(STAGES, q_views, form.rest_d)
-    do_smem = tiles_for(STAGES_DO, do_views, form.rest_dv)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES_DO, BLOCK_M], rows_desc.layout)
+    q_smem = tiles_for(STAGES, q_views, form.rest_d, form.slim)
+    do_smem = tiles_for(STAGES_DO, do_views, form.rest_dv, form.slim)
+    if form.slim:  # each allocation begins at a KiB
+        lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES + STAGES_DO, BLOCK_M], rows_desc.layout)
+        delta_smem = lse_smem
+    else:
+        lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
+        delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES_DO, BLOCK_M], rows_desc.layout)
     dq_shape: gl.constexpr = [form.stores * form.dq_slot, form.dq_lines, 256]
     held = gl.allocate_shared_memory(gl.float32, dq_shape, gl.NVMMASharedLayout(128, 32, 3))  # where gradients, which are swizzled, may begin
     dq_smem = reinterpret(held, gl.float32, dq_shape, dq_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
-    if form.halves:
-        ds_smem = gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout)
-        if form.bells:
-            ds_ready = bells(4, THREADS)
-        else:
-            ds_ready = ring(4, 1)
-        ds_free = ds_smem
-        if form.lags:
-            ds_free = ring(4, form.tuning.arrivals)
-            for i in gl.static_range(2, 4):  # what the first step finds, and fences before its products
-                ds_smem.index(i).store(gl.full([ROWS, BLOCK_M], 0.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
-        handed = (ds_smem, ds_ready, ds_free)
-    else:  # of two tiles of keys ds is free with its step's q
-        DS_PLACES: gl.constexpr = STAGES if form.two_tiles else 1
-        ds_smem = gl.allocate_shared_memory(dtype, [DS_PLACES, form.tuning.block_n, BLOCK_M], ds_layout)
-        handed = (ds_smem, ring(DS_PLACES, 1))
+    ds_shape: gl.constexpr = [form.ds_places, ROWS if form.halves else form.tuning.block_n, BLOCK_M]
+    ds_smem = gl.allocate_shared_memory(dtype, ds_shape, ds_layout)
+    if form.bells:
+        ds_ready = bells(form.ds_places + form.places * form.dq_bells, THREADS)
+    else:
+        ds_ready = ring(form.ds_places, 1)
+    ds_free = ds_smem
+    if form.lags:
+        ds_free = ring(4, form.tuning.arrivals)
+        for i in gl.static_range(2, 4):  # what the first step finds, and fences before its products
+            ds_smem.index(i).store(gl.full([ROWS, BLOCK_M], 0.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
+    handed = (ds_smem, ds_ready, ds_free)  # by roles ds is free with its step's q
     words = gl.allocate_shared_memory(gl.int32, [1, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    board = (words, ring(1, 1), ring(1, 2 + form.stores))
-    kv_used = ring(form.key_places, 2)
-    kv_free, sums_done, sums_free = kv_used, kv_used, kv_used
-    if form.splits > 1 or form.two_tiles:
-        kv_free, sums_done, sums_free = ring(1, 1), ring(1, 2), ring(1, 1)
-    kv = (k_tile, v_tile, sums, ring(form.key_places, 1), kv_used, kv_free, sums_done, sums_free)
-    q = (q_smem, lse_smem, ring(STAGES, 1), ring(STAGES, 2 * form.tuning.arrivals))
-    do_free = q[3]
+    told, told_free, kv_used, kv_free, sums_done, sums_free, kv_ready = rings(gl.constexpr(form.rings), form.slim)
+    board = (words, told, told_free)
+    if form.splits == 1 and not form.two_tiles:
+        kv_free = kv_used
+    kv = (k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free)
+    q_ready, q_free = ring(STAGES, 1), ring(STAGES, 2 * form.tuning.arrivals)
+    q = (q_smem, lse_smem, q_ready, q_free)
+    do_free = q_free
     if not form.halves:
         do_free = ring(STAGES_DO, 1)
-    do = (do_smem, delta_smem, ring(STAGES_DO, 1), do_free)
-    mended = q[2]
+    do_ready, dq_free = rings(gl.constexpr(((STAGES_DO, 1), (form.stores * form.places, 1))), not form.halves)  # by roles one waits for each
+    do = (do_smem, delta_smem, do_ready, do_free)
+    mended = q_ready
     if form.mask.documents:
         mended = ring(STAGES, 2)
     if form.dq_bells:
-        dq_ready = bells(form.places, THREADS)
+        dq_ready = ds_ready + 8 * form.ds_places
     else:
         dq_ready = ring(form.stores * form.places, 1)
-    dq = (dq_smem, dq_ready, ring(form.stores * form.places, 1))
+    dq = (dq_smem, dq_ready, dq_free)
     views = (q_views, k_views, v_views, do_views, rows_desc)
     gradients = (dk_views, dv_views)
     out = (dq_desc, dk_views, dv_views)

@@ -14,6 +14,7 @@ are issued with the first's dv; of dq a unit is so narrow that it fits beside tw
 ds then has as many places as q, where it is free when q is; dk and dv leave in the places of k and v.
 """
 
+from ..device.bells import await_said, say
 from ..device.channel import Position
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait, zero_of_turn
 from .backward_spans import without_others
@@ -22,6 +23,7 @@ from .backward_steps import (
     begin_scores,
     by_columns,
     delta_at,
+    delta_of,
     dp_start,
     dq_position,
     hand_unit,
@@ -74,15 +76,15 @@ def step_weights(dv, keys, channels, at, seen, block, work, form: gl.constexpr):
     if form.tuning.stages_do == 1:
         s = warpgroup_mma_wait(0, deps=[begin_scores(k_tile, q, q_at, form)])
         p, slope = weights(s, q[1].index(q_at.stage), block, 0, seen, work, form)
-        dp = over_columns(v_tile, do_tile, dp_start(delta_at(do, do_at)), True)
+        dp = over_columns(v_tile, do_tile, dp_start(delta_at(do, do_at, form)), True)
     else:
-        dp = dp_start(delta_at(do, do_at))
+        dp = dp_start(delta_at(do, do_at, form))
         s = begin_scores(k_tile, q, q_at, form)
         dp = over_columns(v_tile, do_tile, dp, True)
         s = warpgroup_mma_wait(form.products_dv, deps=[s])
         p, slope = weights(s, q[1].index(q_at.stage), block, 0, seen, work, form)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    hand_ds((slope * dp).to(dtype), q, handed, q_at)
+    hand_ds((slope * dp).to(dtype), q, handed, q_at, form)
     dv = wait_for(products_of(p.to(dtype), do_tile, dv), 0)
     mbarrier.arrive(do[3].index(do_at.stage))
     mbarrier.arrive(q[3].index(q_at.stage))
@@ -90,14 +92,14 @@ def step_weights(dv, keys, channels, at, seen, block, work, form: gl.constexpr):
 
 
 @gluon.jit
-def hand_ds(ds, q, handed, at):
+def hand_ds(ds, q, handed, at, form: gl.constexpr):
     """ds to the other consumer, which has read the one before when it has freed that step's q."""
-    ds_smem, ds_ready = handed
+    ds_smem, ds_ready, ds_free = handed
     before = at.before()
     mbarrier.wait(q[3].index(before.stage), before.parity)
     ds_smem.index(0).store(ds)
     fence_async_shared()
-    mbarrier.arrive(ds_ready.index(0))
+    say(ds_ready, 0, form.bells)
 
 
 @gluon.jit
@@ -108,7 +110,7 @@ def step_weights_of_two(dv, keys, channels, at, seen, block, work, form: gl.cons
     q, do, dq, handed = channels
     q_at, do_at = at
     dtype: gl.constexpr = do[0][0].dtype
-    dp = dp_start(delta_at(do, do_at))
+    dp = dp_start(delta_at(do, do_at, form))
     s = begin_scores(rows_of(tile_now(k_place, form), 0), q, q_at, form)
     dp = over_columns(rows_of(tile_now(v_place, form), 0), parts_at(do[0], do_at.stage), dp, True)
     s = warpgroup_mma_wait(form.products_dv, deps=[s])
@@ -122,10 +124,10 @@ def step_weights_of_two(dv, keys, channels, at, seen, block, work, form: gl.cons
     s = warpgroup_mma_wait(form.products_dv, deps=[s])
     p, slope = weights(s, q[1].index(q_at.stage + zero_of_turn()), block, -ROWS, keys_from(ROWS, seen, form), work, form)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    minus_delta = do[1].index(do_at.stage + zero_of_turn()).load(gl.SliceLayout(0, dp.type.layout))
+    minus_delta = delta_of(do, do_at.stage + zero_of_turn(), form).load(gl.SliceLayout(0, dp.type.layout))
     place_of_ds(1, handed, q_at).store((slope * (dp + minus_delta[None, :])).to(dtype))
     fence_async_shared()
-    mbarrier.arrive(handed[1].index(q_at.stage))
+    say(handed[1], q_at.stage, form.bells)
     second = products_of(p.to(dtype), tile_now(do_place, form), dv[1])
     first = wait_for(first, form.products_dv)
     second = wait_for(second, 0)
@@ -170,7 +172,7 @@ def step_gradients(dk, k_tile, channels, at, handed_at, form: gl.constexpr):
     dq_at = dq_position(handed_at, 0, form)
     q, do, dq, handed = channels
     ds, ds_ready = handed[0].index(0), handed[1]
-    mbarrier.wait(ds_ready.index(0), handed_at.parity)
+    await_said(ds_ready, 0, handed_at.parity, form.bells)
     mbarrier.wait(q[2].index(at.stage), at.parity)
     if form.tuning.parts == 2:
         sums = zeros_of(form.tuning.block_m, form.first_dq, 0)
@@ -201,7 +203,7 @@ def step_gradients_of_two(dk, k_place, channels, at, form: gl.constexpr):
     q, do, dq, handed = channels
     ds, ds_ready = handed[0].index(at.stage), handed[1]
     q_tile = parts_at(q[0], at.stage)
-    mbarrier.wait(ds_ready.index(at.stage), at.parity)
+    await_said(ds_ready, at.stage, at.parity, form.bells)
     sums = begin_unit(0, ds, k_place, form)
     first = by_columns(ds.slice(0, ROWS, dim=0), q_tile, dk[0])
     hand_own(0, warpgroup_mma_wait(form.products_d, deps=[sums]), q, dq, at, form)

@@ -209,11 +209,18 @@ def scores_of(k_tile, q_tile):
 
 
 @gluon.jit
-def delta_at(do, at):
+def delta_at(do, at, form: gl.constexpr):
     """-delta of each query, in shared memory, once do's tile is there."""
-    do_smem, delta_smem, do_ready, do_free = do
-    mbarrier.wait(do_ready.index(at.stage), at.parity)
-    return delta_smem.index(at.stage)
+    mbarrier.wait(do[2].index(at.stage), at.parity)
+    return delta_of(do, at.stage, form)
+
+
+@gluon.jit
+def delta_of(do, stage, form: gl.constexpr):
+    """Where a stage of do has it: by itself, or where shared memory is short behind lse of all stages of q."""
+    if form.slim:
+        stage = stage + form.tuning.stages
+    return do[1].index(stage)
 
 
 @gluon.jit
@@ -242,11 +249,11 @@ def begin_both(k_tile, v_tile, q_tile, do_tile, q, do, at, form: gl.constexpr):
         layout: gl.constexpr = gl.SliceLayout(0, tile_layout(form.tuning.block_m))
         mbarrier.wait(q[2].index(at.stage), at.parity)
         mbarrier.wait(do[2].index(at.stage), at.parity)
-        minus_lse, minus_delta = q[1].index(at.stage).load(layout), do[1].index(at.stage).load(layout)
+        minus_lse, minus_delta = q[1].index(at.stage).load(layout), delta_of(do, at.stage, form).load(layout)
         s, dp = sum_from(minus_lse), sum_from(minus_delta)
         s = over_columns(k_tile, q_tile, s, True)
     else:
-        dp = dp_start(delta_at(do, at))
+        dp = dp_start(delta_at(do, at, form))
         s = begin_scores(k_tile, q, at, form)
     return s, over_columns(v_tile, do_tile, dp, True)
 

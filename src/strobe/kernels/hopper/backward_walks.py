@@ -143,7 +143,7 @@ def step_twice(w: gl.constexpr, dk, dv, keys, channels, at, seen, block, first, 
     do_tile, q_tile = parts_at(do[0], q_at.stage), parts_at(q[0], q_at.stage)
     do_first, do_second = rows_of(do_tile, 0), rows_of(do_tile, ROWS)
     q_first, q_second = rows_of(q_tile, 0), rows_of(q_tile, ROWS)
-    delta = delta_at(do, q_at)
+    delta = delta_at(do, q_at, form)
     dp, dp_second = dp_start(delta.slice(0, ROWS)), dp_start(delta.slice(ROWS, ROWS))
     mbarrier.wait(q[2].index(q_at.stage), q_at.parity)
     s = scores_of(k_tile, q_first)

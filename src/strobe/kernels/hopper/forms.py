@@ -315,19 +315,38 @@ class BackwardForm(Constants, Walk):
         return 2 if walks and self._shared_bytes(2) + ROUNDING <= MOST_SHARED else 1
 
     @property
+    def ds_places(self) -> int:
+        """Tiles of ds that shared memory holds: by halves two each, by roles of two tiles of keys one a stage of q."""
+        return 4 if self.halves else self.tuning.stages if self.two_tiles else 1
+
+    @property
+    def slim(self) -> bool:
+        """Whether what warps of other roles are handed takes little shared memory (`channel.rings`, `views.tiles_for`): by roles, where there is none
+        to spare at 192, and with turns at dq, d64 1.013, d128 1.009 of the speed; else d96 causal 8k 0.955 of it, others 0.997 to 1.005 (H100)."""
+        return not self.halves or self.ordered
+
+    @property
+    def rings(self) -> tuple[tuple[int, int], ...]:
+        """(barriers, arrivals) of told, told_free, kv_used, kv_free, sums_done, sums_free and kv_ready: what no step comes to."""
+        keys, sums = self.key_places, self.splits > 1 or self.two_tiles
+        return ((1, 1), (1, 2 + self.stores), (keys, 2), (+sums, 1), (+sums, 2), (+sums, 1), (keys, 1))
+
+    @property
     def bells(self) -> bool:
-        """Whether each thread says by itself that ds stands in memory (backward_walks.say_ds): where there is room, as at d128 in two stages."""
-        return self.halves and self._shared_bytes(self.key_places) + 2 * BELLS + 2 * ROUNDING <= MOST_SHARED
+        """Whether each thread says by itself that ds stands in memory (backward_walks.say_ds, backward_roles.hand_ds): where there is room, by halves
+        as at d128 in two stages; by roles but for documents, whose steps have no register for it."""
+        room = MOST_SHARED - self._shared_bytes(self.key_places)
+        return room >= 2 * (BELLS + ROUNDING) if self.halves else room > BELLS + ROUNDING and not self.mask.documents
 
     @property
     def dq_bells(self) -> bool:
         """Whether each thread says by itself that its share of dq does: of split groups (GQA 64/8 8k 1.017 of the speed, 0.985 with ds alone; of
-        whole ones 1k x 16 1.002 for 1.015, d128 causal 16k 1.011 for 1.016), and at 192/128, six units a step (1.025; d256, three, 1.00; H200), but
-        for documents, whose steps have no register for it."""
-        return (self.two_tiles and not self.mask.documents) or (self.bells and self.splits > 1)
+        whole ones 1k x 16 1.002 for 1.015, d128 causal 16k 1.011 for 1.016), and by roles, as ds (192/128 1.025, d192, with
+        ds, 1.018 to 1.02, d256 1.00; H200)."""
+        return self.bells and (self.splits > 1 or not self.halves)
 
     def shared_bytes(self) -> int:
-        return self._shared_bytes(self.key_places) + BELLS * (self.bells + self.dq_bells)
+        return self._shared_bytes(self.key_places) + BELLS * self.bells
 
     def _shared_bytes(self, key_places: int) -> int:
         """k, v, q and do of all stages and ds at 2 bytes, weights on their way, dq, lse and delta at 4, the barriers, and a tile's numbers."""
