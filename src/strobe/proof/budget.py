@@ -149,8 +149,8 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("invariant_kernel", "d128 *", "sm_90", 1412, _JOINED, family="hopper"),
     Allowance("invariant_kernel", "d256 *", "sm_90", 208, _JOINED, family="hopper"),
     Allowance("backward_kernel", "d192/128 window sinks softcap", "sm_90", 220, _CAPPED, family="hopper"),
-    Allowance("backward_kernel", "d256 window sinks softcap", "sm_90", 220, _CAPPED, family="hopper"),
-    Allowance("backward_kernel", "d256 *", "sm_90", 32, _BETWEEN, family="hopper"),
+    Allowance("backward_kernel", "d256 window sinks softcap", "sm_90", 44, _CAPPED, family="hopper"),
+    Allowance("backward_kernel", "d256 *", "sm_90", 8, _BETWEEN, family="hopper"),
     # sm_80, 86, 89
     Allowance("keys_kernel", "* group *", "sm_8?", 1788, _GROUP),
     Allowance("keys_kernel", "* packed window *", "sm_8?", 768, _OPTIONS),
