@@ -292,13 +292,12 @@ def hand_over(sums, dq, share: gl.constexpr, at, form: gl.constexpr):
         slot: gl.constexpr = 0
     else:
         slot = at.stage
-    begin = slot * form.dq_slot
     mbarrier.wait(dq_free.index(slot * form.places + share), at.parity ^ 1)
-    held = as_held(sums)
-    if unit == 0:  # the first of one or two units, which lie one behind the other
-        reinterpret(place_of_dq(dq_smem, slot, form), gl.float32, held.shape, dq_smem.type.layout).store(held)
-    else:
-        dq_smem.index(begin + unit).store(held)
+    held = as_held(sums)  # one or two units
+    HELD: gl.constexpr = form.dq_slot * form.dq_lines // held.shape[0]
+    FIRST: gl.constexpr = unit * form.dq_lines // held.shape[0]
+    places = reinterpret(dq_smem, gl.float32, [form.stores * HELD] + held.shape, dq_smem.type.layout)  # noqa: RUF005
+    places.index(slot * HELD + FIRST).store(held)
     fence_async_shared()
     say(dq_ready, slot * form.places + share, form.dq_bells)
 
@@ -323,21 +322,23 @@ def hand_unit(unit, sums, dq, at, form: gl.constexpr):
 
 
 @gluon.jit
-def place_of_dq(dq_smem, slot, form: gl.constexpr):
-    """The units of a slot, the first two of three, as one: what is laid over several must not begin as one of them (Triton 3.9 refuses that)."""
-    units: gl.constexpr = 1 << (form.dq_slot.bit_length() - 1)
-    return reinterpret(dq_smem, gl.float32, [form.stores, units * form.dq_lines, 256], dq_smem.type.layout).index(slot)
+def in_place_of_dq(dq_smem, slot, views, form: gl.constexpr):
+    """The memory of a tile of dq as that of a tile of dk or dv, part by part."""
+    BYTES: gl.constexpr = form.dq_slot * form.dq_lines * 1024
+    FIRST: gl.constexpr = views[0].block_type.nbytes
+    first = as_blocks(dq_smem, views[0]).index(slot * (BYTES // FIRST))
+    if views[1] is not None:
+        REST: gl.constexpr = views[1].block_type.nbytes
+        return (first, as_blocks(dq_smem, views[1]).index(slot * (BYTES // REST) + FIRST // REST))
+    else:
+        return (first,)
 
 
 @gluon.jit
-def in_place_of_dq(dq_smem, slot, views, form: gl.constexpr):
-    """The memory of a tile of dq as that of a tile of dk or dv, part by part."""
-    first = reinterpret(place_of_dq(dq_smem, slot, form), views[0].dtype, views[0].block_shape, views[0].layout)
-    if views[1] is not None:
-        behind: gl.constexpr = views[0].block_type.nbytes // (form.dq_lines * 1024)
-        return (first, reinterpret(dq_smem.index(slot * form.dq_slot + behind), views[1].dtype, views[1].block_shape, views[1].layout))
-    else:
-        return (first,)
+def as_blocks(dq_smem, view):
+    """All of dq's channel as blocks of a view: Triton 3.8 lays nothing over a part of it, and 3.9 nothing over what begins as several."""
+    BLOCKS: gl.constexpr = dq_smem.numel * 4 // view.block_type.nbytes
+    return reinterpret(dq_smem, view.dtype, [BLOCKS] + view.block_shape, view.layout)  # noqa: RUF005 (Triton has no *)
 
 
 @gluon.jit

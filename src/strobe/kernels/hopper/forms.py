@@ -262,9 +262,9 @@ class BackwardForm(Constants, Walk):
 
     @property
     def dq_slot(self) -> int:
-        """Units from one slot of dq's channel to the next: where there are two, a power of two, as the shape of a slot must be."""
+        """Units from one slot of dq's channel to the next: by halves a power of two, as a share may be two units, which begin at a multiple of it."""
         units = self.dq_units() // self.tuning.parts
-        return units if self.stores == 1 else 1 << (units - 1).bit_length()
+        return 1 << (units - 1).bit_length() if self.halves else units
 
     @property
     def stores(self) -> int:
@@ -336,7 +336,7 @@ class BackwardForm(Constants, Walk):
         """Whether each thread says by itself that ds stands in memory (backward_walks.say_ds, backward_roles.hand_ds): where there is room, by halves
         as at d128 in two stages; by roles but for documents, whose steps have no register for it."""
         room = MOST_SHARED - self._shared_bytes(self.key_places)
-        return room >= 2 * (BELLS + ROUNDING) if self.halves else room > BELLS + ROUNDING and not self.mask.documents
+        return room > BELLS + ROUNDING and (self.halves or not self.mask.documents)
 
     @property
     def dq_bells(self) -> bool:
