@@ -23,7 +23,7 @@ from .ptx_arithmetic import BFLOAT16, KINDS, PRED, RULES, SIGNED, UNSIGNED, conv
 
 __all__ = ["BFLOAT16", "run"]
 
-WIDTHS = {"h": 16, "r": 32, "f": 32, "l": 64, "d": 64}  # of the registers that constraints ask for
+WIDTHS = {"h": 16, "r": 32, "f": 32, "l": 64, "d": 64, "n": 32}  # of the registers that constraints ask for, and of numbers in the text
 NAME = r"[%$_A-Za-z][\w$]*"
 
 

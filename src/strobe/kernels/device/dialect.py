@@ -11,6 +11,7 @@ import triton.language.core as core
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._semantic import GluonCallerContext
 from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_commit, tcgen05_mma
@@ -46,6 +47,7 @@ __all__ = [
     "tma_store_drain",
     "tma_store_wait",
     "tmem_reg_layout",
+    "warp_specialize",
     "warpgroup_mma",
     "warpgroup_mma_wait",
     "zero_of_turn",
@@ -79,6 +81,18 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
     """The bytes of a piece of shared or tensor memory as another type, shape and layout."""
     method = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def warp_specialize(partitions, warps, registers, _semantic=None, _generator=None):
+    """Run [(function, arguments)] side by side, the first on the program's warps. What the first calls is compiled as of any of as many warps: it is
+    read once for all of them."""
+    context = _generator.caller_context
+    _generator.caller_context = GluonCallerContext(num_warps=_semantic.builder.options.num_warps)
+    try:
+        return gl.warp_specialize(partitions, warps, registers, _semantic=_semantic, _generator=_generator)
+    finally:
+        _generator.caller_context = context
 
 
 if hasattr(blackwell, "get_tmem_reg_layout"):
@@ -127,16 +141,16 @@ def zero_of_turn():
 
 
 @gluon.jit
-def named_barrier(opcode: gl.constexpr, number: gl.constexpr, threads: gl.constexpr):
-    """Come to barrier `number` of the program and wait until as many threads have, `bar.sync`, or go on, `bar.arrive`. The number is part of the
-    text: one in a register makes ptxas reserve all 16."""
-    text: gl.constexpr = _barrier_text(opcode, number, threads)
-    gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def named_barrier(opcode: gl.constexpr, number, threads: gl.constexpr):
+    """Come to barrier `number` of the program and wait until as many threads have, `bar.sync`, or go on, `bar.arrive`. The number is known once it is
+    compiled, and part of the text ("n"): one in a register makes ptxas reserve all 16."""
+    text: gl.constexpr = _barrier_text(opcode, threads)
+    gl.inline_asm_elementwise(text, "=r,n", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
-def _barrier_text(opcode, number, threads):
-    return f"{opcode} {number}, {threads}; mov.u32 $0, 0;"
+def _barrier_text(opcode, threads):
+    return f"{opcode} $1, {threads}; mov.u32 $0, 0;"
 
 
 @gluon.jit

@@ -38,7 +38,7 @@ def acquit(verdict):
 
 
 @gluon.jit
-def judge(w: gl.constexpr, verdicts, slot, witness, accepted):
+def judge(w, verdicts, slot, witness, accepted):
     """A verdict on each row: 1 if it is to be done again, as its witness is no number. Rows that are `accepted` are sound whatever they hold."""
     verdicts.index(slot * COLUMNS + w).store(((witness * 0.0 != 0.0) & ~accepted).to(gl.int32))  # -inf, inf and NaN times 0 are NaN
 

@@ -46,7 +46,7 @@ Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arX
 
 from ..device.bells import bells, say
 from ..device.channel import Position, ring, ring_start, rings
-from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load, zero_of_turn
+from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load, warp_specialize, zero_of_turn
 from ..device.schedule import is_told, tell
 from ..device.views import copy_parts, stage_of, tiles_for
 from .backward_roles import walk_gradients, walk_weights
@@ -347,7 +347,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
         lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
         delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES_DO, BLOCK_M], rows_desc.layout)
     dq_shape: gl.constexpr = [form.stores * form.dq_slot, form.dq_lines, 256]
-    held = gl.allocate_shared_memory(gl.float32, dq_shape, gl.NVMMASharedLayout(128, 32, 3))  # where gradients, which are swizzled, may begin
+    held = gl.allocate_shared_memory(gl.float32, dq_shape, gl.NVMMASharedLayout(128, 32, 2))  # where gradients, which are swizzled, may begin
     dq_smem = reinterpret(held, gl.float32, dq_shape, dq_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
     ds_shape: gl.constexpr = [form.ds_places, ROWS if form.halves else form.tuning.block_n, BLOCK_M]
@@ -387,7 +387,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     gradients = (dk_views, dv_views)
     out = (dq_desc, dk_views, dv_views)
     if form.stores == 1:
-        gl.warp_specialize(
+        warp_specialize(
             [
                 (mma_partition, (gl.constexpr(0), gradients, board, kv, q, do, dq, handed, work, form)),
                 (mma_partition, (gl.constexpr(1), gradients, board, kv, q, do, dq, handed, work, form)),
@@ -398,7 +398,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
             [CONSUMER, ONE_WARP, ONE_WARP],
         )
     else:
-        gl.warp_specialize(
+        warp_specialize(
             [
                 (mma_partition, (gl.constexpr(0), gradients, board, kv, q, do, dq, handed, work, form)),
                 (mma_partition, (gl.constexpr(1), gradients, board, kv, q, do, dq, handed, work, form)),
