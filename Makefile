@@ -66,7 +66,7 @@ NEWER_NVDISASM = $(abspath $(firstword $(wildcard .drift/3.9.*/lib/python*/site-
 compiled: install
 	$(BIN)/python -m strobe.proof.compile --table docs/compiled.md $(addprefix --nvdisasm ,$(NEWER_NVDISASM))
 
-# the kernels under newer versions of Triton, each in an environment of its own (.drift, 2 GB)
+# the kernels under newer versions of Triton, each in an environment of its own (.drift, 3 GB)
 drift: install
 	$(BIN)/python -m strobe.proof.drift
 
