@@ -1,6 +1,7 @@
 """The library that compiles offline: what it reads off the compiler is what is there, and it sees what is wrong."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler.code_generator import CodeGenerator
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
@@ -267,3 +270,27 @@ def test_a_source_is_all_that_a_kernel_is_compiled_from():
     ]
     assert len(set(told)) == len(told) - 1 and told[0] == told[-1]
     assert compile_job(job).source == told[0]
+
+
+def test_what_consumers_share_is_read_once(monkeypatch):
+    """The first runs as the program's own warps, of which Triton makes functions by themselves: `dialect.warp_specialize` has it make them once."""
+    read: Counter[str] = Counter()
+    visit = CodeGenerator.visit_FunctionDef
+
+    def counted(generator, node):
+        read[node.name] += 1
+        return visit(generator, node)
+
+    class Enough(Exception):
+        pass
+
+    def enough(*_):
+        raise Enough
+
+    monkeypatch.setattr(CodeGenerator, "visit_FunctionDef", counted)
+    monkeypatch.setattr(CUDABackend, "gluon_to_ttgir", enough)
+    (job,) = (job for _, job in launches(Unit("hopper", "d64 causal", "sm_90").call, HOPPER) if job.name == "forward_kernel")
+    with pytest.raises(Enough):
+        compile_job(job)
+    assert read["mma_partition"] == 4, "consumers of these rows"
+    assert [read[name] for name in ("walk_tiles", "take_tile", "attend", "attend_step", "softmax_step", "stage_out")] == [1] * 6
