@@ -53,7 +53,6 @@ class Known(NamedTuple):
 _SPILLS = "*spill_store_bytes=[1-9]*"
 _PTXAS = "without spills under the Triton that is pinned; its successors bring another ptxas, which allocates otherwise. Tune when the pin moves"
 KNOWN: tuple[Known, ...] = (
-    Known("3.7.1", "*specimens*blackwell attention d128*", _SPILLS, _PTXAS),
     Known("3.8.0", "*specimens*blackwell attention d64*", _SPILLS, _PTXAS),
     Known("3.9.0", "*specimens*blackwell attention d*", _SPILLS, _PTXAS),
     Known("3.9.0", "*specimens*backward d128*", _SPILLS, _PTXAS),
