@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 import time
 import weakref
 from collections import Counter, defaultdict
@@ -273,6 +275,52 @@ def test_the_collector_of_garbage_rests_while_a_kernel_compiles(collects, monkey
         assert gc.isenabled() is collects
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def _said():
+    """What Triton is told of a compilation: (no line numbers, no text of each stage), by its own words and by the environment's."""
+    names = "TRITON_DISABLE_LINE_INFO", "TRITON_STORE_BINARY_ONLY"
+    return [getattr(knobs.compilation, name) for name in first_call.LEFT_OUT], [os.environ.get(name) for name in names]
+
+
+def test_a_compilation_leaves_out_what_no_call_needs(monkeypatch):
+    """Unless the environment asks for it; also where several threads compile, of which the first ends first."""
+    monkeypatch.setattr(first_call, "_hashing", lambda: SimpleNamespace(join=lambda: None))
+    monkeypatch.setattr(first_call, "_launcher", lambda source: None)
+    for name in ("TRITON_DISABLE_LINE_INFO", "TRITON_STORE_BINARY_ONLY"):
+        monkeypatch.delenv(name, raising=False)
+    before = _said()
+    assert before == ([False, False], [None, None])
+    assert first_call._with_launcher(lambda source: _said(), "a") == ([True, True], ["1", "1"])
+    assert _said() == before
+    with pytest.raises(ZeroDivisionError):
+        first_call._with_launcher(lambda source: 1 / 0, "b")
+    assert _said() == before
+
+    first, second, ended = threading.Event(), threading.Event(), threading.Event()
+    seen = []
+
+    def compile_first(source):
+        first.set()
+        assert second.wait(60)
+
+    def compile_second(source):
+        second.set()
+        assert ended.wait(60)
+        seen.append(_said())
+
+    threads = [threading.Thread(target=first_call._with_launcher, args=(work, "c")) for work in (compile_first, compile_second)]
+    threads[0].start()
+    assert first.wait(60)
+    threads[1].start()
+    threads[0].join()
+    ended.set()
+    threads[1].join()
+    assert seen == [([True, True], ["1", "1"])] and _said() == before and gc.isenabled()
+
+    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "0")
+    assert first_call._with_launcher(lambda source: _said(), "d") == ([False, True], ["0", "1"])
+    assert _said() == ([False, False], ["0", None])
 
 
 def test_a_kernel_compiles_beside_its_launcher_on_each_device(monkeypatch):
