@@ -21,15 +21,19 @@ from strobe.kernels.hopper import config, decode_config, forms
 from strobe.proof.simulate import posing
 from strobe.testing import Case
 
+MANY_KEYS = {"EARLY_KEYS": 0, "FEW": {}}  # each row sees, as far as the forward's tiles and arithmetic are concerned
 
-def _forward(seqlen_q: int, seqlen_k: int, head_dim: int, grown: bool = False, unknown: slice = slice(0), **options) -> tuple[Tensor, ...]:
+
+def _forward(
+    seqlen_q: int, seqlen_k: int, head_dim: int, grown: bool = False, unknown: slice = slice(0), tuned: dict = MANY_KEYS, **options
+) -> tuple[Tensor, ...]:  # fmt: skip
     case = Case("scene", seqlen_q, seqlen_k, head_dim=head_dim, **{"batch": 1, "heads": (2, 2)} | options)
     call = case.build("cpu", torch.bfloat16, kernel="hopper")
     if grown:
         call.q.abs_()
         call.k.abs_()[:, : 2 * seqlen_k // 3].mul_(30.0)
     call.v[:, unknown] = float("nan")
-    with posing(H200), patch.multiple(config, EARLY_KEYS=0, FEW={}):
+    with posing(H200), patch.multiple(config, **tuned) if tuned else nullcontext():
         return ops.run(call)
 
 
@@ -51,6 +55,11 @@ def forward_d64_causal() -> tuple[Tensor, ...]:
 def forward_d64_window() -> tuple[Tensor, ...]:
     """Four consumers; a tile of keys that not all of them see."""
     return _forward(384, 512, 64, mask=band(200, 0))
+
+
+def forward_few_keys() -> tuple[Tensor, ...]:
+    """No early weights; consumers change places, so that the second of a program's two causal tiles is the longer for the other one."""
+    return _forward(256, 256, 128, tuned={}, mask=CAUSAL)
 
 
 def forward_few_rows() -> tuple[Tensor, ...]:
@@ -229,7 +238,7 @@ SCHEDULE = "../../src/strobe/kernels/device/schedule.py"
 SCENES = (
     *(
         Scene(run.__name__, "sm_90", run, FORWARD)
-        for run in (forward_d128, forward_d64_causal, forward_d64_window, forward_d256, forward_few_rows, forward_joined)
+        for run in (forward_d128, forward_d64_causal, forward_d64_window, forward_d256, forward_few_keys, forward_few_rows, forward_joined)
     ),
     Scene("forward_d96", "sm_90", forward_d96, FORWARD_EACH),
     Scene("forward_done_again", "sm_90", forward_done_again, AGAIN),

@@ -5,6 +5,8 @@ Two SMs give a program several tiles, and sizes wrap every ring; which of the ta
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, PROGRAMS, SCHEDULES, band, by_turns, key_lengths, prefix, runs
@@ -228,6 +230,27 @@ def test_hopper_forward_of_four_consumers(name, schedule, monkeypatch):
     run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
 
 
+@pytest.fixture
+def as_of_few_keys(monkeypatch):
+    """All as `select` has it for these cases: without early weights, d128 in tiles of 64 keys whose consumers change places."""
+    for name, value in AS_IT_IS.items():
+        monkeypatch.setattr(hopper, name, value)
+    ops._choices.clear()
+
+
+AS_IT_IS = {name: getattr(hopper, name) for name in ("EARLY_KEYS", "FEW")}
+OF_FEW = [name for name, case in CASES.items() if not _form(case).early]
+BY_DAY = {"causal", "causal_more_rows_sinks", "softcap", "grouped", "packed_causal_other_keys", "above_a_tile", "joined_threes_wide"}
+
+
+@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(OF_FEW) for one in by_turns(n, name, name not in BY_DAY)])
+def test_hopper_forward_of_few_keys(name, schedule, as_of_few_keys):
+    form = _form(CASES[name])
+    assert not form.early and (form.trades or name not in BY_DAY)
+    n = OF_FEW.index(name) + 2 * SCHEDULES.index(schedule)
+    run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
@@ -324,6 +347,16 @@ def test_consumers_without_rows_are_those_of_a_causal_sequences_first_tile(width
     seen = [-(-min(first + hopper.ROWS, length) // tuning.block_n) for first in range(0, length, hopper.ROWS)]  # tiles of keys by each 64 rows
     loads, products, stores = seen[0] + seen[-1], sum(seen), 2 if tuning.half_staged else 1
     assert run.stats["landed"] == 2 * (loads + products) + 2 * tuning.consumers * (1 + stores)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_consumers_of_short_causal_rows_multiply_as_much_as_each_other(softcap, as_of_few_keys):
+    """They change places from tile to tile: the last rows of a tile see more keys, and were always the same one's, which had 40 of 72 products."""
+    case = _case("", 512, None, 128, heads=(4, 4), mask=CAUSAL, softcap=softcap)
+    assert _form(case).trades
+    _, run = simulated(case.build("cpu", torch.bfloat16, "normal", 5, kernel="hopper"), H200, "timed")
+    products = Counter((one.cta, one.name) for one in run.events if one.kind == "mma")
+    assert run.reports == [] and len(products) == 2 * PROGRAMS * 2 and set(products.values()) == {36}
 
 
 def expected_finite(call: Call) -> torch.Tensor:

@@ -126,6 +126,12 @@ class Form(Constants, Walk):
         return ROWS // self.tuning.fold
 
     @property
+    def trades(self) -> bool:
+        """Whether consumers change places from tile to tile, so that the last rows of a causal tile, which see most keys, are not always the same
+        one's: not where they take turns step by step, nor where a tile may be done again, by the one who wrote it first."""
+        return self.mask.right and not (self.mask.left or self.spans or self.tuning.ping_pong or self.returns)
+
+    @property
     def slots(self) -> int:
         """Tiles of q that shared memory is laid out for: a power of two."""
         return 2 if self.tuning.consumers == 2 else 4

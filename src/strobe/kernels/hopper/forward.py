@@ -114,7 +114,7 @@ def load_tile(what, at, views, offsets, board, q, k, v, mended, sizes, form: gl.
         tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0], keys[1], document, keys[2]))
     else:
         tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0]))
-    told_at = told_at.next()
+    told_slot, told_at = told_at.stage, told_at.next()
     q_place, k_place, kv_head = (entry, q_start, rows, heads), (entry, keys[0], keys[1], heads), head // form.group
     v_place = k_place
     if form.spans:  # entries may stand further apart than their rows take
@@ -122,7 +122,7 @@ def load_tile(what, at, views, offsets, board, q, k, v, mended, sizes, form: gl.
         k_place, v_place = (entry, keys[0] + entry * sizes[7], keys[1], heads), (entry, keys[0] + entry * sizes[8], keys[1], heads)
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(q_free.index(w), q_at.parity ^ 1)
-        load_rows(q_views, q_place, head, own_start(m_start, w, rows, form), w, q_smem, q_ready.index(w), form.rest_d, form, JOINED)
+        load_rows(q_views, q_place, head, own_start(m_start, place_of(w, told_slot, form), rows, form), w, q_smem, q_ready.index(w), form.rest_d, form, JOINED)
         if w == 0:
             if blocks > 0:  # the first keys, before the other consumers' queries
                 load_keys(k_views, k_place, kv_head, n_begin + blocks - 1, k_at, k, form.rest_d, form)
@@ -146,6 +146,15 @@ def load_tile(what, at, views, offsets, board, q, k, v, mended, sizes, form: gl.
         if others & (blocks > 0):
             mend_values(v, mended, v_at.before(), n_begin, keys, document, offsets[3], form)
     return told_at, k_at, q_at, v_at
+
+
+@gluon.jit
+def place_of(w, slot, form: gl.constexpr):
+    """Which of a tile's consumers w is by its rows: in every other tile the last is the first (`Form.trades`)."""
+    if form.trades:
+        return gl.where(slot == 0, w, form.tuning.consumers - 1 - w)
+    else:
+        return w
 
 
 @gluon.jit
@@ -416,7 +425,7 @@ def take_tile(w, out, board, q, k, v, o_smem, at, work, form: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.tuning.block_n, 16])
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
-    m_start = own_start(m_start, w, seqlen_q, form)
+    m_start = own_start(m_start, place_of(w, told_at.stage, form), seqlen_q, form)
     mbarrier.wait(q_ready.index(w), q_at.parity)
     q_tile = query_operand(w, q_smem, form)
     if form.tuning.q_in_registers:
@@ -448,7 +457,7 @@ def take_tile(w, out, board, q, k, v, o_smem, at, work, form: gl.constexpr):
     k_at, v_at = let_go(w, k, v, k_at, v_at, unseen, form)
     # read again rather than kept in registers meanwhile
     entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
-    m_start = own_start(m_start, w, seqlen_q, form)
+    m_start = own_start(m_start, place_of(w, told_at.stage, form), seqlen_q, form)
     row = gl.arange(0, ROWS, rows)
     m_offsets = m_start + queries_of(row, form)
     row_head, exists = heads_of(row, head, m_offsets < seqlen_q, form)
