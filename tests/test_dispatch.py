@@ -208,9 +208,17 @@ def test_a_trace_that_closes_over_what_needs_a_gradient_is_refused_by_torch():
     assert done.returncode == 1 and "Cannot insert a Tensor that requires grad as a constant" in done.stderr, (done.returncode, done.stderr)
 
 
-def test_a_negative_bit_is_heeded():
-    q, k, v = _tensors()
-    assert torch.equal(_attend(q, k, torch._neg_view(v)), _attend(q, k, -v))
+@pytest.mark.parametrize("which", range(3))
+def test_a_negative_bit_is_heeded(which):
+    """Also by what knows a call whose like was met: a negated view is as contiguous as its tensor, and has its address."""
+    tensors = list(_tensors())
+    for _ in range(2):
+        _attend(*tensors)
+    view = torch._neg_view(tensors[which])
+    assert view.is_contiguous() and view.data_ptr() == tensors[which].data_ptr()
+    viewed = [*tensors[:which], view, *tensors[which + 1 :]]
+    assert choices.alike_to(tensors)(*tensors) and not choices.alike_to(tensors)(*viewed)
+    assert torch.equal(_attend(*viewed), _attend(*tensors[:which], -tensors[which], *tensors[which + 1 :]))
 
 
 def test_zeros_that_are_not_stored_are_not_read():
