@@ -122,7 +122,8 @@ def load_tile(what, at, views, offsets, board, q, k, v, mended, sizes, form: gl.
         k_place, v_place = (entry, keys[0] + entry * sizes[7], keys[1], heads), (entry, keys[0] + entry * sizes[8], keys[1], heads)
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(q_free.index(w), q_at.parity ^ 1)
-        load_rows(q_views, q_place, head, own_start(m_start, place_of(w, told_slot, form), rows, form), w, q_smem, q_ready.index(w), form.rest_d, form, JOINED)
+        own_first = own_start(m_start, place_of(w, told_slot, form), rows, form)
+        load_rows(q_views, q_place, head, own_first, w, q_smem, q_ready.index(w), form.rest_d, form, JOINED)
         if w == 0:
             if blocks > 0:  # the first keys, before the other consumers' queries
                 load_keys(k_views, k_place, kv_head, n_begin + blocks - 1, k_at, k, form.rest_d, form)
