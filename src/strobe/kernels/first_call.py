@@ -85,7 +85,7 @@ def _left_out() -> ExitStack:
         gc.disable()
         before.callback(gc.enable)
     for name in LEFT_OUT:
-        key = type(knobs.compilation).__dict__[name].key
+        key = knobs.compilation.knob_descriptors[name].key
         if knobs.getenv(key) is None and name not in vars(knobs.compilation):
             setattr(knobs.compilation, name, True)
             before.callback(knobs.setenv, key, None)
