@@ -160,8 +160,14 @@ def backward_ahead() -> tuple[Tensor, ...]:
 
 
 def backward_first() -> tuple[Tensor, ...]:
-    """The first of three tiles of keys stores four tiles of dq, for which the others wait, each in a program of its own."""
+    """The first of three tiles of keys stores four tiles of dq, for which the others wait, each in a program of its own; the last that a tile of
+    queries sees writes dq, with what the others have added."""
     return _backward(256, 384, 128, sms=3, mask=CAUSAL)
+
+
+def backward_whole() -> tuple[Tensor, ...]:
+    """One tile of keys, whose two heads' three tiles of queries have no others: dq is written at once."""
+    return _backward(192, 100, 128, sms=1, heads=(2, 2))
 
 
 def backward_scattered() -> tuple[Tensor, ...]:
@@ -246,7 +252,8 @@ SCENES = (
     Scene("board", "sm_90", board, SCHEDULE),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_two_places, backward_d256)),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d192, backward_d192_128, backward_split)),
-    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_lagging, backward_lagging_rows, backward_ahead, backward_first)),
+    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_lagging, backward_lagging_rows, backward_ahead)),
+    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_first, backward_whole)),
     Scene("backward_scattered", "sm_90", backward_scattered, BACKWARD_MENDED),
     *(Scene(run.__name__, "sm_90", run, BACKWARD, ordered=True) for run in (backward_ordered, backward_turns)),
     *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),

@@ -419,7 +419,7 @@ class _Places:
         return made
 
 
-@pytest.mark.parametrize("heads, launches", ((2, 3), (4, 5)))
+@pytest.mark.parametrize("heads, launches", ((2, 2), (4, 5)))
 def test_a_backward_is_launched_again_as_one(stage, heads, launches, monkeypatch):
     """Its kernels one behind the other, without their host code; where groups are split, sums are set to 0 first."""
     started, places, filled = [], _Places(), []
@@ -443,7 +443,7 @@ def test_a_backward_is_launched_again_as_one(stage, heads, launches, monkeypatch
     # at once torch's memory, then places that come again: noted there, launched there; so where dout lies otherwise
     assert times == [(launches * a, launches * b) for a, b in ((1, 0), (2, 0), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3))]
     first, *rest = map(plain, made)
-    assert first != rest[0] == rest[1] == rest[2] and len(filled) == 7 * (launches - 3)
+    assert first != rest[0] == rest[1] == rest[2] and len(filled) == (14 if heads > 2 else 0)
     assert stage.launches[:launches] == stage.launches[launches : 2 * launches]
     assert [one[4] for one in stage.launches[:launches]] == started[launches : 2 * launches]
 
@@ -476,11 +476,11 @@ def test_gradients_are_launched_again_before_anything_else_is_looked_at(stage, m
 
     with posing(FAKES["H200"]):
         out = strobe.attention(q, k, v, causal=True, kernel="hopper")
-        assert [gradients(out)[:3] for _ in range(2)] == [(1, 3, 0)] * 2  # torch's memory, then places that come again
+        assert [gradients(out)[:3] for _ in range(2)] == [(1, 2, 0)] * 2  # torch's memory, then places that come again
         again = gradients(out)
-        assert again[:3] == (0, 0, 3) and again == gradients(out)
-        assert [gradients(out, lying)[:3] for _ in range(2)] == [(1, 3, 0), (0, 0, 3)]
-        assert gradients(out)[:3] == (0, 0, 3)
+        assert again[:3] == (0, 0, 2) and again == gradients(out)
+        assert [gradients(out, lying)[:3] for _ in range(2)] == [(1, 2, 0), (0, 0, 2)]
+        assert gradients(out)[:3] == (0, 0, 2)
         places.given, before = 0, len(looked)
         twice = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True, create_graph=True)
         assert all(t.requires_grad for t in twice) and len(looked) == before + 1
@@ -488,7 +488,7 @@ def test_gradients_are_launched_again_before_anything_else_is_looked_at(stage, m
             torch.autograd.grad(twice[0].sum(), q)
         with monkeypatch.context() as patch:
             patch.setattr(knobs.runtime.launch_exit_hook, "calls", [print])
-            assert gradients(out)[:3] == (1, 3, 0)
+            assert gradients(out)[:3] == (1, 2, 0)
         out = strobe.attention(q, k, v, causal=True, kernel="hopper")
         out.grad_fn._raw_saved_tensors[4].register_hooks(lambda t: t, lambda t: t.mT.contiguous().mT)
         assert [gradients(out)[0] for _ in range(2)] == [1, 1]

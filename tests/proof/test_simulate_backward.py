@@ -5,6 +5,7 @@ Its lse comes from the Hopper forward. Sizes wrap both rings; which of the table
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from strobe.testing import FAMILIES, Case, assert_gradients_as_good_as
 from strobe.testing.cases import laid_out
 
 BACKWARD = ["rows_kernel", "backward_kernel", "convert_dq_kernel"]
+BACKWARD_OF_FEW_KEYS = BACKWARD[:-1]  # who adds last writes dq
 BACKWARD_OF_SPLIT_GROUPS = [*BACKWARD, "convert_kernel", "convert_kernel"]
 
 
@@ -311,6 +313,61 @@ def test_scores_begin_at_lse_at_every_scale(scale, judge):
     assert run.reports == []
 
 
+FEW_KEYS = {
+    "of_four_tiles": dict(seqlen_q=512, seqlen_k=512, head_dim=128),
+    "of_four_tiles_d64": dict(seqlen_q=512, seqlen_k=512, head_dim=64),
+    "fewer_rows": dict(seqlen_q=150, seqlen_k=420, head_dim=128),
+    "rows_before_the_keys": dict(seqlen_q=450, seqlen_k=300, head_dim=128),
+    "rows_before_the_keys_d64": dict(seqlen_q=500, seqlen_k=210, head_dim=64),
+    "keys_seen_ahead": dict(seqlen_q=300, seqlen_k=300, head_dim=128, mask=band(None, 70)),
+    "a_narrow_head": dict(seqlen_q=260, seqlen_k=260, head_dim=40),
+    "half_a_tile_of_keys": dict(seqlen_q=130, seqlen_k=170, head_dim=128),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule[0])
+@pytest.mark.parametrize("name", FEW_KEYS)
+def test_who_adds_last_writes_dq(name, schedule, judge):
+    """Each tile of keys that a tile of queries sees adds to its dq but the last, which reads what the others have added, and writes."""
+    sizes = {"heads": (2, 2), "mask": CAUSAL} | FEW_KEYS[name]
+    case = _case(name, sizes.pop("seqlen_q"), sizes.pop("seqlen_k"), sizes.pop("head_dim"), **sizes)
+    assert _form(case).collects
+    run_and_judge(judge, case, torch.bfloat16, "normal", schedule)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("deterministic", dict(seqlen_q=300, seqlen_k=300)),
+        ("deterministic_d64", dict(seqlen_q=300, seqlen_k=300, head_dim=64)),
+        ("grouped", dict(seqlen_q=300, seqlen_k=300, heads=(4, 2))),
+        ("one_tile_of_keys", dict(seqlen_q=200, seqlen_k=128, mask=None)),
+        ("one_ragged_tile_d64", dict(seqlen_q=200, seqlen_k=77, head_dim=64, mask=None)),
+    ],
+)
+def test_dq_of_queries_that_see_one_tile_of_keys_is_written_at_once(name, options, judge):
+    """Whoever takes turns, or shares a group's heads, adds to the others'; a last kernel makes dq of their sum, and leaves what is written alone."""
+    case = _case(name, options.pop("seqlen_q"), options.pop("seqlen_k"), options.pop("head_dim", 128), **({"mask": CAUSAL} | options))
+    call = case.build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
+    call = call._replace(deterministic=name.startswith("deterministic"))
+    form = hopper.BACKWARD.config(Problem.from_call(call), H200).form
+    assert form.finishes and form.collects == (call.right < 0)
+    with on(H200, *SCHEDULES[0]) as run:
+        judge(call, "normal", 5)
+    assert run.reports == []
+
+
+@pytest.mark.parametrize("width, products", [(128, (12, 8)), (96, (20, 12))])
+def test_half_the_keys_are_passed_over_where_no_query_sees_them(width, products):
+    """Of a causal tile of keys the first 64 queries see the first half alone: there the other's consumer multiplies nothing but its share of dq."""
+    call = _case("", 128, 128, width, mask=CAUSAL).build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
+    with on(H200, "timed", 0) as run:
+        out, _ = ops.run(call)
+        torch.autograd.grad(out, call[:3], torch.ones_like(out))
+    found = Counter(one.name.rpartition(" of ")[2] for one in run.events if one.kind == "mma" and "backward" in one.where)
+    assert run.reports == [] and found == dict(zip(("mma_partition", "mma_partition#2"), products))
+
+
 @pytest.mark.parametrize(
     "batch, seqlen, heads, width, bounds, stores",
     [
@@ -321,6 +378,8 @@ def test_scores_begin_at_lse_at_every_scale(scale, judge):
         (4, 4096, (32, 32), 64, (-1, 0), False),
         (32, 512, (16, 16), 192, (-1, 0), False),
         (32, 512, (16, 16), 128, (-1, -1), False),  # tiles of keys come together
+        (64, 128, (16, 16), 128, (-1, -1), True),  # there is one
+        (64, 129, (16, 16), 128, (-1, -1), False),
         (32, 512, (32, 8), 128, (-1, 0), False),  # shorter tiles come first to a group's second head
         (1, 2048, (64, 32), 128, (-1, 0), False),
         (1, 512, (16, 2), 128, (-1, 0), True),  # a head for each program
@@ -344,7 +403,16 @@ def run_and_judge(judge, case: Case, dtype: torch.dtype, family: str, schedule: 
     call = case.build("cpu", dtype, family, seed=5, requires_grad=True, kernel="hopper")
     with on(H200, *schedule) as run:
         judge(call, family, 5)
-    assert run.reports == [] and run.launches == ["forward_kernel"] * 2 + (BACKWARD if _form(case).splits == 1 else BACKWARD_OF_SPLIT_GROUPS)
+    assert run.reports == [] and run.launches == ["forward_kernel"] * 2 + _launched(call, _form(case))
+
+
+def _launched(call: Call, form: hopper.BackwardForm) -> list[str]:
+    """The kernels of a backward: none makes dq of its sum where the last to add does, and no whole tile of queries is without keys."""
+    if not form.collects:
+        return BACKWARD if form.splits == 1 else BACKWARD_OF_SPLIT_GROUPS
+    rows, keys = min(form.tuning.block_m, call.q.shape[1]), call.k.shape[1]
+    seen = call.mask.dense(call.q.shape[1], keys)[..., :rows, :].any() if keys else False
+    return BACKWARD_OF_FEW_KEYS if seen else BACKWARD
 
 
 @pytest.mark.parametrize("name", [case.name for case in LARGE])
@@ -465,9 +533,35 @@ def test_how_many_programs_share_a_group(batch, seqlen, heads, mask, splits):
 
 
 @pytest.mark.parametrize(
+    "seqlen, heads, width, options, finishes, collects",
+    [
+        (512, (16, 16), 128, {}, True, True),
+        (1024, (16, 16), 128, {}, True, True),
+        (1250, (16, 16), 128, {}, False, False),  # 625 keys a row
+        (512, (32, 32), 64, {}, True, True),
+        (1024, (32, 32), 64, {}, False, False),
+        (512, (16, 16), 96, {}, False, False),  # shares of 64 and 32 columns
+        (512, (16, 16), 192, {}, False, False),
+        (512, (16, 16), 128, {"right": -1}, False, False),
+        (128, (16, 16), 128, {"right": -1}, True, True),
+        (512, (16, 16), 128, {"left": 127}, False, False),
+        (512, (16, 16), 128, {"deterministic": True}, True, False),
+        (200, (16, 8), 128, {}, True, False),
+        (512, (16, 16), 64, {"softcap": 20.0}, False, False),  # 32 columns
+    ],
+)
+def test_when_dq_is_written_by_who_adds_last(seqlen, heads, width, options, finishes, collects):
+    q, k = (torch.empty(32, seqlen, count, width, dtype=torch.bfloat16, device="meta") for count in heads)
+    call = Call(q, k, k, **({"right": 0} | options), needs_grad=True)
+    form = hopper.BACKWARD.config(Problem.from_call(call), FAKES["H200"]).form
+    assert (form.finishes, form.collects) == (finishes, collects) and not (form.finishes and form.clears)
+
+
+@pytest.mark.parametrize(
     "batch, seqlen, heads, section",
     [
-        (32, 512, (16, 16), 32),  # 128 tiles of keys; by what fits in L2 they were 256
+        (32, 512, (16, 16), 64),  # two tiles of keys for each SM, since the last of a row waits for those before
+        (16, 768, (16, 16), 16),
         (16, 1024, (16, 16), 16),
         (1, 2048, (64, 8), 8),  # of four parts of a group each
         (2, 8192, (16, 16), 2),
@@ -520,7 +614,7 @@ def test_widths_that_tma_cannot_write(judge):
         out, _ = ops.run(call)
         dout = torch.ones_like(out)
         found = torch.autograd.grad(out, call[:3], dout)
-    assert run.reports == [] and run.launches[-3:] == BACKWARD
+    assert run.reports == [] and run.launches[1:] == BACKWARD_OF_FEW_KEYS
     assert_gradients_as_good_as((*found, None), call, dout)
 
 

@@ -6,7 +6,8 @@ a tile of queries, backward_store what leaves a program.
                       form.clears for the first section of heads alone
     backward_kernel   a program takes tiles of keys and values from the counter; for each it walks the tiles of queries that see it, head by head of
                       its group, or of its part of a group where whole ones would be too few or too unlike (form.splits)
-    convert_dq_kernel dq = scale * its float32 sum, in q's dtype and in rows: the sum is in the order of registers (backward_steps.as_held)
+    convert_dq_kernel dq = scale * its float32 sum, in q's dtype and in rows: the sum is in the order of registers (backward_steps.as_held); with
+                      form.finishes not of what the main kernel has written, with form.collects of nothing
     convert_kernel    so dk and dv where groups are split, from sums in rows
 
     load_partition    finds the tile of keys and tells the others; per tile of queries  q_free[s] -> q_ready[s] (q, lse)
@@ -16,7 +17,7 @@ a tile of queries, backward_store what leaves a program.
                       dq and dk (ds_ready); at the end kv_used; dq_free -> dv, then dk, stand where dq did -> dq_ready, or (of 128 keys by roles,
                       and of a split group) where k and v did -> sums_done
     store_partition   with form.clears first clears a share of what later tiles of keys add to; dq_ready -> adds dq to its sum, and writes dv and
-                      dk -> dq_free
+                      dk -> dq_free; with form.collects dq_free says that a place is given, with the sum of all others where dq is whole with it
 
     barrier       arrivals                    says
     told          1                           the board holds a tile of keys    told_free   all readers  they have read it
@@ -51,7 +52,7 @@ from ..device.schedule import is_told, tell
 from ..device.views import copy_parts, stage_of, tiles_for
 from .backward_roles import walk_gradients, walk_weights
 from .backward_spans import has_others, keys_of_run, mend, places_of
-from .backward_steps import ROWS, THREADS, delta_of, dq_position, in_place_of_dq, of_do, parts_at, parts_of, rows_of, zeros_of
+from .backward_steps import ROWS, THREADS, delta_of, dq_position, free_parity, in_place_of_dq, of_do, parts_at, parts_of, rows_of, zeros_of
 from .backward_store import store_partition
 from .backward_tiles import BACK, WORDS, head_and_tile, key_head, keys_of_number, next_number, seen_and_walk, walk_of
 from .backward_walks import walk_half
@@ -189,7 +190,7 @@ def take_tile(w: gl.constexpr, gradients, board, kv, q, do, dq, handed, at, kv_a
     row: gl.constexpr = ROWS * w if form.halves else 0
     q_at, do_at, handed_at = at
     lap = board_at(kv_at, form).parity
-    seen, walk = seen_and_walk(words, row, form)
+    seen, walk = seen_and_walk(words, row, work[2], form)
     mbarrier.arrive(told_free.index(0))
     keys = ((k_tile, kv_at.stage), (v_tile, v_slot(kv_at, form)))
     channels = (q, do, dq, handed)
@@ -267,7 +268,7 @@ def keep_sums(w: gl.constexpr, dk, dv, sums, channel, row: gl.constexpr, lap, fo
 def hand_gradient(w: gl.constexpr, sums, factor, views, row: gl.constexpr, dq, at, form: gl.constexpr):
     """This consumer's rows of dk or dv to the store partition, in dq's place."""
     PLACES: gl.constexpr = form.places
-    dq_smem, dq_ready, dq_free = dq
+    dq_smem, dq_ready, dq_free, of_rows = dq
     tile = in_place_of_dq(dq_smem, at.stage + zero_of_turn(), views, form)
     keep(rows_of(parts_of(tile), row), sums, factor)
     fence_async_shared()
@@ -280,9 +281,9 @@ def hand_gradient(w: gl.constexpr, sums, factor, views, row: gl.constexpr, dq, a
 def await_place(dq, at, form: gl.constexpr):
     """Wait until all of a tile's place in dq's channel is free."""
     PLACES: gl.constexpr = form.places
-    dq_smem, dq_ready, dq_free = dq
+    dq_smem, dq_ready, dq_free, of_rows = dq
     for i in gl.static_range(PLACES):
-        mbarrier.wait(dq_free.index(at.stage * PLACES + i), at.parity ^ 1)
+        mbarrier.wait(dq_free.index(at.stage * PLACES + i), free_parity(at, form))
 
 
 @gluon.jit
@@ -313,11 +314,11 @@ def as_sums(both, views):
 
 
 @gluon.jit
-def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, dq_desc, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest, dq_sum,
-                    turns, counter, offsets, work, form: gl.constexpr):  # fmt: skip
+def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, dq_desc, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest,
+                    rows_of_dq, dq_sum, turns, counter, offsets, work, form: gl.constexpr):  # fmt: skip
     """Descriptors as launch.descriptor makes them, of a tile's first columns and of the rest (None where there is none), rows_desc of the rows'
-    numbers, dq_desc of dq's sum, as are dk's and dv's where groups are split; turns: how many key tiles have added to each tile of dq, or with
-    form.clears cleared their share of dq_sum, dq's sum, for each part of heads, or None;
+    numbers, dq_desc of dq's sum, as are dk's and dv's where groups are split; rows_of_dq of dq itself with form.finishes, else None; turns: how many
+    key tiles have added to each tile of dq, or with form.clears cleared their share of dq_sum, dq's sum, for each part of heads, or None;
     counter of tiles of keys taken; offsets (cu_seqlens_q, cu_seqlens_k) or Nones, for spans those of `device.spans`; work: tiles of keys in all,
     sizes (B or sequences, H_q, S_q or T_q, S_k or T_k, tiles of rows and of keys a head, heads in a section, for spans by how many rows the
     entries of q, dout, k, v, dk and dv stand apart), limits (left, right), numbers (scale_log2, softcap, scale)."""
@@ -353,7 +354,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     ds_shape: gl.constexpr = [form.ds_places, ROWS if form.halves else form.tuning.block_n, BLOCK_M]
     ds_smem = gl.allocate_shared_memory(dtype, ds_shape, ds_layout)
     if form.bells:
-        ds_ready = bells(form.ds_places + form.places * form.dq_bells, THREADS)
+        ds_ready = bells(form.ds_places + form.stores * form.places * form.dq_bells, THREADS)
     else:
         ds_ready = ring(form.ds_places, 1)
     ds_free = ds_smem
@@ -382,7 +383,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
         dq_ready = ds_ready + 8 * form.ds_places
     else:
         dq_ready = ring(form.stores * form.places, 1)
-    dq = (dq_smem, dq_ready, dq_free)
+    dq = (dq_smem, dq_ready, dq_free, (rows_of_dq, numbers[2]))
     views = (q_views, k_views, v_views, do_views, rows_desc)
     gradients = (dk_views, dv_views)
     out = (dq_desc, dk_views, dv_views)

@@ -286,20 +286,73 @@ def loaded(tile):
 @gluon.jit
 def hand_over(sums, dq, share: gl.constexpr, at, form: gl.constexpr):
     """A share's columns of dq to the store partition, once it has read those before them."""
-    dq_smem, dq_ready, dq_free = dq
-    unit: gl.constexpr = form.share_unit(share)
-    if form.stores == 1:
-        slot: gl.constexpr = 0
-    else:
-        slot = at.stage
-    mbarrier.wait(dq_free.index(slot * form.places + share), at.parity ^ 1)
+    dq_smem, dq_ready, dq_free, of_rows = dq
+    slot = slot_of(at, form)
+    await_share(dq_free, slot, share, at, form)
     held = as_held(sums)  # one or two units
-    HELD: gl.constexpr = form.dq_slot * form.dq_lines // held.shape[0]
-    FIRST: gl.constexpr = unit * form.dq_lines // held.shape[0]
-    places = reinterpret(dq_smem, gl.float32, [form.stores * HELD] + held.shape, dq_smem.type.layout)  # noqa: RUF005
-    places.index(slot * HELD + FIRST).store(held)
+    share_held(dq_smem, slot, share, held.shape, form).store(held)
     fence_async_shared()
     say(dq_ready, slot * form.places + share, form.dq_bells)
+
+
+@gluon.jit
+def hand_rows(sums, others, dq, share: gl.constexpr, at, form: gl.constexpr):
+    """`hand_over` of a share that is whole, with what `others` have added to it, which has landed in its place: in dq's dtype, scaled, as rows and
+    columns."""
+    dq_smem, dq_ready, dq_free, of_rows = dq
+    slot = slot_of(at, form)
+    await_share(dq_free, slot, share, at, form)
+    if form.collects:
+        if others:
+            held = as_held(sums)
+            sums = as_sums(held + share_held(dq_smem, slot, share, held.shape, form).load(held.type.layout), sums)
+    as_rows(share_in_place(dq_smem, slot, share, of_rows[0], form)).store((sums * of_rows[1]).to(of_rows[0].dtype))
+    fence_async_shared()
+    say(dq_ready, slot * form.places + share, form.dq_bells)
+
+
+@gluon.jit
+def slot_of(at, form: gl.constexpr):
+    """Which slot of dq's channel a position is."""
+    if form.stores == 1:
+        return gl.constexpr(0)
+    else:
+        return at.stage
+
+
+@gluon.jit
+def await_share(dq_free, slot, share: gl.constexpr, at, form: gl.constexpr):
+    """Wait until a share's place in dq's channel is free; with form.collects those of both, lest a consumer whose sums have landed look for the
+    other's place a round ahead."""
+    PLACES: gl.constexpr = form.places
+    for i in gl.static_range(PLACES):
+        if i == share or form.collects:
+            mbarrier.wait(dq_free.index(slot * PLACES + i), free_parity(at, form))
+
+
+@gluon.jit
+def free_parity(at, form: gl.constexpr):
+    """Parity of the barrier that says a place of dq's channel is free: from the beginning, or with form.collects once it has been given, when what
+    others have added has landed in it."""
+    if form.collects:
+        return at.parity
+    else:
+        return at.parity ^ 1
+
+
+@gluon.jit
+def share_held(dq_smem, slot, share: gl.constexpr, shape: gl.constexpr, form: gl.constexpr):
+    """Where a share of dq stands in float32, in the order of registers."""
+    HELD: gl.constexpr = form.dq_slot * form.dq_lines // shape[0]
+    FIRST: gl.constexpr = form.share_unit(share) * form.dq_lines // shape[0]
+    return reinterpret(dq_smem, gl.float32, [form.stores * HELD] + shape, dq_smem.type.layout).index(slot * HELD + FIRST)  # noqa: RUF005
+
+
+@gluon.jit
+def share_in_place(dq_smem, slot, share: gl.constexpr, view, form: gl.constexpr):
+    """Where a share of dq stands as rows and columns: at the beginning of the memory that it has in float32."""
+    BLOCKS: gl.constexpr = form.dq_lines * 1024 // view.block_type.nbytes  # of a unit
+    return as_blocks(dq_smem, view).index((slot * form.dq_slot + form.share_unit(share)) * BLOCKS)
 
 
 @gluon.jit
@@ -314,7 +367,7 @@ def hand_units(sums, dq, at, form: gl.constexpr):
 
 @gluon.jit
 def hand_unit(unit, sums, dq, at, form: gl.constexpr):
-    dq_smem, dq_ready, dq_free = dq
+    dq_smem, dq_ready, dq_free, of_rows = dq
     mbarrier.wait(dq_free.index(unit), at.parity ^ 1)
     dq_smem.index(unit).store(as_held(sums))
     fence_async_shared()
@@ -351,3 +404,12 @@ def as_held(sums):
     COLUMNS: gl.constexpr = sums.shape[1]
     pieces = gl.permute(gl.reshape(sums, [ROWS // 16, 2, 8, COLUMNS // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
     return gl.reshape(pieces, [ROWS * COLUMNS // 256, 256])
+
+
+@gluon.jit
+def as_sums(held, like):
+    """What `as_held` has put in order, as sums again, like those it came from."""
+    ROWS: gl.constexpr = like.shape[0]
+    COLUMNS: gl.constexpr = like.shape[1]
+    pieces = gl.permute(gl.reshape(held, [COLUMNS // 8, ROWS // 16, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    return gl.convert_layout(gl.reshape(pieces, [ROWS, COLUMNS]), like.type.layout, assert_trivial=True)

@@ -17,6 +17,7 @@ from ..device.dialect import (
     gluon,
     mbarrier,
     partition_barrier,
+    tma_load,
     tma_reduce_add,
     tma_store,
     tma_store_drain,
@@ -27,8 +28,8 @@ from ..device.masking import row_interval
 from ..device.schedule import is_told
 from ..device.views import FAR, copy_out, stage_of
 from .backward_spans import places_written
-from .backward_steps import in_place_of_dq
-from .backward_tiles import head_and_tile, key_head, read_place
+from .backward_steps import in_place_of_dq, share_in_place
+from .backward_tiles import WHOLE, head_and_tile, key_head, read_place, rows_finished
 
 
 @gluon.jit
@@ -38,9 +39,12 @@ def store_partition(own: gl.constexpr, out, turns, dq_sum, board, kv, dq, work, 
     at = ring_start(1)  # of the tiles that are its own
     told_at = ring_start(1)
     passed = gl.to_tensor(0)  # the channel's tiles, of all tiles of keys before
+    owed = passed - 1  # with form.collects the tile of dq that it has added to, and not counted yet
     while is_told(words, told, told_at):
         steps, n_start, lengths, keys = read_place(words, form)
-        values = keys
+        values, whole = keys, keys
+        if form.finishes:
+            whole = rows_finished(words, work[2], form)
         if form.spans:
             keys, values = places_written(keys, work[1])
         part = steps[0]
@@ -50,7 +54,14 @@ def store_partition(own: gl.constexpr, out, turns, dq_sum, board, kv, dq, work, 
         total = form.members * steps[2][0]
         first = (own + passed) % form.stores
         for step in range(first, total, form.stores):
-            at = add_step(own, step, steps, n_start, lengths, out[0], turns, dq, at, work, form)
+            if form.collects:
+                at, owed = collect_step(own, step, steps, n_start, lengths, (whole, owed), out[0], turns, dq, at, work, form)
+            else:
+                at = add_step(own, step, steps, n_start, lengths, whole, out[0], turns, dq, at, work, form)
+        if form.collects:
+            if form.splits == 1:
+                give_place(own, dq, form)
+            owed = count_owed(turns, owed)
         if form.two_tiles:
             write_in_place((out[1], out[2]), ((keys, part, n_start), (values, part, n_start)), kv, told_at, form)
         elif form.splits > 1:
@@ -93,16 +104,97 @@ def clear_ahead(turns, dq_sum, entry, part, n_start, sizes, form: gl.constexpr):
 
 
 @gluon.jit
-def add_step(own: gl.constexpr, step, steps, n_start, lengths, dq_desc, turns, dq, at, work, form: gl.constexpr):
-    """Add a step's dq to its sum; the channel's next place."""
+def add_step(own: gl.constexpr, step, steps, n_start, lengths, whole, dq_desc, turns, dq, at, work, form: gl.constexpr):
+    """Add a step's dq to its sum, or write it where it is whole; the channel's next place."""
     part, m_first, walk, first_tile = steps
     head, block = head_and_tile(part, step, walk, form)
     m_start = m_first + block * form.tuning.block_m
     tile = first_tile + head * work[1][4] + m_start // form.tuning.block_m
+    if form.finishes:
+        if block < whole[0]:
+            write_rows(own, (whole[1], head, m_start), turns + tile, dq, at, form)
+        else:
+            add_tile(own, tile, n_start, m_start, walk[1], lengths, dq_desc, turns, dq, at, work, form)
+        return at.next()
+    else:
+        return add_tile(own, tile, n_start, m_start, walk[1], lengths, dq_desc, turns, dq, at, work, form)
+
+
+@gluon.jit
+def collect_step(own: gl.constexpr, step, steps, n_start, lengths, so_far, dq_desc, turns, dq, at, work, form: gl.constexpr):
+    """`add_step` of form.collects: (the channel's next place, the tile that is to be counted now).
+
+    A place is given when it is known what comes into it: where dq is whole but for what others have added, that is loaded into it first. That one's
+    own share stands in memory is counted once the next place is given, lest consumers wait for it.
+    """
+    part, m_first, walk, first_tile = steps
+    whole, owed = so_far
+    head, block = head_and_tile(part, step, walk, form)
+    m_start = m_first + block * form.tuning.block_m
+    tile = first_tile + head * work[1][4] + m_start // form.tuning.block_m
+    if block < whole[0]:
+        if n_start > 0:  # what is owed first: a later tile of keys may wait for it as this one waits for those before
+            owed = count_owed(turns, owed)
+            load_sum(own, dq_desc, tile, turns, n_start // form.tuning.block_n, dq, form)
+        else:
+            give_place(own, dq, form)
+            owed = count_owed(turns, owed)
+        write_rows(own, (whole[1], head, m_start), turns + tile, dq, at, form)
+    else:
+        give_place(own, dq, form)
+        count_owed(turns, owed)
+        add_tile(own, tile, n_start, m_start, walk[1], lengths, dq_desc, turns, dq, at, work, form)
+        owed = tile
+    return at.next(), owed
+
+
+@gluon.jit
+def give_place(own: gl.constexpr, dq, form: gl.constexpr):
+    """Let consumers have dq's place."""
+    PLACES: gl.constexpr = form.places
+    for i in gl.static_range(PLACES):
+        mbarrier.arrive(dq[2].index(own * PLACES + i))
+
+
+@gluon.jit
+def load_sum(own: gl.constexpr, dq_desc, tile, turns, others, dq, form: gl.constexpr):
+    """Give consumers dq's place with the sum of all others in it, once that stands in memory."""
+    PLACES: gl.constexpr = form.places
+    while gl.atomic_add(turns + tile, 0, sem="acquire") != others:
+        pass
+    fence_async_global()
+    for i in gl.static_range(PLACES):
+        free, unit = dq[2].index(own * PLACES + i), form.share_unit(i)
+        mbarrier.expect(free, form.dq_lines * 1024)
+        tma_load(dq_desc, [(tile * form.dq_units() + unit) * form.dq_lines, 0], free, dq[0].index(own * form.dq_slot + unit))
+
+
+@gluon.jit
+def count_owed(turns, owed):
+    """Count that a share of dq has been added, once it stands in memory: none is owed then."""
+    if owed >= 0:
+        pass_turn(turns + owed)
+    return owed * 0 - 1
+
+
+@gluon.jit
+def write_rows(own: gl.constexpr, place, turn, dq, at, form: gl.constexpr):
+    """A tile of dq that is whole, as rows; its turn says so to who makes dq of its sum."""
+    queries, head, m_start = place
+    view = dq[3][0]
+    await_ready(own, dq, at, form)
+    for share in gl.static_range(2):
+        copy_out(view, queries, head, m_start + form.share_row(share), form.share_column(share), share_in_place(dq[0], own, share, view, form), form)
+    set_free(own, dq, form)
+    gl.store(turn, WHOLE)
+
+
+@gluon.jit
+def add_tile(own: gl.constexpr, tile, n_start, m_start, back, lengths, dq_desc, turns, dq, at, work, form: gl.constexpr):
     first = False
     if form.first_stores:
         turn = turns + tile
-        first = await_turn(turn, n_start, m_start, walk[1], lengths, work[2], form)
+        first = await_turn(turn, n_start, m_start, back, lengths, work[2], form)
     line = tile * form.dq_units() * form.dq_lines
     if form.halves:
         await_ready(own, dq, at, form)
@@ -114,7 +206,7 @@ def add_step(own: gl.constexpr, step, steps, n_start, lengths, dq_desc, turns, d
         at = add_units(first, dq_desc, line, dq, at, form)
     if form.ordered:
         pass_turn(turn)
-    elif form.first_stores:
+    elif form.first_stores and not form.collects:
         if first:
             pass_turn(turn)
     return at
@@ -215,8 +307,9 @@ def set_free(own: gl.constexpr, dq, form: gl.constexpr):
     """Free the channel's place, once all that leaves it has been read."""
     PLACES: gl.constexpr = form.places
     tma_store_wait(0)
-    for i in gl.static_range(PLACES):
-        mbarrier.arrive(dq[2].index(own * PLACES + i))
+    if not form.collects:  # which gives a place once it is known what for
+        for i in gl.static_range(PLACES):
+            mbarrier.arrive(dq[2].index(own * PLACES + i))
 
 
 @gluon.jit

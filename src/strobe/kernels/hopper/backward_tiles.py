@@ -15,6 +15,7 @@ KEYS_SEEN: gl.constexpr = gl.constexpr(10)  # where its keys end that are seen
 KEYS_WRITTEN: gl.constexpr = gl.constexpr(11)  # and those whose gradients are written: hidden ones have 0
 PURE_BEGIN: gl.constexpr = gl.constexpr(12)  # of the tiles of queries the first without rows of other documents
 PURE_STOP: gl.constexpr = gl.constexpr(13)  # and one past the last
+WHOLE: gl.constexpr = gl.constexpr(-1)  # as the turn of a tile of dq: it is written already, and has no sum
 PREFIX: gl.constexpr = gl.constexpr(15)  # how many keys of the entry all rows see
 
 
@@ -142,9 +143,10 @@ def head_and_tile(part, step, walk, form: gl.constexpr):
 
 
 @gluon.jit
-def seen_and_walk(words, row: gl.constexpr, form: gl.constexpr):
+def seen_and_walk(words, row: gl.constexpr, limits, form: gl.constexpr):
     """((the consumer's key that the first row has on the diagonal, keys from the consumer's first on, of spans the first tile of queries without rows
-    of others, one past the last, and keys that all rows see), `walk_of` its queries); the consumer's keys begin with the tile's key `row`."""
+    of others, one past the last, and keys that all rows see, or with form.finishes `finished` and whether other tiles of keys come before this
+    one), `walk_of` its queries); the consumer's keys begin with the tile's key `row`."""
     told = read_words(words, 0)
     n_start, seqlen_k = word(told, 2) + row, word(told, 9)
     keys = word(told, KEYS_SEEN) if form.spans else seqlen_k
@@ -152,8 +154,26 @@ def seen_and_walk(words, row: gl.constexpr, form: gl.constexpr):
     walk = walk_of(word(told, 4), word(told, BACK), form)
     if form.spans:
         return (diagonal, keys - n_start, word(told, PURE_BEGIN), word(told, PURE_STOP), word(told, PREFIX) - n_start), walk
+    elif form.finishes:
+        return (diagonal, keys - n_start, finished(told, limits, form), word(told, 2) > 0), walk
     else:
         return (diagonal, keys - n_start), walk
+
+
+@gluon.jit
+def finished(told, limits, form: gl.constexpr):
+    """Of a head's tiles of queries that a tile of keys walks, how many see no keys behind its own, from the first on: their dq is whole with its
+    share, where its keys are the first, or (form.collects) with what those before have added."""
+    m_first, seqlen_q, seqlen_k = word(told, 3), word(told, 7), word(told, 9)
+    n_stop = word(told, 2) + form.tuning.block_n
+    tiles = gl.where(seqlen_k <= n_stop, word(told, 4), 0)
+    if form.mask.right:
+        rows = n_stop - (seqlen_k - seqlen_q) - limits[1] - m_first
+        tiles = gl.maximum(tiles, rows // form.tuning.block_m)
+    if form.collects:
+        return tiles
+    else:
+        return gl.where(word(told, 2) == 0, tiles, 0)
 
 
 @gluon.jit
@@ -164,3 +184,10 @@ def read_place(words, form: gl.constexpr):
     steps = (word(told, 1), word(told, 3), walk_of(word(told, 4), word(told, BACK), form), word(told, 5))
     length = word(told, KEYS_WRITTEN) if form.spans else word(told, 9)
     return steps, word(told, 2), (word(told, 7), word(told, 9)), (word(told, 0), word(told, 8), length)
+
+
+@gluon.jit
+def rows_finished(words, limits, form: gl.constexpr):
+    """(`finished`, (entry, start, length) of the queries)."""
+    told = read_words(words, 0)
+    return finished(told, limits, form), (word(told, 0), word(told, 6), word(told, 7))

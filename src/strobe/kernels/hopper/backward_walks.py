@@ -28,6 +28,7 @@ from .backward_steps import (
     dp_start,
     dq_position,
     hand_over,
+    hand_rows,
     in_registers,
     of_ds,
     over_columns,
@@ -35,6 +36,7 @@ from .backward_steps import (
     products_of,
     rows_of,
     scores_of,
+    tile_layout,
     tile_now,
     wait_for,
     weights,
@@ -58,6 +60,11 @@ def walk_half(w: gl.constexpr, dk, dv, keys, channels, at, seen, walk, work, for
                 first = first & (member == 0)
             if form.by_rows:
                 dk, dv = step_twice(w, dk, dv, keys, channels, place, seen, block, first, work, form)
+            elif form.passes(w):
+                if is_unseen(block, seen, work[2], form):
+                    step_unseen(w, keys, channels, place, seen, block, first, form)
+                else:
+                    dk, dv = step_half(w, dk, dv, keys, channels, place, seen, block, first, work, form)
             else:
                 dk, dv = step_half(w, dk, dv, keys, channels, place, seen, block, first, work, form)
             q_at = q_at.next()
@@ -100,6 +107,36 @@ def step_half(w: gl.constexpr, dk, dv, keys, channels, at, seen, block, first, w
     dk = wait_for(dk, 0)
     release(q[3].index(q_at.stage), form.tuning.each)
     return dk, dv
+
+
+@gluon.jit
+def is_unseen(block, seen, limits, form: gl.constexpr):
+    """Whether no query of a tile sees any of this consumer's keys, as of the first on a causal diagonal half the keys are hidden."""
+    left, right = limits
+    diagonal = seen[0] + block * form.tuning.block_m
+    unseen = seen[1] <= 0
+    if form.mask.right:
+        unseen = unseen | (diagonal + form.tuning.block_m + right <= 0)
+    if form.mask.left:
+        unseen = unseen | (diagonal - left >= ROWS)
+    return unseen
+
+
+@gluon.jit
+def step_unseen(w: gl.constexpr, keys, channels, at, seen, block, first, form: gl.constexpr):
+    """`step_half` of queries that see none of this half's keys: its ds is 0, and of five products only its share of dq is left."""
+    q, do, dq, handed = channels
+    q_at, ds_at, lap = at
+    ds_smem, ds_ready, ds_free = handed
+    own = 2 * ds_at.stage + w
+    dtype: gl.constexpr = ds_smem.dtype
+    mbarrier.wait(q[2].index(q_at.stage), q_at.parity)  # lest its place be let go a round ahead
+    await_ds(handed, own, ds_at, form)
+    ds_smem.index(own).store(gl.full([ROWS, form.tuning.block_m], 0.0, dtype, tile_layout(form.tuning.block_m)))
+    say_ds(ds_ready, own, form)
+    dq_sums = warpgroup_mma_wait(0, deps=[begin_share(w, handed, of_share(ds_at, form), tile_now(keys[0], form), form)])
+    hand_share(w, dq_sums, channels, at, seen, block, first, form)
+    release(q[3].index(q_at.stage), form.tuning.each)
 
 
 @gluon.jit
@@ -211,7 +248,14 @@ def hand_share(w: gl.constexpr, dq_sums, channels, at, seen, block, first, form:
             if has_others(block, (seen[2], seen[3])):
                 lse = share_of_rows(w, q[1].index(q_at.stage), form).load(gl.SliceLayout(1, dq_sums.type.layout))
                 dq_sums = without_others(dq_sums, lse)
-        hand_over(dq_sums, dq, w, dq_position(place, lap, form), form)
+        at = dq_position(place, lap, form)
+        if form.finishes:
+            if block < seen[2]:
+                hand_rows(dq_sums, seen[3], dq, w, at, form)
+            else:
+                hand_over(dq_sums, dq, w, at, form)
+        else:
+            hand_over(dq_sums, dq, w, at, form)
 
 
 @gluon.jit

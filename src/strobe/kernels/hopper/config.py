@@ -203,7 +203,8 @@ class HopperBackward:
         begun = widths in BEGUN and (lags or _begins(problem, widths)) and not problem.softcap and 1 / FINE < problem.scale < FINE
         constants = problem.group, problem.mask, bool(problem.softcap), even, problem.packed, ordered, splits, stores, lags, begun
         form = BackwardForm(tuning, *widths, *head_dims, *constants)
-        return BackwardConfig(replace(form, clears=_clears(problem, form), last_sections=_last_sections(problem, form)))
+        added = {"clears": _clears(problem, form), "finishes": _finishes(problem, form), "last_sections": _last_sections(problem, form)}
+        return BackwardConfig(replace(form, **added))
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem, backward=True)
@@ -217,7 +218,7 @@ class HopperBackward:
         rows = Buffer("rows", (2, *heads, tiles * form.tuning.block_m), torch.float32)
         dq_sum = Buffer("dq_sum", (*heads, tiles, form.tuning.block_m * form.block_d), torch.float32)
         buffers = [rows, dq_sum, Buffer("counter", (1,), torch.int32)]
-        if form.first_stores:
+        if form.first_stores or form.finishes:
             buffers.append(Buffer("turns", (*heads, tiles), torch.int32))
         elif form.clears:
             buffers.append(Buffer("turns", (heads[0], problem.heads_q // form.members), torch.int32))
@@ -247,7 +248,12 @@ def _first_stores(problem: Problem, splits: int, widths: tuple[int, int]) -> boo
     """
     mask = problem.mask
     apart = mask.right and (mask.left or splits == problem.group)
-    return apart and not has_spans(mask) and keys_a_row(problem) <= STORED_KEYS.get(widths, 0)
+    return (apart or _one_tile(problem, BACKWARD_TUNINGS[widths])) and not has_spans(mask) and keys_a_row(problem) <= STORED_KEYS.get(widths, 0)
+
+
+def _one_tile(problem: Problem, tuning: BackwardTuning) -> bool:
+    """Whether all keys of a batch entry are in one tile."""
+    return not problem.packed and problem.layout.seqlen_k <= tuning.block_n
 
 
 CLEARED_KEYS = 600  # a row, on average, from which a tile of keys has time for its share of the zeros
@@ -262,6 +268,19 @@ def _clears(problem: Problem, form: BackwardForm) -> bool:
     """
     suits = form.halves and form.reckons and not (form.first_stores or form.packed or form.spans)
     return suits and keys_a_row(problem) >= CLEARED_KEYS
+
+
+# a row, on average, from which queries that see one tile of keys alone are too few; of other widths shares of dq have not 64 columns
+FINISHED_KEYS = {(64, 64): 400, (128, 128): 600}
+
+
+def _finishes(problem: Problem, form: BackwardForm) -> bool:
+    """Whether dq of queries that see keys of one tile alone, the first, is written at once, and not summed in memory. Of the speed without d128
+    causal 128 runs at 1.47, 256 at 1.12, 512 at 1.07, 1k at 1.03, d64 256 at 1.10, 512 at 1.03, 1k at 1.00 (H200). Steps that multiply dq of the
+    step before have no room for it."""
+    may = problem.mask.right or problem.packed or _one_tile(problem, form.tuning)
+    suits = form.halves and form.share_columns(0) == ROWS and not (form.spans or form.lags or form.mask.left)
+    return may and suits and not _clears(problem, form) and keys_a_row(problem) < FINISHED_KEYS.get((form.block_d, form.block_dv), 0)
 
 
 def _last_sections(problem: Problem, form: BackwardForm) -> int:

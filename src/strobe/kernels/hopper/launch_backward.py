@@ -20,6 +20,7 @@ from ..kernel import Backward, Plan, entries, gradient_addresses, keep, strides_
 from ..memory import pieces_of
 from ..tma import MOST_ROWS, entries_apart, query_tiles
 from . import backward
+from .forms import ROWS
 from .rows import convert_dq_kernel, convert_kernel, rows_kernel
 
 L2_BYTES = 32 << 20  # of queries, their gradients and dq's sums that stay while a section of heads is walked; an H200 has 50 MB
@@ -31,20 +32,22 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
     sums = {name: workspace[f"{name}_sum"].transpose(-3, -2) for name in ("dk", "dv") if f"{name}_sum" in workspace}
     spans = plan.config.form.spans
     dk, dv = sums.get("dk", writable(t.dk, spans)), sums.get("dv", writable(t.dv, spans))
+    dq = addressable(t.dq) if plan.config.form.finishes else t.dq
     dout = operand(t.dout, call, spans)
     pointers = (t.dout, t.out, t.lse, t.dlse, t.delta, rows, dq_sum, call.cu_seqlens_q, turns, counter)
     key = ("rows", t.dout.stride(), t.dout.dtype, t.out.stride(), t.dlse is None)
     launched = [relaunch.start(plan, key, pointers, lambda: rows_launch(plan, pointers))]
-    views = (call.q, call.k, call.v, dout, rows, dk, dv, dq_sum)
+    views = (call.q, call.k, call.v, dout, rows, dk, dv, dq, dq_sum)
     offsets = (call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix) if spans else (call.cu_seqlens_q, call.cu_seqlens_k)
     others = (turns, *offsets, counter)
-    strides = (dout.stride(), dk.stride(), dv.stride())
+    strides = (dout.stride(), dk.stride(), dv.stride(), dq.stride())
     main = partial(main_launch, plan, call, views, offsets, turns, counter)
     launched += [relaunch.start(plan, (call.left, call.right, *strides), (*views, *others), main)]
-    pointers_dq = (dq_sum, t.dq, call.cu_seqlens_q, turns)
-    launched += [relaunch.start(plan, ("dq", t.dq.stride()), pointers_dq, lambda: dq_launch(plan, pointers_dq))]
+    if not makes_dq(plan):
+        pointers_dq = (dq_sum, dq, call.cu_seqlens_q, turns)
+        launched += [relaunch.start(plan, ("dq", dq.stride()), pointers_dq, lambda: dq_launch(plan, pointers_dq))]
     copied = dout is not t.dout
-    for name, held, gradient in (("dk", dk, t.dk), ("dv", dv, t.dv)):
+    for name, held, gradient in (("dq", dq, t.dq), ("dk", dk, t.dk), ("dv", dv, t.dv)):
         if name in sums:
             key, convert = (name, gradient.stride()), partial(convert_launch, plan, name, held, gradient)
             launched += [relaunch.start(plan, key, (held, gradient), convert)]
@@ -61,6 +64,16 @@ def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
     _, tiles_n, section = parts_of_heads(plan)
     cleared = (section, tiles_n) if plan.config.form.clears else (0, 0)  # else none, lest each length be compiled by itself
     return Launch(rows_kernel, tiles_of_rows(plan), (pointers, strides, (*row_sizes(plan), *cleared), unit, plan.config.form), {"num_warps": 4})
+
+
+def makes_dq(plan: Plan) -> bool:
+    """Whether the main kernel has made all of dq: with form.collects, where each tile of queries has one that sees a key."""
+    problem, form = plan.problem, plan.config.form
+    if not form.collects or problem.packed:
+        return False
+    _, seqlen_q, seqlen_k = problem.layout
+    beyond = problem.right if problem.mask.right else seqlen_q
+    return min(form.tuning.block_m, seqlen_q) + seqlen_k - seqlen_q + beyond > 0 and seqlen_k > 0
 
 
 def dq_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
@@ -92,7 +105,7 @@ def convert_launch(plan: Plan, name: str, held: Tensor, gradient: Tensor) -> Lau
 def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], offsets: tuple, turns: Tensor | None, counter: Tensor) -> Launch:
     form: Any = plan.config.form
     problem, tuning = plan.problem, form.tuning
-    q, k, v, dout, rows, dk, dv, dq_sum = views
+    q, k, v, dout, rows, dk, dv, dq, dq_sum = views
     apart: tuple[int, ...] = ()
     if form.spans:  # the first entry stands for all
         apart = tuple(rows_apart(t) or 0 for t in (q, dout, k, v, dk, dv))
@@ -109,6 +122,7 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], offsets: tupl
         descriptor(q, *by_rows), descriptor(k, *by_keys), descriptor(v, *by_keys_v), descriptor(dout, *by_rows_v),
         row_descriptor(rows, tuning.block_m), descriptor(dk, *by_keys), descriptor(dv, *by_keys_v), line_descriptor(dq_sum, form.dq_lines),
         *(descriptor(t, n, width) if width else None for t, n, width in rests),
+        descriptor(dq, ROWS, ROWS) if form.finishes else None,
     )  # fmt: skip
     sizes = (batch, problem.heads_q, seqlen_q, seqlen_k, query_tiles(problem, tuning.block_m), tiles_n, section, *apart)
     tiles = counted(plan, parts * tiles_n)
@@ -129,11 +143,19 @@ def parts_of_heads(plan: Plan) -> tuple[int, int, int]:
     return parts, tiles_n, even_section(parts, min(L2_BYTES // max(1, a_part), filling(plan.target.sm_count, tiles_n, form)))
 
 
+SHORT = 5  # tiles of keys
+
+
 def filling(sm_count: int, tiles_n: int, form: Any) -> int:
     """Parts of heads that have about a tile of keys for each SM: twice as many are slower where tiles are short, half as many where heads are
-    grouped (512 x 32 1.04, GQA 64/8 2k 0.90 of the speed, H200). Twice as many where programs of long steps take turns, which then come further apart
-    (d64 causal 4k to 16k 1.004 to 1.006 of the speed, d128 0.993 to 0.999)."""
-    return max(1, sm_count // max(1, tiles_n)) * (2 if form.ordered and form.by_rows else 1)
+    grouped (512 x 32 1.04, GQA 64/8 2k 0.90 of the speed, H200).
+
+    Twice as many where programs of long steps take turns, which then come further apart (d64 causal 4k to 16k 1.004 to 1.006 of the speed, d128
+    0.993 to 0.999), and where the last of few programs waits for the others (512 x 32 1.025, 256 x 64 1.09, d64 512 1.21, d128 768 0.985, 1k 0.98).
+    """
+    apart = form.ordered and form.by_rows
+    waits = form.collects and (form.by_rows or tiles_n <= SHORT)
+    return max(1, sm_count // max(1, tiles_n)) * (2 if apart or waits else 1)
 
 
 def counted(plan: Plan, programs: int) -> int:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ..device.tiles import find_sequence, load_rows, span_of, store_rows
+from .backward_tiles import WHOLE
 
 
 @triton.jit
@@ -38,7 +39,7 @@ def rows_kernel(tensors, strides, sizes, unit, form: tl.constexpr):
     tl.store(delta + place, row_delta, mask=row_ok)
     row_lse = tl.load(lse + place, mask=row_ok, other=float("-inf")) * 1.4426950408889634
     empty = row_lse == float("-inf")
-    if form.first_stores:
+    if form.first_stores or form.finishes:
         tl.store(turns + pid, 0)
     if form.clears:  # the sums of the first parts here, others by the main kernel
         part = index // form.members
@@ -107,6 +108,10 @@ def convert_dq_kernel(dq_sum, dq, cu_seqlens_q, turns, strides, sizes, scale, fo
         start, length = span_of(cu_seqlens_q, sequence, sequences, total)
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, UNIT)
     row_ok = block * BLOCK_M + row < length
+    if form.finishes:
+        turn = tl.load(turns + pid)
+        if (turn != 0) if form.collects else (turn == WHOLE):
+            return
     if form.first_stores:
         if tl.load(turns + pid) == 0:  # nobody sees a key: there is no sum
             for unit in tl.static_range(form.dq_units_written()):
