@@ -168,5 +168,5 @@ def test_a_kernel_whose_warps_have_no_roles_has_none():
 
 
 def test_every_role_and_kind_is_known_by_name():
-    assert list(ROLES) == ["softmax", "correct", "mma", "load", "store"]
+    assert list(ROLES) == ["softmax", "correct", "mma", "store", "load"]  # who stores may load what it adds to
     assert not {"role", "total", "least"} & set(KINDS)

@@ -30,8 +30,8 @@ ROLES = {  # a role, and what stands in its inner loop: the first that fits
     "softmax": ("MUFU.EX2", "STTM|HGMMA"),  # on Hopper its warps start the products, too; a sink's exponential at a tile's end has neither
     "correct": ("LDTM", "STTM"),
     "mma": ("UTC.MMA",),
+    "store": ("UTMASTG",),  # may load what others have added
     "load": ("UTMALDG",),
-    "store": ("UTMASTG",),
 }
 SPECIALISED = "USETMAXREG"  # registers move from role to role
 
