@@ -305,7 +305,7 @@ def hand_rows(sums, others, dq, share: gl.constexpr, at, form: gl.constexpr):
     if form.collects:
         if others:
             held = as_held(sums)
-            sums = as_sums(held + share_held(dq_smem, slot, share, held.shape, form).load(held.type.layout), sums)
+            sums = from_held(held + share_held(dq_smem, slot, share, held.shape, form).load(held.type.layout), sums)
     as_rows(share_in_place(dq_smem, slot, share, of_rows[0], form)).store((sums * of_rows[1]).to(of_rows[0].dtype))
     fence_async_shared()
     say(dq_ready, slot * form.places + share, form.dq_bells)
@@ -407,7 +407,7 @@ def as_held(sums):
 
 
 @gluon.jit
-def as_sums(held, like):
+def from_held(held, like):
     """What `as_held` has put in order, as sums again, like those it came from."""
     ROWS: gl.constexpr = like.shape[0]
     COLUMNS: gl.constexpr = like.shape[1]

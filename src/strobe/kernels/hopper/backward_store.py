@@ -59,8 +59,7 @@ def store_partition(own: gl.constexpr, out, turns, dq_sum, board, kv, dq, work, 
             else:
                 at = add_step(own, step, steps, n_start, lengths, whole, out[0], turns, dq, at, work, form)
         if form.collects:
-            if form.splits == 1:
-                give_place(own, dq, form)
+            give_place(own, dq, form)
             owed = count_owed(turns, owed)
         if form.two_tiles:
             write_in_place((out[1], out[2]), ((keys, part, n_start), (values, part, n_start)), kv, told_at, form)

@@ -69,7 +69,7 @@ def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
 def makes_dq(plan: Plan) -> bool:
     """Whether the main kernel has made all of dq: with form.collects, where each tile of queries has one that sees a key."""
     problem, form = plan.problem, plan.config.form
-    if not form.collects or problem.packed:
+    if not form.collects:
         return False
     _, seqlen_q, seqlen_k = problem.layout
     beyond = problem.right if problem.mask.right else seqlen_q
