@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...call import Call
-from ...problem import Problem
+from ...problem import Dense, Problem
 from ...target import KIB, Target
 from .. import invariant
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries, keys_a_row, visible_pairs
@@ -253,7 +253,7 @@ def _first_stores(problem: Problem, splits: int, widths: tuple[int, int]) -> boo
 
 def _one_tile(problem: Problem, tuning: BackwardTuning) -> bool:
     """Whether all keys of a batch entry are in one tile."""
-    return not problem.packed and problem.layout.seqlen_k <= tuning.block_n
+    return isinstance(problem.layout, Dense) and problem.layout.seqlen_k <= tuning.block_n
 
 
 CLEARED_KEYS = 600  # a row, on average, from which a tile of keys has time for its share of the zeros
