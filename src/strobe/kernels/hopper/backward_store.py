@@ -1,6 +1,7 @@
 """The store partition of the Hopper backward: what leaves a program, by TMA.
 
-    store_partition   dq_ready -> adds dq to its sum, at the end writes dv, then dk -> dq_free; where form.ordered and halves, two, by turns;
+    store_partition   dq_ready -> adds dq to its sum, at the end writes dv, then dk -> dq_free; where form.stores is 2, two, by turns;
+                      with form.collects: dq_free with what others have added, where dq is whole with it -> dq_ready -> writes dq;
                       of a split group: sums_done -> adds dk -> sums_free; sums_done -> adds dv -> kv_free
                       of two tiles of keys: sums_done -> writes dv and dk -> kv_free
 

@@ -198,7 +198,7 @@ class HopperBackward:
         tuning = capped or BACKWARD_TUNINGS[widths]
         even = not problem.packed and not has_spans(problem.mask) and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         splits = 1 if ordered or widths[0] != widths[1] else _splits(problem, target, tuning)
-        stores = ordered or _first_stores(problem, splits, widths)
+        stores = ordered or _first_stores(problem, splits, widths, tuning)
         lags = _lags(problem, splits, widths, tuning, ordered)
         begun = widths in BEGUN and (lags or _begins(problem, widths)) and not problem.softcap and 1 / FINE < problem.scale < FINE
         constants = problem.group, problem.mask, bool(problem.softcap), even, problem.packed, ordered, splits, stores, lags, begun
@@ -237,7 +237,7 @@ class HopperBackward:
 LONG_PROGRAM = 64  # steps of the longest, of which its sums in float32 memory are a small part
 
 
-def _first_stores(problem: Problem, splits: int, widths: tuple[int, int]) -> bool:
+def _first_stores(problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTuning) -> bool:
     """Whether the first tile of keys to come to a tile of dq stores, so that nothing clears dq's sum: where rows see few keys, and tiles come one
     after the other; the others wait for it.
 
@@ -248,7 +248,7 @@ def _first_stores(problem: Problem, splits: int, widths: tuple[int, int]) -> boo
     """
     mask = problem.mask
     apart = mask.right and (mask.left or splits == problem.group)
-    return (apart or _one_tile(problem, BACKWARD_TUNINGS[widths])) and not has_spans(mask) and keys_a_row(problem) <= STORED_KEYS.get(widths, 0)
+    return (apart or _one_tile(problem, tuning)) and not has_spans(mask) and keys_a_row(problem) <= STORED_KEYS.get(widths, 0)
 
 
 def _one_tile(problem: Problem, tuning: BackwardTuning) -> bool:
