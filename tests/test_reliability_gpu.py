@@ -659,4 +659,4 @@ def test_a_first_call_compiles_each_launcher_once(tmp_path):
     told, _ = process.communicate(timeout=240)
     assert process.returncode == 0 and "Traceback" not in told, told
     launchers, drivers, kernels = (list(tmp_path.rglob(name)) for name in ("__triton_launcher*.so", "cuda_utils*.so", "*.cubin"))
-    assert (len(launchers), len(drivers), len(kernels)) == (4, 1, 4)
+    assert (len(launchers), len(drivers)) == (len(kernels), 1) and len(kernels) >= 3  # forward, rows, backward; longer rows have one for dq
