@@ -154,6 +154,12 @@ def test_gpu_rivals_say_why_not_on_a_cpu() -> None:
     assert "GiB" in (rivals.RIVALS["naive"].why_not(huge, CPU) or "")
 
 
+def test_rivals_with_versions_of_their_own_are_named_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "version", {"flash-attn-4": "4.0.0b36"}.get)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    assert run.versions(["flash", "cudnn", "fa4", "strobe @HEAD"]) == {"cudnn": "91002", "fa4": "4.0.0b36"}
+
+
 @pytest.mark.parametrize("case", [TINY[0], TINY[1], TINY[2], TINY[4], TINY[5]], ids=lambda case: case.name)
 def test_flash_attention_4_is_called_as_it_wants(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in with its signatures, made of the oracle: the arguments must mean the case."""
@@ -194,9 +200,9 @@ def test_flex_masks_are_the_cases(case: Case) -> None:
 # ---------------------------------------------------------------- rows
 
 SCHEMA = {
-    "case", "direction", "dtype", "kernel", "config", "ms", "tflops", "percent_of_ceiling", "ratio", "rivals", "refused", "flops", "intensity",
-    "spread", "timing", "l2", "rounds", "peak_tflops", "peak_gbps", "device", "threads", "torch", "triton", "cuda", "python", "date", "commit",
-    "relative_error",
+    "case", "direction", "dtype", "kernel", "config", "ms", "tflops", "percent_of_ceiling", "ratio", "rivals", "versions", "refused", "flops",
+    "intensity", "spread", "timing", "l2", "rounds", "peak_tflops", "peak_gbps", "device", "threads", "torch", "triton", "cuda", "python", "date",
+    "commit", "relative_error",
 }  # fmt: skip
 
 
@@ -215,7 +221,7 @@ def test_a_row(backward: bool, still: None) -> None:
     assert set(row["rivals"]) == {"sdpa", "sdpa_mask", "naive"} and not row["refused"]
     assert row["tflops"] == pytest.approx(row["flops"] / row["ms"] / 1e9, rel=1e-3)
     assert row["ratio"] == pytest.approx(min(row["rivals"].values()) / row["ms"], rel=1e-3)
-    assert set(row["spread"]) == {"strobe", *row["rivals"]}
+    assert set(row["spread"]) == {"strobe", *row["rivals"]} and row["versions"] == {}
     assert row["relative_error"] < run.AGREE[torch.float32]
     assert table.rival_tflops(row, "naive") == row["flops"] / row["rivals"]["naive"] / 1e9
 
