@@ -157,7 +157,7 @@ def test_gpu_rivals_say_why_not_on_a_cpu() -> None:
 def test_rivals_with_versions_of_their_own_are_named_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "version", {"flash-attn-4": "4.0.0b36"}.get)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    assert run.versions(["flash", "cudnn", "fa4", "strobe @HEAD"]) == {"cudnn": "91002", "fa4": "4.0.0b36"}
+    assert run.versions_of(["flash", "cudnn", "fa4", "strobe @HEAD"]) == {"cudnn": "91002", "fa4": "4.0.0b36"}
 
 
 @pytest.mark.parametrize("case", [TINY[0], TINY[1], TINY[2], TINY[4], TINY[5]], ids=lambda case: case.name)
@@ -437,7 +437,7 @@ def test_decode_is_measured_over_cold_caches(monkeypatch: pytest.MonkeyPatch) ->
     )
     row = decode.measure(SMALL_DECODE, decode.pick([], CPU), OPTIONS)
     assert row["kernel"] == "cpu.decode" and row["caches"] == 2 == len(set(seen)) and row["refused"] == {}
-    assert row["relative_error"] < 1e-5 and row["ms"] > 0 and row["rivals"]["sdpa"] > 0
+    assert row["relative_error"] < 1e-5 and row["ms"] > 0 and row["rivals"]["sdpa"] > 0 and row["versions"] == {}
     assert row["flops"] == 2 * 2 * 4 * 112 * 32 and row["gbps"] > 0  # its 7 pages hold 112
     json.dumps(row)
 

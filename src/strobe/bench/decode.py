@@ -24,7 +24,7 @@ from ..errors import InvalidProblem
 from ..select import Choice
 from . import roofline
 from .attempt import Attempt
-from .run import Contender, Options, _drop_wrong, _short, circumstances
+from .run import Contender, Options, _drop_wrong, _short, circumstances, versions_of
 from .timer import Function, Timing, as_graph, interleave
 
 COLD_BYTES = 256 * 2**20  # that a sample passes over: five times the L2 of an H200 (50 MB), twice that of a B200 (126 MB)
@@ -187,6 +187,6 @@ def _row(case: DecodeCase, choice: Choice | None, times: dict[str, Timing], opti
         row |= {"kernel": plan.kernel.name, "config": str(plan.config), "ms": _short(mine), "flops": work.flops}
         row |= {"tflops": _short(roofline.tflops(work, mine)), "percent_of_ceiling": _short(roofline.percent(work, target, mine))}
         row |= {"gbps": _short(work.moved_bytes / mine / 1e6), "ratio": _short(min(rivals.values()) / mine) if rivals else None}
-    row |= {"rivals": rivals, "spread": {name: [_short(t.low_ms), _short(t.high_ms)] for name, t in each.items()}}
+    row |= {"rivals": rivals, "versions": versions_of(rivals), "spread": {name: [_short(t.low_ms), _short(t.high_ms)] for name, t in each.items()}}
     row |= {"timing": "graph" if options.device.type == "cuda" else "eager", "l2": "cold", "caches": case.copies, "rounds": options.rounds}
     return row | {"peak_tflops": _short(target.peak_tflops), "peak_gbps": _short(target.peak_gbps)} | circumstances(options.device)

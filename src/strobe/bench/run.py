@@ -134,17 +134,17 @@ def _row(case: Case, ours: Strobe, x: Inputs, times: dict[str, Timing], refused:
         row |= {"kernel": plan.kernel.name, "config": str(plan.config), "ms": _short(mine.median_ms)}
         row |= {"tflops": _short(roofline.tflops(work, mine.median_ms)), "percent_of_ceiling": _short(roofline.percent(work, target, mine.median_ms))}
         row |= {"ratio": _short(min(rivals.values()) / mine.median_ms) if rivals else None}
-    row |= {"rivals": rivals, "versions": versions(rivals), "refused": refused}
+    row |= {"rivals": rivals, "versions": versions_of(rivals), "refused": refused}
     row |= {"flops": work.flops, "intensity": _short(work.flops / work.moved_bytes)}
     row |= {"spread": {name: [_short(t.low_ms), _short(t.high_ms)] for name, t in times.items()}}
     row |= {"timing": "graph" if options.graph else "eager", "l2": "flushed" if options.flush else "warm", "rounds": options.rounds}
     return row | {"peak_tflops": _short(target.peak_tflops), "peak_gbps": _short(target.peak_gbps)} | circumstances(options.device)
 
 
-def versions(names: Iterable[str]) -> dict[str, str | None]:
+def versions_of(names: Iterable[str]) -> dict[str, str | None]:
     """Those of rivals that have one of their own; the others are torch's.
 
-    >>> versions(["naive", "sdpa"])
+    >>> versions_of(["naive", "sdpa"])
     {}
     """
     own = {"fa4": lambda: version("flash-attn-4"), "cudnn": lambda: str(torch.backends.cudnn.version())}
