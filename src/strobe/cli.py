@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="strobe against its rivals")
     bench.add_argument("suite", choices=("forward", "backward", "decode", "overhead", "cpu", "roofline"))
     bench.add_argument("--case", action="append", default=[], metavar="NAME", help="a case or a pattern such as 'd128_*'; repeatable")
+    bench.add_argument("--data", default="normal", metavar="NAME", help="inputs: a family such as sharp16, all families, or a file of q, k, v")
     rivals = "names, separated by commas (all of this device unless given); @REVISION is strobe as git has it there, @FOLDER as it stands there"
     bench.add_argument("--rivals", default="", metavar="A,B", help=rivals)
     bench.add_argument("--kernel", help="hold strobe to a family or a kernel")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor
 from .. import mask as masks
 from ..call import Call
 from ..errors import InvalidProblem
+from . import data
 
 TOKENS = 16384  # rule of the dense GPU cases: as many tokens in all, B = max(1, TOKENS / S)
 HEADS = {64: 32, 128: 16, 256: 8}  # and 2048 channels
 SIZES = {"512": 512, "1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192, "16k": 16384, "32k": 32768}
-DENSE_SIZES = {64: ("4k", "8k", "16k"), 128: ("4k", "8k", "16k", "32k"), 256: ("4k", "16k")}  # of each head dimension
+DENSE_SIZES = {64: ("4k", "8k", "16k"), 128: ("4k", "8k", "16k", "32k"), 256: ("4k", "8k", "16k")}  # of each head dimension
 UNEVEN_4K = (64, 1024, 128, 768, 512, 256, 448, 896)
 UNEVEN_8K = (1024, 1536, 256, 1792, 768, 512, 1280, 1024)
 
@@ -55,6 +57,7 @@ class Case:
     packed: bool = False  # the lengths are sequences of attention_varlen; else documents of a mask
     backward: bool = False
     deterministic: bool = False  # every contender is asked for gradients of the same bits each time
+    data: str = data.NORMAL  # a family of inputs, one of data.NAMES, or a file that torch.load reads: {"q", "k", "v"}
 
     @property
     def width_v(self) -> int:
@@ -88,11 +91,16 @@ class Case:
         return call.with_mask(self.mask(x.ids))
 
     def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
-        """Standard normal data on `device`; leaves that want gradients for a backward case."""
+        """Data of the case's family on `device`; leaves that want gradients for a backward case."""
         draw = torch.Generator(device).manual_seed(seed)
         tokens = (self.seqlen,) if self.packed else (self.batch, self.seqlen)
         shapes = [(*tokens, heads, width) for heads, width in self._heads_and_widths()]
-        q, k, v, dout = (torch.randn(shape, device=device, generator=draw).to(self.dtype) for shape in shapes)
+        q, k, v, dout = (torch.randn(shape, device=device, generator=draw) for shape in shapes)
+        if self.data in data.NAMES:
+            q, k = data.change(self.data, q, k, self._positions().to(device), draw)
+        else:
+            q, k, v = (tensor.to(device) for tensor in data.load(self.data))
+        q, k, v, dout = (tensor.to(self.dtype) for tensor in (q, k, v, dout))
         for leaf in (q, k, v):
             leaf.requires_grad_(self.backward)
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
@@ -101,6 +109,10 @@ class Case:
             return Inputs(q, k, v, dout, offsets.to(device), None)
         ids = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths).expand(self.batch, -1)
         return Inputs(q, k, v, dout, None, ids.contiguous().to(device) if self.lengths else None)
+
+    def _positions(self) -> Tensor:
+        """Each token's place in its own sequence or document, int64 [S]."""
+        return torch.cat([torch.arange(length) for length in self.lengths or (self.seqlen,)])
 
     def _heads_and_widths(self) -> list[tuple[int, int]]:
         q, v = self.head_dim, self.width_v
@@ -124,6 +136,22 @@ def suite(name: str, patterns: tuple[str, ...] | list[str] = ()) -> list[Case]:
     return [case for case in cases if not patterns or any(fnmatchcase(case.name, pattern) for pattern in patterns)]
 
 
+def on_data(cases: list[Case], name: str, backward: bool) -> list[Case]:
+    """The cases on a family of inputs, on every family for "all"; for a file one case of its tensors' shape, causal.
+
+    >>> [(case.name, case.data) for case in on_data(suite("forward", ["d64_causal_8k"]), "sharp4", backward=False)]
+    [('d64_causal_8k', 'sharp4')]
+
+    Raises InvalidProblem for a name that is neither a family nor a file of tensors.
+    """
+    if name == "all" or name in data.NAMES:
+        return [replace(case, data=family) for case in cases for family in (data.NAMES if name == "all" else (name,))]
+    q, k, v = data.load(name)
+    batch, seqlen, heads, width = q.shape
+    shape = dict(batch=batch, seqlen=seqlen, heads_q=heads, heads_kv=k.shape[2], head_dim=width, head_dim_v=v.shape[3], dtype=q.dtype)
+    return [Case(Path(name).stem, **shape, causal=True, backward=backward, data=name)]
+
+
 def _uneven(count: int, least: int, most: int, seed: int = 0) -> tuple[int, ...]:
     draw = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(least, most + 1, (count,), generator=draw).tolist())
@@ -145,6 +173,7 @@ def _gpu() -> list[Case]:
     widths = [("d96", 96, 0), ("d192", 192, 0), ("d192x128", 192, 128)]
     cases += [Case(f"{name}_causal_8k", 2, SIZES["8k"], 16, head_dim=dim, head_dim_v=dim_v, causal=True) for name, dim, dim_v in widths]
     cases += [Case(f"gqa_64_8_d128_causal_{size}", 1, SIZES[size], 64, 8, head_dim=128, causal=True) for size in ("2k", "8k")]
+    cases.append(Case("d192x128_dense_8k", 2, SIZES["8k"], 16, head_dim=192, head_dim_v=128))
     cases.append(Case("d64_gqa_window1024_16k", 1, SIZES["16k"], 64, 8, head_dim=64, window=(1023, 0), causal=True))
     cases.append(Case("documents_16_d128_causal_16k", 1, SIZES["16k"], 16, head_dim=128, causal=True, lengths=UNEVEN_8K * 2))
     cases.append(_packed("varlen_32docs_gqa_causal", _uneven(32, 64, 4096), heads_q=32, heads_kv=8, head_dim=128, causal=True))

@@ -14,7 +14,8 @@ import torch
 from ..errors import InvalidProblem
 from ..target import FAKES
 from . import decode, plot, table
-from .cases import Case, suite
+from .cases import Case, on_data, suite
+from .data import NORMAL
 from .rivals import pick
 from .run import Options, circumstances, rows, written
 
@@ -46,7 +47,9 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
         return _decode(arguments, Options(device, arguments.kernel, rounds))
     if arguments.plot:
         plot.check(arguments.plot)
-    cases = suite(arguments.suite, arguments.case)
+    if arguments.data != NORMAL and arguments.suite == "cpu":
+        raise InvalidProblem("--data", repr(arguments.data), "forward or backward", "the suite for CPUs is measured on normal numbers")
+    cases = on_data(suite(arguments.suite, arguments.case), arguments.data, arguments.suite == "backward")
     if arguments.list:
         _list(cases, arguments.json)
         return 0
@@ -79,8 +82,8 @@ def roofline(name: str | None, picture: Path | None) -> int:
 
 
 def _decode(arguments: argparse.Namespace, options: Options) -> int:
-    if arguments.graph or arguments.flush or arguments.plot:
-        raise InvalidProblem("--graph, --flush, --plot", "decode", "none of them", "it is a graph over cold caches as it is, and has no plot")
+    if arguments.graph or arguments.flush or arguments.plot or arguments.data != NORMAL:
+        raise InvalidProblem("--data, --graph, --flush, --plot", "decode", "none of them", "it is a graph over cold caches as it is, and has no plot")
     cases = decode.suite(arguments.case)
     if arguments.list:
         lines = [[c.name, c.batch, c.keys, c.page_size, c.heads_q, c.heads_kv, c.head_dim, "float8" if c.fp8 else "bfloat16"] for c in cases]
@@ -110,15 +113,15 @@ def _list(cases: list[Case], as_json: str | None) -> None:
     if as_json:
         print(json.dumps([case.name for case in cases]))
         return
-    lines = [[c.name, c.batch, c.seqlen, c.heads_q, c.groups, c.head_dim, c.width_v, str(c.dtype).removeprefix("torch.")] for c in cases]
-    table.show(["case", "B", "S", "H_q", "H_kv", "D", "D_v", "dtype"], lines)
+    lines = [[c.name, c.data, c.batch, c.seqlen, c.heads_q, c.groups, c.head_dim, c.width_v, str(c.dtype).removeprefix("torch.")] for c in cases]
+    table.show(["case", "data", "B", "S", "H_q", "H_kv", "D", "D_v", "dtype"], lines)
 
 
 def _overhead(arguments: argparse.Namespace) -> int:
     from .overhead import measure
 
-    if arguments.case or arguments.rivals or arguments.plot or arguments.kernel:
-        raise InvalidProblem("--case, --rivals, --plot, --kernel", "overhead", "none of them", "it measures the parts of a call, all together")
+    if arguments.case or arguments.rivals or arguments.plot or arguments.kernel or arguments.data != NORMAL:
+        raise InvalidProblem("--case, --data, --rivals, --plot, --kernel", "overhead", "none of them", "it measures the parts of a call, all together")
     if arguments.list:
         print(json.dumps(list(_PARTS))) if arguments.json else table.show(["part", ""], list(_PARTS.items()))
         return 0

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import fields
 from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -50,7 +51,8 @@ class Earlier:
 
     def prepare(self, case: Case, x: Inputs):
         cases, rivals = (import_module(f"{self._package()}.bench.{name}") for name in ("cases", "rivals"))
-        return rivals.Strobe().prepare(cases.Case(**vars(case)), x)
+        known = {field.name for field in fields(cases.Case)}  # an older case has fewer; x holds what the others say
+        return rivals.Strobe().prepare(cases.Case(**{name: value for name, value in vars(case).items() if name in known}), x)
 
 
 @lru_cache

@@ -123,7 +123,7 @@ def _distance(mine: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
 def _row(case: Case, ours: Strobe, x: Inputs, times: dict[str, Timing], refused: dict[str, str], options: Options) -> dict:
     target = roofline.ceiling(options.device, case.dtype)
     work = roofline.cost(case, x)
-    row: dict = {"case": case.name, "direction": "backward" if case.backward else "forward", "dtype": str(case.dtype).removeprefix("torch.")}
+    row: dict = {"case": case.name, "data": case.data, "direction": "backward" if case.backward else "forward", "dtype": str(case.dtype).removeprefix("torch.")}
     row |= dict.fromkeys(("kernel", "config", "ms", "tflops", "percent_of_ceiling", "ratio"))
     mine = times.get(ours.name)
     rivals = {name: _short(timing.median_ms) for name, timing in times.items() if name != ours.name}

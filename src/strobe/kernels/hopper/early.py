@@ -15,7 +15,7 @@ keys' scores are all -inf has none when others come. Both are seen at the end, a
 from ..device.dialect import gl, gluon
 from ..device.lanes import by_four, from_four
 
-VAST: gl.constexpr = gl.constexpr(32)  # log2: a weight's exponent that is larger is rounded, with its score, to more than lse may err by
+VAST: gl.constexpr = gl.constexpr(110)  # log2
 
 
 @gluon.jit
@@ -41,7 +41,8 @@ def _text(count, lift, most, vast):
         first = 3 * count + 4 * n  # after two outputs and the weights, of which two are of a row, two of the other
         lines += [f".reg .f32 {name}0, {name}1; mov.f32 {name}0, ${first}; mov.f32 {name}1, ${first + 2};"]
     lines += [f"max.f32 top, sum0, sum1; setp.gt.f32 out, top, {limit}; vote.sync.any.pred out, out, -1; @!out bra FITS;"]
-    for row in (0, 1):
+    for row in (0, 1):  # eight rows of the warp each, seldom both
+        lines += [f"setp.gt.f32 out, sum{row}, {limit}; vote.sync.any.pred out, out, -1; @!out bra FITS{row};"]
         for lane in (1, 2):
             lines += [f"shfl.sync.bfly.b32 other, sum{row}, {lane}, 31, -1; max.f32 sum{row}, sum{row}, other;"]
         lines += [
@@ -55,6 +56,7 @@ def _text(count, lift, most, vast):
             "and.b32 bits, bits, 0x007FFFFF; or.b32 bits, bits, 0x3F800000; mov.b32 fraction, bits; lg2.approx.ftz.f32 fraction, fraction;",
             f"add.f32 max{row}, max{row}, fraction; mul.f32 whole{row}, whole{row}, factor; mul.f32 rescale{row}, rescale{row}, factor;",
             *(f"mul.f32 ${i}, ${i}, factor;" for i in range(count) if i // 2 % 2 == row),
+            f"FITS{row}:",
         ]
     names = [f"{name}{row}" for name in ("sum", "max", "whole", "rescale") for row in (0, 0, 1, 1)]
     lines += ["FITS:", *(f"mov.f32 ${count + i}, {names[i % 16]};" for i in range(count))]

@@ -116,6 +116,13 @@ class Form(Constants, Walk):
         return self.mask.left or self.mask.right or self.spans or not self.even
 
     @property
+    def first_block_first(self) -> bool:
+        """Whether a tile visits its first key block before the others: where no left bound hides it from some rows.
+
+        A consumer then holds the first block's values while it skips the blocks that only later rows see, so a ring has a stage more than those."""
+        return not self.mask.left
+
+    @property
     def q_is_read(self) -> bool:
         """Whether all of q is in registers by the time products begin."""
         return self.tuning.q_in_registers == (2 if self.rest_d else 1)

@@ -126,26 +126,26 @@ def load_tile(what, at, views, offsets, board, q, k, v, mended, sizes, form: gl.
         load_rows(q_views, q_place, head, own_first, w, q_smem, q_ready.index(w), form.rest_d, form, JOINED)
         if w == 0:
             if blocks > 0:  # the first keys, before the other consumers' queries
-                load_keys(k_views, k_place, kv_head, n_begin + blocks - 1, k_at, k, form.rest_d, form)
+                load_keys(k_views, k_place, kv_head, visited_block(0, n_begin, blocks, form), k_at, k, form.rest_d, form)
                 k_at = k_at.next()
     q_at = q_at.next()
     if form.mask.documents:
         others = (document != PURE) & (again > 0)
     for i in range(blocks):
-        block = n_begin + blocks - 1 - i
+        block = visited_block(i, n_begin, blocks, form)
         if i + 1 < blocks:
-            load_keys(k_views, k_place, kv_head, block - 1, k_at, k, form.rest_d, form)
+            load_keys(k_views, k_place, kv_head, visited_block(i + 1, n_begin, blocks, form), k_at, k, form.rest_d, form)
             k_at = k_at.next()
         if form.mask.documents:
             if others & (i > 0):  # the values before these, which have landed meanwhile
-                mend_values(v, mended, v_at.before(), block + 1, keys, document, offsets[3], form)
+                mend_values(v, mended, v_at.before(), visited_block(i - 1, n_begin, blocks, form), keys, document, offsets[3], form)
             load_values(v_views, v_place, kv_head, block, v_at, v, mended, others, form)
         else:
             load_keys(v_views, v_place, kv_head, block, v_at, v, form.rest_dv, form)
         v_at = v_at.next()
     if form.mask.documents:
         if others & (blocks > 0):
-            mend_values(v, mended, v_at.before(), n_begin, keys, document, offsets[3], form)
+            mend_values(v, mended, v_at.before(), visited_block(blocks - 1, n_begin, blocks, form), keys, document, offsets[3], form)
     return told_at, k_at, q_at, v_at
 
 
@@ -230,31 +230,31 @@ def zeros(form: gl.constexpr):
 
 
 @gluon.jit
-def let_go(w, k, v, k_at, v_at, count, form: gl.constexpr):
-    """Pass over `count` stages that this consumer's rows do not see, keeping step with the others."""
+def skip_stages(w, k, v, at, count, form: gl.constexpr):
+    """The position after `count` stages of keys and values that this consumer's rows do not see, released unread."""
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
     for _ in range(count):
         if form.tuning.ping_pong:
             take_turn(w)
             pass_turn(w, form.tuning.consumers)
-        mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
-        release(k_free.index(k_at.stage), form.tuning.each)
-        mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
-        release(v_free.index(v_at.stage), form.tuning.each)
-        k_at = k_at.next()
-        v_at = v_at.next()
-    return k_at, v_at
+        mbarrier.wait(k_ready.index(at.stage), at.parity)
+        release(k_free.index(at.stage), form.tuning.each)
+        mbarrier.wait(v_ready.index(at.stage), at.parity)
+        release(v_free.index(at.stage), form.tuning.each)
+        at = at.next()
+    return at
 
 
 @gluon.jit
-def attend(w, q, q_free, k, v, k_at, v_at, keys, edges, again, numbers, form: gl.constexpr):
-    """(o, row_max, row_sum, both positions after their last stage) over (first key block, key blocks), at least one, the last first.
+def attend(w, q, q_free, k, v, k_at, keys, edges, again, numbers, form: gl.constexpr):
+    """(o, row_max, row_sum, the position after the last stage) over (first key block, key blocks, stages to skip), at least one block, in the order
+    of `visited_block`. Keys and values of a block lie in the same stage of their rings, so the values of a step are where its keys were.
 
     q's place is free once the last scores are there, a product before the end: of the speed of later d256 1.006 to 1.01, d64 512 1.02 (H200).
     """
     BLOCK_N: gl.constexpr = form.tuning.block_n
-    n_begin, blocks = keys
+    n_begin, blocks, unseen = keys
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -264,7 +264,7 @@ def attend(w, q, q_free, k, v, k_at, v_at, keys, edges, again, numbers, form: gl
     LIFT: gl.constexpr = lift_of(dtype)
     zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, s_layout)
     o = zeros(form)
-    n_start = (n_begin + blocks - 1) * BLOCK_N
+    n_start = visited_block(0, n_begin, blocks, form) * BLOCK_N
     mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
     if form.tuning.ping_pong:
         take_turn(w)
@@ -273,11 +273,13 @@ def attend(w, q, q_free, k, v, k_at, v_at, keys, edges, again, numbers, form: gl
         pass_turn(w, form.tuning.consumers)
     s = warpgroup_mma_wait(0, deps=[s])
     release(k_free.index(k_at.stage), form.tuning.each)
-    k_at = k_at.next()
+    v_at, k_at = k_at, k_at.next()
     p, rescale, row_max, row_sum = first_step(s, n_start, edges, numbers, LIFT, form)
     p_reg = gl.convert_layout(p.to(dtype), p_layout)
+    if form.first_block_first:
+        k_at = skip_stages(w, k, v, k_at, unseen, form)  # the diagonal's last blocks, which come next
     for i in range(1, blocks):
-        place, so_far = (k_at, v_at, n_start, i, blocks), (o, row_max, row_sum, rescale, p_reg)
+        place, so_far = (k_at, v_at, n_begin, i, blocks), (o, row_max, row_sum, rescale, p_reg)
         o, row_max, row_sum, rescale, p_reg, k_at, v_at = attend_step(w, q, k, v, place, so_far, zero, edges, again, numbers, form)
     if not form.q_is_read:
         mbarrier.arrive(q_free.index(w))
@@ -288,14 +290,13 @@ def attend(w, q, q_free, k, v, k_at, v_at, keys, edges, again, numbers, form: gl
     row_max = gl.convert_layout(gl.max(row_max, 1), gl.SliceLayout(1, s_layout))
     o = landed(o, form)
     release(v_free.index(v_at.stage), form.tuning.each)
-    return o, row_max, total, k_at, v_at.next()
+    return o, row_max, total, k_at
 
 
 @gluon.jit
 def attend_step(w, q, k, v, place, so_far, zero, edges, again, numbers, form: gl.constexpr):
-    """`attend` of a block of keys, i blocks before the one at n_start: its scores, behind them the weights before times their values, under which its
-    weights are made."""
-    k_at, v_at, n_start, i, blocks = place
+    """`attend` of the i-th block of keys: its scores, behind them the weights before times their values, under which its weights are made."""
+    k_at, v_at, n_begin, i, blocks = place
     o, row_max, row_sum, rescale, p_reg = so_far
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
@@ -315,17 +316,25 @@ def attend_step(w, q, k, v, place, so_far, zero, edges, again, numbers, form: gl
         pass_turn(w, form.tuning.consumers)
     s = warpgroup_mma_wait(parts_v, deps=[s])
     release(k_free.index(k_at.stage), form.tuning.each)
-    k_at = k_at.next()
-    n_start = n_start - i * form.tuning.block_n
+    n_start = visited_block(i, n_begin, blocks, form) * form.tuning.block_n
     careful = is_careful(n_start, edges, again, form)
     p, rescale, row_max, row_sum = softmax_step(s, careful, row_max, row_sum, n_start, edges, numbers, LIFT, form)
     if form.tuning.under and not form.early:  # whose branch holds weights back as well
         stay_before(blocks)
     o = landed(o, form)
     release(v_free.index(v_at.stage), form.tuning.each)
-    v_at = v_at.next()
     p_reg = gl.convert_layout(p.to(dtype), p_layout)
-    return o, row_max, row_sum, rescale, p_reg, k_at, v_at
+    return o, row_max, row_sum, rescale, p_reg, k_at.next(), k_at
+
+
+@gluon.jit
+def visited_block(i, n_begin, blocks, form: gl.constexpr):
+    """The key block that a tile visits as its i-th: the last first, but where all rows see the first keys these before all others. Attention sinks
+    lie there, so later scores seldom outgrow a row's first maximum; and the diagonal comes next, where scores of positions nearby are large."""
+    block = n_begin + blocks - 1 - i
+    if form.first_block_first:
+        block = gl.where(i == 0, n_begin, block + 1)
+    return block
 
 
 @gluon.jit
@@ -406,11 +415,10 @@ def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.c
 def walk_tiles(w, out, board, q, k, v, o_smem, work, form: gl.constexpr):
     words, told, told_free, verdicts = board
     k_at = ring_start(form.tuning.stages)
-    v_at = ring_start(form.tuning.stages)
     q_at = ring_start(1)
     told_at = ring_start(2)
     while is_told(words, told, told_at):
-        k_at, v_at, told_at, q_at = take_tile(w, out, board, q, k, v, o_smem, (k_at, v_at, told_at, q_at), work, form)
+        k_at, told_at, q_at = take_tile(w, out, board, q, k, v, o_smem, (k_at, told_at, q_at), work, form)
     tma_store_wait(0)
 
 
@@ -422,7 +430,7 @@ def take_tile(w, out, board, q, k, v, o_smem, at, work, form: gl.constexpr):
     words, told, told_free, verdicts = board
     q_smem, q_ready, q_free = q
     heads, total_q = sizes[1] * form.tuning.joined, sizes[2]
-    k_at, v_at, told_at, q_at = at
+    k_at, told_at, q_at = at
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.tuning.block_n, 16])
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
@@ -442,7 +450,9 @@ def take_tile(w, out, board, q, k, v, o_smem, at, work, form: gl.constexpr):
     again = is_done_again(words, told_at.stage) if form.early else 0
     unseen = blocks
     if own > 0:
-        k_at, v_at = let_go(w, k, v, k_at, v_at, n_begin + blocks - own_begin - own, form)
+        unseen = n_begin + blocks - own_begin - own
+        if not form.first_block_first:
+            k_at = skip_stages(w, k, v, k_at, unseen, form)
         edges = edges_of(m_start, lengths, limits)
         if form.spans:
             stop_edge = m_start + (seqlen_k - seqlen_q) + 1 if form.mask.prefix else edges[1]
@@ -450,12 +460,12 @@ def take_tile(w, out, board, q, k, v, o_smem, at, work, form: gl.constexpr):
         if form.mask.documents:
             document, own_ids = document_told(words, told_at.stage, ids)
             edges = (edges[0], edges[1], key_stop, prefix, limits[1], document, own_ids)
-        o, row_max, row_sum, k_at, v_at = attend(w, q_tile, q_free, k, v, k_at, v_at, (own_begin, own), edges, again, numbers, form)
+        o, row_max, row_sum, k_at = attend(w, q_tile, q_free, k, v, k_at, (own_begin, own, unseen), edges, again, numbers, form)
         unseen = own_begin - n_begin
     if not form.q_is_read:
         if own <= 0:
             mbarrier.arrive(q_free.index(w))
-    k_at, v_at = let_go(w, k, v, k_at, v_at, unseen, form)
+    k_at = skip_stages(w, k, v, k_at, unseen, form)
     # read again rather than kept in registers meanwhile
     entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
     m_start = own_start(m_start, place_of(w, told_at.stage, form), seqlen_q, form)
@@ -492,7 +502,7 @@ def take_tile(w, out, board, q, k, v, o_smem, at, work, form: gl.constexpr):
     mbarrier.arrive(told_free.index(told_at.stage))
     told_at = told_at.next()
     stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q, sizes[1]), head, m_start, form)
-    return k_at, v_at, told_at, q_at.next()
+    return k_at, told_at, q_at.next()
 
 
 @gluon.jit
