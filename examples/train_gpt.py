@@ -13,6 +13,8 @@ same tenth, so that seeds which meet at one step by chance do not make it nothin
 stay far below. What costs less than a change of seed is not seen: 30 steps of the tiny model show that it runs, 300 on a GPU show
 more. It exits with 1 if they are not equal.
 
+`--save-qkv FILE` keeps what the trained model's attention is asked; `strobe bench forward --data FILE` measures on it.
+
 Writes OUT/train_gpt.jsonl (a line a run and one with the verdict; appended) and OUT/train_gpt.png. Needs strobe-attention[bench].
 """
 
@@ -118,8 +120,13 @@ def loss_of(model: GPT, passages: Tensor) -> Tensor:
         return cross_entropy(model(passages[:, :-1]).flatten(0, 1), passages[:, 1:].flatten())
 
 
-def train(attend: Attention, seed: int, size: Size, device: torch.device, tell: Callable[[int, float], object]) -> tuple[Tensor, float]:
-    """The loss of every step [steps], and the seconds they took."""
+class Run(NamedTuple):
+    losses: Tensor  # of every step, [steps]
+    seconds: float
+    model: GPT
+
+
+def train(attend: Attention, seed: int, size: Size, device: torch.device, tell: Callable[[int, float], object]) -> Run:
     torch.manual_seed(seed)
     model = GPT(size, attend).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -135,7 +142,22 @@ def train(attend: Attention, seed: int, size: Size, device: torch.device, tell: 
         losses.append(loss.detach())
         if step % 10 == 9 or step + 1 == size.steps:  # reading a loss waits for the GPU
             tell(step + 1, loss.item())
-    return torch.stack(losses).double().cpu(), time.perf_counter() - began
+    return Run(torch.stack(losses).double().cpu(), time.perf_counter() - began, model)
+
+
+def save_qkv(model: GPT, size: Size, device: torch.device, path: Path) -> None:
+    """Write q, k and v [layers * B, S, H, D] that all layers of a trained model make of one batch, for `strobe bench --data`."""
+    held: list[tuple[Tensor, ...]] = []
+
+    def keep(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        held.append((q.detach(), k.detach(), v.detach()))
+        return with_strobe(q, k, v)
+
+    for block in model.blocks:
+        block.attend = keep
+    with torch.no_grad():
+        loss_of(model, next(batches(0, size, device)))
+    torch.save({name: torch.cat(parts).cpu() for name, parts in zip("qkv", zip(*held))}, path)
 
 
 def kernels(size: Size, device: torch.device) -> strobe.Choice:
@@ -239,9 +261,11 @@ def main(arguments: list[str] | None = None) -> int:
             for name, attend in ATTENTIONS.items():
                 task = progress.add_task(f"{name} seed {seed}", total=size.steps, loss="")
                 tell = lambda step, loss, task=task: progress.update(task, completed=step, loss=f"loss {loss:.3f}")
-                curve, seconds = train(attend, seed, size, device, tell)
-                losses[name].append(curve)
-                write({"attention": name, "seed": seed} | plans[name] | {"seconds": short(seconds), "losses": short(curve)})
+                run = train(attend, seed, size, device, tell)
+                losses[name].append(run.losses)
+                write({"attention": name, "seed": seed} | plans[name] | {"seconds": short(run.seconds), "losses": short(run.losses)})
+                if options.save_qkv and name == "strobe" and seed == 0:
+                    save_qkv(run.model, size, device, options.save_qkv)
         verdict = judge({name: torch.stack(curves) for name, curves in losses.items()})
         write({"seeds": options.seeds, "equal": verdict.equal, "share_of_band": short(verdict.share)})
     picture(verdict, facts, options.out / "train_gpt.png")
@@ -264,6 +288,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each attention (3); at least 2, since one has no spread")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, where there is one, or cpu")
     parser.add_argument("--out", type=Path, default=Path("results"), help="where train_gpt.jsonl and train_gpt.png go (results)")
+    parser.add_argument("--save-qkv", type=Path, metavar="FILE", help="q, k and v of the trained model, for strobe bench forward --data FILE")
     options = parser.parse_args(arguments)
     if torch.device(options.device).type not in SIZES:
         parser.error(f"--device: got {options.device}, expected cuda or cpu")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import strobe
+from strobe.bench.cases import on_data
 from strobe.bench.run import circumstances
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -50,7 +51,9 @@ def _run(module: ModuleType, folder: Path, *more: str) -> int:
 
 def test_a_gpt_is_trained_and_its_rows_say_how(train_gpt, tmp_path, capsys):
     folder = tmp_path / "made if need be"
-    assert _run(train_gpt, folder, "--steps", "5", "--seeds", "2") == 0
+    assert _run(train_gpt, folder, "--steps", "5", "--seeds", "2", "--save-qkv", str(tmp_path / "qkv.pt")) == 0
+    (case,) = on_data([], str(tmp_path / "qkv.pt"), backward=False)
+    assert (case.batch, case.seqlen, case.heads_q, case.head_dim) == (2 * 8, 64, 2, 32) and case.inputs(torch.device("cpu")).q.std() > 0.1
     *runs, verdict = _rows(folder)
     assert [(row["attention"], row["seed"]) for row in runs] == [("sdpa", 0), ("strobe", 0), ("sdpa", 1), ("strobe", 1)]
     for row in (*runs, verdict):

@@ -206,7 +206,9 @@ def test_only_tiles_that_cannot_be_mended_come_back():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("change", [a_key_of_all, from_far_below, from_farther_below, from_too_far_below, all_rows], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [a_key_of_all, from_far_below, from_farther_below, from_too_far_below, all_rows], ids=lambda change: change.__name__
+)
 def test_lse_is_as_near_as_on_a_gpu(change, dtype, monkeypatch):
     """Held to the contract's third rule, which CPU tensors are excused from."""
     monkeypatch.setattr(compare, "_lse_allowed", lse_on_a_gpu)

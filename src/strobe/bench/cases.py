@@ -53,6 +53,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     causal: bool = False
     window: tuple[int, int] | None = None
+    softcap: float = 0.0  # 0: none
     lengths: tuple[int, ...] = ()  # of documents, laid end to end
     packed: bool = False  # the lengths are sequences of attention_varlen; else documents of a mask
     backward: bool = False
@@ -87,7 +88,7 @@ class Case:
         return band if ids is None else band & masks.documents(ids)
 
     def call(self, x: Inputs) -> Call:
-        call = Call(x.q, x.k, x.v, cu_seqlens_q=x.cu_seqlens, cu_seqlens_k=x.cu_seqlens, needs_grad=self.backward)
+        call = Call(x.q, x.k, x.v, cu_seqlens_q=x.cu_seqlens, cu_seqlens_k=x.cu_seqlens, softcap=self.softcap, needs_grad=self.backward)
         return call.with_mask(self.mask(x.ids))
 
     def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
@@ -173,6 +174,10 @@ def _gpu() -> list[Case]:
     widths = [("d96", 96, 0), ("d192", 192, 0), ("d192x128", 192, 128)]
     cases += [Case(f"{name}_causal_8k", 2, SIZES["8k"], 16, head_dim=dim, head_dim_v=dim_v, causal=True) for name, dim, dim_v in widths]
     cases += [Case(f"gqa_64_8_d128_causal_{size}", 1, SIZES[size], 64, 8, head_dim=128, causal=True) for size in ("2k", "8k")]
+    cases += [
+        Case(f"b2_gqa_64_8_d128_{kind}_16k", 2, SIZES["16k"], 64, 8, head_dim=128, causal=causal) for kind, causal in kinds
+    ]  # the shape of the vendors' published figures for an H200
+    cases.append(Case("d128_softcap30_causal_8k", 2, SIZES["8k"], 16, head_dim=128, causal=True, softcap=30.0))
     cases.append(Case("d192x128_dense_8k", 2, SIZES["8k"], 16, head_dim=192, head_dim_v=128))
     cases.append(Case("d64_gqa_window1024_16k", 1, SIZES["16k"], 64, 8, head_dim=64, window=(1023, 0), causal=True))
     cases.append(Case("documents_16_d128_causal_16k", 1, SIZES["16k"], 16, head_dim=128, causal=True, lengths=UNEVEN_8K * 2))

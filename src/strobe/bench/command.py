@@ -121,7 +121,9 @@ def _overhead(arguments: argparse.Namespace) -> int:
     from .overhead import measure
 
     if arguments.case or arguments.rivals or arguments.plot or arguments.kernel or arguments.data != NORMAL:
-        raise InvalidProblem("--case, --data, --rivals, --plot, --kernel", "overhead", "none of them", "it measures the parts of a call, all together")
+        raise InvalidProblem(
+            "--case, --data, --rivals, --plot, --kernel", "overhead", "none of them", "it measures the parts of a call, all together"
+        )
     if arguments.list:
         print(json.dumps(list(_PARTS))) if arguments.json else table.show(["part", ""], list(_PARTS.items()))
         return 0

@@ -3,15 +3,15 @@
 Speed depends on data. A kernel that rescales its accumulator only when a row's maximum grows is fast on normal numbers and slow where maxima keep
 growing: sharp scores, attention sinks, single keys that stand out. Each family changes q and k of standard normal tensors; v stays normal.
 
-| name | what is changed | what it stands for |
-|---|---|---|
-| normal | nothing | the inputs of most published figures |
-| sharp2, sharp4, sharp8, sharp16 | q times n, so scores have a standard deviation of n nats | low temperature |
-| first1x3, first1x6, first1x12 | the first key of a sequence times n | a first token that some queries attend to |
-| sink6, sink12, sink24, sink100 | all queries share a direction, and the first key alone points along it: its score is n nats above the others' mean | an attention sink (arXiv 2309.17453) |
-| grow, shrink | keys scaled from 0.1 to 8 by their position, rising or falling | drift of norms along a sequence |
-| outliers | one key in 64 times 20 | outlier tokens |
-| rotary | q and k share a component and are turned by their position (RoPE, arXiv 2104.09864): scores decay from the diagonal by about 12 nats | queries and keys of a rotary model |
+normal                          nothing is changed: the inputs of most published figures
+sharp2, sharp4, sharp8, sharp16 q times n, so scores have a standard deviation of n nats
+first1x3, first1x6, first1x12   the first key of a sequence times n: some queries attend to it alone
+sink6, sink12, sink24, sink100  all queries share a direction, and the first key alone points along it: its score is n nats above the mean of the
+                                others, an attention sink (arXiv 2309.17453)
+grow, shrink                    keys times 0.1 to 8 by their position, rising or falling
+outliers                        one key in 64 times 20
+rotary                          q and k share a component and are turned by their position (RoPE, arXiv 2104.09864): scores fall from the diagonal on
+                                by about 12 nats
 """
 
 from __future__ import annotations

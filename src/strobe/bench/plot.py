@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UnsupportedProblem
-from .table import rival_tflops
+from .data import NORMAL
+from .table import normal_and_worst, rival_tflops
 
 OURS = "#d1495b"
 # Okabe and Ito's palette without its reds: told apart by colour-blind readers, and none looks like ours. A rival keeps its colour.
 COLOURS = {
     "flash": "#0072b2", "cudnn": "#009e73", "efficient": "#56b4e9", "fa4": "#e69f00", "flex": "#cc79a7", "math": "#8c8c8c",
-    "sdpa": "#0072b2", "sdpa_mask": "#56b4e9", "naive": "#b0b0b0",
+    "sdpa": "#0072b2", "sdpa_mask": "#56b4e9", "naive": "#b0b0b0", "self": "#e8a0a9",
 }  # fmt: skip
 EARLIER = ("#e8a0a9", "#b9818a", "#f3cdd2")  # strobe as it was
 _BAR_INCHES = 0.13
@@ -27,6 +28,8 @@ def save(rows: Sequence[dict], path: Path) -> list[Path]:
     """Write `path` (bars) and the roofline beside it, `NAME_roofline.png` for `NAME.png`; returns what was written."""
     from matplotlib.figure import Figure  # no pyplot: no window system, no global state
 
+    if len({row.get("data", NORMAL) for row in rows}) > 1:
+        rows = normal_and_worst(rows)
     written = []
     for name, draw, shown in (
         ("", _bars, [row for row in rows if row["tflops"] or row["rivals"]]),
@@ -40,6 +43,15 @@ def save(rows: Sequence[dict], path: Path) -> list[Path]:
         figure.savefig(target)
         written.append(target)
     return written
+
+
+def label(row: dict) -> str:
+    """
+    >>> label({"case": "d64_causal_8k", "data": "sharp16"}), label({"case": "d64_causal_8k"})
+    ('d64_causal_8k, sharp16', 'd64_causal_8k')
+    """
+    family = row.get("data", NORMAL)
+    return row["case"] if family == NORMAL else f"{row['case']}, {family}"
 
 
 def check(path: Path) -> None:
@@ -59,7 +71,7 @@ def _bars(figure: Any, rows: Sequence[dict]) -> None:
     bars, ticks, slot = [], [], 0
     for row in rows:
         rates = [("strobe", row["tflops"])] * bool(row["tflops"]) + [(name, rival_tflops(row, name)) for name in names if name in row["rivals"]]
-        ticks.append((slot + (len(rates) - 1) / 2, row["case"]))
+        ticks.append((slot + (len(rates) - 1) / 2, label(row)))
         bars += [(slot + place, name, rate) for place, (name, rate) in enumerate(rates)]
         slot += len(rates) + 1
     figure.set_size_inches(8, 1.3 + slot * _BAR_INCHES)
@@ -94,7 +106,7 @@ def _roofline(figure: Any, rows: Sequence[dict]) -> None:
         if best:
             axes.plot([x, x], [y, best], color="#cccccc", linewidth=0.8, zorder=2)
             axes.plot(x, best, "o", markersize=5, markerfacecolor="white", markeredgecolor=COLOURS["sdpa"], zorder=3)
-        axes.plot(x, y, "o", markersize=5, color=OURS, label=f"{number:2d}  {row['case']}  {row['percent_of_ceiling']:.3g} %", zorder=4)
+        axes.plot(x, y, "o", markersize=5, color=OURS, label=f"{number:2d}  {label(row)}  {row['percent_of_ceiling']:.3g} %", zorder=4)
         near = (round(20 * math.log10(x)), round(20 * math.log10(y)))  # numbers of points that fall together stand side by side
         axes.annotate(str(number), (x, y), (5 + 11 * crowd[near], -2), textcoords="offset points", fontsize=6.5, color=OURS, zorder=5)
         crowd[near] += 1

@@ -23,6 +23,8 @@ from .earlier import MARK, Earlier
 from .layouts import as_sequences, batched, dense_mask, heads_first, like_ours, mask_mod, too_many_scores
 
 Forward = Callable[[], Tensor]
+NO_SOFTCAP = "has no softcap"
+SELF = "self"  # strobe as a second contender: how far apart two measurements of one kernel are
 
 
 class Rival(Protocol):
@@ -38,10 +40,8 @@ class Rival(Protocol):
 class Strobe:
     """Ours, seen as one more contender."""
 
-    name = "strobe"
-
-    def __init__(self, kernel: str | None = None):
-        self.kernel = kernel
+    def __init__(self, kernel: str | None = None, name: str = "strobe"):
+        self.kernel, self.name = kernel, name
 
     def why_not(self, case: Case, device: torch.device) -> str | None:
         return None
@@ -55,7 +55,7 @@ class Strobe:
 
     def _options(self, case: Case, x: Inputs) -> dict:
         if not case.packed:
-            return dict(mask=case.mask(x.ids), kernel=self.kernel)
+            return dict(mask=case.mask(x.ids), softcap=case.softcap or None, kernel=self.kernel)
         longest = max(case.lengths)
         return dict(cu_seqlens_q=x.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, window=case.bounds, kernel=self.kernel)
 
@@ -71,6 +71,8 @@ class Sdpa:
             return "measured on cuda"
         if case.packed:
             return "sequences of different lengths would have to be padded"
+        if case.softcap:
+            return NO_SOFTCAP
         return too_many_scores(case, device) if self.backend is SDPBackend.MATH else None
 
     def prepare(self, case: Case, x: Inputs) -> Forward:
@@ -93,6 +95,8 @@ class SdpaCpu:
     def why_not(self, case: Case, device: torch.device) -> str | None:
         if device.type != "cpu":
             return "measured on cpu"
+        if case.softcap:
+            return NO_SOFTCAP
         return "a window needs a dense mask: see sdpa_mask" if case.window else None
 
     def prepare(self, case: Case, x: Inputs) -> Forward:
@@ -113,6 +117,8 @@ class SdpaMask:
     def why_not(self, case: Case, device: torch.device) -> str | None:
         if device.type != "cpu":
             return "measured on cpu"
+        if case.softcap:
+            return NO_SOFTCAP
         return None if case.masked else "nothing to mask: the same as sdpa"
 
     def prepare(self, case: Case, x: Inputs) -> Forward:
@@ -136,6 +142,7 @@ class Naive:
         def call() -> Tensor:
             keys, values = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k, v))
             s = (q @ keys.transpose(-1, -2)) * case.head_dim**-0.5
+            s = case.softcap * torch.tanh(s / case.softcap) if case.softcap else s
             s = s if hidden is None else s.masked_fill(hidden, -torch.inf)
             return like_ours(case, s.softmax(-1) @ values)
 
@@ -148,7 +155,7 @@ class Flash:
     name = "flash"
 
     def why_not(self, case: Case, device: torch.device) -> str | None:
-        return None if device.type == "cuda" else "measured on cuda"
+        return "measured on cuda" if device.type != "cuda" else NO_SOFTCAP if case.softcap else None
 
     def prepare(self, case: Case, x: Inputs) -> Forward:
         if not case.lengths and not case.window:
@@ -181,6 +188,8 @@ class Fa4:
         rest: dict = dict(softmax_scale=case.head_dim**-0.5, causal=causal, window_size=(None, None) if causal else case.bounds)
         if case.deterministic:
             rest["deterministic"] = True
+        if case.softcap:
+            rest["softcap"] = case.softcap
         if not case.lengths:
             return lambda: cute.flash_attn_func(x.q, x.k, x.v, **rest)[0]
         q, k, v, offsets, longest = as_sequences(case, x)
@@ -204,7 +213,9 @@ class Flex:
         compiled = torch.compile(flex_attention, dynamic=False)
         q, k, v = heads_first(case, x)
         mask = create_block_mask(mask_mod(case, q.device), None, None, case.seqlen, case.seqlen, device=q.device) if case.masked else None
-        call = lambda: like_ours(case, compiled(q, k, v, block_mask=mask, enable_gqa=case.grouped))
+        cap = case.softcap
+        capped = (lambda score, b, h, row, key: cap * torch.tanh(score / cap)) if cap else None
+        call = lambda: like_ours(case, compiled(q, k, v, score_mod=capped, block_mask=mask, enable_gqa=case.grouped))
         with config.patch(donated_buffer=False):  # a donated buffer is gone after one backward; the timer runs many
             call()
         return call
@@ -222,6 +233,7 @@ RIVALS: dict[str, Rival] = {
         SdpaCpu(),
         SdpaMask(),
         Naive(),
+        Strobe(name=SELF),
     )
 }
 HOME = {"cuda": ("flash", "cudnn", "efficient", "fa4", "flex", "math"), "cpu": ("sdpa", "sdpa_mask", "naive")}

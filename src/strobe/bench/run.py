@@ -18,10 +18,11 @@ from torch import Tensor
 
 from ..target import Target
 from . import roofline
+from .accuracy import errors
 from .attempt import Attempt
 from .cases import Case, Inputs
 from .machine import version
-from .rivals import Forward, Rival, Strobe
+from .rivals import SELF, Forward, Rival, Strobe
 from .timer import Function, Timing, as_graph, interleave
 
 # Relative error (Frobenius) between two right kernels is a few roundings; a wrong one is off by tenths. float32 leaves room for TF32.
@@ -62,10 +63,11 @@ def measure(case: Case, rivals: Iterable[Rival], options: Options) -> dict:
             else:
                 ready[rival.name] = contender
         error = _drop_wrong(ready, refused, case, ours.name)
+        accuracy = errors(case, x, {name: contender.result[0] for name, contender in ready.items()})
         functions = {name: ready[name].function for name in sorted(ready, key=lambda name: name != ours.name)}
         del ready
         times = interleave(functions, options.device, options.rounds, options.sample_ms, options.flush)
-        return _row(case, ours, x, times, refused, options) | {"relative_error": error}
+        return _row(case, ours, x, times, refused, options) | {"relative_error": error, "errors": accuracy}
 
 
 @contextmanager
@@ -123,7 +125,12 @@ def _distance(mine: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
 def _row(case: Case, ours: Strobe, x: Inputs, times: dict[str, Timing], refused: dict[str, str], options: Options) -> dict:
     target = roofline.ceiling(options.device, case.dtype)
     work = roofline.cost(case, x)
-    row: dict = {"case": case.name, "data": case.data, "direction": "backward" if case.backward else "forward", "dtype": str(case.dtype).removeprefix("torch.")}
+    row: dict = {
+        "case": case.name,
+        "data": case.data,
+        "direction": "backward" if case.backward else "forward",
+        "dtype": str(case.dtype).removeprefix("torch."),
+    }
     row |= dict.fromkeys(("kernel", "config", "ms", "tflops", "percent_of_ceiling", "ratio"))
     mine = times.get(ours.name)
     rivals = {name: _short(timing.median_ms) for name, timing in times.items() if name != ours.name}
@@ -133,7 +140,8 @@ def _row(case: Case, ours: Strobe, x: Inputs, times: dict[str, Timing], refused:
         work = roofline.cost(case, x, plan.kernel)
         row |= {"kernel": plan.kernel.name, "config": str(plan.config), "ms": _short(mine.median_ms)}
         row |= {"tflops": _short(roofline.tflops(work, mine.median_ms)), "percent_of_ceiling": _short(roofline.percent(work, target, mine.median_ms))}
-        row |= {"ratio": _short(min(rivals.values()) / mine.median_ms) if rivals else None}
+        others = [ms for name, ms in rivals.items() if name != SELF]
+        row |= {"ratio": _short(min(others) / mine.median_ms) if others else None}
     row |= {"rivals": rivals, "versions": versions_of(rivals), "refused": refused}
     row |= {"flops": work.flops, "intensity": _short(work.flops / work.moved_bytes)}
     row |= {"spread": {name: [_short(t.low_ms), _short(t.high_ms)] for name, t in times.items()}}

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TypeVar
 
+from .data import NORMAL
+
 Item = TypeVar("Item")
 
 
@@ -70,13 +72,19 @@ def follow(items: Sequence[Item], words: str) -> Iterator[Item]:
 
 def bench(rows: Iterable[dict]) -> None:
     """The bench table: ours in ms, TFLOP/s, percent of the ceiling; each rival's TFLOP/s; the best rival's time over ours.
+    Of several families of inputs it shows the normal one and the worst.
 
     Below it, what a table cannot hold: who could not run what, and why; and the spread where it is wide.
     """
     rows = list(rows)
+    families = {row.get("data", NORMAL) for row in rows}
+    shown = normal_and_worst(rows) if len(families) > 1 else rows
     names = list(dict.fromkeys(name for row in rows for name in row["rivals"]))
-    headers = ["case", "kernel", "ms", "TFLOP/s", "% ceiling", *names, "vs best"]
-    show(headers, [_line(row, names) for row in rows], f"{rows[0]['device']} (rivals in TFLOP/s)" if rows else "")
+    headers = ["case", *(["data"] if families != {NORMAL} else []), "kernel", "ms", "TFLOP/s", "% ceiling", *names, "vs best"]
+    lines = [_line(row, names) for row in shown]
+    if families == {NORMAL}:
+        lines = [[case, *rest] for case, _, *rest in lines]
+    show(headers, lines, f"{rows[0]['device']} (rivals in TFLOP/s)" if rows else "")
     refusals: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for name, reason in row["refused"].items():
@@ -91,7 +99,26 @@ def bench(rows: Iterable[dict]) -> None:
 
 def _line(row: dict, names: list[str]) -> list[object]:
     theirs = [rival_tflops(row, name) for name in names]
-    return [row["case"], row["kernel"], row["ms"], row["tflops"], row["percent_of_ceiling"], *theirs, row["ratio"]]
+    return [row["case"], row.get("data", NORMAL), row["kernel"], row["ms"], row["tflops"], row["percent_of_ceiling"], *theirs, row["ratio"]]
+
+
+def normal_and_worst(rows: Iterable[dict]) -> list[dict]:
+    """Of each case the row of normal numbers, then the row of the family where strobe does worst beside its best rival.
+
+    >>> rows = [{"case": "a", "direction": "forward", "data": name, "ratio": ratio} for name, ratio in
+    ...         (("normal", 1.1), ("sharp4", 1.0), ("sharp16", 0.9))]
+    >>> [row["data"] for row in normal_and_worst(rows)]
+    ['normal', 'sharp16']
+    """
+    cases: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        cases.setdefault((row["case"], row["direction"]), []).append(row)
+    found = []
+    for same in cases.values():
+        normal = [row for row in same if row.get("data", NORMAL) == NORMAL]
+        others = [row for row in same if row not in normal]
+        found += normal + sorted(others, key=lambda row: row["ratio"] or 0.0)[:1]
+    return found
 
 
 def rival_tflops(row: dict, name: str) -> float | None:

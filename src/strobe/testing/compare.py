@@ -12,7 +12,8 @@ errors of n terms that are rounded apart add up like sqrt(n): six times the root
   out    |o - o64| <= r(o) + 6u sqrt(sum_j P^2 V^2) + max(2^-20, F_o)
          r(x) is the rounding of the result: 1.5u |x|, or half an ulp where that is more (an ulp at x lies between 2u|x| and 4u|x|).
   lse    |lse - lse64| <= 2e-6 + 2.7e-6 + 4 float32 ulp: 2^-52 / 2^-23 of that for float64. 2.7e-6 is one rounding of a float32 number
-         below 128, in nats (2^-18 ln 2): a score is rounded so where a kernel subtracts a maximum that the row then outgrows. Of 16-bit inputs and a result that is
+         below 128, in nats (2^-18 ln 2): a score is rounded so where a kernel subtracts a maximum that the row then outgrows.
+         Of 16-bit inputs and a result that is
          not partial it never leaves, and 2^-13 will do, half of float16's u: on a CPU, where torch's kernel takes an exp that errs by
          2^-14, and of bfloat16 on Blackwell, where a polynomial of degree 3 errs by 2^-13.2.
   delta  = sum_d dO O comes from the rounded O, whose two errors give
