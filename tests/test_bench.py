@@ -263,7 +263,7 @@ def test_failed_and_wrong_rivals_are_reported(still: None, capsys: pytest.Captur
     broken = [_Broken("off", lambda out: 1.01 * out), _Broken("nan", lambda out: out * float("nan")), _Broken("raises", _raise)]
     row = run.measure(SMALL, [*rivals.pick(["naive"], CPU), *broken], OPTIONS)
     assert set(row["rivals"]) == {"naive"} and set(row["refused"]) == {"off", "nan", "raises"}
-    assert row["refused"]["off"].startswith("wrong: differs from naive by 0.01")
+    assert row["refused"]["off"].startswith("wrong: differs from float64 by 0.01")
     assert row["refused"]["nan"].startswith("wrong")
     assert row["refused"]["raises"] == "ValueError: no luck today"
     table.bench([row])
@@ -319,6 +319,16 @@ def test_a_wrong_kernel_is_never_fast(still: None, monkeypatch: pytest.MonkeyPat
     row = run.measure(SMALL, rivals.pick([], CPU), OPTIONS)
     assert row["ms"] is None and row["tflops"] is None and row["ratio"] is None
     assert row["refused"]["strobe"].startswith("wrong") and row["rivals"]
+
+
+def test_gradients_that_cancel_are_judged_by_float64(still: None) -> None:
+    """One key takes all weight, so dq is rounding alone: kernels differ by its norm, and none is wrong. A scaled one is."""
+    case = replace(SMALL, name="sink", batch=1, heads_q=2, heads_kv=2, dtype=torch.bfloat16, data="sink100", backward=True)
+    row = run.measure(case, rivals.pick(["naive", "sdpa"], CPU), OPTIONS)
+    assert row["relative_error"] > 10 * run.AGREE[torch.bfloat16] and row["ms"] and not row["refused"]
+    broken = [_Broken("doubled", lambda out: 2 * out)]
+    row = run.measure(case, [*rivals.pick(["naive"], CPU), *broken], OPTIONS)
+    assert "float64" in row["refused"]["doubled"] and set(row["rivals"]) == {"naive"}
 
 
 def test_a_kernel_that_cannot_run_the_case_is_a_reason(still: None) -> None:

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import datetime, timezone
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..target import Target
 from . import roofline
-from .accuracy import errors
+from .accuracy import distances, errors
 from .attempt import Attempt
 from .cases import Case, Inputs
 from .machine import version
@@ -27,7 +27,6 @@ from .timer import Function, Timing, as_graph, interleave
 
 # Relative error (Frobenius) between two right kernels is a few roundings; a wrong one is off by tenths. float32 leaves room for TF32.
 AGREE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-3, torch.float64: 1e-6}
-
 
 # in PyTorch 2.11 these, captured in a CUDA graph, read memory that is gone when it is replayed (flash: with grouped heads); the
 # fault would take the whole process's measurements with it
@@ -62,7 +61,9 @@ def measure(case: Case, rivals: Iterable[Rival], options: Options) -> dict:
                 refused[rival.name] = reason
             else:
                 ready[rival.name] = contender
-        error = _drop_wrong(ready, refused, case, ours.name)
+        exact = partial(distances, case, x, {name: contender.result for name, contender in ready.items()})
+        error = _drop_wrong(ready, refused, case, ours.name, exact)
+        del exact
         accuracy = errors(case, x, {name: contender.result[0] for name, contender in ready.items()})
         functions = {name: ready[name].function for name in sorted(ready, key=lambda name: name != ours.name)}
         del ready
@@ -106,15 +107,25 @@ def _backward(forward: Forward, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
     return lambda: torch.autograd.grad(out, leaves, x.dout, retain_graph=True)
 
 
-def _drop_wrong(ready: dict[str, Contender], refused: dict[str, str], case: Case, ours: str) -> float | None:
-    """All must agree with the first rival that runs: a wrong kernel is never reported as fast. Returns our distance from it."""
-    judge = next(iter(ready), ours)
-    distances = {name: _distance(ready[name].result, ready[judge].result) for name in ready if name != judge}
-    for name, distance in distances.items():
-        if not distance <= AGREE[case.dtype]:
-            refused[name] = f"wrong: differs from {judge} by {distance:.2g} of its norm, more than {AGREE[case.dtype]:g}"
-            del ready[name]
-    return distances.get(ours)
+def _drop_wrong(
+    ready: dict[str, Contender], refused: dict[str, str], case: Case, ours: str, exact: Callable[[], dict[str, float]] = dict
+) -> float | None:
+    """All must agree with the first rival that runs: a wrong kernel is never reported as fast. Returns our distance from it.
+
+    Where they do not agree, `exact` says how far each is from float64 (`accuracy.distances`), since gradients may cancel and leave rounding alone.
+    """
+    judge, agree = next(iter(ready), ours), AGREE[case.dtype]
+    apart = {name: _distance(ready[name].result, ready[judge].result) for name in ready if name != judge}
+    wrong = {
+        name: f"differs from {judge} by {distance:.2g} of its norm, more than {agree:g}" for name, distance in apart.items() if not distance <= agree
+    }
+    if wrong and (errors := exact()):
+        far = {name: error for name, error in errors.items() if not error <= agree}
+        wrong = {name: f"differs from float64 by {error:.2g} of its norm, more than {agree:g}" for name, error in far.items()}
+    for name, reason in wrong.items():
+        refused[name] = f"wrong: {reason}"
+        del ready[name]
+    return apart.get(ours)
 
 
 def _distance(mine: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:

@@ -60,7 +60,10 @@ def softmax_step(s, careful, row_max, row_sum, n_start, edges, numbers, lift: gl
 @gluon.jit
 def is_careful(n_start, edges, again, form: gl.constexpr):
     """Whether a step after the first looks for maxima: always, but with early weights only until each row has met a key, and in a tile that
-    is done again."""
+    is done again.
+
+    A window's tile begins at the diagonal, where a row may see one key. One key's score is a poor maximum, which most rows then outgrow, so the
+    block behind the diagonal is careful too."""
     careful: gl.constexpr = True
     if form.early:
         last = edges[2]
@@ -68,7 +71,8 @@ def is_careful(n_start, edges, again, form: gl.constexpr):
             last = gl.minimum(last, first_stop(edges, form))
         elif form.mask.right:
             last = gl.minimum(last, edges[1])
-        careful = (again > 0) | (n_start + form.tuning.block_n >= last)
+        behind: gl.constexpr = 1 if form.first_block_first else 2
+        careful = (again > 0) | (n_start + behind * form.tuning.block_n >= last)
         if form.mask.documents:
             careful = careful | (edges[5] != PURE)  # a row may meet its first key anywhere
     return careful
