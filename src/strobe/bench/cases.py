@@ -149,8 +149,8 @@ def on_data(cases: list[Case], name: str, backward: bool) -> list[Case]:
         return [replace(case, data=family) for case in cases for family in (data.NAMES if name == "all" else (name,))]
     q, k, v = data.load(name)
     batch, seqlen, heads, width = q.shape
-    shape = dict(batch=batch, seqlen=seqlen, heads_q=heads, heads_kv=k.shape[2], head_dim=width, head_dim_v=v.shape[3], dtype=q.dtype)
-    return [Case(Path(name).stem, **shape, causal=True, backward=backward, data=name)]
+    shape = (batch, seqlen, heads, k.shape[2], width, v.shape[3])
+    return [Case(Path(name).stem, *shape, dtype=q.dtype, causal=True, backward=backward, data=name)]
 
 
 def _uneven(count: int, least: int, most: int, seed: int = 0) -> tuple[int, ...]:

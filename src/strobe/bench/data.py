@@ -16,7 +16,6 @@ rotary                          q and k share a component and are turned by thei
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem
+from .attempt import Attempt
 
 NORMAL = "normal"
 _OUTLIERS, _OUTLIER_FACTOR = 64, 20.0  # one key in how many, times what
@@ -54,11 +54,12 @@ def load(file: str) -> tuple[Tensor, Tensor, Tensor]:
     """
     expected = f"one of {', '.join(NAMES)}, all, or a file of tensors q, k, v [B, S, H, D]"
     remedy = 'write one with torch.save({"q": q, "k": k, "v": v}, FILE)'
-    try:
+    q = k = v = torch.empty(0)
+    with Attempt() as attempt:
         held = torch.load(file, map_location="cpu", weights_only=True)
         q, k, v = (held[name] for name in ("q", "k", "v"))
-    except (OSError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        raise InvalidProblem("--data", repr(file), expected, f"{remedy} ({type(error).__name__}: {error})") from error
+    if attempt.reason:
+        raise InvalidProblem("--data", repr(file), expected, f"{remedy} ({attempt.reason})")
     if not (q.ndim == k.ndim == v.ndim == 4 and q.dtype == k.dtype == v.dtype and q.shape[1] == k.shape[1] == v.shape[1]):
         raise InvalidProblem("--data", f"{file} of {[tuple(t.shape) for t in (q, k, v)]}", "q, k, v [B, S, H, D] of one dtype and one S", remedy)
     return q, k, v
