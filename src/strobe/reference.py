@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .decode import DecodeCall
-from .mask import documents
+from .mask import NO_BOUND, documents
 from .merge import Partial
 from .problem import Call
 
@@ -82,6 +82,8 @@ def sequence(call: DecodeCall, b: int) -> Call:
     room = size if call.page_table is None else size * call.page_table.shape[1]
     stop = min(max(int(call.seqlens[b]), 0), room)
     start = 0 if call.k_start is None else min(max(int(call.k_start[b]), 0), stop)
+    if call.left != NO_BOUND:  # no row sees what lies before the first row's window, which may be somebody else's
+        start = max(start, stop - call.q.shape[1] - call.left)
     position = torch.arange(start, stop, device=call.q.device)
     page = torch.full_like(position, b) if call.page_table is None else call.page_table[b].long()[position // size]
     present = (page >= 0) & (page < call.k.shape[0])

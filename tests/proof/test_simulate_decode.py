@@ -62,7 +62,8 @@ ON_HOPPER = [name for name in DECODES if name not in ("dense_odd_widths", "dense
 EACH_COMMIT = (
     "dense", "dense_tokens_5", "dense_tokens_40_group_3", "dense_window", "dense_window_right", "dense_softcap_sinks", "dense_left_padded",
     "dense_scale_negative", "dense_partial", "dense_nothing", "dense_no_room", "dense_fp8", "pages_of_1", "pages_of_13",
-    "pages_of_64_heads_first", "pages_window_softcap_sinks", "pages_lost", "pages_fp8", "pages_fp8_window_sinks", "pages_one_head",
+    "pages_of_64_heads_first", "dense_fp8_window", "pages_window", "pages_window_tokens_5",
+    "pages_window_softcap_sinks", "pages_lost", "pages_fp8", "pages_fp8_window_sinks", "pages_one_head",
 )  # fmt: skip
 
 
@@ -71,7 +72,16 @@ def test_the_hopper_decode(n, name, monkeypatch):
     assert simulated(built(name, n, "hopper", invariant=n % 4 == 3), SCHEDULES[n % 3], monkeypatch) == []
 
 
-IN_MEMORY = ("dense_tokens_5", "dense_softcap_sinks", "dense_window", "pages_of_13", "pages_window_softcap_sinks", "pages_lost", "pages_fp8")
+IN_MEMORY = (
+    "dense_tokens_5",
+    "dense_softcap_sinks",
+    "dense_window",
+    "pages_window_tokens_5",
+    "pages_of_13",
+    "pages_window_softcap_sinks",
+    "pages_lost",
+    "pages_fp8",
+)
 
 
 @pytest.mark.parametrize("n, name", list(enumerate(IN_MEMORY)), ids=IN_MEMORY)

@@ -21,7 +21,8 @@ FREE_PAGES = 3  # of a pool, beside those in use
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """A decode as a table can hold it. Everything that belongs to no sequence is NaN: tails of pages, free pages, rows before and after."""
+    """A decode as a table can hold it. Everything that no row sees is NaN: tails of pages, free pages, rows before and after, keys before the window
+    of a sequence's first row. Pages that lie before it are freed: their id is -1."""
 
     name: str
     lengths: tuple[int, ...] = (37, 5)
@@ -68,11 +69,15 @@ class DecodeCase:
         )  # fmt: skip
 
     def _hidden(self, t: Tensor) -> Tensor:
-        """NaN outside each sequence's own keys."""
+        """NaN outside each sequence's own keys, and before the first that a row's window shows."""
         position = torch.arange(t.shape[1])[None]
-        first = torch.tensor(self.starts or (0,) * t.shape[0])[:, None]
+        first = torch.tensor([max(self._first(b), start) for b, start in enumerate(self.starts or (0,) * t.shape[0])]).reshape(-1, 1)
         own = (position >= first) & (position < torch.tensor(self.lengths).reshape(-1, 1))
         return torch.where(own[..., None, None], t, torch.nan)
+
+    def _first(self, b: int) -> int:
+        """The first key of sequence b that its first row's window shows."""
+        return 0 if self.left == NO_BOUND else max(0, self.lengths[b] - self.tokens - self.left)
 
     def _rows(self, k: Tensor, v: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         found = []
@@ -101,6 +106,7 @@ class DecodeCase:
         for b, length in enumerate(self.lengths):
             own = -(-length // size)
             table[b, :own] = where[b, :own].int()
+            table[b, : self._first(b) // size] = -1
         for b, column, ident in self.lost:
             table[b, column] = ident
         return pools[0], pools[1], table.to(device)
@@ -141,6 +147,9 @@ DECODES = {
         _pages("pages_of_64_heads_first", 64, lengths=(200, 64), heads_first=True),
         _pages("pages_of_1024", 1024, lengths=(1100, 3), room=1),
         _pages("pages_window_softcap_sinks", 16, lengths=(300, 3, 40), tokens=3, left=30, softcap=3.0, sinks=True),
+        DecodeCase("dense_fp8_window", (200, 3), tokens=2, left=9, fp8=True),
+        _pages("pages_window", 16, lengths=(300, 3, 40), left=9),
+        _pages("pages_window_tokens_5", 4, lengths=(300, 9, 40), tokens=5, left=33, heads=(8, 2)),
         _pages("pages_lost", 16, lengths=(100, 40, 5), tokens=3, lost=((0, 2, -1), (1, 2, 2**31 - 1), (2, 0, -(2**31)))),
         _pages("pages_fp8", 16, lengths=(200, 3), heads=(8, 2), head_dim=32, fp8=True),
         _pages("pages_fp8_window_sinks", 4, lengths=(60, 3, 0), tokens=4, left=20, sinks=True, fp8=True),

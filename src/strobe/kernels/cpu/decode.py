@@ -39,7 +39,10 @@ def run(plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Ten
         row = torch.arange(problem.layout.seqlen_q) + stop - problem.layout.seqlen_q
         first = torch.full_like(row, start) if call.left == NO_BOUND else (row - call.left).clamp(start, stop)
         last = torch.full_like(row, stop) if call.right == NO_BOUND else (row + call.right + 1).clamp(start, stop)
-        keys = _keys(call, problem, b, _aligned(int(first[0]), start, plan.config.block_n), int(last[-1]))
+        keys = _keys(call, problem, b, int(first[0]), int(last[-1]))
+        edge = _aligned(int(first[0]), start, plan.config.block_n)
+        if plan.config.fixed_tiles and edge < first[0]:
+            keys = _led(keys, int(first[0]), edge)
         first, last = (torch.searchsorted(keys.position, bound) for bound in (first, last))
         seeing = first < last
         if seeing.any():
@@ -51,6 +54,14 @@ def run(plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Ten
 def _aligned(first: int, start: int, block: int) -> int:
     """The last tile's edge before `first`: tiles are counted from the sequence's first key, as in a prefill."""
     return start + (first - start) // block * block
+
+
+def _led(keys: Keys, first: int, edge: int) -> Keys:
+    """The keys from `first` on, behind zeros that stand for those from a tile's edge: they are before every row's window, so the rows that lie there
+    may be somebody else's and are not read."""
+    zeros = [t.new_zeros(1, first - edge, *t.shape[2:]) for t in (keys.k, keys.v)]
+    k, v = (torch.cat(pair, 1) for pair in zip(zeros, (keys.k, keys.v)))
+    return Keys(k, v, torch.cat([torch.arange(edge, first), keys.position]))
 
 
 def _spans(call: DecodeCall, problem: DecodeProblem) -> list[tuple[int, int]]:
