@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import strobe
+from strobe import knobs
 from strobe.call import Call
 from strobe.errors import InvalidProblem, UnsupportedProblem
 from strobe.kernels import FAMILIES, kernel, kernels, tma
@@ -334,3 +335,11 @@ def test_every_constant_of_the_compiled_kernel_is_in_its_key():
         for name in place.__dataclass_fields__:
             other = replace(place, **{name: "other"})
             assert str(other) != str(place), name
+
+
+@pytest.mark.parametrize("value", ["", "0", "1", "n", "no", "off", "2", "disabled", "y", "yes", "on", "true", "TRUE", "tRue", "false"])
+def test_the_interpreters_switch_is_read_as_triton_reads_it(value, monkeypatch):
+    """Read otherwise, each call on a CPU is sent to kernels that find no driver."""
+    libtriton = pytest.importorskip("triton._C.libtriton")
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert knobs.read().interpret == libtriton.getenv_bool("TRITON_INTERPRET", False)

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 
 class Knobs(NamedTuple):
-    interpret: bool  # TRITON_INTERPRET: Triton kernels run in Triton's CPU interpreter
+    interpret: bool  # TRITON_INTERPRET: Triton kernels run in Triton's CPU interpreter; true for what Triton takes as true
     log: str  # STROBE_LOG: level of the logger "strobe" (WARNING unless set)
     sync: bool  # STROBE_SYNC: wait after each launch, so that a fault is raised by the call that caused it
     cache: str  # TRITON_CACHE_DIR: where Triton keeps compiled kernels ("" is Triton's own choice)
 
 
 def _flag(name: str) -> bool:
-    return os.environ.get(name, "0").lower() not in ("", "0", "false", "off")
+    return os.environ.get(name, "").lower() in ("1", "true", "on", "yes", "y")  # as Triton reads its own
 
 
 def read() -> Knobs:

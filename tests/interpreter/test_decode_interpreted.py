@@ -146,3 +146,10 @@ def test_pages_that_lie_2_to_the_31_apart():
 def test_sizes_of_0():
     for sizes in ((0, 1, 2, 3), (2, 0, 2, 3), (2, 1, 0, 3), (2, 3, 2, 0)):
         test_decode.test_sizes_of_0(*sizes, **HERE)
+
+
+@pytest.mark.parametrize("name", ["dense", "pages_fp8"])
+def test_bfloat16_is_refused_by_name(name):
+    """The interpreter multiplies its bits as integers: errors of 1e8, and nothing said."""
+    with pytest.raises(strobe.UnsupportedProblem, match=r"TRITON_INTERPRET.*bfloat16"):
+        ops_decode.run(DECODES[name].build("cpu", torch.bfloat16, kernel="portable"))

@@ -68,3 +68,12 @@ def test_what_autograd_kept_may_come_back_in_another_layout(which):
     turned = lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2)
     out.grad_fn._raw_saved_tensors[which].register_hooks(lambda t: t, turned)
     assert all(map(torch.equal, torch.autograd.grad(out, (q, k, v), dout), plain))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_bfloat16_is_refused_by_name(gradients):
+    """The interpreter multiplies its bits as integers: errors of 1e8, and nothing said."""
+    q = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16, requires_grad=gradients)
+    with pytest.raises(strobe.UnsupportedProblem, match=r"TRITON_INTERPRET.*bfloat16"):
+        strobe.attention(q, q, q, kernel="portable")
+    assert strobe.explain(q, q, q).forward.kernel.name == "cpu.forward"

@@ -16,7 +16,7 @@ from ..constants import Constants
 from ..kernel import Backward, Buffer, Cost, Forward, Plan, attention_cost, no_triton
 from .decode_config import APPEND as APPEND
 from .decode_config import DECODE as DECODE
-from .decode_config import InvariantConfig, invariant_config
+from .decode_config import InvariantConfig, against_interpreter, invariant_config
 from .tunings import Tuning, Widths, backward_tuning, forward_tuning
 
 LEAST_CAPABILITY = 80
@@ -86,6 +86,8 @@ def _why_not(problem: Problem, target: Target) -> str | None:
         return f"needs a GPU of sm_{LEAST_CAPABILITY} or later; this target is a CPU"
     if target.kind == "cuda" and target.capability < LEAST_CAPABILITY:
         return f"needs sm_{LEAST_CAPABILITY} or later; this target is sm_{target.capability}"
+    if reason := against_interpreter(problem.dtype):
+        return reason
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > MOST_WIDTH:
         return f"head dimensions up to {MOST_WIDTH}; this is {widest}"

@@ -157,6 +157,13 @@ def _why_not(problem: DecodeProblem | AppendProblem, target: Target) -> str | No
     return no_triton()
 
 
+def against_interpreter(dtype: torch.dtype) -> str | None:
+    """Why products of this dtype cannot run in Triton's interpreter, where it is on (Triton 3.6, interpreter.create_dot)."""
+    if KNOBS.interpret and dtype == torch.bfloat16:
+        return "Triton's interpreter (TRITON_INTERPRET) multiplies the bits of bfloat16 as integers; give float16 or float32, or unset it"
+    return None
+
+
 class PortableDecode:
     name = "portable.decode"
 
@@ -166,7 +173,7 @@ class PortableDecode:
             return f"head dimensions up to {MOST_WIDTH}; this is {widest}"
         if problem.dtype == torch.float64 and problem.cache_dtype == FP8 and target.kind == "cuda":
             return "float64 over 8-bit keys: Triton compiles no product of float64 tiles that were converted; give queries in float32"
-        return _why_not(problem, target)
+        return against_interpreter(problem.dtype) or _why_not(problem, target)
 
     def config(self, problem: DecodeProblem, target: Target) -> DecodeConfig:
         return decode_config(problem, target)
