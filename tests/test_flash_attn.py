@@ -13,7 +13,7 @@ import strobe
 import strobe.cute as fa4
 import strobe.flash_attn as fa2
 import strobe.flash_attn_interface as fa3
-from strobe.drop_in import UNSERVED
+from strobe.drop_in import HINTS, UNSERVED
 from strobe.flash_attn import bert_padding
 from strobe.flash_attn import flash_attn_interface as fa2_private
 
@@ -365,7 +365,7 @@ def test_what_lies_otherwise_is_named(call, argument, got):
         call()
 
 
-SAYS_SOMETHING = {"dropout_p": 0.1, "attention_chunk": 64, "num_splits": 4, "pack_gqa": False, "sm_margin": 8}
+SAYS_SOMETHING = {"dropout_p": 0.1, "attention_chunk": 64}
 SAYS_SOMETHING |= dict.fromkeys(("return_softmax", "zero_tensors", "gather_bwd_recompute_p", "disable_scheduler_metadata"), True)
 ALLOWED = {"flash_attn_varlen_func": {"block_table"}, "_flash_attn_varlen_forward": {"block_table"}}  # served, tested in test_kvcache.py
 ALLOWED["flash_attn_with_kvcache"] = {"k", "v", "rotary_cos", "rotary_sin", "rotary_interleaved", "block_table", "page_table"}
@@ -387,7 +387,7 @@ OPTIONAL = [
     for name in SIGNATURES
     if "bert_padding" not in name and "combine" not in name
     for argument, one in inspect.signature(_function(name)).parameters.items()
-    if one.default is not one.empty and argument not in ALLOWED.get(name.rpartition(".")[2], ())
+    if one.default is not one.empty and argument not in HINTS and argument not in ALLOWED.get(name.rpartition(".")[2], ())
     if argument not in CARRIED or (argument in UNSERVED and name.endswith("kvcache"))
 ]
 
@@ -448,3 +448,62 @@ def test_both_gradients_of_the_residual_meet():
     chosen, everything = bert_padding.index_first_axis_residual(rows, torch.tensor([2, 0]))
     (chosen.sum() + 10 * everything.sum()).backward()
     assert rows.grad[:, 0].tolist() == [11, 10, 11, 10]
+
+
+# ---------------------------------------------------------------- what callers pass instead of Python numbers
+
+
+def test_numbers_may_be_tensors():
+    """transformers passes max_seqlen as `diff().max()`; others pass window_size and softmax_scale as tensors, and causal as 1."""
+    q, offsets = _random(9, 2, 16), _offsets(0, 4, 9)
+    longest = offsets.diff().max()
+    want = fa2.flash_attn_varlen_func(q, q, q, offsets, offsets, 5, 5, softmax_scale=0.5, causal=True, window_size=(3, 0))
+    for library in (fa2, fa3):
+        given = dict(softmax_scale=torch.tensor(0.5), causal=1, window_size=torch.tensor([3, 0]))
+        assert torch.equal(library.flash_attn_varlen_func(q, q, q, offsets, offsets, longest, longest, **given), want)
+    out, _ = fa4.flash_attn_varlen_func(
+        q, q, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest, softmax_scale=torch.tensor(0.5),
+        causal=1, window_size=torch.tensor([3, 0]),
+    )  # fmt: skip
+    assert torch.equal(out, want)
+    k_cache, v_cache = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2, 16)
+    one = _random(1, 1, 2, 16)
+    given = dict(cache_seqlens=0, softmax_scale=torch.tensor(0.5), causal=1, window_size=torch.tensor([3, 0]))
+    assert fa2.flash_attn_with_kvcache(one, k_cache, v_cache, one, one, **given).allclose(one)
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        (dict(softmax_scale=torch.tensor([0.5, 0.5])), "softmax_scale"),
+        (dict(softmax_scale=torch.tensor(0.5, requires_grad=True)), "softmax_scale"),
+        (dict(window_size=torch.tensor([1, 2, 3])), "window_size"),
+        (dict(causal=torch.ones(2)), "causal"),
+    ],
+)
+def test_tensors_that_are_no_number_are_named(given, name):
+    q = _random(1, 4, 2, 16)
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"^{name}: got"):
+        fa2.flash_attn_func(q, q, q, **given)
+
+
+def test_rows_are_numbered_by_int32_too():
+    """transformers' generate hands pad_input int32 numbers."""
+    rows, indices = _random(3, 4), torch.tensor([0, 1, 3], dtype=torch.int32)
+    assert torch.equal(bert_padding.pad_input(rows, indices, 2, 3), bert_padding.pad_input(rows, indices.long(), 2, 3))
+    assert torch.equal(bert_padding.index_first_axis(rows, indices[:2]), rows[:2])
+    chosen, _ = bert_padding.index_first_axis_residual(rows.requires_grad_(), indices[:2])
+    chosen.sum().backward()
+    assert rows.grad.sum(1).tolist() == [4, 4, 0]
+
+
+def test_splits_without_a_key_combine_into_0():
+    out, lse = fa3.flash_attn_combine(torch.full((2, 1, 3, 2, 8), 7.0), torch.full((2, 1, 3, 2), -torch.inf))
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("hint", [dict(num_splits=7), dict(pack_gqa=True), dict(sm_margin=8), dict(scheduler_metadata=torch.zeros(4))], ids=str)
+def test_hints_about_speed_change_nothing(hint):
+    q, k = _random(1, 1, 2, 16), _random(1, 8, 2, 16)
+    given = dict(cache_seqlens=torch.tensor([5], dtype=torch.int32))
+    assert torch.equal(fa3.flash_attn_with_kvcache(q, k, k, **given, **hint), fa3.flash_attn_with_kvcache(q, k, k, **given))

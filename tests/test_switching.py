@@ -205,13 +205,12 @@ def _refused(function: str, **arguments):
 
 
 def _schedule(library: Library):
-    _same(library, {"num_splits": 0}, {"num_splits": 1})
-    for name, value in {"num_splits": 2, "pack_gqa": True}.items():
-        _refused("flash_attn_func", **{name: value})(library)
+    for hint in ({"num_splits": 1}, {"num_splits": 7}, {"pack_gqa": True}):
+        _same(library, {"num_splits": 0}, hint)
     if library.module is fa3:
-        _refused("flash_attn_func", sm_margin=4)(library)
+        _same(library, {}, {"sm_margin": 4})
     else:
-        _refused("flash_attn_varlen_func", scheduler_metadata=object(), seqlen_k_per_split=128, disable_scheduler_metadata=True)(library)
+        _refused("flash_attn_varlen_func", seqlen_k_per_split=128, disable_scheduler_metadata=True)(library)
 
 
 def _lengths(library: Library):
@@ -292,8 +291,8 @@ def _beyond(library: Library):
 def _splits(library: Library):
     q, k, v = _tensors(1, 6)
     decode = library.module.flash_attn_with_kvcache
-    assert torch.equal(decode(q, k, v, num_splits=1), decode(q, k, v, num_splits=0))
-    _refused("flash_attn_with_kvcache", num_splits=4)(library)
+    for splits in (1, 4):
+        assert torch.equal(decode(q, k, v, num_splits=splits), decode(q, k, v, num_splits=0))
 
 
 def _packed_over_pages(library: Library):

@@ -7,7 +7,7 @@ in float32, [B, H, S] or [H, T]; a window's None is unbounded. docs/switching.md
 from __future__ import annotations
 
 from .api import Window
-from .drop_in import Setting, forward, refuse
+from .drop_in import Setting, forward, refuse, window_of
 from .errors import UnsupportedProblem, describe
 
 
@@ -32,7 +32,7 @@ def flash_attn_func(
         block_sparse_tensors=block_sparse_tensors, block_sparse_tensors_bwd=block_sparse_tensors_bwd,
         gather_bwd_recompute_p=gather_bwd_recompute_p, gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
-    return forward(q, k, v, Setting(softmax_scale, causal, _window(window_size, causal), softcap, deterministic, learnable_sink))
+    return forward(q, k, v, Setting(softmax_scale, causal, _window(window_of(window_size), causal), softcap, deterministic, learnable_sink))
 
 
 def flash_attn_varlen_func(
@@ -64,7 +64,7 @@ def flash_attn_varlen_func(
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise UnsupportedProblem(describe(missing, None, "offsets for both q and k, or for neither", "give the offsets of the padded one too"))
     packing = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return forward(q, k, v, Setting(softmax_scale, causal, _window(window_size, causal), softcap, deterministic, learnable_sink, packing))
+    return forward(q, k, v, Setting(softmax_scale, causal, _window(window_of(window_size), causal), softcap, deterministic, learnable_sink, packing))
 
 
 def _window(window: Window, causal: bool) -> Window:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,44 @@ class Setting(NamedTuple):
     deterministic: bool = False
     sinks: Tensor | None = None
     packing: Packing | None = None
+
+    def plain(self) -> Setting:
+        """The same in Python numbers. Callers of the originals also pass tensors of one element, whose reading waits for their device, and causal=1.
+
+        >>> Setting(torch.tensor(0.5), 1, torch.tensor([3, 0])).plain()[:3]
+        (0.5, True, (3, 0))
+        """
+        causal = number("causal", self.causal)
+        packing = self.packing
+        if packing is not None:
+            packing = (*packing[:2], number("max_seqlen_q", packing[2]), number("max_seqlen_k", packing[3]))
+        return self._replace(
+            scale=number("softmax_scale", self.scale),
+            causal=bool(causal) if isinstance(causal, int) else causal,
+            window=window_of(self.window),
+            softcap=number("softcap", self.softcap),
+            packing=packing,
+        )
+
+
+def number(name: str, value: Any) -> Any:
+    """A tensor of one element as a Python number; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise InvalidProblem(name, f"a tensor of shape {list(value.shape)}", "a number", "give one number, or a tensor of one element")
+    if value.requires_grad:
+        raise UnsupportedProblem(describe(name, "a tensor that requires grad", "a number", "strobe has no gradient of it; pass value.item()"))
+    return value.item()
+
+
+def window_of(window: Any) -> Any:
+    """A tensor (left, right) as a pair of Python numbers; anything else as it is."""
+    if not isinstance(window, Tensor):
+        return window
+    if window.numel() != 2:
+        raise InvalidProblem("window_size", f"a tensor of shape {list(window.shape)}", "a pair (left, right)", "give both sides")
+    return tuple(window.flatten().tolist())
 
 
 # ---------------------------------------------------------------- the two halves
@@ -85,6 +123,7 @@ def backward(gradient: Tensor, forward_of: tuple[Tensor, Tensor], qkv: tuple[Ten
 
 def _call(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Call:
     q, k, v = (rows_contiguous(t) for t in (q, k, v))
+    setting = setting.plain()
     options = setting.scale, setting.softcap or None, setting.deterministic or None
     return call_of(q, k, v, causal=setting.causal, window=setting.window, sinks=setting.sinks, options=options, packing=setting.packing)
 
@@ -138,10 +177,6 @@ UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "k_descale": ((None,), _FP8),
     "v_descale": ((None,), _FP8),
     "attention_chunk": ((0,), "strobe has no chunks; strobe.attention(mask=strobe.documents(position // chunk) & strobe.causal()) means the same"),
-    "num_splits": ((0, 1), _TUNING),
-    "pack_gqa": ((None,), _TUNING),
-    "sm_margin": ((0,), _TUNING),
-    "scheduler_metadata": ((None,), _TUNING),
     "seqlen_k_per_split": ((None,), _TUNING),
     "disable_scheduler_metadata": ((False,), _TUNING),
     "gather_kv_indices": ((None,), "strobe reads all keys of a sequence; gather them before the call"),
@@ -160,6 +195,10 @@ UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
+# What the originals take for speed alone. strobe plans its launches itself, so any value means the same.
+HINTS = frozenset(("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"))
+
+
 def unpacked(name: str, tensor: object, parts: int, packed: bool) -> tuple[Tensor, ...]:
     """q, k and v, or k and v, that lie in one tensor [B, S, parts, H, D], or packed [T, parts, H, D].
 
@@ -175,15 +214,17 @@ def unpacked(name: str, tensor: object, parts: int, packed: bool) -> tuple[Tenso
 
 
 def refuse(**given: object) -> None:
-    """Raise for the first argument that says something strobe cannot do; nothing is ignored.
+    """Raise for the first argument that says something strobe cannot do. HINTS are about speed alone and change nothing.
 
-    >>> refuse(dropout_p=0.0, alibi_slopes=None)
-    >>> refuse(num_splits=4)
+    >>> refuse(dropout_p=0.0, alibi_slopes=None, num_splits=4)
+    >>> refuse(zero_tensors=True)
     Traceback (most recent call last):
     ...
-    strobe.errors.UnsupportedProblem: num_splits: got 4, expected 0 or 1; strobe plans its launches itself; leave it at the default
+    strobe.errors.UnsupportedProblem: zero_tensors: got True, expected False; strobe writes every element of its results; leave it out
     """
     for name, value in given.items():
+        if name in HINTS:
+            continue
         served, alternative = UNSERVED[name]
         if not any(value is one or (not isinstance(value, Tensor) and value == one) for one in served):
             got = "a tensor" if isinstance(value, Tensor) else repr(value)

@@ -132,6 +132,8 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     whole = _partial(out_partial[0], lse_partial[0])
     for part_out, part_lse in zip(out_partial[1:], lse_partial[1:]):
         whole = merge(whole, _partial(part_out, part_lse))
+    empty = (whole.lse == -torch.inf).transpose(-1, -2)[..., None]
+    whole = whole._replace(out=whole.out.masked_fill(empty, 0.0))  # what a split without a key holds says nothing
     if out is None:
         return whole.out.to(out_dtype or out_partial.dtype), whole.lse.transpose(-1, -2)
     if out_dtype not in (None, out.dtype) or out.shape != whole.out.shape:

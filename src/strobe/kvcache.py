@@ -61,7 +61,7 @@ def forward_cached(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, T
     """
     with torch.no_grad():
         try:
-            return _forward(rows_contiguous(q), cache, setting)
+            return _forward(rows_contiguous(q), cache, setting.plain())
         except (InvalidProblem, TypeError) as problem:
             raise in_their_words(problem, cache.words) from None
 
@@ -186,6 +186,7 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, setting: Setting, page_table:
     The queries of a sequence are laid to the right of a row of max_seqlen_q, where a decode expects them. Those of no sequence,
     of one longer than that, and of one with more keys than max_seqlen_k, come out as NaN.
     """
+    setting = setting.plain()
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = _packing(q, k, setting, page_table)
     refuse_gradients([q, k, v], "block_table")
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """FlashAttention-2's `flash_attn.bert_padding`: rows of a padded batch [B, S, ...] laid end to end [T, ...], and back.
 
-All are differentiable, and wait for the device where a count of rows decides a shape.
+Rows are numbered by int64 or int32. All are differentiable, and wait for the device where a count of rows decides a shape.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ class _ResidualRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows: Tensor, indices: Tensor):
+        indices = indices.long()
         ctx.save_for_backward(indices)
         return rows[indices], rows.detach()
 
@@ -38,7 +39,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     >>> index_put_first_axis(torch.ones(2, 1), torch.tensor([3, 0]), 4).flatten().tolist()
     [1.0, 0.0, 0.0, 1.0]
     """
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
