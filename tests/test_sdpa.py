@@ -980,3 +980,25 @@ def test_captured_in_a_graph():
         graph.replay()
         torch.testing.assert_close(out, _sdpa(case, q, k, v), rtol=0, atol=0)
     assert sum(found.served.values()) == 3
+
+
+def test_compiled_graphs_on_disk_are_told_apart(tmp_path, monkeypatch):
+    """A graph traced without strobe holds the op of torch's backend: with strobe it must not be taken from the cache on disk, nor the other way."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    q = torch.randn(1, 2, 8, 16)
+
+    def hits() -> int:
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True) + 1.0)(q)
+        return counters["aot_autograd"]["autograd_cache_hit"]
+
+    tag = torch.compiler.config.cache_key_tag
+    assert (hits(), hits()) == (0, 1)
+    with sdpa.enable():
+        assert (hits(), hits()) == (0, 1)
+        with sdpa.enable():
+            assert hits() == 1
+    assert hits() == 1 and torch.compiler.config.cache_key_tag == tag

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
+from torch.compiler import config as compiler
 from torch.library import Library
 from torch.nn import attention as registry
 from torch.nn.attention import SDPBackend
@@ -120,11 +121,17 @@ registry.register_flash_attention_impl(NAME, register_fn=register)
 
 
 class _Before(NamedTuple):
-    """What there was before the first switch: the provider and the priority of SDPA's backends."""
+    """What there was before the first switch: the provider, the priority of SDPA's backends, and the tag in the keys of torch.compile's caches."""
 
     impl: str | None
     priority: list[int]
     ours: list[int]  # the priority set instead
+    tag: str
+
+    @property
+    def our_tag(self) -> str:
+        """A compiled graph holds the op of the backend that was traced, so graphs traced with strobe and without need keys of their own on disk."""
+        return f"{self.tag}+strobe.sdpa" if self.tag else "strobe.sdpa"
 
 
 _LOCK = Lock()
@@ -175,8 +182,8 @@ def enable() -> Switch:
     and keeps the others' order. What a call asks of SDPA does not change: masks, dropout and shapes that flash attention
     does not take go where they went, and what strobe does not serve goes to torch's flash kernel, counted in `passed`.
     Switches nest, and may be undone in any order; the last one puts back what was there before the first, except where
-    someone else has changed it since. Enable before torch.compile, which keeps the backend that it traced, and after
-    torch.cuda.set_device: where there is a GPU, this asks torch for its choice there, which initialises CUDA.
+    someone else has changed it since. Enable before torch.compile, which keeps the backend that it traced; its caches on disk
+    tell graphs traced with strobe from others (`torch.compiler.config.cache_key_tag`). Enable after torch.cuda.set_device: where there is a GPU, this asks torch for its choice there, which initialises CUDA.
     """
     global _before
     if not hasattr(registry, "restore_flash_attention_impl"):
@@ -186,6 +193,7 @@ def enable() -> Switch:
         if registry.current_flash_attention_impl() != NAME:
             registry.activate_flash_attention_impl(NAME)
         torch._C._set_sdp_priority_order(before.ours)
+        compiler.cache_key_tag = before.our_tag
         _before, switch = before, Switch()
         _switches.add(switch)
     return switch
@@ -196,7 +204,8 @@ def _taken() -> _Before:
         _choose(torch.device("cuda"))
     priority = torch._C._get_sdp_priority_order()
     flash = int(SDPBackend.FLASH_ATTENTION)  # type: ignore[call-overload]
-    return _Before(registry.current_flash_attention_impl(), priority, [flash, *(one for one in priority if one != flash)])
+    ours = [flash, *(one for one in priority if one != flash)]
+    return _Before(registry.current_flash_attention_impl(), priority, ours, compiler.cache_key_tag)
 
 
 def _restore() -> None:
@@ -210,6 +219,8 @@ def _restore() -> None:
             registry.activate_flash_attention_impl(before.impl)
     if torch._C._get_sdp_priority_order() == before.ours:
         torch._C._set_sdp_priority_order(before.priority)
+    if compiler.cache_key_tag == before.our_tag:
+        compiler.cache_key_tag = before.tag
 
 
 # ---------------------------------------------------------------- who runs
