@@ -6,12 +6,15 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import strobe
+from strobe import cli
 from strobe.bench import cases, machine, rivals, roofline
 from strobe.bench.cases import Case
 from strobe.bench.run import circumstances
@@ -266,7 +269,7 @@ def test_bench_wants_a_gpu_for_gpu_suites(refused) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "code"), [(["--help"], 0), (["--version"], 0), (["bench", "--help"], 0), ([], 2), (["abacus"], 2), (["bench", "abacus"], 2)]
+    ("argv", "code"), [(["--help"], 0), (["--version"], 0), (["bench", "--help"], 0), (["abacus"], 2), (["bench", "abacus"], 2)]
 )
 def test_usage(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
@@ -278,3 +281,36 @@ def test_usage(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -
 def test_python_m_strobe() -> None:
     asked = subprocess.run([sys.executable, "-m", "strobe", "explain", "--target", "abacus"], capture_output=True, text=True, timeout=120)
     assert asked.returncode == 2 and asked.stdout == "" and asked.stderr.startswith("strobe: target: got 'abacus'")
+
+
+# ---------------------------------------------------------------- how a command ends
+
+
+def _strobe(tail: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["bash", "-c", f"{sys.executable} -m strobe {tail}"], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_no_traceback():
+    ended = _strobe("bench forward --list > /dev/full")
+    assert ended.returncode == 2 and ended.stderr == "strobe: standard output: No space left on device\n"
+
+
+def test_a_reader_who_leaves_is_no_traceback():
+    """The reader closes before anything is written."""
+    ended = _strobe("bench forward --list | (exec <&-; sleep 0.1); exit ${PIPESTATUS[0]}")
+    assert ended.returncode == 2 and ended.stderr == ""
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_explain", Mock(side_effect=KeyboardInterrupt))
+    assert cli.main(["explain"]) == 130 and capsys.readouterr().err == "strobe: interrupted\n"
+
+
+def test_no_command_prints_help(capsys):
+    assert cli.main([]) == 0 and "explain" in capsys.readouterr().out
+
+
+def test_targets_are_named_in_any_case(capsys):
+    assert cli.main(["bench", "roofline", "--target", "b200"]) == 0 and "B200" in capsys.readouterr().out
+    assert cli.main(["explain", "--target", "h200"]) == 0

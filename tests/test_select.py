@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import strobe
 from strobe import knobs
+from strobe import target as target_module
 from strobe.call import Call
 from strobe.errors import InvalidProblem, UnsupportedProblem
 from strobe.kernels import FAMILIES, kernel, kernels, tma
@@ -343,3 +345,24 @@ def test_the_interpreters_switch_is_read_as_triton_reads_it(value, monkeypatch):
     libtriton = pytest.importorskip("triton._C.libtriton")
     monkeypatch.setenv("TRITON_INTERPRET", value)
     assert knobs.read().interpret == libtriton.getenv_bool("TRITON_INTERPRET", False)
+
+
+def test_an_amd_gpu_is_no_nvidia_gpu(monkeypatch):
+    """torch calls it cuda, and a gfx90a has the capability (9, 0), which would be answered hopper.forward."""
+    facts = SimpleNamespace(name="AMD Instinct MI250X", major=9, minor=0, multi_processor_count=104)
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+    target = target_module._ask_driver.__wrapped__("cuda", 0)
+    assert target.kind == "rocm" and str(target) == "AMD Instinct MI250X: rocm"
+    with pytest.raises(UnsupportedProblem) as refusal:
+        select(Problem.from_call(_dense()), target)
+    assert "made for sm_90; this target is an AMD GPU (AMD Instinct MI250X)" in str(refusal.value)
+    assert "NVIDIA GPUs of sm_80 or later" in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_other_devices_are_named(kind):
+    target = target_module._ask_driver(kind, 0)
+    with pytest.raises(UnsupportedProblem) as refusal:
+        select(Problem.from_call(_dense()), target)
+    assert f"this target is {kind}; strobe runs on CPUs and on NVIDIA GPUs" in str(refusal.value) and "is a CPU" not in str(refusal.value)

@@ -1,13 +1,16 @@
 """`strobe demo, check, explain, bench, ladder, sim, env`: thin, each command a few lines around what the library does anyway.
 
-Exit codes: 0 as wished, 1 something measured or checked is wrong, 2 the command cannot be carried out as given.
+Exit codes: 0 as wished, 1 something measured or checked is wrong, 2 the command cannot be carried out as given or its output cannot be written,
+130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,17 +29,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     ...
     0
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv[:1] == ["sim"]:
-            return _sim(argv[1:])  # a parser of its own takes all that follows: argparse.REMAINDER would leave a leading --option
-        if argv[:1] == ["ladder"]:
-            return _ladder(argv[1:])
-        arguments = _parser().parse_args(argv)
-        return arguments.run(arguments)
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
     except (InvalidProblem, UnsupportedProblem) as error:
         print(f"strobe: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("strobe: interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        if error.errno == errno.ENOSPC:  # a reader who has gone, as `| head` does, wants no word
+            print(f"strobe: standard output: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left as it ends
+        return 2
+
+
+def _run(argv: list[str]) -> int:
+    if argv[:1] == ["sim"]:
+        return _sim(argv[1:])  # a parser of its own takes all that follows: argparse.REMAINDER would leave a leading --option
+    if argv[:1] == ["ladder"]:
+        return _ladder(argv[1:])
+    parser = _parser()
+    if not argv:
+        parser.print_help()
+        return 0
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,7 +21,7 @@ class Target:
     """
 
     name: str
-    kind: str  # "cuda", "cpu" or what else torch calls a device
+    kind: str  # "cuda", "cpu", "rocm" (which torch calls cuda, too) or what else torch calls a device
     capability: int  # compute capability, 90 is sm_90; 0 on a CPU
     sm_count: int  # multiprocessors; cores on a CPU
     shared_bytes: int  # shared memory that one CTA may have
@@ -32,9 +32,21 @@ class Target:
     def of(device: torch.device) -> Target:
         return _ask_driver(device.type, device.index if device.index is not None else _current(device))
 
+    @property
+    def words(self) -> str:
+        """What a refusal calls this target.
+
+        >>> FAKES["H200"].words, FAKES["CPU"].words, Target("mps", "mps", 0, 0, 0, 0.0, 0.0).words
+        ('sm_90', 'a CPU', 'mps; strobe runs on CPUs and on NVIDIA GPUs of sm_80 or later')
+        """
+        if self.kind in ("cuda", "cpu"):
+            return f"sm_{self.capability}" if self.kind == "cuda" else "a CPU"
+        here = f"an AMD GPU ({self.name})" if self.kind == "rocm" else self.name
+        return f"{here}; strobe runs on CPUs and on NVIDIA GPUs of sm_80 or later"
+
     def __str__(self) -> str:
         if self.kind != "cuda":
-            return f"{self.name}: CPU, {self.sm_count} cores" if self.kind == "cpu" else self.name
+            return f"{self.name}: CPU, {self.sm_count} cores" if self.kind == "cpu" else f"{self.name}: {self.kind}"
         peak = f", {self.peak_tflops:g} TFLOP/s bfloat16, {self.peak_gbps / 1000:g} TB/s" if self.peak_tflops else ""
         return f"{self.name}: sm_{self.capability}, {self.sm_count} SMs, {self.shared_bytes // KIB} KiB shared{peak}"
 
@@ -72,6 +84,8 @@ def _ask_driver(kind: str, index: int) -> Target:
     facts = torch.cuda.get_device_properties(index)
     known = max((name for name in FAKES if name in facts.name), key=len, default=None)
     peak = (FAKES[known].peak_tflops, FAKES[known].peak_gbps) if known else (0.0, 0.0)
+    if torch.version.hip:  # torch's name for AMD's GPUs is cuda, and gfx90a has the capability (9, 0)
+        return Target(facts.name, "rocm", 0, facts.multi_processor_count, 0, 0.0, 0.0)
     shared = getattr(facts, "shared_memory_per_block_optin", 99 * KIB)
     return Target(facts.name, "cuda", 10 * facts.major + facts.minor, facts.multi_processor_count, shared, *peak)
 

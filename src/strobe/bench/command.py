@@ -70,6 +70,7 @@ def roofline(name: str | None, picture: Path | None) -> int:
     """What binds a GPU that need not be here: cycles, counted."""
     from . import cycles, cycles_plot
 
+    name = next((one for one in FAKES if name is not None and one.lower() == name.lower()), name)
     if name not in FAKES:
         known = ", ".join(one for one, fake in FAKES.items() if fake.capability in cycles.UNITS)
         raise InvalidProblem("--target", name, f"one of {known}", "name the GPU, such as B200")

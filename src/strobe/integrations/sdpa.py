@@ -183,7 +183,8 @@ def enable() -> Switch:
     does not take go where they went, and what strobe does not serve goes to torch's flash kernel, counted in `passed`.
     Switches nest, and may be undone in any order; the last one puts back what was there before the first, except where
     someone else has changed it since. Enable before torch.compile, which keeps the backend that it traced; its caches on disk
-    tell graphs traced with strobe from others (`torch.compiler.config.cache_key_tag`). Enable after torch.cuda.set_device: where there is a GPU, this asks torch for its choice there, which initialises CUDA.
+    tell graphs traced with strobe from others (`torch.compiler.config.cache_key_tag`). Enable after torch.cuda.set_device: where
+    there is a GPU, this asks torch for its choice there, which initialises CUDA.
     """
     global _before
     if not hasattr(registry, "restore_flash_attention_impl"):

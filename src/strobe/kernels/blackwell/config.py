@@ -162,8 +162,7 @@ class BlackwellForward:
 
     def why_not(self, problem: Problem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability not in CAPABILITIES:
-            here = f"sm_{target.capability}" if target.kind == "cuda" else "a CPU"
-            return f"needs tensor memory (sm_{', sm_'.join(map(str, CAPABILITIES))}); this target is {here}"
+            return f"needs tensor memory (sm_{', sm_'.join(map(str, CAPABILITIES))}); this target is {target.words}"
         if problem.batch_invariant:
             return "batch_invariant=True gives rows the bits of a decode, and this family has none"
         return _against_widths(problem) or against_call(problem) or against_mask(problem.mask) or against_memory(problem) or against_tools()

@@ -25,7 +25,7 @@ class _Cpu:
     name: str
 
     def why_not(self, problem: Problem | DecodeProblem | AppendProblem, target: Target) -> str | None:
-        return None if target.kind == "cpu" else f"runs on CPUs; this target is {target.name}"
+        return None if target.kind == "cpu" else f"runs on CPUs; this target is {target.words}"
 
 
 class CpuForward(_Cpu):

@@ -90,7 +90,7 @@ def early(problem: Problem) -> bool:
 
 def _why_not(problem: Problem, target: Target) -> str | None:
     if target.kind != "cuda" or target.capability != CAPABILITY:
-        return f"made for sm_{CAPABILITY}; this target is {f'sm_{target.capability}' if target.kind == 'cuda' else 'a CPU'}"
+        return f"made for sm_{CAPABILITY}; this target is {target.words}"
     return _against(problem)
 
 

@@ -238,7 +238,7 @@ class HopperDecode:
 
     def why_not(self, problem: DecodeProblem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability != CAPABILITY:
-            return f"made for sm_{CAPABILITY}; this target is {f'sm_{target.capability}' if target.kind == 'cuda' else 'a CPU'}"
+            return f"made for sm_{CAPABILITY}; this target is {target.words}"
         if problem.dtype not in (torch.float16, torch.bfloat16):
             return f"float16 and bfloat16 queries only; these are {DTYPES[problem.dtype]}"
         if max(problem.head_dim, problem.head_dim_v) > MOST_WIDTH:

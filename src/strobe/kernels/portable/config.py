@@ -83,7 +83,7 @@ def _form(problem: Problem, tuning: Tuning) -> Form:
 
 def _why_not(problem: Problem, target: Target) -> str | None:
     if target.kind != "cuda" and not KNOBS.interpret:
-        return f"needs a GPU of sm_{LEAST_CAPABILITY} or later; this target is a CPU"
+        return f"needs a GPU of sm_{LEAST_CAPABILITY} or later; this target is {target.words}"
     if target.kind == "cuda" and target.capability < LEAST_CAPABILITY:
         return f"needs sm_{LEAST_CAPABILITY} or later; this target is sm_{target.capability}"
     if reason := against_interpreter(problem.dtype):
