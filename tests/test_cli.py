@@ -268,9 +268,7 @@ def test_bench_wants_a_gpu_for_gpu_suites(refused) -> None:
 # ---------------------------------------------------------------- the program
 
 
-@pytest.mark.parametrize(
-    ("argv", "code"), [(["--help"], 0), (["--version"], 0), (["bench", "--help"], 0), (["abacus"], 2), (["bench", "abacus"], 2)]
-)
+@pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), (["--version"], 0), (["bench", "--help"], 0), (["abacus"], 2), (["bench", "abacus"], 2)])
 def test_usage(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(argv)
