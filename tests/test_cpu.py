@@ -439,3 +439,22 @@ def test_memory_is_linear():
     unit = 1 if sys.platform == "darwin" else 1024
     grown = int(subprocess.run([sys.executable, "-c", PEAK], check=True, capture_output=True, text=True).stdout) * unit
     assert grown < 8000**2 * 4 / 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_hidden_score_that_overflows_is_not_seen(dtype):
+    """Row i sees keys i - 4 to i. Scores of key 0 are infinite: rows 5 and on do not see it."""
+    q, k, v = (torch.randn(1, 40, 2, 16, generator=torch.Generator().manual_seed(n)).to(dtype) for n in range(3))
+    k[0, 0] = 3e38
+    out = strobe.attention(10 * q, k, v, window=(4, 0))
+    alone = strobe.attention(10 * q[:, 5:], k[:, 1:], v[:, 1:], window=(4, 0))
+    near = 2.0**-7 if dtype == torch.bfloat16 else 1e-5  # a rounding of the result, either way
+    torch.testing.assert_close(out[:, 5:], alone, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("options", [dict(scale=1e-60), dict(scale=1e-60, softcap=1.0), dict(scale=0.0), dict(scale=-1e-60)], ids=str)
+def test_a_scale_that_float32_rounds_to_0_keeps_nan(options):
+    q, k = torch.randn(1, 6, 2, 16), torch.randn(1, 9, 2, 16)
+    q[0, 2, 0, 3] = torch.nan
+    part = strobe.partial_attention(q, k, k, **options)
+    assert part.lse.isnan().nonzero().tolist() == [[0, 0, 2]] and part.out.isnan().any(-1).nonzero().tolist() == [[0, 2, 0]]

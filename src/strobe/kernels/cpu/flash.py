@@ -51,19 +51,24 @@ def takes(piece: Piece, dtype: torch.dtype) -> bool:
 
 
 def forward(piece: Piece, call: Call, tensors: Forward, scale: float, tile: Callable[[], None]) -> None:
-    """out and lse of a piece; where rows of NaN may have been lost, those are what `tile` writes there."""
+    """out and lse of a piece; rows where torch's kernel may have lost NaN, or made one, are what `tile` writes there.
+
+    torch hides a band's keys by adding -inf to their scores, and a hidden score that has overflowed to inf then is NaN."""
     q, k, v = (_turned(t[piece.entries, index]) for t, index in zip(call[:3], (piece.rows, piece.keys, piece.keys)))
-    whole = _sees_all(piece)
+    whole, doubtful = _sees_all(piece), None
     if whole or _is_square_causal(piece):
         out, lse = TORCH(q, k, v, 0.0, not whole, scale=scale)
+        if piece.n_keys < VECTOR and lost_nan(lse):
+            doubtful = lse == 0
     else:
         out, lse = _band(piece, q, k, v, scale)
+        if lse.isnan().any():
+            doubtful = lse.isnan()
     out = out.transpose(1, 2).to(tensors.out.dtype)
-    if piece.n_keys < VECTOR and lost_nan(lse):
+    if doubtful is not None:
         tile()
-        lost = lse == 0
-        out = torch.where(lost.transpose(1, 2)[..., None], tensors.out[piece.entries, piece.rows], out)
-        lse = torch.where(lost, tensors.lse[piece.entries, :, piece.rows], lse)
+        out = torch.where(doubtful.transpose(1, 2)[..., None], tensors.out[piece.entries, piece.rows], out)
+        lse = torch.where(doubtful, tensors.lse[piece.entries, :, piece.rows], lse)
     tensors.out[piece.entries, piece.rows] = out
     tensors.lse[piece.entries, :, piece.rows] = lse
 

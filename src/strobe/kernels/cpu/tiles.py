@@ -163,9 +163,9 @@ class Scores(NamedTuple):
 
     @staticmethod
     def of(problem: Problem) -> Scores:
-        if problem.softcap:
-            return Scores(problem.scale / problem.softcap, problem.softcap * LOG2_E)
-        return Scores(problem.scale * LOG2_E, 0.0)
+        factor = problem.scale / problem.softcap if problem.softcap else problem.scale * LOG2_E
+        rounded = torch.tensor(factor, dtype=wide(problem.dtype)).item()  # as the product uses it: 1e-60 is 0 there
+        return Scores(rounded, problem.softcap * LOG2_E)
 
     def write(self, s: Tensor, q: Tensor, k: Tensor) -> None:
         if self.factor:
