@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(not KNOBS.interpret, reason="TRITON_INTERPRET is
 LIGHT = (
     "length_1", "length_3", "length_65", "decode_64", "few_keys", "one_key", "no_keys_sinks", "head_dim_1", "head_dim_21", "head_dims_40_72",
     "grouped", "causal", "causal_more_keys", "causal_more_rows_sinks", "window_both", "window_left", "window_right", "window_diagonal",
-    "window_beyond_the_keys", "prefix_each", "prefix_window", "key_lengths_sinks", "key_lengths_window", "documents_causal", "documents_padded",
+    "window_beyond_the_keys", "prefix_33", "prefix_65", "prefix_129",
+    "prefix_each", "prefix_window", "key_lengths_sinks", "key_lengths_window", "documents_causal", "documents_padded",
     "documents_shuffled", "documents_two_sides", "everything", "softcap_sinks_window", "scale_negative", "scale_zero", "partial_empty_rows",
     "stored_heads_first", "stored_odd_offset", "stored_mixed", "stored_expanded_heads", "stored_expanded_batch",
     "packed_two_sides", "packed_empty_first", "packed_no_keys_middle", "packed_no_rows_middle", "packed_outside_sinks", "packed_promised",

@@ -200,6 +200,10 @@ _MASKED = (
     Case("window_causal_more_rows", 260, 90, mask=_both(_causal, _window(15, None)), sinks=True),
     Case("window_beyond_the_keys", 200, 40, mask=_window(10, 10)),  # the first rows see no key
     Case("prefix", 100, 120, mask=_of(masks.prefix_causal, 37)),
+    # one key more than a tile of 32, 64 or 128: that key alone sees to the first row of the next tile in a backward that walks keys
+    Case("prefix_33", 70, mask=_of(masks.prefix_causal, 33)),
+    Case("prefix_65", 140, mask=_of(masks.prefix_causal, 65)),
+    Case("prefix_129", 140, 200, mask=_of(masks.prefix_causal, 129)),
     Case("prefix_each", 100, 70, batch=3, mask=_prefixes(0, 37, 70)),
     Case("prefix_window", 140, mask=_both(_of(masks.prefix_causal, 64), _window(30, None))),  # leaves rows whose prefix is out of the window
     Case("key_lengths", 66, 140, batch=4, mask=_lengths(140, 1, 0, 65)),
