@@ -72,16 +72,7 @@ def test_the_hopper_decode(n, name, monkeypatch):
     assert simulated(built(name, n, "hopper", invariant=n % 4 == 3), SCHEDULES[n % 3], monkeypatch) == []
 
 
-IN_MEMORY = (
-    "dense_tokens_5",
-    "dense_softcap_sinks",
-    "dense_window",
-    "pages_window_tokens_5",
-    "pages_of_13",
-    "pages_window_softcap_sinks",
-    "pages_lost",
-    "pages_fp8",
-)
+IN_MEMORY = ("dense_tokens_5", "dense_softcap_sinks", "dense_window", "pages_of_13", "pages_window_softcap_sinks", "pages_lost", "pages_fp8")
 
 
 @pytest.mark.parametrize("n, name", list(enumerate(IN_MEMORY)), ids=IN_MEMORY)

@@ -133,13 +133,12 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("queries_kernel", "d256 [dc]*", "sm_90", 72, _TIMED),
     # sm_90, the Hopper forward
     Allowance("forward_kernel", "d256 window sinks softcap", "sm_90", 60, _CAPPED, family="hopper"),
-    Allowance("forward_kernel", "d64 documents *", "sm_90", 72, _FOUR, family="hopper"),
-    Allowance("forward_kernel", "d64 prefix", "sm_90", 20, _FOUR, family="hopper"),
-    Allowance("forward_kernel", "d128 documents causal, many keys", "sm_90", 56, _FOUR, family="hopper"),
+    Allowance("forward_kernel", "d64 prefix", "sm_90", 16, _FOUR, family="hopper"),
+    Allowance("forward_kernel", "d128 documents causal, many keys", "sm_90", 28, _FOUR, family="hopper"),
     Allowance("forward_kernel", "d128 window, many keys", "sm_90", 24, _FOUR, family="hopper"),
     Allowance("forward_kernel", "d256 documents *", "sm_90", 108, _SCATTERED, family="hopper"),
-    Allowance("forward_kernel", "d96 documents *", "sm_90", 52, _SCATTERED, family="hopper"),
-    Allowance("forward_kernel", "d192 documents *", "sm_90", 96, _SCATTERED, family="hopper"),
+    Allowance("forward_kernel", "d96 documents *", "sm_90", 28, _SCATTERED, family="hopper"),
+    Allowance("forward_kernel", "d192 documents *", "sm_90", 48, _SCATTERED, family="hopper"),
     Allowance("forward_kernel", "d192/128 documents *", "sm_90", 48, _SCATTERED, family="hopper"),
     # sm_90, the Hopper backward
     Allowance("backward_kernel", "d128 group 4 documents *", "sm_90", 244, _CAPPED, family="hopper"),
