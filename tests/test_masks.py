@@ -174,3 +174,13 @@ def test_window_none_to_0_is_causal():
     for rows, keys in SIZES:
         assert torch.equal(strobe.window(None, 0).dense(rows, keys), strobe.causal().dense(rows, keys))
     assert strobe.window(None, 0).structure == strobe.causal().structure
+
+
+def test_parts_for_different_batches_do_not_join():
+    two, three = strobe.prefix_causal(torch.tensor([1, 2], dtype=torch.int32)), strobe.key_lengths(torch.tensor([1, 2, 3], dtype=torch.int32))
+    with pytest.raises(strobe.InvalidProblem, match=r"^mask: got parts for batches of 2 and 3"):
+        two & three
+    ids = strobe.documents(torch.zeros(2, 4, dtype=torch.int32))
+    assert (two & ids & strobe.causal()).dense(4, 4).shape == (2, 4, 4)
+    with pytest.raises(strobe.InvalidProblem, match=r"^mask: got parts for batches of 2 and 3"):
+        three & ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -366,3 +367,14 @@ def test_other_devices_are_named(kind):
     with pytest.raises(UnsupportedProblem) as refusal:
         select(Problem.from_call(_dense()), target)
     assert f"this target is {kind}; strobe runs on CPUs and on NVIDIA GPUs" in str(refusal.value) and "is a CPU" not in str(refusal.value)
+
+
+def test_a_choice_is_a_key_and_travels_after_use():
+    """What launches a kernel again belongs to its process: it has no part in the hash and stays behind."""
+    choice = select(Problem.from_call(_dense(needs_grad=True)), FAKES["CPU"])
+    choice.forward.again[(1,)] = lambda: True
+    choice.met.append(lambda *_: True)
+    other = pickle.loads(pickle.dumps(choice))
+    assert {choice: "known"}[replace(choice)] == "known" and hash(other) == hash(choice)
+    assert (other.problem, other.forward.config, other.backward.kernel.name) == (choice.problem, choice.forward.config, "cpu.backward")
+    assert other.forward.again == {} and other.met == []

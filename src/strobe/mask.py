@@ -118,6 +118,10 @@ class Mask:
             raise InvalidProblem(
                 "mask", "documents joined with documents", "at most one documents() in a mask", "give each pair of ids an id of its own"
             )
+        batches = self._batches | other._batches
+        if len(batches) > 1:
+            got = f"parts for batches of {' and '.join(map(str, sorted(batches)))}"
+            raise InvalidProblem("mask", got, "parts for one batch", "build prefixes, key lengths and ids for the same batch")
         return Mask(
             _least(self.left, other.left),
             _least(self.right, other.right),
@@ -125,6 +129,12 @@ class Mask:
             _least(self.key_lengths, other.key_lengths, "key_lengths"),
             self.documents or other.documents,
         )
+
+    @property
+    def _batches(self) -> set[int]:
+        """The batch sizes that its tensors are for."""
+        ids = None if self.documents is None else self.documents.ids_q
+        return {part.shape[0] for part in (self.prefix, self.key_lengths, ids) if isinstance(part, Tensor)}
 
     def simplified(self) -> Mask:
         """The same mask with nothing redundant: a prefix says nothing beside a causal bound."""

@@ -29,6 +29,9 @@ class Choice(Generic[AnyProblem]):
     rejections: tuple[tuple[str, str], ...]
     met: list[Callable[..., bool]] = field(default_factory=list, compare=False, repr=False)  # kinds of tensors of a backward (`repeat`)
 
+    def __reduce__(self) -> tuple:
+        return select, (self.problem, self.target)  # which decide it; what launches a kernel again belongs to this process
+
     def __str__(self) -> str:
         rows = [("problem", str(self.problem)), ("target", str(self.target))]
         rows += [("chosen", f"{plan.kernel.name:<18} {plan.config}") for plan in (self.forward, self.backward) if plan]

@@ -54,7 +54,7 @@ def test_a_clean_scene_smoke(sim):
 
 
 def test_options_may_come_first(sim):
-    assert sim("--mode", "eager", "--target", "sm_100", *DOUBLE) == (0, "1 runs, 0 findings\n", "")
+    assert sim("--mode", "eager", "--target", "sm_100", *DOUBLE) == (0, "1 run, 0 findings\n", "")
 
 
 def test_a_kernel_on_a_grid(sim):
@@ -65,7 +65,7 @@ def test_a_kernel_on_a_grid(sim):
     code, out, _ = sim(kernel, *arguments[:2], 1001, 128, "--grid", "8", "--mode", "eager")
     load, store, end = out.splitlines()
     assert code == 1 and load.startswith("- bounds: global load leaves x") and store.startswith("- bounds: global store leaves y")
-    assert "doubling.py:" in load and end == "1 runs, 2 findings", "two faults of one line are two findings"
+    assert "doubling.py:" in load and end == "1 run, 2 findings", "two faults of one line are two findings"
 
 
 def test_faults_are_told_once_each(sim, changed):
@@ -89,7 +89,7 @@ def test_a_timeline(sim, tmp_path, suffix, begin):
     picture = tmp_path / f"run.{suffix}"
     code, out, _ = sim(*DOUBLE, "--timeline", picture, "--mode", "eager")
     text = picture.read_text()
-    assert code == 0 and out == f"1 runs, 0 findings; timeline in {picture}\n"
+    assert code == 0 and out == f"1 run, 0 findings; timeline in {picture}\n"
     assert text.lower().startswith(begin) and "TMA load" in text and "doubling.py::double on sm_90" in text
     if suffix == "json":
         assert json.loads(text)["traceEvents"]

@@ -105,6 +105,9 @@ class Plan(NamedTuple):
     filled: tuple[Buffer, ...] = ()  # the scratch that is not
     again: dict[tuple, Callable[[], bool]] | None = None  # by `addresses`: launches the kernel as it was launched there, or refuses to
 
+    def __hash__(self) -> int:
+        return hash(self[:-1])
+
 
 def entries(problem: Problem) -> int:
     """Batch entries that a grid counts one by one; packed sequences are found by the programs themselves."""

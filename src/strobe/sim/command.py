@@ -142,7 +142,7 @@ def _run(scene: Scene, arguments: argparse.Namespace) -> int:
     else:
         for report in found.values():
             print(f"- {report}")
-        print(f"{len(runs)} runs, {len(found)} findings" + (f"; timeline in {arguments.timeline}" if arguments.timeline else ""))
+        print(f"{_count(len(runs), 'run')}, {_count(len(found), 'finding')}" + (f"; timeline in {arguments.timeline}" if arguments.timeline else ""))
     return 1 if found else 0
 
 
@@ -185,3 +185,11 @@ def _table(verdicts: list[Verdict]) -> None:
         table.add_row(str(mutant.line), mutant.function, mutant.kind, mutant.text[:60], *said, style=None if verdict.noticed else "bold red")
     console = Console()
     Console(width=max(console.width, 150)).print(table)
+
+
+def _count(number: int, what: str) -> str:
+    """
+    >>> _count(1, "finding"), _count(2, "run")
+    ('1 finding', '2 runs')
+    """
+    return f"{number} {what}{'s' * (number != 1)}"
