@@ -173,7 +173,7 @@ MASKS = [
     _dense("mask tensors under explain", InvalidProblem, "mask key_lengths", "[1]", mask=strobe.key_lengths(INT(1)), function=strobe.explain),
     Bad("key_lengths is a list", lambda: strobe.key_lengths([1, 2]), TypeError, "key_lengths", "list"),
     Bad("key_lengths is an int", lambda: strobe.key_lengths(3), TypeError, "key_lengths", "int"),
-    Bad("key_lengths of int64", lambda: strobe.key_lengths(LONG(2)), InvalidProblem, "key_lengths", "torch.int64"),
+    Bad("key_lengths of int16", lambda: strobe.key_lengths(LONG(2).short()), InvalidProblem, "key_lengths", "torch.int16"),
     Bad("key_lengths of rank 2", lambda: strobe.key_lengths(IDS_Q), InvalidProblem, "key_lengths", "[2, 5]"),
     Bad("prefix is a float", lambda: strobe.prefix_causal(1.0), TypeError, "prefix_causal n", "float"),
     Bad("prefix is a bool", lambda: strobe.prefix_causal(True), TypeError, "prefix_causal n", "bool"),
@@ -182,7 +182,7 @@ MASKS = [
     Bad("prefix of floats", lambda: strobe.prefix_causal(torch.zeros(2)), InvalidProblem, "prefix_causal n", "torch.float32"),
     Bad("prefix of rank 0", lambda: strobe.prefix_causal(torch.tensor(1).int()), InvalidProblem, "prefix_causal n", "[]"),
     Bad("documents of a list", lambda: strobe.documents([[0, 1]]), TypeError, "documents ids_q", "list"),
-    Bad("documents of int64", lambda: strobe.documents(LONG(2, 5)), InvalidProblem, "documents ids_q", "torch.int64"),
+    Bad("documents of int16", lambda: strobe.documents(LONG(2, 5).short()), InvalidProblem, "documents ids_q", "torch.int16"),
     Bad("documents of rank 1", lambda: strobe.documents(INT(0, 1)), InvalidProblem, "documents ids_q", "[2]"),
     Bad("documents: ids_k is an int", lambda: strobe.documents(IDS_Q, 3), TypeError, "documents ids_k", "int"),
     Bad("documents: ids_k of another batch", lambda: strobe.documents(IDS_Q, IDS_K[:1]), InvalidProblem, "documents ids_k", "batch 1"),
@@ -227,7 +227,7 @@ VARLEN = [
         _packed(f"{function.__name__}: q of rank 4", InvalidProblem, "q", "[2, 5, 4, 8]", q=Q, function=function),
         _packed(f"{function.__name__}: offsets are a list", TypeError, "cu_seqlens_q", "list", cu_seqlens_q=[0, 5, 12], function=function),
         _packed(
-            f"{function.__name__}: offsets of int64", InvalidProblem, "cu_seqlens_q", "torch.int64", cu_seqlens_q=OFFSETS.long(), function=function
+            f"{function.__name__}: offsets of int16", InvalidProblem, "cu_seqlens_q", "torch.int16", cu_seqlens_q=OFFSETS.short(), function=function
         ),
         _packed(f"{function.__name__}: offsets of rank 2", InvalidProblem, "cu_seqlens_q", "[1, 3]", cu_seqlens_q=OFFSETS[None], function=function),
         _packed(
@@ -237,7 +237,7 @@ VARLEN = [
 ] + [
     _packed("offsets are None", TypeError, "cu_seqlens_q", "NoneType", cu_seqlens_q=None),
     _packed("k's offsets are a tuple", TypeError, "cu_seqlens_k", "tuple", cu_seqlens_k=(0, 5, 12)),
-    _packed("k's offsets of int64", InvalidProblem, "cu_seqlens_k", "torch.int64", cu_seqlens_k=OFFSETS.long()),
+    _packed("k's offsets of int16", InvalidProblem, "cu_seqlens_k", "torch.int16", cu_seqlens_k=OFFSETS.short()),
     _packed("offsets scalar", InvalidProblem, "cu_seqlens_q", "[]", cu_seqlens_q=torch.tensor(0).int()),
     _packed("offsets empty", InvalidProblem, "cu_seqlens_q", "[0]", cu_seqlens_q=OFFSETS[:0]),
     _packed("k's offsets empty", InvalidProblem, "cu_seqlens_k", "[0]", cu_seqlens_k=OFFSETS[:0]),

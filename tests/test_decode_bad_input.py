@@ -58,11 +58,11 @@ READS = {
     "v of another dtype": (dense(v=V8), InvalidProblem, "cache.v: got torch.float8_e4m3fn"),
     "k in e5m2": (dense(k=K.to(torch.float8_e5m2)), InvalidProblem, "cache.k: got torch.float8_e5m2"),
     "lengths sparse": (dense(seqlens=LENGTHS.to_sparse()), InvalidProblem, "cache.seqlens: got torch.sparse_coo"),
-    "lengths of int64": (dense(seqlens=LENGTHS.long()), InvalidProblem, "cache.seqlens: got torch.int64"),
+    "lengths of int16": (dense(seqlens=LENGTHS.short()), InvalidProblem, "cache.seqlens: got torch.int16"),
     "lengths of another batch": (dense(seqlens=INT(1, 2, 3)), InvalidProblem, "cache.seqlens: got shape [3]"),
     "lengths in a list": (dense(seqlens=[3, 7]), TypeError, "cache.seqlens: got list"),
     "lengths elsewhere": (dense(seqlens=LENGTHS.to("meta")), InvalidProblem, "cache.seqlens: got device meta"),
-    "starts of int64": (dense(k_start=LENGTHS.long()), InvalidProblem, "cache.k_start: got torch.int64"),
+    "starts of int16": (dense(k_start=LENGTHS.short()), InvalidProblem, "cache.k_start: got torch.int16"),
     "starts of another batch": (dense(k_start=INT(1)), InvalidProblem, "cache.k_start: got shape [1]"),
     "a scale without 8 bits": (dense(k_scale=torch.ones(2)), InvalidProblem, "cache.k_scale: got a scale"),
     "scales of each query head": (dense(k=K8, v=V8, v_scale=torch.ones(4)), InvalidProblem, "cache.v_scale: got torch.float32 [4]"),
@@ -71,7 +71,7 @@ READS = {
     "pages of rank 5": (paged(k_pages=PAGES[None]), InvalidProblem, "cache.k_pages: got shape [1, 5, 4, 2, 8]"),
     "pages of 0 keys": (paged(k_pages=PAGES[:, :0], v_pages=PAGES_V[:, :0]), InvalidProblem, "cache.k_pages: got pages of 0 keys"),
     "other pages of v": (paged(v_pages=PAGES_V[:4]), InvalidProblem, "cache.v_pages: got shape [4, 4, 2, 6]"),
-    "a table of int64": (paged(page_table=TABLE.long()), InvalidProblem, "cache.page_table: got torch.int64"),
+    "a table of int16": (paged(page_table=TABLE.short()), InvalidProblem, "cache.page_table: got torch.int16"),
     "a table of rank 1": (paged(page_table=TABLE[0]), InvalidProblem, "cache.page_table: got shape [2]"),
     "a table of another batch": (paged(page_table=TABLE[:1]), InvalidProblem, "cache.page_table: got shape [1, 2]"),
     "a table in a list": (paged(page_table=[[0], [1]]), TypeError, "cache.page_table: got list"),
@@ -156,8 +156,8 @@ def test_the_door_works_on_fake_tensors_and_says_the_same():
     with torch._subclasses.FakeTensorMode() as mode:
         fakes = [mode.from_tensor(t) for t in (Q, K, V, LENGTHS)]
         assert strobe.attention_decode(fakes[0], DenseCache(*fakes[1:])).shape == (2, 3, 4, 6)
-        with pytest.raises(InvalidProblem, match=r"cache\.seqlens: got torch\.int64"):
-            strobe.attention_decode(fakes[0], DenseCache(*fakes[1:3], fakes[3].long()))
+        with pytest.raises(InvalidProblem, match=r"cache\.seqlens: got torch\.int16"):
+            strobe.attention_decode(fakes[0], DenseCache(*fakes[1:3], fakes[3].short()))
 
 
 def test_a_seen_decode_is_decided_fast():

@@ -184,3 +184,25 @@ def test_parts_for_different_batches_do_not_join():
     assert (two & ids & strobe.causal()).dense(4, 4).shape == (2, 4, 4)
     with pytest.raises(strobe.InvalidProblem, match=r"^mask: got parts for batches of 2 and 3"):
         three & ids
+
+
+def test_int64_metadata_means_the_same():
+    """Tensors of ids, lengths, offsets and page ids are int64 unless one asks for less; kernels read int32."""
+    int32, int64 = (lambda *numbers, dtype=dtype: torch.tensor(numbers, dtype=dtype) for dtype in (torch.int32, torch.int64))
+    q, k = torch.randn(2, 6, 2, 16), torch.randn(2, 8, 2, 16)
+    made = [
+        [
+            strobe.attention(q, k, k, mask=strobe.key_lengths(of(3, 8))),
+            strobe.attention(q, k, k, mask=strobe.prefix_causal(of(3, 8))),
+            strobe.attention(q, q, q, mask=strobe.documents(of(0, 0, 1, 1, -1, -1).expand(2, -1))),
+            strobe.attention_varlen(q[0], q[0], q[0], cu_seqlens_q=of(0, 2, 6), causal=True),
+            strobe.attention_varlen(q[0], k[0], k[0], cu_seqlens_q=of(0, 2, 6), cu_seqlens_k=of(0, 5, 8)),
+            strobe.attention_decode(q[:, :1], strobe.DenseCache(k, k, of(3, 8), of(1, 0))),
+            strobe.attention_decode(q[:, :1], strobe.PagedCache(k, k, of(1, 0)[:, None], of(3, 8))),
+        ]
+        for of in (int32, int64)
+    ]
+    assert all(map(torch.equal, *made))
+    far = strobe.attention_decode(q[:, :1], strobe.DenseCache(k, k, int64(3, 2**40)))
+    assert torch.equal(far, strobe.attention_decode(q[:, :1], strobe.DenseCache(k, k, int64(3, 8))))
+    assert any("seqlens" in word for word in strobe.last_errors())

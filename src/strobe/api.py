@@ -17,7 +17,7 @@ from .call import FARTHEST, Call
 from .decode import DecodeProblem
 from .errors import InvalidProblem, UnsupportedProblem, wrong_type
 from .kernels import faults
-from .mask import NO_BOUND, Mask, as_int, device_here
+from .mask import NO_BOUND, Mask, as_int, as_int32, device_here
 from .mask import window as window_mask
 from .merge import Partial
 from .problem import Problem
@@ -268,6 +268,9 @@ def _packed(call: Call, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_s
         if not isinstance(offsets, Tensor):
             raise wrong_type(name, offsets, "an int32 tensor [n + 1]", "give the running sum of lengths, from 0 to the total")
     longest = [_length(name, bound) for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))]
+    same = cu_seqlens_k is cu_seqlens_q
+    cu_seqlens_q = as_int32(cu_seqlens_q)
+    cu_seqlens_k = cu_seqlens_q if same else as_int32(cu_seqlens_k)
     return call._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1])
 
 

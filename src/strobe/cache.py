@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .call import DTYPES, Dense, Paged
 from .errors import InvalidProblem, wrong_type
-from .mask import check_strided
+from .mask import as_int32, check_strided
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -102,7 +102,9 @@ class Held(NamedTuple):
         for field in held[4:]:
             if field is not None and not isinstance(field, Tensor):
                 raise _no_tensor(cache)
-        return held
+        counts = {name: getattr(held, name) for name in ("seqlens", "page_table", "k_start")}
+        wide = {name: as_int32(one) for name, one in counts.items() if one is not None and one.dtype == torch.int64}
+        return held._replace(**wide) if wide else held
 
     def word(self, field: str) -> str:
         return f"cache.{field}_pages" if self.page_table is not None and field in ("k", "v") else f"cache.{field}"

@@ -118,17 +118,17 @@ class Mask:
             raise InvalidProblem(
                 "mask", "documents joined with documents", "at most one documents() in a mask", "give each pair of ids an id of its own"
             )
-        batches = self._batches | other._batches
-        if len(batches) > 1:
-            got = f"parts for batches of {' and '.join(map(str, sorted(batches)))}"
-            raise InvalidProblem("mask", got, "parts for one batch", "build prefixes, key lengths and ids for the same batch")
-        return Mask(
+        joined = Mask(
             _least(self.left, other.left),
             _least(self.right, other.right),
             _least(self.prefix, other.prefix, "prefix"),
             _least(self.key_lengths, other.key_lengths, "key_lengths"),
             self.documents or other.documents,
         )
+        if len(joined._batches) > 1:
+            got = f"parts for batches of {' and '.join(map(str, sorted(joined._batches)))}"
+            raise InvalidProblem("mask", got, "parts for one batch", "build prefixes, key lengths and ids for the same batch")
+        return joined
 
     @property
     def _batches(self) -> set[int]:
@@ -320,11 +320,21 @@ def check_strided(argument: str, tensor: Tensor) -> None:
         raise InvalidProblem(argument, tensor.layout, "a strided (dense) tensor", "convert it with .to_dense()")
 
 
+def as_int32(tensor: Tensor) -> Tensor:
+    """An int64 tensor in int32, which kernels read; other dtypes as they are. Numbers beyond int32 become its ends, which kernels find out of range.
+
+    >>> as_int32(torch.tensor([3, 2**40])).tolist()
+    [3, 2147483647]
+    """
+    return tensor.clamp(-(2**31), 2**31 - 1).to(torch.int32) if tensor.dtype == torch.int64 else tensor
+
+
 def _int32(argument: str, tensor: Tensor, rank: int) -> Tensor:
     shape = "[B]" if rank == 1 else "[B, S]"
     if not isinstance(tensor, Tensor):
         raise wrong_type(argument, tensor, f"an int32 tensor {shape}", "wrap it in torch.tensor(..., dtype=torch.int32)")
     check_strided(argument, tensor)
+    tensor = as_int32(tensor)
     if tensor.dtype != torch.int32:
         raise InvalidProblem(argument, tensor.dtype, "torch.int32", "convert it with .to(torch.int32)")
     if tensor.dim() != rank:
