@@ -1,21 +1,21 @@
-"""Early weights: a row's weights are taken against the maximum of its first keys, and a row that outgrows it is divided before weights are rounded.
+"""Optimistic softmax: a step takes weights against a maximum that it has not looked for.
 
 A step of online softmax looks at all scores of a row before it may take one exponential. But a maximum only keeps weights in range, and that of a
-few keys does so for others whose scores are not far above them. So only careful steps look for maxima: the first, and those until each row has met
-a key. In all others exponentials begin with the first score, and sums, which are made anyway, tell afterwards whether a row has outgrown its
-maximum, by more than one that lags would let it (`device.lagging`). `kept_in_range` divides such a row by the largest of its sums, and all that was
-summed before: then the key that outweighs all others has the weight 1 as it would have had. Keys of that step and later ones are weighed against
-maxima that differ by a rounding, an ulp of the maximum. It looks at registers of four lanes; a warp of which no row has outgrown compares, votes
-and branches.
+row's first keys does so for all scores that are not far above them. So only careful steps look for maxima: the first, and those until each row has
+met a key. In all others exponentials begin with the first score, and their sums tell whether a row has outgrown its maximum. `kept_in_range` divides
+the weights, the sum and the accumulator of a row whose sum exceeds 2^8 (`device.lagging`) by the largest of its lanes' sums, and adds the log2 of
+that to its maximum. A key that outweighs all others then has the weight 1. A warp without such a row compares, votes and branches.
 
-A row that outgrows its maximum by 2^32 in a step cannot be mended, since scores are gone by then: its maximum becomes infinite. One whose first
-keys' scores are all -inf has none when others come. Both are seen at the end, and such a tile is done `again`, all of its steps careful.
+How far lse may err: where a row outgrows its maximum, the exponent of its weight is one float32 multiply-add, whose result is below 128. Its
+rounding is at most 2^-18, or 2.7e-6 nats. The whole part of the log2 is added to the maximum by itself, which adds no such error.
+Beyond VAST a sum may overflow: the row's maximum becomes infinite. A row whose first keys' scores are all -inf has no maximum when others come. Both
+are seen at the end of the tile, which is done `again` with careful steps alone.
 """
 
 from ..device.dialect import gl, gluon
 from ..device.lanes import by_four, from_four
 
-VAST: gl.constexpr = gl.constexpr(110)  # log2
+VAST: gl.constexpr = gl.constexpr(110)  # log2: 2^110 times the keys of a lane, and a lift, stay below 2^127
 
 
 @gluon.jit
