@@ -329,6 +329,9 @@ def test_gradients_that_cancel_are_judged_by_float64(still: None) -> None:
     broken = [_Broken("doubled", lambda out: 2 * out)]
     row = run.measure(case, [*rivals.pick(["naive"], CPU), *broken], OPTIONS)
     assert "float64" in row["refused"]["doubled"] and set(row["rivals"]) == {"naive"}
+    other_head = [_Broken("other head", lambda out: torch.cat([out[:, :, :1], 2 * out[:, :, 1:]], 2))]
+    row = run.measure(case, [*rivals.pick(["naive"], CPU), *other_head], OPTIONS)
+    assert "float64" in row["refused"]["other head"] and set(row["rivals"]) == {"naive"} and row["ms"]
 
 
 def test_a_kernel_that_cannot_run_the_case_is_a_reason(still: None) -> None:

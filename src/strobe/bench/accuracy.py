@@ -1,4 +1,4 @@
-"""How far each contender's result is from attention in float64, on the first key head of the first batch entry."""
+"""How far each contender's result is from attention in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .. import reference
 from ..call import Call
 from .cases import Case, Inputs
 
-_MOST_SCORES = 2**30  # of the heads that are looked at: float64 needs a few matrices of them
+_MOST_SCORES = 2**30  # of a key head: float64 needs a few matrices of them
 
 
 def errors(case: Case, x: Inputs, outs: Mapping[str, Tensor]) -> dict[str, list[float]]:
@@ -21,14 +21,14 @@ def errors(case: Case, x: Inputs, outs: Mapping[str, Tensor]) -> dict[str, list[
     """
     if case.backward or case.packed or x.q.device.type != "cuda":
         return {}
-    exact = reference.forward(_first(case, x, 1)).out
+    exact = reference.forward(_part(case, x, 0, slice(1), slice(1))).out
     size = exact.square().mean().sqrt()
     apart = {name: (out.detach()[:1, :, :1].double() - exact) / size for name, out in outs.items()}
     return {name: [float(f"{d.abs().max():.3g}"), float(f"{d.square().mean().sqrt():.3g}")] for name, d in apart.items()}
 
 
 def distances(case: Case, x: Inputs, results: Mapping[str, tuple[Tensor, ...]]) -> dict[str, float]:
-    """{contender: distance of its output or gradients from float64, over the norm of the exact one}, the worst of its tensors.
+    """{contender: distance of its output or gradients from float64, over the norm of the exact one}, the worst of its tensors, entries and heads.
 
     Gradients are sums of P (dP - delta), which cancel where one key takes all weight. A rounded output shifts delta by its own rounding, so each
     kernel errs by a rounding of P dP: the norm is that of the gradients without delta, where it is larger. Empty for packed sequences, and where one
@@ -37,20 +37,31 @@ def distances(case: Case, x: Inputs, results: Mapping[str, tuple[Tensor, ...]]) 
     group = case.heads_q // case.groups
     if case.packed or group * case.seqlen**2 > _MOST_SCORES:
         return {}
-    one = _first(case, x, group)
+    worst = dict.fromkeys(results, 0.0)
+    for entry in range(case.batch):
+        for head in range(case.groups):
+            queries, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
+            exact, norms = _exact(case, x, entry, queries, keys)
+            for name, result in results.items():
+                mine = (t.detach()[entry : entry + 1, :, part].double() for t, part in zip(result, (queries, keys, keys)))
+                found = [(one - right).norm() / norm for one, right, norm in zip(mine, exact, norms)]
+                worst[name] = max(worst[name], float(torch.stack(found).nan_to_num(torch.inf).max()))
+    return worst
+
+
+def _exact(case: Case, x: Inputs, entry: int, queries: slice, keys: slice) -> tuple[list[Tensor], list[Tensor]]:
+    """The exact output or gradients of one key head, and the norms that errors are measured by."""
+    one = _part(case, x, entry, queries, keys)
     out = reference.forward(one).out
-    exact, norms, heads = [out], [out.norm()], [group]
-    if case.backward:
-        dout = x.dout[:1, :, :group]
-        delta = (dout.double() * out).sum(-1).transpose(1, 2)
-        exact, heads = list(reference.backward(one, dout)[:3]), [group, 1, 1]
-        norms = [torch.maximum(a.norm(), b.norm()) for a, b in zip(exact, reference.backward(one, dout, delta)[:3])]
-    return {
-        name: max(float((mine.detach()[:1, :, :n].double() - right).norm() / norm) for mine, right, norm, n in zip(result, exact, norms, heads))
-        for name, result in results.items()
-    }
+    if not case.backward:
+        return [out], [out.norm()]
+    dout = x.dout[entry : entry + 1, :, queries]
+    delta = (dout.double() * out).sum(-1).transpose(1, 2)
+    exact = list(reference.backward(one, dout)[:3])
+    return exact, [torch.maximum(a.norm(), b.norm()) for a, b in zip(exact, reference.backward(one, dout, delta)[:3])]
 
 
-def _first(case: Case, x: Inputs, heads: int) -> Call:
-    q, k, v = x.q.detach()[:1, :, :heads], x.k.detach()[:1, :, :1], x.v.detach()[:1, :, :1]
-    return Call(q, k, v, softcap=case.softcap).with_mask(case.mask(None if x.ids is None else x.ids[:1]))
+def _part(case: Case, x: Inputs, entry: int, queries: slice, keys: slice) -> Call:
+    batch = slice(entry, entry + 1)
+    q, k, v = x.q.detach()[batch, :, queries], x.k.detach()[batch, :, keys], x.v.detach()[batch, :, keys]
+    return Call(q, k, v, softcap=case.softcap).with_mask(case.mask(None if x.ids is None else x.ids[batch]))
