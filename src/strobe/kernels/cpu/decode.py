@@ -42,7 +42,7 @@ def run(plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Ten
         keys = _keys(call, problem, b, int(first[0]), int(last[-1]))
         edge = _aligned(int(first[0]), start, plan.config.block_n)
         if plan.config.fixed_tiles and edge < first[0]:
-            keys = _led(keys, int(first[0]), edge)
+            keys = _from_edge(keys, int(first[0]), edge)
         first, last = (torch.searchsorted(keys.position, bound) for bound in (first, last))
         seeing = first < last
         if seeing.any():
@@ -56,7 +56,7 @@ def _aligned(first: int, start: int, block: int) -> int:
     return start + (first - start) // block * block
 
 
-def _led(keys: Keys, first: int, edge: int) -> Keys:
+def _from_edge(keys: Keys, first: int, edge: int) -> Keys:
     """The keys from `first` on, behind zeros that stand for those from a tile's edge: they are before every row's window, so the rows that lie there
     may be somebody else's and are not read."""
     zeros = [t.new_zeros(1, first - edge, *t.shape[2:]) for t in (keys.k, keys.v)]
