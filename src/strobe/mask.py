@@ -125,16 +125,17 @@ class Mask:
             _least(self.key_lengths, other.key_lengths, "key_lengths"),
             self.documents or other.documents,
         )
-        if len(joined._batches) > 1:
-            got = f"parts for batches of {' and '.join(map(str, sorted(joined._batches)))}"
+        first, *others = joined._batches or [0]
+        if any(batch != first for batch in others):  # a set would specialize a compiled graph to its first batch size
+            got = f"parts for batches of {' and '.join(map(str, sorted({first, *others})))}"
             raise InvalidProblem("mask", got, "parts for one batch", "build prefixes, key lengths and ids for the same batch")
         return joined
 
     @property
-    def _batches(self) -> set[int]:
-        """The batch sizes that its tensors are for."""
+    def _batches(self) -> list[int]:
+        """The batch size of each tensor in the mask."""
         ids = None if self.documents is None else self.documents.ids_q
-        return {part.shape[0] for part in (self.prefix, self.key_lengths, ids) if isinstance(part, Tensor)}
+        return [part.shape[0] for part in (self.prefix, self.key_lengths, ids) if isinstance(part, Tensor)]
 
     def simplified(self) -> Mask:
         """The same mask with nothing redundant: a prefix says nothing beside a causal bound."""
