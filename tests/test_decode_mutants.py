@@ -86,9 +86,9 @@ STARTS = runs(within, test_decode.test_starts_out_of_range_are_clamped_and_told,
 DECODE, APPEND, CACHE = "kernels.cpu.decode", "kernels.cpu.append", "cache"
 
 CPU = (
-    Mutant("row one position late", f"{DECODE}:run", "+ stop - problem", "+ 1 + stop - problem", named("dense_tokens_5")),
-    Mutant("window one key short", f"{DECODE}:run", "row - call.left", "row - call.left + 1", named("dense_window")),
-    Mutant("right bound dropped", f"{DECODE}:run", "row + call.right + 1", "row + 1", named("dense_window_both")),
+    Mutant("row one position late", f"{DECODE}:_sequence", "+ stop - problem", "+ 1 + stop - problem", named("dense_tokens_5")),
+    Mutant("window one key short", f"{DECODE}:_sequence", "row - call.left", "row - call.left + 1", named("dense_window")),
+    Mutant("right bound dropped", f"{DECODE}:_sequence", "row + call.right + 1", "row + 1", named("dense_window_both")),
     Mutant("last page dropped", f"{DECODE}:_keys", "-(-stop // size)", "stop // size", FUZZ),
     Mutant(
         "page ids one column late",

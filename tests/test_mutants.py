@@ -270,16 +270,16 @@ CPU = (
     Mutant(
         "one row of V wrong",
         f"{FORWARD}:_block",
-        "baddbmm_(s, v[:, tile.keys])",
-        "baddbmm_(s, torch.cat([v[:, tile.keys][:, -1:], v[:, tile.keys][:, 1:]], 1))",
+        "baddbmm_(s, v)",
+        "baddbmm_(s, torch.cat([v[:, -1:], v[:, 1:]], 1))",
         MANY_KEYS,
         (),
     ),
     Mutant(
         "sink in the numerator",
         f"{FORWARD}:_block",
-        "q.new_zeros(n, rows, v.shape[-1])",
-        "q.new_full((n, rows, v.shape[-1]), float(sinks is not None))",
+        "q.new_zeros(n, rows, keys.tensors[1].shape[-1])",
+        "q.new_full((n, rows, keys.tensors[1].shape[-1]), float(sinks is not None))",
         judged("sinks"),
     ),
     Mutant("sink of another head", f"{FORWARD}:_sinks", "call.sinks[chunk.heads_q]", "call.sinks.flip(0)[chunk.heads_q]", judged("sinks"), (64,)),
@@ -298,7 +298,7 @@ CPU = (
     Mutant(
         "gradients of unseen keys not written", f"{BACKWARD}:_fill", "tensors.dk.zero_()", "tensors.dk", judged("packed_no_rows_middle"), (12, 37)
     ),
-    Mutant("lse in log2", f"{FORWARD}:attend", "row_max.mul_(LN_2).add_(row_sum.log())", "row_max.add_(row_sum.log2())", HALVES, (21, 23)),
+    Mutant("lse in log2", f"{FORWARD}:_attend", "row_max.mul_(LN_2).add_(row_sum.log())", "row_max.add_(row_sum.log2())", HALVES, (21, 23)),
     Mutant(
         "merge without its guard",
         "merge:_sigmoid_of_difference",
@@ -326,7 +326,7 @@ CPU = (
     # gradients
     Mutant("gradient of lse ignored", f"{BACKWARD}:_read", "if tensors.dlse is not None:", "if False:", judged("partial")),
     Mutant("sign of delta", f"{BACKWARD}:_block", ".sub_(rows.delta)", ".add_(rows.delta)", judged("softcap")),
-    Mutant("dq not scaled", f"{BACKWARD}:attend", "scratch).mul_(problem.scale)", "scratch)", judged("softcap")),
+    Mutant("dq not scaled", f"{BACKWARD}:_attend", "scratch.view(2, -1)).mul_(problem.scale)", "scratch.view(2, -1))", judged("softcap")),
     Mutant("hidden weights in the gradients", f"{BACKWARD}:_block", "hide(p, tile, 0.0)", "pass", judged("window_both"), (17,)),
     Mutant("gradient of the sinks with the wrong sign", "ops:_sinks_gradient", "-(weight * delta)", "(weight * delta)", judged("sinks")),
     Mutant(

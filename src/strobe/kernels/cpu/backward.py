@@ -7,6 +7,8 @@ All in float32. Rows of a packed sequence longer than promised have NaN in dq an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,10 +16,11 @@ from torch import Tensor
 
 from ...call import Call
 from ..kernel import Backward, Plan
-from . import flash
+from . import flash, parallel
 from .forward import read_block, real_rows
+from .parallel import Job
 from .pieces import Piece, Pieces, as_batch, cut
-from .tiles import LOG2_E, Block, Chunk, Config, Scores, blocks, chunks, hide, padded, tiles, wide
+from .tiles import LOG2_E, Block, Chunk, Config, Keys, Scores, blocks, chunks, hide, padded, tiles, wide
 
 
 def run(plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:
@@ -27,38 +30,52 @@ def run(plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor])
     if problem.packed:
         tensors = Backward(*(None if t is None else t[None] for t in tensors))  # type: ignore[arg-type]
     _fill(found, call, tensors)
+    jobs: list[Job] = []
     for piece in found.pieces:
         if config.path == "torch_flash" and tensors.dlse is None and flash.takes_backward(piece):
-            _write_delta(piece, tensors)
-            flash.backward(piece, call, tensors, problem.scale)
+            jobs += _flash_jobs(piece, len(found.pieces), plan, call, tensors)
         else:
-            attend(piece, plan, call, tensors, (workspace["p"], workspace["ds"]))
+            jobs += _attend_jobs(piece, plan, call, tensors)
+    parallel.run(jobs, workspace["tiles"].view(-1, 2 * config.tile_elements(problem.group)))
 
 
-def attend(piece: Piece, plan: Plan, call: Call, tensors: Backward, scratch: tuple[Tensor, Tensor]) -> None:
-    """The gradients of one piece, in tiles."""
+def _flash_jobs(piece: Piece, pieces: int, plan: Plan, call: Call, tensors: Backward) -> Iterator[Job]:
+    problem = plan.problem
+    _write_delta(piece, tensors)
+    for heads in parallel.head_ranges(problem.heads_kv, pieces):
+        work = piece.work * (heads.stop - heads.start) * problem.group * 5 * problem.head_dim
+        yield Job(work, lambda scratch, heads=heads: flash.backward(piece, heads, call, tensors, problem))
+
+
+def _attend_jobs(piece: Piece, plan: Plan, call: Call, tensors: Backward) -> Iterator[Job]:
+    """A piece in tiles: a job for each chunk, whose blocks of rows all add to its dk and dv."""
     config, problem = plan.config, plan.problem
-    dtype = wide(problem.dtype)
-    for chunk in chunks(piece, problem, config):
-        k, v = (chunk.read_keys(t, piece.keys, dtype) for t in (call.k, call.v))
-        if config.fixed_tiles:
-            k, v = padded(k, 1, config.block_n), padded(v, 1, config.block_n)
-        keys = _Keys(k, v, torch.zeros(k.shape, dtype=dtype), torch.zeros(v.shape, dtype=dtype))
-        for block in blocks(piece, config):
-            index = block.index(piece)
-            rows, delta = _read(chunk, call, tensors, index, config)
-            dq = _block(rows, keys, block, (Scores.of(problem), config), scratch).mul_(problem.scale)
-            chunk.write_rows(tensors.dq, index, real_rows(dq, block, chunk))
-            chunk.write_values(tensors.delta, index, delta)
-        chunk.write_keys(tensors.dk, piece.keys, keys.dk[:, : piece.n_keys].mul_(problem.scale))
-        chunk.write_keys(tensors.dv, piece.keys, keys.dv[:, : piece.n_keys])
+    most = config.n_heads
+    if not config.fixed_tiles:
+        most = min(most, -(-(piece.entries.stop - piece.entries.start) * problem.heads_kv // torch.get_num_threads()))
+    for chunk in chunks(piece, slice(0, problem.heads_kv), problem.group, most):
+        work = piece.work // (piece.entries.stop - piece.entries.start) * chunk.n * problem.group * 5 * problem.head_dim
+        yield Job(work, partial(_attend, Keys(chunk, piece, (call.k, call.v), wide(problem.dtype)), plan, call, tensors))
 
 
-class _Keys(NamedTuple):
-    """A chunk's keys [N, keys, D] and what they gather."""
+def _attend(keys: Keys, plan: Plan, call: Call, tensors: Backward, scratch: Tensor) -> None:
+    """The gradients of one chunk, in tiles."""
+    config, problem, piece, chunk = plan.config, plan.problem, keys.piece, keys.chunk
+    room = piece.n_keys + (-piece.n_keys % config.block_n if config.fixed_tiles else 0)
+    grads = _Grads(*(torch.zeros(chunk.n, room, t.shape[-1], dtype=keys.dtype) for t in keys.tensors))
+    for block in blocks(piece, config):
+        index = block.index(piece)
+        rows, delta = _read(chunk, call, tensors, index, config)
+        dq = _block(rows, keys, grads, block, (Scores.of(problem), config), scratch.view(2, -1)).mul_(problem.scale)
+        chunk.write_rows(tensors.dq, index, real_rows(dq, block, chunk))
+        chunk.write_values(tensors.delta, index, delta)
+    chunk.write_keys(tensors.dk, piece.keys, grads.dk[:, : piece.n_keys].mul_(problem.scale))
+    chunk.write_keys(tensors.dv, piece.keys, grads.dv[:, : piece.n_keys])
 
-    k: Tensor
-    v: Tensor
+
+class _Grads(NamedTuple):
+    """What a chunk's keys gather, [N, keys, D]."""
+
     dk: Tensor
     dv: Tensor
 
@@ -72,25 +89,26 @@ class _Rows(NamedTuple):
     delta: Tensor
 
 
-def _block(rows: _Rows, keys: _Keys, block: Block, how: tuple[Scores, Config], scratch: tuple[Tensor, Tensor]) -> Tensor:
+def _block(rows: _Rows, keys: Keys, grads: _Grads, block: Block, how: tuple[Scores, Config], scratch: Tensor) -> Tensor:
     """dq of a block, short of the scale; adds to the keys' dk and dv."""
     scores, config = how
     n, count = rows.q.shape[:2]
     dq = torch.zeros_like(rows.q)
     for tile in tiles(block, config):
         at = tile.keys
+        k, v = keys.read(at)
         p, ds = (buffer[: n * count * (at.stop - at.start)].view(n, count, -1) for buffer in scratch)
-        scores.write(p, rows.q, keys.k[:, at])
-        torch.bmm(rows.do, keys.v[:, at].transpose(1, 2), out=ds).sub_(rows.delta)
+        scores.write(p, rows.q, k)
+        torch.bmm(rows.do, v.transpose(1, 2), out=ds).sub_(rows.delta)
         if scores.cap:
             ds.mul_(1 - (p / scores.cap).square_())
         p.sub_(rows.lse_log2).exp2_()
         hide(p, tile, 0.0)
-        keys.dv[:, at].baddbmm_(p.transpose(1, 2), rows.do)
+        grads.dv[:, at].baddbmm_(p.transpose(1, 2), rows.do)
         ds.mul_(p)
         hide(ds, tile, 0.0)  # 0 * NaN is NaN, and p of a row of NaN is NaN at hidden keys too
-        dq.baddbmm_(ds, keys.k[:, at])
-        keys.dk[:, at].baddbmm_(ds.transpose(1, 2), rows.q)
+        dq.baddbmm_(ds, k)
+        grads.dk[:, at].baddbmm_(ds.transpose(1, 2), rows.q)
     return dq
 
 

@@ -6,6 +6,7 @@ flash kernel can do go to it, the rest are tiled; "tiled": all are. See flash.py
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...appending import AppendCall, AppendProblem
@@ -55,7 +56,7 @@ class CpuBackward(_Cpu):
         return attention_cost(problem, backward=True)
 
     def workspace(self, problem: Problem, config: Config) -> tuple[Buffer, ...]:
-        return _tile_buffer("p", problem, config), _tile_buffer("ds", problem, config)
+        return (_tile_buffer("tiles", problem, config, 2),)
 
     def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:
         backward.run(plan, call, tensors, workspace)
@@ -74,7 +75,7 @@ class CpuDecode(_Cpu):
         return decode_cost(problem)
 
     def workspace(self, problem: DecodeProblem, config: Config) -> tuple[Buffer, ...]:
-        return (Buffer("scores", (config.tile_elements(problem.group),), wide(problem.dtype)),)
+        return (_tile_buffer("scores", problem, config),)
 
     def run(self, plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:
         decode.run(plan, call, tensors, workspace)
@@ -110,8 +111,10 @@ def _config(problem: Problem, hand_off: bool) -> Config:
     return Config("torch_flash" if hand_off else "tiled", block_m, block_n, n_heads)
 
 
-def _tile_buffer(name: str, problem: Problem, config: Config) -> Buffer:
-    return Buffer(name, (config.tile_elements(problem.group),), wide(problem.dtype))
+def _tile_buffer(name: str, problem: Problem | DecodeProblem, config: Config, tiles: int = 1) -> Buffer:
+    """So many tiles of scores a worker: one worker where tiles are fixed, whose bits may not follow the number of threads."""
+    workers = 1 if config.fixed_tiles else torch.get_num_threads()
+    return Buffer(name, (workers * tiles * config.tile_elements(problem.group),), wide(problem.dtype))
 
 
 FORWARD, BACKWARD, DECODE, APPEND = CpuForward(), CpuBackward(), CpuDecode(), CpuAppend()

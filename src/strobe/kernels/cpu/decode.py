@@ -5,6 +5,7 @@ So a row's bits are those of the same row of a prefill wherever the tiles are th
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,9 @@ from ...decode import DecodeCall, DecodeProblem
 from ...mask import NO_BOUND
 from .. import faults
 from ..kernel import Forward, Plan
-from .forward import attend
+from . import parallel
+from .forward import attend_jobs, tile_memory
+from .parallel import Job
 from .pieces import Piece, _together
 from .tiles import wide
 
@@ -35,20 +38,33 @@ def run(plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Ten
         call = call._replace(q=call.q.clone())
     out.zero_()
     lse.copy_(call.sinks[None, :, None].expand_as(lse)) if call.sinks is not None else lse.fill_(-torch.inf)
-    for b, (start, stop) in enumerate(_spans(call, problem)):
-        row = torch.arange(problem.layout.seqlen_q) + stop - problem.layout.seqlen_q
-        first = torch.full_like(row, start) if call.left == NO_BOUND else (row - call.left).clamp(start, stop)
-        last = torch.full_like(row, stop) if call.right == NO_BOUND else (row + call.right + 1).clamp(start, stop)
-        keys = _keys(call, problem, b, int(first[0]), int(last[-1]))
-        edge = _aligned(int(first[0]), start, plan.config.block_n)
-        if plan.config.fixed_tiles and edge < first[0]:
-            keys = _from_edge(keys, int(first[0]), edge)
-        first, last = (torch.searchsorted(keys.position, bound) for bound in (first, last))
-        seeing = first < last
-        if seeing.any():
-            piece = Piece(slice(0, 1), _together(seeing.nonzero().flatten()), slice(0, len(keys.position)), first[seeing], last[seeing])
-            one = Call(call.q[b : b + 1], keys.k, keys.v, sinks=call.sinks)
-            attend(piece, plan, one, Forward(out[b : b + 1], lse[b : b + 1]), workspace["scores"])
+    jobs = []
+    for b, span in enumerate(_spans(call, problem)):
+        seen = span[1] - span[0] if call.left == NO_BOUND else min(span[1] - span[0], call.left + problem.layout.seqlen_q)
+        work = seen * problem.layout.seqlen_q * problem.heads_q * (problem.head_dim + problem.head_dim_v)
+        jobs.append(Job(work, partial(_sequence, b, span, plan, call, tensors)))
+    parallel.run(jobs, tile_memory(plan, workspace["scores"]))
+
+
+def _sequence(b: int, span: tuple[int, int], plan: Plan, call: DecodeCall, tensors: Forward, scratch: Tensor) -> None:
+    """The rows of one sequence, whose keys are those of its span."""
+    problem: DecodeProblem = plan.problem
+    out, lse = tensors
+    start, stop = span
+    row = torch.arange(problem.layout.seqlen_q) + stop - problem.layout.seqlen_q
+    first = torch.full_like(row, start) if call.left == NO_BOUND else (row - call.left).clamp(start, stop)
+    last = torch.full_like(row, stop) if call.right == NO_BOUND else (row + call.right + 1).clamp(start, stop)
+    keys = _keys(call, problem, b, int(first[0]), int(last[-1]))
+    edge = _aligned(int(first[0]), start, plan.config.block_n)
+    if plan.config.fixed_tiles and edge < first[0]:
+        keys = _from_edge(keys, int(first[0]), edge)
+    first, last = (torch.searchsorted(keys.position, bound) for bound in (first, last))
+    seeing = first < last
+    if seeing.any():
+        piece = Piece(slice(0, 1), _together(seeing.nonzero().flatten()), slice(0, len(keys.position)), first[seeing], last[seeing])
+        one = Call(call.q[b : b + 1], keys.k, keys.v, sinks=call.sinks)
+        for job in attend_jobs(piece, slice(0, problem.heads_kv), plan, one, Forward(out[b : b + 1], lse[b : b + 1])):
+            job.run(scratch)
 
 
 def _aligned(first: int, start: int, block: int) -> int:

@@ -12,7 +12,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from ...call import Call
 from ...problem import Problem
 from ..kernel import Backward, Forward
-from .pieces import Piece
+from .pieces import Piece, part
 
 # Below a vector of keys torch takes a maximum that drops NaN, and a row of NaN comes out as one that sees nothing. A vector holds 16 float32
 # where torch's kernels are AVX-512's, 8 where they are AVX2's, and no more than 64 anywhere.
@@ -50,27 +50,48 @@ def takes(piece: Piece, dtype: torch.dtype) -> bool:
     return _sees_all(piece) or _is_square_causal(piece) or (dtype.itemsize == 2 and piece.n_keys >= VECTOR)
 
 
-def forward(piece: Piece, call: Call, tensors: Forward, scale: float, tile: Callable[[], None]) -> None:
-    """out and lse of a piece; rows where torch's kernel may have lost NaN, or made one, are what `tile` writes there.
+def parts(piece: Piece) -> list[Piece]:
+    """A band in blocks of rows, each with the keys that any of its rows sees and with at least a vector of them; others whole."""
+    if _sees_all(piece) or _is_square_causal(piece):
+        return [piece]
+    found = []
+    for start in range(0, piece.n_rows, BAND_ROWS):
+        rows = slice(start, min(start + BAND_ROWS, piece.n_rows))
+        first, stop = piece.first[rows], piece.stop[rows]
+        high = max(int(stop[-1]), VECTOR)
+        low = min(int(first[0]), high - VECTOR)
+        found.append(Piece(piece.entries, part(piece.rows, rows), part(piece.keys, slice(low, high)), first - low, stop - low))
+    return found
+
+
+def forward(piece: Piece, heads: slice, call: Call, tensors: Forward, problem: Problem, tile: Callable[[], None]) -> None:
+    """out and lse of a piece's key heads; rows where torch's kernel may have lost NaN, or made one, are what `tile` writes there.
 
     torch hides a band's keys by adding -inf to their scores, and a hidden score that has overflowed to inf then is NaN."""
-    q, k, v = (_turned(t[piece.entries, index]) for t, index in zip(call[:3], (piece.rows, piece.keys, piece.keys)))
-    whole, doubtful = _sees_all(piece), None
-    if whole or _is_square_causal(piece):
-        out, lse = TORCH(q, k, v, 0.0, not whole, scale=scale)
-        if piece.n_keys < VECTOR and lost_nan(lse):
-            doubtful = lse == 0
-    else:
-        out, lse = _band(piece, q, k, v, scale)
+    heads_q = slice(heads.start * problem.group, heads.stop * problem.group)
+    rows, keys = (piece.entries, piece.rows, heads_q), (piece.entries, piece.keys, heads)
+    q, k, v = (_turned(t[at]) for t, at in zip(call[:3], (rows, keys, keys)))
+    whole, causal, doubtful = _sees_all(piece), _is_square_causal(piece), None
+    out, lse = TORCH(q, k, v, 0.0, causal and not whole, attn_mask=None if whole or causal else _hidden(piece), scale=problem.scale)
+    if not whole and not causal:
         if lse.isnan().any():
             doubtful = lse.isnan()
+    elif piece.n_keys < VECTOR and lost_nan(lse):
+        doubtful = lse == 0
     out = out.transpose(1, 2).to(tensors.out.dtype)
     if doubtful is not None:
         tile()
-        out = torch.where(doubtful.transpose(1, 2)[..., None], tensors.out[piece.entries, piece.rows], out)
-        lse = torch.where(doubtful, tensors.lse[piece.entries, :, piece.rows], lse)
-    tensors.out[piece.entries, piece.rows] = out
-    tensors.lse[piece.entries, :, piece.rows] = lse
+        out = torch.where(doubtful.transpose(1, 2)[..., None], tensors.out[rows], out)
+        lse = torch.where(doubtful, tensors.lse[piece.entries, heads_q, piece.rows], lse)
+    tensors.out[rows] = out
+    tensors.lse[piece.entries, heads_q, piece.rows] = lse
+
+
+def _hidden(piece: Piece) -> Tensor:
+    """-inf where a row does not see a key, as torch's kernel adds it: [rows, keys]."""
+    key = torch.arange(piece.n_keys)
+    hidden = (key < piece.first[:, None]) | (key >= piece.stop[:, None])
+    return torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
 
 
 def _turned(tensor: Tensor) -> Tensor:
@@ -97,39 +118,21 @@ def takes_backward(piece: Piece) -> bool:
     return piece.n_keys >= VECTOR and (_sees_all(piece) or _is_square_causal(piece))
 
 
-def backward(piece: Piece, call: Call, tensors: Backward, scale: float) -> None:
-    """dq, dk and dv; with sinks too, as lse holds them.
+def backward(piece: Piece, heads: slice, call: Call, tensors: Backward, problem: Problem) -> None:
+    """dq, dk and dv of a piece's key heads; with sinks too, as lse holds them.
 
     In float32 for 16-bit inputs: of those, torch would add each block's share of dk and dv to a 16-bit sum, and of the
     key heads that query heads share too (errors up to 1.5 times what the contract allows at S = 700, bfloat16).
     """
-    rows, keys = piece.rows, piece.keys
-    q, k, v = (_turned(t[piece.entries, index]) for t, index in zip(call[:3], (rows, keys, keys)))
-    dout, out = (_turned(t[piece.entries, rows]) for t in (tensors.dout, tensors.out))
-    lse = tensors.lse[piece.entries, :, rows]
+    heads_q = slice(heads.start * problem.group, heads.stop * problem.group)
+    rows, keys = (piece.entries, piece.rows, heads_q), (piece.entries, piece.keys, heads)
+    q, k, v = (_turned(t[at]) for t, at in zip(call[:3], (rows, keys, keys)))
+    dout, out = (_turned(t[rows]) for t in (tensors.dout, tensors.out))
+    lse = tensors.lse[piece.entries, heads_q, piece.rows]
     dout, q, k, v, out = (t.to(lse.dtype) for t in (dout, q, k, v, out))
-    grads = TORCH_BACKWARD(dout, q, k, v, out, lse, 0.0, not _sees_all(piece), scale=scale)
-    for target, index, grad in zip((tensors.dq, tensors.dk, tensors.dv), (rows, keys, keys), grads):
-        target[piece.entries, index] = grad.transpose(1, 2).to(target.dtype)
-
-
-def _band(piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Blocks of rows, each over the keys that any of its rows sees, what else is in there hidden by a mask."""
-    outs, lses = [], []
-    bounds = mask = torch.empty(0)
-    for start in range(0, piece.n_rows, BAND_ROWS):
-        first, end = (bound[start : start + BAND_ROWS, None] for bound in (piece.first, piece.stop))
-        high = max(int(end[-1]), VECTOR)
-        low = min(int(first[0]), high - VECTOR)
-        relative = torch.cat([first - low, end - low], 1)
-        if not torch.equal(bounds, relative) or mask.shape[1] != high - low:  # in a window most blocks are alike
-            key = torch.arange(high - low)
-            hidden = (key < relative[:, :1]) | (key >= relative[:, 1:])
-            bounds, mask = relative, torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
-        out, lse = TORCH(q[:, :, start : start + BAND_ROWS], k[:, :, low:high], v[:, :, low:high], 0.0, False, attn_mask=mask, scale=scale)
-        outs.append(out)
-        lses.append(lse)
-    return torch.cat(outs, 2), torch.cat(lses, 2)
+    grads = TORCH_BACKWARD(dout, q, k, v, out, lse, 0.0, not _sees_all(piece), scale=problem.scale)
+    for target, at, grad in zip((tensors.dq, tensors.dk, tensors.dv), (rows, keys, keys), grads):
+        target[at] = grad.transpose(1, 2).to(target.dtype)
 
 
 def _sees_all(piece: Piece) -> bool:

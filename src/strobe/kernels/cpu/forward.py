@@ -9,6 +9,7 @@ All in float32, p too: torch's 16-bit products round their results to 16 bits, w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from ...call import Call
 from ..kernel import Forward, Plan
-from . import flash
+from . import flash, parallel
+from .parallel import Job, head_ranges
 from .pieces import Piece, as_batch, cut
-from .tiles import LN_2, LOG2_E, Block, Chunk, Config, Scores, blocks, chunks, hide, padded, tiles, wide
+from .tiles import LN_2, LOG2_E, Block, Chunk, Config, Keys, Scores, blocks, chunks, hide, padded, tiles, wide
 
 
 def run(plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:
@@ -31,50 +33,77 @@ def run(plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) 
         lse.copy_(call.sinks[:, None].expand_as(lse)) if call.sinks is not None else lse.fill_(-torch.inf)
     for rows in found.broken:
         out[:, rows], lse[:, :, rows] = torch.nan, torch.nan
+    jobs: list[Job] = []
     for piece in found.pieces:
-        tile = partial(attend, piece, plan, call, Forward(out, lse), workspace["scores"])
         if config.path == "torch_flash" and flash.takes(piece, problem.dtype):
-            flash.forward(piece, call, Forward(out, lse), problem.scale, tile)
+            parts = flash.parts(piece)
+            for one in parts:
+                jobs += _flash_jobs(one, len(found.pieces) * len(parts), plan, call, Forward(out, lse))
         else:
-            tile()
+            jobs += attend_jobs(piece, slice(0, problem.heads_kv), plan, call, Forward(out, lse))
+    parallel.run(jobs, tile_memory(plan, workspace["scores"]))
 
 
-def attend(piece: Piece, plan: Plan, call: Call, tensors: Forward, scratch: Tensor) -> None:
-    """One piece, in tiles."""
+def tile_memory(plan: Plan, scratch: Tensor) -> Tensor:
+    """A workspace as one tile a worker."""
+    return scratch.view(-1, plan.config.tile_elements(plan.problem.group))
+
+
+def _flash_jobs(piece: Piece, pieces: int, plan: Plan, call: Call, tensors: Forward) -> Iterator[Job]:
+    """One of so many pieces, for torch's kernel: a job for each range of key heads."""
+    problem = plan.problem
+    for heads in head_ranges(problem.heads_kv, pieces):
+        work = piece.work * (heads.stop - heads.start) * problem.group * (problem.head_dim + problem.head_dim_v)
+        yield Job(work, partial(_flash, piece, heads, plan, call, tensors))
+
+
+def _flash(piece: Piece, heads: slice, plan: Plan, call: Call, tensors: Forward, scratch: Tensor) -> None:
+    def tile() -> None:
+        for job in attend_jobs(piece, heads, plan, call, tensors):
+            job.run(scratch)
+
+    flash.forward(piece, heads, call, tensors, plan.problem, tile)
+
+
+def attend_jobs(piece: Piece, heads: slice, plan: Plan, call: Call, tensors: Forward) -> Iterator[Job]:
+    """These key heads of a piece, in tiles: a job for each block of rows."""
     config, problem = plan.config, plan.problem
-    scores, dtype = Scores.of(problem), wide(problem.dtype)
-    for chunk in chunks(piece, problem, config):
-        k, v = (chunk.read_keys(t, piece.keys, dtype) for t in (call.k, call.v))
-        if config.fixed_tiles:
-            k, v = padded(k, 1, config.block_n), padded(v, 1, config.block_n)
+    for chunk in chunks(piece, heads, problem.group, config.n_heads):
+        keys = Keys(chunk, piece, (call.k, call.v), wide(problem.dtype))
         for block in blocks(piece, config):
-            index = block.index(piece)
-            q = read_block(chunk, call.q, index, dtype, config)
-            acc, row_sum, row_max = _block((q, k, v), block, scores, config, (scratch, _sinks(call, chunk, q)))
-            row_max = row_max.mul_(LN_2).add_(row_sum.log())
-            acc.div_(row_sum)
-            chunk.write_rows(tensors.out, index, real_rows(acc, block, chunk))
-            chunk.write_values(tensors.lse, index, real_rows(row_max, block, chunk))
+            work = block.pairs * chunk.n * problem.group * (problem.head_dim + problem.head_dim_v)
+            yield Job(work, partial(_attend, keys, block, plan, call, tensors))
 
 
-def _block(qkv: tuple[Tensor, Tensor, Tensor], block: Block, scores: Scores, config: Config, state: tuple[Tensor, Tensor | None]):
+def _attend(keys: Keys, block: Block, plan: Plan, call: Call, tensors: Forward, scratch: Tensor) -> None:
+    chunk, config = keys.chunk, plan.config
+    index = block.index(keys.piece)
+    q = read_block(chunk, call.q, index, keys.dtype, config)
+    acc, row_sum, row_max = _block(q, keys, block, Scores.of(plan.problem), config, (scratch, _sinks(call, chunk, q)))
+    row_max = row_max.mul_(LN_2).add_(row_sum.log())
+    acc.div_(row_sum)
+    chunk.write_rows(tensors.out, index, real_rows(acc, block, chunk))
+    chunk.write_values(tensors.lse, index, real_rows(row_max, block, chunk))
+
+
+def _block(q: Tensor, keys: Keys, block: Block, scores: Scores, config: Config, state: tuple[Tensor, Tensor | None]):
     """acc [N, rows, D_v], row_sum and row_max [N, rows, 1] of one block; a sink is a first key whose value is 0."""
-    q, k, v = qkv
     scratch, sinks = state
     n, rows = q.shape[:2]
     row_max = q.new_full((n, rows, 1), -torch.inf) if sinks is None else sinks
     row_sum = q.new_zeros(n, rows, 1) if sinks is None else (sinks != -torch.inf).to(q.dtype)
-    acc = q.new_zeros(n, rows, v.shape[-1])
+    acc = q.new_zeros(n, rows, keys.tensors[1].shape[-1])
     for tile in tiles(block, config):
         s = scratch[: n * rows * (tile.keys.stop - tile.keys.start)].view(n, rows, -1)
-        scores.write(s, q, k[:, tile.keys])
+        k, v = keys.read(tile.keys)
+        scores.write(s, q, k)
         hide(s, tile, -torch.inf)
         new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
         finite_max = new_max.masked_fill(new_max == -torch.inf, 0.0)  # rows that have seen nothing yet: exp2(-inf - 0) is 0
         s.sub_(finite_max).exp2_()
         rescale = row_max.sub_(finite_max).exp2_()
         row_sum = row_sum.mul_(rescale).add_(s.sum(-1, keepdim=True))
-        acc.mul_(rescale).baddbmm_(s, v[:, tile.keys])
+        acc.mul_(rescale).baddbmm_(s, v)
         row_max = new_max
     return acc, row_sum, row_max
 

@@ -38,6 +38,11 @@ class Piece(NamedTuple):
     def n_keys(self) -> int:
         return _count(self.keys)
 
+    @property
+    def work(self) -> int:
+        """Pairs of a row and a key that it sees, in each head."""
+        return int((self.stop - self.first).sum()) * (self.entries.stop - self.entries.start)
+
 
 class Pieces(NamedTuple):
     pieces: list[Piece]
@@ -177,6 +182,13 @@ def _together(positions: Tensor) -> Index:
         return NOTHING
     start, stop = int(positions[0]), int(positions[-1]) + 1
     return slice(start, stop) if stop - start == positions.shape[0] else positions
+
+
+def part(index: Index, at: slice) -> Index:
+    """The positions `at` of an index; its end is a longer slice's."""
+    if isinstance(index, slice):
+        return slice(index.start + at.start, min(index.start + at.stop, index.stop))
+    return index[at]
 
 
 def _positions(index: Index) -> Tensor:

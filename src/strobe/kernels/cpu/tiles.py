@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...problem import Problem
-from .pieces import Index, Piece
+from .pieces import Index, Piece, part
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
@@ -87,14 +87,28 @@ class Chunk(NamedTuple):
         return (self.entries.stop - self.entries.start) * (self.heads.stop - self.heads.start)
 
 
-def chunks(piece: Piece, problem: Problem, config: Config) -> Iterator[Chunk]:
-    """All heads of as many entries as fit, or some heads of one entry where not even those fit."""
-    heads = problem.heads_kv
-    n_entries, n_heads = max(1, config.n_heads // heads), min(heads, config.n_heads)
+def chunks(piece: Piece, heads: slice, group: int, most: int) -> Iterator[Chunk]:
+    """These key heads of as many entries as `most` matrices allow, or some heads of one entry where not even those fit."""
+    count = heads.stop - heads.start
+    n_entries, n_heads = max(1, most // count), min(count, most)
     for entry in range(piece.entries.start, piece.entries.stop, n_entries):
         entries = slice(entry, min(entry + n_entries, piece.entries.stop))
-        for head in range(0, heads, n_heads):
-            yield Chunk(entries, slice(head, min(head + n_heads, heads)), problem.group)
+        for head in range(heads.start, heads.stop, n_heads):
+            yield Chunk(entries, slice(head, min(head + n_heads, heads.stop)), group)
+
+
+class Keys(NamedTuple):
+    """Keys and values of a chunk's heads, read a tile at a time as [N, keys, D]; fixed_tiles pads them to the tile with zeros."""
+
+    chunk: Chunk
+    piece: Piece
+    tensors: tuple[Tensor, Tensor]
+    dtype: torch.dtype
+
+    def read(self, at: slice) -> tuple[Tensor, Tensor]:
+        missing = max(0, at.stop - self.piece.n_keys)
+        k, v = (self.chunk.read_keys(t, part(self.piece.keys, at), self.dtype) for t in self.tensors)
+        return (pad(k, (0, 0, 0, missing)), pad(v, (0, 0, 0, missing))) if missing else (k, v)
 
 
 def padded(rows: Tensor, dim: int, multiple: int) -> Tensor:
@@ -115,9 +129,12 @@ class Block(NamedTuple):
     end: Tensor
 
     def index(self, piece: Piece) -> Index:
-        if isinstance(piece.rows, slice):
-            return slice(piece.rows.start + self.start, piece.rows.start + self.stop)
-        return piece.rows[self.start : self.stop]
+        return part(piece.rows, slice(self.start, self.stop))
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a row and a key in its tiles."""
+        return (self.stop - self.start) * int(self.end[-1] - self.first[0])
 
 
 class Tile(NamedTuple):
