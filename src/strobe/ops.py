@@ -165,7 +165,8 @@ def _sinks_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
     """dsink = -sum exp(sink - lse) * delta: the sink is one more key whose value is 0."""
     if call.sinks is None:
         return lse.new_empty(0)
-    weight = torch.where(lse == -torch.inf, 0.0, torch.exp(_per_head(call.sinks.to(lse.dtype), call) - lse))
+    most = torch.finfo(lse.dtype).max  # inf - inf is NaN; a sink of +inf has weight 1
+    weight = torch.where(lse == -torch.inf, 0.0, torch.exp(_per_head(call.sinks.to(lse.dtype).clamp(max=most), call) - lse.clamp(max=most)))
     return -(weight * delta).sum(1 if call.packed else (0, 2)).to(call.sinks.dtype)
 
 

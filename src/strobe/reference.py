@@ -144,11 +144,13 @@ def _scores(rows: _Rows) -> tuple[Tensor, Tensor | float]:
 
 def _softmax(s: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
     """p and lse; a row that sees no key has p 0 and lse -inf (or the sink). "Sees no key" is the mask's word, not a maximum of -inf."""
-    columns = [s] if rows.sinks is None else [s, rows.sinks[None, :, None, None].expand(*s.shape[:3], 1)]
+    sinks = None if rows.sinks is None else rows.sinks[None, :, None]
+    columns = [s] if sinks is None else [s, sinks[..., None].clamp(max=torch.finfo(s.dtype).max).expand(*s.shape[:3], 1)]
     logits = torch.cat(columns, -1)
     if logits.shape[-1] == 0:
         return s, s.new_full(s.shape[:3], -torch.inf)
     lse = torch.logsumexp(logits, -1)
+    lse = lse if sinks is None else torch.maximum(lse, sinks)  # of +inf, which was cut above: inf - inf would be NaN
     # not exp(s - lse): at |lse| = 200 its rounding would leave sum(p) 100 units off 1, and delta with it
     p = torch.where(rows.seen, torch.softmax(logits, -1)[..., : s.shape[-1]], 0.0)
     return p, lse
@@ -157,7 +159,8 @@ def _softmax(s: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
 def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
     if sinks is None:
         return None
-    weight = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks[None, :, None] - lse))
+    most = torch.finfo(lse.dtype).max
+    weight = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks[None, :, None].clamp(max=most) - lse.clamp(max=most)))
     return -(weight * delta).sum((0, 2))
 
 

@@ -34,6 +34,7 @@ def band(left: int | None, right: int | None):
 
 
 CAUSAL = band(None, 0)
+WITHOUT_BOUND = (3e38, torch.inf, -torch.inf, 0.5)  # sinks
 
 
 def runs(lengths: tuple[int, ...], ids: tuple[int, ...] = (), lengths_k: tuple[int, ...] = (), ids_k: tuple[int, ...] = (), also=None):

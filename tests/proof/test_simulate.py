@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, PROGRAMS, SCHEDULES, band, by_turns, key_lengths, prefix, runs
+from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, PROGRAMS, SCHEDULES, WITHOUT_BOUND, band, by_turns, key_lengths, prefix, runs
 
 pytest.importorskip("triton")
 
@@ -59,6 +59,7 @@ LARGE = (
     _case("window_before_the_keys", 520, 390, mask=band(10, 10)),  # rows at the top see no key
     _case("softcap", mask=CAUSAL, softcap=3.0),
     _case("sinks", sinks=True),
+    _case("sinks_without_bound", 520, 385, heads=(4, 2), mask=CAUSAL, sinks=WITHOUT_BOUND),
     _case("softcap_sinks_window", 400, None, mask=band(100, 0), softcap=5.0, sinks=True),
     _case("grouped", 384, heads=(4, 2), mask=CAUSAL),
     _case("one_key_head", 200, 390, heads=(5, 1)),
@@ -127,6 +128,7 @@ SMALL = (  # no ring wraps, or a program has one tile: lengths around 0 and a ti
 )
 JOINED = (  # heads of a group share a tile; groups of three leave a row of each query without a head
     _case("joined_one_row", 1, 390, heads=(16, 2)),
+    _case("joined_sinks_without_bound", 3, 200, heads=(4, 1), mask=CAUSAL, sinks=WITHOUT_BOUND),
     _case("joined_three_rows", 3, 260, heads=(16, 1), mask=CAUSAL, sinks=True),
     _case("joined_window", 129, 300, heads=(4, 1), mask=band(40, 5), softcap=5.0),
     _case("joined_threes", 63, 200, 96, heads=(6, 2), batch=2, storage="gaps", sinks=True),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, SCHEDULES, band, by_turns, key_lengths, prefix, runs
+from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, SCHEDULES, WITHOUT_BOUND, band, by_turns, key_lengths, prefix, runs
 
 pytest.importorskip("triton")
 
@@ -62,6 +62,7 @@ LARGE = (
     _case("window_beyond_the_keys", 130, 700, mask=band(60, 0)),  # no row sees the first tiles of keys, which follow each other
     _case("softcap", mask=CAUSAL, softcap=3.0),
     _case("sinks", sinks=True),
+    _case("sinks_without_bound", 200, 130, heads=(4, 2), mask=CAUSAL, sinks=WITHOUT_BOUND),
     _case("softcap_sinks_window", 300, None, mask=band(100, 0), softcap=5.0, sinks=True),
     _case("grouped", 150, 260, heads=(4, 2), mask=CAUSAL),
     _case("one_key_head", 150, 200, heads=(3, 1)),

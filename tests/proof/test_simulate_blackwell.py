@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from blackwell_scenes import B200, FORWARD, PROGRAMS
-from hopper_cases import CAUSAL, DTYPES, SCHEDULES, band
+from hopper_cases import CAUSAL, DTYPES, SCHEDULES, WITHOUT_BOUND, band
 
 pytest.importorskip("triton")
 
@@ -49,6 +49,7 @@ LARGE = (
     _case("whole_tiles", 512, 384),
     _case("causal", 600, None, mask=CAUSAL),
     _case("causal_more_rows_sinks", 800, 385, mask=CAUSAL, sinks=True),  # the first tile of a head sees no key
+    _case("sinks_without_bound", 300, 200, heads=(4, 2), mask=CAUSAL, sinks=WITHOUT_BOUND),
     _case("window_softcap_sinks", 600, None, mask=band(150, 20), softcap=5.0, sinks=True),
     _case("grouped_gaps", 512, heads=(4, 2), mask=CAUSAL, storage="gaps"),
     _case("head_dim_64", 520, 520, 64, mask=CAUSAL),

@@ -41,7 +41,7 @@ class Case:
     mask: Callable[[Case, torch.device], Mask] | None = None
     scale: float | None = None
     softcap: float = 0.0
-    sinks: bool = False
+    sinks: bool | tuple[float, ...] = False  # True draws them
     partial: bool = False
     storage: str = "contiguous"
     lengths_q: tuple[int, ...] | None = None  # packed: each sequence's rows and keys
@@ -68,7 +68,7 @@ class Case:
         drawn = inputs.qkv(family, *shapes, self.head_dim_v or self.head_dim, seed)
         q, k, v = (laid_out(tensor.to(device, dtype), self.storage, n) for n, tensor in enumerate(drawn))
         generator = torch.Generator().manual_seed(seed + 2)
-        sinks = torch.randn(self.heads[0], generator=generator).to(device) if self.sinks else None
+        sinks = drawn_sinks(self.sinks, self.heads[0], generator, device)
         for tensor in (q, k, v, sinks):
             if tensor is not None:
                 tensor.requires_grad_(requires_grad)
@@ -96,6 +96,12 @@ class Case:
 
 def _int32(values: list, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def drawn_sinks(asked: bool | tuple[float, ...], heads: int, generator: torch.Generator, device: torch.device) -> Tensor | None:
+    """A case's sinks [H_q]: the numbers that it names, or drawn ones, or none."""
+    drawn = torch.randn(heads, generator=generator)
+    return (torch.tensor(asked) if isinstance(asked, tuple) else drawn).to(device) if asked else None
 
 
 def laid_out(tensor: Tensor, storage: str, index: int) -> Tensor:
@@ -237,6 +243,7 @@ _NUMBERS = (
     Case("scale_zero", 80, 90, scale=0.0),
     Case("scale_large", 80, 90, scale=1.0),
     Case("sinks", 80, 90, heads=(4, 2), sinks=True),
+    Case("sinks_without_bound", 90, 70, heads=(4, 2), mask=_causal, sinks=(3e38, torch.inf, -torch.inf, 0.5)),
     Case("partial", 80, 90, heads=(4, 2), mask=_causal, partial=True),
     Case("partial_empty_rows", 90, 60, mask=_causal, partial=True),
 )

@@ -214,7 +214,7 @@ def _eager(one: Call) -> tuple[Tensor, Tensor]:
         s = rows.softcap * torch.tanh(s / rows.softcap)
     s = s.masked_fill(~rows.seen, -torch.inf)
     if rows.sinks is not None:
-        s = torch.cat([s, rows.sinks[None, :, None, None].expand(*s.shape[:3], 1)], -1)
+        s = torch.cat([s, rows.sinks.clamp(max=torch.finfo(s.dtype).max)[None, :, None, None].expand(*s.shape[:3], 1)], -1)
     alive = (s > -torch.inf).any(-1, keepdim=True)
     s = torch.where(alive, s, 0.0)
     p = (torch.softmax(s, -1) * alive)[..., : rows.v.shape[-2]]
@@ -243,7 +243,7 @@ class _Facts(NamedTuple):
     rows: reference._Rows
     p: Tensor
     slope: Tensor | float
-    lse: Tensor  # 0 where the row sees nothing
+    lse: Tensor  # 0 where it is infinite
     out: Tensor
     wrong: Tensor  # P_ij e_ij, and what flushing to 0 takes
 
@@ -252,7 +252,7 @@ def _facts(one: Call) -> _Facts:
     rows = _rows(one, torch.float64)
     s, slope = _scores(rows)
     p, lse = _softmax(s, rows)
-    lse = torch.where(lse == -torch.inf, 0.0, lse)
+    lse = torch.where(lse.isinf(), 0.0, lse)  # -inf: the row sees nothing; +inf: its sink has all the weight
     size = abs(rows.scale) * (rows.q.abs() @ rows.k.abs().mT) * slope
     error = 6 * _w(one) * (1 + lse.abs()[..., None] + rows.softcap) + _product_chain(one, rows.q.shape[-1]) * size
     return _Facts(rows, p, slope, lse, p @ rows.v, p * error + (p > 0) * _least_normal(one.q.dtype))
@@ -300,7 +300,7 @@ def _gradient_bounds(one: Call, dout: Tensor, dlse: Tensor | None) -> list[tuple
         (by_key(ds.mT @ q) * scale, scale * spread_k, scale * by_key((ds_floor + along_q * ds.abs()).mT @ q.abs())),
         (by_key(p.mT @ do), 6 * u * by_key((1 + wide) * (p_rounded.square().mT @ do.square())).sqrt(), by_key((wrong + p * along_q).mT @ do.abs())),
     )
-    weight = torch.zeros_like(lse) if rows.sinks is None else torch.exp(rows.sinks[None, :, None] - lse)
+    weight = torch.zeros_like(lse) if rows.sinks is None else torch.exp((rows.sinks[None, :, None] - lse).clamp(max=0))
     weight_floor = 6 * _w(one) * (1 + lse.abs()) + _chain(one, p.shape[-2]) + wrong.sum(-1)
     dsinks = (weight * d[..., 0]).square().sum((0, 2)), (weight * (weight_floor * delta.abs() + delta_floor)).sum((0, 2))
     own = scale * d_out * (pt @ k).abs(), scale * by_key((pt * d_out).square().mT @ q.square()).sqrt(), 0.0

@@ -12,7 +12,7 @@ from ..cache import quantize_kv
 from ..decode import DecodeCall, DecodeProblem
 from ..mask import NO_BOUND
 from . import compare, inputs
-from .cases import laid_out
+from .cases import drawn_sinks, laid_out
 from .compare import Ratios
 from .poison import fill_with_poison
 
@@ -36,7 +36,7 @@ class DecodeCase:
     right: int = 0
     scale: float | None = None
     softcap: float = 0.0
-    sinks: bool = False
+    sinks: bool | tuple[float, ...] = False  # True draws them
     fp8: bool = False
     heads_first: bool = False  # the pool keeps its heads before its rows
     storage: str = "contiguous"  # of q and of a dense cache: testing.cases.laid_out
@@ -59,7 +59,7 @@ class DecodeCase:
         else:
             k, v = (t.to(dtype) for t in (k, v))
         generator = torch.Generator().manual_seed(seed + 2)
-        sinks = torch.randn(heads_q, generator=generator).to(device) if self.sinks else None
+        sinks = drawn_sinks(self.sinks, heads_q, generator, device)
         lengths, starts = (torch.tensor(values, dtype=torch.int32, device=device) for values in (self.lengths, self.starts))
         q = laid_out(q.to(device, dtype), self.storage, 0)
         k, v, table = self._pooled(k, v, seed, device) if self.page_size else (*self._rows(k, v, device), None)
@@ -127,6 +127,7 @@ DECODES = {
         DecodeCase("dense_window", (300, 20, 2), tokens=3, left=17),
         DecodeCase("dense_window_both", (300, 20, 2), tokens=6, left=9, right=2),
         DecodeCase("dense_window_right", (40, 3), tokens=6, right=2),
+        DecodeCase("dense_sinks_without_bound", (200, 0, 7), tokens=2, sinks=(3e38, torch.inf, -torch.inf, 0.5)),
         DecodeCase("dense_softcap_sinks", (200, 0, 7), tokens=2, softcap=2.0, sinks=True),
         DecodeCase("dense_left_padded", (200, 90, 64), starts=(3, 70, 64), tokens=2),
         DecodeCase("dense_left_padded_window", (200, 90), starts=(150, 70), tokens=3, left=40),

@@ -79,8 +79,11 @@ def _attend(keys: Keys, block: Block, plan: Plan, call: Call, tensors: Forward, 
     chunk, config = keys.chunk, plan.config
     index = block.index(keys.piece)
     q = read_block(chunk, call.q, index, keys.dtype, config)
-    acc, row_sum, row_max = _block(q, keys, block, Scores.of(plan.problem), config, (scratch, _sinks(call, chunk, q)))
+    sinks = _sinks(call, chunk, q)
+    acc, row_sum, row_max = _block(q, keys, block, Scores.of(plan.problem), config, (scratch, sinks))
     row_max = row_max.mul_(LN_2).add_(row_sum.log())
+    if sinks is not None:
+        torch.maximum(row_max, sinks, out=row_max)  # the largest sinks are cut in log2 units
     acc.div_(row_sum)
     chunk.write_rows(tensors.out, index, real_rows(acc, block, chunk))
     chunk.write_values(tensors.lse, index, real_rows(row_max, block, chunk))
@@ -90,7 +93,7 @@ def _block(q: Tensor, keys: Keys, block: Block, scores: Scores, config: Config, 
     """acc [N, rows, D_v], row_sum and row_max [N, rows, 1] of one block; a sink is a first key whose value is 0."""
     scratch, sinks = state
     n, rows = q.shape[:2]
-    row_max = q.new_full((n, rows, 1), -torch.inf) if sinks is None else sinks
+    row_max = q.new_full((n, rows, 1), -torch.inf) if sinks is None else sinks.clamp(max=torch.finfo(q.dtype).max / 1.5).mul_(LOG2_E)
     row_sum = q.new_zeros(n, rows, 1) if sinks is None else (sinks != -torch.inf).to(q.dtype)
     acc = q.new_zeros(n, rows, keys.tensors[1].shape[-1])
     for tile in tiles(block, config):
@@ -109,12 +112,12 @@ def _block(q: Tensor, keys: Keys, block: Block, scores: Scores, config: Config, 
 
 
 def _sinks(call: Call, chunk: Chunk, q: Tensor) -> Tensor | None:
-    """The sinks of a chunk's heads in log 2, one a row: [N, group * rows, 1]."""
+    """The sinks of a chunk's heads, one a row: [N, group * rows, 1]."""
     if call.sinks is None:
         return None
-    heads = (call.sinks[chunk.heads_q].to(q.dtype) * LOG2_E).view(1, -1, chunk.group, 1)
+    heads = call.sinks[chunk.heads_q].to(q.dtype).view(1, -1, chunk.group, 1)
     entries, rows = chunk.entries.stop - chunk.entries.start, q.shape[1] // chunk.group
-    return heads.expand(entries, -1, -1, rows).reshape(q.shape[0], q.shape[1], 1).contiguous()
+    return heads.expand(entries, -1, -1, rows).reshape(q.shape[0], q.shape[1], 1)
 
 
 def read_block(chunk: Chunk, tensor: Tensor, index, dtype: torch.dtype, config: Config) -> Tensor:

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from ..faults import K_START as _K_START
 from ..faults import SEQLENS as _SEQLENS
+from .softmax import in_log2
 from .tiles import OUTSIDE, breaks_promise, find_sequence, keys_of, span_of
 
 K_START = tl.constexpr(_K_START)
@@ -92,7 +93,8 @@ def with_sink(o, lse_log2, sink, form: tl.constexpr):
     """(out, lse) of whole rows [M, D_v]: the sink enters once, and lse becomes a natural logarithm; the sink itself, of a row that saw nothing."""
     lse = lse_log2 * 0.6931471805599453
     if form.sinks:
-        sink_log2 = sink.to(form.accumulator) * 1.4426950408889634
+        sink = sink.to(form.accumulator)
+        sink_log2 = in_log2(sink)
         top = tl.maximum(lse_log2, sink_log2)
         top = tl.where(top == float("-inf"), 0.0, top)
         share = tl.exp2(lse_log2 - top)
@@ -101,5 +103,6 @@ def with_sink(o, lse_log2, sink, form: tl.constexpr):
         total = tl.where(empty, 1.0, total)
         o = o * (share / total)[:, None]
         joined = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
-        lse = tl.where(lse_log2 == float("-inf"), sink.to(form.accumulator), joined)
+        joined = tl.where(joined < sink, sink, joined)
+        lse = tl.where(lse_log2 == float("-inf"), sink, joined)
     return o, lse

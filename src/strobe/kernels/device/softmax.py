@@ -43,20 +43,29 @@ def online_step(s, row_max, row_sum, scale_log2):
 
 
 @triton.jit
+def in_log2(sink):
+    """A sink in log2 units. One over 2.3e38, +inf too, stays finite in float32: it has all the weight, so out is 0 and lse the sink itself."""
+    return tl.where(sink > 2.3e38, 2.3e38, sink) * LOG2_E
+
+
+@triton.jit
 def finish(row_max, row_sum, empty, sink, form: tl.constexpr):
     """(what o is multiplied by, lse) of each row; `empty` rows see no key: the mask says so, not a maximum of -inf."""
     top = tl.where(row_max == float("-inf"), 0.0, row_max)
     lse_empty = float("-inf")
     shrink = row_sum * 0.0 + 1.0
     if form.sinks:
-        sink_log2 = sink * LOG2_E
+        sink_log2 = in_log2(sink)
         last = tl.maximum(row_max, sink_log2)
         last = tl.where(last == float("-inf"), 0.0, last)
         shrink = tl.exp2(row_max - last)
         row_sum = row_sum * shrink + tl.exp2(sink_log2 - last)
         top = last
         lse_empty = sink
-    return tl.where(empty, 0.0, shrink / row_sum), tl.where(empty, lse_empty, top * LN_2 + tl.log(row_sum))
+    lse = top * LN_2 + tl.log(row_sum)
+    if form.sinks:
+        lse = tl.where(lse < sink, sink, lse)
+    return tl.where(empty, 0.0, shrink / row_sum), tl.where(empty, lse_empty, lse)
 
 
 @triton.jit

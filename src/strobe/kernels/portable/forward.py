@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..device.masking import hide, row_interval
-from ..device.softmax import online_step, tanh
+from ..device.softmax import in_log2, online_step, tanh
 from ..device.tiles import (
     LONG_K,
     LONG_Q,
@@ -140,7 +140,7 @@ def finish(o, row_max, row_sum, empty, sink, form: tl.constexpr):
     top = tl.where(row_max == float("-inf"), 0.0, row_max)
     lse_empty = float("-inf")
     if form.sinks:
-        sink_log2 = sink * 1.4426950408889634
+        sink_log2 = in_log2(sink)
         last = tl.maximum(row_max, sink_log2)
         last = tl.where(last == float("-inf"), 0.0, last)
         shrink = tl.exp2(row_max - last)
@@ -149,7 +149,10 @@ def finish(o, row_max, row_sum, empty, sink, form: tl.constexpr):
         top = last
         lse_empty = sink
     out = tl.where(empty[:, None], 0.0, o / row_sum[:, None])
-    return out, tl.where(empty, lse_empty, top * 0.6931471805599453 + tl.log(row_sum))
+    lse = top * 0.6931471805599453 + tl.log(row_sum)
+    if form.sinks:
+        lse = tl.where(lse < sink, sink, lse)
+    return out, tl.where(empty, lse_empty, lse)
 
 
 @triton.jit
