@@ -146,6 +146,19 @@ def test_rows_without_keys(name, sinks, dtype, device, kernel):
     assert all(grad.isfinite().all() for grad in (dq, dk, dv))
 
 
+@dtypes
+def test_a_sink_without_bound_takes_all_the_weight(dtype, device, kernel):
+    """Heads with sinks of 3e38 and +inf: out 0, lse the sink, and the sink's gradient that of lse. A sink of -inf has gradient 0, on rows without keys
+    too."""
+    call = CASES["sinks_without_bound"].build(device, dtype, requires_grad=True, kernel=kernel)
+    out, lse = ops.run(call)
+    assert out[:, :, :2].eq(0).all() and torch.equal(lse[:, :2], call.sinks[None, :2, None].to(lse.dtype).expand_as(lse[:, :2]))
+    dlse = torch.ones_like(lse)
+    grads = torch.autograd.grad((out, lse), (call.q, call.k, call.v, call.sinks), (torch.randn_like(out), dlse))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert grads[0][:, :, :2].eq(0).all() and grads[3][:3].tolist() == [lse[:, 0].numel(), lse[:, 1].numel(), 0]
+
+
 def rows_without_keys(call):
     """[B, S_q] or [T_q] as nested lists, from the mask written out."""
     if not call.packed:

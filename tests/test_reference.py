@@ -33,7 +33,7 @@ def test_forward_is_torchs_math_attention(name):
     assert out.masked_select(~alive).eq(0).all()
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [name for name in DENSE if name != "sinks_without_bound"])  # exp of 3e38 is no number
 def test_gradients_are_autograds(name):
     """A formula of exp and sums, nothing subtracted, differentiated by torch: slow, plain and independent."""
     call = CASES[name].build(dtype=torch.float64, requires_grad=True)
