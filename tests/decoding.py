@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +22,19 @@ from strobe.testing.decode import assert_decode_as_good_as
 from strobe.testing.poison import fill_with_poison
 
 WILD = (-1, 2**31 - 1, -(2**31), 2**20)  # page ids that no pool has
+
+
+@contextmanager
+def wide_sums() -> Iterator[None]:
+    """Triton's interpreter sums products in float64: how a host's library adds follows the sizes of arrays, which a GPU's products do not."""
+    from triton.runtime import interpreter
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        total = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + d.data
+        return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
+
+    with patch.object(interpreter.InterpreterBuilder, "create_dot", create_dot):
+        yield
 
 
 def judged(call: DecodeCall) -> dict[str, float]:

@@ -189,3 +189,20 @@ def test_other_strides_are_another_plan(name):
     views = [t[..., ::n] if t.dim() == 1 else t[..., : tensor.shape[-1]] for n, t in enumerate(apart, 1)]
     choices = [ops_decode.decide_append(call._replace(**{name: view})) for view in views]
     assert ops_decode.decide_append(call) is choices[0] and len(set(map(id, choices))) == 3
+
+
+@pytest.mark.parametrize("which", ["k", "v", "both"])
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_a_pool_that_is_a_negative_view_reads_as_it_was_written(paged, which):
+    """A negative view's memory holds the numbers negated: whoever reads it through the view sees the new keys, and all else as before."""
+    k_new, v_new = new_tokens(torch.float64, "cpu")
+    stored = [torch.randn(pool.shape, dtype=torch.float64) for pool in pools(paged, torch.float64, "cpu")]
+    viewed = [torch._neg_view(one) if which in (name, "both") else one for name, one in zip("kv", stored)]
+    table = torch.tensor(TABLE, dtype=torch.int32) if paged else None
+    call = AppendCall(k_new, v_new, *[one.clone() for one in viewed], INT(*LENGTHS), table)
+    ops_decode.append(call)
+    ops_decode.append(call._replace(k=viewed[0], v=viewed[1]))
+    assert viewed[0].is_neg() == (which != "v") and len(wanted(call)) > 5
+    for one, other in zip(viewed, (call.k, call.v)):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(stored[0], -call.k if which != "v" else call.k, rtol=0, atol=0, equal_nan=True)

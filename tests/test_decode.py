@@ -176,12 +176,18 @@ def test_lengths_out_of_range_are_clamped_and_told(seqlens, error, device, kerne
     assert torch.equal(out, strobe.attention_decode(q, clamped, kernel=kernel)) and strobe.last_errors() == []
 
 
-def test_starts_out_of_range_are_clamped_and_told(device, kernel):
-    k, q = draw(3, 8, 1, 16, device=device), draw(3, 1, 1, 16, seed=1, device=device)
-    out = strobe.attention_decode(q, strobe.DenseCache(k, k, INT(5, 5, 5, device=device), INT(-2, 6, 2**31 - 1, device=device)), kernel=kernel)
+@pytest.mark.parametrize("options", ({}, {"causal": False}, {"window": (2, 0)}, {"window": (70, 3)}), ids=str)
+@pytest.mark.parametrize("start, clamped", [(-2, 0), (-(2**31), 0), (6, 5), (2**30, 5), (2**31 - 1, 5)])
+def test_a_start_out_of_range_is_clamped_and_told(start, clamped, options, device, kernel):
+    """Each alone, beside starts that are none of it: before the first key is the first, and beyond the last key there is none to see."""
+    k, q = draw(3, 8, 1, 16, device=device), draw(3, 2, 1, 16, seed=1, device=device)
+    decode = lambda *starts: strobe.attention_decode(
+        q, strobe.DenseCache(k, k, INT(5, 5, 8, device=device), INT(*starts, device=device)), kernel=kernel, **options
+    )
+    out = decode(5, start, 8)
     assert [word.split(": ")[1] for word in strobe.last_errors()] == ["cache.k_start"]
-    inside = strobe.DenseCache(k, k, INT(5, 5, 5, device=device), INT(0, 5, 5, device=device))
-    assert torch.equal(out, strobe.attention_decode(q, inside, kernel=kernel)) and out[1:].abs().max() == 0
+    assert torch.equal(out, decode(5, clamped, 8)) and strobe.last_errors() == []
+    assert bool(out[1].any()) == (clamped == 0) and not out[0].any() and not out[2].any()
 
 
 def test_an_empty_pool(device, kernel):
@@ -281,6 +287,55 @@ def test_2000_sequences_have_the_same_bits_everywhere_on_a_gpu(kernel, part):
 def test_wide_sequences_have_the_same_bits_everywhere_on_a_gpu(kernel, widths):
     for seed in range(30):
         alone_and_elsewhere(seed, "cuda", kernel, 5000, (torch.bfloat16,), (1, 16), (3, 16), widths)
+
+
+def windowed(left: int, right: int, tokens: int, lengths: tuple[int, ...], kernel: tuple[str, str], rows: int = 70, dtype=torch.float32) -> None:
+    """Decodes over dense rows, left padded rows and pages, and the last rows of their prefills: one set of bits. Of decodes all that lies before the
+    first row's window is NaN, or a page that is not there; of prefills it is other keys, which some of its rows see. kernel: (device, family)."""
+    device, family = kernel
+    batch, most, size, pad = len(lengths), max(lengths), 16, 9
+    q = draw(batch, rows, 4, 16, seed=left, dtype=dtype, device=device)
+    k, v = (draw(batch, most, 2, 16, seed=left + n, dtype=dtype, device=device) for n in (1, 2))
+    k, v = (torch.nn.functional.pad(t, (0, 0, 0, 0, 300, 300), value=torch.nan)[:, 300:-300] for t in (k, v))  # around all that any row sees
+    options = {"window": (left, right), "batch_invariant": True, "kernel": family}
+    expected = []
+    for b, n in enumerate(lengths):
+        part = strobe.partial_attention(q[b : b + 1, -min(n, rows) :], k[b : b + 1, :n], v[b : b + 1, :n], **options)
+        expected.append((part.out[0, -tokens:], part.lse[0, :, -tokens:]))
+    counts = torch.tensor(lengths, device=device)
+    position = torch.arange(most, device=device)[None]
+    before = (counts - tokens - left).clamp(min=0)
+    own = ((position >= before[:, None]) & (position < counts[:, None]))[..., None, None]
+    k, v = (t.where(own, torch.nan) for t in (k, v))
+    held = counts.int()
+    padded = [torch.cat([torch.full_like(t[:, :pad], torch.nan), t], 1) for t in (k, v)]
+    columns = -(-most // size)
+    order = torch.randperm(batch * columns, generator=torch.Generator().manual_seed(left)).to(device)
+    pools = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, columns * size - most), value=torch.nan).reshape(-1, size, 2, 16) for t in (k, v)]
+    pools = [pool[order.argsort()] for pool in pools]  # page n of all lies at order[n]
+    column = torch.arange(columns, device=device)[None]
+    table = order.argsort().argsort().view(batch, columns).where((column + 1) * size > before[:, None], -1).int()
+    caches = {
+        "rows": strobe.DenseCache(k, v, held),
+        "left padded": strobe.DenseCache(*padded, held + pad, torch.full_like(held, pad)),
+        "pages": strobe.PagedCache(*pools, table, held),
+    }
+    for name, cache in caches.items():
+        got = strobe.partial_attention_decode(q[:, -tokens:].contiguous(), cache, causal=False, **options)
+        for b, (out, lse) in enumerate(expected):
+            assert torch.equal(got.out[b], out) and torch.equal(got.lse[b], lse), (name, lengths[b])
+    assert strobe.last_errors() == []
+
+
+WINDOWS = [(0, 0), (1, 0), (20, 0), (31, 2), (63, 0), (64, 0), (100, 7), (127, 0), (200, 0), (254, 0), (255, 1)]  # of fewer keys than a tile of a CPU
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("left, right", WINDOWS)
+def test_a_short_windows_rows_have_the_bits_of_their_prefill(left, right, tokens, device, kernel):
+    for n, dtype in enumerate(EVERY_DTYPE):
+        lengths = ((255, 256, 257), (300, 511, 3), (513, 70, 600))[(n + left) % 3]
+        windowed(left, right, tokens, lengths, (device, kernel), dtype=dtype)
 
 
 def test_pages_are_rows_to_the_bit(device, kernel):

@@ -19,6 +19,7 @@ DENSE, PAGED = DenseCache(K, V, LENGTHS), PagedCache(PAGES, PAGES_V, TABLE, LENG
 K8, V8 = K.to(torch.float8_e4m3fn), V.to(torch.float8_e4m3fn)
 NEW, NEW_V = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 6)
 ANGLES = torch.randn(16, 4)
+OVERLAPPING, OVERLAPPING_PAGES = torch.zeros(200).as_strided(K.shape, (56, 8, 8, 1)), torch.zeros(200).as_strided(PAGES.shape, (32, 16, 8, 1))
 SPREAD = torch.stack([K, K], -1)[..., 0]
 
 
@@ -106,6 +107,9 @@ WRITES = {
     "k_new in 8 bits": (append(k_new=NEW.to(torch.float8_e4m3fn)), InvalidProblem, "k_new: got torch.float8_e4m3fn"),
     "k_new of another batch": (append(k_new=NEW[:1], v_new=NEW_V[:1]), InvalidProblem, "cache.k: got batch 2"),
     "an expanded cache": (append(DENSE._replace(k=K[:1].expand(2, -1, -1, -1))), InvalidProblem, "cache.k: got strides (0,"),
+    "keys that overlap": (append(DENSE._replace(k=OVERLAPPING)), InvalidProblem, "cache.k: got strides (56, 8, 8, 1)"),
+    "values that overlap": (append(DENSE._replace(v=OVERLAPPING), v_new=NEW), InvalidProblem, "cache.v: got strides (56, 8, 8, 1)"),
+    "pages that overlap": (append(PAGED._replace(k_pages=OVERLAPPING_PAGES)), InvalidProblem, "cache.k_pages: got strides (32, 16, 8, 1)"),
     "a cache whose values lie in its keys": (append(DENSE._replace(v=K[..., :6])), InvalidProblem, "cache.v: got memory that keys lie in"),
     "keys moved within a cache": (append(k_new=K[:, 1:2]), InvalidProblem, "k_new: got memory that the cache lies in"),
     "values of keys": (append(v_new=K[:, :1, :, :6]), InvalidProblem, "v_new: got memory that the cache lies in"),

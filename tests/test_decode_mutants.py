@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 import test_append
 import test_decode
 import torch
-from decoding import judged, on
+from decoding import judged, on, wide_sums
 from test_mutants import HERE, KERNEL, Check, Mutant, runs, score, told
 
 import strobe
@@ -62,8 +63,9 @@ def _fuzz() -> None:
 
 
 def _bits() -> None:
-    for seed in (0, 9, 18) if KERNEL == "portable" else (0, 1, 3, 4, 6):
-        within(test_decode.alone_and_elsewhere, seed, most=60 if KERNEL == "portable" else 300, **HERE)
+    with wide_sums() if KERNEL == "portable" else nullcontext():
+        for seed in (0, 9, 18) if KERNEL == "portable" else (0, 1, 3, 4, 6):
+            within(test_decode.alone_and_elsewhere, seed, most=60 if KERNEL == "portable" else 300, **HERE)
 
 
 def _stray() -> None:
@@ -77,12 +79,21 @@ def _signs() -> None:
     assert_decode_as_good_as(ops_decode.run(call), call)
 
 
+def _windows() -> None:
+    """Bits of short windows, in a batch whose keys lie between NaN."""
+    lengths = (2100, 300, 33, 5) if KERNEL == "portable" else (257, 300, 3)
+    with wide_sums() if KERNEL == "portable" else nullcontext():
+        for tokens, left, right in ((1, 20, 0), (3, 100, 2)):
+            within(test_decode.windowed, left, right, tokens, lengths, tuple(HERE.values()), rows=20)
+
+
 STRAY, SIGNS = runs(_stray), runs(_signs)
 PROBE = runs(test_decode.test_indicator_probe_at_every_residue, 129, 16, **HERE)
-FUZZ, BITS = runs(_fuzz), runs(_bits)
+FUZZ, BITS, WINDOWS = runs(_fuzz), runs(_bits), runs(_windows)
 PLACES = runs(within, test_append.test_each_token_goes_to_its_place, 0, torch.float32, True, (10, True), **HERE)
 ROWS = runs(within, test_append.test_each_token_goes_to_its_place, 1, torch.bfloat16, False, (6, False), **HERE)
-STARTS = runs(within, test_decode.test_starts_out_of_range_are_clamped_and_told, **HERE)
+STARTS = runs(within, test_decode.test_a_start_out_of_range_is_clamped_and_told, -2, 0, {}, **HERE)
+LATE = runs(within, test_decode.test_a_start_out_of_range_is_clamped_and_told, 6, 5, {}, **HERE)
 DECODE, APPEND, CACHE = "kernels.cpu.decode", "kernels.cpu.append", "cache"
 
 CPU = (
@@ -103,7 +114,16 @@ CPU = (
     Mutant("lost page not told", f"{DECODE}:_keys", "faults.report(call.q.device, faults.PAGES)", "pass", FUZZ),
     Mutant("left padding seen", f"{DECODE}:_spans", "call.k_start.clamp(min=0), stop", "call.k_start.clamp(max=0), stop", named("dense_left_padded")),
     Mutant("start not clamped", f"{DECODE}:_spans", "torch.minimum(call.k_start.clamp(min=0), stop)", "call.k_start", STARTS),
+    Mutant("start beyond the length", f"{DECODE}:_spans", "torch.minimum(call.k_start.clamp(min=0), stop)", "call.k_start.clamp(min=0)", LATE),
     Mutant("tiles counted from the window", f"{DECODE}:_aligned", "start + (first - start) // block * block", "first", BITS),
+    Mutant(
+        "a window's tiles are those of other calls",
+        "kernels.cpu.config:_config",
+        "problem.batch_invariant",
+        "problem.batch_invariant and not 0 <= problem.left < 256",
+        WINDOWS,
+    ),
+    Mutant("a window's keys before its tile's edge", f"{DECODE}:run", "edge < first[0]", "False", WINDOWS),
     Mutant("scale of the other tensor", f"{DECODE}:_both", "(call.v, call.v_scale)", "(call.v, call.k_scale)", named("dense_fp8")),
     Mutant("no scale", f"{DECODE}:_worth", "rows * scale[:, None]", "rows", named("dense_fp8")),
     Mutant("key dropped at a page's end", f"{DECODE}:_keys", "torch.arange(size)).flatten()", "torch.arange(size).clamp(max=14)).flatten()", PROBE),
@@ -136,6 +156,14 @@ PORTABLE = (
         named("dense_window"),
     ),
     Mutant("window's tiles skipped", f"{SPLIT}:decode_kernel", "// form.group - limits[0])", "// form.group - limits[0] + 2)", named("dense_window")),
+    Mutant("keys before the window read", f"{SPLIT}:attend", "(n >= start) & (n < stop)", "(n >= 0) & (n < stop)", named("dense_window")),
+    Mutant(
+        "keys before the first one read",
+        f"{SPLIT}:decode_kernel",
+        "start = tl.maximum(start, n_keys",
+        "start = tl.maximum(start - 64 * (split == 0), n_keys",
+        WINDOWS,
+    ),
     Mutant(
         "causal tiles skipped",
         f"{SPLIT}:decode_kernel",
@@ -188,6 +216,7 @@ PORTABLE = (
         "[:, None] * n_rows + (row // 2 * 2)[None, :]",
         split("pages_of_16"),
     ),
+    Mutant("start beyond the length", f"{SPLIT}:span", "tl.minimum(tl.maximum(start, 0), stop)", "tl.maximum(start, 0)", LATE),
     Mutant("start not told", f"{SPLIT}:span", "mask=first != start", "mask=first > stop", STARTS),
     Mutant("splits of the batch's size", f"{FORM}:decode_config", "0 if problem.batch_invariant else target.sm_count", "target.sm_count", BITS),
     Mutant("rotary backwards", f"{WRITE}:turned", "x * c + sign * other * s", "x * c - sign * other * s", PLACES),

@@ -171,6 +171,83 @@ def test_the_backward_op_refuses_a_call_that_did_not_ask_for_it():
         ops.BACKWARD(out, out, lse, None, *call)
 
 
+def _forward_of(name="varlen causal sinks"):
+    call = CALLS[name](torch.float32)._replace(needs_grad=True)
+    out, lse = ops.FORWARD(*call)
+    return call, {"dout": torch.ones_like(out), "out": out, "lse": lse, "dlse": torch.ones_like(lse)}
+
+
+STRANGE = {
+    "of another batch": (lambda t: t[:1], "shape"),
+    "of no rows": (lambda t: t[:0], "shape"),
+    "of another rank": (lambda t: t[None], "shape"),
+    "of another dtype": (lambda t: t.half(), r"torch\.float16"),
+    "elsewhere": (lambda t: t.to("meta"), "device meta"),
+    "sparse": (lambda t: t.to_sparse(), r"torch\.sparse_coo"),
+}
+
+
+@pytest.mark.parametrize("how", STRANGE)
+@pytest.mark.parametrize("argument", ("dout", "out", "lse", "dlse"))
+@pytest.mark.parametrize("name", ("causal", "varlen causal sinks", "no keys"))
+def test_the_backward_op_refuses_what_is_of_another_forward(name, argument, how):
+    call, given = _forward_of(name)
+    change, got = STRANGE[how]
+    ops.BACKWARD(*given.values(), *call)
+    strange = given | {argument: change(given[argument])}
+    with pytest.raises(strobe.InvalidProblem, match=f"^{argument}: got {got}.*, expected .*; "):
+        ops.BACKWARD(*strange.values(), *call)
+    if how in ("elsewhere", "sparse"):
+        return
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(strobe.InvalidProblem, match=f"^{argument}: got {got}"):
+        fake = [mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in (*strange.values(), *call)]
+        ops.BACKWARD(*fake)
+
+
+FORGED = {
+    "run that ends where it begins": (0, 0),
+    "run that ends before": (0, -(2**31)),
+    "run that ends behind all": (0, 8),
+    "first key before all": (1, -1),
+    "last key behind all": (2, 8),
+    "last key before the first": (2, -5),
+}
+
+
+@pytest.mark.parametrize("side", ("spans_q", "spans_k"))
+@pytest.mark.parametrize("how", FORGED)
+def test_spans_that_no_mask_has_are_refused(how, side):
+    """GPU kernels read as far as spans say; on a CPU they can be looked at."""
+    call = CALLS["documents"](torch.float32)._replace(needs_grad=True)
+    out, lse = ops.FORWARD(*call)
+    column, number = FORGED[how]
+    spans = getattr(call, side).clone()
+    spans[1, 3, column] = number
+    forged = call._replace(**{side: spans})
+    for run in (
+        lambda: ops.FORWARD(*forged),
+        lambda: ops.FORWARD_OUT(torch.empty_like(out), *forged),
+        lambda: ops.BACKWARD(out, out, lse, None, *forged),
+    ):
+        with pytest.raises(strobe.InvalidProblem, match=rf"^mask {side}: got \[.*\] at position 3 of batch entry 1, expected .*; build the mask"):
+            run()
+
+
+@pytest.mark.parametrize("side", ("spans_q", "spans_k"))
+def test_spans_of_another_shape_or_kind_are_refused(side):
+    call = CALLS["documents"](torch.float32)
+    spans = getattr(call, side)
+    for other, got in (
+        (spans[:, :6], "shape"),
+        (spans[..., :2], "shape"),
+        (spans[0], "shape"),
+        (spans.long(), r"torch\.int64"),
+        (spans.to("meta"), "dev"),
+    ):
+        with pytest.raises(strobe.InvalidProblem, match=rf"{side}: got {got}"):
+            ops.FORWARD(*call._replace(**{side: other}))
+
+
 # ---------------------------------------------------------------- out=
 
 

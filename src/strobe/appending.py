@@ -14,6 +14,7 @@ from torch import Tensor
 from .cache import FP8, Held, OfCache, Rotary, check_cache, check_tensor
 from .call import DTYPES, Dense, Paged
 from .errors import InvalidProblem, wrong_type
+from .overlap import overlaps_itself
 
 
 class AppendCall(NamedTuple):
@@ -78,9 +79,14 @@ def check(call: AppendCall) -> Dense | Paged:
         if tensor.device != pool.device:
             raise InvalidProblem(f"{field}_new", f"device {tensor.device}", f"the cache's {pool.device}", "move it to the cache")
         if any(size > 1 and stride == 0 for size, stride in zip(pool.shape, pool.stride())):
-            raise InvalidProblem(held.word(field), f"strides {pool.stride()}", "memory of its own for each key", "do not expand what is written to")
+            raise _shared(call, field)
     _check_rotary(call)
     return layout._replace(seqlen_q=call.k_new.shape[1])
+
+
+def _shared(call: AppendCall, field: str) -> InvalidProblem:
+    got = f"strides {getattr(call, field).stride()}"
+    return InvalidProblem(call.held.word(field), got, "memory of its own for each key", "do not expand what is written to, nor let rows overlap")
 
 
 def _check_rotary(call: AppendCall) -> None:
@@ -123,8 +129,11 @@ class AppendProblem(OfCache):
 
     @staticmethod
     def from_call(call: AppendCall) -> AppendProblem:
-        """The call as a problem, checked by `check`."""
+        """The call as a problem, checked by `check`, which also takes symbolic sizes. Whether rows of a pool overlap is found of real ones alone."""
         layout, (heads_kv, head_dim) = check(call), call.k_new.shape[2:]
+        for field in ("k", "v"):
+            if overlaps_itself(getattr(call, field)):
+                raise _shared(call, field)
         return AppendProblem(
             layout, heads_kv, head_dim, call.v_new.shape[3], call.k_new.dtype, call.k.dtype,
             (call.k_scale is not None, call.v_scale is not None),

@@ -304,6 +304,21 @@ def _check_mask_tensors(call: Call, layout: Dense | Packed) -> None:
             raise InvalidProblem(f"mask {name}", tensor.dtype, "torch.int32", "convert it with .to(torch.int32)")
 
 
+def check_spans(call: Call) -> None:
+    """Refuse spans that reach outside their call. GPU kernels read keys as far as spans say; on a CPU reading the spans makes nothing wait."""
+    for name, spans, own, other in (("spans_q", call.spans_q, call.q, call.k), ("spans_k", call.spans_k, call.k, call.q)):
+        length, across = own.shape[1], other.shape[1]
+        if spans is None or spans.device.type != "cpu" or tuple(spans.shape) != (own.shape[0], length, 3):
+            continue  # what has another shape `check` refuses
+        run_end, first, stop = spans.unbind(2)
+        wrong = (run_end <= torch.arange(length)) | (run_end > length) | (first < 0) | (stop < first) | (stop > across)
+        if wrong.any():
+            b, position = wrong.nonzero()[0].tolist()
+            got = f"{spans[b, position].tolist()} at position {position} of batch entry {b}"
+            expected = f"(run_end, first, stop) with {position} < run_end <= {length} and 0 <= first <= stop <= {across}"
+            raise InvalidProblem(f"mask {name}", got, expected, "build the mask with strobe.documents")
+
+
 def check_scores(scale: float | None, softcap: float, q: Tensor) -> None:
     """What scores are made with, which float32 must hold times log2(e), as kernels have it, where they are no float64."""
     for name, number in (("scale", scale), ("softcap", softcap)):

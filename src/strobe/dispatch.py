@@ -80,6 +80,38 @@ def batched(tensors: Sequence[Tensor]) -> bool:
     return not torch.compiler.is_compiling() and any(_C_functorch.is_batchedtensor(layer) for tensor in tensors for layer in _layers(tensor))
 
 
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, told without importing what that is: the import costs 300 ms.
+
+    >>> is_distributed(torch.ones(1))
+    False
+    """
+    kind = type(tensor)
+    return kind is not Tensor and kind.__module__.startswith("torch.distributed.tensor")
+
+
+def functionalized() -> bool:
+    """Whether torch.func.functionalize is among the transforms that are active.
+
+    >>> functionalized(), torch.func.functionalize(lambda x: torch.tensor(functionalized()))(torch.ones(1))
+    (False, tensor(True))
+    """
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    return any(transform.key() == _C_functorch.TransformType.Functionalize for transform in _C_functorch.get_interpreter_stack())
+
+
+def written_by_copy(tensor: Tensor) -> bool:
+    """Whether a kernel computes elsewhere what torch then copies to a tensor: of a DTensor, of a negative view, whose memory holds other numbers,
+    and under torch.func.functionalize.
+
+    >>> x = torch.ones(1)
+    >>> written_by_copy(x), written_by_copy(torch._neg_view(x)), torch.func.functionalize(lambda x: torch.tensor(written_by_copy(x)))(x)
+    (False, True, tensor(True))
+    """
+    return is_distributed(tensor) or (not torch.compiler.is_compiling() and tensor.is_neg()) or functionalized()
+
+
 def tangents(tensors: Sequence[Tensor]) -> bool:
     """Whether one of them carries a tangent of forward-mode differentiation, which an op without a rule for it would lose.
 

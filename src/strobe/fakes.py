@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .call import Call, accumulator, check
-from .dispatch import batched
+from .dispatch import batched, functionalized
 from .errors import InvalidProblem, UnsupportedProblem
 from .overlap import overlaps_itself, share_memory
 
@@ -44,6 +44,7 @@ def forward_out(out: Tensor, *flat: Any) -> Tensor:
 
 def backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat: Any) -> tuple[Tensor, ...]:
     call = Call(*flat)
+    check_results((dout, out, lse, dlse), [(tuple(like.shape), like.dtype) for like in forward(*flat)], call.q)
     dsinks = lse.new_empty(0) if call.sinks is None else torch.empty_like(call.sinks)
     return *(t.new_empty(t.shape) for t in call[:3]), dsinks
 
@@ -85,10 +86,45 @@ def check_no_vmap(out: Tensor, inputs: Iterable[Tensor]) -> None:
         raise UnsupportedProblem("out= under vmap: leave out= out, which returns what vmap puts together")
 
 
+def copied(out: Tensor, results: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
+    """out with a result copied to it, and lse, where `dispatch.written_by_copy` says so."""
+    result, lse = results
+    check_out(out, tuple(result.shape), result.dtype, q)
+    return out.copy_(result), lse
+
+
+def check_results(given: tuple[Tensor | None, ...], kinds: Sequence[Any], q: Tensor) -> None:
+    """Refuse dout, out, lse or dlse of another forward: kernels read them by this one's shapes. kinds: shape and dtype of its out and of its lse."""
+    for name, tensor, (shape, dtype) in zip(("dout", "out", "lse", "dlse"), given, (kinds[0], kinds[0], kinds[1], kinds[1])):
+        if tensor is None:
+            continue
+        if tensor.layout != torch.strided:
+            raise InvalidProblem(name, tensor.layout, "a strided (dense) tensor", "convert it with .to_dense()")
+        if list(tensor.shape) != list(shape):
+            raise InvalidProblem(name, f"shape {list(tensor.shape)}", f"{list(shape)}", "give the backward what belongs to this q, k and v")
+        if tensor.dtype != dtype:
+            raise InvalidProblem(name, tensor.dtype, str(dtype), "give it in the dtype of the forward's result")
+        if tensor.device != q.device:
+            raise InvalidProblem(name, f"device {tensor.device}", f"q's device {q.device}", "move it beside q")
+
+
 def written(tensor: Tensor) -> None:
     """Tell autograd that a kernel has written to a tensor, as torch's own in-place ops do: who saved it for a backward is then told so."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
+
+
+def functional(call: Call) -> bool:
+    """Whether an op is called under torch.func.functionalize, which has no rule for an autograd.Function."""
+    if functionalized() and call.needs_grad:
+        raise UnsupportedProblem(
+            "gradients under torch.func.functionalize: leave it out; torch.compile makes a gradient's graph functional by itself"
+        )
+    return functionalized()
+
+
+def forward_mode() -> UnsupportedProblem:
+    return UnsupportedProblem("forward-mode derivatives: strobe has those of backward mode; use torch's math attention for others")
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> None:

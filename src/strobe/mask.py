@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .dispatch import is_distributed
 from .errors import InvalidProblem, describe, wrong_type
 
 MOST_KEYS = 2**31 - 1  # that an int32 can count
@@ -70,6 +71,8 @@ class Documents:
 
     @staticmethod
     def of(ids_q: Tensor, ids_k: Tensor) -> Documents:
+        if is_distributed(ids_q) or is_distributed(ids_k):
+            return _of_shards(ids_q, ids_k)
         return Documents(ids_q, ids_k, _spans(ids_q, ids_k), _spans(ids_k, ids_q))
 
 
@@ -357,6 +360,22 @@ def _least(a: int | Tensor | None, b: int | Tensor | None, name: str = "") -> An
 
 def _at(value: int | Tensor, batch_index: int) -> int:
     return int(value[batch_index]) if isinstance(value, Tensor) else value
+
+
+def _of_shards(ids_q: Any, ids_k: Any) -> Documents:
+    """Documents of DTensors: each process computes the spans of the batch entries that it has."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    for name, ids in (("ids_q", ids_q), ("ids_k", ids_k)):
+        if not isinstance(ids, DTensor):
+            raise wrong_type(f"documents {name}", ids, "a DTensor, as the other side's ids are", "give it to distribute_tensor")
+        if any(placement not in (Replicate(), Shard(0)) for placement in ids.placements):
+            remedy = "redistribute them: which positions belong together is found on each process"
+            raise InvalidProblem(f"documents {name}", f"placements {ids.placements}", "Replicate() or Shard(0)", remedy)
+    mesh, placements = ids_q.device_mesh, ids_q.placements
+    own = Documents.of(ids_q.to_local(), ids_k.redistribute(mesh, placements).to_local())
+    whole = lambda spans, ids: DTensor.from_local(spans, mesh, placements, shape=torch.Size((*ids.shape, 3)), stride=(3 * ids.shape[1], 3, 1))
+    return Documents(ids_q, ids_k, whole(own.spans_q, ids_q), whole(own.spans_k, ids_k))
 
 
 def _spans(ids: Tensor, other: Tensor) -> Tensor:

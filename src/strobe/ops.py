@@ -15,11 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import fakes, flops
-from .call import FIELD_KINDS, OPTIONAL_TENSORS, SCALARS, Call, check
+from .call import FIELD_KINDS, OPTIONAL_TENSORS, SCALARS, Call, check, check_spans
 from .choices import Choices, at_once
-from .dispatch import distinct, in_autocasts_dtype, tangents, unguarded, wants_beneath
+from .dispatch import distinct, in_autocasts_dtype, is_distributed, tangents, unguarded, wants_beneath, written_by_copy
 from .errors import InvalidProblem, UnsupportedProblem
-from .fakes import check_apart, check_no_vmap, check_out, schema, written
+from .fakes import check_apart, check_no_vmap, check_out, check_results, copied, forward_mode, functional, schema, written
 from .kernels.kernel import Backward, Forward, Plan, gradient_addresses
 from .kernels.memory import carved, empty_here, pieces, scratch
 from .knobs import KNOBS
@@ -85,6 +85,7 @@ def received(flat: tuple) -> Call:
     call = Call(*flat)
     if call.plain:
         return call
+    check_spans(call)
     if any(t is not None and t.layout != torch.strided for t in call.optionals):
         check(call)  # which says so; a key of metadata would take it for a tensor met before
     optionals = (t if t is None else t.contiguous() for t in call.optionals)
@@ -125,7 +126,9 @@ def _forward_out(out: Tensor, *flat: Any) -> Tensor:
 
 def _backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = received(flat)
-    given = _given_gradients(call, decide(call), (dout, out, lse, dlse))
+    choice = decide(call)
+    check_results((dout, out, lse, dlse), [like[::2] for like in choice.problem.outputs], call.q)
+    given = _given_gradients(call, choice, (dout, out, lse, dlse))
     return given.dq, given.dk, given.dv, _sinks_gradient(call, lse, given.delta)
 
 
@@ -317,7 +320,7 @@ class _AttentionUnderTransforms(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *_):
-        raise _forward_mode()
+        raise forward_mode()
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -335,9 +338,8 @@ def prepare(call: Call) -> Call:
 
 def told(call: Call) -> Call:
     """The call with needs_grad told."""
-    kind = type(call.q)
-    if kind is not Tensor and kind.__module__.startswith("torch.distributed.tensor"):
-        from . import sharding  # when the first DTensor comes by: the import costs 300 ms
+    if is_distributed(call.q):
+        from . import sharding  # when the first DTensor comes by
 
         sharding.teach()
     wanted = wants_gradients(call) or (torch.is_grad_enabled() and wants_beneath((*call[:3], call.sinks)))
@@ -361,14 +363,16 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
             return (_apply_plain(*call[:3], (call[SCALARS], choice)),)  # type: ignore[return-value]
     call = prepare(call) if out is None else told(call)  # torch's own ops with out= do not go through autocast either
     if tangents(call.parted[0]):
-        raise _forward_mode()
+        raise forward_mode()
     flops.meet_counters()
     if out is not None:
         check_no_vmap(out, call.parted[0])
         if call.needs_grad or out.requires_grad:
             raise UnsupportedProblem("out= with gradients: leave out= out, or call under torch.no_grad()")
+        if written_by_copy(out):
+            return copied(out, FORWARD(*call.arguments), call.q)
         return out, FORWARD_OUT(out, *call.arguments)
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() and not functional(call):
         return _AttentionUnderTransforms.apply(*call.arguments)  # type: ignore[return-value]
     if not call.needs_grad:
         return FORWARD(*call.arguments)
@@ -391,7 +395,3 @@ def meet_words(call: Call, words: tuple) -> None:
     choice = None if unguarded() else _choices.like(*call.parted)
     if choice is not None:
         _choices.meet(call[:3], (*words, call.deterministic), (call[SCALARS], choice))
-
-
-def _forward_mode() -> UnsupportedProblem:
-    return UnsupportedProblem("forward-mode derivatives: strobe has those of backward mode; use torch's math attention for others")

@@ -16,9 +16,9 @@ from .cache import FP8
 from .call import accumulator
 from .choices import Choices, at_once
 from .decode import DecodeCall, DecodeProblem, refuse_gradients
-from .dispatch import batched
+from .dispatch import batched, is_distributed, written_by_copy
 from .errors import InvalidProblem, UnsupportedProblem
-from .fakes import check_apart, check_no_vmap, check_out, schema, writes_to, written
+from .fakes import check_apart, check_no_vmap, check_out, copied, schema, writes_to, written
 from .kernels.decoding import addresses
 from .kernels.kernel import Forward
 from .kernels.memory import carved, empty_here
@@ -130,12 +130,27 @@ def _append(*flat: Any) -> None:
     call = AppendCall(*flat)
     choice = decide_append(call)
     if not choice.problem.vacuous:
-        if share_memory(call.k, call.v):  # of each call: metadata, by which choices are found, do not say
-            raise InvalidProblem(call.held.word("v"), "memory that keys lie in", "memory of its own", "append would write values over keys; copy one")
+        _check_pools_apart(call)
         _check_new_apart(call)
         _launch(choice.forward, _received(call), None)
         written(call.k)
         written(call.v)
+
+
+def _appended(*flat: Any) -> tuple[Tensor, Tensor]:
+    """Copies of the pools, written to as `append` would write to them."""
+    call = AppendCall(*flat)
+    decide_append(call)
+    _check_pools_apart(call)
+    k, v = call.k.clone(), call.v.clone()
+    _append(*call._replace(k=k, v=v))
+    return k, v
+
+
+def _check_pools_apart(call: AppendCall) -> None:
+    """Looked into at each call: metadata, by which choices are found, do not say."""
+    if share_memory(call.k, call.v):
+        raise InvalidProblem(call.held.word("v"), "memory that keys lie in", "memory of its own", "append would write values over keys; copy one")
 
 
 def _check_new_apart(call: AppendCall) -> None:
@@ -171,6 +186,12 @@ def _append_fake(*flat: Any) -> None:
     writes_to(call.v)
 
 
+def _appended_fake(*flat: Any) -> tuple[Tensor, Tensor]:
+    call = AppendCall(*flat)
+    appending.check(call)
+    return torch.empty_like(call.k), torch.empty_like(call.v)
+
+
 def _fields(kind: type[DecodeCall] | type[AppendCall]) -> str:
     words = {name: getattr(note, "__forward_arg__", note) for name, note in kind.__annotations__.items()}
     return schema(words, kind._field_defaults)
@@ -179,10 +200,12 @@ def _fields(kind: type[DecodeCall] | type[AppendCall]) -> str:
 LIBRARY.define(f"decode({_fields(DecodeCall)}) -> (Tensor, Tensor)")
 LIBRARY.define(f"decode_out(Tensor(a!) out, {_fields(DecodeCall)}) -> Tensor")
 LIBRARY.define(f"append({_fields(AppendCall).replace('Tensor k,', 'Tensor(a!) k,').replace('Tensor v,', 'Tensor(b!) v,')}) -> ()")
+LIBRARY.define(f"appended({_fields(AppendCall)}) -> (Tensor, Tensor)")
 for _name, _body, _fake in (
     ("decode", _decode, _decode_fake),
     ("decode_out", _decode_out, _decode_out_fake),
     ("append", _append, _append_fake),
+    ("appended", _appended, _appended_fake),
 ):
     LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"strobe::{_name}", _fake, lib=LIBRARY)
@@ -190,6 +213,7 @@ for _name, _body, _fake in (
 DECODE = torch.ops.strobe.decode.default
 DECODE_OUT = torch.ops.strobe.decode_out.default
 APPEND = torch.ops.strobe.append.default
+APPENDED = torch.ops.strobe.appended.default
 
 
 # ---------------------------------------------------------------- the ways in
@@ -212,8 +236,14 @@ def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tup
         return _attend(call, choice, alone)  # type: ignore[return-value]
     call = prepare(call)
     refuse_gradients(call.tensors if out is None else [*call.tensors, out], "decode")
+    if is_distributed(call.q):
+        from . import sharding  # when the first DTensor comes by
+
+        sharding.teach()
     if out is not None:
         check_no_vmap(out, call.tensors)
+        if written_by_copy(out):
+            return copied(out, DECODE(*call), call.q)
         return out, DECODE_OUT(out, *call)
     return DECODE(*call)
 
@@ -222,4 +252,12 @@ def append(call: AppendCall) -> None:
     refuse_gradients(call.tensors, "append")
     if batched(call.tensors):
         raise UnsupportedProblem("append under vmap: its batch entries are sequences already; append to all of them at once")
-    APPEND(*call)
+    if is_distributed(call.k):
+        from . import sharding
+
+        call = sharding.own_append(call)
+    if not (written_by_copy(call.k) or written_by_copy(call.v)):
+        APPEND(*call)
+        return
+    for pool, grown in zip((call.k, call.v), APPENDED(*call)):
+        pool.copy_(grown)

@@ -7,10 +7,13 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from .appending import AppendCall
 from .call import OPTIONAL_TENSORS, Call
+from .decode import DecodeCall
+from .errors import InvalidProblem, wrong_type
 
 _taught = False
 
@@ -22,6 +25,7 @@ def teach() -> None:
     if not _taught:
         register_sharding(torch.ops.strobe.forward.default)(_forward)
         register_sharding(torch.ops.strobe.backward.default)(_backward)
+        register_sharding(torch.ops.strobe.decode.default)(_decode)
     _taught = True
 
 
@@ -65,3 +69,58 @@ def _placements(call: Call, count: int, by_heads: tuple, by_rows: tuple = ()) ->
     if not call.packed:
         rules.append(([Shard(0), Shard(0)], tensors(Shard(0), Replicate(), Shard(0))))
     return rules
+
+
+# ---------------------------------------------------------------- caches
+
+
+def _decode(*flat):
+    call = DecodeCall(*flat)
+    placed = (*((t, Shard(2)) for t in call[:3]), *((t, Shard(0)) for t in (call.k_scale, call.v_scale, call.sinks)))
+    rules = [([Replicate(), Replicate()], _beside(call, Replicate(), Replicate(), Replicate()))]
+    if _heads_divide(call.k.shape[2], placed):
+        rules.append(([Shard(2), Shard(1)], _beside(call, Shard(2), Replicate(), Shard(0))))
+    rules.append(([Shard(0), Shard(0)], _beside(call, _pools_by_batch(call), Shard(0), Replicate())._replace(q=Shard(0))))
+    return [(results, list(arguments)) for results, arguments in rules]
+
+
+def _pools_by_batch(call: DecodeCall | AppendCall) -> Shard | Replicate:
+    """How pools are placed where the batch is sharded. A page belongs to no batch entry, so each process has all of them."""
+    return Shard(0) if call.page_table is None else Replicate()
+
+
+def _beside(call: Any, qkv: Any, sequences: Any, heads: Any) -> Any:
+    """A call on a cache with placements for tensors: `qkv` for q, new keys and pools, `sequences` for what has one number a sequence, `heads` for
+    what has one a head."""
+    of = {"seqlens": sequences, "page_table": sequences, "k_start": sequences, "k_scale": heads, "v_scale": heads, "sinks": heads}
+    of |= dict.fromkeys(("q", "k_new", "v_new", "k", "v"), qkv) | dict.fromkeys(("cos", "sin"), Replicate())
+    fields = {name: of[name] for name, field in zip(call._fields, call) if name in of and field is not None}
+    return call._make((None,) * len(call))._replace(**fields)
+
+
+def own_append(call: AppendCall) -> AppendCall:
+    """The call on this process's part of the cache. The pools are not moved, since a copy of them would be written to; all that is read may be."""
+    for name, tensor in zip(call._fields, call.about):
+        if tensor is not None and not isinstance(tensor, DTensor):
+            remedy = "give it to distribute_tensor, with Replicate() where each process has all of it"
+            raise wrong_type(_word(call, name), tensor, "a DTensor beside a cache of DTensors", remedy)
+    pool: Any = call.k
+    mesh = pool.device_mesh
+    known = {Replicate(): (Replicate(), Replicate()), Shard(2): (Replicate(), Shard(0))}
+    if call.page_table is None:
+        known[Shard(0)] = (Shard(0), Replicate())
+    for name in ("k", "v"):
+        held: Any = getattr(call, name)
+        if held.device_mesh != mesh or held.placements != pool.placements or any(placement not in known for placement in held.placements):
+            wanted = f"{' or '.join(map(repr, known))}, the same for keys and values"
+            raise InvalidProblem(_word(call, name), f"placements {held.placements}", wanted, "shard a cache by heads, or a DenseCache by batch")
+    ways = [_beside(call, placement, *known[placement]) for placement in pool.placements]
+
+    def own(name: str, tensor: Any) -> Any:
+        return tensor.redistribute(mesh, [getattr(way, name) for way in ways]).to_local()
+
+    return call._replace(**{name: own(name, tensor) for name, tensor in zip(call._fields, call.about) if tensor is not None})
+
+
+def _word(call: AppendCall, name: str) -> str:
+    return name if name in ("k_new", "v_new") else f"rotary.{name}" if name in ("cos", "sin") else call.held.word(name)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/, whose files are shared
 import test_append as appended
 import test_decode
-from decoding import draw_table, expected, fill_unowned, judged, on
+from decoding import draw_table, expected, fill_unowned, judged, on, wide_sums
 
 import strobe
 from strobe import ops_decode
@@ -78,20 +76,22 @@ def test_page_tables(seed):
         torch.testing.assert_close(got, wanted, rtol=test_decode.FP64, atol=test_decode.FP64)
 
 
-@pytest.fixture
-def wide_sums(monkeypatch):
-    """Products summed in float64: how a host's library adds follows the sizes of arrays, which a GPU's products do not."""
-
-    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        total = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + d.data
-        return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+@pytest.fixture(name="wide_sums")
+def _wide_sums():
+    with wide_sums():
+        yield
 
 
 @pytest.mark.parametrize("seed", [0, 9, 11, 18])
 def test_the_same_bits_everywhere(seed, wide_sums):
     test_decode.alone_and_elsewhere(seed, most=60, **HERE)
+
+
+@pytest.mark.parametrize("tokens, left, right", [(1, 0, 0), (3, 20, 0), (2, 31, 2), (1, 63, 0), (3, 100, 0), (1, 255, 1)])
+def test_a_short_windows_rows_have_the_bits_of_their_prefill(tokens, left, right, wide_sums):
+    """Across an edge of tiles and one of fixed splits, and in sequences that are shorter than the window."""
+    dtype = DTYPES[left % 2]
+    test_decode.windowed(left, right, tokens, (2100, 300, 33, 5), ("cpu", "portable"), rows=20, dtype=dtype)
 
 
 def test_empty_splits_change_no_bit():
@@ -116,7 +116,8 @@ def test_rows_of_nan():
 def test_lengths_and_starts_out_of_range():
     for seqlens, error in (((-3, 4), "cache.seqlens"), ((4, 2**31 - 1), "cache.seqlens")):
         test_decode.test_lengths_out_of_range_are_clamped_and_told(seqlens, error, **HERE)
-    test_decode.test_starts_out_of_range_are_clamped_and_told(**HERE)
+    for start, clamped, options in ((-2, 0, {}), (6, 5, {}), (2**31 - 1, 5, {"window": (70, 3)}), (6, 5, {"causal": False})):
+        test_decode.test_a_start_out_of_range_is_clamped_and_told(start, clamped, options, **HERE)
     test_decode.test_an_empty_pool(**HERE)
 
 

@@ -16,7 +16,7 @@ from decoding import on as run_on
 
 from strobe.cache import FP8
 from strobe.decode import DecodeCall, DecodeProblem
-from strobe.kernels import counters
+from strobe.kernels import counters, faults
 from strobe.kernels.hopper import decode_config as config
 from strobe.proof.simulate import READ_FENCES
 from strobe.select import select
@@ -29,13 +29,13 @@ H200 = FAKES["H200"]
 NAMES = ("dense", "dense_tokens_5", "dense_softcap_sinks", "dense_left_padded", "pages_of_16", "pages_of_13", "pages_lost", "pages_fp8")
 
 
-def simulated(call: DecodeCall, schedule: tuple[str, int], monkeypatch) -> list:
-    """What the simulator objects to; out and lse are held to the oracle, and counters are 0 again."""
+def simulated(call: DecodeCall, schedule: tuple[str, int], monkeypatch, meant: DecodeCall | None = None) -> list:
+    """What the simulator objects to; out and lse are held to the oracle's of the call, or of what it means, and counters are 0 again."""
     held = torch.zeros(4096, dtype=torch.int32)
     monkeypatch.setattr(f"strobe.kernels.{call.kernel}.launch_decode.zeros_on", lambda device, count: held[:count])
     with simulate("sm_90", *schedule, sms=3, check=False, checks=READ_FENCES) as run:
         results = run_on(H200, call)
-    assert_decode_as_good_as(results, call)
+    assert_decode_as_good_as(results, meant or call)
     assert run.launches == ["decode_kernel"] and not held.any()
     return run.reports
 
@@ -70,6 +70,21 @@ EACH_COMMIT = (
 @pytest.mark.parametrize("n, name", list(enumerate(EACH_COMMIT)), ids=EACH_COMMIT)
 def test_the_hopper_decode(n, name, monkeypatch):
     assert simulated(built(name, n, "hopper", invariant=n % 4 == 3), SCHEDULES[n % 3], monkeypatch) == []
+
+
+@pytest.mark.parametrize("kernel", ["hopper", "portable"])
+@pytest.mark.parametrize("where", ["before", "one beyond", "far beyond"])
+def test_a_start_out_of_range(where, kernel, monkeypatch):
+    """Before the first key it is that; beyond the last key of its sequence no row sees any; and it is told."""
+    for name in ("dense_left_padded", "dense_left_padded_window"):
+        call = built(name, 1, kernel)
+        if where == "before":  # left padding is then seen
+            call = call._replace(**{pool: torch.cat([t[:-1], t[-1:].nan_to_num(1.0)]) for pool, t in (("k", call.k), ("v", call.v))})
+        length = int(call.seqlens[-1])
+        out_of_range, meant = {"before": (-3, 0), "one beyond": (length + 1, length), "far beyond": (2**31 - 1, length)}[where]
+        starts = [torch.cat([call.k_start[:-1], torch.tensor([start], dtype=torch.int32)]) for start in (out_of_range, meant)]
+        assert simulated(call._replace(k_start=starts[0]), SCHEDULES[0], monkeypatch, call._replace(k_start=starts[1])) == []
+        assert [word.split(": ")[1] for word in faults.read_and_clear()] == ["cache.k_start"], name
 
 
 IN_MEMORY = ("dense_tokens_5", "dense_softcap_sinks", "dense_window", "pages_of_13", "pages_window_softcap_sinks", "pages_lost", "pages_fp8")

@@ -137,6 +137,18 @@ def test_packed_rows_have_the_bits_of_a_decode(name, family, wide_sums):
 
 
 @pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("left, right, tokens", [(0, 0, 1), (20, 0, 3), (64, 2, 1), (100, 0, 3)])
+def test_rows_of_a_short_window_have_the_bits_of_a_decode(left, right, tokens, family, wide_sums):
+    """At lengths about the edges of tiles and of splits. Keys before the window of the decode's first row are NaN there; other rows of the forward
+    see them."""
+    for keys in (128, 129, 190, 40):
+        call = _invariant(_case("window", 90, keys, mask=band(left, right)), family)
+        hidden = (torch.arange(keys) < keys - tokens - left)[None, :, None, None]
+        decoded = {"q": call.q[:1, -tokens:], "k": call.k[:1].masked_fill(hidden, torch.nan), "v": call.v[:1].masked_fill(hidden, torch.nan)}
+        same_bits(call, decoded, (slice(90 - tokens, 90), 0), keys)
+
+
+@pytest.mark.parametrize("family", FAMILY)
 def test_bad_offsets_and_broken_promises_are_told(family):
     """Offsets that fall are clamped; rows beyond a promised length, and all rows of too many keys, are NaN."""
     call = _invariant(SEVERAL["packed"], family)
