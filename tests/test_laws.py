@@ -31,7 +31,7 @@ LAYERS = (
     ("reference",),
     ("kernels.lasting",),
     ("kernels.constants", "kernels.kernel", "kernels.faults", "kernels.counters", "kernels.first_call", "kernels.keys"),
-    ("kernels.relaunch",),
+    ("kernels.failures", "kernels.relaunch"),
     ("kernels.memory",),
     ("kernels.decoding",),
     ("kernels.tma",),

@@ -20,6 +20,7 @@ from .choices import Choices, at_once
 from .dispatch import distinct, in_autocasts_dtype, tangents, unguarded, wants_beneath
 from .errors import InvalidProblem, UnsupportedProblem
 from .fakes import check_apart, check_no_vmap, check_out, schema, written
+from .kernels import failures
 from .kernels.kernel import Backward, Forward, Plan, gradient_addresses
 from .kernels.memory import carved, empty_here, pieces, scratch
 from .knobs import KNOBS
@@ -73,9 +74,9 @@ def _launch(plan: Plan, call: Any, tensors: Forward | Backward | None, workspace
         workspace = scratch(plan.buffers, q.device)
     if q.is_cuda and q.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(q.device):
-            plan.kernel.run(plan, call, tensors, workspace)
+            failures.run(plan, call, tensors, workspace)
     else:
-        plan.kernel.run(plan, call, tensors, workspace)
+        failures.run(plan, call, tensors, workspace)
     if KNOBS.sync and q.is_cuda:
         torch.cuda.synchronize(q.device)
 
