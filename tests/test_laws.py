@@ -39,7 +39,7 @@ LAYERS = (
     ("kernels.device",),
     ("kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
     ("kernels",),
-    ("select", "flops", "sharding", "choices", "fakes"),
+    ("select", "flops", "sharding", "choices", "fakes", "batching"),
     ("repeat",),
     ("ops",),
     ("ops_decode",),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import fakes, flops
+from . import batching, fakes, flops
 from .call import FIELD_KINDS, OPTIONAL_TENSORS, SCALARS, Call, check
 from .choices import Choices, at_once
 from .dispatch import distinct, in_autocasts_dtype, tangents, unguarded, wants_beneath
@@ -190,6 +190,8 @@ for _name, _body, _fake in (
     for _key in ("CompositeExplicitAutograd", "AutogradNestedTensor"):  # all devices and kinds come in: the door and select say what is wrong
         LIBRARY.impl(_name, _body, _key)
     torch.library.register_fake(f"strobe::{_name}", _fake, lib=LIBRARY)
+for _name in ("forward", "backward"):
+    batching.register(LIBRARY, _name)
 
 FORWARD = torch.ops.strobe.forward.default
 FORWARD_OUT = torch.ops.strobe.forward_out.default
