@@ -24,7 +24,7 @@ REPOSITORY = ROOT.parent.parent
 # From the ground up: a module may import what stands below it, and its own package.
 LAYERS = (
     ("errors", "knobs", "dispatch", "overlap"),
-    ("mask", "target"),
+    ("mask", "target", "arguments"),
     ("call",),
     ("problem", "merge", "cache"),
     ("decode", "appending"),
