@@ -55,7 +55,7 @@ def test_what_says_nothing_is_refused_too(name):
 
 @pytest.mark.parametrize("function", PACKED + CACHED, ids=lambda function: function.__name__)
 def test_a_mask_where_there_is_none(function):
-    with pytest.raises(TypeError, match="^mask: got Mask, expected causal= and window=; "):
+    with pytest.raises(TypeError, match=r"^mask: got Mask, expected causal= and window=; "):
         CALLS[function](mask=strobe.causal())
 
 

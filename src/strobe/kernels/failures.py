@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..errors import KernelFault, describe
-from .kernel import BROKEN, Plan
+from ..errors import BROKEN, KernelFault, describe
+from .kernel import Plan
 
 LONGEST = 600  # characters of a cause: ptxas and MLIR say more, which the exception's __cause__ keeps
 CACHE = "set TRITON_CACHE_DIR to a folder that can be written to"

@@ -28,7 +28,7 @@ import triton
 from triton import knobs
 from triton.runtime.cache import triton_key
 
-from .kernel import BROKEN
+from ..errors import BROKEN
 
 READ = "3.6"  # versions of Triton that write a launcher for each kernel; later ones have one for all
 LEFT_OUT = ("disable_line_info", "store_binary_only")  # Triton's names for saying so

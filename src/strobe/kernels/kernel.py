@@ -14,13 +14,11 @@ from torch import Tensor
 
 from ..appending import AppendProblem
 from ..decode import DecodeProblem
-from ..errors import KernelFault, describe
+from ..errors import BROKEN, KernelFault, describe
 from ..mask import MaskStructure
 from ..problem import Call, Problem
 from ..target import Target
 
-# what an installation that is not whole raises, beside Triton's own errors: at an import, and where a kernel is compiled
-BROKEN = (ImportError, OSError, RuntimeError, AttributeError, TypeError, ValueError, LookupError, NameError, SyntaxError, AssertionError)
 MOST_AGAIN = 512  # launches a plan keeps: more than a model has layers
 MOST_KEPT = 1 << 14  # of all plans together, up to 7 KB each: 115 MB where lengths change with each step
 
