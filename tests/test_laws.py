@@ -23,7 +23,7 @@ REPOSITORY = ROOT.parent.parent
 
 # From the ground up: a module may import what stands below it, and its own package.
 LAYERS = (
-    ("errors", "knobs", "dispatch", "overlap"),
+    ("errors", "knobs", "dispatch", "overlap", "command_help"),
     ("mask", "target", "arguments"),
     ("call",),
     ("problem", "merge", "cache"),
