@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib import import_module
@@ -156,7 +157,8 @@ def keep(plan: Plan, place: tuple, again: Callable[[], bool] | None) -> None:
 def no_triton() -> str | None:
     """Why kernels written in Triton or Gluon cannot run here; None where they can. KernelFault where Triton is installed but does not import."""
     if find_spec("triton") is None:
-        return "needs Triton, which is not installed: pip install triton"
+        remedy = "pip install triton" if sys.platform == "linux" else "it is published for Linux; on Windows use WSL"
+        return f"needs Triton, which is not installed: {remedy}"
     try:
         version = import_module("triton").__version__
         parts = tuple(int(part) for part in version.split(".")[:2])
