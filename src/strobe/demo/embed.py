@@ -123,7 +123,8 @@ def _seconds_each(encoder: Encoder, book: list[str]) -> tuple[float, float]:
     """What a sentence takes: embedded both ways and its share of float64's, and once in each of the four that are timed."""
     some = encoder.tokens(_evenly(book, MEASURED))
     eager, ours = encoder.padded("eager", some), encoder.packed(some)
-    eager(), ours()  # the first calls load and compile
+    for run in (eager, ours):  # the first calls load and compile
+        run()
     padded_s, packed_s = seconds_of(eager) / len(some), seconds_of(ours) / len(some)
     return padded_s + packed_s + 2 * padded_s * REFERENCES / 1000, 3 * padded_s + packed_s
 
