@@ -312,3 +312,63 @@ def test_no_command_prints_help(capsys):
 def test_targets_are_named_in_any_case(capsys):
     assert cli.main(["bench", "roofline", "--target", "b200"]) == 0 and "B200" in capsys.readouterr().out
     assert cli.main(["explain", "--target", "h200"]) == 0
+
+
+# ---------------------------------------------------------------- what is not ignored, and what is not imported
+
+
+def test_bench_roofline_as_json_and_as_a_list(tmp_path, capsys):
+    assert main(["bench", "roofline", "--target", "B200", "--list", "--json"]) == 0
+    names = json.loads(capsys.readouterr().out)
+    assert main(["bench", "roofline", "--target", "B200", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["step"] for row in rows] == names and len(names) > 5 and all(row["tensor"] > 0 and row["target"] == "B200" for row in rows)
+    assert main(["bench", "roofline", "--target", "B200", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == names
+    file = tmp_path / "rows.jsonl"
+    assert main(["bench", "roofline", "--target", "B200", "--json", str(file)]) == 0
+    assert [json.loads(line) for line in file.read_text().splitlines()] == rows and "of peak" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [["--case", "d128_*"], ["--data", "sharp16"], ["--rivals", "sdpa"], ["--kernel", "portable"], ["--rounds", "3"], ["--graph"], ["--flush"],
+     ["--device", "cpu"]],
+    ids=lambda flag: flag[0],
+)  # fmt: skip
+def test_bench_roofline_refuses_by_name_what_it_would_ignore(flag, refused):
+    assert f"{flag[0]}: got bench roofline, expected a suite that runs kernels" in refused("bench", "roofline", "--target", "B200", *flag)
+
+
+NO_TORCH = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "triton", "numpy", "greenlet", "rich"):
+            raise ImportError(f"imported {name}")
+sys.meta_path.insert(0, Refuse())
+sys.argv, sys.orig_argv = ["/usr/bin/strobe", *sys.argv[1:]], []
+from strobe.cli import main
+raise SystemExit(main())
+"""
+COMMANDS = ("demo", "check", "env", "explain", "bench", "ladder", "sim")
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["--help"], ["-h"], ["--version"], *([name, "--help"] for name in COMMANDS), ["bench", "forward", "-h"]], ids=" ".join
+)
+def test_help_imports_no_torch(argv):
+    shown = subprocess.run([sys.executable, "-c", NO_TORCH, *argv], capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0 and not shown.stderr and ("usage: strobe" in shown.stdout or argv == ["--version"]), shown.stderr
+    if argv[:1] in ([], ["--help"], ["sim"]):  # by -m, too
+        told = subprocess.run([sys.executable, "-X", "importtime", "-m", "strobe", *argv], capture_output=True, text=True, timeout=120)
+        assert told.stdout == shown.stdout and not re.search(r"\| +(torch|triton|numpy)\b", told.stderr)
+
+
+def test_a_mistake_is_told_without_torch_and_other_programs_are_whole(tmp_path):
+    wrong = subprocess.run([sys.executable, "-c", NO_TORCH, "sim", "--nonesuch", "--help"], capture_output=True, text=True, timeout=120)
+    assert "imported" not in wrong.stderr
+    script = tmp_path / "train.py"
+    script.write_text("import strobe; print(strobe.attention.__name__)")
+    whole = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=120)
+    assert whole.stdout == "attention\n"

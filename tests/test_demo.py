@@ -8,13 +8,19 @@ from contextlib import redirect_stdout
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import strobe
 from strobe import demo
+from strobe.bench.timer import interleave
+from strobe.demo import embed, pace
+from strobe.demo.context import Sizes, growing, mask_length
 from strobe.demo.measure import peak_bytes
+from strobe.demo.pace import Pace
+from strobe.demo.run import LOADING_S
 from strobe.demo.text import QUERIES, sentences
 from strobe.demo.tiles import tile_map
 
@@ -175,3 +181,98 @@ def test_peak_counts_what_lives_at_once():
     together = peak_bytes(lambda: torch.empty(n) + torch.empty(n), torch.device("cpu"))
     apart = peak_bytes(lambda: [torch.empty(n).sum() for _ in range(3)], torch.device("cpu"))
     assert 12 * n <= together < 13 * n and 4 * n <= apart < 5 * n
+
+
+# ---------------------------------------------------------------- how long it takes
+
+
+def _sizes(*lengths: int) -> Sizes:
+    return Sizes(lengths, lengths[-1], 1, 8, torch.float32, 2)
+
+
+def test_it_says_first_how_long_it_takes(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("strobe.demo.run.NEEDED", {})
+    monkeypatch.setattr("strobe.demo.run.measure", Mock(side_effect=KeyboardInterrupt))
+    for quick, words in ((False, "about 2 min 50 s, as much as this machine can do in that"), (True, "under a minute")):
+        with pytest.raises(KeyboardInterrupt):
+            demo.main(quick=quick, out=str(tmp_path), device="cpu")
+        assert capsys.readouterr().err.splitlines()[0].startswith(f"strobe demo on cpu: {words}")
+
+
+def test_the_parts_share_what_it_says():
+    assert sum(pace.SHARES.values()) == pytest.approx(1) and pace.BUDGET_S + LOADING_S < 240
+    part = Pace(100.0).part("lengths")
+    assert part.seconds == pytest.approx(15) and part.allows(10) and not part.allows(16) and not part.over
+    assert Pace().part("masks").fits(1e9, 1, 300) == 300  # no bound: all
+
+
+def test_lengths_end_where_the_next_would_take_too_long():
+    told = Mock()
+    size = _sizes(8, 16, 32, 64)
+    assert [row["length"] for row in growing(torch.device("cpu"), size, Pace(), told)] == [8, 16, 32, 64]
+    assert told.call_count == 4
+    assert [row["length"] for row in growing(torch.device("cpu"), size, Pace(0.0), told)] == [8, 16]  # the least there is to show
+
+
+def test_masks_are_compared_at_the_greatest_length_that_fits():
+    rows = [{"length": length, "ms": {"strobe": length / 8, "SDPA": length / 8}} for length in (1024, 2048, 4096, 8192, 16384)]
+    size = _sizes(1024, 8192)
+    chosen = [mask_length(size, rows, Pace(seconds)) for seconds in (1e9, 200.0, 90.0, 1e-3)]
+    assert chosen[0] == 8192 and chosen[-1] == 1024 and chosen == sorted(chosen, reverse=True) and len(set(chosen)) == 4
+
+
+class _Encoder:
+    """Sentences as their own embeddings."""
+
+    def padded(self, implementation, tokens):
+        return lambda: torch.tensor(tokens)
+
+    def packed(self, tokens):
+        return lambda: torch.tensor(tokens)
+
+    def exact(self, tokens):
+        return torch.tensor(tokens).double()
+
+
+@pytest.mark.parametrize(("seconds", "whole"), [(0.0, 4), (1e9, 10)])
+def test_a_machine_that_gets_busy_embeds_fewer_sentences(seconds, whole):
+    batches = [[[float(n)]] * embed.BATCH for n in range(10)]
+    told = Mock()
+    eager, ours, exact, sample = embed._embed(_Encoder(), batches, Pace(seconds), told)  # type: ignore[arg-type]
+    assert told.call_count == whole and len(eager) == len(ours) == whole * embed.BATCH >= embed.FEWEST
+    assert torch.equal(exact, eager[sample].double()) and len(sample) >= embed.REFERENCES
+
+
+def test_rounds_end_where_time_does_but_the_first_is_whole():
+    calls: list[str] = []
+    found = interleave({name: lambda name=name: calls.append(name) for name in "abc"}, "cpu", 5, 0.0, warm_up=0, goes_on=lambda: False)
+    assert sorted(calls) == ["a", "b", "c"] and found.keys() == {"a", "b", "c"}
+    calls.clear()
+    interleave({name: lambda name=name: calls.append(name) for name in "abc"}, "cpu", 5, 0.0, warm_up=2, goes_on=lambda: len(calls) < 6 + 7)
+    assert len(calls) == 6 + 7
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_has_counts_and_time(monkeypatch, capsys, terminal):
+    pytest.importorskip("rich")
+    from strobe.demo.show import narrate
+
+    monkeypatch.setenv("FORCE_COLOR", "1") if terminal else monkeypatch.delenv("FORCE_COLOR", raising=False)
+    with narrate(quiet=False) as step:
+        advance = step("a part", 4, 90.0)
+        advance(), advance()
+        step("another", 2, float("inf"))
+    said = capsys.readouterr().err
+    if terminal:
+        assert "2/2" in said.replace("\x1b", "") and "0:00" in said
+    else:
+        assert said == "a part (at most 1 min 30 s)\nanother\n"
+
+
+def test_in_silence_for_json(capsys):
+    pytest.importorskip("rich")
+    from strobe.demo.show import narrate
+
+    with narrate(quiet=True) as step:
+        step("a part", 4, 90.0)()
+    assert capsys.readouterr() == ("", "")

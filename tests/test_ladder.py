@@ -480,6 +480,18 @@ def test_the_command_writes_json_lines(capsys):
     assert row["ms"] is None and row["worst"] <= 1 and {"torch", "date", "commit"} <= row.keys()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_without_a_gpu_the_command_says_what_it_does_and_how_far_it_is(capsys, monkeypatch):
+    run = harness.simulated
+    fails = lambda rung, *rest: (_ for _ in ()).throw(AssertionError("far off")) if rung.name == "k2" else run(rung, *rest)
+    monkeypatch.setattr(harness, "simulated", fails)
+    assert main(["ladder", "k1", "k2", "--no-causal", "--seqlen", "16"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("strobe ladder without a GPU: k1, k2; a small problem of each is simulated") and "nothing is timed" in said[0]
+    assert re.fullmatch(r"\[1/2\] k1 D=64 dense: right, \d\.\d\d of the error allowed; about \d+ s left", said[1])
+    assert re.fullmatch(r"\[2/2\] k2 D=64 dense: FAIL, AssertionError: far off; \d+ s in all", said[2])
+
+
 def test_rungs_and_rivals_of_one_problem_are_timed_in_turn(monkeypatch):
     """On a CPU, with runs that do nothing: who is judged, who is timed, and what becomes of those that fail."""
     timed = []

@@ -23,15 +23,15 @@ REPOSITORY = ROOT.parent.parent
 
 # From the ground up: a module may import what stands below it, and its own package.
 LAYERS = (
-    ("errors", "knobs", "dispatch", "overlap"),
-    ("mask", "target"),
+    ("errors", "knobs", "dispatch", "overlap", "command_help"),
+    ("mask", "target", "arguments"),
     ("call",),
     ("problem", "merge", "cache"),
     ("decode", "appending"),
     ("reference",),
     ("kernels.lasting",),
     ("kernels.constants", "kernels.kernel", "kernels.faults", "kernels.counters", "kernels.first_call", "kernels.keys"),
-    ("kernels.relaunch",),
+    ("kernels.failures", "kernels.relaunch"),
     ("kernels.memory",),
     ("kernels.decoding",),
     ("kernels.tma",),
@@ -39,7 +39,7 @@ LAYERS = (
     ("kernels.device",),
     ("kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
     ("kernels",),
-    ("select", "flops", "sharding", "choices", "fakes"),
+    ("select", "flops", "sharding", "choices", "fakes", "batching"),
     ("repeat",),
     ("ops",),
     ("ops_decode",),

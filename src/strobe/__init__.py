@@ -6,27 +6,32 @@
 torch.Size([1, 128, 4, 64])
 """
 
+import sys
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
-from .api import (
-    attention,
-    attention_varlen,
-    explain,
-    explain_varlen,
-    last_errors,
-    partial_attention,
-    partial_attention_varlen,
-    supports,
-    warmup,
-)
-from .api_decode import append, attention_decode, explain_decode, partial_attention_decode
-from .cache import DenseCache, PagedCache, Rotary, quantize_kv
-from .errors import InvalidProblem, KernelFault, UnsupportedProblem
-from .mask import Mask, causal, documents, full, key_lengths, prefix_causal, window
-from .merge import Partial, merge, with_sinks
-from .problem import Problem
-from .select import Choice
-from .target import Target
+from . import command_help
+
+if TYPE_CHECKING or not command_help.alone(sys.argv, sys.orig_argv):
+    from .api import (
+        attention,
+        attention_varlen,
+        explain,
+        explain_varlen,
+        last_errors,
+        partial_attention,
+        partial_attention_varlen,
+        supports,
+        warmup,
+    )
+    from .api_decode import append, attention_decode, explain_decode, partial_attention_decode
+    from .cache import DenseCache, PagedCache, Rotary, quantize_kv
+    from .errors import InvalidProblem, KernelFault, UnsupportedProblem
+    from .mask import Mask, causal, documents, full, key_lengths, prefix_causal, window
+    from .merge import Partial, merge, with_sinks
+    from .problem import Problem
+    from .select import Choice
+    from .target import Target
 
 try:
     __version__ = version("strobe-attention")

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from numbers import Real
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from . import ops, ops_decode
+from .arguments import no_mask, unknown
 from .call import FARTHEST, Call
 from .decode import DecodeProblem
 from .errors import InvalidProblem, UnsupportedProblem, wrong_type
@@ -30,7 +32,7 @@ Packing = tuple[Tensor, "Tensor | None", "int | None", "int | None"]
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
-    kernel: str | None = None, out: Tensor | None = None,
+    kernel: str | None = None, out: Tensor | None = None, **others: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Exact attention: softmax(scale * q k^T) v for each head, under a mask.
 
@@ -55,6 +57,8 @@ def attention(
     Raises InvalidProblem (arguments contradict each other), TypeError, UnsupportedProblem (no kernel can run it).
     Source: FlashAttention-2 (arXiv 2307.08691), section 3; online softmax (arXiv 1805.02867).
     """
+    if others:
+        raise unknown(attention, others)
     words: tuple | None = None
     if window is None and mask is None and softcap is None and sinks is None and batch_invariant is False and kernel is None and out is None:
         exact = type(causal) is bool and (deterministic is None or type(deterministic) is bool) and (scale is None or type(scale) is float)
@@ -72,7 +76,7 @@ def attention(
 
 def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
-    softcap: float | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    softcap: float | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Partial:  # fmt: skip
     """Attention over some of the keys, for `merge` with the rest: out in float32 and the log-sum-exp of its scores.
 
@@ -86,6 +90,8 @@ def partial_attention(
     Partial(out [B, S_q, H_q, D_v] float32, lse [B, H_q, S_q] float32, natural log); float64 for float64. Both are
     differentiable. A row that sees no key has out 0 and lse -inf.
     """
+    if others:
+        raise unknown(partial_attention, others)
     options = _options(scale, softcap, deterministic, batch_invariant, kernel)
     return Partial(*ops.run(_dense(q, k, v, causal, window, mask, None, options)._replace(partial=True)))
 
@@ -94,7 +100,7 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None,
-    out: Tensor | None = None,
+    out: Tensor | None = None, **others: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Attention over sequences of different lengths packed end to end, with no padding.
 
@@ -112,6 +118,8 @@ def attention_varlen(
 
     Returns [T_q, H_q, D_v] in q's dtype. Reads no data of the device on the host.
     """
+    if others:
+        raise unknown(attention_varlen, others)
     call = _dense(q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
     return ops.run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), out if out is None else _out(out), True)[0]
 
@@ -119,7 +127,7 @@ def attention_varlen(
 def partial_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
-    deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Partial:  # fmt: skip
     """`partial_attention` over packed sequences: Partial(out [T_q, H_q, D_v] float32, lse [H_q, T_q]).
 
@@ -129,6 +137,8 @@ def partial_attention_varlen(
 
     Arguments as `attention_varlen`.
     """
+    if others:
+        raise unknown(partial_attention_varlen, others)
     call = _dense(q, k, v, causal, window, None, None, _options(scale, softcap, deterministic, batch_invariant, kernel))
     return Partial(*ops.run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)._replace(partial=True)))
 
@@ -136,7 +146,7 @@ def partial_attention_varlen(
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
-    kernel: str | None = None,
+    kernel: str | None = None, **others: NoReturn,
 ) -> Choice:  # fmt: skip
     """What `attention` would run for these arguments: kernels, configs, and why not the others. Runs nothing.
 
@@ -144,6 +154,8 @@ def explain(
     >>> explain(q, q, q, causal=True).forward.kernel.name
     'cpu.forward'
     """
+    if others:
+        raise unknown(explain, others)
     options = _options(scale, softcap, deterministic, batch_invariant, kernel)
     return ops.decide(ops.prepare(_dense(q, k, v, causal, window, mask, sinks, options)))
 
@@ -151,7 +163,7 @@ def explain(
 def explain_varlen(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Choice:  # fmt: skip
     """`explain` for `attention_varlen`.
 
@@ -159,6 +171,8 @@ def explain_varlen(
     >>> explain_varlen(q, q, q, cu_seqlens_q=torch.tensor([0, 3, 8], dtype=torch.int32)).problem.layout.batch
     2
     """
+    if others:
+        raise unknown(explain_varlen, others)
     call = _dense(q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
     return ops.decide(ops.prepare(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)))
 
@@ -166,7 +180,7 @@ def explain_varlen(
 def supports(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
-    kernel: str | None = None,
+    kernel: str | None = None, **others: NoReturn,
 ) -> bool:  # fmt: skip
     """Whether some kernel here can run this call of `attention`; invalid arguments raise as they would there.
 
@@ -174,6 +188,8 @@ def supports(
     >>> supports(q, q, q), supports(q, q, q, kernel="portable")
     (True, False)
     """
+    if others:
+        raise unknown(supports, others)
     call = _dense(q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
     try:
         ops.decide(ops.prepare(call))
@@ -233,7 +249,9 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Window | None,
     call = Call(q, k, v, left, right, *options, False, False, sinks)  # by position: 0.15 us of 0.55
     if mask is None:
         return call
-    alone = isinstance(mask, Mask) and isinstance(left, int) and isinstance(right, int) and left == right == NO_BOUND  # joining nothing takes 2 us
+    if not isinstance(mask, Mask):
+        raise no_mask(mask)
+    alone = isinstance(left, int) and isinstance(right, int) and left == right == NO_BOUND  # joining nothing takes 2 us
     return call.with_mask(mask if alone else call.mask & mask)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from torch import Tensor
 
 from . import ops_decode
 from .api import Window, _band, _options, _out
 from .appending import AppendCall
+from .arguments import unknown
 from .cache import DenseCache, Held, PagedCache, Rotary
 from .decode import DecodeCall
 from .errors import wrong_type
@@ -17,6 +20,7 @@ from .select import Choice
 def attention_decode(
     q: Tensor, cache: PagedCache | DenseCache, *, causal: bool = True, window: Window | None = None, scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, out: Tensor | None = None,
+    **others: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Attention of each sequence's newest tokens over its cache, which holds them already.
 
@@ -39,13 +43,15 @@ def attention_decode(
     Waits for no device, so it can be captured in a graph and replayed over other lengths and pages. Lengths, starts and page
     ids that are out of range are clamped or hidden, and told by `last_errors`. Has no gradients: UnsupportedProblem.
     """
+    if others:
+        raise unknown(attention_decode, others)
     call = _call(q, cache, _settings(causal, window, scale, softcap, sinks, batch_invariant, kernel))
     return ops_decode.run(call, out if out is None else _out(out), True)[0]
 
 
 def partial_attention_decode(
     q: Tensor, cache: PagedCache | DenseCache, *, causal: bool = True, window: Window | None = None, scale: float | None = None,
-    softcap: float | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    softcap: float | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Partial:  # fmt: skip
     """`attention_decode` for `merge` with attention over other keys: out in float32, and the log-sum-exp of its scores.
 
@@ -57,13 +63,15 @@ def partial_attention_decode(
 
     Arguments as `attention_decode`; sinks are applied once, after all merging, by `with_sinks`.
     """
+    if others:
+        raise unknown(partial_attention_decode, others)
     call = _call(q, cache, _settings(causal, window, scale, softcap, None, batch_invariant, kernel))
     return Partial(*ops_decode.run(call._replace(partial=True)))
 
 
 def explain_decode(
     q: Tensor, cache: PagedCache | DenseCache, *, causal: bool = True, window: Window | None = None, scale: float | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Choice:  # fmt: skip
     """What `attention_decode` would run for these arguments, and why not the others. Runs nothing.
 
@@ -73,6 +81,8 @@ def explain_decode(
     >>> explain_decode(torch.randn(2, 1, 8, 64), cache).forward.kernel.name
     'cpu.decode'
     """
+    if others:
+        raise unknown(explain_decode, others)
     return ops_decode.decide(ops_decode.prepare(_call(q, cache, _settings(causal, window, scale, softcap, sinks, batch_invariant, kernel))))
 
 

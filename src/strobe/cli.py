@@ -101,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--plot", type=Path, metavar="FILE", help="bars as .png or .svg, and FILE_roofline beside it")
     bench.add_argument("--json", nargs="?", const="-", metavar="FILE", help="append JSON lines to FILE, or print them instead of a table")
     bench.add_argument("--device", help="cuda, cuda:1 or cpu")
-    bench.add_argument("--target", metavar="NAME", help="of roofline: the GPU whose cycles are counted, such as B200; none is needed")
+    bench.add_argument(
+        "--target", metavar="NAME", help="of roofline: the GPU whose cycles are counted, such as B200; with --plot, --json or --list, no other flag"
+    )
     bench.set_defaults(run=_bench)
 
     commands.add_parser("ladder", help="attention from naive to fast, a rung at a time: run, check, measure, see")  # as sim
@@ -109,7 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _sim(argv: Sequence[str]) -> int:
+def _sim(argv: list[str]) -> int:
+    from .sim.options import parse
+
+    parse(argv)  # help and mistakes end here, before torch is imported
     try:
         from .sim.command import run
     except ModuleNotFoundError as error:
@@ -117,7 +122,10 @@ def _sim(argv: Sequence[str]) -> int:
     return run(argv)
 
 
-def _ladder(argv: Sequence[str]) -> int:
+def _ladder(argv: list[str]) -> int:
+    from .ladder.options import parser
+
+    parser().parse_args(argv)
     from .ladder.command import main as run
 
     return run(argv)
@@ -236,7 +244,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     from .bench.command import roofline, run
 
     if arguments.suite == "roofline":
-        return roofline(arguments.target, arguments.plot)
+        return roofline(arguments)
     if arguments.target:
         raise InvalidProblem("--target", arguments.target, "bench roofline", "other suites measure a device: --device")
     name = arguments.device

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import builtins
 
+# what an installation that is not whole raises, beside Triton's own errors: at an import, and where a kernel is compiled
+BROKEN = (ImportError, OSError, RuntimeError, AttributeError, TypeError, ValueError, LookupError, NameError, SyntaxError, AssertionError)
+
 
 def describe(argument: str, got: object, expected: str, remedy: str) -> str:
     """

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import fakes, flops
+from . import batching, fakes, flops
 from .call import FIELD_KINDS, OPTIONAL_TENSORS, SCALARS, Call, check, check_spans
 from .choices import Choices, at_once
 from .dispatch import distinct, in_autocasts_dtype, is_distributed, tangents, unguarded, wants_beneath, written_by_copy
 from .errors import InvalidProblem, UnsupportedProblem
 from .fakes import check_apart, check_no_vmap, check_out, check_results, copied, forward_mode, functional, schema, written
+from .kernels import failures
 from .kernels.kernel import Backward, Forward, Plan, gradient_addresses
 from .kernels.memory import carved, empty_here, pieces, scratch
 from .knobs import KNOBS
@@ -73,9 +74,9 @@ def _launch(plan: Plan, call: Any, tensors: Forward | Backward | None, workspace
         workspace = scratch(plan.buffers, q.device)
     if q.is_cuda and q.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(q.device):
-            plan.kernel.run(plan, call, tensors, workspace)
+            failures.run(plan, call, tensors, workspace)
     else:
-        plan.kernel.run(plan, call, tensors, workspace)
+        failures.run(plan, call, tensors, workspace)
     if KNOBS.sync and q.is_cuda:
         torch.cuda.synchronize(q.device)
 
@@ -193,6 +194,8 @@ for _name, _body, _fake in (
     for _key in ("CompositeExplicitAutograd", "AutogradNestedTensor"):  # all devices and kinds come in: the door and select say what is wrong
         LIBRARY.impl(_name, _body, _key)
     torch.library.register_fake(f"strobe::{_name}", _fake, lib=LIBRARY)
+for _name in ("forward", "backward"):
+    batching.register(LIBRARY, _name)
 
 FORWARD = torch.ops.strobe.forward.default
 FORWARD_OUT = torch.ops.strobe.forward_out.default

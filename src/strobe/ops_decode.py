@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import appending, decode
+from . import appending, batching, decode
 from .appending import AppendCall, AppendProblem
 from .cache import FP8
 from .call import accumulator
@@ -209,6 +209,7 @@ for _name, _body, _fake in (
 ):
     LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"strobe::{_name}", _fake, lib=LIBRARY)
+batching.register(LIBRARY, "decode")
 
 DECODE = torch.ops.strobe.decode.default
 DECODE_OUT = torch.ops.strobe.decode_out.default

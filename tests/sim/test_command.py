@@ -279,3 +279,22 @@ def test_loading_the_plugin_needs_no_triton():
 def test_installing_strobe_gives_pytest_the_plugin():
     project = DOUBLING.parents[2] / "pyproject.toml"
     assert '[project.entry-points.pytest11]\nstrobe-sim = "strobe.sim.plugin"' in project.read_text()
+
+
+# ---------------------------------------------------------------- files that end the process
+
+
+@pytest.mark.parametrize("code", ["", "0", "3", "'no GPU'"])
+def test_a_file_that_exits_while_it_is_imported(sim, tmp_path, code):
+    file = tmp_path / "script.py"
+    file.write_text(f"import sys\ndef run(): ...\nsys.exit({code})\n")
+    ended, out, err = sim(f"{file}::run")
+    assert (ended, out) == (2, "") and err.startswith(f"strobe sim: {file} cannot be imported: it calls sys.exit({code or None})")
+    assert '`if __name__ == "__main__":`' in err
+
+
+def test_a_function_that_exits(sim, tmp_path):
+    file = tmp_path / "leaves.py"
+    file.write_text("import sys\ndef run(): sys.exit(0)\n")
+    ended, out, err = sim(f"{file}::run")
+    assert (ended, out) == (2, "") and "ended the process with sys.exit(0); have it return" in err

@@ -66,19 +66,34 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     return 0 if all(row["ms"] for row in found) else 1
 
 
-def roofline(name: str | None, picture: Path | None) -> int:
-    """What binds a GPU that need not be here: cycles, counted."""
+def roofline(arguments: argparse.Namespace) -> int:
+    """What binds a GPU that need not be here: cycles, counted. What would have to run is refused."""
     from . import cycles, cycles_plot
 
-    name = next((one for one in FAKES if name is not None and one.lower() == name.lower()), name)
+    a = arguments
+    ignored = {"--case": a.case, "--rivals": a.rivals, "--kernel": a.kernel, "--rounds": a.rounds is not None, "--graph": a.graph,
+               "--flush": a.flush, "--device": a.device, "--data": a.data != NORMAL}  # fmt: skip
+    for flag in [flag for flag, given in ignored.items() if given]:
+        raise InvalidProblem(flag, "bench roofline", "a suite that runs kernels", "leave it out: cycles are counted, for --target")
+    name = next((one for one in FAKES if a.target is not None and one.lower() == a.target.lower()), a.target)
     if name not in FAKES:
         known = ", ".join(one for one, fake in FAKES.items() if fake.capability in cycles.UNITS)
         raise InvalidProblem("--target", name, f"one of {known}", "name the GPU, such as B200")
-    if picture:
-        plot.check(picture)
-    cycles.show(FAKES[name], table.show)
-    if picture:
-        print(f"wrote {cycles_plot.save(FAKES[name], picture)}", file=sys.stderr)
+    if a.plot:
+        plot.check(a.plot)
+    rows = cycles.table(FAKES[name])
+    if a.list:
+        print(json.dumps([row.name for row in rows])) if a.json else table.show(["step"], [[row.name] for row in rows])
+        return 0
+    if a.json:
+        with ExitStack() as stack:
+            file = _open(a.json, stack)
+            for row in rows:
+                print(json.dumps({"target": name, "step": row.name, "ctas": row.ctas, "by_fma": row.by_fma, **row.cycles._asdict()}), file=file)
+    if a.json != "-":
+        cycles.show(FAKES[name], table.show)
+    if a.plot:
+        print(f"wrote {cycles_plot.save(FAKES[name], a.plot)}", file=sys.stderr)
     return 0
 
 

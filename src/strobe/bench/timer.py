@@ -43,31 +43,38 @@ class Timing(NamedTuple):
 
 
 def interleave(
-    functions: Mapping[str, Function], device: torch.device | str, rounds: int = 10, sample_ms: float = 20.0, flush: bool = False
-) -> dict[str, Timing]:
+    functions: Mapping[str, Function], device: torch.device | str, rounds: int = 10, sample_ms: float = 20.0, flush: bool = False,
+    warm_up: int = _WARM_UP_CALLS, goes_on: Callable[[], bool] = lambda: True,
+) -> dict[str, Timing]:  # fmt: skip
     """Time the functions in turn, `rounds` times over; warm-up is outside.
 
     >>> sorted(interleave({"a": lambda: None, "b": lambda: None}, "cpu", rounds=2, sample_ms=0))
     ['a', 'b']
 
     Each sample repeats its function for about `sample_ms`, so that launch gaps and the clock's grain vanish in it.
-    `flush` empties a GPU's L2 before each call (a buffer is written over), for functions whose inputs would stay there.
+    `flush` empties a GPU's L2 before each call (a buffer is written over), for functions whose inputs would stay there. `warm_up` calls go before, of
+    which the last says how many fill a sample: of none each is one call. `goes_on` is asked after each sample; the first round is always whole.
     """
     sampler = _Gpu(torch.device(device), flush) if torch.device(device).type == "cuda" else _Cpu()
-    calls = {name: _warm_up(function, sampler, sample_ms) for name, function in functions.items()}
+    calls = {name: _warm_up(function, sampler, sample_ms, warm_up) for name, function in functions.items()}
     samples: dict[str, list[float]] = {name: [] for name in functions}
     order = list(functions)
+    more = True
     for n in range(rounds):
         random.Random(n).shuffle(order)
         for name in order:
-            samples[name].append(sampler.sample(functions[name], calls[name]))
+            if more or not n:
+                samples[name].append(sampler.sample(functions[name], calls[name]))
+                more = goes_on()
     return {name: Timing.of(times) for name, times in samples.items()}
 
 
-def _warm_up(function: Function, sampler: _Cpu | _Gpu, sample_ms: float) -> int:
+def _warm_up(function: Function, sampler: _Cpu | _Gpu, sample_ms: float, count: int) -> int:
     """How many calls fill a sample."""
-    for _ in range(_WARM_UP_CALLS - 1):
+    for _ in range(count - 1):
         function()
+    if not count:
+        return 1
     return calls_per_sample(sampler.sample(function, 1), sample_ms)
 
 

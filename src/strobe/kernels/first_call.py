@@ -18,14 +18,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
+from subprocess import SubprocessError
 from threading import Lock, Thread
 from typing import Any
 
 import triton
 from triton import knobs
 from triton.runtime.cache import triton_key
+
+from ..errors import BROKEN
 
 READ = "3.6"  # versions of Triton that write a launcher for each kernel; later ones have one for all
 LEFT_OUT = ("disable_line_info", "store_binary_only")  # Triton's names for saying so
@@ -44,15 +47,24 @@ def beside(kernel: Any, device: int) -> None:
 @lru_cache
 def _hashing() -> Thread:
     """Triton keeps what comes of it."""
-    thread = Thread(target=triton_key)
+    return _beside(triton_key)
+
+
+def _beside(ahead: Callable[..., Any], *arguments: Any) -> Thread:
+    """A thread that does so. What fails there fails again where Triton needs it, and is raised there: a thread would only print it."""
+
+    def quietly() -> None:
+        with suppress(*BROKEN, SubprocessError):
+            ahead(*arguments)
+
+    thread = Thread(target=quietly)
     thread.start()
     return thread
 
 
 def _with_launcher(compile: Callable[..., Any], source: Any, *arguments: Any, **options: Any) -> Any:
     _hashing().join()
-    launcher = Thread(target=_launcher, args=(source,))
-    launcher.start()
+    launcher = _beside(_launcher, source)
     try:
         with _bare():
             return compile(source, *arguments, **options)

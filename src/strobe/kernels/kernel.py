@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib import import_module
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..appending import AppendProblem
 from ..decode import DecodeProblem
+from ..errors import BROKEN, KernelFault, describe
 from ..mask import MaskStructure
 from ..problem import Call, Problem
 from ..target import Target
@@ -153,13 +155,17 @@ def keep(plan: Plan, place: tuple, again: Callable[[], bool] | None) -> None:
 
 @lru_cache
 def no_triton() -> str | None:
-    """Why kernels written in Triton or Gluon cannot run here; None where they can."""
+    """Why kernels written in Triton or Gluon cannot run here; None where they can. KernelFault where Triton is installed but does not import."""
     if find_spec("triton") is None:
-        return "needs Triton, which is not installed: pip install triton"
-    version = import_module("triton").__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < (3, 6):
-        return f"needs Triton 3.6 or later; this is {version}"
-    return None
+        remedy = "pip install triton" if sys.platform == "linux" else "it is published for Linux; on Windows use WSL"
+        return f"needs Triton, which is not installed: {remedy}"
+    try:
+        version = import_module("triton").__version__
+        parts = tuple(int(part) for part in version.split(".")[:2])
+    except BROKEN as error:  # a library it needs is missing, it was built for another Python, or a folder has its name
+        cause = f"{type(error).__name__}: {error}"
+        raise KernelFault(describe("import triton", cause, "Triton 3.6 or later", "install the one this PyTorch was released with")) from error
+    return f"needs Triton 3.6 or later; this is {version}" if parts < (3, 6) else None
 
 
 @lru_cache

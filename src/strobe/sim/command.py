@@ -12,34 +12,25 @@ from pathlib import Path
 
 from .campaign import Verdict, campaign, explain, summary, timed
 from .checks import Checks
-from .launch import SHARED_KIB, simulate
-from .machine import MODES
+from .launch import simulate
+from .options import MODES, parse
 from .report import Report, SimulationFault
 from .scene import FAILURES, Scene, SceneError
 
 PICTURES = (".html", ".svg", ".json")
-EXAMPLE = """\
-examples:
-  strobe sim kernels.py::run bf16[200,320] bf16[320,256]                    a function that launches, on normal numbers
-  strobe sim kernels.py::kernel f32[1000] nan:f32[1000] 1000 --grid 8       a kernel itself
-  strobe sim kernels.py::run bf16[64,64] --timeline run.html                a picture (.html, .svg) or a Chrome trace (.json)
-  strobe sim kernels.py::run bf16[64,64] --mutate --ledger survivors.json   drop one synchronisation at a time: who notices?
-arguments: bf16[2,64] fp16 f32 i32 fp8e4 fp8e5 (normal numbers), nan: zeros: ones: before it, tma:bf16[64,64]/64x32 (a descriptor with its
-block), numbers, True, False, None, name=value
-"""
 
 
 def run(argv: Sequence[str]) -> int:
     """0: nothing found; 1: faults, or survivors that nothing explains; 2: the scene cannot be run."""
-    if argv and argv[0] == "mutate":
-        argv = [*argv[1:], "--mutate"]
-    arguments = _parser().parse_args(argv)
+    arguments = parse(list(argv))
     try:
         _check(arguments)
         scene = Scene(arguments.scene, arguments.arguments, arguments.grid, {"num_warps": arguments.num_warps}, arguments.seed)
         return _mutate(scene, arguments) if arguments.mutate else _run(scene, arguments)
     except SceneError as error:
         print(f"strobe sim: {error}", file=sys.stderr)
+    except SystemExit as ended:  # 0 from here would say that nothing was found
+        print(f"strobe sim: {arguments.scene} ended the process with sys.exit({ended.code!r}); have it return", file=sys.stderr)
     except FAILURES as error:  # the kernel's writer wants to see where
         traceback.print_exception(error)
     return 2
@@ -70,48 +61,6 @@ def _is_json(path: Path) -> bool:
         return isinstance(json.loads(path.read_text()), dict)
     except (OSError, ValueError):
         return False
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("strobe sim", description="Run a kernel on the CPU and find its races, deadlocks and missing fences.",
-                                     epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("scene", metavar="FILE::NAME", help="a function that launches kernels, or a kernel")
-    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="see below")
-    targets = [f"sm_{capability}" for capability in SHARED_KIB]
-    parser.add_argument("--target", default="sm_90", choices=targets, help="whose memory limits and operations (sm_90)")
-    parser.add_argument("--mode", default=None, choices=MODES, help="the schedule (all but timed, one after another, unless given)")
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the schedule and of the arguments")
-    parser.add_argument("--seeds", type=_positive, default=1, metavar="N", help="so many seeds of each mode, from --seed on")
-    parser.add_argument("--sms", type=_positive, default=4, metavar="N", help="CTAs in flight (4)")
-    parser.add_argument("--grid", type=_grid, default=(1,), metavar="X[,Y[,Z]]", help="of a kernel")
-    parser.add_argument("--num-warps", type=_positive, default=4, metavar="N", help="of a kernel (4)")
-    parser.add_argument("--ordered", action="store_true", help="floating-point adds to one place must have an order (same bits every run)")
-    parser.add_argument("--timeline", type=Path, metavar="FILE", help="modelled time as .html, .svg or .json")
-    parser.add_argument("--mutate", action="store_true", help="drop or bend one synchronisation at a time")
-    parser.add_argument("--file", type=Path, action="append", metavar="FILE", help="mutate this file instead of the scene's; repeatable")
-    parser.add_argument("--judges", action="store_true", help="ask every judge about every mutant")
-    parser.add_argument("--ledger", type=Path, metavar="FILE", help="JSON that explains survivors")
-    parser.add_argument("--json", action="store_true", help="JSON on standard output")
-    return parser
-
-
-def _seed(text: str) -> int:
-    if not text.removeprefix("-").isdecimal() or not -(2**63) <= int(text) < 2**64:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 64 bits")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number >= 1")
-    return int(text)
-
-
-def _grid(text: str) -> tuple[int, ...]:
-    sizes = text.split(",")
-    if len(sizes) > 3 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected one to three positive sizes, such as 8 or 4,2")
-    return tuple(map(int, sizes))
 
 
 def _checks(arguments: argparse.Namespace) -> Checks:

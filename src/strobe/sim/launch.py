@@ -29,6 +29,7 @@ from .layouts import Layouts
 from .machine import MODES, Machine
 from .memory import Memory
 from .names import names_when_asked
+from .options import SHARED_KIB
 from .report import Report, Reports, SimulationFault, Stop
 from .semantics import Gluon, Triton, quiet
 from .timeline import Event, save
@@ -36,7 +37,6 @@ from .translate import translated
 from .values import STORED, Descriptor, Value, wraps
 
 KIB = 1024
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # a CTA may have (CUDA C++ Programming Guide, compute capabilities)
 TENSOR_COLUMNS = 512  # of sm_100 and sm_103
 _OPTIONS = ("num_warps", "num_ctas", "maxnreg", "num_stages", "launch_cooperative_grid", "launch_pdl")
 _CHECKED = dict(debug=True, sanitize_overflow=False)  # device_assert counts; integers wrap, as without TRITON_DEBUG

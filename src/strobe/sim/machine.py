@@ -20,10 +20,10 @@ import numpy as np
 from .agents import Barrier, Cluster, Cta, NamedBarrier, Operation, Partition, Stream
 from .checks import USUAL, Checks
 from .memory import Access, Actor, Clock, Memory, merge
+from .options import MODES as MODES
 from .report import Place, Reports, Stop, place_text
 from .timeline import Event
 
-MODES = ("eager", "lazy", "random", "pct", "timed")
 KERNEL_CODE: dict[int, CodeType] = {}  # by id, since a code object's hash reads all of it: made from kernel functions, frames worth naming
 MAX_STEPS = 5_000_000
 # (kind of report, the later access writes, the earlier one did) -> how the later relates to the earlier

@@ -189,6 +189,9 @@ def _execute(name: str, path: Path) -> ModuleType:
             spec.loader.exec_module(module)
         except (SyntaxError, ImportError) as error:
             raise SceneError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        except SystemExit as ended:
+            guard = 'put what runs the script under `if __name__ == "__main__":`'
+            raise SceneError(f"{path} cannot be imported: it calls sys.exit({ended.code!r}) while it is; {guard}") from ended
         undo.pop_all()
     return module
 
