@@ -22,6 +22,7 @@ import json
 import math
 import time
 from importlib.resources import files
+from inspect import signature
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
@@ -33,11 +34,13 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import strobe
 from strobe.bench.run import circumstances
 
+# what models call the cache that they are given; its earlier name is deprecated
+CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 BYTES = 256  # the vocabulary: text is read and written byte by byte
 
 
@@ -84,7 +87,7 @@ class Own:
         return self.read(self.token[:, None], self.mask.sum(1, keepdim=True) - 1)
 
     def read(self, ids: Tensor, positions: Tensor) -> Tensor:
-        more = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        more = {CACHE: self.cache, "use_cache": True, "logits_to_keep": 1}
         self.logits.append(self.model(ids, attention_mask=self.mask, position_ids=positions, **more).logits[:, 0])
         self.token = self.logits[-1].argmax(-1)
         return self.token

@@ -39,7 +39,7 @@ SIGNATURES = {
     "flash_attn.flash_attn_interface._flash_attn_forward": f"q, k, v, dropout_p, softmax_scale, causal, {_WINDOWS}, return_softmax",
     "flash_attn.flash_attn_interface._flash_attn_varlen_forward": f"q, k, v, {_OFFSETS}, dropout_p, softmax_scale, causal, window_size_left=-1, "
     "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, "
-    "zero_tensors=False",
+    "zero_tensors=False, num_splits=0",
     "flash_attn.flash_attn_interface._flash_attn_backward": "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, "
     f"{_WINDOWS}, deterministic, rng_state=None",
     "flash_attn.flash_attn_interface._flash_attn_varlen_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {_OFFSETS}, dropout_p, "
@@ -60,13 +60,47 @@ SIGNATURES = {
     f"max_seqlen_q=None, rotary_seqlens=None, {_FP8}, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
     "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False",
     "flash_attn_interface.flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
+    "flash_attn.layers.rotary.apply_rotary_emb": "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None",
+    "flash_attn.layers.rotary.apply_rotary_emb_func": "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
+    "max_seqlen=None",
+    "flash_attn.layers.rotary.apply_rotary_emb_torch": "x, cos, sin, interleaved=False",
+    "flash_attn.layers.rotary.rotate_half": "x, interleaved=False",
+    "flash_attn_interface._flash_attn_forward": "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, "
+    "cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None, "
+    f"leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, {_FP8}, softmax_scale=None, causal=False, window_size_left=-1, "
+    "window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, "
+    "sm_margin=0",
+    "flash_attn_interface._flash_attn_backward": "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, "
+    "sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, window_size_left=-1, "
+    "window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0",
+    "flash_attn_interface.get_scheduler_metadata": "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "
+    "qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0, "
+    "causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0",
     "cute.flash_attn_func": f"q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, {_FA4}, {_MODS}, aux_tensors=None, "
     f"aux_scalars=None, block_sparse_tensors=None, block_sparse_tensors_bwd=None, return_lse=False, {_GATHER}",
     "cute.flash_attn_varlen_func": "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, "
     "min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False, "
     f"{_FA4}, {_MODS}, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, scheduler_metadata=None, "
     f"seqlen_k_per_split=None, disable_scheduler_metadata=False, {_GATHER}",
+    "cute.interface.flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None, cu_seqlens=None, seqused=None, "
+    "virtual_batch_idx=None, return_lse=True",
+    "cute.interface.get_scheduler_metadata": "max_seqlen_q, max_seqlen_k, nheads, nheads_kv, headdim, num_splits, headdim_v=None, pack_gqa=None, "
+    "causal=False, window_size_left=None, window_size_right=None, seqlen_k_new=0, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, "
+    "seqused_q=None, seqused_k=None, leftpad_k=None, seqlen_k_per_split=None, _arch=None",
+    "cute.interface._flash_attn_fwd": "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, "
+    "max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None, "
+    "window_size_right=None, learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, "
+    "pack_gqa=None, _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, lse=None, "
+    f"aux_tensors=None, aux_scalars=None, {_FP8}, gather_kv_indices=None, scheduler_metadata=None, seqlen_k_per_split=None, "
+    "disable_scheduler_metadata=False, gather_bwd_recompute_p=False",
+    "cute.interface._flash_attn_bwd": "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None, "
+    "window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False, num_stages_Q=2, num_stages_dO=2, "
+    "SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, "
+    "cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, "
+    f"dk=None, dv=None, {_MODS}, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None, learnable_sink=None",
 }
+SIGNATURES["cute.interface.flash_attn_func"] = SIGNATURES["cute.flash_attn_func"]
+SIGNATURES["cute.interface.flash_attn_varlen_func"] = SIGNATURES["cute.flash_attn_varlen_func"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -114,9 +148,13 @@ def test_the_signature_is_the_originals(name):
     assert {one.kind for one in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
-@pytest.mark.parametrize("module", ["flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding", "flash_attn_interface", "cute"])
+MODULES = ["flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding", "flash_attn.layers.rotary", "flash_attn_interface", "cute"]
+
+
+@pytest.mark.parametrize("module", [*MODULES, "cute.interface"])
 def test_no_public_function_is_missing_from_the_table(module):
-    public = importlib.import_module(f"strobe.{module}").__all__
+    namespace = importlib.import_module(f"strobe.{module}")
+    public = [name for name in namespace.__all__ if inspect.isfunction(getattr(namespace, name))]
     listed = [name.rpartition(".")[2] for name in SIGNATURES if name.rpartition(".")[0] == module]
     assert sorted(public) == sorted(listed) or (module.endswith("flash_attn_interface") and set(listed) <= set(public))
 
@@ -370,6 +408,17 @@ SAYS_SOMETHING |= dict.fromkeys(("return_softmax", "zero_tensors", "gather_bwd_r
 ALLOWED = {"flash_attn_varlen_func": {"block_table"}, "_flash_attn_varlen_forward": {"block_table"}}  # served, tested in test_kvcache.py
 ALLOWED["flash_attn_with_kvcache"] = {"k", "v", "rotary_cos", "rotary_sin", "rotary_interleaved", "block_table", "page_table"}
 ALLOWED["flash_attn_with_kvcache"] |= {"cache_seqlens", "cache_batch_idx", "cache_leftpad"}
+ALLOWED["_flash_attn_forward"] = {"k_new", "v_new", "page_table", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin", "rotary_interleaved"}
+ALLOWED["_flash_attn_forward"] |= {"out_", "rotary_seqlens"}
+ALLOWED["_flash_attn_backward"] = {"dq", "dk", "dv", "is_causal"}
+ALLOWED["_flash_attn_fwd"] = {"out", "lse"}
+ALLOWED["_flash_attn_bwd"] = {"dq", "dk", "dv", "dlse", "m_block_size", "n_block_size", "num_stages_Q", "num_stages_dO", "SdP_swapAB", "dKV_swapAB"}
+ALLOWED["_flash_attn_bwd"] |= {"dQ_swapAB", "AtomLayoutMSdP", "AtomLayoutNdKV", "AtomLayoutMdQ", "V_in_regs", "num_threads"}
+ALLOWED["flash_attn_varlen_func"] |= {"seqused_q", "seqused_k"}  # served, tested in test_seqused.py
+ALLOWED["_flash_attn_varlen_forward"] |= {"seqused_k"}
+ALLOWED["flash_attn_with_kvcache"] |= {"rotary_seqlens", "max_seqlen_q"}
+for private in ("_flash_attn_forward", "_flash_attn_fwd", "_flash_attn_bwd"):
+    ALLOWED[private] |= {"seqused_q", "seqused_k"}
 CARRIED = {"softmax_scale", "causal", "window_size", "softcap", "deterministic", "return_attn_probs", "return_softmax_lse", "learnable_sink"}
 CARRIED |= {
     "return_lse",
@@ -385,7 +434,7 @@ CARRIED |= {
 OPTIONAL = [
     (name, argument)
     for name in SIGNATURES
-    if "bert_padding" not in name and "combine" not in name
+    if not any(other in name for other in ("bert_padding", "rotary", "combine", "metadata"))
     for argument, one in inspect.signature(_function(name)).parameters.items()
     if one.default is not one.empty and argument not in HINTS and argument not in ALLOWED.get(name.rpartition(".")[2], ())
     if argument not in CARRIED or (argument in UNSERVED and name.endswith("kvcache"))

@@ -142,6 +142,16 @@ def _decode(module):
     return step
 
 
+def _gradients_of(module):
+    def step(q, k, v):
+        q, k, v = (t.detach() for t in (q, k, v))
+        out, lse, *_ = module._flash_attn_forward(q, k, v)
+        found = [torch.empty_like(t) for t in (q, k, v)]
+        return [*found, module._flash_attn_backward(torch.ones_like(out), q, k, v, out, lse, dq=found[0], dk=found[1], dv=found[2])]
+
+    return step
+
+
 TABLE: dict[str, tuple[Callable, Inputs]] = {
     "attention, plain": (strobe.attention, dense),
     "attention, causal": (partial(strobe.attention, causal=True), dense),
@@ -187,7 +197,15 @@ TABLE: dict[str, tuple[Callable, Inputs]] = {
     "fa3.flash_attn_varlen_func": (lambda *t: fa3.flash_attn_varlen_func(*t, 99, 99, causal=True, deterministic=True), packed),
     "fa3.flash_attn_with_kvcache": (_decode(fa3), square),
     "fa3.flash_attn_combine": (fa3.flash_attn_combine, parts),
+    "fa3._flash_attn_forward": (lambda q, k, v: fa3._flash_attn_forward(q, k, v, causal=True)[:2], dense),
+    "fa3._flash_attn_backward": (_gradients_of(fa3), dense),
+    "fa3.get_scheduler_metadata": (lambda q, k, v, n: fa3.get_scheduler_metadata(len(q), 1, 99, 4, 2, 8, n), lengths),
+    "fa3.FlashAttnFunc": (lambda q, k, v: fa3.FlashAttnFunc.apply(q, k, v, None, True), dense),
+    "fa3.FlashAttnQKVPackedFunc": (lambda q: fa3.FlashAttnQKVPackedFunc.apply(q, None, True), three),
+    "fa3.FlashAttnVarlenFunc": (lambda *t: fa3.FlashAttnVarlenFunc.apply(*t, None, None, 99, 99, None, True), packed),
+    "fa3.flash_attn_varlen_func, seqused": (lambda *t: fa3.flash_attn_varlen_func(*t, 99, 99, *(o.diff() // 2 for o in t[3:])), packed),
     "fa4.flash_attn_func": (lambda q, k, v, sink: fa4.flash_attn_func(q, k, v, learnable_sink=sink, window_size=(3, 0)), sinks),
+    "fa4.flash_attn_func, a window behind the diagonal": (partial(fa4.flash_attn_func, window_size=(-2, 3)), dense),
     "fa4.flash_attn_varlen_func": (_varlen(fa4.flash_attn_varlen_func, max_seqlen_q=99, max_seqlen_k=99), packed),
 }
 

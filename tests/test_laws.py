@@ -48,6 +48,7 @@ LAYERS = (
     ("",),  # strobe itself, the last of the house; guests come after it
     ("testing", "sim"),
     ("drop_in",),
+    ("seqused",),
     ("kvcache",),
     ("distributed", "integrations", "flash_attn", "flash_attn_interface", "cute"),
     ("bench", "proof"),

@@ -17,6 +17,7 @@ import torch
 from processes import WORLD, together
 
 import strobe.flash_attn as flash_attn
+from strobe.integrations.flash_attn import install
 
 NO_RING = "needs ring-flash-attn: pip install --no-deps ring-flash-attn==0.1.8"
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ring_flash_attn") is None, reason=NO_RING)
@@ -26,9 +27,8 @@ OFFSETS = [0, 32, 48, 96]  # documents of 32, 16 and 48 tokens, which all its wa
 
 
 def _library():
-    """ring_flash_attn, on the stand-in: what `import strobe.flash_attn as flash_attn` is to code that imports for itself."""
-    for name in ("", ".flash_attn_interface", ".bert_padding"):
-        sys.modules["flash_attn" + name] = importlib.import_module("strobe.flash_attn" + name)
+    """ring_flash_attn, on the stand-in."""
+    install()
     # its adapter for transformers 4 asks at import for names that transformers 5 no longer has; nothing of it is used here
     adapters = types.ModuleType("ring_flash_attn.adapters")
     adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None  # type: ignore[attr-defined]

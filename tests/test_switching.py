@@ -19,8 +19,10 @@ import strobe.cute as fa4
 import strobe.flash_attn as fa2
 import strobe.flash_attn_interface as fa3
 from strobe import drop_in, ops
+from strobe.cute import interface as fa4_private
 from strobe.flash_attn import bert_padding
 from strobe.flash_attn import flash_attn_interface as private
+from strobe.flash_attn.layers import rotary
 from strobe.integrations import sdpa
 
 PAGE = (Path(__file__).parents[1] / "docs" / "switching.md").read_text()
@@ -74,9 +76,10 @@ def _window(library: Library):
         assert _seen(library, 3, 3, window_size=(-1, 0)) == [[0], [0, 1], [0, 1, 2]]
         return
     assert _seen(library, 3, 3, window_size=(None, 0)) == [[0], [0, 1], [0, 1, 2]]
-    for window, causal in (((-1, 2), False), ((2, -1), False), ((-1, None), False), ((-1, 0), True)):
-        with pytest.raises(NotImplementedError, match=r"^window_size: "):
-            library.dense(*_tensors(), window_size=window, causal=causal)
+    assert _seen(library, 3, 3, window_size=(None, -1)) == [[], [0], [0, 1]]
+    assert _seen(library, 3, 3, window_size=(-1, None)) == [[1, 2], [2], []]
+    assert _seen(library, 4, 4, window_size=(-1, 2)) == [[1, 2], [2, 3], [3], []]
+    assert _seen(library, 3, 3, window_size=(-1, 0), causal=True) == [[], [], []]
 
 
 def _same(library: Library, one: dict, other: dict):
@@ -214,7 +217,13 @@ def _schedule(library: Library):
 
 
 def _lengths(library: Library):
-    _refused("flash_attn_varlen_func", seqused_q=torch.ones(1), seqused_k=torch.ones(1))(library)
+    (q, k, v), ends, two = _tensors(4, 6), [torch.tensor([0, n], dtype=torch.int32) for n in (4, 6)], torch.tensor([2], dtype=torch.int32)
+    given = dict(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=4, max_seqlen_k=6, causal=True)
+    part = lambda **used: library.module.flash_attn_varlen_func(q[0], k[0], v[0], **given, **used)
+    out = part(seqused_q=two, seqused_k=two + 1)
+    out = out[0] if isinstance(out, tuple) else out
+    whole = library.dense(q[:, :2], k[:, :3], v[:, :3], causal=True)[0][0]
+    assert torch.allclose(out[:2], whole, atol=1e-6) and not out[2:].any()
     if library.module is fa4:
         _refused("flash_attn_varlen_func", cu_seqlens_q=None, cu_seqlens_k=None)(library)
         assert torch.equal(fa4.flash_attn_varlen_func(*_tensors())[0], fa4.flash_attn_func(*_tensors())[0])
@@ -277,7 +286,10 @@ def _rotary(library: Library):
         new = k[:, :1]
         assert decode(q, k.clone(), v.clone(), new, new, rotary_cos=cos[:3], rotary_sin=sin[:3], cache_seqlens=_THREE).isnan().all()
     else:
-        _refused("flash_attn_with_kvcache", rotary_seqlens=_THREE)(library)
+        new, given = (k[:, 3:4], v[:, 3:4]), {"rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": 3}
+        caches = [(k.clone(), v.clone()) for _ in range(2)]
+        decode(q, *caches[0], *new, **given, rotary_seqlens=_THREE), decode(q, *caches[1], *new, **given, rotary_seqlens=_THREE + 1)
+        assert torch.equal(caches[0][0][:, 3:4], k[:, 3:4]) and torch.equal(caches[1][0][:, 3:4], -k[:, 3:4])
 
 
 def _beyond(library: Library):
@@ -286,6 +298,8 @@ def _beyond(library: Library):
     assert torch.allclose(decode(q, k, v, cache_seqlens=_THREE + 96), library.dense(q, k, v)[0], atol=1e-6)
     assert any("seqlens" in said for said in strobe.last_errors())
     assert not decode(q, k, v, block_table=_THREE[:, None]).any() and any("page id" in said for said in strobe.last_errors())
+    with pytest.raises(ValueError, match=r"^cache_seqlens: "):
+        decode(q, k, v, k[:, :1], v[:, :1], cache_seqlens=_THREE + 3)
 
 
 def _splits(library: Library):
@@ -306,8 +320,47 @@ def _packed_over_pages(library: Library):
         library.packed(q[0].requires_grad_(), *pages, *ends, 3, 6, block_table=table)
 
 
+def _classes(library: Library):
+    module = {fa2: private, fa3: fa3, fa4: fa4_private}[library.module]
+    (q, k, v), before = _tensors(), {fa2: (0.0,), fa3: (), fa4: (None, None)}[library.module]
+    found = module.FlashAttnFunc.apply(q, k, v, *before, 0.25, True)
+    found = found[0] if isinstance(found, tuple) else found
+    assert torch.equal(found, library.dense(q, k, v, softmax_scale=0.25, causal=True)[0])
+    assert not hasattr(module.FlashAttnFunc, "backward") and hasattr(module, "FlashAttnVarlenFunc")
+
+
+def _rotary_layers(library: Library):
+    x, angles = _tensors()[0], torch.rand(4, 2)
+    wanted = rotary.apply_rotary_emb_torch(x, angles.cos(), angles.sin())
+    assert torch.allclose(rotary.apply_rotary_emb(x, angles.cos(), angles.sin()), wanted) and not torch.equal(x, wanted)
+    assert torch.equal(rotary.rotate_half(rotary.rotate_half(x)), -x)
+
+
+def _metadata(library: Library):
+    (q, k, v), lengths = _tensors(1, 6), torch.tensor([5], dtype=torch.int32)
+    if library.module is fa4:
+        assert not any(fa4_private.get_scheduler_metadata(1, 6, 2, 2, 8, 1, seqused_k=lengths))
+        return
+    made = fa3.get_scheduler_metadata(1, 1, 6, 2, 2, 8, lengths)
+    decode = lambda **more: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **more)
+    assert made.tolist() == [0] and torch.equal(decode(scheduler_metadata=made), decode())
+
+
 def _private(library: Library):
     q, k, v = _tensors()
+    if library.module is not fa2:
+        forward = fa3._flash_attn_forward if library.module is fa3 else fa4_private._flash_attn_fwd
+        (out, lse, *rest), whole = forward(q, k, v, causal=True), library.dense(q, k, v, causal=True)
+        assert torch.equal(out, whole[0]) and torch.equal(lse, whole[1]) and not any(part is not None and part.numel() for part in rest)
+        found, leaves = [torch.empty_like(t) for t in (q, k, v)], [t.requires_grad_() for t in (q, k, v)]
+        wanted = torch.autograd.grad(library.dense(*leaves, causal=True)[0].sum(), leaves)
+        given = dict(zip(("dq", "dk", "dv"), found))
+        if library.module is fa3:
+            fa3._flash_attn_backward(torch.ones_like(out), q, k, v, out, lse, **given, is_causal=True)
+        else:
+            fa4_private._flash_attn_bwd(q, k, v, out, torch.ones_like(out), lse, **given, causal=True, n_block_size=64)
+        assert all(map(torch.allclose, found, wanted))
+        return
     rest = (0.0, 8**-0.5, True, -1, -1, 0.0, None)
     out, lse, weights, rng_state = private._flash_attn_forward(q, k, v, *rest, False)
     assert torch.equal(out, fa2.flash_attn_func(q, k, v, causal=True)) and weights.shape == (0,) and rng_state.tolist() == [0, 0]
@@ -326,8 +379,9 @@ def _padding(library: Library):
 
 def _combine(library: Library):
     q, k, v = _tensors(4, 6)
+    combine = fa3.flash_attn_combine if library.module is fa3 else fa4_private.flash_attn_combine
     parts = [library.dense(q, k[:, keys], v[:, keys]) for keys in (slice(0, 2), slice(2, 6))]
-    out, lse = fa3.flash_attn_combine(torch.stack([out for out, _ in parts]), torch.stack([lse.transpose(1, 2) for _, lse in parts]))
+    out, lse = combine(torch.stack([out for out, _ in parts]), torch.stack([lse.transpose(1, 2) for _, lse in parts]))
     whole, whole_lse = library.dense(q, k, v)
     assert torch.allclose(out, whole, atol=1e-6) and torch.allclose(lse, whole_lse.transpose(1, 2), atol=1e-6)
 
@@ -365,8 +419,11 @@ CHECKS = {
     "lengths, ids beyond the cache": _beyond,
     "splits": _splits,
     "packed queries over pages": _packed_over_pages,
-    "packed queries or new keys over a cache": _refused("flash_attn_with_kvcache", cu_seqlens_q=_THREE, cu_seqlens_k_new=_THREE, max_seqlen_q=3),
+    "packed queries or new keys over a cache": _refused("flash_attn_with_kvcache", cu_seqlens_q=_THREE, cu_seqlens_k_new=_THREE),
     "private functions": _private,
+    "autograd classes": _classes,
+    "rotary layers": _rotary_layers,
+    "scheduler metadata": _metadata,
     "padding": _padding,
     "schedule": _schedule,
     "lengths beside offsets": _lengths,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import subprocess
 import sys
+import warnings
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,14 +29,20 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertModel,
+    BloomConfig,
+    BloomForCausalLM,
     CLIPVisionConfig,
     DataCollatorWithFlattening,
     DynamicCache,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     Llama4ForCausalLM,
@@ -46,9 +54,17 @@ from transformers import (
     MistralForCausalLM,
     ModernBertConfig,
     ModernBertModel,
+    MptConfig,
+    MptForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RoFormerConfig,
+    RoFormerModel,
     StaticCache,
+    WavLMConfig,
+    WavLMModel,
+    XGLMConfig,
+    XGLMForCausalLM,
     masking_utils,
 )
 from transformers.generation import ContinuousBatchingConfig
@@ -286,6 +302,74 @@ def test_layers_wait_for_nothing(how):
             made(use_cache=False, **inputs)
         counts.append(reads.count)
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("use_cache", [None, True, False])
+def test_packed_positions_beside_a_cache_are_warned_of(use_cache):
+    """The model's own default is a cache, whose later steps see the keys of all sequences."""
+    made, inputs = model("llama"), packed(tokens(1, 13))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        outputs(made, "strobe", **inputs, **({} if use_cache is None else {"use_cache": use_cache}))
+        outputs(made, "strobe", input_ids=inputs["input_ids"], use_cache=True)
+    told = [str(one.message) for one in said if issubclass(one.category, UserWarning) and "position_ids: got packed" in str(one.message)]
+    assert len(told) == (0 if use_cache is False else LAYERS) and all("use_cache=False" in one for one in told)
+
+
+# ---------------------------------------------------------------- models that never ask
+
+_TINY = {"vocab_size": VOCABULARY, "hidden_size": 32}
+NEVER_ASK = {
+    "bloom": (BloomForCausalLM, BloomConfig(**_TINY, n_layer=1, n_head=2)),
+    "falcon": (FalconForCausalLM, FalconConfig(**_TINY, num_hidden_layers=1, num_attention_heads=2)),
+    "gpt_neo": (
+        GPTNeoForCausalLM,
+        GPTNeoConfig(**_TINY, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], intermediate_size=32),
+    ),
+    "mpt": (MptForCausalLM, MptConfig(vocab_size=VOCABULARY, d_model=32, n_heads=2, n_layers=1)),
+    "xglm": (XGLMForCausalLM, XGLMConfig(vocab_size=VOCABULARY, d_model=32, ffn_dim=32, num_layers=1, attention_heads=2)),
+    "roformer": (RoFormerModel, RoFormerConfig(**_TINY, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)),
+    "wavlm": (
+        WavLMModel,
+        WavLMConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, conv_dim=(8,), conv_stride=(4,),
+                    conv_kernel=(4,), num_feat_extract_layers=1, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEVER_ASK)
+def test_models_that_never_ask_are_named_and_keep_their_own_attention(name, ran):
+    kind, config = NEVER_ASK[name]
+    inputs = {"input_values": torch.randn(1, 64)} if name == "wavlm" else {"input_ids": tokens(1, 13)}
+    found = {}
+    for implementation in ("eager", "strobe"):
+        torch.manual_seed(0)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            made = kind._from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
+        told = [str(one.message) for one in said if "AttentionInterface" in str(one.message)]
+        assert bool(told) == (implementation == "strobe") and all(
+            re.search(r'^attn_implementation: got "strobe" for \w+, .+; .+', one) for one in told
+        )
+        assert not told or kind.__name__ in told[-1]
+        with torch.no_grad():
+            found[implementation] = made(**inputs)[0]
+    assert torch.equal(*found.values()) and not ran and made.config._attn_implementation == "eager"
+
+
+def test_models_that_ask_are_not_named_and_their_own_code_is_taken_at_its_word():
+    assert all(name in integration.register.__doc__ for name in NEVER_ASK)
+    integration.register()  # again
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        made = LlamaForCausalLM._from_config(LlamaConfig(**_SMALL), attn_implementation="strobe")
+    assert made.config._attn_implementation == "strobe"
+
+    class Own(type(made)):
+        """Of no module that can be read."""
+
+    Own.__module__ = "nowhere"
+    assert integration._asks(Own)
 
 
 # ---------------------------------------------------------------- generation

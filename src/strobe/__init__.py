@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from . import command_help
 
-if TYPE_CHECKING or not command_help.alone(sys.argv, sys.orig_argv):
+if TYPE_CHECKING or not command_help.alone(getattr(sys, "argv", []), sys.orig_argv):
     from .api import (
         attention,
         attention_varlen,

@@ -5,7 +5,7 @@ Guests of the house: `strobe.flash_attn`, `strobe.flash_attn_interface` and `str
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from . import ops
 from .api import Packing, Window, call_of
 from .call import Call, accumulator
 from .errors import InvalidProblem, UnsupportedProblem, describe, wrong_type
+from .merge import Partial, merge
 
 
 class Setting(NamedTuple):
@@ -97,8 +98,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
         raise in_their_words(error) from None
 
 
-def backward(gradient: Tensor, forward_of: tuple[Tensor, Tensor], qkv: tuple[Tensor, Tensor, Tensor], setting: Setting) -> tuple[Tensor, ...]:
-    """dq, dk, dv for the out and lse given, which may be those of more keys than k and v hold: a ring passes its merged ones.
+def backward(
+    gradient: Tensor, forward_of: tuple[Tensor, Tensor], qkv: tuple[Tensor, Tensor, Tensor], setting: Setting, dlse: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dsinks for the out and lse given, which may be those of more keys than k and v hold: a ring passes its merged ones.
+
+    dlse is the gradient of lse, None for 0. dsinks is empty where the setting has no sinks.
 
     >>> q, k = torch.randn(1, 4, 2, 16), torch.randn(1, 6, 2, 16)
     >>> whole = forward(q, k, k, Setting())
@@ -111,14 +116,17 @@ def backward(gradient: Tensor, forward_of: tuple[Tensor, Tensor], qkv: tuple[Ten
     out, lse = (t.detach().contiguous() for t in forward_of)
     shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = (*shape[:-3], shape[-2], shape[-3])
-    for name, given, wanted in (("out", out, shape), ("dout", gradient, shape), ("softmax_lse", lse, lse_shape)):
+    tensors = (("out", out, shape), ("dout", gradient, shape), ("softmax_lse", lse, lse_shape), ("dlse", dlse, lse_shape))
+    for name, given, wanted in tensors:
+        if given is None:
+            continue
         if tuple(given.shape) != wanted:
             raise InvalidProblem(name, f"shape {list(given.shape)}", str(list(wanted)), "pass what belongs to the forward of this q")
-        if name != "softmax_lse" and given.dtype != q.dtype:
+        if name in ("out", "dout") and given.dtype != q.dtype:
             raise InvalidProblem(name, given.dtype, f"q's {q.dtype}", "convert it; a merged out is rounded once, at the end")
-    lse = lse.to(accumulator(q.dtype))
+    lse, dlse = (None if t is None else t.to(accumulator(q.dtype)) for t in (lse, dlse))
     with torch.no_grad():
-        return ops.BACKWARD(gradient, out, lse, None, *call.arguments)[:3]
+        return ops.BACKWARD(gradient, out, lse, dlse, *call.arguments)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Call:
@@ -149,29 +157,122 @@ def rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if isinstance(tensor, Tensor) and tensor.dim() and tensor.stride(-1) != 1 else tensor
 
 
+# ---------------------------------------------------------------- what the private functions of the originals share
+
+_ROWS = 128  # the originals round softmax_d up to this many rows
+
+
+def write(targets: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...], names: tuple[str, ...] = ("dq", "dk", "dv")) -> None:
+    """Copy each gradient to its target, where there is one; shapes are checked before anything is written."""
+    for name, target, gradient in zip(names, targets, gradients):
+        if target is not None and target.shape != gradient.shape:
+            raise InvalidProblem(name, f"shape {list(target.shape)}", str(list(gradient.shape)), "allocate it with the shape of its result")
+    with torch.no_grad():
+        for target, gradient in zip(targets, gradients):
+            if target is not None:
+                target.copy_(gradient)
+
+
+def softmax_d(dout: Tensor, out: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Row sums of dout * out, [B, H, S rounded up to 128]; packed [H, T + 128 n], with 128 rows of room behind each of the n sequences.
+
+    >>> softmax_d(torch.ones(2, 5, 4, 16), torch.ones(2, 5, 4, 16)).shape
+    torch.Size([2, 4, 128])
+    """
+    with torch.no_grad():
+        delta = torch.linalg.vecdot(dout.float(), out.float())
+        if cu_seqlens is None:
+            delta = delta.transpose(1, 2)
+            return torch.nn.functional.pad(delta, (0, -delta.shape[-1] % _ROWS))
+        rows = torch.arange(len(out), dtype=cu_seqlens.dtype, device=out.device)
+        sequence = torch.bucketize(rows, cu_seqlens[1:-1], right=True)
+        roomy = delta.new_zeros(len(out) + _ROWS * (len(cu_seqlens) - 1), delta.shape[1])
+        return roomy.index_copy(0, rows + _ROWS * sequence, delta).T
+
+
+def applied(function: Callable, order: str) -> staticmethod:
+    """`apply` of the original's autograd class: the function, called with positional arguments in another order.
+
+    >>> applied(lambda a, b: (a, b), "b a").__func__(1, 2)
+    (2, 1)
+    """
+    names = order.split()
+
+    def apply(*arguments: Any) -> Any:
+        if len(arguments) > len(names):
+            raise TypeError(describe("apply", f"{len(arguments)} arguments", f"at most {len(names)}: {', '.join(names)}", "pass them by position"))
+        given = dict(zip(names, arguments))
+        wanted = given.pop("is_grad_enabled", True)
+        with torch.set_grad_enabled(bool(wanted) and torch.is_grad_enabled()):
+            return function(**given)
+
+    return staticmethod(apply)
+
+
+def combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Partial results [splits, ..., H, D] and [splits, ..., H] over disjoint keys in one: out [..., H, D] and lse [..., H].
+
+    >>> whole, lse = combine(torch.ones(2, 1, 3, 4, 16), torch.zeros(2, 1, 3, 4), None, None)
+    >>> whole.shape, round(lse[0, 0, 0].item(), 4)
+    (torch.Size([1, 3, 4, 16]), 0.6931)
+    """
+    for name, part in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if not isinstance(part, Tensor):
+            raise wrong_type(name, part, "a tensor [splits, ...]", "stack the partial results")
+    shape = list(out_partial.shape)
+    if len(shape) < 2 or shape[0] == 0:
+        raise InvalidProblem("out_partial", f"shape {shape}", "[splits, ..., H, D] of at least one split", "stack the partial results")
+    if list(lse_partial.shape) != shape[:-1]:
+        raise InvalidProblem(
+            "lse_partial", f"shape {list(lse_partial.shape)}", f"{shape[:-1]}, as out_partial without D", "give both for the same splits"
+        )
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise wrong_type("out_dtype", out_dtype, "a torch.dtype or None", "such as torch.bfloat16")
+    parts = [Partial(part.float(), lse.float().transpose(-1, -2)) for part, lse in zip(out_partial, lse_partial)]
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = merge(whole, part)
+    lse = whole.lse.transpose(-1, -2)
+    result = whole.out.masked_fill((lse == -torch.inf)[..., None], 0.0)  # what a split without a key holds says nothing
+    if out is None:
+        return result.to(out_dtype or out_partial.dtype), lse
+    if out_dtype not in (None, out.dtype) or out.shape != result.shape:
+        got, expected = f"{out.dtype} {list(out.shape)}", f"{out_dtype or out.dtype} {list(result.shape)}"
+        raise InvalidProblem("out", got, expected, "allocate it like one of the parts")
+    with torch.no_grad():
+        out.copy_(result)
+    return out, lse
+
+
 # ---------------------------------------------------------------- what is not served
 
 _DROPOUT = "strobe drops no weights; keep 0.0 in evaluation, and in training use dropout on the output"
 _PAGES = "use strobe.attention_decode(q, strobe.PagedCache(k, v, page_table, seqlens)) under torch.no_grad()"
 _PACKED = "a decode takes as many new tokens of each sequence; give q, k and v as [B, T, H, D]"
 _LEFTPAD = "packed keys have no padding; move cu_seqlens_k, or use flash_attn_with_kvcache with cache_leftpad"
+_OVER_CACHE = "a cache takes queries [B, T, H, D] with neither offsets nor lengths of their own; leave out cu_seqlens and seqused_q, or the cache"
+_PADDED = "padded tensors have no lengths in a backward; pack them, and say lengths by cu_seqlens"
 _FP8 = "strobe has no FP8 kernel yet; give q, k and v in bfloat16"
 _MODS = "strobe runs no code of yours inside its kernels; express the mask with strobe.attention(mask=...)"
 _SPARSE = "strobe finds the tiles a mask empties by itself; express the mask with strobe.attention(mask=...)"
 _TUNING = "strobe plans its launches itself; leave it at the default"
-_SEQUSED = "strobe has no lengths beside the offsets yet; pack without gaps and say lengths by cu_seqlens"
 
 UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "dropout_p": ((0.0,), _DROPOUT),
     "alibi_slopes": ((None,), "strobe adds no bias to scores; use a window or rotary positions, or FlexAttention for a bias"),
-    "page_table": ((None,), _PAGES),
     "leftpad_k": ((None,), _LEFTPAD),
-    "rotary_seqlens": ((None,), "angles begin at cache_seqlens; turn q and k before the call, and leave rotary_cos out"),
     "cu_seqlens_q": ((None,), _PACKED),
-    "max_seqlen_q": ((None,), _PACKED),
     "cu_seqlens_k_new": ((None,), _PACKED),
-    "seqused_q": ((None,), _SEQUSED),
-    "seqused_k": ((None,), _SEQUSED),
+    "page_table": ((None,), _PAGES),
+    "k_new": ((None,), _OVER_CACHE),
+    "v_new": ((None,), _OVER_CACHE),
+    "kv_batch_idx": ((None,), _OVER_CACHE),
+    "rotary_cos": ((None,), _OVER_CACHE),
+    "rotary_sin": ((None,), _OVER_CACHE),
+    "seqlens_rotary": ((None,), _OVER_CACHE),
+    "seqused_q": ((None,), _OVER_CACHE),
+    "sequed_q": ((None,), _PADDED),
+    "sequed_k": ((None,), _PADDED),
     "qv": ((None,), "strobe has no second product in its scores; concatenate qv to q and v to k, with the same scale, which scores the same"),
     "q_descale": ((None,), _FP8),
     "k_descale": ((None,), _FP8),
@@ -196,7 +297,9 @@ UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 # What the originals take for speed alone. strobe plans its launches itself, so any value means the same.
-HINTS = frozenset(("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"))
+HINTS = frozenset(
+    ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "tile_mn", "mma_pv_is_rs", "intra_wg_overlap", "num_threads", "_arch")
+)
 
 
 def unpacked(name: str, tensor: object, parts: int, packed: bool) -> tuple[Tensor, ...]:

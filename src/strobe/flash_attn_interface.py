@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .drop_in import Setting, attend, forward, refuse, unpacked
+from .drop_in import Setting, applied, attend, combine, forward, refuse, softmax_d, unpacked, write
 from .errors import InvalidProblem, wrong_type
 from .kvcache import Cache, forward_cached
 from .mask import as_int
-from .merge import Partial, merge
+from .seqused import Used, backward_used, forward_used
 
 
 def flash_attn_func(
@@ -70,14 +70,19 @@ def flash_attn_varlen_func(
     >>> q, offsets = torch.randn(12, 4, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
     >>> flash_attn_varlen_func(q, q, q, offsets, offsets, 7, 7, causal=True).shape
     torch.Size([12, 4, 16])
+
+    seqused_q and seqused_k, int32 [n]: only the first rows and keys of each sequence count. Other rows are 0, and their lse is -inf.
     """
     refuse(
-        seqused_q=seqused_q, seqused_k=seqused_k, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin,
     )  # fmt: skip
     packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    setting = Setting(softmax_scale, causal, window_size, softcap, deterministic, packing=packing)
-    return (forward if return_attn_probs else attend)(q, k, v, setting)
+    setting, used = Setting(softmax_scale, causal, window_size, softcap, deterministic, packing=packing), Used(seqused_q, seqused_k)
+    if used.whole:
+        return (forward if return_attn_probs else attend)(q, k, v, setting)
+    found = forward_used(q, k, v, setting, used)
+    return found if return_attn_probs else found[0]
 
 
 def flash_attn_with_kvcache(
@@ -89,6 +94,8 @@ def flash_attn_with_kvcache(
 ):  # fmt: skip
     """As `strobe.flash_attn.flash_attn_with_kvcache`, with pages said by page_table; packed queries are refused.
 
+    Angles begin at rotary_seqlens, int32 [B], where it is given. max_seqlen_q belongs to packed queries and says nothing of others.
+
     >>> pages, q = torch.zeros(2, 16, 2, 16), torch.randn(1, 1, 2, 16)
     >>> table, lengths = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
     >>> flash_attn_with_kvcache(q, pages, pages.clone(), q, q, cache_seqlens=lengths, page_table=table, causal=True).shape
@@ -97,13 +104,14 @@ def flash_attn_with_kvcache(
     True
     """
     refuse(
-        qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, rotary_seqlens=rotary_seqlens,
+        qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
         scheduler_metadata=scheduler_metadata, num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin,
     )  # fmt: skip
     cache = Cache(
-        k_cache, v_cache, cache_seqlens, k, v, rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx, cache_leftpad, page_table, "page_table"
-    )
+        k_cache, v_cache, cache_seqlens, k, v, rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx, cache_leftpad, page_table, "page_table",
+        rotary_seqlens,
+    )  # fmt: skip
     out, lse = forward_cached(q, cache, Setting(softmax_scale, causal, window_size, softcap))
     return (out, lse) if return_softmax_lse else out
 
@@ -117,37 +125,118 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
 
     Packed ones, [splits, T, H, D], give [T, H, D] and [T, H]. out_dtype is out's or that of out_partial unless given.
     """
-    for name, part in (("out_partial", out_partial), ("lse_partial", lse_partial)):
-        if not isinstance(part, Tensor):
-            raise wrong_type(name, part, "a tensor [splits, ...]", "stack the partial results")
-    shape = list(out_partial.shape)
-    if len(shape) < 2 or shape[0] == 0:
-        raise InvalidProblem("out_partial", f"shape {shape}", "[splits, ..., H, D] of at least one split", "stack the partial results")
-    if list(lse_partial.shape) != shape[:-1]:
-        raise InvalidProblem(
-            "lse_partial", f"shape {list(lse_partial.shape)}", f"{shape[:-1]}, as out_partial without D", "give both for the same splits"
-        )
-    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
-        raise wrong_type("out_dtype", out_dtype, "a torch.dtype or None", "such as torch.bfloat16")
-    whole = _partial(out_partial[0], lse_partial[0])
-    for part_out, part_lse in zip(out_partial[1:], lse_partial[1:]):
-        whole = merge(whole, _partial(part_out, part_lse))
-    empty = (whole.lse == -torch.inf).transpose(-1, -2)[..., None]
-    whole = whole._replace(out=whole.out.masked_fill(empty, 0.0))  # what a split without a key holds says nothing
-    if out is None:
-        return whole.out.to(out_dtype or out_partial.dtype), whole.lse.transpose(-1, -2)
-    if out_dtype not in (None, out.dtype) or out.shape != whole.out.shape:
-        got, expected = f"{out.dtype} {list(out.shape)}", f"{out_dtype or out.dtype} {list(whole.out.shape)}"
-        raise InvalidProblem("out", got, expected, "allocate it like one of the parts")
-    with torch.no_grad():
-        out.copy_(whole.out)
-    return out, whole.lse.transpose(-1, -2)
+    return combine(out_partial, lse_partial, out, out_dtype)
 
 
-def _partial(out: Tensor, lse: Tensor) -> Partial:
-    return Partial(out.float(), lse.float().transpose(-1, -2))
+def get_scheduler_metadata(
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None,
+    cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1),
+    attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    """An int32 tensor [1] of 0 beside cache_seqlens: strobe plans its launches itself and ignores what scheduler_metadata holds.
+
+    >>> get_scheduler_metadata(2, 1, 64, 8, 2, 128, torch.tensor([3, 9], dtype=torch.int32)).tolist()
+    [0]
+    """
+    if not isinstance(cache_seqlens, Tensor):
+        raise wrong_type("cache_seqlens", cache_seqlens, "an int32 tensor [B]", "give the lengths of the call that it is for")
+    return cache_seqlens.new_zeros(1, dtype=torch.int32)
+
+
+# ---------------------------------------------------------------- the private functions
+
+
+def _flash_attn_forward(
+    q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None,
+    seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None,
+    rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+    window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None,
+    num_splits=1, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    """(out, softmax_lse, out_accum, softmax_lse_accum), the last two empty: strobe hands out no parts.
+
+    >>> q = torch.randn(1, 5, 2, 16)
+    >>> [list(t.shape) for t in _flash_attn_forward(q, q, q, causal=True)]
+    [[1, 5, 2, 16], [1, 2, 5], [0], [0]]
+
+    Over a cache, as `flash_attn_with_kvcache`, where there are new keys, pages, indexed rows, left padding, or lengths of padded keys.
+    """
+    refuse(
+        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, num_splits=num_splits,
+        scheduler_metadata=scheduler_metadata, pack_gqa=pack_gqa, sm_margin=sm_margin,
+    )  # fmt: skip
+    setting = Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    cached = any(one is not None for one in (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin))
+    if cu_seqlens_q is None and cu_seqlens_k is None and (cached or (seqused_k is not None and seqused_q is None)):
+        refuse(seqused_q=seqused_q, cu_seqlens_k_new=cu_seqlens_k_new)
+        cache = Cache(
+            k, v, seqused_k, k_new, v_new, rotary_cos, rotary_sin, rotary_interleaved, kv_batch_idx, leftpad_k, page_table, "page_table",
+            seqlens_rotary,
+        )  # fmt: skip
+        found = forward_cached(q, cache, setting)
+    else:
+        refuse(
+            page_table=page_table, kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, k_new=k_new, v_new=v_new, rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin, cu_seqlens_k_new=cu_seqlens_k_new, seqlens_rotary=seqlens_rotary,
+        )  # fmt: skip
+        if cu_seqlens_q is not None or cu_seqlens_k is not None:
+            setting = setting._replace(packing=(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+        found = forward_used(q, k, v, setting, Used(seqused_q, seqused_k))
+    if out_ is not None:
+        write((out_,), found[:1], ("out_",))
+        found = out_, found[1]
+    return *found, q.new_zeros(0), q.new_zeros(0)
+
+
+def _flash_attn_backward(
+    dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, max_seqlen_q=None,
+    max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
+    softcap=0.0, deterministic=False, sm_margin=0,
+):  # fmt: skip
+    """Writes dq, dk, dv (those that are not None) and returns softmax_d, as FlashAttention-2's `_flash_attn_backward` and its packed form."""
+    refuse(sm_margin=sm_margin)
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) if packed else None
+    if not packed:
+        refuse(sequed_q=sequed_q, sequed_k=sequed_k)
+    setting = Setting(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, deterministic, packing=packing)  # type: ignore
+    write((dq, dk, dv), backward_used(dout, (out, softmax_lse), (q, k, v), setting, Used(sequed_q, sequed_k))[:3])
+    return softmax_d(dout, out, cu_seqlens_q)
+
+
+# ---------------------------------------------------------------- the autograd classes: `apply` alone, since autograd is the functions' own
+
+_SCORES = "q_descale k_descale v_descale window_size attention_chunk softcap"
+_SCHEDULE = "num_splits pack_gqa deterministic sm_margin return_attn_probs"
+
+
+class FlashAttnFunc:
+    """`flash_attn_func` by position, in the order of the original's apply. There is no forward or backward to call with a ctx.
+
+    >>> q = torch.randn(1, 5, 2, 16)
+    >>> FlashAttnFunc.apply(q, q, q, None, True).shape
+    torch.Size([1, 5, 2, 16])
+    """
+
+    apply = applied(flash_attn_func, f"q k v softmax_scale causal qv {_SCORES} {_SCHEDULE}")
+
+
+class FlashAttnQKVPackedFunc:
+    """`flash_attn_qkvpacked_func`, as `FlashAttnFunc`."""
+
+    apply = applied(flash_attn_qkvpacked_func, f"qkv softmax_scale causal {_SCORES} deterministic num_heads_q sm_margin return_attn_probs")
+
+
+class FlashAttnVarlenFunc:
+    """`flash_attn_varlen_func`, as `FlashAttnFunc`; lengths lie in another order than the function's."""
+
+    apply = applied(
+        flash_attn_varlen_func,
+        f"q k v cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k softmax_scale causal qv {_SCORES} {_SCHEDULE}",
+    )
 
 
 __all__ = [
-    "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
+    "FlashAttnFunc", "FlashAttnQKVPackedFunc", "FlashAttnVarlenFunc", "_flash_attn_backward", "_flash_attn_forward", "flash_attn_combine",
+    "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata",
 ]  # fmt: skip

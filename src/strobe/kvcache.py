@@ -17,6 +17,7 @@ from .call import accumulator
 from .decode import DecodeCall, refuse_gradients
 from .drop_in import Setting, forward, in_their_words, rows_contiguous
 from .errors import InvalidProblem, UnsupportedProblem, describe, wrong_type
+from .seqused import is_readable
 
 _FEW_ROWS = 16  # what the kernels of a decode are tuned for; more of them, at lengths known here, are a plain call over a slice
 
@@ -36,6 +37,7 @@ class Cache(NamedTuple):
     leftpad: Tensor | None = None
     page_table: Tensor | None = None
     pages: str = "block_table"  # what the original calls its page table
+    rotary_seqlens: Tensor | None = None  # int32 [B]: where angles begin, if not at seqlens
 
     @property
     def capacity(self) -> int:
@@ -74,11 +76,17 @@ def _forward(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]
     if cache.k_new is not None and cache.v_new is not None:
         if not torch.compiler.is_compiling():  # where what is wrong is found before anything is written
             ops_decode.decide(ops_decode.prepare(call))
+        _check_room(cache, before, count)
         rotary = None if cache.cos is None or cache.sin is None else Rotary(cache.cos, cache.sin, cache.interleaved)
-        append(_held(cache, before), rows_contiguous(cache.k_new), rows_contiguous(cache.v_new), rotary=rotary)
+        k_new = cache.k_new
+        first = before if cache.rotary_seqlens is None or cache.rotary_seqlens is cache.seqlens else cache.rotary_seqlens
+        apart = first is not before
+        if rotary is not None and apart:
+            k_new = _turned(k_new, rotary, first, True)
+        append(_held(cache, before), rows_contiguous(k_new), rows_contiguous(cache.v_new), rotary=None if apart else rotary)
         if rotary is not None:
             along = setting.causal or any(bound is not None and bound >= 0 for bound in setting.window)
-            call = call._replace(q=_turned(q, rotary, before, along))
+            call = call._replace(q=_turned(q, rotary, first, along))
     in_place = cache.page_table is None and cache.batch_idx is None and cache.leftpad is None and cache.k.dtype == q.dtype
     if in_place and not isinstance(cache.seqlens, Tensor) and q.shape[1] > _FEW_ROWS:
         if not torch.compiler.is_compiling():  # what is wrong is said of the cache
@@ -165,10 +173,40 @@ def _check_new(cache: Cache) -> None:
     if (cache.cos is None) != (cache.sin is None):
         name = "rotary_sin" if cache.sin is None else "rotary_cos"
         raise InvalidProblem(name, None, "both of rotary_cos and rotary_sin, or neither", "give the angles' cosines and sines")
+    if cache.rotary_seqlens is not None and cache.rotary_seqlens is not cache.seqlens:
+        wanted = f"an int32 tensor [{cache.k.shape[0] if cache.k_new is None else cache.k_new.shape[0]}] or None"
+        if not isinstance(cache.rotary_seqlens, Tensor):
+            raise wrong_type("rotary_seqlens", cache.rotary_seqlens, wanted, "give the position of the first new key of each sequence")
+        if cache.k_new is not None and (cache.rotary_seqlens.dtype != torch.int32 or cache.rotary_seqlens.shape != cache.k_new.shape[:1]):
+            got = f"{cache.rotary_seqlens.dtype} {list(cache.rotary_seqlens.shape)}"
+            raise InvalidProblem("rotary_seqlens", got, wanted, "give the position of the first new key of each sequence")
     if cache.cos is not None and cache.k_new is None:
         raise InvalidProblem("rotary_cos", "angles without new keys", "k and v to turn and write", "turn q before the call")
     if cache.k_new is not None and cache.seqlens is None:
         raise InvalidProblem("cache_seqlens", None, "where the new keys go", "give the lengths before this call, an int or int32 [B]")
+
+
+def _check_room(cache: Cache, before: Tensor, count: int) -> None:
+    """On a CPU, where lengths and ids are at hand: each new key has its place. On a GPU what has none is not written, and `last_errors` tells."""
+    if not count or not is_readable(before):
+        return
+    positions = before.long()[:, None] + torch.arange(count)
+    beyond = ((positions < 0) | (positions >= cache.capacity)).any(1).nonzero().flatten().tolist()
+    if beyond:
+        got = f"{before[beyond[0]].item()} for sequence {beyond[0]}"
+        held = "the cache" if cache.page_table is None else cache.pages
+        expected = f"0 to {cache.capacity - count}, before {count} new keys in the {cache.capacity} places that {held} has"
+        raise InvalidProblem("cache_seqlens", got, expected, "make the cache longer" if cache.page_table is None else f"give {held} more columns")
+    if cache.page_table is not None:
+        name, ids = cache.pages, cache.page_table.long().gather(1, positions // max(cache.k.shape[1], 1))
+    elif cache.batch_idx is not None:
+        name, ids = "cache_batch_idx", cache.batch_idx[:, None]
+    else:
+        return
+    wrong = ids[(ids < 0) | (ids >= len(cache.k))].tolist()
+    if wrong:
+        expected = f"ids from 0 to {len(cache.k) - 1} where new keys go"
+        raise InvalidProblem(name, f"{wrong[0]} where a new key goes", expected, "reserve the pages of new keys before the call")
 
 
 # ---------------------------------------------------------------- packed queries over pages

@@ -6,15 +6,9 @@ logarithm in float32, [B, H, S] or [H, T].
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from ..drop_in import Setting, attend, backward, forward, refuse, unpacked
-from ..errors import InvalidProblem
+from ..drop_in import Setting, applied, attend, forward, refuse, unpacked
 from ..kvcache import Cache, forward_cached, forward_paged
-
-_ROWS = 128  # the originals round softmax_d up to this many rows
-
+from . import flash_attn_2_cuda as flash_attn_gpu
 
 # ---------------------------------------------------------------- the public functions
 
@@ -24,6 +18,7 @@ def flash_attn_func(
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """
+    >>> import torch
     >>> q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 7, 2, 16)
     >>> flash_attn_func(q, k, k, causal=True).shape
     torch.Size([2, 5, 4, 16])
@@ -58,6 +53,7 @@ def flash_attn_varlen_func(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
 ):  # fmt: skip
     """
+    >>> import torch
     >>> q, offsets = torch.randn(12, 4, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
     >>> flash_attn_varlen_func(q, q, q, offsets, offsets, 7, 7, causal=True).shape
     torch.Size([12, 4, 16])
@@ -102,6 +98,7 @@ def flash_attn_with_kvcache(
 ):  # fmt: skip
     """Over the keys a cache holds, without gradients; k and v are written into it first, at cache_seqlens.
 
+    >>> import torch
     >>> k_cache, v_cache, q = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2, 16), torch.randn(1, 1, 2, 16)
     >>> flash_attn_with_kvcache(q, k_cache, v_cache, q, q, cache_seqlens=0).allclose(q)
     True
@@ -128,33 +125,26 @@ def _flash_attn_forward(
 ):  # fmt: skip
     """(out, softmax_lse, S_dmask, rng_state), without gradients.
 
+    >>> import torch
     >>> q = torch.randn(1, 5, 2, 16)
     >>> [list(t.shape) for t in _flash_attn_forward(q, q, q, 0.0, 0.25, True, -1, -1, 0.0, None, False)]
     [[1, 5, 2, 16], [1, 2, 5], [0], [2]]
     """
-    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_softmax=return_softmax)
-    return _quartet(q, k, v, Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap))
+    scores = softmax_scale, causal, window_size_left, window_size_right, softcap
+    return tuple(flash_attn_gpu.fwd(q, k, v, None, alibi_slopes, dropout_p, *scores, return_softmax, None))
 
 
 def _flash_attn_varlen_forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left=-1,
     window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None,
-    seqused_k=None, zero_tensors=False,
+    seqused_k=None, zero_tensors=False, num_splits=0,
 ):  # fmt: skip
-    """`_flash_attn_forward` over packed sequences, or over pages with a block_table."""
-    refuse(
-        dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_softmax=return_softmax, leftpad_k=leftpad_k, seqused_k=seqused_k,
-        zero_tensors=zero_tensors,
-    )  # fmt: skip
-    packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    setting = Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap, packing=packing)
-    return _quartet(q, k, v, setting, block_table)
-
-
-def _quartet(q: Tensor, k: Tensor, v: Tensor, setting: Setting, block_table: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with torch.no_grad():
-        out, lse = forward(q, k, v, setting) if block_table is None else forward_paged(q, k, v, setting, block_table)
-    return out, lse, q.new_zeros(0), torch.zeros(2, dtype=torch.int64, device=q.device)
+    """`_flash_attn_forward` over packed sequences, or over pages with a block_table; of each the first seqused_k keys, where that is given."""
+    scores = causal, window_size_left, window_size_right, softcap
+    return tuple(flash_attn_gpu.varlen_fwd(
+        q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, zero_tensors, *scores, return_softmax, None, num_splits,
+    ))  # fmt: skip
 
 
 def _flash_attn_backward(
@@ -166,11 +156,9 @@ def _flash_attn_backward(
     out and softmax_lse may be those of more keys than k and v hold, as a ring merges them. rng_state is dropout's: without
     dropout it says nothing.
     """
-    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    setting = Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap, deterministic)
-    _write((dq, dk, dv), backward(dout, (out, softmax_lse), (q, k, v), setting))
-    delta = _row_sums(dout, out).transpose(1, 2)
-    return torch.nn.functional.pad(delta, (0, -delta.shape[-1] % _ROWS))
+    scores = softmax_scale, causal, window_size_left, window_size_right, softcap
+    given = dout, q, k, v, out, softmax_lse, dq, dk, dv
+    return flash_attn_gpu.bwd(*given, alibi_slopes, dropout_p, *scores, deterministic, None, rng_state)[3]
 
 
 def _flash_attn_varlen_backward(
@@ -179,34 +167,73 @@ def _flash_attn_varlen_backward(
     zero_tensors=False,
 ):  # fmt: skip
     """`_flash_attn_backward` over packed sequences; softmax_d is [H, T + 128 n], with 128 rows of room behind each of the n."""
-    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, zero_tensors=zero_tensors)
-    packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    setting = Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap, deterministic, packing=packing)
-    _write((dq, dk, dv), backward(dout, (out, softmax_lse), (q, k, v), setting))
-    rows = torch.arange(len(q), dtype=cu_seqlens_q.dtype, device=q.device)
-    sequence = torch.bucketize(rows, cu_seqlens_q[1:-1], right=True)
-    delta = _row_sums(dout, out)
-    roomy = delta.new_zeros(len(q) + _ROWS * (len(cu_seqlens_q) - 1), delta.shape[1])
-    return roomy.index_copy(0, rows + _ROWS * sequence, delta).T
+    scores = causal, window_size_left, window_size_right, softcap
+    return flash_attn_gpu.varlen_bwd(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, zero_tensors, *scores, deterministic, None, rng_state,
+    )[3]  # fmt: skip
 
 
-def _write(targets: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...]) -> None:
-    for name, target, gradient in zip(("dq", "dk", "dv"), targets, gradients):
-        if target is not None and target.shape != gradient.shape:
-            raise InvalidProblem(name, f"shape {list(target.shape)}", str(list(gradient.shape)), "allocate it like what it is the gradient of")
-    with torch.no_grad():
-        for target, gradient in zip(targets, gradients):
-            if target is not None:
-                target.copy_(gradient)
+# the originals' are torch.ops.flash_attn; those names are registered by strobe.integrations.flash_attn.register_ops alone
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
-def _row_sums(dout: Tensor, out: Tensor) -> Tensor:
-    with torch.no_grad():
-        return torch.linalg.vecdot(dout.float(), out.float())
+# ---------------------------------------------------------------- the autograd classes: `apply` alone, since autograd is the functions' own
+
+_SCORES = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
+_LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+
+
+class FlashAttnFunc:
+    """`flash_attn_func` by position, in the order of the original's apply. There is no forward or backward to call with a ctx.
+
+    >>> import torch
+    >>> q = torch.randn(1, 5, 2, 16)
+    >>> FlashAttnFunc.apply(q, q, q, 0.0, None, True, (-1, -1), 0.0, None, False, False, True).shape
+    torch.Size([1, 5, 2, 16])
+    """
+
+    apply = applied(flash_attn_func, f"q k v {_SCORES} is_grad_enabled")
+
+
+class FlashAttnKVPackedFunc:
+    """`flash_attn_kvpacked_func`, as `FlashAttnFunc`."""
+
+    apply = applied(flash_attn_kvpacked_func, f"q kv {_SCORES} is_grad_enabled")
+
+
+class FlashAttnQKVPackedFunc:
+    """`flash_attn_qkvpacked_func`, as `FlashAttnFunc`."""
+
+    apply = applied(flash_attn_qkvpacked_func, f"qkv {_SCORES} is_grad_enabled")
+
+
+class FlashAttnVarlenFunc:
+    """`flash_attn_varlen_func`, as `FlashAttnFunc`."""
+
+    apply = applied(flash_attn_varlen_func, f"q k v {_LENGTHS} {_SCORES} block_table is_grad_enabled")
+
+
+class FlashAttnVarlenKVPackedFunc:
+    """`flash_attn_varlen_kvpacked_func`, as `FlashAttnFunc`."""
+
+    apply = applied(flash_attn_varlen_kvpacked_func, f"q kv {_LENGTHS} {_SCORES} is_grad_enabled")
+
+
+class FlashAttnVarlenQKVPackedFunc:
+    """`flash_attn_varlen_qkvpacked_func`, as `FlashAttnFunc`."""
+
+    apply = applied(flash_attn_varlen_qkvpacked_func, f"qkv cu_seqlens max_seqlen {_SCORES} is_grad_enabled")
 
 
 __all__ = [
+    "FlashAttnFunc", "FlashAttnKVPackedFunc", "FlashAttnQKVPackedFunc", "FlashAttnVarlenFunc", "FlashAttnVarlenKVPackedFunc",
+    "FlashAttnVarlenQKVPackedFunc",
     "_flash_attn_backward", "_flash_attn_forward", "_flash_attn_varlen_backward", "_flash_attn_varlen_forward",
-    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+    "_wrapped_flash_attn_backward", "_wrapped_flash_attn_forward", "_wrapped_flash_attn_varlen_backward", "_wrapped_flash_attn_varlen_forward",
+    "flash_attn_func", "flash_attn_gpu", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
 ]  # fmt: skip

@@ -5,8 +5,12 @@ Read `attention` first (what runs in each layer), then `sight` (what it is told)
 
 from __future__ import annotations
 
+import inspect
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib import metadata
 from typing import Any
 
@@ -29,16 +33,52 @@ def register() -> None:
     torch.Size([1, 5, 64])
 
     What it serves, and how it differs from "sdpa" and "eager": docs/switching.md. Raises ImportError where transformers is missing or too old.
+
+    Some models never ask transformers' AttentionInterface, such as bloom, falcon, gpt_neo, mpt, roformer, wavlm and xglm. One that is
+    made with attn_implementation="strobe" keeps "eager", and a UserWarning names it.
     """
     _check_version()
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     from .attention import attention
     from .masks import mask
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    _name_those_that_never_ask(PreTrainedModel)
     AttentionInterface.register(BATCHING_NAME, attention)  # and no mask function: continuous batching says what is seen by offsets
+
+
+def _name_those_that_never_ask(base: Any) -> None:
+    """transformers checks the name a model is made with by this method, and accepts each that is registered, also for models that never look it
+    up: these would read strobe's mask as a matrix of scores, or look for a layer of that name."""
+    checked = base.get_correct_attn_implementation
+    if hasattr(checked, "__wrapped__"):
+        return
+
+    @wraps(checked)
+    def get_correct_attn_implementation(self: Any, requested_attention: str | None, *rest: Any, **more: Any) -> str:
+        found = checked(self, requested_attention, *rest, **more)
+        if found != NAME or _asks(type(self)):
+            return found
+        name = type(self).__name__
+        remedy = (
+            f'{name} never asks transformers\' AttentionInterface, so its own attention runs; make it with "eager", or with "sdpa" where it has that'
+        )
+        warnings.warn(describe("attn_implementation", f'"{NAME}" for {name}', '"eager", which it keeps', remedy), UserWarning, stacklevel=2)
+        return "eager"
+
+    base.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def _asks(model: Any) -> bool:
+    """Whether the code of a model's class looks attention functions up, told as transformers tells it: by its source."""
+    if model._can_set_attn_implementation():
+        return True
+    try:
+        return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(sys.modules[model.__module__])
+    except (KeyError, OSError, TypeError):  # a class of a notebook or of compiled code, which is taken at its word
+        return True
 
 
 @contextmanager

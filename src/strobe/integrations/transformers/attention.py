@@ -6,6 +6,7 @@ again where the model does not show them to the mask function. The device is wai
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import MutableMapping
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -92,6 +93,10 @@ def _packing(sight: Sight, q: Tensor, k: Tensor, keywords: dict[str, Any]) -> Of
     if is_tracing(positions):
         return _documents(_starts(positions), q.shape[0]) if sight.hidden is None else sight.hidden
     found = _from_positions(positions, q.shape[0])
+    if found is not None and keywords.get("use_cache"):
+        remedy = "pass use_cache=False, since a later step over the cache sees the keys of all of them; or generate from a padded batch"
+        message = describe("position_ids", "packed sequences with use_cache=True", "one sequence a row beside a cache", remedy)
+        warnings.warn(message, UserWarning, stacklevel=2)
     return sight.hidden if found is None else found
 
 

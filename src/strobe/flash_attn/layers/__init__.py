@@ -1,0 +1,1 @@
+"""What strobe has of FlashAttention-2's `flash_attn.layers`: `rotary`."""

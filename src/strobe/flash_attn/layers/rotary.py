@@ -1,0 +1,83 @@
+"""FlashAttention-2's `flash_attn.layers.rotary`: its functions that turn queries and keys by the angles of their positions.
+
+Written in PyTorch: no kernel of strobe's, no einops, any device. Differentiable in x; cos and sin get no gradient, as in the original.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidProblem, wrong_type
+
+
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
+    """The pairs (a, b) of the last dimension as (-b, a): halves of it, or neighbours where they are interleaved.
+
+    >>> rotate_half(torch.arange(4.0)).tolist(), rotate_half(torch.arange(4.0), interleaved=True).tolist()
+    ([-2.0, -3.0, 0.0, 1.0], [-1.0, 0.0, -3.0, 2.0])
+    """
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
+    return torch.stack([-b, a], -1).flatten(-2) if interleaved else torch.cat([-b, a], -1)
+
+
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """x [B, S, H, D] turned by cos and sin [S, R / 2] or [B, S, R / 2], in the first R of its D dimensions and in x's own dtype.
+
+    >>> apply_rotary_emb_torch(torch.ones(1, 1, 1, 3), torch.zeros(1, 1), torch.ones(1, 1)).tolist()
+    [[[[-1.0, 1.0, 1.0]]]]
+    """
+    width = 2 * cos.shape[-1]
+    if width > x.shape[-1]:
+        raise InvalidProblem("cos", f"angles of {width} dimensions", f"at most x's {x.shape[-1]}", "turn fewer of them")
+    doubled = [t.repeat_interleave(2, -1) if interleaved else torch.cat([t, t], -1) for t in (cos, sin)]
+    wide_cos, wide_sin = (t[..., None, :] for t in doubled)
+    turning = x[..., :width]
+    return torch.cat([turning * wide_cos + rotate_half(turning, interleaved) * wide_sin, x[..., width:]], -1)
+
+
+def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
+    """x [B, S, H, D], or packed [T, H, D] with cu_seqlens, turned by the angles cos and sin [S_max, R / 2] of its positions.
+
+    >>> x, angles = torch.randn(2, 5, 4, 16), torch.randn(9, 4)
+    >>> turned = apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=torch.tensor([0, 4], dtype=torch.int32))
+    >>> torch.equal(turned[1:], apply_rotary_emb(x[1:], angles.cos(), angles.sin(), seqlen_offsets=4)), torch.equal(turned[..., 8:], x[..., 8:])
+    (True, True)
+
+    seqlen_offsets, an int or int32 [B], is the position of each sequence's first row. Products are float32, the result is x's dtype. A row
+    without angles, beyond S_max or outside every sequence, stays as it is. inplace writes to x and returns it. max_seqlen is not needed.
+    """
+    for name, given, dims in (("x", x, 4 if cu_seqlens is None else 3), ("cos", cos, 2), ("sin", sin, 2)):
+        if not isinstance(given, Tensor):
+            raise wrong_type(name, given, "a tensor", "pass a torch.Tensor")
+        if given.dim() != dims:
+            raise InvalidProblem(name, f"shape {list(given.shape)}", f"{dims} dimensions", "reshape it; packed rows need cu_seqlens")
+    if cos.shape != sin.shape:
+        raise InvalidProblem("sin", f"shape {list(sin.shape)}", f"cos's {list(cos.shape)}", "make both of the same angles")
+    if not len(cos):
+        raise InvalidProblem("cos", f"shape {list(cos.shape)}", "a row for each position", "make angles up to the longest sequence")
+    position, known = _positions(x, seqlen_offsets, cu_seqlens), len(cos)
+    has_angles = ((position >= 0) & (position < known))[..., None]
+    place, wide = position.clamp(0, known - 1), torch.promote_types(x.dtype, torch.float32)
+    at = lambda angles, otherwise: torch.where(has_angles, angles.detach().to(wide)[place], otherwise)
+    turned = apply_rotary_emb_torch(x.to(wide), at(cos, 1.0), at(sin, 0.0), interleaved).to(x.dtype)
+    return x.copy_(turned) if inplace else turned
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """int64 [B, S] or [T]: the position of each row; -1 for one outside every sequence."""
+    if cu_seqlens is None:
+        first = seqlen_offsets.long()[:, None] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
+        return (torch.arange(x.shape[1], device=x.device) + first).expand(x.shape[0], -1)
+    row, ends = torch.arange(len(x), device=x.device), cu_seqlens[1:].long()
+    held, last = torch.searchsorted(ends, row, right=True), max(len(ends) - 1, 0)
+    sequence = held.clamp(max=last)
+    first = seqlen_offsets.long()[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
+    within = row - cu_seqlens[:-1].long()[sequence]
+    return torch.where((held <= last) & (within >= 0), within + first, -1)
+
+
+__all__ = ["apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_torch", "rotate_half"]

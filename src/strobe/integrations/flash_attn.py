@@ -1,0 +1,178 @@
+"""`flash_attn` by name: `install()` puts the stand-ins where libraries import FlashAttention, and where they ask which version is there.
+
+transformers finds its attn_implementation="flash_attention_2" (3, 4) so. Nothing is installed by importing strobe.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.metadata import DistributionFinder
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import InvalidProblem, describe
+
+
+class _Original(NamedTuple):
+    """A distribution of FlashAttention, and which of strobe's modules stand in for its own."""
+
+    distribution: str
+    version: str
+    modules: dict[str, str]
+
+
+_FA2 = ("", ".flash_attn_interface", ".bert_padding", ".layers", ".layers.rotary")
+_ORIGINALS = {
+    2: _Original(
+        "flash-attn",
+        "2.8.3",
+        {f"flash_attn{name}": f"strobe.flash_attn{name}" for name in _FA2} | {"flash_attn_2_cuda": "strobe.flash_attn.flash_attn_2_cuda"},
+    ),
+    3: _Original("flash-attn-3", "3.0.0", {"flash_attn_interface": "strobe.flash_attn_interface"}),
+    4: _Original(
+        "flash-attn-4",
+        "4.0.0b36",
+        {"flash_attn": "strobe.flash_attn", "flash_attn.cute": "strobe.cute", "flash_attn.cute.interface": "strobe.cute.interface"},
+    ),
+}
+
+
+def install(*versions: int) -> Installed:
+    """Make strobe's stand-in what `import flash_attn` finds, for FlashAttention-2, or for each of the versions 2, 3 and 4 given.
+
+    >>> with install():
+    ...     from flash_attn import flash_attn_func
+    >>> flash_attn_func.__module__
+    'strobe.flash_attn.flash_attn_interface'
+
+    Modules appear under their names in sys.modules, and a distribution of the version each stands in for (flash-attn 2.8.3) in
+    importlib.metadata, which transformers asks. Call it before a library that looks when it is imported. What it returns undoes it:
+    `uninstall()`, or leaving it as a `with` block; what was imported meanwhile stays imported.
+
+    Raises InvalidProblem for another version, and where another module of the name has been imported already.
+    """
+    for version in versions or (2,):
+        if version not in _ORIGINALS:
+            raise InvalidProblem("versions", version, "2, 3 or 4", "say which FlashAttention strobe stands in for")
+    return Installed([_ORIGINALS[version] for version in versions or (2,)])
+
+
+class Installed(DistributionFinder):
+    """What `install` has put in place."""
+
+    def __init__(self, originals: list[_Original]):
+        self._originals = originals
+        modules = {name: importlib.import_module(ours) for original in originals for name, ours in original.modules.items()}
+        for name, module in modules.items():
+            if sys.modules.get(name, module) is not module:
+                got = getattr(sys.modules[name], "__file__", None) or "another module"
+                raise InvalidProblem(name, f"{got}, imported already", "no module of that name", "install before anything imports it")
+        self._added = [name for name in modules if name not in sys.modules]
+        sys.modules.update(modules)
+        if "flash_attn.cute" in modules:  # import sets it on a parent of the same name alone
+            modules["flash_attn"].cute = modules["flash_attn.cute"]  # type: ignore[attr-defined]
+        sys.meta_path.insert(0, self)
+        _forget()
+
+    def uninstall(self) -> None:
+        """Take it away again; a second time changes nothing."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            for name in self._added:
+                sys.modules.pop(name, None)
+            _forget()
+
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.uninstall()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """No module is found here: those installed are in sys.modules."""
+
+    def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Iterator[metadata.Distribution]:  # noqa: B008
+        """As importlib.metadata asks; '-' and '_' are one in names."""
+        wanted = None if context.name is None else context.name.lower().replace("_", "-")
+        return iter([_Distribution(original) for original in self._originals if wanted in (None, original.distribution)])
+
+
+class _Distribution(metadata.Distribution):
+    def __init__(self, original: _Original):
+        self._original = original
+
+    def read_text(self, filename: str) -> str | None:
+        top = sorted({name.partition(".")[0] for name in self._original.modules})
+        headers = {"Metadata-Version": "2.1", "Name": self._original.distribution, "Version": self._original.version}
+        headers["Summary"] = "stand-in of strobe-attention"
+        texts = {"METADATA": "".join(f"{key}: {value}\n" for key, value in headers.items()), "top_level.txt": "\n".join(top)}
+        return texts.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(describe("path", path, "nothing: a stand-in has no files", "see strobe.__file__"))
+
+
+def _forget() -> None:
+    """transformers keeps what it found of FlashAttention: its answers and the functions it has imported."""
+    asked = sys.modules.get("transformers.utils.import_utils")
+    names = ("_package_distribution_mapping", "is_flash_attn_2_available", "is_flash_attn_3_available", "is_flash_attn_4_available")
+    for name in (*names, "is_flash_attn_greater_or_equal"):
+        clear = getattr(getattr(asked, name, None), "cache_clear", None)
+        if clear is not None:
+            clear()
+    loaded = sys.modules.get("transformers.modeling_flash_attention_utils")
+    if loaded is not None and hasattr(loaded, "_loaded_implementation"):
+        loaded._loaded_implementation = None  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- torch.ops.flash_attn
+
+_QKV = "Tensor q, Tensor k, Tensor v"
+_OFFSETS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+_SCORES = "float dropout_p, float softmax_scale, bool causal"
+_WINDOW = "SymInt window_size_left, SymInt window_size_right, float softcap, Tensor? alibi_slopes"
+_LEFT_OUT = "SymInt window_size_left=-1, SymInt window_size_right=-1, float softcap=0., Tensor? alibi_slopes=None"
+_GRADIENTS = f"Tensor dout, {_QKV}, Tensor out, Tensor softmax_lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv"
+_SCHEMAS = {
+    "_flash_attn_forward": f"({_QKV}, {_SCORES}, {_WINDOW}, bool return_softmax) -> (Tensor, Tensor, Tensor, Tensor)",
+    "_flash_attn_varlen_forward": f"({_QKV}, {_OFFSETS}, {_SCORES}, {_LEFT_OUT}, bool return_softmax=False, Tensor? block_table=None, "
+    "Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False, SymInt num_splits=0) -> (Tensor, Tensor, Tensor, Tensor)",
+    "_flash_attn_backward": f"({_GRADIENTS}, {_SCORES}, {_WINDOW}, bool deterministic, Tensor? rng_state=None) -> Tensor",
+    "_flash_attn_varlen_backward": f"({_GRADIENTS}, {_OFFSETS}, {_SCORES}, {_WINDOW}, bool deterministic, Tensor? rng_state=None, "
+    "bool zero_tensors=False) -> Tensor",
+}
+_REGISTERED: list[torch.library.Library] = []  # torch drops an operator with the library that defined it
+
+
+def register_ops() -> None:
+    """Register `torch.ops.flash_attn._flash_attn_forward`, `_backward` and their varlen forms; calling it again changes nothing.
+
+    >>> register_ops()
+    >>> q = torch.randn(1, 5, 2, 16)
+    >>> torch.ops.flash_attn._flash_attn_forward(q, q, q, 0.0, 0.25, True, -1, -1, 0.0, None, False)[0].shape
+    torch.Size([1, 5, 2, 16])
+
+    They are FlashAttention-2's own names: an installed flash-attn can be imported neither before this in a process nor after it.
+    Raises InvalidProblem where it has been.
+    """
+    if _REGISTERED:
+        return
+    for name in _SCHEMAS:
+        if hasattr(torch.ops.flash_attn, name):
+            got, remedy = f"{name}, registered already", "uninstall flash-attn, or do not import it in this process"
+            raise InvalidProblem("torch.ops.flash_attn", got, "none of its names", remedy)
+    functions = importlib.import_module("strobe.flash_attn.flash_attn_interface")
+    library = torch.library.Library("flash_attn", "FRAGMENT")
+    for name, schema in _SCHEMAS.items():
+        library.define(name + schema)
+        library.impl(name, getattr(functions, name), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"flash_attn::{name}", getattr(functions, name), lib=library)
+    _REGISTERED.append(library)
+
+
+__all__ = ["Installed", "install", "register_ops"]
