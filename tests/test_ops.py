@@ -217,7 +217,7 @@ FORGED = {
 @pytest.mark.parametrize("side", ("spans_q", "spans_k"))
 @pytest.mark.parametrize("how", FORGED)
 def test_spans_that_no_mask_has_are_refused(how, side):
-    """GPU kernels read as far as spans say; on a CPU they can be looked at."""
+    """On a CPU they can be looked at; GPU kernels cut them."""
     call = CALLS["documents"](torch.float32)._replace(needs_grad=True)
     out, lse = ops.FORWARD(*call)
     column, number = FORGED[how]

@@ -305,7 +305,7 @@ def _check_mask_tensors(call: Call, layout: Dense | Packed) -> None:
 
 
 def check_spans(call: Call) -> None:
-    """Refuse spans that reach outside their call. GPU kernels read keys as far as spans say; on a CPU reading the spans makes nothing wait."""
+    """Refuse spans that reach outside their call, on a CPU, where reading them makes nothing wait. GPU kernels cut them."""
     for name, spans, own, other in (("spans_q", call.spans_q, call.q, call.k), ("spans_k", call.spans_k, call.k, call.q)):
         length, across = own.shape[1], other.shape[1]
         if spans is None or spans.device.type != "cpu" or tuple(spans.shape) != (own.shape[0], length, 3):

@@ -38,6 +38,7 @@ def tile_at(exists, entry, index, row, side: gl.constexpr, offsets, sizes, block
         if start >= run_end:  # the run that goes on here has its last tile before
             exists = exists & (run_end < rows_stop)
             start, stop, run_end, span = tile_from(run_end, rows_stop, exists, entry, side, offsets, sizes, block)
+            exists = exists & (start < run_end)  # always, of spans that documents() made
         first, last, other_end = span
         at = entry.to(gl.int64) * length + start
         document = gl.where(other_end >= last, PURE, gl.load(offsets[2 + side] + at, mask=exists & (other_end < last), other=0))
@@ -51,9 +52,9 @@ def tile_from(position, rows_stop, exists, entry, side: gl.constexpr, offsets, s
     side the first row, one past the last, and where the first run ends. Two loads one after the other: whoever looks for short runs waits for them.
     """
     spans = offsets[side] + 3 * (entry.to(gl.int64) * sizes[2 + side] + position)
-    run_end = gl.load(spans, mask=exists, other=0)
-    first = gl.load(spans + 1, mask=exists, other=0)
-    last = gl.load(spans + 2, mask=exists, other=0)
+    run_end = gl.maximum(gl.minimum(gl.load(spans, mask=exists, other=0), sizes[2 + side]), position + 1)  # cut as `tiles.run_at` cuts them
+    first = gl.minimum(gl.maximum(gl.load(spans + 1, mask=exists, other=0), 0), sizes[3 - side])
+    last = gl.maximum(gl.minimum(gl.load(spans + 2, mask=exists, other=0), sizes[3 - side]), first)
     seen = exists & (last > first)
     across = offsets[1 - side] + 3 * (entry.to(gl.int64) * sizes[3 - side] + first)
     other_end = gl.load(across, mask=seen, other=sizes[3 - side])

@@ -59,6 +59,17 @@ def keys_of(cu_seqlens, sequence, n, total, outside: tl.constexpr = 0):
 
 
 @triton.jit
+def run_at(spans, position, length, across):
+    """(end of the run that has row `position`, first key of its document, one past the last), of `length` rows and `across` keys; spans: mask.Documents'
+    of the batch entry. Numbers that reach outside are cut, so that spans made by hand neither read others' memory nor keep a loop from its end.
+    """
+    run_end = tl.maximum(tl.minimum(tl.load(spans + 3 * position), length), position + 1)
+    first = tl.minimum(tl.maximum(tl.load(spans + 3 * position + 1), 0), across)
+    last = tl.maximum(tl.minimum(tl.load(spans + 3 * position + 2), across), first)
+    return run_end, first, last
+
+
+@triton.jit
 def breaks_promise(token, keys, limits):
     """Of a sequence's tokens, those beyond the queries promised, or all where it has more keys than promised; limits (left, right, most queries, most
     keys), the last two negative where nothing was promised. Rows outside every sequence, whose keys are OUTSIDE, were promised nothing."""

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..device.masking import first_row, row_interval, stop_row
-from ..device.tiles import find_sequence, key_limit, keys_of, load_rows, span_of, store_rows
+from ..device.tiles import find_sequence, key_limit, keys_of, load_rows, run_at, span_of, store_rows
 from .forward import at, load_keys, load_tile, locate, number, score, source
 
 
@@ -196,12 +196,12 @@ def keys_kernel(tensors, mask_tensors, faults, strides, sizes, limits, numbers, 
     n_stop = tl.minimum(n_start + BLOCK_N, seqlen_k)
     more = (left, right, prefix)
     if form.mask.documents:
+        before = batch.to(tl.int64) * seqlen_k
         while n_start < n_stop:
-            key = batch.to(tl.int64) * seqlen_k + n_start
-            run_stop = tl.minimum(tl.load(spans_k + 3 * key), n_stop)
-            keys = (n_start, run_stop, key_stop, seqlen_k, tl.load(ids_k + key))
-            rows = (tl.load(spans_k + 3 * key + 1), tl.load(spans_k + 3 * key + 2), seqlen_q)
-            run_of_keys(places, per_row, strides, keys, rows, place, numbers, more, form)
+            run_end, m_first, m_stop = run_at(spans_k + 3 * before, n_start, seqlen_k, seqlen_q)
+            run_stop = tl.minimum(run_end, n_stop)
+            keys = (n_start, run_stop, key_stop, seqlen_k, tl.load(ids_k + before + n_start))
+            run_of_keys(places, per_row, strides, keys, (m_first, m_stop, seqlen_q), place, numbers, more, form)
             n_start = run_stop
     elif n_start < n_stop:
         keys = (n_start, n_stop, key_stop, seqlen_k, 0)
@@ -305,10 +305,11 @@ def queries_kernel(tensors, mask_tensors, faults, strides, sizes, limits, number
     m_stop = tl.minimum(m_start + BLOCK_M, seqlen_q)
     more = (left, right, prefix)
     if form.mask.documents:
+        before = batch.to(tl.int64) * seqlen_q
         while m_start < m_stop:
-            row = batch.to(tl.int64) * seqlen_q + m_start
-            run_stop = tl.minimum(tl.load(spans_q + 3 * row), m_stop)
-            keys = (tl.load(spans_q + 3 * row + 1), tl.load(spans_q + 3 * row + 2), key_stop, seqlen_k, tl.load(ids_q + row))
+            run_end, k_first, k_stop = run_at(spans_q + 3 * before, m_start, seqlen_q, seqlen_k)
+            run_stop = tl.minimum(run_end, m_stop)
+            keys = (k_first, k_stop, key_stop, seqlen_k, tl.load(ids_q + before + m_start))
             run_of_queries(places, per_row, strides, (m_start, run_stop, seqlen_q), keys, numbers, more, form)
             m_start = run_stop
     elif m_start < m_stop:

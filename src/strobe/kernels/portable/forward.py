@@ -26,6 +26,7 @@ from ..device.tiles import (
     key_limit,
     keys_of,
     load_rows,
+    run_at,
     span_of,
     store_rows,
 )
@@ -241,10 +242,11 @@ def forward_kernel(tensors, mask_tensors, faults, strides, sizes, limits, number
     more = (left, right, max_seqlen_q, max_seqlen_k, prefix)
     if form.mask.documents:
         ids = ids_k + batch.to(tl.int64) * seqlen_k
+        before = batch.to(tl.int64) * seqlen_q
         while m_start < m_stop:
-            row = batch.to(tl.int64) * seqlen_q + m_start
-            run_stop = tl.minimum(tl.load(spans_q + 3 * row), m_stop)
-            keys = (tl.load(spans_q + 3 * row + 1), tl.load(spans_q + 3 * row + 2), key_stop, seqlen_k, tl.load(ids_q + row))
+            run_end, k_first, k_stop = run_at(spans_q + 3 * before, m_start, seqlen_q, seqlen_k)
+            run_stop = tl.minimum(run_end, m_stop)
+            keys = (k_first, k_stop, key_stop, seqlen_k, tl.load(ids_q + before + m_start))
             run_of_rows(places, (ids, sink), row_strides, (m_start, run_stop, seqlen_q), keys, numbers, more, form)
             m_start = run_stop
     elif m_start < m_stop:
