@@ -60,8 +60,10 @@ def keys_of(cu_seqlens, sequence, n, total, outside: tl.constexpr = 0):
 
 @triton.jit
 def run_at(spans, position, length, across):
-    """(end of the run that has row `position`, first key of its document, one past the last), of `length` rows and `across` keys; spans: mask.Documents'
-    of the batch entry. Numbers that reach outside are cut, so that spans made by hand neither read others' memory nor keep a loop from its end.
+    """(end of the run that has row `position`, first key of its document, one past the last), of `length` rows and `across` keys.
+
+    `spans` are those of the batch entry (mask.Documents). Numbers that reach outside are cut, so that spans made by hand neither read other memory
+    nor keep a loop from its end.
     """
     run_end = tl.maximum(tl.minimum(tl.load(spans + 3 * position), length), position + 1)
     first = tl.minimum(tl.maximum(tl.load(spans + 3 * position + 1), 0), across)
