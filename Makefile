@@ -64,11 +64,11 @@ offline:
 # the same with nothing left out, into results/compiled.jsonl and docs/compiled.md; Triton 3.6's disassembler does not know sm_103, 3.9's does
 NEWER_NVDISASM = $(abspath $(firstword $(wildcard .drift/3.9.*/lib/python*/site-packages/triton/backends/nvidia/bin/nvdisasm)))
 compiled: install
-	$(BIN)/python -m strobe.proof.compile --table docs/compiled.md $(addprefix --nvdisasm ,$(NEWER_NVDISASM))
+	$(BIN)/python -m tools.proof.compile --table docs/compiled.md $(addprefix --nvdisasm ,$(NEWER_NVDISASM))
 
 # the kernels under newer versions of Triton, each in an environment of its own (.drift, 3 GB)
 drift: install
-	$(BIN)/python -m strobe.proof.drift
+	$(BIN)/python -m tools.proof.drift
 
 unit:
 	$(PYTEST) $(SPREAD) -m "$(MARKS)" --ignore tests/interpreter --ignore tests/test_offline_compile.py --ignore tests/proof
@@ -79,7 +79,7 @@ nightly: install
 	$(MAKE) --no-print-directory drift
 
 demo: install
-	$(BIN)/strobe demo
+	$(BIN)/python -m examples.demo
 
 bench: install
 	$(BIN)/strobe bench cpu

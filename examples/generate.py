@@ -214,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # so small a model as a CPU's gains nothing from more
     size = SIZES[device.type]._replace(**({"new": options.new} if options.new else {}))
     model, facts = model_of(size, device, getattr(torch, options.dtype)), circumstances(device)
-    text = files("strobe.demo.text").joinpath("alice.txt").read_bytes()
+    text = files("examples.demo.text").joinpath("alice.txt").read_bytes()
     prompts = [torch.tensor(list(text[2000 * i : 2000 * i + n]), device=device) for i, n in enumerate(size.prompts)]
     own, *paged = writers = [kind(model, prompts, size) for kind in (Own, Paged, Replayed)[: 3 if device.type == "cuda" else 2]]
     console.print(str(paged[0].choice), highlight=False, soft_wrap=True)

@@ -107,7 +107,7 @@ class GPT(nn.Module):
 
 def batches(seed: int, size: Size, device: torch.device) -> Iterator[Tensor]:
     """Endless passages [B, S + 1] of Alice's Adventures in Wonderland, which strobe's demo ships."""
-    text = torch.frombuffer(bytearray(files("strobe.demo.text").joinpath("alice.txt").read_bytes()), dtype=torch.uint8).long().to(device)
+    text = torch.frombuffer(bytearray(files("examples.demo.text").joinpath("alice.txt").read_bytes()), dtype=torch.uint8).long().to(device)
     draw, passage = torch.Generator().manual_seed(seed), torch.arange(size.seqlen + 1, device=device)
     while True:
         starts = torch.randint(len(text) - size.seqlen, (size.batch, 1), generator=draw)

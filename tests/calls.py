@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import strobe
-from strobe.call import Call
+from strobe.problem.call import Call
 
 
 def _qkv(heads_q=4, heads_kv=2, seqlen_q=5, seqlen_k=7, batch=2, width=2, width_v=3, dtype=torch.float64):

@@ -12,9 +12,9 @@ from judging import judged_call
 from turns import has_turn
 
 import strobe
-from strobe import ops
-from strobe.call import Call
-from strobe.kernels.hopper import config as hopper
+from strobe.kernels.hopper import kernel as hopper
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
 from strobe.testing.poison import fill_with_poison, patched_empty
 
 KERNELS = {"cpu": "cpu", "cuda": "portable"}  # the family under test on each kind of device

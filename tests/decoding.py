@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strobe import ops, ops_decode
-from strobe.cache import FP8
-from strobe.decode import DecodeCall, DecodeProblem
-from strobe.kernels.kernel import Forward
-from strobe.select import select
-from strobe.target import Target
+from strobe.kernels.protocol import Forward
+from strobe.ops import attention as ops
+from strobe.ops import decode as ops_decode
+from strobe.problem.cache import FP8
+from strobe.problem.decode import DecodeCall, DecodeProblem
+from strobe.problem.target import Target
+from strobe.selection.select import select
 from strobe.testing import Poison, assert_kernel
 from strobe.testing.decode import assert_decode_as_good_as
 from strobe.testing.poison import fill_with_poison

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from strobe import ops
-from strobe.call import Call
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
 from strobe.reference import Gradients
 from strobe.testing import Poison, assert_as_good_as, assert_gradients_as_good_as, assert_kernel, inputs
 from strobe.testing.cases import laid_out

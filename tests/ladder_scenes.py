@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strobe.ladder import harness
+from ladder.harness import harness
 
 
 def _scene(name: str, seqlen_q: int = 200, seqlen_k: int = 800, causal: bool = False, **options: int) -> tuple[Tensor, ...]:

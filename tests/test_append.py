@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import strobe
-from strobe import ops_decode
-from strobe.appending import AppendCall, AppendProblem
-from strobe.cache import FP8, FP8_MAX
-from strobe.select import select
-from strobe.target import FAKES
+from strobe.ops import decode as ops_decode
+from strobe.problem.append import AppendCall, AppendProblem
+from strobe.problem.cache import FP8, FP8_MAX
+from strobe.problem.target import FAKES
+from strobe.selection.select import select
 from strobe.testing.poison import fill_with_poison
 
 INT = lambda *values, device="cpu": torch.tensor(values, dtype=torch.int32, device=device)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import strobe
-from strobe.arguments import _INSTEAD
+from strobe.problem.foreign_arguments import _INSTEAD
 
 Q, K, P = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(12, 4, 8)
 PACKING = {"cu_seqlens_q": torch.tensor([0, 5, 12], dtype=torch.int32)}

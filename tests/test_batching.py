@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import strobe
-from strobe import ops
+from strobe.ops import attention as ops
 
 N, B, S, T, H, G, D = 3, 2, 5, 7, 4, 2, 8
 

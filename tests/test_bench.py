@@ -16,15 +16,15 @@ import pytest
 import torch
 
 import strobe
-from strobe import mask as masks
 from strobe import reference
 from strobe.bench import data, decode, earlier, layouts, plot, rivals, roofline, run, table, timer
 from strobe.bench.attempt import Attempt
 from strobe.bench.cases import SUITES, TOKENS, Case, on_data, suite
-from strobe.call import Call
-from strobe.kernels.kernel import Cost, attention_cost, visible_pairs
-from strobe.problem import Problem
-from strobe.target import FAKES
+from strobe.kernels.protocol import Cost, attention_cost, visible_pairs
+from strobe.problem import mask as masks
+from strobe.problem.call import Call
+from strobe.problem.problem import Problem
+from strobe.problem.target import FAKES
 
 CPU = torch.device("cpu")
 SOURCE = Path(strobe.__file__).parent

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strobe.call import Call
 from strobe.errors import UnsupportedProblem
-from strobe.problem import Problem
-from strobe.select import select
-from strobe.target import FAKES, Target
+from strobe.problem.call import Call
+from strobe.problem.problem import Problem
+from strobe.problem.target import FAKES, Target
+from strobe.selection.select import select
 from strobe.testing import CASES, FAMILIES, LARGE, Case
 
 HALF = (torch.bfloat16, torch.float16)

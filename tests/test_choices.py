@@ -11,14 +11,17 @@ import torch
 from calls import CALLS
 
 import strobe
-from strobe import choices, ops, ops_decode, reference
-from strobe.call import Call
-from strobe.choices import Choices
-from strobe.choices import at_once as _at_once
-from strobe.decode import DecodeCall
-from strobe.kernels import memory
-from strobe.kernels.kernel import Buffer, Plan
-from strobe.mask import NO_BOUND
+from strobe import reference
+from strobe.kernels.protocol import Buffer, Plan
+from strobe.kernels.runtime import workspace as memory
+from strobe.ops import attention as ops
+from strobe.ops import decode as ops_decode
+from strobe.problem.call import Call
+from strobe.problem.decode import DecodeCall
+from strobe.problem.mask import NO_BOUND
+from strobe.selection import choices
+from strobe.selection.choices import Choices
+from strobe.selection.choices import at_once as _at_once
 
 INT = lambda *values: torch.tensor(values, dtype=torch.int32)
 

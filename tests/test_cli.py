@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import strobe
-from strobe import cli
 from strobe.bench import cases, machine, rivals, roofline
 from strobe.bench.cases import Case
 from strobe.bench.run import circumstances
-from strobe.cli import main
+from strobe.cli import main as cli
+from strobe.cli.main import main
 from strobe.kernels import FAMILIES
 
 TINY = [
@@ -73,7 +73,7 @@ def test_check_says_which_backend_sdpa_picks_before_and_after(monkeypatch: pytes
     words = machine._sdpa().words
     assert re.fullmatch(r"plain: [A-Z_]+; after strobe\.integrations\.sdpa\.enable\(\): FLASH_ATTENTION of STROBE, run by \w+\.forward", words)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the user has switched flash attention off
-        assert machine._sdpa() == ("sdpa", "FAIL", "plain: MATH; after strobe.integrations.sdpa.enable(): MATH, run by torch")
+        assert machine._sdpa() == ("sdpa", "FAIL", "plain: MATH; after strobe.compat.sdpa.enable(): MATH, run by torch")
     monkeypatch.delattr(torch.nn.attention, "restore_flash_attention_impl")
     assert machine._sdpa().state == "SKIP" and "torch 2.11" in machine._sdpa().words
 
@@ -111,9 +111,9 @@ def test_triton_must_be_the_one_torch_pins(installed, asked, gpu, state, monkeyp
 
 def test_demo_is_handed_its_flags(monkeypatch: pytest.MonkeyPatch, refused) -> None:
     seen: dict = {}
-    demo = ModuleType("strobe.demo")
+    demo = ModuleType("examples.demo")
     demo.__dict__["main"] = lambda **flags: seen.update(flags) or 7
-    monkeypatch.setitem(sys.modules, "strobe.demo", demo)
+    monkeypatch.setitem(sys.modules, "examples.demo", demo)
     monkeypatch.setattr(strobe, "demo", demo, raising=False)
     assert main(["demo", "--quick", "--out", "somewhere", "--device", "cpu"]) == 7
     assert seen == {"quick": True, "out": "somewhere", "device": "cpu", "as_json": False}
@@ -348,7 +348,7 @@ class Refuse:
             raise ImportError(f"imported {name}")
 sys.meta_path.insert(0, Refuse())
 sys.argv, sys.orig_argv = ["/usr/bin/strobe", *sys.argv[1:]], []
-from strobe.cli import main
+from strobe.cli.main import main
 raise SystemExit(main())
 """
 COMMANDS = ("demo", "check", "env", "explain", "bench", "ladder", "sim")

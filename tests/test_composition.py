@@ -13,8 +13,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import strobe
-from strobe import flash_attn, flash_attn_interface, ops
+from strobe import flash_attn, flash_attn_interface
 from strobe.kernels import kernels
+from strobe.ops import attention as ops
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
@@ -336,7 +337,7 @@ def test_inference_mode_runs_the_op_once():
     q = torch.randn(1, 4, 2, 8, requires_grad=True)
     with torch.inference_mode():
         out = strobe.attention(q, q, q)
-    assert not out.requires_grad and ops.prepare(strobe.call.Call(q, q, q)).needs_grad
+    assert not out.requires_grad and ops.prepare(strobe.problem.call.Call(q, q, q)).needs_grad
 
 
 def test_compiled_autograd_traces_a_call_that_was_met():

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import strobe
-from strobe import ops
-from strobe.call import Call
 from strobe.errors import InvalidProblem
 from strobe.kernels.cpu.pieces import cut
 from strobe.kernels.cpu.tiles import Config, blocks, tiles
-from strobe.kernels.kernel import Backward, Forward
-from strobe.mask import Mask, Tile, TileKind
+from strobe.kernels.protocol import Backward, Forward
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
+from strobe.problem.mask import Mask, Tile, TileKind
 from strobe.testing import CASES, assert_as_good_as, assert_gradients_as_good_as
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -16,10 +16,10 @@ from test_cpu import Draw, qkv
 from torch.nn.functional import scaled_dot_product_attention
 
 import strobe
-from strobe import ops_decode
-from strobe.call import Call
 from strobe.kernels.cpu import parallel
 from strobe.kernels.cpu.parallel import Job
+from strobe.ops import decode as ops_decode
+from strobe.problem.call import Call
 from strobe.testing import CASES
 from strobe.testing.decode import DECODES, assert_decode_as_good_as
 

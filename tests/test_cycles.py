@@ -9,10 +9,10 @@ import pytest
 
 from strobe.bench import predictions
 from strobe.bench.cycles import BY_FMA_INSTRUCTIONS, Cycles, backward, cycles, forward, table
-from strobe.cli import main
+from strobe.cli.main import main
 from strobe.errors import InvalidProblem
-from strobe.kernels.blackwell import config as blackwell
-from strobe.target import FAKES
+from strobe.kernels.blackwell import kernel as blackwell
+from strobe.problem.target import FAKES
 
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -11,16 +11,16 @@ from decoding import draw_table, expected, fill_unowned, judged
 from test_reliability import sparse
 
 import strobe
-from strobe import ops_decode
-from strobe.appending import AppendCall
-from strobe.cache import FP8
-from strobe.call import Dense
-from strobe.decode import DecodeCall, DecodeProblem
 from strobe.errors import UnsupportedProblem
-from strobe.kernels import faults
 from strobe.kernels.hopper.decode_config import DECODE as HOPPER
-from strobe.select import select
-from strobe.target import FAKES
+from strobe.kernels.runtime import error_flags
+from strobe.ops import decode as ops_decode
+from strobe.problem.append import AppendCall
+from strobe.problem.cache import FP8
+from strobe.problem.call import Dense
+from strobe.problem.decode import DecodeCall, DecodeProblem
+from strobe.problem.target import FAKES
+from strobe.selection.select import select
 from strobe.testing import FAMILIES, assert_kernel
 from strobe.testing.decode import DECODES, assert_decode_as_good_as
 
@@ -358,7 +358,7 @@ def test_a_prefix_attended_once_for_all_sequences(device, kernel):
     q, lengths = draw(5, 1, 8, 16, seed=4, dtype=torch.float64, device=device), INT(20, 0, 7, 1, 19, device=device)
     folded = strobe.partial_attention(q.transpose(0, 1), prefix_k, prefix_v, kernel=kernel)  # [1, B, H, D]: B rows over one prefix
     prefix = strobe.Partial(folded.out.transpose(0, 1), folded.lse.permute(2, 1, 0))
-    merged = strobe.merge(prefix, strobe.partial_attention_decode(q, strobe.DenseCache(own_k, own_v, lengths), kernel=kernel))
+    merged = strobe.problem.merge(prefix, strobe.partial_attention_decode(q, strobe.DenseCache(own_k, own_v, lengths), kernel=kernel))
     k, v = (torch.cat([shared.expand(5, -1, -1, -1), own], 1) for shared, own in ((prefix_k, own_k), (prefix_v, own_v)))
     whole = strobe.partial_attention_decode(q, strobe.DenseCache(k, v, lengths + 64), kernel=kernel)
     torch.testing.assert_close(merged.out, whole.out, rtol=0, atol=FP64)
@@ -600,7 +600,7 @@ def _cache(n: int = 16) -> strobe.DenseCache:
 
 def test_a_fault_met_in_inference_mode_is_told_outside(monkeypatch):
     """Also where it is the first of the process: the word that holds it must not be a tensor of inference mode."""
-    monkeypatch.setattr(faults, "_words", {})
+    monkeypatch.setattr(error_flags, "_words", {})
     with torch.inference_mode():
         strobe.attention_decode(torch.ones(2, 1, 4, 8), _cache(99))
     assert len(strobe.last_errors()) == 1

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import strobe
-from strobe import DenseCache, InvalidProblem, PagedCache, UnsupportedProblem, ops_decode
-from strobe.decode import DecodeCall
+from strobe import DenseCache, InvalidProblem, PagedCache, UnsupportedProblem
+from strobe.ops import decode as ops_decode
+from strobe.problem.decode import DecodeCall
 
 INT = lambda *values: torch.tensor(values, dtype=torch.int32)
 Q, K, V = torch.randn(2, 3, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 6)

@@ -10,11 +10,11 @@ import torch
 from decoding import draw_table, expected, fill_unowned, judged
 
 import strobe
-from strobe import ops_decode
-from strobe.choices import Choices
-from strobe.decode import DecodeCall
 from strobe.errors import UnsupportedProblem
 from strobe.kernels.hopper import decode_config
+from strobe.ops import decode as ops_decode
+from strobe.problem.decode import DecodeCall
+from strobe.selection.choices import Choices
 from strobe.testing import FAMILIES, assert_kernel
 from strobe.testing.decode import DECODES
 

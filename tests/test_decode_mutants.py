@@ -21,8 +21,8 @@ from decoding import judged, on, wide_sums
 from test_mutants import HERE, KERNEL, Check, Mutant, runs, score, told
 
 import strobe
-from strobe import ops_decode
-from strobe.target import FAKES
+from strobe.ops import decode as ops_decode
+from strobe.problem.target import FAKES
 from strobe.testing.decode import DECODES, assert_decode_as_good_as
 
 

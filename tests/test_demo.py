@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import strobe
-from strobe import demo
+from examples import demo
+from examples.demo import embed, pace
+from examples.demo.context import Sizes, growing, mask_length
+from examples.demo.measure import peak_bytes
+from examples.demo.pace import Pace
+from examples.demo.run import LOADING_S
+from examples.demo.text import QUERIES, sentences
+from examples.demo.tiles import tile_map
 from strobe.bench.timer import interleave
-from strobe.demo import embed, pace
-from strobe.demo.context import Sizes, growing, mask_length
-from strobe.demo.measure import peak_bytes
-from strobe.demo.pace import Pace
-from strobe.demo.run import LOADING_S
-from strobe.demo.text import QUERIES, sentences
-from strobe.demo.tiles import tile_map
 
 VOID = {"meta", "br", "link", "img", "input", "hr", "wbr"}
 
@@ -115,7 +115,7 @@ def test_report_shows_what_was_measured(quick: Path, results: dict):
 
 @pytest.mark.parametrize("out", ["/dev/null", "/dev/null/report"])
 def test_a_folder_that_cannot_be_is_said_before_all_work(out: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("strobe.demo.run.measure", lambda *_: pytest.fail("worked for nothing"))
+    monkeypatch.setattr("examples.demo.run.measure", lambda *_: pytest.fail("worked for nothing"))
     with pytest.raises(strobe.InvalidProblem, match=f"^out: got {out}, expected a folder"):
         demo.main(quick=True, out=out, device="cpu")
 
@@ -125,7 +125,7 @@ def test_json_alone_on_standard_output(quick: Path, results: dict):
 
 
 def test_a_missing_package_is_said(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("strobe.demo.run.find_spec", lambda name: None if name == "transformers" else object())
+    monkeypatch.setattr("examples.demo.run.find_spec", lambda name: None if name == "transformers" else object())
     assert demo.main(quick=True, out=str(tmp_path)) == 2
     assert "strobe-attention[demo]" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
@@ -135,9 +135,9 @@ def test_packed_sentences_run_on_offsets(monkeypatch):
     pytest.importorskip("transformers")
     from transformers import BertConfig, BertModel
 
-    from strobe import ops
-    from strobe.demo import packed
-    from strobe.integrations.transformers import NAME, register
+    from examples.demo import packed
+    from strobe.compat.transformers import NAME, register
+    from strobe.ops import attention as ops
 
     register()
     calls, run = [], ops.run
@@ -151,7 +151,7 @@ def test_packed_sentences_run_on_offsets(monkeypatch):
 
 
 def test_a_wrong_result_is_seen():
-    from strobe.demo.embed import equality
+    from examples.demo.embed import equality
 
     exact = torch.nn.functional.normalize(torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), dim=-1)
     eager, wrong = exact.float(), exact.float().clone()
@@ -191,8 +191,8 @@ def _sizes(*lengths: int) -> Sizes:
 
 
 def test_it_says_first_how_long_it_takes(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("strobe.demo.run.NEEDED", {})
-    monkeypatch.setattr("strobe.demo.run.measure", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("examples.demo.run.NEEDED", {})
+    monkeypatch.setattr("examples.demo.run.measure", Mock(side_effect=KeyboardInterrupt))
     for quick, words in ((False, "about 2 min 50 s, as much as this machine can do in that"), (True, "under a minute")):
         with pytest.raises(KeyboardInterrupt):
             demo.main(quick=quick, out=str(tmp_path), device="cpu")
@@ -255,7 +255,7 @@ def test_rounds_end_where_time_does_but_the_first_is_whole():
 @pytest.mark.parametrize("terminal", [False, True])
 def test_progress_has_counts_and_time(monkeypatch, capsys, terminal):
     pytest.importorskip("rich")
-    from strobe.demo.show import narrate
+    from examples.demo.show import narrate
 
     monkeypatch.setenv("FORCE_COLOR", "1") if terminal else monkeypatch.delenv("FORCE_COLOR", raising=False)
     with narrate(quiet=False) as step:
@@ -271,7 +271,7 @@ def test_progress_has_counts_and_time(monkeypatch, capsys, terminal):
 
 def test_in_silence_for_json(capsys):
     pytest.importorskip("rich")
-    from strobe.demo.show import narrate
+    from examples.demo.show import narrate
 
     with narrate(quiet=True) as step:
         step("a part", 4, 90.0)()

@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import strobe
-from strobe import choices, dispatch, ops
+from strobe.ops import attention as ops
+from strobe.problem import torch_state
+from strobe.selection import choices
 
 OP = torch.ops.strobe.forward.default
 
@@ -71,14 +73,14 @@ def test_what_a_thread_adds_to_keys_is_what_this_version_of_torch_adds():
     seen = [torch._C._dispatch_tls_local_include_set().raw_repr()]
     with torch.inference_mode():
         seen.append(torch._C._dispatch_tls_local_include_set().raw_repr())
-    assert tuple(seen) == dispatch._QUIET
+    assert tuple(seen) == torch_state._QUIET
 
 
 def test_refusals_are_the_same(through):
     q, k, v = _tensors()
     for bad in ((q, k[:, :, :1].expand(-1, -1, 3, -1), v), (q.to_sparse(), k, v), (q, k.double(), v), (q, k, v.transpose(1, 3))):
         said = []
-        for go in (lambda *t: ops.run(strobe.call.Call(*t)), OP):
+        for go in (lambda *t: ops.run(strobe.problem.call.Call(*t)), OP):
             with pytest.raises(strobe.InvalidProblem) as error:
                 go(*bad)
             said.append(str(error.value))
@@ -222,7 +224,7 @@ def test_a_negative_bit_is_heeded(which):
 
 
 def test_zeros_that_are_not_stored_are_not_read():
-    assert not dispatch.idle([torch._efficientzerotensor(2)])
+    assert not torch_state.idle([torch._efficientzerotensor(2)])
 
 
 def test_graphs_hold_the_op():

@@ -63,7 +63,7 @@ def test_the_simulators_page_names_every_kind_and_mode():
 
 
 def test_the_simulators_commands_print_what_its_page_shows(tmp_path, monkeypatch, capsys):
-    from strobe.cli import main
+    from strobe.cli.main import main
 
     text = SIMULATOR.read_text()
     (tmp_path / "double.py").write_text(BLOCK.search(text)[1])

@@ -13,7 +13,7 @@ import strobe
 import strobe.cute as fa4
 import strobe.flash_attn as fa2
 import strobe.flash_attn_interface as fa3
-from strobe.drop_in import HINTS, UNSERVED
+from strobe.compat.signatures import HINTS, UNSERVED
 from strobe.flash_attn import bert_padding
 from strobe.flash_attn import flash_attn_interface as fa2_private
 

@@ -11,8 +11,8 @@ import math
 import pytest
 import torch
 
-from strobe import ops
-from strobe.call import Call
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
 from strobe.reference import Gradients, _sequences
 from strobe.testing import FAMILIES, Case, Poison, assert_as_good_as, assert_gradients_as_good_as, inputs
 from strobe.testing.cases import CASES

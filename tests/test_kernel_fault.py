@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import strobe
-from strobe import ops
-from strobe.call import Call
-from strobe.kernels import kernel
-from strobe.kernels.hopper.config import HopperForward
-from strobe.kernels.portable.config import PortableForward
-from strobe.problem import Problem
-from strobe.select import select
-from strobe.target import FAKES
+from strobe.kernels import protocol
+from strobe.kernels.hopper.kernel import HopperForward
+from strobe.kernels.portable.kernel import PortableForward
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
+from strobe.problem.problem import Problem
+from strobe.problem.target import FAKES
+from strobe.selection.select import select
 
 triton = pytest.importorskip("triton")
 
@@ -163,7 +163,7 @@ def test_a_triton_that_does_not_import(tmp_path, body):
     code = f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
 import torch, strobe
-from strobe.call import Call; from strobe.problem import Problem; from strobe.select import select; from strobe.target import FAKES
+from strobe.problem.call import Call; from strobe.problem.problem import Problem; from strobe.selection.select import select; from strobe.problem.target import FAKES
 q = torch.zeros(1, 8, 2, 64)
 strobe.attention(q, q, q)
 for target in ("A100", "H200"):
@@ -181,15 +181,15 @@ for target in ("A100", "H200"):
 
 def test_a_triton_too_old_is_a_reason(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.5.1")
-    kernel.no_triton.cache_clear()
+    protocol.no_triton.cache_clear()
     try:
-        assert kernel.no_triton() == "needs Triton 3.6 or later; this is 3.5.1"
+        assert protocol.no_triton() == "needs Triton 3.6 or later; this is 3.5.1"
     finally:
-        kernel.no_triton.cache_clear()
+        protocol.no_triton.cache_clear()
 
 
 def test_what_is_made_ahead_in_a_thread_fails_in_silence(monkeypatch):
-    from strobe.kernels import first_call
+    from strobe.kernels.runtime import first_call_overlap
 
     said = []
     monkeypatch.setattr(threading, "excepthook", said.append)
@@ -197,10 +197,10 @@ def test_what_is_made_ahead_in_a_thread_fails_in_silence(monkeypatch):
     def fail(*_: object) -> None:
         raise RuntimeError("Failed to find C compiler.")
 
-    monkeypatch.setattr(first_call, "_launcher", fail)
-    monkeypatch.setattr(first_call, "_hashing", lambda: threading.current_thread() and _Done())
+    monkeypatch.setattr(first_call_overlap, "_launcher", fail)
+    monkeypatch.setattr(first_call_overlap, "_hashing", lambda: threading.current_thread() and _Done())
     with pytest.raises(ZeroDivisionError):
-        first_call._with_launcher(lambda source: 1 / 0, object())
+        first_call_overlap._with_launcher(lambda source: 1 / 0, object())
     assert not said
 
 

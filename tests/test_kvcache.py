@@ -11,8 +11,9 @@ from torch import Tensor
 import strobe
 import strobe.flash_attn as fa2
 import strobe.flash_attn_interface as fa3
-from strobe import kvcache, ops_decode
+from strobe.compat import kvcache
 from strobe.flash_attn import flash_attn_interface as fa2_private
+from strobe.ops import decode as ops_decode
 
 HEADS, HEADS_KV, WIDTH = 4, 2, 16
 DECODES = {"fa2": fa2.flash_attn_with_kvcache, "fa3": fa3.flash_attn_with_kvcache}

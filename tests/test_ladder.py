@@ -12,22 +12,22 @@ import torch
 
 pytest.importorskip("triton")
 
-from strobe import ladder
-from strobe.cli import main
+from ladder import harness as ladder
+from ladder.harness import RUNGS, harness, measure, outliers, pages
+from ladder.harness.harness import Size
+from strobe.cli.main import main
 from strobe.kernels.device.dialect import gluon
-from strobe.ladder import RUNGS, harness, measure, outliers, pages
-from strobe.ladder.harness import Size
-from strobe.proof.budget import TARGETS
-from strobe.proof.compile import compile_job, recording
 from strobe.sim import Checks, SimulationFault, translate
 from strobe.sim import simulate as simulated_run
 from strobe.sim.campaign import campaign
 from strobe.sim.scene import Scene
 from strobe.testing import FAMILIES
 from strobe.testing.inputs import qkv
+from tools.proof.budget import TARGETS
+from tools.proof.compile import compile_job, recording
 
 FOLDER, ROOT = Path(ladder.__file__).parent, Path(__file__).parents[1]
-REFRESH = "run `python -m strobe.ladder.pages` and look at what changed"
+REFRESH = "run `python -m ladder.harness.pages` and look at what changed"
 FIRST = Size(1, 90, 130, 2, 1, 64, causal=True)  # ragged, grouped, more keys than queries
 MORE_ROWS = Size(1, 100, 37, 2, 2, 64, causal=True)  # rows 0 to 62 see no key
 LONG = Size(1, 200, 1100, 2, 1, 64, causal=False)  # every ring goes round
@@ -216,7 +216,7 @@ def nothing():
 
 @pytest.mark.parametrize("name", ["k3_1", "k3_2", "k4_1"])
 def test_without_waiting_for_readers_the_simulator_objects(name, monkeypatch):
-    monkeypatch.setattr(importlib.import_module(f"strobe.ladder.{name}"), "all_have_read", nothing)
+    monkeypatch.setattr(importlib.import_module(f"ladder.harness.{name}"), "all_have_read", nothing)
     monkeypatch.setattr(translate, "_TRANSLATED", {})  # kernels that were translated before know the other
     with pytest.raises(SimulationFault, match=r"race|fence"):
         simulate(name, LONG._replace(heads=1), "pct")
@@ -245,7 +245,7 @@ def test_a_wrong_result_is_not_timed_or_passed():
 @pytest.mark.parametrize("wrong", [0.9, 1.1], ids=["smaller", "larger"])
 def test_the_judge_of_8_bits_notices_a_tenth(wrong):
     from strobe import reference
-    from strobe.call import Call
+    from strobe.problem.call import Call
 
     rung = harness.load("k7")
     q, k, v = harness.draw(rung, FIRST, torch.device("cpu"))
@@ -268,7 +268,7 @@ def test_a_rotation_gives_back_what_outliers_take():
 @pytest.mark.parametrize("name, rows", [("k6", 128), ("k7", 192), ("k8", 192)])
 def test_programs_are_as_many_as_tiles_and_sms_allow(name, rows, monkeypatch):
     asked = []
-    monkeypatch.setattr(importlib.import_module(f"strobe.ladder.{name}"), "programs", lambda q, tiles: asked.append(tiles) or 1)
+    monkeypatch.setattr(importlib.import_module(f"ladder.harness.{name}"), "programs", lambda q, tiles: asked.append(tiles) or 1)
     rung = harness.load(name)
     q = torch.empty(3, 2048, 5, 128, dtype=rung.inputs)
     with recording(TARGETS["sm_90"]):
@@ -399,7 +399,7 @@ def test_the_command_measures_on_a_gpu(tmp_path):
 @pytest.mark.parametrize("name", RUNGS)
 def test_a_rung_is_one_file_that_teaches(name):
     text = (FOLDER / f"{name}.py").read_text()
-    doc = importlib.import_module(f"strobe.ladder.{name}").__doc__
+    doc = importlib.import_module(f"ladder.harness.{name}").__doc__
     assert 110 <= len(text.splitlines()) <= 460
     assert doc.startswith(f"{name}, ")
     parts = ["The idea:", "Cost model", "\n    FLOPs ", "\n    bytes ", "\n    shared ", "\n    registers ", "What limits it:", "\nMeasured:\n"]
@@ -487,7 +487,7 @@ def test_without_a_gpu_the_command_says_what_it_does_and_how_far_it_is(capsys, m
     monkeypatch.setattr(harness, "simulated", fails)
     assert main(["ladder", "k1", "k2", "--no-causal", "--seqlen", "16"]) == 1
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("strobe ladder without a GPU: k1, k2; a small problem of each is simulated") and "nothing is timed" in said[0]
+    assert said[0].startswith("python -m ladder without a GPU: k1, k2; a small problem of each is simulated") and "nothing is timed" in said[0]
     assert re.fullmatch(r"\[1/2\] k1 D=64 dense: right, \d\.\d\d of the error allowed; about \d+ s left", said[1])
     assert re.fullmatch(r"\[2/2\] k2 D=64 dense: FAIL, AssertionError: far off; \d+ s in all", said[2])
 
@@ -577,7 +577,7 @@ def test_decode_refuses_more_rows_than_a_tile():
 
 
 def test_the_plots_show_every_rung(tmp_path):
-    from strobe.ladder import plot
+    from ladder.harness import plot
 
     pytest.importorskip("matplotlib")
     about = {"device": "H200: sm_90", "torch": "2", "commit": None}

@@ -1,4 +1,4 @@
-"""`strobe ladder --counters`: what ncu prints becomes a row a rung; a stand-in for ncu prints it here."""
+"""`python -m ladder --counters`: what ncu prints becomes a row a rung; a stand-in for ncu prints it here."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ladder.harness import counters
+from ladder.harness.command import main
 from strobe.errors import UnsupportedProblem
-from strobe.ladder import counters
-from strobe.ladder.command import main
 
 NCU = """#!{python}
 import json, sys

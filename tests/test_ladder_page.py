@@ -17,10 +17,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from ladder.harness import RUNGS, page
 from strobe import reference
-from strobe.call import Call
-from strobe.cli import main
-from strobe.ladder import RUNGS, page
+from strobe.cli.main import main
+from strobe.problem.call import Call
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TILES = page.SEQLEN // page.BLOCK

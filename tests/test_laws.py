@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import strobe
+from ladder.harness import RUNGS
+from strobe.env import Knobs
 from strobe.kernels import FAMILIES
-from strobe.knobs import Knobs
-from strobe.ladder import RUNGS
 
 ROOT = Path(strobe.__file__).parent
 REPOSITORY = ROOT.parent.parent

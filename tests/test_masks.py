@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import strobe
-from strobe.call import Call
-from strobe.mask import Mask, Tile, TileKind
+from strobe.problem.call import Call
+from strobe.problem.mask import Mask, Tile, TileKind
 
 SIZES = [(3, 3), (2, 5), (5, 2), (1, 4), (4, 1), (6, 6), (3, 7)]
 BATCH = 2

@@ -34,7 +34,7 @@ import test_reliability
 import torch
 from judging import judged_call
 
-from strobe import ops
+from strobe.ops import attention as ops
 from strobe.testing import CASES, FAMILIES, Case
 from strobe.testing.poison import fill_with_poison, patched_empty
 

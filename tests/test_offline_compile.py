@@ -16,16 +16,16 @@ pytest.importorskip("triton")
 import triton
 from turns import has_turn
 
-from strobe.kernels.blackwell import config as blackwell
-from strobe.kernels.hopper import config as hopper
-from strobe.kernels.portable import tunings
-from strobe.problem import Problem
-from strobe.proof import budget
-from strobe.proof.budget import FAMILIES, LEDGER, REFUSED, TARGETS, UNITS, Unit
-from strobe.proof.calls import CASES
-from strobe.proof.compile import launches, rows
-from strobe.proof.record import RESULTS, key, page, read
-from strobe.select import select
+from strobe.kernels.blackwell import kernel as blackwell
+from strobe.kernels.hopper import kernel as hopper
+from strobe.kernels.portable import heuristics
+from strobe.problem.problem import Problem
+from strobe.selection.select import select
+from tools.proof import budget
+from tools.proof.budget import FAMILIES, LEDGER, REFUSED, TARGETS, UNITS, Unit
+from tools.proof.calls import CASES
+from tools.proof.compile import launches, rows
+from tools.proof.record import RESULTS, key, page, read
 
 ROOT = Path(__file__).parents[1]
 RECORDED = {key(row): row for row in read(ROOT / RESULTS)}
@@ -107,13 +107,13 @@ def test_portable_kernels_run_every_case_and_use_tensor_cores(target):
 def test_the_cases_use_every_tiling_of_the_tables():
     """On the target that a table is for; `_fit` may take stages and tiles away, so the tuning it is given counts."""
     asked = set()
-    fit = tunings._fit
+    fit = heuristics._fit
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tunings, "_fit", lambda tuning, *rest: asked.add(tuning) or fit(tuning, *rest))
+        patch.setattr(heuristics, "_fit", lambda tuning, *rest: asked.add(tuning) or fit(tuning, *rest))
         for target in ("sm_80", "sm_90", "sm_100"):
             for case in CASES.values():
                 launches(case()._replace(kernel="portable"), TARGETS[target])
-    tables = (tunings.HOPPER, tunings.AMPERE, tunings.BLACKWELL, *tunings.WIDE.values())
+    tables = (heuristics.HOPPER, heuristics.AMPERE, heuristics.BLACKWELL, *heuristics.WIDE.values())
     listed = {tuning for table in tables for row in table for tuning in (row.forward, row.forward_masked, row.keys, row.keys_masked, row.queries)}
     assert listed - asked == set()
 

@@ -8,9 +8,9 @@ from time import perf_counter
 import pytest
 import torch
 
-from strobe import ops
 from strobe.bench.overhead import measure
-from strobe.call import Call
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strobe.overlap import overlaps_itself, share_memory
+from strobe.problem.memory_overlap import overlaps_itself, share_memory
 
 ROOM = 400
 DIMS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 13, 26])), min_size=1, max_size=4)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import strobe
-from strobe.appending import AppendCall, AppendProblem
-from strobe.call import Call
-from strobe.decode import DecodeCall, DecodeProblem
-from strobe.kernels import kernel
-from strobe.problem import Problem
-from strobe.select import select
-from strobe.target import FAKES, KIB, Target
+from strobe.kernels import protocol
+from strobe.problem.append import AppendCall, AppendProblem
+from strobe.problem.call import Call
+from strobe.problem.decode import DecodeCall, DecodeProblem
+from strobe.problem.problem import Problem
+from strobe.problem.target import FAKES, KIB, Target
+from strobe.selection.select import select
 
 INDEX = Path(__file__).parents[1] / "docs" / "index.md"
 COLUMNS = ("forward", "backward", "decode", "append")
@@ -85,13 +85,13 @@ def test_a_device_of_torch_is_a_target_of_its_kind(device, kind):
 
 @pytest.mark.parametrize(("platform", "remedy"), [("linux", "pip install triton"), ("win32", "use WSL"), ("darwin", "published for Linux")])
 def test_where_there_is_no_triton_the_remedy_is_the_systems(monkeypatch, platform, remedy):
-    monkeypatch.setattr(kernel.sys, "platform", platform)
-    monkeypatch.setattr(kernel, "find_spec", lambda name: None)
-    kernel.no_triton.cache_clear()
+    monkeypatch.setattr(protocol.sys, "platform", platform)
+    monkeypatch.setattr(protocol, "find_spec", lambda name: None)
+    protocol.no_triton.cache_clear()
     try:
         assert all(remedy in answer for answer in _answers(FAKES["RTX 4090"]))
     finally:
-        kernel.no_triton.cache_clear()
+        protocol.no_triton.cache_clear()
 
 
 def test_cpu_kernels_run_on_other_systems_too():

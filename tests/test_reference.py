@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from strobe import ops, reference
-from strobe.call import Call
+from strobe import reference
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
 from strobe.testing import CASES, Case, inputs
 
 DENSE = [name for name, case in CASES.items() if not case.packed]

@@ -18,8 +18,8 @@ import torch
 from test_reliability import draw, int32
 
 import strobe
-from strobe import ops
-from strobe.call import Call
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
 from strobe.testing import CASES, Case, assert_as_good_as, assert_gradients_as_good_as, inputs
 from strobe.testing.cases import laid_out
 
@@ -318,7 +318,7 @@ def test_ordered_gradients_are_those_of_steps_that_multiply_their_own_dq(heads, 
     """Two consumers half a step apart change no bit, in 1,000 runs."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("made for sm_90")
-    config = import_module("strobe.kernels.hopper.config")
+    config = import_module("strobe.kernels.hopper.kernel")
     tensors, found = qkv(1, seqlen, heads=heads, width=128, grad=True), {}
     for steps in (10**6, 0):
         monkeypatch.setattr(config, "LAGGING_STEPS", dict.fromkeys(config.LAGGING_STEPS, steps))
@@ -357,7 +357,7 @@ def test_deterministic_backward_1000_times():
 @pytest.mark.parametrize("tma", [False, True])
 def test_every_number_of_stages(stages, tma, monkeypatch):
     """Rows 68, 70, 71: the pipeline's depth changes timing and shared memory, never a result by more than a rounding."""
-    config = import_module("strobe.kernels.portable.config")
+    config = import_module("strobe.kernels.portable.kernel")
     forward, backward = config.forward_tuning, config.backward_tuning
     if tma and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("no TMA before sm_90")

@@ -23,11 +23,13 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 import strobe
-from strobe import ops, reference, repeat
-from strobe.call import Call
-from strobe.choices import Choices
+from strobe import reference
+from strobe.compat import aten, sdpa
 from strobe.errors import UnsupportedProblem
-from strobe.integrations import aten, sdpa
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
+from strobe.selection import repeat
+from strobe.selection.choices import Choices
 from strobe.testing.compare import assert_as_good_as, assert_gradients_as_good_as
 
 OPS = torch.ops.aten

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 import strobe
-from strobe import knobs
-from strobe import target as target_module
-from strobe.call import Call
+from strobe import env
 from strobe.errors import InvalidProblem, UnsupportedProblem
-from strobe.kernels import FAMILIES, kernel, kernels, tma
-from strobe.kernels.blackwell import config as blackwell
-from strobe.kernels.hopper import config as hopper
-from strobe.problem import Problem
-from strobe.select import Choice, select
-from strobe.target import FAKES
+from strobe.kernels import FAMILIES, kernels, protocol
+from strobe.kernels.blackwell import kernel as blackwell
+from strobe.kernels.hopper import kernel as hopper
+from strobe.kernels.runtime import tma_requirements
+from strobe.problem import target as target_module
+from strobe.problem.call import Call
+from strobe.problem.problem import Problem
+from strobe.problem.target import FAKES
+from strobe.selection.select import Choice, select
 
 
 def _dense(width: int = 128, width_v: int = 0, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, int] = (4, 4), **options) -> Call:
@@ -238,16 +239,16 @@ def test_dimensions_of_one_have_any_stride():
 
 
 def test_reasons_that_lie_in_the_machine(monkeypatch):
-    monkeypatch.setattr(tma, "KNOBS", tma.KNOBS._replace(interpret=True))
+    monkeypatch.setattr(tma_requirements, "KNOBS", tma_requirements.KNOBS._replace(interpret=True))
     assert refusal(_dense()) == "Triton's interpreter (TRITON_INTERPRET) does not know Gluon"
     monkeypatch.undo()
-    monkeypatch.setattr(kernel, "find_spec", lambda name: None)
-    kernel.no_triton.cache_clear()
+    monkeypatch.setattr(protocol, "find_spec", lambda name: None)
+    protocol.no_triton.cache_clear()
     try:
         with pytest.raises(UnsupportedProblem) as refused:
             chosen(_dense())
     finally:
-        kernel.no_triton.cache_clear()
+        protocol.no_triton.cache_clear()
     reasons = [line.split(maxsplit=1)[1] for line in str(refused.value).splitlines()[-3:-1]]
     assert reasons == ["needs Triton, which is not installed: pip install triton"] * 2
 
@@ -320,7 +321,7 @@ def test_calls_in_pieces_have_tiles_of_their_own(width):
         hopper.FORWARD.config(Problem.from_call(call), FAKES["H200"]).form.tuning
         for call in (
             Call(long, long, long, left=2000, right=0),
-            Call(long, long, long, right=0).with_mask(strobe.mask.documents(ids)),
+            Call(long, long, long, right=0).with_mask(strobe.problem.mask.documents(ids)),
             Call(packed, packed, packed, right=0, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=4096, max_seqlen_k=4096),
         )
     ]
@@ -345,7 +346,7 @@ def test_the_interpreters_switch_is_read_as_triton_reads_it(value, monkeypatch):
     """Read otherwise, each call on a CPU is sent to kernels that find no driver."""
     libtriton = pytest.importorskip("triton._C.libtriton")
     monkeypatch.setenv("TRITON_INTERPRET", value)
-    assert knobs.read().interpret == libtriton.getenv_bool("TRITON_INTERPRET", False)
+    assert env.read().interpret == libtriton.getenv_bool("TRITON_INTERPRET", False)
 
 
 def test_an_amd_gpu_is_no_nvidia_gpu(monkeypatch):

@@ -9,12 +9,12 @@ import strobe
 import strobe.cute as fa4
 import strobe.flash_attn as fa2
 import strobe.flash_attn_interface as fa3
-from strobe import kvcache
+from strobe.compat import kvcache
+from strobe.compat.seqused import Used, backward_used, forward_used
+from strobe.compat.signatures import Setting
 from strobe.cute import interface as fa4_private
-from strobe.drop_in import Setting
 from strobe.flash_attn import flash_attn_interface as fa2_private
 from strobe.flash_attn.layers.rotary import apply_rotary_emb
-from strobe.seqused import Used, backward_used, forward_used
 
 LENGTHS_Q, LENGTHS_K = (5, 0, 7, 3), (6, 4, 9, 0)
 USED_Q, USED_K = (3, 0, 7, 0), (6, 2, 5, 0)

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from specimens import ampere, backward, blackwell, forward, matmul
 
-from strobe.proof.compile import report
-from strobe.target import FAKES
+from strobe.problem.target import FAKES
+from tools.proof.compile import report
 
 PLACES = {"UTCMMA": "B200", "HGMMA": "H200", "HMMA": "A100"}  # product instruction -> a GPU that has it
 

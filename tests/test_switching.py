@@ -18,12 +18,12 @@ import strobe
 import strobe.cute as fa4
 import strobe.flash_attn as fa2
 import strobe.flash_attn_interface as fa3
-from strobe import drop_in, ops
+from strobe.compat import sdpa, signatures
 from strobe.cute import interface as fa4_private
 from strobe.flash_attn import bert_padding
 from strobe.flash_attn import flash_attn_interface as private
 from strobe.flash_attn.layers import rotary
-from strobe.integrations import sdpa
+from strobe.ops import attention as ops
 
 PAGE = (Path(__file__).parents[1] / "docs" / "switching.md").read_text()
 
@@ -101,9 +101,9 @@ def _softcap(library: Library):
 
 
 def _deterministic(library: Library):
-    calls, run = [], drop_in.ops.run
+    calls, run = [], signatures.ops.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drop_in.ops, "run", lambda call: (calls.append(call), run(call))[1])
+        patch.setattr(signatures.ops, "run", lambda call: (calls.append(call), run(call))[1])
         for asked, everywhere in ((False, False), (True, False), (False, True)):
             torch.use_deterministic_algorithms(everywhere)
             try:

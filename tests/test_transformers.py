@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import strobe
-from strobe import ops
+from strobe.ops import attention as ops
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -69,10 +69,10 @@ from transformers import (
 )
 from transformers.generation import ContinuousBatchingConfig
 
-from strobe.integrations import transformers as integration
-from strobe.integrations.transformers import attention as attention_module
-from strobe.integrations.transformers.masks import mask
-from strobe.integrations.transformers.sight import Band, Sight
+from strobe.compat import transformers as integration
+from strobe.compat.transformers import attention as attention_module
+from strobe.compat.transformers.layer_mask import Band, Sight
+from strobe.compat.transformers.masks import mask
 
 integration.register()
 
@@ -767,7 +767,7 @@ def test_no_transformers_is_said(monkeypatch):
 
 
 def test_nothing_happens_on_import():
-    steps = "import sys, strobe.integrations.transformers; assert 'transformers' not in sys.modules"
+    steps = "import sys, strobe.compat.transformers; assert 'transformers' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", steps], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -10,10 +10,11 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from . import command_help
+from .cli import help_request
 
-if TYPE_CHECKING or not command_help.alone(getattr(sys, "argv", []), sys.orig_argv):
-    from .api import (
+if TYPE_CHECKING or not help_request.alone(getattr(sys, "argv", []), sys.orig_argv):
+    from .errors import InvalidProblem, KernelFault, UnsupportedProblem
+    from .interface import (
         attention,
         attention_varlen,
         explain,
@@ -24,14 +25,13 @@ if TYPE_CHECKING or not command_help.alone(getattr(sys, "argv", []), sys.orig_ar
         supports,
         warmup,
     )
-    from .api_decode import append, attention_decode, explain_decode, partial_attention_decode
-    from .cache import DenseCache, PagedCache, Rotary, quantize_kv
-    from .errors import InvalidProblem, KernelFault, UnsupportedProblem
-    from .mask import Mask, causal, documents, full, key_lengths, prefix_causal, window
-    from .merge import Partial, merge, with_sinks
-    from .problem import Problem
-    from .select import Choice
-    from .target import Target
+    from .interface_decode import append, attention_decode, explain_decode, partial_attention_decode
+    from .problem.cache import DenseCache, PagedCache, Rotary, quantize_kv
+    from .problem.mask import Mask, causal, documents, full, key_lengths, prefix_causal, window
+    from .problem.merge import Partial, merge, with_sinks
+    from .problem.problem import Problem
+    from .problem.target import Target
+    from .selection.select import Choice
 
 try:
     __version__ = version("strobe-attention")

@@ -1,5 +1,5 @@
 """`python -m strobe` is `strobe`."""
 
-from .cli import main
+from .cli.main import main
 
 raise SystemExit(main())

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .drop_in import Setting, applied, attend, combine, forward, refuse, softmax_d, unpacked, write
+from .compat.kvcache import Cache, forward_cached
+from .compat.seqused import Used, backward_used, forward_used
+from .compat.signatures import Setting, applied, attend, combine, forward, refuse, softmax_d, unpacked, write
 from .errors import InvalidProblem, wrong_type
-from .kvcache import Cache, forward_cached
-from .mask import as_int
-from .seqused import Used, backward_used, forward_used
+from .problem.mask import as_int
 
 
 def flash_attn_func(

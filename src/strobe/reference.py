@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .decode import DecodeCall
-from .mask import NO_BOUND, documents
-from .merge import Partial
-from .problem import Call
+from .problem.decode import DecodeCall
+from .problem.mask import NO_BOUND, documents
+from .problem.merge import Partial
+from .problem.problem import Call
 
 
 class Gradients(NamedTuple):

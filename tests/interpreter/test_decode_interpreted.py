@@ -14,10 +14,10 @@ import test_decode
 from decoding import draw_table, expected, fill_unowned, judged, on, wide_sums
 
 import strobe
-from strobe import ops_decode
-from strobe.decode import DecodeCall
-from strobe.knobs import KNOBS
-from strobe.target import FAKES
+from strobe.env import KNOBS
+from strobe.ops import decode as ops_decode
+from strobe.problem.decode import DecodeCall
+from strobe.problem.target import FAKES
 from strobe.testing import FAMILIES
 from strobe.testing.decode import DECODES, assert_decode_as_good_as
 

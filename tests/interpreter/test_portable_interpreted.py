@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import strobe
-from strobe.knobs import KNOBS
+from strobe.env import KNOBS
 from strobe.testing import CASES, FAMILIES
 
 pytestmark = pytest.mark.skipif(not KNOBS.interpret, reason="TRITON_INTERPRET is not set")

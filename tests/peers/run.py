@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from strobe.proof.pages import fill
-from strobe.proof.provenance import circumstances
+from tools.proof.pages import fill
+from tools.proof.provenance import circumstances
 
 HERE = Path(__file__).parent
 OUTCOMES = ("passed", "refused", "failed", "skipped", "over a limit")

@@ -12,10 +12,10 @@ from hopper_cases import CAUSAL
 from hopper_scenes import Scene
 from torch import Tensor
 
-from strobe import ops
-from strobe.proof.simulate import posing
-from strobe.target import FAKES
+from strobe.ops import attention as ops
+from strobe.problem.target import FAKES
 from strobe.testing import Case
+from tools.proof.simulate import posing
 
 PROGRAMS = 2
 B200 = replace(FAKES["B200"], sm_count=PROGRAMS)

@@ -5,8 +5,8 @@ No file of the ordinary test run, where tests/test_offline_compile.py compiles m
 
 import pytest
 
-from strobe.proof.budget import TARGETS, UNITS
-from strobe.proof.compile import launches, rows
+from tools.proof.budget import TARGETS, UNITS
+from tools.proof.compile import launches, rows
 
 KINDS = ("sm_80", "sm_90", "sm_100")
 KERNELS = [

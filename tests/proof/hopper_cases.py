@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strobe import mask as masks
-from strobe.target import FAKES
+from strobe.problem import mask as masks
+from strobe.problem.target import FAKES
 
 PROGRAMS = 2
 H200 = replace(FAKES["H200"], sm_count=PROGRAMS)

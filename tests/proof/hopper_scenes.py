@@ -15,11 +15,13 @@ import torch
 from hopper_cases import CAUSAL, H200, band, runs
 from torch import Tensor
 
-from strobe import ops, ops_decode, reference
-from strobe.decode import DecodeCall
-from strobe.kernels.hopper import config, decode_config, forms
-from strobe.proof.simulate import posing
+from strobe import reference
+from strobe.kernels.hopper import decode_config, kernel, traits
+from strobe.ops import attention as ops
+from strobe.ops import decode as ops_decode
+from strobe.problem.decode import DecodeCall
 from strobe.testing import Case
+from tools.proof.simulate import posing
 
 MANY_KEYS = {"EARLY_KEYS": 0, "FEW": {}}  # each row sees, as far as the forward's tiles and arithmetic are concerned
 
@@ -33,7 +35,7 @@ def _forward(
         call.q.abs_()
         call.k.abs_()[:, : 2 * seqlen_k // 3].mul_(30.0)
     call.v[:, unknown] = float("nan")
-    with posing(H200), patch.multiple(config, **tuned) if tuned else nullcontext():
+    with posing(H200), patch.multiple(kernel, **tuned) if tuned else nullcontext():
         return ops.run(call)
 
 
@@ -101,7 +103,7 @@ def _backward(
     call = case.build("cpu", torch.bfloat16, kernel="hopper.backward")._replace(needs_grad=True, deterministic=deterministic)
     out, lse = reference.forward(call)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-    with posing(replace(H200, sm_count=sms)), patch.multiple(config, **tuned) if tuned else nullcontext():
+    with posing(replace(H200, sm_count=sms)), patch.multiple(kernel, **tuned) if tuned else nullcontext():
         return ops.BACKWARD(dout, out.to(torch.bfloat16), lse.float(), None, *call.arguments)
 
 
@@ -113,7 +115,7 @@ def backward_d128() -> tuple[Tensor, ...]:
 def backward_d64_grouped() -> tuple[Tensor, ...]:
     """Half of dq's 128 rows a consumer: two query heads, two tiles each, for rings of two stages; no query sees the first of three tiles of keys.
     These have one place, as where shared memory is short."""
-    with patch.object(forms, "MOST_SHARED", 0):
+    with patch.object(traits, "MOST_SHARED", 0):
         return _backward(192, 384, 64, sms=1, heads=(2, 1), mask=band(64, 0))
 
 
@@ -239,8 +241,8 @@ DECODE = "../../src/strobe/kernels/hopper/decode.py"
 CLUSTER = "../../src/strobe/kernels/[dh]*/[cde][lex][uc]*.py"  # cluster.py, decode.py and exchange.py
 FORWARD_MENDED = "../../src/strobe/kernels/[dh]*/[afm][goe][arn][diw]*.py"  # again.py, forward*.py and mending.py
 BACKWARD_MENDED = "../../src/strobe/kernels/[dh]*/[bm][ae][cn]*.py"  # backward*.py and mending.py
-INVARIANT = "../../src/strobe/kernels/hopper/invariant.py"
-SCHEDULE = "../../src/strobe/kernels/device/schedule.py"
+INVARIANT = "../../src/strobe/kernels/hopper/batch_invariant.py"
+SCHEDULE = "../../src/strobe/kernels/device/tile_scheduler.py"
 SCENES = (
     *(
         Scene(run.__name__, "sm_90", run, FORWARD)

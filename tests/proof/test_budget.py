@@ -2,8 +2,8 @@
 
 import pytest
 
-from strobe.proof import budget
-from strobe.proof.budget import Allowance, faults, stale
+from tools.proof import budget
+from tools.proof.budget import Allowance, faults, stale
 
 ROW = {
     "family": "portable", "kernel": "keys_kernel", "case": "d128 causal", "target": "sm_86", "registers": 255,

@@ -20,13 +20,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from strobe.errors import InvalidProblem, KernelFault
-from strobe.kernels import constants
-from strobe.proof import budget
-from strobe.proof import compile as proof
-from strobe.proof.budget import TARGETS, UNITS, Unit
-from strobe.proof.calls import CASES
-from strobe.proof.compile import Job, compile_job, launches, recording, report
-from strobe.proof.record import RESULTS, key, merged, page, read
+from strobe.kernels.runtime import constants
+from tools.proof import budget
+from tools.proof import compile as proof
+from tools.proof.budget import TARGETS, UNITS, Unit
+from tools.proof.calls import CASES
+from tools.proof.compile import Job, compile_job, launches, recording, report
+from tools.proof.record import RESULTS, key, merged, page, read
 
 HOPPER = TARGETS["sm_90"]
 RECORDED = {key(row): row for row in read(Path(__file__).parents[2] / RESULTS)}

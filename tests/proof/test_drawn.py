@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from strobe import mask as masks
-from strobe.kernels.hopper import config as hopper
-from strobe.proof.simulate import on
-from strobe.target import FAKES
+from strobe.kernels.hopper import kernel as hopper
+from strobe.problem import mask as masks
+from strobe.problem.target import FAKES
 from strobe.testing import FAMILIES, Case
+from tools.proof.simulate import on
 
 EDGES = (0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257)
 WIDTHS = (8, 16, 32, 40, 64, 72, 96, 104, 120, 128, 136, 160, 184, 192, 200, 248, 256)

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("xdist")
 
-from strobe.proof import drift
+from tools.proof import drift
 
 HERE = """
 import os

@@ -12,14 +12,15 @@ from hopper_cases import CAUSAL, H200, SCHEDULES, band, key_lengths, runs
 
 pytest.importorskip("triton")
 
-from strobe import ops, reference
-from strobe.call import Call
-from strobe.kernels.hopper import config
-from strobe.problem import Problem
-from strobe.proof.simulate import simulated
-from strobe.select import select
-from strobe.target import FAKES
+from strobe import reference
+from strobe.kernels.hopper import kernel
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
+from strobe.problem.problem import Problem
+from strobe.problem.target import FAKES
+from strobe.selection.select import select
 from strobe.testing import Case, assert_as_good_as, compare
+from tools.proof.simulate import simulated
 
 pytestmark = [pytest.mark.usefixtures("as_of_many_keys"), pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")]
 PACKED = {"lengths_q": (100, 0, 300, 77), "lengths_k": (130, 30, 500, 10)}
@@ -233,7 +234,7 @@ def test_scores_that_grow_on_a_gpu(case, change):
 
 def test_which_calls_have_early_weights(monkeypatch):
     def asked(case: Case, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return config.FORWARD.config(Problem.from_call(case.build("cpu", dtype)), FAKES["H200"]).form.early
+        return kernel.FORWARD.config(Problem.from_call(case.build("cpu", dtype)), FAKES["H200"]).form.early
 
     monkeypatch.undo()
     assert asked(_case("long", 820, 820, head_dim=64, mask=CAUSAL)) and asked(_case("dense", 8, 410, head_dim=128))
@@ -245,7 +246,7 @@ def test_which_calls_have_early_weights(monkeypatch):
 def test_tiles_of_few_keys(monkeypatch):
     def tiles(keys: int, width: int, mask: Callable | None = CAUSAL) -> tuple[int, int]:
         call = _case("", keys, keys, heads=(1, 1), head_dim=width, mask=mask).build("cpu", torch.bfloat16)
-        tuning = config.FORWARD.config(Problem.from_call(call), FAKES["H200"]).form.tuning
+        tuning = kernel.FORWARD.config(Problem.from_call(call), FAKES["H200"]).form.tuning
         return tuning.block_m, tuning.block_n
 
     monkeypatch.undo()

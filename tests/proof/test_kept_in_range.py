@@ -7,8 +7,8 @@ import torch
 pytest.importorskip("triton")
 
 from strobe.kernels.device.dialect import gl, gluon
-from strobe.kernels.device.lanes import lanes_of, sum_in_lanes
-from strobe.kernels.hopper.early import kept_in_range
+from strobe.kernels.device.layouts import lanes_of, sum_in_lanes
+from strobe.kernels.hopper.optimistic_softmax import kept_in_range
 from strobe.sim import simulate
 
 

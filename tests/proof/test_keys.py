@@ -12,9 +12,9 @@ KEYS = """
 import json, sys, threading, time
 from triton.runtime import jit
 from strobe.kernels.blackwell import forward as blackwell
-from strobe.kernels.device.views import corner
+from strobe.kernels.device.tma import corner
 from strobe.kernels.hopper import backward, decode, forward, rows
-from strobe.kernels.keys import hash_callees_first
+from strobe.kernels.runtime.keys import hash_callees_first
 from strobe.kernels.portable import backward as portable_backward, decode as portable_decode, forward as portable
 
 named = [

@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("triton")
 
 from strobe.errors import InvalidProblem
-from strobe.proof import mutate
-from strobe.proof.mutate import RESULTS, SUITES, Suite, main, merged, read, score, table
-from strobe.proof.pages import fill
 from strobe.sim import simulate
+from tools.proof import mutate
+from tools.proof.mutate import RESULTS, SUITES, Suite, main, merged, read, score, table
+from tools.proof.pages import fill
 
 BEGIN, END = "<!-- mutation: begin -->", "<!-- mutation: end -->"
 
@@ -34,7 +34,7 @@ def test_survivors_are_those_of_the_ledger(suite, scene):
     assert faults == []
     recorded = next(known for known in read(ROOT / RESULTS) if (ROOT / known["scenes"], known["scene"]) == (suite.scenes, scene.name))
     same = ("mutants", "noticed", "explained", "target", "file")
-    assert {name: row[name] for name in same} == {name: recorded[name] for name in same}, "python -m strobe.proof.mutate records it anew"
+    assert {name: row[name] for name in same} == {name: recorded[name] for name in same}, "python -m tools.proof.mutate records it anew"
 
 
 def test_the_ledger_is_of_these_scenes_and_gives_reasons():

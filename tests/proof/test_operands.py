@@ -7,8 +7,8 @@ import torch
 
 from strobe.errors import KernelFault
 from strobe.kernels.device.dialect import gl, gluon, warpgroup_mma, warpgroup_mma_wait
-from strobe.proof.compile import report
-from strobe.proof.operands import clashes
+from tools.proof.compile import report
+from tools.proof.operands import clashes
 
 PTX = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%f1}}, {{%r1,%r2,%r3,%r4}}, %rd1, %p1, 1, 1, {};"
 LOOP = """

@@ -21,18 +21,22 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 import strobe
-from strobe import ops, ops_decode, repeat
-from strobe.appending import AppendCall, AppendProblem
-from strobe.call import Call
-from strobe.decode import DecodeProblem
-from strobe.kernels import first_call, kernel, memory, relaunch
-from strobe.kernels.hopper import launch
-from strobe.kernels.kernel import Backward, Forward
-from strobe.proof.compile import offline
-from strobe.proof.simulate import posing
-from strobe.select import select
-from strobe.target import FAKES
+from strobe.kernels import protocol as kernel
+from strobe.kernels.hopper import launch_forward
+from strobe.kernels.protocol import Backward, Forward
+from strobe.kernels.runtime import first_call_overlap, launcher
+from strobe.kernels.runtime import workspace as memory
+from strobe.ops import attention as ops
+from strobe.ops import decode as ops_decode
+from strobe.problem.append import AppendCall, AppendProblem
+from strobe.problem.call import Call
+from strobe.problem.decode import DecodeProblem
+from strobe.problem.target import FAKES
+from strobe.selection import repeat
+from strobe.selection.select import select
 from strobe.testing.decode import DECODES
+from tools.proof.compile import offline
+from tools.proof.simulate import posing
 
 STREAM = 77
 KEY = "a key"
@@ -60,25 +64,25 @@ class Stage:
     def function(self, *arguments) -> None:
         self.launches.append(plain(arguments))
 
-    def described(self, call: Call) -> tuple[tuple, launch.Launch]:
+    def described(self, call: Call) -> tuple[tuple, launch_forward.Launch]:
         """The tensors of a call, and its launch."""
         with posing(FAKES["H200"]):
             plan = ops.decide(call).forward
         out, lse = torch.empty_like(call.q), torch.empty(2, 100)
         word, counter = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
         pointers = (lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
-        return (*call[:3], out, *pointers), launch.forward_launch(plan, call, out, pointers)
+        return (*call[:3], out, *pointers), launch_forward.forward_launch(plan, call, out, pointers)
 
-    def by_triton(self, described: launch.Launch) -> tuple:
+    def by_triton(self, described: launch_forward.Launch) -> tuple:
         """What Triton's launcher hands to the C function."""
         kernel = self.compiled
         kernel.run(described.programs, 1, 1, STREAM, kernel.function, kernel.packed_metadata, None, None, None, *described.arguments)
         return self.launches.pop()
 
-    def start(self, tensors: tuple, described: launch.Launch, owner: object, key: str = KEY) -> tuple | None:
+    def start(self, tensors: tuple, described: launch_forward.Launch, owner: object, key: str = KEY) -> tuple | None:
         """What reaches the C function by `relaunch`; None where Triton launches."""
         assert not self.launches
-        self.again = relaunch.start(owner, key, tensors, lambda: described._replace(kernel=_Kernel(self)))
+        self.again = launcher.start(owner, key, tensors, lambda: described._replace(kernel=_Kernel(self)))
         assert (self.again is None) == (not self.launches)
         return self.launches.pop() if self.launches else None
 
@@ -130,8 +134,8 @@ def stage(compiled, monkeypatch):
     monkeypatch.setattr(nvidia, "library_dirs", list)
     monkeypatch.setattr(nvidia, "PyKernelArg", lambda **fields: tuple(fields.values()), raising=False)  # of Triton's C module, from 3.7 on
     monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=stage.utils))
-    monkeypatch.setattr(relaunch, "_KNOWN", {})
-    monkeypatch.setattr(relaunch, "_NOTED", {})
+    monkeypatch.setattr(launcher, "_KNOWN", {})
+    monkeypatch.setattr(launcher, "_NOTED", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     _act(stage, compiled, monkeypatch)
@@ -156,7 +160,7 @@ def _noted(monkeypatch, plan, call, tensors) -> list[tuple]:
     """(key, tensors, launch) of each kernel that a plan launches."""
     noted: list[tuple] = []
     with monkeypatch.context() as patch:
-        patch.setattr(relaunch, "start", lambda owner, key, tensors, first: noted.append((key, tensors, first())))
+        patch.setattr(launcher, "start", lambda owner, key, tensors, first: noted.append((key, tensors, first())))
         workspace = {buffer.name: torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in plan.buffers}
         plan.kernel.run(plan, call, tensors, workspace)
     return noted
@@ -226,11 +230,11 @@ def test_each_kernel_gets_what_triton_would_give_it(name, stage, monkeypatch):
     key, tensors, described = launched(monkeypatch, **options)[kernel]
     with offline(90):
         one = described.kernel.warmup(*described.arguments, grid=(described.programs,), **described.options)
-    if triton.__version__.startswith(first_call.READ):
+    if triton.__version__.startswith(first_call_overlap.READ):
         written = []
         with monkeypatch.context() as patch:
             patch.setattr(nvidia, "compile_module_from_src", lambda **module: written.append(module) or SimpleNamespace(launch=stage.function))
-            first_call._launcher(one.src)
+            first_call_overlap._launcher(one.src)
             nvidia.CudaLauncher(one.src, one.metadata)
         assert len(written) == 2 and written[0] == written[1] and "launch" in written[0]["src"]
     monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=stage.utils))
@@ -247,31 +251,31 @@ def test_each_kernel_gets_what_triton_would_give_it(name, stage, monkeypatch):
 def test_a_compilation_waits_for_its_launcher(monkeypatch):
     """Both have ended when Triton looks for the launcher, be the compilation sooner or a failure."""
     events = []
-    monkeypatch.setattr(first_call, "_hashing", lambda: SimpleNamespace(join=lambda: None))
-    monkeypatch.setattr(first_call, "_launcher", lambda source: (time.sleep(0.05), events.append(f"launcher of {source}")))
-    assert first_call._with_launcher(lambda source, target: events.append("kernel") or target, "a", target=7) == 7
+    monkeypatch.setattr(first_call_overlap, "_hashing", lambda: SimpleNamespace(join=lambda: None))
+    monkeypatch.setattr(first_call_overlap, "_launcher", lambda source: (time.sleep(0.05), events.append(f"launcher of {source}")))
+    assert first_call_overlap._with_launcher(lambda source, target: events.append("kernel") or target, "a", target=7) == 7
     assert events == ["kernel", "launcher of a"]
 
     def fails(source):
         raise RuntimeError("no such layout")
 
     with pytest.raises(RuntimeError, match="no such layout"):
-        first_call._with_launcher(fails, "b")
+        first_call_overlap._with_launcher(fails, "b")
     assert events[2:] == ["launcher of b"]
 
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_the_collector_of_garbage_rests_while_a_kernel_compiles(collects, monkeypatch):
     """And then does what it did before."""
-    monkeypatch.setattr(first_call, "_hashing", lambda: SimpleNamespace(join=lambda: None))
-    monkeypatch.setattr(first_call, "_launcher", lambda source: None)
+    monkeypatch.setattr(first_call_overlap, "_hashing", lambda: SimpleNamespace(join=lambda: None))
+    monkeypatch.setattr(first_call_overlap, "_launcher", lambda source: None)
     before = gc.isenabled()
     try:
         (gc.enable if collects else gc.disable)()
-        assert first_call._with_launcher(lambda source: gc.isenabled(), "a") is False
+        assert first_call_overlap._with_launcher(lambda source: gc.isenabled(), "a") is False
         assert gc.isenabled() is collects
         with pytest.raises(ZeroDivisionError):
-            first_call._with_launcher(lambda source: 1 / 0, "b")
+            first_call_overlap._with_launcher(lambda source: 1 / 0, "b")
         assert gc.isenabled() is collects
     finally:
         (gc.enable if before else gc.disable)()
@@ -280,21 +284,21 @@ def test_the_collector_of_garbage_rests_while_a_kernel_compiles(collects, monkey
 def _said():
     """What Triton is told of a compilation: (no line numbers, no text of each stage), by its own words and by the environment's."""
     names = "TRITON_DISABLE_LINE_INFO", "TRITON_STORE_BINARY_ONLY"
-    return [getattr(knobs.compilation, name) for name in first_call.LEFT_OUT], [os.environ.get(name) for name in names]
+    return [getattr(knobs.compilation, name) for name in first_call_overlap.LEFT_OUT], [os.environ.get(name) for name in names]
 
 
 def test_a_compilation_leaves_out_what_no_call_needs(monkeypatch):
     """Unless the environment asks for it; also where several threads compile, of which the first ends first."""
-    monkeypatch.setattr(first_call, "_hashing", lambda: SimpleNamespace(join=lambda: None))
-    monkeypatch.setattr(first_call, "_launcher", lambda source: None)
+    monkeypatch.setattr(first_call_overlap, "_hashing", lambda: SimpleNamespace(join=lambda: None))
+    monkeypatch.setattr(first_call_overlap, "_launcher", lambda source: None)
     for name in ("TRITON_DISABLE_LINE_INFO", "TRITON_STORE_BINARY_ONLY"):
         monkeypatch.delenv(name, raising=False)
     before = _said()
     assert before == ([False, False], [None, None])
-    assert first_call._with_launcher(lambda source: _said(), "a") == ([True, True], ["1", "1"])
+    assert first_call_overlap._with_launcher(lambda source: _said(), "a") == ([True, True], ["1", "1"])
     assert _said() == before
     with pytest.raises(ZeroDivisionError):
-        first_call._with_launcher(lambda source: 1 / 0, "b")
+        first_call_overlap._with_launcher(lambda source: 1 / 0, "b")
     assert _said() == before
 
     first, second, ended = threading.Event(), threading.Event(), threading.Event()
@@ -309,7 +313,7 @@ def test_a_compilation_leaves_out_what_no_call_needs(monkeypatch):
         assert ended.wait(60)
         seen.append(_said())
 
-    threads = [threading.Thread(target=first_call._with_launcher, args=(work, "c")) for work in (compile_first, compile_second)]
+    threads = [threading.Thread(target=first_call_overlap._with_launcher, args=(work, "c")) for work in (compile_first, compile_second)]
     threads[0].start()
     assert first.wait(60)
     threads[1].start()
@@ -319,7 +323,7 @@ def test_a_compilation_leaves_out_what_no_call_needs(monkeypatch):
     assert seen == [([True, True], ["1", "1"])] and _said() == before and gc.isenabled()
 
     monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "0")
-    assert first_call._with_launcher(lambda source: _said(), "d") == ([False, True], ["0", "1"])
+    assert first_call_overlap._with_launcher(lambda source: _said(), "d") == ([False, True], ["0", "1"])
     assert _said() == ([False, False], ["0", None])
 
 
@@ -335,21 +339,21 @@ def test_a_kernel_compiles_beside_its_launcher_on_each_device(monkeypatch):
         kernel.compile = lambda source, **_: compiled.append((current[0], source))
         return ({}, {}, None, None, None)
 
-    monkeypatch.setattr(first_call.triton, "__version__", "3.6.0")
-    monkeypatch.setattr(first_call, "triton_key", lambda: time.sleep(0.05) or compiled.append("hashed"))
-    monkeypatch.setattr(first_call, "_launcher", lambda source: compiled.append(("launcher", source)))
+    monkeypatch.setattr(first_call_overlap.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(first_call_overlap, "triton_key", lambda: time.sleep(0.05) or compiled.append("hashed"))
+    monkeypatch.setattr(first_call_overlap, "_launcher", lambda source: compiled.append(("launcher", source)))
     kernel.device_caches = defaultdict(of_a_device)
-    first_call._hashing.cache_clear()
+    first_call_overlap._hashing.cache_clear()
     for current[0] in (0, 0, 1):
-        first_call.beside(kernel, current[0])
+        first_call_overlap.beside(kernel, current[0])
         kernel.compile("source")
     assert compiled[0] == "hashed" and compiled.count("hashed") == 1  # before anything is looked up by it
     assert Counter(compiled[1:]) == {(0, "source"): 2, (1, "source"): 1, ("launcher", "source"): 3}
-    monkeypatch.setattr(first_call.triton, "__version__", "3.7.0")
+    monkeypatch.setattr(first_call_overlap.triton, "__version__", "3.7.0")
     kernel.compile = untouched = object()
-    first_call.beside(kernel, 0)
+    first_call_overlap.beside(kernel, 0)
     assert kernel.compile is untouched
-    first_call._hashing.cache_clear()
+    first_call_overlap._hashing.cache_clear()
 
 
 def test_splits_of_a_cluster_are_launched_together(stage, monkeypatch):
@@ -377,7 +381,7 @@ def test_what_is_compiled_in_the_background_is_told_of_its_clusters():
         warmup = staticmethod(lambda *_, **__: SimpleNamespace(result=lambda: compiled))
         __getitem__ = lambda self, grid: lambda *_, **__: (grid, compiled.packed_metadata)
 
-    assert relaunch.in_clusters(16, 3, Kernel(), (), {}) == ((3,), (4, 16, 1000))
+    assert launcher.in_clusters(16, 3, Kernel(), (), {}) == ((3,), (4, 16, 1000))
 
 
 def test_a_gradient_of_lse_is_another_launch(stage, monkeypatch):
@@ -387,9 +391,9 @@ def test_a_gradient_of_lse_is_another_launch(stage, monkeypatch):
 
 def test_a_plan_launches_again_at_addresses_it_met(stage, monkeypatch):
     """From the op's side: first through Triton, then noted, then again and again without the kernel's own host code."""
-    monkeypatch.setattr(launch.Launch, "start", lambda self: setattr(stage, "started", stage.started + 1) or stage.compiled)
+    monkeypatch.setattr(launch_forward.Launch, "start", lambda self: setattr(stage, "started", stage.started + 1) or stage.compiled)
     met = []
-    monkeypatch.setattr(launch, "run_forward", lambda *a, real=launch.run_forward: met.append(1) or real(*a))
+    monkeypatch.setattr(launch_forward, "run_forward", lambda *a, real=launch_forward.run_forward: met.append(1) or real(*a))
     with posing(FAKES["H200"]):
         for call in (_call(), _call()):
             choice = ops.decide(call)
@@ -423,8 +427,8 @@ class _Places:
 def test_a_backward_is_launched_again_as_one(stage, heads, launches, monkeypatch):
     """Its kernels one behind the other, without their host code; where groups are split, sums are set to 0 first."""
     started, places, filled = [], _Places(), []
-    noted = lambda owner, key, tensors, first: started.append(key) or relaunch.Noted(stage.function, 1, -1, (key, *plain(tensors)))
-    monkeypatch.setattr(relaunch, "start", noted)
+    noted = lambda owner, key, tensors, first: started.append(key) or launcher.Noted(stage.function, 1, -1, (key, *plain(tensors)))
+    monkeypatch.setattr(launcher, "start", noted)
     monkeypatch.setattr(ops, "empty_here", places.fresh)
     monkeypatch.setattr(memory, "empty_here", places.fresh)
     monkeypatch.setattr(torch, "full", lambda shape, value, **kind: filled.append(value) or places.fresh(shape, None, kind["dtype"]))
@@ -452,8 +456,8 @@ def test_gradients_are_launched_again_before_anything_else_is_looked_at(stage, m
     """Of a plain call: not where a graph of them is wanted, where dout lies otherwise, where what autograd kept has come back as something else, or
     while a profiler looks on; then as any other call's."""
     started, looked, places = [], [], _Places()
-    noted = lambda owner, key, tensors, first: started.append(key) or relaunch.Noted(stage.function, 1, -1, (key, *plain(tensors)))
-    monkeypatch.setattr(relaunch, "start", noted)
+    noted = lambda owner, key, tensors, first: started.append(key) or launcher.Noted(stage.function, 1, -1, (key, *plain(tensors)))
+    monkeypatch.setattr(launcher, "start", noted)
     for user in (ops, memory, repeat):
         monkeypatch.setattr(user, "empty_here", places.fresh)
 
@@ -503,8 +507,8 @@ def test_gradients_are_launched_again_before_anything_else_is_looked_at(stage, m
 def test_a_decode_is_launched_again(stage, alone, name, keys, monkeypatch):
     """Where lse stands behind the scratch or by itself: what the kernel is handed lies in memory that is held, and each thing apart."""
     started, places = [], _Places()
-    noted = lambda owner, key, tensors, first: started.append(plain(tensors)) or relaunch.Noted(stage.function, 1, -1, plain(tensors))
-    monkeypatch.setattr(relaunch, "start", noted)
+    noted = lambda owner, key, tensors, first: started.append(plain(tensors)) or launcher.Noted(stage.function, 1, -1, plain(tensors))
+    monkeypatch.setattr(launcher, "start", noted)
     monkeypatch.setattr(ops_decode, "empty_here", places.fresh)
     call = DECODES[name].build("cpu", torch.bfloat16, "normal", 0, "hopper", False)
     if keys != "splits in a cluster":
@@ -535,14 +539,14 @@ def test_a_decode_is_launched_again(stage, alone, name, keys, monkeypatch):
 
 
 def test_nothing_is_launched_again_in_turn_where_one_was_not_noted(stage):
-    one = relaunch.Noted(stage.function, 1, -1, ())
-    assert relaunch.in_turn([one, None]) is None and relaunch.in_turn([one, one.here()]) is None
-    assert relaunch.in_turn([one, one])() and len(stage.launches) == 2
+    one = launcher.Noted(stage.function, 1, -1, ())
+    assert launcher.in_turn([one, None]) is None and launcher.in_turn([one, one.here()]) is None
+    assert launcher.in_turn([one, one])() and len(stage.launches) == 2
 
 
 @pytest.mark.parametrize("out", ("strided", "odd"))
 def test_an_out_laid_out_otherwise_is_not_what_a_plan_keeps(stage, out, monkeypatch):
-    monkeypatch.setattr(launch.Launch, "start", lambda self: stage.compiled)
+    monkeypatch.setattr(launch_forward.Launch, "start", lambda self: stage.compiled)
     call = _call()
     wide = torch.empty(100, 2, 104 if out == "strided" else 97, dtype=torch.bfloat16)
     with posing(FAKES["H200"]):
@@ -554,7 +558,7 @@ def test_an_out_laid_out_otherwise_is_not_what_a_plan_keeps(stage, out, monkeypa
 
 def test_what_a_plan_keeps_is_bounded(stage, monkeypatch):
     monkeypatch.setattr(kernel, "MOST_AGAIN", 4)
-    monkeypatch.setattr(launch.Launch, "start", lambda self: stage.compiled)
+    monkeypatch.setattr(launch_forward.Launch, "start", lambda self: stage.compiled)
     call, lses = _call(), [torch.empty(2, 100) for _ in range(12)]
     with posing(FAKES["H200"]):
         choice = ops.decide(call)
@@ -566,7 +570,7 @@ def test_what_a_plan_keeps_is_bounded(stage, monkeypatch):
 def test_what_all_plans_keep_is_bounded(stage, monkeypatch):
     """Lengths that change with each step bring new plans, and new addresses to each."""
     monkeypatch.setattr(kernel, "MOST_KEPT", 6)
-    monkeypatch.setattr(launch.Launch, "start", lambda self: stage.compiled)
+    monkeypatch.setattr(launch_forward.Launch, "start", lambda self: stage.compiled)
     plans, most = [], 0
     with posing(FAKES["H200"]):
         for window in range(8):
@@ -580,17 +584,17 @@ def test_what_all_plans_keep_is_bounded(stage, monkeypatch):
 
 def test_who_owns_a_noted_launch_is_kept_whatever_another_thread_lets_go(stage, monkeypatch):
     """Its id is in the key, which another owner could get otherwise."""
-    noting = relaunch.note
+    noting = launcher.note
 
     def meanwhile(*arguments):
-        relaunch._KNOWN.clear()  # as a thread does that meets one kernel too many
+        launcher._KNOWN.clear()  # as a thread does that meets one kernel too many
         return noting(*arguments)
 
-    monkeypatch.setattr(relaunch, "note", meanwhile)
+    monkeypatch.setattr(launcher, "note", meanwhile)
     owner = type("Owner", (), {})()
     for _ in range(2):
         stage.start(*stage.described(_call()), owner)
-    assert relaunch._NOTED and not relaunch._KNOWN
+    assert launcher._NOTED and not launcher._KNOWN
     held = weakref.ref(owner)
     del owner
     gc.collect()
@@ -666,7 +670,7 @@ def test_nothing_kept_holds_memory(stage):
 @pytest.mark.parametrize("reason", ("scratch", "profile", "version", "hook"))
 def test_triton_launches_where_its_launcher_does_more(stage, reason, monkeypatch):
     if reason == "version":
-        monkeypatch.setattr(relaunch.triton, "__version__", "4.0.0")
+        monkeypatch.setattr(launcher.triton, "__version__", "4.0.0")
     elif reason == "hook":
         monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
     else:
@@ -678,9 +682,9 @@ def test_triton_launches_where_its_launcher_does_more(stage, reason, monkeypatch
 
 
 def test_what_is_kept_is_bounded(stage, monkeypatch):
-    monkeypatch.setattr(relaunch, "MOST", 4)
+    monkeypatch.setattr(launcher, "MOST", 4)
     owner, kept = object(), []
     for _ in range(12):
         kept.append(stage.described(_call()))  # kept, so that addresses differ
         stage.start(*kept[-1], owner, str(len(kept)))
-        assert len(relaunch._KNOWN) <= 4
+        assert len(launcher._KNOWN) <= 4

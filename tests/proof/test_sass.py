@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from strobe.proof.sass import KINDS, ROLES, count, loops
+from tools.proof.sass import KINDS, ROLES, count, loops
 
 DISPATCH = """
         USETMAXREG.DEALLOC.CTAPOOL 0x50

@@ -13,21 +13,21 @@ from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, PROGRAMS, SCHEDULES, WIT
 
 pytest.importorskip("triton")
 
-from strobe import ops
-from strobe.call import Call
 from strobe.errors import KernelFault, UnsupportedProblem
 from strobe.kernels import kernels
-from strobe.kernels.device import views
-from strobe.kernels.device.persistent import work_of
-from strobe.kernels.hopper import config as hopper
-from strobe.kernels.hopper import launch
-from strobe.kernels.kernel import Plan
-from strobe.kernels.tma import fold_of
-from strobe.problem import Problem
-from strobe.proof.simulate import on, simulated
-from strobe.target import FAKES
+from strobe.kernels.device import tma
+from strobe.kernels.device.persistent_launch import work_of
+from strobe.kernels.hopper import kernel as hopper
+from strobe.kernels.hopper import launch_forward
+from strobe.kernels.protocol import Plan
+from strobe.kernels.runtime.tma_requirements import fold_of
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
+from strobe.problem.problem import Problem
+from strobe.problem.target import FAKES
 from strobe.testing import FAMILIES, Case, assert_as_good_as
 from strobe.testing.cases import laid_out
+from tools.proof.simulate import on, simulated
 
 pytestmark = pytest.mark.usefixtures("as_of_many_keys")
 
@@ -397,7 +397,7 @@ def test_out_that_tma_cannot_write(storage):
     """A given out lies as it likes: what TMA cannot address is written elsewhere and copied."""
     call = CASES["dense"].build("cpu", torch.bfloat16, kernel="hopper")
     out = laid_out(torch.full((1, 300, 2, 128), float("nan"), dtype=torch.bfloat16), storage, 0)
-    assert (views.addressable(out) is out) == (storage != "odd_offset")
+    assert (tma.addressable(out) is out) == (storage != "odd_offset")
     with on(H200):
         assert_as_good_as(ops.run(call, out), call)
 
@@ -417,7 +417,7 @@ def test_more_tiles_than_a_launch_can_count():
     problem = Problem.from_call(call)
     plan = Plan(hopper.FORWARD, problem, H200, hopper.FORWARD.config(problem, H200), ())
     with pytest.raises(KernelFault, match=r"hopper\.forward: 2147483648 tiles .* split the batch"):
-        launch.forward_launch(plan, call, q, (q,))
+        launch_forward.forward_launch(plan, call, q, (q,))
 
 
 @pytest.mark.parametrize(
@@ -516,7 +516,7 @@ def test_out_whose_heads_lie_apart(storage):
     case = CASES["joined_packed"]
     call = case.build("cpu", torch.bfloat16, kernel="hopper")
     out = laid_out(torch.full(call.q.shape, float("nan"), dtype=torch.bfloat16), storage, 0)
-    assert (views.addressable(out, joined=True) is out) == (storage == "contiguous") and views.addressable(out) is out
+    assert (tma.addressable(out, joined=True) is out) == (storage == "contiguous") and tma.addressable(out) is out
     with on(H200):
         assert_as_good_as(ops.run(call, out), call)
 

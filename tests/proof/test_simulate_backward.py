@@ -15,19 +15,19 @@ from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, SCHEDULES, WITHOUT_BOUND
 
 pytest.importorskip("triton")
 
-from strobe import ops
-from strobe.call import Call
 from strobe.errors import KernelFault
-from strobe.kernels.hopper import config as hopper
+from strobe.kernels.hopper import kernel as hopper
 from strobe.kernels.hopper import launch_backward
-from strobe.kernels.kernel import Plan
-from strobe.problem import Problem
-from strobe.proof.compile import launches
-from strobe.proof.simulate import on
-from strobe.select import select
-from strobe.target import FAKES, Target
+from strobe.kernels.protocol import Plan
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
+from strobe.problem.problem import Problem
+from strobe.problem.target import FAKES, Target
+from strobe.selection.select import select
 from strobe.testing import FAMILIES, Case, assert_gradients_as_good_as
 from strobe.testing.cases import laid_out
+from tools.proof.compile import launches
+from tools.proof.simulate import on
 
 BACKWARD = ["rows_kernel", "backward_kernel", "convert_dq_kernel"]
 BACKWARD_OF_FEW_KEYS = BACKWARD[:-1]  # who adds last writes dq

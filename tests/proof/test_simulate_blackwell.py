@@ -17,23 +17,23 @@ from hopper_cases import CAUSAL, DTYPES, SCHEDULES, WITHOUT_BOUND, band
 
 pytest.importorskip("triton")
 
-from strobe import ops
 from strobe.bench.predictions import variants
-from strobe.call import Call
-from strobe.kernels.blackwell import config as blackwell
 from strobe.kernels.blackwell import forward
-from strobe.kernels.device import persistent, views
-from strobe.kernels.kernel import Forward
-from strobe.problem import Problem
-from strobe.proof.exponential import evaluated, minimax, worst
-from strobe.proof.simulate import on, simulated
-from strobe.select import select
+from strobe.kernels.blackwell import kernel as blackwell
+from strobe.kernels.device import persistent_launch, tma
+from strobe.kernels.protocol import Forward
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
+from strobe.problem.problem import Problem
+from strobe.problem.target import FAKES
+from strobe.selection.select import select
 from strobe.sim import Checks, simulate
 from strobe.sim.mutate import Mutant, mutants
 from strobe.sim.scene import FAILURES, Scene, replaced
-from strobe.target import FAKES
 from strobe.testing import FAMILIES, Case, assert_as_good_as
 from strobe.testing.cases import laid_out
+from tools.proof.exponential import evaluated, minimax, worst
+from tools.proof.simulate import on, simulated
 
 HERE = Path(__file__).parent
 SOURCE = (HERE / FORWARD).resolve()
@@ -150,7 +150,7 @@ def test_tiles_that_cost_the_same_are_taken_without_a_counter(monkeypatch):
     """Where no mask makes them differ, programs of several tiles need no word from each other; the kernel is then given no counter."""
     assert [_form(CASES[name]).counted for name in ("causal", "window_left", "window_right", "packed_other_keys_96")] == [True] * 4
     assert not _form(CASES["three"]).counted  # one tile
-    monkeypatch.setattr(persistent, "zeros_on", None)
+    monkeypatch.setattr(persistent_launch, "zeros_on", None)
     case = CASES["whole_tiles"]
     assert case.heads[0] * case.seqlen_q // 256 == 2 * PROGRAMS
     run_and_judge(case, torch.bfloat16, "normal", ("pct", 3))
@@ -235,7 +235,7 @@ def test_out_whose_heads_lie_apart(storage):
     case = CASES["joined_packed"]
     call = case.build("cpu", torch.bfloat16, kernel="blackwell")
     out = laid_out(torch.full(call.q.shape, float("nan"), dtype=torch.bfloat16), storage, 0)
-    assert (views.addressable(out, joined=True) is out) == (storage == "contiguous") and views.addressable(out) is out
+    assert (tma.addressable(out, joined=True) is out) == (storage == "contiguous") and tma.addressable(out) is out
     with on(B200):
         assert_as_good_as(ops.run(call, out), call)
 
@@ -306,7 +306,7 @@ def test_the_polynomials_in_the_kernel_are_the_ones_derived():
 
 @pytest.mark.parametrize("degree, bound", [(3, 1.1e-4), (4, 3e-6), (5, 2e-7)])
 def test_errors_of_the_polynomials(degree, bound):
-    """Every 64th float32 here; all of them by python -m strobe.proof.exponential."""
+    """Every 64th float32 here; all of them by python -m tools.proof.exponential."""
     found = worst(minimax(degree), 64)
     assert bound / 2 < found < bound
     assert evaluated(minimax(degree), torch.zeros(1).numpy()) == 1

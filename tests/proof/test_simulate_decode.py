@@ -14,16 +14,16 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/, whose files are shared
 from decoding import on as run_on
 
-from strobe.cache import FP8
-from strobe.decode import DecodeCall, DecodeProblem
-from strobe.kernels import counters, faults
 from strobe.kernels.hopper import decode_config as config
-from strobe.proof.simulate import READ_FENCES
-from strobe.select import select
+from strobe.kernels.runtime import counters, error_flags
+from strobe.problem.cache import FP8
+from strobe.problem.decode import DecodeCall, DecodeProblem
+from strobe.problem.target import FAKES
+from strobe.selection.select import select
 from strobe.sim import simulate
-from strobe.target import FAKES
 from strobe.testing import FAMILIES
 from strobe.testing.decode import DECODES, assert_decode_as_good_as
+from tools.proof.simulate import READ_FENCES
 
 H200 = FAKES["H200"]
 NAMES = ("dense", "dense_tokens_5", "dense_softcap_sinks", "dense_left_padded", "pages_of_16", "pages_of_13", "pages_lost", "pages_fp8")
@@ -84,7 +84,7 @@ def test_a_start_out_of_range(where, kernel, monkeypatch):
         out_of_range, meant = {"before": (-3, 0), "one beyond": (length + 1, length), "far beyond": (2**31 - 1, length)}[where]
         starts = [torch.cat([call.k_start[:-1], torch.tensor([start], dtype=torch.int32)]) for start in (out_of_range, meant)]
         assert simulated(call._replace(k_start=starts[0]), SCHEDULES[0], monkeypatch, call._replace(k_start=starts[1])) == []
-        assert [word.split(": ")[1] for word in faults.read_and_clear()] == ["cache.k_start"], name
+        assert [word.split(": ")[1] for word in error_flags.read_and_clear()] == ["cache.k_start"], name
 
 
 IN_MEMORY = ("dense_tokens_5", "dense_softcap_sinks", "dense_window", "pages_of_13", "pages_window_softcap_sinks", "pages_lost", "pages_fp8")

@@ -8,10 +8,10 @@ import torch
 from hopper_cases import runs
 
 pytest.importorskip("triton")
-from strobe import ops
-from strobe.proof.simulate import on
-from strobe.target import FAKES
+from strobe.ops import attention as ops
+from strobe.problem.target import FAKES
 from strobe.testing import Case
+from tools.proof.simulate import on
 
 CASE = Case("documents", 200, batch=2, heads=(1, 1), mask=runs((90, 20, 90)))
 FORGED = {  # column of one row, and the number

@@ -9,16 +9,17 @@ from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, band, two_of
 
 pytest.importorskip("triton")
 
-from strobe import ops, ops_decode
-from strobe.call import Call
-from strobe.decode import DecodeCall, DecodeProblem
-from strobe.kernels import decoding, faults, invariant
-from strobe.problem import Problem
-from strobe.proof.simulate import READ_FENCES, posing, simulated
-from strobe.select import select
+from strobe.kernels.runtime import batch_invariant, error_flags, split_kv
+from strobe.ops import attention as ops
+from strobe.ops import decode as ops_decode
+from strobe.problem.call import Call
+from strobe.problem.decode import DecodeCall, DecodeProblem
+from strobe.problem.problem import Problem
+from strobe.problem.target import FAKES
+from strobe.selection.select import select
 from strobe.sim import semantics, simulate, tensor_core
-from strobe.target import FAKES
 from strobe.testing import CASES, FAMILIES, Case, assert_as_good_as
+from tools.proof.simulate import READ_FENCES, posing, simulated
 
 FAMILY = ("hopper", "portable")
 
@@ -51,7 +52,7 @@ OF_THE_TABLE = (
 
 @pytest.fixture(autouse=True)
 def splits_of_128(monkeypatch):
-    for module in (decoding, invariant):
+    for module in (split_kv, batch_invariant):
         monkeypatch.setattr(module, "INVARIANT_SPLIT", 128)
 
 
@@ -158,11 +159,11 @@ def test_bad_offsets_and_broken_promises_are_told(family):
     bad = torch.zeros(221, dtype=torch.bool)
     bad[100:150] = bad[150] = True  # of 150 queries those beyond 100; the second sequence's 300 keys
     assert out[bad].isnan().all() and lse[:, bad].isnan().all() and torch.equal(out[~bad], whole[~bad])
-    assert {word.split(": ")[1] for word in faults.read_and_clear()} == {"max_seqlen_q", "max_seqlen_k"}
+    assert {word.split(": ")[1] for word in error_flags.read_and_clear()} == {"max_seqlen_q", "max_seqlen_k"}
     with posing(FAKES["H200"]), simulate("sm_90", sms=3, checks=READ_FENCES):
         out, _ = ops.run(call._replace(cu_seqlens_k=torch.tensor([0, 260, 100, 9999], dtype=torch.int32)))
     assert torch.equal(out[:150], whole[:150]) and not out[150].any()
-    assert {word.split(": ")[1] for word in faults.read_and_clear()} == {"cu_seqlens_k"}
+    assert {word.split(": ")[1] for word in error_flags.read_and_clear()} == {"cu_seqlens_k"}
 
 
 def test_what_a_decode_has_no_word_for_is_left_to_other_kernels():

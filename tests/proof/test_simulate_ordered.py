@@ -11,14 +11,14 @@ from test_simulate_backward import BACKWARD, CASES, SPANS, _case
 
 pytest.importorskip("triton")
 
-from strobe import ops
-from strobe.call import Call
-from strobe.kernels.hopper import config as hopper
-from strobe.problem import Problem
-from strobe.proof.simulate import on
-from strobe.select import select
+from strobe.kernels.hopper import kernel as hopper
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
+from strobe.problem.problem import Problem
+from strobe.problem.target import FAKES, Target
+from strobe.selection.select import select
 from strobe.sim import Checks
-from strobe.target import FAKES, Target
+from tools.proof.simulate import on
 
 ORDER = Checks(read_fences=True, atomic_order=True)
 WIDER = replace(H200, sm_count=4)

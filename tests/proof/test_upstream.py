@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from strobe.errors import InvalidProblem
-from strobe.proof import upstream
-from strobe.proof.record import read
-from strobe.proof.upstream import CASES, HEADER, OURS, Case, example, line, page, theirs
+from tools.proof import upstream
+from tools.proof.record import read
+from tools.proof.upstream import CASES, HEADER, OURS, Case, example, line, page, theirs
 
 ROOT = Path(__file__).parents[2]
 RECORDED = read(ROOT / upstream.RESULTS)
@@ -145,5 +145,5 @@ def test_our_rows_are_those_of_the_kernel_as_it_is(case):
     new = upstream.row(OURS, case, upstream.ours(case))
     changing = ("date", "commit", "torch", "python")
     assert {k: v for k, v in new.items() if k not in changing} == {k: v for k, v in old.items() if k not in changing}, (
-        "run `python -m strobe.proof.upstream --table docs/blackwell.md` and look at what changed"
+        "run `python -m tools.proof.upstream --table docs/blackwell.md` and look at what changed"
     )

@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from strobe.kernels.device.channel import ring
 from strobe.kernels.device.dialect import fence_async_shared, gl, gluon, mbarrier, tma_store_wait
-from strobe.kernels.device.views import addressable, as_rows, copy_in, copy_out, joined_descriptor
+from strobe.kernels.device.pipeline import ring
+from strobe.kernels.device.tma import addressable, as_rows, copy_in, copy_out, joined_descriptor
 from strobe.sim import simulate
 
 ROWS = 32

@@ -1,4 +1,4 @@
-"""`strobe sim` through strobe.cli.main, and the pytest fixture `simulate`."""
+"""`strobe sim` through strobe.cli.main.main, and the pytest fixture `simulate`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from strobe.cli import main
+from strobe.cli.main import main
 
 DOUBLING = Path(__file__).with_name("doubling.py")
 TILE = ["f32[16,32]", "nan:f32[16,32]"]

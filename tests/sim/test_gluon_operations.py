@@ -8,8 +8,8 @@ from triton.errors import TritonError
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from strobe.proof.compile import offline
 from strobe.sim import simulate
+from tools.proof.compile import offline
 
 ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 COLUMNS = gl.constexpr(gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1]))

@@ -16,8 +16,8 @@ from triton import language as tl
 from triton.errors import TritonError
 from triton.language.core import _aggregate as aggregate
 
-from strobe.proof.compile import offline
 from strobe.sim import simulate
+from tools.proof.compile import offline
 
 SIZE: tl.constexpr = tl.constexpr(4)
 PLAIN = 5

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from strobe.kernels.device.dialect import reinterpret
-from strobe.proof.compile import offline
+from tools.proof.compile import offline
 
 ROWS = gl.constexpr(64)
 PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))

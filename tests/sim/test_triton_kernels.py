@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from strobe.kernels.portable import launch
-from strobe.proof.simulate import on
-from strobe.target import FAKES
+from strobe.problem.target import FAKES
 from strobe.testing import CASES, FAMILIES
+from tools.proof.simulate import on
 
 TARGETS = {"sm_80": FAKES["A100"], "sm_90": FAKES["H200"]}
 DTYPES = (torch.bfloat16, torch.float16)

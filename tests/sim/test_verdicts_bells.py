@@ -4,8 +4,8 @@ time; `off` names the piece."""
 import pytest
 import torch
 
-from strobe.kernels.device.bells import await_said, bells, say
 from strobe.kernels.device.dialect import gl, gluon
+from strobe.kernels.device.per_thread_mbarrier import await_said, bells, say
 
 TURNS, NUMBERS, THREADS = gl.constexpr(3), gl.constexpr(256), gl.constexpr(128)
 

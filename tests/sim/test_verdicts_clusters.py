@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from strobe.kernels import relaunch
 from strobe.kernels.device.cluster import await_inbox, cluster_wait, inbox, open_inbox, received, send
 from strobe.kernels.device.dialect import gl, gluon
+from strobe.kernels.runtime import launcher
 from strobe.sim import SimulationFault, simulate
 
 PROGRAMS, PAIRS = gl.constexpr(4), gl.constexpr(32)
@@ -44,7 +44,7 @@ FEW = 2  # seeds: a run is of eight programs
 def exchange(off="", clusters=2):
     x = torch.arange(clusters * 4 * 64).float().view(-1, 4, 8, 4, 2)  # [cluster, from, n, to, 2]
     out = torch.full_like(x, float("nan"))
-    relaunch.in_clusters(4, clusters, exchange_kernel, (x, out, off), {"num_warps": 1})
+    launcher.in_clusters(4, clusters, exchange_kernel, (x, out, off), {"num_warps": 1})
     return out.view(-1, 4, 4, 8, 2), x.permute(0, 3, 1, 2, 4)
 
 

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from strobe import reference as oracle
-from strobe.call import Call
-from strobe.kernels.device.channel import ring_start
 from strobe.kernels.device.dialect import (
     fence_async_global,
     fence_async_shared,
@@ -36,7 +34,9 @@ from strobe.kernels.device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from strobe.mask import causal as causal_mask
+from strobe.kernels.device.pipeline import ring_start
+from strobe.problem.call import Call
+from strobe.problem.mask import causal as causal_mask
 
 from .pieces import (
     LOG2_E,

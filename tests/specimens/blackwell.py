@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 
 from strobe import reference as oracle
-from strobe.call import Call
-from strobe.kernels.device.channel import ring_start
 from strobe.kernels.device.dialect import (
     TensorMemoryLayout,
     allocate_tensor_memory,
@@ -38,7 +36,9 @@ from strobe.kernels.device.dialect import (
     tma_store_wait,
     tmem_reg_layout,
 )
+from strobe.kernels.device.pipeline import ring_start
 from strobe.kernels.device.softmax import online_step
+from strobe.problem.call import Call
 
 from .pieces import (
     LOG2_E,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strobe.kernels.device.channel import ring_start
 from strobe.kernels.device.dialect import (
     fence_async_shared,
     gl,
@@ -23,6 +22,7 @@ from strobe.kernels.device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from strobe.kernels.device.pipeline import ring_start
 
 from .pieces import (
     Launch,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..call import Call
+from ..problem.call import Call
 from .cases import Case, Inputs
 
 _MOST_SCORES = 2**30  # of a key head: float64 needs a few matrices of them

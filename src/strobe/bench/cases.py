@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import mask as masks
-from ..call import Call
 from ..errors import InvalidProblem
+from ..problem import mask as masks
+from ..problem.call import Call
 from . import data
 
 TOKENS = 16384  # rule of the dense GPU cases: as many tokens in all, B = max(1, TOKENS / S)

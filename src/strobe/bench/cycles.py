@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..errors import InvalidProblem
-from ..target import FAKES, Target
+from ..problem.target import FAKES, Target
 
 SHARED_BYTES = 128  # a clock, of shared memory
 LANES = 128  # a clock, of the four issue slots: one warp each

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..target import Target
+from ..problem.target import Target
 from .cycles import Cycles, table
 from .plot import OURS
 

@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 import torch
 
-from .. import __version__, ops
-from ..call import Call
+from .. import __version__
+from ..compat import sdpa
+from ..env import KNOBS
 from ..errors import UnsupportedProblem
-from ..integrations import sdpa
 from ..kernels import FAMILIES, kernels
-from ..knobs import KNOBS
-from ..problem import Problem
-from ..target import Target
+from ..ops import attention as ops
+from ..problem.call import Call
+from ..problem.problem import Problem
+from ..problem.target import Target
 from .attempt import Attempt
 
 LEAST_TORCH, LEAST_TRITON, LEAST_CAPABILITY = (2, 10), (3, 6), 80
@@ -150,6 +151,6 @@ def _sdpa() -> Check:
         after = sdpa.backend(place)
         torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
         kernel = "".join(switch.served)
-        words = f"plain: {before}; after strobe.integrations.sdpa.enable(): {after}, run by {kernel or 'torch'}"
+        words = f"plain: {before}; after strobe.compat.sdpa.enable(): {after}, run by {kernel or 'torch'}"
         return Check("sdpa", "PASS" if kernel else "FAIL", words)
     return Check("sdpa", "FAIL", attempt.reason or "")

@@ -13,14 +13,15 @@ from unittest import mock
 import torch
 import torch.nn.functional as functional
 
-from .. import api, flash_attn, ops
-from ..call import Call
-from ..choices import Choices
-from ..integrations import sdpa
-from ..kernels.kernel import Kernel
-from ..problem import Problem
-from ..select import select
-from ..target import Target
+from .. import flash_attn, interface
+from ..compat import sdpa
+from ..kernels.protocol import Kernel
+from ..ops import attention as ops
+from ..problem.call import Call
+from ..problem.problem import Problem
+from ..problem.target import Target
+from ..selection.choices import Choices
+from ..selection.select import select
 
 ROUNDS, CALLS = 15, 300
 
@@ -34,18 +35,18 @@ def measure() -> dict[str, float]:
     keywords: from keywords to a Call; decide: the Call's Choice when it was seen before; op: the op whole, through the
     dispatcher; call: `strobe.attention` whole, which goes round it; first_time: door and select for a Problem never seen;
     flash_attn: the stand-in for FlashAttention-2; sdpa: torch's own scaled_dot_product_attention, its kernel included;
-    sdpa_strobe: the same function after `strobe.integrations.sdpa.enable()`; sdpa_64 and sdpa_strobe_64: both on 64 keys, which
+    sdpa_strobe: the same function after `strobe.compat.sdpa.enable()`; sdpa_64 and sdpa_strobe_64: both on 64 keys, which
     need not be looked through for NaN that torch's kernel dropped (below a vector of keys it may).
     """
     q, k, v = (torch.randn(1, 1, 1, 1) for _ in range(3))
     rows = torch.randn(1, 1, 64, 1)
     call = Call(q, k, v)
     parts = {
-        "keywords": lambda: api._dense(q, k, v, False, None, None, None, api._options(None, None, None, False, None)),
+        "keywords": lambda: interface._dense(q, k, v, False, None, None, None, interface._options(None, None, None, False, None)),
         "decide": lambda: ops.decide(call),
         "op": lambda: ops.FORWARD(q, k, v),
-        "call": lambda: api.attention(q, k, v),
-        "call_causal": lambda: api.attention(q, k, v, causal=True),
+        "call": lambda: interface.attention(q, k, v),
+        "call_causal": lambda: interface.attention(q, k, v, causal=True),
         "first_time": lambda: select(Problem.from_call(call), Target.of(q.device)),
         "flash_attn": lambda: flash_attn.flash_attn_func(q, k, v),
         "sdpa": lambda: functional.scaled_dot_product_attention(q, k, v),

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import torch
 
-from .. import mask as masks
-from ..call import Call
-from ..kernels.kernel import Forward, Plan
-from ..problem import Problem
-from ..select import select
-from ..target import Target
+from ..kernels.protocol import Forward, Plan
+from ..problem import mask as masks
+from ..problem.call import Call
+from ..problem.problem import Problem
+from ..problem.target import Target
+from ..selection.select import select
 from .cycles import cycles, forward
 from .timer import interleave
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import api
+from .. import interface
 from ..errors import InvalidProblem
-from ..select import Choice
+from ..selection.select import Choice
 from .cases import Case, Inputs
 from .earlier import MARK, Earlier
 from .layouts import as_sequences, batched, dense_mask, heads_first, like_ours, mask_mod, too_many_scores
@@ -47,11 +47,11 @@ class Strobe:
         return None
 
     def prepare(self, case: Case, x: Inputs) -> Forward:
-        function, options = (api.attention_varlen if case.packed else api.attention), self._options(case, x)
+        function, options = (interface.attention_varlen if case.packed else interface.attention), self._options(case, x)
         return lambda: function(x.q, x.k, x.v, **options)
 
     def choice(self, case: Case, x: Inputs) -> Choice:
-        return (api.explain_varlen if case.packed else api.explain)(x.q, x.k, x.v, **self._options(case, x))
+        return (interface.explain_varlen if case.packed else interface.explain)(x.q, x.k, x.v, **self._options(case, x))
 
     def _options(self, case: Case, x: Inputs) -> dict:
         if not case.packed:

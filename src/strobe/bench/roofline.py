@@ -9,10 +9,10 @@ from functools import lru_cache, partial
 
 import torch
 
-from ..call import Dense
-from ..kernels.kernel import Cost, Kernel, attention_cost
-from ..problem import Problem
-from ..target import Target
+from ..kernels.protocol import Cost, Kernel, attention_cost
+from ..problem.call import Dense
+from ..problem.problem import Problem
+from ..problem.target import Target
 from .cases import Case, Inputs
 
 _TRIES = 5  # the best of them: a ceiling is what the device can do, not what it did while a neighbour was busy
@@ -51,7 +51,7 @@ def ceiling(device: torch.device, dtype: torch.dtype) -> Target:
 def percent(cost: Cost, target: Target, ms: float) -> float:
     """How much of the possible a time is: 100 is the roofline.
 
-    >>> from strobe.target import FAKES
+    >>> from strobe.problem.target import FAKES
     >>> round(percent(Cost(989e9, 1.0), FAKES["H200"], 2.0))
     50
     """

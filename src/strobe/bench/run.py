@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor
 
-from ..target import Target
+from ..problem.target import Target
 from . import roofline
 from .accuracy import distances, errors
 from .attempt import Attempt

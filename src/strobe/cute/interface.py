@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..drop_in import Setting, applied, combine, number, refuse, window_of, write
+from ..compat.seqused import Used, backward_used, forward_used, shifted
+from ..compat.signatures import Setting, applied, combine, number, refuse, window_of, write
 from ..errors import UnsupportedProblem, describe
-from ..seqused import Used, backward_used, forward_used, shifted
 
 
 def flash_attn_func(

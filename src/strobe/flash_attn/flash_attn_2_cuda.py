@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..drop_in import Setting, forward, refuse, softmax_d, write
-from ..kvcache import Cache, forward_cached, forward_paged
-from ..seqused import ALL, Used, backward_used, forward_used
+from ..compat.kvcache import Cache, forward_cached, forward_paged
+from ..compat.seqused import ALL, Used, backward_used, forward_used
+from ..compat.signatures import Setting, forward, refuse, softmax_d, write
 
 
 def fwd(

@@ -6,8 +6,8 @@ logarithm in float32, [B, H, S] or [H, T].
 
 from __future__ import annotations
 
-from ..drop_in import Setting, applied, attend, forward, refuse, unpacked
-from ..kvcache import Cache, forward_cached, forward_paged
+from ..compat.kvcache import Cache, forward_cached, forward_paged
+from ..compat.signatures import Setting, applied, attend, forward, refuse, unpacked
 from . import flash_attn_2_cuda as flash_attn_gpu
 
 # ---------------------------------------------------------------- the public functions

@@ -6,9 +6,9 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 
-from .kernel import Kernel
+from .protocol import Kernel
 
-# family: its kernels stand in strobe/kernels/FAMILY/config.py as FORWARD, BACKWARD, DECODE and APPEND; it may lack any of them.
+# family: its kernels stand in strobe/kernels/FAMILY/kernel.py as FORWARD, BACKWARD, DECODE and APPEND; it may lack any of them.
 # blackwell has a forward alone
 FAMILIES = ("blackwell", "hopper", "portable", "cpu")
 
@@ -24,5 +24,5 @@ def kernels(direction: str) -> tuple[Kernel, ...]:
     >>> [kernel.name for kernel in kernels("decode")]
     ['hopper.decode', 'portable.decode', 'cpu.decode']
     """
-    found = (getattr(import_module(f"strobe.kernels.{family}.config"), direction.upper(), None) for family in FAMILIES)
+    found = (getattr(import_module(f"strobe.kernels.{family}.kernel"), direction.upper(), None) for family in FAMILIES)
     return tuple(kernel for kernel in found if kernel is not None)

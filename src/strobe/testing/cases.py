@@ -13,9 +13,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .. import mask as masks
-from ..call import Call
-from ..mask import NO_BOUND, Mask
+from ..problem import mask as masks
+from ..problem.call import Call
+from ..problem.mask import NO_BOUND, Mask
 from . import inputs
 
 ALL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -52,15 +52,15 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..call import Call
-from ..kernels.blackwell.config import CAPABILITIES
-from ..merge import Partial
-from ..problem import Problem
+from ..kernels.blackwell.kernel import CAPABILITIES
+from ..problem.call import Call
+from ..problem.merge import Partial
+from ..problem.problem import Problem
+from ..problem.target import Target
 from ..reference import Gradients, _rows, _scores, _sequences, _softmax
-from ..target import Target
 
 if TYPE_CHECKING:
-    from ..select import Choice
+    from ..selection.select import Choice
 
 U = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25, torch.float64: 2.0**-54}
 _DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}  # of the significand, the hidden one included

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..cache import quantize_kv
-from ..decode import DecodeCall, DecodeProblem
-from ..mask import NO_BOUND
+from ..problem.cache import quantize_kv
+from ..problem.decode import DecodeCall, DecodeProblem
+from ..problem.mask import NO_BOUND
 from . import compare, inputs
 from .cases import drawn_sinks, laid_out
 from .compare import Ratios

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import OPTIONAL_TENSORS, Call
+from ..problem.call import OPTIONAL_TENSORS, Call
 
 BAND = 512  # elements on each side: more than any tile's overhang of one row, and a multiple of every alignment
 

@@ -44,7 +44,6 @@ Sources: FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute), roles, o
 FlashAttention-2 (arXiv 2307.08691), algorithm 1; online softmax (arXiv 1805.02867), algorithm 3.
 """
 
-from ..device.channel import ring, ring_start
 from ..device.dialect import (
     TensorMemoryLayout,
     allocate_tensor_memory,
@@ -58,14 +57,15 @@ from ..device.dialect import (
     tma_store_wait,
     tmem_reg_layout,
 )
-from ..device.joined import heads_of, load_sinks, queries_of
 from ..device.lagging import lagging_max
-from ..device.masking import edges_of, hide_by_bits, interval_bits, row_interval
-from ..device.schedule import WORDS, is_told, read_tile, tell, tile_number, tile_of
+from ..device.mask import edges_of, hide_by_bits, interval_bits, row_interval
+from ..device.pack_gqa import heads_of, load_sinks, queries_of
+from ..device.pipeline import ring, ring_start
+from ..device.seqlen import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
 from ..device.softmax import exp2_by_fma, finish, tanh
-from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
-from ..device.views import copy_out, copy_parts, stage_of, tile_2d, tiles_for
-from .config import ROWS as _ROWS
+from ..device.tile_scheduler import WORDS, is_told, read_tile, tell, tile_number, tile_of
+from ..device.tma import copy_out, copy_parts, stage_of, tile_2d, tiles_for
+from .kernel import ROWS as _ROWS
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)
 CHUNK: gl.constexpr = gl.constexpr(32)  # columns that are masked, and turned from s to p, at a time

@@ -6,18 +6,18 @@ from typing import Any
 
 from torch import Tensor
 
-from ...call import Call
-from ..device import persistent
-from ..device.persistent import Launch, work_of
-from ..device.views import describing, descriptor
-from ..kernel import Forward, Plan
+from ...problem.call import Call
+from ..device import persistent_launch
+from ..device.persistent_launch import Launch, work_of
+from ..device.tma import describing, descriptor
+from ..protocol import Forward, Plan
 from . import forward
-from .config import REGISTERS, ROWS
+from .kernel import REGISTERS, ROWS
 
 
 def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
     form: Any = plan.config.form
-    persistent.run(plan, call, tensors, forward_launch, form.tuning.joined > 1)
+    persistent_launch.run(plan, call, tensors, forward_launch, form.tuning.joined > 1)
 
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:

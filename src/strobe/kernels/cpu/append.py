@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...appending import AppendCall, AppendProblem
-from ...cache import FP8, to_fp8
-from .. import faults
-from ..kernel import Plan
+from ...problem.append import AppendCall, AppendProblem
+from ...problem.cache import FP8, to_fp8
+from ..protocol import Plan
+from ..runtime import error_flags
 from .tiles import wide
 
 
@@ -17,13 +17,13 @@ def run(plan: Plan, call: AppendCall, tensors: None, workspace: dict[str, Tensor
     position = call.seqlens.long()[:, None] + torch.arange(problem.layout.seqlen_q)
     inside = (position >= 0) & (position < problem.capacity)
     if not inside.all():
-        faults.report(call.k.device, faults.NO_ROOM)
+        error_flags.report(call.k.device, error_flags.NO_ROOM)
     token = inside.nonzero()  # [n, 2]: sequence and token
     position = position[inside]
     page = token[:, 0] if call.page_table is None else call.page_table[token[:, 0], position // problem.page_size].long()
     present = (page >= 0) & (page < call.k.shape[0])
     if not present.all():
-        faults.report(call.k.device, faults.PAGES)
+        error_flags.report(call.k.device, error_flags.PAGES)
     token, position, page = token[present], position[present], page[present]
     row = position % max(1, problem.page_size)
     dtype = wide(problem.dtype)
@@ -41,7 +41,7 @@ def _turned(k: Tensor, angles: tuple[Tensor, Tensor], position: Tensor, interlea
     known = angles[0].shape[0]
     beyond = position >= known
     if beyond.any():
-        faults.report(k.device, faults.NO_ANGLE)
+        error_flags.report(k.device, error_flags.NO_ANGLE)
     cos, sin = (t[position.clamp(max=known - 1)].to(k.dtype).masked_fill(beyond[:, None], torch.nan)[:, None] for t in angles)
     width = 2 * cos.shape[-1]
     pairs = k[..., :width].unflatten(-1, (-1, 2)).unbind(-1) if interleaved else k[..., :width].chunk(2, -1)

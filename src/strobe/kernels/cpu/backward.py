@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...call import Call
-from ..kernel import Backward, Plan
+from ...problem.call import Call
+from ..protocol import Backward, Plan
 from . import flash, parallel
 from .forward import read_block, real_rows
 from .parallel import Job

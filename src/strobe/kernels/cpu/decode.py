@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...call import Call
-from ...decode import DecodeCall, DecodeProblem
-from ...mask import NO_BOUND
-from .. import faults
-from ..kernel import Forward, Plan
+from ...problem.call import Call
+from ...problem.decode import DecodeCall, DecodeProblem
+from ...problem.mask import NO_BOUND
+from ..protocol import Forward, Plan
+from ..runtime import error_flags
 from . import parallel
 from .forward import attend_jobs, tile_memory
 from .parallel import Job
@@ -84,12 +84,12 @@ def _spans(call: DecodeCall, problem: DecodeProblem) -> list[tuple[int, int]]:
     """(first key, one past the last) of each sequence, kept within what it may hold."""
     stop = call.seqlens.clamp(0, problem.capacity)
     if not torch.equal(stop, call.seqlens):
-        faults.report(call.q.device, faults.SEQLENS)
+        error_flags.report(call.q.device, error_flags.SEQLENS)
     if call.k_start is None:
         return [(0, end) for end in stop.tolist()]
     start = torch.minimum(call.k_start.clamp(min=0), stop)
     if not torch.equal(start, call.k_start):
-        faults.report(call.q.device, faults.K_START)
+        error_flags.report(call.q.device, error_flags.K_START)
     return list(zip(start.tolist(), stop.tolist()))
 
 
@@ -103,7 +103,7 @@ def _keys(call: DecodeCall, problem: DecodeProblem, b: int, start: int, stop: in
     ids = call.page_table[b, pages]
     present = (ids >= 0) & (ids < call.k.shape[0])
     if not present.all():
-        faults.report(call.q.device, faults.PAGES)
+        error_flags.report(call.q.device, error_flags.PAGES)
         pages, ids = pages[present], ids[present]
     position = (pages[:, None] * size + torch.arange(size)).flatten()
     inside = _together(((position >= start) & (position < stop)).nonzero().flatten())

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
-from ...call import Call
-from ...problem import Problem
-from ..kernel import Backward, Forward
+from ...problem.call import Call
+from ...problem.problem import Problem
+from ..protocol import Backward, Forward
 from .pieces import Piece, part
 
 # Below a vector of keys torch takes a maximum that drops NaN, and a row of NaN comes out as one that sees nothing. A vector holds 16 float32
@@ -22,7 +22,7 @@ BAND_ROWS = 256
 
 
 def _kernel(name: str) -> Callable[..., tuple[Tensor, ...]]:
-    """torch's kernel itself, held on to: strobe.integrations.sdpa stands before it in the dispatcher, from where the op would come back here."""
+    """torch's kernel itself, held on to: strobe.compat.sdpa stands before it in the dispatcher, from where the op would come back here."""
     kernel, keys = torch.library.get_kernel(f"aten::{name}", "CPU"), DispatchKeySet(DispatchKey.CPU)
     return partial(kernel.call_boxed, keys)
 

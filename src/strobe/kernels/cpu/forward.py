@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...call import Call
-from ..kernel import Forward, Plan
+from ...problem.call import Call
+from ..protocol import Forward, Plan
 from . import flash, parallel
 from .parallel import Job, head_ranges
 from .pieces import Piece, as_batch, cut

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...call import Call
 from ...errors import InvalidProblem
-from ...mask import NO_BOUND
-from .. import faults
+from ...problem.call import Call
+from ...problem.mask import NO_BOUND
+from ..runtime import error_flags
 
 Index = slice | Tensor  # a slice where positions lie together (a view), else a sorted int64 tensor (a gather)
 NOTHING = slice(0, 0)
@@ -82,11 +82,11 @@ def _sequences(call: Call, broken: list[slice]) -> Iterator[Piece | None]:
         diagonal = (key_stop - key) - (row_stop - row) + key - row  # of positions in the pack
         rows, keys = slice(row, row_stop), slice(key, key_stop)
         if call.max_seqlen_k != NO_BOUND and key_stop - key > call.max_seqlen_k:
-            faults.report(call.q.device, faults.LONG_K)
+            error_flags.report(call.q.device, error_flags.LONG_K)
             broken.append(rows)
             continue
         if call.max_seqlen_q != NO_BOUND and row_stop - row > call.max_seqlen_q:
-            faults.report(call.q.device, faults.LONG_Q)
+            error_flags.report(call.q.device, error_flags.LONG_Q)
             rows = slice(row, row + call.max_seqlen_q)
             broken.append(slice(rows.stop, row_stop))
         yield _piece(call, slice(0, 1), rows, keys, diagonal)
@@ -125,7 +125,7 @@ def _lengths(call: Call, batch: int, seqlen_k: int) -> list[int]:
         return [seqlen_k] * batch
     lengths = call.key_lengths.clamp(0, seqlen_k)
     if not torch.equal(lengths, call.key_lengths):
-        faults.report(call.q.device, faults.LENGTHS)
+        error_flags.report(call.q.device, error_flags.LENGTHS)
     return lengths.tolist()
 
 

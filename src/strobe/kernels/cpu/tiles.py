@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...problem import Problem
+from ...problem.problem import Problem
 from .pieces import Index, Piece, part
 
 LOG2_E = math.log2(math.e)

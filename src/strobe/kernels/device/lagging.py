@@ -4,7 +4,7 @@ Source: FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute), condition
 """
 
 from .dialect import gl, gluon, scale_rows
-from .lanes import over_lanes
+from .layouts import over_lanes
 
 THRESHOLD: gl.constexpr = gl.constexpr(8.0)  # the most a maximum lags on Hopper, in log2 units: weights reach up to 2^8 times what they would
 

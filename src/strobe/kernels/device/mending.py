@@ -6,7 +6,7 @@ the loader's own, and its other rows go.
 """
 
 from .dialect import gl, gluon, reinterpret
-from .spans import PURE
+from .key_ranges import PURE
 
 AT_ONCE: gl.constexpr = gl.constexpr(8)  # rows, since loaders have few registers
 

@@ -10,8 +10,6 @@ the order in which programs on the causal diagonal come to it by themselves, eac
 heads it is from the first to the last (backward_tiles.dense_keys).
 """
 
-from ..device.bells import await_said
-from ..device.channel import ring_start
 from ..device.dialect import (
     fence_async_global,
     gl,
@@ -25,12 +23,14 @@ from ..device.dialect import (
     tma_store_wait,
     zero_of_turn,
 )
-from ..device.masking import row_interval
-from ..device.schedule import is_told
-from ..device.views import FAR, copy_out, stage_of
-from .backward_spans import places_written
-from .backward_steps import in_place_of_dq, share_in_place
-from .backward_tiles import WHOLE, head_and_tile, key_head, read_place, rows_finished
+from ..device.mask import row_interval
+from ..device.per_thread_mbarrier import await_said
+from ..device.pipeline import ring_start
+from ..device.tile_scheduler import is_told
+from ..device.tma import FAR, copy_out, stage_of
+from .backward_key_ranges import places_written
+from .backward_mainloop import in_place_of_dq, share_in_place
+from .backward_scheduler import WHOLE, head_and_tile, key_head, read_place, rows_finished
 
 
 @gluon.jit

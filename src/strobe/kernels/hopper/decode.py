@@ -19,7 +19,6 @@ Sources: split keys, "Flash-Decoding" (pytorch.org, October 2023); packed heads,
 """
 
 from ..device.cluster import inbox, open_inbox
-from ..device.decoding import signed, span, weighed, with_sink, worth
 from ..device.dialect import (
     await_launch_before,
     cp_async_commit,
@@ -34,8 +33,9 @@ from ..device.dialect import (
     warpgroup_mma_wait,
 )
 from ..device.softmax import tanh
-from ..faults import PAGES as _PAGES
-from .exchange import exchange
+from ..device.split_kv import signed, span, weighed, with_sink, worth
+from ..runtime.error_flags import PAGES as _PAGES
+from .cluster_reduce import exchange
 
 PAGES: gl.constexpr = gl.constexpr(_PAGES)
 

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...cache import FP8
-from ...call import DTYPES, FARTHEST
-from ...decode import DecodeCall, DecodeProblem
-from ...mask import NO_BOUND
-from ...problem import ALIGNMENT, Problem
-from ...target import KIB, Target
-from ..constants import Constants
-from ..decoding import Traits, splits, traits
-from ..invariant import as_decode
-from ..kernel import Buffer, Cost, Forward, Plan, decode_cost, launches_clusters
-from ..tma import against_tools
+from ...problem.cache import FP8
+from ...problem.call import DTYPES, FARTHEST
+from ...problem.decode import DecodeCall, DecodeProblem
+from ...problem.mask import NO_BOUND
+from ...problem.problem import ALIGNMENT, Problem
+from ...problem.target import KIB, Target
+from ..protocol import Buffer, Cost, Forward, Plan, decode_cost, launches_clusters
+from ..runtime.batch_invariant import as_decode
+from ..runtime.constants import Constants
+from ..runtime.split_kv import Traits, splits, traits
+from ..runtime.tma_requirements import against_tools
 
 CAPABILITY = 90
 MOST_WIDTH = 256

@@ -29,7 +29,6 @@ Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; online softm
 FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute); ragged descriptors: triton.tools.ragged_tma.
 """
 
-from ..device.channel import release, ring, ring_start
 from ..device.dialect import (
     fence_async_shared,
     gl,
@@ -43,18 +42,19 @@ from ..device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ..device.joined import heads_of, load_sinks, queries_of
+from ..device.key_ranges import PURE, next_tile
 from ..device.lagging import lift_of, rescaled
-from ..device.masking import edges_of, row_interval
-from ..device.schedule import blocks_within, is_told, own_start, read_tile, read_words, tell, tile_number, word
+from ..device.mask import edges_of, row_interval
+from ..device.pack_gqa import heads_of, load_sinks, queries_of
+from ..device.pipeline import release, ring, ring_start
+from ..device.seqlen import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
 from ..device.softmax import finish
-from ..device.spans import PURE, next_tile
-from ..device.tiles import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
-from ..device.views import copy_out, tile_2d, tiles_for
-from .again import DOCUMENT, K_START, KEYS, PREFIX, WORDS, back_or_next, came_back, is_done_again, judge, verdicts_of, witness_of
-from .forms import ROWS as _ROWS
-from .forward_loads import load_keys, load_rows, load_values, mend_values
-from .forward_steps import first_step, is_careful, softmax_step
+from ..device.tile_scheduler import blocks_within, is_told, own_start, read_tile, read_words, tell, tile_number, word
+from ..device.tma import copy_out, tile_2d, tiles_for
+from .forward_producer import load_keys, load_rows, load_values, mend_values
+from .forward_softmax import first_step, is_careful, softmax_step
+from .tile_redo import DOCUMENT, K_START, KEYS, PREFIX, WORDS, back_or_next, came_back, is_done_again, judge, verdicts_of, witness_of
+from .traits import ROWS as _ROWS
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile
 

@@ -9,19 +9,19 @@ import torch
 import triton
 from torch import Tensor
 
-from ...call import Call
 from ...errors import KernelFault
-from ...problem import ALIGNMENT, Problem
-from .. import relaunch
+from ...problem.call import Call
+from ...problem.problem import ALIGNMENT, Problem
 from ..device.dialect import TensorDescriptor, gl
-from ..device.persistent import MOST_TILES, Launch, even_section, numbers_of
-from ..device.views import addressable, descriptor
-from ..kernel import Backward, Plan, entries, gradient_addresses, keep, strides_of
-from ..memory import pieces_of
-from ..tma import MOST_ROWS, entries_apart, query_tiles
+from ..device.persistent_launch import MOST_TILES, Launch, even_section, numbers_of
+from ..device.tma import addressable, descriptor
+from ..protocol import Backward, Plan, entries, gradient_addresses, keep, strides_of
+from ..runtime import launcher
+from ..runtime.tma_requirements import MOST_ROWS, entries_apart, query_tiles
+from ..runtime.workspace import pieces_of
 from . import backward
-from .forms import ROWS
-from .rows import convert_dq_kernel, convert_kernel, rows_kernel
+from .backward_preprocess import convert_dq_kernel, convert_kernel, rows_kernel
+from .traits import ROWS
 
 L2_BYTES = 32 << 20  # of queries, their gradients and dq's sums that stay while a section of heads is walked; an H200 has 50 MB
 CONVERTED_ROWS = 32  # a program of convert_kernel, which only moves memory
@@ -36,26 +36,26 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
     dout = operand(t.dout, call, spans)
     pointers = (t.dout, t.out, t.lse, t.dlse, t.delta, rows, dq_sum, call.cu_seqlens_q, turns, counter)
     key = ("rows", t.dout.stride(), t.dout.dtype, t.out.stride(), t.dlse is None)
-    launched = [relaunch.start(plan, key, pointers, lambda: rows_launch(plan, pointers))]
+    launched = [launcher.start(plan, key, pointers, lambda: rows_launch(plan, pointers))]
     views = (call.q, call.k, call.v, dout, rows, dk, dv, dq, dq_sum)
     offsets = (call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix) if spans else (call.cu_seqlens_q, call.cu_seqlens_k)
     others = (turns, *offsets, counter)
     strides = (dout.stride(), dk.stride(), dv.stride(), dq.stride())
     main = partial(main_launch, plan, call, views, offsets, turns, counter)
-    launched += [relaunch.start(plan, (call.left, call.right, *strides), (*views, *others), main)]
+    launched += [launcher.start(plan, (call.left, call.right, *strides), (*views, *others), main)]
     if not makes_dq(plan):
         pointers_dq = (dq_sum, dq, call.cu_seqlens_q, turns)
-        launched += [relaunch.start(plan, ("dq", dq.stride()), pointers_dq, lambda: dq_launch(plan, pointers_dq))]
+        launched += [launcher.start(plan, ("dq", dq.stride()), pointers_dq, lambda: dq_launch(plan, pointers_dq))]
     copied = dout is not t.dout
     for name, held, gradient in (("dq", dq, t.dq), ("dk", dk, t.dk), ("dv", dv, t.dv)):
         if name in sums:
             key, convert = (name, gradient.stride()), partial(convert_launch, plan, name, held, gradient)
-            launched += [relaunch.start(plan, key, (held, gradient), convert)]
+            launched += [launcher.start(plan, key, (held, gradient), convert)]
         elif held is not gradient:
             gradient.copy_(held)
             copied = True
     if not copied and all(gradient.is_contiguous() for gradient in (t.dq, t.dk, t.dv)):
-        keep(plan, gradient_addresses(call, t, pieces_of(workspace)), relaunch.in_turn(launched))
+        keep(plan, gradient_addresses(call, t, pieces_of(workspace)), launcher.in_turn(launched))
 
 
 def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:

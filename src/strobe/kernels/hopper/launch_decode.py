@@ -4,48 +4,49 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...call import Call, Paged
-from ...decode import DecodeCall, DecodeProblem
 from ...errors import KernelFault
-from ...problem import Problem
-from .. import faults, invariant, kernel, relaunch
-from ..counters import zeros_on
-from ..decoding import keep
-from ..device.persistent import LOG2_E, MOST_TILES, Launch
-from ..kernel import Forward, Plan
+from ...problem.call import Call, Paged
+from ...problem.decode import DecodeCall, DecodeProblem
+from ...problem.problem import Problem
+from .. import protocol
+from ..device.persistent_launch import LOG2_E, MOST_TILES, Launch
+from ..protocol import Forward, Plan
+from ..runtime import batch_invariant, error_flags, launcher
+from ..runtime.counters import zeros_on
+from ..runtime.split_kv import keep
 from . import decode
-from .invariant import invariant_kernel
+from .batch_invariant import invariant_kernel
 
 
 def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:
     problem, form = plan.problem, plan.config.form
     tiles = problem.layout.batch * problem.heads_kv * row_tiles(plan)
     shares = (None, None) if form.single or form.cluster else (workspace["shares"], zeros_on(call.q.device, tiles))
-    word = faults.word(call.q.device)
+    word = error_flags.word(call.q.device)
     tensors = (call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks)
     moving = (*tensors, call.k_scale, call.v_scale, *shares, word)
-    again = relaunch.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
+    again = launcher.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
     keep(plan, call, t, workspace, again)
 
 
 def run_invariant(plan: Plan, call: Call, t: Forward) -> None:
     """A forward with the bits of a decode."""
-    word = faults.word(call.q.device)
+    word = error_flags.word(call.q.device)
     tensors, offsets = (call.q, call.k, call.v, t.out, t.lse, call.sinks), (call.cu_seqlens_q, call.cu_seqlens_k)
     key = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k, t.out.stride())
-    again = relaunch.start(plan, key, (*tensors, *offsets, word), lambda: invariant_launch(plan, call, tensors, offsets, word))
+    again = launcher.start(plan, key, (*tensors, *offsets, word), lambda: invariant_launch(plan, call, tensors, offsets, word))
     if again is not None and t.out.is_contiguous():
-        kernel.keep(plan, kernel.addresses(call, *t), again)
+        protocol.keep(plan, protocol.addresses(call, *t), again)
 
 
 def invariant_launch(plan: Plan, call: Call, tensors: tuple, offsets: tuple, word: Tensor) -> Launch:
     problem, form = plan.problem, plan.config.form
-    strides = tuple(kernel.strides_of(x, problem) for x in tensors[:4])
+    strides = tuple(protocol.strides_of(x, problem) for x in tensors[:4])
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
-    count = invariant.programs(problem, form.block_m)
+    count = batch_invariant.programs(problem, form.block_m)
     if count >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {count} programs are more than a launch can hold; split the batch")
-    arguments = (tensors, offsets, word, strides, invariant.sizes_of(problem, form.block_m), limits, numbers_of(problem), form)
+    arguments = (tensors, offsets, word, strides, batch_invariant.sizes_of(problem, form.block_m), limits, numbers_of(problem), form)
     return Launch(invariant_kernel, count, arguments, {"num_warps": form.warps})
 
 

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from ..faults import NO_ANGLE as _NO_ANGLE
-from ..faults import NO_ROOM as _NO_ROOM
-from ..faults import PAGES as _PAGES
+from ..runtime.error_flags import NO_ANGLE as _NO_ANGLE
+from ..runtime.error_flags import NO_ROOM as _NO_ROOM
+from ..runtime.error_flags import PAGES as _PAGES
 
 NO_ANGLE = tl.constexpr(_NO_ANGLE)
 NO_ROOM = tl.constexpr(_NO_ROOM)

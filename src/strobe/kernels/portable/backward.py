@@ -12,8 +12,8 @@ summed in registers. Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2 an
 import triton
 import triton.language as tl
 
-from ..device.masking import first_row, row_interval, stop_row
-from ..device.tiles import find_sequence, key_limit, keys_of, load_rows, run_at, span_of, store_rows
+from ..device.mask import first_row, row_interval, stop_row
+from ..device.seqlen import find_sequence, key_limit, keys_of, load_rows, run_at, span_of, store_rows
 from .forward import at, load_keys, load_tile, locate, number, score, source
 
 

@@ -12,9 +12,9 @@ Sources: split keys, "Flash-Decoding" (pytorch.org, October 2023); packed heads,
 import triton
 import triton.language as tl
 
-from ..device.decoding import signed, span, weighed, with_sink, worth
 from ..device.softmax import online_step, tanh
-from ..faults import PAGES as _PAGES
+from ..device.split_kv import signed, span, weighed, with_sink, worth
+from ..runtime.error_flags import PAGES as _PAGES
 from .forward import number
 
 PAGES = tl.constexpr(_PAGES)

@@ -8,18 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...appending import AppendCall, AppendProblem
-from ...cache import FP8
-from ...call import DTYPES, FARTHEST
-from ...decode import DecodeCall, DecodeProblem
-from ...knobs import KNOBS
-from ...problem import Problem
-from ...target import KIB, Target
-from ..constants import Constants
-from ..decoding import Traits, splits, traits
-from ..invariant import as_decode
-from ..kernel import Buffer, Cost, Forward, Plan, append_cost, decode_cost, no_triton
-from .tunings import Widths, padded
+from ...env import KNOBS
+from ...problem.append import AppendCall, AppendProblem
+from ...problem.cache import FP8
+from ...problem.call import DTYPES, FARTHEST
+from ...problem.decode import DecodeCall, DecodeProblem
+from ...problem.problem import Problem
+from ...problem.target import KIB, Target
+from ..protocol import Buffer, Cost, Forward, Plan, append_cost, decode_cost, no_triton
+from ..runtime.batch_invariant import as_decode
+from ..runtime.constants import Constants
+from ..runtime.split_kv import Traits, splits, traits
+from .heuristics import Widths, padded
 
 LEAST_CAPABILITY = 80
 FIRST_FP8 = 89  # compute capability whose instructions convert 8-bit floats; before it their bits are taken apart

@@ -12,9 +12,8 @@ Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 1; online softmax (arXiv
 import triton
 import triton.language as tl
 
-from ..device.masking import hide, row_interval
-from ..device.softmax import in_log2, online_step, tanh
-from ..device.tiles import (
+from ..device.mask import hide, row_interval
+from ..device.seqlen import (
     LONG_K,
     LONG_Q,
     OFFSETS_K,
@@ -30,6 +29,7 @@ from ..device.tiles import (
     span_of,
     store_rows,
 )
+from ..device.softmax import in_log2, online_step, tanh
 
 
 @triton.jit

@@ -9,15 +9,15 @@ import torch
 import triton
 from torch import Tensor
 
-from ...call import Call
 from ...errors import KernelFault
-from ...problem import ALIGNMENT, Packed, Problem
-from .. import faults
-from .. import invariant as shared
-from ..kernel import Backward, Forward, Plan, entries, strides_of
-from ..keys import hash_callees_first
-from . import backward, forward, invariant
-from .tunings import Tuning
+from ...problem.call import Call
+from ...problem.problem import ALIGNMENT, Packed, Problem
+from ..protocol import Backward, Forward, Plan, entries, strides_of
+from ..runtime import batch_invariant as shared
+from ..runtime import error_flags
+from ..runtime.keys import hash_callees_first
+from . import backward, batch_invariant, forward
+from .heuristics import Tuning
 
 LOG2E = 1.4426950408889634
 DELTA_ROWS = 64
@@ -69,7 +69,7 @@ def forward_launches(plan: Plan, call: Call, tensors: Forward) -> list[Launch]:
     strides = tuple(strides_of(t, problem) for t in (call.q, call.k, call.v, tensors.out))
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
     arguments = (
-        (call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks), _mask_tensors(call, call.spans_q), faults.word(call.q.device),
+        (call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks), _mask_tensors(call, call.spans_q), error_flags.word(call.q.device),
         strides, sizes, limits, numbers_of(problem)[:2], form,
     )  # fmt: skip
     return [_launch(forward.forward_kernel, sizes[4] * problem.heads_q * entries(problem), arguments, form.tuning)]
@@ -82,11 +82,11 @@ def invariant_launch(plan: Plan, call: Call, tensors: Forward) -> Launch:
     strides = tuple(strides_of(t, problem) for t in (call.q, call.k, call.v, tensors.out))
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
     arguments = (
-        (call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks), (call.cu_seqlens_q, call.cu_seqlens_k), faults.word(call.q.device),
+        (call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks), (call.cu_seqlens_q, call.cu_seqlens_k), error_flags.word(call.q.device),
         strides, shared.sizes_of(problem, form.block_m), limits, numbers_of(problem)[:2], form,
     )  # fmt: skip
     options = {"num_warps": form.warps, "num_stages": form.stages}
-    return Launch(invariant.invariant_kernel, shared.programs(problem, form.block_m), arguments, options)
+    return Launch(batch_invariant.invariant_kernel, shared.programs(problem, form.block_m), arguments, options)
 
 
 def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
@@ -96,7 +96,7 @@ def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
     dout = _operand(t.dout, call)
     strides = {name: strides_of(x, problem) for name, x in (("dout", t.dout), ("out", t.out), ("do", dout), ("dq", t.dq), ("dk", t.dk), ("dv", t.dv))}
     q, k, v = (strides_of(x, problem) for x in call[:3])
-    limits, numbers, word = (call.left, call.right), numbers_of(problem), faults.word(call.q.device)
+    limits, numbers, word = (call.left, call.right), numbers_of(problem), error_flags.word(call.q.device)
     read = (call.q, call.k, call.v, dout, t.lse, t.delta)
     rows = t.lse.shape[-1]
     delta = ((t.dout, t.out, t.dlse, t.delta), (strides["dout"], strides["out"]), (problem.heads_q, rows), forms.queries, DELTA_ROWS)

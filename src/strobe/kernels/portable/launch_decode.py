@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...appending import AppendCall
-from ...call import Paged
-from ...decode import DecodeCall, DecodeProblem
-from .. import faults, relaunch
-from ..counters import zeros_on
-from ..decoding import keep
-from ..kernel import Forward, Plan
+from ...problem.append import AppendCall
+from ...problem.call import Paged
+from ...problem.decode import DecodeCall, DecodeProblem
+from ..protocol import Forward, Plan
+from ..runtime import error_flags, launcher
+from ..runtime.counters import zeros_on
+from ..runtime.split_kv import keep
 from . import append, decode
 from .launch import LOG2E, Launch, parts
 
@@ -23,10 +23,10 @@ def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Te
     problem, form = plan.problem, plan.config.form
     tiles = problem.layout.batch * problem.heads_kv * -(-problem.layout.seqlen_q * problem.group // form.block_m)
     shares = (None, None, None) if form.single else (workspace["shares"], workspace["lse_shares"], zeros_on(call.q.device, tiles))
-    word = faults.word(call.q.device)
+    word = error_flags.word(call.q.device)
     tensors = (call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks)
     moving = (*tensors, call.k_scale, call.v_scale, *shares, word)
-    again = relaunch.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
+    again = launcher.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
     keep(plan, call, t, workspace, again)
 
 
@@ -46,9 +46,9 @@ def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, w
 
 
 def run_append(plan: Plan, call: AppendCall) -> None:
-    word = faults.word(call.k.device)
+    word = error_flags.word(call.k.device)
     moving = (call.k_new, call.v_new, call.k, call.v, call.seqlens, call.page_table, call.k_scale, call.v_scale, call.cos, call.sin, word)
-    relaunch.start(plan, "append", moving, lambda: append_launch(plan, call, word))
+    launcher.start(plan, "append", moving, lambda: append_launch(plan, call, word))
 
 
 def append_launch(plan: Plan, call: AppendCall, word: Tensor) -> Launch:

@@ -1,0 +1,270 @@
+"""docs/ladder.md and the measured tables in the rungs' docstrings, made from the rungs and from results/ladder.jsonl.
+
+python -m ladder.harness.pages             from the repository's root: write both, and the timelines that the page shows
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import FILES, RUNGS, harness
+from .harness import Rung, Size
+from .plot import days
+
+if TYPE_CHECKING:
+    from strobe.sim.timeline import Event
+
+RESULTS, PAGE, IMAGES = Path("results/ladder.jsonl"), Path("docs/ladder.md"), Path("docs/images")
+NOTHING = "nothing measured yet"
+SHOWN = (1024, 8192, 16384)  # lengths in a docstring's table; the page has them all
+OVERVIEW, SHORTER = 8192, 4096
+RIVALS = {"strobe": "strobe's forward", "flash": "FlashAttention-2, as PyTorch ships it", "flex": "FlexAttention"}
+_MEASURED = re.compile(r"(?<=\nMeasured:\n\n).*?(?=\n\"\"\"\n)", re.DOTALL)
+_HEADING = """\
+# The ladder
+
+From attention as the formula says it to the tensor cores' rate in 8 bits, one idea a rung. Each rung is one file in `src/strobe/ladder` that
+stands alone: its idea, its cost model, its kernels, its launch. `python -m ladder` runs them all: on a Hopper GPU it checks each against the oracle
+and times it; without one it simulates them at small size, checks them for races and against the oracle, and counts the bytes they ask memory for
+beside the model's.
+
+```text
+python -m ladder                                             every rung
+python -m ladder k6 --set ping_pong=1 --seqlen 8192          one, with other values of its Form (on a GPU)
+python -m ladder k5 --timeline k5.html                       what its warps do, by the simulator's modelled time
+python -m ladder page                                        step through tiles and timelines in a browser
+python -m ladder.k5_warp_specialized                                the same as python -m ladder k5
+```
+
+This page is made from the rungs by `python -m ladder.harness.pages`. Times stand here only where `results/ladder.jsonl` holds them.
+
+| rung | idea | needs |
+| --- | --- | --- |
+"""
+
+
+def measured(rows: Iterable[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The newest timed row of each of a rung's problems, with its own Form."""
+    found: dict[tuple, dict[str, Any]] = {}
+    for row in rows:
+        if row.get("rung") == name and row.get("ms") and not row["options"]:
+            found[row["head_dim"], row["causal"], row["seqlen_k"]] = row
+    return [found[key] for key in sorted(found)]
+
+
+def plain_table(rows: list[dict[str, Any]]) -> str:
+    """For a docstring."""
+    if not rows:
+        return NOTHING
+    lines = ["      D  mask       S_k        ms   TFLOP/s  % of ceiling"]
+    for row in [row for row in rows if row["seqlen_k"] in SHOWN] or rows:
+        mask = "causal" if row["causal"] else "dense"
+        lines.append(
+            f"    {row['head_dim']:3}  {mask:6} {row['seqlen_k']:7} {row['ms']:9.4g} {row['tflops']:9.4g} {row['percent_of_ceiling'] or 0:13.3g}"
+        )
+    return "\n".join([*lines, "", f"on {_where(rows)}"])
+
+
+def _where(rows: list[dict[str, Any]]) -> str:
+    newest = rows[-1]
+    return f"{newest['device'].split(':')[0]}, torch {newest['torch']}, Triton {newest['triton']}, {days(rows)}"
+
+
+def with_table(source: str, rows: list[dict[str, Any]]) -> str:
+    """A rung's source with its measured table as the rows have it."""
+    return _MEASURED.sub(lambda _: plain_table(rows), source, count=1)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    rungs = [harness.load(name) for name in RUNGS]
+    lines = [f"| [{rung.name}](#{rung.name}) | {rung.idea} | sm_{rung.capability}{' and up' if rung.capability < 90 else ''} |" for rung in rungs]
+    return _HEADING + "\n".join([*lines, ""]) + overview(rows) + "".join(section(rung, rows) for rung in rungs)
+
+
+def overview(rows: list[dict[str, Any]]) -> str:
+    """All rungs and their rivals at one length, a process for each kind of problem, and what 8 bits cost; nothing where nothing is measured."""
+    timed = [row for row in rows if row.get("rung") in (*RUNGS, *RIVALS) and row.get("ms") and not row["options"]]
+    columns = [_Column(timed, width, causal) for width in (64, 128) for causal in (False, True)]
+    shown = [row for column in columns for row in column.together]
+    if not shown:
+        return ""
+    lines = [
+        "\n## All rungs\n",
+        f"TFLOP/s at {OVERVIEW:,} queries and keys (decode: one query, GB/s by the model), beside strobe's own forward and what PyTorch ships.",
+        "What stands in a column was timed in turn, in one process, as CUDA graphs; in italics in another, where clocks may be others (k1 and decode",
+        f"launched). In brackets at {SHORTER:,}.\n",
+        f"| | {' | '.join(column.head for column in columns)} |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name, label in [*((name, f"[{name}](#{name})") for name in RUNGS), *RIVALS.items()]:
+        if any(cells := [column.cell(name) for column in columns]):
+            lines.append(f"| {label} | {' | '.join(cell or '-' for cell in cells)} |")
+    lines += [f"\n{_where(sorted(shown, key=lambda row: row['date']))}.\n"]
+    pictures = {"ladder_rates.png": "TFLOP/s of every rung, at its longest length", "ladder_length.png": "memory and time of every rung by length"}
+    lines += [f"![{text}](images/{name})\n" for name, text in pictures.items() if (IMAGES / name).exists()]
+    errors = {row["method"]: row["rmse"] for row in rows if row.get("rmse")}
+    if errors:
+        told = "; ".join(f"{method} {rmse:.3g}" for method, rmse in errors.items())
+        lines += [f"Root mean square errors against float64 where 0.1 % of the entries are large (`python -m ladder --outliers`): {told}.\n"]
+    return "\n".join(lines)
+
+
+class _Column:
+    """One kind of problem: the rows of the process that timed most rungs of it, of several the newest, and the newest rows of the rest."""
+
+    def __init__(self, timed: list[dict[str, Any]], width: int, causal: bool):
+        self.head = f"D {width}, {'causal' if causal else 'dense'}"
+        own = [row for row in timed if (row["head_dim"], row["causal"]) == (width, causal)]
+        rungs = Counter(row["date"] for row in own if row["seqlen_k"] == OVERVIEW and row["rung"] in RUNGS)  # rows of a process have one date
+        process = max(rungs, key=lambda date: (rungs[date], date), default=None)
+        self.together = [row for row in own if row["date"] == process and row["seqlen_k"] == OVERVIEW]
+        self.newest = {(row["rung"], row["seqlen_k"]): row for row in sorted(own, key=lambda row: row["date"])}
+
+    def cell(self, name: str) -> str:
+        """What was timed together, else at another time, else of fewer keys; empty where nothing was."""
+        own = next((row for row in self.together if row["rung"] == name), None)
+        if own:
+            return f"{_rate(own):.4g}"
+        if other := self.newest.get((name, OVERVIEW)):
+            return f"*{_rate(other):.4g}*"
+        shorter = self.newest.get((name, SHORTER))
+        return f"({_rate(shorter):.4g})" if shorter else ""
+
+
+def _rate(row: dict[str, Any]) -> float:
+    return row["gbps" if row["rung"] in RUNGS and harness.load(row["rung"]).queries else "tflops"]
+
+
+def section(rung: Rung, rows: list[dict[str, Any]]) -> str:
+    """Idea and cost model, the difference that matters, figures, timeline, and what comes next."""
+    doc = inspect.cleandoc(importlib.import_module(f"ladder.{FILES[rung.name]}").__doc__ or "")
+    told, _, limits = doc.partition("\nMeasured:\n")[0].partition("What limits it:")
+    _, _, told = told.partition("\n\n")
+    parts = [f"\n## {rung.name}\n", f"**{rung.idea[0].upper() + rung.idea[1:]}.** [The file](../ladder/{FILES[rung.name]}.py)\n", prose(told)]
+    parts += [f"### What changed from {rung.below}: {rung.name}\n" if rung.below else f"### The kernels: {rung.name}\n", difference(rung)]
+    parts += [f"### Figures: {rung.name}\n", table(measured(rows, rung.name)), counted(rows, rung.name)]
+    if (IMAGES / f"ladder_{rung.name}.svg").exists():
+        parts += [f"Modelled time of one program, as the simulator draws it:\n\n![what the warps of {rung.name} do](images/ladder_{rung.name}.svg)\n"]
+    parts += [f"### What limits it: {rung.name}\n", prose(limits.strip())]
+    above = [harness.load(name) for name in RUNGS if harness.load(name).below == rung.name]
+    parts += [f"Next: {'; '.join(f'[{next_.name}](#{next_.name}), {next_.idea}' for next_ in above)}.\n"] if above else []
+    return "\n".join(parts)
+
+
+def prose(text: str) -> str:
+    """Paragraphs as they are; what is laid out in columns stays so."""
+    found: list[str] = []
+    for block in re.split(r"\n\s*\n", text.strip("\n")):
+        lines, columns = block.split("\n"), False
+        for line in lines:
+            laid_out = line.startswith("  ") or bool(re.search(r"\S   +\S", line))
+            if laid_out != columns or not found or (line is lines[0] and not laid_out):
+                if columns and not laid_out:
+                    found.append("```\n")
+                if laid_out:
+                    found.append(("\n" if found and found[-1].strip() and not found[-1].endswith("\n\n") else "") + "```text")
+                columns = laid_out
+            found.append(line)
+        found.append("```\n" if columns else "")
+    return "\n".join(found).replace("```\n\n\n", "```\n\n")
+
+
+def difference(rung: Rung) -> str:
+    """The functions that carry the idea, beside those of their name in the rung below."""
+    mine = importlib.import_module(f"ladder.{FILES[rung.name]}")
+    if not rung.below:
+        return "```py\n" + "\n\n".join(_source(mine, name) for name in rung.shows) + "\n```\n"
+    theirs = importlib.import_module(f"ladder.{FILES[rung.below]}")
+    lines: list[str] = []
+    for name in rung.shows:
+        before = _source(theirs, name).split("\n") if hasattr(theirs, name) else []
+        after = _source(mine, name).split("\n")
+        for line in list(difflib.unified_diff(before, after, n=2, lineterm=""))[2:]:
+            lines.append(f"@@ {name} @@" if line.startswith("@@") else line)
+    return "```diff\n" + "\n".join(lines) + "\n```\n"
+
+
+def _source(module: Any, name: str) -> str:
+    shown = getattr(module, name)
+    while not (inspect.isfunction(shown) or inspect.isclass(shown)):  # a jit function, or one that is tuned
+        shown = shown.fn
+    return inspect.getsource(shown).strip("\n")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return f"{NOTHING.capitalize()}.\n"
+    lines = [
+        "| D | mask | S_k | ms | TFLOP/s | % of ceiling | GB by the model | MB allocated |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        sizes = f"{row['model_bytes'] / 1e9:.3g} | {row['peak_bytes'] / 1e6:.3g}"
+        figures = f"{row['ms']:.4g} | {row['tflops']:.4g} | {row['percent_of_ceiling'] or 0:.3g} | {sizes}"
+        lines.append(f"| {row['head_dim']} | {'causal' if row['causal'] else 'dense'} | {row['seqlen_k']} | {figures} |")
+    return "\n".join([*lines, "", f"{_where(rows)}.", ""])
+
+
+def counted(rows: list[dict[str, Any]], name: str) -> str:
+    """What the hardware counted in the newest watched run, in words."""
+    row = next((row for row in reversed(rows) if row.get("rung") == name and row.get("counters")), None)
+    if row is None:
+        return ""
+    seen = row["counters"]
+    waits = ", ".join([f"{reason.replace('_', ' ')} {share:.0f} %" for reason, share in seen["warps"].items() if reason != "selected"][:4])
+    return (f"Counted (D {row['head_dim']}, {'causal' if row['causal'] else 'dense'}, S_k {row['seqlen_k']}, ncu): "
+            f"{seen['dram_bytes'] / 1e9:.3g} GB from and to DRAM, {seen['l2_bytes'] / 1e9:.3g} GB through L2 "
+            f"({row.get('model_bytes', 0) / 1e9:.3g} by the model); tensor cores busy {seen['tensor_percent']:.0f} % of the time, issue slots "
+            f"{seen['issue_percent']:.0f} %, shared memory {seen['shared_percent']:.0f} %; {seen['bank_conflicts'] / 1e6:.3g} M bank conflicts; "
+            f"warps wait for: {waits}.\n")  # fmt: skip
+
+
+# ---------------------------------------------------------------- files
+
+
+def timed_runs() -> Iterator[tuple[Rung, list[Event]]]:
+    """Every rung that Gluon schedules, and what one program of it does by modelled time: five tiles of keys, or what goes round its rings."""
+    for name in RUNGS:
+        if name in ("k1", "k2", "t"):
+            continue  # one partition that does one thing after another
+        rung = harness.load(name)
+        size = Size(1, 1 if rung.queries else 128, 256 if name[:2] in ("a", "k3") else 640, 1, 1, 128, causal=False)
+        _, run = harness.simulated(rung, size, {}, "timed")
+        yield rung, [event for event in run.events if event.cta == 0]
+
+
+def timelines() -> Iterator[tuple[str, str]]:
+    """(name, picture) of each."""
+    from strobe.sim.timeline import svg
+
+    for rung, events in timed_runs():
+        yield rung.name, svg(events, f"{rung.name}: {rung.idea}")
+
+
+def read(path: Path = RESULTS) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def main() -> None:
+    rows = read()
+    for name in RUNGS:
+        path = Path(__file__).parents[1] / f"{FILES[name]}.py"
+        path.write_text(with_table(path.read_text(), measured(rows, name)))
+    for name, picture in timelines():
+        (IMAGES / f"ladder_{name}.svg").write_text(picture)
+    PAGE.write_text(page(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""torch's flash ops in strobe's terms: for each aten op a function of its arguments, in their order, that returns its results.
+
+They stand below autograd, where torch has decided that a gradient is wanted and by which op. All they allocate has the
+strides of torch's own meta kernels, which torch.compile holds them to. What strobe does not serve is refused by name, before
+anything runs. What they have to translate:
+
+    layout    SDPA's ops lie as [B, H, S, D]; strobe and the `_flash` ops as [B, S, H, D] or packed [T, H, D]
+    causal    of the op for CPUs aligned at the top left; of the others at the bottom right, as strobe's (SDPA asks those for squares alone)
+    window    -1 and None are no bound
+    lse       natural logarithm, [B, H, S] or [H, T]; the op for CPUs keeps it as [B, S, H] in memory
+    dropout   refused, so what keeps its random state holds nothing
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedProblem, describe
+from ..kernels.cpu.flash import TORCH, VECTOR, lost_nan
+from ..kernels.protocol import Backward
+from ..ops import attention as ops
+from ..problem.call import FARTHEST, Call, accumulator
+from ..problem.mask import NO_BOUND
+from ..selection.choices import MOST_CHOICES
+from ..selection.repeat import launch_again
+from ..selection.select import Choice
+
+served: defaultdict[str, int] = defaultdict(int)  # calls of aten's ops that strobe ran, by the kernel that did
+_turned_before: dict[tuple, Choice] = {}  # by the raw key of tensors as SDPA lays them: what may be launched again without turning them
+
+
+class Unserved(UnsupportedProblem):
+    """An argument of an aten op that strobe has no equal for."""
+
+    argument: str
+
+
+def _unserved(argument: str, got: object, expected: str) -> Unserved:
+    said = describe(argument, "a tensor" if isinstance(got, Tensor) else got, expected, "torch's own kernel serves it, where there is one")
+    error = Unserved(said)
+    error.argument = argument
+    return error
+
+
+# ---------------------------------------------------------------- scaled_dot_product_attention on CPUs
+
+
+def cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None, **later):
+    """aten::_scaled_dot_product_flash_attention_for_cpu
+
+    >>> q, k = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 7, 16)
+    >>> [(list(t.shape), t.stride()) for t in cpu_forward(q, k, k, is_causal=True)]
+    [([1, 2, 5, 16], (160, 80, 16, 1)), ([1, 2, 5], (10, 1, 2))]
+    """
+    _refuse(dropout_p=dropout_p, attn_mask=attn_mask, **later)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    q, k, v, right = top_left(q, k, v) if is_causal else (q, k, v, NO_BOUND)
+    call = _call(q, k, v, right, scale, _wants_gradients(query, key, value))
+    batch, rows, heads, _ = q.shape
+    out = torch.empty_like(query)
+    lse = query.new_empty_strided((batch, heads, rows), (rows * heads, 1, heads), dtype=accumulator(query.dtype))
+    _forward(call, out.transpose(1, 2), lse)
+    return out, lse
+
+
+def torch_first(served_here: Callable) -> Callable:
+    """`served_here`, a cpu_forward, but for calls that cpu.forward would hand to torch's own kernel just so: straight there, host code
+    between would be for nothing. One function, that asks nothing twice and names no default: of few keys each would be seen in the 3 us it takes."""
+
+    def kernel(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None, **later):
+        if (scale is None or scale > 0) and not (dropout_p or attn_mask is not None or later):
+            rows, keys = query.shape, key.shape
+            alike = (rows == keys or (rows[:2] == keys[:2] and not is_causal)) and keys == value.shape
+            if alike and 0 not in rows and (n_keys := keys[2]):  # of no rows torch's kernel divides by zero
+                if scale is not None:
+                    found = TORCH(query, key, value, 0.0, is_causal, scale=scale)
+                else:
+                    found = TORCH(query, key, value, 0.0, True) if is_causal else TORCH(query, key, value)
+                if n_keys >= VECTOR or not lost_nan(found[1]):
+                    served["cpu.forward"] += 1
+                    return found
+        return served_here(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale, **later)
+
+    return kernel
+
+
+def cpu_backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None, **later):
+    """aten::_scaled_dot_product_flash_attention_for_cpu_backward: gradients that lie as [B, S, H, D] in memory."""
+    _refuse(dropout_p=dropout_p, attn_mask=attn_mask, **later)
+    q, k, v = _by_rows(query, key, value)
+    seen = top_left(q, k, v) if is_causal else (q, k, v, NO_BOUND)
+    call = _call(*seen, scale, True)
+    gradients = tuple(t.new_empty(t.shape) for t in (q, k, v))
+    _gradients(call, _by_rows(grad_out, out), logsumexp, gradients)
+    return _by_rows(*gradients)
+
+
+def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """q, k, v [B, S, H, D] and strobe's right bound, so that row i sees key j iff j <= i: keys beyond the last row are seen by none.
+
+    >>> q, k = torch.zeros(1, 2, 1, 8), torch.zeros(1, 5, 1, 8)
+    >>> top_left(q, k, k)[1].shape[1], top_left(q, k, k)[3], top_left(k, q, q)[3]
+    (2, 0, 3)
+    """
+    rows, keys = q.shape[1], k.shape[1]
+    if rows < keys:
+        k, v = k[:, :rows], v[:, :rows]
+    return q, k, v, max(0, rows - keys)
+
+
+# ---------------------------------------------------------------- scaled_dot_product_attention on GPUs
+
+
+def sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None, **later):
+    """aten::_scaled_dot_product_flash_attention
+
+    >>> q = torch.randn(1, 2, 5, 16)
+    >>> [None if t is None else t if isinstance(t, int) else list(t.shape) for t in sdpa_forward(q, q, q)]
+    [[1, 2, 5, 16], [1, 2, 5], None, None, 5, 5, [2], [], [0]]
+    """
+    if dropout_p or return_debug_mask or later:
+        _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **later)
+    call = _call(query, key, value, 0 if is_causal else NO_BOUND, scale, _wants_gradients(query, key, value))
+    batch, heads, rows, _ = query.shape
+    out = torch.empty_like(query)
+    lse = query.new_empty_strided((batch, heads, rows), (heads * rows, rows, 1), dtype=accumulator(query.dtype))  # not by new_empty: twice the time
+    _forward_turned(call, out, lse)
+    return out, lse, None, None, rows, key.shape[2], *_no_dropout(query)
+
+
+def sdpa_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset, *,
+    scale=None, **later,
+):  # fmt: skip
+    """aten::_scaled_dot_product_flash_attention_backward: gradients with the strides of what they are the gradients of."""
+    _refuse(dropout_p=dropout_p, cum_seq_q=_there(cum_seq_q), cum_seq_k=_there(cum_seq_k), **later)
+    call = _turned(_call(query, key, value, 0 if is_causal else NO_BOUND, scale, True))
+    gradients = tuple(torch.empty_like(t) for t in (query, key, value))
+    _gradients(call, _by_rows(grad_out, out), logsumexp, _by_rows(*gradients))
+    return gradients
+
+
+# ---------------------------------------------------------------- varlen_attn, and rows first
+
+
+def flash_forward(
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
+    window_size_left=None, window_size_right=None, **unserved,
+):  # fmt: skip
+    """aten::_flash_attention_forward: dense [B, S, H, D] without cum_seq, else packed [T, H, D]
+
+    >>> q, offsets = torch.randn(12, 2, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
+    >>> [list(t.shape) for t in flash_forward(q, q, q, offsets, offsets, 7, 7, 0.0, True, False)]
+    [[12, 2, 16], [2, 12], [2], [], [0]]
+
+    unserved: seqused_k, alibi_slopes, block_table, num_splits, and what a later torch adds.
+    """
+    out = torch.empty_like(query)
+    packing, band = (cum_seq_q, cum_seq_k, max_q, max_k), (is_causal, window_size_left, window_size_right)
+    _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **unserved)
+    lse = _flash_forward_into(out, (query, key, value), packing, band, scale)
+    return out, lse, *_no_dropout(query)
+
+
+def flash_forward_into(
+    out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
+    window_size_left=None, window_size_right=None, **unserved,
+):  # fmt: skip
+    """aten::_flash_attention_forward_no_dropout_inplace: as `flash_forward`, but it writes `out` and returns lse."""
+    packing, band = (cum_seq_q, cum_seq_k, max_q, max_k), (is_causal, window_size_left, window_size_right)
+    _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **unserved)
+    if out.shape != query.shape or out.dtype != query.dtype or out.stride(-1) != 1:
+        raise _unserved("out", f"{out.dtype} {list(out.shape)} of strides {out.stride()}", "memory like query's")
+    return _flash_forward_into(out, (query, key, value), packing, band, scale)
+
+
+def flash_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, *,
+    scale=None, window_size_left=None, window_size_right=None, **later,
+):  # fmt: skip
+    """aten::_flash_attention_backward"""
+    _refuse(dropout_p=dropout_p, **later)
+    packing, band = (_there(cum_seq_q), _there(cum_seq_k), max_q, max_k), (is_causal, window_size_left, window_size_right)
+    call = _flash_call((query, key, value), packing, band, scale)
+    gradients = tuple(torch.empty_like(t) for t in (query, key, value))
+    _gradients(call, (grad_out, out), logsumexp, gradients)
+    return gradients
+
+
+# ---------------------------------------------------------------- what they share
+
+
+def _refuse(**given: object) -> None:
+    """Refuse the first argument that says something; one that a later torch adds, and that has no default here, too."""
+    for name, value in given.items():
+        if value is not None and (isinstance(value, Tensor) or value):
+            raise _unserved(name, value, "what says nothing (0, False, None)")
+
+
+def _there(offsets: Tensor | None) -> Tensor | None:
+    """Offsets that an autograd formula saved: None comes back as an empty tensor from some of them."""
+    return offsets if offsets is not None and offsets.numel() else None
+
+
+def _by_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[B, H, S, D] as [B, S, H, D], and back."""
+    return tuple([t.transpose(1, 2) for t in tensors])
+
+
+def _wants_gradients(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Of the op's own arguments: down here a view of them does not know."""
+    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, right: int, scale: float | None, needs_grad: bool) -> Call:
+    if v.shape[-1] != q.shape[-1]:
+        raise _unserved("value", f"head dimension {v.shape[-1]}", f"query's {q.shape[-1]}, which out has")
+    return Call(q, k, v, NO_BOUND, right, scale, 0.0, torch.are_deterministic_algorithms_enabled(), False, "", False, needs_grad)
+
+
+def _turned(call: Call) -> Call:
+    q, k, v = _by_rows(*call[:3])
+    return call._replace(q=q, k=k, v=v)
+
+
+def _flash_call(qkv: tuple[Tensor, Tensor, Tensor], packing: tuple, band: tuple[bool, int | None, int | None], scale: float | None) -> Call:
+    causal, left, right = band
+    bound = lambda one: NO_BOUND if one is None or one < 0 else min(one, FARTHEST)
+    call = _call(*qkv, 0 if causal else bound(right), scale, _wants_gradients(*qkv))._replace(left=bound(left))
+    cum_seq_q, cum_seq_k, max_q, max_k = packing
+    if cum_seq_q is None and cum_seq_k is None:
+        return call
+    if cum_seq_q is None or cum_seq_k is None:
+        raise _unserved("cum_seq_q, cum_seq_k", "one of them", "both or neither")
+    return ops.received(call._replace(cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k, max_seqlen_q=bound(max_q), max_seqlen_k=bound(max_k)))
+
+
+def _flash_forward_into(out: Tensor, qkv: tuple[Tensor, Tensor, Tensor], packing: tuple, band: tuple, scale: float | None) -> Tensor:
+    call = _flash_call(qkv, packing, band, scale)
+    q = call.q
+    shape = (q.shape[1], q.shape[0]) if call.packed else (q.shape[0], q.shape[2], q.shape[1])
+    lse = q.new_empty(shape, dtype=accumulator(q.dtype))
+    _forward(call, out, lse)
+    return lse
+
+
+def _forward(call: Call, out: Tensor, lse: Tensor) -> Choice:
+    choice = ops.decide(call)
+    if not (out.is_contiguous() and launch_again(choice.forward, call, out, lse)):
+        ops.write(choice, call, out, lse)
+    served[choice.forward.kernel.name] += 1
+    return choice
+
+
+def _forward_turned(call: Call, out: Tensor, lse: Tensor) -> None:
+    """`_forward` of a call and an out that lie as [B, H, S, D], which nothing need turn where it is launched as before: an address has no sides."""
+    key = ops.raw_key(call)
+    choice = _turned_before.get(key)
+    if choice is not None and launch_again(choice.forward, call, out, lse):
+        served[choice.forward.kernel.name] += 1
+        return
+    by_rows = out.transpose(1, 2)
+    choice = _forward(_turned(call), by_rows, lse)
+    if choice.forward.again and by_rows.is_contiguous():  # a launch that was kept writes contiguous rows
+        if len(_turned_before) >= MOST_CHOICES:
+            _turned_before.clear()
+        _turned_before[key] = choice
+
+
+def _gradients(call: Call, outs: tuple[Tensor, ...], lse: Tensor, gradients: tuple[Tensor, ...]) -> None:
+    """Write dq, dk, dv for the out and lse given, which may be those of more keys than k and v hold."""
+    call = call._replace(needs_grad=True)
+    choice = ops.decide(call)
+    dout, out = outs
+    shape, dtype = choice.problem.out_shapes[1], choice.problem.lse_dtype
+    if out.shape != call.q.shape or dout.shape != out.shape or tuple(lse.shape) != shape or (out.dtype, lse.dtype) != (call.q.dtype, dtype):
+        raise _unserved("out, logsumexp", f"{out.dtype} {list(out.shape)}, {lse.dtype} {list(lse.shape)}", f"query's, and {dtype} {list(shape)}")
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    dq, dk, dv = gradients
+    if dk.shape != call.k.shape:  # keys that top_left left out
+        keys = call.k.shape[1]
+        dk[:, keys:], dv[:, keys:] = 0.0, 0.0
+        dk, dv = dk[:, :keys], dv[:, :keys]
+    lse = lse.contiguous()
+    ops.write_gradients(choice, call, Backward(dout, out, lse, None, dq, dk, dv, torch.empty_like(lse)))
+    served[choice.backward.kernel.name] += 1  # type: ignore[union-attr]
+
+
+def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What stands where the state of dropout would, and its mask: unread where nothing is dropped."""
+    return query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64), query.new_empty(0)
+
+
+__all__ = ["cpu_backward", "cpu_forward", "flash_backward", "flash_forward", "flash_forward_into", "sdpa_backward", "sdpa_forward"]

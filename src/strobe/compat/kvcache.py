@@ -1,0 +1,286 @@
+"""Caches as FlashAttention's functions take them: new keys written, queries turned, and one decode over what is there then.
+
+Guests of the house, as `drop_in` is: arguments are translated to a `PagedCache` or `DenseCache`, and everything runs there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidProblem, UnsupportedProblem, describe, wrong_type
+from ..interface_decode import _call, _settings, append
+from ..ops import decode as ops_decode
+from ..problem.cache import DenseCache, PagedCache, Rotary
+from ..problem.call import accumulator
+from ..problem.decode import DecodeCall, refuse_gradients
+from .seqused import is_readable
+from .signatures import Setting, forward, in_their_words, rows_contiguous
+
+_FEW_ROWS = 16  # what the kernels of a decode are tuned for; more of them, at lengths known here, are a plain call over a slice
+
+
+class Cache(NamedTuple):
+    """The arguments of `flash_attn_with_kvcache` about its cache: k and v are rows, or pages where there is a page table."""
+
+    k: Tensor
+    v: Tensor
+    seqlens: int | Tensor | None = None
+    k_new: Tensor | None = None
+    v_new: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    interleaved: bool = True
+    batch_idx: Tensor | None = None
+    leftpad: Tensor | None = None
+    page_table: Tensor | None = None
+    pages: str = "block_table"  # what the original calls its page table
+    rotary_seqlens: Tensor | None = None  # int32 [B]: where angles begin, if not at seqlens
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a sequence may hold."""
+        return self.k.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What the house's words for a cache are in this call."""
+        table = self.pages if self.page_table is not None else "cache_batch_idx"
+        words = {f"cache.{field}{pages}": f"{field}_cache" for field in "kv" for pages in ("", "_pages")}
+        words |= {"cache.page_table": table, "cache.seqlens": "cache_seqlens", "cache.k_start": "cache_leftpad"}
+        return words | {"k_new": "k", "v_new": "v", "rotary.cos": "rotary_cos", "rotary.sin": "rotary_sin"}
+
+
+def forward_cached(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]:
+    """out and lse over the keys a cache holds, new ones written into it first; no gradient, as in the originals.
+
+    >>> k_cache, v_cache, q = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2, 16), torch.randn(1, 1, 2, 16)
+    >>> out, lse = forward_cached(q, Cache(k_cache, v_cache, 3, q, q), Setting(causal=True))
+    >>> torch.equal(k_cache[:, 3:4], q), lse.shape
+    (True, torch.Size([1, 2, 1]))
+    """
+    with torch.no_grad():
+        try:
+            return _forward(rows_contiguous(q), cache, setting.plain())
+        except (InvalidProblem, TypeError) as problem:
+            raise in_their_words(problem, cache.words) from None
+
+
+def _forward(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]:
+    _check(q, cache)
+    before = _lengths(q, cache)
+    count = 0 if cache.k_new is None else cache.k_new.shape[1]
+    call = _decode_call(q, _held(cache, before + count), setting)
+    if cache.k_new is not None and cache.v_new is not None:
+        if not torch.compiler.is_compiling():  # where what is wrong is found before anything is written
+            ops_decode.decide(ops_decode.prepare(call))
+        _check_room(cache, before, count)
+        rotary = None if cache.cos is None or cache.sin is None else Rotary(cache.cos, cache.sin, cache.interleaved)
+        k_new = cache.k_new
+        first = before if cache.rotary_seqlens is None or cache.rotary_seqlens is cache.seqlens else cache.rotary_seqlens
+        apart = first is not before
+        if rotary is not None and apart:
+            k_new = _turned(k_new, rotary, first, True)
+        append(_held(cache, before), rows_contiguous(k_new), rows_contiguous(cache.v_new), rotary=None if apart else rotary)
+        if rotary is not None:
+            along = setting.causal or any(bound is not None and bound >= 0 for bound in setting.window)
+            call = call._replace(q=_turned(q, rotary, first, along))
+    in_place = cache.page_table is None and cache.batch_idx is None and cache.leftpad is None and cache.k.dtype == q.dtype
+    if in_place and not isinstance(cache.seqlens, Tensor) and q.shape[1] > _FEW_ROWS:
+        if not torch.compiler.is_compiling():  # what is wrong is said of the cache
+            ops_decode.decide(ops_decode.prepare(call))
+        stop = cache.capacity if cache.seqlens is None else cache.seqlens + count
+        with torch.autocast(q.device.type, enabled=False):  # as a decode has it, which is read as it is
+            return forward(call.q, cache.k[:, :stop], cache.v[:, :stop], setting)
+    return ops_decode.run(call)
+
+
+def _decode_call(q: Tensor, held: PagedCache | DenseCache, setting: Setting) -> DecodeCall:
+    return _call(q, held, _settings(setting.causal, setting.window, setting.scale, setting.softcap or None, None, False, None))
+
+
+def _held(cache: Cache, seqlens: Tensor) -> PagedCache | DenseCache:
+    """The cache as the house knows it. Rows that an index picks are pages: each sequence has one, as long as the cache."""
+    if cache.page_table is not None:
+        return PagedCache(cache.k, cache.v, cache.page_table, seqlens)
+    if cache.batch_idx is not None:
+        return PagedCache(cache.k, cache.v, cache.batch_idx[:, None], seqlens)
+    return DenseCache(cache.k, cache.v, seqlens, cache.leftpad)
+
+
+def _lengths(q: Tensor, cache: Cache) -> Tensor:
+    """int32 [B]: how many keys each sequence holds before this call."""
+    seqlens, count = cache.seqlens, 0 if cache.k_new is None else cache.k_new.shape[1]
+    if isinstance(seqlens, Tensor):
+        return seqlens
+    if seqlens is None:
+        seqlens = cache.capacity
+    elif not 0 <= seqlens <= cache.capacity - count:
+        expected = f"0 to {cache.capacity - count}" + f", before {count} new keys" * bool(count)
+        raise InvalidProblem("cache_seqlens", seqlens, expected, "make the cache longer" if seqlens > 0 else "count the keys that it holds")
+    return torch.full((q.shape[0],), seqlens, dtype=torch.int32, device=q.device)
+
+
+def _turned(q: Tensor, rotary: Rotary, first: Tensor, along: bool) -> Tensor:
+    """q turned by the angles of its positions: those from `first` on, or `first` for all rows; NaN where there are no angles, as in keys."""
+    position = first.long()[:, None] + torch.arange(q.shape[1], device=q.device) * along
+    known, wide = rotary.cos.shape[0], accumulator(q.dtype)
+    beyond = ((position < 0) | (position >= known))[..., None]
+    cos, sin = (t[position.clamp(0, known - 1)].to(wide).masked_fill(beyond, torch.nan)[:, :, None] for t in rotary[:2])
+    width = 2 * cos.shape[-1]
+    turning = q[..., :width].to(wide)
+    a, b = turning.unflatten(-1, (-1, 2)).unbind(-1) if rotary.interleaved else turning.chunk(2, -1)
+    turned = a * cos - b * sin, b * cos + a * sin
+    whole = torch.stack(turned, -1).flatten(-2) if rotary.interleaved else torch.cat(turned, -1)
+    return torch.cat([whole.to(q.dtype), q[..., width:]], -1)
+
+
+# ---------------------------------------------------------------- the door
+
+
+def _check(q: Tensor, cache: Cache) -> None:
+    """What belongs together, and what strobe has not got together; the rest is for the doors of decode and append."""
+    indices = {"cache_batch_idx": cache.batch_idx, "cache_leftpad": cache.leftpad, cache.pages: cache.page_table}
+    needed = {"q": q, "k_cache": cache.k, "v_cache": cache.v}
+    optional = {"k": cache.k_new, "v": cache.v_new, "rotary_cos": cache.cos, "rotary_sin": cache.sin} | indices
+    for name, given in (needed | {name: one for name, one in optional.items() if one is not None}).items():
+        if not isinstance(given, Tensor):
+            raise wrong_type(name, given, "a tensor" + " or None" * (name in optional), "pass a torch.Tensor")
+    for name, rank in {"q": 4, "k_cache": 4, "k": 4, "cache_batch_idx": 1, cache.pages: 2}.items():
+        given = (needed | optional)[name]
+        if given is not None and given.dim() != rank:
+            raise InvalidProblem(name, f"shape {list(given.shape)}", f"{rank} dimensions", "reshape it")
+    if cache.seqlens is not None and (isinstance(cache.seqlens, bool) or not isinstance(cache.seqlens, (int, torch.SymInt, Tensor))):
+        raise wrong_type("cache_seqlens", cache.seqlens, "an int, an int32 tensor [B] or None", "give the lengths before this call")
+    if not isinstance(cache.interleaved, bool):
+        raise wrong_type("rotary_interleaved", cache.interleaved, "a bool", "pass True or False")
+    _check_new(cache)
+    given = [name for name, one in indices.items() if one is not None]
+    for name, remedy in (
+        ("cache_leftpad", "pages and indexed rows begin at their first key; use a cache that lies as the batch does, or leave the padding out"),
+        ("cache_batch_idx", f"index the table instead: {cache.pages}[cache_batch_idx]"),
+    ):
+        if name in given and len(given) > 1:
+            others = " and ".join(one for one in given if one != name)
+            raise UnsupportedProblem(describe(name, f"a tensor beside {others}", "one of them alone", remedy))
+
+
+def _check_new(cache: Cache) -> None:
+    if (cache.k_new is None) != (cache.v_new is None):
+        raise InvalidProblem("v" if cache.v_new is None else "k", None, "both of k and v, or neither", "give new keys together with their values")
+    if (cache.cos is None) != (cache.sin is None):
+        name = "rotary_sin" if cache.sin is None else "rotary_cos"
+        raise InvalidProblem(name, None, "both of rotary_cos and rotary_sin, or neither", "give the angles' cosines and sines")
+    if cache.rotary_seqlens is not None and cache.rotary_seqlens is not cache.seqlens:
+        wanted = f"an int32 tensor [{cache.k.shape[0] if cache.k_new is None else cache.k_new.shape[0]}] or None"
+        if not isinstance(cache.rotary_seqlens, Tensor):
+            raise wrong_type("rotary_seqlens", cache.rotary_seqlens, wanted, "give the position of the first new key of each sequence")
+        if cache.k_new is not None and (cache.rotary_seqlens.dtype != torch.int32 or cache.rotary_seqlens.shape != cache.k_new.shape[:1]):
+            got = f"{cache.rotary_seqlens.dtype} {list(cache.rotary_seqlens.shape)}"
+            raise InvalidProblem("rotary_seqlens", got, wanted, "give the position of the first new key of each sequence")
+    if cache.cos is not None and cache.k_new is None:
+        raise InvalidProblem("rotary_cos", "angles without new keys", "k and v to turn and write", "turn q before the call")
+    if cache.k_new is not None and cache.seqlens is None:
+        raise InvalidProblem("cache_seqlens", None, "where the new keys go", "give the lengths before this call, an int or int32 [B]")
+
+
+def _check_room(cache: Cache, before: Tensor, count: int) -> None:
+    """On a CPU, where lengths and ids are at hand: each new key has its place. On a GPU what has none is not written, and `last_errors` tells."""
+    if not count or not is_readable(before):
+        return
+    positions = before.long()[:, None] + torch.arange(count)
+    beyond = ((positions < 0) | (positions >= cache.capacity)).any(1).nonzero().flatten().tolist()
+    if beyond:
+        got = f"{before[beyond[0]].item()} for sequence {beyond[0]}"
+        held = "the cache" if cache.page_table is None else cache.pages
+        expected = f"0 to {cache.capacity - count}, before {count} new keys in the {cache.capacity} places that {held} has"
+        raise InvalidProblem("cache_seqlens", got, expected, "make the cache longer" if cache.page_table is None else f"give {held} more columns")
+    if cache.page_table is not None:
+        name, ids = cache.pages, cache.page_table.long().gather(1, positions // max(cache.k.shape[1], 1))
+    elif cache.batch_idx is not None:
+        name, ids = "cache_batch_idx", cache.batch_idx[:, None]
+    else:
+        return
+    wrong = ids[(ids < 0) | (ids >= len(cache.k))].tolist()
+    if wrong:
+        expected = f"ids from 0 to {len(cache.k) - 1} where new keys go"
+        raise InvalidProblem(name, f"{wrong[0]} where a new key goes", expected, "reserve the pages of new keys before the call")
+
+
+# ---------------------------------------------------------------- packed queries over pages
+
+
+def forward_paged(q: Tensor, k: Tensor, v: Tensor, setting: Setting, page_table: Tensor) -> tuple[Tensor, Tensor]:
+    """out [T, H, D] and lse [H, T] of packed queries over pages; lengths of keys are what cu_seqlens_k rises by.
+
+    >>> pages, offsets = torch.randn(4, 8, 2, 16), torch.tensor([0, 3, 4], dtype=torch.int32)
+    >>> table, lengths = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32), torch.tensor([0, 11, 20], dtype=torch.int32)
+    >>> setting = Setting(causal=True, packing=(offsets, lengths, 3, 11))
+    >>> [list(t.shape) for t in forward_paged(torch.randn(4, 6, 16), pages, pages, setting, table)]
+    [[4, 6, 16], [6, 4]]
+
+    The queries of a sequence are laid to the right of a row of max_seqlen_q, where a decode expects them. Those of no sequence,
+    of one longer than that, and of one with more keys than max_seqlen_k, come out as NaN.
+    """
+    setting = setting.plain()
+    cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = _packing(q, k, setting, page_table)
+    refuse_gradients([q, k, v], "block_table")
+    with torch.no_grad():
+        q, batch = rows_contiguous(q), page_table.shape[0]
+        place = _places(cu_seqlens_q, len(q), longest_q)
+        too_long = torch.cat([cu_seqlens_k.diff() > longest_k, place.new_zeros(1, dtype=torch.bool)])[place // max(longest_q, 1)]
+        rows = q.new_zeros(batch * longest_q + 1, *q.shape[1:]).index_copy_(0, place, q)  # the last: what has no place
+        if k.dim() == 4 and k.shape[1]:
+            page_table = page_table[:, : -(-longest_k // k.shape[1])]  # splits are planned for what could be there
+        cache = PagedCache(k, v, page_table, cu_seqlens_k.diff())
+        try:
+            out, lse = ops_decode.run(_decode_call(rows[:-1].view(batch, longest_q, *q.shape[1:]), cache, setting))
+        except (InvalidProblem, TypeError) as problem:
+            words = {"cache.k_pages": "k", "cache.v_pages": "v", "cache.page_table": "block_table", "cache.seqlens": "cu_seqlens_k"}
+            raise in_their_words(problem, words) from None
+        out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+        place = torch.where(too_long, len(out), place)
+        out, lse = (torch.cat([one, one.new_full((1, *one.shape[1:]), torch.nan)])[place] for one in (out, lse))
+        return out, lse.T
+
+
+def _packing(q: Tensor, k: Tensor, setting: Setting, page_table: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    for name, given, dims in (("q", q, 3), ("k", k, 4), ("block_table", page_table, 2)):
+        if not isinstance(given, Tensor):
+            raise wrong_type(name, given, "a tensor", "pass a torch.Tensor")
+        if given.dim() != dims:
+            raise InvalidProblem(name, f"shape {list(given.shape)}", f"{dims} dimensions", "beside a block_table, k and v are pages")
+    cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = setting.packing or (None, None, None, None)
+    batch = page_table.shape[0]
+    offsets = _offsets("cu_seqlens_q", cu_seqlens_q, batch), _offsets("cu_seqlens_k", cu_seqlens_k, batch)
+    return *offsets, _longest("max_seqlen_q", longest_q), _longest("max_seqlen_k", longest_k)
+
+
+def _offsets(name: str, offsets: Tensor | None, batch: int) -> Tensor:
+    if not isinstance(offsets, Tensor):
+        raise wrong_type(name, offsets, f"an int32 tensor [{batch + 1}]", "give the running sum of lengths, from 0 to the total")
+    if offsets.dtype != torch.int32 or tuple(offsets.shape) != (batch + 1,):
+        got = f"{offsets.dtype} {list(offsets.shape)}"
+        raise InvalidProblem(name, got, f"torch.int32 [{batch + 1}]", "give one more than block_table has rows")
+    return offsets
+
+
+def _longest(name: str, longest: int | None) -> int:
+    if not isinstance(longest, (int, torch.SymInt)) or longest < 0:
+        raise InvalidProblem(name, longest, "an int >= 0", "say how long the longest sequence is")
+    return longest
+
+
+def _places(cu_seqlens_q: Tensor, total: int, longest: int) -> Tensor:
+    """Where each packed row goes in [B * longest], its sequence's last row to the far right; one past the end where it has no place.
+
+    >>> _places(torch.tensor([0, 2, 2, 5]), 6, 3).tolist()
+    [1, 2, 6, 7, 8, 9]
+    """
+    row, ends = torch.arange(total, device=cu_seqlens_q.device), cu_seqlens_q[1:].long()
+    sequence = torch.searchsorted(ends, row, right=True)
+    column = longest + row - torch.cat([ends, ends.new_zeros(1)])[sequence]
+    has_place = (column >= 0) & (column < longest) & (row >= cu_seqlens_q[0])
+    return torch.where(has_place, sequence * longest + column, len(ends) * longest)

@@ -1,0 +1,181 @@
+"""What transformers calls in each layer, on strobe: grouped heads and keys of a cache are read where they lie, nothing is repeated or gathered.
+
+What is seen comes from the mask function (`masks`), from the offsets of packed sequences (cu_seq_lens, faster), or from position_ids that start
+again where the model does not show them to the mask function. The device is waited for once a forward at most: what position_ids say is kept.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import MutableMapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.utils.import_utils import is_tracing
+
+import strobe
+
+from ...errors import InvalidProblem, UnsupportedProblem, describe
+from ..signatures import rows_contiguous
+from .layer_mask import SDPA, Band, Sight
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **keywords: Any
+) -> tuple[Tensor, None]:
+    """query [B, H_q, S_q, D], key and value [B, H_kv, S_k, D] -> [B, S_q, H_q, D_v], and no weights."""
+    _refuse(module, keywords)
+    cache = keywords.get("cache")
+    if isinstance(cache, PagedAttentionCache):  # continuous batching: all the keys of all sequences, packed
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords)  # type: ignore
+    q, k, v = (rows_contiguous(t.transpose(1, 2)) for t in (query, key, value))
+    sight = _told(module, k.shape[1], keywords) if attention_mask is None else Sight.from_tensor(attention_mask, q.shape[0], q.shape[1], k.shape[1])
+    causal, window = _band(module, sight.band, attention_mask is not None, keywords)
+    options = {"causal": causal, "window": window, "scale": scaling, "softcap": keywords.get("softcap") or None, "sinks": keywords.get("s_aux")}
+    packing = _packing(sight, q, k, keywords)
+    if isinstance(packing, Offsets):
+        return strobe.attention_varlen(q[0], k[0], v[0], **packing._asdict(), **options)[None], None
+    if sight.seqlen_k < k.shape[1]:  # a cache that is not full
+        k, v = k[:, : sight.seqlen_k], v[:, : sight.seqlen_k]
+    return strobe.attention(q, k, v, mask=packing, **options), None
+
+
+# ---------------------------------------------------------------- the band
+
+
+def _told(module: nn.Module, seqlen_k: int, keywords: dict[str, Any]) -> Sight:
+    """Without a mask, the layer's own flag and window say it, as they do for transformers' own functions."""
+    causal = keywords.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if keywords.get("sliding_window") is None:
+        return Sight(Band.CAUSAL if causal else Band.FULL, seqlen_k)
+    return Sight(Band.WINDOW if causal else Band.AROUND, seqlen_k)
+
+
+def _band(module: nn.Module, band: Band, masked: bool, keywords: dict[str, Any]) -> tuple[bool, tuple[int, int | None] | None]:
+    """strobe's causal and window. A mask was made of the config's sliding_window, which not every layer repeats; layers count the row's own key."""
+    if band in (Band.FULL, Band.CAUSAL):
+        return band == Band.CAUSAL, None
+    width = getattr(getattr(module, "config", None), "sliding_window", None) if masked else None
+    left = width if band == Band.AROUND else width and width - 1
+    if width is None:
+        width = keywords.get("sliding_window")
+        left = width and width - 1
+    if left is None:
+        raise UnsupportedProblem(describe("sliding_window", None, "the width of this layer's window", SDPA))
+    return (True, (left, None)) if band == Band.WINDOW else (False, (left, left))
+
+
+# ---------------------------------------------------------------- sequences packed end to end
+
+
+class Offsets(NamedTuple):
+    """Keywords of `strobe.attention_varlen`."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+
+def _packing(sight: Sight, q: Tensor, k: Tensor, keywords: dict[str, Any]) -> Offsets | strobe.Mask | None:
+    """The offsets of one row of packed sequences, or the documents that hide keys from each other, or None."""
+    if keywords.get("cu_seq_lens_q") is not None:
+        return _given(sight, q, keywords)
+    positions = keywords.get("position_ids")
+    alone = sight.final or sight.band in (Band.FULL, Band.AROUND) or q.shape[1] == 1 or q.shape[1] != k.shape[1]
+    if alone or not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != q.shape[1]:
+        return sight.hidden
+    if is_tracing(positions):
+        return _documents(_starts(positions), q.shape[0]) if sight.hidden is None else sight.hidden
+    found = _from_positions(positions, q.shape[0])
+    if found is not None and keywords.get("use_cache"):
+        remedy = "pass use_cache=False, since a later step over the cache sees the keys of all of them; or generate from a padded batch"
+        message = describe("position_ids", "packed sequences with use_cache=True", "one sequence a row beside a cache", remedy)
+        warnings.warn(message, UserWarning, stacklevel=2)
+    return sight.hidden if found is None else found
+
+
+def _given(sight: Sight, q: Tensor, keywords: dict[str, Any]) -> Offsets:
+    """cu_seq_lens as DataCollatorWithFlattening and continuous batching give them."""
+    if q.shape[0] != 1:
+        raise InvalidProblem("cu_seq_lens_q", f"a batch of {q.shape[0]}", "one row of packed sequences", "leave it out, or flatten the batch")
+    if sight.final and sight.hidden is not None:
+        raise InvalidProblem("cu_seq_lens_q", "offsets beside a padding mask or chunks", "one of them", "leave attention_mask out of packed batches")
+    keys = "k" if keywords.get("cu_seq_lens_k") is not None else "q"
+    offsets = [keywords[f"cu_seq_lens_{side}"].to(torch.int32) for side in ("q", keys)]
+    longest = [keywords.get(f"max_length_{side}") for side in ("q", keys)]
+    return Offsets(*offsets, *(length if isinstance(length, int) else None for length in longest))  # one on the device is not waited for
+
+
+# what position_ids say, for the batch and the version they were read in; the layers of a forward share the tensor
+_seen: MutableMapping[Tensor, tuple[tuple[int, int], Offsets | strobe.Mask | None]] = WeakIdKeyDictionary()
+
+
+def _from_positions(positions: Tensor, batch: int) -> Offsets | strobe.Mask | None:
+    """What positions [B or 1, S] that start again say; None if they do not. Read once for all layers, but under inference_mode, which
+    counts no versions."""
+    if positions.is_inference():
+        return _read(positions, batch)
+    known, state = _seen.get(positions), (batch, positions._version)
+    if known is None or known[0] != state:
+        known = _seen[positions] = state, _read(positions, batch)
+    return known[1]
+
+
+def _read(positions: Tensor, batch: int) -> Offsets | strobe.Mask | None:
+    starts = _starts(positions)
+    if batch > 1:
+        return _documents(starts, batch) if bool(starts[:, 1:].any()) else None
+    places = starts[0].nonzero().flatten().tolist()
+    if len(places) < 2:
+        return None
+    ends = [*places, positions.shape[1]]
+    offsets = torch.tensor(ends, dtype=torch.int32).to(positions.device)
+    longest = max(stop - start for start, stop in pairwise(ends))
+    return Offsets(offsets, offsets, longest, longest)
+
+
+def _documents(starts: Tensor, batch: int) -> strobe.Mask:
+    return strobe.documents(starts.cumsum(1).to(torch.int32).expand(batch, -1))
+
+
+def _starts(positions: Tensor) -> Tensor:
+    """bool [B, S]: where sequences start, if a row counts up by one and from its first number again; other rows are one sequence."""
+    again = positions[:, 1:] != positions[:, :-1] + 1
+    packed = (~again | (positions[:, 1:] == positions[:, :1])).all(1, keepdim=True)
+    return torch.nn.functional.pad(again & packed, (1, 0), value=True)
+
+
+# ---------------------------------------------------------------- what is not served
+
+_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout", "dropout")
+_UNSERVED = {
+    "position_bias": "strobe adds no bias to scores; " + SDPA,
+    "indices": "strobe picks no keys by index; " + SDPA,
+    "block_indices": "strobe picks no keys by index; " + SDPA,
+    "sinks": "strobe's sinks are one number a head, s_aux; " + SDPA,
+    "block_table": "this way in gathers keys through the cache and reads no pages; leave max_blocks_per_request at 0",
+    "head_mask": "strobe weighs no heads; " + SDPA,
+}
+
+
+def _refuse(module: nn.Module, keywords: dict[str, Any]) -> None:
+    """Raise for what would change the result and is not served; nothing is ignored."""
+    dropout = keywords.get("dropout") or 0.0
+    if dropout:
+        config = getattr(module, "config", None)
+        entry = next((name for name in _DROPOUTS if getattr(config, name, None) == dropout), "the attention dropout")
+        raise UnsupportedProblem(
+            describe("dropout", dropout, "0.0", f"strobe drops no weights; set config.{entry} = 0.0 before making the model, or call model.eval()")
+        )
+    if keywords.get("output_attentions"):
+        remedy = 'strobe never holds the weights; attn_implementation="eager" does'
+        raise UnsupportedProblem(describe("output_attentions", True, "False", remedy))
+    for name, remedy in _UNSERVED.items():
+        if keywords.get(name) is not None:
+            raise UnsupportedProblem(describe(name, type(keywords[name]).__name__, "None", remedy))

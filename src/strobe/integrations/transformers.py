@@ -1,0 +1,9 @@
+"""strobe as an attn_implementation of transformers; see strobe.compat.transformers.
+
+>>> import strobe.integrations.transformers
+>>> strobe.integrations.transformers.register()
+"""
+
+from ..compat.transformers import BATCHING_NAME, NAME, continuous_batching, register
+
+__all__ = ["BATCHING_NAME", "NAME", "continuous_batching", "register"]

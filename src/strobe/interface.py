@@ -1,0 +1,340 @@
+"""The public functions: what a call means, said once in their docstrings; then one line each to the ops.
+
+All take q [B, S_q, H_q, D], k [B, S_k, H_kv, D], v [B, S_k, H_kv, D_v] (packed: [T, H, D]) in float16, bfloat16, float32
+or float64, with any strides over a contiguous last dimension; query head h reads key head h // (H_q // H_kv).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Real
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from .errors import InvalidProblem, UnsupportedProblem, wrong_type
+from .kernels.runtime import error_flags
+from .ops import attention as ops
+from .ops import decode as ops_decode
+from .problem.call import FARTHEST, Call
+from .problem.decode import DecodeProblem
+from .problem.foreign_arguments import no_mask, unknown
+from .problem.mask import NO_BOUND, Mask, as_int, as_int32, device_here
+from .problem.mask import window as window_mask
+from .problem.merge import Partial
+from .problem.problem import Problem
+from .selection.select import Choice
+
+Window = tuple[int | None, int | None]
+Packing = tuple[Tensor, "Tensor | None", "int | None", "int | None"]
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
+    kernel: str | None = None, out: Tensor | None = None, **others: NoReturn,
+) -> Tensor:  # fmt: skip
+    """Exact attention: softmax(scale * q k^T) v for each head, under a mask.
+
+    >>> q, k, v = torch.randn(2, 5, 8, 64), torch.randn(2, 7, 2, 64), torch.randn(2, 7, 2, 64)
+    >>> attention(q, k, v, causal=True).shape
+    torch.Size([2, 5, 8, 64])
+
+    Args:
+        q, k, v: [B, S_q, H_q, D], [B, S_k, H_kv, D], [B, S_k, H_kv, D_v]; one dtype; H_q a multiple of H_kv.
+        causal: query i sees key j iff j <= i + S_k - S_q (bottom-right aligned).
+        window: (left, right), keys on either side of that diagonal, both ends included; None or negative is unbounded.
+        mask: strobe.causal(), window, prefix_causal, documents, key_lengths, joined by &; joined with causal= and window=.
+        scale: multiplies q k^T; D ** -0.5 unless given; any finite number.
+        softcap: c > 0 makes scores c * tanh(s / c), before masks and sinks.
+        sinks: [H_q], one more logit a head in the denominator only.
+        deterministic: gradients have the same bits each time; None follows torch.are_deterministic_algorithms_enabled().
+        batch_invariant: a row's bits do not depend on batch size, position or padding, and are those of attention_decode; on Hopper 0.3 of the speed.
+        kernel: a family ("portable") or one kernel ("portable.forward") to run, or an error that says why not.
+        out: where to write, [B, S_q, H_q, D_v] in q's dtype; not with gradients.
+
+    Returns [B, S_q, H_q, D_v] in q's dtype. A row that sees no key is 0; NaN in a row of q is NaN in that row alone.
+    Raises InvalidProblem (arguments contradict each other), TypeError, UnsupportedProblem (no kernel can run it).
+    Source: FlashAttention-2 (arXiv 2307.08691), section 3; online softmax (arXiv 1805.02867).
+    """
+    if others:
+        raise unknown(attention, others)
+    words: tuple | None = None
+    if window is None and mask is None and softcap is None and sinks is None and batch_invariant is False and kernel is None and out is None:
+        exact = type(causal) is bool and (deterministic is None or type(deterministic) is bool) and (scale is None or type(scale) is float)
+        if exact and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):  # 1 equals True, and is refused
+            words = causal, scale
+            found = ops.again(q, k, v, words, deterministic)
+            if found is not None:
+                return found
+    call = _dense(q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
+    found = ops.run(call, out if out is None else _out(out), True)[0]
+    if words is not None:
+        ops.meet_words(call, words)
+    return found
+
+
+def partial_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
+    softcap: float | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
+) -> Partial:  # fmt: skip
+    """Attention over some of the keys, for `merge` with the rest: out in float32 and the log-sum-exp of its scores.
+
+    >>> from strobe import merge
+    >>> q, kv = torch.randn(1, 4, 2, 16), torch.randn(1, 6, 2, 16)
+    >>> whole = merge(partial_attention(q, kv[:, :4], kv[:, :4]), partial_attention(q, kv[:, 4:], kv[:, 4:]))
+    >>> torch.allclose(whole.out, attention(q, kv, kv), atol=1e-6)
+    True
+
+    Arguments as `attention`; sinks are applied once, after all merging, by `with_sinks`. Returns
+    Partial(out [B, S_q, H_q, D_v] float32, lse [B, H_q, S_q] float32, natural log); float64 for float64. Both are
+    differentiable. A row that sees no key has out 0 and lse -inf.
+    """
+    if others:
+        raise unknown(partial_attention, others)
+    options = _options(scale, softcap, deterministic, batch_invariant, kernel)
+    return Partial(*ops.run(_dense(q, k, v, causal, window, mask, None, options)._replace(partial=True)))
+
+
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    out: Tensor | None = None, **others: NoReturn,
+) -> Tensor:  # fmt: skip
+    """Attention over sequences of different lengths packed end to end, with no padding.
+
+    >>> q = k = v = torch.randn(12, 2, 64)
+    >>> attention_varlen(q, k, v, cu_seqlens_q=torch.tensor([0, 5, 5, 12], dtype=torch.int32), causal=True).shape
+    torch.Size([12, 2, 64])
+
+    Args:
+        q, k, v: [T_q, H_q, D], [T_k, H_kv, D], [T_k, H_kv, D_v].
+        cu_seqlens_q, cu_seqlens_k: int32 [n + 1] on q's device, the running sum of lengths; k's are q's unless given.
+            A row outside every sequence sees no key: its out is 0.
+        max_seqlen_q, max_seqlen_k: upper bounds promised by the caller, for planning. A longer sequence is reported by
+            `last_errors`, and its rows beyond the promise (for keys: all its rows) are NaN.
+        causal, window and the rest: as `attention`, within each sequence.
+
+    Returns [T_q, H_q, D_v] in q's dtype. Reads no data of the device on the host.
+    """
+    if others:
+        raise unknown(attention_varlen, others)
+    call = _dense(q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
+    return ops.run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), out if out is None else _out(out), True)[0]
+
+
+def partial_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
+    deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
+) -> Partial:  # fmt: skip
+    """`partial_attention` over packed sequences: Partial(out [T_q, H_q, D_v] float32, lse [H_q, T_q]).
+
+    >>> q = k = v = torch.randn(12, 2, 64)
+    >>> partial_attention_varlen(q, k, v, cu_seqlens_q=torch.tensor([0, 5, 12], dtype=torch.int32)).lse.shape
+    torch.Size([2, 12])
+
+    Arguments as `attention_varlen`.
+    """
+    if others:
+        raise unknown(partial_attention_varlen, others)
+    call = _dense(q, k, v, causal, window, None, None, _options(scale, softcap, deterministic, batch_invariant, kernel))
+    return Partial(*ops.run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)._replace(partial=True)))
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
+    kernel: str | None = None, **others: NoReturn,
+) -> Choice:  # fmt: skip
+    """What `attention` would run for these arguments: kernels, configs, and why not the others. Runs nothing.
+
+    >>> q = torch.randn(1, 8, 2, 64)
+    >>> explain(q, q, q, causal=True).forward.kernel.name
+    'cpu.forward'
+    """
+    if others:
+        raise unknown(explain, others)
+    options = _options(scale, softcap, deterministic, batch_invariant, kernel)
+    return ops.decide(ops.prepare(_dense(q, k, v, causal, window, mask, sinks, options)))
+
+
+def explain_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
+) -> Choice:  # fmt: skip
+    """`explain` for `attention_varlen`.
+
+    >>> q = torch.randn(8, 2, 64)
+    >>> explain_varlen(q, q, q, cu_seqlens_q=torch.tensor([0, 3, 8], dtype=torch.int32)).problem.layout.batch
+    2
+    """
+    if others:
+        raise unknown(explain_varlen, others)
+    call = _dense(q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
+    return ops.decide(ops.prepare(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)))
+
+
+def supports(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
+    kernel: str | None = None, **others: NoReturn,
+) -> bool:  # fmt: skip
+    """Whether some kernel here can run this call of `attention`; invalid arguments raise as they would there.
+
+    >>> q = torch.randn(1, 8, 2, 64)
+    >>> supports(q, q, q), supports(q, q, q, kernel="portable")
+    (True, False)
+    """
+    if others:
+        raise unknown(supports, others)
+    call = _dense(q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
+    try:
+        ops.decide(ops.prepare(call))
+    except UnsupportedProblem:
+        return False
+    return True
+
+
+def warmup(problems: Iterable[Problem | DecodeProblem], device: torch.device | str | None = None) -> None:
+    """Compile the kernels of these problems ahead of their first call: before a graph capture, or onto a shared cache.
+
+    >>> q = torch.randn(1, 8, 2, 64)
+    >>> warmup([explain(q, q, q).problem])
+
+    Each problem is run once on zeros of its shapes on `device` (the current GPU, or the CPU where there is none).
+    """
+    place = device_here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "meta":
+        raise InvalidProblem("device", "meta", "one that has memory, since kernels are run", "name the one that they are for")
+    if not isinstance(problems, Iterable):
+        raise wrong_type("problems", problems, "strobe.Problem values", "put it in a list")
+    for problem in problems:
+        if isinstance(problem, DecodeProblem):
+            ops_decode.run(problem.example(place))
+            continue
+        if not isinstance(problem, Problem):
+            raise wrong_type("problems", problem, "strobe.Problem values", "take them from strobe.explain(...).problem")
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(place.type, enabled=False):
+            call = problem.example(place)
+            out, lse = ops.run(call)
+            if problem.needs_grad:
+                torch.autograd.grad([out, lse], call[:3], [torch.zeros_like(out), torch.zeros_like(lse)])
+
+
+def last_errors(device: torch.device | str | None = None) -> list[str]:
+    """What kernels found wrong in metadata that lives on the device (offsets, lengths), since the last time this was asked.
+
+    >>> last_errors()
+    []
+
+    Waits for the device. None asks all devices.
+    """
+    return error_flags.read_and_clear(None if device is None else device_here(device))
+
+
+# ---------------------------------------------------------------- from keywords to a Call
+
+
+Options = tuple[float | None, float, bool, bool, str]
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Window | None, mask: Mask | None, sinks: Tensor | None, options: Options) -> Call:
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and (sinks is None or isinstance(sinks, Tensor))):
+        name, got = next((name, got) for name, got in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if not isinstance(got, Tensor))
+        raise wrong_type(name, got, "a tensor", "pass a torch.Tensor")
+    left, right = _band(causal, window)
+    call = Call(q, k, v, left, right, *options, False, False, sinks)  # by position: 0.15 us of 0.55
+    if mask is None:
+        return call
+    if not isinstance(mask, Mask):
+        raise no_mask(mask)
+    alone = isinstance(left, int) and isinstance(right, int) and left == right == NO_BOUND  # joining nothing takes 2 us
+    return call.with_mask(mask if alone else call.mask & mask)
+
+
+def call_of(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, sinks: Tensor | None = None,
+    options: tuple[float | None, float | None, bool | None] = (None, None, None), packing: Packing | None = None,
+) -> Call:  # fmt: skip
+    """The Call that `attention` makes of these keywords, or `attention_varlen` where there is packing, for `strobe.compat.signatures`.
+
+    options: scale, softcap, deterministic. packing: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k.
+    """
+    call = _dense(q, k, v, causal, window, None, sinks, _options(*options, False, None))
+    return call if packing is None else _packed(call, *packing)
+
+
+def _band(causal: bool, window: Window | None) -> tuple[int, int]:
+    """How far a row sees to the left and to the right of its diagonal."""
+    if not isinstance(causal, bool):
+        raise wrong_type("causal", causal, "a bool", "pass True or False")
+    if window is None:
+        return NO_BOUND, 0 if causal else NO_BOUND
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise wrong_type("window", window, "a pair (left, right) or None", "use None inside the pair for no bound")
+    band = window_mask(*window)
+    left, right = (NO_BOUND if bound is None else min(bound, FARTHEST) for bound in (band.left, band.right))
+    return left, 0 if causal else right
+
+
+def _packed(call: Call, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None) -> Call:
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(offsets, Tensor):
+            raise wrong_type(name, offsets, "an int32 tensor [n + 1]", "give the running sum of lengths, from 0 to the total")
+    longest = [_length(name, bound) for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))]
+    same = cu_seqlens_k is cu_seqlens_q
+    cu_seqlens_q = as_int32(cu_seqlens_q)
+    cu_seqlens_k = cu_seqlens_q if same else as_int32(cu_seqlens_k)
+    return call._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+
+
+def _length(name: str, bound: int | None) -> int:
+    if bound is None:
+        return NO_BOUND
+    length = as_int(bound)
+    if length is None:
+        raise wrong_type(name, bound, "an int or None", "give a Python int, so that nothing waits for the device")
+    if length < 0:
+        raise InvalidProblem(name, bound, "a number >= 0 or None", "leave it out where there is no bound")
+    return min(length, FARTHEST)
+
+
+def _options(scale: float | None, softcap: float | None, deterministic: bool | None, batch_invariant: bool, kernel: str | None) -> Options:
+    if softcap is not None and not _number("softcap", softcap) > 0:
+        raise InvalidProblem("softcap", softcap, "a number > 0 or None", "leave it out for none")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    elif not isinstance(deterministic, bool):
+        raise wrong_type("deterministic", deterministic, "a bool or None", "pass True or False")
+    if not isinstance(batch_invariant, bool):
+        raise wrong_type("batch_invariant", batch_invariant, "a bool", "pass True or False")
+    if kernel is not None and not isinstance(kernel, str):
+        raise wrong_type("kernel", kernel, "a str or None", 'name a family ("portable") or a kernel ("portable.forward")')
+    scale = None if scale is None else _number("scale", scale)
+    return scale, 0.0 if softcap is None else _number("softcap", softcap), deterministic, batch_invariant, kernel or ""
+
+
+def _number(name: str, number: float) -> float:
+    if isinstance(number, bool) or not isinstance(number, (float, int, Real, torch.SymFloat, torch.SymInt)):
+        raise wrong_type(name, number, "a number or None", "give a Python float")
+    try:
+        return float(number)
+    except OverflowError:
+        raise InvalidProblem(name, "an int beyond every float", "a finite number", "give a Python float") from None
+
+
+def _out(out: Tensor) -> Tensor:
+    if not isinstance(out, Tensor):
+        raise wrong_type("out", out, "a tensor or None", "allocate it like q")
+    return out
+
+
+__all__ = [
+    "attention", "attention_varlen", "explain", "explain_varlen", "last_errors", "partial_attention", "partial_attention_varlen",
+    "supports", "warmup",
+]  # fmt: skip

@@ -1,0 +1,89 @@
+"""Which keys a row sees, as an interval [first, stop): the device's side of strobe.problem.mask. Works on scalars and on vectors.
+
+A `form` is any frozen config whose `mask` is a MaskStructure (a NamedTuple passed by itself would arrive as a plain tuple)."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_interval(row, seqlen_q, key_stop, bounds, prefix, form: tl.constexpr):
+    """Keys [first, stop) that rows see; both never fall from a row to the next. `bounds` is (S_k, left, right).
+
+    key_stop is where this batch entry's keys end (S_k, or its key length); the diagonal is set by S_k itself.
+    """
+    seqlen_k, left, right = bounds
+    diagonal = row + (seqlen_k - seqlen_q)
+    first = row * 0
+    if form.mask.left:
+        first = tl.maximum(first, diagonal - left)
+    stop = first * 0 + key_stop
+    if form.mask.prefix:
+        reach = tl.maximum(prefix, diagonal + 1)
+        if form.mask.right:
+            reach = tl.minimum(reach, diagonal + right + 1)
+        stop = tl.minimum(stop, reach)
+    elif form.mask.right:
+        stop = tl.minimum(stop, diagonal + right + 1)
+    return first, stop
+
+
+@triton.jit
+def first_row(key, seqlen_q, bounds, prefix, form: tl.constexpr):
+    """The first row that sees `key` (a scalar)."""
+    seqlen_k, left, right = bounds
+    row = key * 0
+    if form.mask.right:
+        row = tl.maximum(row, key - right - (seqlen_k - seqlen_q))
+    if form.mask.prefix:
+        beyond = tl.maximum(row, key - (seqlen_k - seqlen_q))
+        # within the prefix the right bound alone counts; beyond it the diagonal does too
+        row = tl.where(key < prefix, row, beyond)
+    return row
+
+
+@triton.jit
+def stop_row(key, seqlen_q, bounds, form: tl.constexpr):
+    """One past the last row that sees `key` (a scalar)."""
+    seqlen_k, left, right = bounds
+    row = key * 0 + seqlen_q
+    if form.mask.left:
+        row = tl.minimum(row, key + left - (seqlen_k - seqlen_q) + 1)
+    return row
+
+
+@triton.jit
+def edges_of(m_start, lengths, limits):
+    """(first key of row m_start, its stop by the diagonal alone, stop of all keys): three scalars, since consumers have few registers."""
+    seqlen_q, seqlen_k = lengths
+    diagonal = m_start + (seqlen_k - seqlen_q)
+    return diagonal - limits[0], diagonal + limits[1] + 1, seqlen_k
+
+
+@triton.jit
+def hide(s, columns, first, stop, n_start, two_sided: tl.constexpr):
+    """Scores s [M, N] with -inf where a row's interval leaves the key out.
+
+    Compared as first - n_start against the tile's own columns 0..N-1, which are constants of a register: absolute columns would have
+    to be computed for every tile.
+    """
+    s = tl.where((stop - n_start)[:, None] > columns[None, :], s, float("-inf"))
+    if two_sided:
+        s = tl.where((first - n_start)[:, None] <= columns[None, :], s, float("-inf"))
+    return s
+
+
+@triton.jit
+def interval_bits(first, stop, two_sided: tl.constexpr):
+    """Of 32 columns, a bit for each in [first, stop): one word a row, from which a thread's registers each take a bit."""
+    bits = tl.where(stop >= 32, -1, (1 << tl.minimum(tl.maximum(stop, 0), 31)) - 1)
+    if two_sided:
+        below = tl.where(first >= 32, -1, (1 << tl.minimum(tl.maximum(first, 0), 31)) - 1)
+        bits = bits & ~below
+    return bits
+
+
+@triton.jit
+def hide_by_bits(s, bits, columns):
+    """Scores s [M, 32] with -inf where a row's bit is 0; columns are 0..31."""
+    return tl.where((bits[:, None] & (1 << columns)[None, :]) != 0, s, float("-inf"))

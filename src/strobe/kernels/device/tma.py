@@ -1,0 +1,164 @@
+"""TMA's views of a call's tensors: made on the host, moved in tiles by the device. They agree on how packed sequences lie.
+
+A tensor's rows end where TMA is told: it gives zeros beyond them and writes nothing there, so lengths may be ragged. Packed sequences
+lie end to end, so their views wrap: a neighbour's rows are neither read nor written, whatever they hold.
+
+Source of ragged descriptors: triton.tools.ragged_tma.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...problem.problem import ALIGNMENT
+from ..runtime.tma_requirements import MOST_ROWS, joinable
+from .dialect import TensorDescriptor, gl, gluon, tma_load, tma_store
+
+FAR: gl.constexpr = gl.constexpr(MOST_ROWS)  # where the rows of a wrapping descriptor end
+WRAP = 2**34  # elements: MOST_ROWS steps of this come back to where they began, modulo 2**64 bytes
+MOST_STEPS = 0x7FFF0000  # a dimension without an end of its own
+DTYPES = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16, "torch.float32": gl.float32}
+
+
+@gluon.jit
+def corner(place, head, row, column: gl.constexpr, joined: gl.constexpr, form: gl.constexpr):
+    """Where TMA finds the tile that begins with row `row` of a head; `place` is (batch entry, start, length) of its sequence.
+
+    Of views that wrap, a sequence's rows are made to end at coordinate FAR, whatever they begin at: the first dimension takes FAR rows back, the
+    second steps by rows to the sequence's end. Where heads are `joined`, rows are queries, `head` is a key head, and the second dimension
+    steps by key heads, of which `place` then says the number.
+    """
+    entry, start, length = place[0], place[1], place[2]
+    if form.wraps:
+        if joined:
+            return [FAR, (start + length) * place[3] + head, FAR - length + row, 0, column]
+        else:
+            return [FAR, start + length, head, FAR - length + row, column]
+    else:
+        if joined:
+            return [entry, head, row, 0, column]
+        else:
+            return [entry, head, row, column]
+
+
+@gluon.jit
+def copy_in(desc, place, head, row, column: gl.constexpr, ready, smem, form: gl.constexpr, joined: gl.constexpr = False):
+    """Load a tile from row `row` of a head on."""
+    tma_load(desc, corner(place, head, row, column, joined, form), ready, as_block(smem, desc))
+
+
+@gluon.jit
+def copy_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.constexpr, joined: gl.constexpr = False):
+    """`copy_in`, the other way."""
+    tma_store(desc, corner(place, head, row, column, joined, form), as_block(smem, desc))
+
+
+@gluon.jit
+def tiles_for(slots: gl.constexpr, views, rest: gl.constexpr, flat: gl.constexpr = False):
+    """Shared memory for `slots` tiles of a tensor, one buffer a part."""
+    if rest:
+        return (_tiles(slots, views[0], flat), _tiles(slots, views[1], flat))
+    else:
+        return (_tiles(slots, views[0], flat),)
+
+
+@gluon.jit
+def _tiles(slots: gl.constexpr, view, flat: gl.constexpr):
+    """Tiles as TMA sees them, or as rows and columns: of those warps of other roles are handed 8 bytes less of shared memory."""
+    if flat:
+        COLUMNS: gl.constexpr = view.block_shape[-1]
+        ROWS: gl.constexpr = view.block_type.nbytes * 8 // view.dtype.primitive_bitwidth // COLUMNS
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], view.dtype)
+        return gl.allocate_shared_memory(view.dtype, [slots, ROWS, COLUMNS], layout)
+    else:
+        return gl.allocate_shared_memory(view.dtype, [slots] + view.block_shape, view.layout)  # noqa: RUF005 (Triton has no *)
+
+
+@gluon.jit
+def as_block(tile, desc):
+    """A tile as TMA sees it, where it is rows and columns."""
+    if len(tile.shape) != len(desc.block_shape):
+        tile = tile.reshape(desc.block_shape)
+    return tile
+
+
+@gluon.jit
+def stage_of(ring, stage):
+    """A stage of a ring whose tiles are in parts."""
+    if len(ring) == 2:
+        return (ring[0].index(stage), ring[1].index(stage))
+    else:
+        return (ring[0].index(stage),)
+
+
+@gluon.jit
+def copy_parts(views, place, head, row, ready, tile, form: gl.constexpr, joined: gl.constexpr = False):
+    """`copy_in` of a tile in parts, as many as the tensor has: tensors of two widths may take turns in a ring."""
+    copy_in(views[0], place, head, row, 0, ready, tile[0], form, joined)
+    if views[1] is not None:
+        copy_in(views[1], place, head, row, views[0].block_shape[-1], ready, tile[1], form, joined)
+
+
+@gluon.jit
+def tile_2d(ring, stage):
+    """A stage of a ring as rows and columns."""
+    return as_rows(ring.index(stage))
+
+
+@gluon.jit
+def as_rows(tile):
+    """A tile as rows and columns: TMA sees it as a block [..., rows, columns], or [..., queries, heads, columns]."""
+    shape: gl.constexpr = [tile.numel // tile.shape[-1], tile.shape[-1]]
+    return tile.reshape(shape)
+
+
+def addressable(out: Tensor, joined: bool = False) -> Tensor:
+    """`out` itself where TMA can write to it, else a tensor like it, whose rows begin at multiples of 16 bytes."""
+    itemsize, bits = out.element_size(), out.data_ptr()
+    for stride in out.stride()[:-1]:
+        bits |= stride * itemsize
+    if bits % ALIGNMENT == 0 and not (joined and out.dim() == 3 and not joinable(out.stride(), out.shape[1])):
+        return out
+    whole = -(-out.shape[-1] * itemsize // ALIGNMENT) * ALIGNMENT // itemsize
+    return torch.empty((*out.shape[:-1], whole), dtype=out.dtype, device=out.device)[..., : out.shape[-1]]
+
+
+def joined_descriptor(tensor: Tensor, rows: int, width: int, heads: int, fold: int) -> TensorDescriptor:
+    """`descriptor` with the `heads` query heads of a key head as a dimension: a tile's rows are rows / fold queries, each with its heads.
+
+    `fold`, a power of two, may exceed `heads`: TMA gives zeros for the heads that are none, and writes none.
+    """
+    size = tensor.shape[-1]
+    if tensor.dim() == 4:
+        b, s, h, d = tensor.stride()
+        shape, strides = [tensor.shape[0], tensor.shape[2] // heads, tensor.shape[1], heads, size], [b, heads * h, s, h, d]
+    else:
+        s, h, d = tensor.stride()
+        shape, strides = [MOST_STEPS, MOST_STEPS, MOST_ROWS, heads, size], [WRAP - s, heads * h, s, h, d]
+    return _described(tensor, shape, strides, [1, 1, rows // fold, fold, width])
+
+
+def describing(tuning: Any) -> Callable[[Tensor, int, int], TensorDescriptor]:
+    """How q and out are described: by `descriptor`, or where heads of a group share a tile by `joined_descriptor`."""
+    return partial(joined_descriptor, heads=tuning.joined, fold=tuning.fold) if tuning.joined > 1 else descriptor
+
+
+def descriptor(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """TMA's view of [B, S, H, D] as [B, H, S, D], or of packed [T, H, D] as `copy_in` wants it, moved in tiles of one head's rows."""
+    if tensor.dim() == 4:
+        b, s, h, d = tensor.stride()
+        batch, length, heads, size = tensor.shape
+        shape, strides, ones = [batch, heads, length, size], [b, h, s, d], [1, 1]
+    else:
+        s, h, d = tensor.stride()
+        _, heads, size = tensor.shape
+        shape, strides, ones = [MOST_STEPS, MOST_STEPS, heads, MOST_ROWS, size], [WRAP - s, s, h, s, d], [1, 1, 1]
+    return _described(tensor, shape, strides, [*ones, rows, width])
+
+
+def _described(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    layout: Any = gl.NVMMASharedLayout.get_default_for(block, DTYPES[str(tensor.dtype)])
+    return TensorDescriptor(tensor, shape, strides, block, layout)

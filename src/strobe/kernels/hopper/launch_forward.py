@@ -1,0 +1,68 @@
+"""From a Plan and a Call to the Hopper forward's arguments and its launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...problem.call import Call
+from ...problem.problem import Problem
+from ..device import persistent_launch
+from ..device.dialect import TensorDescriptor
+from ..device.persistent_launch import Launch, work_of
+from ..device.tma import describing, descriptor
+from ..protocol import Forward, Plan
+from ..runtime.tma_requirements import entries_apart
+from . import forward
+from .traits import ROWS
+
+
+def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
+    form: Any = plan.config.form  # type: ignore[attr-defined]
+    out = tensors.out
+    if form.spans:
+        call, tensors = end_to_end(call, tensors)
+    persistent_launch.run(plan, call, tensors, forward_launch, form.tuning.joined > 1)
+    if form.spans and tensors.out.data_ptr() != out.data_ptr():
+        out.copy_(tensors.out.view(out.shape))
+
+
+def end_to_end(call: Call, tensors: Forward) -> tuple[Call, Forward]:
+    """The batch entries of q, k, v and out one after the other, as views of spans have them; another out where its own has gaps between them. Of q, k
+    and v the first entry stands for all: `apart`."""
+    q, k, v, out = call.q, call.k, call.v, tensors.out
+    if out.shape[0] > 1 and out.stride(0) != out.shape[1] * out.stride(1):
+        out = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    return call._replace(q=q[0], k=k[0], v=v[0]), tensors._replace(out=out.flatten(0, 1))
+
+
+def apart(problem: Problem) -> tuple[int, ...]:
+    """By how many rows the batch entries of q, k and v stand further apart than they have rows."""
+    layout: Any = problem.layout
+    lengths = (layout.seqlen_q, layout.seqlen_k, layout.seqlen_k)
+    if layout.batch <= 1:
+        return (0, 0, 0)
+    return tuple((entries_apart(layout.batch, strides) or 0) - length for length, strides in zip(lengths, problem.strides))
+
+
+def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
+    form: Any = plan.config.form  # type: ignore[attr-defined]
+    work = work_of(plan, call)
+    if form.spans:
+        tiles, sizes, *others = work
+        work = (tiles, (*sizes, *apart(plan.problem)), *others)
+    registers = {2: 168, 3: 128, 4: 96}[form.tuning.consumers]  # a thread's, before they are moved
+    arguments = (*descriptors(call, out, form), pointers, work, form)
+    return Launch(forward.forward_kernel, min(plan.target.sm_count, work[0]), arguments, {"num_warps": 4, "maxnreg": registers})
+
+
+def descriptors(call: Call, out: Tensor, form: Any) -> tuple[TensorDescriptor | None, ...]:
+    """q, k, v and out in tiles of their first columns, then in tiles of the rest."""
+    queries = describing(form.tuning)
+    tiles = ((queries, call.q, ROWS, form.block_d, form.rest_d), (descriptor, call.k, form.tuning.block_n, form.block_d, form.rest_d),
+             (descriptor, call.v, form.tuning.block_n, form.block_dv, form.rest_dv), (queries, out, ROWS, form.block_dv, form.rest_dv))  # fmt: skip
+    narrow = (1, 1, 1, 2 if form.tuning.half_staged else 1)
+    first = (view(tensor, rows, (width - rest) // n) for (view, tensor, rows, width, rest), n in zip(tiles, narrow))
+    return *first, *(view(tensor, rows, rest) if rest else None for view, tensor, rows, _, rest in tiles)

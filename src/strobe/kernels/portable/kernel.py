@@ -1,0 +1,146 @@
+"""The portable kernels' answers: what they can run, with which tiles, and how. Imports no DSL until something runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...env import KNOBS
+from ...problem.call import DTYPES, Call
+from ...problem.mask import MaskStructure
+from ...problem.problem import Problem
+from ...problem.target import KIB, Target
+from ..protocol import Backward, Buffer, Cost, Forward, Plan, attention_cost, no_triton
+from ..runtime import batch_invariant
+from ..runtime.constants import Constants
+from .decode_config import APPEND as APPEND
+from .decode_config import DECODE as DECODE
+from .decode_config import InvariantConfig, against_interpreter, invariant_config
+from .heuristics import Tuning, Widths, backward_tuning, forward_tuning
+
+LEAST_CAPABILITY = 80
+MOST_WIDTH = 256
+LEAST_TILE = 16  # a product takes no smaller side
+
+
+@dataclass(frozen=True)
+class Form(Constants, Widths):
+    """All that a compiled kernel holds as constants: tile sizes and the shape of the problem, never its sizes."""
+
+    tuning: Tuning
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    group: int
+    mask: MaskStructure
+    softcap: bool
+    sinks: bool
+    packed: bool
+    sign: int  # of the scale
+
+    # no __str__ of its own: Triton tells compiled kernels apart by the text of their constants, so it must hold every field
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    form: Form
+
+    def __str__(self) -> str:
+        return _words(self.form.tuning)
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """The backward's two main kernels."""
+
+    keys: Form
+    queries: Form
+
+    def __str__(self) -> str:
+        return f"dk, dv: {_words(self.keys.tuning)}; dq: {_words(self.queries.tuning)}"
+
+
+def _words(tuning: Tuning) -> str:
+    loads = " TMA" if tuning.tma else ""
+    return f"block_m={tuning.block_m} block_n={tuning.block_n} warps={tuning.warps} stages={tuning.stages}{loads}"
+
+
+def _form(problem: Problem, tuning: Tuning) -> Form:
+    return Form(
+        tuning=tuning,
+        dtype=DTYPES[problem.dtype],
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        group=problem.group,
+        mask=problem.mask,
+        softcap=bool(problem.softcap),
+        sinks=problem.sinks,
+        packed=problem.packed,
+        sign=(problem.scale > 0) - (problem.scale < 0),
+    )
+
+
+def _why_not(problem: Problem, target: Target) -> str | None:
+    if target.kind != "cuda" and not KNOBS.interpret:
+        return f"needs a GPU of sm_{LEAST_CAPABILITY} or later; this target is {target.words}"
+    if target.kind == "cuda" and target.capability < LEAST_CAPABILITY:
+        return f"needs sm_{LEAST_CAPABILITY} or later; this target is sm_{target.capability}"
+    if reason := against_interpreter(problem.dtype):
+        return reason
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > MOST_WIDTH:
+        return f"head dimensions up to {MOST_WIDTH}; this is {widest}"
+    return no_triton()
+
+
+class PortableForward:
+    name = "portable.forward"
+
+    def why_not(self, problem: Problem, target: Target) -> str | None:
+        return _why_not(problem, target)
+
+    def config(self, problem: Problem, target: Target) -> ForwardConfig | InvariantConfig:
+        if problem.batch_invariant and batch_invariant.against(problem) is None:
+            return invariant_config(problem, target)
+        return ForwardConfig(_form(problem, forward_tuning(problem, target)))
+
+    def cost(self, problem: Problem) -> Cost:
+        return attention_cost(problem)
+
+    def workspace(self, problem: Problem, config: object) -> tuple[Buffer, ...]:
+        return ()
+
+    def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
+        from .launch import forward_launches, invariant_launch, start
+
+        start([invariant_launch(plan, call, tensors)] if isinstance(plan.config, InvariantConfig) else forward_launches(plan, call, tensors))
+
+
+class PortableBackward:
+    name = "portable.backward"
+
+    def why_not(self, problem: Problem, target: Target) -> str | None:
+        reason = _why_not(problem, target)
+        if reason is None and min(side for tuning in backward_tuning(problem, target) for side in (tuning.block_m, tuning.block_n)) < LEAST_TILE:
+            reason = f"gradients in {DTYPES[problem.dtype]} at these head dimensions need tiles of {LEAST_TILE} x {LEAST_TILE}, "
+            reason += f"which exceed this target's {target.shared_bytes // KIB} KiB of shared memory"
+        return reason
+
+    def config(self, problem: Problem, target: Target) -> BackwardConfig:
+        return BackwardConfig(*(_form(problem, tuning) for tuning in backward_tuning(problem, target)))
+
+    def cost(self, problem: Problem) -> Cost:
+        return attention_cost(problem, backward=True)
+
+    def workspace(self, problem: Problem, config: object) -> tuple[Buffer, ...]:
+        return ()
+
+    def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
+        from .launch import backward_launches, start
+
+        start(backward_launches(plan, call, tensors))
+
+
+FORWARD = PortableForward()
+BACKWARD = PortableBackward()

@@ -1,0 +1,1 @@
+"""What the host does for a launch, in all GPU kernels."""

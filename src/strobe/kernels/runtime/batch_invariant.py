@@ -1,0 +1,53 @@
+"""Attention with the bits of a decode: what `batch_invariant=True` asks of a forward, to every family of GPUs.
+
+A decode cuts a sequence's keys at fixed distances and joins the pieces in their order. A forward that does so too, with the decode's own tiles and
+arithmetic, gives each row the bits that the decode of that row will have, whatever the batch, the padding, and the queries beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...problem.call import Dense
+from ...problem.decode import DecodeProblem
+from ...problem.problem import Problem
+from ..protocol import entries
+from .split_kv import INVARIANT_SPLIT as INVARIANT_SPLIT
+from .tma_requirements import against_mask, query_tiles
+
+MOST_ROWS = 2**31  # rows of a tile are counted in int32
+
+
+ALIKE = ("heads_q", "heads_kv", "head_dim", "head_dim_v", "dtype", "out_dtype", "scale", "softcap", "left", "right", "sinks", "kernel")
+
+
+def as_decode(problem: Problem) -> DecodeProblem:
+    """The problem over its keys as a dense cache; of packed sequences as if they were one."""
+    layout: Any = problem.layout
+    return DecodeProblem(
+        layout=Dense(1, *layout.tokens) if problem.packed else layout,
+        cache_dtype=problem.dtype,
+        k_start=False,
+        scales=(False, False),
+        strides=tuple((0, *s) for s in problem.strides) if problem.packed else problem.strides,
+        alignment=problem.alignment_kv,
+        batch_invariant=True,
+        **{name: getattr(problem, name) for name in ALIKE},
+    )
+
+
+def against(problem: Problem) -> str | None:
+    """What a decode has no word for."""
+    rows = problem.layout.tokens[0] * problem.group
+    return against_mask(problem.mask) or (f"fewer than 2^31 rows of a key head; this has {rows}" if rows >= MOST_ROWS else None)
+
+
+def sizes_of(problem: Problem, block_m: int) -> tuple[int, ...]:
+    """(entries or sequences, key heads, S_q or T_q, S_k or T_k, row tiles, keys of a split), as the kernels are told."""
+    layout: Any = problem.layout
+    tokens = layout.tokens if problem.packed else layout[1:]
+    return (layout.batch, problem.heads_kv, *tokens, query_tiles(problem, block_m, problem.group), INVARIANT_SPLIT)
+
+
+def programs(problem: Problem, block_m: int) -> int:
+    return query_tiles(problem, block_m, problem.group) * problem.heads_kv * entries(problem)

@@ -1,0 +1,93 @@
+"""What every family's decode says alike on the host: the problem's constants that its kernel is compiled for, how keys are split, and which
+launches are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ...problem.call import DTYPES
+from ...problem.decode import DecodeCall, DecodeProblem
+from ...problem.mask import NO_BOUND
+from .. import protocol
+from ..protocol import Forward, Plan
+from .workspace import pieces_of
+
+MOST_SPLITS = 128
+JOIN_BLOCKS = 0.5  # tiles of keys that take as long as a join
+INVARIANT_SPLIT = 2048  # keys; batch invariance: a constant, because it sets the bits. 8 sequences of 8k: 67.5 us for 71.1 of 1024 (H200)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Of a decode problem, all that a kernel is compiled for."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    group: int
+    page_size: int  # 0: dense
+    left: bool
+    right: bool
+    softcap: bool
+    sinks: bool
+    k_start: bool
+    k_scale: bool
+    v_scale: bool
+    sign: int  # of the scale
+
+
+def traits(problem: DecodeProblem) -> dict[str, Any]:
+    """The fields of Traits."""
+    return dict(
+        dtype=DTYPES[problem.dtype],
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        group=problem.group,
+        page_size=problem.page_size if problem.paged else 0,
+        left=problem.left != NO_BOUND,
+        right=problem.right != NO_BOUND,
+        softcap=bool(problem.softcap),
+        sinks=problem.sinks,
+        k_start=problem.k_start,
+        k_scale=problem.scales[0],
+        v_scale=problem.scales[1],
+        sign=(problem.scale > 0) - (problem.scale < 0),
+    )
+
+
+def splits(capacity: int, tiles: int, block_n: int, slots: int) -> tuple[int, int]:
+    """(splits, keys of each): the fewest that take about as long as the best number would; slots 0 asks for splits of a fixed size.
+
+    A device works through programs in waves of as many as it has slots for: so many waves, each as long as a split.
+
+    >>> [splits(keys, batch * 8, 128, 132)[0] for batch, keys in ((1, 8192), (1, 131072), (8, 8192), (32, 4096), (64, 8192))]
+    [16, 16, 2, 1, 1]
+    >>> splits(8192, 8, 128, 0), splits(1000, 512, 128, 0)
+    ((4, 2048), (1, 2048))
+    """
+    blocks = max(1, -(-capacity // block_n))
+    if not slots:
+        return max(1, -(-capacity // INVARIANT_SPLIT)), INVARIANT_SPLIT
+    if 10 * tiles >= 8 * slots and not slots < tiles < 1.5 * slots:  # two waves, the second for a few programs, would be half empty
+        return 1, blocks * block_n
+    counts = range(1, min(MOST_SPLITS, slots, blocks) + 1)
+    length = {n: -(-tiles * n // slots) * -(-blocks // n) + JOIN_BLOCKS * (n > 1) for n in counts}  # in tiles of keys
+    count = next(n for n, tiles_long in length.items() if 0.95 * tiles_long <= min(length.values()))
+    size = -(-blocks // count) * block_n
+    return -(-blocks * block_n // size), size
+
+
+def addresses(call: DecodeCall, *written: int) -> tuple[int, ...]:
+    """All that tells apart two calls of a plan that `ops_decode` gives memory: where its tensors lie, of which a plan knows which there are, then
+    out, lse and the pieces of its scratch."""
+    return *[tensor.data_ptr() for tensor in call[:9] if tensor is not None], *written
+
+
+def keep(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], again: Any) -> None:
+    """`kernel.keep` at a decode's addresses; where splits are joined for this stream alone, whose counters the launch names."""
+    again = again.here() if again is not None and workspace else again
+    if t.out.is_contiguous():
+        protocol.keep(plan, addresses(call, *[tensor.data_ptr() for tensor in (*t, *pieces_of(workspace))]), again)

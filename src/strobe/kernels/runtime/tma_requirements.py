@@ -1,0 +1,133 @@
+"""What kernels that load by TMA have against a problem, and how many tiles it is to them. Imports no DSL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...env import KNOBS
+from ...problem.call import DTYPES, Dense, Packed
+from ...problem.mask import MaskStructure
+from ...problem.problem import ALIGNMENT, Problem
+from ..protocol import no_triton
+
+MOST_ROWS = 2**30  # of a packed tensor: device.views.FAR
+
+
+def rest(width: int) -> int:
+    """What a width has beyond its largest power of two: 32 of 96, 64 of 192."""
+    return width - (1 << (width.bit_length() - 1))
+
+
+def query_tiles(problem: Problem, block_m: int, group: int = 1) -> int:
+    """Tiles of rows a head, of which a query has `group`; for packed sequences, each of which begins a tile of its own, an upper bound:
+    device.tiles.find_sequence."""
+    layout: Any = problem.layout
+    return layout.total_q * group // block_m + layout.batch + 2 if problem.packed else -(-layout.seqlen_q * group // block_m)
+
+
+def joinable(strides: tuple[int, ...], heads: int) -> bool:
+    """Whether TMA can see the heads and rows of a packed tensor as one dimension: a row is `heads` steps by heads."""
+    return strides[0] == heads * strides[1]
+
+
+def fold_of(heads: int) -> int:
+    """Rows that a query takes in a tile of so many heads: a power of two, since shapes of tiles are."""
+    return 1 << (heads - 1).bit_length()
+
+
+def joined(problem: Problem, rows: int, most: int, fewer: float = 0.1) -> int:
+    """Query heads that a tile of `rows` rows holds: all that share a key head where that makes `fewer` tiles, as a share of all, and they are at
+    most `most`; else one. That gains 1 to 9 % where it makes a tenth fewer; by less it may lose 4 % or gain 3 % (H200).
+
+    A tile takes as long with one query as with all that it has room for. Packed sequences are taken to be of their mean length.
+    """
+    layout: Any = problem.layout
+    group = problem.group
+    if not 1 < group <= most:
+        return 1
+    if problem.packed or has_spans(problem.mask):
+        tokens = layout.total_q if problem.packed else reach(problem, 0)
+        if not (joinable(problem.strides[0][-3:], problem.heads_q) and tokens * problem.heads_kv <= MOST_ROWS):
+            return 1  # no view of TMA has a dimension more: device.views
+    queries = -(-layout.total_q // max(1, layout.batch)) if problem.packed else layout.seqlen_q
+    together, apart = -(-queries * fold_of(group) // rows), group * -(-queries // rows)
+    return group if together <= (1 - fewer) * apart else 1
+
+
+def against_call(problem: Problem) -> str | None:
+    """What stands against its types, layout and scale."""
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"float16 and bfloat16 only; this is {DTYPES[problem.dtype]}"
+    if problem.out_dtype != problem.dtype:
+        return f"writes out in q's dtype; a partial result of {DTYPES[problem.dtype]} is float32"
+    if not isinstance(problem.layout, (Dense, Packed)):
+        return f"dense and packed layouts only; this is {type(problem.layout).__name__.lower()}"
+    if problem.scale <= 0:
+        return f"needs a scale above 0; this is {problem.scale:g}"
+    return None
+
+
+def against_mask(mask: MaskStructure) -> str | None:
+    """What a kernel has against a mask that cannot walk rows which see different spans of keys, device.spans."""
+    strange = [name for name in ("prefix", "key_lengths", "documents") if getattr(mask, name)]
+    return f"full, causal and window masks only; this has {' and '.join(strange)}" if strange else None
+
+
+def has_spans(mask: MaskStructure) -> bool:
+    """Whether rows of one batch entry may see different spans of keys: device.spans."""
+    return mask.documents or mask.key_lengths or mask.prefix
+
+
+def against_spans(problem: Problem) -> str | None:
+    """What TMA has against the batch entries of a mask with spans, of which it sees the rows of all as those of one."""
+    layout: Any = problem.layout
+    if not isinstance(layout, Dense) or not has_spans(problem.mask):
+        return None
+    for n, (name, (entry, row, *_)) in enumerate(zip("qkv", problem.strides)):
+        if entries_apart(layout.batch, (entry, row)) is None:
+            return (f"under prefixes, key lengths and documents batch entries whole rows apart; of {name} rows are {row} elements apart, "
+                    f"entries {entry}: copy it")  # fmt: skip
+        if reach(problem, n) > MOST_ROWS:
+            return (f"under prefixes, key lengths and documents at most {MOST_ROWS} rows, whose ends TMA can be told; of {name} it would see "
+                    f"{reach(problem, n)}")  # fmt: skip
+    return None
+
+
+def reach(problem: Problem, n: int) -> int:
+    """Rows from the first of q, k or v to its last, where batch entries are whole rows apart."""
+    layout: Any = problem.layout
+    return (layout.seqlen_k if n else layout.seqlen_q) + (layout.batch - 1) * (entries_apart(layout.batch, problem.strides[n]) or 0)
+
+
+def entries_apart(entries: int, strides: tuple[int, ...]) -> int | None:
+    """How many rows a batch entry's first is from the one before: 0 where there is none before, None where that is no whole number."""
+    entry, row = strides[:2]
+    if entries <= 1:
+        return 0
+    return entry // row if row and entry % row == 0 else None
+
+
+def against_memory(problem: Problem) -> str | None:
+    """What TMA has against the way q, k and v lie in memory."""
+    if problem.alignment < ALIGNMENT:
+        return (f"TMA needs addresses and strides of q, k and v in multiples of {ALIGNMENT} bytes; these are multiples of {problem.alignment}: "
+                "copy them, or pad the head dimension")  # fmt: skip
+    layout: Any = problem.layout
+    if problem.packed:
+        rows, keys = (layout.total_q, problem.heads_q), (layout.total_k, problem.heads_kv)
+        if max(layout.tokens) > MOST_ROWS:
+            return f"packed tensors of at most {MOST_ROWS} rows, whose ends TMA can be told; this has {max(layout.tokens)}"
+    else:
+        rows, keys = (layout.batch, layout.seqlen_q, problem.heads_q), (layout.batch, layout.seqlen_k, problem.heads_kv)
+    for name, sizes, strides in zip("qkv", (rows, keys, keys), problem.strides):
+        if 0 not in sizes and any(size > 1 and stride == 0 for size, stride in zip(sizes, strides)):
+            return f"TMA walks memory of its own in each dimension; {name} is expanded: give fewer key heads, or make it contiguous"
+    return None
+
+
+def against_tools() -> str | None:
+    if KNOBS.interpret:
+        return "Triton's interpreter (TRITON_INTERPRET) does not know Gluon"
+    return no_triton()

@@ -1,0 +1,76 @@
+"""Memory for what kernels write: outputs and the scratch that they declare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
+
+from ..protocol import Buffer, Plan
+
+APART = 512  # bytes
+empty_here = _empty_strided_cuda  # (shape, strides, dtype) on the current GPU, in half the time of new_empty_strided
+
+
+def scratch(buffers: Iterable[Buffer], device: torch.device) -> dict[str, Tensor]:
+    return {buffer.name: _allocated(buffer, device) for buffer in buffers}
+
+
+class Carved(dict[str, Tensor]):
+    """A launch's scratch by name, cut from `pieces`, whose addresses tell all."""
+
+    pieces: list[Tensor]
+
+
+def pieces(plan: Plan, beyond: int = 0) -> list[Tensor]:
+    """Memory for a plan's scratch on the current GPU: one piece for all that is left as it comes, which takes as long as any, with so many bytes
+    behind it, and what is filled."""
+    size = plan.room + beyond
+    held = [empty_here((size,), (1,), torch.uint8)] if size else []
+    for buffer in plan.filled:
+        place = f"cuda:{held[0].get_device()}" if held else "cuda"
+        held.append(torch.full(buffer.shape, buffer.fill, dtype=buffer.dtype, device=place))  # type: ignore[arg-type]
+    return held
+
+
+def pieces_of(workspace: dict[str, Tensor]) -> Iterable[Tensor]:
+    """What a scratch consists of: what it was cut from, or its tensors where each has memory of its own."""
+    return workspace.pieces if isinstance(workspace, Carved) else workspace.values()
+
+
+def carved(plan: Plan, pieces: list[Tensor]) -> Carved:
+    """The scratch by name."""
+    filled = iter(pieces[len(pieces) - len(plan.filled) :])
+    workspace, offset = Carved(), 0
+    for buffer in plan.buffers:
+        if buffer.fill is None:
+            size = math.prod(buffer.shape) * buffer.dtype.itemsize
+            workspace[buffer.name] = pieces[0][offset : offset + size].view(buffer.dtype).view(buffer.shape)
+            offset += _apart(size)
+        else:
+            workspace[buffer.name] = next(filled)
+    workspace.pieces = pieces
+    return workspace
+
+
+def room(buffers: Iterable[Buffer]) -> int:
+    """Bytes of all that is left as it comes.
+
+    >>> room([Buffer("rows", (3,), torch.float32), Buffer("sum", (9,), torch.float32, 0.0), Buffer("counter", (1,), torch.int32)])
+    1024
+    """
+    return sum(_apart(math.prod(buffer.shape) * buffer.dtype.itemsize) for buffer in buffers if buffer.fill is None)
+
+
+def _apart(size: int) -> int:
+    """As torch's allocator would place the next."""
+    return -(-size // APART) * APART
+
+
+def _allocated(buffer: Buffer, device: torch.device) -> Tensor:
+    if buffer.fill is None:
+        return torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    return torch.full(buffer.shape, buffer.fill, dtype=buffer.dtype, device=device)

@@ -1,0 +1,1 @@
+"""The ops that torch.library registers, and what torch's transforms make of them."""

@@ -1,0 +1,400 @@
+"""The ops: torch.library and autograd around a Choice. Imports no DSL.
+
+Pattern measured fastest (CPU, torch 2.11): `Library.define` + `impl`, a thin autograd.Function outside, the raw overload where nothing needs
+a gradient, and its body where the dispatcher has nothing to do. That finds its Choice in a dictionary keyed by the call's raw metadata:
+building and hashing a Problem costs tens of microseconds, the key about two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..env import KNOBS
+from ..errors import InvalidProblem, UnsupportedProblem
+from ..kernels.protocol import Backward, Forward, Plan, gradient_addresses
+from ..kernels.runtime import launch_errors
+from ..kernels.runtime.workspace import carved, empty_here, pieces, scratch
+from ..problem.call import FIELD_KINDS, OPTIONAL_TENSORS, SCALARS, Call, check, check_spans
+from ..problem.problem import ALIGNMENT, Problem
+from ..problem.target import Target
+from ..problem.torch_state import distinct, in_autocasts_dtype, is_distributed, tangents, unguarded, wants_beneath, written_by_copy
+from ..selection.choices import Choices, at_once
+from ..selection.repeat import forward_again, gradients_again, meet, repeats
+from ..selection.select import Choice, select
+from . import fake, flops, vmap
+from .fake import check_apart, check_no_vmap, check_out, check_results, copied, forward_mode, functional, schema, written
+
+_choices = Choices()
+
+
+# ---------------------------------------------------------------- a call's Choice
+
+
+def decide(call: Call) -> Choice[Problem]:
+    """The Choice for a call: door and select the first time, one dictionary lookup after that."""
+    try:
+        key = None if isinstance(call.q, FakeTensor) else raw_key(call)
+    except RuntimeError:  # a layout without strides or address: the door says what is wrong with it
+        key = None
+    choice = _choices.get(key)
+    if choice is None:
+        choice = select(Problem.from_call(call), Target.of(call.q.device))
+        if key is not None:
+            _choices[key] = choice
+    return choice
+
+
+def _decide_told(call: Call) -> Choice[Problem]:
+    return decide(call.asking if wants_gradients(call) else call)
+
+
+def raw_key(call: Call) -> tuple:
+    q, k, v = call[:3]
+    tensors = (
+        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
+        q.data_ptr() % ALIGNMENT, (k.data_ptr() | v.data_ptr()) % ALIGNMENT,  # a Problem knows the least aligned of the three, and of k and v
+        call[SCALARS],
+    )  # fmt: skip
+    if call.plain:
+        return tensors
+    return *tensors, *(None if t is None else (t.shape, t.dtype, t.device) for t in call.optionals), call[OPTIONAL_TENSORS.stop :]
+
+
+# ---------------------------------------------------------------- running it
+
+
+def _launch(plan: Plan, call: Any, tensors: Forward | Backward | None, workspace: dict[str, Tensor] | None = None) -> None:
+    q = call[0]  # of every kind of call a tensor of its device
+    if workspace is None:
+        workspace = scratch(plan.buffers, q.device)
+    if q.is_cuda and q.get_device() != torch._C._cuda_getDevice():
+        with torch.cuda.device(q.device):
+            launch_errors.run(plan, call, tensors, workspace)
+    else:
+        launch_errors.run(plan, call, tensors, workspace)
+    if KNOBS.sync and q.is_cuda:
+        torch.cuda.synchronize(q.device)
+
+
+def received(flat: tuple) -> Call:
+    """An op's arguments as a Call whose optional tensors are contiguous, as kernels take them for granted."""
+    call = Call(*flat)
+    if call.plain:
+        return call
+    check_spans(call)
+    if any(t is not None and t.layout != torch.strided for t in call.optionals):
+        check(call)  # which says so; a key of metadata would take it for a tensor met before
+    optionals = (t if t is None else t.contiguous() for t in call.optionals)
+    return Call._make((*call[: OPTIONAL_TENSORS.start], *optionals, *call[OPTIONAL_TENSORS.stop :]))
+
+
+def write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> None:
+    """The body of the forward op into memory that is given, for who stands below autograd already; out has any strides over a contiguous last one."""
+    if not choice.problem.vacuous:
+        _launch(choice.forward, call, Forward(out, lse))
+        return
+    out.zero_()  # no key at all: said here once, so that no kernel meets a tensor of size 0
+    lse.fill_(-torch.inf) if call.sinks is None else lse.copy_(_per_head(call.sinks, call).expand_as(lse))
+
+
+def _forward(call: Call, choice: Choice[Problem] | None = None) -> tuple[Tensor, Tensor]:
+    choice = choice or decide(call)
+    return forward_again(choice, *call[:3], () if call.plain else call.optionals) or _forward_anew(call, choice)
+
+
+def _forward_anew(call: Call, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:
+    out, lse = [call.q.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in choice.problem.outputs]
+    write(choice, call, out, lse)
+    return out, lse
+
+
+def _forward_out(out: Tensor, *flat: Any) -> Tensor:
+    call = received(flat)
+    choice = decide(call)
+    check_out(out, choice.problem.out_shapes[0], choice.problem.out_dtype, call.q)
+    check_apart(out, (*call[:3], call.sinks), ("q", "k", "v", "sinks"))
+    shape, strides, dtype = choice.problem.outputs[1]
+    lse = call.q.new_empty_strided(shape, strides, dtype=dtype)
+    write(choice, call, out, lse)
+    written(out)
+    return lse
+
+
+def _backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = received(flat)
+    choice = decide(call)
+    check_results((dout, out, lse, dlse), [like[::2] for like in choice.problem.outputs], call.q)
+    given = _given_gradients(call, choice, (dout, out, lse, dlse))
+    return given.dq, given.dk, given.dv, _sinks_gradient(call, lse, given.delta)
+
+
+def _given_gradients(call: Call, choice: Choice[Problem], beside: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Backward:
+    """The gradients of q, k and v, and delta, beside what they were made of; launched as before where the plan's kernel kept the way."""
+    dout, out, lse, dlse = beside
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()  # whose strides kernels do not ask; a hook may have laid lse out anew
+    plan, workspace = choice.backward, None
+    if plan is not None and repeats(plan, call.q):
+        dq, dk, dv = [empty_here(*kind) for kind in choice.problem.gradients]
+        held = pieces(plan, choice.problem.lse_bytes)  # delta stands behind the scratch, in one piece of memory
+        given = Backward(dout, out, lse, dlse, dq, dk, dv, held[0][plan.room :].view(lse.dtype).view(lse.shape))
+        again = plan.again.get(gradient_addresses(call, given, held))  # type: ignore[union-attr]
+        if again is not None and again():
+            return given
+        workspace = carved(plan, held)
+    else:
+        given = Backward(dout, out, lse, dlse, *[t.new_empty(t.shape) for t in (*call[:3], lse)])
+    write_gradients(choice, call, given, workspace)
+    return given
+
+
+def write_gradients(choice: Choice[Problem], call: Call, given: Backward, workspace: dict[str, Tensor] | None = None) -> None:
+    """The body of the backward op into memory that is given: dq, dk, dv and delta of `given`."""
+    if choice.backward is None:
+        raise InvalidProblem("needs_grad", call.needs_grad, "True", "give the backward op the arguments of its forward")
+    if choice.problem.vacuous:
+        for gradient in given[4:7]:
+            gradient.zero_()
+        given.delta.zero_() if given.dlse is None else given.delta.copy_(-given.dlse)
+        return
+    dout, out = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (given.dout, given.out))
+    _launch(choice.backward, call, given._replace(dout=dout, out=out), workspace)
+
+
+def _sinks_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
+    """dsink = -sum exp(sink - lse) * delta: the sink is one more key whose value is 0."""
+    if call.sinks is None:
+        return lse.new_empty(0)
+    most = torch.finfo(lse.dtype).max  # inf - inf is NaN; a sink of +inf has weight 1
+    weight = torch.where(lse == -torch.inf, 0.0, torch.exp(_per_head(call.sinks.to(lse.dtype).clamp(max=most), call) - lse.clamp(max=most)))
+    return -(weight * delta).sum(1 if call.packed else (0, 2)).to(call.sinks.dtype)
+
+
+def _per_head(sinks: Tensor, call: Call) -> Tensor:
+    return sinks[:, None] if call.packed else sinks[None, :, None]
+
+
+# ---------------------------------------------------------------- what torch knows of them
+
+
+LIBRARY = torch.library.Library("strobe", "DEF")
+_FIELDS = schema(FIELD_KINDS, Call._field_defaults)
+LIBRARY.define(f"forward({_FIELDS}) -> (Tensor, Tensor)")
+LIBRARY.define(f"forward_out(Tensor(a!) out, {_FIELDS}) -> Tensor")
+LIBRARY.define(f"backward(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_FIELDS}) -> (Tensor, Tensor, Tensor, Tensor)")
+for _name, _body, _fake in (
+    ("forward", lambda *flat: _forward(received(flat)), fake.forward),
+    ("forward_out", _forward_out, fake.forward_out),
+    ("backward", _backward, fake.backward),
+):
+    for _key in ("CompositeExplicitAutograd", "AutogradNestedTensor"):  # all devices and kinds come in: the door and select say what is wrong
+        LIBRARY.impl(_name, _body, _key)
+    torch.library.register_fake(f"strobe::{_name}", _fake, lib=LIBRARY)
+for _name in ("forward", "backward"):
+    vmap.register(LIBRARY, _name)
+
+FORWARD = torch.ops.strobe.forward.default
+FORWARD_OUT = torch.ops.strobe.forward_out.default
+BACKWARD = torch.ops.strobe.backward.default
+
+
+# ---------------------------------------------------------------- autograd
+
+
+class _TwiceRefused(torch.autograd.Function):
+    """The backward op where a graph of the gradients is wanted: it runs, and differentiating it again says what is missing."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments):
+        return BACKWARD(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise UnsupportedProblem("double backward: strobe has no second derivative; differentiate torch's math attention instead")
+
+
+def _save(ctx, call: Call, count: int, out: Tensor, lse: Tensor) -> None:
+    ctx.save_for_backward(*call[:3], out, lse, *(() if call.plain else call.optionals))
+    ctx.rest = call[SCALARS], call[OPTIONAL_TENSORS.stop :], count
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(saved: Sequence[Tensor], rest: tuple, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of what autograd kept, which it may give but once (checkpointing)."""
+    q, k, v, out, lse, *optionals = saved
+    scalars, longest, count = rest
+    call = (Call(q, k, v, *scalars, *optionals, *longest) if optionals else Call(q, k, v, *scalars)).asking
+    dout = torch.zeros_like(out) if dout is None else dout
+    choice = at_once(_choices, call, decide, dout, out, lse) if dlse is None and call.plain else None
+    if choice is not None:
+        given = _given_gradients(call, choice, (dout, out, lse, None))
+        meet(choice, (q, k, v, dout, out, lse))
+        return given.dq, given.dk, given.dv, *(None,) * (count - 3)
+    flops.meet_counters()
+    run = _TwiceRefused.apply if torch.is_grad_enabled() else BACKWARD
+    dq, dk, dv, dsinks = run(dout, out, lse, dlse, *call.arguments)
+    gradients: list[Tensor | None] = [None] * len(call)
+    gradients[:3] = dq, dk, dv
+    if call.sinks is not None:
+        gradients[OPTIONAL_TENSORS.start] = dsinks
+    return tuple(gradients[:count])
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *flat):
+        call = Call(*flat)
+        choice = at_once(_choices, call, decide) if call.plain else None
+        out, lse = FORWARD(*flat) if choice is None else _forward(call, choice)
+        _save(ctx, call, len(flat), out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return _gradients(ctx.saved_tensors, ctx.rest, dout, dlse)
+
+
+class _Plain(torch.autograd.Function):
+    """The same of a plain call where nobody looks on, without lse, by a Choice that is known: what is no tensor comes as one argument, and one output
+    is made a variable of for two. Of an apply that is 7.7 us for 11.9 (a CPU's, `results/tuning.jsonl`)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, met):
+        out, lse = _plain_forward(q, k, v, *met)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.met = met
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):  # as compiled autograd traces it
+        return _gradients(ctx.saved_tensors, (ctx.met[0], (), 4), dout, None)
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scalars: tuple, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:
+    return forward_again(choice, q, k, v) or _forward_anew(Call(q, k, v, *scalars), choice)
+
+
+def _plain_gradients(ctx, dout):
+    """`_Plain.backward` where nobody traces."""
+    saved, (scalars, choice) = ctx.saved_tensors, ctx.met
+    gradients = gradients_again(choice, saved, dout)
+    return (*gradients, None) if gradients else _gradients(saved, (scalars, (), 4), dout, None)
+
+
+# without what torch.autograd.Function does before: it unwraps what torch.func has left behind, which no guard takes for a tensor met before
+_apply_plain = super(torch.autograd.Function, _Plain).apply  # type: ignore[misc]
+# and the engine calls it at once, not by a method that first asks a class which of two names its backward has
+_Plain._backward_cls.apply = _plain_gradients  # type: ignore[attr-defined]
+
+
+class _OutAlone(_Attention):
+    """The same without lse, for torch.compile: to an lse that nobody uses it hands a gradient of zeros, which costs a kernel and, as a
+    plain tensor, does not go with DTensors."""
+
+    @staticmethod
+    def forward(ctx, *flat):
+        out, lse = FORWARD(*flat)
+        _save(ctx, Call(*flat), len(flat), out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return _gradients(ctx.saved_tensors, ctx.rest, dout, None)
+
+
+class _AttentionUnderTransforms(torch.autograd.Function):
+    """The same for torch.func, whose transforms want setup_context (it costs 17 us more, so only there)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*flat):
+        return FORWARD(*flat)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise forward_mode()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _save(ctx, Call(*inputs), len(inputs), *output)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return _gradients(ctx.saved_tensors, ctx.rest, dout, dlse)
+
+
+def prepare(call: Call) -> Call:
+    """The call as the ops are to see it: in autocast's dtype, and with needs_grad told."""
+    return told(in_autocasts_dtype(call) if torch._C._is_any_autocast_enabled() else call)
+
+
+def told(call: Call) -> Call:
+    """The call with needs_grad told."""
+    if is_distributed(call.q):
+        from . import sharding  # when the first DTensor comes by
+
+        sharding.teach()
+    wanted = wants_gradients(call) or (torch.is_grad_enabled() and wants_beneath((*call[:3], call.sinks)))
+    return call.asking if wanted else call
+
+
+def wants_gradients(call: Call) -> bool:
+    """Whether gradients are wanted as far as its tensors say; vmap's wrappers do not, which is looked into once the dispatcher is needed."""
+    q, k, v = call[:3]
+    asked = q.requires_grad or k.requires_grad or v.requires_grad or (call.sinks is not None and call.sinks.requires_grad)
+    return asked and torch.is_grad_enabled()
+
+
+def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, through whichever path its gradients, transforms and autocast ask for; out_alone: nobody looks at lse."""
+    if out is None:
+        choice = at_once(_choices, call, _decide_told, graded=out_alone)
+        if choice is not None and not choice.problem.needs_grad:
+            return _forward(call, choice)
+        if choice is not None and out_alone:
+            return (_apply_plain(*call[:3], (call[SCALARS], choice)),)  # type: ignore[return-value]
+    call = prepare(call) if out is None else told(call)  # torch's own ops with out= do not go through autocast either
+    if tangents(call.parted[0]):
+        raise forward_mode()
+    flops.meet_counters()
+    if out is not None:
+        check_no_vmap(out, call.parted[0])
+        if call.needs_grad or out.requires_grad:
+            raise UnsupportedProblem("out= with gradients: leave out= out, or call under torch.no_grad()")
+        if written_by_copy(out):
+            return copied(out, FORWARD(*call.arguments), call.q)
+        return out, FORWARD_OUT(out, *call.arguments)
+    if torch._C._are_functorch_transforms_active() and not functional(call):
+        return _AttentionUnderTransforms.apply(*call.arguments)  # type: ignore[return-value]
+    if not call.needs_grad:
+        return FORWARD(*call.arguments)
+    if not torch.compiler.is_compiling():
+        return _Attention.apply(*call.arguments)  # type: ignore[return-value]
+    arguments = distinct(call.arguments)
+    return (_OutAlone.apply(*arguments),) if out_alone else _Attention.apply(*arguments)  # type: ignore[return-value]
+
+
+def again(q: Tensor, k: Tensor, v: Tensor, words: tuple, ordered: bool | None) -> Tensor | None:
+    """out of a plain call whose like was met in the same words, which then need not be looked at; None where it was not."""
+    met = None if unguarded() else _choices.like((q, k, v), (*words, torch._C._get_deterministic_algorithms() if ordered is None else ordered))
+    if met is None:
+        return None
+    return _apply_plain(q, k, v, met) if met[1].problem.needs_grad else _plain_forward(q, k, v, *met)[0]
+
+
+def meet_words(call: Call, words: tuple) -> None:
+    """Know a plain call that ran by its words, if it was met as a call."""
+    choice = None if unguarded() else _choices.like(*call.parted)
+    if choice is not None:
+        _choices.meet(call[:3], (*words, call.deterministic), (call[SCALARS], choice))

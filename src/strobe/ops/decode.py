@@ -1,0 +1,266 @@
+"""The ops of a cache: decode reads it, append writes it. Schemas and fake kernels around a Choice; no autograd. Imports no DSL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..errors import InvalidProblem, UnsupportedProblem
+from ..kernels.protocol import Forward
+from ..kernels.runtime.split_kv import addresses
+from ..kernels.runtime.workspace import carved, empty_here
+from ..problem import append as appending
+from ..problem import decode
+from ..problem.append import AppendCall, AppendProblem
+from ..problem.cache import FP8
+from ..problem.call import accumulator
+from ..problem.decode import DecodeCall, DecodeProblem, refuse_gradients
+from ..problem.memory_overlap import share_memory
+from ..problem.problem import ALIGNMENT
+from ..problem.target import Target
+from ..problem.torch_state import batched, is_distributed, written_by_copy
+from ..selection.choices import Choices, at_once
+from ..selection.select import Choice, select
+from . import vmap
+from .attention import LIBRARY, _launch, repeats
+from .fake import check_apart, check_no_vmap, check_out, copied, schema, writes_to, written
+
+WHOLE = ("q", "k", "v", "k_new", "v_new")  # tensors that kernels take with any strides
+
+_choices = Choices()
+AnyCall = TypeVar("AnyCall", DecodeCall, AppendCall)
+
+
+def decide(call: DecodeCall) -> Choice[DecodeProblem]:
+    """The Choice for a call: door and select the first time, one dictionary lookup after that."""
+    return _decided(call, DecodeProblem.from_call)
+
+
+def decide_append(call: AppendCall) -> Choice[AppendProblem]:
+    return _decided(call, AppendProblem.from_call)
+
+
+def _decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
+    try:
+        key = None if isinstance(call[0], FakeTensor) else _raw_key(call)
+    except (RuntimeError, AttributeError, TypeError):  # no strides, no address, no tensor or no hash: the door says what is wrong with it
+        key = None
+    choice = _choices.get(key)
+    if choice is None:
+        choice = select(problem_of(call), Target.of(call[0].device))
+        if _scattered(call):  # kernels are given copies, whose addresses say nothing of the tensors that come again
+            choice = replace(choice, forward=choice.forward._replace(again=None))
+        if key is not None:
+            _choices[key] = choice
+    return choice
+
+
+def _raw_key(call: DecodeCall | AppendCall) -> tuple:
+    """All of a call that its problem is made of, and all that a kept launch is given beside addresses; where k and v lie matters to wide loads."""
+    about = call.about
+    lies = [None if field is None else (field.shape, field.stride(), field.dtype, field.get_device()) for field in about]
+    return type(call), *lies, *call[len(about) :], call[0].device, (call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
+
+
+def _received(call: AnyCall) -> AnyCall:
+    """The call with its small tensors contiguous, as kernels take them for granted."""
+    return call._replace(**{name: tensor.contiguous() for name, tensor in _scattered(call).items()})
+
+
+def _scattered(call: DecodeCall | AppendCall) -> dict[str, Tensor]:
+    """Its small tensors that are not contiguous."""
+    small = ((name, field) for name, field in zip(call._fields, call) if isinstance(field, Tensor) and name not in WHOLE)
+    return {name: tensor for name, tensor in small if tensor.layout == torch.strided and not tensor.is_contiguous()}  # the door refuses sparse ones
+
+
+# ---------------------------------------------------------------- running it
+
+
+def _write(choice: Choice[DecodeProblem], call: DecodeCall, t: Forward, workspace: dict[str, Tensor] | None = None) -> None:
+    if not choice.problem.vacuous:
+        _launch(choice.forward, _received(call), t, workspace)
+
+
+def _attend(call: DecodeCall, choice: Choice[DecodeProblem], alone: bool = False) -> tuple[Tensor, Tensor | None]:
+    """out and lse; launched as before at these addresses, where the plan's kernel kept the way: Triton's takes longer than a short decode.
+
+    alone: nobody looks at lse, so it stands behind the scratch, in one piece of memory, and None may be returned for it.
+    """
+    plan, problem = choice.forward, choice.problem
+    kind, lse_kind = problem.outputs
+    if not repeats(plan, call.q):
+        out, lse = (call.q.new_empty_strided(*like[:2], dtype=like[2]) for like in (kind, lse_kind))
+        _write(choice, call, Forward(out, lse))
+        return out, lse
+    out, lse, size = empty_here(*kind), None if alone else empty_here(*lse_kind), plan.room + alone * problem.lse_bytes
+    held = [empty_here((size,), (1,), torch.uint8)] if size else []
+    begin = held[0].data_ptr() if held else 0
+    places = (out.data_ptr(), begin + plan.room if lse is None else lse.data_ptr(), *[begin] * bool(plan.room))
+    again = plan.again.get(addresses(call, *places))  # type: ignore[union-attr]
+    if again is None or not again():
+        lse = held[0][plan.room :].view(lse_kind[2]).view(lse_kind[0]) if lse is None else lse
+        _write(choice, call, Forward(out, lse), carved(plan, held if plan.room else []))
+    return out, lse
+
+
+def _decode(*flat: Any) -> tuple[Tensor, Tensor | None]:
+    call = DecodeCall(*flat)
+    return _attend(call, decide(call))
+
+
+def _decode_out(out: Tensor, *flat: Any) -> Tensor:
+    call = DecodeCall(*flat)
+    choice = decide(call)
+    problem = choice.problem
+    check_out(out, problem.out_shapes[0], problem.out_dtype, call.q)
+    # where out is q itself, each row is read before it is written
+    is_q = out.data_ptr() == call.q.data_ptr() and out.shape == call.q.shape and out.stride() == call.q.stride()
+    read = (None if is_q else call.q, call.k, call.v, call.sinks, call.k_scale, call.v_scale)
+    check_apart(out, read, ("q", "the cache's k", "the cache's v", "sinks", "the cache's k_scale", "the cache's v_scale"))
+    lse = call.q.new_empty(problem.out_shapes[1], dtype=problem.lse_dtype)
+    _write(choice, call, Forward(out, lse))
+    written(out)
+    return lse
+
+
+def _append(*flat: Any) -> None:
+    call = AppendCall(*flat)
+    choice = decide_append(call)
+    if not choice.problem.vacuous:
+        _check_pools_apart(call)
+        _check_new_apart(call)
+        _launch(choice.forward, _received(call), None)
+        written(call.k)
+        written(call.v)
+
+
+def _appended(*flat: Any) -> tuple[Tensor, Tensor]:
+    """Copies of the pools, written to as `append` would write to them."""
+    call = AppendCall(*flat)
+    decide_append(call)
+    _check_pools_apart(call)
+    k, v = call.k.clone(), call.v.clone()
+    _append(*call._replace(k=k, v=v))
+    return k, v
+
+
+def _check_pools_apart(call: AppendCall) -> None:
+    """Looked into at each call: metadata, by which choices are found, do not say."""
+    if share_memory(call.k, call.v):
+        raise InvalidProblem(call.held.word("v"), "memory that keys lie in", "memory of its own", "append would write values over keys; copy one")
+
+
+def _check_new_apart(call: AppendCall) -> None:
+    """That nothing is read where it is written: looked into where tensors have one storage, which is seldom, as that takes 9 us."""
+    pools = [pool.untyped_storage().data_ptr() for pool in (call.k, call.v)]
+    for name, new in (("k_new", call.k_new), ("v_new", call.v_new)):
+        if new.untyped_storage().data_ptr() in pools and (share_memory(call.k, new) or share_memory(call.v, new)):
+            raise InvalidProblem(name, "memory that the cache lies in", "memory of its own", "append could write there before it has read; clone it")
+
+
+# ---------------------------------------------------------------- schemas and fakes
+
+
+def _decode_fake(*flat: Any) -> tuple[Tensor, Tensor]:
+    call = DecodeCall(*flat)
+    decode.check(call)
+    (batch, rows, heads, _), wide = call.q.shape, accumulator(call.q.dtype)
+    out = call.q.new_empty((batch, rows, heads, call.v.shape[-1]), dtype=wide if call.partial else call.q.dtype)
+    return out, call.q.new_empty((batch, heads, rows), dtype=wide)
+
+
+def _decode_out_fake(out: Tensor, *flat: Any) -> Tensor:
+    like, lse = _decode_fake(*flat)
+    check_out(out, tuple(like.shape), like.dtype, like)
+    writes_to(out)
+    return lse
+
+
+def _append_fake(*flat: Any) -> None:
+    call = AppendCall(*flat)
+    appending.check(call)
+    writes_to(call.k)
+    writes_to(call.v)
+
+
+def _appended_fake(*flat: Any) -> tuple[Tensor, Tensor]:
+    call = AppendCall(*flat)
+    appending.check(call)
+    return torch.empty_like(call.k), torch.empty_like(call.v)
+
+
+def _fields(kind: type[DecodeCall] | type[AppendCall]) -> str:
+    words = {name: getattr(note, "__forward_arg__", note) for name, note in kind.__annotations__.items()}
+    return schema(words, kind._field_defaults)
+
+
+LIBRARY.define(f"decode({_fields(DecodeCall)}) -> (Tensor, Tensor)")
+LIBRARY.define(f"decode_out(Tensor(a!) out, {_fields(DecodeCall)}) -> Tensor")
+LIBRARY.define(f"append({_fields(AppendCall).replace('Tensor k,', 'Tensor(a!) k,').replace('Tensor v,', 'Tensor(b!) v,')}) -> ()")
+LIBRARY.define(f"appended({_fields(AppendCall)}) -> (Tensor, Tensor)")
+for _name, _body, _fake in (
+    ("decode", _decode, _decode_fake),
+    ("decode_out", _decode_out, _decode_out_fake),
+    ("append", _append, _append_fake),
+    ("appended", _appended, _appended_fake),
+):
+    LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"strobe::{_name}", _fake, lib=LIBRARY)
+vmap.register(LIBRARY, "decode")
+
+DECODE = torch.ops.strobe.decode.default
+DECODE_OUT = torch.ops.strobe.decode_out.default
+APPEND = torch.ops.strobe.append.default
+APPENDED = torch.ops.strobe.appended.default
+
+
+# ---------------------------------------------------------------- the ways in
+
+
+def prepare(call: DecodeCall) -> DecodeCall:
+    """The call as the op is to see it: q in autocast's dtype, where the cache is in that or in 8 bits."""
+    q = call.q
+    if isinstance(q, Tensor) and torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        if q.is_floating_point() and q.dtype != torch.float64 and call.k.dtype in (dtype, FP8):
+            return call._replace(q=q.to(dtype))
+    return call
+
+
+def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tuple[Tensor, Tensor]:
+    """out and lse of a call; past the dispatcher where that has nothing to do. alone: nobody looks at lse."""
+    choice = at_once(_choices, call, decide) if out is None and isinstance(call.q, Tensor) else None
+    if choice is not None:
+        return _attend(call, choice, alone)  # type: ignore[return-value]
+    call = prepare(call)
+    refuse_gradients(call.tensors if out is None else [*call.tensors, out], "decode")
+    if is_distributed(call.q):
+        from . import sharding  # when the first DTensor comes by
+
+        sharding.teach()
+    if out is not None:
+        check_no_vmap(out, call.tensors)
+        if written_by_copy(out):
+            return copied(out, DECODE(*call), call.q)
+        return out, DECODE_OUT(out, *call)
+    return DECODE(*call)
+
+
+def append(call: AppendCall) -> None:
+    refuse_gradients(call.tensors, "append")
+    if batched(call.tensors):
+        raise UnsupportedProblem("append under vmap: its batch entries are sequences already; append to all of them at once")
+    if is_distributed(call.k):
+        from . import sharding
+
+        call = sharding.own_append(call)
+    if not (written_by_copy(call.k) or written_by_copy(call.v)):
+        APPEND(*call)
+        return
+    for pool, grown in zip((call.k, call.v), APPENDED(*call)):
+        pool.copy_(grown)

@@ -1,0 +1,126 @@
+"""What DTensor has to know to shard the ops by batch or by heads. Imported when the first DTensor comes by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from ..errors import InvalidProblem, wrong_type
+from ..problem.append import AppendCall
+from ..problem.call import OPTIONAL_TENSORS, Call
+from ..problem.decode import DecodeCall
+
+_taught = False
+
+
+@torch.compiler.assume_constant_result  # so that torch.compile, where it meets the first DTensor, runs this and does not trace it
+def teach() -> None:
+    """Register the rules, once."""
+    global _taught
+    if not _taught:
+        register_sharding(torch.ops.strobe.forward.default)(_forward)
+        register_sharding(torch.ops.strobe.backward.default)(_backward)
+        register_sharding(torch.ops.strobe.decode.default)(_decode)
+    _taught = True
+
+
+def _forward(*flat):
+    call = Call(*flat)
+    return _placements(call, len(flat), call[:3])
+
+
+def _backward(dout, out, lse, dlse, *flat):
+    call = Call(*flat)
+    rules = []
+    for (whole, per_row), inputs in _placements(call, len(flat), (*call[:3], dout, out), (lse, dlse)):
+        if call.sinks is not None and whole == Shard(0) and not call.packed:
+            continue  # each shard would hold a part of dsinks: a sum that no placement of a custom rule may leave pending
+        dsinks = Replicate() if call.sinks is None else inputs[OPTIONAL_TENSORS.start]
+        rules.append(([*inputs[:3], dsinks], [whole, whole, per_row, None if dlse is None else per_row, *inputs]))
+    return rules
+
+
+def _heads_divide(key_heads: int, placed: Iterable[tuple[Any, Shard]]) -> bool:
+    """Whether each process that heads are spread over, of any tensor that is placed, has whole groups: the same number of key heads."""
+    apart = {n: size for t, heads in placed if t is not None for n, size in enumerate(t.mesh.shape) if t.placements[n] == heads}
+    return key_heads % prod(apart.values()) == 0
+
+
+def _placements(call: Call, count: int, by_heads: tuple, by_rows: tuple = ()) -> list[tuple[list, list]]:
+    """(outputs, the op's `count` arguments) a rule: all replicated, heads apart, and for dense layouts the batch apart. by_heads: tensors of q's
+    order of dimensions, by_rows: of lse's."""
+    heads, lse_heads = (Shard(1), Shard(0)) if call.packed else (Shard(2), Shard(1))
+    no_tensor = Call._make((None,) * len(call))
+
+    def tensors(qkv, sinks, others):
+        present = {name: others for name in Call._fields[OPTIONAL_TENSORS] if getattr(call, name) is not None}
+        placed = no_tensor._replace(q=qkv, k=qkv, v=qkv, **present)
+        return list(placed if call.sinks is None else placed._replace(sinks=sinks))[:count]
+
+    rules = [([Replicate(), Replicate()], tensors(Replicate(), Replicate(), Replicate()))]
+    placed = (*((t, heads) for t in by_heads), *((t, lse_heads) for t in by_rows), (call.sinks, Shard(0)))
+    if _heads_divide(call.k.shape[heads.dim], placed):
+        rules.append(([heads, lse_heads], tensors(heads, Shard(0), Replicate())))
+    if not call.packed:
+        rules.append(([Shard(0), Shard(0)], tensors(Shard(0), Replicate(), Shard(0))))
+    return rules
+
+
+# ---------------------------------------------------------------- caches
+
+
+def _decode(*flat):
+    call = DecodeCall(*flat)
+    placed = (*((t, Shard(2)) for t in call[:3]), *((t, Shard(0)) for t in (call.k_scale, call.v_scale, call.sinks)))
+    rules = [([Replicate(), Replicate()], _beside(call, Replicate(), Replicate(), Replicate()))]
+    if _heads_divide(call.k.shape[2], placed):
+        rules.append(([Shard(2), Shard(1)], _beside(call, Shard(2), Replicate(), Shard(0))))
+    rules.append(([Shard(0), Shard(0)], _beside(call, _pools_by_batch(call), Shard(0), Replicate())._replace(q=Shard(0))))
+    return [(results, list(arguments)) for results, arguments in rules]
+
+
+def _pools_by_batch(call: DecodeCall | AppendCall) -> Shard | Replicate:
+    """How pools are placed where the batch is sharded. A page belongs to no batch entry, so each process has all of them."""
+    return Shard(0) if call.page_table is None else Replicate()
+
+
+def _beside(call: Any, qkv: Any, sequences: Any, heads: Any) -> Any:
+    """A call on a cache with placements for tensors: `qkv` for q, new keys and pools, `sequences` for what has one number a sequence, `heads` for
+    what has one a head."""
+    of = {"seqlens": sequences, "page_table": sequences, "k_start": sequences, "k_scale": heads, "v_scale": heads, "sinks": heads}
+    of |= dict.fromkeys(("q", "k_new", "v_new", "k", "v"), qkv) | dict.fromkeys(("cos", "sin"), Replicate())
+    fields = {name: of[name] for name, field in zip(call._fields, call) if name in of and field is not None}
+    return call._make((None,) * len(call))._replace(**fields)
+
+
+def own_append(call: AppendCall) -> AppendCall:
+    """The call on this process's part of the cache. The pools are not moved, since a copy of them would be written to; all that is read may be."""
+    for name, tensor in zip(call._fields, call.about):
+        if tensor is not None and not isinstance(tensor, DTensor):
+            remedy = "give it to distribute_tensor, with Replicate() where each process has all of it"
+            raise wrong_type(_word(call, name), tensor, "a DTensor beside a cache of DTensors", remedy)
+    pool: Any = call.k
+    mesh = pool.device_mesh
+    known = {Replicate(): (Replicate(), Replicate()), Shard(2): (Replicate(), Shard(0))}
+    if call.page_table is None:
+        known[Shard(0)] = (Shard(0), Replicate())
+    for name in ("k", "v"):
+        held: Any = getattr(call, name)
+        if held.device_mesh != mesh or held.placements != pool.placements or any(placement not in known for placement in held.placements):
+            wanted = f"{' or '.join(map(repr, known))}, the same for keys and values"
+            raise InvalidProblem(_word(call, name), f"placements {held.placements}", wanted, "shard a cache by heads, or a DenseCache by batch")
+    ways = [_beside(call, placement, *known[placement]) for placement in pool.placements]
+
+    def own(name: str, tensor: Any) -> Any:
+        return tensor.redistribute(mesh, [getattr(way, name) for way in ways]).to_local()
+
+    return call._replace(**{name: own(name, tensor) for name, tensor in zip(call._fields, call.about) if tensor is not None})
+
+
+def _word(call: AppendCall, name: str) -> str:
+    return name if name in ("k_new", "v_new") else f"rotary.{name}" if name in ("cos", "sin") else call.held.word(name)

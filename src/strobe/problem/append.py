@@ -1,0 +1,152 @@
+"""Writing new keys to a cache: `AppendCall` is one write's data, `AppendProblem` all about it but the data.
+
+Token t of T goes to position seqlens[b] + t of sequence b. The lengths stay as they are: who owns them moves them on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidProblem, wrong_type
+from .cache import FP8, Held, OfCache, Rotary, check_cache, check_tensor
+from .call import DTYPES, Dense, Paged
+from .memory_overlap import overlaps_itself
+
+
+class AppendCall(NamedTuple):
+    """The arguments of one write, flat, in the order of the op's schema; k and v are pages where there is a page_table, else rows."""
+
+    k_new: Tensor  # [B, T, H_kv, D]
+    v_new: Tensor  # [B, T, H_kv, D_v]
+    k: Tensor  # written
+    v: Tensor  # written
+    seqlens: Tensor
+    page_table: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    cos: Tensor | None = None  # [S_max, rotary_dim / 2]
+    sin: Tensor | None = None
+    interleaved: bool = False
+    kernel: str = ""
+
+    @property
+    def held(self) -> Held:
+        return Held(self.k, self.v, self.seqlens, self.page_table, None, self.k_scale, self.v_scale)
+
+    @property
+    def about(self) -> tuple[Tensor | None, ...]:
+        """The fields that are tensors, or None."""
+        return self[:10]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [field for field in self.about if field is not None]
+
+    @staticmethod
+    def of(cache: Any, k_new: Tensor, v_new: Tensor, rotary: Rotary | None) -> AppendCall:
+        held = Held.of(cache)
+        if rotary is not None and not isinstance(rotary, Rotary):
+            raise wrong_type("rotary", rotary, "a strobe.Rotary or None", "give strobe.Rotary(cos, sin)")
+        cos, sin, interleaved = rotary or (None, None, False)
+        if not isinstance(interleaved, bool):
+            raise wrong_type("rotary.interleaved", interleaved, "a bool", "pass True or False")
+        return AppendCall(k_new, v_new, *held[:4], *held[5:], cos, sin, interleaved)
+
+
+def check(call: AppendCall) -> Dense | Paged:
+    """The door. Raises InvalidProblem or TypeError naming the argument; reads metadata alone."""
+    held, new = call.held, {"k": call.k_new, "v": call.v_new}
+    for field, tensor in new.items():
+        check_tensor(f"{field}_new", tensor, "[B, T, H_kv, D]", 4)
+        if tensor.dtype not in DTYPES:
+            raise InvalidProblem(f"{field}_new", tensor.dtype, "float16, bfloat16, float32 or float64", "append quantizes for 8-bit caches itself")
+        if tensor.shape[:2] != call.k_new.shape[:2]:
+            raise InvalidProblem(
+                f"{field}_new", f"shape {list(tensor.shape)}", f"k_new's batch and tokens {list(call.k_new.shape[:2])}", "append both"
+            )
+    layout = check_cache(held, call.k_new.shape[0], call.k_new.dtype, "k_new")
+    for field, tensor in new.items():
+        pool: Tensor = getattr(held, field)
+        if tensor.shape[2:] != pool.shape[2:]:
+            got, wanted = f"heads and width {list(tensor.shape[2:])}", f"{held.word(field)}'s {list(pool.shape[2:])}"
+            raise InvalidProblem(f"{field}_new", got, wanted, "append what the cache was made for")
+        if tensor.dtype != call.k_new.dtype:
+            raise InvalidProblem(f"{field}_new", tensor.dtype, f"k_new's {call.k_new.dtype}", "give both in one dtype")
+        if tensor.device != pool.device:
+            raise InvalidProblem(f"{field}_new", f"device {tensor.device}", f"the cache's {pool.device}", "move it to the cache")
+        if any(size > 1 and stride == 0 for size, stride in zip(pool.shape, pool.stride())):
+            raise _shared(call, field)
+    _check_rotary(call)
+    return layout._replace(seqlen_q=call.k_new.shape[1])
+
+
+def _shared(call: AppendCall, field: str) -> InvalidProblem:
+    got = f"strides {getattr(call, field).stride()}"
+    return InvalidProblem(call.held.word(field), got, "memory of its own for each key", "do not expand what is written to, nor let rows overlap")
+
+
+def _check_rotary(call: AppendCall) -> None:
+    if call.cos is None and call.sin is None:
+        return
+    for name, angles in (("rotary.cos", call.cos), ("rotary.sin", call.sin)):
+        check_tensor(name, angles, "[S_max, rotary_dim / 2]", 2)
+    cos, sin, width = call.cos, call.sin, call.k_new.shape[3]
+    for name, angles in (("rotary.cos", cos), ("rotary.sin", sin)):
+        if not isinstance(angles, Tensor) or not isinstance(cos, Tensor):
+            continue
+        if angles.shape[0] == 0:
+            raise InvalidProblem(name, f"shape {list(angles.shape)}", "a row for each position", "make angles up to the longest sequence")
+        if angles.shape != cos.shape:
+            raise InvalidProblem(name, f"shape {list(angles.shape)}", f"cos's {list(cos.shape)}", "make both of the same angles")
+        if 2 * angles.shape[1] > width:
+            raise InvalidProblem(name, f"rotary_dim {2 * angles.shape[1]}", f"at most k_new's {width} dimensions", "turn fewer of them")
+        if angles.dtype not in DTYPES:
+            raise InvalidProblem(name, angles.dtype, "a floating dtype", "convert it with .float()")
+        if angles.device != call.k.device:
+            raise InvalidProblem(name, f"device {angles.device}", f"the cache's {call.k.device}", "move it to the cache")
+
+
+@dataclass(frozen=True)
+class AppendProblem(OfCache):
+    """Everything about a write but its data."""
+
+    layout: Dense | Paged
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    scales: tuple[bool, bool]
+    rotary_dim: int  # 0: none
+    interleaved: bool
+    kernel: str
+
+    directions = ("append",)
+
+    @staticmethod
+    def from_call(call: AppendCall) -> AppendProblem:
+        """The call as a problem, checked by `check`, which also takes symbolic sizes. Whether rows of a pool overlap is found of real ones alone."""
+        layout, (heads_kv, head_dim) = check(call), call.k_new.shape[2:]
+        for field in ("k", "v"):
+            if overlaps_itself(getattr(call, field)):
+                raise _shared(call, field)
+        return AppendProblem(
+            layout, heads_kv, head_dim, call.v_new.shape[3], call.k_new.dtype, call.k.dtype,
+            (call.k_scale is not None, call.v_scale is not None),
+            0 if call.cos is None else 2 * call.cos.shape[1], call.interleaved, call.kernel,
+        )  # fmt: skip
+
+    @property
+    def vacuous(self) -> bool:
+        """Nothing to write."""
+        return 0 in (self.layout.batch, self.layout.seqlen_q, self.heads_kv)
+
+    def __str__(self) -> str:
+        words = [f"append {self.layout} H_kv={self.heads_kv} D={self.head_dim} {DTYPES[self.dtype]}"]
+        words += ["cache in float8_e4m3fn"] * (self.cache_dtype == FP8)
+        words += [f"rotary over {self.rotary_dim} dimensions{', interleaved' * self.interleaved}"] * bool(self.rotary_dim)
+        return ", ".join(words)

@@ -1,0 +1,268 @@
+"""Keys and values kept between steps: the two layouts of a cache, what is written to one, and its 8-bit form.
+
+seqlens[b] is how many keys sequence b holds. Positions count from the sequence's first key, in pages as in rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidProblem, wrong_type
+from .call import DTYPES, Dense, Paged
+from .mask import as_int32, check_strided
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+
+class PagedCache(NamedTuple):
+    """Keys and values in pages of one pool: key j of sequence b is row j % page_size of page page_table[b, j // page_size].
+
+    >>> pages = torch.zeros(8, 16, 2, 64)  # 8 pages of 16 keys, 2 heads
+    >>> cache = PagedCache(pages, pages.clone(), torch.tensor([[3, 5]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32))
+    >>> cache.k_pages.shape[1] * cache.page_table.shape[1]  # keys that a sequence may hold
+    32
+
+    k_pages [n_pages, page_size, H_kv, D] and v_pages [n_pages, page_size, H_kv, D_v] may have any strides over a contiguous last
+    dimension, so a pool that keeps heads first is given as its transposed view. page_table int32 [B, max_pages] and seqlens
+    int32 [B] are read on the device; entries beyond a sequence's last page are never read. k_scale and v_scale float32 [H_kv]
+    belong to pages in float8_e4m3fn: a key is worth k_scale[h] times what is stored.
+    """
+
+    k_pages: Tensor
+    v_pages: Tensor
+    page_table: Tensor
+    seqlens: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+class DenseCache(NamedTuple):
+    """Keys and values in one row of memory a sequence: k [B, S_max, H_kv, D], v [B, S_max, H_kv, D_v].
+
+    >>> k = torch.zeros(4, 128, 2, 64)
+    >>> DenseCache(k, k.clone(), seqlens=torch.zeros(4, dtype=torch.int32)).k_start is None
+    True
+
+    seqlens int32 [B]: sequence b's keys end there. k_start int32 [B]: they begin there (left padding); what lies before is hidden,
+    whatever it holds. k_scale, v_scale: as in PagedCache.
+    """
+
+    k: Tensor
+    v: Tensor
+    seqlens: Tensor
+    k_start: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+class Rotary(NamedTuple):
+    """Rotary position embedding: cos and sin [S_max, rotary_dim / 2], row p for position p.
+
+    >>> angle = torch.arange(128.0)[:, None] * 10000.0 ** -(torch.arange(32) / 32)
+    >>> Rotary(angle.cos(), angle.sin()).cos.shape
+    torch.Size([128, 32])
+
+    Dimensions i and i + rotary_dim / 2 turn together, or 2 i and 2 i + 1 where interleaved; those from rotary_dim on stay as they are.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+
+class Held(NamedTuple):
+    """A cache of either kind in the flat form that ops take, and the words its arguments are known by."""
+
+    k: Tensor
+    v: Tensor
+    seqlens: Tensor
+    page_table: Tensor | None = None
+    k_start: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @staticmethod
+    def of(cache: PagedCache | DenseCache) -> Held:
+        """The cache, all of whose fields are tensors, or None where they may be."""
+        if isinstance(cache, PagedCache):
+            k, v, page_table, seqlens, k_scale, v_scale = cache
+            held, needed = Held(k, v, seqlens, page_table, None, k_scale, v_scale), (k, v, seqlens, page_table)
+        elif isinstance(cache, DenseCache):
+            k, v, seqlens, k_start, k_scale, v_scale = cache
+            held, needed = Held(k, v, seqlens, None, k_start, k_scale, v_scale), (k, v, seqlens)
+        else:
+            raise wrong_type("cache", cache, "a strobe.PagedCache or strobe.DenseCache", "put your tensors in one of them")
+        for field in needed:
+            if not isinstance(field, Tensor):
+                raise _no_tensor(cache)
+        for field in held[4:]:
+            if field is not None and not isinstance(field, Tensor):
+                raise _no_tensor(cache)
+        counts = {name: getattr(held, name) for name in ("seqlens", "page_table", "k_start")}
+        wide = {name: as_int32(one) for name, one in counts.items() if one is not None and one.dtype == torch.int64}
+        return held._replace(**wide) if wide else held
+
+    def word(self, field: str) -> str:
+        return f"cache.{field}_pages" if self.page_table is not None and field in ("k", "v") else f"cache.{field}"
+
+
+def _no_tensor(cache: PagedCache | DenseCache) -> Exception:
+    """What to raise for the first field of a cache that is not a tensor and should be."""
+    optional = ("k_start", "k_scale", "v_scale")
+    others = [(name, field) for name, field in zip(cache._fields, cache) if not isinstance(field, Tensor)]
+    name, field = next((name, field) for name, field in others if field is not None or name not in optional)
+    return wrong_type(f"cache.{name}", field, "a tensor", f"see strobe.{type(cache).__name__}, and wrap it in torch.tensor(...)")
+
+
+def quantize_kv(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys and values in 8 bits (float8_e4m3fn), with one scale a head: (k8, v8, k_scale, v_scale).
+
+    >>> k8, v8, k_scale, v_scale = quantize_kv(torch.randn(2, 10, 4, 64), torch.randn(2, 10, 4, 64))
+    >>> k8.dtype, k8.shape, k_scale.shape
+    (torch.float8_e4m3fn, torch.Size([2, 10, 4, 64]), torch.Size([4]))
+
+    k and v: [..., H_kv, D], tokens, rows or pages; scales float32 [H_kv], so that k is about k8 * k_scale[:, None]. The largest
+    finite magnitude of a head becomes 448; NaN stay NaN and infinities become the largest. Waits for no device.
+    """
+    for name, tensor in (("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise wrong_type(name, tensor, "a tensor [..., H_kv, D]", "pass a torch.Tensor")
+        check_strided(name, tensor)
+        if tensor.dtype not in DTYPES:
+            raise InvalidProblem(name, tensor.dtype, "float16, bfloat16, float32 or float64", "quantize before anything else does")
+        if tensor.dim() < 2:
+            raise InvalidProblem(name, f"shape {list(tensor.shape)}", "[..., H_kv, D]", "keep the heads as a dimension of their own")
+    if k.shape[-2] != v.shape[-2]:
+        raise InvalidProblem("v", f"{v.shape[-2]} heads", f"k's {k.shape[-2]} heads", "give k and v the same heads")
+    (k8, k_scale), (v8, v_scale) = _quantized(k), _quantized(v)
+    return k8, v8, k_scale, v_scale
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.float().clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max)
+    size = torch.where(x.isfinite(), wide.abs(), 0.0).transpose(-1, -2).flatten(0, -2)
+    most = size.amax(0) if size.shape[0] else size.new_zeros(size.shape[1:])
+    least = torch.finfo(torch.float32).smallest_normal  # of less a scale would be 0
+    scale = torch.where(most > 0, (most / FP8_MAX).clamp(min=least), 1.0)
+    return to_fp8(wide, scale), scale
+
+
+def to_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
+    """x [..., H, D] over its heads' scales, rounded to e4m3; what is too large becomes the largest."""
+    return (x if scale is None else x / scale[:, None].to(x.dtype)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+class OfCache:
+    """What follows from the layout of a problem on a cache."""
+
+    layout: Dense | Paged
+
+    @property
+    def paged(self) -> bool:
+        return isinstance(self.layout, Paged)
+
+    @property
+    def page_size(self) -> int:
+        """Keys that lie in one piece; a dense cache's row is one page."""
+        return self.layout.page_size if isinstance(self.layout, Paged) else self.layout.seqlen_k
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a sequence may hold."""
+        return self.layout.max_pages * self.layout.page_size if isinstance(self.layout, Paged) else self.layout.seqlen_k
+
+
+# ---------------------------------------------------------------- the door of a cache
+
+
+def check_cache(held: Held, batch: int, dtype: torch.dtype, like: str) -> Dense | Paged:
+    """Raises where a cache's tensors contradict each other or `batch` sequences in `dtype`; `like` is whose those are. The layout of one row."""
+    _check_pools(held, dtype, like)
+    layout = _rows(held, batch, like) if held.page_table is None else _paged(held, held.page_table, batch, like)
+    _check_ints(held.seqlens, "cache.seqlens", batch, like)
+    for name, scale in (("k_scale", held.k_scale), ("v_scale", held.v_scale)):
+        if scale is not None:
+            _check_scale(held, name, scale)
+    return layout
+
+
+def _check_pools(held: Held, dtype: torch.dtype, like: str) -> None:
+    for field in ("k", "v"):
+        tensor, word = getattr(held, field), held.word(field)
+        shape = "[n_pages, page_size, H_kv, D]" if held.page_table is not None else "[B, S_max, H_kv, D]"
+        check_tensor(word, tensor, shape, 4)
+        if tensor.dtype not in (dtype, FP8):
+            raise InvalidProblem(
+                word, tensor.dtype, f"{like}'s dtype {dtype}, or float8_e4m3fn", f"convert {like} or the cache; see strobe.quantize_kv"
+            )
+        if tensor.dtype != held.k.dtype:
+            raise InvalidProblem(word, tensor.dtype, f"{held.word('k')}'s {held.k.dtype}", "give both in one dtype")
+    k, v = held.k, held.v
+    if v.shape[:3] != k.shape[:3]:
+        raise InvalidProblem(
+            held.word("v"), f"shape {list(v.shape)}", f"{held.word('k')}'s {list(k.shape[:3])} and D_v", "keep keys and values alike"
+        )
+    for field in held._fields[1:]:
+        tensor = getattr(held, field)
+        if not isinstance(tensor, Tensor):
+            continue
+        check_strided(held.word(field), tensor)
+        if tensor.device != k.device:
+            raise InvalidProblem(held.word(field), f"device {tensor.device}", f"{held.word('k')}'s {k.device}", "keep a cache on one device")
+
+
+def _paged(held: Held, table: Tensor, batch: int, like: str) -> Paged:
+    if table.dtype != torch.int32:
+        raise InvalidProblem("cache.page_table", table.dtype, "torch.int32", "convert it with .to(torch.int32)")
+    if table.dim() != 2 or table.shape[0] != batch:
+        raise InvalidProblem(
+            "cache.page_table", f"shape {list(table.shape)}", f"[{batch}, max_pages], {like}'s batch", "give a row of page ids a sequence"
+        )
+    if held.k.shape[1] == 0:
+        raise InvalidProblem("cache.k_pages", "pages of 0 keys", "a page_size of at least 1", "check the pool's shape")
+    return Paged(batch, 0, held.k.shape[1], held.k.shape[0], table.shape[1])
+
+
+def _rows(held: Held, batch: int, like: str) -> Dense:
+    if held.k.shape[0] != batch:
+        raise InvalidProblem("cache.k", f"batch {held.k.shape[0]}", f"{like}'s batch {batch}", "give a cache row a sequence")
+    if held.k_start is not None:
+        _check_ints(held.k_start, "cache.k_start", batch, like)
+    return Dense(batch, 0, held.k.shape[1])
+
+
+def _check_ints(tensor: Tensor, word: str, batch: int, like: str) -> None:
+    if tensor.dtype != torch.int32:
+        raise InvalidProblem(word, tensor.dtype, "torch.int32", "convert it with .to(torch.int32)")
+    if tuple(tensor.shape) != (batch,):
+        raise InvalidProblem(word, f"shape {list(tensor.shape)}", f"[{batch}], {like}'s batch", "give one number a sequence")
+
+
+def _check_scale(held: Held, name: str, scale: Tensor) -> None:
+    word, heads = f"cache.{name}", held.k.shape[2]
+    if held.k.dtype != FP8:
+        raise InvalidProblem(word, "a scale", f"None, for a cache in {held.k.dtype}", "leave it out: only float8_e4m3fn caches have scales")
+    if scale.dtype != torch.float32 or tuple(scale.shape) != (heads,):
+        raise InvalidProblem(
+            word, f"{scale.dtype} {list(scale.shape)}", f"torch.float32 [{heads}], one a key head", "expand it or convert it with .float()"
+        )
+
+
+def check_tensor(word: str, tensor: Any, shape: str, rank: int) -> None:
+    """A strided tensor of `rank` dimensions whose last is contiguous and not empty."""
+    if not isinstance(tensor, Tensor):
+        raise wrong_type(word, tensor, f"a tensor {shape}", "pass a torch.Tensor")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise InvalidProblem(
+            word, "a nested tensor" if tensor.is_nested else tensor.layout, "a strided (dense) tensor", "convert it with .to_dense()"
+        )
+    if tensor.dim() != rank:
+        raise InvalidProblem(word, f"shape {list(tensor.shape)}", shape, "reshape it")
+    if tensor.shape[-1] == 0:
+        raise InvalidProblem(word, "a last dimension of 0", "a head dimension of at least 1", "check the projection that made it")
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
+        raise InvalidProblem(word, f"stride {tensor.stride(-1)} in the last dimension", "stride 1", "lay it out with its last dimension contiguous")

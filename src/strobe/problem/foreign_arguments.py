@@ -1,0 +1,71 @@
+"""Arguments that other libraries' attention takes and strobe's does not: a TypeError that names what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from inspect import signature
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import wrong_type
+
+MASKS = (
+    "causal=True, window=(left, right), or mask= of strobe.causal(), strobe.window(), strobe.prefix_causal(), strobe.documents() and "
+    "strobe.key_lengths(), joined by &"
+)
+_WRITTEN_OUT = f"give what it stands for: {MASKS}; leave it out where all keys are seen"
+# by the name they have in torch's scaled_dot_product_attention, FlexAttention and FlashAttention
+_INSTEAD = {
+    "attn_mask": ("mask=", _WRITTEN_OUT),
+    "attention_mask": ("mask=", _WRITTEN_OUT),
+    "block_mask": ("mask=", _WRITTEN_OUT),
+    "mask": ("causal= and window=", "give these: over packed sequences and caches there are no other masks"),
+    "is_causal": ("causal=", "give causal=True; it is aligned at the bottom right, and torch's at the top left, which differs where S_q is not S_k"),
+    "dropout_p": ("no dropout", "leave it out; where weights have to be dropped, call torch's scaled_dot_product_attention"),
+    "dropout": ("no dropout", "leave it out; where weights have to be dropped, call torch's scaled_dot_product_attention"),
+    "enable_gqa": ("k and v with a divisor of q's heads", "leave it out: query head h reads key head h // (H_q // H_kv)"),
+    "score_mod": ("softcap=, sinks= or mask=", "leave it out where it does what one of these says"),
+    "softmax_scale": ("scale=", "give scale=, which multiplies q k^T"),
+    "sm_scale": ("scale=", "give scale=, which multiplies q k^T"),
+    "window_size": ("window=", "give window=(left, right), both ends included; None or a negative number is no bound"),
+    "sink": ("sinks=", "give sinks= [H_q], one logit a head"),
+    "s_aux": ("sinks=", "give sinks= [H_q], one logit a head"),
+    "alibi_slopes": ("no bias of scores", "leave it out"),
+    "return_lse": ("one tensor", "call strobe.partial_attention, which gives the log-sum-exp too"),
+    "return_softmax_lse": ("one tensor", "call strobe.partial_attention, which gives the log-sum-exp too"),
+    "return_attn_probs": ("one tensor", "call strobe.partial_attention, which gives the log-sum-exp too"),
+}
+
+
+def unknown(function: Callable[..., Any], given: Mapping[str, Any]) -> TypeError:
+    """Of keywords that a function does not have.
+
+    >>> def attention(q, causal=False, **others): ...
+    >>> str(unknown(attention, {"is_causal": True}))[:54]
+    'is_causal: got bool, expected causal=; give causal=Tru'
+    >>> str(unknown(attention, {"casual": True}))
+    "attention() got an unexpected keyword argument 'casual'; did you mean causal=?"
+    """
+    name, value = next(iter(given.items()))
+    if name in _INSTEAD:
+        expected, remedy = _INSTEAD[name]
+        return wrong_type(name, value, expected, remedy)
+    near = get_close_matches(name, signature(function).parameters, 1)
+    return TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}" + (f"; did you mean {near[0]}=?" if near else ""))
+
+
+def no_mask(got: object) -> TypeError:
+    """Of a mask that is no strobe.Mask.
+
+    >>> str(no_mask(lambda b, h, i, j: i >= j))[:61]
+    'mask: got function, expected a strobe.Mask; no function is ca'
+    """
+    remedy = f"give {MASKS}"
+    if isinstance(got, Tensor):
+        remedy = f"no mask is read element by element: {remedy}"
+    elif callable(got):
+        maker = getattr(got, "__name__", "") if getattr(got, "__module__", "") == "strobe.problem.mask" else ""
+        remedy = f"call it: strobe.{maker}(...)" if maker else f"no function is called for pairs of positions: {remedy}"
+    return wrong_type("mask", got, "a strobe.Mask", remedy)

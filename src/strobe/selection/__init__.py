@@ -1,0 +1,1 @@
+"""From a Problem to a launch."""

@@ -1,0 +1,222 @@
+"""What is compiled for which GPUs, and what it may take: families, limits, and a ledger of exceptions, each with its reason.
+
+Data alone: `tools.proof.compile` compiles it, `tests/test_offline_compile.py` holds it. A new family of kernels is a line of FAMILIES and one
+of calls.CASES_OF.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from strobe.kernels import kernels
+from strobe.problem.append import AppendCall
+from strobe.problem.call import Call
+from strobe.problem.decode import DecodeCall
+from strobe.problem.target import FAKES, Target
+
+from .calls import CASES_OF
+
+MOST_REGISTERS = 255  # a thread's, on every target
+TENSOR_COLUMNS = 512  # of tensor memory, an SM's
+
+TARGETS: dict[str, Target] = {f"sm_{FAKES[name].capability}": FAKES[name] for name in ("A100", "A10", "RTX 4090", "H200", "B200", "B300", "RTX 5090")}
+# family of kernels: the targets it is made for
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "portable": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
+    "portable.decode": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
+    "hopper": ("sm_90",),
+    "hopper.decode": ("sm_90",),
+    "blackwell": ("sm_100", "sm_103"),
+}
+ON_EVERY_TARGET = "d128 causal"  # what each commit looks at for every target; all other cases for WITH_ALL_CASES
+WITH_ALL_CASES = "sm_90"
+# whose roles are written out loop by loop
+IN_ROLES = ("d64 dense", "d64 causal", "d128 dense", "d128 causal", "d64 causal, many keys", "d128 causal, many keys")
+
+
+class Unit(NamedTuple):
+    """The kernels of one call of one family on one target; the names of all three."""
+
+    family: str
+    case: str
+    target: str
+
+    @property
+    def call(self) -> Call | DecodeCall | AppendCall:
+        """The case, asked of this family; without gradients where it has no backward, or the case is a forward's alone."""
+        family, call = self.family.partition(".")[0], CASES_OF[self.family][self.case]()
+        if not isinstance(call, Call):
+            return call._replace(kernel=family)
+        both = any(kernel.name.startswith(f"{family}.") for kernel in kernels("backward"))
+        return call._replace(kernel=family, needs_grad=both and call.needs_grad)
+
+    @property
+    def each_commit(self) -> bool:
+        """Compiled on each commit; the others nightly: every tiling is among these. A bound on the left alone has the tiles of a window and less
+        to hide, a window or no mask beyond d128 those of its causal case; keys that end within a tile, sizes of 1, heads that share a tile or are
+        divided, turns at dq, float16, clusters, documents, key lengths and prefixes are seen at one width, and not all of these at once."""
+        if self.family == "blackwell":
+            tilings = ("d64 dense", "d96 causal", "d128 dense", "d192/128 causal")
+            return self.case == ON_EVERY_TARGET or (self.target == "sm_100" and self.case in tilings)
+        of_one_width = ("ragged", "one row", "5 rows", "deterministic", "float16", "group 8 causal")
+        case, at_d128 = self.case.removesuffix(", many keys"), self.case.startswith("d128")
+        seen_at_d128 = (case.endswith(of_one_width) or "a cluster" in case) and not at_d128
+        spans = (("documents causal" in case or "key lengths" in case or "prefix" in case) and not at_d128) or "documents window" in case
+        wide = case.endswith((" window", " dense")) and not case.startswith(("d64", "d128", "d256 dense"))
+        options = case.endswith("sinks softcap") and case.startswith("d192/128")
+        variant = seen_at_d128 or wide or spans or options or case.endswith("window left") or case == "d64 packed group 4 causal sinks"
+        return self.case == ON_EVERY_TARGET or (self.target == WITH_ALL_CASES and not variant)
+
+
+REFUSED = {("d256 float64", target) for target in ("sm_86", "sm_89", "sm_120")}  # its gradients need tiles that exceed 99 KiB
+UNITS = [
+    Unit(family, case, target)
+    for family, targets in FAMILIES.items()
+    for target in targets
+    for case in CASES_OF[family]
+    if (case, target) not in REFUSED
+]
+
+
+class Allowance(NamedTuple):
+    """An exception: patterns of kernel, case and target; bytes of spills (stores and loads together) of the worst it covers; why."""
+
+    kernel: str
+    case: str
+    target: str
+    spill_bytes: int | None  # None: it does not compile
+    why: str
+    serialized: bool = False  # ptxas may serialise its wgmma, too
+    family: str = "portable"
+
+    @property
+    def permits(self) -> str:
+        if self.spill_bytes is None:
+            return "not compile"
+        return f"spill {self.spill_bytes} B" + ", serialise wgmma" * self.serialized
+
+    def covers(self, row: dict) -> bool:
+        return row["family"] == self.family and all(fnmatchcase(row[key], getattr(self, key)) for key in ("kernel", "case", "target"))
+
+
+_TIMED = "a tiling that won on an H200 (kernels/portable/tunings.py): with fewer registers fewer CTAs share an SM, and that costs more"
+_OFFLINE = "never timed; of the tilings compiled offline one with few spills (kernels/portable/tunings.py)"
+_GROUP = "the loop over the heads of a group: d64 causal on sm_80 spills 1024 bytes with it and 52 without; window or packing come on top"
+_OPTIONS = "window, sinks, softcap and packing in one kernel, with a tiling chosen without them"
+_WIDE = "for correctness, not for speed: products of this dtype run on few units, and its tilings were never timed"
+_SERIAL = "ptxas C7514: the accumulators are written by others inside a pipeline stage; 64 x 32 tiles are free of it offline, but not timed"
+_BETWEEN = "scalars of a step, put by under its products"
+_LOADER = "what a loader finds out of a document's tile; at d64 and d96 also what consumers need between tiles of keys"
+_JOINED = "o of the splits before, put by while the steps of the next go on: none of it within them"
+_SCATTERED = "what a loader finds out of a document's tile; where documents lie scattered, ids of a tile's keys beside its scores and o"
+_FOUR = "what three or four consumers of few registers need of a tile between their steps: none of it within them"
+_CAPPED = "the softcap's tanh over all scores of a tile beside o and the weights; tilings are chosen without it"
+
+# The first line that covers a kernel counts. Bytes are those of Triton 3.6.0: a number that is more than needed fails, as does one too small.
+LEDGER: tuple[Allowance, ...] = (
+    Allowance("queries_kernel", "d256 float64", "sm_10?", 27044, _WIDE),
+    Allowance("queries_kernel", "d64 causal float64", "*", 608, _WIDE),
+    Allowance("queries_kernel", "d256 causal float32", "*", 4604, _WIDE),
+    Allowance("keys_kernel", "d256 float64", "*", 620, _WIDE),
+    Allowance("delta_kernel", "d256 float64", "*", 1896, _WIDE),
+    Allowance("delta_kernel", "d64 float32", "sm_10?", 16, _WIDE),
+    # sm_90
+    Allowance("keys_kernel", "d256 [dc]*", "sm_90", 284, _SERIAL, serialized=True),
+    Allowance("keys_kernel", "d192/128 causal", "sm_90", 48, _SERIAL, serialized=True),
+    Allowance("keys_kernel", "d64 * group *", "sm_90", 480, _GROUP),
+    Allowance("keys_kernel", "d64 group *", "sm_90", 504, _GROUP),
+    Allowance("keys_kernel", "* packed window *", "sm_90", 928, _OPTIONS),
+    Allowance("keys_kernel", "d64 dense", "sm_90", 256, _TIMED),
+    Allowance("keys_kernel", "d[19][26]*", "sm_90", 356, _TIMED),
+    Allowance("queries_kernel", "d192/128 causal", "sm_90", 148, _TIMED),
+    Allowance("queries_kernel", "d256 [dc]*", "sm_90", 72, _TIMED),
+    # sm_90, the Hopper forward
+    Allowance("forward_kernel", "d256 window sinks softcap", "sm_90", 60, _CAPPED, family="hopper"),
+    Allowance("forward_kernel", "d64 prefix", "sm_90", 16, _FOUR, family="hopper"),
+    Allowance("forward_kernel", "d128 documents causal, many keys", "sm_90", 28, _FOUR, family="hopper"),
+    Allowance("forward_kernel", "d128 window, many keys", "sm_90", 24, _FOUR, family="hopper"),
+    Allowance("forward_kernel", "d256 documents *", "sm_90", 108, _SCATTERED, family="hopper"),
+    Allowance("forward_kernel", "d96 documents *", "sm_90", 28, _SCATTERED, family="hopper"),
+    Allowance("forward_kernel", "d192 documents *", "sm_90", 48, _SCATTERED, family="hopper"),
+    Allowance("forward_kernel", "d192/128 documents *", "sm_90", 48, _SCATTERED, family="hopper"),
+    # sm_90, the Hopper backward
+    Allowance("backward_kernel", "d128 group 4 documents *", "sm_90", 244, _CAPPED, family="hopper"),
+    Allowance("backward_kernel", "d192/128 documents *", "sm_90", 272, _LOADER, family="hopper"),
+    Allowance("backward_kernel", "* documents *", "sm_90", 120, _LOADER, family="hopper"),
+    Allowance("invariant_kernel", "d128 *", "sm_120", 32, _JOINED),
+    Allowance("invariant_kernel", "d128 *", "sm_90", 1412, _JOINED, family="hopper"),
+    Allowance("invariant_kernel", "d256 *", "sm_90", 208, _JOINED, family="hopper"),
+    Allowance("backward_kernel", "d192/128 window sinks softcap", "sm_90", 220, _CAPPED, family="hopper"),
+    Allowance("backward_kernel", "d256 window sinks softcap", "sm_90", 44, _CAPPED, family="hopper"),
+    Allowance("backward_kernel", "d256 *", "sm_90", 8, _BETWEEN, family="hopper"),
+    # sm_80, 86, 89
+    Allowance("keys_kernel", "* group *", "sm_8?", 1788, _GROUP),
+    Allowance("keys_kernel", "* packed window *", "sm_8?", 768, _OPTIONS),
+    Allowance("keys_kernel", "d21 *", "sm_8?", 68, _OFFLINE),
+    Allowance("keys_kernel", "d64 *", "sm_8?", 52, _OFFLINE),
+    Allowance("keys_kernel", "d[19][26]*", "sm_8?", 664, _OFFLINE),
+    Allowance("queries_kernel", "d[19][26]*", "sm_8?", 56, _OFFLINE),
+    Allowance("queries_kernel", "d256 dense", "sm_8?", 8, _OFFLINE),
+    Allowance("forward_kernel", "d[19]*", "sm_8?", 36, _OFFLINE),
+    # sm_100, 103
+    Allowance("keys_kernel", "* group *", "sm_10?", 2752, _GROUP),
+    Allowance("keys_kernel", "* packed window *", "sm_10?", 536, _OPTIONS),
+    # sm_120
+    Allowance("keys_kernel", "* group *", "sm_120", 1364, _GROUP),
+    Allowance("keys_kernel", "* packed window *", "sm_120", 800, _OPTIONS),
+    Allowance("keys_kernel", "d21 *", "sm_120", 40, _OFFLINE),
+    Allowance("keys_kernel", "d64 *", "sm_120", 232, _OFFLINE),
+    Allowance("keys_kernel", "d[19][26]*", "sm_120", 592, _OFFLINE),
+    Allowance("queries_kernel", "* packed window *", "sm_120", 104, _OPTIONS),
+    Allowance("forward_kernel", "* documents *", "sm_120", 8, _OFFLINE),
+)
+
+
+def spill_bytes(row: dict) -> int:
+    return row["spill_store_bytes"] + row["spill_load_bytes"]
+
+
+def allowance(row: dict) -> Allowance | None:
+    """The line of the ledger that speaks of this kernel."""
+    return next((line for line in LEDGER if line.covers(row)), None)
+
+
+def faults(row: dict) -> list[str]:
+    """What this kernel takes beyond its budget, in words; none is good."""
+    line, limit = allowance(row), TARGETS[row["target"]].shared_bytes
+    name = f"{row['kernel']} ({row['case']}, {row['target']})"
+    if "error" in row:
+        return [] if line and line.spill_bytes is None else [f"{name} does not compile: {row['error']}"]
+    allowed = (line.spill_bytes or 0) if line else 0
+    found = [
+        (row["registers"] > MOST_REGISTERS, f"{row['registers']} registers a thread, expected at most {MOST_REGISTERS}"),
+        (row["shared_bytes"] > limit, f"{row['shared_bytes']} bytes of shared memory, expected at most {limit}"),
+        (row["tensor_columns"] > TENSOR_COLUMNS, f"{row['tensor_columns']} columns of tensor memory, expected at most {TENSOR_COLUMNS}"),
+        (spill_bytes(row) > allowed, f"{spill_bytes(row)} bytes of spills, expected at most {allowed}; smaller tiles, or a line in LEDGER"),
+        (row["serialized"] and not (line and line.serialized), "ptxas serialises its wgmma: an accumulator is touched while products are under way"),
+    ]
+    return [f"{name}: {words}" for wrong, words in found if wrong]
+
+
+def stale(rows: Iterable[dict]) -> list[str]:
+    """Lines of the ledger that `rows`, all that there are, do not need as they stand."""
+    covered: dict[Allowance, list[dict]] = {line: [] for line in LEDGER}
+    for row in rows:
+        line = allowance(row)
+        if line:
+            covered[line].append(row)
+    return [f"{line.kernel} ({line.case}, {line.target}): {words}" for line, under in covered.items() if (words := _unneeded(line, under))]
+
+
+def _unneeded(line: Allowance, under: list[dict]) -> str:
+    """Why a line should not stand as it does over the rows under it; "" if it should."""
+    if line.spill_bytes is None:
+        return "" if any("error" in row for row in under) else "it compiles now; take the line away"
+    if line.serialized and not any(row.get("serialized") for row in under):
+        return "ptxas serialises none of its wgmma now; say serialized no more"
+    worst = max((spill_bytes(row) for row in under if "error" not in row), default=0)
+    if worst >= line.spill_bytes and worst:
+        return ""
+    return f"allowed {line.spill_bytes} bytes of spills, the worst takes {worst}; {'write that' if worst else 'take the line away'}"

@@ -1,0 +1,356 @@
+"""Offline compile: kernels to machine code for GPUs that are not here, and what the compiler made of them.
+
+Triton's driver is replaced by one that names a target, launches are noted instead of run, and each is compiled as a launch would compile it:
+for the same types, alignments and options, from the host code that would launch it.
+
+    python -m tools.proof.compile --target sm_90 --case 'd128*'       compile some, print them; --roles: and the inner loop of each role
+    python -m tools.proof.compile --table docs/compiled.md             compile all, write results/compiled.jsonl and the page's tables
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import itertools
+import json
+import multiprocessing
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, redirect_stdout
+from fnmatch import fnmatchcase
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from strobe.errors import InvalidProblem, KernelFault, UnsupportedProblem
+from strobe.kernels.protocol import Backward, Forward, Plan
+from strobe.kernels.runtime import keys
+from strobe.problem.append import AppendCall, AppendProblem
+from strobe.problem.call import Call
+from strobe.problem.decode import DecodeCall, DecodeProblem
+from strobe.problem.problem import Problem
+from strobe.problem.target import Target
+from strobe.selection.select import select
+
+from . import budget
+from .budget import FAMILIES, TARGETS, UNITS, Unit
+from .operands import clashes
+from .pages import fill
+from .record import OF_ROLES, RESULTS, in_short, key, lines_of_roles, merged, page, read, recalled, table
+from .sass import Loop, Parts, count, disassemble, fingerprint, loops
+
+_SERIALIZED = re.compile(r"\(C75(?!19)\d\d\)|instructions are serialized")  # C7519 says that a warpgroup.arrive was added: one instruction
+_devices = itertools.count(1000)  # a device of its own for each compile keeps Triton's in-memory caches out of it
+
+
+class Job(NamedTuple):
+    """One launch that is compiled instead of run."""
+
+    name: str
+    kernel: Any  # a Triton or Gluon JITFunction
+    arguments: tuple
+    grid: Any
+    options: dict[str, Any]  # keywords of the launch: num_warps, constants
+    target: Target
+
+
+class Report(NamedTuple):
+    """What one kernel takes on one target."""
+
+    name: str
+    capability: int
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    stack_bytes: int
+    shared_bytes: int  # static and dynamic
+    tensor_columns: int  # of tensor memory
+    warps: int  # of all roles
+    serialized: bool  # ptxas had to serialise wgmma
+    instructions: dict[str, int]  # of COUNTED; empty where the disassembler does not know the target
+    roles: list[Loop]  # the inner loops of warps with roles
+    code: str  # the fingerprint of its machine code
+    source: str  # `source_of` the job it was compiled for
+    seconds: float  # of the compile, with cold caches
+
+    @property
+    def spill_bytes(self) -> int:
+        return self.spill_store_bytes + self.spill_load_bytes
+
+
+class _OfflineDriver:
+    """As much of a Triton driver as JITFunction.warmup asks for."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+        self.device = next(_devices)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextmanager
+def offline(capability: int) -> Iterator[_OfflineDriver]:
+    """Triton believes in a GPU of this capability."""
+    before, here = driver._active, _OfflineDriver(capability)  # reset_active() would look for a GPU's driver and fail where there is none
+    driver.set_active(here)  # type: ignore[arg-type]
+    try:
+        yield here
+    finally:
+        driver._active = before
+
+
+@contextmanager
+def recording(target: Target) -> Iterator[list[Job]]:
+    """Launches of Triton and Gluon kernels are noted in the list, and nothing runs: whatever host code launches can be compiled.
+
+    >>> with recording(TARGETS["sm_90"]) as jobs:
+    ...     pass  # any code that launches kernels, on CPU tensors
+    >>> jobs
+    []
+    """
+    jobs: list[Job] = []
+
+    def note(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if not warmup:  # of what is launched next
+            jobs.append(Job(kernel.fn.__name__, kernel, arguments, grid, options, target))
+
+    run, JITFunction.run = JITFunction.run, note  # type: ignore[method-assign]
+    try:
+        yield jobs
+    finally:
+        JITFunction.run = run  # type: ignore[method-assign]
+
+
+def _unknown(code: str) -> Parts | None:
+    return None
+
+
+def compile_job(job: Job, known: Callable[[str], Parts | None] = _unknown) -> Report:
+    """Compile one launch with cold caches and say what it takes; raises what the compiler raises.
+
+    known: what a disassembly said of machine code with this fingerprint, or None; disassembling takes 0.2 s and more, as long as many compiles.
+    """
+    return report(job.name, job.kernel, job.target.capability, job.arguments, job.options, job.grid, known)
+
+
+def report(
+    name: str, kernel: Any, capability: int, arguments: tuple, options: dict[str, Any], grid: Any = (1,),
+    known: Callable[[str], Parts | None] = _unknown,
+) -> Report:  # fmt: skip
+    """`compile_job` for a launch that was never recorded."""
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, offline(capability), knobs.cache.scope(), knobs.nvidia.scope(), redirect_stdout(said):
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True
+        start = time.perf_counter()
+        compiled = kernel.warmup(*arguments, grid=grid, **options)
+        seconds = time.perf_counter() - start
+    taken, code, meta = _taken(said.getvalue(), name), fingerprint(compiled.asm["cubin"]), compiled.metadata
+    instructions, roles = known(code) or _parts(name, compiled.asm)
+    return Report(
+        name, capability, taken["registers"], taken["spill_stores"], taken["spill_loads"], taken["stack"], taken["static"] + meta.shared,
+        getattr(meta, "tmem_size", None) or 0, meta.num_warps, bool(_SERIALIZED.search(said.getvalue())), instructions, roles, code,
+        source_of(kernel, capability, arguments, options), seconds,
+    )  # fmt: skip
+
+
+def source_of(kernel: Any, capability: int, arguments: tuple, options: dict[str, Any]) -> str:
+    """A hash of all that a kernel is compiled from: the text and lines of its functions, types, constants and with these the code that forms answer
+    by (`kernels.constants`), options, target, and Triton's version."""
+    keys.hash_callees_first(kernel)
+    told = [triton.__version__, str(capability)]
+
+    def note(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
+        told.extend([source.hash(), *(f"{name}={value}" for name, value in options.items() if name != "extern_libs")])  # which are paths
+
+    with offline(capability) as here:
+        kernel.device_caches[here.device]  # with which `compile` comes
+        compiling, kernel.compile = kernel.compile, note
+        try:
+            kernel.warmup(*arguments, grid=(1,), **options)
+        finally:
+            kernel.compile = compiling
+    return hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
+
+
+def _parts(name: str, asm: Any) -> Parts:
+    """What stands in a kernel's machine code; raises where an operand of a product is lost."""
+    sass = disassemble(asm["cubin"])
+    if lost := clashes(asm["ptx"], sass):
+        raise KernelFault(
+            f"{name}: ptxas packs one left operand over another in {', '.join(lost)}; keep the one that outlives a turn in shared memory"
+        )
+    return count(sass), loops(sass)
+
+
+def _taken(log: str, name: str) -> dict[str, int]:
+    """The figures in what `ptxas -v` says: registers of the widest function, bytes of all of them together."""
+    figures = {
+        "registers": r"Used (\d+) registers", "stack": r"(\d+) bytes stack frame", "spill_stores": r"(\d+) bytes spill stores",
+        "spill_loads": r"(\d+) bytes spill loads", "static": r"(\d+) bytes smem",
+    }  # fmt: skip
+    found = {key: [int(n) for n in re.findall(pattern, log)] for key, pattern in figures.items()}
+    if not found["registers"] or not found["spill_stores"]:
+        raise KernelFault(f"{name}: ptxas told neither registers nor spills, so nothing can be said of them; it said: {log.strip()[-500:]!r}")
+    return {key: max(values) if key == "registers" else sum(values) for key, values in found.items()}
+
+
+def _planned(call: Call | DecodeCall | AppendCall, target: Target) -> Iterator[tuple[Plan | None, Any]]:
+    """The plans of `call`, on CPU tensors, on `target`, each with what it writes."""
+    if isinstance(call, AppendCall):
+        yield select(AppendProblem.from_call(call), target).forward, None
+        return
+    choice = select(DecodeProblem.from_call(call) if isinstance(call, DecodeCall) else Problem.from_call(call), target)
+    shape, shape_lse = choice.problem.out_shapes
+    out, lse = torch.empty(shape, dtype=choice.problem.out_dtype), torch.empty(shape_lse, dtype=choice.problem.lse_dtype)
+    yield choice.forward, Forward(out, lse)
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype) for t in call[:3])
+    yield choice.backward, Backward(out, out, lse, None, dq, dk, dv, torch.empty_like(lse))
+
+
+def launches(call: Call | DecodeCall | AppendCall, target: Target) -> list[tuple[Plan, Job]]:
+    """The kernels that `call`, on CPU tensors, would run on `target`, each with its plan: forward, and backward where it needs gradients."""
+    written = _planned(call, target)
+    found: list[tuple[Plan, Job]] = []
+    for plan, tensors in written:
+        if plan is None:
+            continue
+        workspace = {buffer.name: torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in plan.buffers}
+        with recording(target) as jobs:
+            plan.kernel.run(plan, call, tensors, workspace)
+        found += [(plan, job) for job in jobs]
+    return found
+
+
+def rows(unit: Unit, kernel: str = "*", recorded: Mapping[tuple[str, ...], dict] | None = None) -> list[dict]:
+    """One row a kernel of the unit whose name matches; none where the family refuses the case.
+
+    recorded: rows by `key`. What was compiled from the same source is not compiled again; machine code that has not changed since is not disassembled
+    again.
+    """
+    try:
+        found = launches(unit.call, TARGETS[unit.target])
+    except UnsupportedProblem:
+        return []
+    once = {job.name: (plan, job) for plan, job in reversed(found)}  # the Hopper backward converts up to three sums by one kernel
+    return [_row(unit, *once[name], (recorded or {}).get((*unit, name))) for name in reversed(once) if fnmatchcase(name, kernel)]
+
+
+def _row(unit: Unit, plan: Plan, job: Job, recorded: dict | None) -> dict:
+    """What the kernel takes, or under "error" why it does not compile."""
+    source = source_of(job.kernel, job.target.capability, job.arguments, job.options)
+    whole = recorded and recalled(recorded, recorded.get("code", ""))  # in it stands all that is looked for now
+    if recorded and whole and recorded.get("source") == source:
+        return recorded
+    heading = {"family": unit.family, "kernel": job.name, "case": unit.case, "target": unit.target, "config": str(plan.config)}
+    try:
+        facts = compile_job(job, partial(recalled, recorded or {}))._asdict()
+    except (TritonError, RuntimeError) as error:  # the language's, ptxas's and the compiler's passes'
+        return heading | {"error": _cause(error), "triton": triton.__version__}
+    del facts["name"], facts["capability"]
+    roles = {"roles": [loop.row() for loop in facts.pop("roles")]}
+    return heading | facts | (roles if roles["roles"] else {}) | {"seconds": round(facts["seconds"], 2), "triton": triton.__version__}
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what began it, without the source that Triton quotes around it."""
+    while error.__cause__:
+        error = error.__cause__
+    said = str(getattr(error, "error_message", None) or error)
+    return next(iter(said.strip().splitlines()), type(error).__name__)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0; 1 where a kernel is over its budget."""
+    parser = argparse.ArgumentParser(prog="python -m tools.proof.compile", description="Compile kernels for GPUs that are not here.")
+    parser.add_argument("--target", action="append", choices=tuple(TARGETS), help="all unless given; repeatable")
+    parser.add_argument("--family", action="append", choices=tuple(FAMILIES), help="all unless given; repeatable")
+    parser.add_argument("--case", default="*", metavar="PATTERN", help="names of cases, such as 'd128*'; '' is none")
+    parser.add_argument("--kernel", default="*", metavar="PATTERN", help="names of kernels, such as 'forward*'")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help=f"rows go there, in the place of older ones ({RESULTS})")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="a page whose tables are written anew from all results")
+    parser.add_argument("--roles", action="store_true", help="print the inner loops of warps with roles, too")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (2)")
+    parser.add_argument("--nvdisasm", metavar="FILE", help="a disassembler that knows more targets than Triton's own")
+    a = parser.parse_args(argv)
+    try:
+        return _run(a)
+    except InvalidProblem as error:
+        parser.error(str(error))
+
+
+def _run(a: argparse.Namespace) -> int:
+    _use(a.nvdisasm)
+    asked = [unit for unit in UNITS if unit.family in (a.family or FAMILIES) and unit.target in (a.target or TARGETS)]
+    units = [unit for unit in asked if fnmatchcase(unit.case, a.case)]
+    if a.case and not units:
+        names = ", ".join(dict.fromkeys(unit.case for unit in asked))
+        raise InvalidProblem("--case", repr(a.case), f"a pattern of {names}", "quote it, so that the shell leaves it alone")
+    found = list(_compiled(units, a.kernel, a.jobs, a.nvdisasm))
+    done = set(units) if a.kernel == "*" else set()
+    kept = [row for row in read(a.results) if Unit(*key(row)[:3]) not in done]
+    everything = merged(kept, found)
+    a.results.write_text("".join(json.dumps(row) + "\n" for row in everything))
+    if a.table:
+        fill(a.table, "compiled", page(everything))
+    for row in found:
+        print(f"{row['target']:<7} {row['kernel']:<15} {row['case']:<33} {in_short(row):>16}")
+    roles = [line for row in found for line in lines_of_roles(row)] if a.roles else []
+    print(table(OF_ROLES, roles) if roles else "", end="\n" * bool(roles))
+    over = [fault for row in found for fault in budget.faults(row)]
+    print("\n".join([*over, f"{len(found)} kernels compiled, {len(over)} faults"]))
+    return 1 if over else 0
+
+
+def _compiled(units: list[Unit], kernel: str, jobs: int, nvdisasm: str | None) -> Iterator[dict]:
+    """The rows of all units, worked on by `jobs` fresh processes; a progress bar where there is a terminal and rich."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=_use, initargs=(nvdisasm,)) as pool:
+        batches = pool.map(partial(rows, kernel=kernel), units)
+        if sys.stderr.isatty() and find_spec("rich"):
+            from rich.console import Console
+            from rich.progress import track
+
+            batches = track(batches, "compile", len(units), console=Console(stderr=True), transient=True)
+        yield from itertools.chain.from_iterable(batches)
+
+
+def _use(nvdisasm: str | None) -> None:
+    """Each process compiles on one thread, and disassembles with the tool given."""
+    torch.set_num_threads(1)
+    if nvdisasm:
+        knobs.nvidia.nvdisasm = nvdisasm  # type: ignore[assignment]
+        if knobs.nvidia.nvdisasm.path != nvdisasm:  # Triton takes its own in silence where this one does not run
+            raise InvalidProblem("--nvdisasm", nvdisasm, "a program that answers --version", "give the path of nvdisasm")
+
+
+if __name__ == "__main__":
+    from . import compile as this  # by its own name, under which workers find its functions
+
+    sys.exit(this.main())

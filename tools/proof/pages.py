@@ -1,0 +1,17 @@
+"""Tables that a command writes into a page, between two markers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from strobe.errors import InvalidProblem
+
+
+def fill(path: Path, name: str, text: str) -> None:
+    """Put `text` between `<!-- name: begin -->` and `<!-- name: end -->`, in the place of what stood there."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    page = path.read_text() if path.is_file() else ""
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise InvalidProblem("--table", path, f"a page with one line {begin} and one line {end}", "put them where the table belongs")
+    before, after = page.partition(begin)[0], page.partition(end)[2]
+    path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
