@@ -50,7 +50,7 @@ from torch import Tensor
 
 from strobe.kernels.device.dialect import gl, gluon, reinterpret
 
-from .harness.harness import Rung, Size, check_inputs, main, outputs
+from .harness.harness import Rung, Size, check_inputs, outputs
 
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -186,6 +186,3 @@ RUNG = Rung(
     "k2", "tiles and the online softmax in one kernel, CUDA cores", "k1", run, Form, moved,
     ("softmax_step", "attend_kernel"), capability=80, weights=torch.float32, small_seqlen=70,
 )  # fmt: skip
-
-if __name__ == "__main__":
-    raise SystemExit(main(RUNG))

@@ -53,7 +53,7 @@ from strobe.kernels.device.dialect import (
     tma_store_wait,
 )
 
-from .harness.harness import Rung, Size, check_inputs, main, outputs
+from .harness.harness import Rung, Size, check_inputs, outputs
 
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -266,6 +266,3 @@ def moved(size: Size, form: Form) -> int:
 
 
 RUNG = Rung("k3_2", "two stages: K and V in rings of their own", "k3_1", run, Form, moved, ("attend_kernel",))
-
-if __name__ == "__main__":
-    raise SystemExit(main(RUNG))

@@ -59,7 +59,7 @@ from strobe.kernels.device.dialect import (
     warpgroup_mma_wait,
 )
 
-from .harness.harness import Rung, Size, check_inputs, main, outputs
+from .harness.harness import Rung, Size, check_inputs, outputs
 
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -259,6 +259,3 @@ def moved(size: Size, form: Form) -> int:
 
 
 RUNG = Rung("k4_1", "wgmma for the scores, laundered through shared memory", "k3_3", run, Form, moved, ("score_product", "attend_kernel"))
-
-if __name__ == "__main__":
-    raise SystemExit(main(RUNG))

@@ -59,7 +59,7 @@ from strobe.kernels.device.dialect import (
     warpgroup_mma_wait,
 )
 
-from .harness.harness import Rung, Size, check_inputs, main, outputs
+from .harness.harness import Rung, Size, check_inputs, outputs
 
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -250,6 +250,3 @@ RUNG = Rung(
     "k4_2", "wgmma for both products, weights handed over in registers", "k4_1", run, Form, moved,
     ("score_product", "value_product", "attend_kernel"),
 )  # fmt: skip
-
-if __name__ == "__main__":
-    raise SystemExit(main(RUNG))

@@ -74,7 +74,7 @@ from strobe.kernels.device.dialect import (
     warpgroup_mma_wait,
 )
 
-from .harness.harness import Rung, Size, check_inputs, main, outputs, programs
+from .harness.harness import Rung, Size, check_inputs, outputs, programs
 
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -373,6 +373,3 @@ def moved(size: Size, form: Form) -> int:
 RUNG = Rung(
     "k5", "warp specialisation: a warp loads, others multiply", "k4_2", run, Form, moved, ("load_partition", "mma_partition", "attend_kernel")
 )
-
-if __name__ == "__main__":
-    raise SystemExit(main(RUNG))

@@ -64,7 +64,7 @@ from strobe.kernels.device.dialect import (
     warpgroup_mma_wait,
 )
 
-from .harness.harness import Rung, Size, check_inputs, main, outputs, programs
+from .harness.harness import Rung, Size, check_inputs, outputs, programs
 
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -455,6 +455,3 @@ RUNG = Rung(
     "k6_2", "early weights: exponentials wait for no maximum", "k6", run, Form, moved,
     ("next_turn", "softmax_step", "kept_in_range", "attend", "mma_partition"), small_seqlen=760,
 )  # fmt: skip
-
-if __name__ == "__main__":
-    raise SystemExit(main(RUNG))

@@ -72,7 +72,7 @@ from strobe.kernels.device.dialect import (
     warpgroup_mma_wait,
 )
 
-from .harness.harness import Rung, Size, check_inputs, main, outputs, programs
+from .harness.harness import Rung, Size, check_inputs, outputs, programs
 
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -456,6 +456,3 @@ RUNG = Rung(
     "k7", "8 bits: e4m3 operands, V transposed before, weights scaled", "k6", run, Form, moved,
     ("transpose_kernel", "softmax_step", "weights_operand", "attend"), inputs=torch.float8_e4m3fn, weights=torch.float8_e4m3fn,
 )  # fmt: skip
-
-if __name__ == "__main__":
-    raise SystemExit(main(RUNG))

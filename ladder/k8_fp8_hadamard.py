@@ -66,7 +66,7 @@ from strobe.kernels.device.dialect import (
     warpgroup_mma_wait,
 )
 
-from .harness.harness import Rung, Size, check_inputs, main, outputs, programs
+from .harness.harness import Rung, Size, check_inputs, outputs, programs
 
 LOG2_E = 1.4426950408889634
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -456,6 +456,3 @@ RUNG = Rung(
     "k8", "incoherent processing: signs, a Hadamard transform, scales by block", "k7", run, Form, moved,
     ("rotate_kernel", "attend", "mma_partition"), weights=torch.float8_e4m3fn, seen=seen,
 )  # fmt: skip
-
-if __name__ == "__main__":
-    raise SystemExit(main(RUNG))

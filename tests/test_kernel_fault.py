@@ -163,7 +163,10 @@ def test_a_triton_that_does_not_import(tmp_path, body):
     code = f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
 import torch, strobe
-from strobe.problem.call import Call; from strobe.problem.problem import Problem; from strobe.selection.select import select; from strobe.problem.target import FAKES
+from strobe import Problem
+from strobe.problem.call import Call
+from strobe.problem.target import FAKES
+from strobe.selection.select import select
 q = torch.zeros(1, 8, 2, 64)
 strobe.attention(q, q, q)
 for target in ("A100", "H200"):

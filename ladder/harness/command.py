@@ -222,7 +222,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _outliers(device: torch.device, file: TextIO | None, where: str | None) -> int:
-    from .outliers import errors
+    from ..outliers import errors
 
     about = circumstances(device)
     found = list(_written((row | about for row in errors(device)), file))

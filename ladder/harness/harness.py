@@ -6,7 +6,6 @@ A rung is one file with a `RUNG`; where no GPU can run it, it runs at small size
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -133,13 +132,6 @@ def load(name: str) -> Rung:
     if name not in RUNGS:
         raise ValueError(f"rung: got {name!r}, expected one of {', '.join(RUNGS)}")
     return importlib.import_module(f"ladder.{FILES[name]}").RUNG
-
-
-def main(rung: Rung, argv: Sequence[str] | None = None) -> int:
-    """`python -m ladder.FILE` is `python -m ladder NAME`."""
-    from .command import main as command
-
-    return command([rung.name, *(sys.argv[1:] if argv is None else argv)])
 
 
 # ---------------------------------------------------------------- inputs and the judge

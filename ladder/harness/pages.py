@@ -41,7 +41,6 @@ python -m ladder                                             every rung
 python -m ladder k6 --set ping_pong=1 --seqlen 8192          one, with other values of its Form (on a GPU)
 python -m ladder k5 --timeline k5.html                       what its warps do, by the simulator's modelled time
 python -m ladder page                                        step through tiles and timelines in a browser
-python -m ladder.k5_warp_specialized                                the same as python -m ladder k5
 ```
 
 This page is made from the rungs by `python -m ladder.harness.pages`. Times stand here only where `results/ladder.jsonl` holds them.

@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from .cli import help_request
+from . import help_request
 
 if TYPE_CHECKING or not help_request.alone(getattr(sys, "argv", []), sys.orig_argv):
     from .errors import InvalidProblem, KernelFault, UnsupportedProblem

@@ -65,7 +65,7 @@ from ..device.seqlen import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise
 from ..device.softmax import exp2_by_fma, finish, tanh
 from ..device.tile_scheduler import WORDS, is_told, read_tile, tell, tile_number, tile_of
 from ..device.tma import copy_out, copy_parts, stage_of, tile_2d, tiles_for
-from .kernel import ROWS as _ROWS
+from .traits import ROWS as _ROWS
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)
 CHUNK: gl.constexpr = gl.constexpr(32)  # columns that are masked, and turned from s to p, at a time

@@ -12,7 +12,7 @@ from ..device.persistent_launch import Launch, work_of
 from ..device.tma import describing, descriptor
 from ..protocol import Forward, Plan
 from . import forward
-from .kernel import REGISTERS, ROWS
+from .traits import REGISTERS, ROWS
 
 
 def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:

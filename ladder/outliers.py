@@ -16,7 +16,7 @@ from torch import Tensor
 from strobe import reference
 from strobe.problem.call import Call
 
-from .. import k6_pingpong, k7_fp8, k8_fp8_hadamard
+from . import k6_pingpong, k7_fp8, k8_fp8_hadamard
 
 METHODS = ("float16", "8 bits, a scale a tensor", "8 bits, scales by block", "8 bits, rotated, scales by block")
 
