@@ -4,7 +4,8 @@ import sys
 
 from .harness.options import parser
 
-parser().parse_args()
-from .harness.command import main  # noqa: E402
+if __name__ == "__main__":
+    parser().parse_args()
+    from .harness.command import main
 
-raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main(sys.argv[1:]))

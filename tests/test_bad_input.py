@@ -324,19 +324,17 @@ JOINED = [
 ]
 
 REST = [
-    Bad("merge of tuples", lambda: strobe.problem.merge(tuple(PART), PART), TypeError, "a", "tuple"),
-    Bad("merge with None", lambda: strobe.problem.merge(PART, None), TypeError, "b", "NoneType"),
-    Bad("merge of a tensor", lambda: strobe.problem.merge(PART.out, PART), TypeError, "a", "Tensor"),
-    Bad("merge of a Partial without lse", lambda: strobe.problem.merge(PART, Partial(PART.out, None)), TypeError, "b", "Partial"),
-    Bad(
-        "merge of other queries", lambda: strobe.problem.merge(PART, Partial(PART.out[:, :4], PART.lse[..., :4])), InvalidProblem, "b", "[2, 4, 4, 6]"
-    ),
-    Bad("merge of other widths", lambda: strobe.problem.merge(PART, Partial(PART.out[..., :4], PART.lse)), InvalidProblem, "b", "[2, 5, 4, 4]"),
-    Bad("merge of a transposed lse", lambda: strobe.problem.merge(PART, Partial(PART.out, PART.lse.mT)), InvalidProblem, "b", "[2, 5, 4]"),
-    Bad("merge of other dtypes", lambda: strobe.problem.merge(PART, Partial(PART.out.double(), PART.lse.double())), InvalidProblem, "b", "float64"),
-    Bad("merge of ints", lambda: strobe.problem.merge(Partial(*(t.int() for t in PART)), PART), InvalidProblem, "a", "torch.int32"),
-    Bad("merge over devices", lambda: strobe.problem.merge(PART, Partial(*(t.to("meta") for t in PART))), InvalidProblem, "b", "meta"),
-    Bad("merge of flat tensors", lambda: strobe.problem.merge(Partial(PART.lse[0], PART.lse[0]), PART), InvalidProblem, "a", "[4, 5]"),
+    Bad("merge of tuples", lambda: strobe.merge(tuple(PART), PART), TypeError, "a", "tuple"),
+    Bad("merge with None", lambda: strobe.merge(PART, None), TypeError, "b", "NoneType"),
+    Bad("merge of a tensor", lambda: strobe.merge(PART.out, PART), TypeError, "a", "Tensor"),
+    Bad("merge of a Partial without lse", lambda: strobe.merge(PART, Partial(PART.out, None)), TypeError, "b", "Partial"),
+    Bad("merge of other queries", lambda: strobe.merge(PART, Partial(PART.out[:, :4], PART.lse[..., :4])), InvalidProblem, "b", "[2, 4, 4, 6]"),
+    Bad("merge of other widths", lambda: strobe.merge(PART, Partial(PART.out[..., :4], PART.lse)), InvalidProblem, "b", "[2, 5, 4, 4]"),
+    Bad("merge of a transposed lse", lambda: strobe.merge(PART, Partial(PART.out, PART.lse.mT)), InvalidProblem, "b", "[2, 5, 4]"),
+    Bad("merge of other dtypes", lambda: strobe.merge(PART, Partial(PART.out.double(), PART.lse.double())), InvalidProblem, "b", "float64"),
+    Bad("merge of ints", lambda: strobe.merge(Partial(*(t.int() for t in PART)), PART), InvalidProblem, "a", "torch.int32"),
+    Bad("merge over devices", lambda: strobe.merge(PART, Partial(*(t.to("meta") for t in PART))), InvalidProblem, "b", "meta"),
+    Bad("merge of flat tensors", lambda: strobe.merge(Partial(PART.lse[0], PART.lse[0]), PART), InvalidProblem, "a", "[4, 5]"),
     Bad("with_sinks of a tensor", lambda: strobe.with_sinks(PART.out, torch.zeros(4)), TypeError, "partial", "Tensor"),
     Bad("with_sinks of a list", lambda: strobe.with_sinks(PART, [0.0] * 4), TypeError, "sinks", "list"),
     Bad("with_sinks None", lambda: strobe.with_sinks(PART, None), TypeError, "sinks", "NoneType"),

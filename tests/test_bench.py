@@ -276,7 +276,7 @@ BROKEN = "\n\ndef attention(*_, **__):\n    raise ValueError(f'no luck in {__nam
 def _copied(to: Path, behind: str = "") -> Path:
     """The package as src/strobe of a new tree, with something behind its door's code."""
     shutil.copytree(SOURCE, to / "src" / "strobe", ignore=shutil.ignore_patterns("__pycache__"))
-    with (to / "src" / "strobe" / "api.py").open("a") as door:
+    with (to / "src" / "strobe" / "interface.py").open("a") as door:
         door.write(behind)
     return to / "src"
 
@@ -287,7 +287,7 @@ def test_strobe_as_it_was_is_a_rival(still: None, tmp_path: Path) -> None:
     for case in (SMALL, TINY[0], replace(SMALL, backward=True)):
         row = run.measure(case, [*rivals.pick(["naive"], CPU), *same, *other], OPTIONS)
         assert set(row["rivals"]) == {"naive", same[0].name} and row["ms"]
-        assert re.fullmatch("ValueError: no luck in strobe_at_[0-9a-f]+.api", row["refused"][other[0].name])  # its own code, not ours
+        assert re.fullmatch("ValueError: no luck in strobe_at_[0-9a-f]+.interface", row["refused"][other[0].name])  # its own code, not ours
     row = run.measure(replace(SMALL, window=(7, 0)), rivals.pick(["naive", same[0].name], CPU), OPTIONS)  # a mask of its own
     assert same[0].name in row["rivals"] and plot.save([row], tmp_path / "bars.png")
 
@@ -298,12 +298,12 @@ def test_strobe_as_git_has_it_is_a_rival(still: None, tmp_path: Path, monkeypatc
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "broken"]):
         subprocess.run([*git, *words], check=True)
-    shutil.copy(SOURCE / "api.py", source / "strobe" / "api.py")
+    shutil.copy(SOURCE / "interface.py", source / "strobe" / "interface.py")
     subprocess.run([*git, "commit", "-qam", "mended"], check=True)
     monkeypatch.setattr(earlier, "_PACKAGE", source / "strobe")
     now, before = rivals.pick(["@HEAD", "@HEAD~1"], CPU)
     row = run.measure(SMALL, [now, before], OPTIONS)
-    assert set(row["rivals"]) == {now.name} and row["refused"][before.name] == f"ValueError: no luck in strobe_at_{before.name[1:]}.api"
+    assert set(row["rivals"]) == {now.name} and row["refused"][before.name] == f"ValueError: no luck in strobe_at_{before.name[1:]}.interface"
     assert re.fullmatch("@[0-9a-f]{7,}", now.name) and now.name != before.name
     for name in ("@HEAD~2", "@", "@--help", f"@{tmp_path}"):
         with pytest.raises(strobe.InvalidProblem, match="expected a git revision of the tree that strobe runs from, or a folder"):
@@ -314,8 +314,8 @@ def test_strobe_as_git_has_it_is_a_rival(still: None, tmp_path: Path, monkeypatc
 
 
 def test_a_wrong_kernel_is_never_fast(still: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = rivals.api.attention
-    monkeypatch.setattr(rivals.api, "attention", lambda *tensors, **options: 1.01 * right(*tensors, **options))
+    right = rivals.interface.attention
+    monkeypatch.setattr(rivals.interface, "attention", lambda *tensors, **options: 1.01 * right(*tensors, **options))
     row = run.measure(SMALL, rivals.pick([], CPU), OPTIONS)
     assert row["ms"] is None and row["tflops"] is None and row["ratio"] is None
     assert row["refused"]["strobe"].startswith("wrong") and row["rivals"]
@@ -517,9 +517,9 @@ def test_decode_is_measured_over_cold_caches(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(decode, "COLD_BYTES", 100_000)
     assert SMALL_DECODE.copies == 2  # 2 * 2 * 100 * 2 * 16 * 4 = 51,200 bytes each
     seen = []
-    plain = decode.api_decode.attention_decode
+    plain = decode.interface_decode.attention_decode
     monkeypatch.setattr(
-        decode.api_decode, "attention_decode", lambda q, cache, **rest: seen.append(cache.k_pages.data_ptr()) or plain(q, cache, **rest)
+        decode.interface_decode, "attention_decode", lambda q, cache, **rest: seen.append(cache.k_pages.data_ptr()) or plain(q, cache, **rest)
     )
     row = decode.measure(SMALL_DECODE, decode.pick([], CPU), OPTIONS)
     assert row["kernel"] == "cpu.decode" and row["caches"] == 2 == len(set(seen)) and row["refused"] == {}

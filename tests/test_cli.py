@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from unittest.mock import Mock
 
 import pytest
@@ -73,7 +72,7 @@ def test_check_says_which_backend_sdpa_picks_before_and_after(monkeypatch: pytes
     words = machine._sdpa().words
     assert re.fullmatch(r"plain: [A-Z_]+; after strobe\.integrations\.sdpa\.enable\(\): FLASH_ATTENTION of STROBE, run by \w+\.forward", words)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the user has switched flash attention off
-        assert machine._sdpa() == ("sdpa", "FAIL", "plain: MATH; after strobe.compat.sdpa.enable(): MATH, run by torch")
+        assert machine._sdpa() == ("sdpa", "FAIL", "plain: MATH; after strobe.integrations.sdpa.enable(): MATH, run by torch")
     monkeypatch.delattr(torch.nn.attention, "restore_flash_attention_impl")
     assert machine._sdpa().state == "SKIP" and "torch 2.11" in machine._sdpa().words
 
@@ -107,17 +106,6 @@ def test_triton_must_be_the_one_torch_pins(installed, asked, gpu, state, monkeyp
     check = machine._triton(gpu)
     assert check.state == state
     assert state != "FAIL" or "pip install" in check.words or "or newer" in check.words
-
-
-def test_demo_is_handed_its_flags(monkeypatch: pytest.MonkeyPatch, refused) -> None:
-    seen: dict = {}
-    demo = ModuleType("examples.demo")
-    demo.__dict__["main"] = lambda **flags: seen.update(flags) or 7
-    monkeypatch.setitem(sys.modules, "examples.demo", demo)
-    monkeypatch.setattr(strobe, "demo", demo, raising=False)
-    assert main(["demo", "--quick", "--out", "somewhere", "--device", "cpu"]) == 7
-    assert seen == {"quick": True, "out": "somewhere", "device": "cpu", "as_json": False}
-    assert "abacus" in refused("demo", "--device", "abacus")
 
 
 # ---------------------------------------------------------------- explain
@@ -215,7 +203,7 @@ def test_bench_plots(tiny, tmp_path, capsys: pytest.CaptureFixture[str]) -> None
 def test_bench_fails_when_strobe_does(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "cpu", *QUICK, "--case", "dense_tiny", "--kernel", "portable"]) == 1
     assert "strobe did not run dense_tiny: UnsupportedProblem" in capsys.readouterr().out
-    monkeypatch.setattr(rivals.api, "attention", lambda q, k, v, **options: torch.zeros_like(q))
+    monkeypatch.setattr(rivals.interface, "attention", lambda q, k, v, **options: torch.zeros_like(q))
     assert main(["bench", "cpu", *QUICK, "--case", "dense_tiny"]) == 1
     assert "strobe did not run dense_tiny: wrong" in capsys.readouterr().out
 
@@ -351,7 +339,7 @@ sys.argv, sys.orig_argv = ["/usr/bin/strobe", *sys.argv[1:]], []
 from strobe.cli.main import main
 raise SystemExit(main())
 """
-COMMANDS = ("demo", "check", "env", "explain", "bench", "ladder", "sim")
+COMMANDS = ("check", "env", "explain", "bench", "sim")
 
 
 @pytest.mark.parametrize(
@@ -363,6 +351,14 @@ def test_help_imports_no_torch(argv):
     if argv[:1] in ([], ["--help"], ["sim"]):  # by -m, too
         told = subprocess.run([sys.executable, "-X", "importtime", "-m", "strobe", *argv], capture_output=True, text=True, timeout=120)
         assert told.stdout == shown.stdout and not re.search(r"\| +(torch|triton|numpy)\b", told.stderr)
+
+
+@pytest.mark.parametrize("module", ("ladder", "examples.demo"))
+def test_help_of_the_repositorys_own_programs_imports_no_torch(module):
+    told = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", module, "--help"], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1]
+    )
+    assert f"usage: python -m {module}" in told.stdout and not re.search(r"\| +(torch|triton|numpy)\b", told.stderr)
 
 
 def test_a_mistake_is_told_without_torch_and_other_programs_are_whole(tmp_path):

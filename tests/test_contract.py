@@ -180,9 +180,9 @@ def expand(empty, tensor, call):
 def test_merge_with_nothing_is_the_other_to_the_bit():
     some = strobe.Partial(torch.randn(2, 5, 3, 8), torch.randn(2, 3, 5))
     none = strobe.Partial(torch.zeros(2, 5, 3, 8), torch.full((2, 3, 5), -torch.inf))
-    for merged in (strobe.problem.merge(none, some), strobe.problem.merge(some, none)):
+    for merged in (strobe.merge(none, some), strobe.merge(some, none)):
         assert torch.equal(merged.out, some.out) and torch.equal(merged.lse, some.lse)
-    both = strobe.problem.merge(none, none)
+    both = strobe.merge(none, none)
     assert torch.equal(both.out, none.out) and torch.equal(both.lse, none.lse)
 
 

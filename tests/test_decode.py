@@ -358,7 +358,7 @@ def test_a_prefix_attended_once_for_all_sequences(device, kernel):
     q, lengths = draw(5, 1, 8, 16, seed=4, dtype=torch.float64, device=device), INT(20, 0, 7, 1, 19, device=device)
     folded = strobe.partial_attention(q.transpose(0, 1), prefix_k, prefix_v, kernel=kernel)  # [1, B, H, D]: B rows over one prefix
     prefix = strobe.Partial(folded.out.transpose(0, 1), folded.lse.permute(2, 1, 0))
-    merged = strobe.problem.merge(prefix, strobe.partial_attention_decode(q, strobe.DenseCache(own_k, own_v, lengths), kernel=kernel))
+    merged = strobe.merge(prefix, strobe.partial_attention_decode(q, strobe.DenseCache(own_k, own_v, lengths), kernel=kernel))
     k, v = (torch.cat([shared.expand(5, -1, -1, -1), own], 1) for shared, own in ((prefix_k, own_k), (prefix_v, own_v)))
     whole = strobe.partial_attention_decode(q, strobe.DenseCache(k, v, lengths + 64), kernel=kernel)
     torch.testing.assert_close(merged.out, whole.out, rtol=0, atol=FP64)

@@ -94,7 +94,7 @@ PLACES = runs(within, test_append.test_each_token_goes_to_its_place, 0, torch.fl
 ROWS = runs(within, test_append.test_each_token_goes_to_its_place, 1, torch.bfloat16, False, (6, False), **HERE)
 STARTS = runs(within, test_decode.test_a_start_out_of_range_is_clamped_and_told, -2, 0, {}, **HERE)
 LATE = runs(within, test_decode.test_a_start_out_of_range_is_clamped_and_told, 6, 5, {}, **HERE)
-DECODE, APPEND, CACHE = "kernels.cpu.decode", "kernels.cpu.append", "cache"
+DECODE, APPEND, CACHE = "kernels.cpu.decode", "kernels.cpu.append", "problem.cache"
 
 CPU = (
     Mutant("row one position late", f"{DECODE}:_sequence", "+ stop - problem", "+ 1 + stop - problem", named("dense_tokens_5")),
@@ -111,19 +111,19 @@ CPU = (
     Mutant("first id beyond the pool", f"{DECODE}:_keys", "ids < call.k.shape[0]", "ids <= call.k.shape[0]", FUZZ),
     Mutant("negative ids from the end", f"{DECODE}:_keys", "(ids >= 0) & ", "", FUZZ),
     Mutant("tail of the last page", f"{DECODE}:_keys", "(position < stop)", "(position <= stop)", BITS),
-    Mutant("lost page not told", f"{DECODE}:_keys", "faults.report(call.q.device, faults.PAGES)", "pass", FUZZ),
+    Mutant("lost page not told", f"{DECODE}:_keys", "error_flags.report(call.q.device, error_flags.PAGES)", "pass", FUZZ),
     Mutant("left padding seen", f"{DECODE}:_spans", "call.k_start.clamp(min=0), stop", "call.k_start.clamp(max=0), stop", named("dense_left_padded")),
     Mutant("start not clamped", f"{DECODE}:_spans", "torch.minimum(call.k_start.clamp(min=0), stop)", "call.k_start", STARTS),
     Mutant("start beyond the length", f"{DECODE}:_spans", "torch.minimum(call.k_start.clamp(min=0), stop)", "call.k_start.clamp(min=0)", LATE),
     Mutant("tiles counted from the window", f"{DECODE}:_aligned", "start + (first - start) // block * block", "first", BITS),
     Mutant(
         "a window's tiles are those of other calls",
-        "kernels.cpu.config:_config",
+        "kernels.cpu.kernel:_config",
         "problem.batch_invariant",
         "problem.batch_invariant and not 0 <= problem.left < 256",
         WINDOWS,
     ),
-    Mutant("a window's keys before its tile's edge", f"{DECODE}:run", "edge < first[0]", "False", WINDOWS),
+    Mutant("a window's keys before its tile's edge", f"{DECODE}:_sequence", "edge < first[0]", "False", WINDOWS),
     Mutant("scale of the other tensor", f"{DECODE}:_both", "(call.v, call.v_scale)", "(call.v, call.k_scale)", named("dense_fp8")),
     Mutant("no scale", f"{DECODE}:_worth", "rows * scale[:, None]", "rows", named("dense_fp8")),
     Mutant("key dropped at a page's end", f"{DECODE}:_keys", "torch.arange(size)).flatten()", "torch.arange(size).clamp(max=14)).flatten()", PROBE),

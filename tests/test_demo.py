@@ -16,6 +16,7 @@ import torch
 import strobe
 from examples import demo
 from examples.demo import embed, pace
+from examples.demo.__main__ import main as command
 from examples.demo.context import Sizes, growing, mask_length
 from examples.demo.measure import peak_bytes
 from examples.demo.pace import Pace
@@ -276,3 +277,11 @@ def test_in_silence_for_json(capsys):
     with narrate(quiet=True) as step:
         step("a part", 4, 90.0)()
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_command_hands_on_its_flags(monkeypatch, capsys):
+    seen: dict = {}
+    monkeypatch.setattr("examples.demo.run.main", lambda **flags: seen.update(flags) or 7)
+    assert command(["--quick", "--out", "somewhere", "--device", "cpu"]) == 7
+    assert seen == {"quick": True, "out": "somewhere", "device": "cpu", "as_json": False}
+    assert command(["--device", "abacus"]) == 2 and "abacus" in capsys.readouterr().err

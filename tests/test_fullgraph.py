@@ -105,7 +105,7 @@ def _masked(make):
 
 
 def _merge(out_a, lse_a, out_b, lse_b, _):
-    return strobe.problem.merge(strobe.Partial(out_a, lse_a), strobe.Partial(out_b, lse_b))
+    return strobe.merge(strobe.Partial(out_a, lse_a), strobe.Partial(out_b, lse_b))
 
 
 def _with_sinks(out_a, lse_a, out_b, lse_b, sinks):
@@ -114,7 +114,7 @@ def _with_sinks(out_a, lse_a, out_b, lse_b, sinks):
 
 def _in_halves(q, k, v, sinks):
     halves = [strobe.partial_attention(q, k[:, half], v[:, half]) for half in (slice(3), slice(3, None))]
-    return strobe.with_sinks(strobe.problem.merge(*halves), sinks).out
+    return strobe.with_sinks(strobe.merge(*halves), sinks).out
 
 
 def _pages(k, v, lengths):
@@ -298,9 +298,7 @@ def test_reduce_overhead_replays_forward_and_backward(name, nothing_kept):
         "attention": lambda q, k, v: strobe.attention(q * 1.0, k, v, causal=True),
         "attention_varlen": lambda *qkv: strobe.attention_varlen(*(t.flatten(0, 1) * 1.0 for t in qkv), cu_seqlens_q=offsets, causal=True),
         "mask inside": lambda q, k, v: strobe.attention(q * 1.0, k, v, mask=strobe.causal() & strobe.prefix_causal(9)),
-        "partial_attention and merge": lambda q, k, v: (
-            strobe.problem.merge(*(strobe.partial_attention(q * 1.0, k[:, h], v[:, h]) for h in halves)).out
-        ),
+        "partial_attention and merge": lambda q, k, v: strobe.merge(*(strobe.partial_attention(q * 1.0, k[:, h], v[:, h]) for h in halves)).out,
     }[name]
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(function, fullgraph=True, mode="reduce-overhead")

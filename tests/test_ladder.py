@@ -12,10 +12,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from ladder import harness as ladder
-from ladder.harness import RUNGS, harness, measure, outliers, pages
+from ladder import outliers
+from ladder.harness import FILES, RUNGS, harness, measure, pages
+from ladder.harness.command import main
 from ladder.harness.harness import Size
-from strobe.cli.main import main
 from strobe.kernels.device.dialect import gluon
 from strobe.sim import Checks, SimulationFault, translate
 from strobe.sim import simulate as simulated_run
@@ -26,7 +26,8 @@ from strobe.testing.inputs import qkv
 from tools.proof.budget import TARGETS
 from tools.proof.compile import compile_job, recording
 
-FOLDER, ROOT = Path(ladder.__file__).parent, Path(__file__).parents[1]
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "ladder"
 REFRESH = "run `python -m ladder.harness.pages` and look at what changed"
 FIRST = Size(1, 90, 130, 2, 1, 64, causal=True)  # ragged, grouped, more keys than queries
 MORE_ROWS = Size(1, 100, 37, 2, 2, 64, causal=True)  # rows 0 to 62 see no key
@@ -216,7 +217,7 @@ def nothing():
 
 @pytest.mark.parametrize("name", ["k3_1", "k3_2", "k4_1"])
 def test_without_waiting_for_readers_the_simulator_objects(name, monkeypatch):
-    monkeypatch.setattr(importlib.import_module(f"ladder.harness.{name}"), "all_have_read", nothing)
+    monkeypatch.setattr(importlib.import_module(f"ladder.{FILES[name]}"), "all_have_read", nothing)
     monkeypatch.setattr(translate, "_TRANSLATED", {})  # kernels that were translated before know the other
     with pytest.raises(SimulationFault, match=r"race|fence"):
         simulate(name, LONG._replace(heads=1), "pct")
@@ -228,7 +229,7 @@ def test_every_synchronisation_is_needed(name):
     """Taken away one at a time: waits, arrivals, fences, counts. The simulator objects to each, but for waits for a turn that nobody does: who
     multiplies first is a matter of time alone. A wait at another's barrier it does notice."""
     scene = Scene(f"{Path(__file__).with_name('ladder_scenes.py')}::{name}", [])
-    verdicts = campaign(scene, "sm_90", [FOLDER / f"{name}.py"], checks=Checks(read_fences=True))
+    verdicts = campaign(scene, "sm_90", [FOLDER / f"{FILES[name]}.py"], checks=Checks(read_fences=True))
     assert len(verdicts) >= 5
     assert [(verdict.mutant.kind, verdict.mutant.line, verdict.mutant.text) for verdict in verdicts
             if not verdict.noticed and (verdict.mutant.kind, verdict.mutant.function) != ("drop asm", "take_turn")] == []  # fmt: skip
@@ -268,7 +269,7 @@ def test_a_rotation_gives_back_what_outliers_take():
 @pytest.mark.parametrize("name, rows", [("k6", 128), ("k7", 192), ("k8", 192)])
 def test_programs_are_as_many_as_tiles_and_sms_allow(name, rows, monkeypatch):
     asked = []
-    monkeypatch.setattr(importlib.import_module(f"ladder.harness.{name}"), "programs", lambda q, tiles: asked.append(tiles) or 1)
+    monkeypatch.setattr(importlib.import_module(f"ladder.{FILES[name]}"), "programs", lambda q, tiles: asked.append(tiles) or 1)
     rung = harness.load(name)
     q = torch.empty(3, 2048, 5, 128, dtype=rung.inputs)
     with recording(TARGETS["sm_90"]):
@@ -387,7 +388,7 @@ def test_the_command_measures_on_a_gpu(tmp_path):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("written for sm_90")
     file = tmp_path / "rows.jsonl"
-    assert main(["ladder", "k5", "k6", "--seqlen", "1024", "--rivals", "flash", "--json", str(file), "--plot", str(tmp_path / "ladder.svg")]) == 0
+    assert main(["k5", "k6", "--seqlen", "1024", "--rivals", "flash", "--json", str(file), "--plot", str(tmp_path / "ladder.svg")]) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["rung"] for row in rows] == ["k5", "k6", "flash"] * 2 and all(row["ms"] > 0 and 0 < row["percent_of_ceiling"] < 100 for row in rows)
     assert (tmp_path / "ladder.svg").exists() and (tmp_path / "ladder_length.svg").exists()
@@ -398,14 +399,13 @@ def test_the_command_measures_on_a_gpu(tmp_path):
 
 @pytest.mark.parametrize("name", RUNGS)
 def test_a_rung_is_one_file_that_teaches(name):
-    text = (FOLDER / f"{name}.py").read_text()
-    doc = importlib.import_module(f"ladder.harness.{name}").__doc__
+    text = (FOLDER / f"{FILES[name]}.py").read_text()
+    doc = importlib.import_module(f"ladder.{FILES[name]}").__doc__
     assert 110 <= len(text.splitlines()) <= 460
     assert doc.startswith(f"{name}, ")
     parts = ["The idea:", "Cost model", "\n    FLOPs ", "\n    bytes ", "\n    shared ", "\n    registers ", "What limits it:", "\nMeasured:\n"]
     places = [doc.index(part) for part in parts]
     assert places == sorted(places)
-    assert text.endswith('\n\nif __name__ == "__main__":\n    raise SystemExit(main(RUNG))\n')
     rung = harness.load(name)
     assert rung.name == name and (not rung.below or RUNGS.index(rung.below) < RUNGS.index(name))
     assert all(re.search(rf"^(def|class) {shown}\b", text, re.MULTILINE) for shown in rung.shows)
@@ -413,7 +413,7 @@ def test_a_rung_is_one_file_that_teaches(name):
 
 @pytest.mark.parametrize("name", RUNGS)
 def test_docstrings_hold_the_rows_that_were_measured(name):
-    text = (FOLDER / f"{name}.py").read_text()
+    text = (FOLDER / f"{FILES[name]}.py").read_text()
     assert text == pages.with_table(text, pages.measured(pages.read(ROOT / pages.RESULTS), name)), REFRESH
 
 
@@ -438,7 +438,7 @@ def test_measured_rows_fill_a_docstring_and_the_page():
     older, other = row | {"ms": 9.9}, row | {"options": {"stages": 3}, "ms": 1.1}
     rows = pages.measured([older, row, other, row | {"ms": None}], "k5")
     assert rows == [row] and pages.measured([row], "k6") == []
-    text = (FOLDER / "k5.py").read_text()
+    text = (FOLDER / "k5_warp_specialized.py").read_text()
     filled = pages.with_table(text, rows)
     assert "128  causal    4096       2.5     440.5" in filled and pages.with_table(filled, []) == pages.with_table(text, [])
     assert "| 128 | causal | 4096 | 2.5 | 440.5 | 44.5 | 2 | 100 |" in pages.table(rows)
@@ -467,14 +467,14 @@ def test_timelines_are_drawn_as_the_simulator_sees_them_now():
 
 
 def test_the_command_shows_a_table(capsys):
-    assert main(["ladder", "k5", "--seqlen", "96", "--head-dim", "64", "--causal", "--check", "--device", "cpu"]) == 0
+    assert main(["k5", "--seqlen", "96", "--head-dim", "64", "--causal", "--check", "--device", "cpu"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "simulator" in said[0] and said[1].split()[:2] == ["rung", "S_q"]
     assert said[2].split()[:5] == ["k5", "96", "96", "64", "causal"]
 
 
 def test_the_command_writes_json_lines(capsys):
-    assert main(["ladder", "k3_1", "--seqlen", "70", "--no-causal", "--set", "block_n=16", "--device", "cpu", "--json"]) == 0
+    assert main(["k3_1", "--seqlen", "70", "--no-causal", "--set", "block_n=16", "--device", "cpu", "--json"]) == 0
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert row["rung"] == "k3_1" and row["options"] == {"block_n": 16} and row["where"] == "simulator" and row["error"] is None
     assert row["ms"] is None and row["worst"] <= 1 and {"torch", "date", "commit"} <= row.keys()
@@ -485,7 +485,7 @@ def test_without_a_gpu_the_command_says_what_it_does_and_how_far_it_is(capsys, m
     run = harness.simulated
     fails = lambda rung, *rest: (_ for _ in ()).throw(AssertionError("far off")) if rung.name == "k2" else run(rung, *rest)
     monkeypatch.setattr(harness, "simulated", fails)
-    assert main(["ladder", "k1", "k2", "--no-causal", "--seqlen", "16"]) == 1
+    assert main(["k1", "k2", "--no-causal", "--seqlen", "16"]) == 1
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("python -m ladder without a GPU: k1, k2; a small problem of each is simulated") and "nothing is timed" in said[0]
     assert re.fullmatch(r"\[1/2\] k1 D=64 dense: right, \d\.\d\d of the error allowed; about \d+ s left", said[1])
@@ -519,7 +519,7 @@ def test_what_fails_is_a_row_and_an_exit_code(capsys, monkeypatch):
     rung = harness.load("k5")
     broken = rung._replace(run=lambda q, k, v, causal, **options: tuple(t.zero_() for t in harness.outputs(q)))
     monkeypatch.setattr(harness, "load", lambda name: broken)
-    assert main(["ladder", "k5", "--seqlen", "40", "--no-causal", "--device", "cpu"]) == 1
+    assert main(["k5", "--seqlen", "40", "--no-causal", "--device", "cpu"]) == 1
     assert "FAIL: k5 D=64 dense: AssertionError: beyond the limit" in capsys.readouterr().out
 
 
@@ -542,13 +542,13 @@ def test_what_fails_is_a_row_and_an_exit_code(capsys, monkeypatch):
     ],
 )
 def test_a_command_that_cannot_be_carried_out_says_why(argv, words, capsys):
-    assert main(["ladder", *argv, *([] if "--device" in argv else ["--device", "cpu"])]) == 2
+    assert main([*argv, *([] if "--device" in argv else ["--device", "cpu"])]) == 2
     said = capsys.readouterr()
     assert said.err.startswith("strobe: ") and words in said.err and "Traceback" not in said.err
 
 
 def test_a_timeline(tmp_path):
-    assert main(["ladder", "k5", "--seqlen", "300", "--no-causal", "--timeline", str(tmp_path / "k5.svg"), "--device", "cpu"]) == 0
+    assert main(["k5", "--seqlen", "300", "--no-causal", "--timeline", str(tmp_path / "k5.svg"), "--device", "cpu"]) == 0
     assert {"load_partition", "mma_partition"} <= set(re.findall(r"\w+_partition", (tmp_path / "k5.svg").read_text()))
 
 

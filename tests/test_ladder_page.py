@@ -18,8 +18,8 @@ import torch
 pytest.importorskip("triton")
 
 from ladder.harness import RUNGS, page
+from ladder.harness.command import main
 from strobe import reference
-from strobe.cli.main import main
 from strobe.problem.call import Call
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -47,7 +47,7 @@ const say = found => {
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("page") / "ladder.html"
-    assert main(["ladder", "page", "--out", str(path)]) == 0
+    assert main(["page", "--out", str(path)]) == 0
     return path
 
 
@@ -223,5 +223,5 @@ def test_a_phone_scrolls_only_what_is_wide(browse, place, written):
 
 
 def test_a_page_that_cannot_be_written_says_so(capsys):
-    assert main(["ladder", "page", "--out", "/no/such/place/ladder.html"]) == 2
+    assert main(["page", "--out", "/no/such/place/ladder.html"]) == 2
     assert "--out: got /no/such/place/ladder.html" in capsys.readouterr().err

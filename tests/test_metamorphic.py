@@ -87,7 +87,7 @@ def test_halves_merge_into_the_whole(cut, dtype, device, kernel):
 
     def split(q, k, v):
         parts = [strobe.partial_attention(q, k[:, keys], v[:, keys], kernel=kernel) for keys in (slice(cut), slice(cut, None))]
-        return strobe.problem.merge(*parts)
+        return strobe.merge(*parts)
 
     results = []
     for run in (split, lambda q, k, v: strobe.partial_attention(q, k, v, kernel=kernel)):
@@ -105,7 +105,7 @@ def test_merging_causal_halves(device, kernel):
     first = strobe.partial_attention(q, k[:, :50], v[:, :50], mask=strobe.window(None, 47), kernel=kernel)  # i + 50 - 97 + 47 = i
     second = strobe.partial_attention(q, k[:, 50:], v[:, 50:], causal=True, kernel=kernel)  # keys 50 + j, j <= i + 47 - 97
     assert second.lse[..., :50].eq(-torch.inf).all()
-    merged = strobe.problem.merge(first, second)
+    merged = strobe.merge(first, second)
     whole = strobe.partial_attention(q, k, v, causal=True, kernel=kernel)
     close(merged.out, whole.out, torch.float64)
     close(merged.lse, whole.lse, torch.float64)

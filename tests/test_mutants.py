@@ -202,7 +202,7 @@ CPU = (
     ),
     Mutant(
         "tile kind off by one key",
-        "mask:Mask._band_kind",
+        "problem.mask:Mask._band_kind",
         "first_stop >= n_stop",
         "first_stop >= n_stop - 1",
         runs(test_masks.test_tile_kind_is_what_dense_shows, *test_masks.SIZES[0]),
@@ -210,7 +210,7 @@ CPU = (
     ),
     Mutant(
         "no bound taken for 0",
-        "api:_band",
+        "interface:_band",
         "NO_BOUND if bound is None",
         "0 if bound is None",
         runs(test_contract.test_every_spelling_of_unbounded, **HERE),
@@ -293,7 +293,7 @@ CPU = (
     # empty rows and lse
     Mutant("lse of an empty row +inf", f"{FORWARD}:run", "lse.fill_(-torch.inf)", "lse.fill_(torch.inf)", CAUSAL_HALVES, (3, 5)),
     Mutant("empty row not written", f"{FORWARD}:run", "if not found.cover_rows(*call.q.shape[:2]):", "if False:", EMPTY_ROWS, (7, 36)),
-    Mutant("no keys at all not written", "ops:write", "out.zero_()", "out", judged("no_keys"), (15,)),
+    Mutant("no keys at all not written", "ops.attention:write", "out.zero_()", "out", judged("no_keys"), (15,)),
     Mutant("gradients of an empty row not written", f"{BACKWARD}:_fill", "tensors.dq.zero_()", "tensors.dq", EMPTY_ROWS, (11, 16)),
     Mutant(
         "gradients of unseen keys not written", f"{BACKWARD}:_fill", "tensors.dk.zero_()", "tensors.dk", judged("packed_no_rows_middle"), (12, 37)
@@ -301,7 +301,7 @@ CPU = (
     Mutant("lse in log2", f"{FORWARD}:_attend", "row_max.mul_(LN_2).add_(row_sum.log())", "row_max.add_(row_sum.log2())", HALVES, (21, 23)),
     Mutant(
         "merge without its guard",
-        "merge:_sigmoid_of_difference",
+        "problem.merge:_sigmoid_of_difference",
         "torch.where(empty, torch.zeros_like(x), torch.where(alone, torch.ones_like(x), torch.sigmoid(both)))",
         "torch.sigmoid(x - y)",
         MERGE_EMPTY,
@@ -309,7 +309,7 @@ CPU = (
     ),
     Mutant(
         "merge by plain exponentials",
-        "merge:_sigmoid_of_difference",
+        "problem.merge:_sigmoid_of_difference",
         "torch.sigmoid(both)",
         "torch.exp(x) / (torch.exp(x) + torch.exp(y))",
         runs(test_reliability.test_merge_at_any_level, 1000.0, 0.0),
@@ -317,7 +317,7 @@ CPU = (
     ),
     Mutant(
         "merge counts an empty side",
-        "merge:_log_sum",
+        "problem.merge:_log_sum",
         "torch.where(x == -torch.inf, y, torch.where(y == -torch.inf, x, inside))",
         "inside",
         MERGE_EMPTY,
@@ -328,7 +328,7 @@ CPU = (
     Mutant("sign of delta", f"{BACKWARD}:_block", ".sub_(rows.delta)", ".add_(rows.delta)", judged("softcap")),
     Mutant("dq not scaled", f"{BACKWARD}:_attend", "scratch.view(2, -1)).mul_(problem.scale)", "scratch.view(2, -1))", judged("softcap")),
     Mutant("hidden weights in the gradients", f"{BACKWARD}:_block", "hide(p, tile, 0.0)", "pass", judged("window_both"), (17,)),
-    Mutant("gradient of the sinks with the wrong sign", "ops:_sinks_gradient", "-(weight * delta)", "(weight * delta)", judged("sinks")),
+    Mutant("gradient of the sinks with the wrong sign", "ops.attention:_sinks_gradient", "-(weight * delta)", "(weight * delta)", judged("sinks")),
     Mutant(
         "gradient of one head of the group missing",
         f"{BACKWARD}:_block",
@@ -372,33 +372,33 @@ CPU = (
     Mutant("empty sequence refused", f"{PIECES}:_offsets", "after < value", "after <= value", judged("packed_promised_one"), (7, 14)),
     Mutant(
         "scale not in the key",
-        "ops:raw_key",
+        "ops.attention:raw_key",
         "call[SCALARS],",
         "call[3:5], call[6 : SCALARS.stop],",
         keyed("scale"),
         (87,),
     ),
-    Mutant("strides not in the key", "ops:raw_key", "v.shape, v.stride()", "v.shape", keyed("strides of v"), (43,)),
-    Mutant("alignment not in the key", "ops:raw_key", "q.data_ptr() % ALIGNMENT, ", "", keyed("alignment of q"), (43, 47)),
-    Mutant("window not in the key", "ops:raw_key", "call[SCALARS],", "call[5 : SCALARS.stop],", keyed("left"), (87, 88)),
+    Mutant("strides not in the key", "ops.attention:raw_key", "v.shape, v.stride()", "v.shape", keyed("strides of v"), (43,)),
+    Mutant("alignment not in the key", "ops.attention:raw_key", "q.data_ptr() % ALIGNMENT, ", "", keyed("alignment of q"), (43, 47)),
+    Mutant("window not in the key", "ops.attention:raw_key", "call[SCALARS],", "call[5 : SCALARS.stop],", keyed("left"), (87, 88)),
     Mutant(
         "deterministic dropped",
-        "problem:Problem.from_call",
+        "problem.problem:Problem.from_call",
         "deterministic=call.deterministic",
         "deterministic=False",
         runs(test_reliability.test_deterministic_reaches_the_plan),
         (72,),
     ),
-    Mutant("no device guard", "ops:_launch", "q.get_device() != torch._C._cuda_getDevice()", "False", runs(_guarded), (80,)),
-    Mutant("heads not checked", "call:_check_heads", "heads_q % heads_kv", "False", refused("k")),
-    Mutant("offsets of any dtype", "call:_count", "offsets.dtype != torch.int32", "False", refused("cu_seqlens_q"), ()),
-    Mutant("scale not checked", "call:check_scores", "not math.isfinite(number)", "False", refused("scale")),
+    Mutant("no device guard", "ops.attention:_launch", "q.get_device() != torch._C._cuda_getDevice()", "False", runs(_guarded), (80,)),
+    Mutant("heads not checked", "problem.call:_check_heads", "heads_q % heads_kv", "False", refused("k")),
+    Mutant("offsets of any dtype", "problem.call:_count", "offsets.dtype != torch.int32", "False", refused("cu_seqlens_q"), ()),
+    Mutant("scale not checked", "problem.call:check_scores", "not math.isfinite(number)", "False", refused("scale")),
 )
 
 # ---------------------------------------------------------------- the portable kernels, interpreted
 
 ATTEND, GRADIENTS, LAUNCH = (f"kernels.portable.{name}" for name in ("forward", "backward", "launch"))
-MASKING, SOFTMAX, POINTERS = (f"kernels.device.{name}" for name in ("masking", "softmax", "tiles"))
+MASKING, SOFTMAX, POINTERS = (f"kernels.device.{name}" for name in ("mask", "softmax", "seqlen"))
 
 
 def light(name: str, **changes) -> Check:
@@ -517,7 +517,7 @@ PORTABLE = (
     ),
     Mutant(
         "strides ignored (portable)",
-        "kernels.kernel:strides_of",
+        "kernels.protocol:strides_of",
         "tensor.stride()[:3]",
         'torch.empty(tensor.shape, device="meta").stride()[:3]',
         light("stored_expanded_heads", seqlen_q=20),
@@ -534,7 +534,7 @@ PORTABLE = (
     Mutant("one tile of a pack too few (portable)", f"{LAUNCH}:_sizes", "layout.batch + 2", "layout.batch", light("packed_lengths_1_2_3"), (36, 37)),
     Mutant(
         "sign of the scale forgotten (portable)",
-        "kernels.portable.config:_form",
+        "kernels.portable.kernel:_form",
         "(problem.scale > 0) - (problem.scale < 0)",
         "1",
         light("scale_negative", seqlen_q=20),

@@ -111,7 +111,7 @@ def test_merge_and_with_sinks_have_gradients_where_rows_see_no_key():
     def whole(q, k, v, sinks):  # causal with more rows than keys, so the first rows are empty in both parts and some in one
         left = strobe.partial_attention(q, k[:, :2], v[:, :2], mask=strobe.window(None, 1))
         right = strobe.partial_attention(q, k[:, 2:], v[:, 2:], causal=True)
-        joined = strobe.with_sinks(strobe.problem.merge(left, right), sinks)
+        joined = strobe.with_sinks(strobe.merge(left, right), sinks)
         return joined.out, joined.lse
 
     torch.autograd.gradcheck(whole, (q, k, v, sinks))
@@ -120,14 +120,14 @@ def test_merge_and_with_sinks_have_gradients_where_rows_see_no_key():
 def test_merged_halves_are_the_whole():
     q, k, v = CALLS["dense"](torch.float64)[:3]
     halves = [strobe.partial_attention(q, k[:, part], v[:, part]) for part in (slice(0, 3), slice(3, None))]
-    for got, expected in zip(strobe.problem.merge(*halves), strobe.partial_attention(q, k, v)):
+    for got, expected in zip(strobe.merge(*halves), strobe.partial_attention(q, k, v)):
         agree(got, expected)
 
 
 def test_sinks_after_merging_are_sinks_of_the_whole():
     call = CALLS["empty rows sinks"](torch.float64)
     parts = [strobe.partial_attention(*call[:3], causal=True), strobe.partial_attention(call.q, call.k[:, :0], call.v[:, :0])]
-    whole = strobe.with_sinks(strobe.problem.merge(*parts), call.sinks)
+    whole = strobe.with_sinks(strobe.merge(*parts), call.sinks)
     for got, expected in zip(whole, ops.run(call)):
         agree(got, expected)
 

@@ -59,13 +59,13 @@ def test_merge_of_infinities_and_of_what_is_far_apart():
     inf = torch.inf
     for values, expected in (((inf, inf), inf), ((inf, 1.0), inf), ((-2.0, -inf), -inf), ((3e38, -3e38), 0.0), ((3e38, -1e38), 1e38)):
         for order in (values, values[::-1]):
-            torch.testing.assert_close(strobe.problem.merge(*sides(*order)).out.item(), expected)
+            torch.testing.assert_close(strobe.merge(*sides(*order)).out.item(), expected)
     parts = sides(3e38, -3e38)
     for part in parts:
         part.out.requires_grad_()
-    strobe.problem.merge(*parts).out.sum().backward()
+    strobe.merge(*parts).out.sum().backward()
     assert [part.out.grad.item() for part in parts] == [0.5, 0.5]
-    assert strobe.problem.merge(*sides(inf, -inf)).out.isnan().all()
+    assert strobe.merge(*sides(inf, -inf)).out.isnan().all()
 
 
 def test_merge_of_a_large_value_that_hardly_counts():
@@ -74,7 +74,7 @@ def test_merge_of_a_large_value_that_hardly_counts():
     near = strobe.Partial(torch.rand(1, 1, 1, 4), torch.full((1, 1, 1), 2.0))
     share = torch.sigmoid((far.lse - near.lse).double())
     exact = far.out.double() * share + near.out.double() * (1 - share)
-    for found in (strobe.problem.merge(far, near), strobe.problem.merge(near, far)):
+    for found in (strobe.merge(far, near), strobe.merge(near, far)):
         assert (found.out.double() - exact).abs().max() <= 4 * 2.0**-24
 
 
@@ -84,7 +84,7 @@ def test_merge_at_any_level(level, gap):
     """Row 22: the exponential of an lse overflows, so merging never takes one; gradients stay finite."""
     outs = [torch.full((1, 1, 1, 4), value, dtype=torch.float64, requires_grad=True) for value in (1.0, 3.0)]
     lses = [torch.full((1, 1, 1), value, dtype=torch.float64, requires_grad=True) for value in (level, level - gap)]
-    merged = strobe.problem.merge(*(strobe.Partial(out, lse) for out, lse in zip(outs, lses)))
+    merged = strobe.merge(*(strobe.Partial(out, lse) for out, lse in zip(outs, lses)))
     share = 1 / (1 + math.exp(-gap))
     assert merged.out.flatten().tolist() == pytest.approx([share * 1 + (1 - share) * 3] * 4, rel=4 * 2.0**-52)
     assert merged.lse.item() == pytest.approx(level + math.log1p(math.exp(-gap)), rel=4 * 2.0**-52)
@@ -99,7 +99,7 @@ def test_more_parts_than_keys(parts, device, kernel):
     cuts = [5 * n // parts for n in range(parts + 1)]
     merged = strobe.Partial(torch.zeros_like(whole.out), torch.full_like(whole.lse, -torch.inf))
     for start, stop in pairwise(cuts):
-        merged = strobe.problem.merge(merged, strobe.partial_attention(q, k[:, start:stop], v[:, start:stop], kernel=kernel))
+        merged = strobe.merge(merged, strobe.partial_attention(q, k[:, start:stop], v[:, start:stop], kernel=kernel))
     torch.testing.assert_close(merged.out, whole.out, rtol=0, atol=100 * 2.0**-53)
     torch.testing.assert_close(merged.lse, whole.lse, rtol=0, atol=100 * 2.0**-53)
 

@@ -767,7 +767,7 @@ def test_no_transformers_is_said(monkeypatch):
 
 
 def test_nothing_happens_on_import():
-    steps = "import sys, strobe.compat.transformers; assert 'transformers' not in sys.modules"
+    steps = "import sys, strobe.integrations.transformers; assert 'transformers' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", steps], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -25,7 +25,7 @@ asked.is_torch_cuda_available = lambda: True
 version = sys.argv[1]
 from strobe.integrations import flash_attn
 flash_attn.install(int(version))
-from strobe import ops
+from strobe.ops import attention as ops
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 SMALL = dict(

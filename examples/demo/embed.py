@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from strobe.bench.timer import interleave
-from strobe.compat.transformers import NAME, register
+from strobe.integrations.transformers import NAME, register
 
 from . import packed
 from .measure import peak_bytes

@@ -1,7 +1,7 @@
 """strobe under a transformers model: the sentences of a batch laid end to end, each attending to itself, with no padding.
 
 The model is handed one row of tokens [1, T], positions that start again at each sentence, and the sentences' offsets;
-transformers passes keywords it does not know on to the attention function of every layer, where `strobe.compat.transformers` reads them.
+transformers passes keywords it does not know on to the attention function of every layer, where `strobe.integrations.transformers` reads them.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _MEASURED = re.compile(r"(?<=\nMeasured:\n\n).*?(?=\n\"\"\"\n)", re.DOTALL)
 _HEADING = """\
 # The ladder
 
-From attention as the formula says it to the tensor cores' rate in 8 bits, one idea a rung. Each rung is one file in `src/strobe/ladder` that
+From attention as the formula says it to the tensor cores' rate in 8 bits, one idea a rung. Each rung is one file in `ladder/` that
 stands alone: its idea, its cost model, its kernels, its launch. `python -m ladder` runs them all: on a Hopper GPU it checks each against the oracle
 and times it; without one it simulates them at small size, checks them for races and against the oracle, and counts the bytes they ask memory for
 beside the model's.

@@ -30,10 +30,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tools.proof.pages import fill
-from tools.proof.provenance import circumstances
-
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parents[1]))  # tools, of the repository
+
+from tools.proof.pages import fill  # noqa: E402
+from tools.proof.provenance import circumstances  # noqa: E402
+
 OUTCOMES = ("passed", "refused", "failed", "skipped", "over a limit")
 WIDE = 200  # columns of a table where no terminal says how many it has
 

@@ -151,6 +151,6 @@ def _sdpa() -> Check:
         after = sdpa.backend(place)
         torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
         kernel = "".join(switch.served)
-        words = f"plain: {before}; after strobe.compat.sdpa.enable(): {after}, run by {kernel or 'torch'}"
+        words = f"plain: {before}; after strobe.integrations.sdpa.enable(): {after}, run by {kernel or 'torch'}"
         return Check("sdpa", "PASS" if kernel else "FAIL", words)
     return Check("sdpa", "FAIL", attempt.reason or "")

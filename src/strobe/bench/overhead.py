@@ -35,7 +35,7 @@ def measure() -> dict[str, float]:
     keywords: from keywords to a Call; decide: the Call's Choice when it was seen before; op: the op whole, through the
     dispatcher; call: `strobe.attention` whole, which goes round it; first_time: door and select for a Problem never seen;
     flash_attn: the stand-in for FlashAttention-2; sdpa: torch's own scaled_dot_product_attention, its kernel included;
-    sdpa_strobe: the same function after `strobe.compat.sdpa.enable()`; sdpa_64 and sdpa_strobe_64: both on 64 keys, which
+    sdpa_strobe: the same function after `strobe.integrations.sdpa.enable()`; sdpa_64 and sdpa_strobe_64: both on 64 keys, which
     need not be looked through for NaN that torch's kernel dropped (below a vector of keys it may).
     """
     q, k, v = (torch.randn(1, 1, 1, 1) for _ in range(3))

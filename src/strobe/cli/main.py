@@ -180,7 +180,7 @@ def _target(name: str | None):
     from ..problem.target import FAKES, Target
 
     if name is None:
-        return Target.of(_device(None))
+        return Target.of(device_named(None))
     known = {fake.lower(): target for fake, target in FAKES.items()}
     if name.lower() not in known:
         raise InvalidProblem("target", repr(name), f"one of {', '.join(FAKES)}", "leave it out for this machine")
@@ -199,7 +199,7 @@ def _as_json(choice) -> dict:
     return {"problem": str(choice.problem), "target": str(choice.target), **plans, "passed": passed}
 
 
-def _device(name: str | None):
+def device_named(name: str | None):
     """The device named, or the GPU where there is one."""
     import torch
 
@@ -228,7 +228,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         if name not in (None, "cpu"):
             raise InvalidProblem("device", repr(name), "cpu", f"bench {arguments.suite} is measured there")
         name = "cpu"
-    device = _device(name)
+    device = device_named(name)
     if name is None and device.type == "cpu" and arguments.suite in ("forward", "backward", "decode") and not arguments.list:
         raise UnsupportedProblem(f"bench {arguments.suite}: torch sees no CUDA device; `strobe bench cpu` is for this machine, --device cpu insists")
     return run(arguments, device)

@@ -188,7 +188,7 @@ def enable() -> Switch:
     """
     global _before
     if not hasattr(registry, "restore_flash_attention_impl"):
-        raise UnsupportedProblem(f"strobe.compat.sdpa needs torch 2.11, which can put its own kernels back; this is torch {torch.__version__}")
+        raise UnsupportedProblem(f"strobe.integrations.sdpa needs torch 2.11, which can put its own kernels back; this is torch {torch.__version__}")
     with _LOCK:
         before = _before or _taken()
         if registry.current_flash_attention_impl() != NAME:

@@ -5,6 +5,6 @@
 ...     pass
 """
 
-from ..compat.sdpa import NAME, Switch, backend, enable, register
+from ..compat.sdpa import NAME, Handle, Switch, backend, enable, passed, register, served
 
-__all__ = ["NAME", "Switch", "backend", "enable", "register"]
+__all__ = ["NAME", "Handle", "Switch", "backend", "enable", "passed", "register", "served"]

@@ -22,7 +22,7 @@ BAND_ROWS = 256
 
 
 def _kernel(name: str) -> Callable[..., tuple[Tensor, ...]]:
-    """torch's kernel itself, held on to: strobe.compat.sdpa stands before it in the dispatcher, from where the op would come back here."""
+    """torch's kernel itself, held on to: strobe.integrations.sdpa stands before it in the dispatcher, from where the op would come back here."""
     kernel, keys = torch.library.get_kernel(f"aten::{name}", "CPU"), DispatchKeySet(DispatchKey.CPU)
     return partial(kernel.call_boxed, keys)
 
