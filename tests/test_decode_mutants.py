@@ -123,7 +123,7 @@ CPU = (
         "problem.batch_invariant and not 0 <= problem.left < 256",
         WINDOWS,
     ),
-    Mutant("a window's keys before its tile's edge", f"{DECODE}:run", "edge < first[0]", "False", WINDOWS),
+    Mutant("a window's keys before its tile's edge", f"{DECODE}:_sequence", "edge < first[0]", "False", WINDOWS),
     Mutant("scale of the other tensor", f"{DECODE}:_both", "(call.v, call.v_scale)", "(call.v, call.k_scale)", named("dense_fp8")),
     Mutant("no scale", f"{DECODE}:_worth", "rows * scale[:, None]", "rows", named("dense_fp8")),
     Mutant("key dropped at a page's end", f"{DECODE}:_keys", "torch.arange(size)).flatten()", "torch.arange(size).clamp(max=14)).flatten()", PROBE),
