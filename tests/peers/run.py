@@ -27,6 +27,7 @@ import torch
 from known import KNOWN, Known
 from outcome import normalised
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -148,7 +149,7 @@ def show(rows: Sequence[dict], console: Console) -> None:
         if seen:
             messages = Table("times", f"{kind}: message")
             for message, count in seen.most_common():
-                messages.add_row(str(count), message or "without a reason")
+                messages.add_row(str(count), escape(message) or "without a reason")
             console.print(messages)
     unexplained = [found for found in failures(rows) if explanation(*found[:3]) is None]
     if unexplained:
@@ -168,7 +169,7 @@ def page(rows: Sequence[dict]) -> str:
     for suite, test, message, count in failures(rows):
         known = explanation(suite, test, message)
         causes[known.why if known else f"not explained: {test}: {message}"] += count
-    lines += ["", "| failed | cause |", "| ---: | --- |", *(f"| {count} | {why} |" for why, count in causes.most_common())]
+    lines += ["", "| cause of a failure | failed |", "| --- | ---: |", *(f"| {why} | {count} |" for why, count in causes.most_common())]
     return "\n".join(lines)
 
 
@@ -200,7 +201,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--cap", type=int, default=2**40 if gpu else 2**25, metavar="N", help="most of rows x keys x head dimension (2^25, on a GPU 2^40)"
     )
     parser.add_argument("--limit", type=float, default=60, metavar="S", help="seconds a test may run (60)")
-    parser.add_argument("--memory", type=float, default=12, metavar="GIB", help="memory a suite may take on a CPU (12)")
+    parser.add_argument("--memory", type=float, default=6, metavar="GIB", help="memory a suite may take on a CPU (6)")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write rows there, such as results/peers.jsonl")
     parser.add_argument("--events", type=Path, metavar="FILE", help="write each test's outcome there, with its parameters and message")
     parser.add_argument("--table", type=Path, metavar="FILE", help="a page whose tables are written anew from the recorded rows")

@@ -19,7 +19,7 @@ import pytest
 import standins
 import torch
 from draw import Draw, shares
-from outcome import OutOfTime, normalised, outcome
+from outcome import OutOfTime, outcome
 
 
 class Session:
@@ -84,7 +84,8 @@ class Session:
             last = call.excinfo.traceback[-1]
             found, words = outcome(call.excinfo.value, Path(last.path))
             if isinstance(call.excinfo.value, AssertionError):
-                words = f"AssertionError: {normalised(str(call.excinfo.value))} [{str(last.statement).strip().splitlines()[0]}]"
+                said = str(call.excinfo.value).strip().splitlines() or [""]
+                words = f"AssertionError: {said[0]} [{str(last.statement).strip().splitlines()[0]}]"
             where = f"{last.path}:{last.lineno + 1}"
         elif found == "skipped":
             words = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else ""

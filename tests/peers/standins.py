@@ -124,12 +124,12 @@ def _own_rotary(package: Path) -> None:
 
 def _rotary_by(turned):
     def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0):
-        """x [B, S, H, D], turned by the angles of the positions from seqlen_offsets on."""
+        """x [B, S, H, D], turned by the angles of the positions from seqlen_offsets on; in float32 and rounded once, as by their kernel."""
         if inplace:
             raise ValueError("inplace: got True, expected False; the plain PyTorch of theirs writes a copy")
         offsets = torch.as_tensor(seqlen_offsets, device=x.device).reshape(-1, 1)
         positions = offsets + torch.arange(x.shape[1], device=x.device)
         positions = positions.clamp(max=cos.shape[0] - 1)  # rows beyond the table are padding
-        return turned(x, cos[positions].to(x.dtype), sin[positions].to(x.dtype), interleaved)
+        return turned(x.float(), cos[positions].float(), sin[positions].float(), interleaved).to(x.dtype)
 
     return apply_rotary_emb
