@@ -9,8 +9,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest
-# whose queue is empty takes from the other's: tests take from a millisecond to 20 s; of many alike a commit runs a part (tests/turns.py)
-SPREAD := -n 2 --dist worksteal --turns
+# whose queue is empty takes from the other's: tests take from a millisecond to 20 s; of large tables a commit runs a part (tests/parts.py)
+SPREAD := -n 2 --dist worksteal
 # tests marked gpu need one; to look at each only to skip it takes half a minute of a core
 GPU    := $(shell nvidia-smi -L 2>/dev/null)
 MARKS  := not nightly$(if $(GPU),, and not gpu)
@@ -74,8 +74,8 @@ unit:
 	$(PYTEST) $(SPREAD) -m "$(MARKS)" --ignore tests/interpreter --ignore tests/test_offline_compile.py --ignore tests/proof
 
 nightly: install
-	$(PYTEST) -n 2 -m "nightly or turns" --ignore tests/interpreter
-	TRITON_INTERPRET=1 $(PYTEST) -m "nightly or turns" tests/interpreter
+	$(PYTEST) -n 2 -m nightly --ignore tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) -m nightly tests/interpreter
 	$(MAKE) --no-print-directory drift
 
 demo: install

@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 from judging import judged_call
-from turns import has_turn
+from parts import on_each_commit
 
 import strobe
 from strobe.kernels.hopper import kernel as hopper
@@ -29,15 +29,11 @@ hypothesis.settings.load_profile("strobe")
 LEFT_TO_THE_NIGHT = frozenset(Path(__file__).with_name("nightly.txt").read_text(encoding="utf-8").splitlines())
 
 
-def pytest_addoption(parser):
-    parser.addoption("--turns", action="store_true", help="of tests that take turns run this commit's part (tests/turns.py)")
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config, items):
-    """Long counts wait for -m nightly, and so does what another commit's turn it is to run; without a GPU, its tests are skipped."""
+    """Long tests wait for -m nightly, and so do the parts that a commit leaves out; without a GPU, its tests are skipped."""
     for item in items:
-        if item.nodeid in LEFT_TO_THE_NIGHT or (config.option.turns and _is_anothers(item)):
+        if item.nodeid in LEFT_TO_THE_NIGHT or _is_left_out(item):
             item.add_marker("nightly")
         if item.get_closest_marker("nightly") and "nightly" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="nightly: run with -m nightly"))
@@ -45,12 +41,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
-def _is_anothers(item) -> bool:
-    turns = item.get_closest_marker("turns")
-    if turns is None or item.get_closest_marker("gpu"):
+def _is_left_out(item) -> bool:
+    marker = item.get_closest_marker("parts")
+    if marker is None or item.get_closest_marker("gpu"):
         return False
-    parts, name = (*turns.args, item.nodeid)[:2]
-    return not has_turn(name, parts)
+    parts, name = (*marker.args, item.nodeid)[:2]
+    return not on_each_commit(name, parts)
 
 
 def pytest_collection_finish():

@@ -21,7 +21,7 @@ from strobe.problem.decode import DecodeCall
 from strobe.problem.mask import NO_BOUND
 from strobe.selection import choices
 from strobe.selection.choices import Choices
-from strobe.selection.choices import at_once as _at_once
+from strobe.selection.choices import direct_choice as _direct_choice
 
 INT = lambda *values: torch.tensor(values, dtype=torch.int32)
 
@@ -65,16 +65,16 @@ def test_what_differs_is_decided_for_itself(name, within):
     with within():
         call = _plain()  # there, as inference mode marks its own tensors
         other = ATTENTION[name](call)
-        first = _at_once(known, call, decide)
-        assert _at_once(known, call._replace(q=call.q.clone()), decide) is first and len(decided) == 1
-        assert _at_once(known, other, decide) is ops.decide(other) and len(decided) == 2
-        assert _at_once(known, call, decide) is first and _at_once(known, other, decide) is decided[1] and len(decided) == 2
+        first = _direct_choice(known, call, decide)
+        assert _direct_choice(known, call._replace(q=call.q.clone()), decide) is first and len(decided) == 1
+        assert _direct_choice(known, other, decide) is ops.decide(other) and len(decided) == 2
+        assert _direct_choice(known, call, decide) is first and _direct_choice(known, other, decide) is decided[1] and len(decided) == 2
 
 
 def test_optional_tensors_are_told_apart_by_their_place():
     """Of the same kind and number: a prefix is no length."""
     known, call, lengths = Choices(), _plain(), INT(3, 8)
-    one, other = (_at_once(known, call._replace(**{name: lengths}), ops.decide) for name in ("prefix", "key_lengths"))
+    one, other = (_direct_choice(known, call._replace(**{name: lengths}), ops.decide) for name in ("prefix", "key_lengths"))
     assert one.problem.mask.prefix and other.problem.mask.key_lengths and not other.problem.mask.prefix
 
 
@@ -100,28 +100,28 @@ def test_what_differs_in_a_decode_is_decided_for_itself(name):
     known, call = Choices(), _decode()
     other = DECODE[name](call)
     for _ in range(2):
-        assert _at_once(known, call, ops_decode.decide) is ops_decode.decide(call)
-        assert _at_once(known, other, ops_decode.decide) is ops_decode.decide(other)
+        assert _direct_choice(known, call, ops_decode.decide) is ops_decode.decide(call)
+        assert _direct_choice(known, other, ops_decode.decide) is ops_decode.decide(other)
 
 
 def test_what_is_not_contiguous_goes_the_long_way():
     """Kernels take small tensors as contiguous: the op copies them first."""
     lengths = INT(3, 0, 8, 0)[::2]
-    assert _at_once(Choices(), _plain()._replace(key_lengths=lengths), ops.decide) is None
-    assert _at_once(Choices(), _decode()._replace(seqlens=lengths), ops_decode.decide) is None
+    assert _direct_choice(Choices(), _plain()._replace(key_lengths=lengths), ops.decide) is None
+    assert _direct_choice(Choices(), _decode()._replace(seqlens=lengths), ops_decode.decide) is None
 
 
 @pytest.mark.parametrize("name", ("causal", "varlen causal sinks", "documents"))
 def test_gradients_need_more_than_was_met_without_them(name):
     """In the same modes, after a call without gradients was met: tensors that need one are not taken for those."""
     known, call = Choices(), Call(*CALLS[name](torch.float32))
-    assert _at_once(known, call, ops.decide) is not None
+    assert _direct_choice(known, call, ops.decide) is not None
     for field in ("q", "k", "v"):
         asking = call._replace(**{field: getattr(call, field).clone().requires_grad_()})
-        assert _at_once(known, asking, ops.decide) is None
+        assert _direct_choice(known, asking, ops.decide) is None
         with torch.no_grad():
-            assert _at_once(known, asking, ops.decide) is not None
-        assert _at_once(known, asking, ops.decide) is None
+            assert _direct_choice(known, asking, ops.decide) is not None
+        assert _direct_choice(known, asking, ops.decide) is None
 
 
 @pytest.mark.parametrize("pattern", ("xyy", "xxy", "xyx", "xxx"))
@@ -132,11 +132,11 @@ def test_one_tensor_twice_is_known_again(pattern):
     held = {letter: torch.randn(2, 8, 4, 16) for letter in pattern}
     call = Call(*(held[letter] for letter in pattern), right=0)
     for again in (call, call, call._replace(left=3), call):
-        assert _at_once(known, again, decide) is ops.decide(again)
+        assert _direct_choice(known, again, decide) is ops.decide(again)
     assert len(decided) == 2
     apart = Call(*(torch.randn(2, 8, 4, 16) for _ in range(3)), right=0)
     for again in (apart, call, apart._replace(v=_moved(apart.v)), call, apart):
-        assert _at_once(known, again, decide) is ops.decide(again)
+        assert _direct_choice(known, again, decide) is ops.decide(again)
     assert len(decided) == 4
 
 
@@ -156,7 +156,7 @@ def test_few_are_kept_of_calls_alike(monkeypatch):
     monkeypatch.setattr(choices, "MOST_ALIKE", 2)
     for elements in (0, 1, 2, 0, 1, 2):
         moved = call._replace(q=_moved(call.q, elements))
-        assert _at_once(known, moved, ops.decide) is ops.decide(moved)
+        assert _direct_choice(known, moved, ops.decide) is ops.decide(moved)
     (alike,) = known.alike.values()
     assert len(alike) == 2
     known.clear()
@@ -173,7 +173,7 @@ def test_guards_that_take_other_arguments_are_gone_without(error, monkeypatch):
     monkeypatch.setattr(choices, "TensorGuards", refuse)
     known, call = Choices(), _plain()
     for _ in range(3):
-        assert _at_once(known, call, ops.decide) is ops.decide(call)
+        assert _direct_choice(known, call, ops.decide) is ops.decide(call)
     assert not known.alike
 
 

@@ -71,7 +71,7 @@ def _compiled_cases():
     }
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("name", _compiled_cases())
 def test_compiled_whole_it_means_the_same(name):
     function, tensors = _compiled_cases()[name]

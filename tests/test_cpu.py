@@ -82,7 +82,7 @@ class Draw:
 # ---------------------------------------------------------------- against the oracle
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(12))
 def test_any_features_together(seed, dtype, judge):

@@ -52,13 +52,13 @@ def test_drawn_calls(seed, dtype, workers, judge):
     judge(Draw(seed).call(dtype))
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(CAUSES)])
 def test_cases(name, workers, judge):
     judge(CASES[name].build(requires_grad=True)._replace(kernel="cpu"))
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("name", DECODES)
 def test_decodes(name, workers):
     call = DECODES[name].build("cpu", torch.float32, "normal", 1, "cpu")

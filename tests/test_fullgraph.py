@@ -249,7 +249,7 @@ def test_every_public_function_is_in_the_table():
         assert set(module.__all__) == {name.removeprefix(f"{library}.") for name in tried if name.startswith(library)}
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("name", TABLE)
 def test_one_graph_for_all_lengths_with_gradients(name):
     function, inputs = TABLE[name]
@@ -275,17 +275,17 @@ def _trained(compiled: Callable, seed: int) -> list[Tensor]:
     return [t.clone() for t in (out, *torch.autograd.grad(out, tensors, torch.ones_like(out)))]
 
 
-LASTING = ((error_flags, "_words"), (counters, "_held"), (counters, "_reserves"))
+PERSISTENT = ((error_flags, "_words"), (counters, "_held"), (counters, "_reserves"))
 _MADE: list[object] = []  # not let go of: launches that are noted know only the address
 
 
 @pytest.fixture
 def nothing_kept(monkeypatch):
     """What lasts as long as the process is made by the test, as if its call were the process's first."""
-    for module, name in LASTING:
+    for module, name in PERSISTENT:
         monkeypatch.setattr(module, name, {})
     yield
-    _MADE.extend(getattr(module, name) for module, name in LASTING)
+    _MADE.extend(getattr(module, name) for module, name in PERSISTENT)
 
 
 @pytest.mark.gpu
@@ -320,4 +320,4 @@ def test_reduce_overhead_replays_a_decode(nothing_kept):
         q = torch.randn(2, 1, 8, 128, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(seed))
         torch.compiler.cudagraph_mark_step_begin()
         torch.testing.assert_close(compiled(q).clone(), function(q), rtol=2**-7, atol=2**-7)
-    assert all(getattr(module, name) for module, name in LASTING)
+    assert all(getattr(module, name) for module, name in PERSISTENT)

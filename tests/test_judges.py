@@ -121,7 +121,7 @@ def caught(bug: str, families=FAMILIES, shapes=("causal", "few_rows")) -> bool:
     return False
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES)

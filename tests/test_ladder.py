@@ -65,7 +65,7 @@ def test_rows_that_see_no_key(name):
     assert simulate(name, size, "lazy")["worst"] <= 1
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("name", [name for name in RUNGS if name not in SLOW])
 def test_rings_go_round(name):
     assert simulate(name, LONG._replace(heads=1), "eager")["worst"] <= 1
@@ -316,7 +316,7 @@ def compiled(name: str, head_dim: int, causal: bool, target: str, seqlen: int = 
     assert all(report.shared_bytes <= 227 * 1024 for report in reports.values())
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("name", RUNGS)
 def test_compiles(name):
     compiled(name, 128, True, "sm_90")

@@ -16,7 +16,7 @@ import pytest
 
 import strobe
 from ladder.harness import FILES as RUNG_FILES
-from strobe.env import Knobs
+from strobe.env import Environment
 from strobe.kernels import FAMILIES
 
 ROOT = Path(strobe.__file__).parent
@@ -256,7 +256,7 @@ def test_functions_take_few_parameters(name):
 
 
 def test_the_face_is_small():
-    assert len(Knobs._fields) <= 6
+    assert len(Environment._fields) <= 6
     assert len(strobe.__all__) <= 33
     assert sorted(strobe.__all__) == strobe.__all__
 

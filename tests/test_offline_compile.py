@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from turns import has_turn
+from parts import on_each_commit
 
 from strobe.kernels.blackwell import kernel as blackwell
 from strobe.kernels.hopper import kernel as hopper
@@ -41,7 +41,7 @@ def _is_on_every_target(unit: Unit) -> bool:
 def _marks(unit: Unit) -> list:
     if not unit.each_commit:
         return [pytest.mark.nightly]
-    return [pytest.mark.turns(1)] if _is_on_every_target(unit) else []  # of one part: at each commit, and at night
+    return [pytest.mark.parts(1)] if _is_on_every_target(unit) else []  # of one part: at each commit, and at night
 
 
 def _each(units):
@@ -49,9 +49,8 @@ def _each(units):
 
 
 @pytest.mark.parametrize("unit", _each(UNITS))
-def test_within_budget_and_as_recorded(unit, pytestconfig):
-    by_turns = pytestconfig.option.turns and not has_turn(str(unit), 4)
-    anew = not unit.each_commit or (_is_on_every_target(unit) and not by_turns)
+def test_within_budget_and_as_recorded(unit):
+    anew = not unit.each_commit or (_is_on_every_target(unit) and on_each_commit(str(unit), 4))
     found = rows(unit, recorded=None if anew else RECORDED)
     assert [fault for row in found for fault in budget.faults(row)] == []
     recorded = [row for row in RECORDED.values() if Unit(*key(row)[:3]) == unit]

@@ -30,7 +30,7 @@ def agree(got: torch.Tensor, expected: torch.Tensor) -> None:
 # ---------------------------------------------------------------- the ops by themselves
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_passes_opcheck(name):
     torch.library.opcheck(ops.FORWARD, tuple(CALLS[name](torch.float64)), test_utils=CHECKS)
@@ -41,7 +41,7 @@ def test_forward_passes_opcheck_with_its_trailing_defaults_left_out(name):
     torch.library.opcheck(ops.FORWARD, tuple(CALLS[name](torch.float64).arguments), test_utils=CHECKS)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("name", ("causal", "documents", "varlen causal sinks", "no keys"))
 def test_forward_out_passes_opcheck(name):
     call = CALLS[name](torch.float32)
@@ -49,7 +49,7 @@ def test_forward_out_passes_opcheck(name):
     torch.library.opcheck(ops.FORWARD_OUT, (out, *call), test_utils=CHECKS)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("name, lse_gradient", [(name, index % 2 == 0) for index, name in enumerate(NAMES)] + [("causal", True), ("sinks", False)])
 def test_backward_passes_opcheck(name, lse_gradient):
     call = CALLS[name](torch.float64)._replace(needs_grad=True)
@@ -65,7 +65,7 @@ def test_out_and_lse_agree_with_the_oracle(name):
         agree(got, expected)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_agree_with_finite_differences(name):
     call = with_grad(CALLS[name](torch.float64))

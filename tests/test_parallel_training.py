@@ -18,7 +18,7 @@ from strobe.testing.poison import fill_with_poison, patched_empty
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"),
-    pytest.mark.turns(2, "training"),  # one start of two processes serves all of them
+    pytest.mark.parts(2, "training"),  # one start of two processes serves all of them
 ]
 
 STEPS, LAYERS = 3, 2

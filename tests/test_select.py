@@ -239,7 +239,7 @@ def test_dimensions_of_one_have_any_stride():
 
 
 def test_reasons_that_lie_in_the_machine(monkeypatch):
-    monkeypatch.setattr(tma_requirements, "KNOBS", tma_requirements.KNOBS._replace(interpret=True))
+    monkeypatch.setattr(tma_requirements, "ENV", tma_requirements.ENV._replace(interpret=True))
     assert refusal(_dense()) == "Triton's interpreter (TRITON_INTERPRET) does not know Gluon"
     monkeypatch.undo()
     monkeypatch.setattr(protocol, "find_spec", lambda name: None)

@@ -71,7 +71,7 @@ from transformers.generation import ContinuousBatchingConfig
 
 from strobe.compat import transformers as integration
 from strobe.compat.transformers import attention as attention_module
-from strobe.compat.transformers.layer_mask import Band, Sight
+from strobe.compat.transformers.layer_mask import Band, LayerMask
 from strobe.compat.transformers.masks import mask
 
 integration.register()
@@ -556,7 +556,7 @@ def _written(asked: dict, config) -> Tensor:
         causal = "allow_is_bidirectional_skip" not in asked
         return seen | (strobe.causal() if causal else strobe.full()).dense(rows, keys)
     assert tensor.dtype == torch.int32 and tensor.numel() <= 8 * 4 * batch * (rows + keys)  # never S_q x S_k
-    sight = Sight.from_tensor(tensor, batch, rows, keys)
+    layer_mask = LayerMask.from_tensor(tensor, batch, rows, keys)
     width = getattr(config, "sliding_window", None)
     band = {
         Band.FULL: strobe.full,
@@ -564,8 +564,8 @@ def _written(asked: dict, config) -> Tensor:
         Band.WINDOW: lambda: strobe.window(width - 1, 0),
         Band.AROUND: lambda: strobe.window(width, width),
     }
-    whole = band[sight.band]() & (strobe.full() if sight.hidden is None else sight.hidden)
-    seen[:, :, : sight.seqlen_k] = whole.dense(rows, sight.seqlen_k)
+    whole = band[layer_mask.band]() & (strobe.full() if layer_mask.hidden is None else layer_mask.hidden)
+    seen[:, :, : layer_mask.seqlen_k] = whole.dense(rows, layer_mask.seqlen_k)
     return seen
 
 
@@ -655,12 +655,14 @@ def test_a_mask_of_ones_needs_no_look_at_the_band():
     """The layer reads sizes alone, and they survive what generate does to a mask."""
     for band in Band:
         for final in (False, True):
-            tensor = Sight(band, 7, None, final).to_tensor(2, 5, "cpu")
+            tensor = LayerMask(band, 7, None, final).to_tensor(2, 5, "cpu")
             assert tensor.numel() == 0
-            assert Sight.from_tensor(tensor.contiguous().clone(), 2, 5, 9) == Sight(band, 7, None, final)
+            assert LayerMask.from_tensor(tensor.contiguous().clone(), 2, 5, 9) == LayerMask(band, 7, None, final)
     hidden = strobe.documents(torch.zeros(2, 5, dtype=torch.int32), torch.tensor([[0, 0, 0, -1, 0, 0, -1]] * 2, dtype=torch.int32))
-    sight = Sight.from_tensor(Sight(Band.WINDOW, 7, hidden).to_tensor(2, 5, "cpu").contiguous(), 2, 5, 7)
-    assert torch.equal(sight.hidden.dense(5, 7), hidden.dense(5, 7)) and torch.equal(sight.hidden.documents.spans_q, hidden.documents.spans_q)
+    layer_mask = LayerMask.from_tensor(LayerMask(Band.WINDOW, 7, hidden).to_tensor(2, 5, "cpu").contiguous(), 2, 5, 7)
+    assert torch.equal(layer_mask.hidden.dense(5, 7), hidden.dense(5, 7)) and torch.equal(
+        layer_mask.hidden.documents.spans_q, hidden.documents.spans_q
+    )
 
 
 def test_what_a_layer_says_counts_where_there_is_no_mask_and_only_there(asked):
@@ -737,17 +739,17 @@ def test_offsets_that_contradict_the_rest_are_refused():
 
 
 def test_masks_of_other_sizes_are_refused():
-    sight = Sight(Band.CAUSAL, 7).to_tensor(2, 5, "cpu")
+    layer_mask = LayerMask(Band.CAUSAL, 7).to_tensor(2, 5, "cpu")
     for batch, rows, keys in ((1, 5, 7), (2, 5, 6), (2, 13, 20)):
         with pytest.raises(ValueError, match=r"^attention_mask: got one for B=2"):
-            Sight.from_tensor(sight, batch, rows, keys)
+            LayerMask.from_tensor(layer_mask, batch, rows, keys)
 
 
 def test_a_window_of_no_known_width_is_refused():
     q = torch.zeros(1, 2, 9, 8)
-    sight = Sight(Band.WINDOW, 9).to_tensor(1, 9, "cpu")
+    layer_mask = LayerMask(Band.WINDOW, 9).to_tensor(1, 9, "cpu")
     with pytest.raises(NotImplementedError, match=r"^sliding_window: "):
-        attention_module.attention(nn.Identity(), q, q, q, sight)
+        attention_module.attention(nn.Identity(), q, q, q, layer_mask)
 
 
 @pytest.mark.parametrize("found", ["4.57.1", "5.0.0"])

@@ -9,7 +9,7 @@ import os
 from typing import NamedTuple
 
 
-class Knobs(NamedTuple):
+class Environment(NamedTuple):
     interpret: bool  # TRITON_INTERPRET: Triton kernels run in Triton's CPU interpreter; true for what Triton takes as true
     log: str  # STROBE_LOG: level of the logger "strobe" (WARNING unless set)
     sync: bool  # STROBE_SYNC: wait after each launch, so that a fault is raised by the call that caused it
@@ -20,12 +20,12 @@ def _flag(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "on", "yes", "y")  # as Triton reads its own
 
 
-def read() -> Knobs:
+def read() -> Environment:
     """
     >>> read().interpret in (True, False)
     True
     """
-    return Knobs(
+    return Environment(
         interpret=_flag("TRITON_INTERPRET"),
         log=os.environ.get("STROBE_LOG", "WARNING").upper(),
         sync=_flag("STROBE_SYNC"),
@@ -33,4 +33,4 @@ def read() -> Knobs:
     )
 
 
-KNOBS = read()  # read once, at import: a switch flipped halfway would make two calls of one process disagree
+ENV = read()  # read once, at import: a switch flipped halfway would make two calls of one process disagree

@@ -65,13 +65,13 @@ def attention(
         exact = type(causal) is bool and (deterministic is None or type(deterministic) is bool) and (scale is None or type(scale) is float)
         if exact and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):  # 1 equals True, and is refused
             words = causal, scale
-            found = ops.again(q, k, v, words, deterministic)
+            found = ops.run_again(q, k, v, words, deterministic)
             if found is not None:
                 return found
     call = _dense(q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
     found = ops.run(call, out if out is None else _out(out), True)[0]
     if words is not None:
-        ops.meet_words(call, words)
+        ops.remember_keywords(call, words)
     return found
 
 

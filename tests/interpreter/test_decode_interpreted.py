@@ -14,14 +14,14 @@ import test_decode
 from decoding import draw_table, expected, fill_unowned, judged, on, wide_sums
 
 import strobe
-from strobe.env import KNOBS
+from strobe.env import ENV
 from strobe.ops import decode as ops_decode
 from strobe.problem.decode import DecodeCall
 from strobe.problem.target import FAKES
 from strobe.testing import FAMILIES
 from strobe.testing.decode import DECODES, assert_decode_as_good_as
 
-pytestmark = pytest.mark.skipif(not KNOBS.interpret, reason="TRITON_INTERPRET is not set")
+pytestmark = pytest.mark.skipif(not ENV.interpret, reason="TRITON_INTERPRET is not set")
 
 DTYPES = (torch.float32, torch.float16, torch.float64)  # not bfloat16: the interpreter (Triton 3.6, create_dot) multiplies its bits as integers
 HERE = {"device": "cpu", "kernel": "portable"}
@@ -29,7 +29,7 @@ SLOW = ("dense_tokens_16_group_8", "dense_tokens_40_group_3", "pages_of_1024", "
 SHORT = ("dense_tokens_5", "dense_softcap_sinks", "dense_left_padded", "dense_no_room", "pages_of_13", "pages_lost", "pages_fp8")
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("n, name", [pytest.param(n, name, marks=[pytest.mark.nightly] * (name in SLOW), id=name) for n, name in enumerate(DECODES)])
 def test_in_splits(n, name):
     dtype = DTYPES[n % 2 if DECODES[name].fp8 else n % 3]  # no float64 over 8 bits on a GPU

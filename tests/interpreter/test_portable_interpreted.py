@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import strobe
-from strobe.env import KNOBS
+from strobe.env import ENV
 from strobe.testing import CASES, FAMILIES
 
-pytestmark = pytest.mark.skipif(not KNOBS.interpret, reason="TRITON_INTERPRET is not set")
+pytestmark = pytest.mark.skipif(not ENV.interpret, reason="TRITON_INTERPRET is not set")
 
 LIGHT = (
     "length_1", "length_3", "length_65", "decode_64", "few_keys", "one_key", "no_keys_sinks", "head_dim_1", "head_dim_21", "head_dims_40_72",
@@ -39,13 +39,13 @@ def _light(n: int, name: str):
     return pytest.param(case, dtype, family, id=f"{name}-{str(dtype).removeprefix('torch.')}-{family}")
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("case, dtype, family", [_light(n, name) for n, name in enumerate(LIGHT)])
 def test_interpreted(case, dtype, family, judge):
     judge(case.build("cpu", dtype, family, SEED, requires_grad=True, kernel="portable"), family, SEED)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("case, dtype, family", [_light(n + 1, name) for n, name in enumerate(LIGHT) if "documents" not in name])
 def test_interpreted_with_the_bits_of_a_decode(case, dtype, family, judge):
     call = case.build("cpu", dtype, family, SEED, kernel="portable")._replace(batch_invariant=True)

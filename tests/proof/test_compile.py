@@ -233,7 +233,8 @@ def test_what_another_version_compiled_is_not_run(tmp_path):
 def test_a_version_is_told_by_all_code_that_forms_answer_by(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "PACKAGE", tmp_path)
     (tmp_path / "kernels/hopper").mkdir(parents=True)
-    places = ("kernels/hopper/forms.py", "mask.py", "problem.py")
+    (tmp_path / "problem").mkdir()
+    places = ("kernels/hopper/traits.py", "problem/mask.py", "problem/problem.py")
     told = set()
     for changed in (None, *places):
         for place in places:

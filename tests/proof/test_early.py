@@ -149,7 +149,7 @@ def _pairs() -> list:
     return [pytest.param(n, case, change, marks=marks(n), id=f"{case.name}-{change.__name__}") for n, case, change in pairs]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.parts(2)
 @pytest.mark.parametrize("n, case, change", _pairs())
 def test_scores_that_grow(n, case, change):
     call = _built(case, change, "cpu")

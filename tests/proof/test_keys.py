@@ -13,13 +13,13 @@ import json, sys, threading, time
 from triton.runtime import jit
 from strobe.kernels.blackwell import forward as blackwell
 from strobe.kernels.device.tma import corner
-from strobe.kernels.hopper import backward, decode, forward, rows
+from strobe.kernels.hopper import backward, backward_preprocess, decode, forward
 from strobe.kernels.runtime.keys import hash_callees_first
 from strobe.kernels.portable import backward as portable_backward, decode as portable_decode, forward as portable
 
 named = [
     (module.__name__, name, kernel)
-    for module in (portable, portable_backward, portable_decode, decode, forward, backward, rows, blackwell)
+    for module in (portable, portable_backward, portable_decode, decode, forward, backward, backward_preprocess, blackwell)
     for name, kernel in vars(module).items()
     if name.endswith("_kernel") and name != "_kernel"
 ]

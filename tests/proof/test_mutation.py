@@ -55,7 +55,7 @@ def test_the_results_are_of_all_scenes_and_add_up():
         assert row["plain run"] <= row["happens-before"] <= row["noticed"], row["scene"]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.parts(2)
 @pytest.mark.parametrize("scene", [pytest.param(scene, id=scene.name) for suite in SUITES_HERE for scene in suite.all()])
 def test_a_scene_runs(scene):
     """As it is. Most scenes' mutants are counted at night only, and what keeps a scene from running would be met no sooner."""

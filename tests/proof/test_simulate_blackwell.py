@@ -37,7 +37,7 @@ from tools.proof.simulate import on, simulated
 
 HERE = Path(__file__).parent
 SOURCE = (HERE / FORWARD).resolve()
-SCHEDULE = SOURCE.parents[1] / "device" / "schedule.py"
+SCHEDULE = SOURCE.parents[1] / "device" / "tile_scheduler.py"
 
 
 def _case(name: str, seqlen_q: int = 520, seqlen_k: int | None = 390, width: int = 128, **options) -> Case:

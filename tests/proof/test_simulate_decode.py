@@ -182,7 +182,7 @@ def wide_call(head_dim: int, head_dim_v: int, dtype: torch.dtype, page_size: int
 WIDTHS = [(64, 64, 16), (96, 96, 0), (128, 128, 128), (192, 128, 48), (256, 256, 1), (32, 8, 16)]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.parts(2)
 @pytest.mark.parametrize("head_dim, head_dim_v, page_size", WIDTHS)
 def test_the_hopper_decode_at_every_width(head_dim, head_dim_v, page_size, monkeypatch):
     assert simulated(wide_call(head_dim, head_dim_v, torch.bfloat16, page_size), SCHEDULES[page_size % 3], monkeypatch) == []
@@ -215,7 +215,7 @@ def test_counters_are_kept_and_of_one_size_or_another():
 def test_captures_are_given_zeros_of_their_own(monkeypatch):
     """Of a reserve that is set aside outside of a capture; where that is used up, zeros that the graph clears."""
     device, real = torch.device("cuda", 7), torch.zeros
-    monkeypatch.setattr(counters.lasting, "zeros", lambda device, size: real(size, dtype=torch.int32))
+    monkeypatch.setattr(counters, "persistent_zeros", lambda device, size: real(size, dtype=torch.int32))
     monkeypatch.setattr(counters, "_held", {})
     monkeypatch.setattr(counters, "_reserves", {7: (real(counters.RESERVE, dtype=torch.int32), 0)})
     one, other = (counters._new(device, (7, 1, capture, 2)) for capture in (11, 12))

@@ -34,7 +34,7 @@ def _run(call, kernel):
     return [t.detach() for t in (out, *grads)]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("side", ("spans_q", "spans_k"))
 @pytest.mark.parametrize("how", FORGED)
 @pytest.mark.parametrize("kernel", ("hopper", "portable"))

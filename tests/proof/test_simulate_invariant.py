@@ -82,7 +82,7 @@ def proven(case: Case, n: int, family: str, schedules) -> None:
 CALLS = list(enumerate({**SEVERAL, **{name: CASES[name] for name in OF_THE_TABLE}}.values()))
 
 
-@pytest.mark.turns(2)
+@pytest.mark.parts(2)
 @pytest.mark.parametrize("family", FAMILY)
 @pytest.mark.parametrize("n, case", CALLS, ids=[case.name for _, case in CALLS])
 def test_a_forward_in_splits(n, case, family):
@@ -112,7 +112,7 @@ def same_bits(call: Call, decoded: dict[str, torch.Tensor], rows: tuple[slice, i
     assert torch.equal(out[batch, place], others[0][0]) and torch.equal(lse[batch, :, place], others[1][0])
 
 
-@pytest.mark.turns(2)
+@pytest.mark.parts(2)
 @pytest.mark.parametrize("family", FAMILY)
 @pytest.mark.parametrize("name", [name for name, case in SEVERAL.items() if not case.packed and "more_rows" not in name])
 def test_rows_have_the_bits_of_a_decode(name, family, wide_sums):

@@ -33,7 +33,7 @@ def _light(n: int, name: str):
     return pytest.param(CASES[name], target, dtype, family, id=f"{name}-{target}-{str(dtype).removeprefix('torch.')}-{family}")
 
 
-@pytest.mark.turns(3)
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("case, target, dtype, family", [_light(n, name) for n, name in enumerate(LIGHT)])
 def test_forward_and_backward(case, target, dtype, family, judge):
     with on(TARGETS[target], mode="eager") as run:

@@ -13,7 +13,7 @@ import torch
 
 from .. import __version__
 from ..compat import sdpa
-from ..env import KNOBS
+from ..env import ENV
 from ..errors import UnsupportedProblem
 from ..kernels import FAMILIES, kernels
 from ..ops import attention as ops
@@ -55,7 +55,7 @@ def facts() -> dict[str, str]:
     lines["compiler"] = compiler() or "none found"
     lines |= {f"gpu {index}": str(Target.of(torch.device("cuda", index))) for index in range(torch.cuda.device_count())}
     lines["cpu"] = f"{Target.of(torch.device('cpu'))}, {torch.backends.cpu.get_cpu_capability()}, torch uses {torch.get_num_threads()} threads"
-    lines["knobs"] = ", ".join(f"{name}={value!r}" for name, value in KNOBS._asdict().items())
+    lines["knobs"] = ", ".join(f"{name}={value!r}" for name, value in ENV._asdict().items())
     return lines
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..env import KNOBS
+from ..env import ENV
 from ..errors import InvalidProblem, UnsupportedProblem
 from ..kernels.protocol import Backward, Forward, Plan, gradient_addresses
 from ..kernels.runtime import launch_errors
@@ -22,8 +22,8 @@ from ..kernels.runtime.workspace import carved, empty_here, pieces, scratch
 from ..problem.call import FIELD_KINDS, OPTIONAL_TENSORS, SCALARS, Call, check, check_spans
 from ..problem.problem import ALIGNMENT, Problem
 from ..problem.target import Target
-from ..problem.torch_state import distinct, in_autocasts_dtype, is_distributed, tangents, unguarded, wants_beneath, written_by_copy
-from ..selection.choices import Choices, at_once
+from ..problem.torch_state import distinct, in_autocasts_dtype, is_distributed, tangents, unseen_mode_active, wants_beneath, written_by_copy
+from ..selection.choices import Choices, direct_choice
 from ..selection.repeat import forward_again, gradients_again, meet, repeats
 from ..selection.select import Choice, select
 from . import fake, flops, vmap
@@ -49,8 +49,8 @@ def decide(call: Call) -> Choice[Problem]:
     return choice
 
 
-def _decide_told(call: Call) -> Choice[Problem]:
-    return decide(call.asking if wants_gradients(call) else call)
+def _decide_with_grad(call: Call) -> Choice[Problem]:
+    return decide(call.with_grad if wants_gradients(call) else call)
 
 
 def raw_key(call: Call) -> tuple:
@@ -77,7 +77,7 @@ def _launch(plan: Plan, call: Any, tensors: Forward | Backward | None, workspace
             launch_errors.run(plan, call, tensors, workspace)
     else:
         launch_errors.run(plan, call, tensors, workspace)
-    if KNOBS.sync and q.is_cuda:
+    if ENV.sync and q.is_cuda:
         torch.cuda.synchronize(q.device)
 
 
@@ -233,9 +233,9 @@ def _gradients(saved: Sequence[Tensor], rest: tuple, dout: Tensor | None, dlse: 
     """Of what autograd kept, which it may give but once (checkpointing)."""
     q, k, v, out, lse, *optionals = saved
     scalars, longest, count = rest
-    call = (Call(q, k, v, *scalars, *optionals, *longest) if optionals else Call(q, k, v, *scalars)).asking
+    call = (Call(q, k, v, *scalars, *optionals, *longest) if optionals else Call(q, k, v, *scalars)).with_grad
     dout = torch.zeros_like(out) if dout is None else dout
-    choice = at_once(_choices, call, decide, dout, out, lse) if dlse is None and call.plain else None
+    choice = direct_choice(_choices, call, decide, dout, out, lse) if dlse is None and call.plain else None
     if choice is not None:
         given = _given_gradients(call, choice, (dout, out, lse, None))
         meet(choice, (q, k, v, dout, out, lse))
@@ -254,7 +254,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *flat):
         call = Call(*flat)
-        choice = at_once(_choices, call, decide) if call.plain else None
+        choice = direct_choice(_choices, call, decide) if call.plain else None
         out, lse = FORWARD(*flat) if choice is None else _forward(call, choice)
         _save(ctx, call, len(flat), out, lse)
         return out, lse
@@ -335,18 +335,18 @@ class _AttentionUnderTransforms(torch.autograd.Function):
 
 
 def prepare(call: Call) -> Call:
-    """The call as the ops are to see it: in autocast's dtype, and with needs_grad told."""
-    return told(in_autocasts_dtype(call) if torch._C._is_any_autocast_enabled() else call)
+    """The call as the ops take it: in autocast's dtype, and with needs_grad set where a gradient is needed."""
+    return with_needed_grad(in_autocasts_dtype(call) if torch._C._is_any_autocast_enabled() else call)
 
 
-def told(call: Call) -> Call:
-    """The call with needs_grad told."""
+def with_needed_grad(call: Call) -> Call:
+    """The call with needs_grad set where a gradient is needed."""
     if is_distributed(call.q):
         from . import sharding  # when the first DTensor comes by
 
         sharding.teach()
     wanted = wants_gradients(call) or (torch.is_grad_enabled() and wants_beneath((*call[:3], call.sinks)))
-    return call.asking if wanted else call
+    return call.with_grad if wanted else call
 
 
 def wants_gradients(call: Call) -> bool:
@@ -359,12 +359,12 @@ def wants_gradients(call: Call) -> bool:
 def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple[Tensor, Tensor]:
     """out and lse of a call, through whichever path its gradients, transforms and autocast ask for; out_alone: nobody looks at lse."""
     if out is None:
-        choice = at_once(_choices, call, _decide_told, graded=out_alone)
+        choice = direct_choice(_choices, call, _decide_with_grad, graded=out_alone)
         if choice is not None and not choice.problem.needs_grad:
             return _forward(call, choice)
         if choice is not None and out_alone:
             return (_apply_plain(*call[:3], (call[SCALARS], choice)),)  # type: ignore[return-value]
-    call = prepare(call) if out is None else told(call)  # torch's own ops with out= do not go through autocast either
+    call = prepare(call) if out is None else with_needed_grad(call)  # torch's own ops with out= do not go through autocast either
     if tangents(call.parted[0]):
         raise forward_mode()
     flops.meet_counters()
@@ -385,16 +385,18 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
     return (_OutAlone.apply(*arguments),) if out_alone else _Attention.apply(*arguments)  # type: ignore[return-value]
 
 
-def again(q: Tensor, k: Tensor, v: Tensor, words: tuple, ordered: bool | None) -> Tensor | None:
+def run_again(q: Tensor, k: Tensor, v: Tensor, words: tuple, ordered: bool | None) -> Tensor | None:
     """out of a plain call whose like was met in the same words, which then need not be looked at; None where it was not."""
-    met = None if unguarded() else _choices.like((q, k, v), (*words, torch._C._get_deterministic_algorithms() if ordered is None else ordered))
+    met = (
+        None if unseen_mode_active() else _choices.like((q, k, v), (*words, torch._C._get_deterministic_algorithms() if ordered is None else ordered))
+    )
     if met is None:
         return None
     return _apply_plain(q, k, v, met) if met[1].problem.needs_grad else _plain_forward(q, k, v, *met)[0]
 
 
-def meet_words(call: Call, words: tuple) -> None:
+def remember_keywords(call: Call, words: tuple) -> None:
     """Know a plain call that ran by its words, if it was met as a call."""
-    choice = None if unguarded() else _choices.like(*call.parted)
+    choice = None if unseen_mode_active() else _choices.like(*call.parted)
     if choice is not None:
         _choices.meet(call[:3], (*words, call.deterministic), (call[SCALARS], choice))

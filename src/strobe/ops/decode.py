@@ -14,9 +14,9 @@ from ..errors import InvalidProblem, UnsupportedProblem
 from ..kernels.protocol import Forward
 from ..kernels.runtime.split_kv import addresses
 from ..kernels.runtime.workspace import carved, empty_here
-from ..problem import append as appending
 from ..problem import decode
 from ..problem.append import AppendCall, AppendProblem
+from ..problem.append import check as check_append
 from ..problem.cache import FP8
 from ..problem.call import accumulator
 from ..problem.decode import DecodeCall, DecodeProblem, refuse_gradients
@@ -24,7 +24,7 @@ from ..problem.memory_overlap import share_memory
 from ..problem.problem import ALIGNMENT
 from ..problem.target import Target
 from ..problem.torch_state import batched, is_distributed, written_by_copy
-from ..selection.choices import Choices, at_once
+from ..selection.choices import Choices, direct_choice
 from ..selection.select import Choice, select
 from . import vmap
 from .attention import LIBRARY, _launch, repeats
@@ -183,14 +183,14 @@ def _decode_out_fake(out: Tensor, *flat: Any) -> Tensor:
 
 def _append_fake(*flat: Any) -> None:
     call = AppendCall(*flat)
-    appending.check(call)
+    check_append(call)
     writes_to(call.k)
     writes_to(call.v)
 
 
 def _appended_fake(*flat: Any) -> tuple[Tensor, Tensor]:
     call = AppendCall(*flat)
-    appending.check(call)
+    check_append(call)
     return torch.empty_like(call.k), torch.empty_like(call.v)
 
 
@@ -234,7 +234,7 @@ def prepare(call: DecodeCall) -> DecodeCall:
 
 def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tuple[Tensor, Tensor]:
     """out and lse of a call; past the dispatcher where that has nothing to do. alone: nobody looks at lse."""
-    choice = at_once(_choices, call, decide) if out is None and isinstance(call.q, Tensor) else None
+    choice = direct_choice(_choices, call, decide) if out is None and isinstance(call.q, Tensor) else None
     if choice is not None:
         return _attend(call, choice, alone)  # type: ignore[return-value]
     call = prepare(call)

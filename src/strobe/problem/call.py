@@ -78,7 +78,7 @@ class Call(NamedTuple):
         return (*self[:3], *given), (*self[SCALARS], *absent, *self[OPTIONAL_TENSORS.stop :])
 
     @property
-    def asking(self) -> Call:
+    def with_grad(self) -> Call:
         """This call with needs_grad: `_replace` takes twice as long."""
         return Call._make((*self[:_NEEDS_GRAD], True, *self[_NEEDS_GRAD + 1 :]))
 

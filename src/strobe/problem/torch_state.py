@@ -1,6 +1,6 @@
-"""Whether torch's dispatcher has anything to do for a call, or the body of its op may be run at once.
+"""Whether a call must go through torch's dispatcher, or may run the op's body directly.
 
-On its way through the dispatcher a call of three tensors costs 2.8 us of an H200's host beside what it does: 16.8 us for 14.0.
+The dispatcher costs a call of three tensors 2.8 us on an H200's host: 16.8 us with it, 14.0 us without.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _USUAL = _INFERENCE.add(DispatchKey.ADInplaceOrView)
 _QUIET = (_USUAL.raw_repr(), _INFERENCE.raw_repr())  # what a thread adds to its tensors' keys, out of and in inference mode
 
 
-def watched() -> bool:
-    """Whether somebody looks on, or transforms what is called here, whatever the tensors."""
+def torch_mode_active() -> bool:
+    """Whether a torch mode, transform or profiler is active."""
     if torch.compiler.is_compiling():  # first: the rest is not for tracing
         return True
     # what a thread adds tells of modes of __torch_dispatch__, torch.func, functionalization, torch.jit.trace and pre-dispatch export
@@ -37,12 +37,14 @@ def watched() -> bool:
     return bool(_len_torch_function_stack()) or _is_any_autocast_enabled() or _profiler_enabled() or forward_ad._current_level >= 0
 
 
-def unguarded(traced: bool = True) -> bool:
-    """Whether somebody looks on of whom torch's guards of tensors say nothing: they compare what a thread adds to its tensors' keys, which tells of
-    all else that `watched` asks. That takes three times as long. traced: whether the caller may be what torch.compile traces.
+def unseen_mode_active(traced: bool = True) -> bool:
+    """Whether a mode or profiler is active that torch's guards of tensors do not detect.
+
+    A guard compares the dispatch keys that a thread adds to its tensors. Those keys show every other mode that `torch_mode_active` detects, which
+    takes three times as long. traced: whether torch.compile may be tracing the caller.
 
     >>> with torch.autograd.profiler.profile():
-    ...     unguarded()
+    ...     unseen_mode_active()
     True
     """
     if traced and torch.compiler.is_dynamo_compiling():  # first: the rest is not for tracing
@@ -125,28 +127,28 @@ def tangents(tensors: Sequence[Tensor]) -> bool:
     return any(forward_ad.unpack_dual(layer).tangent is not None for layer in layers)
 
 
-def idle(tensors: Sequence[Tensor], graded: bool = False) -> bool:
-    """Whether an op on these tensors would run its body and nothing else: none needs a gradient (unless that is `graded`, and seen to), and nobody
-    looks on or transforms.
+def needs_dispatcher(tensors: Sequence[Tensor], graded: bool = False) -> bool:
+    """Whether an op on these tensors must go through torch's dispatcher. It need not where the dispatcher would run the op's body and nothing else: no
+    tensor needs a gradient, and no mode is active. graded: the caller handles gradients itself.
 
     >>> x = torch.ones(1)
-    >>> idle([x]), idle([x.requires_grad_()])
-    (True, False)
-    >>> torch.vmap(lambda one: torch.tensor(idle([one])))(torch.ones(1))
-    tensor([False])
+    >>> needs_dispatcher([x]), needs_dispatcher([x.requires_grad_()])
+    (False, True)
+    >>> torch.vmap(lambda one: torch.tensor(needs_dispatcher([one])))(torch.ones(1))
+    tensor([True])
     """
-    if watched():
-        return False
+    if torch_mode_active():
+        return True
     grad = not graded and torch.is_grad_enabled()
     try:
         for tensor in tensors:
             if type(tensor) is not Tensor or (grad and tensor.requires_grad) or tensor.is_neg():
-                return False
+                return True
             if not tensor.data_ptr():  # on meta, empty, or zeros that are not stored
-                return False
+                return True
     except RuntimeError:  # a layout that has no address
-        return False
-    return True
+        return True
+    return False
 
 
 def distinct(arguments: tuple) -> list:

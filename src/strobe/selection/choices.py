@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards  # type: ignore[attr-defined]
 
 from ..problem.problem import ALIGNMENT
-from ..problem.torch_state import idle, unguarded
+from ..problem.torch_state import needs_dispatcher, unseen_mode_active
 
 MOST_CHOICES = 4096  # lengths that change each step would otherwise grow the dictionary for ever
 MOST_ALIKE = 16  # calls of the same sizes and settings, unlike in strides, dtypes, modes or where they lie
@@ -20,8 +20,8 @@ class Choices(dict):
     """Choices by all of a call's metadata, and once more by torch's own guards of its tensors.
 
     One look of a guard at a tensor, in C++, compares class, dtype, device, sizes, strides, whether it needs a gradient, and the keys that the
-    dispatcher would go by: what `idle` and a key read one by one. Of three tensors that is 0.3 us for 3.9 (a CPU's). By guards a plain call stands
-    here twice, with its scalars and with the words that it was asked for in (`ops.again`).
+    dispatcher would go by: what `needs_dispatcher` and a key read one by one. Of three tensors that is 0.3 us for 3.9 (a CPU's). By guards a plain call stands
+    here twice, with its scalars and with the words that it was asked for in (`ops.run_again`).
     """
 
     def __init__(self, *known: Any):
@@ -87,16 +87,16 @@ def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return lambda *others: all([others[i] is others[j] for i, j in again]) and check(*[others[i] for i in distinct])
 
 
-def at_once(known: Choices, call: Any, decide: Callable[[Any], Any], *beside: Tensor, graded: bool = False) -> Any | None:
-    """The Choice of a call whose body may run without the dispatcher, given these tensors beside its own; None where that has something to do.
-    graded: gradients that are wanted of a plain call are seen to."""
-    if unguarded():  # before `known` is looked into, whose contents torch.compile would watch
+def direct_choice(known: Choices, call: Any, decide: Callable[[Any], Any], *beside: Tensor, graded: bool = False) -> Any | None:
+    """The Choice of a call whose body may run without the dispatcher, or None. beside: tensors that the op reads beside the call's own. graded: the
+    caller handles the gradients of a plain call itself."""
+    if unseen_mode_active():  # before `known` is looked into, whose contents torch.compile would watch
         return None
     tensors, rest = call.parted
     if beside:
         tensors = (*tensors, *beside)
     choice = known.like(tensors, rest)
-    if choice is None and idle(tensors, graded and call.plain) and call.whole:
+    if choice is None and not needs_dispatcher(tensors, graded and call.plain) and call.whole:
         choice = decide(call)
         known.meet(tensors, rest, choice)
     return choice

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..env import KNOBS
+from ..env import ENV
 from ..kernels.protocol import Plan, addresses, gradient_place
 from ..kernels.runtime.workspace import empty_here, pieces
 from ..problem.call import Call
-from ..problem.torch_state import unguarded
+from ..problem.torch_state import unseen_mode_active
 from .choices import alike_to
 from .select import Choice
 
@@ -29,7 +29,7 @@ MOST_MET = 4  # kinds of tensors that a Choice knows: gradients come in one or t
 
 def repeats(plan: Plan, q: Tensor) -> bool:
     """Whether launches of a plan may be repeated as they were, here and now."""
-    return bool(plan.again) and q.get_device() == torch._C._cuda_getDevice() and not KNOBS.sync
+    return bool(plan.again) and q.get_device() == torch._C._cuda_getDevice() and not ENV.sync
 
 
 def launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
@@ -41,7 +41,7 @@ def launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
 def forward_again(choice: Choice[Any], q: Tensor, k: Tensor, v: Tensor, optionals: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor] | None:
     """out and lse by a launch that is repeated; None where that cannot be. optionals: those of a call that is not plain."""
     plan: Any = choice.forward
-    if not plan.again or KNOBS.sync or q.get_device() != torch._C._cuda_getDevice():  # `repeats`, said here: see above
+    if not plan.again or ENV.sync or q.get_device() != torch._C._cuda_getDevice():  # `repeats`, said here: see above
         return None
     out, lse = [empty_here(*kind) for kind in choice.problem.outputs]
     place = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()  # `addresses`
@@ -54,13 +54,13 @@ def forward_again(choice: Choice[Any], q: Tensor, k: Tensor, v: Tensor, optional
 def gradients_again(choice: Choice[Any], saved: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """dq, dk and dv of a plain call by a launch that is repeated; None where that cannot be, as where a graph of them is wanted, which torch's guards
     do not tell. saved: q, k, v, out, lse."""
-    if torch.is_grad_enabled() or unguarded(traced=False):
+    if torch.is_grad_enabled() or unseen_mode_active(traced=False):
         return None
     q, k, v, out, lse = saved
     tensors = (q, k, v, dout, out, lse)
     plan: Any = choice.backward
     known = any([alike(*tensors) for alike in choice.met])
-    if not known or not plan.again or KNOBS.sync or q.get_device() != torch._C._cuda_getDevice():
+    if not known or not plan.again or ENV.sync or q.get_device() != torch._C._cuda_getDevice():
         return None
     dq, dk, dv = [empty_here(*kind) for kind in choice.problem.gradients]
     held = pieces(plan, choice.problem.lse_bytes)  # delta stands behind the scratch, in one piece of memory

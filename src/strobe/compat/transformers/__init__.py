@@ -1,6 +1,6 @@
 """transformers models on strobe: `register()` once, then attn_implementation="strobe".
 
-Read `attention` first (what runs in each layer), then `sight` (what it is told) and `masks` (who finds that out, once a forward).
+Read `attention` first (what runs in each layer), then `layer_mask` (what it is told) and `masks` (who finds that out, once a forward).
 """
 
 from __future__ import annotations

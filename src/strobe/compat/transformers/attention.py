@@ -21,7 +21,7 @@ import strobe
 
 from ...errors import InvalidProblem, UnsupportedProblem, describe
 from ..signatures import rows_contiguous
-from .layer_mask import SDPA, Band, Sight
+from .layer_mask import SDPA, Band, LayerMask
 
 
 def attention(
@@ -33,27 +33,29 @@ def attention(
     if isinstance(cache, PagedAttentionCache):  # continuous batching: all the keys of all sequences, packed
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords)  # type: ignore
     q, k, v = (rows_contiguous(t.transpose(1, 2)) for t in (query, key, value))
-    sight = _told(module, k.shape[1], keywords) if attention_mask is None else Sight.from_tensor(attention_mask, q.shape[0], q.shape[1], k.shape[1])
-    causal, window = _band(module, sight.band, attention_mask is not None, keywords)
+    layer_mask = (
+        _told(module, k.shape[1], keywords) if attention_mask is None else LayerMask.from_tensor(attention_mask, q.shape[0], q.shape[1], k.shape[1])
+    )
+    causal, window = _band(module, layer_mask.band, attention_mask is not None, keywords)
     options = {"causal": causal, "window": window, "scale": scaling, "softcap": keywords.get("softcap") or None, "sinks": keywords.get("s_aux")}
-    packing = _packing(sight, q, k, keywords)
+    packing = _packing(layer_mask, q, k, keywords)
     if isinstance(packing, Offsets):
         return strobe.attention_varlen(q[0], k[0], v[0], **packing._asdict(), **options)[None], None
-    if sight.seqlen_k < k.shape[1]:  # a cache that is not full
-        k, v = k[:, : sight.seqlen_k], v[:, : sight.seqlen_k]
+    if layer_mask.seqlen_k < k.shape[1]:  # a cache that is not full
+        k, v = k[:, : layer_mask.seqlen_k], v[:, : layer_mask.seqlen_k]
     return strobe.attention(q, k, v, mask=packing, **options), None
 
 
 # ---------------------------------------------------------------- the band
 
 
-def _told(module: nn.Module, seqlen_k: int, keywords: dict[str, Any]) -> Sight:
+def _told(module: nn.Module, seqlen_k: int, keywords: dict[str, Any]) -> LayerMask:
     """Without a mask, the layer's own flag and window say it, as they do for transformers' own functions."""
     causal = keywords.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if keywords.get("sliding_window") is None:
-        return Sight(Band.CAUSAL if causal else Band.FULL, seqlen_k)
-    return Sight(Band.WINDOW if causal else Band.AROUND, seqlen_k)
+        return LayerMask(Band.CAUSAL if causal else Band.FULL, seqlen_k)
+    return LayerMask(Band.WINDOW if causal else Band.AROUND, seqlen_k)
 
 
 def _band(module: nn.Module, band: Band, masked: bool, keywords: dict[str, Any]) -> tuple[bool, tuple[int, int | None] | None]:
@@ -82,29 +84,29 @@ class Offsets(NamedTuple):
     max_seqlen_k: int | None
 
 
-def _packing(sight: Sight, q: Tensor, k: Tensor, keywords: dict[str, Any]) -> Offsets | strobe.Mask | None:
+def _packing(layer_mask: LayerMask, q: Tensor, k: Tensor, keywords: dict[str, Any]) -> Offsets | strobe.Mask | None:
     """The offsets of one row of packed sequences, or the documents that hide keys from each other, or None."""
     if keywords.get("cu_seq_lens_q") is not None:
-        return _given(sight, q, keywords)
+        return _given(layer_mask, q, keywords)
     positions = keywords.get("position_ids")
-    alone = sight.final or sight.band in (Band.FULL, Band.AROUND) or q.shape[1] == 1 or q.shape[1] != k.shape[1]
+    alone = layer_mask.final or layer_mask.band in (Band.FULL, Band.AROUND) or q.shape[1] == 1 or q.shape[1] != k.shape[1]
     if alone or not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != q.shape[1]:
-        return sight.hidden
+        return layer_mask.hidden
     if is_tracing(positions):
-        return _documents(_starts(positions), q.shape[0]) if sight.hidden is None else sight.hidden
+        return _documents(_starts(positions), q.shape[0]) if layer_mask.hidden is None else layer_mask.hidden
     found = _from_positions(positions, q.shape[0])
     if found is not None and keywords.get("use_cache"):
         remedy = "pass use_cache=False, since a later step over the cache sees the keys of all of them; or generate from a padded batch"
         message = describe("position_ids", "packed sequences with use_cache=True", "one sequence a row beside a cache", remedy)
         warnings.warn(message, UserWarning, stacklevel=2)
-    return sight.hidden if found is None else found
+    return layer_mask.hidden if found is None else found
 
 
-def _given(sight: Sight, q: Tensor, keywords: dict[str, Any]) -> Offsets:
+def _given(layer_mask: LayerMask, q: Tensor, keywords: dict[str, Any]) -> Offsets:
     """cu_seq_lens as DataCollatorWithFlattening and continuous batching give them."""
     if q.shape[0] != 1:
         raise InvalidProblem("cu_seq_lens_q", f"a batch of {q.shape[0]}", "one row of packed sequences", "leave it out, or flatten the batch")
-    if sight.final and sight.hidden is not None:
+    if layer_mask.final and layer_mask.hidden is not None:
         raise InvalidProblem("cu_seq_lens_q", "offsets beside a padding mask or chunks", "one of them", "leave attention_mask out of packed batches")
     keys = "k" if keywords.get("cu_seq_lens_k") is not None else "q"
     offsets = [keywords[f"cu_seq_lens_{side}"].to(torch.int32) for side in ("q", keys)]

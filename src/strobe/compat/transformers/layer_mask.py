@@ -1,7 +1,7 @@
-"""`Sight`: which keys the rows of a layer see, and how that travels through a transformers model.
+"""`LayerMask`: which keys the rows of a layer see, and how that travels through a transformers model.
 
 What a mask function returns reaches the layers through the model's own code, and with a static cache through `generate` and as an input of the
-compiled model: so it must be a tensor of four dimensions. A Sight travels as an int32 tensor whose sizes say the band and the number of keys
+compiled model: so it must be a tensor of four dimensions. A LayerMask travels as an int32 tensor whose sizes say the band and the number of keys
 (nobody reads them from the device) and whose elements, if it has any, are the tensors of `strobe.documents`: O(S), never S_q x S_k.
 """
 
@@ -26,7 +26,7 @@ class Band(IntEnum):
     AROUND = 3  # config.sliding_window keys on either side
 
 
-class Sight(NamedTuple):
+class LayerMask(NamedTuple):
     """The rows are the last ones of the first `seqlen_k` keys; keys after those are seen by none.
 
     hidden: documents, or None. final: nothing is to be added from position_ids, since a padding mask was given or chunks were found.
@@ -40,7 +40,7 @@ class Sight(NamedTuple):
     def to_tensor(self, batch: int, seqlen_q: int, device: torch.device | str) -> Tensor:
         """int32 [1 + band + 4 final, 4 or 0, B, S_q + S_k].
 
-        >>> Sight(Band.CAUSAL, 7).to_tensor(2, 5, "cpu").shape
+        >>> LayerMask(Band.CAUSAL, 7).to_tensor(2, 5, "cpu").shape
         torch.Size([2, 0, 2, 12])
         """
         sizes = batch, seqlen_q + self.seqlen_k
@@ -52,11 +52,11 @@ class Sight(NamedTuple):
         return data.expand(1 + self.band + 4 * self.final, -1, -1, -1)
 
     @staticmethod
-    def from_tensor(tensor: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> Sight:
-        """The sight of a layer of these sizes. A tensor that was not made by `to_tensor`, or not for them, is refused.
+    def from_tensor(tensor: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> LayerMask:
+        """The layer_mask of a layer of these sizes. A tensor that was not made by `to_tensor`, or not for them, is refused.
 
-        >>> Sight.from_tensor(Sight(Band.CAUSAL, 7).to_tensor(2, 5, "cpu"), 2, 5, 9)
-        Sight(band=<Band.CAUSAL: 1>, seqlen_k=7, hidden=None, final=False)
+        >>> LayerMask.from_tensor(LayerMask(Band.CAUSAL, 7).to_tensor(2, 5, "cpu"), 2, 5, 9)
+        LayerMask(band=<Band.CAUSAL: 1>, seqlen_k=7, hidden=None, final=False)
         """
         ours = isinstance(tensor, Tensor) and tensor.dtype == torch.int32 and tensor.dim() == 4
         if not ours or not 1 <= tensor.shape[0] <= 8 or tensor.shape[1] not in (0, 4):
@@ -68,7 +68,7 @@ class Sight(NamedTuple):
             got = f"one for B={tensor.shape[2]} and S_q + S_k={tensor.shape[3]}"
             raise InvalidProblem("attention_mask", got, f"B={batch} and at most {seqlen_q} + {seqlen_k}", "make it for this batch and cache")
         kind = tensor.shape[0] - 1
-        return Sight(Band(kind % 4), keys, _documents(tensor[0], batch, seqlen_q, keys) if tensor.shape[1] else None, kind >= 4)
+        return LayerMask(Band(kind % 4), keys, _documents(tensor[0], batch, seqlen_q, keys) if tensor.shape[1] else None, kind >= 4)
 
 
 def _documents(data: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> Mask:

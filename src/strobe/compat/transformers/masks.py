@@ -19,7 +19,7 @@ from transformers.utils.import_utils import is_tracing
 
 from ...errors import UnsupportedProblem, describe
 from ...problem.mask import Mask, documents
-from .layer_mask import SDPA, Band, Sight
+from .layer_mask import SDPA, Band, LayerMask
 
 
 def mask(
@@ -29,10 +29,10 @@ def mask(
     """What transformers calls for each kind of layer, once a forward. None: the layer's own flag says all, and no window could mislead it."""
     pattern = _Pattern.of(mask_function, rest)
     asked = _Asked(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, rest.get("device", "cpu"))
-    sight = _row(asked, rest) if q_length == 1 and not asked.aligned(pattern) else _rows(asked, pattern)
-    plain = sight.hidden is None and not sight.final and sight.band in (Band.FULL, Band.CAUSAL) and sight.seqlen_k == kv_length
+    layer_mask = _row(asked, rest) if q_length == 1 and not asked.aligned(pattern) else _rows(asked, pattern)
+    plain = layer_mask.hidden is None and not layer_mask.final and layer_mask.band in (Band.FULL, Band.CAUSAL) and layer_mask.seqlen_k == kv_length
     windows = getattr(rest.get("config"), "sliding_window", None) is not None
-    return None if plain and not windows else sight.to_tensor(batch_size, q_length, asked.device)
+    return None if plain and not windows else layer_mask.to_tensor(batch_size, q_length, asked.device)
 
 
 _KNOWN = ("causal_mask_function", "bidirectional_mask_function", "and_mask")  # windows, chunks and packed sequences are joined to one of the two
@@ -87,7 +87,7 @@ class _Asked(NamedTuple):
         return None if padding is None else padding[:, self.kv_offset : self.kv_offset + self.seqlen_k].bool()
 
 
-def _row(asked: _Asked, rest: dict[str, Any]) -> Sight:
+def _row(asked: _Asked, rest: dict[str, Any]) -> LayerMask:
     """One query row: what it sees, written out, is a document, whatever the pattern, with no look at the data."""
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     sizes = asked.batch, 1, asked.seqlen_k, asked.q_offset, asked.kv_offset
@@ -95,10 +95,10 @@ def _row(asked: _Asked, rest: dict[str, Any]) -> Sight:
     if written is None:
         raise UnsupportedProblem(describe("attention_mask", "none", "a row of the mask", SDPA))
     ids_k = written[:, 0, 0].to(torch.int32) - 1
-    return Sight(Band.FULL, asked.seqlen_k, documents(torch.zeros_like(ids_k[:, :1]), ids_k), True)
+    return LayerMask(Band.FULL, asked.seqlen_k, documents(torch.zeros_like(ids_k[:, :1]), ids_k), True)
 
 
-def _rows(asked: _Asked, pattern: _Pattern) -> Sight:
+def _rows(asked: _Asked, pattern: _Pattern) -> LayerMask:
     band = pattern.band
     if band is None:
         got = f"{getattr(asked.function, '__name__', 'a function')} of masks over {asked.seqlen_q} rows"
@@ -113,7 +113,7 @@ def _rows(asked: _Asked, pattern: _Pattern) -> Sight:
         seen = seen if bool(hides) else None
     ids = _runs(rest) if pattern.runs else None
     final = asked.attention_mask is not None or (pattern.chunked and ids is not None)
-    return Sight(band, seqlen_k, _hidden(asked.seqlen_q, ids, seen), final)
+    return LayerMask(band, seqlen_k, _hidden(asked.seqlen_q, ids, seen), final)
 
 
 def _reach(asked: _Asked, band: Band) -> int:

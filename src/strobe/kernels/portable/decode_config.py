@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...env import KNOBS
+from ...env import ENV
 from ...problem.append import AppendCall, AppendProblem
 from ...problem.cache import FP8
 from ...problem.call import DTYPES, FARTHEST
@@ -126,7 +126,7 @@ def invariant_config(problem: Problem, target: Target) -> InvariantConfig:
 def _storage(problem: DecodeProblem, target: Target) -> str:
     if problem.cache_dtype != FP8:
         return "same"
-    return "fp8" if target.capability >= FIRST_FP8 and not KNOBS.interpret else "bits"  # Triton's interpreter converts none either
+    return "fp8" if target.capability >= FIRST_FP8 and not ENV.interpret else "bits"  # Triton's interpreter converts none either
 
 
 def _tuning(problem: DecodeProblem, target: Target, block_m: int) -> Tuning:
@@ -148,7 +148,7 @@ def _tuning(problem: DecodeProblem, target: Target, block_m: int) -> Tuning:
 
 
 def _why_not(problem: DecodeProblem | AppendProblem, target: Target) -> str | None:
-    if target.kind != "cuda" and not KNOBS.interpret:
+    if target.kind != "cuda" and not ENV.interpret:
         return f"needs a GPU of sm_{LEAST_CAPABILITY} or later; this target is {target.words}"
     if target.kind == "cuda" and target.capability < LEAST_CAPABILITY:
         return f"needs sm_{LEAST_CAPABILITY} or later; this target is sm_{target.capability}"
@@ -159,7 +159,7 @@ def _why_not(problem: DecodeProblem | AppendProblem, target: Target) -> str | No
 
 def against_interpreter(dtype: torch.dtype) -> str | None:
     """Why products of this dtype cannot run in Triton's interpreter, where it is on (Triton 3.6, interpreter.create_dot)."""
-    if KNOBS.interpret and dtype == torch.bfloat16:
+    if ENV.interpret and dtype == torch.bfloat16:
         return "Triton's interpreter (TRITON_INTERPRET) multiplies the bits of bfloat16 as integers; give float16 or float32, or unset it"
     return None
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...env import KNOBS
+from ...env import ENV
 from ...problem.call import DTYPES, Call
 from ...problem.mask import MaskStructure
 from ...problem.problem import Problem
@@ -82,7 +82,7 @@ def _form(problem: Problem, tuning: Tuning) -> Form:
 
 
 def _why_not(problem: Problem, target: Target) -> str | None:
-    if target.kind != "cuda" and not KNOBS.interpret:
+    if target.kind != "cuda" and not ENV.interpret:
         return f"needs a GPU of sm_{LEAST_CAPABILITY} or later; this target is {target.words}"
     if target.kind == "cuda" and target.capability < LEAST_CAPABILITY:
         return f"needs sm_{LEAST_CAPABILITY} or later; this target is sm_{target.capability}"

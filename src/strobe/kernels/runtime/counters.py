@@ -9,7 +9,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from . import lasting
+from .workspace import persistent_zeros
 
 RESERVE = 1 << 16  # int32, a device's: what captures are given of it stays theirs
 
@@ -28,7 +28,7 @@ def zeros_on(device: torch.device, count: int) -> Tensor:
     """
     size = 1 << max(0, count - 1).bit_length()
     if device.type != "cuda":
-        return lasting.zeros(device, size)
+        return persistent_zeros(device, size)
     stream = torch.cuda.current_stream(device).cuda_stream
     capture = capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0
     key = device.index, stream, capture, size
@@ -41,9 +41,9 @@ def _new(device: torch.device, key: tuple[int | None, int, int, int]) -> Tensor:
     _, _, capture, size = key
     with _GIVING:
         if not capture and device.index not in _reserves:
-            _reserves[device.index] = lasting.zeros(device, RESERVE), 0
+            _reserves[device.index] = persistent_zeros(device, RESERVE), 0
         if key not in _held:
-            _held[key] = _reserved(device, size) if capture else lasting.zeros(device, size)
+            _held[key] = _reserved(device, size) if capture else persistent_zeros(device, size)
         return _held[key]
 
 
@@ -51,7 +51,7 @@ def _reserved(device: torch.device, size: int) -> Tensor:
     """Zeros for a capture; cleared by each replay where none was set aside, as before the first launch outside of a capture."""
     zeros, used = _reserves.get(device.index, (None, 0))
     if zeros is None or used + size > RESERVE:
-        return lasting.zeros(device, size)
+        return persistent_zeros(device, size)
     _reserves[device.index] = zeros, used + max(size, 8)  # a sector of its own
     return zeros[used : used + size]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import lasting
+from .workspace import persistent_zeros
 
 OFFSETS_Q, OFFSETS_K, LONG_Q, LONG_K, LENGTHS = 1, 2, 4, 8, 16
 SEQLENS, PAGES, K_START, NO_ROOM, NO_ANGLE = 32, 64, 128, 256, 512
@@ -32,7 +32,7 @@ _words: dict[torch.device, Tensor] = {}
 def word(device: torch.device) -> Tensor:
     """The device's error word, int32 [1]; made on first use and kept, so that captured graphs may hold its address."""
     known = _words.get(device)
-    return known if known is not None else _words.setdefault(device, lasting.zeros(device, 1))  # one, even where threads race
+    return known if known is not None else _words.setdefault(device, persistent_zeros(device, 1))  # one, even where threads race
 
 
 def report(device: torch.device, bits: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...env import KNOBS
+from ...env import ENV
 from ...problem.call import DTYPES, Dense, Packed
 from ...problem.mask import MaskStructure
 from ...problem.problem import ALIGNMENT, Problem
@@ -128,6 +128,6 @@ def against_memory(problem: Problem) -> str | None:
 
 
 def against_tools() -> str | None:
-    if KNOBS.interpret:
+    if ENV.interpret:
         return "Triton's interpreter (TRITON_INTERPRET) does not know Gluon"
     return no_triton()

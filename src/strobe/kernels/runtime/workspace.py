@@ -1,9 +1,10 @@
-"""Memory for what kernels write: outputs and the scratch that they declare."""
+"""Memory for kernels: outputs, the workspace that they declare, and zeros that persist."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -74,3 +75,23 @@ def _allocated(buffer: Buffer, device: torch.device) -> Tensor:
     if buffer.fill is None:
         return torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
     return torch.full(buffer.shape, buffer.fill, dtype=buffer.dtype, device=device)
+
+
+def persistent_zeros(device: torch.device, count: int) -> Tensor:
+    """int32 [count] for the rest of the process, valid on all streams and outside the caller's memory pool. Within a capture they belong to the graph,
+    and each replay clears them.
+
+    A call's first run under torch.compile(mode="reduce-overhead") takes its memory from a pool that may hold its outputs and nothing else when it
+    ends. Such a pool is a thread's, so another thread asks.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        with torch.inference_mode(False):  # or nobody outside could write to them
+            return torch.zeros(count, dtype=torch.int32, device=device)
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(_synchronized_zeros, device, count).result()
+
+
+def _synchronized_zeros(device: torch.device, count: int) -> Tensor:
+    made = torch.zeros(count, dtype=torch.int32, device=device)
+    torch.cuda.current_stream(device).synchronize()  # once: launches on other streams wait for nothing of this one
+    return made
