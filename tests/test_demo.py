@@ -143,7 +143,7 @@ def test_packed_sentences_run_on_offsets(monkeypatch):
     register()
     calls, run = [], ops.run
     monkeypatch.setattr(ops, "run", lambda call, *rest: (calls.append(call), run(call, *rest))[1])
-    monkeypatch.setattr(ops, "again", lambda *_: None)  # of calls that were met
+    monkeypatch.setattr(ops, "run_again", lambda *_: None)  # of calls that were met
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
     model = BertModel._from_config(BertConfig(**sizes), attn_implementation=NAME).eval()
     with torch.inference_mode():

@@ -78,7 +78,7 @@ def judge_family(name: str, family: str, dtype: torch.dtype) -> None:
     q, k, v = (tensor.to(dtype).contiguous() for tensor in qkv(family, shape, (1, 90, 1, 64), 64, 0))
     with simulated_run("sm_90", "eager"):
         found = rung.run(q, k, v, True)
-    assert harness.judge(rung, found, (q, k, v), True) <= 1
+    assert harness.check_result(rung, found, (q, k, v), True) <= 1
 
 
 SIXTEEN_BITS = [name for name in RUNGS if name not in ("k7", "k8")]
@@ -198,7 +198,7 @@ def test_a_row_that_is_no_number_stays_alone_though_its_tile_is_done_once_more()
         out, lse = rung.run(q, k, v, False)
     others = torch.arange(200) != OUTGROWN
     assert out[0, OUTGROWN].isnan().all() and lse[0, 0, OUTGROWN].isnan()
-    assert harness.judge(rung, (out[:, others], lse[..., others]), (q[:, others], k, v), False) <= 1
+    assert harness.check_result(rung, (out[:, others], lse[..., others]), (q[:, others], k, v), False) <= 1
 
 
 @pytest.mark.nightly
@@ -240,7 +240,7 @@ def test_a_wrong_result_is_not_timed_or_passed():
     q, k, v = harness.draw(rung, FIRST, torch.device("cpu"))
     out, lse = harness.outputs(q)
     with pytest.raises(AssertionError, match="beyond the limit"):
-        harness.judge(rung, (torch.zeros_like(out), torch.zeros_like(lse)), (q, k, v), True)
+        harness.check_result(rung, (torch.zeros_like(out), torch.zeros_like(lse)), (q, k, v), True)
 
 
 @pytest.mark.parametrize("wrong", [0.9, 1.1], ids=["smaller", "larger"])
@@ -252,9 +252,9 @@ def test_the_judge_of_8_bits_notices_a_tenth(wrong):
     q, k, v = harness.draw(rung, FIRST, torch.device("cpu"))
     call = Call(*(t.double().repeat_interleave(2 // t.shape[2], 2) for t in (q, k, v)), right=0)
     part = reference.forward(call)
-    assert harness.judge(rung, (part.out.bfloat16(), part.lse.float()), (q, k, v), True) <= 1
+    assert harness.check_result(rung, (part.out.bfloat16(), part.lse.float()), (q, k, v), True) <= 1
     with pytest.raises(AssertionError, match="beyond the limit"):
-        harness.judge(rung, (wrong * part.out.bfloat16(), part.lse.float()), (q, k, v), True)
+        harness.check_result(rung, (wrong * part.out.bfloat16(), part.lse.float()), (q, k, v), True)
 
 
 @pytest.mark.nightly

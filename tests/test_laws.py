@@ -222,7 +222,7 @@ def test_only_env_reads_the_environment():
     for name, tree in TREES.items():
         read = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")]
         imported = [one for one in _imports(name) if one in ("os.environ", "os.getenv")]
-        assert name == "env" or read + imported == [], name
+        assert name == "env" or _within(name, "tools") or read + imported == [], name  # tools hand it on to processes
 
 
 # ---------------------------------------------------------------- sizes and names

@@ -1,4 +1,4 @@
-"""What all rungs share: a problem's size, inputs, the judge, and a row of figures. It checks against the oracle before it times.
+"""What all rungs share: a problem's size, inputs, the check of results, and a row of figures. It checks against the oracle before it times.
 
 A rung is one file with a `RUNG`; where no GPU can run it, it runs at small size on the simulator and is judged all the same.
 """
@@ -134,7 +134,7 @@ def load(name: str) -> Rung:
     return importlib.import_module(f"ladder.{FILES[name]}").RUNG
 
 
-# ---------------------------------------------------------------- inputs and the judge
+# ---------------------------------------------------------------- inputs and the check of results
 
 
 def draw(rung: Rung, size: Size, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,7 +172,7 @@ def outputs(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor
     return torch.empty_like(q, dtype=dtype or q.dtype), torch.empty(batch, heads, seqlen, dtype=torch.float32, device=q.device)
 
 
-def judge(rung: Rung, found: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor, Tensor], causal: bool, **options: Any) -> float:
+def check_result(rung: Rung, found: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor, Tensor], causal: bool, **options: Any) -> float:
     """The worst error over what is allowed (1 is the limit) of the first head and the last; AssertionError beyond it.
 
     16-bit rungs are held to the rules of testing.compare, 8-bit ones to `_judge_8_bits` over the numbers their products see.
@@ -249,7 +249,7 @@ def simulated(rung: Rung, size: Size, options: dict[str, Any], mode: str = "pct"
 
         run.machine.access = counted  # type: ignore[method-assign]
         found = rung.run(q, k, v, size.causal, **options)
-    worst = judge(rung, found, (q, k, v), size.causal, **options)
+    worst = check_result(rung, found, (q, k, v), size.causal, **options)
     figures = {"worst": _short(worst), "peak_bytes": allocations.total, "moved_bytes": moved}
     return _row(rung, size, options, "simulator") | figures, run
 
@@ -264,7 +264,10 @@ def judged(rung: Rung, size: Size, options: dict[str, Any], device: torch.device
     torch.cuda.reset_peak_memory_stats(device)
     found = run()
     torch.cuda.synchronize(device)
-    figures = {"peak_bytes": torch.cuda.max_memory_allocated(device) - before, "worst": _short(judge(rung, found, (q, k, v), size.causal, **options))}
+    figures = {
+        "peak_bytes": torch.cuda.max_memory_allocated(device) - before,
+        "worst": _short(check_result(rung, found, (q, k, v), size.causal, **options)),
+    }
     return _row(rung, size, options, "gpu") | figures, run
 
 

@@ -29,7 +29,7 @@ def parser(prog: str = "python -m ladder") -> argparse.ArgumentParser:
     made.add_argument("--seqlen", type=_positive, nargs="+", metavar="N", help="queries and keys (4096; a small problem on the simulator)")
     made.add_argument("--head-dim", type=int, nargs="+", choices=(64, 128), metavar="D", help="64 or 128 (128; 64 on the simulator)")
     made.add_argument("--causal", action=argparse.BooleanOptionalAction, help="one of the two alone (both)")
-    made.add_argument("--check", action="store_true", help="judge against the oracle and time nothing")
+    made.add_argument("--check", action="store_true", help="compare with the oracle and time nothing")
     made.add_argument("--set", nargs="+", default=[], metavar="NAME=N", help="values of the rungs' Form, such as block_n=64 stages=3")
     made.add_argument("--rounds", type=_positive, default=15, metavar="N", help="samples of each time (15)")
     made.add_argument("--rivals", default="", metavar="A,B", help="timed among the rungs: strobe (the production kernel), flash, cudnn, fa4, flex")

@@ -45,7 +45,7 @@ def attention(
         q, k, v: [B, S_q, H_q, D], [B, S_k, H_kv, D], [B, S_k, H_kv, D_v]; one dtype; H_q a multiple of H_kv.
         causal: query i sees key j iff j <= i + S_k - S_q (bottom-right aligned).
         window: (left, right), keys on either side of that diagonal, both ends included; None or negative is unbounded.
-        mask: strobe.causal(), window, prefix_causal, documents, key_lengths, joined by &; joined with causal= and window=.
+        mask: strobe.causal(), window, prefix_causal, documents, key_lengths, combined by &; combined with causal= and window=.
         scale: multiplies q k^T; D ** -0.5 unless given; any finite number.
         softcap: c > 0 makes scores c * tanh(s / c), before masks and sinks.
         sinks: [H_q], one more logit a head in the denominator only.

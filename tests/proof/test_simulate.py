@@ -452,8 +452,8 @@ def test_a_section_of_causal_heads_stays_in_l2(batch, seqlen, heads, width, sect
 SHARING = tuple(case.name for case in JOINED)
 SHARING_ALSO = ("d64_grouped_gaps", "one_row_causal", "d256_window_softcap", "packed_window_softcap", "head_dims_192_128_window", "joined_documents",
                 "joined_key_lengths_d64", "documents_window_softcap_sinks", "key_lengths_causal", "prefix",
-                "joined_prefix")  # fmt: skip
-APART = ("documents_d192", "documents_lengths", "documents_heads_first", "grouped", "sinks_without_bound", "one_key_head", "batch_of_three", "packed_heads_first",
+                "joined_prefix", "sinks_without_bound")  # fmt: skip
+APART = ("documents_d192", "documents_lengths", "documents_heads_first", "grouped", "one_key_head", "batch_of_three", "packed_heads_first",
          "stored_heads_first", "stored_gaps", "stored_mixed")  # fmt: skip
 
 

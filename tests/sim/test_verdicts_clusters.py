@@ -61,7 +61,7 @@ def test_programs_of_a_cluster_get_what_they_were_sent(verdict):
 
 
 def test_a_program_may_not_have_begun(verdict):
-    bent(verdict, "wait", ("race", "may not have begun", "@send"), ("unfinished", "ends without having waited at its cluster's barrier"),
+    bent(verdict, "wait", ("race", "may not run yet", "@send"), ("unfinished", "ends without having waited at its cluster's barrier"),
             sometimes=(("barrier", "not initialised", "@send"), ("race", "without being ordered after its initialisation", "@send"),
                        ("race", "which has ended", "@send"), ("bounds", "where no variable lies", "@send"), ("deadlock", "parity 0", "@await"),
                        ("race", "reads what is written by", "@read"), ("uninitialised", "@read")))  # fmt: skip
@@ -92,7 +92,7 @@ def test_numbers_of_another_program_are_read_as_its_own(verdict):
 
 
 def test_a_program_does_not_say_that_it_is_there(verdict):
-    bent(verdict, "open", ("barrier", "to which it did not come", "@wait"), ("race", "may not have begun", "@send"),
+    bent(verdict, "open", ("barrier", "to which it did not come", "@wait"), ("race", "may not run yet", "@send"),
             sometimes=(("barrier", "not initialised"), ("race", "without being ordered after its initialisation"),
                        ("race", "which has ended", "@send"), ("bounds", "where no variable lies", "@send"),
                        ("deadlock", "parity 0", "@await"), ("bytes",), ("uninitialised", "@read"), ("race", "@read"), ("race", "@send")))  # fmt: skip

@@ -129,7 +129,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("keys_kernel", "d64 group *", "sm_90", 504, _GROUP),
     Allowance("keys_kernel", "* packed window *", "sm_90", 928, _OPTIONS),
     Allowance("keys_kernel", "d64 dense", "sm_90", 256, _TIMED),
-    Allowance("keys_kernel", "d[19][26]*", "sm_90", 356, _TIMED),
+    Allowance("keys_kernel", "d[19][26]*", "sm_90", 412, _TIMED),
     Allowance("queries_kernel", "d192/128 causal", "sm_90", 148, _TIMED),
     Allowance("queries_kernel", "d256 [dc]*", "sm_90", 72, _TIMED),
     # sm_90, the Hopper forward
@@ -154,7 +154,7 @@ LEDGER: tuple[Allowance, ...] = (
     # sm_80, 86, 89
     Allowance("keys_kernel", "* group *", "sm_8?", 1788, _GROUP),
     Allowance("keys_kernel", "* packed window *", "sm_8?", 768, _OPTIONS),
-    Allowance("keys_kernel", "d21 *", "sm_8?", 68, _OFFLINE),
+    Allowance("keys_kernel", "d21 *", "sm_8?", 76, _OFFLINE),
     Allowance("keys_kernel", "d64 *", "sm_8?", 52, _OFFLINE),
     Allowance("keys_kernel", "d[19][26]*", "sm_8?", 664, _OFFLINE),
     Allowance("queries_kernel", "d[19][26]*", "sm_8?", 56, _OFFLINE),
@@ -166,7 +166,7 @@ LEDGER: tuple[Allowance, ...] = (
     # sm_120
     Allowance("keys_kernel", "* group *", "sm_120", 1364, _GROUP),
     Allowance("keys_kernel", "* packed window *", "sm_120", 800, _OPTIONS),
-    Allowance("keys_kernel", "d21 *", "sm_120", 40, _OFFLINE),
+    Allowance("keys_kernel", "d21 *", "sm_120", 68, _OFFLINE),
     Allowance("keys_kernel", "d64 *", "sm_120", 232, _OFFLINE),
     Allowance("keys_kernel", "d[19][26]*", "sm_120", 592, _OFFLINE),
     Allowance("queries_kernel", "* packed window *", "sm_120", 104, _OPTIONS),

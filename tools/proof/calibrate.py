@@ -76,7 +76,7 @@ def prepare(arguments: argparse.Namespace) -> int:
         verdicts = campaign(launched, scene.target, [package / scene.file], all_judges=True, checks=checks)
         for number, verdict in enumerate(verdicts):
             name = f"mutant_{number:02}"
-            safe = not any(verdict.said[judge] in HANGS for judge in ("plain run", "schedules"))
+            safe = not any(verdict.said[detector] in HANGS for detector in ("plain run", "schedules"))
             plan.append({"scene": scene.name, "mutant": name, "said": verdict.said, "what": str(verdict.mutant), "safe": safe})
             if safe:
                 _copy(package, place / name)
@@ -164,7 +164,7 @@ def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """A row for each case: what each judge of the simulator said, what the GPU did. 1 if an unchanged kernel's numbers differ."""
+    """A row for each case: what each detector of the simulator said, what the GPU did. 1 if an unchanged kernel's numbers differ."""
     plan = json.loads((arguments.folder / "plan.json").read_text())
     rows, failed = [], False
     for case in plan["cases"]:

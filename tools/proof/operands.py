@@ -51,9 +51,9 @@ def _shared(sass: str) -> Iterator[tuple[int, str]]:
         after = _through(block, before[label])[0]
         for follower in block.followers:
             known = before.get(follower, after)
-            joined = {first: known.get(first, frozenset()) | after.get(first, frozenset()) for first in known.keys() | after.keys()}
-            if joined != known:
-                before[follower] = joined
+            combined = {first: known.get(first, frozenset()) | after.get(first, frozenset()) for first in known.keys() | after.keys()}
+            if combined != known:
+                before[follower] = combined
                 waiting.append(follower)
     for label, block in blocks.items():
         yield from _through(block, before[label])[1]

@@ -114,10 +114,10 @@ def _drop_wrong(
 
     Where they do not agree, `exact` says how far each is from float64 (`accuracy.distances`), since gradients may cancel and leave rounding alone.
     """
-    judge, agree = next(iter(ready), ours), AGREE[case.dtype]
-    apart = {name: _distance(ready[name].result, ready[judge].result) for name in ready if name != judge}
+    first, agree = next(iter(ready), ours), AGREE[case.dtype]
+    apart = {name: _distance(ready[name].result, ready[first].result) for name in ready if name != first}
     wrong = {
-        name: f"differs from {judge} by {distance:.2g} of its norm, more than {agree:g}" for name, distance in apart.items() if not distance <= agree
+        name: f"differs from {first} by {distance:.2g} of its norm, more than {agree:g}" for name, distance in apart.items() if not distance <= agree
     }
     if wrong and (errors := exact()):
         far = {name: error for name, error in errors.items() if not error <= agree}

@@ -13,7 +13,7 @@ from ..errors import wrong_type
 
 MASKS = (
     "causal=True, window=(left, right), or mask= of strobe.causal(), strobe.window(), strobe.prefix_causal(), strobe.documents() and "
-    "strobe.key_lengths(), joined by &"
+    "strobe.key_lengths(), combined by &"
 )
 _WRITTEN_OUT = f"give what it stands for: {MASKS}; leave it out where all keys are seen"
 # by the name they have in torch's scaled_dot_product_attention, FlexAttention and FlashAttention

@@ -83,7 +83,7 @@ _MAKERS = {"left": "window", "right": "window", "prefix": "prefix_causal", "key_
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """A mask; made by `causal`, `window`, `prefix_causal`, `documents`, `key_lengths` and joined by `&`.
+    """A mask; made by `causal`, `window`, `prefix_causal`, `documents`, `key_lengths` and combined by `&`.
 
     >>> import strobe
     >>> (strobe.causal() & strobe.window(1, 0)).dense(4, 4)[0].int().tolist()
@@ -119,20 +119,20 @@ class Mask:
             raise wrong_type("mask", other, "a strobe mask", "join masks made by strobe.causal(), strobe.window(), ...")
         if self.documents is not None and other.documents is not None:
             raise InvalidProblem(
-                "mask", "documents joined with documents", "at most one documents() in a mask", "give each pair of ids an id of its own"
+                "mask", "documents combined with documents", "at most one documents() in a mask", "give each pair of ids an id of its own"
             )
-        joined = Mask(
+        combined = Mask(
             _least(self.left, other.left),
             _least(self.right, other.right),
             _least(self.prefix, other.prefix, "prefix"),
             _least(self.key_lengths, other.key_lengths, "key_lengths"),
             self.documents or other.documents,
         )
-        first, *others = joined._batches or [0]
+        first, *others = combined._batches or [0]
         if any(batch != first for batch in others):  # a set would specialize a compiled graph to its first batch size
             got = f"parts for batches of {' and '.join(map(str, sorted({first, *others})))}"
             raise InvalidProblem("mask", got, "parts for one batch", "build prefixes, key lengths and ids for the same batch")
-        return joined
+        return combined
 
     @property
     def _batches(self) -> list[int]:
@@ -352,7 +352,7 @@ def _least(a: int | Tensor | None, b: int | Tensor | None, name: str = "") -> An
         return b if a is None else a
     if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape != b.shape or a.device != b.device):
         got, expected = (f"{list(one.shape)} on {one.device}" for one in (b, a))
-        raise InvalidProblem(f"mask {name}", got, f"{expected}, as the mask that it is joined with has", "give both for the same batch entries")
+        raise InvalidProblem(f"mask {name}", got, f"{expected}, as the mask that it is combined with has", "give both for the same batch entries")
     if isinstance(a, Tensor):
         return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=min(b, MOST_KEYS))
     return b.clamp(max=min(a, MOST_KEYS)) if isinstance(b, Tensor) else min(a, b)

@@ -48,10 +48,10 @@ def merge(a: Partial, b: Partial) -> Partial:
     apart = a.out - b.out
     close = apart.isfinite()
     apart = torch.where(close, apart, torch.zeros_like(apart))
-    joined = torch.where(weight <= 0.5, a.out - weight * apart, b.out + keep * apart)
-    joined = torch.where(close, joined, a.out * keep + b.out * weight)  # infinities, and what is further apart than numbers reach
+    combined = torch.where(weight <= 0.5, a.out - weight * apart, b.out + keep * apart)
+    combined = torch.where(close, combined, a.out * keep + b.out * weight)  # infinities, and what is further apart than numbers reach
     # where one side is empty the other is taken whole: 0 * x would keep its bits but turn an infinity into NaN
-    out = torch.where(weight == 0, a.out, torch.where(keep == 0, b.out, joined))
+    out = torch.where(weight == 0, a.out, torch.where(keep == 0, b.out, combined))
     return Partial(out, _log_sum(a.lse, b.lse))
 
 

@@ -128,8 +128,10 @@ def tangents(tensors: Sequence[Tensor]) -> bool:
 
 
 def needs_dispatcher(tensors: Sequence[Tensor], graded: bool = False) -> bool:
-    """Whether an op on these tensors must go through torch's dispatcher. It need not where the dispatcher would run the op's body and nothing else: no
-    tensor needs a gradient, and no mode is active. graded: the caller handles gradients itself.
+    """Whether an op on these tensors must go through torch's dispatcher.
+
+    It need not where the dispatcher would run the op's body and nothing else: no tensor needs a gradient, and no mode is active. graded: the caller
+    handles gradients itself.
 
     >>> x = torch.ones(1)
     >>> needs_dispatcher([x]), needs_dispatcher([x.requires_grad_()])

@@ -31,7 +31,7 @@ JUDGES = (
 
 @dataclass
 class Verdict:
-    """What each judge said of a mutant: the kind of its first finding, or "" for nothing."""
+    """What each detector said of a mutant: the kind of its first finding, or "" for nothing."""
 
     mutant: Mutant
     said: dict[str, str]
@@ -43,9 +43,9 @@ class Verdict:
 
 def campaign(scene: Scene, target: str, files: list[Path] | None = None, all_judges: bool = False,
              progress: Callable[[int, int], None] = lambda done, total: None, checks: Checks = USUAL) -> list[Verdict]:  # fmt: skip
-    """Run every mutant of `files` (the scene's own unless given) whose place the scene reaches, past the first judge that notices if `all_judges`.
+    """Run every mutant of `files` (the scene's own unless given) whose place the scene reaches, past the first detector that notices if `all_judges`.
 
-    `checks` is what the judge that goes by happens-before looks for. Raises SimulationFault if something is noticed before anything is changed.
+    `checks` is what the detector that goes by happens-before looks for. Raises SimulationFault if something is noticed before anything is changed.
     """
     with simulate(target, "eager", checks=checks) as run:  # an unchanged kernel must be clean
         expected = [tensor.clone() for tensor in scene()]
@@ -63,11 +63,11 @@ def campaign(scene: Scene, target: str, files: list[Path] | None = None, all_jud
     return verdicts
 
 
-def _verdict(judge: Callable[[str, int, Checks], str], all_judges: bool, checks: Checks) -> dict[str, str]:
+def _verdict(detector: Callable[[str, int, Checks], str], all_judges: bool, checks: Checks) -> dict[str, str]:
     said: dict[str, str] = {}
     for name, runs, ordered in JUDGES if all_judges else (JUDGES[2], JUDGES[1]):
         looked_for = checks if ordered else BLIND
-        said[name] = next((found for mode, seed in runs if (found := judge(mode, seed, looked_for))), "")
+        said[name] = next((found for mode, seed in runs if (found := detector(mode, seed, looked_for))), "")
         if said[name] and not all_judges:
             break
     return said

@@ -94,7 +94,7 @@ class Clusters:
         p = self.machine.current
         reaches = f"{what} by {p.name} of CTA {p.cta.index} reaches CTA {other.index}"
         if not p.cta.met:
-            self._report("race", f"{reaches}, which may not have begun: no wait for the cluster comes before")
+            self._report("race", f"{reaches}, which may not run yet: no wait for the cluster comes before")
         if other.ended:
             self._report("race", f"{reaches}, which has ended")
 

@@ -120,7 +120,7 @@ class Interpreter:
     def format(self, template: str, value: Any) -> str:
         return template.format(unwrapped(value))
 
-    def joined(self, *parts: str) -> str:
+    def concatenated(self, *parts: str) -> str:
         return "".join(parts)
 
     def static(self, value: Any) -> constexpr:

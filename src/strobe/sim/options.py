@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--timeline", type=Path, metavar="FILE", help="modelled time as .html, .svg or .json")
     made.add_argument("--mutate", action="store_true", help="drop or bend one synchronisation at a time")
     made.add_argument("--file", type=Path, action="append", metavar="FILE", help="mutate this file instead of the scene's; repeatable")
-    made.add_argument("--judges", action="store_true", help="ask every judge about every mutant")
+    made.add_argument("--judges", action="store_true", help="run every detector on every mutant")
     made.add_argument("--ledger", type=Path, metavar="FILE", help="JSON that explains survivors")
     made.add_argument("--json", action="store_true", help="JSON on standard output")
     return made

@@ -95,10 +95,10 @@ def fit(bits, width, signed=False):
 
 def join(parts):
     """Registers side by side in one, the first lowest"""
-    joined = np.empty((max(map(len, parts)), len(parts)), parts[0].dtype)
+    combined = np.empty((max(map(len, parts)), len(parts)), parts[0].dtype)
     for i, part in enumerate(parts):
-        joined[:, i] = part
-    return joined.view(UNSIGNED[8 * joined.itemsize * len(parts)])[:, 0]
+        combined[:, i] = part
+    return combined.view(UNSIGNED[8 * combined.itemsize * len(parts)])[:, 0]
 
 
 def split(bits, count):
@@ -345,7 +345,7 @@ UNORDERED = {name + "u": name for name in ("eq", "ne", "lt", "le", "gt", "ge")} 
 
 
 def comparison(kind, mods):
-    """setp: p|q, the comparison (joined with a predicate) and its complement (joined likewise)"""
+    """setp: p|q, the comparison (combined with a predicate) and its complement (combined likewise)"""
     name = next((mod for mod in mods if mod in COMPARED or mod in UNORDERED), "")
     if not name or (kind.family != "f" and (name in UNORDERED or name == "num")) or (kind.family == "f" and name in ("lo", "ls", "hi", "hs")):
         raise NotImplementedError(f"comparison .{name} of .{kind.name} is not known")

@@ -148,7 +148,7 @@ class Translator(ast.NodeTransformer):
                 parts.append(self.ask(part, "format", ast.Constant(template), self.visit(part.value)))
             else:
                 parts.append(part)
-        return self.ask(node, "joined", *parts)
+        return self.ask(node, "concatenated", *parts)
 
     # ---- expressions
 

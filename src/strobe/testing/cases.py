@@ -130,10 +130,10 @@ def _of(make: Callable[..., Mask], *arguments: object) -> Callable[[Case, torch.
 
 def _both(*builders: Callable[[Case, torch.device], Mask]) -> Callable[[Case, torch.device], Mask]:
     def build(case: Case, device: torch.device) -> Mask:
-        joined = masks.full()
+        combined = masks.full()
         for builder in builders:
-            joined = joined & builder(case, device)
-        return joined
+            combined = combined & builder(case, device)
+        return combined
 
     return build
 

@@ -131,7 +131,7 @@ def assert_kernel(choice: Choice, name: str) -> None:
 
 
 class _Tally:
-    """What is known of one tensor, joined over the sequences of a packed call."""
+    """What is known of one tensor, combined over the sequences of a packed call."""
 
     def __init__(self, name: str):
         self.name = name

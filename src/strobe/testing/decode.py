@@ -1,4 +1,4 @@
-"""Decodes by name, and their judge: the table of caches that every decode kernel is held against."""
+"""Decodes by name, and how they are checked: the table of caches that every decode kernel is held against."""
 
 from __future__ import annotations
 

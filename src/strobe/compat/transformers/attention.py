@@ -33,9 +33,10 @@ def attention(
     if isinstance(cache, PagedAttentionCache):  # continuous batching: all the keys of all sequences, packed
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords)  # type: ignore
     q, k, v = (rows_contiguous(t.transpose(1, 2)) for t in (query, key, value))
-    layer_mask = (
-        _told(module, k.shape[1], keywords) if attention_mask is None else LayerMask.from_tensor(attention_mask, q.shape[0], q.shape[1], k.shape[1])
-    )
+    if attention_mask is None:
+        layer_mask = _told(module, k.shape[1], keywords)
+    else:
+        layer_mask = LayerMask.from_tensor(attention_mask, q.shape[0], q.shape[1], k.shape[1])
     causal, window = _band(module, layer_mask.band, attention_mask is not None, keywords)
     options = {"causal": causal, "window": window, "scale": scaling, "softcap": keywords.get("softcap") or None, "sinks": keywords.get("s_aux")}
     packing = _packing(layer_mask, q, k, keywords)

@@ -35,7 +35,7 @@ def mask(
     return None if plain and not windows else layer_mask.to_tensor(batch_size, q_length, asked.device)
 
 
-_KNOWN = ("causal_mask_function", "bidirectional_mask_function", "and_mask")  # windows, chunks and packed sequences are joined to one of the two
+_KNOWN = ("causal_mask_function", "bidirectional_mask_function", "and_mask")  # windows, chunks and packed sequences are combined to one of the two
 
 
 class _Pattern(NamedTuple):
@@ -47,7 +47,7 @@ class _Pattern(NamedTuple):
 
     @staticmethod
     def of(mask_function: Callable, rest: dict[str, Any]) -> _Pattern:
-        """use_vmap: a function of the user's is joined; or_masks unites blocks that see all of themselves. allow_is_bidirectional_skip comes
+        """use_vmap: a function of the user's is combined; or_masks unites blocks that see all of themselves. allow_is_bidirectional_skip comes
         with bidirectional masks alone, allow_is_causal_skip is False for packed sequences, and local_size is the window's or the chunks'."""
         size, config = rest.get("local_size"), rest.get("config")
         windowed, chunked = (size is not None and size == getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
@@ -132,8 +132,8 @@ def _runs(asked: _Asked) -> Tensor | None:
     """int32 [B, S_k]: documents, numbered. A key that the next position does not see is the last of its own. None if there is but one."""
     batch = torch.arange(asked.batch, device=asked.device)
     position = torch.arange(1, asked.seqlen_k, device=asked.device) + asked.kv_offset
-    joined = asked.function(batch[:, None], torch.zeros_like(batch)[:, None], position[None], position[None] - 1)
-    apart = ~joined.expand(asked.batch, asked.seqlen_k - 1)
+    combined = asked.function(batch[:, None], torch.zeros_like(batch)[:, None], position[None], position[None] - 1)
+    apart = ~combined.expand(asked.batch, asked.seqlen_k - 1)
     if _can_read(apart) and not bool(apart.any()):
         return None
     return torch.nn.functional.pad(apart.cumsum(1), (1, 0)).to(torch.int32)

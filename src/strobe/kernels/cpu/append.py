@@ -47,5 +47,5 @@ def _turned(k: Tensor, angles: tuple[Tensor, Tensor], position: Tensor, interlea
     pairs = k[..., :width].unflatten(-1, (-1, 2)).unbind(-1) if interleaved else k[..., :width].chunk(2, -1)
     a, b = pairs
     turned = a * cos - b * sin, b * cos + a * sin
-    joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat([joined, k[..., width:]], -1)
+    combined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([combined, k[..., width:]], -1)

@@ -87,7 +87,7 @@ def addresses(call: DecodeCall, *written: int) -> tuple[int, ...]:
 
 
 def keep(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], again: Any) -> None:
-    """`kernel.keep` at a decode's addresses; where splits are joined for this stream alone, whose counters the launch names."""
+    """`kernel.keep` at a decode's addresses; where splits are combined for this stream alone, whose counters the launch names."""
     again = again.here() if again is not None and workspace else again
     if t.out.is_contiguous():
         protocol.keep(plan, addresses(call, *[tensor.data_ptr() for tensor in (*t, *pieces_of(workspace))]), again)

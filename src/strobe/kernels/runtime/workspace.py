@@ -78,8 +78,9 @@ def _allocated(buffer: Buffer, device: torch.device) -> Tensor:
 
 
 def persistent_zeros(device: torch.device, count: int) -> Tensor:
-    """int32 [count] for the rest of the process, valid on all streams and outside the caller's memory pool. Within a capture they belong to the graph,
-    and each replay clears them.
+    """int32 [count] for the rest of the process, valid on all streams and outside the caller's memory pool.
+
+    Within a capture they belong to the graph, and each replay clears them.
 
     A call's first run under torch.compile(mode="reduce-overhead") takes its memory from a pool that may hold its outputs and nothing else when it
     ends. Such a pool is a thread's, so another thread asks.
