@@ -9,7 +9,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest
-# whose queue is empty takes from the other's: tests take from a millisecond to 20 s; of large tables a commit runs a part (tests/parts.py)
+# whose queue is empty takes from the other's: tests take from a millisecond to 20 s; of large tables a commit runs a part (tests/case_parts.py)
 SPREAD := -n 2 --dist worksteal
 # tests marked gpu need one; to look at each only to skip it takes half a minute of a core
 GPU    := $(shell nvidia-smi -L 2>/dev/null)

@@ -8,8 +8,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from case_parts import on_each_commit
 from judging import judged_call
-from parts import on_each_commit
 
 import strobe
 from strobe.kernels.hopper import kernel as hopper

@@ -14,9 +14,10 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from parts import on_each_commit
+from case_parts import on_each_commit
 
 from strobe.kernels.blackwell import kernel as blackwell
+from strobe.kernels.blackwell.traits import TENSOR_COLUMNS
 from strobe.kernels.hopper import kernel as hopper
 from strobe.kernels.portable import heuristics
 from strobe.problem.problem import Problem
@@ -181,7 +182,7 @@ def test_the_blackwell_forward_compiles_with_each_tiling_and_each_band():
         form = select(Problem.from_call(unit.call), TARGETS[unit.target]).forward.config.form
         assert not row["instructions"] or (row["instructions"]["UTCMMA"] > 0 and row["instructions"]["UTMALDG"] > 0), unit
         assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024, unit
-        assert row["warps"] == 16 and form.tensor_columns() <= row["tensor_columns"] == blackwell.TENSOR_COLUMNS, unit
+        assert row["warps"] == 16 and form.tensor_columns() <= row["tensor_columns"] == TENSOR_COLUMNS, unit
         assert sum(count * warps for count, warps in zip(form.tuning.registers_of().values(), (8, 1, 1, 2, 4))) == 16 * row["registers"], unit
         seen.add((form.tuning, form.mask.left, form.mask.right, unit.target))
     bands = ((False, False), (False, True), (True, True))

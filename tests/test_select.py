@@ -14,6 +14,7 @@ from strobe import env
 from strobe.errors import InvalidProblem, UnsupportedProblem
 from strobe.kernels import FAMILIES, kernels, protocol
 from strobe.kernels.blackwell import kernel as blackwell
+from strobe.kernels.blackwell.traits import TENSOR_COLUMNS
 from strobe.kernels.hopper import kernel as hopper
 from strobe.kernels.runtime import tma_requirements
 from strobe.problem import target as target_module
@@ -303,7 +304,7 @@ def test_tiles_fit_the_shared_memory_that_the_config_prints(as_of_many_keys):
         assert f"shared {config.form.shared_bytes() / 1024:.0f} KiB" in str(config)
     for (width, width_v), tuning in blackwell.TUNINGS.items():
         form = chosen(_dense(width, width_v), "B200").forward.config.form
-        assert form.tuning == tuning and form.shared_bytes() <= FAKES["B200"].shared_bytes and form.tensor_columns() <= blackwell.TENSOR_COLUMNS
+        assert form.tuning == tuning and form.shared_bytes() <= FAKES["B200"].shared_bytes and form.tensor_columns() <= TENSOR_COLUMNS
     for (width, width_v), tuning in hopper.BACKWARD_TUNINGS.items():
         backward = chosen(_dense(width, width_v, needs_grad=True)).backward
         assert backward and backward.config.form.tuning == tuning and backward.config.form.shared_bytes() <= FAKES["H200"].shared_bytes

@@ -1,7 +1,6 @@
 """The ops: torch.library and autograd around a Choice. Imports no kernel language.
 
-The fastest pattern measured (CPU, torch 2.11): `Library.define` and `impl`, an autograd.Function around them, and the op's body alone where nothing
-needs the dispatcher. A dictionary keyed by the call's metadata holds the Choice: the key takes 2 us, a Problem and its hash tens of us.
+The fastest pattern measured: `Library.define` and `impl`, an autograd.Function around them, the op's body alone where nothing needs the dispatcher.
 """
 
 from __future__ import annotations
@@ -386,9 +385,10 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
 
 def run_again(q: Tensor, k: Tensor, v: Tensor, words: tuple, ordered: bool | None) -> Tensor | None:
     """out of a plain call that ran before with the same keywords, which are then not parsed again; None if it did not."""
+    if unseen_mode_active():
+        return None
     words = *words, torch._C._get_deterministic_algorithms() if ordered is None else ordered
-    met = None if unseen_mode_active() else _choices.like((q, k, v), words)
-    if met is None:
+    if (met := _choices.like((q, k, v), words)) is None:
         return None
     return _apply_plain(q, k, v, met) if met[1].problem.needs_grad else _plain_forward(q, k, v, *met)[0]
 
