@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same modules
 
-.PHONY: test browser lint types unit interpreter offline compiled drift nightly demo bench install clean
+.PHONY: test quick browser lint types unit interpreter offline compiled drift nightly demo bench install clean
 
 # pyright takes one core, so something else runs beside it
 test:
@@ -29,6 +29,11 @@ test:
 	$(MAKE) --no-print-directory lint
 	$(MAKE) --no-print-directory -j2 types offline
 	$(MAKE) --no-print-directory interpreter unit
+
+# what a change of one module needs, in under two minutes
+QUICK := laws contract masks bad_input cases choices select dispatch ops reference decode flash_attn cli docs
+quick: install lint
+	$(PYTEST) $(SPREAD) -m "$(MARKS)" $(QUICK:%=tests/test_%.py)
 
 install: $(STAMP)
 
