@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 from dataclasses import replace
 from types import SimpleNamespace
@@ -380,3 +381,16 @@ def test_a_choice_is_a_key_and_travels_after_use():
     assert {choice: "known"}[replace(choice)] == "known" and hash(other) == hash(choice)
     assert (other.problem, other.forward.config, other.backward.kernel.name) == (choice.problem, choice.forward.config, "cpu.backward")
     assert other.forward.again == {} and other.met == []
+
+
+def test_paths_that_older_code_imports_stay():
+    import strobe.integrations.sdpa as sdpa
+    import strobe.integrations.transformers as integration
+    from strobe.compat import sdpa as own_sdpa
+    from strobe.compat import transformers as own
+    from strobe.problem import Problem as problem
+
+    with pytest.warns(DeprecationWarning, match="strobe.problem.target"):
+        older = importlib.import_module("strobe.target")
+    assert older.Target is strobe.Target and problem is strobe.Problem
+    assert sdpa.enable is own_sdpa.enable and sdpa.served is own_sdpa.served and integration.register is own.register

@@ -2,9 +2,8 @@
 
 import warnings
 
-from .problem.target import *  # noqa: F403
-from .problem.target import FAKES, Target
+from .problem.target import FAKES, KIB, Target
 
 warnings.warn("strobe.target is strobe.problem.target now; strobe.Target stays", DeprecationWarning, stacklevel=2)
 
-__all__ = ["FAKES", "Target"]
+__all__ = ["FAKES", "KIB", "Target"]

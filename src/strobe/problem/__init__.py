@@ -2,6 +2,6 @@
 
 Imports errors and env alone."""
 
-from .problem import ALIGNMENT, Problem, refuse
+from .problem import ALIGNMENT, Problem, base_offset, refuse, rows_apart
 
-__all__ = ["ALIGNMENT", "Problem", "refuse"]
+__all__ = ["ALIGNMENT", "Problem", "base_offset", "refuse", "rows_apart"]
