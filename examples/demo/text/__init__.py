@@ -35,6 +35,6 @@ def sentences() -> list[str]:
     text = _TITLE.sub("", (files(__name__) / "alice.txt").read_text(encoding="ascii"))
     found: list[str] = []
     for paragraph in re.split(r"\n\s*\n", text[text.index("Alice was beginning") :]):
-        joined = re.sub(r"-\n\s*", "-", paragraph.strip())
-        found += _END.split(re.sub(r"\s+", " ", joined))
+        whole = re.sub(r"-\n\s*", "-", paragraph.strip())
+        found += _END.split(re.sub(r"\s+", " ", whole))
     return [s for s in (s.strip(" *") for s in found) if len(s.split()) >= FEWEST_WORDS]
