@@ -1,4 +1,4 @@
-"""Environment variables for debugging. No other module reads the environment, and no variable changes what a call computes.
+"""Environment variables for debugging. No other module reads the environment, and no variable changes the meaning of a result.
 
 `strobe env` prints them. Configuration is always an argument of a call, never an environment variable.
 """

@@ -44,7 +44,7 @@ class InvalidProblem(ValueError):
 
 
 class UnsupportedProblem(NotImplementedError):
-    """The call is valid, but no kernel can run it. The message lists every kernel and the reason."""
+    """The call is valid, but strobe cannot run it. If no kernel can run it, the message lists the reason of each kernel."""
 
 
 class KernelFault(RuntimeError):

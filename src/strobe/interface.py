@@ -59,7 +59,7 @@ def attention(
         out: the output tensor, [B, S_q, H_q, D_v] in q's dtype; not supported with gradients.
 
     Returns [B, S_q, H_q, D_v] in q's dtype. A row that sees no key is 0. A NaN in a row of q reaches only that row.
-    Raises InvalidProblem if arguments contradict each other, TypeError for an argument of the wrong type, and
+    Raises InvalidProblem if arguments are invalid or contradict each other, TypeError for an argument of the wrong type, and
     UnsupportedProblem if no kernel can run the call.
     Source: FlashAttention-2 (arXiv 2307.08691), section 3; online softmax (arXiv 1805.02867).
     """
@@ -217,7 +217,7 @@ def warmup(problems: Iterable[Problem | DecodeProblem], device: torch.device | s
     >>> warmup([explain(q, q, q).problem])
 
     Runs each problem once on zeros of its shapes. `device` defaults to the current GPU, or to the CPU if there is no GPU.
-    Raises InvalidProblem for the meta device and TypeError for values that are no problems.
+    Raises InvalidProblem for the meta device and TypeError for a value that is not a problem.
     """
     place = device_here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "meta":

@@ -55,7 +55,7 @@ def raw_key(call: Call) -> tuple:
     q, k, v = call[:3]
     tensors = (
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
-        q.data_ptr() % ALIGNMENT, (k.data_ptr() | v.data_ptr()) % ALIGNMENT,  # Problem: alignment, alignment_kv
+        q.data_ptr() % ALIGNMENT, (k.data_ptr() | v.data_ptr()) % ALIGNMENT,  # they determine Problem.alignment and alignment_kv
         call[SCALARS],
     )  # fmt: skip
     if call.plain:
@@ -274,7 +274,7 @@ class _Plain(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dout):  # only compiled autograd calls this: see `_plain_gradients`
+    def backward(ctx, dout):  # only compiled autograd calls this; the engine calls `_plain_gradients`
         return _gradients(ctx.saved_tensors, (ctx.met[0], (), 4), dout, None)
 
 
@@ -289,7 +289,7 @@ def _plain_gradients(ctx, dout):
     return (*gradients, None) if gradients else _gradients(saved, (scalars, (), 4), dout, None)
 
 
-# Skips Function.apply of Python, which unwraps dead torch.func wrappers: a guard never matches such a tensor, so none arrives here
+# Skips torch.autograd.Function.apply, which first unwraps dead torch.func wrappers. No guard matches such a tensor, so none arrives here
 _apply_plain = super(torch.autograd.Function, _Plain).apply  # type: ignore[misc]
 # The engine calls `_plain_gradients` directly: BackwardCFunction.apply first chooses between the names `backward` and `vjp`
 _Plain._backward_cls.apply = _plain_gradients  # type: ignore[attr-defined]

@@ -121,7 +121,7 @@ def _decode_out(out: Tensor, *flat: Any) -> Tensor:
     choice = decide(call)
     problem = choice.problem
     check_out(out, problem.out_shapes[0], problem.out_dtype, call.q)
-    # where out is q itself, each row is read before it is written
+    # out may be q itself: kernels read each row before they write it
     is_q = out.data_ptr() == call.q.data_ptr() and out.shape == call.q.shape and out.stride() == call.q.stride()
     read = (None if is_q else call.q, call.k, call.v, call.sinks, call.k_scale, call.v_scale)
     check_apart(out, read, ("q", "the cache's k", "the cache's v", "sinks", "the cache's k_scale", "the cache's v_scale"))

@@ -40,8 +40,8 @@ def torch_mode_active() -> bool:
 def unseen_mode_active(traced: bool = True) -> bool:
     """Whether a mode or profiler is active that torch's guards of tensors do not detect.
 
-    A guard compares the dispatch keys that a thread adds to its tensors. Those keys show every other mode that `torch_mode_active` detects, which
-    takes three times as long. traced: whether torch.compile may be tracing the caller.
+    A guard compares the dispatch keys that a thread adds to its tensors. These keys show every other mode that `torch_mode_active` detects.
+    `torch_mode_active` takes three times as long. traced: whether torch.compile may be tracing the caller.
 
     >>> with torch.autograd.profiler.profile():
     ...     unseen_mode_active()

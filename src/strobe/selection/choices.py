@@ -48,7 +48,7 @@ class Choices(dict):
             if any(tensor.is_nested for tensor in tensors):  # nested tensors have no sizes
                 return None
             raise  # an error of torch.jit.trace: if it is swallowed, tracing goes on and crashes the process
-        if met and any([tensor.is_nested for tensor in tensors[2:]]):  # a guard reads its strides, which crashes
+        if met and any([tensor.is_nested for tensor in tensors[2:]]):  # a guard would read their strides, and crash
             return None
         for alike, lies, choice in met:
             if alike(*tensors) and q.data_ptr() % ALIGNMENT * ALIGNMENT + (k.data_ptr() | v.data_ptr()) % ALIGNMENT == lies:  # `_lies`
