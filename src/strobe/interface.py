@@ -65,20 +65,20 @@ def attention(
     """
     if others:
         raise unknown(attention, others)
-    words: tuple | None = None
+    keywords: tuple | None = None
     if window is None and mask is None and softcap is None and sinks is None and batch_invariant is False and kernel is None and out is None:
-        exact = type(causal) is bool and (deterministic is None or type(deterministic) is bool) and (scale is None or type(scale) is float)
-        # `exact` compares types because 1 == True: causal=1 would hit the cache entry of causal=True, but validation rejects it
-        if exact and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
-            words = causal, scale
-            found = ops.run_again(q, k, v, words, deterministic)
-            if found is not None:
-                return found
+        has_exact_types = type(causal) is bool and (deterministic is None or type(deterministic) is bool) and (scale is None or type(scale) is float)
+        # `has_exact_types` compares types because 1 == True: causal=1 would hit the cache entry of causal=True, but validation rejects it
+        if has_exact_types and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
+            keywords = causal, scale
+            result = ops.run_again(q, k, v, keywords, deterministic)
+            if result is not None:
+                return result
     call = _dense(q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
-    found = ops.run(call, out if out is None else _out(out), True)[0]
-    if words is not None:
-        ops.remember_keywords(call, words)
-    return found
+    result = ops.run(call, out if out is None else _out(out), True)[0]
+    if keywords is not None:
+        ops.remember_keywords(call, keywords)
+    return result
 
 
 def partial_attention(

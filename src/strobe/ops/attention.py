@@ -131,9 +131,9 @@ def _backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat
     return given.dq, given.dk, given.dv, _sinks_gradient(call, lse, given.delta)
 
 
-def _given_gradients(call: Call, choice: Choice[Problem], beside: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Backward:
-    """dq, dk, dv and delta for beside = (dout, out, lse, dlse). Repeats a cached launch if the plan has one for these addresses."""
-    dout, out, lse, dlse = beside
+def _given_gradients(call: Call, choice: Choice[Problem], tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Backward:
+    """dq, dk, dv and delta for tensors = (dout, out, lse, dlse). Repeats a cached launch if the plan has one for these addresses."""
+    dout, out, lse, dlse = tensors
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()  # kernels do not read their strides; a hook may have changed lse's
     plan, workspace = choice.backward, None
     if plan is not None and repeats(plan, call.q):
@@ -383,18 +383,18 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
     return (_OutAlone.apply(*arguments),) if out_alone else _Attention.apply(*arguments)  # type: ignore[return-value]
 
 
-def run_again(q: Tensor, k: Tensor, v: Tensor, words: tuple, ordered: bool | None) -> Tensor | None:
-    """out of a plain call by the cache entry of its keywords, words = (causal, scale) and ordered = deterministic; None on a miss."""
+def run_again(q: Tensor, k: Tensor, v: Tensor, keywords: tuple, deterministic: bool | None) -> Tensor | None:
+    """out of a plain call by the cache entry of its keywords, (causal, scale) and `deterministic`; None on a miss."""
     if unseen_mode_active():
         return None
-    words = *words, torch._C._get_deterministic_algorithms() if ordered is None else ordered
-    if (met := _choices.like((q, k, v), words)) is None:
+    keywords = *keywords, torch._C._get_deterministic_algorithms() if deterministic is None else deterministic
+    if (entry := _choices.like((q, k, v), keywords)) is None:
         return None
-    return _apply_plain(q, k, v, met) if met[1].problem.needs_grad else _plain_forward(q, k, v, *met)[0]
+    return _apply_plain(q, k, v, entry) if entry[1].problem.needs_grad else _plain_forward(q, k, v, *entry)[0]
 
 
-def remember_keywords(call: Call, words: tuple) -> None:
+def remember_keywords(call: Call, keywords: tuple) -> None:
     """Insert the Choice of a plain call under its keywords too, for `run_again`."""
     choice = None if unseen_mode_active() else _choices.like(*call.parted)
     if choice is not None:
-        _choices.meet(call[:3], (*words, call.deterministic), (call[SCALARS], choice))
+        _choices.meet(call[:3], (*keywords, call.deterministic), (call[SCALARS], choice))

@@ -66,8 +66,8 @@ def _raw_key(call: DecodeCall | AppendCall) -> tuple:
     It includes the alignment of k and v, because wide loads depend on it.
     """
     about = call.about
-    lies = [None if field is None else (field.shape, field.stride(), field.dtype, field.get_device()) for field in about]
-    return type(call), *lies, *call[len(about) :], call[0].device, (call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
+    metadata = [None if field is None else (field.shape, field.stride(), field.dtype, field.get_device()) for field in about]
+    return type(call), *metadata, *call[len(about) :], call[0].device, (call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
 
 
 def _received(call: AnyCall) -> AnyCall:

@@ -41,17 +41,17 @@ class Choices(dict):
         """Look up a call in `alike`: its entry, if `rest` is equal and a guard matches the tensors; else None. rest: the call without its tensors."""
         q, k, v = tensors[:3]
         try:
-            met = self.alike.get((torch.is_grad_enabled(), len(tensors), q.shape, k.shape, rest), ())  # `_key`
+            entries = self.alike.get((torch.is_grad_enabled(), len(tensors), q.shape, k.shape, rest), ())  # `_key`
         except TypeError:  # `rest` is not hashable: `check` raises the error
             return None
         except RuntimeError:
             if any(tensor.is_nested for tensor in tensors):  # nested tensors have no sizes
                 return None
             raise  # an error of torch.jit.trace: if it is swallowed, tracing goes on and crashes the process
-        if met and any([tensor.is_nested for tensor in tensors[2:]]):  # a guard would read their strides, and crash
+        if entries and any([tensor.is_nested for tensor in tensors[2:]]):  # a guard would read their strides, and crash
             return None
-        for alike, lies, choice in met:
-            if alike(*tensors) and q.data_ptr() % ALIGNMENT * ALIGNMENT + (k.data_ptr() | v.data_ptr()) % ALIGNMENT == lies:  # `_lies`
+        for guard, alignment, choice in entries:
+            if guard(*tensors) and q.data_ptr() % ALIGNMENT * ALIGNMENT + (k.data_ptr() | v.data_ptr()) % ALIGNMENT == alignment:  # `_lies`
                 return choice
         return None
 
@@ -62,9 +62,9 @@ class Choices(dict):
             return
         if len(self.alike) >= MOST_CHOICES:
             self.alike.clear()
-        met = self.alike.setdefault(_key(tensors, rest), [])
-        met[MOST_ALIKE - 1 :] = []
-        met.insert(0, (guard, _lies(tensors), choice))
+        entries = self.alike.setdefault(_key(tensors, rest), [])
+        entries[MOST_ALIKE - 1 :] = []
+        entries.insert(0, (guard, _lies(tensors), choice))
 
 
 def alike_to(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
