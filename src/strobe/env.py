@@ -1,6 +1,6 @@
-"""The only reader of the environment: a few typed switches for debugging. Nothing here changes what a result means.
+"""Environment variables for debugging. No other module reads the environment, and no variable changes the meaning of a result.
 
-`strobe env` prints them. Configuration is an argument of the call, never a variable of the environment.
+`strobe env` prints them. Configuration is always an argument of a call, never an environment variable.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from typing import NamedTuple
 
 
 class Environment(NamedTuple):
-    interpret: bool  # TRITON_INTERPRET: Triton kernels run in Triton's CPU interpreter; true for what Triton takes as true
-    log: str  # STROBE_LOG: level of the logger "strobe" (WARNING unless set)
-    sync: bool  # STROBE_SYNC: wait after each launch, so that a fault is raised by the call that caused it
-    cache: str  # TRITON_CACHE_DIR: where Triton keeps compiled kernels ("" is Triton's own choice)
+    interpret: bool  # TRITON_INTERPRET: run Triton kernels in Triton's CPU interpreter
+    log: str  # STROBE_LOG: level of the logger "strobe"; WARNING by default
+    sync: bool  # STROBE_SYNC: synchronize after each launch, so that the call that caused a fault raises it
+    cache: str  # TRITON_CACHE_DIR: Triton's compile cache; "" is Triton's default
 
 
 def _flag(name: str) -> bool:
-    return os.environ.get(name, "").lower() in ("1", "true", "on", "yes", "y")  # as Triton reads its own
+    return os.environ.get(name, "").lower() in ("1", "true", "on", "yes", "y")  # the values that Triton takes as true
 
 
 def read() -> Environment:
-    """
+    """Read the environment.
+
     >>> read().interpret in (True, False)
     True
     """
@@ -33,4 +34,4 @@ def read() -> Environment:
     )
 
 
-ENV = read()  # read once, at import: a switch flipped halfway would make two calls of one process disagree
+ENV = read()  # read once, at import, so that all calls of a process agree

@@ -1,15 +1,16 @@
-"""What strobe raises, and the one way its messages are built: what, got, expected, remedy."""
+"""Exceptions of strobe. Every message has four parts: argument, got, expected, remedy."""
 
 from __future__ import annotations
 
 import builtins
 
-# what an installation that is not whole raises, beside Triton's own errors: at an import, and where a kernel is compiled
+# errors that a broken installation raises at an import or a kernel's compilation, besides Triton's own errors
 BROKEN = (ImportError, OSError, RuntimeError, AttributeError, TypeError, ValueError, LookupError, NameError, SyntaxError, AssertionError)
 
 
 def describe(argument: str, got: object, expected: str, remedy: str) -> str:
-    """
+    """Format an error message.
+
     >>> describe("softcap", -1.0, "a finite number >= 0", "leave it out for none")
     'softcap: got -1.0, expected a finite number >= 0; leave it out for none'
     """
@@ -17,7 +18,7 @@ def describe(argument: str, got: object, expected: str, remedy: str) -> str:
 
 
 class InvalidProblem(ValueError):
-    """The arguments of a call contradict each other or the contract.
+    """The arguments of a call are invalid or contradict each other.
 
     >>> raise InvalidProblem("k", "3 heads", "a divisor of q's 8 heads", "repeat or group the heads")
     Traceback (most recent call last):
@@ -30,11 +31,11 @@ class InvalidProblem(ValueError):
         self.argument = argument
         self.said = got, expected, remedy
 
-    def __reduce__(self) -> tuple:  # exceptions are pickled by their message alone otherwise, and could not be read in another process
+    def __reduce__(self) -> tuple:  # by default pickle passes only the message to __init__, so unpickling fails
         return InvalidProblem, (self.argument, *self.said)
 
     def named(self, argument: str) -> InvalidProblem:
-        """The same of an argument that the caller knows by another name.
+        """This error with another argument name, for a caller whose argument has that name.
 
         >>> str(InvalidProblem("cache.k", "3 heads", "2", "group them").named("k_cache"))
         'k_cache: got 3 heads, expected 2; group them'
@@ -43,15 +44,15 @@ class InvalidProblem(ValueError):
 
 
 class UnsupportedProblem(NotImplementedError):
-    """The call is meaningful, but nothing here can run it: the message lists every kernel and what it has against it."""
+    """The call is valid, but strobe cannot run it. If no kernel can run it, the message lists the reason of each kernel."""
 
 
 class KernelFault(RuntimeError):
-    """A kernel failed to compile or launch: the message names the kernel, its config and the cause."""
+    """A kernel failed to compile or to launch. The message names the kernel, its config and the cause."""
 
 
 def wrong_type(argument: str, got: object, expected: str, remedy: str) -> TypeError:
-    """A TypeError in the words of `describe`; `got` is the offending object and only its type is named."""
-    kind = type(got)
+    """A TypeError with the message of `describe`. `got` is the offending object; the message names only its type."""
+    kind = type(got)  # a type named like a builtin, such as numpy.bool, gets its module's name too
     name = f"{kind.__module__}.{kind.__name__}" if hasattr(builtins, kind.__name__) and kind.__module__ != "builtins" else kind.__name__
-    return TypeError(describe(argument, name, expected, remedy))  # numpy.bool is no bool
+    return TypeError(describe(argument, name, expected, remedy))

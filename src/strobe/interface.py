@@ -1,7 +1,8 @@
-"""The public functions: what a call means, said once in their docstrings; then one line each to the ops.
+"""The public attention functions. Each one builds a `Call` from its keywords and passes it to `ops`.
 
-All take q [B, S_q, H_q, D], k [B, S_k, H_kv, D], v [B, S_k, H_kv, D_v] (packed: [T, H, D]) in float16, bfloat16, float32
-or float64, with any strides over a contiguous last dimension; query head h reads key head h // (H_q // H_kv).
+All functions take q [B, S_q, H_q, D], k [B, S_k, H_kv, D] and v [B, S_k, H_kv, D_v]; packed tensors are [T, H, D].
+Supported dtypes are float16, bfloat16, float32 and float64. The last dimension must be contiguous; other strides are free.
+Query head h reads key head h // (H_q // H_kv).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def attention(
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
     kernel: str | None = None, out: Tensor | None = None, **others: NoReturn,
 ) -> Tensor:  # fmt: skip
-    """Exact attention: softmax(scale * q k^T) v for each head, under a mask.
+    """Compute exact attention, softmax(scale * q k^T) v, for each head under a mask.
 
     >>> q, k, v = torch.randn(2, 5, 8, 64), torch.randn(2, 7, 2, 64), torch.randn(2, 7, 2, 64)
     >>> attention(q, k, v, causal=True).shape
@@ -43,43 +44,48 @@ def attention(
 
     Args:
         q, k, v: [B, S_q, H_q, D], [B, S_k, H_kv, D], [B, S_k, H_kv, D_v]; one dtype; H_q a multiple of H_kv.
-        causal: query i sees key j iff j <= i + S_k - S_q (bottom-right aligned).
-        window: (left, right), keys on either side of that diagonal, both ends included; None or negative is unbounded.
-        mask: strobe.causal(), window, prefix_causal, documents, key_lengths, combined by &; combined with causal= and window=.
-        scale: multiplies q k^T; D ** -0.5 unless given; any finite number.
-        softcap: c > 0 makes scores c * tanh(s / c), before masks and sinks.
-        sinks: [H_q], one more logit a head in the denominator only.
-        deterministic: gradients have the same bits each time; None follows torch.are_deterministic_algorithms_enabled().
-        batch_invariant: a row's bits do not depend on batch size, position or padding, and are those of attention_decode; on Hopper 0.3 of the speed.
-        kernel: a family ("portable") or one kernel ("portable.forward") to run, or an error that says why not.
-        out: where to write, [B, S_q, H_q, D_v] in q's dtype; not with gradients.
+        causal: query i attends to key j iff j <= i + S_k - S_q (aligned at the bottom right).
+        window: (left, right), the number of keys on each side of the causal diagonal, both ends included; None or a
+            negative number means no bound.
+        mask: strobe.causal(), window, prefix_causal, documents and key_lengths, combined with &. `causal` and `window`
+            apply in addition.
+        scale: a finite factor of q k^T; D ** -0.5 by default.
+        softcap: c > 0 replaces each score s by c * tanh(s / c), before masks and sinks.
+        sinks: [H_q], one extra logit per head that counts in the denominator only.
+        deterministic: make gradients bitwise reproducible; None follows torch.are_deterministic_algorithms_enabled().
+        batch_invariant: make a row's bits independent of batch size, position and padding, and equal to those of
+            attention_decode. On Hopper it runs at 0.3 of the speed.
+        kernel: the family ("portable") or kernel ("portable.forward") to run. If it cannot run, the error says why.
+        out: the output tensor, [B, S_q, H_q, D_v] in q's dtype; not supported with gradients.
 
-    Returns [B, S_q, H_q, D_v] in q's dtype. A row that sees no key is 0; NaN in a row of q is NaN in that row alone.
-    Raises InvalidProblem (arguments contradict each other), TypeError, UnsupportedProblem (no kernel can run it).
+    Returns [B, S_q, H_q, D_v] in q's dtype. A row that sees no key is 0. A NaN in a row of q reaches only that row.
+    Raises InvalidProblem if arguments are invalid or contradict each other, TypeError for an argument of the wrong type, and
+    UnsupportedProblem if no kernel can run the call.
     Source: FlashAttention-2 (arXiv 2307.08691), section 3; online softmax (arXiv 1805.02867).
     """
     if others:
         raise unknown(attention, others)
-    words: tuple | None = None
+    keywords: tuple | None = None
     if window is None and mask is None and softcap is None and sinks is None and batch_invariant is False and kernel is None and out is None:
-        exact = type(causal) is bool and (deterministic is None or type(deterministic) is bool) and (scale is None or type(scale) is float)
-        if exact and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):  # 1 equals True, and is refused
-            words = causal, scale
-            found = ops.run_again(q, k, v, words, deterministic)
-            if found is not None:
-                return found
+        has_exact_types = type(causal) is bool and (deterministic is None or type(deterministic) is bool) and (scale is None or type(scale) is float)
+        # `has_exact_types` compares types because 1 == True: causal=1 would hit the cache entry of causal=True, but validation rejects it
+        if has_exact_types and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
+            keywords = causal, scale
+            result = ops.run_again(q, k, v, keywords, deterministic)
+            if result is not None:
+                return result
     call = _dense(q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
-    found = ops.run(call, out if out is None else _out(out), True)[0]
-    if words is not None:
-        ops.remember_keywords(call, words)
-    return found
+    result = ops.run(call, out if out is None else _out(out), True)[0]
+    if keywords is not None:
+        ops.remember_keywords(call, keywords)
+    return result
 
 
 def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
     softcap: float | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Partial:  # fmt: skip
-    """Attention over some of the keys, for `merge` with the rest: out in float32 and the log-sum-exp of its scores.
+    """Compute attention over a part of the keys: float32 output and log-sum-exp. `merge` combines the parts.
 
     >>> from strobe import merge
     >>> q, kv = torch.randn(1, 4, 2, 16), torch.randn(1, 6, 2, 16)
@@ -87,9 +93,11 @@ def partial_attention(
     >>> torch.allclose(whole.out, attention(q, kv, kv), atol=1e-6)
     True
 
-    Arguments as `attention`; sinks are applied once, after all merging, by `with_sinks`. Returns
-    Partial(out [B, S_q, H_q, D_v] float32, lse [B, H_q, S_q] float32, natural log); float64 for float64. Both are
-    differentiable. A row that sees no key has out 0 and lse -inf.
+    Takes the arguments of `attention` except sinks and out. Apply sinks with `with_sinks`, once, after the last merge.
+
+    Returns Partial(out [B, S_q, H_q, D_v], lse [B, H_q, S_q]), both float32 (float64 for float64 inputs) and both
+    differentiable. lse is a natural logarithm. A row that sees no key has out 0 and lse -inf.
+    Raises the errors of `attention`.
     """
     if others:
         raise unknown(partial_attention, others)
@@ -103,7 +111,7 @@ def attention_varlen(
     sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None,
     out: Tensor | None = None, **others: NoReturn,
 ) -> Tensor:  # fmt: skip
-    """Attention over sequences of different lengths packed end to end, with no padding.
+    """Compute attention over sequences of different lengths that are packed without padding.
 
     >>> q = k = v = torch.randn(12, 2, 64)
     >>> attention_varlen(q, k, v, cu_seqlens_q=torch.tensor([0, 5, 5, 12], dtype=torch.int32), causal=True).shape
@@ -111,13 +119,14 @@ def attention_varlen(
 
     Args:
         q, k, v: [T_q, H_q, D], [T_k, H_kv, D], [T_k, H_kv, D_v].
-        cu_seqlens_q, cu_seqlens_k: int32 [n + 1] on q's device, the running sum of lengths; k's are q's unless given.
-            A row outside every sequence sees no key: its out is 0.
-        max_seqlen_q, max_seqlen_k: upper bounds promised by the caller, for planning. A longer sequence is reported by
-            `last_errors`, and its rows beyond the promise (for keys: all its rows) are NaN.
-        causal, window and the rest: as `attention`, within each sequence.
+        cu_seqlens_q, cu_seqlens_k: int32 [n + 1] on q's device, the cumulative sequence lengths. cu_seqlens_k defaults
+            to cu_seqlens_q. A row outside every sequence has output 0.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, used for planning. `last_errors` reports a longer
+            sequence. Its rows beyond max_seqlen_q are NaN; if it exceeds max_seqlen_k, all its rows are NaN.
+        Other arguments: as in `attention`, applied within each sequence.
 
-    Returns [T_q, H_q, D_v] in q's dtype. Reads no data of the device on the host.
+    Returns [T_q, H_q, D_v] in q's dtype. The host never reads device data.
+    Raises the errors of `attention`.
     """
     if others:
         raise unknown(attention_varlen, others)
@@ -130,13 +139,13 @@ def partial_attention_varlen(
     max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
     deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Partial:  # fmt: skip
-    """`partial_attention` over packed sequences: Partial(out [T_q, H_q, D_v] float32, lse [H_q, T_q]).
+    """Compute `partial_attention` over packed sequences: Partial(out [T_q, H_q, D_v], lse [H_q, T_q]).
 
     >>> q = k = v = torch.randn(12, 2, 64)
     >>> partial_attention_varlen(q, k, v, cu_seqlens_q=torch.tensor([0, 5, 12], dtype=torch.int32)).lse.shape
     torch.Size([2, 12])
 
-    Arguments as `attention_varlen`.
+    Takes the arguments of `attention_varlen` except sinks and out. Both results are float32, or float64 for float64 inputs.
     """
     if others:
         raise unknown(partial_attention_varlen, others)
@@ -149,7 +158,9 @@ def explain(
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
     kernel: str | None = None, **others: NoReturn,
 ) -> Choice:  # fmt: skip
-    """What `attention` would run for these arguments: kernels, configs, and why not the others. Runs nothing.
+    """Return what `attention` would run for these arguments, without running it.
+
+    The Choice names the kernels and their configs, and the reason why each other kernel was rejected.
 
     >>> q = torch.randn(1, 8, 2, 64)
     >>> explain(q, q, q, causal=True).forward.kernel.name
@@ -166,7 +177,7 @@ def explain_varlen(
     max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Choice:  # fmt: skip
-    """`explain` for `attention_varlen`.
+    """Return what `attention_varlen` would run for these arguments, without running it. See `explain`.
 
     >>> q = torch.randn(8, 2, 64)
     >>> explain_varlen(q, q, q, cu_seqlens_q=torch.tensor([0, 3, 8], dtype=torch.int32)).problem.layout.batch
@@ -183,7 +194,7 @@ def supports(
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
     kernel: str | None = None, **others: NoReturn,
 ) -> bool:  # fmt: skip
-    """Whether some kernel here can run this call of `attention`; invalid arguments raise as they would there.
+    """Return whether a kernel on this machine can run this call of `attention`. Invalid arguments raise the same errors.
 
     >>> q = torch.randn(1, 8, 2, 64)
     >>> supports(q, q, q), supports(q, q, q, kernel="portable")
@@ -200,12 +211,13 @@ def supports(
 
 
 def warmup(problems: Iterable[Problem | DecodeProblem], device: torch.device | str | None = None) -> None:
-    """Compile the kernels of these problems ahead of their first call: before a graph capture, or onto a shared cache.
+    """Compile the kernels of these problems before their first call, for example before a graph capture or to fill a shared cache.
 
     >>> q = torch.randn(1, 8, 2, 64)
     >>> warmup([explain(q, q, q).problem])
 
-    Each problem is run once on zeros of its shapes on `device` (the current GPU, or the CPU where there is none).
+    Runs each problem once on zeros of its shapes. `device` defaults to the current GPU, or to the CPU if there is no GPU.
+    Raises InvalidProblem for the meta device and TypeError for a value that is not a problem.
     """
     place = device_here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "meta":
@@ -226,12 +238,12 @@ def warmup(problems: Iterable[Problem | DecodeProblem], device: torch.device | s
 
 
 def last_errors(device: torch.device | str | None = None) -> list[str]:
-    """What kernels found wrong in metadata that lives on the device (offsets, lengths), since the last time this was asked.
+    """Return the errors that kernels found in device metadata (offsets, lengths) since the last call, and clear them.
 
     >>> last_errors()
     []
 
-    Waits for the device. None asks all devices.
+    Synchronizes with the device. `device=None` reads all devices.
     """
     return error_flags.read_and_clear(None if device is None else device_here(device))
 
@@ -247,12 +259,12 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Window | None,
         name, got = next((name, got) for name, got in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if not isinstance(got, Tensor))
         raise wrong_type(name, got, "a tensor", "pass a torch.Tensor")
     left, right = _band(causal, window)
-    call = Call(q, k, v, left, right, *options, False, False, sinks)  # by position: 0.15 us of 0.55
+    call = Call(q, k, v, left, right, *options, False, False, sinks)  # positional arguments save 0.15 of 0.55 us
     if mask is None:
         return call
     if not isinstance(mask, Mask):
         raise no_mask(mask)
-    alone = isinstance(left, int) and isinstance(right, int) and left == right == NO_BOUND  # joining nothing takes 2 us
+    alone = isinstance(left, int) and isinstance(right, int) and left == right == NO_BOUND  # & with a mask without bounds takes 2 us
     return call.with_mask(mask if alone else call.mask & mask)
 
 
@@ -260,16 +272,16 @@ def call_of(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, sinks: Tensor | None = None,
     options: tuple[float | None, float | None, bool | None] = (None, None, None), packing: Packing | None = None,
 ) -> Call:  # fmt: skip
-    """The Call that `attention` makes of these keywords, or `attention_varlen` where there is packing, for `strobe.compat.signatures`.
+    """Build the Call of `attention`, or of `attention_varlen` if packing is given. `strobe.compat.signatures` calls this.
 
-    options: scale, softcap, deterministic. packing: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k.
+    options: (scale, softcap, deterministic). packing: (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k).
     """
     call = _dense(q, k, v, causal, window, None, sinks, _options(*options, False, None))
     return call if packing is None else _packed(call, *packing)
 
 
 def _band(causal: bool, window: Window | None) -> tuple[int, int]:
-    """How far a row sees to the left and to the right of its diagonal."""
+    """The bounds (left, right) of keys around a row's diagonal. NO_BOUND is no bound."""
     if not isinstance(causal, bool):
         raise wrong_type("causal", causal, "a bool", "pass True or False")
     if window is None:

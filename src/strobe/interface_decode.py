@@ -1,4 +1,4 @@
-"""The public functions of a cache: what each means, said once in their docstrings; then one line each to the ops."""
+"""The public functions of a KV cache. Each one builds a `DecodeCall` or an `AppendCall` and passes it to `ops`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def attention_decode(
     softcap: float | None = None, sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, out: Tensor | None = None,
     **others: NoReturn,
 ) -> Tensor:  # fmt: skip
-    """Attention of each sequence's newest tokens over its cache, which holds them already.
+    """Compute attention of each sequence's newest tokens over its KV cache. The cache must already contain these tokens.
 
     >>> import torch
     >>> k, v = torch.randn(2, 128, 2, 64), torch.randn(2, 128, 2, 64)
@@ -31,17 +31,20 @@ def attention_decode(
     torch.Size([2, 1, 8, 64])
 
     Args:
-        q: [B, T, H_q, D], T tokens a sequence (tuned for 1 to 16); H_q a multiple of the cache's heads.
+        q: [B, T, H_q, D] with T new tokens per sequence (tuned for 1 to 16); H_q a multiple of the cache's heads.
         cache: strobe.PagedCache or strobe.DenseCache of B sequences, in q's dtype or in float8_e4m3fn.
-        causal: with n = seqlens[b], row i stands at position n - T + i and sees the keys up to there.
-        window: (left, right) around that position, both ends included; None or negative is unbounded.
-        scale, softcap, sinks, kernel: as `attention`.
-        batch_invariant: a row's bits do not depend on batch size, position, padding or the layout of pages, and are those of its prefill.
-        out: where to write, [B, T, H_q, D_v] in q's dtype; it may be q itself, and share no other memory with what is read.
+        causal: with n = seqlens[b], row i has position n - T + i and attends to the keys up to this position.
+        window: (left, right), the number of keys on each side of this position, both ends included; None or a negative
+            number means no bound.
+        scale, softcap, sinks, kernel: as in `attention`.
+        batch_invariant: make a row's bits independent of batch size, position, padding and page layout, and equal to
+            those of its prefill.
+        out: the output tensor, [B, T, H_q, D_v] in q's dtype. It may be q itself, but must not overlap other inputs.
 
-    Returns [B, T, H_q, D_v] in q's dtype. A row that sees no key (n is 0, or n < T and the row lies before the first key) is 0.
-    Waits for no device, so it can be captured in a graph and replayed over other lengths and pages. Lengths, starts and page
-    ids that are out of range are clamped or hidden, and told by `last_errors`. Has no gradients: UnsupportedProblem.
+    Returns [B, T, H_q, D_v] in q's dtype. A row that sees no key is 0: n is 0, or n < T and the row precedes the first key.
+    Does not synchronize with the device, so a CUDA graph may capture it and replay it with other lengths and pages.
+    Lengths, starts and page ids out of range are clamped or masked, and reported by `last_errors`.
+    Raises InvalidProblem, TypeError, and UnsupportedProblem if no kernel can run the call or a gradient is required.
     """
     if others:
         raise unknown(attention_decode, others)
@@ -53,7 +56,7 @@ def partial_attention_decode(
     q: Tensor, cache: PagedCache | DenseCache, *, causal: bool = True, window: Window | None = None, scale: float | None = None,
     softcap: float | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Partial:  # fmt: skip
-    """`attention_decode` for `merge` with attention over other keys: out in float32, and the log-sum-exp of its scores.
+    """Compute `attention_decode` as a part to `merge` with attention over other keys: float32 output and log-sum-exp.
 
     >>> import torch
     >>> k = torch.randn(2, 128, 2, 64)
@@ -61,7 +64,9 @@ def partial_attention_decode(
     >>> part.out.shape, part.lse.shape, part.lse[1].max().item()
     (torch.Size([2, 3, 8, 64]), torch.Size([2, 8, 3]), -inf)
 
-    Arguments as `attention_decode`; sinks are applied once, after all merging, by `with_sinks`.
+    Takes the arguments of `attention_decode` except sinks and out. Apply sinks with `with_sinks`, once, after the last merge.
+
+    Returns Partial(out [B, T, H_q, D_v], lse [B, H_q, T]), both float32, or float64 for float64 inputs.
     """
     if others:
         raise unknown(partial_attention_decode, others)
@@ -73,7 +78,7 @@ def explain_decode(
     q: Tensor, cache: PagedCache | DenseCache, *, causal: bool = True, window: Window | None = None, scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Choice:  # fmt: skip
-    """What `attention_decode` would run for these arguments, and why not the others. Runs nothing.
+    """Return what `attention_decode` would run for these arguments, without running it. See `explain`.
 
     >>> import torch
     >>> k = torch.randn(2, 128, 2, 64)
@@ -87,22 +92,26 @@ def explain_decode(
 
 
 def append(cache: PagedCache | DenseCache, k_new: Tensor, v_new: Tensor, *, rotary: Rotary | None = None) -> None:
-    """Write new keys and values to a cache, token t of sequence b at position seqlens[b] + t.
+    """Write new keys and values to a KV cache: token t of sequence b goes to position seqlens[b] + t.
 
     >>> import torch
     >>> k, v = torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 2, 4)
     >>> cache = DenseCache(k, v, seqlens=torch.tensor([3], dtype=torch.int32))
     >>> append(cache, torch.ones(1, 2, 2, 4), torch.ones(1, 2, 2, 4))
-    >>> cache.seqlens.add_(2).item(), k[0, :, 0, 0].tolist()  # the lengths are moved on by their owner
+    >>> cache.seqlens.add_(2).item(), k[0, :, 0, 0].tolist()  # the caller advances seqlens
     (5, [0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
 
     Args:
-        k_new, v_new: [B, T, H_kv, D] and [B, T, H_kv, D_v]; for a cache in float8_e4m3fn in any dtype, divided by its scales
-            and rounded, the largest magnitude being 448. They share no memory with the cache.
-        rotary: keys are turned by the angles of their position first (queries are the caller's own to turn).
+        cache: strobe.PagedCache or strobe.DenseCache of B sequences. `append` does not change its seqlens.
+        k_new, v_new: [B, T, H_kv, D] and [B, T, H_kv, D_v], in the cache's dtype and without memory in common with it.
+            For a cache in float8_e4m3fn the dtype is free: values are divided by the cache's scales, clamped to
+            magnitude 448 and rounded.
+        rotary: rotate the new keys by the angles of their positions before writing. The caller rotates the queries.
 
-    A token that has no room, or whose page is not in the pool, is not written; one beyond the rotary angles becomes NaN in its
-    rotary dimensions; `last_errors` tells. Sequences must not share the pages that are written to. Waits for no device.
+    A token without room, or with a page id outside the pool, is not written. A token whose position has no rotary angles
+    becomes NaN in its rotary dimensions. `last_errors` reports both. Two sequences must not write to the same page.
+    Does not synchronize with the device.
+    Raises InvalidProblem, TypeError, and UnsupportedProblem under vmap, for gradients, or if no kernel can run the call.
     """
     for name, tensor in (("k_new", k_new), ("v_new", v_new)):
         if not isinstance(tensor, Tensor):

@@ -1,6 +1,6 @@
-"""The oracle: attention and its gradients in float64, written as the papers write them. O(S_q * S_k) memory; for tests.
+"""The oracle of the tests: attention and its gradients in float64, with the equations of the papers. O(S_q * S_k) memory.
 
-Forward: softmax(scale * q k^T + mask) v. Backward: "FlashAttention-2" (arXiv 2307.08691), section 2.3.2, with P whole:
+Forward: softmax(scale * q k^T + mask) v. Backward: "FlashAttention-2" (arXiv 2307.08691), section 2.3.2, with P not tiled:
 dv = P^T do, dp = do v^T, ds = P * (dp - delta), dq = scale * ds k, dk = scale * ds^T q, delta = rowsum(do * out) - dlse.
 """
 
@@ -25,7 +25,7 @@ class Gradients(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """One call over dense tensors [B, H, S, D] in the oracle's precision, its mask written out."""
+    """A call over dense tensors [B, H, S, D] in the oracle's dtype, with its mask as a bool tensor. k and v are repeated to q's heads."""
 
     q: Tensor
     k: Tensor
@@ -37,7 +37,7 @@ class _Rows(NamedTuple):
 
 
 def forward(call: Call, dtype: torch.dtype = torch.float64) -> Partial:
-    """out and lse in `dtype`, laid out as the call's.
+    """Compute out and lse in `dtype`, with the layout of the call: dense [B, S, H, D] or packed [T, H, D].
 
     >>> q = torch.zeros(1, 2, 1, 4); v = torch.arange(8.0).view(1, 2, 1, 4)
     >>> forward(Call(q, q, v)).out[0, 0, 0].tolist()
@@ -52,7 +52,7 @@ def forward(call: Call, dtype: torch.dtype = torch.float64) -> Partial:
 
 
 def backward(call: Call, dout: Tensor, dlse: Tensor | None = None, dtype: torch.dtype = torch.float64) -> Gradients:
-    """Gradients of q, k, v and sinks for dout (like out) and dlse (like lse)."""
+    """Compute the gradients of q, k, v and sinks from dout (shaped like out) and dlse (shaped like lse)."""
     if call.packed:
         return _each_sequence_backward(call, dout, dlse, dtype)
     rows = _rows(call, dtype)
@@ -64,7 +64,7 @@ def backward(call: Call, dout: Tensor, dlse: Tensor | None = None, dtype: torch.
     delta = (do * out).sum(-1)
     delta = delta if dlse is None else delta - dlse.to(dtype)
     dp = torch.einsum("bhid,bhjd->bhij", do, rows.v)
-    # a key the mask hides gets no gradient, whatever its values: 0 * NaN must not get in
+    # a masked key gets no gradient even if it holds NaN: `where`, because 0 * NaN is NaN
     ds = torch.where(rows.seen, p * (dp - delta[..., None]) * slope, 0.0)
     dq = rows.scale * torch.einsum("bhij,bhjd->bihd", ds, rows.k)
     dk = rows.scale * torch.einsum("bhij,bhid->bjhd", ds, rows.q)
@@ -74,15 +74,15 @@ def backward(call: Call, dout: Tensor, dlse: Tensor | None = None, dtype: torch.
 
 
 def sequence(call: DecodeCall, b: int) -> Call:
-    """Sequence b of a decode as a dense call over the keys it holds, in float64, worth what they are worth; the rest is left behind.
+    """Sequence b of a decode as a dense call of batch 1 over the sequence's own keys, dequantized to float64.
 
-    Keys of pages that are not in the pool are zeros that belong to no document.
+    A key whose page id is outside the pool becomes zero and is masked by document id -1.
     """
     size = call.k.shape[1]
     room = size if call.page_table is None else size * call.page_table.shape[1]
     stop = min(max(int(call.seqlens[b]), 0), room)
     start = 0 if call.k_start is None else min(max(int(call.k_start[b]), 0), stop)
-    if call.left != NO_BOUND:  # no row sees what lies before the first row's window, which may be somebody else's
+    if call.left != NO_BOUND:  # keys before the first row's window are unseen; their pages may be reused
         start = max(start, stop - call.q.shape[1] - call.left)
     position = torch.arange(start, stop, device=call.q.device)
     page = torch.full_like(position, b) if call.page_table is None else call.page_table[b].long()[position // size]
@@ -90,7 +90,7 @@ def sequence(call: DecodeCall, b: int) -> Call:
     held: list[Tensor] = []
     for pool, scale in ((call.k, call.k_scale), (call.v, call.v_scale)):
         rows = torch.zeros(len(position), *pool.shape[2:], dtype=torch.float64, device=pool.device)
-        stored = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # torch indexes no 8-bit floats: their bytes it does
+        stored = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # torch cannot index float8 tensors
         rows[present] = stored[page[present], position[present] % size].view(pool.dtype).double()
         held.append((rows if scale is None else rows * scale.double()[:, None])[None])
     one = Call(
@@ -111,7 +111,7 @@ def sequence(call: DecodeCall, b: int) -> Call:
 
 
 def decode(call: DecodeCall, dtype: torch.dtype = torch.float64) -> Partial:
-    """out and lse of a decode in `dtype`: each sequence is attention over its own keys.
+    """Compute out and lse of a decode in `dtype`: each sequence is attention over its own keys.
 
     >>> k = torch.arange(8.0).view(1, 4, 1, 2)
     >>> decode(DecodeCall(torch.zeros(1, 1, 1, 2), k, k, torch.tensor([3], dtype=torch.int32), right=0)).out.flatten().tolist()
@@ -143,15 +143,15 @@ def _scores(rows: _Rows) -> tuple[Tensor, Tensor | float]:
 
 
 def _softmax(s: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
-    """p and lse; a row that sees no key has p 0 and lse -inf (or the sink). "Sees no key" is the mask's word, not a maximum of -inf."""
+    """p and lse. A row that sees no key has p 0 and lse -inf, or the sink. The mask decides which keys are seen, not a row maximum of -inf."""
     sinks = None if rows.sinks is None else rows.sinks[None, :, None]
     columns = [s] if sinks is None else [s, sinks[..., None].clamp(max=torch.finfo(s.dtype).max).expand(*s.shape[:3], 1)]
     logits = torch.cat(columns, -1)
     if logits.shape[-1] == 0:
         return s, s.new_full(s.shape[:3], -torch.inf)
     lse = torch.logsumexp(logits, -1)
-    lse = lse if sinks is None else torch.maximum(lse, sinks)  # of +inf, which was cut above: inf - inf would be NaN
-    # not exp(s - lse): at |lse| = 200 its rounding would leave sum(p) 100 units off 1, and delta with it
+    lse = lse if sinks is None else torch.maximum(lse, sinks)  # restores a sink of +inf, clamped above because inf - inf is NaN
+    # not exp(s - lse): at |lse| = 200 the rounding of lse moves sum(p), and so delta, 100 ulp off
     p = torch.where(rows.seen, torch.softmax(logits, -1)[..., : s.shape[-1]], 0.0)
     return p, lse
 
@@ -165,7 +165,7 @@ def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor 
 
 
 def _sequences(call: Call):
-    """Each sequence as a dense call of batch 1, with the slices of its rows and keys."""
+    """Yield each sequence as (dense call of batch 1, slice of its query rows, slice of its keys)."""
     offsets_q, offsets_k = (offsets.tolist() for offsets in (call.cu_seqlens_q, call.cu_seqlens_k) if offsets is not None)
     for n in range(len(offsets_q) - 1):
         rows, keys = slice(offsets_q[n], offsets_q[n + 1]), slice(offsets_k[n], offsets_k[n + 1])
@@ -188,7 +188,7 @@ def _each_sequence(call: Call, dtype: torch.dtype) -> Partial:
 def _each_sequence_backward(call: Call, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Gradients:
     dq, dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (call.q, call.k, call.v))
     dsinks = None if call.sinks is None else torch.zeros(call.sinks.shape, dtype=dtype, device=call.q.device)
-    if dsinks is not None and dlse is not None:  # rows of no sequence: lse is the sink itself
+    if dsinks is not None and dlse is not None:  # a row outside every sequence has lse = sink
         inside = torch.zeros(call.q.shape[0], dtype=torch.bool, device=call.q.device)
         for _, rows, _ in _sequences(call):
             inside[rows] = True

@@ -1,1 +1,1 @@
-"""The ops that torch.library registers, and what torch's transforms make of them."""
+"""The ops registered with torch.library, and their rules for autograd, vmap, DTensor and FLOP counters."""

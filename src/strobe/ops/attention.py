@@ -1,6 +1,6 @@
-"""The ops: torch.library and autograd around a Choice. Imports no kernel language.
+"""The forward and backward ops: torch.library and autograd around a Choice. Imports no kernel language.
 
-The fastest pattern measured: `Library.define` and `impl`, an autograd.Function around them, the op's body alone where nothing needs the dispatcher.
+`Library.define`, `Library.impl` and an autograd.Function were the fastest pattern measured. The op's body runs directly if no dispatcher is needed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _choices = Choices()
 
 
 def decide(call: Call) -> Choice[Problem]:
-    """The Choice for a call: door and select the first time, one dictionary lookup after that."""
+    """The Choice for a call. A cache miss validates the arguments and calls `select`; a hit is one dictionary lookup."""
     try:
         key = None if isinstance(call.q, FakeTensor) else raw_key(call)
-    except RuntimeError:  # a layout without strides or address: the door says what is wrong with it
+    except RuntimeError:  # the layout has no strides or address: `check` raises the error
         key = None
     choice = _choices.get(key)
     if choice is None:
@@ -55,7 +55,7 @@ def raw_key(call: Call) -> tuple:
     q, k, v = call[:3]
     tensors = (
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
-        q.data_ptr() % ALIGNMENT, (k.data_ptr() | v.data_ptr()) % ALIGNMENT,  # a Problem knows the least aligned of the three, and of k and v
+        q.data_ptr() % ALIGNMENT, (k.data_ptr() | v.data_ptr()) % ALIGNMENT,  # they determine Problem.alignment and alignment_kv
         call[SCALARS],
     )  # fmt: skip
     if call.plain:
@@ -67,7 +67,7 @@ def raw_key(call: Call) -> tuple:
 
 
 def _launch(plan: Plan, call: Any, tensors: Forward | Backward | None, workspace: dict[str, Tensor] | None = None) -> None:
-    q = call[0]  # of every kind of call a tensor of its device
+    q = call[0]  # the first field of Call, DecodeCall and AppendCall is a tensor on the call's device
     if workspace is None:
         workspace = scratch(plan.buffers, q.device)
     if q.is_cuda and q.get_device() != torch._C._cuda_getDevice():
@@ -80,23 +80,23 @@ def _launch(plan: Plan, call: Any, tensors: Forward | Backward | None, workspace
 
 
 def received(flat: tuple) -> Call:
-    """An op's arguments as a Call whose optional tensors are contiguous, as kernels take them for granted."""
+    """An op's arguments as a Call with contiguous optional tensors. Kernels do not read the strides of these tensors."""
     call = Call(*flat)
     if call.plain:
         return call
     check_spans(call)
     if any(t is not None and t.layout != torch.strided for t in call.optionals):
-        check(call)  # which says so; a key of metadata would take it for a tensor met before
+        check(call)  # raises; the cache key omits the layout, so a lookup could hit
     optionals = (t if t is None else t.contiguous() for t in call.optionals)
     return Call._make((*call[: OPTIONAL_TENSORS.start], *optionals, *call[OPTIONAL_TENSORS.stop :]))
 
 
 def write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> None:
-    """The body of the forward op into memory that is given, for who stands below autograd already; out has any strides over a contiguous last one."""
+    """Run the forward into `out` and `lse`, below autograd. The last dimension of out is contiguous; its other strides are free."""
     if not choice.problem.vacuous:
         _launch(choice.forward, call, Forward(out, lse))
         return
-    out.zero_()  # no key at all: said here once, so that no kernel meets a tensor of size 0
+    out.zero_()  # no query, key or head: handled here, so that kernels never get tensors of size 0
     lse.fill_(-torch.inf) if call.sinks is None else lse.copy_(_per_head(call.sinks, call).expand_as(lse))
 
 
@@ -131,14 +131,14 @@ def _backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat
     return given.dq, given.dk, given.dv, _sinks_gradient(call, lse, given.delta)
 
 
-def _given_gradients(call: Call, choice: Choice[Problem], beside: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Backward:
-    """The gradients of q, k and v, and delta, beside what they were made of; launched as before where the plan's kernel kept the way."""
-    dout, out, lse, dlse = beside
-    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()  # whose strides kernels do not ask; a hook may have laid lse out anew
+def _given_gradients(call: Call, choice: Choice[Problem], tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Backward:
+    """dq, dk, dv and delta for tensors = (dout, out, lse, dlse). Repeats a cached launch if the plan has one for these addresses."""
+    dout, out, lse, dlse = tensors
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()  # kernels do not read their strides; a hook may have changed lse's
     plan, workspace = choice.backward, None
     if plan is not None and repeats(plan, call.q):
         dq, dk, dv = [empty_here(*kind) for kind in choice.problem.gradients]
-        held = pieces(plan, choice.problem.lse_bytes)  # delta stands behind the scratch, in one piece of memory
+        held = pieces(plan, choice.problem.lse_bytes)  # delta follows the workspace in the same allocation
         given = Backward(dout, out, lse, dlse, dq, dk, dv, held[0][plan.room :].view(lse.dtype).view(lse.shape))
         again = plan.again.get(gradient_addresses(call, given, held))  # type: ignore[union-attr]
         if again is not None and again():
@@ -151,7 +151,7 @@ def _given_gradients(call: Call, choice: Choice[Problem], beside: tuple[Tensor, 
 
 
 def write_gradients(choice: Choice[Problem], call: Call, given: Backward, workspace: dict[str, Tensor] | None = None) -> None:
-    """The body of the backward op into memory that is given: dq, dk, dv and delta of `given`."""
+    """Run the backward into dq, dk, dv and delta of `given`."""
     if choice.backward is None:
         raise InvalidProblem("needs_grad", call.needs_grad, "True", "give the backward op the arguments of its forward")
     if choice.problem.vacuous:
@@ -164,10 +164,10 @@ def write_gradients(choice: Choice[Problem], call: Call, given: Backward, worksp
 
 
 def _sinks_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
-    """dsink = -sum exp(sink - lse) * delta: the sink is one more key whose value is 0."""
+    """dsink = -sum exp(sink - lse) * delta, because a sink is an extra key with value 0."""
     if call.sinks is None:
         return lse.new_empty(0)
-    most = torch.finfo(lse.dtype).max  # inf - inf is NaN; a sink of +inf has weight 1
+    most = torch.finfo(lse.dtype).max  # clamping avoids inf - inf = NaN: a sink of +inf has weight 1
     weight = torch.where(lse == -torch.inf, 0.0, torch.exp(_per_head(call.sinks.to(lse.dtype).clamp(max=most), call) - lse.clamp(max=most)))
     return -(weight * delta).sum(1 if call.packed else (0, 2)).to(call.sinks.dtype)
 
@@ -176,7 +176,7 @@ def _per_head(sinks: Tensor, call: Call) -> Tensor:
     return sinks[:, None] if call.packed else sinks[None, :, None]
 
 
-# ---------------------------------------------------------------- what torch knows of them
+# ---------------------------------------------------------------- registration with torch.library
 
 
 LIBRARY = torch.library.Library("strobe", "DEF")
@@ -189,7 +189,7 @@ for _name, _body, _fake in (
     ("forward_out", _forward_out, fake.forward_out),
     ("backward", _backward, fake.backward),
 ):
-    for _key in ("CompositeExplicitAutograd", "AutogradNestedTensor"):  # all devices and kinds come in: the door and select say what is wrong
+    for _key in ("CompositeExplicitAutograd", "AutogradNestedTensor"):  # any device or tensor kind: `check` and `select` raise
         LIBRARY.impl(_name, _body, _key)
     torch.library.register_fake(f"strobe::{_name}", _fake, lib=LIBRARY)
 for _name in ("forward", "backward"):
@@ -204,7 +204,7 @@ BACKWARD = torch.ops.strobe.backward.default
 
 
 class _TwiceRefused(torch.autograd.Function):
-    """The backward op where a graph of the gradients is wanted: it runs, and differentiating it again says what is missing."""
+    """The backward op under create_graph=True. It returns first derivatives; a second derivative raises UnsupportedProblem."""
 
     generate_vmap_rule = True
 
@@ -228,7 +228,7 @@ def _save(ctx, call: Call, count: int, out: Tensor, lse: Tensor) -> None:
 
 
 def _gradients(saved: Sequence[Tensor], rest: tuple, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of what autograd kept, which it may give but once (checkpointing)."""
+    """The gradients of an op's arguments. saved: the context's saved tensors, which checkpointing lets a backward read only once."""
     q, k, v, out, lse, *optionals = saved
     scalars, longest, count = rest
     call = (Call(q, k, v, *scalars, *optionals, *longest) if optionals else Call(q, k, v, *scalars)).with_grad
@@ -263,8 +263,8 @@ class _Attention(torch.autograd.Function):
 
 
 class _Plain(torch.autograd.Function):
-    """The same of a plain call where nobody looks on, without lse, by a Choice that is known: what is no tensor comes as one argument, and one output
-    is made a variable of for two. Of an apply that is 7.7 us for 11.9 (a CPU's, `results/tuning.jsonl`)."""
+    """`_Attention` for a plain call with a cached Choice while no torch mode is active. It packs the non-tensor arguments into one and returns out
+    without lse: `apply` drops from 11.9 to 7.7 us (on a CPU, `results/tuning.jsonl`)."""
 
     @staticmethod
     def forward(ctx, q, k, v, met):
@@ -274,7 +274,7 @@ class _Plain(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dout):  # as compiled autograd traces it
+    def backward(ctx, dout):  # only compiled autograd calls this; the engine calls `_plain_gradients`
         return _gradients(ctx.saved_tensors, (ctx.met[0], (), 4), dout, None)
 
 
@@ -283,21 +283,21 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scalars: tuple, choice: Choi
 
 
 def _plain_gradients(ctx, dout):
-    """`_Plain.backward` where nobody traces."""
+    """The backward of `_Plain` outside compiled autograd: repeats the cached launch if there is one."""
     saved, (scalars, choice) = ctx.saved_tensors, ctx.met
     gradients = gradients_again(choice, saved, dout)
     return (*gradients, None) if gradients else _gradients(saved, (scalars, (), 4), dout, None)
 
 
-# without what torch.autograd.Function does before: it unwraps what torch.func has left behind, which no guard takes for a tensor met before
+# Skips torch.autograd.Function.apply, which first unwraps dead torch.func wrappers. No guard matches such a tensor, so none arrives here
 _apply_plain = super(torch.autograd.Function, _Plain).apply  # type: ignore[misc]
-# and the engine calls it at once, not by a method that first asks a class which of two names its backward has
+# The engine calls `_plain_gradients` directly: BackwardCFunction.apply first chooses between the names `backward` and `vjp`
 _Plain._backward_cls.apply = _plain_gradients  # type: ignore[attr-defined]
 
 
 class _OutAlone(_Attention):
-    """The same without lse, for torch.compile: to an lse that nobody uses it hands a gradient of zeros, which costs a kernel and, as a
-    plain tensor, does not go with DTensors."""
+    """`_Attention` without lse, for torch.compile: it gives an unused lse a gradient of zeros, which costs a kernel and, as a plain
+    tensor, does not mix with DTensors."""
 
     @staticmethod
     def forward(ctx, *flat):
@@ -311,7 +311,7 @@ class _OutAlone(_Attention):
 
 
 class _AttentionUnderTransforms(torch.autograd.Function):
-    """The same for torch.func, whose transforms want setup_context (it costs 17 us more, so only there)."""
+    """`_Attention` for torch.func, whose transforms require setup_context. setup_context costs 17 us more per call."""
 
     generate_vmap_rule = True
 
@@ -333,14 +333,14 @@ class _AttentionUnderTransforms(torch.autograd.Function):
 
 
 def prepare(call: Call) -> Call:
-    """The call as the ops take it: in autocast's dtype, and with needs_grad set where a gradient is needed."""
+    """The call as the ops take it: cast to autocast's dtype, with needs_grad set if a gradient is needed."""
     return with_needed_grad(in_autocasts_dtype(call) if torch._C._is_any_autocast_enabled() else call)
 
 
 def with_needed_grad(call: Call) -> Call:
-    """The call with needs_grad set where a gradient is needed."""
+    """The call with needs_grad set if a gradient is needed. The first call with a DTensor registers the sharding rules."""
     if is_distributed(call.q):
-        from . import sharding  # when the first DTensor comes by
+        from . import sharding
 
         sharding.teach()
     wanted = wants_gradients(call) or (torch.is_grad_enabled() and wants_beneath((*call[:3], call.sinks)))
@@ -348,21 +348,21 @@ def with_needed_grad(call: Call) -> Call:
 
 
 def wants_gradients(call: Call) -> bool:
-    """Whether gradients are wanted as far as its tensors say; vmap's wrappers do not, which is looked into once the dispatcher is needed."""
+    """Whether requires_grad of a tensor of the call asks for gradients. vmap's wrappers hide it: see `torch_state.wants_beneath`."""
     q, k, v = call[:3]
     asked = q.requires_grad or k.requires_grad or v.requires_grad or (call.sinks is not None and call.sinks.requires_grad)
     return asked and torch.is_grad_enabled()
 
 
 def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple[Tensor, Tensor]:
-    """out and lse of a call, through whichever path its gradients, transforms and autocast ask for; out_alone: nobody looks at lse."""
+    """out and lse of a call, by the path that its gradients, transforms and autocast require. out_alone: the caller ignores lse."""
     if out is None:
         choice = direct_choice(_choices, call, _decide_with_grad, graded=out_alone)
         if choice is not None and not choice.problem.needs_grad:
             return _forward(call, choice)
         if choice is not None and out_alone:
             return (_apply_plain(*call[:3], (call[SCALARS], choice)),)  # type: ignore[return-value]
-    call = prepare(call) if out is None else with_needed_grad(call)  # torch's own ops with out= do not go through autocast either
+    call = prepare(call) if out is None else with_needed_grad(call)  # as in torch, autocast skips ops with out=
     if tangents(call.parted[0]):
         raise forward_mode()
     flops.meet_counters()
@@ -383,18 +383,18 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
     return (_OutAlone.apply(*arguments),) if out_alone else _Attention.apply(*arguments)  # type: ignore[return-value]
 
 
-def run_again(q: Tensor, k: Tensor, v: Tensor, words: tuple, ordered: bool | None) -> Tensor | None:
-    """out of a plain call that ran before with the same keywords, which are then not parsed again; None if it did not."""
+def run_again(q: Tensor, k: Tensor, v: Tensor, keywords: tuple, deterministic: bool | None) -> Tensor | None:
+    """out of a plain call by the cache entry of its keywords, (causal, scale) and `deterministic`; None on a miss."""
     if unseen_mode_active():
         return None
-    words = *words, torch._C._get_deterministic_algorithms() if ordered is None else ordered
-    if (met := _choices.like((q, k, v), words)) is None:
+    keywords = *keywords, torch._C._get_deterministic_algorithms() if deterministic is None else deterministic
+    if (entry := _choices.like((q, k, v), keywords)) is None:
         return None
-    return _apply_plain(q, k, v, met) if met[1].problem.needs_grad else _plain_forward(q, k, v, *met)[0]
+    return _apply_plain(q, k, v, entry) if entry[1].problem.needs_grad else _plain_forward(q, k, v, *entry)[0]
 
 
-def remember_keywords(call: Call, words: tuple) -> None:
-    """Insert a plain call that ran under its keywords as well."""
+def remember_keywords(call: Call, keywords: tuple) -> None:
+    """Insert the Choice of a plain call under its keywords too, for `run_again`."""
     choice = None if unseen_mode_active() else _choices.like(*call.parted)
     if choice is not None:
-        _choices.meet(call[:3], (*words, call.deterministic), (call[SCALARS], choice))
+        _choices.meet(call[:3], (*keywords, call.deterministic), (call[SCALARS], choice))

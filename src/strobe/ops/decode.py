@@ -1,4 +1,4 @@
-"""The ops of a cache: decode reads it, append writes it. Schemas and fake kernels around a Choice; no autograd. Imports no DSL."""
+"""The ops of a KV cache: `decode` reads it, `append` writes it. They have schemas and fake kernels, but no autograd. Imports no kernel language."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from . import vmap
 from .attention import LIBRARY, _launch, repeats
 from .fake import check_apart, check_no_vmap, check_out, copied, schema, writes_to, written
 
-WHOLE = ("q", "k", "v", "k_new", "v_new")  # tensors that kernels take with any strides
+WHOLE = ("q", "k", "v", "k_new", "v_new")  # kernels read the strides of these; every other tensor must be contiguous
 
 _choices = Choices()
 AnyCall = TypeVar("AnyCall", DecodeCall, AppendCall)
 
 
 def decide(call: DecodeCall) -> Choice[DecodeProblem]:
-    """The Choice for a call: door and select the first time, one dictionary lookup after that."""
+    """The Choice for a call. A cache miss validates the arguments and calls `select`; a hit is one dictionary lookup."""
     return _decided(call, DecodeProblem.from_call)
 
 
@@ -48,12 +48,12 @@ def decide_append(call: AppendCall) -> Choice[AppendProblem]:
 def _decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
     try:
         key = None if isinstance(call[0], FakeTensor) else _raw_key(call)
-    except (RuntimeError, AttributeError, TypeError):  # no strides, no address, no tensor or no hash: the door says what is wrong with it
+    except (RuntimeError, AttributeError, TypeError):  # no strides, no address, not a tensor or not hashable: `check` raises the error
         key = None
     choice = _choices.get(key)
     if choice is None:
         choice = select(problem_of(call), Target.of(call[0].device))
-        if _scattered(call):  # kernels are given copies, whose addresses say nothing of the tensors that come again
+        if _scattered(call):  # kernels get contiguous copies: the caller's addresses cannot identify their launches
             choice = replace(choice, forward=choice.forward._replace(again=None))
         if key is not None:
             _choices[key] = choice
@@ -61,21 +61,24 @@ def _decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
 
 
 def _raw_key(call: DecodeCall | AppendCall) -> tuple:
-    """All of a call that its problem is made of, and all that a kept launch is given beside addresses; where k and v lie matters to wide loads."""
+    """The cache key: everything that the Problem depends on, and every argument of a repeated launch except addresses.
+
+    It includes the alignment of k and v, because wide loads depend on it.
+    """
     about = call.about
-    lies = [None if field is None else (field.shape, field.stride(), field.dtype, field.get_device()) for field in about]
-    return type(call), *lies, *call[len(about) :], call[0].device, (call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
+    metadata = [None if field is None else (field.shape, field.stride(), field.dtype, field.get_device()) for field in about]
+    return type(call), *metadata, *call[len(about) :], call[0].device, (call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
 
 
 def _received(call: AnyCall) -> AnyCall:
-    """The call with its small tensors contiguous, as kernels take them for granted."""
+    """The call with contiguous small tensors. Kernels do not read the strides of these tensors."""
     return call._replace(**{name: tensor.contiguous() for name, tensor in _scattered(call).items()})
 
 
 def _scattered(call: DecodeCall | AppendCall) -> dict[str, Tensor]:
-    """Its small tensors that are not contiguous."""
+    """The call's non-contiguous small tensors, by name. Small tensors are all but those in WHOLE."""
     small = ((name, field) for name, field in zip(call._fields, call) if isinstance(field, Tensor) and name not in WHOLE)
-    return {name: tensor for name, tensor in small if tensor.layout == torch.strided and not tensor.is_contiguous()}  # the door refuses sparse ones
+    return {name: tensor for name, tensor in small if tensor.layout == torch.strided and not tensor.is_contiguous()}  # `check` rejects sparse tensors
 
 
 # ---------------------------------------------------------------- running it
@@ -87,9 +90,9 @@ def _write(choice: Choice[DecodeProblem], call: DecodeCall, t: Forward, workspac
 
 
 def _attend(call: DecodeCall, choice: Choice[DecodeProblem], alone: bool = False) -> tuple[Tensor, Tensor | None]:
-    """out and lse; launched as before at these addresses, where the plan's kernel kept the way: Triton's takes longer than a short decode.
+    """out and lse. Repeats a cached launch at these addresses if there is one: Triton's launcher takes longer than a short decode.
 
-    alone: nobody looks at lse, so it stands behind the scratch, in one piece of memory, and None may be returned for it.
+    alone: the caller ignores lse. lse then follows the workspace in the same allocation, and the returned lse may be None.
     """
     plan, problem = choice.forward, choice.problem
     kind, lse_kind = problem.outputs
@@ -118,7 +121,7 @@ def _decode_out(out: Tensor, *flat: Any) -> Tensor:
     choice = decide(call)
     problem = choice.problem
     check_out(out, problem.out_shapes[0], problem.out_dtype, call.q)
-    # where out is q itself, each row is read before it is written
+    # out may be q itself: kernels read each row before they write it
     is_q = out.data_ptr() == call.q.data_ptr() and out.shape == call.q.shape and out.stride() == call.q.stride()
     read = (None if is_q else call.q, call.k, call.v, call.sinks, call.k_scale, call.v_scale)
     check_apart(out, read, ("q", "the cache's k", "the cache's v", "sinks", "the cache's k_scale", "the cache's v_scale"))
@@ -140,7 +143,7 @@ def _append(*flat: Any) -> None:
 
 
 def _appended(*flat: Any) -> tuple[Tensor, Tensor]:
-    """Copies of the pools, written to as `append` would write to them."""
+    """Copies of the pools with the new keys and values: the functional form of `append`."""
     call = AppendCall(*flat)
     decide_append(call)
     _check_pools_apart(call)
@@ -150,13 +153,13 @@ def _appended(*flat: Any) -> tuple[Tensor, Tensor]:
 
 
 def _check_pools_apart(call: AppendCall) -> None:
-    """Looked into at each call: metadata, by which choices are found, do not say."""
+    """Raise if k and v share memory. Checked on every call, because the key of the Choice does not contain addresses."""
     if share_memory(call.k, call.v):
         raise InvalidProblem(call.held.word("v"), "memory that keys lie in", "memory of its own", "append would write values over keys; copy one")
 
 
 def _check_new_apart(call: AppendCall) -> None:
-    """That nothing is read where it is written: looked into where tensors have one storage, which is seldom, as that takes 9 us."""
+    """Raise if k_new or v_new overlaps a pool. The overlap check takes 9 us, so it runs only for tensors with a common storage."""
     pools = [pool.untyped_storage().data_ptr() for pool in (call.k, call.v)]
     for name, new in (("k_new", call.k_new), ("v_new", call.v_new)):
         if new.untyped_storage().data_ptr() in pools and (share_memory(call.k, new) or share_memory(call.v, new)):
@@ -219,11 +222,11 @@ APPEND = torch.ops.strobe.append.default
 APPENDED = torch.ops.strobe.appended.default
 
 
-# ---------------------------------------------------------------- the ways in
+# ---------------------------------------------------------------- entry points
 
 
 def prepare(call: DecodeCall) -> DecodeCall:
-    """The call as the op is to see it: q in autocast's dtype, where the cache is in that or in 8 bits."""
+    """The call as the op takes it: q is cast to autocast's dtype if the cache has this dtype or float8_e4m3fn."""
     q = call.q
     if isinstance(q, Tensor) and torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -233,14 +236,14 @@ def prepare(call: DecodeCall) -> DecodeCall:
 
 
 def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tuple[Tensor, Tensor]:
-    """out and lse of a call; past the dispatcher where that has nothing to do. alone: nobody looks at lse."""
+    """out and lse of a call. The op's body runs directly if no dispatcher is needed. alone: the caller ignores lse."""
     choice = direct_choice(_choices, call, decide) if out is None and isinstance(call.q, Tensor) else None
     if choice is not None:
         return _attend(call, choice, alone)  # type: ignore[return-value]
     call = prepare(call)
     refuse_gradients(call.tensors if out is None else [*call.tensors, out], "decode")
     if is_distributed(call.q):
-        from . import sharding  # when the first DTensor comes by
+        from . import sharding  # at the first DTensor
 
         sharding.teach()
     if out is not None:
@@ -252,6 +255,7 @@ def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tup
 
 
 def append(call: AppendCall) -> None:
+    """Write k_new and v_new to the pools; in place, or by a copy if `written_by_copy` requires it."""
     refuse_gradients(call.tensors, "append")
     if batched(call.tensors):
         raise UnsupportedProblem("append under vmap: its batch entries are sequences already; append to all of them at once")

@@ -1,4 +1,4 @@
-"""What the ops say of themselves and of their results without running: schemas, and kernels of fake tensors."""
+"""Schemas and fake kernels of the ops, and the checks of their outputs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..problem.torch_state import batched, functionalized
 
 
 def schema(fields: dict[str, str], defaults: dict[str, Any]) -> str:
-    """A kind of call, its annotations in torch's words."""
+    """The schema of an op's arguments, from the annotations and defaults of its call type (`Call`, `DecodeCall`, `AppendCall`)."""
     kinds = {
         "Tensor | None": "Tensor?",
         "int": "SymInt",
         "float | None": "float?",
     }
     default = {name: "=" + repr(value).replace("'", '"') for name, value in defaults.items()}
-    called = {"kernel": "wanted"}  # inductor has a `kernel` of its own beside an op's keywords
+    called = {"kernel": "wanted"}  # Inductor passes its own `kernel` together with an op's keywords
     return ", ".join(f"{kinds.get(kind, kind)} {called.get(name, name)}{default.get(name, '')}" for name, kind in fields.items())
 
 
@@ -50,15 +50,18 @@ def backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat:
 
 
 def writes_to(tensor: Tensor) -> None:
-    """A compiled op writes to this tensor: whose offset in its storage, where it is symbolic, Inductor has to be taught."""
+    """Prepare Inductor for an op that writes to this tensor: a symbolic storage offset needs the lowering of `_teach_offsets`."""
     if isinstance(tensor.storage_offset(), torch.SymInt):
         _teach_offsets()
 
 
 @cache
 def _teach_offsets() -> None:
-    """Of a part of a tensor, such as one layer's cache, that an op writes to, Inductor asks the offset by a call that it has no lowering of (torch
-    2.13; pytorch/pytorch#198068), and takes it for 0: the first layer's cache would be written to. It is told before it begins."""
+    """Register Inductor's missing lowering of sym_storage_offset (torch 2.13; pytorch/pytorch#198068).
+
+    Inductor calls sym_storage_offset for a view that an op writes to, such as one layer of a cache. Without a lowering it takes the offset for 0, so
+    the op would write to the first layer. The fake kernel runs before lowering, so it registers in time.
+    """
     from torch._inductor.lowering import lowerings, register_lowering
     from torch._inductor.virtualized import V
 
@@ -72,7 +75,7 @@ def _teach_offsets() -> None:
 
 
 def check_apart(out: Tensor, inputs: Iterable[Tensor | None], names: Iterable[str]) -> None:
-    """That each element of out has memory of its own, and that nothing is read where it is written."""
+    """Raise if elements of out overlap each other or an input."""
     if overlaps_itself(out):
         raise InvalidProblem("out", f"strides {out.stride()}", "memory of its own for each element", "allocate it with torch.empty")
     for name, tensor in zip(names, inputs):
@@ -81,20 +84,20 @@ def check_apart(out: Tensor, inputs: Iterable[Tensor | None], names: Iterable[st
 
 
 def check_no_vmap(out: Tensor, inputs: Iterable[Tensor]) -> None:
-    """That none of them is many, to vmap, which has no rule for what is written where it is told."""
+    """Raise if out or an input is batched by vmap, which has no rule for ops that write to an argument."""
     if batched((out, *inputs)):
         raise UnsupportedProblem("out= under vmap: leave out= out, which returns what vmap puts together")
 
 
 def copied(out: Tensor, results: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
-    """out with a result copied to it, and lse, where `dispatch.written_by_copy` says so."""
+    """Copy the result to out, and return out and lse. Used if `torch_state.written_by_copy(out)` is true."""
     result, lse = results
     check_out(out, tuple(result.shape), result.dtype, q)
     return out.copy_(result), lse
 
 
 def check_results(given: tuple[Tensor | None, ...], kinds: Sequence[Any], q: Tensor) -> None:
-    """Refuse dout, out, lse or dlse of another forward: kernels read them by this one's shapes. kinds: shape and dtype of its out and of its lse."""
+    """Raise if dout, out, lse or dlse do not fit this forward, because kernels index them by its shapes. kinds: (shape, dtype) of out and of lse."""
     for name, tensor, (shape, dtype) in zip(("dout", "out", "lse", "dlse"), given, (kinds[0], kinds[0], kinds[1], kinds[1])):
         if tensor is None:
             continue
@@ -109,13 +112,13 @@ def check_results(given: tuple[Tensor | None, ...], kinds: Sequence[Any], q: Ten
 
 
 def written(tensor: Tensor) -> None:
-    """Tell autograd that a kernel has written to a tensor, as torch's own in-place ops do: who saved it for a backward is then told so."""
+    """Increment the tensor's version, as torch's in-place ops do, so that autograd detects a write to a saved tensor."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 
 
 def functional(call: Call) -> bool:
-    """Whether an op is called under torch.func.functionalize, which has no rule for an autograd.Function."""
+    """Whether torch.func.functionalize is active. It has no rule for an autograd.Function, so a call with gradients raises."""
     if functionalized() and call.needs_grad:
         raise UnsupportedProblem(
             "gradients under torch.func.functionalize: leave it out; torch.compile makes a gradient's graph functional by itself"
@@ -124,10 +127,12 @@ def functional(call: Call) -> bool:
 
 
 def forward_mode() -> UnsupportedProblem:
+    """The error for a call with forward-mode tangents."""
     return UnsupportedProblem("forward-mode derivatives: strobe has those of backward mode; use torch's math attention for others")
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> None:
+    """Raise if out has another layout, shape, dtype or device than the result, or strides that kernels cannot write to."""
     if out.layout != torch.strided:
         raise InvalidProblem("out", out.layout, "a strided (dense) tensor", "allocate it with torch.empty")
     if list(out.shape) != list(shape):

@@ -1,7 +1,8 @@
 """FLOP formulas of the ops, for torch.utils.flop_counter.
 
-They are told to a counter when a call first meets one: importing torch.utils.flop_counter imports Triton (300 ms, and
-`import strobe` needs no Triton), and a counter copies the registry when it is made, so both it and the registry are told.
+They are registered when a call first runs under a FLOP counter, because importing torch.utils.flop_counter imports Triton. That import takes
+300 ms, and `import strobe` must not need Triton. A counter copies the registry when it is created, so the formulas go to the registry and to each
+active counter.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ _COUNTER = "torch.utils.flop_counter"
 
 
 def meet_counters() -> None:
-    """`tell_counters` where there may be one."""
+    """Call `tell_counters` if a dispatch mode, and so possibly a FLOP counter, is active."""
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         tell_counters()
 
 
 def tell_counters() -> None:
-    """Register the formulas with torch and with each FLOP counter that is counting now."""
+    """Register the formulas with torch and with each active FLOP counter."""
     if _COUNTER not in sys.modules:
         return
     known = sys.modules[_COUNTER]
@@ -36,11 +37,11 @@ def tell_counters() -> None:
         counter: Any = getattr(mode, "counter", None)
         if isinstance(counter, known.FlopCounterMode):
             for op in formulas:
-                counter.flop_registry.setdefault(op, known.flop_registry[op])  # the user's own formula stands
+                counter.flop_registry.setdefault(op, known.flop_registry[op])  # keeps a formula of the user
 
 
 def forward_flops(q_shape, k_shape, v_shape, *flat, out_shape=None, **_) -> int:
-    """Two products over all query-key pairs.
+    """FLOPs of a forward: two products over all query-key pairs.
 
     >>> forward_flops((1, 8, 2, 4), (1, 8, 2, 4), (1, 8, 2, 4)) == 2 * (2 * 8 * 8) * (4 + 4)
     True
@@ -49,12 +50,12 @@ def forward_flops(q_shape, k_shape, v_shape, *flat, out_shape=None, **_) -> int:
 
 
 def backward_flops(dout_shape, o_shape, lse_shape, dlse_shape, q_shape, k_shape, v_shape, *flat, **_) -> int:
-    """Five products over all query-key pairs."""
+    """FLOPs of a backward: five products over all query-key pairs."""
     return 2 * _pairs(q_shape, k_shape, flat) * (3 * q_shape[-1] + 2 * v_shape[-1])
 
 
 def _pairs(q_shape, k_shape, flat: tuple) -> int:
-    """Query-key pairs with no mask, as torch counts its own attention; packed: as if all sequences were of one length."""
+    """Query-key pairs without a mask, as torch counts its own attention. Packed sequences count as equally long."""
     if len(q_shape) == 4:
         return q_shape[0] * q_shape[2] * q_shape[1] * k_shape[1]
     n = max(1, flat[Call._fields.index("cu_seqlens_q") - 3][0] - 1)

@@ -1,4 +1,4 @@
-"""What DTensor has to know to shard the ops by batch or by heads. Imported when the first DTensor comes by."""
+"""DTensor sharding rules of the ops: by batch or by heads. Imported at the first call with a DTensor."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..problem.decode import DecodeCall
 _taught = False
 
 
-@torch.compiler.assume_constant_result  # so that torch.compile, where it meets the first DTensor, runs this and does not trace it
+@torch.compiler.assume_constant_result  # torch.compile runs this function and does not trace it
 def teach() -> None:
-    """Register the rules, once."""
+    """Register the sharding rules of forward, backward and decode, once."""
     global _taught
     if not _taught:
         register_sharding(torch.ops.strobe.forward.default)(_forward)
@@ -39,21 +39,24 @@ def _backward(dout, out, lse, dlse, *flat):
     rules = []
     for (whole, per_row), inputs in _placements(call, len(flat), (*call[:3], dout, out), (lse, dlse)):
         if call.sinks is not None and whole == Shard(0) and not call.packed:
-            continue  # each shard would hold a part of dsinks: a sum that no placement of a custom rule may leave pending
+            continue  # dsinks would be a partial sum per shard, and a custom rule cannot return Partial placements
         dsinks = Replicate() if call.sinks is None else inputs[OPTIONAL_TENSORS.start]
         rules.append(([*inputs[:3], dsinks], [whole, whole, per_row, None if dlse is None else per_row, *inputs]))
     return rules
 
 
 def _heads_divide(key_heads: int, placed: Iterable[tuple[Any, Shard]]) -> bool:
-    """Whether each process that heads are spread over, of any tensor that is placed, has whole groups: the same number of key heads."""
+    """Whether key heads divide evenly over the mesh dimensions that shard heads, so that each process has whole GQA groups.
+
+    placed: pairs of a tensor, or None, and the Shard of its head dimension.
+    """
     apart = {n: size for t, heads in placed if t is not None for n, size in enumerate(t.mesh.shape) if t.placements[n] == heads}
     return key_heads % prod(apart.values()) == 0
 
 
 def _placements(call: Call, count: int, by_heads: tuple, by_rows: tuple = ()) -> list[tuple[list, list]]:
-    """(outputs, the op's `count` arguments) a rule: all replicated, heads apart, and for dense layouts the batch apart. by_heads: tensors of q's
-    order of dimensions, by_rows: of lse's."""
+    """The rules, each (placements of outputs, placements of the op's `count` arguments): all replicated, sharded by heads and, for dense layouts,
+    sharded by batch. by_heads: tensors with q's order of dimensions. by_rows: tensors with lse's order."""
     heads, lse_heads = (Shard(1), Shard(0)) if call.packed else (Shard(2), Shard(1))
     no_tensor = Call._make((None,) * len(call))
 
@@ -85,13 +88,16 @@ def _decode(*flat):
 
 
 def _pools_by_batch(call: DecodeCall | AppendCall) -> Shard | Replicate:
-    """How pools are placed where the batch is sharded. A page belongs to no batch entry, so each process has all of them."""
+    """The placement of the pools if the batch is sharded. Pages belong to no batch entry, so paged pools are replicated."""
     return Shard(0) if call.page_table is None else Replicate()
 
 
 def _beside(call: Any, qkv: Any, sequences: Any, heads: Any) -> Any:
-    """A call on a cache with placements for tensors: `qkv` for q, new keys and pools, `sequences` for what has one number a sequence, `heads` for
-    what has one a head."""
+    """A call on a cache with placements instead of tensors.
+
+    qkv: placement of q, k_new, v_new and the pools. sequences: placement of tensors with one row per sequence. heads: placement of tensors with one
+    number per head.
+    """
     of = {"seqlens": sequences, "page_table": sequences, "k_start": sequences, "k_scale": heads, "v_scale": heads, "sinks": heads}
     of |= dict.fromkeys(("q", "k_new", "v_new", "k", "v"), qkv) | dict.fromkeys(("cos", "sin"), Replicate())
     fields = {name: of[name] for name, field in zip(call._fields, call) if name in of and field is not None}
@@ -99,7 +105,7 @@ def _beside(call: Any, qkv: Any, sequences: Any, heads: Any) -> Any:
 
 
 def own_append(call: AppendCall) -> AppendCall:
-    """The call on this process's part of the cache. The pools are not moved, since a copy of them would be written to; all that is read may be."""
+    """The call on this process's shard of the cache. Inputs may be redistributed; pools may not, because append would write to a copy."""
     for name, tensor in zip(call._fields, call.about):
         if tensor is not None and not isinstance(tensor, DTensor):
             remedy = "give it to distribute_tensor, with Replicate() where each process has all of it"

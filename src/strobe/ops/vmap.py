@@ -1,4 +1,4 @@
-"""What vmap makes of the ops: its dimension becomes part of the batch where that means the same, else the entries run one after another."""
+"""vmap rules of the ops. The vmap dimension is folded into the batch if this is equivalent; else the op runs once per entry."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..errors import UnsupportedProblem
 from ..problem.call import Call
 from ..problem.decode import DecodeCall
 
-GIVEN = ("dout", "out", "lse", "dlse")  # what the backward op takes before the call
+GIVEN = ("dout", "out", "lse", "dlse")  # arguments of the backward op before those of the call
 NAMES = {"forward": Call._fields, "backward": (*GIVEN, *Call._fields), "decode": DecodeCall._fields}
 
 
 def register(library: torch.library.Library, name: str) -> None:
-    """Teach vmap the op of that name, one of NAMES: without a rule it runs the entries one after another, and warns that it does."""
+    """Register the vmap rule of an op in NAMES. Without a rule, vmap runs the op once per entry and warns."""
     op = getattr(torch.ops.strobe, name).default
 
     def rule(info: Any, in_dims: Sequence[int | None], *flat: Any) -> tuple[tuple, tuple]:
@@ -30,20 +30,20 @@ def register(library: torch.library.Library, name: str) -> None:
 
 
 def _leading(tensor: Tensor, dim: int) -> Tensor:
-    """The tensor with vmap's dimension first. Where that was last, what is last now is laid out anew: kernels take it contiguous."""
+    """The tensor with the vmap dimension first. It is copied if its last dimension is then not contiguous, as kernels require."""
     moved = tensor.movedim(dim, 0)
     return moved if moved.stride(-1) == 1 else moved.contiguous()
 
 
 def _folded(name: str, flat: Sequence[Any], batched: Sequence[bool], size: int) -> tuple[list[Any], int] | None:
-    """The arguments of one call over all entries, and the batch of each; None where no call has that meaning."""
+    """The arguments of one call over all entries, and the batch size per entry; None if no single call is equivalent."""
     shared = _shared(name, flat)
     if shared is None or any(many and field in shared for field, many in zip(NAMES[name], batched)):
         return None
     folds = [isinstance(argument, Tensor) and field not in shared for field, argument in zip(NAMES[name], flat)]
     wide = [a if not f or many else a.expand(size, *a.shape) for a, f, many in zip(flat, folds, batched)]
     if any(f and a.dim() < 2 for a, f in zip(wide, folds)):
-        return None  # refused for its shape, in words of one entry
+        return None  # the call of a single entry then raises for the shape
     batches = {a.shape[1] for a, f in zip(wide, folds) if f}
     if len(batches) > 1:
         return None
@@ -51,19 +51,19 @@ def _folded(name: str, flat: Sequence[Any], batched: Sequence[bool], size: int) 
 
 
 def _shared(name: str, flat: Sequence[Any]) -> tuple[str, ...] | None:
-    """The tensors that do not begin with a batch, which one call has once; None where the op joins the entries of a batch."""
+    """The names of tensors without a batch dimension, which one call has only once; None if the op reduces over the batch or packs it."""
     if name == "decode":
         call = DecodeCall(*flat)
         return ("k_scale", "v_scale", "sinks") if call.page_table is None else ("k", "v", "k_scale", "v_scale", "sinks")
     call = Call(*flat[len(GIVEN) :] if name == "backward" else flat)
-    if call.packed or (name == "backward" and call.sinks is not None):  # offsets count tokens; the sinks' gradient is a sum over the batch
+    if call.packed or (name == "backward" and call.sinks is not None):  # offsets count tokens; dsinks sums over the batch
         return None
     return ("sinks",)
 
 
 def _together(op: Any, folded: Sequence[Any], batch: int, size: int) -> tuple[tuple, tuple]:
     found = op(*folded)
-    # a backward without sinks gives for theirs an empty tensor, which has no batch
+    # without sinks, the backward returns an empty dsinks, which has no batch dimension
     parts = [one.dim() > 1 for one in found]
     parted = tuple(one.unflatten(0, (size, batch)) if part else one for one, part in zip(found, parts))
     return parted, tuple(0 if part else None for part in parts)

@@ -1,6 +1,6 @@
-"""What is asked of a kernel, as values: tensors and options (call), their shape (problem), masks, caches, the machine (target).
+"""Values that describe a call: tensors and options (call), metadata (problem), masks, caches, the device (target).
 
-Imports errors and env alone."""
+Imports only errors and env from strobe."""
 
 from .problem import ALIGNMENT, Problem, base_offset, refuse, rows_apart
 

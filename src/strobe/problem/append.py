@@ -1,6 +1,6 @@
-"""Writing new keys to a cache: `AppendCall` is one write's data, `AppendProblem` all about it but the data.
+"""Writing new keys and values to a KV cache: `AppendCall` holds the tensors of one write, `AppendProblem` its metadata.
 
-Token t of T goes to position seqlens[b] + t of sequence b. The lengths stay as they are: who owns them moves them on.
+Token t of T goes to position seqlens[b] + t of sequence b. An append does not change seqlens; the caller advances them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .memory_overlap import overlaps_itself
 
 
 class AppendCall(NamedTuple):
-    """The arguments of one write, flat, in the order of the op's schema; k and v are pages where there is a page_table, else rows."""
+    """The arguments of one write, flat, in the order of the op's schema. k and v hold pages if page_table is given, else rows."""
 
     k_new: Tensor  # [B, T, H_kv, D]
     v_new: Tensor  # [B, T, H_kv, D_v]
@@ -35,19 +35,22 @@ class AppendCall(NamedTuple):
 
     @property
     def held(self) -> Held:
+        """The cache."""
         return Held(self.k, self.v, self.seqlens, self.page_table, None, self.k_scale, self.v_scale)
 
     @property
     def about(self) -> tuple[Tensor | None, ...]:
-        """The fields that are tensors, or None."""
+        """The tensor fields; absent ones are None."""
         return self[:10]
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The tensor fields that are present."""
         return [field for field in self.about if field is not None]
 
     @staticmethod
     def of(cache: Any, k_new: Tensor, v_new: Tensor, rotary: Rotary | None) -> AppendCall:
+        """Build a call from the arguments of `append`. Raises TypeError for a wrong type of cache or rotary."""
         held = Held.of(cache)
         if rotary is not None and not isinstance(rotary, Rotary):
             raise wrong_type("rotary", rotary, "a strobe.Rotary or None", "give strobe.Rotary(cos, sin)")
@@ -58,7 +61,7 @@ class AppendCall(NamedTuple):
 
 
 def check(call: AppendCall) -> Dense | Paged:
-    """The door. Raises InvalidProblem or TypeError naming the argument; reads metadata alone."""
+    """Validate the arguments and return their layout. Reads only metadata. Raises InvalidProblem or TypeError naming the argument."""
     held, new = call.held, {"k": call.k_new, "v": call.v_new}
     for field, tensor in new.items():
         check_tensor(f"{field}_new", tensor, "[B, T, H_kv, D]", 4)
@@ -112,7 +115,7 @@ def _check_rotary(call: AppendCall) -> None:
 
 @dataclass(frozen=True)
 class AppendProblem(OfCache):
-    """Everything about a write but its data."""
+    """The metadata of a write: everything except tensor contents. Hashable."""
 
     layout: Dense | Paged
     heads_kv: int
@@ -120,8 +123,8 @@ class AppendProblem(OfCache):
     head_dim_v: int
     dtype: torch.dtype
     cache_dtype: torch.dtype
-    scales: tuple[bool, bool]
-    rotary_dim: int  # 0: none
+    scales: tuple[bool, bool]  # whether k and v have one
+    rotary_dim: int  # 0: no rotary embedding
     interleaved: bool
     kernel: str
 
@@ -129,7 +132,7 @@ class AppendProblem(OfCache):
 
     @staticmethod
     def from_call(call: AppendCall) -> AppendProblem:
-        """The call as a problem, checked by `check`, which also takes symbolic sizes. Whether rows of a pool overlap is found of real ones alone."""
+        """Validate a call and describe it. Overlapping rows of a pool are detected here, not in `check`, which also runs on symbolic sizes."""
         layout, (heads_kv, head_dim) = check(call), call.k_new.shape[2:]
         for field in ("k", "v"):
             if overlaps_itself(getattr(call, field)):
@@ -142,7 +145,7 @@ class AppendProblem(OfCache):
 
     @property
     def vacuous(self) -> bool:
-        """Nothing to write."""
+        """Whether there is nothing to write: no sequence, no token or no head."""
         return 0 in (self.layout.batch, self.layout.seqlen_q, self.heads_kv)
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""Keys and values kept between steps: the two layouts of a cache, what is written to one, and its 8-bit form.
+"""KV caches: the paged and the dense layout, rotary embedding of new keys, float8 quantization, and the argument check.
 
-seqlens[b] is how many keys sequence b holds. Positions count from the sequence's first key, in pages as in rows.
+seqlens[b] is the number of keys in sequence b. Positions count from the sequence's first key in both layouts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ FP8_MAX = 448.0
 
 
 class PagedCache(NamedTuple):
-    """Keys and values in pages of one pool: key j of sequence b is row j % page_size of page page_table[b, j // page_size].
+    """A KV cache in pages of a common pool: key j of sequence b is row j % page_size of page page_table[b, j // page_size].
 
     >>> pages = torch.zeros(8, 16, 2, 64)  # 8 pages of 16 keys, 2 heads
     >>> cache = PagedCache(pages, pages.clone(), torch.tensor([[3, 5]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32))
-    >>> cache.k_pages.shape[1] * cache.page_table.shape[1]  # keys that a sequence may hold
+    >>> cache.k_pages.shape[1] * cache.page_table.shape[1]  # capacity of a sequence, in keys
     32
 
-    k_pages [n_pages, page_size, H_kv, D] and v_pages [n_pages, page_size, H_kv, D_v] may have any strides over a contiguous last
-    dimension, so a pool that keeps heads first is given as its transposed view. page_table int32 [B, max_pages] and seqlens
-    int32 [B] are read on the device; entries beyond a sequence's last page are never read. k_scale and v_scale float32 [H_kv]
-    belong to pages in float8_e4m3fn: a key is worth k_scale[h] times what is stored.
+    k_pages: [n_pages, page_size, H_kv, D]. The last dimension is contiguous; other strides are free, so a heads-first pool
+        is passed as a transposed view.
+    v_pages: [n_pages, page_size, H_kv, D_v], with strides as k_pages.
+    page_table: int32 [B, max_pages], read on the device. Entries after a sequence's last page are never read.
+    seqlens: int32 [B], the number of keys in each sequence, read on the device.
+    k_scale, v_scale: float32 [H_kv], only for pages in float8_e4m3fn. A key is k_scale[h] times the stored value.
     """
 
     k_pages: Tensor
@@ -41,14 +43,15 @@ class PagedCache(NamedTuple):
 
 
 class DenseCache(NamedTuple):
-    """Keys and values in one row of memory a sequence: k [B, S_max, H_kv, D], v [B, S_max, H_kv, D_v].
+    """A KV cache with one row per sequence: k [B, S_max, H_kv, D], v [B, S_max, H_kv, D_v].
 
     >>> k = torch.zeros(4, 128, 2, 64)
     >>> DenseCache(k, k.clone(), seqlens=torch.zeros(4, dtype=torch.int32)).k_start is None
     True
 
-    seqlens int32 [B]: sequence b's keys end there. k_start int32 [B]: they begin there (left padding); what lies before is hidden,
-    whatever it holds. k_scale, v_scale: as in PagedCache.
+    seqlens: int32 [B], the end of each sequence's keys in its row.
+    k_start: int32 [B], the first key of each sequence (left padding). Keys before it are masked, even if they hold NaN.
+    k_scale, v_scale: as in PagedCache.
     """
 
     k: Tensor
@@ -60,13 +63,14 @@ class DenseCache(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Rotary position embedding: cos and sin [S_max, rotary_dim / 2], row p for position p.
+    """Rotary position embedding: cos and sin [S_max, rotary_dim / 2]. Row p belongs to position p.
 
     >>> angle = torch.arange(128.0)[:, None] * 10000.0 ** -(torch.arange(32) / 32)
     >>> Rotary(angle.cos(), angle.sin()).cos.shape
     torch.Size([128, 32])
 
-    Dimensions i and i + rotary_dim / 2 turn together, or 2 i and 2 i + 1 where interleaved; those from rotary_dim on stay as they are.
+    Dimension i rotates with i + rotary_dim / 2. If interleaved, dimension 2 i rotates with 2 i + 1. Dimensions from rotary_dim on
+    do not change.
     """
 
     cos: Tensor
@@ -75,7 +79,7 @@ class Rotary(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A cache of either kind in the flat form that ops take, and the words its arguments are known by."""
+    """A PagedCache or DenseCache in the flat form that ops take. `word` names its fields in error messages."""
 
     k: Tensor
     v: Tensor
@@ -87,7 +91,7 @@ class Held(NamedTuple):
 
     @staticmethod
     def of(cache: PagedCache | DenseCache) -> Held:
-        """The cache, all of whose fields are tensors, or None where they may be."""
+        """Flatten a cache and convert int64 lengths, starts and page ids to int32. Raises TypeError for a field that is not a tensor."""
         if isinstance(cache, PagedCache):
             k, v, page_table, seqlens, k_scale, v_scale = cache
             held, needed = Held(k, v, seqlens, page_table, None, k_scale, v_scale), (k, v, seqlens, page_table)
@@ -107,11 +111,12 @@ class Held(NamedTuple):
         return held._replace(**wide) if wide else held
 
     def word(self, field: str) -> str:
+        """The name of a field in the caller's cache."""
         return f"cache.{field}_pages" if self.page_table is not None and field in ("k", "v") else f"cache.{field}"
 
 
 def _no_tensor(cache: PagedCache | DenseCache) -> Exception:
-    """What to raise for the first field of a cache that is not a tensor and should be."""
+    """The error for the first field of a cache that must be a tensor and is not."""
     optional = ("k_start", "k_scale", "v_scale")
     others = [(name, field) for name, field in zip(cache._fields, cache) if not isinstance(field, Tensor)]
     name, field = next((name, field) for name, field in others if field is not None or name not in optional)
@@ -119,14 +124,15 @@ def _no_tensor(cache: PagedCache | DenseCache) -> Exception:
 
 
 def quantize_kv(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys and values in 8 bits (float8_e4m3fn), with one scale a head: (k8, v8, k_scale, v_scale).
+    """Quantize keys and values to float8_e4m3fn with one scale per head: (k8, v8, k_scale, v_scale).
 
     >>> k8, v8, k_scale, v_scale = quantize_kv(torch.randn(2, 10, 4, 64), torch.randn(2, 10, 4, 64))
     >>> k8.dtype, k8.shape, k_scale.shape
     (torch.float8_e4m3fn, torch.Size([2, 10, 4, 64]), torch.Size([4]))
 
-    k and v: [..., H_kv, D], tokens, rows or pages; scales float32 [H_kv], so that k is about k8 * k_scale[:, None]. The largest
-    finite magnitude of a head becomes 448; NaN stay NaN and infinities become the largest. Waits for no device.
+    k and v: [..., H_kv, D] in float16, bfloat16, float32 or float64. The scales are float32 [H_kv]: k is about
+    k8 * k_scale[:, None]. The largest finite magnitude of a head becomes 448. NaN stays NaN, and infinities become
+    magnitude 448. Does not synchronize with the device. Raises InvalidProblem and TypeError.
     """
     for name, tensor in (("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
@@ -146,18 +152,18 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float().clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max)
     size = torch.where(x.isfinite(), wide.abs(), 0.0).transpose(-1, -2).flatten(0, -2)
     most = size.amax(0) if size.shape[0] else size.new_zeros(size.shape[1:])
-    least = torch.finfo(torch.float32).smallest_normal  # of less a scale would be 0
+    least = torch.finfo(torch.float32).smallest_normal  # a smaller scale could round to 0
     scale = torch.where(most > 0, (most / FP8_MAX).clamp(min=least), 1.0)
     return to_fp8(wide, scale), scale
 
 
 def to_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
-    """x [..., H, D] over its heads' scales, rounded to e4m3; what is too large becomes the largest."""
+    """x [..., H, D] divided by scale [H], clamped to magnitude 448 and rounded to float8_e4m3fn."""
     return (x if scale is None else x / scale[:, None].to(x.dtype)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 class OfCache:
-    """What follows from the layout of a problem on a cache."""
+    """Properties of a DecodeProblem or AppendProblem that follow from its layout."""
 
     layout: Dense | Paged
 
@@ -167,20 +173,23 @@ class OfCache:
 
     @property
     def page_size(self) -> int:
-        """Keys that lie in one piece; a dense cache's row is one page."""
+        """Keys per page. A dense cache's row is one page."""
         return self.layout.page_size if isinstance(self.layout, Paged) else self.layout.seqlen_k
 
     @property
     def capacity(self) -> int:
-        """Keys that a sequence may hold."""
+        """The most keys that a sequence can have."""
         return self.layout.max_pages * self.layout.page_size if isinstance(self.layout, Paged) else self.layout.seqlen_k
 
 
-# ---------------------------------------------------------------- the door of a cache
+# ---------------------------------------------------------------- argument check of a cache
 
 
 def check_cache(held: Held, batch: int, dtype: torch.dtype, like: str) -> Dense | Paged:
-    """Raises where a cache's tensors contradict each other or `batch` sequences in `dtype`; `like` is whose those are. The layout of one row."""
+    """Validate a cache for `batch` sequences in `dtype`, the batch and dtype of the argument named `like`.
+
+    Returns its layout with seqlen_q = 0. Raises InvalidProblem or TypeError.
+    """
     _check_pools(held, dtype, like)
     layout = _rows(held, batch, like) if held.page_table is None else _paged(held, held.page_table, batch, like)
     _check_ints(held.seqlens, "cache.seqlens", batch, like)
@@ -253,7 +262,7 @@ def _check_scale(held: Held, name: str, scale: Tensor) -> None:
 
 
 def check_tensor(word: str, tensor: Any, shape: str, rank: int) -> None:
-    """A strided tensor of `rank` dimensions whose last is contiguous and not empty."""
+    """Raise unless `tensor` is a strided tensor of `rank` dimensions with a contiguous, non-empty last dimension."""
     if not isinstance(tensor, Tensor):
         raise wrong_type(word, tensor, f"a tensor {shape}", "pass a torch.Tensor")
     if tensor.is_nested or tensor.layout != torch.strided:

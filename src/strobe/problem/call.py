@@ -1,6 +1,6 @@
-"""One call's data, said once: `Call`, the flat form the ops take, and the door it passes, `check`.
+"""`Call`, the arguments of a call in the flat form that the ops take, and `check`, which validates them.
 
-`check` is the only validator. It reads metadata alone, so it costs no sync and works on fake tensors and symbolic sizes.
+`check` reads only metadata. So it never synchronizes with the device, and it runs on fake tensors and symbolic sizes.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from ..errors import InvalidProblem, wrong_type
 from .mask import MOST_KEYS, NO_BOUND, Documents, Mask, MaskStructure, check_strided
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
-MOST_SCALE = 1e38  # log2(e) times it is a float32
-FARTHEST = 2**30  # window bounds beyond every length are written as this, so that kernels may add them to an int32 position
+MOST_SCALE = 1e38  # kernels multiply it by log2(e); the product must be a finite float32
+FARTHEST = 2**30  # larger window bounds are clamped to this, so that a kernel's sum with an int32 position does not overflow
 
 
 class Call(NamedTuple):
     """The arguments of one call, flat, in the order of the ops' schema. The schema is generated from these annotations.
 
-    Dense layout: q [B, S_q, H_q, D], k [B, S_k, H_kv, D], v [B, S_k, H_kv, D_v]. Packed: the first two dimensions are
-    one, [T, H, D], and cu_seqlens_q and cu_seqlens_k say where sequences begin and end.
+    Dense layout: q [B, S_q, H_q, D], k [B, S_k, H_kv, D], v [B, S_k, H_kv, D_v]. Packed layout: [T, H, D], where cu_seqlens_q and
+    cu_seqlens_k hold the offsets of the sequences.
 
-    The dispatcher's cost grows with the arguments it is given (0.1 us each), so those that most calls leave out stand last.
+    The dispatcher takes 0.1 us per argument passed. So rarely used arguments come last, and `arguments` omits them.
     """
 
     q: Tensor
@@ -34,10 +34,10 @@ class Call(NamedTuple):
     left: int = NO_BOUND
     right: int = NO_BOUND
     scale: float | None = None
-    softcap: float = 0.0  # 0 is none
+    softcap: float = 0.0  # 0: none
     deterministic: bool = False
     batch_invariant: bool = False
-    kernel: str = ""  # "" is any
+    kernel: str = ""  # "": any
     partial: bool = False  # out in float32 (float64 for float64)
     needs_grad: bool = False
     sinks: Tensor | None = None  # [H_q]
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """No tensor beside q, k and v."""
+        """Whether q, k and v are the only tensors."""
         return self.sinks is None and self.cu_seqlens_q is None and self.prefix is None and self.key_lengths is None and self.ids_q is None
 
     @property
@@ -69,7 +69,7 @@ class Call(NamedTuple):
 
     @property
     def parted(self) -> tuple[tuple[Tensor, ...], tuple]:
-        """Its tensors, and all of it that is none."""
+        """The tensors, and a hashable tuple of the other fields. The tuple also records which optional tensors are absent."""
         if self.plain:
             return self[:3], self[SCALARS]
         optionals = self.optionals
@@ -79,20 +79,20 @@ class Call(NamedTuple):
 
     @property
     def with_grad(self) -> Call:
-        """This call with needs_grad: `_replace` takes twice as long."""
+        """This call with needs_grad=True, in half the time of `_replace`."""
         return Call._make((*self[:_NEEDS_GRAD], True, *self[_NEEDS_GRAD + 1 :]))
 
     @property
     def whole(self) -> bool:
-        """Its optional tensors are contiguous, as kernels take them for granted."""
+        """Whether the optional tensors are contiguous. Kernels do not read their strides."""
         return self.plain or all([field is None or field.is_contiguous() for field in self.optionals])
 
     @property
     def arguments(self) -> tuple:
-        """What an op is given: all of it, or where the rest says nothing q, k, v and the band, or the part before the optional tensors."""
+        """The arguments to pass to an op. Trailing arguments with default values are omitted where possible."""
         if not self.plain:
             return self
-        # said without a float to compare with: torch.compile(dynamic=True) would take a global one for an input, and trace the call twice
+        # no comparison with a global float: torch.compile(dynamic=True) would make it a graph input and trace the call twice
         quiet = self.scale is None and not any(self[6 : OPTIONAL_TENSORS.start])
         return self[:5] if quiet else self[: OPTIONAL_TENSORS.start]
 
@@ -104,7 +104,7 @@ class Call(NamedTuple):
 
     @property
     def mask(self) -> Mask:
-        """The mask as a value again, for hosts: the CPU kernel, the oracle and tests."""
+        """The Mask of the flat fields, for the CPU kernel, the oracle and tests."""
         documents = None
         if self.ids_q is not None and self.ids_k is not None and self.spans_q is not None and self.spans_k is not None:
             documents = Documents(self.ids_q, self.ids_k, self.spans_q, self.spans_k)
@@ -112,7 +112,7 @@ class Call(NamedTuple):
         return Mask(left, right, self.prefix, self.key_lengths, documents)
 
     def with_mask(self, mask: Mask) -> Call:
-        """This call with `mask` in its flat form; an int prefix becomes int32 [B] on q's device."""
+        """This call with the fields of `mask`. An int prefix becomes an int32 tensor [B] on q's device."""
         mask = mask.simplified()
         prefix = mask.prefix
         if prefix is not None and not isinstance(prefix, Tensor):
@@ -129,7 +129,7 @@ class Call(NamedTuple):
         return flat._replace(ids_q=d.ids_q, ids_k=d.ids_k, spans_q=d.spans_q, spans_k=d.spans_k)
 
 
-# NamedTuple keeps annotations as forward references: their text is what the schema is made of
+# NamedTuple keeps annotations as forward references; the schema is generated from their text
 FIELD_KINDS = {name: getattr(kind, "__forward_arg__", kind) for name, kind in Call.__annotations__.items()}
 _NEEDS_GRAD = Call._fields.index("needs_grad")
 OPTIONAL_TENSORS = slice(Call._fields.index("sinks"), Call._fields.index("spans_k") + 1)
@@ -137,11 +137,13 @@ SCALARS = slice(3, OPTIONAL_TENSORS.start)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums over keys: of lse, and of partial results."""
+    """The dtype of sums over keys: of lse and of partial outputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Dense(NamedTuple):
+    """The layout [B, S, H, D]."""
+
     batch: int
     seqlen_q: int
     seqlen_k: int
@@ -156,7 +158,7 @@ class Dense(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """n sequences in one row of tokens; None: the caller promised no bound on their length."""
+    """The layout [T, H, D] of `batch` packed sequences. A max_seqlen of None means that the caller gave no bound."""
 
     batch: int
     total_q: int
@@ -174,7 +176,7 @@ class Packed(NamedTuple):
 
 
 class Paged(NamedTuple):
-    """Queries [B, T, H, D] over a pool of pages: seqlens and page_table live on the device."""
+    """The layout of queries [B, T, H, D] over a pool of pages. seqlens and page_table are device data."""
 
     batch: int
     seqlen_q: int
@@ -191,7 +193,10 @@ class Paged(NamedTuple):
 
 
 def check(call: Call) -> Dense | Packed:
-    """The door. Raises InvalidProblem or TypeError naming the argument; reads metadata alone, symbolic sizes too."""
+    """Validate the arguments and return their layout. Reads only metadata, symbolic sizes included.
+
+    Raises InvalidProblem or TypeError naming the argument.
+    """
     _check_tensors(call)
     layout = _packed_layout(call) if call.packed else _dense_layout(call)
     _check_heads(call)
@@ -240,7 +245,7 @@ def _check_heads(call: Call) -> None:
 
 
 def check_sinks(sinks: Tensor, heads_q: int) -> None:
-    """One floating logit a query head."""
+    """Raise unless sinks holds one floating-point logit per query head."""
     check_strided("sinks", sinks)
     if sinks.dim() != 1 or sinks.shape[0] != heads_q:
         raise InvalidProblem("sinks", f"shape {list(sinks.shape)}", f"[{heads_q}], one logit a query head", "expand or slice it")
@@ -271,7 +276,7 @@ def _packed_layout(call: Call) -> Packed:
 
 
 def _count(name: str, offsets: Tensor | None) -> int:
-    """How many sequences the offsets part."""
+    """The number of sequences that the offsets [n + 1] define. Raises if the offsets are invalid."""
     if offsets is None:
         raise wrong_type(name, offsets, "an int32 tensor [n + 1]", "give the running sum of lengths, from 0 to the total")
     if offsets.dtype != torch.int32:
@@ -305,11 +310,11 @@ def _check_mask_tensors(call: Call, layout: Dense | Packed) -> None:
 
 
 def check_spans(call: Call) -> None:
-    """Refuse spans that reach outside their call, on a CPU, where reading them makes nothing wait. GPU kernels cut them."""
+    """Raise for document spans outside the call, on a CPU only, where reading data needs no synchronization. GPU kernels clamp spans."""
     for name, spans, own, other in (("spans_q", call.spans_q, call.q, call.k), ("spans_k", call.spans_k, call.k, call.q)):
         length, across = own.shape[1], other.shape[1]
         if spans is None or spans.device.type != "cpu" or tuple(spans.shape) != (own.shape[0], length, 3):
-            continue  # what has another shape `check` refuses
+            continue  # `check` rejects other shapes
         run_end, first, stop = spans.unbind(2)
         wrong = (run_end <= torch.arange(length)) | (run_end > length) | (first < 0) | (stop < first) | (stop > across)
         if wrong.any():
@@ -320,7 +325,7 @@ def check_spans(call: Call) -> None:
 
 
 def check_scores(scale: float | None, softcap: float, q: Tensor) -> None:
-    """What scores are made with, which float32 must hold times log2(e), as kernels have it, where they are no float64."""
+    """Validate scale and softcap. Kernels multiply them by log2(e), and unless q is float64 the products must fit float32."""
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and not math.isfinite(number):
             raise InvalidProblem(name, number, "a finite number", f"leave {name} out for the default")

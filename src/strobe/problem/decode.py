@@ -1,6 +1,6 @@
-"""Decoding: a few new queries of each sequence over its cache. `DecodeCall` is one call's data, `DecodeProblem` all about it but the data.
+"""Decoding: attention of each sequence's newest tokens over its KV cache. `DecodeCall` holds the tensors, `DecodeProblem` the metadata.
 
-With n = seqlens[b], row i of T stands at position n - T + i: the T tokens are the sequence's last, and are in the cache already.
+With n = seqlens[b], row i of T has position n - T + i: the T tokens are the last of the sequence, and the cache already contains them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .torch_state import tangents, wants_beneath
 
 
 class DecodeCall(NamedTuple):
-    """The arguments of one call, flat, in the order of the op's schema. k and v are pages where there is a page_table, else rows."""
+    """The arguments of one call, flat, in the order of the op's schema. k and v hold pages if page_table is given, else rows."""
 
     q: Tensor  # [B, T, H_q, D]
     k: Tensor
@@ -43,32 +43,34 @@ class DecodeCall(NamedTuple):
 
     @property
     def held(self) -> Held:
+        """The cache."""
         return Held(*self[1:8])
 
     @property
     def about(self) -> tuple[Tensor | None, ...]:
-        """The fields that are tensors, or None."""
+        """The tensor fields; absent ones are None."""
         return self[:9]
 
     @property
     def parted(self) -> tuple[list[Tensor], tuple]:
-        """Its tensors, and all of it that is none."""
+        """The tensors, and a hashable tuple of the other fields. The tuple also records which optional tensors are absent."""
         about = self[:9]
         absent = [field is None for field in about[4:]]
         return [field for field in about if field is not None], (*absent, *self[9:])
 
     @property
     def whole(self) -> bool:
-        """Its small tensors are contiguous, as kernels take them for granted."""
+        """Whether all tensors but q, k and v are contiguous. Kernels do not read their strides."""
         return all([field is None or field.is_contiguous() for field in self[3:9]])
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The tensor fields that are present."""
         return [field for field in self.about if field is not None]
 
 
 def check(call: DecodeCall) -> Dense | Paged:
-    """The door. Raises InvalidProblem or TypeError naming the argument; reads metadata alone."""
+    """Validate the arguments and return their layout. Reads only metadata. Raises InvalidProblem or TypeError naming the argument."""
     q, held = call.q, call.held
     check_tensor("q", q, "[B, T, H_q, D]", 4)
     if q.dtype not in DTYPES:
@@ -94,7 +96,7 @@ def check(call: DecodeCall) -> Dense | Paged:
 
 @dataclass(frozen=True)
 class DecodeProblem(OfCache):
-    """Everything about a call but its data: lengths and page ids live on the device, so plans are made from shapes alone.
+    """The metadata of a call: everything except tensor contents. Lengths and page ids are device data, so plans depend on shapes only.
 
     >>> k = torch.empty(2, 128, 2, 64)
     >>> str(DecodeProblem.from_call(DecodeCall(torch.empty(2, 1, 8, 64), k, k, torch.zeros(2, dtype=torch.int32), right=0)))
@@ -125,7 +127,7 @@ class DecodeProblem(OfCache):
 
     @staticmethod
     def from_call(call: DecodeCall) -> DecodeProblem:
-        """The call as a problem, checked by `check`."""
+        """Validate a call and describe it."""
         layout = check(call)
         q, k, v = call[:3]
         return DecodeProblem(
@@ -152,12 +154,12 @@ class DecodeProblem(OfCache):
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """The number of query heads per key head."""
         return self.heads_q // self.heads_kv if self.heads_q and self.heads_kv else 1
 
     @property
     def vacuous(self) -> bool:
-        """No row to write."""
+        """Whether the output has no row."""
         return 0 in (self.layout.batch, self.layout.seqlen_q, self.heads_q)
 
     @cached_property
@@ -181,7 +183,7 @@ class DecodeProblem(OfCache):
         return math.prod(self.out_shapes[1]) * self.lse_dtype.itemsize
 
     def example(self, device: torch.device) -> DecodeCall:
-        """A call of this problem on zeros: each sequence holds nothing."""
+        """A call of this problem on zeros, with empty sequences."""
         batch, rows = self.layout.batch, self.layout.seqlen_q
         pages = (self.layout.n_pages, self.layout.page_size) if isinstance(self.layout, Paged) else (batch, self.layout.seqlen_k)
         shapes = ((batch, rows, self.heads_q, self.head_dim), (*pages, self.heads_kv, self.head_dim), (*pages, self.heads_kv, self.head_dim_v))
@@ -213,13 +215,13 @@ class DecodeProblem(OfCache):
 
 
 def refuse_gradients(tensors: list[Tensor], what: str) -> None:
-    """Caches are read and written outside autograd."""
+    """Raise UnsupportedProblem if a tensor needs a gradient or has a tangent: cache ops have no derivatives."""
     if tangents(tensors) or (torch.is_grad_enabled() and (any(t.requires_grad for t in tensors) or wants_beneath(tensors))):
         raise UnsupportedProblem(f"gradients through {what}: call it under torch.no_grad(), or use strobe.attention for training")
 
 
 def _zeros(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, alignment: int) -> Tensor:
-    """Zeros with these strides, from an address no better aligned than `alignment`."""
+    """Zeros with these strides. Their base address is not aligned to more than `alignment` bytes."""
     offset = alignment // dtype.itemsize if alignment < ALIGNMENT else 0
     extent = 1 + offset + sum((size - 1) * stride for size, stride in zip(shape, strides)) if 0 not in shape else offset
     return torch.zeros(extent, device=device).to(dtype).as_strided(shape, strides, offset)

@@ -1,4 +1,4 @@
-"""Arguments that other libraries' attention takes and strobe's does not: a TypeError that names what to use instead."""
+"""Errors for arguments of other attention libraries. Each TypeError names the strobe argument to use instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MASKS = (
     "strobe.key_lengths(), combined by &"
 )
 _WRITTEN_OUT = f"give what it stands for: {MASKS}; leave it out where all keys are seen"
-# by the name they have in torch's scaled_dot_product_attention, FlexAttention and FlashAttention
+# argument of scaled_dot_product_attention, FlexAttention or FlashAttention -> (expected, remedy)
 _INSTEAD = {
     "attn_mask": ("mask=", _WRITTEN_OUT),
     "attention_mask": ("mask=", _WRITTEN_OUT),
@@ -40,7 +40,7 @@ _INSTEAD = {
 
 
 def unknown(function: Callable[..., Any], given: Mapping[str, Any]) -> TypeError:
-    """Of keywords that a function does not have.
+    """The TypeError for the first of the keywords that a function does not have.
 
     >>> def attention(q, causal=False, **others): ...
     >>> str(unknown(attention, {"is_causal": True}))[:54]
@@ -57,7 +57,7 @@ def unknown(function: Callable[..., Any], given: Mapping[str, Any]) -> TypeError
 
 
 def no_mask(got: object) -> TypeError:
-    """Of a mask that is no strobe.Mask.
+    """The TypeError for a mask that is not a strobe.Mask.
 
     >>> str(no_mask(lambda b, h, i, j: i >= j))[:61]
     'mask: got function, expected a strobe.Mask; no function is ca'

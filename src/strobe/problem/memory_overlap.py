@@ -1,16 +1,16 @@
-"""Whether two tensors share memory, to the byte: views of one buffer may lie between each other and share none."""
+"""Exact overlap checks of tensors. Interleaved views of one buffer share an address range but no byte."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-MOST_STEPS = 10_000  # of the search, which is a few for views that nest; beyond it memory counts as shared
+MOST_STEPS = 10_000  # bounds the search, which takes few steps for nested views; beyond it, memory counts as shared
 
-Span = tuple[int, int, int]  # of numbers of a step: the step in bytes, the least and the most of them
+Span = tuple[int, int, int]  # (stride in bytes, least factor, largest factor)
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether some byte belongs to an element of both.
+    """Whether a byte belongs to an element of both tensors.
 
     >>> import torch
     >>> q, k = torch.zeros(2, 9, 2, 4).unbind(2)  # interleaved
@@ -62,13 +62,16 @@ def _bytes(tensor: Tensor) -> list[int]:
 
 
 def _reaches(spans: list[Span], target: int, budget: list[int]) -> bool:
-    """Whether the steps, the longest first, each taken some number of its span of times, may come to the target."""
+    """Whether target is a sum of stride * factor with each factor within its span. Spans are sorted by stride, largest first.
+
+    Returns True if the budget of search steps runs out.
+    """
     if not spans:
         return target == 0
     budget[0] -= 1
     if budget[0] < 0:
         return True
     (step, least, most), rest = spans[0], spans[1:]
-    low, high = (sum(s * bound[i] for s, *bound in rest) for i in (0, 1))  # of all others together
+    low, high = (sum(s * bound[i] for s, *bound in rest) for i in (0, 1))  # bounds of the sum over `rest`
     first, last = max(least, -((high - target) // step)), min(most, (target - low) // step)
     return any(_reaches(rest, target - step * times, budget) for times in range(first, last + 1))

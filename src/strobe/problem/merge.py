@@ -1,7 +1,8 @@
-"""Two partial results over disjoint keys make one: the identity that split keys, rings and prefixes rest on.
+"""Merging attention over disjoint sets of keys: for split KV, ring attention and common prefixes.
 
-With lse the log of each side's denominator, out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse), where
-lse = log(exp(lse_a) + exp(lse_b)). "Online normalizer calculation for softmax" (arXiv 1805.02867), section 3.
+lse is the log of a softmax denominator. With lse = log(exp(lse_a) + exp(lse_b)), the merged output is
+out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse).
+"Online normalizer calculation for softmax" (arXiv 1805.02867), section 3.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from .call import check_sinks
 
 
 class Partial(NamedTuple):
-    """out [B, S_q, H_q, D_v] float32 (float64 for float64), lse [B, H_q, S_q]; packed: [T, H_q, D_v] and [H_q, T].
+    """Attention over a part of the keys: out [B, S_q, H_q, D_v] and lse [B, H_q, S_q]; packed: [T, H_q, D_v] and [H_q, T].
 
-    A row that saw no key has out 0 and lse -inf.
+    Both are float32, or float64 for float64 inputs. A row that sees no key has out 0 and lse -inf.
     """
 
     out: Tensor
@@ -26,13 +27,14 @@ class Partial(NamedTuple):
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the keys of both; differentiable. merge(empty, x) is x to the bit.
+    """Merge two partial results into attention over the keys of both. Differentiable.
 
     >>> one = Partial(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
     >>> merge(one, Partial(3 * one.out, one.lse)).out.flatten().tolist()
     [2.0, 2.0]
 
-    Raises TypeError for anything but two Partials and InvalidProblem where their shapes differ.
+    Merging x with a Partial that saw no key returns x bit for bit. Raises TypeError if an argument is not a Partial, and
+    InvalidProblem if shapes, dtypes or devices differ.
     """
     _check("a", a)
     _check("b", b)
@@ -44,19 +46,19 @@ def merge(a: Partial, b: Partial) -> Partial:
         if one.device != other.device:
             raise InvalidProblem("b", f"{name} on {other.device}", f"a's {one.device}", "move both to one device")
     weight, keep = (_beside_out(_sigmoid_of_difference(x, y), a.out) for x, y in ((b.lse, a.lse), (a.lse, b.lse)))
-    # from the side that weighs more: the other's way round a large value that hardly counts would leave its rounding behind
+    # interpolate from the side with the larger weight: from the other side, a large value of small weight would leave its rounding error
     apart = a.out - b.out
     close = apart.isfinite()
     apart = torch.where(close, apart, torch.zeros_like(apart))
     combined = torch.where(weight <= 0.5, a.out - weight * apart, b.out + keep * apart)
-    combined = torch.where(close, combined, a.out * keep + b.out * weight)  # infinities, and what is further apart than numbers reach
-    # where one side is empty the other is taken whole: 0 * x would keep its bits but turn an infinity into NaN
+    combined = torch.where(close, combined, a.out * keep + b.out * weight)  # infinities, and differences that overflow
+    # if one side is empty, copy the other: adding 0 * x keeps the bits of finite values, but an infinity becomes NaN
     out = torch.where(weight == 0, a.out, torch.where(keep == 0, b.out, combined))
     return Partial(out, _log_sum(a.lse, b.lse))
 
 
 def with_sinks(partial: Partial, sinks: Tensor) -> Partial:
-    """One more logit a head [H_q] in the denominator, applied once, after all merging; differentiable.
+    """Add one logit per head, sinks [H_q], to the softmax denominator. Apply it once, after the last merge. Differentiable.
 
     >>> whole = with_sinks(Partial(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1)), torch.zeros(1))
     >>> whole.out.flatten().tolist(), round(whole.lse.item(), 4)
@@ -86,7 +88,7 @@ def _check(name: str, part: object) -> None:
 
 
 def _sigmoid_of_difference(x: Tensor, y: Tensor) -> Tensor:
-    """exp(x) / (exp(x) + exp(y)), 0 where x is -inf; its gradient is finite there too."""
+    """exp(x) / (exp(x) + exp(y)); 0 where x is -inf, with a finite gradient."""
     empty = x == -torch.inf
     alone = ~empty & (y == -torch.inf)
     both = torch.where(empty | alone, torch.zeros_like(x), x - y)
@@ -94,12 +96,12 @@ def _sigmoid_of_difference(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _log_sum(x: Tensor, y: Tensor) -> Tensor:
-    """log(exp(x) + exp(y)); the other side, to the bit, where one is -inf."""
+    """log(exp(x) + exp(y)); where one side is -inf, the other side bit for bit."""
     edge = (x == -torch.inf) | (y == -torch.inf)
     inside = torch.logaddexp(torch.where(edge, torch.zeros_like(x), x), torch.where(edge, torch.zeros_like(y), y))
     return torch.where(x == -torch.inf, y, torch.where(y == -torch.inf, x, inside))
 
 
 def _beside_out(per_row: Tensor, out: Tensor) -> Tensor:
-    """[B, H, S] or [H, T] laid beside out's [B, S, H, D] or [T, H, D]."""
+    """Transpose [B, H, S] or [H, T] so that it broadcasts with out, [B, S, H, D] or [T, H, D]."""
     return per_row.transpose(-1, -2).unsqueeze(-1).to(out.dtype)

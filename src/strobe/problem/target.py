@@ -1,4 +1,4 @@
-"""Where a call runs: one value about the machine. The only file that asks the driver."""
+"""`Target`, the properties of the device that a call runs on. Only this module queries the driver."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Target:
-    """A device as kernels see it; `Target.of` asks the driver once a device, `FAKES` are named stand-ins.
+    """The properties of a device that kernels depend on. `Target.of` queries the driver once per device; `FAKES` holds known devices.
 
     >>> FAKES["H200"].capability, FAKES["H200"].shared_bytes // KIB
     (90, 227)
     """
 
     name: str
-    kind: str  # "cuda", "cpu", "rocm" (which torch calls cuda, too) or what else torch calls a device
-    capability: int  # compute capability, 90 is sm_90; 0 on a CPU
+    kind: str  # "cuda", "cpu", "rocm" (torch calls it "cuda") or another torch device type
+    capability: int  # compute capability: 90 for sm_90; 0 except for CUDA
     sm_count: int  # multiprocessors; cores on a CPU
-    shared_bytes: int  # shared memory that one CTA may have
-    peak_tflops: float  # bfloat16 matrix products, dense, by the datasheet; 0 is unknown
-    peak_gbps: float  # device memory, by the datasheet; 0 is unknown
+    shared_bytes: int  # shared memory per CTA, at most
+    peak_tflops: float  # dense bfloat16 matrix products, by the datasheet; 0: unknown
+    peak_gbps: float  # device memory bandwidth, by the datasheet; 0: unknown
 
     @staticmethod
     def of(device: torch.device) -> Target:
@@ -34,7 +34,7 @@ class Target:
 
     @property
     def words(self) -> str:
-        """What a refusal calls this target.
+        """The name of this target in error messages.
 
         >>> FAKES["H200"].words, FAKES["CPU"].words, Target("mps", "mps", 0, 0, 0, 0.0, 0.0).words
         ('sm_90', 'a CPU', 'mps; strobe runs on CPUs and on NVIDIA GPUs of sm_80 or later')
@@ -55,7 +55,7 @@ def _gpu(name: str, capability: int, sm_count: int, shared_kib: int, peak_tflops
     return Target(name, "cuda", capability, sm_count, shared_kib * KIB, peak_tflops, peak_gbps)
 
 
-# Vendor datasheets: dense bfloat16 and memory rates. Shared memory per CTA: CUDA programming guide, table of compute capabilities.
+# Peak rates: vendor datasheets, dense bfloat16. Shared memory per CTA: CUDA programming guide, table of compute capabilities.
 FAKES = {
     target.name: target
     for target in (
@@ -84,7 +84,7 @@ def _ask_driver(kind: str, index: int) -> Target:
     facts = torch.cuda.get_device_properties(index)
     known = max((name for name in FAKES if name in facts.name), key=len, default=None)
     peak = (FAKES[known].peak_tflops, FAKES[known].peak_gbps) if known else (0.0, 0.0)
-    if torch.version.hip:  # torch's name for AMD's GPUs is cuda, and gfx90a has the capability (9, 0)
+    if torch.version.hip:  # torch calls AMD GPUs cuda, and gfx90a reports capability (9, 0), as Hopper does
         return Target(facts.name, "rocm", 0, facts.multi_processor_count, 0, 0.0, 0.0)
     shared = getattr(facts, "shared_memory_per_block_optin", 99 * KIB)
     return Target(facts.name, "cuda", 10 * facts.major + facts.minor, facts.multi_processor_count, shared, *peak)

@@ -1,1 +1,1 @@
-"""From a Problem to a launch."""
+"""Kernel selection for a Problem, and the caches of selections and launches."""

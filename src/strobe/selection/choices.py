@@ -12,16 +12,16 @@ from torch._C._dynamo.guards import TensorGuards  # type: ignore[attr-defined]
 from ..problem.problem import ALIGNMENT
 from ..problem.torch_state import needs_dispatcher, unseen_mode_active
 
-MOST_CHOICES = 4096  # lengths that change each step would otherwise grow the dictionary for ever
-MOST_ALIKE = 16  # calls of the same sizes and settings, unlike in strides, dtypes, modes or where they lie
+MOST_CHOICES = 4096  # entries; bounds the memory of a process whose lengths change at each step
+MOST_ALIKE = 16  # guards per key: calls with equal sizes and settings that differ in strides, dtypes, modes or alignment
 
 
 class Choices(dict):
-    """Choices by all of a call's metadata, and once more by torch's own guards of its tensors.
+    """Cache of Choices with two levels: the dictionary itself, keyed by all metadata of a call, and `alike`, matched by torch's tensor guards.
 
-    A guard is C++ code. It compares a tensor's class, dtype, device, sizes, strides, requires_grad and dispatch keys, all that `needs_dispatcher` and
-    a key read one by one. Three tensors take 0.3 us by guards and 3.9 us one by one (a CPU). A plain call has two entries: one by its scalars, one by
-    its keywords (`ops.attention.run_again`).
+    A guard is C++ code. It compares class, dtype, device, sizes, strides, requires_grad and dispatch keys of a tensor. `needs_dispatcher` and the key
+    of the dictionary read the same in Python. For three tensors a guard takes 0.3 us, Python 3.9 us (on a CPU).
+    In `alike` a plain call has an entry for its scalars and one for its keywords (`ops.attention.run_again`).
     """
 
     def __init__(self, *known: Any):
@@ -38,36 +38,37 @@ class Choices(dict):
         self.alike.clear()
 
     def like(self, tensors: Sequence[Tensor], rest: tuple) -> Any | None:
-        """The Choice of a call that was met, of the same `rest` and with tensors that the dispatcher would treat alike."""
+        """Look up a call in `alike`: its entry, if `rest` is equal and a guard matches the tensors; else None. rest: the call without its tensors."""
         q, k, v = tensors[:3]
         try:
-            met = self.alike.get((torch.is_grad_enabled(), len(tensors), q.shape, k.shape, rest), ())  # `_key`
-        except TypeError:  # no hash: the door says what is wrong with it
+            entries = self.alike.get((torch.is_grad_enabled(), len(tensors), q.shape, k.shape, rest), ())  # `_key`
+        except TypeError:  # `rest` is not hashable: `check` raises the error
             return None
         except RuntimeError:
-            if any(tensor.is_nested for tensor in tensors):  # no sizes: so here
+            if any(tensor.is_nested for tensor in tensors):  # nested tensors have no sizes
                 return None
-            raise  # torch.jit.trace's, which goes on where it is not heard and ends the process
-        if met and any([tensor.is_nested for tensor in tensors[2:]]):  # whose strides a guard asks for, which ends the process
+            raise  # an error of torch.jit.trace: if it is swallowed, tracing goes on and crashes the process
+        if entries and any([tensor.is_nested for tensor in tensors[2:]]):  # a guard would read their strides, and crash
             return None
-        for alike, lies, choice in met:
-            if alike(*tensors) and q.data_ptr() % ALIGNMENT * ALIGNMENT + (k.data_ptr() | v.data_ptr()) % ALIGNMENT == lies:  # `_lies`
+        for guard, alignment, choice in entries:
+            if guard(*tensors) and q.data_ptr() % ALIGNMENT * ALIGNMENT + (k.data_ptr() | v.data_ptr()) % ALIGNMENT == alignment:  # `_lies`
                 return choice
         return None
 
     def meet(self, tensors: Sequence[Tensor], rest: tuple, choice: Any) -> None:
+        """Insert an entry into `alike`. The oldest entry of a key is evicted beyond MOST_ALIKE."""
         guard = alike_to(tensors)
         if guard is None:
             return
         if len(self.alike) >= MOST_CHOICES:
             self.alike.clear()
-        met = self.alike.setdefault(_key(tensors, rest), [])
-        met[MOST_ALIKE - 1 :] = []
-        met.insert(0, (guard, _lies(tensors), choice))
+        entries = self.alike.setdefault(_key(tensors, rest), [])
+        entries[MOST_ALIKE - 1 :] = []
+        entries.insert(0, (guard, _lies(tensors), choice))
 
 
 def alike_to(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Whether other tensors are like these; None where torch's guards, which are its own affair, take other arguments."""
+    """A guard that matches tensors with the metadata of these; None if torch's private TensorGuards takes other arguments."""
     try:
         return _guard(tensors)
     except (TypeError, SystemError):
@@ -75,7 +76,7 @@ def alike_to(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
 
 
 def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A guard refuses to see one tensor twice, so it is given each once, and where each comes again is compared beside it."""
+    """TensorGuards rejects a tensor that appears twice. So it gets each tensor once, and repeated positions are compared with `is`."""
     first = [next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors]
     distinct = sorted(set(first))
     sizes: Any = [list(tensors[i].shape) for i in distinct]
@@ -88,9 +89,11 @@ def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def direct_choice(known: Choices, call: Any, decide: Callable[[Any], Any], *beside: Tensor, graded: bool = False) -> Any | None:
-    """The Choice of a call whose body may run without the dispatcher, or None. beside: tensors that the op reads beside the call's own. graded: the
-    caller handles the gradients of a plain call itself."""
-    if unseen_mode_active():  # before `known` is looked into, whose contents torch.compile would watch
+    """The Choice of a call whose body may run without the dispatcher, else None.
+
+    beside: further tensors that the op reads. graded: the caller handles the gradients of a plain call.
+    """
+    if unseen_mode_active():  # before the lookup: torch.compile would guard on the contents of `known`
         return None
     tensors, rest = call.parted
     if beside:
@@ -103,10 +106,10 @@ def direct_choice(known: Choices, call: Any, decide: Callable[[Any], Any], *besi
 
 
 def _key(tensors: Sequence[Tensor], rest: tuple) -> tuple:
-    """What tells most calls apart at once, and whether gradients are recorded, as a guard looks at what tensors need alone."""
+    """The key of `alike`. It contains the grad mode, because a guard compares only requires_grad of the tensors."""
     return torch.is_grad_enabled(), len(tensors), tensors[0].shape, tensors[1].shape, rest
 
 
 def _lies(tensors: Sequence[Tensor]) -> int:
-    """A Problem knows the least aligned of the first three, and of the second and third."""
+    """Alignment of the addresses: of q, and of k and v together. Problem.alignment and alignment_kv depend on it, but guards ignore addresses."""
     return tensors[0].data_ptr() % ALIGNMENT * ALIGNMENT + (tensors[1].data_ptr() | tensors[2].data_ptr()) % ALIGNMENT

@@ -1,4 +1,4 @@
-"""select(problem, target) -> Choice: which kernels run, with which configs, and why not the others."""
+"""select(problem, target) -> Choice: the kernels that run, their configs, and the reason why each other kernel does not."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ AnyProblem = TypeVar("AnyProblem", bound=Problem | DecodeProblem | AppendProblem
 
 @dataclass(frozen=True)
 class Choice(Generic[AnyProblem]):
-    """What a call runs: the forward plan, the backward plan where gradients are needed, and every kernel passed over."""
+    """The kernels selected for a Problem: the forward plan, the backward plan if gradients are needed, and the rejected kernels with reasons."""
 
     problem: AnyProblem
     target: Target
-    forward: Plan  # a decode's and an append's only plan too
+    forward: Plan  # for decode and append: the only plan
     backward: Plan | None
-    rejections: tuple[tuple[str, str], ...]
-    met: list[Callable[..., bool]] = field(default_factory=list, compare=False, repr=False)  # kinds of tensors of a backward (`repeat`)
+    rejections: tuple[tuple[str, str], ...]  # (kernel name, reason)
+    met: list[Callable[..., bool]] = field(default_factory=list, compare=False, repr=False)  # tensor guards of backwards (`repeat`)
 
     def __reduce__(self) -> tuple:
-        return select, (self.problem, self.target)  # which decide it; what launches a kernel again belongs to this process
+        return select, (self.problem, self.target)  # they determine the Choice; cached launches belong to this process
 
     def __str__(self) -> str:
         rows = [("problem", str(self.problem)), ("target", str(self.target))]
@@ -45,14 +45,16 @@ class Choice(Generic[AnyProblem]):
         return "\n".join(f"{label:<9} {text}" for label, text in rows)
 
     def ceiling_ms(self, plan: Plan) -> tuple[float, str]:
-        """The least time of a plan and what sets it; (0, reason) where that is not known: data sheets are read for products of 16 bits."""
+        """The least time of a plan and its bound, as `Cost.ceiling_ms`; (0, reason) if unknown: the target's peaks are those of 16-bit products."""
         if self.problem.dtype.itemsize > 2 and self.target.peak_tflops:
             return 0.0, f"this target's peak rate in {str(self.problem.dtype).removeprefix('torch.')} is not known"
         return plan.kernel.cost(self.problem).ceiling_ms(self.target)
 
 
 def select(problem: AnyProblem, target: Target) -> Choice[AnyProblem]:
-    """The first kernel of each direction that can run the problem; UnsupportedProblem with every reason where none can.
+    """Select the first kernel of each direction that can run the problem.
+
+    Raises UnsupportedProblem with every kernel's reason if none can, and InvalidProblem for an unknown kernel name.
 
     >>> import torch
     >>> from strobe.problem.problem import Call
@@ -69,7 +71,7 @@ def select(problem: AnyProblem, target: Target) -> Choice[AnyProblem]:
 
 
 def _first(problem: Problem | DecodeProblem | AppendProblem, target: Target, direction: str) -> tuple[Plan, tuple[tuple[str, str], ...]]:
-    """The plan of the first kernel that can run it, and what every other kernel of this direction has against it."""
+    """The plan of the first kernel that can run the problem, and (name, reason) of every other kernel of this direction."""
     plan: Plan | None = None
     passed: list[tuple[str, str]] = []
     for kernel in kernels(direction):
@@ -93,7 +95,10 @@ def _first(problem: Problem | DecodeProblem | AppendProblem, target: Target, dir
 
 
 def _not_asked_for(wanted: str, kernel: Kernel) -> str | None:
-    """kernel= names a family ("portable") or one kernel ("portable.forward"), which leaves the other direction open."""
+    """Why kernel= excludes this kernel; None if it does not.
+
+    `wanted` is a family ("portable") or a kernel ("portable.forward"). A kernel's name does not restrict the other direction.
+    """
     family, _, direction = wanted.partition(".")
     own_family, _, own_direction = kernel.name.partition(".")
     if not family or family == own_family or (direction and direction != own_direction):
