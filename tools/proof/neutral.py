@@ -4,6 +4,7 @@
     python -m tools.proof.neutral HEAD~3 --family hopper --kernel 'forward*' --target sm_90
     python -m tools.proof.neutral --rows base.jsonl           against rows that were compiled before
 
+A kernel that differs is compiled up to four times more: Triton 3.6 compiles some portable kernels in one of two ways, from run to run.
 Both sides compile without line information (`TRITON_DISABLE_LINE_INFO=1`), by which ptxas schedules. Hashes of sources are not compared.
 Exit code 1 where a kernel differs.
 """
@@ -22,6 +23,7 @@ from strobe.errors import InvalidProblem
 
 from .record import key, read
 
+MORE = 4
 COMPARED = ("code", "registers", "shared_bytes", "spill_store_bytes", "spill_load_bytes", "tensor_columns", "error")
 MODULES = ("tools/proof/compile.py", "src/strobe/proof/compile.py")  # where a commit keeps the compiler, newest first
 
@@ -42,9 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         base = read(a.rows) if a.rows else list(_rows_of(a.base, chosen, Path(folder)))
         head = list(_compiled(Path.cwd(), chosen, Path(folder) / "head.jsonl"))
+        head = [_again(row, base, Path(folder)) for row in head]
     lines, alike = compare(base, head)
     print("\n".join([*lines, f"{alike} kernels alike, {len(lines)} differ"]))
     return 1 if lines else 0
+
+
+def _again(row: dict, base: Sequence[dict], folder: Path) -> dict:
+    """The row, or that of a later compilation which is as in the base."""
+    family, case, target, kernel = key(row)
+    for n in range(MORE):
+        if not compare(base, [row])[0] or all(key(other) != key(row) for other in base):
+            break
+        chosen = [f"--family={family}", f"--case={case}", f"--target={target}", f"--kernel={kernel}"]
+        row = next(one for one in _compiled(Path.cwd(), chosen, folder / f"again{n}.jsonl") if key(one) == key(row))
+        (folder / f"again{n}.jsonl").unlink()
+    return row
 
 
 def compare(base: Sequence[dict], head: Sequence[dict]) -> tuple[list[str], int]:
