@@ -133,7 +133,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("queries_kernel", "d192/128 causal", "sm_90", 148, _TIMED),
     Allowance("queries_kernel", "d256 [dc]*", "sm_90", 72, _TIMED),
     # sm_90, the Hopper forward
-    Allowance("forward_kernel", "d256 window sinks softcap", "sm_90", 60, _CAPPED, family="hopper"),
+    Allowance("forward_kernel", "d256 window sinks softcap", "sm_90", 40, _CAPPED, family="hopper"),
     Allowance("forward_kernel", "d64 prefix", "sm_90", 16, _FOUR, family="hopper"),
     Allowance("forward_kernel", "d128 documents causal, many keys", "sm_90", 28, _FOUR, family="hopper"),
     Allowance("forward_kernel", "d128 window, many keys", "sm_90", 24, _FOUR, family="hopper"),
