@@ -1,7 +1,7 @@
-"""FlashAttention-3's module on strobe: `import strobe.flash_attn_interface as flash_attn_interface` is the whole change.
+"""FlashAttention-3's module on strobe. To switch, use `import strobe.flash_attn_interface as flash_attn_interface`.
 
-Arguments and their order are the originals' (softmax_scale is the first optional one; there is no dropout). softmax_lse is
-the natural logarithm in float32, [B, H, S] or [H, T]. docs/switching.md lists what is the same and what is not.
+Arguments and their order are those of the originals: softmax_scale is the first optional one, and there is no dropout. softmax_lse is the
+natural logarithm in float32, [B, H, S] or [H, T]. Unsupported arguments raise UnsupportedProblem. docs/switching.md lists the differences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, k, causal=True).shape
     torch.Size([2, 5, 4, 16])
 
-    With return_attn_probs: (out, softmax_lse).
+    q is [B, S_q, H_q, D], k and v are [B, S_k, H_kv, D]; out is like q. With return_attn_probs: (out, softmax_lse).
     """
     refuse(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, num_splits=num_splits,
@@ -39,7 +39,7 @@ def flash_attn_qkvpacked_func(
     qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
     attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False,
 ):  # fmt: skip
-    """qkv [B, S, 3, H, D], or [B, S, H_q + 2 H_kv, D] with num_heads_q; the rest as `flash_attn_func`.
+    """As `flash_attn_func`, with q, k and v in qkv [B, S, 3, H, D], or [B, S, H_q + 2 H_kv, D] with num_heads_q.
 
     >>> flash_attn_qkvpacked_func(torch.randn(1, 5, 4 + 2 * 2, 16), num_heads_q=4).shape
     torch.Size([1, 5, 4, 16])
@@ -50,7 +50,7 @@ def flash_attn_qkvpacked_func(
         count = -1 if num_heads_q is None else as_int(num_heads_q)
         if count is None:
             raise wrong_type("num_heads_q", num_heads_q, "an int", "say how many heads are q's")
-        rest = qkv.shape[2] - count  # // and %: torch.compile traces no divmod of a symbolic size
+        rest = qkv.shape[2] - count  # // and %, because torch.compile cannot trace divmod of a symbolic size
         heads_kv = rest // 2
         if count < 0 or rest < 2 or rest % 2:
             raise InvalidProblem("num_heads_q", num_heads_q, f"H_q of the {qkv.shape[2]} = H_q + 2 H_kv heads of qkv", "say how many heads are q's")
@@ -71,7 +71,8 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(q, q, q, offsets, offsets, 7, 7, causal=True).shape
     torch.Size([12, 4, 16])
 
-    seqused_q and seqused_k, int32 [n]: only the first rows and keys of each sequence count. Other rows are 0, and their lse is -inf.
+    q is [T_q, H_q, D], k and v are [T_k, H_kv, D], cu_seqlens int32 [n + 1]. seqused_q and seqused_k, int32 [n], limit each sequence to its
+    first rows and keys. Other rows get out 0 and lse -inf.
     """
     refuse(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
@@ -92,9 +93,10 @@ def flash_attn_with_kvcache(
     softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
     return_softmax_lse=False,
 ):  # fmt: skip
-    """As `strobe.flash_attn.flash_attn_with_kvcache`, with pages said by page_table; packed queries are refused.
+    """As `strobe.flash_attn.flash_attn_with_kvcache`, with page_table in place of block_table. Packed queries raise UnsupportedProblem.
 
-    Angles begin at rotary_seqlens, int32 [B], where it is given. max_seqlen_q belongs to packed queries and says nothing of others.
+    rotary_seqlens, int32 [B], is the rotary position of the first new key; None means cache_seqlens. max_seqlen_q is ignored: it belongs to
+    packed queries.
 
     >>> pages, q = torch.zeros(2, 16, 2, 16), torch.randn(1, 1, 2, 16)
     >>> table, lengths = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
@@ -117,13 +119,13 @@ def flash_attn_with_kvcache(
 
 
 def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
-    """Partial results [splits, B, S, H, D] and [splits, B, S, H] over disjoint keys in one: (out [B, S, H, D], lse [B, S, H]).
+    """Merge partial results over disjoint keys, [splits, B, S, H, D] and [splits, B, S, H], into (out [B, S, H, D], lse [B, S, H]).
 
     >>> out, lse = flash_attn_combine(torch.ones(2, 1, 3, 4, 16), torch.zeros(2, 1, 3, 4))
     >>> out.shape, round(lse[0, 0, 0].item(), 4)
     (torch.Size([1, 3, 4, 16]), 0.6931)
 
-    Packed ones, [splits, T, H, D], give [T, H, D] and [T, H]. out_dtype is out's or that of out_partial unless given.
+    Packed results, [splits, T, H, D] and [splits, T, H], give [T, H, D] and [T, H]. out_dtype defaults to out's dtype, else to out_partial's.
     """
     return combine(out_partial, lse_partial, out, out_dtype)
 
@@ -133,7 +135,7 @@ def get_scheduler_metadata(
     cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1),
     attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
-    """An int32 tensor [1] of 0 beside cache_seqlens: strobe plans its launches itself and ignores what scheduler_metadata holds.
+    """An int32 tensor [1] with 0, on cache_seqlens' device. strobe plans its launches itself and ignores scheduler_metadata.
 
     >>> get_scheduler_metadata(2, 1, 64, 8, 2, 128, torch.tensor([3, 9], dtype=torch.int32)).tolist()
     [0]
@@ -153,13 +155,14 @@ def _flash_attn_forward(
     window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None,
     num_splits=1, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
-    """(out, softmax_lse, out_accum, softmax_lse_accum), the last two empty: strobe hands out no parts.
+    """(out, softmax_lse, out_accum, softmax_lse_accum). The last two are empty: strobe does not return results of splits.
 
     >>> q = torch.randn(1, 5, 2, 16)
     >>> [list(t.shape) for t in _flash_attn_forward(q, q, q, causal=True)]
     [[1, 5, 2, 16], [1, 2, 5], [0], [0]]
 
-    Over a cache, as `flash_attn_with_kvcache`, where there are new keys, pages, indexed rows, left padding, or lengths of padded keys.
+    Without cu_seqlens, runs as `flash_attn_with_kvcache` if there are new keys, pages, kv_batch_idx, leftpad_k, rotary embeddings, or
+    seqused_k without seqused_q.
     """
     refuse(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, num_splits=num_splits,
@@ -193,7 +196,7 @@ def _flash_attn_backward(
     max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
     softcap=0.0, deterministic=False, sm_margin=0,
 ):  # fmt: skip
-    """Writes dq, dk, dv (those that are not None) and returns softmax_d, as FlashAttention-2's `_flash_attn_backward` and its packed form."""
+    """Write dq, dk, dv (those that are not None). Return softmax_d, as FlashAttention-2's `_flash_attn_backward` and its varlen form do."""
     refuse(sm_margin=sm_margin)
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) if packed else None
@@ -204,14 +207,14 @@ def _flash_attn_backward(
     return softmax_d(dout, out, cu_seqlens_q)
 
 
-# ---------------------------------------------------------------- the autograd classes: `apply` alone, since autograd is the functions' own
+# ---------------------------------------------------------------- autograd classes: only `apply`; the functions have their own autograd
 
 _SCORES = "q_descale k_descale v_descale window_size attention_chunk softcap"
 _SCHEDULE = "num_splits pack_gqa deterministic sm_margin return_attn_probs"
 
 
 class FlashAttnFunc:
-    """`flash_attn_func` by position, in the order of the original's apply. There is no forward or backward to call with a ctx.
+    """`apply` calls `flash_attn_func` with the original's order of positional arguments. There is no forward or backward with a ctx.
 
     >>> q = torch.randn(1, 5, 2, 16)
     >>> FlashAttnFunc.apply(q, q, q, None, True).shape
@@ -222,13 +225,13 @@ class FlashAttnFunc:
 
 
 class FlashAttnQKVPackedFunc:
-    """`flash_attn_qkvpacked_func`, as `FlashAttnFunc`."""
+    """`apply` of `flash_attn_qkvpacked_func`; see `FlashAttnFunc`."""
 
     apply = applied(flash_attn_qkvpacked_func, f"qkv softmax_scale causal {_SCORES} deterministic num_heads_q sm_margin return_attn_probs")
 
 
 class FlashAttnVarlenFunc:
-    """`flash_attn_varlen_func`, as `FlashAttnFunc`; lengths lie in another order than the function's."""
+    """`apply` of `flash_attn_varlen_func`; see `FlashAttnFunc`. The order of the length arguments differs from the function's."""
 
     apply = applied(
         flash_attn_varlen_func,

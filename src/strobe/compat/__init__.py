@@ -1,1 +1,1 @@
-"""Attention under other libraries' names: what the stand-ins share, and the integrations themselves."""
+"""Adapters to other libraries: arguments of FlashAttention, torch's SDPA and aten ops, transformers, KV caches."""

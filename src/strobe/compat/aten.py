@@ -1,14 +1,15 @@
-"""torch's flash ops in strobe's terms: for each aten op a function of its arguments, in their order, that returns its results.
+"""Implementations of torch's flash attention ops. Each function takes the arguments of one aten op, in its order, and returns its results.
 
-They stand below autograd, where torch has decided that a gradient is wanted and by which op. All they allocate has the
-strides of torch's own meta kernels, which torch.compile holds them to. What strobe does not serve is refused by name, before
-anything runs. What they have to translate:
+The functions run below autograd: torch has already decided whether gradients are needed and which op computes them. Outputs have the
+strides of torch's meta kernels, because torch.compile checks them. An argument that strobe does not serve raises `Unserved`, with the
+argument's name, before anything runs. The conventions of the ops:
 
-    layout    SDPA's ops lie as [B, H, S, D]; strobe and the `_flash` ops as [B, S, H, D] or packed [T, H, D]
-    causal    of the op for CPUs aligned at the top left; of the others at the bottom right, as strobe's (SDPA asks those for squares alone)
-    window    -1 and None are no bound
-    lse       natural logarithm, [B, H, S] or [H, T]; the op for CPUs keeps it as [B, S, H] in memory
-    dropout   refused, so what keeps its random state holds nothing
+    layout    SDPA's ops use [B, H, S, D]; strobe and the `_flash` ops use [B, S, H, D] or packed [T, H, D]
+    causal    the op for CPUs aligns the diagonal at the top left; the others at the bottom right, as strobe does (SDPA calls those
+              with causal only for S_q == S_k)
+    window    -1 and None mean unbounded
+    lse       natural logarithm, [B, H, S] or [H, T]; the op for CPUs stores it as [B, S, H] in memory
+    dropout   refused, so the returned random state holds no information
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from ..selection.choices import MOST_CHOICES
 from ..selection.repeat import launch_again
 from ..selection.select import Choice
 
-served: defaultdict[str, int] = defaultdict(int)  # calls of aten's ops that strobe ran, by the kernel that did
-_turned_before: dict[tuple, Choice] = {}  # by the raw key of tensors as SDPA lays them: what may be launched again without turning them
+served: defaultdict[str, int] = defaultdict(int)  # kernel name -> number of aten calls that it ran
+_turned_before: dict[tuple, Choice] = {}  # raw key of [B, H, S, D] tensors -> Choice; such a launch is repeated without transposing them
 
 
 class Unserved(UnsupportedProblem):
-    """An argument of an aten op that strobe has no equal for."""
+    """An argument of an aten op that strobe does not support."""
 
     argument: str
 
@@ -68,14 +69,15 @@ def cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=
 
 
 def torch_first(served_here: Callable) -> Callable:
-    """`served_here`, a cpu_forward, but for calls that cpu.forward would hand to torch's own kernel just so: straight there, host code
-    between would be for nothing. One function, that asks nothing twice and names no default: of few keys each would be seen in the 3 us it takes."""
+    """Wrap `served_here` (a `cpu_forward`): calls that cpu.forward would pass unchanged to torch's kernel go to that kernel directly.
+
+    It is one function, without repeated checks or default arguments in the calls, because a call with few keys takes only 3 us."""
 
     def kernel(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None, **later):
         if (scale is None or scale > 0) and not (dropout_p or attn_mask is not None or later):
             rows, keys = query.shape, key.shape
             alike = (rows == keys or (rows[:2] == keys[:2] and not is_causal)) and keys == value.shape
-            if alike and 0 not in rows and (n_keys := keys[2]):  # of no rows torch's kernel divides by zero
+            if alike and 0 not in rows and (n_keys := keys[2]):  # torch's kernel divides by zero if there are no rows
                 if scale is not None:
                     found = TORCH(query, key, value, 0.0, is_causal, scale=scale)
                 else:
@@ -89,7 +91,7 @@ def torch_first(served_here: Callable) -> Callable:
 
 
 def cpu_backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None, **later):
-    """aten::_scaled_dot_product_flash_attention_for_cpu_backward: gradients that lie as [B, S, H, D] in memory."""
+    """aten::_scaled_dot_product_flash_attention_for_cpu_backward: gradients [B, H, S, D], stored as [B, S, H, D] in memory."""
     _refuse(dropout_p=dropout_p, attn_mask=attn_mask, **later)
     q, k, v = _by_rows(query, key, value)
     seen = top_left(q, k, v) if is_causal else (q, k, v, NO_BOUND)
@@ -100,7 +102,7 @@ def cpu_backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_caus
 
 
 def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """q, k, v [B, S, H, D] and strobe's right bound, so that row i sees key j iff j <= i: keys beyond the last row are seen by none.
+    """Return q, k, v [B, S, H, D] and strobe's right bound such that row i sees key j iff j <= i. Keys at or beyond S_q are dropped.
 
     >>> q, k = torch.zeros(1, 2, 1, 8), torch.zeros(1, 5, 1, 8)
     >>> top_left(q, k, k)[1].shape[1], top_left(q, k, k)[3], top_left(k, q, q)[3]
@@ -127,7 +129,7 @@ def sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug
     call = _call(query, key, value, 0 if is_causal else NO_BOUND, scale, _wants_gradients(query, key, value))
     batch, heads, rows, _ = query.shape
     out = torch.empty_like(query)
-    lse = query.new_empty_strided((batch, heads, rows), (heads * rows, rows, 1), dtype=accumulator(query.dtype))  # not by new_empty: twice the time
+    lse = query.new_empty_strided((batch, heads, rows), (heads * rows, rows, 1), dtype=accumulator(query.dtype))  # new_empty takes twice the time
     _forward_turned(call, out, lse)
     return out, lse, None, None, rows, key.shape[2], *_no_dropout(query)
 
@@ -136,7 +138,7 @@ def sdpa_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset, *,
     scale=None, **later,
 ):  # fmt: skip
-    """aten::_scaled_dot_product_flash_attention_backward: gradients with the strides of what they are the gradients of."""
+    """aten::_scaled_dot_product_flash_attention_backward: dq, dk, dv with the shapes and strides of query, key and value."""
     _refuse(dropout_p=dropout_p, cum_seq_q=_there(cum_seq_q), cum_seq_k=_there(cum_seq_k), **later)
     call = _turned(_call(query, key, value, 0 if is_causal else NO_BOUND, scale, True))
     gradients = tuple(torch.empty_like(t) for t in (query, key, value))
@@ -144,20 +146,20 @@ def sdpa_backward(
     return gradients
 
 
-# ---------------------------------------------------------------- varlen_attn, and rows first
+# ---------------------------------------------------------------- varlen_attn, and the layout [B, S, H, D]
 
 
 def flash_forward(
     query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
     window_size_left=None, window_size_right=None, **unserved,
 ):  # fmt: skip
-    """aten::_flash_attention_forward: dense [B, S, H, D] without cum_seq, else packed [T, H, D]
+    """aten::_flash_attention_forward: packed [T, H, D] with cum_seq_q and cum_seq_k, dense [B, S, H, D] without
 
     >>> q, offsets = torch.randn(12, 2, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
     >>> [list(t.shape) for t in flash_forward(q, q, q, offsets, offsets, 7, 7, 0.0, True, False)]
     [[12, 2, 16], [2, 12], [2], [], [0]]
 
-    unserved: seqused_k, alibi_slopes, block_table, num_splits, and what a later torch adds.
+    unserved: seqused_k, alibi_slopes, block_table, num_splits, and arguments that a later torch adds. Each must be None, False or 0.
     """
     out = torch.empty_like(query)
     packing, band = (cum_seq_q, cum_seq_k, max_q, max_k), (is_causal, window_size_left, window_size_right)
@@ -170,7 +172,7 @@ def flash_forward_into(
     out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
     window_size_left=None, window_size_right=None, **unserved,
 ):  # fmt: skip
-    """aten::_flash_attention_forward_no_dropout_inplace: as `flash_forward`, but it writes `out` and returns lse."""
+    """aten::_flash_attention_forward_no_dropout_inplace: as `flash_forward`, but writes the result to `out` and returns only lse."""
     packing, band = (cum_seq_q, cum_seq_k, max_q, max_k), (is_causal, window_size_left, window_size_right)
     _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **unserved)
     if out.shape != query.shape or out.dtype != query.dtype or out.stride(-1) != 1:
@@ -182,7 +184,7 @@ def flash_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, *,
     scale=None, window_size_left=None, window_size_right=None, **later,
 ):  # fmt: skip
-    """aten::_flash_attention_backward"""
+    """aten::_flash_attention_backward: dq, dk, dv with the shapes and strides of query, key and value."""
     _refuse(dropout_p=dropout_p, **later)
     packing, band = (_there(cum_seq_q), _there(cum_seq_k), max_q, max_k), (is_causal, window_size_left, window_size_right)
     call = _flash_call((query, key, value), packing, band, scale)
@@ -191,28 +193,28 @@ def flash_backward(
     return gradients
 
 
-# ---------------------------------------------------------------- what they share
+# ---------------------------------------------------------------- shared helpers
 
 
 def _refuse(**given: object) -> None:
-    """Refuse the first argument that says something; one that a later torch adds, and that has no default here, too."""
+    """Raise `Unserved` for the first argument that is not None, False or 0. This includes arguments that a later torch adds."""
     for name, value in given.items():
         if value is not None and (isinstance(value, Tensor) or value):
             raise _unserved(name, value, "what says nothing (0, False, None)")
 
 
 def _there(offsets: Tensor | None) -> Tensor | None:
-    """Offsets that an autograd formula saved: None comes back as an empty tensor from some of them."""
+    """Offsets saved for the backward, or None. Some autograd formulas of torch save None as an empty tensor."""
     return offsets if offsets is not None and offsets.numel() else None
 
 
 def _by_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """[B, H, S, D] as [B, S, H, D], and back."""
+    """Views of [B, H, S, D] as [B, S, H, D], or the reverse."""
     return tuple([t.transpose(1, 2) for t in tensors])
 
 
 def _wants_gradients(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Of the op's own arguments: down here a view of them does not know."""
+    """Whether gradients are needed. Pass the op's own arguments: below autograd, views of them have requires_grad False."""
     return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
 
@@ -257,7 +259,7 @@ def _forward(call: Call, out: Tensor, lse: Tensor) -> Choice:
 
 
 def _forward_turned(call: Call, out: Tensor, lse: Tensor) -> None:
-    """`_forward` of a call and an out that lie as [B, H, S, D], which nothing need turn where it is launched as before: an address has no sides."""
+    """`_forward` for a call and an out in [B, H, S, D]. A repeated launch needs only addresses, so it skips the transposes."""
     key = ops.raw_key(call)
     choice = _turned_before.get(key)
     if choice is not None and launch_again(choice.forward, call, out, lse):
@@ -265,14 +267,14 @@ def _forward_turned(call: Call, out: Tensor, lse: Tensor) -> None:
         return
     by_rows = out.transpose(1, 2)
     choice = _forward(_turned(call), by_rows, lse)
-    if choice.forward.again and by_rows.is_contiguous():  # a launch that was kept writes contiguous rows
+    if choice.forward.again and by_rows.is_contiguous():  # a repeated launch writes contiguous [B, S, H, D]
         if len(_turned_before) >= MOST_CHOICES:
             _turned_before.clear()
         _turned_before[key] = choice
 
 
 def _gradients(call: Call, outs: tuple[Tensor, ...], lse: Tensor, gradients: tuple[Tensor, ...]) -> None:
-    """Write dq, dk, dv for the out and lse given, which may be those of more keys than k and v hold."""
+    """Write dq, dk and dv to `gradients`, from dout and out (`outs`) and lse. out and lse may cover more keys than k and v hold."""
     call = call._replace(needs_grad=True)
     choice = ops.decide(call)
     dout, out = outs
@@ -281,7 +283,7 @@ def _gradients(call: Call, outs: tuple[Tensor, ...], lse: Tensor, gradients: tup
         raise _unserved("out, logsumexp", f"{out.dtype} {list(out.shape)}, {lse.dtype} {list(lse.shape)}", f"query's, and {dtype} {list(shape)}")
     out = out if out.stride(-1) == 1 else out.contiguous()
     dq, dk, dv = gradients
-    if dk.shape != call.k.shape:  # keys that top_left left out
+    if dk.shape != call.k.shape:  # top_left dropped keys; their gradients are 0
         keys = call.k.shape[1]
         dk[:, keys:], dv[:, keys:] = 0.0, 0.0
         dk, dv = dk[:, :keys], dv[:, :keys]
@@ -291,7 +293,7 @@ def _gradients(call: Call, outs: tuple[Tensor, ...], lse: Tensor, gradients: tup
 
 
 def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What stands where the state of dropout would, and its mask: unread where nothing is dropped."""
+    """Placeholders for philox_seed, philox_offset and the debug mask. Nothing reads them without dropout."""
     return query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64), query.new_empty(0)
 
 

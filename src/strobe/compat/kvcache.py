@@ -1,6 +1,6 @@
-"""Caches as FlashAttention's functions take them: new keys written, queries turned, and one decode over what is there then.
+"""KV caches with FlashAttention's arguments: write the new keys, apply rotary embeddings to q, then decode over the cache.
 
-Guests of the house, as `drop_in` is: arguments are translated to a `PagedCache` or `DenseCache`, and everything runs there.
+The functions translate the arguments to a `PagedCache` or `DenseCache` and call strobe's append and decode.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..problem.decode import DecodeCall, refuse_gradients
 from .seqused import is_readable
 from .signatures import Setting, forward, in_their_words, rows_contiguous
 
-_FEW_ROWS = 16  # what the kernels of a decode are tuned for; more of them, at lengths known here, are a plain call over a slice
+_FEW_ROWS = 16  # decode kernels are tuned for up to this many queries; more queries, with int lengths, run as attention over a slice
 
 
 class Cache(NamedTuple):
-    """The arguments of `flash_attn_with_kvcache` about its cache: k and v are rows, or pages where there is a page table."""
+    """The cache arguments of `flash_attn_with_kvcache`. k and v are [B, S_max, H_kv, D], or pages [n_pages, page_size, H_kv, D] with a page table."""
 
     k: Tensor
     v: Tensor
@@ -36,17 +36,17 @@ class Cache(NamedTuple):
     batch_idx: Tensor | None = None
     leftpad: Tensor | None = None
     page_table: Tensor | None = None
-    pages: str = "block_table"  # what the original calls its page table
-    rotary_seqlens: Tensor | None = None  # int32 [B]: where angles begin, if not at seqlens
+    pages: str = "block_table"  # the original function's name for page_table, for error messages
+    rotary_seqlens: Tensor | None = None  # int32 [B]: rotary position of the first new key; None means seqlens
 
     @property
     def capacity(self) -> int:
-        """Keys that a sequence may hold."""
+        """The largest number of keys per sequence."""
         return self.k.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
 
     @property
     def words(self) -> dict[str, str]:
-        """What the house's words for a cache are in this call."""
+        """strobe's argument names -> the original function's, for error messages."""
         table = self.pages if self.page_table is not None else "cache_batch_idx"
         words = {f"cache.{field}{pages}": f"{field}_cache" for field in "kv" for pages in ("", "_pages")}
         words |= {"cache.page_table": table, "cache.seqlens": "cache_seqlens", "cache.k_start": "cache_leftpad"}
@@ -54,7 +54,7 @@ class Cache(NamedTuple):
 
 
 def forward_cached(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]:
-    """out and lse over the keys a cache holds, new ones written into it first; no gradient, as in the originals.
+    """out [B, S_q, H_q, D] and lse [B, H_q, S_q] over the keys in the cache, after writing k_new and v_new to it. No gradients, as in the originals.
 
     >>> k_cache, v_cache, q = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2, 16), torch.randn(1, 1, 2, 16)
     >>> out, lse = forward_cached(q, Cache(k_cache, v_cache, 3, q, q), Setting(causal=True))
@@ -74,7 +74,7 @@ def _forward(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]
     count = 0 if cache.k_new is None else cache.k_new.shape[1]
     call = _decode_call(q, _held(cache, before + count), setting)
     if cache.k_new is not None and cache.v_new is not None:
-        if not torch.compiler.is_compiling():  # where what is wrong is found before anything is written
+        if not torch.compiler.is_compiling():  # checks the arguments before anything is written
             ops_decode.decide(ops_decode.prepare(call))
         _check_room(cache, before, count)
         rotary = None if cache.cos is None or cache.sin is None else Rotary(cache.cos, cache.sin, cache.interleaved)
@@ -89,10 +89,10 @@ def _forward(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]
             call = call._replace(q=_turned(q, rotary, first, along))
     in_place = cache.page_table is None and cache.batch_idx is None and cache.leftpad is None and cache.k.dtype == q.dtype
     if in_place and not isinstance(cache.seqlens, Tensor) and q.shape[1] > _FEW_ROWS:
-        if not torch.compiler.is_compiling():  # what is wrong is said of the cache
+        if not torch.compiler.is_compiling():  # checks the arguments under the cache's names, not those of the slices below
             ops_decode.decide(ops_decode.prepare(call))
         stop = cache.capacity if cache.seqlens is None else cache.seqlens + count
-        with torch.autocast(q.device.type, enabled=False):  # as a decode has it, which is read as it is
+        with torch.autocast(q.device.type, enabled=False):  # a decode reads the cache in its own dtype, so autocast must not convert it here
             return forward(call.q, cache.k[:, :stop], cache.v[:, :stop], setting)
     return ops_decode.run(call)
 
@@ -102,7 +102,7 @@ def _decode_call(q: Tensor, held: PagedCache | DenseCache, setting: Setting) -> 
 
 
 def _held(cache: Cache, seqlens: Tensor) -> PagedCache | DenseCache:
-    """The cache as the house knows it. Rows that an index picks are pages: each sequence has one, as long as the cache."""
+    """The cache as strobe's PagedCache or DenseCache. With batch_idx, each cache row is one page, and each sequence has one page."""
     if cache.page_table is not None:
         return PagedCache(cache.k, cache.v, cache.page_table, seqlens)
     if cache.batch_idx is not None:
@@ -111,7 +111,7 @@ def _held(cache: Cache, seqlens: Tensor) -> PagedCache | DenseCache:
 
 
 def _lengths(q: Tensor, cache: Cache) -> Tensor:
-    """int32 [B]: how many keys each sequence holds before this call."""
+    """int32 [B]: the number of keys in each sequence before this call."""
     seqlens, count = cache.seqlens, 0 if cache.k_new is None else cache.k_new.shape[1]
     if isinstance(seqlens, Tensor):
         return seqlens
@@ -124,7 +124,7 @@ def _lengths(q: Tensor, cache: Cache) -> Tensor:
 
 
 def _turned(q: Tensor, rotary: Rotary, first: Tensor, along: bool) -> Tensor:
-    """q turned by the angles of its positions: those from `first` on, or `first` for all rows; NaN where there are no angles, as in keys."""
+    """q with the rotary embedding applied. Row i has position first + i if `along`, else first. Positions without angles give NaN, as for keys."""
     position = first.long()[:, None] + torch.arange(q.shape[1], device=q.device) * along
     known, wide = rotary.cos.shape[0], accumulator(q.dtype)
     beyond = ((position < 0) | (position >= known))[..., None]
@@ -137,11 +137,11 @@ def _turned(q: Tensor, rotary: Rotary, first: Tensor, along: bool) -> Tensor:
     return torch.cat([whole.to(q.dtype), q[..., width:]], -1)
 
 
-# ---------------------------------------------------------------- the door
+# ---------------------------------------------------------------- argument checks
 
 
 def _check(q: Tensor, cache: Cache) -> None:
-    """What belongs together, and what strobe has not got together; the rest is for the doors of decode and append."""
+    """Check types, ranks and combinations of arguments. The checks of decode and append cover the rest."""
     indices = {"cache_batch_idx": cache.batch_idx, "cache_leftpad": cache.leftpad, cache.pages: cache.page_table}
     needed = {"q": q, "k_cache": cache.k, "v_cache": cache.v}
     optional = {"k": cache.k_new, "v": cache.v_new, "rotary_cos": cache.cos, "rotary_sin": cache.sin} | indices
@@ -187,7 +187,7 @@ def _check_new(cache: Cache) -> None:
 
 
 def _check_room(cache: Cache, before: Tensor, count: int) -> None:
-    """On a CPU, where lengths and ids are at hand: each new key has its place. On a GPU what has none is not written, and `last_errors` tells."""
+    """On a CPU, raise if a new key has no place in the cache. On a GPU such keys are not written, and `last_errors` reports them."""
     if not count or not is_readable(before):
         return
     positions = before.long()[:, None] + torch.arange(count)
@@ -213,7 +213,7 @@ def _check_room(cache: Cache, before: Tensor, count: int) -> None:
 
 
 def forward_paged(q: Tensor, k: Tensor, v: Tensor, setting: Setting, page_table: Tensor) -> tuple[Tensor, Tensor]:
-    """out [T, H, D] and lse [H, T] of packed queries over pages; lengths of keys are what cu_seqlens_k rises by.
+    """out [T, H, D] and lse [H, T] of packed queries over pages. The key lengths are the differences of cu_seqlens_k.
 
     >>> pages, offsets = torch.randn(4, 8, 2, 16), torch.tensor([0, 3, 4], dtype=torch.int32)
     >>> table, lengths = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32), torch.tensor([0, 11, 20], dtype=torch.int32)
@@ -221,8 +221,8 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, setting: Setting, page_table:
     >>> [list(t.shape) for t in forward_paged(torch.randn(4, 6, 16), pages, pages, setting, table)]
     [[4, 6, 16], [6, 4]]
 
-    The queries of a sequence are laid to the right of a row of max_seqlen_q, where a decode expects them. Those of no sequence,
-    of one longer than that, and of one with more keys than max_seqlen_k, come out as NaN.
+    The queries are copied to [B, max_seqlen_q], each sequence aligned at the right, as a decode expects. Results are NaN for queries
+    outside every sequence, queries that do not fit into max_seqlen_q, and sequences with more keys than max_seqlen_k.
     """
     setting = setting.plain()
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = _packing(q, k, setting, page_table)
@@ -231,9 +231,9 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, setting: Setting, page_table:
         q, batch = rows_contiguous(q), page_table.shape[0]
         place = _places(cu_seqlens_q, len(q), longest_q)
         too_long = torch.cat([cu_seqlens_k.diff() > longest_k, place.new_zeros(1, dtype=torch.bool)])[place // max(longest_q, 1)]
-        rows = q.new_zeros(batch * longest_q + 1, *q.shape[1:]).index_copy_(0, place, q)  # the last: what has no place
+        rows = q.new_zeros(batch * longest_q + 1, *q.shape[1:]).index_copy_(0, place, q)  # the last row takes queries without a place
         if k.dim() == 4 and k.shape[1]:
-            page_table = page_table[:, : -(-longest_k // k.shape[1])]  # splits are planned for what could be there
+            page_table = page_table[:, : -(-longest_k // k.shape[1])]  # the number of splits is planned for the table's width
         cache = PagedCache(k, v, page_table, cu_seqlens_k.diff())
         try:
             out, lse = ops_decode.run(_decode_call(rows[:-1].view(batch, longest_q, *q.shape[1:]), cache, setting))
@@ -274,7 +274,7 @@ def _longest(name: str, longest: int | None) -> int:
 
 
 def _places(cu_seqlens_q: Tensor, total: int, longest: int) -> Tensor:
-    """Where each packed row goes in [B * longest], its sequence's last row to the far right; one past the end where it has no place.
+    """int64 [T]: the index of each packed row in [B * longest], with sequences aligned at the right. Rows without a place get B * longest.
 
     >>> _places(torch.tensor([0, 2, 2, 5]), 6, 3).tolist()
     [1, 2, 6, 7, 8, 9]

@@ -1,7 +1,8 @@
-"""strobe under torch's own attention: `enable()`, and F.scaled_dot_product_attention and varlen_attn run strobe's kernels.
+"""Run torch's scaled_dot_product_attention and varlen_attn on strobe's kernels: `enable()`.
 
-A provider of torch.nn.attention's registry, named "STROBE": it stands before torch's flash kernels in the dispatcher, on CPUs
-and GPUs, and hands them what strobe does not serve, counted in `passed`. Importing this registers it and activates nothing.
+This module registers a provider named "STROBE" in torch.nn.attention's registry. While active, the provider overrides torch's flash
+attention ops in the dispatcher, on CPUs and GPUs. Calls that strobe does not support go to torch's own kernels and are counted in `passed`.
+Importing this module registers the provider but does not activate it.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ OPS: dict[str, dict[str, Callable]] = {
 }
 LOG = logging.getLogger(__name__)
 
-passed: Counter[str] = Counter()  # calls handed to torch's own kernel, by the argument that strobe does not serve
+passed: Counter[str] = Counter()  # unsupported argument -> number of calls that went to torch's own kernel
 
 
 class _Passing(local):
-    """Whether this thread is inside torch's own kernel: SDPA's on GPUs calls the `_flash` op, which comes by here again and is not counted twice."""
+    """Whether this thread is inside torch's own kernel. SDPA's op on GPUs calls the `_flash` op, so one call gets here twice; count it once."""
 
     on = False
 
@@ -56,7 +57,7 @@ _passing = _Passing()
 
 
 class Handle:
-    """What torch's registry holds while strobe is active: letting go of the libraries puts torch's kernels back."""
+    """The handle that torch's registry keeps while strobe is active. Dropping the libraries restores torch's kernels."""
 
     def __init__(self, libraries: list[Library]):
         self.libraries = libraries
@@ -66,16 +67,16 @@ class Handle:
 
 
 def register() -> Handle:
-    """Stand before torch's flash kernels, for `torch.nn.attention.activate_flash_attention_impl("STROBE")`."""
-    from ..kernels.cpu import flash  # noqa: F401  it holds on to torch's own kernels as it is imported: before they are overridden
+    """Override torch's flash ops. torch calls this for `torch.nn.attention.activate_flash_attention_impl("STROBE")`."""
+    from ..kernels.cpu import flash  # noqa: F401  its import gets torch's own kernels, so it must come before the override
 
     libraries = []
     for key, functions in OPS.items():
         library = Library("aten", "IMPL", key)
         for name, function in functions.items():
-            exists = hasattr(torch.ops.aten, name)  # one of them is younger than torch 2.11
+            exists = hasattr(torch.ops.aten, name)  # torch 2.11 lacks one of them
             own = exists and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
-            if not exists or not (own or key == "CPU"):  # a torch without CUDA
+            if not exists or not (own or key == "CPU"):  # this torch has no CUDA kernels
                 continue
             kernel = _kernel(name, function, _torchs(name, key) if own else None)
             kernel = aten.torch_first(kernel) if function is aten.cpu_forward else kernel
@@ -87,12 +88,12 @@ def register() -> Handle:
 
 
 def _torchs(name: str, key: str) -> Callable:
-    """torch's own kernel, with the one key it was registered for: asking the dispatcher for those of each call costs half a microsecond."""
+    """torch's own kernel, bound to the dispatch key it was registered for. Asking the dispatcher for the keys of each call costs 0.5 us."""
     return partial(torch.library.get_kernel(f"aten::{name}", key).call_boxed, DispatchKeySet(getattr(DispatchKey, key)))
 
 
 def _kernel(name: str, function: Callable, original: Callable | None) -> Callable:
-    """`function`, and torch's kernel where it refuses; `original` is None where torch has none."""
+    """An op that calls `function` and, if that raises, torch's kernel `original`. Without an original the error is raised."""
 
     def kernel(*arguments, **options):
         try:
@@ -121,16 +122,16 @@ registry.register_flash_attention_impl(NAME, register_fn=register)
 
 
 class _Before(NamedTuple):
-    """What there was before the first switch: the provider, the priority of SDPA's backends, and the tag in the keys of torch.compile's caches."""
+    """State before the first switch: the provider, the priority of SDPA's backends, and the tag in the keys of torch.compile's caches."""
 
     impl: str | None
     priority: list[int]
-    ours: list[int]  # the priority set instead
+    ours: list[int]  # the priority while strobe is enabled
     tag: str
 
     @property
     def our_tag(self) -> str:
-        """A compiled graph holds the op of the backend that was traced, so graphs traced with strobe and without need keys of their own on disk."""
+        """The cache tag while strobe is enabled. A compiled graph contains the backend that was traced, so both states need separate keys on disk."""
         return f"{self.tag}+strobe.sdpa" if self.tag else "strobe.sdpa"
 
 
@@ -140,19 +141,21 @@ _before: _Before | None = None
 
 
 class Switch:
-    """What `enable` returns: call it, or leave its `with` block, to undo it; again does nothing. strobe stays as long as one is left."""
+    """The result of `enable`. Call it, or leave its `with` block, to disable strobe; a second call does nothing.
+
+    strobe stays enabled until the last Switch is undone."""
 
     def __init__(self):
         self._before = Counter(served), Counter(passed)
 
     @property
     def served(self) -> dict[str, int]:
-        """Calls of torch's flash ops that strobe ran since it was switched on, by the kernel that did."""
+        """Calls of torch's flash ops that strobe ran since this switch was made: kernel name -> count."""
         return dict(Counter(served) - self._before[0])
 
     @property
     def passed(self) -> dict[str, int]:
-        """Those it handed to torch's own kernel, by the argument that it does not serve."""
+        """Calls that went to torch's own kernel since this switch was made: unsupported argument -> count."""
         return dict(passed - self._before[1])
 
     def __call__(self) -> None:
@@ -170,7 +173,7 @@ class Switch:
 
 
 def enable() -> Switch:
-    """Run torch's scaled_dot_product_attention and varlen_attn on strobe, until the switch returned is called or left.
+    """Run torch's scaled_dot_product_attention and varlen_attn on strobe until the returned switch is called or its `with` block ends.
 
     >>> q = torch.randn(1, 2, 8, 16)
     >>> with enable() as switch:
@@ -178,13 +181,18 @@ def enable() -> Switch:
     >>> switch.served, switch.passed
     ({'cpu.forward': 1}, {})
 
-    Puts flash attention first among SDPA's backends (on Hopper cuDNN stands there, whose kernels strobe does not replace)
-    and keeps the others' order. What a call asks of SDPA does not change: masks, dropout and shapes that flash attention
-    does not take go where they went, and what strobe does not serve goes to torch's flash kernel, counted in `passed`.
-    Switches nest, and may be undone in any order; the last one puts back what was there before the first, except where
-    someone else has changed it since. Enable before torch.compile, which keeps the backend that it traced; its caches on disk
-    tell graphs traced with strobe from others (`torch.compiler.config.cache_key_tag`). Enable after torch.cuda.set_device: where
-    there is a GPU, this asks torch for its choice there, which initialises CUDA.
+    Flash attention becomes the first of SDPA's backends; the others keep their order. (On Hopper torch prefers cuDNN, and strobe
+    does not replace cuDNN's kernels.) SDPA's rules do not change: calls that flash attention does not accept, such as masks and
+    dropout, use the same backend as before. Calls that strobe does not support go to torch's flash kernel, counted in `passed`.
+
+    Switches nest and may be undone in any order. The last one restores the state before the first, except for settings that other
+    code has changed since.
+
+    Call this before torch.compile, because a compiled graph keeps the backend that was traced. Graphs traced with strobe have
+    separate keys in the caches on disk (`torch.compiler.config.cache_key_tag`). Call this after torch.cuda.set_device: it asks torch
+    for SDPA's choice on the GPU, and that initialises CUDA.
+
+    Raises UnsupportedProblem before torch 2.11.
     """
     global _before
     if not hasattr(registry, "restore_flash_attention_impl"):
@@ -201,7 +209,7 @@ def enable() -> Switch:
 
 
 def _taken() -> _Before:
-    if torch.cuda.is_available():  # the first choice on a GPU sets the priority, over any that was set before
+    if torch.cuda.is_available():  # torch's first choice on a GPU overwrites the priority, so make it before reading
         _choose(torch.device("cuda"))
     priority = torch._C._get_sdp_priority_order()
     flash = int(SDPBackend.FLASH_ATTENTION)  # type: ignore[call-overload]
@@ -224,7 +232,7 @@ def _restore() -> None:
         compiler.cache_key_tag = before.tag
 
 
-# ---------------------------------------------------------------- who runs
+# ---------------------------------------------------------------- the active backend
 
 
 def _choose(device: torch.device) -> SDPBackend:
@@ -233,7 +241,7 @@ def _choose(device: torch.device) -> SDPBackend:
 
 
 def backend(device: torch.device | str) -> str:
-    """Which backend SDPA picks on a device for a causal call in bfloat16 with heads of 64, and whose kernel stands there.
+    """The backend that SDPA chooses on a device, for a causal bfloat16 call with head dimension 64, and the active provider.
 
     >>> backend("cpu")
     'FLASH_ATTENTION'

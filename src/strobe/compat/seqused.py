@@ -1,7 +1,8 @@
-"""Parts of sequences: the first `seqused` rows of each, and windows that end before the diagonal or begin behind it.
+"""FlashAttention's `seqused` (only the first rows of each sequence count) and windows with a negative bound.
 
-FlashAttention's kernels take both as arguments. strobe's take offsets and windows that contain the diagonal, so what is used is packed anew:
-one gather for each side that is shortened. Shapes depend on no data, so nothing waits for the device and a graph holds for all lengths.
+FlashAttention's kernels take both as arguments. strobe's kernels take offsets, and windows that contain the diagonal. So the used rows are
+packed anew, with one gather for q and one each for k and v, where that side is shortened. Shapes do not depend on data, so nothing
+synchronises with the device, and one captured graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from .signatures import Setting, backward, forward
 
 
 class Used(NamedTuple):
-    """The part of each sequence that counts: its first rows and keys, int32 [n] or None for all, without the last ones."""
+    """The used part of each sequence.
+
+    seqused_q, seqused_k: the number of leading rows and keys, int32 [n], or None for all. without_q, without_k: how many of those to drop
+    at the end.
+    """
 
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
@@ -34,9 +39,10 @@ ALL = Used()
 
 
 def shifted(window: Window, causal: bool) -> tuple[Window, Used]:
-    """A window with a negative bound as one that contains the diagonal of fewer rows or keys; two negative bounds are none.
+    """Replace a window with one negative bound by a window that contains the diagonal, over fewer rows or keys.
 
-    Without its last 3 keys a sequence has its diagonal 3 keys earlier; without its last 2 rows, 2 keys later.
+    Dropping the last 3 keys moves the diagonal 3 keys earlier; dropping the last 2 rows moves it 2 keys later. Two negative bounds mean
+    unbounded.
 
     >>> shifted((None, -3), False)
     ((None, 0), Used(seqused_q=None, seqused_k=None, without_q=0, without_k=3))
@@ -44,7 +50,7 @@ def shifted(window: Window, causal: bool) -> tuple[Window, Used]:
     ((0, 3), Used(seqused_q=None, seqused_k=None, without_q=2, without_k=0))
     """
     if not isinstance(window, (tuple, list)) or len(window) != 2 or any(bound is not None and type(bound) is not int for bound in window):
-        return window, ALL  # for the check of arguments to say what is wrong with it
+        return window, ALL  # the argument check of the call raises for it
     left, right = window
     if left is not None and right is not None and left < 0 and right < 0:
         return (None, None), ALL
@@ -55,13 +61,13 @@ def shifted(window: Window, causal: bool) -> tuple[Window, Used]:
         used, left, right = Used(without_q=-left), 0, None if right is None else right + left
     else:
         return window, ALL
-    if min(0 if bound is None else bound for bound in (left, right)) < 0:  # ends before it begins: no row sees a key
+    if min(0 if bound is None else bound for bound in (left, right)) < 0:  # an empty window: no row sees a key
         return (None, None), Used(without_k=FARTHEST)
     return (left, right), used
 
 
 def forward_used(q: Tensor, k: Tensor, v: Tensor, setting: Setting, used: Used) -> tuple[Tensor, Tensor]:
-    """out and lse of `drop_in.forward` over the part of each sequence that is used. Rows that are not used see no key: 0 and -inf, or the sink.
+    """out and lse of `signatures.forward` over the used part of each sequence. Unused rows get out 0, and lse -inf or the head's sink.
 
     >>> q, offsets = torch.randn(12, 4, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
     >>> setting = Setting(packing=(offsets, offsets, 7, 7))
@@ -86,7 +92,7 @@ def forward_used(q: Tensor, k: Tensor, v: Tensor, setting: Setting, used: Used) 
 def backward_used(
     gradient: Tensor, forward_of: tuple[Tensor, Tensor], qkv: tuple[Tensor, Tensor, Tensor], setting: Setting, used: Used, dlse: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv and dsinks of `drop_in.backward` over the part of each packed sequence that is used; 0 for what is not."""
+    """dq, dk, dv and dsinks of `signatures.backward` over the used part of each packed sequence. Gradients of unused rows and keys are 0."""
     if used.whole:
         return backward(gradient, forward_of, qkv, setting, dlse)
     q, k, v = qkv
@@ -107,7 +113,7 @@ def backward_used(
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, setting: Setting, used: Used) -> tuple[Tensor, Tensor]:
     if any(not isinstance(t, Tensor) or t.dim() != 4 for t in (q, k, v)):
-        return forward(q, k, v, setting)  # which says what is wrong
+        return forward(q, k, v, setting)  # its argument check raises
     batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
     if used.seqused_q is not None or used.seqused_k is not None:
         offsets = [torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length for length in (seqlen_q, seqlen_k)]
@@ -127,18 +133,18 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, setting: Setting, used: Used) -> tup
 
 
 class _Kept(NamedTuple):
-    """Where the rows of shortened sequences come from, and where they went."""
+    """Maps between the rows of the original sequences and the rows kept of them."""
 
-    cu_seqlens: Tensor  # int32 [n + 1]: of what is kept, without gaps from row 0 on
-    source: Tensor  # int64 [T]: the row each kept one was; behind the last kept one any row
-    place: Tensor  # int64 [T]: where each row is kept; T where it is not
+    cu_seqlens: Tensor  # int32 [n + 1]: offsets of the kept rows, from 0 and without gaps
+    source: Tensor  # int64 [T]: kept row -> original row; arbitrary valid rows after the last kept one
+    place: Tensor  # int64 [T]: original row -> kept row, or T if the row is dropped
 
     def take(self, tensor: Tensor) -> Tensor:
         return tensor.index_select(0, self.source)
 
 
 def _kept(cu_seqlens: Tensor, lengths: Tensor, total: int) -> _Kept:
-    """The first `lengths` rows of each sequence.
+    """Keep the first `lengths` rows of each sequence.
 
     >>> [t.tolist() for t in _kept(torch.tensor([0, 3, 5]), torch.tensor([2, 1]), 6)]
     [[0, 2, 3], [0, 1, 3, 0, 0, 0], [0, 1, 6, 2, 6, 6]]
@@ -157,7 +163,7 @@ def _kept(cu_seqlens: Tensor, lengths: Tensor, total: int) -> _Kept:
 
 
 def _shortened(q: Tensor, k: Tensor, v: Tensor, setting: Setting, used: Used) -> tuple[_Kept | None, _Kept | None, Setting]:
-    """What is kept of q and of k, None for all of it, and the setting with the offsets of that."""
+    """The rows kept of q and of k (None for all), and the setting with the offsets of the kept rows."""
     cu_seqlens_q, cu_seqlens_k, *longest = setting.packing or (None,) * 4
     for name, given in (("q", q), ("k", k), ("v", v)):
         if not isinstance(given, Tensor):
@@ -184,7 +190,7 @@ def _side(side: str, tensor: Tensor, cu_seqlens: Tensor, seqused: Tensor | None,
 
 
 def _check(name: str, seqused: object, lengths: Tensor) -> None:
-    """Metadata on every device; values on a CPU alone, since a GPU would be waited for: there they are clamped."""
+    """Check dtype, shape and device. Check values only on a CPU, to avoid a device synchronisation; on a GPU `_kept` clamps them."""
     if not isinstance(seqused, Tensor):
         raise wrong_type(name, seqused, f"an int32 tensor [{len(lengths)}] or None", "give the rows used of each sequence")
     if seqused.dtype not in (torch.int32, torch.int64) or seqused.shape != lengths.shape or seqused.device != lengths.device:
@@ -198,6 +204,6 @@ def _check(name: str, seqused: object, lengths: Tensor) -> None:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether its values are at hand: on a CPU, outside of tracing and of torch's modes."""
+    """Whether the host can read the values: a plain CPU tensor, not compiling, and no dispatch mode or functorch transform active."""
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
     return not traced and tensor.device.type == "cpu" and type(tensor) is Tensor

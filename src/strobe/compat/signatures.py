@@ -1,6 +1,6 @@
-"""What the stand-ins for other libraries' functions share: the two halves of a call, and the refusal of the rest.
+"""Shared by the FlashAttention interfaces: forward and backward calls, and errors for unsupported arguments.
 
-Guests of the house: `strobe.flash_attn`, `strobe.flash_attn_interface` and `strobe.cute` translate arguments, and everything runs here.
+`strobe.flash_attn`, `strobe.flash_attn_interface` and `strobe.cute` translate their arguments to a `Setting` and call the functions here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from ..problem.merge import Partial, merge
 
 
 class Setting(NamedTuple):
-    """What a call says beside its tensors, in the originals' terms: softcap 0.0 is none, deterministic False is torch's own switch."""
+    """The arguments of a call other than q, k and v, with FlashAttention's meanings.
+
+    softcap 0.0 means none. deterministic False means torch.are_deterministic_algorithms_enabled(). scale None means 1 / sqrt(D).
+    """
 
     scale: float | None = None
     causal: bool = False
@@ -31,7 +34,9 @@ class Setting(NamedTuple):
     packing: Packing | None = None
 
     def plain(self) -> Setting:
-        """The same in Python numbers. Callers of the originals also pass tensors of one element, whose reading waits for their device, and causal=1.
+        """The setting with Python numbers. Callers of the originals also pass one-element tensors, and causal=1.
+
+        Reading a tensor on a GPU synchronises with the device.
 
         >>> Setting(torch.tensor(0.5), 1, torch.tensor([3, 0])).plain()[:3]
         (0.5, True, (3, 0))
@@ -50,7 +55,7 @@ class Setting(NamedTuple):
 
 
 def number(name: str, value: Any) -> Any:
-    """A tensor of one element as a Python number; anything else as it is."""
+    """A one-element tensor as a Python number; other values unchanged. Raises for other sizes and for tensors that require grad."""
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
@@ -61,7 +66,7 @@ def number(name: str, value: Any) -> Any:
 
 
 def window_of(window: Any) -> Any:
-    """A tensor (left, right) as a pair of Python numbers; anything else as it is."""
+    """A tensor (left, right) as a pair of Python numbers; other values unchanged. Raises InvalidProblem for a tensor of another size."""
     if not isinstance(window, Tensor):
         return window
     if window.numel() != 2:
@@ -69,7 +74,7 @@ def window_of(window: Any) -> Any:
     return tuple(window.flatten().tolist())
 
 
-# ---------------------------------------------------------------- the two halves
+# ---------------------------------------------------------------- forward and backward
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
@@ -86,7 +91,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
-    """out of `forward` for callers who do not want lse, which then has no gradient to compute.
+    """Only out of `forward`. The backward then computes no gradient of lse.
 
     >>> q = torch.randn(1, 5, 2, 16)
     >>> torch.equal(attend(q, q, q, Setting()), forward(q, q, q, Setting())[0])
@@ -101,9 +106,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
 def backward(
     gradient: Tensor, forward_of: tuple[Tensor, Tensor], qkv: tuple[Tensor, Tensor, Tensor], setting: Setting, dlse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dsinks for the out and lse given, which may be those of more keys than k and v hold: a ring passes its merged ones.
+    """dq, dk, dv and dsinks. out and lse (`forward_of`) may cover more keys than k and v hold: ring attention passes the merged ones.
 
-    dlse is the gradient of lse, None for 0. dsinks is empty where the setting has no sinks.
+    gradient is dout. dlse is the gradient of lse; None means 0. dsinks is empty if the setting has no sinks.
 
     >>> q, k = torch.randn(1, 4, 2, 16), torch.randn(1, 6, 2, 16)
     >>> whole = forward(q, k, k, Setting())
@@ -140,7 +145,7 @@ THEIRS = {"scale": "softmax_scale", "window": "window_size", "window left": "win
 
 
 def in_their_words(error: InvalidProblem | TypeError, also: Mapping[str, str] = MappingProxyType({})) -> InvalidProblem | TypeError:
-    """The error, with the argument called what the originals call it; also: what these call arguments that only some have.
+    """The error with the original function's name for the argument. `also` adds names to THEIRS.
 
     >>> in_their_words(TypeError("window: got int, expected a pair (left, right); give both sides"))
     TypeError('window_size: got int, expected a pair (left, right); give both sides')
@@ -153,17 +158,17 @@ def in_their_words(error: InvalidProblem | TypeError, also: Mapping[str, str] = 
 
 
 def rows_contiguous(tensor: Tensor) -> Tensor:
-    """The originals copy a tensor whose last dimension is strided; strobe.attention would refuse it."""
+    """The tensor, copied if its last dimension is strided. The originals copy such tensors; strobe.attention raises for them."""
     return tensor.contiguous() if isinstance(tensor, Tensor) and tensor.dim() and tensor.stride(-1) != 1 else tensor
 
 
-# ---------------------------------------------------------------- what the private functions of the originals share
+# ---------------------------------------------------------------- shared by the originals' private functions
 
-_ROWS = 128  # the originals round softmax_d up to this many rows
+_ROWS = 128  # the originals round the rows of softmax_d up to a multiple of this
 
 
 def write(targets: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...], names: tuple[str, ...] = ("dq", "dk", "dv")) -> None:
-    """Copy each gradient to its target, where there is one; shapes are checked before anything is written."""
+    """Copy each gradient to its target; a target may be None. All shapes are checked before anything is written."""
     for name, target, gradient in zip(names, targets, gradients):
         if target is not None and target.shape != gradient.shape:
             raise InvalidProblem(name, f"shape {list(target.shape)}", str(list(gradient.shape)), "allocate it with the shape of its result")
@@ -174,7 +179,7 @@ def write(targets: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...], nam
 
 
 def softmax_d(dout: Tensor, out: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Row sums of dout * out, [B, H, S rounded up to 128]; packed [H, T + 128 n], with 128 rows of room behind each of the n sequences.
+    """Row sums of dout * out, float32 [B, H, S rounded up to 128]; packed [H, T + 128 n], with 128 spare rows after each of the n sequences.
 
     >>> softmax_d(torch.ones(2, 5, 4, 16), torch.ones(2, 5, 4, 16)).shape
     torch.Size([2, 4, 128])
@@ -191,7 +196,7 @@ def softmax_d(dout: Tensor, out: Tensor, cu_seqlens: Tensor | None = None) -> Te
 
 
 def applied(function: Callable, order: str) -> staticmethod:
-    """`apply` of the original's autograd class: the function, called with positional arguments in another order.
+    """`apply` of the original's autograd class: it calls `function` with positional arguments in the given order of names.
 
     >>> applied(lambda a, b: (a, b), "b a").__func__(1, 2)
     (2, 1)
@@ -210,7 +215,7 @@ def applied(function: Callable, order: str) -> staticmethod:
 
 
 def combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Partial results [splits, ..., H, D] and [splits, ..., H] over disjoint keys in one: out [..., H, D] and lse [..., H].
+    """Merge partial results over disjoint keys, [splits, ..., H, D] and [splits, ..., H], into out [..., H, D] and lse [..., H].
 
     >>> whole, lse = combine(torch.ones(2, 1, 3, 4, 16), torch.zeros(2, 1, 3, 4), None, None)
     >>> whole.shape, round(lse[0, 0, 0].item(), 4)
@@ -233,7 +238,7 @@ def combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dt
     for part in parts[1:]:
         whole = merge(whole, part)
     lse = whole.lse.transpose(-1, -2)
-    result = whole.out.masked_fill((lse == -torch.inf)[..., None], 0.0)  # what a split without a key holds says nothing
+    result = whole.out.masked_fill((lse == -torch.inf)[..., None], 0.0)  # rows without a key in any split are 0
     if out is None:
         return result.to(out_dtype or out_partial.dtype), lse
     if out_dtype not in (None, out.dtype) or out.shape != result.shape:
@@ -244,7 +249,7 @@ def combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dt
     return out, lse
 
 
-# ---------------------------------------------------------------- what is not served
+# ---------------------------------------------------------------- unsupported arguments
 
 _DROPOUT = "strobe drops no weights; keep 0.0 in evaluation, and in training use dropout on the output"
 _PAGES = "use strobe.attention_decode(q, strobe.PagedCache(k, v, page_table, seqlens)) under torch.no_grad()"
@@ -296,14 +301,14 @@ UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-# What the originals take for speed alone. strobe plans its launches itself, so any value means the same.
+# Arguments that affect only the originals' speed. strobe plans its launches itself and ignores them.
 HINTS = frozenset(
     ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "tile_mn", "mma_pv_is_rs", "intra_wg_overlap", "num_threads", "_arch")
 )
 
 
 def unpacked(name: str, tensor: object, parts: int, packed: bool) -> tuple[Tensor, ...]:
-    """q, k and v, or k and v, that lie in one tensor [B, S, parts, H, D], or packed [T, parts, H, D].
+    """Views of q, k and v (parts = 3), or k and v (parts = 2), from one tensor [B, S, parts, H, D], or packed [T, parts, H, D].
 
     >>> [part.shape for part in unpacked("kv", torch.zeros(2, 5, 2, 4, 16), 2, packed=False)]
     [torch.Size([2, 5, 4, 16]), torch.Size([2, 5, 4, 16])]
@@ -317,7 +322,7 @@ def unpacked(name: str, tensor: object, parts: int, packed: bool) -> tuple[Tenso
 
 
 def refuse(**given: object) -> None:
-    """Raise for the first argument that says something strobe cannot do. HINTS are about speed alone and change nothing.
+    """Raise UnsupportedProblem for the first argument with a value that strobe does not support. HINTS are ignored.
 
     >>> refuse(dropout_p=0.0, alibi_slopes=None, num_splits=4)
     >>> refuse(zero_tensors=True)

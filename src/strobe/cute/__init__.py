@@ -1,6 +1,6 @@
-"""FlashAttention-4's functions on strobe: `import strobe.cute` for `import flash_attn.cute` is the whole change.
+"""FlashAttention-4's functions on strobe. To switch, replace `import flash_attn.cute` by `import strobe.cute`.
 
-`strobe.cute.interface` has what `flash_attn.cute.interface` has beside them. docs/switching.md lists what is the same and what is not.
+`strobe.cute.interface` has further functions of `flash_attn.cute.interface`. docs/switching.md lists the differences.
 """
 
 from .interface import flash_attn_func, flash_attn_varlen_func

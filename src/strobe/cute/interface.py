@@ -1,7 +1,7 @@
-"""FlashAttention-4's functions (flash_attn.cute.interface 4.0.0b36), the private ones that other libraries build on included.
+"""FlashAttention-4's functions (flash_attn.cute.interface 4.0.0b36), including the private ones that other libraries use.
 
-Arguments and their order are the originals' (qv is the fourth). The public ones return (out, lse), lse the natural logarithm
-in float32, [B, H, S] or [H, T]; a window's None is unbounded.
+Arguments and their order are those of the originals (qv is the fourth). The public attention functions return (out, lse). lse is the natural
+logarithm in float32, [B, H, S] or [H, T]. None in a window means unbounded. Unsupported arguments raise UnsupportedProblem.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def flash_attn_func(
     >>> out.shape, lse.shape
     (torch.Size([2, 5, 4, 16]), torch.Size([2, 4, 5]))
 
-    lse is there whatever return_lse says, and has a gradient.
+    q is [B, S_q, H_q, D], k and v are [B, S_k, H_kv, D]; out is like q. lse is always returned, whatever return_lse is, and is differentiable.
     """
     refuse(
         qv=qv, gather_kv_indices=gather_kv_indices, num_splits=num_splits, pack_gqa=pack_gqa, score_mod=score_mod,
@@ -54,8 +54,9 @@ def flash_attn_varlen_func(
     >>> out.shape, lse.shape
     (torch.Size([12, 4, 16]), torch.Size([4, 12]))
 
-    With neither cu_seqlens: q, k, v are [B, S, H, D], as for `flash_attn_func`; one without the other is refused.
-    seqused_q and seqused_k, int32 [n]: only the first rows and keys of each sequence count. Other rows are 0, and their lse is -inf.
+    q is [T_q, H_q, D], k and v are [T_k, H_kv, D], cu_seqlens int32 [n + 1]. Without both cu_seqlens, q, k, v are [B, S, H, D]; only one of
+    them raises UnsupportedProblem. seqused_q and seqused_k, int32 [n], limit each sequence to its first rows and keys. Other rows get out 0,
+    and lse -inf or the head's sink.
     """
     refuse(
         qv=qv, gather_kv_indices=gather_kv_indices, page_table=page_table,
@@ -73,21 +74,21 @@ def flash_attn_varlen_func(
 def flash_attn_combine(
     out_partial, lse_partial, out=None, out_dtype=None, cu_seqlens=None, seqused=None, virtual_batch_idx=None, return_lse=True,
 ):  # fmt: skip
-    """(out, lse) of partial results, as FlashAttention-3's `flash_attn_combine`; lse is None with return_lse=False.
+    """(out, lse) of partial results, as FlashAttention-3's `flash_attn_combine`. With return_lse=False, lse is None.
 
     >>> import torch
     >>> out, lse = flash_attn_combine(torch.ones(2, 7, 4, 16), torch.zeros(2, 7, 4))
     >>> out.shape, lse.shape
     (torch.Size([7, 4, 16]), torch.Size([7, 4]))
 
-    Every row is combined: cu_seqlens, seqused and virtual_batch_idx, which say where to look and in which order, change nothing.
+    Every row is combined. cu_seqlens, seqused and virtual_batch_idx are ignored: they only select rows and their order in the original.
     """
     out, lse = combine(out_partial, lse_partial, out, out_dtype)
     return out, lse if return_lse else None
 
 
 class SchedulerMetadataTensorsTorch(NamedTuple):
-    """What the original's schedulers read. strobe plans its launches itself: every field is None."""
+    """The tensors that the original's schedulers read. strobe plans its launches itself, so every field is None."""
 
     num_m_blocks_ptr: Tensor | None = None
     num_splits_dynamic_ptr: Tensor | None = None
@@ -104,7 +105,7 @@ def get_scheduler_metadata(
     window_size_right=None, seqlen_k_new=0, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=None,
     leftpad_k=None, seqlen_k_per_split=None, _arch=None,
 ):  # fmt: skip
-    """A `SchedulerMetadataTensorsTorch` without tensors, to hand on as scheduler_metadata, which strobe ignores.
+    """A `SchedulerMetadataTensorsTorch` without tensors, for the argument scheduler_metadata, which strobe ignores.
 
     >>> get_scheduler_metadata(1, 64, 8, 2, 128, 1).num_splits_dynamic_ptr is None
     True
@@ -123,7 +124,7 @@ def _flash_attn_fwd(
     q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None, scheduler_metadata=None, seqlen_k_per_split=None,
     disable_scheduler_metadata=False, gather_bwd_recompute_p=False,
 ):  # fmt: skip
-    """(out, lse, None, None, None), written to `out` and `lse` where they are given. The last three belong to gather_kv_indices.
+    """(out, lse, None, None, None). Results are written to `out` and `lse` if given. The last three belong to gather_kv_indices.
 
     >>> import torch
     >>> q = torch.randn(1, 5, 2, 16)
@@ -151,9 +152,10 @@ def _flash_attn_bwd(
     seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None,
     score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None, learnable_sink=None,
 ):  # fmt: skip
-    """(dq, dk, dv), and with learnable_sink its gradient; written to dq, dk and dv where they are given. dlse is the gradient of lse.
+    """(dq, dk, dv), and with learnable_sink also its gradient. Gradients are written to dq, dk and dv if given. dlse is the gradient of lse.
 
-    Windows with a negative bound, and seqused_q and seqused_k of padded tensors, have no gradients here: `flash_attn_func` has them.
+    Raises UnsupportedProblem for windows with one negative bound (autograd of `flash_attn_func` supports them), and for seqused_q and
+    seqused_k with padded tensors.
     """
     refuse(
         score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
@@ -188,14 +190,14 @@ def _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     return None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
 
-# ---------------------------------------------------------------- the autograd classes: `apply` alone, since autograd is the functions' own
+# ---------------------------------------------------------------- autograd classes: only `apply`; the functions have their own autograd
 
 _SCORES = "softmax_scale causal window_size learnable_sink softcap num_splits pack_gqa deterministic score_mod score_mod_bwd mask_mod"
 _GATHER = "gather_bwd_recompute_p gather_bwd_token_chunk"
 
 
 class FlashAttnFunc:
-    """`flash_attn_func` by position, in the order of the original's apply. There is no forward or backward to call with a ctx."""
+    """`apply` calls `flash_attn_func` with the original's order of positional arguments. There is no forward or backward with a ctx."""
 
     apply = applied(
         flash_attn_func,
@@ -204,7 +206,7 @@ class FlashAttnFunc:
 
 
 class FlashAttnVarlenFunc:
-    """`flash_attn_varlen_func`, as `FlashAttnFunc`; lengths lie in another order than the function's."""
+    """`apply` of `flash_attn_varlen_func`; see `FlashAttnFunc`. The order of the length arguments differs from the function's."""
 
     apply = applied(
         flash_attn_varlen_func,

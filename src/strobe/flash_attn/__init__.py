@@ -1,7 +1,7 @@
-"""FlashAttention-2's package on strobe: `import strobe.flash_attn as flash_attn` is the whole change.
+"""FlashAttention-2's package on strobe. To switch, replace `import flash_attn` by `import strobe.flash_attn as flash_attn`.
 
-The same functions, arguments, defaults, layouts and returns as flash_attn 2.8; what strobe cannot do is refused by name.
-docs/switching.md lists what is the same and what is not.
+Functions, arguments, defaults, layouts and results are those of flash_attn 2.8. Unsupported arguments raise UnsupportedProblem with their name.
+docs/switching.md lists the differences.
 """
 
 from .flash_attn_interface import (
@@ -14,7 +14,7 @@ from .flash_attn_interface import (
     flash_attn_with_kvcache,
 )
 
-__version__ = "2.8.3"  # the interface it has, which callers ask for; strobe.__version__ is its own
+__version__ = "2.8.3"  # callers check it: the version of FlashAttention whose interface this is; strobe's is strobe.__version__
 
 __all__ = [
     "flash_attn_func",

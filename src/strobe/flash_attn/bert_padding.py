@@ -1,6 +1,7 @@
-"""FlashAttention-2's `flash_attn.bert_padding`: rows of a padded batch [B, S, ...] laid end to end [T, ...], and back.
+"""FlashAttention-2's `flash_attn.bert_padding`: pack the rows of a padded batch [B, S, ...] into [T, ...], and unpack them.
 
-Rows are numbered by int64 or int32. All are differentiable, and wait for the device where a count of rows decides a shape.
+Row indices are int64 or int32. All functions are differentiable. A function whose output shape depends on a count of rows synchronises with
+the device.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 class _ResidualRows(torch.autograd.Function):
-    """Chosen rows, beside all of them; the gradients of both meet in one buffer."""
+    """Selected rows and all rows. The backward accumulates both gradients in one buffer."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, indices: Tensor):
@@ -25,7 +26,7 @@ class _ResidualRows(torch.autograd.Function):
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Rows of [N, ...] by number.
+    """Rows of [N, ...] at `indices`: [len(indices), ...].
 
     >>> index_first_axis(torch.arange(8).view(4, 2), torch.tensor([3, 0])).tolist()
     [[6, 7], [0, 1]]
@@ -34,7 +35,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """[first_axis_dim, ...] that holds `values` at the rows numbered, zero elsewhere.
+    """[first_axis_dim, ...] with `values` at the rows `indices` and zero elsewhere.
 
     >>> index_put_first_axis(torch.ones(2, 1), torch.tensor([3, 0]), 4).flatten().tolist()
     [1.0, 0.0, 0.0, 1.0]
@@ -43,12 +44,14 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of [N, ...] by number, and the whole of it."""
+    """Rows of [N, ...] at `indices`, and the whole input."""
     return _ResidualRows.apply(input, indices)  # type: ignore[return-value]
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The rows of [B, S, ...] where attention_mask [B, S] is 1, or unused_mask: room that is kept for rows not used now.
+    """Pack the rows of [B, S, ...] where attention_mask [B, S] is 1. unused_mask marks further rows to keep space for.
+
+    Returns rows [T, ...], indices int64 [T], cu_seqlens int32 [B + 1], the longest length, and attention_mask's row counts int32 [B].
 
     >>> rows, indices, cu_seqlens, longest, used = unpad_input(torch.arange(6).view(2, 3, 1), torch.tensor([[1, 1, 0], [1, 0, 0]]))
     >>> rows.flatten().tolist(), indices.tolist(), cu_seqlens.tolist(), longest, used.tolist()
@@ -60,7 +63,7 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
 
 
 def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask_in_length: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Of rows that hold several sequences each, whose lengths stand at the front of [B, S], zeros behind them.
+    """As `unpad_input`, for rows with several sequences each. attention_mask_in_length [B, S] holds their lengths, then zeros.
 
     >>> lengths = torch.tensor([[2, 1, 0, 0], [3, 0, 0, 0]])
     >>> rows, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(torch.zeros(2, 4, 1), lengths)
@@ -73,7 +76,7 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """[T, ...] back to [batch, seqlen, ...], zero where no row was.
+    """Unpack [T, ...] to [batch, seqlen, ...], with zeros where there is no row.
 
     >>> pad_input(torch.ones(3, 1), torch.tensor([0, 1, 3]), 2, 3).flatten().tolist()
     [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
@@ -82,7 +85,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def _gathered(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The kept rows, their numbers, the running sum of lengths and the longest."""
+    """The kept rows, their indices, the running sum of lengths and the longest length."""
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if lengths.numel() else 0

@@ -1,6 +1,6 @@
-"""FlashAttention-2's compiled module `flash_attn_2_cuda`, which `flash_attn_interface.flash_attn_gpu` is: its five functions, by position.
+"""The five functions of FlashAttention-2's compiled module `flash_attn_2_cuda` (`flash_attn_interface.flash_attn_gpu`).
 
-Arguments lie as in the original of flash_attn 2.8; each function returns a list. `generator` is dropout's, which strobe does not serve.
+The order of arguments is that of flash_attn 2.8. Each function returns a list. `generator` belongs to dropout, which strobe does not support.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..compat.signatures import Setting, forward, refuse, softmax_d, write
 def fwd(
     q, k, v, out, alibi_slopes, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, return_softmax, generator,
 ):  # fmt: skip
-    """[out, softmax_lse, S_dmask, rng_state], without gradients; written to `out` where one is given.
+    """[out, softmax_lse, S_dmask, rng_state], without gradients. If `out` is given, the result is written to it.
 
     >>> q = torch.randn(1, 5, 2, 16)
     >>> [list(t.shape) for t in fwd(q, q, q, None, None, 0.0, 0.25, True, -1, -1, 0.0, False, None)]
@@ -32,12 +32,12 @@ def varlen_fwd(
     q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p,
     softmax_scale, zero_tensors, causal, window_size_left, window_size_right, softcap, return_softmax, generator, num_splits=0,
 ):  # fmt: skip
-    """`fwd` over packed sequences, or over pages with a block_table; of each the first seqused_k keys, int32 [n], where that is given."""
+    """`fwd` over packed sequences, or over pages with a block_table. seqused_k, int32 [n], limits each sequence to its first keys."""
     refuse(
         dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_softmax=return_softmax, leftpad_k=leftpad_k, zero_tensors=zero_tensors,
         num_splits=num_splits,
     )  # fmt: skip
-    if block_table is not None and isinstance(seqused_k, Tensor):  # pages hold what seqused_k says; offsets of keys say nothing beside it
+    if block_table is not None and isinstance(seqused_k, Tensor):  # seqused_k takes precedence over cu_seqlens_k
         cu_seqlens_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
     packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     setting = Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap, packing=packing)
@@ -51,7 +51,7 @@ def bwd(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, alibi_slopes, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
     deterministic, generator, rng_state,
 ):  # fmt: skip
-    """[dq, dk, dv, softmax_d]; the gradients are written to those given, and new where None is."""
+    """[dq, dk, dv, softmax_d]. Gradients are written to the given dq, dk and dv; None allocates a tensor."""
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     setting = Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap, deterministic)
     found = backward_used(dout, (out, softmax_lse), (q, k, v), setting, ALL)[:3]
@@ -62,7 +62,7 @@ def varlen_bwd(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
     zero_tensors, causal, window_size_left, window_size_right, softcap, deterministic, generator, rng_state,
 ):  # fmt: skip
-    """`bwd` over packed sequences; softmax_d is [H, T + 128 n], with 128 rows of room behind each of the n."""
+    """`bwd` over packed sequences. softmax_d is [H, T + 128 n], with 128 spare rows after each of the n sequences."""
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, zero_tensors=zero_tensors)
     packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     setting = Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap, deterministic, packing=packing)
@@ -90,13 +90,13 @@ def fwd_kvcache(
 
 
 def _four(q: Tensor, found: Tensor, lse: Tensor, out: Tensor | None) -> list[Tensor]:
-    """S_dmask is empty without dropout, and rng_state, which is dropout's, is 0."""
+    """The four results of a forward. Without dropout, S_dmask is empty and rng_state is 0."""
     (found,) = _written((out,), (found,), ("out",))
     return [found, lse, q.new_zeros(0), torch.zeros(2, dtype=torch.int64, device=q.device)]
 
 
 def _written(targets: tuple[Tensor | None, ...], found: tuple[Tensor, ...], names: tuple[str, ...] = ("dq", "dk", "dv")) -> list[Tensor]:
-    """The targets, written; where there is none, what was found itself."""
+    """The targets with the results written to them. A target of None is replaced by the result."""
     write(targets, found, names)
     return [one if target is None else target for target, one in zip(targets, found)]
 

@@ -1,7 +1,7 @@
-"""FlashAttention-2's functions (flash_attn 2.8), the private ones that other libraries build on included.
+"""FlashAttention-2's functions (flash_attn 2.8), including the private ones that other libraries use.
 
-Arguments and their order are the originals'. q, k, v lie as [B, S, H, D], packed as [T, H, D]; softmax_lse is the natural
-logarithm in float32, [B, H, S] or [H, T].
+Arguments and their order are those of the originals. q, k, v are [B, S, H, D], or packed [T, H, D]. softmax_lse is the natural
+logarithm in float32, [B, H, S] or [H, T]. Unsupported arguments raise UnsupportedProblem.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, k, causal=True).shape
     torch.Size([2, 5, 4, 16])
 
-    With return_attn_probs: (out, softmax_lse, S_dmask), where S_dmask is empty, as in the original without dropout.
+    q is [B, S_q, H_q, D], k and v are [B, S_k, H_kv, D]; out is like q. With return_attn_probs: (out, softmax_lse, S_dmask). S_dmask is
+    empty, as in the original without dropout.
     """
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     setting = Setting(softmax_scale, causal, window_size, softcap, deterministic)
@@ -34,7 +35,7 @@ def flash_attn_kvpacked_func(
     q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """kv [B, S_k, 2, H_kv, D]; the rest as `flash_attn_func`."""
+    """As `flash_attn_func`, with k and v in kv [B, S_k, 2, H_kv, D]."""
     k, v = unpacked("kv", kv, 2, packed=False)
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
@@ -43,7 +44,7 @@ def flash_attn_qkvpacked_func(
     qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """qkv [B, S, 3, H, D]; the rest as `flash_attn_func`."""
+    """As `flash_attn_func`, with q, k and v in qkv [B, S, 3, H, D]."""
     q, k, v = unpacked("qkv", qkv, 3, packed=False)
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
@@ -58,8 +59,10 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(q, q, q, offsets, offsets, 7, 7, causal=True).shape
     torch.Size([12, 4, 16])
 
+    q is [T_q, H_q, D], k and v are [T_k, H_kv, D], cu_seqlens int32 [n + 1].
+
     With a block_table, int32 [B, max_pages], k and v are pages [n_pages, page_size, H_kv, D], read in place and without gradients.
-    Queries are laid out as [B, max_seqlen_q] for that, which is meant for lengths that are alike.
+    Queries are then padded to [B, max_seqlen_q], so this is fast only if sequences have similar numbers of queries.
     """
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -74,7 +77,7 @@ def flash_attn_varlen_kvpacked_func(
     q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """kv [T_k, 2, H_kv, D]; the rest as `flash_attn_varlen_func`."""
+    """As `flash_attn_varlen_func`, with k and v in kv [T_k, 2, H_kv, D]."""
     k, v = unpacked("kv", kv, 2, packed=True)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     scores = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
@@ -85,7 +88,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """qkv [T, 3, H, D]; the rest as `flash_attn_varlen_func`."""
+    """As `flash_attn_varlen_func`, with q, k and v in qkv [T, 3, H, D]."""
     q, k, v = unpacked("qkv", qkv, 3, packed=True)
     scores = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *scores, deterministic, return_attn_probs)
@@ -96,18 +99,20 @@ def flash_attn_with_kvcache(
     cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """Over the keys a cache holds, without gradients; k and v are written into it first, at cache_seqlens.
+    """Attention over the keys in a cache, without gradients. First writes k and v to the cache, at cache_seqlens.
 
     >>> import torch
     >>> k_cache, v_cache, q = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2, 16), torch.randn(1, 1, 2, 16)
     >>> flash_attn_with_kvcache(q, k_cache, v_cache, q, q, cache_seqlens=0).allclose(q)
     True
 
-    The cache is [B, S_max, H_kv, D], or pages [n_pages, page_size, H_kv, D] of any size with a block_table. cache_seqlens is what
-    it holds before the call: an int, int32 [B], or None for all of it. Causal and windows count from the last key there is then.
+    The caches are [B, S_max, H_kv, D], or pages [n_pages, page_size, H_kv, D] of any page size with a block_table. cache_seqlens is the
+    number of keys before the call: an int, int32 [B], or None for a full cache. causal and windows align the last query with the last
+    key after the write.
 
-    With rotary_cos and rotary_sin, k is turned by the angles of its positions, and q by those of cache_seqlens and on where there is
-    causal or a window, else by that of cache_seqlens. cache_batch_idx picks rows of the cache, cache_leftpad hides what is before it.
+    rotary_cos and rotary_sin rotate the new k by their positions. They rotate q by positions cache_seqlens, cache_seqlens + 1, ... with
+    causal or a window, and otherwise all of q by position cache_seqlens. cache_batch_idx selects rows of the cache. cache_leftpad hides
+    the keys before it.
     """
     refuse(alibi_slopes=alibi_slopes, num_splits=num_splits)
     cache = Cache(
@@ -117,7 +122,7 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-# ---------------------------------------------------------------- the private ones: libraries with autograd of their own call them
+# ---------------------------------------------------------------- private functions: libraries with their own autograd call them
 
 
 def _flash_attn_forward(
@@ -139,7 +144,7 @@ def _flash_attn_varlen_forward(
     window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None,
     seqused_k=None, zero_tensors=False, num_splits=0,
 ):  # fmt: skip
-    """`_flash_attn_forward` over packed sequences, or over pages with a block_table; of each the first seqused_k keys, where that is given."""
+    """`_flash_attn_forward` over packed sequences, or over pages with a block_table. seqused_k limits each sequence to its first keys."""
     scores = causal, window_size_left, window_size_right, softcap
     return tuple(flash_attn_gpu.varlen_fwd(
         q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p,
@@ -151,10 +156,9 @@ def _flash_attn_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
     softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    """Writes dq, dk, dv (those that are not None) and returns softmax_d, the row sums of dout * out, [B, H, S rounded up to 128].
+    """Write dq, dk, dv (those that are not None). Return softmax_d, the row sums of dout * out, [B, H, S rounded up to 128].
 
-    out and softmax_lse may be those of more keys than k and v hold, as a ring merges them. rng_state is dropout's: without
-    dropout it says nothing.
+    out and softmax_lse may cover more keys than k and v hold, as in ring attention. rng_state belongs to dropout and is ignored.
     """
     scores = softmax_scale, causal, window_size_left, window_size_right, softcap
     given = dout, q, k, v, out, softmax_lse, dq, dk, dv
@@ -166,7 +170,7 @@ def _flash_attn_varlen_backward(
     softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     zero_tensors=False,
 ):  # fmt: skip
-    """`_flash_attn_backward` over packed sequences; softmax_d is [H, T + 128 n], with 128 rows of room behind each of the n."""
+    """`_flash_attn_backward` over packed sequences. softmax_d is [H, T + 128 n], with 128 spare rows after each of the n sequences."""
     scores = causal, window_size_left, window_size_right, softcap
     return flash_attn_gpu.varlen_bwd(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p,
@@ -174,21 +178,21 @@ def _flash_attn_varlen_backward(
     )[3]  # fmt: skip
 
 
-# the originals' are torch.ops.flash_attn; those names are registered by strobe.integrations.flash_attn.register_ops alone
+# in the original these are torch.ops.flash_attn ops; strobe.integrations.flash_attn.register_ops registers those
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
-# ---------------------------------------------------------------- the autograd classes: `apply` alone, since autograd is the functions' own
+# ---------------------------------------------------------------- autograd classes: only `apply`; the functions have their own autograd
 
 _SCORES = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
 _LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 
 
 class FlashAttnFunc:
-    """`flash_attn_func` by position, in the order of the original's apply. There is no forward or backward to call with a ctx.
+    """`apply` calls `flash_attn_func` with the original's order of positional arguments. There is no forward or backward with a ctx.
 
     >>> import torch
     >>> q = torch.randn(1, 5, 2, 16)
@@ -200,31 +204,31 @@ class FlashAttnFunc:
 
 
 class FlashAttnKVPackedFunc:
-    """`flash_attn_kvpacked_func`, as `FlashAttnFunc`."""
+    """`apply` of `flash_attn_kvpacked_func`; see `FlashAttnFunc`."""
 
     apply = applied(flash_attn_kvpacked_func, f"q kv {_SCORES} is_grad_enabled")
 
 
 class FlashAttnQKVPackedFunc:
-    """`flash_attn_qkvpacked_func`, as `FlashAttnFunc`."""
+    """`apply` of `flash_attn_qkvpacked_func`; see `FlashAttnFunc`."""
 
     apply = applied(flash_attn_qkvpacked_func, f"qkv {_SCORES} is_grad_enabled")
 
 
 class FlashAttnVarlenFunc:
-    """`flash_attn_varlen_func`, as `FlashAttnFunc`."""
+    """`apply` of `flash_attn_varlen_func`; see `FlashAttnFunc`."""
 
     apply = applied(flash_attn_varlen_func, f"q k v {_LENGTHS} {_SCORES} block_table is_grad_enabled")
 
 
 class FlashAttnVarlenKVPackedFunc:
-    """`flash_attn_varlen_kvpacked_func`, as `FlashAttnFunc`."""
+    """`apply` of `flash_attn_varlen_kvpacked_func`; see `FlashAttnFunc`."""
 
     apply = applied(flash_attn_varlen_kvpacked_func, f"q kv {_LENGTHS} {_SCORES} is_grad_enabled")
 
 
 class FlashAttnVarlenQKVPackedFunc:
-    """`flash_attn_varlen_qkvpacked_func`, as `FlashAttnFunc`."""
+    """`apply` of `flash_attn_varlen_qkvpacked_func`; see `FlashAttnFunc`."""
 
     apply = applied(flash_attn_varlen_qkvpacked_func, f"qkv cu_seqlens max_seqlen {_SCORES} is_grad_enabled")
 

@@ -1,1 +1,1 @@
-"""Ways into other libraries; each is a module of its own and none acts on import."""
+"""Integrations with other libraries, one module each. Importing a module changes nothing in the other library."""

@@ -1,6 +1,6 @@
-"""`flash_attn` by name: `install()` puts the stand-ins where libraries import FlashAttention, and where they ask which version is there.
+"""Make `import flash_attn` find strobe: `install()` adds strobe's modules to sys.modules, and FlashAttention's version to importlib.metadata.
 
-transformers finds its attn_implementation="flash_attention_2" (3, 4) so. Nothing is installed by importing strobe.
+After that, transformers runs attn_implementation="flash_attention_2" (or 3, 4) on strobe. Importing strobe installs nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import InvalidProblem, describe
 
 
 class _Original(NamedTuple):
-    """A distribution of FlashAttention, and which of strobe's modules stand in for its own."""
+    """A distribution of FlashAttention; `modules` maps its module names to strobe's."""
 
     distribution: str
     version: str
@@ -43,18 +43,19 @@ _ORIGINALS = {
 
 
 def install(*versions: int) -> Installed:
-    """Make strobe's stand-in what `import flash_attn` finds, for FlashAttention-2, or for each of the versions 2, 3 and 4 given.
+    """Make `import flash_attn` find strobe's modules, for FlashAttention-2 or for the given versions out of 2, 3 and 4.
 
     >>> with install():
     ...     from flash_attn import flash_attn_func
     >>> flash_attn_func.__module__
     'strobe.flash_attn.flash_attn_interface'
 
-    Modules appear under their names in sys.modules, and a distribution of the version each stands in for (flash-attn 2.8.3) in
-    importlib.metadata, which transformers asks. Call it before a library that looks when it is imported. What it returns undoes it:
-    `uninstall()`, or leaving it as a `with` block; what was imported meanwhile stays imported.
+    sys.modules gets strobe's modules under FlashAttention's names. importlib.metadata, which transformers asks, gets a distribution of the
+    replaced version (flash-attn 2.8.3). Call this before importing libraries that look for FlashAttention at import.
 
-    Raises InvalidProblem for another version, and where another module of the name has been imported already.
+    `uninstall()` of the result, or the end of the `with` block, undoes it. Names that other code has imported remain imported.
+
+    Raises InvalidProblem for another version, or if another module of the same name is already imported.
     """
     for version in versions or (2,):
         if version not in _ORIGINALS:
@@ -63,7 +64,7 @@ def install(*versions: int) -> Installed:
 
 
 class Installed(DistributionFinder):
-    """What `install` has put in place."""
+    """The result of `install`; also the finder that reports the distributions to importlib.metadata."""
 
     def __init__(self, originals: list[_Original]):
         self._originals = originals
@@ -74,13 +75,13 @@ class Installed(DistributionFinder):
                 raise InvalidProblem(name, f"{got}, imported already", "no module of that name", "install before anything imports it")
         self._added = [name for name in modules if name not in sys.modules]
         sys.modules.update(modules)
-        if "flash_attn.cute" in modules:  # import sets it on a parent of the same name alone
+        if "flash_attn.cute" in modules:  # import would set it only on strobe's parent package
             modules["flash_attn"].cute = modules["flash_attn.cute"]  # type: ignore[attr-defined]
         sys.meta_path.insert(0, self)
         _forget()
 
     def uninstall(self) -> None:
-        """Take it away again; a second time changes nothing."""
+        """Undo the installation. A second call does nothing."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
             for name in self._added:
@@ -94,10 +95,10 @@ class Installed(DistributionFinder):
         self.uninstall()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """No module is found here: those installed are in sys.modules."""
+        """Always None: the installed modules are already in sys.modules."""
 
     def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Iterator[metadata.Distribution]:  # noqa: B008
-        """As importlib.metadata asks; '-' and '_' are one in names."""
+        """The installed distributions with the context's name (all for None). Names are compared with '_' replaced by '-'."""
         wanted = None if context.name is None else context.name.lower().replace("_", "-")
         return iter([_Distribution(original) for original in self._originals if wanted in (None, original.distribution)])
 
@@ -118,7 +119,7 @@ class _Distribution(metadata.Distribution):
 
 
 def _forget() -> None:
-    """transformers keeps what it found of FlashAttention: its answers and the functions it has imported."""
+    """Clear transformers' caches of FlashAttention: whether it is available, and the imported functions."""
     asked = sys.modules.get("transformers.utils.import_utils")
     names = ("_package_distribution_mapping", "is_flash_attn_2_available", "is_flash_attn_3_available", "is_flash_attn_4_available")
     for name in (*names, "is_flash_attn_greater_or_equal"):
@@ -146,19 +147,19 @@ _SCHEMAS = {
     "_flash_attn_varlen_backward": f"({_GRADIENTS}, {_OFFSETS}, {_SCORES}, {_WINDOW}, bool deterministic, Tensor? rng_state=None, "
     "bool zero_tensors=False) -> Tensor",
 }
-_REGISTERED: list[torch.library.Library] = []  # torch drops an operator with the library that defined it
+_REGISTERED: list[torch.library.Library] = []  # keeps the library alive: torch removes an operator together with its library
 
 
 def register_ops() -> None:
-    """Register `torch.ops.flash_attn._flash_attn_forward`, `_backward` and their varlen forms; calling it again changes nothing.
+    """Register `torch.ops.flash_attn._flash_attn_forward`, `_flash_attn_backward` and their varlen forms. A second call does nothing.
 
     >>> register_ops()
     >>> q = torch.randn(1, 5, 2, 16)
     >>> torch.ops.flash_attn._flash_attn_forward(q, q, q, 0.0, 0.25, True, -1, -1, 0.0, None, False)[0].shape
     torch.Size([1, 5, 2, 16])
 
-    They are FlashAttention-2's own names: an installed flash-attn can be imported neither before this in a process nor after it.
-    Raises InvalidProblem where it has been.
+    FlashAttention-2 registers the same names. So a process that calls this must not import an installed flash-attn, before or after.
+    Raises InvalidProblem if the names are already registered.
     """
     if _REGISTERED:
         return

@@ -1,4 +1,4 @@
-"""strobe behind torch.nn.functional.scaled_dot_product_attention; see strobe.compat.sdpa.
+"""Run torch.nn.functional.scaled_dot_product_attention on strobe; see strobe.compat.sdpa.
 
 >>> import strobe.integrations.sdpa
 >>> with strobe.integrations.sdpa.enable():

@@ -1,6 +1,6 @@
-"""transformers models on strobe: `register()` once, then attn_implementation="strobe".
+"""Run transformers models on strobe: call `register()` once, then use attn_implementation="strobe".
 
-Read `attention` first (what runs in each layer), then `layer_mask` (what it is told) and `masks` (who finds that out, once a forward).
+Read `attention` first: it runs in each layer. `layer_mask` holds the mask description that a layer gets. `masks` computes it once per forward.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from ...errors import describe
 
-NAME = "strobe"  # transformers looks a name that holds "flash" up elsewhere
-BATCHING_NAME = "strobe_like_flash"  # but batches continuously, without dense masks, only for a name that holds it
-OLDEST = (5, 23)  # whose interface this is
+NAME = "strobe"  # must not contain "flash": transformers looks such names up elsewhere
+BATCHING_NAME = "strobe_like_flash"  # must contain "flash": only such names get continuous batching without dense masks
+OLDEST = (5, 23)  # the oldest transformers version with this interface
 
 
 def register() -> None:
-    """Make strobe known to transformers as attn_implementation="strobe"; calling it again changes nothing.
+    """Register strobe in transformers as attn_implementation="strobe". A second call changes nothing.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -32,10 +32,11 @@ def register() -> None:
     >>> model(torch.zeros(1, 5, dtype=torch.long)).logits.shape
     torch.Size([1, 5, 64])
 
-    What it serves, and how it differs from "sdpa" and "eager": docs/switching.md. Raises ImportError where transformers is missing or too old.
+    docs/switching.md lists the supported features and the differences from "sdpa" and "eager". Raises ImportError if transformers is
+    missing or too old.
 
-    Some models never ask transformers' AttentionInterface, such as bloom, falcon, gpt_neo, mpt, roformer, wavlm and xglm. One that is
-    made with attn_implementation="strobe" keeps "eager", and a UserWarning names it.
+    Some models do not use transformers' AttentionInterface: for example bloom, falcon, gpt_neo, mpt, roformer, wavlm and xglm. Such a
+    model with attn_implementation="strobe" keeps "eager", and a UserWarning names the model.
     """
     _check_version()
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -46,12 +47,14 @@ def register() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     _name_those_that_never_ask(PreTrainedModel)
-    AttentionInterface.register(BATCHING_NAME, attention)  # and no mask function: continuous batching says what is seen by offsets
+    AttentionInterface.register(BATCHING_NAME, attention)  # no mask function: continuous batching passes offsets
 
 
 def _name_those_that_never_ask(base: Any) -> None:
-    """transformers checks the name a model is made with by this method, and accepts each that is registered, also for models that never look it
-    up: these would read strobe's mask as a matrix of scores, or look for a layer of that name."""
+    """Patch `get_correct_attn_implementation`, so that models that do not use AttentionInterface keep "eager" and warn.
+
+    transformers' method accepts every registered name for every model. A model that does not look the name up would use strobe's mask as
+    additive scores, or look for a layer class of that name."""
     checked = base.get_correct_attn_implementation
     if hasattr(checked, "__wrapped__"):
         return
@@ -72,24 +75,24 @@ def _name_those_that_never_ask(base: Any) -> None:
 
 
 def _asks(model: Any) -> bool:
-    """Whether the code of a model's class looks attention functions up, told as transformers tells it: by its source."""
+    """Whether a model class looks up attention functions by name. As in transformers, the test reads the source of its module."""
     if model._can_set_attn_implementation():
         return True
     try:
         return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(sys.modules[model.__module__])
-    except (KeyError, OSError, TypeError):  # a class of a notebook or of compiled code, which is taken at its word
+    except (KeyError, OSError, TypeError):  # no source (a notebook, compiled code): assume that it does
         return True
 
 
 @contextmanager
 def continuous_batching(model: Any) -> Iterator[None]:
-    """Within it `model.generate_batch` and its relatives run on strobe.
+    """Run `model.generate_batch` and related methods on strobe within the `with` block.
 
     >>> with continuous_batching(model):  # doctest: +SKIP
     ...     outputs = model.generate_batch(inputs)
 
-    transformers admits to continuous batching its own attention functions and those with "flash" in their names, which
-    `set_attn_implementation` would look up elsewhere. So the model's config holds such a name while this lasts, and then its own again.
+    Continuous batching in transformers accepts its own attention functions and names that contain "flash". `set_attn_implementation` looks
+    the latter up elsewhere. So this sets BATCHING_NAME in the model's config directly and restores the config at the end of the block.
     """
     register()
     before = _implementations(model.config)
@@ -101,7 +104,7 @@ def continuous_batching(model: Any) -> Iterator[None]:
 
 
 def _implementations(config: Any) -> dict[str, Any]:
-    """What a config and the configs of its parts have, in the form that can be set."""
+    """The attn_implementation of a config and of its sub-configs, as a nested dict that `_attn_implementation` accepts."""
     parts = {key: getattr(config, key, None) for key in config.sub_configs}
     return {"": config._attn_implementation, **{key: _implementations(part) for key, part in parts.items() if part is not None}}
 

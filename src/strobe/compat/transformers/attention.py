@@ -1,7 +1,8 @@
-"""What transformers calls in each layer, on strobe: grouped heads and keys of a cache are read where they lie, nothing is repeated or gathered.
+"""The attention function that transformers calls in each layer. It reads grouped heads and cached keys in place, without copies.
 
-What is seen comes from the mask function (`masks`), from the offsets of packed sequences (cu_seq_lens, faster), or from position_ids that start
-again where the model does not show them to the mask function. The device is waited for once a forward at most: what position_ids say is kept.
+The mask comes from one of three sources: the mask function (`masks`), the offsets of packed sequences (cu_seq_lens; faster), or position_ids
+that restart, for models that do not pass them to the mask function. The host synchronises with the device at most once per forward, because
+the result of reading position_ids is cached.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def attention(
     """query [B, H_q, S_q, D], key and value [B, H_kv, S_k, D] -> [B, S_q, H_q, D_v], and no weights."""
     _refuse(module, keywords)
     cache = keywords.get("cache")
-    if isinstance(cache, PagedAttentionCache):  # continuous batching: all the keys of all sequences, packed
+    if isinstance(cache, PagedAttentionCache):  # continuous batching: the keys of all sequences, packed
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords)  # type: ignore
     q, k, v = (rows_contiguous(t.transpose(1, 2)) for t in (query, key, value))
     if attention_mask is None:
@@ -42,7 +43,7 @@ def attention(
     packing = _packing(layer_mask, q, k, keywords)
     if isinstance(packing, Offsets):
         return strobe.attention_varlen(q[0], k[0], v[0], **packing._asdict(), **options)[None], None
-    if layer_mask.seqlen_k < k.shape[1]:  # a cache that is not full
+    if layer_mask.seqlen_k < k.shape[1]:  # the cache is not full
         k, v = k[:, : layer_mask.seqlen_k], v[:, : layer_mask.seqlen_k]
     return strobe.attention(q, k, v, mask=packing, **options), None
 
@@ -51,7 +52,7 @@ def attention(
 
 
 def _told(module: nn.Module, seqlen_k: int, keywords: dict[str, Any]) -> LayerMask:
-    """Without a mask, the layer's own flag and window say it, as they do for transformers' own functions."""
+    """The LayerMask of a layer without attention_mask: from is_causal and sliding_window, as in transformers' own functions."""
     causal = keywords.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if keywords.get("sliding_window") is None:
@@ -60,7 +61,9 @@ def _told(module: nn.Module, seqlen_k: int, keywords: dict[str, Any]) -> LayerMa
 
 
 def _band(module: nn.Module, band: Band, masked: bool, keywords: dict[str, Any]) -> tuple[bool, tuple[int, int | None] | None]:
-    """strobe's causal and window. A mask was made of the config's sliding_window, which not every layer repeats; layers count the row's own key."""
+    """strobe's `causal` and `window`. A mask was made with the config's sliding_window, and not every layer passes it again.
+
+    transformers' causal windows include the row's own key, so strobe's left bound is one less."""
     if band in (Band.FULL, Band.CAUSAL):
         return band == Band.CAUSAL, None
     width = getattr(getattr(module, "config", None), "sliding_window", None) if masked else None
@@ -86,7 +89,7 @@ class Offsets(NamedTuple):
 
 
 def _packing(layer_mask: LayerMask, q: Tensor, k: Tensor, keywords: dict[str, Any]) -> Offsets | strobe.Mask | None:
-    """The offsets of one row of packed sequences, or the documents that hide keys from each other, or None."""
+    """Offsets for one row of packed sequences, or a documents mask, or None."""
     if keywords.get("cu_seq_lens_q") is not None:
         return _given(layer_mask, q, keywords)
     positions = keywords.get("position_ids")
@@ -104,7 +107,7 @@ def _packing(layer_mask: LayerMask, q: Tensor, k: Tensor, keywords: dict[str, An
 
 
 def _given(layer_mask: LayerMask, q: Tensor, keywords: dict[str, Any]) -> Offsets:
-    """cu_seq_lens as DataCollatorWithFlattening and continuous batching give them."""
+    """Offsets from cu_seq_lens, as DataCollatorWithFlattening and continuous batching pass them. Without cu_seq_lens_k, q's are used for k."""
     if q.shape[0] != 1:
         raise InvalidProblem("cu_seq_lens_q", f"a batch of {q.shape[0]}", "one row of packed sequences", "leave it out, or flatten the batch")
     if layer_mask.final and layer_mask.hidden is not None:
@@ -112,16 +115,17 @@ def _given(layer_mask: LayerMask, q: Tensor, keywords: dict[str, Any]) -> Offset
     keys = "k" if keywords.get("cu_seq_lens_k") is not None else "q"
     offsets = [keywords[f"cu_seq_lens_{side}"].to(torch.int32) for side in ("q", keys)]
     longest = [keywords.get(f"max_length_{side}") for side in ("q", keys)]
-    return Offsets(*offsets, *(length if isinstance(length, int) else None for length in longest))  # one on the device is not waited for
+    return Offsets(*offsets, *(length if isinstance(length, int) else None for length in longest))  # reading a tensor would synchronise
 
 
-# what position_ids say, for the batch and the version they were read in; the layers of a forward share the tensor
+# position_ids -> ((batch, version), result of _read); all layers of a forward share the tensor
 _seen: MutableMapping[Tensor, tuple[tuple[int, int], Offsets | strobe.Mask | None]] = WeakIdKeyDictionary()
 
 
 def _from_positions(positions: Tensor, batch: int) -> Offsets | strobe.Mask | None:
-    """What positions [B or 1, S] that start again say; None if they do not. Read once for all layers, but under inference_mode, which
-    counts no versions."""
+    """Offsets or documents from positions [B or 1, S] that restart; None if they do not. Read once for all layers.
+
+    Under inference_mode tensors have no version counter, so each layer reads them."""
     if positions.is_inference():
         return _read(positions, batch)
     known, state = _seen.get(positions), (batch, positions._version)
@@ -148,13 +152,13 @@ def _documents(starts: Tensor, batch: int) -> strobe.Mask:
 
 
 def _starts(positions: Tensor) -> Tensor:
-    """bool [B, S]: where sequences start, if a row counts up by one and from its first number again; other rows are one sequence."""
+    """bool [B, S]: the first position of each sequence. A row counts up by one and restarts at its first number; any other row is one sequence."""
     again = positions[:, 1:] != positions[:, :-1] + 1
     packed = (~again | (positions[:, 1:] == positions[:, :1])).all(1, keepdim=True)
     return torch.nn.functional.pad(again & packed, (1, 0), value=True)
 
 
-# ---------------------------------------------------------------- what is not served
+# ---------------------------------------------------------------- unsupported keywords
 
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout", "dropout")
 _UNSERVED = {
@@ -168,7 +172,7 @@ _UNSERVED = {
 
 
 def _refuse(module: nn.Module, keywords: dict[str, Any]) -> None:
-    """Raise for what would change the result and is not served; nothing is ignored."""
+    """Raise UnsupportedProblem for keywords that would change the result and that strobe does not support."""
     dropout = keywords.get("dropout") or 0.0
     if dropout:
         config = getattr(module, "config", None)

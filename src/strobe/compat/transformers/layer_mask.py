@@ -1,8 +1,9 @@
-"""`LayerMask`: which keys the rows of a layer see, and how that travels through a transformers model.
+"""`LayerMask`: which keys the rows of a layer see, and its encoding as a tensor.
 
-What a mask function returns reaches the layers through the model's own code, and with a static cache through `generate` and as an input of the
-compiled model: so it must be a tensor of four dimensions. A LayerMask travels as an int32 tensor whose sizes say the band and the number of keys
-(nobody reads them from the device) and whose elements, if it has any, are the tensors of `strobe.documents`: O(S), never S_q x S_k.
+The result of a mask function passes through the model's code to the layers. With a static cache it also passes through `generate` and is an
+input of the compiled model. So it must be a tensor with four dimensions. A LayerMask is encoded as an int32 tensor. The tensor's sizes encode
+the band and the number of keys, so decoding reads nothing from the device. Its elements, if any, are the tensors of `strobe.documents`. The
+size is O(S), not S_q x S_k.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ SDPA = 'give this model attn_implementation="sdpa" or "eager", or that part of i
 class Band(IntEnum):
     FULL = 0
     CAUSAL = 1
-    WINDOW = 2  # causal, config.sliding_window keys with the row's own
-    AROUND = 3  # config.sliding_window keys on either side
+    WINDOW = 2  # causal; the last config.sliding_window keys, including the row's own
+    AROUND = 3  # config.sliding_window keys on each side
 
 
 class LayerMask(NamedTuple):
-    """The rows are the last ones of the first `seqlen_k` keys; keys after those are seen by none.
+    """The mask of a layer. Its rows are the last positions of the first `seqlen_k` keys; no row sees a later key.
 
-    hidden: documents, or None. final: nothing is to be added from position_ids, since a padding mask was given or chunks were found.
+    hidden: a documents mask, or None. final: position_ids must not be used, because the model got a padding mask or uses chunks.
     """
 
     band: Band
@@ -38,7 +39,7 @@ class LayerMask(NamedTuple):
     final: bool = False
 
     def to_tensor(self, batch: int, seqlen_q: int, device: torch.device | str) -> Tensor:
-        """int32 [1 + band + 4 final, 4 or 0, B, S_q + S_k].
+        """Encode as int32 [1 + band + 4 * final, 4 with documents or else 0, B, S_q + S_k].
 
         >>> LayerMask(Band.CAUSAL, 7).to_tensor(2, 5, "cpu").shape
         torch.Size([2, 0, 2, 12])
@@ -53,7 +54,7 @@ class LayerMask(NamedTuple):
 
     @staticmethod
     def from_tensor(tensor: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> LayerMask:
-        """The layer_mask of a layer of these sizes. A tensor that was not made by `to_tensor`, or not for them, is refused.
+        """Decode. Raises UnsupportedProblem for a tensor that `to_tensor` did not make, InvalidProblem for one of other sizes.
 
         >>> LayerMask.from_tensor(LayerMask(Band.CAUSAL, 7).to_tensor(2, 5, "cpu"), 2, 5, 9)
         LayerMask(band=<Band.CAUSAL: 1>, seqlen_k=7, hidden=None, final=False)
@@ -72,7 +73,8 @@ class LayerMask(NamedTuple):
 
 
 def _documents(data: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> Mask:
-    """The parts where they lie: those of the keys first, whose size changes as a cache grows, so that the others keep their alignment."""
+    """Views of the four tensors of the documents. The keys' parts come first: their size changes as a cache grows, and the rows' parts
+    must keep their alignment."""
     rows, keys = batch * seqlen_q, batch * seqlen_k
     ids_k, spans_k, ids_q, spans_q = data.flatten().split([keys, 3 * keys, rows, 3 * rows])
     spans = spans_q.view(batch, seqlen_q, 3), spans_k.view(batch, seqlen_k, 3)

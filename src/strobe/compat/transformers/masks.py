@@ -1,10 +1,10 @@
-"""The mask function of "strobe": finds out, once a forward, what transformers' description of a mask means in strobe's terms.
+"""The mask function of "strobe": translates transformers' mask description to a `LayerMask`, once per forward.
 
-transformers describes a mask by a function of indices, an optional padding mask and the places of rows and keys in the sequence. Here
-* padding hides keys: from all rows alike, and a row that sees no key is 0;
-* packed sequences and chunks are documents, found by asking the mask function which keys the next position sees;
-* a single row may have any pattern, since that row written out is a document;
-* any other pattern is refused, with what to do instead.
+transformers describes a mask by a function of indices, an optional padding mask, and the positions of rows and keys in the sequence.
+* Padding hides keys from all rows. A row that sees no key gives 0.
+* Packed sequences and chunks become documents. A call of the mask function tells whether each position sees the key before it.
+* A single row may have any pattern, because one dense row can be written as documents.
+* Any other pattern raises UnsupportedProblem with an alternative.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
     mask_function: Callable = causal_mask_function, attention_mask: Tensor | None = None, **rest: Any,
 ) -> Tensor | None:  # fmt: skip
-    """What transformers calls for each kind of layer, once a forward. None: the layer's own flag says all, and no window could mislead it."""
+    """transformers calls this once per forward for each kind of layer. Returns an encoded LayerMask [1 + band + 4 * final, 4 or 0, B, S_q + S_k].
+
+    Returns None if the layer's is_causal describes the mask completely and the config has no sliding window."""
     pattern = _Pattern.of(mask_function, rest)
     asked = _Asked(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, rest.get("device", "cpu"))
     layer_mask = _row(asked, rest) if q_length == 1 and not asked.aligned(pattern) else _rows(asked, pattern)
@@ -35,11 +37,11 @@ def mask(
     return None if plain and not windows else layer_mask.to_tensor(batch_size, q_length, asked.device)
 
 
-_KNOWN = ("causal_mask_function", "bidirectional_mask_function", "and_mask")  # windows, chunks and packed sequences are combined to one of the two
+_KNOWN = ("causal_mask_function", "bidirectional_mask_function", "and_mask")  # windows, chunks, packed sequences: and_mask
 
 
 class _Pattern(NamedTuple):
-    """What transformers' arguments tell of its mask function. band None: it may be anything. runs: within the band there may be documents."""
+    """The mask pattern, from transformers' arguments. band None: unknown. runs: there may be documents within the band."""
 
     band: Band | None
     runs: bool = False
@@ -47,8 +49,9 @@ class _Pattern(NamedTuple):
 
     @staticmethod
     def of(mask_function: Callable, rest: dict[str, Any]) -> _Pattern:
-        """use_vmap: a function of the user's is combined; or_masks unites blocks that see all of themselves. allow_is_bidirectional_skip comes
-        with bidirectional masks alone, allow_is_causal_skip is False for packed sequences, and local_size is the window's or the chunks'."""
+        """Read the arguments of a mask function. use_vmap means that the mask includes a function of the user. A name other than _KNOWN, such
+        as or_masks' (blocks that see all of themselves), gives band None. Only bidirectional masks pass allow_is_bidirectional_skip.
+        allow_is_causal_skip is False for packed sequences. local_size is the size of the window or the chunks."""
         size, config = rest.get("local_size"), rest.get("config")
         windowed, chunked = (size is not None and size == getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
         if rest.get("use_vmap") or getattr(mask_function, "__name__", "") not in _KNOWN or (size is not None and not (windowed or chunked)):
@@ -59,7 +62,7 @@ class _Pattern(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """transformers' question: rows q_offset ... and keys kv_offset ..., in positions of the whole sequence."""
+    """The arguments of the mask function. Rows start at position q_offset and keys at kv_offset of the whole sequence."""
 
     batch: int
     seqlen_q: int
@@ -71,24 +74,24 @@ class _Asked(NamedTuple):
     device: torch.device | str
 
     def aligned(self, pattern: _Pattern) -> bool:
-        """Whether strobe's diagonal is theirs with all the keys: a cache that grows, or none."""
+        """Whether strobe's diagonal over all keys equals transformers': true without a cache or with a dynamic one."""
         if pattern.band is None or isinstance(self.q_offset, Tensor):
             return False
         return pattern.band == Band.FULL or self.reach == self.seqlen_k
 
     @property
     def reach(self) -> int:
-        """How many keys there are up to the last row's own."""
+        """The number of keys up to and including the last row's own."""
         return int(self.q_offset) + self.seqlen_q - self.kv_offset
 
     def seen(self) -> Tensor | None:
-        """bool [B, S_k]: the keys that the padding mask leaves."""
+        """bool [B, S_k]: keys that the padding mask keeps; None without a mask."""
         padding = prepare_padding_mask(self.attention_mask, self.seqlen_k, self.kv_offset)
         return None if padding is None else padding[:, self.kv_offset : self.kv_offset + self.seqlen_k].bool()
 
 
 def _row(asked: _Asked, rest: dict[str, Any]) -> LayerMask:
-    """One query row: what it sees, written out, is a document, whatever the pattern, with no look at the data."""
+    """The LayerMask of one query row with any pattern: the dense row, written as documents. Reads nothing from the device."""
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     sizes = asked.batch, 1, asked.seqlen_k, asked.q_offset, asked.kv_offset
     written = sdpa_mask(*sizes, asked.function, asked.attention_mask, **{**rest, **skips})  # type: ignore[arg-type]
@@ -108,7 +111,7 @@ def _rows(asked: _Asked, pattern: _Pattern) -> LayerMask:
     rest = asked._replace(seqlen_k=seqlen_k)
     seen = rest.seen()
     if seen is not None and _can_read(seen):
-        # no row of its own sequence sees what comes after it: padding at the end needs no mask under a causal band
+        # a causal band hides padding at the end from all earlier rows, so only padding before a key needs a mask
         hides = (seen[:, 1:] & ~seen[:, :-1]).any() if band in (Band.CAUSAL, Band.WINDOW) else ~seen.all()
         seen = seen if bool(hides) else None
     ids = _runs(rest) if pattern.runs else None
@@ -117,7 +120,7 @@ def _rows(asked: _Asked, pattern: _Pattern) -> LayerMask:
 
 
 def _reach(asked: _Asked, band: Band) -> int:
-    """The keys up to the last row's own: the others are of a cache that is not full, and no row sees them."""
+    """The number of keys up to the last row's own. Later keys are unused places of the cache; no row sees them."""
     if isinstance(asked.q_offset, Tensor) and not _can_read(asked.q_offset):
         remedy = "compile steps of one token alone, as generate does, or use a cache that grows"
         raise UnsupportedProblem(describe("q_offset", "a position on the device", f"one row, not {asked.seqlen_q}, while compiling", remedy))
@@ -129,7 +132,7 @@ def _reach(asked: _Asked, band: Band) -> int:
 
 
 def _runs(asked: _Asked) -> Tensor | None:
-    """int32 [B, S_k]: documents, numbered. A key that the next position does not see is the last of its own. None if there is but one."""
+    """int32 [B, S_k]: document ids. A document ends at a key that the next position does not see. None if there is only one document."""
     batch = torch.arange(asked.batch, device=asked.device)
     position = torch.arange(1, asked.seqlen_k, device=asked.device) + asked.kv_offset
     combined = asked.function(batch[:, None], torch.zeros_like(batch)[:, None], position[None], position[None] - 1)
@@ -140,7 +143,9 @@ def _runs(asked: _Asked) -> Tensor | None:
 
 
 def _hidden(seqlen_q: int, ids: Tensor | None, seen: Tensor | None) -> Mask | None:
-    """Padding hides keys, from rows of padding too; a row's document is that of the key at its own position."""
+    """The documents mask of document ids and a padding mask. Padding hides keys from all rows, padded rows included.
+
+    A row has the document id of the key at its own position."""
     if seen is None and ids is None:
         return None
     if ids is None:
@@ -150,5 +155,5 @@ def _hidden(seqlen_q: int, ids: Tensor | None, seen: Tensor | None) -> Mask | No
 
 
 def _can_read(tensor: Tensor) -> bool:
-    """Whether a program may depend on it: not in a graph."""
+    """Whether host code may branch on the values: not while tracing a graph."""
     return not is_tracing(tensor)

@@ -1,1 +1,1 @@
-"""What strobe has of FlashAttention-2's `flash_attn.layers`: `rotary`."""
+"""The part of FlashAttention-2's `flash_attn.layers` that strobe provides: `rotary`."""

@@ -1,6 +1,6 @@
-"""FlashAttention-2's `flash_attn.layers.rotary`: its functions that turn queries and keys by the angles of their positions.
+"""FlashAttention-2's `flash_attn.layers.rotary`: rotary position embeddings.
 
-Written in PyTorch: no kernel of strobe's, no einops, any device. Differentiable in x; cos and sin get no gradient, as in the original.
+Written in PyTorch, without kernels and without einops, for any device. Differentiable in x; cos and sin get no gradient, as in the original.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ...errors import InvalidProblem, wrong_type
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
-    """The pairs (a, b) of the last dimension as (-b, a): halves of it, or neighbours where they are interleaved.
+    """Replace the pairs (a, b) of the last dimension by (-b, a). Pairs are its two halves, or neighbours if interleaved.
 
     >>> rotate_half(torch.arange(4.0)).tolist(), rotate_half(torch.arange(4.0), interleaved=True).tolist()
     ([-2.0, -3.0, 0.0, 1.0], [-1.0, 0.0, -3.0, 2.0])
@@ -22,7 +22,7 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """x [B, S, H, D] turned by cos and sin [S, R / 2] or [B, S, R / 2], in the first R of its D dimensions and in x's own dtype.
+    """Rotate the first R of x's D dimensions by cos and sin, in x's dtype. x is [B, S, H, D], cos and sin [S, R / 2] or [B, S, R / 2].
 
     >>> apply_rotary_emb_torch(torch.ones(1, 1, 1, 3), torch.zeros(1, 1), torch.ones(1, 1)).tolist()
     [[[[-1.0, 1.0, 1.0]]]]
@@ -37,15 +37,15 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
 
 def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
-    """x [B, S, H, D], or packed [T, H, D] with cu_seqlens, turned by the angles cos and sin [S_max, R / 2] of its positions.
+    """Rotate x [B, S, H, D], or packed [T, H, D] with cu_seqlens, by the angles of its positions. cos and sin are [S_max, R / 2].
 
     >>> x, angles = torch.randn(2, 5, 4, 16), torch.randn(9, 4)
     >>> turned = apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=torch.tensor([0, 4], dtype=torch.int32))
     >>> torch.equal(turned[1:], apply_rotary_emb(x[1:], angles.cos(), angles.sin(), seqlen_offsets=4)), torch.equal(turned[..., 8:], x[..., 8:])
     (True, True)
 
-    seqlen_offsets, an int or int32 [B], is the position of each sequence's first row. Products are float32, the result is x's dtype. A row
-    without angles, beyond S_max or outside every sequence, stays as it is. inplace writes to x and returns it. max_seqlen is not needed.
+    seqlen_offsets, an int or int32 [B], is the position of each sequence's first row. Products are float32 or wider; the result has x's
+    dtype. Rows at or beyond S_max, or outside every sequence, are unchanged. inplace=True writes to x and returns it. max_seqlen is ignored.
     """
     for name, given, dims in (("x", x, 4 if cu_seqlens is None else 3), ("cos", cos, 2), ("sin", sin, 2)):
         if not isinstance(given, Tensor):
@@ -68,7 +68,7 @@ apply_rotary_emb_func = apply_rotary_emb
 
 
 def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """int64 [B, S] or [T]: the position of each row; -1 for one outside every sequence."""
+    """int64 [B, S] or [T]: the position of each row, or -1 for a row outside every sequence."""
     if cu_seqlens is None:
         first = seqlen_offsets.long()[:, None] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
         return (torch.arange(x.shape[1], device=x.device) + first).expand(x.shape[0], -1)
