@@ -1,4 +1,4 @@
-"""What tests, benchmarks and proofs share: named problems, hostile inputs, derived tolerances, poisoned memory."""
+"""Shared by tests, benchmarks and tools/proof: named cases, adversarial inputs, derived tolerances, poisoned memory."""
 
 from .cases import CASES, LARGE, Case
 from .compare import assert_as_good_as, assert_gradients_as_good_as, assert_kernel

@@ -1,7 +1,7 @@
-"""One table of named problems: every kernel on every device is tested on the same ones.
+"""Named attention problems. Tests run every kernel on every device on this one table.
 
-A case says shapes, mask, options and how its tensors lie in memory; `build` makes the Call for a device, dtype, input
-family and seed. Lengths stand where kernels break: 1 to 3, around 16, 64 and 128, S_q != S_k both ways, 0.
+A case holds shapes, mask, options and the memory layout of its tensors. `build` makes the Call for a device, dtype, input family and seed.
+Lengths are those at which kernels tend to break: 0, 1 to 3, around tile sizes (16, 64, 128), and S_q != S_k in both directions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STORAGES = ("contiguous", "heads_first", "odd_offset", "gaps", "mixed", "expande
 
 @dataclass(frozen=True)
 class Case:
-    """A named problem; packed where it has lengths.
+    """A named problem. It is packed if lengths_q is given.
 
     >>> call = CASES["causal"].build(dtype=torch.bfloat16, family="needle", seed=3)
     >>> call.q.shape, call.right
@@ -41,12 +41,12 @@ class Case:
     mask: Callable[[Case, torch.device], Mask] | None = None
     scale: float | None = None
     softcap: float = 0.0
-    sinks: bool | tuple[float, ...] = False  # True draws them
+    sinks: bool | tuple[float, ...] = False  # True: random values
     partial: bool = False
-    storage: str = "contiguous"
-    lengths_q: tuple[int, ...] | None = None  # packed: each sequence's rows and keys
-    lengths_k: tuple[int, ...] | None = None
-    outside: tuple[int, int] = (0, 0)  # packed: tokens of no sequence before and after them all
+    storage: str = "contiguous"  # one of STORAGES
+    lengths_q: tuple[int, ...] | None = None  # packed: rows of each sequence
+    lengths_k: tuple[int, ...] | None = None  # packed: keys of each sequence; None: lengths_q
+    outside: tuple[int, int] = (0, 0)  # packed: tokens before the first sequence and after the last
     promised: bool = False  # packed: max_seqlen_q and max_seqlen_k are given
     dtypes: tuple[torch.dtype, ...] = ALL
 
@@ -62,7 +62,7 @@ class Case:
         self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, family: str = "normal", seed: int = 0,
         requires_grad: bool = False, kernel: str = "",
     ) -> Call:  # fmt: skip
-        """The Call: its tensors on `device` in `dtype`, holding numbers of the input `family`."""
+        """The Call, with tensors on `device` in `dtype` (sinks in float32) and values of the input `family`."""
         device = torch.device(device)
         shapes = self._shapes()
         drawn = inputs.qkv(family, *shapes, self.head_dim_v or self.head_dim, seed)
@@ -99,15 +99,15 @@ def _int32(values: list, device: torch.device) -> Tensor:
 
 
 def drawn_sinks(asked: bool | tuple[float, ...], heads: int, generator: torch.Generator, device: torch.device) -> Tensor | None:
-    """A case's sinks [H_q]: the numbers that it names, or drawn ones, or none."""
+    """A case's sinks, float32 [H_q]: its own values, or random values for True, or None."""
     drawn = torch.randn(heads, generator=generator)
     return (torch.tensor(asked) if isinstance(asked, tuple) else drawn).to(device) if asked else None
 
 
 def laid_out(tensor: Tensor, storage: str, index: int) -> Tensor:
-    """The values (one head's or one batch entry's where expanded) in another storage; `index` is 0, 1, 2 for q, k, v."""
+    """The tensor with the memory layout `storage`. Expanded layouts repeat one head or one batch entry. index: 0, 1, 2 for q, k, v."""
     tokens, heads = tensor.dim() - 3, tensor.dim() - 2
-    if storage == "mixed":  # q, k and v each lie another way
+    if storage == "mixed":  # q, k and v have different layouts
         storage = ("heads_first", "contiguous", "gaps")[index]
     if storage == "contiguous":
         return tensor.contiguous()
@@ -117,7 +117,7 @@ def laid_out(tensor: Tensor, storage: str, index: int) -> Tensor:
         return tensor if index == 0 else tensor.narrow(heads, 0, 1).clone().expand_as(tensor)
     if storage == "expanded_batch":
         return tensor[:1].clone().expand_as(tensor)
-    grow = {"odd_offset": (0, 0, 0, 3), "gaps": (0, 3, 1, 8)}[storage]  # more of each dimension than is used
+    grow = {"odd_offset": (0, 0, 0, 3), "gaps": (0, 3, 1, 8)}[storage]  # unused elements added to each dimension
     room = tensor.new_zeros([size + more for size, more in zip(tensor.shape, grow[4 - tensor.dim() :])])
     start = 1 if storage == "odd_offset" else 0
     view = room[tuple(slice(0, size) for size in tensor.shape[:-1])][..., start : start + tensor.shape[-1]]
@@ -147,7 +147,7 @@ def _prefixes(*lengths: int) -> Callable[[Case, torch.device], Mask]:
 
 
 def _documents(kind: str) -> Callable[[Case, torch.device], Mask]:
-    """contiguous: runs of 23 positions; padded: the same with -1 at the end; shuffled: five ids in random places."""
+    """A builder of documents masks. contiguous: runs of 23 positions. padded: also -1 at the end. shuffled: five random ids (-1 to 3)."""
 
     def build(case: Case, device: torch.device) -> Mask:
         ids = []
@@ -206,16 +206,16 @@ _MASKED = (
     Case("window_causal_more_rows", 260, 90, mask=_both(_causal, _window(15, None)), sinks=True),
     Case("window_beyond_the_keys", 200, 40, mask=_window(10, 10)),  # the first rows see no key
     Case("prefix", 100, 120, mask=_of(masks.prefix_causal, 37)),
-    # one key more than a tile of 32, 64 or 128: that key alone sees to the first row of the next tile in a backward that walks keys
+    # one key more than a tile of 32, 64 or 128: in a backward that loops over keys, only this key of its tile is seen by early rows
     Case("prefix_33", 70, mask=_of(masks.prefix_causal, 33)),
     Case("prefix_65", 140, mask=_of(masks.prefix_causal, 65)),
     Case("prefix_129", 140, 200, mask=_of(masks.prefix_causal, 129)),
     Case("prefix_each", 100, 70, batch=3, mask=_prefixes(0, 37, 70)),
-    Case("prefix_window", 140, mask=_both(_of(masks.prefix_causal, 64), _window(30, None))),  # leaves rows whose prefix is out of the window
+    Case("prefix_window", 140, mask=_both(_of(masks.prefix_causal, 64), _window(30, None))),  # for some rows the prefix is outside the window
     Case("key_lengths", 66, 140, batch=4, mask=_lengths(140, 1, 0, 65)),
     Case("key_lengths_sinks", 66, 140, batch=4, mask=_lengths(0, 140, 129, 64), sinks=True),
     Case("key_lengths_causal", 90, 140, batch=3, mask=_both(_causal, _lengths(140, 20, 0))),
-    Case("key_lengths_window", 140, 140, batch=2, mask=_both(_window(16, 0), _lengths(70, 140))),  # the last tiles of rows see no key
+    Case("key_lengths_window", 140, 140, batch=2, mask=_both(_window(16, 0), _lengths(70, 140))),  # the last row tiles see no key
     Case("documents", 150, mask=_documents("contiguous")),
     Case("documents_causal", 150, mask=_both(_causal, _documents("contiguous"))),
     Case("documents_padded", 130, mask=_documents("padded"), sinks=True),
@@ -266,7 +266,7 @@ _PACKED = (
     Case("packed_outside_sinks", lengths_q=(33, 50), outside=(70, 3), sinks=True),
     Case("packed_promised", lengths_q=(33, 0, 70, 1), promised=True, mask=_causal),
     Case("packed_promised_one", lengths_q=(1, 0, 1, 1), lengths_k=(33, 70, 0, 64), promised=True, mask=_causal),
-    Case("packed_promised_outside", lengths_q=(3, 5), outside=(7, 70), promised=True, mask=_causal),  # more rows than any sequence was promised
+    Case("packed_promised_outside", lengths_q=(3, 5), outside=(7, 70), promised=True, mask=_causal),  # more rows outside than max_seqlen_q
     Case("packed_all_empty", lengths_q=(0, 0, 0)),
     Case("packed_no_sequence", lengths_q=(), outside=(4, 0)),
     Case("packed_window", lengths_q=(100, 30), lengths_k=(60, 100), mask=_window(20, 5)),

@@ -1,45 +1,45 @@
-"""As good as it can be: two rules against float64, both derived, neither tuned until a test passed.
+"""Compare results with the float64 oracle. Both rules below are derived from error analysis, not tuned until tests passed.
 
-Rule 1, the whole tensor: the largest error is at most twice that of eager PyTorch at the input precision, plus one rounding
-of the result (eager is exact on some probes) and the float32 floor below; for dQ and dK plus half of what rule 2 allows for
-delta's coming from the rounded O, which eager has no part in. A maximum over a handful of elements is luck, so the rule is
-applied from _MANY elements on; they and both errors are those of the whole call, all sequences of a packed one together.
+Rule 1, for a whole tensor. The largest error is at most twice that of eager PyTorch at the input precision, plus one rounding of the result
+(eager is exact on some inputs), plus the float32 floor below. dQ and dK also get half of rule 2's allowance for a delta computed from the
+rounded O, an error that eager does not have. The maximum over few elements depends on chance, so the rule applies from _MANY elements on.
+Counts and errors are those of the whole call: all sequences of a packed call together.
 
-Rule 2, element by element (rule 1 alone lets one bad row excuse all others). Let u be half the unit roundoff of the dtype that
-the weights are rounded to: 2^-9 bfloat16, 2^-12 float16. A rounding errs by at most 2u, about u in the root mean square, and the
-errors of n terms that are rounded apart add up like sqrt(n): six times the root of the sum of squares is never seen by chance.
+Rule 2, for each element (under rule 1 alone, one bad row excuses all others). Let u be half the unit roundoff of the weights' dtype:
+2^-9 for bfloat16, 2^-12 for float16. A rounding errs by at most 2u, and by about u in the root mean square. Errors of n independently
+rounded terms grow like sqrt(n). Chance never exceeds six times the root of the sum of squares.
 
   out    |o - o64| <= r(o) + 6u sqrt(sum_j P^2 V^2) + max(2^-20, F_o)
-         r(x) is the rounding of the result: 1.5u |x|, or half an ulp where that is more (an ulp at x lies between 2u|x| and 4u|x|).
-  lse    |lse - lse64| <= 2e-6 + 2.7e-6 + 4 float32 ulp: 2^-52 / 2^-23 of that for float64. 2.7e-6 is one rounding of a float32 number
-         below 128, in nats (2^-18 ln 2): a score is rounded so where a kernel subtracts a maximum that the row then outgrows.
-         Of 16-bit inputs and a result that is
-         not partial it never leaves, and 2^-13 will do, half of float16's u: on a CPU, where torch's kernel takes an exp that errs by
-         2^-14, and of bfloat16 on Blackwell, where a polynomial of degree 3 errs by 2^-13.2.
-  delta  = sum_d dO O comes from the rounded O, whose two errors give
-         D_i = 6u (sqrt(sum_d dO^2 O^2) + sqrt(sum_j P^2 dP^2));   the first is 0 where O stays float32 (a partial result)
+         r(x) is the rounding of the result: 1.5u |x|, or half an ulp if that is larger (an ulp at x is between 2u|x| and 4u|x|).
+  lse    |lse - lse64| <= 2e-6 + 2.7e-6 + 4 float32 ulp; for float64, 2^-52 / 2^-23 of that. 2.7e-6 is one rounding of a float32 number
+         below 128, in nats (2^-18 ln 2). A score is rounded so if a kernel subtracts a maximum that the row later exceeds.
+         For 16-bit inputs and a result that is not partial, only the backward uses lse, and 2^-13 (half of float16's u) suffices. This
+         applies on a CPU, where the exp of torch's kernel errs by 2^-14. It also applies to bfloat16 on Blackwell, where a polynomial of
+         degree 3 errs by 2^-13.2.
+  delta  = sum_d dO O is computed from the rounded O, whose two errors give
+         D_i = 6u (sqrt(sum_d dO^2 O^2) + sqrt(sum_j P^2 dP^2));   the first is 0 if O stays float32 (a partial result)
   dV_j   r(dV) + 2u|dV| + 6u sqrt(sum_i P^2 dO^2) + F_v
   dQ_i   r(dQ) + 2u|dQ| + scale (6u sqrt(sum_j dS^2 K^2) + D_i |sum_j P t K|) + F_q
   dK_j   r(dK) + 2u|dK| + scale (6u sqrt(sum_i dS^2 Q^2) + sqrt(sum_i (P t D_i)^2 Q^2)) + F_k
   dsink  r(dsink) + sqrt(sum_i (w_i D_i)^2) + F_s,   w = exp(sink - lse)
-         t is the derivative of the softcap, 1 without. Weights that are equal are rounded alike: such an error is common to all
-         terms and moves the result by at most 2u of itself, which the 2u|x| stands for (out has none: the contract fixes its rule,
-         and its weights are rounded before the division, where equal ones are exactly 1).
-         P, dS and delta's O below the smallest normal number count as that number: a rounding errs as much there (2^-25 in float16).
+         t is the derivative of the softcap, 1 without. Equal weights round to equal values, so their errors do not average out. They
+         change the result by at most 2u of itself: the terms 2u|x|. (out has no such term: the contract fixes its rule, and its weights
+         are rounded before the division, where equal ones are exactly 1.)
+         P, dS and delta's O below the smallest normal number count as that number, because their roundings err as much (2^-25 in float16).
          A dO wider than the inputs (of a partial result) is rounded for the products: one more 6u sqrt(sum dO^2 ...) each.
 
-F is the floor of the accumulators: scores, exponentials and sums in float32 err too, and for float32 inputs that is all there
-is. With w = 2^-25 (2^-54 float64), one operation errs by at most 2w, and we grant it 6w, a few of them in a row. A chain of n
-additions of one sign errs by w sqrt(n) / 2 in the root mean square, six times that is c_n = 3w sqrt(n); tensor cores: `_product_chain`. With
+F is the floor of the accumulators. Scores, exponentials and sums in float32 err too; for float32 inputs these are the only errors.
+With w = 2^-25 (2^-54 for float64), one operation errs by at most 2w. 6w allows for a few operations in a row. A chain of n additions of one
+sign errs by w sqrt(n) / 2 in the root mean square; six times that is c_n = 3w sqrt(n). For tensor cores see `_product_chain`. With
 A_ij = scale t sum_d |q||k|, a weight errs by e_ij = 6w (1 + |lse_i| + softcap) + c_D A_ij, and
 
-  F_o = sum_j P e (|V| + |O|) + c_{S_k} sum_j P |V|            F_lse = sum_j P e: it stands in for the rule above where it is more
+  F_o = sum_j P e (|V| + |O|) + c_{S_k} sum_j P |V|            F_lse = sum_j P e: it replaces the rule above if it is larger
   F_v = sum_i P e |dO| + c_{S_q} sum_i P |dO|
   E_delta = (6w + c_{D_v}) (sum_d |dO||O| + |dlse|) + sum_j P e |dP - sum_d dO O|     (the last: O's own error, seen through dO)
   E_ij = P (|dP - delta| e (1 + 2 / softcap) + (6w + c_{D_v}) sum_d |dO||V| + E_delta)
   F_q = scale sum_j (E + c_{S_k} |dS|) |K|                     F_k = scale sum_i (E + c_{S_q} |dS|) |Q|
   F_s = sum_i w_i (|delta| e_lse + E_delta), as in e and E
-  An accumulator below its smallest normal number may be flushed to 0: that number is added to P e, and to what a result may err by.
+  An accumulator below its smallest normal number may be flushed to 0: that number is added to P e and to the allowed error of a result.
 
 Source of the form: LAPACK's residual ratios; Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., chapter 3.
 """
@@ -63,14 +63,14 @@ if TYPE_CHECKING:
     from ..selection.select import Choice
 
 U = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25, torch.float64: 2.0**-54}
-_DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}  # of the significand, the hidden one included
+_DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}  # bits of the significand, including the hidden one
 _MANY = 256
 
-Ratios = dict[str, float]  # error over what is allowed, the worst of each tensor and rule: 1 is the limit
+Ratios = dict[str, float]  # the largest error divided by the allowed error, for each tensor and rule; 1 is the limit
 
 
 def assert_as_good_as(actual: Partial | tuple[Tensor, Tensor], call: Call) -> Ratios:
-    """out and lse of `call` against the oracle, by both rules.
+    """Compare out and lse of `call` with the oracle, by both rules. Raises AssertionError if a ratio exceeds 1 or is NaN.
 
     >>> from strobe.testing import CASES
     >>> call = CASES["causal"].build()
@@ -92,11 +92,11 @@ def assert_as_good_as(actual: Partial | tuple[Tensor, Tensor], call: Call) -> Ra
 
 
 def assert_gradients_as_good_as(actual: Gradients | tuple, call: Call, dout: Tensor, dlse: Tensor | None = None) -> Ratios:
-    """dq, dk, dv and dsinks of `call`, for dout like out and dlse like lse, against the oracle, by both rules."""
+    """Compare dq, dk, dv and dsinks of `call` with the oracle, by both rules. dout is shaped like out, dlse like lse (None: 0)."""
     call = _detached(call)
     tallies = [_Tally(name) for name in Gradients._fields]
-    sums = [torch.zeros(call.q.shape[-2], dtype=torch.float64, device=call.q.device)] * 4  # of dsinks: exact, square of the spread, floor, eager
-    many = max(t.numel() for t in (call.q, call.k, call.v)) >= _MANY  # of all sequences together, as the tallies count
+    sums = [torch.zeros(call.q.shape[-2], dtype=torch.float64, device=call.q.device)] * 4  # dsinks: exact, square of the spread, floor, eager
+    many = max(t.numel() for t in (call.q, call.k, call.v)) >= _MANY  # all sequences together, as in _Tally
     for one, rows, keys in _parts(call):
         upstream = _part(dout, rows), None if dlse is None else _part(dlse, rows, -1)
         exact, bounds = reference.backward(one, *upstream), _gradient_bounds(one, *upstream)
@@ -109,7 +109,7 @@ def assert_gradients_as_good_as(actual: Gradients | tuple, call: Call, dout: Ten
         for tally, got, outside in zip(tallies, actual[:3], (_outside(call)[i] for i in (0, 1, 1))):
             tally.add_exactly(got[outside], 0.0)
     if call.sinks is not None:
-        if call.packed and dlse is not None:  # a row of no sequence has the sink as its lse
+        if call.packed and dlse is not None:  # the lse of a row outside every sequence is the sink
             lone = dlse[:, _outside(call)[0]].double()
             sums = [sums[0] + lone.sum(1), sums[1], sums[2] + 6 * _w(call) * lone.abs().sum(1), sums[3] + lone.sum(1)]
         dsinks = actual[3]
@@ -120,7 +120,7 @@ def assert_gradients_as_good_as(actual: Gradients | tuple, call: Call, dout: Ten
 
 
 def assert_kernel(choice: Choice, name: str) -> None:
-    """That `choice` runs `name`, a family ("cpu") or one kernel ("cpu.forward"): a test of what did not run proves nothing."""
+    """Raise AssertionError unless `choice` runs `name`: a family ("cpu") or one kernel ("cpu.forward")."""
     ran = [plan.kernel.name for plan in (choice.forward, choice.backward) if plan]
     right = name in ran if "." in name else all(kernel.split(".")[0] == name for kernel in ran)
     if not right:
@@ -131,7 +131,7 @@ def assert_kernel(choice: Choice, name: str) -> None:
 
 
 class _Tally:
-    """What is known of one tensor, combined over the sequences of a packed call."""
+    """Errors and limits of one tensor, combined over the sequences of a packed call."""
 
     def __init__(self, name: str):
         self.name = name
@@ -139,7 +139,7 @@ class _Tally:
         self.error, self.eager_error, self.slack, self.count = 0.0, 0.0, 0.0, 0
 
     def add(self, got: Tensor, exact: Tensor, rest: Tensor, slack: Tensor, crude: Tensor) -> None:
-        """`rest` is all that rule 2 allows but the result's own rounding, `slack` what rule 1 allows beside the error of eager's `crude`."""
+        """rest: rule 2's allowance without the rounding of the result. slack: rule 1's allowance in addition to the error of eager's `crude`."""
         if got.numel() == 0:
             return
         if got.shape != exact.shape:
@@ -151,7 +151,7 @@ class _Tally:
         self.count += got.numel()
 
     def add_allowed(self, got: Tensor, exact: Tensor, allowed: Tensor) -> None:
-        same = got.double() == exact  # infinities too
+        same = got.double() == exact  # also for infinities, whose difference is NaN
         if got.numel():
             self.by_element = _larger(self.by_element, torch.where(same, 0.0, (got.double() - exact).abs() / allowed).max())
 
@@ -167,12 +167,12 @@ class _Tally:
 
 
 def _larger(a: float, b: Tensor) -> float:
-    """The larger; NaN where either is."""
+    """The larger of both; NaN if either is NaN."""
     return float(torch.maximum(torch.tensor(a, dtype=torch.float64), b.double().cpu()))
 
 
 def _rounding(reached: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """r(x): an error may carry the result over the next power of two, so the ulp is that of the largest value allowed."""
+    """r(x). The ulp is that of the largest allowed value `reached`, because an error may move the result past the next power of two."""
     return torch.maximum(1.5 * U[dtype] * exact.abs(), _half_ulp(reached, dtype))
 
 
@@ -191,14 +191,14 @@ def _lse_allowed(exact: Tensor, call: Call) -> Tensor:
     dtype = call.q.dtype
     by_polynomial = dtype == torch.bfloat16 and Target.of(call.q.device).capability in CAPABILITIES
     loose = by_polynomial if call.q.is_cuda else dtype.itemsize == 2
-    if loose and not call.partial:  # seen by the backward alone, where P's own rounding is 2u
+    if loose and not call.partial:  # only the backward uses it, and there P's own rounding is 2u
         return torch.full_like(exact, 2.0**-13)
     float32 = 2e-6 + 2.7e-6 + 4 * 2.0**-23 * torch.where(exact.isinf(), 0.0, exact.abs())
     return float32 if dtype != torch.float64 else float32 * 2.0**-29
 
 
 def _judged(ratios: Ratios, call: Call) -> Ratios:
-    if not all(ratio <= 1 for ratio in ratios.values()):  # NaN is beyond it too
+    if not all(ratio <= 1 for ratio in ratios.values()):  # so that NaN raises
         raise AssertionError(f"beyond the limit of 1: {ratios} for {Problem.from_call(call)}")
     return ratios
 
@@ -207,7 +207,7 @@ def _judged(ratios: Ratios, call: Call) -> Ratios:
 
 
 def _eager(one: Call) -> tuple[Tensor, Tensor]:
-    """out and lse as model code writes it: each product, softmax and sum an op whose result has the inputs' dtype."""
+    """out and lse as plain model code computes them: each product, softmax and sum is an op with a result in the inputs' dtype."""
     rows = _rows(one, one.q.dtype)
     s = torch.matmul(rows.q, rows.k.transpose(-1, -2)) * rows.scale
     if rows.softcap:
@@ -223,7 +223,7 @@ def _eager(one: Call) -> tuple[Tensor, Tensor]:
 
 
 def _eager_gradients(one: Call, dout: Tensor, dlse: Tensor | None) -> Gradients:
-    """Autograd's gradients of `_eager`; zeros where nothing depends on an input."""
+    """Autograd's gradients of `_eager`; zeros for inputs that the result does not depend on."""
     with torch.enable_grad():
         given = {name: tensor for name in ("q", "k", "v", "sinks") if (tensor := getattr(one, name)) is not None}
         leaves = {name: tensor.detach().to(one.q.dtype).requires_grad_() for name, tensor in given.items()}
@@ -234,25 +234,25 @@ def _eager_gradients(one: Call, dout: Tensor, dlse: Tensor | None) -> Gradients:
     return Gradients(*found, *[None] * (4 - len(found)))
 
 
-# ---------------------------------------------------------------- what the bounds are made of
+# ---------------------------------------------------------------- bounds
 
 
 class _Facts(NamedTuple):
-    """One dense call in float64, [B, H, S, D] and [B, H, S_q, S_k]."""
+    """Intermediate results of one dense call in float64: [B, H, S, D] and [B, H, S_q, S_k]."""
 
     rows: reference._Rows
     p: Tensor
-    slope: Tensor | float
+    slope: Tensor | float  # t, the derivative of the softcap
     lse: Tensor  # 0 where it is infinite
     out: Tensor
-    wrong: Tensor  # P_ij e_ij, and what flushing to 0 takes
+    wrong: Tensor  # P_ij e_ij, plus the loss from flushing to 0
 
 
 def _facts(one: Call) -> _Facts:
     rows = _rows(one, torch.float64)
     s, slope = _scores(rows)
     p, lse = _softmax(s, rows)
-    lse = torch.where(lse.isinf(), 0.0, lse)  # -inf: the row sees nothing; +inf: its sink has all the weight
+    lse = torch.where(lse.isinf(), 0.0, lse)  # -inf: the row sees no key; +inf: its sink has all the weight
     size = abs(rows.scale) * (rows.q.abs() @ rows.k.abs().mT) * slope
     error = 6 * _w(one) * (1 + lse.abs()[..., None] + rows.softcap) + _product_chain(one, rows.q.shape[-1]) * size
     return _Facts(rows, p, slope, lse, p @ rows.v, p * error + (p > 0) * _least_normal(one.q.dtype))
@@ -260,7 +260,7 @@ def _facts(one: Call) -> _Facts:
 
 @torch.no_grad()
 def _forward_bounds(one: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """For out (all but the result's own rounding, floor F_o), [B, S_q, H, D_v]; for lse F_lse, [B, H, S_q]."""
+    """(rule 2's allowance without the rounding of the result, F_o) for out, both [B, S_q, H, D_v]; then F_lse [B, H, S_q]."""
     rows, p, _, _, out, wrong = _facts(one)
     u = _weights_u(one)
     spread = 6 * u * (p.square() @ rows.v.square()).sqrt()
@@ -272,8 +272,8 @@ def _forward_bounds(one: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def _gradient_bounds(one: Call, dout: Tensor, dlse: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-    """(all that rule 2 allows but the result's own rounding, all that rule 1 allows beside eager's error) for dq, dk and dv;
-    for dsinks the square of the spread, and the floor."""
+    """(rule 2's allowance without the rounding of the result, rule 1's allowance in addition to eager's error) for dq, dk and dv.
+    For dsinks (square of the spread, floor)."""
     rows, p, slope, lse, out, wrong = _facts(one)
     q, k, v = rows.q, rows.k, rows.v
     u, scale = _weights_u(one), abs(rows.scale)
@@ -293,9 +293,9 @@ def _gradient_bounds(one: Call, dout: Tensor, dlse: Tensor | None) -> list[tuple
     delta_floor = delta_floor + (wrong * (dp - (do * out).sum(-1, keepdim=True)).abs()).sum(-1)
     dp_floor = (6 * _w(one) + _chain(one, v.shape[-1])) * (do.abs() @ v.abs().mT)
     ds_floor = wrong * away.abs() * (1 + (2 / rows.softcap if rows.softcap else 0)) + p * (dp_floor + delta_floor[..., None])
-    by_key = lambda t: t.unflatten(1, (one.k.shape[-2], -1)).sum(2)  # the query heads of each key head
+    by_key = lambda t: t.unflatten(1, (one.k.shape[-2], -1)).sum(2)  # sum over the query heads of each key head
     spread_k = by_key(squares.mT @ q.square()).sqrt() + by_key((pt * d).square().mT @ q.square()).sqrt()
-    terms = (  # the gradient, its spread, its floor
+    terms = (  # (gradient, spread, floor)
         (ds @ k * scale, scale * ((squares @ k.square()).sqrt() + d * (pt @ k).abs()), scale * (ds_floor + along_k * ds.abs()) @ k.abs()),
         (by_key(ds.mT @ q) * scale, scale * spread_k, scale * by_key((ds_floor + along_q * ds.abs()).mT @ q.abs())),
         (by_key(p.mT @ do), 6 * u * by_key((1 + wide) * (p_rounded.square().mT @ do.square())).sqrt(), by_key((wrong + p * along_q).mT @ do.abs())),
@@ -308,11 +308,11 @@ def _gradient_bounds(one: Call, dout: Tensor, dlse: Tensor | None) -> list[tuple
     return [*((rest.transpose(1, 2), slack.transpose(1, 2)) for rest, slack in bounds), dsinks]
 
 
-# ---------------------------------------------------------------- packed calls, a sequence at a time
+# ---------------------------------------------------------------- packed calls, one sequence at a time
 
 
 def _parts(call: Call):
-    """The call as dense calls, each with the slices of its rows and keys (None: all of a dense call)."""
+    """(dense call, slice of rows, slice of keys) for each sequence. A dense call gives itself, with None for both slices."""
     return _sequences(call) if call.packed else [(call, None, None)]
 
 
@@ -327,7 +327,7 @@ def _part(tensor: Tensor, index: slice | None, dim: int = 0) -> Tensor:
 
 
 def _outside(call: Call) -> tuple[Tensor, Tensor]:
-    """bool [T_q] and [T_k]: which tokens belong to no sequence."""
+    """bool [T_q] and [T_k]: tokens outside every sequence."""
     found = []
     for tensor, offsets in ((call.q, call.cu_seqlens_q), (call.k, call.cu_seqlens_k)):
         token = torch.arange(tensor.shape[0], device=tensor.device)
@@ -336,26 +336,26 @@ def _outside(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _weights_u(call: Call) -> float:
-    """u of the dtype that weights are rounded to; 0 where they keep the accumulators' precision."""
+    """u of the weights' dtype; 0 if weights keep the accumulators' precision."""
     return U[call.q.dtype] if call.q.dtype.itemsize == 2 else 0.0
 
 
 def _no_less_than_normal(t: Tensor, where: Tensor, call: Call) -> Tensor:
-    """|t|, raised to the smallest normal number of the weights' dtype: below it a rounding errs as much as there."""
+    """|t|, at least the smallest normal number of the weights' dtype, because smaller numbers have the same rounding error."""
     return torch.where(where, t.abs().clamp(min=torch.finfo(call.q.dtype).smallest_normal), 0.0)
 
 
 def _w(call: Call) -> float:
-    """w; twice for float64, because the oracle itself is rounded like that."""
+    """w; twice that for float64, because the oracle has the same rounding errors."""
     return 2 * U[torch.float64] if call.q.dtype == torch.float64 else U[torch.float32]
 
 
 def _product_chain(call: Call, n: int) -> float:
-    """c_n for scores. A GPU's tensor cores add 16 terms at a time and cut the sum off instead of rounding it: up to an ulp (4w) each
-    time, always to the same side. It shows where all terms have one sign and n is 256 (lse of a needle on an H200: 1.09 without)."""
+    """c_n for scores. A GPU's tensor cores add 16 terms at a time and truncate the sum: an error of up to one ulp (4w) each time, always
+    in one direction. Without this term, the lse of a needle input with n = 256 on an H200 has the ratio 1.09."""
     return _chain(call, n) + (4 * _w(call) * -(-n // 16) if call.q.is_cuda and call.q.dtype.itemsize == 2 else 0.0)
 
 
 def _chain(call: Call, n: int) -> float:
-    """c_n: what a chain of n additions of one sign may err by, relative to its sum."""
+    """c_n: the allowed error of a chain of n additions of one sign, relative to its sum."""
     return 3 * _w(call) * n**0.5

@@ -1,4 +1,4 @@
-"""Decodes by name, and how they are checked: the table of caches that every decode kernel is held against."""
+"""Named decode problems, and the comparison of a decode with the oracle. Tests run every decode kernel on this table."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .cases import drawn_sinks, laid_out
 from .compare import Ratios
 from .poison import fill_with_poison
 
-FREE_PAGES = 3  # of a pool, beside those in use
+FREE_PAGES = 3  # unused pages in a pool
 
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """A decode as a table can hold it. Everything that no row sees is NaN: tails of pages, free pages, rows before and after, keys before the window
-    of a sequence's first row. Pages that lie before it are freed: their id is -1."""
+    """A named decode problem. Everything that no query sees is NaN: tails of pages, free pages, cache rows before and after a sequence, and
+    keys before the window of its first query. Pages entirely before that window have the id -1, as if freed."""
 
     name: str
     lengths: tuple[int, ...] = (37, 5)
@@ -31,22 +31,22 @@ class DecodeCase:
     head_dim: int = 16
     head_dim_v: int | None = None
     page_size: int = 0  # 0: dense
-    starts: tuple[int, ...] = ()  # of a dense cache's sequences
+    starts: tuple[int, ...] = ()  # k_start of each sequence of a dense cache
     left: int = NO_BOUND
     right: int = 0
     scale: float | None = None
     softcap: float = 0.0
-    sinks: bool | tuple[float, ...] = False  # True draws them
+    sinks: bool | tuple[float, ...] = False  # True: random values
     fp8: bool = False
-    heads_first: bool = False  # the pool keeps its heads before its rows
-    storage: str = "contiguous"  # of q and of a dense cache: testing.cases.laid_out
-    lost: tuple[tuple[int, int, int], ...] = ()  # page ids that are not in the pool: (sequence, column, id)
-    room: int = 11  # keys, or pages, that a sequence may hold beyond the longest
+    heads_first: bool = False  # pages are stored as [n_pages, H_kv, page_size, D]
+    storage: str = "contiguous"  # layout of q and of a dense cache; see testing.cases.laid_out
+    lost: tuple[tuple[int, int, int], ...] = ()  # invalid entries of the page table: (sequence, column, id)
+    room: int = 11  # capacity beyond the longest sequence, in keys (dense) or pages
     partial: bool = False
 
     def build(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, family: str = "normal", seed: int = 0,
               kernel: str = "", batch_invariant: bool = False) -> DecodeCall:  # fmt: skip
-        """The call: its tensors on `device`, q in `dtype`, holding numbers of the input `family`."""
+        """The DecodeCall, with tensors on `device`, q in `dtype`, and values of the input `family`."""
         device, batch, (heads_q, heads_kv) = torch.device(device), len(self.lengths), self.heads
         longest = max(self.lengths, default=0)
         shapes = (batch, self.tokens, heads_q, self.head_dim), (batch, longest, heads_kv, self.head_dim)
@@ -69,14 +69,14 @@ class DecodeCase:
         )  # fmt: skip
 
     def _hidden(self, t: Tensor) -> Tensor:
-        """NaN outside each sequence's own keys, and before the first that a row's window shows."""
+        """t with NaN outside each sequence's own keys and before the first key that the window of a query shows."""
         position = torch.arange(t.shape[1])[None]
         first = torch.tensor([max(self._first(b), start) for b, start in enumerate(self.starts or (0,) * t.shape[0])]).reshape(-1, 1)
         own = (position >= first) & (position < torch.tensor(self.lengths).reshape(-1, 1))
         return torch.where(own[..., None, None], t, torch.nan)
 
     def _first(self, b: int) -> int:
-        """The first key of sequence b that its first row's window shows."""
+        """The first key of sequence b in the window of its first query."""
         return 0 if self.left == NO_BOUND else max(0, self.lengths[b] - self.tokens - self.left)
 
     def _rows(self, k: Tensor, v: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ class DecodeCase:
         return found[0], found[1]
 
     def _pooled(self, k: Tensor, v: Tensor, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Pages shuffled over a pool of NaN; ids beyond a sequence's pages are wild."""
+        """k and v in shuffled pages of a pool filled with NaN, and the page table int32. Table entries beyond a sequence's pages are 2^30."""
         batch, size = k.shape[0], self.page_size
         used = -(-k.shape[1] // size)
         generator = torch.Generator().manual_seed(seed + 3)
@@ -160,7 +160,7 @@ DECODES = {
 
 
 def assert_decode_as_good_as(actual: tuple[Tensor, Tensor], call: DecodeCall) -> Ratios:
-    """out and lse of a decode against the oracle, each sequence by the rules of `compare`.
+    """Compare out and lse of a decode with the oracle, each sequence by the rules of `compare`. Raises AssertionError beyond the limits.
 
     >>> call = DECODES["pages_of_16"].build()
     >>> sorted(assert_decode_as_good_as(reference.decode(call, torch.float32), call))
@@ -175,6 +175,6 @@ def assert_decode_as_good_as(actual: tuple[Tensor, Tensor], call: DecodeCall) ->
         outs.add(out[b : b + 1], exact.out, rest, floor, compare._eager(one)[0] if out.numel() >= compare._MANY else exact.out)
         logs.add_allowed(lse[b : b + 1], exact.lse, torch.maximum(compare._lse_allowed(exact.lse, one._replace(partial=True)), floor_lse))
     ratios = {**outs.ratios(), **logs.ratios()}
-    if not all(ratio <= 1 for ratio in ratios.values()):  # NaN is beyond it too
+    if not all(ratio <= 1 for ratio in ratios.values()):  # so that NaN raises
         raise AssertionError(f"beyond the limit of 1: {ratios} for {DecodeProblem.from_call(call)}")
     return ratios

@@ -1,7 +1,7 @@
-"""Empty memory is NaN during tests, and every tensor stands between guard bands.
+"""Fill uninitialised memory with NaN during tests, and put guard bands around every tensor.
 
-A kernel that reads past an end, into a stride gap or from memory nobody wrote meets a NaN and its result shows it; one that
-writes there changes a band and `check` says so. Inputs must come out of a call with the bits they went in with.
+A kernel that reads out of bounds, in a stride gap, or from uninitialised memory gets NaN, and its result shows it. A kernel that writes out of
+bounds changes a band, and `check` raises. `check` also raises if an input's bits change.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from ..problem.call import OPTIONAL_TENSORS, Call
 
-BAND = 512  # elements on each side: more than any tile's overhang of one row, and a multiple of every alignment
+BAND = 512  # elements on each side: more than a tile exceeds a row, and a multiple of every alignment
 
 
 class _Kept(NamedTuple):
     name: str
     storage: Tensor  # one-dimensional, bands included
-    before: Tensor | None  # the bytes of a read-only tensor's storage; None for what a kernel writes
-    inside: Tensor  # bool: which elements of the storage belong to the tensor
+    before: Tensor | None  # the bits of a read-only tensor's storage; None for outputs
+    inside: Tensor  # bool: elements of the storage that belong to the tensor
 
 
 class Poison:
-    """Within `with Poison() as poison:`, torch.empty and its kin give NaN between bands; leaving checks every band.
+    """Within `with Poison() as poison:`, torch.empty and related functions return NaN between bands. The end of the block checks every band.
 
     >>> with Poison() as poison:
     ...     x = poison.enclose("x", torch.ones(2, 3))
@@ -48,13 +48,13 @@ class Poison:
             self.check()
 
     def empty(self, like: Tensor) -> Tensor:
-        """A tensor like the unwritten `like` (shape, strides, dtype, device), all NaN, between bands."""
+        """A tensor with the shape, strides, dtype and device of `like`, filled with NaN, between bands."""
         tensor, storage = _housed(like)
         self._kept.append(_Kept("a tensor made by torch.empty", storage, None, _inside(tensor, storage)))
         return tensor
 
     def enclose(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor again, same values, strides and alignment, between bands and with NaN in its stride gaps; read-only from here."""
+        """A copy with the same values, strides and alignment, between bands and with NaN in its stride gaps. `check` treats it as read-only."""
         house, storage = _housed(tensor)
         with torch.no_grad():
             storage[_inside(house, storage)] = _flat(tensor)
@@ -62,14 +62,14 @@ class Poison:
         return house.requires_grad_(tensor.requires_grad)
 
     def enclose_call(self, call: Call) -> Call:
-        """The call with each of its tensors enclosed; what is one tensor stays one."""
+        """The call with each of its tensors enclosed. A tensor used for several arguments is enclosed once."""
         tensors = {name: tensor for name in ("q", "k", "v", *Call._fields[OPTIONAL_TENSORS]) if (tensor := getattr(call, name)) is not None}
         names = {id(tensor): name for name, tensor in tensors.items()}
         enclosed = {one: self.enclose(name, tensors[name]) for one, name in names.items()}
         return call._replace(**{name: enclosed[id(tensor)] for name, tensor in tensors.items()})
 
     def check(self) -> None:
-        """Raises AssertionError where a band, a gap or an input was written to."""
+        """Raise AssertionError if a band, a stride gap or an input was written to."""
         for name, storage, before, inside in self._kept:
             bits = _bits(storage)
             if before is not None:
@@ -85,9 +85,9 @@ class Poison:
 
 @contextlib.contextmanager
 def patched_empty(fill: Callable[[Tensor], Tensor]):
-    """Python's ways to unwritten memory (torch.empty, empty_like, empty_strided, new_empty) pass through `fill`.
+    """Pass results of torch.empty, empty_like, empty_strided, new_empty and new_empty_strided through `fill`.
 
-    A dispatch mode would not do: it is off inside the custom op it hands a call to, where kernels allocate.
+    A dispatch mode does not work: torch disables it inside the custom op, where kernels allocate.
     """
     owners = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided")]
     originals = [getattr(owner, name) for owner, name in owners]
@@ -110,7 +110,7 @@ def patched_empty(fill: Callable[[Tensor], Tensor]):
 
 
 def fill_with_poison(tensor: Tensor) -> Tensor:
-    """NaN, or the largest integer, in every element: for `patched_empty` where bands would be too much."""
+    """Fill with NaN, or the largest integer (True for bool). Use it with `patched_empty` if bands cost too much."""
     with torch.no_grad():
         return tensor.fill_(_value(tensor.dtype))
 
@@ -126,12 +126,12 @@ def _poison(storage: Tensor) -> Tensor:
 
 
 def _housed(like: Tensor) -> tuple[Tensor, Tensor]:
-    """A poisoned tensor with the strides and the alignment of `like`, and the one-dimensional storage it stands in."""
+    """A poisoned tensor with the strides and the alignment of `like`, and its one-dimensional storage with bands."""
     extent = 0 if like.numel() == 0 else 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride()))
     step = max(1, 16 // like.element_size())
-    start = BAND + like.storage_offset() % step  # an odd offset stays odd: alignment is part of the problem
+    start = BAND + like.storage_offset() % step  # keep the alignment: kernels depend on it
     storage = torch.full((start + extent + BAND,), _value(like.dtype), dtype=like.dtype, device=like.device)
-    # set_ and not as_strided: what an op returns must not be a view
+    # set_ instead of as_strided, because an op must not return a view
     house = torch.full((0,), 0, dtype=like.dtype, device=like.device).set_(storage.untyped_storage(), start, like.shape, like.stride())
     return house, storage.requires_grad_(False)
 
@@ -143,7 +143,7 @@ def _inside(house: Tensor, storage: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The tensor's distinct elements in the order of their addresses."""
+    """The tensor's distinct elements, in the order of their addresses."""
     extent = 0 if tensor.numel() == 0 else 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     memory = tensor.detach().as_strided((extent,), (1,), tensor.storage_offset())
     inside = torch.zeros(extent, dtype=torch.bool, device=tensor.device)
@@ -152,5 +152,5 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _bits(storage: Tensor) -> Tensor:
-    """The storage as integers of its width: NaN equals NaN there."""
+    """The storage as integers of the same width, so that NaN equals NaN."""
     return storage.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[storage.element_size()])
