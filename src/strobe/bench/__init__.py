@@ -1,4 +1,4 @@
-"""Measuring: suites of cases, rivals in the same process, medians with spread, JSON lines. Every published number comes from here.
+"""Benchmarks: suites of cases, rival libraries in the same process, medians with quartiles, JSON lines. All published numbers come from here.
 
-cases (what) -> rivals (against whom) -> timer (how long) -> roofline (of what is possible) -> run (rows) -> table, plot.
+The modules in order: cases -> rivals -> timer -> roofline (the device's limit) -> run (one row a case) -> table, plot.
 """

@@ -1,4 +1,4 @@
-"""How far each contender's result is from attention in float64."""
+"""Errors of each contender's result against attention in float64."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .. import reference
 from ..problem.call import Call
 from .cases import Case, Inputs
 
-_MOST_SCORES = 2**30  # of a key head: float64 needs a few matrices of them
+_MOST_SCORES = 2**30  # per key head: the float64 computation needs several matrices of this size
 
 
 def errors(case: Case, x: Inputs, outs: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """{contender: [largest error, root of the mean square]} of query head 0, over the root of the mean square of the exact result.
+    """{contender: [largest error, RMS error]} of the output in batch entry 0 and query head 0, divided by the RMS of the exact output.
 
-    Empty for a backward, for packed sequences and on a CPU, whose tests hold each result to the contract anyway.
+    Empty for a backward, for packed sequences, and on a CPU, where tests already compare each result with the oracle.
     """
     if case.backward or case.packed or x.q.device.type != "cuda":
         return {}
@@ -28,11 +28,11 @@ def errors(case: Case, x: Inputs, outs: Mapping[str, Tensor]) -> dict[str, list[
 
 
 def distances(case: Case, x: Inputs, results: Mapping[str, tuple[Tensor, ...]]) -> dict[str, float]:
-    """{contender: distance of its output or gradients from float64, over the norm of the exact one}, the worst of its tensors, entries and heads.
+    """{contender: norm of the error of its output or gradients, divided by the exact norm}; the worst over tensors, batch entries and heads.
 
-    Gradients are sums of P (dP - delta), which cancel where one key takes all weight. A rounded output shifts delta by its own rounding, so each
-    kernel errs by a rounding of P dP: the norm is that of the gradients without delta, where it is larger. Empty for packed sequences, and where one
-    head has too many scores.
+    Gradients are sums of P (dP - delta), which cancel if one key has all the weight. The rounding of the output shifts delta, so every kernel
+    has an error of about one rounding of P dP. So the exact norm is replaced by the norm of the gradients without delta, if that is larger.
+    Empty for packed sequences, and if one head has more than _MOST_SCORES scores.
     """
     group = case.heads_q // case.groups
     if case.packed or group * case.seqlen**2 > _MOST_SCORES:
@@ -50,7 +50,7 @@ def distances(case: Case, x: Inputs, results: Mapping[str, tuple[Tensor, ...]]) 
 
 
 def _exact(case: Case, x: Inputs, entry: int, queries: slice, keys: slice) -> tuple[list[Tensor], list[Tensor]]:
-    """The exact output or gradients of one key head, and the norms that errors are measured by."""
+    """The exact output or gradients of one key head, and the norms to divide errors by."""
     one = _part(case, x, entry, queries, keys)
     out = reference.forward(one).out
     if not case.backward:

@@ -1,4 +1,4 @@
-"""Running what may raise anything: a rival's code, a compiler, a device that gave up."""
+"""Run code that may raise any exception: a rival library, a compiler, a failing device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import UnsupportedProblem
 
 
 class Attempt(AbstractContextManager):
-    """Whatever the block raises becomes `reason`, which the caller reports.
+    """Catch any Exception of the block and store its text in `reason`, for the caller to report.
 
     >>> with Attempt() as attempt:
     ...     raise RuntimeError("out of memory")
@@ -30,8 +30,8 @@ class Attempt(AbstractContextManager):
         if not isinstance(error, Exception):
             return False
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-        every = isinstance(error, UnsupportedProblem)  # what each kernel has against it
-        said = "; ".join(lines) if every else " ".join(lines[: 1 + lines[0].endswith(":")])  # a heading with the first line under it
+        every = isinstance(error, UnsupportedProblem)  # one line a kernel: keep all
+        said = "; ".join(lines) if every else " ".join(lines[: 1 + lines[0].endswith(":")])  # a heading and its first line
         # SDPA says only "no available kernel" and gives its reasons as warnings
         told = [str(w.message).split(" (Triggered")[0] for w in self._said] if "No available kernel" in lines[0] else []
         self.reason = "; ".join([f"{type(error).__name__}: {said}", *told])[:600]

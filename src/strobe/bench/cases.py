@@ -1,4 +1,4 @@
-"""Suites of cases, as data. Names read like the tables: d128_causal_16k is head dimension 128, causal, 16k keys."""
+"""Suites of benchmark cases. In names, d128_causal_16k means head dimension 128, causal, and 16k keys."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ..problem import mask as masks
 from ..problem.call import Call
 from . import data
 
-TOKENS = 16384  # rule of the dense GPU cases: as many tokens in all, B = max(1, TOKENS / S)
-HEADS = {64: 32, 128: 16, 256: 8}  # and 2048 channels
+TOKENS = 16384  # tokens of a dense GPU case: B = max(1, TOKENS / S)
+HEADS = {64: 32, 128: 16, 256: 8}  # head dimension -> heads: 2048 channels in all
 SIZES = {"512": 512, "1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192, "16k": 16384, "32k": 32768}
-DENSE_SIZES = {64: ("4k", "8k", "16k"), 128: ("4k", "8k", "16k", "32k"), 256: ("4k", "8k", "16k")}  # of each head dimension
+DENSE_SIZES = {64: ("4k", "8k", "16k"), 128: ("4k", "8k", "16k", "32k"), 256: ("4k", "8k", "16k")}  # head dimension -> lengths
 UNEVEN_4K = (64, 1024, 128, 768, 512, 256, 448, 896)
 UNEVEN_8K = (1024, 1536, 256, 1792, 768, 512, 1280, 1024)
 
 
 class Inputs(NamedTuple):
-    """One case's tensors: q, k, v [B, S, H, D] (packed: [T, H, D]), a gradient for the output, and what the mask is made of."""
+    """The tensors of one case: q, k, v [B, S, H, D] (packed: [T, H, D]), dout, and the data of the mask."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
     cu_seqlens: Tensor | None  # int32 [n + 1], packed only
-    ids: Tensor | None  # int32 [B, S], where documents stand in a dense tensor
+    ids: Tensor | None  # int32 [B, S], only for documents in a dense tensor
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: a shape, a mask and a direction.
+    """One benchmark case: a shape, a mask and a direction.
 
     >>> Case("small", seqlen=8, causal=True).mask(None).dense(8, 8).sum().item()
     36
@@ -54,11 +54,11 @@ class Case:
     causal: bool = False
     window: tuple[int, int] | None = None
     softcap: float = 0.0  # 0: none
-    lengths: tuple[int, ...] = ()  # of documents, laid end to end
-    packed: bool = False  # the lengths are sequences of attention_varlen; else documents of a mask
+    lengths: tuple[int, ...] = ()  # of consecutive documents
+    packed: bool = False  # True: lengths are sequences of attention_varlen; False: documents of a mask
     backward: bool = False
-    deterministic: bool = False  # every contender is asked for gradients of the same bits each time
-    data: str = data.NORMAL  # a family of inputs, one of data.NAMES, or a file that torch.load reads: {"q", "k", "v"}
+    deterministic: bool = False  # ask every contender for bitwise reproducible gradients
+    data: str = data.NORMAL  # a family out of data.NAMES, or a file for torch.load with a dict of "q", "k", "v"
 
     @property
     def width_v(self) -> int:
@@ -66,12 +66,12 @@ class Case:
 
     @property
     def groups(self) -> int:
-        """Key heads."""
+        """The number of key heads."""
         return self.heads_kv or self.heads_q
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:
-        """(left, right) of the band, None for no bound."""
+        """(left, right) of the band; None means unbounded."""
         left, right = self.window or (None, None)
         return left, 0 if self.causal else right
 
@@ -92,7 +92,7 @@ class Case:
         return call.with_mask(self.mask(x.ids))
 
     def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
-        """Data of the case's family on `device`; leaves that want gradients for a backward case."""
+        """Inputs of the case's family on `device`. For a backward case, q, k and v require gradients."""
         draw = torch.Generator(device).manual_seed(seed)
         tokens = (self.seqlen,) if self.packed else (self.batch, self.seqlen)
         shapes = [(*tokens, heads, width) for heads, width in self._heads_and_widths()]
@@ -112,7 +112,7 @@ class Case:
         return Inputs(q, k, v, dout, None, ids.contiguous().to(device) if self.lengths else None)
 
     def _positions(self) -> Tensor:
-        """Each token's place in its own sequence or document, int64 [S]."""
+        """int64 [S]: the position of each token in its own sequence or document."""
         return torch.cat([torch.arange(length) for length in self.lengths or (self.seqlen,)])
 
     def _heads_and_widths(self) -> list[tuple[int, int]]:
@@ -138,7 +138,7 @@ def suite(name: str, patterns: tuple[str, ...] | list[str] = ()) -> list[Case]:
 
 
 def on_data(cases: list[Case], name: str, backward: bool) -> list[Case]:
-    """The cases on a family of inputs, on every family for "all"; for a file one case of its tensors' shape, causal.
+    """The cases with inputs of a family, or of every family for "all". A file gives one causal case with the shape of its tensors.
 
     >>> [(case.name, case.data) for case in on_data(suite("forward", ["d64_causal_8k"]), "sharp4", backward=False)]
     [('d64_causal_8k', 'sharp4')]
@@ -176,7 +176,7 @@ def _gpu() -> list[Case]:
     cases += [Case(f"gqa_64_8_d128_causal_{size}", 1, SIZES[size], 64, 8, head_dim=128, causal=True) for size in ("2k", "8k")]
     cases += [
         Case(f"b2_gqa_64_8_d128_{kind}_16k", 2, SIZES["16k"], 64, 8, head_dim=128, causal=causal) for kind, causal in kinds
-    ]  # the shape of the vendors' published figures for an H200
+    ]  # vendors publish figures of this shape for an H200
     cases.append(Case("d128_softcap30_causal_8k", 2, SIZES["8k"], 16, head_dim=128, causal=True, softcap=30.0))
     cases.append(Case("d192x128_dense_8k", 2, SIZES["8k"], 16, head_dim=192, head_dim_v=128))
     cases.append(Case("d64_gqa_window1024_16k", 1, SIZES["16k"], 64, 8, head_dim=64, window=(1023, 0), causal=True))
@@ -191,7 +191,7 @@ def _deterministic() -> list[Case]:
 
 
 def _cpu() -> list[Case]:
-    """S = 4096, 8 heads of 64: forward and backward of each."""
+    """Forward and backward cases with S = 4096 and 8 heads of dimension 64."""
     eight = partial(Case, heads_q=8, seqlen=4096)
     plain = [
         eight(f"{kind}_{word}", dtype=dtype, causal=kind == "causal")

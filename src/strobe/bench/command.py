@@ -1,4 +1,4 @@
-"""`strobe bench`: from flags to rows, and rows to a table, JSON lines and plots."""
+"""`strobe bench`: measure the suite named by the flags, and write a table, JSON lines and plots."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PARTS = {
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> int:
-    """0; 1 where strobe failed a case or was wrong."""
+    """Run a suite. Returns 1 if strobe has no time for a case, because it failed or its result was wrong; else 0."""
     rounds = (5 if device.type == "cpu" else 10) if arguments.rounds is None else arguments.rounds
     if rounds < 1:
         raise InvalidProblem("rounds", rounds, "a number >= 1", "leave it out")
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
 
 
 def roofline(arguments: argparse.Namespace) -> int:
-    """What binds a GPU that need not be here: cycles, counted. What would have to run is refused."""
+    """Print counted cycles for a GPU that need not be present. Raises InvalidProblem for flags that need a kernel to run. Returns 0."""
     from . import cycles, cycles_plot
 
     a = arguments

@@ -1,9 +1,9 @@
-"""Which unit of a multiprocessor binds: cycles of tensor cores, exp unit, shared memory and issue slots for one tile of a pass.
+"""Which unit of a multiprocessor limits attention: cycles of tensor cores, exp unit, shared memory and issue slots for one tile.
 
     strobe bench roofline --target B200
 
-Counted, not measured: each product's operations and the operands that it reads from shared memory, each exponential, each instruction of the softmax.
-Of Blackwell all figures are predictions; its kernel here has not run on a Blackwell GPU. The time of a step is at least that of its busiest unit.
+Cycles are counted, not measured: operations of each product, operands read from shared memory, exponentials, and instructions of the softmax.
+A step takes at least as long as its busiest unit. Figures for Blackwell are predictions: strobe's kernel has not run on a Blackwell GPU.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import NamedTuple
 from ..errors import InvalidProblem
 from ..problem.target import FAKES, Target
 
-SHARED_BYTES = 128  # a clock, of shared memory
-LANES = 128  # a clock, of the four issue slots: one warp each
-BYTES, SUM_BYTES = 2, 4  # of an operand's element, and of a float32 sum's
-WARPGROUP, LANES_OF_PRODUCT = 64, 128  # rows of one wgmma, and of one tcgen05 product of a CTA
+SHARED_BYTES = 128  # bytes of shared memory a clock
+LANES = 128  # lanes issued a clock: four issue slots of one warp each
+BYTES, SUM_BYTES = 2, 4  # of an operand's element, and of a float32 sum
+WARPGROUP, LANES_OF_PRODUCT = 64, 128  # rows of one wgmma, and of one CTA's tcgen05 product
 
 
 class Unit(NamedTuple):
-    """What one multiprocessor of a capability does in a clock."""
+    """The throughput of one multiprocessor, a clock."""
 
     flops: int  # of dense 16-bit products
     exps: int
-    tensor_memory: bool  # accumulators and first operands need no shared memory; second operands are read once in 128 rows, not in 64
+    tensor_memory: bool  # True: accumulators and first operands need no shared memory; second operands are read once per 128 rows, not 64
 
 
 UNITS = {90: Unit(4096, 16, False), 100: Unit(8192, 16, True), 103: Unit(8192, 32, True)}
 
 
 class Product(NamedTuple):
-    """m x n sums over k; a, the first operand, lies in shared memory or is held where a product reads it for nothing."""
+    """A product with m x n results, summed over k. a_shared: the first operand a is read from shared memory; else reading it is free."""
 
     m: int
     n: int
@@ -43,7 +43,9 @@ class Product(NamedTuple):
         return 2 * self.m * self.n * self.k
 
     def shared_bytes(self, unit: Unit, ctas: int) -> float:
-        """b is halved where two CTAs share a product; on Hopper each warpgroup of two reads all of b, or, where they share out b, all of a."""
+        """Bytes read from shared memory. If two CTAs share a product, each reads half of b.
+
+        On Hopper, two warpgroups that split the rows each read all of b; two that split b each read all of a."""
         a, b = self.m * self.k * BYTES * self.a_shared, self.n * self.k * BYTES
         if unit.tensor_memory:
             return a + b * -(-self.m // LANES_OF_PRODUCT) / ctas
@@ -51,17 +53,17 @@ class Product(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One step of a pass: its products, exponentials, what else goes through shared memory, and what it issues for each exponential."""
+    """One step of a forward or backward: its products, exponentials, further traffic through shared memory, and instructions."""
 
     products: tuple[Product, ...]
     exps: int
     moved_bytes: int  # written to and read from shared memory by threads and by reductions
     loaded_bytes: int  # written by TMA
-    instructions: float  # a thread, for each score
+    instructions: float  # per score
 
 
 class Cycles(NamedTuple):
-    """Of each unit, for one step; `loads` are TMA's writes to shared memory, beyond what published counts hold."""
+    """Cycles of each unit for one step. `loads` are TMA's writes to shared memory, which published counts leave out."""
 
     tensor: float
     exp: float
@@ -71,25 +73,27 @@ class Cycles(NamedTuple):
 
     @property
     def binds(self) -> str:
-        """The busiest unit."""
+        """The name of the busiest unit; `loads` do not count."""
         named = {"tensor": self.tensor, "exp": self.exp, "shared": self.shared, "issue": self.issue}
         return max(named, key=lambda name: named[name])
 
 
-SCORE_INSTRUCTIONS = 4.0  # multiply-add, exponential, add; half a three-way maximum and half a conversion: compiled for sm_100 at d128
-BY_FMA_INSTRUCTIONS = 5.0  # more, and the polynomial's, where multiply-adds compute an exponential: clamp, 3 adds, shift-add, multiply; less the one
-DEGREE = 3  # multiply-adds of the polynomial for bfloat16
+SCORE_INSTRUCTIONS = 4.0  # multiply-add, exponential, add, half a three-way maximum, half a conversion (compiled for sm_100 at d128)
+BY_FMA_INSTRUCTIONS = 5.0  # extra for exp by multiply-adds, besides the polynomial: clamp, 3 adds, shift-add, multiply; minus the exponential
+DEGREE = 3  # of the polynomial for bfloat16: its number of multiply-adds
 
 
 def forward(rows: int = 128, keys: int = 128, width: int = 128, width_v: int = 0) -> Pass:
-    """A tile of queries against a tile of keys; weights come from tensor memory or registers."""
+    """The forward of one tile of queries and one tile of keys. Weights come from tensor memory or registers."""
     width_v = width_v or width
     products = (Product(rows, keys, width), Product(rows, width_v, keys, a_shared=False))
     return Pass(products, rows * keys, 0, keys * (width + width_v) * BYTES, SCORE_INSTRUCTIONS)
 
 
 def backward(rows: int = 128, keys: int = 128, width: int = 128, width_v: int = 0) -> Pass:
-    """Keys in rows: weights and their gradients enter two products without shared memory, and one through it; dq is added by TMA."""
+    """The backward of one tile, with keys as the rows of scores. dv and dk read weights and dS without shared memory.
+
+    dq reads dS from shared memory, and TMA adds dq to global memory."""
     width_v = width_v or width
     products = (
         Product(keys, rows, width), Product(keys, rows, width_v),  # s, dp
@@ -101,7 +105,7 @@ def backward(rows: int = 128, keys: int = 128, width: int = 128, width_v: int = 
 
 
 def cycles(step: Pass, capability: int, ctas: int = 1, by_fma: float = 0.0, degree: int = DEGREE) -> Cycles:
-    """Each unit's cycles; `by_fma` is the share of exponentials that multiply-adds compute, by a polynomial of `degree`.
+    """The cycles of each unit. `by_fma` is the fraction of exponentials computed with multiply-adds, by a polynomial of `degree`.
 
     >>> cycles(forward(), 100)[:3]
     (1024.0, 1024.0, 768.0)
@@ -118,7 +122,7 @@ def cycles(step: Pass, capability: int, ctas: int = 1, by_fma: float = 0.0, degr
 
 
 class Row(NamedTuple):
-    """A line of the table: a pass with its tile, and what is done about its bottleneck."""
+    """A line of the table: a step with its tile, and the remedies for its bottleneck (2 CTAs, exponentials by multiply-adds)."""
 
     name: str
     ctas: int
@@ -127,18 +131,20 @@ class Row(NamedTuple):
 
     @property
     def ceiling(self) -> float:
-        """The share of the tensor cores' peak that the busiest unit leaves."""
+        """The fraction of the tensor cores' peak that is reachable given the busiest unit."""
         return self.cycles.tensor / max(self.cycles[:4])
 
 
 def _best_share(step: Pass, capability: int) -> float:
-    """The share of exponentials in 32nds after which the busiest unit is least busy."""
+    """The fraction of exponentials by multiply-adds, in steps of 1/32, that minimises the cycles of the busiest unit."""
     shares = [n / 32 for n in range(17)]
     return min(shares, key=lambda share: (max(cycles(step, capability, 1, share)[:4]), share))
 
 
 def table(target: Target) -> list[Row]:
-    """Passes of `target` as the kernels cut them, each plain, and on Blackwell with each remedy.
+    """Rows for the kernels' tiles on `target`: each step plain, and on Blackwell also with each remedy.
+
+    Raises InvalidProblem for a target without UNITS.
 
     >>> [row.cycles.binds for row in table(FAKES["H200"])][:2]
     ['tensor', 'tensor']
@@ -166,7 +172,7 @@ def table(target: Target) -> list[Row]:
 
 
 def show(target: Target, write: Callable[..., None]) -> None:
-    """The table; `write` is `bench.table.show`."""
+    """Print the table with `write`, which is `bench.table.show`."""
     head = ["step", "tensor", "exp", "shared", "issue", "TMA writes", "by multiply-adds", "binds", "at most"]
     lines = [
         [row.name, *(f"{count:.0f}" for count in row.cycles), f"{row.by_fma:.0%}", row.cycles.binds, f"{row.ceiling:.0%} of peak"]

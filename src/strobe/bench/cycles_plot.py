@@ -1,4 +1,4 @@
-"""A picture of `bench.cycles`: for each step a bar of each unit, beside the tensor cores' own."""
+"""A bar chart of `bench.cycles`: for each step, one bar for each unit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLOURS = {"tensor": OURS, "exp": "#0072b2", "shared": "#009e73", "issue": "#e69
 
 
 def save(target: Target, path: Path) -> Path:
-    from matplotlib.figure import Figure  # no pyplot: no window system, no global state
+    from matplotlib.figure import Figure  # instead of pyplot, which needs a window system and has global state
 
     rows = table(target)
     figure = Figure(figsize=(8, 0.62 * len(rows) + 1.2), layout="constrained", dpi=120)

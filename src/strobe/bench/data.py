@@ -1,17 +1,17 @@
-"""Families of inputs that a benchmark runs on: normal numbers, and what attention meets in trained models.
+"""Families of benchmark inputs: normal numbers, and patterns as in trained models.
 
-Speed depends on data. A kernel that rescales its accumulator only when a row's maximum grows is fast on normal numbers and slow where maxima keep
-growing: sharp scores, attention sinks, single keys that stand out. Each family changes q and k of standard normal tensors; v stays normal.
+Speed depends on data. A kernel that rescales its accumulator only when a row's maximum grows is fast on normal numbers. It is slow if maxima
+keep growing: for sharp scores, attention sinks, or single large keys. Each family changes q and k of standard normal tensors; v stays normal.
 
-normal                          nothing is changed: the inputs of most published figures
+normal                          unchanged: the inputs of most published figures
 sharp2, sharp4, sharp8, sharp16 q times n, so scores have a standard deviation of n nats
-first1x3, first1x6, first1x12   the first key of a sequence times n: some queries attend to it alone
-sink6, sink12, sink24, sink100  all queries share a direction, and the first key alone points along it: its score is n nats above the mean of the
+first1x3, first1x6, first1x12   the first key of a sequence times n: some queries attend only to it
+sink6, sink12, sink24, sink100  all queries share a direction, and only the first key points along it: its score is n nats above the mean of the
                                 others, an attention sink (arXiv 2309.17453)
-grow, shrink                    keys times 0.1 to 8 by their position, rising or falling
+grow, shrink                    keys times 0.1 to 8, rising or falling with their position
 outliers                        one key in 64 times 20
-rotary                          q and k share a component and are turned by their position (RoPE, arXiv 2104.09864): scores fall from the diagonal on
-                                by about 12 nats
+rotary                          q and k share a component and are rotated by their position (RoPE, arXiv 2104.09864): scores fall by about
+                                12 nats away from the diagonal
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..errors import InvalidProblem
 from .attempt import Attempt
 
 NORMAL = "normal"
-_OUTLIERS, _OUTLIER_FACTOR = 64, 20.0  # one key in how many, times what
+_OUTLIERS, _OUTLIER_FACTOR = 64, 20.0  # one key in _OUTLIERS is multiplied by the factor
 _LEAST, _MOST = 0.1, 8.0  # factors of grow and shrink
-_SHARED_NATS = 12.0  # rotary: what the shared component adds to the score of a query and its own key
+_SHARED_NATS = 12.0  # rotary: the shared component's part of the score of a query and its own key
 _ROPE_BASE = 10_000.0
 
 
 def change(name: str, q: Tensor, k: Tensor, positions: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """q and k [..., S, H, D] of standard normal numbers, changed to those of a family.
+    """Change standard normal q and k [..., S, H, D] to inputs of a family.
 
     >>> draw = torch.Generator().manual_seed(0)
     >>> q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8)
@@ -41,16 +41,16 @@ def change(name: str, q: Tensor, k: Tensor, positions: Tensor, generator: torch.
     >>> torch.equal(changed, 4 * q)
     True
 
-    positions: int64 [S], each token's place in its own sequence.
+    positions: int64 [S], the position of each token in its own sequence.
     """
     family, amount = _parse(name)
     return _FAMILIES[family](q, k, positions, amount, generator)
 
 
 def load(file: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [B, S, H, D] of a file that torch.save wrote: a dict with these keys.
+    """q, k, v [B, S, H, D] from a file that torch.save wrote: a dict with the keys "q", "k" and "v".
 
-    Raises InvalidProblem where there is no such file, or it holds something else.
+    Raises InvalidProblem if the file does not exist or has other contents.
     """
     expected = f"one of {', '.join(NAMES)}, all, or a file of tensors q, k, v [B, S, H, D]"
     remedy = 'write one with torch.save({"q": q, "k": k, "v": v}, FILE)'
@@ -89,7 +89,7 @@ def _first(q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: to
 
 
 def _sink(q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """q and the first key get sqrt(amount) D^(1/4) along a direction that has been taken out of all other keys."""
+    """Set the component along a random direction: sqrt(amount) D^(1/4) for q and the first key, 0 for all other keys."""
     head_dim = q.shape[-1]
     direction = torch.nn.functional.normalize(torch.randn(head_dim, device=q.device, generator=generator), dim=0)
     length = amount**0.5 * head_dim**0.25

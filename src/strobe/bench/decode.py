@@ -1,7 +1,7 @@
-"""The decode suite: one new token a sequence over a cache that is cold, beside kernels that read the same keys in rows.
+"""The decode suite: one new token for each sequence over a cold paged cache. Rival kernels read the same keys from dense rows.
 
-What a decode takes is the time to read its keys, so a cache must come from memory and not from L2, as it does in a model of many layers. Each
-contender has as many caches of its own as exceed any L2, and one sample passes over all of them, on a GPU as one CUDA graph.
+The time of a decode is the time to read its keys. In a model of many layers, keys come from memory and not from L2. So each contender has
+several caches, together larger than any L2. One sample runs over all of them; on a GPU it is one CUDA graph.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .attempt import Attempt
 from .run import Contender, Options, _drop_wrong, _short, circumstances, versions_of
 from .timer import Function, Timing, as_graph, interleave
 
-COLD_BYTES = 256 * 2**20  # that a sample passes over: five times the L2 of an H200 (50 MB), twice that of a B200 (126 MB)
+COLD_BYTES = 256 * 2**20  # least bytes of caches in a sample: five times the L2 of an H200 (50 MB), twice that of a B200 (126 MB)
 Rows = tuple[Tensor, Tensor, Tensor]  # q [B, 1, H_q, D], k and v [B, S, H_kv, D]
 
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """What is measured: so many sequences of one length, full."""
+    """One decode case: `batch` sequences of `keys` keys each."""
 
     name: str
     batch: int
@@ -48,12 +48,12 @@ class DecodeCase:
 
     @property
     def copies(self) -> int:
-        """Caches that one sample passes over."""
+        """The number of caches that one sample runs over."""
         held = 2 * self.batch * self.keys * self.heads_kv * self.head_dim * (1 if self.fp8 else self.dtype.itemsize)
         return max(1, ceil(COLD_BYTES / held))
 
     def inputs(self, device: torch.device, count: int = 1) -> list[tuple[Rows, PagedCache]]:
-        """`count` caches of one page table and one set of lengths, as the layers of a model share them; each in rows and in shuffled pages."""
+        """`count` layers: dense rows and a cache of shuffled pages each. All share one page table and lengths, as the layers of a model do."""
         draw = torch.Generator(device).manual_seed(0)
         columns = -(-self.keys // self.page_size)
         table = torch.randperm(self.batch * columns, device=device, generator=draw).to(torch.int32)
@@ -100,7 +100,7 @@ def suite(patterns: Iterable[str]) -> list[DecodeCase]:
     return [case for case in SUITE if not patterns or any(fnmatchcase(case.name, pattern) for pattern in patterns)]
 
 
-# ---------------------------------------------------------------- rivals: over rows, which is what each is fastest with
+# ---------------------------------------------------------------- rivals, over dense rows: their fastest layout
 
 
 def _sdpa(*backends: SDPBackend) -> Callable[[Rows], Function]:
@@ -128,7 +128,7 @@ RIVALS: dict[str, dict[str, Callable[[Rows], Function]]] = {
 
 
 def pick(names: list[str], device: torch.device) -> dict[str, Callable[[Rows], Function]]:
-    """The rivals named, or all of this device.
+    """The named rivals, or all for this device. Raises InvalidProblem for an unknown name.
 
     >>> list(pick([], torch.device("cpu")))
     ['sdpa']
@@ -144,7 +144,7 @@ def pick(names: list[str], device: torch.device) -> dict[str, Callable[[Rows], F
 
 
 def measure(case: DecodeCase, rivals: dict[str, Callable[[Rows], Function]], options: Options) -> dict:
-    """The row of a case: ours beside every rival; a rival that cannot run it stands in "refused" with its reason."""
+    """Measure a case with strobe and every rival. In the result row, "refused" names rivals that cannot run it, with the reason."""
     on_gpu = options.device.type == "cuda"
     with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(options.device)) if on_gpu else nullcontext():
         inputs = case.inputs(options.device, case.copies)
@@ -175,7 +175,7 @@ def _all(calls: list[Function], on_gpu: bool) -> Function:
 
 
 def _row(case: DecodeCase, choice: Choice | None, times: dict[str, Timing], options: Options) -> dict:
-    """As `run.measure` writes it, a call's share of a sample that passes over all caches."""
+    """The row, with the fields of `run.measure`. Times are those of one call: the time of a sample divided by its number of caches."""
     target = roofline.ceiling(options.device, case.dtype)
     each = {name: Timing(*(ms / case.copies for ms in timing)) for name, timing in times.items()}
     rivals = {name: _short(timing.median_ms) for name, timing in each.items() if name != "strobe"}

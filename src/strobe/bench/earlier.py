@@ -1,7 +1,7 @@
-"""strobe as it was, beside strobe as it is and in its process: `--rivals @HEAD~1`, or `@FOLDER`, which holds a package `strobe`.
+"""Another version of strobe as a rival in the same process: `--rivals @HEAD~1`, or `@FOLDER` for a folder with a package `strobe`.
 
-A process imports a package once under one name. So the other one is copied, and each word `strobe` in its source renamed: imports and ops are then
-its own, and Triton's caches tell its kernels from ours.
+A process can import a package name only once. So the other version is copied, and each word `strobe` in its source is renamed. Then it has its
+own imports and torch ops, and Triton's caches distinguish its kernels from ours.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Earlier:
-    """A rival like any other, by the code of a git revision of this source tree, or of a folder.
+    """A rival that runs the code of a git revision of this source tree, or of a folder.
 
-    Raises InvalidProblem where `where` is neither.
+    Raises InvalidProblem if `where` is neither.
     """
 
     def __init__(self, where: str):
@@ -51,13 +51,13 @@ class Earlier:
 
     def prepare(self, case: Case, x: Inputs):
         cases, rivals = (import_module(f"{self._package()}.bench.{name}") for name in ("cases", "rivals"))
-        known = {field.name for field in fields(cases.Case)}  # an older case has fewer; x holds what the others say
+        known = {field.name for field in fields(cases.Case)}  # an older Case has fewer fields; x already reflects the others
         return rivals.Strobe().prepare(cases.Case(**{name: value for name, value in vars(case).items() if name in known}), x)
 
 
 @lru_cache
 def at_revision(commit: str) -> str:
-    """The name of a package of the code at `commit`, imported."""
+    """Import the code at `commit` under a new package name; returns the name."""
     files = io.BytesIO(_git("archive", "--format=zip", commit, "src/strobe") or b"")
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(files) as archive:
         archive.extractall(folder)
@@ -66,7 +66,8 @@ def at_revision(commit: str) -> str:
 
 @lru_cache
 def renamed(folder: Path, tag: str) -> str:
-    """The name of a package that is a copy of `folder`, imported; its files stay as long as the process lives, since kernels are read from them."""
+    """Copy `folder` to a new package and import it; returns the package's name. The files are deleted at exit, because kernels' sources are
+    read from them."""
     name = f"strobe_at_{tag}"
     home = Path(tempfile.mkdtemp(prefix="strobe_")) / name
     atexit.register(shutil.rmtree, home.parent, ignore_errors=True)
@@ -79,7 +80,7 @@ def renamed(folder: Path, tag: str) -> str:
 
 
 def _git(*arguments: str) -> bytes | None:
-    """What git says of the tree that holds this package as src/strobe; None where there is no such tree, or no git, or it says no."""
+    """The output of git in the source tree of this package; None without a source tree or git, or if git fails."""
     top = _PACKAGE.parents[1]
     if _PACKAGE.parent.name != "src" or not (top / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""A case's tensors in the layouts rivals want, made before anything is timed."""
+"""The tensors of a case in the layouts of rivals. They are made before the timing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .cases import Case, Inputs
 
-_MOST_SCORES = {"cuda": 16 * 2**30, "cpu": 2 * 2**30}  # bytes of one matrix of float32 scores; a backward holds four
+_MOST_SCORES = {"cuda": 16 * 2**30, "cpu": 2 * 2**30}  # limit in bytes for one float32 score matrix; a backward holds four
 
 
 class Sequences(NamedTuple):
@@ -22,7 +22,7 @@ class Sequences(NamedTuple):
 
 
 def as_sequences(case: Case, x: Inputs) -> Sequences:
-    """[T, H, D] and offsets; a plain batch is sequences of one length, a document is a sequence."""
+    """q, k, v [T, H, D] and offsets int32 [n + 1]. Each batch entry or document is one sequence."""
     lengths = torch.tensor((case.lengths or (case.seqlen,)) * (1 if case.packed else case.batch), dtype=torch.int32)
     offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(x.q.device)
     q, k, v = (t.reshape(-1, *t.shape[-2:]) for t in (x.q, x.k, x.v))

@@ -1,4 +1,4 @@
-"""What this machine is and what it can run: behind `strobe env` and `strobe check`, and in each row of a benchmark."""
+"""Facts about this machine and checks of what it can run: for `strobe env`, `strobe check`, and the rows of benchmarks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEAST_TORCH, LEAST_TRITON, LEAST_CAPABILITY = (2, 10), (3, 6), 80
 
 class Check(NamedTuple):
     name: str
-    state: str  # "PASS", "FAIL", or "SKIP": nothing to check here
+    state: str  # "PASS", "FAIL", or "SKIP" if there is nothing to check on this machine
     words: str
 
 
@@ -43,14 +43,14 @@ def version(package: str) -> str | None:
 
 
 def facts() -> dict[str, str]:
-    """What a bug report should say, one line each.
+    """Facts for a bug report: name -> text.
 
     >>> list(facts())[:3]
     ['strobe', 'python', 'system']
     """
     lines = {"strobe": __version__, "python": platform.python_version(), "system": platform.platform()}
     lines |= {name: version(name) or "not installed" for name in ("torch", "triton", "rich", "matplotlib", "transformers")}
-    lines["torch"] = torch.__version__  # with its build: +cpu, +cu130
+    lines["torch"] = torch.__version__  # with the build: +cpu, +cu130
     lines["cuda"] = torch.version.cuda or "not in this torch"
     lines["compiler"] = compiler() or "none found"
     lines |= {f"gpu {index}": str(Target.of(torch.device("cuda", index))) for index in range(torch.cuda.device_count())}
@@ -60,12 +60,12 @@ def facts() -> dict[str, str]:
 
 
 def compiler() -> str | None:
-    """The C compiler Triton would build its launcher with (it looks for these, in this order, unless CC names another)."""
+    """The path of the C compiler for Triton's launcher, or None. Triton looks for gcc, then clang, unless CC names another."""
     return shutil.which("gcc") or shutil.which("clang")
 
 
 def checks() -> Iterator[Check]:
-    """Everything a kernel needs, then every family: a tiny forward and backward, held against the oracle."""
+    """Check torch, Triton, the C compiler and GPUs, then every kernel family: a tiny forward and backward, compared with the oracle."""
     yield _torch()
     gpus = [Target.of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     yield _triton(bool(gpus))
@@ -88,7 +88,7 @@ def _torch() -> Check:
 
 
 def _triton(wanted: bool) -> Check:
-    """Triton comes with torch, which pins it exactly; another version may fail inside torch.compile and inside our kernels."""
+    """torch pins an exact version of Triton. Another version may fail in torch.compile and in strobe's kernels."""
     found = version("triton")
     if found is None:
         return Check("triton", "FAIL" if wanted else "SKIP", "not installed; GPU kernels need it: pip install triton")
@@ -116,11 +116,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _family(family: str) -> Check:
-    """A batch of two, grouped heads, more keys than rows, lengths that divide nothing, in bfloat16."""
+    """Compare a family with the oracle on one bfloat16 problem: B=2, grouped heads, more keys than rows, lengths 37 and 53."""
     from ..testing.compare import assert_as_good_as, assert_gradients_as_good_as
 
     own = [kernel for direction in ("forward", "backward") for kernel in kernels(direction) if kernel.name.startswith(f"{family}.")]
-    asked = family if len(own) == 2 else own[0].name  # one kernel by its name leaves the other direction to the next family
+    asked = family if len(own) == 2 else own[0].name  # a kernel's name, so that another family may run the other direction
     place = torch.device("cuda" if torch.cuda.is_available() and family != "cpu" else "cpu")
     draw = torch.Generator().manual_seed(0)
     shapes = ((2, 37, 4, 64), (2, 53, 2, 64), (2, 53, 2, 64), (2, 37, 4, 64))
@@ -139,7 +139,7 @@ def _family(family: str) -> Check:
 
 
 def _sdpa() -> Check:
-    """Which backend torch's own scaled_dot_product_attention picks for a plain causal call, and what runs after enable()."""
+    """The backend of torch's scaled_dot_product_attention for a plain causal call, and the kernel that runs after enable()."""
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     q = torch.randn(1, 8, 128, 64, device=place, dtype=torch.bfloat16)
     before = sdpa.backend(place)

@@ -1,5 +1,6 @@
-"""What a call costs before its kernel starts: the host's microseconds, on tensors of one element, with a kernel that does nothing;
-and of SDPA's route on 64 keys, where torch's own kernel runs either way."""
+"""Host time of a call before its kernel starts, in microseconds: tensors of one element, and a kernel that does nothing.
+
+Also SDPA on 64 keys, where torch's own kernel runs with and without strobe."""
 
 from __future__ import annotations
 
@@ -27,16 +28,21 @@ ROUNDS, CALLS = 15, 300
 
 
 def measure() -> dict[str, float]:
-    """Microseconds a call of each part of the way to a kernel: the least of interleaved rounds, as what disturbs a host only adds.
+    """Microseconds of each part of a call: the minimum over interleaved rounds, because disturbances of the host only add time.
 
     >>> sorted(measure())
     ['call', 'call_causal', 'decide', 'first_time', 'flash_attn', 'keywords', 'op', 'sdpa', 'sdpa_64', 'sdpa_strobe', 'sdpa_strobe_64']
 
-    keywords: from keywords to a Call; decide: the Call's Choice when it was seen before; op: the op whole, through the
-    dispatcher; call: `strobe.attention` whole, which goes round it; first_time: door and select for a Problem never seen;
-    flash_attn: the stand-in for FlashAttention-2; sdpa: torch's own scaled_dot_product_attention, its kernel included;
-    sdpa_strobe: the same function after `strobe.integrations.sdpa.enable()`; sdpa_64 and sdpa_strobe_64: both on 64 keys, which
-    need not be looked through for NaN that torch's kernel dropped (below a vector of keys it may).
+    keywords        keywords to a Call
+    decide          look up the Choice of a Call seen before
+    op              the whole op, through the dispatcher
+    call            the whole `strobe.attention`, which bypasses the dispatcher; call_causal: with causal=True
+    first_time      describe and select a Problem not seen before
+    flash_attn      `strobe.flash_attn.flash_attn_func`
+    sdpa            torch's scaled_dot_product_attention, including its kernel
+    sdpa_strobe     the same function after `strobe.integrations.sdpa.enable()`
+    sdpa_64, sdpa_strobe_64   both with 64 keys. Then no check for lost NaN is needed: torch's kernel can drop NaN only with fewer keys
+                    than a vector holds.
     """
     q, k, v = (torch.randn(1, 1, 1, 1) for _ in range(3))
     rows = torch.randn(1, 1, 64, 1)
@@ -84,7 +90,7 @@ class _Idle:
 
 @contextmanager
 def _idle_kernel(*calls: Call):
-    """These calls run a kernel that does nothing, for as long as this lasts."""
+    """Within the block, the given calls run a kernel that does nothing."""
     decided = [ops.decide(call) for call in calls]
     idle = [replace(choice, forward=choice.forward._replace(kernel=cast(Kernel, _Idle()), buffers=())) for choice in decided]
     with mock.patch.object(ops, "_choices", Choices({ops.raw_key(call): choice for call, choice in zip(calls, idle)})):

@@ -1,4 +1,4 @@
-"""Two pictures of a run: bars (ours beside every rival, case by case) and the roofline (how near to what the device can do)."""
+"""Two plots of a run: bars (strobe and every rival for each case) and a roofline plot (rates against the device's limits)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .data import NORMAL
 from .table import normal_and_worst, rival_tflops
 
 OURS = "#d1495b"
-# Okabe and Ito's palette without its reds: told apart by colour-blind readers, and none looks like ours. A rival keeps its colour.
+# Okabe and Ito's palette without its reds: colour-blind readers can distinguish the colours, and none resembles OURS
 COLOURS = {
     "flash": "#0072b2", "cudnn": "#009e73", "efficient": "#56b4e9", "fa4": "#e69f00", "flex": "#cc79a7", "math": "#8c8c8c",
     "sdpa": "#0072b2", "sdpa_mask": "#56b4e9", "naive": "#b0b0b0", "self": "#e8a0a9",
 }  # fmt: skip
-EARLIER = ("#e8a0a9", "#b9818a", "#f3cdd2")  # strobe as it was
+EARLIER = ("#e8a0a9", "#b9818a", "#f3cdd2")  # other versions of strobe
 _BAR_INCHES = 0.13
 _FORMATS = (".png", ".svg", ".pdf")
 
 
 def save(rows: Sequence[dict], path: Path) -> list[Path]:
-    """Write `path` (bars) and the roofline beside it, `NAME_roofline.png` for `NAME.png`; returns what was written."""
-    from matplotlib.figure import Figure  # no pyplot: no window system, no global state
+    """Write the bars to `path` and the roofline plot to `NAME_roofline.png` for `NAME.png`. Returns the written paths."""
+    from matplotlib.figure import Figure  # instead of pyplot, which needs a window system and has global state
 
     if len({row.get("data", NORMAL) for row in rows}) > 1:
         rows = normal_and_worst(rows)
@@ -55,7 +55,7 @@ def label(row: dict) -> str:
 
 
 def check(path: Path) -> None:
-    """UnsupportedProblem, before anything is measured, where `save` could not write the file."""
+    """Raise UnsupportedProblem if `save` cannot write this kind of file. Call it before measuring."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as missing:
@@ -107,7 +107,7 @@ def _roofline(figure: Any, rows: Sequence[dict]) -> None:
             axes.plot([x, x], [y, best], color="#cccccc", linewidth=0.8, zorder=2)
             axes.plot(x, best, "o", markersize=5, markerfacecolor="white", markeredgecolor=COLOURS["sdpa"], zorder=3)
         axes.plot(x, y, "o", markersize=5, color=OURS, label=f"{number:2d}  {label(row)}  {row['percent_of_ceiling']:.3g} %", zorder=4)
-        near = (round(20 * math.log10(x)), round(20 * math.log10(y)))  # numbers of points that fall together stand side by side
+        near = (round(20 * math.log10(x)), round(20 * math.log10(y)))  # labels of nearby points go side by side
         axes.annotate(str(number), (x, y), (5 + 11 * crowd[near], -2), textcoords="offset points", fontsize=6.5, color=OURS, zorder=5)
         crowd[near] += 1
     axes.xaxis.set_major_formatter("{x:g}")
@@ -124,7 +124,7 @@ def _roofline(figure: Any, rows: Sequence[dict]) -> None:
 
 
 def _roofs(axes: Any, rows: Sequence[dict]) -> None:
-    """What bounds each precision: bytes per second up to the knee, FLOP/s beyond it."""
+    """Draw the roof of each dtype: memory bandwidth up to the knee, peak FLOP/s beyond it."""
     roofs = list(dict.fromkeys((row["peak_tflops"], row["peak_gbps"], row["dtype"]) for row in rows))
     knees = [1e3 * tflops / gbps for tflops, gbps, _ in roofs]
     low = min([row["intensity"] for row in rows] + knees) / 4
@@ -140,7 +140,7 @@ def _roofs(axes: Any, rows: Sequence[dict]) -> None:
 
 
 def _where(rows: Sequence[dict]) -> str:
-    """Of all rows, since a picture may show some that are older: its devices, versions, days and commits."""
+    """Devices, versions, dates and commits of all rows; they may come from several runs."""
     all_of = lambda values: ", ".join(sorted(set(values)))
     torches, commits = all_of(row["torch"] for row in rows), all_of(row["commit"] or "unknown" for row in rows)
     return f"{all_of(row['device'].split(', ')[0] for row in rows)} · torch {torches} · {all_of(row['date'][:10] for row in rows)} · commit {commits}"

@@ -1,8 +1,8 @@
-"""On the day that a Blackwell GPU is there: what `bench.cycles` predicts of the forward's remedies, beside what they do.
+"""Compare the predictions of `bench.cycles` for the forward with measurements, on a Blackwell GPU.
 
-    python -m strobe.bench.predictions        on that machine; JSON lines, one a shape and variant
+    python -m strobe.bench.predictions        JSON lines, one for each shape and variant
 
-Nothing here has been measured. Each variant is the same kernel with one remedy taken away, timed in turn with the others in one process.
+It has not run on a Blackwell GPU yet. Each variant is the same kernel without one remedy. Variants are timed in turn in one process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BATCH, SEQLEN, HEADS = 2, 8192, 16
 
 
 def variants(plan: Plan) -> dict[str, Plan]:
-    """The kernel as `select` gives it, and without each remedy that it has.
+    """The plan that `select` returns, and variants of it without one remedy each: name -> Plan.
 
     >>> from ..target import FAKES
     >>> q = torch.empty(1, 256, 1, 128, dtype=torch.bfloat16)
@@ -44,7 +44,7 @@ def variants(plan: Plan) -> dict[str, Plan]:
 
 
 def predicted(plan: Plan) -> float:
-    """Cycles of the busiest unit for 128 queries and keys; a rescaled o costs none that is counted: it only comes between products."""
+    """Cycles of the busiest unit for 128 queries and 128 keys. Rescaling o is not counted: it delays products but occupies no counted unit."""
     form = plan.config.form
     return max(cycles(forward(128, 128, form.block_d, form.block_dv), plan.target.capability, 1, form.by_fma / 32, form.degree)[:4])
 

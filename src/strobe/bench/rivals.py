@@ -1,7 +1,7 @@
-"""Whom strobe is measured against. A rival is a name, a reason why it cannot run a case, and a prepared call.
+"""Rival implementations. A rival has a name, a method that tells why it cannot run a case, and a method that prepares a call.
 
-Each gets what suits it best: SDPA the strided views that a model's transposes give it, the packed kernels a document mask
-as packed sequences, and all of them masks and offsets made ahead, outside the timing.
+Each rival gets its best inputs. SDPA gets strided views, as from the transposes in a model. Packed kernels get documents as packed sequences.
+Masks and offsets are made before the timing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from .layouts import as_sequences, batched, dense_mask, heads_first, like_ours, 
 
 Forward = Callable[[], Tensor]
 NO_SOFTCAP = "has no softcap"
-SELF = "self"  # strobe as a second contender: how far apart two measurements of one kernel are
+SELF = "self"  # strobe as a second contender, to show the noise between two measurements of one kernel
 
 
 class Rival(Protocol):
-    """`prepare` returns a call without arguments, whose result is laid out as strobe's: [B, S, H, D] or [T, H, D]."""
+    """`prepare` returns a function without arguments; its result is [B, S, H, D], or [T, H, D] if packed.
+
+    `why_not` returns the reason why the rival cannot run the case on the device, or None."""
 
     name: str
 
@@ -38,7 +40,7 @@ class Rival(Protocol):
 
 
 class Strobe:
-    """Ours, seen as one more contender."""
+    """strobe as a contender."""
 
     def __init__(self, kernel: str | None = None, name: str = "strobe"):
         self.kernel, self.name = kernel, name
@@ -61,7 +63,7 @@ class Strobe:
 
 
 class Sdpa:
-    """torch's scaled_dot_product_attention, held to one backend; windows and documents as a dense mask."""
+    """torch's scaled_dot_product_attention with one fixed backend. Windows and documents are dense masks."""
 
     def __init__(self, name: str, backend: SDPBackend):
         self.name, self.backend = name, backend
@@ -88,7 +90,7 @@ class Sdpa:
 
 
 class SdpaCpu:
-    """torch's scaled_dot_product_attention as it comes, on a CPU: one call a document, for it knows neither documents nor windows."""
+    """torch's scaled_dot_product_attention on a CPU. It has no documents, so each document is one call; windows are refused."""
 
     name = "sdpa"
 
@@ -110,7 +112,7 @@ class SdpaCpu:
 
 
 class SdpaMask:
-    """The same with the mask written out, whatever it is."""
+    """torch's scaled_dot_product_attention on a CPU, with any mask as a dense mask."""
 
     name = "sdpa_mask"
 
@@ -127,7 +129,7 @@ class SdpaMask:
 
 
 class Naive:
-    """softmax(scale * q k^T + mask) v, one torch operation after the other."""
+    """softmax(scale * q k^T + mask) v as separate torch operations, on a CPU."""
 
     name = "naive"
 
@@ -150,7 +152,7 @@ class Naive:
 
 
 class Flash:
-    """FlashAttention-2 as torch ships it: through SDPA where SDPA can ask for it, else by the op that SDPA calls."""
+    """torch's FlashAttention-2: through SDPA for plain and causal cases, else by the op _flash_attention_forward."""
 
     name = "flash"
 
@@ -169,7 +171,7 @@ class Flash:
 
 
 class Fa4:
-    """FlashAttention-4 (flash_attn.cute), where it is installed."""
+    """FlashAttention-4 (flash_attn.cute), if installed."""
 
     name = "fa4"
 
@@ -198,7 +200,7 @@ class Fa4:
 
 
 class Flex:
-    """FlexAttention under torch.compile, its block mask made ahead; documents and packed sequences by their ids."""
+    """FlexAttention under torch.compile. The block mask is made before the timing, with ids for documents and packed sequences."""
 
     name = "flex"
 
@@ -209,14 +211,14 @@ class Flex:
         from torch._functorch import config
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        torch._dynamo.reset()  # its recompile limit counts over all cases, and beyond it dynamo falls back in silence
+        torch._dynamo.reset()  # the recompile limit counts over all cases; beyond it dynamo silently falls back to eager
         compiled = torch.compile(flex_attention, dynamic=False)
         q, k, v = heads_first(case, x)
         mask = create_block_mask(mask_mod(case, q.device), None, None, case.seqlen, case.seqlen, device=q.device) if case.masked else None
         cap = case.softcap
         capped = (lambda score, b, h, row, key: cap * torch.tanh(score / cap)) if cap else None
         call = lambda: like_ours(case, compiled(q, k, v, score_mod=capped, block_mask=mask, enable_gqa=case.grouped))
-        with config.patch(donated_buffer=False):  # a donated buffer is gone after one backward; the timer runs many
+        with config.patch(donated_buffer=False):  # donated buffers allow only one backward; the timer runs many
             call()
         return call
 
@@ -240,7 +242,7 @@ HOME = {"cuda": ("flash", "cudnn", "efficient", "fa4", "flex", "math"), "cpu": (
 
 
 def pick(names: list[str] | tuple[str, ...], device: torch.device) -> list[Rival]:
-    """The rivals named, or all that this device is at home with; @REVISION or @FOLDER is strobe as it stands there.
+    """The named rivals, or all for this device. @REVISION or @FOLDER is strobe at a git revision or in a folder.
 
     >>> [rival.name for rival in pick([], torch.device("cpu"))]
     ['sdpa', 'sdpa_mask', 'naive']

@@ -1,4 +1,4 @@
-"""What is possible: FLOPs and bytes of a case, and the least time a device could take for them."""
+"""FLOPs and bytes of a case, and the least time in which a device could do them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..problem.problem import Problem
 from ..problem.target import Target
 from .cases import Case, Inputs
 
-_TRIES = 5  # the best of them: a ceiling is what the device can do, not what it did while a neighbour was busy
+_TRIES = 5  # take the best: other processes only lower the measured rate
 _MATMUL = 2048
-_COPY_BYTES = 256 * 2**20  # beyond any last-level cache
+_COPY_BYTES = 256 * 2**20  # larger than any last-level cache
 
 
 def cost(case: Case, x: Inputs, kernel: Kernel | None = None) -> Cost:
-    """What `kernel` (any, unless given) counts for the case, its FLOPs over exactly the pairs the mask admits.
+    """FLOPs and bytes of the case as `kernel` counts them (default: `attention_cost`). FLOPs cover exactly the pairs that the mask admits.
 
-    A Problem does not know how long its documents are (their ids live on the device), a case does: each is a dense problem
-    of its own.
+    A Problem does not contain the lengths of documents, because their ids are on the device. The case has them, so each document is counted
+    as a dense problem.
     """
     count = kernel.cost if kernel else partial(attention_cost, backward=case.backward)
     problem = Problem.from_call(case.call(x))
@@ -37,7 +37,7 @@ def cost(case: Case, x: Inputs, kernel: Kernel | None = None) -> Cost:
 
 
 def ceiling(device: torch.device, dtype: torch.dtype) -> Target:
-    """The device with its peaks for `dtype`: a GPU's by the datasheet (16-bit), else measured, once a process.
+    """The device's Target with its peaks for `dtype`: from the datasheet for 16-bit dtypes on a GPU, else measured once per process.
 
     >>> ceiling(torch.device("cpu"), torch.float32).peak_tflops > 0
     True
@@ -49,7 +49,7 @@ def ceiling(device: torch.device, dtype: torch.dtype) -> Target:
 
 
 def percent(cost: Cost, target: Target, ms: float) -> float:
-    """How much of the possible a time is: 100 is the roofline.
+    """The least possible time as a percentage of `ms`; 100 is the roofline.
 
     >>> from strobe.problem.target import FAKES
     >>> round(percent(Cost(989e9, 1.0), FAKES["H200"], 2.0))
@@ -68,7 +68,8 @@ def tflops(cost: Cost, ms: float) -> float:
 
 @lru_cache
 def _matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """A CPU without 16-bit instructions multiplies bfloat16 slower than float32; its ceiling is then float32's, to which a kernel may convert."""
+    """The measured rate of a matrix product. For 16-bit dtypes it is at least float32's: a CPU without 16-bit instructions multiplies
+    bfloat16 slower than float32, and a kernel may convert."""
     a, b = (torch.ones(_MATMUL, _MATMUL, dtype=dtype, device=device) for _ in range(2))
     own = 2 * _MATMUL**3 / _best_seconds(lambda: a @ b, device) / 1e12
     return own if dtype.itemsize >= 4 else max(own, _matmul_tflops(device, torch.float32))

@@ -1,4 +1,4 @@
-"""One case against its rivals -> one row; one row -> one JSON line."""
+"""Measure one case with strobe and its rivals: one row, written as one JSON line."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .machine import version
 from .rivals import SELF, Forward, Rival, Strobe
 from .timer import Function, Timing, as_graph, interleave
 
-# Relative error (Frobenius) between two right kernels is a few roundings; a wrong one is off by tenths. float32 leaves room for TF32.
+# Allowed relative difference (Frobenius). Two correct kernels differ by a few roundings, a wrong one by tenths. float32 allows for TF32.
 AGREE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-3, torch.float64: 1e-6}
 
-# in PyTorch 2.11 these, captured in a CUDA graph, read memory that is gone when it is replayed (flash: with grouped heads); the
-# fault would take the whole process's measurements with it
+# In PyTorch 2.11 a CUDA graph of these reads freed memory when it is replayed (flash: with grouped heads). The fault would end the process
+# and lose all its measurements.
 NOT_CAPTURED = dict.fromkeys((("math", "backward"), ("flash", "backward")), "its backward faults when a CUDA graph of it is replayed")
 
 
@@ -48,14 +48,14 @@ class Contender(NamedTuple):
 
 
 def measure(case: Case, rivals: Iterable[Rival], options: Options) -> dict:
-    """The row of a case: ours beside every rival; a rival that cannot run it stands in "refused" with its reason."""
+    """Measure a case with strobe and every rival. In the result row, "refused" names rivals that cannot run it, with the reason."""
     side = nullcontext()
     if options.graph:
         side = torch.cuda.stream(torch.cuda.Stream(options.device))  # type: ignore[assignment]
     with side, reproducible(case.deterministic):
         x, ours, refused = case.inputs(options.device), Strobe(options.kernel), {}
         ready: dict[str, Contender] = {}
-        for rival in (*rivals, ours):  # ours last: it is the first rival that it is held against
+        for rival in (*rivals, ours):  # ours last, because results are compared with the first in `ready`
             contender, reason = _ready(rival, case, x, options)
             if contender is None:
                 refused[rival.name] = reason
@@ -73,7 +73,7 @@ def measure(case: Case, rivals: Iterable[Rival], options: Options) -> dict:
 
 @contextmanager
 def reproducible(wanted: bool) -> Iterator[None]:
-    """torch's switch for deterministic algorithms, which SDPA's kernels and ours follow; without its filling of every empty tensor."""
+    """Set torch's switch for deterministic algorithms if `wanted`; SDPA's kernels and ours follow it. Keep empty tensors unfilled."""
     filling: Any = import_module("torch.utils.deterministic")
     before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
     if wanted:
@@ -87,7 +87,7 @@ def reproducible(wanted: bool) -> Iterator[None]:
 
 
 def _ready(rival: Rival, case: Case, x: Inputs, options: Options) -> tuple[Contender | None, str]:
-    """The rival's call, run once; or None and why not."""
+    """(the rival's prepared call with one result, "") or (None, the reason why it cannot run)."""
     with Attempt() as attempt:
         if reason := rival.why_not(case, options.device):
             return None, reason
@@ -110,9 +110,10 @@ def _backward(forward: Forward, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
 def _drop_wrong(
     ready: dict[str, Contender], refused: dict[str, str], case: Case, ours: str, exact: Callable[[], dict[str, float]] = dict
 ) -> float | None:
-    """All must agree with the first rival that runs: a wrong kernel is never reported as fast. Returns our distance from it.
+    """Drop contenders with wrong results, so that no wrong kernel is reported as fast. Returns our distance from the first contender in `ready`.
 
-    Where they do not agree, `exact` says how far each is from float64 (`accuracy.distances`), since gradients may cancel and leave rounding alone.
+    All results must agree with the first. If some do not, `exact` (`accuracy.distances`) gives each one's distance from float64 and decides:
+    gradients may cancel, and then kernels differ by rounding only.
     """
     first, agree = next(iter(ready), ours), AGREE[case.dtype]
     apart = {name: _distance(ready[name].result, ready[first].result) for name in ready if name != first}
@@ -161,7 +162,7 @@ def _row(case: Case, ours: Strobe, x: Inputs, times: dict[str, Timing], refused:
 
 
 def versions_of(names: Iterable[str]) -> dict[str, str | None]:
-    """Those of rivals that have one of their own; the others are torch's.
+    """The versions of rivals that are not part of torch: name -> version.
 
     >>> versions_of(["naive", "sdpa"])
     {}
@@ -175,7 +176,7 @@ def _short(number: float) -> float:
 
 
 def circumstances(device: torch.device) -> dict:
-    """Where and when: what a figure means nothing without."""
+    """Device, versions, date and commit of a measurement."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     versions = {"torch": torch.__version__, "triton": version("triton"), "cuda": torch.version.cuda, "python": platform.python_version()}
     return {"device": str(Target.of(device)), "threads": torch.get_num_threads(), **versions, "date": now, "commit": _commit()}
@@ -183,7 +184,7 @@ def circumstances(device: torch.device) -> dict:
 
 @lru_cache
 def _commit() -> str | None:
-    """The source tree's commit; None for an installed package, even one inside someone else's repository."""
+    """The commit of the source tree; None for an installed package, also if it is inside another repository."""
     here = Path(__file__).resolve()
     try:
         asked = subprocess.run(
@@ -196,7 +197,7 @@ def _commit() -> str | None:
 
 
 def rows(cases: Iterable[Case], rivals: Iterable[Rival], options: Options, file: TextIO | None = None) -> Iterator[dict]:
-    """The rows of the cases, each written to `file` as one JSON line the moment it is there."""
+    """Measure the cases. Each row is written to `file` as one JSON line as soon as it is measured."""
     rivals = list(rivals)
     return written((measure(case, rivals, options) for case in cases), file)
 

@@ -1,4 +1,4 @@
-"""Rows for people: rich tables and progress bars on a terminal that has rich, plain text everywhere else."""
+"""Print rows: rich tables and progress bars on a terminal if rich is installed, else plain text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Item = TypeVar("Item")
 
 
 def pretty() -> bool:
-    """Whether to draw for a terminal: standard output is one, and rich is installed."""
+    """Whether standard output is a terminal and rich is installed."""
     return sys.stdout.isatty() and find_spec("rich") is not None
 
 
 def show(headers: Sequence[str], lines: Sequence[Sequence[object]], title: str = "") -> None:
-    """Print a table; numbers stand to the right.
+    """Print a table with numbers aligned at the right.
 
     >>> show(["case", "ms"], [["dense", 1.5], ["causal", 12.25]])
     case      ms
@@ -36,7 +36,7 @@ def show(headers: Sequence[str], lines: Sequence[Sequence[object]], title: str =
 
 
 def number(cell: object) -> str:
-    """Three digits, without exponents; "-" for None.
+    """A cell as text: floats with three significant digits below 1000, rounded to integers above; "-" for None.
 
     >>> number(0.01234), number(25212.3), number(None)
     ('0.0123', '25212', '-')
@@ -55,12 +55,12 @@ def _rich(headers: Sequence[str], cells: list[list[str]], right: list[bool], tit
     for header, numeric in zip(headers, right):
         table.add_column(header, justify="right" if numeric else "left", overflow="fold")
     for row in cells:
-        table.add_row(*map(Text, row))  # Text: brackets in a config are no markup
+        table.add_row(*map(Text, row))  # Text, so that rich does not read brackets in a config as markup
     Console().print(table)
 
 
 def follow(items: Sequence[Item], words: str) -> Iterator[Item]:
-    """The items, with a progress bar on standard error while they are worked through; silent where that is no terminal."""
+    """Yield the items, with a progress bar on standard error if that is a terminal and rich is installed."""
     if not (sys.stderr.isatty() and find_spec("rich") is not None):
         yield from items
         return
@@ -71,10 +71,10 @@ def follow(items: Sequence[Item], words: str) -> Iterator[Item]:
 
 
 def bench(rows: Iterable[dict]) -> None:
-    """The bench table: ours in ms, TFLOP/s, percent of the ceiling; each rival's TFLOP/s; the best rival's time over ours.
-    Of several families of inputs it shows the normal one and the worst.
+    """Print the table of a run: strobe's ms, TFLOP/s and percent of the ceiling, each rival's TFLOP/s, and the best rival's time over strobe's.
 
-    Below it, what a table cannot hold: who could not run what, and why; and the spread where it is wide.
+    With several families of inputs it shows the normal one and the worst. Lines below name the cases that a rival did not run, with reasons,
+    and cases with a wide spread.
     """
     rows = list(rows)
     families = {row.get("data", NORMAL) for row in rows}
@@ -103,7 +103,7 @@ def _line(row: dict, names: list[str]) -> list[object]:
 
 
 def normal_and_worst(rows: Iterable[dict]) -> list[dict]:
-    """Of each case the row of normal numbers, then the row of the family where strobe does worst beside its best rival.
+    """For each case the row with normal inputs, then the row of the other family with the smallest ratio to the best rival.
 
     >>> rows = [{"case": "a", "direction": "forward", "data": name, "ratio": ratio} for name, ratio in
     ...         (("normal", 1.1), ("sharp4", 1.0), ("sharp16", 0.9))]
@@ -122,5 +122,5 @@ def normal_and_worst(rows: Iterable[dict]) -> list[dict]:
 
 
 def rival_tflops(row: dict, name: str) -> float | None:
-    """A rival's rate, over the same FLOPs as ours."""
+    """A rival's TFLOP/s, with our FLOP count; None if it did not run."""
     return row["flops"] / row["rivals"][name] / 1e9 if name in row["rivals"] else None

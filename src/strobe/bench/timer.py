@@ -1,8 +1,7 @@
-"""Timing functions against one another in one process: interleaved rounds, medians, quartiles.
+"""Time several functions in one process: interleaved rounds, medians, quartiles.
 
-Clocks drift while a benchmark runs (power, temperature, neighbours), so A is never timed first and B after it: each round
-times every function once, and what drifts, drifts for all. Each round goes in another order: a card at its power limit is slower
-after a hungry function than after a frugal one, so that a fixed order would favour whoever follows the slowest.
+Clocks drift during a benchmark (power, temperature, other jobs). So each round times every function once, and drift affects all of them. Each
+round has another order. A GPU at its power limit is slower after a function that draws much power, so a fixed order would be unfair.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import torch
 
 Function = Callable[[], object]
 
-_WARM_UP_CALLS = 3  # the first compiles, the second may still build caches, the third is like the rest
+_WARM_UP_CALLS = 3  # the first compiles, the second may still build caches, the third is representative
 _MOST_CALLS = 1000  # per sample
 _FLUSH_BYTES = 256 * 2**20  # five times the L2 of an H200 (50 MB), twice that of a B200 (126 MB)
 
 
 class Timing(NamedTuple):
-    """Milliseconds a call: the median over rounds and the quartiles around it."""
+    """Milliseconds per call: the median over rounds, and the lower and upper quartile."""
 
     median_ms: float
     low_ms: float
@@ -46,14 +45,15 @@ def interleave(
     functions: Mapping[str, Function], device: torch.device | str, rounds: int = 10, sample_ms: float = 20.0, flush: bool = False,
     warm_up: int = _WARM_UP_CALLS, goes_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, Timing]:  # fmt: skip
-    """Time the functions in turn, `rounds` times over; warm-up is outside.
+    """Time the functions in turn, `rounds` times, after a warm-up. Returns name -> Timing.
 
     >>> sorted(interleave({"a": lambda: None, "b": lambda: None}, "cpu", rounds=2, sample_ms=0))
     ['a', 'b']
 
-    Each sample repeats its function for about `sample_ms`, so that launch gaps and the clock's grain vanish in it.
-    `flush` empties a GPU's L2 before each call (a buffer is written over), for functions whose inputs would stay there. `warm_up` calls go before, of
-    which the last says how many fill a sample: of none each is one call. `goes_on` is asked after each sample; the first round is always whole.
+    Each sample repeats its function for about `sample_ms`, so that launch gaps and the clock's resolution do not matter.
+    flush: before each call, overwrite a buffer larger than a GPU's L2, so that inputs are not cached.
+    warm_up: calls before the timing. The last one determines the number of calls in a sample; with 0, a sample is one call.
+    goes_on: called after each sample; False ends the timing. The first round is always complete.
     """
     sampler = _Gpu(torch.device(device), flush) if torch.device(device).type == "cuda" else _Cpu()
     calls = {name: _warm_up(function, sampler, sample_ms, warm_up) for name, function in functions.items()}
@@ -70,7 +70,7 @@ def interleave(
 
 
 def _warm_up(function: Function, sampler: _Cpu | _Gpu, sample_ms: float, count: int) -> int:
-    """How many calls fill a sample."""
+    """Warm up; returns the number of calls in a sample."""
     for _ in range(count - 1):
         function()
     if not count:
@@ -95,7 +95,7 @@ class _Cpu:
 
 
 class _Gpu:
-    """CUDA events on the current stream of `device`: the clock is the device's own."""
+    """Time with CUDA events on the current stream of `device`."""
 
     def __init__(self, device: torch.device, flush: bool):
         self.device = device
@@ -105,7 +105,7 @@ class _Gpu:
         with torch.cuda.device(self.device):
             repeats, inner = (1, calls) if self.scratch is None else (calls, 1)
             if self.scratch is None:
-                function()  # untimed: after a pause a host takes 0.5 to 0.7 ms for a backward's first launch, and a GPU waits for it
+                function()  # untimed: after a pause the first launch of a backward takes 0.5 to 0.7 ms on the host
             events = [self._one(function, inner) for _ in range(repeats)]
             torch.cuda.synchronize()
             return sum(start.elapsed_time(stop) for start, stop in events) / calls
@@ -122,10 +122,10 @@ class _Gpu:
 
 
 def as_graph(function: Function) -> Function:
-    """`function` captured in a CUDA graph, as its replay: device time with no host in it.
+    """Capture `function` in a CUDA graph. Returns a function that replays the graph, so that timing it excludes host time.
 
-    Call it with a side stream current (`torch.cuda.stream`), the one the function's tensors were made on: autograd runs
-    a backward on the stream of its forward, and a capture sees one stream.
+    Call this under `torch.cuda.stream(side_stream)`, with the stream on which the function's tensors were made: autograd runs a backward on
+    the stream of its forward, and a graph captures one stream.
     """
     for _ in range(_WARM_UP_CALLS):
         function()
@@ -134,7 +134,7 @@ def as_graph(function: Function) -> Function:
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         function()
 
-    def replay(kept: Function = function) -> None:  # what the function holds, the graph reads: a backward's saved tensors
+    def replay(kept: Function = function) -> None:  # keeps tensors alive that the graph reads
         graph.replay()
 
     return replay
