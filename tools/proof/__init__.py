@@ -1,1 +1,1 @@
-"""What can be shown of a GPU kernel without a GPU."""
+"""Checks of GPU kernels without a GPU: compiled code and its budgets, mutation scores, drift under other versions of Triton."""

@@ -1,7 +1,7 @@
-"""What is compiled for which GPUs, and what it may take: families, limits, and a ledger of exceptions, each with its reason.
+"""The kernels to compile for each GPU, their resource limits, and LEDGER: the list of exceptions, each with its reason.
 
-Data alone: `tools.proof.compile` compiles it, `tests/test_offline_compile.py` holds it. A new family of kernels is a line of FAMILIES and one
-of calls.CASES_OF.
+This file is mostly data. `tools.proof.compile` compiles the kernels, and `tests/test_offline_compile.py` checks the limits. A new kernel
+family needs one line in FAMILIES and one in calls.CASES_OF.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from strobe.problem.target import FAKES, Target
 
 from .calls import CASES_OF
 
-MOST_REGISTERS = 255  # a thread's, on every target
-TENSOR_COLUMNS = 512  # of tensor memory, an SM's
+MOST_REGISTERS = 255  # per thread, on every target
+TENSOR_COLUMNS = 512  # columns of tensor memory per SM
 
 TARGETS: dict[str, Target] = {f"sm_{FAKES[name].capability}": FAKES[name] for name in ("A100", "A10", "RTX 4090", "H200", "B200", "B300", "RTX 5090")}
-# family of kernels: the targets it is made for
+# kernel family -> its targets
 FAMILIES: dict[str, tuple[str, ...]] = {
     "portable": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
     "portable.decode": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
@@ -30,14 +30,14 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "hopper.decode": ("sm_90",),
     "blackwell": ("sm_100", "sm_103"),
 }
-ON_EVERY_TARGET = "d128 causal"  # what each commit looks at for every target; all other cases for WITH_ALL_CASES
-WITH_ALL_CASES = "sm_90"
-# whose roles are written out loop by loop
+ON_EVERY_TARGET = "d128 causal"  # compiled on each commit for every target
+WITH_ALL_CASES = "sm_90"  # on each commit only this target compiles other cases, too (but see Unit.each_commit)
+# cases for which docs/compiled.md shows the inner loop of each warp role
 IN_ROLES = ("d64 dense", "d64 causal", "d128 dense", "d128 causal", "d64 causal, many keys", "d128 causal, many keys")
 
 
 class Unit(NamedTuple):
-    """The kernels of one call of one family on one target; the names of all three."""
+    """The kernels of one case for one family on one target. The fields are names."""
 
     family: str
     case: str
@@ -45,7 +45,7 @@ class Unit(NamedTuple):
 
     @property
     def call(self) -> Call | DecodeCall | AppendCall:
-        """The case, asked of this family; without gradients where it has no backward, or the case is a forward's alone."""
+        """The case's call, with `kernel` set to this family. It needs gradients only if the case does and the family has a backward."""
         family, call = self.family.partition(".")[0], CASES_OF[self.family][self.case]()
         if not isinstance(call, Call):
             return call._replace(kernel=family)
@@ -54,9 +54,11 @@ class Unit(NamedTuple):
 
     @property
     def each_commit(self) -> bool:
-        """Compiled on each commit; the others nightly: every tiling is among these. A bound on the left alone has the tiles of a window and less
-        to hide, a window or no mask beyond d128 those of its causal case; keys that end within a tile, sizes of 1, heads that share a tile or are
-        divided, turns at dq, float16, clusters, documents, key lengths and prefixes are seen at one width, and not all of these at once."""
+        """Whether the unit is compiled on each commit; all others are compiled nightly. Every tiling is compiled on each commit.
+
+        Left out are variants whose tiling another unit has. "window left" has the tiling of "window" and masks less. A window or no mask has
+        the tiling of the causal case, except at d64 and d128. Some features are compiled at one width only: ragged keys, sizes of 1, shared
+        or divided heads, deterministic dq, float16, clusters, documents, key lengths and prefixes."""
         if self.family == "blackwell":
             tilings = ("d64 dense", "d96 causal", "d128 dense", "d192/128 causal")
             return self.case == ON_EVERY_TARGET or (self.target == "sm_100" and self.case in tilings)
@@ -70,7 +72,7 @@ class Unit(NamedTuple):
         return self.case == ON_EVERY_TARGET or (self.target == WITH_ALL_CASES and not variant)
 
 
-REFUSED = {("d256 float64", target) for target in ("sm_86", "sm_89", "sm_120")}  # its gradients need tiles that exceed 99 KiB
+REFUSED = {("d256 float64", target) for target in ("sm_86", "sm_89", "sm_120")}  # the tiles of its backward exceed 99 KiB of shared memory
 UNITS = [
     Unit(family, case, target)
     for family, targets in FAMILIES.items()
@@ -81,14 +83,14 @@ UNITS = [
 
 
 class Allowance(NamedTuple):
-    """An exception: patterns of kernel, case and target; bytes of spills (stores and loads together) of the worst it covers; why."""
+    """An exception to the limits: patterns of kernel, case and target, the spill bytes (stores plus loads) of the worst row, the reason."""
 
     kernel: str
     case: str
     target: str
     spill_bytes: int | None  # None: it does not compile
     why: str
-    serialized: bool = False  # ptxas may serialise its wgmma, too
+    serialized: bool = False  # ptxas may also serialise its wgmma
     family: str = "portable"
 
     @property
@@ -114,7 +116,7 @@ _SCATTERED = "what a loader finds out of a document's tile; where documents lie 
 _FOUR = "what three or four consumers of few registers need of a tile between their steps: none of it within them"
 _CAPPED = "the softcap's tanh over all scores of a tile beside o and the weights; tilings are chosen without it"
 
-# The first line that covers a kernel counts. Bytes are those of Triton 3.6.0: a number that is more than needed fails, as does one too small.
+# The first line that covers a kernel counts. Bytes are those of Triton 3.6.0. The tests fail if a number is too small or larger than needed.
 LEDGER: tuple[Allowance, ...] = (
     Allowance("queries_kernel", "d256 float64", "sm_10?", 27044, _WIDE),
     Allowance("queries_kernel", "d64 causal float64", "*", 608, _WIDE),
@@ -179,12 +181,12 @@ def spill_bytes(row: dict) -> int:
 
 
 def allowance(row: dict) -> Allowance | None:
-    """The line of the ledger that speaks of this kernel."""
+    """The first line of LEDGER that covers this kernel, or None."""
     return next((line for line in LEDGER if line.covers(row)), None)
 
 
 def faults(row: dict) -> list[str]:
-    """What this kernel takes beyond its budget, in words; none is good."""
+    """A message for each limit that this kernel exceeds; empty if it is within its budget."""
     line, limit = allowance(row), TARGETS[row["target"]].shared_bytes
     name = f"{row['kernel']} ({row['case']}, {row['target']})"
     if "error" in row:
@@ -201,7 +203,7 @@ def faults(row: dict) -> list[str]:
 
 
 def stale(rows: Iterable[dict]) -> list[str]:
-    """Lines of the ledger that `rows`, all that there are, do not need as they stand."""
+    """A message for each line of LEDGER that permits more than needed. `rows` must be all rows."""
     covered: dict[Allowance, list[dict]] = {line: [] for line in LEDGER}
     for row in rows:
         line = allowance(row)
@@ -211,7 +213,7 @@ def stale(rows: Iterable[dict]) -> list[str]:
 
 
 def _unneeded(line: Allowance, under: list[dict]) -> str:
-    """Why a line should not stand as it does over the rows under it; "" if it should."""
+    """Why a line permits more than the rows that it covers need; "" if it does not."""
     if line.spill_bytes is None:
         return "" if any("error" in row for row in under) else "it compiles now; take the line away"
     if line.serialized and not any(row.get("serialized") for row in under):

@@ -1,12 +1,12 @@
-"""Calibration: the same kernels, inputs and mutants in the simulator and on a GPU. Where they disagree, the simulator's semantics are wrong.
+"""Calibration: run the same kernels, inputs and mutants in the simulator and on a GPU. A disagreement is an error of the simulator.
 
-    python -m tools.proof.calibrate prepare tests/specimens/scenes.py .carry/calibration     here: outputs, mutants and verdicts of the simulator
-    python -m tools.proof.calibrate measure .carry/calibration OUT                           on the GPU: needs torch and Triton alone
+    python -m tools.proof.calibrate prepare tests/specimens/scenes.py .carry/calibration     without a GPU: outputs, mutants, simulator's reports
+    python -m tools.proof.calibrate measure .carry/calibration OUT                           on the GPU: needs only torch and Triton
     python -m tools.proof.calibrate compare .carry/calibration OUT --results results/calibration.jsonl
 
-A scenes file has `SCENES`, each with a name, a target, a function of the device that returns the outputs, the file whose statements are
-mutated, and whether floating-point adds must have an order in it. Mutants that a simulated schedule lets hang are not tried on the GPU; the
-others run there `RUNS` times, each in a process of its own.
+A scenes file defines `SCENES`. A scene has a name, a target, a function of the device that returns the outputs, the file to mutate, and whether
+floating-point atomic adds must be ordered. A mutant that hangs in some simulated schedule does not run on the GPU. Every other mutant runs
+`RUNS` times, each mutant in its own process.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import torch
 from .pages import fill
 
 RUNS = 200
-LIMIT_S = 150  # of one process on the GPU
-HANGS = ("deadlock", "barrier", "bytes")  # kinds of report after which a GPU may wait for ever
-TOLERANCE = 2e-2  # of the largest output: far above rounding, far below a wrong tile
+LIMIT_S = 150  # time limit of one process on the GPU
+HANGS = ("deadlock", "barrier", "bytes")  # kinds of report that mean that a GPU may hang
+TOLERANCE = 2e-2  # relative to the largest output: far above rounding errors, far below the error of a wrong tile
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,11 +51,13 @@ def main(argv: list[str] | None = None) -> int:
     return arguments.run(arguments)
 
 
-# ---- here: what the simulator says
+# ---- without a GPU: the simulator
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Folder: per scene the simulator's outputs, and for each mutant the package with the changed file and the verdicts."""
+    """Write to `folder`, for each scene, the simulator's outputs, and for each mutant a copy of the package with the mutated file.
+
+    plan.json lists all cases with the simulator's reports."""
     from strobe.sim import Checks, simulate
     from strobe.sim.campaign import campaign
     from strobe.sim.scene import Scene, load
@@ -94,7 +96,7 @@ def _copy(package: Path, place: Path) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Run every safe case in a process of its own, several at once; out: CASE.json and the unchanged kernels' outputs."""
+    """Run each case that cannot hang in its own process, several in parallel. Writes CASE.json and the outputs of the original kernels."""
     plan = json.loads((arguments.folder / "plan.json").read_text())
     arguments.out.mkdir(parents=True, exist_ok=True)
     cases = [case for case in plan["cases"] if case["safe"] and arguments.scene in case["scene"]]
@@ -115,13 +117,13 @@ def measure(arguments: argparse.Namespace) -> int:
 
     originals = [case for case in cases if case["mutant"] == "original"]
     with ThreadPoolExecutor(max(1, min(12, (os.cpu_count() or 2) - 2))) as pool:
-        list(pool.map(run, originals))  # their outputs are what the mutants are held against
+        list(pool.map(run, originals))  # first, because mutants are compared with their outputs
         list(pool.map(run, [case for case in cases if case["mutant"] != "original"]))
     return 0
 
 
 def repeat(arguments: argparse.Namespace) -> int:
-    """One case: import the package, run its scene `RUNS` times, count outputs that differ from the unchanged kernel's."""
+    """Run one case: import the package, run its scene `RUNS` times, and count runs whose outputs differ from the original kernel's."""
     sys.path.insert(0, str(arguments.package.parent))
     scenes = __import__(f"{arguments.package.name}.scenes", fromlist=["SCENES"])
     run = next(scene.run for scene in scenes.SCENES if scene.name == arguments.scene)
@@ -155,16 +157,18 @@ def _machine() -> dict[str, str]:
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference over the largest expected value; NaN where it is not expected counts as 1e9."""
+    """The largest difference divided by the largest expected value. NaN and infinite differences count as 1e9."""
     difference = (got.double() - expected.double()).abs()
     return float(torch.nan_to_num(difference, nan=1e9, posinf=1e9).max() / expected.double().abs().max())
 
 
-# ---- both together
+# ---- comparison
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """A row for each case: what each detector of the simulator said, what the GPU did. 1 if an unchanged kernel's numbers differ."""
+    """Print a row for each case: the report of each detector of the simulator, and the result on the GPU.
+
+    Returns 1 if the outputs of an original kernel differ from the simulator's."""
     plan = json.loads((arguments.folder / "plan.json").read_text())
     rows, failed = [], False
     for case in plan["cases"]:
@@ -188,7 +192,7 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def table(rows: list[dict]) -> str:
-    """A line for each scene: how far the unchanged kernel is from the simulator, and of its mutants what each side noticed."""
+    """Markdown with a line for each scene: the original kernel's difference from the simulator, and the mutants that each side noticed."""
     titles = ("scene", "largest difference", "mutants", "may hang", "wrong on the GPU", "of these noticed here", "silent on the GPU, noticed here",
               "silent in both")  # fmt: skip
     lines = ["| " + " | ".join(titles) + " |", "| --- |" + " ---: |" * (len(titles) - 1)]

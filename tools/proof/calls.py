@@ -1,4 +1,4 @@
-"""The calls whose kernels are compiled for GPUs that are not here: for each family between them every tiling, every mask and every option."""
+"""The calls whose kernels are compiled offline. For each kernel family they cover every tiling, every kind of mask and every option."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _lengths(keys: int = 256) -> Mask:
 
 _ALIKE: dict[str, Any] = {"batch_invariant": True, "needs_grad": False}
 
-# For the portable kernels: between them every tiling of the tables, every way to load, every part of a mask and every option.
-# bfloat16 where nothing is said.
+# Portable kernels: together these cover every tiling in the tables, every kind of load, every part of a mask and every option.
+# The dtype is bfloat16 unless the name has another.
 CASES: dict[str, Callable[[], Call]] = {
     "d64 dense": lambda: _dense(64),
     "d64 causal": lambda: _dense(64, mask=masks.causal()),
@@ -71,7 +71,7 @@ CASES: dict[str, Callable[[], Call]] = {
 
 
 def _hopper_cases() -> dict[str, Callable[[], Call]]:
-    """A kernel for each tiling with each way that a mask bounds rows, keys that end within a tile, options, and sizes of 1."""
+    """Hopper: each tiling with each kind of band, keys that end within a tile ("ragged"), options, and sizes of 1."""
     bands = {"dense": masks.full(), "causal": masks.causal(), "window": masks.window(100, 20), "window left": masks.window(100, None)}
     cases: dict[str, Callable[[], Call]] = {}
     for name, widths in {"d64": (64, 64), "d128": (128, 128), "d192/128": (192, 128), "d256": (256, 256)}.items():
@@ -88,12 +88,12 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
     cases["d128 packed causal"] = partial(_packed, 128, bands["causal"], (4, 4))
     for width, heads in ((128, (4, 4)), (192, (8, 1))):
         cases[f"d{width} packed causal deterministic"] = partial(_packed, width, bands["causal"], heads, deterministic=True)
-    for name, width in {"d64": 64, "d128": 128, "d256": 256}.items():  # groups divided among programs
+    for name, width in {"d64": 64, "d128": 128, "d256": 256}.items():  # the heads of a group are divided among programs
         cases[f"{name} group 8 causal"] = partial(_dense, width, mask=bands["causal"], heads=(8, 1))
     cases["d128 packed group 4 window"] = partial(_packed, 128, bands["window"], (8, 2))
     shared = {"d96 group 8 dense, 5 rows": (96, 96), "d128 group 8 causal, 5 rows": (128, 128), "d192/128 group 3 causal, 5 rows": (192, 128),
               "d256 group 4 window, 5 rows": (256, 256)}  # fmt: skip
-    for name, widths in shared.items():  # heads of a group share a tile
+    for name, widths in shared.items():  # the heads of a group share a tile
         group, band = name.removesuffix(", 5 rows").split()[2:]
         cases[name] = partial(_dense, *widths, mask=bands[band], heads=(2 * int(group), 2), rows=5)
     for name, widths in {
@@ -127,7 +127,7 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
 
 
 def _many_keys() -> dict[str, Callable[[], Call]]:
-    """Kernels as they are of many keys: forwards with early weights but for float16, backwards that clear dq's sum though a mask bounds keys."""
+    """Kernels for many keys. Forwards use optimistic softmax, except for float16. Backwards clear dq's sum although a mask bounds the keys."""
     bands = {"dense": masks.full(), "causal": masks.causal(), "window": masks.window(3000, 20)}
     many = partial(_dense, rows=8192, keys=8192, needs_grad=False)
     cases: dict[str, Callable[[], Call]] = {}
@@ -167,7 +167,7 @@ def _append(page_size: int, cache_dtype: torch.dtype, interleaved: bool | None =
     return AppendCall(new, new, to.k, to.v, to.seqlens, to.page_table, *scales, cos, sin, bool(interleaved))
 
 
-# For the portable decode and append: every way to find a key, to store one, and to split.
+# Portable decode and append: every way to address a key, to store one, and to split.
 DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
     "d128 causal": lambda: _decode(128, 16),
     "d128 pages of 1": lambda: _decode(128, 1),
@@ -186,7 +186,7 @@ DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
     "append rotary float8 to rows": lambda: _append(0, FP8, True),
 }
 
-# For the Hopper decode: every way to find a key, each number of query rows, each width, splits and none.
+# Hopper decode: every way to address a key, each number of query rows, each width, with and without splits.
 HOPPER_DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
     name: case for name, case in DECODES.items() if name.startswith(("d128", "d256 pages", "d64 rows"))
 } | {
@@ -209,8 +209,10 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
 
 
 def _blackwell_cases() -> dict[str, Callable[[], Call]]:
-    """A kernel for each tiling with each way that a mask bounds rows, options, and heads that share a tile; keys that end within a tile, and
-    sizes of 1: a size of 1 is a constant, and hides what the others keep. Many heads, so that tiles are counted where they differ."""
+    """Blackwell: each tiling with each kind of band, options, shared heads, keys that end within a tile, and sizes of 1.
+
+    Triton compiles a size of 1 as a constant, so such a kernel differs from the others. There are many heads, so that kernels count their
+    tiles if tiles differ."""
     bands = {"dense": masks.full(), "causal": masks.causal(), "window": masks.window(100, 20)}
     many = (160, 160)
     cases: dict[str, Callable[[], Call]] = {}
@@ -229,7 +231,7 @@ def _blackwell_cases() -> dict[str, Callable[[], Call]]:
     return cases | {"d96 packed group 4 window": partial(_packed, 96, bands["window"], (8, 2))}
 
 
-# family: the calls it is compiled for
+# kernel family -> name -> call
 CASES_OF = {
     "portable": CASES, "portable.decode": DECODES, "hopper": _hopper_cases(), "hopper.decode": HOPPER_DECODES, "blackwell": _blackwell_cases(),
 }  # fmt: skip

@@ -1,9 +1,9 @@
-"""Offline compile: kernels to machine code for GPUs that are not here, and what the compiler made of them.
+"""Compile kernels to machine code without a GPU, and report registers, spills, shared memory and instructions.
 
-Triton's driver is replaced by one that names a target, launches are noted instead of run, and each is compiled as a launch would compile it:
-for the same types, alignments and options, from the host code that would launch it.
+A replacement for Triton's driver names the target. Launches are recorded instead of run. Each recorded launch is compiled with the types,
+alignments and options of the host code that launches it.
 
-    python -m tools.proof.compile --target sm_90 --case 'd128*'       compile some, print them; --roles: and the inner loop of each role
+    python -m tools.proof.compile --target sm_90 --case 'd128*'       compile some and print them; --roles prints the inner loop of each warp role
     python -m tools.proof.compile --table docs/compiled.md             compile all, write results/compiled.jsonl and the page's tables
 """
 
@@ -53,12 +53,12 @@ from .pages import fill
 from .record import OF_ROLES, RESULTS, in_short, key, lines_of_roles, merged, page, read, recalled, table
 from .sass import Loop, Parts, count, disassemble, fingerprint, loops
 
-_SERIALIZED = re.compile(r"\(C75(?!19)\d\d\)|instructions are serialized")  # C7519 says that a warpgroup.arrive was added: one instruction
-_devices = itertools.count(1000)  # a device of its own for each compile keeps Triton's in-memory caches out of it
+_SERIALIZED = re.compile(r"\(C75(?!19)\d\d\)|instructions are serialized")  # except C7519: ptxas added one warpgroup.arrive
+_devices = itertools.count(1000)  # a new device number for each compile bypasses Triton's in-memory caches
 
 
 class Job(NamedTuple):
-    """One launch that is compiled instead of run."""
+    """One launch to compile instead of run."""
 
     name: str
     kernel: Any  # a Triton or Gluon JITFunction
@@ -69,7 +69,7 @@ class Job(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one kernel takes on one target."""
+    """The resources and machine code of one kernel on one target."""
 
     name: str
     capability: int
@@ -78,12 +78,12 @@ class Report(NamedTuple):
     spill_load_bytes: int
     stack_bytes: int
     shared_bytes: int  # static and dynamic
-    tensor_columns: int  # of tensor memory
-    warps: int  # of all roles
+    tensor_columns: int  # columns of tensor memory
+    warps: int  # of all warp roles together
     serialized: bool  # ptxas had to serialise wgmma
-    instructions: dict[str, int]  # of COUNTED; empty where the disassembler does not know the target
-    roles: list[Loop]  # the inner loops of warps with roles
-    code: str  # the fingerprint of its machine code
+    instructions: dict[str, int]  # counts of COUNTED; empty if the disassembler does not know the target
+    roles: list[Loop]  # the inner loop of each warp role
+    code: str  # fingerprint of the machine code
     source: str  # `source_of` the job it was compiled for
     seconds: float  # of the compile, with cold caches
 
@@ -93,7 +93,7 @@ class Report(NamedTuple):
 
 
 class _OfflineDriver:
-    """As much of a Triton driver as JITFunction.warmup asks for."""
+    """The part of a Triton driver that JITFunction.warmup uses."""
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -114,8 +114,8 @@ class _OfflineDriver:
 
 @contextmanager
 def offline(capability: int) -> Iterator[_OfflineDriver]:
-    """Triton believes in a GPU of this capability."""
-    before, here = driver._active, _OfflineDriver(capability)  # reset_active() would look for a GPU's driver and fail where there is none
+    """Within the block, Triton compiles for a GPU of this capability."""
+    before, here = driver._active, _OfflineDriver(capability)  # reset_active() fails without a GPU's driver
     driver.set_active(here)  # type: ignore[arg-type]
     try:
         yield here
@@ -125,7 +125,7 @@ def offline(capability: int) -> Iterator[_OfflineDriver]:
 
 @contextmanager
 def recording(target: Target) -> Iterator[list[Job]]:
-    """Launches of Triton and Gluon kernels are noted in the list, and nothing runs: whatever host code launches can be compiled.
+    """Within the block, launches of Triton and Gluon kernels are appended to the list and do not run.
 
     >>> with recording(TARGETS["sm_90"]) as jobs:
     ...     pass  # any code that launches kernels, on CPU tensors
@@ -135,7 +135,7 @@ def recording(target: Target) -> Iterator[list[Job]]:
     jobs: list[Job] = []
 
     def note(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if not warmup:  # of what is launched next
+        if not warmup:  # a warm-up compiles a kernel whose launch follows
             jobs.append(Job(kernel.fn.__name__, kernel, arguments, grid, options, target))
 
     run, JITFunction.run = JITFunction.run, note  # type: ignore[method-assign]
@@ -150,9 +150,9 @@ def _unknown(code: str) -> Parts | None:
 
 
 def compile_job(job: Job, known: Callable[[str], Parts | None] = _unknown) -> Report:
-    """Compile one launch with cold caches and say what it takes; raises what the compiler raises.
+    """Compile one launch with cold caches and report its resources. Errors of the compiler propagate.
 
-    known: what a disassembly said of machine code with this fingerprint, or None; disassembling takes 0.2 s and more, as long as many compiles.
+    known: returns the recorded `Parts` of machine code with a fingerprint, or None. Disassembling takes 0.2 s or more, as long as many compiles.
     """
     return report(job.name, job.kernel, job.target.capability, job.arguments, job.options, job.grid, known)
 
@@ -161,7 +161,7 @@ def report(
     name: str, kernel: Any, capability: int, arguments: tuple, options: dict[str, Any], grid: Any = (1,),
     known: Callable[[str], Parts | None] = _unknown,
 ) -> Report:  # fmt: skip
-    """`compile_job` for a launch that was never recorded."""
+    """`compile_job` for a launch given by its parts."""
     said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, offline(capability), knobs.cache.scope(), knobs.nvidia.scope(), redirect_stdout(said):
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True
@@ -178,16 +178,16 @@ def report(
 
 
 def source_of(kernel: Any, capability: int, arguments: tuple, options: dict[str, Any]) -> str:
-    """A hash of all that a kernel is compiled from: the text and lines of its functions, types, constants and with these the code that forms answer
-    by (`kernels.constants`), options, target, and Triton's version."""
+    """A hash of everything that a kernel is compiled from: text and line numbers of its functions, types, constants, options, target, version
+    of Triton. Traits among the constants hold a hash of the package's own code (`kernels.runtime.constants`)."""
     keys.hash_callees_first(kernel)
     told = [triton.__version__, str(capability)]
 
     def note(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
-        told.extend([source.hash(), *(f"{name}={value}" for name, value in options.items() if name != "extern_libs")])  # which are paths
+        told.extend([source.hash(), *(f"{name}={value}" for name, value in options.items() if name != "extern_libs")])  # paths
 
     with offline(capability) as here:
-        kernel.device_caches[here.device]  # with which `compile` comes
+        kernel.device_caches[here.device]  # creates the cache entry, which sets kernel.compile
         compiling, kernel.compile = kernel.compile, note
         try:
             kernel.warmup(*arguments, grid=(1,), **options)
@@ -197,7 +197,7 @@ def source_of(kernel: Any, capability: int, arguments: tuple, options: dict[str,
 
 
 def _parts(name: str, asm: Any) -> Parts:
-    """What stands in a kernel's machine code; raises where an operand of a product is lost."""
+    """Instruction counts and loops of a kernel's machine code. Raises KernelFault if ptxas overwrites an operand of a product."""
     sass = disassemble(asm["cubin"])
     if lost := clashes(asm["ptx"], sass):
         raise KernelFault(
@@ -207,7 +207,7 @@ def _parts(name: str, asm: Any) -> Parts:
 
 
 def _taken(log: str, name: str) -> dict[str, int]:
-    """The figures in what `ptxas -v` says: registers of the widest function, bytes of all of them together."""
+    """The figures in the output of `ptxas -v`: the largest register count of the functions, and the sums of their bytes."""
     figures = {
         "registers": r"Used (\d+) registers", "stack": r"(\d+) bytes stack frame", "spill_stores": r"(\d+) bytes spill stores",
         "spill_loads": r"(\d+) bytes spill loads", "static": r"(\d+) bytes smem",
@@ -219,7 +219,7 @@ def _taken(log: str, name: str) -> dict[str, int]:
 
 
 def _planned(call: Call | DecodeCall | AppendCall, target: Target) -> Iterator[tuple[Plan | None, Any]]:
-    """The plans of `call`, on CPU tensors, on `target`, each with what it writes."""
+    """The plans for `call` (on CPU tensors) on `target`, each with its output tensors."""
     if isinstance(call, AppendCall):
         yield select(AppendProblem.from_call(call), target).forward, None
         return
@@ -232,7 +232,7 @@ def _planned(call: Call | DecodeCall | AppendCall, target: Target) -> Iterator[t
 
 
 def launches(call: Call | DecodeCall | AppendCall, target: Target) -> list[tuple[Plan, Job]]:
-    """The kernels that `call`, on CPU tensors, would run on `target`, each with its plan: forward, and backward where it needs gradients."""
+    """The launches of `call` (on CPU tensors) on `target`, each with its plan: forward, and backward if gradients are needed."""
     written = _planned(call, target)
     found: list[tuple[Plan, Job]] = []
     for plan, tensors in written:
@@ -246,29 +246,28 @@ def launches(call: Call | DecodeCall | AppendCall, target: Target) -> list[tuple
 
 
 def rows(unit: Unit, kernel: str = "*", recorded: Mapping[tuple[str, ...], dict] | None = None) -> list[dict]:
-    """One row a kernel of the unit whose name matches; none where the family refuses the case.
+    """One row for each kernel of the unit whose name matches `kernel`; none if the family does not support the case.
 
-    recorded: rows by `key`. What was compiled from the same source is not compiled again; machine code that has not changed since is not disassembled
-    again.
+    recorded: older rows by `key`. A kernel with the same source hash is not compiled again. Unchanged machine code is not disassembled again.
     """
     try:
         found = launches(unit.call, TARGETS[unit.target])
     except UnsupportedProblem:
         return []
-    once = {job.name: (plan, job) for plan, job in reversed(found)}  # the Hopper backward converts up to three sums by one kernel
+    once = {job.name: (plan, job) for plan, job in reversed(found)}  # the Hopper backward launches one kernel up to three times, to convert sums
     return [_row(unit, *once[name], (recorded or {}).get((*unit, name))) for name in reversed(once) if fnmatchcase(name, kernel)]
 
 
 def _row(unit: Unit, plan: Plan, job: Job, recorded: dict | None) -> dict:
-    """What the kernel takes, or under "error" why it does not compile."""
+    """The kernel's row: its resources, or "error" with the reason why it does not compile."""
     source = source_of(job.kernel, job.target.capability, job.arguments, job.options)
-    whole = recorded and recalled(recorded, recorded.get("code", ""))  # in it stands all that is looked for now
+    whole = recorded and recalled(recorded, recorded.get("code", ""))  # whether the recorded row has all of today's columns
     if recorded and whole and recorded.get("source") == source:
         return recorded
     heading = {"family": unit.family, "kernel": job.name, "case": unit.case, "target": unit.target, "config": str(plan.config)}
     try:
         facts = compile_job(job, partial(recalled, recorded or {}))._asdict()
-    except (TritonError, RuntimeError) as error:  # the language's, ptxas's and the compiler's passes'
+    except (TritonError, RuntimeError) as error:  # from the language, ptxas and the compiler's passes
         return heading | {"error": _cause(error), "triton": triton.__version__}
     del facts["name"], facts["capability"]
     roles = {"roles": [loop.row() for loop in facts.pop("roles")]}
@@ -276,7 +275,7 @@ def _row(unit: Unit, plan: Plan, job: Job, recorded: dict | None) -> dict:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of what began it, without the source that Triton quotes around it."""
+    """The first line of the first error in the chain, without the source code that Triton quotes."""
     while error.__cause__:
         error = error.__cause__
     said = str(getattr(error, "error_message", None) or error)
@@ -287,7 +286,7 @@ def _cause(error: BaseException) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 where a kernel is over its budget."""
+    """Returns 1 if a kernel exceeds its budget, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tools.proof.compile", description="Compile kernels for GPUs that are not here.")
     parser.add_argument("--target", action="append", choices=tuple(TARGETS), help="all unless given; repeatable")
     parser.add_argument("--family", action="append", choices=tuple(FAMILIES), help="all unless given; repeatable")
@@ -329,7 +328,7 @@ def _run(a: argparse.Namespace) -> int:
 
 
 def _compiled(units: list[Unit], kernel: str, jobs: int, nvdisasm: str | None) -> Iterator[dict]:
-    """The rows of all units, worked on by `jobs` fresh processes; a progress bar where there is a terminal and rich."""
+    """The rows of all units, compiled in `jobs` new processes. Shows a progress bar if standard error is a terminal and rich is installed."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, initializer=_use, initargs=(nvdisasm,)) as pool:
         batches = pool.map(partial(rows, kernel=kernel), units)
@@ -342,15 +341,15 @@ def _compiled(units: list[Unit], kernel: str, jobs: int, nvdisasm: str | None) -
 
 
 def _use(nvdisasm: str | None) -> None:
-    """Each process compiles on one thread, and disassembles with the tool given."""
+    """Set up a process: one torch thread, and the given disassembler. Raises InvalidProblem if Triton does not accept it."""
     torch.set_num_threads(1)
     if nvdisasm:
         knobs.nvidia.nvdisasm = nvdisasm  # type: ignore[assignment]
-        if knobs.nvidia.nvdisasm.path != nvdisasm:  # Triton takes its own in silence where this one does not run
+        if knobs.nvidia.nvdisasm.path != nvdisasm:  # Triton silently uses its own if this one does not run
             raise InvalidProblem("--nvdisasm", nvdisasm, "a program that answers --version", "give the path of nvdisasm")
 
 
 if __name__ == "__main__":
-    from . import compile as this  # by its own name, under which workers find its functions
+    from . import compile as this  # import by name, so that workers can unpickle its functions
 
     sys.exit(this.main())

@@ -1,10 +1,10 @@
-"""Drift: what other versions of Triton make of this code. Each has an environment of its own, and runs a few test files there.
+"""Drift: run a few test files under other versions of Triton, each in its own environment.
 
-The environments (`.drift/VERSION`) hold Triton alone; torch and the rest are those of the Python that runs this. What breaks must stand in
-KNOWN with a reason, else the exit code is 1.
+An environment (`.drift/VERSION`) contains only Triton. torch and all other packages come from the Python that runs this. A failure that is not
+listed in KNOWN with a reason gives the exit code 1.
 
-    python -m tools.proof.drift                    all of VERSIONS; results/drift.jsonl
-    python -m tools.proof.drift --triton 3.9.0     one
+    python -m tools.proof.drift                    all VERSIONS; writes results/drift.jsonl
+    python -m tools.proof.drift --triton 3.9.0     one version
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from strobe.errors import InvalidProblem
 VERSIONS = ("3.7.1", "3.8.0", "3.9.0")
 RESULTS = Path("results/drift.jsonl")
 FOLDER = Path(".drift")
-LONGEST_LINE = 160  # of an error
-LONGEST_S = 1800  # of one suite under one version: kernels take 600 on two cores
-SUITES: dict[str, tuple[str, ...]] = {  # what is asked, and what pytest is given; a suite whose file is not there is left out
+LONGEST_LINE = 160  # characters kept of an error
+LONGEST_S = 1800  # time limit for one suite under one version; "kernels" takes 600 s on two cores
+SUITES: dict[str, tuple[str, ...]] = {  # suite -> arguments of pytest; a suite whose file does not exist is skipped
     "kernels": ("tests/proof/each_kernel.py",),
     "specimens": ("tests/test_specimens_compile.py",),
     "simulator": ("tests/sim", "-k", "smoke"),
 }
 NONE_COLLECTED = 5  # pytest's exit code
-_QUOTED = re.compile(r": at \d+:\d+:$")  # Triton's errors begin with the source and end with what is wrong
+_QUOTED = re.compile(r": at \d+:\d+:$")  # Triton's errors start with quoted source and end with the cause
 
 
 class Known(NamedTuple):
-    """Drift that is known: patterns of version, test and error, and why it is left so."""
+    """A known failure: patterns of version, test and error, and the reason to accept it."""
 
     triton: str
     test: str
@@ -60,7 +60,9 @@ KNOWN: tuple[Known, ...] = (
 
 
 def environment(version: str) -> Path:
-    """The Python that has this Triton, and all else that this one has; made where it is not there yet."""
+    """The Python of the environment with this Triton and all packages of the running Python. Creates the environment if needed.
+
+    Raises InvalidProblem if pip cannot install the version, or if the environment imports another one."""
     home = (FOLDER / version).absolute()
     python = home / "bin" / "python"
     if not python.exists() or _answer(python, "import importlib.metadata as m; print(m.version('triton'))") != version:
@@ -69,7 +71,7 @@ def environment(version: str) -> Path:
         if subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", f"triton=={version}"]).returncode:
             raise InvalidProblem("--triton", version, "a release that pip can install", "pip said why above; name another")
     own = _answer(python, "import sysconfig; print(sysconfig.get_path('purelib'))")
-    # a .pth file adds folders behind the environment's own: its Triton is found first
+    # a .pth file appends folders to the path, so the environment's own Triton is found first
     Path(own, "rest.pth").write_text(f"{Path(__file__).parents[2] / 'src'}\n{sysconfig.get_path('purelib')}\n")
     found = _answer(python, "import triton; print(triton.__version__)")
     if found != version:
@@ -82,17 +84,17 @@ def _answer(python: Path, code: str) -> str:
 
 
 def ask(python: Path, version: str) -> Iterator[dict]:
-    """A row a test of every suite; "error" is the first line of what went wrong, empty if nothing did."""
+    """One row for each test of every suite. "error" is the first line of its error, empty if it passed."""
     for suite, arguments in SUITES.items():
         if Path(arguments[0]).exists():
-            for test, error in sorted(_suite(python, suite, arguments).items()):  # workers finish in any order
+            for test, error in sorted(_suite(python, suite, arguments).items()):  # workers finish in arbitrary order
                 yield {"triton": version, "suite": suite, "test": test, "error": error}
 
 
 def _suite(python: Path, suite: str, arguments: Sequence[str]) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        # a worker beside pytest: a compiler that crashes takes the worker with it, and its test is named
+        # with workers, a crash of the compiler ends only a worker, and pytest reports the test
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", f"--junitxml={report}", *arguments]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S)
@@ -107,7 +109,7 @@ def _suite(python: Path, suite: str, arguments: Sequence[str]) -> dict[str, str]
 
 
 def outcomes(report: str) -> dict[str, str]:
-    """Test by test, the first line of what went wrong, from pytest's report in JUnit's XML; skipped tests are left out.
+    """{test: first line of its error, or ""} from pytest's JUnit XML report. Skipped tests are left out.
 
     >>> outcomes('<a><testcase classname="tests.f" name="x"/><testcase name="y"><failure message="KeyError: 1&#10;more"/></testcase></a>')
     {'f::x': '', 'y': 'KeyError: 1'}
@@ -117,13 +119,15 @@ def outcomes(report: str) -> dict[str, str]:
         if case.find("skipped") is not None:
             continue
         wrong = next((fault for kind in ("failure", "error") for fault in case.findall(kind)), None)
-        file = case.get("classname", "").rpartition(".")[2]  # none where the file itself cannot be collected
+        file = case.get("classname", "").rpartition(".")[2]  # empty if the file cannot be collected
         found["::".join(filter(None, (file, case.get("name", ""))))] = "" if wrong is None else _first_line(wrong)
     return found
 
 
 def _first_line(fault: xml.Element) -> str:
-    """What began it. pytest marks what exceptions say with an E, the first of a chain first; a file that cannot be collected ends with it."""
+    """The first line of the first error. pytest marks lines of exceptions with E, and prints the first exception of a chain first.
+
+    For a file that cannot be collected, it is the last such line."""
     said = [line.removeprefix("E").strip() if line.startswith("E ") else "" for line in (fault.text or "").splitlines()]
     blocks = [block.splitlines() for block in re.split(r"\n\n+", "\n".join(said).strip()) if block]
     if not blocks:
@@ -135,12 +139,12 @@ def _first_line(fault: xml.Element) -> str:
 
 
 def unknown(rows: Iterable[dict]) -> list[dict]:
-    """Rows with an error that no line of KNOWN speaks of."""
+    """Rows with an error that no line of KNOWN covers."""
     return [row for row in rows if row["error"] and not any(line.covers(row) for line in KNOWN)]
 
 
 def table(rows: Sequence[dict]) -> list[str]:
-    """Lines of a table, tests by versions: ok, or the number of the error in the list below it.
+    """Lines of a table of tests by versions. A cell is ok, or the number of an error in the list below the table.
 
     >>> print(*table([{"triton": "3.9.0", "suite": "kernels", "test": "f", "error": "KeyError: 1"}]), sep="\\n")
     kernels    f  3.9.0: 1
@@ -161,7 +165,7 @@ def table(rows: Sequence[dict]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 where something broke that is not known."""
+    """Returns 1 if a test fails with an unknown error or no test ran, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tools.proof.drift", description="This code under other versions of Triton.")
     parser.add_argument("--triton", action="append", metavar="VERSION", help=f"{', '.join(VERSIONS)} unless given; repeatable")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help=f"rows go there ({RESULTS})")

@@ -1,11 +1,11 @@
-"""The host's time for public calls, of this checkout and of another commit.
+"""Compare the host time of public calls between this checkout and another commit.
 
-    python -m tools.proof.host_time HEAD~3                    on the GPU where there is one, else on the CPU
+    python -m tools.proof.host_time HEAD~3                    on the GPU if there is one, else on the CPU
     python -m tools.proof.host_time HEAD~3 --rounds 20 --json rows.jsonl
 
-Processes of the two checkouts take turns, so a drift of the clock meets both. Each process times short problems, whose kernels are over before the
-host is: a forward, a step (forward and backward under autograd), a decode, and a forward with a window and sinks.
-The table holds medians over processes of the least time of a process, and their ratio.
+Processes of the two checkouts alternate, so that clock drift affects both. Each process times small problems, whose kernels finish before the
+host does: a forward, a step (forward and backward under autograd), a decode, and a forward with a window and sinks. The table shows, for each
+call, the median over processes of a process's least time, and the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from time import perf_counter_ns
 from strobe.errors import InvalidProblem
 
 SAMPLES, CALLS = 12, 200
-ONE_PROCESS = "--one-process"  # time the strobe that is on the path, by this file's code on both sides
+ONE_PROCESS = "--one-process"  # time the strobe on PYTHONPATH; both sides run this file's code
 
 
 def measure() -> dict[str, float]:
-    """Microseconds a call, the least of several samples, by name of the call."""
+    """{name: microseconds per call}, the least of SAMPLES samples."""
     import torch
 
     import strobe

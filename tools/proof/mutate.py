@@ -1,11 +1,13 @@
-"""Mutation scores: each synchronisation of each kernel dropped or bent, and who notices. Survivors need a reason in a ledger.
+"""Mutation scores: remove or change each synchronisation of each kernel, and count the mutants that the simulator notices.
 
-    python -m tools.proof.mutate --scene 'hopper_*'                      some scenes; results/mutation.jsonl
-    python -m tools.proof.mutate --table docs/simulator.md               all, and the page's table
-    python -m tools.proof.mutate --scenes FILE --ledger FILE             of another file
+A mutant that no detector notices needs a reason in a JSON file of survivors ("ledger").
 
-A scenes file has `SCENES`, each with a name, a target, a function that returns the outputs, the file whose statements are mutated, or a pattern
-of such files, and whether floating-point adds must have an order in it.
+    python -m tools.proof.mutate --scene 'hopper_*'                      some scenes; writes results/mutation.jsonl
+    python -m tools.proof.mutate --table docs/simulator.md               all scenes, and the page's table
+    python -m tools.proof.mutate --scenes FILE --ledger FILE             the scenes of another file
+
+A scenes file defines `SCENES`. A scene has a name, a target, a function that returns the outputs, the file to mutate (or a pattern of files),
+and whether floating-point atomic adds must be ordered.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _NAMES = [name for name, *_ in JUDGES]
 
 
 class Suite(NamedTuple):
-    """A file of scenes, and the ledger that explains the survivors."""
+    """A file of scenes, and the JSON file with the reasons for surviving mutants."""
 
     scenes: Path
     ledger: Path
@@ -43,11 +45,11 @@ class Suite(NamedTuple):
         return load(self.scenes.resolve()).SCENES
 
     def key(self, scene: Any) -> str:
-        """A scene's name in the ledger: that by which `strobe sim` knows it."""
+        """A scene's name in the ledger, as for `strobe sim`: FILE::NAME."""
         return f"{self.scenes.name}::{scene.name}"
 
     def strays(self) -> list[str]:
-        """Names in the ledger that no scene has."""
+        """A message for each name in the ledger without a scene."""
         names = {self.key(scene) for scene in self.all()}
         known = json.loads(self.ledger.read_text()) if self.ledger.exists() else {}
         return [f"{name}: in the ledger, but no scene" for name in known if name not in names]
@@ -60,11 +62,11 @@ SUITES = (
 )
 
 
-Progress = Callable[[int, int], None]  # told how many mutants are done, of how many
+Progress = Callable[[int, int], None]  # called with (mutants done, mutants in total)
 
 
 def score(suite: Suite, scene: Any, all_judges: bool = True, progress: Progress = lambda done, total: None) -> tuple[dict, list[str]]:
-    """A scene's row, and what the ledger does not explain or explains in vain."""
+    """A scene's row, and messages for survivors without a reason and reasons without a survivor."""
     files = sorted(suite.scenes.resolve().parent.glob(scene.file))
     if not files:
         raise InvalidProblem("file", repr(scene.file), "a file's place from the scenes' on, or a pattern of files", f"correct it in {scene.name}")
@@ -97,7 +99,7 @@ def read(path: Path) -> list[dict]:
 
 
 def merged(old: Sequence[dict], new: Sequence[dict]) -> list[dict]:
-    """The new rows in the place of older ones of the same scene, behind the others."""
+    """All rows, one for each scene; a new row replaces the old one of the same scene. Rows of new scenes come last."""
     key = lambda row: (row["scenes"], row["scene"])
     return list({key(row): row for row in [*old, *new]}.values())
 
@@ -106,7 +108,7 @@ _COLUMNS = ["mutants", *_NAMES, "noticed", "explained"]
 
 
 def table(rows: Sequence[dict]) -> str:
-    """Scores in Markdown, a line for each scene and one for all.
+    """Scores as a Markdown table: one line for each scene, and one for all.
 
     >>> print(table([{"scene": "matmul", "target": "sm_90", "mutants": 9, "plain run": 5, "schedules": 7, "happens-before": 8,
     ...               "noticed": 8, "explained": 1}]))
@@ -125,7 +127,7 @@ def table(rows: Sequence[dict]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 where a survivor has no reason or a reason no survivor."""
+    """Returns 1 if a survivor has no reason or a reason has no survivor, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tools.proof.mutate", description="Drop or bend one synchronisation at a time: who notices?")
     parser.add_argument("--scene", default="*", metavar="PATTERN", help="names of scenes, such as 'hopper_*'; '' is none")
     parser.add_argument("--scenes", type=Path, metavar="FILE", help="one file of scenes (all that this project has)")
@@ -161,7 +163,7 @@ def _run(a: argparse.Namespace) -> int:
 
 
 def _scored(chosen: Sequence[tuple[Suite, Any]]) -> Iterator[tuple[dict, list[str]]]:
-    """Each scene's score, with a bar where there is a terminal."""
+    """The score of each scene, with a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 

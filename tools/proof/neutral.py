@@ -1,12 +1,12 @@
-"""Whether the kernels of this checkout compile to the machine code of another commit's.
+"""Check that the kernels of this checkout compile to the same machine code as those of another commit.
 
-    python -m tools.proof.neutral HEAD~3                      every case on every target, minutes to an hour
+    python -m tools.proof.neutral HEAD~3                      every case on every target; takes minutes to an hour
     python -m tools.proof.neutral HEAD~3 --family hopper --kernel 'forward*' --target sm_90
-    python -m tools.proof.neutral --rows base.jsonl           against rows that were compiled before
+    python -m tools.proof.neutral --rows base.jsonl           compare with rows compiled earlier
 
-A kernel that differs is compiled up to four times more: Triton 3.6 compiles some portable kernels in one of two ways, from run to run.
-Both sides compile without line information (`TRITON_DISABLE_LINE_INFO=1`), by which ptxas schedules. Hashes of sources are not compared.
-Exit code 1 where a kernel differs.
+Triton 3.6 compiles some portable kernels in one of two ways, from run to run. So a kernel that differs is compiled up to four times more.
+Both sides compile without line information (`TRITON_DISABLE_LINE_INFO=1`), because it influences ptxas's scheduling. Hashes of sources are not
+compared. The exit code is 1 if a kernel differs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .record import key, read
 
 MORE = 4
 COMPARED = ("code", "registers", "shared_bytes", "spill_store_bytes", "spill_load_bytes", "tensor_columns", "error")
-MODULES = ("tools/proof/compile.py", "src/strobe/proof/compile.py")  # where a commit keeps the compiler, newest first
+MODULES = ("tools/proof/compile.py", "src/strobe/proof/compile.py")  # paths of the compile tool, newest first
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _again(row: dict, base: Sequence[dict], folder: Path) -> dict:
-    """The row, or that of a later compilation which is as in the base."""
+    """The row, or the row of a later compilation that equals the base."""
     family, case, target, kernel = key(row)
     for n in range(MORE):
         if not compare(base, [row])[0] or all(key(other) != key(row) for other in base):
@@ -63,7 +63,7 @@ def _again(row: dict, base: Sequence[dict], folder: Path) -> dict:
 
 
 def compare(base: Sequence[dict], head: Sequence[dict]) -> tuple[list[str], int]:
-    """A line for each kernel of `head` that is not as in `base`, and how many are.
+    """A message for each kernel of `head` that differs from `base` or is missing there, and the number of equal kernels.
 
     >>> row = {"family": "cpu", "case": "c", "target": "sm_90", "kernel": "k", "code": "1", "registers": 8}
     >>> compare([row], [row | {"registers": 9}])
@@ -93,7 +93,7 @@ def _rows_of(commit: str, chosen: Sequence[str], folder: Path) -> Iterator[dict]
 
 
 def _compiled(tree: Path, chosen: Sequence[str], rows: Path) -> list[dict]:
-    """The rows of a checkout's kernels, compiled by that checkout's own tool."""
+    """The rows of a checkout's kernels, compiled by the tool of that checkout."""
     file = next(name for name in MODULES if (tree / name).exists())
     module = file.removeprefix("src/").removesuffix(".py").replace("/", ".")
     environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "TRITON_DISABLE_LINE_INFO": "1"}

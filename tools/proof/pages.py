@@ -1,4 +1,4 @@
-"""Tables that a command writes into a page, between two markers."""
+"""Write a table into a page of the documentation, between two markers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from strobe.errors import InvalidProblem
 
 
 def fill(path: Path, name: str, text: str) -> None:
-    """Put `text` between `<!-- name: begin -->` and `<!-- name: end -->`, in the place of what stood there."""
+    """Replace the text between `<!-- name: begin -->` and `<!-- name: end -->` by `text`. Raises InvalidProblem unless both occur once."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     page = path.read_text() if path.is_file() else ""
     if page.count(begin) != 1 or page.count(end) != 1:

@@ -1,4 +1,4 @@
-"""When and with what a row of results was made."""
+"""Versions, date and commit of a row of results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 
 def circumstances() -> dict[str, str | None]:
-    """Versions, date, and the commit of the repository that this runs in."""
+    """Versions, date, and the commit of the repository in the current directory."""
     versions = {"triton": version("triton"), "torch": version("torch"), "python": platform.python_version()}
     return {**versions, "date": date.today().isoformat(), "commit": _commit()}
 

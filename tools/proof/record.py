@@ -1,4 +1,4 @@
-"""The record of compiled kernels: a row for each, in `results/compiled.jsonl`, and the tables of docs/compiled.md, which are made of them."""
+"""The record of compiled kernels, `results/compiled.jsonl` with one row each, and the tables of docs/compiled.md made from it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def read(path: Path) -> list[dict]:
 
 
 def merged(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
-    """The old rows with the new in their place, in the order of UNITS; rows of units that are no more are left out."""
+    """Old and new rows in the order of UNITS. A new row replaces the old one with the same key. Rows of removed units are left out."""
     place = {unit: n for n, unit in enumerate(UNITS)}
     found = {key(row): row for row in itertools.chain(old, new) if Unit(*key(row)[:3]) in place}
     return sorted(found.values(), key=lambda row: place[Unit(*key(row)[:3])])
 
 
 def recalled(row: dict, code: str) -> Parts | None:
-    """What a row's disassembly said, where it was of this machine code and looked for what is looked for now."""
+    """The recorded `Parts` of a row, or None if its machine code is not `code` or it lacks a column of COUNTED or KINDS."""
     instructions, roles = row.get("instructions", {}), row.get("roles", [])
     if row.get("code") != code or instructions.keys() != COUNTED.keys() or any(not KINDS.keys() <= role.keys() for role in roles):
         return None
@@ -42,7 +42,7 @@ def recalled(row: dict, code: str) -> Parts | None:
 
 
 def page(rows: Sequence[dict]) -> str:
-    """The tables of docs/compiled.md: one case in full, all cases in short, and the ledger.
+    """The tables of docs/compiled.md: one case in full, all cases in short, and the exceptions.
 
     >>> page([]).split("\\n")[0]
     '### d128 causal, in full'
@@ -79,7 +79,7 @@ OF_ROLES = ["target", "kernel", "case", "role", "total", "least", *KINDS]
 
 
 def lines_of_roles(row: dict) -> list[list[object]]:
-    """A line a loop of a role; loops that are alike are one line."""
+    """Table lines, one for each loop of a warp role. Equal loops share a line."""
     alike = Counter(tuple(loop.values()) for loop in row.get("roles", []))
     named = [row["target"], f"{row['family']}.{row['kernel']}", row["case"]]
     return [[*named, role if times == 1 else f"{role} x {times}", *numbers] for (role, *numbers), times in alike.items()]

@@ -1,7 +1,7 @@
-"""What a disassembly says of a kernel: how often an instruction stands in it, and the inner loop of each role of its warps.
+"""Analyse a kernel's disassembly: instruction counts, and the inner loop of each warp role.
 
-Roles have no names in machine code; a role is told by what its inner loop does (`ROLES`). Loops are found as cycles of branches. The jump by which
-warps are sent to their roles is not followed, so that no loop leads from one role to another.
+Machine code has no names of roles, so a role is recognised by the instructions of its inner loop (`ROLES`). Loops are cycles in the graph of
+branches. The branch that dispatches warps to their roles is not followed, so that no loop spans two roles.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import NamedTuple
 import networkx as nx  # torch brings it
 from triton import knobs
 
-COUNTED = {  # a name, and the instructions it counts
+COUNTED = {  # name -> pattern of the instructions to count
     "HGMMA": r"HGMMA", "UTCMMA": r"UTC\w*MMA", "HMMA": r"HMMA", "DMMA": r"DMMA", "MUFU.EX2": r"MUFU\.EX2",
     "UTMALDG": r"UTMALDG", "LDGSTS": r"LDGSTS",
 }  # fmt: skip
-KINDS = {  # the same, for loops
+KINDS = {  # name -> pattern, for loops
     "MMA": r"(HG|H|UTC\w*)MMA", "EX2": r"MUFU\.EX2", "float": r"F(FMA|MUL|ADD)(?!2)", "float x2": r"F(FMA|MUL|ADD)2",
     "LDTM": r"LDTM", "STTM": r"STTM", "waits": r"SYNCS\.PHASECHK", "LDL": r"LDL", "STL": r"STL",
 }  # fmt: skip
-ROLES = {  # a role, and what stands in its inner loop: the first that fits
-    "softmax": ("MUFU.EX2", "STTM|HGMMA"),  # on Hopper its warps start the products, too; a sink's exponential at a tile's end has neither
+ROLES = {  # role -> patterns that its inner loop must contain; the first match counts
+    "softmax": ("MUFU.EX2", "STTM|HGMMA"),  # on Hopper these warps start products; loops of a sink's exponential have neither
     "correct": ("LDTM", "STTM"),
     "mma": ("UTC.MMA",),
-    "store": ("UTMASTG",),  # may load what others have added
+    "store": ("UTMASTG",),  # before load, because a store role may also load
     "load": ("UTMALDG",),
 }
-SPECIALISED = "USETMAXREG"  # registers move from role to role
+SPECIALISED = "USETMAXREG"  # moves registers between roles, so it marks kernels with warp roles
 
 _LINE = re.compile(r"^([.$\w]+):|/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)([^;]*)")
 _LABEL = re.compile(r"`\(([.$\w]+)\)")
@@ -43,22 +43,22 @@ _ENDS = ("BRA", "BRX", "EXIT", "RET", "JMP")
 class Instruction(NamedTuple):
     name: str
     operands: str
-    guarded: bool  # by a predicate
+    guarded: bool  # has a predicate
 
     @property
     def leads_to(self) -> str:
-        """The label that it may branch to."""
+        """The label of the branch target; "" if it is no branch."""
         label = _LABEL.search(self.operands) if self.name.startswith("BRA") else None
         return label[1] if label else ""
 
     @property
     def falls_through(self) -> bool:
-        sure = not self.guarded and (not self.leads_to or self.operands.strip().startswith("`"))  # else a predicate comes before the label
+        sure = not self.guarded and (not self.leads_to or self.operands.strip().startswith("`"))  # some branches have a predicate before the label
         return not (sure and self.name.startswith(_ENDS))
 
 
 class Loop(NamedTuple):
-    """A loop of a role: `total` instructions stand in it, the shortest turn takes `least`, and so many are of each kind."""
+    """The inner loop of a warp role: `total` instructions, `least` on the shortest iteration, and counts of each kind."""
 
     role: str
     total: int
@@ -69,20 +69,20 @@ class Loop(NamedTuple):
         return {"role": self.role, "total": self.total, "least": self.least, **self.kinds}
 
 
-Parts = tuple[dict[str, int], list[Loop]]  # what a disassembly says: `count` and `loops`
+Parts = tuple[dict[str, int], list[Loop]]  # the results of `count` and `loops`
 
 
 def fingerprint(cubin: bytes) -> str:
-    """Of a kernel's instructions alone: not of the lines, paths and PTX that a cubin holds besides (an ELF file of 64 bits)."""
+    """A hash of only the kernel's instructions. A cubin (a 64-bit ELF file) also holds line numbers, paths and PTX, which are left out."""
     begin, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)
-    sections = [struct.unpack_from("<I20xQQ", cubin, begin + n * size) for n in range(count)]  # (name, offset, bytes)
+    sections = [struct.unpack_from("<I20xQQ", cubin, begin + n * size) for n in range(count)]  # (name, offset, size)
     strings = sections[names][1]
     code = [cubin[offset : offset + length] for name, offset, length in sections if cubin.startswith(b".text.", strings + name)]
     return hashlib.sha256(b"".join(code)).hexdigest()[:16]
 
 
 def disassemble(cubin: bytes) -> str:
-    """Empty where the disassembler does not know the target."""
+    """The SASS text of a cubin; empty if the disassembler does not know the target."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -90,15 +90,15 @@ def disassemble(cubin: bytes) -> str:
 
 
 def count(sass: str) -> dict[str, int]:
-    """How often each of COUNTED stands there; empty for an empty disassembly."""
+    """The number of instructions for each name of COUNTED; empty for an empty disassembly."""
     names = [one.name for _, one in _lines(sass) if one]
     return {key: _number(pattern, names) for key, pattern in COUNTED.items()} if names else {}
 
 
 def loops(sass: str) -> list[Loop]:
-    """The innermost loops that have the marks of a role, in the order of the machine code; none where warps have no roles.
+    """The innermost loops that match a role, in the order of the machine code; empty if the kernel has no warp roles.
 
-    Waits that spin stand behind the kernel's end and are left out: what is counted is the path of a barrier that is ready.
+    Spin loops of waits are placed after the kernel's end and are left out. So counts are those of barriers that are ready.
 
     >>> code = "USETMAXREG 0x28", ".L_1:", "UTMALDG.2D [UR8], [UR4]", "@P0 BRA `(.L_1)", "EXIT"
     >>> loops("\\n".join(line if line[0] == "." else f"/*0000*/ {line} ;" for line in code))[0].total
@@ -116,7 +116,7 @@ def _number(pattern: str, names: list[str]) -> int:
 
 
 def _lines(sass: str) -> Iterator[tuple[str, Instruction | None]]:
-    """Labels, each with nothing, and instructions, each without a label."""
+    """(label, None) for each label and ("", instruction) for each instruction."""
     for line in sass.splitlines():
         found = _LINE.search(line)
         if found and found[1]:
@@ -126,7 +126,7 @@ def _lines(sass: str) -> Iterator[tuple[str, Instruction | None]]:
 
 
 def _graph(sass: str) -> nx.DiGraph:
-    """Blocks of instructions, numbered as they stand, up to the kernel's end; edges are branches and what follows."""
+    """The control-flow graph up to the kernel's end. Blocks are numbered in order; edges are branches and fall-throughs."""
     blocks: list[list[Instruction]] = [[]]
     at: dict[str, int] = {}
     for label, one in _lines(sass):
@@ -146,12 +146,12 @@ def _graph(sass: str) -> nx.DiGraph:
 
 
 def _cycles(graph: nx.DiGraph) -> Iterator[set[int]]:
-    """The outermost loops, each as its blocks."""
+    """The outermost loops, each as the set of its blocks."""
     return (part for part in nx.strongly_connected_components(graph) if len(part) > 1 or any(graph.has_edge(n, n) for n in part))
 
 
 def _innermost(graph: nx.DiGraph, part: set[int]) -> list[tuple[int, Loop]]:
-    """The loops with a role in this one, or this one where it has a role and they have none; each behind the block where it begins."""
+    """(first block, loop) for the loops with a role inside this one, or for this one if it has a role and they have none."""
     head = next((n for n in sorted(part) if set(graph.predecessors(n)) - part), min(part))
     body = nx.DiGraph(graph.subgraph(part))
     latches = list(body.predecessors(head))

@@ -1,10 +1,10 @@
-"""Beside the Triton repository's own attention for Blackwell: what the compiler makes of its forward and of ours, at the same shapes.
+"""Compare the compiled code of our Blackwell forward with that of the Triton repository's attention example, at the same shapes.
 
-The example (python/examples/gluon/01-attention-forward.py of triton-lang/triton, at a commit that fits the Triton installed) is not part of this
-project: its path is given. Its host function is called on CPU tensors, and what it would launch is compiled, as ours is.
+The example is python/examples/gluon/01-attention-forward.py of triton-lang/triton, at a commit that fits the installed Triton. It is not part
+of this project; its path is an argument. Its host function is called on CPU tensors, and its launch is recorded and compiled, as is ours.
 
     python -m tools.proof.upstream PATH --source triton-lang/triton@COMMIT --table docs/blackwell.md
-    python -m tools.proof.upstream --table docs/blackwell.md             ours alone, beside what is recorded of the example
+    python -m tools.proof.upstream --table docs/blackwell.md             compile only ours, and keep the recorded rows of the example
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ RESULTS = Path("results/upstream.jsonl")
 BATCH, TOKENS, HEADS, SCALE = 2, 4096, 8, 0.125
 SHAPE = f"B={BATCH} S={TOKENS} H={HEADS}"
 OURS = "strobe"
-WIDE = 200  # columns of the printed table where no terminal says how many it has
+WIDE = 200  # columns of the printed table if the output is no terminal
 
 
 class Case(NamedTuple):
-    """A shape that both are compiled for."""
+    """A problem for which both are compiled."""
 
     width: int
     causal: bool
@@ -58,7 +58,7 @@ CASES = [Case(width, causal, dtype) for dtype in (torch.bfloat16, torch.float16)
 
 @contextmanager
 def pretending() -> Iterator[None]:
-    """Triton and torch answer as if the target were here."""
+    """Within the block, Triton and torch report TARGET as the current GPU."""
     capability = divmod(TARGET.capability, 10)
     facts = SimpleNamespace(name=TARGET.name, major=capability[0], minor=capability[1], multi_processor_count=TARGET.sm_count)
     answers = {"get_device_capability": lambda *_: capability, "get_device_properties": lambda *_: facts}
@@ -67,7 +67,7 @@ def pretending() -> Iterator[None]:
 
 
 def example(path: Path, function: str) -> Callable[..., Any]:
-    """The host function of the file at `path`."""
+    """The host function of the file at `path`. Raises InvalidProblem if the file does not load or lacks the function."""
     if not path.is_file():
         raise InvalidProblem("PATH", path, "the example's file", "fetch it from the Triton repository")
     try:
@@ -81,7 +81,7 @@ def example(path: Path, function: str) -> Callable[..., Any]:
 
 
 def theirs(host: Callable[..., Any], case: Case) -> Job:
-    """What the example launches: its function takes q, k, v as [B, H, S, D], whether the mask is causal, and the scale."""
+    """The example's launch. `host` takes q, k, v [B, H, S, D], whether the mask is causal, and the scale."""
     q, k, v = (torch.empty(BATCH, HEADS, TOKENS, case.width, dtype=case.dtype) for _ in range(3))
     with pretending(), recording(TARGET) as jobs:
         host(q, k, v, case.causal, SCALE)
@@ -99,7 +99,7 @@ def ours(case: Case) -> Job:
 
 
 def row(source: str, case: Case, job: Job) -> dict:
-    """What the compiler made of a launch, for which no device was there."""
+    """Compile a launch without a device and return its row."""
     facts = compile_job(job)._asdict()
     facts = {key: value for key, value in facts.items() if key not in ("name", "capability", "seconds")}
     heading = {"source": source, "case": case.name, "shape": SHAPE, "kernel": job.name, "device": "none", "target": f"sm_{TARGET.capability}"}
@@ -115,7 +115,7 @@ HEADER = [
 
 
 def line(row: dict) -> list[object]:
-    """A row in the columns of HEADER: the last seven are of the first of the softmax's loops."""
+    """A row as a table line with the columns of HEADER. The last seven are counts of the first softmax loop."""
     loops = {role: [loop for loop in row["roles"] if loop["role"] == role] for role in HEADER[5:10]}
     softmax = next(iter(loops["softmax"]), None) or dict.fromkeys([*HEADER[10:16], "LDL", "STL"], 0)
     taken = [row["registers"], spill_bytes(row), f"{row['shared_bytes'] / 1024:.0f} KiB"]
@@ -124,7 +124,7 @@ def line(row: dict) -> list[object]:
 
 
 def _turns(loops: list[dict]) -> str:
-    """Instructions of a turn; from the shortest way on to all that stand there, where a turn may leave some out.
+    """Instructions per iteration of each loop: "least to total" if an iteration may skip some.
 
     >>> _turns([{"least": 3, "total": 3}, {"least": 4, "total": 9}, {"least": 3, "total": 3}])
     '3, 4 to 9'
@@ -147,7 +147,7 @@ def show(rows: Sequence[dict]) -> None:
 
 
 def page(rows: Sequence[dict]) -> str:
-    """The table of a page: bfloat16 alone."""
+    """The table of a page: only bfloat16."""
     return table(HEADER, [line(row) for row in rows if "bfloat16" in row["case"]])
 
 
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compiled(path: Path, source: str, function: str) -> list[dict]:
-    """The example's rows, with the mark of its file."""
+    """The example's rows, with the hash of its file."""
     host = example(path, function)
     mark = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     return [row(source, case, theirs(host, case)) | mark for case in CASES]

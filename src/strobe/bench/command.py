@@ -20,17 +20,17 @@ from .rivals import pick
 from .run import Options, circumstances, rows, written
 
 _PARTS = {
-    "keywords": "door: from keywords to a Call",
-    "decide": "select: the Choice of a call seen before",
+    "keywords": "keywords to a Call",
+    "decide": "look up the Choice of a call seen before",
     "op": "the op, through the dispatcher",
-    "call": "strobe.attention whole, round the dispatcher",
+    "call": "strobe.attention whole, bypassing the dispatcher",
     "call_causal": "the same with causal=True",
-    "first_time": "check and select of a call never seen",
-    "flash_attn": "strobe.flash_attn.flash_attn_func, the stand-in for FlashAttention-2",
-    "sdpa": "torch's scaled_dot_product_attention, its kernel included",
+    "first_time": "describe and select a call not seen before",
+    "flash_attn": "strobe.flash_attn.flash_attn_func, FlashAttention-2's interface",
+    "sdpa": "torch's scaled_dot_product_attention, including its kernel",
     "sdpa_strobe": "the same through strobe, after strobe.integrations.sdpa.enable()",
     "sdpa_64": "torch's scaled_dot_product_attention on 64 keys",
-    "sdpa_strobe_64": "the same through strobe, which hands it to torch's kernel",
+    "sdpa_strobe_64": "the same through strobe, which calls torch's kernel",
 }
 
 

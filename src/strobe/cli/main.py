@@ -1,7 +1,6 @@
-"""`strobe check, explain, bench, sim, env`: thin, each command a few lines around what the library does anyway.
+"""The command line: `strobe check`, `explain`, `bench`, `sim` and `env`. Each command is a thin wrapper around the library.
 
-Exit codes: 0 as wished, 1 something measured or checked is wrong, 2 the command cannot be carried out as given or its output cannot be written,
-130 interrupted.
+Exit codes: 0 success; 1 a check or measurement failed; 2 invalid arguments, or the output cannot be written; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from pathlib import Path
 from .. import __version__
 from ..errors import InvalidProblem, UnsupportedProblem
 
-MOST_ELEMENTS = 2**59  # of a tensor of which explain is asked: torch counts its bytes in 64 bits
+MOST_ELEMENTS = 2**59  # per tensor in `explain`: torch counts bytes in 64 bits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code.
+    """Run one command and return the exit code. argv None means sys.argv[1:].
 
     >>> main(["explain", "--seqlen-q", "64", "--head-dim", "32", "--dtype", "float32", "--target", "CPU"])  # doctest: +ELLIPSIS
     problem   B=1 S_q=64 S_k=64 H_q=8 H_kv=8 D=32 float32, full, scale 0.177
@@ -42,15 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        if error.errno == errno.ENOSPC:  # a reader who has gone, as `| head` does, wants no word
+        if error.errno == errno.ENOSPC:  # no message for EPIPE: the reader has closed the pipe, as in `| head`
             print(f"strobe: standard output: {error.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the rest at exit
         return 2
 
 
 def _run(argv: list[str]) -> int:
     if argv[:1] == ["sim"]:
-        return _sim(argv[1:])  # a parser of its own takes all that follows: argparse.REMAINDER would leave a leading --option
+        return _sim(argv[1:])  # sim's own parser gets the rest: argparse.REMAINDER cannot start with an --option
     parser = _parser()
     if not argv:
         parser.print_help()
@@ -60,53 +59,53 @@ def _run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="strobe", description="Exact attention on CPUs and GPUs: see it, check it, measure it.")
+    parser = argparse.ArgumentParser(prog="strobe", description="Exact attention on CPUs and GPUs: explain, check and measure it.")
     parser.add_argument("--version", action="version", version=f"strobe {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    _common(commands.add_parser("check", help="what this machine can run; every kernel against the oracle"), _check, device=False)
-    _common(commands.add_parser("env", help="versions and devices, to paste into a report"), _env, device=False)
+    _common(commands.add_parser("check", help="check this machine, and compare every kernel with the oracle"), _check, device=False)
+    _common(commands.add_parser("env", help="print versions and devices, for a bug report"), _env, device=False)
 
-    explain = commands.add_parser("explain", help="which kernel a shape would run, and why not the others")
+    explain = commands.add_parser("explain", help="show the kernel for a shape, and why other kernels cannot run it")
     for flag, number in (("--batch", 1), ("--seqlen-q", 4096), ("--heads-q", 8), ("--head-dim", 64)):
-        explain.add_argument(flag, type=int, default=number, metavar="N", help=f"{number} unless given")
+        explain.add_argument(flag, type=int, default=number, metavar="N", help=f"default {number}")
     for flag, other in (("--seqlen-k", "--seqlen-q"), ("--heads-kv", "--heads-q"), ("--head-dim-v", "--head-dim")):
-        explain.add_argument(flag, type=int, metavar="N", help=f"as {other} unless given")
+        explain.add_argument(flag, type=int, metavar="N", help=f"default: same as {other}")
     explain.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16", "float32", "float64"))
     explain.add_argument("--causal", action="store_true")
-    explain.add_argument("--window", nargs=2, type=_bound, metavar=("LEFT", "RIGHT"), help="keys either side of the diagonal, or none")
-    explain.add_argument("--backward", action="store_true", help="gradients are wanted too")
+    explain.add_argument("--window", nargs=2, type=_bound, metavar=("LEFT", "RIGHT"), help="keys on each side of the diagonal; none is unbounded")
+    explain.add_argument("--backward", action="store_true", help="also select the kernel for gradients")
     explain.add_argument("--kernel", help='a family ("portable") or one kernel ("portable.forward")')
-    explain.add_argument("--target", metavar="NAME", help="a device that need not be here, such as H200 (this machine's unless given)")
+    explain.add_argument("--target", metavar="NAME", help="a device that need not be present, such as H200 (default: this machine's)")
     _common(explain, _explain, device=False)
 
-    bench = commands.add_parser("bench", help="strobe against its rivals")
+    bench = commands.add_parser("bench", help="measure strobe and rival libraries")
     bench.add_argument("suite", choices=("forward", "backward", "decode", "overhead", "cpu", "roofline"))
     bench.add_argument("--case", action="append", default=[], metavar="NAME", help="a case or a pattern such as 'd128_*'; repeatable")
     bench.add_argument("--data", default="normal", metavar="NAME", help="inputs: a family such as sharp16, all families, or a file of q, k, v")
-    rivals = "names, separated by commas (all of this device unless given); @REVISION is strobe as git has it there, @FOLDER as it stands there"
+    rivals = "names separated by commas (default: all for this device); @REVISION or @FOLDER: strobe at a git revision or in a folder"
     bench.add_argument("--rivals", default="", metavar="A,B", help=rivals)
-    bench.add_argument("--kernel", help="hold strobe to a family or a kernel")
-    bench.add_argument("--rounds", type=int, metavar="N", help="samples of each contender, taken in turn (10; 5 on a CPU)")
-    bench.add_argument("--graph", action="store_true", help="time replays of CUDA graphs: no host in the figures")
+    bench.add_argument("--kernel", help="restrict strobe to a kernel family or a kernel")
+    bench.add_argument("--rounds", type=int, metavar="N", help="interleaved samples of each contender (default 10; 5 on a CPU)")
+    bench.add_argument("--graph", action="store_true", help="time replays of CUDA graphs, to exclude host time")
     bench.add_argument("--flush", action="store_true", help="empty the GPU's L2 before each call")
-    bench.add_argument("--list", action="store_true", help="print the suite's cases and stop")
-    bench.add_argument("--plot", type=Path, metavar="FILE", help="bars as .png or .svg, and FILE_roofline beside it")
+    bench.add_argument("--list", action="store_true", help="print the names of the suite's cases and exit")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="write bars as .png, .svg or .pdf, and a roofline plot to FILE_roofline")
     bench.add_argument("--json", nargs="?", const="-", metavar="FILE", help="append JSON lines to FILE, or print them instead of a table")
     bench.add_argument("--device", help="cuda, cuda:1 or cpu")
     bench.add_argument(
-        "--target", metavar="NAME", help="of roofline: the GPU whose cycles are counted, such as B200; with --plot, --json or --list, no other flag"
+        "--target", metavar="NAME", help="roofline only: the GPU whose cycles to count, such as B200; combines only with --plot, --json and --list"
     )
     bench.set_defaults(run=_bench)
 
-    commands.add_parser("sim", help="run a kernel on the CPU and find its races, deadlocks and missing fences")  # main sees to it
+    commands.add_parser("sim", help="run a kernel on the CPU and find races, deadlocks and missing fences")  # only for the help text
     return parser
 
 
 def _sim(argv: list[str]) -> int:
     from ..sim.options import parse
 
-    parse(argv)  # help and mistakes end here, before torch is imported
+    parse(argv)  # exits for --help and invalid arguments, before torch is imported
     try:
         from ..sim.command import run
     except ModuleNotFoundError as error:
@@ -117,7 +116,7 @@ def _sim(argv: list[str]) -> int:
 def _common(command: argparse.ArgumentParser, run, device: bool = True) -> None:
     command.add_argument("--json", action="store_true", help="JSON on standard output")
     if device:
-        command.add_argument("--device", help="cuda, cuda:1 or cpu (the GPU where there is one)")
+        command.add_argument("--device", help="cuda, cuda:1 or cpu (default: the GPU if there is one)")
     command.set_defaults(run=run)
 
 
@@ -163,7 +162,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     for size in sizes:
         if min(size) < 0 or math.prod(max(n, 1) for n in size) > MOST_ELEMENTS:
             raise InvalidProblem("shape", list(size), f"sizes >= 0 of at most {MOST_ELEMENTS:,} elements", "see strobe explain --help")
-    # tensors without data: no shape is too large to ask about
+    # meta tensors need no memory for large shapes
     q, k, v = (torch.empty(size, dtype=getattr(torch, a.dtype), device="meta") for size in sizes)
     mask = (causal() if a.causal else full()) & (window(*a.window) if a.window else full())
     problem = Problem.from_call(Call(q, k, v, needs_grad=a.backward, kernel=a.kernel or "").with_mask(mask))
@@ -200,7 +199,10 @@ def _as_json(choice) -> dict:
 
 
 def device_named(name: str | None):
-    """The device named, or the GPU where there is one."""
+    """The named device; for None the GPU if there is one, else the CPU.
+
+    Raises InvalidProblem for an unknown name, UnsupportedProblem for a CUDA device that torch does not see.
+    """
     import torch
 
     if name is None:
