@@ -135,7 +135,7 @@ def _many_keys() -> dict[str, Callable[[], Call]]:
         cases |= {f"{name} {band}, many keys": partial(many, *widths, mask=mask) for band, mask in bands.items()}
         for band in ("causal", "window") if max(widths) <= 128 else ():
             cases[f"{name} {band}, many keys"] = partial(many, *widths, mask=bands[band], needs_grad=True)
-    for band in ("dense", "causal"):  # of so many that d64 has other tiles
+    for band in ("dense", "causal"):  # d64 has other tiles for this many keys
         cases[f"d64 {band} of 32768, many keys"] = partial(many, 64, mask=bands[band], rows=32768, keys=32768)
     for width in (64, 128):
         cases[f"d{width} causal float16, many keys"] = partial(many, width, mask=bands["causal"], dtype=torch.float16)
@@ -211,8 +211,8 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
 def _blackwell_cases() -> dict[str, Callable[[], Call]]:
     """Blackwell: each tiling with each kind of band, options, shared heads, keys that end within a tile, and sizes of 1.
 
-    Triton compiles a size of 1 as a constant, so such a kernel differs from the others. There are many heads, so that kernels count their
-    tiles if tiles differ."""
+    Triton compiles a size of 1 as a constant, so such a kernel differs from the others. There are many heads, so that kernels with unequal
+    tiles take them from the tile counter."""
     bands = {"dense": masks.full(), "causal": masks.causal(), "window": masks.window(100, 20)}
     many = (160, 160)
     cases: dict[str, Callable[[], Call]] = {}

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-import networkx as nx  # torch brings it
+import networkx as nx  # a dependency of torch
 from triton import knobs
 
 COUNTED = {  # name -> pattern of the instructions to count

@@ -121,7 +121,7 @@ class Case:
 
 
 def suite(name: str, patterns: tuple[str, ...] | list[str] = ()) -> list[Case]:
-    """The cases of a suite whose names match one of the patterns (fnmatch); all without patterns.
+    """The cases of a suite whose names match a pattern (fnmatch). Without patterns: all cases.
 
     >>> [case.name for case in suite("forward", ["d64_causal_*"])]
     ['d64_causal_4k', 'd64_causal_8k', 'd64_causal_16k']

@@ -88,7 +88,7 @@ SUITE = [
 
 
 def suite(patterns: Iterable[str]) -> list[DecodeCase]:
-    """The cases whose names match one of the patterns (fnmatch); all without patterns.
+    """The cases whose names match a pattern (fnmatch). Without patterns: all cases. Raises InvalidProblem for a pattern without a match.
 
     >>> [case.name for case in suite(["b1_*"])]
     ['b1_1k', 'b1_8k', 'b1_128k']

@@ -102,7 +102,7 @@ def _ready(rival: Rival, case: Case, x: Inputs, options: Options) -> tuple[Conte
 
 
 def _backward(forward: Forward, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-    """The backward alone: one forward whose graph is kept, gradients handed back and not accumulated."""
+    """A function that runs only the backward and returns dq, dk, dv. The forward runs once, and its graph is retained."""
     out, leaves = forward(), (x.q, x.k, x.v)
     return lambda: torch.autograd.grad(out, leaves, x.dout, retain_graph=True)
 

@@ -51,7 +51,7 @@ def _unserved(argument: str, got: object, expected: str) -> Unserved:
 
 
 def cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None, **later):
-    """aten::_scaled_dot_product_flash_attention_for_cpu
+    """aten::_scaled_dot_product_flash_attention_for_cpu: out [B, H, S_q, D] and lse [B, H, S_q]
 
     >>> q, k = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 7, 16)
     >>> [(list(t.shape), t.stride()) for t in cpu_forward(q, k, k, is_causal=True)]
@@ -118,7 +118,7 @@ def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, i
 
 
 def sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None, **later):
-    """aten::_scaled_dot_product_flash_attention
+    """aten::_scaled_dot_product_flash_attention: out [B, H, S_q, D], lse [B, H, S_q] and seven values for packing and dropout
 
     >>> q = torch.randn(1, 2, 5, 16)
     >>> [None if t is None else t if isinstance(t, int) else list(t.shape) for t in sdpa_forward(q, q, q)]

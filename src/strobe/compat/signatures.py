@@ -78,7 +78,9 @@ def window_of(window: Any) -> Any:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
-    """out in q's dtype and lse (natural logarithm, float32), both differentiable.
+    """out [B, S_q, H_q, D_v] in q's dtype and lse [B, H_q, S_q] (natural logarithm, float32), or packed [T, H, D_v] and [H, T].
+
+    Both are differentiable. Errors use the originals' argument names.
 
     >>> q = torch.randn(1, 5, 2, 16)
     >>> [list(t.shape) for t in forward(q, q, q, Setting(causal=True))]

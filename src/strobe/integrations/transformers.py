@@ -1,4 +1,4 @@
-"""strobe as an attn_implementation of transformers; see strobe.compat.transformers.
+"""Run transformers models with attn_implementation="strobe"; see strobe.compat.transformers.
 
 >>> import strobe.integrations.transformers
 >>> strobe.integrations.transformers.register()

@@ -183,7 +183,7 @@ def _half_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _least_normal(dtype: torch.dtype) -> float:
-    """The smallest normal number of the dtype's accumulators."""
+    """The smallest normal number of the accumulators' dtype: float32, or float64 for float64."""
     return torch.finfo(torch.promote_types(dtype, torch.float32)).smallest_normal
 
 

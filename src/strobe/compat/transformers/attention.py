@@ -28,7 +28,9 @@ from .layer_mask import SDPA, Band, LayerMask
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **keywords: Any
 ) -> tuple[Tensor, None]:
-    """query [B, H_q, S_q, D], key and value [B, H_kv, S_k, D] -> [B, S_q, H_q, D_v], and no weights."""
+    """Attention of one layer: query [B, H_q, S_q, D], key [B, H_kv, S_k, D] and value [B, H_kv, S_k, D_v] give ([B, S_q, H_q, D_v], None).
+
+    attention_mask is the result of the mask function (`masks.mask`), or None. Raises UnsupportedProblem for unsupported keywords."""
     _refuse(module, keywords)
     cache = keywords.get("cache")
     if isinstance(cache, PagedAttentionCache):  # continuous batching: the keys of all sequences, packed
