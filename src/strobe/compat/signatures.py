@@ -78,7 +78,7 @@ def window_of(window: Any) -> Any:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
-    """out [B, S_q, H_q, D_v] in q's dtype and lse [B, H_q, S_q] (natural logarithm, float32), or packed [T, H, D_v] and [H, T].
+    """out [B, S_q, H_q, D_v] in q's dtype and lse [B, H_q, S_q] (natural logarithm, float32 or wider), or packed [T, H, D_v] and [H, T].
 
     Both are differentiable. Errors use the originals' argument names.
 
