@@ -199,10 +199,11 @@ def _flash_attn_backward(
     """Write dq, dk, dv (those that are not None). Return softmax_d, as FlashAttention-2's `_flash_attn_backward` and its varlen form do."""
     refuse(sm_margin=sm_margin)
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) if packed else None
-    if not packed:
+    setting = Setting(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, deterministic)
+    if packed:
+        setting = setting._replace(packing=(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    else:
         refuse(sequed_q=sequed_q, sequed_k=sequed_k)
-    setting = Setting(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, deterministic, packing=packing)  # type: ignore
     write((dq, dk, dv), backward_used(dout, (out, softmax_lse), (q, k, v), setting, Used(sequed_q, sequed_k))[:3])
     return softmax_d(dout, out, cu_seqlens_q)
 

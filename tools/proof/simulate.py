@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from strobe.kernels.protocol import Forward
 from strobe.ops import attention as ops
@@ -58,5 +57,5 @@ def simulated(call: Call, target: Target, mode: str = "eager", seed: int = 0, ke
     problem = Problem.from_call(bare)
     with on(target, mode, seed, check=False) as run, Poison() as poison:
         out = poison.empty(torch.empty(problem.out_shapes[0], dtype=problem.out_dtype))
-        found: tuple[Tensor, Tensor] = ops.run(poison.enclose_call(bare), out)
+        found = ops.run(poison.enclose_call(bare), out)
     return Forward(*found), run

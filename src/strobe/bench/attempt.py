@@ -21,7 +21,7 @@ class Attempt(AbstractContextManager):
 
     def __enter__(self) -> Attempt:
         self._warnings = warnings.catch_warnings(record=True)
-        self._said: list = self._warnings.__enter__()  # type: ignore[assignment]  # a list, since it records
+        self._said: list = self._warnings.__enter__()  # a list, since it records
         warnings.simplefilter("always")
         return self
 

@@ -16,7 +16,6 @@ rotary                          q and k share a component and are rotated by the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import torch
@@ -72,8 +71,8 @@ def _parse(name: str) -> tuple[str, float]:
     """
     if name in _FAMILIES:
         return name, 1.0
-    family, amount = re.fullmatch(r"(\w*?)(\d+)", name).groups()  # type: ignore[union-attr]  # names are those of NAMES
-    return family, float(amount)
+    family = name.rstrip("0123456789")
+    return family, float(name[len(family) :])
 
 
 def _normal(q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:

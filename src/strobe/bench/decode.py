@@ -6,7 +6,7 @@ several caches, together larger than any L2. One sample runs over all of them; o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -29,6 +29,7 @@ from .timer import Function, Timing, as_graph, interleave
 
 COLD_BYTES = 256 * 2**20  # least bytes of caches in a sample: five times the L2 of an H200 (50 MB), twice that of a B200 (126 MB)
 Rows = tuple[Tensor, Tensor, Tensor]  # q [B, 1, H_q, D], k and v [B, S, H_kv, D]
+Prepare = Callable[[Rows], Callable[[], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ def suite(patterns: Iterable[str]) -> list[DecodeCase]:
 # ---------------------------------------------------------------- rivals, over dense rows: their fastest layout
 
 
-def _sdpa(*backends: SDPBackend) -> Callable[[Rows], Function]:
-    def prepare(rows: Rows) -> Function:
+def _sdpa(*backends: SDPBackend) -> Prepare:
+    def prepare(rows: Rows) -> Callable[[], Tensor]:
         q, k, v = (t.transpose(1, 2) for t in rows)
 
         def call() -> Tensor:
@@ -116,18 +117,18 @@ def _sdpa(*backends: SDPBackend) -> Callable[[Rows], Function]:
     return prepare
 
 
-def _fa4(rows: Rows) -> Function:
+def _fa4(rows: Rows) -> Callable[[], Tensor]:
     cute = import_module("flash_attn.cute")
     return lambda: cute.flash_attn_func(*rows)[0]
 
 
-RIVALS: dict[str, dict[str, Callable[[Rows], Function]]] = {
+RIVALS: dict[str, dict[str, Prepare]] = {
     "cuda": {"cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION), "flash": _sdpa(SDPBackend.FLASH_ATTENTION), "fa4": _fa4},
     "cpu": {"sdpa": _sdpa()},
 }
 
 
-def pick(names: list[str], device: torch.device) -> dict[str, Callable[[Rows], Function]]:
+def pick(names: list[str], device: torch.device) -> dict[str, Prepare]:
     """The named rivals, or all for this device. Raises InvalidProblem for an unknown name.
 
     >>> list(pick([], torch.device("cpu")))
@@ -143,7 +144,7 @@ def pick(names: list[str], device: torch.device) -> dict[str, Callable[[Rows], F
 # ---------------------------------------------------------------- one case -> one row
 
 
-def measure(case: DecodeCase, rivals: dict[str, Callable[[Rows], Function]], options: Options) -> dict:
+def measure(case: DecodeCase, rivals: dict[str, Prepare], options: Options) -> dict:
     """Measure a case with strobe and every rival. In the result row, "refused" names rivals that cannot run it, with the reason."""
     on_gpu = options.device.type == "cuda"
     with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(options.device)) if on_gpu else nullcontext():
@@ -155,10 +156,10 @@ def measure(case: DecodeCase, rivals: dict[str, Callable[[Rows], Function]], opt
         for name, prepare in (*((n, p) for n, p in rivals.items() if n not in refused), ("strobe", None)):
             with Attempt() as attempt:
                 calls = [ours(rows, cache) if prepare is None else prepare(rows) for rows, cache in inputs]
-                ready[name] = Contender(_all(calls, on_gpu), (calls[0](),))  # type: ignore[arg-type]
+                ready[name] = Contender(_all(calls, on_gpu), (calls[0](),))
             if attempt.reason:
                 refused[name] = attempt.reason
-        error = _drop_wrong(ready, refused, case, "strobe")  # type: ignore[arg-type]
+        error = _drop_wrong(ready, refused, case.dtype, "strobe")
         functions = {name: ready[name].function for name in sorted(ready, key=lambda name: name != "strobe")}
         times = interleave(functions, options.device, options.rounds, options.sample_ms)
         rows, cache = inputs[0]
@@ -166,7 +167,7 @@ def measure(case: DecodeCase, rivals: dict[str, Callable[[Rows], Function]], opt
     return _row(case, choice, times, options) | {"refused": refused, "relative_error": error}
 
 
-def _all(calls: list[Function], on_gpu: bool) -> Function:
+def _all(calls: Sequence[Function], on_gpu: bool) -> Function:
     def function() -> None:
         for call in calls:
             call()

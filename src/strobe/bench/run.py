@@ -51,7 +51,7 @@ def measure(case: Case, rivals: Iterable[Rival], options: Options) -> dict:
     """Measure a case with strobe and every rival. In the result row, "refused" names rivals that cannot run it, with the reason."""
     side = nullcontext()
     if options.graph:
-        side = torch.cuda.stream(torch.cuda.Stream(options.device))  # type: ignore[assignment]
+        side = torch.cuda.stream(torch.cuda.Stream(options.device))
     with side, reproducible(case.deterministic):
         x, ours, refused = case.inputs(options.device), Strobe(options.kernel), {}
         ready: dict[str, Contender] = {}
@@ -62,7 +62,7 @@ def measure(case: Case, rivals: Iterable[Rival], options: Options) -> dict:
             else:
                 ready[rival.name] = contender
         exact = partial(distances, case, x, {name: contender.result for name, contender in ready.items()})
-        error = _drop_wrong(ready, refused, case, ours.name, exact)
+        error = _drop_wrong(ready, refused, case.dtype, ours.name, exact)
         del exact
         accuracy = errors(case, x, {name: contender.result[0] for name, contender in ready.items()})
         functions = {name: ready[name].function for name in sorted(ready, key=lambda name: name != ours.name)}
@@ -108,14 +108,14 @@ def _backward(forward: Forward, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
 
 
 def _drop_wrong(
-    ready: dict[str, Contender], refused: dict[str, str], case: Case, ours: str, exact: Callable[[], dict[str, float]] = dict
+    ready: dict[str, Contender], refused: dict[str, str], dtype: torch.dtype, ours: str, exact: Callable[[], dict[str, float]] = dict
 ) -> float | None:
     """Drop contenders with wrong results, so that no wrong kernel is reported as fast. Returns our distance from the first contender in `ready`.
 
     All results must agree with the first. If some do not, `exact` (`accuracy.distances`) gives each one's distance from float64 and decides:
     gradients may cancel, and then kernels differ by rounding only.
     """
-    first, agree = next(iter(ready), ours), AGREE[case.dtype]
+    first, agree = next(iter(ready), ours), AGREE[dtype]
     apart = {name: _distance(ready[name].result, ready[first].result) for name in ready if name != first}
     wrong = {
         name: f"differs from {first} by {distance:.2g} of its norm, more than {agree:g}" for name, distance in apart.items() if not distance <= agree

@@ -289,7 +289,8 @@ def _gradients(call: Call, outs: tuple[Tensor, ...], lse: Tensor, gradients: tup
         dk, dv = dk[:, :keys], dv[:, :keys]
     lse = lse.contiguous()
     ops.write_gradients(choice, call, Backward(dout, out, lse, None, dq, dk, dv, torch.empty_like(lse)))
-    served[choice.backward.kernel.name] += 1  # type: ignore[union-attr]
+    if choice.backward is not None:  # else it was refused above
+        served[choice.backward.kernel.name] += 1
 
 
 def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:

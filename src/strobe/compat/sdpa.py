@@ -212,7 +212,7 @@ def _taken() -> _Before:
     if torch.cuda.is_available():  # torch's first choice on a GPU overwrites the priority, so make it before reading
         _choose(torch.device("cuda"))
     priority = torch._C._get_sdp_priority_order()
-    flash = int(SDPBackend.FLASH_ATTENTION)  # type: ignore[call-overload]
+    flash = SDPBackend.FLASH_ATTENTION.value
     ours = [flash, *(one for one in priority if one != flash)]
     return _Before(registry.current_flash_attention_impl(), priority, ours, compiler.cache_key_tag)
 
@@ -237,7 +237,7 @@ def _restore() -> None:
 
 def _choose(device: torch.device) -> SDPBackend:
     q = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device=device)
-    return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True))  # type: ignore[call-arg]
+    return SDPBackend(torch.ops.aten._fused_sdp_choice(q, q, q, is_causal=True))
 
 
 def backend(device: torch.device | str) -> str:

@@ -87,7 +87,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, 
     [[1, 5, 2, 16], [1, 2, 5]]
     """
     try:
-        return ops.run(_call(q, k, v, setting))
+        out, lse = ops.run(_call(q, k, v, setting))
+        return out, lse
     except (InvalidProblem, TypeError) as error:
         raise in_their_words(error) from None
 

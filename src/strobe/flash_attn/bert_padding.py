@@ -45,7 +45,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of [N, ...] at `indices`, and the whole input."""
-    return _ResidualRows.apply(input, indices)  # type: ignore[return-value]
+    return _ResidualRows.apply(input, indices)
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:

@@ -76,7 +76,7 @@ class Installed(DistributionFinder):
         self._added = [name for name in modules if name not in sys.modules]
         sys.modules.update(modules)
         if "flash_attn.cute" in modules:  # import would set it only on strobe's parent package
-            modules["flash_attn"].cute = modules["flash_attn.cute"]  # type: ignore[attr-defined]
+            vars(modules["flash_attn"])["cute"] = modules["flash_attn.cute"]
         sys.meta_path.insert(0, self)
         _forget()
 
@@ -128,7 +128,7 @@ def _forget() -> None:
             clear()
     loaded = sys.modules.get("transformers.modeling_flash_attention_utils")
     if loaded is not None and hasattr(loaded, "_loaded_implementation"):
-        loaded._loaded_implementation = None  # type: ignore[attr-defined]
+        vars(loaded)["_loaded_implementation"] = None
 
 
 # ---------------------------------------------------------------- torch.ops.flash_attn

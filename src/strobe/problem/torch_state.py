@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._C._functorch as _C_functorch
 from torch import Tensor
 from torch._C import (
     DispatchKey,
@@ -18,7 +19,6 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
-from torch._C import _functorch as _C_functorch  # type: ignore[attr-defined]
 from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards  # type: ignore[attr-defined]
+from torch._C._dynamo.guards import TensorGuards
 
 from ..problem.problem import ALIGNMENT
 from ..problem.torch_state import needs_dispatcher, unseen_mode_active

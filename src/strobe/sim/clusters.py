@@ -9,13 +9,20 @@ import numpy as np
 
 from .agents import Barrier, Cta, Operation
 from .machine import Machine
-from .memory import Actor, merge
+from .memory import Actor, Memory, merge
 from .pointers import Found
 from .ptx_cluster import WITHIN
 from .report import place_text
 
 MOST_COUNTED = 2**20 - 1  # by an mbarrier, of arrivals and of bytes (PTX ISA)
 SEND_NS = 400.0  # from one SM to another
+
+
+class Placed(Found):
+    """Addresses that lie in a memory for certain."""
+
+    __slots__ = ()
+    memory: Memory
 
 
 class Clusters:
@@ -68,7 +75,7 @@ class Clusters:
             cta.symbols[key] = begin, memory
         return cta.symbols[key][0]
 
-    def _shared(self, address: np.ndarray, mask: Any, size: int, what: str) -> Iterator[tuple[Cta, Found]]:
+    def _shared(self, address: np.ndarray, mask: Any, size: int, what: str) -> Iterator[tuple[Cta, Placed]]:
         """Each program whose memory an access meets, and what of it is meant."""
         p = self.machine.current
         live = np.ones(address.shape, bool) if mask is None else np.asarray(mask, bool)
@@ -88,7 +95,7 @@ class Clusters:
             if found is None:
                 self._report("bounds", f"{what} at {low} to {high} of CTA {cta.index}'s shared memory, where no variable lies")
                 continue
-            yield cta, Found(found[1], within - found[0], here, size)
+            yield cta, Placed(found[1], within - found[0], here, size)
 
     def _check_reach(self, other: Cta, what: str) -> None:
         p = self.machine.current
@@ -147,20 +154,20 @@ class Clusters:
         size = values[0].itemsize
         for cta, found in self._shared(address, mask, size * len(values), "st.async"):
             for place in np.unique(bell[found.live]).tolist():
-                part = Found(found.memory, found.offsets, found.live & (bell == place), found.size)
+                part = Placed(found.memory, found.offsets, found.live & (bell == place), found.size)
                 if place >> WITHIN != (address[part.live] >> WITHIN)[0]:
                     self._report("bounds", "st.async to one program of the cluster, its mbarrier in another")
                 self._send(cta, part, values, self._barrier_at(place & (1 << WITHIN) - 1, cta))
 
-    def _send(self, cta: Cta, found: Found, values: list[np.ndarray], barrier: Barrier) -> None:
+    def _send(self, cta: Cta, found: Placed, values: list[np.ndarray], barrier: Barrier) -> None:
         machine, p = self.machine, self.machine.current
         agent = f"st.async {barrier.copies} on {cta.index}/{barrier.name}"
         barrier.copies += 1
         number, knows, phase, place = machine.sequence(agent), dict(p.knows), barrier.phase, machine.place()
-        what = f"st.async into {found.memory.name}"  # type: ignore[union-attr]
+        what = f"st.async into {found.memory.name}"
         offsets = found.offsets[found.live]
         actor = Actor(agent, number, {**knows, agent: number}, "generic", what, place)
-        machine.access(found.memory, found.memory.mask_at(offsets, found.size), True, actor)  # type: ignore[arg-type,union-attr]
+        machine.access(found.memory, found.memory.mask_at(offsets, found.size), True, actor)
         p.tick()
         told = {agent: number}  # of what was sent alone, not of what the sender did before
         operation = Operation(agent, what, place, lambda: None, p.time_ns + SEND_NS)

@@ -6,6 +6,7 @@ semantic layer, jit functions are entered, builtins are called with `_semantic`.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import inspect
@@ -30,6 +31,7 @@ from .machine import KERNEL_CODE
 from .translate import signature, translated
 from .values import Diverged, Value, tensor, unsigned
 
+_NOWHERE = ast.AST()  # an error that has no line of its own
 _CONDITIONS = (bool, int, type(None))
 _PYTHON: dict[Any, Callable[..., Any]] = {int: int, len: len, tl.static_print: print, gl.static_print: print}  # run on plain Python values
 _STATIC_ASSERTS, _MAPS = (tl.static_assert, gl.static_assert), (tl.map_elementwise, gl.map_elementwise)
@@ -115,7 +117,7 @@ class Interpreter:
         raise NameError(message)
 
     def refused(self, message: str) -> Any:
-        raise UnsupportedLanguageConstruct(None, None, message)  # type: ignore[arg-type]
+        raise UnsupportedLanguageConstruct(None, _NOWHERE, message)
 
     def format(self, template: str, value: Any) -> str:
         return template.format(unwrapped(value))
@@ -345,7 +347,7 @@ class Interpreter:
         if not isinstance(passed, bool):
             raise NotImplementedError("static_assert: the condition is not a constant")
         if not passed:
-            raise CompileTimeAssertionFailure(None, None, str(unwrapped(message)))  # type: ignore[arg-type]
+            raise CompileTimeAssertionFailure(None, _NOWHERE, str(unwrapped(message)))
 
     def call_JitFunction(self, fn: Any, args: Any, kwargs: dict[str, Any], caller_context: Any = None) -> Any:
         """Enter a device function (the name is the one the semantic layer calls its generator by)."""

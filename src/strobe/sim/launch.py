@@ -115,10 +115,10 @@ def simulate(target: str = "sm_90", mode: str = "pct", seed: int = 0, *, sms: in
 
     def launch(fn: Any, *arguments: Any, grid: Any, warmup: bool = False, **keywords: Any) -> Any:
         """As Triton's: a warm-up gives what is launched from then on for these constants; its metadata say how many programs run together."""
-        key = _constants(fn, arguments, keywords) if warmup or made else None
         if warmup:
-            return made.setdefault(key, SimpleNamespace(packed_metadata=(keywords.get("num_warps", 4), 1, 0)))  # type: ignore[arg-type]
-        together = made[key].packed_metadata[1] if key in made else 1
+            return made.setdefault(_constants(fn, arguments, keywords), SimpleNamespace(packed_metadata=(keywords.get("num_warps", 4), 1, 0)))
+        warm = made.get(_constants(fn, arguments, keywords)) if made else None
+        together = 1 if warm is None else warm.packed_metadata[1]
         return _Launch(run, capability, fn).run(arguments, keywords, grid, together)
 
     properties = SimpleNamespace(multi_processor_count=sms, name="simulated", major=capability // 10, minor=capability % 10)
@@ -206,7 +206,7 @@ class _Launch:
         if tensor.device.type != "cpu":
             raise TypeError(f"{name}: got a tensor on {tensor.device}, expected one on the CPU: the simulator reads its memory directly")
         storage = tensor.untyped_storage()
-        raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[call-overload]
+        raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         for memory in self.machine.storages:
             if memory.base == storage.data_ptr() and len(memory.raw) == len(raw):
                 memory.granule = min(memory.granule, tensor.element_size())

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import greenlet
 import numpy as np
@@ -39,6 +39,8 @@ _REASON = {
 }
 SPINS = 1000  # equal plain reads in a row, nothing between, that make a spin loop
 
+_NOBODY = cast(Partition, None)  # the current partition while no kernel code runs
+
 
 class Machine:
     def __init__(self, mode: str, seed: int, sms: int, limits: dict[str, int], reports: Reports, checks: Checks = USUAL):
@@ -47,7 +49,7 @@ class Machine:
         self.storages: list[Memory] = []
         self.events: list[Event] = []
         self.stats: dict[str, int] = {"ctas": 0, "steps": 0, "accesses": 0, "landed": 0}
-        self.current: Partition = None  # type: ignore[assignment]  # set whenever kernel code runs
+        self.current: Partition = _NOBODY  # set whenever kernel code runs
         self.hub: Any = None  # the greenlet of the scheduler
         self.ctas: list[Cta] = []
         self.max_steps = MAX_STEPS
@@ -396,7 +398,7 @@ class Machine:
                 self._step()
         finally:
             self._kill()
-            self.hub = self.current = None  # type: ignore[assignment]
+            self.hub, self.current = None, _NOBODY
             for storage in self.storages:
                 storage.forget()
 
@@ -427,7 +429,7 @@ class Machine:
                 self.progress += 1
                 if chosen is chosen.cta.partitions[0]:
                     self._finish(chosen.cta)
-            self.current = None  # type: ignore[assignment]
+            self.current = _NOBODY
         elif chosen:
             self._land(*chosen)
         else:

@@ -46,7 +46,8 @@ MODULE = "(module)"  # where inline PTX stands that no jit function holds
 PROBE = "place_of_the_mutant"  # a name that no kernel has
 _ORDERS = ("acquire", "release", "acq_rel")
 _SIGNALS = ("mbarriers", "mbarrier_preds")
-_Change = tuple[str, ast.AST, str]  # (kind, node to replace, new text)
+_Node = ast.expr | ast.stmt
+_Change = tuple[str, _Node, str]  # (kind, node to replace, new text)
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ def mutants(source: str) -> list[Mutant]:
         starts.append(starts[-1] + len(line.encode()))
     data = source.encode()
 
-    def mutant(function: str, kind: str, node: ast.AST, new: str) -> Mutant:
+    def mutant(function: str, kind: str, node: _Node, new: str) -> Mutant:
         start, end = (starts[row - 1] + column for row, column in _span(node))  # columns count bytes
         with_it = lambda text: (data[:start] + text.encode() + data[end:]).decode()
-        return Mutant(kind, node.lineno, lines[node.lineno - 1].strip(), function, with_it(new), with_it(PROBE))  # type: ignore[attr-defined]
+        return Mutant(kind, node.lineno, lines[node.lineno - 1].strip(), function, with_it(new), with_it(PROBE))
 
     found = [mutant(MODULE, *change) for change in _text_changes(list(_outside(tree)))]
     for function in ast.walk(tree):
@@ -96,8 +97,8 @@ def mutants(source: str) -> list[Mutant]:
     return sorted(found, key=lambda mutant: (mutant.line, mutant.kind))
 
 
-def _span(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]]:
-    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+def _span(node: _Node) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
 
 
 def _jitted(function: ast.FunctionDef) -> bool:
@@ -167,7 +168,7 @@ def _text_changes(nodes: Iterable[ast.AST]) -> Iterator[_Change]:
     prose = {node.value for node in nodes if isinstance(node, ast.Expr)}  # docstrings
     parts = {part for node in formatted for part in node.values}
     for node in nodes:
-        if node not in prose and node not in parts:
+        if isinstance(node, ast.expr) and node not in prose and node not in parts:
             yield from ((kind, node, repr(weaker)) for kind, weaker in _weaker(node))
     for node in formatted:
         for i, part in enumerate(node.values):

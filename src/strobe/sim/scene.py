@@ -230,12 +230,12 @@ def replaced(original: Path, source: str, folder: Path, scene: Path) -> Iterator
     finder = _Elsewhere(name, folder / original.name)
     for importer in before:
         _leave(importer)
-    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, finder)
     try:
         changed = importlib.import_module(name)
         yield changed if original == scene else load(scene)
     finally:
-        sys.meta_path.remove(finder)  # type: ignore[arg-type]
+        sys.meta_path.remove(finder)
         for importer in _importers(name, roots):
             _leave(importer)
         sys.modules.update(before)
@@ -269,7 +269,8 @@ def _importers(name: str, roots: set[str]) -> list[str]:
 @functools.lru_cache(None)
 def _imports(file: str, package: str) -> frozenset[str]:
     """All that a file may import outside of its functions: `from .a import b` is package.a and, if that is a module, package.a.b."""
-    found, nodes = set(), list(ast.parse(Path(file).read_text()).body)
+    found: set[str] = set()
+    nodes: list[ast.AST] = [*ast.parse(Path(file).read_text()).body]
     for node in nodes:  # grows on the way
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
@@ -277,5 +278,5 @@ def _imports(file: str, package: str) -> frozenset[str]:
             base = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
             found.update([base, *(f"{base}.{alias.name}" for alias in node.names)])
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            nodes += ast.iter_child_nodes(node)  # type: ignore[arg-type]
+            nodes += ast.iter_child_nodes(node)
     return frozenset(found)

@@ -49,7 +49,7 @@ class Region:
 class _Tensors(type):
     """The class that a semantic layer knows tensors by: it makes them, and Triton 3.7 and later ask it whether a value is one."""
 
-    __call__ = staticmethod(make_tensor)  # type: ignore[assignment]
+    __call__: Callable[..., tl.tensor] = staticmethod(make_tensor)
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, tl.tensor)
@@ -59,19 +59,19 @@ class _Tensor(metaclass=_Tensors):
     """Stands for tl.tensor."""
 
 
-class _Evaluated:
+class _Evaluated(TritonSemantic):
     """Mixed into a semantic layer: operations with a combining function, on whole arrays dressed as scalars."""
 
     builder: Any
     tensor: Any = _Tensor
 
     def to_tensor(self, x: Any, check_type: bool = True) -> Any:
-        return x if isinstance(x, tl.tensor) else super().to_tensor(unwrapped(x), check_type)  # type: ignore[misc]
+        return x if isinstance(x, tl.tensor) else super().to_tensor(unwrapped(x), check_type)
 
     def cast(self, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
         if input.type.scalar is dst_ty.scalar:  # most operands have their operation's type already
             return input
-        return super().cast(input, dst_ty, fp_downcast_rounding)  # type: ignore[misc]
+        return super().cast(input, dst_ty, fp_downcast_rounding)
 
     def multiple_of(self, x: Any, values: Any) -> Any:
         """A promise to the compiler, which changes no result."""
@@ -89,7 +89,7 @@ class _Evaluated:
 
     def reduction(self, inputs: Sequence[Any], axis: int | None, region_builder_fn: Callable[[Any], None]) -> tuple[Any, ...]:
         if axis is None:
-            inputs = tuple(self.reshape(t, [t.numel.value], can_reorder=not isinstance(self, GluonSemantic)) for t in inputs)  # type: ignore[attr-defined]
+            inputs = tuple(self.reshape(t, [t.numel.value], can_reorder=not isinstance(self, GluonSemantic)) for t in inputs)
             axis = 0
         if isinstance(self, GluonSemantic):
             self._check_same_layout(inputs)
@@ -133,13 +133,13 @@ class _Evaluated:
             for step, one in zip(steps, merged, strict=True):
                 step.append(one)
         done = [np.moveaxis(np.stack(step[::-1] if reverse else step), 0, axis % rank) for step in steps]
-        return tuple(self.tensor(Value(array, v.elem, v.layout), t.type) for array, v, t in zip(done, values, inputs, strict=True))  # type: ignore[attr-defined]
+        return tuple(self.tensor(Value(array, v.elem, v.layout), t.type) for array, v, t in zip(done, values, inputs, strict=True))
 
     def map_function(self, interpreter: Any, scalar_fn: Any, *args: Any, pack: Any = 1) -> Any:
         """tl.map_elementwise: the scalar function sees whole arrays dressed as scalars, those of one path through it at a time."""
         if unwrapped(pack) != 1:
             raise NotImplementedError("map_elementwise with pack > 1")
-        tensors = list(self.broadcast_tensors(*args)) if len(args) > 1 else list(args)  # type: ignore[attr-defined]
+        tensors = list(self.broadcast_tensors(*args)) if len(args) > 1 else list(args)
         like: Any = tensors[0]
         kinds: list[Any] = []
         single = False

@@ -114,8 +114,6 @@ class Type:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Type) and (self.elem, self.shape) == (other.elem, other.shape)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 class Value:
     """A tensor or scalar in registers; `pending` is the wgmma that still computes it."""

@@ -46,7 +46,7 @@ Source of the form: LAPACK's residual ratios; Higham, "Accuracy and Stability of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -329,9 +329,9 @@ def _part(tensor: Tensor, index: slice | None, dim: int = 0) -> Tensor:
 def _outside(call: Call) -> tuple[Tensor, Tensor]:
     """bool [T_q] and [T_k]: tokens outside every sequence."""
     found = []
-    for tensor, offsets in ((call.q, call.cu_seqlens_q), (call.k, call.cu_seqlens_k)):
+    for tensor, offsets in ((call.q, cast(Tensor, call.cu_seqlens_q)), (call.k, cast(Tensor, call.cu_seqlens_k))):
         token = torch.arange(tensor.shape[0], device=tensor.device)
-        found.append((token < offsets[0]) | (token >= offsets[-1]))  # type: ignore[index]
+        found.append((token < offsets[0]) | (token >= offsets[-1]))
     return found[0], found[1]
 
 

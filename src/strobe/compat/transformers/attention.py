@@ -32,9 +32,8 @@ def attention(
 
     attention_mask is the result of the mask function (`masks.mask`), or None. Raises UnsupportedProblem for unsupported keywords."""
     _refuse(module, keywords)
-    cache = keywords.get("cache")
-    if isinstance(cache, PagedAttentionCache):  # continuous batching: the keys of all sequences, packed
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords)  # type: ignore
+    if isinstance(keywords.get("cache"), PagedAttentionCache):  # continuous batching: the keys of all sequences, packed
+        key, value = keywords["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords)
     q, k, v = (rows_contiguous(t.transpose(1, 2)) for t in (query, key, value))
     if attention_mask is None:
         layer_mask = _told(module, k.shape[1], keywords)

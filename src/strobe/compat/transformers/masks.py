@@ -10,7 +10,7 @@ transformers describes a mask by a function of indices, an optional padding mask
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -93,8 +93,8 @@ class _Asked(NamedTuple):
 def _row(asked: _Asked, rest: dict[str, Any]) -> LayerMask:
     """The LayerMask of one query row with any pattern: the dense row, written as documents. Reads nothing from the device."""
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    sizes = asked.batch, 1, asked.seqlen_k, asked.q_offset, asked.kv_offset
-    written = sdpa_mask(*sizes, asked.function, asked.attention_mask, **{**rest, **skips})  # type: ignore[arg-type]
+    sizes = asked.batch, 1, asked.seqlen_k, cast("int", asked.q_offset), asked.kv_offset  # transformers itself passes tensors too
+    written = sdpa_mask(*sizes, asked.function, asked.attention_mask, **{**rest, **skips})
     if written is None:
         raise UnsupportedProblem(describe("attention_mask", "none", "a row of the mask", SDPA))
     ids_k = written[:, 0, 0].to(torch.int32) - 1
@@ -146,12 +146,12 @@ def _hidden(seqlen_q: int, ids: Tensor | None, seen: Tensor | None) -> Mask | No
     """The documents mask of document ids and a padding mask. Padding hides keys from all rows, padded rows included.
 
     A row has the document id of the key at its own position."""
-    if seen is None and ids is None:
+    if ids is not None:
+        return documents(ids[:, -seqlen_q:], ids if seen is None else ids.masked_fill(~seen, -1))
+    if seen is None:
         return None
-    if ids is None:
-        ids_k = seen.to(torch.int32) - 1  # type: ignore[union-attr]
-        return documents(torch.zeros_like(ids_k[:, :1]).expand(-1, seqlen_q), ids_k)
-    return documents(ids[:, -seqlen_q:], ids if seen is None else ids.masked_fill(~seen, -1))
+    ids_k = seen.to(torch.int32) - 1
+    return documents(torch.zeros_like(ids_k[:, :1]).expand(-1, seqlen_q), ids_k)
 
 
 def _can_read(tensor: Tensor) -> bool:
