@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ..problem.target import Target
 from .cycles import Cycles, table
@@ -17,7 +16,7 @@ def save(target: Target, path: Path) -> Path:
 
     rows = table(target)
     figure = Figure(figsize=(8, 0.62 * len(rows) + 1.2), layout="constrained", dpi=120)
-    axes: Any = figure.add_subplot()
+    axes = figure.add_subplot()
     for place, unit in enumerate(COLOURS):
         heights = [n + (place - 1.5) * 0.2 for n in range(len(rows))]
         axes.barh(heights, [_of(row.cycles, unit) for row in rows], 0.19, color=COLOURS[unit], label=unit)

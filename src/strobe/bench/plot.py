@@ -7,11 +7,15 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedProblem
 from .data import NORMAL
 from .table import normal_and_worst, rival_tflops
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 OURS = "#d1495b"
 # Okabe and Ito's palette without its reds: colour-blind readers can distinguish the colours, and none resembles OURS
@@ -64,7 +68,7 @@ def check(path: Path) -> None:
         raise UnsupportedProblem(f"--plot: got {path.name}, expected a name that ends in {', '.join(_FORMATS)}")
 
 
-def _bars(figure: Any, rows: Sequence[dict]) -> None:
+def _bars(figure: Figure, rows: Sequence[dict]) -> None:
     met = dict.fromkeys(name for row in rows for name in row["rivals"])
     colours = COLOURS | dict(zip([name for name in met if name not in COLOURS], cycle(EARLIER)))
     names = [name for name in colours if name in met]
@@ -93,7 +97,7 @@ def _bars(figure: Any, rows: Sequence[dict]) -> None:
     figure.supxlabel(_where(rows), fontsize=7, color="#666666")
 
 
-def _roofline(figure: Any, rows: Sequence[dict]) -> None:
+def _roofline(figure: Figure, rows: Sequence[dict]) -> None:
     from matplotlib.ticker import LogLocator
 
     figure.set_size_inches(9, 4 + 0.06 * len(rows))
@@ -123,7 +127,7 @@ def _roofline(figure: Any, rows: Sequence[dict]) -> None:
     figure.supxlabel(_where(rows), fontsize=7, color="#666666")
 
 
-def _roofs(axes: Any, rows: Sequence[dict]) -> None:
+def _roofs(axes: Axes, rows: Sequence[dict]) -> None:
     """Draw the roof of each dtype: memory bandwidth up to the knee, peak FLOP/s beyond it."""
     roofs = list(dict.fromkeys((row["peak_tflops"], row["peak_gbps"], row["dtype"]) for row in rows))
     knees = [1e3 * tflops / gbps for tflops, gbps, _ in roofs]

@@ -54,7 +54,7 @@ class Setting(NamedTuple):
         )
 
 
-def number(name: str, value: Any) -> Any:
+def number(name: str, value: object) -> Any:
     """A one-element tensor as a Python number; other values unchanged. Raises for other sizes and for tensors that require grad."""
     if not isinstance(value, Tensor):
         return value
@@ -206,7 +206,7 @@ def applied(function: Callable, order: str) -> staticmethod:
     """
     names = order.split()
 
-    def apply(*arguments: Any) -> Any:
+    def apply(*arguments: object) -> Any:
         if len(arguments) > len(names):
             raise TypeError(describe("apply", f"{len(arguments)} arguments", f"at most {len(names)}: {', '.join(names)}", "pass them by position"))
         given = dict(zip(names, arguments))

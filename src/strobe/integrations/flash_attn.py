@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from importlib.metadata import DistributionFinder
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -94,7 +94,7 @@ class Installed(DistributionFinder):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.uninstall()
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Always None: the installed modules are already in sys.modules."""
 
     def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Iterator[metadata.Distribution]:  # noqa: B008
@@ -114,7 +114,7 @@ class _Distribution(metadata.Distribution):
         texts = {"METADATA": "".join(f"{key}: {value}\n" for key, value in headers.items()), "top_level.txt": "\n".join(top)}
         return texts.get(filename)
 
-    def locate_file(self, path: Any) -> Any:
+    def locate_file(self, path: object) -> NoReturn:
         raise FileNotFoundError(describe("path", path, "nothing: a stand-in has no files", "see strobe.__file__"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..problem.memory_overlap import overlaps_itself, share_memory
 from ..problem.torch_state import batched, functionalized
 
 
-def schema(fields: dict[str, str], defaults: dict[str, Any]) -> str:
+def schema(fields: dict[str, str], defaults: Mapping[str, object]) -> str:
     """The schema of an op's arguments, from the annotations and defaults of its call type (`Call`, `DecodeCall`, `AppendCall`)."""
     kinds = {
         "Tensor | None": "Tensor?",

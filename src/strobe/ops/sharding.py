@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..errors import InvalidProblem, wrong_type
@@ -92,7 +92,7 @@ def _pools_by_batch(call: DecodeCall | AppendCall) -> Shard | Replicate:
     return Shard(0) if call.page_table is None else Replicate()
 
 
-def _beside(call: Any, qkv: Any, sequences: Any, heads: Any) -> Any:
+def _beside(call: Any, qkv: Placement, sequences: Placement, heads: Placement) -> Any:
     """A call on a cache with placements instead of tensors.
 
     qkv: placement of q, k_new, v_new and the pools. sequences: placement of tensors with one row per sequence. heads: placement of tensors with one

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ..errors import UnsupportedProblem
 from ..problem.call import Call
@@ -61,7 +62,7 @@ def _shared(name: str, flat: Sequence[Any]) -> tuple[str, ...] | None:
     return ("sinks",)
 
 
-def _together(op: Any, folded: Sequence[Any], batch: int, size: int) -> tuple[tuple, tuple]:
+def _together(op: OpOverload, folded: Sequence[Any], batch: int, size: int) -> tuple[tuple, tuple]:
     found = op(*folded)
     # without sinks, the backward returns an empty dsinks, which has no batch dimension
     parts = [one.dim() > 1 for one in found]
@@ -69,7 +70,7 @@ def _together(op: Any, folded: Sequence[Any], batch: int, size: int) -> tuple[tu
     return parted, tuple(0 if part else None for part in parts)
 
 
-def _in_turn(op: Any, flat: Sequence[Any], batched: Sequence[bool], size: int) -> tuple[tuple, tuple]:
+def _in_turn(op: OpOverload, flat: Sequence[Any], batched: Sequence[bool], size: int) -> tuple[tuple, tuple]:
     if not size:
         raise UnsupportedProblem("vmap over no entry of packed sequences, pages or sinks: leave the call out where there is none")
     found = [op(*[argument[n] if many else argument for argument, many in zip(flat, batched)]) for n in range(size)]

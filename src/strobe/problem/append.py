@@ -6,13 +6,13 @@ Token t of T goes to position seqlens[b] + t of sequence b. An append does not c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, wrong_type
-from .cache import FP8, Held, OfCache, Rotary, check_cache, check_tensor
+from .cache import FP8, DenseCache, Held, OfCache, PagedCache, Rotary, check_cache, check_tensor
 from .call import DTYPES, Dense, Paged
 from .memory_overlap import overlaps_itself
 
@@ -49,7 +49,7 @@ class AppendCall(NamedTuple):
         return [field for field in self.about if field is not None]
 
     @staticmethod
-    def of(cache: Any, k_new: Tensor, v_new: Tensor, rotary: Rotary | None) -> AppendCall:
+    def of(cache: DenseCache | PagedCache, k_new: Tensor, v_new: Tensor, rotary: Rotary | None) -> AppendCall:
         """Build a call from the arguments of `append`. Raises TypeError for a wrong type of cache or rotary."""
         held = Held.of(cache)
         if rotary is not None and not isinstance(rotary, Rotary):

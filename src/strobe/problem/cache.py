@@ -5,7 +5,7 @@ seqlens[b] is the number of keys in sequence b. Positions count from the sequenc
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -261,7 +261,7 @@ def _check_scale(held: Held, name: str, scale: Tensor) -> None:
         )
 
 
-def check_tensor(word: str, tensor: Any, shape: str, rank: int) -> None:
+def check_tensor(word: str, tensor: object, shape: str, rank: int) -> None:
     """Raise unless `tensor` is a strided tensor of `rank` dimensions with a contiguous, non-empty last dimension."""
     if not isinstance(tensor, Tensor):
         raise wrong_type(word, tensor, f"a tensor {shape}", "pass a torch.Tensor")

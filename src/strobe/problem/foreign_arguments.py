@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from inspect import signature
-from typing import Any
 
 from torch import Tensor
 
@@ -39,7 +38,7 @@ _INSTEAD = {
 }
 
 
-def unknown(function: Callable[..., Any], given: Mapping[str, Any]) -> TypeError:
+def unknown(function: Callable, given: Mapping[str, object]) -> TypeError:
     """The TypeError for the first of the keywords that a function does not have.
 
     >>> def attention(q, causal=False, **others): ...

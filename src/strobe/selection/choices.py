@@ -24,11 +24,11 @@ class Choices(dict):
     In `alike` a plain call has an entry for its scalars and one for its keywords (`ops.attention.run_again`).
     """
 
-    def __init__(self, *known: Any):
+    def __init__(self, *known: object):
         super().__init__(*known)
         self.alike: dict[tuple, list[tuple[Callable[..., bool], int, Any]]] = {}
 
-    def __setitem__(self, key: Any, choice: Any) -> None:
+    def __setitem__(self, key: object, choice: object) -> None:
         if len(self) >= MOST_CHOICES:
             self.clear()
         super().__setitem__(key, choice)
@@ -55,7 +55,7 @@ class Choices(dict):
                 return choice
         return None
 
-    def meet(self, tensors: Sequence[Tensor], rest: tuple, choice: Any) -> None:
+    def meet(self, tensors: Sequence[Tensor], rest: tuple, choice: object) -> None:
         """Insert an entry into `alike`. The oldest entry of a key is evicted beyond MOST_ALIKE."""
         guard = alike_to(tensors)
         if guard is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import greenlet
 import numpy as np
@@ -103,7 +102,7 @@ class NamedBarrier:
 class Partition:
     """Warps that run one function: the kernel itself ("main") or one entry of warp_specialize."""
 
-    def __init__(self, cta: Cta, name: str, warps: int, knows: Clock, origin: Place, hub: greenlet.greenlet, body: Callable[[], Any]):
+    def __init__(self, cta: Cta, name: str, warps: int, knows: Clock, origin: Place, hub: greenlet.greenlet, body: Callable[[], object]):
         self.cta, self.name, self.warps, self.origin = cta, name, warps, origin
         self.agent = f"{cta.index}/{name}"
         self.knows = dict(knows)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from triton._C.libtriton import ir
 
 from . import ptx
@@ -68,7 +69,7 @@ class Arithmetic:
     def create_ui_to_fp(self, a: Value, ty: Type) -> Value:
         return self._cast(Value(unsigned(np.asarray(a.data)), a.elem, a.layout), ty)
 
-    def create_fp_to_fp(self, a: Value, ty: Type, rounding: Any) -> Value:
+    def create_fp_to_fp(self, a: Value, ty: Type, rounding: object) -> Value:
         if rounding not in (None, ir.ROUNDING_MODE.RTNE):
             raise NotImplementedError(f"conversion with rounding {rounding}: the simulator rounds to nearest even only")
         return self._cast(a, ty)
@@ -94,7 +95,7 @@ class Arithmetic:
 
     # ---- shapes
 
-    def _inferred(self, operation: str, a: Value, *arguments: Any) -> Any:
+    def _inferred(self, operation: str, a: Value, *arguments: object) -> Any:
         return self.layouts.result(operation, a.elem, np.shape(a._data), a.layout, *arguments)[1]
 
     def create_splat(self, ty: Type, a: Value) -> Value:
@@ -103,17 +104,17 @@ class Arithmetic:
     def create_unsplat(self, a: Value) -> Value:
         return Value(np.asarray(a.data).reshape(-1)[0], a.elem)
 
-    def create_broadcast(self, a: Value, ty: Any) -> Value:
+    def create_broadcast(self, a: Value, ty: Type) -> Value:
         shape, layout = (ty.shape, ty.layout) if isinstance(ty, Type) else (ty, None)
         return Value(np.broadcast_to(a.data, shape), a.elem, layout)
 
     def create_expand_dims(self, a: Value, axis: int) -> Value:
         return Value(a.data[(slice(None),) * axis + (None,)], a.elem, self._inferred("expand_dims", a, axis))
 
-    def create_reshape(self, a: Value, shape: Any, reorder: bool = False) -> Value:
+    def create_reshape(self, a: Value, shape: Sequence[int], reorder: bool = False) -> Value:
         return Value(np.reshape(a.data, shape), a.elem, self._inferred("reshape", a, list(shape), reorder))
 
-    def create_trans(self, a: Value, order: Any) -> Value:
+    def create_trans(self, a: Value, order: Sequence[int]) -> Value:
         return Value(np.transpose(a.data, order), a.elem, self._inferred("trans", a, list(order)))
 
     def create_join(self, a: Value, b: Value) -> Value:
@@ -132,19 +133,19 @@ class Arithmetic:
     def create_convert_layout(self, ty: Type, a: Value) -> Value:
         return Value(a.data, a.elem, ty.layout)
 
-    def create_set_auto_layout(self, layout: Any, a: Value) -> Value:
+    def create_set_auto_layout(self, layout: object, a: Value) -> Value:
         return Value(a.data, a.elem, layout)
 
     def is_convert_layout_trivial(self, ty: Type, a: Value) -> bool:
         return self.layouts.trivial(a.elem, ty.shape, a.layout, ty.layout)
 
-    def get_gluon_layout_from_tensor(self, a: Value) -> Any:
+    def get_gluon_layout_from_tensor(self, a: Value) -> object:
         return self.layouts.of_tensor(np.shape(a._data), a.layout)
 
     def create_gather(self, a: Value, index: Value, axis: int) -> Value:
         return Value(np.take_along_axis(a.data, np.asarray(index.data, np.int64), axis), a.elem, index.layout)
 
-    def create_histogram(self, a: Value, bins: int, mask: Value | None, layout: Any = None) -> Value:
+    def create_histogram(self, a: Value, bins: int, mask: Value | None, layout: object = None) -> Value:
         data = a.data if mask is None else a.data[np.broadcast_to(mask.data, a.data.shape)]
         inside = data[(data >= 0) & (data < bins)]
         return Value(np.bincount(inside, minlength=bins).astype(np.int32), "i32", layout)
@@ -164,7 +165,7 @@ class Arithmetic:
             done = rounded(_sum_to_odd(product, np.asarray(c.data, np.float64)), c.elem).astype(COMPUTED[c.elem])
         return Value(_scalar(done), c.elem, a.layout)
 
-    def create_clampf(self, x: Value, low: Value, high: Value, nan: Any) -> Value:
+    def create_clampf(self, x: Value, low: Value, high: Value, nan: object) -> Value:
         pick_max, pick_min = (np.maximum, np.minimum) if nan == ir.PROPAGATE_NAN.ALL else (np.fmax, np.fmin)
         return Value(pick_min(pick_max(x.data, low.data), high.data), x.elem, x.layout)
 
@@ -174,7 +175,7 @@ class Arithmetic:
         high = np.asarray(wide >> bits).astype(f"u{bits // 8}").view(COMPUTED[a.elem])
         return Value(_scalar(high), a.elem, a.layout)
 
-    def create_inline_asm(self, text: str, constraints: str, arguments: list[Value], types: list[Type], pure: bool, pack: int) -> Any:
+    def create_inline_asm(self, text: str, constraints: str, arguments: list[Value], types: list[Type], pure: bool, pack: int) -> object:
         bits = [np.asarray(a.data) if is_pointer(a.elem) else to_bits(a.data, a.elem) for a in arguments]
         layout, shape = (arguments[0].layout, np.shape(bits[0])) if arguments else (None, ())
         order = self.layouts.registers(shape, layout, pack) if pack > 1 else None
@@ -187,7 +188,7 @@ class Arithmetic:
             self.spend_math(a)
         return Results([Value(_scalar(from_bits(out, ty.elem)), ty.elem, layout) for out, ty in zip(outputs, types, strict=True)])
 
-    def create_extern_elementwise(self, library: str, path: str, symbol: str, arguments: Any, ty: Any, pure: bool) -> Value:
+    def create_extern_elementwise(self, library: str, path: str, symbol: str, arguments: list[Value], ty: Type, pure: bool) -> Value:
         raise NotImplementedError(f"external function {symbol} of {library}: the simulator knows none")
 
 
@@ -207,7 +208,7 @@ def _sum_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.where(~np.isfinite(near) | (error == 0) | (near.view(np.uint64) & 1 == 1), near, np.nextafter(near, away))
 
 
-def _fused(x: Any, y: Any, z: Any) -> np.ndarray:
+def _fused(x: ArrayLike, y: ArrayLike, z: ArrayLike) -> np.ndarray:
     """x * y + z of float64, rounded once."""
 
     def one(*xyz: float) -> float:
@@ -232,7 +233,7 @@ class Results:
 # ---- tables of the plain operations
 
 
-def _binary(compute: Callable[..., Any], out: str | None = None, as_unsigned: bool = False, divides: bool = False) -> Callable[..., Value]:
+def _binary(compute: Callable, out: str | None = None, as_unsigned: bool = False, divides: bool = False) -> Callable[..., Value]:
     def operation(self: Arithmetic, a: Value, b: Value) -> Value:
         x, y = a.data, b.data
         if as_unsigned:
@@ -256,7 +257,7 @@ def _binary(compute: Callable[..., Any], out: str | None = None, as_unsigned: bo
     return operation
 
 
-def _unary(compute: Callable[[Any], Any], lanes: int = _LANES) -> Callable[..., Value]:
+def _unary(compute: Callable, lanes: int = _LANES) -> Callable[..., Value]:
     def operation(self: Arithmetic, a: Value) -> Value:
         result = np.asarray(compute(a.data))
         self.spend_math(a, lanes)
@@ -265,12 +266,12 @@ def _unary(compute: Callable[[Any], Any], lanes: int = _LANES) -> Callable[..., 
     return operation
 
 
-def _truncated(x: Any, y: Any) -> Any:
+def _truncated(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Integer division as in C: towards zero."""
     return np.floor_divide(x, y) + ((np.fmod(x, y) != 0) & ((x < 0) != (y < 0))).astype(x.dtype)
 
 
-def _flushed(x: Any) -> Any:
+def _flushed(x: np.ndarray) -> np.ndarray:
     """float32 below the normal numbers is zero to libdevice's functions as Triton calls them (ftz; seen on an H200)."""
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x) if x.dtype == np.float32 else x
 
@@ -285,7 +286,7 @@ _SPECIAL = dict(exp=np.exp, exp2=np.exp2, log=np.log, log2=np.log2, cos=np.cos, 
                 rsqrt=lambda x: np.float32(1) / np.sqrt(x), erf=lambda x: torch.erf(as_torch(np.asarray(x))).numpy())  # fmt: skip
 
 
-def _of_rows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _of_rows(function: Callable) -> Callable:
     """The same bits of one number wherever it lies: numpy has other code for strided arrays, whose last bit differs."""
     return lambda x: function(np.asarray(x, order="C"))
 

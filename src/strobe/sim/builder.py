@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,11 @@ ONLY_ON = {
 
 
 class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
-    def __init__(self, machine: Machine, options: Any, layouts: Layouts, capability: int):
+    def __init__(self, machine: Machine, options: object, layouts: Layouts, capability: int):
         self.machine, self.options, self.layouts, self.capability = machine, options, layouts, capability
         self.codegen_fns = {"min_dot_size": lambda a, b: (1, 1, 1)}
-        self.module_map: dict[str, Any] = {}
-        self.grid: Any = (1, 1, 1)
+        self.module_map: dict[str, object] = {}
+        self.grid: tuple[int, int, int] = (1, 1, 1)
         self.region_arguments: list[Value] = []
         self.region_result: list[Value] = []
         self._python_layouts = {}
@@ -41,11 +41,11 @@ class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
             if capability not in able:
                 setattr(self, name, self._strange(name, able))
 
-    def _strange(self, name: str, able: tuple[int, ...]) -> Callable[..., Any]:
+    def _strange(self, name: str, able: tuple[int, ...]) -> Callable[..., object]:
         """An operation that the target does not have: it is reported, and evaluated all the same."""
         operation, others = getattr(self, name), ", ".join(f"sm_{capability}" for capability in able)
 
-        def reported(*arguments: Any) -> Any:
+        def reported(*arguments: object) -> object:
             self.report("target", f"{name.removeprefix('create_')} is an operation of {others}; this is sm_{self.capability}")
             return operation(*arguments)
 
@@ -61,19 +61,19 @@ class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
     # ---- places in the source: the translated code carries them
 
     def get_loc(self) -> None: ...
-    def set_loc(self, *_: Any) -> None: ...
-    def create_loc(self, *_: Any) -> None: ...
-    def create_name_loc(self, *_: Any) -> None: ...
+    def set_loc(self, *_: object) -> None: ...
+    def create_loc(self, *_: object) -> None: ...
+    def create_name_loc(self, *_: object) -> None: ...
     def get_insertion_point(self) -> None: ...
     def get_insertion_block(self) -> None: ...
-    def restore_insertion_point(self, *_: Any) -> None: ...
-    def set_insertion_point_to_start(self, *_: Any) -> None: ...
-    def set_insertion_point_to_end(self, *_: Any) -> None: ...
-    def get_cache_policy(self, *_: Any) -> None: ...
+    def restore_insertion_point(self, *_: object) -> None: ...
+    def set_insertion_point_to_start(self, *_: object) -> None: ...
+    def set_insertion_point_to_end(self, *_: object) -> None: ...
+    def get_cache_policy(self, *_: object) -> None: ...
 
     # ---- regions of reduce and scan: evaluated on the arguments that the semantic layer left here
 
-    def create_block_with_parent(self, region: Any, types: Any) -> Any:
+    def create_block_with_parent(self, region: object, types: object) -> _Block:
         return _Block(self.region_arguments)
 
     def create_reduce_ret(self, *values: Value) -> None:
@@ -86,27 +86,27 @@ class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
     def get_void_ty(self) -> Type:
         return Type("void")
 
-    def get_ptr_ty(self, elem: Any, _: Any) -> Type:
+    def get_ptr_ty(self, elem: Type, _: object) -> Type:
         return Type("*" + elem.elem)
 
-    def get_block_ty(self, elem: Type, shape: Any) -> Type:
+    def get_block_ty(self, elem: Type, shape: Sequence[int]) -> Type:
         return Type(elem.elem, shape)
 
-    def get_distributed_ty(self, elem: Type, shape: Any, layout: Any) -> Type:
+    def get_distributed_ty(self, elem: Type, shape: Sequence[int], layout: object) -> Type:
         return Type(elem.elem, shape, layout)
 
-    def get_shared_mem_desc_ty(self, elem: Type, shape: Any, layout: Any, alloc_shape: Any) -> Type:
+    def get_shared_mem_desc_ty(self, elem: Type, shape: Sequence[int], layout: object, alloc_shape: Sequence[int]) -> Type:
         return Type(elem.elem, shape, (layout, list(alloc_shape)))
 
     get_tensor_mem_desc_ty = get_shared_mem_desc_ty
 
-    def get_tensor_descriptor_layout_type(self, block: Type, signed: bool, layout: Any) -> Type:
+    def get_tensor_descriptor_layout_type(self, block: Type, signed: bool, layout: object) -> Type:
         return Type(block.elem, block.shape, (layout, signed))
 
-    def to_linear_layout(self, layout: Any, shape: Any) -> Any:
+    def to_linear_layout(self, layout: object, shape: Sequence[int]) -> Any:
         return self.layouts.builder.to_linear_layout(layout, shape)
 
-    def get_shared_bank_conflicts(self, *arguments: Any) -> Any:
+    def get_shared_bank_conflicts(self, *arguments: object) -> int:
         return self.layouts.builder.get_shared_bank_conflicts(*arguments)
 
     # ---- constants
@@ -141,11 +141,11 @@ class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
         if not np.all(condition.data):
             self.report("assert", "an assumption is false")
 
-    def create_assert(self, condition: Value, message: Any) -> None:
+    def create_assert(self, condition: Value, message: object) -> None:
         if not np.all(condition.data):
             self.report("assert", f"device_assert failed: {message}")
 
-    def create_print(self, prefix: str, hexadecimal: bool, values: list[Value], signed: Any) -> None:
+    def create_print(self, prefix: str, hexadecimal: bool, values: list[Value], signed: Iterable[bool]) -> None:
         p = self.machine.current
         shown = [value.data if is_signed else unsigned(value.data) for value, is_signed in zip(values, signed, strict=True)]
         with np.printoptions(formatter={"int": hex} if hexadecimal else None):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from types import FrameType
-from typing import Any
 
 from triton.language.core import base_value, constexpr
 
@@ -44,13 +43,13 @@ class Carried:
                                  place, (name, place))  # fmt: skip
 
 
-def _handles(value: Any) -> list[Any]:
+def _handles(value: object) -> list[object]:
     if not isinstance(value, base_value) or isinstance(value, constexpr):
         return []
-    found: list[Any] = []
+    found: list[object] = []
     value._flatten_ir(found)
     return found
 
 
-def _same(before: list[Any], after: list[Any]) -> bool:
+def _same(before: list[object], after: list[object]) -> bool:
     return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from .agents import Barrier, Cta, Operation
 from .machine import Machine
@@ -75,7 +75,7 @@ class Clusters:
             cta.symbols[key] = begin, memory
         return cta.symbols[key][0]
 
-    def _shared(self, address: np.ndarray, mask: Any, size: int, what: str) -> Iterator[tuple[Cta, Placed]]:
+    def _shared(self, address: np.ndarray, mask: np.ndarray | None, size: int, what: str) -> Iterator[tuple[Cta, Placed]]:
         """Each program whose memory an access meets, and what of it is meant."""
         p = self.machine.current
         live = np.ones(address.shape, bool) if mask is None else np.asarray(mask, bool)
@@ -109,7 +109,7 @@ class Clusters:
         where = self.machine.place()
         self.machine.report(kind, f"{text}, at {place_text(where)}", where, (text, where))
 
-    def shared_load(self, address: np.ndarray, dtype: Any, mask: Any) -> np.ndarray:
+    def shared_load(self, address: np.ndarray, dtype: DTypeLike, mask: np.ndarray | None) -> np.ndarray:
         bits = np.zeros(address.shape, dtype)
         if np.any(address[slice(None) if mask is None else np.asarray(mask, bool)] >> WITHIN):
             self._report("bounds", "ld.shared of another program's memory, or of its own by way of mapa: that is ld.shared::cluster")
@@ -125,7 +125,7 @@ class Clusters:
             self._report("bounds", f"an mbarrier at {address}, which is no multiple of 8")
         return self.machine.barrier(address, f"mbarrier at {address}", cta)
 
-    def shared_barrier(self, address: np.ndarray, count: int, expected: int | None, mask: Any) -> None:
+    def shared_barrier(self, address: np.ndarray, count: int, expected: int | None, mask: np.ndarray | None) -> None:
         """Initialise it with a count of arrivals (expected None), or arrive and expect so many bytes."""
         machine, p = self.machine, self.machine.current
         live = np.ones(address.shape, bool) if mask is None else np.asarray(mask, bool)
@@ -149,7 +149,7 @@ class Clusters:
             knows.clear()
             knows.update(before)
 
-    def send(self, address: np.ndarray, values: list[np.ndarray], bell: np.ndarray, mask: Any) -> None:
+    def send(self, address: np.ndarray, values: list[np.ndarray], bell: np.ndarray, mask: np.ndarray | None) -> None:
         """st.async: numbers that follow each other from each address on, which complete their bytes at the mbarrier `bell`, some time later."""
         size = values[0].itemsize
         for cta, found in self._shared(address, mask, size * len(values), "st.async"):

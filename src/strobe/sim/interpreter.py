@@ -13,9 +13,10 @@ import inspect
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType, FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from triton import language as tl
@@ -33,24 +34,24 @@ from .values import Diverged, Value, tensor, unsigned
 
 _NOWHERE = ast.AST()  # an error that has no line of its own
 _CONDITIONS = (bool, int, type(None))
-_PYTHON: dict[Any, Callable[..., Any]] = {int: int, len: len, tl.static_print: print, gl.static_print: print}  # run on plain Python values
+_PYTHON: dict[object, Callable[..., object]] = {int: int, len: len, tl.static_print: print, gl.static_print: print}  # run on plain Python values
 _STATIC_ASSERTS, _MAPS = (tl.static_assert, gl.static_assert), (tl.map_elementwise, gl.map_elementwise)
 _BUILTINS = frozenset(id(value) for value in CodeGenerator.builtin_namespace.values())
 
 
 @functools.lru_cache(None)
-def _takes(fn: Any) -> tuple[bool, bool]:
+def _takes(fn: Callable) -> tuple[bool, bool]:
     parameters = inspect.signature(fn).parameters
     return "_semantic" in parameters, "_generator" in parameters
 
 
 @functools.lru_cache(None)
-def _is_builtin(fn: Any) -> bool:
+def _is_builtin(fn: object) -> bool:
     return tl.core.is_builtin(fn)
 
 
 @functools.lru_cache(None)
-def _plain_builtin(fn: Any) -> bool:
+def _plain_builtin(fn: object) -> bool:
     """A builtin of the language that is called as it is: most calls of a kernel."""
     return _is_builtin(fn) and fn not in (*_STATIC_ASSERTS, *_MAPS, *_PYTHON) and not hasattr(fn, "__self__")
 
@@ -63,7 +64,7 @@ _COMPARING = dict(__lt__=operator.lt, __le__=operator.le, __gt__=operator.gt, __
 _FOLDED = {**_SCALAR, **_DIVIDING, **_COMPARING}  # what two constants give is a constant, by Python's own rules
 
 
-def _int32(value: Any) -> int | None:
+def _int32(value: object) -> int | None:
     """The number that an int32 scalar or a small constant stands for; None for anything else (a whole array dressed as a scalar)."""
     if isinstance(value, tl.tensor):
         return int(value.handle._data) if value.type is tl.int32 and not np.ndim(value.handle._data) else None
@@ -92,7 +93,7 @@ def _kernel_frame() -> FrameType | None:
     return frame
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return isinstance(value, tl.tensor)
 
 
@@ -104,31 +105,31 @@ def _settled(value: tl.tuple) -> bool:
 class Interpreter:
     """One partition's view of the frontend; the semantic layer knows it as the generator."""
 
-    def __init__(self, semantic: Any, caller_context: Any = None):
+    def __init__(self, semantic: Any, caller_context: object = None):
         self.semantic, self.builder, self.caller_context = semantic, semantic.builder, caller_context
 
-    def inside(self, caller_context: Any) -> Interpreter:
+    def inside(self, caller_context: object) -> Interpreter:
         """The same interpreter in a partition with other warps."""
         return self if caller_context is None else Interpreter(self.semantic, caller_context)
 
     # ---- names, constants, attributes
 
-    def undefined(self, message: str) -> Any:
+    def undefined(self, message: str) -> NoReturn:
         raise NameError(message)
 
-    def refused(self, message: str) -> Any:
+    def refused(self, message: str) -> NoReturn:
         raise UnsupportedLanguageConstruct(None, _NOWHERE, message)
 
-    def format(self, template: str, value: Any) -> str:
+    def format(self, template: str, value: object) -> str:
         return template.format(unwrapped(value))
 
     def concatenated(self, *parts: str) -> str:
         return "".join(parts)
 
-    def static(self, value: Any) -> constexpr:
+    def static(self, value: object) -> constexpr:
         return constexpr(value)
 
-    def attribute(self, owner: Any, name: str) -> Any:
+    def attribute(self, owner: object, name: str) -> Any:
         if name == "T" and _is_tensor(owner):
             return self.semantic.permute(owner, (1, 0))
         if isinstance(owner, constexpr) and name not in ("value", "type"):
@@ -140,7 +141,7 @@ class Interpreter:
 
     # ---- operators
 
-    def binary(self, method: str, left: Any, right: Any) -> Any:
+    def binary(self, method: str, left: object, right: object) -> Any:
         if type(left) is constexpr and type(right) is constexpr and method in _FOLDED:
             return constexpr(_FOLDED[method](left.value, right.value))
         if isinstance(left, tl.tensor) or isinstance(right, tl.tensor):
@@ -157,17 +158,17 @@ class Interpreter:
         found = getattr(left, method) if isinstance(left, constexpr) else self.attribute(left, method)
         return self.call(found, [right], {})
 
-    def unary(self, method: str, operand: Any) -> Any:
+    def unary(self, method: str, operand: object) -> Any:
         if isinstance(operand, tl.tensor):
             return getattr(operand, method)(_semantic=self.semantic)
         if not hasattr(operand, method) and method == "__not__":
             return constexpr(not operand)
         return getattr(operand, method)()
 
-    def same(self, left: Any, right: Any, wanted: bool) -> constexpr:
+    def same(self, left: object, right: object, wanted: bool) -> constexpr:
         return constexpr((unwrapped(left) is unwrapped(right)) == wanted)
 
-    def logical(self, method: str, *later: Callable[[], Any]) -> Any:
+    def logical(self, method: str, *later: Callable[[], object]) -> Any:
         """`and` / `or`: constants short-circuit, tensors are combined."""
         tensors, value = [], None
         for operand in later:
@@ -181,18 +182,18 @@ class Interpreter:
             tensors.append(self.binary(method, tensors.pop(), right))
         return tensors[0] if tensors else value
 
-    def tuple(self, *elements: Any) -> tl.tuple:
+    def tuple(self, *elements: object) -> tl.tuple:
         return tl.tuple(list(elements))
 
-    def elements(self, value: Any) -> Any:
+    def elements(self, value: object) -> Iterable:
         if not isinstance(value, tl.tuple):
             raise TypeError(f"expected a tuple, got {type(value).__name__}")
         return value.values
 
-    def slice(self, low: Any, high: Any, step: Any) -> Any:
+    def slice(self, low: object, high: object, step: object) -> object:
         return tl.slice(low, high, step)
 
-    def subscript(self, owner: Any, index: Any) -> Any:
+    def subscript(self, owner: Any, index: object) -> Any:
         if type(owner) is tl.tuple and type(index) is constexpr:
             return owner.values[index.value]
         if isinstance(owner, base_value):
@@ -220,11 +221,11 @@ class Interpreter:
             return bool(np.all(data))
         raise Diverged(np.asarray(data, bool))
 
-    def choose(self, condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    def choose(self, condition: object, then: Callable[[], object], otherwise: Callable[[], object]) -> Any:
         chosen = then() if self.truth(condition) else otherwise()
         return self.semantic.to_tensor(chosen) if _is_tensor(condition) else chosen
 
-    def goes_on(self, condition: Any) -> bool:
+    def goes_on(self, condition: object) -> bool:
         condition = condition.condition if isinstance(condition, tl.condition) else condition
         return self.truth(condition) if _is_tensor(condition) else self.refused("`while` needs a scalar tensor as its condition, not a constant")
 
@@ -243,7 +244,7 @@ class Interpreter:
             raise TypeError("only range, tl.range and static_range can be iterated over")
         yield from self._counted(self.semantic.to_tensor(low), self.semantic.to_tensor(high), step)
 
-    def _counted(self, low: Any, high: Any, step: Any) -> Iterator[Any]:
+    def _counted(self, low: Any, high: Any, step: Any) -> Iterator[tl.tensor]:
         """The induction variable of a loop at run time, as a scalar of the bounds' common type."""
         static, step = not _is_tensor(step), self.semantic.to_tensor(step)
         if any(bound.type.is_block() or not bound.dtype.is_int() for bound in (low, high, step)):
@@ -268,21 +269,21 @@ class Interpreter:
             carried.turn()
 
     @contextlib.contextmanager
-    def context(self, kind: Any, arguments: list[Any], keywords: dict[str, Any]) -> Iterator[Any]:
+    def context(self, kind: Callable[..., AbstractContextManager], arguments: list[object], keywords: dict[str, object]) -> Iterator[object]:
         manager = kind(*arguments, _semantic=self.semantic, **keywords)
         with manager as entered:
             yield entered
 
     # ---- assignment and return
 
-    def assign(self, name: str | None, value: Any) -> Any:
+    def assign(self, name: str | None, value: object) -> object:
         if isinstance(value, tl.tensor):
             return value
         stored = self._stored(value)
         self.builder.name_memory(name, stored)
         return stored
 
-    def _stored(self, value: Any) -> Any:
+    def _stored(self, value: object) -> object:
         if isinstance(value, tl.tuple):
             return value if _settled(value) else _apply_to_tuple_values(value, self._stored)
         value = unwrapped(value)
@@ -290,19 +291,19 @@ class Interpreter:
             return value
         return self.semantic.to_tensor(value)
 
-    def returned(self, value: Any) -> Any:
+    def returned(self, value: object) -> object:
         if isinstance(value, tl.tuple):
             return value if _settled(value) else _apply_to_tuple_values(value, self.returned)
         if isinstance(value, (constexpr, int, float)):
             return self.semantic.to_tensor(value)
         return value
 
-    def device_assert(self, condition: Any, message: Any) -> None:
+    def device_assert(self, condition: object, message: str) -> None:
         tl.device_assert(condition, message, _semantic=self.semantic)
 
     # ---- calls
 
-    def call(self, fn: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+    def call(self, fn: Any, arguments: list[object], keywords: dict[str, object]) -> Any:
         fn = fn.value if isinstance(fn, constexpr) else fn
         if type(fn) is FunctionType and _plain_builtin(fn):
             return self._call_builtin(fn, arguments, keywords)
@@ -328,10 +329,10 @@ class Interpreter:
         return self._constant(result)
 
     @staticmethod
-    def _constant(value: Any) -> Any:
+    def _constant(value: object) -> object:
         return value if isinstance(value, base_value) else constexpr(value)
 
-    def _call_builtin(self, fn: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+    def _call_builtin(self, fn: Any, arguments: list[object], keywords: dict[str, object]) -> object:
         plain = fn.__call__ if isinstance(fn, ConstexprFunction) else fn
         semantic, generator = _takes(getattr(plain, "__func__", plain))
         if semantic:
@@ -342,21 +343,21 @@ class Interpreter:
         return tl.tuple(result) if isinstance(result, tuple) else result
 
     @staticmethod
-    def _static_assert(condition: Any, message: Any = "") -> None:
+    def _static_assert(condition: object, message: object = "") -> None:
         passed = unwrapped(condition)
         if not isinstance(passed, bool):
             raise NotImplementedError("static_assert: the condition is not a constant")
         if not passed:
             raise CompileTimeAssertionFailure(None, _NOWHERE, str(unwrapped(message)))
 
-    def call_JitFunction(self, fn: Any, args: Any, kwargs: dict[str, Any], caller_context: Any = None) -> Any:
+    def call_JitFunction(self, fn: JITFunction, args: Iterable[object], kwargs: dict[str, object], caller_context: object = None) -> Any:
         """Enter a device function (the name is the one the semantic layer calls its generator by)."""
         self.builder.machine.entered[id(fn)] = fn
         values = bind(fn, list(args), kwargs)
         return translated(fn)(self.inside(caller_context), *values)
 
 
-def bind(fn: Any, arguments: list[Any], keywords: dict[str, Any]) -> list[Any]:
+def bind(fn: JITFunction, arguments: list[object], keywords: dict[str, object]) -> list[base_value]:
     """The arguments of a device function in the order of its parameters, constants as constexpr."""
     parameters = signature(fn).parameters
     if len(arguments) == len(parameters) and not keywords:
@@ -368,11 +369,11 @@ def bind(fn: Any, arguments: list[Any], keywords: dict[str, Any]) -> list[Any]:
     return [value if isinstance(value, base_value) else _wrapped(value) for value in values]
 
 
-def _wrapped(value: Any) -> Any:
+def _wrapped(value: object) -> tl.tuple | constexpr:
     if isinstance(value, tuple):
         return tl.tuple([_wrapped(item) if not isinstance(item, base_value) else item for item in value])
     return constexpr(value)
 
 
-def _hashable(fn: Any) -> bool:
+def _hashable(fn: object) -> bool:
     return getattr(type(fn), "__hash__", None) is not None and callable(fn)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.language.core import base_value, constexpr
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, KernelParam
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .builder import Builder
@@ -113,7 +113,7 @@ def simulate(target: str = "sm_90", mode: str = "pct", seed: int = 0, *, sms: in
 
     made: dict[tuple[int, str], SimpleNamespace] = {}
 
-    def launch(fn: Any, *arguments: Any, grid: Any, warmup: bool = False, **keywords: Any) -> Any:
+    def launch(fn: JITFunction, *arguments: object, grid: Any, warmup: bool = False, **keywords: object) -> SimpleNamespace | None:
         """As Triton's: a warm-up gives what is launched from then on for these constants; its metadata say how many programs run together."""
         if warmup:
             return made.setdefault(_constants(fn, arguments, keywords), SimpleNamespace(packed_metadata=(keywords.get("num_warps", 4), 1, 0)))
@@ -134,7 +134,7 @@ def simulate(target: str = "sm_90", mode: str = "pct", seed: int = 0, *, sms: in
         run.check()
 
 
-def _constants(fn: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[int, str]:
+def _constants(fn: JITFunction, arguments: tuple[object, ...], keywords: dict[str, object]) -> tuple[int, str]:
     """A kernel and the constants that it is compiled for."""
     bound = fn.signature.bind(*arguments, **{name: value for name, value in keywords.items() if name in fn.arg_names}).arguments
     return id(fn), repr([bound.get(parameter.name) for parameter in fn.params if parameter.is_constexpr])
@@ -173,12 +173,12 @@ _LAYOUTS: dict[tuple[int, int, int], Layouts] = {}
 class _Launch:
     """One launch: arguments as the frontend sees them, then the grid."""
 
-    def __init__(self, run: Run, capability: int, fn: Any):
+    def __init__(self, run: Run, capability: int, fn: JITFunction):
         self.machine, self.capability, self.fn = run.machine, capability, fn
         run.launches.append(fn.__name__)
         run.machine.entered[id(fn)] = fn
 
-    def run(self, arguments: tuple[Any, ...], keywords: dict[str, Any], grid: Any, together: int) -> None:
+    def run(self, arguments: tuple[object, ...], keywords: dict[str, object], grid: Any, together: int) -> None:
         options = {name: value for name, value in keywords.items() if name in _OPTIONS and name not in self.fn.arg_names}
         parsed: Any = CUDABackend(GPUTarget("cuda", self.capability, 32)).parse_options(options | _CHECKED)
         if parsed.num_ctas != 1:
@@ -215,7 +215,7 @@ class _Launch:
         self.machine.storages.append(memory)
         return memory
 
-    def _argument(self, name: str, value: Any, parameter: Any = None) -> Any:
+    def _argument(self, name: str, value: object, parameter: KernelParam | None = None) -> Any:
         if parameter is not None and parameter.is_constexpr:
             return value if isinstance(value, constexpr) else constexpr(value)
         if isinstance(value, (GluonDescriptor, TensorDescriptor)):
@@ -235,7 +235,7 @@ class _Launch:
             return tl.tuple(items, tl.tuple_type([item.type for item in items], getattr(type(value), "_fields", None)))
         return constexpr(value)
 
-    def _number(self, value: int | float, parameter: Any) -> Any:
+    def _number(self, value: int | float, parameter: KernelParam | None) -> base_value:
         """A number as the launcher passes it: by the parameter's annotation, else int32, int64 or uint64, whichever holds it, or float32."""
         annotated = getattr(parameter, "annotation_type", "") if parameter is not None else ""
         if annotated:
@@ -249,12 +249,12 @@ class _Launch:
         return tl.tensor(self.builder.integer(value, elem), kind)
 
     @staticmethod
-    def _refuse_nested(name: str, value: tuple[Any, ...]) -> None:
+    def _refuse_nested(name: str, value: tuple[object, ...]) -> None:
         if any(isinstance(item, (GluonDescriptor, TensorDescriptor)) for item in value):
             raise TypeError(f"{name}: got a tuple that holds a tensor descriptor, expected the descriptor as an argument of its own: "
                             "Triton compiles such a kernel, but its launcher refuses the call")  # fmt: skip
 
-    def _descriptor(self, name: str, host: Any) -> Any:
+    def _descriptor(self, name: str, host: GluonDescriptor | TensorDescriptor) -> base_value:
         memory = self._storage(name, host.base)
         elem = _dtype(host.base.dtype)
         ir_elem = elem.to_ir(self.builder).elem
@@ -276,7 +276,7 @@ class _Launch:
         return self.builder.descriptor(address, shape, strides, block, elem, nan)
 
 
-def _dtype(dtype: torch.dtype) -> Any:
+def _dtype(dtype: torch.dtype) -> tl.dtype:
     found = _DTYPES.get(dtype) or getattr(tl, str(dtype).removeprefix("torch."), None)
     if found is None:
         raise TypeError(f"tensor argument of dtype {dtype}: Triton has no such type")

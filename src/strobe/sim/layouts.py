@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -12,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
 
-def _key(argument: Any) -> Any:
+def _key(argument: object) -> Hashable:
     if isinstance(argument, (list, tuple)):
         return tuple(_key(item) for item in argument)
     return argument if isinstance(argument, (int, str, bool, float, type(None))) else id(argument)
@@ -33,7 +34,7 @@ class Interned:
     def __getattr__(self, name: str) -> Any:
         make = getattr(self._builder, name)
 
-        def get(*arguments: Any) -> Any:
+        def get(*arguments: object) -> Any:
             key = (name, _key(arguments))
             if key not in self._kept:
                 self._kept[key] = (make(*arguments), arguments)  # the arguments' ids must stay taken
@@ -67,22 +68,22 @@ class Layouts:
     def elem(self, elem: str) -> Any:
         return self._elems.get(elem, self.builder.get_int64_ty)()
 
-    def blank(self, elem: str, shape: Any, layout: Any) -> Any:
+    def blank(self, elem: str, shape: Sequence[int], layout: object) -> Any:
         return self.builder.create_poison(self.builder.get_distributed_ty(self.elem(elem), list(shape), layout))
 
-    def answer(self, key: tuple, ask: Any) -> Any:
+    def answer(self, key: tuple, ask: Callable[[], Any]) -> Any:
         if key not in self.answers:
             self.answers[key] = ask()
         return self.answers[key]
 
-    def result(self, operation: str, elem: str, shape: Any, layout: Any, *arguments: Any) -> tuple[Any, Any]:
+    def result(self, operation: str, elem: str, shape: Sequence[int], layout: object, *arguments: object) -> tuple[object, object]:
         """(Python layout, attribute) of what `create_<operation>(value, *arguments)` gives; (None, None) for plain Triton."""
         if layout is None:
             return None, None
         key = (operation, elem, tuple(shape), id(layout), _key(arguments))
         return self.answer(key, lambda: self._infer(operation, elem, shape, layout, arguments))
 
-    def _infer(self, operation: str, elem: str, shape: Any, layout: Any, arguments: tuple) -> tuple[Any, Any]:
+    def _infer(self, operation: str, elem: str, shape: Sequence[int], layout: object, arguments: tuple) -> tuple[object, object]:
         builder, value = self.builder, self.blank(elem, shape, layout)
         if operation == "reduce":
             if len(shape) == 1:
@@ -97,12 +98,12 @@ class Layouts:
         python = builder.get_gluon_layout_from_tensor(value)
         return python, python._to_ir(self.attributes)
 
-    def of_tensor(self, shape: Any, layout: Any) -> Any:
+    def of_tensor(self, shape: Sequence[int], layout: object) -> object:
         """The Python layout of a tensor with this layout attribute."""
         key = ("tensor", tuple(shape), id(layout))
         return self.answer(key, lambda: self.builder.get_gluon_layout_from_tensor(self.blank("i32", shape, layout)))
 
-    def registers(self, shape: tuple, layout: Any, pack: int) -> np.ndarray | None:
+    def registers(self, shape: tuple, layout: object, pack: int) -> np.ndarray | None:
         """[groups, pack]: the places in a flat array of registers of one thread that follow each other; 32 groups that do so are the lanes of a warp.
         None where that is the array's order, for plain Triton, and where a thread holds an element twice, or none."""
         if layout is None:
@@ -120,17 +121,19 @@ class Layouts:
 
         return self.answer(("registers", shape, id(layout), pack), ask)
 
-    def trivial(self, elem: str, shape: Any, source: Any, target: Any) -> bool:
+    def trivial(self, elem: str, shape: Sequence[int], source: object, target: object) -> bool:
         def ask() -> bool:
             wanted = self.builder.get_distributed_ty(self.elem(elem), list(shape), target)
             return self.builder.is_convert_layout_trivial(wanted, self.blank(elem, shape, source))
 
         return self.answer(("trivial", elem, tuple(shape), id(source), id(target)), ask)
 
-    def of_window(self, operation: str, elem: str, shape: Any, layout: Any, alloc_shape: Any, argument: Any) -> tuple[Any, Any]:
+    def of_window(
+        self, operation: str, elem: str, shape: Sequence[int], layout: object, alloc_shape: Sequence[int], argument: Sequence[int]
+    ) -> tuple[object, object]:
         """(Python layout, attribute) of a memory descriptor after `create_memdesc_<operation>`."""
 
-        def ask() -> tuple[Any, Any]:
+        def ask() -> tuple[object, object]:
             source = self.builder.create_poison(self.builder.get_shared_mem_desc_ty(self.elem(elem), list(shape), layout, list(alloc_shape)))
             result = getattr(self.builder, "create_memdesc_" + operation)(source, list(argument))
             python = self.builder.get_gluon_layout_from_memdesc(result)
@@ -138,16 +141,16 @@ class Layouts:
 
         return self.answer(("window", operation, elem, tuple(shape), id(layout), tuple(alloc_shape), tuple(argument)), ask)
 
-    def of_memory(self, elem: str, shape: Any, layout: Any) -> Any:
+    def of_memory(self, elem: str, shape: Sequence[int], layout: object) -> object:
         """The Python layout of a memory descriptor with this layout attribute."""
 
-        def ask() -> Any:
+        def ask() -> object:
             memory = self.builder.get_shared_mem_desc_ty(self.elem(elem), list(shape), layout, list(shape))
             return self.builder.get_gluon_layout_from_memdesc(self.builder.create_poison(memory))
 
         return self.answer(("memory", elem, tuple(shape), id(layout)), ask)
 
-    def pieces(self, elem: str, source: tuple, source_layout: Any, target: tuple, target_layout: Any) -> bool:
+    def pieces(self, elem: str, source: tuple, source_layout: object, target: tuple, target_layout: object) -> bool:
         """Whether a tile [..., rows, columns] taken as [pieces, some rows, block] is cut between its blocks of columns: a swizzled tile wider than
         its swizzle lies in memory block by block, each of all rows."""
         if len(target) != 3 or source[-1] <= target[-1]:

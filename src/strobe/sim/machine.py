@@ -353,7 +353,7 @@ class Machine:
         self.hub.switch()
         self.current = p
 
-    def fork(self, bodies: list[tuple[str, int, Callable[[], Any]]]) -> Any:
+    def fork(self, bodies: list[tuple[str, int, Callable[[], object]]]) -> Any:
         """warp_specialize: run (name, warps, body) side by side, the first on the caller's warps; its result, once all have returned."""
         me, hub = self.current, self.hub
         me.tick()
@@ -380,7 +380,7 @@ class Machine:
                 text = f"{worker.name} ends without having waited for its last {unwaited} {verb} operation(s), the last at {place_text(stream.where)}"
                 self.report("unfinished", text, stream.where, (worker.name, verb))
 
-    def run_grid(self, grid: tuple[int, int, int], body: Callable[[], Any], together: int = 1) -> None:
+    def run_grid(self, grid: tuple[int, int, int], body: Callable[[], object], together: int = 1) -> None:
         """Run `body` once for each program of the grid, `sms` of them in flight, or a cluster where that is more."""
         self.hub = greenlet.getcurrent()
         self._locations.clear()
@@ -406,7 +406,7 @@ class Machine:
         for index in range(grid[0] * grid[1] * grid[2]):
             yield index, (index % grid[0], index // grid[0] % grid[1], index // (grid[0] * grid[1]))
 
-    def _start(self, index: int, position: tuple[int, int, int], body: Callable[[], Any]) -> Cta:
+    def _start(self, index: int, position: tuple[int, int, int], body: Callable[[], object]) -> Cta:
         self.stats["ctas"] += 1
         cta = Cta(index, position)
         cta.partitions.append(Partition(cta, "main", self.warps, {}, (), self.hub, body))

@@ -7,21 +7,20 @@ and nobody reads it but errors. That was a sixteenth of the simulator's time (`r
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 from unittest import mock
 
 from triton import language as tl
 
 
-def _init(self: Any, types: Any, fields: Any = None) -> None:
+def _init(self: tl.tuple_type, types: list, fields: list[str] | None = None) -> None:
     self.types, self.fields = types, fields or [""] * len(types)
 
 
-def _name(self: Any) -> str:
+def _name(self: tl.tuple_type) -> str:
     return "[" + ",".join(f"{field}:{kind}" for field, kind in zip(self.fields, self.types)) + "]"
 
 
-def names_when_asked() -> AbstractContextManager[Any]:
+def names_when_asked() -> AbstractContextManager[object]:
     """Within it tuples are typed so; with a Triton whose types of tuples do not keep just types, fields and a name, as they are."""
     if set(vars(tl.tuple_type([]))) != {"types", "fields", "name"}:
         return nullcontext()

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from .launch import Run
+
 
 @pytest.fixture
-def simulate() -> Any:
+def simulate() -> Callable[..., AbstractContextManager[Run]]:
     """`with simulate("sm_90", mode="pct", seed=1) as run:` as strobe.sim.simulate; faults fail the test, before anything else that is wrong."""
     from . import SimulationFault
     from .launch import simulate as simulated
 
     @contextlib.contextmanager
-    def failing(*arguments: Any, check: bool = True, **options: Any) -> Iterator[Any]:
+    def failing(*arguments: Any, check: bool = True, **options: Any) -> Iterator[Run]:
         with simulated(*arguments, check=False, **options) as run:
             try:
                 yield run

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from .machine import Machine
 from .memory import Actor, Memory
 from .report import place_text
 from .values import BYTES, COMPUTED, STORED, Descriptor, Type, Value, WrappedView, from_bits, is_pointer, to_bits, unsigned, wraps
 
-_ATOMIC: dict[str, Callable[..., Any]] = dict(
+_ATOMIC: dict[str, Callable[..., np.ndarray]] = dict(
     ADD=np.add, FADD=np.add, MAX=np.maximum, MIN=np.minimum, UMAX=np.maximum, UMIN=np.minimum, AND=np.bitwise_and, OR=np.bitwise_or,
     XOR=np.bitwise_xor, XCHG=lambda old, new: new, INC=lambda old, bound: np.where(old >= bound, 0, old + 1),
     DEC=lambda old, bound: np.where((old == 0) | (old > bound), bound, old - 1))  # fmt: skip
 _UNSIGNED = ("UMAX", "UMIN", "INC", "DEC")
 _ORDERS = dict(ACQUIRE="acquire", RELEASE="release", ACQUIRE_RELEASE="acq_rel", RELAXED="relaxed")
+
+Part = tuple[slice, ...]  # of a tensor or of a block
+
+
+class Operator(Protocol):
+    """An operation, or an order, as Triton names it."""
+
+    @property
+    def name(self) -> str: ...
 
 
 class Found:
@@ -38,7 +48,7 @@ class Pointers:
 
     # ---- finding what an address means
 
-    def _find(self, addresses: np.ndarray, mask: Any, size: int, what: str) -> Found:
+    def _find(self, addresses: np.ndarray, mask: np.ndarray | None, size: int, what: str) -> Found:
         """Where the live addresses lie; those outside of every argument are reported and left out."""
         live = np.ones(addresses.shape, bool) if mask is None else np.broadcast_to(np.asarray(mask, bool), addresses.shape)
         used = addresses[live]
@@ -74,7 +84,7 @@ class Pointers:
         if found.memory is not None:
             self.machine.synchronise(found.memory, found.offsets[found.live], order, reads, writes)
 
-    def _fetch(self, found: Found, dtype: Any, fill: Any) -> np.ndarray:
+    def _fetch(self, found: Found, dtype: DTypeLike, fill: Any) -> np.ndarray:
         out = np.empty(found.offsets.shape, dtype)
         out[...] = fill
         if found.memory is not None:
@@ -86,7 +96,7 @@ class Pointers:
                 out[found.live] = view[offsets // found.size]
         return out
 
-    def _put(self, found: Found, bits: Any, dtype: Any) -> None:
+    def _put(self, found: Found, bits: Any, dtype: DTypeLike) -> None:
         if found.memory is None:
             return
         self.machine.progress += 1
@@ -100,10 +110,10 @@ class Pointers:
 
     # ---- loads and stores
 
-    def create_load(self, p: Value, cache: Any = None, eviction: Any = None, volatile: bool = False) -> Value:
+    def create_load(self, p: Value, cache: object = None, eviction: object = None, volatile: bool = False) -> Value:
         return self.create_masked_load(p, None, None, cache, eviction, volatile)
 
-    def create_masked_load(self, p: Value, mask: Value | None, other: Value | None, cache: Any = None, eviction: Any = None,
+    def create_masked_load(self, p: Value, mask: Value | None, other: Value | None, cache: object = None, eviction: object = None,
                            volatile: bool = False) -> Value:  # fmt: skip
         elem = p.elem[1:]
         stored = np.int64 if is_pointer(elem) else STORED[elem]
@@ -119,10 +129,10 @@ class Pointers:
         data = bits if is_pointer(elem) else from_bits(bits, elem)
         return Value(data if data.ndim else data[()], elem, p.layout)
 
-    def create_store(self, p: Value, value: Value, *_: Any) -> None:
+    def create_store(self, p: Value, value: Value, *_: object) -> None:
         self.create_masked_store(p, value, None)
 
-    def create_masked_store(self, p: Value, value: Value, mask: Value | None, *_: Any) -> None:
+    def create_masked_store(self, p: Value, value: Value, mask: Value | None, *_: object) -> None:
         elem = p.elem[1:]
         found = self._find(np.asarray(p.data, np.int64), None if mask is None else mask.data, BYTES[elem], "store")
         self._record(found, True, "store")
@@ -130,20 +140,20 @@ class Pointers:
 
     # ---- atomics
 
-    def create_atomic_rmw(self, op: Any, p: Value, value: Value, mask: Value | None, sem: Any, scope: Any) -> Value:
+    def create_atomic_rmw(self, op: Operator, p: Value, value: Value, mask: Value | None, sem: Operator, scope: object) -> Value:
         elem = p.elem[1:]
         order = _ORDERS[sem.name]
         found = self._find(np.asarray(p.data, np.int64), None if mask is None else mask.data, BYTES[elem], "atomic")
         old = self._atomic(found, elem, op.name, value.data, order)
         return Value(old if old.ndim else old[()], elem, p.layout)
 
-    def create_atomic_cas(self, p: Value, expected: Value, value: Value, sem: Any, scope: Any) -> Value:
+    def create_atomic_cas(self, p: Value, expected: Value, value: Value, sem: Operator, scope: object) -> Value:
         elem = p.elem[1:]
         found = self._find(np.asarray(p.data, np.int64), None, BYTES[elem], "atomic")
         old = self._atomic(found, elem, "CAS", value.data, _ORDERS[sem.name], expected.data)
         return Value(old if old.ndim else old[()], elem, p.layout)
 
-    def _atomic(self, found: Found, elem: str, op: str, operand: Any, order: str, expected: Any = 0) -> np.ndarray:
+    def _atomic(self, found: Found, elem: str, op: str, operand: object, order: str, expected: Any = 0) -> np.ndarray:
         """One read-modify-write an element, in the elements' order; returns what was there. `expected` is what CAS compares with."""
         stored, operand = STORED[elem], np.broadcast_to(np.asarray(operand), found.offsets.shape)
         expected = np.broadcast_to(to_bits(expected, elem), found.offsets.shape)
@@ -172,7 +182,7 @@ class Pointers:
 
     # ---- what inline PTX does to global memory (strobe.sim.ptx calls these)
 
-    def load(self, address: np.ndarray, dtype: Any, mask: Any, order: str) -> np.ndarray:
+    def load(self, address: np.ndarray, dtype: DTypeLike, mask: np.ndarray | None, order: str) -> np.ndarray:
         address = np.asarray(address).astype(np.int64)
         found = self._find(address, mask, np.dtype(dtype).itemsize, "load")
         self._record(found, False, f"{order} load", "generic" if order == "weak" else "atomic")
@@ -182,14 +192,16 @@ class Pointers:
             self._synchronise(found, order, reads=True, writes=False)
         return self._fetch(found, dtype, 0)
 
-    def store(self, address: np.ndarray, value: np.ndarray, mask: Any, order: str) -> None:
+    def store(self, address: np.ndarray, value: np.ndarray, mask: np.ndarray | None, order: str) -> None:
         found = self._find(np.asarray(address).astype(np.int64), mask, value.dtype.itemsize, "store")
         self._record(found, True, f"{order} store", "generic" if order == "weak" else "atomic")
         if order != "weak":
             self._synchronise(found, order, reads=False, writes=True)
         self._put(found, value, value.dtype)
 
-    def atomic(self, operation: str, address: np.ndarray, operands: list[np.ndarray], mask: Any, order: str, returns: bool) -> np.ndarray | None:
+    def atomic(
+        self, operation: str, address: np.ndarray, operands: list[np.ndarray], mask: np.ndarray | None, order: str, returns: bool
+    ) -> np.ndarray | None:
         address = np.asarray(address).astype(np.int64)
         dtype = operands[-1].dtype
         elem = {"f": "fp", "V": "bf", "i": "i", "u": "i"}[dtype.kind] + str(dtype.itemsize * 8)  # NumPy has no bfloat16: V holds its bits
@@ -257,7 +269,9 @@ class Pointers:
         if why:
             self.machine.report("bounds", f"a TMA copy of the block at {corner} of {desc.memory.name}: {why}, at {place_text(self.machine.place())}")
 
-    def _block_access(self, desc: Descriptor, corner: list[Value], write: bool, what: str, reduces: Any = None) -> tuple[list[int], Any, Any]:
+    def _block_access(
+        self, desc: Descriptor, corner: list[Value], write: bool, what: str, reduces: Operator | None = None
+    ) -> tuple[list[int], Part, Part]:
         at = [c.scalar for c in corner]
         self.check_corner(desc, at, write)
         source, target = desc.inside(at, desc.block)
@@ -267,7 +281,7 @@ class Pointers:
         self.machine.access(desc.memory, mask, write, Actor(p.agent, p.clock, p.knows, proxy, what, self.machine.place(), adds))
         return at, source, target
 
-    def create_descriptor_load(self, desc: Descriptor, corner: list[Value], *_: Any) -> Value:
+    def create_descriptor_load(self, desc: Descriptor, corner: list[Value], *_: object) -> Value:
         at, _, _ = self._block_access(desc, corner, False, "descriptor load")
         return Value(from_bits(desc.fetch(at, desc.block), desc.elem), desc.elem)
 
@@ -276,7 +290,7 @@ class Pointers:
         desc.view[source] = to_bits(value.data, desc.elem).reshape(desc.block)[target]
         self.machine.progress += 1
 
-    def create_descriptor_reduce(self, kind: Any, desc: Descriptor, value: Value, corner: list[Value]) -> None:
+    def create_descriptor_reduce(self, kind: Operator, desc: Descriptor, value: Value, corner: list[Value]) -> None:
         _, source, target = self._block_access(desc, corner, True, "descriptor reduce", kind)
         reduce_into(desc, source, np.asarray(value.data).reshape(desc.block)[target], kind)
         self.machine.progress += 1
@@ -287,7 +301,7 @@ def sums(operation: str, elem: str) -> bool:
     return operation in ("ADD", "FADD") and elem[0] != "i"
 
 
-def reduce_into(desc: Descriptor, where: Any, values: np.ndarray, kind: Any) -> None:
+def reduce_into(desc: Descriptor, where: Part, values: np.ndarray, kind: Operator) -> None:
     """tensor op= values in global memory, in the tensor's own precision."""
     before = from_bits(np.ascontiguousarray(desc.view[where]), desc.elem)
     if not desc.signed:

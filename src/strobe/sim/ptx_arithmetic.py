@@ -7,6 +7,7 @@ only approximates (`ex2.approx`, `div.full`, `tanh.approx`) is computed to the p
 Source: NVIDIA's PTX ISA, version 8.8, chapter 9.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -508,8 +509,8 @@ class Rule:
 
     types: str
     modifiers: str
-    shape: Any
-    make: Any
+    shape: Callable[..., tuple[list, list]]
+    make: Callable
     raw: bool = False  # the function takes and gives bits, not values
 
 

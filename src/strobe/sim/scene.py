@@ -41,7 +41,7 @@ FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, Lookup
             TritonError)  # fmt: skip
 
 
-def argument(text: str, generator: torch.Generator) -> Any:
+def argument(text: str, generator: torch.Generator) -> object:
     """One argument: a tensor (`bf16[64,128]` normal, `nan:`, `zeros:`, `ones:`, or `tma:bf16[64,128]/64x64`), a number, True, False, None, text.
 
     >>> argument("zeros:f32[2]", torch.Generator())
@@ -61,7 +61,7 @@ def argument(text: str, generator: torch.Generator) -> Any:
     return text
 
 
-def _tensor(text: str, generator: torch.Generator) -> Any:
+def _tensor(text: str, generator: torch.Generator) -> object:
     match = _TENSOR.fullmatch(text)
     if match is None:
         raise SceneError(f"argument: got {text!r}, expected {_FORM}: sizes with commas, no spaces")
@@ -84,7 +84,7 @@ def _sizes(text: str, between: str) -> list[int]:
     return [int(size) for size in text.split(between)] if text else []
 
 
-def _descriptor(tensor: torch.Tensor, block: list[int], text: str) -> Any:
+def _descriptor(tensor: torch.Tensor, block: list[int], text: str) -> object:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -102,14 +102,14 @@ def _descriptor(tensor: torch.Tensor, block: list[int], text: str) -> Any:
 class Scene:
     """`Scene("matmul.py::run", ["bf16[64,64]", "bf16[64,64]"])`: call it to launch, each time on the same fresh arguments."""
 
-    def __init__(self, name: str, arguments: list[str], grid: tuple[int, ...] = (1,), options: dict[str, Any] | None = None, seed: int = 0):
+    def __init__(self, name: str, arguments: list[str], grid: tuple[int, ...] = (1,), options: dict[str, object] | None = None, seed: int = 0):
         file, _, function = name.partition("::")
         if not function or not Path(file).is_file():
             raise SceneError(f"scene: got {name!r}, expected FILE::NAME with an existing file, such as kernels.py::run")
         self.path, self.function = Path(file).resolve(), function
         self.texts, self.grid, self.options, self.seed = arguments, grid, options or {}, seed
 
-    def arguments(self) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self) -> tuple[list[object], dict[str, object]]:
         generator = torch.Generator().manual_seed(self.seed)
         positional, named = [], {}
         for text in self.texts:
@@ -132,7 +132,7 @@ class Scene:
         result = target[self.grid](*positional, **named, **self.options) if is_kernel else target(*positional, **named)
         return list(tensors([positional, list(named.values()), result]))
 
-    def _check(self, target: Any, positional: list[Any], named: dict[str, Any]) -> None:
+    def _check(self, target: Any, positional: list[object], named: dict[str, object]) -> None:
         if not callable(target) and not hasattr(target, "arg_names"):
             raise SceneError(f"{self.path.name}::{self.function} is {target!r}, expected a function or a kernel")
         signature = getattr(target, "signature", None) or inspect.signature(target)
@@ -249,7 +249,7 @@ class _Elsewhere:
     def __init__(self, name: str, file: Path):
         self.name, self.file = name, file
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         return importlib.util.spec_from_file_location(name, self.file) if name == self.name else None
 
 

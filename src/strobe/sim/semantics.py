@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from triton import language as tl
@@ -12,14 +12,24 @@ from triton.experimental.gluon.language._semantic import GluonCallerContext, Glu
 from triton.language.core import _unwrap_if_constexpr as unwrapped
 from triton.language.semantic import TritonSemantic
 
-from .values import Diverged, Value
+from .values import Diverged, Type, Value
 from .values import tensor as make_tensor
 
+if TYPE_CHECKING:
+    from .builder import Builder
+
+    class Tensor(tl.tensor):
+        """A tensor as the layers here make it."""
+
+        handle: Value
+        type: Any  # a dtype, or a block_type of it; Gluon's has a layout
+
+
 # what the standard library's combining functions compute, as NumPy reductions
-_STANDARD: dict[str, Callable[..., Any]] = {"_sum_combine": np.add.reduce, "_elementwise_max": np.fmax.reduce, "_elementwise_min": np.fmin.reduce}
+_STANDARD: dict[str, Callable] = {"_sum_combine": np.add.reduce, "_elementwise_max": np.fmax.reduce, "_elementwise_min": np.fmin.reduce}
 
 
-def quiet(body: Callable[[], Any]) -> Callable[[], Any]:
+def quiet(body: Callable[[], object]) -> Callable[[], object]:
     """The body of a partition without NumPy's warnings, which each greenlet has to turn off for itself."""
     return np.errstate(all="ignore")(body)
 
@@ -46,12 +56,15 @@ class Region:
         return self
 
 
+_Build = Callable[[Region], None]
+
+
 class _Tensors(type):
     """The class that a semantic layer knows tensors by: it makes them, and Triton 3.7 and later ask it whether a value is one."""
 
     __call__: Callable[..., tl.tensor] = staticmethod(make_tensor)
 
-    def __instancecheck__(cls, value: Any) -> bool:
+    def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, tl.tensor)
 
 
@@ -62,24 +75,24 @@ class _Tensor(metaclass=_Tensors):
 class _Evaluated(TritonSemantic):
     """Mixed into a semantic layer: operations with a combining function, on whole arrays dressed as scalars."""
 
-    builder: Any
+    builder: Builder
     tensor: Any = _Tensor
 
-    def to_tensor(self, x: Any, check_type: bool = True) -> Any:
+    def to_tensor(self, x: object, check_type: bool = True) -> tl.tensor:
         return x if isinstance(x, tl.tensor) else super().to_tensor(unwrapped(x), check_type)
 
-    def cast(self, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+    def cast(self, input: Tensor, dst_ty: tl.dtype, fp_downcast_rounding: str | None = None) -> Tensor:
         if input.type.scalar is dst_ty.scalar:  # most operands have their operation's type already
             return input
         return super().cast(input, dst_ty, fp_downcast_rounding)
 
-    def multiple_of(self, x: Any, values: Any) -> Any:
+    def multiple_of(self, x: Tensor, values: object) -> Tensor:
         """A promise to the compiler, which changes no result."""
         return x
 
     max_contiguous = max_constancy = multiple_of
 
-    def _combine(self, build: Callable[[Any], None], left: list[Value], right: list[Value]) -> list[np.ndarray]:
+    def _combine(self, build: _Build, left: list[Value], right: list[Value]) -> list[np.ndarray]:
         def combined(arrays: list[np.ndarray]) -> list[np.ndarray]:
             self.builder.region_arguments = [Value(array, value.elem) for array, value in zip(arrays, left + right, strict=True)]
             build(Region())
@@ -87,7 +100,7 @@ class _Evaluated(TritonSemantic):
 
         return by_branches(combined, [value.data for value in left + right])
 
-    def reduction(self, inputs: Sequence[Any], axis: int | None, region_builder_fn: Callable[[Any], None]) -> tuple[Any, ...]:
+    def reduction(self, inputs: Sequence[Tensor], axis: int | None, region_builder_fn: _Build) -> tuple[Tensor, ...]:
         if axis is None:
             inputs = tuple(self.reshape(t, [t.numel.value], can_reorder=not isinstance(self, GluonSemantic)) for t in inputs)
             axis = 0
@@ -109,7 +122,7 @@ class _Evaluated(TritonSemantic):
             out.append(self._wrap(handle, tensor.type.scalar, left))
         return tuple(out)
 
-    def _tree(self, build: Callable[[Any], None], values: list[Value], axis: int) -> list[np.ndarray]:
+    def _tree(self, build: _Build, values: list[Value], axis: int) -> list[np.ndarray]:
         """Halve the axis until one element is left."""
         data = [value.data for value in values]
         while (size := data[0].shape[axis]) > 1:
@@ -121,7 +134,7 @@ class _Evaluated(TritonSemantic):
             data = [np.concatenate([np.broadcast_to(m, p.data.shape), r], axis) for m, p, r in zip(merged, parts[0], rest, strict=True)]
         return data
 
-    def associative_scan(self, inputs: Sequence[Any], axis: int, region_builder_fn: Callable[[Any], None], reverse: bool) -> tuple[Any, ...]:
+    def associative_scan(self, inputs: Sequence[Tensor], axis: int, region_builder_fn: _Build, reverse: bool) -> tuple[Tensor, ...]:
         values = [t.handle for t in inputs]
         rank = len(inputs[0].type.shape)
         data = [np.moveaxis(value.data, axis % rank, 0) for value in values]
@@ -135,13 +148,13 @@ class _Evaluated(TritonSemantic):
         done = [np.moveaxis(np.stack(step[::-1] if reverse else step), 0, axis % rank) for step in steps]
         return tuple(self.tensor(Value(array, v.elem, v.layout), t.type) for array, v, t in zip(done, values, inputs, strict=True))
 
-    def map_function(self, interpreter: Any, scalar_fn: Any, *args: Any, pack: Any = 1) -> Any:
+    def map_function(self, interpreter: Any, scalar_fn: object, *args: Tensor, pack: object = 1) -> Tensor | tl.tuple:
         """tl.map_elementwise: the scalar function sees whole arrays dressed as scalars, those of one path through it at a time."""
         if unwrapped(pack) != 1:
             raise NotImplementedError("map_elementwise with pack > 1")
         tensors = list(self.broadcast_tensors(*args)) if len(args) > 1 else list(args)
-        like: Any = tensors[0]
-        kinds: list[Any] = []
+        like = tensors[0]
+        kinds: list[tuple[str, tl.dtype]] = []
         single = False
 
         def mapped(arrays: list[np.ndarray]) -> list[np.ndarray]:
@@ -157,17 +170,17 @@ class _Evaluated(TritonSemantic):
         out = [self.tensor(Value(array, elem, like.handle.layout), like.type.with_element_ty(scalar)) for array, (elem, scalar) in zip(arrays, kinds)]
         return out[0] if single else tl.tuple(out)
 
-    def _wrap(self, handle: Value, scalar: Any, shape: list[int]) -> Any:
+    def _wrap(self, handle: Value, scalar: tl.dtype, shape: list[int]) -> Tensor:
         raise NotImplementedError
 
 
-def _wide(inputs: Sequence[Any]) -> bool:
+def _wide(inputs: Sequence[Tensor]) -> bool:
     """One tensor on which NumPy's reductions are the language's: not unsigned (carried as signed), no rounding at every step."""
     dtype = inputs[0].type.scalar
     return len(inputs) == 1 and (dtype.is_int_signed() or dtype.is_fp32() or dtype.is_fp64())
 
 
-def _combining_name(build: Callable[[Any], None]) -> str:
+def _combining_name(build: _Build) -> str:
     """The name of the combining function that a region builder closes over."""
     for cell in build.__closure__ or ():
         name = getattr(cell.cell_contents, "__name__", "")
@@ -177,23 +190,23 @@ def _combining_name(build: Callable[[Any], None]) -> str:
 
 
 class Triton(_Evaluated, TritonSemantic):
-    def _wrap(self, handle: Value, scalar: Any, shape: list[int]) -> Any:
+    def _wrap(self, handle: Value, scalar: tl.dtype, shape: list[int]) -> Tensor:
         return self.wrap_tensor(handle, scalar, shape)
 
 
 class Gluon(_Evaluated, GluonSemantic):
-    def _wrap(self, handle: Value, scalar: Any, shape: list[int]) -> Any:
+    def _wrap(self, handle: Value, scalar: tl.dtype, shape: list[int]) -> Tensor:
         return self._wrap_handle_infer_layout(handle, scalar, shape)
 
-    def __init__(self, builder: Any):
+    def __init__(self, builder: Builder):
         super().__init__(builder)
-        self._slots: dict[int, tuple[Any, Any, Any]] = {}  # a ring's type -> (kept alive, a slot's type, its IR type)
-        self._types: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        self._slots: dict[int, tuple[object, Any, Type]] = {}  # a ring's type -> (kept alive, a slot's type, its IR type)
+        self._types: dict[tuple[object, ...], tuple[object, Any]] = {}
         self._pairs: dict[tuple[int, int], Any] = {}  # two types' ids -> (kept alive, their types once broadcast together)
-        self._ranges: dict[tuple[int, int, Any], Any] = {}
-        self._converted: dict[tuple[int, Any, bool], Any] = {}  # (a type's id, a layout, asserted) -> (kept alive, type, IR type)
+        self._ranges: dict[tuple[int, int, object], Any] = {}
+        self._converted: dict[tuple[int, object, bool], tuple[object, Any, Type]] = {}  # (type's id, layout, asserted) -> (kept alive, type, IR type)
 
-    def memdesc_index(self, mem_desc: Any, index: Any) -> Any:
+    def memdesc_index(self, mem_desc: gluon_core.shared_memory_descriptor, index: object) -> gluon_core.shared_memory_descriptor:
         """A slot of a ring; its type is made once for each ring."""
         ring = mem_desc.type
         if id(ring) not in self._slots:
@@ -202,21 +215,21 @@ class Gluon(_Evaluated, GluonSemantic):
             self._slots[id(ring)] = ring, kind, kind.to_ir(self.builder)
             return slot
         _, kind, ir_type = self._slots[id(ring)]
-        slot = object.__new__(gluon_core.shared_memory_descriptor)
+        slot: Any = object.__new__(gluon_core.shared_memory_descriptor)
         slot.handle = self.builder.create_memdesc_index(ir_type, mem_desc.handle, self.to_tensor(index).handle)
         slot.type = kind
         return slot
 
     # Types are made once and shared: a distributed_type spells out its layout as text whenever it is made.
 
-    def _type(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    def _type(self, key: tuple[object, ...], make: Callable[[], object]) -> Any:
         """The type under a key whose objects, but for layouts, count by identity; they are kept so that their ids stay taken."""
         number = tuple(part if isinstance(part, (tuple, str, gluon_core.DistributedLayout)) else id(part) for part in key)
         if number not in self._types:
             self._types[number] = key, make()
         return self._types[number][1]
 
-    def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
+    def broadcast_impl_value(self, lhs: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor]:
         left, right = lhs.type, rhs.type
         if left is right:
             return lhs, rhs
@@ -226,7 +239,7 @@ class Gluon(_Evaluated, GluonSemantic):
             return lhs, self._spread(rhs, left)
         return (self._spread(lhs, right), rhs) if right.is_block() else (lhs, rhs)
 
-    def _together(self, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    def _together(self, lhs: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor]:
         """Two tensors broadcast to one shape; what types that gives is asked once for each pair."""
         key = (id(lhs.type), id(rhs.type))
         if key in self._pairs:
@@ -238,34 +251,34 @@ class Gluon(_Evaluated, GluonSemantic):
             self._pairs[key] = (lhs.type, rhs.type), kinds
         return both
 
-    def _widened(self, one: Any, kind: tuple[Any, Any] | None) -> Any:
+    def _widened(self, one: Tensor, kind: tuple[tl.dtype, Type] | None) -> Tensor:
         return one if kind is None else self.tensor(self.builder.create_broadcast(one.handle, kind[1]), kind[0])
 
-    def cast(self, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+    def cast(self, input: Tensor, dst_ty: tl.dtype, fp_downcast_rounding: str | None = None) -> Tensor:
         """As any cast, with one type object for equal results, so that what is asked of types next is found."""
         made = super().cast(input, dst_ty, fp_downcast_rounding)
         if made is not input and made.type.is_block():
             made.type = self._type(("cast", input.type, made.type.scalar), lambda: made.type)
         return made
 
-    def _distributed(self, scalar: Any, shape: Any, layout: Any) -> tuple[Any, Any]:
+    def _distributed(self, scalar: tl.dtype, shape: Sequence[int], layout: object) -> tuple[tl.dtype, Type]:
         """The type of so many elements in this layout, and its IR type."""
         kind = self._type(("distributed", scalar, tuple(shape), layout), lambda: gluon_core.distributed_type(scalar, list(shape), layout))
         return kind, self._type(("ir", kind), lambda: kind.to_ir(self.builder))
 
-    def splat(self, value: Any, shape: Any, layout: Any) -> Any:
+    def splat(self, value: Tensor, shape: Sequence[int], layout: object) -> Tensor:
         if not len(shape):
             return value
         kind, ir_type = self._distributed(value.dtype, shape, layout)
         return self.tensor(self.builder.create_splat(ir_type, value.handle), kind)
 
-    def shared_load(self, mem_desc: Any, layout: Any) -> Any:
+    def shared_load(self, mem_desc: gluon_core.shared_memory_descriptor, layout: object) -> Tensor:
         if not isinstance(layout, gluon_core.DistributedLayout):
-            return super().shared_load(mem_desc, layout)  # which says what is wrong
+            return cast("Tensor", super().shared_load(mem_desc, layout))  # which says what is wrong
         kind, ir_type = self._distributed(mem_desc.dtype, mem_desc.shape, layout)
         return self.tensor(self.builder.create_local_load(ir_type, mem_desc.handle), kind)
 
-    def arange(self, start: Any, end: Any, layout: Any) -> Any:
+    def arange(self, start: int, end: int, layout: object) -> Tensor:
         """A range is made once in each layout: nothing writes into a tensor's values."""
         key = (start, end, layout)
         if key not in self._ranges:
@@ -274,10 +287,10 @@ class Gluon(_Evaluated, GluonSemantic):
             self._ranges[key] = made
         return self._ranges[key]
 
-    def _bool_like(self, v: Any) -> Any:
+    def _bool_like(self, v: Tensor) -> tl.dtype:
         return self._type(("bool", v.type), lambda: v.type.with_element_ty(tl.int1)) if v.type.is_block() else tl.int1
 
-    def convert_layout(self, value: Any, layout: Any, assert_trivial: bool = False) -> Any:
+    def convert_layout(self, value: Tensor, layout: object, assert_trivial: bool = False) -> Tensor:
         """The type of the result is made once for each type and layout."""
         key = id(value.type), layout, assert_trivial
         if key not in self._converted:
@@ -287,26 +300,26 @@ class Gluon(_Evaluated, GluonSemantic):
         _, kind, ir_type = self._converted[key]
         return self.tensor(self.builder.create_convert_layout(ir_type, value.handle), kind)
 
-    def _spread(self, scalar: Any, like: Any) -> Any:
+    def _spread(self, scalar: Tensor, like: Any) -> Tensor:
         kind = self._type(("element", like, scalar.type), lambda: like.with_element_ty(scalar.type))
         return self.tensor(Value(np.full(like.shape, scalar.handle.data), scalar.handle.elem, self._attribute(kind)), kind)
 
-    def _attribute(self, kind: Any) -> Any:
+    def _attribute(self, kind: tl.dtype) -> object:
         return self._type(("attribute", kind), lambda: kind.to_ir(self.builder).layout)
 
-    def broadcast_impl_shape(self, input: Any, shape: Any) -> Any:
+    def broadcast_impl_shape(self, input: Tensor, shape: tuple[int]) -> Tensor:
         if input.type.is_block() and input.type.get_block_shapes() == shape:
             return input
         made = super().broadcast_impl_shape(input, shape)
         return self.tensor(made.handle, self._type(("shape", input.type, tuple(shape)), lambda: made.type))
 
-    def _wrap_handle_infer_layout(self, handle: Any, scalar_ty: Any, shape: Any) -> Any:
+    def _wrap_handle_infer_layout(self, handle: Value, scalar_ty: tl.dtype, shape: Sequence[int]) -> Tensor:
         if not len(shape):
             return self.tensor(handle, scalar_ty)
         make = lambda: gluon_core.distributed_type(scalar_ty, list(shape), self.builder.get_gluon_layout_from_tensor(handle))
         return self.tensor(handle, self._type(("inferred", scalar_ty, tuple(shape), handle.layout), make))
 
-    def warp_specialize(self, functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any, generator: Any) -> Any:
+    def warp_specialize(self, functions_and_args: Any, worker_num_warps: Sequence[int], worker_num_regs: Sequence[int], generator: Any) -> Any:
         machine = self.builder.machine
         if not len(functions_and_args) - 1 == len(worker_num_warps) == len(worker_num_regs):
             raise ValueError(f"warp_specialize: {len(functions_and_args) - 1} workers, {len(worker_num_warps)} warp counts, "

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from triton import language as tl
 
-from .agents import Operation
+from .agents import Barrier, Operation
 from .layouts import Layouts
 from .machine import Machine
 from .memory import Actor
-from .pointers import Found, reduce_into, sums
+from .pointers import Found, Operator, Part, reduce_into, sums
 from .report import place_text
 from .values import BYTES, STORED, Descriptor, Pieces, Type, Value, Window, from_bits, to_bits
 
@@ -32,8 +31,11 @@ class OutOfRange:
         self._machine.report("bounds", self._text)
         return self._instead
 
-    def set_loc(self, *_: Any) -> None: ...
+    def set_loc(self, *_: object) -> None: ...
     def get_loc(self) -> None: ...
+
+
+Where = Window | OutOfRange
 
 
 class SharedMemory:
@@ -59,14 +61,14 @@ class SharedMemory:
     def create_local_dealloc(self, window: Window) -> None:
         self.machine.current.cta.used["shared"] -= len(window.memory.raw)
 
-    def _write(self, window: Any, value: Value, what: str = "") -> None:
+    def _write(self, window: Where, value: Value, what: str = "") -> None:
         window = self.window(window)
         bits = to_bits(value.data, window.elem)
         self.machine.touch(window.memory, window.view, True, what or f"store to {window.label}")
         window.view[...] = bits
         self.machine.preempt()
 
-    def _read(self, ty: Type, window: Any) -> Value:
+    def _read(self, ty: Type, window: Where) -> Value:
         window = self.window(window)
         self.machine.touch(window.memory, window.view, False, f"load of {window.label}")
         data = from_bits(window.view, window.elem)
@@ -77,10 +79,10 @@ class SharedMemory:
     create_local_load = _read
 
     @staticmethod
-    def window(window: Any) -> Window:
+    def window(window: Where) -> Window:
         return window.use() if isinstance(window, OutOfRange) else window
 
-    def create_memdesc_index(self, ty: Type, window: Any, index: Value) -> Any:
+    def create_memdesc_index(self, ty: Type, window: Where, index: Value) -> Where:
         window, slot, slots = self.window(window), index.scalar, self.window(window).view.shape[0]
         if not 0 <= slot < slots:
             text = f"slot {slot} of {window.memory.name}, which has {slots}, at {place_text(self.machine.place())}"
@@ -108,10 +110,10 @@ class SharedMemory:
         self._python_layouts[id(ty)] = ty, python
         return ty
 
-    def get_gluon_layout_from_memdesc(self, window: Window) -> Any:
+    def get_gluon_layout_from_memdesc(self, window: Window) -> object:
         return self._python_layouts.pop(id(window.type))[1]
 
-    _python_layouts: dict[int, tuple[Type, Any]]
+    _python_layouts: dict[int, tuple[Type, object]]
 
     def create_memdesc_reinterpret(self, ty: Type, window: Window) -> Window:
         memory = window.memory
@@ -130,7 +132,7 @@ class SharedMemory:
             view = window.view.view(STORED[ty.elem])[..., : ty.shape[-1]]
         return Window(memory, view, ty.elem, ty)
 
-    def name_memory(self, name: str | None, value: Any) -> None:
+    def name_memory(self, name: str | None, value: object) -> None:
         """Call an allocation by the variable (or the aggregate's field) that holds it."""
         if not name or isinstance(value, tl.tuple):
             return
@@ -150,37 +152,37 @@ class SharedMemory:
 
     # ---- mbarriers
 
-    def _barrier(self, window: Any) -> Any:
+    def _barrier(self, window: Where) -> Barrier:
         window = self.window(window)
         return self.machine.barrier(window.address, window.label)
 
-    def create_mbarrier_init(self, window: Any, count: int, *_: Any) -> None:
+    def create_mbarrier_init(self, window: Where, count: int, *_: object) -> None:
         window = self.window(window)
         self.machine.init_barrier(window.address, window.label, count)
 
-    def create_mbarrier_inval(self, window: Any) -> None:
+    def create_mbarrier_inval(self, window: Where) -> None:
         self._barrier(window).valid = False
 
     @staticmethod
-    def _predicated(arguments: tuple[Any, ...]) -> bool:
+    def _predicated(arguments: tuple[object, ...]) -> bool:
         """False if a predicate among the trailing arguments is false (its position differs between releases)."""
         return all(bool(argument.data) for argument in arguments if isinstance(argument, Value))
 
-    def create_mbarrier_expect(self, window: Any, size: int, *rest: Any) -> None:
+    def create_mbarrier_expect(self, window: Where, size: int, *rest: object) -> None:
         if self._predicated(rest):
             self._arrive(window, 1, size)
 
-    def create_mbarrier_arrive(self, window: Any, count: int, *rest: Any) -> None:
+    def create_mbarrier_arrive(self, window: Where, count: int, *rest: object) -> None:
         if self._predicated(rest):
             self.machine.preempt()
             self._arrive(window, count, 0)
 
-    def _arrive(self, window: Any, count: int, expect: int) -> None:
+    def _arrive(self, window: Where, count: int, expect: int) -> None:
         p = self.machine.current
         self.machine.arrive(self._barrier(window), count, p.knows, p.name, self.machine.place(), expect, p.time_ns)
         p.tick()
 
-    def create_mbarrier_wait(self, window: Any, parity: Value, pred: Value, *_: Any) -> None:
+    def create_mbarrier_wait(self, window: Where, parity: Value, pred: Value, *_: object) -> None:
         if bool(pred.data):
             self.machine.spend(SYNC_NS)
             self.machine.wait(self._barrier(window), int(parity.data) & 1)
@@ -190,7 +192,7 @@ class SharedMemory:
     def create_fence_async_shared(self, cluster: bool) -> None:
         self.machine.fence(("shared",))
 
-    def create_barrier(self, *_: Any) -> None:
+    def create_barrier(self, *_: object) -> None:
         """Threads of one partition wait for each other: a partition is one agent here, so nothing can go wrong between them."""
 
     def fence(self, name: str) -> None:
@@ -207,7 +209,7 @@ class SharedMemory:
 
     # ---- TMA
 
-    def create_async_tma_copy_global_to_local(self, desc: Descriptor, coord: list[Value], bar: Any, target: Any, pred: Value, *_: Any) -> None:
+    def create_async_tma_copy_global_to_local(self, desc: Descriptor, coord: list[Value], bar: Where, target: Where, pred: Value, *_: object) -> None:
         if not bool(pred.data):
             return
         target, barrier = self.window(target), self._barrier(bar)
@@ -216,7 +218,7 @@ class SharedMemory:
         block = _box(desc, target)
         self._start_load(desc, barrier, target, lambda: desc.fetch(corner, block), desc.view[desc.inside(corner, block)[0]])
 
-    def create_async_tma_gather(self, desc: Descriptor, rows: Value, column: Value, bar: Any, target: Any, pred: Value) -> None:
+    def create_async_tma_gather(self, desc: Descriptor, rows: Value, column: Value, bar: Where, target: Where, pred: Value) -> None:
         if not isinstance(desc.view, np.ndarray):
             raise NotImplementedError(f"TMA gather from {desc.memory.name} by a descriptor that wraps")
         if bool(pred.data):
@@ -226,7 +228,7 @@ class SharedMemory:
             fetch = lambda: np.concatenate([desc.fetch([r, column.scalar], [1, width]) for r in indices])
             self._start_load(desc, barrier, target, fetch, desc.view)
 
-    def _start_load(self, desc: Descriptor, barrier: Any, target: Window, fetch: Callable[[], np.ndarray], source: np.ndarray) -> None:
+    def _start_load(self, desc: Descriptor, barrier: Barrier, target: Window, fetch: Callable[[], np.ndarray], source: np.ndarray) -> None:
         machine, p = self.machine, self.machine.current
         agent = f"TMA load {barrier.copies} on {p.cta.index}/{barrier.name}"
         barrier.copies += 1
@@ -251,24 +253,24 @@ class SharedMemory:
         machine.event("TMA", "load", what, p.time_ns, operation.ready_ns)
         machine.launch(None, operation)
 
-    def create_async_tma_copy_local_to_global(self, desc: Descriptor, coord: list[Value], source: Any, *_: Any) -> None:
+    def create_async_tma_copy_local_to_global(self, desc: Descriptor, coord: list[Value], source: Where, *_: object) -> None:
         self.check_corner(desc, [c.scalar for c in coord], write=True)
         self._start_store(desc, coord, source, "TMA store", lambda where, bits: desc.view.__setitem__(where, bits))
 
-    def create_async_tma_reduce(self, kind: Any, desc: Descriptor, coord: list[Value], source: Any, *_: Any) -> None:
+    def create_async_tma_reduce(self, kind: Operator, desc: Descriptor, coord: list[Value], source: Where, *_: object) -> None:
         self.check_corner(desc, [c.scalar for c in coord], write=True)
         add = lambda where, bits: reduce_into(desc, where, from_bits(bits, desc.elem), kind)
         self._start_store(desc, coord, source, f"TMA reduce-{kind.name.lower()}", add, kind)
 
-    def create_async_tma_scatter(self, desc: Descriptor, rows: Value, column: Value, source: Any) -> None:
+    def create_async_tma_scatter(self, desc: Descriptor, rows: Value, column: Value, source: Where) -> None:
         source = self.window(source)
         for i, row in enumerate(np.asarray(rows.data).tolist()):
             part = Window(source.memory, source.view[i : i + 1], source.elem, source.type)
             corner = [Value(np.int32(row), "i32"), column]
             self._start_store(desc, corner, part, "TMA scatter", lambda where, bits: desc.view.__setitem__(where, bits))
 
-    def _start_store(self, desc: Descriptor, coord: list[Value], source: Any, verb: str, put: Callable[[Any, np.ndarray], None],
-                     reduces: Any = None) -> None:  # fmt: skip
+    def _start_store(self, desc: Descriptor, coord: list[Value], source: Where, verb: str, put: Callable[[Part, np.ndarray], None],
+                     reduces: Operator | None = None) -> None:  # fmt: skip
         """A bulk store reads shared memory first and writes global memory some time later; two stores may write in any order."""
         machine, p, source = self.machine, self.machine.current, self.window(source)
         reads, writes = p.stores, p.store_writes
@@ -295,7 +297,7 @@ class SharedMemory:
 
         machine.launch(reads, Operation(reads.agent, what, place, read, ready))
 
-    def create_async_tma_store_wait(self, pending: int, *_: Any) -> None:
+    def create_async_tma_store_wait(self, pending: int, *_: object) -> None:
         """cp.async.bulk.wait_group.read: the sources may be overwritten; the writes may still be under way."""
         p = self.machine.current
         self.machine.drain(p.stores, pending, "store_wait")
@@ -315,7 +317,7 @@ class SharedMemory:
 
     # ---- cp.async
 
-    def create_async_copy_global_to_local(self, target: Any, pointer: Value, mask: Any, other: Any, *_: Any) -> None:
+    def create_async_copy_global_to_local(self, target: Where, pointer: Value, mask: Value | None, other: Value | None, *_: object) -> None:
         machine, p, target = self.machine, self.machine.current, self.window(target)
         mask = mask if isinstance(mask, Value) else None
         stream, what = p.copies, f"cp.async into {target.label}"
@@ -338,7 +340,7 @@ class SharedMemory:
     def create_async_wait_group(self, pending: int) -> None:
         self.machine.drain(self.machine.current.copies, pending, "cp.async wait_group")
 
-    def create_async_copy_mbarrier_arrive(self, bar: Any, increment: bool) -> None:
+    def create_async_copy_mbarrier_arrive(self, bar: Where, increment: bool) -> None:
         """cp.async.mbarrier.arrive: the barrier is told once all copies so far have landed, at once if there are none."""
         machine, p, barrier = self.machine, self.machine.current, self._barrier(bar)
         stream = p.copies

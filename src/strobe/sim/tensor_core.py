@@ -8,18 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from .agents import Operation
+from .agents import Barrier, Operation, Partition, Stream
 from .arithmetic import SM_GHZ
 from .machine import Machine
 from .memory import Actor, merge
 from .report import Place
+from .shared import Where
 from .values import COMPUTED, Pending, Type, Value, Window, as_torch, from_bits, matrix, rounded, to_bits
 
 FLOP_PER_CYCLE = 4096.0  # dense 16-bit products of one Hopper SM; twice that on Blackwell, and for 8-bit types
 TENSOR_MEMORY_COLUMN_BYTES = 512  # 128 lanes of 32 bits
 
 
-def product(a: Any, b: Any, elem: str, precise: bool = False) -> np.ndarray:
+def product(a: torch.Tensor, b: torch.Tensor, elem: str, precise: bool = False) -> np.ndarray:
     """a @ b of tiles of `elem`, as arrays or as torch tensors that `matrix` made, with sums in float32 (float64, int64)."""
     a, b = (_operand_of(x, elem) for x in (a, b))
     if elem == "fp32" and not precise:  # TF32: the tensor core reads the upper 19 bits
@@ -36,9 +37,9 @@ def _operand_of(x: Any, elem: str) -> torch.Tensor:
 class TensorCores:
     machine: Machine
     capability: int
-    window: Callable[[Any], Window]
+    window: Callable[[Where], Window]
     _allocate: Callable[..., Window]
-    _barrier: Callable[[Any], Any]
+    _barrier: Callable[[Where], Barrier]
     _read: Callable[..., Value]
     _write: Callable[..., None]
 
@@ -47,7 +48,7 @@ class TensorCores:
         rate = FLOP_PER_CYCLE * (2 if self.capability >= 100 else 1) * (2 if "8" in elem[:4] and elem != "bf16" else 1)
         return 2.0 * shape[0] * shape[1] * shape[2] / rate / SM_GHZ
 
-    def _operand(self, operand: Any, agent: str, number: int, knows: dict[str, int], what: str, place: Place) -> Callable[[], Any]:
+    def _operand(self, operand: Value | Where, agent: str, number: int, knows: dict[str, int], what: str, place: Place) -> Callable[[], Any]:
         """Record the read now; the returned function fetches the operand when the product lands."""
         if isinstance(operand, Value):
             data = operand.data
@@ -60,7 +61,7 @@ class TensorCores:
 
     # ---- wgmma (Hopper)
 
-    def create_warpgroup_mma(self, a: Any, b: Any, acc: Value, use_acc: Value, precision: Any, imprecise: int, is_async: bool) -> Value:
+    def create_warpgroup_mma(self, a: Any, b: Where, acc: Value, use_acc: Value, precision: object, imprecise: int, is_async: bool) -> Value:
         machine, p = self.machine, self.machine.current
         stream = p.wgmma
         stream.issued += 1
@@ -85,7 +86,7 @@ class TensorCores:
             return self.create_warpgroup_mma_wait([out], 0)[0]
         return out
 
-    def _issue(self, stream: Any, name: str, shape: tuple[int, int, int], elem: str, land: Callable[[], None], place: Place) -> None:
+    def _issue(self, stream: Stream, name: str, shape: tuple[int, int, int], elem: str, land: Callable[[], None], place: Place) -> None:
         machine, p = self.machine, self.machine.current
         if machine.mode == "timed":
             machine.preempt()
@@ -101,7 +102,7 @@ class TensorCores:
         return [self._released(value, p) for value in deps]
 
     @staticmethod
-    def _released(value: Value, p: Any) -> Value:
+    def _released(value: Value, p: Partition) -> Value:
         """A value as it comes out of a wait: usable if the wait covers the product that computes it."""
         if value.pending is None or p.knows.get(value.pending.agent, 0) < value.pending.number:
             return value
@@ -109,7 +110,7 @@ class TensorCores:
 
     # ---- mma.sync and tl.dot
 
-    def create_dot(self, a: Value, b: Value, c: Value, precision: Any, imprecise: int) -> Value:
+    def create_dot(self, a: Value, b: Value, c: Value, precision: object, imprecise: int) -> Value:
         precise = getattr(precision, "name", "") == "IEEE"
         result = product(a.data, b.data, a.elem, precise) + c.data
         self.machine.spend(self._seconds((*np.shape(c.data)[-2:], np.shape(a.data)[-1]), a.elem))
@@ -121,18 +122,18 @@ class TensorCores:
         size = int(np.prod(ty.shape[:-2], initial=1)) * -(-ty.shape[-2] // 128) * ty.shape[-1] * _column_bits(ty.elem) // 32
         return self._allocate("tensor", ty, value, max(32, 1 << (size - 1).bit_length()))
 
-    def create_tmem_store(self, window: Any, value: Value, pred: Value) -> None:
+    def create_tmem_store(self, window: Where, value: Value, pred: Value) -> None:
         if bool(pred.data):
             self._write(window, value)
 
-    def create_tmem_load(self, ty: Type, window: Any) -> Value:
+    def create_tmem_load(self, ty: Type, window: Where) -> Value:
         return self._read(ty, window)
 
     def create_tmem_subslice(self, ty: Type, window: Window, start: int) -> Window:
         return Window(window.memory, window.view[..., start : start + ty.shape[-1]], window.elem, ty)
 
-    def create_tcgen05_mma(self, a: Any, b: Any, d: Any, use_acc: Value, pred: Value, bars: list[Any], bar_preds: list[Value],
-                           two_ctas: bool = False, *_: Any) -> None:  # fmt: skip
+    def create_tcgen05_mma(self, a: Any, b: Where, d: Where, use_acc: Value, pred: Value, bars: list[Where],
+                           bar_preds: list[Value], two_ctas: bool = False, *_: object) -> None:  # fmt: skip
         if two_ctas:
             raise NotImplementedError("tcgen05_mma over two CTAs: the simulator knows no clusters")
         if bool(pred.data):
@@ -165,7 +166,7 @@ class TensorCores:
 
         self._issue(stream, "tcgen05", (*d.view.shape[-2:], self.window(a).view.shape[-1]), elem, land, place)
 
-    def create_tcgen05_commit(self, bar: Any, *_: Any) -> None:
+    def create_tcgen05_commit(self, bar: Where, *_: object) -> None:
         """The barrier is told once all earlier tcgen05 work of this partition is done."""
         machine, p, barrier = self.machine, self.machine.current, self._barrier(bar)
         stream, place = p.tcgen05, machine.place()
@@ -180,7 +181,7 @@ class TensorCores:
 
         machine.launch(stream, Operation(agent, f"tcgen05.commit to {barrier.name}", place, land, ready))
 
-    def create_tmem_copy(self, source: Any, target: Any) -> None:
+    def create_tmem_copy(self, source: Where, target: Where) -> None:
         """tcgen05.cp: shared memory to tensor memory, in order with the products of this partition."""
         machine, p = self.machine, self.machine.current
         source, target, stream = self.window(source), self.window(target), p.tcgen05

@@ -40,17 +40,17 @@ def file_line(fn: Any) -> tuple[str, int]:
     return fn.fn.__code__.co_filename, fn.starting_line_number + decorators
 
 
-_TRANSLATED: dict[int, tuple[Any, Callable[..., Any]]] = {}  # by id: a jit function's own hash reads its whole source
+_TRANSLATED: dict[int, tuple[JITCallable, Callable]] = {}  # by id: a jit function's own hash reads its whole source
 
 
-def translated(fn: Any) -> Callable[..., Any]:
+def translated(fn: JITCallable) -> Callable:
     """The Python function for a jit function; its first parameter is the interpreter."""
     if id(fn) not in _TRANSLATED:
         _TRANSLATED[id(fn)] = fn, _translate(fn)
     return _TRANSLATED[id(fn)][1]
 
 
-def _translate(fn: Any) -> Callable[..., Any]:
+def _translate(fn: Any) -> Callable:
     file_name, line = file_line(fn)
     tree = fn.parse()
     ast.increment_lineno(tree, line - 1)
@@ -75,7 +75,7 @@ def _arguments(definition: ast.FunctionDef) -> list[ast.arg]:
 
 
 class Translator(ast.NodeTransformer):
-    def __init__(self, fn: Any, scope: dict[str, Any], local: set[str]):
+    def __init__(self, fn: JITCallable, scope: dict[str, object], local: set[str]):
         self.fn, self.scope, self.local = fn, scope, local
         self.namespace: dict[str, Any] = {"__builtins__": {}}
 
@@ -91,7 +91,7 @@ class Translator(ast.NodeTransformer):
         target = ast.Attribute(ast.Name(INTERPRETER, ast.Load()), method, ast.Load())
         return ast.copy_location(ast.Call(target, list(arguments), []), node)
 
-    def constant(self, value: Any, node: ast.AST) -> ast.expr:
+    def constant(self, value: object, node: ast.AST) -> ast.expr:
         """A Python object made now, under a name of the function's globals."""
         name = f"${len(self.namespace)}"
         self.namespace[name] = value
@@ -117,7 +117,7 @@ class Translator(ast.NodeTransformer):
         except NameError as error:  # an error only if this line runs: a static branch may never do
             return self.ask(node, "undefined", ast.Constant(str(error)))
 
-    def _global(self, name: str) -> Any:
+    def _global(self, name: str) -> object:
         """A name from outside of the kernel, under Triton's rule that only constants, modules and device functions are visible."""
         if name not in self.scope:
             if name in _BUILTINS:
@@ -130,7 +130,7 @@ class Translator(ast.NodeTransformer):
                         "constexpr nor a module, a device function or a type")  # fmt: skip
 
     @staticmethod
-    def _visible(name: str, value: Any) -> bool:
+    def _visible(name: str, value: object) -> bool:
         module = getattr(value, "__module__", "") or ""
         return (name in _BUILTINS or isinstance(value, (ModuleType, JITCallable, constexpr, tl.dtype)) or value is None
                 or getattr(value, "__triton_builtin__", False) or getattr(value, "__triton_aggregate__", False)
@@ -217,7 +217,7 @@ class Translator(ast.NodeTransformer):
         found = self._object(node)
         return found if isinstance(found, ModuleType) else None
 
-    def _object(self, node: ast.expr) -> Any:
+    def _object(self, node: ast.expr) -> object:
         """What a dotted name from outside of the kernel stands for; None for any other expression."""
         if isinstance(node, ast.Name) and node.id not in self.local:
             return self.scope.get(node.id)
@@ -312,7 +312,7 @@ class Translator(ast.NodeTransformer):
         return node
 
 
-def signature(fn: Any) -> inspect.Signature:
+def signature(fn: JITCallable) -> inspect.Signature:
     return _signature(fn.fn)
 
 

@@ -5,6 +5,7 @@ bfloat16 and the fp8 types are carried as float32 arrays of representable values
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,7 +109,7 @@ class Type:
 
     __slots__ = ("elem", "layout", "shape")
 
-    def __init__(self, elem: str, shape: Any = (), layout: Any = None):
+    def __init__(self, elem: str, shape: Sequence[int] = (), layout: Any = None):
         self.elem, self.shape, self.layout = elem, list(shape), layout
 
     def __eq__(self, other: object) -> bool:
@@ -120,7 +121,7 @@ class Value:
 
     __slots__ = ("_data", "elem", "layout", "pending")
 
-    def __init__(self, data: Any, elem: str, layout: Any = None, pending: Pending | None = None):
+    def __init__(self, data: Any, elem: str, layout: object = None, pending: Pending | None = None):
         self._data, self.elem, self.layout, self.pending = data, elem, layout, pending
 
     @property
@@ -141,7 +142,7 @@ class Value:
     def scalar(self) -> Any:
         return self.data.item() if hasattr(self.data, "item") else self.data
 
-    def set_loc(self, *_: Any) -> None: ...
+    def set_loc(self, *_: object) -> None: ...
     def get_loc(self) -> None: ...
 
     def get_type(self) -> Type:
@@ -208,7 +209,7 @@ class Window:
         slot = (self.address - self.memory.base) // size
         return self.memory.name + (f"[{slot}]" if len(self.memory.raw) > size else "")
 
-    def set_loc(self, *_: Any) -> None: ...
+    def set_loc(self, *_: object) -> None: ...
     def get_loc(self) -> None: ...
 
 
@@ -280,7 +281,7 @@ class Descriptor:
         self.memory, self.view, self.block, self.elem, self.nan = memory, view, block, elem, nan
         self.signed = True  # integers: what min and max go by
 
-    def set_loc(self, *_: Any) -> None: ...
+    def set_loc(self, *_: object) -> None: ...
     def get_loc(self) -> None: ...
 
     def inside(self, corner: list[int], block: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ def patched_empty(fill: Callable[[Tensor], Tensor]):
     originals = [getattr(owner, name) for owner, name in owners]
 
     def through(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def allocate(*arguments: Any, **options: Any) -> Tensor:
+        def allocate(*arguments: object, **options: object) -> Tensor:
             tensor = original(*arguments, **options)
             plain = type(tensor) is Tensor and tensor.device.type != "meta" and options.get("out") is None
             return fill(tensor) if plain else tensor

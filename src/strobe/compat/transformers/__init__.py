@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import describe
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 NAME = "strobe"  # must not contain "flash": transformers looks such names up elsewhere
 BATCHING_NAME = "strobe_like_flash"  # must contain "flash": only such names get continuous batching without dense masks
@@ -50,7 +53,7 @@ def register() -> None:
     AttentionInterface.register(BATCHING_NAME, attention)  # no mask function: continuous batching passes offsets
 
 
-def _name_those_that_never_ask(base: Any) -> None:
+def _name_those_that_never_ask(base: type[PreTrainedModel]) -> None:
     """Patch `get_correct_attn_implementation`, so that models that do not use AttentionInterface keep "eager" and warn.
 
     transformers' method accepts every registered name for every model. A model that does not look the name up would use strobe's mask as
@@ -60,7 +63,7 @@ def _name_those_that_never_ask(base: Any) -> None:
         return
 
     @wraps(checked)
-    def get_correct_attn_implementation(self: Any, requested_attention: str | None, *rest: Any, **more: Any) -> str:
+    def get_correct_attn_implementation(self: PreTrainedModel, requested_attention: str | None, *rest: Any, **more: Any) -> str:
         found = checked(self, requested_attention, *rest, **more)
         if found != NAME or _asks(type(self)):
             return found
@@ -74,7 +77,7 @@ def _name_those_that_never_ask(base: Any) -> None:
     base.get_correct_attn_implementation = get_correct_attn_implementation
 
 
-def _asks(model: Any) -> bool:
+def _asks(model: type[PreTrainedModel]) -> bool:
     """Whether a model class looks up attention functions by name. As in transformers, the test reads the source of its module."""
     if model._can_set_attn_implementation():
         return True
@@ -85,7 +88,7 @@ def _asks(model: Any) -> bool:
 
 
 @contextmanager
-def continuous_batching(model: Any) -> Iterator[None]:
+def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
     """Run `model.generate_batch` and related methods on strobe within the `with` block.
 
     >>> with continuous_batching(model):  # doctest: +SKIP
@@ -103,7 +106,7 @@ def continuous_batching(model: Any) -> Iterator[None]:
         model.config._attn_implementation = before
 
 
-def _implementations(config: Any) -> dict[str, Any]:
+def _implementations(config: PretrainedConfig) -> Any:
     """The attn_implementation of a config and of its sub-configs, as a nested dict that `_attn_implementation` accepts."""
     parts = {key: getattr(config, key, None) for key in config.sub_configs}
     return {"": config._attn_implementation, **{key: _implementations(part) for key, part in parts.items() if part is not None}}
