@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -390,6 +391,7 @@ def test_paths_that_older_code_imports_stay():
     from strobe.compat import transformers as own
     from strobe.problem import Problem as problem
 
+    sys.modules.pop("strobe.target", None)  # it warns once
     with pytest.warns(DeprecationWarning, match="strobe.problem.target"):
         older = importlib.import_module("strobe.target")
     assert older.Target is strobe.Target and problem is strobe.Problem
