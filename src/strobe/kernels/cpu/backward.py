@@ -43,7 +43,7 @@ def _flash_jobs(piece: Piece, pieces: int, plan: Plan, call: Call, tensors: Back
     problem = plan.problem
     _write_delta(piece, tensors)
     for heads in parallel.head_ranges(problem.heads_kv, pieces):
-        work = piece.work * (heads.stop - heads.start) * problem.group * 5 * problem.head_dim
+        work = 0 if pieces == 1 else piece.work * (heads.stop - heads.start) * problem.group * 5 * problem.head_dim
         yield Job(work, lambda scratch, heads=heads: flash.backward(piece, heads, call, tensors, problem))
 
 

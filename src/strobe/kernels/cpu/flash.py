@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 
 import torch
@@ -44,16 +45,29 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-def takes(piece: Piece, dtype: torch.dtype) -> bool:
-    """Full and causal pieces; of 16 bits any other band too, in blocks of rows under a mask: there torch multiplies
-    16-bit matrices into 32-bit sums, which no public op of its does, so tiles would pay for 32-bit products."""
-    return _sees_all(piece) or _is_square_causal(piece) or (dtype.itemsize == 2 and piece.n_keys >= VECTOR)
+class Shape(Enum):
+    """How a piece looks to torch's kernel."""
+
+    WHOLE = 1
+    CAUSAL = 2  # as many rows as keys
+    BAND = 3
+
+
+def shape_of(piece: Piece, dtype: torch.dtype) -> Shape | None:
+    """The shape in which torch's kernel takes a piece, or None for tiles.
+
+    Bands in blocks of rows under a mask, for 16 bits only: torch multiplies 16-bit matrices into 32-bit sums there, which no public op of its does, so
+    tiles would pay for 32-bit products.
+    """
+    if _sees_all(piece):
+        return Shape.WHOLE
+    if _is_square_causal(piece):
+        return Shape.CAUSAL
+    return Shape.BAND if dtype.itemsize == 2 and piece.n_keys >= VECTOR else None
 
 
 def parts(piece: Piece) -> list[Piece]:
-    """A band in blocks of rows, each with the keys that any of its rows sees and with at least a vector of them; others whole."""
-    if _sees_all(piece) or _is_square_causal(piece):
-        return [piece]
+    """A band in blocks of rows, each with the keys that any of its rows sees and with at least a vector of them."""
     found = []
     for start in range(0, piece.n_rows, BAND_ROWS):
         rows = slice(start, min(start + BAND_ROWS, piece.n_rows))
@@ -64,19 +78,21 @@ def parts(piece: Piece) -> list[Piece]:
     return found
 
 
-def forward(piece: Piece, heads: slice, call: Call, tensors: Forward, problem: Problem, tile: Callable[[], None]) -> None:
+def forward(piece: Piece, shape: Shape, heads: slice, call: Call, tensors: Forward, problem: Problem, tile: Callable[[], None]) -> None:
     """out and lse of a piece's key heads; rows where torch's kernel may have lost NaN, or made one, are what `tile` writes there.
 
     torch hides a band's keys by adding -inf to their scores, and a hidden score that has overflowed to inf then is NaN."""
     heads_q = slice(heads.start * problem.group, heads.stop * problem.group)
     rows, keys = (piece.entries, piece.rows, heads_q), (piece.entries, piece.keys, heads)
     q, k, v = (_turned(t[at]) for t, at in zip(call[:3], (rows, keys, keys)))
-    whole, causal, doubtful = _sees_all(piece), _is_square_causal(piece), None
-    out, lse = TORCH(q, k, v, 0.0, causal and not whole, attn_mask=None if whole or causal else _hidden(piece), scale=problem.scale)
-    if not whole and not causal:
+    doubtful = None
+    if shape is Shape.BAND:
+        out, lse = TORCH(q, k, v, 0.0, False, attn_mask=_hidden(piece), scale=problem.scale)
         if lse.isnan().any():
             doubtful = lse.isnan()
-    elif piece.n_keys < VECTOR and lost_nan(lse):
+    else:
+        out, lse = TORCH(q, k, v, 0.0, shape is Shape.CAUSAL, scale=problem.scale)
+    if shape is not Shape.BAND and piece.n_keys < VECTOR and lost_nan(lse):
         doubtful = lse == 0
     out = out.transpose(1, 2).to(tensors.out.dtype)
     if doubtful is not None:

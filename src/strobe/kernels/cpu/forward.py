@@ -35,12 +35,11 @@ def run(plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) 
         out[:, rows], lse[:, :, rows] = torch.nan, torch.nan
     jobs: list[Job] = []
     for piece in found.pieces:
-        if config.path == "torch_flash" and flash.takes(piece, problem.dtype):
-            parts = flash.parts(piece)
-            for one in parts:
-                jobs += _flash_jobs(one, len(found.pieces) * len(parts), plan, call, Forward(out, lse))
-        else:
+        shape = flash.shape_of(piece, problem.dtype) if config.path == "torch_flash" else None
+        if shape is None:
             jobs += attend_jobs(piece, slice(0, problem.heads_kv), plan, call, Forward(out, lse))
+        else:
+            jobs += _flash_jobs(piece, shape, len(found.pieces), plan, call, Forward(out, lse))
     parallel.run(jobs, tile_memory(plan, workspace["scores"]))
 
 
@@ -49,20 +48,23 @@ def tile_memory(plan: Plan, scratch: Tensor) -> Tensor:
     return scratch.view(-1, plan.config.tile_elements(plan.problem.group))
 
 
-def _flash_jobs(piece: Piece, pieces: int, plan: Plan, call: Call, tensors: Forward) -> Iterator[Job]:
-    """One of so many pieces, for torch's kernel: a job for each range of key heads."""
+def _flash_jobs(piece: Piece, shape: flash.Shape, pieces: int, plan: Plan, call: Call, tensors: Forward) -> Iterator[Job]:
+    """One of `pieces` pieces, for torch's kernel: a job for each block of a band and each range of key heads."""
     problem = plan.problem
-    for heads in head_ranges(problem.heads_kv, pieces):
-        work = piece.work * (heads.stop - heads.start) * problem.group * (problem.head_dim + problem.head_dim_v)
-        yield Job(work, partial(_flash, piece, heads, plan, call, tensors))
+    parts = flash.parts(piece) if shape is flash.Shape.BAND else [piece]
+    alone = pieces * len(parts) == 1
+    for part in parts:
+        for heads in head_ranges(problem.heads_kv, pieces * len(parts)):
+            work = 0 if alone else part.work * (heads.stop - heads.start) * problem.group * (problem.head_dim + problem.head_dim_v)
+            yield Job(work, partial(_flash, part, shape, heads, plan, call, tensors))
 
 
-def _flash(piece: Piece, heads: slice, plan: Plan, call: Call, tensors: Forward, scratch: Tensor) -> None:
+def _flash(piece: Piece, shape: flash.Shape, heads: slice, plan: Plan, call: Call, tensors: Forward, scratch: Tensor) -> None:
     def tile() -> None:
         for job in attend_jobs(piece, heads, plan, call, tensors):
             job.run(scratch)
 
-    flash.forward(piece, heads, call, tensors, plan.problem, tile)
+    flash.forward(piece, shape, heads, call, tensors, plan.problem, tile)
 
 
 def attend_jobs(piece: Piece, heads: slice, plan: Plan, call: Call, tensors: Forward) -> Iterator[Job]:

@@ -40,6 +40,9 @@ def run(jobs: Sequence[Job], scratch: Tensor) -> None:
     Where there is one worker, where the work is little, or where one job is most of it, they run one after another in the caller's thread, each op on
     torch's threads.
     """
+    if len(jobs) == 1:
+        jobs[0].run(scratch[0])
+        return
     total, largest = sum(job.work for job in jobs), max((job.work for job in jobs), default=0)
     workers = min(len(jobs), scratch.shape[0], torch.get_num_threads())
     if workers <= 1 or total < LEAST_WORK or largest * torch.get_num_threads() > UNEVEN * total:
