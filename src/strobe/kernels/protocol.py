@@ -170,7 +170,7 @@ def no_triton() -> str | None:
 
 @lru_cache
 def launches_clusters() -> bool:
-    """Whether Triton is of a version whose launcher was read to run kernels in clusters as `relaunch.in_clusters` asks."""
+    """Whether Triton is of a version whose launcher was read to run kernels in clusters as `launcher.in_clusters` asks."""
     return import_module("triton").__version__.startswith(("3.6", "3.7", "3.9"))
 
 

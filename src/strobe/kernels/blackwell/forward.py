@@ -38,7 +38,7 @@ and not at all where no row of the stage needs it. Sum and o are taken against t
 Where heads of a group share a tile, its rows are queries, each with its heads: loads of q and stores of out and lse know of it, and `queries_of`.
 
 A tensor's rows end where TMA is told: it gives zeros beyond them and writes nothing there, so lengths may be ragged, and what packed
-neighbours hold is never loaded (`device.views`). Head dimensions that are no power of two come in two parts, (64, 32) or (128, 64).
+neighbours hold is never loaded (`device.tma`). Head dimensions that are no power of two come in two parts, (64, 32) or (128, 64).
 
 Sources: FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute), roles, order of products, p in two pieces, conditional rescaling;
 FlashAttention-2 (arXiv 2307.08691), algorithm 1; online softmax (arXiv 1805.02867), algorithm 3.
@@ -503,9 +503,9 @@ def columns_for(width: gl.constexpr):
 
 @gluon.jit
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, pointers, work, form: gl.constexpr):
-    """Descriptors of a tile's first columns and of the rest (None where there is none), as `device.views` describes; pointers (lse
+    """Descriptors of a tile's first columns and of the rest (None where there is none), as `device.tma` describes; pointers (lse
     [B, H, S_q] or [H, T_q], sinks [H] or None, cu_seqlens_q, cu_seqlens_k, error word, counter of tiles); work (tiles in all, sizes, limits,
-    numbers): `device.persistent.work_of`."""
+    numbers): `device.persistent_launch.work_of`."""
     STAGES: gl.constexpr = form.tuning.stages
     OUT_STAGES: gl.constexpr = form.tuning.out_stages
     SOFTMAX: gl.constexpr = form.tuning.registers[0]

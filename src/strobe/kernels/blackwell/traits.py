@@ -62,7 +62,7 @@ class Form(Constants):
 
     @property
     def wraps(self) -> bool:
-        """Whether TMA's views wrap: device.views."""
+        """Whether TMA's views wrap: device.tma."""
         return self.packed
 
     @property

@@ -56,8 +56,8 @@ class Shape(Enum):
 def shape_of(piece: Piece, dtype: torch.dtype) -> Shape | None:
     """The shape in which torch's kernel takes a piece, or None for tiles.
 
-    Bands in blocks of rows under a mask, for 16 bits only: torch multiplies 16-bit matrices into 32-bit sums there, which no public op of its does, so
-    tiles would pay for 32-bit products.
+    Bands in blocks of rows under a mask, for 16 bits only. There torch multiplies 16-bit matrices into 32-bit sums, which none of its public ops
+    does, so tiles would pay for 32-bit products.
     """
     if _sees_all(piece):
         return Shape.WHOLE

@@ -1,12 +1,12 @@
-"""Backward attention on Hopper: three kernels, five products, dq summed in float32 memory; backward_walks and backward_roles have what is done with
-a tile of queries, backward_store what leaves a program.
+"""Backward attention on Hopper: three kernels, five products, dq summed in float32. backward_split_keys and backward_split_products do the work
+of a tile of queries, backward_store writes what leaves a program.
 
     rows_kernel       delta = rowsum(dout * out) - dlse; what the main kernel reads of a row (lse in log2 units, -delta), in whole tiles;
                       zeros for the counter of tiles, turns at dq, and its sum: unless the first tile of keys stores (form.first_stores), and with
                       form.clears for the first section of heads alone
     backward_kernel   a program takes tiles of keys and values from the counter; for each it walks the tiles of queries that see it, head by head of
                       its group, or of its part of a group where whole ones would be too few or too unlike (form.splits)
-    convert_dq_kernel dq = scale * its float32 sum, in q's dtype and in rows: the sum is in the order of registers (backward_steps.as_held); with
+    convert_dq_kernel dq = scale * its float32 sum, in q's dtype and in rows: the sum is in the order of registers (backward_mainloop.as_held); with
                       form.finishes not of what the main kernel has written, with form.collects of nothing
     convert_kernel    so dk and dv where groups are split, from sums in rows
 
@@ -316,10 +316,10 @@ def as_sums(both, views):
 @gluon.jit
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, dq_desc, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest,
                     rows_of_dq, dq_sum, turns, counter, offsets, work, form: gl.constexpr):  # fmt: skip
-    """Descriptors as launch.descriptor makes them, of a tile's first columns and of the rest (None where there is none), rows_desc of the rows'
+    """Descriptors as tma.descriptor makes them, of a tile's first columns and of the rest (None where there is none), rows_desc of the rows'
     numbers, dq_desc of dq's sum, as are dk's and dv's where groups are split; rows_of_dq of dq itself with form.finishes, else None; turns: how many
     key tiles have added to each tile of dq, or with form.clears cleared their share of dq_sum, dq's sum, for each part of heads, or None;
-    counter of tiles of keys taken; offsets (cu_seqlens_q, cu_seqlens_k) or Nones, for spans those of `device.spans`; work: tiles of keys in all,
+    counter of tiles of keys taken; offsets (cu_seqlens_q, cu_seqlens_k) or Nones, for spans those of `device.key_ranges`; work: tiles of keys in all,
     sizes (B or sequences, H_q, S_q or T_q, S_k or T_k, tiles of rows and of keys a head, heads in a section, for spans by how many rows the
     entries of q, dout, k, v, dk and dv stand apart), limits (left, right), numbers (scale_log2, softcap, scale)."""
     STAGES: gl.constexpr = form.tuning.stages

@@ -1,6 +1,6 @@
 """Documents and key lengths in the Hopper backward: tiles of keys are runs, and in tiles of queries rows of others are made none.
 
-A tile of keys is of one document, and a document is walked run by run, as the forward's queries are (`device.spans`): views wrap, so that no key
+A tile of keys is of one document, and a document is walked run by run, as the forward's queries are (`device.key_ranges`): views wrap, so that no key
 of another is read, nor any gradient of one written. Keys beyond their entry's length are not read either; their gradients are written, as 0.
 
 Tiles of queries stand where they do without documents, since dq's sum and the numbers of rows lie tile by tile. One that also has rows of others,

@@ -92,7 +92,7 @@ def convert_kernel(tensors, strides, sizes, scale, STORED: tl.constexpr, WIDTH: 
 
 @triton.jit
 def convert_dq_kernel(dq_sum, dq, cu_seqlens_q, turns, strides, sizes, scale, form: tl.constexpr):
-    """dq = scale * its sum, as backward_steps.as_held ordered it, tile by tile; strides and sizes as rows_kernel has them, of dq.
+    """dq = scale * its sum, as backward_mainloop.as_held ordered it, tile by tile; strides and sizes as rows_kernel has them, of dq.
 
     A thread reads four numbers at once, as they lie, and turns a tile around in shared memory: read one by one in dq's order they took 54 us for 49
     of 134 MB (H200).

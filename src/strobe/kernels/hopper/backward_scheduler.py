@@ -9,7 +9,7 @@ from ..device.mask import first_row, stop_row
 from ..device.seqlen import find_sequence, keys_of, span_of
 from ..device.tile_scheduler import read_words, word
 
-WORDS: gl.constexpr = gl.constexpr(16)  # of a tile on the board, of which 10 are told, and of spans (backward_spans)
+WORDS: gl.constexpr = gl.constexpr(16)  # of a tile on the board, of which 10 are told, and of spans (backward_key_ranges)
 BACK: gl.constexpr = gl.constexpr(10)  # with form.last_sections: whether it is of them, 1 or 0
 KEYS_SEEN: gl.constexpr = gl.constexpr(10)  # where its keys end that are seen
 KEYS_WRITTEN: gl.constexpr = gl.constexpr(11)  # and those whose gradients are written: hidden ones have 0
@@ -46,7 +46,7 @@ def keys_of_number(number, offsets, work, form: gl.constexpr):
         k_start, seqlen_k = span_of(cu_seqlens_k, sequence, batch, seqlen_k)
         q_start, seqlen_q = keys_of(cu_seqlens_q, sequence, batch, seqlen_q)
         part = number % parts
-        first_tile = q_start // BLOCK_M + sequence  # device.tiles.find_sequence
+        first_tile = q_start // BLOCK_M + sequence  # device.seqlen.find_sequence
     else:
         entry, part, n_block, back = dense_keys(number, sizes, form)
         first_tile = entry * heads * tiles_m

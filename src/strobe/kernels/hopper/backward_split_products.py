@@ -105,7 +105,7 @@ def hand_ds(ds, q, handed, at, form: gl.constexpr):
 @gluon.jit
 def step_weights_of_two(dv, keys, channels, at, seen, block, work, form: gl.constexpr):
     """`step_weights` of 128 keys. The second tile's dp has delta subtracted behind its product: to begin at it, it would have to be issued while no
-    other is under way (backward_steps.sum_from). Addresses are reckoned before each product: else they spill."""
+    other is under way (backward_mainloop.sum_from). Addresses are reckoned before each product: else they spill."""
     k_place, v_place, held = keys
     q, do, dq, handed = channels
     q_at, do_at = at

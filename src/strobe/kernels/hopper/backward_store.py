@@ -7,7 +7,7 @@
 
 Tiles of keys add to a tile of dq in any order behind the first, or (form.ordered) one by one from the last that a tile of queries sees to the first:
 the order in which programs on the causal diagonal come to it by themselves, each two steps or more after the one before. In a last section of causal
-heads it is from the first to the last (backward_tiles.dense_keys).
+heads it is from the first to the last (backward_scheduler.dense_keys).
 """
 
 from ..device.dialect import (

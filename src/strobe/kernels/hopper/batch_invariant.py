@@ -6,7 +6,7 @@
 
 No share goes to memory: o of the splits before waits in registers, or where they spill. Two thirds of the speed of `forward` is what equal bits
 cost.
-Packed sequences are found by the tile's number, as `device.tiles` does for all kernels.
+Packed sequences are found by the tile's number, as `device.seqlen` does for all kernels.
 """
 
 from ..device.dialect import cp_async_commit, gl, gluon, partition_barrier, warpgroup_mma, warpgroup_mma_wait
@@ -111,7 +111,7 @@ def attend(smem, pools, strides, where, interval, shown, units, form: gl.constex
 @gluon.jit
 def invariant_kernel(tensors, offsets, faults, strides, sizes, limits, numbers, form: gl.constexpr):
     """tensors (q, k, v, out, lse, sinks); offsets (cu_seqlens_q, cu_seqlens_k) or Nones; strides (batch, row, head) of q, k, v, out; sizes as
-    `kernels.invariant.sizes_of` has them; limits (left, right, max_seqlen_q, max_seqlen_k); numbers (scale_log2, softcap)."""
+    `runtime.batch_invariant.sizes_of` has them; limits (left, right, max_seqlen_q, max_seqlen_k); numbers (scale_log2, softcap)."""
     q, k, v, out, lse, sinks = tensors
     if form.packed:
         if gl.program_id(0) == 0:

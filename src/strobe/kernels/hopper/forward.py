@@ -509,7 +509,7 @@ def take_tile(w, out, board, q, k, v, o_smem, at, work, form: gl.constexpr):
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, pointers, work, form: gl.constexpr):
     """Descriptors of a tile's first columns and of the rest (None where there is none): of [B, H, S, D], or for packed layouts
     or spans wrapping ones (`copy_in`). pointers (lse [B, H, S_q] or [H, T_q], sinks [H] or None, cu_seqlens_q, cu_seqlens_k, error word,
-    counter of tiles), for spans with their offsets (`device.spans`) in the place of cu_seqlens; work (tiles in all, sizes, limits, numbers):
+    counter of tiles), for spans with their offsets (`device.key_ranges`) in the place of cu_seqlens; work (tiles in all, sizes, limits, numbers):
     sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head, heads in an L2 section, for spans by how many rows the entries of q, of k and
     of v stand further apart than they have); limits (left, right, max_seqlen_q, max_seqlen_k);
     numbers (scale_log2, softcap)."""

@@ -11,7 +11,7 @@ from .decode_config import MOST_SHARED
 
 ROWS, THREADS = 64, 128  # of one consumer
 BOARD_BYTES = 64  # of the backward: a tile's numbers
-BELLS = 1024  # bytes of barriers that lie besides what a kernel allocates (device.bells)
+BELLS = 1024  # bytes of barriers that lie besides what a kernel allocates (device.per_thread_mbarrier)
 ROUNDING = 512  # more than alignment adds to what a backward's program asks for
 
 
@@ -58,12 +58,12 @@ class Walk:
 
     @property
     def spans(self) -> bool:
-        """Whether rows of a batch entry see different spans of keys: device.spans, backward_spans."""
+        """Whether rows of a batch entry see different spans of keys: device.key_ranges, backward_key_ranges."""
         return has_spans(self.mask)
 
     @property
     def wraps(self) -> bool:
-        """Whether TMA's views wrap: device.views."""
+        """Whether TMA's views wrap: device.tma."""
         return self.packed or self.spans
 
     @property
@@ -184,12 +184,12 @@ class BackwardForm(Constants, Walk):
     softcap: bool
     even: bool  # S_k is a multiple of block_n
     packed: bool
-    ordered: bool = False  # tiles of keys take turns to add to a tile of dq (backward_tiles.dense_keys)
+    ordered: bool = False  # tiles of keys take turns to add to a tile of dq (backward_scheduler.dense_keys)
     splits: int = 1  # programs among which the heads of a group are divided
     first_stores: bool = False  # the first tile of keys to come to a tile of dq stores, so that nothing clears dq's sum; the others wait for that
     lags: bool = False  # a step multiplies dq of the step before
     begun: bool = False  # scores begin at -lse over their scale
-    last_sections: int = 0  # in which programs that take turns go from the first keys on (backward_tiles.dense_keys)
+    last_sections: int = 0  # in which programs that take turns go from the first keys on (backward_scheduler.dense_keys)
     finishes: bool = False  # a tile of keys writes dq of the queries that see no others, which then has no sum
     clears: bool = False  # programs clear dq's sum, each a share of what later tiles of keys add to (backward_store.clear_ahead)
 
@@ -209,7 +209,7 @@ class BackwardForm(Constants, Walk):
 
     @property
     def halves(self) -> bool:
-        """Each consumer takes half of the keys; else one makes weights, ds and dv, the other dq and dk: backward_roles."""
+        """Each consumer takes half of the keys; else one makes weights, ds and dv, the other dq and dk: backward_split_products."""
         return self.tuning.block_n == 2 * ROWS and not self.tuning.roles
 
     @property
@@ -304,7 +304,7 @@ class BackwardForm(Constants, Walk):
 
     @property
     def reckons(self) -> bool:
-        """Whether steps reckon addresses anew (backward_steps.tile_now): d128 dense, which then has room for form.lags, 1.07 to 1.09 of the speed,
+        """Whether steps reckon addresses anew (backward_mainloop.tile_now): d128 dense, which then has room for form.lags, 1.07 to 1.09 of the speed,
         d256, whose programs then take tile after tile, 1.00 to 1.02, d64 causal 1.01, window 1.06, but dense without lags 0.99 (H200)."""
         return self.masks or self.lags or self.finishes or not self.by_rows
 
@@ -363,8 +363,8 @@ class BackwardForm(Constants, Walk):
 
     @property
     def bells(self) -> bool:
-        """Whether each thread says by itself that ds stands in memory (backward_walks.say_ds, backward_roles.hand_ds): where there is room, by halves
-        as at d128 in two stages; by roles but for documents, whose steps have no register for it."""
+        """Whether each thread says by itself that ds stands in memory (backward_split_keys.say_ds, backward_split_products.hand_ds): where there is
+        room, by halves as at d128 in two stages; by roles but for documents, whose steps have no register for it."""
         room = MOST_SHARED - self._shared_bytes(self.key_places)
         return room > BELLS + ROUNDING and (self.halves or not self.mask.documents)
 

@@ -35,7 +35,7 @@ def intervals(tile, token, n_keys, tokens, limits, form: tl.constexpr):
 @triton.jit
 def invariant_kernel(tensors, offsets, faults, strides, sizes, limits, numbers, form: tl.constexpr):
     """tensors (q, k, v, out, lse, sinks); offsets (cu_seqlens_q, cu_seqlens_k) or Nones; strides (batch, row, head) of q, k, v, out; sizes as
-    `kernels.invariant.sizes_of` has them; limits (left, right, max_seqlen_q, max_seqlen_k); numbers (scale_log2, softcap)."""
+    `runtime.batch_invariant.sizes_of` has them; limits (left, right, max_seqlen_q, max_seqlen_k); numbers (scale_log2, softcap)."""
     BLOCK_M: tl.constexpr = form.block_m
     BLOCK_DV: tl.constexpr = form.block_dv
     q, k, v, out, lse, sinks = tensors

@@ -12,7 +12,7 @@ from ...problem.mask import MaskStructure
 from ...problem.problem import ALIGNMENT, Problem
 from ..protocol import no_triton
 
-MOST_ROWS = 2**30  # of a packed tensor: device.views.FAR
+MOST_ROWS = 2**30  # of a packed tensor: device.tma.FAR
 
 
 def rest(width: int) -> int:
@@ -22,7 +22,7 @@ def rest(width: int) -> int:
 
 def query_tiles(problem: Problem, block_m: int, group: int = 1) -> int:
     """Tiles of rows a head, of which a query has `group`; for packed sequences, each of which begins a tile of its own, an upper bound:
-    device.tiles.find_sequence."""
+    device.seqlen.find_sequence."""
     layout: Any = problem.layout
     return layout.total_q * group // block_m + layout.batch + 2 if problem.packed else -(-layout.seqlen_q * group // block_m)
 
@@ -50,7 +50,7 @@ def joined(problem: Problem, rows: int, most: int, fewer: float = 0.1) -> int:
     if problem.packed or has_spans(problem.mask):
         tokens = layout.total_q if problem.packed else reach(problem, 0)
         if not (joinable(problem.strides[0][-3:], problem.heads_q) and tokens * problem.heads_kv <= MOST_ROWS):
-            return 1  # no view of TMA has a dimension more: device.views
+            return 1  # no view of TMA has a dimension more: device.tma
     queries = -(-layout.total_q // max(1, layout.batch)) if problem.packed else layout.seqlen_q
     together, apart = -(-queries * fold_of(group) // rows), group * -(-queries // rows)
     return group if together <= (1 - fewer) * apart else 1
@@ -70,13 +70,13 @@ def against_call(problem: Problem) -> str | None:
 
 
 def against_mask(mask: MaskStructure) -> str | None:
-    """What a kernel has against a mask that cannot walk rows which see different spans of keys, device.spans."""
+    """What a kernel has against a mask that cannot walk rows which see different spans of keys, device.key_ranges."""
     strange = [name for name in ("prefix", "key_lengths", "documents") if getattr(mask, name)]
     return f"full, causal and window masks only; this has {' and '.join(strange)}" if strange else None
 
 
 def has_spans(mask: MaskStructure) -> bool:
-    """Whether rows of one batch entry may see different spans of keys: device.spans."""
+    """Whether rows of one batch entry may see different spans of keys: device.key_ranges."""
     return mask.documents or mask.key_lengths or mask.prefix
 
 
