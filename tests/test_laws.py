@@ -39,7 +39,7 @@ LAYERS = (
     ("",),  # strobe itself: applications come after it
     ("testing", "sim", "target"),
     ("compat",),
-    ("distributed", "integrations", "flash_attn", "flash_attn_interface", "cute"),
+    ("integrations", "flash_attn", "flash_attn_interface", "cute"),
     ("bench",),
     ("cli",),
     ("__main__",),
@@ -266,7 +266,7 @@ def test_no_file_is_named_after_nothing():
         assert path.stem not in ("utils", "common", "helpers", "misc") and not path.stem.endswith("_v2"), path
 
 
-# Words of this project alone for which the field has its own (docs/house.md). `knobs` is Triton's, too.
+# Names that only this project used, where the field has a term (docs/house.md). `knobs` is not among them: Triton has a module of that name.
 PRIVATE_WORDS = frozenset(
     (
         "bells", "await_said", "is_told", "told_free", "told_at", "let_go", "lagging", "lagging_max", "lags", "mending", "mend_values",

@@ -54,7 +54,7 @@ def attention(
         sinks: [H_q], one extra logit per head that counts in the denominator only.
         deterministic: make gradients bitwise reproducible; None follows torch.are_deterministic_algorithms_enabled().
         batch_invariant: make a row's bits independent of batch size, position and padding, and equal to those of
-            attention_decode. On Hopper it runs at 0.3 of the speed.
+            attention_decode. On Hopper such calls run at about 0.3 times the usual speed.
         kernel: the family ("portable") or kernel ("portable.forward") to run. If it cannot run, the error says why.
         out: the output tensor, [B, S_q, H_q, D_v] in q's dtype; not supported with gradients.
 

@@ -42,7 +42,7 @@ WIDE = 200  # columns of a table where no terminal says how many it has
 
 
 class Suite(NamedTuple):
-    """Test files, the environment that switches parts of them off, and the compute capability they are told of on a CPU."""
+    """Test files, the environment that switches parts of them off, and the compute capability that they see on a CPU."""
 
     files: tuple[str, ...]
     capability: tuple[int, int] = (9, 0)
@@ -75,7 +75,7 @@ class Problem(Exception):
 
 
 def plan_of(suite: Suite, a: argparse.Namespace) -> dict:
-    """What the suite's process is told, except where its events go."""
+    """The arguments of the suite's process, except the file descriptor of its events."""
     files = [str(a.checkout / file) if suite.theirs else file for file in suite.files]
     there = [file for file in files if Path(file).is_file()]
     if not there:
@@ -89,7 +89,7 @@ def plan_of(suite: Suite, a: argparse.Namespace) -> dict:
 def events_of(plan: dict, environment: Sequence[tuple[str, str]], log: Path, tell: Callable[[dict], None]) -> list[dict]:
     """Run a plan in a process of its own; what it reports, as it comes and all of it."""
     read, write = os.pipe()
-    told = []
+    events = []
     with log.open("w") as output:
         command = [sys.executable, str(HERE / "session.py"), json.dumps({**plan, "events": write})]
         process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **dict(environment)}, pass_fds=(write,))
@@ -97,16 +97,16 @@ def events_of(plan: dict, environment: Sequence[tuple[str, str]], log: Path, tel
         try:
             with os.fdopen(read) as lines:
                 for line in lines:
-                    told.append(json.loads(line))
-                    tell(told[-1])
+                    events.append(json.loads(line))
+                    tell(events[-1])
             process.wait()
         finally:
             if process.poll() is None:
                 process.kill()
     if process.returncode:
-        running = next((event["id"] for event in reversed(told) if event["event"] == "started"), "nothing yet")
+        running = next((event["id"] for event in reversed(events) if event["event"] == "started"), "nothing yet")
         raise Problem(f"the process ended with {process.returncode} while it ran {running}; its output is in {log}")
-    return told
+    return events
 
 
 def rows_of(name: str, events: Sequence[dict]) -> list[dict]:

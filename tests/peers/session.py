@@ -75,10 +75,10 @@ class Session:
     def pytest_runtest_makereport(self, item, call):
         report = yield
         if call.when == "call" or (call.when == "setup" and report.outcome != "passed"):
-            self.write({"event": "ended", **self.told(item, call, report)})
+            self.write({"event": "ended", **self.outcome_of(item, call, report)})
         return report
 
-    def told(self, item, call, report) -> dict:
+    def outcome_of(self, item, call, report) -> dict:
         found, words, where = report.outcome, "", ""
         if found == "failed":
             last = call.excinfo.traceback[-1]

@@ -165,7 +165,7 @@ def test_sinks(dtype, padded):
 
 @every_version
 def test_dropout(version):
-    """FA2's functions are told of it, and refuse; FA3 and FA4 have no such argument."""
+    """FA2's functions take dropout and refuse it; FA3 and FA4 have no such argument."""
     leaves = drawn(1, 9, 9, torch.bfloat16)
     out = flash._flash_attention_forward(*leaves, None, 9, is_causal=True, dropout=0.1, attn_implementation=version)
     check(out, [(out[0], reference(*(leaf[0] for leaf in leaves)))], leaves, torch.bfloat16)

@@ -1,7 +1,7 @@
 """FlashAttention's `seqused` (only the first rows of each sequence count) and windows with a negative bound.
 
 FlashAttention's kernels take both as arguments. strobe's kernels take offsets, and windows that contain the diagonal. So the used rows are
-packed anew, with one gather for q and one each for k and v, where that side is shortened. Shapes do not depend on data, so nothing
+copied into new packed tensors: one gather each for q, k and v, where that side is shortened. Shapes do not depend on data, so nothing
 synchronises with the device, and one captured graph serves all lengths.
 """
 
