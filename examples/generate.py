@@ -1,17 +1,22 @@
-"""A transformers model writes text twice, with its own attention and with strobe over a paged cache; are the tokens the same?
+"""A transformers model writes text twice, with its own attention and with strobe over a paged cache; are the tokens the
+same?
 
-    python examples/generate.py                             on a GPU a model of 0.7 billion weights; on a CPU a tiny one, seconds
+    python examples/generate.py                             on a GPU a model of 0.7 billion weights; on a CPU a tiny
+                                                            one, seconds
 
-Both get the same random weights and the same prompts of different lengths, and take the likeliest token each time. The model's own
-attention pads prompts on the left and joins keys to a cache that grows. strobe gets prompts end to end and keeps keys in pages, as many
-as a sequence needs, dealt out in random order and NaN until written. On a GPU a step is captured once and replayed while lengths grow.
+Both get the same random weights and the same prompts of different lengths, and take the likeliest token each time. The
+model's own attention pads prompts on the left and joins keys to a cache that grows. strobe gets prompts end to end and
+keeps keys in pages, as many as a sequence needs, dealt out in random order and NaN until written. On a GPU a step is
+captured once and replayed while lengths grow.
 
-Tokens must be equal, but for ties. Let e be the farthest that a logit of the model's own attention comes from that of the same model in
-float64 (norms and angles excepted, which transformers keeps in float32). strobe's may come twice as far, as docs/contract.md has it for
-attention. So where the two choose different tokens float64 gives them logits within 4 e, or this exits with 1. After a tie a sequence has
-another past and is compared no more: how many tokens were is told, and at how many places a tie could be. strobe.last_errors fail it too.
+Tokens must be equal, but for ties. Let e be the farthest that a logit of the model's own attention comes from that of
+the same model in float64 (norms and angles excepted, which transformers keeps in float32). strobe's may come twice as
+far, as docs/contract.md has it for attention. So where the two choose different tokens float64 gives them logits within
+4 e, or this exits with 1. After a tie a sequence has another past and is compared no more: how many tokens were is
+told, and at how many places a tie could be. strobe.last_errors fail it too.
 
-Writes OUT/generate.jsonl (a line for each attention and one with the verdict; appended). Needs strobe-attention[bench,transformers].
+Writes OUT/generate.jsonl (a line for each attention and one with the verdict; appended). Needs
+strobe-attention[bench,transformers].
 """
 
 from __future__ import annotations
@@ -54,14 +59,20 @@ class Size(NamedTuple):
     new: int  # tokens for each
 
 
-SIZES = {"cuda": Size(12, 16, 4, 128, 64, tuple(range(1, 2048, 65)), 128), "cpu": Size(3, 8, 2, 32, 16, (1, 16, 33, 250), 48)}
+SIZES = {
+    "cuda": Size(12, 16, 4, 128, 64, tuple(range(1, 2048, 65)), 128),
+    "cpu": Size(3, 8, 2, 32, 16, (1, 16, 33, 250), 48),
+}
 
 
 def model_of(size: Size, device: torch.device, dtype: torch.dtype) -> Any:
-    """Weights that make attention choose: where it is nearly even, as is usual at first, a model repeats itself whatever it is shown."""
+    """Weights that make attention choose: where it is nearly even, as is usual at first, a model repeats itself
+    whatever it is shown.
+    """
     width = size.heads * size.head_dim
     config = LlamaConfig(
-        vocab_size=BYTES, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=size.layers, num_attention_heads=size.heads,
+        vocab_size=BYTES, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
         num_key_value_heads=size.heads_kv, head_dim=size.head_dim, max_position_embeddings=max(size.prompts) + size.new,
         initializer_range=1.6 * width**-0.5, tie_word_embeddings=False,
     )  # fmt: skip
@@ -97,7 +108,9 @@ class Own:
 
 
 class Paged:
-    """No tensor moves, no shape depends on lengths and nothing waits for the device: so a step can be captured and replayed."""
+    """No tensor moves, no shape depends on lengths and nothing waits for the device: so a step can be captured and
+    replayed.
+    """
 
     name, implementation = "strobe, paged", "strobe_paged"
 
@@ -109,12 +122,19 @@ class Paged:
         self.offsets = torch.tensor(self.bounds, dtype=torch.int32, device=device)
         need = [math.ceil((n + size.new - 1) / size.page_size) for n in lengths]  # the last token's key is never read
         dealt = torch.randperm(sum(need), generator=torch.Generator().manual_seed(1)).int().split(need)
-        self.table = pad_sequence(dealt, batch_first=True, padding_value=-1).to(device)  # a page -1 that were read would be reported
+        self.table = pad_sequence(dealt, batch_first=True, padding_value=-1).to(
+            device
+        )  # a page -1 that were read would be reported
         shape = size.layers, 2, sum(need), size.page_size, size.heads_kv, size.head_dim
         self.pools = torch.empty(shape, dtype=model.dtype, device=device)
-        self.start, self.stop = self.offsets.diff(), self.offsets.diff()  # keys of each sequence before a call, and after
+        self.start, self.stop = (
+            self.offsets.diff(),
+            self.offsets.diff(),
+        )  # keys of each sequence before a call, and after
         self.token = torch.zeros_like(self.start, dtype=torch.long)
-        self.choice = strobe.explain_decode(self.pools.new_empty(len(prompts), 1, size.heads, size.head_dim), self.cache(0, self.stop))
+        self.choice = strobe.explain_decode(
+            self.pools.new_empty(len(prompts), 1, size.heads, size.head_dim), self.cache(0, self.stop)
+        )
         self.plan = {"kernel": self.choice.forward.kernel.name, "config": str(self.choice.forward.config)}
 
     def cache(self, layer: int, lengths: Tensor, rows: slice = slice(None)) -> strobe.PagedCache:
@@ -133,23 +153,40 @@ class Paged:
         self.start.copy_(self.stop)
         self.stop.add_(1)
         more = {"use_cache": False, "paged": self, "packed": False}
-        return self.token.copy_(self.model(self.token[:, None], position_ids=self.start[:, None].long(), **more).logits[:, 0].argmax(-1))
+        return self.token.copy_(
+            self.model(self.token[:, None], position_ids=self.start[:, None].long(), **more).logits[:, 0].argmax(-1)
+        )
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, scaling: float, paged: Paged, packed: bool, **rest: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    paged: Paged,
+    packed: bool,
+    **rest: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer, query, key and value [B, H, S, D]; it hands on what else the model was called with."""
+    """What transformers calls in each layer, query, key and value [B, H, S, D]; it hands on what else the model was
+    called with.
+    """
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     if not packed:  # a token of each sequence
         strobe.append(paged.cache(module.layer_idx, paged.start), k, v)
         return strobe.attention_decode(q, paged.cache(module.layer_idx, paged.stop), scale=scaling), None
     for row, (start, stop) in enumerate(pairwise(paged.bounds)):
-        strobe.append(paged.cache(module.layer_idx, paged.start, slice(row, row + 1)), k[:, start:stop], v[:, start:stop])
+        strobe.append(
+            paged.cache(module.layer_idx, paged.start, slice(row, row + 1)), k[:, start:stop], v[:, start:stop]
+        )
     return strobe.attention_varlen(q[0], k[0], v[0], cu_seqlens_q=paged.offsets, causal=True, scale=scaling)[None], None
 
 
-AttentionInterface.register(Paged.implementation, attention)  # and no mask function of that name: transformers makes no masks
+AttentionInterface.register(
+    Paged.implementation, attention
+)  # and no mask function of that name: transformers makes no masks
 
 
 class Replayed(Paged):
@@ -194,11 +231,19 @@ def judge(own: Own, prompts: list[Tensor], theirs: Tensor, ours: Tensor) -> dict
     exact = copy.deepcopy(own.model).double()
     exact.set_attn_implementation(own.implementation)
     whole = (torch.cat([prompt, tokens[:-1]])[None] for prompt, tokens in zip(prompts, theirs))
-    logits = torch.cat([exact(ids, use_cache=False, logits_to_keep=theirs.shape[1]).logits for ids in whole])  # [B, new, BYTES]
+    logits = torch.cat(
+        [exact(ids, use_cache=False, logits_to_keep=theirs.shape[1]).logits for ids in whole]
+    )  # [B, new, BYTES]
     rounding = 4 * (torch.stack(own.logits, 1) - logits).abs().max().item()
-    differs, gaps = theirs != ours, torch.stack([logits.gather(2, torch.stack([theirs, tokens], 2)).diff()[..., 0].abs() for tokens in ours])
+    differs, gaps = (
+        theirs != ours,
+        torch.stack([logits.gather(2, torch.stack([theirs, tokens], 2)).diff()[..., 0].abs() for tokens in ours]),
+    )
     parts = differs & (differs.cumsum(2) == 1)
-    compared, wrong = differs.cumsum(2) == parts, parts & ~(gaps <= rounding)  # up to the first that differs; a gap that is NaN is wrong
+    compared, wrong = (
+        differs.cumsum(2) == parts,
+        parts & ~(gaps <= rounding),
+    )  # up to the first that differs; a gap that is NaN is wrong
     close = -logits.topk(2).values.diff() <= rounding
     masks = {"compared": compared, "ties": parts & ~wrong, "wrong": wrong, "close": close}
     counts = {"tokens": ours.numel(), **{name: int(mask.sum()) for name, mask in masks.items()}}
@@ -216,30 +261,55 @@ def main(arguments: list[str] | None = None) -> int:
     model, facts = model_of(size, device, getattr(torch, options.dtype)), circumstances(device)
     text = files("examples.demo.text").joinpath("alice.txt").read_bytes()
     prompts = [torch.tensor(list(text[2000 * i : 2000 * i + n]), device=device) for i, n in enumerate(size.prompts)]
-    own, *paged = writers = [kind(model, prompts, size) for kind in (Own, Paged, Replayed)[: 3 if device.type == "cuda" else 2]]
+    own, *paged = writers = [
+        kind(model, prompts, size) for kind in (Own, Paged, Replayed)[: 3 if device.type == "cuda" else 2]
+    ]
     console.print(str(paged[0].choice), highlight=False, soft_wrap=True)
     strobe.last_errors(device)  # those of others
-    found = [[write(writer, size.new) for writer in writers] for _ in track(range(1 + options.rounds), "rounds", console=console, transient=True)]
+    found = [
+        [write(writer, size.new) for writer in writers]
+        for _ in track(range(1 + options.rounds), "rounds", console=console, transient=True)
+    ]
     verdict = judge(own, prompts, found[-1][0][0], torch.stack([run[0] for runs in found for run in runs[1:]]))
-    table = Table("attention", "prompts, ms", "tokens a second", title=f"{model.num_parameters():,} weights, {options.dtype}")
+    table = Table(
+        "attention", "prompts, ms", "tokens a second", title=f"{model.num_parameters():,} weights, {options.dtype}"
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "generate.jsonl").open("a") as file:
-        line = lambda row: file.write(json.dumps({"case": "generate", **row, "dtype": options.dtype, **size._asdict(), **facts}) + "\n")
+        line = lambda row: file.write(
+            json.dumps({"case": "generate", **row, "dtype": options.dtype, **size._asdict(), **facts}) + "\n"
+        )
         for writer, runs in zip(writers, zip(*found[1:])):  # the first of all compiles, and is not counted
-            figures = {name: round(median(run[i] for run in runs), 1) for i, name in ((1, "prompts_ms"), (2, "tokens_per_s"))}
+            figures = {
+                name: round(median(run[i] for run in runs), 1) for i, name in ((1, "prompts_ms"), (2, "tokens_per_s"))
+            }
             line({"attention": writer.name, **writer.plan, **figures, "rounds": options.rounds})
             table.add_row(writer.name, *map(str, figures.values()))
         line(verdict)
-    console.print(table, ", ".join(f"{name} {value}" for name, value in verdict.items()), highlight=False, soft_wrap=True)
+    console.print(
+        table, ", ".join(f"{name} {value}" for name, value in verdict.items()), highlight=False, soft_wrap=True
+    )
     return 0 if verdict["equal"] else 1
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=tuple(SIZES), help="cuda, where there is one")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="float32 unless given; bfloat16 is faster and ties often")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        choices=tuple(SIZES),
+        help="cuda, where there is one",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="float32 unless given; bfloat16 is faster and ties often",
+    )
     parser.add_argument("--new", type=int, help="tokens for each prompt: 128 on a GPU, 48 on a CPU unless given")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each attention writes them (3), after a first time to compile")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="how often each attention writes them (3), after a first time to compile"
+    )
     parser.add_argument("--out", type=Path, default=Path("results"), help="where generate.jsonl goes (results)")
     options = parser.parse_args(arguments)
     for name, least in (("new", 2), ("rounds", 1)):

@@ -1,21 +1,25 @@
-"""A small GPT is trained on a book, once with strobe's attention and once with PyTorch's; do the losses tell them apart?
+"""A small GPT is trained on a book, once with strobe's attention and once with PyTorch's; do the losses tell them
+apart?
 
-    python examples/train_gpt.py                            on a GPU 300 steps, about a minute; on a CPU 30 of a tiny model
+    python examples/train_gpt.py                            on a GPU 300 steps, about a minute; on a CPU 30 of a tiny
+                                                            model
     python examples/train_gpt.py --device cpu --steps 100 --seeds 5 --out /tmp/run
 
-Every seed has its own initial weights and its own batches, and both attentions get the same ones. They compute one function up to
-rounding, and training makes small differences grow, so the curves may part; but no further than chance, which is how far seeds part.
+Every seed has its own initial weights and its own batches, and both attentions get the same ones. They compute one
+function up to rounding, and training makes small differences grow, so the curves may part; but no further than chance,
+which is how far seeds part.
 
-The criterion. Losses are averaged over the last tenth of the run behind each step. Means over n seeds, of runs that differ in nothing
-but their seeds, differ by s * sqrt(2 / n), root mean square, with s the standard deviation over seeds. strobe and PyTorch are called
-equal if their means differ by no more than twice that at *every* step; s comes from PyTorch's runs alone and is averaged over the
-same tenth, so that seeds which meet at one step by chance do not make it nothing. Equal attentions share weights and batches and
-stay far below. What costs less than a change of seed is not seen: 30 steps of the tiny model show that it runs, 300 on a GPU show
-more. It exits with 1 if they are not equal.
+The criterion. Losses are averaged over the last tenth of the run behind each step. Means over n seeds, of runs that
+differ in nothing but their seeds, differ by s * sqrt(2 / n), root mean square, with s the standard deviation over
+seeds. strobe and PyTorch are called equal if their means differ by no more than twice that at *every* step; s comes
+from PyTorch's runs alone and is averaged over the same tenth, so that seeds which meet at one step by chance do not
+make it nothing. Equal attentions share weights and batches and stay far below. What costs less than a change of seed is
+not seen: 30 steps of the tiny model show that it runs, 300 on a GPU show more. It exits with 1 if they are not equal.
 
 `--save-qkv FILE` keeps what the trained model's attention is asked; `strobe bench forward --data FILE` measures on it.
 
-Writes OUT/train_gpt.jsonl (a line a run and one with the verdict; appended) and OUT/train_gpt.png. Needs strobe-attention[bench].
+Writes OUT/train_gpt.jsonl (a line a run and one with the verdict; appended) and OUT/train_gpt.png. Needs
+strobe-attention[bench].
 """
 
 from __future__ import annotations
@@ -43,7 +47,9 @@ BYTES = 256  # the vocabulary: text is read byte by byte
 
 
 def with_strobe(q: Tensor, k: Tensor, v: Tensor, do: Callable = strobe.attention) -> Any:
-    """On a CPU strobe hands plain calls to PyTorch's own kernel, which would be held against itself here; not so where bits are fixed."""
+    """On a CPU strobe hands plain calls to PyTorch's own kernel, which would be held against itself here; not so where
+    bits are fixed.
+    """
     return do(q, k, v, causal=True, batch_invariant=q.device.type == "cpu")
 
 
@@ -107,7 +113,11 @@ class GPT(nn.Module):
 
 def batches(seed: int, size: Size, device: torch.device) -> Iterator[Tensor]:
     """Endless passages [B, S + 1] of Alice's Adventures in Wonderland, which strobe's demo ships."""
-    text = torch.frombuffer(bytearray(files("examples.demo.text").joinpath("alice.txt").read_bytes()), dtype=torch.uint8).long().to(device)
+    text = (
+        torch.frombuffer(bytearray(files("examples.demo.text").joinpath("alice.txt").read_bytes()), dtype=torch.uint8)
+        .long()
+        .to(device)
+    )
     draw, passage = torch.Generator().manual_seed(seed), torch.arange(size.seqlen + 1, device=device)
     while True:
         starts = torch.randint(len(text) - size.seqlen, (size.batch, 1), generator=draw)
@@ -129,8 +139,12 @@ class Run(NamedTuple):
 def train(attend: Attention, seed: int, size: Size, device: torch.device, tell: Callable[[int, float], object]) -> Run:
     torch.manual_seed(seed)
     model = GPT(size, attend).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    rate = lambda step: min(1.0, (step + 1) / (0.1 * size.steps)) * (0.55 + 0.45 * math.cos(math.pi * step / size.steps))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=size.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    rate = lambda step: (
+        min(1.0, (step + 1) / (0.1 * size.steps)) * (0.55 + 0.45 * math.cos(math.pi * step / size.steps))
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     losses, began = [], time.perf_counter()
     for step, passages in zip(range(size.steps), batches(seed, size, device)):
@@ -146,7 +160,9 @@ def train(attend: Attention, seed: int, size: Size, device: torch.device, tell: 
 
 
 def save_qkv(model: GPT, size: Size, device: torch.device, path: Path) -> None:
-    """Write q, k and v [layers * B, S, H, D] that all layers of a trained model make of one batch, for `strobe bench --data`."""
+    """Write q, k and v [layers * B, S, H, D] that all layers of a trained model make of one batch, for `strobe bench
+    --data`.
+    """
     held: list[tuple[Tensor, ...]] = []
 
     def keep(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -161,7 +177,8 @@ def save_qkv(model: GPT, size: Size, device: torch.device, path: Path) -> None:
 
 
 def kernels(size: Size, device: torch.device) -> strobe.Choice:
-    """What strobe runs for the very q, k and v that the model makes; on a GPU an error unless they are a GPU's kernels."""
+    """What strobe runs for the very q, k and v that the model makes; on a GPU an error unless they are a GPU's
+    kernels."""
     seen: list[strobe.Choice] = []
 
     def look(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -170,10 +187,18 @@ def kernels(size: Size, device: torch.device) -> strobe.Choice:
 
     loss_of(GPT(size, look).to(device), next(batches(0, size, device)))
     choice = seen[0]
-    wanted = ("cpu",) if device.type == "cpu" else ("hopper",) if choice.target.capability == 90 else ("blackwell", "portable")
+    wanted = (
+        ("cpu",)
+        if device.type == "cpu"
+        else ("hopper",)
+        if choice.target.capability == 90
+        else ("blackwell", "portable")
+    )
     chosen = {plan.kernel.name if plan else "none" for one in seen for plan in (one.forward, one.backward)}
     if not all(name.startswith(wanted) for name in chosen):
-        raise RuntimeError(f"expected kernels of {' or '.join(wanted)} for all layers, forward and backward, got {chosen}:\n{choice}")
+        raise RuntimeError(
+            f"expected kernels of {' or '.join(wanted)} for all layers, forward and backward, got {chosen}:\n{choice}"
+        )
     return choice
 
 
@@ -216,12 +241,30 @@ def picture(verdict: Verdict, facts: dict[str, Any], path: Path) -> None:
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     steps = torch.arange(1, len(verdict.band) + 1)
     middle = verdict.curves["sdpa"].mean(0)
-    above.fill_between(steps, middle - verdict.band, middle + verdict.band, color=COLOURS["sdpa"], alpha=0.18, lw=0, label="noise band of the seeds")
+    above.fill_between(
+        steps,
+        middle - verdict.band,
+        middle + verdict.band,
+        color=COLOURS["sdpa"],
+        alpha=0.18,
+        lw=0,
+        label="noise band of the seeds",
+    )
     for name, label, style in (("sdpa", "PyTorch SDPA", "-"), ("strobe", "strobe", (0, (4, 3)))):
         above.plot(steps, verdict.curves[name].T, color=COLOURS[name], linewidth=0.6, alpha=0.35)
-        above.plot(steps, verdict.curves[name].mean(0), color=COLOURS[name], linewidth=2, linestyle=style, label=f"{label}, mean of seeds")
+        above.plot(
+            steps,
+            verdict.curves[name].mean(0),
+            color=COLOURS[name],
+            linewidth=2,
+            linestyle=style,
+            label=f"{label}, mean of seeds",
+        )
     above.set_ylabel("loss, nats a byte")
-    above.set_title(f"{'equal' if verdict.equal else 'not equal'} within the noise of {len(verdict.curves['sdpa'])} seeds", loc="left")
+    above.set_title(
+        f"{'equal' if verdict.equal else 'not equal'} within the noise of {len(verdict.curves['sdpa'])} seeds",
+        loc="left",
+    )
     above.legend(frameon=False)
     below.axhline(1, color=COLOURS["sdpa"], linewidth=1, linestyle=":")
     below.set_yscale("log", nonpositive="mask")  # where no bit differs there is no point
@@ -231,7 +274,9 @@ def picture(verdict: Verdict, facts: dict[str, Any], path: Path) -> None:
     below.set_xlabel("step")
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
-    where = f"{facts['device'].split(', ')[0]} · torch {facts['torch']} · {facts['date'][:10]} · commit {facts['commit']}"
+    where = (
+        f"{facts['device'].split(', ')[0]} · torch {facts['torch']} · {facts['date'][:10]} · commit {facts['commit']}"
+    )
     figure.supxlabel(where, fontsize=7, color="#666666")
     figure.savefig(path)
 
@@ -243,14 +288,25 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     device, console = torch.device(options.device), Console(stderr=True)
     if device.type == "cpu":
-        torch.set_num_threads(1)  # so small a model gains nothing from more, and beside other work their waiting makes it ten times slower
+        torch.set_num_threads(
+            1
+        )  # so small a model gains nothing from more, and beside other work their waiting makes it ten times slower
     size = SIZES[device.type]._replace(**({"steps": options.steps} if options.steps else {}))
     choice, facts, losses = kernels(size, device), circumstances(device), {name: [] for name in ATTENTIONS}
     console.print(str(choice), highlight=False, soft_wrap=True)
     names, configs = zip(*((plan.kernel.name, str(plan.config)) for plan in (choice.forward, choice.backward) if plan))
-    plans = {"sdpa": {"kernel": "torch", "config": None}, "strobe": {"kernel": ", ".join(names), "config": "; ".join(configs)}}
+    plans = {
+        "sdpa": {"kernel": "torch", "config": None},
+        "strobe": {"kernel": ", ".join(names), "config": "; ".join(configs)},
+    }
     options.out.mkdir(parents=True, exist_ok=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeElapsedColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
     with (options.out / "train_gpt.jsonl").open("a") as file, Progress(*columns, console=console) as progress:
 
         def write(row: dict[str, Any]) -> None:
@@ -263,15 +319,25 @@ def main(arguments: list[str] | None = None) -> int:
                 tell = lambda step, loss, task=task: progress.update(task, completed=step, loss=f"loss {loss:.3f}")
                 run = train(attend, seed, size, device, tell)
                 losses[name].append(run.losses)
-                write({"attention": name, "seed": seed} | plans[name] | {"seconds": short(run.seconds), "losses": short(run.losses)})
+                write(
+                    {"attention": name, "seed": seed}
+                    | plans[name]
+                    | {"seconds": short(run.seconds), "losses": short(run.losses)}
+                )
                 if options.save_qkv and name == "strobe" and seed == 0:
                     save_qkv(run.model, size, device, options.save_qkv)
         verdict = judge({name: torch.stack(curves) for name, curves in losses.items()})
         write({"seeds": options.seeds, "equal": verdict.equal, "share_of_band": short(verdict.share)})
     picture(verdict, facts, options.out / "train_gpt.png")
     farthest = int(verdict.share.nan_to_num(torch.inf).argmax())
-    words = f"{'equal' if verdict.equal else 'not equal'} within the noise of {options.seeds} seeds: the means of strobe and PyTorch are at most"
-    console.print(f"{words} {verdict.share[farthest]:.2g} of the band apart (at step {farthest + 1} of {size.steps})", soft_wrap=True)
+    words = (
+        f"{'equal' if verdict.equal else 'not equal'} within the noise of {options.seeds} seeds: the means of "
+        "strobe and PyTorch are at most"
+    )
+    console.print(
+        f"{words} {verdict.share[farthest]:.2g} of the band apart (at step {farthest + 1} of {size.steps})",
+        soft_wrap=True,
+    )
     return 0 if verdict.equal else 1
 
 
@@ -285,10 +351,21 @@ def short(numbers: Any) -> Any:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="300 on a GPU, 30 on a CPU unless given")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each attention (3); at least 2, since one has no spread")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, where there is one, or cpu")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="where train_gpt.jsonl and train_gpt.png go (results)")
-    parser.add_argument("--save-qkv", type=Path, metavar="FILE", help="q, k and v of the trained model, for strobe bench forward --data FILE")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="runs of each attention (3); at least 2, since one has no spread"
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, where there is one, or cpu"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("results"), help="where train_gpt.jsonl and train_gpt.png go (results)"
+    )
+    parser.add_argument(
+        "--save-qkv",
+        type=Path,
+        metavar="FILE",
+        help="q, k and v of the trained model, for strobe bench forward --data FILE",
+    )
     options = parser.parse_args(arguments)
     if torch.device(options.device).type not in SIZES:
         parser.error(f"--device: got {options.device}, expected cuda or cpu")

@@ -1,48 +1,56 @@
-"""a, Ampere: mma.sync m16n8k16 fed by ldmatrix, cp.async in two stages, swizzled shared memory. FlashAttention-2 as it runs on an A100.
+"""a, Ampere: mma.sync m16n8k16 fed by ldmatrix, cp.async in two stages, swizzled shared memory. FlashAttention-2 as it
+runs on an A100.
 
 The idea: products by tensor cores, and copies that nobody waits for while they are under way.
 
-mma.sync m16n8k16: a warp multiplies A [16, 16] by B [16, 8] and adds to C [16, 8]; each lane holds a few elements of each, its fragment.
-Lane l = 4 g + t (g 0..7, t 0..3) holds
+mma.sync m16n8k16: a warp multiplies A [16, 16] by B [16, 8] and adds to C [16, 8]; each lane holds a few elements of
+each, its fragment. Lane l = 4 g + t (g 0..7, t 0..3) holds
 
     A   rows g and g + 8, columns 2t, 2t + 1, 2t + 8, 2t + 9: eight 16-bit numbers in four registers
     B   rows 2t, 2t + 1, 2t + 8, 2t + 9 of column g: four in two registers
     C   rows g and g + 8, columns 2t and 2t + 1: four float32
 
-A row of C lies in one quad of lanes (t 0..3): a row's maximum and sum need two shuffles and no shared memory. And C of one product is laid out as
-A of the next: two neighbouring C [16, 8], rounded to 16 bits, are one A [16, 16]. So scores become weights become the left operand of P V in the
-registers where they are: `convert_layout` below moves nothing. Warps own 16 or 32 rows each and never exchange anything.
+A row of C lies in one quad of lanes (t 0..3): a row's maximum and sum need two shuffles and no shared memory. And C of
+one product is laid out as A of the next: two neighbouring C [16, 8], rounded to 16 bits, are one A [16, 16]. So scores
+become weights become the left operand of P V in the registers where they are: `convert_layout` below moves nothing.
+Warps own 16 or 32 rows each and never exchange anything.
 
-ldmatrix fills fragments: each lane names a 16-byte row of an 8 x 8 block, and every lane of the warp receives its two elements of it, four blocks
-an instruction. q k^T wants k with d running along the fragment, as it lies in memory. P V wants v with keys running along it, while v's rows
-run along d: ldmatrix.trans hands out the transposed block. Here `permute` and the operand's layout say so, and the compiler picks the instruction.
+ldmatrix fills fragments: each lane names a 16-byte row of an 8 x 8 block, and every lane of the warp receives its two
+elements of it, four blocks an instruction. q k^T wants k with d running along the fragment, as it lies in memory. P V
+wants v with keys running along it, while v's rows run along d: ldmatrix.trans hands out the transposed block. Here
+`permute` and the operand's layout say so, and the compiler picks the instruction.
 
-Swizzle: rows of 128 bytes begin in the same bank, so the eight rows of a block would collide eightfold. SwizzledSharedLayout(8, 1, 8) stores the
-16-byte piece c of row r at piece c xor (r mod 8): eight rows of one column lie in eight different quarters of the banks.
+Swizzle: rows of 128 bytes begin in the same bank, so the eight rows of a block would collide eightfold.
+SwizzledSharedLayout(8, 1, 8) stores the 16-byte piece c of row r at piece c xor (r mod 8): eight rows of one column lie
+in eight different quarters of the banks.
 
-cp.async copies 16 bytes from global to shared memory past the registers. A thread's copies are committed as groups, and `wait_group n` waits until
-at most n of its newest groups are under way. K and V of a stage are a group each. All threads meet behind each wait, so that everybody's copies
-have landed; and who has come so far has read what was there before. So V(j + 1) starts behind the wait for K(j), since V(j - 1) has been read, and
-K(j + 2) behind the wait for V(j), over K(j): two meetings a tile. Copies that start where their place falls free ask for a meeting of their own,
+cp.async copies 16 bytes from global to shared memory past the registers. A thread's copies are committed as groups, and
+`wait_group n` waits until at most n of its newest groups are under way. K and V of a stage are a group each. All
+threads meet behind each wait, so that everybody's copies have landed; and who has come so far has read what was there
+before. So V(j + 1) starts behind the wait for K(j), since V(j - 1) has been read, and K(j + 2) behind the wait for
+V(j), over K(j): two meetings a tile. Copies that start where their place falls free ask for a meeting of their own,
 four a tile. Where nothing is left to copy an empty group is committed, so that the count stays right.
 
-Addresses: a thread copies the same 16 bytes of every eighth row (D = 128; sixteenth at D = 64). Its own address is held once, and what the others
-are away is the same for all threads, hence in uniform registers (`copy_tile`).
+Addresses: a thread copies the same 16 bytes of every eighth row (D = 128; sixteenth at D = 64). Its own address is held
+once, and what the others are away is the same for all threads, hence in uniform registers (`copy_tile`).
 
 The output is converted to rows in registers before it is stored: 16 bytes a lane instead of the fragment's 4.
 
-V's fragments for 64 keys and D = 128 would be 128 registers beside o's 128. So both products come in slices: scores over 16 columns of d at a time,
-o over 16 keys at a time; slices of p are a renaming of registers (`halves`). Of 32 columns, fragments left no room to ask for the next ones early.
+V's fragments for 64 keys and D = 128 would be 128 registers beside o's 128. So both products come in slices: scores
+over 16 columns of d at a time, o over 16 keys at a time; slices of p are a renaming of registers (`halves`). Of 32
+columns, fragments left no room to ask for the next ones early.
 
 Cost model, a tile of 128 queries and 64 keys, D columns, in 16 bits:
 
     FLOPs       4 * 128 * 64 D, on mma.sync (on an H200 about two thirds of what wgmma does)
     bytes       256 D of K and V a tile, once for 128 queries
-    shared      2 D (128 + 4 * 64): q and two stages of K and V; each warp reads all of K and V: the more rows a warp owns, the fewer bytes a FLOP
-    registers   4 warps of 32 rows: o D + scores 64, of which weights are 32; at D = 128 without a mask 88 bytes do not fit
+    shared      2 D (128 + 4 * 64): q and two stages of K and V; each warp reads all of K and V: the more rows a warp
+                owns, the fewer bytes a FLOP
+    registers   4 warps of 32 rows: o D + scores 64, of which weights are 32; at D = 128 without a mask 88 bytes do not
+                fit
 
-What limits it: latency of mma.sync with two warps a scheduler (32 % of warps' time waits for one that was issued, 16 % for the unit), then short
-waits for ldmatrix (10 %). Tensor cores are busy 59 % of the time.
+What limits it: latency of mma.sync with two warps a scheduler (32 % of warps' time waits for one that was issued, 16 %
+for the unit), then short waits for ldmatrix (10 %). Tensor cores are busy 59 % of the time.
 
 Measured:
 
@@ -125,7 +133,9 @@ def copy_tile(smem, piece, start, stop, stride, form: gl.constexpr):
     PIECES: gl.constexpr = smem.shape[0] // AT_ONCE
     layout: gl.constexpr = pieces_layout(form.head_dim, form.warps, PIECES)
     by_rows: gl.constexpr = copy_layout(form.head_dim, form.warps)
-    behind = gl.arange(0, PIECES, gl.SliceLayout(1, gl.SliceLayout(2, layout))) * AT_ONCE  # numbers, once a thread's pieces are unrolled
+    behind = (
+        gl.arange(0, PIECES, gl.SliceLayout(1, gl.SliceLayout(2, layout))) * AT_ONCE
+    )  # numbers, once a thread's pieces are unrolled
     row = gl.arange(0, AT_ONCE, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     column = gl.arange(0, form.head_dim, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     left = gl.where(start >= 0, stop - start, 0)
@@ -275,7 +285,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     out, lse = outputs(q)
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1])
     grid = (-(-seqlen_q // form.block_m), heads, batch)
-    attend_kernel[grid](q, k, v, out, lse, sizes, (q.stride(1), k.stride(1)), head_dim**-0.5 * LOG2_E, form, num_warps=form.warps)
+    attend_kernel[grid](
+        q, k, v, out, lse, sizes, (q.stride(1), k.stride(1)), head_dim**-0.5 * LOG2_E, form, num_warps=form.warps
+    )
     return out, lse
 
 

@@ -1,26 +1,33 @@
-"""decode, split keys: few queries over long caches. Heads are packed into one tile, keys are split over programs, and a second kernel combines.
+"""decode, split keys: few queries over long caches. Heads are packed into one tile, keys are split over programs, and a
+second kernel combines.
 
-The idea: a token that is generated asks one query of each head. k5 would give each (batch entry, head) a program with 1 row of 128 in use, which
-reads all keys of its head in turn: too few programs, each too slow. What bounds decode is reading K and V, once; so
+The idea: a token that is generated asks one query of each head. k5 would give each (batch entry, head) a program with 1
+row of 128 in use, which reads all keys of its head in turn: too few programs, each too slow. What bounds decode is
+reading K and V, once; so
 
-    packed heads   the G query heads that share a key head are rows of one tile of 64, together with the S_q newest tokens: K and V are read once for
+    packed heads   the G query heads that share a key head are rows of one tile of 64, together with the S_q newest
+                   tokens: K and V are read once for
                    all of them. The tensor cores multiply empty rows, too; they have time
-    split keys     the tiles of keys are dealt out to `splits` programs. Each takes its own softmax over its share and writes a partial output in
+    split keys     the tiles of keys are dealt out to `splits` programs. Each takes its own softmax over its share and
+                   writes a partial output in
                    float32 and its log-sum-exp
-    combine        a row's partial outputs are one weighted sum: weights exp(lse_i - lse), lse the log-sum-exp of them all. The online softmax's
+    combine        a row's partial outputs are one weighted sum: weights exp(lse_i - lse), lse the log-sum-exp of them
+                   all. The online softmax's
                    rescale, across programs instead of tiles
 
-The machine is k5's: a warp loads, four warps consume. The ring is as deep as shared memory allows, for bytes under way are all that counts: 4.8 TB/s
-and 132 SMs are 36 GB/s each, which at a microsecond of latency is 36 KB under way.
+The machine is k5's: a warp loads, four warps consume. The ring is as deep as shared memory allows, for bytes under way
+are all that counts: 4.8 TB/s and 132 SMs are 36 GB/s each, which at a microsecond of latency is 36 KB under way.
 
 Cost model, for H_kv key heads of S_k keys and D columns, in 16 bits:
 
     FLOPs       4 G S_q S_k D H_kv B useful ones
-    bytes       4 S_k D H_kv B for K and V; partial results 4 (D + 1) splits a row, twice: little, while a split has more keys than 2 G
+    bytes       4 S_k D H_kv B for K and V; partial results 4 (D + 1) splits a row, twice: little, while a split has
+                more keys than 2 G
     shared      128 D for q, 512 D S for S stages of 128 keys: 208 KiB (3 stages at D = 128, 6 at D = 64)
     registers   o D / 2 and scores 64 a thread
 
-What limits it: memory, when each SM has a share; at short caches the launch, the first load's latency, and the second kernel.
+What limits it: memory, when each SM has a share; at short caches the launch, the first load's latency, and the second
+kernel.
 
 Measured:
 
@@ -48,7 +55,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from strobe.kernels.device.dialect import TensorDescriptor, fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+from strobe.kernels.device.dialect import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from .harness.harness import Rung, Size, check_inputs, outputs
 
@@ -98,7 +114,8 @@ def next_of(stage, parity, stages: gl.constexpr):
 
 @gluon.jit
 def copy_tile(desc, place, row, ready, smem):
-    """Have TMA fetch rows `row`.. of one head; `ready` turns when all bytes are there. Rows beyond the last are zeros."""
+    """Have TMA fetch rows `row`.. of one head; `ready` turns when all bytes are there. Rows beyond the last are
+    zeros."""
     entry, head = place
     mbarrier.expect(ready, desc.block_type.nbytes)
     tma_load(desc, [entry, head, row, 0], ready, smem)
@@ -131,14 +148,19 @@ def load_partition(k_desc, v_desc, k, v, sizes, form: gl.constexpr):
 
 @gluon.jit
 def load_queries(q, q_smem, sizes, form: gl.constexpr):
-    """Row r is query r // G of the key head's query head r % G; zeros beyond the last. In shared memory, not in registers as the left operand:
-    ptxas 12.8 would pack p over them (`tools.proof.operands`)."""
+    """Row r is query r // G of the key head's query head r % G; zeros beyond the last. In shared memory, not in
+    registers as the left operand: ptxas 12.8 would pack p over them (`tools.proof.operands`).
+    """
     heads, group, seqlen_q, seqlen_k = sizes
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // form.head_dim, form.head_dim // 8], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = gl.arange(0, form.head_dim, gl.SliceLayout(0, layout))
     place = (gl.program_id(2) * seqlen_q + rows // group) * heads + gl.program_id(1) * group + rows % group
-    tile = gl.load(q + place.to(gl.int64)[:, None] * form.head_dim + columns[None, :], mask=(rows < group * seqlen_q)[:, None], other=0.0)
+    tile = gl.load(
+        q + place.to(gl.int64)[:, None] * form.head_dim + columns[None, :],
+        mask=(rows < group * seqlen_q)[:, None],
+        other=0.0,
+    )
     q_smem.store(tile)
     fence_async_shared()
 
@@ -189,7 +211,9 @@ def hide(s, n_start, sizes, form: gl.constexpr):
 
 @gluon.jit
 def mma_partition(q, q_smem, parts, lses, k, v, sizes, scale_log2, form: gl.constexpr):
-    """A split's o / row_sum and log-sum-exp in units of log2, as parts [splits, B, H_kv, 64, D] and lses [splits, B, H_kv, 64]."""
+    """A split's o / row_sum and log-sum-exp in units of log2, as parts [splits, B, H_kv, 64, D] and lses [splits, B,
+    H_kv, 64].
+    """
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 16])
@@ -211,10 +235,16 @@ def mma_partition(q, q_smem, parts, lses, k, v, sizes, scale_log2, form: gl.cons
         o = value_product(p, as_rows(v_smem.index(stage)), o)
         mbarrier.arrive(v_free.index(stage))
         stage, parity = next_of(stage, parity, form.stages)
-    place = (gl.program_id(0).to(gl.int64) * gl.num_programs(2) + gl.program_id(2)) * gl.num_programs(1) + gl.program_id(1)
+    place = (gl.program_id(0).to(gl.int64) * gl.num_programs(2) + gl.program_id(2)) * gl.num_programs(
+        1
+    ) + gl.program_id(1)
     used = sizes[1] * sizes[2]
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    gl.store(lses + place * ROWS + rows, gl.where(row_sum == 0.0, float("-inf"), row_max + gl.log2(row_sum)), mask=rows < used)
+    gl.store(
+        lses + place * ROWS + rows,
+        gl.where(row_sum == 0.0, float("-inf"), row_max + gl.log2(row_sum)),
+        mask=rows < used,
+    )
     inverse = gl.convert_layout(gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum), gl.SliceLayout(1, o_layout))
     o_rows = gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))
     columns = gl.arange(0, form.head_dim, gl.SliceLayout(0, o_layout))
@@ -264,13 +294,18 @@ def combine_kernel(parts, lses, out, lse, sizes, form: gl.constexpr):
         total += weight
         o += weight * gl.load(parts + at * form.head_dim + columns)
     o = o * gl.where(total == 0.0, 0.0, 1.0 / total)
-    gl.store(out + ((entry.to(gl.int64) * seqlen_q + query) * heads + head) * form.head_dim + columns, o.to(out.dtype.element_ty))
+    gl.store(
+        out + ((entry.to(gl.int64) * seqlen_q + query) * heads + head) * form.head_dim + columns,
+        o.to(out.dtype.element_ty),
+    )
     row_lse = gl.where(total == 0.0, float("-inf"), (base + gl.log2(total)) * LN_2)
     gl.store(lse + (entry.to(gl.int64) * heads + head) * seqlen_q + query, row_lse)
 
 
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as wgmma reads it."""
+    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as wgmma reads
+    it.
+    """
     batch, length, heads, width = tensor.shape
     b, s, h, d = tensor.stride()
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], DTYPES[tensor.dtype])
@@ -282,7 +317,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     (batch, seqlen_q, heads, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[1:3]
     group = heads // heads_kv
     if seqlen_q * group > 64:
-        raise ValueError(f"q.shape: got {seqlen_q} queries of {group} heads a key head, expected at most 64 rows together: k6 takes more")
+        raise ValueError(
+            f"q.shape: got {seqlen_q} queries of {group} heads a key head, expected at most 64 rows together: k6 "
+            "takes more"
+        )
     form = Form(head_dim, causal, **options)
     if not form.splits:
         form = replace(form, splits=max(1, min(132 // (batch * heads_kv), -(-seqlen_k // form.block_n))))
@@ -291,7 +329,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     lses = torch.empty(form.splits, batch, heads_kv, 64, dtype=torch.float32, device=q.device)
     sizes = (heads, group, seqlen_q, seqlen_k)
     views = [descriptor(tensor, form.block_n) for tensor in (k, v)]
-    attend_kernel[(form.splits, heads_kv, batch)](q, *views, parts, lses, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=4)
+    attend_kernel[(form.splits, heads_kv, batch)](
+        q, *views, parts, lses, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=4
+    )
     combine_kernel[(seqlen_q, heads, batch)](parts, lses, out, lse, sizes, form, num_warps=1)
     return out, lse
 

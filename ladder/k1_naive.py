@@ -1,19 +1,23 @@
 """k1, naive: three kernels, S x S scores in memory, no tensor cores.
 
-The idea: attention as the formula says it. One kernel writes every score q k^T, one turns each row into weights, one multiplies the weights
-with v. A program owns a tile of the result and walks the inner dimension one step at a time: a column of the left operand, a row of the
-right one, and one multiply-add for each element of the tile. Nothing is kept for a neighbour: what the next kernel needs goes through memory.
+The idea: attention as the formula says it. One kernel writes every score q k^T, one turns each row into weights, one
+multiplies the weights with v. A program owns a tile of the result and walks the inner dimension one step at a time: a
+column of the left operand, a row of the right one, and one multiply-add for each element of the tile. Nothing is kept
+for a neighbour: what the next kernel needs goes through memory.
 
 Cost model, for H heads of S queries and keys and D columns, in 2-byte inputs and float32 scores:
 
-    FLOPs       4 S^2 D H, on CUDA cores: 128 multiply-adds an SM and clock, against 2,048 (bfloat16) on its tensor cores
-    bytes       scores are written once (4 S^2 H), read twice and written as weights (12 S^2 H), and read again by each tile of
+    FLOPs       4 S^2 D H, on CUDA cores: 128 multiply-adds an SM and clock, against 2,048 (bfloat16) on its tensor
+                cores
+    bytes       scores are written once (4 S^2 H), read twice and written as weights (12 S^2 H), and read again by each
+                tile of
                 columns of the output: 20 S^2 H at least, far more than the 8 S D H of q, k, v and out
     memory      4 S^2 H bytes: 17 GB for 16 heads of 16,384
     shared      none
     registers   a tile of 64 x 64 over 128 threads is 32 sums a thread
 
-What limits it: the CUDA cores' rate, and at long rows the traffic of scores; the memory it needs grows with the square of the length.
+What limits it: the CUDA cores' rate, and at long rows the traffic of scores; the memory it needs grows with the square
+of the length.
 
 Measured:
 
@@ -70,18 +74,25 @@ def scores_kernel(q, k, s, sizes, scale, form: tl.constexpr):
     if form.causal:
         tile = tl.where((m_offsets + (seqlen_k - seqlen_q))[:, None] >= n_offsets[None, :], tile, float("-inf"))
     s_rows = s + (tl.program_id(2).to(tl.int64) * seqlen_q + m_offsets) * seqlen_k
-    tl.store(s_rows[:, None] + n_offsets[None, :], tile, mask=(m_offsets < seqlen_q)[:, None] & (n_offsets < seqlen_k)[None, :])
+    tl.store(
+        s_rows[:, None] + n_offsets[None, :],
+        tile,
+        mask=(m_offsets < seqlen_q)[:, None] & (n_offsets < seqlen_k)[None, :],
+    )
 
 
 @triton.jit
 def softmax_kernel(s, lse, seqlen_k, form: tl.constexpr):
-    """One row of scores becomes weights in its place: once over it for the maximum, once for the sum, once to divide."""
+    """One row of scores becomes weights in its place: once over it for the maximum, once for the sum, once to
+    divide."""
     BLOCK: tl.constexpr = form.row_block
     row = s + tl.program_id(0).to(tl.int64) * seqlen_k
     columns = tl.arange(0, BLOCK)
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, seqlen_k, BLOCK):
-        largest = tl.maximum(largest, tl.load(row + start + columns, mask=start + columns < seqlen_k, other=float("-inf")))
+        largest = tl.maximum(
+            largest, tl.load(row + start + columns, mask=start + columns < seqlen_k, other=float("-inf"))
+        )
     row_max = tl.max(largest, 0)
     base = tl.where(row_max == float("-inf"), 0.0, row_max)  # a row that sees nothing: -inf - -inf would be NaN
     sums = tl.zeros([BLOCK], tl.float32)
@@ -90,7 +101,10 @@ def softmax_kernel(s, lse, seqlen_k, form: tl.constexpr):
     row_sum = tl.sum(sums, 0)
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
     for start in range(0, seqlen_k, BLOCK):
-        weights = tl.exp(tl.load(row + start + columns, mask=start + columns < seqlen_k, other=float("-inf")) - base) * inverse
+        weights = (
+            tl.exp(tl.load(row + start + columns, mask=start + columns < seqlen_k, other=float("-inf")) - base)
+            * inverse
+        )
         tl.store(row + start + columns, weights, mask=start + columns < seqlen_k)
     tl.store(lse + tl.program_id(0), tl.where(row_sum == 0.0, float("-inf"), base + tl.log(row_sum)))
 
@@ -112,7 +126,9 @@ def output_kernel(s, v, out, sizes, form: tl.constexpr):
         v_row = tl.load(v_head + n * heads_kv * form.head_dim + d_offsets).to(tl.float32)
         tile += p_column[:, None] * v_row[None, :]
     out_rows = out + entry * seqlen_q * heads * form.head_dim + (m_offsets * heads + head) * form.head_dim
-    tl.store(out_rows[:, None] + d_offsets[None, :], tile.to(out.dtype.element_ty), mask=(m_offsets < seqlen_q)[:, None])
+    tl.store(
+        out_rows[:, None] + d_offsets[None, :], tile.to(out.dtype.element_ty), mask=(m_offsets < seqlen_q)[:, None]
+    )
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[Tensor, Tensor]:
@@ -130,7 +146,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
 
 
 def moved(size: Size, form: Form) -> int:
-    """Every tile of scores reads its rows of q and k; scores are written twice and read three times, and again by each tile of columns."""
+    """Every tile of scores reads its rows of q and k; scores are written twice and read three times, and again by each
+    tile of columns.
+    """
     tiles_q, tiles_k = triton.cdiv(size.seqlen_q, form.block), triton.cdiv(size.seqlen_k, form.block)
     heads, scores = size.batch * size.heads, size.rows * size.seqlen_k
     operands = 2 * size.head_dim * heads * (tiles_k * size.seqlen_q + 2 * tiles_q * size.seqlen_k)

@@ -1,14 +1,18 @@
-"""k2, tiles and the online softmax: one kernel, scores never leave the SM. FlashAttention-2's algorithm, still without tensor cores.
+"""k2, tiles and the online softmax: one kernel, scores never leave the SM. FlashAttention-2's algorithm, still without
+tensor cores.
 
-The idea: a softmax can be taken a tile of keys at a time. A program keeps 64 queries and walks over the keys; for each row it carries the
-largest score so far (row_max), the sum of exp(score - row_max) (row_sum), and the output weighted alike (o). A tile that raises row_max makes
-what was summed before worth exp(old - new) of itself: `rescale`, one multiplication. So a row of scores need never exist.
+The idea: a softmax can be taken a tile of keys at a time. A program keeps 64 queries and walks over the keys; for each
+row it carries the largest score so far (row_max), the sum of exp(score - row_max) (row_sum), and the output weighted
+alike (o). A tile that raises row_max makes what was summed before worth exp(old - new) of itself: `rescale`, one
+multiplication. So a row of scores need never exist.
 
 What goes with it:
     one buffer   K is needed for scores, V only after them: both take turns in one piece of shared memory
-    in place     weights take the registers of their scores; a copy in shared memory lends each row's weights to the threads of its output
+    in place     weights take the registers of their scores; a copy in shared memory lends each row's weights to the
+                 threads of its output
     division     by row_sum comes once, at the end, not in every tile
-    guard        a row that has seen no key has row_max -inf, and -inf - -inf is NaN: it is measured against 0, keeps weights of 0, and ends
+    guard        a row that has seen no key has row_max -inf, and -inf - -inf is NaN: it is measured against 0, keeps
+                 weights of 0, and ends
                  as out 0, lse -inf
     causal       tiles beyond the diagonal are not visited; only tiles that the diagonal cuts are masked
 
@@ -20,7 +24,8 @@ Cost model, a tile of 64 queries and 64 keys, D columns:
                 a thread reads 12 numbers of them for 32 multiply-adds
     registers   scores 32, o 64 (D = 128) of 255
 
-What limits it: shared memory first, then CUDA cores, which are a sixteenth of the tensor cores; loading and multiplying take turns.
+What limits it: shared memory first, then CUDA cores, which are a sixteenth of the tensor cores; loading and multiplying
+take turns.
 
 Measured:
 
@@ -71,7 +76,9 @@ class Form:
 
 @gluon.jit
 def load_tile(base, start, stop, stride, rows: gl.constexpr, form: gl.constexpr):
-    """Rows start .. start + rows - 1 in float32, zeros from `stop` on. A lane has a row, so that storing columns meets no bank twice."""
+    """Rows start .. start + rows - 1 in float32, zeros from `stop` on. A lane has a row, so that storing columns meets
+    no bank twice.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [2, 2], [1, 0])
     offsets = gl.arange(0, rows, gl.SliceLayout(1, layout))
     columns = gl.arange(0, form.head_dim, gl.SliceLayout(0, layout))

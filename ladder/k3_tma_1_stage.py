@@ -1,17 +1,19 @@
 """k3_1, TMA and mbarriers, one stage: the copy engine computes addresses, and a barrier counts the bytes.
 
-The idea: on Hopper one thread asks for a whole tile. A descriptor, made on the host, says where the tensor lies, how large it is, and how a tile
-is to be swizzled in shared memory; `tma_load` names the tile's corner. No warp computes addresses, masks rows beyond the end (they arrive as zeros)
-or waits in line: rung a's `copy_tile` of many instructions a thread becomes one instruction of one thread.
+The idea: on Hopper one thread asks for a whole tile. A descriptor, made on the host, says where the tensor lies, how
+large it is, and how a tile is to be swizzled in shared memory; `tma_load` names the tile's corner. No warp computes
+addresses, masks rows beyond the end (they arrive as zeros) or waits in line: rung a's `copy_tile` of many instructions
+a thread becomes one instruction of one thread.
 
-An mbarrier says when the tile is there. `expect` announces how many bytes will come and arrives; when they have all landed the barrier's phase
-turns, and whoever waits for that phase goes on. Phases alternate between parity 0 and 1: a waiter names the one it waits for. So a buffer that is
-filled over and over needs one barrier, and the waiter one bit.
+An mbarrier says when the tile is there. `expect` announces how many bytes will come and arrives; when they have all
+landed the barrier's phase turns, and whoever waits for that phase goes on. Phases alternate between parity 0 and 1: a
+waiter names the one it waits for. So a buffer that is filled over and over needs one barrier, and the waiter one bit.
 
-K and V have a buffer and a barrier each. K(j + 1) may come as soon as the scores of j have read K(j), and travels under the softmax and the product
-with V(j); V(j + 1) travels under the scores of j + 1. Two things must be true before TMA overwrites a buffer: all warps have read it (a barrier of
-the program), and their reads are ordered before writes that take another path to shared memory (`fence_async_shared`): without it, reads that
-wait behind other traffic may see the new tile.
+K and V have a buffer and a barrier each. K(j + 1) may come as soon as the scores of j have read K(j), and travels under
+the softmax and the product with V(j); V(j + 1) travels under the scores of j + 1. Two things must be true before TMA
+overwrites a buffer: all warps have read it (a barrier of the program), and their reads are ordered before writes that
+take another path to shared memory (`fence_async_shared`): without it, reads that wait behind other traffic may see the
+new tile.
 
 Cost model, a tile of 128 queries and 64 keys, in 16 bits:
 
@@ -20,7 +22,8 @@ Cost model, a tile of 128 queries and 64 keys, in 16 bits:
     shared      2 D (128 + 128): 64 KiB for D = 128; two programs an SM
     registers   as in rung a, but no addresses and no masks of copies
 
-What limits it: one buffer. TMA needs about a microsecond from request to arrival, and a tile's other work lasts less: each step waits.
+What limits it: one buffer. TMA needs about a microsecond from request to arrival, and a tile's other work lasts less:
+each step waits.
 
 Measured:
 
@@ -89,7 +92,9 @@ def as_rows(tile):
 
 @gluon.jit
 def copy_tile(desc, place, row, ready, smem):
-    """Have TMA fetch rows `row`.. of one head: one thread asks, and `ready` turns when all bytes are there. Rows beyond the last are zeros."""
+    """Have TMA fetch rows `row`.. of one head: one thread asks, and `ready` turns when all bytes are there. Rows beyond
+    the last are zeros.
+    """
     entry, head = place
     mbarrier.expect(ready, desc.block_type.nbytes)
     tma_load(desc, [entry, head, row, 0], ready, smem)
@@ -97,7 +102,9 @@ def copy_tile(desc, place, row, ready, smem):
 
 @gluon.jit
 def all_have_read():
-    """Until every warp has read what TMA is about to overwrite. The fence orders those reads before TMA's writes, which take another path."""
+    """Until every warp has read what TMA is about to overwrite. The fence orders those reads before TMA's writes, which
+    take another path.
+    """
     fence_async_shared()
     partition_barrier()
 
@@ -241,7 +248,9 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
 
 
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as the tensor cores' loads want it."""
+    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as the tensor
+    cores' loads want it.
+    """
     batch, length, heads, width = tensor.shape
     b, s, h, d = tensor.stride()
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], DTYPES[tensor.dtype])
@@ -253,7 +262,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     batch, seqlen_q, heads, head_dim = q.shape
     form = Form(head_dim, causal, **options)
     out, lse = outputs(q)
-    views = [descriptor(tensor, rows) for tensor, rows in ((q, form.block_m), (k, form.block_n), (v, form.block_n), (out, form.block_m))]
+    views = [
+        descriptor(tensor, rows)
+        for tensor, rows in ((q, form.block_m), (k, form.block_n), (v, form.block_n), (out, form.block_m))
+    ]
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1])
     grid = (-(-seqlen_q // form.block_m), heads, batch)
     attend_kernel[grid](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=form.warps)
@@ -265,4 +277,6 @@ def moved(size: Size, form: Form) -> int:
     return 2 * size.head_dim * (2 * size.rows + 2 * size.streamed(form.block_m, form.block_n)) + 4 * size.rows
 
 
-RUNG = Rung("k3_1", "TMA and mbarriers, one stage", "a", run, Form, moved, ("copy_tile", "all_have_read", "attend_kernel"))
+RUNG = Rung(
+    "k3_1", "TMA and mbarriers, one stage", "a", run, Form, moved, ("copy_tile", "all_have_read", "attend_kernel")
+)

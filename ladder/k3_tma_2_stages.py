@@ -1,9 +1,10 @@
 """k3_2, two stages: K and V in rings of their own, a tile ahead.
 
-The idea: two buffers each for K and V, each with its barrier. While tile j is multiplied from one stage, tile j + 1 lands in the other; when a
-stage has been read it is asked for tile j + 2. A position in a ring is (stage, parity): the stage steps through the buffers, and the parity turns
-each time round, so that a waiter never takes the tile of the round before for its own. K and V have rings of their own because their stages fall
-free at different times: K's after the scores, V's after the weights.
+The idea: two buffers each for K and V, each with its barrier. While tile j is multiplied from one stage, tile j + 1
+lands in the other; when a stage has been read it is asked for tile j + 2. A position in a ring is (stage, parity): the
+stage steps through the buffers, and the parity turns each time round, so that a waiter never takes the tile of the
+round before for its own. K and V have rings of their own because their stages fall free at different times: K's after
+the scores, V's after the weights.
 
 Cost model, a tile of 128 queries and 64 keys, in 16 bits:
 
@@ -82,7 +83,9 @@ def as_rows(tile):
 
 @gluon.jit
 def copy_tile(desc, place, row, ready, smem):
-    """Have TMA fetch rows `row`.. of one head: one thread asks, and `ready` turns when all bytes are there. Rows beyond the last are zeros."""
+    """Have TMA fetch rows `row`.. of one head: one thread asks, and `ready` turns when all bytes are there. Rows beyond
+    the last are zeros.
+    """
     entry, head = place
     mbarrier.expect(ready, desc.block_type.nbytes)
     tma_load(desc, [entry, head, row, 0], ready, smem)
@@ -90,7 +93,9 @@ def copy_tile(desc, place, row, ready, smem):
 
 @gluon.jit
 def all_have_read():
-    """Until every warp has read what TMA is about to overwrite. The fence orders those reads before TMA's writes, which take another path."""
+    """Until every warp has read what TMA is about to overwrite. The fence orders those reads before TMA's writes, which
+    take another path.
+    """
     fence_async_shared()
     partition_barrier()
 
@@ -241,7 +246,9 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
 
 
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as the tensor cores' loads want it."""
+    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as the tensor
+    cores' loads want it.
+    """
     batch, length, heads, width = tensor.shape
     b, s, h, d = tensor.stride()
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], DTYPES[tensor.dtype])
@@ -253,7 +260,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     batch, seqlen_q, heads, head_dim = q.shape
     form = Form(head_dim, causal, **options)
     out, lse = outputs(q)
-    views = [descriptor(tensor, rows) for tensor, rows in ((q, form.block_m), (k, form.block_n), (v, form.block_n), (out, form.block_m))]
+    views = [
+        descriptor(tensor, rows)
+        for tensor, rows in ((q, form.block_m), (k, form.block_n), (v, form.block_n), (out, form.block_m))
+    ]
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1])
     grid = (-(-seqlen_q // form.block_m), heads, batch)
     attend_kernel[grid](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=form.warps)

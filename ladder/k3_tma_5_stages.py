@@ -1,16 +1,18 @@
 """k3_3, five stages: as many loads under way as latency asks for.
 
-The idea: to keep a memory system busy, bytes under way must reach latency times rate (Little's law). An H200 that gives each of 132 SMs 36 GB/s from
-memory, or five times that from L2, with a microsecond from request to arrival, wants 36 to 180 KB under way in each SM. Five stages of K and of V
-hold 80 KiB at D = 64, and an SM runs two programs. At D = 128 five tiles of 64 keys are 80 KiB too: two stages of K and three of V, whose stage is
-asked for again a tile later (below), so that both are on their way for two tiles. So each ring has a length of its own.
+The idea: to keep a memory system busy, bytes under way must reach latency times rate (Little's law). An H200 that gives
+each of 132 SMs 36 GB/s from memory, or five times that from L2, with a microsecond from request to arrival, wants 36 to
+180 KB under way in each SM. Five stages of K and of V hold 80 KiB at D = 64, and an SM runs two programs. At D = 128
+five tiles of 64 keys are 80 KiB too: two stages of K and three of V, whose stage is asked for again a tile later
+(below), so that both are on their way for two tiles. So each ring has a length of its own.
 
-And who has tiles in hand need not ask for the next at once. Behind the scores of tile i all threads meet, and then K's stage is asked for again and
-so is V's of tile i - 1: one meeting a tile where k3_2 has two, since V's may wait.
+And who has tiles in hand need not ask for the next at once. Behind the scores of tile i all threads meet, and then K's
+stage is asked for again and so is V's of tile i - 1: one meeting a tile where k3_2 has two, since V's may wait.
 
-Whether more under way helps depends on who is slow. Where tiles are multiplied more slowly than they arrive, more stages only wait in shared memory,
-and take it from a second program on the same SM: five and five at D = 128 leave room for one, and cost a quarter of the speed. Measured, what helps
-here is the meeting that is saved, at D = 64, where a tile is half as long; at D = 128 this rung has 0.98 to 1.04 of k3_2's speed: mma.sync is slow.
+Whether more under way helps depends on who is slow. Where tiles are multiplied more slowly than they arrive, more
+stages only wait in shared memory, and take it from a second program on the same SM: five and five at D = 128 leave room
+for one, and cost a quarter of the speed. Measured, what helps here is the meeting that is saved, at D = 64, where a
+tile is half as long; at D = 128 this rung has 0.98 to 1.04 of k3_2's speed: mma.sync is slow.
 
 Cost model, a tile of 128 queries and 64 keys, in 16 bits:
 
@@ -19,8 +21,8 @@ Cost model, a tile of 128 queries and 64 keys, in 16 bits:
     shared      2 D (128 + 64 S) for S stages of both: 96 KiB at D = 64, 112 at D = 128; two programs still fit in 227
     registers   as in k3_2
 
-What limits it: mma.sync, which reaches about two thirds of what Hopper's tensor cores can do: its operands come through registers, and each warp
-fetches all of K and V for its few rows.
+What limits it: mma.sync, which reaches about two thirds of what Hopper's tensor cores can do: its operands come through
+registers, and each warp fetches all of K and V for its few rows.
 
 Measured:
 
@@ -97,7 +99,9 @@ def as_rows(tile):
 
 @gluon.jit
 def copy_tile(desc, place, row, ready, smem):
-    """Have TMA fetch rows `row`.. of one head: one thread asks, and `ready` turns when all bytes are there. Rows beyond the last are zeros."""
+    """Have TMA fetch rows `row`.. of one head: one thread asks, and `ready` turns when all bytes are there. Rows beyond
+    the last are zeros.
+    """
     entry, head = place
     mbarrier.expect(ready, desc.block_type.nbytes)
     tma_load(desc, [entry, head, row, 0], ready, smem)
@@ -105,7 +109,9 @@ def copy_tile(desc, place, row, ready, smem):
 
 @gluon.jit
 def all_have_read():
-    """Until every warp has read what TMA is about to overwrite. The fence orders those reads before TMA's writes, which take another path."""
+    """Until every warp has read what TMA is about to overwrite. The fence orders those reads before TMA's writes, which
+    take another path.
+    """
     fence_async_shared()
     partition_barrier()
 
@@ -259,7 +265,9 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
             copy_tile(k_desc, kv_place, n_start - STAGES_K * BLOCK_N, k_ready.index(k_at), k_smem.index(k_at))
         if i > 0:
             if i - 1 + STAGES_V < blocks:
-                copy_tile(v_desc, kv_place, n_start - (STAGES_V - 1) * BLOCK_N, v_ready.index(v_read), v_smem.index(v_read))
+                copy_tile(
+                    v_desc, kv_place, n_start - (STAGES_V - 1) * BLOCK_N, v_ready.index(v_read), v_smem.index(v_read)
+                )
         s = hide(s, m_start, n_start, (seqlen_q, seqlen_k), form)
         p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2)
         o = o * rescale[:, None]
@@ -273,7 +281,9 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
 
 
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as the tensor cores' loads want it."""
+    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as the tensor
+    cores' loads want it.
+    """
     batch, length, heads, width = tensor.shape
     b, s, h, d = tensor.stride()
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], DTYPES[tensor.dtype])
@@ -285,7 +295,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     batch, seqlen_q, heads, head_dim = q.shape
     form = Form(head_dim, causal, **options)
     out, lse = outputs(q)
-    views = [descriptor(tensor, rows) for tensor, rows in ((q, form.block_m), (k, form.block_n), (v, form.block_n), (out, form.block_m))]
+    views = [
+        descriptor(tensor, rows)
+        for tensor, rows in ((q, form.block_m), (k, form.block_n), (v, form.block_n), (out, form.block_m))
+    ]
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1])
     grid = (-(-seqlen_q // form.block_m), heads, batch)
     attend_kernel[grid](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=form.warps)

@@ -1,22 +1,27 @@
-"""k4_1, wgmma for the scores: q and K straight from shared memory. Its result is laundered through shared memory for mma.sync.
+"""k4_1, wgmma for the scores: q and K straight from shared memory. Its result is laundered through shared memory for
+mma.sync.
 
-The idea: `warpgroup_mma` (wgmma) is Hopper's own product. Four warps together multiply [64, 16 k] by [16 k, N]; both operands are read from shared
-memory where TMA put them, through descriptors that know the swizzle, so no ldmatrix, no fragments of K in registers, no issue slots for fetching
-them. It runs asynchronously: issued, then awaited (`warpgroup_mma_wait`), and its accumulator must not be touched in between.
+The idea: `warpgroup_mma` (wgmma) is Hopper's own product. Four warps together multiply [64, 16 k] by [16 k, N]; both
+operands are read from shared memory where TMA put them, through descriptors that know the swizzle, so no ldmatrix, no
+fragments of K in registers, no issue slots for fetching them. It runs asynchronously: issued, then awaited
+(`warpgroup_mma_wait`), and its accumulator must not be touched in between.
 
-Only q k^T is done so here. The product with V is still mma.sync's, and to stay clear of who holds which element the scores are laundered: once
-exponentiated they are written to shared memory in 16 bits and read back as mma.sync's fragments, 4 bytes of traffic a score that k4_2 gets rid of.
-(Laundered before, as float32, they were twice the traffic, and the rung half as fast: 233 for 431 TFLOP/s at D = 128.) The reads of K are now
-asynchronous: once the product has been awaited they are over, and K's stage may be filled without a fence; V's, read by ldmatrix, still needs one.
+Only q k^T is done so here. The product with V is still mma.sync's, and to stay clear of who holds which element the
+scores are laundered: once exponentiated they are written to shared memory in 16 bits and read back as mma.sync's
+fragments, 4 bytes of traffic a score that k4_2 gets rid of. (Laundered before, as float32, they were twice the traffic,
+and the rung half as fast: 233 for 431 TFLOP/s at D = 128.) The reads of K are now asynchronous: once the product has
+been awaited they are over, and K's stage may be filled without a fence; V's, read by ldmatrix, still needs one.
 
 Cost model, a tile of 128 queries and 64 keys, in 16 bits:
 
     FLOPs       2 * 128 * 64 D on wgmma and as many on mma.sync
     bytes       256 D of K and V a tile from global memory; through shared memory 32 KiB for the scores, there and back
-    shared      2 D 128 for q, 64 KiB of K and V (four stages at D = 64, two at 128) and 16 for scores: 112 KiB at D = 128; two programs an SM
+    shared      2 D 128 for q, 64 KiB of K and V (four stages at D = 64, two at 128) and 16 for scores: 112 KiB at D =
+                128; two programs an SM
     registers   o D, scores 64, and V's fragments
 
-What limits it: the round trip of scores, mma.sync for half the FLOPs, and tensor cores that idle while the softmax works.
+What limits it: the round trip of scores, mma.sync for half the FLOPs, and tensor cores that idle while the softmax
+works.
 
 Measured:
 
@@ -92,7 +97,9 @@ def as_rows(tile):
 
 @gluon.jit
 def copy_tile(desc, place, row, ready, smem):
-    """Have TMA fetch rows `row`.. of one head: one thread asks, and `ready` turns when all bytes are there. Rows beyond the last are zeros."""
+    """Have TMA fetch rows `row`.. of one head: one thread asks, and `ready` turns when all bytes are there. Rows beyond
+    the last are zeros.
+    """
     entry, head = place
     mbarrier.expect(ready, desc.block_type.nbytes)
     tma_load(desc, [entry, head, row, 0], ready, smem)
@@ -100,7 +107,9 @@ def copy_tile(desc, place, row, ready, smem):
 
 @gluon.jit
 def all_have_read():
-    """Until every warp has read what TMA is about to overwrite. The fence orders those reads before TMA's writes, which take another path."""
+    """Until every warp has read what TMA is about to overwrite. The fence orders those reads before TMA's writes, which
+    take another path.
+    """
     fence_async_shared()
     partition_barrier()
 
@@ -116,7 +125,9 @@ def score_product(q_smem, k_smem, form: gl.constexpr):
 
 @gluon.jit
 def value_product(p, p_smem, v_smem, o):
-    """o + p v by mma.sync, 16 keys at a time: p through shared memory into its fragments, v transposed on its way there."""
+    """o + p v by mma.sync, 16 keys at a time: p through shared memory into its fragments, v transposed on its way
+    there.
+    """
     layout: gl.constexpr = o.type.layout
     KEYS: gl.constexpr = v_smem.shape[0]
     p_smem.store(p.to(v_smem.dtype))
@@ -234,7 +245,9 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
 
 
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as the tensor cores' loads want it."""
+    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as the tensor
+    cores' loads want it.
+    """
     batch, length, heads, width = tensor.shape
     b, s, h, d = tensor.stride()
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], DTYPES[tensor.dtype])
@@ -246,7 +259,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     batch, seqlen_q, heads, head_dim = q.shape
     form = Form(head_dim, causal, **options)
     out, lse = outputs(q)
-    views = [descriptor(tensor, rows) for tensor, rows in ((q, form.block_m), (k, form.block_n), (v, form.block_n), (out, form.block_m))]
+    views = [
+        descriptor(tensor, rows)
+        for tensor, rows in ((q, form.block_m), (k, form.block_n), (v, form.block_n), (out, form.block_m))
+    ]
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1])
     grid = (-(-seqlen_q // form.block_m), heads, batch)
     attend_kernel[grid](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=form.warps)
@@ -258,4 +274,12 @@ def moved(size: Size, form: Form) -> int:
     return 2 * size.head_dim * (2 * size.rows + 2 * size.streamed(form.block_m, form.block_n)) + 4 * size.rows
 
 
-RUNG = Rung("k4_1", "wgmma for the scores, laundered through shared memory", "k3_3", run, Form, moved, ("score_product", "attend_kernel"))
+RUNG = Rung(
+    "k4_1",
+    "wgmma for the scores, laundered through shared memory",
+    "k3_3",
+    run,
+    Form,
+    moved,
+    ("score_product", "attend_kernel"),
+)

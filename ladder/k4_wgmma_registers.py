@@ -1,23 +1,27 @@
 """k4_2, wgmma for both products: weights are handed over in registers, V is read with its own major order.
 
-The idea: wgmma takes its left operand from registers, too. Its accumulator [64, N] gives each warp 16 rows, laid out in every 8 columns as
-mma.sync lays out C (rung a): rounded to 16 bits, neighbouring pieces are the left operand's fragments of the next product. So scores, weights and
-operand are the same registers under three names, and `convert_layout` costs nothing. The right operand stays in shared memory: K lies with d running
-along rows, as k^T wants it; V's rows run along d while the product sums over keys, and wgmma reads 16-bit operands in either major order, so V
+The idea: wgmma takes its left operand from registers, too. Its accumulator [64, N] gives each warp 16 rows, laid out in
+every 8 columns as mma.sync lays out C (rung a): rounded to 16 bits, neighbouring pieces are the left operand's
+fragments of the next product. So scores, weights and operand are the same registers under three names, and
+`convert_layout` costs nothing. The right operand stays in shared memory: K lies with d running along rows, as k^T wants
+it; V's rows run along d while the product sums over keys, and wgmma reads 16-bit operands in either major order, so V
 needs no transpose: a bit in its descriptor says it.
 
-No warp reads K or V any more, only the tensor cores do: stages are refilled behind `warpgroup_mma_wait` and a barrier, with no fence. The registers
-that fragments took hold more scores: N doubles at D = 128, and each tile pays its maximum, rescale and barriers for twice the work.
+No warp reads K or V any more, only the tensor cores do: stages are refilled behind `warpgroup_mma_wait` and a barrier,
+with no fence. The registers that fragments took hold more scores: N doubles at D = 128, and each tile pays its maximum,
+rescale and barriers for twice the work.
 
 Cost model, a tile of 128 queries and N keys (64), D columns, in 16 bits:
 
     FLOPs       4 * 128 N D, on wgmma: 4,096 FLOPs an SM and clock, one and a half times mma.sync
-    bytes       4 N D of K and V a tile; shared memory feeds K twice (each wgmma has 64 rows) and V twice, q once for each tile
-    shared      2 D (128 + 2 S N) for S stages: 96 KiB for D = 128 and S = 2, 112 KiB for D = 64 and S = 6; two programs an SM
+    bytes       4 N D of K and V a tile; shared memory feeds K twice (each wgmma has 64 rows) and V twice, q once for
+                each tile
+    shared      2 D (128 + 2 S N) for S stages: 96 KiB for D = 128 and S = 2, 112 KiB for D = 64 and S = 6; two programs
+                an SM
     registers   o D, scores N, weights N / 2: 224 for D = 128
 
-What limits it: turns. Tensor cores wait while the softmax works, and the softmax waits for the tensor cores; the warps that load are the warps that
-multiply. A second program on the SM fills some of the gaps, by chance.
+What limits it: turns. Tensor cores wait while the softmax works, and the softmax waits for the tensor cores; the warps
+that load are the warps that multiply. A second program on the SM fills some of the gaps, by chance.
 
 Measured:
 
@@ -93,7 +97,9 @@ def as_rows(tile):
 
 @gluon.jit
 def copy_tile(desc, place, row, ready, smem):
-    """Have TMA fetch rows `row`.. of one head: one thread asks, and `ready` turns when all bytes are there. Rows beyond the last are zeros."""
+    """Have TMA fetch rows `row`.. of one head: one thread asks, and `ready` turns when all bytes are there. Rows beyond
+    the last are zeros.
+    """
     entry, head = place
     mbarrier.expect(ready, desc.block_type.nbytes)
     tma_load(desc, [entry, head, row, 0], ready, smem)
@@ -222,7 +228,9 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
 
 
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as the tensor cores' loads want it."""
+    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as the tensor
+    cores' loads want it.
+    """
     batch, length, heads, width = tensor.shape
     b, s, h, d = tensor.stride()
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], DTYPES[tensor.dtype])
@@ -234,7 +242,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     batch, seqlen_q, heads, head_dim = q.shape
     form = Form(head_dim, causal, **options)
     out, lse = outputs(q)
-    views = [descriptor(tensor, rows) for tensor, rows in ((q, form.block_m), (k, form.block_n), (v, form.block_n), (out, form.block_m))]
+    views = [
+        descriptor(tensor, rows)
+        for tensor, rows in ((q, form.block_m), (k, form.block_n), (v, form.block_n), (out, form.block_m))
+    ]
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1])
     grid = (-(-seqlen_q // form.block_m), heads, batch)
     attend_kernel[grid](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=form.warps)

@@ -1,29 +1,36 @@
-"""k5, warp specialisation: one warp loads, two or three groups of four warps multiply, and registers go to those who need them.
+"""k5, warp specialisation: one warp loads, two or three groups of four warps multiply, and registers go to those who
+need them.
 
-The idea: until now each warp did everything in turn, so a barrier of the whole program stood before each load. Here a program is split for good:
+The idea: until now each warp did everything in turn, so a barrier of the whole program stood before each load. Here a
+program is split for good:
 
-    load_partition      one warp. Walks over the tiles of keys, waits until a stage is free, asks TMA for the next tile. It never touches data.
-    mma_partition w     four warps, 64 queries. Waits until a tile is ready, multiplies, takes the softmax, and says when it is done with a stage.
+    load_partition      one warp. Walks over the tiles of keys, waits until a stage is free, asks TMA for the next tile.
+                        It never touches data.
+    mma_partition w     four warps, 64 queries. Waits until a tile is ready, multiplies, takes the softmax, and says
+                        when it is done with a stage.
 
-Between them stand two barriers for each stage of a ring: `ready`, on which TMA's bytes arrive (1 arrival and the bytes), and `free`, on which each
-consumer arrives (as many arrivals as consumers). The loader runs ahead as far as the ring is long, and nobody else waits for anybody: one consumer
-may be in its softmax while the other has the tensor cores. That overlap is not arranged, it falls out.
+Between them stand two barriers for each stage of a ring: `ready`, on which TMA's bytes arrive (1 arrival and the
+bytes), and `free`, on which each consumer arrives (as many arrivals as consumers). The loader runs ahead as far as the
+ring is long, and nobody else waits for anybody: one consumer may be in its softmax while the other has the tensor
+cores. That overlap is not arranged, it falls out.
 
     barrier   arrivals                  says
     q_ready   1 and the tile's bytes    q of consumer w has landed             q_free    1           w is done with it
     k_ready   1 and the tile's bytes    k[stage] has landed                k_free   consumers   all are done with k[stage]
     v_ready   1 and the tile's bytes    v[stage] has landed                v_free   consumers   all are done with v[stage]
 
-A consumer waits for the parity of the phase it wants; the loader waits for the other parity, whose phase counts as done on a new barrier: the first
-round through the ring is free.
+A consumer waits for the parity of the phase it wants; the loader waits for the other parity, whose phase counts as done
+on a new barrier: the first round through the ring is free.
 
-Since the loader knows nothing of what consumers do, it need not stop where a tile of queries ends: a program, one an SM, walks tile after tile, and
-while consumers finish one, the next one's q, K and V are on their way: q has two places, and o leaves through a buffer of its own. Causal tiles go
-from the longest to the shortest, to and fro, so that programs end together; of short sequences in sections of heads whose keys and values stay in
-L2, two to four lengths a round, long and short turned about in the next. A consumer passes over tiles that only others' rows see.
+Since the loader knows nothing of what consumers do, it need not stop where a tile of queries ends: a program, one an
+SM, walks tile after tile, and while consumers finish one, the next one's q, K and V are on their way: q has two places,
+and o leaves through a buffer of its own. Causal tiles go from the longest to the shortest, to and fro, so that programs
+end together; of short sequences in sections of heads whose keys and values stay in L2, two to four lengths a round,
+long and short turned about in the next. A consumer passes over tiles that only others' rows see.
 
-Registers: an SM has 65,536, and a program is compiled for one number a thread. `setmaxnreg` moves them while it runs: the loader's warps fall to 24,
-consumers rise to 240 (two of them) or 160 (three). So two consumers hold o and scores of 64 x 128 each, at twice the tile of keys of k4_2.
+Registers: an SM has 65,536, and a program is compiled for one number a thread. `setmaxnreg` moves them while it runs:
+the loader's warps fall to 24, consumers rise to 240 (two of them) or 160 (three). So two consumers hold o and scores of
+64 x 128 each, at twice the tile of keys of k4_2.
 
 Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 bits:
 
@@ -32,8 +39,8 @@ Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 
     shared      2 D (3 * 64 C + 2 S 128) for S stages: 224 KiB for D = 128, C = 2, S = 2; one program an SM
     registers   o D / 2, scores 64, weights 32 a thread: 160 of 240 for D = 128
 
-What limits it: each consumer by itself still multiplies, then exponentiates, then multiplies. While all are in their softmax at once, the tensor
-cores idle, and nothing keeps the consumers out of step.
+What limits it: each consumer by itself still multiplies, then exponentiates, then multiplies. While all are in their
+softmax at once, the tensor cores idle, and nothing keeps the consumers out of step.
 
 Measured:
 
@@ -92,7 +99,9 @@ class Form:
 
     def __post_init__(self) -> None:
         if self.consumers not in (0, 2, 3):
-            raise ValueError(f"consumers: got {self.consumers}, expected 2 or 3; leave it out for what fits the head dimension")
+            raise ValueError(
+                f"consumers: got {self.consumers}, expected 2 or 3; leave it out for what fits the head dimension"
+            )
         if not self.consumers:
             object.__setattr__(self, "consumers", 2 if self.head_dim == 128 else 3)
 
@@ -134,7 +143,8 @@ def next_of(stage, parity, stages: gl.constexpr):
 
 @gluon.jit
 def copy_tile(desc, place, row, ready, smem):
-    """Have TMA fetch rows `row`.. of one head; `ready` turns when all bytes are there. Rows beyond the last are zeros."""
+    """Have TMA fetch rows `row`.. of one head; `ready` turns when all bytes are there. Rows beyond the last are
+    zeros."""
     entry, head = place
     mbarrier.expect(ready, desc.block_type.nbytes)
     tma_load(desc, [entry, head, row, 0], ready, smem)
@@ -142,15 +152,18 @@ def copy_tile(desc, place, row, ready, smem):
 
 @gluon.jit
 def tile_number(turn):
-    """Which tile this program takes in its turn: to and fro, so that who had the longest of a round has the shortest of the next."""
+    """Which tile this program takes in its turn: to and fro, so that who had the longest of a round has the shortest of
+    the next.
+    """
     programs, place = gl.num_programs(0), gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
 
 
 @gluon.jit
 def tile_of(number, sizes, form: gl.constexpr):
-    """(batch entry, head, first query, tiles of keys); causal tiles of a section of heads from the longest to the shortest,
-    others head by head."""
+    """(batch entry, head, first query, tiles of keys); causal tiles of a section of heads from the longest to the
+    shortest, others head by head.
+    """
     heads, tiles_m, section = sizes[0], sizes[4], sizes[6]
     index, m_block = number // tiles_m, number % tiles_m
     if form.causal:
@@ -258,7 +271,9 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
 
 @gluon.jit
 def let_go(k, v, at, count, form: gl.constexpr):
-    """Pass over tiles that only others' rows see. It waits for both: K may land after V, and a wait that is a round of the ring ahead is none."""
+    """Pass over tiles that only others' rows see. It waits for both: K may land after V, and a wait that is a round of
+    the ring ahead is none.
+    """
     stage, parity = at
     for _ in range(count):
         mbarrier.wait(k[1].index(stage), parity)
@@ -343,7 +358,9 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
 
 
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as wgmma reads it."""
+    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as wgmma reads
+    it.
+    """
     batch, length, heads, width = tensor.shape
     b, s, h, d = tensor.stride()
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], DTYPES[tensor.dtype])
@@ -358,7 +375,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     views = [descriptor(tensor, rows) for tensor, rows in ((q, 64), (k, form.block_n), (v, form.block_n), (out, 64))]
     tiles_m = -(-seqlen_q // form.block_m)
     walkers = programs(q, tiles_m * heads * batch)
-    section = heads * batch if seqlen_q > 2048 else -(-4 * walkers // max(8, tiles_m))  # short ones' keys and values stay in L2: 33 MiB
+    section = (
+        heads * batch if seqlen_q > 2048 else -(-4 * walkers // max(8, tiles_m))
+    )  # short ones' keys and values stay in L2: 33 MiB
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch, section)
     registers = 168 if form.consumers == 2 else 128  # a thread's, before they are moved
     attend_kernel[(walkers,)](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=4, maxnreg=registers)
@@ -371,5 +390,11 @@ def moved(size: Size, form: Form) -> int:
 
 
 RUNG = Rung(
-    "k5", "warp specialisation: a warp loads, others multiply", "k4_2", run, Form, moved, ("load_partition", "mma_partition", "attend_kernel")
+    "k5",
+    "warp specialisation: a warp loads, others multiply",
+    "k4_2",
+    run,
+    Form,
+    moved,
+    ("load_partition", "mma_partition", "attend_kernel"),
 )

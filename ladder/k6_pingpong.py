@@ -1,31 +1,38 @@
 """k6, overlap: the scores of the next tile are multiplied under the softmax of this one, and consumers may take turns.
 
-The idea: the tensor cores need not wait for a softmax, or for memory, if there is a product that does not depend on it. Three things arrange that.
+The idea: the tensor cores need not wait for a softmax, or for memory, if there is a product that does not depend on it.
+Three things arrange that.
 
-Within a consumer (intra-group overlap): q k^T of tile j + 1 needs nothing of tile j's softmax. So it is issued first, then P V of tile j, and while
-both are under way the consumer waits for the scores alone (`warpgroup_mma_wait(1)`: all but the newest product) and takes their softmax under P V:
+Within a consumer (intra-group overlap): q k^T of tile j + 1 needs nothing of tile j's softmax. So it is issued first,
+then P V of tile j, and while both are under way the consumer waits for the scores alone (`warpgroup_mma_wait(1)`: all
+but the newest product) and takes their softmax under P V:
 
     QK 0 | softmax 0 | QK 1, PV 0 under way | softmax 1 over them | QK 2, PV 1 under way | ...  | PV last
 
-The price is registers: weights of j and scores of j + 1 live together. The order of loads follows: K(j + 1) before V(j). And ptxas, which sees no
-reason to compute exponentials before it waits for P V, must be told: `stay_before` is a branch that it cannot move them over.
+The price is registers: weights of j and scores of j + 1 live together. The order of loads follows: K(j + 1) before
+V(j). And ptxas, which sees no reason to compute exponentials before it waits for P V, must be told: `stay_before` is a
+branch that it cannot move them over.
 
-Between consumers (ping-pong): a turn is passed round. A consumer issues its two products only in its turn, then passes it on and takes its softmax
-while another's products run. Two named barriers of 256 threads do it, `bar.sync` for who waits and `bar.arrive` for who passes. With overlap within
-each of two consumers there is little left to gain; where three or four share the tensor cores (D = 64) turns are worth up to 8 %. Four have
-registers for tiles of 64 keys, and a tile's ends, which nothing hides, come once in 256 rows; long dense rows prefer three, and 128 keys.
+Between consumers (ping-pong): a turn is passed round. A consumer issues its two products only in its turn, then passes
+it on and takes its softmax while another's products run. Two named barriers of 256 threads do it, `bar.sync` for who
+waits and `bar.arrive` for who passes. With overlap within each of two consumers there is little left to gain; where
+three or four share the tensor cores (D = 64) turns are worth up to 8 %. Four have registers for tiles of 64 keys, and a
+tile's ends, which nothing hides, come once in 256 rows; long dense rows prefer three, and 128 keys.
 
-And since the softmax is now what others hide behind, it gets shorter: a row's sum stays spread over lanes, and is gathered once at the end; and o is
-rescaled only where a row's maximum has grown by more than `lag`: weights reach up to 2^lag (FlashAttention-4's conditional rescaling).
+And since the softmax is now what others hide behind, it gets shorter: a row's sum stays spread over lanes, and is
+gathered once at the end; and o is rescaled only where a row's maximum has grown by more than `lag`: weights reach up to
+2^lag (FlashAttention-4's conditional rescaling).
 
 Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 16 bits, on one SM:
 
-    FLOPs       4 * 64 C * 128 D: 2,048 clocks of tensor cores for C = 2, D = 128; exponents half of that, as many at D = 64
+    FLOPs       4 * 64 C * 128 D: 2,048 clocks of tensor cores for C = 2, D = 128; exponents half of that, as many at D
+                = 64
     bytes       512 D of K and V a tile, once for all consumers
     shared      as in k5
     registers   o D / 2, scores 64, weights 32 and the next tile's in the making: 0 spills at 240
 
-What limits it: at D = 128 tensor cores and their power; at D = 64 exponents and issue slots as much. In turn: 0.90 to 1.05 of production's speed.
+What limits it: at D = 128 tensor cores and their power; at D = 64 exponents and issue slots as much. In turn: 0.90 to
+1.05 of production's speed.
 
 Measured:
 
@@ -93,11 +100,15 @@ class Form:
 
     def __post_init__(self) -> None:
         if self.consumers not in (0, 2, 3, 4):
-            raise ValueError(f"consumers: got {self.consumers}, expected 2 to 4; leave it out for what fits the head dimension")
+            raise ValueError(
+                f"consumers: got {self.consumers}, expected 2 to 4; leave it out for what fits the head dimension"
+            )
         consumers = self.consumers or (2 if self.head_dim == 128 else 4 if self.causal or self.short else 3)
         block_n = self.block_n or (64 if consumers == 4 else 128)
         turns = int(consumers > 2) if self.ping_pong < 0 else self.ping_pong
-        self.__dict__.update(block_n=block_n, stages=self.stages or max(2, 256 // block_n), consumers=consumers, ping_pong=turns)
+        self.__dict__.update(
+            block_n=block_n, stages=self.stages or max(2, 256 // block_n), consumers=consumers, ping_pong=turns
+        )
 
     @property
     def block_m(self) -> int:
@@ -137,7 +148,8 @@ def next_of(stage, parity, stages: gl.constexpr):
 
 @gluon.jit
 def copy_tile(desc, place, row, ready, smem):
-    """Have TMA fetch rows `row`.. of one head; `ready` turns when all bytes are there. Rows beyond the last are zeros."""
+    """Have TMA fetch rows `row`.. of one head; `ready` turns when all bytes are there. Rows beyond the last are
+    zeros."""
     entry, head = place
     mbarrier.expect(ready, desc.block_type.nbytes)
     tma_load(desc, [entry, head, row, 0], ready, smem)
@@ -145,15 +157,18 @@ def copy_tile(desc, place, row, ready, smem):
 
 @gluon.jit
 def tile_number(turn):
-    """Which tile this program takes in its turn: to and fro, so that who had the longest of a round has the shortest of the next."""
+    """Which tile this program takes in its turn: to and fro, so that who had the longest of a round has the shortest of
+    the next.
+    """
     programs, place = gl.num_programs(0), gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
 
 
 @gluon.jit
 def tile_of(number, sizes, form: gl.constexpr):
-    """(batch entry, head, first query, tiles of keys); causal tiles of a section of heads from the longest to the shortest,
-    others head by head."""
+    """(batch entry, head, first query, tiles of keys); causal tiles of a section of heads from the longest to the
+    shortest, others head by head.
+    """
     heads, tiles_m, section = sizes[0], sizes[4], sizes[6]
     index, m_block = number // tiles_m, number % tiles_m
     if form.causal:
@@ -190,7 +205,9 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, form: gl.constexpr):
             q_at = w + CONSUMERS * (turn & 1)
             mbarrier.wait(q_free.index(q_at), (turn >> 1 & 1) ^ 1)
             copy_tile(q_desc, (entry, head), m_start + w * ROWS, q_ready.index(q_at), q_smem.index(q_at))
-        for i in range(blocks + 1):  # K of a tile comes before V of the tile above it; the last keys first: there a causal tile is masked
+        for i in range(
+            blocks + 1
+        ):  # K of a tile comes before V of the tile above it; the last keys first: there a causal tile is masked
             if i < blocks:
                 mbarrier.wait(k_free.index(k_at), k_parity)
                 copy_tile(k_desc, kv_place, (blocks - 1 - i) * form.block_n, k_ready.index(k_at), k_smem.index(k_at))
@@ -217,8 +234,9 @@ def pass_turn(w: gl.constexpr, form: gl.constexpr):
 
 @gluon.jit
 def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
-    """(p, rescale, row_max, row_sum) after one more tile of raw scores; row_max in units of log2, up to form.lag below the maximum. row_sum [64, 8]
-    keeps each lane's own columns."""
+    """(p, rescale, row_max, row_sum) after one more tile of raw scores; row_max in units of log2, up to form.lag below
+    the maximum. row_sum [64, 8] keeps each lane's own columns.
+    """
     lanes: gl.constexpr = row_sum.type.layout
     new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
     new_max = gl.where(new_max - row_max <= form.lag, row_max, new_max)  # -inf - -inf is NaN: new_max
@@ -270,7 +288,9 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
 
 @gluon.jit
 def let_go(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
-    """Pass over tiles that only others' rows see. It waits for both: K may land after V, and a wait that is a round of the ring ahead is none."""
+    """Pass over tiles that only others' rows see. It waits for both: K may land after V, and a wait that is a round of
+    the ring ahead is none.
+    """
     stage, parity = at
     for _ in range(count):
         take_turn(w, form)
@@ -363,13 +383,17 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
         m_start += w * ROWS
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-        o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 16]))
+        o = gl.full(
+            [ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 16])
+        )
         q_at = w + form.consumers * (turn & 1)
         mbarrier.wait(q_ready.index(q_at), turn >> 1 & 1)
         own = blocks_of(m_start, ROWS, sizes, form)
         at = let_go(w, k, v, at, blocks - own, form)
         if own > 0:
-            o, row_max, row_sum, at = attend(w, as_rows(q_smem.index(q_at)), k, v, at, m_start, own, sizes, scale_log2, form)
+            o, row_max, row_sum, at = attend(
+                w, as_rows(q_smem.index(q_at)), k, v, at, m_start, own, sizes, scale_log2, form
+            )
         mbarrier.arrive(q_free.index(q_at))
         lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
         store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], o_smem.index(w))
@@ -425,7 +449,9 @@ def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, form: 
 
 
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as wgmma reads it."""
+    """TMA's view of [B, S, H, D] as [B, H, S, D], moved in tiles of one head's rows; the layout swizzles as wgmma reads
+    it.
+    """
     batch, length, heads, width = tensor.shape
     b, s, h, d = tensor.stride()
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], DTYPES[tensor.dtype])
@@ -435,12 +461,16 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[Tensor, Tensor]:
     check_inputs(q, k, v)
     batch, seqlen_q, heads, head_dim = q.shape
-    form = Form(head_dim, causal, causal or k.shape[1] % max(128, options.get("block_n", 0)) > 0, k.shape[1] <= SHORT, **options)
+    form = Form(
+        head_dim, causal, causal or k.shape[1] % max(128, options.get("block_n", 0)) > 0, k.shape[1] <= SHORT, **options
+    )
     out, lse = outputs(q)
     views = [descriptor(tensor, rows) for tensor, rows in ((q, 64), (k, form.block_n), (v, form.block_n), (out, 64))]
     tiles_m = -(-seqlen_q // form.block_m)
     walkers = programs(q, tiles_m * heads * batch)
-    section = heads * batch if seqlen_q > 2048 else -(-4 * walkers // max(8, tiles_m))  # short ones' keys and values stay in L2: 33 MiB
+    section = (
+        heads * batch if seqlen_q > 2048 else -(-4 * walkers // max(8, tiles_m))
+    )  # short ones' keys and values stay in L2: 33 MiB
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch, section)
     registers = {2: 168, 3: 128, 4: 96}[form.consumers]  # a thread's, before they are moved
     attend_kernel[(walkers,)](*views, lse, sizes, head_dim**-0.5 * LOG2_E, form, num_warps=4, maxnreg=registers)

@@ -1,32 +1,47 @@
-"""k7, 8 bits: q, k, v and weights in e4m3, twice the tensor cores' rate. Operand layouts, a transposed V, scaled weights, short sums.
+"""k7, 8 bits: q, k, v and weights in e4m3, twice the tensor cores' rate. Operand layouts, a transposed V, scaled
+weights, short sums.
 
 The idea: wgmma multiplies 8-bit numbers at twice the rate, and they take half the memory. What that asks for:
 
-V transposed   16-bit wgmma reads its right operand in either major order, 8-bit only with the dimension it sums over along rows. K is so, V is not.
-               `transpose_kernel` writes v [S, D] as [D, S] once, before, as fast as memory copies: 26 us, of 150 at 1k causal, 610 at 8k (H100).
-Layouts        a lane's accumulator holds, of every 8 columns, columns 2t and 2t + 1 (t its place in the quad). As 8-bit operand it must hold, of
-               every 16, columns 4t to 4t + 3: other columns, in other lanes. But a sum over keys may take them in any order: the weights stay where
-               they are, and V's columns are permuted to match, which `transpose_kernel` does on the way. Of each 32 keys, place 16 i1 + 4 t + 2 i0 +
-               e holds key 16 i1 + 8 i0 + 2 t + e. In registers it is a renaming: `convert_layout(..., assert_trivial=True)`.
-Weights        are at most 1, and e4m3 ends at 2^-9: everything below 2^-10 would be lost. They are taken against the row's maximum less 4.5 in units
-               of log2, and that lags by 4 at most, as in k6: they reach 362 of e4m3's 448, and end at 2^-13 of the largest.
-Turns          k6 issues the next scores before this softmax. Here weights would outlive a loop's turn for that, and 8-bit values that do are taken
-               apart into bytes. So a consumer has the tensor cores for itself for two products, o += P V and the next scores, and takes its softmax
-               while the two others have them. Without turns all three multiply at once, and then all wait at their exponents.
-Sums           Hopper's 8-bit products keep about 14 bits of what they add up. q k^T adds D terms, but o adds every key there is: at long rows it
-               stagnates. `two_level` starts each tile's product from zero and adds it to o in float32, for 64 more registers a thread.
-Tiles          are walked as in k5, but causal ones end where queries do, lest the longest of a head be one for 64 of 192 rows; V follows its K.
-Scales         `descale` (of q, k, v), what a unit of each is worth: the first two go into the softmax's scale, the third into out's division.
+V transposed   16-bit wgmma reads its right operand in either major order, 8-bit only with the dimension it sums over
+               along rows. K is so, V is not.
+               `transpose_kernel` writes v [S, D] as [D, S] once, before, as fast as memory copies: 26 us, of 150 at 1k
+               causal, 610 at 8k (H100).
+Layouts        a lane's accumulator holds, of every 8 columns, columns 2t and 2t + 1 (t its place in the quad). As 8-bit
+               operand it must hold, of
+               every 16, columns 4t to 4t + 3: other columns, in other lanes. But a sum over keys may take them in any
+               order: the weights stay where they are, and V's columns are permuted to match, which `transpose_kernel`
+               does on the way. Of each 32 keys, place 16 i1 + 4 t + 2 i0 + e holds key 16 i1 + 8 i0 + 2 t + e. In
+               registers it is a renaming: `convert_layout(..., assert_trivial=True)`.
+Weights        are at most 1, and e4m3 ends at 2^-9: everything below 2^-10 would be lost. They are taken against the
+               row's maximum less 4.5 in units
+               of log2, and that lags by 4 at most, as in k6: they reach 362 of e4m3's 448, and end at 2^-13 of the
+               largest.
+Turns          k6 issues the next scores before this softmax. Here weights would outlive a loop's turn for that, and
+               8-bit values that do are taken
+               apart into bytes. So a consumer has the tensor cores for itself for two products, o += P V and the next
+               scores, and takes its softmax while the two others have them. Without turns all three multiply at once,
+               and then all wait at their exponents.
+Sums           Hopper's 8-bit products keep about 14 bits of what they add up. q k^T adds D terms, but o adds every key
+               there is: at long rows it
+               stagnates. `two_level` starts each tile's product from zero and adds it to o in float32, for 64 more
+               registers a thread.
+Tiles          are walked as in k5, but causal ones end where queries do, lest the longest of a head be one for 64 of
+               192 rows; V follows its K.
+Scales         `descale` (of q, k, v), what a unit of each is worth: the first two go into the softmax's scale, the
+               third into out's division.
 
 Cost model, a tile of 64 C queries (C consumers) and 128 keys, D columns, in 8 bits, on one SM:
 
     FLOPs       4 * 64 C * 128 D: 1,536 clocks of tensor cores for C = 3, D = 128
-    exponents   1,536 clocks: as many. Issue slots: 4.5 instructions a score (scale, maximum, exponent, sum, half a rounding), three warps a scheduler
+    exponents   1,536 clocks: as many. Issue slots: 4.5 instructions a score (scale, maximum, exponent, sum, half a
+                rounding), three warps a scheduler
     bytes       256 D of K and V a tile; before, 2 S D H_kv to transpose V
     shared      D (2 64 + 128 for the output) 4, and 2 S 128 D for S stages: 192 KiB for D = 128, S = 2
     registers   o D / 2, scores 64, weights 16, of 160
 
-What limits it: waits at D = 128 (half of the tensor cores' rate is left), exponents at 64; and accuracy: an outlier takes the scale from all others.
+What limits it: waits at D = 128 (half of the tensor cores' rate is left), exponents at 64; and accuracy: an outlier
+takes the scale from all others.
 
 Measured:
 
@@ -103,7 +118,9 @@ class Form:
 
     @property
     def slots(self) -> int:
-        return 2 if self.consumers == 2 else 4  # tiles of o, and half of q's, that shared memory is laid out for: a power of two
+        return (
+            2 if self.consumers == 2 else 4
+        )  # tiles of o, and half of q's, that shared memory is laid out for: a power of two
 
     def shared_bytes(self) -> int:
         return self.head_dim * (4 * 64 * self.slots + 2 * self.stages * self.block_n)
@@ -111,9 +128,14 @@ class Form:
 
 @triton.jit
 def transpose_kernel(v, turned, seqlen, padded, heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """v [B, S, H, D] as [B, H, D, S], keys of each 32 in the order in which accumulators hold them; zeros beyond the last. Four leave as a word."""
+    """v [B, S, H, D] as [B, H, D, S], keys of each 32 in the order in which accumulators hold them; zeros beyond the
+    last. Four leave as a word.
+    """
     entry, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    quad, d = tl.program_id(0) * (BLOCK // 4) + tl.arange(0, BLOCK // 4), tl.arange(0, HEAD_DIM)  # of four places that follow each other
+    quad, d = (
+        tl.program_id(0) * (BLOCK // 4) + tl.arange(0, BLOCK // 4),
+        tl.arange(0, HEAD_DIM),
+    )  # of four places that follow each other
     word = tl.zeros([BLOCK // 4, HEAD_DIM], tl.int32)
     for i in tl.static_range(4):
         key = quad // 4 * 16 + quad % 4 * 2 + (i // 2) * 8 + i % 2
@@ -146,20 +168,27 @@ def next_of(stage, parity, stages: gl.constexpr):
 
 @gluon.jit
 def copy_tile(desc, place, row, ready, smem):
-    """Have TMA fetch rows `row`.. of one head; `ready` turns when all bytes are there. Rows beyond the last are zeros."""
+    """Have TMA fetch rows `row`.. of one head; `ready` turns when all bytes are there. Rows beyond the last are
+    zeros."""
     mbarrier.expect(ready, desc.block_type.nbytes)
     tma_load(desc, [place[0], place[1], row, 0], ready, smem)
 
 
 @gluon.jit
 def tile_number(turn):
-    """Which tile this program takes in its turn: to and fro, so that who had the longest of a round has the shortest of the next."""
-    return turn * gl.num_programs(0) + gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+    """Which tile this program takes in its turn: to and fro, so that who had the longest of a round has the shortest of
+    the next.
+    """
+    return turn * gl.num_programs(0) + gl.where(
+        turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0)
+    )
 
 
 @gluon.jit
 def tile_of(number, sizes, form: gl.constexpr):
-    """(batch entry, head, first query, tiles of keys); causal tiles of a section of heads from the longest to the shortest."""
+    """(batch entry, head, first query, tiles of keys); causal tiles of a section of heads from the longest to the
+    shortest.
+    """
     heads, tiles_m, section = sizes[0], sizes[4], sizes[6]
     index, m_block = number // tiles_m, number % tiles_m
     if form.causal:
@@ -167,7 +196,9 @@ def tile_of(number, sizes, form: gl.constexpr):
         within, section = number - first * tiles_m, gl.minimum(section, sizes[5] // tiles_m - first)
         index, m_block = first + within % section, tiles_m - 1 - within // section
     m_start = m_block * form.block_m
-    if form.causal:  # tiles end where queries do, and consumers without rows have none before the first query, where a tile sees fewest keys
+    # tiles end where queries do, and consumers without rows have none before the first query, where a tile sees fewest
+    # keys
+    if form.causal:
         m_start -= (tiles_m * form.block_m - sizes[2]) // ROWS * ROWS
     return index // heads, index % heads, m_start, blocks_of(m_start, form.block_m, sizes, form)
 
@@ -227,7 +258,9 @@ def pass_turn(w: gl.constexpr, form: gl.constexpr):
 
 @gluon.jit
 def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
-    """(p, rescale, row_max, row_sum) after one more tile; row_max in units of log2, LIFT to LIFT + LAG below. row_sum [64, 8] is each lane's own."""
+    """(p, rescale, row_max, row_sum) after one more tile; row_max in units of log2, LIFT to LIFT + LAG below. row_sum
+    [64, 8] is each lane's own.
+    """
     lanes: gl.constexpr = row_sum.type.layout
     new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2 - LIFT)
     new_max = gl.where(new_max - row_max <= LAG, row_max, new_max)  # -inf - -inf is NaN: new_max
@@ -241,7 +274,9 @@ def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
 
 @gluon.jit
 def weights_operand(p, form: gl.constexpr):
-    """p [64, N] as the left operand, in transpose_kernel's order: nothing moves. Rounded here: 8-bit values that outlive a branch are taken apart."""
+    """p [64, N] as the left operand, in transpose_kernel's order: nothing moves. Rounded here: 8-bit values that
+    outlive a branch are taken apart.
+    """
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32])
     parts = gl.reshape(p, [64, form.block_n // 32, 2, 2, 4, 2])  # key = 32 b + 16 i1 + 8 i0 + 2 t + e
     placed = gl.reshape(gl.permute(parts, [0, 1, 2, 4, 3, 5]), [64, form.block_n])
@@ -282,7 +317,9 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
 
 @gluon.jit
 def let_go(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
-    """Pass over tiles that only others' rows see. It waits for both: K may land after V, and a wait that is a round of the ring ahead is none."""
+    """Pass over tiles that only others' rows see. It waits for both: K may land after V, and a wait that is a round of
+    the ring ahead is none.
+    """
     stage, parity = at
     for _ in range(count):
         take_turn(w, form)
@@ -299,7 +336,9 @@ def let_go(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
 def add_values(weights, values, o, form: gl.constexpr):
     """o plus weights times values, at once or by way of a sum of their own."""
     if form.two_level:
-        return o + warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, values, gl.zeros_like(o), use_acc=False, is_async=True)])
+        return o + warpgroup_mma_wait(
+            0, deps=[warpgroup_mma(weights, values, gl.zeros_like(o), use_acc=False, is_async=True)]
+        )
     else:
         return warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, values, o, is_async=True)])
 
@@ -319,7 +358,10 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, sizes, scale_log2
     n_start = (blocks - 1) * form.block_n
     mbarrier.wait(k_ready.index(stage), parity)
     take_turn(w, form)
-    s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)])
+    s = warpgroup_mma_wait(
+        0,
+        deps=[warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)],
+    )
     pass_turn(w, form)
     mbarrier.arrive(k_free.index(stage))
     for i in range(1, blocks):
@@ -337,7 +379,12 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, sizes, scale_log2
         take_turn(w, form)
         o = add_values(weights, as_rows(v_smem.index(v_at)).permute((1, 0)), o, form)
         mbarrier.arrive(v_free.index(v_at))
-        s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)])
+        s = warpgroup_mma_wait(
+            0,
+            deps=[
+                warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
+            ],
+        )
         pass_turn(w, form)
         mbarrier.arrive(k_free.index(stage))
     if form.masks:
@@ -364,13 +411,17 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scales, 
         m_start = own_rows(m_start, w, sizes)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-        o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32]))
+        o = gl.full(
+            [ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32])
+        )
         q_at = w + form.consumers * (turn & 1)
         mbarrier.wait(q_ready.index(q_at), turn >> 1 & 1)
         own = blocks_of(m_start, ROWS, sizes, form)
         at = let_go(w, k, v, at, blocks - own, form)
         if own > 0:
-            o, row_max, row_sum, at = attend(w, as_rows(q_smem.index(q_at)), k, v, at, m_start, own, sizes, scales[0], form)
+            o, row_max, row_sum, at = attend(
+                w, as_rows(q_smem.index(q_at)), k, v, at, m_start, own, sizes, scales[0], form
+            )
         mbarrier.arrive(q_free.index(q_at))
         lse_rows = lse + (entry.to(gl.int64) * sizes[0] + head) * sizes[2]
         store_rows(o_desc, o, row_max, row_sum, lse_rows, (entry, head), m_start, sizes[2], scales[1], o_smem.index(w))
@@ -380,7 +431,9 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scales, 
 
 @gluon.jit
 def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scales, form: gl.constexpr):
-    """sizes (H, queries' heads a key head, S_q, S_k, tiles of queries a head, and in all, heads a section); scales (of scores in log2, of v)."""
+    """sizes (H, queries' heads a key head, S_q, S_k, tiles of queries a head, and in all, heads a section); scales (of
+    scores in log2, of v).
+    """
     STAGES: gl.constexpr = form.stages
     CONSUMERS: gl.constexpr = form.consumers
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2 * form.slots] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
@@ -424,20 +477,28 @@ def turn(v: Tensor) -> Tensor:
     batch, seqlen, heads, head_dim = v.shape
     padded = -(-seqlen // 128) * 128
     turned = torch.empty(batch, heads, head_dim, padded, dtype=v.dtype, device=v.device)
-    transpose_kernel[(padded // 128, heads, batch)](v.view(torch.uint8), turned.view(torch.int32), seqlen, padded, heads, head_dim, 128, num_warps=4)
+    transpose_kernel[(padded // 128, heads, batch)](
+        v.view(torch.uint8), turned.view(torch.int32), seqlen, padded, heads, head_dim, 128, num_warps=4
+    )
     return turned
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, descale: tuple[float, ...] = (1.0, 1.0, 1.0), **options: int) -> tuple[Tensor, Tensor]:
+def run(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, descale: tuple[float, ...] = (1.0, 1.0, 1.0), **options: int
+) -> tuple[Tensor, Tensor]:
     check_inputs(q, k, v, (torch.float8_e4m3fn,))
     batch, seqlen_q, heads, head_dim = q.shape
     form = Form(head_dim, causal, causal or k.shape[1] % options.get("block_n", Form.block_n) > 0, **options)
     out, lse = outputs(q, torch.bfloat16)
-    views = [descriptor(tensor.transpose(1, 2), rows, head_dim) for tensor, rows in ((q, 64), (k, form.block_n), (out, 64))]
+    views = [
+        descriptor(tensor.transpose(1, 2), rows, head_dim) for tensor, rows in ((q, 64), (k, form.block_n), (out, 64))
+    ]
     views.insert(2, descriptor(turn(v), head_dim, form.block_n))
     tiles_m = -(-seqlen_q // form.block_m)
     walkers = programs(q, tiles_m * heads * batch)
-    section = heads * batch if seqlen_q > 4096 else -(-4 * walkers // max(8, tiles_m))  # short ones' keys and values stay in L2
+    section = (
+        heads * batch if seqlen_q > 4096 else -(-4 * walkers // max(8, tiles_m))
+    )  # short ones' keys and values stay in L2
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch, section)
     scales = (head_dim**-0.5 * descale[0] * descale[1] * LOG2_E, float(descale[2]))
     attend_kernel[(walkers,)](*views, lse, sizes, scales, form, num_warps=4, maxnreg=168 if form.two_level else 128)
@@ -445,7 +506,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, descale: tuple[float, ...
 
 
 def moved(size: Size, form: Form) -> int:
-    """q once and out in 16 bits, K and V once for each tile of queries that sees them; V once before, to be transposed and filled up."""
+    """q once and out in 16 bits, K and V once for each tile of queries that sees them; V once before, to be transposed
+    and filled up.
+    """
     padded, before = -(-size.seqlen_k // 128) * 128, -size.seqlen_q % form.block_m // 64 * 64 if size.causal else 0
     turned = size.head_dim * size.batch * size.heads_kv * (size.seqlen_k + padded)
     streamed = sum(size.streamed(form.block_m, form.block_n, stop, before) for stop in (0, padded))
@@ -454,5 +517,6 @@ def moved(size: Size, form: Form) -> int:
 
 RUNG = Rung(
     "k7", "8 bits: e4m3 operands, V transposed before, weights scaled", "k6", run, Form, moved,
-    ("transpose_kernel", "softmax_step", "weights_operand", "attend"), inputs=torch.float8_e4m3fn, weights=torch.float8_e4m3fn,
+    ("transpose_kernel", "softmax_step", "weights_operand", "attend"), inputs=torch.float8_e4m3fn,
+    weights=torch.float8_e4m3fn,
 )  # fmt: skip

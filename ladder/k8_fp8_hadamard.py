@@ -1,16 +1,20 @@
-"""k8, incoherent processing: random signs and a Hadamard transform spread outliers before q and k are rounded to 8 bits; scales by block.
+"""k8, incoherent processing: random signs and a Hadamard transform spread outliers before q and k are rounded to 8
+bits; scales by block.
 
-The idea: e4m3 keeps 3 bits of significand, so a product of two large entries is off by a large amount, whatever the scale. Activations have such
-entries: a few channels many times the rest. A rotation changes no product, (q R)(k R)^T = q k^T if R R^T = 1, but it does change who is large:
-R = diag(random signs) H, H the Hadamard matrix of +1 and -1, makes each entry of q R a sum of all D entries of q under random signs. An outlier of
-10 becomes 10 / sqrt(D) in every column; the errors of D roundings are independent and average out.
+The idea: e4m3 keeps 3 bits of significand, so a product of two large entries is off by a large amount, whatever the
+scale. Activations have such entries: a few channels many times the rest. A rotation changes no product, (q R)(k R)^T =
+q k^T if R R^T = 1, but it does change who is large: R = diag(random signs) H, H the Hadamard matrix of +1 and -1, makes
+each entry of q R a sum of all D entries of q under random signs. An outlier of 10 becomes 10 / sqrt(D) in every column;
+the errors of D roundings are independent and average out.
 
-`rotate_kernel` does it on the way to 8 bits: one product with a matrix of +1 and -1 (exact in bfloat16, and D^2 S FLOPs are little beside S^2 D), the
-largest entry of each block of rows, one scale a block, rounding. The factor 1 / D of two unnormalised transforms goes into the softmax's scale.
+`rotate_kernel` does it on the way to 8 bits: one product with a matrix of +1 and -1 (exact in bfloat16, and D^2 S FLOPs
+are little beside S^2 D), the largest entry of each block of rows, one scale a block, rounding. The factor 1 / D of two
+unnormalised transforms goes into the softmax's scale.
 
-Scales by block: 64 rows of q, 128 of k, have one each, so that an outlier costs its own block only. The scores of a tile are worth
-scale q_scale k_scale: one number a tile, asked for a tile ahead. V is summed over blocks, where a scale by block would have to go into the weights;
-it gets one a head, through the division by row_sum. On numbers drawn from N(0, 1) with 0.1 % of N(0, 100) added: `python -m ladder --outliers`.
+Scales by block: 64 rows of q, 128 of k, have one each, so that an outlier costs its own block only. The scores of a
+tile are worth scale q_scale k_scale: one number a tile, asked for a tile ahead. V is summed over blocks, where a scale
+by block would have to go into the weights; it gets one a head, through the division by row_sum. On numbers drawn from
+N(0, 1) with 0.1 % of N(0, 100) added: `python -m ladder --outliers`.
 
 Cost model: attention as in k7, but that a consumer walks the tiles of all three; before it
 
@@ -94,7 +98,9 @@ class Form:
 
 @triton.jit
 def rotate_kernel(x, rotation, out, scales, seqlen, heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of rows of x [B, S, H, D] times rotation [D, D], as out [B, H, S, D] in 8 bits, and what one unit of it is worth."""
+    """A block of rows of x [B, S, H, D] times rotation [D, D], as out [B, H, S, D] in 8 bits, and what one unit of it
+    is worth.
+    """
     entry, head, block = tl.program_id(2), tl.program_id(1), tl.program_id(0)
     rows, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, HEAD_DIM)
     places = x + (entry.to(tl.int64) * seqlen * heads + head) * HEAD_DIM + rows[:, None] * heads * HEAD_DIM + d[None, :]
@@ -105,16 +111,22 @@ def rotate_kernel(x, rotation, out, scales, seqlen, heads, HEAD_DIM: tl.constexp
     top = tl.where(top == 0.0, 1.0, top)
     plane = entry.to(tl.int64) * heads + head
     rounded = (turned * tl.math.div_rn(448.0, top)).to(tl.float8e4nv)
-    tl.store(out + plane * seqlen * HEAD_DIM + rows[:, None] * HEAD_DIM + d[None, :], rounded, mask=(rows < seqlen)[:, None])
+    tl.store(
+        out + plane * seqlen * HEAD_DIM + rows[:, None] * HEAD_DIM + d[None, :], rounded, mask=(rows < seqlen)[:, None]
+    )
     tl.store(scales + plane * tl.num_programs(0) + block, tl.math.div_rn(top, 448.0))
 
 
 @triton.jit
 def transpose_kernel(v, turned, tops, seqlen, padded, heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """v [B, S, H, D] as [B, H, D, S] in 8 bits of scale tops / 448, keys of each 32 in the order in which accumulators hold them; zeros beyond the
-    last."""
+    """v [B, S, H, D] as [B, H, D, S] in 8 bits of scale tops / 448, keys of each 32 in the order in which accumulators
+    hold them; zeros beyond the last.
+    """
     entry, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    quad, d = tl.program_id(0) * (BLOCK // 4) + tl.arange(0, BLOCK // 4), tl.arange(0, HEAD_DIM)  # of four places that follow each other
+    quad, d = (
+        tl.program_id(0) * (BLOCK // 4) + tl.arange(0, BLOCK // 4),
+        tl.arange(0, HEAD_DIM),
+    )  # of four places that follow each other
     top = tl.load(tops + entry * heads + head)
     word = tl.zeros([BLOCK // 4, HEAD_DIM], tl.int32)
     for i in tl.static_range(4):
@@ -151,7 +163,8 @@ def next_of(stage, parity, stages: gl.constexpr):
 
 @gluon.jit
 def copy_tile(desc, place, row, ready, smem):
-    """Have TMA fetch rows `row`.. of one head; `ready` turns when all bytes are there. Rows beyond the last are zeros."""
+    """Have TMA fetch rows `row`.. of one head; `ready` turns when all bytes are there. Rows beyond the last are
+    zeros."""
     entry, head = place
     mbarrier.expect(ready, desc.block_type.nbytes)
     tma_load(desc, [entry, head, row, 0], ready, smem)
@@ -159,14 +172,18 @@ def copy_tile(desc, place, row, ready, smem):
 
 @gluon.jit
 def tile_number(turn):
-    """Which tile this program takes in its turn: to and fro, so that who had the longest of a round has the shortest of the next."""
+    """Which tile this program takes in its turn: to and fro, so that who had the longest of a round has the shortest of
+    the next.
+    """
     programs, place = gl.num_programs(0), gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
 
 
 @gluon.jit
 def tile_of(number, sizes, form: gl.constexpr):
-    """(batch entry, head, first query, tiles of keys); causal tiles from the longest to the shortest, others head by head."""
+    """(batch entry, head, first query, tiles of keys); causal tiles from the longest to the shortest, others head by
+    head.
+    """
     heads, group, seqlen_q, seqlen_k, tiles_m, tiles = sizes
     all_heads = tiles // tiles_m
     index, m_block = number // tiles_m, number % tiles_m
@@ -216,8 +233,9 @@ def pass_turn(w: gl.constexpr):
 
 @gluon.jit
 def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
-    """(p, rescale, row_max, row_sum) after one more tile of raw scores; row_max in units of log2, LIFT below the maximum, and up to
-    LAG below that. row_sum [64, 8] keeps each lane's own columns."""
+    """(p, rescale, row_max, row_sum) after one more tile of raw scores; row_max in units of log2, LIFT below the
+    maximum, and up to LAG below that. row_sum [64, 8] keeps each lane's own columns.
+    """
     lanes: gl.constexpr = row_sum.type.layout
     new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2 - LIFT)
     new_max = gl.where(new_max - row_max <= LAG, row_max, new_max)  # -inf - -inf is NaN: new_max
@@ -232,7 +250,9 @@ def softmax_step(s, row_max, row_sum, scale_log2, form: gl.constexpr):
 @gluon.jit
 def weights_operand(p, form: gl.constexpr):
     """p [64, N] as the left operand of a product, its columns in the order of transpose_kernel's: nothing moves. It is
-    rounded here, next to its product: 8-bit values that outlive a branch are taken apart into bytes and put together again."""
+    rounded here, next to its product: 8-bit values that outlive a branch are taken apart into bytes and put together
+    again.
+    """
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32])
     parts = gl.reshape(p, [64, form.block_n // 32, 2, 2, 4, 2])  # key = 32 b + 16 i1 + 8 i0 + 2 t + e
     placed = gl.reshape(gl.permute(parts, [0, 1, 2, 4, 3, 5]), [64, form.block_n])
@@ -275,7 +295,9 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
 
 @gluon.jit
 def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, sizes, scale_log2, k_scales, form: gl.constexpr):
-    """(o, row_max, row_sum, where the rings stand then) over all tiles of keys, at least one; scores of tile j are worth scale_log2 k_scales[j]."""
+    """(o, row_max, row_sum, where the rings stand then) over all tiles of keys, at least one; scores of tile j are
+    worth scale_log2 k_scales[j].
+    """
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_n, 32])
@@ -289,7 +311,10 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, sizes, scale_log2
     worth = scale_log2 * gl.load(k_scales + blocks - 1)
     mbarrier.wait(k_ready.index(stage), parity)
     take_turn(w)
-    s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)])
+    s = warpgroup_mma_wait(
+        0,
+        deps=[warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)],
+    )
     pass_turn(w)
     mbarrier.arrive(k_free.index(stage))
     for i in range(1, blocks):
@@ -306,9 +331,16 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, sizes, scale_log2
         if form.head_dim == 64:
             stay_before(blocks)  # else ptxas rounds weights within the turn
         take_turn(w)
-        o = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, as_rows(v_smem.index(v_at)).permute((1, 0)), o, is_async=True)])
+        o = warpgroup_mma_wait(
+            0, deps=[warpgroup_mma(weights, as_rows(v_smem.index(v_at)).permute((1, 0)), o, is_async=True)]
+        )
         mbarrier.arrive(v_free.index(v_at))
-        s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)])
+        s = warpgroup_mma_wait(
+            0,
+            deps=[
+                warpgroup_mma(q_tile, as_rows(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
+            ],
+        )
         pass_turn(w)
         mbarrier.arrive(k_free.index(stage))
     if form.masks:
@@ -316,7 +348,10 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, sizes, scale_log2
     p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, worth, form)
     o = scale_rows(o, rescale)
     mbarrier.wait(v_ready.index(stage), parity)
-    o = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0)), o, is_async=True)])
+    o = warpgroup_mma_wait(
+        0,
+        deps=[warpgroup_mma(weights_operand(p, form), as_rows(v_smem.index(stage)).permute((1, 0)), o, is_async=True)],
+    )
     mbarrier.arrive(v_free.index(stage))
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
     return o, row_max, row_sum, next_of(stage, parity, form.stages)
@@ -335,15 +370,29 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
         m_start += w * ROWS
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-        o = gl.full([ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32]))
+        o = gl.full(
+            [ROWS, form.head_dim], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.head_dim, 32])
+        )
         mbarrier.wait(q_ready.index(w), turn & 1)
         if blocks > 0:
             q_scales, k_scales, v_tops = worths
             heads, group, seqlen_q, seqlen_k = sizes[0], sizes[1], sizes[2], sizes[3]
-            q_block = (entry * heads + head) * gl.cdiv(seqlen_q, ROWS) + gl.minimum(m_start // ROWS, gl.cdiv(seqlen_q, ROWS) - 1)
+            q_block = (entry * heads + head) * gl.cdiv(seqlen_q, ROWS) + gl.minimum(
+                m_start // ROWS, gl.cdiv(seqlen_q, ROWS) - 1
+            )
             k_scales += (entry * (heads // group) + head // group) * gl.cdiv(seqlen_k, form.block_n)
             o, row_max, row_sum, at = attend(
-                w, as_rows(q_smem.index(w)), k, v, at, m_start, blocks, sizes, scale_log2 * gl.load(q_scales + q_block), k_scales, form
+                w,
+                as_rows(q_smem.index(w)),
+                k,
+                v,
+                at,
+                m_start,
+                blocks,
+                sizes,
+                scale_log2 * gl.load(q_scales + q_block),
+                k_scales,
+                form,
             )
         v_scale = gl.load(worths[2] + entry * (sizes[0] // sizes[1]) + head // sizes[1]) * (1.0 / 448.0)
         mbarrier.arrive(q_free.index(w))
@@ -355,7 +404,9 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
 
 @gluon.jit
 def attend_kernel(q_desc, k_desc, v_desc, o_desc, lse, sizes, scale_log2, worths, form: gl.constexpr):
-    """sizes (H, heads a key head, S_q, S_k, tiles of queries a head, in all); worths (scales of q's blocks, of k's, largest entries of v)."""
+    """sizes (H, heads a key head, S_q, S_k, tiles of queries a head, in all); worths (scales of q's blocks, of k's,
+    largest entries of v).
+    """
     STAGES: gl.constexpr = form.stages
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [SLOTS] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005 (Triton has no *)
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [SLOTS] + o_desc.block_shape, o_desc.layout)  # noqa: RUF005
@@ -405,11 +456,15 @@ def rounded(x: Tensor, block: int, form: Form) -> tuple[Tensor, Tensor]:
 
 
 def turn(v: Tensor) -> tuple[Tensor, Tensor]:
-    """(v [B, S, H, D] as [B, H, D, S rounded up to 128] in e4m3, keys in the order of transpose_kernel; the largest entry of each head)."""
+    """(v [B, S, H, D] as [B, H, D, S rounded up to 128] in e4m3, keys in the order of transpose_kernel; the largest
+    entry of each head).
+    """
     batch, seqlen, heads, head_dim = v.shape
     padded, tops = -(-seqlen // 128) * 128, v.abs().amax((1, 3)).float()
     turned = torch.empty(batch, heads, head_dim, padded, dtype=torch.float8_e4m3fn, device=v.device)
-    transpose_kernel[(padded // 128, heads, batch)](v, turned.view(torch.int32), tops, seqlen, padded, heads, head_dim, 128, num_warps=4)
+    transpose_kernel[(padded // 128, heads, batch)](
+        v, turned.view(torch.int32), tops, seqlen, padded, heads, head_dim, 128, num_warps=4
+    )
     return turned, tops
 
 
@@ -419,24 +474,37 @@ def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: int) -> tuple[
     form = Form(head_dim, causal, causal or k.shape[1] % options.get("block_n", Form.block_n) > 0, **options)
     out, lse = outputs(q)
     (q8, q_scales), (k8, k_scales), (v8, tops) = rounded(q, 64, form), rounded(k, form.block_n, form), turn(v)
-    tiles = ((q8, 64, head_dim), (k8, form.block_n, head_dim), (v8, head_dim, form.block_n), (out.transpose(1, 2), 64, head_dim))
+    tiles = (
+        (q8, 64, head_dim),
+        (k8, form.block_n, head_dim),
+        (v8, head_dim, form.block_n),
+        (out.transpose(1, 2), 64, head_dim),
+    )
     views = [descriptor(*tile) for tile in tiles]
     tiles_m = -(-seqlen_q // BLOCK_M.value)
     sizes = (heads, heads // k.shape[2], seqlen_q, k.shape[1], tiles_m, tiles_m * heads * batch)
     scale = head_dim**-0.5 * LOG2_E / (head_dim if form.rotate else 1)
-    attend_kernel[(programs(q, sizes[-1]),)](*views, lse, sizes, scale, (q_scales, k_scales, tops), form, num_warps=4, maxnreg=128)
+    attend_kernel[(programs(q, sizes[-1]),)](
+        *views, lse, sizes, scale, (q_scales, k_scales, tops), form, num_warps=4, maxnreg=128
+    )
     return out, lse
 
 
 def seen(q: Tensor, k: Tensor, v: Tensor, rotate: int = 1, **rest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What the products see of q, k and v, in float64: rotated, rounded to e4m3 by block, and scaled back. In torch's words, not the kernels'."""
+    """What the products see of q, k and v, in float64: rotated, rounded to e4m3 by block, and scaled back. In torch's
+    words, not the kernels'.
+    """
     turn = rotation(q.shape[-1], q.device, rotate).float()
     found = []
     for x, block in ((q, 64), (k, 128)):
         y = (x.float() @ turn).transpose(1, 2)
         whole = torch.nn.functional.pad(y, (0, 0, 0, -y.shape[2] % block)).unflatten(2, (-1, block))
         top = whole.abs().amax((3, 4), keepdim=True).clamp(min=1e-30)
-        back = (whole * (448.0 / top)).to(torch.float8_e4m3fn).double() * (top / 448.0).double() * (x.shape[-1] ** -0.5 if rotate else 1)
+        back = (
+            (whole * (448.0 / top)).to(torch.float8_e4m3fn).double()
+            * (top / 448.0).double()
+            * (x.shape[-1] ** -0.5 if rotate else 1)
+        )
         found.append(back.flatten(2, 3)[:, :, : y.shape[2]].transpose(1, 2))
     top = v.abs().amax((1, 3), keepdim=True).float().clamp(min=1e-30)
     return found[0], found[1], (v.float() * (448.0 / top)).to(torch.float8_e4m3fn).double() * top.double() / 448.0
@@ -447,7 +515,9 @@ def moved(size: Size, form: Form) -> int:
     padded = -(-size.seqlen_k // 128) * 128
     keys, heads = size.batch * size.heads_kv * size.seqlen_k, size.batch * size.heads
     blocks = heads * -(-size.seqlen_q // 64) + size.batch * size.heads_kv * -(-size.seqlen_k // form.block_n)
-    before = size.head_dim * (3 * size.rows + 5 * keys + size.batch * size.heads_kv * padded) + blocks * (2 * size.head_dim**2 + 4)
+    before = size.head_dim * (3 * size.rows + 5 * keys + size.batch * size.heads_kv * padded) + blocks * (
+        2 * size.head_dim**2 + 4
+    )
     streamed = size.streamed(BLOCK_M.value, form.block_n) + size.streamed(BLOCK_M.value, form.block_n, padded)
     return size.head_dim * (3 * size.rows + streamed) + 4 * size.rows + before
 

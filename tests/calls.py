@@ -11,7 +11,11 @@ from strobe.problem.call import Call
 def _qkv(heads_q=4, heads_kv=2, seqlen_q=5, seqlen_k=7, batch=2, width=2, width_v=3, dtype=torch.float64):
     generator = torch.Generator().manual_seed(7)
     random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    return random(batch, seqlen_q, heads_q, width), random(batch, seqlen_k, heads_kv, width), random(batch, seqlen_k, heads_kv, width_v)
+    return (
+        random(batch, seqlen_q, heads_q, width),
+        random(batch, seqlen_k, heads_kv, width),
+        random(batch, seqlen_k, heads_kv, width_v),
+    )
 
 
 def _int32(*values):
@@ -44,9 +48,13 @@ CALLS = {
     "partial": lambda dtype: Call(*_qkv(dtype=dtype), partial=True),
     "prefix": lambda dtype: _masked(dtype, strobe.prefix_causal(3)),
     "key_lengths": lambda dtype: _masked(dtype, strobe.key_lengths(_int32(4, 0)) & strobe.causal()),
-    "documents": lambda dtype: _masked(dtype, strobe.documents(_int32([0, 0, 1, 1, 1, 2, -1], [5, 5, 5, 5, -1, 0, 0])) & strobe.causal()),
+    "documents": lambda dtype: _masked(
+        dtype, strobe.documents(_int32([0, 0, 1, 1, 1, 2, -1], [5, 5, 5, 5, -1, 0, 0])) & strobe.causal()
+    ),
     "varlen": lambda dtype: _packed(dtype),
-    "varlen causal sinks": lambda dtype: _packed(dtype, left=2, right=0, sinks=_sinks(dtype), max_seqlen_q=5, max_seqlen_k=6),
+    "varlen causal sinks": lambda dtype: _packed(
+        dtype, left=2, right=0, sinks=_sinks(dtype), max_seqlen_q=5, max_seqlen_k=6
+    ),
     "no keys": lambda dtype: Call(*_qkv(seqlen_k=0, dtype=dtype), sinks=_sinks(dtype)),
     "no rows": lambda dtype: Call(*_qkv(seqlen_q=0, dtype=dtype)),
 }
@@ -54,7 +62,11 @@ CALLS = {
 
 def with_grad(call: Call) -> Call:
     """The same call on leaves that want gradients."""
-    leaves = {name: getattr(call, name).detach().clone().requires_grad_() for name in ("q", "k", "v", "sinks") if getattr(call, name) is not None}
+    leaves = {
+        name: getattr(call, name).detach().clone().requires_grad_()
+        for name in ("q", "k", "v", "sinks")
+        if getattr(call, name) is not None
+    }
     return call._replace(**leaves)
 
 

@@ -22,7 +22,9 @@ KERNELS = {"cpu": "cpu", "cuda": "portable"}  # the family under test on each ki
 torch.set_num_threads(1)
 torch.backends.cuda.matmul.allow_tf32 = False
 _EXPECTED = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
-hypothesis.settings.register_profile("strobe", derandomize=True, deadline=None, print_blob=True, suppress_health_check=_EXPECTED)
+hypothesis.settings.register_profile(
+    "strobe", derandomize=True, deadline=None, print_blob=True, suppress_health_check=_EXPECTED
+)
 hypothesis.settings.load_profile("strobe")
 
 
@@ -31,7 +33,9 @@ LEFT_TO_THE_NIGHT = frozenset(Path(__file__).with_name("nightly.txt").read_text(
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config, items):
-    """Long tests wait for -m nightly, and so do the parts that a commit leaves out; without a GPU, its tests are skipped."""
+    """Long tests wait for -m nightly, and so do the parts that a commit leaves out; without a GPU, its tests are
+    skipped.
+    """
     for item in items:
         if item.nodeid in LEFT_TO_THE_NIGHT or _is_left_out(item):
             item.add_marker("nightly")
@@ -50,7 +54,9 @@ def _is_left_out(item) -> bool:
 
 
 def pytest_collection_finish():
-    """What collecting made lives until the end, so no later collection of garbage looks at it again (3 % of the time of all tests)."""
+    """What collecting made lives until the end, so no later collection of garbage looks at it again (3 % of the time of
+    all tests).
+    """
     gc.collect()
     gc.freeze()
 
@@ -80,8 +86,10 @@ def faults_are_told_to_the_test_that_made_them():
 
 @pytest.fixture
 def as_of_many_keys(monkeypatch):
-    """The Hopper kernels run as they would if rows saw many keys: the forward with early weights, where it can, in its usual tiles, the backward
-    with dq's sum cleared before unless its adds have an order, and with dq of the step before, where it can."""
+    """The Hopper kernels run as they would if rows saw many keys: the forward with early weights, where it can, in its
+    usual tiles, the backward with dq's sum cleared before unless its adds have an order, and with dq of the step
+    before, where it can.
+    """
     monkeypatch.setattr(hopper, "EARLY_KEYS", 0)
     monkeypatch.setattr(hopper, "FEW", {})
     monkeypatch.setattr(hopper, "STORED_KEYS", {})
@@ -94,7 +102,8 @@ def as_of_many_keys(monkeypatch):
 
 @pytest.fixture
 def judge(record_property):
-    """judge(call, family, seed) runs a call forward and backward between guard bands and holds both against the oracle."""
+    """judge(call, family, seed) runs a call forward and backward between guard bands and holds both against the
+    oracle."""
     worst: dict[str, float] = {}
 
     def run(call: Call, family: str = "normal", seed: int = 0) -> dict[str, float]:
@@ -108,7 +117,9 @@ def judge(record_property):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The worst error over what is allowed (1 is the limit), by dtype, over all judged calls; and the score of the seeded faults."""
+    """The worst error over what is allowed (1 is the limit), by dtype, over all judged calls; and the score of the
+    seeded faults.
+    """
     worst: dict[str, dict[str, float]] = {}
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:

@@ -14,11 +14,16 @@ LAYOUTS_OF_DOUT = ("contiguous", "heads_first", "gaps")
 
 
 def judged_call(call: Call, family: str, seed: int) -> dict[str, float]:
-    """Forward into a given out, forward and backward under autograd; the same bits out of both forwards, no band touched."""
+    """Forward into a given out, forward and backward under autograd; the same bits out of both forwards, no band
+    touched.
+    """
     layout = LAYOUTS_OF_DOUT[seed % 3]
     with Poison() as poison:
         held = poison.enclose_call(call)
-        bare = held._replace(**{name: t.detach() for name in ("q", "k", "v", "sinks") if (t := getattr(held, name)) is not None}, needs_grad=False)
+        bare = held._replace(
+            **{name: t.detach() for name in ("q", "k", "v", "sinks") if (t := getattr(held, name)) is not None},
+            needs_grad=False,
+        )
         given = poison.empty(laid_out(_like_out(call), layout, 0))
         first = ops.run(bare, given)
         out, lse = ops.run(held)

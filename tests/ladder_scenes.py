@@ -1,4 +1,6 @@
-"""The ladder's Gluon rungs at sizes that go round every ring: scenes whose synchronisations are taken away, one at a time."""
+"""The ladder's Gluon rungs at sizes that go round every ring: scenes whose synchronisations are taken away, one at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,15 @@ from torch import Tensor
 from ladder.harness import harness
 
 
-def _scene(name: str, seqlen_q: int = 200, seqlen_k: int = 800, causal: bool = False, **options: int) -> tuple[Tensor, ...]:
+def _scene(
+    name: str, seqlen_q: int = 200, seqlen_k: int = 800, causal: bool = False, **options: int
+) -> tuple[Tensor, ...]:
     rung = harness.load(name)
-    size = harness.Size(1, 1, 2000, 2, 1, 64, False) if rung.queries else harness.Size(1, seqlen_q, seqlen_k, 2, 1, 64, causal)
+    size = (
+        harness.Size(1, 1, 2000, 2, 1, 64, False)
+        if rung.queries
+        else harness.Size(1, seqlen_q, seqlen_k, 2, 1, 64, causal)
+    )
     options |= {"splits": 1} if rung.queries else {}  # one program for all keys
     found = rung.run(*harness.draw(rung, size, torch.device("cpu")), size.causal, **options)
     return tuple(tensor.float() for tensor in found)
@@ -46,8 +54,9 @@ def k5() -> tuple[Tensor, ...]:
 
 
 def k6() -> tuple[Tensor, ...]:
-    """Turns keep consumers in step, whatever barriers do. With fewer tiles of keys than stages only the waits for q's two places hold q back. Of
-    causal tiles some consumers pass over one."""
+    """Turns keep consumers in step, whatever barriers do. With fewer tiles of keys than stages only the waits for q's
+    two places hold q back. Of causal tiles some consumers pass over one.
+    """
     few = _scene("k6", 900, 100, ping_pong=0, consumers=3)
     return _scene("k6") + _scene("k6", ping_pong=0) + few + _scene("k6", 384, 672, causal=True, ping_pong=0)
 
@@ -75,7 +84,12 @@ def decode() -> tuple[Tensor, ...]:
 
 
 def k7() -> tuple[Tensor, ...]:
-    return _scene("k7") + _scene("k7", turns=0) + _scene("k7", 1500, 100, turns=0) + _scene("k7", 384, 740, causal=True, turns=0)
+    return (
+        _scene("k7")
+        + _scene("k7", turns=0)
+        + _scene("k7", 1500, 100, turns=0)
+        + _scene("k7", 384, 740, causal=True, turns=0)
+    )
 
 
 def k8() -> tuple[Tensor, ...]:

@@ -14,17 +14,21 @@ WORLD = 2
 
 
 def together(work: Callable[..., None], folder: Path, *args) -> None:
-    """`work(rank, *args)` in each of WORLD processes, which have met; what one raises is raised here. `folder` is where they meet."""
+    """`work(rank, *args)` in each of WORLD processes, which have met; what one raises is raised here. `folder` is where
+    they meet.
+    """
     multiprocessing.spawn(_process, args=(work, str(folder / "store"), args), nprocs=WORLD, join=True)
 
 
 def _process(rank: int, work: Callable[..., None], store: str, args: tuple) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)  # no port that another may take, no server to outlive
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD
+    )  # no port that another may take, no server to outlive
     work(rank, *args)
     dist.barrier()
-    # Not the interpreter's own end: a mesh keeps the group and so gloo's threads alive, and one that still waits for Python, to let go of
-    # a tensor that it has reduced, is ended by Python in a destructor that may not throw: "terminate called without an active exception".
-    # Seen once in some forty runs of all tests; in 5 of 40 pairs of processes that reduce one tensor, without strobe, where Python's
-    # switch interval is long.
+    # Not the interpreter's own end: a mesh keeps the group and so gloo's threads alive, and one that still waits for
+    # Python, to let go of a tensor that it has reduced, is ended by Python in a destructor that may not throw:
+    # "terminate called without an active exception". Seen once in some forty runs of all tests; in 5 of 40 pairs of
+    # processes that reduce one tensor, without strobe, where Python's switch interval is long.
     os._exit(0)

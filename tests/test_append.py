@@ -1,4 +1,5 @@
-"""append and quantize_kv on every kernel that runs here: what is written where, in which bits, and what is left alone."""
+"""append and quantize_kv on every kernel that runs here: what is written where, in which bits, and what is left
+alone."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ def turned(k, position, cos, sin, interleaved):
     old = k.clone()
     for i in range(half):
         a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-        c, s = (cos[position, i].double(), sin[position, i].double()) if position < cos.shape[0] else (torch.nan, torch.nan)
+        c, s = (
+            (cos[position, i].double(), sin[position, i].double())
+            if position < cos.shape[0]
+            else (torch.nan, torch.nan)
+        )
         k[:, a], k[:, b] = old[:, a] * c - old[:, b] * s, old[:, b] * c + old[:, a] * s
     return k
 
@@ -56,10 +61,17 @@ def wanted(call: AppendCall):
             position = length + t
             if not 0 <= position < ROOM:
                 continue
-            page, row = (b, position) if call.page_table is None else (int(call.page_table[b, position // SIZE]), position % SIZE)
+            page, row = (
+                (b, position)
+                if call.page_table is None
+                else (int(call.page_table[b, position // SIZE]), position % SIZE)
+            )
             if 0 <= page < call.k.shape[0]:
                 k, v = call.k_new[b, t].double(), call.v_new[b, t].double()
-                found[page, row] = (k if call.cos is None else turned(k, position, call.cos, call.sin, call.interleaved)), v
+                found[page, row] = (
+                    (k if call.cos is None else turned(k, position, call.cos, call.sin, call.interleaved)),
+                    v,
+                )
     return found
 
 
@@ -70,21 +82,44 @@ def test_each_token_goes_to_its_place(n, dtype, paged, rotary, device, kernel):
     """Everything else keeps its bits, and what had no room, page or angle is told."""
     k_new, v_new = new_tokens(dtype, device)
     k, v = pools(paged, dtype, device, heads_first=n % 2 == 1)
-    angles = torch.linspace(0, 6, 9 * 8, device=device).view(9, 8)[:, : rotary[0] // 2] if rotary else None  # positions 9, 10 and 11 have none
+    angles = (
+        torch.linspace(0, 6, 9 * 8, device=device).view(9, 8)[:, : rotary[0] // 2] if rotary else None
+    )  # positions 9, 10 and 11 have none
     cos, sin = (None, None) if angles is None else (angles.cos(), angles.sin())
     table = torch.tensor(TABLE, dtype=torch.int32, device=device) if paged else None
-    call = AppendCall(k_new, v_new, k, v, INT(*LENGTHS, device=device), table, None, None, cos, sin, bool(rotary and rotary[1]), kernel)
+    call = AppendCall(
+        k_new,
+        v_new,
+        k,
+        v,
+        INT(*LENGTHS, device=device),
+        table,
+        None,
+        None,
+        cos,
+        sin,
+        bool(rotary and rotary[1]),
+        kernel,
+    )
     places = wanted(call)
     strobe.last_errors()
     ops_decode.append(call)
     assert ops_decode.decide_append(call).forward.kernel.name == f"{kernel}.append"
     told = [word.split(": ")[1] for word in strobe.last_errors()]
-    beyond = rotary is not None and not paged  # in pages the one sequence that reaches beyond the angles has lost its page
+    beyond = (
+        rotary is not None and not paged
+    )  # in pages the one sequence that reaches beyond the angles has lost its page
     assert sorted(told) == ["append"] * (1 + beyond) + ["cache.page_table"] * paged
     written = torch.zeros(k.shape[:2], dtype=torch.bool, device=device)
     for (page, row), (k_wanted, v_wanted) in places.items():
         written[page, row] = True
-        torch.testing.assert_close(k[page, row].double(), k_wanted, rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps, equal_nan=True)
+        torch.testing.assert_close(
+            k[page, row].double(),
+            k_wanted,
+            rtol=2 * torch.finfo(dtype).eps,
+            atol=4 * torch.finfo(dtype).eps,
+            equal_nan=True,
+        )
         assert torch.equal(v[page, row].double(), v_wanted)
     assert len(places) == int(written.sum()) > 5
     assert k[~written].isnan().all() and v[~written].isnan().all()
@@ -109,12 +144,19 @@ def test_8_bits_are_torchs_own(dtype, paged, device, kernel):
 
 
 def test_every_8_bit_number_is_reached(device, kernel):
-    """Each finite e4m3 number, its neighbours' midpoints, and a little to either side of these, rounds as torch rounds."""
+    """Each finite e4m3 number, its neighbours' midpoints, and a little to either side of these, rounds as torch
+    rounds."""
     codes = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     numbers = codes[codes.isfinite()].sort().values
     middle = (numbers[1:] + numbers[:-1]) / 2
     values = torch.cat(
-        [codes, middle, middle.nextafter(torch.tensor(500.0)), middle.nextafter(torch.tensor(-500.0)), torch.tensor([1e9, -1e9, 1e-30])]
+        [
+            codes,
+            middle,
+            middle.nextafter(torch.tensor(500.0)),
+            middle.nextafter(torch.tensor(-500.0)),
+            torch.tensor([1e9, -1e9, 1e-30]),
+        ]
     )
     values = torch.nn.functional.pad(values, (0, -len(values) % 64)).view(1, -1, 1, 64).to(device)
     pool = torch.zeros(values.shape, device=device).to(FP8)
@@ -123,7 +165,9 @@ def test_every_8_bit_number_is_reached(device, kernel):
     ops_decode.append(call)
     exact = values.clamp(-FP8_MAX, FP8_MAX).to(FP8)
     assert torch.equal(pool.view(torch.uint8), exact.view(torch.uint8))
-    read = strobe.attention_decode(torch.zeros(values.shape[1], 1, 1, 64, device=device), _one_key_each(exact), kernel=kernel)
+    read = strobe.attention_decode(
+        torch.zeros(values.shape[1], 1, 1, 64, device=device), _one_key_each(exact), kernel=kernel
+    )
     assert torch.equal(read[:, 0].nan_to_num(7.0), exact[0].float().nan_to_num(7.0))
 
 
@@ -138,13 +182,19 @@ def test_a_sequence_grown_by_append_is_the_whole(device, kernel):
     """Token by token into pages, with rotary; each step against attention over what was written so far."""
     g = torch.Generator().manual_seed(0)
     k, v, q = (torch.randn(2, 9, heads, 16, generator=g, dtype=torch.float64).to(device) for heads in (2, 2, 4))
-    angle = torch.arange(9.0, dtype=torch.float64, device=device)[:, None] * 10.0 ** -torch.arange(4.0, dtype=torch.float64, device=device)
+    angle = torch.arange(9.0, dtype=torch.float64, device=device)[:, None] * 10.0 ** -torch.arange(
+        4.0, dtype=torch.float64, device=device
+    )
     lengths = INT(0, 0, device=device)
     pool_k, pool_v = (torch.full((6, 3, 2, 16), torch.nan, dtype=torch.float64, device=device) for _ in range(2))
     cache = strobe.PagedCache(pool_k, pool_v, INT([4, 0, 2], [1, 5, 3], device=device), lengths)
-    dense = torch.stack([torch.stack([turned(k[b, t], t, angle.cos(), angle.sin(), False) for t in range(9)]) for b in range(2)])
+    dense = torch.stack(
+        [torch.stack([turned(k[b, t], t, angle.cos(), angle.sin(), False) for t in range(9)]) for b in range(2)]
+    )
     for step in range(9):
-        strobe.append(cache, k[:, step : step + 1], v[:, step : step + 1], rotary=strobe.Rotary(angle.cos(), angle.sin()))
+        strobe.append(
+            cache, k[:, step : step + 1], v[:, step : step + 1], rotary=strobe.Rotary(angle.cos(), angle.sin())
+        )
         lengths.add_(1)
         out = strobe.attention_decode(q[:, step : step + 1], cache, kernel=kernel)
         whole = strobe.attention(q[:, step : step + 1], dense[:, : step + 1], v[:, : step + 1], kernel=kernel)
@@ -160,15 +210,22 @@ def test_quantize_kv_of_numbers_that_are_hardly_any():
 
 def test_quantize_kv_keeps_within_half_a_step(device):
     g = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(3, 50, 4, width, generator=g).to(device) * torch.tensor([1e-3, 1.0, 30.0, 0.0], device=device)[:, None] for width in (16, 24))
+    k, v = (
+        torch.randn(3, 50, 4, width, generator=g).to(device)
+        * torch.tensor([1e-3, 1.0, 30.0, 0.0], device=device)[:, None]
+        for width in (16, 24)
+    )
     k[0, 0, 1, 0], v[1, 1, 2, 3] = torch.nan, -torch.inf
     k8, v8, k_scale, v_scale = strobe.quantize_kv(k, v)
     for x, x8, scale in ((k, k8, k_scale), (v, v8, v_scale)):
         finite = x.isfinite()
         back = x8.float() * scale[:, None]
-        # half an ulp of e4m3 is 2^-4 of the number, and 2^-10 of the scale among the smallest; float32's own rounding beside it
+        # half an ulp of e4m3 is 2^-4 of the number, and 2^-10 of the scale among the smallest; float32's own rounding
+        # beside it
         assert ((back - x).abs()[finite] <= (x.abs() * 2.0**-4 * 1.0001 + scale[:, None] * 2.0**-10)[finite]).all()
-        assert torch.equal(x8.float().abs().nan_to_num(0).amax((0, 1, 3)), torch.tensor([448.0, 448, 448, 0], device=device))
+        assert torch.equal(
+            x8.float().abs().nan_to_num(0).amax((0, 1, 3)), torch.tensor([448.0, 448, 448, 0], device=device)
+        )
         assert scale[3] == 1
     assert k8[0, 0, 1, 0].float().isnan() and v8[1, 1, 2, 3].float() == -448
 
@@ -176,7 +233,10 @@ def test_quantize_kv_keeps_within_half_a_step(device):
 def test_every_gpu_runs_the_portable_append():
     k = torch.empty(2, 8, 2, 64)
     problem = AppendProblem.from_call(AppendCall(k, k, k, k, INT(0, 0)))
-    assert all(select(problem, target).forward.kernel.name == f"{'cpu' if name == 'CPU' else 'portable'}.append" for name, target in FAKES.items())
+    assert all(
+        select(problem, target).forward.kernel.name == f"{'cpu' if name == 'CPU' else 'portable'}.append"
+        for name, target in FAKES.items()
+    )
 
 
 @pytest.mark.parametrize("name", ["k_new", "v_new", "k", "v", "seqlens", "cos"])
@@ -194,7 +254,9 @@ def test_other_strides_are_another_plan(name):
 @pytest.mark.parametrize("which", ["k", "v", "both"])
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 def test_a_pool_that_is_a_negative_view_reads_as_it_was_written(paged, which):
-    """A negative view's memory holds the numbers negated: whoever reads it through the view sees the new keys, and all else as before."""
+    """A negative view's memory holds the numbers negated: whoever reads it through the view sees the new keys, and all
+    else as before.
+    """
     k_new, v_new = new_tokens(torch.float64, "cpu")
     stored = [torch.randn(pool.shape, dtype=torch.float64) for pool in pools(paged, torch.float64, "cpu")]
     viewed = [torch._neg_view(one) if which in (name, "both") else one for name, one in zip("kv", stored)]

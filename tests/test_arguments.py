@@ -1,4 +1,5 @@
-"""What other libraries' attention takes and strobe's does not: each is refused in words that name what to use instead."""
+"""What other libraries' attention takes and strobe's does not: each is refused in words that name what to use
+instead."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ CALLS = {
     **{function: lambda f=function, **given: f(Q, K, K, **given) for function in DENSE},
     **{function: lambda f=function, **given: f(P, P, P, **PACKING, **given) for function in PACKED},
     **{
-        function: lambda f=function, **given: f(Q[:, :1], strobe.DenseCache(K, K, torch.tensor([7, 7], dtype=torch.int32)), **given)
+        function: lambda f=function, **given: f(
+            Q[:, :1], strobe.DenseCache(K, K, torch.tensor([7, 7], dtype=torch.int32)), **given
+        )
         for function in CACHED
     },
 }

@@ -57,18 +57,26 @@ CASES: dict[str, tuple[Callable, tuple, tuple]] = {
     "all": (lambda q, k, v: strobe.attention(q, k, v, causal=True), (Q, K, V), (0, 0, 0)),
     "q alone": (lambda q, k, v: strobe.attention(q, k, v), (Q, K[0], V[0]), (0, None, None)),
     "v alone": (lambda q, k, v: strobe.attention(q, k, v), (Q[0], K[0], V), (None, None, 0)),
-    "heads' dimension": (lambda q, k, v: strobe.attention(q, k, v), (Q.movedim(0, 2), K[0], V.movedim(0, 3)), (2, None, 3)),
+    "heads' dimension": (
+        lambda q, k, v: strobe.attention(q, k, v),
+        (Q.movedim(0, 2), K[0], V.movedim(0, 3)),
+        (2, None, 3),
+    ),
     "last dimension": (lambda q, k, v: strobe.attention(q, k, v), (Q.movedim(0, -1), K[0], V[0]), (4, None, None)),
     "key lengths": (_masked, (Q, K, V, LENGTHS), (0, 0, 0, 0)),
     "key lengths alone": (_masked, (Q[0], K[0], V[0], LENGTHS), (None, None, None, 0)),
     "documents": (_documents, (Q, K, V), (0, 0, 0)),
     "partial": (_partial, (Q, K, V), (0, 0, 0)),
     "one set of sinks": (lambda q, k, v: strobe.attention(q, k, v, sinks=SINKS[0]), (Q, K, V), (0, 0, 0)),
-    "sinks": (lambda q, k, v, sinks: strobe.attention(q, k, v, sinks=sinks), (Q, K[0], V[0], SINKS), (0, None, None, 0)),
+    "sinks": (
+        lambda q, k, v, sinks: strobe.attention(q, k, v, sinks=sinks),
+        (Q, K[0], V[0], SINKS),
+        (0, None, None, 0),
+    ),
     "packed": (_varlen, (Q[:, 0], K[:, 0, :S], V[:, 0, :S], OFFSETS), (0, 0, 0, 0)),
     "packed, one set of offsets": (_varlen, (Q[:, 0], K[:, 0, :S], V[0, 0, :S], OFFSETS[0]), (0, 0, None, None)),
     "one entry": (lambda q: strobe.attention(q, q, q), (Q[:1],), (0,)),
-}  # fmt: skip
+}
 
 
 def _looped(attend: Callable, arguments: tuple, dims: tuple) -> torch.Tensor:
@@ -129,7 +137,9 @@ def test_decodes_are_those_of_a_loop(name):
     torch.testing.assert_close(torch.vmap(attend, dims)(*arguments), _looped(attend, arguments, dims))
 
 
-@pytest.mark.parametrize(("name", "calls"), [("all", 1), ("documents", 1), ("one set of sinks", 1), ("sinks", N), ("packed", N)])
+@pytest.mark.parametrize(
+    ("name", "calls"), [("all", 1), ("documents", 1), ("one set of sinks", 1), ("sinks", N), ("packed", N)]
+)
 def test_entries_are_one_call_where_that_means_the_same(monkeypatch, name, calls):
     attend, arguments, dims = CASES[name]
     run, count = ops._launch, []
@@ -142,7 +152,9 @@ def test_vmap_of_vmap():
     attend = lambda q, k, v: strobe.attention(q, k, v, causal=True)
     twice = [torch.stack([t, 2 * t]) for t in (Q, K, V)]
     found = torch.vmap(torch.vmap(attend), (0, 0, 0))(*twice)
-    torch.testing.assert_close(found, torch.stack([torch.stack([attend(*one) for one in zip(*pair)]) for pair in zip(*twice)]))
+    torch.testing.assert_close(
+        found, torch.stack([torch.stack([attend(*one) for one in zip(*pair)]) for pair in zip(*twice)])
+    )
 
 
 def test_no_entries():

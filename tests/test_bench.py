@@ -1,4 +1,5 @@
-"""The bench measures what it says: order of rounds, FLOPs over visible pairs, no wrong or failed contender in silence."""
+"""The bench measures what it says: order of rounds, FLOPs over visible pairs, no wrong or failed contender in
+silence."""
 
 from __future__ import annotations
 
@@ -194,15 +195,19 @@ def test_flex_masks_are_the_cases(case: Case) -> None:
     x = case.inputs(CPU)
     admits = layouts.mask_mod(case, CPU)
     row, key = torch.arange(case.seqlen)[:, None], torch.arange(case.seqlen)[None, :]
-    expected = layouts.dense_mask(case, x)[0, 0] if case.masked else torch.ones(case.seqlen, case.seqlen, dtype=torch.bool)
+    expected = (
+        layouts.dense_mask(case, x)[0, 0] if case.masked else torch.ones(case.seqlen, case.seqlen, dtype=torch.bool)
+    )
     assert torch.equal(admits(0, 0, row, key).expand_as(expected), expected)
 
 
 # ---------------------------------------------------------------- rows
 
 SCHEMA = {
-    "case", "direction", "dtype", "kernel", "config", "ms", "tflops", "percent_of_ceiling", "ratio", "rivals", "versions", "refused", "flops",
-    "intensity", "spread", "timing", "l2", "rounds", "peak_tflops", "peak_gbps", "device", "threads", "torch", "triton", "cuda", "python", "date",
+    "case", "direction", "dtype", "kernel", "config", "ms", "tflops", "percent_of_ceiling", "ratio", "rivals",
+    "versions", "refused", "flops",
+    "intensity", "spread", "timing", "l2", "rounds", "peak_tflops", "peak_gbps", "device", "threads", "torch", "triton",
+    "cuda", "python", "date",
     "commit", "relative_error", "data", "errors",
 }  # fmt: skip
 
@@ -243,8 +248,11 @@ def _raise(_):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_deterministic_case_asks_every_contender(deterministic: bool, still: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours and SDPA by torch's switch, which is put back; FlashAttention-4, whose function has a word for it, by that."""
+def test_a_deterministic_case_asks_every_contender(
+    deterministic: bool, still: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours and SDPA by torch's switch, which is put back; FlashAttention-4, whose function has a word for it, by
+    that."""
     asked: list[tuple] = []
     prepare = rivals.Strobe.prepare
 
@@ -260,7 +268,11 @@ def test_a_deterministic_case_asks_every_contender(deterministic: bool, still: N
 
 
 def test_failed_and_wrong_rivals_are_reported(still: None, capsys: pytest.CaptureFixture[str]) -> None:
-    broken = [_Broken("off", lambda out: 1.01 * out), _Broken("nan", lambda out: out * float("nan")), _Broken("raises", _raise)]
+    broken = [
+        _Broken("off", lambda out: 1.01 * out),
+        _Broken("nan", lambda out: out * float("nan")),
+        _Broken("raises", _raise),
+    ]
     row = run.measure(SMALL, [*rivals.pick(["naive"], CPU), *broken], OPTIONS)
     assert set(row["rivals"]) == {"naive"} and set(row["refused"]) == {"off", "nan", "raises"}
     assert row["refused"]["off"].startswith("wrong: differs from float64 by 0.01")
@@ -287,8 +299,12 @@ def test_strobe_as_it_was_is_a_rival(still: None, tmp_path: Path) -> None:
     for case in (SMALL, TINY[0], replace(SMALL, backward=True)):
         row = run.measure(case, [*rivals.pick(["naive"], CPU), *same, *other], OPTIONS)
         assert set(row["rivals"]) == {"naive", same[0].name} and row["ms"]
-        assert re.fullmatch("ValueError: no luck in strobe_at_[0-9a-f]+.interface", row["refused"][other[0].name])  # its own code, not ours
-    row = run.measure(replace(SMALL, window=(7, 0)), rivals.pick(["naive", same[0].name], CPU), OPTIONS)  # a mask of its own
+        assert re.fullmatch(
+            "ValueError: no luck in strobe_at_[0-9a-f]+.interface", row["refused"][other[0].name]
+        )  # its own code, not ours
+    row = run.measure(
+        replace(SMALL, window=(7, 0)), rivals.pick(["naive", same[0].name], CPU), OPTIONS
+    )  # a mask of its own
     assert same[0].name in row["rivals"] and plot.save([row], tmp_path / "bars.png")
 
 
@@ -303,10 +319,15 @@ def test_strobe_as_git_has_it_is_a_rival(still: None, tmp_path: Path, monkeypatc
     monkeypatch.setattr(earlier, "_PACKAGE", source / "strobe")
     now, before = rivals.pick(["@HEAD", "@HEAD~1"], CPU)
     row = run.measure(SMALL, [now, before], OPTIONS)
-    assert set(row["rivals"]) == {now.name} and row["refused"][before.name] == f"ValueError: no luck in strobe_at_{before.name[1:]}.interface"
+    assert (
+        set(row["rivals"]) == {now.name}
+        and row["refused"][before.name] == f"ValueError: no luck in strobe_at_{before.name[1:]}.interface"
+    )
     assert re.fullmatch("@[0-9a-f]{7,}", now.name) and now.name != before.name
     for name in ("@HEAD~2", "@", "@--help", f"@{tmp_path}"):
-        with pytest.raises(strobe.InvalidProblem, match="expected a git revision of the tree that strobe runs from, or a folder"):
+        with pytest.raises(
+            strobe.InvalidProblem, match="expected a git revision of the tree that strobe runs from, or a folder"
+        ):
             rivals.pick([name], CPU)
     monkeypatch.setattr(earlier, "_PACKAGE", tmp_path / "elsewhere" / "strobe")  # an installed package
     with pytest.raises(strobe.InvalidProblem, match="expected a git revision"):
@@ -322,8 +343,12 @@ def test_a_wrong_kernel_is_never_fast(still: None, monkeypatch: pytest.MonkeyPat
 
 
 def test_gradients_that_cancel_are_judged_by_float64(still: None) -> None:
-    """One key takes all weight, so dq is rounding alone: kernels differ by its norm, and none is wrong. A scaled one is."""
-    case = replace(SMALL, name="sink", batch=1, heads_q=2, heads_kv=2, dtype=torch.bfloat16, data="sink100", backward=True)
+    """One key takes all weight, so dq is rounding alone: kernels differ by its norm, and none is wrong. A scaled one
+    is.
+    """
+    case = replace(
+        SMALL, name="sink", batch=1, heads_q=2, heads_kv=2, dtype=torch.bfloat16, data="sink100", backward=True
+    )
     row = run.measure(case, rivals.pick(["naive", "sdpa"], CPU), OPTIONS)
     assert row["relative_error"] > 10 * run.AGREE[torch.bfloat16] and row["ms"] and not row["refused"]
     broken = [_Broken("doubled", lambda out: 2 * out)]
@@ -400,7 +425,9 @@ def test_families_of_inputs_do_what_they_say() -> None:
         assert scores[f"first1x{n}"][:, 0].std() / scores["normal"][:, 0].std() == pytest.approx(n, rel=1e-4)
     for n in (6, 12, 24, 100):
         others = scores[f"sink{n}"][:, 1:]
-        assert (scores[f"sink{n}"][:, 0].mean() - others.mean()).item() == pytest.approx(n, abs=0.2) and others.std() < 1.2
+        assert (scores[f"sink{n}"][:, 0].mean() - others.mean()).item() == pytest.approx(
+            n, abs=0.2
+        ) and others.std() < 1.2
     for name, small, large in (("grow", slice(64), slice(-64, None)), ("shrink", slice(-64, None), slice(64))):
         assert scores[name][:, small].std() < 0.2 * scores[name][:, large].std()
     loud = scores["outliers"].std(0) > 8
@@ -419,7 +446,14 @@ def test_inputs_of_a_file(tmp_path: Path, still: None) -> None:
     q, k = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16)
     torch.save({"q": q, "k": k, "v": k}, tmp_path / "trained.pt")
     (case,) = on_data(suite("forward"), str(tmp_path / "trained.pt"), backward=False)
-    assert (case.name, case.seqlen, case.heads_q, case.groups, case.head_dim, case.causal) == ("trained", 24, 4, 2, 16, True)
+    assert (case.name, case.seqlen, case.heads_q, case.groups, case.head_dim, case.causal) == (
+        "trained",
+        24,
+        4,
+        2,
+        16,
+        True,
+    )
     assert torch.equal(case.inputs(CPU).q, q)
     row = run.measure(case, rivals.pick(["naive"], CPU), OPTIONS)
     assert row["data"].endswith("trained.pt") and row["rivals"] and not row["refused"]
@@ -429,8 +463,13 @@ def test_inputs_of_a_file(tmp_path: Path, still: None) -> None:
             on_data(suite("forward"), name, backward=False)
 
 
-def test_of_families_tables_and_plots_show_the_normal_and_the_worst(still: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [run.measure(replace(SMALL, data=name), rivals.pick(["naive"], CPU), OPTIONS) for name in ("normal", "sharp4", "outliers")]
+def test_of_families_tables_and_plots_show_the_normal_and_the_worst(
+    still: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        run.measure(replace(SMALL, data=name), rivals.pick(["naive"], CPU), OPTIONS)
+        for name in ("normal", "sharp4", "outliers")
+    ]
     rows = [row | {"ratio": ratio} for row, ratio in zip(rows, (1.2, 1.1, 0.9))]
     table.bench(rows)
     told = capsys.readouterr().out
@@ -440,7 +479,9 @@ def test_of_families_tables_and_plots_show_the_normal_and_the_worst(still: None,
 
 def test_strobe_against_itself_is_no_rival(still: None) -> None:
     row = run.measure(SMALL, rivals.pick(["naive", "self"], CPU), OPTIONS)
-    assert set(row["rivals"]) == {"naive", "self"} and row["ratio"] == pytest.approx(row["rivals"]["naive"] / row["ms"], rel=1e-3)
+    assert set(row["rivals"]) == {"naive", "self"} and row["ratio"] == pytest.approx(
+        row["rivals"]["naive"] / row["ms"], rel=1e-3
+    )
 
 
 @dataclass(frozen=True)
@@ -458,7 +499,9 @@ def test_an_older_revision_is_not_asked_for_fields_it_lacks(still: None, tmp_pat
 
 def test_plots(still: None, tmp_path) -> None:
     rows = [run.measure(case, rivals.pick([], CPU), OPTIONS) for case in TINY[:3]]
-    rows.append(run.measure(SMALL, rivals.pick(["naive"], CPU), OPTIONS._replace(kernel="portable")))  # ours failed: bars without it
+    rows.append(
+        run.measure(SMALL, rivals.pick(["naive"], CPU), OPTIONS._replace(kernel="portable"))
+    )  # ours failed: bars without it
     written = plot.save(rows, tmp_path / "bench.png")
     assert [path.name for path in written] == ["bench.png", "bench_roofline.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000 for path in written)
@@ -477,9 +520,17 @@ def test_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_a_picture_says_of_all_its_rows_where_they_are_from() -> None:
-    row = {"device": "NVIDIA H200: sm_90, 132 SMs", "torch": "2.11.0", "date": "2026-11-24T19:09:13+00:00", "commit": "1a577ca"}
+    row = {
+        "device": "NVIDIA H200: sm_90, 132 SMs",
+        "torch": "2.11.0",
+        "date": "2026-11-24T19:09:13+00:00",
+        "commit": "1a577ca",
+    }
     later = row | {"date": "2026-11-25T03:21:55+00:00", "commit": None}
-    assert plot._where([row, later]) == "NVIDIA H200: sm_90 · torch 2.11.0 · 2026-11-24, 2026-11-25 · commit 1a577ca, unknown"
+    assert (
+        plot._where([row, later])
+        == "NVIDIA H200: sm_90 · torch 2.11.0 · 2026-11-24, 2026-11-25 · commit 1a577ca, unknown"
+    )
 
 
 def test_commit_is_this_trees_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,8 +547,12 @@ def test_commit_is_this_trees_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
 def test_gpu_rows(case: Case, backward: bool, graph: bool) -> None:
     device, lengths = torch.device("cuda"), (64, 8, 184) if case.lengths else ()
-    case = replace(case, seqlen=256, lengths=lengths, head_dim=64, head_dim_v=0, dtype=torch.bfloat16, backward=backward)
-    row = run.measure(case, rivals.pick(["flash", "cudnn", "efficient", "math"], device), OPTIONS._replace(device=device, graph=graph))
+    case = replace(
+        case, seqlen=256, lengths=lengths, head_dim=64, head_dim_v=0, dtype=torch.bfloat16, backward=backward
+    )
+    row = run.measure(
+        case, rivals.pick(["flash", "cudnn", "efficient", "math"], device), OPTIONS._replace(device=device, graph=graph)
+    )
     assert row["ms"] and (row["rivals"] or (graph and backward)), row["refused"]
 
 
@@ -519,7 +574,9 @@ def test_decode_is_measured_over_cold_caches(monkeypatch: pytest.MonkeyPatch) ->
     seen = []
     plain = decode.interface_decode.attention_decode
     monkeypatch.setattr(
-        decode.interface_decode, "attention_decode", lambda q, cache, **rest: seen.append(cache.k_pages.data_ptr()) or plain(q, cache, **rest)
+        decode.interface_decode,
+        "attention_decode",
+        lambda q, cache, **rest: seen.append(cache.k_pages.data_ptr()) or plain(q, cache, **rest),
     )
     row = decode.measure(SMALL_DECODE, decode.pick([], CPU), OPTIONS)
     assert row["kernel"] == "cpu.decode" and row["caches"] == 2 == len(set(seen)) and row["refused"] == {}
@@ -539,4 +596,7 @@ def test_decode_in_8_bits_has_no_rival_and_a_wrong_rival_is_refused(monkeypatch:
 
 def test_the_decode_suite() -> None:
     assert len({case.name for case in decode.SUITE}) == len(decode.SUITE) == 9
-    assert all(case.copies * 2 * case.batch * case.keys * 8 * 128 * (1 if case.fp8 else 2) >= decode.COLD_BYTES for case in decode.SUITE)
+    assert all(
+        case.copies * 2 * case.batch * case.keys * 8 * 128 * (1 if case.fp8 else 2) >= decode.COLD_BYTES
+        for case in decode.SUITE
+    )

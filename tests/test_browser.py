@@ -1,4 +1,6 @@
-"""`make browser`: what there is stays, root with apt-get installs, and without either the tests are skipped with a word, never failed."""
+"""`make browser`: what there is stays, root with apt-get installs, and without either the tests are skipped with a
+word, never failed.
+"""
 
 import shutil
 import subprocess
@@ -12,15 +14,23 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make he
 
 
 def browser(folder: Path, **programs: str) -> list[str]:
-    """What `make browser` says where these programs are all there is, each a script; "asked" collects what apt-get was given."""
+    """What `make browser` says where these programs are all there is, each a script; "asked" collects what apt-get was
+    given.
+    """
     for name in TOOLS:
         (folder / name).symlink_to(str(shutil.which(name)))
     for name, script in programs.items():
         (folder / name).unlink(missing_ok=True)
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
-    done = subprocess.run([str(shutil.which("make")), "--no-print-directory", "-f", ROOT / "Makefile", "browser"], cwd=folder, capture_output=True,
-                          text=True, timeout=60, env={"PATH": str(folder)})  # fmt: skip
+    done = subprocess.run(
+        [str(shutil.which("make")), "--no-print-directory", "-f", ROOT / "Makefile", "browser"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": str(folder)},
+    )
     assert done.returncode == 0 and done.stderr == "", done
     return done.stdout.splitlines()
 

@@ -25,7 +25,11 @@ def _problems(cases: dict[str, Case], nightly: bool) -> list:
             for m, family in enumerate(FAMILIES):
                 often = dtype in THOROUGH or m == n % len(FAMILIES)
                 if often is not nightly:
-                    problems.append(pytest.param(case, dtype, family, id=f"{case.name}-{str(dtype).removeprefix('torch.')}-{family}"))
+                    problems.append(
+                        pytest.param(
+                            case, dtype, family, id=f"{case.name}-{str(dtype).removeprefix('torch.')}-{family}"
+                        )
+                    )
     return problems
 
 
@@ -65,8 +69,9 @@ def _or_skip(call: Call) -> Call:
 @pytest.mark.parametrize("kernel", ("hopper.forward", "hopper.backward"))
 @pytest.mark.parametrize("name", CASES)
 def test_case_on_hopper(name, kernel, family, dtype, judge, request):
-    """The Hopper kernels, where the other direction is whose it may be; skipped where they refuse the case, with their reason. In bfloat16 as if
-    rows saw many keys, in float16 as they are."""
+    """The Hopper kernels, where the other direction is whose it may be; skipped where they refuse the case, with their
+    reason. In bfloat16 as if rows saw many keys, in float16 as they are.
+    """
     if dtype == torch.bfloat16:
         request.getfixturevalue("as_of_many_keys")
     judge(_or_skip(CASES[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel=kernel)), family, SEED)
@@ -78,7 +83,9 @@ def test_case_on_hopper(name, kernel, family, dtype, judge, request):
 def test_case_with_the_bits_of_a_decode(n, name, kernel, judge):
     """batch_invariant=True, with gradients of any backward; skipped where a kernel refuses the case."""
     family, dtype = FAMILIES[n % len(FAMILIES)], HALF[n % 2]
-    call = CASES[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel=kernel)._replace(batch_invariant=True)
+    call = (
+        CASES[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel=kernel)._replace(batch_invariant=True)
+    )
     judge(_or_skip(call), family, SEED)
 
 
@@ -87,8 +94,14 @@ def test_case_with_the_bits_of_a_decode(n, name, kernel, judge):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
 def test_case_on_blackwell(name, family, dtype, judge):
-    """The Blackwell forward with the portable backward; skipped where it refuses the case, with its reason. It has not run on such a GPU yet."""
-    judge(_or_skip(CASES[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel="blackwell.forward")), family, SEED)
+    """The Blackwell forward with the portable backward; skipped where it refuses the case, with its reason. It has not
+    run on such a GPU yet.
+    """
+    judge(
+        _or_skip(CASES[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel="blackwell.forward")),
+        family,
+        SEED,
+    )
 
 
 @pytest.mark.gpu
@@ -101,7 +114,8 @@ def test_large_case(name, family, kernel, judge):
 
 
 def test_hopper_takes_much_of_the_table():
-    """What `test_case_on_hopper` skips elsewhere than on a Hopper GPU is no more than what a list of refusals explains."""
+    """What `test_case_on_hopper` skips elsewhere than on a Hopper GPU is no more than what a list of refusals
+    explains."""
     calls = [case.build("cpu", torch.bfloat16) for case in CASES.values()]
     taken = [select(Problem.from_call(call), FAKES["H200"]).forward.kernel.name == "hopper.forward" for call in calls]
     assert sum(taken) >= 50
@@ -112,7 +126,15 @@ def test_the_table_covers_what_it_promises():
     cases = list(CASES.values())
     assert len(cases) >= 100
     assert {1, 16, 21, 40, 64, 96, 128, 192, 256} <= {case.head_dim for case in cases}
-    assert {case.storage for case in cases} >= {"contiguous", "heads_first", "odd_offset", "gaps", "mixed", "expanded_heads", "expanded_batch"}
+    assert {case.storage for case in cases} >= {
+        "contiguous",
+        "heads_first",
+        "odd_offset",
+        "gaps",
+        "mixed",
+        "expanded_heads",
+        "expanded_batch",
+    }
     assert any(case.lengths_q and case.lengths_q[position] == 0 for case in cases for position in (0, -1))
     for option in ("sinks", "softcap", "partial", "promised"):
         assert any(getattr(case, option) for case in cases), option

@@ -1,4 +1,6 @@
-"""A call that was met is known again by torch's guards; one that differs in anything a Choice is made of is decided for itself."""
+"""A call that was met is known again by torch's guards; one that differs in anything a Choice is made of is decided for
+itself.
+"""
 
 from __future__ import annotations
 
@@ -68,13 +70,19 @@ def test_what_differs_is_decided_for_itself(name, within):
         first = _direct_choice(known, call, decide)
         assert _direct_choice(known, call._replace(q=call.q.clone()), decide) is first and len(decided) == 1
         assert _direct_choice(known, other, decide) is ops.decide(other) and len(decided) == 2
-        assert _direct_choice(known, call, decide) is first and _direct_choice(known, other, decide) is decided[1] and len(decided) == 2
+        assert (
+            _direct_choice(known, call, decide) is first
+            and _direct_choice(known, other, decide) is decided[1]
+            and len(decided) == 2
+        )
 
 
 def test_optional_tensors_are_told_apart_by_their_place():
     """Of the same kind and number: a prefix is no length."""
     known, call, lengths = Choices(), _plain(), INT(3, 8)
-    one, other = (_direct_choice(known, call._replace(**{name: lengths}), ops.decide) for name in ("prefix", "key_lengths"))
+    one, other = (
+        _direct_choice(known, call._replace(**{name: lengths}), ops.decide) for name in ("prefix", "key_lengths")
+    )
     assert one.problem.mask.prefix and other.problem.mask.key_lengths and not other.problem.mask.prefix
 
 
@@ -84,10 +92,16 @@ def _decode() -> DecodeCall:
 
 
 DECODE = {
-    "pages": lambda c: c._replace(k=c.k.view(4, 16, 2, 16), v=c.v.view(4, 16, 2, 16), page_table=INT(0, 1, 2, 3).view(2, 2)),
+    "pages": lambda c: c._replace(
+        k=c.k.view(4, 16, 2, 16), v=c.v.view(4, 16, 2, 16), page_table=INT(0, 1, 2, 3).view(2, 2)
+    ),
     "start": lambda c: c._replace(k_start=INT(0, 1)),
-    "k_scale": lambda c: c._replace(k=c.k.to(torch.float8_e4m3fn), v=c.v.to(torch.float8_e4m3fn), k_scale=torch.ones(2)),
-    "v_scale": lambda c: c._replace(k=c.k.to(torch.float8_e4m3fn), v=c.v.to(torch.float8_e4m3fn), v_scale=torch.ones(2)),
+    "k_scale": lambda c: c._replace(
+        k=c.k.to(torch.float8_e4m3fn), v=c.v.to(torch.float8_e4m3fn), k_scale=torch.ones(2)
+    ),
+    "v_scale": lambda c: c._replace(
+        k=c.k.to(torch.float8_e4m3fn), v=c.v.to(torch.float8_e4m3fn), v_scale=torch.ones(2)
+    ),
     "sinks": lambda c: c._replace(sinks=torch.zeros(4)),
     "address of k": lambda c: c._replace(k=_moved(c.k)),
     "partial": lambda c: c._replace(partial=True),
@@ -126,7 +140,9 @@ def test_gradients_need_more_than_was_met_without_them(name):
 
 @pytest.mark.parametrize("pattern", ("xyy", "xxy", "xyx", "xxx"))
 def test_one_tensor_twice_is_known_again(pattern):
-    """A guard refuses to see one tensor in two places; calls with the same contents in tensors of their own are others, and equal."""
+    """A guard refuses to see one tensor in two places; calls with the same contents in tensors of their own are others,
+    and equal.
+    """
     known, decided = Choices(), []
     decide = lambda call: (decided.append(call), ops.decide(call))[1]
     held = {letter: torch.randn(2, 8, 4, 16) for letter in pattern}
@@ -183,7 +199,11 @@ def test_guards_that_take_other_arguments_are_gone_without(error, monkeypatch):
 def test_scratch_is_cut_from_one_piece(monkeypatch):
     monkeypatch.setattr(memory, "empty_here", lambda shape, strides, dtype: torch.full(shape, 7, dtype=dtype))
     monkeypatch.setattr(torch, "full", _full_on_a_cpu(torch.full))
-    buffers = (Buffer("rows", (3, 5), torch.float32), Buffer("sum", (9,), torch.float32, 0.5), Buffer("counter", (1,), torch.int32))
+    buffers = (
+        Buffer("rows", (3, 5), torch.float32),
+        Buffer("sum", (9,), torch.float32, 0.5),
+        Buffer("counter", (1,), torch.int32),
+    )
     plan = Plan(None, None, None, None, buffers, memory.room(buffers), buffers[1:2], {})  # type: ignore[arg-type]
     held = memory.pieces(plan)
     workspace = memory.carved(plan, held)
@@ -225,11 +245,17 @@ def asked(monkeypatch) -> list[str]:
 def test_the_same_words_are_not_looked_at_again(graded, asked):
     q, k, v = (torch.randn(2, 8, 4, 16, requires_grad=graded) for _ in range(3))
     for words in ({}, {"causal": True}, {"scale": 0.5}, {"scale": 1.0, "causal": True}, {"deterministic": True}):
-        first, again, other = strobe.attention(q, k, v, **words), strobe.attention(q, k, v, **words), strobe.attention(q, k, 2 * v.detach(), **words)
+        first, again, other = (
+            strobe.attention(q, k, v, **words),
+            strobe.attention(q, k, v, **words),
+            strobe.attention(q, k, 2 * v.detach(), **words),
+        )
         assert asked == ["call"] * (1 + graded), words  # v.detach() needs no gradient
         asked.clear()
         right = 0 if words.get("causal") else NO_BOUND
-        expected = reference.forward(Call(q.detach(), k.detach(), v.detach(), right=right, scale=words.get("scale"))).out
+        expected = reference.forward(
+            Call(q.detach(), k.detach(), v.detach(), right=right, scale=words.get("scale"))
+        ).out
         assert torch.equal(first, again) and torch.allclose(first.double(), expected, atol=1e-5)
         assert torch.allclose(other.double(), 2 * expected, atol=1e-5)
         if graded:
@@ -265,7 +291,11 @@ def test_a_scale_of_another_kind_is_read_each_time(asked):
     for scale.value in (0.25, 0.5, 0.25):
         assert torch.equal(strobe.attention(q, k, v, scale=scale), strobe.attention(q, k, v, scale=scale.value))
     assert torch.equal(strobe.attention(q, k, v, scale=1), strobe.attention(q, k, v, scale=1.0))
-    assert not [key for key in ops._choices.alike if any(type(part) not in (bool, float, type(None)) for part in key[4]) and len(key[4]) == 3]
+    assert not [
+        key
+        for key in ops._choices.alike
+        if any(type(part) not in (bool, float, type(None)) for part in key[4]) and len(key[4]) == 3
+    ]
 
 
 def test_a_flag_that_another_thread_turns_meanwhile_is_not_taken_for_the_calls_own(asked, monkeypatch):
@@ -318,5 +348,7 @@ def test_words_mean_what_the_process_says(asked, deterministic):
             torch.use_deterministic_algorithms(False)
     with torch.no_grad():
         assert [strobe.attention(q, k, v, deterministic=deterministic).grad_fn for _ in range(2)] == [None, None]
-    assert seen == ([False, True] if deterministic is None else [deterministic] * 2) and len(asked) == (3 if deterministic is None else 2)
+    assert seen == ([False, True] if deterministic is None else [deterministic] * 2) and len(asked) == (
+        3 if deterministic is None else 2
+    )
     assert type(out.grad_fn).apply is ops._plain_gradients

@@ -37,7 +37,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]):
-    """Run a command that cannot be carried out: exit code 2, one message on standard error, nothing on standard output."""
+    """Run a command that cannot be carried out: exit code 2, one message on standard error, nothing on standard
+    output."""
 
     def run(*argv: str) -> str:
         assert main(argv) == 2
@@ -54,7 +55,9 @@ def refused(capsys: pytest.CaptureFixture[str]):
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert lines["strobe"] == strobe.__version__ and lines["torch"] == torch.__version__ and "interpret=" in lines["knobs"]
+    assert (
+        lines["strobe"] == strobe.__version__ and lines["torch"] == torch.__version__ and "interpret=" in lines["knobs"]
+    )
     assert main(["env", "--json"]) == 0
     assert json.loads(capsys.readouterr().out).keys() == lines.keys()
 
@@ -64,15 +67,26 @@ def test_check_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.endswith("PASS\n")
     assert main(["check", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["passed"] and {"torch", "triton", "compiler", "gpu", "sdpa", *FAMILIES} <= {check["name"] for check in found["checks"]}
+    assert found["passed"] and {"torch", "triton", "compiler", "gpu", "sdpa", *FAMILIES} <= {
+        check["name"] for check in found["checks"]
+    }
     assert {check["state"] for check in found["checks"] if check["name"] in ("cpu", "sdpa")} == {"PASS"}
 
 
 def test_check_says_which_backend_sdpa_picks_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     words = machine._sdpa().words
-    assert re.fullmatch(r"plain: [A-Z_]+; after strobe\.integrations\.sdpa\.enable\(\): FLASH_ATTENTION of STROBE, run by \w+\.forward", words)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the user has switched flash attention off
-        assert machine._sdpa() == ("sdpa", "FAIL", "plain: MATH; after strobe.integrations.sdpa.enable(): MATH, run by torch")
+    assert re.fullmatch(
+        r"plain: [A-Z_]+; after strobe\.integrations\.sdpa\.enable\(\): FLASH_ATTENTION of STROBE, run by \w+\.forward",
+        words,
+    )
+    with torch.nn.attention.sdpa_kernel(
+        torch.nn.attention.SDPBackend.MATH
+    ):  # the user has switched flash attention off
+        assert machine._sdpa() == (
+            "sdpa",
+            "FAIL",
+            "plain: MATH; after strobe.integrations.sdpa.enable(): MATH, run by torch",
+        )
     monkeypatch.delattr(torch.nn.attention, "restore_flash_attention_impl")
     assert machine._sdpa().state == "SKIP" and "torch 2.11" in machine._sdpa().words
 
@@ -140,7 +154,11 @@ def test_explain_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *shape, "--window", "64", "none", "--backward", "--target", "h200", "--json"]) == 0
     choice = json.loads(capsys.readouterr().out)
     assert "B=2 S_q=100 S_k=300 H_q=8 H_kv=2 D=192 D_v=128 bfloat16, window (64, None)" in choice["problem"]
-    assert choice["target"].startswith("H200") and choice["forward"]["kernel"] and choice["backward"]["flops"] > choice["forward"]["flops"]
+    assert (
+        choice["target"].startswith("H200")
+        and choice["forward"]["kernel"]
+        and choice["backward"]["flops"] > choice["forward"]["flops"]
+    )
     assert choice["forward"]["ceiling_ms"] > 0 and choice["forward"]["bound"].endswith("bound")
 
 
@@ -170,7 +188,9 @@ def test_explain_says_what_is_wrong(refused, capsys: pytest.CaptureFixture[str])
         main(["explain", "--window", "a", "b"])
     assert "got 'a', expected a number of keys or none" in capsys.readouterr().err
     assert "kernel" in refused("explain", "--kernel", "abacus")
-    assert "no forward kernel" in refused("explain", "--target", "CPU", "--kernel", "portable.forward", "--head-dim", "999")
+    assert "no forward kernel" in refused(
+        "explain", "--target", "CPU", "--kernel", "portable.forward", "--head-dim", "999"
+    )
 
 
 # ---------------------------------------------------------------- bench
@@ -179,7 +199,9 @@ def test_explain_says_what_is_wrong(refused, capsys: pytest.CaptureFixture[str])
 def test_bench_prints_a_table(tiny, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "cpu", *QUICK]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:3] == ["case", "kernel", "ms"] and [line.split()[0] for line in lines[2:5]] == [case.name for case in TINY]
+    assert lines[1].split()[:3] == ["case", "kernel", "ms"] and [line.split()[0] for line in lines[2:5]] == [
+        case.name for case in TINY
+    ]
 
 
 def test_bench_json_lines(tiny, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +222,9 @@ def test_bench_plots(tiny, tmp_path, capsys: pytest.CaptureFixture[str]) -> None
     assert "a_roofline.svg" in capsys.readouterr().err
 
 
-def test_bench_fails_when_strobe_does(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_fails_when_strobe_does(
+    tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "cpu", *QUICK, "--case", "dense_tiny", "--kernel", "portable"]) == 1
     assert "strobe did not run dense_tiny: UnsupportedProblem" in capsys.readouterr().out
     monkeypatch.setattr(rivals.interface, "attention", lambda q, k, v, **options: torch.zeros_like(q))
@@ -210,7 +234,12 @@ def test_bench_fails_when_strobe_does(tiny, monkeypatch: pytest.MonkeyPatch, cap
 
 def test_bench_lists_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "forward", "--list", "--case", "d128_causal_*", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == ["d128_causal_4k", "d128_causal_8k", "d128_causal_16k", "d128_causal_32k"]
+    assert json.loads(capsys.readouterr().out) == [
+        "d128_causal_4k",
+        "d128_causal_8k",
+        "d128_causal_16k",
+        "d128_causal_32k",
+    ]
     assert main(["bench", "backward", "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(cases.SUITES["backward"])
 
@@ -222,7 +251,10 @@ def test_bench_overhead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr(overhead, "CALLS", 5)
     assert main(["bench", "overhead", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert min(found[route] for route in ("call", "flash_attn", "sdpa", "sdpa_strobe")) > 0 and found["torch"] == torch.__version__
+    assert (
+        min(found[route] for route in ("call", "flash_attn", "sdpa", "sdpa_strobe")) > 0
+        and found["torch"] == torch.__version__
+    )
     assert main(["bench", "overhead"]) == 0
     assert "strobe.attention whole" in capsys.readouterr().out
     monkeypatch.setattr(overhead, "measure", None)
@@ -256,7 +288,10 @@ def test_bench_wants_a_gpu_for_gpu_suites(refused) -> None:
 # ---------------------------------------------------------------- the program
 
 
-@pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), (["--version"], 0), (["bench", "--help"], 0), (["abacus"], 2), (["bench", "abacus"], 2)])
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [(["--help"], 0), (["--version"], 0), (["bench", "--help"], 0), (["abacus"], 2), (["bench", "abacus"], 2)],
+)
 def test_usage(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(argv)
@@ -265,7 +300,9 @@ def test_usage(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_python_m_strobe() -> None:
-    asked = subprocess.run([sys.executable, "-m", "strobe", "explain", "--target", "abacus"], capture_output=True, text=True, timeout=120)
+    asked = subprocess.run(
+        [sys.executable, "-m", "strobe", "explain", "--target", "abacus"], capture_output=True, text=True, timeout=120
+    )
     assert asked.returncode == 2 and asked.stdout == "" and asked.stderr.startswith("strobe: target: got 'abacus'")
 
 
@@ -273,7 +310,9 @@ def test_python_m_strobe() -> None:
 
 
 def _strobe(tail: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["bash", "-c", f"{sys.executable} -m strobe {tail}"], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m strobe {tail}"], capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -310,7 +349,11 @@ def test_bench_roofline_as_json_and_as_a_list(tmp_path, capsys):
     names = json.loads(capsys.readouterr().out)
     assert main(["bench", "roofline", "--target", "B200", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["step"] for row in rows] == names and len(names) > 5 and all(row["tensor"] > 0 and row["target"] == "B200" for row in rows)
+    assert (
+        [row["step"] for row in rows] == names
+        and len(names) > 5
+        and all(row["tensor"] > 0 and row["target"] == "B200" for row in rows)
+    )
     assert main(["bench", "roofline", "--target", "B200", "--list"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == names
     file = tmp_path / "rows.jsonl"
@@ -320,12 +363,22 @@ def test_bench_roofline_as_json_and_as_a_list(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "flag",
-    [["--case", "d128_*"], ["--data", "sharp16"], ["--rivals", "sdpa"], ["--kernel", "portable"], ["--rounds", "3"], ["--graph"], ["--flush"],
-     ["--device", "cpu"]],
+    [
+        ["--case", "d128_*"],
+        ["--data", "sharp16"],
+        ["--rivals", "sdpa"],
+        ["--kernel", "portable"],
+        ["--rounds", "3"],
+        ["--graph"],
+        ["--flush"],
+        ["--device", "cpu"],
+    ],
     ids=lambda flag: flag[0],
-)  # fmt: skip
+)
 def test_bench_roofline_refuses_by_name_what_it_would_ignore(flag, refused):
-    assert f"{flag[0]}: got bench roofline, expected a suite that runs kernels" in refused("bench", "roofline", "--target", "B200", *flag)
+    assert f"{flag[0]}: got bench roofline, expected a suite that runs kernels" in refused(
+        "bench", "roofline", "--target", "B200", *flag
+    )
 
 
 NO_TORCH = """
@@ -343,26 +396,38 @@ COMMANDS = ("check", "env", "explain", "bench", "sim")
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["--help"], ["-h"], ["--version"], *([name, "--help"] for name in COMMANDS), ["bench", "forward", "-h"]], ids=" ".join
+    "argv",
+    [[], ["--help"], ["-h"], ["--version"], *([name, "--help"] for name in COMMANDS), ["bench", "forward", "-h"]],
+    ids=" ".join,
 )
 def test_help_imports_no_torch(argv):
     shown = subprocess.run([sys.executable, "-c", NO_TORCH, *argv], capture_output=True, text=True, timeout=120)
-    assert shown.returncode == 0 and not shown.stderr and ("usage: strobe" in shown.stdout or argv == ["--version"]), shown.stderr
+    assert shown.returncode == 0 and not shown.stderr and ("usage: strobe" in shown.stdout or argv == ["--version"]), (
+        shown.stderr
+    )
     if argv[:1] in ([], ["--help"], ["sim"]):  # by -m, too
-        told = subprocess.run([sys.executable, "-X", "importtime", "-m", "strobe", *argv], capture_output=True, text=True, timeout=120)
+        told = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "strobe", *argv], capture_output=True, text=True, timeout=120
+        )
         assert told.stdout == shown.stdout and not re.search(r"\| +(torch|triton|numpy)\b", told.stderr)
 
 
 @pytest.mark.parametrize("module", ("ladder", "examples.demo"))
 def test_help_of_the_repositorys_own_programs_imports_no_torch(module):
     told = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", module, "--help"], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1]
+        [sys.executable, "-X", "importtime", "-m", module, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[1],
     )
     assert f"usage: python -m {module}" in told.stdout and not re.search(r"\| +(torch|triton|numpy)\b", told.stderr)
 
 
 def test_a_mistake_is_told_without_torch_and_other_programs_are_whole(tmp_path):
-    wrong = subprocess.run([sys.executable, "-c", NO_TORCH, "sim", "--nonesuch", "--help"], capture_output=True, text=True, timeout=120)
+    wrong = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, "sim", "--nonesuch", "--help"], capture_output=True, text=True, timeout=120
+    )
     assert "imported" not in wrong.stderr
     script = tmp_path / "train.py"
     script.write_text("import strobe; print(strobe.attention.__name__)")

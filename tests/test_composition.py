@@ -34,7 +34,9 @@ def runs(monkeypatch):
     for direction in ("forward", "backward"):
         kernel = kernels(direction)[-1]
         real = kernel.run
-        monkeypatch.setattr(kernel, "run", lambda *a, real=real, direction=direction: seen.append(direction) or real(*a), raising=False)
+        monkeypatch.setattr(
+            kernel, "run", lambda *a, real=real, direction=direction: seen.append(direction) or real(*a), raising=False
+        )
     return seen
 
 
@@ -84,15 +86,22 @@ def test_compiled_whole_it_means_the_same(name):
 
 @pytest.mark.parametrize("compiled", (False, True))
 def test_an_lse_that_nobody_uses_has_no_gradient(compiled, monkeypatch):
-    """torch.compile hands zeros to an output without a use: a kernel more, and on DTensors a plain tensor among them."""
+    """torch.compile hands zeros to an output without a use: a kernel more, and on DTensors a plain tensor among
+    them."""
     seen, kernel = [], kernels("backward")[-1]
-    look = lambda plan, call, tensors, space, real=kernel.run: seen.append(tensors.dlse) or real(plan, call, tensors, space)
+    look = lambda plan, call, tensors, space, real=kernel.run: (
+        seen.append(tensors.dlse) or real(plan, call, tensors, space)
+    )
     monkeypatch.setattr(kernel, "run", look, raising=False)
     dense, packed = with_grad(CALLS["dense"](torch.float64)), with_grad(CALLS["varlen"](torch.float64))
     varlen = partial(strobe.attention_varlen, cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_k=packed.cu_seqlens_k)
     stand_ins = [(library.flash_attn_func, dense) for library in (flash_attn, flash_attn_interface)]
     for attend, call in ((strobe.attention, dense), (varlen, packed), *stand_ins):
-        attend = torch.compile(lambda *t, attend=attend: attend(*t), fullgraph=True, backend="aot_eager") if compiled else attend
+        attend = (
+            torch.compile(lambda *t, attend=attend: attend(*t), fullgraph=True, backend="aot_eager")
+            if compiled
+            else attend
+        )
         attend(*call[:3]).sum().backward()
     assert seen == [None] * 4
 
@@ -110,7 +119,10 @@ def test_inductor_runs_it_without_gradients():
     """inductor names its own arguments beside the op's."""
     q, k, v = CALLS["dense"](torch.float64)[:3]
     with torch._inductor.config.patch(compile_threads=1), torch.no_grad():
-        close(torch.compile(lambda q: strobe.attention(q.sin(), k, v, causal=True), fullgraph=True)(q), strobe.attention(q.sin(), k, v, causal=True))
+        close(
+            torch.compile(lambda q: strobe.attention(q.sin(), k, v, causal=True), fullgraph=True)(q),
+            strobe.attention(q.sin(), k, v, causal=True),
+        )
 
 
 def test_dynamic_lengths_are_compiled_once():
@@ -129,7 +141,9 @@ def test_dynamic_lengths_are_compiled_once():
 
 
 def _promised(x, longest):
-    return strobe.attention_varlen(x, x, x, cu_seqlens_q=torch.tensor([0, 4, 9], dtype=torch.int32), max_seqlen_q=longest, max_seqlen_k=longest)
+    return strobe.attention_varlen(
+        x, x, x, cu_seqlens_q=torch.tensor([0, 4, 9], dtype=torch.int32), max_seqlen_q=longest, max_seqlen_k=longest
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,9 +265,13 @@ def test_selective_checkpointing_may_keep_the_op(runs, compiled):
     call = with_grad(CALLS["dense"](torch.float64))
 
     def policy(_, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if op == torch.ops.strobe.forward.default else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE if op == torch.ops.strobe.forward.default else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
-    function = lambda q, k, v: checkpoint(_project, q, k, v, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
+    function = lambda q, k, v: checkpoint(
+        _project, q, k, v, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy)
+    )
     function = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
     got = torch.autograd.grad(function(*call[:3]).sum(), leaves(call))
     assert runs == ["forward", "backward"]

@@ -1,4 +1,6 @@
-"""The contract's golden cases and edges, literally, on every device: what a kernel may not get wrong in any circumstances."""
+"""The contract's golden cases and edges, literally, on every device: what a kernel may not get wrong in any
+circumstances.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from strobe.problem.call import Call
 from strobe.testing import CASES, Poison, assert_as_good_as
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-HALF_ULP = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # the most, relative
+HALF_ULP = {
+    torch.float64: 2.0**-53,
+    torch.float32: 2.0**-24,
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+}  # the most, relative
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
@@ -60,7 +67,8 @@ def test_golden_mask(name, device, kernel):
     for i, admitted in enumerate(seen):
         wanted = [1 / len(admitted) if j in admitted else 0.0 for j in range(16)]
         assert out[0, i, 0].tolist() == pytest.approx(wanted, rel=4 * HALF_ULP[torch.float32], abs=0), f"row {i}"
-        assert lse[0, 0, i].item() == pytest.approx(math.log(len(admitted)) if admitted else -math.inf, abs=2e-6), f"row {i}"
+        log_sum = math.log(len(admitted)) if admitted else -math.inf
+        assert lse[0, 0, i].item() == pytest.approx(log_sum, abs=2e-6), f"row {i}"
 
 
 @dtypes
@@ -92,9 +100,13 @@ def probe(out, lse, n, dtype):
     """out is 1/n at the first n keys and 0 beyond; one rounding to float32 and one to the output."""
     wanted = torch.zeros(256, dtype=torch.float64)
     wanted[:n] = 1 / n
-    allowed = wanted * (1.01 * HALF_ULP[dtype] + 4 * HALF_ULP[torch.float64 if dtype == torch.float64 else torch.float32])
+    allowed = wanted * (
+        1.01 * HALF_ULP[dtype] + 4 * HALF_ULP[torch.float64 if dtype == torch.float64 else torch.float32]
+    )
     error = (out.double().cpu() - wanted).abs()
-    assert bool((error <= allowed).all()), f"n = {n}: keys {(error > allowed).any(0).nonzero().flatten().tolist()[:8]} do not weigh 1/n"
+    assert bool((error <= allowed).all()), (
+        f"n = {n}: keys {(error > allowed).any(0).nonzero().flatten().tolist()[:8]} do not weigh 1/n"
+    )
     assert lse.double().cpu().tolist() == pytest.approx([math.log(n)] * len(lse), abs=2e-6 + 4 * 2.0**-23 * math.log(n))
 
 
@@ -107,7 +119,8 @@ def test_ones_come_out_as_ones(dtype, device, kernel):
     for n in range(1, 261):
         call = Call(q, k[:, :n], ones[:, :n], kernel=kernel)
         out, lse = ops.run(call)
-        # weights are rounded, their sum is not: 6u sqrt(sum P^2) about 1, u half of HALF_ULP, then the output's own rounding
+        # weights are rounded, their sum is not: 6u sqrt(sum P^2) about 1, u half of HALF_ULP, then the output's own
+        # rounding
         assert (out - 1).abs().max() <= (2 if dtype.itemsize == 2 else 16) * HALF_ULP[dtype], f"n = {n}"
         if n % 37 == 0:
             assert_as_good_as((out, lse), call)
@@ -115,7 +128,9 @@ def test_ones_come_out_as_ones(dtype, device, kernel):
 
 @dtypes
 def test_one_admitted_key(dtype, device, kernel):
-    """out is that V row, lse its score. On a GPU the weight is 1 within an ulp (one fused multiply-add and exp2), and is divided by itself."""
+    """out is that V row, lse its score. On a GPU the weight is 1 within an ulp (one fused multiply-add and exp2), and
+    is divided by itself.
+    """
     q, k, v = (torch.randn(2, 70, 2, 40, device=device, dtype=dtype) for _ in range(3))
     out, _ = ops.run(Call(q, k, v, left=0, right=0, kernel=kernel))
     whole, lse = ops.run(Call(q, k, v, left=0, right=0, kernel=kernel, partial=True))
@@ -129,7 +144,10 @@ def test_one_admitted_key(dtype, device, kernel):
 
 @dtypes
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("name", ["causal_more_rows", "key_lengths", "window_beyond_the_keys", "packed_no_keys_middle", "packed_outside", "no_keys"])
+@pytest.mark.parametrize(
+    "name",
+    ["causal_more_rows", "key_lengths", "window_beyond_the_keys", "packed_no_keys_middle", "packed_outside", "no_keys"],
+)
 def test_rows_without_keys(name, sinks, dtype, device, kernel):
     """out 0, lse -inf (or the sink), gradients 0: exactly."""
     call = CASES[name].build(device, dtype, requires_grad=True, kernel=kernel)
@@ -148,11 +166,14 @@ def test_rows_without_keys(name, sinks, dtype, device, kernel):
 
 @dtypes
 def test_a_sink_without_bound_takes_all_the_weight(dtype, device, kernel):
-    """Heads with sinks of 3e38 and +inf: out 0, lse the sink, and the sink's gradient that of lse. A sink of -inf has gradient 0, even on empty
-    rows."""
+    """Heads with sinks of 3e38 and +inf: out 0, lse the sink, and the sink's gradient that of lse. A sink of -inf has
+    gradient 0, even on empty rows.
+    """
     call = CASES["sinks_without_bound"].build(device, dtype, requires_grad=True, kernel=kernel)
     out, lse = ops.run(call)
-    assert out[:, :, :2].eq(0).all() and torch.equal(lse[:, :2], call.sinks[None, :2, None].to(lse.dtype).expand_as(lse[:, :2]))
+    assert out[:, :, :2].eq(0).all() and torch.equal(
+        lse[:, :2], call.sinks[None, :2, None].to(lse.dtype).expand_as(lse[:, :2])
+    )
     dlse = torch.ones_like(lse)
     grads = torch.autograd.grad((out, lse), (call.q, call.k, call.v, call.sinks), (torch.randn_like(out), dlse))
     assert all(grad.isfinite().all() for grad in grads)
@@ -204,7 +225,9 @@ def test_nan_in_a_query_stays_in_its_row(keys, dtype, device, kernel):
 
 @dtypes
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf, 1e4])
-@pytest.mark.parametrize("name", ["key_lengths", "key_lengths_causal", "documents_padded", "packed_outside", "packed_no_rows_middle"])
+@pytest.mark.parametrize(
+    "name", ["key_lengths", "key_lengths_causal", "documents_padded", "packed_outside", "packed_no_rows_middle"]
+)
 def test_hidden_bytes_do_not_matter(name, junk, dtype, device, kernel):
     """Keys beyond a length, padding and tokens of no sequence may hold anything: same bits out, gradient 0 for them."""
     results = []
@@ -246,7 +269,9 @@ def test_padding_rows_do_not_matter(name, dtype, device, kernel):
 @dtypes
 @pytest.mark.parametrize("name", ["packed", "packed_two_sides", "documents", "causal"])
 def test_a_neighbour_of_nan_does_not_matter(name, dtype, device, kernel):
-    """One sequence, document or batch entry is all NaN, dO too: the others keep their bits in out, lse and every gradient."""
+    """One sequence, document or batch entry is all NaN, dO too: the others keep their bits in out, lse and every
+    gradient.
+    """
     results = []
     for filler in (0.0, torch.nan):
         call = CASES[name].build(device, dtype, requires_grad=True, kernel=kernel)
@@ -259,14 +284,18 @@ def test_a_neighbour_of_nan_does_not_matter(name, dtype, device, kernel):
         dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
         dout[mine] = filler
         gradients = torch.autograd.grad(out, (call.q, call.k, call.v), dout)
-        results.append((out[~mine], lse[expand(~mine, lse, call)], *(grad[outside] for grad, outside in zip(gradients, out_of_it))))
+        results.append(
+            (out[~mine], lse[expand(~mine, lse, call)], *(grad[outside] for grad, outside in zip(gradients, out_of_it)))
+        )
     for clean, dirty in zip(*results):
         assert torch.equal(clean, dirty)
 
 
 def neighbour(call):
     """Rows and keys of the second sequence, the second document or the second batch entry: bool [B, S] or [T]."""
-    inside = [torch.zeros(t.shape[: 1 if call.packed else 2], dtype=torch.bool, device=t.device) for t in (call.q, call.k)]
+    inside = [
+        torch.zeros(t.shape[: 1 if call.packed else 2], dtype=torch.bool, device=t.device) for t in (call.q, call.k)
+    ]
     for which, offsets, ids in zip(inside, (call.cu_seqlens_q, call.cu_seqlens_k), (call.ids_q, call.ids_k)):
         if call.packed:
             which[offsets[1] : offsets[2]] = True
@@ -310,7 +339,10 @@ def test_scale_of_any_sign(scale, rows, dtype, device, kernel):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_scores_of_minus_100000(dtype, device, kernel):
     """No finite number may stand for minus infinity."""
-    q, k = torch.full((1, 5, 1, 16), -80.0, device=device, dtype=dtype), torch.full((1, 70, 1, 16), 320.0, device=device, dtype=dtype)
+    q, k = (
+        torch.full((1, 5, 1, 16), -80.0, device=device, dtype=dtype),
+        torch.full((1, 70, 1, 16), 320.0, device=device, dtype=dtype),
+    )
     k[0, :, 0, 0] += 16 * torch.arange(70, device=device) % 48
     v = torch.randn(1, 70, 1, 16, device=device, dtype=dtype)
     call = Call(q, k, v, kernel=kernel)
@@ -346,7 +378,9 @@ def test_key_lengths_out_of_range(device, kernel):
 
 @pytest.mark.parametrize("offsets", [[0, 5, 3, 9], [0, 4, 2**30], [-7, 4, 9], [0, 9, 2**31 - 1, 9]], ids=str)
 def test_offsets_that_fall_or_overrun(offsets, device, kernel):
-    """Nothing is read or written outside a tensor, whatever the offsets say: a host refuses them, a device clamps them and tells."""
+    """Nothing is read or written outside a tensor, whatever the offsets say: a host refuses them, a device clamps them
+    and tells.
+    """
     strobe.last_errors()
     with Poison() as poison:
         q = poison.enclose("q", torch.randn(9, 2, 16, device=device))
@@ -363,7 +397,9 @@ def test_gradient_that_is_expanded(device, kernel):
     """out.sum().backward() sends a gradient of stride 0 in every dimension."""
     q, k, v = (torch.randn(1, 40, 2, 16, device=device, requires_grad=True) for _ in range(3))
     strobe.attention(q, k, v, causal=True, kernel=kernel).sum().backward()
-    dv = torch.autograd.grad(strobe.attention(q, k, v, causal=True, kernel=kernel), v, torch.ones(1, 40, 2, 16, device=device))[0]
+    dv = torch.autograd.grad(
+        strobe.attention(q, k, v, causal=True, kernel=kernel), v, torch.ones(1, 40, 2, 16, device=device)
+    )[0]
     assert torch.equal(v.grad, dv)  # type: ignore[arg-type]
 
 
@@ -384,6 +420,12 @@ def test_every_spelling_of_unbounded(device, kernel):
 
 def test_what_is_returned_never_depends_on_a_flag(device, kernel):
     q = torch.randn(1, 6, 2, 16, device=device)
-    for options in ({}, {"causal": True}, {"deterministic": True}, {"batch_invariant": True}, {"out": torch.empty_like(q)}):
+    for options in (
+        {},
+        {"causal": True},
+        {"deterministic": True},
+        {"batch_invariant": True},
+        {"out": torch.empty_like(q)},
+    ):
         assert isinstance(strobe.attention(q, q, q, kernel=kernel, **options), torch.Tensor)
     assert isinstance(strobe.partial_attention(q, q, q, kernel=kernel), strobe.Partial)

@@ -1,6 +1,7 @@
 """The CPU kernels: how a call is cut into pieces and tiles, which path runs, and what must hold to the bit.
 
-test_cases, test_contract and test_properties hold them against the oracle like every family; here is what is theirs alone.
+test_cases, test_contract and test_properties hold them against the oracle like every family; here is what is theirs
+alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ def int32(*values) -> torch.Tensor:
 def qkv(batch=1, seqlen_q=130, seqlen_k=None, heads=(2, 2), width=16, dtype=torch.float32, seed=0, grad=False):
     generator = torch.Generator().manual_seed(seed)
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-    shapes = ((batch, seqlen_q, heads[0], width), (batch, seqlen_k, heads[1], width), (batch, seqlen_k, heads[1], width))
+    shapes = (
+        (batch, seqlen_q, heads[0], width),
+        (batch, seqlen_k, heads[1], width),
+        (batch, seqlen_k, heads[1], width),
+    )
     return tuple(torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for shape in shapes)
 
 
@@ -59,7 +64,9 @@ class Draw:
             lengths = torch.randint(0, seqlen_k + 1, (batch,), generator=self.generator, dtype=torch.int32)
             mask &= strobe.prefix_causal(self.one_of((0, 3, 50, lengths)))
         if sometimes():
-            mask &= strobe.key_lengths(torch.randint(0, seqlen_k + 1, (batch,), generator=self.generator, dtype=torch.int32))
+            mask &= strobe.key_lengths(
+                torch.randint(0, seqlen_k + 1, (batch,), generator=self.generator, dtype=torch.int32)
+            )
         if sometimes():
             sort = self.one_of((True, False))
             mask &= strobe.documents(self.ids(batch, seqlen_q, sort), self.ids(batch, seqlen_k, sort))
@@ -70,10 +77,13 @@ class Draw:
         seqlen_k, heads_kv = self.one_of((seqlen_q, *LENGTHS)), self.one_of((1, 2))
         heads_q, width = heads_kv * self.one_of((1, 1, 3)), self.one_of((8, 33))
         q, k, _ = qkv(batch, seqlen_q, seqlen_k, (heads_q, heads_kv), width, dtype, self.one_of(range(100)), grad=True)
-        v = qkv(batch, seqlen_k, heads=(heads_kv, 1), width=self.one_of((width, width, 5)), dtype=dtype, seed=1, grad=True)[0]
+        v = qkv(
+            batch, seqlen_k, heads=(heads_kv, 1), width=self.one_of((width, width, 5)), dtype=dtype, seed=1, grad=True
+        )[0]
         sinks = self.one_of((None, None, torch.randn(heads_q, generator=self.generator).requires_grad_()))
         options = dict(
-            softcap=self.one_of((0.0, 0.0, 3.0)), scale=self.one_of((None, None, -0.4, 0.0)), partial=self.one_of((True, False)),
+            softcap=self.one_of((0.0, 0.0, 3.0)), scale=self.one_of((None, None, -0.4, 0.0)),
+            partial=self.one_of((True, False)),
             batch_invariant=self.one_of((True, False, False)), needs_grad=True, kernel="cpu",
         )  # fmt: skip
         return Call(q, k, v, sinks=sinks, **options).with_mask(self.mask(batch, seqlen_q, seqlen_k))
@@ -99,7 +109,9 @@ def test_lengths_of_many_tiles(mask, dtype, judge):
 
 
 @pytest.mark.parametrize("fixed", (False, True), ids=("tight", "fixed"))
-@pytest.mark.parametrize("name", ("causal", "window", "prefix", "sinks", "one_kv_head", "packed_causal", "documents", "softcap"))
+@pytest.mark.parametrize(
+    "name", ("causal", "window", "prefix", "sinks", "one_kv_head", "packed_causal", "documents", "softcap")
+)
 def test_tiles_of_any_size_give_the_same(name, fixed):
     """Tiles of 16 x 32 and chunks of one head: every loop goes round more than once."""
     name = next(case for case in CASES if name in case)
@@ -107,19 +119,29 @@ def test_tiles_of_any_size_give_the_same(name, fixed):
     choice = ops.decide(call)
     config = Config("tiled", 16, 32, 1, fixed)
     forward, backward = (
-        plan._replace(config=config, buffers=plan.kernel.workspace(plan.problem, config)) for plan in (choice.forward, choice.backward)
+        plan._replace(config=config, buffers=plan.kernel.workspace(plan.problem, config))
+        for plan in (choice.forward, choice.backward)
     )
-    bare = call._replace(q=call.q.detach(), k=call.k.detach(), v=call.v.detach(), sinks=None if call.sinks is None else call.sinks.detach())
+    bare = call._replace(
+        q=call.q.detach(),
+        k=call.k.detach(),
+        v=call.v.detach(),
+        sinks=None if call.sinks is None else call.sinks.detach(),
+    )
     out, lse = (torch.empty(shape) for shape in choice.problem.out_shapes)
     forward.kernel.run(forward, bare, Forward(out, lse), {b.name: torch.empty(b.shape) for b in forward.buffers})
     assert_as_good_as((out, lse), call)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse).masked_fill_(lse == -torch.inf, 0.0)
     grads = [torch.empty_like(t) for t in (*bare[:3], lse)]
-    backward.kernel.run(backward, bare, Backward(dout, out, lse, dlse, *grads), {b.name: torch.empty(b.shape) for b in backward.buffers})
+    backward.kernel.run(
+        backward, bare, Backward(dout, out, lse, dlse, *grads), {b.name: torch.empty(b.shape) for b in backward.buffers}
+    )
     dsinks = ops._sinks_gradient(bare, lse, grads[3]) if call.sinks is not None else None
     assert_gradients_as_good_as((*grads[:3], dsinks), call, dout, dlse)
     delta = (dout.double() * out.double()).sum(-1).transpose(-1, -2) - dlse
-    torch.testing.assert_close(grads[3].double(), delta, rtol=0, atol=2**-22 * float((dout * out).abs().sum(-1).max() + dlse.abs().max()))
+    torch.testing.assert_close(
+        grads[3].double(), delta, rtol=0, atol=2**-22 * float((dout * out).abs().sum(-1).max() + dlse.abs().max())
+    )
 
 
 # ---------------------------------------------------------------- pieces and tiles
@@ -127,7 +149,9 @@ def test_tiles_of_any_size_give_the_same(name, fixed):
 
 def seen_by_pieces(call: Call) -> torch.Tensor:
     """The mask written out again from a call's pieces, [B, S_q, S_k]; every pair at most once."""
-    batch, seqlen_q, seqlen_k = (1, call.q.shape[0], call.k.shape[0]) if call.packed else (*call.q.shape[:2], call.k.shape[1])
+    batch, seqlen_q, seqlen_k = (
+        (1, call.q.shape[0], call.k.shape[0]) if call.packed else (*call.q.shape[:2], call.k.shape[1])
+    )
     count = torch.zeros(batch, seqlen_q, seqlen_k, dtype=torch.int32)
     for piece in cut(call).pieces:
         rows, keys = (torch.arange(n)[index] for n, index in ((seqlen_q, piece.rows), (seqlen_k, piece.keys)))
@@ -146,7 +170,9 @@ def test_pieces_are_the_mask(seed):
     batch, seqlen_q, seqlen_k = draw.one_of((1, 2)), draw.one_of((1, 5, 40)), draw.one_of((1, 7, 40))
     q, k, v = qkv(batch, seqlen_q, seqlen_k)
     mask = draw.mask(batch, seqlen_q, seqlen_k)
-    assert torch.equal(seen_by_pieces(Call(q, k, v).with_mask(mask)), mask.dense(seqlen_q, seqlen_k).expand(batch, -1, -1))
+    assert torch.equal(
+        seen_by_pieces(Call(q, k, v).with_mask(mask)), mask.dense(seqlen_q, seqlen_k).expand(batch, -1, -1)
+    )
 
 
 def test_pieces_of_a_pack():
@@ -159,7 +185,9 @@ def test_pieces_of_a_pack():
 
 
 @pytest.mark.parametrize(
-    "mask", (strobe.full(), strobe.causal(), strobe.window(9, 3), strobe.window(None, 2), strobe.prefix_causal(20)), ids=lambda m: str(m.structure)
+    "mask",
+    (strobe.full(), strobe.causal(), strobe.window(9, 3), strobe.window(None, 2), strobe.prefix_causal(20)),
+    ids=lambda m: str(m.structure),
 )
 @pytest.mark.parametrize("lengths", ((50, 50), (33, 70), (70, 33)))
 def test_empty_tiles_are_skipped_and_full_ones_unmasked(mask, lengths):
@@ -179,7 +207,12 @@ def test_empty_tiles_are_skipped_and_full_ones_unmasked(mask, lengths):
 def work(call: Call) -> float:
     """The share of S_q x S_k that tiles are computed for."""
     config = ops.decide(call).forward.config
-    areas = [(b.stop - b.start) * (t.keys.stop - t.keys.start) for p in cut(call).pieces for b in blocks(p, config) for t in tiles(b, config)]
+    areas = [
+        (b.stop - b.start) * (t.keys.stop - t.keys.start)
+        for p in cut(call).pieces
+        for b in blocks(p, config)
+        for t in tiles(b, config)
+    ]
     return sum(areas) / call.q.shape[1] / call.k.shape[1]
 
 
@@ -216,13 +249,19 @@ def test_the_config_names_the_path(options, dtype, forward, backward):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_overlapping_windows_of_a_row_have_two_strides_of_1(dtype):
-    windows = torch.randn(200, generator=torch.Generator().manual_seed(3)).to(dtype).unfold(0, 64, 1)[:30][None, :, None]
+    windows = (
+        torch.randn(200, generator=torch.Generator().manual_seed(3)).to(dtype).unfold(0, 64, 1)[:30][None, :, None]
+    )
     dense = torch.randn(1, 30, 1, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
     for q, k in ((windows, dense), (dense, windows)):
-        tensors, copies = ([t.detach().requires_grad_() for t in pair] for pair in ((q, k), (q.contiguous(), k.contiguous())))
+        tensors, copies = (
+            [t.detach().requires_grad_() for t in pair] for pair in ((q, k), (q.contiguous(), k.contiguous()))
+        )
         out, expected = (strobe.attention(one, two, two) for one, two in (tensors, copies))
         assert torch.equal(out, expected)
-        found, wanted = (torch.autograd.grad(y.square().sum(), leaves) for y, leaves in ((out, tensors), (expected, copies)))
+        found, wanted = (
+            torch.autograd.grad(y.square().sum(), leaves) for y, leaves in ((out, tensors), (expected, copies))
+        )
         assert all(map(torch.equal, found, wanted))
 
 
@@ -250,7 +289,9 @@ def test_a_config_refuses_what_it_cannot_mean():
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize(
-    "options", ({}, {"right": 0}, {"left": 30, "right": 0}, {"softcap": 2.0}, {"scale": 0.0}, {"batch_invariant": True}), ids=str
+    "options",
+    ({}, {"right": 0}, {"left": 30, "right": 0}, {"softcap": 2.0}, {"scale": 0.0}, {"batch_invariant": True}),
+    ids=str,
 )
 @pytest.mark.parametrize("length", (3, 15, 16, 17, 31, 64, 130, 600))
 def test_a_row_of_nan_is_nan_and_alone(length, options, dtype):
@@ -282,11 +323,19 @@ def outsiders() -> dict[str, tuple]:
     offsets = int32(3, 70, 70, 135)
     inside = (torch.arange(140) >= 3) & (torch.arange(140) < 135)
     return {
-        "key_lengths": (Call(q, k, v).with_mask(strobe.key_lengths(int32(70, 101))), None, torch.arange(140) >= int32(70, 101)[:, None]),
+        "key_lengths": (
+            Call(q, k, v).with_mask(strobe.key_lengths(int32(70, 101))),
+            None,
+            torch.arange(140) >= int32(70, 101)[:, None],
+        ),
         "documents": (Call(q, k, v, right=0).with_mask(strobe.documents(ids) & strobe.causal()), ids < 0, ids < 0),
         "scattered documents": (Call(q, k, v).with_mask(strobe.documents(scattered)), scattered < 0, scattered < 0),
         "other document": (Call(q, k, v).with_mask(strobe.documents(ids)), ids == 1, ids == 1),
-        "packed": (Call(q[0], k[0], v[0], cu_seqlens_q=offsets, cu_seqlens_k=offsets, left=80, right=0), ~inside, ~inside),
+        "packed": (
+            Call(q[0], k[0], v[0], cu_seqlens_q=offsets, cu_seqlens_k=offsets, left=80, right=0),
+            ~inside,
+            ~inside,
+        ),
     }
 
 
@@ -299,10 +348,17 @@ def test_what_lies_outside_never_changes_a_bit(name, dtype, invariant):
     rows = torch.zeros(call.q.shape[:-2], dtype=torch.bool) if rows is None else rows
     results = []
     for bad in (0.0, torch.nan, torch.inf):
-        q, k, v = (t.masked_fill(where[..., None, None], bad).requires_grad_() for t, where in zip(call[:3], (rows, keys, keys)))
+        q, k, v = (
+            t.masked_fill(where[..., None, None], bad).requires_grad_()
+            for t, where in zip(call[:3], (rows, keys, keys))
+        )
         held = call._replace(q=q, k=k, v=v)
         out, lse = ops.run(held)
-        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(dtype).masked_fill(rows[..., None, None], bad)
+        dout = (
+            torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
+            .to(dtype)
+            .masked_fill(rows[..., None, None], bad)
+        )
         grads = torch.autograd.grad(out, (q, k, v), dout)
         inside = [(~where).nonzero(as_tuple=True) for where in (rows, rows, keys, keys)]
         results.append([t[at] for t, at in zip((out, *grads), inside)] + [lse.movedim(-2, -1)[inside[0]]])
@@ -312,7 +368,8 @@ def test_what_lies_outside_never_changes_a_bit(name, dtype, invariant):
 
 
 @pytest.mark.parametrize(
-    "offsets, words", [((0, 5, 3, 9), "offset 1 = 5, the next is 3"), ((-1, 4, 9, 9), "offset 0 = -1"), ((0, 4, 9, 11), "offset 3 = 11")]
+    "offsets, words",
+    [((0, 5, 3, 9), "offset 1 = 5, the next is 3"), ((-1, 4, 9, 9), "offset 0 = -1"), ((0, 4, 9, 11), "offset 3 = 11")],
 )
 @pytest.mark.parametrize("side", ("cu_seqlens_q", "cu_seqlens_k"))
 def test_wrong_offsets_raise(side, offsets, words):
@@ -324,7 +381,9 @@ def test_wrong_offsets_raise(side, offsets, words):
 
 
 def test_sequences_longer_than_promised():
-    """Rows beyond the promise are NaN (for keys: all of the sequence) and so is their dq; they add nothing to dk and dv."""
+    """Rows beyond the promise are NaN (for keys: all of the sequence) and so is their dq; they add nothing to dk and
+    dv.
+    """
     strobe.last_errors()
     q, k, v = (t[0].detach().requires_grad_() for t in qkv(1, 10))
     offsets = int32(0, 3, 10)
@@ -366,7 +425,9 @@ def invariant(q, k, v, **options):
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("options", ({}, {"causal": True}, {"causal": True, "window": (100, 0)}, {"softcap": 5.0}), ids=str)
+@pytest.mark.parametrize(
+    "options", ({}, {"causal": True}, {"causal": True, "window": (100, 0)}, {"softcap": 5.0}), ids=str
+)
 @pytest.mark.parametrize("heads, width", (((2, 2), 64), ((4, 1), 40)))
 def test_batch_invariance(heads, width, options, dtype):
     q, k, v = qkv(3, 150, 300, heads, width, dtype)
@@ -378,7 +439,9 @@ def test_batch_invariance(heads, width, options, dtype):
         assert torch.equal(tail.out, whole.out[:, start:]) and torch.equal(tail.lse, whole.lse[:, :, start:])
     rows, keys = int32(0, 150, 300, 450), int32(0, 300, 600, 900)
     flat = (t.flatten(0, 1) for t in (q, k, v))
-    packed = strobe.partial_attention_varlen(*flat, cu_seqlens_q=rows, cu_seqlens_k=keys, batch_invariant=True, **options)
+    packed = strobe.partial_attention_varlen(
+        *flat, cu_seqlens_q=rows, cu_seqlens_k=keys, batch_invariant=True, **options
+    )
     assert torch.equal(packed.out.view_as(whole.out), whole.out)
 
 
@@ -452,9 +515,13 @@ def test_a_hidden_score_that_overflows_is_not_seen(dtype):
     torch.testing.assert_close(out[:, 5:], alone, rtol=near, atol=near)
 
 
-@pytest.mark.parametrize("options", [dict(scale=1e-60), dict(scale=1e-60, softcap=1.0), dict(scale=0.0), dict(scale=-1e-60)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(scale=1e-60), dict(scale=1e-60, softcap=1.0), dict(scale=0.0), dict(scale=-1e-60)], ids=str
+)
 def test_a_scale_that_float32_rounds_to_0_keeps_nan(options):
     q, k = torch.randn(1, 6, 2, 16), torch.randn(1, 9, 2, 16)
     q[0, 2, 0, 3] = torch.nan
     part = strobe.partial_attention(q, k, k, **options)
-    assert part.lse.isnan().nonzero().tolist() == [[0, 0, 2]] and part.out.isnan().any(-1).nonzero().tolist() == [[0, 2, 0]]
+    assert part.lse.isnan().nonzero().tolist() == [[0, 0, 2]] and part.out.isnan().any(-1).nonzero().tolist() == [
+        [0, 2, 0]
+    ]

@@ -67,7 +67,9 @@ def test_decodes(name, workers):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_calls_of_many_tiles_take_workers(dtype, workers, judge):
-    """A window, a prefix, documents and packed sequences: forward and backward are both handed over. A plain call is one op, which torch spreads."""
+    """A window, a prefix, documents and packed sequences: forward and backward are both handed over. A plain call is
+    one op, which torch spreads.
+    """
     q, k, v = qkv(1, 700, 700, (4, 2), 32, dtype, grad=True)
     ids = (torch.arange(700, dtype=torch.int32) // 180)[None]
     hard = strobe.window(90, 20), strobe.prefix_causal(65), strobe.documents(ids)
@@ -85,8 +87,14 @@ def test_what_the_callers_thread_has_switched_on(mode, workers):
     q, k, v = qkv(1, 700, grad=True)
     with mode():
         out = strobe.attention(q, k, v, window=(90, 20))
-    assert workers and out.requires_grad == (mode is torch.enable_grad) and out.is_inference() == (mode is torch.inference_mode)
-    torch.testing.assert_close(out.detach(), strobe.attention(*(t.detach() for t in (q, k, v)), window=(90, 20)), rtol=0, atol=0)
+    assert (
+        workers
+        and out.requires_grad == (mode is torch.enable_grad)
+        and out.is_inference() == (mode is torch.inference_mode)
+    )
+    torch.testing.assert_close(
+        out.detach(), strobe.attention(*(t.detach() for t in (q, k, v)), window=(90, 20)), rtol=0, atol=0
+    )
 
 
 # ---------------------------------------------------------------- threads
@@ -116,7 +124,9 @@ def test_one_thread_stays_one_thread(workers):
 def test_jobs_whose_worth_is_one_job_are_not_handed_over(workers, monkeypatch):
     monkeypatch.setattr(parallel, "UNEVEN", 1.5)
     ran = []
-    parallel.run([Job(work, lambda scratch: ran.append(threading.current_thread())) for work in (90, 5, 5)], torch.empty(2, 1))
+    parallel.run(
+        [Job(work, lambda scratch: ran.append(threading.current_thread())) for work in (90, 5, 5)], torch.empty(2, 1)
+    )
     assert workers == [] and ran == [threading.current_thread()] * 3
 
 
@@ -127,7 +137,10 @@ def test_an_error_ends_the_call_and_leaves_workers_usable(workers):
         raise RuntimeError("of a job")
 
     with pytest.raises(RuntimeError, match="of a job"):
-        parallel.run([Job(2, lambda scratch: fails()), *_jobs(*[lambda: (time.sleep(0.01), done.append(1))] * 40)], torch.empty(2, 1))
+        parallel.run(
+            [Job(2, lambda scratch: fails()), *_jobs(*[lambda: (time.sleep(0.01), done.append(1))] * 40)],
+            torch.empty(2, 1),
+        )
     assert len(done) < 40
     parallel.run(_jobs(*[lambda: done.append(2)] * 3), torch.empty(2, 1))
     assert done.count(2) == 3
@@ -176,14 +189,18 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 @pytest.mark.parametrize("busy", (2, 6))
 @pytest.mark.parametrize("what", ("window", "documents", "prefix", "packed"))
 def test_beside_busy_processes(what, busy):
-    """As torch's attention with the mask written out is slowed by them, no more: a window and documents take half of its time at most."""
+    """As torch's attention with the mask written out is slowed by them, no more: a window and documents take half of
+    its time at most.
+    """
     q, k, v = qkv(1, 4096, 4096, (8, 8), 64)
     ids = (torch.arange(4096, dtype=torch.int32) // 512)[None]
     offsets = torch.arange(0, 4097, 512, dtype=torch.int32)
     masks = {"window": strobe.window(256, 0), "prefix": strobe.prefix_causal(100)}
     mask = masks.get(what, strobe.documents(ids) & strobe.causal())
     dense = mask.dense(4096, 4096)[:, None]
-    packed = partial(strobe.attention_varlen, *(t[0] for t in (q, k, v)), cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True)
+    packed = partial(
+        strobe.attention_varlen, *(t[0] for t in (q, k, v)), cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True
+    )
     ours = packed if what == "packed" else partial(strobe.attention, q, k, v, mask=mask)
     theirs = partial(scaled_dot_product_attention, *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=dense)
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]

@@ -1,4 +1,6 @@
-"""Cycles counted unit by unit: the published figures, the Hopper kernels that were measured, and what each remedy is predicted to buy."""
+"""Cycles counted unit by unit: the published figures, the Hopper kernels that were measured, and what each remedy is
+predicted to buy.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def _best(direction: str) -> dict[str, float]:
 
 
 def test_measured_hopper_kernels_bind_where_the_model_says():
-    """Tensor cores bind the forward at d128, at d64 the exp unit is as busy, shared memory binds the backward: both reach less than the first."""
+    """Tensor cores bind the forward at d128, at d64 the exp unit is as busy, shared memory binds the backward: both
+    reach less than the first.
+    """
     steps = {"forward d128": forward(), "forward d64": forward(192, 128, 64), "backward d128": backward(64)}
     counted = {name: cycles(step, 90) for name, step in steps.items()}
     assert counted["forward d128"].binds == "tensor" and counted["backward d128"].binds == "shared"
@@ -59,12 +63,17 @@ def test_measured_hopper_kernels_bind_where_the_model_says():
     for name, found in counted.items():
         direction, width = name.split()
         assert reached[direction][width] < found.tensor / max(found[:4])
-    assert reached["forward"]["d128"] > reached["forward"]["d64"] and reached["forward"]["d128"] > reached["backward"]["d128"]
+    assert (
+        reached["forward"]["d128"] > reached["forward"]["d64"]
+        and reached["forward"]["d128"] > reached["backward"]["d128"]
+    )
 
 
 @pytest.mark.parametrize("degree", (3, 5))
 def test_the_share_of_exponentials_is_near_the_models_best(degree):
-    """At d64 no share leaves less to the busiest unit; at d128 the exp unit has a quarter of its time left, and issue slots too."""
+    """At d64 no share leaves less to the busiest unit; at d128 the exp unit has a quarter of its time left, and issue
+    slots too.
+    """
     plain = max(cycles(forward(128, 128, 64), 100)[:4])
     shares = {n: max(cycles(forward(128, 128, 64), 100, 1, n / 32, degree)[:4]) for n in range(17)}
     assert shares[blackwell.BY_FMA[100, (64, 64), False][degree]] == min(shares.values()) < 0.8 * plain

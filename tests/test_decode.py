@@ -1,4 +1,6 @@
-"""attention_decode and append on every kernel that runs here: the table, golden rows, page tables, bits, and what the ops owe torch."""
+"""attention_decode and append on every kernel that runs here: the table, golden rows, page tables, bits, and what the
+ops owe torch.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def draw(*shape, seed=0, dtype=torch.float32, device="cpu"):
 def test_table(n, name, invariant, device, kernel):
     """Each case in one dtype and one family of inputs, in turn."""
     turn = n + 2 * invariant
-    dtype = torch.float32 if DECODES[name].fp8 and device == "cuda" else DTYPES[turn % 4]  # no float64 over 8 bits there
+    dtype = (
+        torch.float32 if DECODES[name].fp8 and device == "cuda" else DTYPES[turn % 4]
+    )  # no float64 over 8 bits there
     judged(DECODES[name].build(device, dtype, FAMILIES[turn % 5], turn, kernel, invariant))
     wanted = ["cache.page_table"] if DECODES[name].lost else []
     assert [word.split(": ")[1] for word in strobe.last_errors()] == wanted
@@ -81,7 +85,9 @@ def test_indicator_probe_at_every_residue(first, page_size, device, kernel):
     if page_size:
         columns = -(-room // page_size)
         order = torch.randperm(128 * columns, generator=torch.Generator().manual_seed(first))
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, columns * page_size - room), value=torch.nan).view(128 * columns, page_size, 1, 16)
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, columns * page_size - room), value=torch.nan).view(
+            128 * columns, page_size, 1, 16
+        )
         rows = rows[order.argsort().to(device)]
         table = order.view(128, columns).to(device, torch.int32)
     out, lse = ops_decode.run(DecodeCall(q, rows, rows, lengths.to(device, torch.int32), table, right=0, kernel=kernel))
@@ -112,11 +118,15 @@ def test_golden_rows(tokens, length, options, seen, device, kernel):
     options = {name: value for name, value in options.items() if name != "k_start"}
     v = torch.tensor([1.0, 2, 4, 8, 16, torch.nan, torch.nan], device=device).view(1, 7, 1, 1).contiguous()
     k = torch.zeros_like(v)
-    cache = strobe.DenseCache(k, v, INT(length, device=device), None if k_start is None else INT(k_start, device=device))
+    cache = strobe.DenseCache(
+        k, v, INT(length, device=device), None if k_start is None else INT(k_start, device=device)
+    )
     part = strobe.partial_attention_decode(torch.zeros(1, tokens, 1, 1, device=device), cache, kernel=kernel, **options)
     for row, keys in enumerate(seen):
         assert part.out[0, row, 0, 0].item() == pytest.approx(sum(2**j for j in keys) / max(1, len(keys)), rel=1e-6)
-        assert part.lse[0, 0, row].item() == (pytest.approx(torch.tensor(float(len(keys))).log().item(), abs=2e-6) if keys else -torch.inf)
+        assert part.lse[0, 0, row].item() == (
+            pytest.approx(torch.tensor(float(len(keys))).log().item(), abs=2e-6) if keys else -torch.inf
+        )
 
 
 def test_nan_in_a_row_of_q_stays_there(device, kernel):
@@ -134,7 +144,9 @@ def test_nan_in_a_row_of_q_stays_there(device, kernel):
 
 
 def fuzz(seed: int, batch: int, device: str, kernel: str) -> None:
-    """One drawn batch of page tables: against the oracle, told of lost pages, and the same bits whatever lies where nobody looks."""
+    """One drawn batch of page tables: against the oracle, told of lost pages, and the same bits whatever lies where
+    nobody looks.
+    """
     drawn = draw_table(seed, batch, device, kernel=kernel)
     results = []
     for value in (torch.nan, torch.inf):
@@ -166,7 +178,9 @@ def test_10000_page_tables_on_a_gpu():
         fuzz(seed, 50, "cuda", "portable")
 
 
-@pytest.mark.parametrize("seqlens, error", [((-3, 4), "cache.seqlens"), ((4, 10**9), "cache.seqlens"), ((4, 2**31 - 1), "cache.seqlens")])
+@pytest.mark.parametrize(
+    "seqlens, error", [((-3, 4), "cache.seqlens"), ((4, 10**9), "cache.seqlens"), ((4, 2**31 - 1), "cache.seqlens")]
+)
 def test_lengths_out_of_range_are_clamped_and_told(seqlens, error, device, kernel):
     k = draw(2, 8, 1, 16, device=device)
     q = draw(2, 1, 1, 16, seed=1, device=device)
@@ -179,7 +193,9 @@ def test_lengths_out_of_range_are_clamped_and_told(seqlens, error, device, kerne
 @pytest.mark.parametrize("options", ({}, {"causal": False}, {"window": (2, 0)}, {"window": (70, 3)}), ids=str)
 @pytest.mark.parametrize("start, clamped", [(-2, 0), (-(2**31), 0), (6, 5), (2**30, 5), (2**31 - 1, 5)])
 def test_a_start_out_of_range_is_clamped_and_told(start, clamped, options, device, kernel):
-    """Each alone, beside starts that are none of it: before the first key is the first, and beyond the last key there is none to see."""
+    """Each alone, beside starts that are none of it: before the first key is the first, and beyond the last key there
+    is none to see.
+    """
     k, q = draw(3, 8, 1, 16, device=device), draw(3, 2, 1, 16, seed=1, device=device)
     decode = lambda *starts: strobe.attention_decode(
         q, strobe.DenseCache(k, k, INT(5, 5, 8, device=device), INT(*starts, device=device)), kernel=kernel, **options
@@ -198,11 +214,18 @@ def test_an_empty_pool(device, kernel):
     assert any("page_table" in word for word in strobe.last_errors())
 
 
-@pytest.mark.parametrize("batch, tokens, heads, columns", [(0, 1, 2, 3), (2, 0, 2, 3), (2, 1, 0, 3), (2, 3, 2, 0)], ids=str)
+@pytest.mark.parametrize(
+    "batch, tokens, heads, columns", [(0, 1, 2, 3), (2, 0, 2, 3), (2, 1, 0, 3), (2, 3, 2, 0)], ids=str
+)
 def test_sizes_of_0(batch, tokens, heads, columns, device, kernel):
-    """No sequence, no token, no head, no room: results have their shapes, and what they hold is 0 and -inf, or the sink."""
+    """No sequence, no token, no head, no room: results have their shapes, and what they hold is 0 and -inf, or the
+    sink.
+    """
     pool = draw(4, 2, heads, 8, device=device)
-    table, lengths = torch.zeros(batch, columns, dtype=torch.int32, device=device), torch.zeros(batch, dtype=torch.int32, device=device)
+    table, lengths = (
+        torch.zeros(batch, columns, dtype=torch.int32, device=device),
+        torch.zeros(batch, dtype=torch.int32, device=device),
+    )
     cache, q = strobe.PagedCache(pool, pool.clone(), table, lengths), torch.ones(batch, tokens, heads, 8, device=device)
     part = strobe.partial_attention_decode(q, cache, kernel=kernel)
     assert part.out.shape == (batch, tokens, heads, 8) and part.lse.shape == (batch, heads, tokens)
@@ -222,17 +245,38 @@ EVERY_DTYPE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def alone_and_elsewhere(
-    seed: int, device: str, kernel: str, most: int = 300, dtypes=EVERY_DTYPE, tokens=(1, 2, 3, 4, 5), groups=(1, 2, 3, 4), widths=(8, 24)
+    seed: int,
+    device: str,
+    kernel: str,
+    most: int = 300,
+    dtypes=EVERY_DTYPE,
+    tokens=(1, 2, 3, 4, 5),
+    groups=(1, 2, 3, 4),
+    widths=(8, 24),
 ) -> None:
-    """A sequence alone, in a batch, left padded, in pages of two sizes, and as the last rows of its prefill, which may be packed: one set of bits."""
+    """A sequence alone, in a batch, left padded, in pages of two sizes, and as the last rows of its prefill, which may
+    be packed: one set of bits.
+    """
     g = torch.Generator().manual_seed(seed)
     roll = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
     dtype = dtypes[seed % len(dtypes)]
-    n, tokens, heads_kv, group, width = roll(1, most), tokens[roll(0, len(tokens))], roll(1, 4), groups[roll(0, len(groups))], widths[seed % 2]
+    n, tokens, heads_kv, group, width = (
+        roll(1, most),
+        tokens[roll(0, len(tokens))],
+        roll(1, 4),
+        groups[roll(0, len(groups))],
+        widths[seed % 2],
+    )
     options = ({}, {"left": 20}, {"softcap": 3.0}, {"scale": 0.3}, {"right": -1})[seed % 5]
-    call = lambda *fields: ops_decode.run(DecodeCall(*fields, **{"right": 0, "batch_invariant": True, "kernel": kernel, **options}))
+    call = lambda *fields: ops_decode.run(
+        DecodeCall(*fields, **{"right": 0, "batch_invariant": True, "kernel": kernel, **options})
+    )
     draw_one = lambda *shape: torch.randn(shape, generator=g).to(device, dtype)
-    q, k, v = draw_one(1, tokens, heads_kv * group, width), draw_one(1, n, heads_kv, width), draw_one(1, n, heads_kv, width)
+    q, k, v = (
+        draw_one(1, tokens, heads_kv * group, width),
+        draw_one(1, n, heads_kv, width),
+        draw_one(1, n, heads_kv, width),
+    )
     alone = call(q, k, v, INT(n, device=device))
     batch, room, place = roll(2, 6), n + roll(0, 600), roll(0, 2)
     many = [draw_one(batch, *shape[1:]) for shape in (q.shape, (1, room, heads_kv, width), (1, room, heads_kv, width))]
@@ -240,16 +284,20 @@ def alone_and_elsewhere(
     many[0][place], many[1][place, :n], many[2][place, :n], lengths[place] = q[0], k[0], v[0], n
     found = [tuple(t[place : place + 1] for t in call(*many, lengths))]
     pad = roll(0, 40)
-    padded = [torch.cat([torch.full((1, pad, heads_kv, width), torch.nan, dtype=dtype, device=device), t], 1) for t in (k, v)]
+    padded = [
+        torch.cat([torch.full((1, pad, heads_kv, width), torch.nan, dtype=dtype, device=device), t], 1) for t in (k, v)
+    ]
     found.append(call(q, *padded, INT(pad + n, device=device), None, INT(pad, device=device)))
     for size in (1, 16) if seed % 2 else (7, 256):
         columns = -(-n // size)
         order = torch.randperm(columns + 2, generator=g)[:columns]
-        pools = [torch.full((columns + 2, size, heads_kv, width), torch.nan, dtype=dtype, device=device) for _ in range(2)]
+        pools = [
+            torch.full((columns + 2, size, heads_kv, width), torch.nan, dtype=dtype, device=device) for _ in range(2)
+        ]
         for pool, t in zip(pools, (k, v)):
-            pool[order.to(device)] = torch.nn.functional.pad(t[0], (0, 0, 0, 0, 0, columns * size - n), value=torch.nan).view(
-                columns, size, heads_kv, width
-            )
+            pool[order.to(device)] = torch.nn.functional.pad(
+                t[0], (0, 0, 0, 0, 0, columns * size - n), value=torch.nan
+            ).view(columns, size, heads_kv, width)
         table = torch.cat([order, torch.full((roll(0, 5),), -1)]).to(device, torch.int32)[None]
         found.append(call(q, *pools, INT(n, device=device), table))
     if tokens <= n:
@@ -259,9 +307,13 @@ def alone_and_elsewhere(
         part = strobe.partial_attention(prefill, k, v, batch_invariant=True, kernel=kernel, **flat)
         found.append((part.out[:, -tokens:].to(dtype), part.lse[:, :, -tokens:]))
         before, after = roll(0, 90), roll(0, 90)
-        beside = [torch.cat([draw_one(before, *t.shape[2:]), t[0], draw_one(after, *t.shape[2:])]) for t in (prefill, k, v)]
+        beside = [
+            torch.cat([draw_one(before, *t.shape[2:]), t[0], draw_one(after, *t.shape[2:])]) for t in (prefill, k, v)
+        ]
         where = torch.tensor([0, before, before + n, before + n + after], device=device, dtype=torch.int32)
-        part = strobe.partial_attention_varlen(*beside, cu_seqlens_q=where, cu_seqlens_k=where, batch_invariant=True, kernel=kernel, **flat)
+        part = strobe.partial_attention_varlen(
+            *beside, cu_seqlens_q=where, cu_seqlens_k=where, batch_invariant=True, kernel=kernel, **flat
+        )
         rows = slice(before + n - tokens, before + n)
         found.append((part.out[None, rows].to(dtype), part.lse[None, :, rows]))
     assert all(torch.equal(alone[0], out) and torch.equal(alone[1], lse) for out, lse in found), seed
@@ -289,14 +341,26 @@ def test_wide_sequences_have_the_same_bits_everywhere_on_a_gpu(kernel, widths):
         alone_and_elsewhere(seed, "cuda", kernel, 5000, (torch.bfloat16,), (1, 16), (3, 16), widths)
 
 
-def windowed(left: int, right: int, tokens: int, lengths: tuple[int, ...], kernel: tuple[str, str], rows: int = 70, dtype=torch.float32) -> None:
-    """Decodes over dense rows, left padded rows and pages, and the last rows of their prefills: one set of bits. Of decodes all that lies before the
-    first row's window is NaN, or a page that is not there; of prefills it is other keys, which some of its rows see. kernel: (device, family)."""
+def windowed(
+    left: int,
+    right: int,
+    tokens: int,
+    lengths: tuple[int, ...],
+    kernel: tuple[str, str],
+    rows: int = 70,
+    dtype=torch.float32,
+) -> None:
+    """Decodes over dense rows, left padded rows and pages, and the last rows of their prefills: one set of bits. Of
+    decodes all that lies before the first row's window is NaN, or a page that is not there; of prefills it is other
+    keys, which some of its rows see. kernel: (device, family).
+    """
     device, family = kernel
     batch, most, size, pad = len(lengths), max(lengths), 16, 9
     q = draw(batch, rows, 4, 16, seed=left, dtype=dtype, device=device)
     k, v = (draw(batch, most, 2, 16, seed=left + n, dtype=dtype, device=device) for n in (1, 2))
-    k, v = (torch.nn.functional.pad(t, (0, 0, 0, 0, 300, 300), value=torch.nan)[:, 300:-300] for t in (k, v))  # around all that any row sees
+    k, v = (
+        torch.nn.functional.pad(t, (0, 0, 0, 0, 300, 300), value=torch.nan)[:, 300:-300] for t in (k, v)
+    )  # around all that any row sees
     options = {"window": (left, right), "batch_invariant": True, "kernel": family}
     expected = []
     for b, n in enumerate(lengths):
@@ -311,7 +375,10 @@ def windowed(left: int, right: int, tokens: int, lengths: tuple[int, ...], kerne
     padded = [torch.cat([torch.full_like(t[:, :pad], torch.nan), t], 1) for t in (k, v)]
     columns = -(-most // size)
     order = torch.randperm(batch * columns, generator=torch.Generator().manual_seed(left)).to(device)
-    pools = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, columns * size - most), value=torch.nan).reshape(-1, size, 2, 16) for t in (k, v)]
+    pools = [
+        torch.nn.functional.pad(t, (0, 0, 0, 0, 0, columns * size - most), value=torch.nan).reshape(-1, size, 2, 16)
+        for t in (k, v)
+    ]
     pools = [pool[order.argsort()] for pool in pools]  # page n of all lies at order[n]
     column = torch.arange(columns, device=device)[None]
     table = order.argsort().argsort().view(batch, columns).where((column + 1) * size > before[:, None], -1).int()
@@ -327,7 +394,19 @@ def windowed(left: int, right: int, tokens: int, lengths: tuple[int, ...], kerne
     assert strobe.last_errors() == []
 
 
-WINDOWS = [(0, 0), (1, 0), (20, 0), (31, 2), (63, 0), (64, 0), (100, 7), (127, 0), (200, 0), (254, 0), (255, 1)]  # of fewer keys than a tile of a CPU
+WINDOWS = [
+    (0, 0),
+    (1, 0),
+    (20, 0),
+    (31, 2),
+    (63, 0),
+    (64, 0),
+    (100, 7),
+    (127, 0),
+    (200, 0),
+    (254, 0),
+    (255, 1),
+]  # of fewer keys than a tile of a CPU
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -356,9 +435,13 @@ def test_a_prefix_attended_once_for_all_sequences(device, kernel):
     prefix_k, prefix_v = (draw(1, 64, 2, 16, seed=n, dtype=torch.float64, device=device) for n in range(2))
     own_k, own_v = (draw(5, 20, 2, 16, seed=n, dtype=torch.float64, device=device) for n in (2, 3))
     q, lengths = draw(5, 1, 8, 16, seed=4, dtype=torch.float64, device=device), INT(20, 0, 7, 1, 19, device=device)
-    folded = strobe.partial_attention(q.transpose(0, 1), prefix_k, prefix_v, kernel=kernel)  # [1, B, H, D]: B rows over one prefix
+    folded = strobe.partial_attention(
+        q.transpose(0, 1), prefix_k, prefix_v, kernel=kernel
+    )  # [1, B, H, D]: B rows over one prefix
     prefix = strobe.Partial(folded.out.transpose(0, 1), folded.lse.permute(2, 1, 0))
-    merged = strobe.merge(prefix, strobe.partial_attention_decode(q, strobe.DenseCache(own_k, own_v, lengths), kernel=kernel))
+    merged = strobe.merge(
+        prefix, strobe.partial_attention_decode(q, strobe.DenseCache(own_k, own_v, lengths), kernel=kernel)
+    )
     k, v = (torch.cat([shared.expand(5, -1, -1, -1), own], 1) for shared, own in ((prefix_k, own_k), (prefix_v, own_v)))
     whole = strobe.partial_attention_decode(q, strobe.DenseCache(k, v, lengths + 64), kernel=kernel)
     torch.testing.assert_close(merged.out, whole.out, rtol=0, atol=FP64)
@@ -377,13 +460,18 @@ def test_every_gpu_runs_the_portable_decode_but_hopper():
     half = replace(problem, dtype=torch.float16, cache_dtype=torch.float16, out_dtype=torch.float16)
     for name, target in FAKES.items():
         chosen = select(half, target).forward.kernel.name
-        assert chosen == ("cpu.decode" if name == "CPU" else "hopper.decode" if target.capability == 90 else "portable.decode")
+        assert chosen == (
+            "cpu.decode" if name == "CPU" else "hopper.decode" if target.capability == 90 else "portable.decode"
+        )
     text = str(select(half, FAKES["H200"]))
     assert "decode B=2 T=1 S_max=4096" in text and "splits" in text and "memory-bound" in text
 
 
 REFUSED_ON_HOPPER = {
-    "dtype": (dict(dtype=torch.float32, cache_dtype=torch.float32, out_dtype=torch.float32), "float16 and bfloat16 queries only; these are float32"),
+    "dtype": (
+        dict(dtype=torch.float32, cache_dtype=torch.float32, out_dtype=torch.float32),
+        "float16 and bfloat16 queries only; these are float32",
+    ),
     "head_dim": (dict(head_dim=264, head_dim_v=264), "head dimensions up to 256; this is 264/264"),
     "rows": (dict(head_dim=20), "copies 16 bytes at a time"),
     "rows of 8 bits": (dict(cache_dtype=FP8, head_dim=72), "copies 16 bytes at a time"),
@@ -395,9 +483,18 @@ REFUSED_ON_HOPPER = {
 @pytest.mark.parametrize("name", REFUSED_ON_HOPPER)
 def test_each_reason_against_the_hopper_decode(name):
     k = torch.empty(2, 4096, 2, 64, dtype=torch.bfloat16, device="meta")
-    call = DecodeCall(torch.empty(2, 1, 8, 64, dtype=torch.bfloat16, device="meta"), k, k, torch.empty(2, dtype=torch.int32, device="meta"), right=0)
+    call = DecodeCall(
+        torch.empty(2, 1, 8, 64, dtype=torch.bfloat16, device="meta"),
+        k,
+        k,
+        torch.empty(2, dtype=torch.int32, device="meta"),
+        right=0,
+    )
     problem = DecodeProblem.from_call(call)
-    assert HOPPER.why_not(problem, FAKES["H200"]) is None and HOPPER.why_not(problem, FAKES["B200"]) == "made for sm_90; this target is sm_100"
+    assert (
+        HOPPER.why_not(problem, FAKES["H200"]) is None
+        and HOPPER.why_not(problem, FAKES["B200"]) == "made for sm_90; this target is sm_100"
+    )
     changes, words = REFUSED_ON_HOPPER[name]
     assert words in HOPPER.why_not(replace(problem, **changes), FAKES["H200"])
 
@@ -416,7 +513,10 @@ def test_a_family_that_cannot_decode_here_says_so():
         strobe.attention_decode(torch.empty(2, 1, 2, 16), cache, kernel="hopper")
     with pytest.raises(
         strobe.InvalidProblem,
-        match=r"kernel: got 'cpu\.forward', expected one of blackwell, hopper, portable, cpu, hopper\.decode, portable\.decode, cpu\.decode",
+        match=(
+            r"kernel: got 'cpu\.forward', expected one of blackwell, hopper, portable, cpu, hopper\.decode, "
+            r"portable\.decode, cpu\.decode"
+        ),
     ):
         strobe.attention_decode(torch.empty(2, 1, 2, 16), cache, kernel="cpu.forward")
 
@@ -445,7 +545,9 @@ VARIATIONS = {
     "kernel": lambda c: c._replace(kernel="cpu"),
     "partial": lambda c: c._replace(partial=True, q=c.q.bfloat16(), k=c.k.bfloat16(), v=c.v.bfloat16()),
     "dtype": lambda c: c._replace(q=c.q.bfloat16(), k=c.k.bfloat16(), v=c.v.bfloat16()),
-    "pages": lambda c: c._replace(k=c.k.view(8, 4, 2, 8), v=c.v.view(8, 4, 2, 8), page_table=INT([3, 2, 1, 0], [4, 5, 6, 7])),
+    "pages": lambda c: c._replace(
+        k=c.k.view(8, 4, 2, 8), v=c.v.view(8, 4, 2, 8), page_table=INT([3, 2, 1, 0], [4, 5, 6, 7])
+    ),
     "narrow v": lambda c: c._replace(v=c.v[..., :5]),
     "fewer heads": lambda c: c._replace(k=c.k[:, :, :1], v=c.v[:, :, :1]),
 }
@@ -468,14 +570,18 @@ def test_a_call_is_not_mistaken_for_another(name):
 
 def test_opcheck():
     k, v = draw(3, 16, 2, 8), draw(3, 16, 2, 8, seed=1)
-    dense = DecodeCall(draw(3, 3, 4, 8, seed=2), k, v, INT(9, 16, 0), k_start=INT(1, 0, 0), sinks=torch.zeros(4), right=0)
+    dense = DecodeCall(
+        draw(3, 3, 4, 8, seed=2), k, v, INT(9, 16, 0), k_start=INT(1, 0, 0), sinks=torch.zeros(4), right=0
+    )
     paged = DecodeCall(draw(3, 3, 4, 8, seed=2), k, v, INT(9, 16, 0), INT([0], [1], [2]), left=3, right=0, softcap=2.0)
     for call in (dense, paged):
         torch.library.opcheck(ops_decode.DECODE, tuple(call))
     torch.library.opcheck(ops_decode.DECODE_OUT, (torch.empty(3, 3, 4, 8), *dense))
     new = draw(3, 2, 2, 8, seed=3)
     for table in (None, INT([0], [1], [2])):
-        torch.library.opcheck(ops_decode.APPEND, tuple(AppendCall(new, new, k.clone(), v.clone(), INT(9, 12, 0), table)))
+        torch.library.opcheck(
+            ops_decode.APPEND, tuple(AppendCall(new, new, k.clone(), v.clone(), INT(9, 12, 0), table))
+        )
 
 
 def test_a_step_compiles_whole():
@@ -512,7 +618,9 @@ def test_autocast_follows_the_cache():
     k, q = draw(2, 8, 2, 16), draw(2, 1, 2, 16)
     lengths = INT(3, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        assert strobe.attention_decode(q, strobe.DenseCache(k.bfloat16(), k.bfloat16(), lengths)).dtype == torch.bfloat16
+        assert (
+            strobe.attention_decode(q, strobe.DenseCache(k.bfloat16(), k.bfloat16(), lengths)).dtype == torch.bfloat16
+        )
         assert strobe.attention_decode(q, strobe.DenseCache(k, k, lengths)).dtype == torch.float32
 
 
@@ -525,11 +633,23 @@ def test_a_graph_is_replayed_over_other_lengths_and_pages(capacity):
     """One step, append and decode, captured once; then other lengths, pages, queries and keys."""
     size, batch = 16, 4
     columns = capacity // size
-    pool = [torch.full((batch * columns, size, 2, 64), torch.nan, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    lengths, table = torch.zeros(batch, dtype=torch.int32, device="cuda"), torch.zeros(batch, columns, dtype=torch.int32, device="cuda")
-    q, new = draw(batch, 1, 8, 64, dtype=torch.bfloat16, device="cuda"), draw(batch, 1, 2, 64, seed=1, dtype=torch.bfloat16, device="cuda")
+    pool = [
+        torch.full((batch * columns, size, 2, 64), torch.nan, dtype=torch.bfloat16, device="cuda") for _ in range(2)
+    ]
+    lengths, table = (
+        torch.zeros(batch, dtype=torch.int32, device="cuda"),
+        torch.zeros(batch, columns, dtype=torch.int32, device="cuda"),
+    )
+    q, new = (
+        draw(batch, 1, 8, 64, dtype=torch.bfloat16, device="cuda"),
+        draw(batch, 1, 2, 64, seed=1, dtype=torch.bfloat16, device="cuda"),
+    )
     cache = strobe.PagedCache(*pool, table, lengths)
-    step = lambda: (strobe.append(cache, new, new), lengths.add_(1), strobe.attention_decode(q, cache, kernel="portable"))[2]
+    step = lambda: (
+        strobe.append(cache, new, new),
+        lengths.add_(1),
+        strobe.attention_decode(q, cache, kernel="portable"),
+    )[2]
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -564,10 +684,20 @@ def test_no_call_waits_for_the_device():
 
 @pytest.mark.skipif(not hasattr(mmap, "MAP_NORESERVE"), reason="needs memory that exists when touched")
 def test_pages_that_lie_2_to_the_31_apart(family: str = "cpu"):
-    """Offsets into the pool are 64-bit products: the pages at its end are what they are close together; append finds them too."""
+    """Offsets into the pool are 64-bit products: the pages at its end are what they are close together; append finds
+    them too.
+    """
     near = [draw(3, 4, 1, 16, seed=n, dtype=torch.float16) for n in range(2)]
-    q, new, table, length = draw(1, 1, 1, 16, seed=2, dtype=torch.float16), draw(1, 1, 1, 16, seed=3, dtype=torch.float16), INT([2, 1]), INT(6)
-    far = [sparse(2**32 + 4096).as_strided((3, 4, 1, 16), (2**31 + 64, 16, 16, 1), 512 * n).copy_(t) for n, t in enumerate(near)]
+    q, new, table, length = (
+        draw(1, 1, 1, 16, seed=2, dtype=torch.float16),
+        draw(1, 1, 1, 16, seed=3, dtype=torch.float16),
+        INT([2, 1]),
+        INT(6),
+    )
+    far = [
+        sparse(2**32 + 4096).as_strided((3, 4, 1, 16), (2**31 + 64, 16, 16, 1), 512 * n).copy_(t)
+        for n, t in enumerate(near)
+    ]
     results = []
     for pools in (near, far):
         ops_decode.append(AppendCall(new, new, *pools, length, table, kernel=family))
@@ -585,9 +715,15 @@ def test_pages_beyond_2_to_the_31_elements():
     pools = [torch.zeros(n_pages, 16, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     last = draw(2, 16, 2, 128, dtype=torch.bfloat16, device="cuda")
     pools[0][-1], pools[1][-1] = last
-    q, table, lengths = draw(1, 1, 8, 128, seed=1, dtype=torch.bfloat16, device="cuda"), INT([n_pages - 1], device="cuda"), INT(13, device="cuda")
+    q, table, lengths = (
+        draw(1, 1, 8, 128, seed=1, dtype=torch.bfloat16, device="cuda"),
+        INT([n_pages - 1], device="cuda"),
+        INT(13, device="cuda"),
+    )
     far = ops_decode.run(DecodeCall(q, *pools, lengths, table, right=0, kernel="portable"))
-    near = ops_decode.run(DecodeCall(q, last[:1], last[1:], lengths, INT([0], device="cuda"), right=0, kernel="portable"))
+    near = ops_decode.run(
+        DecodeCall(q, last[:1], last[1:], lengths, INT([0], device="cuda"), right=0, kernel="portable")
+    )
     assert torch.equal(far[0], near[0]) and torch.equal(far[1], near[1])
 
 
@@ -627,18 +763,29 @@ def test_out_may_lie_in_q_as_nothing_but_q():
 def test_tangents_are_refused_too():
     cache = _cache()
     with pytest.raises(UnsupportedProblem, match="gradients through decode"):
-        torch.func.jvp(lambda q: strobe.attention_decode(q, cache), (torch.ones(2, 1, 4, 8),), (torch.ones(2, 1, 4, 8),))
+        torch.func.jvp(
+            lambda q: strobe.attention_decode(q, cache), (torch.ones(2, 1, 4, 8),), (torch.ones(2, 1, 4, 8),)
+        )
     with torch.autograd.forward_ad.dual_level(), pytest.raises(UnsupportedProblem, match="gradients through decode"):
-        strobe.attention_decode(torch.autograd.forward_ad.make_dual(torch.ones(2, 1, 4, 8), torch.ones(2, 1, 4, 8)), cache)
+        strobe.attention_decode(
+            torch.autograd.forward_ad.make_dual(torch.ones(2, 1, 4, 8), torch.ones(2, 1, 4, 8)), cache
+        )
 
 
 def test_no_query_head_over_two_of_keys():
     assert strobe.attention_decode(torch.ones(2, 1, 0, 8), _cache()).shape == (2, 1, 0, 8)
-    assert strobe.attention(torch.ones(1, 3, 0, 8), torch.ones(1, 3, 2, 8), torch.ones(1, 3, 2, 8)).shape == (1, 3, 0, 8)
+    assert strobe.attention(torch.ones(1, 3, 0, 8), torch.ones(1, 3, 2, 8), torch.ones(1, 3, 2, 8)).shape == (
+        1,
+        3,
+        0,
+        8,
+    )
 
 
 def test_inductor_writes_to_the_layer_it_is_told_though_sizes_change():
-    """Where a cache, or out, is a part of a tensor: Inductor takes an offset that is symbolic for 0 (pytorch/pytorch#198068)."""
+    """Where a cache, or out, is a part of a tensor: Inductor takes an offset that is symbolic for 0
+    (pytorch/pytorch#198068).
+    """
 
     def layers(keys, values, seqlens, k_new, v_new, q, outs):
         for layer in range(len(keys)):

@@ -20,7 +20,10 @@ DENSE, PAGED = DenseCache(K, V, LENGTHS), PagedCache(PAGES, PAGES_V, TABLE, LENG
 K8, V8 = K.to(torch.float8_e4m3fn), V.to(torch.float8_e4m3fn)
 NEW, NEW_V = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 6)
 ANGLES = torch.randn(16, 4)
-OVERLAPPING, OVERLAPPING_PAGES = torch.zeros(200).as_strided(K.shape, (56, 8, 8, 1)), torch.zeros(200).as_strided(PAGES.shape, (32, 16, 8, 1))
+OVERLAPPING, OVERLAPPING_PAGES = (
+    torch.zeros(200).as_strided(K.shape, (56, 8, 8, 1)),
+    torch.zeros(200).as_strided(PAGES.shape, (32, 16, 8, 1)),
+)
 SPREAD = torch.stack([K, K], -1)[..., 0]
 
 
@@ -67,11 +70,23 @@ READS = {
     "starts of int16": (dense(k_start=LENGTHS.short()), InvalidProblem, "cache.k_start: got torch.int16"),
     "starts of another batch": (dense(k_start=INT(1)), InvalidProblem, "cache.k_start: got shape [1]"),
     "a scale without 8 bits": (dense(k_scale=torch.ones(2)), InvalidProblem, "cache.k_scale: got a scale"),
-    "scales of each query head": (dense(k=K8, v=V8, v_scale=torch.ones(4)), InvalidProblem, "cache.v_scale: got torch.float32 [4]"),
-    "scales of 16 bits": (dense(k=K8, v=V8, k_scale=torch.ones(2).half()), InvalidProblem, "cache.k_scale: got torch.float16 [2]"),
+    "scales of each query head": (
+        dense(k=K8, v=V8, v_scale=torch.ones(4)),
+        InvalidProblem,
+        "cache.v_scale: got torch.float32 [4]",
+    ),
+    "scales of 16 bits": (
+        dense(k=K8, v=V8, k_scale=torch.ones(2).half()),
+        InvalidProblem,
+        "cache.k_scale: got torch.float16 [2]",
+    ),
     "a scale that is a number": (dense(k=K8, v=V8, k_scale=1.0), TypeError, "cache.k_scale: got float"),
     "pages of rank 5": (paged(k_pages=PAGES[None]), InvalidProblem, "cache.k_pages: got shape [1, 5, 4, 2, 8]"),
-    "pages of 0 keys": (paged(k_pages=PAGES[:, :0], v_pages=PAGES_V[:, :0]), InvalidProblem, "cache.k_pages: got pages of 0 keys"),
+    "pages of 0 keys": (
+        paged(k_pages=PAGES[:, :0], v_pages=PAGES_V[:, :0]),
+        InvalidProblem,
+        "cache.k_pages: got pages of 0 keys",
+    ),
     "other pages of v": (paged(v_pages=PAGES_V[:4]), InvalidProblem, "cache.v_pages: got shape [4, 4, 2, 6]"),
     "a table of int16": (paged(page_table=TABLE.short()), InvalidProblem, "cache.page_table: got torch.int16"),
     "a table of rank 1": (paged(page_table=TABLE[0]), InvalidProblem, "cache.page_table: got shape [2]"),
@@ -103,25 +118,69 @@ WRITES = {
     "v_new of other tokens": (append(v_new=torch.randn(2, 2, 2, 6)), InvalidProblem, "v_new: got shape [2, 2, 2, 6]"),
     "v_new of other heads": (append(v_new=NEW_V[:, :, :1]), InvalidProblem, "v_new: got heads and width [1, 6]"),
     "k_new of another width": (append(k_new=NEW[..., :5]), InvalidProblem, "k_new: got heads and width [2, 5]"),
-    "k_new of another dtype": (append(k_new=NEW.half(), v_new=NEW_V.half()), InvalidProblem, "cache.k: got torch.float32"),
+    "k_new of another dtype": (
+        append(k_new=NEW.half(), v_new=NEW_V.half()),
+        InvalidProblem,
+        "cache.k: got torch.float32",
+    ),
     "v_new of another dtype": (append(v_new=NEW_V.half()), InvalidProblem, "v_new: got torch.float16"),
     "k_new in 8 bits": (append(k_new=NEW.to(torch.float8_e4m3fn)), InvalidProblem, "k_new: got torch.float8_e4m3fn"),
     "k_new of another batch": (append(k_new=NEW[:1], v_new=NEW_V[:1]), InvalidProblem, "cache.k: got batch 2"),
-    "an expanded cache": (append(DENSE._replace(k=K[:1].expand(2, -1, -1, -1))), InvalidProblem, "cache.k: got strides (0,"),
+    "an expanded cache": (
+        append(DENSE._replace(k=K[:1].expand(2, -1, -1, -1))),
+        InvalidProblem,
+        "cache.k: got strides (0,",
+    ),
     "keys that overlap": (append(DENSE._replace(k=OVERLAPPING)), InvalidProblem, "cache.k: got strides (56, 8, 8, 1)"),
-    "values that overlap": (append(DENSE._replace(v=OVERLAPPING), v_new=NEW), InvalidProblem, "cache.v: got strides (56, 8, 8, 1)"),
-    "pages that overlap": (append(PAGED._replace(k_pages=OVERLAPPING_PAGES)), InvalidProblem, "cache.k_pages: got strides (32, 16, 8, 1)"),
-    "a cache whose values lie in its keys": (append(DENSE._replace(v=K[..., :6])), InvalidProblem, "cache.v: got memory that keys lie in"),
+    "values that overlap": (
+        append(DENSE._replace(v=OVERLAPPING), v_new=NEW),
+        InvalidProblem,
+        "cache.v: got strides (56, 8, 8, 1)",
+    ),
+    "pages that overlap": (
+        append(PAGED._replace(k_pages=OVERLAPPING_PAGES)),
+        InvalidProblem,
+        "cache.k_pages: got strides (32, 16, 8, 1)",
+    ),
+    "a cache whose values lie in its keys": (
+        append(DENSE._replace(v=K[..., :6])),
+        InvalidProblem,
+        "cache.v: got memory that keys lie in",
+    ),
     "keys moved within a cache": (append(k_new=K[:, 1:2]), InvalidProblem, "k_new: got memory that the cache lies in"),
     "values of keys": (append(v_new=K[:, :1, :, :6]), InvalidProblem, "v_new: got memory that the cache lies in"),
     "rotary is a pair": (append(rotary=(ANGLES, ANGLES)), TypeError, "rotary: got tuple"),
-    "rotary too wide": (append(rotary=strobe.Rotary(*[torch.ones(9, 5)] * 2)), InvalidProblem, "rotary.cos: got rotary_dim 10"),
-    "rotary of two shapes": (append(rotary=strobe.Rotary(ANGLES, ANGLES[:9])), InvalidProblem, "rotary.sin: got shape [9, 4]"),
+    "rotary too wide": (
+        append(rotary=strobe.Rotary(*[torch.ones(9, 5)] * 2)),
+        InvalidProblem,
+        "rotary.cos: got rotary_dim 10",
+    ),
+    "rotary of two shapes": (
+        append(rotary=strobe.Rotary(ANGLES, ANGLES[:9])),
+        InvalidProblem,
+        "rotary.sin: got shape [9, 4]",
+    ),
     "rotary without sin": (append(rotary=strobe.Rotary(ANGLES, None)), TypeError, "rotary.sin: got NoneType"),
-    "rotary of rank 1": (append(rotary=strobe.Rotary(ANGLES[0], ANGLES[0])), InvalidProblem, "rotary.cos: got shape [4]"),
-    "rotary of ints": (append(rotary=strobe.Rotary(ANGLES.long(), ANGLES.long())), InvalidProblem, "rotary.cos: got torch.int64"),
-    "rotary of no position": (append(rotary=strobe.Rotary(ANGLES[:0], ANGLES[:0])), InvalidProblem, "rotary.cos: got shape [0, 4]"),
-    "interleaved is an int": (append(rotary=strobe.Rotary(ANGLES, ANGLES, 1)), TypeError, "rotary.interleaved: got int"),
+    "rotary of rank 1": (
+        append(rotary=strobe.Rotary(ANGLES[0], ANGLES[0])),
+        InvalidProblem,
+        "rotary.cos: got shape [4]",
+    ),
+    "rotary of ints": (
+        append(rotary=strobe.Rotary(ANGLES.long(), ANGLES.long())),
+        InvalidProblem,
+        "rotary.cos: got torch.int64",
+    ),
+    "rotary of no position": (
+        append(rotary=strobe.Rotary(ANGLES[:0], ANGLES[:0])),
+        InvalidProblem,
+        "rotary.cos: got shape [0, 4]",
+    ),
+    "interleaved is an int": (
+        append(rotary=strobe.Rotary(ANGLES, ANGLES, 1)),
+        TypeError,
+        "rotary.interleaved: got int",
+    ),
     "k is a list": (lambda _: strobe.quantize_kv([1.0], V), TypeError, "k: got list"),
     "k of ints": (lambda _: strobe.quantize_kv(K.long(), V), InvalidProblem, "k: got torch.int64"),
     "v of rank 1": (lambda _: strobe.quantize_kv(K, V[0, 0, 0]), InvalidProblem, "v: got shape [6]"),
@@ -133,7 +192,11 @@ ROWS += [(name, *row, function) for function in READERS[::2] for name, row in MO
 ROWS += [(name, *row, strobe.attention_decode) for name, row in (OUTS | WRITES).items()]
 
 
-@pytest.mark.parametrize("name, call, error, words, function", ROWS, ids=lambda value: value if isinstance(value, str) and " " in value else "")
+@pytest.mark.parametrize(
+    "name, call, error, words, function",
+    ROWS,
+    ids=lambda value: value if isinstance(value, str) and " " in value else "",
+)
 def test_bad_calls(name, call, error, words, function):
     with pytest.raises(error) as caught:
         call(function)
@@ -154,7 +217,9 @@ def test_the_good_calls_that_the_bad_ones_were_made_from():
         for function in READERS:
             function(Q, cache)
         strobe.append(cache._replace(seqlens=INT(0, 0)), NEW, NEW_V, rotary=strobe.Rotary(ANGLES, ANGLES))
-    strobe.attention_decode(Q, DENSE._replace(k=K8, v=V8, k_scale=torch.ones(2)), sinks=torch.ones(4), out=torch.empty(2, 3, 4, 6))
+    strobe.attention_decode(
+        Q, DENSE._replace(k=K8, v=V8, k_scale=torch.ones(2)), sinks=torch.ones(4), out=torch.empty(2, 3, 4, 6)
+    )
 
 
 def test_the_door_works_on_fake_tensors_and_says_the_same():

@@ -1,4 +1,6 @@
-"""The Hopper decode on a Hopper GPU: the table, page tables, bits, graphs, streams. On CPUs its source runs in the simulator (tests/proof)."""
+"""The Hopper decode on a Hopper GPU: the table, page tables, bits, graphs, streams. On CPUs its source runs in the
+simulator (tests/proof).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from test_decode import alone_and_elsewhere
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="made for sm_90"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="made for sm_90"
+    ),
 ]
 DTYPES = (torch.bfloat16, torch.float16)
 REFUSED = {"dense_odd_widths", "dense_odd_offset"}  # whose rows are no whole 16 bytes
@@ -68,7 +72,9 @@ def test_2000_sequences_have_the_same_bits_everywhere(seed):
         alone_and_elsewhere(100 * seed + turn, "cuda", "hopper", most=3000, dtypes=DTYPES)
 
 
-@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (8, 264 - 8), (32, 8)])
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (8, 264 - 8), (32, 8)]
+)
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("page_size", [0, 1, 16, 48, 128])
 @pytest.mark.parametrize("shares", ["in a cluster", "in global memory"])
@@ -79,14 +85,18 @@ def test_widths(head_dim, head_dim_v, fp8, page_size, shares, monkeypatch):
     draw = torch.Generator("cuda").manual_seed(head_dim + page_size)
     batch, keys, heads_kv, group = 3, 1536, 2, 4
     q = torch.randn(batch, 2, heads_kv * group, head_dim, device="cuda", generator=draw).bfloat16()
-    k, v = (torch.randn(batch, keys, heads_kv, w, device="cuda", generator=draw).bfloat16() for w in (head_dim, head_dim_v))
+    k, v = (
+        torch.randn(batch, keys, heads_kv, w, device="cuda", generator=draw).bfloat16() for w in (head_dim, head_dim_v)
+    )
     scales = (None, None)
     if fp8:
         k, v, *scales = strobe.quantize_kv(k, v)
     lengths, table = torch.tensor([keys, 700, 1], dtype=torch.int32, device="cuda"), None
     if page_size:
         table = torch.randperm(batch * (keys // page_size), device="cuda", generator=draw).int()
-        paged = lambda t: torch.empty_like(x := t.reshape(len(table), page_size, *t.shape[2:])).index_copy_(0, table.long(), x.view(x.dtype))
+        paged = lambda t: torch.empty_like(x := t.reshape(len(table), page_size, *t.shape[2:])).index_copy_(
+            0, table.long(), x.view(x.dtype)
+        )
         bits = lambda t: paged(t.view(torch.uint8)).view(t.dtype) if fp8 else paged(t)
         k, v, table = bits(k), bits(v), table.view(batch, -1)
     monkeypatch.setattr(ops_decode, "_choices", Choices())
@@ -97,7 +107,9 @@ def test_widths(head_dim, head_dim_v, fp8, page_size, shares, monkeypatch):
     judged(call)
 
 
-@pytest.mark.parametrize("name", ["dense", "dense_tokens_5", "dense_softcap_sinks", "dense_window", "dense_left_padded", "dense_partial"])
+@pytest.mark.parametrize(
+    "name", ["dense", "dense_tokens_5", "dense_softcap_sinks", "dense_window", "dense_left_padded", "dense_partial"]
+)
 def test_long_rows(name, monkeypatch):
     """Tiles of 128 keys, as rows have them of which SMs have many."""
     monkeypatch.setattr(ops_decode, "_choices", Choices())
@@ -109,10 +121,14 @@ def test_long_rows(name, monkeypatch):
         judged(call)
 
 
-@pytest.mark.parametrize("tokens, group", [(1, 1), (1, 8), (4, 4), (8, 8)], ids=["1 row", "8 rows", "16 rows", "64 rows"])
+@pytest.mark.parametrize(
+    "tokens, group", [(1, 1), (1, 8), (4, 4), (8, 8)], ids=["1 row", "8 rows", "16 rows", "64 rows"]
+)
 @pytest.mark.parametrize("keys", [100, 500, 1000, 1500])
 def test_clusters_of_any_size_and_any_rows(keys, tokens, group):
-    """2 to 16 programs, of which some have no keys, thousands of launches one behind the other: each time the same bits."""
+    """2 to 16 programs, of which some have no keys, thousands of launches one behind the other: each time the same
+    bits.
+    """
     draw = torch.Generator("cuda").manual_seed(keys + tokens)
     k, v = (torch.randn(1, keys, 8, 128, device="cuda", generator=draw).bfloat16() for _ in range(2))
     q = torch.randn(1, tokens, 8 * group, 128, device="cuda", generator=draw).bfloat16()
@@ -132,7 +148,10 @@ def test_replays_of_a_graph_with_other_lengths_and_pages():
     batch, size, columns = 4, 16, 40
     pool = [torch.randn(batch * columns, size, 2, 128, device="cuda").bfloat16() for _ in range(2)]
     q = torch.randn(batch, 1, 8, 128, device="cuda").bfloat16()
-    lengths, table = torch.zeros(batch, dtype=torch.int32, device="cuda"), torch.zeros(batch, columns, dtype=torch.int32, device="cuda")
+    lengths, table = (
+        torch.zeros(batch, dtype=torch.int32, device="cuda"),
+        torch.zeros(batch, columns, dtype=torch.int32, device="cuda"),
+    )
     call = DecodeCall(q, *pool, lengths, table, right=0, kernel="hopper")
     ops_decode.run(call)
     torch.cuda.synchronize()
@@ -154,7 +173,11 @@ def test_streams_have_counters_of_their_own(streams):
     for n in range(streams):
         k, v = (torch.randn(2, 4096, 2, 128, device="cuda").bfloat16() for _ in range(2))
         q = torch.randn(2, 1, 8, 128, device="cuda").bfloat16()
-        calls.append(DecodeCall(q, k, v, torch.tensor([4096, 1000 + n], dtype=torch.int32, device="cuda"), right=0, kernel="hopper"))
+        calls.append(
+            DecodeCall(
+                q, k, v, torch.tensor([4096, 1000 + n], dtype=torch.int32, device="cuda"), right=0, kernel="hopper"
+            )
+        )
     first = [ops_decode.run(call) for call in calls]
     torch.cuda.synchronize()
     held = [torch.cuda.Stream() for _ in calls]
@@ -175,7 +198,12 @@ def test_graphs_have_counters_of_their_own_and_clear_none():
         k, v = (torch.randn(2, 8192, 2, 128, device="cuda").bfloat16() for _ in range(2))
         calls.append(
             DecodeCall(
-                torch.randn(2, 1, 8, 128, device="cuda").bfloat16(), k, v, torch.tensor([8192, 5000], device="cuda").int(), right=0, kernel="hopper"
+                torch.randn(2, 1, 8, 128, device="cuda").bfloat16(),
+                k,
+                v,
+                torch.tensor([8192, 5000], device="cuda").int(),
+                right=0,
+                kernel="hopper",
             )
         )
     first = [ops_decode.run(call) for call in calls]
@@ -197,7 +225,9 @@ def test_graphs_have_counters_of_their_own_and_clear_none():
     for (out, lse), expected_rows in zip(results, first):
         assert torch.equal(out, expected_rows[0]) and torch.equal(lse, expected_rows[1])
     assert {event.key for event in profile.key_averages()} & {"decode_kernel"}
-    assert not [event.key for event in profile.key_averages() if "Memset" in event.key or "FillFunctor<int>" in event.key]
+    assert not [
+        event.key for event in profile.key_averages() if "Memset" in event.key or "FillFunctor<int>" in event.key
+    ]
 
 
 @pytest.mark.parametrize("alone", [False, True])

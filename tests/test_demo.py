@@ -1,4 +1,6 @@
-"""The demo, end to end and small: what it computes is right, what it writes stands alone, what it says is what it measured."""
+"""The demo, end to end and small: what it computes is right, what it writes stands alone, what it says is what it
+measured.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
-        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href", "srcset", "data", "poster", "action")]
+        self.loads += [
+            value
+            for name, value in attrs
+            if name in ("src", "href", "xlink:href", "srcset", "data", "poster", "action")
+        ]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -144,17 +150,27 @@ def test_packed_sentences_run_on_offsets(monkeypatch):
     calls, run = [], ops.run
     monkeypatch.setattr(ops, "run", lambda call, *rest: (calls.append(call), run(call, *rest))[1])
     monkeypatch.setattr(ops, "run_again", lambda *_: None)  # of calls that were met
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+    }
     model = BertModel._from_config(BertConfig(**sizes), attn_implementation=NAME).eval()
     with torch.inference_mode():
         packed.hidden_states(model, packed.pack([[5, 6, 7], [8]], torch.device("cpu")))
-    assert [(call.cu_seqlens_q.tolist(), call.max_seqlen_q, call.max_seqlen_k) for call in calls] == [([0, 3, 4], 3, 3)] * 2
+    assert [(call.cu_seqlens_q.tolist(), call.max_seqlen_q, call.max_seqlen_k) for call in calls] == [
+        ([0, 3, 4], 3, 3)
+    ] * 2
 
 
 def test_a_wrong_result_is_seen():
     from examples.demo.embed import equality
 
-    exact = torch.nn.functional.normalize(torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), dim=-1)
+    exact = torch.nn.functional.normalize(
+        torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), dim=-1
+    )
     eager, wrong = exact.float(), exact.float().clone()
     wrong[3, 2] += 1e-6
     assert equality(eager, eager, exact)["equal"] and not equality(eager, wrong, exact)["equal"]
@@ -212,11 +228,17 @@ def test_lengths_end_where_the_next_would_take_too_long():
     size = _sizes(8, 16, 32, 64)
     assert [row["length"] for row in growing(torch.device("cpu"), size, Pace(), told)] == [8, 16, 32, 64]
     assert told.call_count == 4
-    assert [row["length"] for row in growing(torch.device("cpu"), size, Pace(0.0), told)] == [8, 16]  # the least there is to show
+    assert [row["length"] for row in growing(torch.device("cpu"), size, Pace(0.0), told)] == [
+        8,
+        16,
+    ]  # the least there is to show
 
 
 def test_masks_are_compared_at_the_greatest_length_that_fits():
-    rows = [{"length": length, "ms": {"strobe": length / 8, "SDPA": length / 8}} for length in (1024, 2048, 4096, 8192, 16384)]
+    rows = [
+        {"length": length, "ms": {"strobe": length / 8, "SDPA": length / 8}}
+        for length in (1024, 2048, 4096, 8192, 16384)
+    ]
     size = _sizes(1024, 8192)
     chosen = [mask_length(size, rows, Pace(seconds)) for seconds in (1e9, 200.0, 90.0, 1e-3)]
     assert chosen[0] == 8192 and chosen[-1] == 1024 and chosen == sorted(chosen, reverse=True) and len(set(chosen)) == 4
@@ -246,10 +268,19 @@ def test_a_machine_that_gets_busy_embeds_fewer_sentences(seconds, whole):
 
 def test_rounds_end_where_time_does_but_the_first_is_whole():
     calls: list[str] = []
-    found = interleave({name: lambda name=name: calls.append(name) for name in "abc"}, "cpu", 5, 0.0, warm_up=0, goes_on=lambda: False)
+    found = interleave(
+        {name: lambda name=name: calls.append(name) for name in "abc"}, "cpu", 5, 0.0, warm_up=0, goes_on=lambda: False
+    )
     assert sorted(calls) == ["a", "b", "c"] and found.keys() == {"a", "b", "c"}
     calls.clear()
-    interleave({name: lambda name=name: calls.append(name) for name in "abc"}, "cpu", 5, 0.0, warm_up=2, goes_on=lambda: len(calls) < 6 + 7)
+    interleave(
+        {name: lambda name=name: calls.append(name) for name in "abc"},
+        "cpu",
+        5,
+        0.0,
+        warm_up=2,
+        goes_on=lambda: len(calls) < 6 + 7,
+    )
     assert len(calls) == 6 + 7
 
 

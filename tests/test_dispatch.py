@@ -1,4 +1,6 @@
-"""The dispatcher is gone round only where nothing can tell: whatever looks on, transforms or differentiates meets the op."""
+"""The dispatcher is gone round only where nothing can tell: whatever looks on, transforms or differentiates meets the
+op.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ OP = torch.ops.strobe.forward.default
 
 @pytest.fixture
 def through(monkeypatch):
-    """A list that grows with each call that goes to the op; calls like those of these tests were met before, in all of a thread's quiet modes."""
+    """A list that grows with each call that goes to the op; calls like those of these tests were met before, in all of
+    a thread's quiet modes.
+    """
     met = []
     for within in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         for grads in (False, True):
@@ -78,7 +82,12 @@ def test_what_a_thread_adds_to_keys_is_what_this_version_of_torch_adds():
 
 def test_refusals_are_the_same(through):
     q, k, v = _tensors()
-    for bad in ((q, k[:, :, :1].expand(-1, -1, 3, -1), v), (q.to_sparse(), k, v), (q, k.double(), v), (q, k, v.transpose(1, 3))):
+    for bad in (
+        (q, k[:, :, :1].expand(-1, -1, 3, -1), v),
+        (q.to_sparse(), k, v),
+        (q, k.double(), v),
+        (q, k, v.transpose(1, 3)),
+    ):
         said = []
         for go in (lambda *t: ops.run(strobe.problem.call.Call(*t)), OP):
             with pytest.raises(strobe.InvalidProblem) as error:
@@ -162,7 +171,10 @@ def test_whatever_looks_on_meets_the_op(name, grads, through):
     assert through
 
 
-BACKWARD_WATCHED = {name: WATCHED[name] for name in ("dispatch mode", "flop counter", "autocast", "profiler", "old profiler", "forward mode")}
+BACKWARD_WATCHED = {
+    name: WATCHED[name]
+    for name in ("dispatch mode", "flop counter", "autocast", "profiler", "old profiler", "forward mode")
+}
 
 
 @pytest.mark.parametrize("name", BACKWARD_WATCHED)
@@ -175,7 +187,9 @@ def test_whatever_looks_on_a_backward_alone_meets_the_op(name, through, monkeypa
     assert all(map(torch.equal, torch.autograd.grad(out.sum(), tensors, retain_graph=True), expected)) and not met
     gradients = []
     with pytest.MonkeyPatch.context() as patch:  # what each context would do with a call is done with a backward
-        patch.setattr(strobe, "attention", lambda *_, **__: gradients.extend(torch.autograd.grad(out.sum(), tensors)) or out)
+        patch.setattr(
+            strobe, "attention", lambda *_, **__: gradients.extend(torch.autograd.grad(out.sum(), tensors)) or out
+        )
         BACKWARD_WATCHED[name](*tensors)
     assert met and not through and all(map(torch.equal, gradients, expected))
 
@@ -185,7 +199,11 @@ def test_what_torch_func_has_left_behind_is_unwrapped(grads, through):
     left, (q, k, v) = [], _tensors()
     torch.func.grad(lambda x: left.append(x) or x.sum())(q)
     out = _attend(left[0], k.requires_grad_(grads), v)
-    assert torch.equal(out, _attend(q, k, v)) and out.requires_grad == grads and not choices.alike_to((q, k, v))(left[0], k, v)
+    assert (
+        torch.equal(out, _attend(q, k, v))
+        and out.requires_grad == grads
+        and not choices.alike_to((q, k, v))(left[0], k, v)
+    )
 
 
 @pytest.mark.parametrize("which", range(3))
@@ -203,16 +221,21 @@ def test_a_gradient_alone_needs_no_op(which, through):
 def test_a_trace_that_closes_over_what_needs_a_gradient_is_refused_by_torch():
     """Where nobody else has read its sizes before; torch's refusal swallowed, the process ends at the trace's end."""
     code = (
-        "import torch, strobe; k = torch.randn(1, 5, 4, 16, requires_grad=True); q = torch.randn(1, 5, 4, 16); strobe.attention(q, k, k)\n"
+        "import torch, strobe; k = torch.randn(1, 5, 4, 16, requires_grad=True); q = torch.randn(1, 5, 4, 16); "
+        "strobe.attention(q, k, k)\n"
         "torch.jit.trace(lambda q: strobe.attention(q, k, k), (q,), check_trace=False)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1 and "Cannot insert a Tensor that requires grad as a constant" in done.stderr, (done.returncode, done.stderr)
+    assert done.returncode == 1 and "Cannot insert a Tensor that requires grad as a constant" in done.stderr, (
+        done.returncode,
+        done.stderr,
+    )
 
 
 @pytest.mark.parametrize("which", range(3))
 def test_a_negative_bit_is_heeded(which):
-    """Also by what knows a call whose like was met: a negated view is as contiguous as its tensor, and has its address."""
+    """Also by what knows a call whose like was met: a negated view is as contiguous as its tensor, and has its
+    address."""
     tensors = list(_tensors())
     for _ in range(2):
         _attend(*tensors)

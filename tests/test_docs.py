@@ -1,4 +1,6 @@
-"""The examples in README.md and docs/ run: blocks with prompts as doctests, the others as they stand; a page shares its names."""
+"""The examples in README.md and docs/ run: blocks with prompts as doctests, the others as they stand; a page shares its
+names.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,11 @@ def test_the_simulators_commands_print_what_its_page_shows(tmp_path, monkeypatch
     text = SIMULATOR.read_text()
     (tmp_path / "double.py").write_text(BLOCK.search(text)[1])
     monkeypatch.chdir(tmp_path)
-    sessions = [one for block in re.findall(r"^```text\n(\$ .*?)^```", text, re.DOTALL | re.MULTILINE) for one in block.split("$ strobe ")[1:]]
+    sessions = [
+        one
+        for block in re.findall(r"^```text\n(\$ .*?)^```", text, re.DOTALL | re.MULTILINE)
+        for one in block.split("$ strobe ")[1:]
+    ]
     for command, *shown in map(str.splitlines, sessions):
         main(shlex.split(command))
         told = [" ".join(re.sub("[│┃]", " ", line).split()) for line in capsys.readouterr().out.splitlines()]
@@ -82,7 +88,9 @@ COLUMNS = {"FA2 (PyTorch)": "flash", "cuDNN": "cudnn", "FlexAttention": "flex", 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/performance.md", "docs/results_tables.md"])
 def test_published_figures_stand_in_the_results(page: str):
-    """A table "| case | strobe | rivals |" quotes one measured row a line, "forward CASE" or "forward CASE DATA", to the TFLOP/s."""
+    """A table "| case | strobe | rivals |" quotes one measured row a line, "forward CASE" or "forward CASE DATA", to
+    the TFLOP/s.
+    """
     lines = [f"results/{direction}.jsonl" for direction in ("forward", "backward")]
     measured = [json.loads(line) for name in lines for line in (ROOT / name).read_text().splitlines()]
     quoted, header = 0, []
@@ -94,22 +102,39 @@ def test_published_figures_stand_in_the_results(page: str):
         direction, case, family = [*words, "normal"][:3] if len(words) in (2, 3) else ("", "", "")
         if direction not in ("forward", "backward") or len(cells) != 2 + len(header):
             continue
-        rows = [row for row in measured if (row["direction"], row["case"], row.get("data", "normal")) == (direction, case, family)]
-        figures = [[row["tflops"], *(row["flops"] / row["rivals"].get(name, float("inf")) / 1e9 for name in header)] for row in rows]
+        rows = [
+            row
+            for row in measured
+            if (row["direction"], row["case"], row.get("data", "normal")) == (direction, case, family)
+        ]
+        figures = [
+            [row["tflops"], *(row["flops"] / row["rivals"].get(name, float("inf")) / 1e9 for name in header)]
+            for row in rows
+        ]
         assert cells[1:] in [[f"{figure:.0f}" if figure else "-" for figure in row] for row in figures], line
         quoted += 1
     assert quoted >= 4
 
 
 def test_published_decode_figures_stand_in_the_results():
-    """A line "decode CASE" of docs/performance.md: microseconds of the Hopper kernel over pages and rows, of the portable kernel, of rivals."""
+    """A line "decode CASE" of docs/performance.md: microseconds of the Hopper kernel over pages and rows, of the
+    portable kernel, of rivals.
+    """
     measured = [json.loads(line) for line in (ROOT / "results/decode.jsonl").read_text().splitlines()]
     lines = re.findall(r"^\| decode (\w+) \| (.*) \|$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE)
     assert len(lines) == 9
     for case, cells in lines:
         ours, portable = (
-            [row for row in measured if row["case"] == case and row["kernel"] == kernel] for kernel in ("hopper.decode", "portable.decode")
+            [row for row in measured if row["case"] == case and row["kernel"] == kernel]
+            for kernel in ("hopper.decode", "portable.decode")
         )
-        over_rows = next((row["dense_ms"] for row in reversed(ours) if row.get("dense_ms")), None)  # of a run of its own
-        figures = ours[-1]["ms"], over_rows, portable[-1]["ms"], *(ours[-1]["rivals"].get(name) for name in ("cudnn", "fa4"))
+        over_rows = next(
+            (row["dense_ms"] for row in reversed(ours) if row.get("dense_ms")), None
+        )  # of a run of its own
+        figures = (
+            ours[-1]["ms"],
+            over_rows,
+            portable[-1]["ms"],
+            *(ours[-1]["rivals"].get(name) for name in ("cudnn", "fa4")),
+        )
         assert cells.split(" | ") == [f"{1000 * figure:.1f}" if figure else "-" for figure in figures], case

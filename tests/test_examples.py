@@ -53,14 +53,20 @@ def test_a_gpt_is_trained_and_its_rows_say_how(train_gpt, tmp_path, capsys):
     folder = tmp_path / "made if need be"
     assert _run(train_gpt, folder, "--steps", "5", "--seeds", "2", "--save-qkv", str(tmp_path / "qkv.pt")) == 0
     (case,) = on_data([], str(tmp_path / "qkv.pt"), backward=False)
-    assert (case.batch, case.seqlen, case.heads_q, case.head_dim) == (2 * 8, 64, 2, 32) and case.inputs(torch.device("cpu")).q.std() > 0.1
+    assert (case.batch, case.seqlen, case.heads_q, case.head_dim) == (2 * 8, 64, 2, 32) and case.inputs(
+        torch.device("cpu")
+    ).q.std() > 0.1
     *runs, verdict = _rows(folder)
     assert [(row["attention"], row["seed"]) for row in runs] == [("sdpa", 0), ("strobe", 0), ("sdpa", 1), ("strobe", 1)]
     for row in (*runs, verdict):
         assert row["case"] == "train_gpt" and row["steps"] == 5 and row["torch"] == torch.__version__
         assert all(row[name] for name in ("device", "date", "python", "threads")) and "commit" in row
     for row in runs:
-        assert len(row["losses"]) == 5 and row["losses"][0] == pytest.approx(math.log(256), abs=0.1) and row["losses"][-1] < row["losses"][0]
+        assert (
+            len(row["losses"]) == 5
+            and row["losses"][0] == pytest.approx(math.log(256), abs=0.1)
+            and row["losses"][-1] < row["losses"][0]
+        )
         assert row["seconds"] > 0
     assert {row["kernel"] for row in runs} == {"torch", "cpu.forward, cpu.backward"}
     assert "tiled" in runs[1]["config"]  # not PyTorch's own kernel, which would be held against itself
@@ -104,7 +110,9 @@ def test_the_band_is_twice_the_error_of_a_difference_of_means(train_gpt):
     """Three seeds at -1, 0 and 1 about a line: s is 1, and the means may differ by 2 * sqrt(2 / 3)."""
     line = torch.linspace(5, 3, 20, dtype=torch.float64) + torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)[:, None]
     allowed = 2 * math.sqrt(2 / 3)
-    torch.testing.assert_close(train_gpt.judge({"sdpa": line, "strobe": line}).band, torch.full((20,), allowed, dtype=torch.float64))
+    torch.testing.assert_close(
+        train_gpt.judge({"sdpa": line, "strobe": line}).band, torch.full((20,), allowed, dtype=torch.float64)
+    )
     for gap, equal in ((0.999 * allowed, True), (1.001 * allowed, False), (-1.001 * allowed, False)):
         assert train_gpt.judge({"sdpa": line, "strobe": line + gap}).equal is equal
 
@@ -125,7 +133,10 @@ def test_a_loss_that_is_no_number_is_not_equal(train_gpt, tmp_path, wrong):
     assert None in train_gpt.short(verdict.share)
 
 
-@pytest.mark.parametrize("flags, words", ((("--seeds", "1"), "at least 2"), (("--steps", "0"), "at least 1"), (("--device", "meta"), "cuda or cpu")))
+@pytest.mark.parametrize(
+    "flags, words",
+    ((("--seeds", "1"), "at least 2"), (("--steps", "0"), "at least 1"), (("--device", "meta"), "cuda or cpu")),
+)
 def test_flags_that_make_no_sense_are_refused(train_gpt, tmp_path, capsys, flags, words):
     with pytest.raises(SystemExit) as stop:
         train_gpt.main(["--out", str(tmp_path), *flags])
@@ -141,7 +152,10 @@ def test_on_a_gpu_a_gpus_kernels_train_it(train_gpt, tmp_path):
 
 # ---------------------------------------------------------------- generate.py
 
-NEW, BATCH = 24, 4  # tokens for each prompt; the prompts of the CPU's model, which end before, at and after the edges of pages
+NEW, BATCH = (
+    24,
+    4,
+)  # tokens for each prompt; the prompts of the CPU's model, which end before, at and after the edges of pages
 
 
 def _write(module: ModuleType, folder: Path) -> tuple[int, list[dict]]:
@@ -154,15 +168,24 @@ def test_a_model_writes_the_same_tokens_over_a_paged_cache(generate, tmp_path, m
     for name, spy in spies.items():
         monkeypatch.setattr(strobe, name, spy)
     code, (own, paged, verdict) = _write(generate, tmp_path / "made if need be")
-    assert not [str(one.message) for one in recwarn if issubclass(one.category, FutureWarning)]  # transformers' deprecations
+    assert not [
+        str(one.message) for one in recwarn if issubclass(one.category, FutureWarning)
+    ]  # transformers' deprecations
     assert code == 0 and verdict["equal"] is True and verdict["wrong"] == 0 and verdict["errors"] == []
     runs, layers = 2, verdict["layers"]  # a round to warm up and one that counts
     each = {"append": NEW - 1 + BATCH, "attention_decode": NEW - 1, "attention_varlen": 1}
-    assert {name: spy.call_count for name, spy in spies.items()} == {name: runs * layers * count for name, count in each.items()}
+    assert {name: spy.call_count for name, spy in spies.items()} == {
+        name: runs * layers * count for name, count in each.items()
+    }
     assert verdict["tokens"] == runs * BATCH * NEW and verdict["compared"] + verdict["ties"] >= 0.9 * verdict["tokens"]
     assert 0 < verdict["rounding"] < 1e-3
-    assert (own["kernel"], paged["kernel"]) == ("torch", "cpu.decode") and all(row["tokens_per_s"] > 0 < row["prompts_ms"] for row in (own, paged))
-    assert all(row["case"] == "generate" and row["new"] == NEW and len(row["prompts"]) == BATCH and "commit" in row for row in (own, paged, verdict))
+    assert (own["kernel"], paged["kernel"]) == ("torch", "cpu.decode") and all(
+        row["tokens_per_s"] > 0 < row["prompts_ms"] for row in (own, paged)
+    )
+    assert all(
+        row["case"] == "generate" and row["new"] == NEW and len(row["prompts"]) == BATCH and "commit" in row
+        for row in (own, paged, verdict)
+    )
     assert "equal True" in capsys.readouterr().err
 
 
@@ -237,7 +260,9 @@ class _Said:
 
 @pytest.mark.parametrize("gap, tie", ((0.039, True), (0.041, False), (math.nan, False)))
 def test_a_tie_is_what_four_times_the_models_own_error_allows(generate, gap, tie):
-    """Own logits are off by 0.01, so two that are 0.04 apart may change places. Sequence 1 parts at its third token of five."""
+    """Own logits are off by 0.01, so two that are 0.04 apart may change places. Sequence 1 parts at its third token of
+    five.
+    """
     logits = torch.zeros(2, 5, 256, dtype=torch.float64)
     logits[:, :, 8], logits[:, :, 9] = 3.0, 2.0
     logits[1, 2, 9] = 3.0 - gap
@@ -250,7 +275,9 @@ def test_a_tie_is_what_four_times_the_models_own_error_allows(generate, gap, tie
     assert found["equal"] is tie and found["close"] == int(tie)
 
 
-@pytest.mark.parametrize("flags, words", ((("--new", "1"), "at least 2"), (("--rounds", "0"), "at least 1"), (("--device", "meta"), "cuda")))
+@pytest.mark.parametrize(
+    "flags, words", ((("--new", "1"), "at least 2"), (("--rounds", "0"), "at least 1"), (("--device", "meta"), "cuda"))
+)
 def test_flags_that_write_nothing_are_refused(generate, tmp_path, capsys, flags, words):
     with pytest.raises(SystemExit) as stop:
         generate.main(["--out", str(tmp_path), *flags])
@@ -263,4 +290,8 @@ def test_on_a_gpu_replayed_steps_write_the_same_tokens(generate, tmp_path, monke
     assert generate.main(["--device", "cuda", "--rounds", "2", "--out", str(tmp_path)]) == 0
     _, paged, replayed, verdict = _rows(tmp_path, "generate")
     assert paged["kernel"] == replayed["kernel"] == "portable.decode" and "graph" in replayed["attention"]
-    assert verdict["equal"] is True and verdict["tokens"] == 2 * 3 * BATCH * NEW and verdict["compared"] >= 0.9 * verdict["tokens"]
+    assert (
+        verdict["equal"] is True
+        and verdict["tokens"] == 2 * 3 * BATCH * NEW
+        and verdict["compared"] >= 0.9 * verdict["tokens"]
+    )

@@ -1,4 +1,6 @@
-"""Every public function that computes, inside torch.compile: one graph without a break, its gradients, and one graph for all lengths."""
+"""Every public function that computes, inside torch.compile: one graph without a break, its gradients, and one graph
+for all lengths.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-LENGTHS = ((10, 5, 7), (3, 9, 12))  # of a batch, its rows and its keys: no two alike in the first, or torch takes them for one; none 0 or 1
+LENGTHS = (
+    (10, 5, 7),
+    (3, 9, 12),
+)  # of a batch, its rows and its keys: no two alike in the first, or torch takes them for one; none 0 or 1
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +68,9 @@ def lengths(batch: int, rows: int, keys: int) -> tuple[Tensor, ...]:
 
 
 def ids(batch: int, rows: int, keys: int) -> tuple[Tensor, ...]:
-    of = lambda count: (torch.arange(count, dtype=torch.int32) // 3 - (torch.arange(count) > 7).int()).expand(batch, count)
+    of = lambda count: (torch.arange(count, dtype=torch.int32) // 3 - (torch.arange(count) > 7).int()).expand(
+        batch, count
+    )
     return *dense(batch, rows, keys), of(rows), of(keys)
 
 
@@ -97,7 +104,9 @@ def parts(batch: int, rows: int, keys: int) -> tuple[Tensor, ...]:
 
 
 def _varlen(function, **options):
-    return lambda q, k, v, offsets_q, offsets_k: function(q, k, v, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, **options)
+    return lambda q, k, v, offsets_q, offsets_k: function(
+        q, k, v, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, **options
+    )
 
 
 def _masked(make):
@@ -119,7 +128,9 @@ def _in_halves(q, k, v, sinks):
 
 def _pages(k, v, lengths):
     """A page a sequence."""
-    return strobe.PagedCache(k.detach().clone(), v.detach().clone(), torch.arange(len(k), dtype=torch.int32)[:, None], lengths)
+    return strobe.PagedCache(
+        k.detach().clone(), v.detach().clone(), torch.arange(len(k), dtype=torch.int32)[:, None], lengths
+    )
 
 
 def _append(q, k, v, lengths):
@@ -147,7 +158,10 @@ def _gradients_of(module):
         q, k, v = (t.detach() for t in (q, k, v))
         out, lse, *_ = module._flash_attn_forward(q, k, v)
         found = [torch.empty_like(t) for t in (q, k, v)]
-        return [*found, module._flash_attn_backward(torch.ones_like(out), q, k, v, out, lse, dq=found[0], dk=found[1], dv=found[2])]
+        return [
+            *found,
+            module._flash_attn_backward(torch.ones_like(out), q, k, v, out, lse, dq=found[0], dk=found[1], dv=found[2]),
+        ]
 
     return step
 
@@ -162,7 +176,10 @@ TABLE: dict[str, tuple[Callable, Inputs]] = {
     "attention, sinks": (lambda q, k, v, sinks: strobe.attention(q, k, v, causal=True, sinks=sinks), sinks),
     "partial_attention": (partial(strobe.partial_attention, causal=True), dense),
     "attention_varlen": (_varlen(strobe.attention_varlen, causal=True), packed),
-    "attention_varlen, promised": (_varlen(strobe.attention_varlen, window=(2, 0), max_seqlen_q=99, max_seqlen_k=99), packed),
+    "attention_varlen, promised": (
+        _varlen(strobe.attention_varlen, window=(2, 0), max_seqlen_q=99, max_seqlen_k=99),
+        packed,
+    ),
     "partial_attention_varlen": (_varlen(strobe.partial_attention_varlen), packed),
     "merge": (_merge, halves),
     "with_sinks": (_with_sinks, halves),
@@ -171,30 +188,46 @@ TABLE: dict[str, tuple[Callable, Inputs]] = {
     "causal": (lambda q, k, v: strobe.attention(q, k, v, mask=strobe.causal()), dense),
     "window": (_masked(lambda: strobe.window(3, None)), dense),
     "prefix_causal": (lambda q, k, v: strobe.attention(q, k, v, mask=strobe.prefix_causal(2)), dense),
-    "prefix_causal, of a tensor": (lambda q, k, v, n: strobe.attention(q, k, v, mask=strobe.prefix_causal(n) & strobe.key_lengths(n)), lengths),
+    "prefix_causal, of a tensor": (
+        lambda q, k, v, n: strobe.attention(q, k, v, mask=strobe.prefix_causal(n) & strobe.key_lengths(n)),
+        lengths,
+    ),
     "key_lengths": (_masked(strobe.key_lengths), lengths),
     "documents": (_masked(strobe.documents), ids),
     "attention_decode": (lambda q, k, v, n: strobe.attention_decode(q.detach(), _pages(k, v, n)), lengths),
-    "partial_attention_decode": (lambda q, k, v, n: strobe.partial_attention_decode(q.detach(), _pages(k, v, n), window=(3, 0)), lengths),
+    "partial_attention_decode": (
+        lambda q, k, v, n: strobe.partial_attention_decode(q.detach(), _pages(k, v, n), window=(3, 0)),
+        lengths,
+    ),
     "append": (_append, lengths),
     "quantize_kv": (_in_8_bits, lengths),
     "fa2.flash_attn_func": (partial(fa2.flash_attn_func, causal=True, window_size=(3, 0), softcap=2.0), dense),
     "fa2.flash_attn_func, lse": (partial(fa2.flash_attn_func, return_attn_probs=True), dense),
     "fa2.flash_attn_qkvpacked_func": (partial(fa2.flash_attn_qkvpacked_func, causal=True), three),
-    "fa2.flash_attn_kvpacked_func": (lambda q, k, v: fa2.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True), square),
+    "fa2.flash_attn_kvpacked_func": (
+        lambda q, k, v: fa2.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True),
+        square,
+    ),
     "fa2.flash_attn_varlen_func": (lambda *t: fa2.flash_attn_varlen_func(*t, 99, 99, causal=True), packed),
     "fa2.flash_attn_varlen_kvpacked_func": (
-        lambda q, k, v, *offsets: fa2.flash_attn_varlen_kvpacked_func(q, torch.stack([k, k], 1), *offsets, 99, 99, causal=True),
+        lambda q, k, v, *offsets: fa2.flash_attn_varlen_kvpacked_func(
+            q, torch.stack([k, k], 1), *offsets, 99, 99, causal=True
+        ),
         packed,
     ),
     "fa2.flash_attn_varlen_qkvpacked_func": (
-        lambda q, k, v, offsets, _: fa2.flash_attn_varlen_qkvpacked_func(torch.stack([q, q, q], 1), offsets, 99, causal=True),
+        lambda q, k, v, offsets, _: fa2.flash_attn_varlen_qkvpacked_func(
+            torch.stack([q, q, q], 1), offsets, 99, causal=True
+        ),
         packed,
     ),
     "fa2.flash_attn_with_kvcache": (_decode(fa2), square),
     "fa3.flash_attn_func": (partial(fa3.flash_attn_func, causal=True, return_attn_probs=True), dense),
     "fa3.flash_attn_qkvpacked_func": (lambda q: fa3.flash_attn_qkvpacked_func(q.flatten(2, 3), num_heads_q=8), three),
-    "fa3.flash_attn_varlen_func": (lambda *t: fa3.flash_attn_varlen_func(*t, 99, 99, causal=True, deterministic=True), packed),
+    "fa3.flash_attn_varlen_func": (
+        lambda *t: fa3.flash_attn_varlen_func(*t, 99, 99, causal=True, deterministic=True),
+        packed,
+    ),
     "fa3.flash_attn_with_kvcache": (_decode(fa3), square),
     "fa3.flash_attn_combine": (fa3.flash_attn_combine, parts),
     "fa3._flash_attn_forward": (lambda q, k, v: fa3._flash_attn_forward(q, k, v, causal=True)[:2], dense),
@@ -203,8 +236,14 @@ TABLE: dict[str, tuple[Callable, Inputs]] = {
     "fa3.FlashAttnFunc": (lambda q, k, v: fa3.FlashAttnFunc.apply(q, k, v, None, True), dense),
     "fa3.FlashAttnQKVPackedFunc": (lambda q: fa3.FlashAttnQKVPackedFunc.apply(q, None, True), three),
     "fa3.FlashAttnVarlenFunc": (lambda *t: fa3.FlashAttnVarlenFunc.apply(*t, None, None, 99, 99, None, True), packed),
-    "fa3.flash_attn_varlen_func, seqused": (lambda *t: fa3.flash_attn_varlen_func(*t, 99, 99, *(o.diff() // 2 for o in t[3:])), packed),
-    "fa4.flash_attn_func": (lambda q, k, v, sink: fa4.flash_attn_func(q, k, v, learnable_sink=sink, window_size=(3, 0)), sinks),
+    "fa3.flash_attn_varlen_func, seqused": (
+        lambda *t: fa3.flash_attn_varlen_func(*t, 99, 99, *(o.diff() // 2 for o in t[3:])),
+        packed,
+    ),
+    "fa4.flash_attn_func": (
+        lambda q, k, v, sink: fa4.flash_attn_func(q, k, v, learnable_sink=sink, window_size=(3, 0)),
+        sinks,
+    ),
     "fa4.flash_attn_func, a window behind the diagonal": (partial(fa4.flash_attn_func, window_size=(-2, 3)), dense),
     "fa4.flash_attn_varlen_func": (_varlen(fa4.flash_attn_varlen_func, max_seqlen_q=99, max_seqlen_k=99), packed),
 }
@@ -233,7 +272,9 @@ def _both_ways(function: Callable, tensors: tuple[Tensor, ...]) -> list[Tensor]:
     found = function(*fresh)
     found = [found] if isinstance(found, Tensor) else list(found)
     upstream = [torch.linspace(0.5, 1, part.numel(), dtype=part.dtype).view(part.shape) for part in found]
-    wanted = [(part, weight.masked_fill(part == -torch.inf, 0)) for part, weight in zip(found, upstream) if part.requires_grad]
+    wanted = [
+        (part, weight.masked_fill(part == -torch.inf, 0)) for part, weight in zip(found, upstream) if part.requires_grad
+    ]
     if not wanted:
         return found
     outputs, upstream = zip(*wanted)
@@ -269,7 +310,10 @@ def test_one_graph_for_all_lengths_with_gradients(name):
 def _trained(compiled: Callable, seed: int) -> list[Tensor]:
     """One step of a compiled layer on fresh contents: its result and its gradients, out of the graph's memory."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    tensors = [torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16, generator=generator, requires_grad=True) for _ in range(3)]
+    tensors = [
+        torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16, generator=generator, requires_grad=True)
+        for _ in range(3)
+    ]
     torch.compiler.cudagraph_mark_step_begin()
     out = compiled(*tensors)
     return [t.clone() for t in (out, *torch.autograd.grad(out, tensors, torch.ones_like(out)))]
@@ -291,21 +335,29 @@ def nothing_kept(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ("attention", "attention_varlen", "mask inside", "partial_attention and merge"))
 def test_reduce_overhead_replays_forward_and_backward(name, nothing_kept):
-    """Six steps of other contents: the first ones record CUDA graphs, the rest replay them; none is split by an op that may not be captured."""
+    """Six steps of other contents: the first ones record CUDA graphs, the rest replay them; none is split by an op that
+    may not be captured.
+    """
     offsets = torch.tensor([0, 100, 100, 600], device="cuda", dtype=torch.int32)
     halves = slice(0, 111), slice(111, None)
     function = {
         "attention": lambda q, k, v: strobe.attention(q * 1.0, k, v, causal=True),
-        "attention_varlen": lambda *qkv: strobe.attention_varlen(*(t.flatten(0, 1) * 1.0 for t in qkv), cu_seqlens_q=offsets, causal=True),
+        "attention_varlen": lambda *qkv: strobe.attention_varlen(
+            *(t.flatten(0, 1) * 1.0 for t in qkv), cu_seqlens_q=offsets, causal=True
+        ),
         "mask inside": lambda q, k, v: strobe.attention(q * 1.0, k, v, mask=strobe.causal() & strobe.prefix_causal(9)),
-        "partial_attention and merge": lambda q, k, v: strobe.merge(*(strobe.partial_attention(q * 1.0, k[:, h], v[:, h]) for h in halves)).out,
+        "partial_attention and merge": lambda q, k, v: (
+            strobe.merge(*(strobe.partial_attention(q * 1.0, k[:, h], v[:, h]) for h in halves)).out
+        ),
     }[name]
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(function, fullgraph=True, mode="reduce-overhead")
     for seed in range(6):
         for got, expected in zip(_trained(compiled, seed), _trained(function, seed), strict=True):
             assert got.isfinite().all()
-            torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7)  # sums in no fixed order, rounded to bfloat16: an ulp either way
+            torch.testing.assert_close(
+                got, expected, rtol=2**-7, atol=2**-7
+            )  # sums in no fixed order, rounded to bfloat16: an ulp either way
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
 
 
@@ -317,7 +369,9 @@ def test_reduce_overhead_replays_a_decode(nothing_kept):
     function = lambda q: strobe.attention_decode(q * 1.0, strobe.DenseCache(k, v, lengths))
     compiled = torch.compile(function, fullgraph=True, mode="reduce-overhead")
     for seed in range(6):
-        q = torch.randn(2, 1, 8, 128, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(seed))
+        q = torch.randn(
+            2, 1, 8, 128, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(seed)
+        )
         torch.compiler.cudagraph_mark_step_begin()
         torch.testing.assert_close(compiled(q).clone(), function(q), rtol=2**-7, atol=2**-7)
     assert all(getattr(module, name) for module, name in PERSISTENT)

@@ -1,7 +1,7 @@
 """The judges judged: a correct kernel of every dtype passes on every input, and each seeded bug is caught.
 
-The kernel is FlashAttention-2 as a GPU would run it (arXiv 2307.08691, algorithms 1 and 2): tiles of keys, float32 scores and
-accumulators, weights and dS rounded to the inputs' dtype for the products, delta from the rounded out.
+The kernel is FlashAttention-2 as a GPU would run it (arXiv 2307.08691, algorithms 1 and 2): tiles of keys, float32
+scores and accumulators, weights and dS rounded to the inputs' dtype for the products, delta from the rounded out.
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ def caught(bug: str, families=FAMILIES, shapes=("causal", "few_rows")) -> bool:
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_correct_kernel_passes(shape, dtype, family, record_property):
-    record_property("ratios", {"dtype": f"{str(dtype).removeprefix('torch.')}, FlashAttention-2 emulated", **judged(shape, dtype, family, 3)})
+    record_property(
+        "ratios",
+        {"dtype": f"{str(dtype).removeprefix('torch.')}, FlashAttention-2 emulated", **judged(shape, dtype, family, 3)},
+    )
 
 
 @pytest.mark.nightly
@@ -141,8 +144,10 @@ def test_a_correct_kernel_passes_on_any_numbers(dtype, seed):
 @pytest.mark.parametrize("dtype", HALF, ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("seed", range(5))
 def test_eager_is_as_good_as_itself_on_short_sequences(seed, dtype):
-    """Rule 1 of eager's own gradients is e / (2e + slack), so under a half, also where no sequence alone has elements enough for the
-    rule (these have 192 each) and only all of them together do. The small scale keeps eager's scores, rounded too, within rule 2."""
+    """Rule 1 of eager's own gradients is e / (2e + slack), so under a half, also where no sequence alone has elements
+    enough for the rule (these have 192 each) and only all of them together do. The small scale keeps eager's scores,
+    rounded too, within rule 2.
+    """
     call = Case("short", lengths_q=(3, 3, 3), head_dim=32, scale=0.02).build(dtype=dtype, seed=seed)
     dout = inputs.upstream("normal", call.v, seed)
     parts = [_eager_gradients(one, dout[None, rows], None) for one, rows, _ in _sequences(call)]
@@ -151,7 +156,19 @@ def test_eager_is_as_good_as_itself_on_short_sequences(seed, dtype):
     assert all(0 < ratios[f"{name} to eager"] < 0.5 for name in ("dq", "dk", "dv")), ratios
 
 
-BUGS = ("last key", "causal early", "causal late", "scale", "rescale", "zero score", "v row", "v page", "delta", "dq tile", "group")
+BUGS = (
+    "last key",
+    "causal early",
+    "causal late",
+    "scale",
+    "rescale",
+    "zero score",
+    "v row",
+    "v page",
+    "delta",
+    "dq tile",
+    "group",
+)
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -161,7 +178,9 @@ def test_a_seeded_bug_is_caught(bug):
 
 @pytest.mark.parametrize("bug", ["last key", "v row", "zero score", "scale"])
 def test_a_seeded_bug_is_caught_among_many_keys(bug):
-    """1,024 keys: what random inputs and a maximum over the tensor forgive (one wrong key of a thousand) the other families show."""
+    """1,024 keys: what random inputs and a maximum over the tensor forgive (one wrong key of a thousand) the other
+    families show.
+    """
     assert caught(bug, shapes=("many_keys",)), f"nobody noticed: {bug}"
 
 
@@ -169,7 +188,9 @@ def test_a_seeded_bug_is_caught_among_many_keys(bug):
 
 
 def test_a_result_below_the_smallest_normal_number_rounds_delta_by_as_much():
-    """A sink takes all but 2^-20 of the row: O is 1.6 of float16's smallest steps, and delta = sum dO O errs by 0.4 of one."""
+    """A sink takes all but 2^-20 of the row: O is 1.6 of float16's smallest steps, and delta = sum dO O errs by 0.4 of
+    one.
+    """
     q, k, v = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8), torch.full((1, 1, 1, 8), 0.1)
     q, k, v = (t.half().requires_grad_() for t in (q, k, v))
     sinks = torch.tensor([20 * math.log(2.0)], requires_grad=True)
@@ -202,7 +223,9 @@ def test_poison_sees_a_write_into_a_band_a_gap_and_an_input():
     assert refuses(lambda poison: (empty := torch.empty(3)).as_strided((1,), (1,), empty.storage_offset() + 3).zero_())
 
 
-@pytest.mark.parametrize("storage", ["contiguous", "heads_first", "odd_offset", "gaps", "expanded_heads", "expanded_batch"])
+@pytest.mark.parametrize(
+    "storage", ["contiguous", "heads_first", "odd_offset", "gaps", "expanded_heads", "expanded_batch"]
+)
 def test_poison_keeps_values_strides_and_alignment(storage):
     call = Case("case", 5, 7, heads=(4, 2), head_dim=6, storage=storage).build()
     with Poison() as poison:
@@ -216,4 +239,6 @@ def test_unwritten_memory_is_nan():
         with patched_empty(fill_with_poison):
             assert make().isnan().all()
     with Poison():
-        assert torch.empty_strided((2, 2), (2, 1)).isnan().all() and torch.empty(3, dtype=torch.int32).eq(2**31 - 1).all()
+        assert (
+            torch.empty_strided((2, 2), (2, 1)).isnan().all() and torch.empty(3, dtype=torch.int32).eq(2**31 - 1).all()
+        )

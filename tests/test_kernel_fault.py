@@ -1,4 +1,6 @@
-"""A kernel that does not compile or launch is a KernelFault that names it, the cause and the remedy: Triton's own exceptions, raised by Triton."""
+"""A kernel that does not compile or launch is a KernelFault that names it, the cause and the remedy: Triton's own
+exceptions, raised by Triton.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,10 @@ def _ptxas() -> Exception:
         (_ptxas, "TRITON_PTXAS_PATH"),
         (lambda: RuntimeError("PassManager::run failed"), "install the Triton that this PyTorch was released with"),
         (lambda: RuntimeError("Triton Error [CUDA]: invalid argument"), "report it"),
-        (lambda: AttributeError("module 'triton' has no attribute 'gluon'"), "install the Triton that this PyTorch was released with"),
+        (
+            lambda: AttributeError("module 'triton' has no attribute 'gluon'"),
+            "install the Triton that this PyTorch was released with",
+        ),
         (lambda: subprocess.TimeoutExpired("gcc", 3), "report it"),
     ],
     ids=["CompilationError", "OutOfResources", "PTXASError", "passes", "CUDA", "other version", "subprocess"],
@@ -142,7 +147,10 @@ def test_a_gpu_call_without_a_driver(monkeypatch):
         strobe.attention(leaf, leaf, leaf).sum().backward()
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), strobe.InvalidProblem("a", "b", "c", "d"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), strobe.InvalidProblem("a", "b", "c", "d"), KeyboardInterrupt()],
+)
 def test_what_is_no_fault_of_a_kernel_is_left_alone(monkeypatch, error):
     def fail(*_: object) -> None:
         raise error
@@ -155,7 +163,9 @@ def test_what_is_no_fault_of_a_kernel_is_left_alone(monkeypatch, error):
     assert raised.value is error
 
 
-@pytest.mark.parametrize("body", ["raise ImportError('libcupti.so: cannot open')", "raise OSError('GLIBC_2.34 not found')", ""])
+@pytest.mark.parametrize(
+    "body", ["raise ImportError('libcupti.so: cannot open')", "raise OSError('GLIBC_2.34 not found')", ""]
+)
 def test_a_triton_that_does_not_import(tmp_path, body):
     """Another package of that name has no version; both are found as late as a GPU kernel is asked for."""
     (tmp_path / "triton").mkdir()

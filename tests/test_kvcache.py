@@ -1,4 +1,6 @@
-"""flash_attn_with_kvcache of FlashAttention-2 and 3, and block_table, against a loop in float64: what is read, what is written, what is not."""
+"""flash_attn_with_kvcache of FlashAttention-2 and 3, and block_table, against a loop in float64: what is read, what is
+written, what is not.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,18 @@ class Held(NamedTuple):
 
 
 def _random(*shape: int, dtype=torch.float32, device="cpu", seed=0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(device, dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(
+        device, dtype
+    )
 
 
 def _ints(values, device="cpu") -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def _held(kind: str, lengths: list[int], library="fa2", *, room=5, dtype=torch.float32, device="cpu", heads_first=False) -> Held:
+def _held(
+    kind: str, lengths: list[int], library="fa2", *, room=5, dtype=torch.float32, device="cpu", heads_first=False
+) -> Held:
     """kind: "rows", "indexed", "leftpad", or "pages SIZE"; each sequence has room for `room` more keys."""
     batch, longest, first = len(lengths), max(lengths, default=0) + room, [0] * len(lengths)
     shuffled = torch.Generator().manual_seed(7)
@@ -53,11 +59,17 @@ def _held(kind: str, lengths: list[int], library="fa2", *, room=5, dtype=torch.f
         columns = -(-longest // size)
         n_pages = batch * columns + 3
         table = torch.randperm(n_pages, generator=shuffled)[: batch * columns].view(batch, columns)
-        shape, place = (n_pages, size), [[(int(table[b, j // size]), j % size) for j in range(columns * size)] for b in range(batch)]
+        shape, place = (
+            (n_pages, size),
+            [[(int(table[b, j // size]), j % size) for j in range(columns * size)] for b in range(batch)],
+        )
         arguments = {PAGES[library]: table.to(device, torch.int32)}
     else:
         index = torch.randperm(batch + 2, generator=shuffled)[:batch] if kind == "indexed" else torch.arange(batch)
-        shape, place = (batch + 2 if kind == "indexed" else batch, longest), [[(int(i), j) for j in range(longest)] for i in index]
+        shape, place = (
+            (batch + 2 if kind == "indexed" else batch, longest),
+            [[(int(i), j) for j in range(longest)] for i in index],
+        )
         arguments = {"cache_batch_idx": index.to(device, torch.int32)} if kind == "indexed" else {}
         if kind == "leftpad":
             first = [min(length, 1 + b) for b, length in enumerate(lengths)]
@@ -75,7 +87,10 @@ def _held(kind: str, lengths: list[int], library="fa2", *, room=5, dtype=torch.f
 def _one(q: Tensor, k: Tensor, v: Tensor, options: dict) -> tuple[Tensor, Tensor]:
     """out [T, H, D] and lse [H, T] of one sequence, a row and a head at a time."""
     rows, keys = len(q), len(k)
-    out, lse = torch.zeros(rows, HEADS, v.shape[-1], dtype=torch.float64), torch.full((HEADS, rows), -torch.inf, dtype=torch.float64)
+    out, lse = (
+        torch.zeros(rows, HEADS, v.shape[-1], dtype=torch.float64),
+        torch.full((HEADS, rows), -torch.inf, dtype=torch.float64),
+    )
     left, right = (bound if bound >= 0 else keys + rows for bound in options.get("window_size", (-1, -1)))
     right = 0 if options.get("causal") else right
     cap = options.get("softcap", 0.0)
@@ -97,7 +112,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, position: int, interleaved: bool)
     for i in range(half):
         a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
         c, s = cos[position, i].double().cpu(), sin[position, i].double().cpu()
-        turned[:, a], turned[:, b] = x[:, a].double() * c - x[:, b].double() * s, x[:, a].double() * s + x[:, b].double() * c
+        turned[:, a], turned[:, b] = (
+            x[:, a].double() * c - x[:, b].double() * s,
+            x[:, a].double() * s + x[:, b].double() * c,
+        )
     return turned
 
 
@@ -153,7 +171,9 @@ def test_keys_are_read_where_they_lie(library, kind, options, device, kernel):
     held = _held(kind, LENGTHS, library, device=device)
     q, lengths = _random(4, 3, HEADS, WIDTH, device=device), _ints(LENGTHS, device)
     assert _ran(lambda: held.arguments | {"cache_seqlens": lengths}, library, q, held, options) == f"{kernel}.decode"
-    found = DECODES[library](q, held.k, held.v, cache_seqlens=lengths, **held.arguments, **options, return_softmax_lse=True)
+    found = DECODES[library](
+        q, held.k, held.v, cache_seqlens=lengths, **held.arguments, **options, return_softmax_lse=True
+    )
     _check(found, q, held, 0, options)
 
 
@@ -194,10 +214,14 @@ def test_rotary_turns_queries_and_new_keys(library, kind, options, interleaved, 
     held = _held(kind, LENGTHS, library, device=device)
     before, angle = _copy(held), _random(20, 3, device=device)
     cos, sin = angle.cos(), angle.sin()  # 6 of 16 dimensions turn
-    q, (k, v) = _random(4, 3, HEADS, WIDTH, device=device), (_random(4, 2, HEADS_KV, WIDTH, device=device, seed=seed) for seed in (1, 2))
+    q, (k, v) = (
+        _random(4, 3, HEADS, WIDTH, device=device),
+        (_random(4, 2, HEADS_KV, WIDTH, device=device, seed=seed) for seed in (1, 2)),
+    )
     given = (q.clone(), k.clone())
     found = DECODES[library](
-        q, held.k, held.v, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=_ints(LENGTHS, device), rotary_interleaved=interleaved,
+        q, held.k, held.v, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=_ints(LENGTHS, device),
+        rotary_interleaved=interleaved,
         return_softmax_lse=True, **held.arguments, **options,
     )  # fmt: skip
     assert torch.equal(q, given[0]) and torch.equal(k, given[1])
@@ -205,9 +229,14 @@ def test_rotary_turns_queries_and_new_keys(library, kind, options, interleaved, 
         for t, place in enumerate(places):
             _near(held.k[place], _turn(k[b, t].cpu(), cos, sin, LENGTHS[b] + t, interleaved))
             assert torch.equal(held.v[place], v[b, t])
-    turned = torch.stack([
-        torch.stack([_turn(q[b, i].cpu(), cos, sin, LENGTHS[b] + (i if options else 0), interleaved) for i in range(3)]) for b in range(4)
-    ])  # fmt: skip
+    turned = torch.stack(
+        [
+            torch.stack(
+                [_turn(q[b, i].cpu(), cos, sin, LENGTHS[b] + (i if options else 0), interleaved) for i in range(3)]
+            )
+            for b in range(4)
+        ]
+    )
     _check(found, turned.to(device), held, 2, options)
 
 
@@ -222,7 +251,9 @@ def test_beyond_the_angles_is_nan(device):
         )  # fmt: skip
         assert not out[0].isnan().any() and out[1].isnan().flatten(1).all(1).nonzero().flatten().tolist() == lost
         assert not out[1, [row for row in range(3) if row not in lost]].isnan().any()
-        assert any("rotary" in said for said in strobe.last_errors()) == (added == 3)  # of keys; a query's is seen in its row
+        assert any("rotary" in said for said in strobe.last_errors()) == (
+            added == 3
+        )  # of keys; a query's is seen in its row
 
 
 # ---------------------------------------------------------------- lengths as numbers, strides, nothing at all
@@ -233,7 +264,9 @@ def test_beyond_the_angles_is_nan(device):
 def test_lengths_may_be_a_number_or_left_out(kind, rows, device):
     held = _held(kind, [6, 6], room=0, device=device)
     q, options = _random(2, rows, HEADS, WIDTH, device=device), {"causal": True, "return_softmax_lse": True}
-    tensor = fa2.flash_attn_with_kvcache(q, held.k, held.v, cache_seqlens=_ints([6, 6], device), **held.arguments, **options)
+    tensor = fa2.flash_attn_with_kvcache(
+        q, held.k, held.v, cache_seqlens=_ints([6, 6], device), **held.arguments, **options
+    )
     number = fa2.flash_attn_with_kvcache(q, held.k, held.v, cache_seqlens=6, **held.arguments, **options)
     _check(tensor, q, held, 0, options)
     _check(number, q, held, 0, options)
@@ -249,7 +282,9 @@ def test_a_prefill_at_a_number(kind, device, monkeypatch):
     held = _held(kind, [3, 3], room=37, device=device)
     before, q = _copy(held), _random(2, 37, HEADS, WIDTH, device=device)
     k, v = (_random(2, 37, HEADS_KV, WIDTH, device=device, seed=seed) for seed in (1, 2))
-    found = fa3.flash_attn_with_kvcache(q, held.k, held.v, k, v, cache_seqlens=3, causal=True, return_softmax_lse=True, **_fa3(held))
+    found = fa3.flash_attn_with_kvcache(
+        q, held.k, held.v, k, v, cache_seqlens=3, causal=True, return_softmax_lse=True, **_fa3(held)
+    )
     _written(before, held, 37)
     _check(found, q, held, 37, {"causal": True})
     assert len(plain) == (kind == "rows")
@@ -274,7 +309,9 @@ def test_strides_of_every_kind(kind, device):
     q = _random(4, 3, WIDTH, HEADS, device=device).transpose(2, 3)  # strided in its last dimension, as are the new keys
     k, v = (_random(4, 3, WIDTH, HEADS_KV, device=device, seed=seed).transpose(2, 3) for seed in (1, 2))
     lengths = torch.stack([_ints(LENGTHS, device)] * 2, 1)[:, 0]
-    found = fa2.flash_attn_with_kvcache(q, held.k, held.v, k, v, cache_seqlens=lengths, causal=True, return_softmax_lse=True, **held.arguments)
+    found = fa2.flash_attn_with_kvcache(
+        q, held.k, held.v, k, v, cache_seqlens=lengths, causal=True, return_softmax_lse=True, **held.arguments
+    )
     _check(found, q, held, 3, {"causal": True})
 
 
@@ -282,14 +319,20 @@ def test_strides_of_every_kind(kind, device):
 def test_nothing_at_all(kind, device):
     held = _held(kind, [], device=device)
     q = _random(0, 3, HEADS, WIDTH, device=device)
-    out, lse = fa2.flash_attn_with_kvcache(q, held.k, held.v, cache_seqlens=_ints([], device), **held.arguments, return_softmax_lse=True)
+    out, lse = fa2.flash_attn_with_kvcache(
+        q, held.k, held.v, cache_seqlens=_ints([], device), **held.arguments, return_softmax_lse=True
+    )
     assert out.shape == q.shape and lse.shape == (0, HEADS, 3)
     held = _held(kind, [4, 2], device=device)
     q = _random(2, 0, HEADS, WIDTH, device=device)
-    out, lse = fa2.flash_attn_with_kvcache(q, held.k, held.v, cache_seqlens=_ints([4, 2], device), **held.arguments, return_softmax_lse=True)
+    out, lse = fa2.flash_attn_with_kvcache(
+        q, held.k, held.v, cache_seqlens=_ints([4, 2], device), **held.arguments, return_softmax_lse=True
+    )
     assert out.shape == q.shape and lse.shape == (2, HEADS, 0)
     q = _random(2, 3, HEADS, WIDTH, device=device)
-    out, lse = fa2.flash_attn_with_kvcache(q, held.k, held.v, cache_seqlens=0, return_softmax_lse=True, **held.arguments | _unpadded(kind, device))
+    out, lse = fa2.flash_attn_with_kvcache(
+        q, held.k, held.v, cache_seqlens=0, return_softmax_lse=True, **held.arguments | _unpadded(kind, device)
+    )
     assert not out.any() and (lse == -torch.inf).all()
 
 
@@ -311,7 +354,9 @@ def test_it_compiles_without_graph_breaks():
     angle, lengths = _random(9, 4), _ints([4, 2])
 
     def step(q, k, v, k_new, lengths):
-        return fa2.flash_attn_with_kvcache(q, k, v, k_new, k_new, angle.cos(), angle.sin(), lengths, causal=True, **held.arguments)
+        return fa2.flash_attn_with_kvcache(
+            q, k, v, k_new, k_new, angle.cos(), angle.sin(), lengths, causal=True, **held.arguments
+        )
 
     twin = _copy(held)
     wanted = step(q, held.k, held.v, k, lengths)
@@ -342,11 +387,14 @@ def test_packed_queries_over_pages(size, options, device):
 
 
 def test_packed_queries_that_broke_their_promise(device):
-    """A sequence longer than max_seqlen_q, and rows of no sequence: NaN where there is no answer, and the rest as it was."""
+    """A sequence longer than max_seqlen_q, and rows of no sequence: NaN where there is no answer, and the rest as it
+    was.
+    """
     held = _held("pages 3", [7, 5], device=device)
     q, table = _random(9, HEADS, WIDTH, device=device), held.arguments["block_table"]
     out, lse, _ = fa2.flash_attn_varlen_func(
-        q, held.k, held.v, _ints([0, 2, 6], device), _ints([0, 7, 12], device), 3, 7, return_attn_probs=True, block_table=table
+        q, held.k, held.v, _ints([0, 2, 6], device), _ints([0, 7, 12], device), 3, 7, return_attn_probs=True,
+        block_table=table
     )  # fmt: skip
     lost = [False, False, True, False, False, False, True, True, True]
     assert out.isnan().flatten(1).all(1).tolist() == lost and lse.isnan().all(0).tolist() == lost
@@ -373,7 +421,15 @@ def test_packed_queries_over_pages_have_no_gradients():
 def _call(kind="rows", library="fa2", **changed):
     held = _held(kind, [4, 2], library)
     q, k = _random(2, 1, HEADS, WIDTH), _random(2, 1, HEADS_KV, WIDTH)
-    given = {"q": q, "k_cache": held.k, "v_cache": held.v, "k": k, "v": k, "cache_seqlens": _ints([4, 2]), "causal": True}
+    given = {
+        "q": q,
+        "k_cache": held.k,
+        "v_cache": held.v,
+        "k": k,
+        "v": k,
+        "cache_seqlens": _ints([4, 2]),
+        "causal": True,
+    }
     given |= held.arguments | changed
     before = [given[name].clone() if isinstance(given[name], Tensor) else None for name in ("k_cache", "v_cache")]
     try:
@@ -418,19 +474,27 @@ def test_what_is_wrong_is_called_by_the_callers_name(name, changed):
         _call(**changed)
 
 
-@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "rotary_cos", "cache_batch_idx", "cache_leftpad"])
+@pytest.mark.parametrize(
+    "name", ["q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "rotary_cos", "cache_batch_idx", "cache_leftpad"]
+)
 def test_what_is_no_tensor_says_so(name):
     with pytest.raises(TypeError, match=rf"^{name}: got list, expected .+; .+"):
         _call(**{name: [1, 2]})
 
 
-TOGETHER = [("pages 3", "cache_leftpad", "{pages}"), ("pages 3", "cache_batch_idx", "{pages}"), ("indexed", "cache_leftpad", "cache_batch_idx")]
+TOGETHER = [
+    ("pages 3", "cache_leftpad", "{pages}"),
+    ("pages 3", "cache_batch_idx", "{pages}"),
+    ("indexed", "cache_leftpad", "cache_batch_idx"),
+]
 
 
 @pytest.mark.parametrize("kind, name, other", TOGETHER)
 @pytest.mark.parametrize("library", DECODES)
 def test_what_strobe_has_not_got_together(library, kind, name, other):
-    with pytest.raises(NotImplementedError, match=rf"^{name}: got a tensor beside {other.format(pages=PAGES[library])}, .+; .+"):
+    with pytest.raises(
+        NotImplementedError, match=rf"^{name}: got a tensor beside {other.format(pages=PAGES[library])}, .+; .+"
+    ):
         _call(kind, library, **{name: _ints([0, 0])})
 
 
@@ -459,10 +523,18 @@ PACKED_WRONG = [
 ]
 
 
-@pytest.mark.parametrize("name, changed", PACKED_WRONG, ids=[f"{name}{place}" for place, (name, _) in enumerate(PACKED_WRONG)])
+@pytest.mark.parametrize(
+    "name, changed", PACKED_WRONG, ids=[f"{name}{place}" for place, (name, _) in enumerate(PACKED_WRONG)]
+)
 def test_what_is_wrong_with_packed_queries(name, changed):
     held = _held("pages 3", [4], room=2)
-    given = {"q": _random(4, HEADS, WIDTH), "k": held.k, "v": held.v, "cu_seqlens_q": _ints([0, 4]), "cu_seqlens_k": _ints([0, 4])}
+    given = {
+        "q": _random(4, HEADS, WIDTH),
+        "k": held.k,
+        "v": held.v,
+        "cu_seqlens_q": _ints([0, 4]),
+        "cu_seqlens_k": _ints([0, 4]),
+    }
     given |= {"max_seqlen_q": 4, "max_seqlen_k": 4, "block_table": held.arguments["block_table"]}
     with pytest.raises(ValueError, match=rf"^{name}: got .+, expected .+; .+"):
         fa2.flash_attn_varlen_func(**given | changed)
@@ -480,7 +552,8 @@ def test_what_is_wrong_is_called_what_the_caller_calls_it(rows):
     """Of few rows, which a decode attends to, and of many."""
     q, k, v = torch.randn(2, rows, 2, 16), torch.randn(2, 32, 2, 16), torch.randn(2, 32, 2, 16)
     wrong = {
-        "softmax_scale": {"softmax_scale": float("nan")}, "window_size": {"window_size": (1.5, 2)}, "k_cache": {"k_cache": k[:, :, :, :8]},
+        "softmax_scale": {"softmax_scale": float("nan")}, "window_size": {"window_size": (1.5, 2)},
+        "k_cache": {"k_cache": k[:, :, :, :8]},
         "v_cache": {"v_cache": v[:, :30]},
     }  # fmt: skip
     for name, changed in wrong.items():

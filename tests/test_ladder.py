@@ -1,4 +1,6 @@
-"""Every rung against the oracle, on the simulator and on a GPU; what it moves against its cost model; what it compiles to."""
+"""Every rung against the oracle, on the simulator and on a GPU; what it moves against its cost model; what it compiles
+to.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,8 @@ def test_every_family_of_inputs(name, family):
 
 
 @pytest.mark.parametrize(
-    "name, rows, keys, seed, options", [("k6", 256, 544, 0, {"ping_pong": 0}), ("k6_2", 256, 544, 0, {"early": 1}), ("k7", 384, 740, 1, {"turns": 0})]
+    "name, rows, keys, seed, options",
+    [("k6", 256, 544, 0, {"ping_pong": 0}), ("k6_2", 256, 544, 0, {"early": 1}), ("k7", 384, 740, 1, {"turns": 0})],
 )
 def test_a_consumer_that_passes_over_a_tile_is_no_round_of_the_ring_ahead(name, rows, keys, seed, options):
     """K of a tile that only others' rows see lands after V of that tile, and after K of the next."""
@@ -106,20 +109,29 @@ def test_a_consumer_that_passes_over_a_tile_is_no_round_of_the_ring_ahead(name, 
 
 
 OPTIONS = (
-    ("t", {"step": 1}), ("t", {"step": 2}), ("a", {"block_n": 32}), ("k3_3", {"stages_k": 2, "stages_v": 3}), ("k5", {"consumers": 2}),
+    ("t", {"step": 1}), ("t", {"step": 2}), ("a", {"block_n": 32}), ("k3_3", {"stages_k": 2, "stages_v": 3}),
+    ("k5", {"consumers": 2}),
     ("k6", {"ping_pong": 0}), ("k6", {"overlap": 0}), ("k6", {"late_sum": 0}), ("k6", {"lag": 0}),
     ("k6_2", {"ping_pong": 0}), ("k6_2", {"early": 1}), ("k6_2", {"early": 1, "ping_pong": 0}),
     ("k7", {"two_level": 1}), ("k8", {"rotate": 0}), ("decode", {"splits": 3}),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name, options", OPTIONS, ids=lambda value: value if isinstance(value, str) else "-".join(value))
+@pytest.mark.parametrize(
+    "name, options", OPTIONS, ids=lambda value: value if isinstance(value, str) else "-".join(value)
+)
 def test_options(name, options):
     assert simulate(name, FIRST._replace(causal=False), "pct", **options)["worst"] <= 1
 
 
 @pytest.mark.parametrize(
-    "options", [{"consumers": 2}, {"consumers": 3}, {"consumers": 3, "block_n": 64}, {"consumers": 3, "ping_pong": 0, "overlap": 0}]
+    "options",
+    [
+        {"consumers": 2},
+        {"consumers": 3},
+        {"consumers": 3, "block_n": 64},
+        {"consumers": 3, "ping_pong": 0, "overlap": 0},
+    ],
 )
 def test_long_rows_of_k6_have_other_tiles(options):
     assert simulate("k6", FIRST._replace(causal=False), "pct", **options)["worst"] <= 1
@@ -174,7 +186,11 @@ def test_rows_that_outgrow_an_early_maximum(case, walks, head_dim, causal, monke
     monkeypatch.setattr(harness, "draw", drawn)
     row = simulate("k6_2", Size(1, 200, 700, 2, 2, head_dim, causal), "lazy", early=1)
     assert row["worst"] <= 1
-    assert (1.3 < row["moved_bytes"] / row["model_bytes"] < 1.7) if walks == 2 else row["moved_bytes"] == pytest.approx(row["model_bytes"], rel=0.02)
+    assert (
+        (1.3 < row["moved_bytes"] / row["model_bytes"] < 1.7)
+        if walks == 2
+        else row["moved_bytes"] == pytest.approx(row["model_bytes"], rel=0.02)
+    )
 
 
 def test_what_was_noted_is_read_before_anyone_notes_more(monkeypatch):
@@ -226,13 +242,17 @@ def test_without_waiting_for_readers_the_simulator_objects(name, monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in RUNGS if name not in (*SLOW, "t")])
 def test_every_synchronisation_is_needed(name):
-    """Taken away one at a time: waits, arrivals, fences, counts. The simulator objects to each, but for waits for a turn that nobody does: who
-    multiplies first is a matter of time alone. A wait at another's barrier it does notice."""
+    """Taken away one at a time: waits, arrivals, fences, counts. The simulator objects to each, but for waits for a
+    turn that nobody does: who multiplies first is a matter of time alone. A wait at another's barrier it does notice.
+    """
     scene = Scene(f"{Path(__file__).with_name('ladder_scenes.py')}::{name}", [])
     verdicts = campaign(scene, "sm_90", [FOLDER / f"{FILES[name]}.py"], checks=Checks(read_fences=True))
     assert len(verdicts) >= 5
-    assert [(verdict.mutant.kind, verdict.mutant.line, verdict.mutant.text) for verdict in verdicts
-            if not verdict.noticed and (verdict.mutant.kind, verdict.mutant.function) != ("drop asm", "take_turn")] == []  # fmt: skip
+    assert [
+        (verdict.mutant.kind, verdict.mutant.line, verdict.mutant.text)
+        for verdict in verdicts
+        if not verdict.noticed and (verdict.mutant.kind, verdict.mutant.function) != ("drop asm", "take_turn")
+    ] == []
 
 
 def test_a_wrong_result_is_not_timed_or_passed():
@@ -259,9 +279,13 @@ def test_the_judge_of_8_bits_notices_a_tenth(wrong):
 
 @pytest.mark.nightly
 def test_a_rotation_gives_back_what_outliers_take():
-    """Of eight heads, as on the GPU: a scale a tensor is that of the largest outlier of all. Pooled over seeds; the published ratio is 2.6."""
+    """Of eight heads, as on the GPU: a scale a tensor is that of the largest outlier of all. Pooled over seeds; the
+    published ratio is 2.6.
+    """
     rows = [row for seed in range(3) for row in outliers.errors(torch.device("cpu"), queries=64, heads=8, seed=seed)]
-    error = {method: sum(row["rmse"] ** 2 for row in rows if row["method"] == method) ** 0.5 for method in outliers.METHODS}
+    error = {
+        method: sum(row["rmse"] ** 2 for row in rows if row["method"] == method) ** 0.5 for method in outliers.METHODS
+    }
     half, tensor, block, rotated = (error[method] for method in outliers.METHODS)
     assert half < rotated < block < tensor and tensor / rotated >= 1.8
 
@@ -269,7 +293,9 @@ def test_a_rotation_gives_back_what_outliers_take():
 @pytest.mark.parametrize("name, rows", [("k6", 128), ("k7", 192), ("k8", 192)])
 def test_programs_are_as_many_as_tiles_and_sms_allow(name, rows, monkeypatch):
     asked = []
-    monkeypatch.setattr(importlib.import_module(f"ladder.{FILES[name]}"), "programs", lambda q, tiles: asked.append(tiles) or 1)
+    monkeypatch.setattr(
+        importlib.import_module(f"ladder.{FILES[name]}"), "programs", lambda q, tiles: asked.append(tiles) or 1
+    )
     rung = harness.load(name)
     q = torch.empty(3, 2048, 5, 128, dtype=rung.inputs)
     with recording(TARGETS["sm_90"]):
@@ -279,8 +305,8 @@ def test_programs_are_as_many_as_tiles_and_sms_allow(name, rows, monkeypatch):
 
 # ---------------------------------------------------------------- what it compiles to
 
-# bytes of spills; 0 where nothing is said. Beside o and scores there is no room for the addresses of copies; none are in a loop, but for six
-# instructions of a's causal one on sm_80
+# bytes of spills; 0 where nothing is said. Beside o and scores there is no room for the addresses of copies; none are
+# in a loop, but for six instructions of a's causal one on sm_80
 SPILLS = {
     ("t", 128, False, "sm_80"): 88,
     ("t", 128, True, "sm_80"): 128,
@@ -291,15 +317,30 @@ SPILLS = {
     ("k4_2", 128, True, "sm_90"): 8,
     ("k6_2", 128, True, "sm_90"): 16,
 }
-PRODUCTS = {"k1": (), "k2": (), "t": ("HGMMA",), "a": ("HMMA",), "k3_1": ("HMMA",), "k3_2": ("HMMA",), "k3_3": ("HMMA",), "k4_1": ("HGMMA", "HMMA")}
+PRODUCTS = {
+    "k1": (),
+    "k2": (),
+    "t": ("HGMMA",),
+    "a": ("HMMA",),
+    "k3_1": ("HMMA",),
+    "k3_2": ("HMMA",),
+    "k3_3": ("HMMA",),
+    "k4_1": ("HGMMA", "HMMA"),
+}
 
 
 def compiled(name: str, head_dim: int, causal: bool, target: str, seqlen: int = 2048) -> None:
     """Spills as stated, tensor-core instructions as the rung says, shared memory within what its GPU gives."""
     rung = harness.load(name)
     size = rung.size(seqlen, head_dim, causal)
-    q, k, v = (torch.empty(1, length, heads, head_dim, dtype=rung.inputs)
-               for length, heads in ((size.seqlen_q, size.heads), (size.seqlen_k, size.heads_kv), (size.seqlen_k, size.heads_kv)))  # fmt: skip
+    q, k, v = (
+        torch.empty(1, length, heads, head_dim, dtype=rung.inputs)
+        for length, heads in (
+            (size.seqlen_q, size.heads),
+            (size.seqlen_k, size.heads_kv),
+            (size.seqlen_k, size.heads_kv),
+        )
+    )
     with recording(TARGETS[target]) as jobs:
         rung.run(q, k, v, causal)
     reports = {job.name: compile_job(job) for job in jobs}
@@ -363,7 +404,9 @@ def test_on_a_gpu(name, head_dim, causal):
 
 
 @gpu
-@pytest.mark.parametrize("name, options", OPTIONS, ids=lambda value: value if isinstance(value, str) else "-".join(value))
+@pytest.mark.parametrize(
+    "name, options", OPTIONS, ids=lambda value: value if isinstance(value, str) else "-".join(value)
+)
 def test_options_on_a_gpu(name, options):
     for head_dim in (64, 128):
         on_gpu(name, LONG._replace(head_dim=head_dim), **options)
@@ -388,9 +431,27 @@ def test_the_command_measures_on_a_gpu(tmp_path):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("written for sm_90")
     file = tmp_path / "rows.jsonl"
-    assert main(["k5", "k6", "--seqlen", "1024", "--rivals", "flash", "--json", str(file), "--plot", str(tmp_path / "ladder.svg")]) == 0
+    assert (
+        main(
+            [
+                "k5",
+                "k6",
+                "--seqlen",
+                "1024",
+                "--rivals",
+                "flash",
+                "--json",
+                str(file),
+                "--plot",
+                str(tmp_path / "ladder.svg"),
+            ]
+        )
+        == 0
+    )
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["rung"] for row in rows] == ["k5", "k6", "flash"] * 2 and all(row["ms"] > 0 and 0 < row["percent_of_ceiling"] < 100 for row in rows)
+    assert [row["rung"] for row in rows] == ["k5", "k6", "flash"] * 2 and all(
+        row["ms"] > 0 and 0 < row["percent_of_ceiling"] < 100 for row in rows
+    )
     assert (tmp_path / "ladder.svg").exists() and (tmp_path / "ladder_length.svg").exists()
 
 
@@ -403,7 +464,16 @@ def test_a_rung_is_one_file_that_teaches(name):
     doc = importlib.import_module(f"ladder.{FILES[name]}").__doc__
     assert 110 <= len(text.splitlines()) <= 460
     assert doc.startswith(f"{name}, ")
-    parts = ["The idea:", "Cost model", "\n    FLOPs ", "\n    bytes ", "\n    shared ", "\n    registers ", "What limits it:", "\nMeasured:\n"]
+    parts = [
+        "The idea:",
+        "Cost model",
+        "\n    FLOPs ",
+        "\n    bytes ",
+        "\n    shared ",
+        "\n    registers ",
+        "What limits it:",
+        "\nMeasured:\n",
+    ]
     places = [doc.index(part) for part in parts]
     assert places == sorted(places)
     rung = harness.load(name)
@@ -440,20 +510,44 @@ def test_measured_rows_fill_a_docstring_and_the_page():
     assert rows == [row] and pages.measured([row], "k6") == []
     text = (FOLDER / "k5_warp_specialized.py").read_text()
     filled = pages.with_table(text, rows)
-    assert "128  causal    4096       2.5     440.5" in filled and pages.with_table(filled, []) == pages.with_table(text, [])
+    assert "128  causal    4096       2.5     440.5" in filled and pages.with_table(filled, []) == pages.with_table(
+        text, []
+    )
     assert "| 128 | causal | 4096 | 2.5 | 440.5 | 44.5 | 2 | 100 |" in pages.table(rows)
 
 
 def test_a_column_of_the_overview_holds_one_process():
     def timed(rung: str, tflops: float, day: int, keys: int = pages.OVERVIEW, **rest) -> dict:
-        facts = {"device": "NVIDIA H200: sm_90", "torch": "2.11", "triton": "3.6", "date": f"2026-11-{day}T00:00:00+00:00", "options": {}}
-        return facts | {"rung": rung, "head_dim": 64, "causal": False, "seqlen_k": keys, "ms": 1.0, "tflops": tflops, "gbps": 7.0} | rest
+        facts = {
+            "device": "NVIDIA H200: sm_90",
+            "torch": "2.11",
+            "triton": "3.6",
+            "date": f"2026-11-{day}T00:00:00+00:00",
+            "options": {},
+        }
+        return (
+            facts
+            | {
+                "rung": rung,
+                "head_dim": 64,
+                "causal": False,
+                "seqlen_k": keys,
+                "ms": 1.0,
+                "tflops": tflops,
+                "gbps": 7.0,
+            }
+            | rest
+        )
 
     together = [timed("k5", 500.0, 12), timed("k6", 600.0, 12), timed("strobe", 700.0, 12)]
     before, since = [timed("k5", 400.0, 11), timed("k6", 410.0, 11)], [timed("k6", 999.0, 13)]
     others = [timed("k2", 20.0, 10), timed("k1", 5.0, 10, pages.SHORTER), timed("k6", 888.0, 14, options={"lag": 0})]
     text = pages.overview([*since, *together, *others, *before])
-    assert "| [k5](#k5) | 500 | - | - | - |" in text and "| [k6](#k6) | 600 | - | - | - |" in text and "| strobe's forward | 700 |" in text
+    assert (
+        "| [k5](#k5) | 500 | - | - | - |" in text
+        and "| [k6](#k6) | 600 | - | - | - |" in text
+        and "| strobe's forward | 700 |" in text
+    )
     assert "| [k2](#k2) | *20* |" in text and "| [k1](#k1) | (5) |" in text and "[k7]" not in text
     assert "2026-11-12" in text and "2026-11-10" not in text
     assert "| [decode](#decode) | 7 |" in pages.overview([timed("decode", 1.0, 12)])
@@ -476,18 +570,28 @@ def test_the_command_shows_a_table(capsys):
 def test_the_command_writes_json_lines(capsys):
     assert main(["k3_1", "--seqlen", "70", "--no-causal", "--set", "block_n=16", "--device", "cpu", "--json"]) == 0
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())
-    assert row["rung"] == "k3_1" and row["options"] == {"block_n": 16} and row["where"] == "simulator" and row["error"] is None
+    assert (
+        row["rung"] == "k3_1"
+        and row["options"] == {"block_n": 16}
+        and row["where"] == "simulator"
+        and row["error"] is None
+    )
     assert row["ms"] is None and row["worst"] <= 1 and {"torch", "date", "commit"} <= row.keys()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 def test_without_a_gpu_the_command_says_what_it_does_and_how_far_it_is(capsys, monkeypatch):
     run = harness.simulated
-    fails = lambda rung, *rest: (_ for _ in ()).throw(AssertionError("far off")) if rung.name == "k2" else run(rung, *rest)
+    fails = lambda rung, *rest: (
+        (_ for _ in ()).throw(AssertionError("far off")) if rung.name == "k2" else run(rung, *rest)
+    )
     monkeypatch.setattr(harness, "simulated", fails)
     assert main(["k1", "k2", "--no-causal", "--seqlen", "16"]) == 1
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("python -m ladder without a GPU: k1, k2; a small problem of each is simulated") and "nothing is timed" in said[0]
+    assert (
+        said[0].startswith("python -m ladder without a GPU: k1, k2; a small problem of each is simulated")
+        and "nothing is timed" in said[0]
+    )
     assert re.fullmatch(r"\[1/2\] k1 D=64 dense: right, \d\.\d\d of the error allowed; about \d+ s left", said[1])
     assert re.fullmatch(r"\[2/2\] k2 D=64 dense: FAIL, AssertionError: far off; \d+ s in all", said[2])
 
@@ -499,18 +603,40 @@ def test_rungs_and_rivals_of_one_problem_are_timed_in_turn(monkeypatch):
     def judged(rung, size, options, device):
         if rung.name == "k2":
             raise AssertionError("beyond the limit")
-        return harness.heading(rung.name, size, options) | {"flops": size.flops, "model_bytes": 1000}, lambda: timed.append(rung.name)
+        return harness.heading(rung.name, size, options) | {
+            "flops": size.flops,
+            "model_bytes": 1000,
+        }, lambda: timed.append(rung.name)
 
     monkeypatch.setattr(harness, "judged", judged)
     monkeypatch.setattr(measure, "_rival", lambda rival, size, device: lambda: timed.append(rival.name))
     names = ("k6", "k2", "decode")
-    points = [measure.Point(harness.load(name), harness.load(name).size(512, 64, causal), {}) for name in names for causal in (False, True)]
+    points = [
+        measure.Point(harness.load(name), harness.load(name).size(512, 64, causal), {})
+        for name in names
+        for causal in (False, True)
+    ]
     rows = list(measure.rows(measure.in_order(points), measure.pick(["strobe"]), 2, torch.device("cpu")))
     assert [(row["rung"], row["causal"]) for row in rows] == [
-        *(("k2", False), ("k6", False), ("strobe", False), ("decode", False), ("k2", True), ("k6", True), ("strobe", True), ("decode", True))
+        *(
+            ("k2", False),
+            ("k6", False),
+            ("strobe", False),
+            ("decode", False),
+            ("k2", True),
+            ("k6", True),
+            ("strobe", True),
+            ("decode", True),
+        )
     ]
-    assert [row["error"] for row in rows] == ["AssertionError: beyond the limit" if row["rung"] == "k2" else None for row in rows]
-    assert all((row["ms"] is None) == (row["rung"] == "k2") for row in rows) and set(timed) == {"k6", "strobe", "decode"}
+    assert [row["error"] for row in rows] == [
+        "AssertionError: beyond the limit" if row["rung"] == "k2" else None for row in rows
+    ]
+    assert all((row["ms"] is None) == (row["rung"] == "k2") for row in rows) and set(timed) == {
+        "k6",
+        "strobe",
+        "decode",
+    }
     with pytest.raises(ValueError, match="--rivals: got nobody, expected some of strobe, flash"):
         measure.pick(["flash", "nobody"])
 
@@ -548,7 +674,9 @@ def test_a_command_that_cannot_be_carried_out_says_why(argv, words, capsys):
 
 
 def test_a_timeline(tmp_path):
-    assert main(["k5", "--seqlen", "300", "--no-causal", "--timeline", str(tmp_path / "k5.svg"), "--device", "cpu"]) == 0
+    assert (
+        main(["k5", "--seqlen", "300", "--no-causal", "--timeline", str(tmp_path / "k5.svg"), "--device", "cpu"]) == 0
+    )
     assert {"load_partition", "mma_partition"} <= set(re.findall(r"\w+_partition", (tmp_path / "k5.svg").read_text()))
 
 
@@ -583,10 +711,17 @@ def test_the_plots_show_every_rung(tmp_path):
     about = {"device": "H200: sm_90", "torch": "2", "commit": None}
     points = [(name, length, causal) for name in RUNGS for length in (512, 1024) for causal in (False, True)]
     rows = [
-        {"rung": name, **harness.load(name).size(length, 128, causal)._asdict(), "ms": 1.0, "tflops": 300.0 + n, "peak_bytes": 10**8,
-         "date": f"2026-11-{21 + n % 3}T00:00", **about}
+        {
+            "rung": name,
+            **harness.load(name).size(length, 128, causal)._asdict(),
+            "ms": 1.0,
+            "tflops": 300.0 + n,
+            "peak_bytes": 10**8,
+            "date": f"2026-11-{21 + n % 3}T00:00",
+            **about,
+        }
         for n, (name, length, causal) in enumerate(points)
-    ]  # fmt: skip
+    ]
     written = plot.save(rows, tmp_path / "ladder.svg")
     assert [path.name for path in written] == ["ladder.svg", "ladder_length.svg"]
     for text in (path.read_text() for path in written):  # what is written in a picture stands in its comments

@@ -45,7 +45,13 @@ def ncu(tmp_path: Path):
 
 def test_bytes_add_up_and_percents_are_weighed_by_time(ncu):
     first, second = counters.facts(["k6", "decode"], 512, 64, False, ncu())
-    assert (first["rung"], first["seqlen_k"], first["head_dim"], second["rung"], second["seqlen_q"]) == ("k6", 512, 64, "decode", 1)
+    assert (first["rung"], first["seqlen_k"], first["head_dim"], second["rung"], second["seqlen_q"]) == (
+        "k6",
+        512,
+        64,
+        "decode",
+        1,
+    )
     assert first["model_bytes"] > 0 and first["error"] == "" and first["ms"] is None
     assert (first["counters"]["dram_bytes"], second["counters"]["dram_bytes"]) == (12, 24)
     assert first["counters"]["tensor_percent"] == (10 * 1 + 2 * 3) / 4 and first["counters"]["watched_ms"] == 4
@@ -77,6 +83,11 @@ def test_without_a_gpu_it_is_refused(capsys):
 def test_on_a_gpu(tmp_path):
     if counters.shutil.which("ncu") is None or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs ncu and a Hopper GPU")
-    assert main(["k6", "--counters", "--seqlen", "512", "--head-dim", "64", "--no-causal", "--json", str(tmp_path / "rows")]) == 0
+    assert (
+        main(
+            ["k6", "--counters", "--seqlen", "512", "--head-dim", "64", "--no-causal", "--json", str(tmp_path / "rows")]
+        )
+        == 0
+    )
     (row,) = map(json.loads, (tmp_path / "rows").read_text().splitlines())
     assert row["counters"]["dram_bytes"] > 1e6 and 0 < row["counters"]["tensor_percent"] < 100

@@ -1,4 +1,5 @@
-"""The ladder's page in a real browser: it loads without errors, steps by keyboard and mouse, and its numbers are the oracle's.
+"""The ladder's page in a real browser: it loads without errors, steps by keyboard and mouse, and its numbers are the
+oracle's.
 
 Chromium runs without a window; what it is to do, and what it then shows, is a script at the end of the page.
 """
@@ -53,7 +54,9 @@ def written(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def browse(written, tmp_path):
-    """browse(script, place) opens the page at #place, runs the script, and gives back what it said; no fault may have happened."""
+    """browse(script, place) opens the page at #place, runs the script, and gives back what it said; no fault may have
+    happened.
+    """
     if CHROMIUM is None:
         pytest.skip("no Chromium here: make browser, or apt install chromium")
 
@@ -63,8 +66,17 @@ def browse(written, tmp_path):
         text = f"{before}<script>{TOOLS}{script}</script></body>{after}"
         path = tmp_path / "driven.html"
         path.write_text(text)
-        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900",
-                   "--virtual-time-budget=3000", "--dump-dom", f"file://{path}{place}"]  # fmt: skip
+        command = [
+            CHROMIUM,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            f"--window-size={width},900",
+            "--virtual-time-budget=3000",
+            "--dump-dom",
+            f"file://{path}{place}",
+        ]
         dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
         said = re.search(r'<pre id="found">(.*?)</pre>', dom, re.DOTALL)
         assert said, dom[-2000:]
@@ -83,7 +95,9 @@ def test_it_is_one_file_that_asks_for_nothing_else(written):
 
 
 def test_results_after_all_tiles_are_the_oracles(browse):
-    """Every mask and every tile of queries, reached by keys alone; the page's own arithmetic against attention in float64."""
+    """Every mask and every tile of queries, reached by keys alone; the page's own arithmetic against attention in
+    float64.
+    """
     found = browse(f"""
     const all = {{}};
     for (let mask = 0; mask < {len(page.masks())}; mask++) {{
@@ -110,18 +124,26 @@ def test_results_after_all_tiles_are_the_oracles(browse):
         for tile in range(TILES):
             rows = found[f"#sweep/{name}/{tile}/{TILES + 1}"]
             own = slice(tile * page.BLOCK, (tile + 1) * page.BLOCK)
-            assert torch.allclose(torch.tensor([row["out"] for row in rows], dtype=torch.float64), part.out[0, own, 0], rtol=0, atol=1e-12)
-            assert torch.allclose(torch.tensor([row["lse"] for row in rows], dtype=torch.float64), part.lse[0, 0, own], rtol=0, atol=1e-12)
+            assert torch.allclose(
+                torch.tensor([row["out"] for row in rows], dtype=torch.float64), part.out[0, own, 0], rtol=0, atol=1e-12
+            )
+            assert torch.allclose(
+                torch.tensor([row["lse"] for row in rows], dtype=torch.float64), part.lse[0, 0, own], rtol=0, atol=1e-12
+            )
 
 
 def test_what_is_carried_between_tiles_is_what_the_keys_so_far_give(browse):
-    """After each tile: largest + ln(sum) is the log-sum-exp over the keys that were visited, and a rescale is exp(before - after)."""
+    """After each tile: largest + ln(sum) is the log-sum-exp over the keys that were visited, and a rescale is
+    exp(before - after).
+    """
     found = browse(
         f"""
     const steps = [];
     for (let n = 0; n <= {TILES}; n++) {{
       const rows = [];
-      for (let i = 0; i < {page.BLOCK}; i++) rows.push([number(`max-${{i}}`), number(`sum-${{i}}`), number(`rescale-${{i}}`)]);
+      for (let i = 0; i < {page.BLOCK}; i++) {{
+        rows.push([number(`max-${{i}}`), number(`sum-${{i}}`), number(`rescale-${{i}}`)]);
+      }}
       steps.push({{rows, told: text("told")}});
       press("ArrowRight");
     }}
@@ -131,7 +153,9 @@ def test_what_is_carried_between_tiles_is_what_the_keys_so_far_give(browse):
     )
     q, k, _ = page.drawn()
     seen = page.masks()["documents"][1].dense(page.SEQLEN, page.SEQLEN, torch.device("cpu"))[0]
-    scores = torch.where(seen, page.HEAD_DIM**-0.5 * q[0, :, 0] @ k[0, :, 0].T, -torch.inf)[2 * page.BLOCK : 3 * page.BLOCK]
+    scores = torch.where(seen, page.HEAD_DIM**-0.5 * q[0, :, 0] @ k[0, :, 0].T, -torch.inf)[
+        2 * page.BLOCK : 3 * page.BLOCK
+    ]
     skipped = 0
     for step, shown in enumerate(found):
         for i, (largest, total, rescale) in enumerate(shown["rows"]):
@@ -151,14 +175,19 @@ def test_what_is_carried_between_tiles_is_what_the_keys_so_far_give(browse):
 
 
 def test_the_map_marks_the_tiles_that_are_skipped(browse):
-    found = browse("""say([...document.querySelectorAll(".skipped")].map(line => line.dataset.tile));""", "#sweep/causal/3/0")
+    found = browse(
+        """say([...document.querySelectorAll(".skipped")].map(line => line.dataset.tile));""", "#sweep/causal/3/0"
+    )
     assert sorted(found) == [f"{m}-{n}" for m in range(TILES) for n in range(TILES) if n > m]
 
 
 def test_mouse(browse):
     found = browse("""
     const places = [location.hash];
-    const click = what => { document.querySelector(what).dispatchEvent(new MouseEvent("click", {bubbles: true})); places.push(location.hash); };
+    const click = what => {
+      document.querySelector(what).dispatchEvent(new MouseEvent("click", {bubbles: true}));
+      places.push(location.hash);
+    };
     const step = (view, n) => click(`#${view} .steps button:nth-of-type(${n})`);
     click('[data-mask="window"]'); step("sweep", 3); step("sweep", 4); step("sweep", 2);
     const queries = document.getElementById("queries");
@@ -197,13 +226,20 @@ def test_timelines_of_every_rung_and_a_step_for_every_event(browse, written):
     }
     say(told);
     """)
-    assert len(found) == sum(len(one["events"]) if one["name"] == "k6" else 3 for one in data["timelines"]) and all(found)
+    assert len(found) == sum(len(one["events"]) if one["name"] == "k6" else 3 for one in data["timelines"]) and all(
+        found
+    )
 
 
 def test_play_and_pause(browse):
-    found = browse(
-        """press(" "); setTimeout(() => { press(" "); const there = location.hash; setTimeout(() => say([there, location.hash]), 500); }, 2500);"""
-    )
+    found = browse("""
+    press(" ");
+    setTimeout(() => {
+      press(" ");
+      const there = location.hash;
+      setTimeout(() => say([there, location.hash]), 500);
+    }, 2500);
+    """)
     assert found[0] == found[1] == "#sweep/causal/3/2"
 
 
@@ -211,11 +247,22 @@ def test_play_and_pause(browse):
 def test_a_phone_scrolls_only_what_is_wide(browse, place, written):
     """360 pixels: the page itself is not wider; tables and bars scroll inside their frames."""
     inner = written.read_text().replace("<head>", f"<head>{WATCH}", 1).replace("&", "&amp;").replace('"', "&quot;")
-    html = f'<!doctype html><head></head><body><iframe style="width:360px;height:800px;border:0" srcdoc="{inner}"></iframe></body>'
+    html = (
+        '<!doctype html><head></head><body><iframe style="width:360px;height:800px;border:0" '
+        f'srcdoc="{inner}"></iframe></body>'
+    )
     found = browse(
-        f"""const frame = document.querySelector("iframe");
-    setTimeout(() => {{ const inside = frame.contentWindow; inside.location.hash = "{place}";
-      setTimeout(() => say([inside.innerWidth, inside.document.documentElement.scrollWidth, inside.faults, inside.location.hash]), 300); }}, 800);""",
+        f"""
+    const frame = document.querySelector("iframe");
+    setTimeout(() => {{
+      const inside = frame.contentWindow;
+      inside.location.hash = "{place}";
+      setTimeout(() => {{
+        const root = inside.document.documentElement;
+        say([inside.innerWidth, root.scrollWidth, inside.faults, inside.location.hash]);
+      }}, 300);
+    }}, 800);
+    """,
         html=html,
     )
     inner_width, scroll_width, faults, there = found

@@ -1,4 +1,6 @@
-"""A mask's host answers (tile_kind, spans, algebra, flat form) against the mask written out, exhaustively on small sizes."""
+"""A mask's host answers (tile_kind, spans, algebra, flat form) against the mask written out, exhaustively on small
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def ids(kind: str, rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         position = torch.arange(length).expand(BATCH, length)
         if kind == "runs":
             return ((position + torch.arange(BATCH)[:, None]) // 2).to(torch.int32)
-        return torch.randint(-1, 3, (BATCH, length), generator=torch.Generator().manual_seed(17 * length + salt)).to(torch.int32)
+        return torch.randint(-1, 3, (BATCH, length), generator=torch.Generator().manual_seed(17 * length + salt)).to(
+            torch.int32
+        )
 
     return one(rows, 0), one(keys, 0 if rows == keys else 1)
 
@@ -41,9 +45,13 @@ def kinds_by_looking(mask: Mask, rows: int, keys: int) -> dict[Tile, TileKind]:
     """Every tile's kind from counting the admitted pairs in it."""
     dense = mask.dense(rows, keys).expand(BATCH, rows, keys)
     kinds = {}
-    for b, (m, m_stop), (n, n_stop) in product(range(BATCH), combinations(range(rows + 1), 2), combinations(range(keys + 1), 2)):
+    for b, (m, m_stop), (n, n_stop) in product(
+        range(BATCH), combinations(range(rows + 1), 2), combinations(range(keys + 1), 2)
+    ):
         seen = int(dense[b, m:m_stop, n:n_stop].sum())
-        kind = TileKind.EMPTY if seen == 0 else TileKind.FULL if seen == (m_stop - m) * (n_stop - n) else TileKind.PARTIAL
+        kind = (
+            TileKind.EMPTY if seen == 0 else TileKind.FULL if seen == (m_stop - m) * (n_stop - n) else TileKind.PARTIAL
+        )
         kinds[Tile(m, m_stop, n, n_stop, b)] = kind
     return kinds
 
@@ -53,7 +61,13 @@ def test_tile_kind_is_what_dense_shows(rows, keys):
     """Exactly: a FULL tile called PARTIAL costs time, a PARTIAL one called FULL or EMPTY costs correctness."""
     for mask in bands():
         for tile, kind in kinds_by_looking(mask, rows, keys).items():
-            assert mask.tile_kind(tile, rows, keys) is kind, (mask.left, mask.right, mask.prefix, mask.key_lengths, tile)
+            assert mask.tile_kind(tile, rows, keys) is kind, (
+                mask.left,
+                mask.right,
+                mask.prefix,
+                mask.key_lengths,
+                tile,
+            )
 
 
 @pytest.mark.parametrize("kind", ["runs", "shuffled"])
@@ -67,7 +81,9 @@ def test_tile_kind_with_documents(rows, keys, kind):
 
 
 def test_tile_beyond_the_ends_is_judged_by_its_inside():
-    """A tile that overhangs the last row or key is FULL when all of it that exists is admitted, EMPTY when nothing of it exists."""
+    """A tile that overhangs the last row or key is FULL when all of it that exists is admitted, EMPTY when nothing of
+    it exists.
+    """
     assert Mask().tile_kind(Tile(0, 64, 0, 64), 5, 7) is TileKind.FULL
     assert strobe.causal().tile_kind(Tile(4, 68, 0, 64), 5, 5) is TileKind.FULL
     assert Mask().tile_kind(Tile(64, 128, 0, 64), 5, 7) is TileKind.EMPTY
@@ -88,7 +104,9 @@ def test_interval_is_the_band(rows, keys):
 @pytest.mark.parametrize("kind", ["runs", "shuffled"])
 @pytest.mark.parametrize("rows, keys", SIZES)
 def test_spans(rows, keys, kind):
-    """(where the run of this id ends, the first and the last + 1 position of it on the other side; 0, 0 where there is none)."""
+    """(where the run of this id ends, the first and the last + 1 position of it on the other side; 0, 0 where there is
+    none).
+    """
     ids_q, ids_k = ids(kind, rows, keys)
     documents = strobe.documents(ids_q, ids_k).documents
     for own, other, spans in ((ids_q, ids_k, documents.spans_q), (ids_k, ids_q, documents.spans_k)):
@@ -152,7 +170,9 @@ def test_and_is_and(a, b):
             PARTS[a] & PARTS[b]
         return
     joined = PARTS[a] & PARTS[b]
-    assert torch.equal(joined.dense(5, 4).expand(BATCH, 5, 4), (PARTS[a].dense(5, 4) & PARTS[b].dense(5, 4)).expand(BATCH, 5, 4))
+    assert torch.equal(
+        joined.dense(5, 4).expand(BATCH, 5, 4), (PARTS[a].dense(5, 4) & PARTS[b].dense(5, 4)).expand(BATCH, 5, 4)
+    )
     assert same(joined, PARTS[b] & PARTS[a]) and joined.structure == (PARTS[b] & PARTS[a]).structure
     for c in PARTS:
         if [a, b, c].count("documents") <= 1:
@@ -177,7 +197,10 @@ def test_window_none_to_0_is_causal():
 
 
 def test_parts_for_different_batches_do_not_join():
-    two, three = strobe.prefix_causal(torch.tensor([1, 2], dtype=torch.int32)), strobe.key_lengths(torch.tensor([1, 2, 3], dtype=torch.int32))
+    two, three = (
+        strobe.prefix_causal(torch.tensor([1, 2], dtype=torch.int32)),
+        strobe.key_lengths(torch.tensor([1, 2, 3], dtype=torch.int32)),
+    )
     with pytest.raises(strobe.InvalidProblem, match=r"^mask: got parts for batches of 2 and 3"):
         two & three
     ids = strobe.documents(torch.zeros(2, 4, dtype=torch.int32))
@@ -188,7 +211,9 @@ def test_parts_for_different_batches_do_not_join():
 
 def test_int64_metadata_means_the_same():
     """Tensors of ids, lengths, offsets and page ids are int64 unless one asks for less; kernels read int32."""
-    int32, int64 = (lambda *numbers, dtype=dtype: torch.tensor(numbers, dtype=dtype) for dtype in (torch.int32, torch.int64))
+    int32, int64 = (
+        lambda *numbers, dtype=dtype: torch.tensor(numbers, dtype=dtype) for dtype in (torch.int32, torch.int64)
+    )
     q, k = torch.randn(2, 6, 2, 16), torch.randn(2, 8, 2, 16)
     made = [
         [

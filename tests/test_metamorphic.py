@@ -1,7 +1,7 @@
 """Laws between calls: what two different ways of saying the same attention must have in common. No oracle is asked.
 
-Two results of one thing differ by at most the sum of their errors. Inputs are of order 1, so that sum is bounded by TOLERANCE:
-a hundred roundings of the accumulator, and for bfloat16 a few of the output and of the weights.
+Two results of one thing differ by at most the sum of their errors. Inputs are of order 1, so that sum is bounded by
+TOLERANCE: a hundred roundings of the accumulator, and for bfloat16 a few of the output and of the weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ MASKS = {
     "causal": lambda b, m, n, device: strobe.causal(),
     "window": lambda b, m, n, device: strobe.window(20, 11),
     "prefix": lambda b, m, n, device: strobe.prefix_causal(torch.tensor([9, 60], dtype=torch.int32, device=device)[:b]),
-    "lengths": lambda b, m, n, device: strobe.causal() & strobe.key_lengths(torch.tensor([n, 31], dtype=torch.int32, device=device)[:b]),
+    "lengths": lambda b, m, n, device: (
+        strobe.causal() & strobe.key_lengths(torch.tensor([n, 31], dtype=torch.int32, device=device)[:b])
+    ),
     "documents": lambda b, m, n, device: strobe.documents(ids(b, m, device), ids(b, n, device)),
 }
 
@@ -83,10 +85,16 @@ def test_halves_merge_into_the_whole(cut, dtype, device, kernel):
     q, k, v, _ = draw(dtype, device)
     wide = torch.promote_types(dtype, torch.float32)
     generator = torch.Generator().manual_seed(2)
-    dout, dlse = torch.randn(q.shape, generator=generator).to(device, wide), torch.randn(2, 4, 70, generator=generator).to(device, wide)
+    dout, dlse = (
+        torch.randn(q.shape, generator=generator).to(device, wide),
+        torch.randn(2, 4, 70, generator=generator).to(device, wide),
+    )
 
     def split(q, k, v):
-        parts = [strobe.partial_attention(q, k[:, keys], v[:, keys], kernel=kernel) for keys in (slice(cut), slice(cut, None))]
+        parts = [
+            strobe.partial_attention(q, k[:, keys], v[:, keys], kernel=kernel)
+            for keys in (slice(cut), slice(cut, None))
+        ]
         return strobe.merge(*parts)
 
     results = []
@@ -102,8 +110,12 @@ def test_merging_causal_halves(device, kernel):
     """The half of later keys is empty for early rows: their lse is -inf there, and the gradients stay finite."""
     q, k, v, dout = draw(torch.float64, device, rows=97)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    first = strobe.partial_attention(q, k[:, :50], v[:, :50], mask=strobe.window(None, 47), kernel=kernel)  # i + 50 - 97 + 47 = i
-    second = strobe.partial_attention(q, k[:, 50:], v[:, 50:], causal=True, kernel=kernel)  # keys 50 + j, j <= i + 47 - 97
+    first = strobe.partial_attention(
+        q, k[:, :50], v[:, :50], mask=strobe.window(None, 47), kernel=kernel
+    )  # i + 50 - 97 + 47 = i
+    second = strobe.partial_attention(
+        q, k[:, 50:], v[:, 50:], causal=True, kernel=kernel
+    )  # keys 50 + j, j <= i + 47 - 97
     assert second.lse[..., :50].eq(-torch.inf).all()
     merged = strobe.merge(first, second)
     whole = strobe.partial_attention(q, k, v, causal=True, kernel=kernel)
@@ -119,7 +131,9 @@ def test_sinks_may_be_applied_afterwards(mask, dtype, device, kernel):
     q, k, v, dout = draw(dtype, device)
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0], device=device, dtype=torch.promote_types(dtype, torch.float32))
     given = MASKS[mask](2, 70, 97, device)
-    inside = with_gradients(lambda q, k, v, s: strobe.attention(q, k, v, sinks=s, mask=given, kernel=kernel), q, k, v, sinks, dout=dout)
+    inside = with_gradients(
+        lambda q, k, v, s: strobe.attention(q, k, v, sinks=s, mask=given, kernel=kernel), q, k, v, sinks, dout=dout
+    )
 
     def after(q, k, v, s):
         return strobe.with_sinks(strobe.partial_attention(q, k, v, mask=given, kernel=kernel), s).out.to(dtype)
@@ -129,17 +143,23 @@ def test_sinks_may_be_applied_afterwards(mask, dtype, device, kernel):
 
 
 @dtypes
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (20, 3)}, {"softcap": 3.0, "causal": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (20, 3)}, {"softcap": 3.0, "causal": True}], ids=str
+)
 def test_packed_is_dense_sequence_by_sequence(options, dtype, device, kernel):
     lengths_q, lengths_k = (5, 0, 64, 33), (7, 12, 64, 20)
     q, k, v, dout = (t[0] for t in draw(dtype, device, batch=1, rows=sum(lengths_q), keys=sum(lengths_k)))
-    offsets = [torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32) for lengths in (lengths_q, lengths_k)]
+    offsets = [
+        torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32) for lengths in (lengths_q, lengths_k)
+    ]
     said = dict(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], kernel=kernel, **options)
     packed = with_gradients(lambda q, k, v: strobe.attention_varlen(q, k, v, **said), q, k, v, dout=dout)
 
     def one_by_one(q, k, v):
         sequences = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
-        return torch.cat([strobe.attention(q[None], k[None], v[None], kernel=kernel, **options)[0] for q, k, v in sequences])
+        return torch.cat(
+            [strobe.attention(q[None], k[None], v[None], kernel=kernel, **options)[0] for q, k, v in sequences]
+        )
 
     for got, wanted in zip(packed, with_gradients(one_by_one, q, k, v, dout=dout)):
         close(got, wanted, dtype, 2.0)
@@ -153,7 +173,9 @@ def test_packed_is_padded(dtype, device, kernel):
     inside = torch.arange(97, device=device) < torch.tensor(lengths, device=device)[:, None]
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     packed = strobe.attention_varlen(q[inside], k[inside], v[inside], cu_seqlens_q=offsets, kernel=kernel)
-    padded = strobe.attention(q, k, v, mask=strobe.key_lengths(torch.tensor(lengths, dtype=torch.int32, device=device)), kernel=kernel)
+    padded = strobe.attention(
+        q, k, v, mask=strobe.key_lengths(torch.tensor(lengths, dtype=torch.int32, device=device)), kernel=kernel
+    )
     close(packed, padded[inside], dtype)
 
 
@@ -161,11 +183,25 @@ def test_packed_is_padded(dtype, device, kernel):
 def test_documents_are_packed_sequences(dtype, device, kernel):
     lengths = (13, 64, 20)
     q, k, v, dout = draw(dtype, device, batch=1, rows=97)
-    names = torch.repeat_interleave(torch.arange(3, device=device), torch.tensor(lengths, device=device))[None].to(torch.int32)
+    names = torch.repeat_interleave(torch.arange(3, device=device), torch.tensor(lengths, device=device))[None].to(
+        torch.int32
+    )
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-    one = with_gradients(lambda q, k, v: strobe.attention(q, k, v, mask=strobe.documents(names), causal=True, kernel=kernel), q, k, v, dout=dout)
+    one = with_gradients(
+        lambda q, k, v: strobe.attention(q, k, v, mask=strobe.documents(names), causal=True, kernel=kernel),
+        q,
+        k,
+        v,
+        dout=dout,
+    )
     two = with_gradients(
-        lambda q, k, v: strobe.attention_varlen(q[0], k[0], v[0], cu_seqlens_q=offsets, causal=True, kernel=kernel)[None], q, k, v, dout=dout
+        lambda q, k, v: strobe.attention_varlen(q[0], k[0], v[0], cu_seqlens_q=offsets, causal=True, kernel=kernel)[
+            None
+        ],
+        q,
+        k,
+        v,
+        dout=dout,
     )
     for got, wanted in zip(one, two):
         close(got, wanted, dtype, 2.0)
@@ -174,7 +210,10 @@ def test_documents_are_packed_sequences(dtype, device, kernel):
 @dtypes
 def test_window_without_left_is_causal(dtype, device, kernel):
     q, k, v, _ = draw(dtype, device)
-    assert torch.equal(strobe.attention(q, k, v, window=(None, 0), kernel=kernel), strobe.attention(q, k, v, causal=True, kernel=kernel))
+    assert torch.equal(
+        strobe.attention(q, k, v, window=(None, 0), kernel=kernel),
+        strobe.attention(q, k, v, causal=True, kernel=kernel),
+    )
 
 
 @dtypes
@@ -192,9 +231,15 @@ def test_ones_give_ones(mask, dtype, device, kernel):
 def test_hidden_keys_may_be_appended(mask, dtype, device, kernel):
     """40 more keys, hidden by key_lengths; the diagonal stays where it was because as many rows are appended."""
     q, k, v, _ = draw(dtype, device)
-    longer = lambda t: torch.cat([t, 30 * torch.randn(2, 40, *t.shape[2:], generator=torch.Generator().manual_seed(3)).to(device, dtype)], 1)
+    longer = lambda t: torch.cat(
+        [t, 30 * torch.randn(2, 40, *t.shape[2:], generator=torch.Generator().manual_seed(3)).to(device, dtype)], 1
+    )
     given = strobe.key_lengths(torch.full((2,), 97, dtype=torch.int32, device=device))
-    given = given & (strobe.documents(ids(2, 110, device), ids(2, 137, device)) if mask == "documents" else MASKS[mask](2, 110, 97, device))
+    given = given & (
+        strobe.documents(ids(2, 110, device), ids(2, 137, device))
+        if mask == "documents"
+        else MASKS[mask](2, 110, 97, device)
+    )
     short = strobe.attention(q, k, v, mask=MASKS[mask](2, 70, 97, device), kernel=kernel)
     close(strobe.attention(longer(q), longer(k), longer(v), mask=given, kernel=kernel)[:, :70], short, dtype)
 

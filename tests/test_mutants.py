@@ -1,7 +1,9 @@
-"""Seeded faults: each is put into the library's own code, one at a time, and a named check must object, which without it is content.
+"""Seeded faults: each is put into the library's own code, one at a time, and a named check must object, which without
+it is content.
 
-The score is the share that is noticed; it must be all, with no false alarm. Rows are those of docs/reliability.md that a fault
-re-creates. The portable kernels are run by Triton's interpreter, in a process of its own: `TRITON_INTERPRET=1 python tests/test_mutants.py`.
+The score is the share that is noticed; it must be all, with no false alarm. Rows are those of docs/reliability.md that
+a fault re-creates. The portable kernels are run by Triton's interpreter, in a process of its own: `TRITON_INTERPRET=1
+python tests/test_mutants.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,12 @@ from strobe.ops import attention as ops
 from strobe.testing import CASES, FAMILIES, Case
 from strobe.testing.poison import fill_with_poison, patched_empty
 
-NOTICED = (AssertionError, pytest.fail.Exception, RuntimeError, ValueError)  # the last two: torch meets shapes that disagree, or the door refuses
+NOTICED = (
+    AssertionError,
+    pytest.fail.Exception,
+    RuntimeError,
+    ValueError,
+)  # the last two: torch meets shapes that disagree, or the door refuses
 Check = Callable[[], object]
 
 
@@ -67,7 +74,12 @@ def _rewritten(function: FunctionType, mutant: Mutant) -> Any:
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(mutant.old) == 1, f"{mutant.name}: {mutant.old!r} is not once in {mutant.where}"
     source, name = source.replace(mutant.old, mutant.new), f"<mutant: {mutant.name}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # Triton's interpreter reads the source again
+    linecache.cache[name] = (
+        len(source),
+        None,
+        source.splitlines(keepends=True),
+        name,
+    )  # Triton's interpreter reads the source again
     made: dict[str, Any] = {}
     exec(compile(source, name, "exec", __future__.annotations.compiler_flag, True), function.__globals__, made)
     found = made[function.__name__]
@@ -122,7 +134,11 @@ def judged(*names: str, families: tuple[str, ...] = ("normal",), dtype=torch.flo
 
     def check():
         for name in names:
-            case = replace(CASES.get(name, CASES["causal"]), **changes) if name in CASES or not changes else Case(name, **changes)
+            case = (
+                replace(CASES.get(name, CASES["causal"]), **changes)
+                if name in CASES or not changes
+                else Case(name, **changes)
+            )
             for family in families:
                 judged_call(case.build("cpu", dtype, family, 3, requires_grad=True, kernel=KERNEL), family, 3)
 
@@ -137,13 +153,24 @@ def runs(test: Callable, *arguments, **keywords) -> Check:
 HERE = {"device": "cpu", "kernel": KERNEL}
 PROBE = runs(test_contract.test_indicator_probe_dense, torch.float32, **HERE)
 GOLDEN = {name: runs(test_contract.test_golden_mask, name, **HERE) for name in test_contract.GOLDEN}
-MANY_KEYS = judged("many keys", seqlen_q=40, seqlen_k=300, heads=(4, 2), head_dim=16, head_dim_v=24, mask=CASES["causal"].mask, families=FAMILIES)
+MANY_KEYS = judged(
+    "many keys",
+    seqlen_q=40,
+    seqlen_k=300,
+    heads=(4, 2),
+    head_dim=16,
+    head_dim_v=24,
+    mask=CASES["causal"].mask,
+    families=FAMILIES,
+)
 SMALL_TILES = runs(test_cpu.test_tiles_of_any_size_give_the_same, "window", True)
 PARTIAL_BFLOAT16 = judged("partial", dtype=torch.bfloat16)
 EMPTY_ROWS = runs(test_contract.test_rows_without_keys, "causal_more_rows", False, torch.float32, **HERE)
 MERGE_EMPTY = runs(test_contract.test_merge_with_nothing_is_the_other_to_the_bit)
 CAUSAL_HALVES = runs(test_metamorphic.test_merging_causal_halves, **HERE)
-HALVES = runs(test_metamorphic.test_halves_merge_into_the_whole, 9, torch.bfloat16, **HERE)  # whose partial results torch's kernel rounds too early
+HALVES = runs(
+    test_metamorphic.test_halves_merge_into_the_whole, 9, torch.bfloat16, **HERE
+)  # whose partial results torch's kernel rounds too early
 
 
 def keyed(name: str) -> Check:
@@ -174,8 +201,14 @@ def _far_rows() -> None:
     """Rows 2^30 elements apart, in memory that is there on both sides: an int32 product reads zeros."""
     q, k, v = test_reliability.draw(*[(1, 3, 1, 16)] * 3, dtype=torch.float16)
     room = test_reliability.sparse(2**32 + 2048)
-    far = [room.as_strided((1, 3, 1, 16), (16, 2**30 + 64, 16, 1), 2**31 + 512 * n).copy_(t) for n, t in enumerate((q, k, v))]
-    assert torch.equal(test_reliability.strobe.attention(*far, kernel=KERNEL), test_reliability.strobe.attention(q, k, v, kernel=KERNEL))
+    far = [
+        room.as_strided((1, 3, 1, 16), (16, 2**30 + 64, 16, 1), 2**31 + 512 * n).copy_(t)
+        for n, t in enumerate((q, k, v))
+    ]
+    assert torch.equal(
+        test_reliability.strobe.attention(*far, kernel=KERNEL),
+        test_reliability.strobe.attention(q, k, v, kernel=KERNEL),
+    )
 
 
 # ---------------------------------------------------------------- the CPU's path, the core and the door
@@ -184,14 +217,70 @@ FORWARD, BACKWARD, PIECES, TILES = (f"kernels.cpu.{name}" for name in ("forward"
 
 CPU = (
     # the mask
-    Mutant("last key dropped", f"{PIECES}:_piece", "full_like(column, n_keys)", "full_like(column, n_keys - 1)", PROBE, (40,)),
-    Mutant("key counted twice", f"{TILES}:tiles", "highest, config.block_n)", "highest, max(1, config.block_n - 1))", PROBE, (18,)),
-    Mutant("causal one key early", f"{PIECES}:_piece", "column + call.right + 1", "column + call.right", GOLDEN["causal 2 x 5"], (53,)),
-    Mutant("causal one key late", f"{PIECES}:_piece", "column + call.right + 1", "column + call.right + 2", GOLDEN["causal 2 x 5"], (53,)),
-    Mutant("causal aligned at the top left", f"{PIECES}:_entries", "seqlen_k - seqlen_q", "0", GOLDEN["causal 5 x 2"], (53,)),
-    Mutant("window one key short", f"{PIECES}:_piece", "column - call.left", "column - call.left + 1", GOLDEN["window (1, 0) causal 4 x 4"], (53,)),
-    Mutant("window one key long", f"{PIECES}:_piece", "column - call.left", "column - call.left - 1", GOLDEN["window (0, 0) 3 x 3"], (53,)),
-    Mutant("tile skipped at the window's edge", f"{TILES}:tiles", "int(block.first[0])", "int(block.first[-1])", judged("window_both"), (55,)),
+    Mutant(
+        "last key dropped",
+        f"{PIECES}:_piece",
+        "full_like(column, n_keys)",
+        "full_like(column, n_keys - 1)",
+        PROBE,
+        (40,),
+    ),
+    Mutant(
+        "key counted twice",
+        f"{TILES}:tiles",
+        "highest, config.block_n)",
+        "highest, max(1, config.block_n - 1))",
+        PROBE,
+        (18,),
+    ),
+    Mutant(
+        "causal one key early",
+        f"{PIECES}:_piece",
+        "column + call.right + 1",
+        "column + call.right",
+        GOLDEN["causal 2 x 5"],
+        (53,),
+    ),
+    Mutant(
+        "causal one key late",
+        f"{PIECES}:_piece",
+        "column + call.right + 1",
+        "column + call.right + 2",
+        GOLDEN["causal 2 x 5"],
+        (53,),
+    ),
+    Mutant(
+        "causal aligned at the top left",
+        f"{PIECES}:_entries",
+        "seqlen_k - seqlen_q",
+        "0",
+        GOLDEN["causal 5 x 2"],
+        (53,),
+    ),
+    Mutant(
+        "window one key short",
+        f"{PIECES}:_piece",
+        "column - call.left",
+        "column - call.left + 1",
+        GOLDEN["window (1, 0) causal 4 x 4"],
+        (53,),
+    ),
+    Mutant(
+        "window one key long",
+        f"{PIECES}:_piece",
+        "column - call.left",
+        "column - call.left - 1",
+        GOLDEN["window (0, 0) 3 x 3"],
+        (53,),
+    ),
+    Mutant(
+        "tile skipped at the window's edge",
+        f"{TILES}:tiles",
+        "int(block.first[0])",
+        "int(block.first[-1])",
+        judged("window_both"),
+        (55,),
+    ),
     Mutant(
         "partial tile taken for a full one",
         f"{TILES}:tiles",
@@ -237,7 +326,15 @@ CPU = (
         f"{TILES}:tiles",
         "torch.arange(key, stop)",
         "torch.arange(key, stop).to(torch.int16)",
-        judged("more keys than 2^15", seqlen_q=3, seqlen_k=32_800, batch=1, heads=(1, 1), head_dim=8, mask=CASES["causal"].mask),
+        judged(
+            "more keys than 2^15",
+            seqlen_q=3,
+            seqlen_k=32_800,
+            batch=1,
+            heads=(1, 1),
+            head_dim=8,
+            mask=CASES["causal"].mask,
+        ),
         (31,),
     ),
     # scores and softmax
@@ -248,7 +345,13 @@ CPU = (
         "1.01 * problem.scale * LOG2_E",
         judged("decode_260", families=FAMILIES, head_dim_v=40),
     ),
-    Mutant("softcap after the mask", f"{FORWARD}:_block", "hide(s, tile, -torch.inf)", "hide(s, tile, -scores.cap or -torch.inf)", judged("softcap")),
+    Mutant(
+        "softcap after the mask",
+        f"{FORWARD}:_block",
+        "hide(s, tile, -torch.inf)",
+        "hide(s, tile, -scores.cap or -torch.inf)",
+        judged("softcap"),
+    ),
     Mutant("softcap's slope forgotten", f"{BACKWARD}:_block", "if scores.cap:", "if False:", judged("softcap")),
     Mutant(
         "maximum before a negative scale",
@@ -257,7 +360,14 @@ CPU = (
         "(s.amin if scores.factor < 0 else s.amax)(-1, keepdim=True)",
         runs(test_reliability.test_a_large_negative_scale, judge=_judge, **HERE),
     ),
-    Mutant("maximum not safe", f"{FORWARD}:_block", "new_max.masked_fill(new_max == -torch.inf, 0.0)", "new_max.clone()", SMALL_TILES, (1, 2, 10)),
+    Mutant(
+        "maximum not safe",
+        f"{FORWARD}:_block",
+        "new_max.masked_fill(new_max == -torch.inf, 0.0)",
+        "new_max.clone()",
+        SMALL_TILES,
+        (1, 2, 10),
+    ),
     Mutant("old sum not rescaled", f"{FORWARD}:_block", "row_sum.mul_(rescale)", "row_sum", MANY_KEYS),
     Mutant(
         "weights rounded before their sum",
@@ -282,7 +392,14 @@ CPU = (
         "q.new_full((n, rows, keys.tensors[1].shape[-1]), float(sinks is not None))",
         judged("sinks"),
     ),
-    Mutant("sink of another head", f"{FORWARD}:_sinks", "call.sinks[chunk.heads_q]", "call.sinks.flip(0)[chunk.heads_q]", judged("sinks"), (64,)),
+    Mutant(
+        "sink of another head",
+        f"{FORWARD}:_sinks",
+        "call.sinks[chunk.heads_q]",
+        "call.sinks.flip(0)[chunk.heads_q]",
+        judged("sinks"),
+        (64,),
+    ),
     Mutant(
         "NaN swallowed by a maximum",
         "kernels.cpu.flash:forward",
@@ -291,14 +408,47 @@ CPU = (
         runs(test_cpu.test_a_row_of_nan_is_nan_and_alone, 3, {}, torch.float32),
     ),
     # empty rows and lse
-    Mutant("lse of an empty row +inf", f"{FORWARD}:run", "lse.fill_(-torch.inf)", "lse.fill_(torch.inf)", CAUSAL_HALVES, (3, 5)),
-    Mutant("empty row not written", f"{FORWARD}:run", "if not found.cover_rows(*call.q.shape[:2]):", "if False:", EMPTY_ROWS, (7, 36)),
-    Mutant("no keys at all not written", "ops.attention:write", "out.zero_()", "out", judged("no_keys"), (15,)),
-    Mutant("gradients of an empty row not written", f"{BACKWARD}:_fill", "tensors.dq.zero_()", "tensors.dq", EMPTY_ROWS, (11, 16)),
     Mutant(
-        "gradients of unseen keys not written", f"{BACKWARD}:_fill", "tensors.dk.zero_()", "tensors.dk", judged("packed_no_rows_middle"), (12, 37)
+        "lse of an empty row +inf",
+        f"{FORWARD}:run",
+        "lse.fill_(-torch.inf)",
+        "lse.fill_(torch.inf)",
+        CAUSAL_HALVES,
+        (3, 5),
     ),
-    Mutant("lse in log2", f"{FORWARD}:_attend", "row_max.mul_(LN_2).add_(row_sum.log())", "row_max.add_(row_sum.log2())", HALVES, (21, 23)),
+    Mutant(
+        "empty row not written",
+        f"{FORWARD}:run",
+        "if not found.cover_rows(*call.q.shape[:2]):",
+        "if False:",
+        EMPTY_ROWS,
+        (7, 36),
+    ),
+    Mutant("no keys at all not written", "ops.attention:write", "out.zero_()", "out", judged("no_keys"), (15,)),
+    Mutant(
+        "gradients of an empty row not written",
+        f"{BACKWARD}:_fill",
+        "tensors.dq.zero_()",
+        "tensors.dq",
+        EMPTY_ROWS,
+        (11, 16),
+    ),
+    Mutant(
+        "gradients of unseen keys not written",
+        f"{BACKWARD}:_fill",
+        "tensors.dk.zero_()",
+        "tensors.dk",
+        judged("packed_no_rows_middle"),
+        (12, 37),
+    ),
+    Mutant(
+        "lse in log2",
+        f"{FORWARD}:_attend",
+        "row_max.mul_(LN_2).add_(row_sum.log())",
+        "row_max.add_(row_sum.log2())",
+        HALVES,
+        (21, 23),
+    ),
     Mutant(
         "merge without its guard",
         "problem.merge:_sigmoid_of_difference",
@@ -324,11 +474,32 @@ CPU = (
         (5,),
     ),
     # gradients
-    Mutant("gradient of lse ignored", f"{BACKWARD}:_read", "if tensors.dlse is not None:", "if False:", judged("partial")),
+    Mutant(
+        "gradient of lse ignored", f"{BACKWARD}:_read", "if tensors.dlse is not None:", "if False:", judged("partial")
+    ),
     Mutant("sign of delta", f"{BACKWARD}:_block", ".sub_(rows.delta)", ".add_(rows.delta)", judged("softcap")),
-    Mutant("dq not scaled", f"{BACKWARD}:_attend", "scratch.view(2, -1)).mul_(problem.scale)", "scratch.view(2, -1))", judged("softcap")),
-    Mutant("hidden weights in the gradients", f"{BACKWARD}:_block", "hide(p, tile, 0.0)", "pass", judged("window_both"), (17,)),
-    Mutant("gradient of the sinks with the wrong sign", "ops.attention:_sinks_gradient", "-(weight * delta)", "(weight * delta)", judged("sinks")),
+    Mutant(
+        "dq not scaled",
+        f"{BACKWARD}:_attend",
+        "scratch.view(2, -1)).mul_(problem.scale)",
+        "scratch.view(2, -1))",
+        judged("softcap"),
+    ),
+    Mutant(
+        "hidden weights in the gradients",
+        f"{BACKWARD}:_block",
+        "hide(p, tile, 0.0)",
+        "pass",
+        judged("window_both"),
+        (17,),
+    ),
+    Mutant(
+        "gradient of the sinks with the wrong sign",
+        "ops.attention:_sinks_gradient",
+        "-(weight * delta)",
+        "(weight * delta)",
+        judged("sinks"),
+    ),
     Mutant(
         "gradient of one head of the group missing",
         f"{BACKWARD}:_block",
@@ -369,7 +540,14 @@ CPU = (
         runs(test_contract.test_offsets_that_fall_or_overrun, [0, 5, 3, 9], **HERE),
         (13,),
     ),
-    Mutant("empty sequence refused", f"{PIECES}:_offsets", "after < value", "after <= value", judged("packed_promised_one"), (7, 14)),
+    Mutant(
+        "empty sequence refused",
+        f"{PIECES}:_offsets",
+        "after < value",
+        "after <= value",
+        judged("packed_promised_one"),
+        (7, 14),
+    ),
     Mutant(
         "scale not in the key",
         "ops.attention:raw_key",
@@ -378,9 +556,30 @@ CPU = (
         keyed("scale"),
         (87,),
     ),
-    Mutant("strides not in the key", "ops.attention:raw_key", "v.shape, v.stride()", "v.shape", keyed("strides of v"), (43,)),
-    Mutant("alignment not in the key", "ops.attention:raw_key", "q.data_ptr() % ALIGNMENT, ", "", keyed("alignment of q"), (43, 47)),
-    Mutant("window not in the key", "ops.attention:raw_key", "call[SCALARS],", "call[5 : SCALARS.stop],", keyed("left"), (87, 88)),
+    Mutant(
+        "strides not in the key",
+        "ops.attention:raw_key",
+        "v.shape, v.stride()",
+        "v.shape",
+        keyed("strides of v"),
+        (43,),
+    ),
+    Mutant(
+        "alignment not in the key",
+        "ops.attention:raw_key",
+        "q.data_ptr() % ALIGNMENT, ",
+        "",
+        keyed("alignment of q"),
+        (43, 47),
+    ),
+    Mutant(
+        "window not in the key",
+        "ops.attention:raw_key",
+        "call[SCALARS],",
+        "call[5 : SCALARS.stop],",
+        keyed("left"),
+        (87, 88),
+    ),
     Mutant(
         "deterministic dropped",
         "problem.problem:Problem.from_call",
@@ -389,9 +588,23 @@ CPU = (
         runs(test_reliability.test_deterministic_reaches_the_plan),
         (72,),
     ),
-    Mutant("no device guard", "ops.attention:_launch", "q.get_device() != torch._C._cuda_getDevice()", "False", runs(_guarded), (80,)),
+    Mutant(
+        "no device guard",
+        "ops.attention:_launch",
+        "q.get_device() != torch._C._cuda_getDevice()",
+        "False",
+        runs(_guarded),
+        (80,),
+    ),
     Mutant("heads not checked", "problem.call:_check_heads", "heads_q % heads_kv", "False", refused("k")),
-    Mutant("offsets of any dtype", "problem.call:_count", "offsets.dtype != torch.int32", "False", refused("cu_seqlens_q"), ()),
+    Mutant(
+        "offsets of any dtype",
+        "problem.call:_count",
+        "offsets.dtype != torch.int32",
+        "False",
+        refused("cu_seqlens_q"),
+        (),
+    ),
     Mutant("scale not checked", "problem.call:check_scores", "not math.isfinite(number)", "False", refused("scale")),
 )
 
@@ -406,10 +619,29 @@ def light(name: str, **changes) -> Check:
 
 
 PORTABLE = (
-    Mutant("hidden one key late (portable)", f"{MASKING}:hide", "[:, None] > columns", "[:, None] >= columns", light("length_3"), (18, 53)),
-    Mutant("aligned at the top left (portable)", f"{MASKING}:row_interval", "row + (seqlen_k - seqlen_q)", "row", GOLDEN["causal 2 x 5"], (53,)),
     Mutant(
-        "window one key short (portable)", f"{MASKING}:row_interval", "diagonal - left)", "diagonal - left + 1)", GOLDEN["window (0, 0) 3 x 3"], (53,)
+        "hidden one key late (portable)",
+        f"{MASKING}:hide",
+        "[:, None] > columns",
+        "[:, None] >= columns",
+        light("length_3"),
+        (18, 53),
+    ),
+    Mutant(
+        "aligned at the top left (portable)",
+        f"{MASKING}:row_interval",
+        "row + (seqlen_k - seqlen_q)",
+        "row",
+        GOLDEN["causal 2 x 5"],
+        (53,),
+    ),
+    Mutant(
+        "window one key short (portable)",
+        f"{MASKING}:row_interval",
+        "diagonal - left)",
+        "diagonal - left + 1)",
+        GOLDEN["window (0, 0) 3 x 3"],
+        (53,),
     ),
     Mutant(
         "last row that sees a key (portable)",
@@ -420,7 +652,12 @@ PORTABLE = (
         (55,),
     ),
     Mutant(
-        "tile of another sequence (portable)", f"{POINTERS}:find_sequence", "middle <= tile", "middle < tile", light("packed_empty_first"), (6, 13)
+        "tile of another sequence (portable)",
+        f"{POINTERS}:find_sequence",
+        "middle <= tile",
+        "middle < tile",
+        light("packed_empty_first"),
+        (6, 13),
     ),
     Mutant(
         "key length not clamped (portable)",
@@ -430,7 +667,14 @@ PORTABLE = (
         runs(test_contract.test_key_lengths_out_of_range, **HERE),
         (),
     ),
-    Mutant("offsets in 32 bits (portable)", f"{POINTERS}:load_rows", "rows.to(tl.int64)", "rows", runs(_far_rows), (24, 25, 26, 30, 32)),
+    Mutant(
+        "offsets in 32 bits (portable)",
+        f"{POINTERS}:load_rows",
+        "rows.to(tl.int64)",
+        "rows",
+        runs(_far_rows),
+        (24, 25, 26, 30, 32),
+    ),
     Mutant(
         "maximum not safe (portable)",
         f"{SOFTMAX}:online_step",
@@ -447,7 +691,14 @@ PORTABLE = (
         runs(test_contract.test_scores_of_minus_100000, torch.float32, **HERE),
         (3, 4),
     ),
-    Mutant("sink in log2 (portable)", f"{ATTEND}:finish", "sink * 1.4426950408889634", "sink", light("no_keys_sinks", seqlen_k=9), (21,)),
+    Mutant(
+        "sink in log2 (portable)",
+        f"{ATTEND}:finish",
+        "sink * 1.4426950408889634",
+        "sink",
+        light("no_keys_sinks", seqlen_k=9),
+        (21,),
+    ),
     Mutant(
         "empty row divided by 0 (portable)",
         f"{ATTEND}:finish",
@@ -465,7 +716,12 @@ PORTABLE = (
         (56, 62, 63),
     ),
     Mutant(
-        "lse of another sequence (portable)", f"{ATTEND}:forward_kernel", "* total_q + q_start,", "* total_q,", light("packed_no_keys_middle"), (6,)
+        "lse of another sequence (portable)",
+        f"{ATTEND}:forward_kernel",
+        "* total_q + q_start,",
+        "* total_q,",
+        light("packed_no_keys_middle"),
+        (6,),
     ),
     Mutant(
         "key head h % H_kv (portable)",
@@ -490,7 +746,14 @@ PORTABLE = (
         light("length_3"),
         (17, 19),
     ),
-    Mutant("dk of one head of the group (portable)", f"{GRADIENTS}:run_of_keys", "own = head + member", "own = head", light("decode_63"), ()),
+    Mutant(
+        "dk of one head of the group (portable)",
+        f"{GRADIENTS}:run_of_keys",
+        "own = head + member",
+        "own = head",
+        light("decode_63"),
+        (),
+    ),
     Mutant(
         "hidden weights in dq (portable)",
         f"{GRADIENTS}:queries_gradient",
@@ -531,7 +794,14 @@ PORTABLE = (
         light("one_key"),
         (52,),
     ),
-    Mutant("one tile of a pack too few (portable)", f"{LAUNCH}:_sizes", "layout.batch + 2", "layout.batch", light("packed_lengths_1_2_3"), (36, 37)),
+    Mutant(
+        "one tile of a pack too few (portable)",
+        f"{LAUNCH}:_sizes",
+        "layout.batch + 2",
+        "layout.batch",
+        light("packed_lengths_1_2_3"),
+        (36, 37),
+    ),
     Mutant(
         "sign of the scale forgotten (portable)",
         "kernels.portable.kernel:_form",
@@ -539,7 +809,14 @@ PORTABLE = (
         "1",
         light("scale_negative", seqlen_q=20),
     ),
-    Mutant("grid's second dimension (portable)", f"{LAUNCH}:Launch.start", "[(self.programs,)]", "[(1, self.programs)]", light("length_1"), (35,)),
+    Mutant(
+        "grid's second dimension (portable)",
+        f"{LAUNCH}:Launch.start",
+        "[(self.programs,)]",
+        "[(1, self.programs)]",
+        light("length_1"),
+        (35,),
+    ),
     Mutant(
         "refusal to launch printed (portable)",
         f"{LAUNCH}:Launch.start",
@@ -566,9 +843,14 @@ def score(mutants: tuple[Mutant, ...]) -> dict[str, tuple[str, str]]:
 
 def told(found: dict[str, tuple[str, str]], record_property) -> None:
     """All caught, no false alarm, or a table that says which."""
-    caught, alarms = sum(bool(after) for _, after in found.values()), [name for name, (before, _) in found.items() if before]
+    caught, alarms = (
+        sum(bool(after) for _, after in found.values()),
+        [name for name, (before, _) in found.items() if before],
+    )
     record_property("mutants", [caught, len(found), len(alarms)])
-    words = lambda before, after: f"{'caught' if after else 'MISSED'}{', FALSE ALARM' * bool(before)}: {before or after}"
+    words = lambda before, after: (
+        f"{'caught' if after else 'MISSED'}{', FALSE ALARM' * bool(before)}: {before or after}"
+    )
     table = "\n".join(f"{name} {words(before, after)}" for name, (before, after) in found.items())
     assert caught == len(found) and not alarms, f"{caught} of {len(found)} caught, {len(alarms)} false alarms\n{table}"
 
@@ -582,7 +864,9 @@ def test_a_seeded_fault_is_noticed(mutant, record_property):
 def test_faults_seeded_in_the_portable_kernels_are_noticed(half, record_property):
     pytest.importorskip("triton")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, str(Path(__file__)), str(half)], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__)), str(half)], capture_output=True, text=True, env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     told(json.loads(done.stdout.splitlines()[-1]), record_property)
 

@@ -1,7 +1,7 @@
 """Every kernel compiles for every target without a GPU, within its budget, and exactly as recorded.
 
-Each commit looks at one case on every target and at most cases on sm_90. It compiles what was not compiled from the same source before, and of the
-first case one target in four, by turns; the night compiles all.
+Each commit looks at one case on every target and at most cases on sm_90. It compiles what was not compiled from the
+same source before, and of the first case one target in four, by turns; the night compiles all.
 """
 
 import json
@@ -62,8 +62,12 @@ def test_within_budget_and_as_recorded(unit):
 
 
 def _exact(row: dict, other: dict) -> dict:
-    """All but the seconds and the fingerprints, and without instructions and roles where one of the two had no disassembler for its target."""
-    left_out = {"seconds", "code", "source"} | (set() if row.get("instructions") and other.get("instructions") else {"instructions", "roles"})
+    """All but the seconds and the fingerprints, and without instructions and roles where one of the two had no
+    disassembler for its target.
+    """
+    left_out = {"seconds", "code", "source"} | (
+        set() if row.get("instructions") and other.get("instructions") else {"instructions", "roles"}
+    )
     return {name: value for name, value in row.items() if name not in left_out}
 
 
@@ -84,7 +88,9 @@ def test_the_page_quotes_the_record():
 
 def test_the_record_is_in_order_so_that_a_change_is_a_small_difference():
     lines = (ROOT / RESULTS).read_text().splitlines()
-    assert lines == [json.dumps(row) for row in sorted(map(json.loads, lines), key=lambda row: UNITS.index(Unit(*key(row)[:3])))]
+    assert lines == [
+        json.dumps(row) for row in sorted(map(json.loads, lines), key=lambda row: UNITS.index(Unit(*key(row)[:3])))
+    ]
 
 
 # ---------------------------------------------------------------- what the cases cover, and what the kernels must hold
@@ -95,7 +101,9 @@ def test_portable_kernels_run_every_case_and_use_tensor_cores(target):
     for case in CASES:
         found = [row for place, row in RECORDED.items() if place[:3] == ("portable", case, target)]
         alike = case.endswith("batch invariant")
-        assert [row["kernel"] for row in found] == ([] if (case, target) in REFUSED else ["invariant_kernel"] if alike else FOUR)
+        assert [row["kernel"] for row in found] == (
+            [] if (case, target) in REFUSED else ["invariant_kernel"] if alike else FOUR
+        )
         if "float32" in case or "float64" in case:
             continue
         for row in found:
@@ -114,7 +122,12 @@ def test_the_cases_use_every_tiling_of_the_tables():
             for case in CASES.values():
                 launches(case()._replace(kernel="portable"), TARGETS[target])
     tables = (heuristics.HOPPER, heuristics.AMPERE, heuristics.BLACKWELL, *heuristics.WIDE.values())
-    listed = {tuning for table in tables for row in table for tuning in (row.forward, row.forward_masked, row.keys, row.keys_masked, row.queries)}
+    listed = {
+        tuning
+        for table in tables
+        for row in table
+        for tuning in (row.forward, row.forward_masked, row.keys, row.keys_masked, row.queries)
+    }
     assert listed - asked == set()
 
 
@@ -133,7 +146,10 @@ def test_the_hopper_forward_compiles_with_each_tiling_and_each_band():
         early |= {(form.block_d, form.block_dv)} if form.early else set()
     bands = ((False, False), (False, True), (True, True), (True, False))
     wanted = {
-        (tuning, *band) for widths, full in hopper.TUNINGS.items() for band in bands for tuning in [(band[0] and hopper.PIECES.get(widths)) or full]
+        (tuning, *band)
+        for widths, full in hopper.TUNINGS.items()
+        for band in bands
+        for tuning in [(band[0] and hopper.PIECES.get(widths)) or full]
     }
     wanted |= {(tuning, True, True) for tuning in hopper.CAPPED.values()}
     wanted |= {(tuning, False, True) for tuning in hopper.PIECES.values()}
@@ -173,26 +189,45 @@ def test_the_hopper_backward_compiles_with_each_tiling_and_each_band():
 
 
 def test_the_blackwell_forward_compiles_with_each_tiling_and_each_band():
-    """TMA loads, tcgen05, all of tensor memory, and the shared memory that the config says, but for padding and the compiler's own scratch."""
+    """TMA loads, tcgen05, all of tensor memory, and the shared memory that the config says, but for padding and the
+    compiler's own scratch.
+    """
     seen = set()
     for unit in UNITS:
         if unit.family != "blackwell":
             continue
         row = RECORDED[(*unit, "forward_kernel")]
         form = select(Problem.from_call(unit.call), TARGETS[unit.target]).forward.config.form
-        assert not row["instructions"] or (row["instructions"]["UTCMMA"] > 0 and row["instructions"]["UTMALDG"] > 0), unit
+        assert not row["instructions"] or (row["instructions"]["UTCMMA"] > 0 and row["instructions"]["UTMALDG"] > 0), (
+            unit
+        )
         assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024, unit
         assert row["warps"] == 16 and form.tensor_columns() <= row["tensor_columns"] == TENSOR_COLUMNS, unit
-        assert sum(count * warps for count, warps in zip(form.tuning.registers_of().values(), (8, 1, 1, 2, 4))) == 16 * row["registers"], unit
+        assert (
+            sum(count * warps for count, warps in zip(form.tuning.registers_of().values(), (8, 1, 1, 2, 4)))
+            == 16 * row["registers"]
+        ), unit
         seen.add((form.tuning, form.mask.left, form.mask.right, unit.target))
     bands = ((False, False), (False, True), (True, True))
-    wanted = {(tuning, *band, target) for tuning in blackwell.TUNINGS.values() for band in bands for target in ("sm_100", "sm_103")}
+    wanted = {
+        (tuning, *band, target)
+        for tuning in blackwell.TUNINGS.values()
+        for band in bands
+        for target in ("sm_100", "sm_103")
+    }
     assert seen >= wanted
 
 
 def test_the_blackwell_forward_spills_nothing_at_d128():
     """Nor at d64 without a diagonal; and a share of its exponentials is computed by multiply-adds, on sm_100 alone."""
-    for case in ("d128 dense", "d128 causal", "d128 dense float16", "d128 causal float16", "d128 packed causal", "d64 dense"):
+    for case in (
+        "d128 dense",
+        "d128 causal",
+        "d128 dense float16",
+        "d128 causal float16",
+        "d128 packed causal",
+        "d64 dense",
+    ):
         rows = [RECORDED["blackwell", case, target, "forward_kernel"] for target in ("sm_100", "sm_103")]
         assert [budget.spill_bytes(row) for row in rows] == [0, 0]
         counts = [row["instructions"]["MUFU.EX2"] for row in rows if row["instructions"]]
@@ -200,8 +235,9 @@ def test_the_blackwell_forward_spills_nothing_at_d128():
 
 
 def _backward_roles(row: dict) -> dict[str, int]:
-    """What is unlike in other cases than d128 causal: by roles one consumer has no exponentials; two warps add dq where halves take turns; split
-    groups only add, but for a first tile of keys."""
+    """What is unlike in other cases than d128 causal: by roles one consumer has no exponentials; two warps add dq where
+    halves take turns; split groups only add, but for a first tile of keys.
+    """
     unit = Unit(*key(row)[:3])
     form = select(Problem.from_call(unit.call), TARGETS[unit.target]).backward.config.form
     stores = form.stores if form.splits == 1 or form.first_stores else 0
@@ -209,13 +245,16 @@ def _backward_roles(row: dict) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("family, kernel, roles", [
-    ("blackwell", "forward_kernel", {"mma": 3, "load": 1, "softmax": 2, "store": 1, "correct": 1}),  # mma: first scores, steps, last values
+    # mma: first scores, steps, last values
+    ("blackwell", "forward_kernel", {"mma": 3, "load": 1, "softmax": 2, "store": 1, "correct": 1}),
     ("hopper", "forward_kernel", {"load": 1, "softmax": 0}),  # as many as consumers
     ("hopper", "backward_kernel", {"load": 1, "softmax": 2, "store": 1}),  # store: its walk over tiles of keys
 ])  # fmt: skip
 def test_the_inner_loop_of_each_role_is_found(family, kernel, roles):
     """And no other: what stands in the roles' loops stands in the kernel, and their exponentials are most of its."""
-    found = [row for row in RECORDED.values() if (row["family"], row["kernel"]) == (family, kernel) and row["instructions"]]
+    found = [
+        row for row in RECORDED.values() if (row["family"], row["kernel"]) == (family, kernel) and row["instructions"]
+    ]
     assert found and all("roles" in row for row in found)
     for row in found:
         names = Counter(loop["role"] for loop in row["roles"])
@@ -237,7 +276,10 @@ def test_forward_at_d128_spills_nothing_and_uses_tma_on_hopper():
 
 def test_a_constant_of_the_form_is_part_of_the_compiled_kernel():
     """Triton tells kernels apart by the text of their constants: two forms that differ must never print alike."""
-    dense, masked = (RECORDED["portable", case, "sm_90", "forward_kernel"] for case in ("d128 dense", "d128 packed window sinks softcap"))
+    dense, masked = (
+        RECORDED["portable", case, "sm_90", "forward_kernel"]
+        for case in ("d128 dense", "d128 packed window sinks softcap")
+    )
     assert dense["instructions"] != masked["instructions"]
 
 

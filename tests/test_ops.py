@@ -1,4 +1,6 @@
-"""The ops: opcheck, gradients against finite differences, out=, the dictionary of Choices, threads, fake tensors, refusals."""
+"""The ops: opcheck, gradients against finite differences, out=, the dictionary of Choices, threads, fake tensors,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def test_forward_out_passes_opcheck(name):
 
 
 @pytest.mark.parts(3)
-@pytest.mark.parametrize("name, lse_gradient", [(name, index % 2 == 0) for index, name in enumerate(NAMES)] + [("causal", True), ("sinks", False)])
+@pytest.mark.parametrize(
+    "name, lse_gradient",
+    [(name, index % 2 == 0) for index, name in enumerate(NAMES)] + [("causal", True), ("sinks", False)],
+)
 def test_backward_passes_opcheck(name, lse_gradient):
     call = CALLS[name](torch.float64)._replace(needs_grad=True)
     out, lse = ops.FORWARD(*call)
@@ -108,7 +113,9 @@ def test_merge_and_with_sinks_have_gradients_where_rows_see_no_key():
     q, k, v = (t.clone().requires_grad_() for t in CALLS["empty rows"](torch.float64)[:3])
     sinks = torch.zeros(4, dtype=torch.float64, requires_grad=True)
 
-    def whole(q, k, v, sinks):  # causal with more rows than keys, so the first rows are empty in both parts and some in one
+    def whole(
+        q, k, v, sinks
+    ):  # causal with more rows than keys, so the first rows are empty in both parts and some in one
         left = strobe.partial_attention(q, k[:, :2], v[:, :2], mask=strobe.window(None, 1))
         right = strobe.partial_attention(q, k[:, 2:], v[:, 2:], causal=True)
         joined = strobe.with_sinks(strobe.merge(left, right), sinks)
@@ -126,7 +133,10 @@ def test_merged_halves_are_the_whole():
 
 def test_sinks_after_merging_are_sinks_of_the_whole():
     call = CALLS["empty rows sinks"](torch.float64)
-    parts = [strobe.partial_attention(*call[:3], causal=True), strobe.partial_attention(call.q, call.k[:, :0], call.v[:, :0])]
+    parts = [
+        strobe.partial_attention(*call[:3], causal=True),
+        strobe.partial_attention(call.q, call.k[:, :0], call.v[:, :0]),
+    ]
     whole = strobe.with_sinks(strobe.merge(*parts), call.sinks)
     for got, expected in zip(whole, ops.run(call)):
         agree(got, expected)
@@ -202,7 +212,10 @@ def test_the_backward_op_refuses_what_is_of_another_forward(name, argument, how)
         ops.BACKWARD(*strange.values(), *call)
     if how in ("elsewhere", "sparse"):
         return
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(strobe.InvalidProblem, match=f"^{argument}: got {got}"):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        pytest.raises(strobe.InvalidProblem, match=f"^{argument}: got {got}"),
+    ):
         fake = [mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in (*strange.values(), *call)]
         ops.BACKWARD(*fake)
 
@@ -232,7 +245,10 @@ def test_spans_that_no_mask_has_are_refused(how, side):
         lambda: ops.FORWARD_OUT(torch.empty_like(out), *forged),
         lambda: ops.BACKWARD(out, out, lse, None, *forged),
     ):
-        with pytest.raises(strobe.InvalidProblem, match=rf"^mask {side}: got \[.*\] at position 3 of batch entry 1, expected .*; build the mask"):
+        with pytest.raises(
+            strobe.InvalidProblem,
+            match=rf"^mask {side}: got \[.*\] at position 3 of batch entry 1, expected .*; build the mask",
+        ):
             run()
 
 
@@ -291,7 +307,11 @@ def test_autograd_knows_what_a_kernel_has_written(what, monkeypatch):
     w, q = torch.ones(1, 4, 1, 16, requires_grad=True), torch.ones(1, 4, 1, 16)
     held = torch.ones(1, 4, 1, 16)
     saved = (w * held).sum()
-    cache = strobe.DenseCache(torch.ones(1, 4, 1, 16) if what != "append" else held, torch.ones(1, 4, 1, 16), torch.zeros(1, dtype=torch.int32))
+    cache = strobe.DenseCache(
+        torch.ones(1, 4, 1, 16) if what != "append" else held,
+        torch.ones(1, 4, 1, 16),
+        torch.zeros(1, dtype=torch.int32),
+    )
     with torch.no_grad():
         if what == "forward":
             strobe.attention(q, q, q, out=held)
@@ -349,7 +369,9 @@ VARIANTS = {
     "sinks dtype": lambda c: c._replace(sinks=torch.ones(4, dtype=torch.float32)),
     "prefix": lambda c: c._replace(prefix=torch.tensor([2, 3], dtype=torch.int32), right=-1),
     "key_lengths": lambda c: c._replace(key_lengths=torch.tensor([2, 7], dtype=torch.int32)),
-    "documents": lambda c: c.with_mask(strobe.documents(torch.tensor([[0, 0, 0, 1, 1]] * 2).int(), torch.tensor([[0, 0, 0, 0, 1, 1, 1]] * 2).int())),
+    "documents": lambda c: c.with_mask(
+        strobe.documents(torch.tensor([[0, 0, 0, 1, 1]] * 2).int(), torch.tensor([[0, 0, 0, 0, 1, 1, 1]] * 2).int())
+    ),
 }
 
 
@@ -374,7 +396,11 @@ def test_a_call_is_not_mistaken_for_another_that_differs_in_one_argument(name):
 def test_packed_calls_are_told_apart_by_their_promises_and_counts():
     a = CALLS["varlen"](torch.float64)
     offsets = torch.tensor([0, 10], dtype=torch.int32)
-    for b in (a._replace(max_seqlen_q=9), a._replace(max_seqlen_k=9), a._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets)):
+    for b in (
+        a._replace(max_seqlen_q=9),
+        a._replace(max_seqlen_k=9),
+        a._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets),
+    ):
         ops._choices.clear()
         for call in (a, b, a):
             assert ops.decide(call).problem == strobe.Problem.from_call(call)
@@ -385,7 +411,9 @@ def test_packed_calls_are_told_apart_by_their_promises_and_counts():
 def test_optional_tensors_of_any_strides_mean_the_same():
     call = CALLS["varlen causal sinks"](torch.float64)
     spread = lambda t: torch.stack([t, t + 1], -1).flatten()[::2]
-    strided = call._replace(sinks=spread(call.sinks), cu_seqlens_q=spread(call.cu_seqlens_q), cu_seqlens_k=spread(call.cu_seqlens_k))
+    strided = call._replace(
+        sinks=spread(call.sinks), cu_seqlens_q=spread(call.cu_seqlens_q), cu_seqlens_k=spread(call.cu_seqlens_k)
+    )
     assert strided.sinks.stride() == (2,) and torch.equal(ops.run(strided)[0], ops.run(call)[0])
     masked = CALLS["key_lengths"](torch.float64)
     assert torch.equal(ops.run(masked._replace(key_lengths=spread(masked.key_lengths)))[0], ops.run(masked)[0])
@@ -400,7 +428,9 @@ def test_kernels_are_given_contiguous_optional_tensors_and_upstreams(monkeypatch
         real = kernel.run
         monkeypatch.setattr(kernel, "run", lambda *a, real=real: seen.append(a) or real(*a), raising=False)
     out, lse = ops.run(call._replace(sinks=wide[:, 0]))
-    torch.autograd.grad([out, lse], call.q, [torch.ones_like(out).mT.contiguous().mT, torch.ones(1, dtype=lse.dtype).expand_as(lse)])
+    torch.autograd.grad(
+        [out, lse], call.q, [torch.ones_like(out).mT.contiguous().mT, torch.ones(1, dtype=lse.dtype).expand_as(lse)]
+    )
     (_, first, _, _), (_, second, tensors, _) = seen
     assert first.sinks.is_contiguous() and second.sinks.is_contiguous()
     assert tensors.dlse.is_contiguous() and tensors.dout.stride(-1) == 1
@@ -432,7 +462,9 @@ def test_a_seen_problem_is_not_selected_again(monkeypatch):
 
 
 def test_a_training_step_of_a_plain_call_makes_one_variable():
-    """Where nobody looks on, out alone is an output of autograd's node; its gradients are those of the node that has lse as well."""
+    """Where nobody looks on, out alone is an output of autograd's node; its gradients are those of the node that has
+    lse as well.
+    """
     q, k, v = (tensor.requires_grad_() for tensor in CALLS["causal"](torch.float64)[:3])
     out, (other, _) = strobe.attention(q, k, v, causal=True), strobe.partial_attention(q, k, v, causal=True)
     assert out.grad_fn is not None and other.grad_fn is not None
@@ -527,7 +559,12 @@ def test_warmup_runs_every_problem(name, gradients):
     with torch.no_grad():
         strobe.warmup([problem], "cpu")
     example = strobe.Problem.from_call(problem.example(torch.device("cpu")))
-    assert (example.layout, example.strides, example.mask, example.needs_grad) == (problem.layout, problem.strides, problem.mask, gradients)
+    assert (example.layout, example.strides, example.mask, example.needs_grad) == (
+        problem.layout,
+        problem.strides,
+        problem.mask,
+        gradients,
+    )
 
 
 def test_warmup_of_expanded_and_unaligned_tensors():

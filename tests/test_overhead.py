@@ -1,4 +1,5 @@
-"""The host's share of a call, against bounds that a busy machine keeps too; `strobe bench overhead` gives the figures."""
+"""The host's share of a call, against bounds that a busy machine keeps too; `strobe bench overhead` gives the
+figures."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from strobe.problem.memory_overlap import overlaps_itself, share_memory
 
 ROOM = 400
-DIMS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 13, 26])), min_size=1, max_size=4)
+DIMS = st.lists(
+    st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 13, 26])), min_size=1, max_size=4
+)
 VIEWS = st.tuples(DIMS, st.integers(0, 40))
 
 

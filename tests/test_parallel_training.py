@@ -1,4 +1,6 @@
-"""A transformer is trained over two gloo processes, sharded in every way that torch has, and comes out as one process trains it."""
+"""A transformer is trained over two gloo processes, sharded in every way that torch has, and comes out as one process
+trains it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ class Block(nn.Module):
         linear = partial(nn.Linear, bias=False)
         self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q, self.k, self.v = (linear(WIDTH, heads * HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV))
-        self.out, self.up, self.down = linear(HEADS * HEAD_DIM, WIDTH), linear(WIDTH, 2 * WIDTH), linear(2 * WIDTH, WIDTH)
+        self.out, self.up, self.down = (
+            linear(HEADS * HEAD_DIM, WIDTH),
+            linear(WIDTH, 2 * WIDTH),
+            linear(2 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.before_attention(x)
@@ -91,7 +97,9 @@ def _compile(model: nn.Sequential) -> None:
 
 
 def _split_heads(model: nn.Sequential, mesh, local: bool) -> None:
-    """Projections by columns, so that a process has half of the heads, as plain tensors or as DTensors; their sum by rows."""
+    """Projections by columns, so that a process has half of the heads, as plain tensors or as DTensors; their sum by
+    rows.
+    """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -117,7 +125,10 @@ def _apply(way: str, model: nn.Sequential, mesh) -> None:
 
 # the way: how often each process runs the attention of a layer in a step, forward and backward
 WAYS = {
-    "tensor parallel of DTensors, compiled": (1, 1),  # first: torch.compile, and nobody before it, meets the first DTensor
+    "tensor parallel of DTensors, compiled": (
+        1,
+        1,
+    ),  # first: torch.compile, and nobody before it, meets the first DTensor
     "fully_shard": (1, 1),
     "fully_shard, all again": (2, 1),
     "fully_shard, attention kept": (1, 1),
@@ -158,11 +169,16 @@ def _work(rank: int, folder: str) -> None:
             losses = _train(model, slice(rank * half, (rank + 1) * half) if "fully_shard" in way else slice(None))
         loss = torch.stack(losses)
         dist.all_reduce(loss)
-        weights = {name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+        weights = {
+            name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): p
+            for name, p in model.named_parameters()
+        }
         sharded = sorted(name for name, p in weights.items() if isinstance(p, DTensor) and p.placements[0].is_shard())
         whole = {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in weights.items()}
         if rank == 0:
-            torch.save({"losses": loss / WORLD, "weights": whole, "sharded": sharded, "runs": runs}, Path(folder) / f"{way}.pt")
+            torch.save(
+                {"losses": loss / WORLD, "weights": whole, "sharded": sharded, "runs": runs}, Path(folder) / f"{way}.pt"
+            )
 
 
 @pytest.fixture(scope="module")
@@ -182,13 +198,17 @@ def alone() -> tuple[Tensor, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_two_processes_train_what_one_does(way, trained, alone):
-    """Sums over processes are in another order: roundings of float64, which three steps of AdamW do not make larger than 1e-10."""
+    """Sums over processes are in another order: roundings of float64, which three steps of AdamW do not make larger
+    than 1e-10.
+    """
     found = torch.load(trained / f"{way}.pt")
     losses, weights = alone
     torch.testing.assert_close(found["losses"], losses, rtol=1e-12, atol=1e-12)
     assert losses[-1] < losses[0] and found["weights"].keys() == weights.keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(found["weights"][name], weight, rtol=0, atol=1e-10, msg=lambda words, name=name: f"{name}: {words}")
+        torch.testing.assert_close(
+            found["weights"][name], weight, rtol=0, atol=1e-10, msg=lambda words, name=name: f"{name}: {words}"
+        )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -202,4 +222,6 @@ def test_each_process_had_its_share(way, trained):
     shape = (BATCH // WORLD, LENGTH, HEADS, HEAD_DIM) if whole else (BATCH, LENGTH, HEADS // WORLD, HEAD_DIM)
     forward, backward = WAYS[way]
     times = LAYERS * STEPS
-    assert sorted(found["runs"]) == sorted([f"forward {shape}"] * forward * times + [f"backward {shape}"] * backward * times)
+    assert sorted(found["runs"]) == sorted(
+        [f"forward {shape}"] * forward * times + [f"backward {shape}"] * backward * times
+    )

@@ -30,7 +30,8 @@ assert torch.cuda.get_device_capability("cuda") >= (8, 0)
 def test_right(seqlen, d, causal, dtype):
     q = torch.randn(1, seqlen, 2, d, device="cuda", dtype=dtype)
     expected = F.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3, is_causal=causal).transpose(1, 2)
-    assert torch.allclose(flash_attn_func(q, q, q, causal=causal), expected, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    atol = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    assert torch.allclose(flash_attn_func(q, q, q, causal=causal), expected, atol=atol)
 
 
 def test_wrong():
@@ -99,16 +100,35 @@ def test_outcomes_are_told_apart(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_flash_attn.py").write_text(THEIRS)
     rows, events = tmp_path / "rows.jsonl", tmp_path / "events.jsonl"
-    command = [sys.executable, str(HERE / "peers/run.py"), str(tmp_path), "--suite", "fa2", "--sample", "15", "--limit", "2"]
+    command = [
+        sys.executable,
+        str(HERE / "peers/run.py"),
+        str(tmp_path),
+        "--suite",
+        "fa2",
+        "--sample",
+        "15",
+        "--limit",
+        "2",
+    ]
     done = subprocess.run([*command, "--record", str(rows), "--events", str(events)], capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr  # failures that nothing explains
     told = [json.loads(line) for line in events.read_text().splitlines()]
-    found = {name: dict(Counter(one["outcome"] for one in told if one["test"].endswith("::" + name))) for name in EXPECTED}
+    found = {
+        name: dict(Counter(one["outcome"] for one in told if one["test"].endswith("::" + name))) for name in EXPECTED
+    }
     assert found == EXPECTED
     recorded = {row["test"].rpartition("::")[2]: row for row in map(json.loads, rows.read_text().splitlines())}
-    assert {name: recorded[name]["drawn"] for name in EXPECTED} == {name: sum(counts.values()) for name, counts in EXPECTED.items()}
-    assert (recorded["test_right"]["total"], recorded["test_right"]["under_cap"]) == (84, 80)  # a million rows are over the cap
-    assert next(iter(recorded["test_unsupported"]["messages"]["refused"])).startswith("UnsupportedProblem: alibi_slopes: got a tensor")
+    assert {name: recorded[name]["drawn"] for name in EXPECTED} == {
+        name: sum(counts.values()) for name, counts in EXPECTED.items()
+    }
+    assert (recorded["test_right"]["total"], recorded["test_right"]["under_cap"]) == (
+        84,
+        80,
+    )  # a million rows are over the cap
+    assert next(iter(recorded["test_unsupported"]["messages"]["refused"])).startswith(
+        "UnsupportedProblem: alibi_slopes: got a tensor"
+    )
     assert {"device", "torch", "date", "commit", "seed", "cap"} <= recorded["test_right"].keys()
     assert "flash_attn_never_exported" in done.stdout
 
@@ -117,7 +137,10 @@ def _function():
     def test(seqlen, causal, dtype):
         """Marked below."""
 
-    for mark in (pytest.mark.parametrize("causal, dtype", [(False, 1), pytest.param(True, 2, marks=pytest.mark.skip)]), pytest.mark.gpu):
+    for mark in (
+        pytest.mark.parametrize("causal, dtype", [(False, 1), pytest.param(True, 2, marks=pytest.mark.skip)]),
+        pytest.mark.gpu,
+    ):
         test = mark(test)
     return pytest.mark.parametrize("seqlen", range(200))(test)
 
@@ -136,7 +159,9 @@ def test_a_seed_draws_the_same_again():
     first = _drawn(1)
     assert len(first) == 20 and first == _drawn(1) and first != _drawn(2)
     assert all(values["seqlen"] <= 100 for values, _ in first)
-    assert all((marks == ["skip"]) == values["causal"] and values["dtype"] == 1 + values["causal"] for values, marks in first)
+    assert all(
+        (marks == ["skip"]) == values["causal"] and values["dtype"] == 1 + values["causal"] for values, marks in first
+    )
     assert len(_drawn(1, 10_000)) == 2 * 101
 
 
@@ -151,8 +176,14 @@ def test_every_known_failure_says_why():
 
 @pytest.mark.parametrize("error, explained", [("9.5e-07", True), ("0.002", False)])
 def test_a_known_failure_of_rounding_covers_no_larger_one(error, explained):
-    message = f"AssertionError: assert {error} <= ((2 * 0.0) + 0.0) [assert (dq - dq_ref).abs().max().item() <= rtol * (dq_pt - dq_ref)]"
-    assert any(one.covers("fa3", "test_flash_attn.py::test_flash_attn_output", message) for one in known.KNOWN) == explained
+    message = (
+        f"AssertionError: assert {error} <= ((2 * 0.0) + 0.0) [assert (dq - dq_ref).abs().max().item() <= "
+        "rtol * (dq_pt - dq_ref)]"
+    )
+    assert (
+        any(one.covers("fa3", "test_flash_attn.py::test_flash_attn_output", message) for one in known.KNOWN)
+        == explained
+    )
 
 
 def test_every_recorded_failure_is_explained():

@@ -27,7 +27,12 @@ def _rows() -> dict[str, list[str]]:
     """device: the cells behind it."""
     section = INDEX.read_text(encoding="utf-8").split("## Platforms")[1].split("\n## ")[0]
     lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
-    return {device: cells for names, *cells in lines if len(cells) == 5 and names not in ("device", "---") for device in names.split(", ")}
+    return {
+        device: cells
+        for names, *cells in lines
+        if len(cells) == 5 and names not in ("device", "---")
+        for device in names.split(", ")
+    }
 
 
 def _target(device: str) -> Target:
@@ -35,7 +40,10 @@ def _target(device: str) -> Target:
         return FAKES["CPU"]
     if device.startswith("sm_"):
         capability = int(device[3:])
-        return next((fake for fake in FAKES.values() if fake.capability == capability), Target("a GPU", "cuda", capability, 80, 99 * KIB, 0.0, 0.0))
+        return next(
+            (fake for fake in FAKES.values() if fake.capability == capability),
+            Target("a GPU", "cuda", capability, 80, 99 * KIB, 0.0, 0.0),
+        )
     kind = device.lower()
     return Target("AMD Instinct MI250X" if kind == "rocm" else kind, kind, 0, 100, 0, 0.0, 0.0)
 
@@ -49,7 +57,10 @@ def _answers(target: Target) -> list[str]:
         (attention, "forward"),
         (attention, "backward"),
         (DecodeProblem.from_call(DecodeCall(q[:, :1], q, q.clone(), lengths, right=0)), "forward"),
-        (AppendProblem.from_call(AppendCall.of(strobe.DenseCache(q, q.clone(), lengths), q[:, :1], q[:, :1], None)), "forward"),
+        (
+            AppendProblem.from_call(AppendCall.of(strobe.DenseCache(q, q.clone(), lengths), q[:, :1], q[:, :1], None)),
+            "forward",
+        ),
     ]
     found = []
     for problem, direction in problems:
@@ -75,7 +86,11 @@ def test_the_table_is_what_is_answered(device):
 def test_every_device_that_is_known_by_name_has_a_row():
     known = {"CPU" if fake.kind == "cpu" else f"sm_{fake.capability}" for fake in FAKES.values()}
     assert known | {"sm_70", "sm_75", "ROCm", "MPS", "XPU"} <= set(_rows())
-    assert {device for device, row in _rows().items() if row[-1] == "not compiled here"} == {"sm_87", "sm_110", "sm_121"}
+    assert {device for device, row in _rows().items() if row[-1] == "not compiled here"} == {
+        "sm_87",
+        "sm_110",
+        "sm_121",
+    }
 
 
 @pytest.mark.parametrize(("device", "kind"), [("mps", "mps"), ("xpu", "xpu"), ("cpu", "cpu")])
@@ -83,7 +98,9 @@ def test_a_device_of_torch_is_a_target_of_its_kind(device, kind):
     assert Target.of(torch.device(device)).kind == kind
 
 
-@pytest.mark.parametrize(("platform", "remedy"), [("linux", "pip install triton"), ("win32", "use WSL"), ("darwin", "published for Linux")])
+@pytest.mark.parametrize(
+    ("platform", "remedy"), [("linux", "pip install triton"), ("win32", "use WSL"), ("darwin", "published for Linux")]
+)
 def test_where_there_is_no_triton_the_remedy_is_the_systems(monkeypatch, platform, remedy):
     monkeypatch.setattr(protocol.sys, "platform", platform)
     monkeypatch.setattr(protocol, "find_spec", lambda name: None)
@@ -99,4 +116,6 @@ def test_cpu_kernels_run_on_other_systems_too():
     source = Path(strobe.__file__).parent
     files = [*source.glob("*.py"), *(source / "kernels").glob("*.py"), *(source / "kernels" / "cpu").glob("*.py")]
     for file in files:
-        assert not re.search(r"^\s*(import|from) (fcntl|resource|pwd|grp|termios)\b", file.read_text(encoding="utf-8"), re.MULTILINE), file
+        assert not re.search(
+            r"^\s*(import|from) (fcntl|resource|pwd|grp|termios)\b", file.read_text(encoding="utf-8"), re.MULTILINE
+        ), file

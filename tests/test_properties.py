@@ -1,6 +1,7 @@
 """Random small problems against the oracle, forward and backward: what nobody thought of putting into the table.
 
-Every push runs the same 1,000 (derandomised, float32); the nightly run draws 20,000 new ones and prints how to see a failure again.
+Every push runs the same 1,000 (derandomised, float32); the nightly run draws 20,000 new ones and prints how to see a
+failure again.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ def masks(draw, dense: bool, batch: int):
         if prefix is not None:
             mask = mask & strobe.prefix_causal(torch.tensor(prefix, dtype=torch.int32, device=device))
         if key_lengths is not None:  # a length is at most S_k: what lies beyond is reported as an error
-            mask = mask & strobe.key_lengths(torch.tensor([min(n, case.keys) for n in key_lengths], dtype=torch.int32, device=device))
+            mask = mask & strobe.key_lengths(
+                torch.tensor([min(n, case.keys) for n in key_lengths], dtype=torch.int32, device=device)
+            )
         if ids_seed is None:
             return mask
         generator = torch.Generator().manual_seed(ids_seed)
-        ids = [torch.randint(-1, n_ids, (case.batch, n), generator=generator).to(torch.int32) for n in (case.seqlen_q, case.keys)]
+        ids = [
+            torch.randint(-1, n_ids, (case.batch, n), generator=generator).to(torch.int32)
+            for n in (case.seqlen_q, case.keys)
+        ]
         ids = [one.sort(1).values.to(device) if in_runs else one.to(device) for one in ids]
         same_side = case.seqlen_q == case.keys and not two_sides
         return mask & (strobe.documents(ids[0]) if same_side else strobe.documents(*ids))
@@ -62,7 +68,12 @@ def problems(draw, dense: bool):
     }
     options["sinks"] = not options["partial"] and draw(st.booleans())
     if dense:
-        options |= {"batch": batch, "seqlen_q": draw(lengths), "seqlen_k": draw(lengths), "storage": draw(st.sampled_from(STORAGES))}
+        options |= {
+            "batch": batch,
+            "seqlen_q": draw(lengths),
+            "seqlen_k": draw(lengths),
+            "storage": draw(st.sampled_from(STORAGES)),
+        }
     else:
         pairs = draw(st.lists(st.tuples(lengths, lengths), max_size=4))
         options |= {

@@ -1,4 +1,5 @@
-"""The oracle itself, against two implementations that share nothing with it: torch's math attention and plain autograd."""
+"""The oracle itself, against two implementations that share nothing with it: torch's math attention and plain
+autograd."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def test_forward_is_torchs_math_attention(name):
     q, k, v = (t.transpose(1, 2) for t in call[:3])
     seen = call.mask.dense(q.shape[2], k.shape[2])[:, None]
     with sdpa_kernel(SDPBackend.MATH):
-        wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=call.scale, enable_gqa=True).transpose(1, 2)
+        wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=call.scale, enable_gqa=True).transpose(
+            1, 2
+        )
     alive = seen.any(-1).transpose(1, 2)[..., None]
     out = reference.forward(call).out
     close(out, torch.where(alive, wanted, 0.0))
@@ -45,9 +48,13 @@ def test_gradients_are_autograds(name):
     dout, dlse = inputs.upstream("normal", out, 1), inputs.upstream("normal", lse, 2)
     finite = lse > -torch.inf
     leaves = [t for t in (call.q, call.k, call.v, call.sinks) if t is not None]
-    found = torch.autograd.grad([out, lse[finite]], leaves, [dout, dlse[finite]], allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(
+        [out, lse[finite]], leaves, [dout, dlse[finite]], allow_unused=True, materialize_grads=True
+    )
     for mine, theirs in zip(reference.backward(call, dout, dlse), found):
-        close(mine, theirs.to(mine.dtype)) if theirs.dtype == mine.dtype else torch.testing.assert_close(mine.float(), theirs, rtol=1e-5, atol=1e-5)
+        close(mine, theirs.to(mine.dtype)) if theirs.dtype == mine.dtype else torch.testing.assert_close(
+            mine.float(), theirs, rtol=1e-5, atol=1e-5
+        )
 
 
 def by_the_formula(call: Call):
@@ -78,7 +85,9 @@ def test_packed_is_each_sequence_alone(name):
         q, k, v = (t[part].transpose(0, 1) for t, part in zip(call[:3], (rows, keys, keys)))
         seen = call.mask.dense(q.shape[1], k.shape[1])
         with sdpa_kernel(SDPBackend.MATH):
-            one = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen[None], scale=call.scale, enable_gqa=True)[0]
+            one = F.scaled_dot_product_attention(
+                q[None], k[None], v[None], attn_mask=seen[None], scale=call.scale, enable_gqa=True
+            )[0]
         out[rows] = torch.where(seen[0].any(-1)[:, None, None], one.transpose(0, 1), 0.0)
     close(reference.forward(call).out, out)
 
@@ -86,8 +95,12 @@ def test_packed_is_each_sequence_alone(name):
 GRADCHECKED = {
     "plain": Case("plain", 4, 5, batch=1, heads=(2, 1), head_dim=3),
     "causal_empty_rows": Case("causal_empty_rows", 5, 3, batch=1, heads=(2, 2), head_dim=2, mask=CASES["causal"].mask),
-    "softcap_sinks": Case("softcap_sinks", 4, 4, batch=1, heads=(2, 1), head_dim=2, softcap=2.0, sinks=True, mask=CASES["causal"].mask),
-    "packed": Case("packed", lengths_q=(3, 0, 2), lengths_k=(2, 2, 3), heads=(2, 1), head_dim=2, mask=CASES["causal"].mask),
+    "softcap_sinks": Case(
+        "softcap_sinks", 4, 4, batch=1, heads=(2, 1), head_dim=2, softcap=2.0, sinks=True, mask=CASES["causal"].mask
+    ),
+    "packed": Case(
+        "packed", lengths_q=(3, 0, 2), lengths_k=(2, 2, 3), heads=(2, 1), head_dim=2, mask=CASES["causal"].mask
+    ),
     "partial": Case("partial", 3, 4, batch=1, heads=(1, 1), head_dim=2, partial=True),
 }
 

@@ -1,6 +1,7 @@
 """What broke in other libraries and must not break here: tests for rows of docs/reliability.md that no other file has.
 
-Each test names its rows. What needs a GPU stands in test_reliability_gpu.py; faults that re-create the rows in test_mutants.py.
+Each test names its rows. What needs a GPU stands in test_reliability_gpu.py; faults that re-create the rows in
+test_mutants.py.
 """
 
 from __future__ import annotations
@@ -44,12 +45,20 @@ def draw(*shapes, dtype=torch.float32, device="cpu", seed=0):
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("empty", [(0, 70), (64, 130), (128, 192), (0, 192)], ids=["first tile", "middle tile", "last tile", "all"])
+@pytest.mark.parametrize(
+    "empty", [(0, 70), (64, 130), (128, 192), (0, 192)], ids=["first tile", "middle tile", "last tile", "all"]
+)
 def test_tiles_of_empty_rows_stand_anywhere(empty, sinks, device, kernel, judge):
     """Row 2: rows that see nothing may fill the first, a middle or the last tile, with and without a sink."""
     ids = torch.zeros(2, 192, dtype=torch.int32)
     ids[:, slice(*empty)] = -1
-    case = Case("empty", 192, sinks=sinks, head_dim=32, mask=lambda case, device: strobe.documents(ids.to(device)) & strobe.causal())
+    case = Case(
+        "empty",
+        192,
+        sinks=sinks,
+        head_dim=32,
+        mask=lambda case, device: strobe.documents(ids.to(device)) & strobe.causal(),
+    )
     judge(case.build(device, torch.float32, requires_grad=True, kernel=kernel))
 
 
@@ -57,7 +66,13 @@ def test_merge_of_infinities_and_of_what_is_far_apart():
     """As attention over the keys of both: infinity stays, and numbers whose difference is none are weighed."""
     sides = lambda *values: [strobe.Partial(torch.full((1, 1, 1, 1), value), torch.zeros(1, 1, 1)) for value in values]
     inf = torch.inf
-    for values, expected in (((inf, inf), inf), ((inf, 1.0), inf), ((-2.0, -inf), -inf), ((3e38, -3e38), 0.0), ((3e38, -1e38), 1e38)):
+    for values, expected in (
+        ((inf, inf), inf),
+        ((inf, 1.0), inf),
+        ((-2.0, -inf), -inf),
+        ((3e38, -3e38), 0.0),
+        ((3e38, -1e38), 1e38),
+    ):
         for order in (values, values[::-1]):
             torch.testing.assert_close(strobe.merge(*sides(*order)).out.item(), expected)
     parts = sides(3e38, -3e38)
@@ -88,7 +103,9 @@ def test_merge_at_any_level(level, gap):
     share = 1 / (1 + math.exp(-gap))
     assert merged.out.flatten().tolist() == pytest.approx([share * 1 + (1 - share) * 3] * 4, rel=4 * 2.0**-52)
     assert merged.lse.item() == pytest.approx(level + math.log1p(math.exp(-gap)), rel=4 * 2.0**-52)
-    assert all(grad.isfinite().all() for grad in torch.autograd.grad(merged.out.sum() + merged.lse.sum(), [*outs, *lses]))
+    assert all(
+        grad.isfinite().all() for grad in torch.autograd.grad(merged.out.sum() + merged.lse.sum(), [*outs, *lses])
+    )
 
 
 @pytest.mark.parametrize("parts", [2, 5, 64])
@@ -104,7 +121,9 @@ def test_more_parts_than_keys(parts, device, kernel):
     torch.testing.assert_close(merged.lse, whole.lse, rtol=0, atol=100 * 2.0**-53)
 
 
-@pytest.mark.parametrize("name", ["packed_no_keys_middle", "packed_no_rows_middle", "packed_empty_middle", "packed_outside_sinks"])
+@pytest.mark.parametrize(
+    "name", ["packed_no_keys_middle", "packed_no_rows_middle", "packed_empty_middle", "packed_outside_sinks"]
+)
 def test_each_lse_lies_in_its_own_slot(name, device, kernel):
     """Row 6: written over NaN, every row's lse is what its sequence alone gives."""
     call = CASES[name].build(device, torch.float32, kernel=kernel)
@@ -112,9 +131,13 @@ def test_each_lse_lies_in_its_own_slot(name, device, kernel):
         out, lse = ops.run(poison.enclose_call(call))
     for n, (start, stop) in enumerate(zip(call.cu_seqlens_q.tolist(), call.cu_seqlens_q[1:].tolist())):
         keys = slice(*call.cu_seqlens_k[n : n + 2].tolist())
-        one = call._replace(q=call.q[None, start:stop], k=call.k[None, keys], v=call.v[None, keys], cu_seqlens_q=None, cu_seqlens_k=None)
+        one = call._replace(
+            q=call.q[None, start:stop], k=call.k[None, keys], v=call.v[None, keys], cu_seqlens_q=None, cu_seqlens_k=None
+        )
         alone, lse_alone = ops.run(one)
-        torch.testing.assert_close(lse[:, start:stop], lse_alone[0], rtol=2.0**-20, atol=4e-6)  # twice what the contract allows one of them
+        torch.testing.assert_close(
+            lse[:, start:stop], lse_alone[0], rtol=2.0**-20, atol=4e-6
+        )  # twice what the contract allows one of them
         torch.testing.assert_close(out[start:stop], alone[0], rtol=0, atol=100 * 2.0**-24)  # as test_metamorphic.py
     assert not lse.isnan().any() and not out.isnan().any()
 
@@ -130,8 +153,9 @@ def test_gradients_of_odd_lengths_times_3(length, family, device, kernel, judge)
 
 
 def test_a_large_negative_scale(device, kernel, judge):
-    """A maximum taken before the scale's sign would leave exponents of +1000. Of scale -1 the forward alone: it has weights under 2^-126,
-    which count as 0, and no bound of a gradient allows for that."""
+    """A maximum taken before the scale's sign would leave exponents of +1000. Of scale -1 the forward alone: it has
+    weights under 2^-126, which count as 0, and no bound of a gradient allows for that.
+    """
     q, k, v = (4 * t for t in draw((1, 20, 2, 64), (1, 90, 2, 64), (1, 90, 2, 64), device=device))
     judge(Call(*(t.clone().requires_grad_() for t in (q, k, v)), scale=-0.125, right=0, needs_grad=True, kernel=kernel))
     call = Call(q, k, v, scale=-1.0, right=0, kernel=kernel)
@@ -163,7 +187,9 @@ def test_sinks_are_read_where_they_are(heads, device, kernel):
 
 def sparse(count: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     """`count` zeros of which only touched pages exist."""
-    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+    memory = mmap.mmap(
+        -1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    )
     return torch.frombuffer(memory, dtype=dtype)
 
 
@@ -185,7 +211,10 @@ def test_elements_that_lie_2_to_the_31_apart(axis):
     assert strobe.attention(*far[:3], causal=True, kernel="cpu", out=held) is held
     torch.testing.assert_close(held, expected, rtol=0, atol=2.0**-10)
     leaves = [[t.detach().requires_grad_() for t in tensors] for tensors in ((q, k, v), far[:3])]
-    grads = [torch.autograd.grad(strobe.attention(*own, causal=True, kernel="cpu"), own, up) for own, up in zip(leaves, (dout, far[3]))]
+    grads = [
+        torch.autograd.grad(strobe.attention(*own, causal=True, kernel="cpu"), own, up)
+        for own, up in zip(leaves, (dout, far[3]))
+    ]
     for got, wanted in zip(*grads):
         torch.testing.assert_close(got, wanted, rtol=0, atol=2.0**-8)
 
@@ -202,7 +231,11 @@ def test_expanded_to_more_than_2_to_the_31_elements():
 @pytest.mark.parametrize("rows, keys", [(1, 32_769), (1, 65_537), (65_537, 2), (32_769, 1)])
 def test_lengths_beyond_16_bits(rows, keys, device, kernel, judge):
     """Row 31."""
-    judge(Case("long", rows, keys, batch=1, heads=(1, 1), head_dim=8).build(device, torch.float32, requires_grad=True, kernel=kernel))
+    judge(
+        Case("long", rows, keys, batch=1, heads=(1, 1), head_dim=8).build(
+            device, torch.float32, requires_grad=True, kernel=kernel
+        )
+    )
 
 
 def test_four_million_keys(device, kernel):
@@ -218,14 +251,21 @@ def test_four_million_keys(device, kernel):
 @pytest.mark.parametrize("batch, heads", [(65_535, 1), (65_536, 1), (80_000, 1), (1, 65_536)])
 def test_more_entries_than_a_grid_dimension_holds(batch, heads, device, kernel):
     """Rows 35, 36, 37: written over NaN, forward and backward; each entry has its own V."""
-    q, k, v = (t.requires_grad_() for t in draw((batch, 2, heads, 4), (batch, 2, heads, 4), (batch, 2, heads, 4), device=device))
+    q, k, v = (
+        t.requires_grad_()
+        for t in draw((batch, 2, heads, 4), (batch, 2, heads, 4), (batch, 2, heads, 4), device=device)
+    )
     out = strobe.attention(q, k, v, causal=True, kernel=kernel)
-    torch.testing.assert_close(out[:, 0], v[:, 0], rtol=0 if device == "cpu" else 2.0**-22, atol=0)  # the first row sees one key
+    torch.testing.assert_close(
+        out[:, 0], v[:, 0], rtol=0 if device == "cpu" else 2.0**-22, atol=0
+    )  # the first row sees one key
     p = torch.softmax(torch.stack([(q[:, 1] * k[:, n]).sum(-1) * 0.5 for n in (0, 1)]), 0)[..., None]
     torch.testing.assert_close(out[:, 1], p[0] * v[:, 0] + p[1] * v[:, 1], rtol=0, atol=1e-5)
     dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
     assert not any(grad.isnan().any() for grad in (dq, dk, dv))
-    torch.testing.assert_close(dv, torch.stack([1 + p[0].expand_as(v[:, 0]), p[1].expand_as(v[:, 0])], 1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        dv, torch.stack([1 + p[0].expand_as(v[:, 0]), p[1].expand_as(v[:, 0])], 1), rtol=0, atol=1e-5
+    )
 
 
 def plans(call: Call, target: str = "H200"):
@@ -244,7 +284,11 @@ def test_grids_have_one_dimension(batch, heads):
     call = Call(q, q, q, needs_grad=True, kernel="portable")
     choice = plans(call)
     launches = forward_launches(choice.forward, call, Forward(q, lse))
-    launches += backward_launches(choice.backward, call, Backward(q[:1, :1, :1].expand(q.shape), q, lse, None, q, q, q, lse)) if heads == 1 else []
+    launches += (
+        backward_launches(choice.backward, call, Backward(q[:1, :1, :1].expand(q.shape), q, lse, None, q, q, q, lse))
+        if heads == 1
+        else []
+    )
     assert all(type(launch.programs) is int and launch.programs >= batch * heads for launch in launches)
 
 
@@ -279,7 +323,9 @@ def test_any_order_of_dimensions_in_memory(order, dtype, device, kernel, judge):
     stored = []
     for n, tensor in enumerate((q, k, v)):
         own = order[n:] + order[:n]
-        stored.append(tensor.permute(*own, 3).contiguous().permute(*(own.index(i) for i in range(3)), 3).requires_grad_())
+        stored.append(
+            tensor.permute(*own, 3).contiguous().permute(*(own.index(i) for i in range(3)), 3).requires_grad_()
+        )
     judge(Call(*stored, right=0, needs_grad=True, kernel=kernel))
 
 
@@ -287,7 +333,9 @@ def test_any_order_of_dimensions_in_memory(order, dtype, device, kernel, judge):
 def test_storage_offsets(offset, device, kernel, judge):
     """Rows 43, 47, 48: q, k and v begin 1 to 7 elements past an aligned address, with odd strides between rows."""
     stored = []
-    for n, tensor in enumerate(draw((2, 9, 4, 24), (2, 33, 2, 24), (2, 33, 2, 24), dtype=torch.bfloat16, device=device)):
+    for n, tensor in enumerate(
+        draw((2, 9, 4, 24), (2, 33, 2, 24), (2, 33, 2, 24), dtype=torch.bfloat16, device=device)
+    ):
         room = tensor.new_zeros(*tensor.shape[:-1], 24 + offset + n)
         stored.append(room[..., offset:][..., :24].copy_(tensor).requires_grad_())
     judge(Call(*stored, right=0, needs_grad=True, kernel=kernel))
@@ -298,7 +346,11 @@ def test_storage_offsets(offset, device, kernel, judge):
 def test_expanded_keys_of_any_length(keys, dtype, device, kernel, judge):
     """Rows 40, 42, 43: stride 0 over heads and over the batch, at lengths around a tile, then the same values dense."""
     for storage in ("expanded_heads", "expanded_batch", "contiguous"):
-        judge(Case("expanded", 5, keys, heads=(2, 2), head_dim=32, storage=storage).build(device, dtype, requires_grad=True, kernel=kernel))
+        judge(
+            Case("expanded", 5, keys, heads=(2, 2), head_dim=32, storage=storage).build(
+                device, dtype, requires_grad=True, kernel=kernel
+            )
+        )
 
 
 UPSTREAMS = {
@@ -314,7 +366,9 @@ UPSTREAMS = {
 @pytest.mark.parametrize("name", UPSTREAMS)
 def test_gradient_of_out_in_any_layout(name, device, kernel):
     """Rows 25, 44: dO has strides of its own, which are not O's."""
-    call = Case("upstream", 40, 70, heads=(4, 2), head_dim=32, mask=_causal).build(device, requires_grad=True, kernel=kernel)
+    call = Case("upstream", 40, 70, heads=(4, 2), head_dim=32, mask=_causal).build(
+        device, requires_grad=True, kernel=kernel
+    )
     out, _ = ops.run(call)
     dout = UPSTREAMS[name](inputs.upstream("normal", out, 0))
     assert_gradients_as_good_as((*torch.autograd.grad(out, call[:3], dout), None), call, dout)
@@ -363,7 +417,11 @@ def test_every_three_features(first, dtype, device, kernel, judge):
         if {first, second, third} >= {"documents", "shuffled"}:
             continue
         family = FAMILIES[n % len(FAMILIES)]
-        judge(together((first, second, third)).build(device, dtype, family, n, requires_grad=True, kernel=kernel), family, n)
+        judge(
+            together((first, second, third)).build(device, dtype, family, n, requires_grad=True, kernel=kernel),
+            family,
+            n,
+        )
 
 
 def repeated(name: str, runs: int, device: str, kernel: str) -> None:
@@ -377,7 +435,16 @@ def repeated(name: str, runs: int, device: str, kernel: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(result, first))
 
 
-REPEATED = ["length_129", "causal", "grouped", "one_kv_head", "packed_causal", "causal_more_rows_sinks", "documents_causal", "key_lengths"]
+REPEATED = [
+    "length_129",
+    "causal",
+    "grouped",
+    "one_kv_head",
+    "packed_causal",
+    "causal_more_rows_sinks",
+    "documents_causal",
+    "key_lengths",
+]
 
 
 @pytest.mark.parametrize("name", REPEATED)
@@ -396,10 +463,17 @@ def test_the_same_bits_50_times(name, device, kernel):
 def test_deterministic_reaches_the_plan():
     """Row 72: the flag, and torch's own, are in the Problem that the kernel is chosen for."""
     q = torch.randn(1, 4, 2, 8, requires_grad=True)
-    assert [strobe.explain(q, q, q, deterministic=flag).problem.deterministic for flag in (True, False, None)] == [True, False, False]
+    assert [strobe.explain(q, q, q, deterministic=flag).problem.deterministic for flag in (True, False, None)] == [
+        True,
+        False,
+        False,
+    ]
     torch.use_deterministic_algorithms(True)
     try:
-        assert strobe.explain(q, q, q).problem.deterministic and not strobe.explain(q, q, q, deterministic=False).problem.deterministic
+        assert (
+            strobe.explain(q, q, q).problem.deterministic
+            and not strobe.explain(q, q, q, deterministic=False).problem.deterministic
+        )
         offsets = int32([0, 1])
         assert strobe.explain_varlen(q[0], q[0], q[0], cu_seqlens_q=offsets).problem.deterministic
     finally:
@@ -451,17 +525,24 @@ def test_a_launch_is_guarded_by_its_tensors_device(current, guarded, monkeypatch
 
 
 def test_every_constant_of_a_compiled_kernel_is_in_its_key():
-    """Rows 43, 87, 88: Triton tells compiled kernels apart by the text of their constants, and so must every field of the form show."""
+    """Rows 43, 87, 88: Triton tells compiled kernels apart by the text of their constants, and so must every field of
+    the form show.
+    """
     q = torch.empty(1, 16, 2, 64, dtype=torch.bfloat16)
     form = plans(Call(q, q, q, kernel="portable")).forward.config.form
     changed = {
-        "tuning": replace(form.tuning, block_m=form.tuning.block_m // 2), "dtype": "float16", "head_dim": 63, "head_dim_v": 63, "group": 2,
-        "mask": form.mask._replace(left=True), "softcap": True, "sinks": True, "packed": True, "sign": -1, "host": "of another version",
+        "tuning": replace(form.tuning, block_m=form.tuning.block_m // 2), "dtype": "float16", "head_dim": 63,
+        "head_dim_v": 63, "group": 2,
+        "mask": form.mask._replace(left=True), "softcap": True, "sinks": True, "packed": True, "sign": -1,
+        "host": "of another version",
     }  # fmt: skip
     assert set(changed) == set(form.__dataclass_fields__)
     texts = {str(replace(form, **{name: value})) for name, value in changed.items()} | {str(form)}
     assert len(texts) == len(changed) + 1
-    assert all(str(replace(form, tuning=replace(form.tuning, **{name: 0}))) != str(form) for name in form.tuning.__dataclass_fields__)
+    assert all(
+        str(replace(form, tuning=replace(form.tuning, **{name: 0}))) != str(form)
+        for name in form.tuning.__dataclass_fields__
+    )
 
 
 # ---------------------------------------------------------------- the page
@@ -482,10 +563,15 @@ def test_catalogue_is_complete():
         assert TEST.search(line) or NOT_YET.search(line), f"row {number} has neither a test nor a reason"
     tested = [TEST.findall(line) for line in rows().values() if not NOT_YET.search(line)]
     on_gpus = sum(all(path.endswith("_gpu.py") for path, _ in tests) for tests in tested)
-    assert f"{len(tested)} rows have a test, {on_gpus} of them on a GPU alone; {96 - len(tested)} are not applicable" in PAGE.read_text()
+    assert (
+        f"{len(tested)} rows have a test, {on_gpus} of them on a GPU alone; {96 - len(tested)} are not applicable"
+        in PAGE.read_text()
+    )
     named = TEST.findall(PAGE.read_text())
     for path in {path for path, _ in named}:
-        there = {node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)}
+        there = {
+            node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)
+        }
         assert {name for other, name in named if other == path} <= there, path
 
 

@@ -1,6 +1,8 @@
-"""What only a GPU can show: launch limits, tensors that really are that large, streams, graphs, alignment, a cold cache.
+"""What only a GPU can show: launch limits, tensors that really are that large, streams, graphs, alignment, a cold
+cache.
 
-Rows are those of docs/reliability.md; the portable family where nothing else is said, on one GPU (the largest test needs 60 GiB of its memory).
+Rows are those of docs/reliability.md; the portable family where nothing else is said, on one GPU (the largest test
+needs 60 GiB of its memory).
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def watchdog():
-    """Rows 8, 11, 54, 57: a kernel that hangs holds the interpreter's lock, so the process ends itself, with a traceback."""
+    """Rows 8, 11, 54, 57: a kernel that hangs holds the interpreter's lock, so the process ends itself, with a
+    traceback.
+    """
     faulthandler.dump_traceback_later(300, exit=True)
     yield
     torch.cuda.synchronize()  # a fault belongs to the test that caused it
@@ -46,7 +50,9 @@ def needs_memory(gib: int) -> None:
 
 def qkv(batch=2, rows=300, keys=None, heads=(4, 2), width=64, dtype=torch.bfloat16, grad=False, seed=0):
     keys = rows if keys is None else keys
-    tensors = draw((batch, rows, heads[0], width), *[(batch, keys, heads[1], width)] * 2, dtype=dtype, device="cuda", seed=seed)
+    tensors = draw(
+        (batch, rows, heads[0], width), *[(batch, keys, heads[1], width)] * 2, dtype=dtype, device="cuda", seed=seed
+    )
     return [t.requires_grad_(grad) for t in tensors]
 
 
@@ -65,7 +71,9 @@ def same(results, others) -> bool:
 
 @pytest.mark.parametrize("batch, heads", [(65_535, 1), (65_536, 1), (80_000, 1), (1, 65_536), (40_000, 2)])
 def test_more_entries_than_a_grid_dimension(batch, heads):
-    """Rows 35, 36, 37: 16 rows each, written over NaN; the first and the last entries against the oracle, all others against those."""
+    """Rows 35, 36, 37: 16 rows each, written over NaN; the first and the last entries against the oracle, all others
+    against those.
+    """
     q, k, v = qkv(batch, 16, heads=(heads, heads), grad=True)
     dout = draw(q.shape, dtype=q.dtype, device="cuda", seed=4)[0]
     results = both_ways((q, k, v), dout, causal=True)
@@ -77,7 +85,9 @@ def test_more_entries_than_a_grid_dimension(batch, heads):
         call = Call(*part, right=0, needs_grad=True, **KERNEL)
         assert_gradients_as_good_as((*(t[index] for t in results[1:]), None), call, dout[index])
     step = (slice(None, None, 997),) if batch > 1 else (slice(None), slice(None), slice(None, None, 997))
-    few = both_ways([t[step].detach().contiguous().requires_grad_() for t in (q, k, v)], dout[step].contiguous(), causal=True)
+    few = both_ways(
+        [t[step].detach().contiguous().requires_grad_() for t in (q, k, v)], dout[step].contiguous(), causal=True
+    )
     for got, wanted in zip(results, few):
         torch.testing.assert_close(got[step], wanted, rtol=2.0**-7, atol=2.0**-7)
 
@@ -91,10 +101,14 @@ def test_many_packed_sequences():
     results = both_ways((q, k, v), attend=strobe.attention_varlen, cu_seqlens_q=offsets, causal=True)
     starts = offsets[:-1][lengths.cuda() > 0].long()
     assert torch.equal(results[0][starts], v[starts]) and not any(t.isnan().any() for t in results)
-    dense = [t[: 6 * 10_000].detach().view(10_000, 6, 1, 16) for t in (q, k, v)]  # sequences of 1, 2 and 3 rows follow each other
+    dense = [
+        t[: 6 * 10_000].detach().view(10_000, 6, 1, 16) for t in (q, k, v)
+    ]  # sequences of 1, 2 and 3 rows follow each other
     for first, length in ((0, 1), (1, 2), (3, 3)):
         alone = strobe.attention(*(t[:, first : first + length] for t in dense), causal=True, **KERNEL)
-        torch.testing.assert_close(results[0][: 6 * 10_000].view(10_000, 6, 1, 16)[:, first : first + length], alone, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            results[0][: 6 * 10_000].view(10_000, 6, 1, 16)[:, first : first + length], alone, rtol=0, atol=1e-5
+        )
 
 
 # ---------------------------------------------------------------- integer width
@@ -105,7 +119,10 @@ def test_more_than_2_to_the_31_elements():
     needs_memory(60)
     shape = (2**15 + 1, 64, 8, 128)  # 2,147,549,184 elements, 4 GiB each
     generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=generator).requires_grad_() for _ in range(3))
+    q, k, v = (
+        torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=generator).requires_grad_()
+        for _ in range(3)
+    )
     assert q.numel() > 2**31
     out, dq, dk, dv = both_ways((q, k, v), causal=True)
     alone = both_ways([t[-1:].detach().clone().requires_grad_() for t in (q, k, v)], causal=True)
@@ -122,7 +139,10 @@ def test_rows_that_lie_more_than_2_to_the_31_apart():
     rows, stride = 130, 2**24 + 64  # 129 rows of it are 2^31 + elements
     room = torch.zeros((rows * stride + 4096) * 4, dtype=torch.bfloat16, device="cuda")
     near = draw(*[(1, rows, 1, 64)] * 4, dtype=torch.bfloat16, device="cuda")
-    far = [room.as_strided((1, rows, 1, 64), (64, stride, 64, 1), n * (rows * stride + 1024)).copy_(t) for n, t in enumerate(near)]
+    far = [
+        room.as_strided((1, rows, 1, 64), (64, stride, 64, 1), n * (rows * stride + 1024)).copy_(t)
+        for n, t in enumerate(near)
+    ]
     results = [both_ways([t.detach().requires_grad_() for t in own[:3]], own[3], causal=True) for own in (near, far)]
     for got, wanted in zip(*results):
         torch.testing.assert_close(got, wanted, rtol=2.0**-7, atol=2.0**-7)
@@ -133,7 +153,9 @@ def test_packed_rows_beyond_2_to_the_31_elements():
     needs_memory(40)
     total = 2**31 // (64 * 64) + 100
     generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (torch.empty(total, 64, 64, dtype=torch.bfloat16, device="cuda").normal_(generator=generator) for _ in range(3))
+    q, k, v = (
+        torch.empty(total, 64, 64, dtype=torch.bfloat16, device="cuda").normal_(generator=generator) for _ in range(3)
+    )
     lengths = [200] * (total // 200) + [total % 200]
     offsets = int32([0, *torch.tensor(lengths).cumsum(0).tolist()], "cuda")
     out = strobe.attention_varlen(q, k, v, cu_seqlens_q=offsets, causal=True, **KERNEL)
@@ -145,19 +167,31 @@ def test_packed_rows_beyond_2_to_the_31_elements():
 
 @pytest.mark.parametrize("length", [32_769, 65_537])
 def test_lengths_beyond_16_bits_both_ways(length, judge):
-    """Row 31: as many rows as keys, in a window that the oracle can afford a block at a time, and the causal tail against it."""
+    """Row 31: as many rows as keys, in a window that the oracle can afford a block at a time, and the causal tail
+    against it.
+    """
     q, k, v = qkv(1, length, heads=(1, 1), dtype=torch.bfloat16, grad=True)
     results = both_ways((q, k, v), causal=True)
     assert not any(t.isnan().any() for t in results)
-    tail = Call(q[:, -65:].detach(), k.detach(), v.detach(), right=0, partial=True, **KERNEL)  # bottom-right: the same rows
+    tail = Call(
+        q[:, -65:].detach(), k.detach(), v.detach(), right=0, partial=True, **KERNEL
+    )  # bottom-right: the same rows
     out, lse = ops.run(tail)
     assert_as_good_as((out, lse), tail)
     torch.testing.assert_close(results[0][:, -65:].float(), out, rtol=2.0**-7, atol=2.0**-7)
-    judge(Case("long", 70, length, batch=1, heads=(2, 1), head_dim=64).build("cuda", torch.bfloat16, "needle", 1, True, "portable"), "needle", 1)
+    judge(
+        Case("long", 70, length, batch=1, heads=(2, 1), head_dim=64).build(
+            "cuda", torch.bfloat16, "needle", 1, True, "portable"
+        ),
+        "needle",
+        1,
+    )
 
 
 def test_2_to_the_22_keys_of_a_wide_head():
-    """Row 26: (S_q 2048, S_k 2^22, one key head): 512 Mi elements of K; q = 0 makes out the mean of V and lse a logarithm."""
+    """Row 26: (S_q 2048, S_k 2^22, one key head): 512 Mi elements of K; q = 0 makes out the mean of V and lse a
+    logarithm.
+    """
     keys = 2**22
     k, v = (
         torch.empty(1, keys, 1, 128, dtype=torch.bfloat16, device="cuda").normal_(),
@@ -166,7 +200,9 @@ def test_2_to_the_22_keys_of_a_wide_head():
     v[:, ::2] = 0.0
     part = strobe.partial_attention(torch.zeros(1, 2048, 1, 128, dtype=torch.bfloat16, device="cuda"), k, v, **KERNEL)
     slack = 3 * 2.0**-25 * keys**0.5
-    assert (part.out - 0.5).abs().max() <= slack and (part.lse - 22 * math.log(2)).abs().max() <= 2e-6 + 4 * 2.0**-19 + slack
+    assert (part.out - 0.5).abs().max() <= slack and (
+        part.lse - 22 * math.log(2)
+    ).abs().max() <= 2e-6 + 4 * 2.0**-19 + slack
 
 
 def test_documents_in_a_square_of_more_than_2_to_the_31_pairs():
@@ -189,7 +225,9 @@ def test_one_tensor_off_its_alignment(offset, which):
     """Rows 43, 47, 48: each operand alone begins 1 to 7 elements past an aligned address."""
     tensors = dict(zip(("q", "k", "v"), qkv(2, 130)))
     dout = draw((2, 130, 4, 64), dtype=torch.bfloat16, device="cuda", seed=3)[0]
-    shift = lambda t: torch.empty(t.numel() + 8, dtype=t.dtype, device="cuda")[offset:][: t.numel()].view(t.shape).copy_(t)
+    shift = lambda t: (
+        torch.empty(t.numel() + 8, dtype=t.dtype, device="cuda")[offset:][: t.numel()].view(t.shape).copy_(t)
+    )
     tensors |= {which: shift(tensors[which])} if which in tensors else {}
     call = Call(*(t.requires_grad_() for t in tensors.values()), right=0, needs_grad=True, **KERNEL)
     out, lse = ops.run(call)
@@ -211,7 +249,9 @@ def test_transposed_at_each_width(width, judge):
 
 
 def test_layouts_after_one_another():
-    """Rows 43, 87: expanded, dense, unaligned, dense again in one process: each is what it is in the oracle, and A is A again."""
+    """Rows 43, 87: expanded, dense, unaligned, dense again in one process: each is what it is in the oracle, and A is A
+    again.
+    """
     q, k, v = qkv(2, 130, heads=(2, 2))
     k, v = (t[:, :, :1].expand(-1, -1, 2, -1) for t in (k, v))
     first = None
@@ -264,7 +304,10 @@ def test_a_b_a(name):
 # ---------------------------------------------------------------- races, determinism
 
 
-@pytest.mark.parametrize("name", ["causal", "grouped", "one_kv_head", "packed_causal", "packed_two_sides", "documents_causal", "window_causal"])
+@pytest.mark.parametrize(
+    "name",
+    ["causal", "grouped", "one_kv_head", "packed_causal", "packed_two_sides", "documents_causal", "window_causal"],
+)
 def test_deterministic_backward_50_times(name):
     """Rows 69, 72, 73, 78: bitwise, many programs at once."""
     case = CASES[name] if CASES[name].packed else replace(CASES[name], batch=30)
@@ -277,12 +320,22 @@ def test_deterministic_backward_50_times(name):
         assert same(result, first)
 
 
-REPEATED_ON_HOPPER = ["causal", "grouped", "one_kv_head", "packed_causal", "packed_two_sides", "window_causal", "packed_softcap_192_128"]
+REPEATED_ON_HOPPER = [
+    "causal",
+    "grouped",
+    "one_kv_head",
+    "packed_causal",
+    "packed_two_sides",
+    "window_causal",
+    "packed_softcap_192_128",
+]
 
 
 @pytest.mark.parametrize("name", [*REPEATED_ON_HOPPER, "head_dim_96", "head_dim_128", "head_dim_192", "head_dim_256"])
 def test_hopper_backward_50_times(name):
-    """Rows 69, 78: bitwise but for what is summed in any order: dq, and of groups divided among programs dk and dv, all to a rounding."""
+    """Rows 69, 78: bitwise but for what is summed in any order: dq, and of groups divided among programs dk and dv, all
+    to a rounding.
+    """
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("made for sm_90")
     case = CASES[name] if CASES[name].packed else replace(CASES[name], batch=30)
@@ -297,7 +350,9 @@ def test_hopper_backward_50_times(name):
         torch.testing.assert_close((dq, dk, dv), first, rtol=2.0**-7, atol=2.0**-10)
 
 
-@pytest.mark.parametrize("name", [*REPEATED_ON_HOPPER, "length_257", "head_dim_96", "head_dim_128", "head_dim_192", "head_dim_256"])
+@pytest.mark.parametrize(
+    "name", [*REPEATED_ON_HOPPER, "length_257", "head_dim_96", "head_dim_128", "head_dim_192", "head_dim_256"]
+)
 def test_ordered_hopper_backward_50_times(name):
     """Rows 72, 73: every gradient bitwise, and the plan says that dq is added in order."""
     if torch.cuda.get_device_capability() != (9, 0):
@@ -356,7 +411,8 @@ def test_deterministic_backward_1000_times():
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("tma", [False, True])
 def test_every_number_of_stages(stages, tma, monkeypatch):
-    """Rows 68, 70, 71: the pipeline's depth changes timing and shared memory, never a result by more than a rounding."""
+    """Rows 68, 70, 71: the pipeline's depth changes timing and shared memory, never a result by more than a
+    rounding."""
     config = import_module("strobe.kernels.portable.kernel")
     forward, backward = config.forward_tuning, config.backward_tuning
     if tma and torch.cuda.get_device_capability()[0] < 9:
@@ -379,21 +435,25 @@ def test_every_number_of_stages(stages, tma, monkeypatch):
 
 UNCACHED = """
 import os, torch, strobe
+kind = dict(device="cuda", dtype=torch.bfloat16, requires_grad=True)
 for n in range(20):
-    q, k, v = (torch.randn(2, 100 + n, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(2, 100 + n, 2, 64, **kind) for _ in range(3))
     out = strobe.attention(q, k, v, causal=True, kernel="portable")
     grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     del out
     torch.cuda.synchronize()
     assert all(g.isfinite().all() for g in grads)
 print("well", flush=True)
-os._exit(0)  # at once: autograd's thread, which may still let go of the last gradients, aborts an interpreter that ends meanwhile
+# at once: autograd's thread, which may still let go of the last gradients, aborts an interpreter that ends meanwhile
+os._exit(0)
 """
 
 
 def in_a_process_of_its_own(code: str, **environment: str) -> subprocess.Popen:
     inherited = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
-    return subprocess.Popen([sys.executable, "-c", code], env=inherited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=inherited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def test_scratch_outlives_its_kernels():
@@ -422,10 +482,14 @@ def test_wrong_offsets_are_told_and_harm_nobody(side, offsets):
 
 
 def test_a_broken_promise_is_told():
-    """Row 66: rows beyond max_seqlen_q are NaN, all rows of a sequence with too many keys are; the neighbours keep their bits."""
+    """Row 66: rows beyond max_seqlen_q are NaN, all rows of a sequence with too many keys are; the neighbours keep
+    their bits.
+    """
     q, k, v = (t[0] for t in qkv(1, 300))
     offsets = int32([0, 100, 250, 300], "cuda")
-    attend = lambda **promises: strobe.attention_varlen(q, k, v, cu_seqlens_q=offsets, causal=True, **KERNEL, **promises)
+    attend = lambda **promises: strobe.attention_varlen(
+        q, k, v, cu_seqlens_q=offsets, causal=True, **KERNEL, **promises
+    )
     whole = attend()
     strobe.last_errors()
     for promises, broken in (({"max_seqlen_q": 120}, slice(220, 250)), ({"max_seqlen_k": 120}, slice(100, 250))):
@@ -438,7 +502,14 @@ def test_a_broken_promise_is_told():
 
 def test_gaps_and_sequences_of_nothing(judge):
     """Rows 6, 7, 11, 12: sequences without rows, without keys and without either, tokens of none before and after."""
-    case = Case("gaps", lengths_q=(0, 70, 0, 3, 129, 0), lengths_k=(5, 0, 0, 66, 129, 64), outside=(70, 9), heads=(4, 2), mask=CASES["causal"].mask)
+    case = Case(
+        "gaps",
+        lengths_q=(0, 70, 0, 3, 129, 0),
+        lengths_k=(5, 0, 0, 66, 129, 64),
+        outside=(70, 9),
+        heads=(4, 2),
+        mask=CASES["causal"].mask,
+    )
     for sinks in (False, True):
         judge(replace(case, sinks=sinks).build("cuda", torch.bfloat16, requires_grad=True, kernel="portable"))
 
@@ -509,8 +580,11 @@ def test_no_call_waits_for_the_device():
     tensors = qkv(grad=True)
     flat = [t.detach()[0].requires_grad_() for t in tensors]
     offsets, lengths = int32([0, 100, 300], "cuda"), strobe.key_lengths(int32([300, 7], "cuda"))
-    calls = (lambda: both_ways(tensors, causal=True), lambda: both_ways(tensors, mask=lengths),
-             lambda: both_ways(flat, attend=strobe.attention_varlen, cu_seqlens_q=offsets, max_seqlen_q=200))  # fmt: skip
+    calls = (
+        lambda: both_ways(tensors, causal=True),
+        lambda: both_ways(tensors, mask=lengths),
+        lambda: both_ways(flat, attend=strobe.attention_varlen, cu_seqlens_q=offsets, max_seqlen_q=200),
+    )
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -564,15 +638,21 @@ def test_a_graph_is_replayed_on_other_contents():
 
 
 def test_a_graph_is_replayed_on_other_lengths():
-    """Rows 60, 83: offsets live on the device, so the grid may not depend on them; wrong ones are told after a replay too."""
+    """Rows 60, 83: offsets live on the device, so the grid may not depend on them; wrong ones are told after a replay
+    too.
+    """
     held = [t[0].detach().requires_grad_() for t in qkv(1, 600)]
     offsets = int32([0, 100, 350, 600], "cuda")
-    graph, results = captured(lambda: both_ways(held, attend=strobe.attention_varlen, cu_seqlens_q=offsets, causal=True))
+    graph, results = captured(
+        lambda: both_ways(held, attend=strobe.attention_varlen, cu_seqlens_q=offsets, causal=True)
+    )
     strobe.last_errors()
     for new in ([0, 600, 600, 600], [0, 1, 2, 3], [5, 133, 133, 590], [0, 0, 0, 0], [0, 100, 350, 600]):
         offsets.copy_(int32(new, "cuda"))
         graph.replay()
-        assert same(results, both_ways(held, attend=strobe.attention_varlen, cu_seqlens_q=int32(new, "cuda"), causal=True)), new
+        assert same(
+            results, both_ways(held, attend=strobe.attention_varlen, cu_seqlens_q=int32(new, "cuda"), causal=True)
+        ), new
     assert strobe.last_errors() == []
     offsets.copy_(int32([0, 350, 100, 2**30], "cuda"))
     graph.replay()
@@ -589,7 +669,9 @@ def test_a_graph_is_replayed_on_other_key_lengths_and_documents():
         graph.replay()
         assert same(results, both_ways(held, mask=strobe.key_lengths(int32(new, "cuda"))))
     ids = torch.zeros(2, 130, dtype=torch.int32, device="cuda")
-    graph, results = captured(lambda: both_ways(held, mask=strobe.documents(ids)))  # the mask is made anew by each replay
+    graph, results = captured(
+        lambda: both_ways(held, mask=strobe.documents(ids))
+    )  # the mask is made anew by each replay
     for seed in range(3):
         ids.copy_(torch.randint(-1, 3, (2, 130), generator=torch.Generator().manual_seed(seed)).sort(1).values)
         graph.replay()
@@ -602,7 +684,9 @@ def test_compiled_with_cuda_graphs():
     for seed in range(6):
         tensors = qkv(seed=seed)
         torch.compiler.cudagraph_mark_step_begin()
-        torch.testing.assert_close(step(*tensors).clone(), strobe.attention(*tensors, causal=True, **KERNEL), rtol=0, atol=0)
+        torch.testing.assert_close(
+            step(*tensors).clone(), strobe.attention(*tensors, causal=True, **KERNEL), rtol=0, atol=0
+        )
 
 
 # ---------------------------------------------------------------- compile cache
@@ -613,7 +697,8 @@ torch.manual_seed(0)
 q, k, v = (torch.randn(2, 130, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 out = strobe.attention(q, k, v, causal=True, kernel="portable")
 results = (out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
-print("bits", hashlib.sha256(b"".join(t.detach().view(torch.int16).cpu().numpy().tobytes() for t in results)).hexdigest())
+bits = b"".join(t.detach().view(torch.int16).cpu().numpy().tobytes() for t in results)
+print("bits", hashlib.sha256(bits).hexdigest())
 """
 
 
@@ -635,7 +720,10 @@ def test_steady_state_compiles_nothing():
     for length in (512, 513, 528, 1024):  # multiples of 16 or not: what Triton itself tells apart
         run(length)
     compiled: list[str] = []
-    hook, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, lambda **told: compiled.append(str(told.get("repr")))
+    hook, knobs.runtime.jit_post_compile_hook = (
+        knobs.runtime.jit_post_compile_hook,
+        lambda **told: compiled.append(str(told.get("repr"))),
+    )
     try:
         for length in (515, 531, 544, 777, 1040):
             run(length)
@@ -658,5 +746,9 @@ def test_a_first_call_compiles_each_launcher_once(tmp_path):
     process = in_a_process_of_its_own(FIRST, TRITON_CACHE_DIR=str(tmp_path))
     told, _ = process.communicate(timeout=240)
     assert process.returncode == 0 and "Traceback" not in told, told
-    launchers, drivers, kernels = (list(tmp_path.rglob(name)) for name in ("__triton_launcher*.so", "cuda_utils*.so", "*.cubin"))
-    assert (len(launchers), len(drivers)) == (len(kernels), 1) and len(kernels) >= 3  # forward, rows, backward; longer rows have one for dq
+    launchers, drivers, kernels = (
+        list(tmp_path.rglob(name)) for name in ("__triton_launcher*.so", "cuda_utils*.so", "*.cubin")
+    )
+    assert (len(launchers), len(drivers)) == (len(kernels), 1) and len(
+        kernels
+    ) >= 3  # forward, rows, backward; longer rows have one for dq

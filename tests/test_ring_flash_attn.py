@@ -1,7 +1,7 @@
 """A public library built on flash_attn's private functions, ring-flash-attn 0.1.8, runs unchanged on strobe.flash_attn.
 
-It comes with the `test` extra; alone: `pip install --no-deps ring-flash-attn==0.1.8`. Two processes on the CPU hold half of
-the tokens each, and together give what one gives.
+It comes with the `test` extra; alone: `pip install --no-deps ring-flash-attn==0.1.8`. Two processes on the CPU hold
+half of the tokens each, and together give what one gives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ OFFSETS = [0, 32, 48, 96]  # documents of 32, 16 and 48 tokens, which all its wa
 def _library():
     """ring_flash_attn, on the stand-in."""
     install()
-    # its adapter for transformers 4 asks at import for names that transformers 5 no longer has; nothing of it is used here
+    # its adapter for transformers 4 asks at import for names that transformers 5 no longer has; nothing of it is used
+    # here
     adapters = types.ModuleType("ring_flash_attn.adapters")
     adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None  # type: ignore[attr-defined]
     sys.modules["ring_flash_attn.adapters"] = adapters

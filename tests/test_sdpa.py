@@ -1,6 +1,8 @@
-"""strobe under torch's own attention: what it computes there, what goes back to torch, and that undoing leaves no trace.
+"""strobe under torch's own attention: what it computes there, what goes back to torch, and that undoing leaves no
+trace.
 
-What a GPU's dispatcher would call is called here on CPU tensors too: `enable` puts the same functions before the same ops.
+What a GPU's dispatcher would call is called here on CPU tensors too: `enable` puts the same functions before the same
+ops.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def nothing_stays_enabled():
 
 def _state() -> tuple:
     """All that enable() changes: the kernels of every op as the dispatcher lists them, the provider, the priority."""
-    tables = [torch._C._dispatch_dump(f"aten::{name}") for names in sdpa.OPS.values() for name in names if hasattr(OPS, name)]
+    tables = [
+        torch._C._dispatch_dump(f"aten::{name}") for names in sdpa.OPS.values() for name in names if hasattr(OPS, name)
+    ]
     return tables, registry.current_flash_attention_impl(), torch._C._get_sdp_priority_order()
 
 
@@ -126,7 +130,9 @@ def _like(tensor, dtype, device):
 
 
 def _sdpa(case: Case, q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, scale=case.scale, enable_gqa=case.heads_q != case.heads_kv)
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=case.causal, scale=case.scale, enable_gqa=case.heads_q != case.heads_kv
+    )
 
 
 def _with_gradients(run, case, qkv, dout):
@@ -183,7 +189,9 @@ def test_causal_stays_aligned_at_the_top_left(name, device):
     case = LEANING[name]
     for dtype in DTYPES[device][:2]:
         qkv = _qkv(case, dtype, device)
-        dout = torch.ones(case.batch, case.heads_q, case.seqlen_q, case.width, dtype=dtype, device=device).expand(-1, -1, -1, -1)
+        dout = torch.ones(case.batch, case.heads_q, case.seqlen_q, case.width, dtype=dtype, device=device).expand(
+            -1, -1, -1, -1
+        )
         with sdpa.enable() as found:
             results = _with_gradients(_sdpa, case, qkv, dout)
         if device == "cpu":
@@ -213,7 +221,9 @@ def test_results_lie_in_memory_as_torchs_do(name):
     for switch in (counted, sdpa.enable):
         with switch():
             out, lse = op(q, k, v, 0.0, case.causal, scale=case.scale)
-            results.append([out, lse, *back(torch.ones_like(out), q, k, v, out, lse, 0.0, case.causal, scale=case.scale)])
+            results.append(
+                [out, lse, *back(torch.ones_like(out), q, k, v, out, lse, 0.0, case.causal, scale=case.scale)]
+            )
     for native, ours in zip(*results):
         assert (ours.shape, ours.stride(), ours.dtype) == (native.shape, native.stride(), native.dtype)
         torch.testing.assert_close(ours, native, rtol=1e-4, atol=1e-5)
@@ -227,7 +237,9 @@ def test_results_lie_in_memory_as_torchs_do_on_a_gpu(name):
     results = []
     for switch in (counted, sdpa.enable):
         with switch():
-            out, lse, *rest = OPS._scaled_dot_product_flash_attention(q, k, v, 0.0, case.causal, False, scale=case.scale)
+            out, lse, *rest = OPS._scaled_dot_product_flash_attention(
+                q, k, v, 0.0, case.causal, False, scale=case.scale
+            )
             gradients = OPS._scaled_dot_product_flash_attention_backward(
                 torch.ones_like(out), q, k, v, out, lse, *rest[:4], 0.0, case.causal, *rest[4:6], scale=case.scale
             )
@@ -235,7 +247,9 @@ def test_results_lie_in_memory_as_torchs_do_on_a_gpu(name):
     for native, ours in zip(*results):
         if isinstance(native, torch.Tensor):
             assert (ours.shape, ours.dtype, ours.device) == (native.shape, native.dtype, native.device)
-            same = [a == b for a, b, size in zip(ours.stride(), native.stride(), ours.shape) if size > 1]  # the stride of one element says nothing
+            same = [
+                a == b for a, b, size in zip(ours.stride(), native.stride(), ours.shape) if size > 1
+            ]  # the stride of one element says nothing
             assert all(same) or case.lies == "expanded"  # a dimension of stride 0 has no place of its own
         else:
             assert ours == native
@@ -246,9 +260,13 @@ def test_results_lie_in_memory_as_torchs_do_on_a_gpu(name):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("rows, keys, heads_kv", [(64, 64, 2), (3, 64, 2), (5, 5, 2), (64, 63, 2), (70, 70, 1), (0, 64, 2), (300, 300, 2)])
+@pytest.mark.parametrize(
+    "rows, keys, heads_kv", [(64, 64, 2), (3, 64, 2), (5, 5, 2), (64, 63, 2), (70, 70, 1), (0, 64, 2), (300, 300, 2)]
+)
 def test_what_goes_to_torchs_kernel_as_it_lies_is_what_strobe_would_hand_to_it(rows, keys, heads_kv, is_causal):
-    """The short cut on CPUs takes no call of another meaning: `cpu.forward` has torch's kernel for it too, and gives the same bits."""
+    """The short cut on CPUs takes no call of another meaning: `cpu.forward` has torch's kernel for it too, and gives
+    the same bits.
+    """
     q, k, v = (torch.randn(2, heads, length, 16) for heads, length in ((2, rows), (heads_kv, keys), (heads_kv, keys)))
     other = []
     found = aten.torch_first(lambda *call, **options: other.append(call))(q, k, v, 0.0, is_causal)
@@ -295,7 +313,9 @@ def test_a_mask_goes_back_to_torch(device):
         ours = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         gradients = torch.autograd.grad(ours.sum(), (q, k, v))
     _near([ours, *gradients], [native, *torch.autograd.grad(native.sum(), (q, k, v))])
-    assert not found.served and found.passed == ({"attn_mask": 2} if device == "cpu" else {})  # a GPU's flash attention takes none
+    assert not found.served and found.passed == (
+        {"attn_mask": 2} if device == "cpu" else {}
+    )  # a GPU's flash attention takes none
 
 
 def test_dropout_goes_back_to_torch(device):
@@ -342,7 +362,9 @@ def test_a_fault_does_not_go_back_to_torch(monkeypatch):
     assert not found.passed
 
 
-@pytest.mark.parametrize("later", [{"s_aux": torch.ones(1)}, {"softcap": 1.0}, {"pages": ()}, {"s_aux": None, "softcap": 0.0}])
+@pytest.mark.parametrize(
+    "later", [{"s_aux": torch.ones(1)}, {"softcap": 1.0}, {"pages": ()}, {"s_aux": None, "softcap": 0.0}]
+)
 def test_an_argument_of_a_later_torch_is_refused_unless_it_says_nothing(later):
     q, k, v = _qkv(CASES["plain"], grad=False)
     rows = [t.transpose(1, 2) for t in (q, k, v)]
@@ -359,7 +381,10 @@ def test_an_argument_of_a_later_torch_is_refused_unless_it_says_nothing(later):
 
 
 def test_strided_rows_go_back_to_torch(device):
-    q, k, v = (t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in _qkv(CASES["plain"], DTYPES[device][0], device, grad=False))
+    q, k, v = (
+        t.transpose(-1, -2).contiguous().transpose(-1, -2)
+        for t in _qkv(CASES["plain"], DTYPES[device][0], device, grad=False)
+    )
     assert q.stride(-1) != 1
     native = F.scaled_dot_product_attention(q, k, v)
     with sdpa.enable() as found:
@@ -386,7 +411,9 @@ def test_the_op_of_gpus(name, device):
         gradients = torch.autograd.grad(out, qkv, dout)
     _own(found)
     _judge(case, [out.detach(), *gradients], qkv, dout, lse)
-    assert out.stride() == torch.empty_like(qkv[0]).stride() and [g.stride() for g in gradients] == [torch.empty_like(t).stride() for t in qkv]
+    assert out.stride() == torch.empty_like(qkv[0]).stride() and [g.stride() for g in gradients] == [
+        torch.empty_like(t).stride() for t in qkv
+    ]
     assert lse.is_contiguous() and lse.dtype == torch.float32
     assert rest[:2] == [None, None] and rest[2:4] == [case.seqlen_q, case.seqlen_k]
     assert [(t.dtype, list(t.shape)) for t in rest[4:]] == [(torch.uint64, [2]), (torch.uint64, []), (dtype, [0])]
@@ -439,7 +466,9 @@ def test_kernels_are_given_what_they_take_for_granted(monkeypatch):
     out, lse = aten.cpu_forward(q, k, v)
     wanted, given = aten.cpu_backward(out, q, k, v, out, lse, 0.0, False), []
     write_gradients = ops.write_gradients
-    monkeypatch.setattr(ops, "write_gradients", lambda choice, call, one: (given.append(one), write_gradients(choice, call, one)))
+    monkeypatch.setattr(
+        ops, "write_gradients", lambda choice, call, one: (given.append(one), write_gradients(choice, call, one))
+    )
     strided = out.transpose(-1, -2).contiguous().transpose(-1, -2)
     assert strided.stride(-1) != 1 and not lse.is_contiguous()
     found = aten.cpu_backward(strided, q, k, v, strided, lse, 0.0, False)
@@ -527,7 +556,11 @@ def test_a_launch_that_was_kept_is_used_again_where_out_lies_by_rows(lies, launc
         choice.forward.again[repeat.addresses(call, out, lse)] = lambda: not launched.append(True)
 
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # the device of a tensor on a CPU
-    monkeypatch.setattr(repeat, "addresses", lambda call, out, lse: (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()))
+    monkeypatch.setattr(
+        repeat,
+        "addresses",
+        lambda call, out, lse: (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()),
+    )
     monkeypatch.setattr(ops, "write", keeping)
     monkeypatch.setattr(ops, "_choices", Choices())
     monkeypatch.setattr(aten, "_turned_before", {})
@@ -647,10 +680,21 @@ def test_offsets_of_one_side_are_refused():
 
 
 def test_importing_activates_nothing():
-    steps = "import sys, torch, strobe; assert 'strobe.integrations' not in sys.modules; from strobe.integrations import sdpa"
-    look = "assert torch.nn.attention.current_flash_attention_impl() is None and 'STROBE' in torch.nn.attention.list_flash_attention_impls()"
-    run = "torch.nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 2, 8)] * 3); assert not sdpa.served and not sdpa.passed"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", f"{steps}\n{look}\n{run}"], capture_output=True, text=True)
+    steps = (
+        "import sys, torch, strobe; assert 'strobe.integrations' not in sys.modules; from strobe.integrations "
+        "import sdpa"
+    )
+    look = (
+        "assert torch.nn.attention.current_flash_attention_impl() is None and 'STROBE' in "
+        "torch.nn.attention.list_flash_attention_impls()"
+    )
+    run = (
+        "torch.nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 2, 8)] * 3); assert not sdpa.served "
+        "and not sdpa.passed"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"{steps}\n{look}\n{run}"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -818,8 +862,14 @@ def test_enabling_wins_the_race_of_backends():
 @gpu
 def test_enabling_first_of_all_wins_the_race_of_backends():
     """torch sets the priority at the first choice of a process: over one that was set before it."""
-    steps = "import torch; from strobe.integrations import sdpa; s = sdpa.enable(); q = torch.ones(1, 2, 128, 64, device='cuda').bfloat16()"
-    run = "torch.nn.functional.scaled_dot_product_attention(q, q, q); assert sum(sdpa.served.values()) == 1, sdpa.backend('cuda')"
+    steps = (
+        "import torch; from strobe.integrations import sdpa; s = sdpa.enable(); q = torch.ones(1, 2, 128, 64, "
+        "device='cuda').bfloat16()"
+    )
+    run = (
+        "torch.nn.functional.scaled_dot_product_attention(q, q, q); assert sum(sdpa.served.values()) == 1, "
+        "sdpa.backend('cuda')"
+    )
     done = subprocess.run([sys.executable, "-c", f"{steps}\n{run}"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -828,7 +878,9 @@ def test_enabling_first_of_all_wins_the_race_of_backends():
 
 
 class Block(torch.nn.Module):
-    """Causal self-attention as language models write it: one projection, heads as views, fewer key heads than query heads."""
+    """Causal self-attention as language models write it: one projection, heads as views, fewer key heads than query
+    heads.
+    """
 
     def __init__(self, width=64, heads=8, heads_kv=2):
         super().__init__()
@@ -838,15 +890,22 @@ class Block(torch.nn.Module):
     def forward(self, x):
         parts = self.qkv(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
         q, k, v = parts.split([self.heads, self.heads_kv, self.heads_kv], 1)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+        )
 
 
 def _multi_head(x, width=64):
     torch.manual_seed(0)
-    weights = torch.randn(3 * width, width, device=x.device, dtype=x.dtype) * 0.1, torch.randn(width, width, device=x.device, dtype=x.dtype) * 0.1
+    weights = (
+        torch.randn(3 * width, width, device=x.device, dtype=x.dtype) * 0.1,
+        torch.randn(width, width, device=x.device, dtype=x.dtype) * 0.1,
+    )
     y = x.transpose(0, 1)
     rest = dict(training=True, need_weights=False)
-    return F.multi_head_attention_forward(y, y, y, width, 4, weights[0], None, None, None, False, 0.0, weights[1], None, **rest)[0]
+    return F.multi_head_attention_forward(
+        y, y, y, width, 4, weights[0], None, None, None, False, 0.0, weights[1], None, **rest
+    )[0]
 
 
 def _module(make):
@@ -882,7 +941,9 @@ def test_modules(name, device):
     for switch in (counted, sdpa.enable):
         with switch() as found:
             out = MODULES[name](x)
-            dout = _random(*out.shape, seed=1).to(out)  # of a sum of squares a layer norm's gradient is 0, but for rounding
+            dout = _random(*out.shape, seed=1).to(
+                out
+            )  # of a sum of squares a layer norm's gradient is 0, but for rounding
             results.append([out, *torch.autograd.grad(out, x, dout)])
     _own(found)
     _near(*results)
@@ -890,7 +951,14 @@ def test_modules(name, device):
 
 def test_a_transformers_model():
     transformers = pytest.importorskip("transformers")
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, vocab_size=101)
+    sizes = dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=101,
+    )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attn_implementation="sdpa"))
     tokens = torch.arange(150).view(2, 75) % 101
@@ -924,7 +992,9 @@ def test_compiled_varlen_attn(device):
     qkv, packing = _packed(UNEVEN, 2, 2, DTYPES[device][0], device)
     with sdpa.enable() as found:
         torch._dynamo.reset()
-        step = torch.compile(lambda *tensors: varlen_attn(*tensors, *packing, window_size=(-1, 0)), fullgraph=True, backend="aot_eager")
+        step = torch.compile(
+            lambda *tensors: varlen_attn(*tensors, *packing, window_size=(-1, 0)), fullgraph=True, backend="aot_eager"
+        )
         out = step(*qkv)
         gradients = torch.autograd.grad(out.sum(), qkv)
     _own(found)
@@ -942,7 +1012,9 @@ def test_transforms_and_autocast(device):
         with switch() as found:
             with torch.autocast(device, torch.bfloat16):
                 cast = attend(q.float(), k.float(), v.float())
-            results.append([cast, torch.func.grad(loss)(q), torch.vmap(attend, (0, None, None))(many, k, v), attend(q, k, v)])
+            results.append(
+                [cast, torch.func.grad(loss)(q), torch.vmap(attend, (0, None, None))(many, k, v), attend(q, k, v)]
+            )
     assert results[1][0].dtype == torch.bfloat16 and found.served and not found.passed
     _near(*results)
 
@@ -985,7 +1057,9 @@ def test_captured_in_a_graph():
 
 
 def test_compiled_graphs_on_disk_are_told_apart(tmp_path, monkeypatch):
-    """A graph traced without strobe holds the op of torch's backend: with strobe it must not be taken from the cache on disk, nor the other way."""
+    """A graph traced without strobe holds the op of torch's backend: with strobe it must not be taken from the cache on
+    disk, nor the other way.
+    """
     from torch._dynamo.utils import counters
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

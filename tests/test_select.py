@@ -1,4 +1,6 @@
-"""Which kernel a problem gets on which GPU, and why not another: one test for each reason, in the words that `explain` prints."""
+"""Which kernel a problem gets on which GPU, and why not another: one test for each reason, in the words that `explain`
+prints.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,21 @@ from strobe.problem.target import FAKES
 from strobe.selection.select import Choice, select
 
 
-def _dense(width: int = 128, width_v: int = 0, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, int] = (4, 4), **options) -> Call:
+def _dense(
+    width: int = 128, width_v: int = 0, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, int] = (4, 4), **options
+) -> Call:
     shapes = ((2, 64, heads[0], width), (2, 80, heads[1], width), (2, 80, heads[1], width_v or width))
     return Call(*(torch.empty(shape, dtype=dtype) for shape in shapes), **options)
 
 
 def _masked(mask: strobe.Mask) -> Call:
-    return _dense()._replace(k=torch.empty(2, 64, 4, 128, dtype=torch.bfloat16), v=torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)).with_mask(mask)
+    return (
+        _dense()
+        ._replace(
+            k=torch.empty(2, 64, 4, 128, dtype=torch.bfloat16), v=torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
+        )
+        .with_mask(mask)
+    )
 
 
 def _packed() -> Call:
@@ -100,13 +110,16 @@ def test_blackwell_runs_dense_half_precision_forwards(name, target):
 @pytest.mark.parametrize("width", (192, 256))
 def test_widths_that_do_not_fit_tensor_memory(width):
     words = (
-        f"head dimensions up to 128, or 192 with values of at most 128: tensor memory holds two tiles of scores and two of o; this is {width}/{width}"
+        "head dimensions up to 128, or 192 with values of at most 128: tensor memory holds two tiles of "
+        f"scores and two of o; this is {width}/{width}"
     )
     assert refusal(_dense(width), "B200", "blackwell.forward") == words
     assert chosen(_dense(width), "B200").forward.kernel.name == "portable.forward"
 
 
-@pytest.mark.parametrize("target", [name for name, fake in FAKES.items() if fake.kind == "cuda" and fake.capability not in (90, 100, 103)])
+@pytest.mark.parametrize(
+    "target", [name for name, fake in FAKES.items() if fake.kind == "cuda" and fake.capability not in (90, 100, 103)]
+)
 def test_other_gpus_run_the_portable_kernels(target):
     assert chosen(_dense(), target).forward.kernel.name == "portable.forward"
     here = f"this target is sm_{FAKES[target].capability}"
@@ -123,7 +136,10 @@ def test_a_cpu_runs_its_own():
 def test_a_hopper_forward_has_the_hopper_backward_where_that_can_run():
     for options in ({}, {"deterministic": True}, {"batch_invariant": True}):
         choice = chosen(_dense(needs_grad=True, **options))
-        assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == ("hopper.forward", "hopper.backward")
+        assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == (
+            "hopper.forward",
+            "hopper.backward",
+        )
 
 
 def test_kernels_asked_for_by_name():
@@ -136,7 +152,9 @@ def test_kernels_asked_for_by_name():
         ("portable.backward", "hopper.forward", "portable.backward"),
     ):
         choice = chosen(_dense(needs_grad=True, kernel=wanted))
-        assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == (forward, backward), wanted
+        assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == (forward, backward), (
+            wanted
+        )
     assert refusal(_dense(kernel="portable")) == 'kernel="portable" was asked for'
     assert chosen(_dense(kernel="hopper")).forward.kernel.name == "hopper.forward"
 
@@ -145,9 +163,15 @@ def test_a_family_without_a_backward_says_so_where_gradients_are_wanted(monkeypa
     monkeypatch.delattr(hopper, "BACKWARD")
     kernels.cache_clear()
     try:
-        with pytest.raises(UnsupportedProblem, match=r'hopper\.backward    there is none; kernel="hopper\.forward" leaves the backward open'):
+        with pytest.raises(
+            UnsupportedProblem,
+            match=r'hopper\.backward    there is none; kernel="hopper\.forward" leaves the backward open',
+        ):
             chosen(_dense(needs_grad=True, kernel="hopper"))
-        with pytest.raises(InvalidProblem, match=r"hopper\.backward.*one of blackwell, hopper, portable, cpu, blackwell\.forward, hopper\.forward"):
+        with pytest.raises(
+            InvalidProblem,
+            match=r"hopper\.backward.*one of blackwell, hopper, portable, cpu, blackwell\.forward, hopper\.forward",
+        ):
             chosen(_dense(kernel="hopper.backward"))
     finally:
         kernels.cache_clear()
@@ -165,11 +189,17 @@ REFUSED = {
     "partial": (_dense(partial=True), "writes out in q's dtype; a partial result of bfloat16 is float32"),
     "scale": (_dense(scale=-0.125), "needs a scale above 0; this is -0.125"),
     "no scale": (_dense(scale=0.0), "needs a scale above 0; this is 0"),
-    "alignment": (_unaligned(), "TMA needs addresses and strides of q, k and v in multiples of 16 bytes; these are multiples of 8: "),
+    "alignment": (
+        _unaligned(),
+        "TMA needs addresses and strides of q, k and v in multiples of 16 bytes; these are multiples of 8: ",
+    ),
     "expanded": (_expanded(), "k is expanded: give fewer key heads, or make it contiguous"),
 }
 REFUSED_MASKS = {
-    "documents": (_masked(strobe.documents(torch.zeros(2, 64, dtype=torch.int32))), "full, causal and window masks only; this has documents"),
+    "documents": (
+        _masked(strobe.documents(torch.zeros(2, 64, dtype=torch.int32))),
+        "full, causal and window masks only; this has documents",
+    ),
     "prefix": (
         _masked(strobe.prefix_causal(3) & strobe.key_lengths(torch.ones(2, dtype=torch.int32))),
         "full, causal and window masks only; this has prefix and key_lengths",
@@ -180,7 +210,10 @@ REFUSED_MASKS = {
 IDS, LENGTHS = torch.zeros(2, 64, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
 APART = torch.empty(2 * 40968, dtype=torch.bfloat16).as_strided((2, 64, 4, 128), (40968, 512, 128, 1))
 REFUSED_SPANS = {
-    "entries apart": (_masked(strobe.documents(IDS))._replace(v=APART), "whole rows apart; of v rows are 512 elements apart, entries 40968"),
+    "entries apart": (
+        _masked(strobe.documents(IDS))._replace(v=APART),
+        "whole rows apart; of v rows are 512 elements apart, entries 40968",
+    ),
 }
 
 
@@ -202,7 +235,10 @@ def test_each_reason_against_the_hopper_forward(name):
 )
 def test_prefixes_documents_and_key_lengths_have_the_hopper_kernels(mask):
     choice = chosen(_masked(mask)._replace(needs_grad=True))
-    assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == ("hopper.forward", "hopper.backward")
+    assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == (
+        "hopper.forward",
+        "hopper.backward",
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED | REFUSED_MASKS)
@@ -216,7 +252,10 @@ REFUSED_BACKWARD = {
     "dtype": (_dense(dtype=torch.float32), "float16 and bfloat16 only; this is float32"),
     **{name: REFUSED[name] for name in ("scale", "no scale", "alignment", "expanded")},
     **REFUSED_SPANS,
-    "turns": (_masked(strobe.documents(IDS))._replace(deterministic=True), "without turns at dq only; this asks for deterministic ones"),
+    "turns": (
+        _masked(strobe.documents(IDS))._replace(deterministic=True),
+        "without turns at dq only; this asks for deterministic ones",
+    ),
 }
 
 
@@ -231,7 +270,10 @@ def test_each_reason_against_the_hopper_backward(name):
 
 def test_a_partial_result_has_the_hopper_backward():
     choice = chosen(_dense(partial=True, needs_grad=True))
-    assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == ("portable.forward", "hopper.backward")
+    assert (choice.forward.kernel.name, choice.backward and choice.backward.kernel.name) == (
+        "portable.forward",
+        "hopper.backward",
+    )
     assert refusal(_dense(needs_grad=True), "A100", "hopper.backward") == "made for sm_90; this target is sm_80"
 
 
@@ -276,7 +318,10 @@ def test_explain_on_a_named_blackwell_gpu():
     """And it says that the kernel has not run on one."""
     choice = chosen(_dense(right=0, needs_grad=True), "B200")
     text = str(choice)
-    assert "chosen    blackwell.forward  block_m=256 block_n=128 stages=3, tiles in turn, shared 226 KiB, 512 columns" in text
+    assert (
+        "chosen    blackwell.forward  block_m=256 block_n=128 stages=3, tiles in turn, shared 226 KiB, 512 columns"
+        in text
+    )
     assert "correct 88; has not run on a Blackwell GPU" in text
     assert choice.backward is not None and choice.backward.kernel.name == "portable.backward"
     assert "passed    hopper.forward     made for sm_90; this target is sm_100" in text
@@ -306,10 +351,18 @@ def test_tiles_fit_the_shared_memory_that_the_config_prints(as_of_many_keys):
         assert f"shared {config.form.shared_bytes() / 1024:.0f} KiB" in str(config)
     for (width, width_v), tuning in blackwell.TUNINGS.items():
         form = chosen(_dense(width, width_v), "B200").forward.config.form
-        assert form.tuning == tuning and form.shared_bytes() <= FAKES["B200"].shared_bytes and form.tensor_columns() <= TENSOR_COLUMNS
+        assert (
+            form.tuning == tuning
+            and form.shared_bytes() <= FAKES["B200"].shared_bytes
+            and form.tensor_columns() <= TENSOR_COLUMNS
+        )
     for (width, width_v), tuning in hopper.BACKWARD_TUNINGS.items():
         backward = chosen(_dense(width, width_v, needs_grad=True)).backward
-        assert backward and backward.config.form.tuning == tuning and backward.config.form.shared_bytes() <= FAKES["H200"].shared_bytes
+        assert (
+            backward
+            and backward.config.form.tuning == tuning
+            and backward.config.form.shared_bytes() <= FAKES["H200"].shared_bytes
+        )
         assert f"shared {backward.config.form.shared_bytes() / 1024:.0f} KiB" in str(backward.config)
 
 
@@ -325,11 +378,22 @@ def test_calls_in_pieces_have_tiles_of_their_own(width):
         for call in (
             Call(long, long, long, left=2000, right=0),
             Call(long, long, long, right=0).with_mask(strobe.problem.mask.documents(ids)),
-            Call(packed, packed, packed, right=0, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=4096, max_seqlen_k=4096),
+            Call(
+                packed,
+                packed,
+                packed,
+                right=0,
+                cu_seqlens_q=offsets,
+                cu_seqlens_k=offsets,
+                max_seqlen_q=4096,
+                max_seqlen_k=4096,
+            ),
         )
     ]
     assert tunings == [hopper.PIECES[width, width]] * 3
-    capped = hopper.FORWARD.config(Problem.from_call(Call(long, long, long, left=2000, right=0, softcap=5.0)), FAKES["H200"])
+    capped = hopper.FORWARD.config(
+        Problem.from_call(Call(long, long, long, left=2000, right=0, softcap=5.0)), FAKES["H200"]
+    )
     assert capped.form.tuning == hopper.CAPPED[width, width]
 
 
@@ -344,7 +408,9 @@ def test_every_constant_of_the_compiled_kernel_is_in_its_key():
             assert str(other) != str(place), name
 
 
-@pytest.mark.parametrize("value", ["", "0", "1", "n", "no", "off", "2", "disabled", "y", "yes", "on", "true", "TRUE", "tRue", "false"])
+@pytest.mark.parametrize(
+    "value", ["", "0", "1", "n", "no", "off", "2", "disabled", "y", "yes", "on", "true", "TRUE", "tRue", "false"]
+)
 def test_the_interpreters_switch_is_read_as_triton_reads_it(value, monkeypatch):
     """Read otherwise, each call on a CPU is sent to kernels that find no driver."""
     libtriton = pytest.importorskip("triton._C.libtriton")
@@ -370,7 +436,9 @@ def test_other_devices_are_named(kind):
     target = target_module._ask_driver(kind, 0)
     with pytest.raises(UnsupportedProblem) as refusal:
         select(Problem.from_call(_dense()), target)
-    assert f"this target is {kind}; strobe runs on CPUs and on NVIDIA GPUs" in str(refusal.value) and "is a CPU" not in str(refusal.value)
+    assert f"this target is {kind}; strobe runs on CPUs and on NVIDIA GPUs" in str(
+        refusal.value
+    ) and "is a CPU" not in str(refusal.value)
 
 
 def test_a_choice_is_a_key_and_travels_after_use():
@@ -380,7 +448,11 @@ def test_a_choice_is_a_key_and_travels_after_use():
     choice.met.append(lambda *_: True)
     other = pickle.loads(pickle.dumps(choice))
     assert {choice: "known"}[replace(choice)] == "known" and hash(other) == hash(choice)
-    assert (other.problem, other.forward.config, other.backward.kernel.name) == (choice.problem, choice.forward.config, "cpu.backward")
+    assert (other.problem, other.forward.config, other.backward.kernel.name) == (
+        choice.problem,
+        choice.forward.config,
+        "cpu.backward",
+    )
     assert other.forward.again == {} and other.met == []
 
 

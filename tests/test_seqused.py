@@ -1,4 +1,6 @@
-"""Parts of sequences through FlashAttention's functions: seqused_q and seqused_k, windows with one negative bound, and room for new keys."""
+"""Parts of sequences through FlashAttention's functions: seqused_q and seqused_k, windows with one negative bound, and
+room for new keys.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,17 @@ def _ints(values, device="cpu"):
 
 
 def _random(*shape, device="cpu", grad=False):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(device).requires_grad_(grad)
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+        .to(device)
+        .requires_grad_(grad)
+    )
 
 
 def _eager(q, k, v, left=None, right=None, sink=None):
-    """out [S_q, H, D] and lse [H, S_q] of one sequence; bounds count from the diagonal at the bottom right, and may be negative."""
+    """out [S_q, H, D] and lse [H, S_q] of one sequence; bounds count from the diagonal at the bottom right, and may be
+    negative.
+    """
     s = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * q.shape[-1] ** -0.5
     beyond = torch.arange(len(k), device=q.device) - torch.arange(len(q), device=q.device)[:, None] - (len(k) - len(q))
     hidden = (beyond < (-(10**6) if left is None else -left)) | (beyond > (10**6 if right is None else right))
@@ -59,11 +67,16 @@ def _each(q, k, v, used_q, used_k, **mask):
 
 def _packed(device="cpu", grad=False):
     total_q, total_k = sum(LENGTHS_Q), sum(LENGTHS_K)
-    return [_random(total, heads, 8, device=device, grad=grad) for total, heads in ((total_q, 4), (total_k, 2), (total_k, 2))]
+    return [
+        _random(total, heads, 8, device=device, grad=grad)
+        for total, heads in ((total_q, 4), (total_k, 2), (total_k, 2))
+    ]
 
 
 def _setting(device="cpu", **more):
-    return Setting(packing=(_offsets(LENGTHS_Q, device), _offsets(LENGTHS_K, device), max(LENGTHS_Q), max(LENGTHS_K)), **more)
+    return Setting(
+        packing=(_offsets(LENGTHS_Q, device), _offsets(LENGTHS_K, device), max(LENGTHS_Q), max(LENGTHS_K)), **more
+    )
 
 
 # ---------------------------------------------------------------- lengths beside offsets
@@ -80,7 +93,9 @@ def test_only_what_is_used_counts(sides, causal, device):
     torch.testing.assert_close(out, wanted)
     torch.testing.assert_close(lse, wanted_lse)
     found = torch.autograd.grad(out.sum() + lse[lse.isfinite()].sum(), (q, k, v))
-    for one, other in zip(found, torch.autograd.grad(wanted.sum() + wanted_lse[wanted_lse.isfinite()].sum(), (q, k, v))):
+    for one, other in zip(
+        found, torch.autograd.grad(wanted.sum() + wanted_lse[wanted_lse.isfinite()].sum(), (q, k, v))
+    ):
         torch.testing.assert_close(one, other)
 
 
@@ -104,7 +119,12 @@ def test_the_public_functions_take_them(device):
     torch.testing.assert_close(out, wanted)
     torch.testing.assert_close(lse, wanted_lse)
     assert torch.equal(out, fa3.flash_attn_varlen_func(q, k, v, *offsets, *longest, **used, causal=True))
-    assert torch.equal(out, fa3._flash_attn_forward(q, k, v, None, None, None, None, *offsets, None, *used.values(), *longest, causal=True)[0])
+    assert torch.equal(
+        out,
+        fa3._flash_attn_forward(q, k, v, None, None, None, None, *offsets, None, *used.values(), *longest, causal=True)[
+            0
+        ],
+    )
     given = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), (*offsets, *longest)))
     assert torch.equal(out, fa4.flash_attn_varlen_func(q, k, v, **given, **used, causal=True)[0])
     assert torch.equal(out, fa4_private._flash_attn_fwd(q, k, v, **given, **used, causal=True)[0])
@@ -124,7 +144,9 @@ def test_lengths_that_repeat_the_offsets_change_nothing(device):
 
 def test_padded_tensors_have_lengths_too(device):
     q, k = _random(2, 5, 4, 8, device=device), _random(2, 6, 2, 8, device=device)
-    out, lse = fa4.flash_attn_varlen_func(q, k, k, seqused_q=_ints([3, 5], device), seqused_k=_ints([6, 2], device), causal=True)
+    out, lse = fa4.flash_attn_varlen_func(
+        q, k, k, seqused_q=_ints([3, 5], device), seqused_k=_ints([6, 2], device), causal=True
+    )
     assert out.shape == q.shape and lse.shape == (2, 4, 5) and not out[0, 3:].any()
     for row, (rows, keys) in enumerate(((3, 6), (5, 2))):
         wanted, wanted_lse = _eager(q[row, :rows], k[row, :keys], k[row, :keys], right=0)
@@ -148,7 +170,8 @@ def test_the_private_backward_is_autograds(device):
     for one, gradient in zip(found, wanted):
         torch.testing.assert_close(one, gradient)
     theirs = fa4_private._flash_attn_bwd(
-        q, k, v, out, dout, lse, causal=True, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], seqused_q=given[0], seqused_k=given[1],
+        q, k, v, out, dout, lse, causal=True, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], seqused_q=given[0],
+        seqused_k=given[1],
         max_seqlen_q=longest[0], max_seqlen_k=longest[1],
     )  # fmt: skip
     assert all(map(torch.equal, theirs, found))
@@ -207,7 +230,9 @@ def test_fa4_packed_windows_with_one_negative_bound(window, device):
 
 def test_fa4_causal_and_pairs_of_negative_bounds(device):
     q = _random(1, 5, 2, 8, device=device)
-    same = lambda one, other: torch.equal(fa4.flash_attn_func(q, q, q, **one)[0], fa4.flash_attn_func(q, q, q, **other)[0])
+    same = lambda one, other: torch.equal(
+        fa4.flash_attn_func(q, q, q, **one)[0], fa4.flash_attn_func(q, q, q, **other)[0]
+    )
     assert same({"window_size": (-3, -1)}, {}) and same({"window_size": (-3, -1), "causal": True}, {"causal": True})
     assert same({"window_size": (2, -1), "causal": True}, {"window_size": (2, 0)})
     assert not fa4.flash_attn_func(q, q, q, window_size=(-1, 3), causal=True)[0].any()
@@ -217,7 +242,9 @@ def test_fa4_causal_and_pairs_of_negative_bounds(device):
 def test_any_negative_bound_of_fa2_and_fa3_is_none(library, device):
     q = _random(1, 6, 2, 8, device=device)
     for window, wanted in (((-5, 2), (-1, 2)), ((3, -7), (3, -1)), ((-2, -9), (-1, -1))):
-        assert torch.equal(library.flash_attn_func(q, q, q, window_size=window), library.flash_attn_func(q, q, q, window_size=wanted))
+        assert torch.equal(
+            library.flash_attn_func(q, q, q, window_size=window), library.flash_attn_func(q, q, q, window_size=wanted)
+        )
 
 
 def test_the_backward_alone_of_such_a_window_is_refused():
@@ -240,7 +267,9 @@ def test_rotary_seqlens_that_repeat_cache_seqlens_change_nothing():
     plain, repeated, same = _cache(), _cache(), _cache()
     wanted = fa3.flash_attn_with_kvcache(q, *plain, new, new, **given)
     for cache, lengths in ((repeated, _ints([3, 5])), (same, given["cache_seqlens"])):
-        torch.testing.assert_close(fa3.flash_attn_with_kvcache(q, *cache, new, new, **given, rotary_seqlens=lengths), wanted)
+        torch.testing.assert_close(
+            fa3.flash_attn_with_kvcache(q, *cache, new, new, **given, rotary_seqlens=lengths), wanted
+        )
         torch.testing.assert_close(cache, plain)
 
 
@@ -257,11 +286,24 @@ def test_angles_begin_at_rotary_seqlens(interleaved):
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("given, error", [(_ints([3]), ValueError), (torch.ones(2), ValueError), (3, TypeError)], ids=["batch", "floats", "an int"])
+@pytest.mark.parametrize(
+    "given, error",
+    [(_ints([3]), ValueError), (torch.ones(2), ValueError), (3, TypeError)],
+    ids=["batch", "floats", "an int"],
+)
 def test_wrong_rotary_seqlens_are_named(given, error):
     q, new, angles = _random(2, 1, 4, 8), _random(2, 1, 2, 8), _random(12, 3)
     with pytest.raises(error, match=r"^rotary_seqlens: got .+, expected .+; .+"):
-        fa3.flash_attn_with_kvcache(q, *_cache(), new, new, rotary_cos=angles, rotary_sin=angles, cache_seqlens=_ints([3, 5]), rotary_seqlens=given)
+        fa3.flash_attn_with_kvcache(
+            q,
+            *_cache(),
+            new,
+            new,
+            rotary_cos=angles,
+            rotary_sin=angles,
+            cache_seqlens=_ints([3, 5]),
+            rotary_seqlens=given,
+        )
 
 
 def test_a_lone_max_seqlen_q_says_nothing():
@@ -270,20 +312,45 @@ def test_a_lone_max_seqlen_q_says_nothing():
 
 
 def _beyond(kind):
-    """A call whose new keys have no place: pages that end, ids that are none, rows that end, indexed rows that are none."""
+    """A call whose new keys have no place: pages that end, ids that are none, rows that end, indexed rows that are
+    none.
+    """
     q, new, (k, v) = _random(2, 1, 4, 8), _random(2, 1, 2, 8), _cache(4, 4)
     table = _ints([[0, 1], [2, 3]])
     return {
         "beyond the table": (dict(cache_seqlens=_ints([3, 8]), block_table=table), "cache_seqlens", "8 for sequence 1"),
-        "before the table": (dict(cache_seqlens=_ints([-1, 3]), block_table=table), "cache_seqlens", "-1 for sequence 0"),
-        "a page of no id": (dict(cache_seqlens=_ints([3, 4]), block_table=_ints([[0, 1], [2, -1]])), "block_table", "-1 where"),
-        "a page beyond the pool": (dict(cache_seqlens=_ints([3, 4]), block_table=_ints([[0, 1], [2, 4]])), "block_table", "4 where"),
+        "before the table": (
+            dict(cache_seqlens=_ints([-1, 3]), block_table=table),
+            "cache_seqlens",
+            "-1 for sequence 0",
+        ),
+        "a page of no id": (
+            dict(cache_seqlens=_ints([3, 4]), block_table=_ints([[0, 1], [2, -1]])),
+            "block_table",
+            "-1 where",
+        ),
+        "a page beyond the pool": (
+            dict(cache_seqlens=_ints([3, 4]), block_table=_ints([[0, 1], [2, 4]])),
+            "block_table",
+            "4 where",
+        ),
         "beyond the rows": (dict(cache_seqlens=_ints([4, 1])), "cache_seqlens", "4 for sequence 0"),
-        "a row that is not there": (dict(cache_seqlens=_ints([1, 1]), cache_batch_idx=_ints([0, 4])), "cache_batch_idx", "4 where"),
+        "a row that is not there": (
+            dict(cache_seqlens=_ints([1, 1]), cache_batch_idx=_ints([0, 4])),
+            "cache_batch_idx",
+            "4 where",
+        ),
     }[kind], (q, *([k, v] if kind != "beyond the rows" else [k[:2], v[:2]]), new, new)
 
 
-KINDS = ("beyond the table", "before the table", "a page of no id", "a page beyond the pool", "beyond the rows", "a row that is not there")
+KINDS = (
+    "beyond the table",
+    "before the table",
+    "a page of no id",
+    "a page beyond the pool",
+    "beyond the rows",
+    "a row that is not there",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -304,8 +371,13 @@ def test_reading_beyond_a_table_is_told_as_before():
 
 def test_a_compiled_step_asks_nothing_of_lengths():
     (given, _, _), (q, k, v, *new) = _beyond("beyond the table")
-    step = torch.compile(lambda lengths: fa2.flash_attn_with_kvcache(q, k, v, *new, cache_seqlens=lengths, block_table=given["block_table"]),
-                         fullgraph=True, backend="eager")  # fmt: skip
+    step = torch.compile(
+        lambda lengths: fa2.flash_attn_with_kvcache(
+            q, k, v, *new, cache_seqlens=lengths, block_table=given["block_table"]
+        ),
+        fullgraph=True,
+        backend="eager",
+    )
     assert step(_ints([3, 7])).isfinite().all()
 
 
@@ -313,6 +385,10 @@ def test_pages_hold_what_seqused_k_says():
     q, (k, v) = _random(5, 4, 8), _cache(4, 4)
     offsets, table, used = _ints([0, 2, 5]), _ints([[0, 1], [2, 3]]), _ints([5, 7])
     given = (0.0, 8**-0.5, True)
-    found = fa2_private._flash_attn_varlen_forward(q, k, v, offsets, _ints([0, 8, 16]), 3, 8, *given, block_table=table, seqused_k=used)[0]
-    wanted, _ = kvcache.forward_paged(q, k, v, Setting(8**-0.5, True, packing=(offsets, _ints([0, 5, 12]), 3, 8)), table)
+    found = fa2_private._flash_attn_varlen_forward(
+        q, k, v, offsets, _ints([0, 8, 16]), 3, 8, *given, block_table=table, seqused_k=used
+    )[0]
+    wanted, _ = kvcache.forward_paged(
+        q, k, v, Setting(8**-0.5, True, packing=(offsets, _ints([0, 5, 12]), 3, 8)), table
+    )
     torch.testing.assert_close(found, wanted)

@@ -1,4 +1,6 @@
-"""Every specimen compiles for its GPU without one: its tensor core instruction is there, nothing spills, no wgmma is serialised."""
+"""Every specimen compiles for its GPU without one: its tensor core instruction is there, nothing spills, no wgmma is
+serialised.
+"""
 
 import re
 
@@ -44,7 +46,10 @@ ROWS = {
     "matmul": ("HGMMA", lambda: matmul.launch(*matrices())),
     "matmul eight warps": ("HGMMA", lambda: matmul.launch(*matrices(), matmul.Config(256, 128, 64, 3, 8))),
     "forward d128 dense float16": ("HGMMA", lambda: forward_launch(torch.float16)),
-    "forward d128 causal ping-pong persistent": ("HGMMA", lambda: forward_launch(causal=True, ping_pong=True, persistent=True)),
+    "forward d128 causal ping-pong persistent": (
+        "HGMMA",
+        lambda: forward_launch(causal=True, ping_pong=True, persistent=True),
+    ),
     "forward d64 block 64": ("HGMMA", lambda: forward_launch(head_dim=64, block_n=64, stages=4, causal=True)),
     "backward d128 tma": ("HGMMA", lambda: backward_launch()),
     "backward d128 causal red": ("HGMMA", lambda: backward_launch(causal=True, dq="red")),
@@ -57,10 +62,18 @@ ROWS = {
 
 
 # one for each kind of kernel and instruction at each commit: specimens hardly change
-EACH_COMMIT = {"matmul", "forward d128 causal ping-pong persistent", "backward d128 causal ordered", "ampere", "blackwell attention d64"}
+EACH_COMMIT = {
+    "matmul",
+    "forward d128 causal ping-pong persistent",
+    "backward d128 causal ordered",
+    "ampere",
+    "blackwell attention d64",
+}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in EACH_COMMIT else [pytest.mark.nightly]) for name in ROWS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in EACH_COMMIT else [pytest.mark.nightly]) for name in ROWS]
+)
 def test_compiles_within_budget(name):
     product, make = ROWS[name]
     place = FAKES[PLACES[product]]
@@ -71,7 +84,9 @@ def test_compiles_within_budget(name):
     assert not r.serialized, r
     assert 0 < r.registers <= 255, r
     config = launch.arguments[-1]
-    assert config.shared_bytes() <= r.shared_bytes <= min(place.shared_bytes, config.shared_bytes() + 1024), r  # and barriers
+    assert config.shared_bytes() <= r.shared_bytes <= min(place.shared_bytes, config.shared_bytes() + 1024), (
+        r
+    )  # and barriers
 
 
 def test_sizes_that_do_not_fit_are_refused():
@@ -79,7 +94,9 @@ def test_sizes_that_do_not_fit_are_refused():
     wrong = {
         "S_q": lambda: forward.launch(q[:, :500].contiguous(), q, q, forward.Config(64)),
         "S_k": lambda: forward.launch(q, q[:, :500].contiguous(), q[:, :500].contiguous(), forward.Config(64)),
-        "S_q, S_k": lambda: forward.launch(q, q[:, :256].contiguous(), q[:, :256].contiguous(), forward.Config(64, causal=True)),
+        "S_q, S_k": lambda: forward.launch(
+            q, q[:, :256].contiguous(), q[:, :256].contiguous(), forward.Config(64, causal=True)
+        ),
         "head_dim": lambda: forward.Config(head_dim=256),
         "programs": lambda: forward.launch(q, q, q, forward.Config(64, persistent=True)),
         "dq": lambda: backward.Config(dq="atomics"),
@@ -88,7 +105,9 @@ def test_sizes_that_do_not_fit_are_refused():
         "shapes of a, b": lambda: matmul.launch(matrices()[0], matrices()[0]),
         "stages": lambda: matmul.Config(stages=1),
         "shared memory": lambda: matmul.Config(256, 256, 64, 4, 8),
-        "K": lambda: ampere.launch(torch.zeros(8, 16, dtype=torch.bfloat16)[:, :9], torch.zeros(9, 8, dtype=torch.bfloat16)),
+        "K": lambda: ampere.launch(
+            torch.zeros(8, 16, dtype=torch.bfloat16)[:, :9], torch.zeros(9, 8, dtype=torch.bfloat16)
+        ),
         "head_dim + block_n": lambda: blackwell.Attention(256, 128),
     }
     for name, call in wrong.items():

@@ -1,4 +1,6 @@
-"""Names that libraries import from FlashAttention beside its public functions, and `install`, by which they find strobe's under those names."""
+"""Names that libraries import from FlashAttention beside its public functions, and `install`, by which they find
+strobe's under those names.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,24 @@ from strobe.flash_attn import flash_attn_interface as fa2_private
 from strobe.flash_attn.layers import rotary
 from strobe.integrations import flash_attn as integration
 
-SCORES = (0.0, 0.25, True, (3, 0), 1.5, None, False)  # dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+SCORES = (
+    0.0,
+    0.25,
+    True,
+    (3, 0),
+    1.5,
+    None,
+    False,
+)  # dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
 OPTIONS = {"softmax_scale": 0.25, "causal": True, "window_size": (3, 0), "softcap": 1.5}
 
 
 def _random(*shape, dtype=torch.float32, grad=False):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype).requires_grad_(grad)
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_(grad)
+    )
 
 
 def _offsets(*values):
@@ -45,7 +59,13 @@ def test_the_compiled_module_has_its_five_functions():
     scores, room = (0.25, True, 3, 0, 1.5), torch.empty_like(q)
     out, lse, weights, rng_state = gpu.fwd(q, k, k, room, None, 0.0, *scores, False, None)
     wanted, wanted_lse, _ = fa2.flash_attn_func(q, k, k, **OPTIONS, return_attn_probs=True)
-    assert out is room and torch.equal(out, wanted) and torch.equal(lse, wanted_lse) and weights.numel() == 0 and rng_state.tolist() == [0, 0]
+    assert (
+        out is room
+        and torch.equal(out, wanted)
+        and torch.equal(lse, wanted_lse)
+        and weights.numel() == 0
+        and rng_state.tolist() == [0, 0]
+    )
     leaves = [t.clone().requires_grad_() for t in (q, k, k)]
     gradients = torch.autograd.grad(fa2.flash_attn_func(*leaves, **OPTIONS).sum(), leaves)
     dq = torch.empty_like(q)
@@ -53,11 +73,30 @@ def test_the_compiled_module_has_its_five_functions():
     assert found[0] is dq and found[3].shape == (2, 4, 128) and all(map(torch.allclose, found[:3], gradients))
     a, b = _offsets(0, 5, 10), _offsets(0, 7, 14)
     flat_q, flat_k = q.flatten(0, 1), k.flatten(0, 1)
-    packed = gpu.varlen_fwd(flat_q, flat_k, flat_k, None, a, b, None, None, None, None, 5, 7, 0.0, 0.25, False, *scores[1:], False, None)
+    packed = gpu.varlen_fwd(
+        flat_q, flat_k, flat_k, None, a, b, None, None, None, None, 5, 7, 0.0, 0.25, False, *scores[1:], False, None
+    )
     assert torch.allclose(packed[0], out.flatten(0, 1), atol=1e-6)
     none = (None, None, None)
     found = gpu.varlen_bwd(
-        torch.ones_like(flat_q), flat_q, flat_k, flat_k, *packed[:2], *none, a, b, None, 5, 7, 0.0, 0.25, False, *scores[1:], True, None, None
+        torch.ones_like(flat_q),
+        flat_q,
+        flat_k,
+        flat_k,
+        *packed[:2],
+        *none,
+        a,
+        b,
+        None,
+        5,
+        7,
+        0.0,
+        0.25,
+        False,
+        *scores[1:],
+        True,
+        None,
+        None,
     )
     assert all(torch.allclose(one, other.flatten(0, 1), atol=1e-6) for one, other in zip(found, gradients))
     out, lse = gpu.fwd_kvcache(q, k, k, None, None, _offsets(7, 7), *(None,) * 6, room, *scores, True, 0)
@@ -78,17 +117,36 @@ def _classes():
         "fa2 kv": (fa2_private.FlashAttnKVPackedFunc, (q, kv, *SCORES), (False, True), fa2.flash_attn_kvpacked_func),
         "fa2 qkv": (fa2_private.FlashAttnQKVPackedFunc, (qkv, *SCORES), (False, True), fa2.flash_attn_qkvpacked_func),
         "fa2 packed": (
-            fa2_private.FlashAttnVarlenFunc, (flat(q), flat(k), flat(v), *offsets, *SCORES), (False, None, True), fa2.flash_attn_varlen_func,
+            fa2_private.FlashAttnVarlenFunc,
+            (flat(q), flat(k), flat(v), *offsets, *SCORES),
+            (False, None, True),
+            fa2.flash_attn_varlen_func,
         ),
         "fa2 packed kv": (
-            fa2_private.FlashAttnVarlenKVPackedFunc, (flat(q), flat(kv), *offsets, *SCORES), (False, True), fa2.flash_attn_varlen_kvpacked_func,
+            fa2_private.FlashAttnVarlenKVPackedFunc,
+            (flat(q), flat(kv), *offsets, *SCORES),
+            (False, True),
+            fa2.flash_attn_varlen_kvpacked_func,
         ),
         "fa2 packed qkv": (
-            fa2_private.FlashAttnVarlenQKVPackedFunc, (flat(qkv), ends, 6, *SCORES), (False, True), fa2.flash_attn_varlen_qkvpacked_func,
+            fa2_private.FlashAttnVarlenQKVPackedFunc,
+            (flat(qkv), ends, 6, *SCORES),
+            (False, True),
+            fa2.flash_attn_varlen_qkvpacked_func,
         ),
-        "fa3 plain": (fa3.FlashAttnFunc, (q, k, v, 0.25, True, None, *fa3_scores), (1, None, False, 0, False), fa3.flash_attn_func),
-        "fa3 qkv": (fa3.FlashAttnQKVPackedFunc, (qkv, 0.25, True, *fa3_scores), (False, None, 0, False), fa3.flash_attn_qkvpacked_func),
-    }  # fmt: skip
+        "fa3 plain": (
+            fa3.FlashAttnFunc,
+            (q, k, v, 0.25, True, None, *fa3_scores),
+            (1, None, False, 0, False),
+            fa3.flash_attn_func,
+        ),
+        "fa3 qkv": (
+            fa3.FlashAttnQKVPackedFunc,
+            (qkv, 0.25, True, *fa3_scores),
+            (False, None, 0, False),
+            fa3.flash_attn_qkvpacked_func,
+        ),
+    }
 
 
 @pytest.mark.parametrize("name", list(_classes()))
@@ -110,10 +168,34 @@ def test_apply_of_classes_whose_lengths_lie_otherwise():
     q, k, ends, used = _random(12, 4, 16), _random(12, 2, 16), _offsets(0, 6, 12), _offsets(3, 6)
     wanted, lse = fa3.flash_attn_varlen_func(q, k, k, ends, ends, 6, 6, used, used, 0.25, True, return_attn_probs=True)
     found = fa3.FlashAttnVarlenFunc.apply(
-        q, k, k, ends, ends, used, used, 6, 6, 0.25, True, None, None, None, None, (-1, -1), 0, 0.0, 1, None, False, 0, True
+        q,
+        k,
+        k,
+        ends,
+        ends,
+        used,
+        used,
+        6,
+        6,
+        0.25,
+        True,
+        None,
+        None,
+        None,
+        None,
+        (-1, -1),
+        0,
+        0.0,
+        1,
+        None,
+        False,
+        0,
+        True,
     )
     assert torch.equal(found[0], wanted) and torch.equal(found[1], lse)
-    found = fa4_private.FlashAttnVarlenFunc.apply(q, k, k, None, ends, ends, used, used, 6, 6, None, None, None, 0.25, True)
+    found = fa4_private.FlashAttnVarlenFunc.apply(
+        q, k, k, None, ends, ends, used, used, 6, 6, None, None, None, 0.25, True
+    )
     assert torch.equal(found[0], wanted)
     dense = q.view(2, 6, 4, 16)
     assert torch.equal(
@@ -129,8 +211,12 @@ def _turned(x, angles, position, interleaved):
     """One row [H, D] at a position, in complex numbers."""
     width = 2 * angles.shape[1]
     pairs = x[:, :width].unflatten(-1, (-1, 2)) if interleaved else torch.stack(x[:, :width].chunk(2, -1), -1)
-    turned = torch.view_as_real(torch.view_as_complex(pairs.double().contiguous()) * torch.polar(torch.ones_like(angles[0]), angles[position]))
-    return torch.cat([turned.flatten(-2) if interleaved else torch.cat(turned.unbind(-1), -1), x[:, width:].double()], -1)
+    turned = torch.view_as_real(
+        torch.view_as_complex(pairs.double().contiguous()) * torch.polar(torch.ones_like(angles[0]), angles[position])
+    )
+    return torch.cat(
+        [turned.flatten(-2) if interleaved else torch.cat(turned.unbind(-1), -1), x[:, width:].double()], -1
+    )
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -140,10 +226,17 @@ def test_rows_are_turned_by_the_angles_of_their_positions(offsets, interleaved):
     cos, sin = angles.cos().float(), angles.sin().float()
     out = rotary.apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offsets)
     firsts = offsets.tolist() if isinstance(offsets, torch.Tensor) else [offsets] * 2
-    wanted = torch.stack([torch.stack([_turned(x[b, s], angles, first + s, interleaved) for s in range(3)]) for b, first in enumerate(firsts)])
+    wanted = torch.stack(
+        [
+            torch.stack([_turned(x[b, s], angles, first + s, interleaved) for s in range(3)])
+            for b, first in enumerate(firsts)
+        ]
+    )
     torch.testing.assert_close(out.double(), wanted, atol=1e-6, rtol=1e-6)
     dout = torch.randn_like(out)
-    torch.testing.assert_close(*(torch.autograd.grad(one, x, dout.to(one.dtype))[0] for one in (out, wanted)), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(one, x, dout.to(one.dtype))[0] for one in (out, wanted)), atol=1e-5, rtol=1e-5
+    )
     copy = x.detach().clone()
     assert rotary.apply_rotary_emb(copy, cos, sin, interleaved, True, offsets) is copy and torch.equal(copy, out)
     assert rotary.apply_rotary_emb_func is rotary.apply_rotary_emb
@@ -157,13 +250,17 @@ def test_packed_rows_count_from_their_own_sequence():
     assert torch.equal(out[2:7], rotary.apply_rotary_emb(x[None, 2:7], cos, sin, seqlen_offsets=2)[0])
     assert torch.equal(out[7:], x[7:])  # of no sequence
     late = rotary.apply_rotary_emb(x[None], cos, sin, seqlen_offsets=6)
-    assert torch.equal(late[:, 2:], x[None, 2:]) and not torch.equal(late[:, :2], x[None, :2])  # no angles beyond the eighth
+    assert torch.equal(late[:, 2:], x[None, 2:]) and not torch.equal(
+        late[:, :2], x[None, :2]
+    )  # no angles beyond the eighth
 
 
 def test_it_is_computed_in_float32_and_rounded_once():
     x, angles = _random(1, 4, 2, 8, dtype=torch.bfloat16), _random(4, 4)
     out = rotary.apply_rotary_emb(x, angles.cos(), angles.sin())
-    assert out.dtype == torch.bfloat16 and torch.equal(out, rotary.apply_rotary_emb(x.float(), angles.cos(), angles.sin()).bfloat16())
+    assert out.dtype == torch.bfloat16 and torch.equal(
+        out, rotary.apply_rotary_emb(x.float(), angles.cos(), angles.sin()).bfloat16()
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,7 +286,12 @@ def test_fa3s_private_forward_over_everything():
     room = torch.empty_like(q)
     out, lse, *parts = fa3._flash_attn_forward(q, k, k, out_=room, causal=True, window_size_left=4)
     wanted, wanted_lse = fa3.flash_attn_func(q, k, k, causal=True, window_size=(4, -1), return_attn_probs=True)
-    assert out is room and torch.equal(out, wanted) and torch.equal(lse, wanted_lse) and [part.numel() for part in parts] == [0, 0]
+    assert (
+        out is room
+        and torch.equal(out, wanted)
+        and torch.equal(lse, wanted_lse)
+        and [part.numel() for part in parts] == [0, 0]
+    )
     new, lengths = q[:, :, :2].contiguous(), _offsets(2, 5)
     caches = [(k.clone(), k.clone()) for _ in range(2)]
     out = fa3._flash_attn_forward(q, *caches[0], new, new, seqused_k=lengths, causal=True)[0]
@@ -207,7 +309,11 @@ def test_fa3s_private_backward_is_autograds():
     wanted = torch.autograd.grad(out.sum(), (q, k))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
     delta = fa3._flash_attn_backward(torch.ones_like(out), q, k, k, out, lse, dq=dq, dk=dk, dv=dv, is_causal=True)
-    assert torch.allclose(dq, wanted[0], atol=1e-6) and torch.allclose(dk + dv, wanted[1], atol=1e-6) and delta.shape == (2, 4, 128)
+    assert (
+        torch.allclose(dq, wanted[0], atol=1e-6)
+        and torch.allclose(dk + dv, wanted[1], atol=1e-6)
+        and delta.shape == (2, 4, 128)
+    )
 
 
 def test_scheduler_metadata_is_made_taken_and_ignored():
@@ -215,7 +321,10 @@ def test_scheduler_metadata_is_made_taken_and_ignored():
     made = fa3.get_scheduler_metadata(2, 1, 8, 4, 2, 16, lengths, causal=True, num_splits=3)
     assert made.dtype == torch.int32 and made.device == lengths.device
     given = {"cache_seqlens": lengths, "causal": True}
-    assert torch.equal(fa3.flash_attn_with_kvcache(q, k, k, **given, scheduler_metadata=made), fa3.flash_attn_with_kvcache(q, k, k, **given))
+    assert torch.equal(
+        fa3.flash_attn_with_kvcache(q, k, k, **given, scheduler_metadata=made),
+        fa3.flash_attn_with_kvcache(q, k, k, **given),
+    )
     with pytest.raises(TypeError, match=r"^cache_seqlens: "):
         fa3.get_scheduler_metadata(2, 1, 8, 4, 2, 16, [5, 8])
     ends = _offsets(0, 1, 2), _offsets(0, 8, 16)
@@ -231,15 +340,34 @@ def test_fa4s_private_functions():
     q, k, sink = _random(2, 5, 4, 16, grad=True), _random(2, 8, 2, 16, grad=True), _random(4, grad=True)
     wanted, wanted_lse = fa4.flash_attn_func(q, k, k, causal=True, learnable_sink=sink)
     room, lse_room = torch.empty_like(q), torch.empty_like(wanted_lse)
-    hints = {"tile_mn": (64, 64), "num_threads": 128, "mma_pv_is_rs": True, "_arch": 90, "num_splits": 4, "return_lse": True}
-    out, lse, *rest = fa4_private._flash_attn_fwd(q, k, k, causal=True, learnable_sink=sink, out=room, lse=lse_room, **hints)
-    assert out is room and lse is lse_room and torch.equal(out, wanted) and torch.equal(lse, wanted_lse) and rest == [None] * 3
+    hints = {
+        "tile_mn": (64, 64),
+        "num_threads": 128,
+        "mma_pv_is_rs": True,
+        "_arch": 90,
+        "num_splits": 4,
+        "return_lse": True,
+    }
+    out, lse, *rest = fa4_private._flash_attn_fwd(
+        q, k, k, causal=True, learnable_sink=sink, out=room, lse=lse_room, **hints
+    )
+    assert (
+        out is room
+        and lse is lse_room
+        and torch.equal(out, wanted)
+        and torch.equal(lse, wanted_lse)
+        and rest == [None] * 3
+    )
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     gradients = torch.autograd.grad((wanted, wanted_lse), (q, k, sink), (dout, dlse))
     dq = torch.empty_like(q)
-    found = fa4_private._flash_attn_bwd(q, k, k, out, dout, lse, causal=True, dlse=dlse, learnable_sink=sink, dq=dq, m_block_size=32, V_in_regs=True)
+    found = fa4_private._flash_attn_bwd(
+        q, k, k, out, dout, lse, causal=True, dlse=dlse, learnable_sink=sink, dq=dq, m_block_size=32, V_in_regs=True
+    )
     assert found[0] is dq and torch.allclose(dq, gradients[0], atol=1e-5)
-    assert torch.allclose(found[1] + found[2], gradients[1], atol=1e-5) and torch.allclose(found[3], gradients[2], atol=1e-5)
+    assert torch.allclose(found[1] + found[2], gradients[1], atol=1e-5) and torch.allclose(
+        found[3], gradients[2], atol=1e-5
+    )
     out, lse = fa4.flash_attn_func(q, k, k)
     assert len(fa4_private._flash_attn_bwd(q, k, k, out, dout, lse)) == 3
     with pytest.raises(strobe.InvalidProblem, match=r"^dlse: "):
@@ -280,17 +408,20 @@ def test_torch_ops_names_are_registered_on_request():
         assert torch.equal(out, private._flash_attn_forward(q, q, q, *scores, False)[0])
         torch.library.opcheck(ops._flash_attn_forward.default, (q, q, q, *scores, False))
         rooms = [torch.zeros_like(q) for _ in range(3)]
-        torch.library.opcheck(ops._flash_attn_backward.default, (torch.ones_like(q), q, q, q, out, lse, *rooms, *scores, False))
+        arguments = torch.ones_like(q), q, q, q, out, lse, *rooms, *scores, False
+        torch.library.opcheck(ops._flash_attn_backward.default, arguments)
         ops._flash_attn_backward(torch.ones_like(q), q, q, q, out, lse, *rooms, *scores, False)
         assert all(room.any() for room in rooms)
         flat, ends = q.flatten(0, 1), torch.tensor([0, 5, 10], dtype=torch.int32)
         packed = ops._flash_attn_varlen_forward(flat, flat, flat, ends, ends, 5, 5, 0.0, 0.25, True)
         assert torch.allclose(packed[0], out.flatten(0, 1), atol=1e-6)
-        torch.library.opcheck(ops._flash_attn_varlen_forward.default, (flat, flat, flat, ends, ends, 5, 5, 0.0, 0.25, True))
+        arguments = flat, flat, flat, ends, ends, 5, 5, 0.0, 0.25, True
+        torch.library.opcheck(ops._flash_attn_varlen_forward.default, arguments)
         rooms = [torch.zeros_like(flat) for _ in range(3)]
         arguments = torch.ones_like(flat), flat, flat, flat, *packed[:2], *rooms, ends, ends, 5, 5, *scores, False
         torch.library.opcheck(ops._flash_attn_varlen_backward.default, arguments)
-        compiled = torch.compile(lambda q: ops._flash_attn_forward(q, q, q, *scores, False)[0], fullgraph=True, backend="aot_eager")
+        plain = lambda q: ops._flash_attn_forward(q, q, q, *scores, False)[0]
+        compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(q), out)
     """)
 
@@ -326,12 +457,26 @@ def test_installed_names_are_found_and_taken_away_again():
             from flash_attn.flash_attn_interface import flash_attn_gpu
             from flash_attn.layers.rotary import apply_rotary_emb
 
-            assert flash_attn is fa2 and cute is fa4 and flash_attn_interface is fa3 and flash_attn.cute.interface is fa4_private
-            assert apply_rotary_emb is rotary.apply_rotary_emb and flash_attn_gpu is sys.modules["flash_attn_2_cuda"] and pad_input
-            versions = [importlib.metadata.version(name) for name in ("flash_attn", "flash-attn", "flash-attn-3", "flash-attn-4")]
+            assert (
+                flash_attn is fa2
+                and cute is fa4
+                and flash_attn_interface is fa3
+                and flash_attn.cute.interface is fa4_private
+            )
+            assert (
+                apply_rotary_emb is rotary.apply_rotary_emb
+                and flash_attn_gpu is sys.modules["flash_attn_2_cuda"]
+                and pad_input
+            )
+            versions = [
+                importlib.metadata.version(name)
+                for name in ("flash_attn", "flash-attn", "flash-attn-3", "flash-attn-4")
+            ]
             assert versions[:2] == [flash_attn.__version__] * 2 and versions[3] == "4.0.0b36"
             owners = importlib.metadata.packages_distributions()
-            assert owners["flash_attn"] == ["flash-attn", "flash-attn-4"] and owners["flash_attn_interface"] == ["flash-attn-3"]
+            assert owners["flash_attn"] == ["flash-attn", "flash-attn-4"] and owners["flash_attn_interface"] == [
+                "flash-attn-3"
+            ]
             assert importlib.metadata.version("torch") and importlib.util.find_spec("flash_attn") is not None
         installed.uninstall()
         assert not [name for name in sys.modules if name.partition(".")[0].startswith("flash_attn")]
@@ -348,7 +493,10 @@ def test_another_flash_attn_is_not_replaced(monkeypatch):
     stranger.__file__ = "/elsewhere/flash_attn/__init__.py"
     monkeypatch.setitem(sys.modules, "flash_attn", stranger)
     finders = list(sys.meta_path)
-    with pytest.raises(strobe.InvalidProblem, match=r"^flash_attn: got /elsewhere/flash_attn/__init__.py, imported already, expected .+; .+"):
+    with pytest.raises(
+        strobe.InvalidProblem,
+        match=r"^flash_attn: got /elsewhere/flash_attn/__init__.py, imported already, expected .+; .+",
+    ):
         integration.install()
     assert sys.modules["flash_attn"] is stranger and sys.meta_path == finders
     with pytest.raises(strobe.InvalidProblem, match=r"^versions: got 1, expected 2, 3 or 4; .+"):

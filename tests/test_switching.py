@@ -39,12 +39,22 @@ def _pair(function, **always):
 
 
 LIBRARIES = {
-    "FlashAttention-2": Library(fa2, _pair(fa2.flash_attn_func, return_attn_probs=True), _pair(fa2.flash_attn_varlen_func, return_attn_probs=True)),
-    "FlashAttention-3": Library(fa3, _pair(fa3.flash_attn_func, return_attn_probs=True), _pair(fa3.flash_attn_varlen_func, return_attn_probs=True)),
+    "FlashAttention-2": Library(
+        fa2,
+        _pair(fa2.flash_attn_func, return_attn_probs=True),
+        _pair(fa2.flash_attn_varlen_func, return_attn_probs=True),
+    ),
+    "FlashAttention-3": Library(
+        fa3,
+        _pair(fa3.flash_attn_func, return_attn_probs=True),
+        _pair(fa3.flash_attn_varlen_func, return_attn_probs=True),
+    ),
     "FlashAttention-4": Library(
         fa4,
         _pair(fa4.flash_attn_func),
-        lambda q, k, v, a, b, m, n, **o: fa4.flash_attn_varlen_func(q, k, v, cu_seqlens_q=a, cu_seqlens_k=b, max_seqlen_q=m, max_seqlen_k=n, **o),
+        lambda q, k, v, a, b, m, n, **o: fa4.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=a, cu_seqlens_k=b, max_seqlen_q=m, max_seqlen_k=n, **o
+        ),
     ),
 }
 
@@ -117,7 +127,10 @@ def _lse(library: Library):
     q, k, v = _tensors(4, 6, torch.bfloat16)
     offsets = torch.tensor([0, 4], dtype=torch.int32), torch.tensor([0, 6], dtype=torch.int32)
     wanted = (torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) * 8**-0.5).logsumexp(-1)
-    for lse, shape in ((library.dense(q, k, v)[1], (1, 2, 4)), (library.packed(q[0], k[0], v[0], *offsets, 4, 6)[1], (2, 4))):
+    for lse, shape in (
+        (library.dense(q, k, v)[1], (1, 2, 4)),
+        (library.packed(q[0], k[0], v[0], *offsets, 4, 6)[1], (2, 4)),
+    ):
         assert lse.dtype == torch.float32 and lse.shape == shape
         assert torch.allclose(lse.reshape(wanted.shape), wanted, atol=1e-4)
 
@@ -162,7 +175,12 @@ def _devices(library: Library):
 
 def _head_dimensions(library: Library):
     q, k, v = _tensors()
-    assert library.dense(q[..., :7].contiguous(), k[..., :7].contiguous(), v[..., :3].contiguous())[0].shape == (1, 4, 2, 3)
+    assert library.dense(q[..., :7].contiguous(), k[..., :7].contiguous(), v[..., :3].contiguous())[0].shape == (
+        1,
+        4,
+        2,
+        3,
+    )
     assert library.dense(*(t.repeat(1, 1, 1, 40) for t in (q, k, v)))[0].shape == (1, 4, 2, 320)
 
 
@@ -184,7 +202,9 @@ def _wrong_arguments(library: Library):
 
 def _compiles(library: Library):
     leaves = [t.requires_grad_() for t in _tensors()]
-    compiled = torch.compile(lambda q, k, v: library.dense(q, k, v, causal=True, softcap=2.0)[0], fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda q, k, v: library.dense(q, k, v, causal=True, softcap=2.0)[0], fullgraph=True, backend="aot_eager"
+    )
     out = compiled(*leaves)
     found = torch.autograd.grad(out.sum(), leaves)
     whole = library.dense(*leaves, causal=True, softcap=2.0)[0]
@@ -199,7 +219,11 @@ def _refused(function: str, **arguments):
         tensors, offsets = (q, k, v), torch.tensor([0, 4], dtype=torch.int32)
         if "varlen" in function:
             tensors = q[0], k[0], v[0]
-        required = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 4, "max_seqlen_k": 4} if "varlen" in function else {}
+        required = (
+            {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 4, "max_seqlen_k": 4}
+            if "varlen" in function
+            else {}
+        )
         for name, value in arguments.items():
             with pytest.raises(NotImplementedError, match=f"^{name}: "):
                 getattr(library.module, function)(*tensors, **required | {name: value})
@@ -217,7 +241,11 @@ def _schedule(library: Library):
 
 
 def _lengths(library: Library):
-    (q, k, v), ends, two = _tensors(4, 6), [torch.tensor([0, n], dtype=torch.int32) for n in (4, 6)], torch.tensor([2], dtype=torch.int32)
+    (q, k, v), ends, two = (
+        _tensors(4, 6),
+        [torch.tensor([0, n], dtype=torch.int32) for n in (4, 6)],
+        torch.tensor([2], dtype=torch.int32),
+    )
     given = dict(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=4, max_seqlen_k=6, causal=True)
     part = lambda **used: library.module.flash_attn_varlen_func(q[0], k[0], v[0], **given, **used)
     out = part(seqused_q=two, seqused_k=two + 1)
@@ -240,7 +268,11 @@ def _caches(library: Library):
         k_cache, v_cache = (torch.cat([t[:, :3], torch.full_like(t[:, 3:], torch.nan)], 1) for t in (k, v))
         out = decode(q.requires_grad_(), k_cache, v_cache, *new, cache_seqlens=lengths, window_size=(2, 0))
         assert torch.allclose(out, library.dense(q, k[:, 1:4], v[:, 1:4])[0], atol=1e-6) and not out.requires_grad
-        assert torch.equal(k_cache[:, :4], k[:, :4]) and torch.equal(v_cache[:, :4], v[:, :4]) and k_cache[:, 4:].isnan().all()
+        assert (
+            torch.equal(k_cache[:, :4], k[:, :4])
+            and torch.equal(v_cache[:, :4], v[:, :4])
+            and k_cache[:, 4:].isnan().all()
+        )
 
 
 _THREE = torch.tensor([3], dtype=torch.int32)
@@ -259,10 +291,19 @@ def _indexed(library: Library):
     (q, k, v), decode = _tensors(2, 6), library.module.flash_attn_with_kvcache
     index, start, table = (torch.tensor(some, dtype=torch.int32) for some in ([1], [2], [[0]]))
     rows = [torch.cat([torch.full_like(t, torch.nan), t]) for t in (k, v)]
-    assert torch.allclose(decode(q, *rows, cache_batch_idx=index, causal=True), library.dense(q, k, v, causal=True)[0], atol=1e-6)
+    assert torch.allclose(
+        decode(q, *rows, cache_batch_idx=index, causal=True), library.dense(q, k, v, causal=True)[0], atol=1e-6
+    )
     late = [torch.cat([torch.full_like(t[:, :2], torch.nan), t[:, 2:]], 1) for t in (k, v)]
-    assert torch.allclose(decode(q, *late, cache_leftpad=start, causal=True), library.dense(q, k[:, 2:], v[:, 2:], causal=True)[0], atol=1e-6)
-    both, word = {"cache_batch_idx": index - 1, "cache_leftpad": start}, "block_table" if library.module is fa2 else "page_table"
+    assert torch.allclose(
+        decode(q, *late, cache_leftpad=start, causal=True),
+        library.dense(q, k[:, 2:], v[:, 2:], causal=True)[0],
+        atol=1e-6,
+    )
+    both, word = (
+        {"cache_batch_idx": index - 1, "cache_leftpad": start},
+        "block_table" if library.module is fa2 else "page_table",
+    )
     for given, name in ((both, "cache_leftpad"), ({**both, word: table}, "cache_leftpad")):
         with pytest.raises(NotImplementedError, match=f"^{name}: "):
             decode(q, k, v, **given)
@@ -271,24 +312,43 @@ def _indexed(library: Library):
 
 
 def _rotary(library: Library):
-    """Angles of a half turn at position 4 and none elsewhere: that key is written with its sign changed, that query reads with it."""
+    """Angles of a half turn at position 4 and none elsewhere: that key is written with its sign changed, that query
+    reads with it.
+    """
     (q, k, v), decode = _tensors(2, 6), library.module.flash_attn_with_kvcache
     cos, sin = torch.where(torch.arange(8)[:, None] == 4, -1.0, 1.0).expand(8, 4).contiguous(), torch.zeros(8, 4)
     flip = torch.tensor([1.0, -1.0])[None, :, None, None]
     turned = torch.cat([k[:, :3], flip * k[:, 3:5]], 1)
     for options, at, asked in (({"causal": True}, 3, flip * q), ({}, 3, q), ({}, 4, -q)):
         k_cache, v_cache = k.clone(), v.clone()
-        out = decode(q, k_cache, v_cache, k[:, at : at + 1], v[:, at : at + 1], rotary_cos=cos, rotary_sin=sin, cache_seqlens=at, **options)
+        out = decode(
+            q,
+            k_cache,
+            v_cache,
+            k[:, at : at + 1],
+            v[:, at : at + 1],
+            rotary_cos=cos,
+            rotary_sin=sin,
+            cache_seqlens=at,
+            **options,
+        )
         keys = turned[:, : at + 1] if at == 3 else torch.cat([k[:, :4], -k[:, 4:5]], 1)
         assert torch.equal(k_cache[:, : at + 1], keys)
         assert torch.allclose(out, library.dense(asked, keys, v[:, : at + 1], **options)[0], atol=1e-6)
     if library.module is fa2:
         new = k[:, :1]
-        assert decode(q, k.clone(), v.clone(), new, new, rotary_cos=cos[:3], rotary_sin=sin[:3], cache_seqlens=_THREE).isnan().all()
+        assert (
+            decode(q, k.clone(), v.clone(), new, new, rotary_cos=cos[:3], rotary_sin=sin[:3], cache_seqlens=_THREE)
+            .isnan()
+            .all()
+        )
     else:
         new, given = (k[:, 3:4], v[:, 3:4]), {"rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": 3}
         caches = [(k.clone(), v.clone()) for _ in range(2)]
-        decode(q, *caches[0], *new, **given, rotary_seqlens=_THREE), decode(q, *caches[1], *new, **given, rotary_seqlens=_THREE + 1)
+        (
+            decode(q, *caches[0], *new, **given, rotary_seqlens=_THREE),
+            decode(q, *caches[1], *new, **given, rotary_seqlens=_THREE + 1),
+        )
         assert torch.equal(caches[0][0][:, 3:4], k[:, 3:4]) and torch.equal(caches[1][0][:, 3:4], -k[:, 3:4])
 
 
@@ -297,7 +357,9 @@ def _beyond(library: Library):
     strobe.last_errors()
     assert torch.allclose(decode(q, k, v, cache_seqlens=_THREE + 96), library.dense(q, k, v)[0], atol=1e-6)
     assert any("seqlens" in said for said in strobe.last_errors())
-    assert not decode(q, k, v, block_table=_THREE[:, None]).any() and any("page id" in said for said in strobe.last_errors())
+    assert not decode(q, k, v, block_table=_THREE[:, None]).any() and any(
+        "page id" in said for said in strobe.last_errors()
+    )
     with pytest.raises(ValueError, match=r"^cache_seqlens: "):
         decode(q, k, v, k[:, :1], v[:, :1], cache_seqlens=_THREE + 3)
 
@@ -351,7 +413,11 @@ def _private(library: Library):
     if library.module is not fa2:
         forward = fa3._flash_attn_forward if library.module is fa3 else fa4_private._flash_attn_fwd
         (out, lse, *rest), whole = forward(q, k, v, causal=True), library.dense(q, k, v, causal=True)
-        assert torch.equal(out, whole[0]) and torch.equal(lse, whole[1]) and not any(part is not None and part.numel() for part in rest)
+        assert (
+            torch.equal(out, whole[0])
+            and torch.equal(lse, whole[1])
+            and not any(part is not None and part.numel() for part in rest)
+        )
         found, leaves = [torch.empty_like(t) for t in (q, k, v)], [t.requires_grad_() for t in (q, k, v)]
         wanted = torch.autograd.grad(library.dense(*leaves, causal=True)[0].sum(), leaves)
         given = dict(zip(("dq", "dk", "dv"), found))
@@ -363,7 +429,11 @@ def _private(library: Library):
         return
     rest = (0.0, 8**-0.5, True, -1, -1, 0.0, None)
     out, lse, weights, rng_state = private._flash_attn_forward(q, k, v, *rest, False)
-    assert torch.equal(out, fa2.flash_attn_func(q, k, v, causal=True)) and weights.shape == (0,) and rng_state.tolist() == [0, 0]
+    assert (
+        torch.equal(out, fa2.flash_attn_func(q, k, v, causal=True))
+        and weights.shape == (0,)
+        and rng_state.tolist() == [0, 0]
+    )
     found = [torch.empty_like(t) for t in (q, k, v)]
     private._flash_attn_backward(torch.ones_like(out), q, k, v, out, lse, *found, *rest, False, rng_state)
     leaves = [t.requires_grad_() for t in (q, k, v)]
@@ -419,7 +489,9 @@ CHECKS = {
     "lengths, ids beyond the cache": _beyond,
     "splits": _splits,
     "packed queries over pages": _packed_over_pages,
-    "packed queries or new keys over a cache": _refused("flash_attn_with_kvcache", cu_seqlens_q=_THREE, cu_seqlens_k_new=_THREE),
+    "packed queries or new keys over a cache": _refused(
+        "flash_attn_with_kvcache", cu_seqlens_q=_THREE, cu_seqlens_k_new=_THREE
+    ),
     "private functions": _private,
     "autograd classes": _classes,
     "rotary layers": _rotary_layers,
@@ -430,8 +502,17 @@ CHECKS = {
     "chunks, qv": _refused("flash_attn_func", attention_chunk=4, qv=torch.ones(1)),
     "combine": _combine,
     "sinks": _sinks,
-    "code of yours": _refused("flash_attn_func", score_mod=max, mask_mod=max, block_sparse_tensors=(), block_sparse_tensors_bwd=(), aux_tensors=[]),
-    "pages, qv, gather": _refused("flash_attn_varlen_func", page_table=torch.ones(1), qv=torch.ones(1), gather_kv_indices=torch.ones(1)),
+    "code of yours": _refused(
+        "flash_attn_func",
+        score_mod=max,
+        mask_mod=max,
+        block_sparse_tensors=(),
+        block_sparse_tensors_bwd=(),
+        aux_tensors=[],
+    ),
+    "pages, qv, gather": _refused(
+        "flash_attn_varlen_func", page_table=torch.ones(1), qv=torch.ones(1), gather_kv_indices=torch.ones(1)
+    ),
 }
 
 
@@ -493,7 +574,11 @@ def _gqa():
     q, k, v = _tensors()
     wide = torch.cat([q, q + 1], 2)
     _on_both(lambda: _attend(wide, k, v, enable_gqa=True))
-    assert torch.allclose(_ran(lambda: _attend(wide, k, v, enable_gqa=True))[0][:, :, 1], _attend(wide, k, v, enable_gqa=True)[:, :, 1], atol=1e-6)
+    assert torch.allclose(
+        _ran(lambda: _attend(wide, k, v, enable_gqa=True))[0][:, :, 1],
+        _attend(wide, k, v, enable_gqa=True)[:, :, 1],
+        atol=1e-6,
+    )
 
 
 def _layout():
@@ -533,7 +618,10 @@ def _priority():
     others = [3, 2, 1, 0, 4]  # cuDNN first, as on Hopper
     torch._C._set_sdp_priority_order(others)
     try:
-        assert _ran(torch._C._get_sdp_priority_order)[0] == [1, 3, 2, 0, 4] and torch._C._get_sdp_priority_order() == others
+        assert (
+            _ran(torch._C._get_sdp_priority_order)[0] == [1, 3, 2, 0, 4]
+            and torch._C._get_sdp_priority_order() == others
+        )
     finally:
         torch._C._set_sdp_priority_order(before)
 
@@ -577,7 +665,9 @@ def _window_size():
         (3, 3, (-1, 1), [[0, 1], [0, 1, 2], [0, 1, 2]]),
         (3, 3, (1, -1), [[0, 1, 2], [0, 1, 2], [1, 2]]),
     ):
-        sees = lambda rows=rows, keys=keys, window=window: _torch_sees(rows, keys, lambda *t: _varlen(*t, window_size=window)[None])
+        sees = lambda rows=rows, keys=keys, window=window: _torch_sees(
+            rows, keys, lambda *t: _varlen(*t, window_size=window)[None]
+        )
         assert _ran(sees) == (seen, 1, {})
 
 
@@ -585,19 +675,33 @@ def _more_of_varlen():
     known = str(torch.ops.aten._flash_attention_forward.default._schema)
     q, k, v = (t[0] for t in _tensors())
     offsets = torch.tensor([0, 4], dtype=torch.int32)
-    for name, value in {"seqused_k": torch.ones(1, dtype=torch.int32), "block_table": torch.ones(1, 1, dtype=torch.int32), "num_splits": 1}.items():
+    for name, value in {
+        "seqused_k": torch.ones(1, dtype=torch.int32),
+        "block_table": torch.ones(1, 1, dtype=torch.int32),
+        "num_splits": 1,
+    }.items():
         if name in known:
             with pytest.raises(NotImplementedError, match=f"^{name}: "):
-                _ran(lambda n=name, x=value: torch.ops.aten._flash_attention_forward(q, k, v, offsets, offsets, 4, 4, 0.0, False, False, **{n: x}))
+                _ran(
+                    lambda n=name, x=value: torch.ops.aten._flash_attention_forward(
+                        q, k, v, offsets, offsets, 4, 4, 0.0, False, False, **{n: x}
+                    )
+                )
 
 
 def _ring():
     q, k, v = (t.transpose(1, 2) for t in _tensors(4, 6))
-    forward, back = torch.ops.aten._scaled_dot_product_flash_attention, torch.ops.aten._scaled_dot_product_flash_attention_backward
+    forward, back = (
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_backward,
+    )
 
     def parts(*slices):
         out, lse, *rest = forward(q, k, v)
-        return sum(back(torch.ones_like(out), q, k[:, :, s], v[:, :, s], out, lse, *rest[:4], 0.0, False, *rest[4:6])[0] for s in slices)
+        return sum(
+            back(torch.ones_like(out), q, k[:, :, s], v[:, :, s], out, lse, *rest[:4], 0.0, False, *rest[4:6])[0]
+            for s in slices
+        )
 
     whole, served, _ = _ran(lambda: parts(slice(0, 6)))
     assert served == 2 and torch.allclose(_ran(lambda: parts(slice(0, 2), slice(2, 6)))[0], whole, atol=1e-5)
@@ -606,7 +710,9 @@ def _ring():
 def _nested():
     pieces = [t[0] for t in (*_tensors(3, 5), *_tensors(4, 6))]
     jagged = torch.nested.nested_tensor(pieces, layout=torch.jagged).transpose(1, 2)
-    attend = lambda: functional.scaled_dot_product_attention(jagged, jagged, jagged).transpose(1, 2).contiguous().values()
+    attend = lambda: (
+        functional.scaled_dot_product_attention(jagged, jagged, jagged).transpose(1, 2).contiguous().values()
+    )
     _on_both(attend, served=0)  # a CPU's are torch's own; tests/test_sdpa.py has a GPU's
 
 
@@ -616,7 +722,9 @@ def _torch_compiles():
 
     def run():
         torch._dynamo.reset()
-        out = torch.compile(lambda q, k, v: _attend(q, k, v, is_causal=True), fullgraph=True, backend="aot_eager")(*leaves)
+        out = torch.compile(lambda q, k, v: _attend(q, k, v, is_causal=True), fullgraph=True, backend="aot_eager")(
+            *leaves
+        )
         return out, torch.autograd.grad(out.sum(), leaves)
 
     (out, gradients), served, _ = _ran(run)
@@ -669,7 +777,11 @@ PYTORCH = {
     "undoing": _undoing,
 }
 SECTIONS = {title: text for title, text in re.findall(r"^## From (\S+)$(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)}
-ROWS = [(library, row) for library, text in SECTIONS.items() for row in re.findall(r"^\| ([a-z][^|]*) \|", text, re.MULTILINE)]
+ROWS = [
+    (library, row)
+    for library, text in SECTIONS.items()
+    for row in re.findall(r"^\| ([a-z][^|]*) \|", text, re.MULTILINE)
+]
 
 
 @pytest.mark.parametrize("library, row", ROWS, ids=[": ".join(row) for row in ROWS])

@@ -1,4 +1,5 @@
-"""transformers models on strobe: tiny random ones, against their own eager attention, and that it was strobe that ran."""
+"""transformers models on strobe: tiny random ones, against their own eager attention, and that it was strobe that
+ran."""
 
 from __future__ import annotations
 
@@ -95,26 +96,42 @@ _MIXED = ["sliding_attention", "full_attention"]
 CAUSAL = {
     "llama": lambda: (LlamaForCausalLM, LlamaConfig(**_SMALL)),
     "mistral": lambda: (MistralForCausalLM, MistralConfig(**_SMALL, sliding_window=WINDOW)),
-    "qwen3": lambda: (Qwen3ForCausalLM, Qwen3Config(**_SMALL, sliding_window=WINDOW, use_sliding_window=True, layer_types=_MIXED)),
+    "qwen3": lambda: (
+        Qwen3ForCausalLM,
+        Qwen3Config(**_SMALL, sliding_window=WINDOW, use_sliding_window=True, layer_types=_MIXED),
+    ),
     "gemma2": lambda: (
         Gemma2ForCausalLM,
-        Gemma2Config(**_SMALL, sliding_window=WINDOW, layer_types=_MIXED, attn_logit_softcapping=2.0, query_pre_attn_scalar=16),
+        Gemma2Config(
+            **_SMALL, sliding_window=WINDOW, layer_types=_MIXED, attn_logit_softcapping=2.0, query_pre_attn_scalar=16
+        ),
     ),
-    "gemma3": lambda: (Gemma3ForCausalLM, Gemma3TextConfig(**_SMALL, sliding_window=WINDOW, layer_types=_MIXED, query_pre_attn_scalar=16)),
+    "gemma3": lambda: (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(**_SMALL, sliding_window=WINDOW, layer_types=_MIXED, query_pre_attn_scalar=16),
+    ),
     "gpt-oss": lambda: (
         GptOssForCausalLM,
         GptOssConfig(
-            **_SMALL, sliding_window=WINDOW, layer_types=_MIXED, num_local_experts=2, num_experts_per_tok=2,
+            **_SMALL,
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            num_local_experts=2,
+            num_experts_per_tok=2,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         ),
     ),
     "llama4": lambda: (
         Llama4ForCausalLM,
         Llama4TextConfig(
-            **_SMALL, attention_chunk_size=5, layer_types=["chunked_attention", "full_attention"], num_local_experts=2, intermediate_size_mlp=64
+            **_SMALL,
+            attention_chunk_size=5,
+            layer_types=["chunked_attention", "full_attention"],
+            num_local_experts=2,
+            intermediate_size_mlp=64,
         ),
     ),
-}  # fmt: skip
+}
 ENCODERS = {
     "bert": lambda: (BertModel, BertConfig(**_BERT)),
     "llama both ways": lambda: (LlamaForCausalLM, LlamaConfig(**_SMALL, is_causal=False, use_cache=False)),
@@ -140,7 +157,9 @@ def model(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
     with torch.no_grad():
         for parameter in made.parameters():
             matrix = parameter.dim() > 1
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.2 if matrix else 0.5) + (0.0 if matrix else 1.0))
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) * (0.2 if matrix else 0.5) + (0.0 if matrix else 1.0)
+            )
     return made.to(device, dtype).requires_grad_(False)
 
 
@@ -169,7 +188,9 @@ def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
 
 
 def alone(made: nn.Module, ids: Tensor, real: Tensor | None = None) -> list[Tensor]:
-    """What is true: each row without its padding, at the places it had, in float64 (float32 for a model in bfloat16), through eager attention."""
+    """What is true: each row without its padding, at the places it had, in float64 (float32 for a model in bfloat16),
+    through eager attention.
+    """
     dtype = made.dtype
     made.to(torch.float64 if dtype == torch.float32 else torch.float32)
     try:
@@ -206,7 +227,9 @@ def test_logits_are_those_of_eager(name, kind, place, ran):
     assert len(ran) == LAYERS and ours.isfinite().all()
     eager = outputs(made, "eager", input_ids=ids, attention_mask=real)
     assert len(ran) == LAYERS
-    pick = lambda found: [found[row, slice(None) if real is None else real[row].bool().to(found.device)] for row in range(3)]
+    pick = lambda found: [
+        found[row, slice(None) if real is None else real[row].bool().to(found.device)] for row in range(3)
+    ]
     agrees(pick(ours), pick(eager), alone(made, ids, real), made.dtype)
     documents = [call.ids_k is not None for call in ran]
     if name in CAUSAL and name != "llama4":  # no row sees the padding behind it
@@ -246,8 +269,15 @@ def test_packed_sequences_are_apart(name, way, place, ran):
             outputs(made, "strobe", use_cache=False, **packed(ids), **offsets())
         return
     ours = outputs(made, "strobe", use_cache=False, **packed(ids), **(offsets() if way == "offsets" else {}))
-    assert [call.packed for call in ran] == [way != "two rows" and name != "llama4"] * LAYERS  # whose layers are not shown position_ids
-    eager = [found for row in ids for sequence in row.split(LENGTHS) for found in outputs(made, "eager", input_ids=sequence[None])]
+    assert [call.packed for call in ran] == [
+        way != "two rows" and name != "llama4"
+    ] * LAYERS  # whose layers are not shown position_ids
+    eager = [
+        found
+        for row in ids
+        for sequence in row.split(LENGTHS)
+        for found in outputs(made, "eager", input_ids=sequence[None])
+    ]
     agrees(parts(ours), eager, apart(made, ids), made.dtype)
     together = outputs(made, "eager", use_cache=False, **packed(ids))
     gap = max((a - b).abs().max().item() for a, b in zip(parts(together), eager))
@@ -256,7 +286,9 @@ def test_packed_sequences_are_apart(name, way, place, ran):
 
 def test_positions_are_read_once_a_forward_and_again_when_they_change(monkeypatch):
     made, inputs, read, reads = model("gpt-oss"), packed(tokens(1, 13)), attention_module._read, []
-    monkeypatch.setattr(attention_module, "_read", lambda positions, batch: (reads.append(positions), read(positions, batch))[1])
+    monkeypatch.setattr(
+        attention_module, "_read", lambda positions, batch: (reads.append(positions), read(positions, batch))[1]
+    )
     inputs["position_ids"] = inputs["position_ids"].clone()
     first = outputs(made, "strobe", use_cache=False, **inputs)
     assert len(reads) == 1
@@ -268,7 +300,9 @@ def test_positions_are_read_once_a_forward_and_again_when_they_change(monkeypatc
         positions = packed(tokens(1, 13))["position_ids"].clone()
         first = outputs(made, "strobe", input_ids=inputs["input_ids"], position_ids=positions, use_cache=False)
         positions.copy_(torch.arange(13))
-        assert torch.equal(second, outputs(made, "strobe", input_ids=inputs["input_ids"], position_ids=positions, use_cache=False))
+        assert torch.equal(
+            second, outputs(made, "strobe", input_ids=inputs["input_ids"], position_ids=positions, use_cache=False)
+        )
 
 
 def test_positions_that_jump_elsewhere_are_one_sequence():
@@ -295,7 +329,9 @@ def test_layers_wait_for_nothing(how):
     """As many layers as you like: the device is read as often as for one."""
     counts = []
     for layers in (1, 3):
-        made = LlamaForCausalLM._from_config(LlamaConfig(**_SMALL | {"num_hidden_layers": layers}), attn_implementation="strobe").eval()
+        made = LlamaForCausalLM._from_config(
+            LlamaConfig(**_SMALL | {"num_hidden_layers": layers}), attn_implementation="strobe"
+        ).eval()
         inputs = {"left": {"attention_mask": padding("left")}, "packed": packed(tokens(3, 13)), "plain": {}}[how]
         inputs = {"input_ids": tokens(3, 13), **inputs}
         with torch.no_grad(), _Reads() as reads:
@@ -312,7 +348,11 @@ def test_packed_positions_beside_a_cache_are_warned_of(use_cache):
         warnings.simplefilter("always")
         outputs(made, "strobe", **inputs, **({} if use_cache is None else {"use_cache": use_cache}))
         outputs(made, "strobe", input_ids=inputs["input_ids"], use_cache=True)
-    told = [str(one.message) for one in said if issubclass(one.category, UserWarning) and "position_ids: got packed" in str(one.message)]
+    told = [
+        str(one.message)
+        for one in said
+        if issubclass(one.category, UserWarning) and "position_ids: got packed" in str(one.message)
+    ]
     assert len(told) == (0 if use_cache is False else LAYERS) and all("use_cache=False" in one for one in told)
 
 
@@ -324,17 +364,35 @@ NEVER_ASK = {
     "falcon": (FalconForCausalLM, FalconConfig(**_TINY, num_hidden_layers=1, num_attention_heads=2)),
     "gpt_neo": (
         GPTNeoForCausalLM,
-        GPTNeoConfig(**_TINY, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], intermediate_size=32),
+        GPTNeoConfig(
+            **_TINY, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], intermediate_size=32
+        ),
     ),
     "mpt": (MptForCausalLM, MptConfig(vocab_size=VOCABULARY, d_model=32, n_heads=2, n_layers=1)),
-    "xglm": (XGLMForCausalLM, XGLMConfig(vocab_size=VOCABULARY, d_model=32, ffn_dim=32, num_layers=1, attention_heads=2)),
-    "roformer": (RoFormerModel, RoFormerConfig(**_TINY, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)),
+    "xglm": (
+        XGLMForCausalLM,
+        XGLMConfig(vocab_size=VOCABULARY, d_model=32, ffn_dim=32, num_layers=1, attention_heads=2),
+    ),
+    "roformer": (
+        RoFormerModel,
+        RoFormerConfig(**_TINY, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2),
+    ),
     "wavlm": (
         WavLMModel,
-        WavLMConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, conv_dim=(8,), conv_stride=(4,),
-                    conv_kernel=(4,), num_feat_extract_layers=1, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2),
+        WavLMConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            conv_dim=(8,),
+            conv_stride=(4,),
+            conv_kernel=(4,),
+            num_feat_extract_layers=1,
+            num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NEVER_ASK)
@@ -378,7 +436,13 @@ def test_models_that_ask_are_not_named_and_their_own_code_is_taken_at_its_word()
 def _generated(made: nn.Module, implementation: str, ids: Tensor, **options) -> Tensor:
     made.set_attn_implementation(implementation)
     return made.generate(
-        input_ids=ids.to(made.device), do_sample=False, max_new_tokens=6, min_new_tokens=6, pad_token_id=0, disable_compile=True, **options
+        input_ids=ids.to(made.device),
+        do_sample=False,
+        max_new_tokens=6,
+        min_new_tokens=6,
+        pad_token_id=0,
+        disable_compile=True,
+        **options,
     )
 
 
@@ -415,15 +479,24 @@ def test_continuous_batching(name, place, ran):
     prompts = [tokens(1, n, seed=n)[0].tolist() for n in (9, 2, 5)]
     made.set_attn_implementation("strobe")
     settings = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    graphs = None if name == "qwen3" else False  # eager experts look on the host which of them are wanted: no CUDA graph can hold that
-    small = ContinuousBatchingConfig(page_size=8, num_blocks=24, max_batch_tokens=24, max_requests_per_batch=4, use_cuda_graph=graphs)
+    graphs = (
+        None if name == "qwen3" else False
+    )  # eager experts look on the host which of them are wanted: no CUDA graph can hold that
+    small = ContinuousBatchingConfig(
+        page_size=8, num_blocks=24, max_batch_tokens=24, max_requests_per_batch=4, use_cuda_graph=graphs
+    )
     with integration.continuous_batching(made):
-        found = made.generate_batch(inputs=prompts, generation_config=settings, continuous_batching_config=small, progress_bar=False)
+        found = made.generate_batch(
+            inputs=prompts, generation_config=settings, continuous_batching_config=small, progress_bar=False
+        )
     assert made.config._attn_implementation == "strobe"
     assert ran and all(call.packed for call in ran) and {call.left for call in ran} == {-1, WINDOW - 1}
     assert [len(request.generated_tokens) for request in found.values()] == [4, 4, 4]
     if place[1] == torch.float32:
-        wanted = [_generated(made, "eager", torch.tensor([prompt]))[0, len(prompt) : len(prompt) + 4].tolist() for prompt in prompts]
+        wanted = [
+            _generated(made, "eager", torch.tensor([prompt]))[0, len(prompt) : len(prompt) + 4].tolist()
+            for prompt in prompts
+        ]
         assert [request.generated_tokens for request in found.values()] == wanted
 
 
@@ -431,7 +504,10 @@ def test_after_continuous_batching_each_part_has_its_own_attention_again():
     config = LlavaConfig(text_config=LlamaConfig(**_SMALL), vision_config=CLIPVisionConfig())
     own = {"": "eager", "text_config": "strobe", "vision_config": "sdpa"}
     config._attn_implementation = own
-    seen = lambda: {"": config._attn_implementation, **{key: getattr(config, key)._attn_implementation for key in ("text_config", "vision_config")}}
+    seen = lambda: {
+        "": config._attn_implementation,
+        **{key: getattr(config, key)._attn_implementation for key in ("text_config", "vision_config")},
+    }
     with pytest.raises(KeyError), integration.continuous_batching(SimpleNamespace(config=config)):
         assert "flash" in seen().pop("") and len({*seen().values()}) == 1
         raise KeyError
@@ -440,8 +516,16 @@ def test_after_continuous_batching_each_part_has_its_own_attention_again():
 
 def test_an_encoder_and_its_decoder(ran):
     """Cross attention: rows that no mask hides, keys that one does."""
-    small = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    config = BartConfig(**small, vocab_size=VOCABULARY, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64, dropout=0.0)
+    small = {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
+    config = BartConfig(
+        **small, vocab_size=VOCABULARY, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64, dropout=0.0
+    )
     made = BartForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
     for parameter in made.parameters():
         if parameter.dim() > 1:
@@ -449,9 +533,18 @@ def test_an_encoder_and_its_decoder(ran):
     inputs = {"input_ids": tokens(3, 13), "attention_mask": padding("right"), "decoder_input_ids": tokens(3, 4)}
     eager = outputs(made, "eager", **inputs)
     ours = outputs(made, "strobe", **inputs)
-    assert len(ran) == 3 and [call.right for call in ran] == [-1, 0, -1] and [call.q.shape[1] for call in ran] == [13, 4, 4]
-    assert torch.allclose(ours, eager, atol=1e-5) and not torch.allclose(ours, outputs(made, "eager", **inputs | {"attention_mask": None}), atol=1e-2)
-    ids = [_generated(made, implementation, inputs["input_ids"], attention_mask=inputs["attention_mask"]) for implementation in ("eager", "strobe")]
+    assert (
+        len(ran) == 3
+        and [call.right for call in ran] == [-1, 0, -1]
+        and [call.q.shape[1] for call in ran] == [13, 4, 4]
+    )
+    assert torch.allclose(ours, eager, atol=1e-5) and not torch.allclose(
+        ours, outputs(made, "eager", **inputs | {"attention_mask": None}), atol=1e-2
+    )
+    ids = [
+        _generated(made, implementation, inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        for implementation in ("eager", "strobe")
+    ]
     assert torch.equal(*ids)
 
 
@@ -459,14 +552,19 @@ def test_an_encoder_and_its_decoder(ran):
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    return nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).double(), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
 
 
 def _gradients(made: nn.Module, implementation: str, batches: list[dict]) -> dict[str, Tensor]:
     made.set_attn_implementation(implementation)
     parameters = dict(made.named_parameters())
     with torch.enable_grad():
-        loss = sum(_loss(made(**{name: value for name, value in batch.items() if name != "labels"}).logits, batch["labels"]) for batch in batches)
+        loss = sum(
+            _loss(made(**{name: value for name, value in batch.items() if name != "labels"}).logits, batch["labels"])
+            for batch in batches
+        )
         found = torch.autograd.grad(loss, list(parameters.values()))
     return dict(zip(parameters, found))
 
@@ -490,7 +588,9 @@ def test_a_step_of_training_through_the_flattening_collator(name, with_offsets, 
     finally:
         made.to(dtype).requires_grad_(False)
     assert ("sinks" in "".join(true)) == (name == "gpt-oss")
-    scaled = lambda found: [found[key] / true[key].abs().max() for key in true]  # one bound for all: the worst of four numbers alone is chance
+    scaled = lambda found: [
+        found[key] / true[key].abs().max() for key in true
+    ]  # one bound for all: the worst of four numbers alone is chance
     agrees(scaled(ours), scaled(eager), scaled(true), dtype)
 
 
@@ -533,7 +633,12 @@ def test_a_decoding_step_compiles_once():
     compiled = torch.compile(made, backend=count, fullgraph=True)
     with torch.no_grad():
         for step in range(4):
-            taken = {"input_ids": ids if step == 0 else ids[:, -1:], "attention_mask": real, "past_key_values": cache, "use_cache": True}
+            taken = {
+                "input_ids": ids if step == 0 else ids[:, -1:],
+                "attention_mask": real,
+                "past_key_values": cache,
+                "use_cache": True,
+            }
             prepared = made.prepare_inputs_for_generation(is_first_iteration=step == 0, **taken)
             logits = (made if step == 0 else compiled)(**prepared).logits[:, -1]
             wanted = outputs(made, "eager", input_ids=ids, attention_mask=real, use_cache=False)[:, -1]
@@ -575,7 +680,9 @@ def asked(monkeypatch):
 
     def ask(make: str, config, **arguments):
         questions = []
-        monkeypatch.setitem(masking_utils.AttentionMaskInterface._global_mapping, "strobe", lambda **given: questions.append(given))
+        monkeypatch.setitem(
+            masking_utils.AttentionMaskInterface._global_mapping, "strobe", lambda **given: questions.append(given)
+        )
         getattr(masking_utils, make)(config=config, **arguments)
         return questions[0]
 
@@ -601,21 +708,33 @@ CAUSAL_MAKERS = ["create_causal_mask", "create_sliding_window_causal_mask", "cre
 
 
 @pytest.mark.parametrize("case", _cases())
-@pytest.mark.parametrize("make", [*CAUSAL_MAKERS, "create_bidirectional_mask", "create_bidirectional_sliding_window_mask"])
+@pytest.mark.parametrize(
+    "make", [*CAUSAL_MAKERS, "create_bidirectional_mask", "create_bidirectional_sliding_window_mask"]
+)
 def test_the_mask_is_the_one_transformers_writes_out(make, case, asked):
     chunked = "chunked" in make
-    config = LlamaConfig(**_SMALL, attn_implementation="strobe", sliding_window=None if chunked else WINDOW, attention_chunk_size=5)
+    config = LlamaConfig(
+        **_SMALL, attn_implementation="strobe", sliding_window=None if chunked else WINDOW, attention_chunk_size=5
+    )
     arguments = {"attention_mask": None, "past_key_values": None, **_cases()[case]}
     if "bidirectional" in make and "position_ids" in arguments:
         pytest.skip("bidirectional masks know no positions")
     question = asked(make, config, inputs_embeds=torch.zeros(2, 13, 1), **arguments)
     ours = _written(question, config)
-    theirs = masking_utils.sdpa_mask(**question | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})[:, 0]
-    real = torch.ones(2, 13, dtype=torch.bool) if arguments["attention_mask"] is None else arguments["attention_mask"].bool()
+    theirs = masking_utils.sdpa_mask(
+        **question | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    )[:, 0]
+    real = (
+        torch.ones(2, 13, dtype=torch.bool)
+        if arguments["attention_mask"] is None
+        else arguments["attention_mask"].bool()
+    )
     assert torch.equal(ours[real], theirs[real])
     bidirectional = "bidirectional" in make
     if case != "nothing real" and (bidirectional or case != "right"):
-        assert torch.equal(ours, theirs)  # rows of padding too, but where it is behind all that is real and no row of that sees it
+        assert torch.equal(
+            ours, theirs
+        )  # rows of padding too, but where it is behind all that is real and no row of that sees it
 
 
 def test_chunks_as_wide_as_the_window_are_still_chunks(asked):
@@ -635,7 +754,11 @@ def test_the_mask_over_a_cache(make, static, pieces, asked):
     sliding = "sliding" in make
     chunked = "chunked" in make
     kinds = ["sliding_attention" if sliding else "chunked_attention" if chunked else "full_attention"]
-    sizes = _SMALL | {"num_hidden_layers": 1, "sliding_window": WINDOW if sliding else None, "attention_chunk_size": 5 if chunked else None}
+    sizes = _SMALL | {
+        "num_hidden_layers": 1,
+        "sliding_window": WINDOW if sliding else None,
+        "attention_chunk_size": 5 if chunked else None,
+    }
     config = LlamaConfig(**sizes, attn_implementation="strobe", layer_types=kinds)
     cache = StaticCache(config=config, max_cache_len=12) if static else DynamicCache(config=config)
     total = 0
@@ -644,7 +767,9 @@ def test_the_mask_over_a_cache(make, static, pieces, asked):
         real = torch.ones(2, total, dtype=torch.long)
         real[0, :2] = 0
         for padded in (None, real):
-            question = asked(make, config, inputs_embeds=torch.zeros(2, piece, 1), attention_mask=padded, past_key_values=cache)
+            question = asked(
+                make, config, inputs_embeds=torch.zeros(2, piece, 1), attention_mask=padded, past_key_values=cache
+            )
             theirs = masking_utils.sdpa_mask(**question | {"allow_is_causal_skip": False})[:, 0]
             rows = torch.ones(2, piece, dtype=torch.bool) if padded is None else padded[:, -piece:].bool()
             assert torch.equal(_written(question, config)[rows], theirs[rows])
@@ -658,7 +783,9 @@ def test_a_mask_of_ones_needs_no_look_at_the_band():
             tensor = LayerMask(band, 7, None, final).to_tensor(2, 5, "cpu")
             assert tensor.numel() == 0
             assert LayerMask.from_tensor(tensor.contiguous().clone(), 2, 5, 9) == LayerMask(band, 7, None, final)
-    hidden = strobe.documents(torch.zeros(2, 5, dtype=torch.int32), torch.tensor([[0, 0, 0, -1, 0, 0, -1]] * 2, dtype=torch.int32))
+    hidden = strobe.documents(
+        torch.zeros(2, 5, dtype=torch.int32), torch.tensor([[0, 0, 0, -1, 0, 0, -1]] * 2, dtype=torch.int32)
+    )
     layer_mask = LayerMask.from_tensor(LayerMask(Band.WINDOW, 7, hidden).to_tensor(2, 5, "cpu").contiguous(), 2, 5, 7)
     assert torch.equal(layer_mask.hidden.dense(5, 7), hidden.dense(5, 7)) and torch.equal(
         layer_mask.hidden.documents.spans_q, hidden.documents.spans_q
@@ -710,11 +837,21 @@ def test_a_dense_mask_is_refused(dtype):
 def test_patterns_strobe_does_not_have_are_refused(asked):
     config = LlamaConfig(**_SMALL, attn_implementation="strobe")
     blocks = {"block_sequence_ids": torch.tensor([[-1, 0, 0, 0, -1]])}
-    own = {"or_mask_function": lambda batch, head, row, key: key == 0}, {"and_mask_function": lambda batch, head, row, key: key != 1}
+    own = (
+        {"or_mask_function": lambda batch, head, row, key: key == 0},
+        {"and_mask_function": lambda batch, head, row, key: key != 1},
+    )
     for extra in (blocks, *own):
         for rows in (5, 1):
             cut = {name: value[:, :rows] if isinstance(value, Tensor) else value for name, value in extra.items()}
-            question = asked("create_causal_mask", config, inputs_embeds=torch.zeros(1, rows, 1), attention_mask=None, past_key_values=None, **cut)
+            question = asked(
+                "create_causal_mask",
+                config,
+                inputs_embeds=torch.zeros(1, rows, 1),
+                attention_mask=None,
+                past_key_values=None,
+                **cut,
+            )
             if rows == 1:  # one row may have any
                 theirs = masking_utils.sdpa_mask(**question)[:, 0]
                 assert torch.equal(_written(question, config), theirs)
@@ -755,7 +892,9 @@ def test_a_window_of_no_known_width_is_refused():
 @pytest.mark.parametrize("found", ["4.57.1", "5.0.0"])
 def test_an_old_transformers_is_named(monkeypatch, found):
     monkeypatch.setattr(integration.metadata, "version", lambda name: found)
-    with pytest.raises(ImportError, match=rf"^transformers: got {re.escape(found)}, expected 5\.\d+ or later; pip install"):
+    with pytest.raises(
+        ImportError, match=rf"^transformers: got {re.escape(found)}, expected 5\.\d+ or later; pip install"
+    ):
         integration.register()
 
 
@@ -785,12 +924,21 @@ def test_rows_strided_in_the_last_dimension_are_copied():
 
 ROWS = {
     "padding": [test_logits_are_those_of_eager, test_the_mask_is_the_one_transformers_writes_out],
-    "masks in memory": [test_the_mask_is_the_one_transformers_writes_out, test_a_mask_of_ones_needs_no_look_at_the_band],
-    "windows, chunks": [test_what_a_layer_says_counts_where_there_is_no_mask_and_only_there, test_chunks_as_wide_as_the_window_are_still_chunks],
+    "masks in memory": [
+        test_the_mask_is_the_one_transformers_writes_out,
+        test_a_mask_of_ones_needs_no_look_at_the_band,
+    ],
+    "windows, chunks": [
+        test_what_a_layer_says_counts_where_there_is_no_mask_and_only_there,
+        test_chunks_as_wide_as_the_window_are_still_chunks,
+    ],
     "softcap, sinks": [test_logits_are_those_of_eager, test_a_step_of_training_through_the_flattening_collator],
     "bidirectional models": [test_logits_are_those_of_eager],
     "encoder and decoder": [test_an_encoder_and_its_decoder],
-    "packed by position_ids": [test_packed_sequences_are_apart, test_positions_are_read_once_a_forward_and_again_when_they_change],
+    "packed by position_ids": [
+        test_packed_sequences_are_apart,
+        test_positions_are_read_once_a_forward_and_again_when_they_change,
+    ],
     "packed by cu_seq_lens": [test_packed_sequences_are_apart, test_offsets_that_contradict_the_rest_are_refused],
     "caches": [test_generates_what_eager_does, test_the_mask_over_a_cache, test_a_prompt_in_pieces_is_the_prompt],
     "continuous batching": [test_continuous_batching],

@@ -1,7 +1,8 @@
-"""transformers' own flash attention code on strobe: attn_implementation="flash_attention_2", 3 and 4 by `strobe.integrations.flash_attn.install`.
+"""transformers' own flash attention code on strobe: attn_implementation="flash_attention_2", 3 and 4 by
+`strobe.integrations.flash_attn.install`.
 
-transformers admits these names only where it sees a CUDA device; then it runs models on a CPU too. So on a machine without one a process of
-its own is told that there is one, and runs all of transformers' code and strobe's CPU kernels.
+transformers admits these names only where it sees a CUDA device; then it runs models on a CPU too. So on a machine
+without one a process of its own is told that there is one, and runs all of transformers' code and strobe's CPU kernels.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ version = sys.argv[1]
 from strobe.integrations import flash_attn
 flash_attn.install(int(version))
 from strobe.ops import attention as ops
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import Gemma2Config, LlamaConfig, MistralConfig
+from transformers import Gemma2ForCausalLM, LlamaForCausalLM, MistralForCausalLM
 
 SMALL = dict(
-    vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=None, dtype=torch.float32,
 )
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
     "mistral": (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=4)),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config(
-        **SMALL, sliding_window=4, layer_types=["sliding_attention", "full_attention"], attn_logit_softcapping=2.0, query_pre_attn_scalar=16,
+        **SMALL, sliding_window=4, layer_types=["sliding_attention", "full_attention"],
+        attn_logit_softcapping=2.0, query_pre_attn_scalar=16,
     )),
 }
 LENGTHS, calls, run = (5, 1, 7), [], ops.run
@@ -49,7 +53,8 @@ for name, (kind, config) in MODELS.items():
     model = kind._from_config(config, attn_implementation=f"flash_attention_{version}").eval()
     for parameter in model.parameters():
         matrix = parameter.dim() > 1
-        torch.nn.init.normal_(parameter, 0.0 if matrix else 1.0, 0.2 if matrix else 0.5, generator=torch.Generator().manual_seed(parameter.numel()))
+        seeded = torch.Generator().manual_seed(parameter.numel())
+        torch.nn.init.normal_(parameter, 0.0 if matrix else 1.0, 0.2 if matrix else 0.5, generator=seeded)
     model.float()
     ids = torch.randint(3, 97, (3, 13), generator=torch.Generator().manual_seed(1))
     row, positions = ids[:1], torch.cat([torch.arange(n) for n in LENGTHS])[None]
@@ -63,12 +68,14 @@ for name, (kind, config) in MODELS.items():
             yield side, logits(input_ids=ids, attention_mask=mask)[mask.bool()]
         alone = lambda: torch.cat([logits(input_ids=part) for part in row.split(LENGTHS, 1)], 1)
         flash = "flash" in model.config._attn_implementation
-        yield "packed by positions", logits(input_ids=row, position_ids=positions, use_cache=False) if flash else alone()
-        yield "packed by offsets", logits(input_ids=row, position_ids=positions, use_cache=False, **offsets) if flash else alone()
+        packed = dict(input_ids=row, position_ids=positions, use_cache=False)
+        yield "packed by positions", logits(**packed) if flash else alone()
+        yield "packed by offsets", logits(**packed, **offsets) if flash else alone()
         for rows, mask in ((row, None), (ids, real)):
             yield f"generated, {len(rows)}", model.generate(rows, attention_mask=mask, **generate)[:, 13:].float()
         loss = model(input_ids=ids, attention_mask=real).logits[real.bool()].square().sum()
-        yield "gradients", torch.cat([g.flatten() / g.abs().max() for g in torch.autograd.grad(loss, list(model.parameters()))])
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        yield "gradients", torch.cat([g.flatten() / g.abs().max() for g in gradients])
 
     ours, count = dict(outputs()), len(calls)
     model.set_attn_implementation("eager")
@@ -77,7 +84,16 @@ for name, (kind, config) in MODELS.items():
     found[name] = {what: ((ours[what] - theirs[what]).abs().max() / theirs[what].abs().max()).item() for what in ours}
 print(json.dumps(found))
 """
-WHATS = ["plain", "left", "right", "packed by positions", "packed by offsets", "generated, 1", "generated, 3", "gradients"]
+WHATS = [
+    "plain",
+    "left",
+    "right",
+    "packed by positions",
+    "packed by offsets",
+    "generated, 1",
+    "generated, 3",
+    "gradients",
+]
 
 
 @pytest.mark.parametrize("version", [2, *(pytest.param(version, marks=pytest.mark.nightly) for version in (3, 4))])
@@ -100,13 +116,18 @@ def test_without_a_cuda_device_transformers_refuses_the_name():
         from strobe.integrations import flash_attn
         flash_attn.install()
         from transformers import LlamaConfig, LlamaForCausalLM
-        config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+        sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8)
+        config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1)
         try:
             LlamaForCausalLM._from_config(config, attn_implementation="flash_attention_2")
         except (ImportError, ValueError) as error:
             print("refused", type(error).__name__)
     """
-    done = subprocess.run([sys.executable, "-c", "import textwrap\n" + f"exec(textwrap.dedent({program!r}))"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import textwrap\n" + f"exec(textwrap.dedent({program!r}))"],
+        capture_output=True,
+        text=True,
+    )
     assert "refused" in done.stdout, done.stdout + done.stderr[-2000:]
 
 

@@ -1,4 +1,6 @@
-"""What eager gives is what every transform and mode of torch gives: attention with and without out=, decode and append, under each of them."""
+"""What eager gives is what every transform and mode of torch gives: attention with and without out=, decode and append,
+under each of them.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Drawn(NamedTuple):
 
 @st.composite
 def drawn(draw) -> Drawn:
-    """Sizes of 2 and more, no two alike in one tensor's place: torch.compile takes 0 and 1, and sizes that agree, for constants."""
+    """Sizes of 2 and more, no two alike in one tensor's place: torch.compile takes 0 and 1, and sizes that agree, for
+    constants.
+    """
     batch, rows, keys = draw(st.integers(3, 4)), draw(st.integers(5, 9)), draw(st.integers(11, 40))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -79,7 +83,9 @@ def dense_out(q, k, v, lengths, new, causal):
 def varlen_out(q, k, v, lengths, new, causal):
     out, (q, k, v) = _empty(q, v), (t.flatten(0, 1) for t in (q, k, v))
     offsets = torch.arange(lengths.shape[0] + 1, dtype=torch.int32)
-    returned = strobe.attention_varlen(q, k, v, cu_seqlens_q=3 * offsets, cu_seqlens_k=5 * offsets, causal=causal, out=out.flatten(0, 1))
+    returned = strobe.attention_varlen(
+        q, k, v, cu_seqlens_q=3 * offsets, cu_seqlens_k=5 * offsets, causal=causal, out=out.flatten(0, 1)
+    )
     return returned * 1, out
 
 
@@ -101,13 +107,17 @@ def append(q, k, v, lengths, new, causal):
     return *pools, strobe.attention_decode(q, cache, causal=causal)
 
 
-CALLED: dict[str, Callable] = {call.__name__: call for call in (dense, dense_out, varlen_out, decode, decode_out, append)}
+CALLED: dict[str, Callable] = {
+    call.__name__: call for call in (dense, dense_out, varlen_out, decode, decode_out, append)
+}
 
 
 def _same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for one, other in zip(got, expected, strict=True):
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)  # a product of several batch entries may sum in another order
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=1e-13
+        )  # a product of several batch entries may sum in another order
 
 
 # ---------------------------------------------------------------- each transform
@@ -126,20 +136,30 @@ def test_functionalize(name, remove, one):
 @settings(max_examples=10)
 @given(one=drawn())
 def test_a_traced_functional_graph_writes_to_nothing(name, one):
-    """torch.fx's trace of it: every op that is left is one that returns what it computes, but for the copies at the end."""
+    """torch.fx's trace of it: every op that is left is one that returns what it computes, but for the copies at the
+    end.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     call = lambda *tensors: CALLED[name](*tensors, one.causal)
     graph = make_fx(torch.func.functionalize(call))(*one.tensors)
-    written = [node.target for node in graph.graph.nodes if node.op == "call_function" and getattr(node.target, "_schema", None) is not None]
-    assert not any(target._schema.is_mutable for target in written if "strobe" in str(target)) and any("strobe" in str(target) for target in written)
+    written = [
+        node.target
+        for node in graph.graph.nodes
+        if node.op == "call_function" and getattr(node.target, "_schema", None) is not None
+    ]
+    assert not any(target._schema.is_mutable for target in written if "strobe" in str(target)) and any(
+        "strobe" in str(target) for target in written
+    )
     _same(graph(*one.tensors), call(*one.tensors))
 
 
 @lru_cache
 def _compiled(name: str, causal: bool) -> tuple[Callable, CompileCounterWithBackend]:
     counter = CompileCounterWithBackend("aot_eager")
-    return torch.compile(lambda *tensors: CALLED[name](*tensors, causal), fullgraph=True, dynamic=True, backend=counter), counter
+    return torch.compile(
+        lambda *tensors: CALLED[name](*tensors, causal), fullgraph=True, dynamic=True, backend=counter
+    ), counter
 
 
 @pytest.mark.parametrize("name", CALLED)
@@ -167,8 +187,12 @@ def test_fake_tensors_have_the_shapes_of_real_ones(name, one):
 
 LOSSES = {
     "dense": lambda one, q, k, v: strobe.attention(q, k, v, causal=one.causal).square().sum(),
-    "key lengths": lambda one, q, k, v: strobe.attention(q, k, v, mask=strobe.key_lengths(one.lengths[: q.shape[0]])).sin().sum(),
-    "partial": lambda one, q, k, v: strobe.partial_attention(q, k, v, causal=one.causal).lse.sin().masked_fill(torch.zeros(()) > 0, 0).sum(),
+    "key lengths": lambda one, q, k, v: (
+        strobe.attention(q, k, v, mask=strobe.key_lengths(one.lengths[: q.shape[0]])).sin().sum()
+    ),
+    "partial": lambda one, q, k, v: (
+        strobe.partial_attention(q, k, v, causal=one.causal).lse.sin().masked_fill(torch.zeros(()) > 0, 0).sum()
+    ),
     "beside a decode": lambda one, q, k, v: (strobe.attention(q, k, v) * _decoded(one)[: q.shape[0]]).sum(),
     "beside an out=": lambda one, q, k, v: (strobe.attention(q, k, v) * dense_out(*one)[0][: q.shape[0]]).sum(),
 }
@@ -221,7 +245,11 @@ def test_a_decode_under_vmap_and_grad(one):
 GRAD, FUNCTIONAL = torch.func.grad, torch.func.functionalize
 
 
-@pytest.mark.parametrize("transform", (lambda f: GRAD(FUNCTIONAL(f)), lambda f: FUNCTIONAL(GRAD(f)), FUNCTIONAL), ids=("inside", "outside", "leaf"))
+@pytest.mark.parametrize(
+    "transform",
+    (lambda f: GRAD(FUNCTIONAL(f)), lambda f: FUNCTIONAL(GRAD(f)), FUNCTIONAL),
+    ids=("inside", "outside", "leaf"),
+)
 def test_gradients_under_functionalize_are_refused_by_name(transform):
     """torch has no rule for an autograd.Function there, and an op by itself would lose the gradient."""
     loss = lambda q: strobe.attention(q, q, q).sum()
@@ -254,10 +282,19 @@ def test_the_door_speaks_under_functionalize(function):
 @pytest.mark.parametrize("function", (dense, decode))
 def test_out_may_be_a_negative_view(function):
     """Its memory holds the numbers negated."""
-    q, k, v, lengths = torch.randn(2, 4, 2, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 6), torch.tensor([5, 2], dtype=torch.int32)
+    q, k, v, lengths = (
+        torch.randn(2, 4, 2, 8),
+        torch.randn(2, 5, 2, 8),
+        torch.randn(2, 5, 2, 6),
+        torch.tensor([5, 2], dtype=torch.int32),
+    )
     (expected,), stored = function(q, k, v, lengths, None, True), torch.full((2, 4, 2, 6), 7.0)
     cache = strobe.DenseCache(k, v, lengths)
-    attend = strobe.attention_decode if function is decode else lambda q, _, **options: strobe.attention(q, k, v, causal=True, **options)
+    attend = (
+        strobe.attention_decode
+        if function is decode
+        else lambda q, _, **options: strobe.attention(q, k, v, causal=True, **options)
+    )
     out = torch._neg_view(stored)
     assert attend(q, cache, out=out) is out and torch.equal(out, expected) and torch.equal(stored, -expected)
 

@@ -16,7 +16,9 @@ from strobe.bench.timer import interleave
 from .measure import peak_bytes
 from .pace import Advance, Pace
 
-LARGEST_SCORES_BYTES = 2**29  # the plain formula holds all scores at once, two or three times over: left out beyond this
+LARGEST_SCORES_BYTES = (
+    2**29
+)  # the plain formula holds all scores at once, two or three times over: left out beyond this
 
 
 FEWEST_LENGTHS = 2
@@ -59,7 +61,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bo
 
 
 def growing(device: torch.device, size: Sizes, pace: Pace, advance: Advance) -> list[dict[str, Any]]:
-    """Causal attention at each length: milliseconds and peak bytes of each way. Ends before a length that the pace has no time for."""
+    """Causal attention at each length: milliseconds and peak bytes of each way. Ends before a length that the pace has
+    no time for.
+    """
     rows: list[dict[str, Any]] = []
     took = 0.0
     for length in size.lengths:
@@ -80,7 +84,8 @@ def growing(device: torch.device, size: Sizes, pace: Pace, advance: Advance) -> 
 
 
 def mask_length(size: Sizes, rows: list[dict[str, Any]], pace: Pace) -> int:
-    """The length at which masks are compared: the greatest at which all are likely to fit, from what causal calls took."""
+    """The length at which masks are compared: the greatest at which all are likely to fit, from what causal calls
+    took."""
     measured = {row["length"]: row["ms"] for row in rows}
     calls = WARM_UP + size.rounds + 2  # and one for memory, one for the difference
     for length in sorted((length for length in measured if length <= size.masks_at), reverse=True):
@@ -105,29 +110,47 @@ def masks(length: int, device: torch.device | str) -> dict[str, strobe.Mask]:
 
 
 def masked(device: torch.device, size: Sizes, length: int, pace: Pace, advance: Advance) -> list[dict[str, Any]]:
-    """Each mask at one length: strobe, which skips tiles, against torch's attention, which is given the mask written out."""
+    """Each mask at one length: strobe, which skips tiles, against torch's attention, which is given the mask written
+    out.
+    """
     q, k, v = _tensors(length, size, device)
     rows = []
     for name, mask in masks(length, device).items():
         dense = mask.dense(length, length, device)
-        ways = {"strobe": lambda mask=mask: strobe.attention(q, k, v, mask=mask), "SDPA": lambda dense=dense: sdpa(q, k, v, dense[:, None])}
+        ways = {
+            "strobe": lambda mask=mask: strobe.attention(q, k, v, mask=mask),
+            "SDPA": lambda dense=dense: sdpa(q, k, v, dense[:, None]),
+        }
         if name in ("full", "causal"):  # the two that SDPA knows by name
             ways["SDPA"] = lambda causal=name == "causal": sdpa(q, k, v, causal=causal)
         visible = dense.float().mean().item()
-        rows.append({"mask": name, "length": length, "visible": visible, **_measure(ways, device, size, pace), "difference": _differences(ways)})
+        rows.append(
+            {
+                "mask": name,
+                "length": length,
+                "visible": visible,
+                **_measure(ways, device, size, pace),
+                "difference": _differences(ways),
+            }
+        )
         advance()
     return rows
 
 
 def _tensors(length: int, size: Sizes, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator(device).manual_seed(length)
-    q, k, v = (torch.randn(1, length, size.heads, size.head_dim, device=device, generator=draw).to(size.dtype) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, length, size.heads, size.head_dim, device=device, generator=draw).to(size.dtype)
+        for _ in range(3)
+    )
     return q, k, v
 
 
 def _measure(ways: dict[str, Callable[[], Tensor]], device: torch.device, size: Sizes, pace: Pace) -> dict[str, Any]:
     with torch.inference_mode():
-        times = interleave(ways, device, rounds=size.rounds, sample_ms=0, warm_up=WARM_UP, goes_on=lambda: not pace.over)
+        times = interleave(
+            ways, device, rounds=size.rounds, sample_ms=0, warm_up=WARM_UP, goes_on=lambda: not pace.over
+        )
         peaks = {name: peak_bytes(way, device) for name, way in ways.items()}
     return {"ms": {name: times[name].median_ms for name in ways}, "peak_bytes": peaks}
 

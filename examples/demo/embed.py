@@ -55,11 +55,15 @@ class Encoder:
 
     def padded(self, implementation: str, tokens: list[list[int]]) -> Embed:
         """Batches in the order given, each padded to its longest sentence."""
-        batches = [self.tokenizer.pad({"input_ids": part}, return_tensors="pt").to(self.device) for part in _parts(tokens)]
+        batches = [
+            self.tokenizer.pad({"input_ids": part}, return_tensors="pt").to(self.device) for part in _parts(tokens)
+        ]
 
         def run() -> Tensor:
             with self._attention(implementation):
-                return torch.cat([_mean_where(self.model(**batch).last_hidden_state, batch["attention_mask"]) for batch in batches])
+                return torch.cat(
+                    [_mean_where(self.model(**batch).last_hidden_state, batch["attention_mask"]) for batch in batches]
+                )
 
         return run
 
@@ -90,7 +94,9 @@ class Encoder:
 
 
 def compare(device: torch.device, quick: bool, pace: Pace, step: Step) -> dict[str, Any]:
-    """Both ways over the book, or over as much of it as the pace allows: how equal, how fast, how much memory, and what the embeddings find."""
+    """Both ways over the book, or over as much of it as the pace allows: how equal, how fast, how much memory, and what
+    the embeddings find.
+    """
     book = sentences()[: 12 if quick else None]
     advance = step("the model, and this machine's speed", 1, 0.0)
     encoder = Encoder(device)
@@ -98,10 +104,14 @@ def compare(device: torch.device, quick: bool, pace: Pace, step: Step) -> dict[s
     advance()
 
     part = pace.part("embeddings")
-    text = sorted(_evenly(book, part.fits(each_s, FEWEST, len(book))), key=len)  # so that padding, where it is not the question, costs little
+    text = sorted(
+        _evenly(book, part.fits(each_s, FEWEST, len(book))), key=len
+    )  # so that padding, where it is not the question, costs little
     tokens = encoder.tokens(text)
     batches = list(_parts(tokens))
-    advance = step(f"{len(text):,} of {len(book):,} sentences through a real model, two ways", len(batches), part.seconds)
+    advance = step(
+        f"{len(text):,} of {len(book):,} sentences through a real model, two ways", len(batches), part.seconds
+    )
     eager, ours, exact, sample = _embed(encoder, batches, part, advance)
     text = text[: len(eager)]
     questions = QUERIES[: 2 if quick else None]
@@ -121,7 +131,9 @@ def compare(device: torch.device, quick: bool, pace: Pace, step: Step) -> dict[s
 
 
 def _seconds_each(encoder: Encoder, book: list[str]) -> tuple[float, float]:
-    """What a sentence takes: embedded both ways and its share of float64's, and once in each of the four that are timed."""
+    """What a sentence takes: embedded both ways and its share of float64's, and once in each of the four that are
+    timed.
+    """
     some = encoder.tokens(_evenly(book, MEASURED))
     eager, ours = encoder.padded("eager", some), encoder.packed(some)
     for run in (eager, ours):  # the first calls load and compile
@@ -130,8 +142,12 @@ def _seconds_each(encoder: Encoder, book: list[str]) -> tuple[float, float]:
     return padded_s + packed_s + 2 * padded_s * REFERENCES / 1000, 3 * padded_s + packed_s
 
 
-def _embed(encoder: Encoder, batches: list[list[list[int]]], pace: Pace, advance: Advance) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """(by the model's own attention, by strobe's, a sample in float64, whose sentences these are); ends early where the pace is over."""
+def _embed(
+    encoder: Encoder, batches: list[list[list[int]]], pace: Pace, advance: Advance
+) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """(by the model's own attention, by strobe's, a sample in float64, whose sentences these are); ends early where the
+    pace is over.
+    """
     eager, ours = [], []
     for batch in batches:
         eager.append(encoder.padded("eager", batch)())
@@ -153,24 +169,39 @@ def _race(encoder: Encoder, tokens: list[list[int]], rounds: int, pace: Pace, st
         "SDPA, padded, sorted by length": (encoder.padded("sdpa", by_length), _padded_tokens(by_length)),
         "strobe, packed": (encoder.packed(tokens), sum(map(len, tokens))),
     }
-    advance = step(f"{len(tokens)} sentences, {len(ways)} ways, {rounds} rounds", len(ways) * (rounds + 1), pace.seconds)
+    advance = step(
+        f"{len(tokens)} sentences, {len(ways)} ways, {rounds} rounds", len(ways) * (rounds + 1), pace.seconds
+    )
 
     def goes_on() -> bool:
         advance()
         return not pace.over
 
     functions = {name: way for name, (way, _) in ways.items()}
-    times = interleave(functions, encoder.device, rounds=rounds, sample_ms=0, warm_up=0, goes_on=goes_on)  # they ran before, or nearly so
+    times = interleave(
+        functions, encoder.device, rounds=rounds, sample_ms=0, warm_up=0, goes_on=goes_on
+    )  # they ran before, or nearly so
     rows = []
     for name, (way, computed) in ways.items():
-        rows.append({"way": name, "ms": times[name].median_ms, "peak_bytes": peak_bytes(way, encoder.device), "tokens_computed": computed})
+        rows.append(
+            {
+                "way": name,
+                "ms": times[name].median_ms,
+                "peak_bytes": peak_bytes(way, encoder.device),
+                "tokens_computed": computed,
+            }
+        )
         advance()
     return {"timed_sentences": len(tokens), "timed_tokens": sum(map(len, tokens)), "ways": rows}
 
 
 def equality(eager: Tensor, ours: Tensor, exact: Tensor, sample: list[int] | slice = slice(None)) -> dict[str, Any]:
-    """How far both are from each other, and a sample of them from float64. Equal: strobe's error is at most twice eager's and one rounding."""
-    errors = {name: (part[sample].double() - exact).abs().max().item() for name, part in (("eager", eager), ("strobe", ours))}
+    """How far both are from each other, and a sample of them from float64. Equal: strobe's error is at most twice
+    eager's and one rounding.
+    """
+    errors = {
+        name: (part[sample].double() - exact).abs().max().item() for name, part in (("eager", eager), ("strobe", ours))
+    }
     return {
         "max_difference": (eager - ours).abs().max().item(),
         "least_cosine": nn.functional.cosine_similarity(eager.double(), ours.double()).min().item(),
@@ -182,11 +213,16 @@ def equality(eager: Tensor, ours: Tensor, exact: Tensor, sample: list[int] | sli
 
 
 def _neighbours(query: str, encoder: Encoder, text: list[str], book: dict[str, Tensor]) -> dict[str, Any]:
-    """The nearest sentences by strobe's embeddings, and whether the model's own attention names the same in the same order."""
+    """The nearest sentences by strobe's embeddings, and whether the model's own attention names the same in the same
+    order.
+    """
     tokens = encoder.tokens([query])
     asked = {"eager": encoder.padded("eager", tokens)(), "strobe": encoder.packed(tokens)()}
     found = {name: (book[name] @ asked[name][0]).topk(NEIGHBOURS) for name in book}
-    best = [{"sentence": text[i], "cosine": cosine} for cosine, i in zip(found["strobe"].values.tolist(), found["strobe"].indices.tolist())]
+    best = [
+        {"sentence": text[i], "cosine": cosine}
+        for cosine, i in zip(found["strobe"].values.tolist(), found["strobe"].indices.tolist())
+    ]
     return {"query": query, "best": best, "same_as_eager": torch.equal(found["eager"].indices, found["strobe"].indices)}
 
 

@@ -1,4 +1,5 @@
-"""The report's pictures, as SVG text that follows the page's colours and font: plots by matplotlib, tile maps by hand."""
+"""The report's pictures, as SVG text that follows the page's colours and font: plots by matplotlib, tile maps by
+hand."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from typing import Any
 # colours that matplotlib writes into the SVG, and the page's variables put in their place
 INK, LINE = "#010101", "#020202"
 SERIES = {"strobe": "#030303", "SDPA": "#040404", "formula": "#050505"}
-VARIABLES = {INK: "var(--ink)", LINE: "var(--line)", **{colour: f"var(--{name.lower()})" for name, colour in SERIES.items()}}
+VARIABLES = {
+    INK: "var(--ink)",
+    LINE: "var(--line)",
+    **{colour: f"var(--{name.lower()})" for name, colour in SERIES.items()},
+}
 MARKERS = {"strobe": "o", "SDPA": "s", "formula": "^"}
 
 UNITS = {"tensor": "#030303", "exp": "#040404", "shared": "#050505", "issue": "#b07cc6"}
@@ -54,7 +59,13 @@ def cycles_picture(rows: list[dict[str, Any]], title: str) -> str:
     figure = Figure(figsize=(5.0, 0.55 * len(rows) + 1.2), layout="constrained")
     axes = figure.subplots()
     for place, (unit, colour) in enumerate(UNITS.items()):
-        axes.barh([n + (place - 1.5) * 0.2 for n in range(len(rows))], [row[unit] for row in rows], 0.19, color=colour, label=unit)
+        axes.barh(
+            [n + (place - 1.5) * 0.2 for n in range(len(rows))],
+            [row[unit] for row in rows],
+            0.19,
+            color=colour,
+            label=unit,
+        )
     axes.set_yticks(range(len(rows)), [row["pass"] for row in rows])
     axes.invert_yaxis()
     axes.set_title(f"cycles of a step on {title}", color=INK, fontsize=12, loc="left", pad=12)
@@ -98,9 +109,16 @@ def _inline(figure: Any, label: str) -> str:
 
     written = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "strobe"}):
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            written,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     svg = written.getvalue()
-    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg") :])  # HTML knows both names; nothing in the page looks like a link
+    svg = re.sub(
+        r'\sxmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg") :]
+    )  # HTML knows both names; nothing in the page looks like a link
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--font)", svg)
     svg = re.sub(r'<svg width="[^"]*" height="[^"]*"|<svg height="[^"]*"', "<svg", svg, count=1)

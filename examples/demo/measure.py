@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most memory that `run` held at once beyond what was held before it: results and scratch, by torch's allocator.
+    """The most memory that `run` held at once beyond what was held before it: results and scratch, by torch's
+    allocator.
 
     >>> peak_bytes(lambda: torch.empty(1000) + torch.empty(1000), torch.device("cpu")) >= 4000
     True

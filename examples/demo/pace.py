@@ -9,11 +9,14 @@ from collections.abc import Callable
 BUDGET_S = 150.0  # of all parts together: a model, its weights and torch take some seconds to load besides
 SHARES = {"embeddings": 0.4, "ways": 0.3, "lengths": 0.15, "masks": 0.15}  # of the budget
 Advance = Callable[[], None]
-Step = Callable[[str, int, float], Advance]  # (what comes next, how many pieces it has, seconds it may take): call what returns after each piece
+Step = Callable[
+    [str, int, float], Advance
+]  # (what comes next, how many pieces it has, seconds it may take): call what returns after each piece
 
 
 class Pace:
-    """Seconds that are left to a part. Each part is sized by what its pieces take, and ends early where they come to take longer.
+    """Seconds that are left to a part. Each part is sized by what its pieces take, and ends early where they come to
+    take longer.
 
     >>> part = Pace(100.0).part("ways")
     >>> part.seconds, part.fits(piece_s=0.5, least=3, most=1000), part.fits(piece_s=20.0, least=3, most=1000), part.over

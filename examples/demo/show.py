@@ -19,9 +19,17 @@ from .report import bytes_text, time_text
 
 @contextmanager
 def narrate(quiet: bool) -> Iterator[Step]:
-    """A line a step on standard error, with its count and the time left; `step(words, pieces, seconds)` ends the step before it."""
+    """A line a step on standard error, with its count and the time left; `step(words, pieces, seconds)` ends the step
+    before it.
+    """
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress:
 
         def finish() -> None:
@@ -57,7 +65,9 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _embedding(text: dict[str, Any]) -> Table:
-    table = _table(f"{text['timed_sentences']} sentences of {text['title']}", "way", "time", "peak memory", "tokens computed")
+    table = _table(
+        f"{text['timed_sentences']} sentences of {text['title']}", "way", "time", "peak memory", "tokens computed"
+    )
     for way in text["ways"]:
         table.add_row(way["way"], time_text(way["ms"]), bytes_text(way["peak_bytes"]), f"{way['tokens_computed']:,}")
     return table
@@ -68,7 +78,8 @@ def _equality(text: dict[str, Any]) -> str:
     verdict = "[green]equal[/]" if same["equal"] else "[red]not equal[/]"
     agree = sum(query["same_as_eager"] for query in text["queries"])
     return (
-        f"embeddings {verdict}: error against float64 {same['error_strobe']:.1e}, bound {same['bound']:.1e} (twice eager's and a rounding); "
+        f"embeddings {verdict}: error against float64 {same['error_strobe']:.1e}, bound {same['bound']:.1e} (twice "
+        "eager's and a rounding); "
         f"least cosine {same['least_cosine']:.8f}; same neighbours for {agree} of {len(text['queries'])} questions\n"
     )
 

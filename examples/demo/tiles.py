@@ -18,7 +18,9 @@ def tile_map(mask: Mask, length: int, tile: int) -> list[str]:
     ['+.', '#+']
     """
     starts = range(0, length, tile)
-    return ["".join(LETTERS[mask.tile_kind(Tile(m, m + tile, n, n + tile), length, length)] for n in starts) for m in starts]
+    return [
+        "".join(LETTERS[mask.tile_kind(Tile(m, m + tile, n, n + tile), length, length)] for n in starts) for m in starts
+    ]
 
 
 def tile_maps(masks: dict[str, Mask], length: int, tile: int) -> list[dict[str, Any]]:
@@ -31,6 +33,8 @@ def tile_maps(masks: dict[str, Mask], length: int, tile: int) -> list[dict[str, 
     for name, mask in masks.items():
         rows = tile_map(mask, length, tile)
         count = Counter("".join(rows))
-        share = {word: count[letter] / len(rows) ** 2 for word, letter in (("skipped", "."), ("whole", "#"), ("masked", "+"))}
+        share = {
+            word: count[letter] / len(rows) ** 2 for word, letter in (("skipped", "."), ("whole", "#"), ("masked", "+"))
+        }
         found.append({"mask": name, "length": length, "tile": tile, "rows": rows, "share": share})
     return found

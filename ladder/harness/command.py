@@ -105,14 +105,18 @@ def _needs(device: torch.device) -> None:
         try:
             __import__(name)
         except ModuleNotFoundError as error:
-            raise UnsupportedProblem(f"python -m ladder needs {name} here: pip install 'strobe-attention[sim,cli]'") from error
+            raise UnsupportedProblem(
+                f"python -m ladder needs {name} here: pip install 'strobe-attention[sim,cli]'"
+            ) from error
 
 
 def _points(arguments: argparse.Namespace, device: torch.device) -> list[Point]:
     """Every rung, width, mask and length that was asked for, and that the machine can run."""
     unknown = [name for name in arguments.rungs if name not in RUNGS]
     if unknown:
-        raise InvalidProblem("rung", ", ".join(unknown), f"some of {', '.join(RUNGS)}", "leave them out for all; `page` stands alone")
+        raise InvalidProblem(
+            "rung", ", ".join(unknown), f"some of {', '.join(RUNGS)}", "leave them out for all; `page` stands alone"
+        )
     masks = (False, True) if arguments.causal is None else (arguments.causal,)
     gpu = Target.of(device) if device.type == "cuda" else None
     points = []
@@ -120,13 +124,21 @@ def _points(arguments: argparse.Namespace, device: torch.device) -> list[Point]:
         rung = harness.load(name)
         if gpu and (gpu.capability < rung.capability or (rung.capability == 90 and gpu.capability != 90)):
             if arguments.rungs:
-                raise UnsupportedProblem(f"rung {name}: it is written for sm_{rung.capability}, this is {gpu}; --device cpu simulates it")
-            print(f"{name} is left out: it is written for sm_{rung.capability}, this is sm_{gpu.capability}", file=sys.stderr)
+                raise UnsupportedProblem(
+                    f"rung {name}: it is written for sm_{rung.capability}, this is {gpu}; --device cpu simulates it"
+                )
+            print(
+                f"{name} is left out: it is written for sm_{rung.capability}, this is sm_{gpu.capability}",
+                file=sys.stderr,
+            )
             continue
         for head_dim in arguments.head_dim or ((128,) if gpu else (64,)):
             for causal in masks:
                 options = _options(rung, head_dim, causal, arguments.set)
-                sizes = [rung.size(length, head_dim, causal) if gpu else rung.small(head_dim, causal, length) for length in _lengths(arguments, gpu)]
+                sizes = [
+                    rung.size(length, head_dim, causal) if gpu else rung.small(head_dim, causal, length)
+                    for length in _lengths(arguments, gpu)
+                ]
                 points += [Point(rung, size, options) for size in sizes]
     return points
 
@@ -142,12 +154,16 @@ def _options(rung: Rung, head_dim: int, causal: bool, pairs: Sequence[str]) -> d
     for pair in pairs:
         name, _, value = pair.partition("=")
         if name not in known or not value.lstrip("-").isdecimal():
-            raise InvalidProblem("--set", pair, f"NAME=N with a name of {rung.name}'s Form: {', '.join(sorted(known))}", "see its file")
+            raise InvalidProblem(
+                "--set", pair, f"NAME=N with a name of {rung.name}'s Form: {', '.join(sorted(known))}", "see its file"
+            )
         found[name] = int(value)
     try:
         rung.form(head_dim, causal, **found)
     except ValueError as error:
-        raise InvalidProblem("--set", " ".join(pairs) or "nothing", f"values that {rung.name} can have", str(error)) from error
+        raise InvalidProblem(
+            "--set", " ".join(pairs) or "nothing", f"values that {rung.name} can have", str(error)
+        ) from error
     return found
 
 
@@ -175,7 +191,9 @@ def _rows(points: Sequence[Point], arguments: argparse.Namespace, device: torch.
 
 
 def _simulated(points: Sequence[Point], seed: int) -> Iterator[dict[str, Any]]:
-    """A row a point, and on standard error a line each: a rung takes seconds, and says which one it is before it begins."""
+    """A row a point, and on standard error a line each: a rung takes seconds, and says which one it is before it
+    begins.
+    """
     names = ", ".join(dict.fromkeys(point.rung.name for point in points))
     does = "a small problem of each is simulated, searched for races and judged by the oracle; nothing is timed"
     print(f"python -m ladder without a GPU: {names}; {does}", file=sys.stderr)
@@ -187,8 +205,15 @@ def _simulated(points: Sequence[Point], seed: int) -> Iterator[dict[str, Any]]:
         with Attempt() as attempt:
             row = harness.simulated(rung, size, options, "pct", seed)[0]
         gone = time.perf_counter() - begin
-        left = f"; about {gone / done * (len(points) - done):.0f} s left" if done < len(points) else f"; {gone:.0f} s in all"
-        print((f"FAIL, {attempt.reason}" if attempt.reason else f"right, {row['worst']:.2f} of the error allowed") + left, file=sys.stderr)
+        left = (
+            f"; about {gone / done * (len(points) - done):.0f} s left"
+            if done < len(points)
+            else f"; {gone:.0f} s in all"
+        )
+        print(
+            (f"FAIL, {attempt.reason}" if attempt.reason else f"right, {row['worst']:.2f} of the error allowed") + left,
+            file=sys.stderr,
+        )
         yield row | {"error": attempt.reason}
 
 
@@ -202,16 +227,38 @@ def _written(found: Iterable[dict[str, Any]], file: TextIO | None) -> Iterator[d
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """The table, and below it what failed and why."""
-    headers = ["rung", "S_q", "S_k", "D", "mask", "ms", "TFLOP/s", "% ceiling", "GB by model", "moved / model", "peak MB", "error / allowed"]
+    headers = [
+        "rung",
+        "S_q",
+        "S_k",
+        "D",
+        "mask",
+        "ms",
+        "TFLOP/s",
+        "% ceiling",
+        "GB by model",
+        "moved / model",
+        "peak MB",
+        "error / allowed",
+    ]
     lines = []
     for row in rows:
         moved = row.get("moved_bytes")
         ratio = moved / row["model_bytes"] if moved else None
-        figures = [row["ms"], row["tflops"], row.get("percent_of_ceiling"), row.get("model_bytes", 0) / 1e9, ratio, row.get("peak_bytes", 0) / 1e6]
+        figures = [
+            row["ms"],
+            row["tflops"],
+            row.get("percent_of_ceiling"),
+            row.get("model_bytes", 0) / 1e9,
+            ratio,
+            row.get("peak_bytes", 0) / 1e6,
+        ]
         mask = "causal" if row["causal"] else "dense"
         lines.append([row["rung"], row["seqlen_q"], row["seqlen_k"], row["head_dim"], mask, *figures, row.get("worst")])
     simulated = rows[0].get("where") == "simulator"
-    where = "on the simulator: checked for races and against the oracle, not timed" if simulated else str(rows[0]["device"])
+    where = (
+        "on the simulator: checked for races and against the oracle, not timed" if simulated else str(rows[0]["device"])
+    )
     table.show(headers, lines, where)
     for row in rows:
         if row["error"]:
@@ -229,7 +276,11 @@ def _outliers(device: torch.device, file: TextIO | None, where: str | None) -> i
     if where != "-":
         best = found[-1]["rmse"]
         lines = [[row["method"], row["rmse"], row["rmse"] / best] for row in found]
-        table.show(["method", "RMSE", "against the last"], lines, f"S_q={found[0]['seqlen_q']} S_k={found[0]['seqlen_k']} D={found[0]['head_dim']}")
+        table.show(
+            ["method", "RMSE", "against the last"],
+            lines,
+            f"S_q={found[0]['seqlen_q']} S_k={found[0]['seqlen_k']} D={found[0]['head_dim']}",
+        )
     return 0
 
 
@@ -249,7 +300,9 @@ def _counters(points: Sequence[Point], device: torch.device, file: TextIO | None
 
 def _timeline(points: Sequence[Point], path: Path) -> int:
     if len({point.rung.name for point in points}) > 1 or path.suffix not in (".html", ".svg", ".json"):
-        raise InvalidProblem("--timeline", str(path), "one rung, and a name that ends in .html, .svg or .json", "name the rung")
+        raise InvalidProblem(
+            "--timeline", str(path), "one rung, and a name that ends in .html, .svg or .json", "name the rung"
+        )
     rung, size, options = points[0]
     small = size if size.rows <= 4096 else rung.small(size.head_dim, size.causal)
     _, run = harness.simulated(rung, small, options, "timed")

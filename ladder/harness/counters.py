@@ -1,6 +1,7 @@
 """`python -m ladder --counters`: what the hardware counted while a rung ran, by Nsight Compute (`ncu`), one row a rung.
 
-ncu runs a child process, which runs each rung once unwatched, so that it is compiled, and once watched. A kernel of no work parts the rungs.
+ncu runs a child process, which runs each rung once unwatched, so that it is compiled, and once watched. A kernel of no
+work parts the rungs.
 """
 
 from __future__ import annotations
@@ -22,15 +23,21 @@ from strobe.errors import UnsupportedProblem
 from . import harness
 from .harness import Rung
 
-BYTES = {"dram_bytes": "dram__bytes.sum", "l2_bytes": "lts__t_bytes.sum", "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"}
+BYTES = {
+    "dram_bytes": "dram__bytes.sum",
+    "l2_bytes": "lts__t_bytes.sum",
+    "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+}
 SHARES = {  # percent of the time that a kernel ran
     "tensor_percent": "sm__pipe_tensor_op_hmma_type_hmma_hgmma_qgmma_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "issue_percent": "smsp__issue_active.avg.pct_of_peak_sustained_elapsed",
     "shared_percent": "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
 }
 REASONS = (
-    "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard", "math_pipe_throttle", "membar",
-    "mio_throttle", "misc", "no_instruction", "not_selected", "selected", "short_scoreboard", "sleeping", "tex_throttle", "wait",
+    "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard",
+    "math_pipe_throttle", "membar",
+    "mio_throttle", "misc", "no_instruction", "not_selected", "selected", "short_scoreboard", "sleeping",
+    "tex_throttle", "wait",
 )  # fmt: skip
 STALLS = {reason: f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio" for reason in REASONS}
 TIME = "gpu__time_duration.sum"
@@ -38,13 +45,28 @@ BOUNDARY = "rung_boundary"  # the kernel at the end of this file
 MOST_SECONDS = 600
 
 
-def facts(names: Sequence[str], seqlen: int, head_dim: int, causal: bool, ncu: str | None = None) -> list[dict[str, Any]]:
-    """A row a rung: its problem, and under "counters" bytes, percents, conflicts, and where warps waited as shares of their time."""
+def facts(
+    names: Sequence[str], seqlen: int, head_dim: int, causal: bool, ncu: str | None = None
+) -> list[dict[str, Any]]:
+    """A row a rung: its problem, and under "counters" bytes, percents, conflicts, and where warps waited as shares of
+    their time.
+    """
     ncu = ncu or shutil.which("ncu")
     if ncu is None:
         raise UnsupportedProblem("--counters needs Nsight Compute: put ncu, which CUDA's toolkit has, on the PATH")
     metrics = ",".join([TIME, *BYTES.values(), *SHARES.values(), *STALLS.values()])
-    watch = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--print-units", "base", "--metrics", metrics]
+    watch = [
+        ncu,
+        "--clock-control",
+        "none",
+        "--profile-from-start",
+        "off",
+        "--csv",
+        "--print-units",
+        "base",
+        "--metrics",
+        metrics,
+    ]
     child = [sys.executable, "-m", __name__, json.dumps([list(names), seqlen, head_dim, causal])]
     said = subprocess.run([*watch, *child], capture_output=True, text=True, timeout=MOST_SECONDS)
     if said.returncode:
@@ -52,19 +74,26 @@ def facts(names: Sequence[str], seqlen: int, head_dim: int, causal: bool, ncu: s
     runs = parts(said.stdout.splitlines())
     if len(runs) != len(names):
         raise UnsupportedProblem(f"ncu watched {len(runs)} of {len(names)} rungs: {said.stdout[-400:]}")
-    return [heading(harness.load(name), seqlen, head_dim, causal) | {"counters": summary(kernels)} for name, kernels in zip(names, runs)]
+    return [
+        heading(harness.load(name), seqlen, head_dim, causal) | {"counters": summary(kernels)}
+        for name, kernels in zip(names, runs)
+    ]
 
 
 def heading(rung: Rung, seqlen: int, head_dim: int, causal: bool) -> dict[str, Any]:
     size = rung.size(seqlen, head_dim, causal)
-    return harness.heading(rung.name, size, {}) | {"where": "gpu", "error": "", "model_bytes": rung.moved(size, rung.form_of(size, {}))}
+    return harness.heading(rung.name, size, {}) | {
+        "where": "gpu",
+        "error": "",
+        "model_bytes": rung.moved(size, rung.form_of(size, {})),
+    }
 
 
 def parts(lines: Iterable[str]) -> list[list[dict[str, float]]]:
     """ncu's CSV -> for each rung its kernels' metrics, in order.
 
-    >>> lines = ["==PROF== watching", '"ID","Kernel Name","Metric Name","Metric Value"', f'"0","{BOUNDARY}","a","1"', '"1","attend","a","1,024"']
-    >>> parts(lines)
+    >>> head = ["==PROF== watching", '"ID","Kernel Name","Metric Name","Metric Value"']
+    >>> parts([*head, f'"0","{BOUNDARY}","a","1"', '"1","attend","a","1,024"'])
     [[{'a': 1024.0}]]
     """
     runs: list[list[dict[str, float]]] = []
@@ -88,19 +117,27 @@ def summary(kernels: Sequence[dict[str, float]]) -> dict[str, Any]:
     waited = {reason: mean(metric) for reason, metric in STALLS.items()}
     shares = {reason: round(100 * share / sum(waited.values()), 1) for reason, share in waited.items()}
     return {
-        "watched_ms": round(total / 1e6, 4), **{name: sum(kernel[metric] for kernel in kernels) for name, metric in BYTES.items()},
+        "watched_ms": round(total / 1e6, 4),
+        **{name: sum(kernel[metric] for kernel in kernels) for name, metric in BYTES.items()},
         **{name: round(mean(metric), 1) for name, metric in SHARES.items()},
         "warps": {reason: share for reason, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 1},
-    }  # fmt: skip
+    }
 
 
 def lines(rows: Iterable[dict[str, Any]]) -> list[list[object]]:
-    """For a table: rung, DRAM and L2 GB, percents of tensor cores, issue slots and shared memory, conflicts in millions, where warps waited most."""
+    """For a table: rung, DRAM and L2 GB, percents of tensor cores, issue slots and shared memory, conflicts in
+    millions, where warps waited most.
+    """
     found = []
     for row in rows:
         seen = row["counters"]
         waits = ", ".join(f"{reason} {share:.0f}" for reason, share in seen["warps"].items() if reason != "selected")
-        figures = [seen["dram_bytes"] / 1e9, seen["l2_bytes"] / 1e9, *(seen[name] for name in SHARES), seen["bank_conflicts"] / 1e6]
+        figures = [
+            seen["dram_bytes"] / 1e9,
+            seen["l2_bytes"] / 1e9,
+            *(seen[name] for name in SHARES),
+            seen["bank_conflicts"] / 1e6,
+        ]
         found.append([row["rung"], *figures, ", ".join(waits.split(", ")[:3])])
     return found
 

@@ -1,6 +1,8 @@
-"""What all rungs share: a problem's size, inputs, the check of results, and a row of figures. It checks against the oracle before it times.
+"""What all rungs share: a problem's size, inputs, the check of results, and a row of figures. It checks against the
+oracle before it times.
 
-A rung is one file with a `RUNG`; where no GPU can run it, it runs at small size on the simulator and is judged all the same.
+A rung is one file with a `RUNG`; where no GPU can run it, it runs at small size on the simulator and is judged all the
+same.
 """
 
 from __future__ import annotations
@@ -54,7 +56,11 @@ class Size(NamedTuple):
     def pairs(self) -> int:
         """Queries and keys that meet, over all heads."""
         shift = self.seqlen_k - self.seqlen_q
-        seen = sum(min(max(row + shift + 1, 0), self.seqlen_k) for row in range(self.seqlen_q)) if self.causal else self.seqlen_q * self.seqlen_k
+        seen = (
+            sum(min(max(row + shift + 1, 0), self.seqlen_k) for row in range(self.seqlen_q))
+            if self.causal
+            else self.seqlen_q * self.seqlen_k
+        )
         return self.batch * self.heads * seen
 
     @property
@@ -67,8 +73,8 @@ class Size(NamedTuple):
         return self.batch * self.heads * self.seqlen_q
 
     def streamed(self, block_m: int, block_n: int, stop: int = 0, before: int = 0) -> int:
-        """Keys that tiles of `block_m` queries load in tiles of `block_n`, over all tiles and heads, none from `stop` (S_k) on. The first tile begins
-        `before` queries before the first.
+        """Keys that tiles of `block_m` queries load in tiles of `block_n`, over all tiles and heads, none from `stop`
+        (S_k) on. The first tile begins `before` queries before the first.
 
         >>> Size(1, 256, 300, 1, 1, 64, causal=True).streamed(128, 64)
         492
@@ -83,7 +89,10 @@ class Size(NamedTuple):
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "dense"
-        return f"B={self.batch} S_q={self.seqlen_q} S_k={self.seqlen_k} H={self.heads}/{self.heads_kv} D={self.head_dim} {mask}"
+        return (
+            f"B={self.batch} S_q={self.seqlen_q} S_k={self.seqlen_k} H={self.heads}/{self.heads_kv} "
+            f"D={self.head_dim} {mask}"
+        )
 
 
 class Rung(NamedTuple):
@@ -96,7 +105,9 @@ class Rung(NamedTuple):
     idea: str
     below: str  # the rung it differs from by its idea only; "" has none
     run: Callable[..., tuple[Tensor, Tensor]]
-    form: Callable[..., Any]  # form(head_dim, causal, **options): the frozen config that `run` compiles for; its fields are the options
+    form: Callable[
+        ..., Any
+    ]  # form(head_dim, causal, **options): the frozen config that `run` compiles for; its fields are the options
     moved: Callable[[Size, Any], int]  # bytes the kernels ask global memory for, by the model
     shows: tuple[str, ...]  # functions whose difference from the rung below is the idea
     capability: int = 90  # the least
@@ -104,12 +115,16 @@ class Rung(NamedTuple):
     weights: torch.dtype = torch.bfloat16  # what p is rounded to
     queries: int = 0  # of a sequence; 0: as many as keys
     small_seqlen: int = SMALL  # of a simulated check
-    seen: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None  # what products see of (q, k, v), where that is less than all
+    seen: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = (
+        None  # what products see of (q, k, v), where that is less than all
+    )
 
     def form_of(self, size: Size, options: dict[str, Any]) -> Any:
         """What `run` compiles for at this size."""
         named = {field.name for field in fields(self.form)}  # type: ignore[arg-type]
-        return self.form(size.head_dim, size.causal, **({"short": size.seqlen_k <= SHORT} if "short" in named else {}), **options)
+        return self.form(
+            size.head_dim, size.causal, **({"short": size.seqlen_k <= SHORT} if "short" in named else {}), **options
+        )
 
     def size(self, seqlen: int, head_dim: int, causal: bool) -> Size:
         """What is measured at this length."""
@@ -118,7 +133,9 @@ class Rung(NamedTuple):
         return Size(max(1, TOKENS // seqlen), seqlen, seqlen, WIDTH // head_dim, WIDTH // head_dim, head_dim, causal)
 
     def small(self, head_dim: int, causal: bool, seqlen: int = 0) -> Size:
-        """What the simulator is given: two heads that share their keys; unless a length is asked for, more keys than queries, none a whole tile."""
+        """What the simulator is given: two heads that share their keys; unless a length is asked for, more keys than
+        queries, none a whole tile.
+        """
         keys = seqlen or self.small_seqlen + 57
         return Size(1, self.queries or seqlen or self.small_seqlen, keys, 2, 1, head_dim, causal)
 
@@ -146,19 +163,35 @@ def draw(rung: Rung, size: Size, device: torch.device, seed: int = 0) -> tuple[T
     return q, k, v
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16)) -> None:
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16)
+) -> None:
     """What every rung takes: contiguous [B, S, H, D] of D 64 or 128, at least one query and one key."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in dtypes or tensor.dtype != q.dtype:
-            raise ValueError(f"{name}.dtype: got {tensor.dtype}, expected {' or '.join(map(str, dtypes))}, alike for q, k and v; convert it")
+            raise ValueError(
+                f"{name}.dtype: got {tensor.dtype}, expected {' or '.join(map(str, dtypes))}, alike for q, k and "
+                "v; convert it"
+            )
         if tensor.ndim != 4 or tensor.shape[-1] not in (64, 128) or not tensor.numel():
-            raise ValueError(f"{name}.shape: got {list(tensor.shape)}, expected [B, S, H, D] with D 64 or 128 and nothing empty; pad it")
+            raise ValueError(
+                f"{name}.shape: got {list(tensor.shape)}, expected [B, S, H, D] with D 64 or 128 and nothing "
+                "empty; pad it"
+            )
         if not tensor.is_contiguous():
-            raise ValueError(f"{name}.stride(): got {tensor.stride()}, expected a contiguous tensor; pass {name}.contiguous()")
+            raise ValueError(
+                f"{name}.stride(): got {tensor.stride()}, expected a contiguous tensor; pass {name}.contiguous()"
+            )
         if tensor.stride(0) >= 2**31:
-            raise ValueError(f"{name}.shape: got {list(tensor.shape)}, expected entries of fewer than 2^31 elements: rungs count them in 32 bits")
+            raise ValueError(
+                f"{name}.shape: got {list(tensor.shape)}, expected entries of fewer than 2^31 elements: rungs "
+                "count them in 32 bits"
+            )
     if k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or q.shape[2] % k.shape[2]:
-        raise ValueError(f"k.shape, v.shape: got {list(k.shape)}, {list(v.shape)}, expected q's B and D and a divisor of its H; reshape them")
+        raise ValueError(
+            f"k.shape, v.shape: got {list(k.shape)}, {list(v.shape)}, expected q's B and D and a divisor of its H; "
+            "reshape them"
+        )
 
 
 def programs(q: Tensor, tiles: int) -> int:
@@ -169,18 +202,25 @@ def programs(q: Tensor, tiles: int) -> int:
 def outputs(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """(out like q, lse [B, H, S_q]), not yet written."""
     batch, seqlen, heads, _ = q.shape
-    return torch.empty_like(q, dtype=dtype or q.dtype), torch.empty(batch, heads, seqlen, dtype=torch.float32, device=q.device)
+    return torch.empty_like(q, dtype=dtype or q.dtype), torch.empty(
+        batch, heads, seqlen, dtype=torch.float32, device=q.device
+    )
 
 
-def check_result(rung: Rung, found: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor, Tensor], causal: bool, **options: Any) -> float:
+def check_result(
+    rung: Rung, found: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor, Tensor], causal: bool, **options: Any
+) -> float:
     """The worst error over what is allowed (1 is the limit) of the first head and the last; AssertionError beyond it.
 
-    16-bit rungs are held to the rules of testing.compare, 8-bit ones to `_judge_8_bits` over the numbers their products see.
+    16-bit rungs are held to the rules of testing.compare, 8-bit ones to `_judge_8_bits` over the numbers their products
+    see.
     """
     q, k, v = rung.seen(*inputs, **options) if rung.seen else inputs
     group, worst = q.shape[2] // k.shape[2], 0.0
     for entry, head in {(0, 0), (q.shape[0] - 1, q.shape[2] - 1)}:
-        q1, k1, v1 = (t[entry : entry + 1, :, h : h + 1] for t, h in ((q, head), (k, head // group), (v, head // group)))
+        q1, k1, v1 = (
+            t[entry : entry + 1, :, h : h + 1] for t, h in ((q, head), (k, head // group), (v, head // group))
+        )
         call = Call(q1, k1, v1, right=0) if causal else Call(q1, k1, v1)
         out, lse = found[0][entry : entry + 1, :, head : head + 1], found[1][entry : entry + 1, head : head + 1]
         ratios = _judge_8_bits(out, lse, call) if rung.weights == _FP8 else assert_as_good_as((out, lse), call)
@@ -191,9 +231,9 @@ def check_result(rung: Rung, found: tuple[Tensor, Tensor], inputs: tuple[Tensor,
 def _judge_8_bits(out: Tensor, lse: Tensor, call: Call) -> dict[str, float]:
     """The element-wise rule of testing.compare, for weights rounded to e4m3 and sums of 14 bits.
 
-    |o - o64| <= 2^-8 |o64| + 6 u sqrt(sum P^2 V^2) + flush + cut, u = 2^-5. Weights below e4m3's smallest number become 0: 2^-18 of the row's
-    largest weight each. Scores lose up to 2^-13 of what they are added to at each of D / 32 additions, and so does o at each of S_k / 32;
-    on a CPU sums are whole, and the same limit is merely generous there.
+    |o - o64| <= 2^-8 |o64| + 6 u sqrt(sum P^2 V^2) + flush + cut, u = 2^-5. Weights below e4m3's smallest number become
+    0: 2^-18 of the row's largest weight each. Scores lose up to 2^-13 of what they are added to at each of D / 32
+    additions, and so does o at each of S_k / 32; on a CPU sums are whole, and the same limit is merely generous there.
     """
     q, k, v = (t.double() for t in (call.q, call.k, call.v))
     exact = reference.forward(call._replace(q=q, k=k, v=v))
@@ -230,7 +270,9 @@ class _Allocations(TorchDispatchMode):
         return found
 
 
-def simulated(rung: Rung, size: Size, options: dict[str, Any], mode: str = "pct", seed: int = 0) -> tuple[dict[str, Any], Run]:
+def simulated(
+    rung: Rung, size: Size, options: dict[str, Any], mode: str = "pct", seed: int = 0
+) -> tuple[dict[str, Any], Run]:
     """(row, simulated run) of a small problem; SimulationFault for a race, AssertionError where it is wrong.
 
     The row's moved_bytes are what the kernels asked global memory for, counted access by access.
@@ -239,7 +281,10 @@ def simulated(rung: Rung, size: Size, options: dict[str, Any], mode: str = "pct"
 
     q, k, v = draw(rung, size, torch.device("cpu"), seed)
     moved = 0
-    with simulate(f"sm_{rung.capability}", mode, seed, checks=Checks(read_fences=True)) as run, _Allocations() as allocations:
+    with (
+        simulate(f"sm_{rung.capability}", mode, seed, checks=Checks(read_fences=True)) as run,
+        _Allocations() as allocations,
+    ):
         access = run.machine.access
 
         def counted(memory: Any, mask: int, write: bool, actor: Any) -> None:
@@ -254,7 +299,9 @@ def simulated(rung: Rung, size: Size, options: dict[str, Any], mode: str = "pct"
     return _row(rung, size, options, "simulator") | figures, run
 
 
-def judged(rung: Rung, size: Size, options: dict[str, Any], device: torch.device) -> tuple[dict[str, Any], Callable[[], tuple[Tensor, Tensor]]]:
+def judged(
+    rung: Rung, size: Size, options: dict[str, Any], device: torch.device
+) -> tuple[dict[str, Any], Callable[[], tuple[Tensor, Tensor]]]:
     """(row without times, what to time) of a run on a GPU; AssertionError where it is wrong."""
     q, k, v = draw(rung, size, device)
     run = lambda: rung.run(q, k, v, size.causal, **options)
@@ -273,7 +320,9 @@ def judged(rung: Rung, size: Size, options: dict[str, Any], device: torch.device
 
 def heading(name: str, size: Size, options: dict[str, Any]) -> dict[str, Any]:
     """What every row begins with, also that of a run that fails."""
-    return {"rung": name, **size._asdict(), "options": options} | dict.fromkeys(("ms", "tflops", "gbps", "percent_of_ceiling", "moved_bytes"))
+    return {"rung": name, **size._asdict(), "options": options} | dict.fromkeys(
+        ("ms", "tflops", "gbps", "percent_of_ceiling", "moved_bytes")
+    )
 
 
 def _row(rung: Rung, size: Size, options: dict[str, Any], where: str) -> dict[str, Any]:

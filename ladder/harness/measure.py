@@ -1,4 +1,6 @@
-"""Rows of rungs on a GPU: each is judged, then all of one problem are timed in turn, rivals among them, so that what drifts drifts for all."""
+"""Rows of rungs on a GPU: each is judged, then all of one problem are timed in turn, rivals among them, so that what
+drifts drifts for all.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def pick(names: Sequence[str]) -> list[Any]:
 
 
 def rows(points: Iterable[Point], rivals: Sequence[Any], rounds: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """A row a point and a rival, of points `in_order`; rounds=0 judges alone. What fails is a row too, with its reason under "error"."""
+    """A row a point and a rival, of points `in_order`; rounds=0 judges alone. What fails is a row too, with its reason
+    under "error".
+    """
     for _, group in groupby(points, key=lambda point: point.place):
         found: list[dict[str, Any]] = []
         ready: dict[int, Callable[[], object]] = {}
@@ -87,8 +91,12 @@ def _rival(rival: Any, size: Size, device: torch.device) -> Callable[[], Tensor]
     return call
 
 
-def _timed(found: list[dict[str, Any]], ready: dict[int, Callable[[], object]], rounds: int, device: torch.device) -> None:
-    """Times into the rows whose runs are `ready`, all in turn: of the device, without the host, whose launches a short kernel hides behind."""
+def _timed(
+    found: list[dict[str, Any]], ready: dict[int, Callable[[], object]], rounds: int, device: torch.device
+) -> None:
+    """Times into the rows whose runs are `ready`, all in turn: of the device, without the host, whose launches a short
+    kernel hides behind.
+    """
     on_gpu = device.type == "cuda"
     with Attempt() as attempt, torch.cuda.stream(torch.cuda.Stream(device) if on_gpu else None):
         times = interleave({str(n): as_graph(run) if on_gpu else run for n, run in ready.items()}, device, rounds)
@@ -104,7 +112,9 @@ def _timed(found: list[dict[str, Any]], ready: dict[int, Callable[[], object]], 
 
 
 def percent(row: dict[str, Any], ms: float, target: Target) -> float | None:
-    """The least time that FLOPs and compulsory bytes could take, in percent of what it took; 8-bit rungs against twice the 16-bit rate."""
+    """The least time that FLOPs and compulsory bytes could take, in percent of what it took; 8-bit rungs against twice
+    the 16-bit rate.
+    """
     if not target.peak_tflops:
         return None
     rung = harness.load(row["rung"]) if row["rung"] in RUNGS else harness.load("k6")

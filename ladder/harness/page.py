@@ -1,7 +1,9 @@
-"""`python -m ladder page`: one HTML file, to step through the tiles of a small real problem and through the rungs' timelines.
+"""`python -m ladder page`: one HTML file, to step through the tiles of a small real problem and through the rungs'
+timelines.
 
-The problem's q, k, v and masks go into the page, and the oracle's results beside them; the page takes the online softmax itself, tile by tile, so
-that what it shows is the algorithm at work. The timelines are the simulator's, by modelled time.
+The problem's q, k, v and masks go into the page, and the oracle's results beside them; the page takes the online
+softmax itself, tile by tile, so that what it shows is the algorithm at work. The timelines are the simulator's, by
+modelled time.
 """
 
 from __future__ import annotations
@@ -45,14 +47,20 @@ def masks() -> dict[str, tuple[str, Mask]]:
         "dense": ("every query sees every key", full()),
         "causal": ("a query sees the keys up to its own place", causal()),
         "window": ("a query sees the eight keys before its own place, and its own", causal() & window(8, 0)),
-        "documents": (f"queries see their own document up to their place; documents of {', '.join(map(str, DOCUMENTS))}", causal() & documents(ids)),
+        "documents": (
+            f"queries see their own document up to their place; documents of {', '.join(map(str, DOCUMENTS))}",
+            causal() & documents(ids),
+        ),
     }
 
 
 def drawn(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v [1, S, 1, D] in float64, to three decimals: what the page holds is what the oracle was given."""
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(1, SEQLEN, 1, HEAD_DIM, generator=generator, dtype=torch.float64).mul(1.5).round(decimals=3) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, SEQLEN, 1, HEAD_DIM, generator=generator, dtype=torch.float64).mul(1.5).round(decimals=3)
+        for _ in range(3)
+    )
     return q, k, v
 
 

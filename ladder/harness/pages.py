@@ -31,9 +31,12 @@ _MEASURED = re.compile(r"(?<=\nMeasured:\n\n).*?(?=\n\"\"\"\n)", re.DOTALL)
 _HEADING = """\
 # The ladder
 
-From attention as the formula says it to the tensor cores' rate in 8 bits, one idea a rung. Each rung is one file in `ladder/` that
-stands alone: its idea, its cost model, its kernels, its launch. `python -m ladder` runs them all: on a Hopper GPU it checks each against the oracle
-and times it; without one it simulates them at small size, checks them for races and against the oracle, and counts the bytes they ask memory for
+From attention as the formula says it to the tensor cores' rate in 8 bits, one idea a rung. Each rung is one file in \
+`ladder/` that
+stands alone: its idea, its cost model, its kernels, its launch. `python -m ladder` runs them all: on a Hopper GPU it \
+checks each against the oracle
+and times it; without one it simulates them at small size, checks them for races and against the oracle, and counts \
+the bytes they ask memory for
 beside the model's.
 
 ```text
@@ -43,7 +46,8 @@ python -m ladder k5 --timeline k5.html                       what its warps do, 
 python -m ladder page                                        step through tiles and timelines in a browser
 ```
 
-This page is made from the rungs by `python -m ladder.harness.pages`. Times stand here only where `results/ladder.jsonl` holds them.
+This page is made from the rungs by `python -m ladder.harness.pages`. Times stand here only where \
+`results/ladder.jsonl` holds them.
 
 | rung | idea | needs |
 | --- | --- | --- |
@@ -67,7 +71,8 @@ def plain_table(rows: list[dict[str, Any]]) -> str:
     for row in [row for row in rows if row["seqlen_k"] in SHOWN] or rows:
         mask = "causal" if row["causal"] else "dense"
         lines.append(
-            f"    {row['head_dim']:3}  {mask:6} {row['seqlen_k']:7} {row['ms']:9.4g} {row['tflops']:9.4g} {row['percent_of_ceiling'] or 0:13.3g}"
+            f"    {row['head_dim']:3}  {mask:6} {row['seqlen_k']:7} {row['ms']:9.4g} {row['tflops']:9.4g} "
+            f"{row['percent_of_ceiling'] or 0:13.3g}"
         )
     return "\n".join([*lines, "", f"on {_where(rows)}"])
 
@@ -87,12 +92,20 @@ def with_table(source: str, rows: list[dict[str, Any]]) -> str:
 
 def page(rows: list[dict[str, Any]]) -> str:
     rungs = [harness.load(name) for name in RUNGS]
-    lines = [f"| [{rung.name}](#{rung.name}) | {rung.idea} | sm_{rung.capability}{' and up' if rung.capability < 90 else ''} |" for rung in rungs]
+    lines = [
+        (
+            f"| [{rung.name}](#{rung.name}) | {rung.idea} | "
+            f"sm_{rung.capability}{' and up' if rung.capability < 90 else ''} |"
+        )
+        for rung in rungs
+    ]
     return _HEADING + "\n".join([*lines, ""]) + overview(rows) + "".join(section(rung, rows) for rung in rungs)
 
 
 def overview(rows: list[dict[str, Any]]) -> str:
-    """All rungs and their rivals at one length, a process for each kind of problem, and what 8 bits cost; nothing where nothing is measured."""
+    """All rungs and their rivals at one length, a process for each kind of problem, and what 8 bits cost; nothing where
+    nothing is measured.
+    """
     timed = [row for row in rows if row.get("rung") in (*RUNGS, *RIVALS) and row.get("ms") and not row["options"]]
     columns = [_Column(timed, width, causal) for width in (64, 128) for causal in (False, True)]
     shown = [row for column in columns for row in column.together]
@@ -100,8 +113,14 @@ def overview(rows: list[dict[str, Any]]) -> str:
         return ""
     lines = [
         "\n## All rungs\n",
-        f"TFLOP/s at {OVERVIEW:,} queries and keys (decode: one query, GB/s by the model), beside strobe's own forward and what PyTorch ships.",
-        "What stands in a column was timed in turn, in one process, as CUDA graphs; in italics in another, where clocks may be others (k1 and decode",
+        (
+            f"TFLOP/s at {OVERVIEW:,} queries and keys (decode: one query, GB/s by the model), beside strobe's own "
+            "forward and what PyTorch ships."
+        ),
+        (
+            "What stands in a column was timed in turn, in one process, as CUDA graphs; in italics in another, where "
+            "clocks may be others (k1 and decode"
+        ),
         f"launched). In brackets at {SHORTER:,}.\n",
         f"| | {' | '.join(column.head for column in columns)} |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -110,22 +129,34 @@ def overview(rows: list[dict[str, Any]]) -> str:
         if any(cells := [column.cell(name) for column in columns]):
             lines.append(f"| {label} | {' | '.join(cell or '-' for cell in cells)} |")
     lines += [f"\n{_where(sorted(shown, key=lambda row: row['date']))}.\n"]
-    pictures = {"ladder_rates.png": "TFLOP/s of every rung, at its longest length", "ladder_length.png": "memory and time of every rung by length"}
+    pictures = {
+        "ladder_rates.png": "TFLOP/s of every rung, at its longest length",
+        "ladder_length.png": "memory and time of every rung by length",
+    }
     lines += [f"![{text}](images/{name})\n" for name, text in pictures.items() if (IMAGES / name).exists()]
     errors = {row["method"]: row["rmse"] for row in rows if row.get("rmse")}
     if errors:
         told = "; ".join(f"{method} {rmse:.3g}" for method, rmse in errors.items())
-        lines += [f"Root mean square errors against float64 where 0.1 % of the entries are large (`python -m ladder --outliers`): {told}.\n"]
+        lines += [
+            (
+                "Root mean square errors against float64 where 0.1 % of the entries are large (`python -m ladder "
+                f"--outliers`): {told}.\n"
+            )
+        ]
     return "\n".join(lines)
 
 
 class _Column:
-    """One kind of problem: the rows of the process that timed most rungs of it, of several the newest, and the newest rows of the rest."""
+    """One kind of problem: the rows of the process that timed most rungs of it, of several the newest, and the newest
+    rows of the rest.
+    """
 
     def __init__(self, timed: list[dict[str, Any]], width: int, causal: bool):
         self.head = f"D {width}, {'causal' if causal else 'dense'}"
         own = [row for row in timed if (row["head_dim"], row["causal"]) == (width, causal)]
-        rungs = Counter(row["date"] for row in own if row["seqlen_k"] == OVERVIEW and row["rung"] in RUNGS)  # rows of a process have one date
+        rungs = Counter(
+            row["date"] for row in own if row["seqlen_k"] == OVERVIEW and row["rung"] in RUNGS
+        )  # rows of a process have one date
         process = max(rungs, key=lambda date: (rungs[date], date), default=None)
         self.together = [row for row in own if row["date"] == process and row["seqlen_k"] == OVERVIEW]
         self.newest = {(row["rung"], row["seqlen_k"]): row for row in sorted(own, key=lambda row: row["date"])}
@@ -150,14 +181,28 @@ def section(rung: Rung, rows: list[dict[str, Any]]) -> str:
     doc = inspect.cleandoc(importlib.import_module(f"ladder.{FILES[rung.name]}").__doc__ or "")
     told, _, limits = doc.partition("\nMeasured:\n")[0].partition("What limits it:")
     _, _, told = told.partition("\n\n")
-    parts = [f"\n## {rung.name}\n", f"**{rung.idea[0].upper() + rung.idea[1:]}.** [The file](../ladder/{FILES[rung.name]}.py)\n", prose(told)]
-    parts += [f"### What changed from {rung.below}: {rung.name}\n" if rung.below else f"### The kernels: {rung.name}\n", difference(rung)]
+    parts = [
+        f"\n## {rung.name}\n",
+        f"**{rung.idea[0].upper() + rung.idea[1:]}.** [The file](../ladder/{FILES[rung.name]}.py)\n",
+        prose(told),
+    ]
+    parts += [
+        f"### What changed from {rung.below}: {rung.name}\n" if rung.below else f"### The kernels: {rung.name}\n",
+        difference(rung),
+    ]
     parts += [f"### Figures: {rung.name}\n", table(measured(rows, rung.name)), counted(rows, rung.name)]
     if (IMAGES / f"ladder_{rung.name}.svg").exists():
-        parts += [f"Modelled time of one program, as the simulator draws it:\n\n![what the warps of {rung.name} do](images/ladder_{rung.name}.svg)\n"]
+        parts += [
+            (
+                f"Modelled time of one program, as the simulator draws it:\n\n![what the warps of {rung.name} "
+                f"do](images/ladder_{rung.name}.svg)\n"
+            )
+        ]
     parts += [f"### What limits it: {rung.name}\n", prose(limits.strip())]
     above = [harness.load(name) for name in RUNGS if harness.load(name).below == rung.name]
-    parts += [f"Next: {'; '.join(f'[{next_.name}](#{next_.name}), {next_.idea}' for next_ in above)}.\n"] if above else []
+    parts += (
+        [f"Next: {'; '.join(f'[{next_.name}](#{next_.name}), {next_.idea}' for next_ in above)}.\n"] if above else []
+    )
     return "\n".join(parts)
 
 
@@ -172,7 +217,9 @@ def prose(text: str) -> str:
                 if columns and not laid_out:
                     found.append("```\n")
                 if laid_out:
-                    found.append(("\n" if found and found[-1].strip() and not found[-1].endswith("\n\n") else "") + "```text")
+                    found.append(
+                        ("\n" if found and found[-1].strip() and not found[-1].endswith("\n\n") else "") + "```text"
+                    )
                 columns = laid_out
             found.append(line)
         found.append("```\n" if columns else "")
@@ -211,7 +258,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         sizes = f"{row['model_bytes'] / 1e9:.3g} | {row['peak_bytes'] / 1e6:.3g}"
         figures = f"{row['ms']:.4g} | {row['tflops']:.4g} | {row['percent_of_ceiling'] or 0:.3g} | {sizes}"
-        lines.append(f"| {row['head_dim']} | {'causal' if row['causal'] else 'dense'} | {row['seqlen_k']} | {figures} |")
+        lines.append(
+            f"| {row['head_dim']} | {'causal' if row['causal'] else 'dense'} | {row['seqlen_k']} | {figures} |"
+        )
     return "\n".join([*lines, "", f"{_where(rows)}.", ""])
 
 
@@ -221,19 +270,31 @@ def counted(rows: list[dict[str, Any]], name: str) -> str:
     if row is None:
         return ""
     seen = row["counters"]
-    waits = ", ".join([f"{reason.replace('_', ' ')} {share:.0f} %" for reason, share in seen["warps"].items() if reason != "selected"][:4])
-    return (f"Counted (D {row['head_dim']}, {'causal' if row['causal'] else 'dense'}, S_k {row['seqlen_k']}, ncu): "
-            f"{seen['dram_bytes'] / 1e9:.3g} GB from and to DRAM, {seen['l2_bytes'] / 1e9:.3g} GB through L2 "
-            f"({row.get('model_bytes', 0) / 1e9:.3g} by the model); tensor cores busy {seen['tensor_percent']:.0f} % of the time, issue slots "
-            f"{seen['issue_percent']:.0f} %, shared memory {seen['shared_percent']:.0f} %; {seen['bank_conflicts'] / 1e6:.3g} M bank conflicts; "
-            f"warps wait for: {waits}.\n")  # fmt: skip
+    waits = ", ".join(
+        [
+            f"{reason.replace('_', ' ')} {share:.0f} %"
+            for reason, share in seen["warps"].items()
+            if reason != "selected"
+        ][:4]
+    )
+    return (
+        f"Counted (D {row['head_dim']}, {'causal' if row['causal'] else 'dense'}, S_k {row['seqlen_k']}, ncu): "
+        f"{seen['dram_bytes'] / 1e9:.3g} GB from and to DRAM, {seen['l2_bytes'] / 1e9:.3g} GB through L2 "
+        f"({row.get('model_bytes', 0) / 1e9:.3g} by the model); tensor cores busy {seen['tensor_percent']:.0f} % "
+        "of the time, issue slots "
+        f"{seen['issue_percent']:.0f} %, shared memory {seen['shared_percent']:.0f} %; "
+        f"{seen['bank_conflicts'] / 1e6:.3g} M bank conflicts; "
+        f"warps wait for: {waits}.\n"
+    )
 
 
 # ---------------------------------------------------------------- files
 
 
 def timed_runs() -> Iterator[tuple[Rung, list[Event]]]:
-    """Every rung that Gluon schedules, and what one program of it does by modelled time: five tiles of keys, or what goes round its rings."""
+    """Every rung that Gluon schedules, and what one program of it does by modelled time: five tiles of keys, or what
+    goes round its rings.
+    """
     for name in RUNGS:
         if name in ("k1", "k2", "t"):
             continue  # one partition that does one thing after another

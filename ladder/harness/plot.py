@@ -14,7 +14,9 @@ _MARKS = "os^vD<>pPX*hd8H"
 
 
 def save(rows: Sequence[dict[str, Any]], path: Path) -> list[Path]:
-    """Write `path` (TFLOP/s by rung, at the longest length of each) and NAME_length beside it; returns what was written."""
+    """Write `path` (TFLOP/s by rung, at the longest length of each) and NAME_length beside it; returns what was
+    written.
+    """
     from matplotlib.figure import Figure  # no pyplot: no window system, no global state
 
     timed, written = [row for row in rows if row.get("ms")], []
@@ -40,7 +42,13 @@ def _rates(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
                 if own:
                     rate = max(own, key=lambda row: row["seqlen_k"])["tflops"]
                     axes.barh(place + shift, rate, height=0.38, color=colour, label="causal" if causal else "dense")
-                    axes.text(rate, place + shift, f" {rate:.3g}" if rate < 1000 else f" {rate:.0f}", va="center", fontsize=6.5)
+                    axes.text(
+                        rate,
+                        place + shift,
+                        f" {rate:.3g}" if rate < 1000 else f" {rate:.0f}",
+                        va="center",
+                        fontsize=6.5,
+                    )
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.set_title(f"head dimension {width}", fontsize=9)
@@ -56,10 +64,15 @@ def _lengths(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
     figure.set_size_inches(10, 4.5)
     panels = figure.subplots(1, 2)
     width, causal = max(row["head_dim"] for row in rows), min(row["causal"] for row in rows)
-    for axes, field, scale, label in ((panels[0], "ms", 1, "ms"), (panels[1], "peak_bytes", 1e6, "MB that a run allocates")):
+    for axes, field, scale, label in (
+        (panels[0], "ms", 1, "ms"),
+        (panels[1], "peak_bytes", 1e6, "MB that a run allocates"),
+    ):
         for colour, mark, name in zip(colormaps["tab20"].colors, cycle(_MARKS), RUNGS):  # type: ignore[attr-defined]
             own = sorted(
-                (row["seqlen_k"], row[field] / scale) for row in rows if (row["rung"], row["head_dim"], row["causal"]) == (name, width, causal)
+                (row["seqlen_k"], row[field] / scale)
+                for row in rows
+                if (row["rung"], row["head_dim"], row["causal"]) == (name, width, causal)
             )
             if own:
                 axes.plot(*zip(*own), color=colour, marker=mark, markersize=4, linewidth=1, label=name)
@@ -73,7 +86,10 @@ def _lengths(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
 
 def _where(rows: Sequence[dict[str, Any]]) -> str:
     newest = rows[-1]
-    return f"{newest['device'].split(', ')[0]} · torch {newest['torch']} · {days(rows)} · commit {newest['commit'] or 'unknown'}"
+    return (
+        f"{newest['device'].split(', ')[0]} · torch {newest['torch']} · {days(rows)} · commit "
+        f"{newest['commit'] or 'unknown'}"
+    )
 
 
 def days(rows: Sequence[dict[str, Any]]) -> str:

@@ -1,4 +1,5 @@
-"""Environment variables for debugging. No other module reads the environment, and no variable changes the meaning of a result.
+"""Environment variables for debugging. No other module reads the environment, and no variable changes the meaning of a
+result.
 
 `strobe env` prints them. Configuration is always an argument of a call, never an environment variable.
 """

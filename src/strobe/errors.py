@@ -5,7 +5,18 @@ from __future__ import annotations
 import builtins
 
 # errors that a broken installation raises at an import or a kernel's compilation, besides Triton's own errors
-BROKEN = (ImportError, OSError, RuntimeError, AttributeError, TypeError, ValueError, LookupError, NameError, SyntaxError, AssertionError)
+BROKEN = (
+    ImportError,
+    OSError,
+    RuntimeError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    NameError,
+    SyntaxError,
+    AssertionError,
+)
 
 
 def describe(argument: str, got: object, expected: str, remedy: str) -> str:
@@ -44,7 +55,9 @@ class InvalidProblem(ValueError):
 
 
 class UnsupportedProblem(NotImplementedError):
-    """The call is valid, but strobe cannot run it. If no kernel can run it, the message lists the reason of each kernel."""
+    """The call is valid, but strobe cannot run it. If no kernel can run it, the message lists the reason of each
+    kernel.
+    """
 
 
 class KernelFault(RuntimeError):
@@ -54,5 +67,9 @@ class KernelFault(RuntimeError):
 def wrong_type(argument: str, got: object, expected: str, remedy: str) -> TypeError:
     """A TypeError with the message of `describe`. `got` is the offending object; the message names only its type."""
     kind = type(got)  # a type named like a builtin, such as numpy.bool, gets its module's name too
-    name = f"{kind.__module__}.{kind.__name__}" if hasattr(builtins, kind.__name__) and kind.__module__ != "builtins" else kind.__name__
+    name = (
+        f"{kind.__module__}.{kind.__name__}"
+        if hasattr(builtins, kind.__name__) and kind.__module__ != "builtins"
+        else kind.__name__
+    )
     return TypeError(describe(argument, name, expected, remedy))

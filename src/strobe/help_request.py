@@ -1,4 +1,6 @@
-"""Whether this process is `strobe` with nothing to do but to print its help: that needs no torch, whose import takes seconds."""
+"""Whether this process is `strobe` with nothing to do but to print its help: that needs no torch, whose import takes
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ ASKS = ("-h", "--help", "--version")
 
 
 def alone(argv: Sequence[str], started: Sequence[str]) -> bool:
-    """argv: sys.argv while strobe is imported; started: sys.orig_argv. The parser ends such a process, by the help or by a mistake before it.
+    """argv: sys.argv while strobe is imported; started: sys.orig_argv. The parser ends such a process, by the help or
+    by a mistake before it.
 
     >>> alone(["/usr/bin/strobe", "bench", "--help"], []), alone(["-m", "--help"], ["python", "-m", "strobe", "--help"])
     (True, True)
-    >>> alone(["train.py", "--help"], []), alone(["/usr/bin/strobe", "env"], []), alone(["-m", "-h"], ["python", "-m", "pytest", "-h"])
-    (False, False, False)
+    >>> alone(["train.py", "--help"], []), alone(["/usr/bin/strobe", "env"], [])
+    (False, False)
+    >>> alone(["-m", "-h"], ["python", "-m", "pytest", "-h"])
+    False
     """
     program, words = argv[:1], list(argv[1:])
     if program == ["-m"]:

@@ -1,8 +1,8 @@
 """The public attention functions. Each one builds a `Call` from its keywords and passes it to `ops`.
 
 All functions take q [B, S_q, H_q, D], k [B, S_k, H_kv, D] and v [B, S_k, H_kv, D_v]; packed tensors are [T, H, D].
-Supported dtypes are float16, bfloat16, float32 and float64. The last dimension must be contiguous; other strides are free.
-Query head h reads key head h // (H_q // H_kv).
+Supported dtypes are float16, bfloat16, float32 and float64. The last dimension must be contiguous; other strides are
+free. Query head h reads key head h // (H_q // H_kv).
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ Packing = tuple[Tensor, "Tensor | None", "int | None", "int | None"]
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
+    batch_invariant: bool = False,
     kernel: str | None = None, out: Tensor | None = None, **others: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Compute exact attention, softmax(scale * q k^T) v, for each head under a mask.
@@ -59,22 +61,37 @@ def attention(
         out: the output tensor, [B, S_q, H_q, D_v] in q's dtype; not supported with gradients.
 
     Returns [B, S_q, H_q, D_v] in q's dtype. A row that sees no key is 0. A NaN in a row of q reaches only that row.
-    Raises InvalidProblem if arguments are invalid or contradict each other, TypeError for an argument of the wrong type, and
-    UnsupportedProblem if no kernel can run the call.
-    Source: FlashAttention-2 (arXiv 2307.08691), section 3; online softmax (arXiv 1805.02867).
+    Raises InvalidProblem if arguments are invalid or contradict each other, TypeError for an argument of the wrong
+    type, and UnsupportedProblem if no kernel can run the call. Source: FlashAttention-2 (arXiv 2307.08691), section 3;
+    online softmax (arXiv 1805.02867).
     """
     if others:
         raise unknown(attention, others)
     keywords: tuple | None = None
-    if window is None and mask is None and softcap is None and sinks is None and batch_invariant is False and kernel is None and out is None:
-        has_exact_types = type(causal) is bool and (deterministic is None or type(deterministic) is bool) and (scale is None or type(scale) is float)
-        # `has_exact_types` compares types because 1 == True: causal=1 would hit the cache entry of causal=True, but validation rejects it
+    if (
+        window is None
+        and mask is None
+        and softcap is None
+        and sinks is None
+        and batch_invariant is False
+        and kernel is None
+        and out is None
+    ):
+        has_exact_types = (
+            type(causal) is bool
+            and (deterministic is None or type(deterministic) is bool)
+            and (scale is None or type(scale) is float)
+        )
+        # `has_exact_types` compares types because 1 == True: causal=1 would hit the cache entry of causal=True, but
+        # validation rejects it
         if has_exact_types and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
             keywords = causal, scale
             result = ops.run_again(q, k, v, keywords, deterministic)
             if result is not None:
                 return result
-    call = _dense(q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
+    call = _dense(
+        q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel)
+    )
     result = ops.run(call, out if out is None else _out(out), True)[0]
     if keywords is not None:
         ops.remember_keywords(call, keywords)
@@ -82,8 +99,10 @@ def attention(
 
 
 def partial_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
-    softcap: float | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
+    kernel: str | None = None, **others: NoReturn,
 ) -> Partial:  # fmt: skip
     """Compute attention over a part of the keys: float32 output and log-sum-exp. `merge` combines the parts.
 
@@ -106,9 +125,12 @@ def partial_attention(
 
 
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
+    kernel: str | None = None,
     out: Tensor | None = None, **others: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Compute attention over sequences of different lengths that are packed without padding.
@@ -130,13 +152,19 @@ def attention_varlen(
     """
     if others:
         raise unknown(attention_varlen, others)
-    call = _dense(q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
-    return ops.run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), out if out is None else _out(out), True)[0]
+    call = _dense(
+        q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel)
+    )
+    return ops.run(
+        _packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), out if out is None else _out(out), True
+    )[0]
 
 
 def partial_attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float | None = None,
     deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Partial:  # fmt: skip
     """Compute `partial_attention` over packed sequences: Partial(out [T_q, H_q, D_v], lse [H_q, T_q]).
@@ -145,17 +173,22 @@ def partial_attention_varlen(
     >>> partial_attention_varlen(q, k, v, cu_seqlens_q=torch.tensor([0, 5, 12], dtype=torch.int32)).lse.shape
     torch.Size([2, 12])
 
-    Takes the arguments of `attention_varlen` except sinks and out. Both results are float32, or float64 for float64 inputs.
+    Takes the arguments of `attention_varlen` except sinks and out. Both results are float32, or float64 for float64
+    inputs.
     """
     if others:
         raise unknown(partial_attention_varlen, others)
     call = _dense(q, k, v, causal, window, None, None, _options(scale, softcap, deterministic, batch_invariant, kernel))
-    return Partial(*ops.run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)._replace(partial=True)))
+    return Partial(
+        *ops.run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)._replace(partial=True))
+    )
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
+    batch_invariant: bool = False,
     kernel: str | None = None, **others: NoReturn,
 ) -> Choice:  # fmt: skip
     """Return what `attention` would run for these arguments, without running it.
@@ -173,9 +206,12 @@ def explain(
 
 
 def explain_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
+    kernel: str | None = None, **others: NoReturn,
 ) -> Choice:  # fmt: skip
     """Return what `attention_varlen` would run for these arguments, without running it. See `explain`.
 
@@ -185,16 +221,21 @@ def explain_varlen(
     """
     if others:
         raise unknown(explain_varlen, others)
-    call = _dense(q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
+    call = _dense(
+        q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel)
+    )
     return ops.decide(ops.prepare(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)))
 
 
 def supports(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None, scale: float | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
+    batch_invariant: bool = False,
     kernel: str | None = None, **others: NoReturn,
 ) -> bool:  # fmt: skip
-    """Return whether a kernel on this machine can run this call of `attention`. Invalid arguments raise the same errors.
+    """Return whether a kernel on this machine can run this call of `attention`. Invalid arguments raise the same
+    errors.
 
     >>> q = torch.randn(1, 8, 2, 64)
     >>> supports(q, q, q), supports(q, q, q, kernel="portable")
@@ -202,7 +243,9 @@ def supports(
     """
     if others:
         raise unknown(supports, others)
-    call = _dense(q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel))
+    call = _dense(
+        q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel)
+    )
     try:
         ops.decide(ops.prepare(call))
     except UnsupportedProblem:
@@ -211,17 +254,20 @@ def supports(
 
 
 def warmup(problems: Iterable[Problem | DecodeProblem], device: torch.device | str | None = None) -> None:
-    """Compile the kernels of these problems before their first call, for example before a graph capture or to fill a shared cache.
+    """Compile the kernels of these problems before their first call, for example before a graph capture or to fill a
+    shared cache.
 
     >>> q = torch.randn(1, 8, 2, 64)
     >>> warmup([explain(q, q, q).problem])
 
-    Runs each problem once on zeros of its shapes. `device` defaults to the current GPU, or to the CPU if there is no GPU.
-    Raises InvalidProblem for the meta device and TypeError for a value that is not a problem.
+    Runs each problem once on zeros of its shapes. `device` defaults to the current GPU, or to the CPU if there is no
+    GPU. Raises InvalidProblem for the meta device and TypeError for a value that is not a problem.
     """
     place = device_here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "meta":
-        raise InvalidProblem("device", "meta", "one that has memory, since kernels are run", "name the one that they are for")
+        raise InvalidProblem(
+            "device", "meta", "one that has memory, since kernels are run", "name the one that they are for"
+        )
     if not isinstance(problems, Iterable):
         raise wrong_type("problems", problems, "strobe.Problem values", "put it in a list")
     for problem in problems:
@@ -254,9 +300,25 @@ def last_errors(device: torch.device | str | None = None) -> list[str]:
 Options = tuple[float | None, float, bool, bool, str]
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Window | None, mask: Mask | None, sinks: Tensor | None, options: Options) -> Call:
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and (sinks is None or isinstance(sinks, Tensor))):
-        name, got = next((name, got) for name, got in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if not isinstance(got, Tensor))
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: Window | None,
+    mask: Mask | None,
+    sinks: Tensor | None,
+    options: Options,
+) -> Call:
+    if not (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and (sinks is None or isinstance(sinks, Tensor))
+    ):
+        name, got = next(
+            (name, got) for name, got in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if not isinstance(got, Tensor)
+        )
         raise wrong_type(name, got, "a tensor", "pass a torch.Tensor")
     left, right = _band(causal, window)
     call = Call(q, k, v, left, right, *options, False, False, sinks)  # positional arguments save 0.15 of 0.55 us
@@ -264,7 +326,9 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Window | None,
         return call
     if not isinstance(mask, Mask):
         raise no_mask(mask)
-    alone = isinstance(left, int) and isinstance(right, int) and left == right == NO_BOUND  # & with a mask without bounds takes 2 us
+    alone = (
+        isinstance(left, int) and isinstance(right, int) and left == right == NO_BOUND
+    )  # & with a mask without bounds takes 2 us
     return call.with_mask(mask if alone else call.mask & mask)
 
 
@@ -272,7 +336,8 @@ def call_of(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, sinks: Tensor | None = None,
     options: tuple[float | None, float | None, bool | None] = (None, None, None), packing: Packing | None = None,
 ) -> Call:  # fmt: skip
-    """Build the Call of `attention`, or of `attention_varlen` if packing is given. `strobe.compat.signatures` calls this.
+    """Build the Call of `attention`, or of `attention_varlen` if packing is given. `strobe.compat.signatures` calls
+    this.
 
     options: (scale, softcap, deterministic). packing: (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k).
     """
@@ -293,16 +358,22 @@ def _band(causal: bool, window: Window | None) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
-def _packed(call: Call, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None) -> Call:
+def _packed(
+    call: Call, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> Call:
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(offsets, Tensor):
-            raise wrong_type(name, offsets, "an int32 tensor [n + 1]", "give the running sum of lengths, from 0 to the total")
+            raise wrong_type(
+                name, offsets, "an int32 tensor [n + 1]", "give the running sum of lengths, from 0 to the total"
+            )
     longest = [_length(name, bound) for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))]
     same = cu_seqlens_k is cu_seqlens_q
     cu_seqlens_q = as_int32(cu_seqlens_q)
     cu_seqlens_k = cu_seqlens_q if same else as_int32(cu_seqlens_k)
-    return call._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+    return call._replace(
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1]
+    )
 
 
 def _length(name: str, bound: int | None) -> int:
@@ -316,7 +387,9 @@ def _length(name: str, bound: int | None) -> int:
     return min(length, FARTHEST)
 
 
-def _options(scale: float | None, softcap: float | None, deterministic: bool | None, batch_invariant: bool, kernel: str | None) -> Options:
+def _options(
+    scale: float | None, softcap: float | None, deterministic: bool | None, batch_invariant: bool, kernel: str | None
+) -> Options:
     if softcap is not None and not _number("softcap", softcap) > 0:
         raise InvalidProblem("softcap", softcap, "a number > 0 or None", "leave it out for none")
     if deterministic is None:
@@ -326,7 +399,9 @@ def _options(scale: float | None, softcap: float | None, deterministic: bool | N
     if not isinstance(batch_invariant, bool):
         raise wrong_type("batch_invariant", batch_invariant, "a bool", "pass True or False")
     if kernel is not None and not isinstance(kernel, str):
-        raise wrong_type("kernel", kernel, "a str or None", 'name a family ("portable") or a kernel ("portable.forward")')
+        raise wrong_type(
+            "kernel", kernel, "a str or None", 'name a family ("portable") or a kernel ("portable.forward")'
+        )
     scale = None if scale is None else _number("scale", scale)
     return scale, 0.0 if softcap is None else _number("softcap", softcap), deterministic, batch_invariant, kernel or ""
 
@@ -347,6 +422,7 @@ def _out(out: Tensor) -> Tensor:
 
 
 __all__ = [
-    "attention", "attention_varlen", "explain", "explain_varlen", "last_errors", "partial_attention", "partial_attention_varlen",
+    "attention", "attention_varlen", "explain", "explain_varlen", "last_errors", "partial_attention",
+    "partial_attention_varlen",
     "supports", "warmup",
 ]  # fmt: skip

@@ -18,11 +18,14 @@ from .selection.select import Choice
 
 
 def attention_decode(
-    q: Tensor, cache: PagedCache | DenseCache, *, causal: bool = True, window: Window | None = None, scale: float | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, out: Tensor | None = None,
+    q: Tensor, cache: PagedCache | DenseCache, *, causal: bool = True, window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    out: Tensor | None = None,
     **others: NoReturn,
 ) -> Tensor:  # fmt: skip
-    """Compute attention of each sequence's newest tokens over its KV cache. The cache must already contain these tokens.
+    """Compute attention of each sequence's newest tokens over its KV cache. The cache must already contain these
+    tokens.
 
     >>> import torch
     >>> k, v = torch.randn(2, 128, 2, 64), torch.randn(2, 128, 2, 64)
@@ -41,10 +44,10 @@ def attention_decode(
             those of its prefill.
         out: the output tensor, [B, T, H_q, D_v] in q's dtype. It may be q itself, but must not overlap other inputs.
 
-    Returns [B, T, H_q, D_v] in q's dtype. A row that sees no key is 0: n is 0, or n < T and the row precedes the first key.
-    Does not synchronize with the device, so a CUDA graph may capture it and replay it with other lengths and pages.
-    Lengths, starts and page ids out of range are clamped or masked, and reported by `last_errors`.
-    Raises InvalidProblem, TypeError, and UnsupportedProblem if no kernel can run the call or a gradient is required.
+    Returns [B, T, H_q, D_v] in q's dtype. A row that sees no key is 0: n is 0, or n < T and the row precedes the first
+    key. Does not synchronize with the device, so a CUDA graph may capture it and replay it with other lengths and
+    pages. Lengths, starts and page ids out of range are clamped or masked, and reported by `last_errors`. Raises
+    InvalidProblem, TypeError, and UnsupportedProblem if no kernel can run the call or a gradient is required.
     """
     if others:
         raise unknown(attention_decode, others)
@@ -53,18 +56,21 @@ def attention_decode(
 
 
 def partial_attention_decode(
-    q: Tensor, cache: PagedCache | DenseCache, *, causal: bool = True, window: Window | None = None, scale: float | None = None,
+    q: Tensor, cache: PagedCache | DenseCache, *, causal: bool = True, window: Window | None = None,
+    scale: float | None = None,
     softcap: float | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Partial:  # fmt: skip
     """Compute `attention_decode` as a part to `merge` with attention over other keys: float32 output and log-sum-exp.
 
     >>> import torch
     >>> k = torch.randn(2, 128, 2, 64)
-    >>> part = partial_attention_decode(torch.randn(2, 3, 8, 64), DenseCache(k, k, torch.tensor([128, 0], dtype=torch.int32)))
+    >>> cache = DenseCache(k, k, torch.tensor([128, 0], dtype=torch.int32))
+    >>> part = partial_attention_decode(torch.randn(2, 3, 8, 64), cache)
     >>> part.out.shape, part.lse.shape, part.lse[1].max().item()
     (torch.Size([2, 3, 8, 64]), torch.Size([2, 8, 3]), -inf)
 
-    Takes the arguments of `attention_decode` except sinks and out. Apply sinks with `with_sinks`, once, after the last merge.
+    Takes the arguments of `attention_decode` except sinks and out. Apply sinks with `with_sinks`, once, after the last
+    merge.
 
     Returns Partial(out [B, T, H_q, D_v], lse [B, H_q, T]), both float32, or float64 for float64 inputs.
     """
@@ -75,8 +81,10 @@ def partial_attention_decode(
 
 
 def explain_decode(
-    q: Tensor, cache: PagedCache | DenseCache, *, causal: bool = True, window: Window | None = None, scale: float | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
+    q: Tensor, cache: PagedCache | DenseCache, *, causal: bool = True, window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    **others: NoReturn,
 ) -> Choice:  # fmt: skip
     """Return what `attention_decode` would run for these arguments, without running it. See `explain`.
 
@@ -88,7 +96,9 @@ def explain_decode(
     """
     if others:
         raise unknown(explain_decode, others)
-    return ops_decode.decide(ops_decode.prepare(_call(q, cache, _settings(causal, window, scale, softcap, sinks, batch_invariant, kernel))))
+    return ops_decode.decide(
+        ops_decode.prepare(_call(q, cache, _settings(causal, window, scale, softcap, sinks, batch_invariant, kernel)))
+    )
 
 
 def append(cache: PagedCache | DenseCache, k_new: Tensor, v_new: Tensor, *, rotary: Rotary | None = None) -> None:
@@ -108,10 +118,10 @@ def append(cache: PagedCache | DenseCache, k_new: Tensor, v_new: Tensor, *, rota
             magnitude 448 and rounded.
         rotary: rotate the new keys by the angles of their positions before writing. The caller rotates the queries.
 
-    A token without room, or with a page id outside the pool, is not written. A token whose position has no rotary angles
-    becomes NaN in its rotary dimensions. `last_errors` reports both. Two sequences must not write to the same page.
-    Does not synchronize with the device.
-    Raises InvalidProblem, TypeError, and UnsupportedProblem under vmap, for gradients, or if no kernel can run the call.
+    A token without room, or with a page id outside the pool, is not written. A token whose position has no rotary
+    angles becomes NaN in its rotary dimensions. `last_errors` reports both. Two sequences must not write to the same
+    page. Does not synchronize with the device. Raises InvalidProblem, TypeError, and UnsupportedProblem under vmap, for
+    gradients, or if no kernel can run the call.
     """
     for name, tensor in (("k_new", k_new), ("v_new", v_new)):
         if not isinstance(tensor, Tensor):
@@ -123,7 +133,13 @@ Settings = tuple  # sinks, left, right, scale, softcap, batch_invariant, kernel
 
 
 def _settings(
-    causal: bool, window: Window | None, scale: float | None, softcap: float | None, sinks: Tensor | None, batch_invariant: bool, kernel: str | None
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    batch_invariant: bool,
+    kernel: str | None,
 ) -> Settings:
     left, right = _band(causal, window)
     scale, cap, _, batch_invariant, name = _options(scale, softcap, False, batch_invariant, kernel)

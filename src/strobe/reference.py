@@ -1,7 +1,9 @@
-"""The oracle of the tests: attention and its gradients in float64, with the equations of the papers. O(S_q * S_k) memory.
+"""The oracle of the tests: attention and its gradients in float64, with the equations of the papers. O(S_q * S_k)
+memory.
 
-Forward: softmax(scale * q k^T + mask) v. Backward: "FlashAttention-2" (arXiv 2307.08691), section 2.3.2, with P not tiled:
-dv = P^T do, dp = do v^T, ds = P * (dp - delta), dq = scale * ds k, dk = scale * ds^T q, delta = rowsum(do * out) - dlse.
+Forward: softmax(scale * q k^T + mask) v. Backward: "FlashAttention-2" (arXiv 2307.08691), section 2.3.2, with P not
+tiled: dv = P^T do, dp = do v^T, ds = P * (dp - delta), dq = scale * ds k, dk = scale * ds^T q, delta = rowsum(do * out)
+- dlse.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class Gradients(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """A call over dense tensors [B, H, S, D] in the oracle's dtype, with its mask as a bool tensor. k and v are repeated to q's heads."""
+    """A call over dense tensors [B, H, S, D] in the oracle's dtype, with its mask as a bool tensor. k and v are
+    repeated to q's heads.
+    """
 
     q: Tensor
     k: Tensor
@@ -114,7 +118,8 @@ def decode(call: DecodeCall, dtype: torch.dtype = torch.float64) -> Partial:
     """Compute out and lse of a decode in `dtype`: each sequence is attention over its own keys.
 
     >>> k = torch.arange(8.0).view(1, 4, 1, 2)
-    >>> decode(DecodeCall(torch.zeros(1, 1, 1, 2), k, k, torch.tensor([3], dtype=torch.int32), right=0)).out.flatten().tolist()
+    >>> call = DecodeCall(torch.zeros(1, 1, 1, 2), k, k, torch.tensor([3], dtype=torch.int32), right=0)
+    >>> decode(call).out.flatten().tolist()
     [2.0, 3.0]
     """
     parts = [forward(sequence(call, b), dtype) for b in range(call.q.shape[0])]
@@ -143,14 +148,20 @@ def _scores(rows: _Rows) -> tuple[Tensor, Tensor | float]:
 
 
 def _softmax(s: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
-    """p and lse. A row that sees no key has p 0 and lse -inf, or the sink. The mask decides which keys are seen, not a row maximum of -inf."""
+    """p and lse. A row that sees no key has p 0 and lse -inf, or the sink. The mask decides which keys are seen, not a
+    row maximum of -inf.
+    """
     sinks = None if rows.sinks is None else rows.sinks[None, :, None]
-    columns = [s] if sinks is None else [s, sinks[..., None].clamp(max=torch.finfo(s.dtype).max).expand(*s.shape[:3], 1)]
+    columns = (
+        [s] if sinks is None else [s, sinks[..., None].clamp(max=torch.finfo(s.dtype).max).expand(*s.shape[:3], 1)]
+    )
     logits = torch.cat(columns, -1)
     if logits.shape[-1] == 0:
         return s, s.new_full(s.shape[:3], -torch.inf)
     lse = torch.logsumexp(logits, -1)
-    lse = lse if sinks is None else torch.maximum(lse, sinks)  # restores a sink of +inf, clamped above because inf - inf is NaN
+    lse = (
+        lse if sinks is None else torch.maximum(lse, sinks)
+    )  # restores a sink of +inf, clamped above because inf - inf is NaN
     # not exp(s - lse): at |lse| = 200 the rounding of lse moves sum(p), and so delta, 100 ulp off
     p = torch.where(rows.seen, torch.softmax(logits, -1)[..., : s.shape[-1]], 0.0)
     return p, lse
@@ -166,10 +177,14 @@ def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor 
 
 def _sequences(call: Call):
     """Yield each sequence as (dense call of batch 1, slice of its query rows, slice of its keys)."""
-    offsets_q, offsets_k = (offsets.tolist() for offsets in (call.cu_seqlens_q, call.cu_seqlens_k) if offsets is not None)
+    offsets_q, offsets_k = (
+        offsets.tolist() for offsets in (call.cu_seqlens_q, call.cu_seqlens_k) if offsets is not None
+    )
     for n in range(len(offsets_q) - 1):
         rows, keys = slice(offsets_q[n], offsets_q[n + 1]), slice(offsets_k[n], offsets_k[n + 1])
-        one = call._replace(q=call.q[None, rows], k=call.k[None, keys], v=call.v[None, keys], cu_seqlens_q=None, cu_seqlens_k=None)
+        one = call._replace(
+            q=call.q[None, rows], k=call.k[None, keys], v=call.v[None, keys], cu_seqlens_q=None, cu_seqlens_k=None
+        )
         yield one, rows, keys
 
 

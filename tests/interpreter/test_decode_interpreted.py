@@ -1,4 +1,6 @@
-"""The portable decode and append, run by Triton's interpreter on a CPU: every named cache in as many splits as an H200 would take."""
+"""The portable decode and append, run by Triton's interpreter on a CPU: every named cache in as many splits as an H200
+would take.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,34 @@ from strobe.testing.decode import DECODES, assert_decode_as_good_as
 
 pytestmark = pytest.mark.skipif(not ENV.interpret, reason="TRITON_INTERPRET is not set")
 
-DTYPES = (torch.float32, torch.float16, torch.float64)  # not bfloat16: the interpreter (Triton 3.6, create_dot) multiplies its bits as integers
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.float64,
+)  # not bfloat16: the interpreter (Triton 3.6, create_dot) multiplies its bits as integers
 HERE = {"device": "cpu", "kernel": "portable"}
-SLOW = ("dense_tokens_16_group_8", "dense_tokens_40_group_3", "pages_of_1024", "pages_of_16_tokens_4")  # many programs: nightly
-SHORT = ("dense_tokens_5", "dense_softcap_sinks", "dense_left_padded", "dense_no_room", "pages_of_13", "pages_lost", "pages_fp8")
+SLOW = (
+    "dense_tokens_16_group_8",
+    "dense_tokens_40_group_3",
+    "pages_of_1024",
+    "pages_of_16_tokens_4",
+)  # many programs: nightly
+SHORT = (
+    "dense_tokens_5",
+    "dense_softcap_sinks",
+    "dense_left_padded",
+    "dense_no_room",
+    "pages_of_13",
+    "pages_lost",
+    "pages_fp8",
+)
 
 
 @pytest.mark.parts(3)
-@pytest.mark.parametrize("n, name", [pytest.param(n, name, marks=[pytest.mark.nightly] * (name in SLOW), id=name) for n, name in enumerate(DECODES)])
+@pytest.mark.parametrize(
+    "n, name",
+    [pytest.param(n, name, marks=[pytest.mark.nightly] * (name in SLOW), id=name) for n, name in enumerate(DECODES)],
+)
 def test_in_splits(n, name):
     dtype = DTYPES[n % 2 if DECODES[name].fp8 else n % 3]  # no float64 over 8 bits on a GPU
     call = DECODES[name].build("cpu", dtype, FAMILIES[n % 5], n, "portable")
@@ -59,7 +81,12 @@ def test_indicator_probe(page_size):
     rows = rows[order.argsort()] if page_size else rows
     call = DecodeCall(torch.zeros(batch, 1, 1, 16), rows, rows, lengths.int(), table, right=0)
     out, lse = on(FAKES["H200"], call)
-    torch.testing.assert_close(out[:, 0, 0].double(), torch.where(own, values, 0.0).sum(1).double() / lengths[:, None], rtol=8 * 2.0**-24, atol=0)
+    torch.testing.assert_close(
+        out[:, 0, 0].double(),
+        torch.where(own, values, 0.0).sum(1).double() / lengths[:, None],
+        rtol=8 * 2.0**-24,
+        atol=0,
+    )
     torch.testing.assert_close(lse[:, 0, 0].double(), lengths.double().log(), rtol=0, atol=2e-6 + 4 * 2.0**-21)
 
 
@@ -87,7 +114,9 @@ def test_the_same_bits_everywhere(seed, wide_sums):
     test_decode.alone_and_elsewhere(seed, most=60, **HERE)
 
 
-@pytest.mark.parametrize("tokens, left, right", [(1, 0, 0), (3, 20, 0), (2, 31, 2), (1, 63, 0), (3, 100, 0), (1, 255, 1)])
+@pytest.mark.parametrize(
+    "tokens, left, right", [(1, 0, 0), (3, 20, 0), (2, 31, 2), (1, 63, 0), (3, 100, 0), (1, 255, 1)]
+)
 def test_a_short_windows_rows_have_the_bits_of_their_prefill(tokens, left, right, wide_sums):
     """Across an edge of tiles and one of fixed splits, and in sequences that are shorter than the window."""
     dtype = DTYPES[left % 2]
@@ -102,7 +131,14 @@ def test_empty_splits_change_no_bit():
     runs = []
     for keys, values in ((k, v), longer):
         call = DecodeCall(
-            q, keys, values, torch.tensor([90], dtype=torch.int32), right=0, batch_invariant=True, kernel="portable", sinks=torch.ones(1)
+            q,
+            keys,
+            values,
+            torch.tensor([90], dtype=torch.int32),
+            right=0,
+            batch_invariant=True,
+            kernel="portable",
+            sinks=torch.ones(1),
         )
         runs.append((ops_decode.run(call), ops_decode.decide(call).forward.config.n_splits))
     assert [n for _, n in runs] == [1, 3]
@@ -116,7 +152,12 @@ def test_rows_of_nan():
 def test_lengths_and_starts_out_of_range():
     for seqlens, error in (((-3, 4), "cache.seqlens"), ((4, 2**31 - 1), "cache.seqlens")):
         test_decode.test_lengths_out_of_range_are_clamped_and_told(seqlens, error, **HERE)
-    for start, clamped, options in ((-2, 0, {}), (6, 5, {}), (2**31 - 1, 5, {"window": (70, 3)}), (6, 5, {"causal": False})):
+    for start, clamped, options in (
+        (-2, 0, {}),
+        (6, 5, {}),
+        (2**31 - 1, 5, {"window": (70, 3)}),
+        (6, 5, {"causal": False}),
+    ):
         test_decode.test_a_start_out_of_range_is_clamped_and_told(start, clamped, options, **HERE)
     test_decode.test_an_empty_pool(**HERE)
 
@@ -124,12 +165,18 @@ def test_lengths_and_starts_out_of_range():
 @pytest.mark.parametrize("scale", [(0.5, -2.0), (0.0, 1.0), (-1.0, 0.0)])
 def test_scales_of_any_sign(scale):
     """Keys of a negative or a zero scale: the sign goes into q, and what is hidden stays hidden."""
-    call = DECODES["pages_fp8_window_sinks"].build("cpu", torch.float32, "normal", 1, "portable")._replace(k_scale=torch.tensor(scale))
+    call = (
+        DECODES["pages_fp8_window_sinks"]
+        .build("cpu", torch.float32, "normal", 1, "portable")
+        ._replace(k_scale=torch.tensor(scale))
+    )
     for softcap in (0.0, 2.0):
         assert_decode_as_good_as(ops_decode.run(call._replace(softcap=softcap)), call._replace(softcap=softcap))
 
 
-@pytest.mark.parametrize("n, paged, rotary", [(0, True, (16, False)), (2, False, (10, True)), (3, True, None), (0, False, (6, False))])
+@pytest.mark.parametrize(
+    "n, paged, rotary", [(0, True, (16, False)), (2, False, (10, True)), (3, True, None), (0, False, (6, False))]
+)
 def test_append(n, paged, rotary):
     appended.test_each_token_goes_to_its_place(n, appended.DTYPES[n], paged, rotary, **HERE)
 

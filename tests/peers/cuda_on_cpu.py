@@ -1,6 +1,8 @@
-"""Tests that ask for device="cuda" on a machine without one: their tensors are made on the CPU, and the driver answers as a named GPU would.
+"""Tests that ask for device="cuda" on a machine without one: their tensors are made on the CPU, and the driver answers
+as a named GPU would.
 
-Functions are replaced, no torch mode is entered: under a mode strobe would take another way through its dispatch than users do.
+Functions are replaced, no torch mode is entered: under a mode strobe would take another way through its dispatch than
+users do.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from types import SimpleNamespace
 import torch
 
 MADE = (
-    "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "full", "full_like", "linspace", "normal",
-    "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "tensor", "tril_indices", "triu_indices",
+    "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "full",
+    "full_like", "linspace", "normal",
+    "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "tensor",
+    "tril_indices", "triu_indices",
     "zeros", "zeros_like",
 )  # fmt: skip
 METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to")
@@ -27,7 +31,9 @@ def install(capability: tuple[int, int]) -> None:
     torch.nn.Module.to = _mapped(torch.nn.Module.to)
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_args, **_kwargs: self
     major, minor = capability
-    properties = SimpleNamespace(name="CPU", gcnArchName="", major=major, minor=minor, total_memory=80 << 30, multi_processor_count=132)
+    properties = SimpleNamespace(
+        name="CPU", gcnArchName="", major=major, minor=minor, total_memory=80 << 30, multi_processor_count=132
+    )
     answers = {"get_device_capability": capability, "get_device_properties": properties}
     for name, answer in answers.items():
         setattr(torch.cuda, name, _answer(answer))
@@ -42,7 +48,10 @@ def _answer(answer):
 def _mapped(function):
     @functools.wraps(function)
     def on_cpu(*args, **kwargs):
-        return function(*map(_device, args), **{name: _device(value) if name == "device" else value for name, value in kwargs.items()})
+        return function(
+            *map(_device, args),
+            **{name: _device(value) if name == "device" else value for name, value in kwargs.items()},
+        )
 
     return on_cpu
 

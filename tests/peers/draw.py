@@ -12,7 +12,9 @@ import pytest
 
 
 def combinations(marks: list) -> tuple[tuple[str, ...], list[list[tuple[Any, list]]]]:
-    """The names that parametrize marks give values to, and of each mark its values, beside the marks that a value has of its own."""
+    """The names that parametrize marks give values to, and of each mark its values, beside the marks that a value has
+    of its own.
+    """
     names: list[str] = []
     axes = []
     for mark in marks:
@@ -22,21 +24,31 @@ def combinations(marks: list) -> tuple[tuple[str, ...], list[list[tuple[Any, lis
         axis = []
         for value in values:
             extra = list(value.marks) if hasattr(value, "marks") and hasattr(value, "values") else []
-            plain = value.values if extra or type(value).__name__ == "ParameterSet" else ((value,) if len(own) == 1 else tuple(value))
+            plain = (
+                value.values
+                if extra or type(value).__name__ == "ParameterSet"
+                else ((value,) if len(own) == 1 else tuple(value))
+            )
             axis.append((plain, extra))
         axes.append(axis)
     return tuple(names), axes
 
 
 def work(parameters: dict[str, Any]) -> int:
-    """Query rows times keys times head dimension, as far as the parameters' names tell. A size that only the test's body knows is not counted.
+    """Query rows times keys times head dimension, as far as the parameters' names tell. A size that only the test's
+    body knows is not counted.
 
     >>> work({"seqlen_q": 100, "seqlen_k": 200, "d": 64}), work({"seqlen": 100, "d": 64}), work({"dtype": "float16"})
     (1280000, 640000, 0)
     """
-    lengths = sorted((value for name, value in parameters.items() if re.search("seq_?len", name) and type(value) is int), reverse=True)
+    lengths = sorted(
+        (value for name, value in parameters.items() if re.search("seq_?len", name) and type(value) is int),
+        reverse=True,
+    )
     area = lengths[0] * (lengths[1] if len(lengths) > 1 else lengths[0]) if lengths else 0
-    widths = [value for name, value in parameters.items() if name in ("d", "D", "headdim", "head_dim") and type(value) is int]
+    widths = [
+        value for name, value in parameters.items() if name in ("d", "D", "headdim", "head_dim") and type(value) is int
+    ]
     return area * (widths[0] if widths else 128)
 
 
@@ -58,7 +70,9 @@ class Draw:
         every = list(itertools.product(*self.axes))
         self.total = len(every)
         omitted = any(fnmatchcase(self.name, pattern) for pattern in self.plan["omitted"])
-        kept = [each for each in every if not omitted and work(dict(zip(self.names, self.values(each)))) <= self.plan["cap"]]
+        kept = [
+            each for each in every if not omitted and work(dict(zip(self.names, self.values(each)))) <= self.plan["cap"]
+        ]
         self.under_cap = len(kept)
         return kept
 
@@ -68,7 +82,9 @@ class Draw:
 
     def chosen(self, share: int) -> list[tuple]:
         allowed = self.allowed()
-        numbers = random.Random(f"{self.plan['seed']} {self.name}").sample(range(len(allowed)), min(share, len(allowed)))
+        numbers = random.Random(f"{self.plan['seed']} {self.name}").sample(
+            range(len(allowed)), min(share, len(allowed))
+        )
         self.drawn = len(numbers)
         return [allowed[number] for number in sorted(numbers)]
 
@@ -77,7 +93,10 @@ class Draw:
         if not self.marks:
             self.drawn = 1
             return
-        rows = [pytest.param(*self.values(each), marks=[mark for _, extra in each for mark in extra]) for each in self.chosen(share)]
+        rows = [
+            pytest.param(*self.values(each), marks=[mark for _, extra in each for mark in extra])
+            for each in self.chosen(share)
+        ]
         others = [mark for mark in function.pytestmark if mark.name != "parametrize"]
         ids = [str(number) for number in range(len(rows))]
         function.pytestmark = [*others, pytest.mark.parametrize(",".join(self.names), rows, ids=ids).mark]

@@ -16,27 +16,42 @@ class Known(NamedTuple):
         return all(fnmatchcase(given, pattern) for given, pattern in zip((suite, test, message), self))
 
 
-_CACHE = "The test replaces or counts the entries of a cache of compiled kernels that FlashAttention-4's private functions hold. strobe's have none."
-_SCHEDULER = "The test asks for tensors in FlashAttention-4's scheduler metadata. strobe plans its launches itself and returns it without any."
-_BACKWARD = "The test passes `window_size` to `_flash_attn_backward` and unpacks four results; FlashAttention-3's takes none and returns one."
+_CACHE = (
+    "The test replaces or counts the entries of a cache of compiled kernels that FlashAttention-4's private "
+    "functions hold. strobe's have none."
+)
+_SCHEDULER = (
+    "The test asks for tensors in FlashAttention-4's scheduler metadata. strobe plans its launches itself "
+    "and returns it without any."
+)
+_BACKWARD = (
+    "The test passes `window_size` to `_flash_attn_backward` and unpacks four results; FlashAttention-3's "
+    "takes none and returns one."
+)
 _COMBINE = "strobe.cute has no `_flash_attn_fwd_combine`, a private function with a semaphore and counts of splits."
 
 KNOWN: tuple[Known, ...] = (
     Known("fa4", "*", "AttributeError: * has no attribute 'compile_cache'", _CACHE),
     Known("fa4", "*combine*", "MissingExport: * has no _flash_attn_fwd_combine", _COMBINE),
-    Known("fa4", "*test_flash_attn_varlen_cumsum_metadata_paths", "AssertionError: assert None is not None*", _SCHEDULER),
+    Known(
+        "fa4", "*test_flash_attn_varlen_cumsum_metadata_paths", "AssertionError: assert None is not None*", _SCHEDULER
+    ),
     Known(
         "fa4",
         "*test_flash_attn_lse_grad_unused",
         "AssertionError: dV should be identical since LSE doesn't depend on V*",
-        "The test asks for the same bits of dV with and without a gradient of lse. On a CPU PyTorch's kernel computes one and strobe's the other; "
+        "The test asks for the same bits of dV with and without a gradient of lse. On a CPU PyTorch's kernel "
+        "computes one and strobe's the other; "
         "both are within the bounds, and the contract promises equal bits to equal calls.",
     ),
     Known(
         "fa4",
         "*test_flash_attn_invalid_head_dim",
         "Failed: DID NOT RAISE AssertionError",
-        "The test expects an error for head dimensions 4, 148 and 288, which FlashAttention-4 cannot run. strobe runs them (288 on a CPU alone).",
+        (
+            "The test expects an error for head dimensions 4, 148 and 288, which FlashAttention-4 cannot run. strobe "
+            "runs them (288 on a CPU alone)."
+        ),
     ),
     Known(
         "fa3*",
@@ -55,7 +70,8 @@ KNOWN: tuple[Known, ...] = (
         "fa3*",
         "test_flash_attn.py::*",
         "AssertionError: assert *e-0[6789] <= ((* * 0.0) + 0.0) *(d[qk] - d[qk]_ref)*",
-        "Of rows that see one key dq and dk are exactly 0, and so is the bound of the test. On a CPU they come out below 1e-5, by the order of two "
+        "Of rows that see one key dq and dk are exactly 0, and so is the bound of the test. On a CPU they come out "
+        "below 1e-5, by the order of two "
         "float32 sums; those of PyTorch's attention do too.",
     ),
     Known(
@@ -68,13 +84,17 @@ KNOWN: tuple[Known, ...] = (
         "fa2",
         "*test_flash_attn_generator_arg_must_be_none",
         "Failed: DID NOT RAISE RuntimeError",
-        "The test passes something else than None for dropout's generator, by position, and expects an error. strobe ignores it: it has no dropout.",
+        (
+            "The test passes something else than None for dropout's generator, by position, and expects an error. "
+            "strobe ignores it: it has no dropout."
+        ),
     ),
     Known(
         "fa2",
         "*test_flash_attn_kvcache_paged_block_table_bounds",
         "Failed: DID NOT RAISE RuntimeError",
-        "The test expects an error for lengths beyond a block table. strobe clamps them, writes nothing outside the pages and reports them in "
+        "The test expects an error for lengths beyond a block table. strobe clamps them, writes nothing outside "
+        "the pages and reports them in "
         "`strobe.last_errors()`, so that no call waits for the device.",
     ),
 )

@@ -32,7 +32,8 @@ def outcome(error: BaseException, raised_in: Path) -> tuple[str, str]:
 
 
 def normalised(message: str) -> str:
-    """A message on one line, without the numbers in which its repetitions differ. An assertion keeps its numbers: they say how wrong it was.
+    """A message on one line, without the numbers in which its repetitions differ. An assertion keeps its numbers: they
+    say how wrong it was.
 
     >>> normalised("alibi: got 0.25 at 0x7f00"), normalised("AssertionError: assert 0.25 <= (2 * 0.0)")
     ('alibi: got # at #', 'AssertionError: assert 0.25 <= (2 * 0.0)')

@@ -1,13 +1,14 @@
-"""FlashAttention's own tests, and transformers' flash-attention code, on strobe's stand-ins: how many pass, are refused by name, or fail.
+"""FlashAttention's own tests, and transformers' flash-attention code, on strobe's stand-ins: how many pass, are refused
+by name, or fail.
 
-    python tests/peers/run.py CHECKOUT                                    every suite, on the GPU, or on the CPU where there is none
+    python tests/peers/run.py CHECKOUT                                    every suite, on the GPU if there is one
     python tests/peers/run.py CHECKOUT --suite fa3 --sample 100 --seed 2  another draw of their parametrisations
     python tests/peers/run.py CHECKOUT --record results/peers.jsonl --source Dao-AILab/flash-attention@COMMIT
     python tests/peers/run.py --suite transformers                        needs no checkout
-    python tests/peers/run.py --table docs/reliability.md                 the page's tables from what is recorded, running nothing
+    python tests/peers/run.py --table docs/reliability.md                 only the page's tables, from recorded results
 
-CHECKOUT is a checkout of Dao-AILab/flash-attention, of which nothing is part of this project. Its tests need einops. Every failure must be
-covered by KNOWN, which says its cause; any other makes the exit code 1.
+CHECKOUT is a checkout of Dao-AILab/flash-attention, of which nothing is part of this project. Its tests need einops.
+Every failure must be covered by KNOWN, which says its cause; any other makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ WIDE = 200  # columns of a table where no terminal says how many it has
 
 
 class Suite(NamedTuple):
-    """Test files, the environment that switches parts of them off, and the compute capability that they see on a CPU."""
+    """Test files, the environment that switches parts of them off, and the compute capability that they see on a
+    CPU."""
 
     files: tuple[str, ...]
     capability: tuple[int, int] = (9, 0)
@@ -51,7 +53,13 @@ class Suite(NamedTuple):
 
 
 _FA3 = ("test_flash_attn", "test_attn_kvcache", "test_flash_attn_bwd_determinism", "test_torch_compile_and_export")
-_FA4 = ("test_flash_attn", "test_flash_attn_varlen", "test_flash_attn_combine", "test_flash_attn_fast", "test_flash_attn_race_condition")
+_FA4 = (
+    "test_flash_attn",
+    "test_flash_attn_varlen",
+    "test_flash_attn_combine",
+    "test_flash_attn_fast",
+    "test_flash_attn_race_condition",
+)
 # Their FA3 tests try float8 and chunks before all else, which strobe refuses: the switches let the rest of them run.
 _NO_FP8 = ("FLASH_ATTENTION_DISABLE_FP8", "TRUE")
 _NO_LOCAL = ("FLASH_ATTENTION_DISABLE_LOCAL", "TRUE")
@@ -79,20 +87,33 @@ def plan_of(suite: Suite, a: argparse.Namespace) -> dict:
     files = [str(a.checkout / file) if suite.theirs else file for file in suite.files]
     there = [file for file in files if Path(file).is_file()]
     if not there:
-        raise Problem(f"CHECKOUT: got {a.checkout}, expected one that holds {suite.files[0]}; give the root of FlashAttention's repository")
+        raise Problem(
+            f"CHECKOUT: got {a.checkout}, expected one that holds {suite.files[0]}; give the root of "
+            "FlashAttention's repository"
+        )
     on_cpu = suite.capability if not torch.cuda.is_available() else None
     numbers = {"seed": a.seed, "sample": a.sample, "cap": a.cap, "limit": a.limit, "memory": int(a.memory * 2**30)}
     omitted = ON_A_GPU_ALONE if on_cpu else ()
-    return {"omitted": omitted, "root": str(a.checkout if suite.theirs else HERE), "files": there, "capability": on_cpu, **numbers}
+    return {
+        "omitted": omitted,
+        "root": str(a.checkout if suite.theirs else HERE),
+        "files": there,
+        "capability": on_cpu,
+        **numbers,
+    }
 
 
-def events_of(plan: dict, environment: Sequence[tuple[str, str]], log: Path, tell: Callable[[dict], None]) -> list[dict]:
+def events_of(
+    plan: dict, environment: Sequence[tuple[str, str]], log: Path, tell: Callable[[dict], None]
+) -> list[dict]:
     """Run a plan in a process of its own; what it reports, as it comes and all of it."""
     read, write = os.pipe()
     events = []
     with log.open("w") as output:
         command = [sys.executable, str(HERE / "session.py"), json.dumps({**plan, "events": write})]
-        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **dict(environment)}, pass_fds=(write,))
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env={**os.environ, **dict(environment)}, pass_fds=(write,)
+        )
         os.close(write)
         try:
             with os.fdopen(read) as lines:
@@ -110,13 +131,17 @@ def events_of(plan: dict, environment: Sequence[tuple[str, str]], log: Path, tel
 
 
 def rows_of(name: str, events: Sequence[dict]) -> list[dict]:
-    """A row for each test function: sizes of the draw, a count for each outcome, and messages by how often they came."""
+    """A row for each test function: sizes of the draw, a count for each outcome, and messages by how often they
+    came."""
     sizes = next((event["draws"] for event in events if event["event"] == "planned"), {})
     rows = []
     for test, size in sizes.items():
         ended = [event for event in events if event["event"] == "ended" and event["test"] == test]
         counts = {one: sum(event["outcome"] == one for event in ended) for one in OUTCOMES}
-        messages = {one: dict(Counter(normalised(event["message"]) for event in ended if event["outcome"] == one)) for one in OUTCOMES[1:]}
+        messages = {
+            one: dict(Counter(normalised(event["message"]) for event in ended if event["outcome"] == one))
+            for one in OUTCOMES[1:]
+        }
         rows.append({"suite": name, "test": test, **size, **counts, "messages": messages})
     return rows
 
@@ -131,13 +156,19 @@ def explanation(suite: str, test: str, message: str) -> Known | None:
 
 def failures(rows: Sequence[dict]) -> list[tuple[str, str, str, int]]:
     """Suite, test, message and count of what failed."""
-    return [(row["suite"], row["test"], message, count) for row in rows for message, count in row["messages"]["failed"].items()]
+    return [
+        (row["suite"], row["test"], message, count)
+        for row in rows
+        for message, count in row["messages"]["failed"].items()
+    ]
 
 
 def show(rows: Sequence[dict], console: Console) -> None:
     counts = Table("suite", "test", "all", "under the cap", "run", *OUTCOMES, title="outcomes")
     for row in rows:
-        counts.add_row(row["suite"], row["test"], *(str(row[key]) for key in ("total", "under_cap", "drawn", *OUTCOMES)))
+        counts.add_row(
+            row["suite"], row["test"], *(str(row[key]) for key in ("total", "under_cap", "drawn", *OUTCOMES))
+        )
     sums = {key: str(sum(row[key] for row in rows)) for key in ("total", "under_cap", "drawn", *OUTCOMES)}
     counts.add_section()
     counts.add_row("", "together", *sums.values())
@@ -154,13 +185,18 @@ def show(rows: Sequence[dict], console: Console) -> None:
     unexplained = [found for found in failures(rows) if explanation(*found[:3]) is None]
     if unexplained:
         console.print(
-            "not explained in tests/peers/known.py:", *(f"  {suite} {test}: {message} ({n})" for suite, test, message, n in unexplained), sep="\n"
+            "not explained in tests/peers/known.py:",
+            *(f"  {suite} {test}: {message} ({n})" for suite, test, message, n in unexplained),
+            sep="\n",
         )
 
 
 def page(rows: Sequence[dict]) -> str:
     """The page's tables: counts by suite, and causes of failures with their counts."""
-    lines = ["| suite | device | run | " + " | ".join(OUTCOMES) + " |", "| --- | --- |" + " ---: |" * (1 + len(OUTCOMES))]
+    lines = [
+        "| suite | device | run | " + " | ".join(OUTCOMES) + " |",
+        "| --- | --- |" + " ---: |" * (1 + len(OUTCOMES)),
+    ]
     for suite, device in dict.fromkeys((row["suite"], row["device"]) for row in rows):
         own = [row for row in rows if (row["suite"], row["device"]) == (suite, device)]
         counts = [str(sum(row[key] for row in own)) for key in ("drawn", *OUTCOMES)]
@@ -169,7 +205,12 @@ def page(rows: Sequence[dict]) -> str:
     for suite, test, message, count in failures(rows):
         known = explanation(suite, test, message)
         causes[known.why if known else f"not explained: {test}: {message}"] += count
-    lines += ["", "| cause of a failure | failed |", "| --- | ---: |", *(f"| {why} | {count} |" for why, count in causes.most_common())]
+    lines += [
+        "",
+        "| cause of a failure | failed |",
+        "| --- | ---: |",
+        *(f"| {why} | {count} |" for why, count in causes.most_common()),
+    ]
     return "\n".join(lines)
 
 
@@ -194,21 +235,42 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("run.py", description="Run FlashAttention's own tests on strobe's stand-ins.")
     parser.add_argument("checkout", type=Path, nargs="?", metavar="CHECKOUT", help="of Dao-AILab/flash-attention")
     parser.add_argument("--suite", choices=CHOICES, default="all", help="whose tests (all)")
-    parser.add_argument("--sample", type=int, default=300, metavar="N", help="tests drawn of each suite, evenly over its functions (300)")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="the same seed draws the same parametrisations (1)")
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=300,
+        metavar="N",
+        help="tests drawn of each suite, evenly over its functions (300)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="the same seed draws the same parametrisations (1)"
+    )
     gpu = torch.cuda.is_available()
     parser.add_argument(
-        "--cap", type=int, default=2**40 if gpu else 2**25, metavar="N", help="most of rows x keys x head dimension (2^25, on a GPU 2^40)"
+        "--cap",
+        type=int,
+        default=2**40 if gpu else 2**25,
+        metavar="N",
+        help="most of rows x keys x head dimension (2^25, on a GPU 2^40)",
     )
     parser.add_argument("--limit", type=float, default=60, metavar="S", help="seconds a test may run (60)")
     parser.add_argument("--memory", type=float, default=6, metavar="GIB", help="memory a suite may take on a CPU (6)")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write rows there, such as results/peers.jsonl")
-    parser.add_argument("--events", type=Path, metavar="FILE", help="write each test's outcome there, with its parameters and message")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="a page whose tables are written anew from the recorded rows")
-    parser.add_argument("--source", default="", metavar="NAME", help="what the checkout is called in rows, such as REPOSITORY@COMMIT")
+    parser.add_argument(
+        "--events", type=Path, metavar="FILE", help="write each test's outcome there, with its parameters and message"
+    )
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="a page whose tables are written anew from the recorded rows"
+    )
+    parser.add_argument(
+        "--source", default="", metavar="NAME", help="what the checkout is called in rows, such as REPOSITORY@COMMIT"
+    )
     a = parser.parse_args(argv)
     if a.checkout is None and a.suite != "transformers" and a.table is None:
-        parser.error("CHECKOUT: got nothing, expected a checkout of Dao-AILab/flash-attention; only --suite transformers needs none")
+        parser.error(
+            "CHECKOUT: got nothing, expected a checkout of Dao-AILab/flash-attention; only --suite transformers "
+            "needs none"
+        )
     if a.checkout is not None:
         a.checkout = a.checkout.resolve()
     return a
@@ -232,7 +294,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in names:
             rows += (own := run(name, a, console))
             if a.record:
-                record(a.record, [row | {"source": source_of(name, a)} | bounds | {"device": device} | circumstances() for row in own])
+                record(
+                    a.record,
+                    [
+                        row | {"source": source_of(name, a)} | bounds | {"device": device} | circumstances()
+                        for row in own
+                    ],
+                )
     except Problem as problem:
         console.print(f"error: {problem}", style="red", markup=False)
         return 2
@@ -275,9 +343,15 @@ def run(name: str, a: argparse.Namespace, console: Console) -> list[dict]:
         events = events_of(plan_of(suite, a), suite.environment, log, tell)
     if a.events:
         with a.events.open("a") as file:
-            file.writelines(json.dumps({"suite": name, **event}) + "\n" for event in events if event["event"] == "ended")
+            file.writelines(
+                json.dumps({"suite": name, **event}) + "\n" for event in events if event["event"] == "ended"
+            )
     if any(event["event"] == "uncollected" for event in events):
-        remedy = "; pip install einops" if any("No module named 'einops'" in event.get("message", "") for event in events) else ""
+        remedy = (
+            "; pip install einops"
+            if any("No module named 'einops'" in event.get("message", "") for event in events)
+            else ""
+        )
         raise Problem(f"a file of {name} cannot be imported, see above{remedy}")
     return rows_of(name, events)
 

@@ -1,4 +1,5 @@
-"""One suite in one process: pytest over the peers' files, with a draw of each test's parametrisations and an outcome for each test that ran.
+"""One suite in one process: pytest over the peers' files, with a draw of each test's parametrisations and an outcome
+for each test that ran.
 
 run.py starts it and reads its events, a JSON object a line, from the file descriptor that it is given.
 """
@@ -55,7 +56,13 @@ class Session:
         if self.counting:
             self.shares = shares(self.counts, self.plan["sample"])
         else:
-            self.write({"event": "planned", "tests": len(session.items), "draws": {name: draw.sizes() for name, draw in self.draws.items()}})
+            self.write(
+                {
+                    "event": "planned",
+                    "tests": len(session.items),
+                    "draws": {name: draw.sizes() for name, draw in self.draws.items()},
+                }
+            )
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
@@ -89,9 +96,18 @@ class Session:
             where = f"{last.path}:{last.lineno + 1}"
         elif found == "skipped":
             words = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else ""
-        parameters = {name: str(value) for name, value in getattr(getattr(item, "callspec", None), "params", {}).items()}
+        parameters = {
+            name: str(value) for name, value in getattr(getattr(item, "callspec", None), "params", {}).items()
+        }
         test = f"{item.path.name}::{item.originalname or item.name}"
-        return {"test": test, "outcome": found, "message": words[:2000], "where": where, "parameters": parameters, "seconds": round(call.duration, 3)}
+        return {
+            "test": test,
+            "outcome": found,
+            "message": words[:2000],
+            "where": where,
+            "parameters": parameters,
+            "seconds": round(call.duration, 3),
+        }
 
 
 def _ring(*_):
@@ -111,7 +127,20 @@ def main() -> int:
         settings = Path(scratch, "pytest.ini")
         settings.write_text("[pytest]\n")
         os.chdir(scratch)  # some of their tests write files
-        options = ["-q", "-c", str(settings), "--rootdir", plan["root"], "--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
+        options = [
+            "-q",
+            "-c",
+            str(settings),
+            "--rootdir",
+            plan["root"],
+            "--noconftest",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-W",
+            "ignore",
+        ]
         pytest.main([*options, "--collect-only", *plan["files"]], plugins=[session])
         session.counting = False
         pytest.main([*options, "--tb=no", *plan["files"]], plugins=[session])

@@ -1,4 +1,6 @@
-"""FlashAttention's modules as its tests import them: the stand-ins under the originals' names, and the helpers of the tests' own checkout."""
+"""FlashAttention's modules as its tests import them: the stand-ins under the originals' names, and the helpers of the
+tests' own checkout.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class MissingExport(AttributeError):
 
 
 class Alias(ModuleType):
-    """A module under another's name. A name that it lacks can be imported, as other tests of the file do without it, and fails when called."""
+    """A module under another's name. A name that it lacks can be imported, as other tests of the file do without it,
+    and fails when called.
+    """
 
     def __init__(self, name: str, target: ModuleType | None = None, extra: Mapping[str, Any] | None = None):
         super().__init__(name)
@@ -44,13 +48,20 @@ def _missing(module: str, name: str):
     def absent(*_args, **_kwargs):
         raise MissingExport(f"{module} has no {name}")
 
-    for attribute in ("fwd", "bwd", "varlen_fwd", "varlen_bwd", "compile_cache"):  # of flash_attn_gpu, and of FA4's private functions
+    for attribute in (
+        "fwd",
+        "bwd",
+        "varlen_fwd",
+        "varlen_bwd",
+        "compile_cache",
+    ):  # of flash_attn_gpu, and of FA4's private functions
         setattr(absent, attribute, absent)
     return absent
 
 
 class Cache:
-    """What their tests clear, replace and count, of a cache of compiled kernels; strobe's kernels are not kept in it."""
+    """What their tests clear, replace and count, of a cache of compiled kernels; strobe's kernels are not kept in
+    it."""
 
     def __init__(self):
         self.cache: dict = {}
@@ -110,7 +121,9 @@ def _own(name: str, path: Path) -> ModuleType | None:
 
 
 def _own_rotary(package: Path) -> None:
-    """Their rotary embedding, which their tests judge a cache by: its Triton kernel on a GPU, its plain PyTorch elsewhere."""
+    """Their rotary embedding, which their tests judge a cache by: its Triton kernel on a GPU, its plain PyTorch
+    elsewhere.
+    """
     _alias("flash_attn.ops")
     _alias("flash_attn.ops.triton")
     if torch.cuda.is_available():
@@ -124,7 +137,9 @@ def _own_rotary(package: Path) -> None:
 
 def _rotary_by(turned):
     def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0):
-        """x [B, S, H, D], turned by the angles of the positions from seqlen_offsets on; in float32 and rounded once, as by their kernel."""
+        """x [B, S, H, D], turned by the angles of the positions from seqlen_offsets on; in float32 and rounded once, as
+        by their kernel.
+        """
         if inplace:
             raise ValueError("inplace: got True, expected False; the plain PyTorch of theirs writes a copy")
         offsets = torch.as_tensor(seqlen_offsets, device=x.device).reshape(-1, 1)

@@ -1,4 +1,5 @@
-"""The ways by which transformers calls FlashAttention 2, 3 and 4, through the stand-ins: whole batches, padded, packed, paged, and generate().
+"""The ways by which transformers calls FlashAttention 2, 3 and 4, through the stand-ins: whole batches, padded, packed,
+paged, and generate().
 
 `run.py` collects this file. Reference: softmax in float64, for each sequence alone; of a model, its eager attention.
 """
@@ -25,12 +26,23 @@ from transformers import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VERSIONS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 HEADS, HEADS_KV, WIDTH = 4, 2, 32
-ROUNDING = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of results that are averages of normal numbers
+ROUNDING = {
+    torch.float32: 2e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}  # of results that are averages of normal numbers
 
 every_version = pytest.mark.parametrize("version", VERSIONS)
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 every_mask = pytest.mark.parametrize(
-    "options", [{"is_causal": True}, {"is_causal": False}, {"is_causal": True, "sliding_window": 5}, {"is_causal": True, "softcap": 3.0}], ids=str
+    "options",
+    [
+        {"is_causal": True},
+        {"is_causal": False},
+        {"is_causal": True, "sliding_window": 5},
+        {"is_causal": True, "softcap": 3.0},
+    ],
+    ids=str,
 )
 
 
@@ -47,7 +59,15 @@ def drawn(batch: int, rows: int, keys: int, dtype: torch.dtype) -> tuple[Tensor,
     return tuple(torch.randn(*shape, WIDTH, device=DEVICE).to(dtype).requires_grad_() for shape in shapes)  # type: ignore[return-value]
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True, sliding_window: int | None = None, softcap: float | None = None, s_aux=None):
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux=None,
+):
     """Of one sequence: q [S_q, H, D] over k, v [S_k, H_kv, D], aligned at the end."""
     q, k, v = q.double(), *(part.double().repeat_interleave(HEADS // HEADS_KV, 1) for part in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * WIDTH**-0.5
@@ -99,7 +119,12 @@ def test_padded(version, dtype, options, side):
     real = torch.arange(19) < torch.tensor(lengths)[:, None]
     mask = (real if side == "right" else real.flip(1)).to(DEVICE)
     out = flash._flash_attention_forward(*leaves, mask.long(), 19, attn_implementation=version, **options)
-    check(out, [(out[n][mask[n]], reference(*(leaf[n][mask[n]] for leaf in leaves), **options)) for n in range(3)], leaves, dtype)
+    check(
+        out,
+        [(out[n][mask[n]], reference(*(leaf[n][mask[n]] for leaf in leaves), **options)) for n in range(3)],
+        leaves,
+        dtype,
+    )
     assert out[~mask].abs().max() == 0
 
 
@@ -131,7 +156,12 @@ def test_packed(version, dtype, options, said):
         how = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest}
     out = flash._flash_attention_forward(*leaves, None, sum(lengths), attn_implementation=version, **how, **options)
     pieces = [slice(*ends) for ends in ((0, 5), (5, 6), (6, 19))]
-    check(out, [(out[0, piece], reference(*(leaf[0, piece] for leaf in leaves), **options)) for piece in pieces], leaves, dtype)
+    check(
+        out,
+        [(out[0, piece], reference(*(leaf[0, piece] for leaf in leaves), **options)) for piece in pieces],
+        leaves,
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS[:2])
@@ -146,7 +176,10 @@ def test_paged(version, dtype):
     how = {"cu_seq_lens_k": offsets, "block_table": table, "k_cache": pages[0].clone(), "v_cache": pages[1].clone()}
     out = flash._flash_attention_forward(q, k, v, None, 3, is_causal=True, attn_implementation=version, **how)
     for n, length in enumerate(lengths.tolist()):
-        keys, values = (torch.cat([part[table[n].long()].flatten(0, 1)[:length], new[0, n : n + 1]]) for part, new in zip(pages, (k, v)))
+        keys, values = (
+            torch.cat([part[table[n].long()].flatten(0, 1)[:length], new[0, n : n + 1]])
+            for part, new in zip(pages, (k, v))
+        )
         close(out[0, n : n + 1], reference(q[0, n : n + 1], keys, values), dtype)
 
 
@@ -157,10 +190,20 @@ def test_sinks(dtype, padded):
     leaves, s_aux = drawn(2, 11, 11, dtype), torch.randn(HEADS, device=DEVICE).to(dtype)
     mask = (torch.arange(11) < torch.tensor([[11], [7]])).to(DEVICE) if padded else None
     out = flash._flash_attention_forward(
-        *leaves, mask if mask is None else mask.long(), 11, is_causal=True, s_aux=s_aux, attn_implementation="flash_attention_4"
+        *leaves,
+        mask if mask is None else mask.long(),
+        11,
+        is_causal=True,
+        s_aux=s_aux,
+        attn_implementation="flash_attention_4",
     )
     rows = mask if mask is not None else torch.ones(2, 11, dtype=torch.bool, device=DEVICE)
-    check(out, [(out[n][rows[n]], reference(*(leaf[n][rows[n]] for leaf in leaves), s_aux=s_aux)) for n in range(2)], leaves, dtype)
+    check(
+        out,
+        [(out[n][rows[n]], reference(*(leaf[n][rows[n]] for leaf in leaves), s_aux=s_aux)) for n in range(2)],
+        leaves,
+        dtype,
+    )
 
 
 @every_version
@@ -175,19 +218,25 @@ def test_dropout(version):
 
 _SMALL = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS_KV, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    "num_key_value_heads": HEADS_KV, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
 MODELS = {
     "llama": lambda: (LlamaForCausalLM, LlamaConfig(**_SMALL)),
     "mistral": lambda: (MistralForCausalLM, MistralConfig(**_SMALL, sliding_window=7)),
     "qwen3": lambda: (Qwen3ForCausalLM, Qwen3Config(**_SMALL)),
-    "gemma2": lambda: (Gemma2ForCausalLM, Gemma2Config(**_SMALL, sliding_window=7, attn_logit_softcapping=2.0, query_pre_attn_scalar=16)),
+    "gemma2": lambda: (
+        Gemma2ForCausalLM,
+        Gemma2Config(**_SMALL, sliding_window=7, attn_logit_softcapping=2.0, query_pre_attn_scalar=16),
+    ),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
 def pair(name: str, version: str):
-    """The same model, by eager attention and by this version. Its scores are large enough that one key too many changes everything."""
+    """The same model, by eager attention and by this version. Its scores are large enough that one key too many changes
+    everything.
+    """
     kind, config = MODELS[name]()
     eager = kind._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -212,7 +261,13 @@ def test_generates_what_eager_does(name, version, batch):
     mask = torch.ones_like(ids)
     if batch == "padded":
         mask[1, :5], mask[2, :11] = 0, 0
-    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8, "disable_compile": True}
+    options = {
+        "attention_mask": mask,
+        "do_sample": False,
+        "max_new_tokens": 8,
+        "min_new_tokens": 8,
+        "disable_compile": True,
+    }
     assert torch.equal(other.generate(input_ids=ids, **options), eager.generate(input_ids=ids, **options))
 
 

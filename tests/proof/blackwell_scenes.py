@@ -1,4 +1,5 @@
-"""The Blackwell kernels at sizes that wrap every ring and give a program several tiles: scenes whose synchronisations are taken away.
+"""The Blackwell kernels at sizes that wrap every ring and give a program several tiles: scenes whose synchronisations
+are taken away.
 
 Inside `simulate` a scene returns out and lse, made by the family's own launch code for a B200 of two SMs.
 """
@@ -30,12 +31,16 @@ def _forward(seqlen_q: int, seqlen_k: int, head_dim: int, **options) -> tuple[Te
 
 
 def blackwell_d128() -> tuple[Tensor, ...]:
-    """Two tiles, eight stages of keys and values for a ring of three, a buffer of out for each query stage, three messages for two slots."""
+    """Two tiles, eight stages of keys and values for a ring of three, a buffer of out for each query stage, three
+    messages for two slots.
+    """
     return _forward(512, 256, 128)
 
 
 def blackwell_d192_128() -> tuple[Tensor, ...]:
-    """Queries and keys in two parts, a ring of two stages, one buffer of out that the query stages share; a tile that sees no key."""
+    """Queries and keys in two parts, a ring of two stages, one buffer of out that the query stages share; a tile that
+    sees no key.
+    """
     return _forward(768, 512, 192, head_dim_v=128, mask=CAUSAL)
 
 

@@ -14,7 +14,9 @@ PROGRAMS = 2
 H200 = replace(FAKES["H200"], sm_count=PROGRAMS)
 DTYPES = (torch.bfloat16, torch.float16)
 SCHEDULES = (("eager", 0), ("lazy", 0), ("pct", 1))
-NIGHTLY = [(mode, seed) for mode in ("eager", "lazy", "random", "pct") for seed in range(1 if mode in ("eager", "lazy") else 3)]
+NIGHTLY = [
+    (mode, seed) for mode in ("eager", "lazy", "random", "pct") for seed in range(1 if mode in ("eager", "lazy") else 3)
+]
 
 
 def two_of(n: int) -> tuple[tuple[str, int], ...]:
@@ -37,9 +39,16 @@ CAUSAL = band(None, 0)
 WITHOUT_BOUND = (3e38, torch.inf, -torch.inf, 0.5)  # sinks
 
 
-def runs(lengths: tuple[int, ...], ids: tuple[int, ...] = (), lengths_k: tuple[int, ...] = (), ids_k: tuple[int, ...] = (), also=None):
-    """Documents of so many rows each, numbered unless `ids` says whose they are; of keys the same, unless told. Every other batch entry has them
-    from the last to the first. also: a mask that they are joined with."""
+def runs(
+    lengths: tuple[int, ...],
+    ids: tuple[int, ...] = (),
+    lengths_k: tuple[int, ...] = (),
+    ids_k: tuple[int, ...] = (),
+    also=None,
+):
+    """Documents of so many rows each, numbered unless `ids` says whose they are; of keys the same, unless told. Every
+    other batch entry has them from the last to the first. also: a mask that they are joined with.
+    """
 
     def row(lengths, ids):
         ids = torch.tensor(ids or range(len(lengths)), dtype=torch.int32)
@@ -59,7 +68,9 @@ def key_lengths(*lengths: int, also=None):
     """Of batch entries, by turns."""
 
     def build(case, device):
-        mask = masks.key_lengths(torch.tensor([lengths[b % len(lengths)] for b in range(case.batch)], dtype=torch.int32, device=device))
+        mask = masks.key_lengths(
+            torch.tensor([lengths[b % len(lengths)] for b in range(case.batch)], dtype=torch.int32, device=device)
+        )
         return mask if also is None else mask & also(case, device)
 
     return build
@@ -69,7 +80,9 @@ def prefix(*lengths: int, also=None):
     """Of batch entries, by turns."""
 
     def build(case, device):
-        mask = masks.prefix_causal(torch.tensor([lengths[b % len(lengths)] for b in range(case.batch)], dtype=torch.int32, device=device))
+        mask = masks.prefix_causal(
+            torch.tensor([lengths[b % len(lengths)] for b in range(case.batch)], dtype=torch.int32, device=device)
+        )
         return mask if also is None else mask & also(case, device)
 
     return build

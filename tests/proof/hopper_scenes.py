@@ -1,6 +1,8 @@
-"""The Hopper kernels at sizes that wrap every ring and give a program several tiles: scenes whose synchronisations are taken away.
+"""The Hopper kernels at sizes that wrap every ring and give a program several tiles: scenes whose synchronisations are
+taken away.
 
-Inside `simulate` a scene returns out and lse, or the gradients, made by the family's own launch code for an H200 of two SMs.
+Inside `simulate` a scene returns out and lse, or the gradients, made by the family's own launch code for an H200 of two
+SMs.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ MANY_KEYS = {"EARLY_KEYS": 0, "FEW": {}}  # each row sees, as far as the forward
 
 
 def _forward(
-    seqlen_q: int, seqlen_k: int, head_dim: int, grown: bool = False, unknown: slice = slice(0), tuned: dict = MANY_KEYS, **options
+    seqlen_q: int, seqlen_k: int, head_dim: int, grown: bool = False, unknown: slice = slice(0),
+    tuned: dict = MANY_KEYS, **options
 ) -> tuple[Tensor, ...]:  # fmt: skip
     case = Case("scene", seqlen_q, seqlen_k, head_dim=head_dim, **{"batch": 1, "heads": (2, 2)} | options)
     call = case.build("cpu", torch.bfloat16, kernel="hopper")
@@ -40,7 +43,9 @@ def _forward(
 
 
 def forward_d128() -> tuple[Tensor, ...]:
-    """Two consumers, q in registers, a buffer of its own for o; no more key blocks than stages: only the waits for q hold the next q back."""
+    """Two consumers, q in registers, a buffer of its own for o; no more key blocks than stages: only the waits for q
+    hold the next q back.
+    """
     return _forward(384, 256, 128)
 
 
@@ -60,7 +65,9 @@ def forward_d64_window() -> tuple[Tensor, ...]:
 
 
 def forward_few_keys() -> tuple[Tensor, ...]:
-    """No early weights; consumers change places, so that the second of a program's two causal tiles is the longer for the other one."""
+    """No early weights; consumers change places, so that the second of a program's two causal tiles is the longer for
+    the other one.
+    """
     return _forward(256, 256, 128, tuned={}, mask=CAUSAL)
 
 
@@ -85,22 +92,30 @@ def forward_done_again() -> tuple[Tensor, ...]:
 
 
 def forward_scattered() -> tuple[Tensor, ...]:
-    """Two documents lie scattered: eight tiles of keys for rings of four stages, three tiles of queries a head, of which two come back, since among
-    their keys lie those of a third document, whose values are no numbers."""
-    return _forward(256, 512, 128, unknown=slice(100, 150), mask=runs((200, 56), (0, 1), (100, 50, 100, 162, 100), (0, 2, 1, 0, 1)))
+    """Two documents lie scattered: eight tiles of keys for rings of four stages, three tiles of queries a head, of
+    which two come back, since among their keys lie those of a third document, whose values are no numbers.
+    """
+    return _forward(
+        256, 512, 128, unknown=slice(100, 150), mask=runs((200, 56), (0, 1), (100, 50, 100, 162, 100), (0, 2, 1, 0, 1))
+    )
 
 
 def board() -> tuple[Tensor, ...]:
-    """Three tiles a program for the two slots on which consumers are told of them, each of which they read once more behind its last product: no more
-    blocks of keys than stages, and no verdicts to wait for, so that the board alone holds the third back."""
+    """Three tiles a program for the two slots on which consumers are told of them, each of which they read once more
+    behind its last product: no more blocks of keys than stages, and no verdicts to wait for, so that the board alone
+    holds the third back.
+    """
     return _forward(384, 128, 256)
 
 
 def _backward(
-    seqlen_q: int, seqlen_k: int, head_dim: int, deterministic: bool = False, sms: int = 2, tuned: dict | None = None, **options
+    seqlen_q: int, seqlen_k: int, head_dim: int, deterministic: bool = False, sms: int = 2, tuned: dict | None = None,
+    **options
 ) -> tuple[Tensor, ...]:  # fmt: skip
     case = Case("scene", seqlen_q, seqlen_k, head_dim=head_dim, **{"batch": 1, "heads": (1, 1)} | options)
-    call = case.build("cpu", torch.bfloat16, kernel="hopper.backward")._replace(needs_grad=True, deterministic=deterministic)
+    call = case.build("cpu", torch.bfloat16, kernel="hopper.backward")._replace(
+        needs_grad=True, deterministic=deterministic
+    )
     out, lse = reference.forward(call)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     with posing(replace(H200, sm_count=sms)), patch.multiple(kernel, **tuned) if tuned else nullcontext():
@@ -108,13 +123,16 @@ def _backward(
 
 
 def backward_d128() -> tuple[Tensor, ...]:
-    """Half of 128 keys a consumer, half of dq's columns each: four tiles of queries for rings of three stages, two tiles of keys a program."""
+    """Half of 128 keys a consumer, half of dq's columns each: four tiles of queries for rings of three stages, two
+    tiles of keys a program.
+    """
     return _backward(256, 256, 128, sms=1)
 
 
 def backward_d64_grouped() -> tuple[Tensor, ...]:
-    """Half of dq's 128 rows a consumer: two query heads, two tiles each, for rings of two stages; no query sees the first of three tiles of keys.
-    These have one place, as where shared memory is short."""
+    """Half of dq's 128 rows a consumer: two query heads, two tiles each, for rings of two stages; no query sees the
+    first of three tiles of keys. These have one place, as where shared memory is short.
+    """
     with patch.object(traits, "MOST_SHARED", 0):
         return _backward(192, 384, 64, sms=1, heads=(2, 1), mask=band(64, 0))
 
@@ -125,7 +143,9 @@ def backward_two_places() -> tuple[Tensor, ...]:
 
 
 def backward_d256() -> tuple[Tensor, ...]:
-    """64 keys at once: ds from one consumer to the other, dq in two parts, unit by unit, one place for do; two tiles of keys a program."""
+    """64 keys at once: ds from one consumer to the other, dq in two parts, unit by unit, one place for do; two tiles of
+    keys a program.
+    """
     return _backward(192, 128, 256, sms=1)
 
 
@@ -135,19 +155,23 @@ def backward_d192() -> tuple[Tensor, ...]:
 
 
 def backward_d192_128() -> tuple[Tensor, ...]:
-    """128 keys by roles: ds of two tiles from one consumer to the other, dk and dv in the places of k and v; four tiles of queries for rings of two
-    stages, two tiles of keys a program."""
+    """128 keys by roles: ds of two tiles from one consumer to the other, dk and dv in the places of k and v; four tiles
+    of queries for rings of two stages, two tiles of keys a program.
+    """
     return _backward(256, 256, 192, head_dim_v=128, sms=1)
 
 
 def backward_split() -> tuple[Tensor, ...]:
-    """A group of two heads is divided in two, a tile of keys each of two programs: dk, then dv, are added where k and v were."""
+    """A group of two heads is divided in two, a tile of keys each of two programs: dk, then dv, are added where k and v
+    were.
+    """
     return _backward(256, 256, 128, heads=(2, 1), mask=CAUSAL)
 
 
 def backward_lagging() -> tuple[Tensor, ...]:
-    """dq of the step before: up to four tiles of queries for rings of two stages, three tiles of keys of one program, whose first steps multiply what
-    stands there."""
+    """dq of the step before: up to four tiles of queries for rings of two stages, three tiles of keys of one program,
+    whose first steps multiply what stands there.
+    """
     return _backward(256, 384, 128, sms=1, tuned={"LAGGING_STEPS": {(128, 128): 0}, "STORED_KEYS": {}}, mask=CAUSAL)
 
 
@@ -157,13 +181,16 @@ def backward_lagging_rows() -> tuple[Tensor, ...]:
 
 
 def backward_ahead() -> tuple[Tensor, ...]:
-    """Each tile of keys clears a share of what the next head's two add to, four tiles of dq, of three heads on two programs."""
+    """Each tile of keys clears a share of what the next head's two add to, four tiles of dq, of three heads on two
+    programs.
+    """
     return _backward(256, 256, 128, heads=(3, 3), tuned={"STORED_KEYS": {}, "CLEARED_KEYS": 0}, mask=CAUSAL)
 
 
 def backward_first() -> tuple[Tensor, ...]:
-    """The first of three tiles of keys stores four tiles of dq, for which the others wait, each in a program of its own; the last that a tile of
-    queries sees writes dq, with what the others have added."""
+    """The first of three tiles of keys stores four tiles of dq, for which the others wait, each in a program of its
+    own; the last that a tile of queries sees writes dq, with what the others have added.
+    """
     return _backward(256, 384, 128, sms=3, mask=CAUSAL)
 
 
@@ -173,28 +200,37 @@ def backward_whole() -> tuple[Tensor, ...]:
 
 
 def backward_scattered() -> tuple[Tensor, ...]:
-    """Rows of other documents lie on either side of one document's queries, and among those of another: three tiles of them and one, of which one is
-    without such rows, for rings of two stages."""
+    """Rows of other documents lie on either side of one document's queries, and among those of another: three tiles of
+    them and one, of which one is without such rows, for rings of two stages.
+    """
     return _backward(256, 256, 128, sms=1, mask=runs((70, 140, 46), (0, 1, 0), (128, 128), (1, 0), also=CAUSAL))
 
 
 def backward_ordered() -> tuple[Tensor, ...]:
-    """Four tiles of dq of each of two heads, to each of which up to three tiles of keys add in turn, in two parts: of the first head from the
-    last keys, of the second from the first."""
+    """Four tiles of dq of each of two heads, to each of which up to three tiles of keys add in turn, in two parts: of
+    the first head from the last keys, of the second from the first.
+    """
     return _backward(256, 192, 256, heads=(2, 2), deterministic=True, mask=CAUSAL)
 
 
 def backward_turns() -> tuple[Tensor, ...]:
-    """Two warps add dq by turns: five tiles of it from each of three tiles of keys, for rings of two stages and two programs."""
+    """Two warps add dq by turns: five tiles of it from each of three tiles of keys, for rings of two stages and two
+    programs.
+    """
     return _backward(640, 384, 64, deterministic=True)
 
 
 def _decode(dtype: torch.dtype = torch.bfloat16, together: int = 0) -> tuple[Tensor, ...]:
     draw = torch.Generator().manual_seed(4)
     columns = 26
-    q, k, v = (torch.randn(shape, generator=draw).to(torch.bfloat16) for shape in ((1, 1, 4, 64), (columns, 16, 1, 64), (columns, 16, 1, 64)))
+    q, k, v = (
+        torch.randn(shape, generator=draw).to(torch.bfloat16)
+        for shape in ((1, 1, 4, 64), (columns, 16, 1, 64), (columns, 16, 1, 64))
+    )
     table = torch.randperm(columns, generator=draw).int()[None]
-    call = DecodeCall(q, k.to(dtype), v.to(dtype), torch.tensor([410], dtype=torch.int32), table, right=0, kernel="hopper")
+    call = DecodeCall(
+        q, k.to(dtype), v.to(dtype), torch.tensor([410], dtype=torch.int32), table, right=0, kernel="hopper"
+    )
     with posing(H200), patch.multiple(decode_config, together=lambda *_: together, splits=lambda *_: (2, 256)):
         return ops_decode.run(call)
 
@@ -215,15 +251,20 @@ def decode_cluster() -> tuple[Tensor, ...]:
 
 
 def invariant() -> tuple[Tensor, ...]:
-    """Two splits of keys, the second of one tile alone: stages are filled anew for it, and weights of tiles have two places by turns."""
-    call = Case("scene", 64, 2100, head_dim=64, batch=1, heads=(1, 1), mask=CAUSAL).build("cpu", torch.bfloat16, kernel="hopper")
+    """Two splits of keys, the second of one tile alone: stages are filled anew for it, and weights of tiles have two
+    places by turns.
+    """
+    call = Case("scene", 64, 2100, head_dim=64, batch=1, heads=(1, 1), mask=CAUSAL).build(
+        "cpu", torch.bfloat16, kernel="hopper"
+    )
     with posing(H200):
         return ops.run(call._replace(batch_invariant=True))
 
 
 class Scene(NamedTuple):
-    """A name, the GPU it is for, what runs it, the files whose statements are mutated (a pattern), whether its sums must have an order, and
-    whether TMA needs a fence after loads."""
+    """A name, the GPU it is for, what runs it, the files whose statements are mutated (a pattern), whether its sums
+    must have an order, and whether TMA needs a fence after loads.
+    """
 
     name: str
     target: str
@@ -246,13 +287,24 @@ SCHEDULE = "../../src/strobe/kernels/device/tile_scheduler.py"
 SCENES = (
     *(
         Scene(run.__name__, "sm_90", run, FORWARD)
-        for run in (forward_d128, forward_d64_causal, forward_d64_window, forward_d256, forward_few_keys, forward_few_rows, forward_joined)
+        for run in (
+            forward_d128,
+            forward_d64_causal,
+            forward_d64_window,
+            forward_d256,
+            forward_few_keys,
+            forward_few_rows,
+            forward_joined,
+        )
     ),
     Scene("forward_d96", "sm_90", forward_d96, FORWARD_EACH),
     Scene("forward_done_again", "sm_90", forward_done_again, AGAIN),
     Scene("forward_scattered", "sm_90", forward_scattered, FORWARD_MENDED),
     Scene("board", "sm_90", board, SCHEDULE),
-    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d128, backward_d64_grouped, backward_two_places, backward_d256)),
+    *(
+        Scene(run.__name__, "sm_90", run, BACKWARD)
+        for run in (backward_d128, backward_d64_grouped, backward_two_places, backward_d256)
+    ),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d192, backward_d192_128, backward_split)),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_lagging, backward_lagging_rows, backward_ahead)),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_first, backward_whole)),

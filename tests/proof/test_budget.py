@@ -7,7 +7,8 @@ from tools.proof.budget import Allowance, faults, stale
 
 ROW = {
     "family": "portable", "kernel": "keys_kernel", "case": "d128 causal", "target": "sm_86", "registers": 255,
-    "spill_store_bytes": 0, "spill_load_bytes": 0, "shared_bytes": 99 * 1024, "tensor_columns": 512, "serialized": False,
+    "spill_store_bytes": 0, "spill_load_bytes": 0, "shared_bytes": 99 * 1024, "tensor_columns": 512,
+    "serialized": False,
 }  # fmt: skip
 BROKEN = {name: ROW[name] for name in ("family", "kernel", "case", "target")} | {"error": "no such word"}
 
@@ -68,7 +69,11 @@ def test_a_line_that_is_not_needed_as_it_stands_is_stale(ledger):
     spilling = ROW | {"spill_load_bytes": 8}
     ledger(Allowance("keys_*", "*", "*", 8, "needed"))
     assert stale([ROW, spilling]) == []
-    assert stale([ROW]) == ["keys_kernel (*, *): allowed 8 bytes of spills, the worst takes 0; take the line away".replace("keys_kernel", "keys_*")]
+    assert stale([ROW]) == [
+        "keys_kernel (*, *): allowed 8 bytes of spills, the worst takes 0; take the line away".replace(
+            "keys_kernel", "keys_*"
+        )
+    ]
     ledger(Allowance("keys_*", "*", "*", 12, "too much"))
     assert "the worst takes 8; write that" in stale([spilling])[0]
     ledger(Allowance("no_*", "*", "*", 4, "of no kernel"))

@@ -76,7 +76,9 @@ def test_serialised_wgmma_is_seen(in_flight, serialized):
 
 def test_spills_are_seen_and_are_as_many_as_must_be():
     x = torch.empty(128 * 128)
-    small, large = (compile_job(Job("outer_sum", outer_sum, (x, x, size), (1,), {"num_warps": 1}, HOPPER)) for size in (32, 128))
+    small, large = (
+        compile_job(Job("outer_sum", outer_sum, (x, x, size), (1,), {"num_warps": 1}, HOPPER)) for size in (32, 128)
+    )
     assert small.spill_bytes == small.stack_bytes == 0 and 32 < small.registers < 100
     assert large.spill_store_bytes >= (128 * 128 // 32 - 255) * 4  # bytes of the values that can have no register
     assert large.spill_load_bytes >= large.spill_store_bytes and large.stack_bytes > 0
@@ -104,14 +106,20 @@ def test_a_second_compile_is_as_cold_as_the_first_and_says_the_same():
 
 def test_another_compiled_kernel_where_an_argument_is_another():
     x = torch.zeros(129)
-    aligned, crooked = (compile_job(Job("copy", copy, (t, t, 128, 128), (1,), {"num_warps": 1}, HOPPER)) for t in (x[:128], x[1:]))
+    aligned, crooked = (
+        compile_job(Job("copy", copy, (t, t, 128, 128), (1,), {"num_warps": 1}, HOPPER)) for t in (x[:128], x[1:])
+    )
     assert aligned.registers != crooked.registers, "specialised for alignment, as a launch would be"
 
 
 def test_what_does_not_compile_is_a_row_with_its_cause(monkeypatch):
     unit = Unit("portable", "d64 causal", "sm_90")
     (plan, job) = launches(CASES[unit.case]()._replace(kernel="portable"), HOPPER)[0]
-    monkeypatch.setattr(proof, "launches", lambda call, target: [(plan, job._replace(kernel=nonsense, arguments=(torch.zeros(1),), options={}))])
+    monkeypatch.setattr(
+        proof,
+        "launches",
+        lambda call, target: [(plan, job._replace(kernel=nonsense, arguments=(torch.zeros(1),), options={}))],
+    )
     (row,) = proof.rows(unit)
     assert "not_a_word" in row["error"] and "registers" not in row and key(row) == (*unit, "forward_kernel")
 
@@ -124,7 +132,10 @@ def test_a_disassembler_without_the_target_counts_nothing_and_a_wrong_one_is_ref
         proof._use(str(dumb))
         one = report("copy", copy, 90, (torch.zeros(1), torch.zeros(1), 1, 32), {})
         assert (one.instructions, one.roles) == ({}, [])
-    with triton.knobs.nvidia.scope(), pytest.raises(InvalidProblem, match="--nvdisasm: got /nowhere, expected a program"):
+    with (
+        triton.knobs.nvidia.scope(),
+        pytest.raises(InvalidProblem, match="--nvdisasm: got /nowhere, expected a program"),
+    ):
         proof._use("/nowhere")
 
 
@@ -151,7 +162,9 @@ def test_what_is_recorded_of_the_same_machine_code_is_not_disassembled_again(mon
     unit = Unit("hopper", "d64 causal", "sm_90")
     first = {key(row): row for row in proof.rows(unit, "forward*")}
     (place,) = first
-    read_now, recorded = ({name: row[name] for name in ("instructions", "roles")} for row in (first[place], RECORDED[place]))
+    read_now, recorded = (
+        {name: row[name] for name in ("instructions", "roles")} for row in (first[place], RECORDED[place])
+    )
     assert read_now == recorded and recorded["roles"] and recorded["instructions"]["HGMMA"]
     told: list[bytes] = []
     monkeypatch.setattr(proof, "disassemble", lambda cubin: told.append(cubin) or "")
@@ -178,7 +191,13 @@ ptxas info    : Used 40 registers
 ptxas info    : Function properties for kernel
     16 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
 ptxas info    : Used 168 registers, used 1 barriers, 1024 bytes smem, 900 bytes cmem[0]"""
-    assert proof._taken(log, "k") == {"registers": 168, "stack": 24, "spill_stores": 12, "spill_loads": 20, "static": 1024}
+    assert proof._taken(log, "k") == {
+        "registers": 168,
+        "stack": 24,
+        "spill_stores": 12,
+        "spill_loads": 20,
+        "static": 1024,
+    }
 
 
 def _row(unit: Unit, registers: int) -> dict:
@@ -193,22 +212,38 @@ def test_new_rows_take_the_place_of_old_ones_and_what_is_gone_goes():
 
 def test_the_command_puts_new_rows_in_the_place_of_old_ones_and_fails_over_budget(tmp_path, monkeypatch, capsys):
     results, unit = tmp_path / "compiled.jsonl", Unit("portable", "d128 causal", "sm_90")
-    old = [_row(unit, 1) | {"kernel": name, "error": "an old one"} for name in ("forward_kernel", "delta_kernel", "keys_kernel")]
+    old = [
+        _row(unit, 1) | {"kernel": name, "error": "an old one"}
+        for name in ("forward_kernel", "delta_kernel", "keys_kernel")
+    ]
     results.write_text("".join(json.dumps(row) + "\n" for row in old))
     monkeypatch.setattr(budget, "LEDGER", ())
     chosen = ["--family", "portable", "--target", "sm_90", "--case", "d128 causal", "--kernel", "[dk]e*", "--jobs", "1"]
     table = tmp_path / "page.md"
     table.write_text("before\n<!-- compiled: begin -->\nold\n<!-- compiled: end -->\nafter\n")
     assert proof.main([*chosen, "--results", str(results), "--table", str(table)]) == 1
-    assert table.read_text() == f"before\n<!-- compiled: begin -->\n\n{page(read(results))}\n\n<!-- compiled: end -->\nafter\n"
+    assert (
+        table.read_text()
+        == f"before\n<!-- compiled: begin -->\n\n{page(read(results))}\n\n<!-- compiled: end -->\nafter\n"
+    )
     kept, delta, keys = read(results)
     assert kept == old[0]
-    assert (delta["kernel"], keys["kernel"]) == ("delta_kernel", "keys_kernel") and delta["registers"] > 1 and keys["spill_load_bytes"] > 0
+    assert (
+        (delta["kernel"], keys["kernel"]) == ("delta_kernel", "keys_kernel")
+        and delta["registers"] > 1
+        and keys["spill_load_bytes"] > 0
+    )
     told = capsys.readouterr().out
-    assert "keys_kernel (d128 causal, sm_90): " in told and "bytes of spills, expected at most 0" in told and "2 kernels compiled, 1 faults" in told
+    assert (
+        "keys_kernel (d128 causal, sm_90): " in told
+        and "bytes of spills, expected at most 0" in told
+        and "2 kernels compiled, 1 faults" in told
+    )
 
 
-@pytest.mark.parametrize("arguments, words", [(["--case", "d3"], "--case: got 'd3', expected a pattern of"), (["--nvdisasm", "/no"], "/no")])
+@pytest.mark.parametrize(
+    "arguments, words", [(["--case", "d3"], "--case: got 'd3', expected a pattern of"), (["--nvdisasm", "/no"], "/no")]
+)
 def test_the_command_refuses_what_selects_nothing(tmp_path, capsys, arguments, words):
     with pytest.raises(SystemExit) as exit:
         proof.main([*arguments, "--results", str(tmp_path / "none.jsonl")])
@@ -217,8 +252,12 @@ def test_the_command_refuses_what_selects_nothing(tmp_path, capsys, arguments, w
 
 
 def test_what_another_version_compiled_is_not_run(tmp_path):
-    """Triton's key on disk holds the text of functions and of constants, not that of what a form answers while a kernel is read: rows 43, 87, 88."""
-    job = next(job for _, job in launches(Unit("portable", "d64 dense", "sm_90").call, HOPPER) if job.name == "delta_kernel")
+    """Triton's key on disk holds the text of functions and of constants, not that of what a form answers while a kernel
+    is read: rows 43, 87, 88.
+    """
+    job = next(
+        job for _, job in launches(Unit("portable", "d64 dense", "sm_90").call, HOPPER) if job.name == "delta_kernel"
+    )
     *others, form, rows = job.arguments
     hits: list[bool] = []
     with knobs.cache.scope(), knobs.compilation.scope():
@@ -255,7 +294,9 @@ def test_what_was_compiled_from_the_same_source_is_not_compiled_again(monkeypatc
 
 
 def test_a_source_is_all_that_a_kernel_is_compiled_from():
-    job = next(job for _, job in launches(Unit("portable", "d64 dense", "sm_90").call, HOPPER) if job.name == "delta_kernel")
+    job = next(
+        job for _, job in launches(Unit("portable", "d64 dense", "sm_90").call, HOPPER) if job.name == "delta_kernel"
+    )
     *others, form, rows = job.arguments
     told = [
         proof.source_of(job.kernel, capability, (*others, replace(form, **changed), most), job.options | options)
@@ -274,7 +315,9 @@ def test_a_source_is_all_that_a_kernel_is_compiled_from():
 
 
 def test_what_consumers_share_is_read_once(monkeypatch):
-    """The first runs as the program's own warps, of which Triton makes functions by themselves: `dialect.warp_specialize` has it make them once."""
+    """The first runs as the program's own warps, of which Triton makes functions by themselves:
+    `dialect.warp_specialize` has it make them once.
+    """
     read: Counter[str] = Counter()
     visit = CodeGenerator.visit_FunctionDef
 
@@ -290,8 +333,12 @@ def test_what_consumers_share_is_read_once(monkeypatch):
 
     monkeypatch.setattr(CodeGenerator, "visit_FunctionDef", counted)
     monkeypatch.setattr(CUDABackend, "gluon_to_ttgir", enough)
-    (job,) = (job for _, job in launches(Unit("hopper", "d64 causal", "sm_90").call, HOPPER) if job.name == "forward_kernel")
+    (job,) = (
+        job for _, job in launches(Unit("hopper", "d64 causal", "sm_90").call, HOPPER) if job.name == "forward_kernel"
+    )
     with pytest.raises(Enough):
         compile_job(job)
     assert read["mma_partition"] == 4, "consumers of these rows"
-    assert [read[name] for name in ("walk_tiles", "take_tile", "attend", "attend_step", "softmax_step", "stage_out")] == [1] * 6
+    assert [
+        read[name] for name in ("walk_tiles", "take_tile", "attend", "attend_step", "softmax_step", "stage_out")
+    ] == [1] * 6

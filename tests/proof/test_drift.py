@@ -38,14 +38,22 @@ def test_quotes_its_source():
 def _asked(tmp_path: Path, monkeypatch, text: str) -> dict[str, str]:
     file = tmp_path / "each.py"
     file.write_text(text)
-    monkeypatch.setattr(drift, "SUITES", {"sample": (str(file), "-c", "/dev/null"), "absent": (str(tmp_path / "nothing.py"),)})
+    monkeypatch.setattr(
+        drift, "SUITES", {"sample": (str(file), "-c", "/dev/null"), "absent": (str(tmp_path / "nothing.py"),)}
+    )
     return {row["test"].removeprefix("each::"): row["error"] for row in drift.ask(Path(sys.executable), "9.9.9")}
 
 
 @pytest.mark.nightly  # as is what it tests; two processes of pytest take 10 s
 def test_failures_and_crashes_are_told_apart_test_by_test(tmp_path, monkeypatch):
     found = _asked(tmp_path, monkeypatch, HERE)
-    assert found.keys() == {"test_works", "test_lacks_a_word", "test_crashes", "test_has_a_cause", "test_quotes_its_source"}
+    assert found.keys() == {
+        "test_works",
+        "test_lacks_a_word",
+        "test_crashes",
+        "test_has_a_cause",
+        "test_quotes_its_source",
+    }
     assert found["test_works"] == ""
     assert found["test_lacks_a_word"] == "AttributeError: module 'os' has no attribute 'no_such_word'"
     assert "crashed" in found["test_crashes"]
@@ -60,7 +68,10 @@ def test_a_file_that_cannot_be_read_in_is_seen(tmp_path, monkeypatch):
 
 
 def test_only_what_is_known_is_forgiven(monkeypatch):
-    rows = [{"triton": "3.9.0", "suite": "kernels", "test": test, "error": error} for test, error in (("a", "KeyError: 1"), ("b", ""))]
+    rows = [
+        {"triton": "3.9.0", "suite": "kernels", "test": test, "error": error}
+        for test, error in (("a", "KeyError: 1"), ("b", ""))
+    ]
     assert drift.unknown(rows) == rows[:1]
     monkeypatch.setattr(drift, "KNOWN", (drift.Known("3.9.*", "a", "KeyError*", "renamed"),))
     assert drift.unknown(rows) == []
@@ -71,7 +82,9 @@ def test_only_what_is_known_is_forgiven(monkeypatch):
 @pytest.mark.parametrize("error, code", [("", 0), ("KeyError: 1", 1)])
 def test_the_exit_code_says_whether_something_new_broke(tmp_path, monkeypatch, capsys, error, code):
     monkeypatch.setattr(drift, "environment", lambda version: Path(sys.executable))
-    monkeypatch.setattr(drift, "ask", lambda python, version: [{"triton": version, "suite": "kernels", "test": "a", "error": error}])
+    monkeypatch.setattr(
+        drift, "ask", lambda python, version: [{"triton": version, "suite": "kernels", "test": "a", "error": error}]
+    )
     results = tmp_path / "drift.jsonl"
     assert drift.main(["--triton", "3.7.1", "--triton", "3.9.0", "--results", str(results)]) == code
     told = capsys.readouterr().out

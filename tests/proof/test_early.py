@@ -1,5 +1,6 @@
-"""Early weights of the Hopper forward on scores that outgrow them: rows are divided, or tiles done again, and results are the oracle's. Simulated,
-and on a GPU."""
+"""Early weights of the Hopper forward on scores that outgrow them: rows are divided, or tiles done again, and results
+are the oracle's. Simulated, and on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def one_key(call: Call) -> None:
 
 
 def a_key_of_all(call: Call) -> None:
-    """Each row's score of such a key stands out by 20 nats: out is its value, which eager attention gives exactly, and rows are divided."""
+    """Each row's score of such a key stands out by 20 nats: out is its value, which eager attention gives exactly, and
+    rows are divided.
+    """
     call.q.mul_(0.3)[..., 0] = 4.0
     call.k.mul_(0.3)[..., 0] = 0.0
     call.k.select(-3, _keys(call) // 2)[..., 0] = 5.0 * call.k.shape[-1] ** 0.5
@@ -76,7 +79,9 @@ def from_far_below(call: Call, depth: float = 16.0) -> None:
 
 
 def from_farther_below(call: Call) -> None:
-    """As above by 101 powers of two, nearly as much as a row may grow by in a step without a redo: lse errs by most there."""
+    """As above by 101 powers of two, nearly as much as a row may grow by in a step without a redo: lse errs by most
+    there.
+    """
     from_far_below(call, 70.0)
 
 
@@ -86,7 +91,9 @@ def from_too_far_below(call: Call) -> None:
 
 
 def sink(call: Call) -> None:
-    """The first key's score is 100 nats above all others, in each row: no row outgrows its maximum, since that key is visited first."""
+    """The first key's score is 100 nats above all others, in each row: no row outgrows its maximum, since that key is
+    visited first.
+    """
     call.q.mul_(0.3)[..., 0] = 10.0
     call.k.mul_(0.3)[..., 0] = 0.0
     call.k.select(-3, 0)[..., 0] = 10.0 * call.k.shape[-1] ** 0.5
@@ -146,7 +153,9 @@ def _pairs() -> list:
     """Each case with each change, on every commit a third of them: all cases, all changes."""
     pairs = [(n + m, case, change) for n, case in enumerate(CASES) for m, change in enumerate(CHANGES)]
     marks = lambda n: () if n % 3 == 0 else pytest.mark.nightly
-    return [pytest.param(n, case, change, marks=marks(n), id=f"{case.name}-{change.__name__}") for n, case, change in pairs]
+    return [
+        pytest.param(n, case, change, marks=marks(n), id=f"{case.name}-{change.__name__}") for n, case, change in pairs
+    ]
 
 
 @pytest.mark.parts(2)
@@ -201,14 +210,18 @@ def test_nan_stays_in_its_row(value):
 def test_only_tiles_that_cannot_be_mended_come_back():
     """Told from what landed: a tile done again loads and stores again."""
     in_place, again = (plain, a_key_of_all, from_far_below, from_farther_below, sink), (one_key, from_too_far_below)
-    landed = {change: simulated(_built(CASES[5], change, "cpu"), H200)[1].stats["landed"] for change in (*in_place, *again)}
+    landed = {
+        change: simulated(_built(CASES[5], change, "cpu"), H200)[1].stats["landed"] for change in (*in_place, *again)
+    }
     assert len({landed[change] for change in in_place}) == 1
     assert landed[plain] < landed[one_key] < landed[from_too_far_below]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "change", [a_key_of_all, from_far_below, from_farther_below, from_too_far_below, all_rows], ids=lambda change: change.__name__
+    "change",
+    [a_key_of_all, from_far_below, from_farther_below, from_too_far_below, all_rows],
+    ids=lambda change: change.__name__,
 )
 def test_lse_is_as_near_as_on_a_gpu(change, dtype, monkeypatch):
     """Held to the contract's third rule, which CPU tensors are excused from."""
@@ -223,7 +236,14 @@ def test_lse_is_as_near_as_on_a_gpu(change, dtype, monkeypatch):
 def test_scores_that_grow_on_a_gpu(case, change):
     """Of more heads than programs, so that tiles come back between others; bitwise alike in ten runs."""
     call = _built(
-        replace(case, batch=40, lengths_q=case.lengths_q and case.lengths_q * 40, lengths_k=case.lengths_k and case.lengths_k * 40), change, "cuda"
+        replace(
+            case,
+            batch=40,
+            lengths_q=case.lengths_q and case.lengths_q * 40,
+            lengths_k=case.lengths_k and case.lengths_k * 40,
+        ),
+        change,
+        "cuda",
     )
     first = ops.run(call)
     for _ in range(10):
@@ -239,7 +259,9 @@ def test_which_calls_have_early_weights(monkeypatch):
     monkeypatch.undo()
     assert asked(_case("long", 820, 820, head_dim=64, mask=CAUSAL)) and asked(_case("dense", 8, 410, head_dim=128))
     assert asked(_case("long", 820, 820, head_dim=64, mask=CAUSAL), torch.float16)
-    assert not asked(_case("short", 780, 780, head_dim=64, mask=CAUSAL)) and not asked(_case("window", 1300, 1300, head_dim=64, mask=band(300, 0)))
+    assert not asked(_case("short", 780, 780, head_dim=64, mask=CAUSAL)) and not asked(
+        _case("window", 1300, 1300, head_dim=64, mask=band(300, 0))
+    )
     assert not asked(_case("wide", 8, 700, head_dim=256))
 
 

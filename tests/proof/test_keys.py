@@ -19,7 +19,9 @@ from strobe.kernels.portable import backward as portable_backward, decode as por
 
 named = [
     (module.__name__, name, kernel)
-    for module in (portable, portable_backward, portable_decode, decode, forward, backward, backward_preprocess, blackwell)
+    for module in (
+        portable, portable_backward, portable_decode, decode, forward, backward, backward_preprocess, blackwell,
+    )
     for name, kernel in vars(module).items()
     if name.endswith("_kernel") and name != "_kernel"
 ]
@@ -45,7 +47,8 @@ for module, name, kernel in named:
     if sys.argv[2] != "as Triton does":
         hash_callees_first(kernel)
     keys[f"{module}.{name}"] = kernel.cache_key
-    constants[f"{module}.{name}"] = [(constant, str(value)) for (constant, _), (value, _) in kernel.used_global_vals.items()]
+    used = kernel.used_global_vals.items()
+    constants[f"{module}.{name}"] = [(constant, str(value)) for (constant, _), (value, _) in used]
 print(json.dumps((keys, constants), sort_keys=True))
 """
 
@@ -61,4 +64,6 @@ def test_a_key_does_not_depend_on_what_was_compiled_before():
     assert keys == _keys("forwards", "beside another")[0]
     assert keys != _keys("backwards", "as Triton does")[0], "Triton does so by itself now: kernels/keys.py can go"
     for kernel, held in constants.items():  # Triton sorts those of one name by where their module lies
-        assert len(dict(held)) == len({tuple(one) for one in held}), f"{kernel} calls functions of modules that give one name two values: {held}"
+        assert len(dict(held)) == len({tuple(one) for one in held}), (
+            f"{kernel} calls functions of modules that give one name two values: {held}"
+        )

@@ -1,4 +1,6 @@
-"""The mutation ledger is exact: every survivor has its reason, every reason its survivor. And the command that says so, on a small kernel."""
+"""The mutation ledger is exact: every survivor has its reason, every reason its survivor. And the command that says so,
+on a small kernel.
+"""
 
 import json
 import shutil
@@ -32,9 +34,15 @@ def test_survivors_are_those_of_the_ledger(suite, scene):
     """And the recorded score is still that of the sources."""
     row, faults = score(suite, scene, all_judges=False)
     assert faults == []
-    recorded = next(known for known in read(ROOT / RESULTS) if (ROOT / known["scenes"], known["scene"]) == (suite.scenes, scene.name))
+    recorded = next(
+        known
+        for known in read(ROOT / RESULTS)
+        if (ROOT / known["scenes"], known["scene"]) == (suite.scenes, scene.name)
+    )
     same = ("mutants", "noticed", "explained", "target", "file")
-    assert {name: row[name] for name in same} == {name: recorded[name] for name in same}, "python -m tools.proof.mutate records it anew"
+    assert {name: row[name] for name in same} == {name: recorded[name] for name in same}, (
+        "python -m tools.proof.mutate records it anew"
+    )
 
 
 def test_the_ledger_is_of_these_scenes_and_gives_reasons():
@@ -48,7 +56,9 @@ def test_the_ledger_is_of_these_scenes_and_gives_reasons():
 
 def test_the_results_are_of_all_scenes_and_add_up():
     rows = read(ROOT / RESULTS)
-    assert [(ROOT / row["scenes"], row["scene"]) for row in rows] == [(suite.scenes, scene.name) for suite in SUITES_HERE for scene in suite.all()]
+    assert [(ROOT / row["scenes"], row["scene"]) for row in rows] == [
+        (suite.scenes, scene.name) for suite in SUITES_HERE for scene in suite.all()
+    ]
     for row in rows:
         assert row["noticed"] + row["explained"] == row["mutants"] > 0, row["scene"]
         # a happens-before check sees at least what one run of its schedule shows
@@ -56,9 +66,13 @@ def test_the_results_are_of_all_scenes_and_add_up():
 
 
 @pytest.mark.parts(2)
-@pytest.mark.parametrize("scene", [pytest.param(scene, id=scene.name) for suite in SUITES_HERE for scene in suite.all()])
+@pytest.mark.parametrize(
+    "scene", [pytest.param(scene, id=scene.name) for suite in SUITES_HERE for scene in suite.all()]
+)
 def test_a_scene_runs(scene):
-    """As it is. Most scenes' mutants are counted at night only, and what keeps a scene from running would be met no sooner."""
+    """As it is. Most scenes' mutants are counted at night only, and what keeps a scene from running would be met no
+    sooner.
+    """
     with simulate(scene.target, "lazy", 0):
         assert scene.run()
 
@@ -95,9 +109,17 @@ class Scene(NamedTuple):
     read_fences: bool = False
 
 
-SCENES = (Scene("plain", "sm_90", plain, "mutated_doubling.py"), Scene("careful", "sm_100", careful, "mutated_doubling.py"))
+SCENES = (
+    Scene("plain", "sm_90", plain, "mutated_doubling.py"),
+    Scene("careful", "sm_100", careful, "mutated_doubling.py"),
+)
 """
-FENCE = {"kind": "drop fence", "function": "double_kernel", "text": "fence_async_shared()", "why": "one of the two is enough"}
+FENCE = {
+    "kind": "drop fence",
+    "function": "double_kernel",
+    "text": "fence_async_shared()",
+    "why": "one of the two is enough",
+}
 
 
 @pytest.fixture
@@ -128,13 +150,26 @@ def test_scores_are_printed_and_recorded(small, capsys):
     counts = ("target", "mutants", "plain run", "schedules", "happens-before", "noticed", "explained")
     assert [plain[name] for name in counts] == ["sm_90", 8, 4, 5, 8, 8, 0]
     assert [careful[name] for name in counts] == ["sm_100", 9, 4, 5, 7, 7, 2]
-    assert plain["scene"] == "plain" and plain["seconds"] > 0 and plain.keys() >= {"scenes", "file", "triton", "torch", "python", "date", "commit"}
+    assert (
+        plain["scene"] == "plain"
+        and plain["seconds"] > 0
+        and plain.keys() >= {"scenes", "file", "triton", "torch", "python", "date", "commit"}
+    )
 
 
 def test_a_survivor_without_a_reason_and_a_reason_without_a_survivor_fail(small, capsys):
     for ledger, words in (
-        (reasons(1), "careful: survives, and the ledger does not say why: drop fence in double_kernel: fence_async_shared() (number 2)"),
-        (reasons(1, 2, 3), "careful: in the ledger, but noticed or gone: drop fence in double_kernel: fence_async_shared() (number 3)"),
+        (
+            reasons(1),
+            (
+                "careful: survives, and the ledger does not say why: drop fence in double_kernel: fence_async_shared() "
+                "(number 2)"
+            ),
+        ),
+        (
+            reasons(1, 2, 3),
+            "careful: in the ledger, but noticed or gone: drop fence in double_kernel: fence_async_shared() (number 3)",
+        ),
         (reasons(1, 2) | reasons(scene="gone"), "small_scenes.py::gone: in the ledger, but no scene"),
     ):
         code, rows = small(ledger, "--scene", "careful")
@@ -167,7 +202,11 @@ def test_a_page_gets_the_table_of_all_results(small, tmp_path):
 
 def test_new_rows_take_the_place_of_old_ones():
     row = lambda scene, mutants, scenes="a.py": {"scenes": scenes, "scene": scene, "mutants": mutants}
-    assert merged([row("x", 1), row("y", 2)], [row("x", 3), row("x", 4, "b.py")]) == [row("x", 3), row("y", 2), row("x", 4, "b.py")]
+    assert merged([row("x", 1), row("y", 2)], [row("x", 3), row("x", 4, "b.py")]) == [
+        row("x", 3),
+        row("y", 2),
+        row("x", 4, "b.py"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from tools.proof.compile import rows
 CHOSEN = ["--family", "portable", "--case", "d64 dense", "--kernel", "delta*", "--target", "sm_90"]
 
 
-@pytest.mark.parametrize("changed, code, said", [({}, 0, "1 kernels alike, 0 differ"), ({"code": "0" * 16}, 1, "code 0000000000000000 -> ")])
+@pytest.mark.parametrize(
+    "changed, code, said", [({}, 0, "1 kernels alike, 0 differ"), ({"code": "0" * 16}, 1, "code 0000000000000000 -> ")]
+)
 def test_kernels_are_compared_with_rows(changed, code, said, tmp_path, capsys):
     (row,) = rows(Unit("portable", "d64 dense", "sm_90"), "delta*")
     base = tmp_path / "base.jsonl"

@@ -1,4 +1,6 @@
-"""Launching again: what reaches Triton's C function is what Triton's own launcher would hand it, whichever addresses come by."""
+"""Launching again: what reaches Triton's C function is what Triton's own launcher would hand it, whichever addresses
+come by.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,16 @@ def _call(offset: int = 0, **options) -> Call:
     """New tensors each time; packed, with sinks, and with a head dimension in two parts: every kind of argument."""
     q, k, v = (torch.randn(100, 2, 96, dtype=torch.bfloat16) for _ in range(3))
     offsets = torch.tensor([0, 40, 100], dtype=torch.int32)
-    return Call(q, k, v, right=0, sinks=torch.zeros(2 + offset)[offset:], cu_seqlens_q=offsets, cu_seqlens_k=offsets.clone(), **options)
+    return Call(
+        q,
+        k,
+        v,
+        right=0,
+        sinks=torch.zeros(2 + offset)[offset:],
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets.clone(),
+        **options,
+    )
 
 
 class Stage:
@@ -58,7 +69,9 @@ class Stage:
         self.started = 0
         self.compiled = None
         encode = lambda *arguments: self.encoded.append(arguments) or ("map", plain(arguments))
-        encoders = dict.fromkeys(("fill_tma_descriptor", "fill_tma_descriptor_tiled"), encode)  # by its names to 3.6 and since
+        encoders = dict.fromkeys(
+            ("fill_tma_descriptor", "fill_tma_descriptor_tiled"), encode
+        )  # by its names to 3.6 and since
         self.utils = SimpleNamespace(launch=self.function, build_signature_metadata=tuple, **encoders)
 
     def function(self, *arguments) -> None:
@@ -76,7 +89,18 @@ class Stage:
     def by_triton(self, described: launch_forward.Launch) -> tuple:
         """What Triton's launcher hands to the C function."""
         kernel = self.compiled
-        kernel.run(described.programs, 1, 1, STREAM, kernel.function, kernel.packed_metadata, None, None, None, *described.arguments)
+        kernel.run(
+            described.programs,
+            1,
+            1,
+            STREAM,
+            kernel.function,
+            kernel.packed_metadata,
+            None,
+            None,
+            None,
+            *described.arguments,
+        )
         return self.launches.pop()
 
     def start(self, tensors: tuple, described: launch_forward.Launch, owner: object, key: str = KEY) -> tuple | None:
@@ -130,9 +154,13 @@ def _act(stage: Stage, compiled, monkeypatch) -> None:
 def stage(compiled, monkeypatch):
     stage = Stage()
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
-    monkeypatch.setattr(nvidia, "compile_module_from_src", lambda *_, **__: SimpleNamespace(launch=stage.function), raising=False)
+    monkeypatch.setattr(
+        nvidia, "compile_module_from_src", lambda *_, **__: SimpleNamespace(launch=stage.function), raising=False
+    )
     monkeypatch.setattr(nvidia, "library_dirs", list)
-    monkeypatch.setattr(nvidia, "PyKernelArg", lambda **fields: tuple(fields.values()), raising=False)  # of Triton's C module, from 3.7 on
+    monkeypatch.setattr(
+        nvidia, "PyKernelArg", lambda **fields: tuple(fields.values()), raising=False
+    )  # of Triton's C module, from 3.7 on
     monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=stage.utils))
     monkeypatch.setattr(launcher, "_KNOWN", {})
     monkeypatch.setattr(launcher, "_NOTED", {})
@@ -183,7 +211,10 @@ def _decode_launches(monkeypatch, name: str) -> list[tuple]:
     call = DECODES[name].build("cpu", torch.bfloat16)
     problem = DecodeProblem.from_call(call)
     plan = select(problem, FAKES["H200"]).forward
-    results = (torch.empty(shape, dtype=dtype) for shape, dtype in zip(problem.out_shapes, (problem.out_dtype, problem.lse_dtype)))
+    results = (
+        torch.empty(shape, dtype=dtype)
+        for shape, dtype in zip(problem.out_shapes, (problem.out_dtype, problem.lse_dtype))
+    )
     return _noted(monkeypatch, plan, call, Forward(*results))
 
 
@@ -191,7 +222,9 @@ def _append_launches(monkeypatch) -> list[tuple]:
     pools = [torch.empty(4, 16, 2, 64, dtype=torch.bfloat16) for _ in range(2)]
     new = [torch.empty(3, 1, 2, 64, dtype=torch.bfloat16) for _ in range(2)]
     angles = [torch.empty(64, 32) for _ in range(2)]
-    call = AppendCall(*new, *pools, torch.zeros(3, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32), None, None, *angles)
+    call = AppendCall(
+        *new, *pools, torch.zeros(3, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32), None, None, *angles
+    )
     return _noted(monkeypatch, select(AppendProblem.from_call(call), FAKES["H200"]).forward, call, None)
 
 
@@ -225,7 +258,9 @@ LAUNCHED = {
 
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_each_kernel_gets_what_triton_would_give_it(name, stage, monkeypatch):
-    """The launcher that is compiled beside it, to the letter, so that Triton calls no C compiler of its own; and the C function's arguments."""
+    """The launcher that is compiled beside it, to the letter, so that Triton calls no C compiler of its own; and the C
+    function's arguments.
+    """
     launched, options, kernel = LAUNCHED[name]
     key, tensors, described = launched(monkeypatch, **options)[kernel]
     with offline(90):
@@ -233,7 +268,11 @@ def test_each_kernel_gets_what_triton_would_give_it(name, stage, monkeypatch):
     if triton.__version__.startswith(first_call_overlap.READ):
         written = []
         with monkeypatch.context() as patch:
-            patch.setattr(nvidia, "compile_module_from_src", lambda **module: written.append(module) or SimpleNamespace(launch=stage.function))
+            patch.setattr(
+                nvidia,
+                "compile_module_from_src",
+                lambda **module: written.append(module) or SimpleNamespace(launch=stage.function),
+            )
             first_call_overlap._launcher(one.src)
             nvidia.CudaLauncher(one.src, one.metadata)
         assert len(written) == 2 and written[0] == written[1] and "launch" in written[0]["src"]
@@ -252,8 +291,12 @@ def test_a_compilation_waits_for_its_launcher(monkeypatch):
     """Both have ended when Triton looks for the launcher, be the compilation sooner or a failure."""
     events = []
     monkeypatch.setattr(first_call_overlap, "_hashing", lambda: SimpleNamespace(join=lambda: None))
-    monkeypatch.setattr(first_call_overlap, "_launcher", lambda source: (time.sleep(0.05), events.append(f"launcher of {source}")))
-    assert first_call_overlap._with_launcher(lambda source, target: events.append("kernel") or target, "a", target=7) == 7
+    monkeypatch.setattr(
+        first_call_overlap, "_launcher", lambda source: (time.sleep(0.05), events.append(f"launcher of {source}"))
+    )
+    assert (
+        first_call_overlap._with_launcher(lambda source, target: events.append("kernel") or target, "a", target=7) == 7
+    )
     assert events == ["kernel", "launcher of a"]
 
     def fails(source):
@@ -282,9 +325,13 @@ def test_the_collector_of_garbage_rests_while_a_kernel_compiles(collects, monkey
 
 
 def _said():
-    """What Triton is told of a compilation: (no line numbers, no text of each stage), by its own words and by the environment's."""
+    """What Triton is told of a compilation: (no line numbers, no text of each stage), by its own words and by the
+    environment's.
+    """
     names = "TRITON_DISABLE_LINE_INFO", "TRITON_STORE_BINARY_ONLY"
-    return [getattr(knobs.compilation, name) for name in first_call_overlap.LEFT_OUT], [os.environ.get(name) for name in names]
+    return [getattr(knobs.compilation, name) for name in first_call_overlap.LEFT_OUT], [
+        os.environ.get(name) for name in names
+    ]
 
 
 def test_a_compilation_leaves_out_what_no_call_needs(monkeypatch):
@@ -313,7 +360,10 @@ def test_a_compilation_leaves_out_what_no_call_needs(monkeypatch):
         assert ended.wait(60)
         seen.append(_said())
 
-    threads = [threading.Thread(target=first_call_overlap._with_launcher, args=(work, "c")) for work in (compile_first, compile_second)]
+    threads = [
+        threading.Thread(target=first_call_overlap._with_launcher, args=(work, "c"))
+        for work in (compile_first, compile_second)
+    ]
     threads[0].start()
     assert first.wait(60)
     threads[1].start()
@@ -391,9 +441,13 @@ def test_a_gradient_of_lse_is_another_launch(stage, monkeypatch):
 
 def test_a_plan_launches_again_at_addresses_it_met(stage, monkeypatch):
     """From the op's side: first through Triton, then noted, then again and again without the kernel's own host code."""
-    monkeypatch.setattr(launch_forward.Launch, "start", lambda self: setattr(stage, "started", stage.started + 1) or stage.compiled)
+    monkeypatch.setattr(
+        launch_forward.Launch, "start", lambda self: setattr(stage, "started", stage.started + 1) or stage.compiled
+    )
     met = []
-    monkeypatch.setattr(launch_forward, "run_forward", lambda *a, real=launch_forward.run_forward: met.append(1) or real(*a))
+    monkeypatch.setattr(
+        launch_forward, "run_forward", lambda *a, real=launch_forward.run_forward: met.append(1) or real(*a)
+    )
     with posing(FAKES["H200"]):
         for call in (_call(), _call()):
             choice = ops.decide(call)
@@ -427,13 +481,23 @@ class _Places:
 def test_a_backward_is_launched_again_as_one(stage, heads, launches, monkeypatch):
     """Its kernels one behind the other, without their host code; where groups are split, sums are set to 0 first."""
     started, places, filled = [], _Places(), []
-    noted = lambda owner, key, tensors, first: started.append(key) or launcher.Noted(stage.function, 1, -1, (key, *plain(tensors)))
+    noted = lambda owner, key, tensors, first: (
+        started.append(key) or launcher.Noted(stage.function, 1, -1, (key, *plain(tensors)))
+    )
     monkeypatch.setattr(launcher, "start", noted)
     monkeypatch.setattr(ops, "empty_here", places.fresh)
     monkeypatch.setattr(memory, "empty_here", places.fresh)
-    monkeypatch.setattr(torch, "full", lambda shape, value, **kind: filled.append(value) or places.fresh(shape, None, kind["dtype"]))
+    monkeypatch.setattr(
+        torch, "full", lambda shape, value, **kind: filled.append(value) or places.fresh(shape, None, kind["dtype"])
+    )
     q = torch.randn(1, 100, heads, 64, dtype=torch.bfloat16)
-    call = Call(q, *(torch.randn(1, 100, 2, 64, dtype=torch.bfloat16) for _ in range(2)), right=0, kernel="hopper", needs_grad=True)
+    call = Call(
+        q,
+        *(torch.randn(1, 100, 2, 64, dtype=torch.bfloat16) for _ in range(2)),
+        right=0,
+        kernel="hopper",
+        needs_grad=True,
+    )
     given = torch.empty_like(q), torch.empty_like(q), torch.empty(1, heads, 100)
     made, times = [], []
     lying = given[0].as_strided(q.shape, (6400 * heads, 64, 6400, 1))  # dout otherwise, at the same address
@@ -453,10 +517,13 @@ def test_a_backward_is_launched_again_as_one(stage, heads, launches, monkeypatch
 
 
 def test_gradients_are_launched_again_before_anything_else_is_looked_at(stage, monkeypatch):
-    """Of a plain call: not where a graph of them is wanted, where dout lies otherwise, where what autograd kept has come back as something else, or
-    while a profiler looks on; then as any other call's."""
+    """Of a plain call: not where a graph of them is wanted, where dout lies otherwise, where what autograd kept has
+    come back as something else, or while a profiler looks on; then as any other call's.
+    """
     started, looked, places = [], [], _Places()
-    noted = lambda owner, key, tensors, first: started.append(key) or launcher.Noted(stage.function, 1, -1, (key, *plain(tensors)))
+    noted = lambda owner, key, tensors, first: (
+        started.append(key) or launcher.Noted(stage.function, 1, -1, (key, *plain(tensors)))
+    )
     monkeypatch.setattr(launcher, "start", noted)
     for user in (ops, memory, repeat):
         monkeypatch.setattr(user, "empty_here", places.fresh)
@@ -505,9 +572,13 @@ def test_gradients_are_launched_again_before_anything_else_is_looked_at(stage, m
 @pytest.mark.parametrize("name", ["pages_of_16", "dense"])
 @pytest.mark.parametrize("keys", ["one split", "splits", "splits in a cluster"])
 def test_a_decode_is_launched_again(stage, alone, name, keys, monkeypatch):
-    """Where lse stands behind the scratch or by itself: what the kernel is handed lies in memory that is held, and each thing apart."""
+    """Where lse stands behind the scratch or by itself: what the kernel is handed lies in memory that is held, and each
+    thing apart.
+    """
     started, places = [], _Places()
-    noted = lambda owner, key, tensors, first: started.append(plain(tensors)) or launcher.Noted(stage.function, 1, -1, plain(tensors))
+    noted = lambda owner, key, tensors, first: (
+        started.append(plain(tensors)) or launcher.Noted(stage.function, 1, -1, plain(tensors))
+    )
     monkeypatch.setattr(launcher, "start", noted)
     monkeypatch.setattr(ops_decode, "empty_here", places.fresh)
     call = DECODES[name].build("cpu", torch.bfloat16, "normal", 0, "hopper", False)
@@ -517,7 +588,9 @@ def test_a_decode_is_launched_again(stage, alone, name, keys, monkeypatch):
         monkeypatch.setattr("strobe.kernels.hopper.decode_config.splits", lambda capacity, *_: (1, capacity))
     with posing(FAKES["H200"]):
         choice = ops_decode.decide(call)
-        assert choice.forward.config.form.single == (keys == "one split") and (choice.forward.room > 0) == (keys == "splits")
+        assert choice.forward.config.form.single == (keys == "one split") and (choice.forward.room > 0) == (
+            keys == "splits"
+        )
         assert (choice.forward.config.form.cluster > 0) == (keys == "splits in a cluster")
         made = []
         for _ in range(4):
@@ -529,9 +602,13 @@ def test_a_decode_is_launched_again(stage, alone, name, keys, monkeypatch):
     out, lse = (place.data_ptr() for place in (made[1][0], made[1][1]))
     assert out == made[3][0].data_ptr() == started[1][6] and lse == started[1][7]
     assert made[3][1] is None if alone else made[3][1].data_ptr() == lse
-    held = sorted((place.data_ptr(), place.data_ptr() + place.numel() * place.element_size()) for place in places.held.values())
+    held = sorted(
+        (place.data_ptr(), place.data_ptr() + place.numel() * place.element_size()) for place in places.held.values()
+    )
     lse_end = lse + choice.problem.lse_bytes
-    assert any(begin <= lse and lse_end <= end for begin, end in held) and len(held) == 2 + (not alone and choice.forward.room > 0)
+    assert any(begin <= lse and lse_end <= end for begin, end in held) and len(held) == 2 + (
+        not alone and choice.forward.room > 0
+    )
     if choice.forward.room:
         shares = started[1][11]
         shares_end = shares + choice.forward.room
@@ -635,7 +712,12 @@ def test_addresses_that_were_met_are_not_described_again(stage):
     turns = [stage.described(_call()) for _ in range(2)]
     first = [stage.start(*one, owner) for one in turns]
     encoded = len(stage.encoded)
-    assert encoded and first == [stage.start(*one, owner) for one in turns] and len(stage.encoded) == encoded and stage.started == 1
+    assert (
+        encoded
+        and first == [stage.start(*one, owner) for one in turns]
+        and len(stage.encoded) == encoded
+        and stage.started == 1
+    )
 
 
 def test_tensors_that_were_one_may_be_others_later(stage):

@@ -1,4 +1,6 @@
-"""Reading machine code: an instruction counts by its name, and a role's inner loop holds what a turn of it may run, no more."""
+"""Reading machine code: an instruction counts by its name, and a role's inner loop holds what a turn of it may run, no
+more.
+"""
 
 import pytest
 
@@ -21,15 +23,29 @@ END = """
 def sass(text: str) -> str:
     """As the disassembler writes it: an address before each instruction, a semicolon behind it."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return "\n".join(line if line.endswith(":") else f"        /*{16 * n:04x}*/                   {line.strip()} ;" for n, line in enumerate(lines))
+    return "\n".join(
+        line if line.endswith(":") else f"        /*{16 * n:04x}*/                   {line.strip()} ;"
+        for n, line in enumerate(lines)
+    )
 
 
 def found(text: str) -> list[tuple[str, int, int, dict[str, int]]]:
-    return [(loop.role, loop.total, loop.least, {k: n for k, n in loop.kinds.items() if n}) for loop in loops(sass(text))]
+    return [
+        (loop.role, loop.total, loop.least, {k: n for k, n in loop.kinds.items() if n}) for loop in loops(sass(text))
+    ]
 
 
 def test_instructions_are_counted_by_name_not_by_part_of_a_name():
-    names = ("HGMMA.64x64x16.F32", "@P0 HMMA.16816", "UTCHMMA gdesc", "UTCQMMA.2CTA", "@!UP0 UTMALDG.2D", "MUFU.EX2", "MUFU.EX2.F16", "MUFU.RCP")
+    names = (
+        "HGMMA.64x64x16.F32",
+        "@P0 HMMA.16816",
+        "UTCHMMA gdesc",
+        "UTCQMMA.2CTA",
+        "@!UP0 UTMALDG.2D",
+        "MUFU.EX2",
+        "MUFU.EX2.F16",
+        "MUFU.RCP",
+    )
     counted = {"HGMMA": 1, "UTCMMA": 2, "HMMA": 1, "DMMA": 0, "MUFU.EX2": 2, "UTMALDG": 1, "LDGSTS": 0}
     assert count(sass("\n".join(f"{name} R1, R2" for name in names))) == counted
     assert count("") == {}
@@ -61,7 +77,11 @@ def test_kinds_of_arithmetic_are_told_apart():
 def test_an_exponential_alone_makes_no_softmax():
     """The sum of a row's weights takes a sink's in after the last tile, in the role that corrects."""
     body = ".L_a:\n MUFU.EX2 R1, R1\n LDTM.x32 R4, tmem[UR4]\n {}\n @P0 BRA `(.L_a)"
-    for third, roles in (("NOP", []), ("STTM.x32 tmem[UR4], R4", ["softmax"]), ("HGMMA.64x64x16.F32 R24, R4, gdesc[UR8], R24", ["softmax"])):
+    for third, roles in (
+        ("NOP", []),
+        ("STTM.x32 tmem[UR4], R4", ["softmax"]),
+        ("HGMMA.64x64x16.F32 R24, R4, gdesc[UR8], R24", ["softmax"]),
+    ):
         assert [role for role, *_ in found(DISPATCH + body.format(third) + END)] == roles
 
 
@@ -78,7 +98,9 @@ def test_the_inner_loop_counts_and_the_loop_over_tiles_does_not():
 
 
 def test_a_wait_that_spins_behind_the_end_is_not_of_the_turn_and_no_loop():
-    """Its way back leads from the end of the code to the middle: taken as it stands, that is a loop over all that lies between."""
+    """Its way back leads from the end of the code to the middle: taken as it stands, that is a loop over all that lies
+    between.
+    """
     text = """
 .L_keys:
         SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R5
@@ -102,9 +124,9 @@ def test_a_wait_that_spins_behind_the_end_is_not_of_the_turn_and_no_loop():
 
 def test_a_wait_that_spins_within_the_loop_is_of_it_and_none_of_its_own():
     """So is one in front of all else: a loop may be one block that begins with a wait."""
-    assert found(DISPATCH + ".L_a:\n SYNCS.PHASECHK.TRANS64 P1, [UR4], R5\n UTMASTG.2D [UR8]\n @P0 BRA `(.L_a)" + END) == [
-        ("store", 3, 3, {"waits": 1})
-    ]
+    assert found(
+        DISPATCH + ".L_a:\n SYNCS.PHASECHK.TRANS64 P1, [UR4], R5\n UTMASTG.2D [UR8]\n @P0 BRA `(.L_a)" + END
+    ) == [("store", 3, 3, {"waits": 1})]
     text = """
 .L_keys:
         UTMALDG.2D [UR8], [UR6]

@@ -1,6 +1,8 @@
-"""The Hopper forward's own source, through its own launch code, on the simulator, held against the oracle; and the library that does it.
+"""The Hopper forward's own source, through its own launch code, on the simulator, held against the oracle; and the
+library that does it.
 
-Two SMs give a program several tiles, and sizes wrap every ring; which of the table's cases are too small for that is said by name.
+Two SMs give a program several tiles, and sizes wrap every ring; which of the table's cases are too small for that is
+said by name.
 """
 
 from __future__ import annotations
@@ -9,7 +11,20 @@ from collections import Counter
 
 import pytest
 import torch
-from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, PROGRAMS, SCHEDULES, WITHOUT_BOUND, band, by_turns, key_lengths, prefix, runs
+from hopper_cases import (
+    CAUSAL,
+    DTYPES,
+    H200,
+    NIGHTLY,
+    PROGRAMS,
+    SCHEDULES,
+    WITHOUT_BOUND,
+    band,
+    by_turns,
+    key_lengths,
+    prefix,
+    runs,
+)
 
 pytest.importorskip("triton")
 
@@ -92,14 +107,27 @@ LARGE = (
 LENGTHS = (130, 0, 1, 300, 65, 64)
 
 
-def _packed(name: str, lengths_q: tuple[int, ...] = LENGTHS, lengths_k: tuple[int, ...] | None = None, width: int = 128, **options) -> Case:
+def _packed(
+    name: str,
+    lengths_q: tuple[int, ...] = LENGTHS,
+    lengths_k: tuple[int, ...] | None = None,
+    width: int = 128,
+    **options,
+) -> Case:
     return _case(name, lengths_q=lengths_q, lengths_k=lengths_k, width=width, **options)
 
 
 PACKED = (
     _packed("packed"),
     _packed("packed_causal", mask=CAUSAL),
-    _packed("packed_causal_other_keys", (130, 0, 1, 200, 65), (100, 3, 150, 390, 0), mask=CAUSAL, outside=(5, 70), sinks=True),
+    _packed(
+        "packed_causal_other_keys",
+        (130, 0, 1, 200, 65),
+        (100, 3, 150, 390, 0),
+        mask=CAUSAL,
+        outside=(5, 70),
+        sinks=True,
+    ),
     _packed("packed_window_softcap", mask=band(70, 20), softcap=5.0, heads=(4, 2), promised=True),
     _packed("packed_gaps", mask=CAUSAL, storage="gaps"),
     _packed("packed_heads_first", mask=CAUSAL, storage="heads_first", heads=(4, 1)),
@@ -134,7 +162,15 @@ JOINED = (  # heads of a group share a tile; groups of three leave a row of each
     _case("joined_threes", 63, 200, 96, heads=(6, 2), batch=2, storage="gaps", sinks=True),
     _case("joined_d64", 129, 300, 64, heads=(8, 2), mask=CAUSAL),
     _case("joined_d256", 63, 200, 256, heads=(4, 2), mask=CAUSAL, softcap=4.0, sinks=True),
-    _case("joined_packed", lengths_q=(3, 0, 1, 63), lengths_k=(140, 3, 0, 130), heads=(6, 2), mask=CAUSAL, outside=(3, 5), sinks=True),
+    _case(
+        "joined_packed",
+        lengths_q=(3, 0, 1, 63),
+        lengths_k=(140, 3, 0, 130),
+        heads=(6, 2),
+        mask=CAUSAL,
+        outside=(3, 5),
+        sinks=True,
+    ),
     _case("joined_pairs_d64", 63, 300, 64, heads=(4, 2), mask=band(70, None), softcap=5.0),
     _case("joined_threes_d64", 5, 129, 64, heads=(6, 2), sinks=True),
     _case("joined_threes_wide", 61, 260, heads=(3, 1), batch=2, mask=CAUSAL),
@@ -145,7 +181,15 @@ JOINED = (  # heads of a group share a tile; groups of three leave a row of each
     _case("joined_eight_d256", 5, 200, 256, heads=(16, 2), mask=CAUSAL),
     _case("joined_all", 3, 200, heads=(64, 1), mask=CAUSAL),
     _case("joined_all_d64", 4, 300, 64, heads=(64, 1), mask=CAUSAL, sinks=True),
-    _packed("joined_packed_d64_window", (40, 1, 0, 7), width=64, heads=(8, 2), mask=band(20, 20), outside=(2, 0), promised=True),
+    _packed(
+        "joined_packed_d64_window",
+        (40, 1, 0, 7),
+        width=64,
+        heads=(8, 2),
+        mask=band(20, 20),
+        outside=(2, 0),
+        promised=True,
+    ),
     _packed("joined_packed_d192_128", (3, 63), (90, 150), width=192, head_dim_v=128, heads=(4, 2), sinks=True),
     _packed("joined_packed_d256", (5, 0, 60), (130, 70, 200), width=256, heads=(4, 1), mask=CAUSAL),
 )
@@ -154,14 +198,58 @@ SPANS = (  # rows of a batch entry see different spans of keys
     _case("documents", 400, None, batch=2, mask=runs(FOUR)),
     _case("documents_causal", 400, None, batch=2, mask=runs(FOUR, also=CAUSAL)),
     _case("documents_causal_gaps", 400, None, storage="gaps", mask=runs(FOUR, also=CAUSAL)),
-    _case("documents_window_softcap_sinks", 400, None, heads=(4, 2), mask=runs((300, 100), also=band(70, 20)), softcap=5.0, sinks=True),
+    _case(
+        "documents_window_softcap_sinks",
+        400,
+        None,
+        heads=(4, 2),
+        mask=runs((300, 100), also=band(70, 20)),
+        softcap=5.0,
+        sinks=True,
+    ),
     _case("documents_scattered", 300, None, batch=2, mask=runs((100, 60, 90, 20, 30), (0, 1, 0, 2, 1))),
-    _case("documents_scattered_causal", 300, None, batch=2, mask=runs((100, 60, 90, 20, 30), (0, 1, 0, 2, 1), also=CAUSAL), sinks=True),
-    _case("documents_padded_causal_sinks", 300, None, batch=2, mask=runs((90, 20, 170, 20), (3, -1, 0, -1), also=CAUSAL), sinks=True),
-    _case("documents_other_keys_causal", 300, 420, mask=runs((100, 200), (0, 1), (150, 70, 200), (0, 5, 1), also=CAUSAL)),
-    _case("documents_other_keys_window", 300, 420, mask=runs((100, 150, 50), (0, 1, 7), (150, 70, 200), (0, 5, 1), also=band(160, 40))),
-    _case("documents_lengths", 300, None, batch=2, heads=(2, 1), mask=runs((200, 100), also=key_lengths(260, 90, also=CAUSAL))),
-    _case("documents_heads_first", 200, None, batch=3, storage="heads_first", heads=(2, 1), mask=runs((130, 70), also=CAUSAL)),
+    _case(
+        "documents_scattered_causal",
+        300,
+        None,
+        batch=2,
+        mask=runs((100, 60, 90, 20, 30), (0, 1, 0, 2, 1), also=CAUSAL),
+        sinks=True,
+    ),
+    _case(
+        "documents_padded_causal_sinks",
+        300,
+        None,
+        batch=2,
+        mask=runs((90, 20, 170, 20), (3, -1, 0, -1), also=CAUSAL),
+        sinks=True,
+    ),
+    _case(
+        "documents_other_keys_causal", 300, 420, mask=runs((100, 200), (0, 1), (150, 70, 200), (0, 5, 1), also=CAUSAL)
+    ),
+    _case(
+        "documents_other_keys_window",
+        300,
+        420,
+        mask=runs((100, 150, 50), (0, 1, 7), (150, 70, 200), (0, 5, 1), also=band(160, 40)),
+    ),
+    _case(
+        "documents_lengths",
+        300,
+        None,
+        batch=2,
+        heads=(2, 1),
+        mask=runs((200, 100), also=key_lengths(260, 90, also=CAUSAL)),
+    ),
+    _case(
+        "documents_heads_first",
+        200,
+        None,
+        batch=3,
+        storage="heads_first",
+        heads=(2, 1),
+        mask=runs((130, 70), also=CAUSAL),
+    ),
     _case("documents_gaps_between_entries", 200, None, batch=2, storage="gaps", mask=runs((130, 70), also=CAUSAL)),
     _case("key_lengths_mixed", 200, 300, batch=3, storage="mixed", mask=key_lengths(300, 0, 130)),
     _case("documents_one_row", 1, 390, mask=runs((1,), (4,), (200, 190), (0, 4))),
@@ -180,7 +268,14 @@ SPANS = (  # rows of a batch entry see different spans of keys
     _wide("key_lengths_d256", 200, batch=2, mask=key_lengths(200, 63)),
     _case("prefix", 300, 390, batch=3, heads=(2, 1), mask=prefix(130, 0, 390)),
     _case("prefix_right_bound", 400, None, mask=prefix(200, also=band(None, 90))),
-    _case("prefix_left_bound_lengths_sinks", 400, None, batch=2, mask=prefix(150, 70, also=key_lengths(300, 140, also=band(180, None))), sinks=True),
+    _case(
+        "prefix_left_bound_lengths_sinks",
+        400,
+        None,
+        batch=2,
+        mask=prefix(150, 70, also=key_lengths(300, 140, also=band(180, None))),
+        sinks=True,
+    ),
     _case("prefix_more_rows", 520, 385, mask=prefix(65)),
     _case("prefix_documents", 400, None, batch=2, mask=runs(FOUR, also=prefix(180, 20))),
     _case("prefix_documents_scattered", 300, None, 96, mask=runs((100, 60, 90, 50), (0, 1, 0, 1), also=prefix(200))),
@@ -208,7 +303,9 @@ def run_and_judge(case: Case, dtype: torch.dtype, family: str, schedule: tuple[s
 AT_NIGHT = {case.name for case in SPANS if case.head_dim not in (64, 128)}
 
 
-@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(CASES) for one in by_turns(n, name, name in AT_NIGHT)])
+@pytest.mark.parametrize(
+    "name, schedule", [one for n, name in enumerate(CASES) for one in by_turns(n, name, name in AT_NIGHT)]
+)
 def test_hopper_forward(name, schedule):
     """All cases; the kind of schedule, dtypes and input families take turns."""
     n = list(CASES).index(name) + 2 * SCHEDULES.index(schedule)
@@ -216,7 +313,9 @@ def test_hopper_forward(name, schedule):
 
 
 def _is_usual_at_64(form: hopper.Form) -> bool:
-    return (form.block_d, form.block_dv) == (64, 64) and not (form.softcap or form.packed or form.mask.left or form.mask.documents)
+    return (form.block_d, form.block_dv) == (64, 64) and not (
+        form.softcap or form.packed or form.mask.left or form.mask.documents
+    )
 
 
 OF_FOUR = [name for name, case in CASES.items() if _is_usual_at_64(_form(case))]
@@ -234,7 +333,9 @@ def test_hopper_forward_of_four_consumers(name, schedule, monkeypatch):
 
 @pytest.fixture
 def as_of_few_keys(monkeypatch):
-    """All as `select` has it for these cases: without early weights, d128 in tiles of 64 keys whose consumers change places."""
+    """All as `select` has it for these cases: without early weights, d128 in tiles of 64 keys whose consumers change
+    places.
+    """
     for name, value in AS_IT_IS.items():
         monkeypatch.setattr(hopper, name, value)
     ops._choices.clear()
@@ -242,10 +343,20 @@ def as_of_few_keys(monkeypatch):
 
 AS_IT_IS = {name: getattr(hopper, name) for name in ("EARLY_KEYS", "FEW")}
 OF_FEW = [name for name, case in CASES.items() if not _form(case).early]
-BY_DAY = {"causal", "causal_more_rows_sinks", "softcap", "grouped", "packed_causal_other_keys", "above_a_tile", "joined_threes_wide"}
+BY_DAY = {
+    "causal",
+    "causal_more_rows_sinks",
+    "softcap",
+    "grouped",
+    "packed_causal_other_keys",
+    "above_a_tile",
+    "joined_threes_wide",
+}
 
 
-@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(OF_FEW) for one in by_turns(n, name, name not in BY_DAY)])
+@pytest.mark.parametrize(
+    "name, schedule", [one for n, name in enumerate(OF_FEW) for one in by_turns(n, name, name not in BY_DAY)]
+)
 def test_hopper_forward_of_few_keys(name, schedule, as_of_few_keys):
     form = _form(CASES[name])
     assert not form.early and (form.trades or name not in BY_DAY)
@@ -289,9 +400,16 @@ def test_what_neighbours_hold_does_not_matter(name):
     assert torch.equal(found.lse[:, q_from:q_to], plain.lse[:, q_from:q_to])
 
 
-@pytest.mark.parametrize("name, rows, keys", [("documents_causal", (131, 195), (131, 195)), ("documents_other_keys_causal", (100, 300), (220, 420)),
-                                              ("documents_scattered", (100, 160), (100, 160)), ("documents_d96_scattered", (70, 200), (70, 200)),
-                                              ("key_lengths_causal", (0, 300), (0, 65))])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, rows, keys",
+    [
+        ("documents_causal", (131, 195), (131, 195)),
+        ("documents_other_keys_causal", (100, 300), (220, 420)),
+        ("documents_scattered", (100, 160), (100, 160)),
+        ("documents_d96_scattered", (70, 200), (70, 200)),
+        ("key_lengths_causal", (0, 300), (0, 65)),
+    ],
+)
 def test_what_other_documents_and_hidden_keys_hold_does_not_matter(name, rows, keys):
     call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, kernel="hopper")
     plain, _ = simulated(call, H200)
@@ -319,7 +437,9 @@ BY_TURNS = [
 
 @pytest.mark.parametrize("name, early", BY_TURNS)
 def test_only_tiles_that_met_no_numbers_of_others_come_back(name, early, monkeypatch):
-    """Told from what landed: a tile done again loads and stores again. Its own numbers that are none stay what they are."""
+    """Told from what landed: a tile done again loads and stores again. Its own numbers that are none stay what they
+    are.
+    """
     monkeypatch.setattr(hopper, "early", lambda problem: early)
     call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, kernel="hopper")
     ids = call.ids_k[0].tolist()
@@ -340,19 +460,27 @@ def test_consumers_without_rows_are_those_of_a_causal_sequences_first_tile(width
     """It sees fewest keys: told from how much landed, of two tiles of which the first has rows for one consumer."""
 
     def case(length: int) -> Case:
-        return _packed("", (length,), width=width, heads=(1, 1), mask=CAUSAL) if packed else _case("", length, None, width, heads=(1, 1), mask=CAUSAL)
+        return (
+            _packed("", (length,), width=width, heads=(1, 1), mask=CAUSAL)
+            if packed
+            else _case("", length, None, width, heads=(1, 1), mask=CAUSAL)
+        )
 
     tuning = _form(case(300)).tuning
     length = tuning.block_m + 4
     _, run = simulated(case(length).build("cpu", torch.bfloat16, "normal", 5, kernel="hopper"), H200)
     assert run.reports == []
-    seen = [-(-min(first + hopper.ROWS, length) // tuning.block_n) for first in range(0, length, hopper.ROWS)]  # tiles of keys by each 64 rows
+    seen = [
+        -(-min(first + hopper.ROWS, length) // tuning.block_n) for first in range(0, length, hopper.ROWS)
+    ]  # tiles of keys by each 64 rows
     loads, products, stores = seen[0] + seen[-1], sum(seen), 2 if tuning.half_staged else 1
     assert run.stats["landed"] == 2 * (loads + products) + 2 * tuning.consumers * (1 + stores)
 
 
 def test_consumers_of_short_causal_rows_multiply_as_much_as_each_other(as_of_few_keys):
-    """They change places from tile to tile: the last rows of a tile see more keys, and were always the same one's, which had 20 of 36 products."""
+    """They change places from tile to tile: the last rows of a tile see more keys, and were always the same one's,
+    which had 20 of 36 products.
+    """
     case = _case("", 512, None, 128, heads=(2, 2), mask=CAUSAL)
     assert _form(case).trades
     _, run = simulated(case.build("cpu", torch.bfloat16, "normal", 5, kernel="hopper"), H200, "timed")
@@ -361,7 +489,9 @@ def test_consumers_of_short_causal_rows_multiply_as_much_as_each_other(as_of_few
 
 
 def expected_finite(call: Call) -> torch.Tensor:
-    """Rows [B, S_q, H] whose out has numbers alone: those of documents with no value that is none among the keys that they see."""
+    """Rows [B, S_q, H] whose out has numbers alone: those of documents with no value that is none among the keys that
+    they see.
+    """
     seen = call.mask.dense(call.q.shape[1], call.k.shape[1]).expand(call.q.shape[0], -1, -1)
     bad = (~call.v.isfinite()).any(-1).any(-1)
     return ~(seen & bad[:, None, :]).any(-1)[..., None].expand(-1, -1, call.q.shape[2])
@@ -377,11 +507,16 @@ def test_the_table_has_every_tiling():
 
 @pytest.mark.parametrize("name", ("causal_more_rows_sinks", "d64_window_left_softcap", "head_dims_192_128_causal"))
 def test_gradients_from_its_lse(name, judge):
-    """The portable backward reads the Hopper forward's lse: natural logarithm, float32, -inf where a row sees no key."""
+    """The portable backward reads the Hopper forward's lse: natural logarithm, float32, -inf where a row sees no
+    key."""
     call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="portable.backward")
     with on(H200) as run:
         judge(call, "normal", 5)
-    assert run.reports == [] and run.launches == ["forward_kernel"] * 2 + ["delta_kernel", "keys_kernel", "queries_kernel"]
+    assert run.reports == [] and run.launches == ["forward_kernel"] * 2 + [
+        "delta_kernel",
+        "keys_kernel",
+        "queries_kernel",
+    ]
 
 
 def test_lse_of_rows_without_keys():
@@ -404,7 +539,10 @@ def test_out_that_tma_cannot_write(storage):
 
 def test_a_width_of_v_that_tma_cannot_write():
     """v is a slice whose rows TMA can read; out's own rows of 20 columns it could not write."""
-    q, k, v = (torch.randn(1, 200, 2, width, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16) for width in (32, 32, 24))
+    q, k, v = (
+        torch.randn(1, 200, 2, width, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+        for width in (32, 32, 24)
+    )
     call = Call(q, k, v[..., :20], kernel="hopper")
     found, run = simulated(call, H200)
     assert run.reports == []
@@ -450,11 +588,32 @@ def test_a_section_of_causal_heads_stays_in_l2(batch, seqlen, heads, width, sect
 
 
 SHARING = tuple(case.name for case in JOINED)
-SHARING_ALSO = ("d64_grouped_gaps", "one_row_causal", "d256_window_softcap", "packed_window_softcap", "head_dims_192_128_window", "joined_documents",
-                "joined_key_lengths_d64", "documents_window_softcap_sinks", "key_lengths_causal", "prefix",
-                "joined_prefix", "sinks_without_bound")  # fmt: skip
-APART = ("documents_d192", "documents_lengths", "documents_heads_first", "grouped", "one_key_head", "batch_of_three", "packed_heads_first",
-         "stored_heads_first", "stored_gaps", "stored_mixed")  # fmt: skip
+SHARING_ALSO = (
+    "d64_grouped_gaps",
+    "one_row_causal",
+    "d256_window_softcap",
+    "packed_window_softcap",
+    "head_dims_192_128_window",
+    "joined_documents",
+    "joined_key_lengths_d64",
+    "documents_window_softcap_sinks",
+    "key_lengths_causal",
+    "prefix",
+    "joined_prefix",
+    "sinks_without_bound",
+)
+APART = (
+    "documents_d192",
+    "documents_lengths",
+    "documents_heads_first",
+    "grouped",
+    "one_key_head",
+    "batch_of_three",
+    "packed_heads_first",
+    "stored_heads_first",
+    "stored_gaps",
+    "stored_mixed",
+)
 
 
 def test_cases_share_tiles_or_do_not_as_their_names_say():
@@ -468,13 +627,30 @@ def test_cases_share_tiles_or_do_not_as_their_names_say():
 
 @pytest.mark.parametrize(
     "rows, heads, width, joined, packed",
-    [(1, (8, 1), 128, 8, 8), (1, (8, 8), 128, 1, 1), (3, (6, 2), 128, 3, 3), (64, (2, 1), 128, 2, 2), (65, (2, 1), 128, 1, 2),
-     (128, (8, 1), 128, 1, 8), (129, (2, 1), 128, 2, 1), (192, (8, 1), 128, 8, 1), (4096, (8, 1), 128, 1, 1), (1, (64, 1), 128, 64, 64),
-     (1, (65, 1), 128, 1, 1), (63, (3, 1), 96, 3, 3), (96, (3, 1), 96, 1, 1), (96, (2, 1), 64, 2, 2), (97, (2, 1), 64, 1, 2),
-     (256, (8, 1), 64, 8, 1), (192, (8, 1), 64, 1, 8)],
-)  # fmt: skip
+    [
+        (1, (8, 1), 128, 8, 8),
+        (1, (8, 8), 128, 1, 1),
+        (3, (6, 2), 128, 3, 3),
+        (64, (2, 1), 128, 2, 2),
+        (65, (2, 1), 128, 1, 2),
+        (128, (8, 1), 128, 1, 8),
+        (129, (2, 1), 128, 2, 1),
+        (192, (8, 1), 128, 8, 1),
+        (4096, (8, 1), 128, 1, 1),
+        (1, (64, 1), 128, 64, 64),
+        (1, (65, 1), 128, 1, 1),
+        (63, (3, 1), 96, 3, 3),
+        (96, (3, 1), 96, 1, 1),
+        (96, (2, 1), 64, 2, 2),
+        (97, (2, 1), 64, 1, 2),
+        (256, (8, 1), 64, 8, 1),
+        (192, (8, 1), 64, 1, 8),
+    ],
+)
 def test_heads_share_tiles_where_that_makes_fewer(rows, heads, width, joined, packed):
-    """As many rows a query as the next power of two: three heads take four. A tile has 128, at d64 192, of packed ones at d128 192, at d64 256."""
+    """As many rows a query as the next power of two: three heads take four. A tile has 128, at d64 192, of packed ones
+    at d128 192, at d64 256.
+    """
     assert _form(_case("shared", rows, 130, width, heads=heads)).tuning.joined == joined
     assert _form(_packed("shared", (rows, rows), (130, 130), width, heads=heads)).tuning.joined == packed
 
@@ -489,7 +665,9 @@ def test_packed_queries_whose_heads_lie_apart_do_not_share_tiles():
 NOW = ("joined_window", "joined_threes", "joined_d64", "joined_packed")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in NOW else pytest.mark.nightly) for name in (*SHARING, *SHARING_ALSO)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in NOW else pytest.mark.nightly) for name in (*SHARING, *SHARING_ALSO)]
+)
 def test_sharing_a_tile_changes_no_bit(name, monkeypatch):
     """Without early weights, of which bits follow which rows share a tile."""
     monkeypatch.setattr(hopper, "early", lambda problem: False)
@@ -524,7 +702,9 @@ def test_out_whose_heads_lie_apart(storage):
 # ---------------------------------------------------------------- the library
 
 
-@pytest.mark.parametrize("target, kernel, ran", [("A100", "", "portable"), ("H200", "", "hopper"), ("H200", "portable", "portable")])
+@pytest.mark.parametrize(
+    "target, kernel, ran", [("A100", "", "portable"), ("H200", "", "hopper"), ("H200", "portable", "portable")]
+)
 def test_what_select_gives_is_what_runs(target, kernel, ran, monkeypatch):
     called = []
     for family in ("hopper", "portable"):
@@ -555,7 +735,9 @@ def test_what_is_not_written_is_nan_and_what_is_written_outside_is_noticed(monke
     found, _ = simulated(call, H200)
     assert found.out.isnan().all() and found.lse.isnan().all()
     beyond = lambda out: out.as_strided((1,), (1,), out.storage_offset() + out.numel())
-    monkeypatch.setattr(hopper.HopperForward, "run", lambda self, plan, call, tensors, workspace: beyond(tensors.out).fill_(0))
+    monkeypatch.setattr(
+        hopper.HopperForward, "run", lambda self, plan, call, tensors, workspace: beyond(tensors.out).fill_(0)
+    )
     with pytest.raises(AssertionError, match="elements outside it were written"):
         simulated(call, H200)
     monkeypatch.setattr(hopper.HopperForward, "run", lambda self, plan, call, tensors, workspace: call.k.fill_(0))

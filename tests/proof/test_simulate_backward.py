@@ -1,6 +1,7 @@
 """The Hopper backward's own source, through its own launch code, on the simulator, held against the oracle.
 
-Its lse comes from the Hopper forward. Sizes wrap both rings; which of the table's cases are too small for that is said by name.
+Its lse comes from the Hopper forward. Sizes wrap both rings; which of the table's cases are too small for that is said
+by name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from hopper_cases import CAUSAL, DTYPES, H200, NIGHTLY, SCHEDULES, WITHOUT_BOUND, band, by_turns, key_lengths, prefix, runs
+from hopper_cases import (
+    CAUSAL,
+    DTYPES,
+    H200,
+    NIGHTLY,
+    SCHEDULES,
+    WITHOUT_BOUND,
+    band,
+    by_turns,
+    key_lengths,
+    prefix,
+    runs,
+)
 
 pytest.importorskip("triton")
 
@@ -59,7 +72,9 @@ LARGE = (
     _case("window_zero", 300, None, mask=band(0, 0)),
     _case("window_wider_than_all", mask=band(5000, 5000)),
     _case("window_before_the_keys", 390, 260, mask=band(10, 10)),  # rows at the top see no key
-    _case("window_beyond_the_keys", 130, 700, mask=band(60, 0)),  # no row sees the first tiles of keys, which follow each other
+    _case(
+        "window_beyond_the_keys", 130, 700, mask=band(60, 0)
+    ),  # no row sees the first tiles of keys, which follow each other
     _case("softcap", mask=CAUSAL, softcap=3.0),
     _case("sinks", sinks=True),
     _case("sinks_without_bound", 200, 130, heads=(4, 2), mask=CAUSAL, sinks=WITHOUT_BOUND),
@@ -87,7 +102,9 @@ LARGE = (
     _wide("d256_window_softcap", 200, None, mask=band(60, 10), softcap=4.0, heads=(2, 1)),
     _case("head_dim_192", 230, 130, 192, mask=CAUSAL),
     _case("head_dims_192_128", 200, 130, 192, head_dim_v=128),
-    _case("head_dims_64_128", 200, 130, 64, head_dim_v=128, heads=(2, 2)),  # q is as wide as a unit of dq, of which it has more
+    _case(
+        "head_dims_64_128", 200, 130, 64, head_dim_v=128, heads=(2, 2)
+    ),  # q is as wide as a unit of dq, of which it has more
     _case("head_dims_64_192", 200, 130, 64, head_dim_v=192, heads=(2, 2)),
     _case("head_dims_32_96", 200, 130, 32, head_dim_v=96, heads=(2, 2)),
     _case("head_dim_32_softcap", 200, 260, 32, heads=(2, 2), softcap=3.0),
@@ -100,14 +117,27 @@ LARGE = (
 LENGTHS = (130, 0, 1, 260, 65, 64)
 
 
-def _packed(name: str, lengths_q: tuple[int, ...] = LENGTHS, lengths_k: tuple[int, ...] | None = None, width: int = 128, **options) -> Case:
+def _packed(
+    name: str,
+    lengths_q: tuple[int, ...] = LENGTHS,
+    lengths_k: tuple[int, ...] | None = None,
+    width: int = 128,
+    **options,
+) -> Case:
     return _case(name, lengths_q=lengths_q, lengths_k=lengths_k, width=width, **options)
 
 
 PACKED = (
     _packed("packed"),
     _packed("packed_causal", mask=CAUSAL),
-    _packed("packed_causal_other_keys", (130, 0, 1, 200, 65), (100, 3, 150, 230, 0), mask=CAUSAL, outside=(5, 70), sinks=True),
+    _packed(
+        "packed_causal_other_keys",
+        (130, 0, 1, 200, 65),
+        (100, 3, 150, 230, 0),
+        mask=CAUSAL,
+        outside=(5, 70),
+        sinks=True,
+    ),
     _packed("packed_window_softcap", mask=band(70, 20), softcap=5.0, heads=(2, 1), promised=True),
     _packed("packed_gaps", mask=CAUSAL, storage="gaps", heads=(2, 2)),
     _packed("packed_heads_first", mask=CAUSAL, storage="heads_first", heads=(4, 1)),
@@ -136,14 +166,51 @@ SPANS = (  # rows of a batch entry see different spans of keys
     _case("documents", 300, None, batch=2, mask=runs(FOUR)),
     _case("documents_causal", 300, None, batch=2, mask=runs(FOUR, also=CAUSAL)),
     _case("documents_causal_gaps", 300, None, batch=2, storage="gaps", mask=runs(FOUR, also=CAUSAL)),
-    _case("documents_window_softcap_sinks", 300, None, heads=(2, 1), mask=runs((200, 100), also=band(70, 20)), softcap=5.0, sinks=True),
+    _case(
+        "documents_window_softcap_sinks",
+        300,
+        None,
+        heads=(2, 1),
+        mask=runs((200, 100), also=band(70, 20)),
+        softcap=5.0,
+        sinks=True,
+    ),
     _case("documents_scattered", 230, None, batch=2, mask=runs((100, 40, 50, 10, 30), (0, 1, 0, 2, 1))),
-    _case("documents_scattered_causal", 230, None, batch=2, mask=runs((100, 40, 50, 10, 30), (0, 1, 0, 2, 1), also=CAUSAL), sinks=True),
+    _case(
+        "documents_scattered_causal",
+        230,
+        None,
+        batch=2,
+        mask=runs((100, 40, 50, 10, 30), (0, 1, 0, 2, 1), also=CAUSAL),
+        sinks=True,
+    ),
     _case("documents_padded_causal", 220, None, batch=2, mask=runs((90, 20, 90, 20), (3, -1, 0, -1), also=CAUSAL)),
-    _case("documents_other_keys_causal", 200, 300, mask=runs((60, 140), (0, 1), (150, 50, 100), (0, 5, 1), also=CAUSAL)),
-    _case("documents_other_keys_window", 200, 300, mask=runs((80, 70, 50), (0, 1, 7), (150, 50, 100), (0, 5, 1), also=band(160, 40))),
-    _case("documents_lengths", 230, None, batch=2, heads=(2, 1), mask=runs((140, 90), also=key_lengths(200, 70, also=CAUSAL))),
-    _case("documents_heads_first", 150, None, batch=3, storage="heads_first", heads=(2, 1), mask=runs((90, 60), also=CAUSAL)),
+    _case(
+        "documents_other_keys_causal", 200, 300, mask=runs((60, 140), (0, 1), (150, 50, 100), (0, 5, 1), also=CAUSAL)
+    ),
+    _case(
+        "documents_other_keys_window",
+        200,
+        300,
+        mask=runs((80, 70, 50), (0, 1, 7), (150, 50, 100), (0, 5, 1), also=band(160, 40)),
+    ),
+    _case(
+        "documents_lengths",
+        230,
+        None,
+        batch=2,
+        heads=(2, 1),
+        mask=runs((140, 90), also=key_lengths(200, 70, also=CAUSAL)),
+    ),
+    _case(
+        "documents_heads_first",
+        150,
+        None,
+        batch=3,
+        storage="heads_first",
+        heads=(2, 1),
+        mask=runs((90, 60), also=CAUSAL),
+    ),
     _case("documents_one_row", 1, 200, mask=runs((1,), (4,), (120, 80), (0, 4))),
     _case("documents_of_one_row", 40, None, heads=(1, 1), mask=runs((1,) * 40)),
     _case("documents_d96", 200, None, 96, mask=runs((70, 130), also=CAUSAL)),
@@ -160,7 +227,14 @@ SPANS = (  # rows of a batch entry see different spans of keys
     _wide("key_lengths_d256", 100, batch=2, mask=key_lengths(130, 63)),
     _case("prefix", 200, 260, batch=3, heads=(2, 1), mask=prefix(130, 0, 260)),
     _case("prefix_right_bound", 300, None, mask=prefix(150, also=band(None, 70))),
-    _case("prefix_left_bound_lengths_sinks", 260, None, batch=2, mask=prefix(150, 70, also=key_lengths(200, 140, also=band(130, None))), sinks=True),
+    _case(
+        "prefix_left_bound_lengths_sinks",
+        260,
+        None,
+        batch=2,
+        mask=prefix(150, 70, also=key_lengths(200, 140, also=band(130, None))),
+        sinks=True,
+    ),
     _case("prefix_more_rows", 300, 200, mask=prefix(65)),
     _case("prefix_documents", 300, None, batch=2, mask=runs(FOUR, also=prefix(180, 20))),
     _narrow("prefix_d64_softcap", 260, None, batch=2, mask=prefix(100, 200), softcap=4.0),
@@ -172,7 +246,9 @@ CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL, *SPANS)}
 AT_NIGHT = {case.name for case in SPANS if case.head_dim not in (64, 128)} | {"documents_of_one_row"}
 
 
-@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(CASES) for one in by_turns(n, name, name in AT_NIGHT)])
+@pytest.mark.parametrize(
+    "name, schedule", [one for n, name in enumerate(CASES) for one in by_turns(n, name, name in AT_NIGHT)]
+)
 def test_hopper_backward(name, schedule, judge):
     """All cases; the kind of schedule, dtypes and input families take turns."""
     n = list(CASES).index(name) + 2 * SCHEDULES.index(schedule)
@@ -188,7 +264,15 @@ def test_hopper_backward_under_every_schedule(name, family, judge):
             run_and_judge(judge, CASES[name], dtype, family, schedule)
 
 
-LONG_ROWS = ("causal", "causal_more_rows_sinks", "d64_causal", "d64_window", "head_dim_96", "packed_causal", "packed_d64_window")
+LONG_ROWS = (
+    "causal",
+    "causal_more_rows_sinks",
+    "d64_causal",
+    "d64_window",
+    "head_dim_96",
+    "packed_causal",
+    "packed_d64_window",
+)
 
 
 @pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(LONG_ROWS) for one in by_turns(n, name)])
@@ -253,9 +337,28 @@ def test_the_first_tile_of_keys_stores_where_rows_see_few(name):
     assert _form(CASES[name]).first_stores
 
 
-LAGGING = ("causal", "dense", "causal_more_keys", "causal_more_rows_sinks", "window_right", "window_both", "window_before_the_keys", "grouped",
-           "stored_mixed", "d64_dense", "d64_causal", "d64_window", "d64_grouped_gaps", "head_dim_96", "head_dims_72_120", "packed_causal",
-           "packed_causal_other_keys", "packed_d64_causal", "one_row_causal", "key_lengths_causal")  # fmt: skip
+LAGGING = (
+    "causal",
+    "dense",
+    "causal_more_keys",
+    "causal_more_rows_sinks",
+    "window_right",
+    "window_both",
+    "window_before_the_keys",
+    "grouped",
+    "stored_mixed",
+    "d64_dense",
+    "d64_causal",
+    "d64_window",
+    "d64_grouped_gaps",
+    "head_dim_96",
+    "head_dims_72_120",
+    "packed_causal",
+    "packed_causal_other_keys",
+    "packed_d64_causal",
+    "one_row_causal",
+    "key_lengths_causal",
+)
 
 
 @pytest.mark.parametrize("deterministic", (False, True))
@@ -329,7 +432,9 @@ FEW_KEYS = {
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule[0])
 @pytest.mark.parametrize("name", FEW_KEYS)
 def test_who_adds_last_writes_dq(name, schedule, judge):
-    """Each tile of keys that a tile of queries sees adds to its dq but the last, which reads what the others have added, and writes."""
+    """Each tile of keys that a tile of queries sees adds to its dq but the last, which reads what the others have
+    added, and writes.
+    """
     sizes = {"heads": (2, 2), "mask": CAUSAL} | FEW_KEYS[name]
     case = _case(name, sizes.pop("seqlen_q"), sizes.pop("seqlen_k"), sizes.pop("head_dim"), **sizes)
     assert _form(case).collects
@@ -347,8 +452,16 @@ def test_who_adds_last_writes_dq(name, schedule, judge):
     ],
 )
 def test_dq_of_queries_that_see_one_tile_of_keys_is_written_at_once(name, options, judge):
-    """Whoever takes turns, or shares a group's heads, adds to the others'; a last kernel makes dq of their sum, and leaves what is written alone."""
-    case = _case(name, options.pop("seqlen_q"), options.pop("seqlen_k"), options.pop("head_dim", 128), **({"mask": CAUSAL} | options))
+    """Whoever takes turns, or shares a group's heads, adds to the others'; a last kernel makes dq of their sum, and
+    leaves what is written alone.
+    """
+    case = _case(
+        name,
+        options.pop("seqlen_q"),
+        options.pop("seqlen_k"),
+        options.pop("head_dim", 128),
+        **({"mask": CAUSAL} | options),
+    )
     call = case.build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
     call = call._replace(deterministic=name.startswith("deterministic"))
     form = hopper.BACKWARD.config(Problem.from_call(call), H200).form
@@ -360,12 +473,18 @@ def test_dq_of_queries_that_see_one_tile_of_keys_is_written_at_once(name, option
 
 @pytest.mark.parametrize("width, products", [(128, (12, 8)), (96, (20, 12))])
 def test_half_the_keys_are_passed_over_where_no_query_sees_them(width, products):
-    """Of a causal tile of keys the first 64 queries see the first half alone: there the other's consumer multiplies nothing but its share of dq."""
-    call = _case("", 128, 128, width, mask=CAUSAL).build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
+    """Of a causal tile of keys the first 64 queries see the first half alone: there the other's consumer multiplies
+    nothing but its share of dq.
+    """
+    call = _case("", 128, 128, width, mask=CAUSAL).build(
+        "cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper"
+    )
     with on(H200, "timed", 0) as run:
         out, _ = ops.run(call)
         torch.autograd.grad(out, call[:3], torch.ones_like(out))
-    found = Counter(one.name.rpartition(" of ")[2] for one in run.events if one.kind == "mma" and "backward" in one.where)
+    found = Counter(
+        one.name.rpartition(" of ")[2] for one in run.events if one.kind == "mma" and "backward" in one.where
+    )
     assert run.reports == [] and found == dict(zip(("mma_partition", "mma_partition#2"), products))
 
 
@@ -408,7 +527,9 @@ def run_and_judge(judge, case: Case, dtype: torch.dtype, family: str, schedule: 
 
 
 def _launched(call: Call, form: hopper.BackwardForm) -> list[str]:
-    """The kernels of a backward: none makes dq of its sum where the last to add does, and no whole tile of queries is without keys."""
+    """The kernels of a backward: none makes dq of its sum where the last to add does, and no whole tile of queries is
+    without keys.
+    """
     if not form.collects:
         return BACKWARD if form.splits == 1 else BACKWARD_OF_SPLIT_GROUPS
     rows, keys = min(form.tuning.block_m, call.q.shape[1]), call.k.shape[1]
@@ -427,12 +548,16 @@ def test_sizes_wrap_the_rings(name):
 
 @pytest.mark.parametrize("name", ("packed_causal_other_keys", "packed_d64_window", "packed_d192_128"))
 def test_what_neighbours_hold_does_not_matter(name):
-    """Rows of another sequence share tiles with a sequence's last rows: NaN there changes no bit of dk and dv, nor what dq adds up."""
+    """Rows of another sequence share tiles with a sequence's last rows: NaN there changes no bit of dk and dv, nor what
+    dq adds up.
+    """
     call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
     n = 3
     (q_from, q_to), (k_from, k_to) = (offsets[n : n + 2].tolist() for offsets in (call.cu_seqlens_q, call.cu_seqlens_k))
     rows, keys = slice(q_from, q_to), slice(k_from, k_to)
-    dout = torch.randn(*call.q.shape[:2], call.v.shape[-1], generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
+    dout = torch.randn(*call.q.shape[:2], call.v.shape[-1], generator=torch.Generator().manual_seed(6)).to(
+        torch.bfloat16
+    )
     plain = _gradients_of(call, dout)
     alone = [_nan_but(t, part) for t, part in ((call.q, rows), (call.k, keys), (call.v, keys))]
     found = _gradients_of(call._replace(q=alone[0], k=alone[1], v=alone[2]), _nan_but(dout, rows))
@@ -443,18 +568,31 @@ def test_what_neighbours_hold_does_not_matter(name):
 
 @pytest.mark.parametrize(
     "name, rows, keys",
-    [("documents_causal", (131, 195), (131, 195)), ("documents_scattered", (100, 140), (100, 140)), ("documents_d256", (70, 150), (70, 150)),
-     ("documents_other_keys_causal", (60, 200), (200, 300)), ("key_lengths_causal", (0, 200), (0, 65))],
-)  # fmt: skip
+    [
+        ("documents_causal", (131, 195), (131, 195)),
+        ("documents_scattered", (100, 140), (100, 140)),
+        ("documents_d256", (70, 150), (70, 150)),
+        ("documents_other_keys_causal", (60, 200), (200, 300)),
+        ("key_lengths_causal", (0, 200), (0, 65)),
+    ],
+)
 def test_what_other_documents_and_hidden_keys_hold_does_not_matter(name, rows, keys):
     """Documents share tiles of queries, and lie between the rows of one that is scattered: NaN there changes no bit."""
     call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
-    call = call._replace(**{field: getattr(call, field)[:1] for field in ("q", "k", "v", *OF_ENTRIES) if getattr(call, field) is not None})
+    call = call._replace(
+        **{
+            field: getattr(call, field)[:1]
+            for field in ("q", "k", "v", *OF_ENTRIES)
+            if getattr(call, field) is not None
+        }
+    )
     seen, of_keys = torch.zeros(call.q.shape[1], dtype=torch.bool), torch.zeros(call.k.shape[1], dtype=torch.bool)
     seen[slice(*rows)] = of_keys[slice(*keys)] = True
     if call.ids_q is not None:  # all of the document
         seen, of_keys = (ids[0] == call.ids_q[0, rows[0]] for ids in (call.ids_q, call.ids_k))
-    dout = torch.randn(*call.q.shape[:-1], call.v.shape[-1], generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
+    dout = torch.randn(*call.q.shape[:-1], call.v.shape[-1], generator=torch.Generator().manual_seed(6)).to(
+        torch.bfloat16
+    )
     plain = _gradients_of(call, dout)
     alone = [_nan_but(t, (slice(None), part)) for t, part in ((call.q, seen), (call.k, of_keys), (call.v, of_keys))]
     found = _gradients_of(call._replace(q=alone[0], k=alone[1], v=alone[2]), _nan_but(dout, (slice(None), seen)))
@@ -487,7 +625,8 @@ def test_the_table_has_every_tiling():
 # ---------------------------------------------------------------- groups divided among programs
 
 SPLIT = {  # on eight SMs, which take more programs than these have heads of keys
-    "grouped": 2, "one_key_head": 3, "d64_grouped_gaps": 4, "d256_window_softcap": 2, "packed_heads_first": 2, "packed_window_softcap": 2,
+    "grouped": 2, "one_key_head": 3, "d64_grouped_gaps": 4, "d256_window_softcap": 2, "packed_heads_first": 2,
+    "packed_window_softcap": 2,
     "split_ragged_columns": 3, "split_stored_gaps": 2,
 }  # fmt: skip
 ROOMY = replace(H200, sm_count=8)
@@ -503,14 +642,20 @@ ALSO = {
 LONG = ("packed_heads_first",)  # 8 s
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(SCHEDULES[0], marks=pytest.mark.nightly), SCHEDULES[1]], ids=["eager", "lazy"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.nightly if name in LONG else ()) for name in SPLIT])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(SCHEDULES[0], marks=pytest.mark.nightly), SCHEDULES[1]], ids=["eager", "lazy"]
+)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in LONG else ()) for name in SPLIT]
+)
 def test_groups_are_divided(name, schedule, judge):
     case = (CASES | ALSO)[name]
     call = case.build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
     with on(ROOMY, *schedule) as run:
         judge(call, "normal", 5)
-    assert run.reports == [] and run.launches[-5:] == BACKWARD_OF_SPLIT_GROUPS and _form(case, ROOMY).splits == SPLIT[name]
+    assert (
+        run.reports == [] and run.launches[-5:] == BACKWARD_OF_SPLIT_GROUPS and _form(case, ROOMY).splits == SPLIT[name]
+    )
 
 
 @pytest.mark.parametrize(
@@ -583,7 +728,9 @@ def test_a_section_of_causal_heads_fills_the_sms(batch, seqlen, heads, section):
 @pytest.mark.parametrize("name", ("dense", "causal_more_rows_sinks", "d64_window", "packed_promised_outside"))
 def test_gradients_of_a_partial_result(name, judge):
     """out and its gradient are float32, and lse has a gradient of its own."""
-    call = replace(CASES[name], partial=True).build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper.backward")
+    call = replace(CASES[name], partial=True).build(
+        "cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper.backward"
+    )
     with on(H200) as run:
         judge(call, "normal", 5)
     assert run.reports == [] and run.launches[-3:] == BACKWARD
@@ -609,8 +756,16 @@ def test_a_dout_whose_entries_are_no_whole_rows_apart_is_copied_for_spans():
 
 def test_widths_that_tma_cannot_write(judge):
     """k and v are slices whose rows TMA can read; dk's own rows of 20 columns it could not write."""
-    q, k, v = (torch.randn(1, 100, 2, 24, generator=torch.Generator().manual_seed(n)).to(torch.bfloat16) for n in range(3))
-    call = Call(q[..., :20].requires_grad_(), k[..., :20].requires_grad_(), v[..., :20].requires_grad_(), kernel="hopper", needs_grad=True)
+    q, k, v = (
+        torch.randn(1, 100, 2, 24, generator=torch.Generator().manual_seed(n)).to(torch.bfloat16) for n in range(3)
+    )
+    call = Call(
+        q[..., :20].requires_grad_(),
+        k[..., :20].requires_grad_(),
+        v[..., :20].requires_grad_(),
+        kernel="hopper",
+        needs_grad=True,
+    )
     with on(H200) as run:
         out, _ = ops.run(call)
         dout = torch.ones_like(out)

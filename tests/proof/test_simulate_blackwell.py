@@ -87,14 +87,46 @@ JOINED = (  # heads of a group share a tile
     _case("joined_three_rows", 3, 260, heads=(4, 1), mask=CAUSAL, sinks=True),
     _case("joined_pairs", 100, 300, 64, heads=(4, 2), mask=CAUSAL),
     _case("joined_window", 129, 300, heads=(4, 1), mask=band(40, 5), softcap=5.0),
-    _case("joined_threes", 90, 200, 96, heads=(6, 2), batch=2, storage="gaps", sinks=True),  # the fourth row of each query is of no head
-    _case("joined_packed", 1, 1, lengths_q=(3, 0, 1, 90), lengths_k=(140, 3, 0, 130), heads=(6, 2), mask=CAUSAL, outside=(3, 5), sinks=True),
+    _case(
+        "joined_threes", 90, 200, 96, heads=(6, 2), batch=2, storage="gaps", sinks=True
+    ),  # the fourth row of each query is of no head
+    _case(
+        "joined_packed",
+        1,
+        1,
+        lengths_q=(3, 0, 1, 90),
+        lengths_k=(140, 3, 0, 130),
+        heads=(6, 2),
+        mask=CAUSAL,
+        outside=(3, 5),
+        sinks=True,
+    ),
     _case("joined_two_tiles_a_program", 150, 130, 64, heads=(8, 2)),
     _case("joined_more_rows", 150, 129, heads=(8, 2), mask=CAUSAL, storage="mixed"),
     _case("joined_sixteen", 33, 300, 192, head_dim_v=128, heads=(16, 1), mask=band(70, None)),
     _case("joined_all", 3, 200, 64, heads=(128, 1), mask=CAUSAL),
-    _case("joined_packed_window_96", 1, 1, 96, lengths_q=(40, 1, 0, 7), heads=(8, 2), mask=band(20, 20), outside=(2, 0), promised=True),
-    _case("joined_packed_d192_128", 1, 1, 192, head_dim_v=128, lengths_q=(3, 100), lengths_k=(90, 150), heads=(4, 2), sinks=True),
+    _case(
+        "joined_packed_window_96",
+        1,
+        1,
+        96,
+        lengths_q=(40, 1, 0, 7),
+        heads=(8, 2),
+        mask=band(20, 20),
+        outside=(2, 0),
+        promised=True,
+    ),
+    _case(
+        "joined_packed_d192_128",
+        1,
+        1,
+        192,
+        head_dim_v=128,
+        lengths_q=(3, 100),
+        lengths_k=(90, 150),
+        heads=(4, 2),
+        sinks=True,
+    ),
 )
 CASES = {case.name: case for case in (*LARGE, *SMALL, *MORE, *JOINED)}
 
@@ -106,8 +138,22 @@ def run_and_judge(case: Case, dtype: torch.dtype, family: str, schedule: tuple[s
     assert_as_good_as(found, call)
 
 
-NOW = ("dense", "causal_more_rows_sinks", "window_softcap_sinks", "head_dim_64", "head_dim_96", "head_dims_192_128", "packed_causal", "one_row",
-       "joined_three_rows", "joined_pairs", "joined_window", "joined_threes", "joined_packed", "joined_two_tiles_a_program")  # fmt: skip
+NOW = (
+    "dense",
+    "causal_more_rows_sinks",
+    "window_softcap_sinks",
+    "head_dim_64",
+    "head_dim_96",
+    "head_dims_192_128",
+    "packed_causal",
+    "one_row",
+    "joined_three_rows",
+    "joined_pairs",
+    "joined_window",
+    "joined_threes",
+    "joined_packed",
+    "joined_two_tiles_a_program",
+)
 
 
 @pytest.mark.parametrize("name", NOW)
@@ -147,8 +193,12 @@ def _form(case: Case, dtype: torch.dtype = torch.bfloat16, target=B200) -> black
 
 
 def test_tiles_that_cost_the_same_are_taken_without_a_counter(monkeypatch):
-    """Where no mask makes them differ, programs of several tiles need no word from each other; the kernel is then given no counter."""
-    assert [_form(CASES[name]).counted for name in ("causal", "window_left", "window_right", "packed_other_keys_96")] == [True] * 4
+    """Where no mask makes them differ, programs of several tiles need no word from each other; the kernel is then given
+    no counter.
+    """
+    assert [
+        _form(CASES[name]).counted for name in ("causal", "window_left", "window_right", "packed_other_keys_96")
+    ] == [True] * 4
     assert not _form(CASES["three"]).counted  # one tile
     monkeypatch.setattr(persistent_launch, "zeros_on", None)
     case = CASES["whole_tiles"]
@@ -157,7 +207,9 @@ def test_tiles_that_cost_the_same_are_taken_without_a_counter(monkeypatch):
 
 
 def test_the_table_has_every_tiling():
-    assert {blackwell.tiled(case.head_dim, case.head_dim_v or case.head_dim) for case in LARGE} == set(blackwell.TUNINGS)
+    assert {blackwell.tiled(case.head_dim, case.head_dim_v or case.head_dim) for case in LARGE} == set(
+        blackwell.TUNINGS
+    )
 
 
 @pytest.mark.nightly
@@ -172,7 +224,9 @@ def test_what_neighbours_hold_does_not_matter(name):
         into[first:last] = tensor[first:last]
     found, run = simulated(call._replace(q=poisoned[0], k=poisoned[1], v=poisoned[2]), B200)
     assert run.reports == [] and last > first
-    assert torch.equal(found.out[first:last], plain.out[first:last]) and torch.equal(found.lse[:, first:last], plain.lse[:, first:last])
+    assert torch.equal(found.out[first:last], plain.out[first:last]) and torch.equal(
+        found.lse[:, first:last], plain.lse[:, first:last]
+    )
 
 
 def test_lse_of_rows_without_keys():
@@ -199,14 +253,28 @@ def test_a_row_of_nan_is_nan_and_no_other(dtype):
 
 def test_cases_share_tiles_or_do_not_as_their_names_say():
     assert all(_form(case).tuning.joined == case.heads[0] // case.heads[1] > 1 for case in JOINED)
-    assert all(_form(CASES[name]).tuning.joined == 1 < _form(CASES[name]).group for name in ("grouped_gaps", "one_key_head"))
+    assert all(
+        _form(CASES[name]).tuning.joined == 1 < _form(CASES[name]).group for name in ("grouped_gaps", "one_key_head")
+    )
 
 
 @pytest.mark.parametrize(
     "rows, heads, joined",
-    [(1, (8, 1), 8), (1, (8, 8), 1), (3, (6, 2), 3), (128, (2, 1), 2), (129, (2, 1), 1), (256, (8, 1), 1), (257, (2, 1), 2), (4096, (8, 1), 1),
-     (1, (128, 1), 128), (1, (129, 1), 1), (85, (3, 1), 3), (192, (3, 1), 1)],
-)  # fmt: skip
+    [
+        (1, (8, 1), 8),
+        (1, (8, 8), 1),
+        (3, (6, 2), 3),
+        (128, (2, 1), 2),
+        (129, (2, 1), 1),
+        (256, (8, 1), 1),
+        (257, (2, 1), 2),
+        (4096, (8, 1), 1),
+        (1, (128, 1), 128),
+        (1, (129, 1), 1),
+        (85, (3, 1), 3),
+        (192, (3, 1), 1),
+    ],
+)
 def test_heads_share_tiles_where_that_makes_fewer(rows, heads, joined):
     """As many rows a query as the next power of two: three heads take four. A tile has 256."""
     assert _form(_case("shared", rows, 130, heads=heads)).tuning.joined == joined
@@ -220,7 +288,9 @@ def test_packed_queries_whose_heads_lie_apart_do_not_share_tiles():
         assert _form(_case("apart", 3, 9, heads=(8, 2), storage=storage)).tuning.joined == 4, storage
 
 
-@pytest.mark.parametrize("name", ("joined_three_rows", "joined_window", pytest.param("joined_packed", marks=pytest.mark.nightly)))
+@pytest.mark.parametrize(
+    "name", ("joined_three_rows", "joined_window", pytest.param("joined_packed", marks=pytest.mark.nightly))
+)
 def test_sharing_a_tile_changes_no_bit(name, monkeypatch):
     call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, kernel="blackwell")
     together, _ = simulated(call, B200)
@@ -253,8 +323,12 @@ def _rising(growth: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("growth, rescaled", [(4.0, 0), (6.0, 1), (10.0, 2)])
 def test_o_is_rescaled_only_where_a_maximum_grows_by_more_than_the_threshold(growth, rescaled):
-    """4 and 8 above the first block stay within 8; 6 does and 12 does not; 10 and 20 each need it. The result is right each time."""
-    call = _case("rising", 256, 384, 64, heads=(1, 1), scale=0.6931471805599453).build("cpu", torch.bfloat16, kernel="blackwell")
+    """4 and 8 above the first block stay within 8; 6 does and 12 does not; 10 and 20 each need it. The result is right
+    each time.
+    """
+    call = _case("rising", 256, 384, 64, heads=(1, 1), scale=0.6931471805599453).build(
+        "cpu", torch.bfloat16, kernel="blackwell"
+    )
     q, k, v = _rising(growth)
     call = call._replace(q=q, k=k, v=v)
     found, run = simulated(call, B200)
@@ -298,7 +372,9 @@ def test_the_kernel_without_each_remedy_is_right_too():
 
 
 def test_the_polynomials_in_the_kernel_are_the_ones_derived():
-    written = re.findall(r"0\.\d{6,}", (SOURCE.parents[1] / "device" / "softmax.py").read_text().partition("def exp2_by_fma")[2])
+    written = re.findall(
+        r"0\.\d{6,}", (SOURCE.parents[1] / "device" / "softmax.py").read_text().partition("def exp2_by_fma")[2]
+    )
     c3, c5 = minimax(3), minimax(5)
     horner = [c3[2], c3[3], c3[1], c5[4], c5[5], c5[3], c5[2], c5[1]]
     assert [float(number) for number in written] == pytest.approx(horner, rel=1e-6)
@@ -314,8 +390,9 @@ def test_errors_of_the_polynomials(degree, bound):
 
 @pytest.mark.parametrize("dtype, allowed", [(torch.bfloat16, 2.0**-13), (torch.float16, 2e-6 + 4 * 2.0**-23 * 5)])
 def test_lse_errs_as_the_polynomial_does(dtype, allowed):
-    """Two keys that count, in the same column of two tiles: where the later one's score is higher, but by less than the threshold, it is taken
-    against the earlier one's, and its weight is nearly the whole sum."""
+    """Two keys that count, in the same column of two tiles: where the later one's score is higher, but by less than the
+    threshold, it is taken against the earlier one's, and its weight is nearly the whole sum.
+    """
     rows = torch.linspace(-5, 5, 255)
     q, k = torch.zeros(1, 255, 1, 128), torch.zeros(1, 256, 1, 128)
     q[0, :, 0, 0], q[..., 1], k[..., 1] = rows, 1, -60
@@ -342,7 +419,9 @@ ROWS = [first or second for first, second in ROWS][1:]  # after the head
 def _without_its_wait(barrier: str) -> tuple[Path, list[Mutant]]:
     file = SCHEDULE if barrier.startswith("told") else SOURCE
     name = re.compile(rf"\b{barrier}\.index\(")
-    return file, [mutant for mutant in mutants(file.read_text()) if mutant.kind == "drop wait" and name.search(mutant.text)]
+    return file, [
+        mutant for mutant in mutants(file.read_text()) if mutant.kind == "drop wait" and name.search(mutant.text)
+    ]
 
 
 def test_the_table_has_a_row_for_each_barrier_of_the_kernel():
@@ -358,7 +437,10 @@ def test_every_handshake_is_needed(barrier):
     file, found = _without_its_wait(barrier)
     assert found
     for number, mutant in enumerate(found):
-        with tempfile.TemporaryDirectory() as folder, replaced(file, mutant.source, Path(folder) / f"mutant_{number}", scene.path) as module:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            replaced(file, mutant.source, Path(folder) / f"mutant_{number}", scene.path) as module,
+        ):
             assert _noticed(scene, module), str(mutant)
 
 

@@ -1,5 +1,6 @@
-"""Spans of documents that no mask has, as who calls the ops by hand can give them: kernels on a GPU cut them, where reading them would make the
-host wait."""
+"""Spans of documents that no mask has, as who calls the ops by hand can give them: kernels on a GPU cut them, where
+reading them would make the host wait.
+"""
 
 from __future__ import annotations
 

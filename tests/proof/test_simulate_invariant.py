@@ -1,4 +1,6 @@
-"""Forwards with the bits of a decode, from their own source on the simulator: as good as the oracle allows, free of races, and the same bits."""
+"""Forwards with the bits of a decode, from their own source on the simulator: as good as the oracle allows, free of
+races, and the same bits.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +30,35 @@ def _case(name: str, seqlen_q: int = 90, seqlen_k: int | None = 390, **options) 
     return Case(name, seqlen_q, seqlen_k, **{"head_dim": 64, "batch": 1, "heads": (2, 1)} | options)
 
 
-SEVERAL = {case.name: case for case in (
-    _case("dense"),
-    _case("causal", 390, None, mask=CAUSAL),
-    _case("causal_more_rows_sinks", 390, 290, mask=CAUSAL, sinks=True),
-    _case("window", 390, None, mask=band(150, 20)),
-    _case("window_left_softcap", 300, 390, mask=band(200, None), softcap=3.0),
-    _case("group_of_three", 100, 300, heads=(3, 1), mask=CAUSAL),
-    _case("scale_negative", scale=-0.3),
-    _case("d128", 90, 300, head_dim=128, mask=CAUSAL),
-    _case("d192_128", 70, 300, head_dim=192, head_dim_v=128, mask=CAUSAL),
-    _case("d256", 70, 300, head_dim=256),
-    _case("expanded", 90, 300, heads=(4, 2), storage="expanded_heads"),
-    _case("packed", batch=3, lengths_q=(150, 1, 70), lengths_k=(260, 300, 70), mask=CAUSAL),
-    _case("packed_group_of_five", batch=2, lengths_q=(30, 41), lengths_k=(270, 41), heads=(5, 1), mask=band(130, 0), sinks=True),
-)}  # fmt: skip
+SEVERAL = {
+    case.name: case
+    for case in (
+        _case("dense"),
+        _case("causal", 390, None, mask=CAUSAL),
+        _case("causal_more_rows_sinks", 390, 290, mask=CAUSAL, sinks=True),
+        _case("window", 390, None, mask=band(150, 20)),
+        _case("window_left_softcap", 300, 390, mask=band(200, None), softcap=3.0),
+        _case("group_of_three", 100, 300, heads=(3, 1), mask=CAUSAL),
+        _case("scale_negative", scale=-0.3),
+        _case("d128", 90, 300, head_dim=128, mask=CAUSAL),
+        _case("d192_128", 70, 300, head_dim=192, head_dim_v=128, mask=CAUSAL),
+        _case("d256", 70, 300, head_dim=256),
+        _case("expanded", 90, 300, heads=(4, 2), storage="expanded_heads"),
+        _case("packed", batch=3, lengths_q=(150, 1, 70), lengths_k=(260, 300, 70), mask=CAUSAL),
+        _case(
+            "packed_group_of_five",
+            batch=2,
+            lengths_q=(30, 41),
+            lengths_k=(270, 41),
+            heads=(5, 1),
+            mask=band(130, 0),
+            sinks=True,
+        ),
+    )
+}
 OF_THE_TABLE = (
-    "length_1", "length_257", "one_key", "causal_more_rows", "causal_799_to_3", "window_beyond_the_keys", "scale_zero", "partial", "head_dim_40",
+    "length_1", "length_257", "one_key", "causal_more_rows", "causal_799_to_3", "window_beyond_the_keys", "scale_zero",
+    "partial", "head_dim_40",
     "packed_empty_middle", "packed_no_keys_first_sinks", "packed_outside_sinks", "packed_promised",
     "packed_promised_outside", "packed_heads_first", "packed_softcap_192_128",
 )  # fmt: skip
@@ -58,14 +72,18 @@ def splits_of_128(monkeypatch):
 
 @pytest.fixture
 def wide_sums(monkeypatch):
-    """Sums in float64, as one number: how a host's libraries add follows the sizes of arrays, which a GPU's products and reductions do not."""
+    """Sums in float64, as one number: how a host's libraries add follows the sizes of arrays, which a GPU's products
+    and reductions do not.
+    """
 
     def product(a, b, elem, precise=False):
         a, b = (tensor_core._operand_of(x, elem) for x in (a, b))
         return (a.double() @ b.double()).to(a.dtype).numpy()
 
     def total(x, axis=None, **options):
-        return np.add.reduce(x, axis=axis, dtype=np.float64 if x.dtype == np.float32 else None, **options).astype(x.dtype)
+        return np.add.reduce(x, axis=axis, dtype=np.float64 if x.dtype == np.float32 else None, **options).astype(
+            x.dtype
+        )
 
     monkeypatch.setattr(tensor_core, "product", product)
     monkeypatch.setitem(semantics._STANDARD, "_sum_combine", total)
@@ -114,7 +132,9 @@ def same_bits(call: Call, decoded: dict[str, torch.Tensor], rows: tuple[slice, i
 
 @pytest.mark.parts(2)
 @pytest.mark.parametrize("family", FAMILY)
-@pytest.mark.parametrize("name", [name for name, case in SEVERAL.items() if not case.packed and "more_rows" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name, case in SEVERAL.items() if not case.packed and "more_rows" not in name]
+)
 def test_rows_have_the_bits_of_a_decode(name, family, wide_sums):
     call = _invariant(SEVERAL[name], family)
     rows, keys = call.q.shape[1], call.k.shape[1]
@@ -140,12 +160,17 @@ def test_packed_rows_have_the_bits_of_a_decode(name, family, wide_sums):
 @pytest.mark.parametrize("family", FAMILY)
 @pytest.mark.parametrize("left, right, tokens", [(0, 0, 1), (20, 0, 3), (64, 2, 1), (100, 0, 3)])
 def test_rows_of_a_short_window_have_the_bits_of_a_decode(left, right, tokens, family, wide_sums):
-    """At lengths about the edges of tiles and of splits. Keys before the window of the decode's first row are NaN there; other rows of the forward
-    see them."""
+    """At lengths about the edges of tiles and of splits. Keys before the window of the decode's first row are NaN
+    there; other rows of the forward see them.
+    """
     for keys in (128, 129, 190, 40):
         call = _invariant(_case("window", 90, keys, mask=band(left, right)), family)
         hidden = (torch.arange(keys) < keys - tokens - left)[None, :, None, None]
-        decoded = {"q": call.q[:1, -tokens:], "k": call.k[:1].masked_fill(hidden, torch.nan), "v": call.v[:1].masked_fill(hidden, torch.nan)}
+        decoded = {
+            "q": call.q[:1, -tokens:],
+            "k": call.k[:1].masked_fill(hidden, torch.nan),
+            "v": call.v[:1].masked_fill(hidden, torch.nan),
+        }
         same_bits(call, decoded, (slice(90 - tokens, 90), 0), keys)
 
 
@@ -173,7 +198,9 @@ def test_what_a_decode_has_no_word_for_is_left_to_other_kernels():
     assert any(name == "hopper.forward" and "documents" in why for name, why in choice.rejections)
     elsewhere = select(Problem.from_call(call), FAKES["A100"])
     assert any(name == "hopper.forward" and "made for sm_90" in why for name, why in elsewhere.rejections)
-    plain = select(Problem.from_call(SEVERAL["causal"].build("cpu", torch.bfloat16)._replace(batch_invariant=True)), FAKES["H200"])
+    plain = select(
+        Problem.from_call(SEVERAL["causal"].build("cpu", torch.bfloat16)._replace(batch_invariant=True)), FAKES["H200"]
+    )
     assert plain.forward.kernel.name == "hopper.forward" and "as a decode" in str(plain.forward.config)
 
 
@@ -181,8 +208,13 @@ def test_queries_at_odd_addresses_go_where_their_decode_goes():
     call = _invariant(SEVERAL["causal"], "")
     odd = torch.empty(call.q.numel() + 1, dtype=call.q.dtype)[1:].view(call.q.shape).copy_(call.q)
     assert odd.data_ptr() % 4 == 2
-    decoded = DecodeCall(odd[:, -1:], call.k, call.v, torch.tensor([390], dtype=torch.int32), right=0, batch_invariant=True)
-    choices = select(Problem.from_call(call._replace(q=odd)), FAKES["H200"]), select(DecodeProblem.from_call(decoded), FAKES["H200"])
+    decoded = DecodeCall(
+        odd[:, -1:], call.k, call.v, torch.tensor([390], dtype=torch.int32), right=0, batch_invariant=True
+    )
+    choices = (
+        select(Problem.from_call(call._replace(q=odd)), FAKES["H200"]),
+        select(DecodeProblem.from_call(decoded), FAKES["H200"]),
+    )
     assert [choice.forward.kernel.name for choice in choices] == ["hopper.forward", "hopper.decode"]
     found, run = simulated(call._replace(q=odd, kernel="hopper"), H200)
     assert run.reports == []

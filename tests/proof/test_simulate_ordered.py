@@ -1,4 +1,5 @@
-"""The Hopper backward that adds to dq in order: the simulator told to object to any two float adds that nothing orders."""
+"""The Hopper backward that adds to dq in order: the simulator told to object to any two float adds that nothing
+orders."""
 
 from __future__ import annotations
 
@@ -23,20 +24,32 @@ from tools.proof.simulate import on
 ORDER = Checks(read_fences=True, atomic_order=True)
 WIDER = replace(H200, sm_count=4)
 NAMES = (
-    "dense", "causal", "causal_more_keys", "causal_more_rows_sinks", "window_left", "window_right", "window_both", "window_before_the_keys",
-    "grouped", "batch_of_three", "head_dim_96", "d64_causal", "d64_grouped_gaps", "d256_causal", "head_dims_192_128_window",
-    "head_dims_160_96_causal", "packed_causal_other_keys", "packed_window_softcap", "packed_d256", "packed_nothing_but_empty", "one_row_causal",
+    "dense", "causal", "causal_more_keys", "causal_more_rows_sinks", "window_left", "window_right", "window_both",
+    "window_before_the_keys",
+    "grouped", "batch_of_three", "head_dim_96", "d64_causal", "d64_grouped_gaps", "d256_causal",
+    "head_dims_192_128_window",
+    "head_dims_160_96_causal", "packed_causal_other_keys", "packed_window_softcap", "packed_d256",
+    "packed_nothing_but_empty", "one_row_causal",
     "one_key",
 )  # fmt: skip
 LONG = ("d64_grouped_gaps",)  # 5 s
 TURNS = [
-    pytest.param(name, SCHEDULES[n % 3], id=f"{name}-{SCHEDULES[n % 3][0]}", marks=pytest.mark.nightly if n % 2 or name in LONG else ())
+    pytest.param(
+        name,
+        SCHEDULES[n % 3],
+        id=f"{name}-{SCHEDULES[n % 3][0]}",
+        marks=pytest.mark.nightly if n % 2 or name in LONG else (),
+    )
     for n, name in enumerate(NAMES)
 ]
 
 
 def ordered(name: str) -> Call:
-    return CASES[name].build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")._replace(deterministic=True)
+    return (
+        CASES[name]
+        .build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
+        ._replace(deterministic=True)
+    )
 
 
 def form_of(call: Call) -> hopper.BackwardForm:
@@ -52,7 +65,9 @@ def test_adds_are_in_order(name, schedule, judge):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in CASES if name not in {case.name for case in SPANS}])  # which have no turns
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in {case.name for case in SPANS}]
+)  # which have no turns
 def test_adds_are_in_order_under_every_schedule(name, judge):
     for schedule in NIGHTLY:
         call = ordered(name)
@@ -69,9 +84,15 @@ def gradients(call: Call, target: Target, schedule: tuple[str, int], **options) 
 
 @pytest.mark.parametrize("name", ("causal", "grouped", "packed_causal_other_keys"))
 def test_the_bits_are_those_of_any_schedule(name):
-    """On two SMs, four or one, in any order of programs. One is enough, since programs wait for those that began before them alone."""
+    """On two SMs, four or one, in any order of programs. One is enough, since programs wait for those that began before
+    them alone.
+    """
     first = gradients(ordered(name), H200, ("eager", 0))
-    for target, schedule, options in ((H200, ("lazy", 0), {}), (WIDER, ("pct", 3), {}), (H200, ("eager", 0), {"sms": 1})):
+    for target, schedule, options in (
+        (H200, ("lazy", 0), {}),
+        (WIDER, ("pct", 3), {}),
+        (H200, ("eager", 0), {"sms": 1}),
+    ):
         assert all(map(torch.equal, first, gradients(ordered(name), target, schedule, **options)))
 
 
@@ -88,7 +109,9 @@ SECTIONS = {  # heads that each make a section on two SMs: the last, or of group
 @pytest.mark.parametrize("n, name", list(enumerate(SECTIONS)))
 def test_the_last_sections_go_from_the_first_keys(n, name, judge):
     case = SECTIONS[name]
-    build = lambda: case.build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")._replace(deterministic=True)
+    build = lambda: case.build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")._replace(
+        deterministic=True
+    )
     assert form_of(build()).last_sections == (2 if name == "groups" else 1)
     with on(H200, *SCHEDULES[n % 3], checks=ORDER) as run:
         judge(build(), "normal", 5)
@@ -98,8 +121,9 @@ def test_the_last_sections_go_from_the_first_keys(n, name, judge):
 
 
 def test_batch_invariant_gradients_have_no_last_sections():
-    """A head in them has another order of adds than elsewhere: what two tiles of keys add here is large and cancels, and the third's share is lost
-    where it is added before."""
+    """A head in them has another order of adds than elsewhere: what two tiles of keys add here is large and cancels,
+    and the third's share is lost where it is added before.
+    """
     q, v = torch.zeros(1, 300, 1, 64), torch.randn(1, 128, 1, 64, generator=torch.Generator().manual_seed(0))
     v = v.repeat(1, 3, 1, 1)[:, :300]
     k = v * torch.tensor([2.0**20, -(2.0**20), 1.0]).repeat_interleave(128)[:300, None, None]
@@ -119,7 +143,9 @@ def test_tiles_that_cost_the_same_have_no_last_sections(name):
 
 
 def test_without_turns_the_check_objects():
-    """Of causal rows that see three tiles of keys or fewer it would not: the first stores, and the last waits for the one between."""
+    """Of causal rows that see three tiles of keys or fewer it would not: the first stores, and the last waits for the
+    one between.
+    """
     call = CASES["dense"].build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
     with on(H200, checks=ORDER, check=False) as run:
         out, _ = ops.run(call)

@@ -1,4 +1,6 @@
-"""Beside an example that is not ours: what its file launches is compiled for a GPU that is not here, and stands in one table with ours."""
+"""Beside an example that is not ours: what its file launches is compiled for a GPU that is not here, and stands in one
+table with ours.
+"""
 
 import json
 from pathlib import Path
@@ -72,11 +74,32 @@ def test_rows_of_both_stand_side_by_side_and_a_second_run_keeps_the_example(file
     text.write_text("before\n<!-- upstream: begin -->\nold\n<!-- upstream: end -->\nafter\n")
     assert upstream.main([str(file), "--source", "a toy", "--json", str(results), "--table", str(text)]) == 0
     own, toy = read(results)
-    assert (own["source"], toy["source"], own["case"], toy["case"]) == (OURS, "a toy", "d64 causal bfloat16", "d64 causal bfloat16")
-    assert (own["kernel"], toy["kernel"], own["tensor_columns"], toy["tensor_columns"]) == ("forward_kernel", "toy_kernel", 512, 0)
-    assert toy["instructions"]["MUFU.EX2"] > 0 and toy["roles"] == [] and len(toy["sha256"]) == 64 and own["triton"] == toy["triton"]
-    assert {"device", "target", "date", "commit", "torch", "python"} <= set(toy) and toy["device"] == "none" and toy["target"] == "sm_100"
-    assert text.read_text() == f"before\n<!-- upstream: begin -->\n\n{page([own, toy])}\n\n<!-- upstream: end -->\nafter\n"
+    assert (own["source"], toy["source"], own["case"], toy["case"]) == (
+        OURS,
+        "a toy",
+        "d64 causal bfloat16",
+        "d64 causal bfloat16",
+    )
+    assert (own["kernel"], toy["kernel"], own["tensor_columns"], toy["tensor_columns"]) == (
+        "forward_kernel",
+        "toy_kernel",
+        512,
+        0,
+    )
+    assert (
+        toy["instructions"]["MUFU.EX2"] > 0
+        and toy["roles"] == []
+        and len(toy["sha256"]) == 64
+        and own["triton"] == toy["triton"]
+    )
+    assert (
+        {"device", "target", "date", "commit", "torch", "python"} <= set(toy)
+        and toy["device"] == "none"
+        and toy["target"] == "sm_100"
+    )
+    assert (
+        text.read_text() == f"before\n<!-- upstream: begin -->\n\n{page([own, toy])}\n\n<!-- upstream: end -->\nafter\n"
+    )
     said = capsys.readouterr().out
     assert "a toy" in said and "softmax" in said and str(line(own)[4]) in said
     results.write_text(json.dumps(own | {"registers": 1}) + "\n" + json.dumps(toy | {"registers": 2}) + "\n")
@@ -88,8 +111,16 @@ def test_rows_of_both_stand_side_by_side_and_a_second_run_keeps_the_example(file
     "text, function, words",
     [
         (None, "attention_forward", "PATH: got .*, expected the example's file"),
-        ("from triton.experimental.gluon import no_such_word", "attention_forward", "no_such_word.*, expected a file for Triton"),
-        ("import triton\ntriton.experimental.no_such_word", "attention_forward", "no_such_word.*, expected a file for Triton"),
+        (
+            "from triton.experimental.gluon import no_such_word",
+            "attention_forward",
+            "no_such_word.*, expected a file for Triton",
+        ),
+        (
+            "import triton\ntriton.experimental.no_such_word",
+            "attention_forward",
+            "no_such_word.*, expected a file for Triton",
+        ),
         (EXAMPLE, "backward", "--function: got backward, expected a function of"),
         (EXAMPLE, "twice", "--function: got one that launches toy_kernel, toy_kernel, expected a launch of one kernel"),
         (EXAMPLE, "never", "--function: got one that launches none, expected a launch of one kernel"),
@@ -106,17 +137,42 @@ def test_what_is_no_such_example_is_refused_in_words(tmp_path, text, function, w
 def test_the_command_says_what_is_wrong_and_writes_nothing(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
         upstream.main([str(tmp_path / "none.py"), "--json", str(tmp_path / "rows.jsonl")])
-    assert exit.value.code == 2 and "expected the example's file" in capsys.readouterr().err and not (tmp_path / "rows.jsonl").exists()
+    assert (
+        exit.value.code == 2
+        and "expected the example's file" in capsys.readouterr().err
+        and not (tmp_path / "rows.jsonl").exists()
+    )
 
 
 def test_the_columns_are_of_the_first_softmax_and_roles_that_are_missing_are_dashes():
-    loop = {"role": "softmax", "total": 9, "least": 7, "EX2": 1, "float": 2, "float x2": 3, "LDTM": 4, "STTM": 5, "waits": 6, "LDL": 7, "STL": 8}
+    loop = {
+        "role": "softmax",
+        "total": 9,
+        "least": 7,
+        "EX2": 1,
+        "float": 2,
+        "float x2": 3,
+        "LDTM": 4,
+        "STTM": 5,
+        "waits": 6,
+        "LDL": 7,
+        "STL": 8,
+    }
     other = loop | {"total": 20, "least": 20, "EX2": 100, "LDL": 0}
-    row = {"case": "c", "source": "s", "registers": 10, "spill_store_bytes": 4, "spill_load_bytes": 8, "shared_bytes": 2048}
+    row = {
+        "case": "c",
+        "source": "s",
+        "registers": 10,
+        "spill_store_bytes": 4,
+        "spill_load_bytes": 8,
+        "shared_bytes": 2048,
+    }
     full = line(row | {"roles": [loop, other, loop, {"role": "mma", "total": 3, "least": 3}]})
     assert dict(zip(HEADER, full, strict=True)) == {
-        "case": "c", "kernel": "s", "registers": 10, "spills": 12, "shared": "2 KiB", "softmax": "7 to 9, 20", "correct": "-", "mma": "3",
-        "load": "-", "store": "-", "EX2": 1, "float": 2, "float x2": 3, "LDTM": 4, "STTM": 5, "waits": 6, "LDL + STL": 15,
+        "case": "c", "kernel": "s", "registers": 10, "spills": 12, "shared": "2 KiB", "softmax": "7 to 9, 20",
+        "correct": "-", "mma": "3",
+        "load": "-", "store": "-", "EX2": 1, "float": 2, "float x2": 3, "LDTM": 4, "STTM": 5, "waits": 6,
+        "LDL + STL": 15,
     }  # fmt: skip
     assert line(row | {"roles": []})[5:] == ["-"] * 5 + [0] * 7
 

@@ -1,4 +1,6 @@
-"""TMA's views of heads that share a tile, by themselves: what is loaded and stored through them, in the simulator and on any GPU that has TMA."""
+"""TMA's views of heads that share a tile, by themselves: what is loaded and stored through them, in the simulator and
+on any GPU that has TMA.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def run(device):
 
 @pytest.mark.parametrize("heads", (2, 3, 16))
 def test_dense_heads_that_share_tiles(heads, run, device):
-    """Heads may lie as they like: here before the rows. The rows of a tile that are of no head, and those beyond the last, are written nowhere."""
+    """Heads may lie as they like: here before the rows. The rows of a tile that are of no head, and those beyond the
+    last, are written nowhere.
+    """
     q = torch.randn(2, 2 * heads, 19, 64, device=device).to(torch.bfloat16).transpose(1, 2)
     out = torch.full((2, 21, 2 * heads, 64), float("nan"), dtype=torch.bfloat16, device=device)
     run(q, out[:, :19], heads, (1, 0, 19))

@@ -1,4 +1,6 @@
-"""The judge of the simulator's verdicts: a kernel, run in every mode under many seeds, gets exactly the reports that its faults deserve."""
+"""The judge of the simulator's verdicts: a kernel, run in every mode under many seeds, gets exactly the reports that
+its faults deserve.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,35 @@ from strobe.sim import KINDS, Checks, Report, simulate
 from strobe.sim.machine import MODES
 
 SEEDS = 10
-Expected = tuple[str, ...]  # a kind, then words that the report's text must hold; "@name" is the line that ends in the comment `# @name`
+Expected = tuple[
+    str, ...
+]  # a kind, then words that the report's text must hold; "@name" is the line that ends in the comment `# @name`
 
 
 @pytest.fixture
 def verdict(request) -> Callable[..., None]:
     """verdict(start, *expected, sometimes=(), seeds=SEEDS, **options of simulate).
 
-    `start` launches kernels. Every report must be one of `expected` or `sometimes`, and each of `expected` must be there, in all modes and seeds.
-    `sometimes` is for what does depend on the schedule: such a test says why. Without `expected`, one of `sometimes` must be there.
+    `start` launches kernels. Every report must be one of `expected` or `sometimes`, and each of `expected` must be
+    there, in all modes and seeds. `sometimes` is for what does depend on the schedule: such a test says why. Without
+    `expected`, one of `sometimes` must be there.
     """
     lines = _marked(request.path)
 
-    def judge(start: Callable[[], None], *expected: Expected, sometimes: tuple[Expected, ...] = (), seeds: int = SEEDS, **options) -> None:
+    def judge(
+        start: Callable[[], None],
+        *expected: Expected,
+        sometimes: tuple[Expected, ...] = (),
+        seeds: int = SEEDS,
+        **options,
+    ) -> None:
         certain, possible = [_resolved(one, lines) for one in expected], [_resolved(one, lines) for one in sometimes]
         for mode in MODES:
             for seed in range(seeds):
                 checks = options.get("checks", Checks())
-                with simulate(options.get("target", "sm_90"), mode, seed, sms=options.get("sms", 4), check=False, checks=checks) as run:
+                with simulate(
+                    options.get("target", "sm_90"), mode, seed, sms=options.get("sms", 4), check=False, checks=checks
+                ) as run:
                     start()
                 _compare(run.reports, certain, possible, f"mode {mode}, seed {seed}")
 

@@ -3,7 +3,16 @@
 import triton
 import triton.language as tl
 
-from strobe.kernels.device.dialect import TensorDescriptor, fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store, tma_store_wait
+from strobe.kernels.device.dialect import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
 
 
 @gluon.jit

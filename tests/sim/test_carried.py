@@ -1,4 +1,5 @@
-"""Loops that Triton's frontend compiles into something else than their source says, and those that only look like it."""
+"""Loops that Triton's frontend compiles into something else than their source says, and those that only look like
+it."""
 
 import pytest
 import torch

@@ -64,20 +64,34 @@ def test_a_kernel_on_a_grid(sim):
     assert sim(kernel, *arguments[:3], "BLOCK=128", "--grid", "8,1", "--num-warps", "1")[0] == 0
     code, out, _ = sim(kernel, *arguments[:2], 1001, 128, "--grid", "8", "--mode", "eager")
     load, store, end = out.splitlines()
-    assert code == 1 and load.startswith("- bounds: global load leaves x") and store.startswith("- bounds: global store leaves y")
+    assert (
+        code == 1
+        and load.startswith("- bounds: global load leaves x")
+        and store.startswith("- bounds: global store leaves y")
+    )
     assert "doubling.py:" in load and end == "1 run, 2 findings", "two faults of one line are two findings"
 
 
 def test_faults_are_told_once_each(sim, changed):
     code, out, err = sim(f"{changed(*RACE)}::double", *TILE)
     assert (code, err) == (1, "")
-    assert out.count("- race: on tile: load of tile") == 1 and "changed_doubling.py:23 double_kernel" in out and "4 runs, " in out.splitlines()[-1]
+    assert (
+        out.count("- race: on tile: load of tile") == 1
+        and "changed_doubling.py:23 double_kernel" in out
+        and "4 runs, " in out.splitlines()[-1]
+    )
 
 
 def test_json(sim, changed):
     code, out, _ = sim(*DOUBLE, "--json")
     told = json.loads(out)
-    assert code == 0 and told["runs"] == 4 and told["reports"] == [] and told["stats"]["ctas"] == 4 and told["stats"]["accesses"] > 0
+    assert (
+        code == 0
+        and told["runs"] == 4
+        and told["reports"] == []
+        and told["stats"]["ctas"] == 4
+        and told["stats"]["accesses"] > 0
+    )
     code, out, _ = sim(f"{changed(*RACE)}::double", *TILE, "--json", "--mode", "pct")
     told = json.loads(out)
     assert code == 1 and told["runs"] == 1 and "race" in {report["kind"] for report in told["reports"]}
@@ -114,12 +128,24 @@ def test_mutate_with_survivors_and_a_ledger(sim, tmp_path):
     scene = [f"{DOUBLING}::double_carefully", *TILE, "--mutate"]
     ledger = tmp_path / "survivors.json"
     entry = {"kind": "drop fence", "function": "double_kernel", "text": "fence_async_shared()"}
-    why = lambda *numbers: {"doubling.py::double_carefully": [entry | {"number": str(n), "why": "one of the two is enough"} for n in numbers]}
+    why = lambda *numbers: {
+        "doubling.py::double_carefully": [
+            entry | {"number": str(n), "why": "one of the two is enough"} for n in numbers
+        ]
+    }
     assert sim(*scene)[0] == 1, "survivors, and no ledger"
     for numbers, code, words in (
         ((1, 2), 0, ""),
-        ((1,), 1, "survives, and the ledger does not say why: drop fence in double_kernel: fence_async_shared() (number 2)"),
-        ((1, 2, 3), 1, "in the ledger, but noticed or gone: drop fence in double_kernel: fence_async_shared() (number 3)"),
+        (
+            (1,),
+            1,
+            "survives, and the ledger does not say why: drop fence in double_kernel: fence_async_shared() (number 2)",
+        ),
+        (
+            (1, 2, 3),
+            1,
+            "in the ledger, but noticed or gone: drop fence in double_kernel: fence_async_shared() (number 3)",
+        ),
     ):
         ledger.write_text(json.dumps(why(*numbers)))
         found = sim(*scene, "--ledger", ledger)
@@ -130,7 +156,10 @@ def test_mutate_with_survivors_and_a_ledger(sim, tmp_path):
 
 def test_mutate_another_file_than_the_scene(sim, tmp_path):
     scene = tmp_path / "scene_apart.py"
-    scene.write_text(f"import sys\nsys.path.insert(0, {str(DOUBLING.parent)!r})\nimport doubling\n\ndef run(x, y):\n    doubling.double(x, y)\n")
+    scene.write_text(
+        f"import sys\nsys.path.insert(0, {str(DOUBLING.parent)!r})\nimport doubling\n\ndef run(x, y):\n    "
+        "doubling.double(x, y)\n"
+    )
     code, out, _ = sim(f"{scene}::run", *TILE, "--mutate", "--file", DOUBLING)
     assert code == 0 and "8 mutants, 8 noticed" in out
     del sys.modules["scene_apart"]
@@ -146,7 +175,10 @@ def test_mutate_another_file_than_the_scene(sim, tmp_path):
         ([f"{DOUBLING}::triple"], "doubling.py has no triple; it has"),
         ([f"{DOUBLING}::double", "f32[16,32]"], "double takes (x, y)"),
         ([f"{DOUBLING}::double", "f33[16,32]", "1"], "got 'f33' in 'f33[16,32]', expected one of bf16"),
-        ([*DOUBLE, "--timeline", "run.png"], "--timeline: got run.png, expected a name that ends in .html, .svg, .json"),
+        (
+            [*DOUBLE, "--timeline", "run.png"],
+            "--timeline: got run.png, expected a name that ends in .html, .svg, .json",
+        ),
         ([*DOUBLE, "--ledger", "x.json"], "--ledger: it is about mutants; give --mutate too"),
         ([*DOUBLE, "--mutate", "--ledger", "none.json"], "--ledger: got none.json, expected a file of JSON"),
         ([*DOUBLE, "--mutate", "--timeline", "x.svg"], "--timeline: mutants have none"),
@@ -160,12 +192,19 @@ def test_what_cannot_run(sim, arguments, words):
 
 def test_mutants_of_a_faulty_kernel(sim, changed):
     code, out, err = sim(f"{changed(*RACE)}::double", *TILE, "--mutate")
-    assert (code, out) == (2, "") and "the kernel has faults before anything is changed" in err and "race: on tile" in err
+    assert (
+        (code, out) == (2, "") and "the kernel has faults before anything is changed" in err and "race: on tile" in err
+    )
 
 
 def test_an_error_of_the_kernel_shows_where(sim, changed):
     code, out, err = sim(f"{changed('mbarrier.wait(ready, 0)', 'mbarrier.wait(redy, 0)')}::double", *TILE)
-    assert (code, out) == (2, "") and "NameError: redy" in err and "changed_doubling.py" in err and "line 23, in double_kernel" in err
+    assert (
+        (code, out) == (2, "")
+        and "NameError: redy" in err
+        and "changed_doubling.py" in err
+        and "line 23, in double_kernel" in err
+    )
 
 
 def test_a_target_that_is_none(capsys):
@@ -178,7 +217,10 @@ def test_a_target_that_is_none(capsys):
 def test_a_grid_that_is_none(given, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["sim", f"{DOUBLING}::add_one_kernel", f"--grid={given}"])
-    assert ended.value.code == 2 and f"--grid: got '{given}', expected one to three positive sizes" in capsys.readouterr().err
+    assert (
+        ended.value.code == 2
+        and f"--grid: got '{given}', expected one to three positive sizes" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("option", ["--seeds", "--sms", "--num-warps"])
@@ -193,7 +235,10 @@ def test_a_count_of_none(option, given, capsys):
 def test_a_seed_that_no_generator_takes(given, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["sim", *DOUBLE, f"--seed={given}"])
-    assert ended.value.code == 2 and f"--seed: got '{given}', expected a whole number of 64 bits" in capsys.readouterr().err
+    assert (
+        ended.value.code == 2
+        and f"--seed: got '{given}', expected a whole number of 64 bits" in capsys.readouterr().err
+    )
 
 
 def test_what_a_run_would_stumble_over_is_said_before(capsys, tmp_path):
@@ -208,8 +253,23 @@ def test_help(capsys):
         with pytest.raises(SystemExit) as ended:
             main(asked)
         said = capsys.readouterr().out
-        assert ended.value.code == 0 and said.startswith("usage: strobe sim") and "strobe sim kernels.py::run bf16[64,64] --mutate" in said
-        for option in ("--target", "--mode", "--seeds", "--sms", "--grid", "--timeline", "--mutate", "--judges", "--ledger", "--json"):
+        assert (
+            ended.value.code == 0
+            and said.startswith("usage: strobe sim")
+            and "strobe sim kernels.py::run bf16[64,64] --mutate" in said
+        )
+        for option in (
+            "--target",
+            "--mode",
+            "--seeds",
+            "--sms",
+            "--grid",
+            "--timeline",
+            "--mutate",
+            "--judges",
+            "--ledger",
+            "--json",
+        ):
             assert option in said
     with pytest.raises(SystemExit) as ended:
         main(["sim"])
@@ -261,13 +321,35 @@ def test_the_fixture_fails_a_test_with_the_reports(changed, tmp_path):
     changed(*RACE)
     file = tmp_path / "test_fixture.py"
     file.write_text(FIXTURE_TESTS.format(folder=str(DOUBLING.parent)))
-    command = [sys.executable, "-m", "pytest", "-p", "strobe.sim.plugin", "-p", "no:cacheprovider", "-v", "--no-header", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "strobe.sim.plugin",
+        "-p",
+        "no:cacheprovider",
+        "-v",
+        "--no-header",
+        str(file),
+    ]
     alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"}
     said = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=alone, timeout=120).stdout
-    verdicts = {line.split("::")[1].split()[0]: line.split()[1] for line in said.splitlines() if "::" in line and "%]" in line}
-    assert verdicts == {"test_clean": "PASSED", "test_racy": "FAILED", "test_racy_and_wrong": "FAILED", "test_racy_on_purpose": "PASSED",
-                        "test_own_error": "PASSED"}, said  # fmt: skip
-    assert said.count("race: on tile: load of tile by main") >= 2 and "changed_doubling.py:23" in said and "the simulator found" in said
+    verdicts = {
+        line.split("::")[1].split()[0]: line.split()[1] for line in said.splitlines() if "::" in line and "%]" in line
+    }
+    assert verdicts == {
+        "test_clean": "PASSED",
+        "test_racy": "FAILED",
+        "test_racy_and_wrong": "FAILED",
+        "test_racy_on_purpose": "PASSED",
+        "test_own_error": "PASSED",
+    }, said
+    assert (
+        said.count("race: on tile: load of tile by main") >= 2
+        and "changed_doubling.py:23" in said
+        and "the simulator found" in said
+    )
     assert "and then AssertionError" in said and "Traceback" not in said and "launch.py" not in said
 
 
@@ -289,7 +371,9 @@ def test_a_file_that_exits_while_it_is_imported(sim, tmp_path, code):
     file = tmp_path / "script.py"
     file.write_text(f"import sys\ndef run(): ...\nsys.exit({code})\n")
     ended, out, err = sim(f"{file}::run")
-    assert (ended, out) == (2, "") and err.startswith(f"strobe sim: {file} cannot be imported: it calls sys.exit({code or None})")
+    assert (ended, out) == (2, "") and err.startswith(
+        f"strobe sim: {file} cannot be imported: it calls sys.exit({code or None})"
+    )
     assert '`if __name__ == "__main__":`' in err
 
 

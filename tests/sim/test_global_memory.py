@@ -1,4 +1,6 @@
-"""Global memory: loads, stores, atomics, descriptors, assertions, against torch and Python; on a GPU too where there is one."""
+"""Global memory: loads, stores, atomics, descriptors, assertions, against torch and Python; on a GPU too where there is
+one.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def strided(x, out, stride, n: tl.constexpr, live: tl.constexpr):
     tl.store(out + i * 3, value, mask=i >= 2)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool), ids=name)
+@pytest.mark.parametrize(
+    "dtype", (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool), ids=name
+)
 def test_masked_strided_loads_and_stores_touch_nothing_else(dtype, place):
     x = any_bits(dtype, 256, 20)
     out = torch.ones(200, dtype=dtype)
@@ -107,10 +111,26 @@ def atomic_on_one(x, values, fn: tl.constexpr, n: tl.constexpr):
     fn(x + 0 * i, tl.load(values + tl.program_id(0) * n + i))
 
 
-ATOMICS = {tl.atomic_add: torch.add, tl.atomic_max: torch.maximum, tl.atomic_min: torch.minimum, tl.atomic_and: torch.bitwise_and,
-           tl.atomic_or: torch.bitwise_or, tl.atomic_xor: torch.bitwise_xor, tl.atomic_xchg: lambda old, new: new}  # fmt: skip
+ATOMICS = {
+    tl.atomic_add: torch.add,
+    tl.atomic_max: torch.maximum,
+    tl.atomic_min: torch.minimum,
+    tl.atomic_and: torch.bitwise_and,
+    tl.atomic_or: torch.bitwise_or,
+    tl.atomic_xor: torch.bitwise_xor,
+    tl.atomic_xchg: lambda old, new: new,
+}
 LOGICAL = (tl.atomic_and, tl.atomic_or, tl.atomic_xor)
-ATOMIC_TYPES = (torch.int32, torch.uint32, torch.int64, torch.uint64, torch.float32, torch.float64, torch.float16, torch.bfloat16)
+ATOMIC_TYPES = (
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+)
 
 
 def _pairs():
@@ -130,7 +150,8 @@ def _exactly(fn, a, b):
     if a.dtype not in (torch.uint32, torch.uint64):
         return ATOMICS[fn](a, b)
     plain = {tl.atomic_add: np.add, tl.atomic_max: np.maximum, tl.atomic_min: np.minimum, tl.atomic_and: np.bitwise_and,
-             tl.atomic_or: np.bitwise_or, tl.atomic_xor: np.bitwise_xor, tl.atomic_xchg: lambda old, new: new}[fn]  # fmt: skip
+             tl.atomic_or: np.bitwise_or, tl.atomic_xor: np.bitwise_xor, tl.atomic_xchg: lambda old,
+             new: new}[fn]  # fmt: skip
     return torch.from_numpy(plain(a.numpy(), b.numpy()))
 
 
@@ -226,7 +247,9 @@ def test_without_the_lock_it_is_a_race(place):
 
 @triton.jit
 def boxed(x, out, i, j, rows, columns, m: tl.constexpr, n: tl.constexpr, nan: tl.constexpr):
-    source = tl.make_tensor_descriptor(x, [rows, columns], [columns, 1], [m, n], padding_option="nan" if nan else "zero")
+    source = tl.make_tensor_descriptor(
+        x, [rows, columns], [columns, 1], [m, n], padding_option="nan" if nan else "zero"
+    )
     tl.store(out + tl.arange(0, m)[:, None] * n + tl.arange(0, n)[None, :], source.load([i, j]))
 
 
@@ -243,7 +266,15 @@ def _window(x, i, j, m, n, fill):
     return padded
 
 
-CORNERS = [(0, 0), (5, 16), (-3, -16), (19, 32), (40, 0), (-40, 96), (0, -48)]  # rows are cut anywhere, columns at 16 bytes
+CORNERS = [
+    (0, 0),
+    (5, 16),
+    (-3, -16),
+    (19, 32),
+    (40, 0),
+    (-40, 96),
+    (0, -48),
+]  # rows are cut anywhere, columns at 16 bytes
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int16, torch.int8), ids=name)
@@ -258,7 +289,9 @@ def test_descriptor_loads_are_zero_outside(corner, dtype, place):
     same_bits(out, want)
 
 
-@given(rows=st.integers(1, 20), columns=st.integers(1, 5), i=st.integers(-9, 30), j=st.integers(-5, 7), nan=st.booleans())
+@given(
+    rows=st.integers(1, 20), columns=st.integers(1, 5), i=st.integers(-9, 30), j=st.integers(-5, 7), nan=st.booleans()
+)
 def test_any_corner_of_any_tensor(place, rows, columns, i, j, nan):
     if place == "cuda":
         pytest.skip("a compile for each would be slow; the corners above are checked there")
@@ -306,7 +339,13 @@ def masked_off(target, at, value):
     target.atomic_and(at, value)
 
 
-PUTS = {stored: lambda old, new: new, added: torch.add, raised: torch.maximum, lowered: torch.minimum, masked_off: torch.bitwise_and}
+PUTS = {
+    stored: lambda old, new: new,
+    added: torch.add,
+    raised: torch.maximum,
+    lowered: torch.minimum,
+    masked_off: torch.bitwise_and,
+}
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.uint32), ids=name)
@@ -316,7 +355,11 @@ def test_descriptor_stores_and_reductions_stay_inside(fn, dtype, place):
         pytest.skip("TMA has no such reduction")
     i = torch.arange(21 * 32).reshape(21, 32)
     whole = (i * 7919 % 97 - 40).to(torch.int64) if dtype != torch.uint32 else i * 2654435761 % 2**32
-    x = torch.arange(128).reshape(8, 16) * 31 % 89 - 30 if dtype != torch.uint32 else torch.arange(128).reshape(8, 16) * 2246822519 % 2**32
+    x = (
+        torch.arange(128).reshape(8, 16) * 31 % 89 - 30
+        if dtype != torch.uint32
+        else torch.arange(128).reshape(8, 16) * 2246822519 % 2**32
+    )
     for corner in ((3, 8), (5, 24), (18, 0)):
         out, want, values = whole.to(dtype), whole.clone(), x
         a0, b0 = corner
@@ -445,7 +488,12 @@ def test_map_elementwise_with_two_results(place):
 def in_ptx(xs, ys, out, n: tl.constexpr):
     i = tl.arange(0, n)
     out_value = tl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $1;", "=f,f,f", [tl.load(xs + i), tl.load(ys + i)], dtype=tl.float32, is_pure=True, pack=1
+        "fma.rn.f32 $0, $1, $2, $1;",
+        "=f,f,f",
+        [tl.load(xs + i), tl.load(ys + i)],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
     )
     tl.store(out + i, out_value)
 

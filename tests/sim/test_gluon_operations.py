@@ -1,4 +1,6 @@
-"""The same operations as Gluon kernels, where layouts matter: values against torch, layouts and refusals against the compiler's own."""
+"""The same operations as Gluon kernels, where layouts matter: values against torch, layouts and refusals against the
+compiler's own.
+"""
 
 import pytest
 import torch
@@ -161,7 +163,8 @@ def _index(x):
 
 
 VALUES = {
-    converted: lambda x: x, summed_rows: lambda x: x.sum(1), summed_columns: lambda x: x.sum(0), everything_summed: lambda x: x.sum()[None],
+    converted: lambda x: x, summed_rows: lambda x: x.sum(1), summed_columns: lambda x: x.sum(0),
+    everything_summed: lambda x: x.sum()[None],
     centred: lambda x: x - x.max(1, keepdim=True).values, spread: lambda x: x[:1].expand(16, -1),
     joined: lambda x: torch.stack([x, 2 * x], -1), split: lambda x: x[:, ::2] - x[:, 1::2],
     permuted: lambda x: x.reshape(4, 4, 32).permute(2, 0, 1), transposed: lambda x: x.T, scanned: lambda x: x.cumsum(1),
@@ -199,7 +202,9 @@ def two_layouts_in_one_store(x, out):
 
 @gluon.jit
 def a_slice_of_another_layout(x, out):
-    gl.store(out + positions(ROWS), load(x) - gl.convert_layout(gl.max(load(x), 1), gl.SliceLayout(1, COLUMNS))[:, None])
+    gl.store(
+        out + positions(ROWS), load(x) - gl.convert_layout(gl.max(load(x), 1), gl.SliceLayout(1, COLUMNS))[:, None]
+    )
 
 
 @gluon.jit
@@ -212,7 +217,13 @@ def a_failing_static_assertion(x, out):
     gl.static_assert(load(x).type.layout == COLUMNS, "another layout")
 
 
-REFUSED = (two_layouts, two_layouts_in_one_store, a_slice_of_another_layout, expanded_without_a_slice, a_failing_static_assertion)
+REFUSED = (
+    two_layouts,
+    two_layouts_in_one_store,
+    a_slice_of_another_layout,
+    expanded_without_a_slice,
+    a_failing_static_assertion,
+)
 
 
 @pytest.mark.parametrize("kernel", REFUSED, ids=lambda kernel: kernel.fn.__name__)
@@ -226,4 +237,6 @@ def test_refused_by_the_compiler_and_here(kernel):
 @pytest.mark.parametrize("kernel", VALUES, ids=lambda kernel: kernel.fn.__name__)
 def test_accepted_by_the_compiler(kernel):
     with offline(90):
-        assert isinstance(kernel.warmup(torch.zeros(512), torch.zeros(1024), grid=(1,), num_warps=4), triton.compiler.CompiledKernel)
+        assert isinstance(
+            kernel.warmup(torch.zeros(512), torch.zeros(1024), grid=(1,), num_warps=4), triton.compiler.CompiledKernel
+        )

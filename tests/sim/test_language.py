@@ -1,7 +1,9 @@
-"""The language is Triton's: tiny kernels that the real compiler accepts give the expected values here, what it refuses is refused here.
+"""The language is Triton's: tiny kernels that the real compiler accepts give the expected values here, what it refuses
+is refused here.
 
-Each kernel is also compiled offline, so that the verdict in this table is the compiler's own; on a GPU the values are checked there too.
-`LENIENT` lists what the compiler refuses and the simulator, which runs a kernel instead of typing it, lets pass.
+Each kernel is also compiled offline, so that the verdict in this table is the compiler's own; on a GPU the values are
+checked there too. `LENIENT` lists what the compiler refuses and the simulator, which runs a kernel instead of typing
+it, lets pass.
 """
 
 import traceback
@@ -22,7 +24,14 @@ from tools.proof.compile import offline
 SIZE: tl.constexpr = tl.constexpr(4)
 PLAIN = 5
 NOTHING = None
-ERRORS = (TritonError, AttributeError, NameError, TypeError, AssertionError, NotImplementedError)  # a frontend's, and what it lets through
+ERRORS = (
+    TritonError,
+    AttributeError,
+    NameError,
+    TypeError,
+    AssertionError,
+    NotImplementedError,
+)  # a frontend's, and what it lets through
 
 
 class Case(NamedTuple):
@@ -755,7 +764,11 @@ def test_the_compilers_verdict(case):
 def test_refused(case):
     with pytest.raises(ERRORS) as error:
         ran(case)
-    own = [frame for frame in traceback.extract_tb(error.value.__traceback__) if frame.filename == __file__ and frame.name == _id(case)]
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.value.__traceback__)
+        if frame.filename == __file__ and frame.name == _id(case)
+    ]
     assert own, "the traceback does not show the kernel"
 
 
@@ -780,13 +793,22 @@ def outer(out):
 def test_a_traceback_shows_the_kernels_own_lines():
     with pytest.raises(ValueError) as error, simulate("sm_90"):
         outer[(1,)](torch.zeros(8))
-    shown = {frame.name: frame.line for frame in traceback.extract_tb(error.value.__traceback__) if frame.filename == __file__}
+    shown = {
+        frame.name: frame.line
+        for frame in traceback.extract_tb(error.value.__traceback__)
+        if frame.filename == __file__
+    }
     assert shown["inner"].endswith("# wrong") and shown["outer"].endswith("# calls inner")
 
 
 @triton.jit
 def unknown_operation(x):
-    tl.store(x, tl.inline_asm_elementwise("vote.sync.ballot.b32 $0, 1, -1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True, pack=1))
+    tl.store(
+        x,
+        tl.inline_asm_elementwise(
+            "vote.sync.ballot.b32 $0, 1, -1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True, pack=1
+        ),
+    )
 
 
 @triton.jit

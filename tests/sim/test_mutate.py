@@ -1,4 +1,6 @@
-"""Mutants (exactly the text that changes), scenes (arguments as text, a module with other source), campaigns and their ledger."""
+"""Mutants (exactly the text that changes), scenes (arguments as text, a module with other source), campaigns and their
+ledger.
+"""
 
 import ast
 import json
@@ -44,17 +46,32 @@ def _new_lines(old: str, new: str) -> str:
     "statement, expected",
     [
         ("mbarrier.wait(a, b)", [("drop wait", "pass"), ("flip parity", "mbarrier.wait(a, (b) ^ 1)")]),
-        ("mbarrier.wait(a, phase=b & 1)", [("drop wait", "pass"), ("flip parity", "mbarrier.wait(a, phase=(b & 1) ^ 1)")]),
-        ("mbarrier.wait(a, (b), pred=c)", [("drop wait", "pass"), ("flip parity", "mbarrier.wait(a, ((b) ^ 1), pred=c)")]),
+        (
+            "mbarrier.wait(a, phase=b & 1)",
+            [("drop wait", "pass"), ("flip parity", "mbarrier.wait(a, phase=(b & 1) ^ 1)")],
+        ),
+        (
+            "mbarrier.wait(a, (b), pred=c)",
+            [("drop wait", "pass"), ("flip parity", "mbarrier.wait(a, ((b) ^ 1), pred=c)")],
+        ),
         ("mbarrier.arrive(a, count=1)", [("drop arrive", "pass")]),
         ("async_copy.mbarrier_arrive(a)", [("drop arrive", "pass")]),
         ("mbarrier.expect(a, b)", [("drop expect", "pass"), ("half expect", "mbarrier.expect(a, (b) // 2)")]),
-        ("mbarrier.expect(a, bytes=b + c)", [("drop expect", "pass"), ("half expect", "mbarrier.expect(a, bytes=(b + c) // 2)")]),
+        (
+            "mbarrier.expect(a, bytes=b + c)",
+            [("drop expect", "pass"), ("half expect", "mbarrier.expect(a, bytes=(b + c) // 2)")],
+        ),
         ("mbarrier.init(a, count=2)", [("init count + 1", "mbarrier.init(a, count=(2) + 1)")]),
         ("init_barriers(a, 2)", [("init count + 1", "init_barriers(a, (2) + 1)")]),
         ("a = warpgroup_mma_wait(1, deps=[a])", [("wgmma_wait(n + 1)", "a = warpgroup_mma_wait((1) + 1, deps=[a])")]),
-        ("a = warpgroup_mma_wait(num_outstanding=b)", [("wgmma_wait(n + 1)", "a = warpgroup_mma_wait(num_outstanding=(b) + 1)")]),
-        ("a = warpgroup_mma_wait(deps=[a])", [("wgmma_wait(n + 1)", "a = warpgroup_mma_wait(deps=[a], num_outstanding=0 + 1)")]),
+        (
+            "a = warpgroup_mma_wait(num_outstanding=b)",
+            [("wgmma_wait(n + 1)", "a = warpgroup_mma_wait(num_outstanding=(b) + 1)")],
+        ),
+        (
+            "a = warpgroup_mma_wait(deps=[a])",
+            [("wgmma_wait(n + 1)", "a = warpgroup_mma_wait(deps=[a], num_outstanding=0 + 1)")],
+        ),
         ("fence_async_shared()", [("drop fence", "pass")]),
         ("fence_async_global()", [("drop fence", "pass")]),
         ("tcgen05_commit(a)", [("drop commit", "pass")]),
@@ -68,10 +85,15 @@ def test_each_statement_has_its_mutants(statement, expected):
 @pytest.mark.parametrize("name", ["tma.store_wait", "tma_store_wait", "gl.nvidia.hopper.tma.store_wait", "store_wait"])
 def test_a_wait_for_stores_under_any_name(name):
     assert changes(f"{name}(0)") == [("drop store_wait", "pass"), ("store_wait(n + 1)", f"{name}((0) + 1)")]
-    assert changes(f"{name}(pendings=b)") == [("drop store_wait", "pass"), ("store_wait(n + 1)", f"{name}(pendings=(b) + 1)")]
+    assert changes(f"{name}(pendings=b)") == [
+        ("drop store_wait", "pass"),
+        ("store_wait(n + 1)", f"{name}(pendings=(b) + 1)"),
+    ]
 
 
-@pytest.mark.parametrize("wait, commit", [("cp_async_wait", "cp_async_commit"), ("async_copy.wait_group", "async_copy.commit_group")])
+@pytest.mark.parametrize(
+    "wait, commit", [("cp_async_wait", "cp_async_commit"), ("async_copy.wait_group", "async_copy.commit_group")]
+)
 def test_groups_of_copies(wait, commit):
     assert changes(f"{commit}()\n{wait}(a - 2)") == [
         ("drop commit", "pass"),
@@ -88,12 +110,19 @@ def test_groups_of_copies(wait, commit):
 
 @pytest.mark.parametrize("module", ["mbarrier", "gl.nvidia.hopper.mbarrier", "hopper.mbarrier"])
 def test_barriers_under_any_path_but_not_their_names_alone(module):
-    assert [kind for kind, _ in changes(f"{module}.wait(a, b)\n{module}.arrive(a)")] == ["drop wait", "flip parity", "drop arrive"]
+    assert [kind for kind, _ in changes(f"{module}.wait(a, b)\n{module}.arrive(a)")] == [
+        "drop wait",
+        "flip parity",
+        "drop arrive",
+    ]
     assert changes("wait(a, b)\nchannel.wait(a, b)\nchannel.arrive(a)\ninit(a, 1)") == []
 
 
 def test_orders_of_atomics():
-    found = changes('a = gl.atomic_add(b, 1, sem="acq_rel")\ngl.atomic_cas(b, 0, 1, sem="relaxed")\ngl.atomic_xchg(b, 0, sem="release", scope="gpu")')
+    found = changes(
+        'a = gl.atomic_add(b, 1, sem="acq_rel")\ngl.atomic_cas(b, 0, 1, sem="relaxed")\ngl.atomic_xchg(b, 0, '
+        'sem="release", scope="gpu")'
+    )
     assert found == [
         ("weaken order", 'a = gl.atomic_add(b, 1, sem="relaxed")'),
         ("weaken order", 'gl.atomic_xchg(b, 0, sem="relaxed", scope="gpu")'),
@@ -106,7 +135,9 @@ def test_a_barrier_goes_with_its_predicate():
         ("drop mbarriers entry x", "tcgen05_mma(a, b, c, mbarriers=[y.index(0)], mbarrier_preds=[b])"),
         ("drop mbarriers entry y.index(0)", "tcgen05_mma(a, b, c, mbarriers=[x], mbarrier_preds=[True])"),
     ]
-    assert changes("tcgen05_mma(a, b, c, mbarriers=(x,))") == [("drop mbarriers entry x", "tcgen05_mma(a, b, c, mbarriers=[])")]
+    assert changes("tcgen05_mma(a, b, c, mbarriers=(x,))") == [
+        ("drop mbarriers entry x", "tcgen05_mma(a, b, c, mbarriers=[])")
+    ]
 
 
 def test_inline_ptx_becomes_weaker():
@@ -119,7 +150,10 @@ def test_inline_ptx_becomes_weaker():
     assert found == [
         ("arrive only", f"""{call}('bar.arrive 9, 256; mov.u32 $0, 0;', "=r", [])"""),
         ("drop asm", "pass"),
-        ("wait for reads only", f"""x = {call}('ld.acquire.gpu.b32 $0, [$1]; cp.async.bulk.wait_group.read 0;', "=r,l", [a])"""),
+        (
+            "wait for reads only",
+            f"""x = {call}('ld.acquire.gpu.b32 $0, [$1]; cp.async.bulk.wait_group.read 0;', "=r,l", [a])""",
+        ),
         ("weaken order", f"""x = {call}('ld.relaxed.gpu.b32 $0, [$1]; cp.async.bulk.wait_group 0;', "=r,l", [a])"""),
         ("drop fence", f"""y = {call}(' fence.acq_rel.gpu;', "=r", [])"""),
         ("drop fence", f"""y = {call}('fence.proxy.async.global; ', "=r", [])"""),
@@ -178,11 +212,20 @@ def test_text_before_the_place_that_is_not_ascii(before):
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_ends_of_lines(end):
     source = end.join(["# ü", "@gluon.jit", "def kernel(a):", "    mbarrier.wait(a, 0)", "    return 1", ""])
-    assert [m.source for m in mutants(source)] == [source.replace("mbarrier.wait(a, 0)", new) for new in ("pass", "mbarrier.wait(a, (0) ^ 1)")]
+    assert [m.source for m in mutants(source)] == [
+        source.replace("mbarrier.wait(a, 0)", new) for new in ("pass", "mbarrier.wait(a, (0) ^ 1)")
+    ]
 
 
 @pytest.mark.parametrize(
-    "decorator", ["@gluon.jit", "@triton.jit", "@jit", "@triton.jit(do_not_specialize=['b'])", "@noted\n@triton.experimental.gluon.jit"]
+    "decorator",
+    [
+        "@gluon.jit",
+        "@triton.jit",
+        "@jit",
+        "@triton.jit(do_not_specialize=['b'])",
+        "@noted\n@triton.experimental.gluon.jit",
+    ],
 )
 def test_what_a_jit_function_is(decorator):
     assert [kind for kind, _ in changes("mbarrier.arrive(a)", decorator)] == ["drop arrive"]
@@ -228,8 +271,21 @@ def test_arguments():
         assert tensor.shape == (3, 4) and tensor.dtype == dtype and tensor.to(torch.float64).abs().sum() > 0
     assert drawn("f32[]").shape == () and drawn("f32[0,2]").shape == (0, 2)
     assert torch.equal(drawn("f32[9]"), drawn("f32[9]")) and not torch.equal(drawn("f32[9]"), drawn("f32[9]", 1))
-    assert drawn("nan:f32[2]").isnan().all() and drawn("nan:i32[2]").tolist() == [-1, -1] and drawn("ones:u8[2]").tolist() == [1, 1]
-    assert [drawn(text) for text in ("3", "-3", "0.5", "1e-3", "True", "False", "None", "tma")] == [3, -3, 0.5, 1e-3, True, False, None, "tma"]
+    assert (
+        drawn("nan:f32[2]").isnan().all()
+        and drawn("nan:i32[2]").tolist() == [-1, -1]
+        and drawn("ones:u8[2]").tolist() == [1, 1]
+    )
+    assert [drawn(text) for text in ("3", "-3", "0.5", "1e-3", "True", "False", "None", "tma")] == [
+        3,
+        -3,
+        0.5,
+        1e-3,
+        True,
+        False,
+        None,
+        "tma",
+    ]
     whole, tiles = drawn("tma:bf16[64,128]"), drawn("tma:bf16[64,128]/32x64")
     assert isinstance(whole, TensorDescriptor) and whole.block_shape == [64, 128] and tiles.block_shape == [32, 64]
 
@@ -297,14 +353,19 @@ def test_tensors_in_whatever_holds_them():
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """parts/kernels.py <- parts/inner/launch.py <- parts/scenes.py, by relative imports; parts/other.py stands apart."""
+    """parts/kernels.py <- parts/inner/launch.py <- parts/scenes.py, by relative imports; parts/other.py stands
+    apart."""
     files = {
         "parts/__init__.py": "from .kernels import VALUE",
         "parts/kernels.py": "VALUE = 1",
         "parts/other.py": "LOADED = []",
         "parts/inner/__init__.py": "",
-        "parts/inner/launch.py": "from .. import kernels\nfrom ..other import LOADED\ndef value():\n    return kernels.VALUE",
-        "parts/scenes.py": "from .inner.launch import value\nfrom . import VALUE\ndef run():\n    return value(), VALUE",
+        "parts/inner/launch.py": (
+            "from .. import kernels\nfrom ..other import LOADED\ndef value():\n    return kernels.VALUE"
+        ),
+        "parts/scenes.py": (
+            "from .inner.launch import value\nfrom . import VALUE\ndef run():\n    return value(), VALUE"
+        ),
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -335,8 +396,14 @@ def test_replaced_runs_the_changed_source_and_puts_all_back(package, tmp_path):
 @pytest.mark.parametrize("source", ["raise KeyError('at import')", "VALUE = 2"])
 def test_replaced_puts_all_back_after_an_error(package, tmp_path, source):
     load(package / "scenes.py")
-    before, finders = {name: module for name, module in sys.modules.items() if name.startswith("parts")}, list(sys.meta_path)
-    with pytest.raises(KeyError), replaced(package / "kernels.py", source, tmp_path / "m", package / "scenes.py") as changed:
+    before, finders = (
+        {name: module for name, module in sys.modules.items() if name.startswith("parts")},
+        list(sys.meta_path),
+    )
+    with (
+        pytest.raises(KeyError),
+        replaced(package / "kernels.py", source, tmp_path / "m", package / "scenes.py") as changed,
+    ):
         raise KeyError(f"in the run of {changed}")
     assert {name: module for name, module in sys.modules.items() if name.startswith("parts")} == before
     assert sys.meta_path == finders
@@ -372,7 +439,9 @@ def test_a_campaign_says_who_noticed_what():
 
 def test_a_campaign_in_short_stops_at_the_first_who_notices():
     told = []
-    verdicts = campaign(Scene(f"{DOUBLING}::double_carefully", TILE), "sm_90", [DOUBLING], progress=lambda *counts: told.append(counts))
+    verdicts = campaign(
+        Scene(f"{DOUBLING}::double_carefully", TILE), "sm_90", [DOUBLING], progress=lambda *counts: told.append(counts)
+    )
     assert [list(v.said) for v in verdicts if v.noticed] == [["happens-before"]] * 7
     assert [v.said for v in verdicts if not v.noticed] == [{"happens-before": "", "schedules": ""}] * 2
     assert told == [(n + 1, 9) for n in range(9)]
@@ -387,17 +456,29 @@ def test_survivors_are_numbered_among_equal_lines(tmp_path):
     ledger = tmp_path / "ledger.json"
     name = "drop fence in double_kernel: fence_async_shared() (number {})".format
     assert explain(verdicts, "double", ledger) == ([name(1), name(2)], []), "no ledger explains nothing"
-    ledger.write_text(json.dumps({"double": [alive[0] | {"why": "the other is there"}, alive[1] | {"why": ""}], "other": [alive[1] | {"why": "no"}]}))
+    ledger.write_text(
+        json.dumps(
+            {
+                "double": [alive[0] | {"why": "the other is there"}, alive[1] | {"why": ""}],
+                "other": [alive[1] | {"why": "no"}],
+            }
+        )
+    )
     assert explain(verdicts, "double", ledger) == ([name(2)], [])
     ledger.write_text(json.dumps({"double": [fence | {"number": str(n), "why": "so it is"} for n in (1, 2, 3)]}))
     assert explain(verdicts, "double", ledger) == ([], [name(3)])
-    assert explain(campaign(Scene(f"{DOUBLING}::double", TILE), "sm_90"), "double", ledger) == ([], [name(1), name(2), name(3)])
+    assert explain(campaign(Scene(f"{DOUBLING}::double", TILE), "sm_90"), "double", ledger) == (
+        [],
+        [name(1), name(2), name(3)],
+    )
 
 
 def test_a_survivor_of_a_pair_has_the_number_of_its_line(tmp_path):
     """Of two equal lines the second survives: the noticed first one counts too."""
     file = tmp_path / "pair.py"
-    file.write_text(DOUBLING.read_text().replace("    tma_store_wait(0)\n", "    tma_store_wait(0)\n    fence_async_shared()\n"))
+    file.write_text(
+        DOUBLING.read_text().replace("    tma_store_wait(0)\n", "    tma_store_wait(0)\n    fence_async_shared()\n")
+    )
     verdicts = campaign(Scene(f"{file}::double", TILE), "sm_90")
     assert [entry["number"] for entry in survivors(verdicts)] == ["2"]
     del sys.modules["pair"]

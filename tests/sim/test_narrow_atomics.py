@@ -16,7 +16,9 @@ def pairs_kernel(x, out, old, kind: gl.constexpr):
         gl.inline_asm_elementwise(reduction, "=r,l,r", [where, value], dtype=gl.int32, is_pure=False, pack=1)
     else:
         swap: gl.constexpr = "atom.global.add.noftz." + kind.split(" ")[0] + " $0, [$1], $2;"
-        gl.store(old + at, gl.inline_asm_elementwise(swap, "=r,l,r", [where, value], dtype=gl.int32, is_pure=False, pack=1))
+        gl.store(
+            old + at, gl.inline_asm_elementwise(swap, "=r,l,r", [where, value], dtype=gl.int32, is_pure=False, pack=1)
+        )
 
 
 @pytest.mark.parametrize("kind, dtype", [("f16x2", torch.float16), ("bf16x2", torch.bfloat16)])
@@ -25,6 +27,12 @@ def test_pairs_are_added_half_by_half(kind, dtype, returns):
     x, before = (torch.randn(256, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2))
     out, old = before.clone(), torch.zeros(256, dtype=dtype)
     with simulate("sm_90", "eager"):
-        pairs_kernel[(1,)](x.view(torch.int32), out.view(torch.int32), old.view(torch.int32), kind + " atom" if returns else kind, num_warps=4)
+        pairs_kernel[(1,)](
+            x.view(torch.int32),
+            out.view(torch.int32),
+            old.view(torch.int32),
+            kind + " atom" if returns else kind,
+            num_warps=4,
+        )
     assert torch.equal(out, before + x)
     assert not returns or torch.equal(old, before)

@@ -1,4 +1,5 @@
-"""Every operation of the simulator against torch, NumPy or Python's exact numbers, to the bit unless the function is transcendental.
+"""Every operation of the simulator against torch, NumPy or Python's exact numbers, to the bit unless the function is
+transcendental.
 
 The same tests run on a GPU where there is one: what holds here is what the hardware does.
 """
@@ -150,7 +151,9 @@ COMPARISONS = {lt: operator.lt, le: operator.le, gt: operator.gt, ge: operator.g
 
 
 def pair(dtype, count=COUNT):
-    return any_bits(dtype, count, 1), any_bits(dtype, count, 2)[torch.randperm(count, generator=torch.Generator().manual_seed(3))]
+    return any_bits(dtype, count, 1), any_bits(dtype, count, 2)[
+        torch.randperm(count, generator=torch.Generator().manual_seed(3))
+    ]
 
 
 def number_of(pick):
@@ -159,7 +162,8 @@ def number_of(pick):
 
 
 FLOAT_OPERATIONS = {
-    add: torch.add, sub: torch.sub, mul: torch.mul, div: torch.div, maximum: number_of(torch.maximum), minimum: number_of(torch.minimum),
+    add: torch.add, sub: torch.sub, mul: torch.mul, div: torch.div, maximum: number_of(torch.maximum),
+    minimum: number_of(torch.minimum),
     maximum_nan: torch.maximum, minimum_nan: torch.minimum,
 }  # fmt: skip
 
@@ -168,7 +172,9 @@ FLOAT_OPERATIONS = {
 @pytest.mark.parametrize("fn", FLOAT_OPERATIONS, ids=name)
 def test_float_operations_round_once(fn, dtype, place):
     a, b = pair(dtype)
-    run = div_rn if fn is div and dtype == torch.float32 else fn  # `/` of float32 is div.full, which is not correctly rounded
+    run = (
+        div_rn if fn is div and dtype == torch.float32 else fn
+    )  # `/` of float32 is div.full, which is not correctly rounded
     same_bits(apply(place, run, a, b), FLOAT_OPERATIONS[fn](a, b), sign_of_zero=fn in (add, sub, mul))
 
 
@@ -205,10 +211,16 @@ def test_integer_operations_wrap_and_divide_as_in_c(fn, dtype, place):
     a, b = pair(dtype)
     if fn in (floordiv, mod):
         b = torch.from_numpy(np.where(b.numpy() == 0, np.ones_like(b.numpy()), b.numpy()))
-        overflows = (a.numpy() == np.iinfo(a.numpy().dtype).min) & (b.numpy() == -1) if dtype in SIGNED else np.zeros(COUNT, bool)
+        overflows = (
+            (a.numpy() == np.iinfo(a.numpy().dtype).min) & (b.numpy() == -1)
+            if dtype in SIGNED
+            else np.zeros(COUNT, bool)
+        )
         b = torch.from_numpy(np.where(overflows, np.ones_like(b.numpy()), b.numpy()))  # undefined in C
     if fn in (lshift, rshift):
-        b = (b.view(SIGNED[UNSIGNED.index(dtype)] if dtype in UNSIGNED else dtype) & (dtype.itemsize * 8 - 1)).view(dtype)
+        b = (b.view(SIGNED[UNSIGNED.index(dtype)] if dtype in UNSIGNED else dtype) & (dtype.itemsize * 8 - 1)).view(
+            dtype
+        )
     want = [INTEGER_OPERATIONS[fn](x, y) for x, y in zip(a.tolist(), b.tolist())]
     same_bits(apply(place, fn, a, b), wrapped(want, dtype))
 
@@ -223,8 +235,10 @@ def test_comparisons(fn, dtype, place):
 
 
 @pytest.mark.parametrize("types, wanted", [
-    ((torch.int8, torch.int32), torch.int32), ((torch.uint8, torch.int8), torch.uint8), ((torch.int32, torch.float16), torch.float16),
-    ((torch.float16, torch.bfloat16), torch.float32), ((torch.bool, torch.int32), torch.int32), ((torch.bfloat16, torch.float32), torch.float32),
+    ((torch.int8, torch.int32), torch.int32), ((torch.uint8, torch.int8), torch.uint8),
+    ((torch.int32, torch.float16), torch.float16),
+    ((torch.float16, torch.bfloat16), torch.float32), ((torch.bool, torch.int32), torch.int32),
+    ((torch.bfloat16, torch.float32), torch.float32),
 ], ids=str)  # fmt: skip
 def test_mixed_types_are_promoted(types, wanted, place):
     a, b = (torch.tensor([1, 0, 1, 3] * 4).to(dtype) for dtype in types)
@@ -277,8 +291,18 @@ def square_root(x):
 
 
 ROUNDINGS = {tl.floor: torch.floor, tl.ceil: torch.ceil, tl.sqrt_rn: square_root}
-TRANSCENDENTAL = {tl.exp: torch.exp, tl.exp2: torch.exp2, tl.log: torch.log, tl.log2: torch.log2, tl.sin: torch.sin, tl.cos: torch.cos,
-                  tl.sqrt: torch.sqrt, tl.rsqrt: torch.rsqrt, tl.erf: torch.erf, tl.sigmoid: torch.sigmoid}  # fmt: skip
+TRANSCENDENTAL = {
+    tl.exp: torch.exp,
+    tl.exp2: torch.exp2,
+    tl.log: torch.log,
+    tl.log2: torch.log2,
+    tl.sin: torch.sin,
+    tl.cos: torch.cos,
+    tl.sqrt: torch.sqrt,
+    tl.rsqrt: torch.rsqrt,
+    tl.erf: torch.erf,
+    tl.sigmoid: torch.sigmoid,
+}
 
 
 @triton.jit
@@ -290,7 +314,9 @@ def called(xs, out, fn: tl.constexpr, n: tl.constexpr):
 @pytest.mark.parametrize("fn", ROUNDINGS, ids=name)
 def test_exact_functions(fn, place):
     a, out = any_bits(torch.float32, COUNT), torch.zeros(COUNT)
-    flushed = torch.where(a.abs() < torch.finfo(torch.float32).tiny, a.sign() * 0, a) if fn in (tl.floor, tl.ceil) else a
+    flushed = (
+        torch.where(a.abs() < torch.finfo(torch.float32).tiny, a.sign() * 0, a) if fn in (tl.floor, tl.ceil) else a
+    )
     launch(place, called, a, out, fn, COUNT)
     same_bits(out, ROUNDINGS[fn](flushed), sign_of_zero=fn is tl.sqrt_rn)
 
@@ -339,7 +365,9 @@ def exact_fma(a, b, c):
 def test_fma_rounds_once(dtype, place):
     generator = torch.Generator().manual_seed(6)
     a, b = (torch.randn(COUNT, dtype=torch.float64, generator=generator).to(dtype) for _ in range(2))
-    c = (-a.double() * b.double()).to(dtype)  # nearly all cancels: a product that was rounded leaves nothing of the rest
+    c = (-a.double() * b.double()).to(
+        dtype
+    )  # nearly all cancels: a product that was rounded leaves nothing of the rest
     c[::2] = torch.randn(COUNT // 2, generator=generator).to(dtype)
     want = [nearest(exact_fma(*xyz), dtype) for xyz in zip(a.tolist(), b.tolist(), c.tolist())]
     same_bits(apply(place, fma, a, b, c), torch.tensor(want, dtype=torch.float64).to(dtype), sign_of_zero=False)
@@ -352,7 +380,8 @@ def test_fma_just_below_a_tie(place):
 
 
 def nearest(value, dtype):
-    """The number of `dtype` nearest to an exact rational, ties to even, for results that are normal or at least exact."""
+    """The number of `dtype` nearest to an exact rational, ties to even, for results that are normal or at least
+    exact."""
     if value == 0:
         return 0.0
     digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11}[dtype]
@@ -393,9 +422,16 @@ def bitcast(xs, out, kind: tl.constexpr, n: tl.constexpr):
     tl.store(out + i, tl.load(xs + i).to(kind, bitcast=True))
 
 
-KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64, torch.bool: tl.int1,
-         torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5,
-         **{dtype: getattr(tl, name(dtype)) for dtype in (*SIGNED, *UNSIGNED)}}  # fmt: skip
+KINDS = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float64: tl.float64,
+    torch.bool: tl.int1,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+    **{dtype: getattr(tl, name(dtype)) for dtype in (*SIGNED, *UNSIGNED)},
+}
 
 
 def converted(place, kernel, x, dtype):
@@ -447,7 +483,9 @@ def test_narrowing_rounds_to_nearest_even(dtype, source, place):
 
 
 def test_float64_to_bfloat16_is_rounded_once(place):
-    x = 1 + 2.0**-8 + torch.tensor([2.0**-40, -(2.0**-40)] * 8, dtype=torch.float64)  # by way of float32 both become the tie
+    x = (
+        1 + 2.0**-8 + torch.tensor([2.0**-40, -(2.0**-40)] * 8, dtype=torch.float64)
+    )  # by way of float32 both become the tie
     same_bits(converted(place, cast, x, torch.bfloat16), rounded(x.numpy(), torch.bfloat16))
 
 
@@ -474,7 +512,10 @@ def test_float_to_integer_is_towards_zero_and_saturates(dtype, source, place):
     x = any_bits(source, COUNT)
     info = torch.iinfo(dtype)
     nan = (info.min or 1 << dtype.itemsize * 8 - 1) if torch.float64 == source or dtype.itemsize == 8 else 0
-    want = [nan if math.isnan(v) else info.min if v <= info.min else info.max if v >= info.max else math.trunc(v) for v in x.double().tolist()]
+    want = [
+        nan if math.isnan(v) else info.min if v <= info.min else info.max if v >= info.max else math.trunc(v)
+        for v in x.double().tolist()
+    ]
     same_bits(converted(place, cast, x, dtype), wrapped(want, dtype))
 
 
@@ -492,7 +533,9 @@ def test_integer_to_float(dtype, source, place):
     wide = x.numpy().astype(np.float64 if dtype == torch.float64 else np.float32)
     if dtype == torch.float16:
         wide = x.numpy().astype(np.float64).clip(-1e5, 1e5).astype(np.float16)  # one rounding, infinite from 65520 on
-    same_bits(converted(place, cast, x, dtype), torch.from_numpy(wide).to(dtype))  # bfloat16 by way of float32, as Triton lowers it
+    same_bits(
+        converted(place, cast, x, dtype), torch.from_numpy(wide).to(dtype)
+    )  # bfloat16 by way of float32, as Triton lowers it
 
 
 @pytest.mark.parametrize("source", (*SIGNED, *UNSIGNED, torch.bool), ids=name)
@@ -511,13 +554,17 @@ def test_float_to_bool_is_whether_it_is_not_zero(dtype, place):
 
 
 @pytest.mark.parametrize("source, dtype", [
-    (torch.float32, torch.int32), (torch.int32, torch.float32), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.int16),
-    (torch.int16, torch.bfloat16), (torch.float64, torch.int64), (torch.float8_e4m3fn, torch.int8), (torch.int8, torch.float8_e5m2),
+    (torch.float32, torch.int32), (torch.int32, torch.float32), (torch.float16, torch.bfloat16),
+    (torch.bfloat16, torch.int16),
+    (torch.int16, torch.bfloat16), (torch.float64, torch.int64), (torch.float8_e4m3fn, torch.int8),
+    (torch.int8, torch.float8_e5m2),
     (torch.uint32, torch.float32), (torch.float16, torch.uint16),
 ], ids=name)  # fmt: skip
 def test_bitcast_keeps_the_bits(source, dtype, place):
     x = any_bits(source, 256)
     same_bits(converted(place, bitcast, x, dtype), x.view(dtype))
-    finite = torch.where(x.double().isnan(), torch.zeros_like(x.double()), x.double()) if x.dtype.is_floating_point else None
+    finite = (
+        torch.where(x.double().isnan(), torch.zeros_like(x.double()), x.double()) if x.dtype.is_floating_point else None
+    )
     if finite is not None:
         assert torch.equal(bits(converted(place, bitcast, finite.to(source), dtype)), bits(finite.to(source)))

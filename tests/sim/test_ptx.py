@@ -11,8 +11,21 @@ import torch
 from strobe.sim.ptx import BFLOAT16, parse, run
 
 INF, NAN = np.float32(np.inf), np.float32(np.nan)
-LETTERS = {np.dtype(t): c for t, c in ((np.float32, "f"), (np.float64, "d"), (np.int32, "r"), (np.uint32, "r"), (np.int64, "l"), (np.uint64, "l"))}
-SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, INF, -INF, NAN, 1e-40, -1e-40, 2.0**-126, 3.4e38, -3.4e38, 1.4e-45, 0.5, 2.5, -2.5], np.float32)
+LETTERS = {
+    np.dtype(t): c
+    for t, c in (
+        (np.float32, "f"),
+        (np.float64, "d"),
+        (np.int32, "r"),
+        (np.uint32, "r"),
+        (np.int64, "l"),
+        (np.uint64, "l"),
+    )
+}
+SPECIAL = np.array(
+    [0.0, -0.0, 1.0, -1.0, INF, -INF, NAN, 1e-40, -1e-40, 2.0**-126, 3.4e38, -3.4e38, 1.4e-45, 0.5, 2.5, -2.5],
+    np.float32,
+)
 
 
 def letter(dtype):
@@ -65,7 +78,9 @@ def rounded(exact, mode):
 # ---------------------------------------------------------------- float arithmetic
 
 
-@pytest.mark.parametrize("name, expected", [("add", np.add), ("sub", np.subtract), ("mul", np.multiply), ("div.rn", np.divide)])
+@pytest.mark.parametrize(
+    "name, expected", [("add", np.add), ("sub", np.subtract), ("mul", np.multiply), ("div.rn", np.divide)]
+)
 def test_float32_arithmetic_is_ieee(name, expected):
     a, b = pairs()
     with np.errstate(all="ignore"):
@@ -105,7 +120,11 @@ def test_square_roots_bracket_the_exact_one(mode):
         low, high = (np.nextafter(root, np.float32(s * INF)) for s in (-1, 1))
         square, x = [Fraction(float(r)) ** 2 for r in (low, root, high)], Fraction(float(x))
         if mode == "rn":
-            assert ((Fraction(float(low)) + Fraction(float(root))) / 2) ** 2 <= x <= ((Fraction(float(root)) + Fraction(float(high))) / 2) ** 2
+            assert (
+                ((Fraction(float(low)) + Fraction(float(root))) / 2) ** 2
+                <= x
+                <= ((Fraction(float(root)) + Fraction(float(high))) / 2) ** 2
+            )
         elif mode == "rp":
             assert square[0] < x <= square[1]
         else:
@@ -120,7 +139,9 @@ def test_fma_rounds_once():
     even = np.float32(1 + 2.0**-11)
     assert list(found) == [np.nextafter(even, np.float32(2)), even, even]
     # below the normals too: 2^-150 less a little is under half of 2^-149, and float64 has no room for the little
-    a, b, c = (np.array([x], np.float32) for x in (2.0**-75 * (1 + 2.0**-23), 2.0**-75 * (1 - 2.0**-23), 2.0**-130 + 2.0**-149))
+    a, b, c = (
+        np.array([x], np.float32) for x in (2.0**-75 * (1 + 2.0**-23), 2.0**-75 * (1 - 2.0**-23), 2.0**-130 + 2.0**-149)
+    )
     assert one("fma.rn.f32 $0, $1, $2, $3;", a, b, c) == c
 
 
@@ -140,9 +161,17 @@ def test_fma_of_float64_rounds_once():
     assert np.array_equal(found, expected)
     assert not np.array_equal(found, a * b + c)
     # the product is half way between 1 and its lower neighbour, and c is too small for every sum but the last
-    tie = one("fma.rn.f64 $0, $1, $2, $3;", np.array([1 + 2.0**-27]), np.array([1 - 2.0**-27]), np.array([-(2.0**-110)]), to=np.float64)
+    tie = one(
+        "fma.rn.f64 $0, $1, $2, $3;",
+        np.array([1 + 2.0**-27]),
+        np.array([1 - 2.0**-27]),
+        np.array([-(2.0**-110)]),
+        to=np.float64,
+    )
     assert tie == 1 - 2.0**-53
-    infinite = one("fma.rn.f64 $0, $1, $2, $3;", np.array([np.inf, np.inf]), np.array([2.0, 0.0]), np.ones(2), to=np.float64)
+    infinite = one(
+        "fma.rn.f64 $0, $1, $2, $3;", np.array([np.inf, np.inf]), np.array([2.0, 0.0]), np.ones(2), to=np.float64
+    )
     assert infinite[0] == np.inf and np.isnan(infinite[1])
 
 
@@ -150,7 +179,9 @@ def test_ftz_flushes_what_goes_in_and_what_comes_out():
     a, b = np.array([1e-40, -1e-40, 2.0**-126, -(2.0**-126), 1], np.float32), np.array([1, 1, 0.5, 0.5, 1], np.float32)
     assert list(bits(one("mul.ftz.f32 $0, $1, $2;", a, b))) == [0, 0x80000000, 0, 0x80000000, 0x3F800000]
     assert (one("mul.f32 $0, $1, $2;", a, b) != 0).all()
-    assert one("mul.ftz.f32 $0, $1, $2;", np.float32(1e-40), np.float32(2.0**20)) == 0  # the input, though the product is normal
+    assert (
+        one("mul.ftz.f32 $0, $1, $2;", np.float32(1e-40), np.float32(2.0**20)) == 0
+    )  # the input, though the product is normal
 
 
 def test_sat_clamps_and_turns_nan_into_zero():
@@ -196,7 +227,8 @@ def test_min_and_max_prefer_numbers_and_order_zeros():
         assert np.array_equal(found, number(a, b), equal_nan=True)
         zeros = (a == 0) & (b == 0)
         assert np.array_equal(
-            np.signbit(found[zeros]), getattr(np, f"logical_{'or' if name == 'min' else 'and'}")(np.signbit(a), np.signbit(b))[zeros]
+            np.signbit(found[zeros]),
+            getattr(np, f"logical_{'or' if name == 'min' else 'and'}")(np.signbit(a), np.signbit(b))[zeros],
         )
         assert np.array_equal(one(f"{name}.NaN.f32 $0, $1, $2;", a, b), strict(a, b), equal_nan=True)
     three = one("max.f32 $0, $1, $2, $3;", np.float32(1), NAN, np.float32(3))
@@ -218,7 +250,13 @@ def raw(tensor):
 @pytest.mark.parametrize("name", ["f16", "bf16"])
 def test_halves_round_once(name):
     a, b, c = (as_half(floats(seed, 4000, 3), name) for seed in (12, 13, 14))
-    for operation, expected in (("add", a + b), ("sub", a - b), ("mul", a * b), ("min", torch.minimum(a, b)), ("max", torch.maximum(a, b))):
+    for operation, expected in (
+        ("add", a + b),
+        ("sub", a - b),
+        ("mul", a * b),
+        ("min", torch.minimum(a, b)),
+        ("max", torch.maximum(a, b)),
+    ):
         found = one(f"{operation}.{name} $0, $1, $2;", raw(a), raw(b), to=np.uint16)
         assert np.array_equal(found, raw(expected)), operation
     found = one(f"fma.rn.relu.{name} $0, $1, $2, $3;", raw(a), raw(b), raw(c), to=np.uint16)
@@ -228,7 +266,8 @@ def test_halves_round_once(name):
 
 
 def test_bfloat16_fma_is_not_rounded_in_between():
-    # (17/16)^2 = 289/256 lies half way between two bfloat16, 288/256 (even) and 290/256: any addend tips it, however small
+    # (17/16)^2 = 289/256 lies half way between two bfloat16, 288/256 (even) and 290/256: any addend tips it, however
+    # small
     a, c = np.full(4, 1.0625), np.array([0, 2.0**-100, 2.0**-30, -(2.0**-30)])
     found = one("fma.rn.bf16 $0, $1, $1, $2;", raw(as_half(a, "bf16")), raw(as_half(c, "bf16")), to=np.uint16)
     assert list(found) == list(raw(as_half([1.125, 1.1328125, 1.1328125, 1.125], "bf16")))
@@ -252,7 +291,10 @@ def test_pairs_of_float32_and_of_halves():
 # ---------------------------------------------------------------- integers and bits
 
 WORDS = np.concatenate(
-    [np.random.default_rng(17).integers(0, 1 << 32, 2000, np.uint32), np.array([0, 1, 1 << 31, (1 << 31) - 1, (1 << 32) - 1], np.uint32)]
+    [
+        np.random.default_rng(17).integers(0, 1 << 32, 2000, np.uint32),
+        np.array([0, 1, 1 << 31, (1 << 31) - 1, (1 << 32) - 1], np.uint32),
+    ]
 )
 OTHERS = np.roll(WORDS[::-1], 3)
 
@@ -267,7 +309,10 @@ def python(function, *arguments, width=32, signed=False):
 @pytest.mark.parametrize("kind, number", [("u32", np.uint32), ("s32", np.int32), ("u64", np.uint64), ("s64", np.int64)])
 def test_integer_arithmetic_is_pythons(kind, number):
     width, signed = int(kind[1:]), kind[0] == "s"
-    a, b = WORDS.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), OTHERS.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
+    a, b = (
+        WORDS.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15),
+        OTHERS.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03),
+    )
     a, b = (x.view(number) if width == 64 else (x >> np.uint64(32)).astype(np.uint32).view(number) for x in (a, b))
     wide = lambda f: python(f, a, b, width=width, signed=signed)
     for text, function in (
@@ -287,25 +332,38 @@ def test_integer_arithmetic_is_pythons(kind, number):
         assert np.array_equal(one(f"mul.wide.{kind} $0, $1, $2;", a, b, to=double), product)
     if signed:
         assert np.array_equal(one(f"abs.{kind} $0, $1;", a, to=number), python(abs, a, width=width, signed=True))
-        assert np.array_equal(one(f"neg.{kind} $0, $1;", a, to=number), python(lambda x: -x, a, width=width, signed=True))
+        assert np.array_equal(
+            one(f"neg.{kind} $0, $1;", a, to=number), python(lambda x: -x, a, width=width, signed=True)
+        )
 
 
 def test_saturating_addition():
     a = np.array([2**31 - 1, -(2**31), 5], np.int32)
-    assert list(one("add.sat.s32 $0, $1, $2;", a, np.array([1, -1, 1], np.int32), to=np.int32)) == [2**31 - 1, -(2**31), 6]
+    assert list(one("add.sat.s32 $0, $1, $2;", a, np.array([1, -1, 1], np.int32), to=np.int32)) == [
+        2**31 - 1,
+        -(2**31),
+        6,
+    ]
 
 
 def test_logic_and_shifts():
     for text, function in (("and", lambda x, y: x & y), ("or", lambda x, y: x | y), ("xor", lambda x, y: x ^ y)):
-        assert np.array_equal(one(f"{text}.b32 $0, $1, $2;", WORDS, OTHERS, to=np.uint32), python(function, WORDS, OTHERS))
+        assert np.array_equal(
+            one(f"{text}.b32 $0, $1, $2;", WORDS, OTHERS, to=np.uint32), python(function, WORDS, OTHERS)
+        )
     assert np.array_equal(one("not.b32 $0, $1;", WORDS, to=np.uint32), ~WORDS)
     amounts = np.concatenate([np.arange(40, dtype=np.uint32), np.array([0xFFFFFFFF], np.uint32)])
     value = np.full(41, 0x89ABCDEF, np.uint32)
-    assert np.array_equal(one("shl.b32 $0, $1, $2;", value, amounts, to=np.uint32), python(lambda x, y: x << min(y, 32), value, amounts))
-    assert np.array_equal(one("shr.u32 $0, $1, $2;", value, amounts, to=np.uint32), python(lambda x, y: x >> min(y, 32), value, amounts))
+    assert np.array_equal(
+        one("shl.b32 $0, $1, $2;", value, amounts, to=np.uint32), python(lambda x, y: x << min(y, 32), value, amounts)
+    )
+    assert np.array_equal(
+        one("shr.u32 $0, $1, $2;", value, amounts, to=np.uint32), python(lambda x, y: x >> min(y, 32), value, amounts)
+    )
     signed = value.view(np.int32)
     assert np.array_equal(
-        one("shr.s32 $0, $1, $2;", signed, amounts, to=np.int32), python(lambda x, y: x >> min(y, 32), signed, amounts, signed=True)
+        one("shr.s32 $0, $1, $2;", signed, amounts, to=np.int32),
+        python(lambda x, y: x >> min(y, 32), signed, amounts, signed=True),
     )
 
 
@@ -334,7 +392,9 @@ def test_bit_fields_follow_the_definition():
 def test_permutation_and_truth_tables():
     a, b = np.array([0x33221100], np.uint32), np.array([0x776655C4], np.uint32)
     for selector, expected in ((0x7531, 0x77553311), (0x3210, 0x33221100), (0x000C, 0x000000FF), (0x4444, 0xC4C4C4C4)):
-        assert one("prmt.b32 $0, $1, $2, $3;", a, b, np.array([selector], np.uint32), to=np.uint32)[0] == expected, hex(selector)
+        assert one("prmt.b32 $0, $1, $2, $3;", a, b, np.array([selector], np.uint32), to=np.uint32)[0] == expected, hex(
+            selector
+        )
     assert one("prmt.b32.f4e $0, $1, $2, 1;", a, b, to=np.uint32)[0] == 0xC4332211
     assert one("prmt.b32.rc16 $0, $1, $2, 1;", a, b, to=np.uint32)[0] == 0x33223322
     c = WORDS ^ OTHERS >> 3
@@ -353,7 +413,14 @@ def test_counting_bits():
 
 # ---------------------------------------------------------------- predicates
 
-RELATIONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+RELATIONS = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
 
 
 @pytest.mark.parametrize("name", [*RELATIONS, *(name + "u" for name in RELATIONS), "num", "nan"])
@@ -430,7 +497,12 @@ def test_a_register_first_written_under_a_guard_is_poison_elsewhere():
 
 def special_halves():
     return np.concatenate(
-        [floats(19, 4000, 12), floats(20, 2000, 3) * np.float32(2.0**-130), SPECIAL, np.array([65504, 65519.9, 65520, -1e30], np.float32)]
+        [
+            floats(19, 4000, 12),
+            floats(20, 2000, 3) * np.float32(2.0**-130),
+            SPECIAL,
+            np.array([65504, 65519.9, 65520, -1e30], np.float32),
+        ]
     )
 
 
@@ -439,7 +511,9 @@ def test_narrowing_is_to_nearest_even_and_packs_the_first_source_high(name):
     a = special_halves()
     # ties: the middle of two neighbours, even and odd below
     halves = raw(as_half(floats(21, 1000), name))
-    lower, upper = (torch.from_numpy((halves + i).view(np.int16)).view(as_half(0, name).dtype).float().numpy() for i in (0, 1))
+    lower, upper = (
+        torch.from_numpy((halves + i).view(np.int16)).view(as_half(0, name).dtype).float().numpy() for i in (0, 1)
+    )
     a = np.concatenate([a, (lower + upper) / 2])
     b = a[::-1].copy()
     x, y = (np.where(np.isnan(t), 0x7FFF, raw(as_half(t, name))) for t in (a, b))
@@ -461,7 +535,11 @@ def test_narrowing_in_other_directions():
         assert (gap >= 0).all() and (gap <= np.maximum(np.abs(a[inside]) * 2.0**-10, 2.0**-24)).all()
     saturated = one("cvt.rn.satfinite.f16.f32 $0, $1;", np.array([1e9, -INF, 1], np.float32), to=np.uint16)
     assert list(saturated) == [0x7BFF, 0xFBFF, 0x3C00]
-    assert list(one("cvt.rn.relu.f16.f32 $0, $1;", np.array([-2, 2, NAN], np.float32), to=np.uint16)) == [0, 0x4000, 0x7FFF]
+    assert list(one("cvt.rn.relu.f16.f32 $0, $1;", np.array([-2, 2, NAN], np.float32), to=np.uint16)) == [
+        0,
+        0x4000,
+        0x7FFF,
+    ]
 
 
 @pytest.mark.parametrize("name, dtype", [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
@@ -469,7 +547,10 @@ def test_float8_saturates_and_comes_back(name, dtype):
     a = np.concatenate([floats(22, 4000, 9), SPECIAL, np.array([448, 464, 465, 57344, 61440, 1e9], np.float32)])
     b = a[::-1].copy()
     limit = torch.finfo(dtype).max
-    x, y = (np.where(np.isnan(t), 0x7F, torch.tensor(t).clamp(-limit, limit).to(dtype).view(torch.uint8).numpy()) for t in (a, b))
+    x, y = (
+        np.where(np.isnan(t), 0x7F, torch.tensor(t).clamp(-limit, limit).to(dtype).view(torch.uint8).numpy())
+        for t in (a, b)
+    )
     found = one(f"cvt.rn.satfinite.{name}x2.f32 $0, $1, $2;", a, b, to=np.uint16)
     assert np.array_equal(found >> 8, x) and np.array_equal(found & 0xFF, y)
     halves = one(f"cvt.rn.f16x2.{name}x2 $0, $1;", found, to=np.uint32)
@@ -499,7 +580,9 @@ def test_integers_to_floats_and_integers():
     x = WORDS.view(np.int32)
     assert np.array_equal(one("cvt.rn.f32.s32 $0, $1;", x), x.astype(np.float32))
     assert np.array_equal(one("cvt.rn.f32.u32 $0, $1;", WORDS), WORDS.astype(np.float32))
-    assert np.array_equal(one("cvt.rz.f32.u32 $0, $1;", WORDS), np.array([rounded(Fraction(int(w)), "rz") for w in WORDS]))
+    assert np.array_equal(
+        one("cvt.rz.f32.u32 $0, $1;", WORDS), np.array([rounded(Fraction(int(w)), "rz") for w in WORDS])
+    )
     assert np.array_equal(one("cvt.s64.s32 $0, $1;", x, to=np.int64), x.astype(np.int64))
     assert np.array_equal(one("cvt.s32.s8 $0, $1;", x, to=np.int32), x.astype(np.int8).astype(np.int32))
     assert np.array_equal(one("cvt.u32.u8 $0, $1;", WORDS, to=np.uint32), WORDS & 0xFF)
@@ -521,7 +604,9 @@ def test_moves_pack_and_unpack():
     assert np.array_equal(pair, a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32))
     high = one("{ .reg .b32 low, high; mov.b64 {low, high}, $1; xor.b32 $0, low, high; }", pair, to=np.uint32)
     assert np.array_equal(high, a ^ b)
-    assert np.array_equal(one("{ .reg .b16 h; mov.b32 {_, h}, $1; mov.b32 $0, {h, h}; }", a, to=np.uint32), a >> 16 | a >> 16 << 16)
+    assert np.array_equal(
+        one("{ .reg .b16 h; mov.b32 {_, h}, $1; mov.b32 $0, {h, h}; }", a, to=np.uint32), a >> 16 | a >> 16 << 16
+    )
 
 
 @pytest.mark.parametrize(
@@ -545,7 +630,9 @@ def test_pairs_of_halves_share_a_register():
     x, y = (as_half(floats(seed, 64).reshape(4, 16), "bf16") for seed in (24, 25))
     (found,) = run("mul.bf16x2 $0, $1, $2;", "=r,r,r", [raw(x), raw(y)], [np.uint16], 2, None)
     assert found.shape == (4, 16) and np.array_equal(found, raw(x * y))
-    (found,) = run("mul.bf16x2 $0, $2, $4; mul.bf16x2 $1, $3, $5;", "=r,=r,r,r,r,r", [raw(x), raw(y)], [np.uint16], 4, None)
+    (found,) = run(
+        "mul.bf16x2 $0, $2, $4; mul.bf16x2 $1, $3, $5;", "=r,=r,r,r,r,r", [raw(x), raw(y)], [np.uint16], 4, None
+    )
     assert np.array_equal(found, raw(x * y))
 
 
@@ -562,7 +649,10 @@ def test_bytes_four_to_a_register():
     x = np.arange(32, dtype=np.uint8).reshape(2, 16)
     (found,) = run("prmt.b32 $0, $1, 0, 0x0123;", "=r,r", [x], [np.uint8], 4, None)
     assert np.array_equal(found, x.reshape(2, 4, 4)[:, :, ::-1].reshape(2, 16))
-    floats8 = "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
+    floats8 = (
+        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
+        "mov.b32 $0, {a, b}; }"
+    )
     y = floats(27, 32, 3).reshape(2, 16)
     (found,) = run(floats8, "=r,f,f,f,f", [y], [np.uint8], 4, None)
     assert np.array_equal(found, torch.tensor(y).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy())
@@ -570,7 +660,14 @@ def test_bytes_four_to_a_register():
 
 def test_several_outputs_scalars_and_tied_operands():
     x = np.arange(6, dtype=np.int32).reshape(2, 3)
-    sums, products = run("add.s32 $0, $2, $3; mul.lo.s32 $1, $2, $3;", "=&r,=r,r,r,~{memory}", [x, np.int32(5)], [np.int32, np.int32], 1, None)
+    sums, products = run(
+        "add.s32 $0, $2, $3; mul.lo.s32 $1, $2, $3;",
+        "=&r,=r,r,r,~{memory}",
+        [x, np.int32(5)],
+        [np.int32, np.int32],
+        1,
+        None,
+    )
     assert np.array_equal(sums, x + 5) and np.array_equal(products, x * 5)
     (found,) = run("add.s32 $0, $0, 1;", "=r,0", [x], [np.int32], 1, None)
     assert np.array_equal(found, x + 1)
@@ -583,7 +680,12 @@ def test_several_outputs_scalars_and_tied_operands():
 
 def test_strided_and_broadcast_arguments():
     x = np.arange(64, dtype=np.uint16).reshape(8, 8)
-    for argument in (x.reshape(-1)[::2], x[::2, ::2], x.T[:, :4], np.broadcast_to(np.arange(4, dtype=np.uint16), (3, 4))):
+    for argument in (
+        x.reshape(-1)[::2],
+        x[::2, ::2],
+        x.T[:, :4],
+        np.broadcast_to(np.arange(4, dtype=np.uint16), (3, 4)),
+    ):
         (found,) = run("xor.b32 $0, $1, 0x00010001;", "=r,r", [argument], [np.uint16], 2, None)
         assert np.array_equal(found, argument ^ 1)
         found[:] = 0  # outputs are the caller's own
@@ -619,7 +721,13 @@ EXP2 = """{
 
 
 def test_the_polynomial_exp2_holds_its_bound():
-    x = np.concatenate([-np.abs(floats(28, 8000, 5)), np.linspace(-20, 4, 4001, dtype=np.float32), np.array([0, -126, -0.0, 1], np.float32)])
+    x = np.concatenate(
+        [
+            -np.abs(floats(28, 8000, 5)),
+            np.linspace(-20, 4, 4001, dtype=np.float32),
+            np.array([0, -126, -0.0, 1], np.float32),
+        ]
+    )
     x = x[x >= -126]
     found = one(EXP2, x)
     assert np.max(np.abs(found / np.exp2(x.astype(np.float64)) - 1)) < 1.1e-4
@@ -667,11 +775,15 @@ class Recorder:
         return address.astype(dtype)
 
     def store(self, address, value, mask, order):
-        self.calls.append(("store", list(address), value.dtype, list(value), None if mask is None else list(mask), order))
+        self.calls.append(
+            ("store", list(address), value.dtype, list(value), None if mask is None else list(mask), order)
+        )
 
     def atomic(self, operation, address, operands, mask, order, returns):
         values = [(operand.dtype, operand.tolist()) for operand in operands]
-        self.calls.append(("atomic", operation, list(address), values, None if mask is None else list(mask), order, returns))
+        self.calls.append(
+            ("atomic", operation, list(address), values, None if mask is None else list(mask), order, returns)
+        )
         return (address + 1).astype(operands[0].dtype) if returns else None
 
 
@@ -691,7 +803,13 @@ def test_synchronisation_in_program_order():
     _, calls = effects(text, "=r,r", [np.full(2, 64, np.int32)])
     fences = ["fence.proxy.async", "fence.proxy.async.shared::cta", "fence.acq_rel.gpu", "fence.sc.sys", "membar.gl"]
     barriers = [(3, 128, True), (2, None, True), (4, 256, False), (5, 64, False)]
-    assert calls == [*(("barrier", *b) for b in barriers), *(("fence", f) for f in fences), ("commit",), ("wait", 1, False), ("wait", 0, True)]
+    assert calls == [
+        *(("barrier", *b) for b in barriers),
+        *(("fence", f) for f in fences),
+        ("commit",),
+        ("wait", 1, False),
+        ("wait", 0, True),
+    ]
 
 
 def test_synchronisation_under_a_predicate():
@@ -719,7 +837,10 @@ def test_loads(opcode, order, dtype):
 
 def test_vector_loads_and_narrow_ones():
     found, calls = effects("ld.global.v2.f32 {$0, $1}, [$2];", "=f,=f,l", [ADDRESSES], [np.float32, np.float32])
-    assert [call[1] for call in calls] == [[128, 256], [132, 260]] and [list(x) for x in found] == [[128, 256], [132, 260]]
+    assert [call[1] for call in calls] == [[128, 256], [132, 260]] and [list(x) for x in found] == [
+        [128, 256],
+        [132, 260],
+    ]
     (found,), _ = effects("ld.global.s8 $0, [$1 + -1];", "=r,l", [ADDRESSES])
     assert list(found) == [127, -1]  # 255 of 8 bits, sign and all
     (found,), _ = effects("ld.global.u8 $0, [$1+-1];", "=r,l", [ADDRESSES])
@@ -776,23 +897,33 @@ def test_vector_reductions_of_packed_elements():
 
 def test_vectors_of_pairs_are_one_call_a_half():
     text = "red.global.add.noftz.v2.f16x2 [$1], {$2, $3}; mov.u32 $0, 0;"
-    _, calls = effects(text, "=r,l,r,r", [ADDRESSES, np.full(2, 0x40003C00, np.int32), np.full(2, 0x44004200, np.int32)])
-    assert [(call[2], call[3][0][1]) for call in calls] == [([128 + 2 * i, 256 + 2 * i], [1 + i, 1 + i]) for i in range(4)]
+    _, calls = effects(
+        text, "=r,l,r,r", [ADDRESSES, np.full(2, 0x40003C00, np.int32), np.full(2, 0x44004200, np.int32)]
+    )
+    assert [(call[2], call[3][0][1]) for call in calls] == [
+        ([128 + 2 * i, 256 + 2 * i], [1 + i, 1 + i]) for i in range(4)
+    ]
 
 
 def test_atomics_return_the_old_value():
-    (old,), calls = effects("atom.global.acq_rel.gpu.cas.b32 $0, [$1], 5, $2;", "=r,l,r", [ADDRESSES, np.array([8, 9], np.int32)])
+    (old,), calls = effects(
+        "atom.global.acq_rel.gpu.cas.b32 $0, [$1], 5, $2;", "=r,l,r", [ADDRESSES, np.array([8, 9], np.int32)]
+    )
     assert list(old) == [129, 257]
     u32 = np.dtype(np.uint32)
     assert calls == [("atomic", "cas", [128, 256], [(u32, [5, 5]), (u32, [8, 9])], None, "acq_rel", True)]
-    (old,), calls = effects("atom.global.add.noftz.f16x2 $0, [$1], $2;", "=r,l,r", [ADDRESSES, np.array([0, 0], np.int32)])
+    (old,), calls = effects(
+        "atom.global.add.noftz.f16x2 $0, [$1], $2;", "=r,l,r", [ADDRESSES, np.array([0, 0], np.int32)]
+    )
     assert len(calls) == 2
     assert np.array_equal(old[:, None].view(np.float16), [[129, 131], [257, 259]])
     effects("atom.global.exch.b32 _, [$1], $2; mov.u32 $0, 0;", "=r,l,r", [ADDRESSES, np.array([0, 0], np.int32)])
 
 
 def test_a_scalar_address_is_asked_once_an_element():
-    _, calls = effects("red.global.add.u32 [$1], $2; mov.u32 $0, 0;", "=r,l,r", [np.int64(64), np.arange(3, dtype=np.int32)])
+    _, calls = effects(
+        "red.global.add.u32 [$1], $2; mov.u32 $0, 0;", "=r,l,r", [np.int64(64), np.arange(3, dtype=np.int32)]
+    )
     assert calls[0][2] == [64, 64, 64]
 
 
@@ -802,7 +933,10 @@ def test_a_scalar_address_is_asked_once_an_element():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("mov.u32 $0, 0;\nfrobnicate.b32 $0, 1;", r"line 2: 'frobnicate.b32' is not known; known opcodes: abs, add, .*xor"),
+        (
+            "mov.u32 $0, 0;\nfrobnicate.b32 $0, 1;",
+            r"line 2: 'frobnicate.b32' is not known; known opcodes: abs, add, .*xor",
+        ),
         ("again: mov.u32 $0, 0;", r"line 1: no branch before the label 'again'"),
         ("mov.u32 $0, 0;\n\nbra.uni on; on:", r"line 3: 'bra.uni': goes there always; give it a predicate"),
         ("elect.sync _|p, 1;", "'elect.sync' is not known"),
@@ -816,7 +950,10 @@ def test_a_scalar_address_is_asked_once_an_element():
         ("setp.ltu.s32 $0, 1, 2;", "comparison .ltu of .s32"),
         (".shared .b32 x;", "only instructions, labels, .reg and .shared are known"),
         ("cvt.s32.f32 $0, 1.0;", "none is given"),
-        ("{ .reg .pred p; AGAIN: setp.eq.s32 p, 1, 1; @!p bra AGAIN; } mov.u32 $0, 0;", "goes back; known is a loop of one mbarrier.try_wait"),
+        (
+            "{ .reg .pred p; AGAIN: setp.eq.s32 p, 1, 1; @!p bra AGAIN; } mov.u32 $0, 0;",
+            "goes back; known is a loop of one mbarrier.try_wait",
+        ),
     ],
 )
 def test_what_is_not_known_is_said(text, message):

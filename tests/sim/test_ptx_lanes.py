@@ -22,7 +22,11 @@ def test_a_butterfly_gives_the_lane_across(distance):
 
 def test_the_largest_of_four_lanes():
     x = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
-    text = "{ .reg .f32 t; mov.f32 $0, $1;" + "".join(f"shfl.sync.bfly.b32 t, $0, {i}, 31, -1; max.f32 $0, $0, t;" for i in (1, 2)) + "}"
+    text = (
+        "{ .reg .f32 t; mov.f32 $0, $1;"
+        + "".join(f"shfl.sync.bfly.b32 t, $0, {i}, 31, -1; max.f32 $0, $0, t;" for i in (1, 2))
+        + "}"
+    )
     assert np.array_equal(_one(text, x), np.repeat(x.reshape(4, 8, 4).max(2), 4, 1))
 
 
@@ -30,13 +34,18 @@ def test_the_largest_of_four_lanes():
 def test_votes_are_of_a_warp(mode, want):
     x = np.zeros((3, 32), np.int32)
     x[0, 7] = x[2] = 1
-    found = _one(f"{{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.{mode}.pred p, p, -1; selp.s32 $0, 1, 0, p; }}", x, to=np.int32)
+    found = _one(
+        f"{{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.{mode}.pred p, p, -1; selp.s32 $0, 1, 0, p; }}",
+        x,
+        to=np.int32,
+    )
     assert np.array_equal(found, np.repeat(np.array(want)[:, None], 32, 1))
 
 
 def test_a_warp_may_branch_as_one():
     x = np.where(np.arange(64) == 40, 9, 1).astype(np.float32)
-    text = """{ .reg .pred p; .reg .f32 t; mov.f32 $0, $1; setp.gt.f32 p, $1, 5.0; vote.sync.any.pred p, p, -1; @!p bra ON;
+    text = """{ .reg .pred p; .reg .f32 t; mov.f32 $0, $1; setp.gt.f32 p, $1, 5.0;
+        vote.sync.any.pred p, p, -1; @!p bra ON;
         shfl.sync.bfly.b32 t, $1, 1, 31, -1; add.f32 $0, $0, t; ON: }"""
     want = x.copy()
     want[32:] += x[32:].reshape(16, 2)[:, ::-1].reshape(-1)

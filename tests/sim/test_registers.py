@@ -1,4 +1,6 @@
-"""Inline PTX sees a thread's registers as the layout gives them to it, and the lanes of a warp as they lie side by side."""
+"""Inline PTX sees a thread's registers as the layout gives them to it, and the lanes of a warp as they lie side by
+side.
+"""
 
 import pytest
 import torch
@@ -9,13 +11,21 @@ from strobe.sim import simulate
 
 @gluon.jit
 def largest_of_rows_kernel(x, out, columns: gl.constexpr):
-    """Each element of a product's tile [64, columns] becomes the largest of its row, of its thread's registers and of the lanes that share it."""
+    """Each element of a product's tile [64, columns] becomes the largest of its row, of its thread's registers and of
+    the lanes that share it.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-    at = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] * columns + gl.arange(0, columns, gl.SliceLayout(0, layout))[None, :]
+    at = (
+        gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] * columns
+        + gl.arange(0, columns, gl.SliceLayout(0, layout))[None, :]
+    )
     count: gl.constexpr = columns // 2
     text: gl.constexpr = _largest(count)
     constraints: gl.constexpr = _constraints(count)
-    gl.store(out + at, gl.inline_asm_elementwise(text, constraints, [gl.load(x + at)], dtype=gl.float32, is_pure=True, pack=count))
+    gl.store(
+        out + at,
+        gl.inline_asm_elementwise(text, constraints, [gl.load(x + at)], dtype=gl.float32, is_pure=True, pack=count),
+    )
 
 
 @gluon.constexpr_function
@@ -25,7 +35,9 @@ def _largest(count):
     for row in (0, 1):
         own = [i for i in range(count) if i // 2 % 2 == row]
         lines += [f"mov.f32 top{row}, ${count + own[0]};", *(f"max.f32 top{row}, top{row}, ${count + i};" for i in own)]
-        lines += [f"shfl.sync.bfly.b32 other, top{row}, {lane}, 31, -1; max.f32 top{row}, top{row}, other;" for lane in (1, 2)]
+        lines += [
+            f"shfl.sync.bfly.b32 other, top{row}, {lane}, 31, -1; max.f32 top{row}, top{row}, other;" for lane in (1, 2)
+        ]
         lines += [f"mov.f32 ${i}, top{row};" for i in own]
     return "{ " + " ".join(lines) + " }"
 
@@ -42,7 +54,10 @@ def first_of_four_kernel(x, out, per_thread: gl.constexpr, pack: gl.constexpr):
     at = gl.arange(0, 128 * per_thread, layout)
     text: gl.constexpr = _first(pack)
     constraints: gl.constexpr = _constraints(pack)
-    gl.store(out + at, gl.inline_asm_elementwise(text, constraints, [gl.load(x + at)], dtype=gl.float32, is_pure=True, pack=pack))
+    gl.store(
+        out + at,
+        gl.inline_asm_elementwise(text, constraints, [gl.load(x + at)], dtype=gl.float32, is_pure=True, pack=pack),
+    )
 
 
 @gluon.constexpr_function
@@ -52,10 +67,17 @@ def _first(pack):
 
 @gluon.jit
 def pair_kernel(x, out):
-    """A register of two 16-bit elements, of which the lower goes to both: they are a thread's neighbours, here of two rows."""
+    """A register of two 16-bit elements, of which the lower goes to both: they are a thread's neighbours, here of two
+    rows.
+    """
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [4, 8], [4, 1], [0, 1])
     at = gl.arange(0, 32, gl.SliceLayout(1, layout))[:, None] * 8 + gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
-    gl.store(out + at, gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [gl.load(x + at)], dtype=gl.int16, is_pure=True, pack=2))
+    gl.store(
+        out + at,
+        gl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [gl.load(x + at)], dtype=gl.int16, is_pure=True, pack=2
+        ),
+    )
 
 
 def run(device, kernel, *arguments):

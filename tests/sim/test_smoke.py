@@ -1,4 +1,6 @@
-"""The simulator at a glance, under any version of Triton: one Gluon kernel that is full of its words, one plain Triton kernel, one fault."""
+"""The simulator at a glance, under any version of Triton: one Gluon kernel that is full of its words, one plain Triton
+kernel, one fault.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""A swizzled tile wider than its swizzle lies block by block: its pieces of eight rows are the same to the simulator and to the compiler."""
+"""A swizzled tile wider than its swizzle lies block by block: its pieces of eight rows are the same to the simulator
+and to the compiler.
+"""
 
 import re
 
@@ -14,7 +16,11 @@ from tools.proof.compile import offline
 ROWS = gl.constexpr(64)
 PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))
 BLOCK = gl.constexpr(64)
-SOME = [(128, piece) for piece in (0, 1, 7, 8, 15)] + [(256, piece) for piece in (8, 31)] + [(64, piece) for piece in (0, 3)]
+SOME = (
+    [(128, piece) for piece in (0, 1, 7, 8, 15)]
+    + [(256, piece) for piece in (8, 31)]
+    + [(64, piece) for piece in (0, 3)]
+)
 
 
 @gluon.jit
@@ -25,7 +31,10 @@ def held(width: gl.constexpr):
 
 @gluon.jit
 def positions(width: gl.constexpr, layout: gl.constexpr):
-    return gl.arange(0, 8, gl.SliceLayout(1, layout))[:, None] * width + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
+    return (
+        gl.arange(0, 8, gl.SliceLayout(1, layout))[:, None] * width
+        + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
+    )
 
 
 @gluon.jit
@@ -36,7 +45,9 @@ def by_slices(x, out, width: gl.constexpr, row: gl.constexpr, column: gl.constex
 
 @gluon.jit
 def by_pieces(x, out, width: gl.constexpr, piece: gl.constexpr):
-    pieces = reinterpret(held(width).index(1), gl.bfloat16, [ROWS * width // (8 * BLOCK), 8, BLOCK], gl.NVMMASharedLayout(128, 16, 2))
+    pieces = reinterpret(
+        held(width).index(1), gl.bfloat16, [ROWS * width // (8 * BLOCK), 8, BLOCK], gl.NVMMASharedLayout(128, 16, 2)
+    )
     pieces.index(piece).store(gl.load(x + positions(width, PIECE)))
 
 
@@ -47,7 +58,9 @@ def all_pieces(x, out, width: gl.constexpr):
     for row in gl.static_range(0, ROWS, 8):
         for column in gl.static_range(0, width, BLOCK):
             tile = smem.index(1).reshape([ROWS, width])
-            tile.slice(row, 8, dim=0).slice(column, BLOCK, dim=1).store(gl.load(x + row * width + column + positions(width, PIECE)))
+            tile.slice(row, 8, dim=0).slice(column, BLOCK, dim=1).store(
+                gl.load(x + row * width + column + positions(width, PIECE))
+            )
     COUNT: gl.constexpr = ROWS * width // (8 * BLOCK)
     pieces = reinterpret(smem.index(1), gl.bfloat16, [COUNT, 8, BLOCK], gl.NVMMASharedLayout(128, 16, 2))
     for piece in range(COUNT):
@@ -57,7 +70,10 @@ def all_pieces(x, out, width: gl.constexpr):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_pieces_are_rows_of_a_block_of_columns(width, place):
-    x, out = torch.arange(64 * width).remainder(251).to(torch.bfloat16), torch.full((64 * width,), float("nan"), dtype=torch.bfloat16)
+    x, out = (
+        torch.arange(64 * width).remainder(251).to(torch.bfloat16),
+        torch.full((64 * width,), float("nan"), dtype=torch.bfloat16),
+    )
     launch(place, all_pieces, x, out, width, num_warps=1)
     assert torch.equal(out.view(-1, 8, 64), x.view(8, 8, width // 64, 64).permute(2, 0, 1, 3).reshape(-1, 8, 64))
 

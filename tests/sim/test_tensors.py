@@ -1,4 +1,6 @@
-"""Operations on whole tensors: shapes, reductions, scans, products, against torch and NumPy; on a GPU too where there is one."""
+"""Operations on whole tensors: shapes, reductions, scans, products, against torch and NumPy; on a GPU too where there
+is one.
+"""
 
 from __future__ import annotations
 
@@ -101,14 +103,18 @@ def gathered_columns(x):
 
 def _gathered(x, axis):
     m, n = x.shape
-    rows, columns = torch.meshgrid(torch.arange(4 if axis == 0 else m), torch.arange(n if axis == 0 else 4), indexing="ij")
+    rows, columns = torch.meshgrid(
+        torch.arange(4 if axis == 0 else m), torch.arange(n if axis == 0 else 4), indexing="ij"
+    )
     return torch.gather(x, axis, (rows * 3 + columns) % m if axis == 0 else (rows * 5 + columns) % n)
 
 
 SHAPES = {
-    transposed: lambda x: x.T, permuted: lambda x: x.reshape(2, x.shape[0] // 2, x.shape[1]).permute(1, 2, 0), folded: lambda x: x,
+    transposed: lambda x: x.T, permuted: lambda x: x.reshape(2, x.shape[0] // 2, x.shape[1]).permute(1, 2, 0),
+    folded: lambda x: x,
     joined: lambda x: torch.stack([x, -x], -1), halves: lambda x: x[:, ::2] - 2 * x[:, 1::2],
-    interleaved: lambda x: torch.stack([x, x + 1], -1), widened: lambda x: x[:, None].expand(-1, 4, -1), flipped: lambda x: x.flip(1),
+    interleaved: lambda x: torch.stack([x, x + 1], -1), widened: lambda x: x[:, None].expand(-1, 4, -1),
+    flipped: lambda x: x.flip(1),
     sorted_: lambda x: x.sort(1).values, descending: lambda x: x.sort(1, descending=True).values, raveled: lambda x: x,
     gathered_rows: lambda x: _gathered(x, 0), gathered_columns: lambda x: _gathered(x, 1),
 }  # fmt: skip
@@ -117,7 +123,13 @@ SHAPES = {
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.int32), ids=name)
 @pytest.mark.parametrize("fn", SHAPES, ids=name)
 def test_shapes(fn, dtype, place):
-    x = torch.arange(8 * 16).sub(40).reshape(8, 16)[:, torch.randperm(16, generator=torch.Generator().manual_seed(7))].contiguous().to(dtype)
+    x = (
+        torch.arange(8 * 16)
+        .sub(40)
+        .reshape(8, 16)[:, torch.randperm(16, generator=torch.Generator().manual_seed(7))]
+        .contiguous()
+        .to(dtype)
+    )
     want = SHAPES[fn](x).reshape(-1)
     out = torch.zeros(want.shape, dtype=dtype)
     launch(place, shaped, x, out, fn, 8, 16)
@@ -163,7 +175,24 @@ def swizzled(out, rows: tl.constexpr, columns: tl.constexpr):
 def test_swizzle2d(place):
     out = torch.zeros(16, dtype=torch.int32)
     launch(place, swizzled, out, 4, 4)
-    assert out.tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]  # down each group of two rows, column by column
+    assert out.tolist() == [
+        0,
+        4,
+        1,
+        5,
+        2,
+        6,
+        3,
+        7,
+        8,
+        12,
+        9,
+        13,
+        10,
+        14,
+        11,
+        15,
+    ]  # down each group of two rows, column by column
 
 
 # ---------------------------------------------------------------- reductions and scans
@@ -220,11 +249,19 @@ def _numpy(reduce):
     return of
 
 
-REDUCTIONS = {sums: _numpy(np.sum), largest: _numpy(np.max), smallest: _numpy(np.min), parity: _numpy(np.bitwise_xor.reduce),
-              where_largest: _numpy(np.argmax), where_smallest: _numpy(np.argmin)}  # fmt: skip
+REDUCTIONS = {
+    sums: _numpy(np.sum),
+    largest: _numpy(np.max),
+    smallest: _numpy(np.min),
+    parity: _numpy(np.bitwise_xor.reduce),
+    where_largest: _numpy(np.argmax),
+    where_smallest: _numpy(np.argmin),
+}
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.int32, torch.uint32, torch.int8, torch.uint8), ids=name)
+@pytest.mark.parametrize(
+    "dtype", (torch.float32, torch.float16, torch.int32, torch.uint32, torch.int8, torch.uint8), ids=name
+)
 @pytest.mark.parametrize("axis, keep", [(0, False), (1, False), (1, True), (None, False)])
 @pytest.mark.parametrize("fn", REDUCTIONS, ids=name)
 def test_reductions(fn, axis, keep, dtype, place):
@@ -234,7 +271,9 @@ def test_reductions(fn, axis, keep, dtype, place):
     if axis is None and indices:
         pytest.skip("argmax wants an axis")
     if dtype.is_floating_point or dtype == torch.int8:
-        x = torch.randint(-100, 100, (16, 32), generator=torch.Generator().manual_seed(9)).to(dtype)  # sums are exact, ties occur
+        x = torch.randint(-100, 100, (16, 32), generator=torch.Generator().manual_seed(9)).to(
+            dtype
+        )  # sums are exact, ties occur
     else:
         x = any_bits(dtype, 512, 9).reshape(16, 32)
     whole = x if axis is not None or not indices else x.reshape(-1)
@@ -268,7 +307,9 @@ def mean_and_spread(mean_a, spread_a, count_a, mean_b, spread_b, count_b):
 @triton.jit
 def welford(x, out, m: tl.constexpr, n: tl.constexpr):
     values = load_2d(x, m, n)
-    mean, spread, count = tl.reduce((values, tl.zeros_like(values), tl.full((m, n), 1.0, tl.float32)), 1, mean_and_spread)
+    mean, spread, count = tl.reduce(
+        (values, tl.zeros_like(values), tl.full((m, n), 1.0, tl.float32)), 1, mean_and_spread
+    )
     rows = tl.arange(0, m)
     tl.store(out + rows, mean)
     tl.store(out + m + rows, spread / count)

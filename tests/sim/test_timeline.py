@@ -23,7 +23,9 @@ def event(start_ns, end_ns, row="mma_partition", kind="math", cta=0, name="exp2"
 
 
 def busy_run(ctas=3, count=40, seed=0):
-    """Two partitions that never overlap themselves, and an engine with loads in flight at once; times are no whole numbers."""
+    """Two partitions that never overlap themselves, and an engine with loads in flight at once; times are no whole
+    numbers.
+    """
     rng = random.Random(seed)
     events = []
     for cta in reversed(range(ctas)):
@@ -63,7 +65,9 @@ def words(picture):
 # ---------------------------------------------------------------- events
 
 
-@pytest.mark.parametrize("start, end", [(2.0, 1.0), (math.nan, 1.0), (0.0, math.nan), (0.0, math.inf), (-math.inf, 0.0)])
+@pytest.mark.parametrize(
+    "start, end", [(2.0, 1.0), (math.nan, 1.0), (0.0, math.nan), (0.0, math.inf), (-math.inf, 0.0)]
+)
 def test_an_event_ends_after_it_starts(start, end):
     with pytest.raises(ValueError, match=r"end_ns: got .* for 'exp2', expected a finite time"):
         event(start, end)
@@ -82,7 +86,17 @@ def test_the_trace_holds_every_event_once():
     trace = json.loads(chrome_trace(events, HOSTILE))
     assert trace["otherData"] == {"title": HOSTILE, "time": MODELLED}
     drawn = [record for record in trace["traceEvents"] if record["ph"] == "X"]
-    got = sorted((r["pid"] - 1, r["cat"], r["name"], round(1000 * r["ts"]), round(1000 * (r["ts"] + r["dur"])), r["args"]["where"]) for r in drawn)
+    got = sorted(
+        (
+            r["pid"] - 1,
+            r["cat"],
+            r["name"],
+            round(1000 * r["ts"]),
+            round(1000 * (r["ts"] + r["dur"])),
+            r["args"]["where"],
+        )
+        for r in drawn
+    )
     assert got == sorted((e.cta, e.kind, e.name, round(e.start_ns), round(e.end_ns), e.where) for e in events)
 
 
@@ -101,7 +115,10 @@ def test_processes_and_threads_are_named_and_numbered():
     places = [("tensor core", 4), ("tensor core", 4), ("TMA", 4), ("TMA", 0), ("tensor core", 0)]
     events = [event(n, n + 2, row, cta=cta) for n, (row, cta) in enumerate(places)]
     records = [record for record in json.loads(chrome_trace(events, "run"))["traceEvents"] if record["ph"] == "M"]
-    told = {name: [(r["pid"], r.get("tid"), *r["args"].values()) for r in records if r["name"] == name] for name in {r["name"] for r in records}}
+    told = {
+        name: [(r["pid"], r.get("tid"), *r["args"].values()) for r in records if r["name"] == name]
+        for name in {r["name"] for r in records}
+    }
     assert told["process_name"] == [(1, None, "CTA 0"), (5, None, "CTA 4")]
     assert [(pid, name) for pid, _, name in told["thread_name"]] == [
         (1, "tensor core"), (1, "TMA"), (5, "tensor core"), (5, "tensor core (2)"), (5, "TMA"),
@@ -126,10 +143,17 @@ def test_the_picture_holds_every_event_and_says_what_its_times_are():
 
 
 def test_bars_lie_where_their_times_say():
-    events = [event(100, 200, kind="mma"), event(200, 250, kind="wait"), event(250, 300, kind="math"), event(275, 300, kind="load")]
+    events = [
+        event(100, 200, kind="mma"),
+        event(200, 250, kind="wait"),
+        event(250, 300, kind="math"),
+        event(275, 300, kind="load"),
+    ]
     (_, x0, y0, _, _), (_, x1, y1, _, _), (_, x2, y2, _, _), (_, x3, y3, _, _) = bars(svg(events, "run"))
     assert y0 == y1 == y2 < y3  # the one that overlaps has a lane of its own
-    assert (x2 - x1) / (x1 - x0) == pytest.approx(0.5, abs=1e-3) and (x3 - x2) / (x1 - x0) == pytest.approx(0.25, abs=1e-3)
+    assert (x2 - x1) / (x1 - x0) == pytest.approx(0.5, abs=1e-3) and (x3 - x2) / (x1 - x0) == pytest.approx(
+        0.25, abs=1e-3
+    )
 
 
 def test_a_bar_stays_inside_the_picture_and_off_its_neighbour():
@@ -141,7 +165,9 @@ def test_a_bar_stays_inside_the_picture_and_off_its_neighbour():
         lanes.setdefault(y, []).append((x, width))
     for lane in lanes.values():
         assert all(one[0] <= other[0] for one, other in pairwise(lane))
-        assert all(one[0] + one[1] <= other[0] + 0.51 for one, other in pairwise(lane))  # half a pixel keeps a short one visible
+        assert all(
+            one[0] + one[1] <= other[0] + 0.51 for one, other in pairwise(lane)
+        )  # half a pixel keeps a short one visible
 
 
 def test_names_stand_only_in_bars_that_have_room():
@@ -155,7 +181,10 @@ def test_names_stand_only_in_bars_that_have_room():
 def test_a_long_row_is_shortened_and_told_in_full():
     picture = svg([event(0, 9, row="a_partition_with_a_very_long_name")], "run")
     (label,) = [text for text in ElementTree.fromstring(picture).iter(f"{SVG}text") if text.text.endswith("…")]
-    assert label.text == "a_partition_with_a_very…" and label.find(f"{SVG}title").text == "a_partition_with_a_very_long_name"
+    assert (
+        label.text == "a_partition_with_a_very…"
+        and label.find(f"{SVG}title").text == "a_partition_with_a_very_long_name"
+    )
 
 
 def test_hostile_text_leaves_the_picture_well_formed():
@@ -169,10 +198,19 @@ def test_hostile_text_leaves_the_picture_well_formed():
 
 
 def test_ctas_and_span_choose_what_is_shown():
-    events = [event(0, 1000, cta=0), event(0, 460, cta=1, name="early"), event(500, 600, cta=1, name="middle"), event(700, 1000, cta=1, name="late")]
+    events = [
+        event(0, 1000, cta=0),
+        event(0, 460, cta=1, name="early"),
+        event(500, 600, cta=1, name="middle"),
+        event(700, 1000, cta=1, name="late"),
+    ]
     picture = svg(events, "run", ctas=[1], span_ns=(450.0, 550.0))
     early, middle = bars(picture)
-    assert early[-1].startswith("early") and "0.0 to 460.0 ns, 460.0 ns long" in early[-1] and middle[-1].startswith("middle")
+    assert (
+        early[-1].startswith("early")
+        and "0.0 to 460.0 ns, 460.0 ns long" in early[-1]
+        and middle[-1].startswith("middle")
+    )
     assert middle[3] / early[3] == pytest.approx(5, rel=0.05)  # 10 and 50 ns of them are inside
     said = words(picture)
     assert "CTA 1" in said and "CTA 0" not in said and "60%" in said and "500 ns" in said
@@ -202,7 +240,9 @@ def test_merging_keeps_the_time_of_each_kind_in_each_row(most):
     span = timeline._span(rows)
     merged, column = timeline._merge(rows, span, most)
     floor = sum(len({one.kind for one in lane}) for lanes in rows.values() for lane in lanes)
-    assert timeline._count(merged) <= max(most, 2 * floor) and column > 0  # the last event may start at the very end: a column of its own
+    assert (
+        timeline._count(merged) <= max(most, 2 * floor) and column > 0
+    )  # the last event may start at the very end: a column of its own
     before, after = total_ns(rows), total_ns(merged)
     assert before.keys() == after.keys()
     assert all(after[key] == pytest.approx(before[key], abs=1e-6) for key in before)
@@ -212,7 +252,12 @@ def test_merging_keeps_the_time_of_each_kind_in_each_row(most):
 
 
 def test_kinds_of_a_column_lie_side_by_side_from_its_first_start():
-    lane = [event(1, 3, kind="mma", name="a"), event(3, 4, kind="wait"), event(6, 9, kind="mma"), event(11, 30, kind="mma", name="b")]
+    lane = [
+        event(1, 3, kind="mma", name="a"),
+        event(3, 4, kind="wait"),
+        event(6, 9, kind="mma"),
+        event(11, 30, kind="mma", name="b"),
+    ]
     merged = [(one.kind, one.name, one.start_ns, one.end_ns) for one in timeline._in_columns(lane, 0.0, 10.0)]
     assert merged == [("mma", "2 merged: a, ...", 1, 6), ("wait", "exp2", 6, 7), ("mma", "b", 11, 30)]
 
@@ -256,7 +301,9 @@ def test_utilisation_of_no_time_is_nothing():
 def test_files_are_written_by_their_suffix(tmp_path, events):
     for suffix in ("json", "svg", "html"):
         save(iter(events), tmp_path / f"run.{suffix}", "a < b")
-    assert len([r for r in json.loads((tmp_path / "run.json").read_text())["traceEvents"] if r["ph"] == "X"]) == len(events)
+    assert len([r for r in json.loads((tmp_path / "run.json").read_text())["traceEvents"] if r["ph"] == "X"]) == len(
+        events
+    )
     assert len(bars((tmp_path / "run.svg").read_text())) == len(events)
     page = (tmp_path / "run.html").read_text()
     assert page.startswith("<!doctype html>") and "<title>a &lt; b</title>" in page and "overflow-x:auto" in page
@@ -317,7 +364,10 @@ def test_kinds_are_told_apart_by_every_eye(eye, dark):
     fills = {kind: fill for kind, (fill, _) in COLOURS.items()}
     if dark:
         fills |= {kind: found[1] for kind, found in dark_fills().items() if found}
-    apart = {pair: math.dist(lab(fills[pair[0]], EYES[eye]), lab(fills[pair[1]], EYES[eye])) for pair in combinations(fills, 2)}
+    apart = {
+        pair: math.dist(lab(fills[pair[0]], EYES[eye]), lab(fills[pair[1]], EYES[eye]))
+        for pair in combinations(fills, 2)
+    }
     nearest = min(apart, key=apart.get)
     assert apart[nearest] >= 12, f"{nearest}: {apart[nearest]:.1f}"  # CIE76; 2.3 is just noticeable side by side
 

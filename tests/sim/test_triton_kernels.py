@@ -1,4 +1,5 @@
-"""The portable kernels' own source, through their own launch code, on the simulator: true bfloat16 and float16, as the oracle judges them.
+"""The portable kernels' own source, through their own launch code, on the simulator: true bfloat16 and float16, as the
+oracle judges them.
 
 Outputs are NaN before the kernels write them.
 """
@@ -18,10 +19,14 @@ from tools.proof.simulate import on
 TARGETS = {"sm_80": FAKES["A100"], "sm_90": FAKES["H200"]}
 DTYPES = (torch.bfloat16, torch.float16)
 LIGHT = (
-    "length_1", "length_3", "length_65", "decode_64", "few_keys", "one_key", "head_dim_1", "head_dim_21", "head_dims_40_72", "grouped", "causal",
-    "causal_more_keys", "causal_more_rows_sinks", "window_both", "window_left", "window_diagonal", "prefix_window", "key_lengths_sinks",
-    "documents_causal", "documents_padded", "everything", "softcap_sinks_window", "scale_negative", "scale_zero", "partial_empty_rows",
-    "stored_odd_offset", "stored_mixed", "stored_expanded_heads", "packed_two_sides", "packed_no_keys_middle", "packed_outside_sinks",
+    "length_1", "length_3", "length_65", "decode_64", "few_keys", "one_key", "head_dim_1", "head_dim_21",
+    "head_dims_40_72", "grouped", "causal",
+    "causal_more_keys", "causal_more_rows_sinks", "window_both", "window_left", "window_diagonal", "prefix_window",
+    "key_lengths_sinks",
+    "documents_causal", "documents_padded", "everything", "softcap_sinks_window", "scale_negative", "scale_zero",
+    "partial_empty_rows",
+    "stored_odd_offset", "stored_mixed", "stored_expanded_heads", "packed_two_sides", "packed_no_keys_middle",
+    "packed_outside_sinks",
     "packed_promised", "packed_lengths_1_2_3", "packed_partial",
 )  # fmt: skip
 SEED = 5
@@ -30,7 +35,9 @@ SEED = 5
 def _light(n: int, name: str):
     """One target, dtype and family a case, in turn."""
     target, dtype, family = list(TARGETS)[n % 2], DTYPES[n // 2 % 2], FAMILIES[n % len(FAMILIES)]
-    return pytest.param(CASES[name], target, dtype, family, id=f"{name}-{target}-{str(dtype).removeprefix('torch.')}-{family}")
+    return pytest.param(
+        CASES[name], target, dtype, family, id=f"{name}-{target}-{str(dtype).removeprefix('torch.')}-{family}"
+    )
 
 
 @pytest.mark.parts(3)
@@ -66,4 +73,6 @@ def test_with_tma_and_without(aligned, judge, monkeypatch):
 @pytest.mark.parametrize("name, family", [(name, FAMILIES[n % len(FAMILIES)]) for n, name in enumerate(CASES)])
 def test_whole_table(name, family, target, judge):
     with on(TARGETS[target], mode="pct"):
-        judge(CASES[name].build("cpu", torch.bfloat16, family, SEED, requires_grad=True, kernel="portable"), family, SEED)
+        judge(
+            CASES[name].build("cpu", torch.bfloat16, family, SEED, requires_grad=True, kernel="portable"), family, SEED
+        )

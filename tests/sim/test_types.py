@@ -28,7 +28,9 @@ def types_kernel(seen: gl.constexpr):
         places = gl.arange(0, 256, layout)
         whole = gl.full([256], 1.5, gl.float32, layout)
         memory = gl.allocate_shared_memory(gl.float32, [256], gl.SwizzledSharedLayout(1, 1, 1, [0]), whole)
-        gl.static_print(seen([places.type, whole.type, memory.load(layout).type, (places < 7).type, (whole + places).type]))
+        gl.static_print(
+            seen([places.type, whole.type, memory.load(layout).type, (places < 7).type, (whole + places).type])
+        )
 
 
 def test_equal_types_are_one_object_and_unequal_ones_are_not():
@@ -40,5 +42,9 @@ def test_equal_types_are_one_object_and_unequal_ones_are_not():
     assert again == [first, other]
     assert all(one is same for before, after in zip(seen, again) for one, same in zip(before, after))
     int32, float32, loaded, compared, summed = first
-    assert float32 is loaded is summed and (int32.scalar, float32.scalar, compared.scalar) == (tl.int32, tl.float32, tl.int1)
+    assert float32 is loaded is summed and (int32.scalar, float32.scalar, compared.scalar) == (
+        tl.int32,
+        tl.float32,
+        tl.int1,
+    )
     assert {kind.layout for kind in first} == {gl.BlockedLayout([1], [32], [4], [0])}

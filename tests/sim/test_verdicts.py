@@ -1,4 +1,6 @@
-"""How verdicts are told: several faults in one run, counts, limits, the same words every time; and a pipeline that is right stays silent."""
+"""How verdicts are told: several faults in one run, counts, limits, the same words every time; and a pipeline that is
+right stays silent.
+"""
 
 import os
 import subprocess
@@ -55,7 +57,14 @@ def faulty_kernel(out):
 
 FAULTS = [
     ("assert", "no program is below zero", "@assert"),
-    ("race", "on note", "store to note[0] by faulty_partition", "@one-write", "store to note[0] by other_partition", "@other-write"),
+    (
+        "race",
+        "on note",
+        "store to note[0] by faulty_partition",
+        "@one-write",
+        "store to note[0] by other_partition",
+        "@other-write",
+    ),
     ("race", "on out", "store by faulty_partition", "@unwritten", "store by other_partition", "@outside"),
     ("barrier", "bar gets more arrivals than its count of 1 in one phase, the last by faulty_partition", "@too-many"),
     ("uninitialised", "load of note[1] by faulty_partition", "@unwritten"),
@@ -133,7 +142,10 @@ def test_one_seed_tells_the_same_every_time(mode):
 
 def test_the_words_do_not_depend_on_the_hash_seed():
     """Two processes, whose sets are in different order and whose tensors lie elsewhere."""
-    program = "import sys; sys.path[:0] = sys.argv[1:]; import test_verdicts as t; print(*(t.told(m, s) for m in t.MODES for s in (0, 1)), sep='\\n')"
+    program = (
+        "import sys; sys.path[:0] = sys.argv[1:]; import test_verdicts as t; print(*(t.told(m, s) for m in "
+        "t.MODES for s in (0, 1)), sep='\\n')"
+    )
     outputs = []
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
@@ -214,16 +226,23 @@ def pipeline_kernel(a_desc, b_desc, c_desc, steps):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
     tiles = (a_smem, b_smem, ready, free)
-    gl.warp_specialize([(multiply_partition, (c_desc, tiles, steps)), (load_partition, (a_desc, b_desc, tiles, steps))], [1], [24])
+    gl.warp_specialize(
+        [(multiply_partition, (c_desc, tiles, steps)), (load_partition, (a_desc, b_desc, tiles, steps))], [1], [24]
+    )
 
 
 def pipeline(mode, seed, steps=5):
     generator = torch.Generator().manual_seed(seed)
-    a, b = torch.rand(128, 64 * steps, generator=generator).half(), torch.rand(64 * steps, 64, generator=generator).half()
+    a, b = (
+        torch.rand(128, 64 * steps, generator=generator).half(),
+        torch.rand(64 * steps, 64, generator=generator).half(),
+    )
     c = torch.full((128, 64), float("nan")).half()
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
     with simulate("sm_90", mode, seed) as run:
-        pipeline_kernel[(2,)](*(TensorDescriptor.from_tensor(x, [64, 64], layout) for x in (a, b, c)), steps, num_warps=4)
+        pipeline_kernel[(2,)](
+            *(TensorDescriptor.from_tensor(x, [64, 64], layout) for x in (a, b, c)), steps, num_warps=4
+        )
     assert run.reports == []
     torch.testing.assert_close(c.float(), a.float() @ b.float(), rtol=1e-3, atol=1e-2)
 

@@ -1,4 +1,6 @@
-"""Verdicts on mbarriers and named barriers: a ring of TMA loads whose synchronisation is bent one piece at a time; `off` names the piece."""
+"""Verdicts on mbarriers and named barriers: a ring of TMA loads whose synchronisation is bent one piece at a time;
+`off` names the piece.
+"""
 
 import pytest
 import torch
@@ -43,7 +45,9 @@ def sum_partition(out, ring, number: gl.constexpr, off: gl.constexpr):
         elif off != "wait ready" or i != LAST or number != 1:
             mbarrier.wait(ready.index(stage), i // STAGES % 2)  # @wait-ready
         total += tile.index(stage).load(layout)  # @use
-        if i + STAGES < TILES and (off != "arrive" or number != 1 or i != 0):  # nobody waits for the last tiles: they are not freed
+        if i + STAGES < TILES and (
+            off != "arrive" or number != 1 or i != 0
+        ):  # nobody waits for the last tiles: they are not freed
             mbarrier.arrive(free.index(stage))  # @arrive
         if off == "arrive twice" and number == 1 and i == 0:
             mbarrier.arrive(free.index(stage))  # @again
@@ -54,7 +58,9 @@ def sum_partition(out, ring, number: gl.constexpr, off: gl.constexpr):
 
 @gluon.jit
 def ring_kernel(x_desc, out, off: gl.constexpr):
-    tile = gl.allocate_shared_memory(gl.float32, [STAGES + 1, ROWS, COLUMNS], x_desc.layout)  # the last one is not of the ring
+    tile = gl.allocate_shared_memory(
+        gl.float32, [STAGES + 1, ROWS, COLUMNS], x_desc.layout
+    )  # the last one is not of the ring
     ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -92,15 +98,37 @@ NOT_ORDERED = ("not ordered after the end of its phase before",)
 TOO_LATE = ("not ordered after the wait of sum_partition", "may come too late")
 RING = {
     "wait ready": [("race", "on tile", *USE)],
-    "arrive": [("deadlock", "load_partition waits for parity 0 of free[0] (phase 0: 1 of 2 arrivals and 0 bytes missing)", "@wait-free",
-                "sum_partition waits for parity 1 of ready[0]", "sum_partition#2 waits for parity 1 of ready[0]", "@wait-ready")],
-    "expect": [("deadlock", "sum_partition waits for parity 0 of ready[0] (phase 2: 1 of 1 arrivals and -1024 bytes missing)", "@wait-ready")],
+    "arrive": [
+        (
+            "deadlock",
+            "load_partition waits for parity 0 of free[0] (phase 0: 1 of 2 arrivals and 0 bytes missing)",
+            "@wait-free",
+            "sum_partition waits for parity 1 of ready[0]",
+            "sum_partition#2 waits for parity 1 of ready[0]",
+            "@wait-ready",
+        )
+    ],
+    "expect": [
+        (
+            "deadlock",
+            "sum_partition waits for parity 0 of ready[0] (phase 2: 1 of 1 arrivals and -1024 bytes missing)",
+            "@wait-ready",
+        )
+    ],
     "half": [("bytes", "phase 2 of ready[0]", "TMA load into tile[0]", "@load")],
-    "double": [("deadlock", "sum_partition waits for parity 0 of ready[0] (phase 2: 0 of 1 arrivals and 1024 bytes missing)", "@wait-ready")],
-    "ready + 1": [("deadlock", "sum_partition waits for parity 0 of ready[0] (phase 0: 1 of 2 arrivals", "@wait-ready")],
+    "double": [
+        (
+            "deadlock",
+            "sum_partition waits for parity 0 of ready[0] (phase 2: 0 of 1 arrivals and 1024 bytes missing)",
+            "@wait-ready",
+        )
+    ],
+    "ready + 1": [
+        ("deadlock", "sum_partition waits for parity 0 of ready[0] (phase 0: 1 of 2 arrivals", "@wait-ready")
+    ],
     "free + 1": [("deadlock", "load_partition waits for parity 0 of free[0] (phase 0: 1 of 3 arrivals", "@wait-free")],
     "wait at exit": [("unfinished", "the CTA ends without having waited for TMA load into tile[2]", "@left")],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("off", RING)
@@ -113,8 +141,13 @@ MISSED = ("deadlock", "sum_partition", "waits for parity", "of ready[", "@wait-r
 
 
 def test_a_producer_that_does_not_wait(verdict):
-    """It overwrites a tile that may not be loaded or read yet. A reader that comes too late misses a phase and waits for ever."""
-    certain = [("race", "on tile", "TMA load into tile[0]", "@load"), ("barrier", "ready[0]", "load_partition", "@expect")]
+    """It overwrites a tile that may not be loaded or read yet. A reader that comes too late misses a phase and waits
+    for ever.
+    """
+    certain = [
+        ("race", "on tile", "TMA load into tile[0]", "@load"),
+        ("barrier", "ready[0]", "load_partition", "@expect"),
+    ]
     late = [("race", "on tile", *TILE), ("barrier", "a phase of ready[0] ends", *TOO_LATE, "@wait-ready"), MISSED]
     verdict(lambda: ring("wait free"), *certain, sometimes=late)
 
@@ -128,11 +161,21 @@ def test_a_flipped_parity(verdict):
 
 @pytest.mark.parametrize("off, mark", [("free - 1", "@arrive"), ("arrive twice", "@again")])
 def test_a_tile_freed_by_one_consumer_of_two(verdict, off, mark):
-    """One consumer's arrivals free the tile for both. The other, on time, arrives in a phase it knows nothing of; late, it misses its tile."""
-    on_time = [("barrier", "arrives on free[", *NOT_ORDERED, mark), ("barrier", "arrives on free[", *NOT_ORDERED, "@arrive"),
-               ("barrier", "load_partition", "ready[", "@expect"), ("barrier", "a phase of", "may come too late"),
-               ("race", "on tile", *TILE), ("race", "on tile", "overwrites TMA load into tile[", "@load")]  # fmt: skip
-    verdict(lambda: ring(off), sometimes=(*on_time, MISSED, ("deadlock", "load_partition waits for parity", "of free[", "@wait-free")))
+    """One consumer's arrivals free the tile for both. The other, on time, arrives in a phase it knows nothing of; late,
+    it misses its tile.
+    """
+    on_time = [
+        ("barrier", "arrives on free[", *NOT_ORDERED, mark),
+        ("barrier", "arrives on free[", *NOT_ORDERED, "@arrive"),
+        ("barrier", "load_partition", "ready[", "@expect"),
+        ("barrier", "a phase of", "may come too late"),
+        ("race", "on tile", *TILE),
+        ("race", "on tile", "overwrites TMA load into tile[", "@load"),
+    ]
+    verdict(
+        lambda: ring(off),
+        sometimes=(*on_time, MISSED, ("deadlock", "load_partition waits for parity", "of free[", "@wait-free")),
+    )
 
 
 # ---------------------------------------------------------------- one barrier's life
@@ -188,8 +231,10 @@ def test_the_life_of_a_barrier(verdict, off):
 
 def test_a_barrier_made_beside_its_use(verdict):
     """Who comes first decides whether the use finds a barrier at all; right it is in no order."""
-    used = [("barrier", "arrive_partition uses bar, which is not initialised", "@other-arrives"),
-            ("race", "arrive_partition uses bar without being ordered after its initialisation", "@other-arrives")]  # fmt: skip
+    used = [
+        ("barrier", "arrive_partition uses bar, which is not initialised", "@other-arrives"),
+        ("race", "arrive_partition uses bar without being ordered after its initialisation", "@other-arrives"),
+    ]
     verdict(lambda: life_kernel[(1,)]("init elsewhere", num_warps=4), sometimes=used)
 
 
@@ -213,7 +258,12 @@ def ahead_kernel():
 
 def test_a_phase_that_ends_before_the_last_was_seen(verdict):
     """The wait is in time, and said to be so by luck; or it is too late, and hangs. Both happen."""
-    lucky = ("barrier", "a phase of bar ends, not ordered after the wait of follow_partition", "@follow", "may come too late and miss it")
+    lucky = (
+        "barrier",
+        "a phase of bar ends, not ordered after the wait of follow_partition",
+        "@follow",
+        "may come too late and miss it",
+    )
     late = ("deadlock", "follow_partition waits for parity 0 of bar (phase 2:", "@follow")
     verdict(ahead_kernel_once, sometimes=(lucky, late))
     kinds = set()
@@ -284,17 +334,29 @@ NAMED = {
     "": [],
     "arrive": [],
     "no writer": [("deadlock", "read_partition waits for named barrier 1 (128 of 256 threads there)", "@reader")],
-    "no reader": [("deadlock", "write_partition waits for named barrier 1 (128 of 256 threads there)", "@writer"), NOTE],
-    "number": [("deadlock", "write_partition waits for named barrier 1 (128 of 256 threads there)", "@writer",
-                "read_partition waits for named barrier 2 (128 of 256 threads there)", "@number")],
+    "no reader": [
+        ("deadlock", "write_partition waits for named barrier 1 (128 of 256 threads there)", "@writer"),
+        NOTE,
+    ],
+    "number": [
+        (
+            "deadlock",
+            "write_partition waits for named barrier 1 (128 of 256 threads there)",
+            "@writer",
+            "read_partition waits for named barrier 2 (128 of 256 threads there)",
+            "@number",
+        )
+    ],
     "no barrier": [NOTE],
     "many": [("deadlock", "write_partition waits for named barrier 1 (128 of 192 threads there)", "@many"), NOTE],
     "count": [("barrier", "named barrier 1 is used with", "288", "256", "threads in one round")],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("off", NAMED)
 def test_named_barriers(verdict, off):
-    """What is read before it is written was not yet written; with two counts, which one holds depends on who comes last."""
+    """What is read before it is written was not yet written; with two counts, which one holds depends on who comes
+    last.
+    """
     later = {"no reader": [EARLY], "no barrier": [EARLY], "many": [EARLY], "count": [("deadlock", "named barrier 1")]}
     verdict(lambda: named_barrier(off), *NAMED[off], sometimes=later.get(off, ()))

@@ -1,5 +1,6 @@
-"""Verdicts on barriers that each thread comes to by itself: a place that is written and read in turn, whose synchronisation is bent one piece at a
-time; `off` names the piece."""
+"""Verdicts on barriers that each thread comes to by itself: a place that is written and read in turn, whose
+synchronisation is bent one piece at a time; `off` names the piece.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Verdicts on clusters: programs that send each other numbers, whose synchronisation is bent one piece at a time; `off` names the piece."""
+"""Verdicts on clusters: programs that send each other numbers, whose synchronisation is bent one piece at a time; `off`
+names the piece.
+"""
 
 import pytest
 import torch
@@ -34,7 +36,9 @@ def exchange_kernel(x, out, off: gl.constexpr):
         await_inbox(box, SIZE)  # @await
     read = box + (pair * 2 + column) * 4
     if off == "far":
-        read = gl.inline_asm_elementwise("mapa.shared::cluster.u32 $0, $1, 1;", "=r,r", [read], dtype=gl.int32, is_pure=True, pack=1)
+        read = gl.inline_asm_elementwise(
+            "mapa.shared::cluster.u32 $0, $1, 1;", "=r,r", [read], dtype=gl.int32, is_pure=True, pack=1
+        )
     gl.store(out + (gl.program_id(0) * PAIRS + pair) * 2 + column, received(read))  # @read
 
 
@@ -61,16 +65,36 @@ def test_programs_of_a_cluster_get_what_they_were_sent(verdict):
 
 
 def test_a_program_may_not_have_begun(verdict):
-    bent(verdict, "wait", ("race", "may not run yet", "@send"), ("unfinished", "ends without having waited at its cluster's barrier"),
-            sometimes=(("barrier", "not initialised", "@send"), ("race", "without being ordered after its initialisation", "@send"),
-                       ("race", "which has ended", "@send"), ("bounds", "where no variable lies", "@send"), ("deadlock", "parity 0", "@await"),
-                       ("race", "reads what is written by", "@read"), ("uninitialised", "@read")))  # fmt: skip
+    bent(
+        verdict,
+        "wait",
+        ("race", "may not run yet", "@send"),
+        ("unfinished", "ends without having waited at its cluster's barrier"),
+        sometimes=(
+            ("barrier", "not initialised", "@send"),
+            ("race", "without being ordered after its initialisation", "@send"),
+            ("race", "which has ended", "@send"),
+            ("bounds", "where no variable lies", "@send"),
+            ("deadlock", "parity 0", "@await"),
+            ("race", "reads what is written by", "@read"),
+            ("uninitialised", "@read"),
+        ),
+    )
 
 
 def test_numbers_are_read_before_they_came(verdict):
-    bent(verdict, "await", ("unfinished", "ends without having waited for st.async"),
-            sometimes=(("race", "reads what is written by", "@read"), ("race", "overwrites what is read by", "@send"), ("uninitialised", "@read"),
-                       ("race", "which has ended", "@send"), ("bytes", "that were never copied")))  # fmt: skip
+    bent(
+        verdict,
+        "await",
+        ("unfinished", "ends without having waited for st.async"),
+        sometimes=(
+            ("race", "reads what is written by", "@read"),
+            ("race", "overwrites what is read by", "@send"),
+            ("uninitialised", "@read"),
+            ("race", "which has ended", "@send"),
+            ("bytes", "that were never copied"),
+        ),
+    )
 
 
 def test_a_program_does_not_send(verdict):
@@ -78,24 +102,40 @@ def test_a_program_does_not_send(verdict):
 
 
 def test_a_program_beyond_the_cluster(verdict):
-    bent(verdict, "beyond", ("bounds", "names program 4 of a cluster of 4", "@send"), ("deadlock", "parity 0", "@await"))
+    bent(
+        verdict, "beyond", ("bounds", "names program 4 of a cluster of 4", "@send"), ("deadlock", "parity 0", "@await")
+    )
 
 
 def test_numbers_at_an_address_that_is_no_multiple_of_theirs(verdict):
-    bent(verdict, "odd", ("bounds", "no multiple", "@send"), sometimes=(("uninitialised", "@read"), ("race", "@send"), ("race", "@read")))
+    bent(
+        verdict,
+        "odd",
+        ("bounds", "no multiple", "@send"),
+        sometimes=(("uninitialised", "@read"), ("race", "@send"), ("race", "@read")),
+    )
 
 
 def test_numbers_of_another_program_are_read_as_its_own(verdict):
-    bent(verdict, "far", ("bounds", "ld.shared::cluster", "@read"),
-            sometimes=(("race", "reads what is written by", "@read"), ("race", "which has ended", "@read"), ("uninitialised", "@read"),
-                       ("race", "overwrites what is read by", "@send")))  # fmt: skip
+    bent(
+        verdict,
+        "far",
+        ("bounds", "ld.shared::cluster", "@read"),
+        sometimes=(
+            ("race", "reads what is written by", "@read"),
+            ("race", "which has ended", "@read"),
+            ("uninitialised", "@read"),
+            ("race", "overwrites what is read by", "@send"),
+        ),
+    )
 
 
 def test_a_program_does_not_say_that_it_is_there(verdict):
     bent(verdict, "open", ("barrier", "to which it did not come", "@wait"), ("race", "may not run yet", "@send"),
             sometimes=(("barrier", "not initialised"), ("race", "without being ordered after its initialisation"),
                        ("race", "which has ended", "@send"), ("bounds", "where no variable lies", "@send"),
-                       ("deadlock", "parity 0", "@await"), ("bytes",), ("uninitialised", "@read"), ("race", "@read"), ("race", "@send")))  # fmt: skip
+                       ("deadlock", "parity 0", "@await"), ("bytes",), ("uninitialised", "@read"), ("race", "@read"),
+                       ("race", "@send")))  # fmt: skip
 
 
 def test_without_a_cluster_a_program_is_alone():

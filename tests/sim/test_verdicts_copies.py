@@ -1,4 +1,6 @@
-"""Verdicts on copies: TMA stores, reductions and loads, cp.async groups; `off` names the piece of synchronisation that is missing."""
+"""Verdicts on copies: TMA stores, reductions and loads, cp.async groups; `off` names the piece of synchronisation that
+is missing.
+"""
 
 import pytest
 import torch
@@ -90,8 +92,16 @@ STORE = {
     "": [],
     "drained": [],
     "fence": [("fence", "on tile: TMA store from tile", "@store-first", "store to tile by main", "@first")],
-    "wait": [("race", "on tile: store to tile by main", "@second", "what is read by TMA store from tile", "@store-first")],
-    "exit": [("unfinished", "main ends without having waited for its last 1 TMA store operation(s), the last at", "@store-second")],
+    "wait": [
+        ("race", "on tile: store to tile by main", "@second", "what is read by TMA store from tile", "@store-first")
+    ],
+    "exit": [
+        (
+            "unfinished",
+            "main ends without having waited for its last 1 TMA store operation(s), the last at",
+            "@store-second",
+        )
+    ],
     "read back": [("race", "on out_desc: load by main", "@back", "written by TMA store from tile", "@store-first")],
     "twice": [("race", "on out_desc: TMA store from tile", "@twice", "overwrites TMA store from tile", "@store-first")],
 }
@@ -127,7 +137,15 @@ def test_store_wait_counts_stores(verdict, pending, slot):
         assert slot + pending > 2 or torch.equal(out, tiles_of(0, 1, 2))
 
     label = f"tile[{slot}]"
-    early = [("race", f"on tile: store to {label} by main", "@ring-overwrite", f"what is read by TMA store from {label}", "@ring-store")]
+    early = [
+        (
+            "race",
+            f"on tile: store to {label} by main",
+            "@ring-overwrite",
+            f"what is read by TMA store from {label}",
+            "@ring-store",
+        )
+    ]
     verdict(start, *(early if slot + pending > 2 else []), seeds=5)
 
 
@@ -161,7 +179,10 @@ def reduce_kernel(out_desc, out, off: gl.constexpr):
 REDUCE = {
     "": [],
     "beside": [],
-    "fence": [("fence", "on tile: TMA reduce-add from tile", mark, "store to tile by main", "@ones") for mark in ("@add", "@add-again")],
+    "fence": [
+        ("fence", "on tile: TMA reduce-add from tile", mark, "store to tile by main", "@ones")
+        for mark in ("@add", "@add-again")
+    ],
     "wait": [("race", "store to tile", "@overwrite-sum", "read by TMA reduce-add", "@add-again")],
     "store": [("race", "on out_desc: store by main", "@plain", "overwrites TMA reduce-add", "@add-again")],
 }
@@ -190,7 +211,9 @@ def load_kernel(x, x_desc, out, off: gl.constexpr):
     if off == "changed" or off == "global fence" or off == "shared fence":
         gl.store(x + places(0), filled(5.0))  # @change
     if off == "global fence":
-        gl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
     if off == "shared fence":
         fence_async_shared()
     size: gl.constexpr = x_desc.block_type.nbytes
@@ -218,18 +241,22 @@ def load(off=""):
 
 LOAD = {
     "": [],
-    "no wait": [("race", "on tile: load of tile[0] by main", "@use", "written by TMA load into tile[0]", "@load-first"),
-                ("race", "on tile: load of tile[1] by main", "@use", "written by TMA load into tile[1]", "@load-second"),
-                ("unfinished", "without having waited for TMA load into tile[0]", "@load-first"),
-                ("unfinished", "without having waited for TMA load into tile[1]", "@load-second")],
-    "same tile": [("race", "TMA load into tile[0]", "@load-second", "overwrites TMA load into tile[0]", "@load-first"),
-                  ("uninitialised", "load of tile[1] by main", "@use")],
+    "no wait": [
+        ("race", "on tile: load of tile[0] by main", "@use", "written by TMA load into tile[0]", "@load-first"),
+        ("race", "on tile: load of tile[1] by main", "@use", "written by TMA load into tile[1]", "@load-second"),
+        ("unfinished", "without having waited for TMA load into tile[0]", "@load-first"),
+        ("unfinished", "without having waited for TMA load into tile[1]", "@load-second"),
+    ],
+    "same tile": [
+        ("race", "TMA load into tile[0]", "@load-second", "overwrites TMA load into tile[0]", "@load-first"),
+        ("uninitialised", "load of tile[1] by main", "@use"),
+    ],
     "early": [("race", "on x: store by main", "@early", "read by TMA load into tile[0]", "@load-first")],
     "overwrite": [("fence", "on tile: TMA load into tile[0]", "@reload", "store to tile[0] by main", "@overwrite")],
     "changed": [("fence", "on x: TMA load into tile[0]", "@load-first", "store by main", "@change")],
     "shared fence": [("fence", "on x: TMA load into tile[0]", "@load-first", "store by main", "@change")],
     "global fence": [],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("off", LOAD)
@@ -239,7 +266,10 @@ def test_a_load(verdict, off):
 
 def test_two_loads_where_one_is_expected(verdict):
     """The phase ends with whichever lands first: the other one is not waited for."""
-    lost = [("race", "on tile", "load of tile", "@use", "TMA load into tile"), ("unfinished", "without having waited for TMA load into tile")]
+    lost = [
+        ("race", "on tile", "load of tile", "@use", "TMA load into tile"),
+        ("unfinished", "without having waited for TMA load into tile"),
+    ]
     verdict(lambda: load("one"), ("bytes", "bar"), *lost)
 
 
@@ -257,7 +287,9 @@ def late_kernel(x_desc):
 
 
 def test_a_load_that_lands_in_the_phase_after_its_own(verdict):
-    """The bytes are right in sum, but either load may end the first phase. Eagerly the second one is issued after it: nothing wrong shows."""
+    """The bytes are right in sum, but either load may end the first phase. Eagerly the second one is issued after it:
+    nothing wrong shows.
+    """
     told = set()
     for mode in ("lazy", "pct", "eager"):
         with simulate("sm_90", mode, check=False) as run:
@@ -287,7 +319,9 @@ def corner_kernel(x_desc, out_desc, row, column, write: gl.constexpr):
 @pytest.mark.parametrize("write, line", [("", "@from"), ("store", "@to"), ("add", "@onto")])
 @pytest.mark.parametrize("row, column", [(0, 0), (3, 4), (0, 2), (0, -2), (-1, 0), (0, -4), (100, 0)])
 def test_where_a_copy_may_begin(verdict, row, column, write, line):
-    """An H200 stops with an illegal instruction at an innermost coordinate off 16 bytes, and where a store begins before the tensor."""
+    """An H200 stops with an illegal instruction at an innermost coordinate off 16 bytes, and where a store begins
+    before the tensor.
+    """
 
     def start():
         x, out = torch.ones(2 * ROWS.value, 2 * COLUMNS.value), torch.zeros(2 * ROWS.value, 2 * COLUMNS.value)
@@ -322,7 +356,9 @@ def copy(pending=0, off="", expected=None):
     assert expected is None or torch.equal(out, x[8 * expected :][:8])
 
 
-@pytest.mark.parametrize("pending, off, expected", [(0, "", 2), (0, "first", 0), (1, "first", 0), (2, "first", 0), (0, "leave", 2)])
+@pytest.mark.parametrize(
+    "pending, off, expected", [(0, "", 2), (0, "first", 0), (1, "first", 0), (2, "first", 0), (0, "leave", 2)]
+)
 def test_cp_async_is_waited_for_by_groups(verdict, pending, off, expected):
     verdict(lambda: copy(pending, off, expected), target="sm_80")
 
@@ -330,12 +366,32 @@ def test_cp_async_is_waited_for_by_groups(verdict, pending, off, expected):
 COPIED = {
     "too few": (1, "", [("race", "load of tile[2] by main", "@copied", "cp.async into tile[2]", "@copy")]),
     "first too few": (3, "first", [("race", "load of tile[0] by main", "@copied", "cp.async into tile[0]", "@copy")]),
-    "no commit": (0, "commit", [("race", "load of tile[2] by main", "@copied", "cp.async into tile[2]", "@copy"),
-                                ("unfinished", "main ends without having waited for its last 1 cp.async operation(s), the last at", "@copy")]),
-    "overwrite": (0, "overwrite", [("race", "store to tile[2] by main", "@copy-overwrite", "cp.async into tile[2]", "@copy")]),
-    "left": (2, "leave", [("race", "load of tile[2] by main", "@copied", "cp.async into tile[2]", "@copy"),
-                          ("unfinished", "main ends without having waited for its last 2 cp.async operation(s)")]),
-}  # fmt: skip
+    "no commit": (
+        0,
+        "commit",
+        [
+            ("race", "load of tile[2] by main", "@copied", "cp.async into tile[2]", "@copy"),
+            (
+                "unfinished",
+                "main ends without having waited for its last 1 cp.async operation(s), the last at",
+                "@copy",
+            ),
+        ],
+    ),
+    "overwrite": (
+        0,
+        "overwrite",
+        [("race", "store to tile[2] by main", "@copy-overwrite", "cp.async into tile[2]", "@copy")],
+    ),
+    "left": (
+        2,
+        "leave",
+        [
+            ("race", "load of tile[2] by main", "@copied", "cp.async into tile[2]", "@copy"),
+            ("unfinished", "main ends without having waited for its last 2 cp.async operation(s)"),
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize("case", COPIED)
@@ -371,13 +427,18 @@ def announce_kernel(x, out, count: gl.constexpr, off: gl.constexpr):
     tile = gl.allocate_shared_memory(gl.float32, [ROWS, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=count)
-    gl.warp_specialize([(copy_partition, (x, out, tile, bar, off)), (use_partition, (x, out, tile, bar, off))], [4], [64])
+    gl.warp_specialize(
+        [(copy_partition, (x, out, tile, bar, off)), (use_partition, (x, out, tile, bar, off))], [4], [64]
+    )
 
 
 ANNOUNCED = {
     "": (1, []),  # each thread adds itself to the count, so one arrival is left to make
     "counted": (128, []),  # all threads of four warps arrive
-    "plain arrive": (1, [("race", "on tile", "load of tile by use_partition", "@announced-use", "cp.async into tile", "@announced")]),
+    "plain arrive": (
+        1,
+        [("race", "on tile", "load of tile by use_partition", "@announced-use", "cp.async into tile", "@announced")],
+    ),
 }
 
 
@@ -398,9 +459,15 @@ def test_cp_async_arrivals_are_counted_by_threads(verdict):
         announce_kernel[(1,)](torch.rand(BLOCK), nans(1), count, "counted", num_warps=4)
 
     verdict(
-        lambda: start(129), ("deadlock", "use_partition waits for parity 0 of bar (phase 0: 1 of 129 arrivals", "@announced-wait"), target="sm_80"
+        lambda: start(129),
+        ("deadlock", "use_partition waits for parity 0 of bar (phase 0: 1 of 129 arrivals", "@announced-wait"),
+        target="sm_80",
     )
-    verdict(lambda: start(1), ("barrier", "bar gets more arrivals than its count of 1", "cp.async of copy_partition", "@noinc"), target="sm_80")
+    verdict(
+        lambda: start(1),
+        ("barrier", "bar gets more arrivals than its count of 1", "cp.async of copy_partition", "@noinc"),
+        target="sm_80",
+    )
 
 
 # ---------------------------------------------------------------- work that outlives a partition
@@ -437,8 +504,16 @@ def outlive_kernel(out_desc, x, off: gl.constexpr):
 
 OUTLIVED = {
     "": [],
-    "wait": [("race", "on copied: load of copied by begin_partition", "@outlived-copy", "cp.async into copied", "@began")],
-    "worker": [("unfinished", "begin_partition ends without having waited for its last 1 TMA store operation(s)", "@outlived-store")],
+    "wait": [
+        ("race", "on copied: load of copied by begin_partition", "@outlived-copy", "cp.async into copied", "@began")
+    ],
+    "worker": [
+        (
+            "unfinished",
+            "begin_partition ends without having waited for its last 1 TMA store operation(s)",
+            "@outlived-store",
+        )
+    ],
 }
 
 
@@ -483,6 +558,9 @@ def test_a_fence_is_not_forgotten_for_those_after_it(verdict):
 
     def start():
         out = torch.empty(BLOCK)
-        fence_often_kernel[(1,)](TensorDescriptor.from_tensor(out, BLOCK, gl.NVMMASharedLayout.get_default_for(BLOCK, gl.float32)), num_warps=4)
+        fence_often_kernel[(1,)](
+            TensorDescriptor.from_tensor(out, BLOCK, gl.NVMMASharedLayout.get_default_for(BLOCK, gl.float32)),
+            num_warps=4,
+        )
 
     verdict(start)

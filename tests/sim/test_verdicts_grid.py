@@ -1,4 +1,6 @@
-"""Verdicts between CTAs: racing stores, atomics, hand-over by release and acquire, TMA stores and additions that others read."""
+"""Verdicts between CTAs: racing stores, atomics, hand-over by release and acquire, TMA stores and additions that others
+read.
+"""
 
 import pytest
 import torch
@@ -89,7 +91,14 @@ def test_an_atomic_does_not_hide_what_was_read_before(verdict, off):
     def start():
         three_kernel[(3,)](*torch.zeros(3, 1, dtype=torch.int32), off, num_warps=4)
 
-    verdict(start, *([("race", "on x", "store by main of CTA 2", "@settle", "volatile load by main of CTA 0", "@glance")] if off else []))
+    verdict(
+        start,
+        *(
+            [("race", "on x", "store by main of CTA 2", "@settle", "volatile load by main of CTA 0", "@glance")]
+            if off
+            else []
+        ),
+    )
 
 
 # ---------------------------------------------------------------- hand-over
@@ -142,7 +151,11 @@ def hand_kernel(data, flag, out, giver, off: gl.constexpr):
 
 
 def hand(off="", giver=0):
-    data, flag, out = torch.zeros(SIZE.value, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.zeros(SIZE.value, dtype=torch.int32)
+    data, flag, out = (
+        torch.zeros(SIZE.value, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(SIZE.value, dtype=torch.int32),
+    )
     hand_kernel[(2,)](data, flag, out, giver, off, num_warps=4)
     if off in ("", "fences", "volatile fence"):
         assert torch.equal(out, torch.arange(SIZE.value, dtype=torch.int32))
@@ -174,7 +187,11 @@ def test_a_hand_over(verdict, off, giver):
 def test_a_plain_spin(verdict, giver):
     """The flag is raced for in any case. That a plain load may never see it is said where the loop has to spin."""
     races = [UNORDERED, ("race", "on flag", "atomic by main of CTA", "@flag", "load by main of CTA", "@plain-spin")]
-    spins = ("deadlock", "main reads flag again and again by a plain load, which need not see what others write", "@plain-spin")
+    spins = (
+        "deadlock",
+        "main reads flag again and again by a plain load, which need not see what others write",
+        "@plain-spin",
+    )
     verdict(lambda: hand("plain", giver), *races, sometimes=(spins,), sms=2, seeds=3)
 
 
@@ -211,7 +228,9 @@ def test_ctas_in_turn(verdict, off):
 def put(address, value, order: gl.constexpr):
     """A store of an order that Gluon's own has not."""
     instruction: gl.constexpr = "st." + order + ".global.u32 [$1], $2; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(instruction, "=r,l,r", [address.to(gl.int64), value], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        instruction, "=r,l,r", [address.to(gl.int64), value], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -245,7 +264,9 @@ def replace_kernel(data, flag, out, off: gl.constexpr):
 
 @pytest.mark.parametrize("off", ["", "store", "relaxed store", "volatile store"])
 def test_a_store_ends_what_an_atomic_goes_on_with(verdict, off):
-    """A release sequence (PTX ISA, memory consistency model) goes on through atomics; a store begins anew, and its writer knew of no data."""
+    """A release sequence (PTX ISA, memory consistency model) goes on through atomics; a store begins anew, and its
+    writer knew of no data.
+    """
 
     def start():
         data, flag, out = (torch.zeros(n, dtype=torch.int32) for n in (SIZE.value, 1, SIZE.value))
@@ -271,7 +292,9 @@ def places():
 @gluon.jit
 def ones_in_shared(out_desc):
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    tile = gl.allocate_shared_memory(gl.float32, [ROWS, COLUMNS], out_desc.layout, gl.full([ROWS, COLUMNS], 1.0, gl.float32, layout))
+    tile = gl.allocate_shared_memory(
+        gl.float32, [ROWS, COLUMNS], out_desc.layout, gl.full([ROWS, COLUMNS], 1.0, gl.float32, layout)
+    )
     fence_async_shared()
     return tile
 
@@ -294,7 +317,9 @@ ADDED = ("race", "on sum_desc", "load by main of CTA", "@sum", "TMA reduce-add f
 
 @pytest.mark.parametrize("off", ["", "read only", "relaxed", "anyone"])
 def test_additions_read_by_the_last_cta(verdict, off):
-    """The additions race with nobody; the reader must come after all of them, written and not only read from shared memory."""
+    """The additions race with nobody; the reader must come after all of them, written and not only read from shared
+    memory.
+    """
 
     def start():
         sums, done, out = torch.zeros(BLOCK), torch.zeros(1, dtype=torch.int32), torch.full((4, *BLOCK), float("nan"))

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from strobe.kernels.device.dialect import TensorDescriptor, gl, gluon, mbarrier, tma, tma_load, tma_store, tma_store_wait
+from strobe.kernels.device.dialect import (
+    TensorDescriptor,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
 from strobe.sim import simulate
 
 SIZE = gl.constexpr(128)
@@ -67,13 +76,18 @@ SHARED = {
     "joined": [],
     "wait": [("race", *READ)],
     "arrive": [("race", *READ)],
-    "both": [("race", "on note", "store to note by left_partition", "@left-again", mark) for mark in ("@right-writes", "@right")],
+    "both": [
+        ("race", "on note", "store to note by left_partition", "@left-again", mark)
+        for mark in ("@right-writes", "@right")
+    ],
 }
 
 
 @pytest.mark.parametrize("off", SHARED)
 def test_what_partitions_share(verdict, off):
-    """Read before it is written, it was not yet written. Of two overlapping writes the second alone is what a later read meets."""
+    """Read before it is written, it was not yet written. Of two overlapping writes the second alone is what a later
+    read meets.
+    """
 
     def start():
         out = torch.full((SIZE.value,), -1, dtype=torch.int32)
@@ -95,7 +109,9 @@ def either_partition(note, value: gl.constexpr):
 @gluon.jit
 def twice_kernel(apart: gl.constexpr):
     note = gl.allocate_shared_memory(gl.int32, [2, SIZE], plain())
-    gl.warp_specialize([(either_partition, (note.index(0), 1)), (either_partition, (note.index(1 if apart else 0), 2))], [4], [64])
+    gl.warp_specialize(
+        [(either_partition, (note.index(0), 1)), (either_partition, (note.index(1 if apart else 0), 2))], [4], [64]
+    )
 
 
 def test_two_partitions_that_write_one_buffer(verdict):
@@ -131,7 +147,9 @@ UNWRITTEN = {
 def test_shared_memory_that_nothing_wrote(verdict, off):
     slot = "tile[1]" if off == "other slot" else "tile[0]"
     expected = [("uninitialised", f"load of {slot} by main", UNWRITTEN[off], "@unwritten")] if off else []
-    verdict(lambda: unwritten_kernel[(1,)](torch.empty(SIZE.value, dtype=torch.int32), off, num_warps=4), *expected, seeds=3)
+    verdict(
+        lambda: unwritten_kernel[(1,)](torch.empty(SIZE.value, dtype=torch.int32), off, num_warps=4), *expected, seeds=3
+    )
 
 
 # ---------------------------------------------------------------- out of bounds
@@ -184,7 +202,10 @@ def slot_kernel(slot, pred: gl.constexpr, write: gl.constexpr):
 def test_a_slot_that_a_ring_has_not(verdict, slot):
     """It may be named, it may not be used."""
     bad = not 0 <= slot < 2
-    arrive, store = ("bounds", f"slot {slot} of bars, which has 2", "@slot-arrive"), ("bounds", f"slot {slot} of tile, which has 2", "@slot-store")
+    arrive, store = (
+        ("bounds", f"slot {slot} of bars, which has 2", "@slot-arrive"),
+        ("bounds", f"slot {slot} of tile, which has 2", "@slot-store"),
+    )
     verdict(lambda: slot_kernel[(1,)](slot, False, False, num_warps=4), seeds=2)
     verdict(lambda: slot_kernel[(1,)](slot, True, False, num_warps=4), *([arrive] if bad else []), seeds=2)
     verdict(lambda: slot_kernel[(1,)](slot, False, True, num_warps=4), *([store] if bad else []), seeds=2)
@@ -211,7 +232,18 @@ def descriptor_kernel(x, out_desc, rows, stride, offset):
 
 DESCRIBED = {
     "inside": (8, 32, 0, []),
-    "too many rows": (9, 32, 0, [("bounds", "a tensor descriptor of shape [9, 32], strides [32, 1] reaches 128 bytes past the end of x", "@made")]),
+    "too many rows": (
+        9,
+        32,
+        0,
+        [
+            (
+                "bounds",
+                "a tensor descriptor of shape [9, 32], strides [32, 1] reaches 128 bytes past the end of x",
+                "@made",
+            )
+        ],
+    ),
     "shifted": (8, 32, 4, [("bounds", "reaches 16 bytes past the end of x", "@made")]),
     "odd address": (4, 32, 1, [("bounds", "a tensor descriptor at address 4 modulo 16", "@made")]),
     "odd stride": (4, 33, 0, [("bounds", "strides [33, 1] of 4 bytes: TMA needs multiples of 16 bytes", "@made")]),
@@ -220,7 +252,9 @@ DESCRIBED = {
 
 @pytest.mark.parametrize("case", DESCRIBED)
 def test_descriptors(verdict, case):
-    """Beyond its tensor a descriptor loads zeros and stores nothing; it must itself lie in its tensor, on multiples of 16 bytes."""
+    """Beyond its tensor a descriptor loads zeros and stores nothing; it must itself lie in its tensor, on multiples of
+    16 bytes.
+    """
     rows, stride, offset, expected = DESCRIBED[case]
     block = [ROWS.value, COLUMNS.value]
 
@@ -242,7 +276,9 @@ def test_a_target_has_some_operations(target):
         out_desc = TensorDescriptor.from_tensor(out, block, gl.NVMMASharedLayout.get_default_for(block, gl.float32))
         descriptor_kernel[(1,)](x, out_desc, 8, COLUMNS.value, 0, num_warps=4)
     strange = ["copy_global_to_local", "copy_local_to_global", "store_wait"] if target in ("sm_80", "sm_89") else []
-    assert [(report.kind, report.text.split()[0]) for report in run.reports] == [("target", f"async_tma_{name}") for name in strange]
+    assert [(report.kind, report.text.split()[0]) for report in run.reports] == [
+        ("target", f"async_tma_{name}") for name in strange
+    ]
     assert torch.equal(out[4:], x[4:])  # it is simulated all the same
 
 
@@ -257,8 +293,12 @@ def budget_kernel(kib: gl.constexpr, over: gl.constexpr):
         gl.allocate_shared_memory(gl.int8, [16], plain())  # @more
 
 
-@pytest.mark.parametrize("target, kib", [("sm_90", 227), ("sm_100", 227), ("sm_80", 163), ("sm_86", 99), ("sm_89", 99), ("sm_120", 99)])
+@pytest.mark.parametrize(
+    "target, kib", [("sm_90", 227), ("sm_100", 227), ("sm_80", 163), ("sm_86", 99), ("sm_89", 99), ("sm_120", 99)]
+)
 def test_shared_memory_has_a_limit(verdict, target, kib):
     verdict(lambda: budget_kernel[(1,)](kib, False, num_warps=4), target=target, seeds=1)
-    over = f"{kib * 1024 + 16} bytes of shared memory are in use with this allocation of 16; the target has {kib * 1024}"
+    over = (
+        f"{kib * 1024 + 16} bytes of shared memory are in use with this allocation of 16; the target has {kib * 1024}"
+    )
     verdict(lambda: budget_kernel[(1,)](kib, True, num_warps=4), ("budget", over, "@more"), target=target, seeds=1)

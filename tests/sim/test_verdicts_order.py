@@ -1,9 +1,19 @@
-"""Verdicts on the order of floating-point adds: asked for by `Checks(atomic_order=True)`, by kernels that give the same bits in every run."""
+"""Verdicts on the order of floating-point adds: asked for by `Checks(atomic_order=True)`, by kernels that give the same
+bits in every run.
+"""
 
 import pytest
 import torch
 
-from strobe.kernels.device.dialect import TensorDescriptor, fence_async_shared, gl, gluon, tma_reduce_add, tma_store_drain, tma_store_wait
+from strobe.kernels.device.dialect import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    tma_reduce_add,
+    tma_store_drain,
+    tma_store_wait,
+)
 from strobe.sim import Checks
 
 ORDERED = Checks(atomic_order=True)
@@ -21,7 +31,9 @@ def index():
 def tile_kernel(sum_desc, turn, off: gl.constexpr):
     """Each CTA adds its tile: in turn, or whenever it comes."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    tile = gl.allocate_shared_memory(gl.float32, [ROWS, COLUMNS], sum_desc.layout, gl.full([ROWS, COLUMNS], 1.0, gl.float32, layout))
+    tile = gl.allocate_shared_memory(
+        gl.float32, [ROWS, COLUMNS], sum_desc.layout, gl.full([ROWS, COLUMNS], 1.0, gl.float32, layout)
+    )
     fence_async_shared()
     if off != "free":
         while gl.atomic_add(turn, 0, sem="relaxed" if off == "acquire" else "acquire") != gl.program_id(0):
@@ -41,7 +53,13 @@ def add_tiles(off):
     assert torch.equal(total, torch.full(BLOCK, 4.0))
 
 
-UNORDERED = ("order", "on sum_desc: TMA reduce-add from tile by", "@add", "adds to what is added to by TMA reduce-add", "nothing fixes their order")
+UNORDERED = (
+    "order",
+    "on sum_desc: TMA reduce-add from tile by",
+    "@add",
+    "adds to what is added to by TMA reduce-add",
+    "nothing fixes their order",
+)
 
 
 @pytest.mark.parametrize("off", ["", "free", "acquire", "release", "read only"])
@@ -55,11 +73,19 @@ def add_kernel(total, ticket, turn, off: gl.constexpr):
     if off == "turns":
         while gl.atomic_add(turn, 0, sem="acquire") != gl.program_id(0):
             pass
-    gl.atomic_add(ticket + index() // 4, gl.full([SIZE], 1, gl.int32, index().type.layout))  # whole numbers have one sum
+    gl.atomic_add(
+        ticket + index() // 4, gl.full([SIZE], 1, gl.int32, index().type.layout)
+    )  # whole numbers have one sum
     if off == "red":
         where = (total + index()).to(gl.int64)
-        gl.inline_asm_elementwise("red.global.add.f32 [$1], $2; mov.u32 $0, 0;", "=r,l,f", [where, index().to(gl.float32)], dtype=gl.int32,
-                                  is_pure=False, pack=1)  # @red  # fmt: skip
+        gl.inline_asm_elementwise(
+            "red.global.add.f32 [$1], $2; mov.u32 $0, 0;",
+            "=r,l,f",
+            [where, index().to(gl.float32)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )  # @red
     elif off == "largest":
         gl.atomic_max(total + index(), gl.full([SIZE], 1.0, gl.float32, index().type.layout))  # a maximum has no order
     elif off == "one place":
@@ -73,7 +99,9 @@ def add_kernel(total, ticket, turn, off: gl.constexpr):
 ADDS = {
     "turns": [],
     "largest": [],
-    "free": [("order", "on total: atomic by main of CTA", "@atomic", "adds to what is added to by atomic by main of CTA")],
+    "free": [
+        ("order", "on total: atomic by main of CTA", "@atomic", "adds to what is added to by atomic by main of CTA")
+    ],
     "red": [("order", "on total: red.add by main of CTA", "adds to what is added to by red.add by main of CTA")],
     "one place": [("order", "on total: atomic by main", "@within", "adds several elements to one place")],
 }
@@ -82,7 +110,13 @@ ADDS = {
 @pytest.mark.parametrize("off", ADDS)
 def test_adds_by_atomics(verdict, off):
     def start():
-        add_kernel[(3,)](torch.zeros(SIZE.value), torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), off, num_warps=4)
+        add_kernel[(3,)](
+            torch.zeros(SIZE.value),
+            torch.zeros(32, dtype=torch.int32),
+            torch.zeros(1, dtype=torch.int32),
+            off,
+            num_warps=4,
+        )
 
     verdict(start, *ADDS[off], checks=ORDERED, seeds=5)
     verdict(start, seeds=2)

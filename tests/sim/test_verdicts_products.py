@@ -102,13 +102,34 @@ def wgmma(off=""):
 NOT_FENCED = "fence_async_shared is missing between"
 WGMMA = {
     **{off: [] for off in TIMES},
-    "fence": [("fence", f"on {name}: wgmma read of {name}", mma, "initial store by main", store, NOT_FENCED)
-              for name, store in (("a", "@wg-a"), ("b", "@wg-b")) for mma in ("@wg-one", "@wg-two")],
-    "wait": [("wgmma", "main uses an accumulator that no warpgroup_mma_wait has covered yet", "@wg-use", "issued at", "@wg-two")],
-    "past": [("wgmma", "main uses an accumulator that did not pass through the deps of the wait that covers it", "@wg-past", "issued at", "@wg-two")],
+    "fence": [
+        ("fence", f"on {name}: wgmma read of {name}", mma, "initial store by main", store, NOT_FENCED)
+        for name, store in (("a", "@wg-a"), ("b", "@wg-b"))
+        for mma in ("@wg-one", "@wg-two")
+    ],
+    "wait": [
+        (
+            "wgmma",
+            "main uses an accumulator that no warpgroup_mma_wait has covered yet",
+            "@wg-use",
+            "issued at",
+            "@wg-two",
+        )
+    ],
+    "past": [
+        (
+            "wgmma",
+            "main uses an accumulator that did not pass through the deps of the wait that covers it",
+            "@wg-past",
+            "issued at",
+            "@wg-two",
+        )
+    ],
     "operand": [("race", "on a: store to a by main", "@wg-overwrite", "read by wgmma read of a", "@wg-two")],
-    "never": [("unfinished", "main ends without having waited for its last 2 wgmma operation(s), the last at", "@wg-two")],
-}  # fmt: skip
+    "never": [
+        ("unfinished", "main ends without having waited for its last 2 wgmma operation(s), the last at", "@wg-two")
+    ],
+}
 
 
 @pytest.mark.parametrize("off", WGMMA)
@@ -147,21 +168,40 @@ def two_kernel(out, off: gl.constexpr):
     b = gl.allocate_shared_memory(gl.float16, [SIZE, SIZE], shared(64))
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
-    gl.warp_specialize([(fill_partition, (a, b, bar, out, off)), (multiply_partition, (a, b, bar, out, off))], [4], [64])
+    gl.warp_specialize(
+        [(fill_partition, (a, b, bar, out, off)), (multiply_partition, (a, b, bar, out, off))], [4], [64]
+    )
 
 
 @pytest.mark.parametrize("off", ["writer", "reader", "too early", "too late", "left"])
 def test_a_fence_on_either_side_of_the_barrier(verdict, off):
-    """Right after the write by the writer, or right before the product by the reader; not before the wait, not after the arrival."""
+    """Right after the write by the writer, or right before the product by the reader; not before the wait, not after
+    the arrival.
+    """
 
     def start():
         out = torch.full((64, 64), float("nan"))
         two_kernel[(1,)](out, off, num_warps=4)
         assert off not in ("writer", "reader") or torch.equal(out, torch.full((64, 64), 64.0))
 
-    missing = [("fence", f"on {name}", "wgmma read", "by wgmma of 0/multiply_partition", "@multiply", "by fill_partition", mark, NOT_FENCED)
-               for name, mark in (("a", "@fill-a"), ("b", "@fill-b"))]  # fmt: skip
-    left = [("unfinished", "multiply_partition ends without having waited for its last 1 wgmma operation(s)", "@multiply")] if off == "left" else []
+    missing = [
+        (
+            "fence",
+            f"on {name}",
+            "wgmma read",
+            "by wgmma of 0/multiply_partition",
+            "@multiply",
+            "by fill_partition",
+            mark,
+            NOT_FENCED,
+        )
+        for name, mark in (("a", "@fill-a"), ("b", "@fill-b"))
+    ]
+    left = (
+        [("unfinished", "multiply_partition ends without having waited for its last 1 wgmma operation(s)", "@multiply")]
+        if off == "left"
+        else []
+    )
     verdict(start, *(missing if off not in ("writer", "reader") else []), *left)
 
 
@@ -221,7 +261,11 @@ def mma_kernel(x, out, off: gl.constexpr):
     gl.store(out + places(SIZE, SIZE, layout), total)
 
 
-MMA = {"": [], "overwrite": [], "wait": [("race", "on a: load of a", mark, "cp.async into a", "@sync-copy") for mark in ("@left", "@right")]}
+MMA = {
+    "": [],
+    "overwrite": [],
+    "wait": [("race", "on a: load of a", mark, "cp.async into a", "@sync-copy") for mark in ("@left", "@right")],
+}
 
 
 @pytest.mark.parametrize("off", MMA)
@@ -358,7 +402,9 @@ def issuers(off=""):
 
 
 def test_products_of_two_issuers_need_a_barrier_between(verdict):
-    """Each issuer's products run in order; those of two do not. Accumulated first, the second product also reads what nothing wrote."""
+    """Each issuer's products run in order; those of two do not. Accumulated first, the second product also reads what
+    nothing wrote.
+    """
     verdict(lambda: issuers(), target="sm_100", seeds=5)
     unwritten = [("uninitialised", "tcgen05.mma into acc", "@second")]
     verdict(lambda: issuers("turn"), ("race", *ISSUERS), sometimes=unwritten, target="sm_100", seeds=5)
@@ -372,8 +418,14 @@ def test_tensor_memory_read_by_another_partition(verdict):
 
 
 def test_a_commit_counted_for_the_other(verdict):
-    """With a count of 1 the first commit ends the phase. The reader comes before the second one, or too late to see the first phase end."""
-    on_time = [("race", *DRAIN), ("unfinished", "tcgen05.mma into acc", "@second"), ("barrier", "a phase of ready ends", "wait of drain_partition")]
+    """With a count of 1 the first commit ends the phase. The reader comes before the second one, or too late to see the
+    first phase end.
+    """
+    on_time = [
+        ("race", *DRAIN),
+        ("unfinished", "tcgen05.mma into acc", "@second"),
+        ("barrier", "a phase of ready ends", "wait of drain_partition"),
+    ]
     late = [("deadlock", "drain_partition waits for parity 0 of ready")]
     certain = ("barrier", "tcgen05.commit of", "arrives on ready", "not ordered after the end of its phase before")
     verdict(lambda: issuers("count"), certain, sometimes=(*on_time, *late), target="sm_100", seeds=5)
@@ -398,10 +450,19 @@ def columns(count, unwritten=False, target="sm_100"):
 
 def test_tensor_memory_has_512_columns(verdict):
     verdict(lambda: columns(256), target="sm_100", seeds=3)
-    over = ("budget", "544 columns of tensor memory are in use with this allocation of 32; the target has 512", "@half-columns")
+    over = (
+        "budget",
+        "544 columns of tensor memory are in use with this allocation of 32; the target has 512",
+        "@half-columns",
+    )
     verdict(lambda: columns(512), over, target="sm_100", seeds=3)
 
 
 def test_tensor_memory_that_nothing_wrote(verdict):
-    unwritten = ("uninitialised", "load of first[1] by main", "reads first, of which nothing wrote any part", "@unwritten")
+    unwritten = (
+        "uninitialised",
+        "load of first[1] by main",
+        "reads first, of which nothing wrote any part",
+        "@unwritten",
+    )
     verdict(lambda: columns(256, True), unwritten, target="sm_100", seeds=3)

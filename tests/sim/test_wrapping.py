@@ -42,10 +42,14 @@ def move_kernel(source, target, start, length, row, shift):
 def descriptor(tensor):
     step = tensor.stride(0)
     layout = gl.NVMMASharedLayout.get_default_for(BLOCK, gl.float32)
-    return TensorDescriptor(tensor, [0x7FFF0000, 0x7FFF0000, FAR, tensor.shape[1]], [2**34 - step, step, step, 1], BLOCK, layout)
+    return TensorDescriptor(
+        tensor, [0x7FFF0000, 0x7FFF0000, FAR, tensor.shape[1]], [2**34 - step, step, step, 1], BLOCK, layout
+    )
 
 
-@pytest.mark.parametrize("start, length, row", [(0, 40, 0), (5, 20, 0), (5, 20, 8), (5, 20, 16), (33, 7, 0), (39, 1, 0), (12, 0, 0)])
+@pytest.mark.parametrize(
+    "start, length, row", [(0, 40, 0), (5, 20, 0), (5, 20, 8), (5, 20, 16), (33, 7, 0), (39, 1, 0), (12, 0, 0)]
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_rows_of_a_run_alone_are_moved(place, start, length, row):
     """What a tile has beyond the run is neither read (zeros come for it) nor written."""

@@ -1,10 +1,11 @@
 """Ampere matmul: every thread copies by cp.async into a ring of stages, and all multiply by mma.sync from registers.
 
-    step i   wait for group i | its operands to registers | copy step i + stages - 1 into the stage read at i - 1 | multiply
+    step i   wait for group i | its operands to registers | copy step i + stages - 1 into the stage read at i - 1 |
+             multiply
 
-A group is committed at every step, also where nothing is left to copy: so "all but the newest stages - 2 groups" is always step i.
-c [M, N] = a [M, K] @ b [K, N], float32 sums, edges masked: what cp.async does not copy becomes zero.
-It copies 16 bytes or nothing, so K and N are multiples of 8; M is any.
+A group is committed at every step, also where nothing is left to copy: so "all but the newest stages - 2 groups" is
+always step i. c [M, N] = a [M, K] @ b [K, N], float32 sums, edges masked: what cp.async does not copy becomes zero. It
+copies 16 bytes or nothing, so K and N are multiples of 8; M is any.
 """
 # ruff: noqa: RUF059 (tuples are unpacked whole)
 
@@ -15,7 +16,15 @@ from torch import Tensor
 
 from strobe.kernels.device.dialect import cp_async_commit, cp_async_load, cp_async_wait, gl, gluon, mma_v2
 
-from .pieces import Launch, empty_product, require, require_matrices, require_multiple, require_power_of_two, require_shared
+from .pieces import (
+    Launch,
+    empty_product,
+    require,
+    require_matrices,
+    require_multiple,
+    require_power_of_two,
+    require_shared,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,9 @@ class Config:
     def __post_init__(self):
         require_power_of_two(self, block_m=32, block_n=32, block_k=16)
         tile = (self.block_m, self.block_n)
-        require(self.block_m * self.block_n <= 128 * 128, "tile", tile, "at most 128 by 128", "its sums fill the registers")
+        require(
+            self.block_m * self.block_n <= 128 * 128, "tile", tile, "at most 128 by 128", "its sums fill the registers"
+        )
         require(2 <= self.stages <= 8, "stages", self.stages, "2 to 8", "with one stage the copies cannot overlap")
         require_shared(self, 163)
 
@@ -45,7 +56,9 @@ def copy_layout(width):
 
 @gluon.constexpr_function
 def ring_layout(width):
-    """Rows of `width` elements in shared memory, 16-byte pieces swizzled so that eight rows of a matrix load meet no bank twice."""
+    """Rows of `width` elements in shared memory, 16-byte pieces swizzled so that eight rows of a matrix load meet no
+    bank twice.
+    """
     pieces = min(8, width // 8)
     return gl.SwizzledSharedLayout(8, max(1, 8 // pieces), pieces, [1, 0])
 
@@ -80,8 +93,12 @@ def matmul_kernel(a, b, c, sizes, stride_c, config: gl.constexpr):
     size_m, size_n, size_k, stride_a, stride_b = sizes
     dtype: gl.constexpr = c.dtype.element_ty
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
-    a_smem = gl.allocate_shared_memory(dtype, [config.stages, config.block_m, config.block_k], ring_layout(config.block_k))
-    b_smem = gl.allocate_shared_memory(dtype, [config.stages, config.block_k, config.block_n], ring_layout(config.block_n))
+    a_smem = gl.allocate_shared_memory(
+        dtype, [config.stages, config.block_m, config.block_k], ring_layout(config.block_k)
+    )
+    b_smem = gl.allocate_shared_memory(
+        dtype, [config.stages, config.block_k, config.block_n], ring_layout(config.block_n)
+    )
     smem = (a_smem, b_smem)
     start = (gl.program_id(0) * config.block_m, gl.program_id(1) * config.block_n)
     ahead: gl.constexpr = config.stages - 1

@@ -1,14 +1,17 @@
 """Hopper attention backward: a program keeps one block of keys and values and walks the queries that see it.
 
-    load_partition    kv_ready once; per query block: do_free[s] -> do_ready[s] (do, delta)   q_free[s] -> q_ready[s] (q, lse)
-    mma_partition     s = k q^T, dp = v do^T | p, ds | dv += p do | ds to shared memory | dq = ds^T k, dk += ds q | dq_free -> dq_ready
-    store_partition   dq_ready -> adds dq to global memory by TMA -> dq_free            (not for "red", which has no such partition)
+    load_partition    kv_ready once; per query block: do_free[s] -> do_ready[s] (do, delta), q_free -> q_ready (q, lse)
+    mma_partition     s = k q^T, dp = v do^T | p, ds | dv += p do | ds to shared memory | dq = ds^T k, dk += ds q |
+                      dq_free -> dq_ready
+    store_partition   dq_ready -> adds dq to global memory by TMA -> dq_free   ("red" has no such partition)
 
-Everything stands transposed, keys in rows, so that p and ds are first operands in registers. dq is summed over programs in float32:
+Everything stands transposed, keys in rows, so that p and ds are first operands in registers. dq is summed over programs
+in float32:
 
     "tma"      TMA's reduce-add from shared memory, in any order
     "red"      red.global.add.v4.f32 from registers, in any order
-    "ordered"  TMA's reduce-add, key blocks in increasing order: a semaphore per query block says whose turn it is. Deterministic.
+    "ordered"  TMA's reduce-add, key blocks in increasing order: a semaphore per query block says whose turn it is.
+               Deterministic.
 """
 # ruff: noqa: RUF059 (tuples are unpacked whole)
 
@@ -69,7 +72,13 @@ class Config:
         require_power_of_two(self, head_dim=64, block_m=64, block_n=128)
         tile = (self.block_m, self.block_n, self.head_dim)
         small = self.block_m == 64 and self.block_n == 128 and self.head_dim <= 128
-        require(small, "block_m, block_n, head_dim", tile, "64, 128 and at most 128", "eight warps have registers for no more")
+        require(
+            small,
+            "block_m, block_n, head_dim",
+            tile,
+            "64, 128 and at most 128",
+            "eight warps have registers for no more",
+        )
         require(self.stages >= 2, "stages", self.stages, "at least 2", "with one stage the loads cannot overlap")
         require_shared(self, 227)
 
@@ -131,7 +140,8 @@ def hide_future(s, m_start, n_start, config: gl.constexpr):
 def add_dq(dq, dq_sum, m_block, sizes, config: gl.constexpr):
     """dq [block_m, D] into the float32 sum, 16 bytes an instruction, straight from registers.
 
-    wgmma leaves a thread 2 columns of rows r and r + 8: neighbours exchange one pair, and each then holds 4 columns of one row.
+    wgmma leaves a thread 2 columns of rows r and r + 8: neighbours exchange one pair, and each then holds 4 columns of
+    one row.
     """
     heads, seqlen_q, seqlen_k = sizes
     entry, head, n_start, m_first = place(sizes, config)
@@ -197,7 +207,8 @@ def mma_partition(out, kv, q, do, dq, sizes, scales, config: gl.constexpr):
         ds = (p * (dp - delta[None, :])).to(dtype)
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), operand), do_smem.index(at.stage), dv, is_async=True)
         ds_smem.store(ds)
-        fence_async_shared()  # and all eight warps meet: the compiler puts that barrier before a product that reads others' stores
+        # and all eight warps meet: the compiler puts that barrier before a product that reads others' stores
+        fence_async_shared()
         dq_tile = warpgroup_mma(ds_smem.permute((1, 0)), k_smem, dq_zero, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv])
         mbarrier.arrive(do_free.index(at.stage))
@@ -253,9 +264,17 @@ def store_partition(dq_desc, turns, dq, sizes, config: gl.constexpr):
 
 @gluon.jit
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc, dq_sum, turns, sizes, scales, config: gl.constexpr
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc, dq_sum, turns, sizes, scales,
+    config: gl.constexpr
 ):  # fmt: skip
-    views = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)  # Triton's launcher takes no descriptor inside of a tuple
+    views = (
+        q_desc,
+        k_desc,
+        v_desc,
+        do_desc,
+        lse_desc,
+        delta_desc,
+    )  # Triton's launcher takes no descriptor inside of a tuple
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [config.block_n, config.head_dim], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [config.block_n, config.head_dim], v_desc.layout)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [config.stages, config.block_m, config.head_dim], q_desc.layout)
@@ -307,7 +326,9 @@ def backward_kernel(
 
 
 class Saved(NamedTuple):
-    """What the forward leaves for the backward: q, k, v [B, S, H, D], out like q, lse [B, H, S_q] float32, and dout like q."""
+    """What the forward leaves for the backward: q, k, v [B, S, H, D], out like q, lse [B, H, S_q] float32, and dout
+    like q.
+    """
 
     q: Tensor
     k: Tensor
@@ -326,7 +347,13 @@ def launch(saved: Saved, config: Config, scale: float | None = None) -> Launch:
     require(head_dim == config.head_dim, "q.shape[-1]", head_dim, f"config.head_dim {config.head_dim}", "change one")
     for name, tensor in (("out", out), ("dout", dout)):
         fits = tensor.shape == q.shape and tensor.dtype == q.dtype and tensor.is_contiguous()
-        require(fits, name, (tuple(tensor.shape), tensor.dtype), f"contiguous, {tuple(q.shape)} {q.dtype} as q", "pass the forward's")
+        require(
+            fits,
+            name,
+            (tuple(tensor.shape), tensor.dtype),
+            f"contiguous, {tuple(q.shape)} {q.dtype} as q",
+            "pass the forward's",
+        )
     fits = lse.shape == (batch, heads, seqlen_q) and lse.dtype == torch.float32
     require(fits, "lse", (tuple(lse.shape), lse.dtype), f"{(batch, heads, seqlen_q)} float32", "pass the forward's")
     require_multiple("S_q", seqlen_q, config.block_m)
@@ -339,13 +366,16 @@ def launch(saved: Saved, config: Config, scale: float | None = None) -> Launch:
     turns = torch.zeros(batch * heads * (seqlen_q // config.block_m), dtype=torch.int32, device=q.device)
     queries, keys = [config.block_m, head_dim], [config.block_n, head_dim]
     views = (
-        descriptor(rows(q), queries), descriptor(rows(k), keys), descriptor(rows(v), keys), descriptor(rows(dout), queries),
+        descriptor(rows(q), queries), descriptor(rows(k), keys), descriptor(rows(v), keys),
+        descriptor(rows(dout), queries),
         descriptor((lse * LOG2_E).view(-1), [config.block_m]), descriptor(delta.view(-1), [config.block_m]),
     )  # fmt: skip
     ends = (descriptor(rows(dk), keys), descriptor(rows(dv), keys))
     sizes, scales = (heads, seqlen_q, seqlen_k), (scale, scale * LOG2_E)
     arguments = (*views, *ends, descriptor(rows(dq_sum), queries), dq_sum, turns, sizes, scales, config)
-    return Launch(backward_kernel, (seqlen_k // config.block_n, batch * heads), arguments, {"num_warps": 8}, (dq_sum, dk, dv))
+    return Launch(
+        backward_kernel, (seqlen_k // config.block_n, batch * heads), arguments, {"num_warps": 8}, (dq_sum, dk, dv)
+    )
 
 
 def run(saved: Saved, config: Config, scale: float | None = None) -> tuple[Tensor, ...]:

@@ -7,11 +7,12 @@ matmul_kernel, persistent, two accumulators, so that one is stored while the oth
 
 attention_kernel, two tiles t of 128 queries, key and value blocks in one ring k0 v0 k1 v1 ...:
     load_partition       q_ready[t] once; kv_free[s] -> kv_ready[s]
-    product_partition    s[t] = q[t] k -> s_ready[t]      p_ready[t] -> o[t] += p[t] v      S(0) | PV(0) S(1) | PV(1) S(2) | ...
-    softmax_partition t  s_ready[t] -> softmax, rescales o[t], p[t] over s[t] -> p_ready[t]; at the end o_ready[t] -> o, lse out
+    product_partition    s[t] = q[t] k -> s_ready[t]  p_ready[t] -> o[t] += p[t] v  S(0) | PV(0) S(1) | PV(1) S(2) | ...
+    softmax_partition t  s_ready[t] -> softmax, rescales o[t], p[t] over s[t] -> p_ready[t]; at the end o_ready[t] -> o,
+                         lse out
 
-s_ready[t] also says that every product issued before is complete: o[t] stands still while softmax_partition rescales it, and p[t] is
-read before s[t] is written over it.
+s_ready[t] also says that every product issued before is complete: o[t] stands still while softmax_partition rescales
+it, and p[t] is read before s[t] is written over it.
 """
 # ruff: noqa: RUF059 (tuples are unpacked whole)
 
@@ -87,8 +88,18 @@ def matmul_load_partition(a_desc, b_desc, tiles, counts, config: gl.constexpr):
         for step in range(steps):
             mbarrier.wait(tile_free.index(at.stage), at.parity ^ 1)
             mbarrier.expect(tile_ready.index(at.stage), a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-            tma_load(a_desc, [tile // n_tiles * ROWS, step * config.block_k], tile_ready.index(at.stage), a_smem.index(at.stage))
-            tma_load(b_desc, [step * config.block_k, tile % n_tiles * config.block_n], tile_ready.index(at.stage), b_smem.index(at.stage))
+            tma_load(
+                a_desc,
+                [tile // n_tiles * ROWS, step * config.block_k],
+                tile_ready.index(at.stage),
+                a_smem.index(at.stage),
+            )
+            tma_load(
+                b_desc,
+                [step * config.block_k, tile % n_tiles * config.block_n],
+                tile_ready.index(at.stage),
+                b_smem.index(at.stage),
+            )
             at = at.next()
 
 
@@ -162,9 +173,15 @@ def launch_matmul(a: Tensor, b: Tensor, config: Matmul = Matmul(), programs: int
     require_matrices(a, b)
     require(programs > 0, "programs", programs, "a positive number", "give the number of SMs")
     c = empty_product(a, b)
-    views = (descriptor(a, [128, config.block_k]), descriptor(b, [config.block_k, config.block_n]), descriptor(c, [128, config.block_n]))
+    views = (
+        descriptor(a, [128, config.block_k]),
+        descriptor(b, [config.block_k, config.block_n]),
+        descriptor(c, [128, config.block_n]),
+    )
     counts = (-(-a.shape[0] // 128), -(-b.shape[1] // config.block_n), -(-a.shape[1] // config.block_k))
-    return Launch(matmul_kernel, (min(programs, counts[0] * counts[1]),), (*views, counts, config), {"num_warps": 4}, (c,))
+    return Launch(
+        matmul_kernel, (min(programs, counts[0] * counts[1]),), (*views, counts, config), {"num_warps": 4}, (c,)
+    )
 
 
 def run_matmul(a: Tensor, b: Tensor, config: Matmul = Matmul(), programs: int = 148) -> Tensor:
@@ -187,8 +204,20 @@ class Attention:
     def __post_init__(self):
         require_power_of_two(self, head_dim=64, block_n=32)
         columns = 2 * (self.head_dim + self.block_n)
-        require(columns <= 512, "head_dim + block_n", columns // 2, "at most 256", "tensor memory has 512 columns: smaller blocks")
-        require(self.stages >= 2, "stages", self.stages, "at least 2", "a tile of keys and one of values are in use together")
+        require(
+            columns <= 512,
+            "head_dim + block_n",
+            columns // 2,
+            "at most 256",
+            "tensor memory has 512 columns: smaller blocks",
+        )
+        require(
+            self.stages >= 2,
+            "stages",
+            self.stages,
+            "at least 2",
+            "a tile of keys and one of values are in use together",
+        )
         require_shared(self, 227)
 
     def shared_bytes(self) -> int:
@@ -210,7 +239,9 @@ def load_partition(q_desc, k_desc, v_desc, q, kv, sizes, config: gl.constexpr):
     entry, head, m_start = tile_here(sizes)
     for t in gl.static_range(2):
         mbarrier.expect(q_ready.index(t), q_desc.block_type.nbytes)
-        tma_load(q_desc, [entry * seqlen_q + m_start + t * ROWS, head * config.head_dim], q_ready.index(t), q_smem.index(t))
+        tma_load(
+            q_desc, [entry * seqlen_q + m_start + t * ROWS, head * config.head_dim], q_ready.index(t), q_smem.index(t)
+        )
     at = ring_start(config.stages)
     column = head // group * config.head_dim
     for block in range(seqlen_k // config.block_n):
@@ -227,7 +258,9 @@ def load_partition(q_desc, k_desc, v_desc, q, kv, sizes, config: gl.constexpr):
 
 @gluon.jit
 def weights_of(s_tmem, t: gl.constexpr, dtype: gl.constexpr, config: gl.constexpr):
-    """p's place: the first half of the columns of s[t], 16 bits an element. (Triton 3.8 reinterprets whole allocations only.)"""
+    """p's place: the first half of the columns of s[t], 16 bits an element. (Triton 3.8 reinterprets whole allocations
+    only.)
+    """
     halves: gl.constexpr = TensorMemoryLayout([ROWS, 2 * config.block_n], col_stride=1)
     return reinterpret(s_tmem, dtype, [2, ROWS, 2 * config.block_n], halves).index(t).slice(0, config.block_n)
 

@@ -1,7 +1,9 @@
-"""Hopper attention forward: two consumers of 64 query rows each, one warp that loads by TMA, products overlapped with softmax.
+"""Hopper attention forward: two consumers of 64 query rows each, one warp that loads by TMA, products overlapped with
+softmax.
 
     load_partition     q_free[w] -> q_ready[w]   k_free[s] -> k_ready[s]   v_free[s] -> v_ready[s]
-    mma_partition w    S(0) | softmax(0) | S(1) PV(0) | softmax(1) | S(2) PV(1) | ... | PV(last) | o out through q's shared memory
+    mma_partition w    S(0) | softmax(0) | S(1) PV(0) | softmax(1) | S(2) PV(1) | ... | PV(last) | o out through q's
+                       shared memory
                        S(i+1) and PV(i) are in flight together; softmax(i+1) needs only S(i+1)
 
 Key blocks go from the last to the first, so that a causal tile meets its diagonal at once. A program takes the tiles
@@ -61,7 +63,13 @@ class Config:
 
     def __post_init__(self):
         require_power_of_two(self, head_dim=64, block_n=16)
-        require(self.head_dim <= 128, "head_dim", self.head_dim, "64 or 128", "scores and output of wider heads do not fit in registers")
+        require(
+            self.head_dim <= 128,
+            "head_dim",
+            self.head_dim,
+            "64 or 128",
+            "scores and output of wider heads do not fit in registers",
+        )
         require(self.block_n <= 128, "block_n", self.block_n, "at most 128", "wider scores do not fit in registers")
         require(self.stages >= 2, "stages", self.stages, "at least 2", "with one stage the loads cannot overlap")
         require_shared(self, 227)
@@ -96,7 +104,12 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, config: gl.constexpr)
         for w in gl.static_range(2):
             mbarrier.wait(q_free.index(w), q_at.parity ^ 1)
             mbarrier.expect(q_ready.index(w), q_desc.block_type.nbytes)
-            tma_load(q_desc, [entry * seqlen_q + m_start + w * ROWS, head * config.head_dim], q_ready.index(w), q_smem.index(w))
+            tma_load(
+                q_desc,
+                [entry * seqlen_q + m_start + w * ROWS, head * config.head_dim],
+                q_ready.index(w),
+                q_smem.index(w),
+            )
         for i in range(blocks):
             row = entry * seqlen_k + (blocks - 1 - i) * config.block_n
             mbarrier.wait(k_free.index(at.stage), at.parity ^ 1)
@@ -111,7 +124,9 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, config: gl.constexpr)
 
 @gluon.jit
 def take_turn(w: gl.constexpr):
-    """Wait until the other consumer has passed the turn: named barrier 9 + w, 128 threads that wait and 128 that arrived."""
+    """Wait until the other consumer has passed the turn: named barrier 9 + w, 128 threads that wait and 128 that
+    arrived.
+    """
     if w == 0:
         gl.inline_asm_elementwise("bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     else:
@@ -141,7 +156,9 @@ def softmax_step(s, row_max, row_sum, m_start, n_start, scale_log2, config: gl.c
 
 @gluon.jit
 def store_output(o, row_max, row_sum, o_desc, o_row, column, lse_rows, o_smem):
-    """o / row_sum by TMA, and the natural log-sum-exp. row_sum is 1 or more: every row sees a key, and its maximum counts 1."""
+    """o / row_sum by TMA, and the natural log-sum-exp. row_sum is 1 or more: every row sees a key, and its maximum
+    counts 1.
+    """
     inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, o.type.layout))
     o_smem.store((o * inverse[:, None]).to(o_desc.dtype))
     fence_async_shared()
@@ -177,7 +194,9 @@ def mma_partition(w: gl.constexpr, o_desc, lse, q, k, v, sizes, scale_log2, conf
         s = warpgroup_mma(q_tile, k_smem.index(at.stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_free.index(at.stage))
-        p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, m_start, (blocks - 1) * config.block_n, scale_log2, config)
+        p, rescale, row_max, row_sum = softmax_step(
+            s, row_max, row_sum, m_start, (blocks - 1) * config.block_n, scale_log2, config
+        )
         p_reg = gl.convert_layout(p.to(o_desc.dtype), p_layout)
         for i in range(1, blocks):
             v_at = at
@@ -192,7 +211,9 @@ def mma_partition(w: gl.constexpr, o_desc, lse, q, k, v, sizes, scale_log2, conf
                 pass_turn(w)
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(k_free.index(at.stage))
-            p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum, m_start, (blocks - 1 - i) * config.block_n, scale_log2, config)
+            p, rescale, row_max, row_sum = softmax_step(
+                s, row_max, row_sum, m_start, (blocks - 1 - i) * config.block_n, scale_log2, config
+            )
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_free.index(v_at.stage))
             o = o * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
@@ -247,7 +268,13 @@ def launch(q: Tensor, k: Tensor, v: Tensor, config: Config, scale: float | None 
     require_multiple("S_q", seqlen_q, 128)
     require_multiple("S_k", seqlen_k, config.block_n)
     tiles = batch * heads * (seqlen_q // 128)
-    require(config.persistent == (programs > 0), "programs", programs, "positive where config.persistent, else 0", "give the number of SMs")
+    require(
+        config.persistent == (programs > 0),
+        "programs",
+        programs,
+        "positive where config.persistent, else 0",
+        "give the number of SMs",
+    )
     scale = head_dim**-0.5 if scale is None else scale
     require(scale > 0, "scale", scale, "a positive number", "negate q, and give -scale")
     out, lse = nans(*q.shape, like=q), nans(batch, heads, seqlen_q, like=q, dtype=torch.float32)
@@ -255,10 +282,14 @@ def launch(q: Tensor, k: Tensor, v: Tensor, config: Config, scale: float | None 
     views = (descriptor(rows(tensor), [block, head_dim]) for tensor, block in blocks)
     sizes = (batch, heads, heads // k.shape[2], seqlen_q, seqlen_k)
     grid = (min(tiles, programs or tiles),)
-    return Launch(forward_kernel, grid, (*views, lse, sizes, scale * LOG2_E, config), {"num_warps": 4, "maxnreg": 168}, (out, lse))
+    return Launch(
+        forward_kernel, grid, (*views, lse, sizes, scale * LOG2_E, config), {"num_warps": 4, "maxnreg": 168}, (out, lse)
+    )
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, config: Config, scale: float | None = None, programs: int = 0) -> tuple[Tensor, ...]:
+def run(
+    q: Tensor, k: Tensor, v: Tensor, config: Config, scale: float | None = None, programs: int = 0
+) -> tuple[Tensor, ...]:
     """(out [B, S_q, H, D] in q's dtype, lse [B, H, S_q] float32)."""
     return launch(q, k, v, config, scale, programs).start()
 

@@ -3,7 +3,8 @@
     load_partition   waits tile_free[s]    loads a, b into stage s    signals tile_ready[s] by bytes
     mma_partition    waits tile_ready[s]   multiplies                 frees the stage before, whose product is done
 
-c [M, N] = a [M, K] @ b [K, N], float32 sums. Edges need no masks: TMA loads zeros beyond M, N, K and stores nothing there.
+c [M, N] = a [M, K] @ b [K, N], float32 sums. Edges need no masks: TMA loads zeros beyond M, N, K and stores nothing
+there.
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,13 @@ class Config:
     def __post_init__(self):
         require_power_of_two(self, block_m=64, block_n=16, block_k=16, warps=4)
         require(self.block_n <= 256, "block_n", self.block_n, "at most 256", "wgmma has no wider tile")
-        require(self.warps * 16 <= self.block_m, "warps", self.warps, f"at most {self.block_m // 16}", "a warp takes 16 rows")
+        require(
+            self.warps * 16 <= self.block_m,
+            "warps",
+            self.warps,
+            f"at most {self.block_m // 16}",
+            "a warp takes 16 rows",
+        )
         require(self.stages >= 2, "stages", self.stages, "at least 2", "a ring of one stage cannot overlap")
         require_shared(self, 227)
 

@@ -33,8 +33,11 @@ class Launch(NamedTuple):
 
 
 def descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """TMA's view of a tensor, moved in tiles of shape `block`; rows beyond its end arrive as zeros and are not written."""
-    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[tensor.dtype]))
+    """TMA's view of a tensor, moved in tiles of shape `block`; rows beyond its end arrive as zeros and are not
+    written."""
+    return TensorDescriptor.from_tensor(
+        tensor, block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[tensor.dtype])
+    )
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -56,7 +59,9 @@ def require_power_of_two(config: Any, **least: int) -> None:
     for name, smallest in least.items():
         value = getattr(config, name)
         fits = value >= smallest and value & (value - 1) == 0
-        require(fits, name, value, f"a power of two from {smallest} on", "choose one; Gluon's tiles have no other sizes")
+        require(
+            fits, name, value, f"a power of two from {smallest} on", "choose one; Gluon's tiles have no other sizes"
+        )
 
 
 def require_shared(config: Any, kib: int) -> None:
@@ -66,11 +71,19 @@ def require_shared(config: Any, kib: int) -> None:
 
 
 def require_matrices(a: Tensor, b: Tensor) -> None:
-    """a [M, K] and b [K, N], 16-bit, as TMA and cp.async take them: rows contiguous and 16 bytes apart or a multiple of that."""
+    """a [M, K] and b [K, N], 16-bit, as TMA and cp.async take them: rows contiguous and 16 bytes apart or a multiple of
+    that.
+    """
     fit = a.ndim == 2 and b.ndim == 2 and a.shape[1] == b.shape[0]
     require(fit, "shapes of a, b", (tuple(a.shape), tuple(b.shape)), "[M, K] and [K, N]", "transpose one")
     for name, tensor in (("a", a), ("b", b)):
-        require(tensor.dtype in (torch.float16, torch.bfloat16), f"{name}.dtype", tensor.dtype, "float16 or bfloat16", "convert it")
+        require(
+            tensor.dtype in (torch.float16, torch.bfloat16),
+            f"{name}.dtype",
+            tensor.dtype,
+            "float16 or bfloat16",
+            "convert it",
+        )
         require(tensor.dtype == a.dtype, f"{name}.dtype", tensor.dtype, f"a's {a.dtype}", "convert one")
         require(tensor.numel() > 0, f"{name}.shape", tuple(tensor.shape), "no empty dimension", "skip the call")
         aligned = tensor.stride(1) == 1 and tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0
@@ -89,14 +102,50 @@ def require_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     require(q.ndim == 4 and k.ndim == 4, "q.ndim, k.ndim", (q.ndim, k.ndim), "4: [B, S, H, D]", "reshape them")
     require(k.shape == v.shape, "v.shape", tuple(v.shape), f"k's {tuple(k.shape)}", "give one value for each key")
     same = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
-    require(same, "k.shape", tuple(k.shape), f"q's B {q.shape[0]} and D {q.shape[3]}", "give one batch entry of keys for each of queries")
-    require(q.shape[2] % k.shape[2] == 0, "H, H_kv", (q.shape[2], k.shape[2]), "H a multiple of H_kv", "repeat the heads of k and v")
-    require(not causal or q.shape[1] == k.shape[1], "S_q, S_k", (q.shape[1], k.shape[1]), "equal ones when causal", "pad the shorter")
+    require(
+        same,
+        "k.shape",
+        tuple(k.shape),
+        f"q's B {q.shape[0]} and D {q.shape[3]}",
+        "give one batch entry of keys for each of queries",
+    )
+    require(
+        q.shape[2] % k.shape[2] == 0,
+        "H, H_kv",
+        (q.shape[2], k.shape[2]),
+        "H a multiple of H_kv",
+        "repeat the heads of k and v",
+    )
+    require(
+        not causal or q.shape[1] == k.shape[1],
+        "S_q, S_k",
+        (q.shape[1], k.shape[1]),
+        "equal ones when causal",
+        "pad the shorter",
+    )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        require(tensor.dtype in (torch.float16, torch.bfloat16), f"{name}.dtype", tensor.dtype, "float16 or bfloat16", "convert it")
+        require(
+            tensor.dtype in (torch.float16, torch.bfloat16),
+            f"{name}.dtype",
+            tensor.dtype,
+            "float16 or bfloat16",
+            "convert it",
+        )
         require(tensor.dtype == q.dtype, f"{name}.dtype", tensor.dtype, f"q's {q.dtype}", "convert one")
-        require(tensor.is_contiguous(), f"{name}.stride()", tensor.stride(), "a contiguous tensor", f"pass {name}.contiguous()")
+        require(
+            tensor.is_contiguous(),
+            f"{name}.stride()",
+            tensor.stride(),
+            "a contiguous tensor",
+            f"pass {name}.contiguous()",
+        )
 
 
 def require_multiple(name: str, value: int, block: int) -> None:
-    require(value > 0 and value % block == 0, name, value, f"a positive multiple of {block}", "pad it, or choose a smaller block")
+    require(
+        value > 0 and value % block == 0,
+        name,
+        value,
+        f"a positive multiple of {block}",
+        "pad it, or choose a smaller block",
+    )

@@ -1,6 +1,8 @@
-"""The specimens at sizes that wrap every ring and give a persistent program several tiles: what the simulator, the ledger and a GPU run.
+"""The specimens at sizes that wrap every ring and give a persistent program several tiles: what the simulator, the
+ledger and a GPU run.
 
-A scene takes a device and returns the kernel's outputs; its inputs are drawn on the CPU from a fixed seed, so that they are the same anywhere.
+A scene takes a device and returns the kernel's outputs; its inputs are drawn on the CPU from a fixed seed, so that they
+are the same anywhere.
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ def blackwell_attention(device: str = "cpu") -> tuple[Tensor, ...]:
 
 
 class Scene(NamedTuple):
-    """A specimen's name, the GPU it is for, what runs it, the file whose statements are mutated; `ordered`: its sums have one order, always."""
+    """A specimen's name, the GPU it is for, what runs it, the file whose statements are mutated; `ordered`: its sums
+    have one order, always.
+    """
 
     name: str
     target: str
@@ -122,7 +126,11 @@ def references() -> dict[str, tuple[Tensor, ...]]:
         "blackwell_matmul": (blackwell.reference_matmul(*_matrices("cpu", 264, 136, 320)),),
         "blackwell_attention": blackwell.reference_attention(*_attention("cpu", 512)),
     }
-    for name, seqlen, causal in (("hopper_forward", 384, False), ("hopper_forward_causal", 512, True), ("hopper_forward_persistent", 512, True)):
+    for name, seqlen, causal in (
+        ("hopper_forward", 384, False),
+        ("hopper_forward_causal", 512, True),
+        ("hopper_forward_persistent", 512, True),
+    ):
         expected[name] = forward.reference(*_attention("cpu", seqlen), forward.Config(head_dim=64, causal=causal))
     for name, causal in (("hopper_backward", False), ("hopper_backward_red", True), ("hopper_backward_ordered", True)):
         expected[name] = backward.reference(_saved("cpu", 384, causal), backward.Config(head_dim=64, causal=causal))

@@ -1,1 +1,3 @@
-"""Checks of GPU kernels without a GPU: compiled code and its budgets, mutation scores, drift under other versions of Triton."""
+"""Checks of GPU kernels without a GPU: compiled code and its budgets, mutation scores, drift under other versions of
+Triton.
+"""

@@ -1,7 +1,7 @@
 """The kernels to compile for each GPU, their resource limits, and LEDGER: the list of exceptions, each with its reason.
 
-This file is mostly data. `tools.proof.compile` compiles the kernels, and `tests/test_offline_compile.py` checks the limits. A new kernel
-family needs one line in FAMILIES and one in calls.CASES_OF.
+This file is mostly data. `tools.proof.compile` compiles the kernels, and `tests/test_offline_compile.py` checks the
+limits. A new kernel family needs one line in FAMILIES and one in calls.CASES_OF.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from .calls import CASES_OF
 MOST_REGISTERS = 255  # per thread, on every target
 TENSOR_COLUMNS = 512  # columns of tensor memory per SM
 
-TARGETS: dict[str, Target] = {f"sm_{FAKES[name].capability}": FAKES[name] for name in ("A100", "A10", "RTX 4090", "H200", "B200", "B300", "RTX 5090")}
+TARGETS: dict[str, Target] = {
+    f"sm_{FAKES[name].capability}": FAKES[name]
+    for name in ("A100", "A10", "RTX 4090", "H200", "B200", "B300", "RTX 5090")
+}
 # kernel family -> its targets
 FAMILIES: dict[str, tuple[str, ...]] = {
     "portable": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
@@ -45,7 +48,9 @@ class Unit(NamedTuple):
 
     @property
     def call(self) -> Call | DecodeCall | AppendCall:
-        """The case's call, with `kernel` set to this family. It needs gradients only if the case does and the family has a backward."""
+        """The case's call, with `kernel` set to this family. It needs gradients only if the case does and the family
+        has a backward.
+        """
         family, call = self.family.partition(".")[0], CASES_OF[self.family][self.case]()
         if not isinstance(call, Call):
             return call._replace(kernel=family)
@@ -54,25 +59,39 @@ class Unit(NamedTuple):
 
     @property
     def each_commit(self) -> bool:
-        """Whether the unit is compiled on each commit; all others are compiled nightly. Every tiling is compiled on each commit.
+        """Whether the unit is compiled on each commit; all others are compiled nightly. Every tiling is compiled on
+        each commit.
 
-        Left out are variants whose tiling another unit has. "window left" has the tiling of "window" and masks less. A window or no mask has
-        the tiling of the causal case, except at d64 and d128. Some features are compiled at one width only: ragged keys, sizes of 1, shared
-        or divided heads, deterministic dq, float16, clusters, documents, key lengths and prefixes."""
+        Left out are variants whose tiling another unit has. "window left" has the tiling of "window" and masks less. A
+        window or no mask has the tiling of the causal case, except at d64 and d128. Some features are compiled at one
+        width only: ragged keys, sizes of 1, shared or divided heads, deterministic dq, float16, clusters, documents,
+        key lengths and prefixes.
+        """
         if self.family == "blackwell":
             tilings = ("d64 dense", "d96 causal", "d128 dense", "d192/128 causal")
             return self.case == ON_EVERY_TARGET or (self.target == "sm_100" and self.case in tilings)
         of_one_width = ("ragged", "one row", "5 rows", "deterministic", "float16", "group 8 causal")
         case, at_d128 = self.case.removesuffix(", many keys"), self.case.startswith("d128")
         seen_at_d128 = (case.endswith(of_one_width) or "a cluster" in case) and not at_d128
-        spans = (("documents causal" in case or "key lengths" in case or "prefix" in case) and not at_d128) or "documents window" in case
+        spans = (
+            ("documents causal" in case or "key lengths" in case or "prefix" in case) and not at_d128
+        ) or "documents window" in case
         wide = case.endswith((" window", " dense")) and not case.startswith(("d64", "d128", "d256 dense"))
         options = case.endswith("sinks softcap") and case.startswith("d192/128")
-        variant = seen_at_d128 or wide or spans or options or case.endswith("window left") or case == "d64 packed group 4 causal sinks"
+        variant = (
+            seen_at_d128
+            or wide
+            or spans
+            or options
+            or case.endswith("window left")
+            or case == "d64 packed group 4 causal sinks"
+        )
         return self.case == ON_EVERY_TARGET or (self.target == WITH_ALL_CASES and not variant)
 
 
-REFUSED = {("d256 float64", target) for target in ("sm_86", "sm_89", "sm_120")}  # the tiles of its backward exceed 99 KiB of shared memory
+REFUSED = {
+    ("d256 float64", target) for target in ("sm_86", "sm_89", "sm_120")
+}  # the tiles of its backward exceed 99 KiB of shared memory
 UNITS = [
     Unit(family, case, target)
     for family, targets in FAMILIES.items()
@@ -83,7 +102,9 @@ UNITS = [
 
 
 class Allowance(NamedTuple):
-    """An exception to the limits: patterns of kernel, case and target, the spill bytes (stores plus loads) of the worst row, the reason."""
+    """An exception to the limits: patterns of kernel, case and target, the spill bytes (stores plus loads) of the worst
+    row, the reason.
+    """
 
     kernel: str
     case: str
@@ -100,23 +121,38 @@ class Allowance(NamedTuple):
         return f"spill {self.spill_bytes} B" + ", serialise wgmma" * self.serialized
 
     def covers(self, row: dict) -> bool:
-        return row["family"] == self.family and all(fnmatchcase(row[key], getattr(self, key)) for key in ("kernel", "case", "target"))
+        return row["family"] == self.family and all(
+            fnmatchcase(row[key], getattr(self, key)) for key in ("kernel", "case", "target")
+        )
 
 
-_TIMED = "a tiling that won on an H200 (kernels/portable/tunings.py): with fewer registers fewer CTAs share an SM, and that costs more"
+_TIMED = (
+    "a tiling that won on an H200 (kernels/portable/tunings.py): with fewer registers fewer CTAs share an SM, "
+    "and that costs more"
+)
 _OFFLINE = "never timed; of the tilings compiled offline one with few spills (kernels/portable/tunings.py)"
-_GROUP = "the loop over the heads of a group: d64 causal on sm_80 spills 1024 bytes with it and 52 without; window or packing come on top"
+_GROUP = (
+    "the loop over the heads of a group: d64 causal on sm_80 spills 1024 bytes with it and 52 without; window "
+    "or packing come on top"
+)
 _OPTIONS = "window, sinks, softcap and packing in one kernel, with a tiling chosen without them"
 _WIDE = "for correctness, not for speed: products of this dtype run on few units, and its tilings were never timed"
-_SERIAL = "ptxas C7514: the accumulators are written by others inside a pipeline stage; 64 x 32 tiles are free of it offline, but not timed"
+_SERIAL = (
+    "ptxas C7514: the accumulators are written by others inside a pipeline stage; 64 x 32 tiles are free of "
+    "it offline, but not timed"
+)
 _BETWEEN = "scalars of a step, put by under its products"
 _LOADER = "what a loader finds out of a document's tile; at d64 and d96 also what consumers need between tiles of keys"
 _JOINED = "o of the splits before, put by while the steps of the next go on: none of it within them"
-_SCATTERED = "what a loader finds out of a document's tile; where documents lie scattered, ids of a tile's keys beside its scores and o"
+_SCATTERED = (
+    "what a loader finds out of a document's tile; where documents lie scattered, ids of a tile's keys "
+    "beside its scores and o"
+)
 _FOUR = "what three or four consumers of few registers need of a tile between their steps: none of it within them"
 _CAPPED = "the softcap's tanh over all scores of a tile beside o and the weights; tilings are chosen without it"
 
-# The first line that covers a kernel counts. Bytes are those of Triton 3.6.0. The tests fail if a number is too small or larger than needed.
+# The first line that covers a kernel counts. Bytes are those of Triton 3.6.0. The tests fail if a number is too small
+# or larger than needed.
 LEDGER: tuple[Allowance, ...] = (
     Allowance("queries_kernel", "d256 float64", "sm_10?", 27044, _WIDE),
     Allowance("queries_kernel", "d64 causal float64", "*", 608, _WIDE),
@@ -193,11 +229,23 @@ def faults(row: dict) -> list[str]:
         return [] if line and line.spill_bytes is None else [f"{name} does not compile: {row['error']}"]
     allowed = (line.spill_bytes or 0) if line else 0
     found = [
-        (row["registers"] > MOST_REGISTERS, f"{row['registers']} registers a thread, expected at most {MOST_REGISTERS}"),
+        (
+            row["registers"] > MOST_REGISTERS,
+            f"{row['registers']} registers a thread, expected at most {MOST_REGISTERS}",
+        ),
         (row["shared_bytes"] > limit, f"{row['shared_bytes']} bytes of shared memory, expected at most {limit}"),
-        (row["tensor_columns"] > TENSOR_COLUMNS, f"{row['tensor_columns']} columns of tensor memory, expected at most {TENSOR_COLUMNS}"),
-        (spill_bytes(row) > allowed, f"{spill_bytes(row)} bytes of spills, expected at most {allowed}; smaller tiles, or a line in LEDGER"),
-        (row["serialized"] and not (line and line.serialized), "ptxas serialises its wgmma: an accumulator is touched while products are under way"),
+        (
+            row["tensor_columns"] > TENSOR_COLUMNS,
+            f"{row['tensor_columns']} columns of tensor memory, expected at most {TENSOR_COLUMNS}",
+        ),
+        (
+            spill_bytes(row) > allowed,
+            f"{spill_bytes(row)} bytes of spills, expected at most {allowed}; smaller tiles, or a line in LEDGER",
+        ),
+        (
+            row["serialized"] and not (line and line.serialized),
+            "ptxas serialises its wgmma: an accumulator is touched while products are under way",
+        ),
     ]
     return [f"{name}: {words}" for wrong, words in found if wrong]
 
@@ -209,7 +257,11 @@ def stale(rows: Iterable[dict]) -> list[str]:
         line = allowance(row)
         if line:
             covered[line].append(row)
-    return [f"{line.kernel} ({line.case}, {line.target}): {words}" for line, under in covered.items() if (words := _unneeded(line, under))]
+    return [
+        f"{line.kernel} ({line.case}, {line.target}): {words}"
+        for line, under in covered.items()
+        if (words := _unneeded(line, under))
+    ]
 
 
 def _unneeded(line: Allowance, under: list[dict]) -> str:
@@ -221,4 +273,7 @@ def _unneeded(line: Allowance, under: list[dict]) -> str:
     worst = max((spill_bytes(row) for row in under if "error" not in row), default=0)
     if worst >= line.spill_bytes and worst:
         return ""
-    return f"allowed {line.spill_bytes} bytes of spills, the worst takes {worst}; {'write that' if worst else 'take the line away'}"
+    return (
+        f"allowed {line.spill_bytes} bytes of spills, the worst takes {worst}; "
+        f"{'write that' if worst else 'take the line away'}"
+    )

@@ -1,12 +1,13 @@
-"""Calibration: run the same kernels, inputs and mutants in the simulator and on a GPU. A disagreement is an error of the simulator.
+"""Calibration: run the same kernels, inputs and mutants in the simulator and on a GPU. A disagreement is an error of
+the simulator.
 
-    python -m tools.proof.calibrate prepare tests/specimens/scenes.py .carry/calibration     without a GPU: outputs, mutants, simulator's reports
-    python -m tools.proof.calibrate measure .carry/calibration OUT                           on the GPU: needs only torch and Triton
+    python -m tools.proof.calibrate prepare tests/specimens/scenes.py .carry/calibration  without a GPU: simulates
+    python -m tools.proof.calibrate measure .carry/calibration OUT                        on a GPU: needs torch, Triton
     python -m tools.proof.calibrate compare .carry/calibration OUT --results results/calibration.jsonl
 
-A scenes file defines `SCENES`. A scene has a name, a target, a function of the device that returns the outputs, the file to mutate, and whether
-floating-point atomic adds must be ordered. A mutant that hangs in some simulated schedule does not run on the GPU. Every other mutant runs
-`RUNS` times, each mutant in its own process.
+A scenes file defines `SCENES`. A scene has a name, a target, a function of the device that returns the outputs, the
+file to mutate, and whether floating-point atomic adds must be ordered. A mutant that hangs in some simulated schedule
+does not run on the GPU. Every other mutant runs `RUNS` times, each mutant in its own process.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ TOLERANCE = 2e-2  # relative to the largest output: far above rounding errors, f
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("tools.proof.calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "tools.proof.calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     for name, run, places in (
         ("prepare", prepare, ("scenes", "folder")),
@@ -55,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Write to `folder`, for each scene, the simulator's outputs, and for each mutant a copy of the package with the mutated file.
+    """Write to `folder`, for each scene, the simulator's outputs, and for each mutant a copy of the package with the
+    mutated file.
 
     plan.json lists all cases with the simulator's reports."""
     from strobe.sim import Checks, simulate
@@ -79,11 +83,19 @@ def prepare(arguments: argparse.Namespace) -> int:
         for number, verdict in enumerate(verdicts):
             name = f"mutant_{number:02}"
             safe = not any(verdict.said[detector] in HANGS for detector in ("plain run", "schedules"))
-            plan.append({"scene": scene.name, "mutant": name, "said": verdict.said, "what": str(verdict.mutant), "safe": safe})
+            plan.append(
+                {"scene": scene.name, "mutant": name, "said": verdict.said, "what": str(verdict.mutant), "safe": safe}
+            )
             if safe:
                 _copy(package, place / name)
                 (place / name / package.name / scene.file).write_text(verdict.mutant.source)
-        print(f"{scene.name}: {len(verdicts)} mutants, {sum(one['safe'] for one in plan if one['scene'] == scene.name) - 1} for the GPU", flush=True)
+        print(
+            (
+                f"{scene.name}: {len(verdicts)} mutants, "
+                f"{sum(one['safe'] for one in plan if one['scene'] == scene.name) - 1} for the GPU"
+            ),
+            flush=True,
+        )
     (arguments.folder / "plan.json").write_text(json.dumps({"package": package.name, "cases": plan}, indent=1))
     return 0
 
@@ -96,15 +108,25 @@ def _copy(package: Path, place: Path) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Run each case that cannot hang in its own process, several in parallel. Writes CASE.json and the outputs of the original kernels."""
+    """Run each case that cannot hang in its own process, several in parallel. Writes CASE.json and the outputs of the
+    original kernels.
+    """
     plan = json.loads((arguments.folder / "plan.json").read_text())
     arguments.out.mkdir(parents=True, exist_ok=True)
     cases = [case for case in plan["cases"] if case["safe"] and arguments.scene in case["scene"]]
 
     def run(case: dict) -> None:
         name = f"{case['scene']}.{case['mutant']}"
-        command = [sys.executable, "-m", "tools.proof.calibrate", "repeat", str(arguments.folder / case["scene"] / case["mutant"] / plan["package"]),
-                   str(arguments.out / name), "--scene", case["scene"]]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "tools.proof.calibrate",
+            "repeat",
+            str(arguments.folder / case["scene"] / case["mutant"] / plan["package"]),
+            str(arguments.out / name),
+            "--scene",
+            case["scene"],
+        ]
         start = time.perf_counter()
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
@@ -113,7 +135,13 @@ def measure(arguments: argparse.Namespace) -> int:
             error = f"no end after {LIMIT_S} s"
         if error:
             (arguments.out / f"{name}.json").write_text(json.dumps({"error": error}))
-        print(f"{name}: {'FAILED ' + error.strip().splitlines()[-1] if error else 'ran'} in {time.perf_counter() - start:.0f} s", flush=True)
+        print(
+            (
+                f"{name}: {'FAILED ' + error.strip().splitlines()[-1] if error else 'ran'} in "
+                f"{time.perf_counter() - start:.0f} s"
+            ),
+            flush=True,
+        )
 
     originals = [case for case in cases if case["mutant"] == "original"]
     with ThreadPoolExecutor(max(1, min(12, (os.cpu_count() or 2) - 2))) as pool:
@@ -123,7 +151,9 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 def repeat(arguments: argparse.Namespace) -> int:
-    """Run one case: import the package, run its scene `RUNS` times, and count runs whose outputs differ from the original kernel's."""
+    """Run one case: import the package, run its scene `RUNS` times, and count runs whose outputs differ from the
+    original kernel's.
+    """
     sys.path.insert(0, str(arguments.package.parent))
     scenes = __import__(f"{arguments.package.name}.scenes", fromlist=["SCENES"])
     run = next(scene.run for scene in scenes.SCENES if scene.name == arguments.scene)
@@ -174,7 +204,11 @@ def compare(arguments: argparse.Namespace) -> int:
     for case in plan["cases"]:
         file = arguments.out / f"{case['scene']}.{case['mutant']}.json"
         row = {key: case[key] for key in ("scene", "mutant", "what", "said")}
-        row["gpu"] = json.loads(file.read_text()) if file.exists() else {"skipped": "may hang" if not case["safe"] else "not run"}
+        row["gpu"] = (
+            json.loads(file.read_text())
+            if file.exists()
+            else {"skipped": "may hang" if not case["safe"] else "not run"}
+        )
         if case["mutant"] == "original" and file.exists():
             simulated = torch.load(arguments.folder / case["scene"] / "simulated.pt")
             measured = torch.load(arguments.out / f"{case['scene']}.original.pt")
@@ -183,7 +217,10 @@ def compare(arguments: argparse.Namespace) -> int:
         rows.append(row)
     for row in rows:
         simulated = json.dumps(row.get("differs") or row["said"])
-        print(f"{row['scene']:26} {row['mutant']:10} {json.dumps(row['gpu'])[:90]:92} {simulated[:110]}  {row['what'][:100]}")
+        print(
+            f"{row['scene']:26} {row['mutant']:10} {json.dumps(row['gpu'])[:90]:92} {simulated[:110]}  "
+            f"{row['what'][:100]}"
+        )
     if arguments.results:
         arguments.results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if arguments.table:
@@ -192,9 +229,19 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown with a line for each scene: the original kernel's difference from the simulator, and the mutants that each side noticed."""
-    titles = ("scene", "largest difference", "mutants", "may hang", "wrong on the GPU", "of these noticed here", "silent on the GPU, noticed here",
-              "silent in both")  # fmt: skip
+    """Markdown with a line for each scene: the original kernel's difference from the simulator, and the mutants that
+    each side noticed.
+    """
+    titles = (
+        "scene",
+        "largest difference",
+        "mutants",
+        "may hang",
+        "wrong on the GPU",
+        "of these noticed here",
+        "silent on the GPU, noticed here",
+        "silent in both",
+    )
     lines = ["| " + " | ".join(titles) + " |", "| --- |" + " ---: |" * (len(titles) - 1)]
     for scene in dict.fromkeys(row["scene"] for row in rows):
         mine = [row for row in rows if row["scene"] == scene and row["mutant"] != "original"]

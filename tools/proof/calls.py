@@ -1,4 +1,6 @@
-"""The calls whose kernels are compiled offline. For each kernel family they cover every tiling, every kind of mask and every option."""
+"""The calls whose kernels are compiled offline. For each kernel family they cover every tiling, every kind of mask and
+every option.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from strobe.problem.mask import Mask
 
 
 def _dense(
-    width: int, width_v: int = 0, mask: Mask | None = None, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, int] = (4, 4),
+    width: int, width_v: int = 0, mask: Mask | None = None, dtype: torch.dtype = torch.bfloat16,
+    heads: tuple[int, int] = (4, 4),
     rows: int = 256, keys: int = 256, batch: int = 1, **options,
 ) -> Call:  # fmt: skip
     shapes = ((rows, heads[0], width), (keys, heads[1], width), (keys, heads[1], width_v or width))
@@ -28,7 +31,9 @@ def _dense(
 def _packed(width: int, mask: Mask, heads: tuple[int, int], tokens: int = 256, **options) -> Call:
     q, k, v = (torch.empty(tokens, n, width, dtype=torch.bfloat16) for n in (heads[0], heads[1], heads[1]))
     offsets = torch.tensor([0, 100, tokens], dtype=torch.int32)
-    return Call(q, k, v, needs_grad=True, cu_seqlens_q=offsets, cu_seqlens_k=offsets)._replace(**options).with_mask(mask)
+    return (
+        Call(q, k, v, needs_grad=True, cu_seqlens_q=offsets, cu_seqlens_k=offsets)._replace(**options).with_mask(mask)
+    )
 
 
 def _documents(keys: int = 256) -> Mask:
@@ -41,8 +46,8 @@ def _lengths(keys: int = 256) -> Mask:
 
 _ALIKE: dict[str, Any] = {"batch_invariant": True, "needs_grad": False}
 
-# Portable kernels: together these cover every tiling in the tables, every kind of load, every part of a mask and every option.
-# The dtype is bfloat16 unless the name has another.
+# Portable kernels: together these cover every tiling in the tables, every kind of load, every part of a mask and every
+# option. The dtype is bfloat16 unless the name has another.
 CASES: dict[str, Callable[[], Call]] = {
     "d64 dense": lambda: _dense(64),
     "d64 causal": lambda: _dense(64, mask=masks.causal()),
@@ -59,7 +64,9 @@ CASES: dict[str, Callable[[], Call]] = {
     "d128 key lengths": lambda: _dense(128, mask=_lengths()),
     "d64 group 8 window": lambda: _dense(64, mask=masks.window(1024, 0), heads=(8, 1)),
     "d64 packed group 4 causal": lambda: _packed(64, masks.causal(), (8, 2)),
-    "d128 packed window sinks softcap": lambda: _packed(128, masks.window(64, 0), (8, 2), sinks=torch.zeros(8), softcap=20.0),
+    "d128 packed window sinks softcap": lambda: _packed(
+        128, masks.window(64, 0), (8, 2), sinks=torch.zeros(8), softcap=20.0
+    ),
     "d128 partial, scale < 0": lambda: _dense(128, partial=True, scale=-0.1),
     "d64 float32": lambda: _dense(64, dtype=torch.float32),
     "d256 causal float32": lambda: _dense(256, mask=masks.causal(), dtype=torch.float32),
@@ -72,12 +79,19 @@ CASES: dict[str, Callable[[], Call]] = {
 
 def _hopper_cases() -> dict[str, Callable[[], Call]]:
     """Hopper: each tiling with each kind of band, keys that end within a tile ("ragged"), options, and sizes of 1."""
-    bands = {"dense": masks.full(), "causal": masks.causal(), "window": masks.window(100, 20), "window left": masks.window(100, None)}
+    bands = {
+        "dense": masks.full(),
+        "causal": masks.causal(),
+        "window": masks.window(100, 20),
+        "window left": masks.window(100, None),
+    }
     cases: dict[str, Callable[[], Call]] = {}
     for name, widths in {"d64": (64, 64), "d128": (128, 128), "d192/128": (192, 128), "d256": (256, 256)}.items():
         cases |= {f"{name} {band}": partial(_dense, *widths, mask=mask) for band, mask in bands.items()}
         cases[f"{name} ragged"] = partial(_dense, *widths, keys=253)
-        cases[f"{name} window sinks softcap"] = partial(_dense, *widths, mask=bands["window"], sinks=torch.zeros(4), softcap=20.0)
+        cases[f"{name} window sinks softcap"] = partial(
+            _dense, *widths, mask=bands["window"], sinks=torch.zeros(4), softcap=20.0
+        )
         cases[f"{name} one row"] = partial(_dense, *widths, rows=1, heads=(1, 1))
     for name, widths in {"d96": (96, 96), "d192": (192, 192), "d256/128": (256, 128)}.items():
         cases |= {f"{name} {band}": partial(_dense, *widths, mask=mask) for band, mask in bands.items()}
@@ -87,12 +101,18 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
         cases[f"{name} causal deterministic"] = partial(_dense, *widths, mask=bands["causal"], deterministic=True)
     cases["d128 packed causal"] = partial(_packed, 128, bands["causal"], (4, 4))
     for width, heads in ((128, (4, 4)), (192, (8, 1))):
-        cases[f"d{width} packed causal deterministic"] = partial(_packed, width, bands["causal"], heads, deterministic=True)
+        cases[f"d{width} packed causal deterministic"] = partial(
+            _packed, width, bands["causal"], heads, deterministic=True
+        )
     for name, width in {"d64": 64, "d128": 128, "d256": 256}.items():  # the heads of a group are divided among programs
         cases[f"{name} group 8 causal"] = partial(_dense, width, mask=bands["causal"], heads=(8, 1))
     cases["d128 packed group 4 window"] = partial(_packed, 128, bands["window"], (8, 2))
-    shared = {"d96 group 8 dense, 5 rows": (96, 96), "d128 group 8 causal, 5 rows": (128, 128), "d192/128 group 3 causal, 5 rows": (192, 128),
-              "d256 group 4 window, 5 rows": (256, 256)}  # fmt: skip
+    shared = {
+        "d96 group 8 dense, 5 rows": (96, 96),
+        "d128 group 8 causal, 5 rows": (128, 128),
+        "d192/128 group 3 causal, 5 rows": (192, 128),
+        "d256 group 4 window, 5 rows": (256, 256),
+    }
     for name, widths in shared.items():  # the heads of a group share a tile
         group, band = name.removesuffix(", 5 rows").split()[2:]
         cases[name] = partial(_dense, *widths, mask=bands[band], heads=(2 * int(group), 2), rows=5)
@@ -112,26 +132,46 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
     for name, width in {"d64": 64, "d128": 128, "d256": 256}.items():
         cases[f"{name} key lengths"] = partial(_dense, width, mask=_lengths())
         cases[f"{name} prefix"] = partial(_dense, width, mask=masks.prefix_causal(100))
-        cases[f"{name} key lengths, many keys"] = partial(_dense, width, mask=_lengths(2048), rows=2048, keys=2048, needs_grad=False)
-    few = masks.documents(torch.zeros(1, 5, dtype=torch.int32), torch.zeros(1, 256, dtype=torch.int32)) & bands["window"] & _lengths()
+        cases[f"{name} key lengths, many keys"] = partial(
+            _dense, width, mask=_lengths(2048), rows=2048, keys=2048, needs_grad=False
+        )
+    few = (
+        masks.documents(torch.zeros(1, 5, dtype=torch.int32), torch.zeros(1, 256, dtype=torch.int32))
+        & bands["window"]
+        & _lengths()
+    )
     cases["d128 group 4 documents window key lengths, 5 rows"] = partial(
         _dense, 128, mask=few, heads=(8, 2), rows=5, sinks=torch.zeros(8), softcap=20.0
     )
     cases |= _many_keys()
     options = {"sinks": torch.zeros(32), "softcap": 20.0}
-    cases["d64 group 16 window sinks softcap, 5 rows"] = partial(_dense, 64, mask=bands["window"], heads=(32, 2), rows=5, **options)
+    cases["d64 group 16 window sinks softcap, 5 rows"] = partial(
+        _dense, 64, mask=bands["window"], heads=(32, 2), rows=5, **options
+    )
     for name, widths in {"d64": (64, 64), "d128": (128, 128), "d192/128": (192, 128), "d256": (256, 256)}.items():
         cases[f"{name} causal batch invariant"] = partial(_dense, *widths, mask=bands["causal"], **_ALIKE)
-    cases["d128 packed group 4 window sinks batch invariant"] = partial(_packed, 128, bands["window"], (8, 2), sinks=torch.zeros(8), **_ALIKE)
-    return cases | {"d64 packed group 4 causal sinks": partial(_packed, 64, bands["causal"], (8, 2), sinks=torch.zeros(8))}
+    cases["d128 packed group 4 window sinks batch invariant"] = partial(
+        _packed, 128, bands["window"], (8, 2), sinks=torch.zeros(8), **_ALIKE
+    )
+    return cases | {
+        "d64 packed group 4 causal sinks": partial(_packed, 64, bands["causal"], (8, 2), sinks=torch.zeros(8))
+    }
 
 
 def _many_keys() -> dict[str, Callable[[], Call]]:
-    """Kernels for many keys. Forwards use optimistic softmax, except for float16. Backwards clear dq's sum although a mask bounds the keys."""
+    """Kernels for many keys. Forwards use optimistic softmax, except for float16. Backwards clear dq's sum although a
+    mask bounds the keys.
+    """
     bands = {"dense": masks.full(), "causal": masks.causal(), "window": masks.window(3000, 20)}
     many = partial(_dense, rows=8192, keys=8192, needs_grad=False)
     cases: dict[str, Callable[[], Call]] = {}
-    for name, widths in {"d64": (64, 64), "d96": (96, 96), "d128": (128, 128), "d192/128": (192, 128), "d192": (192, 192)}.items():
+    for name, widths in {
+        "d64": (64, 64),
+        "d96": (96, 96),
+        "d128": (128, 128),
+        "d192/128": (192, 128),
+        "d192": (192, 192),
+    }.items():
         cases |= {f"{name} {band}, many keys": partial(many, *widths, mask=mask) for band, mask in bands.items()}
         for band in ("causal", "window") if max(widths) <= 128 else ():
             cases[f"{name} {band}, many keys"] = partial(many, *widths, mask=bands[band], needs_grad=True)
@@ -142,14 +182,19 @@ def _many_keys() -> dict[str, Callable[[], Call]]:
     cases["d128 ragged, many keys"] = partial(many, 128, keys=8189)
     cases["d128 window left, many keys"] = partial(many, 128, mask=masks.window(1000, None))
     cases["d64 group 8 window, many keys"] = partial(many, 64, mask=bands["window"], heads=(8, 1))
-    cases["d64 window sinks softcap, many keys"] = partial(many, 64, mask=bands["window"], sinks=torch.zeros(4), softcap=20.0)
-    cases["d128 causal deterministic, many keys"] = partial(many, 128, mask=bands["causal"], needs_grad=True, deterministic=True)
+    cases["d64 window sinks softcap, many keys"] = partial(
+        many, 64, mask=bands["window"], sinks=torch.zeros(4), softcap=20.0
+    )
+    cases["d128 causal deterministic, many keys"] = partial(
+        many, 128, mask=bands["causal"], needs_grad=True, deterministic=True
+    )
     cases["d128 group 8 causal, many keys"] = partial(many, 128, mask=bands["causal"], heads=(8, 1), needs_grad=True)
     return cases | {"d128 packed causal, many keys": partial(_packed, 128, bands["causal"], (4, 4), tokens=2 * 8192)}
 
 
 def _decode(
-    width: int, page_size: int = 0, tokens: int = 1, dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None, keys: int = 4096,
+    width: int, page_size: int = 0, tokens: int = 1, dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None, keys: int = 4096,
     heads: tuple[int, int] = (32, 8), **options,
 ) -> DecodeCall:  # fmt: skip
     pages = (keys // page_size, page_size) if page_size else (1, keys)
@@ -209,16 +254,22 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
 
 
 def _blackwell_cases() -> dict[str, Callable[[], Call]]:
-    """Blackwell: each tiling with each kind of band, options, shared heads, keys that end within a tile, and sizes of 1.
+    """Blackwell: each tiling with each kind of band, options, shared heads, keys that end within a tile, and sizes of
+    1.
 
-    Triton compiles a size of 1 as a constant, so such a kernel differs from the others. There are many heads, so that kernels with unequal
-    tiles take them from the tile counter."""
+    Triton compiles a size of 1 as a constant, so such a kernel differs from the others. There are many heads, so that
+    kernels with unequal tiles take them from the tile counter.
+    """
     bands = {"dense": masks.full(), "causal": masks.causal(), "window": masks.window(100, 20)}
     many = (160, 160)
     cases: dict[str, Callable[[], Call]] = {}
     for name, widths in {"d64": (64, 64), "d96": (96, 96), "d128": (128, 128), "d192/128": (192, 128)}.items():
-        cases |= {f"{name} {band}": partial(_dense, *widths, mask=mask, heads=many, batch=2) for band, mask in bands.items()}
-        cases[f"{name} window sinks softcap"] = partial(_dense, *widths, mask=bands["window"], heads=many, sinks=torch.zeros(160), softcap=20.0)
+        cases |= {
+            f"{name} {band}": partial(_dense, *widths, mask=mask, heads=many, batch=2) for band, mask in bands.items()
+        }
+        cases[f"{name} window sinks softcap"] = partial(
+            _dense, *widths, mask=bands["window"], heads=many, sinks=torch.zeros(160), softcap=20.0
+        )
         cases[f"{name} group 8 causal, 5 rows"] = partial(_dense, *widths, mask=bands["causal"], heads=(8, 1), rows=5)
     cases["d128 dense float16"] = partial(_dense, 128, dtype=torch.float16)
     cases["d128 causal float16"] = partial(_dense, 128, mask=bands["causal"], dtype=torch.float16)
@@ -227,11 +278,14 @@ def _blackwell_cases() -> dict[str, Callable[[], Call]]:
     cases["d128 window left"] = partial(_dense, 128, mask=masks.window(100, None))
     cases["d64 packed"] = partial(_packed, 64, bands["dense"], many)
     cases["d128 packed causal"] = partial(_packed, 128, bands["causal"], (4, 4))
-    cases["d128 packed group 3 causal sinks"] = partial(_packed, 128, bands["causal"], (600, 200), sinks=torch.zeros(600))
+    cases["d128 packed group 3 causal sinks"] = partial(
+        _packed, 128, bands["causal"], (600, 200), sinks=torch.zeros(600)
+    )
     return cases | {"d96 packed group 4 window": partial(_packed, 96, bands["window"], (8, 2))}
 
 
 # kernel family -> name -> call
 CASES_OF = {
-    "portable": CASES, "portable.decode": DECODES, "hopper": _hopper_cases(), "hopper.decode": HOPPER_DECODES, "blackwell": _blackwell_cases(),
+    "portable": CASES, "portable.decode": DECODES, "hopper": _hopper_cases(), "hopper.decode": HOPPER_DECODES,
+    "blackwell": _blackwell_cases(),
 }  # fmt: skip

@@ -1,10 +1,10 @@
 """Compile kernels to machine code without a GPU, and report registers, spills, shared memory and instructions.
 
-A replacement for Triton's driver names the target. Launches are recorded instead of run. Each recorded launch is compiled with the types,
-alignments and options of the host code that launches it.
+A replacement for Triton's driver names the target. Launches are recorded instead of run. Each recorded launch is
+compiled with the types, alignments and options of the host code that launches it.
 
-    python -m tools.proof.compile --target sm_90 --case 'd128*'       compile some and print them; --roles prints the inner loop of each warp role
-    python -m tools.proof.compile --table docs/compiled.md             compile all, write results/compiled.jsonl and the page's tables
+    python -m tools.proof.compile --target sm_90 --case 'd128*'  print some; --roles: the inner loop of each warp role
+    python -m tools.proof.compile --table docs/compiled.md        all: results/compiled.jsonl and the page's tables
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ from .pages import fill
 from .record import OF_ROLES, RESULTS, in_short, key, lines_of_roles, merged, page, read, recalled, table
 from .sass import Loop, Parts, count, disassemble, fingerprint, loops
 
-_SERIALIZED = re.compile(r"\(C75(?!19)\d\d\)|instructions are serialized")  # except C7519: ptxas added one warpgroup.arrive
+_SERIALIZED = re.compile(
+    r"\(C75(?!19)\d\d\)|instructions are serialized"
+)  # except C7519: ptxas added one warpgroup.arrive
 _devices = itertools.count(1000)  # a new device number for each compile bypasses Triton's in-memory caches
 
 
@@ -152,7 +154,8 @@ def _unknown(code: str) -> Parts | None:
 def compile_job(job: Job, known: Callable[[str], Parts | None] = _unknown) -> Report:
     """Compile one launch with cold caches and report its resources. Errors of the compiler propagate.
 
-    known: returns the recorded `Parts` of machine code with a fingerprint, or None. Disassembling takes 0.2 s or more, as long as many compiles.
+    known: returns the recorded `Parts` of machine code with a fingerprint, or None. Disassembling takes 0.2 s or more,
+    as long as many compiles.
     """
     return report(job.name, job.kernel, job.target.capability, job.arguments, job.options, job.grid, known)
 
@@ -163,7 +166,13 @@ def report(
 ) -> Report:  # fmt: skip
     """`compile_job` for a launch given by its parts."""
     said = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, offline(capability), knobs.cache.scope(), knobs.nvidia.scope(), redirect_stdout(said):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        offline(capability),
+        knobs.cache.scope(),
+        knobs.nvidia.scope(),
+        redirect_stdout(said),
+    ):
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True
         start = time.perf_counter()
         compiled = kernel.warmup(*arguments, grid=grid, **options)
@@ -171,20 +180,26 @@ def report(
     taken, code, meta = _taken(said.getvalue(), name), fingerprint(compiled.asm["cubin"]), compiled.metadata
     instructions, roles = known(code) or _parts(name, compiled.asm)
     return Report(
-        name, capability, taken["registers"], taken["spill_stores"], taken["spill_loads"], taken["stack"], taken["static"] + meta.shared,
-        getattr(meta, "tmem_size", None) or 0, meta.num_warps, bool(_SERIALIZED.search(said.getvalue())), instructions, roles, code,
+        name, capability, taken["registers"], taken["spill_stores"], taken["spill_loads"], taken["stack"],
+        taken["static"] + meta.shared,
+        getattr(meta, "tmem_size", None) or 0, meta.num_warps, bool(_SERIALIZED.search(said.getvalue())), instructions,
+        roles, code,
         source_of(kernel, capability, arguments, options), seconds,
     )  # fmt: skip
 
 
 def source_of(kernel: Any, capability: int, arguments: tuple, options: dict[str, Any]) -> str:
-    """A hash of everything that a kernel is compiled from: text and line numbers of its functions, types, constants, options, target, version
-    of Triton. Traits among the constants hold a hash of the package's own code (`kernels.runtime.constants`)."""
+    """A hash of everything that a kernel is compiled from: text and line numbers of its functions, types, constants,
+    options, target, version of Triton. Traits among the constants hold a hash of the package's own code
+    (`kernels.runtime.constants`).
+    """
     keys.hash_callees_first(kernel)
     told = [triton.__version__, str(capability)]
 
     def note(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
-        told.extend([source.hash(), *(f"{name}={value}" for name, value in options.items() if name != "extern_libs")])  # paths
+        told.extend(
+            [source.hash(), *(f"{name}={value}" for name, value in options.items() if name != "extern_libs")]
+        )  # paths
 
     with offline(capability) as here:
         kernel.device_caches[here.device]  # creates the cache entry, which sets kernel.compile
@@ -197,24 +212,33 @@ def source_of(kernel: Any, capability: int, arguments: tuple, options: dict[str,
 
 
 def _parts(name: str, asm: Any) -> Parts:
-    """Instruction counts and loops of a kernel's machine code. Raises KernelFault if ptxas overwrites an operand of a product."""
+    """Instruction counts and loops of a kernel's machine code. Raises KernelFault if ptxas overwrites an operand of a
+    product.
+    """
     sass = disassemble(asm["cubin"])
     if lost := clashes(asm["ptx"], sass):
         raise KernelFault(
-            f"{name}: ptxas packs one left operand over another in {', '.join(lost)}; keep the one that outlives a turn in shared memory"
+            f"{name}: ptxas packs one left operand over another in {', '.join(lost)}; keep the one that outlives a "
+            "turn in shared memory"
         )
     return count(sass), loops(sass)
 
 
 def _taken(log: str, name: str) -> dict[str, int]:
-    """The figures in the output of `ptxas -v`: the largest register count of the functions, and the sums of their bytes."""
+    """The figures in the output of `ptxas -v`: the largest register count of the functions, and the sums of their
+    bytes.
+    """
     figures = {
-        "registers": r"Used (\d+) registers", "stack": r"(\d+) bytes stack frame", "spill_stores": r"(\d+) bytes spill stores",
+        "registers": r"Used (\d+) registers", "stack": r"(\d+) bytes stack frame",
+        "spill_stores": r"(\d+) bytes spill stores",
         "spill_loads": r"(\d+) bytes spill loads", "static": r"(\d+) bytes smem",
     }  # fmt: skip
     found = {key: [int(n) for n in re.findall(pattern, log)] for key, pattern in figures.items()}
     if not found["registers"] or not found["spill_stores"]:
-        raise KernelFault(f"{name}: ptxas told neither registers nor spills, so nothing can be said of them; it said: {log.strip()[-500:]!r}")
+        raise KernelFault(
+            f"{name}: ptxas told neither registers nor spills, so nothing can be said of them; it said: "
+            f"{log.strip()[-500:]!r}"
+        )
     return {key: max(values) if key == "registers" else sum(values) for key, values in found.items()}
 
 
@@ -225,14 +249,19 @@ def _planned(call: Call | DecodeCall | AppendCall, target: Target) -> Iterator[t
         return
     choice = select(DecodeProblem.from_call(call) if isinstance(call, DecodeCall) else Problem.from_call(call), target)
     shape, shape_lse = choice.problem.out_shapes
-    out, lse = torch.empty(shape, dtype=choice.problem.out_dtype), torch.empty(shape_lse, dtype=choice.problem.lse_dtype)
+    out, lse = (
+        torch.empty(shape, dtype=choice.problem.out_dtype),
+        torch.empty(shape_lse, dtype=choice.problem.lse_dtype),
+    )
     yield choice.forward, Forward(out, lse)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype) for t in call[:3])
     yield choice.backward, Backward(out, out, lse, None, dq, dk, dv, torch.empty_like(lse))
 
 
 def launches(call: Call | DecodeCall | AppendCall, target: Target) -> list[tuple[Plan, Job]]:
-    """The launches of `call` (on CPU tensors) on `target`, each with its plan: forward, and backward if gradients are needed."""
+    """The launches of `call` (on CPU tensors) on `target`, each with its plan: forward, and backward if gradients are
+    needed.
+    """
     written = _planned(call, target)
     found: list[tuple[Plan, Job]] = []
     for plan, tensors in written:
@@ -248,30 +277,50 @@ def launches(call: Call | DecodeCall | AppendCall, target: Target) -> list[tuple
 def rows(unit: Unit, kernel: str = "*", recorded: Mapping[tuple[str, ...], dict] | None = None) -> list[dict]:
     """One row for each kernel of the unit whose name matches `kernel`; none if the family does not support the case.
 
-    recorded: older rows by `key`. A kernel with the same source hash is not compiled again. Unchanged machine code is not disassembled again.
+    recorded: older rows by `key`. A kernel with the same source hash is not compiled again. Unchanged machine code is
+    not disassembled again.
     """
     try:
         found = launches(unit.call, TARGETS[unit.target])
     except UnsupportedProblem:
         return []
-    once = {job.name: (plan, job) for plan, job in reversed(found)}  # the Hopper backward launches one kernel up to three times, to convert sums
-    return [_row(unit, *once[name], (recorded or {}).get((*unit, name))) for name in reversed(once) if fnmatchcase(name, kernel)]
+    once = {
+        job.name: (plan, job) for plan, job in reversed(found)
+    }  # the Hopper backward launches one kernel up to three times, to convert sums
+    return [
+        _row(unit, *once[name], (recorded or {}).get((*unit, name)))
+        for name in reversed(once)
+        if fnmatchcase(name, kernel)
+    ]
 
 
 def _row(unit: Unit, plan: Plan, job: Job, recorded: dict | None) -> dict:
     """The kernel's row: its resources, or "error" with the reason why it does not compile."""
     source = source_of(job.kernel, job.target.capability, job.arguments, job.options)
-    whole = recorded and recalled(recorded, recorded.get("code", ""))  # whether the recorded row has all of today's columns
+    whole = recorded and recalled(
+        recorded, recorded.get("code", "")
+    )  # whether the recorded row has all of today's columns
     if recorded and whole and recorded.get("source") == source:
         return recorded
-    heading = {"family": unit.family, "kernel": job.name, "case": unit.case, "target": unit.target, "config": str(plan.config)}
+    heading = {
+        "family": unit.family,
+        "kernel": job.name,
+        "case": unit.case,
+        "target": unit.target,
+        "config": str(plan.config),
+    }
     try:
         facts = compile_job(job, partial(recalled, recorded or {}))._asdict()
     except (TritonError, RuntimeError) as error:  # from the language, ptxas and the compiler's passes
         return heading | {"error": _cause(error), "triton": triton.__version__}
     del facts["name"], facts["capability"]
     roles = {"roles": [loop.row() for loop in facts.pop("roles")]}
-    return heading | facts | (roles if roles["roles"] else {}) | {"seconds": round(facts["seconds"], 2), "triton": triton.__version__}
+    return (
+        heading
+        | facts
+        | (roles if roles["roles"] else {})
+        | {"seconds": round(facts["seconds"], 2), "triton": triton.__version__}
+    )
 
 
 def _cause(error: BaseException) -> str:
@@ -287,13 +336,23 @@ def _cause(error: BaseException) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if a kernel exceeds its budget, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m tools.proof.compile", description="Compile kernels for GPUs that are not here.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.proof.compile", description="Compile kernels for GPUs that are not here."
+    )
     parser.add_argument("--target", action="append", choices=tuple(TARGETS), help="all unless given; repeatable")
     parser.add_argument("--family", action="append", choices=tuple(FAMILIES), help="all unless given; repeatable")
     parser.add_argument("--case", default="*", metavar="PATTERN", help="names of cases, such as 'd128*'; '' is none")
     parser.add_argument("--kernel", default="*", metavar="PATTERN", help="names of kernels, such as 'forward*'")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help=f"rows go there, in the place of older ones ({RESULTS})")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="a page whose tables are written anew from all results")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="FILE",
+        help=f"rows go there, in the place of older ones ({RESULTS})",
+    )
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="a page whose tables are written anew from all results"
+    )
     parser.add_argument("--roles", action="store_true", help="print the inner loops of warps with roles, too")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (2)")
     parser.add_argument("--nvdisasm", metavar="FILE", help="a disassembler that knows more targets than Triton's own")
@@ -310,7 +369,9 @@ def _run(a: argparse.Namespace) -> int:
     units = [unit for unit in asked if fnmatchcase(unit.case, a.case)]
     if a.case and not units:
         names = ", ".join(dict.fromkeys(unit.case for unit in asked))
-        raise InvalidProblem("--case", repr(a.case), f"a pattern of {names}", "quote it, so that the shell leaves it alone")
+        raise InvalidProblem(
+            "--case", repr(a.case), f"a pattern of {names}", "quote it, so that the shell leaves it alone"
+        )
     found = list(_compiled(units, a.kernel, a.jobs, a.nvdisasm))
     done = set(units) if a.kernel == "*" else set()
     kept = [row for row in read(a.results) if Unit(*key(row)[:3]) not in done]
@@ -328,7 +389,9 @@ def _run(a: argparse.Namespace) -> int:
 
 
 def _compiled(units: list[Unit], kernel: str, jobs: int, nvdisasm: str | None) -> Iterator[dict]:
-    """The rows of all units, compiled in `jobs` new processes. Shows a progress bar if standard error is a terminal and rich is installed."""
+    """The rows of all units, compiled in `jobs` new processes. Shows a progress bar if standard error is a terminal and
+    rich is installed.
+    """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, initializer=_use, initargs=(nvdisasm,)) as pool:
         batches = pool.map(partial(rows, kernel=kernel), units)
@@ -341,12 +404,16 @@ def _compiled(units: list[Unit], kernel: str, jobs: int, nvdisasm: str | None) -
 
 
 def _use(nvdisasm: str | None) -> None:
-    """Set up a process: one torch thread, and the given disassembler. Raises InvalidProblem if Triton does not accept it."""
+    """Set up a process: one torch thread, and the given disassembler. Raises InvalidProblem if Triton does not accept
+    it.
+    """
     torch.set_num_threads(1)
     if nvdisasm:
         knobs.nvidia.nvdisasm = nvdisasm  # type: ignore[assignment]
         if knobs.nvidia.nvdisasm.path != nvdisasm:  # Triton silently uses its own if this one does not run
-            raise InvalidProblem("--nvdisasm", nvdisasm, "a program that answers --version", "give the path of nvdisasm")
+            raise InvalidProblem(
+                "--nvdisasm", nvdisasm, "a program that answers --version", "give the path of nvdisasm"
+            )
 
 
 if __name__ == "__main__":

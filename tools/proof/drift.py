@@ -1,7 +1,7 @@
 """Drift: run a few test files under other versions of Triton, each in its own environment.
 
-An environment (`.drift/VERSION`) contains only Triton. torch and all other packages come from the Python that runs this. A failure that is not
-listed in KNOWN with a reason gives the exit code 1.
+An environment (`.drift/VERSION`) contains only Triton. torch and all other packages come from the Python that runs
+this. A failure that is not listed in KNOWN with a reason gives the exit code 1.
 
     python -m tools.proof.drift                    all VERSIONS; writes results/drift.jsonl
     python -m tools.proof.drift --triton 3.9.0     one version
@@ -51,7 +51,10 @@ class Known(NamedTuple):
 
 
 _SPILLS = "*spill_store_bytes=[1-9]*"
-_PTXAS = "without spills under the Triton that is pinned; its successors bring another ptxas, which allocates otherwise. Tune when the pin moves"
+_PTXAS = (
+    "without spills under the Triton that is pinned; its successors bring another ptxas, which allocates "
+    "otherwise. Tune when the pin moves"
+)
 KNOWN: tuple[Known, ...] = (
     Known("3.8.0", "*specimens*blackwell attention d64*", _SPILLS, _PTXAS),
     Known("3.9.0", "*specimens*blackwell attention d*", _SPILLS, _PTXAS),
@@ -60,7 +63,8 @@ KNOWN: tuple[Known, ...] = (
 
 
 def environment(version: str) -> Path:
-    """The Python of the environment with this Triton and all packages of the running Python. Creates the environment if needed.
+    """The Python of the environment with this Triton and all packages of the running Python. Creates the environment if
+    needed.
 
     Raises InvalidProblem if pip cannot install the version, or if the environment imports another one."""
     home = (FOLDER / version).absolute()
@@ -69,13 +73,17 @@ def environment(version: str) -> Path:
         print(f"making {FOLDER / version}", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
         if subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", f"triton=={version}"]).returncode:
-            raise InvalidProblem("--triton", version, "a release that pip can install", "pip said why above; name another")
+            raise InvalidProblem(
+                "--triton", version, "a release that pip can install", "pip said why above; name another"
+            )
     own = _answer(python, "import sysconfig; print(sysconfig.get_path('purelib'))")
     # a .pth file appends folders to the path, so the environment's own Triton is found first
     Path(own, "rest.pth").write_text(f"{Path(__file__).parents[2] / 'src'}\n{sysconfig.get_path('purelib')}\n")
     found = _answer(python, "import triton; print(triton.__version__)")
     if found != version:
-        raise InvalidProblem("--triton", version, f"what its environment imports, {found}", f"remove {home} and run this again")
+        raise InvalidProblem(
+            "--triton", version, f"what its environment imports, {found}", f"remove {home} and run this again"
+        )
     return python
 
 
@@ -95,7 +103,18 @@ def _suite(python: Path, suite: str, arguments: Sequence[str]) -> dict[str, str]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         # with workers, a crash of the compiler ends only a worker, and pytest reports the test
-        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", f"--junitxml={report}", *arguments]
+        command = [
+            python,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-n",
+            "2",
+            f"--junitxml={report}",
+            *arguments,
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S)
         except subprocess.TimeoutExpired:
@@ -111,7 +130,8 @@ def _suite(python: Path, suite: str, arguments: Sequence[str]) -> dict[str, str]
 def outcomes(report: str) -> dict[str, str]:
     """{test: first line of its error, or ""} from pytest's JUnit XML report. Skipped tests are left out.
 
-    >>> outcomes('<a><testcase classname="tests.f" name="x"/><testcase name="y"><failure message="KeyError: 1&#10;more"/></testcase></a>')
+    >>> failed = '<testcase name="y"><failure message="KeyError: 1&#10;more"/></testcase>'
+    >>> outcomes(f'<a><testcase classname="tests.f" name="x"/>{failed}</a>')
     {'f::x': '', 'y': 'KeyError: 1'}
     """
     found: dict[str, str] = {}
@@ -125,7 +145,8 @@ def outcomes(report: str) -> dict[str, str]:
 
 
 def _first_line(fault: xml.Element) -> str:
-    """The first line of the first error. pytest marks lines of exceptions with E, and prints the first exception of a chain first.
+    """The first line of the first error. pytest marks lines of exceptions with E, and prints the first exception of a
+    chain first.
 
     For a file that cannot be collected, it is the last such line."""
     said = [line.removeprefix("E").strip() if line.startswith("E ") else "" for line in (fault.text or "").splitlines()]
@@ -160,14 +181,21 @@ def table(rows: Sequence[dict]) -> list[str]:
         error = found.get(key)
         return "-" if error is None else str(errors.index(error) + 1) if error else "ok"
 
-    lines = [f"{suite:<10} {test:<{width}}  " + "  ".join(f"{v}: {cell((suite, test, v))}" for v in versions) for suite, test in tests]
+    lines = [
+        f"{suite:<10} {test:<{width}}  " + "  ".join(f"{v}: {cell((suite, test, v))}" for v in versions)
+        for suite, test in tests
+    ]
     return lines + [f"{number} {error}" for number, error in enumerate(errors, 1)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if a test fails with an unknown error or no test ran, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m tools.proof.drift", description="This code under other versions of Triton.")
-    parser.add_argument("--triton", action="append", metavar="VERSION", help=f"{', '.join(VERSIONS)} unless given; repeatable")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.proof.drift", description="This code under other versions of Triton."
+    )
+    parser.add_argument(
+        "--triton", action="append", metavar="VERSION", help=f"{', '.join(VERSIONS)} unless given; repeatable"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help=f"rows go there ({RESULTS})")
     a = parser.parse_args(argv)
     try:
@@ -179,10 +207,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(table(rows)))
     for line in KNOWN:
         seen = any(line.covers(row) for row in rows if row["error"])
-        print(f"known: {line.triton} {line.test}: {line.why}" if seen else f"known, and gone: take the line of {line.test} ({line.triton}) away")
+        print(
+            f"known: {line.triton} {line.test}: {line.why}"
+            if seen
+            else f"known, and gone: take the line of {line.test} ({line.triton}) away"
+        )
     new = unknown(rows)
     asked = {row["triton"] for row in rows}
-    print(f"{len(rows)} tests under Triton {', '.join(sorted(asked)) or 'of no version'}, {len(new)} broken that were not known to be")
+    print(
+        f"{len(rows)} tests under Triton {', '.join(sorted(asked)) or 'of no version'}, {len(new)} broken that "
+        "were not known to be"
+    )
     return 1 if new or not rows else 0
 
 

@@ -2,9 +2,10 @@
 
     python -m tools.proof.exponential      coefficients, and errors against float64 over every float32 fraction
 
-2^x = 2^n 2^f, where n is the integer nearest to x and f is in [-1/2, 1/2]. The polynomial for 2^f is 1 at f = 0. So integers are exact,
-including the maximum of a row, and a weight of 0 is 0. Of all such polynomials of its degree it has the least relative error. Lawson's
-iteration finds it: a weighted least-squares fit whose weights grow where the error is large (C. L. Lawson, 1961).
+2^x = 2^n 2^f, where n is the integer nearest to x and f is in [-1/2, 1/2]. The polynomial for 2^f is 1 at f = 0. So
+integers are exact, including the maximum of a row, and a weight of 0 is 0. Of all such polynomials of its degree it has
+the least relative error. Lawson's iteration finds it: a weighted least-squares fit whose weights grow where the error
+is large (C. L. Lawson, 1961).
 """
 
 from __future__ import annotations

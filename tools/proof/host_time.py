@@ -3,9 +3,10 @@
     python -m tools.proof.host_time HEAD~3                    on the GPU if there is one, else on the CPU
     python -m tools.proof.host_time HEAD~3 --rounds 20 --json rows.jsonl
 
-Processes of the two checkouts alternate, so that clock drift affects both. Each process times small problems, whose kernels finish before the
-host does: a forward, a step (forward and backward under autograd), a decode, and a forward with a window and sinks. The table shows, for each
-call, the median over processes of a process's least time, and the ratio of the medians.
+Processes of the two checkouts alternate, so that clock drift affects both. Each process times small problems, whose
+kernels finish before the host does: a forward, a step (forward and backward under autograd), a decode, and a forward
+with a window and sinks. The table shows, for each call, the median over processes of a process's least time, and the
+ratio of the medians.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if list(sys.argv[1:] if argv is None else argv) == [ONE_PROCESS]:
         print(json.dumps(measure()))
         return 0
-    parser = argparse.ArgumentParser("python -m tools.proof.host_time", description="Host time of public calls, against another commit.")
+    parser = argparse.ArgumentParser(
+        "python -m tools.proof.host_time", description="Host time of public calls, against another commit."
+    )
     parser.add_argument("base", help="a commit of this repository")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="processes of each checkout (7)")
     parser.add_argument("--most", type=float, default=1.05, metavar="RATIO", help="exit code 1 above it (1.05)")
@@ -94,16 +97,25 @@ def _alternate(sources: dict[str, Path], rounds: int) -> list[dict]:
     for n in range(rounds):
         for side in list(sources)[:: 1 if n % 2 else -1]:
             environment = {**os.environ, "PYTHONPATH": str(sources[side])}
-            done = subprocess.run([sys.executable, __file__, ONE_PROCESS], capture_output=True, text=True, env=environment)
+            done = subprocess.run(
+                [sys.executable, __file__, ONE_PROCESS], capture_output=True, text=True, env=environment
+            )
             if done.returncode:
-                raise InvalidProblem(side, f"exit code {done.returncode}", "a checkout whose calls run", done.stderr.strip().split("\n")[-1])
+                raise InvalidProblem(
+                    side,
+                    f"exit code {done.returncode}",
+                    "a checkout whose calls run",
+                    done.stderr.strip().split("\n")[-1],
+                )
             for name, us in json.loads(done.stdout.strip().split("\n")[-1]).items():
                 found[side].setdefault(name, []).append(us)
             print(f"{n + 1} of {rounds}, {side}", end="\r", file=sys.stderr)
     rows = []
     for name, times in found["base"].items():
         base, head = statistics.median(times), statistics.median(found["head"][name])
-        rows.append({"call": name, "base_us": round(base, 2), "head_us": round(head, 2), "ratio": round(head / base, 4)})
+        rows.append(
+            {"call": name, "base_us": round(base, 2), "head_us": round(head, 2), "ratio": round(head / base, 4)}
+        )
     return rows
 
 

@@ -1,4 +1,5 @@
-"""Mutation scores: remove or change each synchronisation of each kernel, and count the mutants that the simulator notices.
+"""Mutation scores: remove or change each synchronisation of each kernel, and count the mutants that the simulator
+notices.
 
 A mutant that no detector notices needs a reason in a JSON file of survivors ("ledger").
 
@@ -6,8 +7,8 @@ A mutant that no detector notices needs a reason in a JSON file of survivors ("l
     python -m tools.proof.mutate --table docs/simulator.md               all scenes, and the page's table
     python -m tools.proof.mutate --scenes FILE --ledger FILE             the scenes of another file
 
-A scenes file defines `SCENES`. A scene has a name, a target, a function that returns the outputs, the file to mutate (or a pattern of files),
-and whether floating-point atomic adds must be ordered.
+A scenes file defines `SCENES`. A scene has a name, a target, a function that returns the outputs, the file to mutate
+(or a pattern of files), and whether floating-point atomic adds must be ordered.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Suite(NamedTuple):
 
     def all(self) -> tuple[Any, ...]:
         if not self.scenes.is_file():
-            raise InvalidProblem("--scenes", self.scenes, "a Python file with SCENES", "run this at the root of the repository")
+            raise InvalidProblem(
+                "--scenes", self.scenes, "a Python file with SCENES", "run this at the root of the repository"
+            )
         return load(self.scenes.resolve()).SCENES
 
     def key(self, scene: Any) -> str:
@@ -65,11 +68,18 @@ SUITES = (
 Progress = Callable[[int, int], None]  # called with (mutants done, mutants in total)
 
 
-def score(suite: Suite, scene: Any, all_judges: bool = True, progress: Progress = lambda done, total: None) -> tuple[dict, list[str]]:
+def score(
+    suite: Suite, scene: Any, all_judges: bool = True, progress: Progress = lambda done, total: None
+) -> tuple[dict, list[str]]:
     """A scene's row, and messages for survivors without a reason and reasons without a survivor."""
     files = sorted(suite.scenes.resolve().parent.glob(scene.file))
     if not files:
-        raise InvalidProblem("file", repr(scene.file), "a file's place from the scenes' on, or a pattern of files", f"correct it in {scene.name}")
+        raise InvalidProblem(
+            "file",
+            repr(scene.file),
+            "a file's place from the scenes' on, or a pattern of files",
+            f"correct it in {scene.name}",
+        )
     launched = Scene(f"{suite.scenes}::{scene.name}", [])
     try:
         checks = Checks(read_fences=scene.read_fences, atomic_order=scene.ordered)
@@ -86,8 +96,10 @@ def _row(suite: Suite, scene: Any, verdicts: list[Verdict], unexplained: int, se
     noticed = sum(verdict.noticed for verdict in verdicts)
     counts = {name: sum(bool(verdict.said.get(name)) for verdict in verdicts) for name in _NAMES}
     return {
-        "scenes": str(suite.scenes), "scene": scene.name, "target": scene.target, "file": scene.file, "mutants": len(verdicts), **counts,
-        "noticed": noticed, "explained": len(verdicts) - noticed - unexplained, "seconds": round(seconds, 1), **circumstances(),
+        "scenes": str(suite.scenes), "scene": scene.name, "target": scene.target, "file": scene.file,
+        "mutants": len(verdicts), **counts,
+        "noticed": noticed, "explained": len(verdicts) - noticed - unexplained, "seconds": round(seconds, 1),
+        **circumstances(),
     }  # fmt: skip
 
 
@@ -110,8 +122,8 @@ _COLUMNS = ["mutants", *_NAMES, "noticed", "explained"]
 def table(rows: Sequence[dict]) -> str:
     """Scores as a Markdown table: one line for each scene, and one for all.
 
-    >>> print(table([{"scene": "matmul", "target": "sm_90", "mutants": 9, "plain run": 5, "schedules": 7, "happens-before": 8,
-    ...               "noticed": 8, "explained": 1}]))
+    >>> found = {"plain run": 5, "schedules": 7, "happens-before": 8, "noticed": 8, "explained": 1}
+    >>> print(table([{"scene": "matmul", "target": "sm_90", "mutants": 9, **found}]))
     | scene | target | mutants | plain run | schedules | happens-before | noticed | explained |
     | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
     | matmul | sm_90 | 9 | 5 | 7 | 8 | 8 | 1 |
@@ -128,12 +140,26 @@ def table(rows: Sequence[dict]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if a survivor has no reason or a reason has no survivor, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m tools.proof.mutate", description="Drop or bend one synchronisation at a time: who notices?")
-    parser.add_argument("--scene", default="*", metavar="PATTERN", help="names of scenes, such as 'hopper_*'; '' is none")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.proof.mutate", description="Drop or bend one synchronisation at a time: who notices?"
+    )
+    parser.add_argument(
+        "--scene", default="*", metavar="PATTERN", help="names of scenes, such as 'hopper_*'; '' is none"
+    )
     parser.add_argument("--scenes", type=Path, metavar="FILE", help="one file of scenes (all that this project has)")
-    parser.add_argument("--ledger", type=Path, metavar="FILE", help="JSON that explains survivors (survivors.json beside the scenes)")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help=f"rows go there, in the place of older ones ({RESULTS})")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="a page whose table is written anew from all results")
+    parser.add_argument(
+        "--ledger", type=Path, metavar="FILE", help="JSON that explains survivors (survivors.json beside the scenes)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="FILE",
+        help=f"rows go there, in the place of older ones ({RESULTS})",
+    )
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="a page whose table is written anew from all results"
+    )
     a = parser.parse_args(argv)
     try:
         return _run(a)
@@ -148,10 +174,14 @@ def _run(a: argparse.Namespace) -> int:
     chosen = [(suite, scene) for suite in suites for scene in suite.all() if fnmatchcase(scene.name, a.scene)]
     if a.scene and not chosen:
         names = ", ".join(scene.name for suite in suites for scene in suite.all())
-        raise InvalidProblem("--scene", repr(a.scene), f"a pattern of {names}", "quote it, so that the shell leaves it alone")
+        raise InvalidProblem(
+            "--scene", repr(a.scene), f"a pattern of {names}", "quote it, so that the shell leaves it alone"
+        )
     scored = list(_scored(chosen))
     found = [row for row, _ in scored if row]
-    faults = [fault for _, faults in scored for fault in faults] + [stray for suite in suites for stray in suite.strays()]
+    faults = [fault for _, faults in scored for fault in faults] + [
+        stray for suite in suites for stray in suite.strays()
+    ]
     everything = merged(read(a.results), found)
     a.results.write_text("".join(json.dumps(row) + "\n" for row in everything))
     if a.table:
@@ -170,7 +200,9 @@ def _scored(chosen: Sequence[tuple[Suite, Any]]) -> Iterator[tuple[dict, list[st
     with Progress(console=Console(stderr=True), transient=True) as bar:
         for suite, scene in chosen:
             task = bar.add_task(scene.name, total=None)
-            yield score(suite, scene, progress=lambda done, total, task=task: bar.update(task, completed=done, total=total))
+            yield score(
+                suite, scene, progress=lambda done, total, task=task: bar.update(task, completed=done, total=total)
+            )
             bar.remove_task(task)
 
 

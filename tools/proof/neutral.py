@@ -4,9 +4,9 @@
     python -m tools.proof.neutral HEAD~3 --family hopper --kernel 'forward*' --target sm_90
     python -m tools.proof.neutral --rows base.jsonl           compare with rows compiled earlier
 
-Triton 3.6 compiles some portable kernels in one of two ways, from run to run. So a kernel that differs is compiled up to four times more.
-Both sides compile without line information (`TRITON_DISABLE_LINE_INFO=1`), because it influences ptxas's scheduling. Hashes of sources are not
-compared. The exit code is 1 if a kernel differs.
+Triton 3.6 compiles some portable kernels in one of two ways, from run to run. So a kernel that differs is compiled up
+to four times more. Both sides compile without line information (`TRITON_DISABLE_LINE_INFO=1`), because it influences
+ptxas's scheduling. Hashes of sources are not compared. The exit code is 1 if a kernel differs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ MODULES = ("tools/proof/compile.py", "src/strobe/proof/compile.py")  # paths of 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m tools.proof.neutral", description="Compare compiled kernels with those of another commit.")
+    parser = argparse.ArgumentParser(
+        "python -m tools.proof.neutral", description="Compare compiled kernels with those of another commit."
+    )
     parser.add_argument("base", nargs="?", help="a commit of this repository")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="the base's rows, compiled before")
     for name in ("family", "target"):
@@ -63,7 +65,8 @@ def _again(row: dict, base: Sequence[dict], folder: Path) -> dict:
 
 
 def compare(base: Sequence[dict], head: Sequence[dict]) -> tuple[list[str], int]:
-    """A message for each kernel of `head` that differs from `base` or is missing there, and the number of equal kernels.
+    """A message for each kernel of `head` that differs from `base` or is missing there, and the number of equal
+    kernels.
 
     >>> row = {"family": "cpu", "case": "c", "target": "sm_90", "kernel": "k", "code": "1", "registers": 8}
     >>> compare([row], [row | {"registers": 9}])
@@ -76,7 +79,9 @@ def compare(base: Sequence[dict], head: Sequence[dict]) -> tuple[list[str], int]
         if before is None:
             lines.append(f"{family}.{kernel}, {case}, {target}: not in the base")
             continue
-        changes = [f"{name} {before.get(name)} -> {row.get(name)}" for name in COMPARED if before.get(name) != row.get(name)]
+        changes = [
+            f"{name} {before.get(name)} -> {row.get(name)}" for name in COMPARED if before.get(name) != row.get(name)
+        ]
         alike += not changes
         lines += [f"{family}.{kernel}, {case}, {target}: {', '.join(changes)}"] if changes else []
     return lines, alike
@@ -100,7 +105,9 @@ def _compiled(tree: Path, chosen: Sequence[str], rows: Path) -> list[dict]:
     command = [sys.executable, "-m", module, "--results", str(rows), *chosen]
     done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL)
     if not rows.exists():
-        raise InvalidProblem("base", str(tree), f"rows of {module}", f"it ended with exit code {done.returncode}; run it there by hand")
+        raise InvalidProblem(
+            "base", str(tree), f"rows of {module}", f"it ended with exit code {done.returncode}; run it there by hand"
+        )
     return read(rows)
 
 

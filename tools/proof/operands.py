@@ -1,9 +1,10 @@
 """Find a bug of ptxas: left operands of wgmma that share registers although the first is still needed.
 
-ptxas 12.8 (Triton 3.6) miscompiles the loop `s = q k^T; o += p v` if both left operands are in registers and have the same shape. q is loaded
-before the loop, and p is computed in it. ptxas packs p over q's registers, so from the second iteration on p is multiplied with the keys. The
-PTX is right, and there is no warning. The symptom in the machine code: a product with keys and a product with values read the same registers
-without a write in between, although no registers of the PTX are read by both.
+ptxas 12.8 (Triton 3.6) miscompiles the loop `s = q k^T; o += p v` if both left operands are in registers and have the
+same shape. q is loaded before the loop, and p is computed in it. ptxas packs p over q's registers, so from the second
+iteration on p is multiplied with the keys. The PTX is right, and there is no warning. The symptom in the machine code:
+a product with keys and a product with values read the same registers without a write in between, although no registers
+of the PTX are read by both.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def clashes(ptx: str, sass: str) -> list[str]:
     >>> clashes("", "")
     []
     """
-    if "GMMA" not in sass or any(len(kinds) > 1 for kinds in _kinds_in_ptx(ptx).values()):  # the program itself multiplies one value with both kinds
+    if "GMMA" not in sass or any(
+        len(kinds) > 1 for kinds in _kinds_in_ptx(ptx).values()
+    ):  # the program itself multiplies one value with both kinds
         return []
     return list(dict.fromkeys(f"R{first}..R{first + 3} at {at}" for first, at in _shared(sass)))
 
@@ -41,7 +44,9 @@ def _kinds_in_ptx(ptx: str) -> dict[str, set[str]]:
 
 
 def _shared(sass: str) -> Iterator[tuple[int, str]]:
-    """(first register, address) of each product whose left operand a product of the other kind read on some path, without a write since."""
+    """(first register, address) of each product whose left operand a product of the other kind read on some path,
+    without a write since.
+    """
     blocks = _blocks(sass)
     before: dict[str, _Reads] = {label: {} for label in blocks}
     waiting = list(blocks)
@@ -51,7 +56,10 @@ def _shared(sass: str) -> Iterator[tuple[int, str]]:
         after = _through(block, before[label])[0]
         for follower in block.followers:
             known = before.get(follower, after)
-            combined = {first: known.get(first, frozenset()) | after.get(first, frozenset()) for first in known.keys() | after.keys()}
+            combined = {
+                first: known.get(first, frozenset()) | after.get(first, frozenset())
+                for first in known.keys() | after.keys()
+            }
             if combined != known:
                 before[follower] = combined
                 waiting.append(follower)
@@ -59,7 +67,9 @@ def _shared(sass: str) -> Iterator[tuple[int, str]]:
         yield from _through(block, before[label])[1]
 
 
-_Reads = dict[int, frozenset[bool]]  # first register of a left operand -> kinds of products (transposed or not) that read it since its last write
+_Reads = dict[
+    int, frozenset[bool]
+]  # first register of a left operand -> kinds of products (transposed or not) that read it since its last write
 
 
 class _Block(NamedTuple):
@@ -87,7 +97,9 @@ def _through(block: _Block, reads: _Reads) -> tuple[_Reads, list[tuple[int, str]
 
 
 def _blocks(sass: str) -> dict[str, _Block]:
-    """Basic blocks by label, in order. Targets of indirect branches get no predecessor and so no reads: warp roles start there."""
+    """Basic blocks by label, in order. Targets of indirect branches get no predecessor and so no reads: warp roles
+    start there.
+    """
     blocks: dict[str, _Block] = {"": _Block([], [])}
     current, open_ended = blocks[""], True
     for text in sass.splitlines():
@@ -100,7 +112,9 @@ def _blocks(sass: str) -> dict[str, _Block]:
             address, predicate, name, operands = line.groups()
             current.lines.append((address, name, operands))
             goal = _GOAL.match(operands) if name.startswith("BRA") else None
-            open_ended = bool(predicate or (goal and goal[1]) or name.split(".")[0] not in ("BRA", "BRX", "JMX", "EXIT", "RET"))
+            open_ended = bool(
+                predicate or (goal and goal[1]) or name.split(".")[0] not in ("BRA", "BRX", "JMX", "EXIT", "RET")
+            )
             if goal:
                 current.followers.append(goal[2])
                 if open_ended:  # the rest is a new block: the branch target has not seen it
@@ -114,5 +128,7 @@ def _written(name: str, operands: str) -> range:
     first = re.match(r"R(\d+)\b", operands)
     if not first or name.split(".")[0] in ("ST", "STG", "STS", "STL", "SYNCS", "BAR", "RED"):
         return range(0)
-    width = next((count for size, count in _WIDE.items() if size in name.split(".")), 4 if name.startswith("LDSM") else 1)
+    width = next(
+        (count for size, count in _WIDE.items() if size in name.split(".")), 4 if name.startswith("LDSM") else 1
+    )
     return range(int(first[1]), int(first[1]) + width)

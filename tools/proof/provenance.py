@@ -16,7 +16,9 @@ def circumstances() -> dict[str, str | None]:
 
 def _commit() -> str | None:
     try:
-        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+        asked = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return asked.stdout.strip()

@@ -1,4 +1,6 @@
-"""The record of compiled kernels, `results/compiled.jsonl` with one row each, and the tables of docs/compiled.md made from it."""
+"""The record of compiled kernels, `results/compiled.jsonl` with one row each, and the tables of docs/compiled.md made
+from it.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,28 @@ def read(path: Path) -> list[dict]:
 
 
 def merged(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
-    """Old and new rows in the order of UNITS. A new row replaces the old one with the same key. Rows of removed units are left out."""
+    """Old and new rows in the order of UNITS. A new row replaces the old one with the same key. Rows of removed units
+    are left out.
+    """
     place = {unit: n for n, unit in enumerate(UNITS)}
     found = {key(row): row for row in itertools.chain(old, new) if Unit(*key(row)[:3]) in place}
     return sorted(found.values(), key=lambda row: place[Unit(*key(row)[:3])])
 
 
 def recalled(row: dict, code: str) -> Parts | None:
-    """The recorded `Parts` of a row, or None if its machine code is not `code` or it lacks a column of COUNTED or KINDS."""
+    """The recorded `Parts` of a row, or None if its machine code is not `code` or it lacks a column of COUNTED or
+    KINDS.
+    """
     instructions, roles = row.get("instructions", {}), row.get("roles", [])
-    if row.get("code") != code or instructions.keys() != COUNTED.keys() or any(not KINDS.keys() <= role.keys() for role in roles):
+    if (
+        row.get("code") != code
+        or instructions.keys() != COUNTED.keys()
+        or any(not KINDS.keys() <= role.keys() for role in roles)
+    ):
         return None
-    return instructions, [Loop(role["role"], role["total"], role["least"], {kind: role[kind] for kind in KINDS}) for role in roles]
+    return instructions, [
+        Loop(role["role"], role["total"], role["least"], {kind: role[kind] for kind in KINDS}) for role in roles
+    ]
 
 
 # ---------------------------------------------------------------- the page
@@ -53,13 +65,19 @@ def page(rows: Sequence[dict]) -> str:
     for name in dict.fromkeys((row["family"], row["kernel"]) for row in rows):
         found = {(row["case"], row["target"]): row for row in rows if (row["family"], row["kernel"]) == name}
         own = [target for target in targets if any(target == known for _, known in found)]
-        lines = [[case, *(in_short(found.get((case, target))) for target in own)] for case in dict.fromkeys(case for case, _ in found)]
+        lines = [
+            [case, *(in_short(found.get((case, target))) for target in own)]
+            for case in dict.fromkeys(case for case, _ in found)
+        ]
         parts += [f"### {'.'.join(name)}: registers, and bytes of spills", table(["case", *own], lines)]
     parts += [
         "### Roles: instructions in the inner loop",
         table(OF_ROLES, [line for row in rows if row["case"] in budget.IN_ROLES for line in lines_of_roles(row)]),
     ]
-    ledger = [[f"`{line.family}.{line.kernel}`", f"`{line.case}`", f"`{line.target}`", line.permits, line.why] for line in budget.LEDGER]
+    ledger = [
+        [f"`{line.family}.{line.kernel}`", f"`{line.case}`", f"`{line.target}`", line.permits, line.why]
+        for line in budget.LEDGER
+    ]
     parts += ["### The ledger: exceptions", table(["kernel", "case", "target", "may", "why"], ledger)]
     return "\n\n".join(parts)
 
@@ -72,7 +90,13 @@ def _full(row: dict) -> list[object]:
         return [row["target"], f"{row['family']}.{row['kernel']}", "-", row["error"], *"-" * (len(_FULL) - 4)]
     shared = f"{row['shared_bytes'] / 1024:.1f} of {TARGETS[row['target']].shared_bytes // 1024} KiB"
     taken = [row["registers"], budget.spill_bytes(row), row["stack_bytes"], shared, row["tensor_columns"], row["warps"]]
-    return [row["target"], f"{row['family']}.{row['kernel']}", *taken, *(row["instructions"].get(name, "-") for name in COUNTED), row["seconds"]]
+    return [
+        row["target"],
+        f"{row['family']}.{row['kernel']}",
+        *taken,
+        *(row["instructions"].get(name, "-") for name in COUNTED),
+        row["seconds"],
+    ]
 
 
 OF_ROLES = ["target", "kernel", "case", "role", "total", "least", *KINDS]
@@ -82,7 +106,9 @@ def lines_of_roles(row: dict) -> list[list[object]]:
     """Table lines, one for each loop of a warp role. Equal loops share a line."""
     alike = Counter(tuple(loop.values()) for loop in row.get("roles", []))
     named = [row["target"], f"{row['family']}.{row['kernel']}", row["case"]]
-    return [[*named, role if times == 1 else f"{role} x {times}", *numbers] for (role, *numbers), times in alike.items()]
+    return [
+        [*named, role if times == 1 else f"{role} x {times}", *numbers] for (role, *numbers), times in alike.items()
+    ]
 
 
 def in_short(row: dict | None) -> str:

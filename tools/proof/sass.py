@@ -1,7 +1,8 @@
 """Analyse a kernel's disassembly: instruction counts, and the inner loop of each warp role.
 
-Machine code has no names of roles, so a role is recognised by the instructions of its inner loop (`ROLES`). Loops are cycles in the graph of
-branches. The branch that dispatches warps to their roles is not followed, so that no loop spans two roles.
+Machine code has no names of roles, so a role is recognised by the instructions of its inner loop (`ROLES`). Loops are
+cycles in the graph of branches. The branch that dispatches warps to their roles is not followed, so that no loop spans
+two roles.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ KINDS = {  # name -> pattern, for loops
     "LDTM": r"LDTM", "STTM": r"STTM", "waits": r"SYNCS\.PHASECHK", "LDL": r"LDL", "STL": r"STL",
 }  # fmt: skip
 ROLES = {  # role -> patterns that its inner loop must contain; the first match counts
-    "softmax": ("MUFU.EX2", "STTM|HGMMA"),  # on Hopper these warps start products; loops of a sink's exponential have neither
+    "softmax": (
+        "MUFU.EX2",
+        "STTM|HGMMA",
+    ),  # on Hopper these warps start products; loops of a sink's exponential have neither
     "correct": ("LDTM", "STTM"),
     "mma": ("UTC.MMA",),
     "store": ("UTMASTG",),  # before load, because a store role may also load
@@ -53,12 +57,15 @@ class Instruction(NamedTuple):
 
     @property
     def falls_through(self) -> bool:
-        sure = not self.guarded and (not self.leads_to or self.operands.strip().startswith("`"))  # some branches have a predicate before the label
+        sure = not self.guarded and (
+            not self.leads_to or self.operands.strip().startswith("`")
+        )  # some branches have a predicate before the label
         return not (sure and self.name.startswith(_ENDS))
 
 
 class Loop(NamedTuple):
-    """The inner loop of a warp role: `total` instructions, `least` on the shortest iteration, and counts of each kind."""
+    """The inner loop of a warp role: `total` instructions, `least` on the shortest iteration, and counts of each
+    kind."""
 
     role: str
     total: int
@@ -73,11 +80,17 @@ Parts = tuple[dict[str, int], list[Loop]]  # the results of `count` and `loops`
 
 
 def fingerprint(cubin: bytes) -> str:
-    """A hash of only the kernel's instructions. A cubin (a 64-bit ELF file) also holds line numbers, paths and PTX, which are left out."""
+    """A hash of only the kernel's instructions. A cubin (a 64-bit ELF file) also holds line numbers, paths and PTX,
+    which are left out.
+    """
     begin, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)
     sections = [struct.unpack_from("<I20xQQ", cubin, begin + n * size) for n in range(count)]  # (name, offset, size)
     strings = sections[names][1]
-    code = [cubin[offset : offset + length] for name, offset, length in sections if cubin.startswith(b".text.", strings + name)]
+    code = [
+        cubin[offset : offset + length]
+        for name, offset, length in sections
+        if cubin.startswith(b".text.", strings + name)
+    ]
     return hashlib.sha256(b"".join(code)).hexdigest()[:16]
 
 
@@ -86,7 +99,9 @@ def disassemble(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([knobs.nvidia.nvdisasm.path, "-c", "-ndf", file.name], capture_output=True, text=True).stdout
+        return subprocess.run(
+            [knobs.nvidia.nvdisasm.path, "-c", "-ndf", file.name], capture_output=True, text=True
+        ).stdout
 
 
 def count(sass: str) -> dict[str, int]:
@@ -98,7 +113,8 @@ def count(sass: str) -> dict[str, int]:
 def loops(sass: str) -> list[Loop]:
     """The innermost loops that match a role, in the order of the machine code; empty if the kernel has no warp roles.
 
-    Spin loops of waits are placed after the kernel's end and are left out. So counts are those of barriers that are ready.
+    Spin loops of waits are placed after the kernel's end and are left out. So counts are those of barriers that are
+    ready.
 
     >>> code = "USETMAXREG 0x28", ".L_1:", "UTMALDG.2D [UR8], [UR4]", "@P0 BRA `(.L_1)", "EXIT"
     >>> loops("\\n".join(line if line[0] == "." else f"/*0000*/ {line} ;" for line in code))[0].total
@@ -126,7 +142,9 @@ def _lines(sass: str) -> Iterator[tuple[str, Instruction | None]]:
 
 
 def _graph(sass: str) -> nx.DiGraph:
-    """The control-flow graph up to the kernel's end. Blocks are numbered in order; edges are branches and fall-throughs."""
+    """The control-flow graph up to the kernel's end. Blocks are numbered in order; edges are branches and
+    fall-throughs.
+    """
     blocks: list[list[Instruction]] = [[]]
     at: dict[str, int] = {}
     for label, one in _lines(sass):
@@ -136,22 +154,35 @@ def _graph(sass: str) -> nx.DiGraph:
             blocks[-1].append(one)
         else:
             at[label] = len(blocks) - 1
-    end = max((n for n, block in enumerate(blocks) if block and block[-1].name == "EXIT" and not block[-1].guarded), default=len(blocks) - 1)
+    end = max(
+        (n for n, block in enumerate(blocks) if block and block[-1].name == "EXIT" and not block[-1].guarded),
+        default=len(blocks) - 1,
+    )
     graph = nx.DiGraph()
     graph.add_nodes_from((n, {"names": [one.name for one in block]}) for n, block in enumerate(blocks[: end + 1]))
-    graph.add_edges_from((n, after) for n, after in pairwise(range(end + 1)) if not blocks[n] or blocks[n][-1].falls_through)
-    branches = [(n, at[block[-1].leads_to]) for n, block in enumerate(blocks[: end + 1]) if block and block[-1].leads_to]
+    graph.add_edges_from(
+        (n, after) for n, after in pairwise(range(end + 1)) if not blocks[n] or blocks[n][-1].falls_through
+    )
+    branches = [
+        (n, at[block[-1].leads_to]) for n, block in enumerate(blocks[: end + 1]) if block and block[-1].leads_to
+    ]
     graph.add_edges_from((n, to) for n, to in branches if to <= end)
     return graph
 
 
 def _cycles(graph: nx.DiGraph) -> Iterator[set[int]]:
     """The outermost loops, each as the set of its blocks."""
-    return (part for part in nx.strongly_connected_components(graph) if len(part) > 1 or any(graph.has_edge(n, n) for n in part))
+    return (
+        part
+        for part in nx.strongly_connected_components(graph)
+        if len(part) > 1 or any(graph.has_edge(n, n) for n in part)
+    )
 
 
 def _innermost(graph: nx.DiGraph, part: set[int]) -> list[tuple[int, Loop]]:
-    """(first block, loop) for the loops with a role inside this one, or for this one if it has a role and they have none."""
+    """(first block, loop) for the loops with a role inside this one, or for this one if it has a role and they have
+    none.
+    """
     head = next((n for n in sorted(part) if set(graph.predecessors(n)) - part), min(part))
     body = nx.DiGraph(graph.subgraph(part))
     latches = list(body.predecessors(head))

@@ -1,10 +1,12 @@
-"""Compare the compiled code of our Blackwell forward with that of the Triton repository's attention example, at the same shapes.
+"""Compare the compiled code of our Blackwell forward with that of the Triton repository's attention example, at the
+same shapes.
 
-The example is python/examples/gluon/01-attention-forward.py of triton-lang/triton, at a commit that fits the installed Triton. It is not part
-of this project; its path is an argument. Its host function is called on CPU tensors, and its launch is recorded and compiled, as is ours.
+The example is python/examples/gluon/01-attention-forward.py of triton-lang/triton, at a commit that fits the installed
+Triton. It is not part of this project; its path is an argument. Its host function is called on CPU tensors, and its
+launch is recorded and compiled, as is ours.
 
     python -m tools.proof.upstream PATH --source triton-lang/triton@COMMIT --table docs/blackwell.md
-    python -m tools.proof.upstream --table docs/blackwell.md             compile only ours, and keep the recorded rows of the example
+    python -m tools.proof.upstream --table docs/blackwell.md             only ours; keeps the example's recorded rows
 """
 
 from __future__ import annotations
@@ -53,28 +55,38 @@ class Case(NamedTuple):
         return f"d{self.width} {'causal' if self.causal else 'dense'} {str(self.dtype).removeprefix('torch.')}"
 
 
-CASES = [Case(width, causal, dtype) for dtype in (torch.bfloat16, torch.float16) for width in (64, 128) for causal in (False, True)]
+CASES = [
+    Case(width, causal, dtype)
+    for dtype in (torch.bfloat16, torch.float16)
+    for width in (64, 128)
+    for causal in (False, True)
+]
 
 
 @contextmanager
 def pretending() -> Iterator[None]:
     """Within the block, Triton and torch report TARGET as the current GPU."""
     capability = divmod(TARGET.capability, 10)
-    facts = SimpleNamespace(name=TARGET.name, major=capability[0], minor=capability[1], multi_processor_count=TARGET.sm_count)
+    facts = SimpleNamespace(
+        name=TARGET.name, major=capability[0], minor=capability[1], multi_processor_count=TARGET.sm_count
+    )
     answers = {"get_device_capability": lambda *_: capability, "get_device_properties": lambda *_: facts}
     with offline(TARGET.capability), mock.patch.multiple(torch.cuda, **answers):
         yield
 
 
 def example(path: Path, function: str) -> Callable[..., Any]:
-    """The host function of the file at `path`. Raises InvalidProblem if the file does not load or lacks the function."""
+    """The host function of the file at `path`. Raises InvalidProblem if the file does not load or lacks the
+    function."""
     if not path.is_file():
         raise InvalidProblem("PATH", path, "the example's file", "fetch it from the Triton repository")
     try:
         with pretending():
             module = load(path.resolve())
     except (SceneError, AttributeError) as error:
-        raise InvalidProblem("PATH", f"{path}: {error}", f"a file for Triton {triton.__version__}", "take the example at another commit") from error
+        raise InvalidProblem(
+            "PATH", f"{path}: {error}", f"a file for Triton {triton.__version__}", "take the example at another commit"
+        ) from error
     if not callable(getattr(module, function, None)):
         raise InvalidProblem("--function", function, f"a function of {path}", "name the one that launches the forward")
     return getattr(module, function)
@@ -87,7 +99,9 @@ def theirs(host: Callable[..., Any], case: Case) -> Job:
         host(q, k, v, case.causal, SCALE)
     if len(jobs) != 1:
         launched = ", ".join(job.name for job in jobs) or "none"
-        raise InvalidProblem("--function", f"one that launches {launched}", "a launch of one kernel", "name the forward's")
+        raise InvalidProblem(
+            "--function", f"one that launches {launched}", "a launch of one kernel", "name the forward's"
+        )
     return jobs[0]
 
 
@@ -102,7 +116,14 @@ def row(source: str, case: Case, job: Job) -> dict:
     """Compile a launch without a device and return its row."""
     facts = compile_job(job)._asdict()
     facts = {key: value for key, value in facts.items() if key not in ("name", "capability", "seconds")}
-    heading = {"source": source, "case": case.name, "shape": SHAPE, "kernel": job.name, "device": "none", "target": f"sm_{TARGET.capability}"}
+    heading = {
+        "source": source,
+        "case": case.name,
+        "shape": SHAPE,
+        "kernel": job.name,
+        "device": "none",
+        "target": f"sm_{TARGET.capability}",
+    }
     return heading | facts | {"roles": [loop.row() for loop in facts["roles"]]} | circumstances()
 
 
@@ -129,7 +150,10 @@ def _turns(loops: list[dict]) -> str:
     >>> _turns([{"least": 3, "total": 3}, {"least": 4, "total": 9}, {"least": 3, "total": 3}])
     '3, 4 to 9'
     """
-    said = (str(loop["total"]) if loop["least"] == loop["total"] else f"{loop['least']} to {loop['total']}" for loop in loops)
+    said = (
+        str(loop["total"]) if loop["least"] == loop["total"] else f"{loop['least']} to {loop['total']}"
+        for loop in loops
+    )
     return ", ".join(dict.fromkeys(said)) or "-"
 
 
@@ -137,7 +161,13 @@ def show(rows: Sequence[dict]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    shown = Table(*HEADER, title=f"compiled for sm_{TARGET.capability}: instructions in the inner loop of each role; the last columns are softmax's")
+    shown = Table(
+        *HEADER,
+        title=(
+            f"compiled for sm_{TARGET.capability}: instructions in the inner loop of each role; the last columns "
+            "are softmax's"
+        ),
+    )
     for row in rows:
         shown.add_row(*map(str, line(row)))
     console = Console()
@@ -155,15 +185,34 @@ def page(rows: Sequence[dict]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m tools.proof.upstream", description="Compile Triton's example of attention beside ours.")
-    parser.add_argument("path", type=Path, nargs="?", metavar="PATH", help="the example's file; its recorded rows stay where none is given")
-    parser.add_argument("--source", default="the example", metavar="NAME", help="what it is called in rows and tables, such as REPOSITORY@COMMIT")
-    parser.add_argument("--function", default="attention_forward", metavar="NAME", help="its host function (attention_forward)")
+    parser = argparse.ArgumentParser(
+        "python -m tools.proof.upstream", description="Compile Triton's example of attention beside ours."
+    )
+    parser.add_argument(
+        "path",
+        type=Path,
+        nargs="?",
+        metavar="PATH",
+        help="the example's file; its recorded rows stay where none is given",
+    )
+    parser.add_argument(
+        "--source",
+        default="the example",
+        metavar="NAME",
+        help="what it is called in rows and tables, such as REPOSITORY@COMMIT",
+    )
+    parser.add_argument(
+        "--function", default="attention_forward", metavar="NAME", help="its host function (attention_forward)"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE", help=f"rows go there ({RESULTS})")
     parser.add_argument("--table", type=Path, metavar="FILE", help="a page whose table is written anew")
     a = parser.parse_args(argv)
     try:
-        others = _compiled(a.path, a.source, a.function) if a.path else [row for row in read(a.json) if row["source"] != OURS]
+        others = (
+            _compiled(a.path, a.source, a.function)
+            if a.path
+            else [row for row in read(a.json) if row["source"] != OURS]
+        )
         rows = [row(OURS, case, ours(case)) for case in CASES] + others
         rows.sort(key=lambda row: [case.name for case in CASES].index(row["case"]))
         a.json.write_text("".join(json.dumps(row) + "\n" for row in rows))

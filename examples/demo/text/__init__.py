@@ -1,7 +1,8 @@
 """Real text for the demo: "Alice's Adventures in Wonderland" by Lewis Carroll (1832-1898), first printed in 1865.
 
 In the public domain. alice.txt is the Millennium Fulcrum edition 2.9 that Project Gutenberg made, in the form that
-compressors are measured on as `alice29.txt` of the Canterbury Corpus; only line ends and blanks before them are changed.
+compressors are measured on as `alice29.txt` of the Canterbury Corpus; only line ends and blanks before them are
+changed.
 """
 
 from __future__ import annotations

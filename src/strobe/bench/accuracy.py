@@ -15,7 +15,8 @@ _MOST_SCORES = 2**30  # per key head: the float64 computation needs several matr
 
 
 def errors(case: Case, x: Inputs, outs: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """{contender: [largest error, RMS error]} of the output in batch entry 0 and query head 0, divided by the RMS of the exact output.
+    """{contender: [largest error, RMS error]} of the output in batch entry 0 and query head 0, divided by the RMS of
+    the exact output.
 
     Empty for a backward, for packed sequences, and on a CPU, where tests already compare each result with the oracle.
     """
@@ -24,15 +25,19 @@ def errors(case: Case, x: Inputs, outs: Mapping[str, Tensor]) -> dict[str, list[
     exact = reference.forward(_part(case, x, 0, slice(1), slice(1))).out
     size = exact.square().mean().sqrt()
     apart = {name: (out.detach()[:1, :, :1].double() - exact) / size for name, out in outs.items()}
-    return {name: [float(f"{d.abs().max():.3g}"), float(f"{d.square().mean().sqrt():.3g}")] for name, d in apart.items()}
+    return {
+        name: [float(f"{d.abs().max():.3g}"), float(f"{d.square().mean().sqrt():.3g}")] for name, d in apart.items()
+    }
 
 
 def distances(case: Case, x: Inputs, results: Mapping[str, tuple[Tensor, ...]]) -> dict[str, float]:
-    """{contender: norm of the error of its output or gradients, divided by the exact norm}; the worst over tensors, batch entries and heads.
+    """{contender: norm of the error of its output or gradients, divided by the exact norm}; the worst over tensors,
+    batch entries and heads.
 
-    Gradients are sums of P (dP - delta), which cancel if one key has all the weight. The rounding of the output shifts delta, so every kernel
-    has an error of about one rounding of P dP. So the exact norm is replaced by the norm of the gradients without delta, if that is larger.
-    Empty for packed sequences, and if one head has more than _MOST_SCORES scores.
+    Gradients are sums of P (dP - delta), which cancel if one key has all the weight. The rounding of the output shifts
+    delta, so every kernel has an error of about one rounding of P dP. So the exact norm is replaced by the norm of the
+    gradients without delta, if that is larger. Empty for packed sequences, and if one head has more than _MOST_SCORES
+    scores.
     """
     group = case.heads_q // case.groups
     if case.packed or group * case.seqlen**2 > _MOST_SCORES:
@@ -43,7 +48,9 @@ def distances(case: Case, x: Inputs, results: Mapping[str, tuple[Tensor, ...]]) 
             queries, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
             exact, norms = _exact(case, x, entry, queries, keys)
             for name, result in results.items():
-                mine = (t.detach()[entry : entry + 1, :, part].double() for t, part in zip(result, (queries, keys, keys)))
+                mine = (
+                    t.detach()[entry : entry + 1, :, part].double() for t, part in zip(result, (queries, keys, keys))
+                )
                 found = [(one - right).norm() / norm for one, right, norm in zip(mine, exact, norms)]
                 worst[name] = max(worst[name], float(torch.stack(found).nan_to_num(torch.inf).max()))
     return worst

@@ -19,7 +19,11 @@ from . import data
 TOKENS = 16384  # tokens of a dense GPU case: B = max(1, TOKENS / S)
 HEADS = {64: 32, 128: 16, 256: 8}  # head dimension -> heads: 2048 channels in all
 SIZES = {"512": 512, "1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192, "16k": 16384, "32k": 32768}
-DENSE_SIZES = {64: ("4k", "8k", "16k"), 128: ("4k", "8k", "16k", "32k"), 256: ("4k", "8k", "16k")}  # head dimension -> lengths
+DENSE_SIZES = {
+    64: ("4k", "8k", "16k"),
+    128: ("4k", "8k", "16k", "32k"),
+    256: ("4k", "8k", "16k"),
+}  # head dimension -> lengths
 UNEVEN_4K = (64, 1024, 128, 768, 512, 256, 448, 896)
 UNEVEN_8K = (1024, 1536, 256, 1792, 768, 512, 1280, 1024)
 
@@ -88,7 +92,15 @@ class Case:
         return band if ids is None else band & masks.documents(ids)
 
     def call(self, x: Inputs) -> Call:
-        call = Call(x.q, x.k, x.v, cu_seqlens_q=x.cu_seqlens, cu_seqlens_k=x.cu_seqlens, softcap=self.softcap, needs_grad=self.backward)
+        call = Call(
+            x.q,
+            x.k,
+            x.v,
+            cu_seqlens_q=x.cu_seqlens,
+            cu_seqlens_k=x.cu_seqlens,
+            softcap=self.softcap,
+            needs_grad=self.backward,
+        )
         return call.with_mask(self.mask(x.ids))
 
     def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
@@ -133,12 +145,18 @@ def suite(name: str, patterns: tuple[str, ...] | list[str] = ()) -> list[Case]:
     cases = SUITES[name]
     for pattern in patterns:
         if not any(fnmatchcase(case.name, pattern) for case in cases):
-            raise InvalidProblem("case", repr(pattern), f"a pattern for one of {', '.join(c.name for c in cases)}", "quote patterns for the shell")
+            raise InvalidProblem(
+                "case",
+                repr(pattern),
+                f"a pattern for one of {', '.join(c.name for c in cases)}",
+                "quote patterns for the shell",
+            )
     return [case for case in cases if not patterns or any(fnmatchcase(case.name, pattern) for pattern in patterns)]
 
 
 def on_data(cases: list[Case], name: str, backward: bool) -> list[Case]:
-    """The cases with inputs of a family, or of every family for "all". A file gives one causal case with the shape of its tensors.
+    """The cases with inputs of a family, or of every family for "all". A file gives one causal case with the shape of
+    its tensors.
 
     >>> [(case.name, case.data) for case in on_data(suite("forward", ["d64_causal_8k"]), "sharp4", backward=False)]
     [('d64_causal_8k', 'sharp4')]
@@ -170,24 +188,40 @@ def _gpu() -> list[Case]:
         for kind, causal in kinds
         for size in DENSE_SIZES[dim]
     ]
-    cases += [Case(f"short_{size}x{n}", n, SIZES[size], 16, head_dim=128, causal=True) for size, n in (("512", 32), ("1k", 16))]
-    widths = [("d96", 96, 0), ("d192", 192, 0), ("d192x128", 192, 128)]
-    cases += [Case(f"{name}_causal_8k", 2, SIZES["8k"], 16, head_dim=dim, head_dim_v=dim_v, causal=True) for name, dim, dim_v in widths]
-    cases += [Case(f"gqa_64_8_d128_causal_{size}", 1, SIZES[size], 64, 8, head_dim=128, causal=True) for size in ("2k", "8k")]
     cases += [
-        Case(f"b2_gqa_64_8_d128_{kind}_16k", 2, SIZES["16k"], 64, 8, head_dim=128, causal=causal) for kind, causal in kinds
+        Case(f"short_{size}x{n}", n, SIZES[size], 16, head_dim=128, causal=True)
+        for size, n in (("512", 32), ("1k", 16))
+    ]
+    widths = [("d96", 96, 0), ("d192", 192, 0), ("d192x128", 192, 128)]
+    cases += [
+        Case(f"{name}_causal_8k", 2, SIZES["8k"], 16, head_dim=dim, head_dim_v=dim_v, causal=True)
+        for name, dim, dim_v in widths
+    ]
+    cases += [
+        Case(f"gqa_64_8_d128_causal_{size}", 1, SIZES[size], 64, 8, head_dim=128, causal=True) for size in ("2k", "8k")
+    ]
+    cases += [
+        Case(f"b2_gqa_64_8_d128_{kind}_16k", 2, SIZES["16k"], 64, 8, head_dim=128, causal=causal)
+        for kind, causal in kinds
     ]  # vendors publish figures of this shape for an H200
     cases.append(Case("d128_softcap30_causal_8k", 2, SIZES["8k"], 16, head_dim=128, causal=True, softcap=30.0))
     cases.append(Case("d192x128_dense_8k", 2, SIZES["8k"], 16, head_dim=192, head_dim_v=128))
     cases.append(Case("d64_gqa_window1024_16k", 1, SIZES["16k"], 64, 8, head_dim=64, window=(1023, 0), causal=True))
-    cases.append(Case("documents_16_d128_causal_16k", 1, SIZES["16k"], 16, head_dim=128, causal=True, lengths=UNEVEN_8K * 2))
-    cases.append(_packed("varlen_32docs_gqa_causal", _uneven(32, 64, 4096), heads_q=32, heads_kv=8, head_dim=128, causal=True))
+    cases.append(
+        Case("documents_16_d128_causal_16k", 1, SIZES["16k"], 16, head_dim=128, causal=True, lengths=UNEVEN_8K * 2)
+    )
+    cases.append(
+        _packed("varlen_32docs_gqa_causal", _uneven(32, 64, 4096), heads_q=32, heads_kv=8, head_dim=128, causal=True)
+    )
     return cases
 
 
 def _deterministic() -> list[Case]:
     plain = {case.name: case for case in _gpu()}
-    return [replace(plain[name], name=f"{name}_deterministic", deterministic=True) for name in ("d64_causal_8k", "d128_causal_8k")]
+    return [
+        replace(plain[name], name=f"{name}_deterministic", deterministic=True)
+        for name in ("d64_causal_8k", "d128_causal_8k")
+    ]
 
 
 def _cpu() -> list[Case]:

@@ -48,7 +48,9 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     if arguments.plot:
         plot.check(arguments.plot)
     if arguments.data != NORMAL and arguments.suite == "cpu":
-        raise InvalidProblem("--data", repr(arguments.data), "forward or backward", "the suite for CPUs is measured on normal numbers")
+        raise InvalidProblem(
+            "--data", repr(arguments.data), "forward or backward", "the suite for CPUs is measured on normal numbers"
+        )
     cases = on_data(suite(arguments.suite, arguments.case), arguments.data, arguments.suite == "backward")
     if arguments.list:
         _list(cases, arguments.json)
@@ -67,14 +69,26 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
 
 
 def roofline(arguments: argparse.Namespace) -> int:
-    """Print counted cycles for a GPU that need not be present. Raises InvalidProblem for flags that need a kernel to run. Returns 0."""
+    """Print counted cycles for a GPU that need not be present. Raises InvalidProblem for flags that need a kernel to
+    run. Returns 0.
+    """
     from . import cycles, cycles_plot
 
     a = arguments
-    ignored = {"--case": a.case, "--rivals": a.rivals, "--kernel": a.kernel, "--rounds": a.rounds is not None, "--graph": a.graph,
-               "--flush": a.flush, "--device": a.device, "--data": a.data != NORMAL}  # fmt: skip
+    ignored = {
+        "--case": a.case,
+        "--rivals": a.rivals,
+        "--kernel": a.kernel,
+        "--rounds": a.rounds is not None,
+        "--graph": a.graph,
+        "--flush": a.flush,
+        "--device": a.device,
+        "--data": a.data != NORMAL,
+    }
     for flag in [flag for flag, given in ignored.items() if given]:
-        raise InvalidProblem(flag, "bench roofline", "a suite that runs kernels", "leave it out: cycles are counted, for --target")
+        raise InvalidProblem(
+            flag, "bench roofline", "a suite that runs kernels", "leave it out: cycles are counted, for --target"
+        )
     name = next((one for one in FAKES if a.target is not None and one.lower() == a.target.lower()), a.target)
     if name not in FAKES:
         known = ", ".join(one for one, fake in FAKES.items() if fake.capability in cycles.UNITS)
@@ -89,7 +103,18 @@ def roofline(arguments: argparse.Namespace) -> int:
         with ExitStack() as stack:
             file = _open(a.json, stack)
             for row in rows:
-                print(json.dumps({"target": name, "step": row.name, "ctas": row.ctas, "by_fma": row.by_fma, **row.cycles._asdict()}), file=file)
+                print(
+                    json.dumps(
+                        {
+                            "target": name,
+                            "step": row.name,
+                            "ctas": row.ctas,
+                            "by_fma": row.by_fma,
+                            **row.cycles._asdict(),
+                        }
+                    ),
+                    file=file,
+                )
     if a.json != "-":
         cycles.show(FAKES[name], table.show)
     if a.plot:
@@ -99,10 +124,18 @@ def roofline(arguments: argparse.Namespace) -> int:
 
 def _decode(arguments: argparse.Namespace, options: Options) -> int:
     if arguments.graph or arguments.flush or arguments.plot or arguments.data != NORMAL:
-        raise InvalidProblem("--data, --graph, --flush, --plot", "decode", "none of them", "it is a graph over cold caches as it is, and has no plot")
+        raise InvalidProblem(
+            "--data, --graph, --flush, --plot",
+            "decode",
+            "none of them",
+            "it is a graph over cold caches as it is, and has no plot",
+        )
     cases = decode.suite(arguments.case)
     if arguments.list:
-        lines = [[c.name, c.batch, c.keys, c.page_size, c.heads_q, c.heads_kv, c.head_dim, "float8" if c.fp8 else "bfloat16"] for c in cases]
+        lines = [
+            [c.name, c.batch, c.keys, c.page_size, c.heads_q, c.heads_kv, c.head_dim, "float8" if c.fp8 else "bfloat16"]
+            for c in cases
+        ]
         print(json.dumps([case.name for case in cases])) if arguments.json else table.show(
             ["case", "B", "keys", "page", "H_q", "H_kv", "D", "cache"], lines
         )
@@ -110,7 +143,9 @@ def _decode(arguments: argparse.Namespace, options: Options) -> int:
     rivals = decode.pick([name for name in arguments.rivals.split(",") if name], options.device)
     with ExitStack() as stack:
         followed = table.follow(cases, "bench decode")
-        found = list(written((decode.measure(case, rivals, options) for case in followed), _open(arguments.json, stack)))
+        found = list(
+            written((decode.measure(case, rivals, options) for case in followed), _open(arguments.json, stack))
+        )
     if arguments.json != "-":
         table.bench(found)
     return 0 if all(row["ms"] for row in found) else 1
@@ -129,7 +164,20 @@ def _list(cases: list[Case], as_json: str | None) -> None:
     if as_json:
         print(json.dumps([case.name for case in cases]))
         return
-    lines = [[c.name, c.data, c.batch, c.seqlen, c.heads_q, c.groups, c.head_dim, c.width_v, str(c.dtype).removeprefix("torch.")] for c in cases]
+    lines = [
+        [
+            c.name,
+            c.data,
+            c.batch,
+            c.seqlen,
+            c.heads_q,
+            c.groups,
+            c.head_dim,
+            c.width_v,
+            str(c.dtype).removeprefix("torch."),
+        ]
+        for c in cases
+    ]
     table.show(["case", "data", "B", "S", "H_q", "H_kv", "D", "D_v", "dtype"], lines)
 
 
@@ -138,7 +186,10 @@ def _overhead(arguments: argparse.Namespace) -> int:
 
     if arguments.case or arguments.rivals or arguments.plot or arguments.kernel or arguments.data != NORMAL:
         raise InvalidProblem(
-            "--case, --data, --rivals, --plot, --kernel", "overhead", "none of them", "it measures the parts of a call, all together"
+            "--case, --data, --rivals, --plot, --kernel",
+            "overhead",
+            "none of them",
+            "it measures the parts of a call, all together",
         )
     if arguments.list:
         print(json.dumps(list(_PARTS))) if arguments.json else table.show(["part", ""], list(_PARTS.items()))
@@ -149,5 +200,7 @@ def _overhead(arguments: argparse.Namespace) -> int:
             print(json.dumps(found | circumstances(torch.device("cpu"))), file=_open(arguments.json, stack))
     if arguments.json != "-":
         lines = [[name, us, _PARTS.get(name, "")] for name, us in found.items()]
-        table.show(["part", "us", ""], lines, "host time of a call on tensors of one element, with a kernel that does nothing")
+        table.show(
+            ["part", "us", ""], lines, "host time of a call on tensors of one element, with a kernel that does nothing"
+        )
     return 0

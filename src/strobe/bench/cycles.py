@@ -1,9 +1,11 @@
-"""Which unit of a multiprocessor limits attention: cycles of tensor cores, exp unit, shared memory and issue slots for one tile.
+"""Which unit of a multiprocessor limits attention: cycles of tensor cores, exp unit, shared memory and issue slots for
+one tile.
 
     strobe bench roofline --target B200
 
-Cycles are counted, not measured: operations of each product, operands read from shared memory, exponentials, and instructions of the softmax.
-A step takes at least as long as its busiest unit. Figures for Blackwell are predictions: strobe's kernel has not run on a Blackwell GPU.
+Cycles are counted, not measured: operations of each product, operands read from shared memory, exponentials, and
+instructions of the softmax. A step takes at least as long as its busiest unit. Figures for Blackwell are predictions:
+strobe's kernel has not run on a Blackwell GPU.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ class Unit(NamedTuple):
 
     flops: int  # of dense 16-bit products
     exps: int
-    tensor_memory: bool  # True: accumulators and first operands need no shared memory; second operands are read once per 128 rows, not 64
+    # True: accumulators and first operands need no shared memory; second operands are read once per 128 rows, not 64
+    tensor_memory: bool
 
 
 UNITS = {90: Unit(4096, 16, False), 100: Unit(8192, 16, True), 103: Unit(8192, 32, True)}
 
 
 class Product(NamedTuple):
-    """A product with m x n results, summed over k. a_shared: the first operand a is read from shared memory; else reading it is free."""
+    """A product with m x n results, summed over k. a_shared: the first operand a is read from shared memory; else
+    reading it is free.
+    """
 
     m: int
     n: int
@@ -53,7 +58,9 @@ class Product(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One step of a forward or backward: its products, exponentials, further traffic through shared memory, and instructions."""
+    """One step of a forward or backward: its products, exponentials, further traffic through shared memory, and
+    instructions.
+    """
 
     products: tuple[Product, ...]
     exps: int
@@ -78,8 +85,11 @@ class Cycles(NamedTuple):
         return max(named, key=lambda name: named[name])
 
 
-SCORE_INSTRUCTIONS = 4.0  # multiply-add, exponential, add, half a three-way maximum, half a conversion (compiled for sm_100 at d128)
-BY_FMA_INSTRUCTIONS = 5.0  # extra for exp by multiply-adds, besides the polynomial: clamp, 3 adds, shift-add, multiply; minus the exponential
+SCORE_INSTRUCTIONS = (
+    4.0  # multiply-add, exponential, add, half a three-way maximum, half a conversion (compiled for sm_100 at d128)
+)
+# extra for exp by multiply-adds, besides the polynomial: clamp, 3 adds, shift-add, multiply; minus the exponential
+BY_FMA_INSTRUCTIONS = 5.0
 DEGREE = 3  # of the polynomial for bfloat16: its number of multiply-adds
 
 
@@ -105,7 +115,8 @@ def backward(rows: int = 128, keys: int = 128, width: int = 128, width_v: int = 
 
 
 def cycles(step: Pass, capability: int, ctas: int = 1, by_fma: float = 0.0, degree: int = DEGREE) -> Cycles:
-    """The cycles of each unit. `by_fma` is the fraction of exponentials computed with multiply-adds, by a polynomial of `degree`.
+    """The cycles of each unit. `by_fma` is the fraction of exponentials computed with multiply-adds, by a polynomial of
+    `degree`.
 
     >>> cycles(forward(), 100)[:3]
     (1024.0, 1024.0, 768.0)
@@ -116,13 +127,16 @@ def cycles(step: Pass, capability: int, ctas: int = 1, by_fma: float = 0.0, degr
     shared = sum(product.shared_bytes(unit, ctas) for product in step.products) + step.moved_bytes
     issued = step.exps * (step.instructions + by_fma * (BY_FMA_INSTRUCTIONS + degree))
     return Cycles(
-        sum(product.flops() for product in step.products) / unit.flops, step.exps * (1 - by_fma) / unit.exps, shared / SHARED_BYTES, issued / LANES,
+        sum(product.flops() for product in step.products) / unit.flops, step.exps * (1 - by_fma) / unit.exps,
+        shared / SHARED_BYTES, issued / LANES,
         step.loaded_bytes / SHARED_BYTES,
     )  # fmt: skip
 
 
 class Row(NamedTuple):
-    """A line of the table: a step with its tile, and the remedies for its bottleneck (2 CTAs, exponentials by multiply-adds)."""
+    """A line of the table: a step with its tile, and the remedies for its bottleneck (2 CTAs, exponentials by
+    multiply-adds).
+    """
 
     name: str
     ctas: int
@@ -136,7 +150,8 @@ class Row(NamedTuple):
 
 
 def _best_share(step: Pass, capability: int) -> float:
-    """The fraction of exponentials by multiply-adds, in steps of 1/32, that minimises the cycles of the busiest unit."""
+    """The fraction of exponentials by multiply-adds, in steps of 1/32, that minimises the cycles of the busiest
+    unit."""
     shares = [n / 32 for n in range(17)]
     return min(shares, key=lambda share: (max(cycles(step, capability, 1, share)[:4]), share))
 
@@ -175,8 +190,14 @@ def show(target: Target, write: Callable[..., None]) -> None:
     """Print the table with `write`, which is `bench.table.show`."""
     head = ["step", "tensor", "exp", "shared", "issue", "TMA writes", "by multiply-adds", "binds", "at most"]
     lines = [
-        [row.name, *(f"{count:.0f}" for count in row.cycles), f"{row.by_fma:.0%}", row.cycles.binds, f"{row.ceiling:.0%} of peak"]
+        [
+            row.name,
+            *(f"{count:.0f}" for count in row.cycles),
+            f"{row.by_fma:.0%}",
+            row.cycles.binds,
+            f"{row.ceiling:.0%} of peak",
+        ]
         for row in table(target)
-    ]  # fmt: skip
+    ]
     predicted = "" if target.capability == 90 else "; predictions, of kernels that have not run on a Blackwell GPU"
     write(head, lines, f"{target.name} (sm_{target.capability}): cycles of one multiprocessor for one step{predicted}")

@@ -1,16 +1,19 @@
 """Families of benchmark inputs: normal numbers, and patterns as in trained models.
 
-Speed depends on data. A kernel that rescales its accumulator only when a row's maximum grows is fast on normal numbers. It is slow if maxima
-keep growing: for sharp scores, attention sinks, or single large keys. Each family changes q and k of standard normal tensors; v stays normal.
+Speed depends on data. A kernel that rescales its accumulator only when a row's maximum grows is fast on normal numbers.
+It is slow if maxima keep growing: for sharp scores, attention sinks, or single large keys. Each family changes q and k
+of standard normal tensors; v stays normal.
 
 normal                          unchanged: the inputs of most published figures
 sharp2, sharp4, sharp8, sharp16 q times n, so scores have a standard deviation of n nats
 first1x3, first1x6, first1x12   the first key of a sequence times n: some queries attend only to it
-sink6, sink12, sink24, sink100  all queries share a direction, and only the first key points along it: its score is n nats above the mean of the
+sink6, sink12, sink24, sink100  all queries share a direction, and only the first key points along it: its score is n
+                                nats above the mean of the
                                 others, an attention sink (arXiv 2309.17453)
 grow, shrink                    keys times 0.1 to 8, rising or falling with their position
 outliers                        one key in 64 times 20
-rotary                          q and k share a component and are rotated by their position (RoPE, arXiv 2104.09864): scores fall by about
+rotary                          q and k share a component and are rotated by their position (RoPE, arXiv 2104.09864):
+                                scores fall by about
                                 12 nats away from the diagonal
 """
 
@@ -59,8 +62,15 @@ def load(file: str) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (held[name] for name in ("q", "k", "v"))
     if attempt.reason:
         raise InvalidProblem("--data", repr(file), expected, f"{remedy} ({attempt.reason})")
-    if not (q.ndim == k.ndim == v.ndim == 4 and q.dtype == k.dtype == v.dtype and q.shape[1] == k.shape[1] == v.shape[1]):
-        raise InvalidProblem("--data", f"{file} of {[tuple(t.shape) for t in (q, k, v)]}", "q, k, v [B, S, H, D] of one dtype and one S", remedy)
+    if not (
+        q.ndim == k.ndim == v.ndim == 4 and q.dtype == k.dtype == v.dtype and q.shape[1] == k.shape[1] == v.shape[1]
+    ):
+        raise InvalidProblem(
+            "--data",
+            f"{file} of {[tuple(t.shape) for t in (q, k, v)]}",
+            "q, k, v [B, S, H, D] of one dtype and one S",
+            remedy,
+        )
     return q, k, v
 
 
@@ -75,7 +85,9 @@ def _parse(name: str) -> tuple[str, float]:
     return family, float(name[len(family) :])
 
 
-def _normal(q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _normal(
+    q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     return q, k
 
 
@@ -88,7 +100,8 @@ def _first(q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: to
 
 
 def _sink(q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Set the component along a random direction: sqrt(amount) D^(1/4) for q and the first key, 0 for all other keys."""
+    """Set the component along a random direction: sqrt(amount) D^(1/4) for q and the first key, 0 for all other
+    keys."""
     head_dim = q.shape[-1]
     direction = torch.nn.functional.normalize(torch.randn(head_dim, device=q.device, generator=generator), dim=0)
     length = amount**0.5 * head_dim**0.25
@@ -101,19 +114,27 @@ def _grow(q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: tor
     return q, k * (_LEAST + (_MOST - _LEAST) * positions / positions.max().clamp(min=1))[:, None, None]
 
 
-def _shrink(q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _shrink(
+    q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     return q, k * (_MOST - (_MOST - _LEAST) * positions / positions.max().clamp(min=1))[:, None, None]
 
 
-def _outliers(q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _outliers(
+    q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     chosen = torch.rand(k.shape[:-1], device=k.device, generator=generator) < 1 / _OUTLIERS
     return q, torch.where(chosen[..., None], k * _OUTLIER_FACTOR, k)
 
 
-def _rotary(q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _rotary(
+    q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     head_dim = q.shape[-1]
     half = head_dim // 2
-    shared = torch.full((head_dim,), (_SHARED_NATS / head_dim**0.5) ** 0.5, device=q.device)  # its square sums to 12 sqrt(D)
+    shared = torch.full(
+        (head_dim,), (_SHARED_NATS / head_dim**0.5) ** 0.5, device=q.device
+    )  # its square sums to 12 sqrt(D)
     angles = positions[:, None] * _ROPE_BASE ** (-torch.arange(half, device=q.device) / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
 

@@ -1,7 +1,9 @@
-"""The decode suite: one new token for each sequence over a cold paged cache. Rival kernels read the same keys from dense rows.
+"""The decode suite: one new token for each sequence over a cold paged cache. Rival kernels read the same keys from
+dense rows.
 
-The time of a decode is the time to read its keys. In a model of many layers, keys come from memory and not from L2. So each contender has
-several caches, together larger than any L2. One sample runs over all of them; on a GPU it is one CUDA graph.
+The time of a decode is the time to read its keys. In a model of many layers, keys come from memory and not from L2. So
+each contender has several caches, together larger than any L2. One sample runs over all of them; on a GPU it is one
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from .attempt import Attempt
 from .run import Contender, Options, _drop_wrong, _short, circumstances, versions_of
 from .timer import Function, Timing, as_graph, interleave
 
-COLD_BYTES = 256 * 2**20  # least bytes of caches in a sample: five times the L2 of an H200 (50 MB), twice that of a B200 (126 MB)
+COLD_BYTES = (
+    256 * 2**20
+)  # least bytes of caches in a sample: five times the L2 of an H200 (50 MB), twice that of a B200 (126 MB)
 Rows = tuple[Tensor, Tensor, Tensor]  # q [B, 1, H_q, D], k and v [B, S, H_kv, D]
 Prepare = Callable[[Rows], Callable[[], Tensor]]
 
@@ -54,7 +58,9 @@ class DecodeCase:
         return max(1, ceil(COLD_BYTES / held))
 
     def inputs(self, device: torch.device, count: int = 1) -> list[tuple[Rows, PagedCache]]:
-        """`count` layers: dense rows and a cache of shuffled pages each. All share one page table and lengths, as the layers of a model do."""
+        """`count` layers: dense rows and a cache of shuffled pages each. All share one page table and lengths, as the
+        layers of a model do.
+        """
         draw = torch.Generator(device).manual_seed(0)
         columns = -(-self.keys // self.page_size)
         table = torch.randperm(self.batch * columns, device=device, generator=draw).to(torch.int32)
@@ -71,7 +77,9 @@ class DecodeCase:
 
     def _pooled(self, t: Tensor, table: Tensor) -> Tensor:
         stored = t.view(torch.uint8) if self.fp8 else t
-        room = F.pad(stored, (0, 0, 0, 0, 0, -self.keys % self.page_size)).view(len(table), self.page_size, *t.shape[2:])
+        room = F.pad(stored, (0, 0, 0, 0, 0, -self.keys % self.page_size)).view(
+            len(table), self.page_size, *t.shape[2:]
+        )
         return torch.empty_like(room).index_copy_(0, table.long(), room).view(t.dtype)
 
 
@@ -89,7 +97,8 @@ SUITE = [
 
 
 def suite(patterns: Iterable[str]) -> list[DecodeCase]:
-    """The cases whose names match a pattern (fnmatch). Without patterns: all cases. Raises InvalidProblem for a pattern without a match.
+    """The cases whose names match a pattern (fnmatch). Without patterns: all cases. Raises InvalidProblem for a pattern
+    without a match.
 
     >>> [case.name for case in suite(["b1_*"])]
     ['b1_1k', 'b1_8k', 'b1_128k']
@@ -97,7 +106,12 @@ def suite(patterns: Iterable[str]) -> list[DecodeCase]:
     patterns = list(patterns)
     for pattern in patterns:
         if not any(fnmatchcase(case.name, pattern) for case in SUITE):
-            raise InvalidProblem("case", repr(pattern), f"a pattern for one of {', '.join(c.name for c in SUITE)}", "quote patterns for the shell")
+            raise InvalidProblem(
+                "case",
+                repr(pattern),
+                f"a pattern for one of {', '.join(c.name for c in SUITE)}",
+                "quote patterns for the shell",
+            )
     return [case for case in SUITE if not patterns or any(fnmatchcase(case.name, pattern) for pattern in patterns)]
 
 
@@ -145,7 +159,9 @@ def pick(names: list[str], device: torch.device) -> dict[str, Prepare]:
 
 
 def measure(case: DecodeCase, rivals: dict[str, Prepare], options: Options) -> dict:
-    """Measure a case with strobe and every rival. In the result row, "refused" names rivals that cannot run it, with the reason."""
+    """Measure a case with strobe and every rival. In the result row, "refused" names rivals that cannot run it, with
+    the reason.
+    """
     on_gpu = options.device.type == "cuda"
     with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(options.device)) if on_gpu else nullcontext():
         inputs = case.inputs(options.device, case.copies)
@@ -176,7 +192,9 @@ def _all(calls: Sequence[Function], on_gpu: bool) -> Function:
 
 
 def _row(case: DecodeCase, choice: Choice | None, times: dict[str, Timing], options: Options) -> dict:
-    """The row, with the fields of `run.measure`. Times are those of one call: the time of a sample divided by its number of caches."""
+    """The row, with the fields of `run.measure`. Times are those of one call: the time of a sample divided by its
+    number of caches.
+    """
     target = roofline.ceiling(options.device, case.dtype)
     each = {name: Timing(*(ms / case.copies for ms in timing)) for name, timing in times.items()}
     rivals = {name: _short(timing.median_ms) for name, timing in each.items() if name != "strobe"}
@@ -186,8 +204,27 @@ def _row(case: DecodeCase, choice: Choice | None, times: dict[str, Timing], opti
         plan, mine = choice.forward, each["strobe"].median_ms
         work = plan.kernel.cost(choice.problem)
         row |= {"kernel": plan.kernel.name, "config": str(plan.config), "ms": _short(mine), "flops": work.flops}
-        row |= {"tflops": _short(roofline.tflops(work, mine)), "percent_of_ceiling": _short(roofline.percent(work, target, mine))}
-        row |= {"gbps": _short(work.moved_bytes / mine / 1e6), "ratio": _short(min(rivals.values()) / mine) if rivals else None}
-    row |= {"rivals": rivals, "versions": versions_of(rivals), "spread": {name: [_short(t.low_ms), _short(t.high_ms)] for name, t in each.items()}}
-    row |= {"timing": "graph" if options.device.type == "cuda" else "eager", "l2": "cold", "caches": case.copies, "rounds": options.rounds}
-    return row | {"peak_tflops": _short(target.peak_tflops), "peak_gbps": _short(target.peak_gbps)} | circumstances(options.device)
+        row |= {
+            "tflops": _short(roofline.tflops(work, mine)),
+            "percent_of_ceiling": _short(roofline.percent(work, target, mine)),
+        }
+        row |= {
+            "gbps": _short(work.moved_bytes / mine / 1e6),
+            "ratio": _short(min(rivals.values()) / mine) if rivals else None,
+        }
+    row |= {
+        "rivals": rivals,
+        "versions": versions_of(rivals),
+        "spread": {name: [_short(t.low_ms), _short(t.high_ms)] for name, t in each.items()},
+    }
+    row |= {
+        "timing": "graph" if options.device.type == "cuda" else "eager",
+        "l2": "cold",
+        "caches": case.copies,
+        "rounds": options.rounds,
+    }
+    return (
+        row
+        | {"peak_tflops": _short(target.peak_tflops), "peak_gbps": _short(target.peak_gbps)}
+        | circumstances(options.device)
+    )

@@ -1,7 +1,8 @@
-"""Another version of strobe as a rival in the same process: `--rivals @HEAD~1`, or `@FOLDER` for a folder with a package `strobe`.
+"""Another version of strobe as a rival in the same process: `--rivals @HEAD~1`, or `@FOLDER` for a folder with a
+package `strobe`.
 
-A process can import a package name only once. So the other version is copied, and each word `strobe` in its source is renamed. Then it has its
-own imports and torch ops, and Triton's caches distinguish its kernels from ours.
+A process can import a package name only once. So the other version is copied, and each word `strobe` in its source is
+renamed. Then it has its own imports and torch ops, and Triton's caches distinguish its kernels from ours.
 """
 
 from __future__ import annotations
@@ -38,21 +39,30 @@ class Earlier:
     def __init__(self, where: str):
         folder = Path(where) / "strobe"
         if where and (folder / "__init__.py").is_file():
-            self.name, self._package = MARK + where, partial(renamed, folder, hashlib.sha1(str(folder.resolve()).encode()).hexdigest()[:9])
+            self.name, self._package = (
+                MARK + where,
+                partial(renamed, folder, hashlib.sha1(str(folder.resolve()).encode()).hexdigest()[:9]),
+            )
         elif where and (said := _git("rev-parse", "--verify", "--short", "--end-of-options", where + "^{commit}")):
             commit = said.decode().strip()
             self.name, self._package = MARK + commit, partial(at_revision, commit)
         else:
             expected = "a git revision of the tree that strobe runs from, or a folder that holds a package strobe"
-            raise InvalidProblem("rivals", repr(MARK + where), expected, "such as @HEAD~1 in a clone, or @../before/src")
+            raise InvalidProblem(
+                "rivals", repr(MARK + where), expected, "such as @HEAD~1 in a clone, or @../before/src"
+            )
 
     def why_not(self, case: Case, device: torch.device) -> str | None:
         return None
 
     def prepare(self, case: Case, x: Inputs):
         cases, rivals = (import_module(f"{self._package()}.bench.{name}") for name in ("cases", "rivals"))
-        known = {field.name for field in fields(cases.Case)}  # an older Case has fewer fields; x already reflects the others
-        return rivals.Strobe().prepare(cases.Case(**{name: value for name, value in vars(case).items() if name in known}), x)
+        known = {
+            field.name for field in fields(cases.Case)
+        }  # an older Case has fewer fields; x already reflects the others
+        return rivals.Strobe().prepare(
+            cases.Case(**{name: value for name, value in vars(case).items() if name in known}), x
+        )
 
 
 @lru_cache
@@ -66,8 +76,9 @@ def at_revision(commit: str) -> str:
 
 @lru_cache
 def renamed(folder: Path, tag: str) -> str:
-    """Copy `folder` to a new package and import it; returns the package's name. The files are deleted at exit, because kernels' sources are
-    read from them."""
+    """Copy `folder` to a new package and import it; returns the package's name. The files are deleted at exit, because
+    kernels' sources are read from them.
+    """
     name = f"strobe_at_{tag}"
     home = Path(tempfile.mkdtemp(prefix="strobe_")) / name
     atexit.register(shutil.rmtree, home.parent, ignore_errors=True)

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from .cases import Case, Inputs
 
-_MOST_SCORES = {"cuda": 16 * 2**30, "cpu": 2 * 2**30}  # limit in bytes for one float32 score matrix; a backward holds four
+_MOST_SCORES = {
+    "cuda": 16 * 2**30,
+    "cpu": 2 * 2**30,
+}  # limit in bytes for one float32 score matrix; a backward holds four
 
 
 class Sequences(NamedTuple):
@@ -55,7 +58,11 @@ def dense_mask(case: Case, x: Inputs) -> Tensor:
 def too_many_scores(case: Case, device: torch.device) -> str | None:
     scores_bytes = 4 * case.batch * case.heads_q * case.seqlen**2
     most = _MOST_SCORES[device.type]
-    return f"one matrix of scores would be {scores_bytes / 2**30:.0f} GiB (limit here {most / 2**30:.0f})" if scores_bytes > most else None
+    return (
+        f"one matrix of scores would be {scores_bytes / 2**30:.0f} GiB (limit here {most / 2**30:.0f})"
+        if scores_bytes > most
+        else None
+    )
 
 
 def mask_mod(case: Case, device: torch.device):

@@ -1,4 +1,5 @@
-"""Facts about this machine and checks of what it can run: for `strobe env`, `strobe check`, and the rows of benchmarks."""
+"""Facts about this machine and checks of what it can run: for `strobe env`, `strobe check`, and the rows of
+benchmarks."""
 
 from __future__ import annotations
 
@@ -49,23 +50,32 @@ def facts() -> dict[str, str]:
     ['strobe', 'python', 'system']
     """
     lines = {"strobe": __version__, "python": platform.python_version(), "system": platform.platform()}
-    lines |= {name: version(name) or "not installed" for name in ("torch", "triton", "rich", "matplotlib", "transformers")}
+    lines |= {
+        name: version(name) or "not installed" for name in ("torch", "triton", "rich", "matplotlib", "transformers")
+    }
     lines["torch"] = torch.__version__  # with the build: +cpu, +cu130
     lines["cuda"] = torch.version.cuda or "not in this torch"
     lines["compiler"] = compiler() or "none found"
     lines |= {f"gpu {index}": str(Target.of(torch.device("cuda", index))) for index in range(torch.cuda.device_count())}
-    lines["cpu"] = f"{Target.of(torch.device('cpu'))}, {torch.backends.cpu.get_cpu_capability()}, torch uses {torch.get_num_threads()} threads"
+    lines["cpu"] = (
+        f"{Target.of(torch.device('cpu'))}, {torch.backends.cpu.get_cpu_capability()}, torch uses "
+        f"{torch.get_num_threads()} threads"
+    )
     lines["knobs"] = ", ".join(f"{name}={value!r}" for name, value in ENV._asdict().items())
     return lines
 
 
 def compiler() -> str | None:
-    """The path of the C compiler for Triton's launcher, or None. Triton looks for gcc, then clang, unless CC names another."""
+    """The path of the C compiler for Triton's launcher, or None. Triton looks for gcc, then clang, unless CC names
+    another.
+    """
     return shutil.which("gcc") or shutil.which("clang")
 
 
 def checks() -> Iterator[Check]:
-    """Check torch, Triton, the C compiler and GPUs, then every kernel family: a tiny forward and backward, compared with the oracle."""
+    """Check torch, Triton, the C compiler and GPUs, then every kernel family: a tiny forward and backward, compared
+    with the oracle.
+    """
     yield _torch()
     gpus = [Target.of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     yield _triton(bool(gpus))
@@ -76,7 +86,9 @@ def checks() -> Iterator[Check]:
         yield Check("gpu", "SKIP", "torch sees no CUDA device")
     for gpu in gpus:
         old = gpu.capability < LEAST_CAPABILITY
-        yield Check("gpu", "FAIL" if old else "PASS", f"{gpu}; kernels need sm_{LEAST_CAPABILITY} or newer" if old else str(gpu))
+        yield Check(
+            "gpu", "FAIL" if old else "PASS", f"{gpu}; kernels need sm_{LEAST_CAPABILITY} or newer" if old else str(gpu)
+        )
     for family in FAMILIES:
         yield _family(family)
     yield _sdpa()
@@ -84,7 +96,11 @@ def checks() -> Iterator[Check]:
 
 def _torch() -> Check:
     enough = _numbers(torch.__version__) >= LEAST_TORCH
-    return Check("torch", "PASS" if enough else "FAIL", torch.__version__ + ("" if enough else f"; needs {'.'.join(map(str, LEAST_TORCH))} or newer"))
+    return Check(
+        "torch",
+        "PASS" if enough else "FAIL",
+        torch.__version__ + ("" if enough else f"; needs {'.'.join(map(str, LEAST_TORCH))} or newer"),
+    )
 
 
 def _triton(wanted: bool) -> Check:
@@ -116,11 +132,20 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _family(family: str) -> Check:
-    """Compare a family with the oracle on one bfloat16 problem: B=2, grouped heads, more keys than rows, lengths 37 and 53."""
+    """Compare a family with the oracle on one bfloat16 problem: B=2, grouped heads, more keys than rows, lengths 37 and
+    53.
+    """
     from ..testing.compare import assert_as_good_as, assert_gradients_as_good_as
 
-    own = [kernel for direction in ("forward", "backward") for kernel in kernels(direction) if kernel.name.startswith(f"{family}.")]
-    asked = family if len(own) == 2 else own[0].name  # a kernel's name, so that another family may run the other direction
+    own = [
+        kernel
+        for direction in ("forward", "backward")
+        for kernel in kernels(direction)
+        if kernel.name.startswith(f"{family}.")
+    ]
+    asked = (
+        family if len(own) == 2 else own[0].name
+    )  # a kernel's name, so that another family may run the other direction
     place = torch.device("cuda" if torch.cuda.is_available() and family != "cpu" else "cpu")
     draw = torch.Generator().manual_seed(0)
     shapes = ((2, 37, 4, 64), (2, 53, 2, 64), (2, 53, 2, 64), (2, 37, 4, 64))
@@ -135,11 +160,17 @@ def _family(family: str) -> Check:
         gradients = torch.autograd.grad(out, (q, k, v), dout)
         assert_as_good_as((out, lse), call)
         assert_gradients_as_good_as((*gradients, None), call, dout)
-    return Check(family, "FAIL" if attempt.reason else "PASS", attempt.reason or f"forward and backward agree with float64 on {target.name}")
+    return Check(
+        family,
+        "FAIL" if attempt.reason else "PASS",
+        attempt.reason or f"forward and backward agree with float64 on {target.name}",
+    )
 
 
 def _sdpa() -> Check:
-    """The backend of torch's scaled_dot_product_attention for a plain causal call, and the kernel that runs after enable()."""
+    """The backend of torch's scaled_dot_product_attention for a plain causal call, and the kernel that runs after
+    enable().
+    """
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     q = torch.randn(1, 8, 128, 64, device=place, dtype=torch.bfloat16)
     before = sdpa.backend(place)

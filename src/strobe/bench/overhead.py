@@ -1,4 +1,5 @@
-"""Host time of a call before its kernel starts, in microseconds: tensors of one element, and a kernel that does nothing.
+"""Host time of a call before its kernel starts, in microseconds: tensors of one element, and a kernel that does
+nothing.
 
 Also SDPA on 64 keys, where torch's own kernel runs with and without strobe."""
 
@@ -28,10 +29,11 @@ ROUNDS, CALLS = 15, 300
 
 
 def measure() -> dict[str, float]:
-    """Microseconds of each part of a call: the minimum over interleaved rounds, because disturbances of the host only add time.
+    """Microseconds of each part of a call: the minimum over interleaved rounds, because disturbances of the host only
+    add time.
 
-    >>> sorted(measure())
-    ['call', 'call_causal', 'decide', 'first_time', 'flash_attn', 'keywords', 'op', 'sdpa', 'sdpa_64', 'sdpa_strobe', 'sdpa_strobe_64']
+    >>> print(*sorted(measure()))
+    call call_causal decide first_time flash_attn keywords op sdpa sdpa_64 sdpa_strobe sdpa_strobe_64
 
     keywords        keywords to a Call
     decide          look up the Choice of a Call seen before
@@ -41,14 +43,17 @@ def measure() -> dict[str, float]:
     flash_attn      `strobe.flash_attn.flash_attn_func`
     sdpa            torch's scaled_dot_product_attention, including its kernel
     sdpa_strobe     the same function after `strobe.integrations.sdpa.enable()`
-    sdpa_64, sdpa_strobe_64   both with 64 keys. Then no check for lost NaN is needed: torch's kernel can drop NaN only with fewer keys
+    sdpa_64, sdpa_strobe_64   both with 64 keys. Then no check for lost NaN is needed: torch's kernel can drop NaN only
+                              with fewer keys
                     than a vector holds.
     """
     q, k, v = (torch.randn(1, 1, 1, 1) for _ in range(3))
     rows = torch.randn(1, 1, 64, 1)
     call = Call(q, k, v)
     parts = {
-        "keywords": lambda: interface._dense(q, k, v, False, None, None, None, interface._options(None, None, None, False, None)),
+        "keywords": lambda: interface._dense(
+            q, k, v, False, None, None, None, interface._options(None, None, None, False, None)
+        ),
         "decide": lambda: ops.decide(call),
         "op": lambda: ops.FORWARD(q, k, v),
         "call": lambda: interface.attention(q, k, v),
@@ -92,6 +97,8 @@ class _Idle:
 def _idle_kernel(*calls: Call):
     """Within the block, the given calls run a kernel that does nothing."""
     decided = [ops.decide(call) for call in calls]
-    idle = [replace(choice, forward=choice.forward._replace(kernel=cast(Kernel, _Idle()), buffers=())) for choice in decided]
+    idle = [
+        replace(choice, forward=choice.forward._replace(kernel=cast(Kernel, _Idle()), buffers=())) for choice in decided
+    ]
     with mock.patch.object(ops, "_choices", Choices({ops.raw_key(call): choice for call, choice in zip(calls, idle)})):
         yield

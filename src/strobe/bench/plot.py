@@ -1,4 +1,6 @@
-"""Two plots of a run: bars (strobe and every rival for each case) and a roofline plot (rates against the device's limits)."""
+"""Two plots of a run: bars (strobe and every rival for each case) and a roofline plot (rates against the device's
+limits).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 OURS = "#d1495b"
 # Okabe and Ito's palette without its reds: colour-blind readers can distinguish the colours, and none resembles OURS
 COLOURS = {
-    "flash": "#0072b2", "cudnn": "#009e73", "efficient": "#56b4e9", "fa4": "#e69f00", "flex": "#cc79a7", "math": "#8c8c8c",
+    "flash": "#0072b2", "cudnn": "#009e73", "efficient": "#56b4e9", "fa4": "#e69f00", "flex": "#cc79a7",
+    "math": "#8c8c8c",
     "sdpa": "#0072b2", "sdpa_mask": "#56b4e9", "naive": "#b0b0b0", "self": "#e8a0a9",
 }  # fmt: skip
 EARLIER = ("#e8a0a9", "#b9818a", "#f3cdd2")  # other versions of strobe
@@ -29,7 +32,8 @@ _FORMATS = (".png", ".svg", ".pdf")
 
 
 def save(rows: Sequence[dict], path: Path) -> list[Path]:
-    """Write the bars to `path` and the roofline plot to `NAME_roofline.png` for `NAME.png`. Returns the written paths."""
+    """Write the bars to `path` and the roofline plot to `NAME_roofline.png` for `NAME.png`. Returns the written
+    paths."""
     from matplotlib.figure import Figure  # instead of pyplot, which needs a window system and has global state
 
     if len({row.get("data", NORMAL) for row in rows}) > 1:
@@ -74,7 +78,9 @@ def _bars(figure: Figure, rows: Sequence[dict]) -> None:
     names = [name for name in colours if name in met]
     bars, ticks, slot = [], [], 0
     for row in rows:
-        rates = [("strobe", row["tflops"])] * bool(row["tflops"]) + [(name, rival_tflops(row, name)) for name in names if name in row["rivals"]]
+        rates = [("strobe", row["tflops"])] * bool(row["tflops"]) + [
+            (name, rival_tflops(row, name)) for name in names if name in row["rivals"]
+        ]
         ticks.append((slot + (len(rates) - 1) / 2, label(row)))
         bars += [(slot + place, name, rate) for place, (name, rate) in enumerate(rates)]
         slot += len(rates) + 1
@@ -86,7 +92,9 @@ def _bars(figure: Figure, rows: Sequence[dict]) -> None:
         axes.barh([place for place, _ in mine], [rate for _, rate in mine], height=0.86, color=colour, label=name)
     for place, name, rate in bars:
         weight = "bold" if name == "strobe" else "normal"
-        axes.text(rate + 0.008 * farthest, place, f"{rate:.3g}", va="center", fontsize=6.5, weight=weight, color="#333333")
+        axes.text(
+            rate + 0.008 * farthest, place, f"{rate:.3g}", va="center", fontsize=6.5, weight=weight, color="#333333"
+        )
     axes.set_yticks(*zip(*ticks))
     axes.set_ylim(slot - 1, -1)
     axes.set_xlim(0, 1.07 * farthest)
@@ -110,9 +118,25 @@ def _roofline(figure: Figure, rows: Sequence[dict]) -> None:
         if best:
             axes.plot([x, x], [y, best], color="#cccccc", linewidth=0.8, zorder=2)
             axes.plot(x, best, "o", markersize=5, markerfacecolor="white", markeredgecolor=COLOURS["sdpa"], zorder=3)
-        axes.plot(x, y, "o", markersize=5, color=OURS, label=f"{number:2d}  {label(row)}  {row['percent_of_ceiling']:.3g} %", zorder=4)
+        axes.plot(
+            x,
+            y,
+            "o",
+            markersize=5,
+            color=OURS,
+            label=f"{number:2d}  {label(row)}  {row['percent_of_ceiling']:.3g} %",
+            zorder=4,
+        )
         near = (round(20 * math.log10(x)), round(20 * math.log10(y)))  # labels of nearby points go side by side
-        axes.annotate(str(number), (x, y), (5 + 11 * crowd[near], -2), textcoords="offset points", fontsize=6.5, color=OURS, zorder=5)
+        axes.annotate(
+            str(number),
+            (x, y),
+            (5 + 11 * crowd[near], -2),
+            textcoords="offset points",
+            fontsize=6.5,
+            color=OURS,
+            zorder=5,
+        )
         crowd[near] += 1
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
@@ -135,9 +159,18 @@ def _roofs(axes: Axes, rows: Sequence[dict]) -> None:
     high = max([row["intensity"] for row in rows] + knees) * 4
     for (tflops, gbps, dtype), knee in zip(roofs, knees):
         axes.plot([low, knee, high], [low * gbps / 1e3, tflops, tflops], color="#444444", linewidth=1.2, zorder=1)
-        axes.annotate(f"{dtype} {tflops:.3g} TFLOP/s", (knee, tflops), (8, -4), textcoords="offset points", va="top", fontsize=7.5)
+        axes.annotate(
+            f"{dtype} {tflops:.3g} TFLOP/s", (knee, tflops), (8, -4), textcoords="offset points", va="top", fontsize=7.5
+        )
     gbps = max(gbps for _, gbps, _ in roofs)
-    axes.annotate(f"{gbps:.0f} GB/s", (low * 1.3, low * 1.3 * gbps / 1e3), (6, -8), textcoords="offset points", va="top", fontsize=7.5)
+    axes.annotate(
+        f"{gbps:.0f} GB/s",
+        (low * 1.3, low * 1.3 * gbps / 1e3),
+        (6, -8),
+        textcoords="offset points",
+        va="top",
+        fontsize=7.5,
+    )
     axes.set_xlim(low, high)
     highest = max(tflops for tflops, _, _ in roofs)
     axes.set_ylim(min([row["tflops"] / 2 for row in rows] + [highest / 5]), 1.4 * highest)
@@ -147,4 +180,7 @@ def _where(rows: Sequence[dict]) -> str:
     """Devices, versions, dates and commits of all rows; they may come from several runs."""
     all_of = lambda values: ", ".join(sorted(set(values)))
     torches, commits = all_of(row["torch"] for row in rows), all_of(row["commit"] or "unknown" for row in rows)
-    return f"{all_of(row['device'].split(', ')[0] for row in rows)} · torch {torches} · {all_of(row['date'][:10] for row in rows)} · commit {commits}"
+    return (
+        f"{all_of(row['device'].split(', ')[0] for row in rows)} · torch {torches} · "
+        f"{all_of(row['date'][:10] for row in rows)} · commit {commits}"
+    )

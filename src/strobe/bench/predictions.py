@@ -2,7 +2,8 @@
 
     python -m strobe.bench.predictions        JSON lines, one for each shape and variant
 
-It has not run on a Blackwell GPU yet. Each variant is the same kernel without one remedy. Variants are timed in turn in one process.
+It has not run on a Blackwell GPU yet. Each variant is the same kernel without one remedy. Variants are timed in turn in
+one process.
 """
 
 from __future__ import annotations
@@ -44,9 +45,15 @@ def variants(plan: Plan) -> dict[str, Plan]:
 
 
 def predicted(plan: Plan) -> float:
-    """Cycles of the busiest unit for 128 queries and 128 keys. Rescaling o is not counted: it delays products but occupies no counted unit."""
+    """Cycles of the busiest unit for 128 queries and 128 keys. Rescaling o is not counted: it delays products but
+    occupies no counted unit.
+    """
     form = plan.config.form
-    return max(cycles(forward(128, 128, form.block_d, form.block_dv), plan.target.capability, 1, form.by_fma / 32, form.degree)[:4])
+    return max(
+        cycles(
+            forward(128, 128, form.block_d, form.block_dv), plan.target.capability, 1, form.by_fma / 32, form.degree
+        )[:4]
+    )
 
 
 def measured(widths: tuple[int, int], causal: bool) -> Iterator[dict]:
@@ -60,7 +67,14 @@ def measured(widths: tuple[int, int], causal: bool) -> Iterator[dict]:
     flops = plans["as it is"].kernel.cost(plans["as it is"].problem).flops
     for name, timing in times.items():
         ms = timing.median_ms
-        yield {"head_dims": widths, "causal": causal, "variant": name, "cycles": predicted(plans[name]), "ms": ms, "tflops": flops / ms / 1e9}
+        yield {
+            "head_dims": widths,
+            "causal": causal,
+            "variant": name,
+            "cycles": predicted(plans[name]),
+            "ms": ms,
+            "tflops": flops / ms / 1e9,
+        }
 
 
 def main() -> int:

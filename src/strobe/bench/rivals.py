@@ -1,7 +1,8 @@
-"""Rival implementations. A rival has a name, a method that tells why it cannot run a case, and a method that prepares a call.
+"""Rival implementations. A rival has a name, a method that tells why it cannot run a case, and a method that prepares a
+call.
 
-Each rival gets its best inputs. SDPA gets strided views, as from the transposes in a model. Packed kernels get documents as packed sequences.
-Masks and offsets are made before the timing.
+Each rival gets its best inputs. SDPA gets strided views, as from the transposes in a model. Packed kernels get
+documents as packed sequences. Masks and offsets are made before the timing.
 """
 
 from __future__ import annotations
@@ -59,7 +60,13 @@ class Strobe:
         if not case.packed:
             return dict(mask=case.mask(x.ids), softcap=case.softcap or None, kernel=self.kernel)
         longest = max(case.lengths)
-        return dict(cu_seqlens_q=x.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, window=case.bounds, kernel=self.kernel)
+        return dict(
+            cu_seqlens_q=x.cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            window=case.bounds,
+            kernel=self.kernel,
+        )
 
 
 class Sdpa:
@@ -90,7 +97,9 @@ class Sdpa:
 
 
 class SdpaCpu:
-    """torch's scaled_dot_product_attention on a CPU. It has no documents, so each document is one call; windows are refused."""
+    """torch's scaled_dot_product_attention on a CPU. It has no documents, so each document is one call; windows are
+    refused.
+    """
 
     name = "sdpa"
 
@@ -167,7 +176,9 @@ class Flash:
         causal = (left, right) == (-1, 0)
         window = {} if causal else dict(window_size_left=left, window_size_right=right)
         op = torch.ops.aten._flash_attention_forward
-        return lambda: op(q, k, v, offsets, offsets, longest, longest, 0.0, causal, False, **window)[0].view(x.dout.shape)
+        return lambda: op(q, k, v, offsets, offsets, longest, longest, 0.0, causal, False, **window)[0].view(
+            x.dout.shape
+        )
 
 
 class Fa4:
@@ -187,7 +198,9 @@ class Fa4:
     def prepare(self, case: Case, x: Inputs) -> Forward:
         cute = import_module("flash_attn.cute")
         causal = case.bounds == (None, 0)
-        rest: dict = dict(softmax_scale=case.head_dim**-0.5, causal=causal, window_size=(None, None) if causal else case.bounds)
+        rest: dict = dict(
+            softmax_scale=case.head_dim**-0.5, causal=causal, window_size=(None, None) if causal else case.bounds
+        )
         if case.deterministic:
             rest["deterministic"] = True
         if case.softcap:
@@ -200,21 +213,32 @@ class Fa4:
 
 
 class Flex:
-    """FlexAttention under torch.compile. The block mask is made before the timing, with ids for documents and packed sequences."""
+    """FlexAttention under torch.compile. The block mask is made before the timing, with ids for documents and packed
+    sequences.
+    """
 
     name = "flex"
 
     def why_not(self, case: Case, device: torch.device) -> str | None:
-        return None if device.type == "cuda" else "measured on cuda (on a CPU it compiles C++ for minutes and has no backward)"
+        return (
+            None
+            if device.type == "cuda"
+            else "measured on cuda (on a CPU it compiles C++ for minutes and has no backward)"
+        )
 
     def prepare(self, case: Case, x: Inputs) -> Forward:
         from torch._functorch import config
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        torch._dynamo.reset()  # the recompile limit counts over all cases; beyond it dynamo silently falls back to eager
+        # the recompile limit counts over all cases; beyond it dynamo silently falls back to eager
+        torch._dynamo.reset()
         compiled = torch.compile(flex_attention, dynamic=False)
         q, k, v = heads_first(case, x)
-        mask = create_block_mask(mask_mod(case, q.device), None, None, case.seqlen, case.seqlen, device=q.device) if case.masked else None
+        mask = (
+            create_block_mask(mask_mod(case, q.device), None, None, case.seqlen, case.seqlen, device=q.device)
+            if case.masked
+            else None
+        )
         cap = case.softcap
         capped = (lambda score, b, h, row, key: cap * torch.tanh(score / cap)) if cap else None
         call = lambda: like_ours(case, compiled(q, k, v, score_mod=capped, block_mask=mask, enable_gqa=case.grouped))
@@ -249,5 +273,7 @@ def pick(names: list[str] | tuple[str, ...], device: torch.device) -> list[Rival
     """
     for name in names:
         if name not in RIVALS and not name.startswith(MARK):
-            raise InvalidProblem("rivals", repr(name), f"names among {', '.join(RIVALS)}, or @REVISION", "separate them by commas")
+            raise InvalidProblem(
+                "rivals", repr(name), f"names among {', '.join(RIVALS)}, or @REVISION", "separate them by commas"
+            )
     return [RIVALS.get(name) or Earlier(name.removeprefix(MARK)) for name in names or HOME[device.type]]

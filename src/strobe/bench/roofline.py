@@ -21,10 +21,11 @@ _COPY_BYTES = 256 * 2**20  # larger than any last-level cache
 
 
 def cost(case: Case, x: Inputs, kernel: Kernel | None = None) -> Cost:
-    """FLOPs and bytes of the case as `kernel` counts them (default: `attention_cost`). FLOPs cover exactly the pairs that the mask admits.
+    """FLOPs and bytes of the case as `kernel` counts them (default: `attention_cost`). FLOPs cover exactly the pairs
+    that the mask admits.
 
-    A Problem does not contain the lengths of documents, because their ids are on the device. The case has them, so each document is counted
-    as a dense problem.
+    A Problem does not contain the lengths of documents, because their ids are on the device. The case has them, so each
+    document is counted as a dense problem.
     """
     count = kernel.cost if kernel else partial(attention_cost, backward=case.backward)
     problem = Problem.from_call(case.call(x))
@@ -37,7 +38,8 @@ def cost(case: Case, x: Inputs, kernel: Kernel | None = None) -> Cost:
 
 
 def ceiling(device: torch.device, dtype: torch.dtype) -> Target:
-    """The device's Target with its peaks for `dtype`: from the datasheet for 16-bit dtypes on a GPU, else measured once per process.
+    """The device's Target with its peaks for `dtype`: from the datasheet for 16-bit dtypes on a GPU, else measured once
+    per process.
 
     >>> ceiling(torch.device("cpu"), torch.float32).peak_tflops > 0
     True
@@ -68,8 +70,9 @@ def tflops(cost: Cost, ms: float) -> float:
 
 @lru_cache
 def _matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """The measured rate of a matrix product. For 16-bit dtypes it is at least float32's: a CPU without 16-bit instructions multiplies
-    bfloat16 slower than float32, and a kernel may convert."""
+    """The measured rate of a matrix product. For 16-bit dtypes it is at least float32's: a CPU without 16-bit
+    instructions multiplies bfloat16 slower than float32, and a kernel may convert.
+    """
     a, b = (torch.ones(_MATMUL, _MATMUL, dtype=dtype, device=device) for _ in range(2))
     own = 2 * _MATMUL**3 / _best_seconds(lambda: a @ b, device) / 1e12
     return own if dtype.itemsize >= 4 else max(own, _matmul_tflops(device, torch.float32))

@@ -25,12 +25,15 @@ from .machine import version
 from .rivals import SELF, Forward, Rival, Strobe
 from .timer import Function, Timing, as_graph, interleave
 
-# Allowed relative difference (Frobenius). Two correct kernels differ by a few roundings, a wrong one by tenths. float32 allows for TF32.
+# Allowed relative difference (Frobenius). Two correct kernels differ by a few roundings, a wrong one by tenths. float32
+# allows for TF32.
 AGREE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-3, torch.float64: 1e-6}
 
-# In PyTorch 2.11 a CUDA graph of these reads freed memory when it is replayed (flash: with grouped heads). The fault would end the process
-# and lose all its measurements.
-NOT_CAPTURED = dict.fromkeys((("math", "backward"), ("flash", "backward")), "its backward faults when a CUDA graph of it is replayed")
+# In PyTorch 2.11 a CUDA graph of these reads freed memory when it is replayed (flash: with grouped heads). The fault
+# would end the process and lose all its measurements.
+NOT_CAPTURED = dict.fromkeys(
+    (("math", "backward"), ("flash", "backward")), "its backward faults when a CUDA graph of it is replayed"
+)
 
 
 class Options(NamedTuple):
@@ -48,7 +51,9 @@ class Contender(NamedTuple):
 
 
 def measure(case: Case, rivals: Iterable[Rival], options: Options) -> dict:
-    """Measure a case with strobe and every rival. In the result row, "refused" names rivals that cannot run it, with the reason."""
+    """Measure a case with strobe and every rival. In the result row, "refused" names rivals that cannot run it, with
+    the reason.
+    """
     side = nullcontext()
     if options.graph:
         side = torch.cuda.stream(torch.cuda.Stream(options.device))
@@ -73,7 +78,9 @@ def measure(case: Case, rivals: Iterable[Rival], options: Options) -> dict:
 
 @contextmanager
 def reproducible(wanted: bool) -> Iterator[None]:
-    """Set torch's switch for deterministic algorithms if `wanted`; SDPA's kernels and ours follow it. Keep empty tensors unfilled."""
+    """Set torch's switch for deterministic algorithms if `wanted`; SDPA's kernels and ours follow it. Keep empty
+    tensors unfilled.
+    """
     filling: Any = import_module("torch.utils.deterministic")
     before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
     if wanted:
@@ -102,27 +109,37 @@ def _ready(rival: Rival, case: Case, x: Inputs, options: Options) -> tuple[Conte
 
 
 def _backward(forward: Forward, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-    """A function that runs only the backward and returns dq, dk, dv. The forward runs once, and its graph is retained."""
+    """A function that runs only the backward and returns dq, dk, dv. The forward runs once, and its graph is
+    retained."""
     out, leaves = forward(), (x.q, x.k, x.v)
     return lambda: torch.autograd.grad(out, leaves, x.dout, retain_graph=True)
 
 
 def _drop_wrong(
-    ready: dict[str, Contender], refused: dict[str, str], dtype: torch.dtype, ours: str, exact: Callable[[], dict[str, float]] = dict
+    ready: dict[str, Contender],
+    refused: dict[str, str],
+    dtype: torch.dtype,
+    ours: str,
+    exact: Callable[[], dict[str, float]] = dict,
 ) -> float | None:
-    """Drop contenders with wrong results, so that no wrong kernel is reported as fast. Returns our distance from the first contender in `ready`.
+    """Drop contenders with wrong results, so that no wrong kernel is reported as fast. Returns our distance from the
+    first contender in `ready`.
 
-    All results must agree with the first. If some do not, `exact` (`accuracy.distances`) gives each one's distance from float64 and decides:
-    gradients may cancel, and then kernels differ by rounding only.
+    All results must agree with the first. If some do not, `exact` (`accuracy.distances`) gives each one's distance from
+    float64 and decides: gradients may cancel, and then kernels differ by rounding only.
     """
     first, agree = next(iter(ready), ours), AGREE[dtype]
     apart = {name: _distance(ready[name].result, ready[first].result) for name in ready if name != first}
     wrong = {
-        name: f"differs from {first} by {distance:.2g} of its norm, more than {agree:g}" for name, distance in apart.items() if not distance <= agree
+        name: f"differs from {first} by {distance:.2g} of its norm, more than {agree:g}"
+        for name, distance in apart.items()
+        if not distance <= agree
     }
     if wrong and (errors := exact()):
         far = {name: error for name, error in errors.items() if not error <= agree}
-        wrong = {name: f"differs from float64 by {error:.2g} of its norm, more than {agree:g}" for name, error in far.items()}
+        wrong = {
+            name: f"differs from float64 by {error:.2g} of its norm, more than {agree:g}" for name, error in far.items()
+        }
     for name, reason in wrong.items():
         refused[name] = f"wrong: {reason}"
         del ready[name]
@@ -134,7 +151,9 @@ def _distance(mine: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
     return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
 
 
-def _row(case: Case, ours: Strobe, x: Inputs, times: dict[str, Timing], refused: dict[str, str], options: Options) -> dict:
+def _row(
+    case: Case, ours: Strobe, x: Inputs, times: dict[str, Timing], refused: dict[str, str], options: Options
+) -> dict:
     target = roofline.ceiling(options.device, case.dtype)
     work = roofline.cost(case, x)
     row: dict = {
@@ -151,14 +170,25 @@ def _row(case: Case, ours: Strobe, x: Inputs, times: dict[str, Timing], refused:
         plan = choice.backward if case.backward and choice.backward else choice.forward
         work = roofline.cost(case, x, plan.kernel)
         row |= {"kernel": plan.kernel.name, "config": str(plan.config), "ms": _short(mine.median_ms)}
-        row |= {"tflops": _short(roofline.tflops(work, mine.median_ms)), "percent_of_ceiling": _short(roofline.percent(work, target, mine.median_ms))}
+        row |= {
+            "tflops": _short(roofline.tflops(work, mine.median_ms)),
+            "percent_of_ceiling": _short(roofline.percent(work, target, mine.median_ms)),
+        }
         others = [ms for name, ms in rivals.items() if name != SELF]
         row |= {"ratio": _short(min(others) / mine.median_ms) if others else None}
     row |= {"rivals": rivals, "versions": versions_of(rivals), "refused": refused}
     row |= {"flops": work.flops, "intensity": _short(work.flops / work.moved_bytes)}
     row |= {"spread": {name: [_short(t.low_ms), _short(t.high_ms)] for name, t in times.items()}}
-    row |= {"timing": "graph" if options.graph else "eager", "l2": "flushed" if options.flush else "warm", "rounds": options.rounds}
-    return row | {"peak_tflops": _short(target.peak_tflops), "peak_gbps": _short(target.peak_gbps)} | circumstances(options.device)
+    row |= {
+        "timing": "graph" if options.graph else "eager",
+        "l2": "flushed" if options.flush else "warm",
+        "rounds": options.rounds,
+    }
+    return (
+        row
+        | {"peak_tflops": _short(target.peak_tflops), "peak_gbps": _short(target.peak_gbps)}
+        | circumstances(options.device)
+    )
 
 
 def versions_of(names: Iterable[str]) -> dict[str, str | None]:
@@ -178,8 +208,19 @@ def _short(number: float) -> float:
 def circumstances(device: torch.device) -> dict:
     """Device, versions, date and commit of a measurement."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    versions = {"torch": torch.__version__, "triton": version("triton"), "cuda": torch.version.cuda, "python": platform.python_version()}
-    return {"device": str(Target.of(device)), "threads": torch.get_num_threads(), **versions, "date": now, "commit": _commit()}
+    versions = {
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+    return {
+        "device": str(Target.of(device)),
+        "threads": torch.get_num_threads(),
+        **versions,
+        "date": now,
+        "commit": _commit(),
+    }
 
 
 @lru_cache
@@ -188,7 +229,12 @@ def _commit() -> str | None:
     here = Path(__file__).resolve()
     try:
         asked = subprocess.run(
-            ["git", "rev-parse", "--show-toplevel", "--short", "HEAD"], cwd=here.parent, capture_output=True, text=True, timeout=10, check=True
+            ["git", "rev-parse", "--show-toplevel", "--short", "HEAD"],
+            cwd=here.parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -196,7 +242,9 @@ def _commit() -> str | None:
     return commit if here == Path(top).resolve() / "src" / "strobe" / "bench" / here.name else None
 
 
-def rows(cases: Iterable[Case], rivals: Iterable[Rival], options: Options, file: TextIO | None = None) -> Iterator[dict]:
+def rows(
+    cases: Iterable[Case], rivals: Iterable[Rival], options: Options, file: TextIO | None = None
+) -> Iterator[dict]:
     """Measure the cases. Each row is written to `file` as one JSON line as soon as it is measured."""
     rivals = list(rivals)
     return written((measure(case, rivals, options) for case in cases), file)

@@ -71,16 +71,26 @@ def follow(items: Sequence[Item], words: str) -> Iterator[Item]:
 
 
 def bench(rows: Iterable[dict]) -> None:
-    """Print the table of a run: strobe's ms, TFLOP/s and percent of the ceiling, each rival's TFLOP/s, and the best rival's time over strobe's.
+    """Print the table of a run: strobe's ms, TFLOP/s and percent of the ceiling, each rival's TFLOP/s, and the best
+    rival's time over strobe's.
 
-    With several families of inputs it shows the normal one and the worst. Lines below name the cases that a rival did not run, with reasons,
-    and cases with a wide spread.
+    With several families of inputs it shows the normal one and the worst. Lines below name the cases that a rival did
+    not run, with reasons, and cases with a wide spread.
     """
     rows = list(rows)
     families = {row.get("data", NORMAL) for row in rows}
     shown = normal_and_worst(rows) if len(families) > 1 else rows
     names = list(dict.fromkeys(name for row in rows for name in row["rivals"]))
-    headers = ["case", *(["data"] if families != {NORMAL} else []), "kernel", "ms", "TFLOP/s", "% ceiling", *names, "vs best"]
+    headers = [
+        "case",
+        *(["data"] if families != {NORMAL} else []),
+        "kernel",
+        "ms",
+        "TFLOP/s",
+        "% ceiling",
+        *names,
+        "vs best",
+    ]
     lines = [_line(row, names) for row in shown]
     if families == {NORMAL}:
         lines = [[case, *rest] for case, _, *rest in lines]
@@ -99,11 +109,21 @@ def bench(rows: Iterable[dict]) -> None:
 
 def _line(row: dict, names: list[str]) -> list[object]:
     theirs = [rival_tflops(row, name) for name in names]
-    return [row["case"], row.get("data", NORMAL), row["kernel"], row["ms"], row["tflops"], row["percent_of_ceiling"], *theirs, row["ratio"]]
+    return [
+        row["case"],
+        row.get("data", NORMAL),
+        row["kernel"],
+        row["ms"],
+        row["tflops"],
+        row["percent_of_ceiling"],
+        *theirs,
+        row["ratio"],
+    ]
 
 
 def normal_and_worst(rows: Iterable[dict]) -> list[dict]:
-    """For each case the row with normal inputs, then the row of the other family with the smallest ratio to the best rival.
+    """For each case the row with normal inputs, then the row of the other family with the smallest ratio to the best
+    rival.
 
     >>> rows = [{"case": "a", "direction": "forward", "data": name, "ratio": ratio} for name, ratio in
     ...         (("normal", 1.1), ("sharp4", 1.0), ("sharp16", 0.9))]

@@ -1,7 +1,8 @@
 """Time several functions in one process: interleaved rounds, medians, quartiles.
 
-Clocks drift during a benchmark (power, temperature, other jobs). So each round times every function once, and drift affects all of them. Each
-round has another order. A GPU at its power limit is slower after a function that draws much power, so a fixed order would be unfair.
+Clocks drift during a benchmark (power, temperature, other jobs). So each round times every function once, and drift
+affects all of them. Each round has another order. A GPU at its power limit is slower after a function that draws much
+power, so a fixed order would be unfair.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Timing(NamedTuple):
 
 
 def interleave(
-    functions: Mapping[str, Function], device: torch.device | str, rounds: int = 10, sample_ms: float = 20.0, flush: bool = False,
+    functions: Mapping[str, Function], device: torch.device | str, rounds: int = 10, sample_ms: float = 20.0,
+    flush: bool = False,
     warm_up: int = _WARM_UP_CALLS, goes_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, Timing]:  # fmt: skip
     """Time the functions in turn, `rounds` times, after a warm-up. Returns name -> Timing.
@@ -50,9 +52,9 @@ def interleave(
     >>> sorted(interleave({"a": lambda: None, "b": lambda: None}, "cpu", rounds=2, sample_ms=0))
     ['a', 'b']
 
-    Each sample repeats its function for about `sample_ms`, so that launch gaps and the clock's resolution do not matter.
-    flush: before each call, overwrite a buffer larger than a GPU's L2, so that inputs are not cached.
-    warm_up: calls before the timing. The last one determines the number of calls in a sample; with 0, a sample is one call.
+    Each sample repeats its function for about `sample_ms`, so that launch gaps and the clock's resolution do not
+    matter. flush: before each call, overwrite a buffer larger than a GPU's L2, so that inputs are not cached. warm_up:
+    calls before the timing. The last one determines the number of calls in a sample; with 0, a sample is one call.
     goes_on: called after each sample; False ends the timing. The first round is always complete.
     """
     sampler = _Gpu(torch.device(device), flush) if torch.device(device).type == "cuda" else _Cpu()
@@ -122,10 +124,11 @@ class _Gpu:
 
 
 def as_graph(function: Function) -> Function:
-    """Capture `function` in a CUDA graph. Returns a function that replays the graph, so that timing it excludes host time.
+    """Capture `function` in a CUDA graph. Returns a function that replays the graph, so that timing it excludes host
+    time.
 
-    Call this under `torch.cuda.stream(side_stream)`, with the stream on which the function's tensors were made: autograd runs a backward on
-    the stream of its forward, and a graph captures one stream.
+    Call this under `torch.cuda.stream(side_stream)`, with the stream on which the function's tensors were made:
+    autograd runs a backward on the stream of its forward, and a graph captures one stream.
     """
     for _ in range(_WARM_UP_CALLS):
         function()

@@ -1,6 +1,8 @@
-"""The command line: `strobe check`, `explain`, `bench`, `sim` and `env`. Each command is a thin wrapper around the library.
+"""The command line: `strobe check`, `explain`, `bench`, `sim` and `env`. Each command is a thin wrapper around the
+library.
 
-Exit codes: 0 success; 1 a check or measurement failed; 2 invalid arguments, or the output cannot be written; 130 interrupted.
+Exit codes: 0 success; 1 a check or measurement failed; 2 invalid arguments, or the output cannot be written; 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ MOST_ELEMENTS = 2**59  # per tensor in `explain`: torch counts bytes in 64 bits
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code. argv None means sys.argv[1:].
 
-    >>> main(["explain", "--seqlen-q", "64", "--head-dim", "32", "--dtype", "float32", "--target", "CPU"])  # doctest: +ELLIPSIS
+    >>> shape = ["--seqlen-q", "64", "--head-dim", "32"]
+    >>> main(["explain", *shape, "--dtype", "float32", "--target", "CPU"])  # doctest: +ELLIPSIS
     problem   B=1 S_q=64 S_k=64 H_q=8 H_kv=8 D=32 float32, full, scale 0.177
     ...
     0
@@ -59,11 +62,17 @@ def _run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="strobe", description="Exact attention on CPUs and GPUs: explain, check and measure it.")
+    parser = argparse.ArgumentParser(
+        prog="strobe", description="Exact attention on CPUs and GPUs: explain, check and measure it."
+    )
     parser.add_argument("--version", action="version", version=f"strobe {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    _common(commands.add_parser("check", help="check this machine, and compare every kernel with the oracle"), _check, device=False)
+    _common(
+        commands.add_parser("check", help="check this machine, and compare every kernel with the oracle"),
+        _check,
+        device=False,
+    )
     _common(commands.add_parser("env", help="print versions and devices, for a bug report"), _env, device=False)
 
     explain = commands.add_parser("explain", help="show the kernel for a shape, and why other kernels cannot run it")
@@ -73,32 +82,67 @@ def _parser() -> argparse.ArgumentParser:
         explain.add_argument(flag, type=int, metavar="N", help=f"default: same as {other}")
     explain.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16", "float32", "float64"))
     explain.add_argument("--causal", action="store_true")
-    explain.add_argument("--window", nargs=2, type=_bound, metavar=("LEFT", "RIGHT"), help="keys on each side of the diagonal; none is unbounded")
+    explain.add_argument(
+        "--window",
+        nargs=2,
+        type=_bound,
+        metavar=("LEFT", "RIGHT"),
+        help="keys on each side of the diagonal; none is unbounded",
+    )
     explain.add_argument("--backward", action="store_true", help="also select the kernel for gradients")
     explain.add_argument("--kernel", help='a family ("portable") or one kernel ("portable.forward")')
-    explain.add_argument("--target", metavar="NAME", help="a device that need not be present, such as H200 (default: this machine's)")
+    explain.add_argument(
+        "--target", metavar="NAME", help="a device that need not be present, such as H200 (default: this machine's)"
+    )
     _common(explain, _explain, device=False)
 
     bench = commands.add_parser("bench", help="measure strobe and rival libraries")
     bench.add_argument("suite", choices=("forward", "backward", "decode", "overhead", "cpu", "roofline"))
-    bench.add_argument("--case", action="append", default=[], metavar="NAME", help="a case or a pattern such as 'd128_*'; repeatable")
-    bench.add_argument("--data", default="normal", metavar="NAME", help="inputs: a family such as sharp16, all families, or a file of q, k, v")
-    rivals = "names separated by commas (default: all for this device); @REVISION or @FOLDER: strobe at a git revision or in a folder"
+    bench.add_argument(
+        "--case", action="append", default=[], metavar="NAME", help="a case or a pattern such as 'd128_*'; repeatable"
+    )
+    bench.add_argument(
+        "--data",
+        default="normal",
+        metavar="NAME",
+        help="inputs: a family such as sharp16, all families, or a file of q, k, v",
+    )
+    rivals = (
+        "names separated by commas (default: all for this device); @REVISION or @FOLDER: strobe at a git "
+        "revision or in a folder"
+    )
     bench.add_argument("--rivals", default="", metavar="A,B", help=rivals)
     bench.add_argument("--kernel", help="restrict strobe to a kernel family or a kernel")
-    bench.add_argument("--rounds", type=int, metavar="N", help="interleaved samples of each contender (default 10; 5 on a CPU)")
+    bench.add_argument(
+        "--rounds", type=int, metavar="N", help="interleaved samples of each contender (default 10; 5 on a CPU)"
+    )
     bench.add_argument("--graph", action="store_true", help="time replays of CUDA graphs, to exclude host time")
     bench.add_argument("--flush", action="store_true", help="empty the GPU's L2 before each call")
     bench.add_argument("--list", action="store_true", help="print the names of the suite's cases and exit")
-    bench.add_argument("--plot", type=Path, metavar="FILE", help="write bars as .png, .svg or .pdf, and a roofline plot to FILE_roofline")
-    bench.add_argument("--json", nargs="?", const="-", metavar="FILE", help="append JSON lines to FILE, or print them instead of a table")
+    bench.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="write bars as .png, .svg or .pdf, and a roofline plot to FILE_roofline",
+    )
+    bench.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="append JSON lines to FILE, or print them instead of a table",
+    )
     bench.add_argument("--device", help="cuda, cuda:1 or cpu")
     bench.add_argument(
-        "--target", metavar="NAME", help="roofline only: the GPU whose cycles to count, such as B200; combines only with --plot, --json and --list"
+        "--target",
+        metavar="NAME",
+        help="roofline only: the GPU whose cycles to count, such as B200; combines only with --plot, --json and --list",
     )
     bench.set_defaults(run=_bench)
 
-    commands.add_parser("sim", help="run a kernel on the CPU and find races, deadlocks and missing fences")  # only for the help text
+    commands.add_parser(
+        "sim", help="run a kernel on the CPU and find races, deadlocks and missing fences"
+    )  # only for the help text
     return parser
 
 
@@ -131,7 +175,11 @@ def _env(arguments: argparse.Namespace) -> int:
     from ..bench.machine import facts
 
     lines = facts()
-    print(json.dumps(lines, indent=1) if arguments.json else "\n".join(f"{name:<13} {words}" for name, words in lines.items()))
+    print(
+        json.dumps(lines, indent=1)
+        if arguments.json
+        else "\n".join(f"{name:<13} {words}" for name, words in lines.items())
+    )
     return 0
 
 
@@ -161,7 +209,9 @@ def _explain(arguments: argparse.Namespace) -> int:
     sizes = ((a.batch, a.seqlen_q, a.heads_q, a.head_dim), (*keys, a.head_dim), (*keys, _or(a.head_dim_v, a.head_dim)))
     for size in sizes:
         if min(size) < 0 or math.prod(max(n, 1) for n in size) > MOST_ELEMENTS:
-            raise InvalidProblem("shape", list(size), f"sizes >= 0 of at most {MOST_ELEMENTS:,} elements", "see strobe explain --help")
+            raise InvalidProblem(
+                "shape", list(size), f"sizes >= 0 of at most {MOST_ELEMENTS:,} elements", "see strobe explain --help"
+            )
     # meta tensors need no memory for large shapes
     q, k, v = (torch.empty(size, dtype=getattr(torch, a.dtype), device="meta") for size in sizes)
     mask = (causal() if a.causal else full()) & (window(*a.window) if a.window else full())
@@ -191,7 +241,12 @@ def _as_json(choice) -> dict:
     for direction in ("forward", "backward"):
         plan = getattr(choice, direction)
         cost = plan and plan.kernel.cost(choice.problem)
-        plans[direction] = plan and {"kernel": plan.kernel.name, "config": str(plan.config), "flops": cost.flops, "bytes": cost.moved_bytes}
+        plans[direction] = plan and {
+            "kernel": plan.kernel.name,
+            "config": str(plan.config),
+            "flops": cost.flops,
+            "bytes": cost.moved_bytes,
+        }
         if plan and choice.target.peak_tflops:
             plans[direction]["ceiling_ms"], plans[direction]["bound"] = choice.ceiling_ms(plan)
     passed = [{"kernel": name, "reason": reason} for name, reason in choice.rejections]
@@ -210,7 +265,9 @@ def device_named(name: str | None):
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidProblem("device", repr(name), "cuda, cuda:1 or cpu", "leave it out for this machine's own") from error
+        raise InvalidProblem(
+            "device", repr(name), "cuda, cuda:1 or cpu", "leave it out for this machine's own"
+        ) from error
     if device.type not in ("cuda", "cpu"):
         raise InvalidProblem("device", repr(name), "cuda, cuda:1 or cpu", "strobe has no kernels for others")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -231,6 +288,14 @@ def _bench(arguments: argparse.Namespace) -> int:
             raise InvalidProblem("device", repr(name), "cpu", f"bench {arguments.suite} is measured there")
         name = "cpu"
     device = device_named(name)
-    if name is None and device.type == "cpu" and arguments.suite in ("forward", "backward", "decode") and not arguments.list:
-        raise UnsupportedProblem(f"bench {arguments.suite}: torch sees no CUDA device; `strobe bench cpu` is for this machine, --device cpu insists")
+    if (
+        name is None
+        and device.type == "cpu"
+        and arguments.suite in ("forward", "backward", "decode")
+        and not arguments.list
+    ):
+        raise UnsupportedProblem(
+            f"bench {arguments.suite}: torch sees no CUDA device; `strobe bench cpu` is for this machine, --device "
+            "cpu insists"
+        )
     return run(arguments, device)

@@ -1,11 +1,13 @@
-"""Implementations of torch's flash attention ops. Each function takes the arguments of one aten op, in its order, and returns its results.
+"""Implementations of torch's flash attention ops. Each function takes the arguments of one aten op, in its order, and
+returns its results.
 
-The functions run below autograd: torch has already decided whether gradients are needed and which op computes them. Outputs have the
-strides of torch's meta kernels, because torch.compile checks them. An argument that strobe does not serve raises `Unserved`, with the
-argument's name, before anything runs. The conventions of the ops:
+The functions run below autograd: torch has already decided whether gradients are needed and which op computes them.
+Outputs have the strides of torch's meta kernels, because torch.compile checks them. An argument that strobe does not
+serve raises `Unserved`, with the argument's name, before anything runs. The conventions of the ops:
 
     layout    SDPA's ops use [B, H, S, D]; strobe and the `_flash` ops use [B, S, H, D] or packed [T, H, D]
-    causal    the op for CPUs aligns the diagonal at the top left; the others at the bottom right, as strobe does (SDPA calls those
+    causal    the op for CPUs aligns the diagonal at the top left; the others at the bottom right, as strobe does (SDPA
+              calls those
               with causal only for S_q == S_k)
     window    -1 and None mean unbounded
     lse       natural logarithm, [B, H, S] or [H, T]; the op for CPUs stores it as [B, S, H] in memory
@@ -31,7 +33,9 @@ from ..selection.repeat import launch_again
 from ..selection.select import Choice
 
 served: defaultdict[str, int] = defaultdict(int)  # kernel name -> number of aten calls that it ran
-_turned_before: dict[tuple, Choice] = {}  # raw key of [B, H, S, D] tensors -> Choice; such a launch is repeated without transposing them
+_turned_before: dict[
+    tuple, Choice
+] = {}  # raw key of [B, H, S, D] tensors -> Choice; such a launch is repeated without transposing them
 
 
 class Unserved(UnsupportedProblem):
@@ -41,7 +45,12 @@ class Unserved(UnsupportedProblem):
 
 
 def _unserved(argument: str, got: object, expected: str) -> Unserved:
-    said = describe(argument, "a tensor" if isinstance(got, Tensor) else got, expected, "torch's own kernel serves it, where there is one")
+    said = describe(
+        argument,
+        "a tensor" if isinstance(got, Tensor) else got,
+        expected,
+        "torch's own kernel serves it, where there is one",
+    )
     error = Unserved(said)
     error.argument = argument
     return error
@@ -69,9 +78,12 @@ def cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=
 
 
 def torch_first(served_here: Callable) -> Callable:
-    """Wrap `served_here` (a `cpu_forward`): calls that cpu.forward would pass unchanged to torch's kernel go to that kernel directly.
+    """Wrap `served_here` (a `cpu_forward`): calls that cpu.forward would pass unchanged to torch's kernel go to that
+    kernel directly.
 
-    It is one function, without repeated checks or default arguments in the calls, because a call with few keys takes only 3 us."""
+    It is one function, without repeated checks or default arguments in the calls, because a call with few keys takes
+    only 3 us.
+    """
 
     def kernel(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None, **later):
         if (scale is None or scale > 0) and not (dropout_p or attn_mask is not None or later):
@@ -90,8 +102,12 @@ def torch_first(served_here: Callable) -> Callable:
     return kernel
 
 
-def cpu_backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None, **later):
-    """aten::_scaled_dot_product_flash_attention_for_cpu_backward: gradients [B, H, S, D], stored as [B, S, H, D] in memory."""
+def cpu_backward(
+    grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None, **later
+):
+    """aten::_scaled_dot_product_flash_attention_for_cpu_backward: gradients [B, H, S, D], stored as [B, S, H, D] in
+    memory.
+    """
     _refuse(dropout_p=dropout_p, attn_mask=attn_mask, **later)
     q, k, v = _by_rows(query, key, value)
     seen = top_left(q, k, v) if is_causal else (q, k, v, NO_BOUND)
@@ -102,7 +118,8 @@ def cpu_backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_caus
 
 
 def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return q, k, v [B, S, H, D] and strobe's right bound such that row i sees key j iff j <= i. Keys at or beyond S_q are dropped.
+    """Return q, k, v [B, S, H, D] and strobe's right bound such that row i sees key j iff j <= i. Keys at or beyond S_q
+    are dropped.
 
     >>> q, k = torch.zeros(1, 2, 1, 8), torch.zeros(1, 5, 1, 8)
     >>> top_left(q, k, k)[1].shape[1], top_left(q, k, k)[3], top_left(k, q, q)[3]
@@ -118,7 +135,8 @@ def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, i
 
 
 def sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None, **later):
-    """aten::_scaled_dot_product_flash_attention: out [B, H, S_q, D], lse [B, H, S_q] and seven values for packing and dropout
+    """aten::_scaled_dot_product_flash_attention: out [B, H, S_q, D], lse [B, H, S_q] and seven values for packing and
+    dropout
 
     >>> q = torch.randn(1, 2, 5, 16)
     >>> [None if t is None else t if isinstance(t, int) else list(t.shape) for t in sdpa_forward(q, q, q)]
@@ -129,16 +147,21 @@ def sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug
     call = _call(query, key, value, 0 if is_causal else NO_BOUND, scale, _wants_gradients(query, key, value))
     batch, heads, rows, _ = query.shape
     out = torch.empty_like(query)
-    lse = query.new_empty_strided((batch, heads, rows), (heads * rows, rows, 1), dtype=accumulator(query.dtype))  # new_empty takes twice the time
+    lse = query.new_empty_strided(
+        (batch, heads, rows), (heads * rows, rows, 1), dtype=accumulator(query.dtype)
+    )  # new_empty takes twice the time
     _forward_turned(call, out, lse)
     return out, lse, None, None, rows, key.shape[2], *_no_dropout(query)
 
 
 def sdpa_backward(
-    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset, *,
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
+    philox_offset, *,
     scale=None, **later,
 ):  # fmt: skip
-    """aten::_scaled_dot_product_flash_attention_backward: dq, dk, dv with the shapes and strides of query, key and value."""
+    """aten::_scaled_dot_product_flash_attention_backward: dq, dk, dv with the shapes and strides of query, key and
+    value.
+    """
     _refuse(dropout_p=dropout_p, cum_seq_q=_there(cum_seq_q), cum_seq_k=_there(cum_seq_k), **later)
     call = _turned(_call(query, key, value, 0 if is_causal else NO_BOUND, scale, True))
     gradients = tuple(torch.empty_like(t) for t in (query, key, value))
@@ -159,7 +182,8 @@ def flash_forward(
     >>> [list(t.shape) for t in flash_forward(q, q, q, offsets, offsets, 7, 7, 0.0, True, False)]
     [[12, 2, 16], [2, 12], [2], [], [0]]
 
-    unserved: seqused_k, alibi_slopes, block_table, num_splits, and arguments that a later torch adds. Each must be None, False or 0.
+    unserved: seqused_k, alibi_slopes, block_table, num_splits, and arguments that a later torch adds. Each must be
+    None, False or 0.
     """
     out = torch.empty_like(query)
     packing, band = (cum_seq_q, cum_seq_k, max_q, max_k), (is_causal, window_size_left, window_size_right)
@@ -172,7 +196,9 @@ def flash_forward_into(
     out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
     window_size_left=None, window_size_right=None, **unserved,
 ):  # fmt: skip
-    """aten::_flash_attention_forward_no_dropout_inplace: as `flash_forward`, but writes the result to `out` and returns only lse."""
+    """aten::_flash_attention_forward_no_dropout_inplace: as `flash_forward`, but writes the result to `out` and returns
+    only lse.
+    """
     packing, band = (cum_seq_q, cum_seq_k, max_q, max_k), (is_causal, window_size_left, window_size_right)
     _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **unserved)
     if out.shape != query.shape or out.dtype != query.dtype or out.stride(-1) != 1:
@@ -181,12 +207,16 @@ def flash_forward_into(
 
 
 def flash_backward(
-    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, *,
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
+    unused, *,
     scale=None, window_size_left=None, window_size_right=None, **later,
 ):  # fmt: skip
     """aten::_flash_attention_backward: dq, dk, dv with the shapes and strides of query, key and value."""
     _refuse(dropout_p=dropout_p, **later)
-    packing, band = (_there(cum_seq_q), _there(cum_seq_k), max_q, max_k), (is_causal, window_size_left, window_size_right)
+    packing, band = (
+        (_there(cum_seq_q), _there(cum_seq_k), max_q, max_k),
+        (is_causal, window_size_left, window_size_right),
+    )
     call = _flash_call((query, key, value), packing, band, scale)
     gradients = tuple(torch.empty_like(t) for t in (query, key, value))
     _gradients(call, (grad_out, out), logsumexp, gradients)
@@ -197,7 +227,9 @@ def flash_backward(
 
 
 def _refuse(**given: object) -> None:
-    """Raise `Unserved` for the first argument that is not None, False or 0. This includes arguments that a later torch adds."""
+    """Raise `Unserved` for the first argument that is not None, False or 0. This includes arguments that a later torch
+    adds.
+    """
     for name, value in given.items():
         if value is not None and (isinstance(value, Tensor) or value):
             raise _unserved(name, value, "what says nothing (0, False, None)")
@@ -214,14 +246,18 @@ def _by_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _wants_gradients(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether gradients are needed. Pass the op's own arguments: below autograd, views of them have requires_grad False."""
+    """Whether gradients are needed. Pass the op's own arguments: below autograd, views of them have requires_grad
+    False.
+    """
     return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, right: int, scale: float | None, needs_grad: bool) -> Call:
     if v.shape[-1] != q.shape[-1]:
         raise _unserved("value", f"head dimension {v.shape[-1]}", f"query's {q.shape[-1]}, which out has")
-    return Call(q, k, v, NO_BOUND, right, scale, 0.0, torch.are_deterministic_algorithms_enabled(), False, "", False, needs_grad)
+    return Call(
+        q, k, v, NO_BOUND, right, scale, 0.0, torch.are_deterministic_algorithms_enabled(), False, "", False, needs_grad
+    )
 
 
 def _turned(call: Call) -> Call:
@@ -229,7 +265,9 @@ def _turned(call: Call) -> Call:
     return call._replace(q=q, k=k, v=v)
 
 
-def _flash_call(qkv: tuple[Tensor, Tensor, Tensor], packing: tuple, band: tuple[bool, int | None, int | None], scale: float | None) -> Call:
+def _flash_call(
+    qkv: tuple[Tensor, Tensor, Tensor], packing: tuple, band: tuple[bool, int | None, int | None], scale: float | None
+) -> Call:
     causal, left, right = band
     bound = lambda one: NO_BOUND if one is None or one < 0 else min(one, FARTHEST)
     call = _call(*qkv, 0 if causal else bound(right), scale, _wants_gradients(*qkv))._replace(left=bound(left))
@@ -238,10 +276,16 @@ def _flash_call(qkv: tuple[Tensor, Tensor, Tensor], packing: tuple, band: tuple[
         return call
     if cum_seq_q is None or cum_seq_k is None:
         raise _unserved("cum_seq_q, cum_seq_k", "one of them", "both or neither")
-    return ops.received(call._replace(cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k, max_seqlen_q=bound(max_q), max_seqlen_k=bound(max_k)))
+    return ops.received(
+        call._replace(
+            cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k, max_seqlen_q=bound(max_q), max_seqlen_k=bound(max_k)
+        )
+    )
 
 
-def _flash_forward_into(out: Tensor, qkv: tuple[Tensor, Tensor, Tensor], packing: tuple, band: tuple, scale: float | None) -> Tensor:
+def _flash_forward_into(
+    out: Tensor, qkv: tuple[Tensor, Tensor, Tensor], packing: tuple, band: tuple, scale: float | None
+) -> Tensor:
     call = _flash_call(qkv, packing, band, scale)
     q = call.q
     shape = (q.shape[1], q.shape[0]) if call.packed else (q.shape[0], q.shape[2], q.shape[1])
@@ -259,7 +303,9 @@ def _forward(call: Call, out: Tensor, lse: Tensor) -> Choice:
 
 
 def _forward_turned(call: Call, out: Tensor, lse: Tensor) -> None:
-    """`_forward` for a call and an out in [B, H, S, D]. A repeated launch needs only addresses, so it skips the transposes."""
+    """`_forward` for a call and an out in [B, H, S, D]. A repeated launch needs only addresses, so it skips the
+    transposes.
+    """
     key = ops.raw_key(call)
     choice = _turned_before.get(key)
     if choice is not None and launch_again(choice.forward, call, out, lse):
@@ -274,13 +320,24 @@ def _forward_turned(call: Call, out: Tensor, lse: Tensor) -> None:
 
 
 def _gradients(call: Call, outs: tuple[Tensor, ...], lse: Tensor, gradients: tuple[Tensor, ...]) -> None:
-    """Write dq, dk and dv to `gradients`, from dout and out (`outs`) and lse. out and lse may cover more keys than k and v hold."""
+    """Write dq, dk and dv to `gradients`, from dout and out (`outs`) and lse. out and lse may cover more keys than k
+    and v hold.
+    """
     call = call._replace(needs_grad=True)
     choice = ops.decide(call)
     dout, out = outs
     shape, dtype = choice.problem.out_shapes[1], choice.problem.lse_dtype
-    if out.shape != call.q.shape or dout.shape != out.shape or tuple(lse.shape) != shape or (out.dtype, lse.dtype) != (call.q.dtype, dtype):
-        raise _unserved("out, logsumexp", f"{out.dtype} {list(out.shape)}, {lse.dtype} {list(lse.shape)}", f"query's, and {dtype} {list(shape)}")
+    if (
+        out.shape != call.q.shape
+        or dout.shape != out.shape
+        or tuple(lse.shape) != shape
+        or (out.dtype, lse.dtype) != (call.q.dtype, dtype)
+    ):
+        raise _unserved(
+            "out, logsumexp",
+            f"{out.dtype} {list(out.shape)}, {lse.dtype} {list(lse.shape)}",
+            f"query's, and {dtype} {list(shape)}",
+        )
     out = out if out.stride(-1) == 1 else out.contiguous()
     dq, dk, dv = gradients
     if dk.shape != call.k.shape:  # top_left dropped keys; their gradients are 0
@@ -298,4 +355,12 @@ def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64), query.new_empty(0)
 
 
-__all__ = ["cpu_backward", "cpu_forward", "flash_backward", "flash_forward", "flash_forward_into", "sdpa_backward", "sdpa_forward"]
+__all__ = [
+    "cpu_backward",
+    "cpu_forward",
+    "flash_backward",
+    "flash_forward",
+    "flash_forward_into",
+    "sdpa_backward",
+    "sdpa_forward",
+]

@@ -1,4 +1,5 @@
-"""KV caches with FlashAttention's arguments: write the new keys, apply rotary embeddings to q, then decode over the cache.
+"""KV caches with FlashAttention's arguments: write the new keys, apply rotary embeddings to q, then decode over the
+cache.
 
 The functions translate the arguments to a `PagedCache` or `DenseCache` and call strobe's append and decode.
 """
@@ -19,11 +20,14 @@ from ..problem.decode import DecodeCall, refuse_gradients
 from .seqused import is_readable
 from .signatures import Setting, forward, in_their_words, rows_contiguous
 
-_FEW_ROWS = 16  # decode kernels are tuned for up to this many queries; more queries, with int lengths, run as attention over a slice
+# decode kernels are tuned for up to this many queries; more queries, with int lengths, run as attention over a slice
+_FEW_ROWS = 16
 
 
 class Cache(NamedTuple):
-    """The cache arguments of `flash_attn_with_kvcache`. k and v are [B, S_max, H_kv, D], or pages [n_pages, page_size, H_kv, D] with a page table."""
+    """The cache arguments of `flash_attn_with_kvcache`. k and v are [B, S_max, H_kv, D], or pages [n_pages, page_size,
+    H_kv, D] with a page table.
+    """
 
     k: Tensor
     v: Tensor
@@ -54,7 +58,8 @@ class Cache(NamedTuple):
 
 
 def forward_cached(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]:
-    """out [B, S_q, H_q, D] and lse [B, H_q, S_q] over the keys in the cache, after writing k_new and v_new to it. No gradients, as in the originals.
+    """out [B, S_q, H_q, D] and lse [B, H_q, S_q] over the keys in the cache, after writing k_new and v_new to it. No
+    gradients, as in the originals.
 
     >>> k_cache, v_cache, q = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2, 16), torch.randn(1, 1, 2, 16)
     >>> out, lse = forward_cached(q, Cache(k_cache, v_cache, 3, q, q), Setting(causal=True))
@@ -79,30 +84,44 @@ def _forward(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]
         _check_room(cache, before, count)
         rotary = None if cache.cos is None or cache.sin is None else Rotary(cache.cos, cache.sin, cache.interleaved)
         k_new = cache.k_new
-        first = before if cache.rotary_seqlens is None or cache.rotary_seqlens is cache.seqlens else cache.rotary_seqlens
+        first = (
+            before if cache.rotary_seqlens is None or cache.rotary_seqlens is cache.seqlens else cache.rotary_seqlens
+        )
         apart = first is not before
         if rotary is not None and apart:
             k_new = _turned(k_new, rotary, first, True)
-        append(_held(cache, before), rows_contiguous(k_new), rows_contiguous(cache.v_new), rotary=None if apart else rotary)
+        append(
+            _held(cache, before), rows_contiguous(k_new), rows_contiguous(cache.v_new), rotary=None if apart else rotary
+        )
         if rotary is not None:
             along = setting.causal or any(bound is not None and bound >= 0 for bound in setting.window)
             call = call._replace(q=_turned(q, rotary, first, along))
-    in_place = cache.page_table is None and cache.batch_idx is None and cache.leftpad is None and cache.k.dtype == q.dtype
+    in_place = (
+        cache.page_table is None and cache.batch_idx is None and cache.leftpad is None and cache.k.dtype == q.dtype
+    )
     if in_place and not isinstance(cache.seqlens, Tensor) and q.shape[1] > _FEW_ROWS:
-        if not torch.compiler.is_compiling():  # checks the arguments under the cache's names, not those of the slices below
+        if (
+            not torch.compiler.is_compiling()
+        ):  # checks the arguments under the cache's names, not those of the slices below
             ops_decode.decide(ops_decode.prepare(call))
         stop = cache.capacity if cache.seqlens is None else cache.seqlens + count
-        with torch.autocast(q.device.type, enabled=False):  # a decode reads the cache in its own dtype, so autocast must not convert it here
+        with torch.autocast(
+            q.device.type, enabled=False
+        ):  # a decode reads the cache in its own dtype, so autocast must not convert it here
             return forward(call.q, cache.k[:, :stop], cache.v[:, :stop], setting)
     return ops_decode.run(call)
 
 
 def _decode_call(q: Tensor, held: PagedCache | DenseCache, setting: Setting) -> DecodeCall:
-    return _call(q, held, _settings(setting.causal, setting.window, setting.scale, setting.softcap or None, None, False, None))
+    return _call(
+        q, held, _settings(setting.causal, setting.window, setting.scale, setting.softcap or None, None, False, None)
+    )
 
 
 def _held(cache: Cache, seqlens: Tensor) -> PagedCache | DenseCache:
-    """The cache as strobe's PagedCache or DenseCache. With batch_idx, each cache row is one page, and each sequence has one page."""
+    """The cache as strobe's PagedCache or DenseCache. With batch_idx, each cache row is one page, and each sequence has
+    one page.
+    """
     if cache.page_table is not None:
         return PagedCache(cache.k, cache.v, cache.page_table, seqlens)
     if cache.batch_idx is not None:
@@ -119,12 +138,19 @@ def _lengths(q: Tensor, cache: Cache) -> Tensor:
         seqlens = cache.capacity
     elif not 0 <= seqlens <= cache.capacity - count:
         expected = f"0 to {cache.capacity - count}" + f", before {count} new keys" * bool(count)
-        raise InvalidProblem("cache_seqlens", seqlens, expected, "make the cache longer" if seqlens > 0 else "count the keys that it holds")
+        raise InvalidProblem(
+            "cache_seqlens",
+            seqlens,
+            expected,
+            "make the cache longer" if seqlens > 0 else "count the keys that it holds",
+        )
     return torch.full((q.shape[0],), seqlens, dtype=torch.int32, device=q.device)
 
 
 def _turned(q: Tensor, rotary: Rotary, first: Tensor, along: bool) -> Tensor:
-    """q with the rotary embedding applied. Row i has position first + i if `along`, else first. Positions without angles give NaN, as for keys."""
+    """q with the rotary embedding applied. Row i has position first + i if `along`, else first. Positions without
+    angles give NaN, as for keys.
+    """
     position = first.long()[:, None] + torch.arange(q.shape[1], device=q.device) * along
     known, wide = rotary.cos.shape[0], accumulator(q.dtype)
     beyond = ((position < 0) | (position >= known))[..., None]
@@ -152,14 +178,24 @@ def _check(q: Tensor, cache: Cache) -> None:
         given = (needed | optional)[name]
         if given is not None and given.dim() != rank:
             raise InvalidProblem(name, f"shape {list(given.shape)}", f"{rank} dimensions", "reshape it")
-    if cache.seqlens is not None and (isinstance(cache.seqlens, bool) or not isinstance(cache.seqlens, (int, torch.SymInt, Tensor))):
-        raise wrong_type("cache_seqlens", cache.seqlens, "an int, an int32 tensor [B] or None", "give the lengths before this call")
+    if cache.seqlens is not None and (
+        isinstance(cache.seqlens, bool) or not isinstance(cache.seqlens, (int, torch.SymInt, Tensor))
+    ):
+        raise wrong_type(
+            "cache_seqlens", cache.seqlens, "an int, an int32 tensor [B] or None", "give the lengths before this call"
+        )
     if not isinstance(cache.interleaved, bool):
         raise wrong_type("rotary_interleaved", cache.interleaved, "a bool", "pass True or False")
     _check_new(cache)
     given = [name for name, one in indices.items() if one is not None]
     for name, remedy in (
-        ("cache_leftpad", "pages and indexed rows begin at their first key; use a cache that lies as the batch does, or leave the padding out"),
+        (
+            "cache_leftpad",
+            (
+                "pages and indexed rows begin at their first key; use a cache that lies as the batch does, or leave "
+                "the padding out"
+            ),
+        ),
         ("cache_batch_idx", f"index the table instead: {cache.pages}[cache_batch_idx]"),
     ):
         if name in given and len(given) > 1:
@@ -169,25 +205,47 @@ def _check(q: Tensor, cache: Cache) -> None:
 
 def _check_new(cache: Cache) -> None:
     if (cache.k_new is None) != (cache.v_new is None):
-        raise InvalidProblem("v" if cache.v_new is None else "k", None, "both of k and v, or neither", "give new keys together with their values")
+        raise InvalidProblem(
+            "v" if cache.v_new is None else "k",
+            None,
+            "both of k and v, or neither",
+            "give new keys together with their values",
+        )
     if (cache.cos is None) != (cache.sin is None):
         name = "rotary_sin" if cache.sin is None else "rotary_cos"
-        raise InvalidProblem(name, None, "both of rotary_cos and rotary_sin, or neither", "give the angles' cosines and sines")
+        raise InvalidProblem(
+            name, None, "both of rotary_cos and rotary_sin, or neither", "give the angles' cosines and sines"
+        )
     if cache.rotary_seqlens is not None and cache.rotary_seqlens is not cache.seqlens:
         wanted = f"an int32 tensor [{cache.k.shape[0] if cache.k_new is None else cache.k_new.shape[0]}] or None"
         if not isinstance(cache.rotary_seqlens, Tensor):
-            raise wrong_type("rotary_seqlens", cache.rotary_seqlens, wanted, "give the position of the first new key of each sequence")
-        if cache.k_new is not None and (cache.rotary_seqlens.dtype != torch.int32 or cache.rotary_seqlens.shape != cache.k_new.shape[:1]):
+            raise wrong_type(
+                "rotary_seqlens",
+                cache.rotary_seqlens,
+                wanted,
+                "give the position of the first new key of each sequence",
+            )
+        if cache.k_new is not None and (
+            cache.rotary_seqlens.dtype != torch.int32 or cache.rotary_seqlens.shape != cache.k_new.shape[:1]
+        ):
             got = f"{cache.rotary_seqlens.dtype} {list(cache.rotary_seqlens.shape)}"
-            raise InvalidProblem("rotary_seqlens", got, wanted, "give the position of the first new key of each sequence")
+            raise InvalidProblem(
+                "rotary_seqlens", got, wanted, "give the position of the first new key of each sequence"
+            )
     if cache.cos is not None and cache.k_new is None:
-        raise InvalidProblem("rotary_cos", "angles without new keys", "k and v to turn and write", "turn q before the call")
+        raise InvalidProblem(
+            "rotary_cos", "angles without new keys", "k and v to turn and write", "turn q before the call"
+        )
     if cache.k_new is not None and cache.seqlens is None:
-        raise InvalidProblem("cache_seqlens", None, "where the new keys go", "give the lengths before this call, an int or int32 [B]")
+        raise InvalidProblem(
+            "cache_seqlens", None, "where the new keys go", "give the lengths before this call, an int or int32 [B]"
+        )
 
 
 def _check_room(cache: Cache, before: Tensor, count: int) -> None:
-    """On a CPU, raise if a new key has no place in the cache. On a GPU such keys are not written, and `last_errors` reports them."""
+    """On a CPU, raise if a new key has no place in the cache. On a GPU such keys are not written, and `last_errors`
+    reports them.
+    """
     if not count or not is_readable(before):
         return
     positions = before.long()[:, None] + torch.arange(count)
@@ -195,8 +253,15 @@ def _check_room(cache: Cache, before: Tensor, count: int) -> None:
     if beyond:
         got = f"{before[beyond[0]].item()} for sequence {beyond[0]}"
         held = "the cache" if cache.page_table is None else cache.pages
-        expected = f"0 to {cache.capacity - count}, before {count} new keys in the {cache.capacity} places that {held} has"
-        raise InvalidProblem("cache_seqlens", got, expected, "make the cache longer" if cache.page_table is None else f"give {held} more columns")
+        expected = (
+            f"0 to {cache.capacity - count}, before {count} new keys in the {cache.capacity} places that {held} has"
+        )
+        raise InvalidProblem(
+            "cache_seqlens",
+            got,
+            expected,
+            "make the cache longer" if cache.page_table is None else f"give {held} more columns",
+        )
     if cache.page_table is not None:
         name, ids = cache.pages, cache.page_table.long().gather(1, positions // max(cache.k.shape[1], 1))
     elif cache.batch_idx is not None:
@@ -206,7 +271,9 @@ def _check_room(cache: Cache, before: Tensor, count: int) -> None:
     wrong = ids[(ids < 0) | (ids >= len(cache.k))].tolist()
     if wrong:
         expected = f"ids from 0 to {len(cache.k) - 1} where new keys go"
-        raise InvalidProblem(name, f"{wrong[0]} where a new key goes", expected, "reserve the pages of new keys before the call")
+        raise InvalidProblem(
+            name, f"{wrong[0]} where a new key goes", expected, "reserve the pages of new keys before the call"
+        )
 
 
 # ---------------------------------------------------------------- packed queries over pages
@@ -221,8 +288,9 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, setting: Setting, page_table:
     >>> [list(t.shape) for t in forward_paged(torch.randn(4, 6, 16), pages, pages, setting, table)]
     [[4, 6, 16], [6, 4]]
 
-    The queries are copied to [B, max_seqlen_q], each sequence aligned at the right, as a decode expects. Results are NaN for queries
-    outside every sequence, queries that do not fit into max_seqlen_q, and sequences with more keys than max_seqlen_k.
+    The queries are copied to [B, max_seqlen_q], each sequence aligned at the right, as a decode expects. Results are
+    NaN for queries outside every sequence, queries that do not fit into max_seqlen_q, and sequences with more keys than
+    max_seqlen_k.
     """
     setting = setting.plain()
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = _packing(q, k, setting, page_table)
@@ -230,15 +298,26 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, setting: Setting, page_table:
     with torch.no_grad():
         q, batch = rows_contiguous(q), page_table.shape[0]
         place = _places(cu_seqlens_q, len(q), longest_q)
-        too_long = torch.cat([cu_seqlens_k.diff() > longest_k, place.new_zeros(1, dtype=torch.bool)])[place // max(longest_q, 1)]
-        rows = q.new_zeros(batch * longest_q + 1, *q.shape[1:]).index_copy_(0, place, q)  # the last row takes queries without a place
+        too_long = torch.cat([cu_seqlens_k.diff() > longest_k, place.new_zeros(1, dtype=torch.bool)])[
+            place // max(longest_q, 1)
+        ]
+        rows = q.new_zeros(batch * longest_q + 1, *q.shape[1:]).index_copy_(
+            0, place, q
+        )  # the last row takes queries without a place
         if k.dim() == 4 and k.shape[1]:
-            page_table = page_table[:, : -(-longest_k // k.shape[1])]  # the number of splits is planned for the table's width
+            page_table = page_table[
+                :, : -(-longest_k // k.shape[1])
+            ]  # the number of splits is planned for the table's width
         cache = PagedCache(k, v, page_table, cu_seqlens_k.diff())
         try:
             out, lse = ops_decode.run(_decode_call(rows[:-1].view(batch, longest_q, *q.shape[1:]), cache, setting))
         except (InvalidProblem, TypeError) as problem:
-            words = {"cache.k_pages": "k", "cache.v_pages": "v", "cache.page_table": "block_table", "cache.seqlens": "cu_seqlens_k"}
+            words = {
+                "cache.k_pages": "k",
+                "cache.v_pages": "v",
+                "cache.page_table": "block_table",
+                "cache.seqlens": "cu_seqlens_k",
+            }
             raise in_their_words(problem, words) from None
         out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
         place = torch.where(too_long, len(out), place)
@@ -251,7 +330,9 @@ def _packing(q: Tensor, k: Tensor, setting: Setting, page_table: Tensor) -> tupl
         if not isinstance(given, Tensor):
             raise wrong_type(name, given, "a tensor", "pass a torch.Tensor")
         if given.dim() != dims:
-            raise InvalidProblem(name, f"shape {list(given.shape)}", f"{dims} dimensions", "beside a block_table, k and v are pages")
+            raise InvalidProblem(
+                name, f"shape {list(given.shape)}", f"{dims} dimensions", "beside a block_table, k and v are pages"
+            )
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = setting.packing or (None, None, None, None)
     batch = page_table.shape[0]
     offsets = _offsets("cu_seqlens_q", cu_seqlens_q, batch), _offsets("cu_seqlens_k", cu_seqlens_k, batch)
@@ -260,7 +341,9 @@ def _packing(q: Tensor, k: Tensor, setting: Setting, page_table: Tensor) -> tupl
 
 def _offsets(name: str, offsets: Tensor | None, batch: int) -> Tensor:
     if not isinstance(offsets, Tensor):
-        raise wrong_type(name, offsets, f"an int32 tensor [{batch + 1}]", "give the running sum of lengths, from 0 to the total")
+        raise wrong_type(
+            name, offsets, f"an int32 tensor [{batch + 1}]", "give the running sum of lengths, from 0 to the total"
+        )
     if offsets.dtype != torch.int32 or tuple(offsets.shape) != (batch + 1,):
         got = f"{offsets.dtype} {list(offsets.shape)}"
         raise InvalidProblem(name, got, f"torch.int32 [{batch + 1}]", "give one more than block_table has rows")
@@ -274,7 +357,8 @@ def _longest(name: str, longest: int | None) -> int:
 
 
 def _places(cu_seqlens_q: Tensor, total: int, longest: int) -> Tensor:
-    """int64 [T]: the index of each packed row in [B * longest], with sequences aligned at the right. Rows without a place get B * longest.
+    """int64 [T]: the index of each packed row in [B * longest], with sequences aligned at the right. Rows without a
+    place get B * longest.
 
     >>> _places(torch.tensor([0, 2, 2, 5]), 6, 3).tolist()
     [1, 2, 6, 7, 8, 9]

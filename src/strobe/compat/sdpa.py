@@ -1,8 +1,8 @@
 """Run torch's scaled_dot_product_attention and varlen_attn on strobe's kernels: `enable()`.
 
-This module registers a provider named "STROBE" in torch.nn.attention's registry. While active, the provider overrides torch's flash
-attention ops in the dispatcher, on CPUs and GPUs. Calls that strobe does not support go to torch's own kernels and are counted in `passed`.
-Importing this module registers the provider but does not activate it.
+This module registers a provider named "STROBE" in torch.nn.attention's registry. While active, the provider overrides
+torch's flash attention ops in the dispatcher, on CPUs and GPUs. Calls that strobe does not support go to torch's own
+kernels and are counted in `passed`. Importing this module registers the provider but does not activate it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ passed: Counter[str] = Counter()  # unsupported argument -> number of calls that
 
 
 class _Passing(local):
-    """Whether this thread is inside torch's own kernel. SDPA's op on GPUs calls the `_flash` op, so one call gets here twice; count it once."""
+    """Whether this thread is inside torch's own kernel. SDPA's op on GPUs calls the `_flash` op, so one call gets here
+    twice; count it once.
+    """
 
     on = False
 
@@ -57,7 +59,8 @@ _passing = _Passing()
 
 
 class Handle:
-    """The handle that torch's registry keeps while strobe is active. Dropping the libraries restores torch's kernels."""
+    """The handle that torch's registry keeps while strobe is active. Dropping the libraries restores torch's
+    kernels."""
 
     def __init__(self, libraries: list[Library]):
         self.libraries = libraries
@@ -88,12 +91,16 @@ def register() -> Handle:
 
 
 def _torchs(name: str, key: str) -> Callable:
-    """torch's own kernel, bound to the dispatch key it was registered for. Asking the dispatcher for the keys of each call costs 0.5 us."""
+    """torch's own kernel, bound to the dispatch key it was registered for. Asking the dispatcher for the keys of each
+    call costs 0.5 us.
+    """
     return partial(torch.library.get_kernel(f"aten::{name}", key).call_boxed, DispatchKeySet(getattr(DispatchKey, key)))
 
 
 def _kernel(name: str, function: Callable, original: Callable | None) -> Callable:
-    """An op that calls `function` and, if that raises, torch's kernel `original`. Without an original the error is raised."""
+    """An op that calls `function` and, if that raises, torch's kernel `original`. Without an original the error is
+    raised.
+    """
 
     def kernel(*arguments, **options):
         try:
@@ -122,7 +129,9 @@ registry.register_flash_attention_impl(NAME, register_fn=register)
 
 
 class _Before(NamedTuple):
-    """State before the first switch: the provider, the priority of SDPA's backends, and the tag in the keys of torch.compile's caches."""
+    """State before the first switch: the provider, the priority of SDPA's backends, and the tag in the keys of
+    torch.compile's caches.
+    """
 
     impl: str | None
     priority: list[int]
@@ -131,7 +140,9 @@ class _Before(NamedTuple):
 
     @property
     def our_tag(self) -> str:
-        """The cache tag while strobe is enabled. A compiled graph contains the backend that was traced, so both states need separate keys on disk."""
+        """The cache tag while strobe is enabled. A compiled graph contains the backend that was traced, so both states
+        need separate keys on disk.
+        """
         return f"{self.tag}+strobe.sdpa" if self.tag else "strobe.sdpa"
 
 
@@ -173,7 +184,8 @@ class Switch:
 
 
 def enable() -> Switch:
-    """Run torch's scaled_dot_product_attention and varlen_attn on strobe until the returned switch is called or its `with` block ends.
+    """Run torch's scaled_dot_product_attention and varlen_attn on strobe until the returned switch is called or its
+    `with` block ends.
 
     >>> q = torch.randn(1, 2, 8, 16)
     >>> with enable() as switch:
@@ -181,22 +193,26 @@ def enable() -> Switch:
     >>> switch.served, switch.passed
     ({'cpu.forward': 1}, {})
 
-    Flash attention becomes the first of SDPA's backends; the others keep their order. (On Hopper torch prefers cuDNN, and strobe
-    does not replace cuDNN's kernels.) SDPA's rules do not change: calls that flash attention does not accept, such as masks and
-    dropout, use the same backend as before. Calls that strobe does not support go to torch's flash kernel, counted in `passed`.
+    Flash attention becomes the first of SDPA's backends; the others keep their order. (On Hopper torch prefers cuDNN,
+    and strobe does not replace cuDNN's kernels.) SDPA's rules do not change: calls that flash attention does not
+    accept, such as masks and dropout, use the same backend as before. Calls that strobe does not support go to torch's
+    flash kernel, counted in `passed`.
 
-    Switches nest and may be undone in any order. The last one restores the state before the first, except for settings that other
-    code has changed since.
+    Switches nest and may be undone in any order. The last one restores the state before the first, except for settings
+    that other code has changed since.
 
-    Call this before torch.compile, because a compiled graph keeps the backend that was traced. Graphs traced with strobe have
-    separate keys in the caches on disk (`torch.compiler.config.cache_key_tag`). Call this after torch.cuda.set_device: it asks torch
-    for SDPA's choice on the GPU, and that initialises CUDA.
+    Call this before torch.compile, because a compiled graph keeps the backend that was traced. Graphs traced with
+    strobe have separate keys in the caches on disk (`torch.compiler.config.cache_key_tag`). Call this after
+    torch.cuda.set_device: it asks torch for SDPA's choice on the GPU, and that initialises CUDA.
 
     Raises UnsupportedProblem before torch 2.11.
     """
     global _before
     if not hasattr(registry, "restore_flash_attention_impl"):
-        raise UnsupportedProblem(f"strobe.integrations.sdpa needs torch 2.11, which can put its own kernels back; this is torch {torch.__version__}")
+        raise UnsupportedProblem(
+            "strobe.integrations.sdpa needs torch 2.11, which can put its own kernels back; this is torch "
+            f"{torch.__version__}"
+        )
     with _LOCK:
         before = _before or _taken()
         if registry.current_flash_attention_impl() != NAME:
@@ -241,7 +257,8 @@ def _choose(device: torch.device) -> SDPBackend:
 
 
 def backend(device: torch.device | str) -> str:
-    """The backend that SDPA chooses on a device, for a causal bfloat16 call with head dimension 64, and the active provider.
+    """The backend that SDPA chooses on a device, for a causal bfloat16 call with head dimension 64, and the active
+    provider.
 
     >>> backend("cpu")
     'FLASH_ATTENTION'

@@ -1,8 +1,8 @@
 """FlashAttention's `seqused` (only the first rows of each sequence count) and windows with a negative bound.
 
-FlashAttention's kernels take both as arguments. strobe's kernels take offsets, and windows that contain the diagonal. So the used rows are
-copied into new packed tensors: one gather each for q, k and v, where that side is shortened. Shapes do not depend on data, so nothing
-synchronises with the device, and one captured graph serves all lengths.
+FlashAttention's kernels take both as arguments. strobe's kernels take offsets, and windows that contain the diagonal.
+So the used rows are copied into new packed tensors: one gather each for q, k and v, where that side is shortened.
+Shapes do not depend on data, so nothing synchronises with the device, and one captured graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .signatures import Setting, backward, forward
 class Used(NamedTuple):
     """The used part of each sequence.
 
-    seqused_q, seqused_k: the number of leading rows and keys, int32 [n], or None for all. without_q, without_k: how many of those to drop
-    at the end.
+    seqused_q, seqused_k: the number of leading rows and keys, int32 [n], or None for all. without_q, without_k: how
+    many of those to drop at the end.
     """
 
     seqused_q: Tensor | None = None
@@ -41,15 +41,19 @@ ALL = Used()
 def shifted(window: Window, causal: bool) -> tuple[Window, Used]:
     """Replace a window with one negative bound by a window that contains the diagonal, over fewer rows or keys.
 
-    Dropping the last 3 keys moves the diagonal 3 keys earlier; dropping the last 2 rows moves it 2 keys later. Two negative bounds mean
-    unbounded.
+    Dropping the last 3 keys moves the diagonal 3 keys earlier; dropping the last 2 rows moves it 2 keys later. Two
+    negative bounds mean unbounded.
 
     >>> shifted((None, -3), False)
     ((None, 0), Used(seqused_q=None, seqused_k=None, without_q=0, without_k=3))
     >>> shifted((-2, 5), False)
     ((0, 3), Used(seqused_q=None, seqused_k=None, without_q=2, without_k=0))
     """
-    if not isinstance(window, (tuple, list)) or len(window) != 2 or any(bound is not None and type(bound) is not int for bound in window):
+    if (
+        not isinstance(window, (tuple, list))
+        or len(window) != 2
+        or any(bound is not None and type(bound) is not int for bound in window)
+    ):
         return window, ALL  # the argument check of the call raises for it
     left, right = window
     if left is not None and right is not None and left < 0 and right < 0:
@@ -67,7 +71,8 @@ def shifted(window: Window, causal: bool) -> tuple[Window, Used]:
 
 
 def forward_used(q: Tensor, k: Tensor, v: Tensor, setting: Setting, used: Used) -> tuple[Tensor, Tensor]:
-    """out and lse of `signatures.forward` over the used part of each sequence. Unused rows get out 0, and lse -inf or the head's sink.
+    """out and lse of `signatures.forward` over the used part of each sequence. Unused rows get out 0, and lse -inf or
+    the head's sink.
 
     >>> q, offsets = torch.randn(12, 4, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
     >>> setting = Setting(packing=(offsets, offsets, 7, 7))
@@ -85,14 +90,23 @@ def forward_used(q: Tensor, k: Tensor, v: Tensor, setting: Setting, used: Used) 
     if rows is None:
         return forward(q, k, v, setting)
     out, lse = forward(rows.take(q), k, v, setting)
-    unseen = lse.new_full((lse.shape[0], 1), -torch.inf) if setting.sinks is None else setting.sinks.to(lse.dtype)[:, None]
+    unseen = (
+        lse.new_full((lse.shape[0], 1), -torch.inf) if setting.sinks is None else setting.sinks.to(lse.dtype)[:, None]
+    )
     return torch.cat([out, out.new_zeros(1, *out.shape[1:])])[rows.place], torch.cat([lse, unseen], 1)[:, rows.place]
 
 
 def backward_used(
-    gradient: Tensor, forward_of: tuple[Tensor, Tensor], qkv: tuple[Tensor, Tensor, Tensor], setting: Setting, used: Used, dlse: Tensor | None = None
+    gradient: Tensor,
+    forward_of: tuple[Tensor, Tensor],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    setting: Setting,
+    used: Used,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv and dsinks of `signatures.backward` over the used part of each packed sequence. Gradients of unused rows and keys are 0."""
+    """dq, dk, dv and dsinks of `signatures.backward` over the used part of each packed sequence. Gradients of unused
+    rows and keys are 0.
+    """
     if used.whole:
         return backward(gradient, forward_of, qkv, setting, dlse)
     q, k, v = qkv
@@ -116,7 +130,9 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, setting: Setting, used: Used) -> tup
         return forward(q, k, v, setting)  # its argument check raises
     batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
     if used.seqused_q is not None or used.seqused_k is not None:
-        offsets = [torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length for length in (seqlen_q, seqlen_k)]
+        offsets = [
+            torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length for length in (seqlen_q, seqlen_k)
+        ]
         packed = setting._replace(packing=(*offsets, seqlen_q, seqlen_k))
         out, lse = forward_used(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), packed, used)
         return out.unflatten(0, (batch, seqlen_q)), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
@@ -125,7 +141,11 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, setting: Setting, used: Used) -> tup
     if rows == seqlen_q:
         return out, lse
     shape = *lse.shape[:2], seqlen_q - rows
-    unseen = lse.new_full(shape, -torch.inf) if setting.sinks is None else setting.sinks.to(lse.dtype)[None, :, None].expand(shape)
+    unseen = (
+        lse.new_full(shape, -torch.inf)
+        if setting.sinks is None
+        else setting.sinks.to(lse.dtype)[None, :, None].expand(shape)
+    )
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, seqlen_q - rows)), torch.cat([lse, unseen], 2)
 
 
@@ -154,7 +174,11 @@ def _kept(cu_seqlens: Tensor, lengths: Tensor, total: int) -> _Kept:
     new_ends = lengths.cumsum(0)
     new_starts, last = new_ends - lengths, max(len(starts) - 1, 0)
     where = torch.searchsorted(new_ends, row, right=True)
-    source = torch.where(where > last, 0, (row - new_starts[where.clamp(max=last)] + starts[where.clamp(max=last)]).clamp(0, max(total - 1, 0)))
+    source = torch.where(
+        where > last,
+        0,
+        (row - new_starts[where.clamp(max=last)] + starts[where.clamp(max=last)]).clamp(0, max(total - 1, 0)),
+    )
     held = torch.searchsorted(ends, row, right=True)
     within = row - starts[held.clamp(max=last)]
     is_kept = (held <= last) & (within >= 0) & (within < lengths[held.clamp(max=last)])
@@ -162,14 +186,18 @@ def _kept(cu_seqlens: Tensor, lengths: Tensor, total: int) -> _Kept:
     return _Kept(torch.nn.functional.pad(new_ends, (1, 0)).to(torch.int32), source, place)
 
 
-def _shortened(q: Tensor, k: Tensor, v: Tensor, setting: Setting, used: Used) -> tuple[_Kept | None, _Kept | None, Setting]:
+def _shortened(
+    q: Tensor, k: Tensor, v: Tensor, setting: Setting, used: Used
+) -> tuple[_Kept | None, _Kept | None, Setting]:
     """The rows kept of q and of k (None for all), and the setting with the offsets of the kept rows."""
     cu_seqlens_q, cu_seqlens_k, *longest = setting.packing or (None,) * 4
     for name, given in (("q", q), ("k", k), ("v", v)):
         if not isinstance(given, Tensor):
             raise wrong_type(name, given, "a tensor", "pass a torch.Tensor")
     if not isinstance(cu_seqlens_q, Tensor) or not isinstance(cu_seqlens_k, Tensor):
-        name, given = ("cu_seqlens_k", cu_seqlens_k) if isinstance(cu_seqlens_q, Tensor) else ("cu_seqlens_q", cu_seqlens_q)
+        name, given = (
+            ("cu_seqlens_k", cu_seqlens_k) if isinstance(cu_seqlens_q, Tensor) else ("cu_seqlens_q", cu_seqlens_q)
+        )
         raise wrong_type(name, given, "an int32 tensor [n + 1]", "give the running sum of lengths, from 0 to the total")
     rows = _side("q", q, cu_seqlens_q, used.seqused_q, used.without_q)
     keys = _side("k", k, cu_seqlens_k, used.seqused_k, used.without_k)
@@ -190,20 +218,42 @@ def _side(side: str, tensor: Tensor, cu_seqlens: Tensor, seqused: Tensor | None,
 
 
 def _check(name: str, seqused: object, lengths: Tensor) -> None:
-    """Check dtype, shape and device. Check values only on a CPU, to avoid a device synchronisation; on a GPU `_kept` clamps them."""
+    """Check dtype, shape and device. Check values only on a CPU, to avoid a device synchronisation; on a GPU `_kept`
+    clamps them.
+    """
     if not isinstance(seqused, Tensor):
-        raise wrong_type(name, seqused, f"an int32 tensor [{len(lengths)}] or None", "give the rows used of each sequence")
-    if seqused.dtype not in (torch.int32, torch.int64) or seqused.shape != lengths.shape or seqused.device != lengths.device:
-        got, expected = f"{seqused.dtype} {list(seqused.shape)} on {seqused.device}", f"torch.int32 [{len(lengths)}] on {lengths.device}"
+        raise wrong_type(
+            name, seqused, f"an int32 tensor [{len(lengths)}] or None", "give the rows used of each sequence"
+        )
+    if (
+        seqused.dtype not in (torch.int32, torch.int64)
+        or seqused.shape != lengths.shape
+        or seqused.device != lengths.device
+    ):
+        got, expected = (
+            f"{seqused.dtype} {list(seqused.shape)} on {seqused.device}",
+            f"torch.int32 [{len(lengths)}] on {lengths.device}",
+        )
         raise InvalidProblem(name, got, expected, "give one length for each sequence that the offsets hold")
     if is_readable(seqused):
         wrong = ((seqused < 0) | (seqused > lengths)).nonzero().flatten().tolist()
         if wrong:
             got, most = seqused[wrong[0]].item(), lengths[wrong[0]].item()
-            raise InvalidProblem(name, f"{got} for sequence {wrong[0]}", f"0 to {most}, which its offsets hold", "count the rows that are used")
+            raise InvalidProblem(
+                name,
+                f"{got} for sequence {wrong[0]}",
+                f"0 to {most}, which its offsets hold",
+                "count the rows that are used",
+            )
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether the host can read the values: a plain CPU tensor, not compiling, and no dispatch mode or functorch transform active."""
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    """Whether the host can read the values: a plain CPU tensor, not compiling, and no dispatch mode or functorch
+    transform active.
+    """
+    traced = (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    )
     return not traced and tensor.device.type == "cpu" and type(tensor) is Tensor

@@ -1,6 +1,7 @@
 """Shared by the FlashAttention interfaces: forward and backward calls, and errors for unsupported arguments.
 
-`strobe.flash_attn`, `strobe.flash_attn_interface` and `strobe.cute` translate their arguments to a `Setting` and call the functions here.
+`strobe.flash_attn`, `strobe.flash_attn_interface` and `strobe.cute` translate their arguments to a `Setting` and call
+the functions here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ..problem.merge import Partial, merge
 class Setting(NamedTuple):
     """The arguments of a call other than q, k and v, with FlashAttention's meanings.
 
-    softcap 0.0 means none. deterministic False means torch.are_deterministic_algorithms_enabled(). scale None means 1 / sqrt(D).
+    softcap 0.0 means none. deterministic False means torch.are_deterministic_algorithms_enabled(). scale None means 1 /
+    sqrt(D).
     """
 
     scale: float | None = None
@@ -55,22 +57,32 @@ class Setting(NamedTuple):
 
 
 def number(name: str, value: object) -> Any:
-    """A one-element tensor as a Python number; other values unchanged. Raises for other sizes and for tensors that require grad."""
+    """A one-element tensor as a Python number; other values unchanged. Raises for other sizes and for tensors that
+    require grad.
+    """
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
-        raise InvalidProblem(name, f"a tensor of shape {list(value.shape)}", "a number", "give one number, or a tensor of one element")
+        raise InvalidProblem(
+            name, f"a tensor of shape {list(value.shape)}", "a number", "give one number, or a tensor of one element"
+        )
     if value.requires_grad:
-        raise UnsupportedProblem(describe(name, "a tensor that requires grad", "a number", "strobe has no gradient of it; pass value.item()"))
+        raise UnsupportedProblem(
+            describe(name, "a tensor that requires grad", "a number", "strobe has no gradient of it; pass value.item()")
+        )
     return value.item()
 
 
 def window_of(window: Any) -> Any:
-    """A tensor (left, right) as a pair of Python numbers; other values unchanged. Raises InvalidProblem for a tensor of another size."""
+    """A tensor (left, right) as a pair of Python numbers; other values unchanged. Raises InvalidProblem for a tensor of
+    another size.
+    """
     if not isinstance(window, Tensor):
         return window
     if window.numel() != 2:
-        raise InvalidProblem("window_size", f"a tensor of shape {list(window.shape)}", "a pair (left, right)", "give both sides")
+        raise InvalidProblem(
+            "window_size", f"a tensor of shape {list(window.shape)}", "a pair (left, right)", "give both sides"
+        )
     return tuple(window.flatten().tolist())
 
 
@@ -78,7 +90,8 @@ def window_of(window: Any) -> Any:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
-    """out [B, S_q, H_q, D_v] in q's dtype and lse [B, H_q, S_q] (natural logarithm, float32 or wider), or packed [T, H, D_v] and [H, T].
+    """out [B, S_q, H_q, D_v] in q's dtype and lse [B, H_q, S_q] (natural logarithm, float32 or wider), or packed [T, H,
+    D_v] and [H, T].
 
     Both are differentiable. Errors use the originals' argument names.
 
@@ -107,16 +120,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
 
 
 def backward(
-    gradient: Tensor, forward_of: tuple[Tensor, Tensor], qkv: tuple[Tensor, Tensor, Tensor], setting: Setting, dlse: Tensor | None = None
+    gradient: Tensor,
+    forward_of: tuple[Tensor, Tensor],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    setting: Setting,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dsinks. out and lse (`forward_of`) may cover more keys than k and v hold: ring attention passes the merged ones.
+    """dq, dk, dv and dsinks. out and lse (`forward_of`) may cover more keys than k and v hold: ring attention passes
+    the merged ones.
 
     gradient is dout. dlse is the gradient of lse; None means 0. dsinks is empty if the setting has no sinks.
 
     >>> q, k = torch.randn(1, 4, 2, 16), torch.randn(1, 6, 2, 16)
     >>> whole = forward(q, k, k, Setting())
-    >>> parts = [backward(torch.ones_like(q), whole, (q, k[:, keys], k[:, keys]), Setting())[0] for keys in (slice(0, 4), slice(4, 6))]
-    >>> torch.allclose(sum(parts), backward(torch.ones_like(q), whole, (q, k, k), Setting())[0], atol=1e-5)
+    >>> part = lambda keys: backward(torch.ones_like(q), whole, (q, keys, keys), Setting())[0]
+    >>> torch.allclose(part(k[:, :4]) + part(k[:, 4:]), part(k), atol=1e-5)
     True
     """
     q, k, v = (rows_contiguous(t.detach()) for t in qkv)
@@ -124,14 +142,23 @@ def backward(
     out, lse = (t.detach().contiguous() for t in forward_of)
     shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = (*shape[:-3], shape[-2], shape[-3])
-    tensors = (("out", out, shape), ("dout", gradient, shape), ("softmax_lse", lse, lse_shape), ("dlse", dlse, lse_shape))
+    tensors = (
+        ("out", out, shape),
+        ("dout", gradient, shape),
+        ("softmax_lse", lse, lse_shape),
+        ("dlse", dlse, lse_shape),
+    )
     for name, given, wanted in tensors:
         if given is None:
             continue
         if tuple(given.shape) != wanted:
-            raise InvalidProblem(name, f"shape {list(given.shape)}", str(list(wanted)), "pass what belongs to the forward of this q")
+            raise InvalidProblem(
+                name, f"shape {list(given.shape)}", str(list(wanted)), "pass what belongs to the forward of this q"
+            )
         if name in ("out", "dout") and given.dtype != q.dtype:
-            raise InvalidProblem(name, given.dtype, f"q's {q.dtype}", "convert it; a merged out is rounded once, at the end")
+            raise InvalidProblem(
+                name, given.dtype, f"q's {q.dtype}", "convert it; a merged out is rounded once, at the end"
+            )
     lse, dlse = (None if t is None else t.to(accumulator(q.dtype)) for t in (lse, dlse))
     with torch.no_grad():
         return ops.BACKWARD(gradient, out, lse, dlse, *call.arguments)
@@ -141,13 +168,30 @@ def _call(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Call:
     q, k, v = (rows_contiguous(t) for t in (q, k, v))
     setting = setting.plain()
     options = setting.scale, setting.softcap or None, setting.deterministic or None
-    return call_of(q, k, v, causal=setting.causal, window=setting.window, sinks=setting.sinks, options=options, packing=setting.packing)
+    return call_of(
+        q,
+        k,
+        v,
+        causal=setting.causal,
+        window=setting.window,
+        sinks=setting.sinks,
+        options=options,
+        packing=setting.packing,
+    )
 
 
-THEIRS = {"scale": "softmax_scale", "window": "window_size", "window left": "window_size", "window right": "window_size", "sinks": "learnable_sink"}
+THEIRS = {
+    "scale": "softmax_scale",
+    "window": "window_size",
+    "window left": "window_size",
+    "window right": "window_size",
+    "sinks": "learnable_sink",
+}
 
 
-def in_their_words(error: InvalidProblem | TypeError, also: Mapping[str, str] = MappingProxyType({})) -> InvalidProblem | TypeError:
+def in_their_words(
+    error: InvalidProblem | TypeError, also: Mapping[str, str] = MappingProxyType({})
+) -> InvalidProblem | TypeError:
     """The error with the original function's name for the argument. `also` adds names to THEIRS.
 
     >>> in_their_words(TypeError("window: got int, expected a pair (left, right); give both sides"))
@@ -161,7 +205,9 @@ def in_their_words(error: InvalidProblem | TypeError, also: Mapping[str, str] = 
 
 
 def rows_contiguous(tensor: Tensor) -> Tensor:
-    """The tensor, copied if its last dimension is strided. The originals copy such tensors; strobe.attention raises for them."""
+    """The tensor, copied if its last dimension is strided. The originals copy such tensors; strobe.attention raises for
+    them.
+    """
     return tensor.contiguous() if isinstance(tensor, Tensor) and tensor.dim() and tensor.stride(-1) != 1 else tensor
 
 
@@ -170,11 +216,18 @@ def rows_contiguous(tensor: Tensor) -> Tensor:
 _ROWS = 128  # the originals round the rows of softmax_d up to a multiple of this
 
 
-def write(targets: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...], names: tuple[str, ...] = ("dq", "dk", "dv")) -> None:
+def write(
+    targets: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...], names: tuple[str, ...] = ("dq", "dk", "dv")
+) -> None:
     """Copy each gradient to its target; a target may be None. All shapes are checked before anything is written."""
     for name, target, gradient in zip(names, targets, gradients):
         if target is not None and target.shape != gradient.shape:
-            raise InvalidProblem(name, f"shape {list(target.shape)}", str(list(gradient.shape)), "allocate it with the shape of its result")
+            raise InvalidProblem(
+                name,
+                f"shape {list(target.shape)}",
+                str(list(gradient.shape)),
+                "allocate it with the shape of its result",
+            )
     with torch.no_grad():
         for target, gradient in zip(targets, gradients):
             if target is not None:
@@ -182,7 +235,8 @@ def write(targets: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...], nam
 
 
 def softmax_d(dout: Tensor, out: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Row sums of dout * out, float32 [B, H, S rounded up to 128]; packed [H, T + 128 n], with 128 spare rows after each of the n sequences.
+    """Row sums of dout * out, float32 [B, H, S rounded up to 128]; packed [H, T + 128 n], with 128 spare rows after
+    each of the n sequences.
 
     >>> softmax_d(torch.ones(2, 5, 4, 16), torch.ones(2, 5, 4, 16)).shape
     torch.Size([2, 4, 128])
@@ -199,7 +253,8 @@ def softmax_d(dout: Tensor, out: Tensor, cu_seqlens: Tensor | None = None) -> Te
 
 
 def applied(function: Callable, order: str) -> staticmethod:
-    """`apply` of the original's autograd class: it calls `function` with positional arguments in the given order of names.
+    """`apply` of the original's autograd class: it calls `function` with positional arguments in the given order of
+    names.
 
     >>> applied(lambda a, b: (a, b), "b a").__func__(1, 2)
     (2, 1)
@@ -208,7 +263,14 @@ def applied(function: Callable, order: str) -> staticmethod:
 
     def apply(*arguments: object) -> Any:
         if len(arguments) > len(names):
-            raise TypeError(describe("apply", f"{len(arguments)} arguments", f"at most {len(names)}: {', '.join(names)}", "pass them by position"))
+            raise TypeError(
+                describe(
+                    "apply",
+                    f"{len(arguments)} arguments",
+                    f"at most {len(names)}: {', '.join(names)}",
+                    "pass them by position",
+                )
+            )
         given = dict(zip(names, arguments))
         wanted = given.pop("is_grad_enabled", True)
         with torch.set_grad_enabled(bool(wanted) and torch.is_grad_enabled()):
@@ -217,8 +279,11 @@ def applied(function: Callable, order: str) -> staticmethod:
     return staticmethod(apply)
 
 
-def combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Merge partial results over disjoint keys, [splits, ..., H, D] and [splits, ..., H], into out [..., H, D] and lse [..., H].
+def combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Merge partial results over disjoint keys, [splits, ..., H, D] and [splits, ..., H], into out [..., H, D] and lse
+    [..., H].
 
     >>> whole, lse = combine(torch.ones(2, 1, 3, 4, 16), torch.zeros(2, 1, 3, 4), None, None)
     >>> whole.shape, round(lse[0, 0, 0].item(), 4)
@@ -229,10 +294,15 @@ def combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dt
             raise wrong_type(name, part, "a tensor [splits, ...]", "stack the partial results")
     shape = list(out_partial.shape)
     if len(shape) < 2 or shape[0] == 0:
-        raise InvalidProblem("out_partial", f"shape {shape}", "[splits, ..., H, D] of at least one split", "stack the partial results")
+        raise InvalidProblem(
+            "out_partial", f"shape {shape}", "[splits, ..., H, D] of at least one split", "stack the partial results"
+        )
     if list(lse_partial.shape) != shape[:-1]:
         raise InvalidProblem(
-            "lse_partial", f"shape {list(lse_partial.shape)}", f"{shape[:-1]}, as out_partial without D", "give both for the same splits"
+            "lse_partial",
+            f"shape {list(lse_partial.shape)}",
+            f"{shape[:-1]}, as out_partial without D",
+            "give both for the same splits",
         )
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise wrong_type("out_dtype", out_dtype, "a torch.dtype or None", "such as torch.bfloat16")
@@ -258,7 +328,10 @@ _DROPOUT = "strobe drops no weights; keep 0.0 in evaluation, and in training use
 _PAGES = "use strobe.attention_decode(q, strobe.PagedCache(k, v, page_table, seqlens)) under torch.no_grad()"
 _PACKED = "a decode takes as many new tokens of each sequence; give q, k and v as [B, T, H, D]"
 _LEFTPAD = "packed keys have no padding; move cu_seqlens_k, or use flash_attn_with_kvcache with cache_leftpad"
-_OVER_CACHE = "a cache takes queries [B, T, H, D] with neither offsets nor lengths of their own; leave out cu_seqlens and seqused_q, or the cache"
+_OVER_CACHE = (
+    "a cache takes queries [B, T, H, D] with neither offsets nor lengths of their own; leave out "
+    "cu_seqlens and seqused_q, or the cache"
+)
 _PADDED = "padded tensors have no lengths in a backward; pack them, and say lengths by cu_seqlens"
 _FP8 = "strobe has no FP8 kernel yet; give q, k and v in bfloat16"
 _MODS = "strobe runs no code of yours inside its kernels; express the mask with strobe.attention(mask=...)"
@@ -267,7 +340,10 @@ _TUNING = "strobe plans its launches itself; leave it at the default"
 
 UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "dropout_p": ((0.0,), _DROPOUT),
-    "alibi_slopes": ((None,), "strobe adds no bias to scores; use a window or rotary positions, or FlexAttention for a bias"),
+    "alibi_slopes": (
+        (None,),
+        "strobe adds no bias to scores; use a window or rotary positions, or FlexAttention for a bias",
+    ),
     "leftpad_k": ((None,), _LEFTPAD),
     "cu_seqlens_q": ((None,), _PACKED),
     "cu_seqlens_k_new": ((None,), _PACKED),
@@ -281,11 +357,23 @@ UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "seqused_q": ((None,), _OVER_CACHE),
     "sequed_q": ((None,), _PADDED),
     "sequed_k": ((None,), _PADDED),
-    "qv": ((None,), "strobe has no second product in its scores; concatenate qv to q and v to k, with the same scale, which scores the same"),
+    "qv": (
+        (None,),
+        (
+            "strobe has no second product in its scores; concatenate qv to q and v to k, with the same scale, which "
+            "scores the same"
+        ),
+    ),
     "q_descale": ((None,), _FP8),
     "k_descale": ((None,), _FP8),
     "v_descale": ((None,), _FP8),
-    "attention_chunk": ((0,), "strobe has no chunks; strobe.attention(mask=strobe.documents(position // chunk) & strobe.causal()) means the same"),
+    "attention_chunk": (
+        (0,),
+        (
+            "strobe has no chunks; strobe.attention(mask=strobe.documents(position // chunk) & strobe.causal()) means "
+            "the same"
+        ),
+    ),
     "seqlen_k_per_split": ((None,), _TUNING),
     "disable_scheduler_metadata": ((False,), _TUNING),
     "gather_kv_indices": ((None,), "strobe reads all keys of a sequence; gather them before the call"),
@@ -306,12 +394,23 @@ UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
 
 # Arguments that affect only the originals' speed. strobe plans its launches itself and ignores them.
 HINTS = frozenset(
-    ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "tile_mn", "mma_pv_is_rs", "intra_wg_overlap", "num_threads", "_arch")
+    (
+        "num_splits",
+        "pack_gqa",
+        "sm_margin",
+        "scheduler_metadata",
+        "tile_mn",
+        "mma_pv_is_rs",
+        "intra_wg_overlap",
+        "num_threads",
+        "_arch",
+    )
 )
 
 
 def unpacked(name: str, tensor: object, parts: int, packed: bool) -> tuple[Tensor, ...]:
-    """Views of q, k and v (parts = 3), or k and v (parts = 2), from one tensor [B, S, parts, H, D], or packed [T, parts, H, D].
+    """Views of q, k and v (parts = 3), or k and v (parts = 2), from one tensor [B, S, parts, H, D], or packed [T,
+    parts, H, D].
 
     >>> [part.shape for part in unpacked("kv", torch.zeros(2, 5, 2, 4, 16), 2, packed=False)]
     [torch.Size([2, 5, 4, 16]), torch.Size([2, 5, 4, 16])]
@@ -320,7 +419,9 @@ def unpacked(name: str, tensor: object, parts: int, packed: bool) -> tuple[Tenso
     if not isinstance(tensor, Tensor):
         raise wrong_type(name, tensor, f"a tensor {shape}", "pass a torch.Tensor")
     if tensor.dim() != rank or tensor.shape[-3] != parts:
-        raise InvalidProblem(name, f"shape {list(tensor.shape)}", shape, "stack its parts in the third dimension from the end")
+        raise InvalidProblem(
+            name, f"shape {list(tensor.shape)}", shape, "stack its parts in the third dimension from the end"
+        )
     return tensor.unbind(-3)
 
 
@@ -328,10 +429,11 @@ def refuse(**given: object) -> None:
     """Raise UnsupportedProblem for the first argument with a value that strobe does not support. HINTS are ignored.
 
     >>> refuse(dropout_p=0.0, alibi_slopes=None, num_splits=4)
-    >>> refuse(zero_tensors=True)
+    >>> refuse(zero_tensors=True)  # doctest: +NORMALIZE_WHITESPACE
     Traceback (most recent call last):
     ...
-    strobe.errors.UnsupportedProblem: zero_tensors: got True, expected False; strobe writes every element of its results; leave it out
+    strobe.errors.UnsupportedProblem: zero_tensors: got True, expected False; strobe writes every element of its
+    results; leave it out
     """
     for name, value in given.items():
         if name in HINTS:

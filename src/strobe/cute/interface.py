@@ -1,7 +1,9 @@
-"""FlashAttention-4's functions (flash_attn.cute.interface 4.0.0b36), including the private ones that other libraries use.
+"""FlashAttention-4's functions (flash_attn.cute.interface 4.0.0b36), including the private ones that other libraries
+use.
 
-Arguments and their order are those of the originals (qv is the fourth). The public attention functions return (out, lse). lse is the natural
-logarithm in float32, [B, H, S] or [H, T]. None in a window means unbounded. Unsupported arguments raise UnsupportedProblem.
+Arguments and their order are those of the originals (qv is the fourth). The public attention functions return (out,
+lse). lse is the natural logarithm in float32, [B, H, S] or [H, T]. None in a window means unbounded. Unsupported
+arguments raise UnsupportedProblem.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from ..errors import UnsupportedProblem, describe
 
 
 def flash_attn_func(
-    q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None,
+    q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None),
+    learnable_sink=None,
     softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None,
     aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, block_sparse_tensors_bwd=None, return_lse=False,
     gather_bwd_recompute_p=False, gather_bwd_token_chunk=None,
@@ -28,7 +31,8 @@ def flash_attn_func(
     >>> out.shape, lse.shape
     (torch.Size([2, 5, 4, 16]), torch.Size([2, 4, 5]))
 
-    q is [B, S_q, H_q, D], k and v are [B, S_k, H_kv, D]; out is like q. lse is always returned, whatever return_lse is, and is differentiable.
+    q is [B, S_q, H_q, D], k and v are [B, S_k, H_kv, D]; out is like q. lse is always returned, whatever return_lse is,
+    and is differentiable.
     """
     refuse(
         qv=qv, gather_kv_indices=gather_kv_indices, num_splits=num_splits, pack_gqa=pack_gqa, score_mod=score_mod,
@@ -36,7 +40,9 @@ def flash_attn_func(
         block_sparse_tensors=block_sparse_tensors, block_sparse_tensors_bwd=block_sparse_tensors_bwd,
         gather_bwd_recompute_p=gather_bwd_recompute_p, gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
-    return _forward(q, k, v, Setting(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink), Used())
+    return _forward(
+        q, k, v, Setting(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink), Used()
+    )
 
 
 def flash_attn_varlen_func(
@@ -54,9 +60,9 @@ def flash_attn_varlen_func(
     >>> out.shape, lse.shape
     (torch.Size([12, 4, 16]), torch.Size([4, 12]))
 
-    q is [T_q, H_q, D], k and v are [T_k, H_kv, D], cu_seqlens int32 [n + 1]. Without both cu_seqlens, q, k, v are [B, S, H, D]; only one of
-    them raises UnsupportedProblem. seqused_q and seqused_k, int32 [n], limit each sequence to its first rows and keys. Other rows get out 0,
-    and lse -inf or the head's sink.
+    q is [T_q, H_q, D], k and v are [T_k, H_kv, D], cu_seqlens int32 [n + 1]. Without both cu_seqlens, q, k, v are [B,
+    S, H, D]; only one of them raises UnsupportedProblem. seqused_q and seqused_k, int32 [n], limit each sequence to its
+    first rows and keys. Other rows get out 0, and lse -inf or the head's sink.
     """
     refuse(
         qv=qv, gather_kv_indices=gather_kv_indices, page_table=page_table,
@@ -72,7 +78,8 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_combine(
-    out_partial, lse_partial, out=None, out_dtype=None, cu_seqlens=None, seqused=None, virtual_batch_idx=None, return_lse=True,
+    out_partial, lse_partial, out=None, out_dtype=None, cu_seqlens=None, seqused=None, virtual_batch_idx=None,
+    return_lse=True,
 ):  # fmt: skip
     """(out, lse) of partial results, as FlashAttention-3's `flash_attn_combine`. With return_lse=False, lse is None.
 
@@ -81,7 +88,8 @@ def flash_attn_combine(
     >>> out.shape, lse.shape
     (torch.Size([7, 4, 16]), torch.Size([7, 4]))
 
-    Every row is combined. cu_seqlens, seqused and virtual_batch_idx are ignored: they only select rows and their order in the original.
+    Every row is combined. cu_seqlens, seqused and virtual_batch_idx are ignored: they only select rows and their order
+    in the original.
     """
     out, lse = combine(out_partial, lse_partial, out, out_dtype)
     return out, lse if return_lse else None
@@ -101,8 +109,10 @@ class SchedulerMetadataTensorsTorch(NamedTuple):
 
 
 def get_scheduler_metadata(
-    max_seqlen_q, max_seqlen_k, nheads, nheads_kv, headdim, num_splits, headdim_v=None, pack_gqa=None, causal=False, window_size_left=None,
-    window_size_right=None, seqlen_k_new=0, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=None,
+    max_seqlen_q, max_seqlen_k, nheads, nheads_kv, headdim, num_splits, headdim_v=None, pack_gqa=None, causal=False,
+    window_size_left=None,
+    window_size_right=None, seqlen_k_new=0, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None,
+    seqused_k=None,
     leftpad_k=None, seqlen_k_per_split=None, _arch=None,
 ):  # fmt: skip
     """A `SchedulerMetadataTensorsTorch` without tensors, for the argument scheduler_metadata, which strobe ignores.
@@ -117,14 +127,20 @@ def get_scheduler_metadata(
 
 
 def _flash_attn_fwd(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None,
-    learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None,
-    score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None, aux_scalars=None,
-    q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None, scheduler_metadata=None, seqlen_k_per_split=None,
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+    max_seqlen_k=None,
+    min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None,
+    window_size_right=None,
+    learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1,
+    pack_gqa=None, _arch=None,
+    score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None,
+    aux_scalars=None,
+    q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None, scheduler_metadata=None,
+    seqlen_k_per_split=None,
     disable_scheduler_metadata=False, gather_bwd_recompute_p=False,
 ):  # fmt: skip
-    """(out, lse, None, None, None). Results are written to `out` and `lse` if given. The last three belong to gather_kv_indices.
+    """(out, lse, None, None, None). Results are written to `out` and `lse` if given. The last three belong to
+    gather_kv_indices.
 
     >>> import torch
     >>> q = torch.randn(1, 5, 2, 16)
@@ -134,31 +150,45 @@ def _flash_attn_fwd(
     """
     refuse(
         qv=qv, min_seqlen_k=min_seqlen_k, page_table=page_table, score_mod=score_mod, mask_mod=mask_mod,
-        block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors, aux_scalars=aux_scalars, q_descale=q_descale, k_descale=k_descale,
+        block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
+        q_descale=q_descale, k_descale=k_descale,
         v_descale=v_descale, gather_kv_indices=gather_kv_indices, seqlen_k_per_split=seqlen_k_per_split,
         disable_scheduler_metadata=disable_scheduler_metadata, gather_bwd_recompute_p=gather_bwd_recompute_p,
     )  # fmt: skip
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     window = window_size_left, window_size_right
-    found = _forward(q, k, v, Setting(softmax_scale, causal, window, softcap, False, learnable_sink, packing), Used(seqused_q, seqused_k))
+    found = _forward(
+        q,
+        k,
+        v,
+        Setting(softmax_scale, causal, window, softcap, False, learnable_sink, packing),
+        Used(seqused_q, seqused_k),
+    )
     write((out, lse), found, ("out", "lse"))
     return *(one if given is None else given for one, given in zip(found, (out, lse))), None, None, None
 
 
 def _flash_attn_bwd(
-    q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None, window_size_right=None, m_block_size=64,
-    n_block_size=128, num_threads=256, pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False,
-    dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None,
-    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None,
-    score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None, learnable_sink=None,
+    q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+    window_size_right=None, m_block_size=64,
+    n_block_size=128, num_threads=256, pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False,
+    dKV_swapAB=False,
+    dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None,
+    dv=None, score_mod=None,
+    score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None,
+    learnable_sink=None,
 ):  # fmt: skip
-    """(dq, dk, dv), and with learnable_sink also its gradient. Gradients are written to dq, dk and dv if given. dlse is the gradient of lse.
+    """(dq, dk, dv), and with learnable_sink also its gradient. Gradients are written to dq, dk and dv if given. dlse is
+    the gradient of lse.
 
-    Raises UnsupportedProblem for windows with one negative bound (autograd of `flash_attn_func` supports them), and for seqused_q and
-    seqused_k with padded tensors.
+    Raises UnsupportedProblem for windows with one negative bound (autograd of `flash_attn_func` supports them), and for
+    seqused_q and seqused_k with padded tensors.
     """
     refuse(
-        score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
+        score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors,
     )  # fmt: skip
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -166,7 +196,9 @@ def _flash_attn_bwd(
     if not used.whole:
         remedy = "call flash_attn_func, whose gradients autograd has"
         got = f"({window_size_left}, {window_size_right})"
-        raise UnsupportedProblem(describe("window_size", got, "bounds that are None or at least 0, or both negative", remedy))
+        raise UnsupportedProblem(
+            describe("window_size", got, "bounds that are None or at least 0, or both negative", remedy)
+        )
     used = Used(seqused_q, seqused_k)
     if packing is None:
         refuse(sequed_q=seqused_q, sequed_k=seqused_k)
@@ -186,37 +218,55 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, setting: Setting, used: Used) -> t
 def _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
-        raise UnsupportedProblem(describe(missing, None, "offsets for both q and k, or for neither", "give the offsets of the padded one too"))
+        raise UnsupportedProblem(
+            describe(
+                missing, None, "offsets for both q and k, or for neither", "give the offsets of the padded one too"
+            )
+        )
     return None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
 
-# ---------------------------------------------------------------- autograd classes: only `apply`; the functions have their own autograd
+# ---------------------------------------------------------------- autograd classes: only `apply`; the functions have
+# their own autograd
 
-_SCORES = "softmax_scale causal window_size learnable_sink softcap num_splits pack_gqa deterministic score_mod score_mod_bwd mask_mod"
+_SCORES = (
+    "softmax_scale causal window_size learnable_sink softcap num_splits pack_gqa deterministic score_mod "
+    "score_mod_bwd mask_mod"
+)
 _GATHER = "gather_bwd_recompute_p gather_bwd_token_chunk"
 
 
 class FlashAttnFunc:
-    """`apply` calls `flash_attn_func` with the original's order of positional arguments. There is no forward or backward with a ctx."""
+    """`apply` calls `flash_attn_func` with the original's order of positional arguments. There is no forward or
+    backward with a ctx.
+    """
 
     apply = applied(
         flash_attn_func,
-        f"q k v qv gather_kv_indices {_SCORES} aux_tensors aux_scalars block_sparse_tensors block_sparse_tensors_bwd return_lse {_GATHER}",
+        (
+            f"q k v qv gather_kv_indices {_SCORES} aux_tensors aux_scalars block_sparse_tensors "
+            f"block_sparse_tensors_bwd return_lse {_GATHER}"
+        ),
     )
 
 
 class FlashAttnVarlenFunc:
-    """`apply` of `flash_attn_varlen_func`; see `FlashAttnFunc`. The order of the length arguments differs from the function's."""
+    """`apply` of `flash_attn_varlen_func`; see `FlashAttnFunc`. The order of the length arguments differs from the
+    function's.
+    """
 
     apply = applied(
         flash_attn_varlen_func,
-        "q k v qv cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k min_seqlen_k gather_kv_indices page_table "
-        f"{_SCORES} block_sparse_tensors aux_tensors aux_scalars return_lse scheduler_metadata seqlen_k_per_split disable_scheduler_metadata "
+        "q k v qv cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k min_seqlen_k "
+        "gather_kv_indices page_table "
+        f"{_SCORES} block_sparse_tensors aux_tensors aux_scalars return_lse scheduler_metadata seqlen_k_per_split "
+        "disable_scheduler_metadata "
         f"{_GATHER}",
     )
 
 
 __all__ = [
-    "FlashAttnFunc", "FlashAttnVarlenFunc", "SchedulerMetadataTensorsTorch", "_flash_attn_bwd", "_flash_attn_fwd", "flash_attn_combine",
+    "FlashAttnFunc", "FlashAttnVarlenFunc", "SchedulerMetadataTensorsTorch", "_flash_attn_bwd", "_flash_attn_fwd",
+    "flash_attn_combine",
     "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata",
 ]  # fmt: skip

@@ -1,7 +1,8 @@
-"""FlashAttention-2's package on strobe. To switch, replace `import flash_attn` by `import strobe.flash_attn as flash_attn`.
+"""FlashAttention-2's package on strobe. To switch, replace `import flash_attn` by `import strobe.flash_attn as
+flash_attn`.
 
-Functions, arguments, defaults, layouts and results are those of flash_attn 2.8. Unsupported arguments raise UnsupportedProblem with their name.
-docs/switching.md lists the differences.
+Functions, arguments, defaults, layouts and results are those of flash_attn 2.8. Unsupported arguments raise
+UnsupportedProblem with their name. docs/switching.md lists the differences.
 """
 
 from .flash_attn_interface import (
@@ -14,7 +15,8 @@ from .flash_attn_interface import (
     flash_attn_with_kvcache,
 )
 
-__version__ = "2.8.3"  # callers check it: the version of FlashAttention whose interface this is; strobe's is strobe.__version__
+# callers check it: the version of FlashAttention whose interface this is; strobe's is strobe.__version__
+__version__ = "2.8.3"
 
 __all__ = [
     "flash_attn_func",

@@ -1,7 +1,8 @@
-"""FlashAttention-2's `flash_attn.bert_padding`: pack the rows of a padded batch [B, S, ...] into [T, ...], and unpack them.
+"""FlashAttention-2's `flash_attn.bert_padding`: pack the rows of a padded batch [B, S, ...] into [T, ...], and unpack
+them.
 
-Row indices are int64 or int32. All functions are differentiable. A function whose output shape depends on a count of rows synchronises with
-the device.
+Row indices are int64 or int32. All functions are differentiable. A function whose output shape depends on a count of
+rows synchronises with the device.
 """
 
 from __future__ import annotations
@@ -48,12 +49,16 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
     return _ResidualRows.apply(input, indices)
 
 
-def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Pack the rows of [B, S, ...] where attention_mask [B, S] is 1. unused_mask marks further rows to keep space for.
 
-    Returns rows [T, ...], indices int64 [T], cu_seqlens int32 [B + 1], the longest length, and attention_mask's row counts int32 [B].
+    Returns rows [T, ...], indices int64 [T], cu_seqlens int32 [B + 1], the longest length, and attention_mask's row
+    counts int32 [B].
 
-    >>> rows, indices, cu_seqlens, longest, used = unpad_input(torch.arange(6).view(2, 3, 1), torch.tensor([[1, 1, 0], [1, 0, 0]]))
+    >>> padded, mask = torch.arange(6).view(2, 3, 1), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    >>> rows, indices, cu_seqlens, longest, used = unpad_input(padded, mask)
     >>> rows.flatten().tolist(), indices.tolist(), cu_seqlens.tolist(), longest, used.tolist()
     ([0, 1, 3], [0, 1, 3], [0, 2, 3], 2, [2, 1])
     """
@@ -62,8 +67,11 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
     return rows, indices, cu_seqlens, longest, attention_mask.sum(-1, dtype=torch.int32)
 
 
-def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask_in_length: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """As `unpad_input`, for rows with several sequences each. attention_mask_in_length [B, S] holds their lengths, then zeros.
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """As `unpad_input`, for rows with several sequences each. attention_mask_in_length [B, S] holds their lengths, then
+    zeros.
 
     >>> lengths = torch.tensor([[2, 1, 0, 0], [3, 0, 0, 0]])
     >>> rows, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(torch.zeros(2, 4, 1), lengths)
@@ -93,5 +101,6 @@ def _gathered(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> tuple[Ten
 
 
 __all__ = [
-    "index_first_axis", "index_first_axis_residual", "index_put_first_axis", "pad_input", "unpad_input", "unpad_input_for_concatenated_sequences",
+    "index_first_axis", "index_first_axis_residual", "index_put_first_axis", "pad_input", "unpad_input",
+    "unpad_input_for_concatenated_sequences",
 ]  # fmt: skip

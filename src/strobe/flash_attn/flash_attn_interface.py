@@ -1,7 +1,7 @@
 """FlashAttention-2's functions (flash_attn 2.8), including the private ones that other libraries use.
 
-Arguments and their order are those of the originals. q, k, v are [B, S, H, D], or packed [T, H, D]. softmax_lse is the natural
-logarithm in float32, [B, H, S] or [H, T]. Unsupported arguments raise UnsupportedProblem.
+Arguments and their order are those of the originals. q, k, v are [B, S, H, D], or packed [T, H, D]. softmax_lse is the
+natural logarithm in float32, [B, H, S] or [H, T]. Unsupported arguments raise UnsupportedProblem.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, k, causal=True).shape
     torch.Size([2, 5, 4, 16])
 
-    q is [B, S_q, H_q, D], k and v are [B, S_k, H_kv, D]; out is like q. With return_attn_probs: (out, softmax_lse, S_dmask). S_dmask is
-    empty, as in the original without dropout.
+    q is [B, S_q, H_q, D], k and v are [B, S_k, H_kv, D]; out is like q. With return_attn_probs: (out, softmax_lse,
+    S_dmask). S_dmask is empty, as in the original without dropout.
     """
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     setting = Setting(softmax_scale, causal, window_size, softcap, deterministic)
@@ -37,7 +37,9 @@ def flash_attn_kvpacked_func(
 ):  # fmt: skip
     """As `flash_attn_func`, with k and v in kv [B, S_k, 2, H_kv, D]."""
     k, v = unpacked("kv", kv, 2, packed=False)
-    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
 
 
 def flash_attn_qkvpacked_func(
@@ -46,12 +48,15 @@ def flash_attn_qkvpacked_func(
 ):  # fmt: skip
     """As `flash_attn_func`, with q, k and v in qkv [B, S, 3, H, D]."""
     q, k, v = unpacked("qkv", qkv, 3, packed=False)
-    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
 
 
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None,
 ):  # fmt: skip
     """
     >>> import torch
@@ -61,8 +66,9 @@ def flash_attn_varlen_func(
 
     q is [T_q, H_q, D], k and v are [T_k, H_kv, D], cu_seqlens int32 [n + 1].
 
-    With a block_table, int32 [B, max_pages], k and v are pages [n_pages, page_size, H_kv, D], read in place and without gradients.
-    Queries are then padded to [B, max_seqlen_q], so this is fast only if sequences have similar numbers of queries.
+    With a block_table, int32 [B, max_pages], k and v are pages [n_pages, page_size, H_kv, D], read in place and without
+    gradients. Queries are then padded to [B, max_seqlen_q], so this is fast only if sequences have similar numbers of
+    queries.
     """
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -91,7 +97,9 @@ def flash_attn_varlen_qkvpacked_func(
     """As `flash_attn_varlen_func`, with q, k and v in qkv [T, 3, H, D]."""
     q, k, v = unpacked("qkv", qkv, 3, packed=True)
     scores = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *scores, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *scores, deterministic, return_attn_probs
+    )
 
 
 def flash_attn_with_kvcache(
@@ -106,27 +114,30 @@ def flash_attn_with_kvcache(
     >>> flash_attn_with_kvcache(q, k_cache, v_cache, q, q, cache_seqlens=0).allclose(q)
     True
 
-    The caches are [B, S_max, H_kv, D], or pages [n_pages, page_size, H_kv, D] of any page size with a block_table. cache_seqlens is the
-    number of keys before the call: an int, int32 [B], or None for a full cache. causal and windows align the last query with the last
-    key after the write.
+    The caches are [B, S_max, H_kv, D], or pages [n_pages, page_size, H_kv, D] of any page size with a block_table.
+    cache_seqlens is the number of keys before the call: an int, int32 [B], or None for a full cache. causal and windows
+    align the last query with the last key after the write.
 
-    rotary_cos and rotary_sin rotate the new k by their positions. They rotate q by positions cache_seqlens, cache_seqlens + 1, ... with
-    causal or a window, and otherwise all of q by position cache_seqlens. cache_batch_idx selects rows of the cache. cache_leftpad hides
-    the keys before it.
+    rotary_cos and rotary_sin rotate the new k by their positions. They rotate q by positions cache_seqlens,
+    cache_seqlens + 1, ... with causal or a window, and otherwise all of q by position cache_seqlens. cache_batch_idx
+    selects rows of the cache. cache_leftpad hides the keys before it.
     """
     refuse(alibi_slopes=alibi_slopes, num_splits=num_splits)
     cache = Cache(
-        k_cache, v_cache, cache_seqlens, k, v, rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx, cache_leftpad, block_table
+        k_cache, v_cache, cache_seqlens, k, v, rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx,
+        cache_leftpad, block_table
     )  # fmt: skip
     out, lse = forward_cached(q, cache, Setting(softmax_scale, causal, window_size, softcap))
     return (out, lse) if return_softmax_lse else out
 
 
-# ---------------------------------------------------------------- private functions: libraries with their own autograd call them
+# ---------------------------------------------------------------- private functions: libraries with their own autograd
+# call them
 
 
 def _flash_attn_forward(
-    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax,
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+    return_softmax,
 ):  # fmt: skip
     """(out, softmax_lse, S_dmask, rng_state), without gradients.
 
@@ -140,14 +151,18 @@ def _flash_attn_forward(
 
 
 def _flash_attn_varlen_forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left=-1,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size_left=-1,
     window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None,
     seqused_k=None, zero_tensors=False, num_splits=0,
 ):  # fmt: skip
-    """`_flash_attn_forward` over packed sequences, or over pages with a block_table. seqused_k limits each sequence to its first keys."""
+    """`_flash_attn_forward` over packed sequences, or over pages with a block_table. seqused_k limits each sequence to
+    its first keys.
+    """
     scores = causal, window_size_left, window_size_right, softcap
     return tuple(flash_attn_gpu.varlen_fwd(
-        q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p,
+        q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q,
+        max_seqlen_k, dropout_p,
         softmax_scale, zero_tensors, *scores, return_softmax, None, num_splits,
     ))  # fmt: skip
 
@@ -156,9 +171,11 @@ def _flash_attn_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
     softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    """Write dq, dk, dv (those that are not None). Return softmax_d, the row sums of dout * out, [B, H, S rounded up to 128].
+    """Write dq, dk, dv (those that are not None). Return softmax_d, the row sums of dout * out, [B, H, S rounded up to
+    128].
 
-    out and softmax_lse may cover more keys than k and v hold, as in ring attention. rng_state belongs to dropout and is ignored.
+    out and softmax_lse may cover more keys than k and v hold, as in ring attention. rng_state belongs to dropout and is
+    ignored.
     """
     scores = softmax_scale, causal, window_size_left, window_size_right, softcap
     given = dout, q, k, v, out, softmax_lse, dq, dk, dv
@@ -170,10 +187,13 @@ def _flash_attn_varlen_backward(
     softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     zero_tensors=False,
 ):  # fmt: skip
-    """`_flash_attn_backward` over packed sequences. softmax_d is [H, T + 128 n], with 128 spare rows after each of the n sequences."""
+    """`_flash_attn_backward` over packed sequences. softmax_d is [H, T + 128 n], with 128 spare rows after each of the
+    n sequences.
+    """
     scores = causal, window_size_left, window_size_right, softcap
     return flash_attn_gpu.varlen_bwd(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p,
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,
+        max_seqlen_k, dropout_p,
         softmax_scale, zero_tensors, *scores, deterministic, None, rng_state,
     )[3]  # fmt: skip
 
@@ -185,14 +205,16 @@ _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
-# ---------------------------------------------------------------- autograd classes: only `apply`; the functions have their own autograd
+# ---------------------------------------------------------------- autograd classes: only `apply`; the functions have
+# their own autograd
 
 _SCORES = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
 _LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 
 
 class FlashAttnFunc:
-    """`apply` calls `flash_attn_func` with the original's order of positional arguments. There is no forward or backward with a ctx.
+    """`apply` calls `flash_attn_func` with the original's order of positional arguments. There is no forward or
+    backward with a ctx.
 
     >>> import torch
     >>> q = torch.randn(1, 5, 2, 16)
@@ -234,10 +256,13 @@ class FlashAttnVarlenQKVPackedFunc:
 
 
 __all__ = [
-    "FlashAttnFunc", "FlashAttnKVPackedFunc", "FlashAttnQKVPackedFunc", "FlashAttnVarlenFunc", "FlashAttnVarlenKVPackedFunc",
+    "FlashAttnFunc", "FlashAttnKVPackedFunc", "FlashAttnQKVPackedFunc", "FlashAttnVarlenFunc",
+    "FlashAttnVarlenKVPackedFunc",
     "FlashAttnVarlenQKVPackedFunc",
     "_flash_attn_backward", "_flash_attn_forward", "_flash_attn_varlen_backward", "_flash_attn_varlen_forward",
-    "_wrapped_flash_attn_backward", "_wrapped_flash_attn_forward", "_wrapped_flash_attn_varlen_backward", "_wrapped_flash_attn_varlen_forward",
-    "flash_attn_func", "flash_attn_gpu", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+    "_wrapped_flash_attn_backward", "_wrapped_flash_attn_forward", "_wrapped_flash_attn_varlen_backward",
+    "_wrapped_flash_attn_varlen_forward",
+    "flash_attn_func", "flash_attn_gpu", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
 ]  # fmt: skip

@@ -1,6 +1,8 @@
-"""Make `import flash_attn` find strobe: `install()` adds strobe's modules to sys.modules, and FlashAttention's version to importlib.metadata.
+"""Make `import flash_attn` find strobe: `install()` adds strobe's modules to sys.modules, and FlashAttention's version
+to importlib.metadata.
 
-After that, transformers runs attn_implementation="flash_attention_2" (or 3, 4) on strobe. Importing strobe installs nothing.
+After that, transformers runs attn_implementation="flash_attention_2" (or 3, 4) on strobe. Importing strobe installs
+nothing.
 """
 
 from __future__ import annotations
@@ -31,13 +33,18 @@ _ORIGINALS = {
     2: _Original(
         "flash-attn",
         "2.8.3",
-        {f"flash_attn{name}": f"strobe.flash_attn{name}" for name in _FA2} | {"flash_attn_2_cuda": "strobe.flash_attn.flash_attn_2_cuda"},
+        {f"flash_attn{name}": f"strobe.flash_attn{name}" for name in _FA2}
+        | {"flash_attn_2_cuda": "strobe.flash_attn.flash_attn_2_cuda"},
     ),
     3: _Original("flash-attn-3", "3.0.0", {"flash_attn_interface": "strobe.flash_attn_interface"}),
     4: _Original(
         "flash-attn-4",
         "4.0.0b36",
-        {"flash_attn": "strobe.flash_attn", "flash_attn.cute": "strobe.cute", "flash_attn.cute.interface": "strobe.cute.interface"},
+        {
+            "flash_attn": "strobe.flash_attn",
+            "flash_attn.cute": "strobe.cute",
+            "flash_attn.cute.interface": "strobe.cute.interface",
+        },
     ),
 }
 
@@ -50,10 +57,12 @@ def install(*versions: int) -> Installed:
     >>> flash_attn_func.__module__
     'strobe.flash_attn.flash_attn_interface'
 
-    sys.modules gets strobe's modules under FlashAttention's names. importlib.metadata, which transformers asks, gets a distribution of the
-    replaced version (flash-attn 2.8.3). Call this before importing libraries that look for FlashAttention at import.
+    sys.modules gets strobe's modules under FlashAttention's names. importlib.metadata, which transformers asks, gets a
+    distribution of the replaced version (flash-attn 2.8.3). Call this before importing libraries that look for
+    FlashAttention at import.
 
-    `uninstall()` of the result, or the end of the `with` block, undoes it. Names that other code has imported remain imported.
+    `uninstall()` of the result, or the end of the `with` block, undoes it. Names that other code has imported remain
+    imported.
 
     Raises InvalidProblem for another version, or if another module of the same name is already imported.
     """
@@ -68,11 +77,15 @@ class Installed(DistributionFinder):
 
     def __init__(self, originals: list[_Original]):
         self._originals = originals
-        modules = {name: importlib.import_module(ours) for original in originals for name, ours in original.modules.items()}
+        modules = {
+            name: importlib.import_module(ours) for original in originals for name, ours in original.modules.items()
+        }
         for name, module in modules.items():
             if sys.modules.get(name, module) is not module:
                 got = getattr(sys.modules[name], "__file__", None) or "another module"
-                raise InvalidProblem(name, f"{got}, imported already", "no module of that name", "install before anything imports it")
+                raise InvalidProblem(
+                    name, f"{got}, imported already", "no module of that name", "install before anything imports it"
+                )
         self._added = [name for name in modules if name not in sys.modules]
         sys.modules.update(modules)
         if "flash_attn.cute" in modules:  # import would set it only on strobe's parent package
@@ -91,16 +104,25 @@ class Installed(DistributionFinder):
     def __enter__(self) -> Installed:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.uninstall()
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Always None: the installed modules are already in sys.modules."""
 
-    def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Iterator[metadata.Distribution]:  # noqa: B008
-        """The installed distributions with the context's name (all for None). Names are compared with '_' replaced by '-'."""
+    def find_distributions(
+        self,
+        context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008
+    ) -> Iterator[metadata.Distribution]:
+        """The installed distributions with the context's name (all for None). Names are compared with '_' replaced by
+        '-'.
+        """
         wanted = None if context.name is None else context.name.lower().replace("_", "-")
-        return iter([_Distribution(original) for original in self._originals if wanted in (None, original.distribution)])
+        return iter(
+            [_Distribution(original) for original in self._originals if wanted in (None, original.distribution)]
+        )
 
 
 class _Distribution(metadata.Distribution):
@@ -111,7 +133,10 @@ class _Distribution(metadata.Distribution):
         top = sorted({name.partition(".")[0] for name in self._original.modules})
         headers = {"Metadata-Version": "2.1", "Name": self._original.distribution, "Version": self._original.version}
         headers["Summary"] = "stand-in of strobe-attention"
-        texts = {"METADATA": "".join(f"{key}: {value}\n" for key, value in headers.items()), "top_level.txt": "\n".join(top)}
+        texts = {
+            "METADATA": "".join(f"{key}: {value}\n" for key, value in headers.items()),
+            "top_level.txt": "\n".join(top),
+        }
         return texts.get(filename)
 
     def locate_file(self, path: object) -> NoReturn:
@@ -121,7 +146,12 @@ class _Distribution(metadata.Distribution):
 def _forget() -> None:
     """Clear transformers' caches of FlashAttention: whether it is available, and the imported functions."""
     asked = sys.modules.get("transformers.utils.import_utils")
-    names = ("_package_distribution_mapping", "is_flash_attn_2_available", "is_flash_attn_3_available", "is_flash_attn_4_available")
+    names = (
+        "_package_distribution_mapping",
+        "is_flash_attn_2_available",
+        "is_flash_attn_3_available",
+        "is_flash_attn_4_available",
+    )
     for name in (*names, "is_flash_attn_greater_or_equal"):
         clear = getattr(getattr(asked, name, None), "cache_clear", None)
         if clear is not None:
@@ -141,25 +171,33 @@ _LEFT_OUT = "SymInt window_size_left=-1, SymInt window_size_right=-1, float soft
 _GRADIENTS = f"Tensor dout, {_QKV}, Tensor out, Tensor softmax_lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv"
 _SCHEMAS = {
     "_flash_attn_forward": f"({_QKV}, {_SCORES}, {_WINDOW}, bool return_softmax) -> (Tensor, Tensor, Tensor, Tensor)",
-    "_flash_attn_varlen_forward": f"({_QKV}, {_OFFSETS}, {_SCORES}, {_LEFT_OUT}, bool return_softmax=False, Tensor? block_table=None, "
-    "Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False, SymInt num_splits=0) -> (Tensor, Tensor, Tensor, Tensor)",
-    "_flash_attn_backward": f"({_GRADIENTS}, {_SCORES}, {_WINDOW}, bool deterministic, Tensor? rng_state=None) -> Tensor",
-    "_flash_attn_varlen_backward": f"({_GRADIENTS}, {_OFFSETS}, {_SCORES}, {_WINDOW}, bool deterministic, Tensor? rng_state=None, "
+    "_flash_attn_varlen_forward": f"({_QKV}, {_OFFSETS}, {_SCORES}, {_LEFT_OUT}, bool return_softmax=False, "
+    "Tensor? block_table=None, "
+    "Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False, SymInt num_splits=0) -> (Tensor, "
+    "Tensor, Tensor, Tensor)",
+    "_flash_attn_backward": (
+        f"({_GRADIENTS}, {_SCORES}, {_WINDOW}, bool deterministic, Tensor? rng_state=None) -> Tensor"
+    ),
+    "_flash_attn_varlen_backward": f"({_GRADIENTS}, {_OFFSETS}, {_SCORES}, {_WINDOW}, bool deterministic, Tensor? "
+    "rng_state=None, "
     "bool zero_tensors=False) -> Tensor",
 }
-_REGISTERED: list[torch.library.Library] = []  # keeps the library alive: torch removes an operator together with its library
+_REGISTERED: list[
+    torch.library.Library
+] = []  # keeps the library alive: torch removes an operator together with its library
 
 
 def register_ops() -> None:
-    """Register `torch.ops.flash_attn._flash_attn_forward`, `_flash_attn_backward` and their varlen forms. A second call does nothing.
+    """Register `torch.ops.flash_attn._flash_attn_forward`, `_flash_attn_backward` and their varlen forms. A second call
+    does nothing.
 
     >>> register_ops()
     >>> q = torch.randn(1, 5, 2, 16)
     >>> torch.ops.flash_attn._flash_attn_forward(q, q, q, 0.0, 0.25, True, -1, -1, 0.0, None, False)[0].shape
     torch.Size([1, 5, 2, 16])
 
-    FlashAttention-2 registers the same names. So a process that calls this must not import an installed flash-attn, before or after.
-    Raises InvalidProblem if the names are already registered.
+    FlashAttention-2 registers the same names. So a process that calls this must not import an installed flash-attn,
+    before or after. Raises InvalidProblem if the names are already registered.
     """
     if _REGISTERED:
         return

@@ -8,8 +8,8 @@ from importlib import import_module
 
 from .protocol import Kernel
 
-# family: its kernels stand in strobe/kernels/FAMILY/kernel.py as FORWARD, BACKWARD, DECODE and APPEND; it may lack any of them.
-# blackwell has a forward alone
+# family: its kernels stand in strobe/kernels/FAMILY/kernel.py as FORWARD, BACKWARD, DECODE and APPEND; it may lack any
+# of them. blackwell has a forward alone
 FAMILIES = ("blackwell", "hopper", "portable", "cpu")
 
 

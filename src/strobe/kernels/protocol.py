@@ -49,7 +49,9 @@ class Cost(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Where a forward kernel writes: out [B, S_q, H_q, D_v] or [T, H_q, D_v], any strides; lse [B, H_q, S_q] or [H_q, T]."""
+    """Where a forward kernel writes: out [B, S_q, H_q, D_v] or [T, H_q, D_v], any strides; lse [B, H_q, S_q] or [H_q,
+    T].
+    """
 
     out: Tensor
     lse: Tensor
@@ -105,7 +107,9 @@ class Plan(NamedTuple):
     buffers: tuple[Buffer, ...]
     room: int = 0  # bytes of scratch that is left as it comes, in one piece
     filled: tuple[Buffer, ...] = ()  # the scratch that is not
-    again: dict[tuple, Callable[[], bool]] | None = None  # by `addresses`: launches the kernel as it was launched there, or refuses to
+    again: dict[tuple, Callable[[], bool]] | None = (
+        None  # by `addresses`: launches the kernel as it was launched there, or refuses to
+    )
 
     def __hash__(self) -> int:
         return hash(self[:-1])
@@ -134,9 +138,16 @@ def gradient_addresses(call: Call, t: Backward, scratch: Iterable[Tensor]) -> tu
 
 
 def gradient_place(held: Iterable[Tensor | None], delta: int, dout: Tensor, out: Tensor) -> tuple:
-    """The same of delta's address and all else that such a call holds, in this order: q, k, v, the fields of Backward but delta, scratch, optional
-    tensors."""
-    return *[0 if tensor is None else tensor.data_ptr() for tensor in held], delta, dout.stride(), dout.dtype, out.stride()
+    """The same of delta's address and all else that such a call holds, in this order: q, k, v, the fields of Backward
+    but delta, scratch, optional tensors.
+    """
+    return (
+        *[0 if tensor is None else tensor.data_ptr() for tensor in held],
+        delta,
+        dout.stride(),
+        dout.dtype,
+        out.stride(),
+    )
 
 
 def keep(plan: Plan, place: tuple, again: Callable[[], bool] | None) -> None:
@@ -155,7 +166,9 @@ def keep(plan: Plan, place: tuple, again: Callable[[], bool] | None) -> None:
 
 @lru_cache
 def no_triton() -> str | None:
-    """Why kernels written in Triton or Gluon cannot run here; None where they can. KernelFault where Triton is installed but does not import."""
+    """Why kernels written in Triton or Gluon cannot run here; None where they can. KernelFault where Triton is
+    installed but does not import.
+    """
     if find_spec("triton") is None:
         remedy = "pip install triton" if sys.platform == "linux" else "it is published for Linux; on Windows use WSL"
         return f"needs Triton, which is not installed: {remedy}"
@@ -164,20 +177,27 @@ def no_triton() -> str | None:
         parts = tuple(int(part) for part in version.split(".")[:2])
     except BROKEN as error:  # a library it needs is missing, it was built for another Python, or a folder has its name
         cause = f"{type(error).__name__}: {error}"
-        raise KernelFault(describe("import triton", cause, "Triton 3.6 or later", "install the one this PyTorch was released with")) from error
+        raise KernelFault(
+            describe("import triton", cause, "Triton 3.6 or later", "install the one this PyTorch was released with")
+        ) from error
     return f"needs Triton 3.6 or later; this is {version}" if parts < (3, 6) else None
 
 
 @lru_cache
 def launches_clusters() -> bool:
-    """Whether Triton is of a version whose launcher was read to run kernels in clusters as `launcher.in_clusters` asks."""
+    """Whether Triton is of a version whose launcher was read to run kernels in clusters as `launcher.in_clusters`
+    asks."""
     return import_module("triton").__version__.startswith(("3.6", "3.7", "3.9"))
 
 
 def visible_pairs(problem: Problem) -> float:
-    """Query-key pairs the mask's band admits over the batch, exactly for dense layouts; an upper bound where lengths or ids live on the device."""
+    """Query-key pairs the mask's band admits over the batch, exactly for dense layouts; an upper bound where lengths or
+    ids live on the device.
+    """
     batch, (rows, keys) = problem.layout.batch, problem.layout.tokens
-    return batch * _band_pairs(rows / batch, keys / batch, problem) if batch else 0.0  # packed: as if all were of one length
+    return (
+        batch * _band_pairs(rows / batch, keys / batch, problem) if batch else 0.0
+    )  # packed: as if all were of one length
 
 
 def keys_a_row(problem: Problem) -> float:
@@ -212,14 +232,18 @@ def attention_cost(problem: Problem, backward: bool = False) -> Cost:
     width, width_v = problem.head_dim, problem.head_dim_v
     rows, keys = problem.layout.tokens
     itemsize = problem.dtype.itemsize
-    moved = (rows * problem.heads_q + keys * problem.heads_kv) * (width + width_v) * itemsize + 4 * rows * problem.heads_q
+    moved = (rows * problem.heads_q + keys * problem.heads_kv) * (
+        width + width_v
+    ) * itemsize + 4 * rows * problem.heads_q
     if backward:
         return Cost(2 * pairs * (3 * width + 2 * width_v), 2 * moved + rows * problem.heads_q * width_v * itemsize)
     return Cost(2 * pairs * (width + width_v), moved)
 
 
 def decode_cost(problem: DecodeProblem) -> Cost:
-    """As if every sequence were full: lengths are the device's. Its keys and values read once, each row of q and out once."""
+    """As if every sequence were full: lengths are the device's. Its keys and values read once, each row of q and out
+    once.
+    """
     layout, width = problem.layout, problem.head_dim + problem.head_dim_v
     rows, keys = layout.batch * layout.seqlen_q * problem.heads_q, layout.batch * problem.capacity * problem.heads_kv
     moved = keys * width * problem.cache_dtype.itemsize + rows * (

@@ -1,6 +1,7 @@
 """The forward and backward ops: torch.library and autograd around a Choice. Imports no kernel language.
 
-`Library.define`, `Library.impl` and an autograd.Function were the fastest pattern measured. The op's body runs directly if no dispatcher is needed.
+`Library.define`, `Library.impl` and an autograd.Function were the fastest pattern measured. The op's body runs directly
+if no dispatcher is needed.
 """
 
 from __future__ import annotations
@@ -20,12 +21,30 @@ from ..kernels.runtime.workspace import carved, empty_here, pieces, scratch
 from ..problem.call import FIELD_KINDS, OPTIONAL_TENSORS, SCALARS, Call, check, check_spans
 from ..problem.problem import ALIGNMENT, Problem
 from ..problem.target import Target
-from ..problem.torch_state import distinct, in_autocasts_dtype, is_distributed, tangents, unseen_mode_active, wants_beneath, written_by_copy
+from ..problem.torch_state import (
+    distinct,
+    in_autocasts_dtype,
+    is_distributed,
+    tangents,
+    unseen_mode_active,
+    wants_beneath,
+    written_by_copy,
+)
 from ..selection.choices import Choices, direct_choice
 from ..selection.repeat import forward_again, gradients_again, meet, repeats
 from ..selection.select import Choice, select
 from . import fake, flops, vmap
-from .fake import check_apart, check_no_vmap, check_out, check_results, copied, forward_mode, functional, schema, written
+from .fake import (
+    check_apart,
+    check_no_vmap,
+    check_out,
+    check_results,
+    copied,
+    forward_mode,
+    functional,
+    schema,
+    written,
+)
 
 _choices = Choices()
 
@@ -34,7 +53,8 @@ _choices = Choices()
 
 
 def decide(call: Call) -> Choice[Problem]:
-    """The Choice for a call. A cache miss validates the arguments and calls `select`; a hit is one dictionary lookup."""
+    """The Choice for a call. A cache miss validates the arguments and calls `select`; a hit is one dictionary
+    lookup."""
     try:
         key = None if isinstance(call.q, FakeTensor) else raw_key(call)
     except RuntimeError:  # the layout has no strides or address: `check` raises the error
@@ -54,19 +74,27 @@ def _decide_with_grad(call: Call) -> Choice[Problem]:
 def raw_key(call: Call) -> tuple:
     q, k, v = call[:3]
     tensors = (
-        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
-        q.data_ptr() % ALIGNMENT, (k.data_ptr() | v.data_ptr()) % ALIGNMENT,  # they determine Problem.alignment and alignment_kv
+        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
+        v.device,
+        # they determine Problem.alignment and alignment_kv
+        q.data_ptr() % ALIGNMENT, (k.data_ptr() | v.data_ptr()) % ALIGNMENT,
         call[SCALARS],
     )  # fmt: skip
     if call.plain:
         return tensors
-    return *tensors, *(None if t is None else (t.shape, t.dtype, t.device) for t in call.optionals), call[OPTIONAL_TENSORS.stop :]
+    return (
+        *tensors,
+        *(None if t is None else (t.shape, t.dtype, t.device) for t in call.optionals),
+        call[OPTIONAL_TENSORS.stop :],
+    )
 
 
 # ---------------------------------------------------------------- running it
 
 
-def _launch(plan: Plan, call: Any, tensors: Forward | Backward | None, workspace: dict[str, Tensor] | None = None) -> None:
+def _launch(
+    plan: Plan, call: Any, tensors: Forward | Backward | None, workspace: dict[str, Tensor] | None = None
+) -> None:
     q = call[0]  # the first field of Call, DecodeCall and AppendCall is a tensor on the call's device
     if workspace is None:
         workspace = scratch(plan.buffers, q.device)
@@ -80,7 +108,8 @@ def _launch(plan: Plan, call: Any, tensors: Forward | Backward | None, workspace
 
 
 def received(flat: tuple) -> Call:
-    """An op's arguments as a Call with contiguous optional tensors. Kernels do not read the strides of these tensors."""
+    """An op's arguments as a Call with contiguous optional tensors. Kernels do not read the strides of these
+    tensors."""
     call = Call(*flat)
     if call.plain:
         return call
@@ -92,7 +121,9 @@ def received(flat: tuple) -> Call:
 
 
 def write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> None:
-    """Run the forward into `out` and `lse`, below autograd. The last dimension of out is contiguous; its other strides are free."""
+    """Run the forward into `out` and `lse`, below autograd. The last dimension of out is contiguous; its other strides
+    are free.
+    """
     if not choice.problem.vacuous:
         _launch(choice.forward, call, Forward(out, lse))
         return
@@ -106,7 +137,9 @@ def _forward(call: Call, choice: Choice[Problem] | None = None) -> tuple[Tensor,
 
 
 def _forward_anew(call: Call, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:
-    out, lse = [call.q.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in choice.problem.outputs]
+    out, lse = [
+        call.q.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in choice.problem.outputs
+    ]
     write(choice, call, out, lse)
     return out, lse
 
@@ -123,7 +156,9 @@ def _forward_out(out: Tensor, *flat: Any) -> Tensor:
     return lse
 
 
-def _backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = received(flat)
     choice = decide(call)
     check_results((dout, out, lse, dlse), [like[::2] for like in choice.problem.outputs], call.q)
@@ -131,10 +166,17 @@ def _backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat
     return given.dq, given.dk, given.dv, _sinks_gradient(call, lse, given.delta)
 
 
-def _given_gradients(call: Call, choice: Choice[Problem], tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Backward:
-    """dq, dk, dv and delta for tensors = (dout, out, lse, dlse). Repeats a cached launch if the plan has one for these addresses."""
+def _given_gradients(
+    call: Call, choice: Choice[Problem], tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
+) -> Backward:
+    """dq, dk, dv and delta for tensors = (dout, out, lse, dlse). Repeats a cached launch if the plan has one for these
+    addresses.
+    """
     dout, out, lse, dlse = tensors
-    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()  # kernels do not read their strides; a hook may have changed lse's
+    lse, dlse = (
+        lse.contiguous(),
+        None if dlse is None else dlse.contiguous(),
+    )  # kernels do not read their strides; a hook may have changed lse's
     plan, workspace = choice.backward, None
     if plan is not None and repeats(plan, call.q):
         dq, dk, dv = [empty_here(*kind) for kind in choice.problem.gradients]
@@ -150,7 +192,9 @@ def _given_gradients(call: Call, choice: Choice[Problem], tensors: tuple[Tensor,
     return given
 
 
-def write_gradients(choice: Choice[Problem], call: Call, given: Backward, workspace: dict[str, Tensor] | None = None) -> None:
+def write_gradients(
+    choice: Choice[Problem], call: Call, given: Backward, workspace: dict[str, Tensor] | None = None
+) -> None:
     """Run the backward into dq, dk, dv and delta of `given`."""
     if choice.backward is None:
         raise InvalidProblem("needs_grad", call.needs_grad, "True", "give the backward op the arguments of its forward")
@@ -168,7 +212,11 @@ def _sinks_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
     if call.sinks is None:
         return lse.new_empty(0)
     most = torch.finfo(lse.dtype).max  # clamping avoids inf - inf = NaN: a sink of +inf has weight 1
-    weight = torch.where(lse == -torch.inf, 0.0, torch.exp(_per_head(call.sinks.to(lse.dtype).clamp(max=most), call) - lse.clamp(max=most)))
+    weight = torch.where(
+        lse == -torch.inf,
+        0.0,
+        torch.exp(_per_head(call.sinks.to(lse.dtype).clamp(max=most), call) - lse.clamp(max=most)),
+    )
     return -(weight * delta).sum(1 if call.packed else (0, 2)).to(call.sinks.dtype)
 
 
@@ -183,13 +231,18 @@ LIBRARY = torch.library.Library("strobe", "DEF")
 _FIELDS = schema(FIELD_KINDS, Call._field_defaults)
 LIBRARY.define(f"forward({_FIELDS}) -> (Tensor, Tensor)")
 LIBRARY.define(f"forward_out(Tensor(a!) out, {_FIELDS}) -> Tensor")
-LIBRARY.define(f"backward(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_FIELDS}) -> (Tensor, Tensor, Tensor, Tensor)")
+LIBRARY.define(
+    f"backward(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_FIELDS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 for _name, _body, _fake in (
     ("forward", lambda *flat: _forward(received(flat)), fake.forward),
     ("forward_out", _forward_out, fake.forward_out),
     ("backward", _backward, fake.backward),
 ):
-    for _key in ("CompositeExplicitAutograd", "AutogradNestedTensor"):  # any device or tensor kind: `check` and `select` raise
+    for _key in (
+        "CompositeExplicitAutograd",
+        "AutogradNestedTensor",
+    ):  # any device or tensor kind: `check` and `select` raise
         LIBRARY.impl(_name, _body, _key)
     torch.library.register_fake(f"strobe::{_name}", _fake, lib=LIBRARY)
 for _name in ("forward", "backward"):
@@ -204,7 +257,9 @@ BACKWARD = torch.ops.strobe.backward.default
 
 
 class _TwiceRefused(torch.autograd.Function):
-    """The backward op under create_graph=True. It returns first derivatives; a second derivative raises UnsupportedProblem."""
+    """The backward op under create_graph=True. It returns first derivatives; a second derivative raises
+    UnsupportedProblem.
+    """
 
     generate_vmap_rule = True
 
@@ -218,7 +273,9 @@ class _TwiceRefused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise UnsupportedProblem("double backward: strobe has no second derivative; differentiate torch's math attention instead")
+        raise UnsupportedProblem(
+            "double backward: strobe has no second derivative; differentiate torch's math attention instead"
+        )
 
 
 def _save(ctx, call: Call, count: int, out: Tensor, lse: Tensor) -> None:
@@ -227,8 +284,12 @@ def _save(ctx, call: Call, count: int, out: Tensor, lse: Tensor) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _gradients(saved: Sequence[Tensor], rest: tuple, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of an op's arguments. saved: the context's saved tensors, which checkpointing lets a backward read only once."""
+def _gradients(
+    saved: Sequence[Tensor], rest: tuple, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of an op's arguments. saved: the context's saved tensors, which checkpointing lets a backward read
+    only once.
+    """
     q, k, v, out, lse, *optionals = saved
     scalars, longest, count = rest
     call = (Call(q, k, v, *scalars, *optionals, *longest) if optionals else Call(q, k, v, *scalars)).with_grad
@@ -263,8 +324,10 @@ class _Attention(torch.autograd.Function):
 
 
 class _Plain(torch.autograd.Function):
-    """`_Attention` for a plain call with a cached Choice while no torch mode is active. It packs the non-tensor arguments into one and returns out
-    without lse: `apply` drops from 11.9 to 7.7 us (on a CPU, `results/tuning.jsonl`)."""
+    """`_Attention` for a plain call with a cached Choice while no torch mode is active. It packs the non-tensor
+    arguments into one and returns out without lse: `apply` drops from 11.9 to 7.7 us (on a CPU,
+    `results/tuning.jsonl`).
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, met):
@@ -289,15 +352,18 @@ def _plain_gradients(ctx, dout):
     return (*gradients, None) if gradients else _gradients(saved, (scalars, (), 4), dout, None)
 
 
-# Skips torch.autograd.Function.apply, which first unwraps dead torch.func wrappers. No guard matches such a tensor, so none arrives here
+# Skips torch.autograd.Function.apply, which first unwraps dead torch.func wrappers. No guard matches such a tensor, so
+# none arrives here
 _apply_plain = super(torch.autograd.Function, _Plain).apply  # type: ignore[misc]
-# The engine calls `_plain_gradients` directly: BackwardCFunction.apply first chooses between the names `backward` and `vjp`
+# The engine calls `_plain_gradients` directly: BackwardCFunction.apply first chooses between the names `backward` and
+# `vjp`
 _Plain._backward_cls.apply = _plain_gradients  # type: ignore[attr-defined]
 
 
 class _OutAlone(_Attention):
-    """`_Attention` without lse, for torch.compile: it gives an unused lse a gradient of zeros, which costs a kernel and, as a plain
-    tensor, does not mix with DTensors."""
+    """`_Attention` without lse, for torch.compile: it gives an unused lse a gradient of zeros, which costs a kernel
+    and, as a plain tensor, does not mix with DTensors.
+    """
 
     @staticmethod
     def forward(ctx, *flat):
@@ -338,7 +404,8 @@ def prepare(call: Call) -> Call:
 
 
 def with_needed_grad(call: Call) -> Call:
-    """The call with needs_grad set if a gradient is needed. The first call with a DTensor registers the sharding rules."""
+    """The call with needs_grad set if a gradient is needed. The first call with a DTensor registers the sharding
+    rules."""
     if is_distributed(call.q):
         from . import sharding
 
@@ -348,14 +415,20 @@ def with_needed_grad(call: Call) -> Call:
 
 
 def wants_gradients(call: Call) -> bool:
-    """Whether requires_grad of a tensor of the call asks for gradients. vmap's wrappers hide it: see `torch_state.wants_beneath`."""
+    """Whether requires_grad of a tensor of the call asks for gradients. vmap's wrappers hide it: see
+    `torch_state.wants_beneath`.
+    """
     q, k, v = call[:3]
-    asked = q.requires_grad or k.requires_grad or v.requires_grad or (call.sinks is not None and call.sinks.requires_grad)
+    asked = (
+        q.requires_grad or k.requires_grad or v.requires_grad or (call.sinks is not None and call.sinks.requires_grad)
+    )
     return asked and torch.is_grad_enabled()
 
 
 def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple[Tensor, Tensor]:
-    """out and lse of a call, by the path that its gradients, transforms and autocast require. out_alone: the caller ignores lse."""
+    """out and lse of a call, by the path that its gradients, transforms and autocast require. out_alone: the caller
+    ignores lse.
+    """
     if out is None:
         choice = direct_choice(_choices, call, _decide_with_grad, graded=out_alone)
         if choice is not None and not choice.problem.needs_grad:

@@ -1,4 +1,6 @@
-"""The ops of a KV cache: `decode` reads it, `append` writes it. They have schemas and fake kernels, but no autograd. Imports no kernel language."""
+"""The ops of a KV cache: `decode` reads it, `append` writes it. They have schemas and fake kernels, but no autograd.
+Imports no kernel language.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ AnyCall = TypeVar("AnyCall", DecodeCall, AppendCall)
 
 
 def decide(call: DecodeCall) -> Choice[DecodeProblem]:
-    """The Choice for a call. A cache miss validates the arguments and calls `select`; a hit is one dictionary lookup."""
+    """The Choice for a call. A cache miss validates the arguments and calls `select`; a hit is one dictionary
+    lookup."""
     return _decided(call, DecodeProblem.from_call)
 
 
@@ -48,7 +51,11 @@ def decide_append(call: AppendCall) -> Choice[AppendProblem]:
 def _decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
     try:
         key = None if isinstance(call[0], FakeTensor) else _raw_key(call)
-    except (RuntimeError, AttributeError, TypeError):  # no strides, no address, not a tensor or not hashable: `check` raises the error
+    except (
+        RuntimeError,
+        AttributeError,
+        TypeError,
+    ):  # no strides, no address, not a tensor or not hashable: `check` raises the error
         key = None
     choice = _choices.get(key)
     if choice is None:
@@ -66,8 +73,16 @@ def _raw_key(call: DecodeCall | AppendCall) -> tuple:
     It includes the alignment of k and v, because wide loads depend on it.
     """
     about = call.about
-    metadata = [None if field is None else (field.shape, field.stride(), field.dtype, field.get_device()) for field in about]
-    return type(call), *metadata, *call[len(about) :], call[0].device, (call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
+    metadata = [
+        None if field is None else (field.shape, field.stride(), field.dtype, field.get_device()) for field in about
+    ]
+    return (
+        type(call),
+        *metadata,
+        *call[len(about) :],
+        call[0].device,
+        (call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT,
+    )
 
 
 def _received(call: AnyCall) -> AnyCall:
@@ -77,22 +92,30 @@ def _received(call: AnyCall) -> AnyCall:
 
 def _scattered(call: DecodeCall | AppendCall) -> dict[str, Tensor]:
     """The call's non-contiguous small tensors, by name. Small tensors are all but those in WHOLE."""
-    small = ((name, field) for name, field in zip(call._fields, call) if isinstance(field, Tensor) and name not in WHOLE)
-    return {name: tensor for name, tensor in small if tensor.layout == torch.strided and not tensor.is_contiguous()}  # `check` rejects sparse tensors
+    small = (
+        (name, field) for name, field in zip(call._fields, call) if isinstance(field, Tensor) and name not in WHOLE
+    )
+    return {
+        name: tensor for name, tensor in small if tensor.layout == torch.strided and not tensor.is_contiguous()
+    }  # `check` rejects sparse tensors
 
 
 # ---------------------------------------------------------------- running it
 
 
-def _write(choice: Choice[DecodeProblem], call: DecodeCall, t: Forward, workspace: dict[str, Tensor] | None = None) -> None:
+def _write(
+    choice: Choice[DecodeProblem], call: DecodeCall, t: Forward, workspace: dict[str, Tensor] | None = None
+) -> None:
     if not choice.problem.vacuous:
         _launch(choice.forward, _received(call), t, workspace)
 
 
 def _attend(call: DecodeCall, choice: Choice[DecodeProblem], alone: bool = False) -> tuple[Tensor, Tensor | None]:
-    """out and lse. Repeats a cached launch at these addresses if there is one: Triton's launcher takes longer than a short decode.
+    """out and lse. Repeats a cached launch at these addresses if there is one: Triton's launcher takes longer than a
+    short decode.
 
-    alone: the caller ignores lse. lse then follows the workspace in the same allocation, and the returned lse may be None.
+    alone: the caller ignores lse. lse then follows the workspace in the same allocation, and the returned lse may be
+    None.
     """
     plan, problem = choice.forward, choice.problem
     kind, lse_kind = problem.outputs
@@ -124,7 +147,9 @@ def _decode_out(out: Tensor, *flat: Any) -> Tensor:
     # out may be q itself: kernels read each row before they write it
     is_q = out.data_ptr() == call.q.data_ptr() and out.shape == call.q.shape and out.stride() == call.q.stride()
     read = (None if is_q else call.q, call.k, call.v, call.sinks, call.k_scale, call.v_scale)
-    check_apart(out, read, ("q", "the cache's k", "the cache's v", "sinks", "the cache's k_scale", "the cache's v_scale"))
+    check_apart(
+        out, read, ("q", "the cache's k", "the cache's v", "sinks", "the cache's k_scale", "the cache's v_scale")
+    )
     lse = call.q.new_empty(problem.out_shapes[1], dtype=problem.lse_dtype)
     _write(choice, call, Forward(out, lse))
     written(out)
@@ -153,17 +178,30 @@ def _appended(*flat: Any) -> tuple[Tensor, Tensor]:
 
 
 def _check_pools_apart(call: AppendCall) -> None:
-    """Raise if k and v share memory. Checked on every call, because the key of the Choice does not contain addresses."""
+    """Raise if k and v share memory. Checked on every call, because the key of the Choice does not contain
+    addresses."""
     if share_memory(call.k, call.v):
-        raise InvalidProblem(call.held.word("v"), "memory that keys lie in", "memory of its own", "append would write values over keys; copy one")
+        raise InvalidProblem(
+            call.held.word("v"),
+            "memory that keys lie in",
+            "memory of its own",
+            "append would write values over keys; copy one",
+        )
 
 
 def _check_new_apart(call: AppendCall) -> None:
-    """Raise if k_new or v_new overlaps a pool. The overlap check takes 9 us, so it runs only for tensors with a common storage."""
+    """Raise if k_new or v_new overlaps a pool. The overlap check takes 9 us, so it runs only for tensors with a common
+    storage.
+    """
     pools = [pool.untyped_storage().data_ptr() for pool in (call.k, call.v)]
     for name, new in (("k_new", call.k_new), ("v_new", call.v_new)):
         if new.untyped_storage().data_ptr() in pools and (share_memory(call.k, new) or share_memory(call.v, new)):
-            raise InvalidProblem(name, "memory that the cache lies in", "memory of its own", "append could write there before it has read; clone it")
+            raise InvalidProblem(
+                name,
+                "memory that the cache lies in",
+                "memory of its own",
+                "append could write there before it has read; clone it",
+            )
 
 
 # ---------------------------------------------------------------- schemas and fakes
@@ -204,7 +242,9 @@ def _fields(kind: type[DecodeCall] | type[AppendCall]) -> str:
 
 LIBRARY.define(f"decode({_fields(DecodeCall)}) -> (Tensor, Tensor)")
 LIBRARY.define(f"decode_out(Tensor(a!) out, {_fields(DecodeCall)}) -> Tensor")
-LIBRARY.define(f"append({_fields(AppendCall).replace('Tensor k,', 'Tensor(a!) k,').replace('Tensor v,', 'Tensor(b!) v,')}) -> ()")
+LIBRARY.define(
+    f"append({_fields(AppendCall).replace('Tensor k,', 'Tensor(a!) k,').replace('Tensor v,', 'Tensor(b!) v,')}) -> ()"
+)
 LIBRARY.define(f"appended({_fields(AppendCall)}) -> (Tensor, Tensor)")
 for _name, _body, _fake in (
     ("decode", _decode, _decode_fake),
@@ -258,7 +298,9 @@ def append(call: AppendCall) -> None:
     """Write k_new and v_new to the pools; in place, or by a copy if `written_by_copy` requires it."""
     refuse_gradients(call.tensors, "append")
     if batched(call.tensors):
-        raise UnsupportedProblem("append under vmap: its batch entries are sequences already; append to all of them at once")
+        raise UnsupportedProblem(
+            "append under vmap: its batch entries are sequences already; append to all of them at once"
+        )
     if is_distributed(call.k):
         from . import sharding
 

@@ -16,7 +16,9 @@ from ..problem.torch_state import batched, functionalized
 
 
 def schema(fields: dict[str, str], defaults: Mapping[str, object]) -> str:
-    """The schema of an op's arguments, from the annotations and defaults of its call type (`Call`, `DecodeCall`, `AppendCall`)."""
+    """The schema of an op's arguments, from the annotations and defaults of its call type (`Call`, `DecodeCall`,
+    `AppendCall`).
+    """
     kinds = {
         "Tensor | None": "Tensor?",
         "int": "SymInt",
@@ -24,7 +26,9 @@ def schema(fields: dict[str, str], defaults: Mapping[str, object]) -> str:
     }
     default = {name: "=" + repr(value).replace("'", '"') for name, value in defaults.items()}
     called = {"kernel": "wanted"}  # Inductor passes its own `kernel` together with an op's keywords
-    return ", ".join(f"{kinds.get(kind, kind)} {called.get(name, name)}{default.get(name, '')}" for name, kind in fields.items())
+    return ", ".join(
+        f"{kinds.get(kind, kind)} {called.get(name, name)}{default.get(name, '')}" for name, kind in fields.items()
+    )
 
 
 def forward(*flat: Any) -> tuple[Tensor, Tensor]:
@@ -32,7 +36,9 @@ def forward(*flat: Any) -> tuple[Tensor, Tensor]:
     check(call)
     q, wide = call.q, accumulator(call.q.dtype)
     lse_shape = (q.shape[1], q.shape[0]) if call.packed else (q.shape[0], q.shape[2], q.shape[1])
-    return q.new_empty((*q.shape[:-1], call.v.shape[-1]), dtype=wide if call.partial else q.dtype), q.new_empty(lse_shape, dtype=wide)
+    return q.new_empty((*q.shape[:-1], call.v.shape[-1]), dtype=wide if call.partial else q.dtype), q.new_empty(
+        lse_shape, dtype=wide
+    )
 
 
 def forward_out(out: Tensor, *flat: Any) -> Tensor:
@@ -50,7 +56,9 @@ def backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat:
 
 
 def writes_to(tensor: Tensor) -> None:
-    """Prepare Inductor for an op that writes to this tensor: a symbolic storage offset needs the lowering of `_teach_offsets`."""
+    """Prepare Inductor for an op that writes to this tensor: a symbolic storage offset needs the lowering of
+    `_teach_offsets`.
+    """
     if isinstance(tensor.storage_offset(), torch.SymInt):
         _teach_offsets()
 
@@ -59,8 +67,9 @@ def writes_to(tensor: Tensor) -> None:
 def _teach_offsets() -> None:
     """Register Inductor's missing lowering of sym_storage_offset (torch 2.13; pytorch/pytorch#198068).
 
-    Inductor calls sym_storage_offset for a view that an op writes to, such as one layer of a cache. Without a lowering it takes the offset for 0, so
-    the op would write to the first layer. The fake kernel runs before lowering, so it registers in time.
+    Inductor calls sym_storage_offset for a view that an op writes to, such as one layer of a cache. Without a lowering
+    it takes the offset for 0, so the op would write to the first layer. The fake kernel runs before lowering, so it
+    registers in time.
     """
     from torch._inductor.lowering import lowerings, register_lowering
     from torch._inductor.virtualized import V
@@ -77,10 +86,17 @@ def _teach_offsets() -> None:
 def check_apart(out: Tensor, inputs: Iterable[Tensor | None], names: Iterable[str]) -> None:
     """Raise if elements of out overlap each other or an input."""
     if overlaps_itself(out):
-        raise InvalidProblem("out", f"strides {out.stride()}", "memory of its own for each element", "allocate it with torch.empty")
+        raise InvalidProblem(
+            "out", f"strides {out.stride()}", "memory of its own for each element", "allocate it with torch.empty"
+        )
     for name, tensor in zip(names, inputs):
         if tensor is not None and share_memory(out, tensor):
-            raise InvalidProblem("out", f"memory that {name} lies in", "memory of its own", "allocate it with torch.empty, or leave it out")
+            raise InvalidProblem(
+                "out",
+                f"memory that {name} lies in",
+                "memory of its own",
+                "allocate it with torch.empty, or leave it out",
+            )
 
 
 def check_no_vmap(out: Tensor, inputs: Iterable[Tensor]) -> None:
@@ -97,14 +113,23 @@ def copied(out: Tensor, results: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tens
 
 
 def check_results(given: tuple[Tensor | None, ...], kinds: Sequence[Any], q: Tensor) -> None:
-    """Raise if dout, out, lse or dlse do not fit this forward, because kernels index them by its shapes. kinds: (shape, dtype) of out and of lse."""
-    for name, tensor, (shape, dtype) in zip(("dout", "out", "lse", "dlse"), given, (kinds[0], kinds[0], kinds[1], kinds[1])):
+    """Raise if dout, out, lse or dlse do not fit this forward, because kernels index them by its shapes. kinds: (shape,
+    dtype) of out and of lse.
+    """
+    for name, tensor, (shape, dtype) in zip(
+        ("dout", "out", "lse", "dlse"), given, (kinds[0], kinds[0], kinds[1], kinds[1])
+    ):
         if tensor is None:
             continue
         if tensor.layout != torch.strided:
             raise InvalidProblem(name, tensor.layout, "a strided (dense) tensor", "convert it with .to_dense()")
         if list(tensor.shape) != list(shape):
-            raise InvalidProblem(name, f"shape {list(tensor.shape)}", f"{list(shape)}", "give the backward what belongs to this q, k and v")
+            raise InvalidProblem(
+                name,
+                f"shape {list(tensor.shape)}",
+                f"{list(shape)}",
+                "give the backward what belongs to this q, k and v",
+            )
         if tensor.dtype != dtype:
             raise InvalidProblem(name, tensor.dtype, str(dtype), "give it in the dtype of the forward's result")
         if tensor.device != q.device:
@@ -112,36 +137,47 @@ def check_results(given: tuple[Tensor | None, ...], kinds: Sequence[Any], q: Ten
 
 
 def written(tensor: Tensor) -> None:
-    """Increment the tensor's version, as torch's in-place ops do, so that autograd detects a write to a saved tensor."""
+    """Increment the tensor's version, as torch's in-place ops do, so that autograd detects a write to a saved
+    tensor."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 
 
 def functional(call: Call) -> bool:
-    """Whether torch.func.functionalize is active. It has no rule for an autograd.Function, so a call with gradients raises."""
+    """Whether torch.func.functionalize is active. It has no rule for an autograd.Function, so a call with gradients
+    raises.
+    """
     if functionalized() and call.needs_grad:
         raise UnsupportedProblem(
-            "gradients under torch.func.functionalize: leave it out; torch.compile makes a gradient's graph functional by itself"
+            "gradients under torch.func.functionalize: leave it out; torch.compile makes a gradient's graph "
+            "functional by itself"
         )
     return functionalized()
 
 
 def forward_mode() -> UnsupportedProblem:
     """The error for a call with forward-mode tangents."""
-    return UnsupportedProblem("forward-mode derivatives: strobe has those of backward mode; use torch's math attention for others")
+    return UnsupportedProblem(
+        "forward-mode derivatives: strobe has those of backward mode; use torch's math attention for others"
+    )
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> None:
-    """Raise if out has another layout, shape, dtype or device than the result, or strides that kernels cannot write to."""
+    """Raise if out has another layout, shape, dtype or device than the result, or strides that kernels cannot write
+    to."""
     if out.layout != torch.strided:
         raise InvalidProblem("out", out.layout, "a strided (dense) tensor", "allocate it with torch.empty")
     if list(out.shape) != list(shape):
-        raise InvalidProblem("out", f"shape {list(out.shape)}", f"{list(shape)}", "allocate it like q with v's head dimension")
+        raise InvalidProblem(
+            "out", f"shape {list(out.shape)}", f"{list(shape)}", "allocate it like q with v's head dimension"
+        )
     if out.dtype != dtype:
         raise InvalidProblem("out", out.dtype, str(dtype), "allocate it in q's dtype")
     if out.device != q.device:
         raise InvalidProblem("out", f"device {out.device}", f"q's device {q.device}", "allocate it beside q")
     if out.shape[-1] > 1 and out.stride(-1) != 1:
-        raise InvalidProblem("out", f"stride {out.stride(-1)} in the last dimension", "stride 1", "allocate it contiguous")
+        raise InvalidProblem(
+            "out", f"stride {out.stride(-1)} in the last dimension", "stride 1", "allocate it contiguous"
+        )
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):
         raise InvalidProblem("out", f"strides {out.stride()}", "memory of its own for each element", "do not expand it")

@@ -1,8 +1,8 @@
 """FLOP formulas of the ops, for torch.utils.flop_counter.
 
-They are registered when a call first runs under a FLOP counter, because importing torch.utils.flop_counter imports Triton. That import takes
-300 ms, and `import strobe` must not need Triton. A counter copies the registry when it is created, so the formulas go to the registry and to each
-active counter.
+They are registered when a call first runs under a FLOP counter, because importing torch.utils.flop_counter imports
+Triton. That import takes 300 ms, and `import strobe` must not need Triton. A counter copies the registry when it is
+created, so the formulas go to the registry and to each active counter.
 """
 
 from __future__ import annotations

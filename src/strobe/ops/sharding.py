@@ -46,17 +46,26 @@ def _backward(dout, out, lse, dlse, *flat):
 
 
 def _heads_divide(key_heads: int, placed: Iterable[tuple[Any, Shard]]) -> bool:
-    """Whether key heads divide evenly over the mesh dimensions that shard heads, so that each process has whole GQA groups.
+    """Whether key heads divide evenly over the mesh dimensions that shard heads, so that each process has whole GQA
+    groups.
 
     placed: pairs of a tensor, or None, and the Shard of its head dimension.
     """
-    apart = {n: size for t, heads in placed if t is not None for n, size in enumerate(t.mesh.shape) if t.placements[n] == heads}
+    apart = {
+        n: size
+        for t, heads in placed
+        if t is not None
+        for n, size in enumerate(t.mesh.shape)
+        if t.placements[n] == heads
+    }
     return key_heads % prod(apart.values()) == 0
 
 
 def _placements(call: Call, count: int, by_heads: tuple, by_rows: tuple = ()) -> list[tuple[list, list]]:
-    """The rules, each (placements of outputs, placements of the op's `count` arguments): all replicated, sharded by heads and, for dense layouts,
-    sharded by batch. by_heads: tensors with q's order of dimensions. by_rows: tensors with lse's order."""
+    """The rules, each (placements of outputs, placements of the op's `count` arguments): all replicated, sharded by
+    heads and, for dense layouts, sharded by batch. by_heads: tensors with q's order of dimensions. by_rows: tensors
+    with lse's order.
+    """
     heads, lse_heads = (Shard(1), Shard(0)) if call.packed else (Shard(2), Shard(1))
     no_tensor = Call._make((None,) * len(call))
 
@@ -83,29 +92,42 @@ def _decode(*flat):
     rules = [([Replicate(), Replicate()], _beside(call, Replicate(), Replicate(), Replicate()))]
     if _heads_divide(call.k.shape[2], placed):
         rules.append(([Shard(2), Shard(1)], _beside(call, Shard(2), Replicate(), Shard(0))))
-    rules.append(([Shard(0), Shard(0)], _beside(call, _pools_by_batch(call), Shard(0), Replicate())._replace(q=Shard(0))))
+    rules.append(
+        ([Shard(0), Shard(0)], _beside(call, _pools_by_batch(call), Shard(0), Replicate())._replace(q=Shard(0)))
+    )
     return [(results, list(arguments)) for results, arguments in rules]
 
 
 def _pools_by_batch(call: DecodeCall | AppendCall) -> Shard | Replicate:
-    """The placement of the pools if the batch is sharded. Pages belong to no batch entry, so paged pools are replicated."""
+    """The placement of the pools if the batch is sharded. Pages belong to no batch entry, so paged pools are
+    replicated.
+    """
     return Shard(0) if call.page_table is None else Replicate()
 
 
 def _beside(call: Any, qkv: Placement, sequences: Placement, heads: Placement) -> Any:
     """A call on a cache with placements instead of tensors.
 
-    qkv: placement of q, k_new, v_new and the pools. sequences: placement of tensors with one row per sequence. heads: placement of tensors with one
-    number per head.
+    qkv: placement of q, k_new, v_new and the pools. sequences: placement of tensors with one row per sequence. heads:
+    placement of tensors with one number per head.
     """
-    of = {"seqlens": sequences, "page_table": sequences, "k_start": sequences, "k_scale": heads, "v_scale": heads, "sinks": heads}
+    of = {
+        "seqlens": sequences,
+        "page_table": sequences,
+        "k_start": sequences,
+        "k_scale": heads,
+        "v_scale": heads,
+        "sinks": heads,
+    }
     of |= dict.fromkeys(("q", "k_new", "v_new", "k", "v"), qkv) | dict.fromkeys(("cos", "sin"), Replicate())
     fields = {name: of[name] for name, field in zip(call._fields, call) if name in of and field is not None}
     return call._make((None,) * len(call))._replace(**fields)
 
 
 def own_append(call: AppendCall) -> AppendCall:
-    """The call on this process's shard of the cache. Inputs may be redistributed; pools may not, because append would write to a copy."""
+    """The call on this process's shard of the cache. Inputs may be redistributed; pools may not, because append would
+    write to a copy.
+    """
     for name, tensor in zip(call._fields, call.about):
         if tensor is not None and not isinstance(tensor, DTensor):
             remedy = "give it to distribute_tensor, with Replicate() where each process has all of it"
@@ -117,15 +139,26 @@ def own_append(call: AppendCall) -> AppendCall:
         known[Shard(0)] = (Shard(0), Replicate())
     for name in ("k", "v"):
         held: Any = getattr(call, name)
-        if held.device_mesh != mesh or held.placements != pool.placements or any(placement not in known for placement in held.placements):
+        if (
+            held.device_mesh != mesh
+            or held.placements != pool.placements
+            or any(placement not in known for placement in held.placements)
+        ):
             wanted = f"{' or '.join(map(repr, known))}, the same for keys and values"
-            raise InvalidProblem(_word(call, name), f"placements {held.placements}", wanted, "shard a cache by heads, or a DenseCache by batch")
+            raise InvalidProblem(
+                _word(call, name),
+                f"placements {held.placements}",
+                wanted,
+                "shard a cache by heads, or a DenseCache by batch",
+            )
     ways = [_beside(call, placement, *known[placement]) for placement in pool.placements]
 
     def own(name: str, tensor: Any) -> Any:
         return tensor.redistribute(mesh, [getattr(way, name) for way in ways]).to_local()
 
-    return call._replace(**{name: own(name, tensor) for name, tensor in zip(call._fields, call.about) if tensor is not None})
+    return call._replace(
+        **{name: own(name, tensor) for name, tensor in zip(call._fields, call.about) if tensor is not None}
+    )
 
 
 def _word(call: AppendCall, name: str) -> str:

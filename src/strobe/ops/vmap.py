@@ -1,4 +1,6 @@
-"""vmap rules of the ops. The vmap dimension is folded into the batch if this is equivalent; else the op runs once per entry."""
+"""vmap rules of the ops. The vmap dimension is folded into the batch if this is equivalent; else the op runs once per
+entry.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,24 @@ def register(library: torch.library.Library, name: str) -> None:
         first = [argument if dim is None else _leading(argument, dim) for argument, dim in zip(flat, in_dims)]
         batched = [dim is not None for dim in in_dims]
         folded = _folded(name, first, batched, info.batch_size)
-        return _in_turn(op, first, batched, info.batch_size) if folded is None else _together(op, *folded, info.batch_size)
+        return (
+            _in_turn(op, first, batched, info.batch_size) if folded is None else _together(op, *folded, info.batch_size)
+        )
 
     torch.library.register_vmap(f"strobe::{name}", rule, lib=library)
 
 
 def _leading(tensor: Tensor, dim: int) -> Tensor:
-    """The tensor with the vmap dimension first. It is copied if its last dimension is then not contiguous, as kernels require."""
+    """The tensor with the vmap dimension first. It is copied if its last dimension is then not contiguous, as kernels
+    require.
+    """
     moved = tensor.movedim(dim, 0)
     return moved if moved.stride(-1) == 1 else moved.contiguous()
 
 
 def _folded(name: str, flat: Sequence[Any], batched: Sequence[bool], size: int) -> tuple[list[Any], int] | None:
-    """The arguments of one call over all entries, and the batch size per entry; None if no single call is equivalent."""
+    """The arguments of one call over all entries, and the batch size per entry; None if no single call is
+    equivalent."""
     shared = _shared(name, flat)
     if shared is None or any(many and field in shared for field, many in zip(NAMES[name], batched)):
         return None
@@ -52,12 +59,16 @@ def _folded(name: str, flat: Sequence[Any], batched: Sequence[bool], size: int) 
 
 
 def _shared(name: str, flat: Sequence[Any]) -> tuple[str, ...] | None:
-    """The names of tensors without a batch dimension, which one call has only once; None if the op reduces over the batch or packs it."""
+    """The names of tensors without a batch dimension, which one call has only once; None if the op reduces over the
+    batch or packs it.
+    """
     if name == "decode":
         call = DecodeCall(*flat)
         return ("k_scale", "v_scale", "sinks") if call.page_table is None else ("k", "v", "k_scale", "v_scale", "sinks")
     call = Call(*flat[len(GIVEN) :] if name == "backward" else flat)
-    if call.packed or (name == "backward" and call.sinks is not None):  # offsets count tokens; dsinks sums over the batch
+    if call.packed or (
+        name == "backward" and call.sinks is not None
+    ):  # offsets count tokens; dsinks sums over the batch
         return None
     return ("sinks",)
 
@@ -72,6 +83,8 @@ def _together(op: OpOverload, folded: Sequence[Any], batch: int, size: int) -> t
 
 def _in_turn(op: OpOverload, flat: Sequence[Any], batched: Sequence[bool], size: int) -> tuple[tuple, tuple]:
     if not size:
-        raise UnsupportedProblem("vmap over no entry of packed sequences, pages or sinks: leave the call out where there is none")
+        raise UnsupportedProblem(
+            "vmap over no entry of packed sequences, pages or sinks: leave the call out where there is none"
+        )
     found = [op(*[argument[n] if many else argument for argument, many in zip(flat, batched)]) for n in range(size)]
     return tuple(torch.stack(parts) for parts in zip(*found)), (0,) * len(found[0])

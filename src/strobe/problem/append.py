@@ -18,7 +18,9 @@ from .memory_overlap import overlaps_itself
 
 
 class AppendCall(NamedTuple):
-    """The arguments of one write, flat, in the order of the op's schema. k and v hold pages if page_table is given, else rows."""
+    """The arguments of one write, flat, in the order of the op's schema. k and v hold pages if page_table is given,
+    else rows.
+    """
 
     k_new: Tensor  # [B, T, H_kv, D]
     v_new: Tensor  # [B, T, H_kv, D_v]
@@ -61,15 +63,25 @@ class AppendCall(NamedTuple):
 
 
 def check(call: AppendCall) -> Dense | Paged:
-    """Validate the arguments and return their layout. Reads only metadata. Raises InvalidProblem or TypeError naming the argument."""
+    """Validate the arguments and return their layout. Reads only metadata. Raises InvalidProblem or TypeError naming
+    the argument.
+    """
     held, new = call.held, {"k": call.k_new, "v": call.v_new}
     for field, tensor in new.items():
         check_tensor(f"{field}_new", tensor, "[B, T, H_kv, D]", 4)
         if tensor.dtype not in DTYPES:
-            raise InvalidProblem(f"{field}_new", tensor.dtype, "float16, bfloat16, float32 or float64", "append quantizes for 8-bit caches itself")
+            raise InvalidProblem(
+                f"{field}_new",
+                tensor.dtype,
+                "float16, bfloat16, float32 or float64",
+                "append quantizes for 8-bit caches itself",
+            )
         if tensor.shape[:2] != call.k_new.shape[:2]:
             raise InvalidProblem(
-                f"{field}_new", f"shape {list(tensor.shape)}", f"k_new's batch and tokens {list(call.k_new.shape[:2])}", "append both"
+                f"{field}_new",
+                f"shape {list(tensor.shape)}",
+                f"k_new's batch and tokens {list(call.k_new.shape[:2])}",
+                "append both",
             )
     layout = check_cache(held, call.k_new.shape[0], call.k_new.dtype, "k_new")
     for field, tensor in new.items():
@@ -80,7 +92,9 @@ def check(call: AppendCall) -> Dense | Paged:
         if tensor.dtype != call.k_new.dtype:
             raise InvalidProblem(f"{field}_new", tensor.dtype, f"k_new's {call.k_new.dtype}", "give both in one dtype")
         if tensor.device != pool.device:
-            raise InvalidProblem(f"{field}_new", f"device {tensor.device}", f"the cache's {pool.device}", "move it to the cache")
+            raise InvalidProblem(
+                f"{field}_new", f"device {tensor.device}", f"the cache's {pool.device}", "move it to the cache"
+            )
         if any(size > 1 and stride == 0 for size, stride in zip(pool.shape, pool.stride())):
             raise _shared(call, field)
     _check_rotary(call)
@@ -89,7 +103,12 @@ def check(call: AppendCall) -> Dense | Paged:
 
 def _shared(call: AppendCall, field: str) -> InvalidProblem:
     got = f"strides {getattr(call, field).stride()}"
-    return InvalidProblem(call.held.word(field), got, "memory of its own for each key", "do not expand what is written to, nor let rows overlap")
+    return InvalidProblem(
+        call.held.word(field),
+        got,
+        "memory of its own for each key",
+        "do not expand what is written to, nor let rows overlap",
+    )
 
 
 def _check_rotary(call: AppendCall) -> None:
@@ -102,15 +121,23 @@ def _check_rotary(call: AppendCall) -> None:
         if not isinstance(angles, Tensor) or not isinstance(cos, Tensor):
             continue
         if angles.shape[0] == 0:
-            raise InvalidProblem(name, f"shape {list(angles.shape)}", "a row for each position", "make angles up to the longest sequence")
+            raise InvalidProblem(
+                name, f"shape {list(angles.shape)}", "a row for each position", "make angles up to the longest sequence"
+            )
         if angles.shape != cos.shape:
-            raise InvalidProblem(name, f"shape {list(angles.shape)}", f"cos's {list(cos.shape)}", "make both of the same angles")
+            raise InvalidProblem(
+                name, f"shape {list(angles.shape)}", f"cos's {list(cos.shape)}", "make both of the same angles"
+            )
         if 2 * angles.shape[1] > width:
-            raise InvalidProblem(name, f"rotary_dim {2 * angles.shape[1]}", f"at most k_new's {width} dimensions", "turn fewer of them")
+            raise InvalidProblem(
+                name, f"rotary_dim {2 * angles.shape[1]}", f"at most k_new's {width} dimensions", "turn fewer of them"
+            )
         if angles.dtype not in DTYPES:
             raise InvalidProblem(name, angles.dtype, "a floating dtype", "convert it with .float()")
         if angles.device != call.k.device:
-            raise InvalidProblem(name, f"device {angles.device}", f"the cache's {call.k.device}", "move it to the cache")
+            raise InvalidProblem(
+                name, f"device {angles.device}", f"the cache's {call.k.device}", "move it to the cache"
+            )
 
 
 @dataclass(frozen=True)
@@ -132,7 +159,9 @@ class AppendProblem(OfCache):
 
     @staticmethod
     def from_call(call: AppendCall) -> AppendProblem:
-        """Validate a call and describe it. Overlapping rows of a pool are detected here, not in `check`, which also runs on symbolic sizes."""
+        """Validate a call and describe it. Overlapping rows of a pool are detected here, not in `check`, which also
+        runs on symbolic sizes.
+        """
         layout, (heads_kv, head_dim) = check(call), call.k_new.shape[2:]
         for field in ("k", "v"):
             if overlaps_itself(getattr(call, field)):
@@ -151,5 +180,7 @@ class AppendProblem(OfCache):
     def __str__(self) -> str:
         words = [f"append {self.layout} H_kv={self.heads_kv} D={self.head_dim} {DTYPES[self.dtype]}"]
         words += ["cache in float8_e4m3fn"] * (self.cache_dtype == FP8)
-        words += [f"rotary over {self.rotary_dim} dimensions{', interleaved' * self.interleaved}"] * bool(self.rotary_dim)
+        words += [f"rotary over {self.rotary_dim} dimensions{', interleaved' * self.interleaved}"] * bool(
+            self.rotary_dim
+        )
         return ", ".join(words)

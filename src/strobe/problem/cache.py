@@ -19,14 +19,17 @@ FP8_MAX = 448.0
 
 
 class PagedCache(NamedTuple):
-    """A KV cache in pages of a common pool: key j of sequence b is row j % page_size of page page_table[b, j // page_size].
+    """A KV cache in pages of a common pool: key j of sequence b is row j % page_size of page page_table[b, j //
+    page_size].
 
     >>> pages = torch.zeros(8, 16, 2, 64)  # 8 pages of 16 keys, 2 heads
-    >>> cache = PagedCache(pages, pages.clone(), torch.tensor([[3, 5]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32))
+    >>> table, lengths = torch.tensor([[3, 5]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+    >>> cache = PagedCache(pages, pages.clone(), table, lengths)
     >>> cache.k_pages.shape[1] * cache.page_table.shape[1]  # capacity of a sequence, in keys
     32
 
-    k_pages: [n_pages, page_size, H_kv, D]. The last dimension is contiguous; other strides are free, so a heads-first pool
+    k_pages: [n_pages, page_size, H_kv, D]. The last dimension is contiguous; other strides are free, so a heads-first
+    pool
         is passed as a transposed view.
     v_pages: [n_pages, page_size, H_kv, D_v], with strides as k_pages.
     page_table: int32 [B, max_pages], read on the device. Entries after a sequence's last page are never read.
@@ -69,8 +72,8 @@ class Rotary(NamedTuple):
     >>> Rotary(angle.cos(), angle.sin()).cos.shape
     torch.Size([128, 32])
 
-    Dimension i rotates with i + rotary_dim / 2. If interleaved, dimension 2 i rotates with 2 i + 1. Dimensions from rotary_dim on
-    do not change.
+    Dimension i rotates with i + rotary_dim / 2. If interleaved, dimension 2 i rotates with 2 i + 1. Dimensions from
+    rotary_dim on do not change.
     """
 
     cos: Tensor
@@ -91,7 +94,9 @@ class Held(NamedTuple):
 
     @staticmethod
     def of(cache: PagedCache | DenseCache) -> Held:
-        """Flatten a cache and convert int64 lengths, starts and page ids to int32. Raises TypeError for a field that is not a tensor."""
+        """Flatten a cache and convert int64 lengths, starts and page ids to int32. Raises TypeError for a field that is
+        not a tensor.
+        """
         if isinstance(cache, PagedCache):
             k, v, page_table, seqlens, k_scale, v_scale = cache
             held, needed = Held(k, v, seqlens, page_table, None, k_scale, v_scale), (k, v, seqlens, page_table)
@@ -99,7 +104,9 @@ class Held(NamedTuple):
             k, v, seqlens, k_start, k_scale, v_scale = cache
             held, needed = Held(k, v, seqlens, None, k_start, k_scale, v_scale), (k, v, seqlens)
         else:
-            raise wrong_type("cache", cache, "a strobe.PagedCache or strobe.DenseCache", "put your tensors in one of them")
+            raise wrong_type(
+                "cache", cache, "a strobe.PagedCache or strobe.DenseCache", "put your tensors in one of them"
+            )
         for field in needed:
             if not isinstance(field, Tensor):
                 raise _no_tensor(cache)
@@ -120,7 +127,9 @@ def _no_tensor(cache: PagedCache | DenseCache) -> Exception:
     optional = ("k_start", "k_scale", "v_scale")
     others = [(name, field) for name, field in zip(cache._fields, cache) if not isinstance(field, Tensor)]
     name, field = next((name, field) for name, field in others if field is not None or name not in optional)
-    return wrong_type(f"cache.{name}", field, "a tensor", f"see strobe.{type(cache).__name__}, and wrap it in torch.tensor(...)")
+    return wrong_type(
+        f"cache.{name}", field, "a tensor", f"see strobe.{type(cache).__name__}, and wrap it in torch.tensor(...)"
+    )
 
 
 def quantize_kv(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -139,9 +148,13 @@ def quantize_kv(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             raise wrong_type(name, tensor, "a tensor [..., H_kv, D]", "pass a torch.Tensor")
         check_strided(name, tensor)
         if tensor.dtype not in DTYPES:
-            raise InvalidProblem(name, tensor.dtype, "float16, bfloat16, float32 or float64", "quantize before anything else does")
+            raise InvalidProblem(
+                name, tensor.dtype, "float16, bfloat16, float32 or float64", "quantize before anything else does"
+            )
         if tensor.dim() < 2:
-            raise InvalidProblem(name, f"shape {list(tensor.shape)}", "[..., H_kv, D]", "keep the heads as a dimension of their own")
+            raise InvalidProblem(
+                name, f"shape {list(tensor.shape)}", "[..., H_kv, D]", "keep the heads as a dimension of their own"
+            )
     if k.shape[-2] != v.shape[-2]:
         raise InvalidProblem("v", f"{v.shape[-2]} heads", f"k's {k.shape[-2]} heads", "give k and v the same heads")
     (k8, k_scale), (v8, v_scale) = _quantized(k), _quantized(v)
@@ -206,14 +219,20 @@ def _check_pools(held: Held, dtype: torch.dtype, like: str) -> None:
         check_tensor(word, tensor, shape, 4)
         if tensor.dtype not in (dtype, FP8):
             raise InvalidProblem(
-                word, tensor.dtype, f"{like}'s dtype {dtype}, or float8_e4m3fn", f"convert {like} or the cache; see strobe.quantize_kv"
+                word,
+                tensor.dtype,
+                f"{like}'s dtype {dtype}, or float8_e4m3fn",
+                f"convert {like} or the cache; see strobe.quantize_kv",
             )
         if tensor.dtype != held.k.dtype:
             raise InvalidProblem(word, tensor.dtype, f"{held.word('k')}'s {held.k.dtype}", "give both in one dtype")
     k, v = held.k, held.v
     if v.shape[:3] != k.shape[:3]:
         raise InvalidProblem(
-            held.word("v"), f"shape {list(v.shape)}", f"{held.word('k')}'s {list(k.shape[:3])} and D_v", "keep keys and values alike"
+            held.word("v"),
+            f"shape {list(v.shape)}",
+            f"{held.word('k')}'s {list(k.shape[:3])} and D_v",
+            "keep keys and values alike",
         )
     for field in held._fields[1:]:
         tensor = getattr(held, field)
@@ -221,7 +240,12 @@ def _check_pools(held: Held, dtype: torch.dtype, like: str) -> None:
             continue
         check_strided(held.word(field), tensor)
         if tensor.device != k.device:
-            raise InvalidProblem(held.word(field), f"device {tensor.device}", f"{held.word('k')}'s {k.device}", "keep a cache on one device")
+            raise InvalidProblem(
+                held.word(field),
+                f"device {tensor.device}",
+                f"{held.word('k')}'s {k.device}",
+                "keep a cache on one device",
+            )
 
 
 def _paged(held: Held, table: Tensor, batch: int, like: str) -> Paged:
@@ -229,7 +253,10 @@ def _paged(held: Held, table: Tensor, batch: int, like: str) -> Paged:
         raise InvalidProblem("cache.page_table", table.dtype, "torch.int32", "convert it with .to(torch.int32)")
     if table.dim() != 2 or table.shape[0] != batch:
         raise InvalidProblem(
-            "cache.page_table", f"shape {list(table.shape)}", f"[{batch}, max_pages], {like}'s batch", "give a row of page ids a sequence"
+            "cache.page_table",
+            f"shape {list(table.shape)}",
+            f"[{batch}, max_pages], {like}'s batch",
+            "give a row of page ids a sequence",
         )
     if held.k.shape[1] == 0:
         raise InvalidProblem("cache.k_pages", "pages of 0 keys", "a page_size of at least 1", "check the pool's shape")
@@ -238,7 +265,9 @@ def _paged(held: Held, table: Tensor, batch: int, like: str) -> Paged:
 
 def _rows(held: Held, batch: int, like: str) -> Dense:
     if held.k.shape[0] != batch:
-        raise InvalidProblem("cache.k", f"batch {held.k.shape[0]}", f"{like}'s batch {batch}", "give a cache row a sequence")
+        raise InvalidProblem(
+            "cache.k", f"batch {held.k.shape[0]}", f"{like}'s batch {batch}", "give a cache row a sequence"
+        )
     if held.k_start is not None:
         _check_ints(held.k_start, "cache.k_start", batch, like)
     return Dense(batch, 0, held.k.shape[1])
@@ -248,16 +277,26 @@ def _check_ints(tensor: Tensor, word: str, batch: int, like: str) -> None:
     if tensor.dtype != torch.int32:
         raise InvalidProblem(word, tensor.dtype, "torch.int32", "convert it with .to(torch.int32)")
     if tuple(tensor.shape) != (batch,):
-        raise InvalidProblem(word, f"shape {list(tensor.shape)}", f"[{batch}], {like}'s batch", "give one number a sequence")
+        raise InvalidProblem(
+            word, f"shape {list(tensor.shape)}", f"[{batch}], {like}'s batch", "give one number a sequence"
+        )
 
 
 def _check_scale(held: Held, name: str, scale: Tensor) -> None:
     word, heads = f"cache.{name}", held.k.shape[2]
     if held.k.dtype != FP8:
-        raise InvalidProblem(word, "a scale", f"None, for a cache in {held.k.dtype}", "leave it out: only float8_e4m3fn caches have scales")
+        raise InvalidProblem(
+            word,
+            "a scale",
+            f"None, for a cache in {held.k.dtype}",
+            "leave it out: only float8_e4m3fn caches have scales",
+        )
     if scale.dtype != torch.float32 or tuple(scale.shape) != (heads,):
         raise InvalidProblem(
-            word, f"{scale.dtype} {list(scale.shape)}", f"torch.float32 [{heads}], one a key head", "expand it or convert it with .float()"
+            word,
+            f"{scale.dtype} {list(scale.shape)}",
+            f"torch.float32 [{heads}], one a key head",
+            "expand it or convert it with .float()",
         )
 
 
@@ -267,11 +306,21 @@ def check_tensor(word: str, tensor: object, shape: str, rank: int) -> None:
         raise wrong_type(word, tensor, f"a tensor {shape}", "pass a torch.Tensor")
     if tensor.is_nested or tensor.layout != torch.strided:
         raise InvalidProblem(
-            word, "a nested tensor" if tensor.is_nested else tensor.layout, "a strided (dense) tensor", "convert it with .to_dense()"
+            word,
+            "a nested tensor" if tensor.is_nested else tensor.layout,
+            "a strided (dense) tensor",
+            "convert it with .to_dense()",
         )
     if tensor.dim() != rank:
         raise InvalidProblem(word, f"shape {list(tensor.shape)}", shape, "reshape it")
     if tensor.shape[-1] == 0:
-        raise InvalidProblem(word, "a last dimension of 0", "a head dimension of at least 1", "check the projection that made it")
+        raise InvalidProblem(
+            word, "a last dimension of 0", "a head dimension of at least 1", "check the projection that made it"
+        )
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
-        raise InvalidProblem(word, f"stride {tensor.stride(-1)} in the last dimension", "stride 1", "lay it out with its last dimension contiguous")
+        raise InvalidProblem(
+            word,
+            f"stride {tensor.stride(-1)} in the last dimension",
+            "stride 1",
+            "lay it out with its last dimension contiguous",
+        )

@@ -16,14 +16,16 @@ from .mask import MOST_KEYS, NO_BOUND, Documents, Mask, MaskStructure, check_str
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 MOST_SCALE = 1e38  # kernels multiply it by log2(e); the product must be a finite float32
-FARTHEST = 2**30  # larger window bounds are clamped to this, so that a kernel's sum with an int32 position does not overflow
+FARTHEST = (
+    2**30
+)  # larger window bounds are clamped to this, so that a kernel's sum with an int32 position does not overflow
 
 
 class Call(NamedTuple):
     """The arguments of one call, flat, in the order of the ops' schema. The schema is generated from these annotations.
 
-    Dense layout: q [B, S_q, H_q, D], k [B, S_k, H_kv, D], v [B, S_k, H_kv, D_v]. Packed layout: [T, H, D], where cu_seqlens_q and
-    cu_seqlens_k hold the offsets of the sequences.
+    Dense layout: q [B, S_q, H_q, D], k [B, S_k, H_kv, D], v [B, S_k, H_kv, D_v]. Packed layout: [T, H, D], where
+    cu_seqlens_q and cu_seqlens_k hold the offsets of the sequences.
 
     The dispatcher takes 0.1 us per argument passed. So rarely used arguments come last, and `arguments` omits them.
     """
@@ -59,7 +61,13 @@ class Call(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether q, k and v are the only tensors."""
-        return self.sinks is None and self.cu_seqlens_q is None and self.prefix is None and self.key_lengths is None and self.ids_q is None
+        return (
+            self.sinks is None
+            and self.cu_seqlens_q is None
+            and self.prefix is None
+            and self.key_lengths is None
+            and self.ids_q is None
+        )
 
     @property
     def optionals(self) -> tuple[Tensor | None, ...]:
@@ -69,7 +77,9 @@ class Call(NamedTuple):
 
     @property
     def parted(self) -> tuple[tuple[Tensor, ...], tuple]:
-        """The tensors, and a hashable tuple of the other fields. The tuple also records which optional tensors are absent."""
+        """The tensors, and a hashable tuple of the other fields. The tuple also records which optional tensors are
+        absent.
+        """
         if self.plain:
             return self[:3], self[SCALARS]
         optionals = self.optionals
@@ -92,14 +102,19 @@ class Call(NamedTuple):
         """The arguments to pass to an op. Trailing arguments with default values are omitted where possible."""
         if not self.plain:
             return self
-        # no comparison with a global float: torch.compile(dynamic=True) would make it a graph input and trace the call twice
+        # no comparison with a global float: torch.compile(dynamic=True) would make it a graph input and trace the call
+        # twice
         quiet = self.scale is None and not any(self[6 : OPTIONAL_TENSORS.start])
         return self[:5] if quiet else self[: OPTIONAL_TENSORS.start]
 
     @property
     def structure(self) -> MaskStructure:
         return MaskStructure(
-            self.left != NO_BOUND, self.right != NO_BOUND, self.prefix is not None, self.key_lengths is not None, self.ids_q is not None
+            self.left != NO_BOUND,
+            self.right != NO_BOUND,
+            self.prefix is not None,
+            self.key_lengths is not None,
+            self.ids_q is not None,
         )
 
     @property
@@ -189,7 +204,10 @@ class Paged(NamedTuple):
         return self.batch * self.seqlen_q, self.page_size * self.n_pages
 
     def __str__(self) -> str:
-        return f"B={self.batch} T={self.seqlen_q} pages {self.n_pages} x {self.page_size}, at most {self.max_pages} a sequence"
+        return (
+            f"B={self.batch} T={self.seqlen_q} pages {self.n_pages} x {self.page_size}, at most "
+            f"{self.max_pages} a sequence"
+        )
 
 
 def check(call: Call) -> Dense | Packed:
@@ -211,23 +229,41 @@ def _check_tensors(call: Call) -> None:
         if not isinstance(tensor, Tensor):
             raise wrong_type(name, tensor, "a tensor", "pass a torch.Tensor")
         if tensor.is_nested:
-            raise InvalidProblem(name, "a nested tensor", "a strided (dense) tensor", "pass its values and offsets to attention_varlen")
+            raise InvalidProblem(
+                name, "a nested tensor", "a strided (dense) tensor", "pass its values and offsets to attention_varlen"
+            )
         check_strided(name, tensor)
         if tensor.dtype not in DTYPES:
-            raise InvalidProblem(name, tensor.dtype, "float16, bfloat16, float32 or float64", "convert it with .to(torch.bfloat16)")
+            raise InvalidProblem(
+                name, tensor.dtype, "float16, bfloat16, float32 or float64", "convert it with .to(torch.bfloat16)"
+            )
         if tensor.dtype != call.q.dtype:
             raise InvalidProblem(name, tensor.dtype, f"q's dtype {call.q.dtype}", "give q, k and v one dtype")
         shape = "[T, H, D]" if call.packed else "[B, S, H, D]"
         if tensor.dim() != (3 if call.packed else 4):
-            raise InvalidProblem(name, f"shape {list(tensor.shape)}", shape, "use attention_varlen for packed and attention for dense tensors")
+            raise InvalidProblem(
+                name,
+                f"shape {list(tensor.shape)}",
+                shape,
+                "use attention_varlen for packed and attention for dense tensors",
+            )
         if tensor.shape[-1] == 0:
-            raise InvalidProblem(name, "a last dimension of 0", "a head dimension of at least 1", "check the projection that made it")
+            raise InvalidProblem(
+                name, "a last dimension of 0", "a head dimension of at least 1", "check the projection that made it"
+            )
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
-            raise InvalidProblem(name, f"stride {tensor.stride(-1)} in the last dimension", "stride 1", f"call {name}.contiguous()")
+            raise InvalidProblem(
+                name, f"stride {tensor.stride(-1)} in the last dimension", "stride 1", f"call {name}.contiguous()"
+            )
     for name in ("k", "v", *Call._fields[OPTIONAL_TENSORS]):
         tensor = getattr(call, name)
         if tensor is not None and tensor.device != call.q.device:
-            raise InvalidProblem(name, f"device {tensor.device}", f"q's device {call.q.device}", "move all of a call's tensors to one device")
+            raise InvalidProblem(
+                name,
+                f"device {tensor.device}",
+                f"q's device {call.q.device}",
+                "move all of a call's tensors to one device",
+            )
         if tensor is not None:
             check_strided(name, tensor)
 
@@ -237,9 +273,16 @@ def _check_heads(call: Call) -> None:
     if call.v.shape[-2] != heads_kv:
         raise InvalidProblem("v", f"{call.v.shape[-2]} heads", f"k's {heads_kv} heads", "give k and v the same heads")
     if heads_q != 0 and (heads_kv == 0 or heads_q % heads_kv):
-        raise InvalidProblem("k", f"{heads_kv} heads", f"a divisor of q's {heads_q} heads", "query head h reads key head h // (H_q // H_kv)")
+        raise InvalidProblem(
+            "k",
+            f"{heads_kv} heads",
+            f"a divisor of q's {heads_q} heads",
+            "query head h reads key head h // (H_q // H_kv)",
+        )
     if call.k.shape[-1] != call.q.shape[-1]:
-        raise InvalidProblem("k", f"head dimension {call.k.shape[-1]}", f"q's {call.q.shape[-1]}", "only v may have a width of its own")
+        raise InvalidProblem(
+            "k", f"head dimension {call.k.shape[-1]}", f"q's {call.q.shape[-1]}", "only v may have a width of its own"
+        )
     if call.sinks is not None:
         check_sinks(call.sinks, heads_q)
 
@@ -248,7 +291,9 @@ def check_sinks(sinks: Tensor, heads_q: int) -> None:
     """Raise unless sinks holds one floating-point logit per query head."""
     check_strided("sinks", sinks)
     if sinks.dim() != 1 or sinks.shape[0] != heads_q:
-        raise InvalidProblem("sinks", f"shape {list(sinks.shape)}", f"[{heads_q}], one logit a query head", "expand or slice it")
+        raise InvalidProblem(
+            "sinks", f"shape {list(sinks.shape)}", f"[{heads_q}], one logit a query head", "expand or slice it"
+        )
     if sinks.dtype not in DTYPES:
         raise InvalidProblem("sinks", sinks.dtype, "a floating dtype", "convert it with .float()")
 
@@ -257,7 +302,9 @@ def _dense_layout(call: Call) -> Dense:
     (batch, seqlen_q), seqlen_k = call.q.shape[:2], call.k.shape[1]
     for name in ("k", "v"):
         if getattr(call, name).shape[0] != batch:
-            raise InvalidProblem(name, f"batch {getattr(call, name).shape[0]}", f"q's batch {batch}", f"expand {name} to q's batch")
+            raise InvalidProblem(
+                name, f"batch {getattr(call, name).shape[0]}", f"q's batch {batch}", f"expand {name} to q's batch"
+            )
     if call.v.shape[1] != seqlen_k:
         raise InvalidProblem("v", f"{call.v.shape[1]} keys", f"k's {seqlen_k} keys", "give k and v the same length")
     return Dense(batch, seqlen_q, seqlen_k)
@@ -265,12 +312,18 @@ def _dense_layout(call: Call) -> Dense:
 
 def _packed_layout(call: Call) -> Packed:
     if call.v.shape[0] != call.k.shape[0]:
-        raise InvalidProblem("v", f"{call.v.shape[0]} keys", f"k's {call.k.shape[0]} keys", "give k and v the same length")
+        raise InvalidProblem(
+            "v", f"{call.v.shape[0]} keys", f"k's {call.k.shape[0]} keys", "give k and v the same length"
+        )
     count, count_k = _count("cu_seqlens_q", call.cu_seqlens_q), _count("cu_seqlens_k", call.cu_seqlens_k)
     if count_k != count:
-        raise InvalidProblem("cu_seqlens_k", f"{count_k + 1} offsets", f"cu_seqlens_q's {count + 1}", "give both for the same sequences")
+        raise InvalidProblem(
+            "cu_seqlens_k", f"{count_k + 1} offsets", f"cu_seqlens_q's {count + 1}", "give both for the same sequences"
+        )
     if call.structure[2:] != (False, False, False):
-        raise InvalidProblem("mask", str(call.structure), "causal and window", "packed sequences are apart already; leave the mask out")
+        raise InvalidProblem(
+            "mask", str(call.structure), "causal and window", "packed sequences are apart already; leave the mask out"
+        )
     longest_q, longest_k = (None if bound == NO_BOUND else bound for bound in (call.max_seqlen_q, call.max_seqlen_k))
     return Packed(count, call.q.shape[0], call.k.shape[0], longest_q, longest_k)
 
@@ -278,11 +331,15 @@ def _packed_layout(call: Call) -> Packed:
 def _count(name: str, offsets: Tensor | None) -> int:
     """The number of sequences that the offsets [n + 1] define. Raises if the offsets are invalid."""
     if offsets is None:
-        raise wrong_type(name, offsets, "an int32 tensor [n + 1]", "give the running sum of lengths, from 0 to the total")
+        raise wrong_type(
+            name, offsets, "an int32 tensor [n + 1]", "give the running sum of lengths, from 0 to the total"
+        )
     if offsets.dtype != torch.int32:
         raise InvalidProblem(name, offsets.dtype, "torch.int32", "convert it with .to(torch.int32)")
     if offsets.dim() != 1 or offsets.shape[0] < 1:
-        raise InvalidProblem(name, f"shape {list(offsets.shape)}", "[n + 1] for n sequences", "give the running sum of lengths, from 0")
+        raise InvalidProblem(
+            name, f"shape {list(offsets.shape)}", "[n + 1] for n sequences", "give the running sum of lengths, from 0"
+        )
     return offsets.shape[0] - 1
 
 
@@ -301,17 +358,30 @@ def _check_mask_tensors(call: Call, layout: Dense | Packed) -> None:
         tensor = getattr(call, name)
         if tensor is None:
             if (call.ids_q is not None) and name not in ("prefix", "key_lengths"):
-                raise wrong_type(f"mask {name}", tensor, "a tensor beside ids_q", "build the mask with strobe.documents")
+                raise wrong_type(
+                    f"mask {name}", tensor, "a tensor beside ids_q", "build the mask with strobe.documents"
+                )
         elif tuple(tensor.shape) != shape:
-            remedy = "give strobe.documents ids of both sides" if name == "ids_k" else "build the mask for this call's shapes"
-            raise InvalidProblem(f"mask {name}", f"shape {list(tensor.shape)}", f"{list(shape)}, q's and k's sizes", remedy)
+            remedy = (
+                "give strobe.documents ids of both sides"
+                if name == "ids_k"
+                else "build the mask for this call's shapes"
+            )
+            raise InvalidProblem(
+                f"mask {name}", f"shape {list(tensor.shape)}", f"{list(shape)}, q's and k's sizes", remedy
+            )
         elif tensor.dtype != torch.int32:
             raise InvalidProblem(f"mask {name}", tensor.dtype, "torch.int32", "convert it with .to(torch.int32)")
 
 
 def check_spans(call: Call) -> None:
-    """Raise for document spans outside the call, on a CPU only, where reading data needs no synchronization. GPU kernels clamp spans."""
-    for name, spans, own, other in (("spans_q", call.spans_q, call.q, call.k), ("spans_k", call.spans_k, call.k, call.q)):
+    """Raise for document spans outside the call, on a CPU only, where reading data needs no synchronization. GPU
+    kernels clamp spans.
+    """
+    for name, spans, own, other in (
+        ("spans_q", call.spans_q, call.q, call.k),
+        ("spans_k", call.spans_k, call.k, call.q),
+    ):
         length, across = own.shape[1], other.shape[1]
         if spans is None or spans.device.type != "cpu" or tuple(spans.shape) != (own.shape[0], length, 3):
             continue  # `check` rejects other shapes
@@ -320,12 +390,16 @@ def check_spans(call: Call) -> None:
         if wrong.any():
             b, position = wrong.nonzero()[0].tolist()
             got = f"{spans[b, position].tolist()} at position {position} of batch entry {b}"
-            expected = f"(run_end, first, stop) with {position} < run_end <= {length} and 0 <= first <= stop <= {across}"
+            expected = (
+                f"(run_end, first, stop) with {position} < run_end <= {length} and 0 <= first <= stop <= {across}"
+            )
             raise InvalidProblem(f"mask {name}", got, expected, "build the mask with strobe.documents")
 
 
 def check_scores(scale: float | None, softcap: float, q: Tensor) -> None:
-    """Validate scale and softcap. Kernels multiply them by log2(e), and unless q is float64 the products must fit float32."""
+    """Validate scale and softcap. Kernels multiply them by log2(e), and unless q is float64 the products must fit
+    float32.
+    """
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and not math.isfinite(number):
             raise InvalidProblem(name, number, "a finite number", f"leave {name} out for the default")
@@ -336,7 +410,9 @@ def check_scores(scale: float | None, softcap: float, q: Tensor) -> None:
         raise InvalidProblem("softcap", softcap, "a number > 0", "leave it out for none")
     factor = abs(q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap and factor > MOST_SCALE * softcap and q.dtype != torch.float64:
-        raise InvalidProblem("softcap", softcap, f"at least {factor:g} / {MOST_SCALE:g}, for scores in float32", "give a larger one")
+        raise InvalidProblem(
+            "softcap", softcap, f"at least {factor:g} / {MOST_SCALE:g}, for scores in float32", "give a larger one"
+        )
 
 
 def _check_numbers(call: Call) -> None:

@@ -1,6 +1,8 @@
-"""Decoding: attention of each sequence's newest tokens over its KV cache. `DecodeCall` holds the tensors, `DecodeProblem` the metadata.
+"""Decoding: attention of each sequence's newest tokens over its KV cache. `DecodeCall` holds the tensors,
+`DecodeProblem` the metadata.
 
-With n = seqlens[b], row i of T has position n - T + i: the T tokens are the last of the sequence, and the cache already contains them.
+With n = seqlens[b], row i of T has position n - T + i: the T tokens are the last of the sequence, and the cache already
+contains them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from .torch_state import tangents, wants_beneath
 
 
 class DecodeCall(NamedTuple):
-    """The arguments of one call, flat, in the order of the op's schema. k and v hold pages if page_table is given, else rows."""
+    """The arguments of one call, flat, in the order of the op's schema. k and v hold pages if page_table is given, else
+    rows.
+    """
 
     q: Tensor  # [B, T, H_q, D]
     k: Tensor
@@ -53,7 +57,9 @@ class DecodeCall(NamedTuple):
 
     @property
     def parted(self) -> tuple[list[Tensor], tuple]:
-        """The tensors, and a hashable tuple of the other fields. The tuple also records which optional tensors are absent."""
+        """The tensors, and a hashable tuple of the other fields. The tuple also records which optional tensors are
+        absent.
+        """
         about = self[:9]
         absent = [field is None for field in about[4:]]
         return [field for field in about if field is not None], (*absent, *self[9:])
@@ -70,36 +76,62 @@ class DecodeCall(NamedTuple):
 
 
 def check(call: DecodeCall) -> Dense | Paged:
-    """Validate the arguments and return their layout. Reads only metadata. Raises InvalidProblem or TypeError naming the argument."""
+    """Validate the arguments and return their layout. Reads only metadata. Raises InvalidProblem or TypeError naming
+    the argument.
+    """
     q, held = call.q, call.held
     check_tensor("q", q, "[B, T, H_q, D]", 4)
     if q.dtype not in DTYPES:
-        raise InvalidProblem("q", q.dtype, "float16, bfloat16, float32 or float64", "convert it with .to(torch.bfloat16)")
+        raise InvalidProblem(
+            "q", q.dtype, "float16, bfloat16, float32 or float64", "convert it with .to(torch.bfloat16)"
+        )
     layout = check_cache(held, q.shape[0], q.dtype, "q")
     if q.device != held.k.device:
         raise InvalidProblem("q", f"device {q.device}", f"the cache's {held.k.device}", "move it to the cache")
     heads_q, heads_kv = q.shape[2], held.k.shape[2]
     if heads_q != 0 and (heads_kv == 0 or heads_q % heads_kv):
-        raise InvalidProblem(held.word("k"), f"{heads_kv} heads", f"a divisor of q's {heads_q}", "query head h reads key head h // (H_q // H_kv)")
+        raise InvalidProblem(
+            held.word("k"),
+            f"{heads_kv} heads",
+            f"a divisor of q's {heads_q}",
+            "query head h reads key head h // (H_q // H_kv)",
+        )
     if held.k.shape[-1] != q.shape[-1]:
-        raise InvalidProblem(held.word("k"), f"head dimension {held.k.shape[-1]}", f"q's {q.shape[-1]}", "only v may have a width of its own")
+        raise InvalidProblem(
+            held.word("k"),
+            f"head dimension {held.k.shape[-1]}",
+            f"q's {q.shape[-1]}",
+            "only v may have a width of its own",
+        )
     if call.sinks is not None:
         check_sinks(call.sinks, heads_q)
         if call.sinks.device != q.device:
-            raise InvalidProblem("sinks", f"device {call.sinks.device}", f"q's device {q.device}", "move all of a call's tensors to one device")
+            raise InvalidProblem(
+                "sinks",
+                f"device {call.sinks.device}",
+                f"q's device {q.device}",
+                "move all of a call's tensors to one device",
+            )
     check_scores(call.scale, call.softcap, q)
     for name in ("left", "right"):
         if not NO_BOUND <= getattr(call, name) <= FARTHEST:
-            raise InvalidProblem(name, getattr(call, name), f"a number from 0 to {FARTHEST}, or -1 for none", "call strobe.attention_decode")
+            raise InvalidProblem(
+                name,
+                getattr(call, name),
+                f"a number from 0 to {FARTHEST}, or -1 for none",
+                "call strobe.attention_decode",
+            )
     return layout._replace(seqlen_q=q.shape[1])
 
 
 @dataclass(frozen=True)
 class DecodeProblem(OfCache):
-    """The metadata of a call: everything except tensor contents. Lengths and page ids are device data, so plans depend on shapes only.
+    """The metadata of a call: everything except tensor contents. Lengths and page ids are device data, so plans depend
+    on shapes only.
 
     >>> k = torch.empty(2, 128, 2, 64)
-    >>> str(DecodeProblem.from_call(DecodeCall(torch.empty(2, 1, 8, 64), k, k, torch.zeros(2, dtype=torch.int32), right=0)))
+    >>> q, lengths = torch.empty(2, 1, 8, 64), torch.zeros(2, dtype=torch.int32)
+    >>> str(DecodeProblem.from_call(DecodeCall(q, k, k, lengths, right=0)))
     'decode B=2 T=1 S_max=128 H_q=8 H_kv=2 D=64 float32, causal, scale 0.125'
     """
 
@@ -185,26 +217,48 @@ class DecodeProblem(OfCache):
     def example(self, device: torch.device) -> DecodeCall:
         """A call of this problem on zeros, with empty sequences."""
         batch, rows = self.layout.batch, self.layout.seqlen_q
-        pages = (self.layout.n_pages, self.layout.page_size) if isinstance(self.layout, Paged) else (batch, self.layout.seqlen_k)
-        shapes = ((batch, rows, self.heads_q, self.head_dim), (*pages, self.heads_kv, self.head_dim), (*pages, self.heads_kv, self.head_dim_v))
+        pages = (
+            (self.layout.n_pages, self.layout.page_size)
+            if isinstance(self.layout, Paged)
+            else (batch, self.layout.seqlen_k)
+        )
+        shapes = (
+            (batch, rows, self.heads_q, self.head_dim),
+            (*pages, self.heads_kv, self.head_dim),
+            (*pages, self.heads_kv, self.head_dim_v),
+        )
         q, k, v = (
             _zeros(shape, strides, dtype, device, self.alignment if n else ALIGNMENT)
-            for n, (shape, strides, dtype) in enumerate(zip(shapes, self.strides, (self.dtype, self.cache_dtype, self.cache_dtype)))
+            for n, (shape, strides, dtype) in enumerate(
+                zip(shapes, self.strides, (self.dtype, self.cache_dtype, self.cache_dtype))
+            )
         )
         zeros = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=device)
-        k_scale, v_scale = (torch.ones(self.heads_kv, dtype=torch.float32, device=device) if present else None for present in self.scales)
+        k_scale, v_scale = (
+            torch.ones(self.heads_kv, dtype=torch.float32, device=device) if present else None
+            for present in self.scales
+        )
         return DecodeCall(
             q, k, v, zeros(batch), zeros(batch, self.layout.max_pages) if isinstance(self.layout, Paged) else None,
-            zeros(batch) if self.k_start else None, k_scale, v_scale, torch.zeros(self.heads_q, device=device) if self.sinks else None,
-            self.left, self.right, self.scale, self.softcap, self.batch_invariant, self.kernel, self.out_dtype != self.dtype,
+            zeros(batch) if self.k_start else None, k_scale, v_scale,
+            torch.zeros(self.heads_q, device=device) if self.sinks else None,
+            self.left, self.right, self.scale, self.softcap, self.batch_invariant, self.kernel,
+            self.out_dtype != self.dtype,
         )  # fmt: skip
 
     def __str__(self) -> str:
-        layout = str(self.layout) if self.paged else f"B={self.layout.batch} T={self.layout.seqlen_q} S_max={self.capacity}"
+        layout = (
+            str(self.layout) if self.paged else f"B={self.layout.batch} T={self.layout.seqlen_q} S_max={self.capacity}"
+        )
         width = f"D={self.head_dim}" + (f" D_v={self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         words = [f"decode {layout} H_q={self.heads_q} H_kv={self.heads_kv} {width} {DTYPES[self.dtype]}"]
-        words += ["cache in float8_e4m3fn"] * (self.cache_dtype == FP8) + [self._mask_words(), f"scale {self.scale:.3g}"]
-        words += [f"softcap {self.softcap:g}"] * bool(self.softcap) + ["sinks"] * self.sinks + ["left padded"] * self.k_start
+        words += ["cache in float8_e4m3fn"] * (self.cache_dtype == FP8) + [
+            self._mask_words(),
+            f"scale {self.scale:.3g}",
+        ]
+        words += (
+            [f"softcap {self.softcap:g}"] * bool(self.softcap) + ["sinks"] * self.sinks + ["left padded"] * self.k_start
+        )
         return ", ".join(words + ["batch invariant"] * self.batch_invariant)
 
     def _mask_words(self) -> str:
@@ -216,11 +270,17 @@ class DecodeProblem(OfCache):
 
 def refuse_gradients(tensors: list[Tensor], what: str) -> None:
     """Raise UnsupportedProblem if a tensor needs a gradient or has a tangent: cache ops have no derivatives."""
-    if tangents(tensors) or (torch.is_grad_enabled() and (any(t.requires_grad for t in tensors) or wants_beneath(tensors))):
-        raise UnsupportedProblem(f"gradients through {what}: call it under torch.no_grad(), or use strobe.attention for training")
+    if tangents(tensors) or (
+        torch.is_grad_enabled() and (any(t.requires_grad for t in tensors) or wants_beneath(tensors))
+    ):
+        raise UnsupportedProblem(
+            f"gradients through {what}: call it under torch.no_grad(), or use strobe.attention for training"
+        )
 
 
-def _zeros(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, alignment: int) -> Tensor:
+def _zeros(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, alignment: int
+) -> Tensor:
     """Zeros with these strides. Their base address is not aligned to more than `alignment` bytes."""
     offset = alignment // dtype.itemsize if alignment < ALIGNMENT else 0
     extent = 1 + offset + sum((size - 1) * stride for size, stride in zip(shape, strides)) if 0 not in shape else offset

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..errors import wrong_type
 
 MASKS = (
-    "causal=True, window=(left, right), or mask= of strobe.causal(), strobe.window(), strobe.prefix_causal(), strobe.documents() and "
+    "causal=True, window=(left, right), or mask= of strobe.causal(), strobe.window(), strobe.prefix_causal(), "
+    "strobe.documents() and "
     "strobe.key_lengths(), combined by &"
 )
 _WRITTEN_OUT = f"give what it stands for: {MASKS}; leave it out where all keys are seen"
@@ -21,10 +22,25 @@ _INSTEAD = {
     "attention_mask": ("mask=", _WRITTEN_OUT),
     "block_mask": ("mask=", _WRITTEN_OUT),
     "mask": ("causal= and window=", "give these: over packed sequences and caches there are no other masks"),
-    "is_causal": ("causal=", "give causal=True; it is aligned at the bottom right, and torch's at the top left, which differs where S_q is not S_k"),
-    "dropout_p": ("no dropout", "leave it out; where weights have to be dropped, call torch's scaled_dot_product_attention"),
-    "dropout": ("no dropout", "leave it out; where weights have to be dropped, call torch's scaled_dot_product_attention"),
-    "enable_gqa": ("k and v with a divisor of q's heads", "leave it out: query head h reads key head h // (H_q // H_kv)"),
+    "is_causal": (
+        "causal=",
+        (
+            "give causal=True; it is aligned at the bottom right, and torch's at the top left, which differs where S_q "
+            "is not S_k"
+        ),
+    ),
+    "dropout_p": (
+        "no dropout",
+        "leave it out; where weights have to be dropped, call torch's scaled_dot_product_attention",
+    ),
+    "dropout": (
+        "no dropout",
+        "leave it out; where weights have to be dropped, call torch's scaled_dot_product_attention",
+    ),
+    "enable_gqa": (
+        "k and v with a divisor of q's heads",
+        "leave it out: query head h reads key head h // (H_q // H_kv)",
+    ),
     "score_mod": ("softcap=, sinks= or mask=", "leave it out where it does what one of these says"),
     "softmax_scale": ("scale=", "give scale=, which multiplies q k^T"),
     "sm_scale": ("scale=", "give scale=, which multiplies q k^T"),
@@ -52,7 +68,10 @@ def unknown(function: Callable, given: Mapping[str, object]) -> TypeError:
         expected, remedy = _INSTEAD[name]
         return wrong_type(name, value, expected, remedy)
     near = get_close_matches(name, signature(function).parameters, 1)
-    return TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}" + (f"; did you mean {near[0]}=?" if near else ""))
+    return TypeError(
+        f"{function.__name__}() got an unexpected keyword argument {name!r}"
+        + (f"; did you mean {near[0]}=?" if near else "")
+    )
 
 
 def no_mask(got: object) -> TypeError:

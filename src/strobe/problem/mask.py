@@ -77,8 +77,20 @@ class Documents:
 
 
 _COUNT = (int, torch.SymInt)
-_FIELDS = {"left": _COUNT, "right": _COUNT, "prefix": (*_COUNT, Tensor), "key_lengths": (Tensor,), "documents": (Documents,)}
-_MAKERS = {"left": "window", "right": "window", "prefix": "prefix_causal", "key_lengths": "key_lengths", "documents": "documents"}
+_FIELDS = {
+    "left": _COUNT,
+    "right": _COUNT,
+    "prefix": (*_COUNT, Tensor),
+    "key_lengths": (Tensor,),
+    "documents": (Documents,),
+}
+_MAKERS = {
+    "left": "window",
+    "right": "window",
+    "prefix": "prefix_causal",
+    "key_lengths": "key_lengths",
+    "documents": "documents",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,16 +114,27 @@ class Mask:
             if value is None:
                 continue
             if not isinstance(value, kinds):
-                raise wrong_type(f"mask {name}", value, " or ".join(kind.__name__ for kind in kinds), f"make it with strobe.{_MAKERS[name]}")
+                raise wrong_type(
+                    f"mask {name}",
+                    value,
+                    " or ".join(kind.__name__ for kind in kinds),
+                    f"make it with strobe.{_MAKERS[name]}",
+                )
             if isinstance(value, int) and value < 0:
-                raise InvalidProblem(f"mask {name}", value, "a number of keys >= 0, or None", f"make it with strobe.{_MAKERS[name]}")
+                raise InvalidProblem(
+                    f"mask {name}", value, "a number of keys >= 0, or None", f"make it with strobe.{_MAKERS[name]}"
+                )
 
     @property
     def structure(self) -> MaskStructure:
         return MaskStructure(*(getattr(self, name) is not None for name in MaskStructure._fields))
 
     def __bool__(self) -> bool:
-        said = "a question whether it is true", "& between masks, or `is None`", "write strobe.causal() & strobe.documents(ids), not and"
+        said = (
+            "a question whether it is true",
+            "& between masks, or `is None`",
+            "write strobe.causal() & strobe.documents(ids), not and",
+        )
         raise TypeError(describe("mask", *said))
 
     def __and__(self, other: Mask) -> Mask:
@@ -119,7 +142,10 @@ class Mask:
             raise wrong_type("mask", other, "a strobe mask", "join masks made by strobe.causal(), strobe.window(), ...")
         if self.documents is not None and other.documents is not None:
             raise InvalidProblem(
-                "mask", "documents combined with documents", "at most one documents() in a mask", "give each pair of ids an id of its own"
+                "mask",
+                "documents combined with documents",
+                "at most one documents() in a mask",
+                "give each pair of ids an id of its own",
             )
         combined = Mask(
             _least(self.left, other.left),
@@ -131,7 +157,9 @@ class Mask:
         first, *others = combined._batches or [0]
         if any(batch != first for batch in others):  # a set would specialize a compiled graph to its first batch size
             got = f"parts for batches of {' and '.join(map(str, sorted({first, *others})))}"
-            raise InvalidProblem("mask", got, "parts for one batch", "build prefixes, key lengths and ids for the same batch")
+            raise InvalidProblem(
+                "mask", got, "parts for one batch", "build prefixes, key lengths and ids for the same batch"
+            )
         return combined
 
     @property
@@ -145,7 +173,9 @@ class Mask:
         return replace(self, prefix=None) if self.right == 0 and self.prefix is not None else self
 
     def dense(self, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu") -> Tensor:
-        """The mask written out, bool [B, S_q, S_k] (B is 1 where nothing in it differs by batch entry): the oracle's view."""
+        """The mask written out, bool [B, S_q, S_k] (B is 1 where nothing in it differs by batch entry): the oracle's
+        view.
+        """
         for side, length in (("q", seqlen_q), ("k", seqlen_k)):
             if as_int(length) is None:
                 raise wrong_type(f"seqlen_{side}", length, "an int", "count the positions")
@@ -153,7 +183,12 @@ class Mask:
                 raise InvalidProblem(f"seqlen_{side}", length, "a number >= 0", "count the positions")
             ids = None if self.documents is None else getattr(self.documents, f"ids_{side}")
             if ids is not None and ids.shape[1] != length:
-                raise InvalidProblem(f"seqlen_{side}", length, f"the {ids.shape[1]} positions of ids_{side}", "write a mask out at its own sizes")
+                raise InvalidProblem(
+                    f"seqlen_{side}",
+                    length,
+                    f"the {ids.shape[1]} positions of ids_{side}",
+                    "write a mask out at its own sizes",
+                )
         device = device_here(device)
         row = torch.arange(seqlen_q, device=device)[:, None]
         key = torch.arange(seqlen_k, device=device)[None, :]
@@ -194,7 +229,12 @@ class Mask:
         ids = None if self.documents is None else self.documents.ids_q
         entries = [len(t) for t in (self.prefix, self.key_lengths, ids) if isinstance(t, Tensor)]
         if b < 0 or any(b >= n for n in entries):
-            raise InvalidProblem("tile batch entry", b, f"one of the mask's {min(entries)}" if entries else "a number >= 0", "count them from 0")
+            raise InvalidProblem(
+                "tile batch entry",
+                b,
+                f"one of the mask's {min(entries)}" if entries else "a number >= 0",
+                "count them from 0",
+            )
         m_stop, n_stop = min(m_stop, seqlen_q), min(n_stop, seqlen_k)
         if m_start >= m_stop or n_start >= n_stop:
             return TileKind.EMPTY
@@ -216,7 +256,9 @@ class Mask:
         low, high = m_start, m_stop
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.interval(middle, seqlen_q, seqlen_k, b)[1] > n_start else (middle + 1, high)
+            low, high = (
+                (low, middle) if self.interval(middle, seqlen_q, seqlen_k, b)[1] > n_start else (middle + 1, high)
+            )
         if low == m_stop:
             return TileKind.EMPTY
         first, stop = self.interval(low, seqlen_q, seqlen_k, b)
@@ -242,7 +284,8 @@ def causal() -> Mask:
 
 
 def window(left: int | None, right: int | None) -> Mask:
-    """Row i sees keys from i + S_k - S_q - left to i + S_k - S_q + right, both included; None or a negative number is unbounded.
+    """Row i sees keys from i + S_k - S_q - left to i + S_k - S_q + right, both included; None or a negative number is
+    unbounded.
 
     >>> window(0, 0).dense(3, 3)[0].int().tolist()
     [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
@@ -260,7 +303,9 @@ def prefix_causal(n: int | Tensor) -> Mask:
         return Mask(prefix=_int32("prefix_causal n", n, 1))
     length = as_int(n)
     if length is None:
-        raise wrong_type("prefix_causal n", n, "an int or an int32 tensor [B]", "give the number of keys every row sees")
+        raise wrong_type(
+            "prefix_causal n", n, "an int or an int32 tensor [B]", "give the number of keys every row sees"
+        )
     if length < 0:
         raise InvalidProblem("prefix_causal n", n, "a number of keys >= 0", "use strobe.causal() for no prefix")
     return Mask(prefix=length)
@@ -269,18 +314,27 @@ def prefix_causal(n: int | Tensor) -> Mask:
 def documents(ids_q: Tensor, ids_k: Tensor | None = None) -> Mask:
     """A row sees the keys of its own document; ids int32 [B, S], -1 is padding, which sees and is seen by nothing.
 
-    A mask is a value: ids are read now, and what is written to them later changes no mask. A CUDA graph that is to be replayed over other ids
-    makes its mask inside.
+    A mask is a value: ids are read now, and what is written to them later changes no mask. A CUDA graph that is to be
+    replayed over other ids makes its mask inside.
 
     >>> documents(torch.tensor([[0, 0, 1, -1]], dtype=torch.int32)).dense(4, 4)[0].int().tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
     """
-    ids_q = _int32("documents ids_q", ids_q, 2).clone(memory_format=torch.contiguous_format)  # once, where both sides are this
+    ids_q = _int32("documents ids_q", ids_q, 2).clone(
+        memory_format=torch.contiguous_format
+    )  # once, where both sides are this
     ids_k = ids_q if ids_k is None else _int32("documents ids_k", ids_k, 2).clone(memory_format=torch.contiguous_format)
     if ids_q.shape[0] != ids_k.shape[0]:
-        raise InvalidProblem("documents ids_k", f"batch {ids_k.shape[0]}", f"ids_q's batch {ids_q.shape[0]}", "give both for the same batch")
+        raise InvalidProblem(
+            "documents ids_k",
+            f"batch {ids_k.shape[0]}",
+            f"ids_q's batch {ids_q.shape[0]}",
+            "give both for the same batch",
+        )
     if ids_q.device != ids_k.device:
-        raise InvalidProblem("documents ids_k", ids_k.device, f"ids_q's device {ids_q.device}", "move both to one device")
+        raise InvalidProblem(
+            "documents ids_k", ids_k.device, f"ids_q's device {ids_q.device}", "move both to one device"
+        )
     return Mask(documents=Documents.of(ids_q, ids_k))
 
 
@@ -297,8 +351,14 @@ def device_here(device: torch.device | str) -> torch.device:
     """A device of this machine, with its index; InvalidProblem where there is none of that name."""
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, TypeError, AssertionError) as cause:  # an AssertionError is what a CPU build of torch says of "cuda"
-        raise InvalidProblem("device", repr(device), "a device of this machine", 'name one, such as "cpu" or "cuda:0"') from cause
+    except (
+        RuntimeError,
+        TypeError,
+        AssertionError,
+    ) as cause:  # an AssertionError is what a CPU build of torch says of "cuda"
+        raise InvalidProblem(
+            "device", repr(device), "a device of this machine", 'name one, such as "cpu" or "cuda:0"'
+        ) from cause
 
 
 def as_int(number: object) -> int | None:
@@ -325,7 +385,8 @@ def check_strided(argument: str, tensor: Tensor) -> None:
 
 
 def as_int32(tensor: Tensor) -> Tensor:
-    """An int64 tensor in int32, which kernels read; other dtypes as they are. Numbers beyond int32 become its ends, which kernels find out of range.
+    """An int64 tensor in int32, which kernels read; other dtypes as they are. Numbers beyond int32 become its ends,
+    which kernels find out of range.
 
     >>> as_int32(torch.tensor([3, 2**40])).tolist()
     [3, 2147483647]
@@ -336,7 +397,9 @@ def as_int32(tensor: Tensor) -> Tensor:
 def _int32(argument: str, tensor: Tensor, rank: int) -> Tensor:
     shape = "[B]" if rank == 1 else "[B, S]"
     if not isinstance(tensor, Tensor):
-        raise wrong_type(argument, tensor, f"an int32 tensor {shape}", "wrap it in torch.tensor(..., dtype=torch.int32)")
+        raise wrong_type(
+            argument, tensor, f"an int32 tensor {shape}", "wrap it in torch.tensor(..., dtype=torch.int32)"
+        )
     check_strided(argument, tensor)
     tensor = as_int32(tensor)
     if tensor.dtype != torch.int32:
@@ -352,7 +415,12 @@ def _least(a: int | Tensor | None, b: int | Tensor | None, name: str = "") -> An
         return b if a is None else a
     if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape != b.shape or a.device != b.device):
         got, expected = (f"{list(one.shape)} on {one.device}" for one in (b, a))
-        raise InvalidProblem(f"mask {name}", got, f"{expected}, as the mask that it is combined with has", "give both for the same batch entries")
+        raise InvalidProblem(
+            f"mask {name}",
+            got,
+            f"{expected}, as the mask that it is combined with has",
+            "give both for the same batch entries",
+        )
     if isinstance(a, Tensor):
         return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=min(b, MOST_KEYS))
     return b.clamp(max=min(a, MOST_KEYS)) if isinstance(b, Tensor) else min(a, b)
@@ -368,13 +436,17 @@ def _of_shards(ids_q: Any, ids_k: Any) -> Documents:
 
     for name, ids in (("ids_q", ids_q), ("ids_k", ids_k)):
         if not isinstance(ids, DTensor):
-            raise wrong_type(f"documents {name}", ids, "a DTensor, as the other side's ids are", "give it to distribute_tensor")
+            raise wrong_type(
+                f"documents {name}", ids, "a DTensor, as the other side's ids are", "give it to distribute_tensor"
+            )
         if any(placement not in (Replicate(), Shard(0)) for placement in ids.placements):
             remedy = "redistribute them: which positions belong together is found on each process"
             raise InvalidProblem(f"documents {name}", f"placements {ids.placements}", "Replicate() or Shard(0)", remedy)
     mesh, placements = ids_q.device_mesh, ids_q.placements
     own = Documents.of(ids_q.to_local(), ids_k.redistribute(mesh, placements).to_local())
-    whole = lambda spans, ids: DTensor.from_local(spans, mesh, placements, shape=torch.Size((*ids.shape, 3)), stride=(3 * ids.shape[1], 3, 1))
+    whole = lambda spans, ids: DTensor.from_local(
+        spans, mesh, placements, shape=torch.Size((*ids.shape, 3)), stride=(3 * ids.shape[1], 3, 1)
+    )
     return Documents(ids_q, ids_k, whole(own.spans_q, ids_q), whole(own.spans_k, ids_k))
 
 

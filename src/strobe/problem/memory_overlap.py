@@ -62,7 +62,8 @@ def _bytes(tensor: Tensor) -> list[int]:
 
 
 def _reaches(spans: list[Span], target: int, budget: list[int]) -> bool:
-    """Whether target is a sum of stride * factor with each factor within its span. Spans are sorted by stride, largest first.
+    """Whether target is a sum of stride * factor with each factor within its span. Spans are sorted by stride, largest
+    first.
 
     Returns True if the budget of search steps runs out.
     """

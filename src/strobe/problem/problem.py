@@ -71,7 +71,9 @@ class Problem:
 
     @cached_property
     def outputs(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]:
-        """Shape, strides and dtype of out and lse, which are contiguous; torch allocates faster where strides are given."""
+        """Shape, strides and dtype of out and lse, which are contiguous; torch allocates faster where strides are
+        given.
+        """
         out, lse = self.out_shapes
         return (out, rows_apart(out), self.out_dtype), (lse, rows_apart(lse), self.lse_dtype)
 
@@ -80,7 +82,11 @@ class Problem:
         """The same of dq, dk and dv."""
         *rows, _, _ = self.out_shapes[0]
         keys = (*rows[:-1], self.layout[2])
-        shapes = ((*rows, self.heads_q, self.head_dim), (*keys, self.heads_kv, self.head_dim), (*keys, self.heads_kv, self.head_dim_v))
+        shapes = (
+            (*rows, self.heads_q, self.head_dim),
+            (*keys, self.heads_kv, self.head_dim),
+            (*keys, self.heads_kv, self.head_dim_v),
+        )
         return tuple((shape, rows_apart(shape), self.dtype) for shape in shapes)
 
     @cached_property
@@ -143,16 +149,23 @@ class Problem:
         call = Call(
             q, k, v,
             sinks=torch.zeros(self.heads_q, device=device) if self.sinks else None,
-            left=self.left, right=self.right, scale=self.scale, softcap=self.softcap, partial=self.out_dtype != self.dtype,
-            needs_grad=self.needs_grad, deterministic=self.deterministic, batch_invariant=self.batch_invariant, kernel=self.kernel,
+            left=self.left, right=self.right, scale=self.scale, softcap=self.softcap,
+            partial=self.out_dtype != self.dtype,
+            needs_grad=self.needs_grad, deterministic=self.deterministic, batch_invariant=self.batch_invariant,
+            kernel=self.kernel,
         )  # fmt: skip
         if isinstance(layout, Packed):
             longest = [NO_BOUND if n is None else n for n in (layout.max_seqlen_q, layout.max_seqlen_k)]
             return call._replace(
-                cu_seqlens_q=zeros(layout.batch + 1), cu_seqlens_k=zeros(layout.batch + 1), max_seqlen_q=longest[0], max_seqlen_k=longest[1]
+                cu_seqlens_q=zeros(layout.batch + 1),
+                cu_seqlens_k=zeros(layout.batch + 1),
+                max_seqlen_q=longest[0],
+                max_seqlen_k=longest[1],
             )
         keys = zeros(layout.batch) + layout.seqlen_k
-        call = call._replace(prefix=keys if self.mask.prefix else None, key_lengths=keys if self.mask.key_lengths else None)
+        call = call._replace(
+            prefix=keys if self.mask.prefix else None, key_lengths=keys if self.mask.key_lengths else None
+        )
         if not self.mask.documents:
             return call
         one = Documents.of(zeros(*rows), zeros(layout.batch, layout.seqlen_k))
@@ -161,12 +174,21 @@ class Problem:
     def _zeros(self, shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Tensor:
         """Zeros with these strides (0 too), from an address no better aligned than the problem's."""
         offset = self.alignment // self.dtype.itemsize if self.alignment < ALIGNMENT else 0
-        extent = 1 + offset + sum((size - 1) * stride for size, stride in zip(shape, strides)) if 0 not in shape else offset
-        return torch.zeros(extent, dtype=self.dtype, device=device).as_strided(shape, strides, offset).requires_grad_(self.needs_grad)
+        extent = (
+            1 + offset + sum((size - 1) * stride for size, stride in zip(shape, strides)) if 0 not in shape else offset
+        )
+        return (
+            torch.zeros(extent, dtype=self.dtype, device=device)
+            .as_strided(shape, strides, offset)
+            .requires_grad_(self.needs_grad)
+        )
 
     def __str__(self) -> str:
         width = f"D={self.head_dim}" + (f" D_v={self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
-        words = [f"{self.layout} H_q={self.heads_q} H_kv={self.heads_kv} {width} {DTYPES[self.dtype]}", self._mask_words()]
+        words = [
+            f"{self.layout} H_q={self.heads_q} H_kv={self.heads_kv} {width} {DTYPES[self.dtype]}",
+            self._mask_words(),
+        ]
         words.append(f"scale {self.scale:.3g}")
         words += [f"softcap {self.softcap:g}"] * bool(self.softcap) + ["sinks"] * self.sinks
         words += ["with gradients"] * self.needs_grad + ["deterministic"] * (self.deterministic and self.needs_grad)
@@ -175,8 +197,17 @@ class Problem:
 
     def _mask_words(self) -> str:
         m = self.mask
-        band = "causal" if not m.left and self.right == 0 else f"window ({self.left if m.left else None}, {self.right if m.right else None})"
-        words = [band] * (m.left or m.right) + ["prefix_causal"] * m.prefix + ["key_lengths"] * m.key_lengths + ["documents"] * m.documents
+        band = (
+            "causal"
+            if not m.left and self.right == 0
+            else f"window ({self.left if m.left else None}, {self.right if m.right else None})"
+        )
+        words = (
+            [band] * (m.left or m.right)
+            + ["prefix_causal"] * m.prefix
+            + ["key_lengths"] * m.key_lengths
+            + ["documents"] * m.documents
+        )
         return " & ".join(words) or "full"
 
 

@@ -14,7 +14,8 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Target:
-    """The properties of a device that kernels depend on. `Target.of` queries the driver once per device; `FAKES` holds known devices.
+    """The properties of a device that kernels depend on. `Target.of` queries the driver once per device; `FAKES` holds
+    known devices.
 
     >>> FAKES["H200"].capability, FAKES["H200"].shared_bytes // KIB
     (90, 227)
@@ -55,7 +56,8 @@ def _gpu(name: str, capability: int, sm_count: int, shared_kib: int, peak_tflops
     return Target(name, "cuda", capability, sm_count, shared_kib * KIB, peak_tflops, peak_gbps)
 
 
-# Peak rates: vendor datasheets, dense bfloat16. Shared memory per CTA: CUDA programming guide, table of compute capabilities.
+# Peak rates: vendor datasheets, dense bfloat16. Shared memory per CTA: CUDA programming guide, table of compute
+# capabilities.
 FAKES = {
     target.name: target
     for target in (

@@ -24,24 +24,34 @@ from torch.autograd import forward_ad
 
 _INFERENCE = DispatchKeySet(DispatchKey.BackendSelect)
 _USUAL = _INFERENCE.add(DispatchKey.ADInplaceOrView)
-_QUIET = (_USUAL.raw_repr(), _INFERENCE.raw_repr())  # a thread's included dispatch keys if no mode is active: outside and inside inference mode
+_QUIET = (
+    _USUAL.raw_repr(),
+    _INFERENCE.raw_repr(),
+)  # a thread's included dispatch keys if no mode is active: outside and inside inference mode
 
 
 def torch_mode_active() -> bool:
     """Whether a torch mode, transform or profiler is active."""
     if torch.compiler.is_compiling():  # first: torch.compile must not trace the code below
         return True
-    # __torch_dispatch__ modes, torch.func, functionalization, torch.jit.trace and pre-dispatch export add dispatch keys to the thread
+    # __torch_dispatch__ modes, torch.func, functionalization, torch.jit.trace and pre-dispatch export add dispatch keys
+    # to the thread
     if _dispatch_tls_local_include_set().raw_repr() not in _QUIET:
         return True
-    return bool(_len_torch_function_stack()) or _is_any_autocast_enabled() or _profiler_enabled() or forward_ad._current_level >= 0
+    return (
+        bool(_len_torch_function_stack())
+        or _is_any_autocast_enabled()
+        or _profiler_enabled()
+        or forward_ad._current_level >= 0
+    )
 
 
 def unseen_mode_active(traced: bool = True) -> bool:
     """Whether a mode or profiler is active that torch's guards of tensors do not detect.
 
-    A guard compares the dispatch keys that a thread adds to its tensors. These keys show every other mode that `torch_mode_active` detects.
-    `torch_mode_active` takes three times as long. traced: whether torch.compile may be tracing the caller.
+    A guard compares the dispatch keys that a thread adds to its tensors. These keys show every other mode that
+    `torch_mode_active` detects. `torch_mode_active` takes three times as long. traced: whether torch.compile may be
+    tracing the caller.
 
     >>> with torch.autograd.profiler.profile():
     ...     unseen_mode_active()
@@ -50,7 +60,11 @@ def unseen_mode_active(traced: bool = True) -> bool:
     if traced and torch.compiler.is_dynamo_compiling():  # first: torch.compile must not trace the code below
         return True
     # FakeTensorMode and the mode of make_fx add no keys to real tensors, so a guard does not detect them
-    return bool(_len_torch_dispatch_stack() or _len_torch_function_stack()) or _profiler_enabled() or forward_ad._current_level >= 0
+    return (
+        bool(_len_torch_dispatch_stack() or _len_torch_function_stack())
+        or _profiler_enabled()
+        or forward_ad._current_level >= 0
+    )
 
 
 def _layers(tensor: Tensor) -> Iterator[Tensor]:
@@ -79,7 +93,9 @@ def batched(tensors: Sequence[Tensor]) -> bool:
     >>> torch.vmap(lambda one: torch.tensor(batched([one])))(torch.ones(1)), batched([torch.ones(1)])
     (tensor([True]), False)
     """
-    return not torch.compiler.is_compiling() and any(_C_functorch.is_batchedtensor(layer) for tensor in tensors for layer in _layers(tensor))
+    return not torch.compiler.is_compiling() and any(
+        _C_functorch.is_batchedtensor(layer) for tensor in tensors for layer in _layers(tensor)
+    )
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -100,7 +116,10 @@ def functionalized() -> bool:
     """
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return False
-    return any(transform.key() == _C_functorch.TransformType.Functionalize for transform in _C_functorch.get_interpreter_stack())
+    return any(
+        transform.key() == _C_functorch.TransformType.Functionalize
+        for transform in _C_functorch.get_interpreter_stack()
+    )
 
 
 def written_by_copy(tensor: Tensor) -> bool:
@@ -109,8 +128,10 @@ def written_by_copy(tensor: Tensor) -> bool:
     True for a DTensor, for a negative view, whose memory holds negated values, and under torch.func.functionalize.
 
     >>> x = torch.ones(1)
-    >>> written_by_copy(x), written_by_copy(torch._neg_view(x)), torch.func.functionalize(lambda x: torch.tensor(written_by_copy(x)))(x)
-    (False, True, tensor(True))
+    >>> written_by_copy(x), written_by_copy(torch._neg_view(x))
+    (False, True)
+    >>> torch.func.functionalize(lambda x: torch.tensor(written_by_copy(x)))(x)
+    tensor(True)
     """
     return is_distributed(tensor) or (not torch.compiler.is_compiling() and tensor.is_neg()) or functionalized()
 
@@ -131,8 +152,8 @@ def tangents(tensors: Sequence[Tensor]) -> bool:
 def needs_dispatcher(tensors: Sequence[Tensor], graded: bool = False) -> bool:
     """Whether an op on these tensors must go through torch's dispatcher.
 
-    The dispatcher is not needed if no tensor needs a gradient and no mode is active: it would only run the op's body. graded: the caller handles
-    gradients.
+    The dispatcher is not needed if no tensor needs a gradient and no mode is active: it would only run the op's body.
+    graded: the caller handles gradients.
 
     >>> x = torch.ones(1)
     >>> needs_dispatcher([x]), needs_dispatcher([x.requires_grad_()])
@@ -155,7 +176,9 @@ def needs_dispatcher(tensors: Sequence[Tensor], graded: bool = False) -> bool:
 
 
 def distinct(arguments: tuple) -> list:
-    """The arguments, with a view for each repeated tensor: torch.compile cannot trace an autograd.Function with one tensor twice."""
+    """The arguments, with a view for each repeated tensor: torch.compile cannot trace an autograd.Function with one
+    tensor twice.
+    """
     views: list = []
     for argument in arguments:
         again = isinstance(argument, Tensor) and any(argument is other for other in views)

@@ -13,15 +13,19 @@ from ..problem.problem import ALIGNMENT
 from ..problem.torch_state import needs_dispatcher, unseen_mode_active
 
 MOST_CHOICES = 4096  # entries; bounds the memory of a process whose lengths change at each step
-MOST_ALIKE = 16  # guards per key: calls with equal sizes and settings that differ in strides, dtypes, modes or alignment
+MOST_ALIKE = (
+    16  # guards per key: calls with equal sizes and settings that differ in strides, dtypes, modes or alignment
+)
 
 
 class Choices(dict):
-    """Cache of Choices with two levels: the dictionary itself, keyed by all metadata of a call, and `alike`, matched by torch's tensor guards.
+    """Cache of Choices with two levels: the dictionary itself, keyed by all metadata of a call, and `alike`, matched by
+    torch's tensor guards.
 
-    A guard is C++ code. It compares class, dtype, device, sizes, strides, requires_grad and dispatch keys of a tensor. `needs_dispatcher` and the key
-    of the dictionary read the same in Python. For three tensors a guard takes 0.3 us, Python 3.9 us (on a CPU).
-    In `alike` a plain call has an entry for its scalars and one for its keywords (`ops.attention.run_again`).
+    A guard is C++ code. It compares class, dtype, device, sizes, strides, requires_grad and dispatch keys of a tensor.
+    `needs_dispatcher` and the key of the dictionary read the same in Python. For three tensors a guard takes 0.3 us,
+    Python 3.9 us (on a CPU). In `alike` a plain call has an entry for its scalars and one for its keywords
+    (`ops.attention.run_again`).
     """
 
     def __init__(self, *known: object):
@@ -38,7 +42,9 @@ class Choices(dict):
         self.alike.clear()
 
     def like(self, tensors: Sequence[Tensor], rest: tuple) -> Any | None:
-        """Look up a call in `alike`: its entry, if `rest` is equal and a guard matches the tensors; else None. rest: the call without its tensors."""
+        """Look up a call in `alike`: its entry, if `rest` is equal and a guard matches the tensors; else None. rest:
+        the call without its tensors.
+        """
         q, k, v = tensors[:3]
         try:
             entries = self.alike.get((torch.is_grad_enabled(), len(tensors), q.shape, k.shape, rest), ())  # `_key`
@@ -51,7 +57,10 @@ class Choices(dict):
         if entries and any([tensor.is_nested for tensor in tensors[2:]]):  # a guard would read their strides, and crash
             return None
         for guard, alignment, choice in entries:
-            if guard(*tensors) and q.data_ptr() % ALIGNMENT * ALIGNMENT + (k.data_ptr() | v.data_ptr()) % ALIGNMENT == alignment:  # `_lies`
+            if (
+                guard(*tensors)
+                and q.data_ptr() % ALIGNMENT * ALIGNMENT + (k.data_ptr() | v.data_ptr()) % ALIGNMENT == alignment
+            ):  # `_lies`
                 return choice
         return None
 
@@ -68,7 +77,9 @@ class Choices(dict):
 
 
 def alike_to(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """A guard that matches tensors with the metadata of these; None if torch's private TensorGuards takes other arguments."""
+    """A guard that matches tensors with the metadata of these; None if torch's private TensorGuards takes other
+    arguments.
+    """
     try:
         return _guard(tensors)
     except (TypeError, SystemError):
@@ -76,7 +87,9 @@ def alike_to(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
 
 
 def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """TensorGuards rejects a tensor that appears twice. So it gets each tensor once, and repeated positions are compared with `is`."""
+    """TensorGuards rejects a tensor that appears twice. So it gets each tensor once, and repeated positions are
+    compared with `is`.
+    """
     first = [next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors]
     distinct = sorted(set(first))
     sizes: Any = [list(tensors[i].shape) for i in distinct]
@@ -88,7 +101,9 @@ def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return lambda *others: all([others[i] is others[j] for i, j in again]) and check(*[others[i] for i in distinct])
 
 
-def direct_choice(known: Choices, call: Any, decide: Callable[[Any], Any], *beside: Tensor, graded: bool = False) -> Any | None:
+def direct_choice(
+    known: Choices, call: Any, decide: Callable[[Any], Any], *beside: Tensor, graded: bool = False
+) -> Any | None:
     """The Choice of a call whose body may run without the dispatcher, else None.
 
     beside: further tensors that the op reads. graded: the caller handles the gradients of a plain call.
@@ -111,5 +126,7 @@ def _key(tensors: Sequence[Tensor], rest: tuple) -> tuple:
 
 
 def _lies(tensors: Sequence[Tensor]) -> int:
-    """Alignment of the addresses: of q, and of k and v together. Problem.alignment and alignment_kv depend on it, but guards ignore addresses."""
+    """Alignment of the addresses: of q, and of k and v together. Problem.alignment and alignment_kv depend on it, but
+    guards ignore addresses.
+    """
     return tensors[0].data_ptr() % ALIGNMENT * ALIGNMENT + (tensors[1].data_ptr() | tensors[2].data_ptr()) % ALIGNMENT

@@ -1,10 +1,12 @@
 """Repeat a launch at addresses that were used before. A kernel's own host code takes several times as long.
 
     forward     Plan.again, keyed by the addresses of q, k, v, out and lse
-    backward    Plan.again, keyed by the addresses of saved tensors, dout, gradients and workspace; the tensors must match a guard in Choice.met
+    backward    Plan.again, keyed by the addresses of saved tensors, dout, gradients and workspace; the tensors must
+                match a guard in Choice.met
 
-Autograd runs a backward on its own thread, which wakes up on another core. Host code costs more than twice as much there as in a loop: 78 us instead
-of 27 us on an H200's host. The whole step takes 165 us. So a plain call's backward tries `gradients_again` first, which makes few function calls.
+Autograd runs a backward on its own thread, which wakes up on another core. Host code costs more than twice as much
+there as in a loop: 78 us instead of 27 us on an H200's host. The whole step takes 165 us. So a plain call's backward
+tries `gradients_again` first, which makes few function calls.
 """
 
 from __future__ import annotations
@@ -37,8 +39,12 @@ def launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
     return again is not None and again()
 
 
-def forward_again(choice: Choice[Any], q: Tensor, k: Tensor, v: Tensor, optionals: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor] | None:
-    """out and lse of a repeated launch; None if it cannot be repeated. optionals: Call.optionals of a call that is not plain."""
+def forward_again(
+    choice: Choice[Any], q: Tensor, k: Tensor, v: Tensor, optionals: Sequence[Tensor | None] = ()
+) -> tuple[Tensor, Tensor] | None:
+    """out and lse of a repeated launch; None if it cannot be repeated. optionals: Call.optionals of a call that is not
+    plain.
+    """
     plan: Any = choice.forward
     if not plan.again or ENV.sync or q.get_device() != torch._C._cuda_getDevice():  # `repeats`, inlined to save time
         return None
@@ -65,7 +71,9 @@ def gradients_again(choice: Choice[Any], saved: Sequence[Tensor], dout: Tensor) 
         return None
     dq, dk, dv = [empty_here(*kind) for kind in choice.problem.gradients]
     held = pieces(plan, choice.problem.lse_bytes)  # delta follows the workspace in the same allocation
-    again = plan.again.get(gradient_place((*tensors, None, dq, dk, dv, *held), held[0].data_ptr() + plan.room, dout, out))
+    again = plan.again.get(
+        gradient_place((*tensors, None, dq, dk, dv, *held), held[0].data_ptr() + plan.room, dout, out)
+    )
     return (dq, dk, dv) if again is not None and again() else None
 
 

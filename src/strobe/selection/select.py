@@ -1,4 +1,6 @@
-"""select(problem, target) -> Choice: the kernels that run, their configs, and the reason why each other kernel does not."""
+"""select(problem, target) -> Choice: the kernels that run, their configs, and the reason why each other kernel does
+not.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ AnyProblem = TypeVar("AnyProblem", bound=Problem | DecodeProblem | AppendProblem
 
 @dataclass(frozen=True)
 class Choice(Generic[AnyProblem]):
-    """The kernels selected for a Problem: the forward plan, the backward plan if gradients are needed, and the rejected kernels with reasons."""
+    """The kernels selected for a Problem: the forward plan, the backward plan if gradients are needed, and the rejected
+    kernels with reasons.
+    """
 
     problem: AnyProblem
     target: Target
     forward: Plan  # for decode and append: the only plan
     backward: Plan | None
     rejections: tuple[tuple[str, str], ...]  # (kernel name, reason)
-    met: list[Callable[..., bool]] = field(default_factory=list, compare=False, repr=False)  # tensor guards of backwards (`repeat`)
+    met: list[Callable[..., bool]] = field(
+        default_factory=list, compare=False, repr=False
+    )  # tensor guards of backwards (`repeat`)
 
     def __reduce__(self) -> tuple:
         return select, (self.problem, self.target)  # they determine the Choice; cached launches belong to this process
@@ -45,7 +51,9 @@ class Choice(Generic[AnyProblem]):
         return "\n".join(f"{label:<9} {text}" for label, text in rows)
 
     def ceiling_ms(self, plan: Plan) -> tuple[float, str]:
-        """The least time of a plan and its bound, as `Cost.ceiling_ms`; (0, reason) if unknown: the target's peaks are those of 16-bit products."""
+        """The least time of a plan and its bound, as `Cost.ceiling_ms`; (0, reason) if unknown: the target's peaks are
+        those of 16-bit products.
+        """
         if self.problem.dtype.itemsize > 2 and self.target.peak_tflops:
             return 0.0, f"this target's peak rate in {str(self.problem.dtype).removeprefix('torch.')} is not known"
         return plan.kernel.cost(self.problem).ceiling_ms(self.target)
@@ -70,8 +78,12 @@ def select(problem: AnyProblem, target: Target) -> Choice[AnyProblem]:
     return Choice(problem, target, forward, backward, passed + passed_backward)
 
 
-def _first(problem: Problem | DecodeProblem | AppendProblem, target: Target, direction: str) -> tuple[Plan, tuple[tuple[str, str], ...]]:
-    """The plan of the first kernel that can run the problem, and (name, reason) of every other kernel of this direction."""
+def _first(
+    problem: Problem | DecodeProblem | AppendProblem, target: Target, direction: str
+) -> tuple[Plan, tuple[tuple[str, str], ...]]:
+    """The plan of the first kernel that can run the problem, and (name, reason) of every other kernel of this
+    direction.
+    """
     plan: Plan | None = None
     passed: list[tuple[str, str]] = []
     for kernel in kernels(direction):
@@ -91,13 +103,16 @@ def _first(problem: Problem | DecodeProblem | AppendProblem, target: Target, dir
     if family in FAMILIES and family not in [kernel.name.partition(".")[0] for kernel in kernels(direction)]:
         passed.insert(0, (f"{family}.{direction}", f"there is none{_other(family, direction)}"))
     reasons = "\n".join(f"  {name:<18} {reason}" for name, reason in passed)
-    raise UnsupportedProblem(f"no {direction} kernel can run this here\n  problem {problem}\n  target  {target}\n{reasons}")
+    raise UnsupportedProblem(
+        f"no {direction} kernel can run this here\n  problem {problem}\n  target  {target}\n{reasons}"
+    )
 
 
 def _not_asked_for(wanted: str, kernel: Kernel) -> str | None:
     """Why kernel= excludes this kernel; None if it does not.
 
-    `wanted` is a family ("portable") or a kernel ("portable.forward"). A kernel's name does not restrict the other direction.
+    `wanted` is a family ("portable") or a kernel ("portable.forward"). A kernel's name does not restrict the other
+    direction.
     """
     family, _, direction = wanted.partition(".")
     own_family, _, own_direction = kernel.name.partition(".")

@@ -14,11 +14,19 @@ if TYPE_CHECKING:
     from .report import KINDS, Report, SimulationFault
 
 __all__ = ["KINDS", "Checks", "Report", "Run", "SimulationFault", "simulate"]
-_HOMES = {"Checks": "checks", "KINDS": "report", "Report": "report", "Run": "launch", "SimulationFault": "report", "simulate": "launch"}
+_HOMES = {
+    "Checks": "checks",
+    "KINDS": "report",
+    "Report": "report",
+    "Run": "launch",
+    "SimulationFault": "report",
+    "simulate": "launch",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Every run of pytest imports the plugin beside this file: that needs neither Triton nor greenlet, nor their time."""
+    """Every run of pytest imports the plugin beside this file: that needs neither Triton nor greenlet, nor their
+    time."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -15,7 +15,8 @@ from .report import Place
 
 @dataclass(slots=True)
 class Operation:
-    """Asynchronous work under way; `land` makes it take effect, `ready_ns` is when it would be done in modelled time."""
+    """Asynchronous work under way; `land` makes it take effect, `ready_ns` is when it would be done in modelled
+    time."""
 
     agent: str
     what: str
@@ -26,7 +27,8 @@ class Operation:
 
 @dataclass(slots=True)
 class Stream:
-    """A queue that finishes in order: the wgmma groups, bulk stores, cp.async groups or tcgen05 work of one partition."""
+    """A queue that finishes in order: the wgmma groups, bulk stores, cp.async groups or tcgen05 work of one
+    partition."""
 
     agent: str
     queue: deque[Operation] = field(default_factory=deque)
@@ -45,8 +47,21 @@ class Stream:
 class Barrier:
     """An mbarrier: a phase ends when its arrivals and its bytes are all there (PTX ISA, mbarrier)."""
 
-    __slots__ = ("copies", "count", "gathering", "latest", "missing", "missing_bytes", "name", "phase", "released", "since", "times", "valid",
-                 "waits")  # fmt: skip
+    __slots__ = (
+        "copies",
+        "count",
+        "gathering",
+        "latest",
+        "missing",
+        "missing_bytes",
+        "name",
+        "phase",
+        "released",
+        "since",
+        "times",
+        "valid",
+        "waits",
+    )
 
     def __init__(self, name: str, count: int, since: Clock):
         self.name, self.count, self.missing, self.missing_bytes, self.phase = name, count, count, 0, 0
@@ -67,7 +82,9 @@ class Barrier:
         return all(clock.get(agent, 0) >= known for agent, known in self.released.items())
 
     def overtaken(self) -> list[tuple[str, Place]]:
-        """Waits for the last phase, (agent, place), that the arrivals of this one do not come after: a little later, they miss it."""
+        """Waits for the last phase, (agent, place), that the arrivals of this one do not come after: a little later,
+        they miss it.
+        """
         return [(agent, place) for agent, (clock, place) in self.waits.items() if self.gathering.get(agent, 0) < clock]
 
     def advance(self) -> bool:
@@ -102,7 +119,16 @@ class NamedBarrier:
 class Partition:
     """Warps that run one function: the kernel itself ("main") or one entry of warp_specialize."""
 
-    def __init__(self, cta: Cta, name: str, warps: int, knows: Clock, origin: Place, hub: greenlet.greenlet, body: Callable[[], object]):
+    def __init__(
+        self,
+        cta: Cta,
+        name: str,
+        warps: int,
+        knows: Clock,
+        origin: Place,
+        hub: greenlet.greenlet,
+        body: Callable[[], object],
+    ):
         self.cta, self.name, self.warps, self.origin = cta, name, warps, origin
         self.agent = f"{cta.index}/{name}"
         self.knows = dict(knows)
@@ -151,7 +177,9 @@ class Partition:
 
 @dataclass
 class Cluster:
-    """Programs that run at the same time and reach each other's shared memory, and their barrier (PTX ISA, barrier.cluster)."""
+    """Programs that run at the same time and reach each other's shared memory, and their barrier (PTX ISA,
+    barrier.cluster).
+    """
 
     ctas: list[Cta]
     generation: int = 0
@@ -176,7 +204,9 @@ class Cta:
         self.cluster: Cluster = Cluster([self])
         self.came: int | None = None  # the barrier's generation at which it came there, until it has waited
         self.met = self.ended = False  # whether it knows that all its cluster has begun; whether it is over
-        self.symbols: dict[tuple, tuple[int, Memory]] = {}  # variables of inline PTX in shared memory, with their addresses
+        self.symbols: dict[
+            tuple, tuple[int, Memory]
+        ] = {}  # variables of inline PTX in shared memory, with their addresses
 
     def allocate(self, space: str, size: int) -> Memory:
         raw = np.full(size, 0xFF, np.uint8)  # 0xFF.. is NaN in float32, float16, bfloat16, e4m3 and e5m2

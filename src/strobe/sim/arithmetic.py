@@ -16,7 +16,20 @@ from . import ptx
 from .layouts import Layouts
 from .machine import Machine
 from .report import place_text
-from .values import COMPUTED, STORED, UNSIGNED, Type, Value, as_torch, computed_type, from_bits, is_pointer, rounded, to_bits, unsigned
+from .values import (
+    COMPUTED,
+    STORED,
+    UNSIGNED,
+    Type,
+    Value,
+    as_torch,
+    computed_type,
+    from_bits,
+    is_pointer,
+    rounded,
+    to_bits,
+    unsigned,
+)
 
 _NARROW = ("bf16", "fp8e4nv", "fp8e5")
 SM_GHZ = 1.755  # boost clock of an H200
@@ -56,7 +69,9 @@ class Arithmetic:
         return self._to_integer(a, ty, UNSIGNED[np.dtype(COMPUTED[ty.elem])])
 
     def _to_integer(self, a: Value, ty: Type, wanted: np.dtype) -> Value:
-        """Towards zero; out of range the nearest integer there is; a NaN is 0, or the middle of the range where 64 bits meet (PTX ISA, cvt)."""
+        """Towards zero; out of range the nearest integer there is; a NaN is 0, or the middle of the range where 64 bits
+        meet (PTX ISA, cvt).
+        """
         self.spend_math(a)
         data, info = np.trunc(np.asarray(a.data, np.float64)), np.iinfo(wanted)
         low, high = data <= info.min, data >= float(info.max)
@@ -78,7 +93,11 @@ class Arithmetic:
         data = np.asarray(a.data)
         if not signed:
             data = unsigned(data)
-        data = (data & 1).astype(np.bool_) if ty.elem == "i1" and data.dtype != np.bool_ else data.astype(COMPUTED[ty.elem])
+        data = (
+            (data & 1).astype(np.bool_)
+            if ty.elem == "i1" and data.dtype != np.bool_
+            else data.astype(COMPUTED[ty.elem])
+        )
         return Value(_scalar(data), ty.elem, a.layout)
 
     def create_bitcast(self, a: Value, ty: Type) -> Value:
@@ -175,20 +194,28 @@ class Arithmetic:
         high = np.asarray(wide >> bits).astype(f"u{bits // 8}").view(COMPUTED[a.elem])
         return Value(_scalar(high), a.elem, a.layout)
 
-    def create_inline_asm(self, text: str, constraints: str, arguments: list[Value], types: list[Type], pure: bool, pack: int) -> object:
+    def create_inline_asm(
+        self, text: str, constraints: str, arguments: list[Value], types: list[Type], pure: bool, pack: int
+    ) -> object:
         bits = [np.asarray(a.data) if is_pointer(a.elem) else to_bits(a.data, a.elem) for a in arguments]
         layout, shape = (arguments[0].layout, np.shape(bits[0])) if arguments else (None, ())
         order = self.layouts.registers(shape, layout, pack) if pack > 1 else None
         if order is not None:
             bits = [np.broadcast_to(a, shape).reshape(-1)[order] for a in bits]
-        outputs = [np.asarray(out) for out in ptx.run(text, constraints, bits, [STORED[ty.elem] for ty in types], pack, self)]
+        outputs = [
+            np.asarray(out) for out in ptx.run(text, constraints, bits, [STORED[ty.elem] for ty in types], pack, self)
+        ]
         if order is not None:
             outputs = [_put(out, order, shape) for out in outputs]
         for a in arguments[:1]:
             self.spend_math(a)
-        return Results([Value(_scalar(from_bits(out, ty.elem)), ty.elem, layout) for out, ty in zip(outputs, types, strict=True)])
+        return Results(
+            [Value(_scalar(from_bits(out, ty.elem)), ty.elem, layout) for out, ty in zip(outputs, types, strict=True)]
+        )
 
-    def create_extern_elementwise(self, library: str, path: str, symbol: str, arguments: list[Value], ty: Type, pure: bool) -> Value:
+    def create_extern_elementwise(
+        self, library: str, path: str, symbol: str, arguments: list[Value], ty: Type, pure: bool
+    ) -> Value:
         raise NotImplementedError(f"external function {symbol} of {library}: the simulator knows none")
 
 
@@ -200,7 +227,8 @@ def _put(values: np.ndarray, places: np.ndarray, shape: tuple) -> np.ndarray:
 
 
 def _sum_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """x + y in float64, rounded to an odd last bit where inexact, so that rounding it to fewer bits is rounding once."""
+    """x + y in float64, rounded to an odd last bit where inexact, so that rounding it to fewer bits is rounding
+    once."""
     near = np.asarray(x + y)
     back = near - x
     error = (x - (near - back)) + (y - back)  # exact (Knuth's TwoSum)
@@ -233,7 +261,9 @@ class Results:
 # ---- tables of the plain operations
 
 
-def _binary(compute: Callable, out: str | None = None, as_unsigned: bool = False, divides: bool = False) -> Callable[..., Value]:
+def _binary(
+    compute: Callable, out: str | None = None, as_unsigned: bool = False, divides: bool = False
+) -> Callable[..., Value]:
     def operation(self: Arithmetic, a: Value, b: Value) -> Value:
         x, y = a.data, b.data
         if as_unsigned:
@@ -261,7 +291,9 @@ def _unary(compute: Callable, lanes: int = _LANES) -> Callable[..., Value]:
     def operation(self: Arithmetic, a: Value) -> Value:
         result = np.asarray(compute(a.data))
         self.spend_math(a, lanes)
-        return Value(_scalar(np.asarray(rounded(result, a.elem)).astype(COMPUTED[a.elem], copy=False)), a.elem, a.layout)
+        return Value(
+            _scalar(np.asarray(rounded(result, a.elem)).astype(COMPUTED[a.elem], copy=False)), a.elem, a.layout
+        )
 
     return operation
 
@@ -273,17 +305,40 @@ def _truncated(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def _flushed(x: np.ndarray) -> np.ndarray:
     """float32 below the normal numbers is zero to libdevice's functions as Triton calls them (ftz; seen on an H200)."""
-    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x) if x.dtype == np.float32 else x
+    return (
+        np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
+        if x.dtype == np.float32
+        else x
+    )
 
 
 _FLOAT = dict(fadd=np.add, fsub=np.subtract, fmul=np.multiply, fdiv=np.divide, precise_divf=np.divide, frem=np.fmod,
               maximumf=np.maximum, minimumf=np.minimum, maxnumf=np.fmax, minnumf=np.fmin)  # fmt: skip
-_SIGNED = dict(add=np.add, sub=np.subtract, mul=np.multiply, shl=np.left_shift, ashr=np.right_shift, maxsi=np.maximum, minsi=np.minimum,
-               xor=np.bitwise_xor, **{"and": np.bitwise_and, "or": np.bitwise_or})  # fmt: skip
+_SIGNED = dict(
+    add=np.add,
+    sub=np.subtract,
+    mul=np.multiply,
+    shl=np.left_shift,
+    ashr=np.right_shift,
+    maxsi=np.maximum,
+    minsi=np.minimum,
+    xor=np.bitwise_xor,
+    **{"and": np.bitwise_and, "or": np.bitwise_or},
+)
 _UNSIGNED = dict(lshr=np.right_shift, maxui=np.maximum, minui=np.minimum)
 _COMPARISONS = dict(EQ=np.equal, NE=np.not_equal, LT=np.less, LE=np.less_equal, GT=np.greater, GE=np.greater_equal)
-_SPECIAL = dict(exp=np.exp, exp2=np.exp2, log=np.log, log2=np.log2, cos=np.cos, sin=np.sin, sqrt=np.sqrt, precise_sqrt=np.sqrt,
-                rsqrt=lambda x: np.float32(1) / np.sqrt(x), erf=lambda x: torch.erf(as_torch(np.asarray(x))).numpy())  # fmt: skip
+_SPECIAL = dict(
+    exp=np.exp,
+    exp2=np.exp2,
+    log=np.log,
+    log2=np.log2,
+    cos=np.cos,
+    sin=np.sin,
+    sqrt=np.sqrt,
+    precise_sqrt=np.sqrt,
+    rsqrt=lambda x: np.float32(1) / np.sqrt(x),
+    erf=lambda x: torch.erf(as_torch(np.asarray(x))).numpy(),
+)
 
 
 def _of_rows(function: Callable) -> Callable:
@@ -291,13 +346,24 @@ def _of_rows(function: Callable) -> Callable:
     return lambda x: function(np.asarray(x, order="C"))
 
 
-_PLAIN = dict(floor=lambda x: np.floor(_flushed(x)), ceil=lambda x: np.ceil(_flushed(x)), fabs=np.abs, iabs=np.abs, fneg=np.negative)
+_PLAIN = dict(
+    floor=lambda x: np.floor(_flushed(x)),
+    ceil=lambda x: np.ceil(_flushed(x)),
+    fabs=np.abs,
+    iabs=np.abs,
+    fneg=np.negative,
+)
 
 for _name, _compute in {**_FLOAT, **_SIGNED}.items():
     setattr(Arithmetic, "create_" + _name, _binary(_compute))
 for _name, _compute in _UNSIGNED.items():
     setattr(Arithmetic, "create_" + _name, _binary(_compute, as_unsigned=True))
-for _name, _compute, _is_unsigned in (("sdiv", _truncated, False), ("srem", np.fmod, False), ("udiv", np.floor_divide, True), ("urem", np.mod, True)):
+for _name, _compute, _is_unsigned in (
+    ("sdiv", _truncated, False),
+    ("srem", np.fmod, False),
+    ("udiv", np.floor_divide, True),
+    ("urem", np.mod, True),
+):
     setattr(Arithmetic, "create_" + _name, _binary(_compute, as_unsigned=_is_unsigned, divides=True))
 for _name, _compute in _COMPARISONS.items():
     _prefix = "fcmpU" if _name == "NE" else "fcmpO"  # a NaN differs from everything and is in no other relation

@@ -37,7 +37,9 @@ class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
         self.region_result: list[Value] = []
         self._python_layouts = {}
         for name in dir(type(self)):
-            able = next((capabilities for begin, capabilities in ONLY_ON.items() if name.startswith(begin)), (capability,))
+            able = next(
+                (capabilities for begin, capabilities in ONLY_ON.items() if name.startswith(begin)), (capability,)
+            )
             if capability not in able:
                 setattr(self, name, self._strange(name, able))
 
@@ -46,7 +48,9 @@ class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
         operation, others = getattr(self, name), ", ".join(f"sm_{capability}" for capability in able)
 
         def reported(*arguments: object) -> object:
-            self.report("target", f"{name.removeprefix('create_')} is an operation of {others}; this is sm_{self.capability}")
+            self.report(
+                "target", f"{name.removeprefix('create_')} is an operation of {others}; this is sm_{self.capability}"
+            )
             return operation(*arguments)
 
         return reported
@@ -95,7 +99,9 @@ class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
     def get_distributed_ty(self, elem: Type, shape: Sequence[int], layout: object) -> Type:
         return Type(elem.elem, shape, layout)
 
-    def get_shared_mem_desc_ty(self, elem: Type, shape: Sequence[int], layout: object, alloc_shape: Sequence[int]) -> Type:
+    def get_shared_mem_desc_ty(
+        self, elem: Type, shape: Sequence[int], layout: object, alloc_shape: Sequence[int]
+    ) -> Type:
         return Type(elem.elem, shape, (layout, list(alloc_shape)))
 
     get_tensor_mem_desc_ty = get_shared_mem_desc_ty
@@ -147,9 +153,15 @@ class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
 
     def create_print(self, prefix: str, hexadecimal: bool, values: list[Value], signed: Iterable[bool]) -> None:
         p = self.machine.current
-        shown = [value.data if is_signed else unsigned(value.data) for value, is_signed in zip(values, signed, strict=True)]
+        shown = [
+            value.data if is_signed else unsigned(value.data) for value, is_signed in zip(values, signed, strict=True)
+        ]
         with np.printoptions(formatter={"int": hex} if hexadecimal else None):
-            print(f"[{p.cta.position} {p.name}]", prefix, *(hex(one) if hexadecimal and np.ndim(one) == 0 else one for one in shown))
+            print(
+                f"[{p.cta.position} {p.name}]",
+                prefix,
+                *(hex(one) if hexadecimal and np.ndim(one) == 0 else one for one in shown),
+            )
 
 
 class _Block:
@@ -172,10 +184,14 @@ for _bits, _elem in ((1, "i1"), (8, "i8"), (16, "i16"), (32, "i32"), (64, "i64")
     setattr(Builder, f"get_int{_bits}_ty", lambda self, elem=_elem: Type(elem))
     setattr(Builder, f"get_int{_bits}", _integer(_elem))
     setattr(Builder, f"get_uint{_bits}", _integer(_elem))
-for _name, _elem in dict(half="fp16", bf16="bf16", float="fp32", double="fp64", fp8e4nv="fp8e4nv", fp8e5="fp8e5").items():
+for _name, _elem in dict(
+    half="fp16", bf16="bf16", float="fp32", double="fp64", fp8e4nv="fp8e4nv", fp8e5="fp8e5"
+).items():
     setattr(Builder, f"get_{_name}_ty", lambda self, elem=_elem: Type(elem))
     setattr(
         Builder,
         f"get_{_elem}",
-        lambda self, value, elem=_elem: Value(COMPUTED[elem](rounded(np.float32(value), elem) if elem != "fp64" else value), elem),
+        lambda self, value, elem=_elem: Value(
+            COMPUTED[elem](rounded(np.float32(value), elem) if elem != "fp64" else value), elem
+        ),
     )

@@ -1,4 +1,6 @@
-"""Mutation testing of a kernel: every mutant is run, and a table says who noticed it; survivors need a reason in a ledger."""
+"""Mutation testing of a kernel: every mutant is run, and a table says who noticed it; survivors need a reason in a
+ledger.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +44,26 @@ class Verdict:
 
 
 def campaign(scene: Scene, target: str, files: list[Path] | None = None, all_judges: bool = False,
-             progress: Callable[[int, int], None] = lambda done, total: None, checks: Checks = USUAL) -> list[Verdict]:  # fmt: skip
-    """Run every mutant of `files` (the scene's own unless given) whose place the scene reaches, past the first detector that notices if `all_judges`.
+             progress: Callable[[int, int], None] = lambda done, total: None,
+             checks: Checks = USUAL) -> list[Verdict]:  # fmt: skip
+    """Run every mutant of `files` (the scene's own unless given) whose place the scene reaches, past the first detector
+    that notices if `all_judges`.
 
-    `checks` is what the detector that goes by happens-before looks for. Raises SimulationFault if something is noticed before anything is changed.
+    `checks` is what the detector that goes by happens-before looks for. Raises SimulationFault if something is noticed
+    before anything is changed.
     """
     with simulate(target, "eager", checks=checks) as run:  # an unchanged kernel must be clean
         expected = [tensor.clone() for tensor in scene()]
-    entered = {(Path(code.co_filename).resolve(), code.co_name) for code in (fn.fn.__code__ for fn in run.machine.entered.values())}
-    changed = [(file, mutant) for file in map(Path.resolve, files or [scene.path]) for mutant in mutants(file.read_text())
-               if (file, mutant.function) in entered or mutant.function == MODULE]  # fmt: skip
+    entered = {
+        (Path(code.co_filename).resolve(), code.co_name)
+        for code in (fn.fn.__code__ for fn in run.machine.entered.values())
+    }
+    changed = [
+        (file, mutant)
+        for file in map(Path.resolve, files or [scene.path])
+        for mutant in mutants(file.read_text())
+        if (file, mutant.function) in entered or mutant.function == MODULE
+    ]
     verdicts = []
     with tempfile.TemporaryDirectory() as folder:
         for number, (file, mutant) in enumerate(changed):
@@ -83,7 +95,9 @@ def _reached(scene: Scene, file: Path, mutant: Mutant, target: str, folder: Path
     return False
 
 
-def _judge(scene: Scene, module: ModuleType, target: str, expected: list[torch.Tensor], mode: str, seed: int, checks: Checks) -> str:
+def _judge(
+    scene: Scene, module: ModuleType, target: str, expected: list[torch.Tensor], mode: str, seed: int, checks: Checks
+) -> str:
     with simulate(target, mode, seed, check=False, max_reports=1, checks=checks) as run:
         run.machine.max_steps = MAX_STEPS
         try:

@@ -1,8 +1,9 @@
 """Loops that Triton's frontend compiles into something else than the source says.
 
-The frontend runs a loop's body once to see which names it changes, and compares the values before and after. A name that begins as the value of
-another name, or of a part of it, and takes that again in the body (`before = at.stage` outside and inside of the loop) looks unchanged, so the
-compiled loop keeps its first value for ever. Found when a matmul that was right here waited for ever on an H200 (Triton 3.6.0, `_find_carries`).
+The frontend runs a loop's body once to see which names it changes, and compares the values before and after. A name
+that begins as the value of another name, or of a part of it, and takes that again in the body (`before = at.stage`
+outside and inside of the loop) looks unchanged, so the compiled loop keeps its first value for ever. Found when a
+matmul that was right here waited for ever on an H200 (Triton 3.6.0, `_find_carries`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Carried:
         self._machine, self._frame, self._turns = machine, frame, 0
         handles = {} if frame is None else {name: _handles(value) for name, value in frame.f_locals.items()}
         held = Counter(key for own in handles.values() for key in {id(handle) for handle in own})
-        # a name with a value of its own that the first turn leaves alone met a branch that was not taken: the frontend sees all branches
+        # a name with a value of its own that the first turn leaves alone met a branch that was not taken: the frontend
+        # sees all branches
         self._entry = {name: own for name, own in handles.items() if any(held[id(handle)] > 1 for handle in own)}
         self._unchanged: set[str] = set()
 
@@ -38,9 +40,14 @@ class Carried:
             return
         for name in sorted(self._unchanged - same):
             place = self._machine.place()
-            self._machine.report("compiler", f"the loop at {place_text(place)} changes {name} from its second turn on, but Triton's frontend takes "
-                                 f"it for unchanged, since it begins as the value of another name: give {name} a value of its own before the loop",
-                                 place, (name, place))  # fmt: skip
+            self._machine.report(
+                "compiler",
+                f"the loop at {place_text(place)} changes {name} from its second turn on, but Triton's frontend "
+                f"takes it for unchanged, since it begins as the value of another name: give {name} a value of its "
+                "own before the loop",
+                place,
+                (name, place),
+            )
 
 
 def _handles(value: object) -> list[object]:

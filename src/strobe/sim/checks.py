@@ -1,4 +1,5 @@
-"""What a simulated run looks for: one value, so that a detector of mutants, a test and the command line say it alike."""
+"""What a simulated run looks for: one value, so that a detector of mutants, a test and the command line say it
+alike."""
 
 from __future__ import annotations
 

@@ -37,7 +37,10 @@ class Clusters:
         machine, p = self.machine, self.machine.current
         cta, cluster = p.cta, p.cta.cluster
         if len(cta.partitions) > 1:
-            raise NotImplementedError("barrier.cluster beside warp_specialize: all threads come to it, of which the simulator knows one partition")
+            raise NotImplementedError(
+                "barrier.cluster beside warp_specialize: all threads come to it, of which the simulator knows one "
+                "partition"
+            )
         machine.preempt()
         if cta.came is not None:
             self._report("barrier", f"CTA {cta.index} comes to its cluster's barrier twice, without a wait between")
@@ -58,7 +61,10 @@ class Clusters:
             self._report("barrier", f"CTA {cta.index} waits at its cluster's barrier, to which it did not come")
             return
         machine.preempt()
-        machine.block(lambda: cluster.generation > came, lambda: f"its cluster ({cluster.come} of {len(cluster.ctas)} programs there)")
+        machine.block(
+            lambda: cluster.generation > came,
+            lambda: f"its cluster ({cluster.come} of {len(cluster.ctas)} programs there)",
+        )
         merge(p.knows, cluster.released)
         cta.came, cta.met = None, True
         machine._until(cluster.latest, "wait cluster")
@@ -66,7 +72,9 @@ class Clusters:
     # ---- shared memory by address
 
     def shared_symbol(self, name: str, size: int) -> int:
-        """Where a variable of inline PTX lies, in every program alike: one for each place that names it, as a block's names are its own."""
+        """Where a variable of inline PTX lies, in every program alike: one for each place that names it, as a block's
+        names are its own.
+        """
         cta, key = self.machine.current.cta, (name, size, self.machine.place())
         if key not in cta.symbols:
             begin = max((start + len(memory.raw) for start, memory in cta.symbols.values()), default=1024)
@@ -75,7 +83,9 @@ class Clusters:
             cta.symbols[key] = begin, memory
         return cta.symbols[key][0]
 
-    def _shared(self, address: np.ndarray, mask: np.ndarray | None, size: int, what: str) -> Iterator[tuple[Cta, Placed]]:
+    def _shared(
+        self, address: np.ndarray, mask: np.ndarray | None, size: int, what: str
+    ) -> Iterator[tuple[Cta, Placed]]:
         """Each program whose memory an access meets, and what of it is meant."""
         p = self.machine.current
         live = np.ones(address.shape, bool) if mask is None else np.asarray(mask, bool)
@@ -91,9 +101,13 @@ class Clusters:
             if cta is not p.cta:
                 self._check_reach(cta, what)
             low, high = int(within[here].min()), int(within[here].max()) + size
-            found = next(((start, m) for start, m in cta.symbols.values() if start <= low and high <= start + len(m.raw)), None)
+            found = next(
+                ((start, m) for start, m in cta.symbols.values() if start <= low and high <= start + len(m.raw)), None
+            )
             if found is None:
-                self._report("bounds", f"{what} at {low} to {high} of CTA {cta.index}'s shared memory, where no variable lies")
+                self._report(
+                    "bounds", f"{what} at {low} to {high} of CTA {cta.index}'s shared memory, where no variable lies"
+                )
                 continue
             yield cta, Placed(found[1], within - found[0], here, size)
 
@@ -112,7 +126,10 @@ class Clusters:
     def shared_load(self, address: np.ndarray, dtype: DTypeLike, mask: np.ndarray | None) -> np.ndarray:
         bits = np.zeros(address.shape, dtype)
         if np.any(address[slice(None) if mask is None else np.asarray(mask, bool)] >> WITHIN):
-            self._report("bounds", "ld.shared of another program's memory, or of its own by way of mapa: that is ld.shared::cluster")
+            self._report(
+                "bounds",
+                "ld.shared of another program's memory, or of its own by way of mapa: that is ld.shared::cluster",
+            )
         for _, found in self._shared(address, mask, np.dtype(dtype).itemsize, "ld.shared"):
             self._record(found, False, "ld.shared")
             bits[found.live] = self._fetch(found, dtype, 0)[found.live]
@@ -130,7 +147,13 @@ class Clusters:
         machine, p = self.machine, self.machine.current
         live = np.ones(address.shape, bool) if mask is None else np.asarray(mask, bool)
         if max(count, expected or 0) > MOST_COUNTED:
-            self._report("barrier", f"an mbarrier is to count {count} arrivals and {expected or 0} bytes; it counts up to {MOST_COUNTED} of each")
+            self._report(
+                "barrier",
+                (
+                    f"an mbarrier is to count {count} arrivals and {expected or 0} bytes; it counts up to "
+                    f"{MOST_COUNTED} of each"
+                ),
+            )
         for place, times in zip(*np.unique(address[live], return_counts=True)):
             if expected is None:
                 if times > 1:
@@ -138,7 +161,15 @@ class Clusters:
                 machine.init_barrier(int(place), f"mbarrier at {place}", count)
             else:
                 machine.preempt()
-                machine.arrive(self._barrier_at(int(place)), int(times), p.knows, p.name, machine.place(), int(times) * expected, p.time_ns)
+                machine.arrive(
+                    self._barrier_at(int(place)),
+                    int(times),
+                    p.knows,
+                    p.name,
+                    machine.place(),
+                    int(times) * expected,
+                    p.time_ns,
+                )
                 p.tick()
 
     def shared_wait(self, address: int, parity: int, acquire: bool) -> None:
@@ -150,7 +181,9 @@ class Clusters:
             knows.update(before)
 
     def send(self, address: np.ndarray, values: list[np.ndarray], bell: np.ndarray, mask: np.ndarray | None) -> None:
-        """st.async: numbers that follow each other from each address on, which complete their bytes at the mbarrier `bell`, some time later."""
+        """st.async: numbers that follow each other from each address on, which complete their bytes at the mbarrier
+        `bell`, some time later.
+        """
         size = values[0].itemsize
         for cta, found in self._shared(address, mask, size * len(values), "st.async"):
             for place in np.unique(bell[found.live]).tolist():

@@ -25,12 +25,17 @@ def run(argv: Sequence[str]) -> int:
     arguments = parse(list(argv))
     try:
         _check(arguments)
-        scene = Scene(arguments.scene, arguments.arguments, arguments.grid, {"num_warps": arguments.num_warps}, arguments.seed)
+        scene = Scene(
+            arguments.scene, arguments.arguments, arguments.grid, {"num_warps": arguments.num_warps}, arguments.seed
+        )
         return _mutate(scene, arguments) if arguments.mutate else _run(scene, arguments)
     except SceneError as error:
         print(f"strobe sim: {error}", file=sys.stderr)
     except SystemExit as ended:  # 0 from here would say that nothing was found
-        print(f"strobe sim: {arguments.scene} ended the process with sys.exit({ended.code!r}); have it return", file=sys.stderr)
+        print(
+            f"strobe sim: {arguments.scene} ended the process with sys.exit({ended.code!r}); have it return",
+            file=sys.stderr,
+        )
     except FAILURES as error:  # the kernel's writer wants to see where
         traceback.print_exception(error)
     return 2
@@ -91,7 +96,10 @@ def _run(scene: Scene, arguments: argparse.Namespace) -> int:
     else:
         for report in found.values():
             print(f"- {report}")
-        print(f"{_count(len(runs), 'run')}, {_count(len(found), 'finding')}" + (f"; timeline in {arguments.timeline}" if arguments.timeline else ""))
+        print(
+            f"{_count(len(runs), 'run')}, {_count(len(found), 'finding')}"
+            + (f"; timeline in {arguments.timeline}" if arguments.timeline else "")
+        )
     return 1 if found else 0
 
 
@@ -105,17 +113,33 @@ def _mutate(scene: Scene, arguments: argparse.Namespace) -> int:
         with Progress(console=console, transient=True) as bar:
             task = bar.add_task("mutants")
             update = lambda done, total: bar.update(task, completed=done, total=total)
-            verdicts, seconds = timed(lambda: campaign(scene, arguments.target, files, arguments.judges, update, _checks(arguments)))
+            verdicts, seconds = timed(
+                lambda: campaign(scene, arguments.target, files, arguments.judges, update, _checks(arguments))
+            )
     except SimulationFault as fault:
         raise SceneError(f"the kernel has faults before anything is changed: {fault}") from fault
-    unexplained, stale = explain(verdicts, arguments.scene.rpartition("/")[2], arguments.ledger) if arguments.ledger else ([], [])
+    unexplained, stale = (
+        explain(verdicts, arguments.scene.rpartition("/")[2], arguments.ledger) if arguments.ledger else ([], [])
+    )
     if arguments.json:
-        rows = [{"kind": v.mutant.kind, "line": v.mutant.line, "function": v.mutant.function, "text": v.mutant.text, **v.said} for v in verdicts]
+        rows = [
+            {
+                "kind": v.mutant.kind,
+                "line": v.mutant.line,
+                "function": v.mutant.function,
+                "text": v.mutant.text,
+                **v.said,
+            }
+            for v in verdicts
+        ]
         print(json.dumps({"mutants": rows, "unexplained": unexplained, "stale": stale}, indent=1))
     else:
         _table(verdicts)
         print(summary(verdicts, seconds))
-        for title, names in (("survives, and the ledger does not say why", unexplained), ("in the ledger, but noticed or gone", stale)):
+        for title, names in (
+            ("survives, and the ledger does not say why", unexplained),
+            ("in the ledger, but noticed or gone", stale),
+        ):
             for name in names:
                 print(f"{title}: {name}")
     left = unexplained or stale if arguments.ledger else [v for v in verdicts if not v.noticed]
@@ -131,7 +155,14 @@ def _table(verdicts: list[Verdict]) -> None:
     for verdict in verdicts:
         said = [verdict.said.get(name) or ("-" if name not in verdict.said else "nothing") for name in judges]
         mutant = verdict.mutant
-        table.add_row(str(mutant.line), mutant.function, mutant.kind, mutant.text[:60], *said, style=None if verdict.noticed else "bold red")
+        table.add_row(
+            str(mutant.line),
+            mutant.function,
+            mutant.kind,
+            mutant.text[:60],
+            *said,
+            style=None if verdict.noticed else "bold red",
+        )
     console = Console()
     Console(width=max(console.width, 150)).print(table)
 

@@ -34,7 +34,12 @@ from .values import Diverged, Value, tensor, unsigned
 
 _NOWHERE = ast.AST()  # an error that has no line of its own
 _CONDITIONS = (bool, int, type(None))
-_PYTHON: dict[object, Callable[..., object]] = {int: int, len: len, tl.static_print: print, gl.static_print: print}  # run on plain Python values
+_PYTHON: dict[object, Callable[..., object]] = {
+    int: int,
+    len: len,
+    tl.static_print: print,
+    gl.static_print: print,
+}  # run on plain Python values
 _STATIC_ASSERTS, _MAPS = (tl.static_assert, gl.static_assert), (tl.map_elementwise, gl.map_elementwise)
 _BUILTINS = frozenset(id(value) for value in CodeGenerator.builtin_namespace.values())
 
@@ -58,14 +63,24 @@ def _plain_builtin(fn: object) -> bool:
 
 # int32 scalars (ring stages, loop counters) are most operations of a kernel and need none of the semantic layer's rules
 _SCALAR: dict[str, Callable[[int, int], Any]] = dict(
-    __add__=operator.add, __sub__=operator.sub, __mul__=operator.mul, __and__=operator.and_, __or__=operator.or_, __xor__=operator.xor)  # fmt: skip
+    __add__=operator.add, __sub__=operator.sub, __mul__=operator.mul, __and__=operator.and_, __or__=operator.or_,
+    __xor__=operator.xor)  # fmt: skip
 _DIVIDING = dict(__mod__=operator.mod, __floordiv__=operator.floordiv)  # of positive numbers Python's are C's
-_COMPARING = dict(__lt__=operator.lt, __le__=operator.le, __gt__=operator.gt, __ge__=operator.ge, __eq__=operator.eq, __ne__=operator.ne)
+_COMPARING = dict(
+    __lt__=operator.lt,
+    __le__=operator.le,
+    __gt__=operator.gt,
+    __ge__=operator.ge,
+    __eq__=operator.eq,
+    __ne__=operator.ne,
+)
 _FOLDED = {**_SCALAR, **_DIVIDING, **_COMPARING}  # what two constants give is a constant, by Python's own rules
 
 
 def _int32(value: object) -> int | None:
-    """The number that an int32 scalar or a small constant stands for; None for anything else (a whole array dressed as a scalar)."""
+    """The number that an int32 scalar or a small constant stands for; None for anything else (a whole array dressed as
+    a scalar).
+    """
     if isinstance(value, tl.tensor):
         return int(value.handle._data) if value.type is tl.int32 and not np.ndim(value.handle._data) else None
     number = value.value if isinstance(value, constexpr) else None
@@ -98,8 +113,13 @@ def _is_tensor(value: object) -> bool:
 
 
 def _settled(value: tl.tuple) -> bool:
-    """Whether no part of a tuple is a constant, so that storing or returning it changes nothing (kernels never write into one)."""
-    return all(_settled(part) if type(part) is tl.tuple else isinstance(part, base_value) and type(part) is not constexpr for part in value.values)
+    """Whether no part of a tuple is a constant, so that storing or returning it changes nothing (kernels never write
+    into one).
+    """
+    return all(
+        _settled(part) if type(part) is tl.tuple else isinstance(part, base_value) and type(part) is not constexpr
+        for part in value.values
+    )
 
 
 class Interpreter:
@@ -210,7 +230,9 @@ class Interpreter:
             return self._decided(condition.handle.data)
         condition = unwrapped(condition)
         if type(condition) not in _CONDITIONS:
-            raise TypeError(f"`if` conditionals can only accept bool, int, None or a scalar tensor, not {type(condition).__name__}")
+            raise TypeError(
+                f"`if` conditionals can only accept bool, int, None or a scalar tensor, not {type(condition).__name__}"
+            )
         return bool(condition)
 
     @staticmethod
@@ -227,7 +249,11 @@ class Interpreter:
 
     def goes_on(self, condition: object) -> bool:
         condition = condition.condition if isinstance(condition, tl.condition) else condition
-        return self.truth(condition) if _is_tensor(condition) else self.refused("`while` needs a scalar tensor as its condition, not a constant")
+        return (
+            self.truth(condition)
+            if _is_tensor(condition)
+            else self.refused("`while` needs a scalar tensor as its condition, not a constant")
+        )
 
     def loop(self, kind: Any, arguments: list[Any], keywords: dict[str, Any]) -> Iterator[Any]:
         kind = unwrapped(kind)
@@ -248,7 +274,9 @@ class Interpreter:
         """The induction variable of a loop at run time, as a scalar of the bounds' common type."""
         static, step = not _is_tensor(step), self.semantic.to_tensor(step)
         if any(bound.type.is_block() or not bound.dtype.is_int() for bound in (low, high, step)):
-            raise TypeError(f"For loop bounds and step must all be int scalars, are ({low.type}, {high.type}, {step.type})")
+            raise TypeError(
+                f"For loop bounds and step must all be int scalars, are ({low.type}, {high.type}, {step.type})"
+            )
         promote = self.semantic.integer_promote_impl
         kind = promote(promote(low.dtype, high.dtype), step.dtype)
         elem, wrapped = kind.to_ir(self.builder).elem, unsigned if kind.is_int_unsigned() else lambda data: data
@@ -269,7 +297,9 @@ class Interpreter:
             carried.turn()
 
     @contextlib.contextmanager
-    def context(self, kind: Callable[..., AbstractContextManager], arguments: list[object], keywords: dict[str, object]) -> Iterator[object]:
+    def context(
+        self, kind: Callable[..., AbstractContextManager], arguments: list[object], keywords: dict[str, object]
+    ) -> Iterator[object]:
         manager = kind(*arguments, _semantic=self.semantic, **keywords)
         with manager as entered:
             yield entered
@@ -325,7 +355,11 @@ class Interpreter:
             arguments = [unwrapped(argument) for argument in arguments]
         result = fn(*arguments, **keywords)
         if isinstance(result, (tuple, tl.tuple)):
-            return _apply_to_tuple_values(result, self._constant) if hasattr(result, "_fields") or isinstance(result, tl.tuple) else result
+            return (
+                _apply_to_tuple_values(result, self._constant)
+                if hasattr(result, "_fields") or isinstance(result, tl.tuple)
+                else result
+            )
         return self._constant(result)
 
     @staticmethod
@@ -350,7 +384,9 @@ class Interpreter:
         if not passed:
             raise CompileTimeAssertionFailure(None, _NOWHERE, str(unwrapped(message)))
 
-    def call_JitFunction(self, fn: JITFunction, args: Iterable[object], kwargs: dict[str, object], caller_context: object = None) -> Any:
+    def call_JitFunction(
+        self, fn: JITFunction, args: Iterable[object], kwargs: dict[str, object], caller_context: object = None
+    ) -> Any:
         """Enter a device function (the name is the one the semantic layer calls its generator by)."""
         self.builder.machine.entered[id(fn)] = fn
         values = bind(fn, list(args), kwargs)

@@ -73,15 +73,27 @@ class Run:
             raise SimulationFault(self.reports)
 
     def save(self, path: str, title: str = "simulated run") -> None:
-        """The timeline as a Chrome trace (.json, opens in Perfetto), a picture (.svg) or a page (.html); needs mode="timed"."""
+        """The timeline as a Chrome trace (.json, opens in Perfetto), a picture (.svg) or a page (.html); needs
+        mode="timed".
+        """
         if self.machine.mode != "timed":
-            raise ValueError(f"save: the run was in mode {self.machine.mode!r}; a timeline needs simulate(mode='timed')")
+            raise ValueError(
+                f"save: the run was in mode {self.machine.mode!r}; a timeline needs simulate(mode='timed')"
+            )
         save(self.events, path, title)
 
 
 @contextlib.contextmanager
-def simulate(target: str = "sm_90", mode: str = "pct", seed: int = 0, *, sms: int = 4, check: bool = True, max_reports: int = 50,
-             checks: Checks = USUAL) -> Iterator[Run]:  # fmt: skip
+def simulate(
+    target: str = "sm_90",
+    mode: str = "pct",
+    seed: int = 0,
+    *,
+    sms: int = 4,
+    check: bool = True,
+    max_reports: int = 50,
+    checks: Checks = USUAL,
+) -> Iterator[Run]:
     """Run kernels on a CPU and find their races, deadlocks and missing fences.
 
     >>> import torch
@@ -98,11 +110,13 @@ def simulate(target: str = "sm_90", mode: str = "pct", seed: int = 0, *, sms: in
     sms: CTAs in flight at once, and the number of SMs the kernel is told.
     check: raise SimulationFault at the end if there are reports; False: leave them in `run.reports`.
     max_reports: end the launch after so many distinct findings.
-    checks: what is looked for: `Checks(happens_before=False)` notices only what the schedule makes visible (for comparisons),
-        `read_fences=True` also asks for a proxy fence between a generic read and an asynchronous overwrite, `atomic_order=True`
-        also for an order between floating-point adds to one place.
+    checks: what is looked for: `Checks(happens_before=False)` notices only what the schedule makes visible (for
+    comparisons),
+        `read_fences=True` also asks for a proxy fence between a generic read and an asynchronous overwrite,
+        `atomic_order=True` also for an order between floating-point adds to one place.
 
-    Raises ValueError for an unknown target or mode, TypeError for tensors that are not on the CPU, SimulationFault as above.
+    Raises ValueError for an unknown target or mode, TypeError for tensors that are not on the CPU, SimulationFault as
+    above.
     """
     capability = _capability(target)
     if mode not in MODES:
@@ -113,15 +127,24 @@ def simulate(target: str = "sm_90", mode: str = "pct", seed: int = 0, *, sms: in
 
     made: dict[tuple[int, str], SimpleNamespace] = {}
 
-    def launch(fn: JITFunction, *arguments: object, grid: Any, warmup: bool = False, **keywords: object) -> SimpleNamespace | None:
-        """As Triton's: a warm-up gives what is launched from then on for these constants; its metadata say how many programs run together."""
+    def launch(
+        fn: JITFunction, *arguments: object, grid: Any, warmup: bool = False, **keywords: object
+    ) -> SimpleNamespace | None:
+        """As Triton's: a warm-up gives what is launched from then on for these constants; its metadata say how many
+        programs run together.
+        """
         if warmup:
-            return made.setdefault(_constants(fn, arguments, keywords), SimpleNamespace(packed_metadata=(keywords.get("num_warps", 4), 1, 0)))
+            return made.setdefault(
+                _constants(fn, arguments, keywords),
+                SimpleNamespace(packed_metadata=(keywords.get("num_warps", 4), 1, 0)),
+            )
         warm = made.get(_constants(fn, arguments, keywords)) if made else None
         together = 1 if warm is None else warm.packed_metadata[1]
         return _Launch(run, capability, fn).run(arguments, keywords, grid, together)
 
-    properties = SimpleNamespace(multi_processor_count=sms, name="simulated", major=capability // 10, minor=capability % 10)
+    properties = SimpleNamespace(
+        multi_processor_count=sms, name="simulated", major=capability // 10, minor=capability % 10
+    )
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", launch))
         patches.enter_context(mock.patch.object(driver, "_active", _Driver(capability)))
@@ -136,7 +159,9 @@ def simulate(target: str = "sm_90", mode: str = "pct", seed: int = 0, *, sms: in
 
 def _constants(fn: JITFunction, arguments: tuple[object, ...], keywords: dict[str, object]) -> tuple[int, str]:
     """A kernel and the constants that it is compiled for."""
-    bound = fn.signature.bind(*arguments, **{name: value for name, value in keywords.items() if name in fn.arg_names}).arguments
+    bound = fn.signature.bind(
+        *arguments, **{name: value for name, value in keywords.items() if name in fn.arg_names}
+    ).arguments
     return id(fn), repr([bound.get(parameter.name) for parameter in fn.params if parameter.is_constexpr])
 
 
@@ -179,10 +204,14 @@ class _Launch:
         run.machine.entered[id(fn)] = fn
 
     def run(self, arguments: tuple[object, ...], keywords: dict[str, object], grid: Any, together: int) -> None:
-        options = {name: value for name, value in keywords.items() if name in _OPTIONS and name not in self.fn.arg_names}
+        options = {
+            name: value for name, value in keywords.items() if name in _OPTIONS and name not in self.fn.arg_names
+        }
         parsed: Any = CUDABackend(GPUTarget("cuda", self.capability, 32)).parse_options(options | _CHECKED)
         if parsed.num_ctas != 1:
-            raise NotImplementedError(f"num_ctas={parsed.num_ctas}: the simulator shares out no tensor among the programs of a cluster")
+            raise NotImplementedError(
+                f"num_ctas={parsed.num_ctas}: the simulator shares out no tensor among the programs of a cluster"
+            )
         named = {name: value for name, value in keywords.items() if name in self.fn.arg_names}
         bound = self.fn.signature.bind(*arguments, **named)
         bound.apply_defaults()
@@ -191,7 +220,9 @@ class _Launch:
         self.builder = Builder(self.machine, parsed, layouts, self.capability)
         self.semantic: Any = (Gluon if self.fn.is_gluon() else Triton)(self.builder)
         self.machine.storages = []
-        values = [self._argument(parameter.name, bound.arguments[parameter.name], parameter) for parameter in self.fn.params]
+        values = [
+            self._argument(parameter.name, bound.arguments[parameter.name], parameter) for parameter in self.fn.params
+        ]
         grid = grid(dict(bound.arguments)) if callable(grid) else grid
         grid = (grid[0] * together, *grid[1:], 1, 1)[:3]
         self.builder.grid = grid
@@ -204,7 +235,10 @@ class _Launch:
 
     def _storage(self, name: str, tensor: torch.Tensor) -> Memory:
         if tensor.device.type != "cpu":
-            raise TypeError(f"{name}: got a tensor on {tensor.device}, expected one on the CPU: the simulator reads its memory directly")
+            raise TypeError(
+                f"{name}: got a tensor on {tensor.device}, expected one on the CPU: the simulator reads its memory "
+                "directly"
+            )
         storage = tensor.untyped_storage()
         raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         for memory in self.machine.storages:
@@ -224,7 +258,9 @@ class _Launch:
             if value.numel():
                 self._storage(name, value)
             elem = _dtype(value.dtype)
-            return tl.tensor(Value(np.int64(value.data_ptr()), "*" + elem.to_ir(self.builder).elem), tl.pointer_type(elem))
+            return tl.tensor(
+                Value(np.int64(value.data_ptr()), "*" + elem.to_ir(self.builder).elem), tl.pointer_type(elem)
+            )
         if isinstance(value, bool):
             return self.semantic.to_tensor(value)
         if isinstance(value, (int, float)):
@@ -236,7 +272,9 @@ class _Launch:
         return constexpr(value)
 
     def _number(self, value: int | float, parameter: KernelParam | None) -> base_value:
-        """A number as the launcher passes it: by the parameter's annotation, else int32, int64 or uint64, whichever holds it, or float32."""
+        """A number as the launcher passes it: by the parameter's annotation, else int32, int64 or uint64, whichever
+        holds it, or float32.
+        """
         annotated = getattr(parameter, "annotation_type", "") if parameter is not None else ""
         if annotated:
             return self.semantic.cast(self.semantic.to_tensor(value), str_to_ty(annotated, None))
@@ -251,15 +289,19 @@ class _Launch:
     @staticmethod
     def _refuse_nested(name: str, value: tuple[object, ...]) -> None:
         if any(isinstance(item, (GluonDescriptor, TensorDescriptor)) for item in value):
-            raise TypeError(f"{name}: got a tuple that holds a tensor descriptor, expected the descriptor as an argument of its own: "
-                            "Triton compiles such a kernel, but its launcher refuses the call")  # fmt: skip
+            raise TypeError(
+                f"{name}: got a tuple that holds a tensor descriptor, expected the descriptor "
+                "as an argument of its own: Triton compiles such a kernel, but its launcher refuses the call"
+            )
 
     def _descriptor(self, name: str, host: GluonDescriptor | TensorDescriptor) -> base_value:
         memory = self._storage(name, host.base)
         elem = _dtype(host.base.dtype)
         ir_elem = elem.to_ir(self.builder).elem
         address, block = host.base.data_ptr(), list(host.block_shape)
-        handle = self._window(memory, address, list(host.shape), list(host.strides), block, ir_elem, host.padding == "nan")
+        handle = self._window(
+            memory, address, list(host.shape), list(host.strides), block, ir_elem, host.padding == "nan"
+        )
         handle.signed = not elem.is_int_unsigned()
         shape = [tl.tensor(Value(np.int32(size), "i32"), tl.int32) for size in host.shape]
         strides = [tl.tensor(Value(np.int64(stride), "i64"), tl.int64) for stride in host.strides]
@@ -267,12 +309,16 @@ class _Launch:
             return tma.tensor_descriptor(handle, shape, strides, tl.block_type(elem, block), host.layout)
         return tl.tensor_descriptor(handle, shape, strides, tl.block_type(elem, block))
 
-    def _window(self, memory: Memory, address: int, shape: list[int], strides: list[int], block: list[int], elem: str, nan: bool) -> Descriptor:
+    def _window(
+        self, memory: Memory, address: int, shape: list[int], strides: list[int], block: list[int], elem: str, nan: bool
+    ) -> Descriptor:
         reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
         whole = (memory.end - address) // np.dtype(STORED[elem]).itemsize
         if reach > whole and not wraps(strides, np.dtype(STORED[elem]).itemsize):
-            raise ValueError(f"{memory.name}: a descriptor of shape {shape}, strides {strides} reaches {reach} elements, "
-                             f"but its storage ends after {whole}; give the tensor's own shape and strides")  # fmt: skip
+            raise ValueError(
+                f"{memory.name}: a descriptor of shape {shape}, strides {strides} reaches {reach} elements, "
+                f"but its storage ends after {whole}; give the tensor's own shape and strides"
+            )
         return self.builder.descriptor(address, shape, strides, block, elem, nan)
 
 

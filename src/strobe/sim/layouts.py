@@ -1,4 +1,5 @@
-"""Questions of layout go to Triton's own builder, on values without content, so layout errors are the compiler's own."""
+"""Questions of layout go to Triton's own builder, on values without content, so layout errors are the compiler's
+own."""
 
 from __future__ import annotations
 
@@ -57,13 +58,25 @@ class Layouts:
         self._module.set_attr("ttg.target", builder.get_string_attr(f"cuda:{capability}"))
         for name, value in (("num-warps", num_warps), ("num-ctas", num_ctas), ("threads-per-warp", 32)):
             self._module.set_attr("ttg." + name, builder.get_int32_attr(value))
-        function = builder.get_or_insert_function(self._module, "layouts", builder.get_function_ty([], []), "public", False)
+        function = builder.get_or_insert_function(
+            self._module, "layouts", builder.get_function_ty([], []), "public", False
+        )
         self._module.push_back(function)
         builder.set_insertion_point_to_start(function.add_entry_block())
         self.attributes, self.answers = Interned(builder), {}
-        self._elems = dict(i1=builder.get_int1_ty, i8=builder.get_int8_ty, i16=builder.get_int16_ty, i32=builder.get_int32_ty,
-                           i64=builder.get_int64_ty, fp16=builder.get_half_ty, bf16=builder.get_bf16_ty, fp32=builder.get_float_ty,
-                           fp64=builder.get_double_ty, fp8e4nv=builder.get_fp8e4nv_ty, fp8e5=builder.get_fp8e5_ty)  # fmt: skip
+        self._elems = dict(
+            i1=builder.get_int1_ty,
+            i8=builder.get_int8_ty,
+            i16=builder.get_int16_ty,
+            i32=builder.get_int32_ty,
+            i64=builder.get_int64_ty,
+            fp16=builder.get_half_ty,
+            bf16=builder.get_bf16_ty,
+            fp32=builder.get_float_ty,
+            fp64=builder.get_double_ty,
+            fp8e4nv=builder.get_fp8e4nv_ty,
+            fp8e5=builder.get_fp8e5_ty,
+        )
 
     def elem(self, elem: str) -> Any:
         return self._elems.get(elem, self.builder.get_int64_ty)()
@@ -76,14 +89,20 @@ class Layouts:
             self.answers[key] = ask()
         return self.answers[key]
 
-    def result(self, operation: str, elem: str, shape: Sequence[int], layout: object, *arguments: object) -> tuple[object, object]:
-        """(Python layout, attribute) of what `create_<operation>(value, *arguments)` gives; (None, None) for plain Triton."""
+    def result(
+        self, operation: str, elem: str, shape: Sequence[int], layout: object, *arguments: object
+    ) -> tuple[object, object]:
+        """(Python layout, attribute) of what `create_<operation>(value, *arguments)` gives; (None, None) for plain
+        Triton.
+        """
         if layout is None:
             return None, None
         key = (operation, elem, tuple(shape), id(layout), _key(arguments))
         return self.answer(key, lambda: self._infer(operation, elem, shape, layout, arguments))
 
-    def _infer(self, operation: str, elem: str, shape: Sequence[int], layout: object, arguments: tuple) -> tuple[object, object]:
+    def _infer(
+        self, operation: str, elem: str, shape: Sequence[int], layout: object, arguments: tuple
+    ) -> tuple[object, object]:
         builder, value = self.builder, self.blank(elem, shape, layout)
         if operation == "reduce":
             if len(shape) == 1:
@@ -104,8 +123,10 @@ class Layouts:
         return self.answer(key, lambda: self.builder.get_gluon_layout_from_tensor(self.blank("i32", shape, layout)))
 
     def registers(self, shape: tuple, layout: object, pack: int) -> np.ndarray | None:
-        """[groups, pack]: the places in a flat array of registers of one thread that follow each other; 32 groups that do so are the lanes of a warp.
-        None where that is the array's order, for plain Triton, and where a thread holds an element twice, or none."""
+        """[groups, pack]: the places in a flat array of registers of one thread that follow each other; 32 groups that
+        do so are the lanes of a warp. None where that is the array's order, for plain Triton, and where a thread holds
+        an element twice, or none.
+        """
         if layout is None:
             return None
 
@@ -129,17 +150,27 @@ class Layouts:
         return self.answer(("trivial", elem, tuple(shape), id(source), id(target)), ask)
 
     def of_window(
-        self, operation: str, elem: str, shape: Sequence[int], layout: object, alloc_shape: Sequence[int], argument: Sequence[int]
+        self,
+        operation: str,
+        elem: str,
+        shape: Sequence[int],
+        layout: object,
+        alloc_shape: Sequence[int],
+        argument: Sequence[int],
     ) -> tuple[object, object]:
         """(Python layout, attribute) of a memory descriptor after `create_memdesc_<operation>`."""
 
         def ask() -> tuple[object, object]:
-            source = self.builder.create_poison(self.builder.get_shared_mem_desc_ty(self.elem(elem), list(shape), layout, list(alloc_shape)))
+            source = self.builder.create_poison(
+                self.builder.get_shared_mem_desc_ty(self.elem(elem), list(shape), layout, list(alloc_shape))
+            )
             result = getattr(self.builder, "create_memdesc_" + operation)(source, list(argument))
             python = self.builder.get_gluon_layout_from_memdesc(result)
             return python, python._to_ir(self.attributes)
 
-        return self.answer(("window", operation, elem, tuple(shape), id(layout), tuple(alloc_shape), tuple(argument)), ask)
+        return self.answer(
+            ("window", operation, elem, tuple(shape), id(layout), tuple(alloc_shape), tuple(argument)), ask
+        )
 
     def of_memory(self, elem: str, shape: Sequence[int], layout: object) -> object:
         """The Python layout of a memory descriptor with this layout attribute."""
@@ -151,8 +182,9 @@ class Layouts:
         return self.answer(("memory", elem, tuple(shape), id(layout)), ask)
 
     def pieces(self, elem: str, source: tuple, source_layout: object, target: tuple, target_layout: object) -> bool:
-        """Whether a tile [..., rows, columns] taken as [pieces, some rows, block] is cut between its blocks of columns: a swizzled tile wider than
-        its swizzle lies in memory block by block, each of all rows."""
+        """Whether a tile [..., rows, columns] taken as [pieces, some rows, block] is cut between its blocks of columns:
+        a swizzled tile wider than its swizzle lies in memory block by block, each of all rows.
+        """
         if len(target) != 3 or source[-1] <= target[-1]:
             return False
         kinds = [self.of_memory(elem, source, source_layout), self.of_memory(elem, target, target_layout)]

@@ -2,7 +2,8 @@
 
 Nothing here knows Triton. Asynchronous work really is late: a copy or a product takes effect when the scheduler lets it
 land. Modes: `eager` lands it at once; `lazy` only when every partition waits; `random` draws among all that can happen;
-`pct` follows random priorities with random change points (Burckhardt et al., ASPLOS 2010); `timed` goes by modelled time.
+`pct` follows random priorities with random change points (Burckhardt et al., ASPLOS 2010); `timed` goes by modelled
+time.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from .options import MODES as MODES
 from .report import Place, Reports, Stop, place_text
 from .timeline import Event
 
-KERNEL_CODE: dict[int, CodeType] = {}  # by id, since a code object's hash reads all of it: made from kernel functions, frames worth naming
+KERNEL_CODE: dict[
+    int, CodeType
+] = {}  # by id, since a code object's hash reads all of it: made from kernel functions, frames worth naming
 MAX_STEPS = 5_000_000
 # (kind of report, the later access writes, the earlier one did) -> how the later relates to the earlier
 _RELATION = {
-    ("race", True, True): "overwrites", ("race", True, False): "overwrites what is read by", ("race", False, True): "reads what is written by",
+    ("race", True, True): "overwrites", ("race", True, False): "overwrites what is read by",
+    ("race", False, True): "reads what is written by",
     ("order", True, True): "adds to what is added to by",
     **{("fence", *writes): "follows" for writes in ((True, True), (True, False), (False, True))},
 }  # fmt: skip
@@ -43,7 +47,9 @@ _NOBODY = cast(Partition, None)  # the current partition while no kernel code ru
 
 
 class Machine:
-    def __init__(self, mode: str, seed: int, sms: int, limits: dict[str, int], reports: Reports, checks: Checks = USUAL):
+    def __init__(
+        self, mode: str, seed: int, sms: int, limits: dict[str, int], reports: Reports, checks: Checks = USUAL
+    ):
         self.mode, self.random, self.sms, self.limits, self.reports = mode, random.Random(seed), sms, limits, reports
         self.checks = checks
         self.storages: list[Memory] = []
@@ -88,18 +94,25 @@ class Machine:
         if not self.checks.happens_before:
             return
         if unwritten:
-            text = f"{actor.what} by {_who(actor)} reads {memory.name}, of which nothing wrote {_part(unwritten, mask)}, at {place_text(actor.where)}"
+            text = (
+                f"{actor.what} by {_who(actor)} reads {memory.name}, of which nothing wrote "
+                f"{_part(unwritten, mask)}, at {place_text(actor.where)}"
+            )
             self.report("uninitialised", text, actor.where, (memory.name, actor.where))
         for access in earlier:
             if kind := self._fault(access, actor):
                 here, there = (f"{who.what} by {_who(who)} at {place_text(who.where)}" for who in (actor, access.actor))
                 text = f"on {memory.name}: {here} {_RELATION[kind, write, access.write]} {there}{_REASON[kind]}"
-                self.report(kind, text, actor.where, (memory.name, actor.where, access.actor.where, write, access.write))
+                self.report(
+                    kind, text, actor.where, (memory.name, actor.where, access.actor.where, write, access.write)
+                )
 
     def _fault(self, earlier: Access, actor: Actor) -> str:
         """The kind of report that two accesses to one place deserve, at least one of them a write; "" for none."""
         if earlier.actor.atomic and actor.atomic:  # they do not race, but the order of adds may matter
-            ordered = not (self.checks.atomic_order and earlier.actor.adds and actor.adds) or earlier.ordered_before(actor)
+            ordered = not (self.checks.atomic_order and earlier.actor.adds and actor.adds) or earlier.ordered_before(
+                actor
+            )
             return "" if ordered else "order"
         if not earlier.ordered_before(actor):
             return "race"
@@ -107,7 +120,9 @@ class Machine:
 
     def _unfenced(self, earlier: Access, actor: Actor) -> bool:
         """The async proxy after generic code, with no fence between; after a generic read only if that is asked for."""
-        crosses = actor.proxy.startswith("async") and earlier.actor.generic and (earlier.write or self.checks.read_fences)
+        crosses = (
+            actor.proxy.startswith("async") and earlier.actor.generic and (earlier.write or self.checks.read_fences)
+        )
         return crosses and not earlier.fenced_before(actor)
 
     def touch(self, memory: Memory, view: np.ndarray, write: bool, what: str) -> None:
@@ -122,8 +137,11 @@ class Machine:
         p.repeats = p.repeats + 1 if p.last_read == seen else 0
         p.last_read = seen
         if p.repeats >= SPINS:
-            text = f"{p.name} reads {memory.name} again and again by a plain load, which need not see what others write: read it by a volatile " \
-                   f"or acquiring load; at {place_text(actor.where)}"  # fmt: skip
+            text = (
+                f"{p.name} reads {memory.name} again and again by a plain load, which need not see what others "
+                "write: read it by a volatile "
+                f"or acquiring load; at {place_text(actor.where)}"
+            )
             self.report("deadlock", text, actor.where, (memory.name, actor.where))
             self.poll(seen)
 
@@ -139,8 +157,12 @@ class Machine:
         cta.used[space] += charge
         if cta.used[space] > self.limits[space]:
             unit = "bytes" if space == "shared" else "columns"
-            self.report("budget", f"{cta.used[space]} {unit} of {space} memory are in use with this allocation of {charge}; "
-                        f"the target has {self.limits[space]}; at {place_text(self.place())}", key=(space,))  # fmt: skip
+            self.report(
+                "budget",
+                f"{cta.used[space]} {unit} of {space} memory are in use with this allocation of {charge}; "
+                f"the target has {self.limits[space]}; at {place_text(self.place())}",
+                key=(space,),
+            )
         return cta.allocate(space, size)
 
     # ---- mbarriers
@@ -153,22 +175,38 @@ class Machine:
             self.report("barrier", f"{p.name} uses {name}, which is not initialised, at {place_text(self.place())}")
             found = (cta or p.cta).barriers[address] = Barrier(name, 1, p.knows)
         elif self.checks.happens_before and any(p.knows.get(agent, 0) < clock for agent, clock in found.since.items()):
-            self.report("race", f"{p.name} uses {name} without being ordered after its initialisation, at {place_text(self.place())}")
+            self.report(
+                "race",
+                f"{p.name} uses {name} without being ordered after its initialisation, at {place_text(self.place())}",
+            )
         return found
 
     def init_barrier(self, address: int, name: str, count: int) -> None:
         p = self.current
         if count < 1:
-            self.report("barrier", f"{p.name} initialises {name} with a count of {count}; it must be 1 or more; at {place_text(self.place())}")
+            self.report(
+                "barrier",
+                (
+                    f"{p.name} initialises {name} with a count of {count}; it must be 1 or more; at "
+                    f"{place_text(self.place())}"
+                ),
+            )
         p.cta.barriers[address] = Barrier(name, max(count, 1), p.knows)
         p.tick()
 
-    def arrive(self, barrier: Barrier, count: int, knows: Clock, who: str, where: Place, expect: int = 0, time_ns: float = 0.0) -> None:
+    def arrive(
+        self, barrier: Barrier, count: int, knows: Clock, who: str, where: Place, expect: int = 0, time_ns: float = 0.0
+    ) -> None:
         """Arrivals by `who`, asked for at `where`; they tell whoever waits what `knows` holds."""
         self.progress += 1
         if self.checks.happens_before and not barrier.knows_the_end(knows):
-            self.report("barrier", f"{who} arrives on {barrier.name} at {place_text(where)}, not ordered after the end of its phase before: "
-                        f"the arrival may count for that phase or for the next", where, (barrier.name, "early", where))  # fmt: skip
+            self.report(
+                "barrier",
+                f"{who} arrives on {barrier.name} at {place_text(where)}, not ordered after the end of "
+                "its phase before: the arrival may count for that phase or for the next",
+                where,
+                (barrier.name, "early", where),
+            )
         merge(barrier.gathering, knows)
         barrier.missing -= count
         barrier.missing_bytes += expect
@@ -186,7 +224,9 @@ class Machine:
         barrier.missing_bytes -= size
         barrier.latest = max(barrier.latest, operation.ready_ns)
         if (barrier.missing == 0 and barrier.missing_bytes < 0) or barrier.phase != phase:
-            self._too_many_bytes(barrier, phase, f"{operation.what} issued at {place_text(operation.where)}", operation.where)
+            self._too_many_bytes(
+                barrier, phase, f"{operation.what} issued at {place_text(operation.where)}", operation.where
+            )
         self._settle(barrier)
 
     def _too_many_bytes(self, barrier: Barrier, phase: int, culprit: str, where: Place) -> None:
@@ -199,8 +239,14 @@ class Machine:
             barrier.missing_bytes = 0
         if self.checks.happens_before and not barrier.missing and not barrier.missing_bytes:
             for agent, place in barrier.overtaken():
-                self.report("barrier", f"a phase of {barrier.name} ends, not ordered after the wait of {agent.partition('/')[2]} for the phase "
-                            f"before, at {place_text(place)}: that wait may come too late and miss it", place, (barrier.name, place))  # fmt: skip
+                self.report(
+                    "barrier",
+                    f"a phase of {barrier.name} ends, not ordered after the wait of "
+                    f"{agent.partition('/')[2]} for the phase before, at {place_text(place)}: "
+                    "that wait may come too late and miss it",
+                    place,
+                    (barrier.name, place),
+                )
         barrier.advance()
 
     def wait(self, barrier: Barrier, parity: int) -> None:
@@ -218,7 +264,9 @@ class Machine:
         self.preempt()
         if bar.gathered and bar.threads != threads:
             both = f"{threads} and with {bar.threads} threads"
-            self.report("barrier", f"named barrier {number} is used with {both} in one round, at {place_text(self.place())}")
+            self.report(
+                "barrier", f"named barrier {number} is used with {both} in one round, at {place_text(self.place())}"
+            )
         bar.threads, generation = threads, bar.generation
         bar.gathered += 32 * p.warps
         bar.latest = max(bar.latest, p.time_ns)
@@ -226,7 +274,13 @@ class Machine:
         p.tick()
         self.progress += 1
         if bar.gathered > threads:
-            self.report("barrier", f"named barrier {number} gets {bar.gathered} threads, more than its {threads}, at {place_text(self.place())}")
+            self.report(
+                "barrier",
+                (
+                    f"named barrier {number} gets {bar.gathered} threads, more than its {threads}, at "
+                    f"{place_text(self.place())}"
+                ),
+            )
         if bar.gathered >= threads:
             bar.generation, bar.gathered, bar.released, bar.gathering = bar.generation + 1, 0, bar.gathering, {}
             bar.done_ns, bar.latest = bar.latest, 0.0
@@ -239,7 +293,9 @@ class Machine:
     # ---- asynchronous work
 
     def launch(self, stream: Stream | None, operation: Operation, cta: Cta | None = None) -> None:
-        """Hand over work: to a stream that finishes in order, or (None) to the loads of this CTA or another, which land in any order."""
+        """Hand over work: to a stream that finishes in order, or (None) to the loads of this CTA or another, which land
+        in any order.
+        """
         cta = cta or self.current.cta
         if stream is None:
             cta.loads.append(operation)
@@ -287,7 +343,8 @@ class Machine:
     # ---- global synchronisation
 
     def synchronise(self, memory: Memory, offsets: np.ndarray, order: str, reads: bool, writes: bool) -> None:
-        """A load, store or atomic at global places that is not weak: learn what was released there, release what is known.
+        """A load, store or atomic at global places that is not weak: learn what was released there, release what is
+        known.
 
         A relaxed one does so for the fences around it (PTX ISA, release and acquire patterns): it learns at the next
         `fence.acq_rel`, and releases what was known at the last one. An atomic goes on with what was released before
@@ -308,19 +365,25 @@ class Machine:
             p.tick()
 
     def thread_fence(self) -> None:
-        """fence.acq_rel or stronger: learn what relaxed reads have seen; relaxed writes from now on release what is known now."""
+        """fence.acq_rel or stronger: learn what relaxed reads have seen; relaxed writes from now on release what is
+        known now.
+        """
         p = self.current
         merge(p.knows, p.observed)
         p.fenced = dict(p.knows)
         p.tick()
 
     def poll(self, seen: tuple) -> None:
-        """A read that other CTAs may change; the same value read again there with nothing new since blocks (a spin loop)."""
+        """A read that other CTAs may change; the same value read again there with nothing new since blocks (a spin
+        loop).
+        """
         p, seen = self.current, (*seen, self.place())
         self.preempt(always=True)
         if p.poll == (seen, self.progress):
             since = self.progress
-            self.block(lambda: self.progress != since, lambda: "a value in global memory that nobody changes (spin loop)")
+            self.block(
+                lambda: self.progress != since, lambda: "a value in global memory that nobody changes (spin loop)"
+            )
         p.poll = (seen, self.progress)
 
     # ---- scheduling
@@ -354,7 +417,9 @@ class Machine:
         self.current = p
 
     def fork(self, bodies: list[tuple[str, int, Callable[[], object]]]) -> Any:
-        """warp_specialize: run (name, warps, body) side by side, the first on the caller's warps; its result, once all have returned."""
+        """warp_specialize: run (name, warps, body) side by side, the first on the caller's warps; its result, once all
+        have returned.
+        """
         me, hub = self.current, self.hub
         me.tick()
         place = self.place()
@@ -375,9 +440,16 @@ class Machine:
 
     def _check_left(self, worker: Partition) -> None:
         for stream, verb in ((worker.wgmma, "wgmma"), (worker.stores, "TMA store"), (worker.copies, "cp.async")):
-            unwaited = stream.issued - worker.knows.get(stream.agent, 0) + (len(worker.open_copies) if stream is worker.copies else 0)
+            unwaited = (
+                stream.issued
+                - worker.knows.get(stream.agent, 0)
+                + (len(worker.open_copies) if stream is worker.copies else 0)
+            )
             if unwaited > 0 and self.checks.happens_before:
-                text = f"{worker.name} ends without having waited for its last {unwaited} {verb} operation(s), the last at {place_text(stream.where)}"
+                text = (
+                    f"{worker.name} ends without having waited for its last {unwaited} {verb} operation(s), the "
+                    f"last at {place_text(stream.where)}"
+                )
                 self.report("unfinished", text, stream.where, (worker.name, verb))
 
     def run_grid(self, grid: tuple[int, int, int], body: Callable[[], object], together: int = 1) -> None:
@@ -388,7 +460,9 @@ class Machine:
         self.ctas = []
         try:
             while True:
-                while len(self.ctas) + together <= max(self.sms, together) and (members := list(islice(programs, together))):
+                while len(self.ctas) + together <= max(self.sms, together) and (
+                    members := list(islice(programs, together))
+                ):
                     cluster = Cluster([self._start(*program, body) for program in members])
                     self.ctas += cluster.ctas
                     for cta in cluster.ctas:
@@ -437,7 +511,13 @@ class Machine:
 
     def _choose(self, runnable: list[Partition], flying: list[tuple[Cta, Stream | None, Operation]]) -> Any:
         if self.mode in ("eager", "lazy"):
-            return runnable[0] if len(runnable) == 1 else self.random.choice(runnable or flying) if runnable or flying else None
+            return (
+                runnable[0]
+                if len(runnable) == 1
+                else self.random.choice(runnable or flying)
+                if runnable or flying
+                else None
+            )
         everything = [*runnable, *flying]
         if not everything:
             return None
@@ -445,7 +525,9 @@ class Machine:
             return self.random.choice(everything)
         if self.mode == "timed":
             return min(everything, key=lambda one: one.time_ns if isinstance(one, Partition) else one[2].ready_ns)
-        return max(everything, key=lambda one: self._priority(one.agent if isinstance(one, Partition) else one[2].agent))
+        return max(
+            everything, key=lambda one: self._priority(one.agent if isinstance(one, Partition) else one[2].agent)
+        )
 
     def _priority(self, agent: str) -> float:
         if agent not in self._priorities or self.random.random() < 0.03:
@@ -455,9 +537,19 @@ class Machine:
     def _deadlock(self) -> None:
         stuck = [p for cta in self.ctas for p in cta.partitions if not p.done and p.blocked]
         several = len(self.ctas) > 1
-        lines = [f"{p.name}{f' of CTA {p.cta.index}' if several else ''} waits for {p.waits_for()} at {place_text(p.where)}"
-                 for p in stuck if p.waits_for() != "its partitions"]  # fmt: skip
-        self.report("deadlock", "every partition waits and nothing is in flight:\n  " + "\n  ".join(lines), stuck[0].where if stuck else ())
+        lines = [
+            (
+                f"{p.name}{f' of CTA {p.cta.index}' if several else ''} waits for {p.waits_for()} at "
+                f"{place_text(p.where)}"
+            )
+            for p in stuck
+            if p.waits_for() != "its partitions"
+        ]
+        self.report(
+            "deadlock",
+            "every partition waits and nothing is in flight:\n  " + "\n  ".join(lines),
+            stuck[0].where if stuck else (),
+        )
         raise Stop
 
     def _finish(self, cta: Cta) -> None:
@@ -521,7 +613,9 @@ class Machine:
 
     def event(self, row: str, kind: str, name: str, start_ns: float, end_ns: float) -> None:
         if self.mode == "timed":
-            self.events.append(Event(self.current.cta.index, row, kind, name, start_ns, end_ns, place_text(self.place())))
+            self.events.append(
+                Event(self.current.cta.index, row, kind, name, start_ns, end_ns, place_text(self.place()))
+            )
 
 
 def _who(actor: Actor) -> str:

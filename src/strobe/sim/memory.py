@@ -1,7 +1,7 @@
 """Memory with a shadow: who touched each granule last, so that unordered accesses are found whatever the schedule was.
 
-Happens-before is decided by vector clocks (FastTrack: Flanagan and Freund, PLDI 2009, section 3): an access by agent `a`
-at its clock `c` is ordered before an agent whose vector clock knows `a` up to `c`. Accesses are kept as bit sets of
+Happens-before is decided by vector clocks (FastTrack: Flanagan and Freund, PLDI 2009, section 3): an access by agent
+`a` at its clock `c` is ordered before an agent whose vector clock knows `a` up to `c`. Accesses are kept as bit sets of
 granules, so one record stands for a whole tile and a check is one `and` of two integers.
 """
 
@@ -50,7 +50,9 @@ class Access:
     actor: Actor
     clock: int
     write: bool
-    fences: dict[str, int] = field(default_factory=dict)  # each agent's first proxy fence since: who knows a later one knows it
+    fences: dict[str, int] = field(
+        default_factory=dict
+    )  # each agent's first proxy fence since: who knows a later one knows it
 
     def ordered_before(self, actor: Actor) -> bool:
         return actor.knows.get(self.actor.agent, 0) >= self.clock
@@ -92,7 +94,9 @@ class Memory:
         return int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little")
 
     def touch(self, mask: int, write: bool, actor: Actor) -> tuple[list[Access], int]:
-        """Record an access; returns the earlier accesses that it meets, one of the two a write, and the granules read but never written."""
+        """Record an access; returns the earlier accesses that it meets, one of the two a write, and the granules read
+        but never written.
+        """
         conflicts = [access for access in self.writes if access.mask & mask]
         if write:
             conflicts += [access for access in self.reads if access.mask & mask]
@@ -118,7 +122,9 @@ class Memory:
 
 
 def _without(accesses: list[Access], mask: int, spare: Actor | None) -> list[Access]:
-    """The accesses that a write leaves standing; an atomic leaves the atomics of other agents, which it does not follow."""
+    """The accesses that a write leaves standing; an atomic leaves the atomics of other agents, which it does not
+    follow.
+    """
     kept = []
     for access in accesses:
         if not (spare and access.actor.atomic and access.actor.agent != spare.agent):

@@ -1,4 +1,5 @@
-"""Mutants of a kernel: its source with one synchronisation statement dropped or bent (DeMillo, Lipton and Sayward, 1978).
+"""Mutants of a kernel: its source with one synchronisation statement dropped or bent (DeMillo, Lipton and Sayward,
+1978).
 
 A kernel's barriers are proven needed by taking each away: somebody must notice, or a ledger says why nothing changes.
 """
@@ -13,12 +14,15 @@ from dataclasses import dataclass
 
 # statements that only synchronise: dropped whole. The names of mbarrier's functions count with their module alone.
 _DROPPED = {
-    "mbarrier.wait": "drop wait", "mbarrier.arrive": "drop arrive", "mbarrier.expect": "drop expect", "fence_async_shared": "drop fence",
-    "store_wait": "drop store_wait", "tma_store_wait": "drop store_wait", "tcgen05_commit": "drop commit", "commit_group": "drop commit",
+    "mbarrier.wait": "drop wait", "mbarrier.arrive": "drop arrive", "mbarrier.expect": "drop expect",
+    "fence_async_shared": "drop fence",
+    "store_wait": "drop store_wait", "tma_store_wait": "drop store_wait", "tcgen05_commit": "drop commit",
+    "commit_group": "drop commit",
     "tma_store_drain": "drop store_drain", "cp_async_commit": "drop commit", "cp_async_wait": "drop wait_group",
     "fence_async_global": "drop fence", "wait_group": "drop wait_group", "mbarrier_arrive": "drop arrive",
     "arrive_each": "drop arrive", "inline_asm_elementwise": "drop asm",
-    "named_barrier": "drop asm", "release": "drop arrive", "open_inbox": "drop arrive", "cluster_wait": "drop wait", "await_inbox": "drop wait",
+    "named_barrier": "drop asm", "release": "drop arrive", "open_inbox": "drop arrive", "cluster_wait": "drop wait",
+    "await_inbox": "drop wait",
     "say": "drop arrive", "await_said": "drop wait",
 }  # fmt: skip
 # an argument bent: (position, keyword, kind, what becomes of it); those called num_outstanding may be left out
@@ -39,7 +43,8 @@ _BENT = {
 }
 _DEFAULTS = {"num_outstanding": "0"}
 _WEAKER_TEXT = (  # in the text of inline PTX
-    (r"\.(acquire|release|acq_rel)\b", ".relaxed", "weaken order"), (r"wait_group\s+0", "wait_group.read 0", "wait for reads only"),
+    (r"\.(acquire|release|acq_rel)\b", ".relaxed", "weaken order"),
+    (r"wait_group\s+0", "wait_group.read 0", "wait for reads only"),
     (r"fence\.[\w.:]+;", "", "drop fence"), (r"bar\.sync\b", "bar.arrive", "arrive only"),
 )  # fmt: skip
 MODULE = "(module)"  # where inline PTX stands that no jit function holds
@@ -71,12 +76,14 @@ class Mutant:
 def mutants(source: str) -> list[Mutant]:
     """All mutants of the jit functions in a file's source, in the order of the lines.
 
-    >>> [str(m) for m in mutants('''
+    >>> for mutant in mutants('''
     ... @gluon.jit
     ... def consumer(k_ready, parity):
     ...     mbarrier.wait(k_ready, parity)
-    ... ''')]
-    ['drop wait, line 4 of consumer: mbarrier.wait(k_ready, parity)', 'flip parity, line 4 of consumer: mbarrier.wait(k_ready, parity)']
+    ... '''):
+    ...     print(mutant)
+    drop wait, line 4 of consumer: mbarrier.wait(k_ready, parity)
+    flip parity, line 4 of consumer: mbarrier.wait(k_ready, parity)
     """
     tree = ast.parse(source)
     lines = list(io.StringIO(source, newline=""))  # as Python counts them: str.splitlines knows more ends of lines
@@ -123,7 +130,11 @@ def _changes(function: ast.FunctionDef) -> Iterator[_Change]:
     """Every change of a jit function."""
     nodes = list(ast.walk(ast.Module(function.body, [])))
     for node in nodes:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and (kind := _DROPPED.get(_called(node.value))):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Call)
+            and (kind := _DROPPED.get(_called(node.value)))
+        ):
             yield kind, node, "pass"
         if isinstance(node, ast.Call):
             yield from _bent(node)
@@ -148,11 +159,17 @@ def _bent(call: ast.Call) -> Iterator[_Change]:
 
 def _fewer_barriers(call: ast.Call) -> Iterator[_Change]:
     """The call without one of the barriers that it signals, and without that one's predicate."""
-    lists = {k.arg: k.value.elts for k in call.keywords if k.arg in _SIGNALS and isinstance(k.value, (ast.List, ast.Tuple))}
+    lists = {
+        k.arg: k.value.elts for k in call.keywords if k.arg in _SIGNALS and isinstance(k.value, (ast.List, ast.Tuple))
+    }
     for i, dropped in enumerate(lists.get("mbarriers", ())):
         rest = {name: ast.List([*entries[:i], *entries[i + 1 :]]) for name, entries in lists.items()}
         keywords = [ast.keyword(k.arg, rest.get(k.arg or "", k.value)) for k in call.keywords]
-        yield f"drop mbarriers entry {ast.unparse(dropped)}", call, ast.unparse(ast.Call(call.func, call.args, keywords))
+        yield (
+            f"drop mbarriers entry {ast.unparse(dropped)}",
+            call,
+            ast.unparse(ast.Call(call.func, call.args, keywords)),
+        )
 
 
 def _weaker_orders(call: ast.Call) -> Iterator[_Change]:
@@ -173,7 +190,11 @@ def _text_changes(nodes: Iterable[ast.AST]) -> Iterator[_Change]:
     for node in formatted:
         for i, part in enumerate(node.values):
             for kind, weaker in _weaker(part):
-                yield kind, node, ast.unparse(ast.JoinedStr([*node.values[:i], ast.Constant(weaker), *node.values[i + 1 :]]))
+                yield (
+                    kind,
+                    node,
+                    ast.unparse(ast.JoinedStr([*node.values[:i], ast.Constant(weaker), *node.values[i + 1 :]])),
+                )
 
 
 def _weaker(node: ast.AST) -> Iterator[tuple[str, str]]:

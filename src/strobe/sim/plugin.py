@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def simulate() -> Callable[..., AbstractContextManager[Run]]:
-    """`with simulate("sm_90", mode="pct", seed=1) as run:` as strobe.sim.simulate; faults fail the test, before anything else that is wrong."""
+    """`with simulate("sm_90", mode="pct", seed=1) as run:` as strobe.sim.simulate; faults fail the test, before
+    anything else that is wrong.
+    """
     from . import SimulationFault
     from .launch import simulate as simulated
 

@@ -11,10 +11,24 @@ from numpy.typing import DTypeLike
 from .machine import Machine
 from .memory import Actor, Memory
 from .report import place_text
-from .values import BYTES, COMPUTED, STORED, Descriptor, Type, Value, WrappedView, from_bits, is_pointer, to_bits, unsigned, wraps
+from .values import (
+    BYTES,
+    COMPUTED,
+    STORED,
+    Descriptor,
+    Type,
+    Value,
+    WrappedView,
+    from_bits,
+    is_pointer,
+    to_bits,
+    unsigned,
+    wraps,
+)
 
 _ATOMIC: dict[str, Callable[..., np.ndarray]] = dict(
-    ADD=np.add, FADD=np.add, MAX=np.maximum, MIN=np.minimum, UMAX=np.maximum, UMIN=np.minimum, AND=np.bitwise_and, OR=np.bitwise_or,
+    ADD=np.add, FADD=np.add, MAX=np.maximum, MIN=np.minimum, UMAX=np.maximum, UMIN=np.minimum, AND=np.bitwise_and,
+    OR=np.bitwise_or,
     XOR=np.bitwise_xor, XCHG=lambda old, new: new, INC=lambda old, bound: np.where(old >= bound, 0, old + 1),
     DEC=lambda old, bound: np.where((old == 0) | (old > bound), bound, old - 1))  # fmt: skip
 _UNSIGNED = ("UMAX", "UMIN", "INC", "DEC")
@@ -50,7 +64,9 @@ class Pointers:
 
     def _find(self, addresses: np.ndarray, mask: np.ndarray | None, size: int, what: str) -> Found:
         """Where the live addresses lie; those outside of every argument are reported and left out."""
-        live = np.ones(addresses.shape, bool) if mask is None else np.broadcast_to(np.asarray(mask, bool), addresses.shape)
+        live = (
+            np.ones(addresses.shape, bool) if mask is None else np.broadcast_to(np.asarray(mask, bool), addresses.shape)
+        )
         used = addresses[live]
         if used.size == 0:
             return Found(None, addresses, live, size)
@@ -62,8 +78,13 @@ class Pointers:
         outside = live & ((addresses < home.base) | (addresses + size > home.end))
         place = self.machine.place()
         before, after = int((addresses[outside] < home.base).sum()), int((addresses[outside] >= home.base).sum())
-        self.machine.report("bounds", f"global {what} leaves {home.name} ({before} elements before its start, {after} past its end, "
-                            f"of {used.size}), at {place_text(place)}", place, (what, place))  # fmt: skip
+        self.machine.report(
+            "bounds",
+            f"global {what} leaves {home.name} ({before} elements before its start, {after} past its end, "
+            f"of {used.size}), at {place_text(place)}",
+            place,
+            (what, place),
+        )
         return Found(home, addresses - home.base, live & ~outside, size)
 
     def _nearest(self, address: int) -> Memory:
@@ -77,8 +98,12 @@ class Pointers:
         mask = found.memory.mask_at(offsets, found.size)
         machine.access(found.memory, mask, write, Actor(p.agent, p.clock, p.knows, proxy, what, place, adds))
         if adds and machine.checks.atomic_order and len(np.unique(offsets)) < offsets.size:
-            machine.report("order", f"on {found.memory.name}: {what} by {p.name} at {place_text(place)} adds several elements to one place; "
-                           "nothing fixes their order: the sum of floating-point numbers differs from run to run", place)  # fmt: skip
+            machine.report(
+                "order",
+                f"on {found.memory.name}: {what} by {p.name} at {place_text(place)} adds several elements "
+                "to one place; nothing fixes their order: the sum of floating-point numbers differs from run to run",
+                place,
+            )
 
     def _synchronise(self, found: Found, order: str, reads: bool, writes: bool) -> None:
         if found.memory is not None:
@@ -104,17 +129,28 @@ class Pointers:
         values = np.broadcast_to(np.asarray(bits, dtype), found.offsets.shape)[found.live]
         if np.any(offsets % found.size):
             for byte in range(found.size):
-                found.memory.raw[offsets + byte] = np.ascontiguousarray(values).view(np.uint8).reshape(-1, found.size)[:, byte]
+                found.memory.raw[offsets + byte] = (
+                    np.ascontiguousarray(values).view(np.uint8).reshape(-1, found.size)[:, byte]
+                )
         else:
-            found.memory.raw[: len(found.memory.raw) // found.size * found.size].view(dtype)[offsets // found.size] = values
+            found.memory.raw[: len(found.memory.raw) // found.size * found.size].view(dtype)[offsets // found.size] = (
+                values
+            )
 
     # ---- loads and stores
 
     def create_load(self, p: Value, cache: object = None, eviction: object = None, volatile: bool = False) -> Value:
         return self.create_masked_load(p, None, None, cache, eviction, volatile)
 
-    def create_masked_load(self, p: Value, mask: Value | None, other: Value | None, cache: object = None, eviction: object = None,
-                           volatile: bool = False) -> Value:  # fmt: skip
+    def create_masked_load(
+        self,
+        p: Value,
+        mask: Value | None,
+        other: Value | None,
+        cache: object = None,
+        eviction: object = None,
+        volatile: bool = False,
+    ) -> Value:
         elem = p.elem[1:]
         stored = np.int64 if is_pointer(elem) else STORED[elem]
         addresses = np.asarray(p.data, np.int64)
@@ -140,7 +176,9 @@ class Pointers:
 
     # ---- atomics
 
-    def create_atomic_rmw(self, op: Operator, p: Value, value: Value, mask: Value | None, sem: Operator, scope: object) -> Value:
+    def create_atomic_rmw(
+        self, op: Operator, p: Value, value: Value, mask: Value | None, sem: Operator, scope: object
+    ) -> Value:
         elem = p.elem[1:]
         order = _ORDERS[sem.name]
         found = self._find(np.asarray(p.data, np.int64), None if mask is None else mask.data, BYTES[elem], "atomic")
@@ -154,7 +192,9 @@ class Pointers:
         return Value(old if old.ndim else old[()], elem, p.layout)
 
     def _atomic(self, found: Found, elem: str, op: str, operand: object, order: str, expected: Any = 0) -> np.ndarray:
-        """One read-modify-write an element, in the elements' order; returns what was there. `expected` is what CAS compares with."""
+        """One read-modify-write an element, in the elements' order; returns what was there. `expected` is what CAS
+        compares with.
+        """
         stored, operand = STORED[elem], np.broadcast_to(np.asarray(operand), found.offsets.shape)
         expected = np.broadcast_to(to_bits(expected, elem), found.offsets.shape)
         address = (found.memory.base if found.memory else 0) + int(found.offsets.reshape(-1)[0])
@@ -200,11 +240,19 @@ class Pointers:
         self._put(found, value, value.dtype)
 
     def atomic(
-        self, operation: str, address: np.ndarray, operands: list[np.ndarray], mask: np.ndarray | None, order: str, returns: bool
+        self,
+        operation: str,
+        address: np.ndarray,
+        operands: list[np.ndarray],
+        mask: np.ndarray | None,
+        order: str,
+        returns: bool,
     ) -> np.ndarray | None:
         address = np.asarray(address).astype(np.int64)
         dtype = operands[-1].dtype
-        elem = {"f": "fp", "V": "bf", "i": "i", "u": "i"}[dtype.kind] + str(dtype.itemsize * 8)  # NumPy has no bfloat16: V holds its bits
+        elem = {"f": "fp", "V": "bf", "i": "i", "u": "i"}[dtype.kind] + str(
+            dtype.itemsize * 8
+        )  # NumPy has no bfloat16: V holds its bits
         found = self._find(address, mask, dtype.itemsize, "atomic")
         name = {"exch": "XCHG"}.get(operation, operation.upper())
         name = "U" + name if dtype.kind == "u" and name in ("MAX", "MIN") else name
@@ -220,7 +268,9 @@ class Pointers:
         self.machine.preempt()
         if found.memory is not None:
             view = found.memory.raw[: len(found.memory.raw) // found.size * found.size].view(values.dtype)
-            np.add.at(view, found.offsets[found.live] // found.size, np.broadcast_to(values, found.offsets.shape)[found.live])
+            np.add.at(
+                view, found.offsets[found.live] // found.size, np.broadcast_to(values, found.offsets.shape)[found.live]
+            )
             self.machine.progress += 1
         self._synchronise(found, "relaxed", reads=True, writes=True)
 
@@ -235,39 +285,67 @@ class Pointers:
             block, signed = ty.shape, ty.layout[1]
         else:
             base, shape, strides, block, signed, padding = arguments
-        made = self.descriptor(int(base.data), [s.scalar for s in shape], [s.scalar for s in strides], list(block), base.elem[1:],
-                               str(padding).endswith("PAD_NAN"))  # fmt: skip
+        made = self.descriptor(
+            int(base.data),
+            [s.scalar for s in shape],
+            [s.scalar for s in strides],
+            list(block),
+            base.elem[1:],
+            str(padding).endswith("PAD_NAN"),
+        )
         made.signed = signed
         return made
 
-    def descriptor(self, address: int, shape: list[int], strides: list[int], block: list[int], elem: str, nan: bool) -> Descriptor:
+    def descriptor(
+        self, address: int, shape: list[int], strides: list[int], block: list[int], elem: str, nan: bool
+    ) -> Descriptor:
         """A descriptor of the tensor at an address; one that reaches outside of its storage is reported and cut."""
         size = BYTES[elem]
         memory = next((m for m in self.machine.storages if m.base <= address < m.end), None) or self._nearest(address)
         if wraps(strides, size):
-            return Descriptor(memory, WrappedView(self.machine, memory, address, shape, strides, elem), block, elem, nan)
+            return Descriptor(
+                memory, WrappedView(self.machine, memory, address, shape, strides, elem), block, elem, nan
+            )
         offset = address - memory.base
-        reach = offset + (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * size if all(n > 0 for n in shape) else offset
+        reach = (
+            offset + (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * size
+            if all(n > 0 for n in shape)
+            else offset
+        )
         if reach > len(memory.raw) or offset < 0:
-            self.machine.report("bounds", f"a tensor descriptor of shape {shape}, strides {strides} reaches {reach - len(memory.raw)} bytes "
-                                f"past the end of {memory.name}, at {place_text(self.machine.place())}")  # fmt: skip
+            self.machine.report(
+                "bounds",
+                f"a tensor descriptor of shape {shape}, strides {strides} reaches {reach - len(memory.raw)} bytes "
+                f"past the end of {memory.name}, at {place_text(self.machine.place())}",
+            )
             shape = [0] * len(shape)
         if address % 16 or any(s * size % 16 for s in strides[:-1]):
-            self.machine.report("bounds", f"a tensor descriptor at address {address % 16} modulo 16, strides {strides} of {size} bytes: "
-                                f"TMA needs multiples of 16 bytes, at {place_text(self.machine.place())}")  # fmt: skip
+            self.machine.report(
+                "bounds",
+                f"a tensor descriptor at address {address % 16} modulo 16, strides {strides} of {size} bytes: "
+                f"TMA needs multiples of 16 bytes, at {place_text(self.machine.place())}",
+            )
         whole = memory.raw[offset:][: (len(memory.raw) - offset) // size * size].view(STORED[elem])
         view = np.lib.stride_tricks.as_strided(whole, tuple(shape), tuple(s * size for s in strides))
         return Descriptor(memory, view, block, elem, nan)
 
     def check_corner(self, desc: Descriptor, corner: list[int], write: bool) -> None:
-        """Where a block may start: at 16 bytes in its rows, and not before the tensor if it is written; an H200 stops with an illegal instruction."""
+        """Where a block may start: at 16 bytes in its rows, and not before the tensor if it is written; an H200 stops
+        with an illegal instruction.
+        """
         why = None
         if corner[-1] * BYTES[desc.elem] % 16:
             why = f"{corner[-1]} elements of {BYTES[desc.elem]} bytes is no multiple of 16 bytes"
         elif write and min(corner) < 0:
             why = "a store may not start before the tensor"
         if why:
-            self.machine.report("bounds", f"a TMA copy of the block at {corner} of {desc.memory.name}: {why}, at {place_text(self.machine.place())}")
+            self.machine.report(
+                "bounds",
+                (
+                    f"a TMA copy of the block at {corner} of {desc.memory.name}: {why}, at "
+                    f"{place_text(self.machine.place())}"
+                ),
+            )
 
     def _block_access(
         self, desc: Descriptor, corner: list[Value], write: bool, what: str, reduces: Operator | None = None
@@ -278,7 +356,9 @@ class Pointers:
         p = self.machine.current
         mask = desc.memory.mask_of(desc.view[source])
         proxy, adds = "atomic" if reduces else "generic", bool(reduces) and sums(reduces.name, desc.elem)
-        self.machine.access(desc.memory, mask, write, Actor(p.agent, p.clock, p.knows, proxy, what, self.machine.place(), adds))
+        self.machine.access(
+            desc.memory, mask, write, Actor(p.agent, p.clock, p.knows, proxy, what, self.machine.place(), adds)
+        )
         return at, source, target
 
     def create_descriptor_load(self, desc: Descriptor, corner: list[Value], *_: object) -> Value:

@@ -2,14 +2,16 @@
 
     text, constraints --parse, once--> Program: registers and steps --run, per call--> arrays
 
-A register is a one-dimensional array of bits, one entry a group of `pack` elements (or a single entry, the same for all). A step computes new
-ones (`ptx_arithmetic` says what), or calls the machine if it touches memory or synchronises, in program order. Control flow is the guards `@p`
-and `@!p`, and branches under them to a label ahead: what lies between is guarded by their contrary. A register first written under a guard is
-all ones where the guard does not hold: NaN, or -1.
+A register is a one-dimensional array of bits, one entry a group of `pack` elements (or a single entry, the same for
+all). A step computes new ones (`ptx_arithmetic` says what), or calls the machine if it touches memory or synchronises,
+in program order. Control flow is the guards `@p` and `@!p`, and branches under them to a label ahead: what lies between
+is guarded by their contrary. A register first written under a guard is all ones where the guard does not hold: NaN, or
+-1.
 
-The machine is any object with what `ptx_cluster` asks for, `barrier(number, threads, wait)`, `fence(name)`, `bulk_commit()`, `bulk_wait(pending,
-read)`, `load(address, dtype, mask, order)`, `store(address, value, mask, order)` and `atomic(operation, address, operands, mask, order, returns)`.
-Its arrays have one entry a group; a vector, or a pair of halves, is one call a lane; bfloat16 has the type `BFLOAT16`.
+The machine is any object with what `ptx_cluster` asks for, `barrier(number, threads, wait)`, `fence(name)`,
+`bulk_commit()`, `bulk_wait(pending, read)`, `load(address, dtype, mask, order)`, `store(address, value, mask, order)`
+and `atomic(operation, address, operands, mask, order, returns)`. Its arrays have one entry a group; a vector, or a pair
+of halves, is one call a lane; bfloat16 has the type `BFLOAT16`.
 """
 
 import re
@@ -23,7 +25,14 @@ from .ptx_arithmetic import BFLOAT16, KINDS, PRED, RULES, SIGNED, UNSIGNED, conv
 
 __all__ = ["BFLOAT16", "run"]
 
-WIDTHS = {"h": 16, "r": 32, "f": 32, "l": 64, "d": 64, "n": 32}  # of the registers that constraints ask for, and of numbers in the text
+WIDTHS = {
+    "h": 16,
+    "r": 32,
+    "f": 32,
+    "l": 64,
+    "d": 64,
+    "n": 32,
+}  # of the registers that constraints ask for, and of numbers in the text
 NAME = r"[%$_A-Za-z][\w$]*"
 
 
@@ -34,11 +43,13 @@ def run(text, constraints, arguments, dtypes, pack, machine):
     >>> run("fma.rn.f32 $0, $1, $1, 1.0;", "=f,f", [x], [np.float32], 1, None)
     [array([3.25, 5.  ], dtype=float32)]
 
-    `arguments` hold raw numbers: 16-bit floats as uint16, 8-bit floats as uint8. `dtypes` are those of the outputs. Operands follow Triton: an
-    argument takes `pack` registers, fewer where several elements of less than 32 bits share one. A block sees together what lies together along
-    the last dimension: who calls has brought a thread's registers there (`layouts.registers`).
+    `arguments` hold raw numbers: 16-bit floats as uint16, 8-bit floats as uint8. `dtypes` are those of the outputs.
+    Operands follow Triton: an argument takes `pack` registers, fewer where several elements of less than 32 bits share
+    one. A block sees together what lies together along the last dimension: who calls has brought a thread's registers
+    there (`layouts.registers`).
 
-    Raises NotImplementedError for what is not known, ValueError for a block that ptxas or Triton would refuse or whose synchronisation diverges.
+    Raises NotImplementedError for what is not known, ValueError for a block that ptxas or Triton would refuse or whose
+    synchronisation diverges.
     """
     program = parse(text, constraints)
     arguments = [np.asarray(argument) for argument in arguments]
@@ -83,14 +94,17 @@ def _registers(argument, shape, pack):
 def _check_count(role, found, expected, pack):
     if found != expected:
         raise ValueError(
-            f"inline PTX: the constraints name {expected} {role} registers, but with pack={pack} the {role}s take {found}; "
-            "an element takes one, except that elements of less than 32 bits share one"
+            f"inline PTX: the constraints name {expected} {role} registers, but with pack={pack} "
+            f"the {role}s take {found}; an element takes one, except that elements of less than 32 bits share one"
         )
 
 
 def _entering(bits, width):
     if 8 * bits.itemsize > width:
-        raise ValueError(f"inline PTX: an argument of {8 * bits.itemsize} bits does not fit the {width}-bit register its constraint names")
+        raise ValueError(
+            f"inline PTX: an argument of {8 * bits.itemsize} bits does not fit the {width}-bit register its "
+            "constraint names"
+        )
     return fit(bits, width)
 
 
@@ -101,7 +115,8 @@ def _leaving(program, registers, outputs, groups, shape):
         for i, slot in zip(range(count), slots):
             if program.widths[slot] < 8 * register.itemsize:
                 raise ValueError(
-                    f"inline PTX: an output of {8 * register.itemsize} bits from the {program.widths[slot]}-bit register of its constraint"
+                    f"inline PTX: an output of {8 * register.itemsize} bits from the {program.widths[slot]}-bit "
+                    "register of its constraint"
                 )
             result[:, i] = fit(registers[slot], 8 * register.itemsize)
         results.append(result.view(dtype).reshape(shape))
@@ -113,8 +128,9 @@ def _leaving(program, registers, outputs, groups, shape):
 
 @dataclass(frozen=True)
 class Step:
-    """`function(*bits)` gives the targets' bits; of effect "memory" it is `function(machine, mask, *bits)`, of "sync" `function(machine, *bits)`;
-    where lanes talk, `function(mask, groups, *bits)`"""
+    """`function(*bits)` gives the targets' bits; of effect "memory" it is `function(machine, mask, *bits)`, of "sync"
+    `function(machine, *bits)`; where lanes talk, `function(mask, groups, *bits)`
+    """
 
     function: object
     targets: tuple = ()
@@ -157,10 +173,15 @@ def _execute(program, registers, groups, machine):
 
 def _affect(step, bits, mask, groups, machine):
     if machine is None:
-        raise ValueError(f"{step.where} touches memory or synchronises, and machine is None; give the machine that does it")
+        raise ValueError(
+            f"{step.where} touches memory or synchronises, and machine is None; give the machine that does it"
+        )
     if step.effect == "sync":
         if mask is not None and mask.any() != mask.all():
-            raise ValueError(f"{step.where} synchronises, and its predicate holds for some elements only; make the predicate the same for all")
+            raise ValueError(
+                f"{step.where} synchronises, and its predicate holds for some elements only; make the predicate "
+                "the same for all"
+            )
         if mask is None or mask.all():
             step.function(machine, *bits)
         return ()
@@ -203,12 +224,16 @@ class Code:
         mods = [part for part in self.parts if part not in KINDS]
         strange = [mod for mod in mods if mod not in known]
         if strange:
-            raise NotImplementedError(f"modifier '.{strange[0]}' is not known here; known: {', '.join(known) or 'none'}")
+            raise NotImplementedError(
+                f"modifier '.{strange[0]}' is not known here; known: {', '.join(known) or 'none'}"
+            )
         return mods
 
     def need(self, least, most=None):
         if not least <= len(self.operands) <= (most or least):
-            raise ValueError(f"has {len(self.operands)} operands, not {least if most is None else f'{least} to {most}'}")
+            raise ValueError(
+                f"has {len(self.operands)} operands, not {least if most is None else f'{least} to {most}'}"
+            )
         return self.operands
 
 
@@ -228,7 +253,10 @@ class Block:
             elif letter in WIDTHS:
                 slot = self.declare(f"${number}", WIDTHS[letter])
             else:
-                raise ValueError(f"inline PTX: constraint '{part}' in '{constraints}'; expected one of {', '.join(WIDTHS)}, '=' before an output's")
+                raise ValueError(
+                    f"inline PTX: constraint '{part}' in '{constraints}'; expected one of {', '.join(WIDTHS)}, '=' "
+                    "before an output's"
+                )
             (self.outputs if part.startswith("=") else self.inputs).append(slot)
         self.written.update(self.inputs)
 
@@ -249,7 +277,10 @@ class Block:
         if self.widths[slot] != kind.width and not (wider and self.widths[slot] > kind.width > 1):
             raise ValueError(f"register '{name}' has {self.widths[slot]} bits, .{kind.name} has {kind.width}")
         if "f" in (self.families[slot], kind.family) and {self.families[slot], kind.family} & {"s", "u"}:
-            raise ValueError(f"register '{name}' and .{kind.name}: one is of floats, one of integers; declare the register .b{self.widths[slot]}")
+            raise ValueError(
+                f"register '{name}' and .{kind.name}: one is of floats, one of integers; declare the register "
+                f".b{self.widths[slot]}"
+            )
         return slot
 
     def source(self, text, kind, wider=False):
@@ -286,7 +317,9 @@ def _literal(text, kind):
     if match := re.fullmatch(r"(-?)(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?", text):
         value = int(match[1] + match[2], 8 if re.fullmatch(r"0\d+", match[2]) else 0)
         if kind.family == "f" or not -(1 << kind.width - 1) <= value < 1 << kind.width:
-            raise ValueError(f"constant '{text}' for .{kind.name}{'; write it as 1.0 or 0f3F800000' if kind.family == 'f' else ''}")
+            raise ValueError(
+                f"constant '{text}' for .{kind.name}{'; write it as 1.0 or 0f3F800000' if kind.family == 'f' else ''}"
+            )
         return np.array([value % (1 << kind.width)], number)
     if kind.name in ("f32", "f64") and re.fullmatch(r"-?\d+(\.\d*([eE][-+]?\d+)?|[eE][-+]?\d+)", text):
         return np.array([float(text)], kind.number).view(number)
@@ -294,7 +327,9 @@ def _literal(text, kind):
 
 
 def _statements(text):
-    """(line, statement) of a block: a brace that opens or closes a scope, a label with its colon, or what stands before a semicolon"""
+    """(line, statement) of a block: a brace that opens or closes a scope, a label with its colon, or what stands before
+    a semicolon
+    """
     text = re.sub(r"/\*.*?\*/|//[^\n]*", lambda comment: re.sub(r"[^\n]", " ", comment[0]), text, flags=re.DOTALL)
     place = 0
     while match := re.compile(rf"\s*([{{}}]|{NAME}\s*:(?!:)|[^;]*;|\S[^;]*$)").match(text, place):
@@ -327,7 +362,9 @@ def parse(text, constraints):
     if block.ahead:
         raise ValueError(f"inline PTX: no label '{next(iter(block.ahead))}' lies ahead of the branch to it")
     for name, (line, _) in block.behind.items():
-        raise NotImplementedError(f"inline PTX, line {line}: no branch before the label '{name}' goes there; branches go to a label ahead")
+        raise NotImplementedError(
+            f"inline PTX, line {line}: no branch before the label '{name}' goes there; branches go to a label ahead"
+        )
     for number, slot in enumerate(block.outputs):
         if slot not in block.written:
             raise ValueError(f"inline PTX: output ${number} is never written")
@@ -340,7 +377,9 @@ def _label(block, name, line):
 
 
 def _branch(block, code, guard):
-    """Guard all up to a label by the contrary of the branch's own guard, as it is now: a register of it may be written on the way."""
+    """Guard all up to a label by the contrary of the branch's own guard, as it is now: a register of it may be written
+    on the way.
+    """
     code.mods("uni")
     (name,) = code.need(1)
     if guard is None:
@@ -351,9 +390,15 @@ def _branch(block, code, guard):
         if [step.targets for step in again] == [(slot,)] and negated and "try_wait" in again[0].where:
             return  # the wait itself is, here, until it is over
         raise NotImplementedError("goes back; known is a loop of one mbarrier.try_wait until it succeeds")
-    skipping = [passed for guards in block.ahead.values() for passed, _ in guards]  # who has branched already does not come here
+    skipping = [
+        passed for guards in block.ahead.values() for passed, _ in guards
+    ]  # who has branched already does not come here
     taken = block.declare("", 1)
-    block.steps.append(Step(lambda p, *gone: [reduce(np.logical_and, (~one for one in gone), p ^ negated)], (taken,), (slot, *skipping)))
+    block.steps.append(
+        Step(
+            lambda p, *gone: [reduce(np.logical_and, (~one for one in gone), p ^ negated)], (taken,), (slot, *skipping)
+        )
+    )
     block.ahead[name] = (*block.ahead.get(name, ()), (taken, True))
 
 
@@ -364,7 +409,9 @@ def _directive(block, statement, line):
         return block.steps.append(Step(ptx_cluster.of_symbol(*found), (slot,), (), "memory", where=statement))
     match = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", statement, re.DOTALL)
     if not match or match[1] not in KINDS:
-        raise NotImplementedError(f"inline PTX, line {line}: '{statement.split()[0]}': only instructions, labels, .reg and .shared are known")
+        raise NotImplementedError(
+            f"inline PTX, line {line}: '{statement.split()[0]}': only instructions, labels, .reg and .shared are known"
+        )
     kind = KINDS[match[1]]
     for name in (name.strip() for name in match[2].split(",")):
         if many := re.fullmatch(rf"({NAME})<(\d+)>", name):
@@ -466,14 +513,31 @@ def _lanes(block, code):
 # ---------------------------------------------------------------- instructions that call the machine
 
 SCOPES = ("cta", "cluster", "gpu", "sys")
-CACHED = ("nc", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "L1::evict_first", "L1::evict_last", "L1::no_allocate", "L2::64B", "L2::128B", "L2::256B")
+CACHED = (
+    "nc",
+    "ca",
+    "cg",
+    "cs",
+    "lu",
+    "cv",
+    "wb",
+    "wt",
+    "L1::evict_first",
+    "L1::evict_last",
+    "L1::no_allocate",
+    "L2::64B",
+    "L2::128B",
+    "L2::256B",
+)
 NUMBERS = (*(f"{family}{bits}" for family in "bus" for bits in SIGNED), "f32", "f64")
 OPERATIONS = ("add", "min", "max", "and", "or", "xor", "inc", "dec", "cas", "exch")
 ATOMIC = ("b16", "b32", "b64", "u32", "s32", "u64", "s64", "f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
 
 
 def _memory(code, orders, default, others, types):
-    """Type, modifiers, order and number of registers of an access to global memory (a pointer of a kernel has no other space)"""
+    """Type, modifiers, order and number of registers of an access to global memory (a pointer of a kernel has no other
+    space)
+    """
     mods = code.mods("global", "v2", "v4", "v8", *orders, *SCOPES, *others)
     lengths = [int(mod[1:]) for mod in mods if mod in ("v2", "v4", "v8")]
     return code.kind(types), mods, next((mod for mod in mods if mod in orders), default), lengths[0] if lengths else 1
@@ -519,11 +583,15 @@ def _store(block, code):
             machine.store(first + i * kind.bits // 8, fit(bits, kind.bits).view(kind.number), mask, order)
         return ()
 
-    return Step(function, (), (address, *(block.source(name, kind, wider=True) for name in _several(source, count))), "memory")
+    return Step(
+        function, (), (address, *(block.source(name, kind, wider=True) for name in _several(source, count))), "memory"
+    )
 
 
 def _atomic(block, code):
-    kind, mods, order, count = _memory(code, ("relaxed", "acquire", "release", "acq_rel"), "relaxed", (*OPERATIONS, "noftz"), ATOMIC)
+    kind, mods, order, count = _memory(
+        code, ("relaxed", "acquire", "release", "acq_rel"), "relaxed", (*OPERATIONS, "noftz"), ATOMIC
+    )
     operation = next((mod for mod in mods if mod in OPERATIONS), None)
     if operation is None:
         raise ValueError(f"names no operation; known: {', '.join(OPERATIONS)}")
@@ -540,7 +608,11 @@ def _atomic(block, code):
             old = []
             for j, values in enumerate(lanes):
                 place = first + (i * kind.lanes + j) * kind.bits // 8
-                old.append(machine.atomic(operation, place, [value.view(kind.number) for value in values], mask, order, returns))
+                old.append(
+                    machine.atomic(
+                        operation, place, [value.view(kind.number) for value in values], mask, order, returns
+                    )
+                )
             if returns:
                 results.append(join([np.asarray(lane).view(UNSIGNED[kind.bits]) for lane in old]))
         return results
@@ -568,9 +640,15 @@ def _barrier(block, code):
 
 
 def _fence(block, code):
-    known = r"fence\.proxy\.async(\.global|\.shared::(cta|cluster))?|fence\.(acq_rel|sc)\.(cta|cluster|gpu|sys)|membar\.(cta|gl|sys)"
+    known = (
+        r"fence\.proxy\.async(\.global|\.shared::(cta|cluster))?"
+        r"|fence\.(acq_rel|sc)\.(cta|cluster|gpu|sys)"
+        r"|membar\.(cta|gl|sys)"
+    )
     if not re.fullmatch(known, code.opcode):
-        raise NotImplementedError("is no fence that is known; known: fence.proxy.async, fence.acq_rel, fence.sc and membar with a scope")
+        raise NotImplementedError(
+            "is no fence that is known; known: fence.proxy.async, fence.acq_rel, fence.sc and membar with a scope"
+        )
     code.need(0)
     return Step(lambda machine: machine.fence(code.opcode), effect="sync")
 
@@ -580,7 +658,9 @@ def _bulk(block, code):
         code.need(0)
         return Step(lambda machine: machine.bulk_commit(), effect="sync")
     if code.opcode not in ("cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read"):
-        raise NotImplementedError("is no copy that is known; known: cp.async.bulk.commit_group, cp.async.bulk.wait_group, the same with .read")
+        raise NotImplementedError(
+            "is no copy that is known; known: cp.async.bulk.commit_group, cp.async.bulk.wait_group, the same with .read"
+        )
     (pending,) = (int(operand, 0) for operand in code.need(1))
     return Step(lambda machine: machine.bulk_wait(pending, code.opcode.endswith(".read")), effect="sync")
 

@@ -1,8 +1,9 @@
 """The values of PTX: its types, its rounding, and what each opcode of plain arithmetic computes, over whole arrays.
 
-A register is a one-dimensional array of unsigned bits. `Kind.read` turns it into values to compute with, `Kind.write` back; `RULES` says what
-an opcode does between. Rounding is that of PTX: fused operations round once, ties go to even, NaN results are canonical. What the hardware
-only approximates (`ex2.approx`, `div.full`, `tanh.approx`) is computed to the precision of NumPy, which is better.
+A register is a one-dimensional array of unsigned bits. `Kind.read` turns it into values to compute with, `Kind.write`
+back; `RULES` says what an opcode does between. Rounding is that of PTX: fused operations round once, ties go to even,
+NaN results are canonical. What the hardware only approximates (`ex2.approx`, `div.full`, `tanh.approx`) is computed to
+the precision of NumPy, which is better.
 
 Source: NVIDIA's PTX ISA, version 8.8, chapter 9.
 """
@@ -17,12 +18,20 @@ import torch
 
 # ---------------------------------------------------------------- types
 
-UNSIGNED = {1: np.dtype(bool), 8: np.dtype(np.uint8), 16: np.dtype(np.uint16), 32: np.dtype(np.uint32), 64: np.dtype(np.uint64)}
+UNSIGNED = {
+    1: np.dtype(bool),
+    8: np.dtype(np.uint8),
+    16: np.dtype(np.uint16),
+    32: np.dtype(np.uint32),
+    64: np.dtype(np.uint64),
+}
 SIGNED = {8: np.dtype(np.int8), 16: np.dtype(np.int16), 32: np.dtype(np.int32), 64: np.dtype(np.int64)}
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])  # NumPy has no bfloat16: the machine is handed its bits under this name
 
 SMALL = {"f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-LARGEST = {name: torch.finfo(dtype).max for name, dtype in {**SMALL, "f32": torch.float32, "f64": torch.float64}.items()}
+LARGEST = {
+    name: torch.finfo(dtype).max for name, dtype in {**SMALL, "f32": torch.float32, "f64": torch.float64}.items()
+}
 
 
 def _every_value(dtype):
@@ -38,7 +47,9 @@ ROUNDINGS = ("rn", "rz", "rm", "rp")
 
 @dataclass(frozen=True)
 class Kind:
-    """A PTX type: `bf16x2` is 2 lanes of 16 bits, family "f". Families: f(loat), s(igned), u(nsigned), b(its), p(redicate)."""
+    """A PTX type: `bf16x2` is 2 lanes of 16 bits, family "f". Families: f(loat), s(igned), u(nsigned), b(its),
+    p(redicate).
+    """
 
     name: str
     family: str
@@ -67,14 +78,25 @@ class Kind:
         elif self.bits == 32 and self.family == "f":
             invalid = np.isnan(values)
             values = np.where(invalid, NAN32, values) if invalid.any() else values
-        return (np.ascontiguousarray(values).view(UNSIGNED[self.width])[:, 0]) if self.lanes > 1 else values.view(UNSIGNED[self.bits])
+        return (
+            (np.ascontiguousarray(values).view(UNSIGNED[self.width])[:, 0])
+            if self.lanes > 1
+            else values.view(UNSIGNED[self.bits])
+        )
 
 
 def _kinds():
     kinds = {"pred": Kind("pred", "p", 1, UNSIGNED[1])}
     for family, numbers in (("b", UNSIGNED), ("u", UNSIGNED), ("s", SIGNED)):
         kinds |= {f"{family}{bits}": Kind(f"{family}{bits}", family, bits, numbers[bits]) for bits in SIGNED}
-    floats = {"f16": np.float16, "bf16": BFLOAT16, "f32": np.float32, "f64": np.float64, "e4m3": np.uint8, "e5m2": np.uint8}
+    floats = {
+        "f16": np.float16,
+        "bf16": BFLOAT16,
+        "f32": np.float32,
+        "f64": np.float64,
+        "e4m3": np.uint8,
+        "e5m2": np.uint8,
+    }
     for name, number in floats.items():
         number = np.dtype(number)
         kinds[name] = Kind(name, "f", 8 * number.itemsize, number)
@@ -91,7 +113,11 @@ def fit(bits, width, signed=False):
     """Registers in another width: low bits, or extended by zeros or the sign"""
     if 8 * bits.itemsize == width or bits.dtype == bool:
         return bits
-    return bits.view(SIGNED[8 * bits.itemsize]).astype(SIGNED[width]).view(UNSIGNED[width]) if signed else bits.astype(UNSIGNED[width])
+    return (
+        bits.view(SIGNED[8 * bits.itemsize]).astype(SIGNED[width]).view(UNSIGNED[width])
+        if signed
+        else bits.astype(UNSIGNED[width])
+    )
 
 
 def join(parts):
@@ -112,7 +138,9 @@ def split(bits, count):
 
 
 def directed(bits, remainder, mode):
-    """The nearest floats (as bits) moved to the neighbour that `mode` asks for; `remainder` has the sign of exact - nearest"""
+    """The nearest floats (as bits) moved to the neighbour that `mode` asks for; `remainder` has the sign of exact -
+    nearest
+    """
     negative, down, up = (bits >> (8 * bits.itemsize - 1)).astype(bool), remainder < 0, remainder > 0
     toward, away = {
         "rz": (np.where(negative, up, down), np.False_),
@@ -130,7 +158,9 @@ def two_sum(a, b):
 
 
 def odd(total, error):
-    """total + error rounded to odd: a second rounding, to fewer bits, then rounds as if it were the first (Boldo and Melquiond)"""
+    """total + error rounded to odd: a second rounding, to fewer bits, then rounds as if it were the first (Boldo and
+    Melquiond)
+    """
     bits = total.view(np.int64)
     inexact = (error != 0) & (bits & 1 == 0) & np.isfinite(total)
     return np.where(inexact, bits + np.where((error < 0) == (total < 0), 1, -1), bits).view(np.float64)
@@ -151,7 +181,11 @@ def narrowed(values, name, mode="rn"):
     invalid = np.isnan(values)
     if mode != "rn":
         bits = directed(bits, np.where(invalid, 0, values - WIDENED[name][bits]), mode)
-    return np.where(invalid, UNSIGNED[8 * bits.itemsize].type((1 << 8 * bits.itemsize - 1) - 1), bits) if invalid.any() else bits
+    return (
+        np.where(invalid, UNSIGNED[8 * bits.itemsize].type((1 << 8 * bits.itemsize - 1) - 1), bits)
+        if invalid.any()
+        else bits
+    )
 
 
 def exact_fma(a, b, c):
@@ -164,7 +198,9 @@ def fma_odd(a, b, c):
 
 
 def fma32(a, b, c):
-    """Fused: in float64, rounded again. Two roundings differ from one only where the sum lies half way between two float32 or below the normals."""
+    """Fused: in float64, rounded again. Two roundings differ from one only where the sum lies half way between two
+    float32 or below the normals.
+    """
     total = np.multiply(a, b, dtype=np.float64) + c
     result = total.astype(np.float32)
     suspect = (total.view(np.int64) & 0x1FFFFFFF) == 0x10000000
@@ -172,7 +208,9 @@ def fma32(a, b, c):
     if small.any():
         suspect |= small & (total != 0)
     if suspect.any():
-        result[suspect] = odd(*exact_fma(*(np.broadcast_to(x, total.shape)[suspect] for x in (a, b, c)))).astype(np.float32)
+        result[suspect] = odd(*exact_fma(*(np.broadcast_to(x, total.shape)[suspect] for x in (a, b, c)))).astype(
+            np.float32
+        )
     return result
 
 
@@ -212,7 +250,9 @@ def clamped(values, mods, largest=np.inf):
 
 
 def floating(kind, mods, nearest, remainder=None):
-    """A float function with its modifiers; `remainder(result, *values)` has the sign of exact - result, for directed rounding"""
+    """A float function with its modifiers; `remainder(result, *values)` has the sign of exact - result, for directed
+    rounding
+    """
     mode = next((mod for mod in mods if mod in ROUNDINGS), "rn")
     if mode != "rn" and (remainder is None or kind.bits != 32):
         raise NotImplementedError(f"rounding .{mode} of .{kind.name} is not known here; known: .rn, and all of .f32")
@@ -279,7 +319,9 @@ def product(kind, mods):
         return fused("mul", kind, mods)
     if "lo" in mods:
         return np.multiply
-    return (lambda a, b: np.multiply(a, b, dtype=twice(kind).number)) if "wide" in mods else partial(high_half, kind=kind)
+    return (
+        (lambda a, b: np.multiply(a, b, dtype=twice(kind).number)) if "wide" in mods else partial(high_half, kind=kind)
+    )
 
 
 def multiply_add(kind, mods):
@@ -296,12 +338,18 @@ def quotient(kind, mods):
         def nearest(a, b):  # div.approx: from 2**126 on the reciprocal of the divisor is flushed
             return a * np.where(np.abs(b) > 2.0**126, np.copysign(ZERO, b), 1 / b) if "approx" in mods else a / b
 
-        return floating(kind, mods, nearest, lambda n, a, b: (a.astype(np.float64) - n.astype(np.float64) * b) * np.sign(b))
+        return floating(
+            kind, mods, nearest, lambda n, a, b: (a.astype(np.float64) - n.astype(np.float64) * b) * np.sign(b)
+        )
 
     def whole(a, b):
         """Rounded to zero; by zero: all ones, as the hardware gives (PTX leaves it open)"""
         down = a // b
-        return np.where(b == 0, kind.number.type(-1) if kind.family == "s" else ~kind.number.type(0), down + ((down < 0) & (down * b != a)))
+        return np.where(
+            b == 0,
+            kind.number.type(-1) if kind.family == "s" else ~kind.number.type(0),
+            down + ((down < 0) & (down * b != a)),
+        )
 
     return lambda a, b: whole(a, b).astype(kind.number)
 
@@ -337,9 +385,19 @@ def extreme(name, kind, mods):
 
 
 COMPARED = {
-    **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal},
+    **{
+        "eq": np.equal,
+        "ne": np.not_equal,
+        "lt": np.less,
+        "le": np.less_equal,
+        "gt": np.greater,
+        "ge": np.greater_equal,
+    },
     **{"lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal},
-    **{"num": lambda a, b: np.ones(np.broadcast(a, b).shape, bool), "nan": lambda a, b: np.zeros(np.broadcast(a, b).shape, bool)},
+    **{
+        "num": lambda a, b: np.ones(np.broadcast(a, b).shape, bool),
+        "nan": lambda a, b: np.zeros(np.broadcast(a, b).shape, bool),
+    },
 }
 JOINED = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 UNORDERED = {name + "u": name for name in ("eq", "ne", "lt", "le", "gt", "ge")} | {"nan": "nan"}
@@ -348,7 +406,11 @@ UNORDERED = {name + "u": name for name in ("eq", "ne", "lt", "le", "gt", "ge")} 
 def comparison(kind, mods):
     """setp: p|q, the comparison (combined with a predicate) and its complement (combined likewise)"""
     name = next((mod for mod in mods if mod in COMPARED or mod in UNORDERED), "")
-    if not name or (kind.family != "f" and (name in UNORDERED or name == "num")) or (kind.family == "f" and name in ("lo", "ls", "hi", "hs")):
+    if (
+        not name
+        or (kind.family != "f" and (name in UNORDERED or name == "num"))
+        or (kind.family == "f" and name in ("lo", "ls", "hi", "hs"))
+    ):
         raise NotImplementedError(f"comparison .{name} of .{kind.name} is not known")
     compare, combine = COMPARED[UNORDERED.get(name, name)], next((JOINED[mod] for mod in mods if mod in JOINED), None)
 
@@ -448,7 +510,9 @@ def to_float(values, source, target, mods):
     """Values of a float or integer type as what `target.write` takes"""
     if source.family != "f":
         if source.bits == 64 and (target.lane == "bf16" or "rn" not in mods):
-            raise NotImplementedError(f"cvt of .{source.name} to .{target.name} rounds twice here: by way of .f64 it is exact")
+            raise NotImplementedError(
+                f"cvt of .{source.name} to .{target.name} rounds twice here: by way of .f64 it is exact"
+            )
         values = values.astype(np.float32 if target.lane == "f32" and source.bits == 64 else np.float64)
     whole = next((INTEGRAL[mod] for mod in mods if mod in INTEGRAL), None)
     values = whole(values) if whole else values
@@ -468,7 +532,9 @@ def to_integer(values, source, target, mods):
     if source.family != "f":
         if "sat" in mods:
             own = np.iinfo(values.dtype)
-            values = np.clip(values, values.dtype.type(max(own.min, limits.min)), values.dtype.type(min(own.max, limits.max)))
+            values = np.clip(
+                values, values.dtype.type(max(own.min, limits.min)), values.dtype.type(min(own.max, limits.max))
+            )
         return values.astype(target.number)
     whole = next((INTEGRAL[mod] for mod in mods if mod in INTEGRAL), None)
     if whole is None:
@@ -505,7 +571,9 @@ def conversion(target, source, mods):
 
 @dataclass(frozen=True)
 class Rule:
-    """An opcode: its types, its modifiers, shape(kind, mods, operands) -> (targets, sources), make(kind, mods) -> function of values"""
+    """An opcode: its types, its modifiers, shape(kind, mods, operands) -> (targets, sources), make(kind, mods) ->
+    function of values
+    """
 
     types: str
     modifiers: str
@@ -554,15 +622,36 @@ RULES = {
     "rsqrt": Rule("f32 f64", "approx ftz", same(1), inverse_root),
     "neg": Rule(f"{SMALLER} f32 f64 s16 s32 s64", "ftz", same(1), plain(np.negative)),
     "abs": Rule(f"{SMALLER} f32 f64 s16 s32 s64", "ftz", same(1), plain(np.abs)),
-    "min": Rule(f"{SMALLER} f32 f64 {WHOLE}", "ftz NaN", lambda kind, mods, n: ([kind], [kind] * min(max(n - 1, 2), 3)), partial(extreme, "min")),
-    "max": Rule(f"{SMALLER} f32 f64 {WHOLE}", "ftz NaN", lambda kind, mods, n: ([kind], [kind] * min(max(n - 1, 2), 3)), partial(extreme, "max")),
+    "min": Rule(
+        f"{SMALLER} f32 f64 {WHOLE}",
+        "ftz NaN",
+        lambda kind, mods, n: ([kind], [kind] * min(max(n - 1, 2), 3)),
+        partial(extreme, "min"),
+    ),
+    "max": Rule(
+        f"{SMALLER} f32 f64 {WHOLE}",
+        "ftz NaN",
+        lambda kind, mods, n: ([kind], [kind] * min(max(n - 1, 2), 3)),
+        partial(extreme, "max"),
+    ),
     "ex2": Rule(f"{SMALLER} f32", "approx ftz", same(1), plain(np.exp2)),
     "lg2": Rule("f32", "approx ftz", same(1), plain(np.log2)),
     "sin": Rule("f32", "approx ftz", same(1), plain(np.sin)),
     "cos": Rule("f32", "approx ftz", same(1), plain(np.cos)),
     "tanh": Rule(f"{SMALLER} f32", "approx", same(1), plain(np.tanh)),
-    "setp": Rule(f"f16 bf16 f32 f64 {WHOLE} {WORDS}", " ".join((*COMPARED, *UNORDERED, *JOINED, "ftz")), compared_shape, comparison),
-    "selp": Rule(ANY.removesuffix(" pred"), "", shaped(None, None, PRED), lambda kind, mods: lambda a, b, p: np.where(p, a, b), raw=True),
+    "setp": Rule(
+        f"f16 bf16 f32 f64 {WHOLE} {WORDS}",
+        " ".join((*COMPARED, *UNORDERED, *JOINED, "ftz")),
+        compared_shape,
+        comparison,
+    ),
+    "selp": Rule(
+        ANY.removesuffix(" pred"),
+        "",
+        shaped(None, None, PRED),
+        lambda kind, mods: lambda a, b, p: np.where(p, a, b),
+        raw=True,
+    ),
     "and": Rule(f"{WORDS} pred", "", same(2), lambda kind, mods: np.bitwise_and),
     "or": Rule(f"{WORDS} pred", "", same(2), lambda kind, mods: np.bitwise_or),
     "xor": Rule(f"{WORDS} pred", "", same(2), lambda kind, mods: np.bitwise_xor),

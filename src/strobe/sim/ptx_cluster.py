@@ -1,9 +1,11 @@
-"""Inline PTX that names shared memory: a variable of its own, other programs' of a cluster, mbarriers in it, the cluster's barrier.
+"""Inline PTX that names shared memory: a variable of its own, other programs' of a cluster, mbarriers in it, the
+cluster's barrier.
 
-`build` makes of an instruction what `ptx.Step` holds: (function, targets, sources, effect). An address has 32 bits, and names the running program's
-memory, or by its upper 8 bits, as `mapa` gives it, that of a program of the cluster. The machine is asked for `shared_symbol(name, size)`,
-`shared_load(address, dtype, mask)`, `send(address, values, bell, mask)`, `shared_barrier(address, count, expected, mask)`,
-`shared_wait(address, parity, acquire)`, `cluster_arrive(release)` and `cluster_wait()`.
+`build` makes of an instruction what `ptx.Step` holds: (function, targets, sources, effect). An address has 32 bits, and
+names the running program's memory, or by its upper 8 bits, as `mapa` gives it, that of a program of the cluster. The
+machine is asked for `shared_symbol(name, size)`, `shared_load(address, dtype, mask)`, `send(address, values, bell,
+mask)`, `shared_barrier(address, count, expected, mask)`, `shared_wait(address, parity, acquire)`,
+`cluster_arrive(release)` and `cluster_wait()`.
 
 Source: PTX ISA, "Parallel Synchronization and Communication Instructions", "Data Movement: st.async, mapa".
 """
@@ -52,7 +54,9 @@ def _names(text):
 def _map(block, code):
     target, address, program = code.need(3)
     read = block.source(address, _NUMBER), block.source(program, _NUMBER)
-    mapped = lambda address, program: [(address & np.uint32(2**WITHIN - 1)) | ((program + np.uint32(1)) << np.uint32(WITHIN))]
+    mapped = lambda address, program: [
+        (address & np.uint32(2**WITHIN - 1)) | ((program + np.uint32(1)) << np.uint32(WITHIN))
+    ]
     return mapped, (block.target(target, _NUMBER),), read, ""
 
 
@@ -87,7 +91,9 @@ def _send(block, code):
 def _barrier(block, code):
     """Its initialisation with a count, or an arrival that expects bytes, none if it does not say how many."""
     begins = "init" in code.parts
-    address, number = code.need(2) if begins else code.need(3)[1:] if "expect_tx" in code.parts else (code.need(2)[1], "0")
+    address, number = (
+        code.need(2) if begins else code.need(3)[1:] if "expect_tx" in code.parts else (code.need(2)[1], "0")
+    )
     address, offset = _place(block, address)
 
     def function(machine, mask, address, number):
@@ -126,7 +132,10 @@ _BUILDERS = (
     (r"mapa\.shared::cluster\.u32", _map),
     (r"ld\.shared(::cta)?(\.v[24])?\.[bsuf]32", _load),
     (r"st\.async(\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes(\.v[24])?\.[bsuf]32", _send),
-    (r"mbarrier\.init\.shared(::cta)?\.b64|mbarrier\.arrive(\.expect_tx)?(\.release\.cta)?\.shared(::cta)?\.b64", _barrier),
+    (
+        r"mbarrier\.init\.shared(::cta)?\.b64|mbarrier\.arrive(\.expect_tx)?(\.release\.cta)?\.shared(::cta)?\.b64",
+        _barrier,
+    ),
     (r"mbarrier\.try_wait\.parity(\.(acquire|relaxed)\.(cta|cluster))?\.shared(::cta)?\.b64", _wait),
     (r"barrier\.cluster\.arrive(\.release|\.relaxed)?(\.aligned)?", _arrive),
     (r"barrier\.cluster\.wait(\.acquire)?(\.aligned)?", _meet),

@@ -1,7 +1,8 @@
 """What lanes of a warp tell each other in inline PTX: votes, and exchanges across a butterfly.
 
-A register has one entry a group of `pack` elements. 32 entries that follow each other are the lanes of a warp, in their order, where `pack` is all
-that a thread holds or a part of it: `layouts.registers` brings them so, as the compiler's layout says.
+A register has one entry a group of `pack` elements. 32 entries that follow each other are the lanes of a warp, in their
+order, where `pack` is all that a thread holds or a part of it: `layouts.registers` brings them so, as the compiler's
+layout says.
 """
 
 import re
@@ -16,14 +17,28 @@ LANES = 32
 
 def build(block, code):
     """(function, targets, sources) of a vote of a warp's lanes, or of an exchange across a butterfly of them."""
-    words, numbers = code.opcode.split(".")[1:], [int(operand, 0) for operand in code.operands if re.fullmatch(r"-?\d\w*", operand)]
+    words, numbers = (
+        code.opcode.split(".")[1:],
+        [int(operand, 0) for operand in code.operands if re.fullmatch(r"-?\d\w*", operand)],
+    )
     target, source = code.need(3 if code.root == "vote" else 5)[:2]
-    if code.root == "vote" and words in (["sync", "any", "pred"], ["sync", "all", "pred"]) and numbers in ([-1], [0xFFFFFFFF]):
+    if (
+        code.root == "vote"
+        and words in (["sync", "any", "pred"], ["sync", "all", "pred"])
+        and numbers in ([-1], [0xFFFFFFFF])
+    ):
         kind, function = PRED, partial(vote, words[1])
-    elif code.root == "shfl" and words == ["sync", "bfly", "b32"] and numbers[1:] in ([31, -1], [31, 0xFFFFFFFF]) and 0 < numbers[0] < 32:
+    elif (
+        code.root == "shfl"
+        and words == ["sync", "bfly", "b32"]
+        and numbers[1:] in ([31, -1], [31, 0xFFFFFFFF])
+        and 0 < numbers[0] < 32
+    ):
         kind, function = KINDS["b32"], partial(butterfly, numbers[0])
     else:
-        raise NotImplementedError("expected vote.sync.any.pred, .all.pred, or shfl.sync.bfly.b32 by 1 to 31 within 31, of all lanes: -1")
+        raise NotImplementedError(
+            "expected vote.sync.any.pred, .all.pred, or shfl.sync.bfly.b32 by 1 to 31 within 31, of all lanes: -1"
+        )
     read = (block.source(source, kind),)
     return (lambda mask, groups, x: [function(x, mask, groups)]), (block.target(target, kind),), read
 
@@ -40,11 +55,18 @@ def butterfly(distance, bits, mask, groups):
 
 
 def _of_warps(bits, mask, groups):
-    """[warps, LANES] of a register, all of whose lanes are there: an exchange with a lane that has branched away waits for ever, or worse."""
+    """[warps, LANES] of a register, all of whose lanes are there: an exchange with a lane that has branched away waits
+    for ever, or worse.
+    """
     if groups % LANES:
-        raise ValueError(f"looks at the other lanes of a warp, and {groups} groups of elements are no multiple of {LANES}; choose another pack")
+        raise ValueError(
+            f"looks at the other lanes of a warp, and {groups} groups of elements are no multiple of {LANES}; "
+            "choose another pack"
+        )
     if mask is not None:
         warps = np.broadcast_to(mask, groups).reshape(-1, LANES)
         if (warps.any(1) != warps.all(1)).any():
-            raise ValueError("looks at lanes of which some have branched away; make the predicate the same in a warp, by a vote")
+            raise ValueError(
+                "looks at lanes of which some have branched away; make the predicate the same in a warp, by a vote"
+            )
     return np.broadcast_to(bits, groups).reshape(-1, LANES)

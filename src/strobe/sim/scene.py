@@ -24,9 +24,20 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "f16": torch.float16, "fp32": torch.float32, "f32": torch.float32, "i32": torch.int32,
-           "i64": torch.int64, "u8": torch.uint8, "i8": torch.int8, "fp64": torch.float64, "fp8e4": torch.float8_e4m3fn,
-           "fp8e5": torch.float8_e5m2}  # fmt: skip
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "f16": torch.float16,
+    "fp32": torch.float32,
+    "f32": torch.float32,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "u8": torch.uint8,
+    "i8": torch.int8,
+    "fp64": torch.float64,
+    "fp8e4": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+}
 _TENSOR = re.compile(r"(?:(?P<fill>\w+):)?(?P<dtype>\w+)\[(?P<shape>(?:\d+(?:,\d+)*)?)\](?:/(?P<block>\d+(?:x\d+)*))?")
 _FILLS = {"nan": float("nan"), "zeros": 0, "ones": 1}
 _FORM = "a tensor such as bf16[64,128], nan:f32[64] or tma:bf16[64,128]/64x64"
@@ -37,12 +48,24 @@ class SceneError(Exception):
 
 
 # what a scene's own code, a kernel under the language's rules, or an operation the simulator does not know may raise
-FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError, TypeError, ValueError,
-            TritonError)  # fmt: skip
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    TritonError,
+)
 
 
 def argument(text: str, generator: torch.Generator) -> object:
-    """One argument: a tensor (`bf16[64,128]` normal, `nan:`, `zeros:`, `ones:`, or `tma:bf16[64,128]/64x64`), a number, True, False, None, text.
+    """One argument: a tensor (`bf16[64,128]` normal, `nan:`, `zeros:`, `ones:`, or `tma:bf16[64,128]/64x64`), a number,
+    True, False, None, text.
 
     >>> argument("zeros:f32[2]", torch.Generator())
     tensor([0., 0.])
@@ -67,11 +90,16 @@ def _tensor(text: str, generator: torch.Generator) -> object:
         raise SceneError(f"argument: got {text!r}, expected {_FORM}: sizes with commas, no spaces")
     for part, known in (("dtype", _DTYPES), ("fill", ("tma", *_FILLS, None))):
         if match[part] not in known:
-            raise SceneError(f"argument: got {match[part]!r} in {text!r}, expected one of {', '.join(filter(None, known))}")
+            raise SceneError(
+                f"argument: got {match[part]!r} in {text!r}, expected one of {', '.join(filter(None, known))}"
+            )
     shape, dtype, fill = _sizes(match["shape"], ","), _DTYPES[match["dtype"]], match["fill"]
     block = _sizes(match["block"], "x") if match["block"] else shape
     if match["block"] and (fill != "tma" or len(block) != len(shape)):
-        raise SceneError(f"argument: got {text!r}, expected a block of {len(shape)} sizes after a tma: tensor; leave it out otherwise")
+        raise SceneError(
+            f"argument: got {text!r}, expected a block of {len(shape)} sizes after a tma: tensor; leave it out "
+            "otherwise"
+        )
     if fill in _FILLS:
         value = -1 if fill == "nan" and not dtype.is_floating_point else _FILLS[fill]
         return torch.full(shape, value, dtype=dtype)
@@ -90,19 +118,32 @@ def _descriptor(tensor: torch.Tensor, block: list[int], text: str) -> object:
 
     elem = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}.get(tensor.dtype)
     if elem is None:
-        raise SceneError(f"argument: got {text!r}, expected bf16, fp16 or fp32 in a descriptor; make others in a function")
+        raise SceneError(
+            f"argument: got {text!r}, expected bf16, fp16 or fp32 in a descriptor; make others in a function"
+        )
     try:
         layout: Any = gl.NVMMASharedLayout.get_default_for(block, elem)
         return TensorDescriptor.from_tensor(tensor, block, layout)
     except (AssertionError, ValueError) as error:
         said = str(error) or "see TensorDescriptor.from_tensor"
-        raise SceneError(f"argument: got {text!r}, expected what TMA can move, such as tma:bf16[64,128]/64x64: {said}") from error
+        raise SceneError(
+            f"argument: got {text!r}, expected what TMA can move, such as tma:bf16[64,128]/64x64: {said}"
+        ) from error
 
 
 class Scene:
-    """`Scene("matmul.py::run", ["bf16[64,64]", "bf16[64,64]"])`: call it to launch, each time on the same fresh arguments."""
+    """`Scene("matmul.py::run", ["bf16[64,64]", "bf16[64,64]"])`: call it to launch, each time on the same fresh
+    arguments.
+    """
 
-    def __init__(self, name: str, arguments: list[str], grid: tuple[int, ...] = (1,), options: dict[str, object] | None = None, seed: int = 0):
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        grid: tuple[int, ...] = (1,),
+        options: dict[str, object] | None = None,
+        seed: int = 0,
+    ):
         file, _, function = name.partition("::")
         if not function or not Path(file).is_file():
             raise SceneError(f"scene: got {name!r}, expected FILE::NAME with an existing file, such as kernels.py::run")
@@ -125,7 +166,10 @@ class Scene:
         module = module or load(self.path)
         target = getattr(module, self.function, None)
         if target is None:
-            raise SceneError(f"{self.path.name} has no {self.function}; it has {', '.join(sorted(n for n in vars(module) if n[0] != '_'))}")
+            raise SceneError(
+                f"{self.path.name} has no {self.function}; it has "
+                f"{', '.join(sorted(n for n in vars(module) if n[0] != '_'))}"
+            )
         positional, named = self.arguments()
         self._check(target, positional, named)
         is_kernel = hasattr(target, "arg_names")
@@ -139,7 +183,10 @@ class Scene:
         try:
             signature.bind(*positional, **named)
         except TypeError as error:
-            raise SceneError(f"{self.path.name}::{self.function} takes {signature}; got {' '.join(self.texts) or 'no arguments'}: {error}") from error
+            raise SceneError(
+                f"{self.path.name}::{self.function} takes {signature}; got "
+                f"{' '.join(self.texts) or 'no arguments'}: {error}"
+            ) from error
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -156,7 +203,9 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def module_name(path: Path) -> str:
-    """The dotted name of a file in its package (`specimens.matmul`), or its stem; the package's parent goes on sys.path."""
+    """The dotted name of a file in its package (`specimens.matmul`), or its stem; the package's parent goes on
+    sys.path.
+    """
     parts, folder = [path.stem], path.parent
     while (folder / "__init__.py").is_file():
         parts.insert(0, folder.name)
@@ -191,7 +240,9 @@ def _execute(name: str, path: Path) -> ModuleType:
             raise SceneError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
         except SystemExit as ended:
             guard = 'put what runs the script under `if __name__ == "__main__":`'
-            raise SceneError(f"{path} cannot be imported: it calls sys.exit({ended.code!r}) while it is; {guard}") from ended
+            raise SceneError(
+                f"{path} cannot be imported: it calls sys.exit({ended.code!r}) while it is; {guard}"
+            ) from ended
         undo.pop_all()
     return module
 
@@ -218,8 +269,8 @@ def _leave(name: str) -> None:
 def replaced(original: Path, source: str, folder: Path, scene: Path) -> Iterator[ModuleType]:
     """The scene's module, with `original` reading `source` (written to `folder`) instead.
 
-    The two, and all modules of their packages that import `original`, directly or not, are imported anew; no other: what registers itself
-    with torch or holds state stays. Afterwards all is as before.
+    The two, and all modules of their packages that import `original`, directly or not, are imported anew; no other:
+    what registers itself with torch or holds state stays. Afterwards all is as before.
     """
     load(scene)
     name = module_name(original)
@@ -254,7 +305,8 @@ class _Elsewhere:
 
 
 def _importers(name: str, roots: set[str]) -> list[str]:
-    """The module and the loaded ones under `roots` that import it while they are imported themselves, directly or not."""
+    """The module and the loaded ones under `roots` that import it while they are imported themselves, directly or
+    not."""
     imports = {}
     for other, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
@@ -268,14 +320,20 @@ def _importers(name: str, roots: set[str]) -> list[str]:
 
 @functools.lru_cache(None)
 def _imports(file: str, package: str) -> frozenset[str]:
-    """All that a file may import outside of its functions: `from .a import b` is package.a and, if that is a module, package.a.b."""
+    """All that a file may import outside of its functions: `from .a import b` is package.a and, if that is a module,
+    package.a.b.
+    """
     found: set[str] = set()
     nodes: list[ast.AST] = [*ast.parse(Path(file).read_text()).body]
     for node in nodes:  # grows on the way
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            base = (
+                importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                if node.level
+                else node.module or ""
+            )
             found.update([base, *(f"{base}.{alias.name}" for alias in node.names)])
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             nodes += ast.iter_child_nodes(node)

@@ -1,4 +1,6 @@
-"""The real semantic layers, with the few operations that build regions evaluated instead: reduce, scan, map, warp_specialize."""
+"""The real semantic layers, with the few operations that build regions evaluated instead: reduce, scan, map,
+warp_specialize.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ if TYPE_CHECKING:
 
 
 # what the standard library's combining functions compute, as NumPy reductions
-_STANDARD: dict[str, Callable] = {"_sum_combine": np.add.reduce, "_elementwise_max": np.fmax.reduce, "_elementwise_min": np.fmin.reduce}
+_STANDARD: dict[str, Callable] = {
+    "_sum_combine": np.add.reduce,
+    "_elementwise_max": np.fmax.reduce,
+    "_elementwise_min": np.fmin.reduce,
+}
 
 
 def quiet(body: Callable[[], object]) -> Callable[[], object]:
@@ -60,7 +66,9 @@ _Build = Callable[[Region], None]
 
 
 class _Tensors(type):
-    """The class that a semantic layer knows tensors by: it makes them, and Triton 3.7 and later ask it whether a value is one."""
+    """The class that a semantic layer knows tensors by: it makes them, and Triton 3.7 and later ask it whether a value
+    is one.
+    """
 
     __call__: Callable[..., tl.tensor] = staticmethod(make_tensor)
 
@@ -94,7 +102,9 @@ class _Evaluated(TritonSemantic):
 
     def _combine(self, build: _Build, left: list[Value], right: list[Value]) -> list[np.ndarray]:
         def combined(arrays: list[np.ndarray]) -> list[np.ndarray]:
-            self.builder.region_arguments = [Value(array, value.elem) for array, value in zip(arrays, left + right, strict=True)]
+            self.builder.region_arguments = [
+                Value(array, value.elem) for array, value in zip(arrays, left + right, strict=True)
+            ]
             build(Region())
             return [value.data for value in self.builder.region_result]
 
@@ -102,7 +112,9 @@ class _Evaluated(TritonSemantic):
 
     def reduction(self, inputs: Sequence[Tensor], axis: int | None, region_builder_fn: _Build) -> tuple[Tensor, ...]:
         if axis is None:
-            inputs = tuple(self.reshape(t, [t.numel.value], can_reorder=not isinstance(self, GluonSemantic)) for t in inputs)
+            inputs = tuple(
+                self.reshape(t, [t.numel.value], can_reorder=not isinstance(self, GluonSemantic)) for t in inputs
+            )
             axis = 0
         if isinstance(self, GluonSemantic):
             self._check_same_layout(inputs)
@@ -131,10 +143,15 @@ class _Evaluated(TritonSemantic):
             parts = [[Value(part, v.elem) for part, v in zip(side, values, strict=True)] for side in sides]
             merged = self._combine(build, *parts)
             rest = [np.take(d, range(2 * half, size), axis) for d in data]
-            data = [np.concatenate([np.broadcast_to(m, p.data.shape), r], axis) for m, p, r in zip(merged, parts[0], rest, strict=True)]
+            data = [
+                np.concatenate([np.broadcast_to(m, p.data.shape), r], axis)
+                for m, p, r in zip(merged, parts[0], rest, strict=True)
+            ]
         return data
 
-    def associative_scan(self, inputs: Sequence[Tensor], axis: int, region_builder_fn: _Build, reverse: bool) -> tuple[Tensor, ...]:
+    def associative_scan(
+        self, inputs: Sequence[Tensor], axis: int, region_builder_fn: _Build, reverse: bool
+    ) -> tuple[Tensor, ...]:
         values = [t.handle for t in inputs]
         rank = len(inputs[0].type.shape)
         data = [np.moveaxis(value.data, axis % rank, 0) for value in values]
@@ -142,14 +159,23 @@ class _Evaluated(TritonSemantic):
         steps = [[array[0]] for array in data]
         for i in range(1, len(data[0])):
             left = [Value(step[-1], value.elem) for step, value in zip(steps, values, strict=True)]
-            merged = self._combine(region_builder_fn, left, [Value(array[i], value.elem) for array, value in zip(data, values, strict=True)])
+            merged = self._combine(
+                region_builder_fn,
+                left,
+                [Value(array[i], value.elem) for array, value in zip(data, values, strict=True)],
+            )
             for step, one in zip(steps, merged, strict=True):
                 step.append(one)
         done = [np.moveaxis(np.stack(step[::-1] if reverse else step), 0, axis % rank) for step in steps]
-        return tuple(self.tensor(Value(array, v.elem, v.layout), t.type) for array, v, t in zip(done, values, inputs, strict=True))
+        return tuple(
+            self.tensor(Value(array, v.elem, v.layout), t.type)
+            for array, v, t in zip(done, values, inputs, strict=True)
+        )
 
     def map_function(self, interpreter: Any, scalar_fn: object, *args: Tensor, pack: object = 1) -> Tensor | tl.tuple:
-        """tl.map_elementwise: the scalar function sees whole arrays dressed as scalars, those of one path through it at a time."""
+        """tl.map_elementwise: the scalar function sees whole arrays dressed as scalars, those of one path through it at
+        a time.
+        """
         if unwrapped(pack) != 1:
             raise NotImplementedError("map_elementwise with pack > 1")
         tensors = list(self.broadcast_tensors(*args)) if len(args) > 1 else list(args)
@@ -159,7 +185,9 @@ class _Evaluated(TritonSemantic):
 
         def mapped(arrays: list[np.ndarray]) -> list[np.ndarray]:
             nonlocal single
-            scalars = [tl.tensor(Value(array, t.handle.elem), t.type.scalar) for array, t in zip(arrays, tensors, strict=True)]
+            scalars = [
+                tl.tensor(Value(array, t.handle.elem), t.type.scalar) for array, t in zip(arrays, tensors, strict=True)
+            ]
             results = interpreter.call_JitFunction(unwrapped(scalar_fn), scalars, {})
             single = isinstance(results, tl.tensor)
             results = [results] if single else list(results)
@@ -167,7 +195,10 @@ class _Evaluated(TritonSemantic):
             return [result.handle.data for result in results]
 
         arrays = by_branches(mapped, [t.handle.data for t in tensors])
-        out = [self.tensor(Value(array, elem, like.handle.layout), like.type.with_element_ty(scalar)) for array, (elem, scalar) in zip(arrays, kinds)]
+        out = [
+            self.tensor(Value(array, elem, like.handle.layout), like.type.with_element_ty(scalar))
+            for array, (elem, scalar) in zip(arrays, kinds)
+        ]
         return out[0] if single else tl.tuple(out)
 
     def _wrap(self, handle: Value, scalar: tl.dtype, shape: list[int]) -> Tensor:
@@ -175,7 +206,9 @@ class _Evaluated(TritonSemantic):
 
 
 def _wide(inputs: Sequence[Tensor]) -> bool:
-    """One tensor on which NumPy's reductions are the language's: not unsigned (carried as signed), no rounding at every step."""
+    """One tensor on which NumPy's reductions are the language's: not unsigned (carried as signed), no rounding at every
+    step.
+    """
     dtype = inputs[0].type.scalar
     return len(inputs) == 1 and (dtype.is_int_signed() or dtype.is_fp32() or dtype.is_fp64())
 
@@ -200,13 +233,21 @@ class Gluon(_Evaluated, GluonSemantic):
 
     def __init__(self, builder: Builder):
         super().__init__(builder)
-        self._slots: dict[int, tuple[object, Any, Type]] = {}  # a ring's type -> (kept alive, a slot's type, its IR type)
+        self._slots: dict[
+            int, tuple[object, Any, Type]
+        ] = {}  # a ring's type -> (kept alive, a slot's type, its IR type)
         self._types: dict[tuple[object, ...], tuple[object, Any]] = {}
-        self._pairs: dict[tuple[int, int], Any] = {}  # two types' ids -> (kept alive, their types once broadcast together)
+        self._pairs: dict[
+            tuple[int, int], Any
+        ] = {}  # two types' ids -> (kept alive, their types once broadcast together)
         self._ranges: dict[tuple[int, int, object], Any] = {}
-        self._converted: dict[tuple[int, object, bool], tuple[object, Any, Type]] = {}  # (type's id, layout, asserted) -> (kept alive, type, IR type)
+        self._converted: dict[
+            tuple[int, object, bool], tuple[object, Any, Type]
+        ] = {}  # (type's id, layout, asserted) -> (kept alive, type, IR type)
 
-    def memdesc_index(self, mem_desc: gluon_core.shared_memory_descriptor, index: object) -> gluon_core.shared_memory_descriptor:
+    def memdesc_index(
+        self, mem_desc: gluon_core.shared_memory_descriptor, index: object
+    ) -> gluon_core.shared_memory_descriptor:
         """A slot of a ring; its type is made once for each ring."""
         ring = mem_desc.type
         if id(ring) not in self._slots:
@@ -223,8 +264,12 @@ class Gluon(_Evaluated, GluonSemantic):
     # Types are made once and shared: a distributed_type spells out its layout as text whenever it is made.
 
     def _type(self, key: tuple[object, ...], make: Callable[[], object]) -> Any:
-        """The type under a key whose objects, but for layouts, count by identity; they are kept so that their ids stay taken."""
-        number = tuple(part if isinstance(part, (tuple, str, gluon_core.DistributedLayout)) else id(part) for part in key)
+        """The type under a key whose objects, but for layouts, count by identity; they are kept so that their ids stay
+        taken.
+        """
+        number = tuple(
+            part if isinstance(part, (tuple, str, gluon_core.DistributedLayout)) else id(part) for part in key
+        )
         if number not in self._types:
             self._types[number] = key, make()
         return self._types[number][1]
@@ -247,7 +292,10 @@ class Gluon(_Evaluated, GluonSemantic):
             return self._widened(lhs, left), self._widened(rhs, right)
         both: Any = super().broadcast_impl_value(lhs, rhs)
         if not any(isinstance(one.type.layout, gluon_core.AutoLayout) for one in (lhs, rhs)):
-            kinds = [None if one.type.shape == wide.type.shape else (wide.type, wide.type.to_ir(self.builder)) for one, wide in zip((lhs, rhs), both)]
+            kinds = [
+                None if one.type.shape == wide.type.shape else (wide.type, wide.type.to_ir(self.builder))
+                for one, wide in zip((lhs, rhs), both)
+            ]
             self._pairs[key] = (lhs.type, rhs.type), kinds
         return both
 
@@ -263,7 +311,10 @@ class Gluon(_Evaluated, GluonSemantic):
 
     def _distributed(self, scalar: tl.dtype, shape: Sequence[int], layout: object) -> tuple[tl.dtype, Type]:
         """The type of so many elements in this layout, and its IR type."""
-        kind = self._type(("distributed", scalar, tuple(shape), layout), lambda: gluon_core.distributed_type(scalar, list(shape), layout))
+        kind = self._type(
+            ("distributed", scalar, tuple(shape), layout),
+            lambda: gluon_core.distributed_type(scalar, list(shape), layout),
+        )
         return kind, self._type(("ir", kind), lambda: kind.to_ir(self.builder))
 
     def splat(self, value: Tensor, shape: Sequence[int], layout: object) -> Tensor:
@@ -302,7 +353,9 @@ class Gluon(_Evaluated, GluonSemantic):
 
     def _spread(self, scalar: Tensor, like: Any) -> Tensor:
         kind = self._type(("element", like, scalar.type), lambda: like.with_element_ty(scalar.type))
-        return self.tensor(Value(np.full(like.shape, scalar.handle.data), scalar.handle.elem, self._attribute(kind)), kind)
+        return self.tensor(
+            Value(np.full(like.shape, scalar.handle.data), scalar.handle.elem, self._attribute(kind)), kind
+        )
 
     def _attribute(self, kind: tl.dtype) -> object:
         return self._type(("attribute", kind), lambda: kind.to_ir(self.builder).layout)
@@ -316,22 +369,34 @@ class Gluon(_Evaluated, GluonSemantic):
     def _wrap_handle_infer_layout(self, handle: Value, scalar_ty: tl.dtype, shape: Sequence[int]) -> Tensor:
         if not len(shape):
             return self.tensor(handle, scalar_ty)
-        make = lambda: gluon_core.distributed_type(scalar_ty, list(shape), self.builder.get_gluon_layout_from_tensor(handle))
+        make = lambda: gluon_core.distributed_type(
+            scalar_ty, list(shape), self.builder.get_gluon_layout_from_tensor(handle)
+        )
         return self.tensor(handle, self._type(("inferred", scalar_ty, tuple(shape), handle.layout), make))
 
-    def warp_specialize(self, functions_and_args: Any, worker_num_warps: Sequence[int], worker_num_regs: Sequence[int], generator: Any) -> Any:
+    def warp_specialize(
+        self, functions_and_args: Any, worker_num_warps: Sequence[int], worker_num_regs: Sequence[int], generator: Any
+    ) -> Any:
         machine = self.builder.machine
         if not len(functions_and_args) - 1 == len(worker_num_warps) == len(worker_num_regs):
-            raise ValueError(f"warp_specialize: {len(functions_and_args) - 1} workers, {len(worker_num_warps)} warp counts, "
-                             f"{len(worker_num_regs)} register counts; all three must agree")  # fmt: skip
+            raise ValueError(
+                f"warp_specialize: {len(functions_and_args) - 1} workers, {len(worker_num_warps)} warp counts, "
+                f"{len(worker_num_regs)} register counts; all three must agree"
+            )
         bodies, names = [], set()
         for i, (function, args) in enumerate(functions_and_args):
             fn: Any = unwrapped(function)
             warps = machine.current.warps if i == 0 else worker_num_warps[i - 1]
             context = generator.caller_context if i == 0 else GluonCallerContext(num_warps=warps)
-            name = fn.__name__ if fn.__name__ not in names else f"{fn.__name__}#{sum(n.split('#')[0] == fn.__name__ for n in names) + 1}"
+            name = (
+                fn.__name__
+                if fn.__name__ not in names
+                else f"{fn.__name__}#{sum(n.split('#')[0] == fn.__name__ for n in names) + 1}"
+            )
             names.add(name)
-            body = lambda fn=fn, args=args, context=context: generator.call_JitFunction(fn, list(args), {}, caller_context=context)
+            body = lambda fn=fn, args=args, context=context: generator.call_JitFunction(
+                fn, list(args), {}, caller_context=context
+            )
             bodies.append((name, warps, quiet(body)))
         result = machine.fork(bodies)
         return tuple(result) if isinstance(result, (tuple, tl.tuple)) else result

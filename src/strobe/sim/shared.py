@@ -95,7 +95,9 @@ class SharedMemory:
 
     def create_memdesc_trans(self, window: Window, order: list[int]) -> Window:
         shape = [window.view.shape[i] for i in order]
-        return Window(window.memory, window.view.transpose(order), window.elem, self._viewed("trans", window, shape, order))
+        return Window(
+            window.memory, window.view.transpose(order), window.elem, self._viewed("trans", window, shape, order)
+        )
 
     def create_memdesc_reshape(self, window: Window, shape: list[int]) -> Window:
         view = window.view.reshape(shape)
@@ -105,7 +107,9 @@ class SharedMemory:
 
     def _viewed(self, operation: str, window: Window, shape: list[int], argument: list[int]) -> Type:
         layout, alloc_shape = window.type.layout
-        python, attribute = self.layouts.of_window(operation, window.elem, window.view.shape, layout, alloc_shape, argument)
+        python, attribute = self.layouts.of_window(
+            operation, window.elem, window.view.shape, layout, alloc_shape, argument
+        )
         ty = Type(window.elem, shape, (attribute, list(shape)))
         self._python_layouts[id(ty)] = ty, python
         return ty
@@ -117,14 +121,21 @@ class SharedMemory:
 
     def create_memdesc_reinterpret(self, ty: Type, window: Window) -> Window:
         memory = window.memory
-        if ty.elem == window.elem and self.layouts.pieces(ty.elem, window.view.shape, window.type.layout[0], tuple(ty.shape), ty.layout[0]):
+        if ty.elem == window.elem and self.layouts.pieces(
+            ty.elem, window.view.shape, window.type.layout[0], tuple(ty.shape), ty.layout[0]
+        ):
             return Window(memory, Pieces(window.view.reshape(-1, window.view.shape[-1]), tuple(ty.shape)), ty.elem, ty)
         if window.view.flags.c_contiguous:
             start, size = window.address - memory.base, int(np.prod(ty.shape)) * BYTES[ty.elem]
-            past = start + size - memory.raw.size  # more than the view is legal (the next buffers), past the allocation is not
+            past = (
+                start + size - memory.raw.size
+            )  # more than the view is legal (the next buffers), past the allocation is not
             if past > 0:
-                self.machine.report("bounds", f"{window.label} taken as {ty.shape} of {ty.elem} reaches {past} bytes past its allocation, "
-                                    f"at {place_text(self.machine.place())}")  # fmt: skip
+                self.machine.report(
+                    "bounds",
+                    f"{window.label} taken as {ty.shape} of {ty.elem} reaches {past} bytes past its allocation, "
+                    f"at {place_text(self.machine.place())}",
+                )
                 start = max(0, start - past)
             raw = memory.raw if size <= memory.raw.size else np.zeros(size, np.uint8)
             view = raw[start : start + size].view(STORED[ty.elem]).reshape(ty.shape)
@@ -146,7 +157,9 @@ class SharedMemory:
                     handle.memory.name, handle.memory.named = self._unique(f"{name}.{field}"), True
 
     def _unique(self, name: str) -> str:
-        """`name`, or name#2 and so on where a function allocates under one name again and again: agents are told apart by such names."""
+        """`name`, or name#2 and so on where a function allocates under one name again and again: agents are told apart
+        by such names.
+        """
         others = {memory.name for memory in self.machine.current.cta.memories}
         return next(one for n in itertools.count(1) if (one := name if n == 1 else f"{name}#{n}") not in others)
 
@@ -193,7 +206,9 @@ class SharedMemory:
         self.machine.fence(("shared",))
 
     def create_barrier(self, *_: object) -> None:
-        """Threads of one partition wait for each other: a partition is one agent here, so nothing can go wrong between them."""
+        """Threads of one partition wait for each other: a partition is one agent here, so nothing can go wrong between
+        them.
+        """
 
     def fence(self, name: str) -> None:
         """A fence in inline PTX."""
@@ -209,16 +224,22 @@ class SharedMemory:
 
     # ---- TMA
 
-    def create_async_tma_copy_global_to_local(self, desc: Descriptor, coord: list[Value], bar: Where, target: Where, pred: Value, *_: object) -> None:
+    def create_async_tma_copy_global_to_local(
+        self, desc: Descriptor, coord: list[Value], bar: Where, target: Where, pred: Value, *_: object
+    ) -> None:
         if not bool(pred.data):
             return
         target, barrier = self.window(target), self._barrier(bar)
         corner = [c.scalar for c in coord]
         self.check_corner(desc, corner, write=False)
         block = _box(desc, target)
-        self._start_load(desc, barrier, target, lambda: desc.fetch(corner, block), desc.view[desc.inside(corner, block)[0]])
+        self._start_load(
+            desc, barrier, target, lambda: desc.fetch(corner, block), desc.view[desc.inside(corner, block)[0]]
+        )
 
-    def create_async_tma_gather(self, desc: Descriptor, rows: Value, column: Value, bar: Where, target: Where, pred: Value) -> None:
+    def create_async_tma_gather(
+        self, desc: Descriptor, rows: Value, column: Value, bar: Where, target: Where, pred: Value
+    ) -> None:
         if not isinstance(desc.view, np.ndarray):
             raise NotImplementedError(f"TMA gather from {desc.memory.name} by a descriptor that wraps")
         if bool(pred.data):
@@ -228,14 +249,18 @@ class SharedMemory:
             fetch = lambda: np.concatenate([desc.fetch([r, column.scalar], [1, width]) for r in indices])
             self._start_load(desc, barrier, target, fetch, desc.view)
 
-    def _start_load(self, desc: Descriptor, barrier: Barrier, target: Window, fetch: Callable[[], np.ndarray], source: np.ndarray) -> None:
+    def _start_load(
+        self, desc: Descriptor, barrier: Barrier, target: Window, fetch: Callable[[], np.ndarray], source: np.ndarray
+    ) -> None:
         machine, p = self.machine, self.machine.current
         agent = f"TMA load {barrier.copies} on {p.cta.index}/{barrier.name}"
         barrier.copies += 1
         number = machine.sequence(agent)
         knows, phase = dict(p.knows), barrier.phase
         what, place = f"TMA load into {target.label}", machine.place()
-        machine.access(target.memory, target.memory.mask_of(target.view), True, Actor(agent, number, knows, "async", what, place))
+        machine.access(
+            target.memory, target.memory.mask_of(target.view), True, Actor(agent, number, knows, "async", what, place)
+        )
         if source.size:
             read = Actor(agent, number, knows, "async", f"TMA load into {target.label}", place)
             machine.access(desc.memory, desc.memory.mask_of(source), False, read)
@@ -253,11 +278,15 @@ class SharedMemory:
         machine.event("TMA", "load", what, p.time_ns, operation.ready_ns)
         machine.launch(None, operation)
 
-    def create_async_tma_copy_local_to_global(self, desc: Descriptor, coord: list[Value], source: Where, *_: object) -> None:
+    def create_async_tma_copy_local_to_global(
+        self, desc: Descriptor, coord: list[Value], source: Where, *_: object
+    ) -> None:
         self.check_corner(desc, [c.scalar for c in coord], write=True)
         self._start_store(desc, coord, source, "TMA store", lambda where, bits: desc.view.__setitem__(where, bits))
 
-    def create_async_tma_reduce(self, kind: Operator, desc: Descriptor, coord: list[Value], source: Where, *_: object) -> None:
+    def create_async_tma_reduce(
+        self, kind: Operator, desc: Descriptor, coord: list[Value], source: Where, *_: object
+    ) -> None:
         self.check_corner(desc, [c.scalar for c in coord], write=True)
         add = lambda where, bits: reduce_into(desc, where, from_bits(bits, desc.elem), kind)
         self._start_store(desc, coord, source, f"TMA reduce-{kind.name.lower()}", add, kind)
@@ -269,14 +298,28 @@ class SharedMemory:
             corner = [Value(np.int32(row), "i32"), column]
             self._start_store(desc, corner, part, "TMA scatter", lambda where, bits: desc.view.__setitem__(where, bits))
 
-    def _start_store(self, desc: Descriptor, coord: list[Value], source: Where, verb: str, put: Callable[[Part, np.ndarray], None],
-                     reduces: Operator | None = None) -> None:  # fmt: skip
-        """A bulk store reads shared memory first and writes global memory some time later; two stores may write in any order."""
+    def _start_store(
+        self,
+        desc: Descriptor,
+        coord: list[Value],
+        source: Where,
+        verb: str,
+        put: Callable[[Part, np.ndarray], None],
+        reduces: Operator | None = None,
+    ) -> None:
+        """A bulk store reads shared memory first and writes global memory some time later; two stores may write in any
+        order.
+        """
         machine, p, source = self.machine, self.machine.current, self.window(source)
         reads, writes = p.stores, p.store_writes
         reads.issued, writes.issued = reads.issued + 1, writes.issued + 1
         what, place = f"{verb} from {source.label}", machine.place()
-        machine.access(source.memory, source.memory.mask_of(source.view), False, Actor(reads.agent, reads.issued, p.knows, "async", what, place))
+        machine.access(
+            source.memory,
+            source.memory.mask_of(source.view),
+            False,
+            Actor(reads.agent, reads.issued, p.knows, "async", what, place),
+        )
         corner = [c.scalar for c in coord]
         block = _box(desc, source)
         where, part = desc.inside(corner, block)
@@ -317,14 +360,28 @@ class SharedMemory:
 
     # ---- cp.async
 
-    def create_async_copy_global_to_local(self, target: Where, pointer: Value, mask: Value | None, other: Value | None, *_: object) -> None:
+    def create_async_copy_global_to_local(
+        self, target: Where, pointer: Value, mask: Value | None, other: Value | None, *_: object
+    ) -> None:
         machine, p, target = self.machine, self.machine.current, self.window(target)
         mask = mask if isinstance(mask, Value) else None
         stream, what = p.copies, f"cp.async into {target.label}"
         stream.where = machine.place()
-        actor = Actor(stream.agent, stream.issued + 1, {**p.knows, stream.agent: stream.issued + 1}, "generic", what, machine.place())
+        actor = Actor(
+            stream.agent,
+            stream.issued + 1,
+            {**p.knows, stream.agent: stream.issued + 1},
+            "generic",
+            what,
+            machine.place(),
+        )
         machine.access(target.memory, target.memory.mask_of(target.view), True, actor)
-        found = self._find(np.asarray(pointer.data, np.int64), None if mask is None else mask.data, target.view.dtype.itemsize, "cp.async")
+        found = self._find(
+            np.asarray(pointer.data, np.int64),
+            None if mask is None else mask.data,
+            target.view.dtype.itemsize,
+            "cp.async",
+        )
         self._record(found, False, what)
         bits = self._fetch(found, target.view.dtype, 0)
         _poison(target)
@@ -335,16 +392,22 @@ class SharedMemory:
         work, p.open_copies = p.open_copies, []
         p.copies.issued += 1
         ready = p.time_ns + TMA_LATENCY_NS
-        self.machine.launch(p.copies, Operation(p.copies.agent, "cp.async group", self.machine.place(), lambda: _all(work), ready))
+        self.machine.launch(
+            p.copies, Operation(p.copies.agent, "cp.async group", self.machine.place(), lambda: _all(work), ready)
+        )
 
     def create_async_wait_group(self, pending: int) -> None:
         self.machine.drain(self.machine.current.copies, pending, "cp.async wait_group")
 
     def create_async_copy_mbarrier_arrive(self, bar: Where, increment: bool) -> None:
-        """cp.async.mbarrier.arrive: the barrier is told once all copies so far have landed, at once if there are none."""
+        """cp.async.mbarrier.arrive: the barrier is told once all copies so far have landed, at once if there are
+        none."""
         machine, p, barrier = self.machine, self.machine.current, self._barrier(bar)
         stream = p.copies
-        arrivals, place = 32 * p.warps, machine.place()  # every thread arrives; by default each adds one to the count before
+        arrivals, place = (
+            32 * p.warps,
+            machine.place(),
+        )  # every thread arrives; by default each adds one to the count before
         if increment:
             barrier.missing += arrivals
         if not p.open_copies and not stream.queue:

@@ -21,7 +21,9 @@ TENSOR_MEMORY_COLUMN_BYTES = 512  # 128 lanes of 32 bits
 
 
 def product(a: torch.Tensor, b: torch.Tensor, elem: str, precise: bool = False) -> np.ndarray:
-    """a @ b of tiles of `elem`, as arrays or as torch tensors that `matrix` made, with sums in float32 (float64, int64)."""
+    """a @ b of tiles of `elem`, as arrays or as torch tensors that `matrix` made, with sums in float32 (float64,
+    int64).
+    """
     a, b = (_operand_of(x, elem) for x in (a, b))
     if elem == "fp32" and not precise:  # TF32: the tensor core reads the upper 19 bits
         a, b = ((x.contiguous().view(torch.int32) & -0x2000).view(torch.float32) for x in (a, b))
@@ -48,7 +50,9 @@ class TensorCores:
         rate = FLOP_PER_CYCLE * (2 if self.capability >= 100 else 1) * (2 if "8" in elem[:4] and elem != "bf16" else 1)
         return 2.0 * shape[0] * shape[1] * shape[2] / rate / SM_GHZ
 
-    def _operand(self, operand: Value | Where, agent: str, number: int, knows: dict[str, int], what: str, place: Place) -> Callable[[], Any]:
+    def _operand(
+        self, operand: Value | Where, agent: str, number: int, knows: dict[str, int], what: str, place: Place
+    ) -> Callable[[], Any]:
         """Record the read now; the returned function fetches the operand when the product lands."""
         if isinstance(operand, Value):
             data = operand.data
@@ -61,7 +65,9 @@ class TensorCores:
 
     # ---- wgmma (Hopper)
 
-    def create_warpgroup_mma(self, a: Any, b: Where, acc: Value, use_acc: Value, precision: object, imprecise: int, is_async: bool) -> Value:
+    def create_warpgroup_mma(
+        self, a: Any, b: Where, acc: Value, use_acc: Value, precision: object, imprecise: int, is_async: bool
+    ) -> Value:
         machine, p = self.machine, self.machine.current
         stream = p.wgmma
         stream.issued += 1
@@ -73,7 +79,9 @@ class TensorCores:
             acc.pending.report_use()
         p.tick()
         shape = (*np.shape(acc.raw()), np.shape(a.raw())[-1] if isinstance(a, Value) else a.view.shape[-1])
-        out = Value(np.full(shape[:2], np.nan, np.float32), acc.elem, acc.layout, Pending(machine, agent, number, place))
+        out = Value(
+            np.full(shape[:2], np.nan, np.float32), acc.elem, acc.layout, Pending(machine, agent, number, place)
+        )
         accumulate, elem = bool(use_acc.data), a.elem
 
         def land() -> None:
@@ -86,7 +94,9 @@ class TensorCores:
             return self.create_warpgroup_mma_wait([out], 0)[0]
         return out
 
-    def _issue(self, stream: Stream, name: str, shape: tuple[int, int, int], elem: str, land: Callable[[], None], place: Place) -> None:
+    def _issue(
+        self, stream: Stream, name: str, shape: tuple[int, int, int], elem: str, land: Callable[[], None], place: Place
+    ) -> None:
         machine, p = self.machine, self.machine.current
         if machine.mode == "timed":
             machine.preempt()
@@ -119,7 +129,13 @@ class TensorCores:
     # ---- tensor memory and tcgen05 (Blackwell)
 
     def create_tmem_alloc(self, ty: Type, value: Value | None = None) -> Window:
-        size = int(np.prod(ty.shape[:-2], initial=1)) * -(-ty.shape[-2] // 128) * ty.shape[-1] * _column_bits(ty.elem) // 32
+        size = (
+            int(np.prod(ty.shape[:-2], initial=1))
+            * -(-ty.shape[-2] // 128)
+            * ty.shape[-1]
+            * _column_bits(ty.elem)
+            // 32
+        )
         return self._allocate("tensor", ty, value, max(32, 1 << (size - 1).bit_length()))
 
     def create_tmem_store(self, window: Where, value: Value, pred: Value) -> None:
@@ -201,4 +217,6 @@ class TensorCores:
 
 
 def _column_bits(elem: str) -> int:
-    return np.dtype(COMPUTED[elem]).itemsize * 8 if elem not in ("bf16", "fp8e4nv", "fp8e5") else {"bf16": 16}.get(elem, 8)
+    return (
+        np.dtype(COMPUTED[elem]).itemsize * 8 if elem not in ("bf16", "fp8e4nv", "fp8e5") else {"bf16": 16}.get(elem, 8)
+    )

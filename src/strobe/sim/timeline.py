@@ -1,6 +1,8 @@
-"""The events of a simulated run as pictures: a Chrome trace for Perfetto, an SVG, a page. Its times are modelled, not measured.
+"""The events of a simulated run as pictures: a Chrome trace for Perfetto, an SVG, a page. Its times are modelled, not
+measured.
 
-events of a run -> rows (CTA, partition or engine) -> lanes (a row's events that overlap lie in lanes of their own) -> bars
+events of a run -> rows (CTA, partition or engine) -> lanes (a row's events that overlap lie in lanes of their own) ->
+bars
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from pathlib import Path
 
 # Okabe and Ito's palette, told apart by colour-blind readers (jfly.uni-koeln.de/color): fill, and the text upon it
 COLOURS = {
-    "load": ("#0072b2", "#ffffff"), "store": ("#d55e00", "#000000"), "mma": ("#009e73", "#000000"), "math": ("#e69f00", "#000000"),
+    "load": ("#0072b2", "#ffffff"), "store": ("#d55e00", "#000000"), "mma": ("#009e73", "#000000"),
+    "math": ("#e69f00", "#000000"),
     "sync": ("#cc79a7", "#000000"), "memory": ("#56b4e9", "#000000"), "wait": ("#dde1e6", "#3d444d"),
 }  # fmt: skip
 MODELLED = "modelled time, not measured"
@@ -28,21 +31,27 @@ _WIDTH, _MARGIN, _LINE, _GAP = 1280, 16, 18, 4
 _LABEL_CHAR, _BAR_CHAR = 6.7, 6.1  # widths of one character at the monospaced sizes of _STYLE, rounded up
 _STYLE = """
 :root{color-scheme:light dark;background:#fff}
-.page{fill:#fff} .grid{stroke:#e7e9ec} .rule{stroke:#c3c8cf} text{fill:#1f2328;font:11px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace}
-.title{font:600 15px system-ui,sans-serif} .fact,.key{font:12px system-ui,sans-serif} .cta{font-weight:700} .quiet{fill:#59636e}
+.page{fill:#fff} .grid{stroke:#e7e9ec} .rule{stroke:#c3c8cf} \
+text{fill:#1f2328;font:11px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace}
+.title{font:600 15px system-ui,sans-serif} .fact,.key{font:12px system-ui,sans-serif} .cta{font-weight:700} \
+.quiet{fill:#59636e}
 .in{font-size:10px;pointer-events:none} rect[class]:not(.page):hover{opacity:.75}
 """
 _DARK = """
-:root{background:#14171c} .page{fill:#14171c} .grid{stroke:#272c34} .rule{stroke:#444c56} text{fill:#e6e9ed} .quiet{fill:#9aa4b0}
+:root{background:#14171c} .page{fill:#14171c} .grid{stroke:#272c34} .rule{stroke:#444c56} text{fill:#e6e9ed} \
+.quiet{fill:#9aa4b0}
 .wait{fill:#343b45} .on-wait{fill:#c6ced8}
 """
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
 <style>body{{margin:0}} main{{overflow-x:auto}} svg{{display:block;min-width:100%;height:auto}}</style></head>
 <body><main tabindex="0" aria-label="timeline, scrolls sideways">{svg}</main>
 <script>
 const pane = document.querySelector("main"), still = document.querySelectorAll(".still");
-pane.addEventListener("scroll", () => still.forEach(part => part.setAttribute("transform", `translate(${{pane.scrollLeft}})`)));
+pane.addEventListener("scroll", () => {{
+  still.forEach(part => part.setAttribute("transform", `translate(${{pane.scrollLeft}})`));
+}});
 </script></body></html>
 """
 
@@ -51,10 +60,10 @@ pane.addEventListener("scroll", () => still.forEach(part => part.setAttribute("t
 class Event:
     """One bar of the timeline.
 
-    >>> Event(0, "TMA", "load", "TMA load k_smem[0]", 20.0, 10.0, "forward.py:123")
+    >>> Event(0, "TMA", "load", "k", 2.0, 1.0, "forward.py:123")
     Traceback (most recent call last):
     ...
-    ValueError: end_ns: got 10.0 for 'TMA load k_smem[0]', expected a finite time at or after start_ns 20.0; an event ends after it starts
+    ValueError: end_ns: got 1.0 for 'k', expected a finite time at or after start_ns 2.0; an event ends after it starts
     """
 
     cta: int  # linear index of the CTA (program)
@@ -67,10 +76,14 @@ class Event:
 
     def __post_init__(self) -> None:
         if self.kind not in COLOURS:
-            raise ValueError(f"kind: got {self.kind!r} for {self.name!r}, expected one of {', '.join(COLOURS)}; choose the nearest")
+            raise ValueError(
+                f"kind: got {self.kind!r} for {self.name!r}, expected one of {', '.join(COLOURS)}; choose the nearest"
+            )
         if not -math.inf < self.start_ns <= self.end_ns < math.inf:
             expected = f"a finite time at or after start_ns {self.start_ns}"
-            raise ValueError(f"end_ns: got {self.end_ns} for {self.name!r}, expected {expected}; an event ends after it starts")
+            raise ValueError(
+                f"end_ns: got {self.end_ns} for {self.name!r}, expected {expected}; an event ends after it starts"
+            )
 
 
 Row = tuple[int, str]
@@ -83,9 +96,10 @@ Lanes = list[list[Event]]
 def chrome_trace(events: Iterable[Event], title: str) -> str:
     """JSON for ui.perfetto.dev or chrome://tracing: a process for each CTA, a thread for each row, by first appearance.
 
-    Perfetto drops slices that overlap in a thread without nesting (github.com/google/perfetto/issues/4280). So each lane is a thread,
-    and times are whole nanoseconds, its unit, with starts and ends rounded, not lengths: neighbours stay apart. It gives process 0 to
-    the system's idle task (issues/394) and takes a thread numbered like its process for the main one, so no number here is used twice.
+    Perfetto drops slices that overlap in a thread without nesting (github.com/google/perfetto/issues/4280). So each
+    lane is a thread, and times are whole nanoseconds, its unit, with starts and ends rounded, not lengths: neighbours
+    stay apart. It gives process 0 to the system's idle task (issues/394) and takes a thread numbered like its process
+    for the main one, so no number here is used twice.
     """
     rows = _rows(events)
     ctas = dict.fromkeys(cta for cta, _ in rows)
@@ -96,22 +110,29 @@ def chrome_trace(events: Iterable[Event], title: str) -> str:
     for (cta, row), lanes in rows.items():
         for depth, lane in enumerate(lanes, 1):
             thread += 1
-            records += _named("thread", {"pid": cta + 1, "tid": thread}, row if depth == 1 else f"{row} ({depth})", thread)
+            records += _named(
+                "thread", {"pid": cta + 1, "tid": thread}, row if depth == 1 else f"{row} ({depth})", thread
+            )
             records += [_complete(event, thread) for event in lane]
     about = {"title": title, "time": MODELLED}
     return json.dumps({"displayTimeUnit": "ns", "otherData": about, "traceEvents": records}, separators=(",", ":"))
 
 
-def svg(events: Iterable[Event], title: str, ctas: Collection[int] | None = None, span_ns: tuple[float, float] | None = None) -> str:
+def svg(
+    events: Iterable[Event], title: str, ctas: Collection[int] | None = None, span_ns: tuple[float, float] | None = None
+) -> str:
     """One self-contained picture of the run, or of some `ctas` and of the times `span_ns` = (from, to) alone.
 
-    The share beside a row is its busy (not waiting) part of the times shown. Beyond MOST_BARS, neighbours are merged and the picture says so.
+    The share beside a row is its busy (not waiting) part of the times shown. Beyond MOST_BARS, neighbours are merged
+    and the picture says so.
     """
     return _draw(list(events), title, ctas, span_ns, _WIDTH)
 
 
 def save(events: Iterable[Event], path: str | Path, title: str) -> None:
-    """Write `path` by its suffix: .json is the trace, .svg the picture, .html a page that scrolls sideways with room for the names."""
+    """Write `path` by its suffix: .json is the trace, .svg the picture, .html a page that scrolls sideways with room
+    for the names.
+    """
     events, path = list(events), Path(path)
     if path.suffix == ".json":
         text = chrome_trace(events, title)
@@ -129,7 +150,8 @@ def utilisation(events: Iterable[Event]) -> dict[Row, float]:
     """How busy (not waiting) each row was, as a share of the whole run.
 
     >>> work = Event(0, "TMA", "load", "load", 0.0, 30.0, "")
-    >>> utilisation([work, Event(0, "softmax", "wait", "wait", 0.0, 30.0, ""), Event(0, "softmax", "math", "exp2", 30.0, 40.0, "")])
+    >>> wait = Event(0, "softmax", "wait", "wait", 0.0, 30.0, "")
+    >>> utilisation([work, wait, Event(0, "softmax", "math", "exp2", 30.0, 40.0, "")])
     {(0, 'TMA'): 0.75, (0, 'softmax'): 0.25}
     """
     rows = _rows(events)
@@ -141,7 +163,9 @@ def utilisation(events: Iterable[Event]) -> dict[Row, float]:
 
 
 def _rows(events: Iterable[Event]) -> dict[Row, Lanes]:
-    """The lanes of every row: CTAs by number, rows by the first appearance of their name in the run, so that every CTA has one order."""
+    """The lanes of every row: CTAs by number, rows by the first appearance of their name in the run, so that every CTA
+    has one order.
+    """
     found: dict[Row, list[Event]] = {}
     order: dict[str, int] = {}
     for event in events:
@@ -151,7 +175,9 @@ def _rows(events: Iterable[Event]) -> dict[Row, Lanes]:
 
 
 def _lanes(events: list[Event]) -> Lanes:
-    """Events that overlap (loads in flight at once) go to different lanes, each to the first that is free; a lane is in order of time."""
+    """Events that overlap (loads in flight at once) go to different lanes, each to the first that is free; a lane is in
+    order of time.
+    """
     lanes: Lanes = []
     taken: list[tuple[float, int]] = []
     free: list[int] = []
@@ -178,7 +204,9 @@ def _span(rows: dict[Row, Lanes]) -> tuple[float, float]:
 def _busy_ns(lanes: Lanes, start_ns: float, end_ns: float) -> float:
     """Time between the two in which at least one lane does something else than wait."""
     busy, reached = 0.0, start_ns
-    for event in sorted((event for lane in lanes for event in lane if event.kind != "wait"), key=lambda event: event.start_ns):
+    for event in sorted(
+        (event for lane in lanes for event in lane if event.kind != "wait"), key=lambda event: event.start_ns
+    ):
         end = min(event.end_ns, end_ns)
         busy += max(0.0, end - max(event.start_ns, reached))
         reached = max(reached, end)
@@ -186,7 +214,9 @@ def _busy_ns(lanes: Lanes, start_ns: float, end_ns: float) -> float:
 
 
 def _merge(rows: dict[Row, Lanes], span_ns: tuple[float, float], most: int) -> tuple[dict[Row, Lanes], float]:
-    """The same time of each kind in at most `most` bars (or as few as there are lanes and kinds), and how wide the columns are: 0 for not merged."""
+    """The same time of each kind in at most `most` bars (or as few as there are lanes and kinds), and how wide the
+    columns are: 0 for not merged.
+    """
     start, end = span_ns
     merged, column = rows, 0.0
     while _count(merged) > most and column < end - start:
@@ -196,7 +226,9 @@ def _merge(rows: dict[Row, Lanes], span_ns: tuple[float, float], most: int) -> t
 
 
 def _in_columns(lane: list[Event], origin_ns: float, column_ns: float) -> list[Event]:
-    """Of the events that start in one column, those of a kind become one bar as long as they are together; the bars lie side by side."""
+    """Of the events that start in one column, those of a kind become one bar as long as they are together; the bars lie
+    side by side.
+    """
     bars: list[Event] = []
     for _, column in groupby(lane, key=lambda event: (event.start_ns - origin_ns) // column_ns):
         kinds: dict[str, list[Event]] = {}
@@ -231,7 +263,15 @@ def _named(what: str, who: dict[str, int], name: str, place: int) -> list[dict]:
 def _complete(event: Event, thread: int) -> dict:
     start, end = round(event.start_ns), round(event.end_ns)
     times = {"ts": start / 1000, "dur": (end - start) / 1000}
-    return {"ph": "X", "name": event.name, "cat": event.kind, "pid": event.cta + 1, "tid": thread, **times, "args": {"where": event.where}}
+    return {
+        "ph": "X",
+        "name": event.name,
+        "cat": event.kind,
+        "pid": event.cta + 1,
+        "tid": thread,
+        **times,
+        "args": {"where": event.where},
+    }
 
 
 # ---------------------------------------------------------------- the picture
@@ -251,10 +291,15 @@ class _Scale:
         return self.left + (inside - self.start_ns) / (self.end_ns - self.start_ns) * (self.right - self.left)
 
 
-def _draw(events: list[Event], title: str, ctas: Collection[int] | None, span_ns: tuple[float, float] | None, width: int) -> str:
+def _draw(
+    events: list[Event], title: str, ctas: Collection[int] | None, span_ns: tuple[float, float] | None, width: int
+) -> str:
     rows = _rows(_of(events, ctas))
     start, end = _window(rows, span_ns)
-    shown = {row: [[event for event in lane if event.end_ns >= start and event.start_ns <= end] for lane in lanes] for row, lanes in rows.items()}
+    shown = {
+        row: [[event for event in lane if event.end_ns >= start and event.start_ns <= end] for lane in lanes]
+        for row, lanes in rows.items()
+    }
     bars, column = _merge(shown, (start, end), MOST_BARS)
     left = _MARGIN + _LABEL_CHAR * (max((len(_short(row)) for _, row in rows), default=0) + 6)
     scale = _Scale(start, end, left, width - _MARGIN)
@@ -293,7 +338,10 @@ def _of(events: list[Event], ctas: Collection[int] | None) -> list[Event]:
 def _window(rows: dict[Row, Lanes], span_ns: tuple[float, float] | None) -> tuple[float, float]:
     start, end = _span(rows) if span_ns is None else span_ns
     if not -math.inf < start < end < math.inf:
-        raise ValueError(f"span_ns: got {span_ns}, expected (from, to) in nanoseconds with from before to; leave it out for the whole run")
+        raise ValueError(
+            f"span_ns: got {span_ns}, expected (from, to) in nanoseconds with from before to; leave it out for the "
+            "whole run"
+        )
     return start, end
 
 
@@ -304,7 +352,10 @@ def _facts(shown: dict[Row, Lanes], bars: dict[Row, Lanes], column_ns: float, sc
     span = f"{scale.start_ns / per:,.1f} to {scale.end_ns / per:,.1f} {unit}"
     facts = [MODELLED, f"{count:,} events in {ctas} {'CTA' if ctas == 1 else 'CTAs'}, {span}" if count else "no events"]
     if column_ns:
-        facts.append(f"drawn as {_count(bars):,} bars: within {column_ns:,.1f} ns, those of one kind are merged, their order is lost")
+        facts.append(
+            f"drawn as {_count(bars):,} bars: within {column_ns:,.1f} ns, those of one kind are merged, their "
+            "order is lost"
+        )
     return facts
 
 
@@ -320,7 +371,10 @@ def _head(title: str, facts: Sequence[str]) -> tuple[list[str], float]:
     for place, kind in enumerate(COLOURS):
         x = _MARGIN + 90 * (place % 4)
         y += 20 if place % 4 == 0 else 0
-        parts += [f'<rect class="{kind}" x="{x}" y="{y - 10}" width="14" height="12" rx="2"/>', _text(x + 20, y, kind, "key")]
+        parts += [
+            f'<rect class="{kind}" x="{x}" y="{y - 10}" width="14" height="12" rx="2"/>',
+            _text(x + 20, y, kind, "key"),
+        ]
     return parts, y + _LINE
 
 
@@ -391,7 +445,10 @@ def _document(title: str, width: int, height: float, parts: Iterable[str]) -> st
     name = _escape(f"{title} ({MODELLED})")
     style = f"<style>{_STYLE}{colours}@media (prefers-color-scheme:dark){{{_DARK}}}</style>"
     background = '<rect class="page" width="100%" height="100%"/>'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{name}"><title>{name}</title>{style}{background}'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" '
+        f'aria-label="{name}"><title>{name}</title>{style}{background}'
+    )
     return "\n".join([head, *parts, "</svg>\n"])
 
 

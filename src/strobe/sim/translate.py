@@ -1,9 +1,10 @@
-"""A kernel's source as a Python function: operators and calls ask an interpreter, control flow and names are Python's own.
+"""A kernel's source as a Python function: operators and calls ask an interpreter, control flow and names are Python's
+own.
 
-`x = a + b` becomes `x = $.assign("x", $.binary("__add__", a, b))`, `if c:` becomes `if $.truth(c):`. The code object keeps the
-kernel's file name and lines, so tracebacks and reports point at the kernel, and Python's compiler does what an AST walk
-would do at every step. What Triton's frontend refuses by its form is
-refused here too; what it refuses by types and scopes alone (a loop that changes a variable's type, a name from one branch) is not.
+`x = a + b` becomes `x = $.assign("x", $.binary("__add__", a, b))`, `if c:` becomes `if $.truth(c):`. The code object
+keeps the kernel's file name and lines, so tracebacks and reports point at the kernel, and Python's compiler does what
+an AST walk would do at every step. What Triton's frontend refuses by its form is refused here too; what it refuses by
+types and scopes alone (a loop that changes a variable's type, a name from one branch) is not.
 """
 
 from __future__ import annotations
@@ -25,8 +26,20 @@ from .machine import KERNEL_CODE
 INTERPRETER = "$"  # no kernel can use this name
 _BUILTINS = CodeGenerator.builtin_namespace
 # by the class of an operator in Python's AST: the method that Triton's frontend asks for
-_BINARY = dict(Add="__add__", Sub="__sub__", Mult="__mul__", Div="__truediv__", FloorDiv="__floordiv__", Mod="__mod__", Pow="__pow__",
-               LShift="__lshift__", RShift="__rshift__", BitAnd="__and__", BitOr="__or__", BitXor="__xor__")  # fmt: skip
+_BINARY = dict(
+    Add="__add__",
+    Sub="__sub__",
+    Mult="__mul__",
+    Div="__truediv__",
+    FloorDiv="__floordiv__",
+    Mod="__mod__",
+    Pow="__pow__",
+    LShift="__lshift__",
+    RShift="__rshift__",
+    BitAnd="__and__",
+    BitOr="__or__",
+    BitXor="__xor__",
+)
 _COMPARE = dict(Eq="__eq__", NotEq="__ne__", Lt="__lt__", LtE="__le__", Gt="__gt__", GtE="__ge__")
 _UNARY = dict(USub="__neg__", UAdd="__pos__", Not="__not__", Invert="__invert__")
 _LOGICAL = {"And": "logical_and", "Or": "logical_or"}
@@ -65,7 +78,9 @@ def _translate(fn: Any) -> Callable:
 
 
 def _local_names(definition: ast.FunctionDef) -> set[str]:
-    stored = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    stored = {
+        node.id for node in ast.walk(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     return stored | {argument.arg for argument in _arguments(definition)}
 
 
@@ -98,7 +113,8 @@ class Translator(ast.NodeTransformer):
         return ast.copy_location(ast.Name(name, ast.Load()), node)
 
     def refuse(self, node: ast.AST, message: str) -> Any:
-        """Code that raises in the place of `node`: an error only if this line runs, since a static branch may never do."""
+        """Code that raises in the place of `node`: an error only if this line runs, since a static branch may never
+        do."""
         refusal = self.ask(node, "refused", ast.Constant(message))
         return ast.copy_location(ast.Expr(refusal), node) if isinstance(node, ast.stmt) else refusal
 
@@ -118,7 +134,9 @@ class Translator(ast.NodeTransformer):
             return self.ask(node, "undefined", ast.Constant(str(error)))
 
     def _global(self, name: str) -> object:
-        """A name from outside of the kernel, under Triton's rule that only constants, modules and device functions are visible."""
+        """A name from outside of the kernel, under Triton's rule that only constants, modules and device functions are
+        visible.
+        """
         if name not in self.scope:
             if name in _BUILTINS:
                 return _BUILTINS[name]
@@ -126,8 +144,10 @@ class Translator(ast.NodeTransformer):
         value = self.scope[name]
         if self._visible(name, value):
             return value
-        raise NameError(f"Cannot access global variable {name} from within the kernel function {self.fn.__name__}: it is neither a "
-                        "constexpr nor a module, a device function or a type")  # fmt: skip
+        raise NameError(
+            f"Cannot access global variable {name} from within the kernel function {self.fn.__name__}: it is neither a "
+            "constexpr nor a module, a device function or a type"
+        )
 
     @staticmethod
     def _visible(name: str, value: object) -> bool:
@@ -155,7 +175,9 @@ class Translator(ast.NodeTransformer):
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         return self._binary(node, _BINARY, node.op, node.left, node.right)
 
-    def _binary(self, node: ast.AST, names: dict[str, str], operator: ast.AST, left: ast.expr, right: ast.expr) -> ast.expr:
+    def _binary(
+        self, node: ast.AST, names: dict[str, str], operator: ast.AST, left: ast.expr, right: ast.expr
+    ) -> ast.expr:
         method = names.get(type(operator).__name__)
         if method is None:
             return self.refuse(node, f"operator {type(operator).__name__} is not implemented")
@@ -166,7 +188,9 @@ class Translator(ast.NodeTransformer):
             return self.refuse(node, "simultaneous multiple comparison is not supported")
         left, operator, right = node.left, node.ops[0], node.comparators[0]
         if isinstance(operator, (ast.Is, ast.IsNot)):
-            return self.ask(node, "same", self.visit(left), self.visit(right), ast.Constant(isinstance(operator, ast.Is)))
+            return self.ask(
+                node, "same", self.visit(left), self.visit(right), ast.Constant(isinstance(operator, ast.Is))
+            )
         return self._binary(node, _COMPARE, operator, left, right)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
@@ -249,7 +273,9 @@ class Translator(ast.NodeTransformer):
         return self._store(node, node.targets[0], self.visit(node.value))
 
     def _store(self, node: ast.AST, target: ast.expr, value: ast.expr) -> ast.stmt:
-        refused = next((part for part in ast.walk(target) if isinstance(part, (ast.Subscript, ast.Attribute, ast.Starred))), None)
+        refused = next(
+            (part for part in ast.walk(target) if isinstance(part, (ast.Subscript, ast.Attribute, ast.Starred))), None
+        )
         if refused is not None:
             return self.refuse(node, f"assignment to {ast.unparse(refused)} is not supported in triton")
         name = target.id if isinstance(target, ast.Name) else None
@@ -273,17 +299,23 @@ class Translator(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> ast.stmt:
         test = self.ask(node.test, "truth", self.visit(node.test))
-        return ast.copy_location(ast.If(test, self._block(node.body), self._block(node.orelse) if node.orelse else []), node)
+        return ast.copy_location(
+            ast.If(test, self._block(node.body), self._block(node.orelse) if node.orelse else []), node
+        )
 
     def _block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         visited = [self.visit(statement) for statement in statements]
-        return [statement for statement in visited if statement is not None] or [ast.copy_location(ast.Pass(), statements[0])]
+        return [statement for statement in visited if statement is not None] or [
+            ast.copy_location(ast.Pass(), statements[0])
+        ]
 
     def visit_While(self, node: ast.While) -> ast.stmt:
         ends = ast.UnaryOp(ast.Not(), self.ask(node.test, "goes_on", self.visit(node.test)))
         leave = ast.copy_location(ast.If(ends, [ast.Break()], []), node.test)
         turns = self.ask(node, "turns")
-        return ast.copy_location(ast.For(ast.Name("_turn", ast.Store()), turns, [leave, *self._block(node.body)], []), node)
+        return ast.copy_location(
+            ast.For(ast.Name("_turn", ast.Store()), turns, [leave, *self._block(node.body)], []), node
+        )
 
     def visit_For(self, node: ast.For) -> ast.stmt:
         if not isinstance(node.iter, ast.Call) or node.orelse:
@@ -296,7 +328,9 @@ class Translator(ast.NodeTransformer):
         items = []
         for item in node.items:
             call = self.visit(item.context_expr)
-            entered = ast.withitem(self.ask(node, "context", *call.args), self.visit(item.optional_vars) if item.optional_vars else None)
+            entered = ast.withitem(
+                self.ask(node, "context", *call.args), self.visit(item.optional_vars) if item.optional_vars else None
+            )
             items.append(entered)
         return ast.copy_location(ast.With(items, self._block(node.body)), node)
 

@@ -19,8 +19,19 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 # element type -> NumPy type of computed values, NumPy type of the bits in memory
-COMPUTED: dict[str, Any] = dict(i1=np.bool_, i8=np.int8, i16=np.int16, i32=np.int32, i64=np.int64, fp16=np.float16, bf16=np.float32,
-                                fp32=np.float32, fp64=np.float64, fp8e4nv=np.float32, fp8e5=np.float32)  # fmt: skip
+COMPUTED: dict[str, Any] = dict(
+    i1=np.bool_,
+    i8=np.int8,
+    i16=np.int16,
+    i32=np.int32,
+    i64=np.int64,
+    fp16=np.float16,
+    bf16=np.float32,
+    fp32=np.float32,
+    fp64=np.float64,
+    fp8e4nv=np.float32,
+    fp8e5=np.float32,
+)
 STORED: dict[str, Any] = dict(COMPUTED, bf16=np.uint16, fp8e4nv=np.uint8, fp8e5=np.uint8, i1=np.uint8)
 BYTES = {elem: np.dtype(stored).itemsize for elem, stored in STORED.items()}
 _TORCH = dict(bf16=torch.bfloat16, fp8e4nv=torch.float8_e4m3fn, fp8e5=torch.float8_e5m2)
@@ -60,7 +71,9 @@ def rounded(array: Any, elem: str) -> Any:
 
 
 def _odd(array: np.ndarray) -> np.ndarray:
-    """float64 as the float32 on the side of an odd last bit where inexact: rounding that on to fewer bits is then rounding once."""
+    """float64 as the float32 on the side of an odd last bit where inexact: rounding that on to fewer bits is then
+    rounding once.
+    """
     if array.dtype != np.float64:
         return array
     near = array.astype(np.float32)
@@ -72,7 +85,9 @@ def _bfloat16_bits(array: np.ndarray) -> np.ndarray:
     """Round to nearest even on the bits: add half of the last place kept, plus one where that place is odd."""
     bits = np.ascontiguousarray(array).view(np.uint32).reshape(array.shape)
     high = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
-    nan = np.where(bits & np.uint32(0xFFFF), np.uint32(0x7FFF), bits >> np.uint32(16))  # one that is a bfloat16 already keeps its bits
+    nan = np.where(
+        bits & np.uint32(0xFFFF), np.uint32(0x7FFF), bits >> np.uint32(16)
+    )  # one that is a bfloat16 already keeps its bits
     return np.where(np.isnan(array), nan, high).astype(np.uint16)
 
 
@@ -98,10 +113,13 @@ def from_bits(array: np.ndarray, elem: str) -> np.ndarray:
 
 
 def matrix(array: np.ndarray, elem: str) -> torch.Tensor:
-    """Bits of a tile, in any order of strides, as the float32 operand of a product (float64 and integers as they are)."""
+    """Bits of a tile, in any order of strides, as the float32 operand of a product (float64 and integers as they
+    are)."""
     if elem == "bf16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(torch.float32)
-    return as_torch(from_bits(array, elem).astype(np.float32 if elem[0] != "i" and elem != "fp64" else COMPUTED[elem], copy=False))
+    return as_torch(
+        from_bits(array, elem).astype(np.float32 if elem[0] != "i" and elem != "fp64" else COMPUTED[elem], copy=False)
+    )
 
 
 class Type:
@@ -183,7 +201,11 @@ class Pending:
     def report_use(self) -> None:
         p = self.machine.current
         covered = p.knows.get(self.agent, 0) >= self.number
-        why = "did not pass through the deps of the wait that covers it" if covered else "no warpgroup_mma_wait has covered"
+        why = (
+            "did not pass through the deps of the wait that covers it"
+            if covered
+            else "no warpgroup_mma_wait has covered"
+        )
         what = f"an accumulator that {why}" if covered else f"an accumulator that {why} yet"
         here = self.machine.place()
         text = f"{p.name} uses {what}, at {place_text(here)}; issued at {place_text(self.place)}"
@@ -214,7 +236,9 @@ class Window:
 
 
 class Pieces:
-    """A swizzled tile [rows, columns] as memory holds it: blocks of columns one behind the other, cut into pieces [n, some rows, block]."""
+    """A swizzled tile [rows, columns] as memory holds it: blocks of columns one behind the other, cut into pieces [n,
+    some rows, block].
+    """
 
     def __init__(self, tile: np.ndarray, shape: tuple[int, ...]):
         self.tile, self.shape = tile, shape
@@ -227,16 +251,20 @@ class Pieces:
 
 
 def wraps(strides: list[int], size: int) -> bool:
-    """Whether a descriptor's addresses are meant to wrap: it is then a window for any run of rows, whose end is where a coordinate ends.
+    """Whether a descriptor's addresses are meant to wrap: it is then a window for any run of rows, whose end is where a
+    coordinate ends.
 
-    TMA adds coordinates times strides modulo 2**64. Triton's ragged descriptors (triton.tools.ragged_tma) rest on that: a dimension whose
-    stride is 2**34 elements less a row's takes 2**30 rows back, so that rows end at coordinate 2**30 wherever they begin.
+    TMA adds coordinates times strides modulo 2**64. Triton's ragged descriptors (triton.tools.ragged_tma) rest on that:
+    a dimension whose stride is 2**34 elements less a row's takes 2**30 rows back, so that rows end at coordinate 2**30
+    wherever they begin.
     """
     return any(stride * size >= _FAR for stride in strides)
 
 
 class WrappedView:
-    """Global memory as a wrapping descriptor sees it: parts are found by address, and none may leave the tensor's storage."""
+    """Global memory as a wrapping descriptor sees it: parts are found by address, and none may leave the tensor's
+    storage.
+    """
 
     def __init__(self, machine: Machine, memory: Memory, address: int, shape: list[int], strides: list[int], elem: str):
         self.machine, self.memory, self.address, self.shape, self.elem = machine, memory, address, tuple(shape), elem
@@ -251,7 +279,9 @@ class WrappedView:
             view[...] = bits
 
     def _find(self, part: tuple[slice, ...]) -> tuple[np.ndarray, bool]:
-        """The part's view, and whether it lies in the storage; where not, that is reported, and the storage's first element stands for all."""
+        """The part's view, and whether it lies in the storage; where not, that is reported, and the storage's first
+        element stands for all.
+        """
         sizes = tuple(s.stop - s.start for s in part)
         stored = np.dtype(STORED[self.elem])
         if 0 in sizes:
@@ -262,10 +292,15 @@ class WrappedView:
         if self.memory.base <= first and last <= self.memory.end:
             whole = self.memory.raw[first - self.memory.base : last - self.memory.base].view(stored)
             return np.lib.stride_tricks.as_strided(whole, sizes, steps), True
-        self.machine.report("bounds", f"a TMA copy of {list(sizes)} elements begins at byte {first - self.memory.base} and ends at "
-                            f"{last - self.memory.base} of {self.memory.name}, which has {len(self.memory.raw)}, at "
-                            f"{place_text(self.machine.place())}")  # fmt: skip
-        return np.lib.stride_tricks.as_strided(self.memory.raw[: stored.itemsize].view(stored), sizes, (0,) * len(sizes)), False
+        self.machine.report(
+            "bounds",
+            f"a TMA copy of {list(sizes)} elements begins at byte {first - self.memory.base} and ends at "
+            f"{last - self.memory.base} of {self.memory.name}, which has {len(self.memory.raw)}, at "
+            f"{place_text(self.machine.place())}",
+        )
+        return np.lib.stride_tricks.as_strided(
+            self.memory.raw[: stored.itemsize].view(stored), sizes, (0,) * len(sizes)
+        ), False
 
     @property
     def dtype(self) -> np.dtype:

@@ -5,4 +5,13 @@ from .compare import assert_as_good_as, assert_gradients_as_good_as, assert_kern
 from .inputs import FAMILIES
 from .poison import Poison
 
-__all__ = ["CASES", "FAMILIES", "LARGE", "Case", "Poison", "assert_as_good_as", "assert_gradients_as_good_as", "assert_kernel"]
+__all__ = [
+    "CASES",
+    "FAMILIES",
+    "LARGE",
+    "Case",
+    "Poison",
+    "assert_as_good_as",
+    "assert_gradients_as_good_as",
+    "assert_kernel",
+]

@@ -1,7 +1,8 @@
 """Named attention problems. Tests run every kernel on every device on this one table.
 
-A case holds shapes, mask, options and the memory layout of its tensors. `build` makes the Call for a device, dtype, input family and seed.
-Lengths are those at which kernels tend to break: 0, 1 to 3, around tile sizes (16, 64, 128), and S_q != S_k in both directions.
+A case holds shapes, mask, options and the memory layout of its tensors. `build` makes the Call for a device, dtype,
+input family and seed. Lengths are those at which kernels tend to break: 0, 1 to 3, around tile sizes (16, 64, 128), and
+S_q != S_k in both directions.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Case:
         return self.seqlen_q if self.seqlen_k is None else self.seqlen_k
 
     def build(
-        self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, family: str = "normal", seed: int = 0,
+        self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, family: str = "normal",
+        seed: int = 0,
         requires_grad: bool = False, kernel: str = "",
     ) -> Call:  # fmt: skip
         """The Call, with tensors on `device` in `dtype` (sinks in float32) and values of the input `family`."""
@@ -72,7 +74,17 @@ class Case:
         for tensor in (q, k, v, sinks):
             if tensor is not None:
                 tensor.requires_grad_(requires_grad)
-        call = Call(q, k, v, sinks=sinks, scale=self.scale, softcap=self.softcap, partial=self.partial, kernel=kernel, needs_grad=requires_grad)
+        call = Call(
+            q,
+            k,
+            v,
+            sinks=sinks,
+            scale=self.scale,
+            softcap=self.softcap,
+            partial=self.partial,
+            kernel=kernel,
+            needs_grad=requires_grad,
+        )
         call = self._with_offsets(call, device) if self.packed else call
         return call.with_mask(self.mask(self, device)) if self.mask else call
 
@@ -89,23 +101,32 @@ class Case:
 
     def _with_offsets(self, call: Call, device: torch.device) -> Call:
         lengths_q, lengths_k = self._lengths()
-        offsets = [_int32([self.outside[0] + n for n in accumulate(lengths, initial=0)], device) for lengths in (lengths_q, lengths_k)]
+        offsets = [
+            _int32([self.outside[0] + n for n in accumulate(lengths, initial=0)], device)
+            for lengths in (lengths_q, lengths_k)
+        ]
         longest = [max(lengths, default=0) if self.promised else NO_BOUND for lengths in (lengths_q, lengths_k)]
-        return call._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+        return call._replace(
+            cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=longest[0], max_seqlen_k=longest[1]
+        )
 
 
 def _int32(values: list, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def drawn_sinks(asked: bool | tuple[float, ...], heads: int, generator: torch.Generator, device: torch.device) -> Tensor | None:
+def drawn_sinks(
+    asked: bool | tuple[float, ...], heads: int, generator: torch.Generator, device: torch.device
+) -> Tensor | None:
     """A case's sinks, float32 [H_q]: its own values, or random values for True, or None."""
     drawn = torch.randn(heads, generator=generator)
     return (torch.tensor(asked) if isinstance(asked, tuple) else drawn).to(device) if asked else None
 
 
 def laid_out(tensor: Tensor, storage: str, index: int) -> Tensor:
-    """The tensor with the memory layout `storage`. Expanded layouts repeat one head or one batch entry. index: 0, 1, 2 for q, k, v."""
+    """The tensor with the memory layout `storage`. Expanded layouts repeat one head or one batch entry. index: 0, 1, 2
+    for q, k, v.
+    """
     tokens, heads = tensor.dim() - 3, tensor.dim() - 2
     if storage == "mixed":  # q, k and v have different layouts
         storage = ("heads_first", "contiguous", "gaps")[index]
@@ -147,7 +168,9 @@ def _prefixes(*lengths: int) -> Callable[[Case, torch.device], Mask]:
 
 
 def _documents(kind: str) -> Callable[[Case, torch.device], Mask]:
-    """A builder of documents masks. contiguous: runs of 23 positions. padded: also -1 at the end. shuffled: five random ids (-1 to 3)."""
+    """A builder of documents masks. contiguous: runs of 23 positions. padded: also -1 at the end. shuffled: five random
+    ids (-1 to 3).
+    """
 
     def build(case: Case, device: torch.device) -> Mask:
         ids = []
@@ -206,16 +229,21 @@ _MASKED = (
     Case("window_causal_more_rows", 260, 90, mask=_both(_causal, _window(15, None)), sinks=True),
     Case("window_beyond_the_keys", 200, 40, mask=_window(10, 10)),  # the first rows see no key
     Case("prefix", 100, 120, mask=_of(masks.prefix_causal, 37)),
-    # one key more than a tile of 32, 64 or 128: in a backward that loops over keys, only this key of its tile is seen by early rows
+    # one key more than a tile of 32, 64 or 128: in a backward that loops over keys, only this key of its tile is seen
+    # by early rows
     Case("prefix_33", 70, mask=_of(masks.prefix_causal, 33)),
     Case("prefix_65", 140, mask=_of(masks.prefix_causal, 65)),
     Case("prefix_129", 140, 200, mask=_of(masks.prefix_causal, 129)),
     Case("prefix_each", 100, 70, batch=3, mask=_prefixes(0, 37, 70)),
-    Case("prefix_window", 140, mask=_both(_of(masks.prefix_causal, 64), _window(30, None))),  # for some rows the prefix is outside the window
+    Case(
+        "prefix_window", 140, mask=_both(_of(masks.prefix_causal, 64), _window(30, None))
+    ),  # for some rows the prefix is outside the window
     Case("key_lengths", 66, 140, batch=4, mask=_lengths(140, 1, 0, 65)),
     Case("key_lengths_sinks", 66, 140, batch=4, mask=_lengths(0, 140, 129, 64), sinks=True),
     Case("key_lengths_causal", 90, 140, batch=3, mask=_both(_causal, _lengths(140, 20, 0))),
-    Case("key_lengths_window", 140, 140, batch=2, mask=_both(_window(16, 0), _lengths(70, 140))),  # the last row tiles see no key
+    Case(
+        "key_lengths_window", 140, 140, batch=2, mask=_both(_window(16, 0), _lengths(70, 140))
+    ),  # the last row tiles see no key
     Case("documents", 150, mask=_documents("contiguous")),
     Case("documents_causal", 150, mask=_both(_causal, _documents("contiguous"))),
     Case("documents_padded", 130, mask=_documents("padded"), sinks=True),
@@ -266,7 +294,9 @@ _PACKED = (
     Case("packed_outside_sinks", lengths_q=(33, 50), outside=(70, 3), sinks=True),
     Case("packed_promised", lengths_q=(33, 0, 70, 1), promised=True, mask=_causal),
     Case("packed_promised_one", lengths_q=(1, 0, 1, 1), lengths_k=(33, 70, 0, 64), promised=True, mask=_causal),
-    Case("packed_promised_outside", lengths_q=(3, 5), outside=(7, 70), promised=True, mask=_causal),  # more rows outside than max_seqlen_q
+    Case(
+        "packed_promised_outside", lengths_q=(3, 5), outside=(7, 70), promised=True, mask=_causal
+    ),  # more rows outside than max_seqlen_q
     Case("packed_all_empty", lengths_q=(0, 0, 0)),
     Case("packed_no_sequence", lengths_q=(), outside=(4, 0)),
     Case("packed_window", lengths_q=(100, 30), lengths_k=(60, 100), mask=_window(20, 5)),
@@ -289,7 +319,15 @@ LARGE = {  # for GPUs: several waves of tiles, long loops over keys
         Case("large_causal", 4096, batch=1, heads=(4, 2), head_dim=128, mask=_causal, dtypes=_HALF),
         Case("large_causal_odd", 1025, 3001, heads=(4, 1), mask=_causal, dtypes=_HALF),
         Case("large_more_rows", 3001, 1025, heads=(2, 2), mask=_causal, sinks=True, dtypes=_HALF),
-        Case("large_window", 4096, batch=1, heads=(2, 1), head_dim=128, mask=_both(_causal, _window(512, None)), dtypes=_HALF),
+        Case(
+            "large_window",
+            4096,
+            batch=1,
+            heads=(2, 1),
+            head_dim=128,
+            mask=_both(_causal, _window(512, None)),
+            dtypes=_HALF,
+        ),
         Case("large_documents", 2048, heads=(2, 2), mask=_both(_causal, _documents("contiguous")), dtypes=_HALF),
         Case("large_key_lengths", 1024, 4096, batch=3, heads=(2, 2), mask=_lengths(4096, 1, 2049), dtypes=_HALF),
         Case("large_head_dim_256", 2048, heads=(2, 2), head_dim=256, mask=_causal, dtypes=_HALF),
@@ -297,6 +335,13 @@ LARGE = {  # for GPUs: several waves of tiles, long loops over keys
         Case("large_softcap", 2048, heads=(4, 2), softcap=20.0, mask=_causal, dtypes=_HALF),
         Case("large_float32", 1500, heads=(2, 2), mask=_causal, dtypes=(torch.float32,)),
         Case("large_packed", lengths_q=(2000, 1, 0, 1500, 129), heads=(4, 2), head_dim=128, mask=_causal, dtypes=_HALF),
-        Case("large_packed_two_sides", lengths_q=(1000, 1, 2048), lengths_k=(3000, 1777, 100), heads=(4, 4), mask=_causal, dtypes=_HALF),
+        Case(
+            "large_packed_two_sides",
+            lengths_q=(1000, 1, 2048),
+            lengths_k=(3000, 1777, 100),
+            heads=(4, 4),
+            mask=_causal,
+            dtypes=_HALF,
+        ),
     )
 }

@@ -1,47 +1,56 @@
-"""Compare results with the float64 oracle. Both rules below are derived from error analysis, not tuned until tests passed.
+"""Compare results with the float64 oracle. Both rules below are derived from error analysis, not tuned until tests
+passed.
 
-Rule 1, for a whole tensor. The largest error is at most twice that of eager PyTorch at the input precision, plus one rounding of the result
-(eager is exact on some inputs), plus the float32 floor below. dQ and dK also get half of rule 2's allowance for a delta computed from the
-rounded O, an error that eager does not have. The maximum over few elements depends on chance, so the rule applies from _MANY elements on.
-Counts and errors are those of the whole call: all sequences of a packed call together.
+Rule 1, for a whole tensor. The largest error is at most twice that of eager PyTorch at the input precision, plus one
+rounding of the result (eager is exact on some inputs), plus the float32 floor below. dQ and dK also get half of rule
+2's allowance for a delta computed from the rounded O, an error that eager does not have. The maximum over few elements
+depends on chance, so the rule applies from _MANY elements on. Counts and errors are those of the whole call: all
+sequences of a packed call together.
 
-Rule 2, for each element (under rule 1 alone, one bad row excuses all others). Let u be half the unit roundoff of the weights' dtype:
-2^-9 for bfloat16, 2^-12 for float16. A rounding errs by at most 2u, and by about u in the root mean square. Errors of n independently
-rounded terms grow like sqrt(n). Chance never exceeds six times the root of the sum of squares.
+Rule 2, for each element (under rule 1 alone, one bad row excuses all others). Let u be half the unit roundoff of the
+weights' dtype: 2^-9 for bfloat16, 2^-12 for float16. A rounding errs by at most 2u, and by about u in the root mean
+square. Errors of n independently rounded terms grow like sqrt(n). Chance never exceeds six times the root of the sum of
+squares.
 
   out    |o - o64| <= r(o) + 6u sqrt(sum_j P^2 V^2) + max(2^-20, F_o)
-         r(x) is the rounding of the result: 1.5u |x|, or half an ulp if that is larger (an ulp at x is between 2u|x| and 4u|x|).
-  lse    |lse - lse64| <= 2e-6 + 2.7e-6 + 4 float32 ulp; for float64, 2^-52 / 2^-23 of that. 2.7e-6 is one rounding of a float32 number
-         below 128, in nats (2^-18 ln 2). A score is rounded so if a kernel subtracts a maximum that the row later exceeds.
-         For 16-bit inputs and a result that is not partial, only the backward uses lse, and 2^-13 (half of float16's u) suffices. This
-         applies on a CPU, where the exp of torch's kernel errs by 2^-14. It also applies to bfloat16 on Blackwell, where a polynomial of
-         degree 3 errs by 2^-13.2.
+         r(x) is the rounding of the result: 1.5u |x|, or half an ulp if that is larger (an ulp at x is between 2u|x|
+         and 4u|x|).
+  lse    |lse - lse64| <= 2e-6 + 2.7e-6 + 4 float32 ulp; for float64, 2^-52 / 2^-23 of that. 2.7e-6 is one rounding of a
+         float32 number
+         below 128, in nats (2^-18 ln 2). A score is rounded so if a kernel subtracts a maximum that the row later
+         exceeds. For 16-bit inputs and a result that is not partial, only the backward uses lse, and 2^-13 (half of
+         float16's u) suffices. This applies on a CPU, where the exp of torch's kernel errs by 2^-14. It also applies to
+         bfloat16 on Blackwell, where a polynomial of degree 3 errs by 2^-13.2.
   delta  = sum_d dO O is computed from the rounded O, whose two errors give
          D_i = 6u (sqrt(sum_d dO^2 O^2) + sqrt(sum_j P^2 dP^2));   the first is 0 if O stays float32 (a partial result)
   dV_j   r(dV) + 2u|dV| + 6u sqrt(sum_i P^2 dO^2) + F_v
   dQ_i   r(dQ) + 2u|dQ| + scale (6u sqrt(sum_j dS^2 K^2) + D_i |sum_j P t K|) + F_q
   dK_j   r(dK) + 2u|dK| + scale (6u sqrt(sum_i dS^2 Q^2) + sqrt(sum_i (P t D_i)^2 Q^2)) + F_k
   dsink  r(dsink) + sqrt(sum_i (w_i D_i)^2) + F_s,   w = exp(sink - lse)
-         t is the derivative of the softcap, 1 without. Equal weights round to equal values, so their errors do not average out. They
-         change the result by at most 2u of itself: the terms 2u|x|. (out has no such term: the contract fixes its rule, and its weights
-         are rounded before the division, where equal ones are exactly 1.)
-         P, dS and delta's O below the smallest normal number count as that number, because their roundings err as much (2^-25 in float16).
-         A dO wider than the inputs (of a partial result) is rounded for the products: one more 6u sqrt(sum dO^2 ...) each.
+         t is the derivative of the softcap, 1 without. Equal weights round to equal values, so their errors do not
+         average out. They change the result by at most 2u of itself: the terms 2u|x|. (out has no such term: the
+         contract fixes its rule, and its weights are rounded before the division, where equal ones are exactly 1.) P,
+         dS and delta's O below the smallest normal number count as that number, because their roundings err as much
+         (2^-25 in float16). A dO wider than the inputs (of a partial result) is rounded for the products: one more 6u
+         sqrt(sum dO^2 ...) each.
 
-F is the floor of the accumulators. Scores, exponentials and sums in float32 err too; for float32 inputs these are the only errors.
-With w = 2^-25 (2^-54 for float64), one operation errs by at most 2w. 6w allows for a few operations in a row. A chain of n additions of one
-sign errs by w sqrt(n) / 2 in the root mean square; six times that is c_n = 3w sqrt(n). For tensor cores see `_product_chain`. With
-A_ij = scale t sum_d |q||k|, a weight errs by e_ij = 6w (1 + |lse_i| + softcap) + c_D A_ij, and
+F is the floor of the accumulators. Scores, exponentials and sums in float32 err too; for float32 inputs these are the
+only errors. With w = 2^-25 (2^-54 for float64), one operation errs by at most 2w. 6w allows for a few operations in a
+row. A chain of n additions of one sign errs by w sqrt(n) / 2 in the root mean square; six times that is c_n = 3w
+sqrt(n). For tensor cores see `_product_chain`. With A_ij = scale t sum_d |q||k|, a weight errs by e_ij = 6w (1 +
+|lse_i| + softcap) + c_D A_ij, and
 
-  F_o = sum_j P e (|V| + |O|) + c_{S_k} sum_j P |V|            F_lse = sum_j P e: it replaces the rule above if it is larger
+  F_o = sum_j P e (|V| + |O|) + c_{S_k} sum_j P |V|            F_lse = sum_j P e: it replaces the rule above if larger
   F_v = sum_i P e |dO| + c_{S_q} sum_i P |dO|
-  E_delta = (6w + c_{D_v}) (sum_d |dO||O| + |dlse|) + sum_j P e |dP - sum_d dO O|     (the last: O's own error, seen through dO)
+  E_delta = (6w + c_{D_v}) (sum_d |dO||O| + |dlse|) + sum_j P e |dP - sum_d dO O| (the last: O's error, seen through dO)
   E_ij = P (|dP - delta| e (1 + 2 / softcap) + (6w + c_{D_v}) sum_d |dO||V| + E_delta)
   F_q = scale sum_j (E + c_{S_k} |dS|) |K|                     F_k = scale sum_i (E + c_{S_q} |dS|) |Q|
   F_s = sum_i w_i (|delta| e_lse + E_delta), as in e and E
-  An accumulator below its smallest normal number may be flushed to 0: that number is added to P e and to the allowed error of a result.
+  An accumulator below its smallest normal number may be flushed to 0: that number is added to P e and to the allowed
+  error of a result.
 
-Source of the form: LAPACK's residual ratios; Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., chapter 3.
+Source of the form: LAPACK's residual ratios; Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., chapter
+3.
 """
 
 from __future__ import annotations
@@ -63,14 +72,20 @@ if TYPE_CHECKING:
     from ..selection.select import Choice
 
 U = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25, torch.float64: 2.0**-54}
-_DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}  # bits of the significand, including the hidden one
+_DIGITS = {
+    torch.bfloat16: 8,
+    torch.float16: 11,
+    torch.float32: 24,
+    torch.float64: 53,
+}  # bits of the significand, including the hidden one
 _MANY = 256
 
 Ratios = dict[str, float]  # the largest error divided by the allowed error, for each tensor and rule; 1 is the limit
 
 
 def assert_as_good_as(actual: Partial | tuple[Tensor, Tensor], call: Call) -> Ratios:
-    """Compare out and lse of `call` with the oracle, by both rules. Raises AssertionError if a ratio exceeds 1 or is NaN.
+    """Compare out and lse of `call` with the oracle, by both rules. Raises AssertionError if a ratio exceeds 1 or is
+    NaN.
 
     >>> from strobe.testing import CASES
     >>> call = CASES["causal"].build()
@@ -91,17 +106,25 @@ def assert_as_good_as(actual: Partial | tuple[Tensor, Tensor], call: Call) -> Ra
     return _judged({**outs.ratios(), **logs.ratios()}, call)
 
 
-def assert_gradients_as_good_as(actual: Gradients | tuple, call: Call, dout: Tensor, dlse: Tensor | None = None) -> Ratios:
-    """Compare dq, dk, dv and dsinks of `call` with the oracle, by both rules. dout is shaped like out, dlse like lse (None: 0)."""
+def assert_gradients_as_good_as(
+    actual: Gradients | tuple, call: Call, dout: Tensor, dlse: Tensor | None = None
+) -> Ratios:
+    """Compare dq, dk, dv and dsinks of `call` with the oracle, by both rules. dout is shaped like out, dlse like lse
+    (None: 0).
+    """
     call = _detached(call)
     tallies = [_Tally(name) for name in Gradients._fields]
-    sums = [torch.zeros(call.q.shape[-2], dtype=torch.float64, device=call.q.device)] * 4  # dsinks: exact, square of the spread, floor, eager
+    sums = [
+        torch.zeros(call.q.shape[-2], dtype=torch.float64, device=call.q.device)
+    ] * 4  # dsinks: exact, square of the spread, floor, eager
     many = max(t.numel() for t in (call.q, call.k, call.v)) >= _MANY  # all sequences together, as in _Tally
     for one, rows, keys in _parts(call):
         upstream = _part(dout, rows), None if dlse is None else _part(dlse, rows, -1)
         exact, bounds = reference.backward(one, *upstream), _gradient_bounds(one, *upstream)
         crude = _eager_gradients(one, *upstream) if many else exact
-        for tally, got, index, right, (rest, slack), rough in zip(tallies, actual, (rows, keys, keys), exact, bounds, crude):
+        for tally, got, index, right, (rest, slack), rough in zip(
+            tallies, actual, (rows, keys, keys), exact, bounds, crude
+        ):
             tally.add(_part(got, index), right, rest, slack, rough)
         if exact.dsinks is not None and crude.dsinks is not None:
             sums = [total + more for total, more in zip(sums, (exact.dsinks, *bounds[3], crude.dsinks.double()))]
@@ -139,7 +162,9 @@ class _Tally:
         self.error, self.eager_error, self.slack, self.count = 0.0, 0.0, 0.0, 0
 
     def add(self, got: Tensor, exact: Tensor, rest: Tensor, slack: Tensor, crude: Tensor) -> None:
-        """rest: rule 2's allowance without the rounding of the result. slack: rule 1's allowance in addition to the error of eager's `crude`."""
+        """rest: rule 2's allowance without the rounding of the result. slack: rule 1's allowance in addition to the
+        error of eager's `crude`.
+        """
         if got.numel() == 0:
             return
         if got.shape != exact.shape:
@@ -153,7 +178,9 @@ class _Tally:
     def add_allowed(self, got: Tensor, exact: Tensor, allowed: Tensor) -> None:
         same = got.double() == exact  # also for infinities, whose difference is NaN
         if got.numel():
-            self.by_element = _larger(self.by_element, torch.where(same, 0.0, (got.double() - exact).abs() / allowed).max())
+            self.by_element = _larger(
+                self.by_element, torch.where(same, 0.0, (got.double() - exact).abs() / allowed).max()
+            )
 
     def add_exactly(self, got: Tensor, value: float | Tensor) -> None:
         if not bool((got == value).all()):
@@ -172,7 +199,9 @@ def _larger(a: float, b: Tensor) -> float:
 
 
 def _rounding(reached: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """r(x). The ulp is that of the largest allowed value `reached`, because an error may move the result past the next power of two."""
+    """r(x). The ulp is that of the largest allowed value `reached`, because an error may move the result past the next
+    power of two.
+    """
     return torch.maximum(1.5 * U[dtype] * exact.abs(), _half_ulp(reached, dtype))
 
 
@@ -207,14 +236,18 @@ def _judged(ratios: Ratios, call: Call) -> Ratios:
 
 
 def _eager(one: Call) -> tuple[Tensor, Tensor]:
-    """out and lse as plain model code computes them: each product, softmax and sum is an op with a result in the inputs' dtype."""
+    """out and lse as plain model code computes them: each product, softmax and sum is an op with a result in the
+    inputs' dtype.
+    """
     rows = _rows(one, one.q.dtype)
     s = torch.matmul(rows.q, rows.k.transpose(-1, -2)) * rows.scale
     if rows.softcap:
         s = rows.softcap * torch.tanh(s / rows.softcap)
     s = s.masked_fill(~rows.seen, -torch.inf)
     if rows.sinks is not None:
-        s = torch.cat([s, rows.sinks.clamp(max=torch.finfo(s.dtype).max)[None, :, None, None].expand(*s.shape[:3], 1)], -1)
+        s = torch.cat(
+            [s, rows.sinks.clamp(max=torch.finfo(s.dtype).max)[None, :, None, None].expand(*s.shape[:3], 1)], -1
+        )
     alive = (s > -torch.inf).any(-1, keepdim=True)
     s = torch.where(alive, s, 0.0)
     p = (torch.softmax(s, -1) * alive)[..., : rows.v.shape[-2]]
@@ -260,7 +293,9 @@ def _facts(one: Call) -> _Facts:
 
 @torch.no_grad()
 def _forward_bounds(one: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """(rule 2's allowance without the rounding of the result, F_o) for out, both [B, S_q, H, D_v]; then F_lse [B, H, S_q]."""
+    """(rule 2's allowance without the rounding of the result, F_o) for out, both [B, S_q, H, D_v]; then F_lse [B, H,
+    S_q].
+    """
     rows, p, _, _, out, wrong = _facts(one)
     u = _weights_u(one)
     spread = 6 * u * (p.square() @ rows.v.square()).sqrt()
@@ -272,8 +307,9 @@ def _forward_bounds(one: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def _gradient_bounds(one: Call, dout: Tensor, dlse: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-    """(rule 2's allowance without the rounding of the result, rule 1's allowance in addition to eager's error) for dq, dk and dv.
-    For dsinks (square of the spread, floor)."""
+    """(rule 2's allowance without the rounding of the result, rule 1's allowance in addition to eager's error) for dq,
+    dk and dv. For dsinks (square of the spread, floor).
+    """
     rows, p, slope, lse, out, wrong = _facts(one)
     q, k, v = rows.q, rows.k, rows.v
     u, scale = _weights_u(one), abs(rows.scale)
@@ -292,17 +328,30 @@ def _gradient_bounds(one: Call, dout: Tensor, dlse: Tensor | None) -> list[tuple
     delta_floor = (6 * _w(one) + _chain(one, v.shape[-1])) * ((do * out).abs().sum(-1) + dl.abs())
     delta_floor = delta_floor + (wrong * (dp - (do * out).sum(-1, keepdim=True)).abs()).sum(-1)
     dp_floor = (6 * _w(one) + _chain(one, v.shape[-1])) * (do.abs() @ v.abs().mT)
-    ds_floor = wrong * away.abs() * (1 + (2 / rows.softcap if rows.softcap else 0)) + p * (dp_floor + delta_floor[..., None])
+    ds_floor = wrong * away.abs() * (1 + (2 / rows.softcap if rows.softcap else 0)) + p * (
+        dp_floor + delta_floor[..., None]
+    )
     by_key = lambda t: t.unflatten(1, (one.k.shape[-2], -1)).sum(2)  # sum over the query heads of each key head
     spread_k = by_key(squares.mT @ q.square()).sqrt() + by_key((pt * d).square().mT @ q.square()).sqrt()
     terms = (  # (gradient, spread, floor)
-        (ds @ k * scale, scale * ((squares @ k.square()).sqrt() + d * (pt @ k).abs()), scale * (ds_floor + along_k * ds.abs()) @ k.abs()),
+        (
+            ds @ k * scale,
+            scale * ((squares @ k.square()).sqrt() + d * (pt @ k).abs()),
+            scale * (ds_floor + along_k * ds.abs()) @ k.abs(),
+        ),
         (by_key(ds.mT @ q) * scale, scale * spread_k, scale * by_key((ds_floor + along_q * ds.abs()).mT @ q.abs())),
-        (by_key(p.mT @ do), 6 * u * by_key((1 + wide) * (p_rounded.square().mT @ do.square())).sqrt(), by_key((wrong + p * along_q).mT @ do.abs())),
+        (
+            by_key(p.mT @ do),
+            6 * u * by_key((1 + wide) * (p_rounded.square().mT @ do.square())).sqrt(),
+            by_key((wrong + p * along_q).mT @ do.abs()),
+        ),
     )
     weight = torch.zeros_like(lse) if rows.sinks is None else torch.exp((rows.sinks[None, :, None] - lse).clamp(max=0))
     weight_floor = 6 * _w(one) * (1 + lse.abs()) + _chain(one, p.shape[-2]) + wrong.sum(-1)
-    dsinks = (weight * d[..., 0]).square().sum((0, 2)), (weight * (weight_floor * delta.abs() + delta_floor)).sum((0, 2))
+    dsinks = (
+        (weight * d[..., 0]).square().sum((0, 2)),
+        (weight * (weight_floor * delta.abs() + delta_floor)).sum((0, 2)),
+    )
     own = scale * d_out * (pt @ k).abs(), scale * by_key((pt * d_out).square().mT @ q.square()).sqrt(), 0.0
     bounds = [(2 * u * exact.abs() + spread + floor, floor + more) for (exact, spread, floor), more in zip(terms, own)]
     return [*((rest.transpose(1, 2), slack.transpose(1, 2)) for rest, slack in bounds), dsinks]
@@ -312,12 +361,16 @@ def _gradient_bounds(one: Call, dout: Tensor, dlse: Tensor | None) -> list[tuple
 
 
 def _parts(call: Call):
-    """(dense call, slice of rows, slice of keys) for each sequence. A dense call gives itself, with None for both slices."""
+    """(dense call, slice of rows, slice of keys) for each sequence. A dense call gives itself, with None for both
+    slices.
+    """
     return _sequences(call) if call.packed else [(call, None, None)]
 
 
 def _detached(call: Call) -> Call:
-    return call._replace(**{name: t.detach() for name in ("q", "k", "v", "sinks") if (t := getattr(call, name)) is not None})
+    return call._replace(
+        **{name: t.detach() for name in ("q", "k", "v", "sinks") if (t := getattr(call, name)) is not None}
+    )
 
 
 def _part(tensor: Tensor, index: slice | None, dim: int = 0) -> Tensor:
@@ -341,7 +394,9 @@ def _weights_u(call: Call) -> float:
 
 
 def _no_less_than_normal(t: Tensor, where: Tensor, call: Call) -> Tensor:
-    """|t|, at least the smallest normal number of the weights' dtype, because smaller numbers have the same rounding error."""
+    """|t|, at least the smallest normal number of the weights' dtype, because smaller numbers have the same rounding
+    error.
+    """
     return torch.where(where, t.abs().clamp(min=torch.finfo(call.q.dtype).smallest_normal), 0.0)
 
 
@@ -351,8 +406,10 @@ def _w(call: Call) -> float:
 
 
 def _product_chain(call: Call, n: int) -> float:
-    """c_n for scores. A GPU's tensor cores add 16 terms at a time and truncate the sum: an error of up to one ulp (4w) each time, always
-    in one direction. Without this term, the lse of a needle input with n = 256 on an H200 has the ratio 1.09."""
+    """c_n for scores. A GPU's tensor cores add 16 terms at a time and truncate the sum: an error of up to one ulp (4w)
+    each time, always in one direction. Without this term, the lse of a needle input with n = 256 on an H200 has the
+    ratio 1.09.
+    """
     return _chain(call, n) + (4 * _w(call) * -(-n // 16) if call.q.is_cuda and call.q.dtype.itemsize == 2 else 0.0)
 
 

@@ -1,4 +1,5 @@
-"""Named decode problems, and the comparison of a decode with the oracle. Tests run every decode kernel on this table."""
+"""Named decode problems, and the comparison of a decode with the oracle. Tests run every decode kernel on this
+table."""
 
 from __future__ import annotations
 
@@ -21,8 +22,10 @@ FREE_PAGES = 3  # unused pages in a pool
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """A named decode problem. Everything that no query sees is NaN: tails of pages, free pages, cache rows before and after a sequence, and
-    keys before the window of its first query. Pages entirely before that window have the id -1, as if freed."""
+    """A named decode problem. Everything that no query sees is NaN: tails of pages, free pages, cache rows before and
+    after a sequence, and keys before the window of its first query. Pages entirely before that window have the id -1,
+    as if freed.
+    """
 
     name: str
     lengths: tuple[int, ...] = (37, 5)
@@ -44,8 +47,15 @@ class DecodeCase:
     room: int = 11  # capacity beyond the longest sequence, in keys (dense) or pages
     partial: bool = False
 
-    def build(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, family: str = "normal", seed: int = 0,
-              kernel: str = "", batch_invariant: bool = False) -> DecodeCall:  # fmt: skip
+    def build(
+        self,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        family: str = "normal",
+        seed: int = 0,
+        kernel: str = "",
+        batch_invariant: bool = False,
+    ) -> DecodeCall:
         """The DecodeCall, with tensors on `device`, q in `dtype`, and values of the input `family`."""
         device, batch, (heads_q, heads_kv) = torch.device(device), len(self.lengths), self.heads
         longest = max(self.lengths, default=0)
@@ -60,18 +70,23 @@ class DecodeCase:
             k, v = (t.to(dtype) for t in (k, v))
         generator = torch.Generator().manual_seed(seed + 2)
         sinks = drawn_sinks(self.sinks, heads_q, generator, device)
-        lengths, starts = (torch.tensor(values, dtype=torch.int32, device=device) for values in (self.lengths, self.starts))
+        lengths, starts = (
+            torch.tensor(values, dtype=torch.int32, device=device) for values in (self.lengths, self.starts)
+        )
         q = laid_out(q.to(device, dtype), self.storage, 0)
         k, v, table = self._pooled(k, v, seed, device) if self.page_size else (*self._rows(k, v, device), None)
         return DecodeCall(
-            q, k, v, lengths, table, starts if self.starts else None, k_scale, v_scale, sinks, self.left, self.right, self.scale, self.softcap,
+            q, k, v, lengths, table, starts if self.starts else None, k_scale, v_scale, sinks, self.left, self.right,
+            self.scale, self.softcap,
             batch_invariant, kernel, self.partial,
         )  # fmt: skip
 
     def _hidden(self, t: Tensor) -> Tensor:
         """t with NaN outside each sequence's own keys and before the first key that the window of a query shows."""
         position = torch.arange(t.shape[1])[None]
-        first = torch.tensor([max(self._first(b), start) for b, start in enumerate(self.starts or (0,) * t.shape[0])]).reshape(-1, 1)
+        first = torch.tensor(
+            [max(self._first(b), start) for b, start in enumerate(self.starts or (0,) * t.shape[0])]
+        ).reshape(-1, 1)
         own = (position >= first) & (position < torch.tensor(self.lengths).reshape(-1, 1))
         return torch.where(own[..., None, None], t, torch.nan)
 
@@ -88,7 +103,9 @@ class DecodeCase:
         return found[0], found[1]
 
     def _pooled(self, k: Tensor, v: Tensor, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """k and v in shuffled pages of a pool filled with NaN, and the page table int32. Table entries beyond a sequence's pages are 2^30."""
+        """k and v in shuffled pages of a pool filled with NaN, and the page table int32. Table entries beyond a
+        sequence's pages are 2^30.
+        """
         batch, size = k.shape[0], self.page_size
         used = -(-k.shape[1] // size)
         generator = torch.Generator().manual_seed(seed + 3)
@@ -151,7 +168,9 @@ DECODES = {
         DecodeCase("dense_fp8_window", (200, 3), tokens=2, left=9, fp8=True),
         _pages("pages_window", 16, lengths=(300, 3, 40), left=9),
         _pages("pages_window_tokens_5", 4, lengths=(300, 9, 40), tokens=5, left=33, heads=(8, 2)),
-        _pages("pages_lost", 16, lengths=(100, 40, 5), tokens=3, lost=((0, 2, -1), (1, 2, 2**31 - 1), (2, 0, -(2**31)))),
+        _pages(
+            "pages_lost", 16, lengths=(100, 40, 5), tokens=3, lost=((0, 2, -1), (1, 2, 2**31 - 1), (2, 0, -(2**31)))
+        ),
         _pages("pages_fp8", 16, lengths=(200, 3), heads=(8, 2), head_dim=32, fp8=True),
         _pages("pages_fp8_window_sinks", 4, lengths=(60, 3, 0), tokens=4, left=20, sinks=True, fp8=True),
         _pages("pages_one_head", 16, lengths=(40, 9), heads=(1, 1), head_dim=64),
@@ -160,7 +179,8 @@ DECODES = {
 
 
 def assert_decode_as_good_as(actual: tuple[Tensor, Tensor], call: DecodeCall) -> Ratios:
-    """Compare out and lse of a decode with the oracle, each sequence by the rules of `compare`. Raises AssertionError beyond the limits.
+    """Compare out and lse of a decode with the oracle, each sequence by the rules of `compare`. Raises AssertionError
+    beyond the limits.
 
     >>> call = DECODES["pages_of_16"].build()
     >>> sorted(assert_decode_as_good_as(reference.decode(call, torch.float32), call))
@@ -172,8 +192,18 @@ def assert_decode_as_good_as(actual: tuple[Tensor, Tensor], call: DecodeCall) ->
         one = reference.sequence(call, b)
         exact = reference.forward(one)
         rest, floor, floor_lse = compare._forward_bounds(one)
-        outs.add(out[b : b + 1], exact.out, rest, floor, compare._eager(one)[0] if out.numel() >= compare._MANY else exact.out)
-        logs.add_allowed(lse[b : b + 1], exact.lse, torch.maximum(compare._lse_allowed(exact.lse, one._replace(partial=True)), floor_lse))
+        outs.add(
+            out[b : b + 1],
+            exact.out,
+            rest,
+            floor,
+            compare._eager(one)[0] if out.numel() >= compare._MANY else exact.out,
+        )
+        logs.add_allowed(
+            lse[b : b + 1],
+            exact.lse,
+            torch.maximum(compare._lse_allowed(exact.lse, one._replace(partial=True)), floor_lse),
+        )
     ratios = {**outs.ratios(), **logs.ratios()}
     if not all(ratio <= 1 for ratio in ratios.values()):  # so that NaN raises
         raise AssertionError(f"beyond the limit of 1: {ratios} for {DecodeProblem.from_call(call)}")

@@ -1,7 +1,7 @@
 """Fill uninitialised memory with NaN during tests, and put guard bands around every tensor.
 
-A kernel that reads out of bounds, in a stride gap, or from uninitialised memory gets NaN, and its result shows it. A kernel that writes out of
-bounds changes a band, and `check` raises. `check` also raises if an input's bits change.
+A kernel that reads out of bounds, in a stride gap, or from uninitialised memory gets NaN, and its result shows it. A
+kernel that writes out of bounds changes a band, and `check` raises. `check` also raises if an input's bits change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class _Kept(NamedTuple):
 
 
 class Poison:
-    """Within `with Poison() as poison:`, torch.empty and related functions return NaN between bands. The end of the block checks every band.
+    """Within `with Poison() as poison:`, torch.empty and related functions return NaN between bands. The end of the
+    block checks every band.
 
     >>> with Poison() as poison:
     ...     x = poison.enclose("x", torch.ones(2, 3))
@@ -54,7 +55,9 @@ class Poison:
         return tensor
 
     def enclose(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy with the same values, strides and alignment, between bands and with NaN in its stride gaps. `check` treats it as read-only."""
+        """A copy with the same values, strides and alignment, between bands and with NaN in its stride gaps. `check`
+        treats it as read-only.
+        """
         house, storage = _housed(tensor)
         with torch.no_grad():
             storage[_inside(house, storage)] = _flat(tensor)
@@ -63,7 +66,11 @@ class Poison:
 
     def enclose_call(self, call: Call) -> Call:
         """The call with each of its tensors enclosed. A tensor used for several arguments is enclosed once."""
-        tensors = {name: tensor for name in ("q", "k", "v", *Call._fields[OPTIONAL_TENSORS]) if (tensor := getattr(call, name)) is not None}
+        tensors = {
+            name: tensor
+            for name in ("q", "k", "v", *Call._fields[OPTIONAL_TENSORS])
+            if (tensor := getattr(call, name)) is not None
+        }
         names = {id(tensor): name for name, tensor in tensors.items()}
         enclosed = {one: self.enclose(name, tensors[name]) for one, name in names.items()}
         return call._replace(**{name: enclosed[id(tensor)] for name, tensor in tensors.items()})
@@ -75,12 +82,17 @@ class Poison:
             if before is not None:
                 changed = bits != before
                 if changed.any():
-                    raise AssertionError(f"{name}: {int(changed.sum())} elements of an input or its guard bands were overwritten")
+                    raise AssertionError(
+                        f"{name}: {int(changed.sum())} elements of an input or its guard bands were overwritten"
+                    )
             else:
                 overrun = (bits != _bits(_poison(storage))) & ~inside
                 where = overrun.nonzero().flatten()
                 if overrun.any():
-                    raise AssertionError(f"{name}: {len(where)} elements outside it were written, at {(where[:4] - BAND).tolist()} from its start")
+                    raise AssertionError(
+                        f"{name}: {len(where)} elements outside it were written, at {(where[:4] - BAND).tolist()} "
+                        "from its start"
+                    )
 
 
 @contextlib.contextmanager
@@ -89,7 +101,13 @@ def patched_empty(fill: Callable[[Tensor], Tensor]):
 
     A dispatch mode does not work: torch disables it inside the custom op, where kernels allocate.
     """
-    owners = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided")]
+    owners = [
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ]
     originals = [getattr(owner, name) for owner, name in owners]
 
     def through(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -132,7 +150,9 @@ def _housed(like: Tensor) -> tuple[Tensor, Tensor]:
     start = BAND + like.storage_offset() % step  # keep the alignment: kernels depend on it
     storage = torch.full((start + extent + BAND,), _value(like.dtype), dtype=like.dtype, device=like.device)
     # set_ instead of as_strided, because an op must not return a view
-    house = torch.full((0,), 0, dtype=like.dtype, device=like.device).set_(storage.untyped_storage(), start, like.shape, like.stride())
+    house = torch.full((0,), 0, dtype=like.dtype, device=like.device).set_(
+        storage.untyped_storage(), start, like.shape, like.stride()
+    )
     return house, storage.requires_grad_(False)
 
 
@@ -144,7 +164,11 @@ def _inside(house: Tensor, storage: Tensor) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The tensor's distinct elements, in the order of their addresses."""
-    extent = 0 if tensor.numel() == 0 else 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    extent = (
+        0
+        if tensor.numel() == 0
+        else 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    )
     memory = tensor.detach().as_strided((extent,), (1,), tensor.storage_offset())
     inside = torch.zeros(extent, dtype=torch.bool, device=tensor.device)
     inside.as_strided(tensor.shape, tensor.stride(), 0).fill_(True)

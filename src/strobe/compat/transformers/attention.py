@@ -1,8 +1,9 @@
-"""The attention function that transformers calls in each layer. It reads grouped heads and cached keys in place, without copies.
+"""The attention function that transformers calls in each layer. It reads grouped heads and cached keys in place,
+without copies.
 
-The mask comes from one of three sources: the mask function (`masks`), the offsets of packed sequences (cu_seq_lens; faster), or position_ids
-that restart, for models that do not pass them to the mask function. The host synchronises with the device at most once per forward, because
-the result of reading position_ids is cached.
+The mask comes from one of three sources: the mask function (`masks`), the offsets of packed sequences (cu_seq_lens;
+faster), or position_ids that restart, for models that do not pass them to the mask function. The host synchronises with
+the device at most once per forward, because the result of reading position_ids is cached.
 """
 
 from __future__ import annotations
@@ -26,21 +27,38 @@ from .layer_mask import SDPA, Band, LayerMask
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **keywords: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer: query [B, H_q, S_q, D], key [B, H_kv, S_k, D] and value [B, H_kv, S_k, D_v] give ([B, S_q, H_q, D_v], None).
+    """Attention of one layer: query [B, H_q, S_q, D], key [B, H_kv, S_k, D] and value [B, H_kv, S_k, D_v] give ([B,
+    S_q, H_q, D_v], None).
 
-    attention_mask is the result of the mask function (`masks.mask`), or None. Raises UnsupportedProblem for unsupported keywords."""
+    attention_mask is the result of the mask function (`masks.mask`), or None. Raises UnsupportedProblem for unsupported
+    keywords.
+    """
     _refuse(module, keywords)
     if isinstance(keywords.get("cache"), PagedAttentionCache):  # continuous batching: the keys of all sequences, packed
-        key, value = keywords["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords)
+        key, value = keywords["cache"].update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords
+        )
     q, k, v = (rows_contiguous(t.transpose(1, 2)) for t in (query, key, value))
     if attention_mask is None:
         layer_mask = _told(module, k.shape[1], keywords)
     else:
         layer_mask = LayerMask.from_tensor(attention_mask, q.shape[0], q.shape[1], k.shape[1])
     causal, window = _band(module, layer_mask.band, attention_mask is not None, keywords)
-    options = {"causal": causal, "window": window, "scale": scaling, "softcap": keywords.get("softcap") or None, "sinks": keywords.get("s_aux")}
+    options = {
+        "causal": causal,
+        "window": window,
+        "scale": scaling,
+        "softcap": keywords.get("softcap") or None,
+        "sinks": keywords.get("s_aux"),
+    }
     packing = _packing(layer_mask, q, k, keywords)
     if isinstance(packing, Offsets):
         return strobe.attention_varlen(q[0], k[0], v[0], **packing._asdict(), **options)[None], None
@@ -53,7 +71,9 @@ def attention(
 
 
 def _told(module: nn.Module, seqlen_k: int, keywords: dict[str, Any]) -> LayerMask:
-    """The LayerMask of a layer without attention_mask: from is_causal and sliding_window, as in transformers' own functions."""
+    """The LayerMask of a layer without attention_mask: from is_causal and sliding_window, as in transformers' own
+    functions.
+    """
     causal = keywords.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if keywords.get("sliding_window") is None:
@@ -61,8 +81,11 @@ def _told(module: nn.Module, seqlen_k: int, keywords: dict[str, Any]) -> LayerMa
     return LayerMask(Band.WINDOW if causal else Band.AROUND, seqlen_k)
 
 
-def _band(module: nn.Module, band: Band, masked: bool, keywords: dict[str, Any]) -> tuple[bool, tuple[int, int | None] | None]:
-    """strobe's `causal` and `window`. A mask was made with the config's sliding_window, and not every layer passes it again.
+def _band(
+    module: nn.Module, band: Band, masked: bool, keywords: dict[str, Any]
+) -> tuple[bool, tuple[int, int | None] | None]:
+    """strobe's `causal` and `window`. A mask was made with the config's sliding_window, and not every layer passes it
+    again.
 
     transformers' causal windows include the row's own key, so strobe's left bound is one less."""
     if band in (Band.FULL, Band.CAUSAL):
@@ -94,29 +117,50 @@ def _packing(layer_mask: LayerMask, q: Tensor, k: Tensor, keywords: dict[str, An
     if keywords.get("cu_seq_lens_q") is not None:
         return _given(layer_mask, q, keywords)
     positions = keywords.get("position_ids")
-    alone = layer_mask.final or layer_mask.band in (Band.FULL, Band.AROUND) or q.shape[1] == 1 or q.shape[1] != k.shape[1]
+    alone = (
+        layer_mask.final or layer_mask.band in (Band.FULL, Band.AROUND) or q.shape[1] == 1 or q.shape[1] != k.shape[1]
+    )
     if alone or not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != q.shape[1]:
         return layer_mask.hidden
     if is_tracing(positions):
         return _documents(_starts(positions), q.shape[0]) if layer_mask.hidden is None else layer_mask.hidden
     found = _from_positions(positions, q.shape[0])
     if found is not None and keywords.get("use_cache"):
-        remedy = "pass use_cache=False, since a later step over the cache sees the keys of all of them; or generate from a padded batch"
-        message = describe("position_ids", "packed sequences with use_cache=True", "one sequence a row beside a cache", remedy)
+        remedy = (
+            "pass use_cache=False, since a later step over the cache sees the keys of all of them; or "
+            "generate from a padded batch"
+        )
+        message = describe(
+            "position_ids", "packed sequences with use_cache=True", "one sequence a row beside a cache", remedy
+        )
         warnings.warn(message, UserWarning, stacklevel=2)
     return layer_mask.hidden if found is None else found
 
 
 def _given(layer_mask: LayerMask, q: Tensor, keywords: dict[str, Any]) -> Offsets:
-    """Offsets from cu_seq_lens, as DataCollatorWithFlattening and continuous batching pass them. Without cu_seq_lens_k, q's are used for k."""
+    """Offsets from cu_seq_lens, as DataCollatorWithFlattening and continuous batching pass them. Without cu_seq_lens_k,
+    q's are used for k.
+    """
     if q.shape[0] != 1:
-        raise InvalidProblem("cu_seq_lens_q", f"a batch of {q.shape[0]}", "one row of packed sequences", "leave it out, or flatten the batch")
+        raise InvalidProblem(
+            "cu_seq_lens_q",
+            f"a batch of {q.shape[0]}",
+            "one row of packed sequences",
+            "leave it out, or flatten the batch",
+        )
     if layer_mask.final and layer_mask.hidden is not None:
-        raise InvalidProblem("cu_seq_lens_q", "offsets beside a padding mask or chunks", "one of them", "leave attention_mask out of packed batches")
+        raise InvalidProblem(
+            "cu_seq_lens_q",
+            "offsets beside a padding mask or chunks",
+            "one of them",
+            "leave attention_mask out of packed batches",
+        )
     keys = "k" if keywords.get("cu_seq_lens_k") is not None else "q"
     offsets = [keywords[f"cu_seq_lens_{side}"].to(torch.int32) for side in ("q", keys)]
     longest = [keywords.get(f"max_length_{side}") for side in ("q", keys)]
-    return Offsets(*offsets, *(length if isinstance(length, int) else None for length in longest))  # reading a tensor would synchronise
+    return Offsets(
+        *offsets, *(length if isinstance(length, int) else None for length in longest)
+    )  # reading a tensor would synchronise
 
 
 # position_ids -> ((batch, version), result of _read); all layers of a forward share the tensor
@@ -153,7 +197,9 @@ def _documents(starts: Tensor, batch: int) -> strobe.Mask:
 
 
 def _starts(positions: Tensor) -> Tensor:
-    """bool [B, S]: the first position of each sequence. A row counts up by one and restarts at its first number; any other row is one sequence."""
+    """bool [B, S]: the first position of each sequence. A row counts up by one and restarts at its first number; any
+    other row is one sequence.
+    """
     again = positions[:, 1:] != positions[:, :-1] + 1
     packed = (~again | (positions[:, 1:] == positions[:, :1])).all(1, keepdim=True)
     return torch.nn.functional.pad(again & packed, (1, 0), value=True)
@@ -179,7 +225,12 @@ def _refuse(module: nn.Module, keywords: dict[str, Any]) -> None:
         config = getattr(module, "config", None)
         entry = next((name for name in _DROPOUTS if getattr(config, name, None) == dropout), "the attention dropout")
         raise UnsupportedProblem(
-            describe("dropout", dropout, "0.0", f"strobe drops no weights; set config.{entry} = 0.0 before making the model, or call model.eval()")
+            describe(
+                "dropout",
+                dropout,
+                "0.0",
+                f"strobe drops no weights; set config.{entry} = 0.0 before making the model, or call model.eval()",
+            )
         )
     if keywords.get("output_attentions"):
         remedy = 'strobe never holds the weights; attn_implementation="eager" does'

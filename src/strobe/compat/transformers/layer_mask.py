@@ -1,9 +1,9 @@
 """`LayerMask`: which keys the rows of a layer see, and its encoding as a tensor.
 
-The result of a mask function passes through the model's code to the layers. With a static cache it also passes through `generate` and is an
-input of the compiled model. So it must be a tensor with four dimensions. A LayerMask is encoded as an int32 tensor. The tensor's sizes encode
-the band and the number of keys, so decoding reads nothing from the device. Its elements, if any, are the tensors of `strobe.documents`. The
-size is O(S), not S_q x S_k.
+The result of a mask function passes through the model's code to the layers. With a static cache it also passes through
+`generate` and is an input of the compiled model. So it must be a tensor with four dimensions. A LayerMask is encoded as
+an int32 tensor. The tensor's sizes encode the band and the number of keys, so decoding reads nothing from the device.
+Its elements, if any, are the tensors of `strobe.documents`. The size is O(S), not S_q x S_k.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Band(IntEnum):
 class LayerMask(NamedTuple):
     """The mask of a layer. Its rows are the last positions of the first `seqlen_k` keys; no row sees a later key.
 
-    hidden: a documents mask, or None. final: position_ids must not be used, because the model got a padding mask or uses chunks.
+    hidden: a documents mask, or None. final: position_ids must not be used, because the model got a padding mask or
+    uses chunks.
     """
 
     band: Band
@@ -54,7 +55,8 @@ class LayerMask(NamedTuple):
 
     @staticmethod
     def from_tensor(tensor: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> LayerMask:
-        """Decode. Raises UnsupportedProblem for a tensor that `to_tensor` did not make, InvalidProblem for one of other sizes.
+        """Decode. Raises UnsupportedProblem for a tensor that `to_tensor` did not make, InvalidProblem for one of other
+        sizes.
 
         >>> LayerMask.from_tensor(LayerMask(Band.CAUSAL, 7).to_tensor(2, 5, "cpu"), 2, 5, 9)
         LayerMask(band=<Band.CAUSAL: 1>, seqlen_k=7, hidden=None, final=False)
@@ -67,14 +69,22 @@ class LayerMask(NamedTuple):
         keys = tensor.shape[3] - seqlen_q
         if tensor.shape[2] != batch or not 0 <= keys <= seqlen_k:
             got = f"one for B={tensor.shape[2]} and S_q + S_k={tensor.shape[3]}"
-            raise InvalidProblem("attention_mask", got, f"B={batch} and at most {seqlen_q} + {seqlen_k}", "make it for this batch and cache")
+            raise InvalidProblem(
+                "attention_mask",
+                got,
+                f"B={batch} and at most {seqlen_q} + {seqlen_k}",
+                "make it for this batch and cache",
+            )
         kind = tensor.shape[0] - 1
-        return LayerMask(Band(kind % 4), keys, _documents(tensor[0], batch, seqlen_q, keys) if tensor.shape[1] else None, kind >= 4)
+        return LayerMask(
+            Band(kind % 4), keys, _documents(tensor[0], batch, seqlen_q, keys) if tensor.shape[1] else None, kind >= 4
+        )
 
 
 def _documents(data: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> Mask:
-    """Views of the four tensors of the documents. The keys' parts come first: their size changes as a cache grows, and the rows' parts
-    must keep their alignment."""
+    """Views of the four tensors of the documents. The keys' parts come first: their size changes as a cache grows, and
+    the rows' parts must keep their alignment.
+    """
     rows, keys = batch * seqlen_q, batch * seqlen_k
     ids_k, spans_k, ids_q, spans_q = data.flatten().split([keys, 3 * keys, rows, 3 * rows])
     spans = spans_q.view(batch, seqlen_q, 3), spans_k.view(batch, seqlen_k, 3)

@@ -1,8 +1,10 @@
 """The mask function of "strobe": translates transformers' mask description to a `LayerMask`, once per forward.
 
-transformers describes a mask by a function of indices, an optional padding mask, and the positions of rows and keys in the sequence.
+transformers describes a mask by a function of indices, an optional padding mask, and the positions of rows and keys in
+the sequence.
 * Padding hides keys from all rows. A row that sees no key gives 0.
-* Packed sequences and chunks become documents. A call of the mask function tells whether each position sees the key before it.
+* Packed sequences and chunks become documents. A call of the mask function tells whether each position sees the key
+  before it.
 * A single row may have any pattern, because one dense row can be written as documents.
 * Any other pattern raises UnsupportedProblem with an alternative.
 """
@@ -26,22 +28,35 @@ def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
     mask_function: Callable = causal_mask_function, attention_mask: Tensor | None = None, **rest: Any,
 ) -> Tensor | None:  # fmt: skip
-    """transformers calls this once per forward for each kind of layer. Returns an encoded LayerMask [1 + band + 4 * final, 4 or 0, B, S_q + S_k].
+    """transformers calls this once per forward for each kind of layer. Returns an encoded LayerMask [1 + band + 4 *
+    final, 4 or 0, B, S_q + S_k].
 
     Returns None if the layer's is_causal describes the mask completely and the config has no sliding window."""
     pattern = _Pattern.of(mask_function, rest)
-    asked = _Asked(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, rest.get("device", "cpu"))
+    asked = _Asked(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, rest.get("device", "cpu")
+    )
     layer_mask = _row(asked, rest) if q_length == 1 and not asked.aligned(pattern) else _rows(asked, pattern)
-    plain = layer_mask.hidden is None and not layer_mask.final and layer_mask.band in (Band.FULL, Band.CAUSAL) and layer_mask.seqlen_k == kv_length
+    plain = (
+        layer_mask.hidden is None
+        and not layer_mask.final
+        and layer_mask.band in (Band.FULL, Band.CAUSAL)
+        and layer_mask.seqlen_k == kv_length
+    )
     windows = getattr(rest.get("config"), "sliding_window", None) is not None
     return None if plain and not windows else layer_mask.to_tensor(batch_size, q_length, asked.device)
 
 
-_KNOWN = ("causal_mask_function", "bidirectional_mask_function", "and_mask")  # windows, chunks, packed sequences: and_mask
+_KNOWN = (
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "and_mask",
+)  # windows, chunks, packed sequences: and_mask
 
 
 class _Pattern(NamedTuple):
-    """The mask pattern, from transformers' arguments. band None: unknown. runs: there may be documents within the band."""
+    """The mask pattern, from transformers' arguments. band None: unknown. runs: there may be documents within the
+    band."""
 
     band: Band | None
     runs: bool = False
@@ -49,20 +64,32 @@ class _Pattern(NamedTuple):
 
     @staticmethod
     def of(mask_function: Callable, rest: dict[str, Any]) -> _Pattern:
-        """Read the arguments of a mask function. use_vmap means that the mask includes a function of the user. A name other than _KNOWN, such
-        as or_masks' (blocks that see all of themselves), gives band None. Only bidirectional masks pass allow_is_bidirectional_skip.
-        allow_is_causal_skip is False for packed sequences. local_size is the size of the window or the chunks."""
+        """Read the arguments of a mask function. use_vmap means that the mask includes a function of the user. A name
+        other than _KNOWN, such as or_masks' (blocks that see all of themselves), gives band None. Only bidirectional
+        masks pass allow_is_bidirectional_skip. allow_is_causal_skip is False for packed sequences. local_size is the
+        size of the window or the chunks.
+        """
         size, config = rest.get("local_size"), rest.get("config")
-        windowed, chunked = (size is not None and size == getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-        if rest.get("use_vmap") or getattr(mask_function, "__name__", "") not in _KNOWN or (size is not None and not (windowed or chunked)):
+        windowed, chunked = (
+            size is not None and size == getattr(config, name, None)
+            for name in ("sliding_window", "attention_chunk_size")
+        )
+        if (
+            rest.get("use_vmap")
+            or getattr(mask_function, "__name__", "") not in _KNOWN
+            or (size is not None and not (windowed or chunked))
+        ):
             return _Pattern(None)
         if "allow_is_bidirectional_skip" in rest:
             return _Pattern(Band.AROUND if windowed else Band.FULL)
-        return _Pattern(Band.WINDOW if windowed else Band.CAUSAL, chunked or not rest.get("allow_is_causal_skip", True), chunked)
+        return _Pattern(
+            Band.WINDOW if windowed else Band.CAUSAL, chunked or not rest.get("allow_is_causal_skip", True), chunked
+        )
 
 
 class _Asked(NamedTuple):
-    """The arguments of the mask function. Rows start at position q_offset and keys at kv_offset of the whole sequence."""
+    """The arguments of the mask function. Rows start at position q_offset and keys at kv_offset of the whole
+    sequence."""
 
     batch: int
     seqlen_q: int
@@ -91,9 +118,17 @@ class _Asked(NamedTuple):
 
 
 def _row(asked: _Asked, rest: dict[str, Any]) -> LayerMask:
-    """The LayerMask of one query row with any pattern: the dense row, written as documents. Reads nothing from the device."""
+    """The LayerMask of one query row with any pattern: the dense row, written as documents. Reads nothing from the
+    device.
+    """
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    sizes = asked.batch, 1, asked.seqlen_k, cast("int", asked.q_offset), asked.kv_offset  # transformers itself passes tensors too
+    sizes = (
+        asked.batch,
+        1,
+        asked.seqlen_k,
+        cast("int", asked.q_offset),
+        asked.kv_offset,
+    )  # transformers itself passes tensors too
     written = sdpa_mask(*sizes, asked.function, asked.attention_mask, **{**rest, **skips})
     if written is None:
         raise UnsupportedProblem(describe("attention_mask", "none", "a row of the mask", SDPA))
@@ -123,7 +158,9 @@ def _reach(asked: _Asked, band: Band) -> int:
     """The number of keys up to the last row's own. Later keys are unused places of the cache; no row sees them."""
     if isinstance(asked.q_offset, Tensor) and not _can_read(asked.q_offset):
         remedy = "compile steps of one token alone, as generate does, or use a cache that grows"
-        raise UnsupportedProblem(describe("q_offset", "a position on the device", f"one row, not {asked.seqlen_q}, while compiling", remedy))
+        raise UnsupportedProblem(
+            describe("q_offset", "a position on the device", f"one row, not {asked.seqlen_q}, while compiling", remedy)
+        )
     reach = asked.reach
     if not asked.seqlen_q <= reach <= asked.seqlen_k or (band == Band.AROUND and reach != asked.seqlen_k):
         got = f"rows up to position {reach} of {asked.seqlen_k} keys"
@@ -132,7 +169,9 @@ def _reach(asked: _Asked, band: Band) -> int:
 
 
 def _runs(asked: _Asked) -> Tensor | None:
-    """int32 [B, S_k]: document ids. A document ends at a key that the next position does not see. None if there is only one document."""
+    """int32 [B, S_k]: document ids. A document ends at a key that the next position does not see. None if there is only
+    one document.
+    """
     batch = torch.arange(asked.batch, device=asked.device)
     position = torch.arange(1, asked.seqlen_k, device=asked.device) + asked.kv_offset
     combined = asked.function(batch[:, None], torch.zeros_like(batch)[:, None], position[None], position[None] - 1)

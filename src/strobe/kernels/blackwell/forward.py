@@ -79,7 +79,9 @@ def anew(number):
     What two roles would compute alike of a launch's arguments, LLVM computes once, before all roles. Through all of them ptxas keeps three
     registers, which a thread's own numbers fill, and spills what is more where a role begins (8 to 48 bytes: `right + 1`, of causal masks).
     """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -115,19 +117,43 @@ def load_partition(views, offsets, board, q, kv, work, form: gl.constexpr):
             if form.counted:
                 if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
                     gl.atomic_xchg(counter, 0, sem="relaxed")
-        here = (anew(sequences), heads, total_q, total_k, sizes[4], sizes[5])  # or sequences * heads is kept through all roles
+        here = (
+            anew(sequences),
+            heads,
+            total_q,
+            total_k,
+            sizes[4],
+            sizes[5],
+        )  # or sequences * heads is kept through all roles
         exists, tile, keys = tile_of(number, offsets, here, band_of(limits), form)
         entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
-        if exists | (number >= tiles):  # the end is told here too: from a place of its own, a lane's number was kept through all roles
+        if exists | (
+            number >= tiles
+        ):  # the end is told here too: from a place of its own, a lane's number was kept through all roles
             blocks = gl.where(more, blocks, -1)
             tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys))
             told_at = told_at.next()
             if blocks > 0:
-                q_place, k_place, kv_head = (entry, q_start, rows, heads), (entry, keys[0], keys[1], heads), head // form.group
+                q_place, k_place, kv_head = (
+                    (entry, q_start, rows, heads),
+                    (entry, keys[0], keys[1], heads),
+                    head // form.group,
+                )
                 mbarrier.wait(q_free.index(0), q_at.parity ^ 1)
                 load_rows(q_views, q_place, head, m_start, 0, q_smem, q_ready.index(0), form.rest_d, form, JOINED)
                 kv_at = load_keys(k_views, k_place, kv_head, n_begin + blocks - 1, kv_at, kv, form.rest_d, form)
-                load_rows(q_views, q_place, head, m_start + form.stage_queries, 1, q_smem, q_ready.index(1), form.rest_d, form, JOINED)
+                load_rows(
+                    q_views,
+                    q_place,
+                    head,
+                    m_start + form.stage_queries,
+                    1,
+                    q_smem,
+                    q_ready.index(1),
+                    form.rest_d,
+                    form,
+                    JOINED,
+                )
                 q_at = q_at.next()
                 kv_at = load_keys(v_views, k_place, kv_head, n_begin + blocks - 1, kv_at, kv, form.rest_dv, form)
                 for i in range(1, blocks):
@@ -147,7 +173,9 @@ def load_keys(views, place, head, block, at, kv, rest: gl.constexpr, form: gl.co
 
 
 @gluon.jit
-def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, form: gl.constexpr, joined: gl.constexpr = False):
+def load_rows(
+    views, place, head, row, slot, smem, ready, rest: gl.constexpr, form: gl.constexpr, joined: gl.constexpr = False
+):
     """A tile's parts into their slots; the last columns of all are `rest`, the first a power of two."""
     if rest:
         mbarrier.expect(ready, views[0].block_type.nbytes + views[1].block_type.nbytes)
@@ -209,7 +237,9 @@ def mma_partition(board, q, kv, s, o, form: gl.constexpr):
     q_at = ring_start(1)
     p_at = ring_start(1)
     told_at = ring_start(2)
-    both = anew(2)  # query stages: loops over them stay loops, lest the addresses of 60 products fill the role's registers
+    both = anew(
+        2
+    )  # query stages: loops over them stay loops, lest the addresses of 60 products fill the role's registers
     while is_told(words, told, told_at):
         blocks = read_tile(words, told_at.stage)[4]
         mbarrier.arrive(told_free.index(told_at.stage))
@@ -256,7 +286,9 @@ def hidden(quarters, n_start, edges, form: gl.constexpr):
     columns = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     row = queries_of(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), form)
     stop = row * 0 + (key_stop - n_start)
-    if form.mask.right:  # bounded, lest the compiler add up what it can before all roles, in registers that it keeps through all of them
+    if (
+        form.mask.right
+    ):  # bounded, lest the compiler add up what it can before all roles, in registers that it keeps through all of them
         stop = gl.minimum(stop, row + gl.minimum(stop_edge - n_start, form.tuning.block_n))
     first = row + gl.maximum(first_edge - n_start, -ROWS)
     return [
@@ -268,8 +300,12 @@ def hidden(quarters, n_start, edges, form: gl.constexpr):
 @gluon.jit
 def scores(s_tile, n_start, edges, softcap, form: gl.constexpr):
     """s[t] in four quarters: capped, and -inf where a row does not see the key."""
-    layout: gl.constexpr = tmem_reg_layout(gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4)
-    if form.softcap:  # in their place, a quarter after the other: tanh of all that a thread has would take more registers than it may
+    layout: gl.constexpr = tmem_reg_layout(
+        gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4
+    )
+    if (
+        form.softcap
+    ):  # in their place, a quarter after the other: tanh of all that a thread has would take more registers than it may
         for i in gl.static_range(4):
             quarter = s_tile.slice(i * CHUNK, CHUNK)
             quarter.store(tanh(quarter.load(layout) * softcap))
@@ -299,7 +335,9 @@ def kept_max(row_max, quarters, scale_log2, form: gl.constexpr):
 @gluon.jit
 def weights(quarter, p_tmem, base, scale_log2, part: gl.constexpr, form: gl.constexpr):
     """Write a quarter of p to its place; the sum of its rows."""
-    p_layout: gl.constexpr = tmem_reg_layout(p_tmem.dtype, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4)
+    p_layout: gl.constexpr = tmem_reg_layout(
+        p_tmem.dtype, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4
+    )
     x = quarter * scale_log2 - base[:, None]
     p = gl.exp2(x)
     if form.by_fma:  # a column is a thread's register, so each computes one of the two
@@ -317,8 +355,13 @@ def softmax_partition(t: gl.constexpr, board, s, mailbox, work, dtype: gl.conste
     tiles, sizes, limits, numbers, faults, counter = work
     scale_log2, softcap = numbers
     most_log2: gl.constexpr = 15.0 if dtype == gl.float16 else 127.0
-    gl.static_assert(form.lift + form.tuning.threshold <= most_log2, "p may exceed the largest number of its type: lower lift or threshold")
-    layout: gl.constexpr = tmem_reg_layout(gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4)
+    gl.static_assert(
+        form.lift + form.tuning.threshold <= most_log2,
+        "p may exceed the largest number of its type: lower lift or threshold",
+    )
+    layout: gl.constexpr = tmem_reg_layout(
+        gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4
+    )
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     p_tmem = weights_of(s_tmem, t, dtype, form)
     s_at = ring_start(1)
@@ -363,7 +406,9 @@ def softmax_partition(t: gl.constexpr, board, s, mailbox, work, dtype: gl.conste
 @gluon.jit
 def rescale_part(o_tile, factor):
     """A part of o times its rows' factors, CHUNK columns at a time."""
-    layout: gl.constexpr = tmem_reg_layout(gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4)
+    layout: gl.constexpr = tmem_reg_layout(
+        gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4
+    )
     WIDTH: gl.constexpr = o_tile.shape[1]
     for c in gl.static_range(WIDTH // CHUNK):
         columns = o_tile.slice(c * CHUNK, CHUNK)
@@ -373,7 +418,9 @@ def rescale_part(o_tile, factor):
 @gluon.jit
 def correct_tile(t, o_tmem, mailbox, at, form: gl.constexpr):
     """Rescale o[t] by the factors in the mailbox, where any row of it needs that."""
-    layout: gl.constexpr = tmem_reg_layout(gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4)
+    layout: gl.constexpr = tmem_reg_layout(
+        gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4
+    )
     mail, mail_ready, mail_free = mailbox
     mbarrier.wait(mail_ready.index(t), at.parity)
     factor = mail.index(2 * t).load(gl.SliceLayout(1, layout))
@@ -388,7 +435,9 @@ def correct_tile(t, o_tmem, mailbox, at, form: gl.constexpr):
 @gluon.jit
 def stage_part(o_tile, smem, slot, inverse, blocks):
     """A part of o times its rows' inverse into its buffer; zeros where no product was made."""
-    layout: gl.constexpr = tmem_reg_layout(gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4)
+    layout: gl.constexpr = tmem_reg_layout(
+        gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4
+    )
     WIDTH: gl.constexpr = o_tile.shape[1]
     tile = tile_2d(smem, slot)
     for c in gl.static_range(WIDTH // CHUNK):
@@ -401,7 +450,9 @@ def stage_part(o_tile, smem, slot, inverse, blocks):
 @gluon.jit
 def finish_tile(t, tile, lse, sinks, o, mailbox, out, at, out_at, work, form: gl.constexpr):
     """lse, and o[t] normalised into its buffer, from the row sums and maxima in the mailbox."""
-    layout: gl.constexpr = tmem_reg_layout(gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4)
+    layout: gl.constexpr = tmem_reg_layout(
+        gl.float32, (ROWS, CHUNK), TensorMemoryLayout([ROWS, CHUNK], col_stride=1), 4
+    )
     entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = tile
     tiles, sizes, limits, numbers, faults, counter = work
     heads, total_q = sizes[1] * form.tuning.joined, sizes[2]
@@ -486,7 +537,9 @@ def store_partition(views, board, out, work, form: gl.constexpr):
             row = m_start + t * form.stage_queries
             copy_out(views[0], place, head, row, 0, out_smem[0].index(out_at.stage), form, JOINED)
             if form.rest_dv:
-                copy_out(views[1], place, head, row, views[0].block_shape[-1], out_smem[1].index(out_at.stage), form, JOINED)
+                copy_out(
+                    views[1], place, head, row, views[0].block_shape[-1], out_smem[1].index(out_at.stage), form, JOINED
+                )
             tma_store_wait(0)
             mbarrier.arrive(out_free.index(out_at.stage))
             out_at = out_at.next()
@@ -514,7 +567,9 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     tiles, sizes, limits, numbers = work
     dtype: gl.constexpr = q_desc.dtype
     q_views, k_views, v_views, o_views = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (o_desc, o_rest)
-    s_tmem = allocate_tensor_memory(gl.float32, [2, ROWS, form.tuning.block_n], TensorMemoryLayout([ROWS, form.tuning.block_n], col_stride=1))
+    s_tmem = allocate_tensor_memory(
+        gl.float32, [2, ROWS, form.tuning.block_n], TensorMemoryLayout([ROWS, form.tuning.block_n], col_stride=1)
+    )
     if form.rest_dv:
         o_tmem = (columns_for(form.block_dv - form.rest_dv), columns_for(form.rest_dv))
     else:

@@ -1,6 +1,7 @@
 """The Blackwell forward's answers: what it can run, with which tiles, and how. Imports no DSL until something runs.
 
-It has not run on a Blackwell GPU: what is known of it was shown by the simulator, by compiling it, and by counting cycles.
+It has not run on a Blackwell GPU: what is known of it was shown by the simulator, by compiling it, and by counting
+cycles.
 """
 
 from __future__ import annotations
@@ -25,15 +26,20 @@ TUNINGS = {
     (128, 128): Tuning(stages=3, out_stages=2, registers=(192, 40)),
     (192, 128): Tuning(stages=2, out_stages=1),
 }
-# bfloat16 rounds p by twenty times what degree 3 errs, float16 by little more than twice; lse, which is not rounded, errs as the polynomial does
+# bfloat16 rounds p by twenty times what degree 3 errs, float16 by little more than twice; lse, which is not rounded,
+# errs as the polynomial does
 DEGREES = {"torch.float16": 5, "torch.bfloat16": 3}
-# (capability, head dimensions, whether a mask bounds keys) -> by_fma for each degree; 0 elsewhere: sm_103 has twice the exp units, and at 192/128
-# products take longer than exponentials. What `bench.cycles` finds best at d64; at d128 it leaves the exp unit a quarter of its time.
+# (capability, head dimensions, whether a mask bounds keys) -> by_fma for each degree; 0 elsewhere: sm_103 has twice the
+# exp units, and at 192/128 products take longer than exponentials. What `bench.cycles` finds best at d64; at d128 it
+# leaves the exp unit a quarter of its time.
 BY_FMA = {
-    (100, (64, 64), False): {3: 8, 5: 7}, (100, (64, 64), True): {3: 8, 5: 7},
-    (100, (96, 96), False): {3: 8, 5: 7}, (100, (96, 96), True): {3: 8, 5: 7},
-    (100, (128, 128), False): {3: 8, 5: 8}, (100, (128, 128), True): {3: 8, 5: 8},
-}  # fmt: skip
+    (100, (64, 64), False): {3: 8, 5: 7},
+    (100, (64, 64), True): {3: 8, 5: 7},
+    (100, (96, 96), False): {3: 8, 5: 7},
+    (100, (96, 96), True): {3: 8, 5: 7},
+    (100, (128, 128), False): {3: 8, 5: 8},
+    (100, (128, 128), True): {3: 8, 5: 8},
+}
 # a float16 p below 2^-14 loses bits: of the 15 powers of two up to its largest, 7 raise p and 8 are the threshold's
 LIFTS = {"torch.float16": 7.0, "torch.bfloat16": 0.0}
 
@@ -46,8 +52,10 @@ def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 def _against_widths(problem: Problem) -> str | None:
     if tiled(problem.head_dim, problem.head_dim_v):
         return None
-    return (f"head dimensions up to 128, or 192 with values of at most 128: tensor memory holds two tiles of scores and two of o; "
-            f"this is {problem.head_dim}/{problem.head_dim_v}")  # fmt: skip
+    return (
+        "head dimensions up to 128, or 192 with values of at most 128: tensor memory holds two tiles of scores and "
+        f"two of o; this is {problem.head_dim}/{problem.head_dim_v}"
+    )
 
 
 class BlackwellForward:
@@ -58,7 +66,13 @@ class BlackwellForward:
             return f"needs tensor memory (sm_{', sm_'.join(map(str, CAPABILITIES))}); this target is {target.words}"
         if problem.batch_invariant:
             return "batch_invariant=True gives rows the bits of a decode, and this family has none"
-        return _against_widths(problem) or against_call(problem) or against_mask(problem.mask) or against_memory(problem) or against_tools()
+        return (
+            _against_widths(problem)
+            or against_call(problem)
+            or against_mask(problem.mask)
+            or against_memory(problem)
+            or against_tools()
+        )
 
     def config(self, problem: Problem, target: Target) -> ForwardConfig:
         widths = tiled(problem.head_dim, problem.head_dim_v)
@@ -68,11 +82,16 @@ class BlackwellForward:
         group = problem.group // tuning.joined
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
         uneven = problem.packed or problem.mask.left or problem.mask.right  # some tiles see fewer keys than others
-        counted = uneven and query_tiles(problem, tuning.block_m) * problem.heads_kv * group * entries(problem) > target.sm_count
+        counted = (
+            uneven
+            and query_tiles(problem, tuning.block_m) * problem.heads_kv * group * entries(problem) > target.sm_count
+        )
         options = (bool(problem.softcap), problem.sinks, even, problem.packed, counted)
         degree = DEGREES[str(problem.dtype)]
         by_fma = BY_FMA.get((target.capability, widths, problem.mask.left or problem.mask.right), {}).get(degree, 0)
-        return ForwardConfig(Form(tuning, *widths, group, problem.mask, *options, by_fma, degree, LIFTS[str(problem.dtype)]))
+        return ForwardConfig(
+            Form(tuning, *widths, group, problem.mask, *options, by_fma, degree, LIFTS[str(problem.dtype)])
+        )
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem)

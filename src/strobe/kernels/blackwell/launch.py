@@ -24,9 +24,15 @@ def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor |
     form: Any = plan.config.form
     work = work_of(plan, call)
     queries = describing(form.tuning)
-    tiles = ((queries, call.q, ROWS, form.block_d, form.rest_d), (descriptor, call.k, form.tuning.block_n, form.block_d, form.rest_d),
-             (descriptor, call.v, form.tuning.block_n, form.block_dv, form.rest_dv), (queries, out, ROWS, form.block_dv, form.rest_dv))  # fmt: skip
+    tiles = (
+        (queries, call.q, ROWS, form.block_d, form.rest_d),
+        (descriptor, call.k, form.tuning.block_n, form.block_d, form.rest_d),
+        (descriptor, call.v, form.tuning.block_n, form.block_dv, form.rest_dv),
+        (queries, out, ROWS, form.block_dv, form.rest_dv),
+    )
     first = (view(tensor, rows, width - rest) for view, tensor, rows, width, rest in tiles)
     last = (view(tensor, rows, rest) if rest else None for view, tensor, rows, _, rest in tiles)
     arguments = (*first, *last, pointers, work, form)
-    return Launch(forward.forward_kernel, min(plan.target.sm_count, work[0]), arguments, {"num_warps": 4, "maxnreg": REGISTERS})
+    return Launch(
+        forward.forward_kernel, min(plan.target.sm_count, work[0]), arguments, {"num_warps": 4, "maxnreg": REGISTERS}
+    )

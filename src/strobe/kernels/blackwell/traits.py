@@ -22,9 +22,13 @@ class Tuning:
     stages: int  # of the ring that keys and values share
     out_stages: int  # buffers through which tiles of o leave
     block_n: int = 128
-    registers: tuple[int, int] = (184, 48)  # of a thread of softmax, and of mma, load and store; correct has what they leave: see `registers_of`
+    registers: tuple[int, int] = (
+        184,
+        48,
+    )  # of a thread of softmax, and of mma, load and store; correct has what they leave: see `registers_of`
     threshold: float = 8.0  # o is rescaled where a row's maximum grows by more, in log2 units
-    joined: int = 1  # query heads that a tile holds, of a query each in rows that follow each other: one, or all that share a key head
+    # query heads that a tile holds, of a query each in rows that follow each other: one, or all that share a key head
+    joined: int = 1
 
     @property
     def fold(self) -> int:
@@ -39,7 +43,13 @@ class Tuning:
     def registers_of(self) -> dict[str, int]:
         """Each role's registers a thread: 8 warps of softmax, 4 of one warp each (one of them idle), 4 of correct."""
         softmax, few = self.registers
-        return {"softmax": softmax, "mma": few, "load": few, "store": few, "correct": (16 * REGISTERS - 8 * softmax - 4 * few) // 4}
+        return {
+            "softmax": softmax,
+            "mma": few,
+            "load": few,
+            "store": few,
+            "correct": (16 * REGISTERS - 8 * softmax - 4 * few) // 4,
+        }
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,9 @@ class Form(Constants):
     sinks: bool
     even: bool  # S_k is a multiple of block_n
     packed: bool
-    counted: bool  # programs take tiles from a counter, since tiles differ in cost; else each takes those that stand apart by their number
+    # programs take tiles from a counter, since tiles differ in cost; else each takes those that stand apart by their
+    # number
+    counted: bool
     by_fma: int  # of each 32 weights, those whose exponentials multiply-adds compute
     degree: int  # of their polynomial
     lift: float  # p reaches up to 2^lift where a maximum is new, and up to 2^(lift + threshold) where it lags
@@ -90,10 +102,13 @@ class Form(Constants):
         return rest(self.block_dv)
 
     def shared_bytes(self) -> int:
-        """q, the ring of k and v, and o at 2 bytes; the mailboxes at 4, the barriers, and the board of two tiles' numbers."""
+        """q, the ring of k and v, and o at 2 bytes; the mailboxes at 4, the barriers, and the board of two tiles'
+        numbers."""
         t = self.tuning
         widest = max(self.block_d - self.rest_d, self.block_dv - self.rest_dv) + max(self.rest_d, self.rest_dv)
-        tiles = 2 * (STAGES_Q * ROWS * self.block_d + t.stages * t.block_n * widest + t.out_stages * ROWS * self.block_dv)
+        tiles = 2 * (
+            STAGES_Q * ROWS * self.block_d + t.stages * t.block_n * widest + t.out_stages * ROWS * self.block_dv
+        )
         return tiles + 4 * 2 * STAGES_Q * ROWS + 8 * (8 * STAGES_Q + 2 * t.stages + 2 * t.out_stages + 4) + 64
 
     def tensor_columns(self) -> int:
@@ -108,8 +123,16 @@ class ForwardConfig:
     def __str__(self) -> str:
         t = self.form.tuning
         registers = ", ".join(f"{role} {count}" for role, count in t.registers_of().items())
-        by_fma = f", {self.form.by_fma} of 32 exponentials by multiply-adds of degree {self.form.degree}" if self.form.by_fma else ""
+        by_fma = (
+            f", {self.form.by_fma} of 32 exponentials by multiply-adds of degree {self.form.degree}"
+            if self.form.by_fma
+            else ""
+        )
         order = "tiles from a counter" if self.form.counted else "tiles in turn"
         heads = f" of {t.joined} heads" if t.joined > 1 else ""
-        return (f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages}, {order}, shared {self.form.shared_bytes() / KIB:.0f} KiB, "
-                f"{self.form.tensor_columns()} columns of tensor memory{by_fma}, registers {registers}; has not run on a Blackwell GPU")  # fmt: skip
+        return (
+            f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages}, {order}, shared "
+            f"{self.form.shared_bytes() / KIB:.0f} KiB, "
+            f"{self.form.tensor_columns()} columns of tensor memory{by_fma}, registers {registers}; has not run on "
+            "a Blackwell GPU"
+        )

@@ -1,4 +1,6 @@
-"""Writing new keys to a cache on CPUs: positions become (page, row) pairs, and one indexed write puts all of them there."""
+"""Writing new keys to a cache on CPUs: positions become (page, row) pairs, and one indexed write puts all of them
+there.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def run(plan: Plan, call: AppendCall, tensors: None, workspace: dict[str, Tensor
         error_flags.report(call.k.device, error_flags.NO_ROOM)
     token = inside.nonzero()  # [n, 2]: sequence and token
     position = position[inside]
-    page = token[:, 0] if call.page_table is None else call.page_table[token[:, 0], position // problem.page_size].long()
+    page = (
+        token[:, 0] if call.page_table is None else call.page_table[token[:, 0], position // problem.page_size].long()
+    )
     present = (page >= 0) & (page < call.k.shape[0])
     if not present.all():
         error_flags.report(call.k.device, error_flags.PAGES)
@@ -42,7 +46,9 @@ def _turned(k: Tensor, angles: tuple[Tensor, Tensor], position: Tensor, interlea
     beyond = position >= known
     if beyond.any():
         error_flags.report(k.device, error_flags.NO_ANGLE)
-    cos, sin = (t[position.clamp(max=known - 1)].to(k.dtype).masked_fill(beyond[:, None], torch.nan)[:, None] for t in angles)
+    cos, sin = (
+        t[position.clamp(max=known - 1)].to(k.dtype).masked_fill(beyond[:, None], torch.nan)[:, None] for t in angles
+    )
     width = 2 * cos.shape[-1]
     pairs = k[..., :width].unflatten(-1, (-1, 2)).unbind(-1) if interleaved else k[..., :width].chunk(2, -1)
     a, b = pairs

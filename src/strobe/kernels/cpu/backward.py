@@ -1,6 +1,7 @@
 """Backward over tiles: "FlashAttention-2" (arXiv 2307.08691), section 3.2, with blocks of rows outside.
 
-    for each tile:   p = exp2(s - lse); dv += p^T do; ds = p * (do v^T - delta) * softcap's slope; dq += ds k; dk += ds^T q
+    for each tile:   p = exp2(s - lse); dv += p^T do; ds = p * (do v^T - delta) * softcap's slope; dq += ds k; dk +=
+                     ds^T q
 
 All in float32. Rows of a packed sequence longer than promised have NaN in dq and add nothing to dk and dv.
 """
@@ -55,7 +56,9 @@ def _attend_jobs(piece: Piece, plan: Plan, call: Call, tensors: Backward) -> Ite
         most = min(most, -(-(piece.entries.stop - piece.entries.start) * problem.heads_kv // torch.get_num_threads()))
     for chunk in chunks(piece, slice(0, problem.heads_kv), problem.group, most):
         work = piece.work // (piece.entries.stop - piece.entries.start) * chunk.n * problem.group * 5 * problem.head_dim
-        yield Job(work, partial(_attend, Keys(chunk, piece, (call.k, call.v), wide(problem.dtype)), plan, call, tensors))
+        yield Job(
+            work, partial(_attend, Keys(chunk, piece, (call.k, call.v), wide(problem.dtype)), plan, call, tensors)
+        )
 
 
 def _attend(keys: Keys, plan: Plan, call: Call, tensors: Backward, scratch: Tensor) -> None:
@@ -113,7 +116,8 @@ def _block(rows: _Rows, keys: Keys, grads: _Grads, block: Block, how: tuple[Scor
 
 
 def _read(chunk: Chunk, call: Call, tensors: Backward, index, config: Config) -> tuple[_Rows, Tensor]:
-    """A block's rows, padded where tiles are fixed, and its delta without padding. A padded row has do = 0: it adds 0."""
+    """A block's rows, padded where tiles are fixed, and its delta without padding. A padded row has do = 0: it adds
+    0."""
     dtype = tensors.lse.dtype
     out = chunk.read_rows(tensors.out, index, dtype)
     delta = (chunk.read_rows(tensors.dout, index, dtype) * out).sum(-1, keepdim=True)

@@ -1,6 +1,7 @@
 """Decoding on CPUs: each sequence's keys are laid together, and the tiled forward attends to them.
 
-So a row's bits are those of the same row of a prefill wherever the tiles are the same, as batch_invariant=True makes them.
+So a row's bits are those of the same row of a prefill wherever the tiles are the same, as batch_invariant=True makes
+them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def run(plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Ten
     lse.copy_(call.sinks[None, :, None].expand_as(lse)) if call.sinks is not None else lse.fill_(-torch.inf)
     jobs = []
     for b, span in enumerate(_spans(call, problem)):
-        seen = span[1] - span[0] if call.left == NO_BOUND else min(span[1] - span[0], call.left + problem.layout.seqlen_q)
+        seen = (
+            span[1] - span[0] if call.left == NO_BOUND else min(span[1] - span[0], call.left + problem.layout.seqlen_q)
+        )
         work = seen * problem.layout.seqlen_q * problem.heads_q * (problem.head_dim + problem.head_dim_v)
         jobs.append(Job(work, partial(_sequence, b, span, plan, call, tensors)))
     parallel.run(jobs, tile_memory(plan, workspace["scores"]))
@@ -61,7 +64,13 @@ def _sequence(b: int, span: tuple[int, int], plan: Plan, call: DecodeCall, tenso
     first, last = (torch.searchsorted(keys.position, bound) for bound in (first, last))
     seeing = first < last
     if seeing.any():
-        piece = Piece(slice(0, 1), _together(seeing.nonzero().flatten()), slice(0, len(keys.position)), first[seeing], last[seeing])
+        piece = Piece(
+            slice(0, 1),
+            _together(seeing.nonzero().flatten()),
+            slice(0, len(keys.position)),
+            first[seeing],
+            last[seeing],
+        )
         one = Call(call.q[b : b + 1], keys.k, keys.v, sinks=call.sinks)
         for job in attend_jobs(piece, slice(0, problem.heads_kv), plan, one, Forward(out[b : b + 1], lse[b : b + 1])):
             job.run(scratch)
@@ -73,8 +82,9 @@ def _aligned(first: int, start: int, block: int) -> int:
 
 
 def _from_edge(keys: Keys, first: int, edge: int) -> Keys:
-    """The keys from `first` on, behind zeros that stand for those from a tile's edge: they are before every row's window, so the rows that lie there
-    may be somebody else's and are not read."""
+    """The keys from `first` on, behind zeros that stand for those from a tile's edge: they are before every row's
+    window, so the rows that lie there may be somebody else's and are not read.
+    """
     zeros = [t.new_zeros(1, first - edge, *t.shape[2:]) for t in (keys.k, keys.v)]
     k, v = (torch.cat(pair, 1) for pair in zip(zeros, (keys.k, keys.v)))
     return Keys(k, v, torch.cat([torch.arange(edge, first), keys.position]))

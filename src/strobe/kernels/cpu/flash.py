@@ -1,4 +1,5 @@
-"""torch's own CPU flash kernel, for the pieces that mean the same to it: on plain and causal ones it is hard to beat."""
+"""torch's own CPU flash kernel, for the pieces that mean the same to it: on plain and causal ones it is hard to
+beat."""
 
 from __future__ import annotations
 
@@ -15,15 +16,17 @@ from ...problem.problem import Problem
 from ..protocol import Backward, Forward
 from .pieces import Piece, part
 
-# Below a vector of keys torch takes a maximum that drops NaN, and a row of NaN comes out as one that sees nothing. A vector holds 16 float32
-# where torch's kernels are AVX-512's, 8 where they are AVX2's, and no more than 64 anywhere.
+# Below a vector of keys torch takes a maximum that drops NaN, and a row of NaN comes out as one that sees nothing. A
+# vector holds 16 float32 where torch's kernels are AVX-512's, 8 where they are AVX2's, and no more than 64 anywhere.
 VECTOR = 16 if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else 64
 LISTED = 64  # elements that are looked at as a list sooner than by an op and its result's way back
 BAND_ROWS = 256
 
 
 def _kernel(name: str) -> Callable[..., tuple[Tensor, ...]]:
-    """torch's kernel itself, held on to: strobe.integrations.sdpa stands before it in the dispatcher, from where the op would come back here."""
+    """torch's kernel itself, held on to: strobe.integrations.sdpa stands before it in the dispatcher, from where the op
+    would come back here.
+    """
     kernel, keys = torch.library.get_kernel(f"aten::{name}", "CPU"), DispatchKeySet(DispatchKey.CPU)
     return partial(kernel.call_boxed, keys)
 
@@ -40,7 +43,9 @@ def why_not(problem: Problem) -> str | None:
         return "softcap"
     if problem.batch_invariant:
         return "its split of the rows follows their number"
-    if problem.scale == 0 or (problem.scale < 0 and (problem.mask.right or problem.mask.prefix)):  # a short prefix leaves causal pieces
+    if problem.scale == 0 or (
+        problem.scale < 0 and (problem.mask.right or problem.mask.prefix)
+    ):  # a short prefix leaves causal pieces
         return "scale 0, or under it where causal: it multiplies the -inf that hides keys"
     return None
 
@@ -56,8 +61,8 @@ class Shape(Enum):
 def shape_of(piece: Piece, dtype: torch.dtype) -> Shape | None:
     """The shape in which torch's kernel takes a piece, or None for tiles.
 
-    Bands in blocks of rows under a mask, for 16 bits only. There torch multiplies 16-bit matrices into 32-bit sums, which none of its public ops
-    does, so tiles would pay for 32-bit products.
+    Bands in blocks of rows under a mask, for 16 bits only. There torch multiplies 16-bit matrices into 32-bit sums,
+    which none of its public ops does, so tiles would pay for 32-bit products.
     """
     if _sees_all(piece):
         return Shape.WHOLE
@@ -74,14 +79,20 @@ def parts(piece: Piece) -> list[Piece]:
         first, stop = piece.first[rows], piece.stop[rows]
         high = max(int(stop[-1]), VECTOR)
         low = min(int(first[0]), high - VECTOR)
-        found.append(Piece(piece.entries, part(piece.rows, rows), part(piece.keys, slice(low, high)), first - low, stop - low))
+        found.append(
+            Piece(piece.entries, part(piece.rows, rows), part(piece.keys, slice(low, high)), first - low, stop - low)
+        )
     return found
 
 
-def forward(piece: Piece, shape: Shape, heads: slice, call: Call, tensors: Forward, problem: Problem, tile: Callable[[], None]) -> None:
-    """out and lse of a piece's key heads; rows where torch's kernel may have lost NaN, or made one, are what `tile` writes there.
+def forward(
+    piece: Piece, shape: Shape, heads: slice, call: Call, tensors: Forward, problem: Problem, tile: Callable[[], None]
+) -> None:
+    """out and lse of a piece's key heads; rows where torch's kernel may have lost NaN, or made one, are what `tile`
+    writes there.
 
-    torch hides a band's keys by adding -inf to their scores, and a hidden score that has overflowed to inf then is NaN."""
+    torch hides a band's keys by adding -inf to their scores, and a hidden score that has overflowed to inf then is NaN.
+    """
     heads_q = slice(heads.start * problem.group, heads.stop * problem.group)
     rows, keys = (piece.entries, piece.rows, heads_q), (piece.entries, piece.keys, heads)
     q, k, v = (_turned(t[at]) for t, at in zip(call[:3], (rows, keys, keys)))
@@ -111,15 +122,18 @@ def _hidden(piece: Piece) -> Tensor:
 
 
 def _turned(tensor: Tensor) -> Tensor:
-    """[B, S, H, D] as torch's kernels take it. What they allocate is laid out by its strides, of which no other must be as short as that of D, as
-    in overlapping windows of one row (torch.Tensor.unfold): it would come to stand innermost in its place, where nobody looks for it."""
+    """[B, S, H, D] as torch's kernels take it. What they allocate is laid out by its strides, of which no other must be
+    as short as that of D, as in overlapping windows of one row (torch.Tensor.unfold): it would come to stand innermost
+    in its place, where nobody looks for it.
+    """
     tied = any(stride == 1 and size > 1 for size, stride in zip(tensor.shape[:-1], tensor.stride()))
     return (tensor.contiguous() if tied else tensor).transpose(1, 2)
 
 
 def lost_nan(lse: Tensor) -> bool:
-    """Whether a row of NaN over less than a vector of keys may have come out as one that sees nothing, whose lse torch gives as 0; in others lse
-    is hardly ever 0."""
+    """Whether a row of NaN over less than a vector of keys may have come out as one that sees nothing, whose lse torch
+    gives as 0; in others lse is hardly ever 0.
+    """
     if lse.numel() > LISTED:
         return not lse.all()
     for heads in lse.tolist():

@@ -48,18 +48,26 @@ def tile_memory(plan: Plan, scratch: Tensor) -> Tensor:
     return scratch.view(-1, plan.config.tile_elements(plan.problem.group))
 
 
-def _flash_jobs(piece: Piece, shape: flash.Shape, pieces: int, plan: Plan, call: Call, tensors: Forward) -> Iterator[Job]:
+def _flash_jobs(
+    piece: Piece, shape: flash.Shape, pieces: int, plan: Plan, call: Call, tensors: Forward
+) -> Iterator[Job]:
     """One of `pieces` pieces, for torch's kernel: a job for each block of a band and each range of key heads."""
     problem = plan.problem
     parts = flash.parts(piece) if shape is flash.Shape.BAND else [piece]
     alone = pieces * len(parts) == 1
     for part in parts:
         for heads in head_ranges(problem.heads_kv, pieces * len(parts)):
-            work = 0 if alone else part.work * (heads.stop - heads.start) * problem.group * (problem.head_dim + problem.head_dim_v)
+            work = (
+                0
+                if alone
+                else part.work * (heads.stop - heads.start) * problem.group * (problem.head_dim + problem.head_dim_v)
+            )
             yield Job(work, partial(_flash, part, shape, heads, plan, call, tensors))
 
 
-def _flash(piece: Piece, shape: flash.Shape, heads: slice, plan: Plan, call: Call, tensors: Forward, scratch: Tensor) -> None:
+def _flash(
+    piece: Piece, shape: flash.Shape, heads: slice, plan: Plan, call: Call, tensors: Forward, scratch: Tensor
+) -> None:
     def tile() -> None:
         for job in attend_jobs(piece, heads, plan, call, tensors):
             job.run(scratch)
@@ -95,7 +103,11 @@ def _block(q: Tensor, keys: Keys, block: Block, scores: Scores, config: Config, 
     """acc [N, rows, D_v], row_sum and row_max [N, rows, 1] of one block; a sink is a first key whose value is 0."""
     scratch, sinks = state
     n, rows = q.shape[:2]
-    row_max = q.new_full((n, rows, 1), -torch.inf) if sinks is None else sinks.clamp(max=torch.finfo(q.dtype).max / 1.5).mul_(LOG2_E)
+    row_max = (
+        q.new_full((n, rows, 1), -torch.inf)
+        if sinks is None
+        else sinks.clamp(max=torch.finfo(q.dtype).max / 1.5).mul_(LOG2_E)
+    )
     row_sum = q.new_zeros(n, rows, 1) if sinks is None else (sinks != -torch.inf).to(q.dtype)
     acc = q.new_zeros(n, rows, keys.tensors[1].shape[-1])
     for tile in tiles(block, config):
@@ -104,7 +116,9 @@ def _block(q: Tensor, keys: Keys, block: Block, scores: Scores, config: Config, 
         scores.write(s, q, k)
         hide(s, tile, -torch.inf)
         new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
-        finite_max = new_max.masked_fill(new_max == -torch.inf, 0.0)  # rows that have seen nothing yet: exp2(-inf - 0) is 0
+        finite_max = new_max.masked_fill(
+            new_max == -torch.inf, 0.0
+        )  # rows that have seen nothing yet: exp2(-inf - 0) is 0
         s.sub_(finite_max).exp2_()
         rescale = row_max.sub_(finite_max).exp2_()
         row_sum = row_sum.mul_(rescale).add_(s.sum(-1, keepdim=True))

@@ -34,7 +34,9 @@ class CpuForward(_Cpu):
 
     def config(self, problem: Problem, target: Target) -> Config:
         # out is rounded to q's dtype by torch: too early for a sink or for a partial result of 16-bit inputs
-        return _config(problem, flash.why_not(problem) is None and not problem.sinks and problem.out_dtype == problem.dtype)
+        return _config(
+            problem, flash.why_not(problem) is None and not problem.sinks and problem.out_dtype == problem.dtype
+        )
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem)
@@ -69,7 +71,12 @@ class CpuDecode(_Cpu):
         if problem.batch_invariant:
             return Config("tiled", *FIXED_TILE, 1, fixed_tiles=True)
         block_m, block_n = max(1, min(64, problem.layout.seqlen_q)), max(1, min(1024, problem.capacity))
-        return Config("tiled", block_m, block_n, max(1, min(problem.heads_kv, MOST_ELEMENTS // (problem.group * block_m * block_n))))
+        return Config(
+            "tiled",
+            block_m,
+            block_n,
+            max(1, min(problem.heads_kv, MOST_ELEMENTS // (problem.group * block_m * block_n))),
+        )
 
     def cost(self, problem: DecodeProblem) -> Cost:
         return decode_cost(problem)
@@ -98,8 +105,9 @@ class CpuAppend(_Cpu):
 
 
 def _config(problem: Problem, hand_off: bool) -> Config:
-    """Tiles of 256 x 256; in a window of 256 keys 128 x 512, whose blocks meet one tile each (53 ms against 67: float32,
-    S = 4096, 8 heads, one AVX-512 thread, torch 2.13). Query heads that share a key head share the rows."""
+    """Tiles of 256 x 256; in a window of 256 keys 128 x 512, whose blocks meet one tile each (53 ms against 67:
+    float32, S = 4096, 8 heads, one AVX-512 thread, torch 2.13). Query heads that share a key head share the rows.
+    """
     if problem.batch_invariant:
         return Config("tiled", *FIXED_TILE, 1, fixed_tiles=True)
     block_m, block_n = (128, 512) if problem.mask.left else (256, 256)
@@ -112,7 +120,9 @@ def _config(problem: Problem, hand_off: bool) -> Config:
 
 
 def _tile_buffer(name: str, problem: Problem | DecodeProblem, config: Config, tiles: int = 1) -> Buffer:
-    """So many tiles of scores a worker: one worker where tiles are fixed, whose bits may not follow the number of threads."""
+    """So many tiles of scores a worker: one worker where tiles are fixed, whose bits may not follow the number of
+    threads.
+    """
     workers = 1 if config.fixed_tiles else torch.get_num_threads()
     return Buffer(name, (workers * tiles * config.tile_elements(problem.group),), wide(problem.dtype))
 

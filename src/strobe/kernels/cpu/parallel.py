@@ -1,7 +1,8 @@
 """Jobs on threads that run their torch ops alone.
 
-An op that torch spreads over threads ends at a barrier where they spin. Beside other processes each barrier can cost a time slice, and a call in
-tiles has hundreds of them. Here each worker takes whole jobs and runs every op on one thread, so a call has one barrier, at which nobody spins.
+An op that torch spreads over threads ends at a barrier where they spin. Beside other processes each barrier can cost a
+time slice, and a call in tiles has hundreds of them. Here each worker takes whole jobs and runs every op on one thread,
+so a call has one barrier, at which nobody spins.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ LEAST_WORK = 1 << 22  # multiply-adds of all jobs: handing over takes some 50 us
 
 
 def head_ranges(heads: int, pieces: int) -> list[slice]:
-    """All heads where there is one piece, whose op torch spreads over threads itself; else ranges of them, so that there are jobs for all workers."""
+    """All heads where there is one piece, whose op torch spreads over threads itself; else ranges of them, so that
+    there are jobs for all workers.
+    """
     count = 1 if pieces == 1 else min(heads, -(-JOBS_A_WORKER * torch.get_num_threads() // pieces))
     bounds = [heads * n // count for n in range(count + 1)]
     return [slice(*pair) for pair in pairwise(bounds)]
@@ -37,8 +40,8 @@ class Job(NamedTuple):
 def run(jobs: Sequence[Job], scratch: Tensor) -> None:
     """All jobs, in any order; scratch [workers, elements].
 
-    Where there is one worker, where the work is little, or where one job is most of it, they run one after another in the caller's thread, each op on
-    torch's threads.
+    Where there is one worker, where the work is little, or where one job is most of it, they run one after another in
+    the caller's thread, each op on torch's threads.
     """
     if len(jobs) == 1:
         jobs[0].run(scratch[0])
@@ -62,7 +65,9 @@ def run(jobs: Sequence[Job], scratch: Tensor) -> None:
 
 
 def _work(waiting: deque[Job], scratch: Tensor) -> None:
-    with torch.inference_mode():  # the caller's may be on, and its outputs then refuse to be written by a thread without it
+    with (
+        torch.inference_mode()
+    ):  # the caller's may be on, and its outputs then refuse to be written by a thread without it
         while True:
             try:
                 job = waiting.popleft()
@@ -86,8 +91,9 @@ def _pool(workers: int) -> ThreadPoolExecutor:
 
 
 def _started(size: int) -> ThreadPoolExecutor:
-    """Threads whose ops run on one thread each. torch.set_num_threads also sets what threads that start later get, so the caller's number
-    is set again as soon as all workers have theirs."""
+    """Threads whose ops run on one thread each. torch.set_num_threads also sets what threads that start later get, so
+    the caller's number is set again as soon as all workers have theirs.
+    """
     here = torch.get_num_threads()
     started = threading.Barrier(size + 1)
 
@@ -105,4 +111,8 @@ def _started(size: int) -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=lambda: (_made.clear(), _making.release()))
+    os.register_at_fork(
+        before=_making.acquire,
+        after_in_parent=_making.release,
+        after_in_child=lambda: (_made.clear(), _making.release()),
+    )

@@ -64,7 +64,8 @@ def as_batch(call: Call) -> Call:
 def cut(call: Call) -> Pieces:
     """
     >>> q = torch.zeros(5, 1, 8); offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
-    >>> [(p.rows, p.stop.tolist()) for p in cut(Call(q, q, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets, right=0)).pieces]
+    >>> call = Call(q, q, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets, right=0)
+    >>> [(p.rows, p.stop.tolist()) for p in cut(call).pieces]
     [(slice(0, 2, None), [1, 2]), (slice(2, 5, None), [1, 2, 3])]
     """
     broken: list[slice] = []
@@ -98,7 +99,9 @@ def _offsets(argument: str, offsets: Tensor | None, total: int) -> list[int]:
     for n, (value, after) in enumerate(zip(values, [*values[1:], total])):
         if value < 0 or after < value:
             got = f"offset {n} = {value}" + (f", the next is {after}" if n + 1 < len(values) else "")
-            raise InvalidProblem(argument, got, f"offsets that never fall, from 0 to at most {total}", "give the running sum of lengths")
+            raise InvalidProblem(
+                argument, got, f"offsets that never fall, from 0 to at most {total}", "give the running sum of lengths"
+            )
     return values
 
 
@@ -115,7 +118,11 @@ def _entries(call: Call) -> Iterator[Piece | None]:
         yield _piece(call, slice(0, batch), slice(0, seqlen_q), slice(0, lengths[0]), diagonal, prefixes[0])
         return
     for b, (length, prefix) in enumerate(zip(lengths, prefixes)):
-        shares = _documents(call.ids_q[b], call.ids_k[b, :length]) if call.ids_q is not None and call.ids_k is not None else whole(length)
+        shares = (
+            _documents(call.ids_q[b], call.ids_k[b, :length])
+            if call.ids_q is not None and call.ids_k is not None
+            else whole(length)
+        )
         for rows, keys in shares:
             yield _piece(call, slice(b, b + 1), rows, keys, diagonal, prefix)
 

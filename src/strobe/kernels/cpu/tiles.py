@@ -21,7 +21,8 @@ LN_2 = math.log(2)
 
 @dataclass(frozen=True)
 class Config:
-    """How a call runs: path "torch_flash" gives the pieces that torch's own CPU kernel can do to it and tiles the rest."""
+    """How a call runs: path "torch_flash" gives the pieces that torch's own CPU kernel can do to it and tiles the
+    rest."""
 
     path: str
     block_m: int  # queries of a tile, for each of the query heads that share a key head
@@ -71,7 +72,9 @@ class Chunk(NamedTuple):
         return tensor[self.entries, self.heads_q, index].reshape(self.n, -1, 1)
 
     def write_rows(self, tensor: Tensor, index: Index, value: Tensor) -> None:
-        parts = value.reshape(self.entries.stop - self.entries.start, -1, value.shape[-2] // self.group, value.shape[-1])
+        parts = value.reshape(
+            self.entries.stop - self.entries.start, -1, value.shape[-2] // self.group, value.shape[-1]
+        )
         tensor[self.entries, index, self.heads_q] = parts.transpose(1, 2).to(tensor.dtype)
 
     def write_keys(self, tensor: Tensor, index: Index, value: Tensor) -> None:
@@ -88,7 +91,8 @@ class Chunk(NamedTuple):
 
 
 def chunks(piece: Piece, heads: slice, group: int, most: int) -> Iterator[Chunk]:
-    """These key heads of as many entries as `most` matrices allow, or some heads of one entry where not even those fit."""
+    """These key heads of as many entries as `most` matrices allow, or some heads of one entry where not even those
+    fit."""
     count = heads.stop - heads.start
     n_entries, n_heads = max(1, most // count), min(count, most)
     for entry in range(piece.entries.start, piece.entries.stop, n_entries):
@@ -98,7 +102,9 @@ def chunks(piece: Piece, heads: slice, group: int, most: int) -> Iterator[Chunk]
 
 
 class Keys(NamedTuple):
-    """Keys and values of a chunk's heads, read a tile at a time as [N, keys, D]; fixed_tiles pads them to the tile with zeros."""
+    """Keys and values of a chunk's heads, read a tile at a time as [N, keys, D]; fixed_tiles pads them to the tile with
+    zeros.
+    """
 
     chunk: Chunk
     piece: Piece
@@ -147,7 +153,9 @@ def blocks(piece: Piece, config: Config) -> Iterator[Block]:
         stop = min(start + config.block_m, piece.n_rows)
         first, end = piece.first[start:stop, None], piece.stop[start:stop, None]
         if config.fixed_tiles:
-            first, end = (torch.cat([bound, bound[-1:].expand(config.block_m - (stop - start), 1)]) for bound in (first, end))
+            first, end = (
+                torch.cat([bound, bound[-1:].expand(config.block_m - (stop - start), 1)]) for bound in (first, end)
+            )
         yield Block(start, stop, first, end)
 
 

@@ -45,14 +45,44 @@ memory always.
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arXiv 2407.08608), section 3 and its backward's dq writer.
 """
 
-from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load, warp_specialize, zero_of_turn
+from ..device.dialect import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma_load,
+    warp_specialize,
+    zero_of_turn,
+)
 from ..device.per_thread_mbarrier import bells, say
 from ..device.pipeline import Position, ring, ring_start, rings
 from ..device.tile_scheduler import is_told, tell
 from ..device.tma import copy_parts, stage_of, tiles_for
 from .backward_key_ranges import has_others, keys_of_run, mend, places_of
-from .backward_mainloop import ROWS, THREADS, delta_of, dq_position, free_parity, in_place_of_dq, of_do, parts_at, parts_of, rows_of, zeros_of
-from .backward_scheduler import BACK, WORDS, head_and_tile, key_head, keys_of_number, next_number, seen_and_walk, walk_of
+from .backward_mainloop import (
+    ROWS,
+    THREADS,
+    delta_of,
+    dq_position,
+    free_parity,
+    in_place_of_dq,
+    of_do,
+    parts_at,
+    parts_of,
+    rows_of,
+    zeros_of,
+)
+from .backward_scheduler import (
+    BACK,
+    WORDS,
+    head_and_tile,
+    key_head,
+    keys_of_number,
+    next_number,
+    seen_and_walk,
+    walk_of,
+)
 from .backward_split_keys import walk_half
 from .backward_split_products import walk_gradients, walk_weights
 from .backward_store import store_partition

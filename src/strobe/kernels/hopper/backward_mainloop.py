@@ -1,6 +1,15 @@
 """What the steps of the Hopper backward are made of: products, weights between them, dq's hand-over. backward_split_keys puts them in order."""
 
-from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait, zero_of_turn
+from ..device.dialect import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+    zero_of_turn,
+)
 from ..device.per_thread_mbarrier import say
 from ..device.pipeline import Position
 from ..device.softmax import tanh

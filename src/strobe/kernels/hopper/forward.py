@@ -53,7 +53,19 @@ from ..device.tile_scheduler import blocks_within, is_told, own_start, read_tile
 from ..device.tma import copy_out, tile_2d, tiles_for
 from .forward_producer import load_keys, load_rows, load_values, mend_values
 from .forward_softmax import first_step, is_careful, softmax_step
-from .tile_redo import DOCUMENT, K_START, KEYS, PREFIX, WORDS, back_or_next, came_back, is_done_again, judge, verdicts_of, witness_of
+from .tile_redo import (
+    DOCUMENT,
+    K_START,
+    KEYS,
+    PREFIX,
+    WORDS,
+    back_or_next,
+    came_back,
+    is_done_again,
+    judge,
+    verdicts_of,
+    witness_of,
+)
 from .traits import ROWS as _ROWS
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile

@@ -23,7 +23,9 @@ from . import backward
 from .backward_preprocess import convert_dq_kernel, convert_kernel, rows_kernel
 from .traits import ROWS
 
-L2_BYTES = 32 << 20  # of queries, their gradients and dq's sums that stay while a section of heads is walked; an H200 has 50 MB
+L2_BYTES = (
+    32 << 20
+)  # of queries, their gradients and dq's sums that stay while a section of heads is walked; an H200 has 50 MB
 CONVERTED_ROWS = 32  # a program of convert_kernel, which only moves memory
 
 
@@ -38,7 +40,11 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
     key = ("rows", t.dout.stride(), t.dout.dtype, t.out.stride(), t.dlse is None)
     launched = [launcher.start(plan, key, pointers, lambda: rows_launch(plan, pointers))]
     views = (call.q, call.k, call.v, dout, rows, dk, dv, dq, dq_sum)
-    offsets = (call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix) if spans else (call.cu_seqlens_q, call.cu_seqlens_k)
+    offsets = (
+        (call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix)
+        if spans
+        else (call.cu_seqlens_q, call.cu_seqlens_k)
+    )
     others = (turns, *offsets, counter)
     strides = (dout.stride(), dk.stride(), dv.stride(), dq.stride())
     main = partial(main_launch, plan, call, views, offsets, turns, counter)
@@ -62,12 +68,20 @@ def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
     strides = tuple(strides_of(t, plan.problem) for t in pointers[:2])
     unit = -1.0 / numbers_of(plan.problem)[0] if plan.config.form.begun else 1.0
     _, tiles_n, section = parts_of_heads(plan)
-    cleared = (section, tiles_n) if plan.config.form.clears else (0, 0)  # else none, lest each length be compiled by itself
-    return Launch(rows_kernel, tiles_of_rows(plan), (pointers, strides, (*row_sizes(plan), *cleared), unit, plan.config.form), {"num_warps": 4})
+    cleared = (
+        (section, tiles_n) if plan.config.form.clears else (0, 0)
+    )  # else none, lest each length be compiled by itself
+    return Launch(
+        rows_kernel,
+        tiles_of_rows(plan),
+        (pointers, strides, (*row_sizes(plan), *cleared), unit, plan.config.form),
+        {"num_warps": 4},
+    )
 
 
 def makes_dq(plan: Plan) -> bool:
-    """Whether the main kernel has made all of dq: with form.collects, where each tile of queries has one that sees a key."""
+    """Whether the main kernel has made all of dq: with form.collects, where each tile of queries has one that sees
+    a key."""
     problem, form = plan.problem, plan.config.form
     if not form.collects:
         return False
@@ -84,7 +98,12 @@ def dq_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
 
 def row_sizes(plan: Plan) -> tuple[int, ...]:
     problem = plan.problem
-    return problem.heads_q, tokens(problem)[0], problem.layout.batch, query_tiles(problem, plan.config.form.tuning.block_m)
+    return (
+        problem.heads_q,
+        tokens(problem)[0],
+        problem.layout.batch,
+        query_tiles(problem, plan.config.form.tuning.block_m),
+    )
 
 
 def tiles_of_rows(plan: Plan) -> int:
@@ -97,12 +116,23 @@ def convert_launch(plan: Plan, name: str, held: Tensor, gradient: Tensor) -> Lau
     count, heads, width = gradient.shape[-3:]
     scale, block = (1.0, form.block_dv) if name == "dv" else (problem.scale, form.block_d)
     strides = (strides_of(held, problem), strides_of(gradient, problem))
-    arguments = ((held, gradient), strides, (heads, count), scale, held.shape[-1], width, triton.next_power_of_2(block), CONVERTED_ROWS)
+    arguments = (
+        (held, gradient),
+        strides,
+        (heads, count),
+        scale,
+        held.shape[-1],
+        width,
+        triton.next_power_of_2(block),
+        CONVERTED_ROWS,
+    )
     programs = counted(plan, heads * entries(problem) * -(-count // CONVERTED_ROWS))
     return Launch(convert_kernel, programs, arguments, {"num_warps": 4})
 
 
-def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], offsets: tuple, turns: Tensor | None, counter: Tensor) -> Launch:
+def main_launch(
+    plan: Plan, call: Call, views: tuple[Tensor, ...], offsets: tuple, turns: Tensor | None, counter: Tensor
+) -> Launch:
     form: Any = plan.config.form
     problem, tuning = plan.problem, form.tuning
     q, k, v, dout, rows, dk, dv, dq, dq_sum = views
@@ -113,17 +143,31 @@ def main_launch(plan: Plan, call: Call, views: tuple[Tensor, ...], offsets: tupl
     batch, (seqlen_q, seqlen_k) = problem.layout.batch, tokens(problem)
     parts, tiles_n, section = parts_of_heads(plan)
     if rows.numel() >= MOST_TILES:
-        raise KernelFault(f"{plan.kernel.name}: {rows.numel()} numbers of rows are more than an int32 can count; split the batch")
+        raise KernelFault(
+            f"{plan.kernel.name}: {rows.numel()} numbers of rows are more than an int32 can count; split the batch"
+        )
     by_rows, by_rows_v = (tuning.block_m, form.first_d), (tuning.block_m, form.first_dv)
     by_keys, by_keys_v = (tuning.block_n, form.first_d), (tuning.block_n, form.first_dv)
-    rests = ((q, tuning.block_m, form.rest_d), (k, tuning.block_n, form.rest_d), (v, tuning.block_n, form.rest_dv),
-             (dout, tuning.block_m, form.rest_dv), (dk, tuning.block_n, form.rest_d), (dv, tuning.block_n, form.rest_dv))  # fmt: skip
+    rests = (
+        (q, tuning.block_m, form.rest_d),
+        (k, tuning.block_n, form.rest_d),
+        (v, tuning.block_n, form.rest_dv),
+        (dout, tuning.block_m, form.rest_dv),
+        (dk, tuning.block_n, form.rest_d),
+        (dv, tuning.block_n, form.rest_dv),
+    )
     described = (
-        descriptor(q, *by_rows), descriptor(k, *by_keys), descriptor(v, *by_keys_v), descriptor(dout, *by_rows_v),
-        row_descriptor(rows, tuning.block_m), descriptor(dk, *by_keys), descriptor(dv, *by_keys_v), line_descriptor(dq_sum, form.dq_lines),
+        descriptor(q, *by_rows),
+        descriptor(k, *by_keys),
+        descriptor(v, *by_keys_v),
+        descriptor(dout, *by_rows_v),
+        row_descriptor(rows, tuning.block_m),
+        descriptor(dk, *by_keys),
+        descriptor(dv, *by_keys_v),
+        line_descriptor(dq_sum, form.dq_lines),
         *(descriptor(t, n, width) if width else None for t, n, width in rests),
         descriptor(dq, ROWS, ROWS) if form.finishes else None,
-    )  # fmt: skip
+    )
     sizes = (batch, problem.heads_q, seqlen_q, seqlen_k, query_tiles(problem, tuning.block_m), tiles_n, section, *apart)
     tiles = counted(plan, parts * tiles_n)
     work = (tiles, sizes, (call.left, call.right), (*numbers_of(problem), problem.scale))
@@ -140,18 +184,23 @@ def parts_of_heads(plan: Plan) -> tuple[int, int, int]:
     tiles_n = seqlen_k // block_n + problem.layout.batch + 2 if form.packed else -(-seqlen_k // block_n)
     parts = problem.heads_kv * entries(problem) * form.splits
     a_part = form.members * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.block_d)
-    return parts, tiles_n, even_section(parts, min(L2_BYTES // max(1, a_part), filling(plan.target.sm_count, tiles_n, form)))
+    return (
+        parts,
+        tiles_n,
+        even_section(parts, min(L2_BYTES // max(1, a_part), filling(plan.target.sm_count, tiles_n, form))),
+    )
 
 
 SHORT = 5  # tiles of keys
 
 
 def filling(sm_count: int, tiles_n: int, form: Any) -> int:
-    """Parts of heads that have about a tile of keys for each SM: twice as many are slower where tiles are short, half as many where heads are
-    grouped (512 x 32 1.04, GQA 64/8 2k 0.90 of the speed, H200).
+    """Parts of heads that have about a tile of keys for each SM: twice as many are slower where tiles are short, half
+    as many where heads are grouped (512 x 32 1.04, GQA 64/8 2k 0.90 of the speed, H200).
 
-    Twice as many where programs of long steps take turns, which then come further apart (d64 causal 4k to 16k 1.004 to 1.006 of the speed, d128
-    0.993 to 0.999), and where the last of few programs waits for the others (512 x 32 1.025, 256 x 64 1.09, d64 512 1.21, d128 768 0.985, 1k 0.98).
+    Twice as many where programs of long steps take turns, which then come further apart (d64 causal 4k to 16k 1.004 to
+    1.006 of the speed, d128 0.993 to 0.999), and where the last of few programs waits for the others (512 x 32 1.025,
+    256 x 64 1.09, d64 512 1.21, d128 768 0.985, 1k 0.98).
     """
     apart = form.ordered and form.by_rows
     waits = form.collects and (form.by_rows or tiles_n <= SHORT)
@@ -172,7 +221,12 @@ def tokens(problem: Problem) -> tuple[int, int]:
 def operand(dout: Tensor, call: Call, spans: bool) -> Tensor:
     """dout as the products take it: in q's dtype and with rows that TMA can address; a copy where it is not so."""
     aligned = all(stride * dout.element_size() % ALIGNMENT == 0 and stride > 0 for stride in dout.stride()[:-1])
-    if dout.dtype == call.q.dtype and aligned and dout.data_ptr() % ALIGNMENT == 0 and (not spans or rows_apart(dout) is not None):
+    if (
+        dout.dtype == call.q.dtype
+        and aligned
+        and dout.data_ptr() % ALIGNMENT == 0
+        and (not spans or rows_apart(dout) is not None)
+    ):
         return dout
     return addressable(torch.empty(dout.shape, dtype=call.q.dtype, device=dout.device)).copy_(dout)
 
@@ -180,11 +234,16 @@ def operand(dout: Tensor, call: Call, spans: bool) -> Tensor:
 def writable(gradient: Tensor, spans: bool) -> Tensor:
     """`addressable`, and of spans with batch entries whole rows apart."""
     held = addressable(gradient)
-    return held if not spans or rows_apart(held) is not None else addressable(torch.empty(held.shape, dtype=held.dtype, device=held.device))
+    return (
+        held
+        if not spans or rows_apart(held) is not None
+        else addressable(torch.empty(held.shape, dtype=held.dtype, device=held.device))
+    )
 
 
 def rows_apart(tensor: Tensor) -> int | None:
-    """How many rows a batch entry's first is from the one before; None where that is no whole number, or more than TMA can be told."""
+    """How many rows a batch entry's first is from the one before; None where that is no whole number, or more than
+    TMA can be told."""
     apart = entries_apart(tensor.shape[0], tensor.stride())
     return None if apart is None or apart * tensor.shape[0] > MOST_ROWS else apart
 

@@ -34,7 +34,9 @@ def run_invariant(plan: Plan, call: Call, t: Forward) -> None:
     word = error_flags.word(call.q.device)
     tensors, offsets = (call.q, call.k, call.v, t.out, t.lse, call.sinks), (call.cu_seqlens_q, call.cu_seqlens_k)
     key = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k, t.out.stride())
-    again = launcher.start(plan, key, (*tensors, *offsets, word), lambda: invariant_launch(plan, call, tensors, offsets, word))
+    again = launcher.start(
+        plan, key, (*tensors, *offsets, word), lambda: invariant_launch(plan, call, tensors, offsets, word)
+    )
     if again is not None and t.out.is_contiguous():
         protocol.keep(plan, protocol.addresses(call, *t), again)
 
@@ -46,7 +48,16 @@ def invariant_launch(plan: Plan, call: Call, tensors: tuple, offsets: tuple, wor
     count = batch_invariant.programs(problem, form.block_m)
     if count >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {count} programs are more than a launch can hold; split the batch")
-    arguments = (tensors, offsets, word, strides, batch_invariant.sizes_of(problem, form.block_m), limits, numbers_of(problem), form)
+    arguments = (
+        tensors,
+        offsets,
+        word,
+        strides,
+        batch_invariant.sizes_of(problem, form.block_m),
+        limits,
+        numbers_of(problem),
+        form,
+    )
     return Launch(invariant_kernel, count, arguments, {"num_warps": form.warps})
 
 
@@ -60,13 +71,30 @@ def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, w
     pages = (layout.n_pages, layout.max_pages) if isinstance(layout, Paged) else (0, 0)
     sizes = (layout.seqlen_q, problem.heads_kv, problem.capacity, *pages, config.n_splits, config.split_size, n_tiles)
     strides = tuple(x.stride()[:3] for x in (call.q, call.k, call.v, tensors[6]))
-    arguments = (tensors, (call.k_scale, call.v_scale), shares, word, strides, sizes, (call.left, call.right), numbers_of(problem), config.form)
+    arguments = (
+        tensors,
+        (call.k_scale, call.v_scale),
+        shares,
+        word,
+        strides,
+        sizes,
+        (call.left, call.right),
+        numbers_of(problem),
+        config.form,
+    )
     together = config.form.cluster or 1
     programs = layout.batch * problem.heads_kv * n_tiles * config.n_splits // together
-    return Launch(decode.decode_kernel, programs, arguments, {"num_warps": config.form.warps, "launch_pdl": config.form.early}, together)
+    return Launch(
+        decode.decode_kernel,
+        programs,
+        arguments,
+        {"num_warps": config.form.warps, "launch_pdl": config.form.early},
+        together,
+    )
 
 
 def numbers_of(problem: DecodeProblem | Problem) -> tuple[float, float]:
-    """(scale_log2, softcap), both at least 0: a raw score is q k^T, or tanh(softcap * q k^T) where there is a cap, worth scale_log2 in log2 units."""
+    """(scale_log2, softcap), both at least 0: a raw score is q k^T, or tanh(softcap * q k^T) where there is a cap,
+    worth scale_log2 in log2 units."""
     scale, cap = abs(problem.scale) or 1.0, problem.softcap
     return (cap * LOG2_E, scale / cap) if cap else (scale * LOG2_E, 0.0)

@@ -30,8 +30,9 @@ def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
 
 
 def end_to_end(call: Call, tensors: Forward) -> tuple[Call, Forward]:
-    """The batch entries of q, k, v and out one after the other, as views of spans have them; another out where its own has gaps between them. Of q, k
-    and v the first entry stands for all: `apart`."""
+    """The batch entries of q, k, v and out one after the other, as views of spans have them; another out where its own
+    has gaps between them. Of q, k and v the first entry stands for all: `apart`.
+    """
     q, k, v, out = call.q, call.k, call.v, tensors.out
     if out.shape[0] > 1 and out.stride(0) != out.shape[1] * out.stride(1):
         out = torch.empty(out.shape, dtype=out.dtype, device=out.device)
@@ -44,7 +45,9 @@ def apart(problem: Problem) -> tuple[int, ...]:
     lengths = (layout.seqlen_q, layout.seqlen_k, layout.seqlen_k)
     if layout.batch <= 1:
         return (0, 0, 0)
-    return tuple((entries_apart(layout.batch, strides) or 0) - length for length, strides in zip(lengths, problem.strides))
+    return tuple(
+        (entries_apart(layout.batch, strides) or 0) - length for length, strides in zip(lengths, problem.strides)
+    )
 
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
@@ -55,14 +58,20 @@ def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor |
         work = (tiles, (*sizes, *apart(plan.problem)), *others)
     registers = {2: 168, 3: 128, 4: 96}[form.tuning.consumers]  # a thread's, before they are moved
     arguments = (*descriptors(call, out, form), pointers, work, form)
-    return Launch(forward.forward_kernel, min(plan.target.sm_count, work[0]), arguments, {"num_warps": 4, "maxnreg": registers})
+    return Launch(
+        forward.forward_kernel, min(plan.target.sm_count, work[0]), arguments, {"num_warps": 4, "maxnreg": registers}
+    )
 
 
 def descriptors(call: Call, out: Tensor, form: Any) -> tuple[TensorDescriptor | None, ...]:
     """q, k, v and out in tiles of their first columns, then in tiles of the rest."""
     queries = describing(form.tuning)
-    tiles = ((queries, call.q, ROWS, form.block_d, form.rest_d), (descriptor, call.k, form.tuning.block_n, form.block_d, form.rest_d),
-             (descriptor, call.v, form.tuning.block_n, form.block_dv, form.rest_dv), (queries, out, ROWS, form.block_dv, form.rest_dv))  # fmt: skip
+    tiles = (
+        (queries, call.q, ROWS, form.block_d, form.rest_d),
+        (descriptor, call.k, form.tuning.block_n, form.block_d, form.rest_d),
+        (descriptor, call.v, form.tuning.block_n, form.block_dv, form.rest_dv),
+        (queries, out, ROWS, form.block_dv, form.rest_dv),
+    )
     narrow = (1, 1, 1, 2 if form.tuning.half_staged else 1)
     first = (view(tensor, rows, (width - rest) // n) for (view, tensor, rows, width, rest), n in zip(tiles, narrow))
     return *first, *(view(tensor, rows, rest) if rest else None for view, tensor, rows, _, rest in tiles)

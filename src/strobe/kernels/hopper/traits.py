@@ -24,13 +24,15 @@ class Tuning:
     consumers: int
     q_in_registers: int = 0  # of q's parts
     half_staged: bool = False  # o leaves through a buffer of half its first part, where tiles leave no room for more
-    # all weights are made under the product of those before; else ptxas waits for it sooner: d192 dense 8k 690 TFLOP/s for 636, d256 causal 16k
-    # 687 for 615 (H200); where exponentials are the limit it loses: d64 causal 4k 400 for 408
+    # all weights are made under the product of those before; else ptxas waits for it sooner: d192 dense 8k 690 TFLOP/s
+    # for 636, d256 causal 16k 687 for 615 (H200); where exponentials are the limit it loses: d64 causal 4k 400 for 408
     under: bool = True
     ping_pong: bool = False  # consumers take turns at issuing products
-    # each thread lets go of k and v by itself, for all at once behind a barrier of a consumer's warps: d96 1.02 to 1.03, others 0.96 to 1.01 (H200)
+    # each thread lets go of k and v by itself, for all at once behind a barrier of a consumer's warps: d96 1.02 to
+    # 1.03, others 0.96 to 1.01 (H200)
     each: bool = False
-    joined: int = 1  # query heads that a tile holds, of a query each in rows that follow each other: one, or all that share a key head
+    # query heads that a tile holds, of a query each in rows that follow each other: one, or all that share a key head
+    joined: int = 1
 
     @property
     def fold(self) -> int:
@@ -49,7 +51,8 @@ class Tuning:
 
 
 class Walk:
-    """What forward and backward have in common: which rows see which keys, and columns of tiles in two parts, since products take powers of two."""
+    """What forward and backward have in common: which rows see which keys, and columns of tiles in two parts, since
+    products take powers of two."""
 
     block_d: int
     block_dv: int
@@ -102,7 +105,8 @@ class Form(Constants, Walk):
 
     @property
     def rest_d(self) -> int:
-        """At 256 half of q's columns and of k's, so that half of q can lie in registers: 1.001 to 1.006 of the speed (H200)."""
+        """At 256 half of q's columns and of k's, so that half of q can lie in registers: 1.001 to 1.006 of the
+        speed (H200)."""
         return 128 if self.block_d == 256 and self.tuning.q_in_registers else rest(self.block_d)
 
     @property
@@ -119,7 +123,9 @@ class Form(Constants, Walk):
     def first_block_first(self) -> bool:
         """Whether a tile visits its first key block before the others: where no left bound hides it from some rows.
 
-        A consumer then holds the first block's values while it skips the blocks that only later rows see, so a ring has a stage more than those."""
+        A consumer then holds the first block's values while it skips the blocks that only later rows see, so a ring has
+        a stage more than those.
+        """
         return not self.mask.left
 
     @property
@@ -134,8 +140,10 @@ class Form(Constants, Walk):
 
     @property
     def trades(self) -> bool:
-        """Whether consumers change places from tile to tile, so that the last rows of a causal tile, which see most keys, are not always the same
-        one's: not where they take turns step by step, nor where a tile may be done again, by the one who wrote it first."""
+        """Whether consumers change places from tile to tile, so that the last rows of a causal tile, which see most
+        keys, are not always the same one's: not where they take turns step by step, nor where a tile may be done again,
+        by the one who wrote it first.
+        """
         return self.mask.right and not (self.mask.left or self.spans or self.tuning.ping_pong or self.returns)
 
     @property
@@ -144,7 +152,8 @@ class Form(Constants, Walk):
         return 2 if self.tuning.consumers == 2 else 4
 
     def shared_bytes(self) -> int:
-        """q (and o) of all consumers, k and v of all stages, at 2 bytes, the barriers, the board of two tiles' numbers, and verdicts on them."""
+        """q (and o) of all consumers, k and v of all stages, at 2 bytes, the barriers, the board of two tiles'
+        numbers, and verdicts on them."""
         t = self.tuning
         o = self.slots * ROWS * (self.first_dv // (1 + t.half_staged) + self.rest_dv)
         tiles = 2 * (self.slots * ROWS * self.block_d + o + t.stages * t.block_n * (self.block_d + self.block_dv))
@@ -153,7 +162,8 @@ class Form(Constants, Walk):
 
 @dataclass(frozen=True)
 class BackwardTuning:
-    """Tile and rings of the backward: two consumers walk block_m queries a step, over 64 keys each or over the same 64 or 128."""
+    """Tile and rings of the backward: two consumers walk block_m queries a step, over 64 keys each or over the same
+    64 or 128."""
 
     block_m: int
     block_n: int
@@ -172,7 +182,8 @@ class BackwardTuning:
 
 @dataclass(frozen=True)
 class BackwardForm(Constants, Walk):
-    """All that the backward's kernels hold as constants; no __str__ of its own, since Triton tells kernels apart by it."""
+    """All that the backward's kernels hold as constants; no __str__ of its own, since Triton tells kernels apart by
+    it."""
 
     tuning: BackwardTuning
     block_d: int
@@ -186,12 +197,17 @@ class BackwardForm(Constants, Walk):
     packed: bool
     ordered: bool = False  # tiles of keys take turns to add to a tile of dq (backward_scheduler.dense_keys)
     splits: int = 1  # programs among which the heads of a group are divided
-    first_stores: bool = False  # the first tile of keys to come to a tile of dq stores, so that nothing clears dq's sum; the others wait for that
+    # the first tile of keys to come to a tile of dq stores, so that nothing clears dq's sum; the others wait for that
+    first_stores: bool = False
     lags: bool = False  # a step multiplies dq of the step before
     begun: bool = False  # scores begin at -lse over their scale
-    last_sections: int = 0  # in which programs that take turns go from the first keys on (backward_scheduler.dense_keys)
+    last_sections: int = (
+        0  # in which programs that take turns go from the first keys on (backward_scheduler.dense_keys)
+    )
     finishes: bool = False  # a tile of keys writes dq of the queries that see no others, which then has no sum
-    clears: bool = False  # programs clear dq's sum, each a share of what later tiles of keys add to (backward_store.clear_ahead)
+    clears: bool = (
+        False  # programs clear dq's sum, each a share of what later tiles of keys add to (backward_store.clear_ahead)
+    )
 
     @property
     def members(self) -> int:
@@ -209,7 +225,8 @@ class BackwardForm(Constants, Walk):
 
     @property
     def halves(self) -> bool:
-        """Each consumer takes half of the keys; else one makes weights, ds and dv, the other dq and dk: backward_split_products."""
+        """Each consumer takes half of the keys; else one makes weights, ds and dv, the other dq and dk:
+        backward_split_products."""
         return self.tuning.block_n == 2 * ROWS and not self.tuning.roles
 
     @property
@@ -224,9 +241,10 @@ class BackwardForm(Constants, Walk):
 
     @property
     def collects(self) -> bool:
-        """Whether the last to add to a tile of dq, the program of the last tile of keys that its queries see, reads the sum of all others and writes
-        dq, so that no kernel behind does: 512 x 32 1.04 of the speed without, 256 x 64 1.16, 1k x 16 1.03, d64 512 1.07 (H200). All others count that
-        they have added."""
+        """Whether the last to add to a tile of dq, the program of the last tile of keys that its queries see, reads the
+        sum of all others and writes dq, so that no kernel behind does: 512 x 32 1.04 of the speed without, 256 x 64
+        1.16, 1k x 16 1.03, d64 512 1.07 (H200). All others count that they have added.
+        """
         return self.finishes and not (self.ordered or self.packed) and self.group == 1
 
     def has_dk(self, consumer: int) -> bool:
@@ -237,7 +255,8 @@ class BackwardForm(Constants, Walk):
 
     @property
     def rest_dq(self) -> int:
-        """dq's columns: where they pass through shared memory in two parts, the rest is half of them unless q has its own."""
+        """dq's columns: where they pass through shared memory in two parts, the rest is half of them unless q has
+        its own."""
         return self.rest_d or (self.block_d // 2 if self.tuning.parts == 2 else 0)
 
     @property
@@ -292,30 +311,36 @@ class BackwardForm(Constants, Walk):
 
     @property
     def dq_slot(self) -> int:
-        """Units from one slot of dq's channel to the next: by halves a power of two, as a share may be two units, which begin at a multiple of it."""
+        """Units from one slot of dq's channel to the next: by halves a power of two, as a share may be two units,
+        which begin at a multiple of it."""
         units = self.dq_units() // self.tuning.parts
         return 1 << (units - 1).bit_length() if self.halves else units
 
     @property
     def stores(self) -> int:
-        """Warps that add dq, each every other tile where a turn is passed once the add stands in memory: that is longer than a step (deterministic
-        d128 causal 8k 512 TFLOP/s for 467, H200)."""
+        """Warps that add dq, each every other tile where a turn is passed once the add stands in memory: that is longer
+        than a step (deterministic d128 causal 8k 512 TFLOP/s for 467, H200).
+        """
         return 2 if (self.ordered or self.collects) and self.halves else 1
 
     @property
     def reckons(self) -> bool:
-        """Whether steps reckon addresses anew (backward_mainloop.tile_now): d128 dense, which then has room for form.lags, 1.07 to 1.09 of the speed,
-        d256, whose programs then take tile after tile, 1.00 to 1.02, d64 causal 1.01, window 1.06, but dense without lags 0.99 (H200)."""
+        """Whether steps reckon addresses anew (backward_mainloop.tile_now): d128 dense, which then has room for
+        form.lags, 1.07 to 1.09 of the speed, d256, whose programs then take tile after tile, 1.00 to 1.02, d64 causal
+        1.01, window 1.06, but dense without lags 0.99 (H200).
+        """
         return self.masks or self.lags or self.finishes or not self.by_rows
 
     @property
     def registers(self) -> tuple[int, int]:
-        """A consumer's, and those of warps that load and store: who loads documents spills with 24 (with 40 d96 1.01, d128 1.003, H200)."""
+        """A consumer's, and those of warps that load and store: who loads documents spills with 24 (with 40 d96
+        1.01, d128 1.003, H200)."""
         return (232, 40) if self.mask.documents and not (self.softcap or self.by_rows or self.two_tiles) else (240, 24)
 
     @property
     def hides_weights(self) -> bool:
-        """A hidden key's weight is made 0, behind the exponentials; else its score -inf, before them, which takes fewer registers."""
+        """A hidden key's weight is made 0, behind the exponentials; else its score -inf, before them, which takes
+        fewer registers."""
         return self.tuning.hides_weights and not (self.lags and self.by_rows)
 
     @property
@@ -339,8 +364,10 @@ class BackwardForm(Constants, Walk):
 
     @property
     def key_places(self) -> int:
-        """Tiles of keys, and of values, that shared memory holds: of two, the next comes under the steps of the one before. Where later keys are
-        hidden: d64 causal 4k and 8k 1.007, 16k 1.015 of the speed, d96 1.003, d64 dense 0.995 (H200)."""
+        """Tiles of keys, and of values, that shared memory holds: of two, the next comes under the steps of the one
+        before. Where later keys are hidden: d64 causal 4k and 8k 1.007, 16k 1.015 of the speed, d96 1.003, d64 dense
+        0.995 (H200).
+        """
         walks = self.halves and self.splits == 1 and self.mask.right and not self.spans
         return 2 if walks and self._shared_bytes(2) + ROUNDING <= MOST_SHARED else 1
 
@@ -351,35 +378,42 @@ class BackwardForm(Constants, Walk):
 
     @property
     def slim(self) -> bool:
-        """Whether what warps of other roles are handed takes little shared memory (`channel.rings`, `views.tiles_for`): by roles, where there is none
-        to spare at 192, and with turns at dq, d64 1.013, d128 1.009 of the speed; else d96 causal 8k 0.955 of it, others 0.997 to 1.005 (H100)."""
+        """Whether what warps of other roles are handed takes little shared memory (`channel.rings`, `views.tiles_for`):
+        by roles, where there is none to spare at 192, and with turns at dq, d64 1.013, d128 1.009 of the speed; else
+        d96 causal 8k 0.955 of it, others 0.997 to 1.005 (H100).
+        """
         return not self.halves or self.ordered or self.collects
 
     @property
     def rings(self) -> tuple[tuple[int, int], ...]:
-        """(barriers, arrivals) of told, told_free, kv_used, kv_free, sums_done, sums_free and kv_ready: what no step comes to."""
+        """(barriers, arrivals) of told, told_free, kv_used, kv_free, sums_done, sums_free and kv_ready: what no
+        step comes to."""
         keys, sums = self.key_places, self.splits > 1 or self.two_tiles
         return ((1, 1), (1, 2 + self.stores), (keys, 2), (+sums, 1), (+sums, 2), (+sums, 1), (keys, 1))
 
     @property
     def bells(self) -> bool:
-        """Whether each thread says by itself that ds stands in memory (backward_split_keys.say_ds, backward_split_products.hand_ds): where there is
-        room, by halves as at d128 in two stages; by roles but for documents, whose steps have no register for it."""
+        """Whether each thread says by itself that ds stands in memory (backward_split_keys.say_ds,
+        backward_split_products.hand_ds): where there is room, by halves as at d128 in two stages; by roles but for
+        documents, whose steps have no register for it.
+        """
         room = MOST_SHARED - self._shared_bytes(self.key_places)
         return room > BELLS + ROUNDING and (self.halves or not self.mask.documents)
 
     @property
     def dq_bells(self) -> bool:
-        """Whether each thread says by itself that its share of dq does: of split groups (GQA 64/8 8k 1.017 of the speed, 0.985 with ds alone; of
-        whole ones 1k x 16 1.002 for 1.015, d128 causal 16k 1.011 for 1.016), and by roles, as ds (192/128 1.025, d192, with
-        ds, 1.018 to 1.02, d256 1.00; H200)."""
+        """Whether each thread says by itself that its share of dq does: of split groups (GQA 64/8 8k 1.017 of the
+        speed, 0.985 with ds alone; of whole ones 1k x 16 1.002 for 1.015, d128 causal 16k 1.011 for 1.016), and by
+        roles, as ds (192/128 1.025, d192, with ds, 1.018 to 1.02, d256 1.00; H200).
+        """
         return self.bells and (self.splits > 1 or not self.halves)
 
     def shared_bytes(self) -> int:
         return self._shared_bytes(self.key_places) + BELLS * self.bells
 
     def _shared_bytes(self, key_places: int) -> int:
-        """k, v, q and do of all stages and ds at 2 bytes, weights on their way, dq, lse and delta at 4, the barriers, and a tile's numbers."""
+        """k, v, q and do of all stages and ds at 2 bytes, weights on their way, dq, lse and delta at 4, the
+        barriers, and a tile's numbers."""
         t = self.tuning
         rings = t.block_m * (t.stages * (2 * self.block_d + 4) + t.stages_do * (2 * self.block_dv + 4))
         keys = 2 * t.block_n * key_places * (self.block_d + self.block_dv)

@@ -1,4 +1,5 @@
-"""The portable decode's and append's answers: what they can run, with which tiles and splits, and how. Imports no DSL until something runs."""
+"""The portable decode's and append's answers: what they can run, with which tiles and splits, and how. Imports no
+DSL until something runs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from .heuristics import Widths, padded
 LEAST_CAPABILITY = 80
 FIRST_FP8 = 89  # compute capability whose instructions convert 8-bit floats; before it their bits are taken apart
 MOST_WIDTH = 256
-LEAST_ROWS, MOST_ROWS, MOST_ROWS_WIDE = 16, 64, 32  # of a tile; the last for head dimensions beyond 128, whose o would spill
+LEAST_ROWS, MOST_ROWS, MOST_ROWS_WIDE = (
+    16,
+    64,
+    32,
+)  # of a tile; the last for head dimensions beyond 128, whose o would spill
 INVARIANT_ROWS = 32  # batch invariance: a constant, because it sets the bits
 MOST_FOR_4_WARPS = 16 * KIB  # bytes of o: 32 registers a thread
 
@@ -35,9 +40,18 @@ class Tuning(NamedTuple):
     stages: int  # of which all but one are loads under way
 
 
-# The first that fits in shared memory. On an H200 the first won at most lengths and batches (bfloat16, 32/8 heads, d 128, Triton 3.6,
-# under a CUDA graph; a prototype of this kernel over dense caches): one CTA an SM with 128 KiB of keys under way. The others were never timed.
-TUNINGS = (Tuning(128, 8, 3), Tuning(128, 8, 2), Tuning(64, 4, 3), Tuning(64, 4, 2), Tuning(32, 4, 3), Tuning(32, 4, 2), Tuning(16, 4, 1))
+# The first that fits in shared memory. On an H200 the first won at most lengths and batches (bfloat16, 32/8 heads, d
+# 128, Triton 3.6, under a CUDA graph; a prototype of this kernel over dense caches): one CTA an SM with 128 KiB of keys
+# under way. The others were never timed.
+TUNINGS = (
+    Tuning(128, 8, 3),
+    Tuning(128, 8, 2),
+    Tuning(64, 4, 3),
+    Tuning(64, 4, 2),
+    Tuning(32, 4, 3),
+    Tuning(32, 4, 2),
+    Tuning(16, 4, 1),
+)
 BROAD_TUNINGS = TUNINGS[2:]  # where D and D_v together exceed 256: fewer registers for addresses
 WIDE_TUNINGS = TUNINGS[4:]  # float32 and float64: products on ordinary units, for correctness
 
@@ -57,7 +71,8 @@ class DecodeForm(Constants, Traits, Widths):
 
     @property
     def loop_stages(self) -> int:
-        """Triton's count. Where each key has a page id of its own, ids are loaded as long before keys as keys before products."""
+        """Triton's count. Where each key has a page id of its own, ids are loaded as long before keys as keys
+        before products."""
         gathered = self.page_size > 0 and self.page_size % self.block_n > 0
         return 2 * self.stages - 1 if gathered else self.stages
 
@@ -92,7 +107,9 @@ def form_of(problem: DecodeProblem, target: Target) -> DecodeForm:
     return DecodeForm(
         block_m=block_m,
         block_n=tuning.block_n,
-        warps=8 if block_m * padded(problem.head_dim_v) * problem.lse_dtype.itemsize > MOST_FOR_4_WARPS else tuning.warps,
+        warps=8
+        if block_m * padded(problem.head_dim_v) * problem.lse_dtype.itemsize > MOST_FOR_4_WARPS
+        else tuning.warps,
         stages=tuning.stages,
         storage=_storage(problem, target),
         single=False,
@@ -104,7 +121,9 @@ def form_of(problem: DecodeProblem, target: Target) -> DecodeForm:
 def decode_config(problem: DecodeProblem, target: Target) -> DecodeConfig:
     form = form_of(problem, target)
     tiles = problem.layout.batch * problem.heads_kv * -(-problem.group * problem.layout.seqlen_q // form.block_m)
-    n_splits, split_size = splits(problem.capacity, tiles, form.block_n, 0 if problem.batch_invariant else target.sm_count)
+    n_splits, split_size = splits(
+        problem.capacity, tiles, form.block_n, 0 if problem.batch_invariant else target.sm_count
+    )
     return DecodeConfig(replace(form, single=n_splits == 1), n_splits, split_size)
 
 
@@ -126,11 +145,14 @@ def invariant_config(problem: Problem, target: Target) -> InvariantConfig:
 def _storage(problem: DecodeProblem, target: Target) -> str:
     if problem.cache_dtype != FP8:
         return "same"
-    return "fp8" if target.capability >= FIRST_FP8 and not ENV.interpret else "bits"  # Triton's interpreter converts none either
+    return (
+        "fp8" if target.capability >= FIRST_FP8 and not ENV.interpret else "bits"
+    )  # Triton's interpreter converts none either
 
 
 def _tuning(problem: DecodeProblem, target: Target, block_m: int) -> Tuning:
-    """Keys and values of each stage, q and the weights, and where keys are of 8 bits one tile of each as products take them.
+    """Keys and values of each stage, q and the weights, and where keys are of 8 bits one tile of each as products take
+    them.
 
     Tiles of 64 rows are multiplied by wgmma on sm_90, which wants one stage more beside those under way.
     """
@@ -158,9 +180,13 @@ def _why_not(problem: DecodeProblem | AppendProblem, target: Target) -> str | No
 
 
 def against_interpreter(dtype: torch.dtype) -> str | None:
-    """Why products of this dtype cannot run in Triton's interpreter, where it is on (Triton 3.6, interpreter.create_dot)."""
+    """Why products of this dtype cannot run in Triton's interpreter, where it is on (Triton 3.6,
+    interpreter.create_dot)."""
     if ENV.interpret and dtype == torch.bfloat16:
-        return "Triton's interpreter (TRITON_INTERPRET) multiplies the bits of bfloat16 as integers; give float16 or float32, or unset it"
+        return (
+            "Triton's interpreter (TRITON_INTERPRET) multiplies the bits of bfloat16 as integers; give float16 "
+            "or float32, or unset it"
+        )
     return None
 
 
@@ -172,7 +198,10 @@ class PortableDecode:
         if widest > MOST_WIDTH:
             return f"head dimensions up to {MOST_WIDTH}; this is {widest}"
         if problem.dtype == torch.float64 and problem.cache_dtype == FP8 and target.kind == "cuda":
-            return "float64 over 8-bit keys: Triton compiles no product of float64 tiles that were converted; give queries in float32"
+            return (
+                "float64 over 8-bit keys: Triton compiles no product of float64 tiles that were converted; give "
+                "queries in float32"
+            )
         return against_interpreter(problem.dtype) or _why_not(problem, target)
 
     def config(self, problem: DecodeProblem, target: Target) -> DecodeConfig:
@@ -186,7 +215,9 @@ class PortableDecode:
             return ()
         rows = problem.layout.batch * problem.layout.seqlen_q * problem.heads_q
         wide = problem.lse_dtype
-        return Buffer("shares", (config.n_splits, rows, problem.head_dim_v), wide), Buffer("lse_shares", (config.n_splits, rows), wide)
+        return Buffer("shares", (config.n_splits, rows, problem.head_dim_v), wide), Buffer(
+            "lse_shares", (config.n_splits, rows), wide
+        )
 
     def run(self, plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:
         from .launch_decode import run_decode
@@ -224,7 +255,9 @@ class PortableAppend:
     def config(self, problem: AppendProblem, target: Target) -> AppendConfig:
         widths = problem.head_dim, problem.head_dim_v
         rotary = problem.rotary_dim, problem.interleaved
-        return AppendConfig(AppendForm(DTYPES[problem.dtype], problem.cache_dtype == FP8, *widths, problem.paged, *rotary))
+        return AppendConfig(
+            AppendForm(DTYPES[problem.dtype], problem.cache_dtype == FP8, *widths, problem.paged, *rotary)
+        )
 
     def cost(self, problem: AppendProblem) -> Cost:
         return append_cost(problem)

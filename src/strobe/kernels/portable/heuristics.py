@@ -1,9 +1,9 @@
 """Tile sizes as data: looked up by what decides them, never timed at run time.
 
-Measured on one H200 (2026-11-21, bfloat16, 16k tokens, Triton 3.6.0): the winner of 8 to 15 tilings a row. What it showed:
-64 x 64 tiles with 4 warps leave room for two or three CTAs an SM, whose products and softmax overlap (d128 dense 547 TFLOP/s,
-against 469 for 128 x 128 with 8 warps); TMA instead of cp.async is worth 20 % (445 to 547), because it frees registers.
-`_fit` takes stages and tiles away where shared memory is short.
+Measured on one H200 (2026-11-21, bfloat16, 16k tokens, Triton 3.6.0): the winner of 8 to 15 tilings a row. What it
+showed: 64 x 64 tiles with 4 warps leave room for two or three CTAs an SM, whose products and softmax overlap (d128
+dense 547 TFLOP/s, against 469 for 128 x 128 with 8 warps); TMA instead of cp.async is worth 20 % (445 to 547), because
+it frees registers. `_fit` takes stages and tiles away where shared memory is short.
 """
 
 from __future__ import annotations
@@ -41,9 +41,30 @@ class Row:
 
 
 HOPPER = (
-    Row(64, Tuning(64, 128, 4, 3), Tuning(64, 64, 4, 3), Tuning(128, 64, 4, 2), Tuning(64, 64, 4, 3), Tuning(64, 64, 4, 3)),
-    Row(128, Tuning(64, 64, 4, 3), Tuning(64, 64, 4, 3), Tuning(64, 128, 8, 3), Tuning(64, 64, 4, 2), Tuning(128, 64, 8, 3)),
-    Row(256, Tuning(128, 64, 8, 2), Tuning(128, 64, 8, 2), Tuning(64, 64, 8, 2), Tuning(64, 64, 8, 2), Tuning(128, 64, 8, 1)),
+    Row(
+        64,
+        Tuning(64, 128, 4, 3),
+        Tuning(64, 64, 4, 3),
+        Tuning(128, 64, 4, 2),
+        Tuning(64, 64, 4, 3),
+        Tuning(64, 64, 4, 3),
+    ),
+    Row(
+        128,
+        Tuning(64, 64, 4, 3),
+        Tuning(64, 64, 4, 3),
+        Tuning(64, 128, 8, 3),
+        Tuning(64, 64, 4, 2),
+        Tuning(128, 64, 8, 3),
+    ),
+    Row(
+        256,
+        Tuning(128, 64, 8, 2),
+        Tuning(128, 64, 8, 2),
+        Tuning(64, 64, 8, 2),
+        Tuning(64, 64, 8, 2),
+        Tuning(128, 64, 8, 1),
+    ),
 )
 # sm_80 to 89 and sm_120, whose products read both operands from registers: not measured; chosen offline, for few spills
 AMPERE = (
@@ -57,7 +78,8 @@ BLACKWELL = (  # sm_100 and 103: not measured; chosen offline, for few spills
     Row(256, *[Tuning(64, 64, 8, 1)] * 5),
 )
 BY_CAPABILITY = {90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
-# float32 products run on the ordinary units (TF32 would lose half the digits) and float64 ones on few: small tiles, for correctness
+# float32 products run on the ordinary units (TF32 would lose half the digits) and float64 ones on few: small tiles, for
+# correctness
 WIDE = {
     torch.float32: (
         Row(128, *[Tuning(64, 32, 4, 2, tma=False)] * 2, *[Tuning(32, 32, 8, 1, tma=False)] * 3),
@@ -119,8 +141,11 @@ def padded(width: int) -> int:
 
 
 def _fit(tuning: Tuning, problem: Problem, target: Target, shared_bytes) -> Tuning:
-    """The tuning as this target and problem can have it: TMA where rows are aligned, and tiles that fit in shared memory."""
-    tma = tuning.tma and target.capability >= FIRST_TMA and problem.alignment == ALIGNMENT and not problem.mask.documents
+    """The tuning as this target and problem can have it: TMA where rows are aligned, and tiles that fit in shared
+    memory."""
+    tma = (
+        tuning.tma and target.capability >= FIRST_TMA and problem.alignment == ALIGNMENT and not problem.mask.documents
+    )
     tuning = replace(tuning, tma=tma)
     limit = (target.shared_bytes or 99 * KIB) - 2 * KIB  # for barriers, reductions and padding
     while shared_bytes(tuning) > limit:

@@ -39,7 +39,8 @@ class Form(Constants, Widths):
     packed: bool
     sign: int  # of the scale
 
-    # no __str__ of its own: Triton tells compiled kernels apart by the text of their constants, so it must hold every field
+    # no __str__ of its own: Triton tells compiled kernels apart by the text of their constants, so it must hold every
+    # field
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,11 @@ class PortableForward:
     def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
         from .launch import forward_launches, invariant_launch, start
 
-        start([invariant_launch(plan, call, tensors)] if isinstance(plan.config, InvariantConfig) else forward_launches(plan, call, tensors))
+        start(
+            [invariant_launch(plan, call, tensors)]
+            if isinstance(plan.config, InvariantConfig)
+            else forward_launches(plan, call, tensors)
+        )
 
 
 class PortableBackward:
@@ -122,8 +127,15 @@ class PortableBackward:
 
     def why_not(self, problem: Problem, target: Target) -> str | None:
         reason = _why_not(problem, target)
-        if reason is None and min(side for tuning in backward_tuning(problem, target) for side in (tuning.block_m, tuning.block_n)) < LEAST_TILE:
-            reason = f"gradients in {DTYPES[problem.dtype]} at these head dimensions need tiles of {LEAST_TILE} x {LEAST_TILE}, "
+        if (
+            reason is None
+            and min(side for tuning in backward_tuning(problem, target) for side in (tuning.block_m, tuning.block_n))
+            < LEAST_TILE
+        ):
+            reason = (
+                f"gradients in {DTYPES[problem.dtype]} at these head dimensions need tiles of {LEAST_TILE} x "
+                f"{LEAST_TILE}, "
+            )
             reason += f"which exceed this target's {target.shared_bytes // KIB} KiB of shared memory"
         return reason
 

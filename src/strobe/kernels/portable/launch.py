@@ -25,8 +25,10 @@ MOST_PROGRAMS = 2**31  # in a grid's first dimension, the only one that kernels 
 
 
 def numbers_of(problem: Problem) -> tuple[tuple[float, float, float], ...]:
-    """(scale_log2, softcap, factor). The raw score is q k^T, or tanh(softcap * q k^T) where the call caps scores at c; it is worth
-    scale_log2 in log2 units. The scale's sign is folded into q, so these are positive; a scale of 0 makes q itself 0."""
+    """(scale_log2, softcap, factor). The raw score is q k^T, or tanh(softcap * q k^T) where the call caps scores at c;
+    it is worth scale_log2 in log2 units. The scale's sign is folded into q, so these are positive; a scale of 0 makes q
+    itself 0.
+    """
     scale = abs(problem.scale) or 1.0
     cap = problem.softcap
     return tuple(parts(x) for x in ((cap * LOG2E, scale / cap, scale) if cap else (scale * LOG2E, 0.0, scale)))
@@ -55,7 +57,9 @@ class Launch(NamedTuple):
     def start(self) -> Any:
         """The compiled kernel; None where the launch is interpreted, simulated or only noted."""
         if self.programs >= MOST_PROGRAMS:
-            raise KernelFault(f"{self.kernel.fn.__name__}: {self.programs} programs are more than a launch can hold; split the batch")
+            raise KernelFault(
+                f"{self.kernel.fn.__name__}: {self.programs} programs are more than a launch can hold; split the batch"
+            )
         if self.tma:
             triton.set_allocator(_descriptor_memory)
         hash_callees_first(self.kernel)
@@ -69,9 +73,15 @@ def forward_launches(plan: Plan, call: Call, tensors: Forward) -> list[Launch]:
     strides = tuple(strides_of(t, problem) for t in (call.q, call.k, call.v, tensors.out))
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
     arguments = (
-        (call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks), _mask_tensors(call, call.spans_q), error_flags.word(call.q.device),
-        strides, sizes, limits, numbers_of(problem)[:2], form,
-    )  # fmt: skip
+        (call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks),
+        _mask_tensors(call, call.spans_q),
+        error_flags.word(call.q.device),
+        strides,
+        sizes,
+        limits,
+        numbers_of(problem)[:2],
+        form,
+    )
     return [_launch(forward.forward_kernel, sizes[4] * problem.heads_q * entries(problem), arguments, form.tuning)]
 
 
@@ -82,9 +92,15 @@ def invariant_launch(plan: Plan, call: Call, tensors: Forward) -> Launch:
     strides = tuple(strides_of(t, problem) for t in (call.q, call.k, call.v, tensors.out))
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
     arguments = (
-        (call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks), (call.cu_seqlens_q, call.cu_seqlens_k), error_flags.word(call.q.device),
-        strides, shared.sizes_of(problem, form.block_m), limits, numbers_of(problem)[:2], form,
-    )  # fmt: skip
+        (call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks),
+        (call.cu_seqlens_q, call.cu_seqlens_k),
+        error_flags.word(call.q.device),
+        strides,
+        shared.sizes_of(problem, form.block_m),
+        limits,
+        numbers_of(problem)[:2],
+        form,
+    )
     options = {"num_warps": form.warps, "num_stages": form.stages}
     return Launch(batch_invariant.invariant_kernel, shared.programs(problem, form.block_m), arguments, options)
 
@@ -94,21 +110,43 @@ def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
     forms: Any = plan.config
     problem = plan.problem
     dout = _operand(t.dout, call)
-    strides = {name: strides_of(x, problem) for name, x in (("dout", t.dout), ("out", t.out), ("do", dout), ("dq", t.dq), ("dk", t.dk), ("dv", t.dv))}
+    strides = {
+        name: strides_of(x, problem)
+        for name, x in (("dout", t.dout), ("out", t.out), ("do", dout), ("dq", t.dq), ("dk", t.dk), ("dv", t.dv))
+    }
     q, k, v = (strides_of(x, problem) for x in call[:3])
     limits, numbers, word = (call.left, call.right), numbers_of(problem), error_flags.word(call.q.device)
     read = (call.q, call.k, call.v, dout, t.lse, t.delta)
     rows = t.lse.shape[-1]
-    delta = ((t.dout, t.out, t.dlse, t.delta), (strides["dout"], strides["out"]), (problem.heads_q, rows), forms.queries, DELTA_ROWS)
+    delta = (
+        (t.dout, t.out, t.dlse, t.delta),
+        (strides["dout"], strides["out"]),
+        (problem.heads_q, rows),
+        forms.queries,
+        DELTA_ROWS,
+    )
     sizes_k = _sizes(problem, forms.keys.tuning.block_n, of_keys=True)
     sizes_q = _sizes(problem, forms.queries.tuning.block_m)
     keys = (
-        (*read, t.dk, t.dv), _mask_tensors(call, call.spans_k), word, (q, k, v, strides["do"], strides["dk"], strides["dv"]),
-        sizes_k, limits, numbers, forms.keys,
-    )  # fmt: skip
+        (*read, t.dk, t.dv),
+        _mask_tensors(call, call.spans_k),
+        word,
+        (q, k, v, strides["do"], strides["dk"], strides["dv"]),
+        sizes_k,
+        limits,
+        numbers,
+        forms.keys,
+    )
     queries = (
-        (*read, t.dq), _mask_tensors(call, call.spans_q), word, (q, k, v, strides["do"], strides["dq"]), sizes_q, limits, numbers, forms.queries,
-    )  # fmt: skip
+        (*read, t.dq),
+        _mask_tensors(call, call.spans_q),
+        word,
+        (q, k, v, strides["do"], strides["dq"]),
+        sizes_q,
+        limits,
+        numbers,
+        forms.queries,
+    )
     batch = entries(problem)
     return [
         Launch(backward.delta_kernel, -(-rows // DELTA_ROWS) * problem.heads_q * batch, delta, {}),

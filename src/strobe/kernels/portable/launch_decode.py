@@ -22,7 +22,11 @@ def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Te
     """One launch: where there are several splits, the last of a tile to finish joins them."""
     problem, form = plan.problem, plan.config.form
     tiles = problem.layout.batch * problem.heads_kv * -(-problem.layout.seqlen_q * problem.group // form.block_m)
-    shares = (None, None, None) if form.single else (workspace["shares"], workspace["lse_shares"], zeros_on(call.q.device, tiles))
+    shares = (
+        (None, None, None)
+        if form.single
+        else (workspace["shares"], workspace["lse_shares"], zeros_on(call.q.device, tiles))
+    )
     word = error_flags.word(call.q.device)
     tensors = (call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks)
     moving = (*tensors, call.k_scale, call.v_scale, *shares, word)
@@ -39,7 +43,8 @@ def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, w
     sizes = (layout.seqlen_q, problem.heads_kv, problem.capacity, *pages, config.n_splits, config.split_size, n_tiles)
     strides = tuple(x.stride()[:3] for x in (call.q, k, v, tensors[6]))
     arguments = (
-        (call.q, k, v, *tensors[3:]), (call.k_scale, call.v_scale), shares, word, strides, sizes, (call.left, call.right), _numbers(problem), form,
+        (call.q, k, v, *tensors[3:]), (call.k_scale, call.v_scale), shares, word, strides, sizes,
+        (call.left, call.right), _numbers(problem), form,
     )  # fmt: skip
     programs = layout.batch * problem.heads_kv * n_tiles * config.n_splits
     return Launch(decode.decode_kernel, programs, arguments, {"num_warps": form.warps, "num_stages": form.stages})
@@ -47,7 +52,19 @@ def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, w
 
 def run_append(plan: Plan, call: AppendCall) -> None:
     word = error_flags.word(call.k.device)
-    moving = (call.k_new, call.v_new, call.k, call.v, call.seqlens, call.page_table, call.k_scale, call.v_scale, call.cos, call.sin, word)
+    moving = (
+        call.k_new,
+        call.v_new,
+        call.k,
+        call.v,
+        call.seqlens,
+        call.page_table,
+        call.k_scale,
+        call.v_scale,
+        call.cos,
+        call.sin,
+        word,
+    )
     launcher.start(plan, "append", moving, lambda: append_launch(plan, call, word))
 
 
@@ -55,12 +72,17 @@ def append_launch(plan: Plan, call: AppendCall, word: Tensor) -> Launch:
     problem, form = plan.problem, plan.config.form
     layout = problem.layout
     k, v = (_stored(pool, form.eight_bits) for pool in (call.k, call.v))
-    angles: tuple[Any, ...] = (0, 0, 0) if call.cos is None or call.sin is None else (call.cos.stride(0), call.sin.stride(0), call.cos.shape[0])
+    angles: tuple[Any, ...] = (
+        (0, 0, 0)
+        if call.cos is None or call.sin is None
+        else (call.cos.stride(0), call.sin.stride(0), call.cos.shape[0])
+    )
     strides = (*(x.stride()[:3] for x in (call.k_new, call.v_new, k, v)), angles)
     pages = (layout.n_pages, layout.max_pages) if isinstance(layout, Paged) else (0, 0)
     sizes = (layout.seqlen_q, problem.heads_kv, problem.capacity, problem.page_size, *pages)
     arguments = (
-        (call.k_new, call.v_new, call.seqlens, call.page_table), (k, v), (call.k_scale, call.v_scale), (call.cos, call.sin),
+        (call.k_new, call.v_new, call.seqlens, call.page_table), (k, v), (call.k_scale, call.v_scale),
+        (call.cos, call.sin),
         word, strides, sizes, form,
     )  # fmt: skip
     return Launch(append.append_kernel, layout.batch * layout.seqlen_q * problem.heads_kv, arguments, {"num_warps": 1})
@@ -71,6 +93,7 @@ def _stored(pool: Tensor, as_bytes: bool) -> Tensor:
 
 
 def _numbers(problem: DecodeProblem) -> tuple[tuple[float, float, float], ...]:
-    """(scale_log2, softcap): a raw score is q k^T, or tanh(softcap * q k^T) where there is a softcap c, worth scale_log2 in log2 units."""
+    """(scale_log2, softcap): a raw score is q k^T, or tanh(softcap * q k^T) where there is a softcap c, worth
+    scale_log2 in log2 units."""
     scale, cap = abs(problem.scale) or 1.0, problem.softcap
     return tuple(parts(x) for x in ((cap * LOG2E, scale / cap) if cap else (scale * LOG2E, 0.0)))

@@ -1,7 +1,8 @@
 """Attention with the bits of a decode: what `batch_invariant=True` asks of a forward, to every family of GPUs.
 
-A decode cuts a sequence's keys at fixed distances and joins the pieces in their order. A forward that does so too, with the decode's own tiles and
-arithmetic, gives each row the bits that the decode of that row will have, whatever the batch, the padding, and the queries beside it.
+A decode cuts a sequence's keys at fixed distances and joins the pieces in their order. A forward that does so too, with
+the decode's own tiles and arithmetic, gives each row the bits that the decode of that row will have, whatever the
+batch, the padding, and the queries beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,20 @@ from .tma_requirements import against_mask, query_tiles
 MOST_ROWS = 2**31  # rows of a tile are counted in int32
 
 
-ALIKE = ("heads_q", "heads_kv", "head_dim", "head_dim_v", "dtype", "out_dtype", "scale", "softcap", "left", "right", "sinks", "kernel")
+ALIKE = (
+    "heads_q",
+    "heads_kv",
+    "head_dim",
+    "head_dim_v",
+    "dtype",
+    "out_dtype",
+    "scale",
+    "softcap",
+    "left",
+    "right",
+    "sinks",
+    "kernel",
+)
 
 
 def as_decode(problem: Problem) -> DecodeProblem:
@@ -39,11 +53,14 @@ def as_decode(problem: Problem) -> DecodeProblem:
 def against(problem: Problem) -> str | None:
     """What a decode has no word for."""
     rows = problem.layout.tokens[0] * problem.group
-    return against_mask(problem.mask) or (f"fewer than 2^31 rows of a key head; this has {rows}" if rows >= MOST_ROWS else None)
+    return against_mask(problem.mask) or (
+        f"fewer than 2^31 rows of a key head; this has {rows}" if rows >= MOST_ROWS else None
+    )
 
 
 def sizes_of(problem: Problem, block_m: int) -> tuple[int, ...]:
-    """(entries or sequences, key heads, S_q or T_q, S_k or T_k, row tiles, keys of a split), as the kernels are told."""
+    """(entries or sequences, key heads, S_q or T_q, S_k or T_k, row tiles, keys of a split), as the kernels are
+    told."""
     layout: Any = problem.layout
     tokens = layout.tokens if problem.packed else layout[1:]
     return (layout.batch, problem.heads_kv, *tokens, query_tiles(problem, block_m, problem.group), INVARIANT_SPLIT)

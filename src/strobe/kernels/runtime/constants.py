@@ -1,8 +1,9 @@
 """What compiled kernels hold as constants, and what these answer by.
 
-Triton keeps compiled kernels on disk, under a key made of the text of their functions and of their constants. While it reads a kernel it asks a form
-for properties as well, whose text is in no key: after an upgrade that changed those alone, a machine would go on running what the version before
-compiled. So each form holds a hash of the package's own code.
+Triton keeps compiled kernels on disk, under a key made of the text of their functions and of their constants. While it
+reads a kernel it asks a form for properties as well, whose text is in no key: after an upgrade that changed those
+alone, a machine would go on running what the version before compiled. So each form holds a hash of the package's own
+code.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ LAUNCHING = {"first_call_overlap.py", "keys.py", "launcher.py"}  # no form asks 
 
 @lru_cache
 def host_code() -> str:
-    """A hash of the code that forms answer by: of kernels, and of what they know of masks and problems. It takes 5 ms."""
+    """A hash of the code that forms answer by: of kernels, and of what they know of masks and problems. It takes 5
+    ms."""
     kernels = [file for file in sorted((PACKAGE / "kernels").rglob("*.py")) if file.name not in LAUNCHING]
     files = [*kernels, PACKAGE / "problem" / "mask.py", PACKAGE / "problem" / "problem.py"]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]

@@ -20,7 +20,9 @@ MEANING = {
     LONG_K: "max_seqlen_k: a sequence has more keys than promised; all its rows are NaN",
     LENGTHS: "key_lengths: a length is negative or beyond S_k; it was clamped",
     SEQLENS: "cache.seqlens: a length is negative or beyond what a sequence may hold; it was clamped",
-    PAGES: "cache.page_table: a page id is negative or beyond the pool; its keys are hidden, and nothing was written there",
+    PAGES: (
+        "cache.page_table: a page id is negative or beyond the pool; its keys are hidden, and nothing was written there"
+    ),
     K_START: "cache.k_start: a start is negative or beyond the sequence's length; it was clamped",
     NO_ROOM: "append: a token's position is negative or beyond what a sequence may hold; it was not written",
     NO_ANGLE: "append: a token's position is beyond rotary.cos; its key is NaN in the rotary dimensions",
@@ -32,7 +34,9 @@ _words: dict[torch.device, Tensor] = {}
 def word(device: torch.device) -> Tensor:
     """The device's error word, int32 [1]; made on first use and kept, so that captured graphs may hold its address."""
     known = _words.get(device)
-    return known if known is not None else _words.setdefault(device, persistent_zeros(device, 1))  # one, even where threads race
+    return (
+        known if known is not None else _words.setdefault(device, persistent_zeros(device, 1))
+    )  # one, even where threads race
 
 
 def report(device: torch.device, bits: int) -> None:

@@ -1,17 +1,19 @@
 """What a first call waits for besides its kernel's compilation, done at the same time.
 
-Triton writes a launcher in C for each kernel and calls a C compiler once the kernel is compiled, which takes 0.25 s; its driver's own module takes as
-long, once a process, and the hash of itself that it looks kernels up by 0.3 s. But what a launcher is made of is known before. So two threads have
+Triton writes a launcher in C for each kernel and calls a C compiler once the kernel is compiled, which takes 0.25 s;
+its driver's own module takes as long, once a process, and the hash of itself that it looks kernels up by 0.3 s. But
+what a launcher is made of is known before. So two threads have
 
     C compiler: the driver's module    kernel: MLIR, LLVM, ptxas
     hash of Triton                     C compiler: its launcher
 
-Triton then finds the launcher where it keeps what was compiled, on disk. First calls of forwards take 0.86 to 0.88 of the time: d128 dense 2.8 s for
-3.2, causal 3.3 for 3.8, d64 causal 3.5 for 3.9 (an H100's host).
+Triton then finds the launcher where it keeps what was compiled, on disk. First calls of forwards take 0.86 to 0.88 of
+the time: d128 dense 2.8 s for 3.2, causal 3.3 for 3.8, d64 causal 3.5 for 3.9 (an H100's host).
 
-And a compilation leaves out what no call needs: line numbers of machine code and a text of each stage, which are for who looks into a kernel and asks
-by TRITON_DISABLE_LINE_INFO=0 and TRITON_STORE_BINARY_ONLY=0. On a slow H100's host d128 causal's first call takes 4.4 s for 5.5, d64 causal's 4.5 for
-5.1, of machine code that is the same. Python's collector of garbage rests meanwhile, which would look again and again at what reading a kernel makes.
+And a compilation leaves out what no call needs: line numbers of machine code and a text of each stage, which are for
+who looks into a kernel and asks by TRITON_DISABLE_LINE_INFO=0 and TRITON_STORE_BINARY_ONLY=0. On a slow H100's host
+d128 causal's first call takes 4.4 s for 5.5, d64 causal's 4.5 for 5.1, of machine code that is the same. Python's
+collector of garbage rests meanwhile, which would look again and again at what reading a kernel makes.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def beside(kernel: Any, device: int) -> None:
     if not (triton.__version__.startswith(READ) and hasattr(kernel, "device_caches")):  # else interpreted
         return
     _hashing()
-    kernel.device_caches[device]  # made where it is missing, and `compile` with it, and a process's first brings up the driver
+    kernel.device_caches[
+        device
+    ]  # made where it is missing, and `compile` with it, and a process's first brings up the driver
     if not isinstance(kernel.compile, partial):
         kernel.compile = partial(_with_launcher, kernel.compile)
 
@@ -51,7 +55,9 @@ def _hashing() -> Thread:
 
 
 def _beside(ahead: Callable[..., Any], *arguments: Any) -> Thread:
-    """A thread that does so. What fails there fails again where Triton needs it, and is raised there: a thread would only print it."""
+    """A thread that does so. What fails there fails again where Triton needs it, and is raised there: a thread would
+    only print it.
+    """
 
     def quietly() -> None:
         with suppress(*BROKEN, SubprocessError):
@@ -78,7 +84,9 @@ _under_way: list[ExitStack] = []  # an entry for each compilation, all the same:
 
 @contextmanager
 def _bare() -> Iterator[None]:
-    """Without line numbers, texts and a collector of garbage until no thread compiles any more, unless the environment says what it wants."""
+    """Without line numbers, texts and a collector of garbage until no thread compiles any more, unless the environment
+    says what it wants.
+    """
     with _lock:
         _under_way.append(_under_way[0] if _under_way else _left_out())
     try:
@@ -106,11 +114,17 @@ def _left_out() -> ExitStack:
 
 
 def _launcher(source: Any) -> None:
-    """The launcher of what this source compiles to, into Triton's cache: its code asks of descriptors only whether TMA reads them, as on Hopper."""
+    """The launcher of what this source compiles to, into Triton's cache: its code asks of descriptors only whether TMA
+    reads them, as on Hopper.
+    """
     from triton.backends.nvidia import driver as nvidia
 
     described = [True for kind in source.signature.values() if isinstance(kind, str) and kind.startswith("tensordesc")]
     text = nvidia.make_launcher(source.constants, source.signature, described or None)
     nvidia.compile_module_from_src(
-        src=text, name="__triton_launcher", library_dirs=nvidia.library_dirs(), include_dirs=nvidia.include_dirs, libraries=nvidia.libraries
+        src=text,
+        name="__triton_launcher",
+        library_dirs=nvidia.library_dirs(),
+        include_dirs=nvidia.include_dirs,
+        libraries=nvidia.libraries,
     )

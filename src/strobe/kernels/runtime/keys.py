@@ -1,9 +1,10 @@
 """Triton's key of a kernel, the same whatever was compiled before.
 
-Triton keeps compiled kernels on disk under a hash of the text of their functions and of the constants of modules that these name. It takes a callee's
-constants over before it has looked for them: those of a function that another kernel's hash has met are in the key, those of others are not. So a
-process that first decodes, or first runs a portable kernel, would not find what one that first attends had compiled, and compile it again. Here
-functions are hashed before whatever calls them.
+Triton keeps compiled kernels on disk under a hash of the text of their functions and of the constants of modules that
+these name. It takes a callee's constants over before it has looked for them: those of a function that another kernel's
+hash has met are in the key, those of others are not. So a process that first decodes, or first runs a portable kernel,
+would not find what one that first attends had compiled, and compile it again. Here functions are hashed before whatever
+calls them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Running a kernel, and what is raised where it fails to compile or launch: a KernelFault with the cause and the remedy.
+"""Running a kernel, and what is raised where it fails to compile or launch: a KernelFault with the cause and the
+remedy.
 
-Triton compiles at a kernel's first call, so this machine's C compiler, cache folder, driver and Triton itself are first needed there. What
-they raise names none of them in words a user can act on.
+Triton compiles at a kernel's first call, so this machine's C compiler, cache folder, driver and Triton itself are first
+needed there. What they raise names none of them in words a user can act on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from ..protocol import Plan
 
 LONGEST = 600  # characters of a cause: ptxas and MLIR say more, which the exception's __cause__ keeps
 CACHE = "set TRITON_CACHE_DIR to a folder that can be written to"
-VERSION = "install the Triton that this PyTorch was released with; if that does not help, report it with the output of `strobe env`"
+VERSION = (
+    "install the Triton that this PyTorch was released with; if that does not help, report it with the "
+    "output of `strobe env`"
+)
 
 
 def run(plan: Plan, call: Any, tensors: Any, workspace: dict[str, Tensor]) -> None:
@@ -31,7 +35,9 @@ def run(plan: Plan, call: Any, tensors: Any, workspace: dict[str, Tensor]) -> No
 
 
 def _failures(plan: Plan) -> tuple[type[BaseException], ...]:
-    """What Triton, its C compiler and the system raise; asked for when something was raised. CPU kernels compile nothing."""
+    """What Triton, its C compiler and the system raise; asked for when something was raised. CPU kernels compile
+    nothing.
+    """
     if plan.kernel.name.startswith("cpu."):
         return ()
     triton = sys.modules.get("triton.errors")
@@ -41,10 +47,14 @@ def _failures(plan: Plan) -> tuple[type[BaseException], ...]:
 
 def _raise(plan: Plan, error: BaseException) -> NoReturn:
     # strobe's own say what to do already; the others are of memory, and of what a GPU did before
-    if type(error).__module__.startswith("strobe.") or isinstance(error, (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", ()))):
+    if type(error).__module__.startswith("strobe.") or isinstance(
+        error, (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", ()))
+    ):
         raise error
     cause, (expected, remedy) = _cause(error), _remedy(error, plan)
-    raise KernelFault(describe(f"{plan.kernel.name} ({plan.config}) on {plan.target.name}", cause, expected, remedy)) from error
+    raise KernelFault(
+        describe(f"{plan.kernel.name} ({plan.config}) on {plan.target.name}", cause, expected, remedy)
+    ) from error
 
 
 def _cause(error: BaseException) -> str:
@@ -60,7 +70,10 @@ def _remedy(error: BaseException, plan: Plan) -> tuple[str, str]:
     """What was expected of this machine, and what to do."""
     text = str(error)
     if isinstance(error, subprocess.CalledProcessError) and "ptxas" not in str(error.cmd):
-        return "a C compiler that builds Triton's launcher", "install gcc and Python's headers (python3-dev), or name a compiler by CC"
+        return (
+            "a C compiler that builds Triton's launcher",
+            "install gcc and Python's headers (python3-dev), or name a compiler by CC",
+        )
     if isinstance(error, FileNotFoundError) and _is_program(error):
         return f"the program {error.filename}", "install it, or name another C compiler by CC"
     if isinstance(error, OSError) and not isinstance(error, ImportError):
@@ -86,10 +99,26 @@ def _is_program(error: OSError) -> bool:
 
 
 _SAID = (
-    ("C compiler", "a C compiler for the launcher that Triton builds at a kernel's first call", "install gcc or clang, or name one by CC"),
+    (
+        "C compiler",
+        "a C compiler for the launcher that Triton builds at a kernel's first call",
+        "install gcc or clang, or name one by CC",
+    ),
     ("cache dir", "a folder for what Triton compiles", CACHE),
-    ("failed to map segment", "a cache folder from which code may be loaded (it is mounted noexec)", "set TRITON_CACHE_DIR to another folder"),
-    ("active drivers", "one GPU driver that Triton can load", "install NVIDIA's driver, and see that libcuda.so.1 is found (ldconfig -p)"),
-    ("libcuda", "one GPU driver that Triton can load", "install NVIDIA's driver, and see that libcuda.so.1 is found (ldconfig -p)"),
+    (
+        "failed to map segment",
+        "a cache folder from which code may be loaded (it is mounted noexec)",
+        "set TRITON_CACHE_DIR to another folder",
+    ),
+    (
+        "active drivers",
+        "one GPU driver that Triton can load",
+        "install NVIDIA's driver, and see that libcuda.so.1 is found (ldconfig -p)",
+    ),
+    (
+        "libcuda",
+        "one GPU driver that Triton can load",
+        "install NVIDIA's driver, and see that libcuda.so.1 is found (ldconfig -p)",
+    ),
     ("ptxas", "a ptxas that knows this GPU", "unset TRITON_PTXAS_PATH, or install a newer Triton"),
 )

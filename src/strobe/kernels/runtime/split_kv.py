@@ -1,5 +1,6 @@
-"""What every family's decode says alike on the host: the problem's constants that its kernel is compiled for, how keys are split, and which
-launches are kept."""
+"""What every family's decode says alike on the host: the problem's constants that its kernel is compiled for, how keys
+are split, and which launches are kept.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from .workspace import pieces_of
 
 MOST_SPLITS = 128
 JOIN_BLOCKS = 0.5  # tiles of keys that take as long as a join
-INVARIANT_SPLIT = 2048  # keys; batch invariance: a constant, because it sets the bits. 8 sequences of 8k: 67.5 us for 71.1 of 1024 (H200)
+# keys; batch invariance: a constant, because it sets the bits. 8 sequences of 8k: 67.5 us for 71.1 of 1024 (H200)
+INVARIANT_SPLIT = 2048
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,13 @@ def traits(problem: DecodeProblem) -> dict[str, Any]:
 
 
 def splits(capacity: int, tiles: int, block_n: int, slots: int) -> tuple[int, int]:
-    """(splits, keys of each): the fewest that take about as long as the best number would; slots 0 asks for splits of a fixed size.
+    """(splits, keys of each): the fewest that take about as long as the best number would; slots 0 asks for splits of a
+    fixed size.
 
     A device works through programs in waves of as many as it has slots for: so many waves, each as long as a split.
 
-    >>> [splits(keys, batch * 8, 128, 132)[0] for batch, keys in ((1, 8192), (1, 131072), (8, 8192), (32, 4096), (64, 8192))]
+    >>> sizes = (1, 8192), (1, 131072), (8, 8192), (32, 4096), (64, 8192)  # batch, keys
+    >>> [splits(keys, batch * 8, 128, 132)[0] for batch, keys in sizes]
     [16, 16, 2, 1, 1]
     >>> splits(8192, 8, 128, 0), splits(1000, 512, 128, 0)
     ((4, 2048), (1, 2048))
@@ -71,7 +75,9 @@ def splits(capacity: int, tiles: int, block_n: int, slots: int) -> tuple[int, in
     blocks = max(1, -(-capacity // block_n))
     if not slots:
         return max(1, -(-capacity // INVARIANT_SPLIT)), INVARIANT_SPLIT
-    if 10 * tiles >= 8 * slots and not slots < tiles < 1.5 * slots:  # two waves, the second for a few programs, would be half empty
+    if (
+        10 * tiles >= 8 * slots and not slots < tiles < 1.5 * slots
+    ):  # two waves, the second for a few programs, would be half empty
         return 1, blocks * block_n
     counts = range(1, min(MOST_SPLITS, slots, blocks) + 1)
     length = {n: -(-tiles * n // slots) * -(-blocks // n) + JOIN_BLOCKS * (n > 1) for n in counts}  # in tiles of keys
@@ -81,13 +87,16 @@ def splits(capacity: int, tiles: int, block_n: int, slots: int) -> tuple[int, in
 
 
 def addresses(call: DecodeCall, *written: int) -> tuple[int, ...]:
-    """All that tells apart two calls of a plan that `ops_decode` gives memory: where its tensors lie, of which a plan knows which there are, then
-    out, lse and the pieces of its scratch."""
+    """All that tells apart two calls of a plan that `ops_decode` gives memory: where its tensors lie, of which a plan
+    knows which there are, then out, lse and the pieces of its scratch.
+    """
     return *[tensor.data_ptr() for tensor in call[:9] if tensor is not None], *written
 
 
 def keep(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], again: Any) -> None:
-    """`kernel.keep` at a decode's addresses; where splits are combined for this stream alone, whose counters the launch names."""
+    """`kernel.keep` at a decode's addresses; where splits are combined for this stream alone, whose counters the launch
+    names.
+    """
     again = again.here() if again is not None and workspace else again
     if t.out.is_contiguous():
         protocol.keep(plan, addresses(call, *[tensor.data_ptr() for tensor in (*t, *pieces_of(workspace))]), again)

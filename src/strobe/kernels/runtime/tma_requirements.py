@@ -21,10 +21,15 @@ def rest(width: int) -> int:
 
 
 def query_tiles(problem: Problem, block_m: int, group: int = 1) -> int:
-    """Tiles of rows a head, of which a query has `group`; for packed sequences, each of which begins a tile of its own, an upper bound:
-    device.seqlen.find_sequence."""
+    """Tiles of rows a head, of which a query has `group`; for packed sequences, each of which begins a tile of its own,
+    an upper bound: device.seqlen.find_sequence.
+    """
     layout: Any = problem.layout
-    return layout.total_q * group // block_m + layout.batch + 2 if problem.packed else -(-layout.seqlen_q * group // block_m)
+    return (
+        layout.total_q * group // block_m + layout.batch + 2
+        if problem.packed
+        else -(-layout.seqlen_q * group // block_m)
+    )
 
 
 def joinable(strides: tuple[int, ...], heads: int) -> bool:
@@ -38,10 +43,12 @@ def fold_of(heads: int) -> int:
 
 
 def joined(problem: Problem, rows: int, most: int, fewer: float = 0.1) -> int:
-    """Query heads that a tile of `rows` rows holds: all that share a key head where that makes `fewer` tiles, as a share of all, and they are at
-    most `most`; else one. That gains 1 to 9 % where it makes a tenth fewer; by less it may lose 4 % or gain 3 % (H200).
+    """Query heads that a tile of `rows` rows holds: all that share a key head where that makes `fewer` tiles, as a
+    share of all, and they are at most `most`; else one. That gains 1 to 9 % where it makes a tenth fewer; by less it
+    may lose 4 % or gain 3 % (H200).
 
-    A tile takes as long with one query as with all that it has room for. Packed sequences are taken to be of their mean length.
+    A tile takes as long with one query as with all that it has room for. Packed sequences are taken to be of their mean
+    length.
     """
     layout: Any = problem.layout
     group = problem.group
@@ -87,22 +94,32 @@ def against_spans(problem: Problem) -> str | None:
         return None
     for n, (name, (entry, row, *_)) in enumerate(zip("qkv", problem.strides)):
         if entries_apart(layout.batch, (entry, row)) is None:
-            return (f"under prefixes, key lengths and documents batch entries whole rows apart; of {name} rows are {row} elements apart, "
-                    f"entries {entry}: copy it")  # fmt: skip
+            return (
+                f"under prefixes, key lengths and documents batch entries whole rows apart; of {name} rows are "
+                f"{row} elements apart, "
+                f"entries {entry}: copy it"
+            )
         if reach(problem, n) > MOST_ROWS:
-            return (f"under prefixes, key lengths and documents at most {MOST_ROWS} rows, whose ends TMA can be told; of {name} it would see "
-                    f"{reach(problem, n)}")  # fmt: skip
+            return (
+                f"under prefixes, key lengths and documents at most {MOST_ROWS} rows, whose ends TMA can be told; "
+                f"of {name} it would see "
+                f"{reach(problem, n)}"
+            )
     return None
 
 
 def reach(problem: Problem, n: int) -> int:
     """Rows from the first of q, k or v to its last, where batch entries are whole rows apart."""
     layout: Any = problem.layout
-    return (layout.seqlen_k if n else layout.seqlen_q) + (layout.batch - 1) * (entries_apart(layout.batch, problem.strides[n]) or 0)
+    return (layout.seqlen_k if n else layout.seqlen_q) + (layout.batch - 1) * (
+        entries_apart(layout.batch, problem.strides[n]) or 0
+    )
 
 
 def entries_apart(entries: int, strides: tuple[int, ...]) -> int | None:
-    """How many rows a batch entry's first is from the one before: 0 where there is none before, None where that is no whole number."""
+    """How many rows a batch entry's first is from the one before: 0 where there is none before, None where that is no
+    whole number.
+    """
     entry, row = strides[:2]
     if entries <= 1:
         return 0
@@ -112,18 +129,26 @@ def entries_apart(entries: int, strides: tuple[int, ...]) -> int | None:
 def against_memory(problem: Problem) -> str | None:
     """What TMA has against the way q, k and v lie in memory."""
     if problem.alignment < ALIGNMENT:
-        return (f"TMA needs addresses and strides of q, k and v in multiples of {ALIGNMENT} bytes; these are multiples of {problem.alignment}: "
-                "copy them, or pad the head dimension")  # fmt: skip
+        return (
+            f"TMA needs addresses and strides of q, k and v in multiples of {ALIGNMENT} bytes; these are multiples "
+            f"of {problem.alignment}: "
+            "copy them, or pad the head dimension"
+        )
     layout: Any = problem.layout
     if problem.packed:
         rows, keys = (layout.total_q, problem.heads_q), (layout.total_k, problem.heads_kv)
         if max(layout.tokens) > MOST_ROWS:
-            return f"packed tensors of at most {MOST_ROWS} rows, whose ends TMA can be told; this has {max(layout.tokens)}"
+            return (
+                f"packed tensors of at most {MOST_ROWS} rows, whose ends TMA can be told; this has {max(layout.tokens)}"
+            )
     else:
         rows, keys = (layout.batch, layout.seqlen_q, problem.heads_q), (layout.batch, layout.seqlen_k, problem.heads_kv)
     for name, sizes, strides in zip("qkv", (rows, keys, keys), problem.strides):
         if 0 not in sizes and any(size > 1 and stride == 0 for size, stride in zip(sizes, strides)):
-            return f"TMA walks memory of its own in each dimension; {name} is expanded: give fewer key heads, or make it contiguous"
+            return (
+                f"TMA walks memory of its own in each dimension; {name} is expanded: give fewer key heads, or "
+                "make it contiguous"
+            )
     return None
 
 

@@ -27,8 +27,9 @@ class Carved(dict[str, Tensor]):
 
 
 def pieces(plan: Plan, beyond: int = 0) -> list[Tensor]:
-    """Memory for a plan's scratch on the current GPU: one piece for all that is left as it comes, which takes as long as any, with so many bytes
-    behind it, and what is filled."""
+    """Memory for a plan's scratch on the current GPU: one piece for all that is left as it comes, which takes as long
+    as any, with so many bytes behind it, and what is filled.
+    """
     size = plan.room + beyond
     held = [empty_here((size,), (1,), torch.uint8)] if size else []
     for buffer in plan.filled:
@@ -60,7 +61,8 @@ def carved(plan: Plan, pieces: list[Tensor]) -> Carved:
 def room(buffers: Iterable[Buffer]) -> int:
     """Bytes of all that is left as it comes.
 
-    >>> room([Buffer("rows", (3,), torch.float32), Buffer("sum", (9,), torch.float32, 0.0), Buffer("counter", (1,), torch.int32)])
+    >>> rows, counter = Buffer("rows", (3,), torch.float32), Buffer("counter", (1,), torch.int32)
+    >>> room([rows, Buffer("sum", (9,), torch.float32, 0.0), counter])
     1024
     """
     return sum(_apart(math.prod(buffer.shape) * buffer.dtype.itemsize) for buffer in buffers if buffer.fill is None)
@@ -82,8 +84,8 @@ def persistent_zeros(device: torch.device, count: int) -> Tensor:
 
     Within a capture they belong to the graph, and each replay clears them.
 
-    A call's first run under torch.compile(mode="reduce-overhead") takes its memory from a pool that may hold its outputs and nothing else when it
-    ends. Such a pool is a thread's, so another thread asks.
+    A call's first run under torch.compile(mode="reduce-overhead") takes its memory from a pool that may hold its
+    outputs and nothing else when it ends. Such a pool is a thread's, so another thread asks.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         with torch.inference_mode(False):  # or nobody outside could write to them
