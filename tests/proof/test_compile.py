@@ -21,12 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from strobe.errors import InvalidProblem, KernelFault
 from strobe.kernels.runtime import constants
-from tools.proof import budget
+from tools.proof import budget, sass
 from tools.proof import compile as proof
 from tools.proof.budget import TARGETS, UNITS, Unit
 from tools.proof.calls import CASES
 from tools.proof.compile import Job, compile_job, launches, recording, report
-from tools.proof.record import RESULTS, key, merged, page, read
+from tools.proof.record import RESULTS, key, merged, packed, page, read, recalled
 
 HOPPER = TARGETS["sm_90"]
 RECORDED = {key(row): row for row in read(Path(__file__).parents[2] / RESULTS)}
@@ -208,6 +208,25 @@ def test_new_rows_take_the_place_of_old_ones_and_what_is_gone_goes():
     first, last, gone = UNITS[0], UNITS[-1], Unit("portable", "d3 no more", "sm_90")
     old = [_row(last, 1), _row(gone, 2), _row(first, 3)]
     assert merged(old, [_row(last, 4)]) == [_row(first, 3), _row(last, 4)]
+
+
+def test_the_record_gives_back_every_row(tmp_path):
+    unit, counts = UNITS[0], dict.fromkeys(sass.COUNTED, 0)
+    loop = {"role": "mma", "total": 9, "least": 5} | dict.fromkeys(sass.KINDS, 0) | {"waits": 2}
+    usual = {"spill_store_bytes": 0, "spill_load_bytes": 0, "stack_bytes": 0, "tensor_columns": 0, "serialized": False}
+    older = {name: n for name, n in counts.items() if name != "HMMA"}  # a row made before HMMA was counted
+    rows = [
+        _row(unit, 1) | usual | {"instructions": counts | {"HGMMA": 3}, "roles": [loop, loop]},
+        _row(unit, 2) | usual | {"instructions": older, "stack_bytes": 8, "serialized": True},
+        _row(unit, 3) | usual | {"instructions": {}},
+        _row(unit, 4) | {"error": "does not compile"},
+    ]
+    file = tmp_path / "compiled.jsonl"
+    file.write_text(packed(rows))
+    assert read(file) == rows and recalled({"code": "1"} | rows[1], "1") is None
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read(file) == rows
+    assert read(tmp_path / "none.jsonl") == []
 
 
 def test_the_command_puts_new_rows_in_the_place_of_old_ones_and_fails_over_budget(tmp_path, monkeypatch, capsys):

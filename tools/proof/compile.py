@@ -13,7 +13,6 @@ import argparse
 import hashlib
 import io
 import itertools
-import json
 import multiprocessing
 import re
 import sys
@@ -50,7 +49,7 @@ from . import budget
 from .budget import FAMILIES, TARGETS, UNITS, Unit
 from .operands import clashes
 from .pages import fill
-from .record import OF_ROLES, RESULTS, in_short, key, lines_of_roles, merged, page, read, recalled, table
+from .record import OF_ROLES, RESULTS, in_short, key, lines_of_roles, merged, packed, page, read, recalled, table
 from .sass import Loop, Parts, count, disassemble, fingerprint, loops
 
 _SERIALIZED = re.compile(
@@ -376,7 +375,7 @@ def _run(a: argparse.Namespace) -> int:
     done = set(units) if a.kernel == "*" else set()
     kept = [row for row in read(a.results) if Unit(*key(row)[:3]) not in done]
     everything = merged(kept, found)
-    a.results.write_text("".join(json.dumps(row) + "\n" for row in everything))
+    a.results.write_text(packed(everything))
     if a.table:
         fill(a.table, "compiled", page(everything))
     for row in found:

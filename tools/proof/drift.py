@@ -3,7 +3,7 @@
 An environment (`.drift/VERSION`) contains only Triton. torch and all other packages come from the Python that runs
 this. A failure that is not listed in KNOWN with a reason gives the exit code 1.
 
-    python -m tools.proof.drift                    all VERSIONS; writes results/drift.jsonl
+    python -m tools.proof.drift                    all VERSIONS; writes .drift/rows.jsonl
     python -m tools.proof.drift --triton 3.9.0     one version
 """
 
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from strobe.errors import InvalidProblem
 
 VERSIONS = ("3.7.1", "3.8.0", "3.9.0")
-RESULTS = Path("results/drift.jsonl")
+RESULTS = Path(".drift/rows.jsonl")
 FOLDER = Path(".drift")
 LONGEST_LINE = 160  # characters kept of an error
 LONGEST_S = 1800  # time limit for one suite under one version; "kernels" takes 600 s on two cores
@@ -203,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InvalidProblem as error:
         parser.error(str(error))
     rows = [row for version, python in pythons.items() for row in ask(python, version)]
+    a.results.parent.mkdir(parents=True, exist_ok=True)
     a.results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print("\n".join(table(rows)))
     for line in KNOWN:

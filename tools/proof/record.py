@@ -21,8 +21,51 @@ def key(row: dict) -> tuple[str, ...]:
     return row["family"], row["case"], row["target"], row["kernel"]
 
 
+# a row leaves out those of these values that it has
+_USUAL = {"spill_store_bytes": 0, "spill_load_bytes": 0, "stack_bytes": 0, "tensor_columns": 0, "serialized": False}
+
+
+def packed(rows: Iterable[dict]) -> str:
+    """Rows as the lines of a file, which `read` turns back. The first line names the columns of `instructions` and of
+    each loop in `roles`, which are lists in the others. A row without a value of a column holds null there.
+
+    >>> print(packed([{"kernel": "k", "stack_bytes": 0, "warps": 4}]).splitlines()[1])
+    {"kernel":"k","warps":4}
+    """
+    columns = {"instructions": list(COUNTED), "roles": ["role", "total", "least", *KINDS]}
+    lines = [json.dumps({"columns": columns})]
+    for row in rows:
+        short = {name: value for name, value in row.items() if name not in _USUAL or value != _USUAL[name]}
+        if counts := row.get("instructions"):
+            short["instructions"] = [counts.get(name) for name in COUNTED]
+        if "roles" in row:
+            short["roles"] = [[loop.get(name) for name in columns["roles"]] for loop in row["roles"]]
+        lines.append(json.dumps(short, separators=(",", ":")))
+    return "".join(f"{line}\n" for line in lines)
+
+
 def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The rows of a file written by `packed`, or with one JSON object a row. Empty if there is no file."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    columns = rows.pop(0)["columns"] if rows and "columns" in rows[0] else None
+    return [_unpacked(row, columns) for row in rows] if columns else rows
+
+
+def _unpacked(row: dict, columns: dict[str, list[str]]) -> dict:
+    if "error" in row:
+        return row
+    full = {
+        **row,
+        **{name: row.get(name, usual) for name, usual in _USUAL.items()},
+        "instructions": _named(columns["instructions"], row.get("instructions", [])),
+    }
+    if "roles" in row:
+        full["roles"] = [_named(columns["roles"], loop) for loop in row["roles"]]
+    return full
+
+
+def _named(names: Sequence[str], values: Sequence) -> dict:
+    return {name: value for name, value in zip(names, values, strict=False) if value is not None}
 
 
 def merged(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
