@@ -32,7 +32,7 @@ CASES = [
 @pytest.mark.parametrize("suite, scene", CASES)
 def test_survivors_are_those_of_the_ledger(suite, scene):
     """And the recorded score is still that of the sources."""
-    row, faults = score(suite, scene, all_judges=False)
+    row, faults = score(suite, scene, all_detectors=False)
     assert faults == []
     recorded = next(
         known
@@ -162,7 +162,7 @@ def test_a_survivor_without_a_reason_and_a_reason_without_a_survivor_fail(small,
         (
             reasons(1),
             (
-                "careful: survives, and the ledger does not say why: drop fence in double_kernel: fence_async_shared() "
+                "careful: survives without a reason in the ledger: drop fence in double_kernel: fence_async_shared() "
                 "(number 2)"
             ),
         ),

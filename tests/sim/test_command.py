@@ -77,7 +77,7 @@ def test_faults_are_told_once_each(sim, changed):
     assert (code, err) == (1, "")
     assert (
         out.count("- race: on tile: load of tile") == 1
-        and "changed_doubling.py:23 double_kernel" in out
+        and "changed_doubling.py:32 double_kernel" in out
         and "4 runs, " in out.splitlines()[-1]
     )
 
@@ -139,7 +139,7 @@ def test_mutate_with_survivors_and_a_ledger(sim, tmp_path):
         (
             (1,),
             1,
-            "survives, and the ledger does not say why: drop fence in double_kernel: fence_async_shared() (number 2)",
+            "survives without a reason in the ledger: drop fence in double_kernel: fence_async_shared() (number 2)",
         ),
         (
             (1, 2, 3),
@@ -179,9 +179,9 @@ def test_mutate_another_file_than_the_scene(sim, tmp_path):
             [*DOUBLE, "--timeline", "run.png"],
             "--timeline: got run.png, expected a name that ends in .html, .svg, .json",
         ),
-        ([*DOUBLE, "--ledger", "x.json"], "--ledger: it is about mutants; give --mutate too"),
-        ([*DOUBLE, "--mutate", "--ledger", "none.json"], "--ledger: got none.json, expected a file of JSON"),
-        ([*DOUBLE, "--mutate", "--timeline", "x.svg"], "--timeline: mutants have none"),
+        ([*DOUBLE, "--ledger", "x.json"], "--ledger: needs --mutate"),
+        ([*DOUBLE, "--mutate", "--ledger", "none.json"], "--ledger: got none.json, expected a JSON file"),
+        ([*DOUBLE, "--mutate", "--timeline", "x.svg"], "--timeline: mutants have no timeline"),
         ([*DOUBLE, "--mutate", "--file", "none.py"], "--file: got none.py, expected a Python file that exists"),
     ],
 )
@@ -193,7 +193,7 @@ def test_what_cannot_run(sim, arguments, words):
 def test_mutants_of_a_faulty_kernel(sim, changed):
     code, out, err = sim(f"{changed(*RACE)}::double", *TILE, "--mutate")
     assert (
-        (code, out) == (2, "") and "the kernel has faults before anything is changed" in err and "race: on tile" in err
+        (code, out) == (2, "") and "the unchanged kernel has faults" in err and "race: on tile" in err
     )
 
 
@@ -203,7 +203,7 @@ def test_an_error_of_the_kernel_shows_where(sim, changed):
         (code, out) == (2, "")
         and "NameError: redy" in err
         and "changed_doubling.py" in err
-        and "line 23, in double_kernel" in err
+        and "line 32, in double_kernel" in err
     )
 
 
@@ -347,7 +347,7 @@ def test_the_fixture_fails_a_test_with_the_reports(changed, tmp_path):
     }, said
     assert (
         said.count("race: on tile: load of tile by main") >= 2
-        and "changed_doubling.py:23" in said
+        and "changed_doubling.py:32" in said
         and "the simulator found" in said
     )
     assert "and then AssertionError" in said and "Traceback" not in said and "launch.py" not in said

@@ -421,7 +421,7 @@ def test_replaced_forgets_what_was_imported_meanwhile(package, tmp_path):
 
 
 def test_a_campaign_says_who_noticed_what():
-    verdicts = campaign(Scene(f"{DOUBLING}::double", TILE), "sm_90", all_judges=True)
+    verdicts = campaign(Scene(f"{DOUBLING}::double", TILE), "sm_90", all_detectors=True)
     assert [(v.mutant.kind, *v.said.values()) for v in verdicts] == [
         ("init count + 1", "deadlock", "deadlock", "deadlock"),
         ("drop expect", "deadlock", "deadlock", "deadlock"),

@@ -60,7 +60,7 @@ def test_lanes_that_branched_away_are_an_error(work):
 
 
 def test_part_of_a_warp_is_an_error():
-    with pytest.raises(ValueError, match="40 groups of elements are no multiple of 32; choose another pack"):
+    with pytest.raises(ValueError, match="40 groups of elements are not a multiple of 32; choose another pack"):
         _one("shfl.sync.bfly.b32 $0, $1, 1, 31, -1;", np.zeros(40, np.float32))
 
 

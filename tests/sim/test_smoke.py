@@ -43,4 +43,4 @@ def test_smoke_fault():
     x, out = torch.randn(3, 20), torch.empty(3, 20)
     with simulate("sm_80", check=False) as run:
         add_rows_kernel[(3,)](x, out, 20, 1, BLOCK=32)
-    assert [report.kind for report in run.reports] == ["bounds"] and "test_smoke.py:18" in run.reports[0].text
+    assert [report.kind for report in run.reports] == ["bounds"] and "test_smoke.py:20" in run.reports[0].text

@@ -94,7 +94,7 @@ def test_a_right_ring_is_silent(verdict):
 
 
 USE = ("load of tile[0] by sum_partition#2", "@use", "TMA load into tile[0]", "@load")
-NOT_ORDERED = ("not ordered after the end of its phase before",)
+NOT_ORDERED = ("not ordered after the end of the previous phase",)
 TOO_LATE = ("not ordered after the wait of sum_partition", "may come too late")
 RING = {
     "wait ready": [("race", "on tile", *USE)],

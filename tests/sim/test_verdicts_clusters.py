@@ -68,7 +68,7 @@ def test_a_program_may_not_have_begun(verdict):
     bent(
         verdict,
         "wait",
-        ("race", "may not run yet", "@send"),
+        ("race", "may not have started", "@send"),
         ("unfinished", "ends without having waited at its cluster's barrier"),
         sometimes=(
             ("barrier", "not initialised", "@send"),
@@ -111,7 +111,7 @@ def test_numbers_at_an_address_that_is_no_multiple_of_theirs(verdict):
     bent(
         verdict,
         "odd",
-        ("bounds", "no multiple", "@send"),
+        ("bounds", "not a multiple", "@send"),
         sometimes=(("uninitialised", "@read"), ("race", "@send"), ("race", "@read")),
     )
 
@@ -131,7 +131,7 @@ def test_numbers_of_another_program_are_read_as_its_own(verdict):
 
 
 def test_a_program_does_not_say_that_it_is_there(verdict):
-    bent(verdict, "open", ("barrier", "to which it did not come", "@wait"), ("race", "may not run yet", "@send"),
+    bent(verdict, "open", ("barrier", "without having arrived", "@wait"), ("race", "may not have started", "@send"),
             sometimes=(("barrier", "not initialised"), ("race", "without being ordered after its initialisation"),
                        ("race", "which has ended", "@send"), ("bounds", "where no variable lies", "@send"),
                        ("deadlock", "parity 0", "@await"), ("bytes",), ("uninitialised", "@read"), ("race", "@read"),

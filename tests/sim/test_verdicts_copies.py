@@ -328,7 +328,7 @@ def test_where_a_copy_may_begin(verdict, row, column, write, line):
         corner_kernel[(1,)](descriptor(x), descriptor(out), row, column, write, num_warps=4)
 
     odd, before = column % 4, bool(write) and min(row, column) < 0
-    why = "is no multiple of 16 bytes" if odd else "a store may not start before the tensor"
+    why = "is not a multiple of 16 bytes" if odd else "a store may not start before the tensor"
     verdict(start, *([("bounds", f"the block at [{row}, {column}]", why, line)] if odd or before else []), seeds=2)
 
 

@@ -173,7 +173,7 @@ HANDED = {
     "volatile": [UNORDERED],
     "no wait": [UNORDERED],
     "after": [("race", "on data", "@after", "load by main of CTA", "@take")],
-    "nobody": [("deadlock", "waits for a value in global memory that nobody changes (spin loop)", "@spin")],
+    "nobody": [("deadlock", "waits for a value in global memory that nothing changes (spin loop)", "@spin")],
 }
 
 
@@ -189,7 +189,7 @@ def test_a_plain_spin(verdict, giver):
     races = [UNORDERED, ("race", "on flag", "atomic by main of CTA", "@flag", "load by main of CTA", "@plain-spin")]
     spins = (
         "deadlock",
-        "main reads flag again and again by a plain load, which need not see what others write",
+        "main reads flag repeatedly by a plain load, which need not see other agents' writes",
         "@plain-spin",
     )
     verdict(lambda: hand("plain", giver), *races, sometimes=(spins,), sms=2, seeds=3)
@@ -198,7 +198,7 @@ def test_a_plain_spin(verdict, giver):
 def test_a_cta_that_waits_for_one_not_resident(verdict):
     """One SM runs the CTAs in order: the first one may not wait for the second."""
     verdict(lambda: hand("", 0), sms=1)
-    stuck = ("deadlock", "main waits for a value in global memory that nobody changes (spin loop)", "@spin")
+    stuck = ("deadlock", "main waits for a value in global memory that nothing changes (spin loop)", "@spin")
     verdict(lambda: hand("", 1), stuck, sms=1)
 
 

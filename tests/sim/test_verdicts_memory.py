@@ -137,9 +137,9 @@ def unwritten_kernel(out, off: gl.constexpr):
 
 UNWRITTEN = {
     "": "",
-    "all": "reads tile, of which nothing wrote any part",
-    "part": "reads tile, of which nothing wrote 50 %",
-    "other slot": "any part",
+    "all": "reads tile, all of which was never written",
+    "part": "reads tile, 50 % of which was never written",
+    "other slot": "all of which was never written",
 }
 
 

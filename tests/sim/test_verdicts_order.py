@@ -58,7 +58,7 @@ UNORDERED = (
     "on sum_desc: TMA reduce-add from tile by",
     "@add",
     "adds to what is added to by TMA reduce-add",
-    "nothing fixes their order",
+    "their order is not fixed",
 )
 
 

@@ -99,7 +99,7 @@ def wgmma(off=""):
         torch.testing.assert_close(out, TIMES[off] * (x.float() @ y.float()))
 
 
-NOT_FENCED = "fence_async_shared is missing between"
+NOT_FENCED = "fence_async_shared is missing in between"
 WGMMA = {
     **{off: [] for off in TIMES},
     "fence": [
@@ -331,7 +331,7 @@ TCGEN05 = {
     "no commit, no wait": [(*EARLY, "@tc-mma"), (*LEFT, "@tc-mma")],
     "commit first": [(*EARLY, "@tc-mma"), (*LEFT, "@tc-mma")],
     "commit between": [(*EARLY, "@tc-again"), (*LEFT, "@tc-again")],
-    "unwritten": [("uninitialised", "tcgen05.mma into acc", "reads acc, of which nothing wrote any part", "@tc-mma")],
+    "unwritten": [("uninitialised", "tcgen05.mma into acc", "reads acc, all of which was never written", "@tc-mma")],
     "operand": [("race", "on a: store to a by main", "@tc-overwrite", "read by tcgen05 read of a", "@tc-mma")],
     "left": [(*LEFT, "@tc-left")],
 }
@@ -427,7 +427,7 @@ def test_a_commit_counted_for_the_other(verdict):
         ("barrier", "a phase of ready ends", "wait of drain_partition"),
     ]
     late = [("deadlock", "drain_partition waits for parity 0 of ready")]
-    certain = ("barrier", "tcgen05.commit of", "arrives on ready", "not ordered after the end of its phase before")
+    certain = ("barrier", "tcgen05.commit of", "arrives on ready", "not ordered after the end of the previous phase")
     verdict(lambda: issuers("count"), certain, sometimes=(*on_time, *late), target="sm_100", seeds=5)
 
 
@@ -462,7 +462,7 @@ def test_tensor_memory_that_nothing_wrote(verdict):
     unwritten = (
         "uninitialised",
         "load of first[1] by main",
-        "reads first, of which nothing wrote any part",
+        "reads first, all of which was never written",
         "@unwritten",
     )
     verdict(lambda: columns(256, True), unwritten, target="sm_100", seeds=3)

@@ -79,7 +79,7 @@ def prepare(arguments: argparse.Namespace) -> int:
         torch.save([output.clone() for output in outputs], place / "simulated.pt")
         plan.append({"scene": scene.name, "mutant": "original", "said": {}, "what": "unchanged", "safe": True})
         launched, checks = Scene(f"{arguments.scenes}::{scene.name}", []), Checks(atomic_order=scene.ordered)
-        verdicts = campaign(launched, scene.target, [package / scene.file], all_judges=True, checks=checks)
+        verdicts = campaign(launched, scene.target, [package / scene.file], all_detectors=True, checks=checks)
         for number, verdict in enumerate(verdicts):
             name = f"mutant_{number:02}"
             safe = not any(verdict.said[detector] in HANGS for detector in ("plain run", "schedules"))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from strobe.errors import InvalidProblem
 from strobe.sim import Checks
-from strobe.sim.campaign import JUDGES, Verdict, campaign, explain, timed
+from strobe.sim.campaign import DETECTORS, Verdict, campaign, explain, timed
 from strobe.sim.report import SimulationFault
 from strobe.sim.scene import Scene, SceneError, load
 
@@ -31,7 +31,7 @@ from .pages import fill
 from .provenance import circumstances
 
 RESULTS = Path("results/mutation.jsonl")
-_NAMES = [name for name, *_ in JUDGES]
+_NAMES = [name for name, *_ in DETECTORS]
 
 
 class Suite(NamedTuple):
@@ -69,7 +69,7 @@ Progress = Callable[[int, int], None]  # called with (mutants done, mutants in t
 
 
 def score(
-    suite: Suite, scene: Any, all_judges: bool = True, progress: Progress = lambda done, total: None
+    suite: Suite, scene: Any, all_detectors: bool = True, progress: Progress = lambda done, total: None
 ) -> tuple[dict, list[str]]:
     """A scene's row, and messages for survivors without a reason and reasons without a survivor."""
     files = sorted(suite.scenes.resolve().parent.glob(scene.file))
@@ -83,11 +83,11 @@ def score(
     launched = Scene(f"{suite.scenes}::{scene.name}", [])
     try:
         checks = Checks(read_fences=scene.read_fences, atomic_order=scene.ordered)
-        verdicts, seconds = timed(lambda: campaign(launched, scene.target, files, all_judges, progress, checks))
+        verdicts, seconds = timed(lambda: campaign(launched, scene.target, files, all_detectors, progress, checks))
     except SimulationFault as fault:
         return {}, [f"{scene.name} has faults before anything is changed: {fault}"]
     unexplained, stale = explain(verdicts, suite.key(scene), suite.ledger)
-    faults = [f"{scene.name}: survives, and the ledger does not say why: {name}" for name in unexplained]
+    faults = [f"{scene.name}: survives without a reason in the ledger: {name}" for name in unexplained]
     faults += [f"{scene.name}: in the ledger, but noticed or gone: {name}" for name in stale]
     return _row(suite, scene, verdicts, len(unexplained), seconds), faults
 

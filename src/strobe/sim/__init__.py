@@ -1,4 +1,4 @@
-"""strobe.sim: runs Triton and Gluon kernels' own source on a CPU, and finds races, deadlocks and missing fences.
+"""strobe.sim runs the source of Triton and Gluon kernels on a CPU and finds races, deadlocks and missing fences.
 
 >>> from strobe.sim import simulate
 >>> with simulate(target="sm_90", mode="pct", seed=0) as run:  # doctest: +SKIP
@@ -25,8 +25,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Every run of pytest imports the plugin beside this file: that needs neither Triton nor greenlet, nor their
-    time."""
+    """Import a public name on first use. pytest imports this package for its plugin in every run, which must load
+    neither Triton nor greenlet.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)

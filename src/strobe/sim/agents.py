@@ -1,4 +1,4 @@
-"""Who acts inside a CTA: partitions (warps that run a function) and streams (queues of asynchronous work)."""
+"""What acts inside a CTA: partitions (warps that run a function) and streams (queues of asynchronous work)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from .report import Place
 
 @dataclass(slots=True)
 class Operation:
-    """Asynchronous work under way; `land` makes it take effect, `ready_ns` is when it would be done in modelled
-    time."""
+    """Asynchronous work in flight. `land` applies its effect; `ready_ns` is the modelled time at which it completes."""
 
     agent: str
     what: str
@@ -27,16 +26,15 @@ class Operation:
 
 @dataclass(slots=True)
 class Stream:
-    """A queue that finishes in order: the wgmma groups, bulk stores, cp.async groups or tcgen05 work of one
-    partition."""
+    """A queue that completes in order: wgmma groups, bulk stores, cp.async groups or tcgen05 work of one partition."""
 
     agent: str
     queue: deque[Operation] = field(default_factory=deque)
     issued: int = 0
     landed: int = 0
-    where: Place = ()  # of the last operation
+    where: Place = ()  # place of the last operation
     knows: Clock = field(default_factory=dict)
-    done_ns: float = 0.0  # when the last one landed, in modelled time
+    done_ns: float = 0.0  # modelled time at which the last operation landed
 
     def pop(self) -> Operation:
         operation = self.queue.popleft()
@@ -45,7 +43,7 @@ class Stream:
 
 
 class Barrier:
-    """An mbarrier: a phase ends when its arrivals and its bytes are all there (PTX ISA, mbarrier)."""
+    """An mbarrier. A phase completes when all its arrivals and all its bytes have come (PTX ISA, mbarrier)."""
 
     __slots__ = (
         "copies",
@@ -65,30 +63,34 @@ class Barrier:
 
     def __init__(self, name: str, count: int, since: Clock):
         self.name, self.count, self.missing, self.missing_bytes, self.phase = name, count, count, 0, 0
-        self.gathering: Clock = {}  # what the arrivals of this phase know
-        self.released: Clock = {}  # what a waiter learns: all finished phases
-        self.since = dict(since)  # the initialisation
-        self.waits: dict[str, tuple[int, Place]] = {}  # who saw the last phase over: at its clock, where
+        self.gathering: Clock = {}  # vector clock joined over the arrivals of this phase
+        self.released: Clock = {}  # vector clock that a waiter acquires: all completed phases
+        self.since = dict(since)  # clock of the initialisation
+        self.waits: dict[str, tuple[int, Place]] = {}  # agents that saw the last phase complete: (clock, place)
         self.copies = 0  # TMA loads issued in this phase
         self.valid = True
-        self.latest, self.times = 0.0, [0.0, 0.0]  # modelled time of the latest arrival, of the last two phases' ends
+        self.latest, self.times = (
+            0.0,
+            [0.0, 0.0],
+        )  # modelled time of the latest arrival, and of the last two completions
 
     def passed(self, parity: int) -> bool:
         """mbarrier.try_wait.parity: the phase of this parity is over."""
         return self.phase & 1 != parity
 
     def knows_the_end(self, clock: Clock) -> bool:
-        """Whether who knows `clock` comes after all arrivals of the phases that are over."""
+        """Whether an agent with vector clock `clock` is ordered after every arrival of the completed phases."""
         return all(clock.get(agent, 0) >= known for agent, known in self.released.items())
 
     def overtaken(self) -> list[tuple[str, Place]]:
-        """Waits for the last phase, (agent, place), that the arrivals of this one do not come after: a little later,
-        they miss it.
+        """Waits for the last phase, as (agent, place), that the arrivals of this phase are not ordered after.
+
+        Such a wait can miss its phase: the barrier may advance once more before the agent looks.
         """
         return [(agent, place) for agent, (clock, place) in self.waits.items() if self.gathering.get(agent, 0) < clock]
 
     def advance(self) -> bool:
-        """End the phase if nothing is missing."""
+        """Complete the phase if nothing is missing. Returns whether it did."""
         if self.missing or self.missing_bytes:
             return False
         self.waits = {}
@@ -105,7 +107,7 @@ class Barrier:
 
 @dataclass
 class NamedBarrier:
-    """bar.sync / bar.arrive with a number: threads gather until there are enough (PTX ISA, barrier)."""
+    """bar.sync and bar.arrive on one barrier number. It completes when enough threads have arrived (PTX ISA)."""
 
     threads: int = 0
     gathered: int = 0
@@ -133,25 +135,25 @@ class Partition:
         self.agent = f"{cta.index}/{name}"
         self.knows = dict(knows)
         self.knows[self.agent] = self.knows.get(self.agent, 0) + 1
-        self.blocked: Callable[[], bool] | None = None  # says when it may go on
+        self.blocked: Callable[[], bool] | None = None  # returns whether the partition may continue
         self.waits_for: Callable[[], str] = lambda: "nothing"
         self.where: Place = origin
         self.done, self.result = False, None
         stream = lambda kind: Stream(f"{kind} of {self.agent}")
         self.wgmma, self.tcgen05, self.copies = stream("wgmma"), stream("tcgen05"), stream("cp.async")
         self.stores, self.store_writes = stream("TMA store read"), stream("TMA store write")
-        self.open_copies: list[Callable[[], None]] = []  # cp.async not yet in a group
-        self.poll: tuple | None = None  # the last value seen by an atomic or volatile read, to notice spinning
-        self.last_read: tuple = ()  # the last plain read of global memory
-        self.repeats = 0  # how often it came again, nothing between
-        self.observed: Clock = {}  # what was released where relaxed atomics have read, learnt at the next fence
-        self.fenced: Clock = {}  # what was known at the last fence, released by relaxed atomics
+        self.open_copies: list[Callable[[], None]] = []  # cp.async operations not yet committed to a group
+        self.poll: tuple | None = None  # last value seen by an atomic or volatile read; detects spin loops
+        self.last_read: tuple = ()  # last weak read of global memory
+        self.repeats = 0  # how often that read was repeated with no other access in between
+        self.observed: Clock = {}  # clocks released where relaxed atomics have read; acquired at the next fence
+        self.fenced: Clock = {}  # clock at the last fence; relaxed atomics release it
         self.time_ns = self.math_ns = 0.0
         self.greenlet = greenlet.greenlet(self._run, parent=hub)
         self._body = body
 
     def go_on_from(self, other: Partition) -> None:
-        """Run on the warps of `other`: asynchronous work goes on in its queues, and may be waited for by either."""
+        """Run on the warps of `other` and share its queues, so that either partition may wait for them."""
         self.wgmma, self.tcgen05, self.copies, self.stores, self.store_writes = other.streams
         self.open_copies = other.open_copies
 
@@ -164,7 +166,7 @@ class Partition:
         return self.wgmma, self.tcgen05, self.copies, self.stores, self.store_writes
 
     def tick(self) -> None:
-        """A new epoch: what is done from here on is not covered by what others know so far."""
+        """Start a new epoch: nobody's current clock covers what this partition does from here on."""
         self.knows[self.agent] += 1
 
     @property
@@ -177,39 +179,36 @@ class Partition:
 
 @dataclass
 class Cluster:
-    """Programs that run at the same time and reach each other's shared memory, and their barrier (PTX ISA,
-    barrier.cluster).
-    """
+    """Programs that run concurrently and access each other's shared memory, with their barrier.cluster (PTX ISA)."""
 
     ctas: list[Cta]
     generation: int = 0
-    come: int = 0  # programs that have come to the barrier
+    come: int = 0  # programs that have arrived at the barrier
     gathering: Clock = field(default_factory=dict)
     released: Clock = field(default_factory=dict)
     latest: float = 0.0
 
 
 class Cta:
-    """One program of the grid: its partitions, its memories, its barriers, its loads in flight."""
+    """One program of the grid: its partitions, memories, barriers and loads in flight."""
 
     def __init__(self, index: int, position: tuple[int, int, int]):
         self.index, self.position = index, position
         self.partitions: list[Partition] = []
-        self.loads: list[Operation] = []  # TMA loads: they land in any order
+        self.loads: list[Operation] = []  # TMA loads; they land in any order
         self.memories: list[Memory] = []
         self.barriers: dict[int, Barrier] = {}
         self.named_barriers: dict[int, NamedBarrier] = {}
         self.used = {"shared": 0, "tensor": 0}
-        self.busy_ns: dict[str, float] = {}  # tensor core, TMA, cores: busy until
+        self.busy_ns: dict[str, float] = {}  # modelled time until which a unit is busy: tensor core, TMA, cores
         self.cluster: Cluster = Cluster([self])
-        self.came: int | None = None  # the barrier's generation at which it came there, until it has waited
-        self.met = self.ended = False  # whether it knows that all its cluster has begun; whether it is over
-        self.symbols: dict[
-            tuple, tuple[int, Memory]
-        ] = {}  # variables of inline PTX in shared memory, with their addresses
+        self.came: int | None = None  # barrier generation at which this CTA arrived and has not waited yet
+        self.met = self.ended = False  # met: it knows that its whole cluster has started
+        # variables of inline PTX in shared memory: (address, memory)
+        self.symbols: dict[tuple, tuple[int, Memory]] = {}
 
     def allocate(self, space: str, size: int) -> Memory:
-        raw = np.full(size, 0xFF, np.uint8)  # 0xFF.. is NaN in float32, float16, bfloat16, e4m3 and e5m2
+        raw = np.full(size, 0xFF, np.uint8)  # bytes 0xFF are NaN in float32, float16, bfloat16, e4m3 and e5m2
         granule = 4 if space == "tensor" or size <= 4096 else 16
         memory = Memory(f"{space}#{len(self.memories)}", space, raw, granule, initialised=False)
         self.memories.append(memory)

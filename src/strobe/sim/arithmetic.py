@@ -1,4 +1,4 @@
-"""Element-wise operations, casts and shape changes of the builder, on NumPy."""
+"""Element-wise operations, casts and shape changes of the IR builder, in NumPy."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from .values import (
 
 _NARROW = ("bf16", "fp8e4nv", "fp8e5")
 SM_GHZ = 1.755  # boost clock of an H200
-_LANES = 32  # float32 lanes of one of an SM's four quarters
-_EXP_LANES = 4  # ex2, lg2, rcp and their like
+_LANES = 32  # float32 lanes of one quarter of an SM
+_EXP_LANES = 4  # ex2, lg2, rcp and similar
 
 
 def _scalar(array: Any) -> Any:
-    """0-d arrays as NumPy scalars, which are much faster."""
+    """A 0-d array as a NumPy scalar, which computes much faster."""
     return array[()] if isinstance(array, np.ndarray) and array.ndim == 0 else array
 
 
@@ -47,7 +47,7 @@ class Arithmetic:
     layouts: Layouts
 
     def spend_math(self, like: Value, lanes: int = _LANES) -> None:
-        """Modelled time of one instruction on every element."""
+        """Add the modelled time of one instruction on every element."""
         if self.machine.mode == "timed":
             quarters = min(self.machine.current.warps, 4)
             self.machine.spend(np.size(like._data) / (lanes * quarters) / SM_GHZ)
@@ -69,8 +69,8 @@ class Arithmetic:
         return self._to_integer(a, ty, UNSIGNED[np.dtype(COMPUTED[ty.elem])])
 
     def _to_integer(self, a: Value, ty: Type, wanted: np.dtype) -> Value:
-        """Towards zero; out of range the nearest integer there is; a NaN is 0, or the middle of the range where 64 bits
-        meet (PTX ISA, cvt).
+        """Round towards zero and saturate. NaN gives 0, or the middle of the range where source or target has 64 bits
+        (PTX ISA, cvt).
         """
         self.spend_math(a)
         data, info = np.trunc(np.asarray(a.data, np.float64)), np.iinfo(wanted)
@@ -180,7 +180,7 @@ class Arithmetic:
         if c.elem == "fp64":
             done = _fused(a.data, b.data, c.data)
         else:
-            product = np.asarray(a.data, np.float64) * b.data  # of two float32: exact in float64
+            product = np.asarray(a.data, np.float64) * b.data  # exact: the product of two float32 fits float64
             done = rounded(_sum_to_odd(product, np.asarray(c.data, np.float64)), c.elem).astype(COMPUTED[c.elem])
         return Value(_scalar(done), c.elem, a.layout)
 
@@ -216,19 +216,18 @@ class Arithmetic:
     def create_extern_elementwise(
         self, library: str, path: str, symbol: str, arguments: list[Value], ty: Type, pure: bool
     ) -> Value:
-        raise NotImplementedError(f"external function {symbol} of {library}: the simulator knows none")
+        raise NotImplementedError(f"external function {symbol} of {library} is not supported by the simulator")
 
 
 def _put(values: np.ndarray, places: np.ndarray, shape: tuple) -> np.ndarray:
-    """An array of this shape with the values in these places of it."""
+    """An array of this shape with `values` at the given `places`."""
     out = np.empty(math.prod(shape), values.dtype)
     out[places] = values
     return out.reshape(shape)
 
 
 def _sum_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """x + y in float64, rounded to an odd last bit where inexact, so that rounding it to fewer bits is rounding
-    once."""
+    """x + y in float64, rounded to odd where inexact, so that a second rounding to fewer bits is correctly rounded."""
     near = np.asarray(x + y)
     back = near - x
     error = (x - (near - back)) + (y - back)  # exact (Knuth's TwoSum)
@@ -237,7 +236,7 @@ def _sum_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _fused(x: ArrayLike, y: ArrayLike, z: ArrayLike) -> np.ndarray:
-    """x * y + z of float64, rounded once."""
+    """x * y + z in float64, rounded once."""
 
     def one(*xyz: float) -> float:
         if not np.all(np.isfinite(xyz)):
@@ -249,7 +248,7 @@ def _fused(x: ArrayLike, y: ArrayLike, z: ArrayLike) -> np.ndarray:
 
 
 class Results:
-    """An operation with several results, as the semantic layer takes them."""
+    """An operation with several results, in the form that the semantic layer expects."""
 
     def __init__(self, values: list[Value]):
         self.values = values
@@ -258,7 +257,7 @@ class Results:
         return self.values[index]
 
 
-# ---- tables of the plain operations
+# ---- tables of the element-wise operations
 
 
 def _binary(
@@ -299,12 +298,12 @@ def _unary(compute: Callable, lanes: int = _LANES) -> Callable[..., Value]:
 
 
 def _truncated(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Integer division as in C: towards zero."""
+    """Integer division that truncates towards zero, as in C."""
     return np.floor_divide(x, y) + ((np.fmod(x, y) != 0) & ((x < 0) != (y < 0))).astype(x.dtype)
 
 
 def _flushed(x: np.ndarray) -> np.ndarray:
-    """float32 below the normal numbers is zero to libdevice's functions as Triton calls them (ftz; seen on an H200)."""
+    """Subnormal float32 inputs read as zero: Triton calls libdevice's functions with ftz (confirmed on an H200)."""
     return (
         np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
         if x.dtype == np.float32
@@ -342,7 +341,7 @@ _SPECIAL = dict(
 
 
 def _of_rows(function: Callable) -> Callable:
-    """The same bits of one number wherever it lies: numpy has other code for strided arrays, whose last bit differs."""
+    """Make `function` independent of strides: NumPy's code for strided arrays differs in the last bit."""
     return lambda x: function(np.asarray(x, order="C"))
 
 
@@ -366,7 +365,8 @@ for _name, _compute, _is_unsigned in (
 ):
     setattr(Arithmetic, "create_" + _name, _binary(_compute, as_unsigned=_is_unsigned, divides=True))
 for _name, _compute in _COMPARISONS.items():
-    _prefix = "fcmpU" if _name == "NE" else "fcmpO"  # a NaN differs from everything and is in no other relation
+    # NaN is unequal to everything; every other relation with NaN is false
+    _prefix = "fcmpU" if _name == "NE" else "fcmpO"
     setattr(Arithmetic, f"create_{_prefix}{_name}", _binary(_compute, "i1"))
     for _prefix, _is_unsigned in (("icmp", False),) if _name in ("EQ", "NE") else (("icmpS", False), ("icmpU", True)):
         setattr(Arithmetic, f"create_{_prefix}{_name}", _binary(_compute, "i1", as_unsigned=_is_unsigned))

@@ -1,4 +1,4 @@
-"""Stands in for Triton's IR builder below the real semantic layer: every `create_*` is evaluated at once."""
+"""A replacement for Triton's IR builder below the real semantic layer: every `create_*` is evaluated immediately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .shared import SharedMemory
 from .tensor_core import TensorCores
 from .values import BYTES, COMPUTED, Type, Value, computed_type, rounded, unsigned
 
-# operations by how their names begin, and the capabilities that have them (PTX ISA, each instruction's target notes)
+# prefixes of operation names, and the capabilities that support them (PTX ISA, target notes of each instruction)
 ONLY_ON = {
     "create_async_tma_": (90, 100, 103, 120),
     "create_fence_async_shared": (90, 100, 103, 120),
@@ -44,7 +44,7 @@ class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
                 setattr(self, name, self._strange(name, able))
 
     def _strange(self, name: str, able: tuple[int, ...]) -> Callable[..., object]:
-        """An operation that the target does not have: it is reported, and evaluated all the same."""
+        """An operation that the target does not support: report it, then evaluate it anyway."""
         operation, others = getattr(self, name), ", ".join(f"sm_{capability}" for capability in able)
 
         def reported(*arguments: object) -> object:
@@ -62,7 +62,7 @@ class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
             return getattr(self.layouts.builder, name)
         raise NotImplementedError(f"the simulator does not know the operation {name.removeprefix('create_')}")
 
-    # ---- places in the source: the translated code carries them
+    # ---- source locations: the translated code carries them
 
     def get_loc(self) -> None: ...
     def set_loc(self, *_: object) -> None: ...
@@ -75,7 +75,7 @@ class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
     def set_insertion_point_to_end(self, *_: object) -> None: ...
     def get_cache_policy(self, *_: object) -> None: ...
 
-    # ---- regions of reduce and scan: evaluated on the arguments that the semantic layer left here
+    # ---- regions of reduce and scan: evaluated on the arguments that the semantic layer stored here
 
     def create_block_with_parent(self, region: object, types: object) -> _Block:
         return _Block(self.region_arguments)
@@ -118,11 +118,11 @@ class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
     # ---- constants
 
     def integer(self, value: int, elem: str) -> Value:
-        """A scalar of an integer type, wrapped into its range."""
+        """A scalar of an integer type, wrapped to its range."""
         return getattr(self, "get_int" + elem[1:])(value)
 
     def report(self, kind: str, text: str) -> None:
-        """A finding at the running line of the kernel."""
+        """Report a finding at the kernel's current line."""
         self.machine.report(kind, f"{text}, at {place_text(self.machine.place())}")
 
     def get_null_value(self, ty: Type) -> Value:

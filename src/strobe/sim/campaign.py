@@ -1,6 +1,4 @@
-"""Mutation testing of a kernel: every mutant is run, and a table says who noticed it; survivors need a reason in a
-ledger.
-"""
+"""Mutation testing of a kernel: run every mutant and tabulate which detectors notice it. Ledgers explain survivors."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ from .launch import simulate
 from .mutate import MODULE, Mutant, mutants
 from .scene import FAILURES, Scene, replaced
 
-MAX_STEPS = 50_000  # of a mutant's run: a live-lock ends
+MAX_STEPS = 50_000  # limit for a mutant's run, so that a livelock ends
 BLIND = Checks(happens_before=False)
-TOLERANCE = 2e-2  # of the largest output: far above rounding, far below a wrong tile
-# who looks: (name, [(mode, seed)], whether happens-before is checked)
-JUDGES = (
+TOLERANCE = 2e-2  # relative to the largest output: far above rounding, far below the error of a wrong tile
+# detectors: (name, [(mode, seed)], whether happens-before is checked)
+DETECTORS = (
     ("plain run", [("eager", 0)], False),
     ("schedules", [("lazy", 0), ("pct", 0), ("pct", 1), ("pct", 2), ("random", 0)], False),
     ("happens-before", [("eager", 0)], True),
@@ -33,7 +31,7 @@ JUDGES = (
 
 @dataclass
 class Verdict:
-    """What each detector said of a mutant: the kind of its first finding, or "" for nothing."""
+    """What each detector found in a mutant: the kind of its first finding, or "" for none."""
 
     mutant: Mutant
     said: dict[str, str]
@@ -43,16 +41,23 @@ class Verdict:
         return any(self.said.values())
 
 
-def campaign(scene: Scene, target: str, files: list[Path] | None = None, all_judges: bool = False,
-             progress: Callable[[int, int], None] = lambda done, total: None,
-             checks: Checks = USUAL) -> list[Verdict]:  # fmt: skip
-    """Run every mutant of `files` (the scene's own unless given) whose place the scene reaches, past the first detector
-    that notices if `all_judges`.
+def campaign(
+    scene: Scene,
+    target: str,
+    files: list[Path] | None = None,
+    all_detectors: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    checks: Checks = USUAL,
+) -> list[Verdict]:
+    """Run every mutant that the scene reaches. Stop at the first detector that notices, unless `all_detectors`.
 
-    `checks` is what the detector that goes by happens-before looks for. Raises SimulationFault if something is noticed
-    before anything is changed.
+    files: the source files to mutate; the scene's own file by default.
+    progress: called with (mutants done, mutants in total).
+    checks: what the happens-before detector looks for.
+
+    Raises SimulationFault if the unchanged kernel already has findings.
     """
-    with simulate(target, "eager", checks=checks) as run:  # an unchanged kernel must be clean
+    with simulate(target, "eager", checks=checks) as run:  # the unchanged kernel must have no findings
         expected = [tensor.clone() for tensor in scene()]
     entered = {
         (Path(code.co_filename).resolve(), code.co_name)
@@ -68,25 +73,25 @@ def campaign(scene: Scene, target: str, files: list[Path] | None = None, all_jud
     with tempfile.TemporaryDirectory() as folder:
         for number, (file, mutant) in enumerate(changed):
             with replaced(file, mutant.source, Path(folder) / f"mutant_{number}", scene.path) as module:
-                said = _verdict(lambda *how: _judge(scene, module, target, expected, *how), all_judges, checks)
+                said = _verdict(lambda *how: _run_mutant(scene, module, target, expected, *how), all_detectors, checks)
             if any(said.values()) or _reached(scene, file, mutant, target, Path(folder) / f"probe_{number}"):
                 verdicts.append(Verdict(mutant, said))
             progress(number + 1, len(changed))
     return verdicts
 
 
-def _verdict(detector: Callable[[str, int, Checks], str], all_judges: bool, checks: Checks) -> dict[str, str]:
+def _verdict(detector: Callable[[str, int, Checks], str], all_detectors: bool, checks: Checks) -> dict[str, str]:
     said: dict[str, str] = {}
-    for name, runs, ordered in JUDGES if all_judges else (JUDGES[2], JUDGES[1]):
+    for name, runs, ordered in DETECTORS if all_detectors else (DETECTORS[2], DETECTORS[1]):
         looked_for = checks if ordered else BLIND
         said[name] = next((found for mode, seed in runs if (found := detector(mode, seed, looked_for))), "")
-        if said[name] and not all_judges:
+        if said[name] and not all_detectors:
             break
     return said
 
 
 def _reached(scene: Scene, file: Path, mutant: Mutant, target: str, folder: Path) -> bool:
-    """Whether the scene runs what was changed: the branch of a constant that is never taken is no mutant."""
+    """Whether the scene executes the mutated statement, which may be in a constant branch that is never taken."""
     try:
         with replaced(file, mutant.probe, folder, scene.path) as module, simulate(target, "eager", checks=BLIND):
             scene(module)
@@ -95,7 +100,7 @@ def _reached(scene: Scene, file: Path, mutant: Mutant, target: str, folder: Path
     return False
 
 
-def _judge(
+def _run_mutant(
     scene: Scene, module: ModuleType, target: str, expected: list[torch.Tensor], mode: str, seed: int, checks: Checks
 ) -> str:
     with simulate(target, mode, seed, check=False, max_reports=1, checks=checks) as run:
@@ -119,7 +124,7 @@ def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def survivors(verdicts: list[Verdict]) -> Iterator[dict[str, str]]:
-    """Each unnoticed mutant as the ledger names it: by kind, function, text of the line and its number among equals."""
+    """Each unnoticed mutant with its ledger key: kind, function, text of the line, and index among equal lines."""
     seen: Counter[tuple[str, str, str]] = Counter()
     for verdict in verdicts:
         mutant = verdict.mutant
@@ -132,7 +137,7 @@ def survivors(verdicts: list[Verdict]) -> Iterator[dict[str, str]]:
 def explain(verdicts: list[Verdict], scene: str, ledger: Path) -> tuple[list[str], list[str]]:
     """(survivors without a reason, reasons without a survivor) for one scene of a ledger.
 
-    A ledger is JSON: {scene: [{"kind", "function", "text", "number", "why"}, ...]}.
+    A ledger is a JSON file: {scene: [{"kind", "function", "text", "number", "why"}, ...]}.
     """
     known = json.loads(ledger.read_text()).get(scene, []) if ledger.exists() else []
     reasons = {_name(entry): entry.get("why", "") for entry in known}

@@ -1,9 +1,9 @@
-"""Loops that Triton's frontend compiles into something else than the source says.
+"""Detects loops that Triton's frontend miscompiles.
 
-The frontend runs a loop's body once to see which names it changes, and compares the values before and after. A name
-that begins as the value of another name, or of a part of it, and takes that again in the body (`before = at.stage`
-outside and inside of the loop) looks unchanged, so the compiled loop keeps its first value for ever. Found when a
-matmul that was right here waited for ever on an H200 (Triton 3.6.0, `_find_carries`).
+The frontend runs a loop's body once to find the names it changes, by comparing values before and after. A name that
+starts as an alias of another name, or of a field of one, and takes that value again in the body (`before = at.stage`
+outside and inside the loop) looks unchanged. The compiled loop then keeps its first value. This hung a matmul on an
+H200 that was correct in the simulator (Triton 3.6.0, `_find_carries`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .report import place_text
 
 
 class Carried:
-    """Watches the names of one running loop: `turn()` after each of its iterations."""
+    """Watches the names of one running loop. Call `turn()` after each iteration."""
 
     def __init__(self, machine: Machine, frame: FrameType | None):
         self._machine, self._frame, self._turns = machine, frame, 0
         handles = {} if frame is None else {name: _handles(value) for name, value in frame.f_locals.items()}
         held = Counter(key for own in handles.values() for key in {id(handle) for handle in own})
-        # a name with a value of its own that the first turn leaves alone met a branch that was not taken: the frontend
-        # sees all branches
+        # A name with its own value that the first iteration leaves unchanged was in a branch not taken. The frontend
+        # sees all branches.
         self._entry = {name: own for name, own in handles.items() if any(held[id(handle)] > 1 for handle in own)}
         self._unchanged: set[str] = set()
 

@@ -1,5 +1,4 @@
-"""What a simulated run looks for: one value, so that a detector of mutants, a test and the command line say it
-alike."""
+"""Which faults a simulated run looks for, as one value shared by mutation detectors, tests and the command line."""
 
 from __future__ import annotations
 
@@ -8,12 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Checks:
-    """Which faults are looked for beyond those that a schedule makes visible.
+    """Which faults are checked beyond those that a schedule makes visible.
 
-    happens_before: races, missing fences and the like, told even where this schedule was lucky.
-    read_fences: also a fence where an asynchronous copy overwrites what generic code has read.
-    atomic_order: also an order between floating-point adds to one place, without which the sum differs from run to run;
-        a kernel that must give the same bits every time needs it. It is judged by happens-before too.
+    >>> Checks(happens_before=False)
+    Checks(happens_before=False, read_fences=False, atomic_order=False)
+
+    happens_before: races, missing fences and similar, also where this schedule happened to avoid them.
+    read_fences: also require a proxy fence between a generic read and an asynchronous overwrite.
+    atomic_order: also require an order between floating-point adds to one address. Without it the sum can differ from
+        run to run. It needs happens_before.
     """
 
     happens_before: bool = True

@@ -1,4 +1,4 @@
-"""Clusters: programs that run at the same time and reach each other's shared memory, as inline PTX asks for it."""
+"""Clusters: programs that run concurrently and access each other's shared memory, through inline PTX."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .pointers import Found
 from .ptx_cluster import WITHIN
 from .report import place_text
 
-MOST_COUNTED = 2**20 - 1  # by an mbarrier, of arrivals and of bytes (PTX ISA)
-SEND_NS = 400.0  # from one SM to another
+MOST_COUNTED = 2**20 - 1  # limit of an mbarrier's arrival and byte counts (PTX ISA)
+SEND_NS = 400.0  # modelled latency from one SM to another
 
 
 class Placed(Found):
-    """Addresses that lie in a memory for certain."""
+    """Addresses known to lie in one memory."""
 
     __slots__ = ()
     memory: Memory
@@ -38,12 +38,12 @@ class Clusters:
         cta, cluster = p.cta, p.cta.cluster
         if len(cta.partitions) > 1:
             raise NotImplementedError(
-                "barrier.cluster beside warp_specialize: all threads come to it, of which the simulator knows one "
+                "barrier.cluster with warp_specialize: all threads must arrive, and the simulator models only one "
                 "partition"
             )
         machine.preempt()
         if cta.came is not None:
-            self._report("barrier", f"CTA {cta.index} comes to its cluster's barrier twice, without a wait between")
+            self._report("barrier", f"CTA {cta.index} arrives at its cluster's barrier twice without a wait in between")
         cta.came = cluster.generation
         if release:
             merge(cluster.gathering, p.knows)
@@ -58,7 +58,7 @@ class Clusters:
         machine, p = self.machine, self.machine.current
         cta, cluster = p.cta, p.cta.cluster
         if (came := cta.came) is None:
-            self._report("barrier", f"CTA {cta.index} waits at its cluster's barrier, to which it did not come")
+            self._report("barrier", f"CTA {cta.index} waits at its cluster's barrier without having arrived")
             return
         machine.preempt()
         machine.block(
@@ -72,8 +72,8 @@ class Clusters:
     # ---- shared memory by address
 
     def shared_symbol(self, name: str, size: int) -> int:
-        """Where a variable of inline PTX lies, in every program alike: one for each place that names it, as a block's
-        names are its own.
+        """Address of an inline PTX variable, the same in every program. Each place that declares a name gets its own
+        variable, because names of an inline block are local to it.
         """
         cta, key = self.machine.current.cta, (name, size, self.machine.place())
         if key not in cta.symbols:
@@ -86,12 +86,12 @@ class Clusters:
     def _shared(
         self, address: np.ndarray, mask: np.ndarray | None, size: int, what: str
     ) -> Iterator[tuple[Cta, Placed]]:
-        """Each program whose memory an access meets, and what of it is meant."""
+        """Each program whose memory an access touches, with the addresses that lie in it."""
         p = self.machine.current
         live = np.ones(address.shape, bool) if mask is None else np.asarray(mask, bool)
         owners, within = address >> WITHIN, address & (1 << WITHIN) - 1
         if np.any(address[live] % size):
-            self._report("bounds", f"{what} of {size} bytes at an address that is no multiple of them")
+            self._report("bounds", f"{what} of {size} bytes at an address that is not a multiple of {size}")
         for owner in np.unique(owners[live]).tolist():
             here = live & (owners == owner)
             if owner > len(p.cta.cluster.ctas):
@@ -115,7 +115,7 @@ class Clusters:
         p = self.machine.current
         reaches = f"{what} by {p.name} of CTA {p.cta.index} reaches CTA {other.index}"
         if not p.cta.met:
-            self._report("race", f"{reaches}, which may not run yet: no wait for the cluster comes before")
+            self._report("race", f"{reaches}, which may not have started: no cluster wait precedes it")
         if other.ended:
             self._report("race", f"{reaches}, which has ended")
 
@@ -128,22 +128,22 @@ class Clusters:
         if np.any(address[slice(None) if mask is None else np.asarray(mask, bool)] >> WITHIN):
             self._report(
                 "bounds",
-                "ld.shared of another program's memory, or of its own by way of mapa: that is ld.shared::cluster",
+                "ld.shared at an address from mapa; use ld.shared::cluster",
             )
         for _, found in self._shared(address, mask, np.dtype(dtype).itemsize, "ld.shared"):
             self._record(found, False, "ld.shared")
             bits[found.live] = self._fetch(found, dtype, 0)[found.live]
         return bits
 
-    # ---- mbarriers at addresses, and what comes with them
+    # ---- mbarriers by address, and the transfers that complete on them
 
     def _barrier_at(self, address: int, cta: Cta | None = None) -> Barrier:
         if address % 8:
-            self._report("bounds", f"an mbarrier at {address}, which is no multiple of 8")
+            self._report("bounds", f"an mbarrier at {address}, which is not a multiple of 8")
         return self.machine.barrier(address, f"mbarrier at {address}", cta)
 
     def shared_barrier(self, address: np.ndarray, count: int, expected: int | None, mask: np.ndarray | None) -> None:
-        """Initialise it with a count of arrivals (expected None), or arrive and expect so many bytes."""
+        """Initialise the mbarrier with `count` arrivals (`expected` is None), or arrive and expect `expected` bytes."""
         machine, p = self.machine, self.machine.current
         live = np.ones(address.shape, bool) if mask is None else np.asarray(mask, bool)
         if max(count, expected or 0) > MOST_COUNTED:
@@ -181,9 +181,7 @@ class Clusters:
             knows.update(before)
 
     def send(self, address: np.ndarray, values: list[np.ndarray], bell: np.ndarray, mask: np.ndarray | None) -> None:
-        """st.async: numbers that follow each other from each address on, which complete their bytes at the mbarrier
-        `bell`, some time later.
-        """
+        """st.async: write `values` to consecutive addresses later, then complete their bytes on mbarrier `bell`."""
         size = values[0].itemsize
         for cta, found in self._shared(address, mask, size * len(values), "st.async"):
             for place in np.unique(bell[found.live]).tolist():
@@ -202,7 +200,7 @@ class Clusters:
         actor = Actor(agent, number, {**knows, agent: number}, "generic", what, place)
         machine.access(found.memory, found.memory.mask_at(offsets, found.size), True, actor)
         p.tick()
-        told = {agent: number}  # of what was sent alone, not of what the sender did before
+        told = {agent: number}  # releases only the data sent, not the sender's earlier accesses
         operation = Operation(agent, what, place, lambda: None, p.time_ns + SEND_NS)
         size = found.size // len(values)
         whole = [np.broadcast_to(value, found.offsets.shape) for value in values]

@@ -1,4 +1,4 @@
-"""`strobe sim`: run a scene in the simulator, draw its timeline, or try its mutants."""
+"""`strobe sim`: run a scene in the simulator, draw its timeline, or run its mutants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PICTURES = (".html", ".svg", ".json")
 
 
 def run(argv: Sequence[str]) -> int:
-    """0: nothing found; 1: faults, or survivors that nothing explains; 2: the scene cannot be run."""
+    """Exit status. 0: no findings. 1: findings, or unexplained survivors. 2: the scene cannot run."""
     arguments = parse(list(argv))
     try:
         _check(arguments)
@@ -31,18 +31,18 @@ def run(argv: Sequence[str]) -> int:
         return _mutate(scene, arguments) if arguments.mutate else _run(scene, arguments)
     except SceneError as error:
         print(f"strobe sim: {error}", file=sys.stderr)
-    except SystemExit as ended:  # 0 from here would say that nothing was found
+    except SystemExit as ended:  # passing on a status of 0 would mean "no findings"
         print(
             f"strobe sim: {arguments.scene} ended the process with sys.exit({ended.code!r}); have it return",
             file=sys.stderr,
         )
-    except FAILURES as error:  # the kernel's writer wants to see where
+    except FAILURES as error:  # the traceback shows the kernel's author where
         traceback.print_exception(error)
     return 2
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """What argparse cannot know: options that go together, files."""
+    """Checks beyond argparse: combinations of options, and files."""
     if arguments.timeline and arguments.timeline.suffix not in PICTURES:
         raise SceneError(f"--timeline: got {arguments.timeline}, expected a name that ends in {', '.join(PICTURES)}")
     if arguments.timeline and not arguments.timeline.absolute().parent.is_dir():
@@ -54,11 +54,11 @@ def _check(arguments: argparse.Namespace) -> None:
             raise SceneError(f"--file: got {file}, expected a Python file that exists")
     for flag, given in (("--file", arguments.file), ("--judges", arguments.judges), ("--ledger", arguments.ledger)):
         if given and not arguments.mutate:
-            raise SceneError(f"{flag}: it is about mutants; give --mutate too")
+            raise SceneError(f"{flag}: needs --mutate")
     if arguments.ledger and not _is_json(arguments.ledger):
-        raise SceneError(f"--ledger: got {arguments.ledger}, expected a file of JSON; {{}} explains nothing yet")
+        raise SceneError(f"--ledger: got {arguments.ledger}, expected a JSON file; start with {{}}")
     if arguments.timeline and arguments.mutate:
-        raise SceneError("--timeline: mutants have none; leave --mutate out")
+        raise SceneError("--timeline: mutants have no timeline; leave out --mutate")
 
 
 def _is_json(path: Path) -> bool:
@@ -74,7 +74,7 @@ def _checks(arguments: argparse.Namespace) -> Checks:
 
 def _run(scene: Scene, arguments: argparse.Namespace) -> int:
     modes = [arguments.mode] if arguments.mode else [mode for mode in MODES if mode != "timed"]
-    found: dict[tuple[str, str, int], Report] = {}  # by kind, place, and number among a run's others there
+    found: dict[tuple[str, str, int], Report] = {}  # by (kind, place, index at that place)
     stats: Counter[str] = Counter()
     runs = [(mode, seed) for mode in modes for seed in range(arguments.seed, arguments.seed + arguments.seeds)]
     for mode, seed in runs:
@@ -117,7 +117,7 @@ def _mutate(scene: Scene, arguments: argparse.Namespace) -> int:
                 lambda: campaign(scene, arguments.target, files, arguments.judges, update, _checks(arguments))
             )
     except SimulationFault as fault:
-        raise SceneError(f"the kernel has faults before anything is changed: {fault}") from fault
+        raise SceneError(f"the unchanged kernel has faults: {fault}") from fault
     unexplained, stale = (
         explain(verdicts, arguments.scene.rpartition("/")[2], arguments.ledger) if arguments.ledger else ([], [])
     )
@@ -137,7 +137,7 @@ def _mutate(scene: Scene, arguments: argparse.Namespace) -> int:
         _table(verdicts)
         print(summary(verdicts, seconds))
         for title, names in (
-            ("survives, and the ledger does not say why", unexplained),
+            ("survives without a reason in the ledger", unexplained),
             ("in the ledger, but noticed or gone", stale),
         ):
             for name in names:
@@ -150,10 +150,10 @@ def _table(verdicts: list[Verdict]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    judges = list(dict.fromkeys(name for verdict in verdicts for name in verdict.said))
-    table = Table("line", "function", "change", "statement", *judges)
+    detectors = list(dict.fromkeys(name for verdict in verdicts for name in verdict.said))
+    table = Table("line", "function", "change", "statement", *detectors)
     for verdict in verdicts:
-        said = [verdict.said.get(name) or ("-" if name not in verdict.said else "nothing") for name in judges]
+        said = [verdict.said.get(name) or ("-" if name not in verdict.said else "nothing") for name in detectors]
         mutant = verdict.mutant
         table.add_row(
             str(mutant.line),
@@ -168,7 +168,8 @@ def _table(verdicts: list[Verdict]) -> None:
 
 
 def _count(number: int, what: str) -> str:
-    """
+    """The number with its noun, singular or plural.
+
     >>> _count(1, "finding"), _count(2, "run")
     ('1 finding', '2 runs')
     """

@@ -1,7 +1,7 @@
-"""What a translated kernel asks: every operator, call and name rule of Triton's frontend, on values instead of IR.
+"""Evaluates a translated kernel: the operators, calls and name rules of Triton's frontend, on values instead of IR.
 
-Rules are the frontend's (triton/compiler/code_generator.py of Triton 3.6): constants are folded, tensors go to the real
-semantic layer, jit functions are entered, builtins are called with `_semantic`.
+The rules follow triton/compiler/code_generator.py of Triton 3.6: constants are folded, tensors go to the real semantic
+layer, jit functions are entered, and builtins are called with `_semantic`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .machine import KERNEL_CODE
 from .translate import signature, translated
 from .values import Diverged, Value, tensor, unsigned
 
-_NOWHERE = ast.AST()  # an error that has no line of its own
+_NOWHERE = ast.AST()  # position of an error without a line of its own
 _CONDITIONS = (bool, int, type(None))
 _PYTHON: dict[object, Callable[..., object]] = {
     int: int,
     len: len,
     tl.static_print: print,
     gl.static_print: print,
-}  # run on plain Python values
+}  # functions run on plain Python values
 _STATIC_ASSERTS, _MAPS = (tl.static_assert, gl.static_assert), (tl.map_elementwise, gl.map_elementwise)
 _BUILTINS = frozenset(id(value) for value in CodeGenerator.builtin_namespace.values())
 
@@ -57,15 +57,15 @@ def _is_builtin(fn: object) -> bool:
 
 @functools.lru_cache(None)
 def _plain_builtin(fn: object) -> bool:
-    """A builtin of the language that is called as it is: most calls of a kernel."""
+    """Whether `fn` is a builtin of the language that needs no special handling. Most calls in a kernel are."""
     return _is_builtin(fn) and fn not in (*_STATIC_ASSERTS, *_MAPS, *_PYTHON) and not hasattr(fn, "__self__")
 
 
-# int32 scalars (ring stages, loop counters) are most operations of a kernel and need none of the semantic layer's rules
+# Most operations of a kernel are on int32 scalars (pipeline stages, loop counters). They bypass the semantic layer.
 _SCALAR: dict[str, Callable[[int, int], Any]] = dict(
     __add__=operator.add, __sub__=operator.sub, __mul__=operator.mul, __and__=operator.and_, __or__=operator.or_,
     __xor__=operator.xor)  # fmt: skip
-_DIVIDING = dict(__mod__=operator.mod, __floordiv__=operator.floordiv)  # of positive numbers Python's are C's
+_DIVIDING = dict(__mod__=operator.mod, __floordiv__=operator.floordiv)  # equal to C's for positive numbers
 _COMPARING = dict(
     __lt__=operator.lt,
     __le__=operator.le,
@@ -74,13 +74,11 @@ _COMPARING = dict(
     __eq__=operator.eq,
     __ne__=operator.ne,
 )
-_FOLDED = {**_SCALAR, **_DIVIDING, **_COMPARING}  # what two constants give is a constant, by Python's own rules
+_FOLDED = {**_SCALAR, **_DIVIDING, **_COMPARING}  # two constants give a constant, by Python's rules
 
 
 def _int32(value: object) -> int | None:
-    """The number that an int32 scalar or a small constant stands for; None for anything else (a whole array dressed as
-    a scalar).
-    """
+    """The value of an int32 scalar or a small constant. None for others, such as a whole array passed as a scalar."""
     if isinstance(value, tl.tensor):
         return int(value.handle._data) if value.type is tl.int32 and not np.ndim(value.handle._data) else None
     number = value.value if isinstance(value, constexpr) else None
@@ -88,7 +86,7 @@ def _int32(value: object) -> int | None:
 
 
 def _scalar_binary(method: str, left: Any, right: Any) -> Any:
-    """`left method right` on int32 scalars; None if the semantic layer must decide."""
+    """`left method right` on int32 scalars, or None if the semantic layer must evaluate it."""
     a, b = _int32(left), _int32(right)
     if a is None or b is None:
         return None
@@ -113,9 +111,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _settled(value: tl.tuple) -> bool:
-    """Whether no part of a tuple is a constant, so that storing or returning it changes nothing (kernels never write
-    into one).
-    """
+    """Whether a tuple contains no constant, so that storing or returning it needs no conversion."""
     return all(
         _settled(part) if type(part) is tl.tuple else isinstance(part, base_value) and type(part) is not constexpr
         for part in value.values
@@ -123,13 +119,13 @@ def _settled(value: tl.tuple) -> bool:
 
 
 class Interpreter:
-    """One partition's view of the frontend; the semantic layer knows it as the generator."""
+    """The frontend as one partition sees it. The semantic layer knows it as the generator."""
 
     def __init__(self, semantic: Any, caller_context: object = None):
         self.semantic, self.builder, self.caller_context = semantic, semantic.builder, caller_context
 
     def inside(self, caller_context: object) -> Interpreter:
-        """The same interpreter in a partition with other warps."""
+        """The same interpreter for a partition with another number of warps."""
         return self if caller_context is None else Interpreter(self.semantic, caller_context)
 
     # ---- names, constants, attributes
@@ -189,7 +185,7 @@ class Interpreter:
         return constexpr((unwrapped(left) is unwrapped(right)) == wanted)
 
     def logical(self, method: str, *later: Callable[[], object]) -> Any:
-        """`and` / `or`: constants short-circuit, tensors are combined."""
+        """`and` / `or`: constants short-circuit; tensors are combined element-wise."""
         tensors, value = [], None
         for operand in later:
             value = operand()
@@ -239,7 +235,7 @@ class Interpreter:
     def _decided(data: Any) -> bool:
         if np.size(data) == 1:
             return bool(np.all(data))
-        if np.all(data) or not np.any(data):  # a scalar function mapped over whole arrays, whose elements agree
+        if np.all(data) or not np.any(data):  # a scalar function mapped over arrays: all elements agree
             return bool(np.all(data))
         raise Diverged(np.asarray(data, bool))
 
@@ -271,7 +267,7 @@ class Interpreter:
         yield from self._counted(self.semantic.to_tensor(low), self.semantic.to_tensor(high), step)
 
     def _counted(self, low: Any, high: Any, step: Any) -> Iterator[tl.tensor]:
-        """The induction variable of a loop at run time, as a scalar of the bounds' common type."""
+        """The induction variable of a runtime loop, as a scalar of the bounds' common type."""
         static, step = not _is_tensor(step), self.semantic.to_tensor(step)
         if any(bound.type.is_block() or not bound.dtype.is_int() for bound in (low, high, step)):
             raise TypeError(
@@ -282,7 +278,9 @@ class Interpreter:
         elem, wrapped = kind.to_ir(self.builder).elem, unsigned if kind.is_int_unsigned() else lambda data: data
         bounds = [int(wrapped(self.semantic.cast(bound, kind).handle.data)) for bound in (low, high, step)]
         if bounds[2] == 0 or (bounds[2] < 0 and not static):
-            self.builder.report("assert", f"a loop's step is {bounds[2]}; one that is no constant must be positive")
+            self.builder.report(
+                "assert", f"a loop's step is {bounds[2]}; a step that is not a constant must be positive"
+            )
             return
         carried = Carried(self.builder.machine, _kernel_frame())
         for index in range(*bounds):
@@ -290,7 +288,7 @@ class Interpreter:
             carried.turn()
 
     def turns(self) -> Iterator[None]:
-        """The iterations of a `while`, which ends by its own test."""
+        """The iterations of a `while` loop, which evaluates its own condition."""
         carried = Carried(self.builder.machine, _kernel_frame())
         while True:
             yield
@@ -387,14 +385,14 @@ class Interpreter:
     def call_JitFunction(
         self, fn: JITFunction, args: Iterable[object], kwargs: dict[str, object], caller_context: object = None
     ) -> Any:
-        """Enter a device function (the name is the one the semantic layer calls its generator by)."""
+        """Enter a device function. The semantic layer calls its generator by this name."""
         self.builder.machine.entered[id(fn)] = fn
         values = bind(fn, list(args), kwargs)
         return translated(fn)(self.inside(caller_context), *values)
 
 
 def bind(fn: JITFunction, arguments: list[object], keywords: dict[str, object]) -> list[base_value]:
-    """The arguments of a device function in the order of its parameters, constants as constexpr."""
+    """The arguments of a device function in parameter order; constants become constexpr."""
     parameters = signature(fn).parameters
     if len(arguments) == len(parameters) and not keywords:
         values = arguments

@@ -1,4 +1,4 @@
-"""`with simulate(...)`: kernels launched inside run in the simulator, on CPU tensors, instead of on a GPU."""
+"""`with simulate(...)`: kernels launched inside run in the simulator on CPU tensors instead of on a GPU."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from .translate import translated
 from .values import STORED, Descriptor, Value, wraps
 
 KIB = 1024
-TENSOR_COLUMNS = 512  # of sm_100 and sm_103
+TENSOR_COLUMNS = 512  # on sm_100 and sm_103
 _OPTIONS = ("num_warps", "num_ctas", "maxnreg", "num_stages", "launch_cooperative_grid", "launch_pdl")
-_CHECKED = dict(debug=True, sanitize_overflow=False)  # device_assert counts; integers wrap, as without TRITON_DEBUG
+_CHECKED = dict(debug=True, sanitize_overflow=False)  # device_assert is active; integers wrap, as without TRITON_DEBUG
 _DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.bool: tl.int1}
 
 
 @dataclass
 class Run:
-    """What a simulated run found and did.
+    """The result of a simulated run.
 
-    `reports`: the findings, each once. `stats`: counts of CTAs, scheduler steps, accesses, landed operations.
-    `events`: bars of the timeline, in mode "timed" only.
+    `reports`: distinct findings. `stats`: counts of CTAs, scheduler steps, accesses and landed operations. `events`:
+    timeline bars, in mode "timed" only.
     """
 
     machine: Machine
@@ -68,14 +68,12 @@ class Run:
         return self.machine.events
 
     def check(self) -> None:
-        """Raise SimulationFault if anything was found."""
+        """Raise SimulationFault if there are findings."""
         if self.reports:
             raise SimulationFault(self.reports)
 
     def save(self, path: str, title: str = "simulated run") -> None:
-        """The timeline as a Chrome trace (.json, opens in Perfetto), a picture (.svg) or a page (.html); needs
-        mode="timed".
-        """
+        """Write a Chrome trace (.json, for Perfetto), an image (.svg) or a page (.html). Needs mode="timed"."""
         if self.machine.mode != "timed":
             raise ValueError(
                 f"save: the run was in mode {self.machine.mode!r}; a timeline needs simulate(mode='timed')"
@@ -94,7 +92,7 @@ def simulate(
     max_reports: int = 50,
     checks: Checks = USUAL,
 ) -> Iterator[Run]:
-    """Run kernels on a CPU and find their races, deadlocks and missing fences.
+    """Run kernels on a CPU and find races, deadlocks and missing fences.
 
     >>> import torch
     >>> from triton import jit, language as tl
@@ -103,20 +101,20 @@ def simulate(
     >>> run.reports  # doctest: +SKIP
     []
 
-    target: "sm_80", 86, 89, 90, 100, 103 or 120: capability and memory limits.
-    mode: when asynchronous work lands and who goes first: "eager" (at once), "lazy" (as late as possible), "random",
-        "pct" (random priorities: the most adversarial) or "timed" (by modelled time: gives a timeline).
-    seed: of the schedule; the same seed gives the same run.
-    sms: CTAs in flight at once, and the number of SMs the kernel is told.
-    check: raise SimulationFault at the end if there are reports; False: leave them in `run.reports`.
-    max_reports: end the launch after so many distinct findings.
-    checks: what is looked for: `Checks(happens_before=False)` notices only what the schedule makes visible (for
-    comparisons),
-        `read_fences=True` also asks for a proxy fence between a generic read and an asynchronous overwrite,
-        `atomic_order=True` also for an order between floating-point adds to one place.
+    target: "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103" or "sm_120"; sets capability and memory limits.
+    mode: the schedule, which decides when asynchronous work lands and which partition runs next. "eager" lands work at
+        once, "lazy" as late as possible, "random" at random. "pct" uses random priorities and finds the most faults.
+        "timed" follows modelled time and records a timeline.
+    seed: of the schedule. The same seed gives the same run.
+    sms: number of CTAs in flight, and the number of SMs that the kernel is told.
+    check: raise SimulationFault at the end if there are findings. Otherwise they stay in `run.reports`.
+    max_reports: stop after this many distinct findings.
+    checks: which faults are looked for. `Checks(happens_before=False)` reports only what this schedule makes visible.
+        `read_fences=True` also requires a proxy fence between a generic read and an asynchronous overwrite.
+        `atomic_order=True` also requires an order between floating-point adds to one address.
 
-    Raises ValueError for an unknown target or mode, TypeError for tensors that are not on the CPU, SimulationFault as
-    above.
+    Raises ValueError for an unknown target or mode, TypeError for tensors that are not on the CPU, and SimulationFault
+    for findings.
     """
     capability = _capability(target)
     if mode not in MODES:
@@ -130,8 +128,8 @@ def simulate(
     def launch(
         fn: JITFunction, *arguments: object, grid: Any, warmup: bool = False, **keywords: object
     ) -> SimpleNamespace | None:
-        """As Triton's: a warm-up gives what is launched from then on for these constants; its metadata say how many
-        programs run together.
+        """Replaces Triton's launch. A warm-up returns the kernel that is launched from then on for these constants; its
+        metadata give the number of programs per cluster.
         """
         if warmup:
             return made.setdefault(
@@ -158,7 +156,7 @@ def simulate(
 
 
 def _constants(fn: JITFunction, arguments: tuple[object, ...], keywords: dict[str, object]) -> tuple[int, str]:
-    """A kernel and the constants that it is compiled for."""
+    """Key of a kernel and the constants it is compiled for."""
     bound = fn.signature.bind(
         *arguments, **{name: value for name, value in keywords.items() if name in fn.arg_names}
     ).arguments
@@ -174,7 +172,7 @@ def _capability(target: str) -> int:
 
 
 class _Driver:
-    """What Triton asks of the active driver."""
+    """The part of Triton's active driver that a launch uses."""
 
     def __init__(self, capability: int):
         self._target = GPUTarget("cuda", capability, 32)
@@ -196,7 +194,7 @@ _LAYOUTS: dict[tuple[int, int, int], Layouts] = {}
 
 
 class _Launch:
-    """One launch: arguments as the frontend sees them, then the grid."""
+    """One launch: converts the arguments as the frontend sees them, then runs the grid."""
 
     def __init__(self, run: Run, capability: int, fn: JITFunction):
         self.machine, self.capability, self.fn = run.machine, capability, fn
@@ -210,7 +208,7 @@ class _Launch:
         parsed: Any = CUDABackend(GPUTarget("cuda", self.capability, 32)).parse_options(options | _CHECKED)
         if parsed.num_ctas != 1:
             raise NotImplementedError(
-                f"num_ctas={parsed.num_ctas}: the simulator shares out no tensor among the programs of a cluster"
+                f"num_ctas={parsed.num_ctas}: the simulator does not distribute a tensor over the programs of a cluster"
             )
         named = {name: value for name, value in keywords.items() if name in self.fn.arg_names}
         bound = self.fn.signature.bind(*arguments, **named)
@@ -272,8 +270,8 @@ class _Launch:
         return constexpr(value)
 
     def _number(self, value: int | float, parameter: KernelParam | None) -> base_value:
-        """A number as the launcher passes it: by the parameter's annotation, else int32, int64 or uint64, whichever
-        holds it, or float32.
+        """A number as the launcher passes it: by the parameter's annotation if there is one, else the first of int32,
+        int64 and uint64 that holds it, or float32.
         """
         annotated = getattr(parameter, "annotation_type", "") if parameter is not None else ""
         if annotated:

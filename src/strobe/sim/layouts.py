@@ -1,5 +1,4 @@
-"""Questions of layout go to Triton's own builder, on values without content, so layout errors are the compiler's
-own."""
+"""Asks Triton's own builder about layouts, on values without content. Layout errors are the compiler's own."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ def _key(argument: object) -> Hashable:
 
 
 def _places(bases: list[list[int]], strides: list[int]) -> np.ndarray:
-    """Places in a flat array of all combinations of a linear layout's bases, the first of which changes first."""
+    """Offsets in a flat array of all combinations of a linear layout's bases. The first basis varies fastest."""
     steps = [sum(x * stride for x, stride in zip(base, strides, strict=True)) for base in bases]
     return reduce(lambda places, step: np.concatenate([places, places ^ step]), steps, np.zeros(1, np.int64))
 
 
 class Interned:
-    """The real builder's `get_*_layout`, giving one live attribute for each distinct layout, so that `id` is a key."""
+    """The real builder's `get_*_layout`, with one live attribute per distinct layout, whose `id` can be a key."""
 
     def __init__(self, builder: Any):
         self._builder, self._kept = builder, {}
@@ -38,7 +37,10 @@ class Interned:
         def get(*arguments: object) -> Any:
             key = (name, _key(arguments))
             if key not in self._kept:
-                self._kept[key] = (make(*arguments), arguments)  # the arguments' ids must stay taken
+                self._kept[key] = (
+                    make(*arguments),
+                    arguments,
+                )  # keeps the arguments alive, so that their ids stay unique
             return self._kept[key][0]
 
         setattr(self, name, get)
@@ -46,7 +48,7 @@ class Interned:
 
 
 class Layouts:
-    """The compiler's layout inference for one (capability, warps, CTAs), with its answers kept."""
+    """The compiler's layout inference for one (capability, warps, CTAs), with a cache of its answers."""
 
     def __init__(self, capability: int, num_warps: int, num_ctas: int):
         self._context = ir.context()
@@ -92,8 +94,8 @@ class Layouts:
     def result(
         self, operation: str, elem: str, shape: Sequence[int], layout: object, *arguments: object
     ) -> tuple[object, object]:
-        """(Python layout, attribute) of what `create_<operation>(value, *arguments)` gives; (None, None) for plain
-        Triton.
+        """(Python layout, attribute) of the result of `create_<operation>(value, *arguments)`; (None, None) without
+        layouts.
         """
         if layout is None:
             return None, None
@@ -118,14 +120,15 @@ class Layouts:
         return python, python._to_ir(self.attributes)
 
     def of_tensor(self, shape: Sequence[int], layout: object) -> object:
-        """The Python layout of a tensor with this layout attribute."""
+        """The Python layout for a tensor's layout attribute."""
         key = ("tensor", tuple(shape), id(layout))
         return self.answer(key, lambda: self.builder.get_gluon_layout_from_tensor(self.blank("i32", shape, layout)))
 
     def registers(self, shape: tuple, layout: object, pack: int) -> np.ndarray | None:
-        """[groups, pack]: the places in a flat array of registers of one thread that follow each other; 32 groups that
-        do so are the lanes of a warp. None where that is the array's order, for plain Triton, and where a thread holds
-        an element twice, or none.
+        """Offsets in a flat array of a thread's consecutive registers, shaped [groups, pack].
+
+        Each run of 32 groups is the lanes of a warp. None if that is already the array's order, in plain Triton, or if
+        a thread holds an element twice or not at all.
         """
         if layout is None:
             return None
@@ -173,7 +176,7 @@ class Layouts:
         )
 
     def of_memory(self, elem: str, shape: Sequence[int], layout: object) -> object:
-        """The Python layout of a memory descriptor with this layout attribute."""
+        """The Python layout for a memory descriptor's layout attribute."""
 
         def ask() -> object:
             memory = self.builder.get_shared_mem_desc_ty(self.elem(elem), list(shape), layout, list(shape))
@@ -182,8 +185,9 @@ class Layouts:
         return self.answer(("memory", elem, tuple(shape), id(layout)), ask)
 
     def pieces(self, elem: str, source: tuple, source_layout: object, target: tuple, target_layout: object) -> bool:
-        """Whether a tile [..., rows, columns] taken as [pieces, some rows, block] is cut between its blocks of columns:
-        a swizzled tile wider than its swizzle lies in memory block by block, each of all rows.
+        """Whether reshaping [..., rows, columns] to [pieces, fewer rows, block] cuts a tile between blocks of columns.
+
+        A swizzled tile wider than its swizzle lies in memory block by block, each with all rows.
         """
         if len(target) != 3 or source[-1] <= target[-1]:
             return False

@@ -1,9 +1,8 @@
-"""The machine: CTAs in flight, a seeded scheduler, barriers, and the checks that turn what happens into reports.
+"""The simulated machine: CTAs in flight, a seeded scheduler, barriers, and the checks that produce reports.
 
-Nothing here knows Triton. Asynchronous work really is late: a copy or a product takes effect when the scheduler lets it
-land. Modes: `eager` lands it at once; `lazy` only when every partition waits; `random` draws among all that can happen;
-`pct` follows random priorities with random change points (Burckhardt et al., ASPLOS 2010); `timed` goes by modelled
-time.
+This file knows nothing of Triton. A copy or a product takes effect only when the scheduler lands it. Modes: `eager`
+lands it at once; `lazy` only when every partition waits; `random` draws among everything that can happen; `pct` follows
+random priorities with random change points (Burckhardt et al., ASPLOS 2010); `timed` follows modelled time.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from .options import MODES as MODES
 from .report import Place, Reports, Stop, place_text
 from .timeline import Event
 
-KERNEL_CODE: dict[
-    int, CodeType
-] = {}  # by id, since a code object's hash reads all of it: made from kernel functions, frames worth naming
+# code of kernel functions, whose frames are named in reports; by id, since hashing code reads all of it
+KERNEL_CODE: dict[int, CodeType] = {}
 MAX_STEPS = 5_000_000
-# (kind of report, the later access writes, the earlier one did) -> how the later relates to the earlier
+# (kind of report, later access writes, earlier access writes) -> how the later access relates to the earlier one
 _RELATION = {
     ("race", True, True): "overwrites", ("race", True, False): "overwrites what is read by",
     ("race", False, True): "reads what is written by",
@@ -37,11 +35,11 @@ _RELATION = {
     **{("fence", *writes): "follows" for writes in ((True, True), (True, False), (False, True))},
 }  # fmt: skip
 _REASON = {
-    "race": "; nothing orders the two",
-    "order": "; nothing fixes their order: the sum of floating-point numbers differs from run to run",
-    "fence": " through another proxy; fence_async_shared is missing between",
+    "race": "; the two are unordered",
+    "order": "; their order is not fixed: the sum of floating-point numbers differs from run to run",
+    "fence": " through another proxy; fence_async_shared is missing in between",
 }
-SPINS = 1000  # equal plain reads in a row, nothing between, that make a spin loop
+SPINS = 1000  # identical weak reads in a row that count as a spin loop
 
 _NOBODY = cast(Partition, None)  # the current partition while no kernel code runs
 
@@ -56,16 +54,16 @@ class Machine:
         self.events: list[Event] = []
         self.stats: dict[str, int] = {"ctas": 0, "steps": 0, "accesses": 0, "landed": 0}
         self.current: Partition = _NOBODY  # set whenever kernel code runs
-        self.hub: Any = None  # the greenlet of the scheduler
+        self.hub: Any = None  # the scheduler's greenlet
         self.ctas: list[Cta] = []
         self.max_steps = MAX_STEPS
-        self.entered: dict[int, Any] = {}  # the jit functions that ran, by id
+        self.entered: dict[int, Any] = {}  # jit functions that ran, by id
         self.progress = 0  # counts changes that a spinning partition might see
         self._priorities: dict[str, float] = {}
         self._sequence: dict[str, int] = {}
-        self._locations: dict[tuple[int, int], Clock] = {}  # what atomics released at a global address
+        self._locations: dict[tuple[int, int], Clock] = {}  # clocks that atomics released, by global address
 
-    # ---- where we are, what we found
+    # ---- current place and findings
 
     def place(self) -> Place:
         """The kernel functions on the stack, innermost first."""
@@ -84,7 +82,7 @@ class Machine:
     # ---- memory
 
     def access(self, memory: Memory, mask: int, write: bool, actor: Actor) -> None:
-        """Record an access and report what is wrong with it."""
+        """Record an access and report its faults."""
         self.stats["accesses"] += 1
         if memory.space == "global" and actor.proxy == "generic" and not write:
             self._spins(memory, mask, actor)
@@ -95,8 +93,8 @@ class Machine:
             return
         if unwritten:
             text = (
-                f"{actor.what} by {_who(actor)} reads {memory.name}, of which nothing wrote "
-                f"{_part(unwritten, mask)}, at {place_text(actor.where)}"
+                f"{actor.what} by {_who(actor)} reads {memory.name}, {_part(unwritten, mask)} "
+                f"of which was never written, at {place_text(actor.where)}"
             )
             self.report("uninitialised", text, actor.where, (memory.name, actor.where))
         for access in earlier:
@@ -108,8 +106,8 @@ class Machine:
                 )
 
     def _fault(self, earlier: Access, actor: Actor) -> str:
-        """The kind of report that two accesses to one place deserve, at least one of them a write; "" for none."""
-        if earlier.actor.atomic and actor.atomic:  # they do not race, but the order of adds may matter
+        """The kind of report for two accesses to one place, at least one of them a write, or "" for none."""
+        if earlier.actor.atomic and actor.atomic:  # atomics do not race, but the order of adds may matter
             ordered = not (self.checks.atomic_order and earlier.actor.adds and actor.adds) or earlier.ordered_before(
                 actor
             )
@@ -119,27 +117,29 @@ class Machine:
         return "fence" if self._unfenced(earlier, actor) else ""
 
     def _unfenced(self, earlier: Access, actor: Actor) -> bool:
-        """The async proxy after generic code, with no fence between; after a generic read only if that is asked for."""
+        """Whether the async proxy follows a generic access without a fence. After a generic read this counts only if
+        `read_fences` is set.
+        """
         crosses = (
             actor.proxy.startswith("async") and earlier.actor.generic and (earlier.write or self.checks.read_fences)
         )
         return crosses and not earlier.fenced_before(actor)
 
     def touch(self, memory: Memory, view: np.ndarray, write: bool, what: str) -> None:
-        """An access by the running partition, through its own instructions."""
+        """An access by the running partition's own instructions."""
         p = self.current
         proxy = "tensor" if memory.space == "tensor" else "generic"
         self.access(memory, memory.mask_of(view), write, Actor(p.agent, p.clock, p.knows, proxy, what, self.place()))
 
     def _spins(self, memory: Memory, mask: int, actor: Actor) -> None:
-        """Notice a loop that does nothing but read a global value by plain loads; then let others go first."""
+        """Detect a loop that only repeats a weak read of one global value. Then let others run first."""
         p, seen = self.current, (memory.name, mask, actor.where, self.progress)
         p.repeats = p.repeats + 1 if p.last_read == seen else 0
         p.last_read = seen
         if p.repeats >= SPINS:
             text = (
-                f"{p.name} reads {memory.name} again and again by a plain load, which need not see what others "
-                "write: read it by a volatile "
+                f"{p.name} reads {memory.name} repeatedly by a plain load, which need not see other agents' "
+                "writes: read it by a volatile "
                 f"or acquiring load; at {place_text(actor.where)}"
             )
             self.report("deadlock", text, actor.where, (memory.name, actor.where))
@@ -168,7 +168,7 @@ class Machine:
     # ---- mbarriers
 
     def barrier(self, address: int, name: str, cta: Cta | None = None) -> Barrier:
-        """The initialised barrier at an address; an uninitialised one is reported and made, so that the run goes on."""
+        """The initialised barrier at an address. An uninitialised one is reported and created; the run continues."""
         p = self.current
         found = (cta or p.cta).barriers.get(address)
         if found is None or not found.valid:
@@ -197,13 +197,13 @@ class Machine:
     def arrive(
         self, barrier: Barrier, count: int, knows: Clock, who: str, where: Place, expect: int = 0, time_ns: float = 0.0
     ) -> None:
-        """Arrivals by `who`, asked for at `where`; they tell whoever waits what `knows` holds."""
+        """Arrivals by `who`, issued at `where`. Waiters acquire the vector clock `knows`."""
         self.progress += 1
         if self.checks.happens_before and not barrier.knows_the_end(knows):
             self.report(
                 "barrier",
                 f"{who} arrives on {barrier.name} at {place_text(where)}, not ordered after the end of "
-                "its phase before: the arrival may count for that phase or for the next",
+                "the previous phase: the arrival may count for that phase or for the next",
                 where,
                 (barrier.name, "early", where),
             )
@@ -218,7 +218,7 @@ class Machine:
         self._settle(barrier)
 
     def complete_bytes(self, barrier: Barrier, size: int, knows: Clock, phase: int, operation: Operation) -> None:
-        """A copy issued in `phase` of the barrier has landed."""
+        """Complete the bytes of a copy that was issued in `phase` of the barrier."""
         self.progress += 1
         merge(barrier.gathering, knows)
         barrier.missing_bytes -= size
@@ -231,7 +231,7 @@ class Machine:
 
     def _too_many_bytes(self, barrier: Barrier, phase: int, culprit: str, where: Place) -> None:
         self.report("bytes", f"more bytes than expected are copied in phase {phase} of {barrier.name} ({culprit}): "
-                    "the phase ends before the copy does", where, (barrier.name,))  # fmt: skip
+                    "the phase completes before the copy", where, (barrier.name,))  # fmt: skip
 
     def _settle(self, barrier: Barrier) -> None:
         if barrier.missing == 0 and barrier.missing_bytes < 0:
@@ -258,7 +258,7 @@ class Machine:
         self._until(barrier.times[parity], f"wait {barrier.name}")
 
     def named_barrier(self, number: int, threads: int, wait: bool) -> None:
-        """bar.sync (wait) or bar.arrive by all threads of the running partition."""
+        """bar.sync (`wait`) or bar.arrive by all threads of the running partition."""
         p = self.current
         bar = p.cta.named_barriers.setdefault(number, NamedBarrier())
         self.preempt()
@@ -293,9 +293,7 @@ class Machine:
     # ---- asynchronous work
 
     def launch(self, stream: Stream | None, operation: Operation, cta: Cta | None = None) -> None:
-        """Hand over work: to a stream that finishes in order, or (None) to the loads of this CTA or another, which land
-        in any order.
-        """
+        """Issue work to a stream, which completes in order, or (stream None) to the unordered loads of a CTA."""
         cta = cta or self.current.cta
         if stream is None:
             cta.loads.append(operation)
@@ -323,7 +321,7 @@ class Machine:
         operation.land()
 
     def drain(self, stream: Stream, pending: int, wait_name: str) -> None:
-        """Wait until at most `pending` of what the stream was given is under way."""
+        """Wait until at most `pending` operations of the stream are in flight."""
         p = self.current
         upto = stream.issued - pending
         self.preempt()
@@ -336,19 +334,18 @@ class Machine:
             p.knows[stream.agent] = upto
 
     def sequence(self, agent: str) -> int:
-        """The next number of an engine that several issuers share."""
+        """The next sequence number of an engine that several agents share."""
         self._sequence[agent] = self._sequence.get(agent, 0) + 1
         return self._sequence[agent]
 
     # ---- global synchronisation
 
     def synchronise(self, memory: Memory, offsets: np.ndarray, order: str, reads: bool, writes: bool) -> None:
-        """A load, store or atomic at global places that is not weak: learn what was released there, release what is
-        known.
+        """A non-weak load, store or atomic at global addresses: acquires and releases clocks there.
 
-        A relaxed one does so for the fences around it (PTX ISA, release and acquire patterns): it learns at the next
-        `fence.acq_rel`, and releases what was known at the last one. An atomic goes on with what was released before
-        it (a release sequence); a store puts an end to that.
+        A relaxed access synchronises through fences (PTX ISA, release and acquire patterns). It acquires at the next
+        `fence.acq_rel` and releases the clock of the last one. An atomic continues the release sequence of earlier
+        releases; a store ends it.
         """
         p = self.current
         learns = p.knows if order in ("acquire", "acq_rel") else p.observed
@@ -365,31 +362,27 @@ class Machine:
             p.tick()
 
     def thread_fence(self) -> None:
-        """fence.acq_rel or stronger: learn what relaxed reads have seen; relaxed writes from now on release what is
-        known now.
-        """
+        """fence.acq_rel or stronger: acquire what relaxed reads have seen. Later relaxed writes release this clock."""
         p = self.current
         merge(p.knows, p.observed)
         p.fenced = dict(p.knows)
         p.tick()
 
     def poll(self, seen: tuple) -> None:
-        """A read that other CTAs may change; the same value read again there with nothing new since blocks (a spin
-        loop).
-        """
+        """A read whose value other CTAs may change. An equal second read without progress in between blocks."""
         p, seen = self.current, (*seen, self.place())
         self.preempt(always=True)
         if p.poll == (seen, self.progress):
             since = self.progress
             self.block(
-                lambda: self.progress != since, lambda: "a value in global memory that nobody changes (spin loop)"
+                lambda: self.progress != since, lambda: "a value in global memory that nothing changes (spin loop)"
             )
         p.poll = (seen, self.progress)
 
     # ---- scheduling
 
     def preempt(self, always: bool = False) -> None:
-        """A point at which somebody else may go first."""
+        """A scheduling point: another partition may run first."""
         if self.mode == "timed":
             self._spend_math()
         elif not always and (self.mode in ("eager", "lazy") or (self.mode == "pct" and self.random.random() > 0.25)):
@@ -404,7 +397,7 @@ class Machine:
         p.blocked = None
 
     def _until(self, ns: float, name: str) -> None:
-        """The running partition has waited until a modelled time."""
+        """Advance the running partition's modelled time to `ns`."""
         p = self.current
         if self.mode == "timed" and ns > p.time_ns:
             self.event(p.name, "wait", name, p.time_ns, ns)
@@ -417,8 +410,8 @@ class Machine:
         self.current = p
 
     def fork(self, bodies: list[tuple[str, int, Callable[[], object]]]) -> Any:
-        """warp_specialize: run (name, warps, body) side by side, the first on the caller's warps; its result, once all
-        have returned.
+        """warp_specialize: run each (name, warps, body) concurrently, the first on the caller's warps. Returns the
+        first body's result when all have returned.
         """
         me, hub = self.current, self.hub
         me.tick()
@@ -453,7 +446,7 @@ class Machine:
                 self.report("unfinished", text, stream.where, (worker.name, verb))
 
     def run_grid(self, grid: tuple[int, int, int], body: Callable[[], object], together: int = 1) -> None:
-        """Run `body` once for each program of the grid, `sms` of them in flight, or a cluster where that is more."""
+        """Run `body` once per program of the grid, with `sms` programs in flight, or one cluster if that is more."""
         self.hub = greenlet.getcurrent()
         self._locations.clear()
         programs = self._programs(grid)
@@ -486,7 +479,7 @@ class Machine:
         cta.partitions.append(Partition(cta, "main", self.warps, {}, (), self.hub, body))
         return cta
 
-    warps = 4  # of a CTA's main partition; the launch sets it
+    warps = 4  # warps of a CTA's main partition; the launch sets it
 
     def _step(self) -> None:
         self.stats["steps"] += 1
@@ -553,7 +546,7 @@ class Machine:
         raise Stop
 
     def _finish(self, cta: Cta) -> None:
-        """The CTA's last instruction is done: what is still under way is a fault."""
+        """The CTA has executed its last instruction: work still in flight is a fault."""
         main = cta.partitions[0]
         self.current = main
         self._check_left(main)
@@ -597,7 +590,7 @@ class Machine:
         self.current.math_ns += ns
 
     def _spend_math(self) -> None:
-        """Arithmetic since the last synchronisation, as one bar on the SM's cores, which partitions share."""
+        """Record the arithmetic since the last synchronisation as one bar on the SM's cores, which partitions share."""
         p = self.current
         if p.math_ns:
             start, p.time_ns = self.occupy("cores", p.time_ns, p.math_ns)
@@ -605,7 +598,7 @@ class Machine:
             p.math_ns = 0.0
 
     def occupy(self, unit: str, ready_ns: float, ns: float) -> tuple[float, float]:
-        """Book a unit of the SM that does one thing at a time: (start, end)."""
+        """Reserve an exclusive unit of the SM. Returns (start, end)."""
         busy = self.current.cta.busy_ns
         start = max(ready_ns, busy.get(unit, 0.0)) if self.mode == "timed" else ready_ns
         busy[unit] = start + ns
@@ -624,4 +617,4 @@ def _who(actor: Actor) -> str:
 
 
 def _part(unwritten: int, mask: int) -> str:
-    return "any part" if unwritten == mask else f"{100 * unwritten.bit_count() / mask.bit_count():.0f} %"
+    return "all" if unwritten == mask else f"{100 * unwritten.bit_count() / mask.bit_count():.0f} %"

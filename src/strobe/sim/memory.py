@@ -1,8 +1,8 @@
-"""Memory with a shadow: who touched each granule last, so that unordered accesses are found whatever the schedule was.
+"""Memory with a shadow of its last accesses, so that unordered accesses are found under every schedule.
 
-Happens-before is decided by vector clocks (FastTrack: Flanagan and Freund, PLDI 2009, section 3): an access by agent
-`a` at its clock `c` is ordered before an agent whose vector clock knows `a` up to `c`. Accesses are kept as bit sets of
-granules, so one record stands for a whole tile and a check is one `and` of two integers.
+Happens-before is decided by vector clocks (FastTrack: Flanagan and Freund, PLDI 2009, section 3). An access by agent
+`a` at clock `c` is ordered before an agent whose vector clock has at least `c` for `a`. Accesses are stored as bit sets
+of granules, so one record covers a whole tile and a check is one `and` of two integers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Clock = dict[str, int]
 
 
 def merge(into: Clock, other: Clock) -> None:
-    """`into` learns all that `other` knows."""
+    """Join the vector clock `other` into `into`."""
     for agent, clock in other.items():
         if into.get(agent, 0) < clock:
             into[agent] = clock
@@ -25,7 +25,7 @@ def merge(into: Clock, other: Clock) -> None:
 
 @dataclass(slots=True)
 class Actor:
-    """Who touches memory: an agent at its clock, with what it knows of all others, through one proxy."""
+    """Who accesses memory: an agent, its clock, its vector clock of all others, and the proxy."""
 
     agent: str
     clock: int
@@ -33,7 +33,7 @@ class Actor:
     proxy: str  # "generic", "async" or "tensor"; "atomic" (through the generic proxy) or "async atomic"
     what: str
     where: Place
-    adds: bool = False  # floating-point numbers, in one atomic step each: their order decides the sum's last bits
+    adds: bool = False  # floating-point atomic adds: their order decides the last bits of the sum
 
     @property
     def atomic(self) -> bool:
@@ -50,15 +50,13 @@ class Access:
     actor: Actor
     clock: int
     write: bool
-    fences: dict[str, int] = field(
-        default_factory=dict
-    )  # each agent's first proxy fence since: who knows a later one knows it
+    fences: dict[str, int] = field(default_factory=dict)  # each agent's first proxy fence after this access
 
     def ordered_before(self, actor: Actor) -> bool:
         return actor.knows.get(self.actor.agent, 0) >= self.clock
 
     def fenced_before(self, actor: Actor) -> bool:
-        """A proxy fence lies on the way from this access to `actor`, on either side of the synchronisation between."""
+        """Whether a proxy fence lies between this access and `actor`, on either side of the synchronisation."""
         return any(actor.knows.get(agent, 0) >= clock for agent, clock in self.fences.items())
 
 
@@ -94,9 +92,7 @@ class Memory:
         return int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little")
 
     def touch(self, mask: int, write: bool, actor: Actor) -> tuple[list[Access], int]:
-        """Record an access; returns the earlier accesses that it meets, one of the two a write, and the granules read
-        but never written.
-        """
+        """Record an access. Returns the earlier accesses it conflicts with, and the granules read but never written."""
         conflicts = [access for access in self.writes if access.mask & mask]
         if write:
             conflicts += [access for access in self.reads if access.mask & mask]
@@ -111,20 +107,18 @@ class Memory:
         return conflicts, unwritten
 
     def fence(self, agent: str, clock: int, knows: Clock) -> None:
-        """A proxy fence by `agent`: all it knows of is fenced for whoever comes to know the fence."""
+        """A proxy fence by `agent`: it covers every access ordered before it, for all agents ordered after it."""
         for access in self.writes + self.reads:
             if access.actor.generic and knows.get(access.actor.agent, 0) >= access.clock:
                 access.fences.setdefault(agent, clock)
 
     def forget(self) -> None:
-        """Everything so far is ordered before everything to come (a kernel has ended)."""
+        """Order everything so far before everything to come (a kernel has ended)."""
         self.writes, self.reads = [], []
 
 
 def _without(accesses: list[Access], mask: int, spare: Actor | None) -> list[Access]:
-    """The accesses that a write leaves standing; an atomic leaves the atomics of other agents, which it does not
-    follow.
-    """
+    """The accesses still recorded after a write. An atomic keeps those of other agents' atomics."""
     kept = []
     for access in accesses:
         if not (spare and access.actor.atomic and access.actor.agent != spare.agent):
@@ -135,7 +129,7 @@ def _without(accesses: list[Access], mask: int, spare: Actor | None) -> list[Acc
 
 
 def _superseded(read: Access, mask: int, actor: Actor) -> bool:
-    """A later read of the same granules by the same agent stands for the earlier one."""
+    """Whether a later read of the same granules by the same agent replaces the earlier read."""
     return read.actor.agent == actor.agent and read.actor.proxy == actor.proxy and not read.mask & ~mask
 
 

@@ -1,7 +1,6 @@
-"""Mutants of a kernel: its source with one synchronisation statement dropped or bent (DeMillo, Lipton and Sayward,
-1978).
+"""Mutants of a kernel: its source with one synchronisation dropped or weakened (DeMillo, Lipton, Sayward, 1978).
 
-A kernel's barriers are proven needed by taking each away: somebody must notice, or a ledger says why nothing changes.
+Removing each barrier in turn proves that it is needed: a detector notices, or a ledger explains why nothing changes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-# statements that only synchronise: dropped whole. The names of mbarrier's functions count with their module alone.
+# Statements that only synchronise are dropped whole. The mbarrier functions count only with their module's name.
 _DROPPED = {
     "mbarrier.wait": "drop wait", "mbarrier.arrive": "drop arrive", "mbarrier.expect": "drop expect",
     "fence_async_shared": "drop fence",
@@ -25,7 +24,7 @@ _DROPPED = {
     "await_inbox": "drop wait",
     "say": "drop arrive", "await_said": "drop wait",
 }  # fmt: skip
-# an argument bent: (position, keyword, kind, what becomes of it); those called num_outstanding may be left out
+# Arguments that are changed: (position, keyword, kind, replacement). An argument called num_outstanding is optional.
 _BENT = {
     "mbarrier.wait": (1, "phase", "flip parity", "({}) ^ 1"),
     "mbarrier.expect": (1, "bytes", "half expect", "({}) // 2"),
@@ -42,12 +41,12 @@ _BENT = {
     "tma_store_drain": (0, "pendings", "store_drain(n + 1)", "({}) + 1"),
 }
 _DEFAULTS = {"num_outstanding": "0"}
-_WEAKER_TEXT = (  # in the text of inline PTX
+_WEAKER_TEXT = (  # replacements in the text of inline PTX
     (r"\.(acquire|release|acq_rel)\b", ".relaxed", "weaken order"),
     (r"wait_group\s+0", "wait_group.read 0", "wait for reads only"),
     (r"fence\.[\w.:]+;", "", "drop fence"), (r"bar\.sync\b", "bar.arrive", "arrive only"),
 )  # fmt: skip
-MODULE = "(module)"  # where inline PTX stands that no jit function holds
+MODULE = "(module)"  # place of inline PTX outside jit functions
 PROBE = "place_of_the_mutant"  # a name that no kernel has
 _ORDERS = ("acquire", "release", "acq_rel")
 _SIGNALS = ("mbarriers", "mbarrier_preds")
@@ -57,9 +56,9 @@ _Change = tuple[str, _Node, str]  # (kind, node to replace, new text)
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: its kind, the line it is on, that line's text, the function it is in, and the whole source with it.
+    """One change: its kind, line number, text of the line, function, and the whole mutated source.
 
-    `probe` is the source with a name that does not exist in the same place: who runs it there gets a NameError.
+    `probe` is the source with an undefined name at the same place, so that executing it raises NameError.
     """
 
     kind: str
@@ -74,7 +73,7 @@ class Mutant:
 
 
 def mutants(source: str) -> list[Mutant]:
-    """All mutants of the jit functions in a file's source, in the order of the lines.
+    """All mutants of the jit functions in a file's source, in line order.
 
     >>> for mutant in mutants('''
     ... @gluon.jit
@@ -86,7 +85,7 @@ def mutants(source: str) -> list[Mutant]:
     flip parity, line 4 of consumer: mbarrier.wait(k_ready, parity)
     """
     tree = ast.parse(source)
-    lines = list(io.StringIO(source, newline=""))  # as Python counts them: str.splitlines knows more ends of lines
+    lines = list(io.StringIO(source, newline=""))  # Python's lines; str.splitlines splits at more characters
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line.encode()))
@@ -113,7 +112,7 @@ def _jitted(function: ast.FunctionDef) -> bool:
 
 
 def _outside(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those of jit functions."""
+    """All nodes outside jit functions."""
     if not (isinstance(node, ast.FunctionDef) and _jitted(node)):
         yield node
         for child in ast.iter_child_nodes(node):
@@ -121,7 +120,7 @@ def _outside(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _called(call: ast.Call) -> str:
-    """`mbarrier.wait` for that, the last name for all else."""
+    """`mbarrier.wait` for that call, the last name for every other."""
     parts = ast.unparse(call.func).split(".")
     return ".".join(parts[-2:]) if len(parts) > 1 and parts[-2] == "mbarrier" else parts[-1]
 
@@ -158,7 +157,7 @@ def _bent(call: ast.Call) -> Iterator[_Change]:
 
 
 def _fewer_barriers(call: ast.Call) -> Iterator[_Change]:
-    """The call without one of the barriers that it signals, and without that one's predicate."""
+    """The call without one of the barriers that it signals, and without that barrier's predicate."""
     lists = {
         k.arg: k.value.elts for k in call.keywords if k.arg in _SIGNALS and isinstance(k.value, (ast.List, ast.Tuple))
     }
@@ -179,7 +178,7 @@ def _weaker_orders(call: ast.Call) -> Iterator[_Change]:
 
 
 def _text_changes(nodes: Iterable[ast.AST]) -> Iterator[_Change]:
-    """Weaker inline PTX, wherever its text stands: in a string, or in the fixed parts of an f-string."""
+    """Weaker inline PTX, in strings and in the fixed parts of f-strings."""
     nodes = list(nodes)
     formatted = [node for node in nodes if isinstance(node, ast.JoinedStr)]
     prose = {node.value for node in nodes if isinstance(node, ast.Expr)}  # docstrings

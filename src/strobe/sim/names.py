@@ -1,8 +1,8 @@
-"""Types of tuples that spell out their names only when asked, as in Triton from 3.7 on.
+"""Tuple types that build their name on first use, as Triton does from 3.7 on.
 
-Triton 3.6 makes the text of a tuple's type, with that of each type in it, whenever it makes a tuple: some twenty
-thousand in a launch of a second, and nobody reads it but errors. That was a sixteenth of the simulator's time
-(`results/tuning.jsonl`).
+Triton 3.6 builds the name of a tuple's type, including that of every element type, whenever it creates a tuple. A
+one-second launch creates about 20,000 tuples, and only error messages use the names. Building them took a sixteenth of
+the simulator's time (`results/tuning.jsonl`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ def _name(self: tl.tuple_type) -> str:
 
 
 def names_when_asked() -> AbstractContextManager[object]:
-    """Within it tuples are typed so; with a Triton whose types of tuples do not keep just types, fields and a name, as
-    they are.
-    """
+    """A context in which tuple types have lazy names. It does nothing under a Triton whose tuple types differ."""
     if set(vars(tl.tuple_type([]))) != {"types", "fields", "name"}:
         return nullcontext()
     return mock.patch.multiple(tl.tuple_type, create=True, __init__=_init, name=property(_name))

@@ -1,4 +1,4 @@
-"""The options of `strobe sim`, apart from what runs it: help needs neither torch nor Triton, nor their time."""
+"""The options of `strobe sim`, in a file of their own so that help loads neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ SHARED_KIB = {
     100: 227,
     103: 227,
     120: 99,
-}  # a CTA may have (CUDA C++ Programming Guide, compute capabilities)
+}  # per CTA (CUDA C++ Programming Guide, compute capabilities)
 EXAMPLE = """\
 examples:
   strobe sim kernels.py::run bf16[200,320] bf16[320,256]                    a function that launches, on normal numbers
   strobe sim kernels.py::kernel f32[1000] nan:f32[1000] 1000 --grid 8       a kernel itself
   strobe sim kernels.py::run bf16[64,64] --timeline run.html                a picture (.html, .svg) or a trace (.json)
-  strobe sim kernels.py::run bf16[64,64] --mutate --ledger survivors.json   drop each synchronisation: who notices it?
+  strobe sim kernels.py::run bf16[64,64] --mutate --ledger survivors.json   drop each synchronisation; is it noticed?
 arguments: bf16[2,64] fp16 f32 i32 fp8e4 fp8e5 (normal numbers), nan: zeros: ones: before it, tma:bf16[64,64]/64x32 (a
 descriptor with its block), numbers, True, False, None, name=value
 """
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """`strobe sim mutate ...` is `strobe sim ... --mutate`."""
+    """Parse the command line. `strobe sim mutate ...` means `strobe sim ... --mutate`."""
     return _parser().parse_args([*argv[1:], "--mutate"] if argv[:1] == ["mutate"] else argv)
 
 
@@ -42,29 +42,34 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("scene", metavar="FILE::NAME", help="a function that launches kernels, or a kernel")
     made.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="see below")
     targets = [f"sm_{capability}" for capability in SHARED_KIB]
-    made.add_argument("--target", default="sm_90", choices=targets, help="whose memory limits and operations (sm_90)")
     made.add_argument(
-        "--mode", default=None, choices=MODES, help="the schedule (all but timed, one after another, unless given)"
+        "--target",
+        default="sm_90",
+        choices=targets,
+        help="GPU whose memory limits and operations apply (default sm_90)",
     )
-    made.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the schedule and of the arguments")
+    made.add_argument("--mode", default=None, choices=MODES, help="the schedule (default: each in turn but timed)")
+    made.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the schedule and of the arguments")
     made.add_argument(
-        "--seeds", type=_positive, default=1, metavar="N", help="so many seeds of each mode, from --seed on"
+        "--seeds", type=_positive, default=1, metavar="N", help="number of seeds per mode, starting at --seed"
     )
-    made.add_argument("--sms", type=_positive, default=4, metavar="N", help="CTAs in flight (4)")
-    made.add_argument("--grid", type=_grid, default=(1,), metavar="X[,Y[,Z]]", help="of a kernel")
-    made.add_argument("--num-warps", type=_positive, default=4, metavar="N", help="of a kernel (4)")
+    made.add_argument("--sms", type=_positive, default=4, metavar="N", help="number of CTAs in flight (default 4)")
+    made.add_argument("--grid", type=_grid, default=(1,), metavar="X[,Y[,Z]]", help="grid of a kernel")
+    made.add_argument("--num-warps", type=_positive, default=4, metavar="N", help="warps of a kernel (default 4)")
     made.add_argument(
         "--ordered",
         action="store_true",
-        help="floating-point adds to one place must have an order (same bits every run)",
+        help="report unordered floating-point adds to one address (bits may differ between runs)",
     )
-    made.add_argument("--timeline", type=Path, metavar="FILE", help="modelled time as .html, .svg or .json")
-    made.add_argument("--mutate", action="store_true", help="drop or bend one synchronisation at a time")
+    made.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write a timeline of modelled time (.html, .svg, .json)"
+    )
+    made.add_argument("--mutate", action="store_true", help="drop or weaken one synchronisation at a time")
     made.add_argument(
         "--file", type=Path, action="append", metavar="FILE", help="mutate this file instead of the scene's; repeatable"
     )
     made.add_argument("--judges", action="store_true", help="run every detector on every mutant")
-    made.add_argument("--ledger", type=Path, metavar="FILE", help="JSON that explains survivors")
+    made.add_argument("--ledger", type=Path, metavar="FILE", help="JSON file that explains surviving mutants")
     made.add_argument("--json", action="store_true", help="JSON on standard output")
     return made
 

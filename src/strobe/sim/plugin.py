@@ -1,4 +1,4 @@
-"""A pytest fixture: `simulate` fails a test whose kernels have faults, with the reports as the message."""
+"""A pytest fixture: `simulate` fails a test whose kernels have faults, and shows the reports."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def simulate() -> Callable[..., AbstractContextManager[Run]]:
-    """`with simulate("sm_90", mode="pct", seed=1) as run:` as strobe.sim.simulate; faults fail the test, before
-    anything else that is wrong.
+    """`with simulate("sm_90", mode="pct", seed=1) as run:` as in strobe.sim.simulate.
+
+    Faults fail the test before any other error.
     """
     from . import SimulationFault
     from .launch import simulate as simulated
@@ -29,7 +30,7 @@ def simulate() -> Callable[..., AbstractContextManager[Run]]:
                 yield run
             finally:
                 if check and run.reports:
-                    error = sys.exc_info()[1]  # of the test: a race makes wrong numbers, and the test should say race
+                    error = sys.exc_info()[1]  # of the test; a race may have caused it, so raise the faults first
                     later = f"\nand then {type(error).__name__}: {error}" if isinstance(error, Exception) else ""
                     pytest.fail(f"{SimulationFault(run.reports)}{later}", pytrace=False)
 

@@ -1,4 +1,4 @@
-"""Global memory: loads and stores through pointers, atomics, TMA descriptors of plain Triton."""
+"""Global memory: loads and stores through pointers, atomics, and TMA descriptors of plain Triton."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _ATOMIC: dict[str, Callable[..., np.ndarray]] = dict(
 _UNSIGNED = ("UMAX", "UMIN", "INC", "DEC")
 _ORDERS = dict(ACQUIRE="acquire", RELEASE="release", ACQUIRE_RELEASE="acq_rel", RELAXED="relaxed")
 
-Part = tuple[slice, ...]  # of a tensor or of a block
+Part = tuple[slice, ...]  # slices of a tensor or of a block
 
 
 class Operator(Protocol):
-    """An operation, or an order, as Triton names it."""
+    """An operation, or a memory order, as Triton names it."""
 
     @property
     def name(self) -> str: ...
 
 
 class Found:
-    """The addresses of one access: the storage they lie in, byte offsets into it, which of them are live."""
+    """The addresses of one access: their storage, the byte offsets into it, and which of them are active."""
 
     __slots__ = ("live", "memory", "offsets", "size")
 
@@ -60,10 +60,10 @@ class Pointers:
         step = BYTES.get(p.elem[1:], 8)
         return Value(p.data + np.asarray(offset.data, np.int64) * step, p.elem, p.layout or offset.layout)
 
-    # ---- finding what an address means
+    # ---- from an address to its storage
 
     def _find(self, addresses: np.ndarray, mask: np.ndarray | None, size: int, what: str) -> Found:
-        """Where the live addresses lie; those outside of every argument are reported and left out."""
+        """Locate the active addresses. Addresses outside every argument are reported and dropped."""
         live = (
             np.ones(addresses.shape, bool) if mask is None else np.broadcast_to(np.asarray(mask, bool), addresses.shape)
         )
@@ -101,7 +101,7 @@ class Pointers:
             machine.report(
                 "order",
                 f"on {found.memory.name}: {what} by {p.name} at {place_text(place)} adds several elements "
-                "to one place; nothing fixes their order: the sum of floating-point numbers differs from run to run",
+                "to one place; their order is not fixed: the sum of floating-point numbers differs from run to run",
                 place,
             )
 
@@ -192,9 +192,7 @@ class Pointers:
         return Value(old if old.ndim else old[()], elem, p.layout)
 
     def _atomic(self, found: Found, elem: str, op: str, operand: object, order: str, expected: Any = 0) -> np.ndarray:
-        """One read-modify-write an element, in the elements' order; returns what was there. `expected` is what CAS
-        compares with.
-        """
+        """One read-modify-write per element, in element order. Returns the old values. CAS compares with `expected`."""
         stored, operand = STORED[elem], np.broadcast_to(np.asarray(operand), found.offsets.shape)
         expected = np.broadcast_to(to_bits(expected, elem), found.offsets.shape)
         address = (found.memory.base if found.memory else 0) + int(found.offsets.reshape(-1)[0])
@@ -220,7 +218,7 @@ class Pointers:
             self.machine.poll(("atomic", address, old.tobytes()))
         return from_bits(old, elem)
 
-    # ---- what inline PTX does to global memory (strobe.sim.ptx calls these)
+    # ---- global memory operations of inline PTX (called by strobe.sim.ptx)
 
     def load(self, address: np.ndarray, dtype: DTypeLike, mask: np.ndarray | None, order: str) -> np.ndarray:
         address = np.asarray(address).astype(np.int64)
@@ -250,9 +248,8 @@ class Pointers:
     ) -> np.ndarray | None:
         address = np.asarray(address).astype(np.int64)
         dtype = operands[-1].dtype
-        elem = {"f": "fp", "V": "bf", "i": "i", "u": "i"}[dtype.kind] + str(
-            dtype.itemsize * 8
-        )  # NumPy has no bfloat16: V holds its bits
+        # NumPy has no bfloat16: V holds its bits
+        elem = {"f": "fp", "V": "bf", "i": "i", "u": "i"}[dtype.kind] + str(dtype.itemsize * 8)
         found = self._find(address, mask, dtype.itemsize, "atomic")
         name = {"exch": "XCHG"}.get(operation, operation.upper())
         name = "U" + name if dtype.kind == "u" and name in ("MAX", "MIN") else name
@@ -299,7 +296,7 @@ class Pointers:
     def descriptor(
         self, address: int, shape: list[int], strides: list[int], block: list[int], elem: str, nan: bool
     ) -> Descriptor:
-        """A descriptor of the tensor at an address; one that reaches outside of its storage is reported and cut."""
+        """A descriptor of the tensor at an address. One that exceeds its storage is reported and clipped."""
         size = BYTES[elem]
         memory = next((m for m in self.machine.storages if m.base <= address < m.end), None) or self._nearest(address)
         if wraps(strides, size):
@@ -330,12 +327,12 @@ class Pointers:
         return Descriptor(memory, view, block, elem, nan)
 
     def check_corner(self, desc: Descriptor, corner: list[int], write: bool) -> None:
-        """Where a block may start: at 16 bytes in its rows, and not before the tensor if it is written; an H200 stops
-        with an illegal instruction.
+        """Report a block start that is not a multiple of 16 bytes in its row, or a store that starts before the tensor.
+        An H200 stops with an illegal instruction.
         """
         why = None
         if corner[-1] * BYTES[desc.elem] % 16:
-            why = f"{corner[-1]} elements of {BYTES[desc.elem]} bytes is no multiple of 16 bytes"
+            why = f"{corner[-1]} elements of {BYTES[desc.elem]} bytes is not a multiple of 16 bytes"
         elif write and min(corner) < 0:
             why = "a store may not start before the tensor"
         if why:
@@ -377,7 +374,7 @@ class Pointers:
 
 
 def sums(operation: str, elem: str) -> bool:
-    """Whether an atomic operation adds floating-point numbers: the order of such adds shows in the last bits."""
+    """Whether an atomic operation adds floating-point numbers: the order of the adds changes the last bits."""
     return operation in ("ADD", "FADD") and elem[0] != "i"
 
 

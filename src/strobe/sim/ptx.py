@@ -1,17 +1,17 @@
-"""Evaluates inline PTX: the blocks a kernel hands to `inline_asm_elementwise`, over whole arrays at once.
+"""Evaluates inline PTX, the blocks passed to `inline_asm_elementwise`, over whole arrays at once.
 
     text, constraints --parse, once--> Program: registers and steps --run, per call--> arrays
 
-A register is a one-dimensional array of bits, one entry a group of `pack` elements (or a single entry, the same for
-all). A step computes new ones (`ptx_arithmetic` says what), or calls the machine if it touches memory or synchronises,
-in program order. Control flow is the guards `@p` and `@!p`, and branches under them to a label ahead: what lies between
-is guarded by their contrary. A register first written under a guard is all ones where the guard does not hold: NaN, or
--1.
+A register is a one-dimensional array of bits, with one entry per group of `pack` elements, or a single entry if all are
+equal. A step computes new registers (`ptx_arithmetic` defines how), or calls the machine, in program order, if it
+accesses memory or synchronises. Control flow is guards `@p` and `@!p` and guarded forward branches: the instructions up
+to the label are guarded by the negated predicate. A register first written under a guard is all ones (NaN, or -1) where
+the guard does not hold.
 
-The machine is any object with what `ptx_cluster` asks for, `barrier(number, threads, wait)`, `fence(name)`,
+The machine is an object with the methods that `ptx_cluster` needs, and `barrier(number, threads, wait)`, `fence(name)`,
 `bulk_commit()`, `bulk_wait(pending, read)`, `load(address, dtype, mask, order)`, `store(address, value, mask, order)`
-and `atomic(operation, address, operands, mask, order, returns)`. Its arrays have one entry a group; a vector, or a pair
-of halves, is one call a lane; bfloat16 has the type `BFLOAT16`.
+and `atomic(operation, address, operands, mask, order, returns)`. Its arrays have one entry per group. A vector, or a
+pair of halves, is one call per lane. bfloat16 has the type `BFLOAT16`.
 """
 
 import re
@@ -32,24 +32,25 @@ WIDTHS = {
     "l": 64,
     "d": 64,
     "n": 32,
-}  # of the registers that constraints ask for, and of numbers in the text
+}  # of constraint registers, and of numbers in the text
 NAME = r"[%$_A-Za-z][\w$]*"
 
 
 def run(text, constraints, arguments, dtypes, pack, machine):
-    """Run a block over arrays of one shape (or 0-d); return one array an output.
+    """Run a block over arrays of one shape (or 0-d). Returns one array per output.
 
     >>> x = np.array([1.5, -2.0], np.float32)
     >>> run("fma.rn.f32 $0, $1, $1, 1.0;", "=f,f", [x], [np.float32], 1, None)
     [array([3.25, 5.  ], dtype=float32)]
 
-    `arguments` hold raw numbers: 16-bit floats as uint16, 8-bit floats as uint8. `dtypes` are those of the outputs.
-    Operands follow Triton: an argument takes `pack` registers, fewer where several elements of less than 32 bits share
-    one. A block sees together what lies together along the last dimension: who calls has brought a thread's registers
-    there (`layouts.registers`).
+    arguments: arrays of bits: 16-bit floats as uint16, 8-bit floats as uint8.
+    dtypes: of the outputs.
+    pack: elements per group. As in Triton, an argument takes `pack` registers, or fewer where elements of less than 32
+        bits share one. A group is consecutive elements of the last dimension; the caller orders them as a thread's
+        registers (`layouts.registers`).
 
-    Raises NotImplementedError for what is not known, ValueError for a block that ptxas or Triton would refuse or whose
-    synchronisation diverges.
+    Raises NotImplementedError for an unknown instruction, ValueError for a block that ptxas or Triton would reject or
+    whose synchronisation diverges.
     """
     program = parse(text, constraints)
     arguments = [np.asarray(argument) for argument in arguments]
@@ -76,7 +77,7 @@ def run(text, constraints, arguments, dtypes, pack, machine):
 
 
 def _packing(dtype, pack):
-    """The type of a register that holds elements of `dtype`, and how many registers `pack` of them take"""
+    """(type of a register that holds elements of `dtype`, number of registers for `pack` elements)."""
     together = max(1, min(4 // dtype.itemsize, pack))
     return UNSIGNED[8 * dtype.itemsize * together], pack // together
 
@@ -128,15 +129,18 @@ def _leaving(program, registers, outputs, groups, shape):
 
 @dataclass(frozen=True)
 class Step:
-    """`function(*bits)` gives the targets' bits; of effect "memory" it is `function(machine, mask, *bits)`, of "sync"
-    `function(machine, *bits)`; where lanes talk, `function(mask, groups, *bits)`
+    """One step of a program.
+
+    Without an effect, `function(*bits)` returns the targets' bits. With effect "memory" it is called as
+    `function(machine, mask, *bits)`, with "sync" as `function(machine, *bits)`, and if lanes communicate as
+    `function(mask, groups, *bits)`.
     """
 
     function: object
     targets: tuple = ()
     sources: tuple = ()
     effect: str = ""
-    guards: tuple = ()  # all that must hold: the slot of a predicate, and whether it is negated
+    guards: tuple = ()  # all must hold: (slot of a predicate, whether it is negated)
     where: str = ""
     lanes: bool = False
 
@@ -144,7 +148,7 @@ class Step:
 @dataclass(frozen=True)
 class Program:
     steps: tuple
-    template: tuple  # what registers hold at first: constants, or None
+    template: tuple  # initial registers: constants, or None
     widths: tuple
     inputs: tuple
     outputs: tuple
@@ -173,9 +177,7 @@ def _execute(program, registers, groups, machine):
 
 def _affect(step, bits, mask, groups, machine):
     if machine is None:
-        raise ValueError(
-            f"{step.where} touches memory or synchronises, and machine is None; give the machine that does it"
-        )
+        raise ValueError(f"{step.where} touches memory or synchronises, and machine is None; pass a machine")
     if step.effect == "sync":
         if mask is not None and mask.any() != mask.all():
             raise ValueError(
@@ -194,7 +196,7 @@ def _affect(step, bits, mask, groups, machine):
 
 @dataclass(frozen=True)
 class Code:
-    """An instruction as written, and the line of the block it stands on"""
+    """An instruction as written, with its line in the block."""
 
     opcode: str
     operands: tuple
@@ -213,19 +215,19 @@ class Code:
         return f"inline PTX, line {self.line}: '{self.opcode}'"
 
     def kind(self, types=tuple(KINDS)):
-        """The (last) type among the modifiers"""
+        """The last type among the modifiers."""
         kinds = [part for part in self.parts if part in KINDS]
         if not kinds or kinds[-1] not in types:
-            raise NotImplementedError(f"has no type that is known; known types: {', '.join(types)}")
+            raise NotImplementedError(f"has no supported type; supported types: {', '.join(types)}")
         return KINDS[kinds[-1]]
 
     def mods(self, *known):
-        """The modifiers that are no types"""
+        """The modifiers that are not types."""
         mods = [part for part in self.parts if part not in KINDS]
         strange = [mod for mod in mods if mod not in known]
         if strange:
             raise NotImplementedError(
-                f"modifier '.{strange[0]}' is not known here; known: {', '.join(known) or 'none'}"
+                f"modifier '.{strange[0]}' is not supported here; supported: {', '.join(known) or 'none'}"
             )
         return mods
 
@@ -238,13 +240,13 @@ class Code:
 
 
 class Block:
-    """What parsing knows so far: registers by name and scope, what was written to them, the steps"""
+    """Parser state: registers by name and scope, what was written to them, and the steps so far."""
 
     def __init__(self, constraints):
         self.scopes, self.widths, self.families, self.template, self.steps = [{}], [], [], [], []
         self.inputs, self.outputs, self.written = [], [], set()
-        self.ahead = {}  # by the label of a branch that lies ahead: what is skipped where it is taken, as guards
-        self.behind = {}  # by label: how many steps come before it
+        self.ahead = {}  # label ahead -> guards of the branches to it
+        self.behind = {}  # label -> number of steps before it
         listed = [part.strip() for part in constraints.split(",")]
         for number, part in enumerate(part for part in listed if part and not part.startswith("~")):
             letter = part.lstrip("=&")
@@ -273,7 +275,7 @@ class Block:
     def slot(self, name, kind, wider):
         slot = next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
         if slot is None:
-            raise ValueError(f"register '{name}' is not declared; a special register is not known here")
+            raise ValueError(f"register '{name}' is not declared; special registers are not supported")
         if self.widths[slot] != kind.width and not (wider and self.widths[slot] > kind.width > 1):
             raise ValueError(f"register '{name}' has {self.widths[slot]} bits, .{kind.name} has {kind.width}")
         if "f" in (self.families[slot], kind.family) and {self.families[slot], kind.family} & {"s", "u"}:
@@ -292,14 +294,14 @@ class Block:
             return self.constant(_literal(text, kind))
         slot = self.slot(text, kind, wider)
         if slot not in self.written:
-            raise ValueError(f"register '{text}' is read before anything wrote it")
+            raise ValueError(f"register '{text}' is read before it is written")
         return slot
 
     def target(self, text, kind, wider=False):
         if text == "_":
             return self.constant(np.zeros(1, UNSIGNED[kind.width]))
         if not re.fullmatch(NAME, text):
-            raise ValueError(f"'{text}' is no register to write to")
+            raise ValueError(f"'{text}' is not a register that can be written")
         slot = self.slot(text, kind, wider)
         if slot in self.inputs and slot not in self.outputs:
             raise ValueError(f"writes to '{text}', an input")
@@ -308,7 +310,7 @@ class Block:
 
 
 def _literal(text, kind):
-    """A constant operand, as bits of its type"""
+    """A constant operand, as bits of its type."""
     number = UNSIGNED[kind.width]
     if match := re.fullmatch(r"0([fF][0-9a-fA-F]{8}|[dD][0-9a-fA-F]{16})", text):
         if kind.width != (32 if text[1] in "fF" else 64):
@@ -327,9 +329,7 @@ def _literal(text, kind):
 
 
 def _statements(text):
-    """(line, statement) of a block: a brace that opens or closes a scope, a label with its colon, or what stands before
-    a semicolon
-    """
+    """(line, statement) pairs of a block: a brace, a label with its colon, or the text before a semicolon."""
     text = re.sub(r"/\*.*?\*/|//[^\n]*", lambda comment: re.sub(r"[^\n]", " ", comment[0]), text, flags=re.DOTALL)
     place = 0
     while match := re.compile(rf"\s*([{{}}]|{NAME}\s*:(?!:)|[^;]*;|\S[^;]*$)").match(text, place):
@@ -342,7 +342,7 @@ def _statements(text):
 
 @cache
 def parse(text, constraints):
-    """A block as a Program"""
+    """Parse a block into a Program."""
     block = Block(constraints)
     for line, statement in _statements(text):
         if statement == "{":
@@ -377,22 +377,23 @@ def _label(block, name, line):
 
 
 def _branch(block, code, guard):
-    """Guard all up to a label by the contrary of the branch's own guard, as it is now: a register of it may be written
-    on the way.
+    """Guard everything up to a label by the negation of the branch's guard. The guard is copied, since its register may
+    be written before the label.
     """
     code.mods("uni")
     (name,) = code.need(1)
     if guard is None:
-        raise NotImplementedError("goes there always; give it a predicate")
+        raise NotImplementedError("is an unconditional branch; give it a predicate")
     slot, negated = guard
     if name in block.behind:
         again = block.steps[block.behind.pop(name)[1] :]
         if [step.targets for step in again] == [(slot,)] and negated and "try_wait" in again[0].where:
-            return  # the wait itself is, here, until it is over
-        raise NotImplementedError("goes back; known is a loop of one mbarrier.try_wait until it succeeds")
-    skipping = [
-        passed for guards in block.ahead.values() for passed, _ in guards
-    ]  # who has branched already does not come here
+            return  # a wait here lasts until it succeeds, so its loop never repeats
+        raise NotImplementedError(
+            "is a backward branch; supported is a loop of one mbarrier.try_wait until it succeeds"
+        )
+    # only the elements that have not branched yet
+    skipping = [passed for guards in block.ahead.values() for passed, _ in guards]
     taken = block.declare("", 1)
     block.steps.append(
         Step(
@@ -420,18 +421,20 @@ def _directive(block, statement, line):
         elif re.fullmatch(NAME, name):
             block.declare(name, kind.width, kind.family)
         else:
-            raise ValueError(f"inline PTX, line {line}: '{name}' is no name of a register")
+            raise ValueError(f"inline PTX, line {line}: '{name}' is not a register name")
 
 
 def _instruction(block, statement, line):
     match = re.fullmatch(rf"(?:@(!?)\s*({NAME})\s+)?([\w.:]+)\s*(.*)", statement, re.DOTALL)
     if not match:
-        raise ValueError(f"inline PTX, line {line}: '{statement}' is no instruction")
+        raise ValueError(f"inline PTX, line {line}: '{statement}' is not an instruction")
     operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s{\[][^,]*", match[4])
     code = Code(match[3], tuple(operand.strip() for operand in operands), line)
     build = BUILDERS.get(code.root) if not ptx_cluster.knows(code.opcode) else lambda *of: Step(*ptx_cluster.build(*of))
     if build is None and code.root != "bra":
-        raise NotImplementedError(f"{code.where} is not known; known opcodes: {', '.join(sorted([*BUILDERS, 'bra']))}")
+        raise NotImplementedError(
+            f"{code.where} is not supported; supported opcodes: {', '.join(sorted([*BUILDERS, 'bra']))}"
+        )
     try:
         guard = (block.source(match[2], PRED), bool(match[1])) if match[2] else None
         if build is None:
@@ -535,9 +538,7 @@ ATOMIC = ("b16", "b32", "b64", "u32", "s32", "u64", "s64", "f16", "f16x2", "bf16
 
 
 def _memory(code, orders, default, others, types):
-    """Type, modifiers, order and number of registers of an access to global memory (a pointer of a kernel has no other
-    space)
-    """
+    """(type, modifiers, order, number of registers) of a global memory access. Kernel pointers have no other space."""
     mods = code.mods("global", "v2", "v4", "v8", *orders, *SCOPES, *others)
     lengths = [int(mod[1:]) for mod in mods if mod in ("v2", "v4", "v8")]
     return code.kind(types), mods, next((mod for mod in mods if mod in orders), default), lengths[0] if lengths else 1
@@ -546,7 +547,7 @@ def _memory(code, orders, default, others, types):
 def _address(block, text):
     match = re.fullmatch(rf"\[\s*({NAME})\s*(?:\+\s*(-?\w+)\s*)?\]", text)
     if not match:
-        raise ValueError(f"'{text}' is no address; expected [register] or [register+bytes]")
+        raise ValueError(f"'{text}' is not an address; expected [register] or [register+bytes]")
     return block.source(match[1], KINDS["b64"]), int(match[2], 0) if match[2] else 0
 
 
@@ -594,7 +595,7 @@ def _atomic(block, code):
     )
     operation = next((mod for mod in mods if mod in OPERATIONS), None)
     if operation is None:
-        raise ValueError(f"names no operation; known: {', '.join(OPERATIONS)}")
+        raise ValueError(f"names no operation; supported: {', '.join(OPERATIONS)}")
     returns = code.root == "atom"
     operands = code.need(2 + returns + (operation == "cas"))
     address, offset = _address(block, operands[returns])
@@ -647,7 +648,7 @@ def _fence(block, code):
     )
     if not re.fullmatch(known, code.opcode):
         raise NotImplementedError(
-            "is no fence that is known; known: fence.proxy.async, fence.acq_rel, fence.sc and membar with a scope"
+            "is not a supported fence; supported: fence.proxy.async, fence.acq_rel, fence.sc and membar with a scope"
         )
     code.need(0)
     return Step(lambda machine: machine.fence(code.opcode), effect="sync")
@@ -659,14 +660,14 @@ def _bulk(block, code):
         return Step(lambda machine: machine.bulk_commit(), effect="sync")
     if code.opcode not in ("cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read"):
         raise NotImplementedError(
-            "is no copy that is known; known: cp.async.bulk.commit_group, cp.async.bulk.wait_group, the same with .read"
+            "is not a supported copy; supported: cp.async.bulk.commit_group, .wait_group, .wait_group.read"
         )
     (pending,) = (int(operand, 0) for operand in code.need(1))
     return Step(lambda machine: machine.bulk_wait(pending, code.opcode.endswith(".read")), effect="sync")
 
 
 def _idle(block, code):
-    """Nothing that a result depends on: time, or the start of the next grid"""
+    """An instruction without effect on results: reading the time, or starting the next grid."""
     code.mods("wait", "launch_dependents")
 
 

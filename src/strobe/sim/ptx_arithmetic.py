@@ -1,9 +1,9 @@
-"""The values of PTX: its types, its rounding, and what each opcode of plain arithmetic computes, over whole arrays.
+"""PTX arithmetic over whole arrays: types, rounding, and the function of each arithmetic opcode.
 
-A register is a one-dimensional array of unsigned bits. `Kind.read` turns it into values to compute with, `Kind.write`
-back; `RULES` says what an opcode does between. Rounding is that of PTX: fused operations round once, ties go to even,
-NaN results are canonical. What the hardware only approximates (`ex2.approx`, `div.full`, `tanh.approx`) is computed to
-the precision of NumPy, which is better.
+A register is a one-dimensional array of unsigned bits. `Kind.read` converts it to values, `Kind.write` converts back,
+and `RULES` defines the opcodes. Rounding follows PTX: fused operations round once, ties go to even, and NaN results are
+canonical. Operations that the hardware approximates (`ex2.approx`, `div.full`, `tanh.approx`) have NumPy's precision,
+which is higher.
 
 Source: NVIDIA's PTX ISA, version 8.8, chapter 9.
 """
@@ -26,7 +26,7 @@ UNSIGNED = {
     64: np.dtype(np.uint64),
 }
 SIGNED = {8: np.dtype(np.int8), 16: np.dtype(np.int16), 32: np.dtype(np.int32), 64: np.dtype(np.int64)}
-BFLOAT16 = np.dtype([("bfloat16", np.uint16)])  # NumPy has no bfloat16: the machine is handed its bits under this name
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])  # NumPy has no bfloat16: its bits are passed under this name
 
 SMALL = {"f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {
@@ -39,7 +39,7 @@ def _every_value(dtype):
     return bits.view(dtype).float().numpy()
 
 
-WIDENED = {name: _every_value(dtype) for name, dtype in SMALL.items()}  # as float32, by their bits
+WIDENED = {name: _every_value(dtype) for name, dtype in SMALL.items()}  # all values as float32, indexed by their bits
 NAN32 = np.uint32(0x7FFFFFFF).view(np.float32)
 TINY32 = np.float32(2.0**-126)
 ROUNDINGS = ("rn", "rz", "rm", "rp")
@@ -47,14 +47,15 @@ ROUNDINGS = ("rn", "rz", "rm", "rp")
 
 @dataclass(frozen=True)
 class Kind:
-    """A PTX type: `bf16x2` is 2 lanes of 16 bits, family "f". Families: f(loat), s(igned), u(nsigned), b(its),
-    p(redicate).
+    """A PTX type: `bf16x2` has 2 lanes of 16 bits and family "f".
+
+    Families: f(loat), s(igned), u(nsigned), b(its), p(redicate).
     """
 
     name: str
     family: str
     bits: int
-    number: np.dtype  # what memory holds a lane as
+    number: np.dtype  # dtype of a lane in memory
     lanes: int = 1
 
     @property
@@ -66,13 +67,13 @@ class Kind:
         return self.name.removesuffix("x2")
 
     def read(self, bits):
-        """Registers as values to compute with: small floats as float32, packed lanes along a second axis"""
+        """Registers as values: small floats as float32, packed lanes along a second axis."""
         if self.lanes > 1:
             bits = bits[:, None].view(UNSIGNED[self.bits])
         return WIDENED[self.lane][bits] if self.lane in SMALL else bits.view(self.number)
 
     def write(self, values, mode="rn"):
-        """Values back to the bits of registers"""
+        """Values as the bits of registers."""
         if self.lane in SMALL:
             values = narrowed(values, self.lane, mode)
         elif self.bits == 32 and self.family == "f":
@@ -110,7 +111,7 @@ PRED, U32, B32 = KINDS["pred"], KINDS["u32"], KINDS["b32"]
 
 
 def fit(bits, width, signed=False):
-    """Registers in another width: low bits, or extended by zeros or the sign"""
+    """Registers in another width: low bits, or extended by zeros or the sign."""
     if 8 * bits.itemsize == width or bits.dtype == bool:
         return bits
     return (
@@ -121,7 +122,7 @@ def fit(bits, width, signed=False):
 
 
 def join(parts):
-    """Registers side by side in one, the first lowest"""
+    """Registers concatenated into one, the first lowest."""
     combined = np.empty((max(map(len, parts)), len(parts)), parts[0].dtype)
     for i, part in enumerate(parts):
         combined[:, i] = part
@@ -129,7 +130,7 @@ def join(parts):
 
 
 def split(bits, count):
-    """A register as `count` smaller ones, the lowest first"""
+    """A register split into `count` smaller ones, the lowest first."""
     parts = bits[:, None].view(UNSIGNED[8 * bits.itemsize // count])
     return [parts[:, i] for i in range(count)]
 
@@ -138,8 +139,8 @@ def split(bits, count):
 
 
 def directed(bits, remainder, mode):
-    """The nearest floats (as bits) moved to the neighbour that `mode` asks for; `remainder` has the sign of exact -
-    nearest
+    """The nearest floats (as bits) moved to the neighbour required by rounding `mode`. `remainder` has the sign of
+    exact - nearest.
     """
     negative, down, up = (bits >> (8 * bits.itemsize - 1)).astype(bool), remainder < 0, remainder > 0
     toward, away = {
@@ -151,30 +152,28 @@ def directed(bits, remainder, mode):
 
 
 def two_sum(a, b):
-    """a + b without loss: the rounded sum and its error (Knuth)"""
+    """a + b without loss: (rounded sum, error) (Knuth's TwoSum)."""
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)
 
 
 def odd(total, error):
-    """total + error rounded to odd: a second rounding, to fewer bits, then rounds as if it were the first (Boldo and
-    Melquiond)
-    """
+    """total + error rounded to odd, so that rounding to fewer bits is correct (Boldo and Melquiond)."""
     bits = total.view(np.int64)
     inexact = (error != 0) & (bits & 1 == 0) & np.isfinite(total)
     return np.where(inexact, bits + np.where((error < 0) == (total < 0), 1, -1), bits).view(np.float64)
 
 
 def odd32(values):
-    """float64 rounded to odd in float32"""
+    """float64 rounded to odd in float32."""
     nearest = values.astype(np.float32)
     wide = nearest.astype(np.float64)
     return (directed(nearest.view(np.uint32), values - wide, "rz") | (wide != values)).view(np.float32)
 
 
 def narrowed(values, name, mode="rn"):
-    """float32 rounded to a small type, as bits; torch rounds to nearest even"""
+    """float32 rounded to a small type, as bits. torch rounds to nearest even."""
     values = np.ascontiguousarray(values, np.float32)
     source = torch.from_numpy(values if values.flags.writeable else values.copy()).to(SMALL[name])
     bits = source.view(torch.int16 if source.itemsize == 2 else torch.uint8).numpy().view(UNSIGNED[8 * source.itemsize])
@@ -189,7 +188,7 @@ def narrowed(values, name, mode="rn"):
 
 
 def exact_fma(a, b, c):
-    """float32 a * b + c as a float64 sum and its error"""
+    """float32 a * b + c as (float64 sum, error)."""
     return two_sum(np.multiply(a, b, dtype=np.float64), c.astype(np.float64))
 
 
@@ -198,8 +197,8 @@ def fma_odd(a, b, c):
 
 
 def fma32(a, b, c):
-    """Fused: in float64, rounded again. Two roundings differ from one only where the sum lies half way between two
-    float32 or below the normals.
+    """Fused multiply-add in float64, rounded to float32. The double rounding differs only for ties between two float32
+    and for subnormals, which are corrected.
     """
     total = np.multiply(a, b, dtype=np.float64) + c
     result = total.astype(np.float32)
@@ -215,13 +214,13 @@ def fma32(a, b, c):
 
 
 def _halves(x):
-    scaled = x * 134217729.0  # 2**27 + 1: the upper 26 bits and the rest (Veltkamp)
+    scaled = x * 134217729.0  # 2**27 + 1: splits off the upper 26 bits (Veltkamp)
     upper = scaled - (scaled - x)
     return upper, x - upper
 
 
 def fma64(a, b, c):
-    """Fused float64, by Boldo and Melquiond; products near the ends of the range (2**996, 2**-969) round twice"""
+    """Fused float64 multiply-add (Boldo and Melquiond). Products near 2**996 or 2**-969 round twice."""
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
     product = a * b
     rest = a_low * b_low - (((product - a_high * b_high) - a_low * b_high) - a_high * b_low)
@@ -232,13 +231,13 @@ def fma64(a, b, c):
 
 
 def flush(values):
-    """Subnormal float32 become zeros of their sign"""
+    """Subnormal float32 become zeros of their sign."""
     small = np.abs(values) < TINY32
     return np.where(small, np.copysign(np.float32(0), values), values) if small.any() else values
 
 
 def clamped(values, mods, largest=np.inf):
-    """What .sat, .relu and .satfinite do to a result"""
+    """Apply .sat, .relu and .satfinite to a result."""
     if "sat" in mods:
         values = np.where(values > 0, np.minimum(values, values.dtype.type(1)), values.dtype.type(0))
     if "relu" in mods:
@@ -250,14 +249,14 @@ def clamped(values, mods, largest=np.inf):
 
 
 def floating(kind, mods, nearest, remainder=None):
-    """A float function with its modifiers; `remainder(result, *values)` has the sign of exact - result, for directed
-    rounding
-    """
+    """A float function with its modifiers. `remainder(result, *values)` has the sign of exact - result."""
     mode = next((mod for mod in mods if mod in ROUNDINGS), "rn")
     if mode != "rn" and (remainder is None or kind.bits != 32):
-        raise NotImplementedError(f"rounding .{mode} of .{kind.name} is not known here; known: .rn, and all of .f32")
+        raise NotImplementedError(
+            f"rounding .{mode} of .{kind.name} is not supported here; supported: .rn, and all of .f32"
+        )
     if "ftz" in mods and kind.lane not in ("f32", "bf16"):
-        raise NotImplementedError(f".ftz of .{kind.name} is not known here; known: of .f32 and .bf16")
+        raise NotImplementedError(f".ftz of .{kind.name} is not supported; supported: .f32 and .bf16")
 
     def function(*values):
         if "ftz" in mods:
@@ -271,7 +270,7 @@ def floating(kind, mods, nearest, remainder=None):
 
 
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
-FUSED: dict[str, tuple[Any, Any]] = {  # float32 and float64 in NumPy, integers in NumPy, and the same as one a * b + c
+FUSED: dict[str, tuple[Any, Any]] = {  # float32 and float64, integers, and the same operation as an exact a * b + c
     "add": (np.add, lambda a, b: (a, ONE, b)),
     "sub": (np.subtract, lambda a, b: (b, -ONE, a)),
     "mul": (np.multiply, lambda a, b: (a, b, -ZERO)),
@@ -299,7 +298,7 @@ def saturating(function, kind):
 
 
 def high_half(a, b, kind):
-    """The upper half of an integer product"""
+    """The upper half of an integer product."""
     if kind.bits < 64:
         wide = (SIGNED if kind.family == "s" else UNSIGNED)[2 * kind.bits]
         return (np.multiply(a, b, dtype=wide) >> kind.bits).astype(kind.number)
@@ -314,7 +313,7 @@ def high_half(a, b, kind):
 
 
 def product(kind, mods):
-    """mul"""
+    """The function of mul."""
     if kind.family == "f":
         return fused("mul", kind, mods)
     if "lo" in mods:
@@ -325,7 +324,7 @@ def product(kind, mods):
 
 
 def multiply_add(kind, mods):
-    """mad: of floats it is fma"""
+    """The function of mad, which is fma for floats."""
     if kind.family == "f":
         return fused("fma", kind, mods)
     multiply = product(kind, mods)
@@ -335,7 +334,7 @@ def multiply_add(kind, mods):
 def quotient(kind, mods):
     if kind.family == "f":
 
-        def nearest(a, b):  # div.approx: from 2**126 on the reciprocal of the divisor is flushed
+        def nearest(a, b):  # div.approx: the reciprocal of a divisor from 2**126 on is flushed
             return a * np.where(np.abs(b) > 2.0**126, np.copysign(ZERO, b), 1 / b) if "approx" in mods else a / b
 
         return floating(
@@ -343,7 +342,7 @@ def quotient(kind, mods):
         )
 
     def whole(a, b):
-        """Rounded to zero; by zero: all ones, as the hardware gives (PTX leaves it open)"""
+        """Integer division towards zero. Division by zero gives all ones, as on hardware (PTX leaves it undefined)."""
         down = a // b
         return np.where(
             b == 0,
@@ -371,7 +370,7 @@ def plain(function):
 
 
 def extreme(name, kind, mods):
-    """min and max of two or three: the operand that is a number wins unless .NaN; -0 is below +0"""
+    """min and max of two or three. A number wins over NaN unless .NaN is given; -0 is below +0."""
     if kind.family != "f":
         return lambda *values: reduce(getattr(np, f"{name}imum"), values)
     choose = getattr(np, f"{name}imum" if "NaN" in mods else f"f{name}")
@@ -404,14 +403,14 @@ UNORDERED = {name + "u": name for name in ("eq", "ne", "lt", "le", "gt", "ge")} 
 
 
 def comparison(kind, mods):
-    """setp: p|q, the comparison (combined with a predicate) and its complement (combined likewise)"""
+    """setp p|q: the comparison and its complement, each combined with a predicate if there is one."""
     name = next((mod for mod in mods if mod in COMPARED or mod in UNORDERED), "")
     if (
         not name
         or (kind.family != "f" and (name in UNORDERED or name == "num"))
         or (kind.family == "f" and name in ("lo", "ls", "hi", "hs"))
     ):
-        raise NotImplementedError(f"comparison .{name} of .{kind.name} is not known")
+        raise NotImplementedError(f"comparison .{name} of .{kind.name} is not supported")
     compare, combine = COMPARED[UNORDERED.get(name, name)], next((JOINED[mod] for mod in mods if mod in JOINED), None)
 
     def function(a, b, *given):
@@ -430,7 +429,7 @@ def comparison(kind, mods):
 
 
 def shift(function):
-    """A shift by the width or more empties the register (or fills it with the sign): NumPy's rule too"""
+    """A shift by the width or more clears the register (or fills it with the sign). NumPy has the same rule."""
     return lambda kind, mods: lambda a, amount: function(a, np.minimum(amount, kind.bits).astype(a.dtype))
 
 
@@ -453,7 +452,7 @@ def insert(kind, mods):
     return function
 
 
-PERMUTED = {  # the selectors that a mode of prmt stands for
+PERMUTED = {  # selectors of each mode of prmt
     "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
     "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
     "rc8": (0x0000, 0x1111, 0x2222, 0x3333),
@@ -489,7 +488,7 @@ def lookup(kind, mods):
 
 
 def _ones(bits):
-    """Every bit of every register, the highest first"""
+    """Every bit of every register, the highest first."""
     return np.unpackbits(np.ascontiguousarray(bits)[:, None].view(np.uint8)[:, ::-1], axis=1)
 
 
@@ -507,7 +506,7 @@ INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
 def to_float(values, source, target, mods):
-    """Values of a float or integer type as what `target.write` takes"""
+    """Values of a float or integer type in the form that `target.write` takes."""
     if source.family != "f":
         if source.bits == 64 and (target.lane == "bf16" or "rn" not in mods):
             raise NotImplementedError(
@@ -527,7 +526,7 @@ def to_float(values, source, target, mods):
 
 
 def to_integer(values, source, target, mods):
-    """Wraps, or saturates: floats always, and NaN becomes 0 (of 64 bits: the top bit alone)"""
+    """To an integer type. Integers wrap or saturate; floats saturate, NaN becomes 0 (in 64 bits: the top bit alone)."""
     limits = np.iinfo(target.number)
     if source.family != "f":
         if "sat" in mods:
@@ -538,7 +537,7 @@ def to_integer(values, source, target, mods):
         return values.astype(target.number)
     whole = next((INTEGRAL[mod] for mod in mods if mod in INTEGRAL), None)
     if whole is None:
-        raise NotImplementedError("a float becomes an integer by .rni, .rzi, .rmi or .rpi: none is given")
+        raise NotImplementedError("converting a float to an integer needs .rni, .rzi, .rmi or .rpi")
     values = whole(values.astype(np.float64))
     under, over = values < float(limits.min), values >= float(limits.max) + (target.bits < 64)
     result = np.where(under | over | np.isnan(values), 0, values).astype(target.number)
@@ -548,7 +547,7 @@ def to_integer(values, source, target, mods):
 
 
 def conversion(target, source, mods):
-    """cvt: bits to bits; of two sources the first becomes the upper lane"""
+    """cvt: bits to bits. Of two sources the first becomes the upper lane."""
     mode = next((mod for mod in mods if mod in ROUNDINGS), "rn")
 
     def function(*bits):
@@ -571,15 +570,15 @@ def conversion(target, source, mods):
 
 @dataclass(frozen=True)
 class Rule:
-    """An opcode: its types, its modifiers, shape(kind, mods, operands) -> (targets, sources), make(kind, mods) ->
-    function of values
+    """An opcode: its types and modifiers, `shape(kind, mods, operands) -> (targets, sources)`, and `make(kind, mods)`,
+    which returns the function of values.
     """
 
     types: str
     modifiers: str
     shape: Callable[..., tuple[list, list]]
     make: Callable
-    raw: bool = False  # the function takes and gives bits, not values
+    raw: bool = False  # the function takes and returns bits instead of values
 
 
 def same(count):
@@ -603,7 +602,7 @@ def compared_shape(kind, mods, operands):
 
 
 def shaped(*sources, target=None):
-    """Operands of fixed types; None is the type of the instruction"""
+    """The shape of operands with fixed types. None stands for the instruction's type."""
     return lambda kind, mods, operands: ([target or kind], [source or kind for source in sources])
 
 

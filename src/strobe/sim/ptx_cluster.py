@@ -1,9 +1,8 @@
-"""Inline PTX that names shared memory: a variable of its own, other programs' of a cluster, mbarriers in it, the
-cluster's barrier.
+"""Inline PTX on shared memory: its own variables, other programs of the cluster, mbarriers, and the cluster barrier.
 
-`build` makes of an instruction what `ptx.Step` holds: (function, targets, sources, effect). An address has 32 bits, and
-names the running program's memory, or by its upper 8 bits, as `mapa` gives it, that of a program of the cluster. The
-machine is asked for `shared_symbol(name, size)`, `shared_load(address, dtype, mask)`, `send(address, values, bell,
+`build` turns an instruction into the fields of `ptx.Step`: (function, targets, sources, effect). An address has 32
+bits. Its upper 8 bits, as `mapa` sets them, select a program of the cluster, or the running program if zero. The
+machine provides `shared_symbol(name, size)`, `shared_load(address, dtype, mask)`, `send(address, values, mbarrier,
 mask)`, `shared_barrier(address, count, expected, mask)`, `shared_wait(address, parity, acquire)`,
 `cluster_arrive(release)` and `cluster_wait()`.
 
@@ -16,12 +15,12 @@ import numpy as np
 
 from .ptx_arithmetic import KINDS, PRED, fit
 
-WITHIN = 24  # bits of an address within a program's shared memory
+WITHIN = 24  # bits of an address within one program's shared memory
 _NUMBER = KINDS["b32"]
 
 
 def symbol(statement):
-    """(name, bytes) of a variable in shared memory, or None."""
+    """(name, bytes) of a shared memory variable, or None for another statement."""
     match = re.fullmatch(r"\.shared\s+(?:\.align\s+\d+\s+)?\.b8\s+([%$_A-Za-z][\w$]*)\s*\[(\d+)\]", statement)
     return match and (match[1], int(match[2]))
 
@@ -31,7 +30,7 @@ def of_symbol(name, size):
 
 
 def knows(opcode):
-    """Whether an instruction is built here."""
+    """Whether this module builds the instruction."""
     return any(re.fullmatch(pattern, opcode) for pattern, _ in _BUILDERS)
 
 
@@ -40,10 +39,10 @@ def build(block, code):
 
 
 def _place(block, text):
-    """(slot of an address, bytes behind it)"""
+    """(slot of an address, byte offset)."""
     match = re.fullmatch(r"\[\s*([%$_A-Za-z][\w$]*)\s*(?:\+\s*(\d+)\s*)?\]", text)
     if not match:
-        raise ValueError(f"'{text}' is no address of shared memory; expected [register] or [register+bytes]")
+        raise ValueError(f"'{text}' is not a shared memory address; expected [register] or [register+bytes]")
     return block.source(match[1], _NUMBER), int(match[2] or 0)
 
 
@@ -89,7 +88,7 @@ def _send(block, code):
 
 
 def _barrier(block, code):
-    """Its initialisation with a count, or an arrival that expects bytes, none if it does not say how many."""
+    """mbarrier.init with a count, or an arrival that expects bytes, zero if it names none."""
     begins = "init" in code.parts
     address, number = (
         code.need(2) if begins else code.need(3)[1:] if "expect_tx" in code.parts else (code.need(2)[1], "0")
@@ -105,7 +104,7 @@ def _barrier(block, code):
 
 
 def _wait(block, code):
-    """It waits until the phase is over, where the device may give up before: a loop around it is over at once."""
+    """mbarrier.try_wait, which here waits until the phase completes, so that a loop around it ends at once."""
     target, address, parity = code.need(3)
     address, offset = _place(block, address)
     acquire = "relaxed" not in code.parts

@@ -1,8 +1,7 @@
-"""What lanes of a warp tell each other in inline PTX: votes, and exchanges across a butterfly.
+"""Communication between lanes of a warp in inline PTX: votes and butterfly shuffles.
 
-A register has one entry a group of `pack` elements. 32 entries that follow each other are the lanes of a warp, in their
-order, where `pack` is all that a thread holds or a part of it: `layouts.registers` brings them so, as the compiler's
-layout says.
+A register has one entry per group of `pack` elements. 32 consecutive entries are the lanes of a warp, in order, if
+`pack` divides the elements of a thread: `layouts.registers` reorders them by the compiler's layout.
 """
 
 import re
@@ -16,7 +15,7 @@ LANES = 32
 
 
 def build(block, code):
-    """(function, targets, sources) of a vote of a warp's lanes, or of an exchange across a butterfly of them."""
+    """(function, targets, sources) of a vote or a butterfly shuffle."""
     words, numbers = (
         code.opcode.split(".")[1:],
         [int(operand, 0) for operand in code.operands if re.fullmatch(r"-?\d\w*", operand)],
@@ -44,23 +43,21 @@ def build(block, code):
 
 
 def vote(mode, predicate, mask, groups):
-    """Of each warp, whether `any` or `all` of its lanes' predicates hold."""
+    """Whether any (`mode` "any") or all predicates of a warp hold."""
     lanes = _of_warps(predicate, mask, groups)
     return np.repeat((lanes.any(1) if mode == "any" else lanes.all(1)), LANES)
 
 
 def butterfly(distance, bits, mask, groups):
-    """The entry of the lane whose number differs in the bits of `distance`."""
+    """The entry of the lane whose number is XORed with `distance`."""
     return _of_warps(bits, mask, groups)[:, np.arange(LANES) ^ distance].reshape(-1)
 
 
 def _of_warps(bits, mask, groups):
-    """[warps, LANES] of a register, all of whose lanes are there: an exchange with a lane that has branched away waits
-    for ever, or worse.
-    """
+    """The register as [warps, LANES]. All lanes must be active: exchanging with one that branched away is undefined."""
     if groups % LANES:
         raise ValueError(
-            f"looks at the other lanes of a warp, and {groups} groups of elements are no multiple of {LANES}; "
+            f"looks at the other lanes of a warp, and {groups} groups of elements are not a multiple of {LANES}; "
             "choose another pack"
         )
     if mask is not None:

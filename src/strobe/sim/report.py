@@ -1,4 +1,4 @@
-"""What a simulated run found: a list of reports in plain words, each with its place in the kernel's source."""
+"""Findings of a simulated run: a list of reports, each with its place in the kernel's source."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import dataclass
 from types import CodeType
 
 KINDS = {
-    "race": "two accesses to one place, at least one a write, that nothing orders",
-    "order": "two floating-point adds whose order nothing fixes: the sum differs from run to run",
-    "uninitialised": "a read of memory that nothing wrote",
-    "fence": "the async proxy touches what generic code wrote, without fence_async_shared between",
+    "race": "two unordered accesses to one place, at least one of them a write",
+    "order": "two unordered floating-point adds: the sum differs from run to run",
+    "uninitialised": "a read of memory that was never written",
+    "fence": "the async proxy accesses what generic code wrote without fence_async_shared in between",
     "wgmma": "an accumulator used before the wait that covers it",
     "barrier": "a barrier misused: not initialised, too many arrivals, a phase left half full",
     "bytes": "the bytes expected on a barrier are not the bytes copied",
     "deadlock": "every partition waits and nothing is in flight",
-    "unfinished": "asynchronous work still under way when its owner ends",
-    "bounds": "an access outside of every argument, allocation or ring",
-    "target": "an operation that the target does not have",
+    "unfinished": "asynchronous work still in flight when its owner ends",
+    "bounds": "an access outside every argument, allocation or buffer array",
+    "target": "an operation that the target does not support",
     "budget": "more shared or tensor memory than the target has",
     "assert": "a device_assert failed",
-    "compiler": "source that Triton's frontend is known to compile into something else",
+    "compiler": "source that Triton's frontend is known to miscompile",
 }
 
 Place = tuple[tuple[CodeType, int], ...]  # innermost kernel function first: (code, line)
 
 
 def place_text(place: Place) -> str:
-    """`forward.py:93 load_partition < forward.py:202 forward`: where in the kernel's source, innermost first."""
+    """A place as text, innermost function first: `forward.py:93 load_partition < forward.py:202 forward`."""
     return " < ".join(f"{os.path.basename(code.co_filename)}:{line} {code.co_name}" for code, line in place[:4]) or "?"
 
 
 @dataclass
 class Report:
-    """One finding: its kind (a key of `KINDS`), what happened, where; `count` says how often in this run."""
+    """One finding: its kind (a key of `KINDS`), a description, its place, and how often it occurred."""
 
     kind: str
     text: str
@@ -56,11 +56,11 @@ class SimulationFault(Exception):
 
 
 class Stop(BaseException):
-    """Ends a launch early: the run has as many reports as were asked for, or cannot go on (a deadlock)."""
+    """Ends a launch early: the limit of reports is reached, or the run cannot continue (a deadlock)."""
 
 
 class Reports:
-    """Collects findings, each distinct one once; ends the run after `limit` of them."""
+    """Collects distinct findings and ends the run after `limit` of them."""
 
     def __init__(self, limit: int):
         self.list: list[Report] = []

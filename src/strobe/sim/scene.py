@@ -1,8 +1,8 @@
-"""A scene: something that launches kernels, loaded from a file, with arguments written as text.
+"""A scene: a Python function that launches kernels, or a kernel, loaded from a file, with its arguments as text.
 
     FILE::NAME bf16[200,320] bf16[320,256] nan:bf16[200,256] block=64
 
-NAME is a Python function, called under the simulator, or a kernel, launched on a grid.
+A function is called under the simulator; a kernel is launched on a grid.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SceneError(Exception):
     """A scene that cannot be loaded or called as written."""
 
 
-# what a scene's own code, a kernel under the language's rules, or an operation the simulator does not know may raise
+# exceptions of a scene's code, of a kernel that breaks the language's rules, and of operations the simulator lacks
 FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -64,13 +64,15 @@ FAILURES = (
 
 
 def argument(text: str, generator: torch.Generator) -> object:
-    """One argument: a tensor (`bf16[64,128]` normal, `nan:`, `zeros:`, `ones:`, or `tma:bf16[64,128]/64x64`), a number,
-    True, False, None, text.
+    """Parse one argument: a tensor (`bf16[64,128]`, `nan:`, `zeros:`, `ones:` or `tma:bf16[64,128]/64x64`), number,
+    bool, None or text.
 
     >>> argument("zeros:f32[2]", torch.Generator())
     tensor([0., 0.])
     >>> argument("3", torch.Generator()), argument("True", torch.Generator())
     (3, True)
+
+    Floating-point tensors without a prefix are standard normal. Raises SceneError for a malformed tensor.
     """
     if "[" in text:
         return _tensor(text, generator)
@@ -132,9 +134,7 @@ def _descriptor(tensor: torch.Tensor, block: list[int], text: str) -> object:
 
 
 class Scene:
-    """`Scene("matmul.py::run", ["bf16[64,64]", "bf16[64,64]"])`: call it to launch, each time on the same fresh
-    arguments.
-    """
+    """`Scene("matmul.py::run", ["bf16[64,64]", "bf16[64,64]"])`. Each call launches it on fresh, equal arguments."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Scene:
         return positional, named
 
     def __call__(self, module: ModuleType | None = None) -> list[torch.Tensor]:
-        """Launch; the tensors it was given and returned, as they are afterwards."""
+        """Launch. Returns the tensors that were passed and returned, with their values after the launch."""
         module = module or load(self.path)
         target = getattr(module, self.function, None)
         if target is None:
@@ -203,9 +203,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def module_name(path: Path) -> str:
-    """The dotted name of a file in its package (`specimens.matmul`), or its stem; the package's parent goes on
-    sys.path.
-    """
+    """The dotted name of a file in its package (`specimens.matmul`). Adds the package's parent to sys.path."""
     parts, folder = [path.stem], path.parent
     while (folder / "__init__.py").is_file():
         parts.insert(0, folder.name)
@@ -216,7 +214,7 @@ def module_name(path: Path) -> str:
 
 
 def load(path: Path) -> ModuleType:
-    """The module of a file, as its package would import it; a module of its name from elsewhere is replaced."""
+    """Import a file under its package's name. A module of that name from another file is replaced."""
     name = module_name(path)
     known = sys.modules.get(name)
     if known is not None and Path(getattr(known, "__file__", None) or "").resolve() == path:
@@ -229,7 +227,7 @@ def _execute(name: str, path: Path) -> ModuleType:
         importlib.import_module(name.rpartition(".")[0])
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise SceneError(f"{path} is no Python file")
+        raise SceneError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     _enter(name, module)
     with ExitStack() as undo:
@@ -239,7 +237,7 @@ def _execute(name: str, path: Path) -> ModuleType:
         except (SyntaxError, ImportError) as error:
             raise SceneError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
         except SystemExit as ended:
-            guard = 'put what runs the script under `if __name__ == "__main__":`'
+            guard = 'put the entry point under `if __name__ == "__main__":`'
             raise SceneError(
                 f"{path} cannot be imported: it calls sys.exit({ended.code!r}) while it is; {guard}"
             ) from ended
@@ -248,7 +246,7 @@ def _execute(name: str, path: Path) -> ModuleType:
 
 
 def _enter(name: str, module: ModuleType) -> None:
-    """A module under its name, and as an attribute of its package: `from . import it` looks there first."""
+    """Register a module by name and as an attribute of its package, where `from . import it` looks first."""
     sys.modules[name] = module
     package, _, stem = name.rpartition(".")
     if package in sys.modules:
@@ -267,10 +265,10 @@ def _leave(name: str) -> None:
 
 @contextmanager
 def replaced(original: Path, source: str, folder: Path, scene: Path) -> Iterator[ModuleType]:
-    """The scene's module, with `original` reading `source` (written to `folder`) instead.
+    """The scene's module, with `original` replaced by `source`, which is written to `folder`.
 
-    The two, and all modules of their packages that import `original`, directly or not, are imported anew; no other:
-    what registers itself with torch or holds state stays. Afterwards all is as before.
+    Both modules, and all modules of their packages that import `original` directly or indirectly, are imported again.
+    No other module is, so registrations with torch and other state persist. On exit the modules are restored.
     """
     load(scene)
     name = module_name(original)
@@ -305,27 +303,24 @@ class _Elsewhere:
 
 
 def _importers(name: str, roots: set[str]) -> list[str]:
-    """The module and the loaded ones under `roots` that import it while they are imported themselves, directly or
-    not."""
+    """The module, and the loaded modules under `roots` whose import depends on it directly or indirectly."""
     imports = {}
     for other, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
         if other.partition(".")[0] in roots and file.endswith(".py"):
             imports[other] = _imports(file, other if Path(file).name == "__init__.py" else other.rpartition(".")[0])
     found = [name]
-    for known in found:  # grows on the way
+    for known in found:  # grows during the loop
         found += [other for other, names in imports.items() if known in names and other not in found]
     return found
 
 
 @functools.lru_cache(None)
 def _imports(file: str, package: str) -> frozenset[str]:
-    """All that a file may import outside of its functions: `from .a import b` is package.a and, if that is a module,
-    package.a.b.
-    """
+    """All that a file may import at module level: `from .a import b` gives package.a and package.a.b."""
     found: set[str] = set()
     nodes: list[ast.AST] = [*ast.parse(Path(file).read_text()).body]
-    for node in nodes:  # grows on the way
+    for node in nodes:  # grows during the loop
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -1,6 +1,4 @@
-"""The real semantic layers, with the few operations that build regions evaluated instead: reduce, scan, map,
-warp_specialize.
-"""
+"""Triton's real semantic layers, with reduce, scan, map and warp_specialize evaluated instead of built."""
 
 from __future__ import annotations
 
@@ -21,13 +19,13 @@ if TYPE_CHECKING:
     from .builder import Builder
 
     class Tensor(tl.tensor):
-        """A tensor as the layers here make it."""
+        """A tensor as these layers create it."""
 
         handle: Value
-        type: Any  # a dtype, or a block_type of it; Gluon's has a layout
+        type: Any  # a dtype, or a block_type; Gluon's also holds a layout
 
 
-# what the standard library's combining functions compute, as NumPy reductions
+# combining functions of the standard library, as NumPy reductions
 _STANDARD: dict[str, Callable] = {
     "_sum_combine": np.add.reduce,
     "_elementwise_max": np.fmax.reduce,
@@ -36,12 +34,12 @@ _STANDARD: dict[str, Callable] = {
 
 
 def quiet(body: Callable[[], object]) -> Callable[[], object]:
-    """The body of a partition without NumPy's warnings, which each greenlet has to turn off for itself."""
+    """Run a partition's body without NumPy warnings, which are a per-greenlet setting."""
     return np.errstate(all="ignore")(body)
 
 
 def by_branches(compute: Callable[[list[np.ndarray]], list[np.ndarray]], arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """A scalar function on whole arrays; where a branch parts their elements, each side by itself."""
+    """Apply a scalar function to whole arrays. Where elements diverge at a branch, each side runs separately."""
     shape = np.broadcast_shapes(*(np.shape(array) for array in arrays))
     try:
         return [np.broadcast_to(result, shape) for result in compute(arrays)]
@@ -56,7 +54,7 @@ def by_branches(compute: Callable[[list[np.ndarray]], list[np.ndarray]], arrays:
 
 
 class Region:
-    """What the builders of a reduce or scan region expect to find."""
+    """The state that builders of a reduce or scan region expect."""
 
     def get_region(self, _: int) -> Region:
         return self
@@ -66,9 +64,7 @@ _Build = Callable[[Region], None]
 
 
 class _Tensors(type):
-    """The class that a semantic layer knows tensors by: it makes them, and Triton 3.7 and later ask it whether a value
-    is one.
-    """
+    """The class by which a semantic layer recognises (Triton 3.7 and later: isinstance) and creates tensors."""
 
     __call__: Callable[..., tl.tensor] = staticmethod(make_tensor)
 
@@ -77,11 +73,11 @@ class _Tensors(type):
 
 
 class _Tensor(metaclass=_Tensors):
-    """Stands for tl.tensor."""
+    """Replaces tl.tensor."""
 
 
 class _Evaluated(TritonSemantic):
-    """Mixed into a semantic layer: operations with a combining function, on whole arrays dressed as scalars."""
+    """Mixin for a semantic layer: evaluates operations with a combining function, passing whole arrays as scalars."""
 
     builder: Builder
     tensor: Any = _Tensor
@@ -90,12 +86,12 @@ class _Evaluated(TritonSemantic):
         return x if isinstance(x, tl.tensor) else super().to_tensor(unwrapped(x), check_type)
 
     def cast(self, input: Tensor, dst_ty: tl.dtype, fp_downcast_rounding: str | None = None) -> Tensor:
-        if input.type.scalar is dst_ty.scalar:  # most operands have their operation's type already
+        if input.type.scalar is dst_ty.scalar:  # true for most operands
             return input
         return super().cast(input, dst_ty, fp_downcast_rounding)
 
     def multiple_of(self, x: Tensor, values: object) -> Tensor:
-        """A promise to the compiler, which changes no result."""
+        """A hint to the compiler, without effect on results."""
         return x
 
     max_contiguous = max_constancy = multiple_of
@@ -135,7 +131,7 @@ class _Evaluated(TritonSemantic):
         return tuple(out)
 
     def _tree(self, build: _Build, values: list[Value], axis: int) -> list[np.ndarray]:
-        """Halve the axis until one element is left."""
+        """Reduce by halving the axis until one element is left."""
         data = [value.data for value in values]
         while (size := data[0].shape[axis]) > 1:
             half = size // 2
@@ -173,9 +169,7 @@ class _Evaluated(TritonSemantic):
         )
 
     def map_function(self, interpreter: Any, scalar_fn: object, *args: Tensor, pack: object = 1) -> Tensor | tl.tuple:
-        """tl.map_elementwise: the scalar function sees whole arrays dressed as scalars, those of one path through it at
-        a time.
-        """
+        """tl.map_elementwise: the scalar function receives whole arrays as scalars, one control-flow path at a time."""
         if unwrapped(pack) != 1:
             raise NotImplementedError("map_elementwise with pack > 1")
         tensors = list(self.broadcast_tensors(*args)) if len(args) > 1 else list(args)
@@ -206,15 +200,15 @@ class _Evaluated(TritonSemantic):
 
 
 def _wide(inputs: Sequence[Tensor]) -> bool:
-    """One tensor on which NumPy's reductions are the language's: not unsigned (carried as signed), no rounding at every
-    step.
+    """Whether NumPy's reduction of this tensor is exact for the language: one tensor, not unsigned (those are carried
+    as signed), and no rounding at every step.
     """
     dtype = inputs[0].type.scalar
     return len(inputs) == 1 and (dtype.is_int_signed() or dtype.is_fp32() or dtype.is_fp64())
 
 
 def _combining_name(build: _Build) -> str:
-    """The name of the combining function that a region builder closes over."""
+    """The name of the combining function in a region builder's closure."""
     for cell in build.__closure__ or ():
         name = getattr(cell.cell_contents, "__name__", "")
         if name in _STANDARD and getattr(cell.cell_contents, "__module__", "").startswith("triton."):
@@ -233,22 +227,18 @@ class Gluon(_Evaluated, GluonSemantic):
 
     def __init__(self, builder: Builder):
         super().__init__(builder)
-        self._slots: dict[
-            int, tuple[object, Any, Type]
-        ] = {}  # a ring's type -> (kept alive, a slot's type, its IR type)
+        # buffer array's type -> (kept alive, a slot's type, its IR type)
+        self._slots: dict[int, tuple[object, Any, Type]] = {}
         self._types: dict[tuple[object, ...], tuple[object, Any]] = {}
-        self._pairs: dict[
-            tuple[int, int], Any
-        ] = {}  # two types' ids -> (kept alive, their types once broadcast together)
+        self._pairs: dict[tuple[int, int], Any] = {}  # two types' ids -> (kept alive, their types after broadcasting)
         self._ranges: dict[tuple[int, int, object], Any] = {}
-        self._converted: dict[
-            tuple[int, object, bool], tuple[object, Any, Type]
-        ] = {}  # (type's id, layout, asserted) -> (kept alive, type, IR type)
+        # (type's id, layout, asserted) -> (kept alive, type, IR type)
+        self._converted: dict[tuple[int, object, bool], tuple[object, Any, Type]] = {}
 
     def memdesc_index(
         self, mem_desc: gluon_core.shared_memory_descriptor, index: object
     ) -> gluon_core.shared_memory_descriptor:
-        """A slot of a ring; its type is made once for each ring."""
+        """One slot of a buffer array. The slot's type is created once per array type."""
         ring = mem_desc.type
         if id(ring) not in self._slots:
             slot = super().memdesc_index(mem_desc, index)
@@ -261,12 +251,10 @@ class Gluon(_Evaluated, GluonSemantic):
         slot.type = kind
         return slot
 
-    # Types are made once and shared: a distributed_type spells out its layout as text whenever it is made.
+    # Types are created once and shared, because each distributed_type formats its layout as text when it is created.
 
     def _type(self, key: tuple[object, ...], make: Callable[[], object]) -> Any:
-        """The type under a key whose objects, but for layouts, count by identity; they are kept so that their ids stay
-        taken.
-        """
+        """The type for a key whose objects, except layouts, are compared by identity. The cache keeps them alive."""
         number = tuple(
             part if isinstance(part, (tuple, str, gluon_core.DistributedLayout)) else id(part) for part in key
         )
@@ -285,7 +273,7 @@ class Gluon(_Evaluated, GluonSemantic):
         return (self._spread(lhs, right), rhs) if right.is_block() else (lhs, rhs)
 
     def _together(self, lhs: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor]:
-        """Two tensors broadcast to one shape; what types that gives is asked once for each pair."""
+        """Two tensors broadcast to one shape. The resulting types are computed once per pair of types."""
         key = (id(lhs.type), id(rhs.type))
         if key in self._pairs:
             left, right = self._pairs[key][1]
@@ -303,14 +291,14 @@ class Gluon(_Evaluated, GluonSemantic):
         return one if kind is None else self.tensor(self.builder.create_broadcast(one.handle, kind[1]), kind[0])
 
     def cast(self, input: Tensor, dst_ty: tl.dtype, fp_downcast_rounding: str | None = None) -> Tensor:
-        """As any cast, with one type object for equal results, so that what is asked of types next is found."""
+        """Triton's cast, with one type object for equal results, so that caches keyed by type identity hit."""
         made = super().cast(input, dst_ty, fp_downcast_rounding)
         if made is not input and made.type.is_block():
             made.type = self._type(("cast", input.type, made.type.scalar), lambda: made.type)
         return made
 
     def _distributed(self, scalar: tl.dtype, shape: Sequence[int], layout: object) -> tuple[tl.dtype, Type]:
-        """The type of so many elements in this layout, and its IR type."""
+        """(type, IR type) of a tensor with this dtype, shape and layout."""
         kind = self._type(
             ("distributed", scalar, tuple(shape), layout),
             lambda: gluon_core.distributed_type(scalar, list(shape), layout),
@@ -325,12 +313,12 @@ class Gluon(_Evaluated, GluonSemantic):
 
     def shared_load(self, mem_desc: gluon_core.shared_memory_descriptor, layout: object) -> Tensor:
         if not isinstance(layout, gluon_core.DistributedLayout):
-            return cast("Tensor", super().shared_load(mem_desc, layout))  # which says what is wrong
+            return cast("Tensor", super().shared_load(mem_desc, layout))  # raises the proper error
         kind, ir_type = self._distributed(mem_desc.dtype, mem_desc.shape, layout)
         return self.tensor(self.builder.create_local_load(ir_type, mem_desc.handle), kind)
 
     def arange(self, start: int, end: int, layout: object) -> Tensor:
-        """A range is made once in each layout: nothing writes into a tensor's values."""
+        """A range, created once per layout. Values of a tensor are never modified."""
         key = (start, end, layout)
         if key not in self._ranges:
             made: Any = super().arange(start, end, layout)
@@ -342,7 +330,7 @@ class Gluon(_Evaluated, GluonSemantic):
         return self._type(("bool", v.type), lambda: v.type.with_element_ty(tl.int1)) if v.type.is_block() else tl.int1
 
     def convert_layout(self, value: Tensor, layout: object, assert_trivial: bool = False) -> Tensor:
-        """The type of the result is made once for each type and layout."""
+        """Converts the layout. The result's type is created once per type and layout."""
         key = id(value.type), layout, assert_trivial
         if key not in self._converted:
             made: Any = super().convert_layout(value, layout, assert_trivial)

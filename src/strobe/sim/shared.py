@@ -16,13 +16,13 @@ from .pointers import Found, Operator, Part, reduce_into, sums
 from .report import place_text
 from .values import BYTES, STORED, Descriptor, Pieces, Type, Value, Window, from_bits, to_bits
 
-TMA_LATENCY_NS = 300.0  # an L2 hit, issue to arrival
+TMA_LATENCY_NS = 300.0  # issue to arrival, for an L2 hit
 TMA_BYTES_PER_NS = 64.0  # one SM's share of L2 bandwidth
 SYNC_NS = 10.0
 
 
 class OutOfRange:
-    """A ring slot that does not exist; a fault only if it is used (arrive(..., pred=False) on it is common)."""
+    """A pipeline slot that does not exist. It is a fault only when used: arrive(..., pred=False) on it is common."""
 
     def __init__(self, text: str, machine: Machine, instead: Window):
         self._text, self._machine, self._instead = text, machine, instead
@@ -127,9 +127,8 @@ class SharedMemory:
             return Window(memory, Pieces(window.view.reshape(-1, window.view.shape[-1]), tuple(ty.shape)), ty.elem, ty)
         if window.view.flags.c_contiguous:
             start, size = window.address - memory.base, int(np.prod(ty.shape)) * BYTES[ty.elem]
-            past = (
-                start + size - memory.raw.size
-            )  # more than the view is legal (the next buffers), past the allocation is not
+            # a view longer than its buffer is legal (it covers the next buffers); exceeding the allocation is a fault
+            past = start + size - memory.raw.size
             if past > 0:
                 self.machine.report(
                     "bounds",
@@ -139,12 +138,12 @@ class SharedMemory:
                 start = max(0, start - past)
             raw = memory.raw if size <= memory.raw.size else np.zeros(size, np.uint8)
             view = raw[start : start + size].view(STORED[ty.elem]).reshape(ty.shape)
-        else:  # a window of columns of tensor memory
+        else:  # a window of tensor memory columns
             view = window.view.view(STORED[ty.elem])[..., : ty.shape[-1]]
         return Window(memory, view, ty.elem, ty)
 
     def name_memory(self, name: str | None, value: object) -> None:
-        """Call an allocation by the variable (or the aggregate's field) that holds it."""
+        """Name an allocation by the variable (or aggregate field) that holds it."""
         if not name or isinstance(value, tl.tuple):
             return
         handle = getattr(value, "handle", None)
@@ -157,9 +156,7 @@ class SharedMemory:
                     handle.memory.name, handle.memory.named = self._unique(f"{name}.{field}"), True
 
     def _unique(self, name: str) -> str:
-        """`name`, or name#2 and so on where a function allocates under one name again and again: agents are told apart
-        by such names.
-        """
+        """`name`, or name#2 and so on if a function allocates it repeatedly. These names identify agents."""
         others = {memory.name for memory in self.machine.current.cta.memories}
         return next(one for n in itertools.count(1) if (one := name if n == 1 else f"{name}#{n}") not in others)
 
@@ -178,7 +175,7 @@ class SharedMemory:
 
     @staticmethod
     def _predicated(arguments: tuple[object, ...]) -> bool:
-        """False if a predicate among the trailing arguments is false (its position differs between releases)."""
+        """False if one of the trailing arguments is a false predicate. Its position differs between Triton releases."""
         return all(bool(argument.data) for argument in arguments if isinstance(argument, Value))
 
     def create_mbarrier_expect(self, window: Where, size: int, *rest: object) -> None:
@@ -206,9 +203,7 @@ class SharedMemory:
         self.machine.fence(("shared",))
 
     def create_barrier(self, *_: object) -> None:
-        """Threads of one partition wait for each other: a partition is one agent here, so nothing can go wrong between
-        them.
-        """
+        """A barrier of one partition's threads. A partition is a single agent here, so there is nothing to check."""
 
     def fence(self, name: str) -> None:
         """A fence in inline PTX."""
@@ -307,9 +302,7 @@ class SharedMemory:
         put: Callable[[Part, np.ndarray], None],
         reduces: Operator | None = None,
     ) -> None:
-        """A bulk store reads shared memory first and writes global memory some time later; two stores may write in any
-        order.
-        """
+        """A bulk store: it reads shared memory, then writes global memory later. Stores may write in any order."""
         machine, p, source = self.machine, self.machine.current, self.window(source)
         reads, writes = p.stores, p.store_writes
         reads.issued, writes.issued = reads.issued + 1, writes.issued + 1
@@ -341,12 +334,12 @@ class SharedMemory:
         machine.launch(reads, Operation(reads.agent, what, place, read, ready))
 
     def create_async_tma_store_wait(self, pending: int, *_: object) -> None:
-        """cp.async.bulk.wait_group.read: the sources may be overwritten; the writes may still be under way."""
+        """cp.async.bulk.wait_group.read: the sources may be overwritten, while the writes may still be in flight."""
         p = self.machine.current
         self.machine.drain(p.stores, pending, "store_wait")
 
     def bulk_commit(self) -> None:
-        """cp.async.bulk.commit_group in inline PTX: Gluon's own stores commit themselves, so this group is empty."""
+        """cp.async.bulk.commit_group in inline PTX. Gluon's stores commit themselves, so this group is empty."""
         p = self.machine.current
         for stream in (p.stores, p.store_writes):
             stream.issued += 1
@@ -400,14 +393,13 @@ class SharedMemory:
         self.machine.drain(self.machine.current.copies, pending, "cp.async wait_group")
 
     def create_async_copy_mbarrier_arrive(self, bar: Where, increment: bool) -> None:
-        """cp.async.mbarrier.arrive: the barrier is told once all copies so far have landed, at once if there are
-        none."""
+        """cp.async.mbarrier.arrive: arrives once all copies so far have landed, immediately if there are none."""
         machine, p, barrier = self.machine, self.machine.current, self._barrier(bar)
         stream = p.copies
         arrivals, place = (
             32 * p.warps,
             machine.place(),
-        )  # every thread arrives; by default each adds one to the count before
+        )  # every thread arrives; by default each first increments the pending count
         if increment:
             barrier.missing += arrivals
         if not p.open_copies and not stream.queue:
@@ -426,14 +418,14 @@ class SharedMemory:
 
 
 def _box(desc: Descriptor, window: Window) -> list[int]:
-    """The block a copy moves has the shape of its shared memory side, as in Triton's lowering."""
+    """The shape of the block that a copy moves: that of its shared memory side, as in Triton's lowering."""
     shape = list(window.view.shape)
     extra = len(shape) - len(desc.block)
     return shape[extra:] if extra >= 0 and all(size == 1 for size in shape[:extra]) else desc.block
 
 
 def _poison(window: Window) -> None:
-    """What is being copied into reads as NaN until the copy lands."""
+    """Fill the destination of a copy with NaN until the copy lands."""
     window.view[...] = np.nan if window.view.dtype.kind == "f" else np.array(-1).astype(window.view.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Tensor cores: wgmma, mma, tcgen05 with tensor memory, tl.dot. Products accumulate in float32 by torch's matmul."""
+"""Tensor cores: wgmma, mma, tcgen05 with tensor memory, tl.dot. torch's matmul accumulates in float32."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from .report import Place
 from .shared import Where
 from .values import COMPUTED, Pending, Type, Value, Window, as_torch, from_bits, matrix, rounded, to_bits
 
-FLOP_PER_CYCLE = 4096.0  # dense 16-bit products of one Hopper SM; twice that on Blackwell, and for 8-bit types
+FLOP_PER_CYCLE = 4096.0  # dense 16-bit FLOP of one Hopper SM; Blackwell and 8-bit types each double it
 TENSOR_MEMORY_COLUMN_BYTES = 512  # 128 lanes of 32 bits
 
 
 def product(a: torch.Tensor, b: torch.Tensor, elem: str, precise: bool = False) -> np.ndarray:
-    """a @ b of tiles of `elem`, as arrays or as torch tensors that `matrix` made, with sums in float32 (float64,
-    int64).
-    """
+    """a @ b for tiles of `elem` (arrays, or tensors from `matrix`), accumulated in float32 (or float64, int64)."""
     a, b = (_operand_of(x, elem) for x in (a, b))
     if elem == "fp32" and not precise:  # TF32: the tensor core reads the upper 19 bits
         a, b = ((x.contiguous().view(torch.int32) & -0x2000).view(torch.float32) for x in (a, b))
@@ -53,7 +51,7 @@ class TensorCores:
     def _operand(
         self, operand: Value | Where, agent: str, number: int, knows: dict[str, int], what: str, place: Place
     ) -> Callable[[], Any]:
-        """Record the read now; the returned function fetches the operand when the product lands."""
+        """Record the read now. The returned function fetches the operand when the product lands."""
         if isinstance(operand, Value):
             data = operand.data
             return lambda: data
@@ -113,7 +111,7 @@ class TensorCores:
 
     @staticmethod
     def _released(value: Value, p: Partition) -> Value:
-        """A value as it comes out of a wait: usable if the wait covers the product that computes it."""
+        """A value returned by a wait: usable if the wait covers the product that computes it."""
         if value.pending is None or p.knows.get(value.pending.agent, 0) < value.pending.number:
             return value
         return Value(value.raw(), value.elem, value.layout)
@@ -151,7 +149,7 @@ class TensorCores:
     def create_tcgen05_mma(self, a: Any, b: Where, d: Where, use_acc: Value, pred: Value, bars: list[Where],
                            bar_preds: list[Value], two_ctas: bool = False, *_: object) -> None:  # fmt: skip
         if two_ctas:
-            raise NotImplementedError("tcgen05_mma over two CTAs: the simulator knows no clusters")
+            raise NotImplementedError("tcgen05_mma over two CTAs is not supported by the simulator")
         if bool(pred.data):
             self._tcgen05(a, b, self.window(d), bool(use_acc.data))
         for bar, wanted in zip(bars, bar_preds, strict=True):
@@ -163,7 +161,7 @@ class TensorCores:
         stream = p.tcgen05
         stream.issued += 1
         agent, number = stream.agent, stream.issued
-        knows = {**p.knows, agent: number - 1}  # products of one issuer run in order
+        knows = {**p.knows, agent: number - 1}  # products of one issuer execute in order
         place = machine.place()
         left, right = (self._operand(x, agent, number, knows, "tcgen05 read", place) for x in (a, b))
         what = f"tcgen05.mma into {d.label}"
@@ -183,7 +181,7 @@ class TensorCores:
         self._issue(stream, "tcgen05", (*d.view.shape[-2:], self.window(a).view.shape[-1]), elem, land, place)
 
     def create_tcgen05_commit(self, bar: Where, *_: object) -> None:
-        """The barrier is told once all earlier tcgen05 work of this partition is done."""
+        """tcgen05.commit: arrives on the barrier once all earlier tcgen05 work of this partition is complete."""
         machine, p, barrier = self.machine, self.machine.current, self._barrier(bar)
         stream, place = p.tcgen05, machine.place()
         ready = max([p.time_ns, *(operation.ready_ns for operation in stream.queue)])
@@ -198,7 +196,7 @@ class TensorCores:
         machine.launch(stream, Operation(agent, f"tcgen05.commit to {barrier.name}", place, land, ready))
 
     def create_tmem_copy(self, source: Where, target: Where) -> None:
-        """tcgen05.cp: shared memory to tensor memory, in order with the products of this partition."""
+        """tcgen05.cp: shared memory to tensor memory, in order with this partition's products."""
         machine, p = self.machine, self.machine.current
         source, target, stream = self.window(source), self.window(target), p.tcgen05
         stream.issued += 1

@@ -1,8 +1,6 @@
-"""The events of a simulated run as pictures: a Chrome trace for Perfetto, an SVG, a page. Its times are modelled, not
-measured.
+"""Draws a simulated run as a Chrome trace for Perfetto, an SVG image or a page. Times are modelled.
 
-events of a run -> rows (CTA, partition or engine) -> lanes (a row's events that overlap lie in lanes of their own) ->
-bars
+events of a run -> rows (CTA, partition or engine) -> lanes (overlapping events of a row are in separate lanes) -> bars
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from heapq import heappop, heappush
 from itertools import groupby
 from pathlib import Path
 
-# Okabe and Ito's palette, told apart by colour-blind readers (jfly.uni-koeln.de/color): fill, and the text upon it
+# palette of Okabe and Ito, for colour-blind readers (jfly.uni-koeln.de/color): fill, text colour
 COLOURS = {
     "load": ("#0072b2", "#ffffff"), "store": ("#d55e00", "#000000"), "mma": ("#009e73", "#000000"),
     "math": ("#e69f00", "#000000"),
@@ -67,7 +65,7 @@ class Event:
     """
 
     cta: int  # linear index of the CTA (program)
-    row: str  # the partition or engine it belongs to: "load_partition", "TMA"
+    row: str  # its partition or engine: "load_partition", "TMA"
     kind: str  # a key of COLOURS
     name: str  # "wgmma 64x128x64", "wait k_ready[1]"
     start_ns: float  # modelled time
@@ -90,16 +88,16 @@ Row = tuple[int, str]
 Lanes = list[list[Event]]
 
 
-# ---------------------------------------------------------------- the four things one can ask for
+# ---------------------------------------------------------------- public functions
 
 
 def chrome_trace(events: Iterable[Event], title: str) -> str:
-    """JSON for ui.perfetto.dev or chrome://tracing: a process for each CTA, a thread for each row, by first appearance.
+    """JSON for ui.perfetto.dev or chrome://tracing: one process per CTA and one thread per row, in order of appearance.
 
-    Perfetto drops slices that overlap in a thread without nesting (github.com/google/perfetto/issues/4280). So each
-    lane is a thread, and times are whole nanoseconds, its unit, with starts and ends rounded, not lengths: neighbours
-    stay apart. It gives process 0 to the system's idle task (issues/394) and takes a thread numbered like its process
-    for the main one, so no number here is used twice.
+    Perfetto drops overlapping slices of a thread that do not nest (github.com/google/perfetto/issues/4280), so each
+    lane is a thread. Its unit is whole nanoseconds: starts and ends are rounded, not lengths, so that adjacent slices
+    do not overlap. Perfetto assigns process 0 to the idle task (issues/394) and treats a thread with its process's
+    number as the main one, so no number is used twice.
     """
     rows = _rows(events)
     ctas = dict.fromkeys(cta for cta, _ in rows)
@@ -121,18 +119,16 @@ def chrome_trace(events: Iterable[Event], title: str) -> str:
 def svg(
     events: Iterable[Event], title: str, ctas: Collection[int] | None = None, span_ns: tuple[float, float] | None = None
 ) -> str:
-    """One self-contained picture of the run, or of some `ctas` and of the times `span_ns` = (from, to) alone.
+    """A self-contained image of the run, optionally only of `ctas` and of the times `span_ns` = (from, to).
 
-    The share beside a row is its busy (not waiting) part of the times shown. Beyond MOST_BARS, neighbours are merged
-    and the picture says so.
+    The percentage beside a row is the busy (not waiting) fraction of the times shown. Above MOST_BARS bars, neighbours
+    are merged and the image says so.
     """
     return _draw(list(events), title, ctas, span_ns, _WIDTH)
 
 
 def save(events: Iterable[Event], path: str | Path, title: str) -> None:
-    """Write `path` by its suffix: .json is the trace, .svg the picture, .html a page that scrolls sideways with room
-    for the names.
-    """
+    """Write `path` in the format of its suffix: .json a trace, .svg an image, .html a scrolling page."""
     events, path = list(events), Path(path)
     if path.suffix == ".json":
         text = chrome_trace(events, title)
@@ -147,7 +143,7 @@ def save(events: Iterable[Event], path: str | Path, title: str) -> None:
 
 
 def utilisation(events: Iterable[Event]) -> dict[Row, float]:
-    """How busy (not waiting) each row was, as a share of the whole run.
+    """The busy (not waiting) fraction of the whole run, for each row.
 
     >>> work = Event(0, "TMA", "load", "load", 0.0, 30.0, "")
     >>> wait = Event(0, "softmax", "wait", "wait", 0.0, 30.0, "")
@@ -163,9 +159,7 @@ def utilisation(events: Iterable[Event]) -> dict[Row, float]:
 
 
 def _rows(events: Iterable[Event]) -> dict[Row, Lanes]:
-    """The lanes of every row: CTAs by number, rows by the first appearance of their name in the run, so that every CTA
-    has one order.
-    """
+    """The lanes of every row. CTAs are ordered by number, rows by the first appearance of their name in the run."""
     found: dict[Row, list[Event]] = {}
     order: dict[str, int] = {}
     for event in events:
@@ -175,9 +169,7 @@ def _rows(events: Iterable[Event]) -> dict[Row, Lanes]:
 
 
 def _lanes(events: list[Event]) -> Lanes:
-    """Events that overlap (loads in flight at once) go to different lanes, each to the first that is free; a lane is in
-    order of time.
-    """
+    """Distribute overlapping events to lanes, each to the first free one. A lane is ordered by time."""
     lanes: Lanes = []
     taken: list[tuple[float, int]] = []
     free: list[int] = []
@@ -194,7 +186,7 @@ def _lanes(events: list[Event]) -> Lanes:
 
 
 def _span(rows: dict[Row, Lanes]) -> tuple[float, float]:
-    """The first start and the last end, never equal."""
+    """(first start, last end), never equal."""
     lanes = [lane for lanes in rows.values() for lane in lanes]
     start = min((lane[0].start_ns for lane in lanes), default=0.0)
     end = max((lane[-1].end_ns for lane in lanes), default=0.0)
@@ -202,7 +194,7 @@ def _span(rows: dict[Row, Lanes]) -> tuple[float, float]:
 
 
 def _busy_ns(lanes: Lanes, start_ns: float, end_ns: float) -> float:
-    """Time between the two in which at least one lane does something else than wait."""
+    """Time in [start_ns, end_ns] during which at least one lane is not waiting."""
     busy, reached = 0.0, start_ns
     for event in sorted(
         (event for lane in lanes for event in lane if event.kind != "wait"), key=lambda event: event.start_ns
@@ -214,8 +206,8 @@ def _busy_ns(lanes: Lanes, start_ns: float, end_ns: float) -> float:
 
 
 def _merge(rows: dict[Row, Lanes], span_ns: tuple[float, float], most: int) -> tuple[dict[Row, Lanes], float]:
-    """The same time of each kind in at most `most` bars (or as few as there are lanes and kinds), and how wide the
-    columns are: 0 for not merged.
+    """The same time of each kind in at most `most` bars (but at least one per lane and kind), and the column width, 0
+    if nothing was merged.
     """
     start, end = span_ns
     merged, column = rows, 0.0
@@ -226,9 +218,7 @@ def _merge(rows: dict[Row, Lanes], span_ns: tuple[float, float], most: int) -> t
 
 
 def _in_columns(lane: list[Event], origin_ns: float, column_ns: float) -> list[Event]:
-    """Of the events that start in one column, those of a kind become one bar as long as they are together; the bars lie
-    side by side.
-    """
+    """Merge the events of one kind that start in one column into a bar of their total length, side by side."""
     bars: list[Event] = []
     for _, column in groupby(lane, key=lambda event: (event.start_ns - origin_ns) // column_ns):
         kinds: dict[str, list[Event]] = {}
@@ -255,7 +245,7 @@ def _count(rows: dict[Row, Lanes]) -> int:
 
 
 def _named(what: str, who: dict[str, int], name: str, place: int) -> list[dict]:
-    """The two records that name a process or thread and put it in its place."""
+    """The two records that name a process or thread and set its position."""
     about = {"name": name, "sort_index": place}
     return [{"ph": "M", **who, "name": f"{what}_{key}", "args": {key: value}} for key, value in about.items()]
 
@@ -274,12 +264,12 @@ def _complete(event: Event, thread: int) -> dict:
     }
 
 
-# ---------------------------------------------------------------- the picture
+# ---------------------------------------------------------------- the image
 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """From modelled time to the horizontal."""
+    """Maps modelled time to horizontal position."""
 
     start_ns: float
     end_ns: float
@@ -317,7 +307,7 @@ def _draw(
                 parts += _bars(lane, scale, y, height)
                 y += height
             y += _GAP
-        parts[marks:marks] = _axis(scale, top, y)  # under the bars
+        parts[marks:marks] = _axis(scale, top, y)  # behind the bars
         y += _LINE / 2
     column_of_labels = f'<rect class="page" width="{left - 2:.1f}" height="{y:.0f}"/>'
     still = ['<g class="still">', column_of_labels, *labels, *head, "</g>"]
@@ -346,7 +336,7 @@ def _window(rows: dict[Row, Lanes], span_ns: tuple[float, float] | None) -> tupl
 
 
 def _facts(shown: dict[Row, Lanes], bars: dict[Row, Lanes], column_ns: float, scale: _Scale) -> list[str]:
-    """What the reader must know before believing the picture."""
+    """The facts that a reader needs to interpret the image."""
     ctas, count = len({cta for cta, _ in shown}), _count(shown)
     unit, per = _unit(scale)
     span = f"{scale.start_ns / per:,.1f} to {scale.end_ns / per:,.1f} {unit}"
@@ -360,7 +350,7 @@ def _facts(shown: dict[Row, Lanes], bars: dict[Row, Lanes], column_ns: float, sc
 
 
 def _head(title: str, facts: Sequence[str]) -> tuple[list[str], float]:
-    """Title, facts and legend in a column that fits a telephone's width, and where it ends."""
+    """Title, facts and legend, in a column narrow enough for a phone, and its bottom edge."""
     parts, y = [], 10.0
     for line in textwrap.wrap(title, 40) or [""]:
         y += 20
@@ -410,7 +400,7 @@ def _bars(lane: list[Event], scale: _Scale, y: float, height: float) -> list[str
     parts = []
     for event in lane:
         x, length = scale.x(event.start_ns), scale.x(event.end_ns) - scale.x(event.start_ns)
-        drawn = length - 0.8 if length > 3 else max(length, 0.5)  # neighbours stay apart, nothing vanishes
+        drawn = length - 0.8 if length > 3 else max(length, 0.5)  # a gap to the next bar; short bars stay visible
         tall = height - 1 if height > 6 else height
         box = f'x="{x:.2f}" y="{y:.1f}" width="{drawn:.2f}" height="{tall:.1f}"'
         parts.append(f'<rect class="{event.kind}" {box}><title>{_tooltip(event)}</title></rect>')
@@ -421,7 +411,7 @@ def _bars(lane: list[Event], scale: _Scale, y: float, height: float) -> list[str
 
 
 def _fitting(name: str, room: float) -> str:
-    """As many words of the name, from the first, as there is room for."""
+    """The longest prefix of whole words of the name that fits into `room`."""
     while len(name) > room:
         name = name.rpartition(" ")[0].rstrip(":,")
         if not name:
@@ -453,11 +443,11 @@ def _document(title: str, width: int, height: float, parts: Iterable[str]) -> st
 
 
 def _roomy_width(events: list[Event]) -> int:
-    """90 pixels for each event of the fullest lane, within what a browser scrolls with ease."""
+    """90 pixels per event of the fullest lane, limited to a width that browsers scroll smoothly."""
     fullest = max((len(lane) for lanes in _rows(events).values() for lane in lanes), default=0)
     return min(max(_WIDTH, 90 * fullest), 16_000)
 
 
 def _escape(text: str) -> str:
-    """Text for XML and HTML: marks escaped, characters that XML cannot hold replaced."""
+    """Text for XML and HTML: markup escaped, characters that XML cannot represent replaced."""
     return html.escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text))

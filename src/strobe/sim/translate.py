@@ -1,10 +1,9 @@
-"""A kernel's source as a Python function: operators and calls ask an interpreter, control flow and names are Python's
-own.
+"""Translates a kernel's source into a Python function that calls an interpreter for operators and calls.
 
-`x = a + b` becomes `x = $.assign("x", $.binary("__add__", a, b))`, `if c:` becomes `if $.truth(c):`. The code object
-keeps the kernel's file name and lines, so tracebacks and reports point at the kernel, and Python's compiler does what
-an AST walk would do at every step. What Triton's frontend refuses by its form is refused here too; what it refuses by
-types and scopes alone (a loop that changes a variable's type, a name from one branch) is not.
+`x = a + b` becomes `x = $.assign("x", $.binary("__add__", a, b))`, `if c:` becomes `if $.truth(c):`. Control flow and
+names stay Python's. The code object keeps the kernel's file name and lines, so tracebacks and reports point at the
+kernel. Compiled code avoids an AST walk at every step. Syntax that Triton's frontend rejects is rejected here too. What
+it rejects by types and scopes (a loop that changes a variable's type, a name from one branch) is not.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from triton.runtime.jit import JITCallable
 
 from .machine import KERNEL_CODE
 
-INTERPRETER = "$"  # no kernel can use this name
+INTERPRETER = "$"  # not an identifier, so no kernel can use it
 _BUILTINS = CodeGenerator.builtin_namespace
-# by the class of an operator in Python's AST: the method that Triton's frontend asks for
+# Python's operator class -> the method that Triton's frontend calls
 _BINARY = dict(
     Add="__add__",
     Sub="__sub__",
@@ -47,17 +46,17 @@ _LOGICAL = {"And": "logical_and", "Or": "logical_or"}
 
 def file_line(fn: Any) -> tuple[str, int]:
     """Where a jit function is defined: (file, line of its `def`)."""
-    while not isinstance(fn, JITCallable):  # a wrapper, such as a heuristic's
+    while not isinstance(fn, JITCallable):  # a wrapper, such as heuristics
         fn = fn.fn
     decorators = next(i for i, line in enumerate(fn.raw_src) if line.lstrip().startswith("def "))
     return fn.fn.__code__.co_filename, fn.starting_line_number + decorators
 
 
-_TRANSLATED: dict[int, tuple[JITCallable, Callable]] = {}  # by id: a jit function's own hash reads its whole source
+_TRANSLATED: dict[int, tuple[JITCallable, Callable]] = {}  # by id, since hashing a jit function reads its whole source
 
 
 def translated(fn: JITCallable) -> Callable:
-    """The Python function for a jit function; its first parameter is the interpreter."""
+    """The Python function for a jit function. Its first parameter is the interpreter."""
     if id(fn) not in _TRANSLATED:
         _TRANSLATED[id(fn)] = fn, _translate(fn)
     return _TRANSLATED[id(fn)][1]
@@ -102,19 +101,18 @@ class Translator(ast.NodeTransformer):
         return ast.copy_location(ast.FunctionDef(definition.name, parameters, body, [], None), definition)
 
     def ask(self, node: ast.AST, method: str, *arguments: ast.expr) -> ast.Call:
-        """The expression `$.method(*arguments)` at the place of `node`."""
+        """The expression `$.method(*arguments)` at the position of `node`."""
         target = ast.Attribute(ast.Name(INTERPRETER, ast.Load()), method, ast.Load())
         return ast.copy_location(ast.Call(target, list(arguments), []), node)
 
     def constant(self, value: object, node: ast.AST) -> ast.expr:
-        """A Python object made now, under a name of the function's globals."""
+        """A Python object that is created now, bound to a name in the function's globals."""
         name = f"${len(self.namespace)}"
         self.namespace[name] = value
         return ast.copy_location(ast.Name(name, ast.Load()), node)
 
     def refuse(self, node: ast.AST, message: str) -> Any:
-        """Code that raises in the place of `node`: an error only if this line runs, since a static branch may never
-        do."""
+        """Code that raises in place of `node`, so that only executing this line fails. A static branch may skip it."""
         refusal = self.ask(node, "refused", ast.Constant(message))
         return ast.copy_location(ast.Expr(refusal), node) if isinstance(node, ast.stmt) else refusal
 
@@ -130,13 +128,11 @@ class Translator(ast.NodeTransformer):
             return node
         try:
             return self.constant(self._global(node.id), node)
-        except NameError as error:  # an error only if this line runs: a static branch may never do
+        except NameError as error:  # raised only if this line executes: a static branch may skip it
             return self.ask(node, "undefined", ast.Constant(str(error)))
 
     def _global(self, name: str) -> object:
-        """A name from outside of the kernel, under Triton's rule that only constants, modules and device functions are
-        visible.
-        """
+        """A global name of the kernel. As in Triton, only constants, modules and device functions are visible."""
         if name not in self.scope:
             if name in _BUILTINS:
                 return _BUILTINS[name]
@@ -237,12 +233,12 @@ class Translator(ast.NodeTransformer):
         return self.ask(node, "attribute", self.visit(node.value), ast.Constant(node.attr))
 
     def _module(self, node: ast.expr) -> ModuleType | None:
-        """The module that an expression like `gl` or `tl.math` names."""
+        """The module that an expression such as `gl` or `tl.math` names."""
         found = self._object(node)
         return found if isinstance(found, ModuleType) else None
 
     def _object(self, node: ast.expr) -> object:
-        """What a dotted name from outside of the kernel stands for; None for any other expression."""
+        """The object that a dotted global name refers to; None for any other expression."""
         if isinstance(node, ast.Name) and node.id not in self.local:
             return self.scope.get(node.id)
         if isinstance(node, ast.Attribute) and (owner := self._object(node.value)) is not None:

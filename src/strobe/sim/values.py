@@ -1,6 +1,6 @@
-"""Values as the simulator holds them: NumPy data with an element type of the dialect, rounded as the hardware rounds.
+"""Values in the simulator: NumPy data with an element type of the language, rounded as hardware rounds.
 
-bfloat16 and the fp8 types are carried as float32 arrays of representable values; memory holds their true bits.
+bfloat16 and fp8 values are held as float32 arrays of representable values. Memory holds their bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STORED: dict[str, Any] = dict(COMPUTED, bf16=np.uint16, fp8e4nv=np.uint8, fp8e5=
 BYTES = {elem: np.dtype(stored).itemsize for elem, stored in STORED.items()}
 _TORCH = dict(bf16=torch.bfloat16, fp8e4nv=torch.float8_e4m3fn, fp8e5=torch.float8_e5m2)
 _LARGEST = dict(fp8e4nv=448.0, fp8e5=57344.0)  # conversions to fp8 saturate (cvt.rn.satfinite)
-_FAR = 2**34  # bytes from row to row of no tensor here
+_FAR = 2**34  # in bytes; no tensor here has a larger row stride
 UNSIGNED = {np.dtype(f"i{n}"): np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
 
 
@@ -45,7 +45,7 @@ def is_pointer(elem: str) -> bool:
 
 
 def unsigned(data: Any) -> Any:
-    """Signed integers, as all integers are carried, read as unsigned ones."""
+    """Integers, all of which are carried as signed, reinterpreted as unsigned."""
     return data.view(UNSIGNED[data.dtype]) if data.dtype in UNSIGNED else data
 
 
@@ -58,22 +58,20 @@ def as_torch(array: np.ndarray) -> torch.Tensor:
 
 
 def rounded(array: Any, elem: str) -> Any:
-    """float32 data to the nearest values of `elem`, ties to even."""
+    """float32 data rounded to the nearest values of `elem`, ties to even."""
     narrow = _TORCH.get(elem)
     if narrow is None:
         return array
     array = _odd(np.asarray(array)).astype(np.float32)
     if elem in _LARGEST:
         array = np.clip(array, -_LARGEST[elem], _LARGEST[elem])
-    elif array.ndim == 0 or np.isnan(array).any():  # torch gives NaN other bits than the hardware
+    elif array.ndim == 0 or np.isnan(array).any():  # torch's NaN has other bits than the hardware's
         return _bfloat16_bits(array).astype(np.uint32).__lshift__(16).view(np.float32)
     return as_torch(array).to(narrow).to(torch.float32).numpy().reshape(array.shape)
 
 
 def _odd(array: np.ndarray) -> np.ndarray:
-    """float64 as the float32 on the side of an odd last bit where inexact: rounding that on to fewer bits is then
-    rounding once.
-    """
+    """float64 rounded to odd in float32, so that a second rounding to fewer bits is correctly rounded."""
     if array.dtype != np.float64:
         return array
     near = array.astype(np.float32)
@@ -82,17 +80,16 @@ def _odd(array: np.ndarray) -> np.ndarray:
 
 
 def _bfloat16_bits(array: np.ndarray) -> np.ndarray:
-    """Round to nearest even on the bits: add half of the last place kept, plus one where that place is odd."""
+    """Round to nearest even on the bits: add half of the last kept place, plus one if that place is odd."""
     bits = np.ascontiguousarray(array).view(np.uint32).reshape(array.shape)
     high = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
-    nan = np.where(
-        bits & np.uint32(0xFFFF), np.uint32(0x7FFF), bits >> np.uint32(16)
-    )  # one that is a bfloat16 already keeps its bits
+    # values that are bfloat16 already keep their bits
+    nan = np.where(bits & np.uint32(0xFFFF), np.uint32(0x7FFF), bits >> np.uint32(16))
     return np.where(np.isnan(array), nan, high).astype(np.uint16)
 
 
 def to_bits(array: Any, elem: str) -> np.ndarray:
-    """Values of `elem` as they lie in memory."""
+    """Values of `elem` as their bits in memory."""
     narrow = _TORCH.get(elem)
     if narrow is None:
         return np.asarray(array).astype(STORED[elem], copy=False)
@@ -103,7 +100,7 @@ def to_bits(array: Any, elem: str) -> np.ndarray:
 
 
 def from_bits(array: np.ndarray, elem: str) -> np.ndarray:
-    """What lies in memory as values of `elem` (a copy)."""
+    """Bits in memory as values of `elem` (a copy)."""
     if elem == "bf16":
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
     narrow = _TORCH.get(elem)
@@ -113,8 +110,7 @@ def from_bits(array: np.ndarray, elem: str) -> np.ndarray:
 
 
 def matrix(array: np.ndarray, elem: str) -> torch.Tensor:
-    """Bits of a tile, in any order of strides, as the float32 operand of a product (float64 and integers as they
-    are)."""
+    """A tile's bits, with any strides, as the float32 operand of a product (float64 and integers keep their type)."""
     if elem == "bf16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(torch.float32)
     return as_torch(
@@ -123,7 +119,7 @@ def matrix(array: np.ndarray, elem: str) -> torch.Tensor:
 
 
 class Type:
-    """What the semantic layer sees as an IR type: element, shape, layout attribute."""
+    """What the semantic layer sees as an IR type: element type, shape, layout attribute."""
 
     __slots__ = ("elem", "layout", "shape")
 
@@ -135,7 +131,7 @@ class Type:
 
 
 class Value:
-    """A tensor or scalar in registers; `pending` is the wgmma that still computes it."""
+    """A tensor or scalar in registers. `pending` is the wgmma that has not finished computing it."""
 
     __slots__ = ("_data", "elem", "layout", "pending")
 
@@ -150,7 +146,7 @@ class Value:
         return self._data
 
     def raw(self) -> Any:
-        """The data for the next wgmma of the chain, which need not wait."""
+        """The data for the next wgmma of a chain, which need not wait."""
         return self._data
 
     def set_data(self, data: Any) -> None:
@@ -171,7 +167,7 @@ _SHAPES: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 def tensor(handle: Any, type: Any) -> tl.tensor:
-    """`tl.tensor(handle, type)` with the shape objects shared, whose making is slow."""
+    """`tl.tensor(handle, type)` with shared shape objects, which are slow to create."""
     made = object.__new__(tl.tensor)
     shape = tuple(type.shape) if type.is_block() else ()
     if shape not in _SHAPES:
@@ -183,7 +179,7 @@ def tensor(handle: Any, type: Any) -> tl.tensor:
 
 
 class Diverged(Exception):
-    """A branch on an array dressed as a scalar, that some elements take (`taken`) and others do not."""
+    """A branch on an array passed as a scalar diverges: the elements `taken` take it, the others do not."""
 
     def __init__(self, taken: np.ndarray):
         super().__init__("elements of one tensor take a branch differently")
@@ -191,7 +187,7 @@ class Diverged(Exception):
 
 
 class Pending:
-    """The wgmma that computes a value: the value may be used only as it comes out of the wait that covers it."""
+    """The wgmma that computes a value. The value may be used only as returned by the wait that covers it."""
 
     __slots__ = ("agent", "machine", "number", "place")
 
@@ -217,7 +213,7 @@ class Window:
 
     __slots__ = ("elem", "memory", "type", "view")
 
-    def __init__(self, memory: Memory, view: Any, elem: str, type: Type):  # a view: an array, or Pieces of one
+    def __init__(self, memory: Memory, view: Any, elem: str, type: Type):  # view: an array or Pieces
         self.memory, self.view, self.elem, self.type = memory, view, elem, type
 
     @property
@@ -226,7 +222,7 @@ class Window:
 
     @property
     def label(self) -> str:
-        """The variable it came from, with the slot of a ring: `k_smem[1]`."""
+        """The variable that holds it, with the slot of a buffer array: `k_smem[1]`."""
         size = max(self.view.nbytes, 1)
         slot = (self.address - self.memory.base) // size
         return self.memory.name + (f"[{slot}]" if len(self.memory.raw) > size else "")
@@ -236,9 +232,7 @@ class Window:
 
 
 class Pieces:
-    """A swizzled tile [rows, columns] as memory holds it: blocks of columns one behind the other, cut into pieces [n,
-    some rows, block].
-    """
+    """A swizzled tile [rows, columns] in memory order: blocks of columns, cut into pieces [n, fewer rows, block]."""
 
     def __init__(self, tile: np.ndarray, shape: tuple[int, ...]):
         self.tile, self.shape = tile, shape
@@ -251,20 +245,18 @@ class Pieces:
 
 
 def wraps(strides: list[int], size: int) -> bool:
-    """Whether a descriptor's addresses are meant to wrap: it is then a window for any run of rows, whose end is where a
-    coordinate ends.
+    """Whether a descriptor's addresses are meant to wrap around. It then addresses a run of rows anywhere, which ends
+    where a coordinate ends.
 
-    TMA adds coordinates times strides modulo 2**64. Triton's ragged descriptors (triton.tools.ragged_tma) rest on that:
-    a dimension whose stride is 2**34 elements less a row's takes 2**30 rows back, so that rows end at coordinate 2**30
-    wherever they begin.
+    TMA adds coordinates times strides modulo 2**64, and Triton's ragged descriptors (triton.tools.ragged_tma) rely on
+    it: a dimension whose stride is 2**34 elements minus one row's stride moves 2**30 rows back, so that rows end at
+    coordinate 2**30 wherever they begin.
     """
     return any(stride * size >= _FAR for stride in strides)
 
 
 class WrappedView:
-    """Global memory as a wrapping descriptor sees it: parts are found by address, and none may leave the tensor's
-    storage.
-    """
+    """Global memory seen through a wrapping descriptor: parts are located by address and stay in the storage."""
 
     def __init__(self, machine: Machine, memory: Memory, address: int, shape: list[int], strides: list[int], elem: str):
         self.machine, self.memory, self.address, self.shape, self.elem = machine, memory, address, tuple(shape), elem
@@ -279,8 +271,8 @@ class WrappedView:
             view[...] = bits
 
     def _find(self, part: tuple[slice, ...]) -> tuple[np.ndarray, bool]:
-        """The part's view, and whether it lies in the storage; where not, that is reported, and the storage's first
-        element stands for all.
+        """(view of the part, whether it lies in the storage). If not, that is reported and the storage's first element
+        is used throughout.
         """
         sizes = tuple(s.stop - s.start for s in part)
         stored = np.dtype(STORED[self.elem])
@@ -308,13 +300,13 @@ class WrappedView:
 
 
 class Descriptor:
-    """A TMA descriptor: a strided window on global memory, and the block that one copy moves."""
+    """A TMA descriptor: a strided window of global memory, and the block that one copy moves."""
 
     __slots__ = ("block", "elem", "memory", "nan", "signed", "view")
 
     def __init__(self, memory: Memory, view: np.ndarray | WrappedView, block: list[int], elem: str, nan: bool):
         self.memory, self.view, self.block, self.elem, self.nan = memory, view, block, elem, nan
-        self.signed = True  # integers: what min and max go by
+        self.signed = True  # of integers, for min and max
 
     def set_loc(self, *_: object) -> None: ...
     def get_loc(self) -> None: ...
@@ -330,7 +322,7 @@ class Descriptor:
         return tuple(source), tuple(target)
 
     def fetch(self, corner: list[int], block: list[int]) -> np.ndarray:
-        """The block's bits, zero (or NaN) outside of the tensor."""
+        """The block's bits, zero (or NaN) outside the tensor."""
         source, target = self.inside(corner, block)
         fill = to_bits(np.float32(np.nan), self.elem) if self.nan else 0
         out = np.full(block, fill, self.view.dtype)
