@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import strobe
 from strobe.ops import attention as ops
-from strobe.problem import torch_state
+from strobe.problem import torch_private, torch_state
 from strobe.selection import choices
 
 OP = torch.ops.strobe.forward.default
@@ -77,7 +77,7 @@ def test_what_a_thread_adds_to_keys_is_what_this_version_of_torch_adds():
     seen = [torch._C._dispatch_tls_local_include_set().raw_repr()]
     with torch.inference_mode():
         seen.append(torch._C._dispatch_tls_local_include_set().raw_repr())
-    assert tuple(seen) == torch_state._QUIET
+    assert tuple(seen) == torch_private.QUIET_KEYS
 
 
 def test_refusals_are_the_same(through):

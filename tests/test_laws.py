@@ -263,6 +263,48 @@ def test_only_env_reads_the_environment():
         assert name == "env" or _within(name, "tools") or read + imported == [], name  # tools hand it on to processes
 
 
+def _private_torch_names(tree: ast.AST) -> list[str]:
+    """Imports and attributes of torch with a leading underscore, but for names of ops (torch.ops)."""
+    bound, found = {"torch": "torch"}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(alias.asname or "torch", alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [(alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names]
+        else:
+            continue
+        bound |= {name: path for name, path in names if _within(path, "torch") and name != "torch"}
+        found += [path for _, path in names if _within(path, "torch")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            dotted = all(map(str.isidentifier, rest.split(".")))
+            found += [f"{bound[root]}.{rest}"] if root in bound and dotted else []
+    private = lambda part: part.startswith("_") and not part.endswith("__")
+    return [path for path in found if not _within(path, "torch.ops") and any(map(private, path.split(".")))]
+
+
+@pytest.mark.parametrize(
+    "code",
+    (
+        "import torch._C._functorch as functorch",
+        "from torch._ops import OpOverload",
+        "from torch._C._dynamo.guards import TensorGuards",
+        "from torch.utils._python_dispatch import TorchDispatchMode",
+        "torch._C._cuda_getDevice()",
+        "from torch.autograd import forward_ad\nforward_ad._current_level",
+    ),
+)
+def test_a_private_torch_name_is_found(code):
+    assert _private_torch_names(ast.parse(code))
+
+
+def test_only_torch_private_uses_private_names_of_torch():
+    for name, tree in TREES.items():
+        if name != "problem.torch_private" and not _within(name, *OUTSIDE):
+            assert _private_torch_names(tree) == [], name
+
+
 # ---------------------------------------------------------------- sizes and names
 
 

@@ -591,7 +591,7 @@ CPU = (
     Mutant(
         "no device guard",
         "ops.attention:_launch",
-        "q.get_device() != torch._C._cuda_getDevice()",
+        "q.get_device() != torch_private.cuda_current_device()",
         "False",
         runs(_guarded),
         (80,),

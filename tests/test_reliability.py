@@ -21,6 +21,7 @@ import torch
 import strobe
 from strobe.errors import KernelFault
 from strobe.ops import attention as ops
+from strobe.problem import torch_private
 from strobe.problem.call import Call
 from strobe.problem.target import FAKES
 from strobe.selection.select import select
@@ -517,7 +518,7 @@ def test_a_launch_is_guarded_by_its_tensors_device(current, guarded, monkeypatch
         ran.append(list(entered))
 
     ran: list[list[int]] = []
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    monkeypatch.setattr(torch_private, "cuda_current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", Guard)
     q = SimpleNamespace(is_cuda=True, get_device=lambda: 1, device=torch.device("cuda", 1))
     ops._launch(SimpleNamespace(buffers=(), kernel=SimpleNamespace(run=run)), (q,), None)  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from strobe import reference
 from strobe.compat import aten, sdpa
 from strobe.errors import UnsupportedProblem
 from strobe.ops import attention as ops
+from strobe.problem import torch_private
 from strobe.problem.call import Call
 from strobe.selection import repeat
 from strobe.selection.choices import Choices
@@ -555,7 +556,7 @@ def test_a_launch_that_was_kept_is_used_again_where_out_lies_by_rows(lies, launc
         write(choice, call, out, lse)
         choice.forward.again[repeat.addresses(call, out, lse)] = lambda: not launched.append(True)
 
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # the device of a tensor on a CPU
+    monkeypatch.setattr(torch_private, "cuda_current_device", lambda: -1)  # the device of a tensor on a CPU
     monkeypatch.setattr(
         repeat,
         "addresses",

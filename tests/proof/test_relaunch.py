@@ -30,6 +30,7 @@ from strobe.kernels.runtime import first_call_overlap, launcher
 from strobe.kernels.runtime import workspace as memory
 from strobe.ops import attention as ops
 from strobe.ops import decode as ops_decode
+from strobe.problem import torch_private
 from strobe.problem.append import AppendCall, AppendProblem
 from strobe.problem.call import Call
 from strobe.problem.decode import DecodeProblem
@@ -153,7 +154,7 @@ def _act(stage: Stage, compiled, monkeypatch) -> None:
 @pytest.fixture
 def stage(compiled, monkeypatch):
     stage = Stage()
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    monkeypatch.setattr(torch_private, "cuda_current_raw_stream", lambda device: STREAM, raising=False)
     monkeypatch.setattr(
         nvidia, "compile_module_from_src", lambda *_, **__: SimpleNamespace(launch=stage.function), raising=False
     )
@@ -164,8 +165,8 @@ def stage(compiled, monkeypatch):
     monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=stage.utils))
     monkeypatch.setattr(launcher, "_KNOWN", {})
     monkeypatch.setattr(launcher, "_NOTED", {})
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(torch_private, "cuda_current_device", lambda: -1, raising=False)
+    monkeypatch.setattr(torch_private, "cuda_is_capturing", lambda: False, raising=False)
     _act(stage, compiled, monkeypatch)
     return stage
 
@@ -458,7 +459,7 @@ def test_a_plan_launches_again_at_addresses_it_met(stage, monkeypatch):
                 assert not stage.launches or (tensors[0].data_ptr() in _flat(stage.launches.pop()))
     assert len(choice.forward.again) == 4
     assert stage.started == 1 and len(met) == 5
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    monkeypatch.setattr(torch_private, "cuda_current_device", lambda: 1)
     assert not repeat.launch_again(choice.forward, call, *tensors)  # another device is current: its guard comes first
 
 
@@ -684,11 +685,11 @@ def test_what_streams_do_not_share_is_launched_again_on_its_own_alone(stage, mon
         stage.start(tensors, described, owner)
     anywhere, here = stage.again, stage.again.here()
     assert here() and stage.launches.pop()[3] == STREAM
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + 1)
+    monkeypatch.setattr(torch_private, "cuda_current_raw_stream", lambda device: STREAM + 1)
     assert not here() and not stage.launches
     assert anywhere() and stage.launches.pop()[3] == STREAM + 1
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
+    monkeypatch.setattr(torch_private, "cuda_current_raw_stream", lambda device: STREAM)
+    monkeypatch.setattr(torch_private, "cuda_is_capturing", lambda: True)
     assert not here() and anywhere.here() is None and not stage.launches
     assert anywhere() and stage.launches.pop()
 

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import interface
 from ..errors import InvalidProblem
+from ..problem.torch_private import without_donated_buffers
 from ..selection.select import Choice
 from .cases import Case, Inputs
 from .earlier import MARK, Earlier
@@ -227,11 +228,10 @@ class Flex:
         )
 
     def prepare(self, case: Case, x: Inputs) -> Forward:
-        from torch._functorch import config
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         # the recompile limit counts over all cases; beyond it dynamo silently falls back to eager
-        torch._dynamo.reset()
+        torch.compiler.reset()
         compiled = torch.compile(flex_attention, dynamic=False)
         q, k, v = heads_first(case, x)
         mask = (
@@ -242,7 +242,7 @@ class Flex:
         cap = case.softcap
         capped = (lambda score, b, h, row, key: cap * torch.tanh(score / cap)) if cap else None
         call = lambda: like_ours(case, compiled(q, k, v, score_mod=capped, block_mask=mask, enable_gqa=case.grouped))
-        with config.patch(donated_buffer=False):  # donated buffers allow only one backward; the timer runs many
+        with without_donated_buffers():  # donated buffers allow only one backward; the timer runs many
             call()
         return call
 

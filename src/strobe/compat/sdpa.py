@@ -11,18 +11,23 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from threading import Lock, local
 from typing import NamedTuple
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
 from torch.compiler import config as compiler
 from torch.library import Library
 from torch.nn import attention as registry
 from torch.nn.attention import SDPBackend
 
 from ..errors import InvalidProblem, UnsupportedProblem
+from ..problem.torch_private import (
+    KERNELS_CALLABLE,
+    get_sdp_priority_order,
+    has_kernel,
+    set_sdp_priority_order,
+    torch_kernel,
+)
 from . import aten
 from .aten import served
 
@@ -78,23 +83,16 @@ def register() -> Handle:
         library = Library("aten", "IMPL", key)
         for name, function in functions.items():
             exists = hasattr(torch.ops.aten, name)  # torch 2.11 lacks one of them
-            own = exists and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+            own = exists and has_kernel(f"aten::{name}", key)
             if not exists or not (own or key == "CPU"):  # this torch has no CUDA kernels
                 continue
-            kernel = _kernel(name, function, _torchs(name, key) if own else None)
+            kernel = _kernel(name, function, torch_kernel(name, key) if own and KERNELS_CALLABLE else None)
             kernel = aten.torch_first(kernel) if function is aten.cpu_forward else kernel
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
                 library.impl(name, kernel, key)
         libraries.append(library)
     return Handle(libraries)
-
-
-def _torchs(name: str, key: str) -> Callable:
-    """torch's own kernel, bound to the dispatch key it was registered for. Asking the dispatcher for the keys of each
-    call costs 0.5 us.
-    """
-    return partial(torch.library.get_kernel(f"aten::{name}", key).call_boxed, DispatchKeySet(getattr(DispatchKey, key)))
 
 
 def _kernel(name: str, function: Callable, original: Callable | None) -> Callable:
@@ -217,7 +215,7 @@ def enable() -> Switch:
         before = _before or _taken()
         if registry.current_flash_attention_impl() != NAME:
             registry.activate_flash_attention_impl(NAME)
-        torch._C._set_sdp_priority_order(before.ours)
+        set_sdp_priority_order(before.ours)
         compiler.cache_key_tag = before.our_tag
         _before, switch = before, Switch()
         _switches.add(switch)
@@ -227,7 +225,7 @@ def enable() -> Switch:
 def _taken() -> _Before:
     if torch.cuda.is_available():  # torch's first choice on a GPU overwrites the priority, so make it before reading
         _choose(torch.device("cuda"))
-    priority = torch._C._get_sdp_priority_order()
+    priority = get_sdp_priority_order()
     flash = SDPBackend.FLASH_ATTENTION.value
     ours = [flash, *(one for one in priority if one != flash)]
     return _Before(registry.current_flash_attention_impl(), priority, ours, compiler.cache_key_tag)
@@ -242,8 +240,8 @@ def _restore() -> None:
         registry.restore_flash_attention_impl()
         if before.impl is not None:
             registry.activate_flash_attention_impl(before.impl)
-    if torch._C._get_sdp_priority_order() == before.ours:
-        torch._C._set_sdp_priority_order(before.priority)
+    if get_sdp_priority_order() == before.ours:
+        set_sdp_priority_order(before.priority)
     if compiler.cache_key_tag == before.our_tag:
         compiler.cache_key_tag = before.tag
 

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..env import ENV
 from ..errors import InvalidProblem, UnsupportedProblem
 from ..kernels.protocol import Backward, Forward, Plan, gradient_addresses
 from ..kernels.runtime import launch_errors
 from ..kernels.runtime.workspace import carved, empty_here, pieces, scratch
+from ..problem import torch_private
 from ..problem.call import FIELD_KINDS, OPTIONAL_TENSORS, SCALARS, Call, check, check_spans
 from ..problem.problem import ALIGNMENT, Problem
 from ..problem.target import Target
+from ..problem.torch_private import FakeTensor
 from ..problem.torch_state import (
     distinct,
     in_autocasts_dtype,
@@ -98,7 +99,7 @@ def _launch(
     q = call[0]  # the first field of Call, DecodeCall and AppendCall is a tensor on the call's device
     if workspace is None:
         workspace = scratch(plan.buffers, q.device)
-    if q.is_cuda and q.get_device() != torch._C._cuda_getDevice():
+    if q.is_cuda and q.get_device() != torch_private.cuda_current_device():
         with torch.cuda.device(q.device):
             launch_errors.run(plan, call, tensors, workspace)
     else:
@@ -354,10 +355,10 @@ def _plain_gradients(ctx, dout):
 
 # Skips torch.autograd.Function.apply, which first unwraps dead torch.func wrappers. No guard matches such a tensor, so
 # none arrives here
-_apply_plain = super(torch.autograd.Function, _Plain).apply  # type: ignore[misc]
+_apply_plain = torch_private.direct_apply(_Plain)
 # The engine calls `_plain_gradients` directly: BackwardCFunction.apply first chooses between the names `backward` and
 # `vjp`
-_Plain._backward_cls.apply = _plain_gradients  # type: ignore[attr-defined]
+torch_private.set_engine_backward(_Plain, _plain_gradients)
 
 
 class _OutAlone(_Attention):
@@ -400,7 +401,7 @@ class _AttentionUnderTransforms(torch.autograd.Function):
 
 def prepare(call: Call) -> Call:
     """The call as the ops take it: cast to autocast's dtype, with needs_grad set if a gradient is needed."""
-    return with_needed_grad(in_autocasts_dtype(call) if torch._C._is_any_autocast_enabled() else call)
+    return with_needed_grad(in_autocasts_dtype(call) if torch_private.is_any_autocast_enabled() else call)
 
 
 def with_needed_grad(call: Call) -> Call:
@@ -446,7 +447,7 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
         if written_by_copy(out):
             return copied(out, FORWARD(*call.arguments), call.q)
         return out, FORWARD_OUT(out, *call.arguments)
-    if torch._C._are_functorch_transforms_active() and not functional(call):
+    if torch_private.are_functorch_transforms_active() and not functional(call):
         return _AttentionUnderTransforms.apply(*call.arguments)  # type: ignore[return-value]
     if not call.needs_grad:
         return FORWARD(*call.arguments)
@@ -460,7 +461,7 @@ def run_again(q: Tensor, k: Tensor, v: Tensor, keywords: tuple, deterministic: b
     """out of a plain call by the cache entry of its keywords, (causal, scale) and `deterministic`; None on a miss."""
     if unseen_mode_active():
         return None
-    keywords = *keywords, torch._C._get_deterministic_algorithms() if deterministic is None else deterministic
+    keywords = *keywords, torch_private.get_deterministic_algorithms() if deterministic is None else deterministic
     if (entry := _choices.like((q, k, v), keywords)) is None:
         return None
     return _apply_plain(q, k, v, entry) if entry[1].problem.needs_grad else _plain_forward(q, k, v, *entry)[0]

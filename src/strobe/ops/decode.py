@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import InvalidProblem, UnsupportedProblem
 from ..kernels.protocol import Forward
@@ -25,6 +24,7 @@ from ..problem.decode import DecodeCall, DecodeProblem, refuse_gradients
 from ..problem.memory_overlap import share_memory
 from ..problem.problem import ALIGNMENT
 from ..problem.target import Target
+from ..problem.torch_private import FakeTensor, is_any_autocast_enabled
 from ..problem.torch_state import batched, is_distributed, written_by_copy
 from ..selection.choices import Choices, direct_choice
 from ..selection.select import Choice, select
@@ -268,7 +268,7 @@ APPENDED = torch.ops.strobe.appended.default
 def prepare(call: DecodeCall) -> DecodeCall:
     """The call as the op takes it: q is cast to autocast's dtype if the cache has this dtype or float8_e4m3fn."""
     q = call.q
-    if isinstance(q, Tensor) and torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
+    if isinstance(q, Tensor) and is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         if q.is_floating_point() and q.dtype != torch.float64 and call.k.dtype in (dtype, FP8):
             return call._replace(q=q.to(dtype))

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import InvalidProblem, UnsupportedProblem
 from ..problem.call import Call, accumulator, check
 from ..problem.memory_overlap import overlaps_itself, share_memory
+from ..problem.torch_private import lower_sym_storage_offset
 from ..problem.torch_state import batched, functionalized
 
 
@@ -56,31 +57,18 @@ def backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat:
 
 
 def writes_to(tensor: Tensor) -> None:
-    """Prepare Inductor for an op that writes to this tensor: a symbolic storage offset needs the lowering of
-    `_teach_offsets`.
+    """Prepare Inductor for an op that writes to this tensor.
+
+    Inductor calls sym_storage_offset for a view that an op writes to, such as one layer of a cache. torch 2.13 has no
+    lowering of it (pytorch/pytorch#198068) and takes the offset for 0, so the op would write to the first layer. The
+    fake kernel runs before lowering, so it registers one in time. If it cannot, the graph is guarded on the offset.
     """
-    if isinstance(tensor.storage_offset(), torch.SymInt):
-        _teach_offsets()
+    offset = tensor.storage_offset()
+    if isinstance(offset, torch.SymInt) and not _lowered():
+        int(offset)
 
 
-@cache
-def _teach_offsets() -> None:
-    """Register Inductor's missing lowering of sym_storage_offset (torch 2.13; pytorch/pytorch#198068).
-
-    Inductor calls sym_storage_offset for a view that an op writes to, such as one layer of a cache. Without a lowering
-    it takes the offset for 0, so the op would write to the first layer. The fake kernel runs before lowering, so it
-    registers in time.
-    """
-    from torch._inductor.lowering import lowerings, register_lowering
-    from torch._inductor.virtualized import V
-
-    offset = torch.ops.aten.sym_storage_offset.default
-    if offset not in lowerings:
-
-        @register_lowering(offset)
-        def lowered(_: Any) -> Any:
-            found = V.graph.current_node.meta["val"]
-            return found.node.expr if isinstance(found, torch.SymInt) else found
+_lowered = cache(lower_sym_storage_offset)
 
 
 def check_apart(out: Tensor, inputs: Iterable[Tensor | None], names: Iterable[str]) -> None:

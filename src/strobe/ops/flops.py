@@ -11,16 +11,16 @@ import sys
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..problem.call import Call
+from ..problem.torch_private import flop_counters, len_torch_dispatch_stack
 
 _COUNTER = "torch.utils.flop_counter"
 
 
 def meet_counters() -> None:
     """Call `tell_counters` if a dispatch mode, and so possibly a FLOP counter, is active."""
-    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+    if not torch.compiler.is_compiling() and len_torch_dispatch_stack():
         tell_counters()
 
 
@@ -28,16 +28,14 @@ def tell_counters() -> None:
     """Register the formulas with torch and with each active FLOP counter."""
     if _COUNTER not in sys.modules:
         return
-    known = sys.modules[_COUNTER]
+    known: Any = sys.modules[_COUNTER]
     formulas = {torch.ops.strobe.forward: forward_flops, torch.ops.strobe.backward: backward_flops}
-    for op, formula in formulas.items():
-        if op not in known.flop_registry:
-            known.register_flop_formula(op)(formula)
-    for mode in _get_current_dispatch_mode_stack():
-        counter: Any = getattr(mode, "counter", None)
-        if isinstance(counter, known.FlopCounterMode):
-            for op in formulas:
-                counter.flop_registry.setdefault(op, known.flop_registry[op])  # keeps a formula of the user
+    missing = [op for op in formulas if op not in known.flop_registry]
+    for op in missing:
+        known.register_flop_formula(op)(formulas[op])
+    for counter in flop_counters(known.FlopCounterMode, known=not missing):
+        for op in formulas:
+            counter.flop_registry.setdefault(op, known.flop_registry[op])  # keeps a formula of the user
 
 
 def forward_flops(q_shape, k_shape, v_shape, *flat, out_shape=None, **_) -> int:

@@ -4,17 +4,17 @@ entry.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ..errors import UnsupportedProblem
 from ..problem.call import Call
 from ..problem.decode import DecodeCall
 
+Op = Callable[..., Sequence[Tensor]]
 GIVEN = ("dout", "out", "lse", "dlse")  # arguments of the backward op before those of the call
 NAMES = {"forward": Call._fields, "backward": (*GIVEN, *Call._fields), "decode": DecodeCall._fields}
 
@@ -73,7 +73,7 @@ def _shared(name: str, flat: Sequence[Any]) -> tuple[str, ...] | None:
     return ("sinks",)
 
 
-def _together(op: OpOverload, folded: Sequence[Any], batch: int, size: int) -> tuple[tuple, tuple]:
+def _together(op: Op, folded: Sequence[Any], batch: int, size: int) -> tuple[tuple, tuple]:
     found = op(*folded)
     # without sinks, the backward returns an empty dsinks, which has no batch dimension
     parts = [one.dim() > 1 for one in found]
@@ -81,7 +81,7 @@ def _together(op: OpOverload, folded: Sequence[Any], batch: int, size: int) -> t
     return parted, tuple(0 if part else None for part in parts)
 
 
-def _in_turn(op: OpOverload, flat: Sequence[Any], batched: Sequence[bool], size: int) -> tuple[tuple, tuple]:
+def _in_turn(op: Op, flat: Sequence[Any], batched: Sequence[bool], size: int) -> tuple[tuple, tuple]:
     if not size:
         raise UnsupportedProblem(
             "vmap over no entry of packed sequences, pages or sinks: leave the call out where there is none"

@@ -9,11 +9,11 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import UnsupportedProblem
 from .call import DTYPES, Call, Dense, Packed, Paged, accumulator, check
 from .mask import NO_BOUND, Documents, MaskStructure
+from .torch_private import FakeTensor
 
 ALIGNMENT = 16  # bytes: what a TMA descriptor asks of bases and strides
 

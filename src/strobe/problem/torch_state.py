@@ -9,25 +9,23 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch._C._functorch as _C_functorch
 from torch import Tensor
-from torch._C import (
-    DispatchKey,
-    DispatchKeySet,
-    _dispatch_tls_local_include_set,
-    _is_any_autocast_enabled,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
-from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
 
-_INFERENCE = DispatchKeySet(DispatchKey.BackendSelect)
-_USUAL = _INFERENCE.add(DispatchKey.ADInplaceOrView)
-_QUIET = (
-    _USUAL.raw_repr(),
-    _INFERENCE.raw_repr(),
-)  # a thread's included dispatch keys if no mode is active: outside and inside inference mode
+from .torch_private import (
+    QUIET_KEYS,
+    are_functorch_transforms_active,
+    dispatch_tls_local_include_set,
+    dual_levels,
+    functionalize_active,
+    get_unwrapped,
+    is_any_autocast_enabled,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    len_torch_dispatch_stack,
+    len_torch_function_stack,
+    profiler_enabled,
+)
 
 
 def torch_mode_active() -> bool:
@@ -36,13 +34,13 @@ def torch_mode_active() -> bool:
         return True
     # __torch_dispatch__ modes, torch.func, functionalization, torch.jit.trace and pre-dispatch export add dispatch keys
     # to the thread
-    if _dispatch_tls_local_include_set().raw_repr() not in _QUIET:
+    if dispatch_tls_local_include_set().raw_repr() not in QUIET_KEYS:
         return True
     return (
-        bool(_len_torch_function_stack())
-        or _is_any_autocast_enabled()
-        or _profiler_enabled()
-        or forward_ad._current_level >= 0
+        bool(len_torch_function_stack())
+        or is_any_autocast_enabled()
+        or profiler_enabled()
+        or dual_levels._current_level >= 0
     )
 
 
@@ -61,17 +59,17 @@ def unseen_mode_active(traced: bool = True) -> bool:
         return True
     # FakeTensorMode and the mode of make_fx add no keys to real tensors, so a guard does not detect them
     return (
-        bool(_len_torch_dispatch_stack() or _len_torch_function_stack())
-        or _profiler_enabled()
-        or forward_ad._current_level >= 0
+        bool(len_torch_dispatch_stack() or len_torch_function_stack())
+        or profiler_enabled()
+        or dual_levels._current_level >= 0
     )
 
 
 def _layers(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a tensor and the tensors inside its torch.func wrappers, outermost first."""
     yield tensor
-    while _C_functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _C_functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
         yield tensor
 
 
@@ -82,7 +80,7 @@ def wants_beneath(tensors: Sequence[Tensor | None]) -> bool:
     >>> torch.vmap(lambda one: torch.tensor([one.requires_grad, wants_beneath([one])]))(x)[0]
     tensor([False,  True])
     """
-    if not torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+    if not are_functorch_transforms_active() or torch.compiler.is_compiling():
         return False
     return any(layer.requires_grad for tensor in tensors if tensor is not None for layer in _layers(tensor))
 
@@ -94,7 +92,7 @@ def batched(tensors: Sequence[Tensor]) -> bool:
     (tensor([True]), False)
     """
     return not torch.compiler.is_compiling() and any(
-        _C_functorch.is_batchedtensor(layer) for tensor in tensors for layer in _layers(tensor)
+        is_batchedtensor(layer) for tensor in tensors for layer in _layers(tensor)
     )
 
 
@@ -114,12 +112,9 @@ def functionalized() -> bool:
     >>> functionalized(), torch.func.functionalize(lambda x: torch.tensor(functionalized()))(torch.ones(1))
     (False, tensor(True))
     """
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or not are_functorch_transforms_active():
         return False
-    return any(
-        transform.key() == _C_functorch.TransformType.Functionalize
-        for transform in _C_functorch.get_interpreter_stack()
-    )
+    return functionalize_active()
 
 
 def written_by_copy(tensor: Tensor) -> bool:
@@ -143,9 +138,9 @@ def tangents(tensors: Sequence[Tensor]) -> bool:
     ...     tangents([torch.ones(1)]), tangents([forward_ad.make_dual(torch.ones(1), torch.ones(1))])
     (False, True)
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    if torch.compiler.is_compiling() or dual_levels._current_level < 0:
         return False
-    layers = (layer for tensor in tensors for layer in _layers(tensor) if not _C_functorch.is_batchedtensor(layer))
+    layers = (layer for tensor in tensors for layer in _layers(tensor) if not is_batchedtensor(layer))
     return any(forward_ad.unpack_dual(layer).tangent is not None for layer in layers)
 
 

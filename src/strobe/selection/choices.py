@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 
 from ..problem.problem import ALIGNMENT
+from ..problem.torch_private import TensorGuards
 from ..problem.torch_state import needs_dispatcher, unseen_mode_active
 
 MOST_CHOICES = 4096  # entries; bounds the memory of a process whose lengths change at each step

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..env import ENV
 from ..kernels.protocol import Plan, addresses, gradient_place
 from ..kernels.runtime.workspace import empty_here, pieces
+from ..problem import torch_private
 from ..problem.call import Call
 from ..problem.torch_state import unseen_mode_active
 from .choices import alike_to
@@ -30,7 +31,7 @@ MOST_MET = 4  # guards per Choice: gradients have one or two kinds of strides an
 
 def repeats(plan: Plan, q: Tensor) -> bool:
     """Whether a plan has launches to repeat, on the current device and without STROBE_SYNC."""
-    return bool(plan.again) and q.get_device() == torch._C._cuda_getDevice() and not ENV.sync
+    return bool(plan.again) and q.get_device() == torch_private.cuda_current_device() and not ENV.sync
 
 
 def launch_again(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
@@ -46,7 +47,8 @@ def forward_again(
     plain.
     """
     plan: Any = choice.forward
-    if not plan.again or ENV.sync or q.get_device() != torch._C._cuda_getDevice():  # `repeats`, inlined to save time
+    # `repeats`, inlined to save time
+    if not plan.again or ENV.sync or q.get_device() != torch_private.cuda_current_device():
         return None
     out, lse = [empty_here(*kind) for kind in choice.problem.outputs]
     place = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()  # as `protocol.addresses`
@@ -67,7 +69,7 @@ def gradients_again(choice: Choice[Any], saved: Sequence[Tensor], dout: Tensor) 
     tensors = (q, k, v, dout, out, lse)
     plan: Any = choice.backward
     known = any([alike(*tensors) for alike in choice.met])
-    if not known or not plan.again or ENV.sync or q.get_device() != torch._C._cuda_getDevice():
+    if not known or not plan.again or ENV.sync or q.get_device() != torch_private.cuda_current_device():
         return None
     dq, dk, dv = [empty_here(*kind) for kind in choice.problem.gradients]
     held = pieces(plan, choice.problem.lse_bytes)  # delta follows the workspace in the same allocation

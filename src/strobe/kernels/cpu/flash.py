@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
 
 from ...problem.call import Call
 from ...problem.problem import Problem
+from ...problem.torch_private import KERNELS_CALLABLE, torch_kernel
 from ..protocol import Backward, Forward
 from .pieces import Piece, part
 
@@ -23,20 +22,15 @@ LISTED = 64  # elements that are looked at as a list sooner than by an op and it
 BAND_ROWS = 256
 
 
-def _kernel(name: str) -> Callable[..., tuple[Tensor, ...]]:
-    """torch's kernel itself, held on to: strobe.integrations.sdpa stands before it in the dispatcher, from where the op
-    would come back here.
-    """
-    kernel, keys = torch.library.get_kernel(f"aten::{name}", "CPU"), DispatchKeySet(DispatchKey.CPU)
-    return partial(kernel.call_boxed, keys)
-
-
-TORCH = _kernel("_scaled_dot_product_flash_attention_for_cpu")
-TORCH_BACKWARD = _kernel("_scaled_dot_product_flash_attention_for_cpu_backward")
+# torch's kernels themselves: strobe.integrations.sdpa overrides the ops in the dispatcher, so the ops would call strobe
+TORCH = torch_kernel("_scaled_dot_product_flash_attention_for_cpu", "CPU")
+TORCH_BACKWARD = torch_kernel("_scaled_dot_product_flash_attention_for_cpu_backward", "CPU")
 
 
 def why_not(problem: Problem) -> str | None:
     """What in a problem torch's kernel cannot say, whatever its pieces look like."""
+    if not KERNELS_CALLABLE:
+        return "this torch's kernel cannot be called beneath its op"
     if problem.head_dim != problem.head_dim_v:
         return "D_v is not D"
     if problem.softcap:

@@ -16,11 +16,11 @@ from inspect import getclosurevars
 from threading import Lock
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 from triton import knobs
 
+from ...problem import torch_private
 from ...problem.problem import ALIGNMENT
 from . import first_call_overlap
 
@@ -67,10 +67,10 @@ class Noted(NamedTuple):
     def __call__(self) -> bool:
         """Launch again on the current stream; False where that is not to be, or a profiler wants Triton's own
         launch."""
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        stream = torch_private.cuda_current_raw_stream(self.device)
         if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
             return False
-        if self.stream is not None and (stream != self.stream or torch._C._cuda_isCurrentStreamCapturing()):
+        if self.stream is not None and (stream != self.stream or torch_private.cuda_is_capturing()):
             return False
         self.function(self.programs, 1, 1, stream, *self.rest)
         return True
@@ -78,9 +78,9 @@ class Noted(NamedTuple):
     def here(self) -> Noted | None:
         """The same for the current stream alone; None while that is being captured, as a graph has memory of its
         own."""
-        if torch._C._cuda_isCurrentStreamCapturing():
+        if torch_private.cuda_is_capturing():
             return None
-        return self._replace(stream=torch._C._cuda_getCurrentRawStream(self.device))
+        return self._replace(stream=torch_private.cuda_current_raw_stream(self.device))
 
 
 def in_turn(launches: Sequence[Noted | None]) -> Callable[[], bool] | None:
@@ -95,7 +95,7 @@ def in_turn(launches: Sequence[Noted | None]) -> Callable[[], bool] | None:
     def again() -> bool:
         if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
             return False
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = torch_private.cuda_current_raw_stream(device)
         for function, programs, rest in ready:
             function(programs, 1, 1, stream, *rest)
         return True

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 
+from ...problem.torch_private import empty_strided_cuda
 from ..protocol import Buffer, Plan
 
 APART = 512  # bytes
-empty_here = _empty_strided_cuda  # (shape, strides, dtype) on the current GPU, in half the time of new_empty_strided
+empty_here = empty_strided_cuda  # (shape, strides, dtype) on the current GPU, in half the time of new_empty_strided
 
 
 def scratch(buffers: Iterable[Buffer], device: torch.device) -> dict[str, Tensor]:
