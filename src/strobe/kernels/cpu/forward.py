@@ -116,9 +116,8 @@ def _block(q: Tensor, keys: Keys, block: Block, scores: Scores, config: Config, 
         scores.write(s, q, k)
         hide(s, tile, -torch.inf)
         new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
-        finite_max = new_max.masked_fill(
-            new_max == -torch.inf, 0.0
-        )  # rows that have seen nothing yet: exp2(-inf - 0) is 0
+        # rows without a visible key so far: exp2(-inf - 0) is 0
+        finite_max = new_max.masked_fill(new_max == -torch.inf, 0.0)
         s.sub_(finite_max).exp2_()
         rescale = row_max.sub_(finite_max).exp2_()
         row_sum = row_sum.mul_(rescale).add_(s.sum(-1, keepdim=True))
