@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same modules
 
-.PHONY: test quick browser lint types unit interpreter offline compiled drift nightly demo bench install clean
+.PHONY: test quick browser lint types unit interpreter offline compiled pages drift nightly demo bench install clean
 
 # pyright takes one core, so something else runs beside it
 test:
@@ -66,10 +66,16 @@ interpreter:
 offline:
 	$(PYTEST) $(SPREAD) -m "$(MARKS)" tests/test_offline_compile.py tests/proof
 
-# the same with nothing left out, into results/compiled.jsonl and docs/compiled.md; Triton 3.6's disassembler does not know sm_103, 3.9's does
+# the same with nothing left out, into results/compiled.jsonl; Triton 3.6's disassembler does not know sm_103, 3.9's does
 NEWER_NVDISASM = $(abspath $(firstword $(wildcard .drift/3.9.*/lib/python*/site-packages/triton/backends/nvidia/bin/nvdisasm)))
 compiled: install
-	$(BIN)/python -m tools.proof.compile --table docs/compiled.md $(addprefix --nvdisasm ,$(NEWER_NVDISASM))
+	$(BIN)/python -m tools.proof.compile $(addprefix --nvdisasm ,$(NEWER_NVDISASM))
+	$(MAKE) --no-print-directory pages
+
+# pages made from results: tables of compiled kernels and a page for each rung of the ladder, into docs/generated
+pages: install
+	$(BIN)/python -m tools.proof.record docs/generated/compiled.md
+	$(BIN)/python -m ladder.harness.pages docs/generated/ladder
 
 # the kernels under newer versions of Triton, each in an environment of its own (.drift, 3 GB)
 drift: install
@@ -90,4 +96,4 @@ bench: install
 	$(BIN)/strobe bench cpu
 
 clean:
-	rm -rf $(VENV) .demo .drift .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) docs/generated .demo .drift .pytest_cache .ruff_cache .hypothesis

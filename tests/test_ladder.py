@@ -487,11 +487,6 @@ def test_docstrings_hold_the_rows_that_were_measured(name):
     assert text == pages.with_table(text, pages.measured(pages.read(ROOT / pages.RESULTS), name)), REFRESH
 
 
-def test_the_page_of_docs_is_made_from_the_rungs(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert (ROOT / pages.PAGE).read_text() == pages.page(pages.read()), REFRESH
-
-
 def test_measured_rows_fill_a_docstring_and_the_page():
     size = harness.load("k5").size(4096, 128, True)
     row = {
@@ -544,20 +539,14 @@ def test_a_column_of_the_overview_holds_one_process():
     others = [timed("k2", 20.0, 10), timed("k1", 5.0, 10, pages.SHORTER), timed("k6", 888.0, 14, options={"lag": 0})]
     text = pages.overview([*since, *together, *others, *before])
     assert (
-        "| [k5](#k5) | 500 | - | - | - |" in text
-        and "| [k6](#k6) | 600 | - | - | - |" in text
+        "| [k5](k5.md) | 500 | - | - | - |" in text
+        and "| [k6](k6.md) | 600 | - | - | - |" in text
         and "| strobe's forward | 700 |" in text
     )
-    assert "| [k2](#k2) | *20* |" in text and "| [k1](#k1) | (5) |" in text and "[k7]" not in text
+    assert "| [k2](k2.md) | *20* |" in text and "| [k1](k1.md) | (5) |" in text and "[k7]" not in text
     assert "2026-11-12" in text and "2026-11-10" not in text
-    assert "| [decode](#decode) | 7 |" in pages.overview([timed("decode", 1.0, 12)])
+    assert "| [decode](decode.md) | 7 |" in pages.overview([timed("decode", 1.0, 12)])
     assert pages.overview([]) == "" and pages.overview([timed("k1", 5.0, 10, pages.SHORTER)]) == ""
-
-
-@pytest.mark.nightly
-def test_timelines_are_drawn_as_the_simulator_sees_them_now():
-    for name, picture in pages.timelines():
-        assert (ROOT / pages.IMAGES / f"ladder_{name}.svg").read_text() == picture, REFRESH
 
 
 def test_the_command_shows_a_table(capsys):

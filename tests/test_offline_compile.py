@@ -25,7 +25,7 @@ from tools.proof import budget
 from tools.proof.budget import FAMILIES, LEDGER, REFUSED, TARGETS, UNITS, Unit
 from tools.proof.calls import CASES
 from tools.proof.compile import launches, rows
-from tools.proof.record import RESULTS, key, packed, page, read
+from tools.proof.record import RESULTS, key, packed, read
 
 ROOT = Path(__file__).parents[1]
 RECORDED = {key(row): row for row in read(ROOT / RESULTS)}
@@ -78,11 +78,6 @@ def test_the_record_is_whole_and_every_kernel_in_it_within_budget():
 def test_no_line_of_the_ledger_is_stale():
     assert budget.stale(RECORDED.values()) == []
     assert all(line.why for line in LEDGER)
-
-
-def test_the_page_quotes_the_record():
-    text = (ROOT / "docs/compiled.md").read_text()
-    assert f"<!-- compiled: begin -->\n\n{page(list(RECORDED.values()))}\n\n<!-- compiled: end -->" in text, REFRESH
 
 
 def test_the_record_is_in_order_so_that_a_change_is_a_small_difference():

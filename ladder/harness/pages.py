@@ -1,57 +1,48 @@
-"""docs/ladder.md and the measured tables in the rungs' docstrings, made from the rungs and from results/ladder.jsonl.
+"""What is made from the rungs and from results/ladder.jsonl: a page for each rung, with figures and the difference
+from the rung below it, and the measured tables in the rungs' docstrings.
 
-python -m ladder.harness.pages             from the repository's root: write both, and the timelines that the page shows
+    python -m ladder.harness.pages docs/generated/ladder       write the pages and their pictures (`make pages`)
+    python -m ladder.harness.pages                             write the tables into the rungs' docstrings
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
 import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import FILES, RUNGS, harness
 from .harness import Rung, Size
-from .plot import days
+from .plot import days, save
 
 if TYPE_CHECKING:
     from strobe.sim.timeline import Event
 
-RESULTS, PAGE, IMAGES = Path("results/ladder.jsonl"), Path("docs/ladder.md"), Path("docs/images")
+RESULTS = Path("results/ladder.jsonl")
 NOTHING = "nothing measured yet"
 SHOWN = (1024, 8192, 16384)  # lengths in a docstring's table; the page has them all
 OVERVIEW, SHORTER = 8192, 4096
 RIVALS = {"strobe": "strobe's forward", "flash": "FlashAttention-2, as PyTorch ships it", "flex": "FlexAttention"}
 _MEASURED = re.compile(r"(?<=\nMeasured:\n\n).*?(?=\n\"\"\"\n)", re.DOTALL)
 _HEADING = """\
-# The ladder
+# The rungs of the ladder
 
-From attention as the formula says it to the tensor cores' rate in 8 bits, one idea a rung. Each rung is one file in \
-`ladder/` that
-stands alone: its idea, its cost model, its kernels, its launch. `python -m ladder` runs them all: on a Hopper GPU it \
-checks each against the oracle
-and times it; without one it simulates them at small size, checks them for races and against the oracle, and counts \
-the bytes they ask memory for
-beside the model's.
-
-```text
-python -m ladder                                             every rung
-python -m ladder k6 --set ping_pong=1 --seqlen 8192          one, with other values of its Form (on a GPU)
-python -m ladder k5 --timeline k5.html                       what its warps do, by the simulator's modelled time
-python -m ladder page                                        step through tiles and timelines in a browser
-```
-
-This page is made from the rungs by `python -m ladder.harness.pages`. Times stand here only where \
-`results/ladder.jsonl` holds them.
+This page and those of the rungs are made from `ladder/` and `results/ladder.jsonl` by `make pages`.
 
 | rung | idea | needs |
 | --- | --- | --- |
 """
+_PICTURES = {
+    "rates.png": "TFLOP/s of every rung, at its longest length",
+    "rates_length.png": "memory and time of every rung by length",
+}
 
 
 def measured(rows: Iterable[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -87,19 +78,17 @@ def with_table(source: str, rows: list[dict[str, Any]]) -> str:
     return _MEASURED.sub(lambda _: plain_table(rows), source, count=1)
 
 
-# ---------------------------------------------------------------- the page
+# ---------------------------------------------------------------- the pages
 
 
-def page(rows: list[dict[str, Any]]) -> str:
+def index(rows: list[dict[str, Any]]) -> str:
+    """The first page: all rungs, and what was measured of them."""
     rungs = [harness.load(name) for name in RUNGS]
     lines = [
-        (
-            f"| [{rung.name}](#{rung.name}) | {rung.idea} | "
-            f"sm_{rung.capability}{' and up' if rung.capability < 90 else ''} |"
-        )
+        f"| [{rung.name}]({rung.name}.md) | {rung.idea} | sm_{rung.capability}{' and up' if rung.capability < 90 else ''} |"
         for rung in rungs
     ]
-    return _HEADING + "\n".join([*lines, ""]) + overview(rows) + "".join(section(rung, rows) for rung in rungs)
+    return _HEADING + "\n".join([*lines, ""]) + overview(rows)
 
 
 def overview(rows: list[dict[str, Any]]) -> str:
@@ -125,15 +114,11 @@ def overview(rows: list[dict[str, Any]]) -> str:
         f"| | {' | '.join(column.head for column in columns)} |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
-    for name, label in [*((name, f"[{name}](#{name})") for name in RUNGS), *RIVALS.items()]:
+    for name, label in [*((name, f"[{name}]({name}.md)") for name in RUNGS), *RIVALS.items()]:
         if any(cells := [column.cell(name) for column in columns]):
             lines.append(f"| {label} | {' | '.join(cell or '-' for cell in cells)} |")
     lines += [f"\n{_where(sorted(shown, key=lambda row: row['date']))}.\n"]
-    pictures = {
-        "ladder_rates.png": "TFLOP/s of every rung, at its longest length",
-        "ladder_length.png": "memory and time of every rung by length",
-    }
-    lines += [f"![{text}](images/{name})\n" for name, text in pictures.items() if (IMAGES / name).exists()]
+    lines += [f"![{text}]({name})\n" for name, text in _PICTURES.items()]
     errors = {row["method"]: row["rmse"] for row in rows if row.get("rmse")}
     if errors:
         told = "; ".join(f"{method} {rmse:.3g}" for method, rmse in errors.items())
@@ -176,32 +161,32 @@ def _rate(row: dict[str, Any]) -> float:
     return row["gbps" if row["rung"] in RUNGS and harness.load(row["rung"]).queries else "tflops"]
 
 
-def section(rung: Rung, rows: list[dict[str, Any]]) -> str:
-    """Idea and cost model, the difference that matters, figures, timeline, and what comes next."""
+def section(rung: Rung, rows: list[dict[str, Any]], timeline: str = "") -> str:
+    """A rung's page: idea and cost model, the difference that matters, figures, timeline (the name of its picture), and
+    what comes next.
+    """
     doc = inspect.cleandoc(importlib.import_module(f"ladder.{FILES[rung.name]}").__doc__ or "")
     told, _, limits = doc.partition("\nMeasured:\n")[0].partition("What limits it:")
     _, _, told = told.partition("\n\n")
     parts = [
-        f"\n## {rung.name}\n",
-        f"**{rung.idea[0].upper() + rung.idea[1:]}.** [The file](../ladder/{FILES[rung.name]}.py)\n",
+        f"# {rung.name}\n",
+        f"**{rung.idea[0].upper() + rung.idea[1:]}.** [The file](../../../ladder/{FILES[rung.name]}.py)\n",
         prose(told),
     ]
     parts += [
-        f"### What changed from {rung.below}: {rung.name}\n" if rung.below else f"### The kernels: {rung.name}\n",
+        f"## What changed from {rung.below}\n" if rung.below else "## The kernels\n",
         difference(rung),
     ]
-    parts += [f"### Figures: {rung.name}\n", table(measured(rows, rung.name)), counted(rows, rung.name)]
-    if (IMAGES / f"ladder_{rung.name}.svg").exists():
+    parts += ["## Figures\n", table(measured(rows, rung.name)), counted(rows, rung.name)]
+    if timeline:
         parts += [
-            (
-                f"Modelled time of one program, as the simulator draws it:\n\n![what the warps of {rung.name} "
-                f"do](images/ladder_{rung.name}.svg)\n"
-            )
+            f"Modelled time of one program, as the simulator draws it:\n\n![what the warps of {rung.name} "
+            f"do]({timeline})\n"
         ]
-    parts += [f"### What limits it: {rung.name}\n", prose(limits.strip())]
+    parts += ["## What limits it\n", prose(limits.strip())]
     above = [harness.load(name) for name in RUNGS if harness.load(name).below == rung.name]
     parts += (
-        [f"Next: {'; '.join(f'[{next_.name}](#{next_.name}), {next_.idea}' for next_ in above)}.\n"] if above else []
+        [f"Next: {'; '.join(f'[{next_.name}]({next_.name}.md), {next_.idea}' for next_ in above)}.\n"] if above else []
     )
     return "\n".join(parts)
 
@@ -316,14 +301,30 @@ def read(path: Path = RESULTS) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def main() -> None:
-    rows = read()
+def write(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the pages and their pictures into a folder. Simulates the rungs to draw their timelines: a minute."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = {f"{name}.svg": picture for name, picture in timelines()}
+    for name, picture in drawn.items():
+        (folder / name).write_text(picture)
+    for name in RUNGS:
+        timeline = f"{name}.svg" if f"{name}.svg" in drawn else ""
+        (folder / f"{name}.md").write_text(section(harness.load(name), rows, timeline))
+    timed = [row for name in RUNGS for row in measured(rows, name)]
+    save(timed, folder / "rates.png")
+    (folder / "index.md").write_text(index(rows))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m ladder.harness.pages", description="Pages and tables of the ladder.")
+    parser.add_argument("folder", type=Path, nargs="?", help="where pages go; without it, the docstrings are written")
+    folder, rows = parser.parse_args(argv).folder, read()
+    if folder:
+        write(folder, rows)
+        return
     for name in RUNGS:
         path = Path(__file__).parents[1] / f"{FILES[name]}.py"
         path.write_text(with_table(path.read_text(), measured(rows, name)))
-    for name, picture in timelines():
-        (IMAGES / f"ladder_{name}.svg").write_text(picture)
-    PAGE.write_text(page(rows))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from tools.proof import compile as proof
 from tools.proof.budget import TARGETS, UNITS, Unit
 from tools.proof.calls import CASES
 from tools.proof.compile import Job, compile_job, launches, recording, report
-from tools.proof.record import RESULTS, key, merged, packed, page, read, recalled
+from tools.proof.record import RESULTS, key, merged, packed, read, recalled
 
 HOPPER = TARGETS["sm_90"]
 RECORDED = {key(row): row for row in read(Path(__file__).parents[2] / RESULTS)}
@@ -238,13 +238,7 @@ def test_the_command_puts_new_rows_in_the_place_of_old_ones_and_fails_over_budge
     results.write_text("".join(json.dumps(row) + "\n" for row in old))
     monkeypatch.setattr(budget, "LEDGER", ())
     chosen = ["--family", "portable", "--target", "sm_90", "--case", "d128 causal", "--kernel", "[dk]e*", "--jobs", "1"]
-    table = tmp_path / "page.md"
-    table.write_text("before\n<!-- compiled: begin -->\nold\n<!-- compiled: end -->\nafter\n")
-    assert proof.main([*chosen, "--results", str(results), "--table", str(table)]) == 1
-    assert (
-        table.read_text()
-        == f"before\n<!-- compiled: begin -->\n\n{page(read(results))}\n\n<!-- compiled: end -->\nafter\n"
-    )
+    assert proof.main([*chosen, "--results", str(results)]) == 1
     kept, delta, keys = read(results)
     assert kept == old[0]
     assert (

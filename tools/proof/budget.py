@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 ON_EVERY_TARGET = "d128 causal"  # compiled on each commit for every target
 WITH_ALL_CASES = "sm_90"  # on each commit only this target compiles other cases, too (but see Unit.each_commit)
-# cases for which docs/compiled.md shows the inner loop of each warp role
+# cases for which the page of compiled kernels shows the inner loop of each warp role
 IN_ROLES = ("d64 dense", "d64 causal", "d128 dense", "d128 causal", "d64 causal, many keys", "d128 causal, many keys")
 
 

@@ -4,7 +4,7 @@ A replacement for Triton's driver names the target. Launches are recorded instea
 compiled with the types, alignments and options of the host code that launches it.
 
     python -m tools.proof.compile --target sm_90 --case 'd128*'  print some; --roles: the inner loop of each warp role
-    python -m tools.proof.compile --table docs/compiled.md        all: results/compiled.jsonl and the page's tables
+    python -m tools.proof.compile                                 all: writes results/compiled.jsonl
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ from strobe.selection.select import select
 from . import budget
 from .budget import FAMILIES, TARGETS, UNITS, Unit
 from .operands import clashes
-from .pages import fill
-from .record import OF_ROLES, RESULTS, in_short, key, lines_of_roles, merged, packed, page, read, recalled, table
+from .record import OF_ROLES, RESULTS, in_short, key, lines_of_roles, merged, packed, read, recalled, table
 from .sass import Loop, Parts, count, disassemble, fingerprint, loops
 
 _SERIALIZED = re.compile(
@@ -349,9 +348,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help=f"rows go there, in the place of older ones ({RESULTS})",
     )
-    parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="a page whose tables are written anew from all results"
-    )
     parser.add_argument("--roles", action="store_true", help="print the inner loops of warps with roles, too")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (2)")
     parser.add_argument("--nvdisasm", metavar="FILE", help="a disassembler that knows more targets than Triton's own")
@@ -374,10 +370,7 @@ def _run(a: argparse.Namespace) -> int:
     found = list(_compiled(units, a.kernel, a.jobs, a.nvdisasm))
     done = set(units) if a.kernel == "*" else set()
     kept = [row for row in read(a.results) if Unit(*key(row)[:3]) not in done]
-    everything = merged(kept, found)
-    a.results.write_text(packed(everything))
-    if a.table:
-        fill(a.table, "compiled", page(everything))
+    a.results.write_text(packed(merged(kept, found)))
     for row in found:
         print(f"{row['target']:<7} {row['kernel']:<15} {row['case']:<33} {in_short(row):>16}")
     roles = [line for row in found for line in lines_of_roles(row)] if a.roles else []

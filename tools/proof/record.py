@@ -1,9 +1,10 @@
-"""The record of compiled kernels, `results/compiled.jsonl` with one row each, and the tables of docs/compiled.md made
-from it.
-"""
+"""The record of compiled kernels, `results/compiled.jsonl` with one row each, and the page of tables made from it.
+
+python -m tools.proof.record docs/generated/compiled.md          write the page (`make pages`)"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from collections import Counter
@@ -96,15 +97,21 @@ def recalled(row: dict, code: str) -> Parts | None:
 # ---------------------------------------------------------------- the page
 
 
+_HEADING = """\
+# Tables of compiled kernels
+
+Made from `results/compiled.jsonl` by `make pages`. [Compiled kernels](../compiled.md) explains the columns."""
+
+
 def page(rows: Sequence[dict]) -> str:
-    """The tables of docs/compiled.md: one case in full, all cases in short, and the exceptions.
+    """The tables that `make pages` writes: one case in full, all cases in short, and the exceptions.
 
     >>> page([]).split("\\n")[0]
-    '### d128 causal, in full'
+    '# Tables of compiled kernels'
     """
     targets = [target for target in TARGETS if any(row["target"] == target for row in rows)]
     full = [row for row in rows if row["case"] == budget.ON_EVERY_TARGET]
-    parts = [f"### {budget.ON_EVERY_TARGET}, in full", table(_FULL, [_full(row) for row in full])]
+    parts = [_HEADING, f"## {budget.ON_EVERY_TARGET}, in full", table(_FULL, [_full(row) for row in full])]
     for name in dict.fromkeys((row["family"], row["kernel"]) for row in rows):
         found = {(row["case"], row["target"]): row for row in rows if (row["family"], row["kernel"]) == name}
         own = [target for target in targets if any(target == known for _, known in found)]
@@ -112,17 +119,17 @@ def page(rows: Sequence[dict]) -> str:
             [case, *(in_short(found.get((case, target))) for target in own)]
             for case in dict.fromkeys(case for case, _ in found)
         ]
-        parts += [f"### {'.'.join(name)}: registers, and bytes of spills", table(["case", *own], lines)]
+        parts += [f"## {'.'.join(name)}: registers, and bytes of spills", table(["case", *own], lines)]
     parts += [
-        "### Roles: instructions in the inner loop",
+        "## Roles: instructions in the inner loop",
         table(OF_ROLES, [line for row in rows if row["case"] in budget.IN_ROLES for line in lines_of_roles(row)]),
     ]
     ledger = [
         [f"`{line.family}.{line.kernel}`", f"`{line.case}`", f"`{line.target}`", line.permits, line.why]
         for line in budget.LEDGER
     ]
-    parts += ["### The ledger: exceptions", table(["kernel", "case", "target", "may", "why"], ledger)]
-    return "\n\n".join(parts)
+    parts += ["## The ledger: exceptions", table(["kernel", "case", "target", "may", "why"], ledger)]
+    return "\n\n".join(parts) + "\n"
 
 
 _FULL = ["target", "kernel", "registers", "spills", "stack", "shared", "tensor columns", "warps", *COUNTED, "s"]
@@ -164,3 +171,17 @@ def in_short(row: dict | None) -> str:
 def table(header: list[str], lines: list[list]) -> str:
     rule = ["---" if any(isinstance(line[i], str) for line in lines) else "---:" for i in range(len(header))]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [header, rule, *lines])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m tools.proof.record", description="Write the tables of compiled kernels."
+    )
+    parser.add_argument("page", type=Path, metavar="FILE", help="where they go, such as docs/generated/compiled.md")
+    path = parser.parse_args(argv).page
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(read(RESULTS)))
+
+
+if __name__ == "__main__":
+    main()
