@@ -1,21 +1,19 @@
-"""A transformers model writes text twice, with its own attention and with strobe over a paged cache; are the tokens the
-same?
+"""Check that a transformers model generates the same tokens with its own attention and with strobe over a paged cache.
 
-    python examples/generate.py                             on a GPU a model of 0.7 billion weights; on a CPU a tiny
-                                                            one, seconds
+    python examples/generate.py        on a GPU a model of 0.7 billion weights; on a CPU a tiny one, in seconds
 
-Both get the same random weights and the same prompts of different lengths, and take the likeliest token each time. The
-model's own attention pads prompts on the left and joins keys to a cache that grows. strobe gets prompts end to end and
-keeps keys in pages, as many as a sequence needs, dealt out in random order and NaN until written. On a GPU a step is
-captured once and replayed while lengths grow.
+Both runs use the same random weights and prompts of different lengths, and decode greedily. The model's own attention
+pads prompts on the left and appends keys to a growing cache. strobe gets packed prompts and keeps keys in pages,
+allocated in random order and NaN until written. On a GPU a decode step is captured once and replayed while lengths
+grow.
 
-Tokens must be equal, but for ties. Let e be the farthest that a logit of the model's own attention comes from that of
-the same model in float64 (norms and angles excepted, which transformers keeps in float32). strobe's may come twice as
-far, as docs/contract.md has it for attention. So where the two choose different tokens float64 gives them logits within
-4 e, or this exits with 1. After a tie a sequence has another past and is compared no more: how many tokens were is
-told, and at how many places a tie could be. strobe.last_errors fail it too.
+Tokens must be equal, except after ties. Let e be the largest difference between the logits of the model's own attention
+and those of the same model in float64 (except norms and rotary angles, which transformers keeps in float32). strobe's
+error may be twice as large (docs/contract.md). So where the two choose different tokens, their float64 logits must
+differ by at most 4 e. Otherwise this exits with 1. After a tie a sequence is no longer compared. The output states how
+many tokens were compared and how many near-ties there were. Errors in strobe.last_errors also fail the run.
 
-Writes OUT/generate.jsonl (a line for each attention and one with the verdict; appended). Needs
+Appends to OUT/generate.jsonl: one line per attention and one with the verdict. Needs
 strobe-attention[bench,transformers].
 """
 
@@ -44,9 +42,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache,
 import strobe
 from strobe.bench.run import circumstances
 
-# what models call the cache that they are given; its earlier name is deprecated
+# the argument through which models take a cache; the earlier name is deprecated
 CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
-BYTES = 256  # the vocabulary: text is read and written byte by byte
+BYTES = 256  # vocabulary: text is read and written bytewise
 
 
 class Size(NamedTuple):
@@ -55,8 +53,8 @@ class Size(NamedTuple):
     heads_kv: int
     head_dim: int
     page_size: int
-    prompts: tuple[int, ...]  # their lengths
-    new: int  # tokens for each
+    prompts: tuple[int, ...]  # prompt lengths
+    new: int  # tokens to generate per prompt
 
 
 SIZES = {
@@ -66,8 +64,8 @@ SIZES = {
 
 
 def model_of(size: Size, device: torch.device, dtype: torch.dtype) -> Any:
-    """Weights that make attention choose: where it is nearly even, as is usual at first, a model repeats itself
-    whatever it is shown.
+    """A model with random weights scaled so that attention is selective. With nearly uniform attention, as default
+    initialisation gives, a model repeats itself regardless of its prompt.
     """
     width = size.heads * size.head_dim
     config = LlamaConfig(
@@ -108,8 +106,8 @@ class Own:
 
 
 class Paged:
-    """No tensor moves, no shape depends on lengths and nothing waits for the device: so a step can be captured and
-    replayed.
+    """strobe over a paged cache. No tensor moves, no shape depends on lengths and nothing synchronises, so a step can
+    be captured as a CUDA graph and replayed.
     """
 
     name, implementation = "strobe, paged", "strobe_paged"
@@ -122,15 +120,14 @@ class Paged:
         self.offsets = torch.tensor(self.bounds, dtype=torch.int32, device=device)
         need = [math.ceil((n + size.new - 1) / size.page_size) for n in lengths]  # the last token's key is never read
         dealt = torch.randperm(sum(need), generator=torch.Generator().manual_seed(1)).int().split(need)
-        self.table = pad_sequence(dealt, batch_first=True, padding_value=-1).to(
-            device
-        )  # a page -1 that were read would be reported
+        # reading page -1 would be reported
+        self.table = pad_sequence(dealt, batch_first=True, padding_value=-1).to(device)
         shape = size.layers, 2, sum(need), size.page_size, size.heads_kv, size.head_dim
         self.pools = torch.empty(shape, dtype=model.dtype, device=device)
         self.start, self.stop = (
             self.offsets.diff(),
             self.offsets.diff(),
-        )  # keys of each sequence before a call, and after
+        )  # each sequence's number of keys before and after a call
         self.token = torch.zeros_like(self.start, dtype=torch.long)
         self.choice = strobe.explain_decode(
             self.pools.new_empty(len(prompts), 1, size.heads, size.head_dim), self.cache(0, self.stop)
@@ -170,11 +167,11 @@ def attention(
     packed: bool,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer, query, key and value [B, H, S, D]; it hands on what else the model was
-    called with.
+    """The attention function that transformers calls in each layer, with query, key and value [B, H, S, D]. Other
+    keywords of the model call arrive here too.
     """
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    if not packed:  # a token of each sequence
+    if not packed:  # one token per sequence
         strobe.append(paged.cache(module.layer_idx, paged.start), k, v)
         return strobe.attention_decode(q, paged.cache(module.layer_idx, paged.stop), scale=scaling), None
     for row, (start, stop) in enumerate(pairwise(paged.bounds)):
@@ -184,9 +181,8 @@ def attention(
     return strobe.attention_varlen(q[0], k[0], v[0], cu_seqlens_q=paged.offsets, causal=True, scale=scaling)[None], None
 
 
-AttentionInterface.register(
-    Paged.implementation, attention
-)  # and no mask function of that name: transformers makes no masks
+# no mask function is registered under this name, so transformers builds no masks
+AttentionInterface.register(Paged.implementation, attention)
 
 
 class Replayed(Paged):
@@ -197,7 +193,7 @@ class Replayed(Paged):
             aside, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
-                super().step()  # compiles kernels and makes handles, which a capture must not
+                super().step()  # compiles kernels and creates handles, which a capture cannot
             torch.cuda.current_stream().wait_stream(aside)
             with torch.cuda.graph(self.graph):
                 super().step()
@@ -208,11 +204,11 @@ class Replayed(Paged):
         return self.token
 
 
-# ---------------------------------------------------------------- writing, the verdict, the command
+# ---------------------------------------------------------------- generation, verdict, command
 
 
 def write(writer: Own | Paged, new: int) -> tuple[Tensor, float, float]:
-    """Tokens [B, new], milliseconds for the prompts and tokens a second from then on."""
+    """(tokens [B, new], milliseconds for the prompts, tokens per second after them)."""
     wait = torch.cuda.synchronize if writer.model.device.type == "cuda" else lambda: None
     writer.model.set_attn_implementation(writer.implementation)
     writer.empty()
@@ -226,14 +222,15 @@ def write(writer: Own | Paged, new: int) -> tuple[Tensor, float, float]:
     return torch.stack(tokens, 1), 1e3 * (between - began), (new - 1) * len(tokens[0]) / (time.perf_counter() - between)
 
 
-def judge(own: Own, prompts: list[Tensor], theirs: Tensor, ours: Tensor) -> dict[str, Any]:
-    """The criterion of this file's first words. theirs [B, new], which `own` has just written; ours [runs, B, new]."""
+def compare_tokens(own: Own, prompts: list[Tensor], theirs: Tensor, ours: Tensor) -> dict[str, Any]:
+    """Apply the criterion of the module's docstring. theirs [B, new]: tokens that `own` has just written; ours [runs,
+    B, new].
+    """
     exact = copy.deepcopy(own.model).double()
     exact.set_attn_implementation(own.implementation)
     whole = (torch.cat([prompt, tokens[:-1]])[None] for prompt, tokens in zip(prompts, theirs))
-    logits = torch.cat(
-        [exact(ids, use_cache=False, logits_to_keep=theirs.shape[1]).logits for ids in whole]
-    )  # [B, new, BYTES]
+    # [B, new, BYTES]
+    logits = torch.cat([exact(ids, use_cache=False, logits_to_keep=theirs.shape[1]).logits for ids in whole])
     rounding = 4 * (torch.stack(own.logits, 1) - logits).abs().max().item()
     differs, gaps = (
         theirs != ours,
@@ -243,7 +240,7 @@ def judge(own: Own, prompts: list[Tensor], theirs: Tensor, ours: Tensor) -> dict
     compared, wrong = (
         differs.cumsum(2) == parts,
         parts & ~(gaps <= rounding),
-    )  # up to the first that differs; a gap that is NaN is wrong
+    )  # up to the first difference; a NaN gap is wrong
     close = -logits.topk(2).values.diff() <= rounding
     masks = {"compared": compared, "ties": parts & ~wrong, "wrong": wrong, "close": close}
     counts = {"tokens": ours.numel(), **{name: int(mask.sum()) for name, mask in masks.items()}}
@@ -256,7 +253,7 @@ def judge(own: Own, prompts: list[Tensor], theirs: Tensor, ours: Tensor) -> dict
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     device, console = torch.device(options.device), Console(stderr=True)
-    torch.set_num_threads(1)  # so small a model as a CPU's gains nothing from more
+    torch.set_num_threads(1)  # more threads do not help a model this small
     size = SIZES[device.type]._replace(**({"new": options.new} if options.new else {}))
     model, facts = model_of(size, device, getattr(torch, options.dtype)), circumstances(device)
     text = files("examples.demo.text").joinpath("alice.txt").read_bytes()
@@ -265,12 +262,12 @@ def main(arguments: list[str] | None = None) -> int:
         kind(model, prompts, size) for kind in (Own, Paged, Replayed)[: 3 if device.type == "cuda" else 2]
     ]
     console.print(str(paged[0].choice), highlight=False, soft_wrap=True)
-    strobe.last_errors(device)  # those of others
+    strobe.last_errors(device)  # clear earlier errors
     found = [
         [write(writer, size.new) for writer in writers]
         for _ in track(range(1 + options.rounds), "rounds", console=console, transient=True)
     ]
-    verdict = judge(own, prompts, found[-1][0][0], torch.stack([run[0] for runs in found for run in runs[1:]]))
+    verdict = compare_tokens(own, prompts, found[-1][0][0], torch.stack([run[0] for runs in found for run in runs[1:]]))
     table = Table(
         "attention", "prompts, ms", "tokens a second", title=f"{model.num_parameters():,} weights, {options.dtype}"
     )
@@ -279,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
         line = lambda row: file.write(
             json.dumps({"case": "generate", **row, "dtype": options.dtype, **size._asdict(), **facts}) + "\n"
         )
-        for writer, runs in zip(writers, zip(*found[1:])):  # the first of all compiles, and is not counted
+        for writer, runs in zip(writers, zip(*found[1:])):  # the first run compiles and is not counted
             figures = {
                 name: round(median(run[i] for run in runs), 1) for i, name in ((1, "prompts_ms"), (2, "tokens_per_s"))
             }
@@ -304,7 +301,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--dtype",
         default="float32",
         choices=("float32", "bfloat16"),
-        help="float32 unless given; bfloat16 is faster and ties often",
+        help="default float32; bfloat16 is faster and has many ties",
     )
     parser.add_argument("--new", type=int, help="tokens for each prompt: 128 on a GPU, 48 on a CPU unless given")
     parser.add_argument(

@@ -1,24 +1,23 @@
-"""A small GPT is trained on a book, once with strobe's attention and once with PyTorch's; do the losses tell them
-apart?
+"""Train a small GPT with strobe's attention and with PyTorch's, and test whether the losses differ by more than noise.
 
-    python examples/train_gpt.py                            on a GPU 300 steps, about a minute; on a CPU 30 of a tiny
-                                                            model
+    python examples/train_gpt.py       on a GPU 300 steps, about a minute; on a CPU 30 steps of a tiny model
     python examples/train_gpt.py --device cpu --steps 100 --seeds 5 --out /tmp/run
 
-Every seed has its own initial weights and its own batches, and both attentions get the same ones. They compute one
-function up to rounding, and training makes small differences grow, so the curves may part; but no further than chance,
-which is how far seeds part.
+Each seed has its own initial weights and batches, which both attentions share. The two compute the same function up to
+rounding. Training amplifies small differences, so the loss curves may diverge, but by no more than curves of different
+seeds.
 
-The criterion. Losses are averaged over the last tenth of the run behind each step. Means over n seeds, of runs that
-differ in nothing but their seeds, differ by s * sqrt(2 / n), root mean square, with s the standard deviation over
-seeds. strobe and PyTorch are called equal if their means differ by no more than twice that at *every* step; s comes
-from PyTorch's runs alone and is averaged over the same tenth, so that seeds which meet at one step by chance do not
-make it nothing. Equal attentions share weights and batches and stay far below. What costs less than a change of seed is
-not seen: 30 steps of the tiny model show that it runs, 300 on a GPU show more. It exits with 1 if they are not equal.
+The criterion: losses are averaged over the preceding tenth of the run. The means over n seeds of runs that differ only
+in their seeds differ by s * sqrt(2 / n) (root mean square), where s is the standard deviation over seeds. strobe and
+PyTorch count as equal if their means differ by at most twice that at *every* step. s comes from PyTorch's runs alone
+and is averaged over the same tenth, so that a step at which seeds coincide does not make it zero. Equal attentions
+share weights and batches and stay far below the limit. An effect smaller than a change of seed is not detected; 300
+steps on a GPU detect more than 30 steps of the tiny model. Exits with 1 if the two are not equal.
 
-`--save-qkv FILE` keeps what the trained model's attention is asked; `strobe bench forward --data FILE` measures on it.
+`--save-qkv FILE` saves the inputs of the trained model's attention; `strobe bench forward --data FILE` measures on
+them.
 
-Writes OUT/train_gpt.jsonl (a line a run and one with the verdict; appended) and OUT/train_gpt.png. Needs
+Appends to OUT/train_gpt.jsonl (one line per run and one with the verdict) and writes OUT/train_gpt.png. Needs
 strobe-attention[bench].
 """
 
@@ -43,12 +42,12 @@ import strobe
 from strobe.bench.run import circumstances
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, S, H, D] -> [B, S, H, D]
-BYTES = 256  # the vocabulary: text is read byte by byte
+BYTES = 256  # vocabulary: text is read bytewise
 
 
 def with_strobe(q: Tensor, k: Tensor, v: Tensor, do: Callable = strobe.attention) -> Any:
-    """On a CPU strobe hands plain calls to PyTorch's own kernel, which would be held against itself here; not so where
-    bits are fixed.
+    """strobe's attention. On a CPU it passes plain calls to PyTorch's kernel, which would be compared with itself here;
+    batch_invariant=True prevents that.
     """
     return do(q, k, v, causal=True, batch_invariant=q.device.type == "cpu")
 
@@ -112,7 +111,7 @@ class GPT(nn.Module):
 
 
 def batches(seed: int, size: Size, device: torch.device) -> Iterator[Tensor]:
-    """Endless passages [B, S + 1] of Alice's Adventures in Wonderland, which strobe's demo ships."""
+    """Endless random passages [B, S + 1] of Alice's Adventures in Wonderland, which the demo contains."""
     text = (
         torch.frombuffer(bytearray(files("examples.demo.text").joinpath("alice.txt").read_bytes()), dtype=torch.uint8)
         .long()
@@ -125,7 +124,7 @@ def batches(seed: int, size: Size, device: torch.device) -> Iterator[Tensor]:
 
 
 def loss_of(model: GPT, passages: Tensor) -> Tensor:
-    """Nats a byte; matrix products and attention in bfloat16 on a GPU."""
+    """Loss in nats per byte. On a GPU, matrix products and attention use bfloat16."""
     with torch.autocast(passages.device.type, torch.bfloat16, enabled=passages.is_cuda):
         return cross_entropy(model(passages[:, :-1]).flatten(0, 1), passages[:, 1:].flatten())
 
@@ -154,15 +153,13 @@ def train(attend: Attention, seed: int, size: Size, device: torch.device, tell: 
         optimizer.step()
         schedule.step()
         losses.append(loss.detach())
-        if step % 10 == 9 or step + 1 == size.steps:  # reading a loss waits for the GPU
+        if step % 10 == 9 or step + 1 == size.steps:  # reading a loss synchronises with the GPU
             tell(step + 1, loss.item())
     return Run(torch.stack(losses).double().cpu(), time.perf_counter() - began, model)
 
 
 def save_qkv(model: GPT, size: Size, device: torch.device, path: Path) -> None:
-    """Write q, k and v [layers * B, S, H, D] that all layers of a trained model make of one batch, for `strobe bench
-    --data`.
-    """
+    """Write q, k and v [layers * B, S, H, D] of a trained model's layers for one batch, for `strobe bench --data`."""
     held: list[tuple[Tensor, ...]] = []
 
     def keep(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -177,8 +174,7 @@ def save_qkv(model: GPT, size: Size, device: torch.device, path: Path) -> None:
 
 
 def kernels(size: Size, device: torch.device) -> strobe.Choice:
-    """What strobe runs for the very q, k and v that the model makes; on a GPU an error unless they are a GPU's
-    kernels."""
+    """The kernels that strobe selects for the model's q, k and v. Raises an error if a GPU does not get GPU kernels."""
     seen: list[strobe.Choice] = []
 
     def look(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -206,7 +202,7 @@ def kernels(size: Size, device: torch.device) -> strobe.Choice:
 
 
 def smooth(curves: Tensor, width: int) -> Tensor:
-    """The mean over the last `width` steps, or as many as there are; [..., steps] as it came."""
+    """The moving average of [..., steps] over the last `width` steps, or over as many as there are."""
     total = nn.functional.pad(curves.cumsum(-1), (1, 0))
     stop = torch.arange(1, curves.shape[-1] + 1)
     start = (stop - width).clamp(min=0)
@@ -215,16 +211,16 @@ def smooth(curves: Tensor, width: int) -> Tensor:
 
 class Verdict(NamedTuple):
     curves: dict[str, Tensor]  # smoothed, [seeds, steps]
-    band: Tensor  # [steps]: how far apart the means may be
-    share: Tensor  # [steps]: how far apart they are, as a share of that
+    band: Tensor  # [steps]: allowed difference of the means
+    share: Tensor  # [steps]: actual difference relative to the band
 
     @property
     def equal(self) -> bool:
-        return bool((self.share <= 1).all())  # NaN is not
+        return bool((self.share <= 1).all())  # false for NaN
 
 
-def judge(losses: dict[str, Tensor]) -> Verdict:
-    """The criterion of this file's first words; losses [seeds, steps] of each attention."""
+def compare_losses(losses: dict[str, Tensor]) -> Verdict:
+    """Apply the criterion of the module's docstring to the losses [seeds, steps] of each attention."""
     seeds, steps = losses["sdpa"].shape
     width = max(1, steps // 10)
     curves = {name: smooth(curve, width) for name, curve in losses.items()}
@@ -234,7 +230,7 @@ def judge(losses: dict[str, Tensor]) -> Verdict:
 
 
 def picture(verdict: Verdict, facts: dict[str, Any], path: Path) -> None:
-    """Above, the means and the band around PyTorch's; below, their difference as a share of the band."""
+    """Plot the means with PyTorch's band above, and their difference relative to the band below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6), layout="constrained", dpi=150)
@@ -267,7 +263,7 @@ def picture(verdict: Verdict, facts: dict[str, Any], path: Path) -> None:
     )
     above.legend(frameon=False)
     below.axhline(1, color=COLOURS["sdpa"], linewidth=1, linestyle=":")
-    below.set_yscale("log", nonpositive="mask")  # where no bit differs there is no point
+    below.set_yscale("log", nonpositive="mask")  # zero differences are not drawn
     below.plot(steps, verdict.share, ".", color="#333333", markersize=3)
     below.set_ylim(1e-7, max(10.0, 2 * verdict.share.nan_to_num(posinf=1).max().item()))
     below.set_ylabel("difference / band")
@@ -288,9 +284,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     device, console = torch.device(options.device), Console(stderr=True)
     if device.type == "cpu":
-        torch.set_num_threads(
-            1
-        )  # so small a model gains nothing from more, and beside other work their waiting makes it ten times slower
+        # so small a model gains nothing from more, and beside other work their waiting makes it ten times slower
+        torch.set_num_threads(1)
     size = SIZES[device.type]._replace(**({"steps": options.steps} if options.steps else {}))
     choice, facts, losses = kernels(size, device), circumstances(device), {name: [] for name in ATTENTIONS}
     console.print(str(choice), highlight=False, soft_wrap=True)
@@ -326,7 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
                 )
                 if options.save_qkv and name == "strobe" and seed == 0:
                     save_qkv(run.model, size, device, options.save_qkv)
-        verdict = judge({name: torch.stack(curves) for name, curves in losses.items()})
+        verdict = compare_losses({name: torch.stack(curves) for name, curves in losses.items()})
         write({"seeds": options.seeds, "equal": verdict.equal, "share_of_band": short(verdict.share)})
     picture(verdict, facts, options.out / "train_gpt.png")
     farthest = int(verdict.share.nan_to_num(torch.inf).argmax())
@@ -342,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def short(numbers: Any) -> Any:
-    """Five digits are enough for a line of a file; JSON has no NaN."""
+    """Numbers rounded to five digits for JSON, which has no NaN."""
     if isinstance(numbers, Tensor):
         return [short(number) for number in numbers.tolist()]
     return float(f"{numbers:.5g}") if math.isfinite(numbers) else None
@@ -351,9 +346,7 @@ def short(numbers: Any) -> Any:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="300 on a GPU, 30 on a CPU unless given")
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="runs of each attention (3); at least 2, since one has no spread"
-    )
+    parser.add_argument("--seeds", type=int, default=3, help="runs per attention (default 3, at least 2)")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, where there is one, or cpu"
     )

@@ -98,9 +98,9 @@ def _curves(seeds: int = 3, steps: int = 40) -> dict[str, torch.Tensor]:
 
 def test_one_step_beyond_the_band_is_enough(train_gpt):
     curves = _curves()
-    assert train_gpt.judge(curves).equal
+    assert train_gpt.compare_losses(curves).equal
     curves["strobe"][:, 25] += 1.0
-    verdict = train_gpt.judge(curves)
+    verdict = train_gpt.compare_losses(curves)
     assert not verdict.equal and verdict.share[:25].max() == 0
     width = 40 // 10
     assert verdict.share[25:29].gt(1).all() and verdict.share[29:].max() < 1e-9, f"a mean over {width} steps"
@@ -111,23 +111,23 @@ def test_the_band_is_twice_the_error_of_a_difference_of_means(train_gpt):
     line = torch.linspace(5, 3, 20, dtype=torch.float64) + torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)[:, None]
     allowed = 2 * math.sqrt(2 / 3)
     torch.testing.assert_close(
-        train_gpt.judge({"sdpa": line, "strobe": line}).band, torch.full((20,), allowed, dtype=torch.float64)
+        train_gpt.compare_losses({"sdpa": line, "strobe": line}).band, torch.full((20,), allowed, dtype=torch.float64)
     )
     for gap, equal in ((0.999 * allowed, True), (1.001 * allowed, False), (-1.001 * allowed, False)):
-        assert train_gpt.judge({"sdpa": line, "strobe": line + gap}).equal is equal
+        assert train_gpt.compare_losses({"sdpa": line, "strobe": line + gap}).equal is equal
 
 
 def test_noise_of_strobes_own_makes_the_band_no_wider(train_gpt):
     curves = _curves()
     curves["strobe"] = curves["strobe"] + torch.tensor([-9.0, 0.0, 15.0], dtype=torch.float64)[:, None]
-    assert not train_gpt.judge(curves).equal
+    assert not train_gpt.compare_losses(curves).equal
 
 
 @pytest.mark.parametrize("wrong", (math.nan, math.inf))
 def test_a_loss_that_is_no_number_is_not_equal(train_gpt, tmp_path, wrong):
     curves = _curves()
     curves["strobe"][1, 7] = wrong
-    verdict = train_gpt.judge(curves)
+    verdict = train_gpt.compare_losses(curves)
     assert not verdict.equal
     train_gpt.picture(verdict, circumstances(torch.device("cpu")), tmp_path / "wrong.png")
     assert None in train_gpt.short(verdict.share)
@@ -270,7 +270,7 @@ def test_a_tie_is_what_four_times_the_models_own_error_allows(generate, gap, tie
     ours = theirs.clone()[None]
     ours[0, 1, 2:] = 9  # the third, and all that follow from it
     strobe.last_errors()
-    found = generate.judge(_Said(logits, 0.01), [torch.zeros(3, dtype=torch.long)] * 2, theirs, ours)
+    found = generate.compare_tokens(_Said(logits, 0.01), [torch.zeros(3, dtype=torch.long)] * 2, theirs, ours)
     assert (found["tokens"], found["compared"], found["ties"], found["wrong"]) == (10, 5 + 3, int(tie), int(not tie))
     assert found["equal"] is tie and found["close"] == int(tie)
 

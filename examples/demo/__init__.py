@@ -1,4 +1,4 @@
-"""The demo: real text through a real model, attention at growing length, and a report of both as one HTML file."""
+"""The demo: embeddings of real text by a real model, attention at growing lengths, and an HTML report of both."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def main(**options: Any) -> int:
-    """`run.main`, whose modules are loaded with it: help needs no torch."""
+    """Run the demo (`run.main`). Its modules are imported here, so that help needs no torch."""
     from .run import main
 
     return main(**options)

@@ -1,4 +1,4 @@
-"""Attention at growing length against torch's own and the formula written down, and what a mask saves at one length."""
+"""Attention at growing length compared with torch's and with the plain formula, and the time that masks save."""
 
 from __future__ import annotations
 
@@ -16,19 +16,16 @@ from strobe.bench.timer import interleave
 from .measure import peak_bytes
 from .pace import Advance, Pace
 
-LARGEST_SCORES_BYTES = (
-    2**29
-)  # the plain formula holds all scores at once, two or three times over: left out beyond this
-
-
+# limit of the plain formula, which holds all scores two or three times
+LARGEST_SCORES_BYTES = 2**29
 FEWEST_LENGTHS = 2
-WARM_UP = 2  # the first compiles
+WARM_UP = 2  # the first call compiles
 MASKS = 6
 SLOWER = 6.0
 
 
 class Sizes(NamedTuple):
-    """How large the experiment is on a device."""
+    """Sizes of the experiment on one kind of device."""
 
     lengths: tuple[int, ...]
     masks_at: int
@@ -47,7 +44,7 @@ def sizes(device: torch.device, quick: bool) -> Sizes:
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention as it is written: all scores in memory. [B, S, H, D]."""
+    """Causal attention by the formula, with all scores in memory. Tensors are [B, S, H, D]."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -55,15 +52,13 @@ def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """torch's own attention on [B, S, H, D]."""
+    """torch's attention on [B, S, H, D]."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal).transpose(1, 2)
 
 
 def growing(device: torch.device, size: Sizes, pace: Pace, advance: Advance) -> list[dict[str, Any]]:
-    """Causal attention at each length: milliseconds and peak bytes of each way. Ends before a length that the pace has
-    no time for.
-    """
+    """Causal attention at each length: milliseconds and peak bytes per implementation, until the pace is over."""
     rows: list[dict[str, Any]] = []
     took = 0.0
     for length in size.lengths:
@@ -84,12 +79,11 @@ def growing(device: torch.device, size: Sizes, pace: Pace, advance: Advance) -> 
 
 
 def mask_length(size: Sizes, rows: list[dict[str, Any]], pace: Pace) -> int:
-    """The length at which masks are compared: the greatest at which all are likely to fit, from what causal calls
-    took."""
+    """The length at which masks are compared: the largest at which all should fit, judging by the causal times."""
     measured = {row["length"]: row["ms"] for row in rows}
-    calls = WARM_UP + size.rounds + 2  # and one for memory, one for the difference
+    calls = WARM_UP + size.rounds + 2  # plus one for memory and one for the difference
     for length in sorted((length for length in measured if length <= size.masks_at), reverse=True):
-        # SDPA with a mask written out computes every pair, by a slower kernel than the causal one's
+        # with an explicit mask, SDPA computes every pair, by a slower kernel than the causal one
         if MASKS * calls * (SLOWER * measured[length]["SDPA"] + 2 * measured[length]["strobe"]) / 1e3 <= pace.seconds:
             return length
     return min(measured)
@@ -110,9 +104,7 @@ def masks(length: int, device: torch.device | str) -> dict[str, strobe.Mask]:
 
 
 def masked(device: torch.device, size: Sizes, length: int, pace: Pace, advance: Advance) -> list[dict[str, Any]]:
-    """Each mask at one length: strobe, which skips tiles, against torch's attention, which is given the mask written
-    out.
-    """
+    """Each mask at one length: strobe, which skips tiles, and torch's attention with an explicit mask."""
     q, k, v = _tensors(length, size, device)
     rows = []
     for name, mask in masks(length, device).items():
@@ -121,7 +113,7 @@ def masked(device: torch.device, size: Sizes, length: int, pace: Pace, advance: 
             "strobe": lambda mask=mask: strobe.attention(q, k, v, mask=mask),
             "SDPA": lambda dense=dense: sdpa(q, k, v, dense[:, None]),
         }
-        if name in ("full", "causal"):  # the two that SDPA knows by name
+        if name in ("full", "causal"):  # SDPA supports these two directly
             ways["SDPA"] = lambda causal=name == "causal": sdpa(q, k, v, causal=causal)
         visible = dense.float().mean().item()
         rows.append(

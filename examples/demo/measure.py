@@ -12,8 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most memory that `run` held at once beyond what was held before it: results and scratch, by torch's
-    allocator.
+    """Peak memory that `run` held in addition to earlier allocations: results and workspace, by torch's allocator.
 
     >>> peak_bytes(lambda: torch.empty(1000) + torch.empty(1000), torch.device("cpu")) >= 4000
     True
@@ -31,7 +30,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def _allocations(events: Iterable) -> Iterator[tuple[int, int]]:
-    """(time, bytes) of every allocation, and of every release with bytes below 0."""
+    """(time, bytes) of every allocation; releases have negative bytes."""
     for event in events:
         if event.tag.name == "Allocation":
             yield event.start_time_ns, event.extra_fields.alloc_size
@@ -48,7 +47,7 @@ def _peak(allocations: Iterable[tuple[int, int]]) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No standard error: some builds of torch's profiler print a line there at start and stop."""
+    """Redirect standard error: some builds of torch's profiler print a line at start and stop."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

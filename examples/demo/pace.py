@@ -1,4 +1,4 @@
-"""How much of the demo fits into the time that it says it takes, at the speed this machine has now, busy or quiet."""
+"""Fits the demo into a time budget at the machine's current speed."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import math
 import time
 from collections.abc import Callable
 
-BUDGET_S = 150.0  # of all parts together: a model, its weights and torch take some seconds to load besides
-SHARES = {"embeddings": 0.4, "ways": 0.3, "lengths": 0.15, "masks": 0.15}  # of the budget
+BUDGET_S = 150.0  # for all parts; loading torch, the model and its weights comes on top
+SHARES = {"embeddings": 0.4, "ways": 0.3, "lengths": 0.15, "masks": 0.15}  # fractions of the budget
 Advance = Callable[[], None]
-Step = Callable[
-    [str, int, float], Advance
-]  # (what comes next, how many pieces it has, seconds it may take): call what returns after each piece
+# (description, number of pieces, time limit in seconds) -> a function to call after each piece
+Step = Callable[[str, int, float], Advance]
 
 
 class Pace:
-    """Seconds that are left to a part. Each part is sized by what its pieces take, and ends early where they come to
-    take longer.
+    """Remaining seconds of a part. A part is sized by the time of its pieces and stops early if they become slower.
 
     >>> part = Pace(100.0).part("ways")
     >>> part.seconds, part.fits(piece_s=0.5, least=3, most=1000), part.fits(piece_s=20.0, least=3, most=1000), part.over
@@ -28,15 +26,15 @@ class Pace:
         self.end = time.perf_counter() + seconds
 
     def part(self, name: str) -> Pace:
-        """The share of one part, from now on."""
+        """The pace of one part, starting now."""
         return Pace(self.seconds * SHARES[name])
 
     def fits(self, piece_s: float, least: int, most: int) -> int:
-        """How many pieces of so many seconds: at least `least`, so that there is something to show."""
+        """How many pieces of `piece_s` seconds fit, between `least` and `most`."""
         return most if math.isinf(self.seconds) else max(least, min(most, int(self.seconds / max(piece_s, 1e-9))))
 
     def allows(self, seconds: float) -> bool:
-        """Whether so much can be done before the end."""
+        """Whether that many seconds remain."""
         return time.perf_counter() + seconds <= self.end
 
     @property
@@ -51,7 +49,7 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 
 def silent(words: str, pieces: int, seconds: float) -> Advance:
-    """A Step that says nothing."""
+    """A Step that prints nothing."""
     return lambda: None
 
 

@@ -1,9 +1,8 @@
-"""strobe under a transformers model: the sentences of a batch laid end to end, each attending to itself, with no
-padding.
+"""strobe under a transformers model: the sentences of a batch are packed, each attends to itself, nothing is padded.
 
-The model is handed one row of tokens [1, T], positions that start again at each sentence, and the sentences' offsets;
-transformers passes keywords it does not know on to the attention function of every layer, where
-`strobe.integrations.transformers` reads them.
+The model gets one row of tokens [1, T], positions that restart at each sentence, and the sentences' offsets.
+transformers passes unknown keywords to the attention function of every layer, where `strobe.integrations.transformers`
+reads them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Packed(NamedTuple):
-    """Sentences end to end: ids and positions int64 [1, T], offsets int32 [n + 1]."""
+    """Packed sentences: ids and positions int64 [1, T], offsets int32 [n + 1]."""
 
     ids: Tensor
     positions: Tensor
@@ -41,7 +40,7 @@ def hidden_states(model: nn.Module, batch: Packed) -> Tensor:
     keywords = {
         "cu_seq_lens_q": batch.offsets,
         "max_length_q": batch.longest,
-    }  # each sentence sees itself: the keys' are the same
+    }  # self-attention: the key offsets are the same
     return model(input_ids=batch.ids, position_ids=batch.positions, **keywords).last_hidden_state[0]
 
 

@@ -1,4 +1,4 @@
-"""The results of a demo as one HTML page that needs nothing else: no script, no font, no picture from anywhere."""
+"""The demo's results as a self-contained HTML page: no script, and no external font or image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Results = dict[str, Any]
 
 
 def page(results: Results) -> str:
-    """The whole page for what `run.measure` returns."""
+    """The page for the results of `run.measure`."""
     css = (files("examples.demo") / "page.css").read_text(encoding="utf-8")
     body = "\n".join(section(results) for section in (_head, _embedding, _growing, _masked, _tiles, _cycles, _machine))
     return (

@@ -1,4 +1,4 @@
-"""`python -m examples.demo`: measures, prints what it found, writes a report."""
+"""`python -m examples.demo`: measure, print the results, write a report."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ NEEDED = {
     "rich": "rich",
 }
 FOLDER = ".demo"
-LOADING_S = 20.0  # the model, and what is measured first
-COUNTED = ("H200", "B200", "B300")  # GPUs whose cycles the report counts
+LOADING_S = 20.0  # loading the model, and the first measurements
+COUNTED = ("H200", "B200", "B300")  # GPUs whose cycle counts the report shows
 
 
 def main(quick: bool = False, out: str | None = None, device: str | None = None, as_json: bool = False) -> int:
-    """Run the demo and write `out`/report.html and `out`/demo.json; 0 if everything agreed, 1 if not, 2 if something is
-    missing.
+    """Run the demo and write `out`/report.html and `out`/demo.json.
 
     >>> main(quick=True)  # doctest: +SKIP
     0
 
     Args:
-        quick: a few sentences and tiny lengths, to see that it runs.
-        out: a folder, made if need be; .demo unless given.
-        device: "cuda", "cuda:1" or "cpu"; the GPU where there is one unless given.
-        as_json: print the numbers alone, as JSON, on standard output.
+        quick: a few sentences and tiny lengths, as a smoke test.
+        out: a folder, created if necessary; .demo by default.
+        device: "cuda", "cuda:1" or "cpu"; by default the GPU if there is one.
+        as_json: print only the numbers, as JSON, to standard output.
+
+    Returns 0 if all results agree, 1 if not, 2 if something is missing.
     """
     missing = [words for module, words in NEEDED.items() if find_spec(module) is None]
     if missing:
@@ -71,7 +72,7 @@ def main(quick: bool = False, out: str | None = None, device: str | None = None,
 
 
 def measure(device: torch.device, quick: bool, step: Step = silent) -> dict[str, Any]:
-    """Everything the report shows, as plain data; `step` hears what comes next."""
+    """Everything the report shows, as plain data. `step` is told what comes next."""
     from .embed import compare
 
     pace = Pace() if quick else Pace(BUDGET_S)
@@ -110,7 +111,7 @@ def _expected() -> str:
 
 
 def counted() -> dict[str, list[dict[str, Any]]]:
-    """The cycles of each unit, of each pass on GPUs that need not be here: by the model of `bench.cycles`."""
+    """Cycles of each unit and pass on several GPUs, by the model of `bench.cycles`. Needs no GPU."""
     units = ("tensor", "exp", "shared", "issue")
     return {
         name: [
@@ -136,7 +137,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def choices(device: torch.device, size: Sizes, longest: int) -> dict[str, str]:
-    """What strobe says it runs for the packed model and at the greatest length."""
+    """The kernels that strobe selects for the packed model and at the largest length."""
     packed = torch.empty(640, 12, 32, device=device)
     offsets = torch.arange(0, 641, 20, dtype=torch.int32, device=device)
     q = torch.empty(1, longest, size.heads, size.head_dim, dtype=size.dtype, device=device)
@@ -149,7 +150,7 @@ def choices(device: torch.device, size: Sizes, longest: int) -> dict[str, str]:
 
 
 def write(results: dict[str, Any], folder: Path) -> Path:
-    """report.html and demo.json in `folder`; returns the report's path."""
+    """Write report.html and demo.json to `folder`. Returns the report's path."""
     from .report import page
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What the demo says in a terminal."""
+"""Terminal output of the demo."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .report import bytes_text, time_text
 
 @contextmanager
 def narrate(quiet: bool) -> Iterator[Step]:
-    """A line a step on standard error, with its count and the time left; `step(words, pieces, seconds)` ends the step
-    before it.
+    """Progress on standard error, one line per step with count and remaining time. `step(words, pieces, seconds)` ends
+    the previous step.
     """
     console = Console(stderr=True)
     columns = (
@@ -38,7 +38,7 @@ def narrate(quiet: bool) -> Iterator[Step]:
 
         def step(words: str, pieces: int, seconds: float) -> Advance:
             finish()
-            if not quiet and not console.is_terminal:  # where lines cannot be drawn again, each step is one
+            if not quiet and not console.is_terminal:  # without a terminal, print one line per step
                 at_most = f" (at most {minutes(seconds)})" if 0 < seconds < inf else ""
                 print(f"{words}{at_most}", file=sys.stderr, flush=True)
             task = progress.add_task(words, total=pieces)

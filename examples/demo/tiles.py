@@ -1,4 +1,4 @@
-"""Which tiles of a mask are skipped, which run without a mask and which with one: asked of the mask itself."""
+"""The tiles of a mask that are skipped, run without a mask, or run with one, as computed by the mask object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LETTERS = {TileKind.EMPTY: ".", TileKind.FULL: "#", TileKind.PARTIAL: "+"}
 
 
 def tile_map(mask: Mask, length: int, tile: int) -> list[str]:
-    """One string a row of tiles: '.' skipped, '#' whole, '+' masked.
+    """One string per row of tiles: '.' skipped, '#' whole, '+' masked.
 
     >>> import strobe
     >>> tile_map(strobe.causal(), 4, 2)

@@ -1,6 +1,6 @@
-"""What runs, checks, measures and draws the rungs."""
+"""Runs, checks, measures and plots the rungs."""
 
-# a rung's name, in the order of the course, and its file in ladder/
+# name of a rung -> its file in ladder/, in the order of the course
 FILES = {
     "k1": "k1_naive",
     "k2": "k2_tiled_softmax",

@@ -1,4 +1,4 @@
-"""`python -m ladder`: from flags to rows, and rows to a table, JSON lines and plots."""
+"""`python -m ladder`: turns flags into rows, and rows into a table, JSON lines and plots."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEQLENS = (4096,)
 
 
 def main(argv: Sequence[str]) -> int:
-    """0; 1 where a rung failed or was wrong; 2 where the command cannot be carried out as given."""
+    """Exit status. 0: success. 1: a rung failed or was wrong. 2: the command cannot run as given."""
     arguments = parser().parse_args(argv)
     try:
         return _run(arguments)
@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return 1 if any(row["error"] for row in found) else 0
 
 
-# ---------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------- the request
 
 
 def _device(name: str | None) -> torch.device:
@@ -86,7 +86,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _fits(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Options that go together: what would be ignored is refused."""
+    """Reject combinations of options of which one would be ignored."""
     untimed = "a GPU and no --check" if device.type == "cpu" or arguments.check else ""
     for flag, given, wanted in (
         ("--plot", arguments.plot, untimed),
@@ -111,7 +111,7 @@ def _needs(device: torch.device) -> None:
 
 
 def _points(arguments: argparse.Namespace, device: torch.device) -> list[Point]:
-    """Every rung, width, mask and length that was asked for, and that the machine can run."""
+    """Every requested rung, head_dim, mask and length that the machine can run."""
     unknown = [name for name in arguments.rungs if name not in RUNGS]
     if unknown:
         raise InvalidProblem(
@@ -148,7 +148,7 @@ def _lengths(arguments: argparse.Namespace, gpu: Target | None) -> Sequence[int]
 
 
 def _options(rung: Rung, head_dim: int, causal: bool, pairs: Sequence[str]) -> dict[str, Any]:
-    """NAME=N as values of the rung's Form, but for those that the problem sets."""
+    """NAME=N pairs as values of the rung's Form, except fields that the problem determines."""
     known = {field.name for field in fields(rung.form)} - {"head_dim", "causal", "masks", "short"}  # type: ignore[arg-type]
     found = {}
     for pair in pairs:
@@ -180,7 +180,7 @@ def _open(name: str | None, stack: ExitStack) -> TextIO | None:
 
 
 def _rows(points: Sequence[Point], arguments: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """A row a point. What fails is a row too, with its reason: the rungs after it still run."""
+    """One row per point. A failure is a row with its reason, and the remaining rungs still run."""
     about, rivals = circumstances(device), measure.pick([name for name in arguments.rivals.split(",") if name])
     if device.type == "cuda":
         rounds = 0 if arguments.check else arguments.rounds
@@ -191,11 +191,9 @@ def _rows(points: Sequence[Point], arguments: argparse.Namespace, device: torch.
 
 
 def _simulated(points: Sequence[Point], seed: int) -> Iterator[dict[str, Any]]:
-    """A row a point, and on standard error a line each: a rung takes seconds, and says which one it is before it
-    begins.
-    """
+    """One row per point. Progress goes to standard error, since a rung takes seconds."""
     names = ", ".join(dict.fromkeys(point.rung.name for point in points))
-    does = "a small problem of each is simulated, searched for races and judged by the oracle; nothing is timed"
+    does = "each rung is simulated on a small problem, checked for races and against the oracle; nothing is timed"
     print(f"python -m ladder without a GPU: {names}; {does}", file=sys.stderr)
     begin = time.perf_counter()
     for done, (rung, size, options) in enumerate(points, 1):
@@ -226,7 +224,7 @@ def _written(found: Iterable[dict[str, Any]], file: TextIO | None) -> Iterator[d
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """The table, and below it what failed and why."""
+    """Print the table, followed by failures and their reasons."""
     headers = [
         "rung",
         "S_q",
@@ -265,7 +263,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             print(f"FAIL: {row['rung']} D={row['head_dim']} {'causal' if row['causal'] else 'dense'}: {row['error']}")
 
 
-# ---------------------------------------------------------------- other things to ask for
+# ---------------------------------------------------------------- other commands
 
 
 def _outliers(device: torch.device, file: TextIO | None, where: str | None) -> int:

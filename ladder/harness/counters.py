@@ -1,7 +1,7 @@
-"""`python -m ladder --counters`: what the hardware counted while a rung ran, by Nsight Compute (`ncu`), one row a rung.
+"""`python -m ladder --counters`: hardware counters of each rung, by Nsight Compute (`ncu`).
 
-ncu runs a child process, which runs each rung once unwatched, so that it is compiled, and once watched. A kernel of no
-work parts the rungs.
+ncu profiles a child process, which runs each rung once unprofiled to compile it, and once profiled. An empty kernel
+separates the rungs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BYTES = {
     "l2_bytes": "lts__t_bytes.sum",
     "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
 }
-SHARES = {  # percent of the time that a kernel ran
+SHARES = {  # percent of the kernel's time
     "tensor_percent": "sm__pipe_tensor_op_hmma_type_hmma_hgmma_qgmma_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "issue_percent": "smsp__issue_active.avg.pct_of_peak_sustained_elapsed",
     "shared_percent": "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
@@ -48,8 +48,8 @@ MOST_SECONDS = 600
 def facts(
     names: Sequence[str], seqlen: int, head_dim: int, causal: bool, ncu: str | None = None
 ) -> list[dict[str, Any]]:
-    """A row a rung: its problem, and under "counters" bytes, percents, conflicts, and where warps waited as shares of
-    their time.
+    """One row per rung: its problem, and under "counters" bytes, percentages, conflicts, and stall reasons as fractions
+    of warp time.
     """
     ncu = ncu or shutil.which("ncu")
     if ncu is None:
@@ -90,7 +90,7 @@ def heading(rung: Rung, seqlen: int, head_dim: int, causal: bool) -> dict[str, A
 
 
 def parts(lines: Iterable[str]) -> list[list[dict[str, float]]]:
-    """ncu's CSV -> for each rung its kernels' metrics, in order.
+    """Each rung's kernel metrics, in order, from ncu's CSV.
 
     >>> head = ["==PROF== watching", '"ID","Kernel Name","Metric Name","Metric Value"']
     >>> parts([*head, f'"0","{BOUNDARY}","a","1"', '"1","attend","a","1,024"'])
@@ -111,7 +111,7 @@ def parts(lines: Iterable[str]) -> list[list[dict[str, float]]]:
 
 
 def summary(kernels: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """The kernels of one run as one: bytes add up, percents and shares count as long as their kernel ran."""
+    """The kernels of one run combined: bytes are summed; percentages and fractions are averaged by kernel time."""
     total = sum(kernel[TIME] for kernel in kernels)
     mean = lambda metric: sum(kernel[metric] * kernel[TIME] for kernel in kernels) / total
     waited = {reason: mean(metric) for reason, metric in STALLS.items()}
@@ -125,8 +125,8 @@ def summary(kernels: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def lines(rows: Iterable[dict[str, Any]]) -> list[list[object]]:
-    """For a table: rung, DRAM and L2 GB, percents of tensor cores, issue slots and shared memory, conflicts in
-    millions, where warps waited most.
+    """Table cells: rung, DRAM and L2 GB, percentages of tensor cores, issue slots and shared memory, conflicts in
+    millions, main stall reasons.
     """
     found = []
     for row in rows:

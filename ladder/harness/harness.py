@@ -1,8 +1,7 @@
-"""What all rungs share: a problem's size, inputs, the check of results, and a row of figures. It checks against the
-oracle before it times.
+"""What all rungs share: problem sizes, inputs, the check against the oracle, and a row of figures.
 
-A rung is one file with a `RUNG`; where no GPU can run it, it runs at small size on the simulator and is judged all the
-same.
+A rung is one file that defines `RUNG`. Without a suitable GPU it runs at small size on the simulator, with the same
+check. Results are checked before they are timed.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ if TYPE_CHECKING:
     from strobe.sim import Run
 
 
-TOKENS = 16_384  # of a measured batch: its entries get shorter as they get more
+TOKENS = 16_384  # tokens of a measured batch: batch times seqlen is constant
 WIDTH = 2_048  # heads times head_dim
-SHORT = 2048  # keys of a row, up to which a rung may have other tiles
-SMALL = 200  # queries and keys of a simulated check: some tiles of every rung, the last of them ragged
+SHORT = 2048  # number of keys up to which a rung may use other tiles
+SMALL = 200  # queries and keys of a simulated check: several tiles per rung, the last one partial
 _FP8 = torch.float8_e4m3fn
-_U_FP8 = 2.0**-5  # half the unit roundoff of e4m3, as testing.compare counts
-_FLUSH_FP8 = 2.0**-18  # half of e4m3's smallest number, 2^-9, under weights that were lifted by 2^8
-_CUT_FP8 = 2.0**-13  # of what 8-bit products are added to: the tensor core keeps 14 bits of a sum of 32 terms
+_U_FP8 = 2.0**-5  # half the unit roundoff of e4m3, as in testing.compare
+_FLUSH_FP8 = 2.0**-18  # half of e4m3's smallest number, 2^-9, for weights scaled by 2^8
+_CUT_FP8 = 2.0**-13  # relative to the accumulator: the tensor core keeps 14 bits when it adds 32 8-bit products
 
 
 class Size(NamedTuple):
@@ -54,7 +53,7 @@ class Size(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Queries and keys that meet, over all heads."""
+        """Unmasked (query, key) pairs, over all heads."""
         shift = self.seqlen_k - self.seqlen_q
         seen = (
             sum(min(max(row + shift + 1, 0), self.seqlen_k) for row in range(self.seqlen_q))
@@ -69,12 +68,14 @@ class Size(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Queries over all heads."""
+        """Queries, over all heads."""
         return self.batch * self.heads * self.seqlen_q
 
     def streamed(self, block_m: int, block_n: int, stop: int = 0, before: int = 0) -> int:
-        """Keys that tiles of `block_m` queries load in tiles of `block_n`, over all tiles and heads, none from `stop`
-        (S_k) on. The first tile begins `before` queries before the first.
+        """Keys that tiles of `block_m` queries load in tiles of `block_n`, over all query tiles and heads.
+
+        stop: the first key that is not loaded (S_k if 0). before: how many queries before query 0 the first tile
+        starts.
 
         >>> Size(1, 256, 300, 1, 1, 64, causal=True).streamed(128, 64)
         492
@@ -96,52 +97,49 @@ class Size(NamedTuple):
 
 
 class Rung(NamedTuple):
-    """One step of the ladder.
+    """One rung of the ladder.
 
-    run(q, k, v, causal, **options) gives out like q (bfloat16 for 8-bit inputs) and lse float32 [B, H, S_q].
+    run(q, k, v, causal, **options) returns out, shaped like q (bfloat16 for 8-bit inputs), and lse float32 [B, H, S_q].
     """
 
     name: str
     idea: str
-    below: str  # the rung it differs from by its idea only; "" has none
+    below: str  # the rung that differs from this one only by its idea; "" for none
     run: Callable[..., tuple[Tensor, Tensor]]
-    form: Callable[
-        ..., Any
-    ]  # form(head_dim, causal, **options): the frozen config that `run` compiles for; its fields are the options
-    moved: Callable[[Size, Any], int]  # bytes the kernels ask global memory for, by the model
-    shows: tuple[str, ...]  # functions whose difference from the rung below is the idea
-    capability: int = 90  # the least
+    # form(head_dim, causal, **options): the frozen config that `run` compiles for; its fields are the options
+    form: Callable[..., Any]
+    moved: Callable[[Size, Any], int]  # bytes that the kernels request from global memory, by the model
+    shows: tuple[str, ...]  # functions whose difference from the rung below shows the idea
+    capability: int = 90  # minimum compute capability
     inputs: torch.dtype = torch.bfloat16
-    weights: torch.dtype = torch.bfloat16  # what p is rounded to
-    queries: int = 0  # of a sequence; 0: as many as keys
-    small_seqlen: int = SMALL  # of a simulated check
+    weights: torch.dtype = torch.bfloat16  # dtype that p is rounded to
+    queries: int = 0  # queries per sequence; 0: as many as keys
+    small_seqlen: int = SMALL  # length of a simulated check
     seen: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = (
-        None  # what products see of (q, k, v), where that is less than all
+        None  # the part of (q, k, v) that products see, if not all of it
     )
 
     def form_of(self, size: Size, options: dict[str, Any]) -> Any:
-        """What `run` compiles for at this size."""
+        """The config that `run` compiles for at this size."""
         named = {field.name for field in fields(self.form)}  # type: ignore[arg-type]
         return self.form(
             size.head_dim, size.causal, **({"short": size.seqlen_k <= SHORT} if "short" in named else {}), **options
         )
 
     def size(self, seqlen: int, head_dim: int, causal: bool) -> Size:
-        """What is measured at this length."""
+        """The size that is measured at this length."""
         if self.queries:
             return Size(max(1, 16 * TOKENS // seqlen), self.queries, seqlen, 32, 4, head_dim, causal)
         return Size(max(1, TOKENS // seqlen), seqlen, seqlen, WIDTH // head_dim, WIDTH // head_dim, head_dim, causal)
 
     def small(self, head_dim: int, causal: bool, seqlen: int = 0) -> Size:
-        """What the simulator is given: two heads that share their keys; unless a length is asked for, more keys than
-        queries, none a whole tile.
-        """
+        """The size that is simulated: two heads that share keys; by default more keys than queries, no whole tile."""
         keys = seqlen or self.small_seqlen + 57
         return Size(1, self.queries or seqlen or self.small_seqlen, keys, 2, 1, head_dim, causal)
 
 
 def load(name: str) -> Rung:
-    """The rung of that name.
+    """The rung with that name.
 
     >>> load("k1").below
     ''
@@ -155,7 +153,7 @@ def load(name: str) -> Rung:
 
 
 def draw(rung: Rung, size: Size, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Normal numbers in the rung's dtype."""
+    """Standard normal q, k and v in the rung's dtype."""
     generator = torch.Generator(device).manual_seed(seed)
     keys = (size.batch, size.seqlen_k, size.heads_kv, size.head_dim)
     shapes = ((size.batch, size.seqlen_q, size.heads, size.head_dim), keys, keys)
@@ -166,7 +164,9 @@ def draw(rung: Rung, size: Size, device: torch.device, seed: int = 0) -> tuple[T
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16)
 ) -> None:
-    """What every rung takes: contiguous [B, S, H, D] of D 64 or 128, at least one query and one key."""
+    """Raise unless q, k and v are valid for every rung: contiguous [B, S, H, D] with D 64 or 128, and at least one
+    query and key.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in dtypes or tensor.dtype != q.dtype:
             raise ValueError(
@@ -195,12 +195,12 @@ def check_inputs(
 
 
 def programs(q: Tensor, tiles: int) -> int:
-    """How many programs walk `tiles`: one an SM; in the simulator two, so that each walks several."""
+    """Number of persistent programs for `tiles`: one per SM. On the simulator two, so that each gets several tiles."""
     return min(tiles, Target.of(q.device).sm_count if q.is_cuda else 2)
 
 
 def outputs(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """(out like q, lse [B, H, S_q]), not yet written."""
+    """Uninitialised (out like q, lse float32 [B, H, S_q])."""
     batch, seqlen, heads, _ = q.shape
     return torch.empty_like(q, dtype=dtype or q.dtype), torch.empty(
         batch, heads, seqlen, dtype=torch.float32, device=q.device
@@ -210,10 +210,9 @@ def outputs(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor
 def check_result(
     rung: Rung, found: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor, Tensor], causal: bool, **options: Any
 ) -> float:
-    """The worst error over what is allowed (1 is the limit) of the first head and the last; AssertionError beyond it.
+    """The largest error of the first and last head, relative to the allowed error. Raises AssertionError above 1.
 
-    16-bit rungs are held to the rules of testing.compare, 8-bit ones to `_judge_8_bits` over the numbers their products
-    see.
+    16-bit rungs follow testing.compare, 8-bit rungs `_check_8_bits` on the values that their products see.
     """
     q, k, v = rung.seen(*inputs, **options) if rung.seen else inputs
     group, worst = q.shape[2] // k.shape[2], 0.0
@@ -223,17 +222,17 @@ def check_result(
         )
         call = Call(q1, k1, v1, right=0) if causal else Call(q1, k1, v1)
         out, lse = found[0][entry : entry + 1, :, head : head + 1], found[1][entry : entry + 1, head : head + 1]
-        ratios = _judge_8_bits(out, lse, call) if rung.weights == _FP8 else assert_as_good_as((out, lse), call)
+        ratios = _check_8_bits(out, lse, call) if rung.weights == _FP8 else assert_as_good_as((out, lse), call)
         worst = max(worst, *ratios.values())
     return worst
 
 
-def _judge_8_bits(out: Tensor, lse: Tensor, call: Call) -> dict[str, float]:
-    """The element-wise rule of testing.compare, for weights rounded to e4m3 and sums of 14 bits.
+def _check_8_bits(out: Tensor, lse: Tensor, call: Call) -> dict[str, float]:
+    """The element-wise bound of testing.compare for weights rounded to e4m3 and sums of 14 bits.
 
     |o - o64| <= 2^-8 |o64| + 6 u sqrt(sum P^2 V^2) + flush + cut, u = 2^-5. Weights below e4m3's smallest number become
-    0: 2^-18 of the row's largest weight each. Scores lose up to 2^-13 of what they are added to at each of D / 32
-    additions, and so does o at each of S_k / 32; on a CPU sums are whole, and the same limit is merely generous there.
+    0: 2^-18 of the row's largest weight each. Scores lose up to 2^-13 of the accumulator at each of D / 32 additions,
+    and o at each of S_k / 32. A CPU sums exactly, so the bound is looser than necessary there.
     """
     q, k, v = (t.double() for t in (call.q, call.k, call.v))
     exact = reference.forward(call._replace(q=q, k=k, v=v))
@@ -259,7 +258,7 @@ def _judge_8_bits(out: Tensor, lse: Tensor, call: Call) -> dict[str, float]:
 
 
 class _Allocations(TorchDispatchMode):
-    """Counts the bytes that are asked for while it is on: outputs and scratch of a run on a CPU."""
+    """Counts the bytes allocated while it is active: outputs and workspace of a run on a CPU."""
 
     total = 0
 
@@ -273,9 +272,9 @@ class _Allocations(TorchDispatchMode):
 def simulated(
     rung: Rung, size: Size, options: dict[str, Any], mode: str = "pct", seed: int = 0
 ) -> tuple[dict[str, Any], Run]:
-    """(row, simulated run) of a small problem; SimulationFault for a race, AssertionError where it is wrong.
+    """(row, simulated run) of a small problem. Raises SimulationFault for a race, AssertionError for a wrong result.
 
-    The row's moved_bytes are what the kernels asked global memory for, counted access by access.
+    The row's moved_bytes are the bytes that the kernels requested from global memory, counted per access.
     """
     from strobe.sim import Checks, simulate
 
@@ -299,13 +298,13 @@ def simulated(
     return _row(rung, size, options, "simulator") | figures, run
 
 
-def judged(
+def checked(
     rung: Rung, size: Size, options: dict[str, Any], device: torch.device
 ) -> tuple[dict[str, Any], Callable[[], tuple[Tensor, Tensor]]]:
-    """(row without times, what to time) of a run on a GPU; AssertionError where it is wrong."""
+    """(row without times, function to time) of a run on a GPU. Raises AssertionError for a wrong result."""
     q, k, v = draw(rung, size, device)
     run = lambda: rung.run(q, k, v, size.causal, **options)
-    run()  # compiles, and finds what suits the device where a rung is autotuned
+    run()  # compiles, and autotunes the rungs that do so
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -319,7 +318,7 @@ def judged(
 
 
 def heading(name: str, size: Size, options: dict[str, Any]) -> dict[str, Any]:
-    """What every row begins with, also that of a run that fails."""
+    """The first fields of every row, including rows of failed runs."""
     return {"rung": name, **size._asdict(), "options": options} | dict.fromkeys(
         ("ms", "tflops", "gbps", "percent_of_ceiling", "moved_bytes")
     )

@@ -1,5 +1,5 @@
-"""Rows of rungs on a GPU: each is judged, then all of one problem are timed in turn, rivals among them, so that what
-drifts drifts for all.
+"""Measures rungs on a GPU. Each is checked first; then all rungs and rivals of a problem are timed alternately, so that
+clock drift affects all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strobe.problem.target import Target
 from . import RUNGS, harness
 from .harness import Rung, Size
 
-AGREE = 2e-2  # of its norm, what a rival may differ from the oracle by
+AGREE = 2e-2  # allowed difference between rival and oracle, relative to the oracle's norm
 
 
 class Point(NamedTuple):
@@ -33,7 +33,7 @@ class Point(NamedTuple):
 
     @property
     def place(self) -> tuple:
-        """Problems of one place are timed together."""
+        """Key of the problem: points with equal keys are timed together."""
         size = self.size
         return size.head_dim, size.causal, size.seqlen_k, self.rung.queries
 
@@ -43,7 +43,7 @@ def in_order(points: Iterable[Point]) -> list[Point]:
 
 
 def pick(names: Sequence[str]) -> list[Any]:
-    """The rivals named; `strobe` is the production kernel."""
+    """The rivals with these names. `strobe` is the production kernel."""
     known = {"strobe": Strobe(), **{name: RIVALS[name] for name in ("flash", "cudnn", "fa4", "flex")}}
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -52,8 +52,8 @@ def pick(names: Sequence[str]) -> list[Any]:
 
 
 def rows(points: Iterable[Point], rivals: Sequence[Any], rounds: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """A row a point and a rival, of points `in_order`; rounds=0 judges alone. What fails is a row too, with its reason
-    under "error".
+    """One row per point and rival, for points `in_order`. With rounds=0 it only checks. A failure is a row with its
+    reason under "error".
     """
     for _, group in groupby(points, key=lambda point: point.place):
         found: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ def rows(points: Iterable[Point], rivals: Sequence[Any], rounds: int, device: to
             sizes.append(size)
             row: dict[str, Any] = harness.heading(rung.name, size, options)
             with Attempt() as attempt:
-                row, ready[len(found)] = harness.judged(rung, size, options, device)
+                row, ready[len(found)] = harness.checked(rung, size, options, device)
             found.append(row | {"error": attempt.reason})
         size = sizes[0]
         for rival in rivals if rounds and size.seqlen_q == size.seqlen_k else ():
@@ -77,7 +77,7 @@ def rows(points: Iterable[Point], rivals: Sequence[Any], rounds: int, device: to
 
 
 def _rival(rival: Any, size: Size, device: torch.device) -> Callable[[], Tensor]:
-    """The rival's call, once it agrees with the oracle on the first head."""
+    """The rival's call, after its first head agreed with the oracle."""
     case = Case(rival.name, size.batch, size.seqlen_q, size.heads, size.heads_kv, size.head_dim, causal=size.causal)
     if reason := rival.why_not(case, device):
         raise RuntimeError(reason)
@@ -94,8 +94,8 @@ def _rival(rival: Any, size: Size, device: torch.device) -> Callable[[], Tensor]
 def _timed(
     found: list[dict[str, Any]], ready: dict[int, Callable[[], object]], rounds: int, device: torch.device
 ) -> None:
-    """Times into the rows whose runs are `ready`, all in turn: of the device, without the host, whose launches a short
-    kernel hides behind.
+    """Add times to the rows whose runs are `ready`, measured alternately. Device time only: for short kernels, host
+    launches would take longer.
     """
     on_gpu = device.type == "cuda"
     with Attempt() as attempt, torch.cuda.stream(torch.cuda.Stream(device) if on_gpu else None):
@@ -112,8 +112,8 @@ def _timed(
 
 
 def percent(row: dict[str, Any], ms: float, target: Target) -> float | None:
-    """The least time that FLOPs and compulsory bytes could take, in percent of what it took; 8-bit rungs against twice
-    the 16-bit rate.
+    """The lower bound of the time, by FLOPs and compulsory bytes, in percent of the measured time. 8-bit rungs count
+    twice the 16-bit rate.
     """
     if not target.peak_tflops:
         return None

@@ -1,4 +1,4 @@
-"""The options of `python -m ladder`, apart from what runs it: help needs neither torch nor Triton, nor their time."""
+"""The options of `python -m ladder`, in a file of their own so that help loads neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -25,37 +25,42 @@ def parser(prog: str = "python -m ladder") -> argparse.ArgumentParser:
         prog, description="Attention from three naive kernels to Hopper's tensor cores: run it, check it, measure it.",
         epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    made.add_argument(
-        "rungs", nargs="*", metavar="RUNG", help=f"{', '.join(RUNGS)}; all of them unless given; or `page`"
-    )
+    made.add_argument("rungs", nargs="*", metavar="RUNG", help=f"{', '.join(RUNGS)}; default all; or `page`")
     made.add_argument(
         "--seqlen",
         type=_positive,
         nargs="+",
         metavar="N",
-        help="queries and keys (4096; a small problem on the simulator)",
+        help="queries and keys (default 4096; small on the simulator)",
     )
     made.add_argument(
-        "--head-dim", type=int, nargs="+", choices=(64, 128), metavar="D", help="64 or 128 (128; 64 on the simulator)"
+        "--head-dim",
+        type=int,
+        nargs="+",
+        choices=(64, 128),
+        metavar="D",
+        help="64 or 128 (default 128; 64 on the simulator)",
     )
-    made.add_argument("--causal", action=argparse.BooleanOptionalAction, help="one of the two alone (both)")
-    made.add_argument("--check", action="store_true", help="compare with the oracle and time nothing")
+    made.add_argument(
+        "--causal", action=argparse.BooleanOptionalAction, help="only causal or only dense (default both)"
+    )
+    made.add_argument("--check", action="store_true", help="compare with the oracle, without timing")
     made.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=N", help="values of the rungs' Form, such as block_n=64 stages=3"
     )
-    made.add_argument("--rounds", type=_positive, default=15, metavar="N", help="samples of each time (15)")
+    made.add_argument("--rounds", type=_positive, default=15, metavar="N", help="samples per time (default 15)")
     made.add_argument(
         "--rivals",
         default="",
         metavar="A,B",
-        help="timed among the rungs: strobe (the production kernel), flash, cudnn, fa4, flex",
+        help="also time: strobe (the production kernel), flash, cudnn, fa4, flex",
     )
-    made.add_argument("--seed", type=int, default=0, metavar="N", help="of a simulated schedule")
-    made.add_argument("--outliers", action="store_true", help="the error of 8 bits on numbers with outliers, by method")
+    made.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the simulated schedule")
+    made.add_argument("--outliers", action="store_true", help="error of 8-bit methods on inputs with outliers")
     made.add_argument(
         "--counters",
         action="store_true",
-        help="what the hardware counts while a rung runs, by Nsight Compute: bytes, units' shares, stalls",
+        help="hardware counters by Nsight Compute: bytes, utilisation, stalls",
     )
     made.add_argument(
         "--timeline", type=Path, metavar="FILE", help="simulate one rung by modelled time, as .html, .svg or .json"
@@ -64,7 +69,7 @@ def parser(prog: str = "python -m ladder") -> argparse.ArgumentParser:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="rates by rung as .png or .svg, and FILE_length beside it: memory and time",
+        help="plot rates by rung (.png or .svg), and memory and time as FILE_length",
     )
     made.add_argument(
         "--json",
@@ -73,7 +78,7 @@ def parser(prog: str = "python -m ladder") -> argparse.ArgumentParser:
         metavar="FILE",
         help="append JSON lines to FILE, or print them instead of a table",
     )
-    made.add_argument("--out", type=Path, metavar="FILE", help="of the page (ladder.html)")
+    made.add_argument("--out", type=Path, metavar="FILE", help="file of the page (default ladder.html)")
     made.add_argument("--device", help="cuda, cuda:1 or cpu (the GPU where there is one)")
     return made
 

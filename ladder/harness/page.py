@@ -1,9 +1,7 @@
-"""`python -m ladder page`: one HTML file, to step through the tiles of a small real problem and through the rungs'
-timelines.
+"""`python -m ladder page`: an HTML file that steps through the tiles of a small problem and shows the rungs' timelines.
 
-The problem's q, k, v and masks go into the page, and the oracle's results beside them; the page takes the online
-softmax itself, tile by tile, so that what it shows is the algorithm at work. The timelines are the simulator's, by
-modelled time.
+The page contains the problem's q, k, v and masks, and the oracle's results. It computes the online softmax itself, tile
+by tile. The timelines come from the simulator, in modelled time.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from strobe.problem.mask import Mask, causal, documents, full, window
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SEQLEN, BLOCK, HEAD_DIM = 24, 6, 8
-DOCUMENTS = (9, 10, 5)  # their lengths
+DOCUMENTS = (9, 10, 5)  # document lengths
 
 
 def write(path: Path) -> int:
@@ -41,21 +39,21 @@ def html() -> str:
 
 
 def masks() -> dict[str, tuple[str, Mask]]:
-    """Name, and what it lets a query see."""
+    """Masks by name, each with a description."""
     ids = torch.repeat_interleave(torch.arange(len(DOCUMENTS), dtype=torch.int32), torch.tensor(DOCUMENTS))[None]
     return {
         "dense": ("every query sees every key", full()),
-        "causal": ("a query sees the keys up to its own place", causal()),
-        "window": ("a query sees the eight keys before its own place, and its own", causal() & window(8, 0)),
+        "causal": ("a query sees the keys up to its own position", causal()),
+        "window": ("a query sees the eight keys before its own position, and its own", causal() & window(8, 0)),
         "documents": (
-            f"queries see their own document up to their place; documents of {', '.join(map(str, DOCUMENTS))}",
+            f"queries see their own document up to their position; documents of {', '.join(map(str, DOCUMENTS))}",
             causal() & documents(ids),
         ),
     }
 
 
 def drawn(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v [1, S, 1, D] in float64, to three decimals: what the page holds is what the oracle was given."""
+    """q, k and v [1, S, 1, D] in float64, rounded to three decimals, so that page and oracle use the same numbers."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(1, SEQLEN, 1, HEAD_DIM, generator=generator, dtype=torch.float64).mul(1.5).round(decimals=3)
@@ -76,7 +74,9 @@ def problem() -> dict[str, Any]:
 
 
 def timelines() -> list[dict[str, Any]]:
-    """Who loads, who multiplies, then the engines; events [row, kind, name, start ns, end ns, where] by their start."""
+    """Timelines with loads first, then products, then engines. Events are [row, kind, name, start ns, end ns, where],
+    sorted by start.
+    """
     from .pages import timed_runs
 
     found = []

@@ -1,5 +1,6 @@
-"""What is made from the rungs and from results/ladder.jsonl: a page for each rung, with figures and the difference
-from the rung below it, and the measured tables in the rungs' docstrings.
+"""Generates a page for each rung, and the measured tables in the rungs' docstrings, from results/ladder.jsonl.
+
+A page has the rung's figures and its difference from the rung below.
 
     python -m ladder.harness.pages docs/generated/ladder       write the pages and their pictures (`make pages`)
     python -m ladder.harness.pages                             write the tables into the rungs' docstrings
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path("results/ladder.jsonl")
 NOTHING = "nothing measured yet"
-SHOWN = (1024, 8192, 16384)  # lengths in a docstring's table; the page has them all
+SHOWN = (1024, 8192, 16384)  # lengths in a docstring's table; the page has all
 OVERVIEW, SHORTER = 8192, 4096
 RIVALS = {"strobe": "strobe's forward", "flash": "FlashAttention-2, as PyTorch ships it", "flex": "FlexAttention"}
 _MEASURED = re.compile(r"(?<=\nMeasured:\n\n).*?(?=\n\"\"\"\n)", re.DOTALL)
@@ -46,7 +47,7 @@ _PICTURES = {
 
 
 def measured(rows: Iterable[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """The newest timed row of each of a rung's problems, with its own Form."""
+    """The newest timed row for each problem of a rung with its default Form."""
     found: dict[tuple, dict[str, Any]] = {}
     for row in rows:
         if row.get("rung") == name and row.get("ms") and not row["options"]:
@@ -55,7 +56,7 @@ def measured(rows: Iterable[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 def plain_table(rows: list[dict[str, Any]]) -> str:
-    """For a docstring."""
+    """The table of a docstring, as plain text."""
     if not rows:
         return NOTHING
     lines = ["      D  mask       S_k        ms   TFLOP/s  % of ceiling"]
@@ -74,7 +75,7 @@ def _where(rows: list[dict[str, Any]]) -> str:
 
 
 def with_table(source: str, rows: list[dict[str, Any]]) -> str:
-    """A rung's source with its measured table as the rows have it."""
+    """A rung's source with its measured table updated."""
     return _MEASURED.sub(lambda _: plain_table(rows), source, count=1)
 
 
@@ -92,9 +93,7 @@ def index(rows: list[dict[str, Any]]) -> str:
 
 
 def overview(rows: list[dict[str, Any]]) -> str:
-    """All rungs and their rivals at one length, a process for each kind of problem, and what 8 bits cost; nothing where
-    nothing is measured.
-    """
+    """All rungs and rivals at one length, one process per kind of problem, and the 8-bit errors. Empty without rows."""
     timed = [row for row in rows if row.get("rung") in (*RUNGS, *RIVALS) and row.get("ms") and not row["options"]]
     columns = [_Column(timed, width, causal) for width in (64, 128) for causal in (False, True)]
     shown = [row for column in columns for row in column.together]
@@ -132,22 +131,21 @@ def overview(rows: list[dict[str, Any]]) -> str:
 
 
 class _Column:
-    """One kind of problem: the rows of the process that timed most rungs of it, of several the newest, and the newest
-    rows of the rest.
+    """One kind of problem: rows of the process that timed most of its rungs (the newest of several), and the newest
+    rows of the others.
     """
 
     def __init__(self, timed: list[dict[str, Any]], width: int, causal: bool):
         self.head = f"D {width}, {'causal' if causal else 'dense'}"
         own = [row for row in timed if (row["head_dim"], row["causal"]) == (width, causal)]
-        rungs = Counter(
-            row["date"] for row in own if row["seqlen_k"] == OVERVIEW and row["rung"] in RUNGS
-        )  # rows of a process have one date
+        # rows of a process have the same date
+        rungs = Counter(row["date"] for row in own if row["seqlen_k"] == OVERVIEW and row["rung"] in RUNGS)
         process = max(rungs, key=lambda date: (rungs[date], date), default=None)
         self.together = [row for row in own if row["date"] == process and row["seqlen_k"] == OVERVIEW]
         self.newest = {(row["rung"], row["seqlen_k"]): row for row in sorted(own, key=lambda row: row["date"])}
 
     def cell(self, name: str) -> str:
-        """What was timed together, else at another time, else of fewer keys; empty where nothing was."""
+        """A row timed in the common process, else at another time, else with fewer keys; empty if there is none."""
         own = next((row for row in self.together if row["rung"] == name), None)
         if own:
             return f"{_rate(own):.4g}"
@@ -162,9 +160,7 @@ def _rate(row: dict[str, Any]) -> float:
 
 
 def section(rung: Rung, rows: list[dict[str, Any]], timeline: str = "") -> str:
-    """A rung's page: idea and cost model, the difference that matters, figures, timeline (the name of its picture), and
-    what comes next.
-    """
+    """A rung's page: idea, cost model, code difference, figures, `timeline` (name of the image), next bottleneck."""
     doc = inspect.cleandoc(importlib.import_module(f"ladder.{FILES[rung.name]}").__doc__ or "")
     told, _, limits = doc.partition("\nMeasured:\n")[0].partition("What limits it:")
     _, _, told = told.partition("\n\n")
@@ -192,7 +188,7 @@ def section(rung: Rung, rows: list[dict[str, Any]], timeline: str = "") -> str:
 
 
 def prose(text: str) -> str:
-    """Paragraphs as they are; what is laid out in columns stays so."""
+    """The text as Markdown: blocks laid out in columns become code blocks."""
     found: list[str] = []
     for block in re.split(r"\n\s*\n", text.strip("\n")):
         lines, columns = block.split("\n"), False
@@ -212,7 +208,7 @@ def prose(text: str) -> str:
 
 
 def difference(rung: Rung) -> str:
-    """The functions that carry the idea, beside those of their name in the rung below."""
+    """The functions that carry the idea, next to the same functions of the rung below."""
     mine = importlib.import_module(f"ladder.{FILES[rung.name]}")
     if not rung.below:
         return "```py\n" + "\n\n".join(_source(mine, name) for name in rung.shows) + "\n```\n"
@@ -228,7 +224,7 @@ def difference(rung: Rung) -> str:
 
 def _source(module: Any, name: str) -> str:
     shown = getattr(module, name)
-    while not (inspect.isfunction(shown) or inspect.isclass(shown)):  # a jit function, or one that is tuned
+    while not (inspect.isfunction(shown) or inspect.isclass(shown)):  # a jit function, or an autotuned one
         shown = shown.fn
     return inspect.getsource(shown).strip("\n")
 
@@ -250,7 +246,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def counted(rows: list[dict[str, Any]], name: str) -> str:
-    """What the hardware counted in the newest watched run, in words."""
+    """The hardware counters of the newest profiled run, as a sentence."""
     row = next((row for row in reversed(rows) if row.get("rung") == name and row.get("counters")), None)
     if row is None:
         return ""
@@ -277,12 +273,10 @@ def counted(rows: list[dict[str, Any]], name: str) -> str:
 
 
 def timed_runs() -> Iterator[tuple[Rung, list[Event]]]:
-    """Every rung that Gluon schedules, and what one program of it does by modelled time: five tiles of keys, or what
-    goes round its rings.
-    """
+    """Every Gluon rung with one program's modelled timeline, over five tiles of keys or enough to reuse its buffers."""
     for name in RUNGS:
         if name in ("k1", "k2", "t"):
-            continue  # one partition that does one thing after another
+            continue  # a single partition without overlap
         rung = harness.load(name)
         size = Size(1, 1 if rung.queries else 128, 256 if name[:2] in ("a", "k3") else 640, 1, 1, 128, causal=False)
         _, run = harness.simulated(rung, size, {}, "timed")
@@ -290,7 +284,7 @@ def timed_runs() -> Iterator[tuple[Rung, list[Event]]]:
 
 
 def timelines() -> Iterator[tuple[str, str]]:
-    """(name, picture) of each."""
+    """(name, image) of each timeline."""
     from strobe.sim.timeline import svg
 
     for rung, events in timed_runs():

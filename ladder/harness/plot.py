@@ -1,4 +1,4 @@
-"""Two pictures of a ladder: the rate of every rung, and how time and memory grow with the length."""
+"""Two plots of the ladder: the rate of every rung, and time and memory by length."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ _MARKS = "os^vD<>pPX*hd8H"
 
 
 def save(rows: Sequence[dict[str, Any]], path: Path) -> list[Path]:
-    """Write `path` (TFLOP/s by rung, at the longest length of each) and NAME_length beside it; returns what was
-    written.
-    """
-    from matplotlib.figure import Figure  # no pyplot: no window system, no global state
+    """Write `path` (TFLOP/s by rung, at each one's largest length) and NAME_length beside it. Returns the paths."""
+    from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
     timed, written = [row for row in rows if row.get("ms")], []
     for name, draw in (("", _rates), ("_length", _lengths)):
@@ -93,7 +91,7 @@ def _where(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def days(rows: Sequence[dict[str, Any]]) -> str:
-    """When they were measured."""
+    """The dates of the measurements."""
     dates = [row["date"][:10] for row in rows]
     first, last = min(dates), max(dates)
     return first if first == last else f"{first} to {last}"
