@@ -29,7 +29,8 @@ from strobe.testing import CASES, FAMILIES, Case, Poison, assert_as_good_as, ass
 from strobe.testing.cases import _both, _causal, _documents, _lengths, _prefixes, _window
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "reliability.md"
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("reliability", "reliability_values", "reliability_execution")]
+TEXT = "\n".join(page.read_text() for page in PAGES)
 HALF_AND_FLOAT = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -554,11 +555,11 @@ NOT_YET = re.compile(r"not applicable(?: yet)?: \w")
 
 
 def rows() -> dict[int, str]:
-    return {int(line.split("|")[1]): line for line in PAGE.read_text().splitlines() if ROW.match(line)}
+    return {int(line.split("|")[1]): line for line in TEXT.splitlines() if ROW.match(line)}
 
 
 def test_catalogue_is_complete():
-    """docs/reliability.md: 96 rows, each with a test that exists or with what it still needs."""
+    """96 rows in the pages on reliability, each with a test that exists or with what it still needs."""
     assert list(rows()) == list(range(1, 97))
     for number, line in rows().items():
         assert TEST.search(line) or NOT_YET.search(line), f"row {number} has neither a test nor a reason"
@@ -566,9 +567,9 @@ def test_catalogue_is_complete():
     on_gpus = sum(all(path.endswith("_gpu.py") for path, _ in tests) for tests in tested)
     assert (
         f"{len(tested)} rows have a test, {on_gpus} of them on a GPU alone; {96 - len(tested)} are not applicable"
-        in PAGE.read_text()
+        in TEXT
     )
-    named = TEST.findall(PAGE.read_text())
+    named = TEST.findall(TEXT)
     for path in {path for path, _ in named}:
         there = {
             node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)
@@ -583,4 +584,4 @@ def test_mutants_and_catalogue_name_each_other():
     named = {number: set(re.findall(r"\*([^*|]+)\*", line)) for number, line in rows().items()}
     wanted = {number: {mutant.name for mutant in (*CPU, *PORTABLE) if number in mutant.rows} for number in rows()}
     assert named == wanted
-    assert f"puts {len(CPU) + len(PORTABLE)} faults" in PAGE.read_text()
+    assert f"puts {len(CPU) + len(PORTABLE)} faults" in TEXT

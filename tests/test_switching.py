@@ -1,4 +1,4 @@
-"""docs/switching.md: every row of its tables, held to what strobe does."""
+"""docs/switching.md and docs/from_pytorch.md: every row of their tables, held to what strobe does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from strobe.flash_attn import flash_attn_interface as private
 from strobe.flash_attn.layers import rotary
 from strobe.ops import attention as ops
 
-PAGE = (Path(__file__).parents[1] / "docs" / "switching.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 class Library(NamedTuple):
@@ -776,7 +776,10 @@ PYTORCH = {
     "double backward": _double_backward,
     "undoing": _undoing,
 }
-SECTIONS = {title: text for title, text in re.findall(r"^## From (\S+)$(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)}
+PAGE = (DOCS / "switching.md").read_text()
+SECTIONS = {"PyTorch": (DOCS / "from_pytorch.md").read_text()} | {
+    title: text for title, text in re.findall(r"^## From (\S+)$(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)
+}
 ROWS = [
     (library, row)
     for library, text in SECTIONS.items()

@@ -183,7 +183,7 @@ def test_the_columns_are_of_the_first_softmax_and_roles_that_are_missing_are_das
 def test_the_record_has_both_in_every_case_and_the_page_quotes_it():
     assert [row["case"] for row in RECORDED] == [case.name for case in CASES for _ in range(2)]
     assert [row["source"] == OURS for row in RECORDED] == [True, False] * len(CASES)
-    text = (ROOT / "docs/blackwell.md").read_text()
+    text = (ROOT / "docs/blackwell_triton.md").read_text()
     begin, end = "<!-- upstream: begin -->\n\n", "\n\n<!-- upstream: end -->"
     assert text.partition(begin)[2].partition(end)[0] == page(RECORDED)
 
@@ -201,5 +201,5 @@ def test_our_rows_are_those_of_the_kernel_as_it_is(case):
     new = upstream.row(OURS, case, upstream.ours(case))
     changing = ("date", "commit", "torch", "python")
     assert {k: v for k, v in new.items() if k not in changing} == {k: v for k, v in old.items() if k not in changing}, (
-        "run `python -m tools.proof.upstream --table docs/blackwell.md` and look at what changed"
+        "run `python -m tools.proof.upstream --table docs/blackwell_triton.md` and look at what changed"
     )

@@ -4,7 +4,7 @@ notices.
 A mutant that no detector notices needs a reason in a JSON file of survivors ("ledger").
 
     python -m tools.proof.mutate --scene 'hopper_*'                      some scenes; writes results/mutation.jsonl
-    python -m tools.proof.mutate --table docs/simulator.md               all scenes, and the page's table
+    python -m tools.proof.mutate --table docs/simulator_checks.md        all scenes, and the page's table
     python -m tools.proof.mutate --scenes FILE --ledger FILE             the scenes of another file
 
 A scenes file defines `SCENES`. A scene has a name, a target, a function that returns the outputs, the file to mutate

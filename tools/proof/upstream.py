@@ -5,8 +5,8 @@ The example is python/examples/gluon/01-attention-forward.py of triton-lang/trit
 Triton. It is not part of this project; its path is an argument. Its host function is called on CPU tensors, and its
 launch is recorded and compiled, as is ours.
 
-    python -m tools.proof.upstream PATH --source triton-lang/triton@COMMIT --table docs/blackwell.md
-    python -m tools.proof.upstream --table docs/blackwell.md             only ours; keeps the example's recorded rows
+    python -m tools.proof.upstream PATH --source triton-lang/triton@COMMIT --table docs/blackwell_triton.md
+    python -m tools.proof.upstream --table docs/blackwell_triton.md         only ours; keeps the example's recorded rows
 """
 
 from __future__ import annotations
