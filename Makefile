@@ -31,9 +31,10 @@ test:
 	$(MAKE) --no-print-directory interpreter unit
 
 # what a change of one module needs, in under two minutes
-QUICK := laws contract masks bad_input cases choices select dispatch ops reference decode flash_attn cli docs
+QUICK := test_laws test_contract test_cases test_reference test_docs problem/test_masks problem/test_bad_input \
+  selection/test_choices selection/test_select ops/test_ops ops/test_dispatch ops/test_decode compat/test_flash_attn cli/test_cli
 quick: install lint
-	$(PYTEST) $(SPREAD) -m "$(MARKS)" $(QUICK:%=tests/test_%.py)
+	$(PYTEST) $(SPREAD) -m "$(MARKS)" $(QUICK:%=tests/%.py)
 
 install: $(STAMP)
 
@@ -59,12 +60,14 @@ types:
 	$(BIN)/pyright
 
 # the portable kernels, run by Triton's interpreter on the CPU: a process of its own, since Triton reads the switch at import
+INTERPRETED := tests/kernels/portable
 interpreter:
-	TRITON_INTERPRET=1 $(PYTEST) $(SPREAD) -m "$(MARKS)" tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) $(SPREAD) -m "$(MARKS)" $(INTERPRETED)
 
-# the GPU kernels, compiled for every GPU they claim, with no GPU here
+# the GPU kernels, compiled for every GPU they claim and simulated, with no GPU here
+OFFLINE := tests/tools tests/kernels/device tests/kernels/hopper tests/kernels/blackwell
 offline:
-	$(PYTEST) $(SPREAD) -m "$(MARKS)" tests/test_offline_compile.py tests/proof
+	$(PYTEST) $(SPREAD) -m "$(MARKS)" $(OFFLINE)
 
 # the same with nothing left out, into results/compiled.jsonl; Triton 3.6's disassembler does not know sm_103, 3.9's does
 NEWER_NVDISASM = $(abspath $(firstword $(wildcard .drift/3.9.*/lib/python*/site-packages/triton/backends/nvidia/bin/nvdisasm)))
@@ -82,11 +85,11 @@ drift: install
 	$(BIN)/python -m tools.proof.drift
 
 unit:
-	$(PYTEST) $(SPREAD) -m "$(MARKS)" --ignore tests/interpreter --ignore tests/test_offline_compile.py --ignore tests/proof
+	$(PYTEST) $(SPREAD) -m "$(MARKS)" $(addprefix --ignore ,$(INTERPRETED) $(OFFLINE))
 
 nightly: install
-	$(PYTEST) -n 2 -m nightly --ignore tests/interpreter
-	TRITON_INTERPRET=1 $(PYTEST) -m nightly tests/interpreter
+	$(PYTEST) -n 2 -m nightly --ignore $(INTERPRETED)
+	TRITON_INTERPRET=1 $(PYTEST) -m nightly $(INTERPRETED)
 	$(MAKE) --no-print-directory drift
 
 demo: install

@@ -8,14 +8,14 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from case_parts import on_each_commit
-from judging import judged_call
 
 import strobe
 from strobe.kernels.hopper import kernel as hopper
 from strobe.ops import attention as ops
 from strobe.problem.call import Call
 from strobe.testing.poison import fill_with_poison, patched_empty
+from tests.case_parts import on_each_commit
+from tests.judging import judged_call
 
 KERNELS = {"cpu": "cpu", "cuda": "portable"}  # the family under test on each kind of device
 
@@ -49,8 +49,8 @@ def _is_left_out(item) -> bool:
     marker = item.get_closest_marker("parts")
     if marker is None or item.get_closest_marker("gpu"):
         return False
-    parts, name = (*marker.args, item.nodeid)[:2]
-    return not on_each_commit(name, parts)
+    parts, name = (*marker.args, item.nodeid.partition("::")[2])[:2]
+    return not on_each_commit(name, parts, **marker.kwargs)
 
 
 def pytest_collection_finish():

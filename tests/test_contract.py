@@ -8,12 +8,12 @@ import math
 
 import pytest
 import torch
-from judging import judged_call
 
 import strobe
 from strobe.ops import attention as ops
 from strobe.problem.call import Call
 from strobe.testing import CASES, Poison, assert_as_good_as
+from tests.judging import judged_call
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 HALF_ULP = {

@@ -156,10 +156,7 @@ def test_mutate_with_survivors_and_a_ledger(sim, tmp_path):
 
 def test_mutate_another_file_than_the_scene(sim, tmp_path):
     scene = tmp_path / "scene_apart.py"
-    scene.write_text(
-        f"import sys\nsys.path.insert(0, {str(DOUBLING.parent)!r})\nimport doubling\n\ndef run(x, y):\n    "
-        "doubling.double(x, y)\n"
-    )
+    scene.write_text("from tests.sim import doubling\n\ndef run(x, y):\n    doubling.double(x, y)\n")
     code, out, _ = sim(f"{scene}::run", *TILE, "--mutate", "--file", DOUBLING)
     assert code == 0 and "8 mutants, 8 noticed" in out
     del sys.modules["scene_apart"]
@@ -192,9 +189,7 @@ def test_what_cannot_run(sim, arguments, words):
 
 def test_mutants_of_a_faulty_kernel(sim, changed):
     code, out, err = sim(f"{changed(*RACE)}::double", *TILE, "--mutate")
-    assert (
-        (code, out) == (2, "") and "the unchanged kernel has faults" in err and "race: on tile" in err
-    )
+    assert (code, out) == (2, "") and "the unchanged kernel has faults" in err and "race: on tile" in err
 
 
 def test_an_error_of_the_kernel_shows_where(sim, changed):

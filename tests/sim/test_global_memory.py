@@ -10,11 +10,11 @@ import torch
 import triton
 from hypothesis import given
 from hypothesis import strategies as st
-from places import PLACES, any_bits, launch, name, same_bits
 from triton import language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from strobe.sim import SimulationFault, simulate
+from tests.sim.places import PLACES, any_bits, launch, name, same_bits
 
 pytestmark = pytest.mark.parametrize("place", PLACES)
 

@@ -5,12 +5,12 @@ compiler's own.
 import pytest
 import torch
 import triton
-from places import PLACES, launch, same_bits
 from triton.errors import TritonError
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from strobe.sim import simulate
+from tests.sim.places import PLACES, launch, same_bits
 from tools.proof.compile import offline
 
 ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
-from places import PLACES, launch
 from triton import language as tl
 from triton.errors import TritonError
 from triton.language.core import _aggregate as aggregate
 
 from strobe.sim import simulate
+from tests.sim.places import PLACES, launch
 from tools.proof.compile import offline
 
 SIZE: tl.constexpr = tl.constexpr(4)

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 import triton
-from places import PLACES, any_bits, bits, launch, name, same_bits
 from triton import language as tl
+
+from tests.sim.places import PLACES, any_bits, bits, launch, name, same_bits
 
 pytestmark = pytest.mark.parametrize("place", PLACES)
 

@@ -5,10 +5,10 @@ kernel, one fault.
 import pytest
 import torch
 import triton
-from specimens import matmul, scenes
 from triton import language as tl
 
 from strobe.sim import simulate
+from tests.specimens import matmul, scenes
 
 
 @triton.jit

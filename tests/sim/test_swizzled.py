@@ -6,11 +6,11 @@ import re
 
 import pytest
 import torch
-from places import PLACES, launch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from strobe.kernels.device.dialect import reinterpret
+from tests.sim.places import PLACES, launch
 from tools.proof.compile import offline
 
 ROWS = gl.constexpr(64)

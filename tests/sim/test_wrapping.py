@@ -5,7 +5,6 @@ The layout is that of triton.tools.ragged_tma; the two places are the simulator 
 
 import pytest
 import torch
-from places import PLACES, launch
 
 from strobe.kernels.device.dialect import (
     TensorDescriptor,
@@ -18,6 +17,7 @@ from strobe.kernels.device.dialect import (
     tma_store_wait,
 )
 from strobe.sim import simulate
+from tests.sim.places import PLACES, launch
 
 FAR = 2**30  # where rows end
 ROWS, COLUMNS = 16, 32

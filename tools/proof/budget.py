@@ -1,7 +1,7 @@
 """The kernels to compile for each GPU, their resource limits, and LEDGER: the list of exceptions, each with its reason.
 
-This file is mostly data. `tools.proof.compile` compiles the kernels, and `tests/test_offline_compile.py` checks the
-limits. A new kernel family needs one line in FAMILIES and one in calls.CASES_OF.
+This file is mostly data. `tools.proof.compile` compiles the kernels, and `tests/tools/test_offline_compile.py`
+checks the limits. A new kernel family needs one line in FAMILIES and one in calls.CASES_OF.
 """
 
 from __future__ import annotations

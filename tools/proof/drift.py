@@ -30,8 +30,8 @@ FOLDER = Path(".drift")
 LONGEST_LINE = 160  # characters kept of an error
 LONGEST_S = 1800  # time limit for one suite under one version; "kernels" takes 600 s on two cores
 SUITES: dict[str, tuple[str, ...]] = {  # suite -> arguments of pytest; a suite whose file does not exist is skipped
-    "kernels": ("tests/proof/each_kernel.py",),
-    "specimens": ("tests/test_specimens_compile.py",),
+    "kernels": ("tests/tools/each_kernel.py",),
+    "specimens": ("tests/tools/test_specimens_compile.py",),
     "simulator": ("tests/sim", "-k", "smoke"),
 }
 NONE_COLLECTED = 5  # pytest's exit code

@@ -60,8 +60,10 @@ class Suite(NamedTuple):
 
 SUITES = (
     Suite(Path("tests/specimens/scenes.py"), Path("tests/specimens/survivors.json")),
-    Suite(Path("tests/proof/hopper_scenes.py"), Path("tests/proof/hopper_survivors.json")),
-    Suite(Path("tests/proof/blackwell_scenes.py"), Path("tests/proof/blackwell_survivors.json")),
+    Suite(Path("tests/kernels/hopper/hopper_scenes.py"), Path("tests/kernels/hopper/hopper_survivors.json")),
+    Suite(
+        Path("tests/kernels/blackwell/blackwell_scenes.py"), Path("tests/kernels/blackwell/blackwell_survivors.json")
+    ),
 )
 
 

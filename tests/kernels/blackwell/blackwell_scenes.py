@@ -1,0 +1,48 @@
+"""The Blackwell kernels at sizes that wrap every ring and give a program several tiles: scenes whose synchronisations
+are taken away.
+
+Inside `simulate` a scene returns out and lse, made by the family's own launch code for a B200 of two SMs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from strobe.ops import attention as ops
+from strobe.problem.target import FAKES
+from strobe.testing import Case
+from tests.kernels.hopper.hopper_cases import CAUSAL
+from tests.kernels.hopper.hopper_scenes import Scene
+from tools.proof.simulate import posing
+
+PROGRAMS = 2
+B200 = replace(FAKES["B200"], sm_count=PROGRAMS)
+
+
+def _forward(seqlen_q: int, seqlen_k: int, head_dim: int, **options) -> tuple[Tensor, ...]:
+    """On one SM, whose program walks all tiles."""
+    case = Case("scene", seqlen_q, seqlen_k, head_dim=head_dim, **{"batch": 1, "heads": (1, 1)} | options)
+    call = case.build("cpu", torch.bfloat16, kernel="blackwell")
+    with posing(replace(B200, sm_count=1)):
+        return ops.run(call)
+
+
+def blackwell_d128() -> tuple[Tensor, ...]:
+    """Two tiles, eight stages of keys and values for a ring of three, a buffer of out for each query stage, three
+    messages for two slots.
+    """
+    return _forward(512, 256, 128)
+
+
+def blackwell_d192_128() -> tuple[Tensor, ...]:
+    """Queries and keys in two parts, a ring of two stages, one buffer of out that the query stages share; a tile that
+    sees no key.
+    """
+    return _forward(768, 512, 192, head_dim_v=128, mask=CAUSAL)
+
+
+FORWARD = "../../../src/strobe/kernels/blackwell/forward.py"
+SCENES = tuple(Scene(run.__name__, "sm_100", run, FORWARD) for run in (blackwell_d128, blackwell_d192_128))

@@ -1,0 +1,225 @@
+"""The mutation ledger is exact: every survivor has its reason, every reason its survivor. And the command that says so,
+on a small kernel.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from strobe.errors import InvalidProblem
+from strobe.sim import simulate
+from tools.proof import mutate
+from tools.proof.mutate import RESULTS, SUITES, Suite, main, merged, read, score, table
+from tools.proof.pages import fill
+
+BEGIN, END = "<!-- mutation: begin -->", "<!-- mutation: end -->"
+
+ROOT = Path(__file__).parents[2]
+QUICK = ("ampere_matmul", "hopper_matmul", "hopper_forward", "decode_pages")
+SUITES_HERE = [Suite(ROOT / scenes, ROOT / ledger) for scenes, ledger in SUITES]
+CASES = [
+    pytest.param(suite, scene, id=scene.name, marks=() if scene.name in QUICK else pytest.mark.nightly)
+    for suite in SUITES_HERE
+    for scene in suite.all()
+]
+
+
+@pytest.mark.parametrize("suite, scene", CASES)
+def test_survivors_are_those_of_the_ledger(suite, scene):
+    """And the recorded score is still that of the sources."""
+    row, faults = score(suite, scene, all_detectors=False)
+    assert faults == []
+    recorded = next(
+        known
+        for known in read(ROOT / RESULTS)
+        if (ROOT / known["scenes"], known["scene"]) == (suite.scenes, scene.name)
+    )
+    same = ("mutants", "noticed", "explained", "target", "file")
+    assert {name: row[name] for name in same} == {name: recorded[name] for name in same}, (
+        "python -m tools.proof.mutate records it anew"
+    )
+
+
+def test_the_ledger_is_of_these_scenes_and_gives_reasons():
+    for suite in SUITES_HERE:
+        assert suite.strays() == []
+        for name, entries in json.loads(suite.ledger.read_text()).items():
+            for entry in entries:
+                assert entry.keys() == {"kind", "function", "text", "number", "why"}, name
+                assert len(entry["why"].split()) >= 5, f"{name}: {entry['text']}: a reason is a sentence"
+
+
+def test_the_results_are_of_all_scenes_and_add_up():
+    rows = read(ROOT / RESULTS)
+    assert [(ROOT / row["scenes"], row["scene"]) for row in rows] == [
+        (suite.scenes, scene.name) for suite in SUITES_HERE for scene in suite.all()
+    ]
+    for row in rows:
+        assert row["noticed"] + row["explained"] == row["mutants"] > 0, row["scene"]
+        # a happens-before check sees at least what one run of its schedule shows
+        assert row["plain run"] <= row["happens-before"] <= row["noticed"], row["scene"]
+
+
+@pytest.mark.parts(2, seed=3057126798)
+@pytest.mark.parametrize(
+    "scene", [pytest.param(scene, id=scene.name) for suite in SUITES_HERE for scene in suite.all()]
+)
+def test_a_scene_runs(scene):
+    """As it is. Most scenes' mutants are counted at night only, and what keeps a scene from running would be met no
+    sooner.
+    """
+    with simulate(scene.target, "lazy", 0):
+        assert scene.run()
+
+
+# ---------------------------------------------------------------- on a small kernel
+
+SCENES = """
+import torch
+from typing import NamedTuple
+
+from mutated_doubling import double, double_carefully
+
+
+def _run(function):
+    x, y = torch.ones(16, 32), torch.full((16, 32), float("nan"))
+    function(x, y)
+    return (y,)
+
+
+def plain():
+    return _run(double)
+
+
+def careful():
+    return _run(double_carefully)
+
+
+class Scene(NamedTuple):
+    name: str
+    target: str
+    run: object
+    file: str
+    ordered: bool = False
+    read_fences: bool = False
+
+
+SCENES = (
+    Scene("plain", "sm_90", plain, "mutated_doubling.py"),
+    Scene("careful", "sm_100", careful, "mutated_doubling.py"),
+)
+"""
+FENCE = {
+    "kind": "drop fence",
+    "function": "double_kernel",
+    "text": "fence_async_shared()",
+    "why": "one of the two is enough",
+}
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """small(ledger, *arguments): exit code, rows of the results, for a scenes file of two scenes."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    shutil.copy(ROOT / "tests" / "sim" / "doubling.py", tmp_path / "mutated_doubling.py")
+    scenes, ledger, results = tmp_path / "small_scenes.py", tmp_path / "survivors.json", tmp_path / "mutation.jsonl"
+    scenes.write_text(SCENES)
+
+    def run(reasons: dict, *arguments: str) -> tuple[int, list[dict]]:
+        ledger.write_text(json.dumps(reasons))
+        return main(["--scenes", str(scenes), "--results", str(results), *arguments]), read(results)
+
+    yield run
+    for name in ("mutated_doubling", "small_scenes"):
+        sys.modules.pop(name, None)
+
+
+def reasons(*numbers: int, scene: str = "careful") -> dict:
+    return {f"small_scenes.py::{scene}": [FENCE | {"number": str(number)} for number in numbers]}
+
+
+def test_scores_are_printed_and_recorded(small, capsys):
+    code, (plain, careful) = small(reasons(1, 2))
+    said = capsys.readouterr().out
+    assert code == 0 and said.splitlines()[-1] == "2 scenes, 0 faults" and "happens-before" in said
+    counts = ("target", "mutants", "plain run", "schedules", "happens-before", "noticed", "explained")
+    assert [plain[name] for name in counts] == ["sm_90", 8, 4, 5, 8, 8, 0]
+    assert [careful[name] for name in counts] == ["sm_100", 9, 4, 5, 7, 7, 2]
+    assert (
+        plain["scene"] == "plain"
+        and plain["seconds"] > 0
+        and plain.keys() >= {"scenes", "file", "triton", "torch", "python", "date", "commit"}
+    )
+
+
+def test_a_survivor_without_a_reason_and_a_reason_without_a_survivor_fail(small, capsys):
+    for ledger, words in (
+        (
+            reasons(1),
+            (
+                "careful: survives without a reason in the ledger: drop fence in double_kernel: fence_async_shared() "
+                "(number 2)"
+            ),
+        ),
+        (
+            reasons(1, 2, 3),
+            "careful: in the ledger, but noticed or gone: drop fence in double_kernel: fence_async_shared() (number 3)",
+        ),
+        (reasons(1, 2) | reasons(scene="gone"), "small_scenes.py::gone: in the ledger, but no scene"),
+    ):
+        code, rows = small(ledger, "--scene", "careful")
+        said = capsys.readouterr().out
+        assert code == 1 and words in said.splitlines() and said.endswith("1 scenes, 1 faults\n")
+        assert [row["scene"] for row in rows] == ["careful"]
+
+
+def test_a_kernel_with_faults_has_no_score(small, tmp_path, capsys):
+    file = tmp_path / "mutated_doubling.py"
+    file.write_text(file.read_text().replace("    mbarrier.wait(ready, 0)\n", ""))
+    code, rows = small({}, "--scene", "plain")
+    assert (code, rows) == (1, []) and "plain has faults before anything is changed" in capsys.readouterr().out
+
+
+def test_a_page_gets_the_table_of_all_results(small, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    small(reasons(1, 2))
+    code, rows = small(reasons(1, 2), "--scene", "", "--table", str(page))
+    assert code == 0 and len(rows) == 2
+    assert page.read_text() == f"before\n{BEGIN}\n\n{table(rows)}\n\n{END}\nafter\n"
+    assert table(rows).splitlines()[-1] == "| **all** |  | 17 | 8 | 10 | 15 | 15 | 2 |"
+    fill(page, "mutation", table(rows[:1]))
+    assert "careful" not in page.read_text() and page.read_text().endswith(f"{END}\nafter\n")
+    page.write_text("# A page\n")
+    with pytest.raises(InvalidProblem, match=r"--table: got .*page.md, expected a page with one line"):
+        fill(page, "mutation", table(rows))
+
+
+def test_new_rows_take_the_place_of_old_ones():
+    row = lambda scene, mutants, scenes="a.py": {"scenes": scenes, "scene": scene, "mutants": mutants}
+    assert merged([row("x", 1), row("y", 2)], [row("x", 3), row("x", 4, "b.py")]) == [
+        row("x", 3),
+        row("y", 2),
+        row("x", 4, "b.py"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--scene", "no*"], "a pattern of ampere_matmul"),
+        (["--scenes", "none.py"], "a Python file with SCENES"),
+        (["--ledger", "x.json"], "give --scenes too"),
+        (["--scene", "", "--table", "none.md"], "a page with one line"),
+    ],
+)
+def test_what_cannot_be_carried_out(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(mutate, "SUITES", SUITES_HERE)
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--results", str(tmp_path / "none.jsonl")])
+    assert ended.value.code == 2 and words in capsys.readouterr().err
