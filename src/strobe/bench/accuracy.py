@@ -36,7 +36,7 @@ def distances(case: Case, x: Inputs, results: Mapping[str, tuple[Tensor, ...]]) 
 
     Gradients are sums of P (dP - delta), which cancel if one key has all the weight. The rounding of the output shifts
     delta, so every kernel has an error of about one rounding of P dP. So the exact norm is replaced by the norm of the
-    gradients without delta, if that is larger. Empty for packed sequences, and if one head has more than _MOST_SCORES
+    gradients without delta, if that is larger. Empty for packed sequences, and if a head has more than _MOST_SCORES
     scores.
     """
     group = case.heads_q // case.groups

@@ -31,9 +31,8 @@ class Attempt(AbstractContextManager):
             return False
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
         every = isinstance(error, UnsupportedProblem)  # one line a kernel: keep all
-        said = (
-            "; ".join(lines) if every else " ".join(lines[: 1 + lines[0].endswith(":")])
-        )  # a heading and its first line
+        # a heading and its first line
+        said = "; ".join(lines) if every else " ".join(lines[: 1 + lines[0].endswith(":")])
         # SDPA says only "no available kernel" and gives its reasons as warnings
         told = [str(w.message).split(" (Triggered")[0] for w in self._said] if "No available kernel" in lines[0] else []
         self.reason = "; ".join([f"{type(error).__name__}: {said}", *told])[:600]

@@ -1,5 +1,4 @@
-"""Which unit of a multiprocessor limits attention: cycles of tensor cores, exp unit, shared memory and issue slots for
-one tile.
+"""Which unit of a multiprocessor limits attention: cycles of each unit for one tile.
 
     strobe bench roofline --target B200
 
@@ -58,9 +57,7 @@ class Product(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One step of a forward or backward: its products, exponentials, further traffic through shared memory, and
-    instructions.
-    """
+    """One step of a forward or backward: products, exponentials, other shared memory traffic, instructions."""
 
     products: tuple[Product, ...]
     exps: int
@@ -115,8 +112,7 @@ def backward(rows: int = 128, keys: int = 128, width: int = 128, width_v: int = 
 
 
 def cycles(step: Pass, capability: int, ctas: int = 1, by_fma: float = 0.0, degree: int = DEGREE) -> Cycles:
-    """The cycles of each unit. `by_fma` is the fraction of exponentials computed with multiply-adds, by a polynomial of
-    `degree`.
+    """The cycles of each unit. `by_fma` is the fraction of exponentials computed by a polynomial of `degree`.
 
     >>> cycles(forward(), 100)[:3]
     (1024.0, 1024.0, 768.0)
@@ -134,9 +130,7 @@ def cycles(step: Pass, capability: int, ctas: int = 1, by_fma: float = 0.0, degr
 
 
 class Row(NamedTuple):
-    """A line of the table: a step with its tile, and the remedies for its bottleneck (2 CTAs, exponentials by
-    multiply-adds).
-    """
+    """A line of the table: a step with its tile, and the remedies applied (2 CTAs, exponentials by multiply-adds)."""
 
     name: str
     ctas: int
@@ -150,8 +144,7 @@ class Row(NamedTuple):
 
 
 def _best_share(step: Pass, capability: int) -> float:
-    """The fraction of exponentials by multiply-adds, in steps of 1/32, that minimises the cycles of the busiest
-    unit."""
+    """The fraction of exponentials by multiply-adds, in 1/32 steps, that minimises the busiest unit's cycles."""
     shares = [n / 32 for n in range(17)]
     return min(shares, key=lambda share: (max(cycles(step, capability, 1, share)[:4]), share))
 

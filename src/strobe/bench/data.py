@@ -4,17 +4,15 @@ Speed depends on data. A kernel that rescales its accumulator only when a row's 
 It is slow if maxima keep growing: for sharp scores, attention sinks, or single large keys. Each family changes q and k
 of standard normal tensors; v stays normal.
 
-normal                          unchanged: the inputs of most published figures
-sharp2, sharp4, sharp8, sharp16 q times n, so scores have a standard deviation of n nats
-first1x3, first1x6, first1x12   the first key of a sequence times n: some queries attend only to it
-sink6, sink12, sink24, sink100  all queries share a direction, and only the first key points along it: its score is n
-                                nats above the mean of the
-                                others, an attention sink (arXiv 2309.17453)
-grow, shrink                    keys times 0.1 to 8, rising or falling with their position
-outliers                        one key in 64 times 20
-rotary                          q and k share a component and are rotated by their position (RoPE, arXiv 2104.09864):
-                                scores fall by about
-                                12 nats away from the diagonal
+    normal                          unchanged: the inputs of most published figures
+    sharp2, sharp4, sharp8, sharp16 q times n, so scores have a standard deviation of n nats
+    first1x3, first1x6, first1x12   the first key of a sequence times n: some queries attend only to it
+    sink6, sink12, sink24, sink100  all queries share a direction, and only the first key points along it: its score
+                                    is n nats above the mean of the others, an attention sink (arXiv 2309.17453)
+    grow, shrink                    keys times 0.1 to 8, rising or falling with their position
+    outliers                        one key in 64 times 20
+    rotary                          q and k share a component and are rotated by their position (RoPE, arXiv
+                                    2104.09864): scores fall by about 12 nats away from the diagonal
 """
 
 from __future__ import annotations
@@ -100,8 +98,7 @@ def _first(q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: to
 
 
 def _sink(q: Tensor, k: Tensor, positions: Tensor, amount: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Set the component along a random direction: sqrt(amount) D^(1/4) for q and the first key, 0 for all other
-    keys."""
+    """Set the component along a random direction: sqrt(amount) D^(1/4) for q and the first key, 0 for others."""
     head_dim = q.shape[-1]
     direction = torch.nn.functional.normalize(torch.randn(head_dim, device=q.device, generator=generator), dim=0)
     length = amount**0.5 * head_dim**0.25

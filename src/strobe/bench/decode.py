@@ -1,9 +1,8 @@
-"""The decode suite: one new token for each sequence over a cold paged cache. Rival kernels read the same keys from
-dense rows.
+"""The decode suite: one new token per sequence over a cold paged cache. Rivals read the same keys from dense rows.
 
 The time of a decode is the time to read its keys. In a model of many layers, keys come from memory and not from L2. So
-each contender has several caches, together larger than any L2. One sample runs over all of them; on a GPU it is one
-CUDA graph.
+each contender has several caches, together larger than any L2. One sample runs over all of them, on a GPU as one CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from .attempt import Attempt
 from .run import Contender, Options, _drop_wrong, _short, circumstances, versions_of
 from .timer import Function, Timing, as_graph, interleave
 
-COLD_BYTES = (
-    256 * 2**20
-)  # least bytes of caches in a sample: five times the L2 of an H200 (50 MB), twice that of a B200 (126 MB)
+# least bytes of caches in a sample: five times the L2 of an H200 (50 MB), twice that of a B200 (126 MB)
+COLD_BYTES = 256 * 2**20
 Rows = tuple[Tensor, Tensor, Tensor]  # q [B, 1, H_q, D], k and v [B, S, H_kv, D]
 Prepare = Callable[[Rows], Callable[[], Tensor]]
 
@@ -159,8 +157,8 @@ def pick(names: list[str], device: torch.device) -> dict[str, Prepare]:
 
 
 def measure(case: DecodeCase, rivals: dict[str, Prepare], options: Options) -> dict:
-    """Measure a case with strobe and every rival. In the result row, "refused" names rivals that cannot run it, with
-    the reason.
+    """Measure a case with strobe and every rival. "refused" in the row names rivals that cannot run it, with
+    reasons.
     """
     on_gpu = options.device.type == "cuda"
     with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(options.device)) if on_gpu else nullcontext():

@@ -1,8 +1,7 @@
-"""Another version of strobe as a rival in the same process: `--rivals @HEAD~1`, or `@FOLDER` for a folder with a
-package `strobe`.
+"""Another version of strobe as a rival in the same process: `--rivals @HEAD~1`, or `@FOLDER` with a package `strobe`.
 
 A process can import a package name only once. So the other version is copied, and each word `strobe` in its source is
-renamed. Then it has its own imports and torch ops, and Triton's caches distinguish its kernels from ours.
+renamed. It then has its own imports and torch ops, and Triton's caches distinguish its kernels from ours.
 """
 
 from __future__ import annotations
@@ -57,9 +56,8 @@ class Earlier:
 
     def prepare(self, case: Case, x: Inputs):
         cases, rivals = (import_module(f"{self._package()}.bench.{name}") for name in ("cases", "rivals"))
-        known = {
-            field.name for field in fields(cases.Case)
-        }  # an older Case has fewer fields; x already reflects the others
+        # an older Case has fewer fields; x already reflects the others
+        known = {field.name for field in fields(cases.Case)}
         return rivals.Strobe().prepare(
             cases.Case(**{name: value for name, value in vars(case).items() if name in known}), x
         )

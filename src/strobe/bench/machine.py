@@ -1,5 +1,4 @@
-"""Facts about this machine and checks of what it can run: for `strobe env`, `strobe check`, and the rows of
-benchmarks."""
+"""Facts about this machine and checks of what it can run, for `strobe env`, `strobe check` and benchmark rows."""
 
 from __future__ import annotations
 
@@ -66,9 +65,7 @@ def facts() -> dict[str, str]:
 
 
 def compiler() -> str | None:
-    """The path of the C compiler for Triton's launcher, or None. Triton looks for gcc, then clang, unless CC names
-    another.
-    """
+    """The C compiler for Triton's launcher, or None: gcc, then clang, unless CC names another."""
     return shutil.which("gcc") or shutil.which("clang")
 
 
@@ -104,7 +101,7 @@ def _torch() -> Check:
 
 
 def _triton(wanted: bool) -> Check:
-    """torch pins an exact version of Triton. Another version may fail in torch.compile and in strobe's kernels."""
+    """Compare the installed Triton with the version that torch pins. Others may fail in torch.compile and in strobe."""
     found = version("triton")
     if found is None:
         return Check("triton", "FAIL" if wanted else "SKIP", "not installed; GPU kernels need it: pip install triton")
@@ -132,9 +129,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _family(family: str) -> Check:
-    """Compare a family with the oracle on one bfloat16 problem: B=2, grouped heads, more keys than rows, lengths 37 and
-    53.
-    """
+    """Compare a family with the oracle on a bfloat16 problem: B=2, grouped heads, lengths 37 and 53."""
     from ..testing.compare import assert_as_good_as, assert_gradients_as_good_as
 
     own = [
@@ -143,9 +138,8 @@ def _family(family: str) -> Check:
         for kernel in kernels(direction)
         if kernel.name.startswith(f"{family}.")
     ]
-    asked = (
-        family if len(own) == 2 else own[0].name
-    )  # a kernel's name, so that another family may run the other direction
+    # a kernel's name, so that another family may run the other direction
+    asked = family if len(own) == 2 else own[0].name
     place = torch.device("cuda" if torch.cuda.is_available() and family != "cpu" else "cpu")
     draw = torch.Generator().manual_seed(0)
     shapes = ((2, 37, 4, 64), (2, 53, 2, 64), (2, 53, 2, 64), (2, 37, 4, 64))
@@ -168,9 +162,7 @@ def _family(family: str) -> Check:
 
 
 def _sdpa() -> Check:
-    """The backend of torch's scaled_dot_product_attention for a plain causal call, and the kernel that runs after
-    enable().
-    """
+    """The backend of torch's scaled_dot_product_attention for a causal call, and the kernel used after enable()."""
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     q = torch.randn(1, 8, 128, 64, device=place, dtype=torch.bfloat16)
     before = sdpa.backend(place)

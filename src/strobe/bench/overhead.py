@@ -1,7 +1,7 @@
-"""Host time of a call before its kernel starts, in microseconds: tensors of one element, and a kernel that does
-nothing.
+"""Host time of a call before its kernel starts: tensors of one element and a kernel that does nothing.
 
-Also SDPA on 64 keys, where torch's own kernel runs with and without strobe."""
+It also measures SDPA on 64 keys, where torch's own kernel runs with and without strobe.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +29,21 @@ ROUNDS, CALLS = 15, 300
 
 
 def measure() -> dict[str, float]:
-    """Microseconds of each part of a call: the minimum over interleaved rounds, because disturbances of the host only
-    add time.
+    """Microseconds of each part of a call: the minimum over interleaved rounds, since disturbances only add time.
 
     >>> print(*sorted(measure()))
     call call_causal decide first_time flash_attn keywords op sdpa sdpa_64 sdpa_strobe sdpa_strobe_64
 
-    keywords        keywords to a Call
-    decide          look up the Choice of a Call seen before
-    op              the whole op, through the dispatcher
-    call            the whole `strobe.attention`, which bypasses the dispatcher; call_causal: with causal=True
-    first_time      describe and select a Problem not seen before
-    flash_attn      `strobe.flash_attn.flash_attn_func`
-    sdpa            torch's scaled_dot_product_attention, including its kernel
-    sdpa_strobe     the same function after `strobe.integrations.sdpa.enable()`
-    sdpa_64, sdpa_strobe_64   both with 64 keys. Then no check for lost NaN is needed: torch's kernel can drop NaN only
-                              with fewer keys
-                    than a vector holds.
+        keywords        keywords to a Call
+        decide          look up the Choice of a Call seen before
+        op              the whole op, through the dispatcher
+        call            the whole `strobe.attention`, which bypasses the dispatcher; call_causal: with causal=True
+        first_time      describe and select a Problem not seen before
+        flash_attn      `strobe.flash_attn.flash_attn_func`
+        sdpa            torch's scaled_dot_product_attention, including its kernel
+        sdpa_strobe     the same function after `strobe.integrations.sdpa.enable()`
+        sdpa_64, sdpa_strobe_64   both with 64 keys, where no check for lost NaN is needed: torch's kernel can drop NaN
+                                  only with fewer keys than a vector holds
     """
     q, k, v = (torch.randn(1, 1, 1, 1) for _ in range(3))
     rows = torch.randn(1, 1, 64, 1)

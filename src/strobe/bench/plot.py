@@ -1,6 +1,4 @@
-"""Two plots of a run: bars (strobe and every rival for each case) and a roofline plot (rates against the device's
-limits).
-"""
+"""Two plots of a run: bars (strobe and rivals per case) and a roofline plot (rates against device limits)."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ _FORMATS = (".png", ".svg", ".pdf")
 
 
 def save(rows: Sequence[dict], path: Path) -> list[Path]:
-    """Write the bars to `path` and the roofline plot to `NAME_roofline.png` for `NAME.png`. Returns the written
-    paths."""
+    """Write the bars to `path` and the roofline plot to `NAME_roofline.png` for `NAME.png`. Returns both paths."""
     from matplotlib.figure import Figure  # instead of pyplot, which needs a window system and has global state
 
     if len({row.get("data", NORMAL) for row in rows}) > 1:

@@ -1,5 +1,4 @@
-"""Rival implementations. A rival has a name, a method that tells why it cannot run a case, and a method that prepares a
-call.
+"""Rival implementations: each has a name, a reason why it cannot run a case, and a method that prepares a call.
 
 Each rival gets its best inputs. SDPA gets strided views, as from the transposes in a model. Packed kernels get
 documents as packed sequences. Masks and offsets are made before the timing.
@@ -98,9 +97,7 @@ class Sdpa:
 
 
 class SdpaCpu:
-    """torch's scaled_dot_product_attention on a CPU. It has no documents, so each document is one call; windows are
-    refused.
-    """
+    """torch's scaled_dot_product_attention on a CPU: one call per document, and no windows."""
 
     name = "sdpa"
 
@@ -214,8 +211,8 @@ class Fa4:
 
 
 class Flex:
-    """FlexAttention under torch.compile. The block mask is made before the timing, with ids for documents and packed
-    sequences.
+    """FlexAttention under torch.compile. The block mask, with ids for documents and packed sequences, is made before
+    the timing.
     """
 
     name = "flex"

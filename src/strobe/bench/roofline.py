@@ -38,8 +38,7 @@ def cost(case: Case, x: Inputs, kernel: Kernel | None = None) -> Cost:
 
 
 def ceiling(device: torch.device, dtype: torch.dtype) -> Target:
-    """The device's Target with its peaks for `dtype`: from the datasheet for 16-bit dtypes on a GPU, else measured once
-    per process.
+    """The device's Target with its peaks for `dtype`: the datasheet's for 16-bit dtypes on a GPU, else measured once.
 
     >>> ceiling(torch.device("cpu"), torch.float32).peak_tflops > 0
     True

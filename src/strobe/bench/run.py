@@ -51,8 +51,8 @@ class Contender(NamedTuple):
 
 
 def measure(case: Case, rivals: Iterable[Rival], options: Options) -> dict:
-    """Measure a case with strobe and every rival. In the result row, "refused" names rivals that cannot run it, with
-    the reason.
+    """Measure a case with strobe and every rival. "refused" in the row names rivals that cannot run it, with
+    reasons.
     """
     side = nullcontext()
     if options.graph:
@@ -78,8 +78,8 @@ def measure(case: Case, rivals: Iterable[Rival], options: Options) -> dict:
 
 @contextmanager
 def reproducible(wanted: bool) -> Iterator[None]:
-    """Set torch's switch for deterministic algorithms if `wanted`; SDPA's kernels and ours follow it. Keep empty
-    tensors unfilled.
+    """Set torch's switch for deterministic algorithms if `wanted`, which kernels follow, without filling empty
+    tensors.
     """
     filling: Any = import_module("torch.utils.deterministic")
     before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
@@ -109,8 +109,7 @@ def _ready(rival: Rival, case: Case, x: Inputs, options: Options) -> tuple[Conte
 
 
 def _backward(forward: Forward, x: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-    """A function that runs only the backward and returns dq, dk, dv. The forward runs once, and its graph is
-    retained."""
+    """A function that runs only the backward and returns dq, dk, dv. The forward runs once and keeps its graph."""
     out, leaves = forward(), (x.q, x.k, x.v)
     return lambda: torch.autograd.grad(out, leaves, x.dout, retain_graph=True)
 

@@ -122,8 +122,7 @@ def _line(row: dict, names: list[str]) -> list[object]:
 
 
 def normal_and_worst(rows: Iterable[dict]) -> list[dict]:
-    """For each case the row with normal inputs, then the row of the other family with the smallest ratio to the best
-    rival.
+    """For each case the row with normal inputs, then the other family's row with the smallest ratio to the best rival.
 
     >>> rows = [{"case": "a", "direction": "forward", "data": name, "ratio": ratio} for name, ratio in
     ...         (("normal", 1.1), ("sharp4", 1.0), ("sharp16", 0.9))]

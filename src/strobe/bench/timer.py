@@ -124,8 +124,7 @@ class _Gpu:
 
 
 def as_graph(function: Function) -> Function:
-    """Capture `function` in a CUDA graph. Returns a function that replays the graph, so that timing it excludes host
-    time.
+    """Capture `function` in a CUDA graph. Returns a function that replays it, so that timing excludes host time.
 
     Call this under `torch.cuda.stream(side_stream)`, with the stream on which the function's tensors were made:
     autograd runs a backward on the stream of its forward, and a graph captures one stream.

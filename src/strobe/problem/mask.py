@@ -1,6 +1,6 @@
-"""Masks are values: which keys each query row may see.
+"""Composable mask objects: which keys each query row may see.
 
-Every mask is a band and at most three refinements. With d = i + S_k - S_q, the column on row i's diagonal
+Every mask is a band with at most three refinements. With d = i + S_k - S_q, the column on row i's diagonal
 (bottom-right aligned), row i sees key j iff
 
     d - left <= j <= d + right          window; causal is right = 0
@@ -8,9 +8,9 @@ Every mask is a band and at most three refinements. With d = i + S_k - S_q, the 
     and j < key_lengths[b]              key_lengths
     and ids_q[b, i] == ids_k[b, j] >= 0 documents
 
-so the first three lines are one interval of keys a row, and both its ends never move left from a row to the next.
-That is all that tile skipping needs. Which of the bounds exist is the mask's *structure*: hashable, part of the
-Problem, a constant of the compiled kernel. The bounds themselves are arguments.
+The first three lines define one interval of keys per row, and neither bound of the interval decreases from one row to
+the next. Tile skipping relies on that alone. The *structure* of a mask says which bounds exist: it is hashable, part of
+the Problem, and a constant of the compiled kernel. The bounds themselves are kernel arguments.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from torch import Tensor
 from ..errors import InvalidProblem, describe, wrong_type
 from .torch_state import is_distributed
 
-MOST_KEYS = 2**31 - 1  # that an int32 can count
-NO_BOUND = -1  # how an absent left or right bound is written in the flat encoding of a call
+MOST_KEYS = 2**31 - 1  # the largest int32
+NO_BOUND = -1  # an absent left or right bound in the flat encoding of a call
 
 
 class TileKind(Enum):
-    EMPTY = "empty"  # no row of the tile sees any of its keys: skipped
+    EMPTY = "empty"  # no row of the tile sees any of its keys: the tile is skipped
     FULL = "full"  # every row sees every key: no mask is computed
     PARTIAL = "partial"
 
 
 class MaskStructure(NamedTuple):
-    """The hashable half of a mask: which of its bounds exist."""
+    """The hashable half of a mask: which bounds it has."""
 
     left: bool = False
     right: bool = False
@@ -50,7 +50,7 @@ class MaskStructure(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows [m_start, m_stop) by keys [n_start, n_stop) of batch entry `batch_index`."""
+    """Rows [m_start, m_stop) and keys [n_start, n_stop) of batch entry `batch_index`."""
 
     m_start: int
     m_stop: int
@@ -61,8 +61,10 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Document ids, int32 [B, S], and for each position where its run ends and which positions of the other side
-    share its id: spans int32 [B, S, 3] = (run_end, first, last + 1). Computed on the ids' device, without a sync."""
+    """Document ids int32 [B, S], and for each position the end of its run and the matching positions of the other side.
+
+    spans is int32 [B, S, 3] = (run_end, first, last + 1). It is computed on the ids' device without synchronisation.
+    """
 
     ids_q: Tensor
     ids_k: Tensor
@@ -95,7 +97,7 @@ _MAKERS = {
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """A mask; made by `causal`, `window`, `prefix_causal`, `documents`, `key_lengths` and combined by `&`.
+    """A mask, created by `causal`, `window`, `prefix_causal`, `documents` or `key_lengths`, and combined by `&`.
 
     >>> import strobe
     >>> (strobe.causal() & strobe.window(1, 0)).dense(4, 4)[0].int().tolist()
@@ -109,7 +111,7 @@ class Mask:
     documents: Documents | None = None
 
     def __post_init__(self) -> None:
-        for name, kinds in _FIELDS.items():  # not vars(self), which torch 2.11 cannot trace
+        for name, kinds in _FIELDS.items():  # instead of vars(self), which torch 2.11 cannot trace
             value = getattr(self, name)
             if value is None:
                 continue
@@ -169,13 +171,11 @@ class Mask:
         return [part.shape[0] for part in (self.prefix, self.key_lengths, ids) if isinstance(part, Tensor)]
 
     def simplified(self) -> Mask:
-        """The same mask with nothing redundant: a prefix says nothing beside a causal bound."""
+        """The same mask without redundant parts: a prefix has no effect beside a causal bound."""
         return replace(self, prefix=None) if self.right == 0 and self.prefix is not None else self
 
     def dense(self, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu") -> Tensor:
-        """The mask written out, bool [B, S_q, S_k] (B is 1 where nothing in it differs by batch entry): the oracle's
-        view.
-        """
+        """The mask as bool [B, S_q, S_k], where B is 1 if all batch entries are equal. The oracle uses this form."""
         for side, length in (("q", seqlen_q), ("k", seqlen_k)):
             if as_int(length) is None:
                 raise wrong_type(f"seqlen_{side}", length, "an int", "count the positions")
@@ -195,7 +195,7 @@ class Mask:
         return self.admits(row, key, seqlen_k - seqlen_q)
 
     def admits(self, row: Tensor, key: Tensor, diagonal: int, batch: slice = slice(None)) -> Tensor:
-        """bool [B or 1, M, N] for rows [M, 1] and keys [1, N] of the batch entries `batch`; `diagonal` is S_k - S_q."""
+        """bool [B or 1, M, N] for rows [M, 1] and keys [1, N] of the batch entries `batch`. `diagonal` is S_k - S_q."""
         d = row + diagonal
         seen = torch.ones_like(row - key, dtype=torch.bool)[None]
         if self.left is not None:
@@ -213,7 +213,7 @@ class Mask:
         return seen
 
     def interval(self, row: int, seqlen_q: int, seqlen_k: int, batch_index: int = 0) -> tuple[int, int]:
-        """Keys [first, stop) that `row` may see, documents aside; both never fall from a row to the next."""
+        """Keys [first, stop) that `row` may see, ignoring documents. Neither bound decreases with `row`."""
         d = row + seqlen_k - seqlen_q
         first = 0 if self.left is None else max(0, d - self.left)
         stop = seqlen_k if self.right is None else min(seqlen_k, d + self.right + 1)
@@ -224,7 +224,7 @@ class Mask:
         return first, stop
 
     def tile_kind(self, tile: Tile, seqlen_q: int, seqlen_k: int) -> TileKind:
-        """EMPTY, FULL or PARTIAL, exactly as `dense` would have it; reads tensors, so for hosts and tests."""
+        """EMPTY, FULL or PARTIAL, consistent with `dense`. It reads tensors, so it is for hosts and tests."""
         m_start, m_stop, n_start, n_stop, b = tile
         ids = None if self.documents is None else self.documents.ids_q
         entries = [len(t) for t in (self.prefix, self.key_lengths, ids) if isinstance(t, Tensor)]
@@ -252,7 +252,7 @@ class Mask:
         _, first_stop = self.interval(m_start, seqlen_q, seqlen_k, b)
         if last_first <= n_start and first_stop >= n_stop:
             return TileKind.FULL
-        # the topmost row that reaches the tile's first key has the lowest `first` of all that do: it decides
+        # among the rows that reach the tile's first key, the topmost has the lowest `first`, so it decides
         low, high = m_start, m_stop
         while low < high:
             middle = (low + high) // 2
@@ -284,8 +284,7 @@ def causal() -> Mask:
 
 
 def window(left: int | None, right: int | None) -> Mask:
-    """Row i sees keys from i + S_k - S_q - left to i + S_k - S_q + right, both included; None or a negative number is
-    unbounded.
+    """Row i sees keys i + S_k - S_q - left to i + S_k - S_q + right, inclusive. None or a negative number is unbounded.
 
     >>> window(0, 0).dense(3, 3)[0].int().tolist()
     [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
@@ -294,7 +293,7 @@ def window(left: int | None, right: int | None) -> Mask:
 
 
 def prefix_causal(n: int | Tensor) -> Mask:
-    """Every row sees the first n keys, and the rest causally; n is an int or int32 [B].
+    """Every row sees the first n keys, and later keys causally. n is an int or int32 [B].
 
     >>> prefix_causal(2).dense(3, 3)[0].int().tolist()
     [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
@@ -312,17 +311,16 @@ def prefix_causal(n: int | Tensor) -> Mask:
 
 
 def documents(ids_q: Tensor, ids_k: Tensor | None = None) -> Mask:
-    """A row sees the keys of its own document; ids int32 [B, S], -1 is padding, which sees and is seen by nothing.
+    """A row sees the keys of its own document. ids are int32 [B, S]; -1 is padding, which neither sees nor is seen.
 
-    A mask is a value: ids are read now, and what is written to them later changes no mask. A CUDA graph that is to be
-    replayed over other ids makes its mask inside.
+    The ids are read now: writing to them later does not change the mask. A CUDA graph that is replayed with other ids
+    must create the mask inside the graph.
 
     >>> documents(torch.tensor([[0, 0, 1, -1]], dtype=torch.int32)).dense(4, 4)[0].int().tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
     """
-    ids_q = _int32("documents ids_q", ids_q, 2).clone(
-        memory_format=torch.contiguous_format
-    )  # once, where both sides are this
+    # computed once if both sides share the ids
+    ids_q = _int32("documents ids_q", ids_q, 2).clone(memory_format=torch.contiguous_format)
     ids_k = ids_q if ids_k is None else _int32("documents ids_k", ids_k, 2).clone(memory_format=torch.contiguous_format)
     if ids_q.shape[0] != ids_k.shape[0]:
         raise InvalidProblem(
@@ -339,7 +337,7 @@ def documents(ids_q: Tensor, ids_k: Tensor | None = None) -> Mask:
 
 
 def key_lengths(lengths: Tensor) -> Mask:
-    """Keys at and beyond lengths[b] are hidden; int32 [B].
+    """Keys from lengths[b] on are masked. lengths are int32 [B].
 
     >>> key_lengths(torch.tensor([2, 0], dtype=torch.int32)).dense(1, 3).int().tolist()
     [[[1, 1, 0]], [[0, 0, 0]]]
@@ -348,21 +346,21 @@ def key_lengths(lengths: Tensor) -> Mask:
 
 
 def device_here(device: torch.device | str) -> torch.device:
-    """A device of this machine, with its index; InvalidProblem where there is none of that name."""
+    """A device of this machine with its index. Raises InvalidProblem if there is no such device."""
     try:
         return torch.empty(0, device=device).device
     except (
         RuntimeError,
         TypeError,
         AssertionError,
-    ) as cause:  # an AssertionError is what a CPU build of torch says of "cuda"
+    ) as cause:  # a CPU build of torch raises AssertionError for "cuda"
         raise InvalidProblem(
             "device", repr(device), "a device of this machine", 'name one, such as "cpu" or "cuda:0"'
         ) from cause
 
 
 def as_int(number: object) -> int | None:
-    """A whole number as an int, a symbolic one as it is; None for anything else, bools too.
+    """An integer as int (a SymInt unchanged), or None for any other value, including bool.
 
     >>> as_int(3), as_int(True), as_int(3.0)
     (3, None, None)
@@ -385,11 +383,12 @@ def check_strided(argument: str, tensor: Tensor) -> None:
 
 
 def as_int32(tensor: Tensor) -> Tensor:
-    """An int64 tensor in int32, which kernels read; other dtypes as they are. Numbers beyond int32 become its ends,
-    which kernels find out of range.
+    """An int64 tensor as int32, the dtype that kernels read; other dtypes are unchanged.
 
     >>> as_int32(torch.tensor([3, 2**40])).tolist()
     [3, 2147483647]
+
+    Values beyond int32 are clamped, and kernels report them as out of range.
     """
     return tensor.clamp(-(2**31), 2**31 - 1).to(torch.int32) if tensor.dtype == torch.int64 else tensor
 
@@ -410,7 +409,7 @@ def _int32(argument: str, tensor: Tensor, rank: int) -> Tensor:
 
 
 def _least(a: int | Tensor | None, b: int | Tensor | None, name: str = "") -> Any:
-    """The tighter of two upper bounds, each an int, a tensor or absent."""
+    """The tighter of two upper bounds, each an int, a tensor or None."""
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape != b.shape or a.device != b.device):
@@ -431,7 +430,7 @@ def _at(value: int | Tensor, batch_index: int) -> int:
 
 
 def _of_shards(ids_q: Any, ids_k: Any) -> Documents:
-    """Documents of DTensors: each process computes the spans of the batch entries that it has."""
+    """Documents of DTensors: each process computes the spans of its own batch entries."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     for name, ids in (("ids_q", ids_q), ("ids_k", ids_k)):

@@ -1,4 +1,4 @@
-"""`Problem`: everything about a call except its data. What selection reads, and what a kernel's plan is made for."""
+"""`Problem`: everything about a call except its data. Selection reads it, and a kernel's plan belongs to it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .call import DTYPES, Call, Dense, Packed, Paged, accumulator, check
 from .mask import NO_BOUND, Documents, MaskStructure
 from .torch_private import FakeTensor
 
-ALIGNMENT = 16  # bytes: what a TMA descriptor asks of bases and strides
+ALIGNMENT = 16  # bytes; TMA descriptors require it of base addresses and strides
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything about a call except its data. Hashable; equal problems are run by the same Choice.
+    """Everything about a call except its data. Hashable; equal problems share a Choice.
 
     >>> q = torch.empty(2, 128, 8, 64); kv = torch.empty(2, 128, 2, 64)
     >>> str(Problem.from_call(Call(q, kv, kv, right=0)))
@@ -37,12 +37,12 @@ class Problem:
     scale: float
     softcap: float
     mask: MaskStructure
-    left: int  # bounds are arguments of the kernel; here they only serve estimates and messages
+    left: int  # bounds are kernel arguments; here they serve only estimates and messages
     right: int
     sinks: bool
     strides: tuple[tuple[int, ...], ...]  # of q, k, v in elements
     alignment: int  # bytes: the largest power of two up to 16 that divides every base address and stride of q, k and v
-    alignment_kv: int  # of k and v alone
+    alignment_kv: int  # the same for k and v only
     needs_grad: bool
     deterministic: bool
     batch_invariant: bool
@@ -50,7 +50,7 @@ class Problem:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """Which kernels it needs."""
+        """The kernels it needs: "forward", and "backward" with gradients."""
         return ("forward", "backward") if self.needs_grad else ("forward",)
 
     @property
@@ -71,15 +71,13 @@ class Problem:
 
     @cached_property
     def outputs(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]:
-        """Shape, strides and dtype of out and lse, which are contiguous; torch allocates faster where strides are
-        given.
-        """
+        """Shape, strides and dtype of out and lse, both contiguous. torch allocates faster with explicit strides."""
         out, lse = self.out_shapes
         return (out, rows_apart(out), self.out_dtype), (lse, rows_apart(lse), self.lse_dtype)
 
     @cached_property
     def gradients(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]:
-        """The same of dq, dk and dv."""
+        """Shape, strides and dtype of dq, dk and dv."""
         *rows, _, _ = self.out_shapes[0]
         keys = (*rows[:-1], self.layout[2])
         shapes = (
@@ -91,22 +89,22 @@ class Problem:
 
     @cached_property
     def lse_bytes(self) -> int:
-        """Of lse, and of delta."""
+        """Bytes of lse, and of delta."""
         return math.prod(self.out_shapes[1]) * self.lse_dtype.itemsize
 
     @cached_property
     def vacuous(self) -> bool:
-        """No query, no key or no head: known without a kernel."""
+        """Whether it has no query, no key or no head. Its result is known without a kernel."""
         return 0 in (*self.layout.tokens, self.heads_q)
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """Query heads per key head."""
         return self.heads_q // self.heads_kv if self.heads_q and self.heads_kv else 1
 
     @staticmethod
     def from_call(call: Call) -> Problem:
-        """The call as a Problem, checked by `check`."""
+        """The Problem of a call, validated by `check`."""
         layout = check(call)
         head_dim = call.q.shape[-1]
         alignment_kv = min(_alignment(call.k), _alignment(call.v))
@@ -134,7 +132,7 @@ class Problem:
         )
 
     def example(self, device: torch.device) -> Call:
-        """A call of this problem on zeros; packed sequences are empty but for the shapes, masks admit every key."""
+        """A call of this problem on zeros. All sequences of a packed call are empty; masks admit every key."""
         layout = self.layout
         zeros = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=device)
         if isinstance(layout, Packed):
@@ -172,7 +170,7 @@ class Problem:
         return call._replace(ids_q=one.ids_q, ids_k=one.ids_k, spans_q=one.spans_q, spans_k=one.spans_k)
 
     def _zeros(self, shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Tensor:
-        """Zeros with these strides (0 too), from an address no better aligned than the problem's."""
+        """Zeros with these strides (which may be 0), at an address that is aligned no better than the problem's."""
         offset = self.alignment // self.dtype.itemsize if self.alignment < ALIGNMENT else 0
         extent = (
             1 + offset + sum((size - 1) * stride for size, stride in zip(shape, strides)) if 0 not in shape else offset
@@ -229,12 +227,12 @@ def _alignment(tensor: Tensor) -> int:
 
 
 def base_offset(tensor: Tensor) -> int:
-    """The base address modulo 16; a fake tensor has none, so its storage offset stands in."""
+    """The base address modulo 16. A fake tensor has no address; its storage offset is used instead."""
     if isinstance(tensor, FakeTensor):
         return int(tensor.storage_offset()) * tensor.element_size()
     return tensor.data_ptr() % ALIGNMENT
 
 
 def refuse(call: Call, why: str) -> UnsupportedProblem:
-    """An UnsupportedProblem about this call that no choice of kernel would mend."""
+    """An UnsupportedProblem for this call that no kernel could run."""
     return UnsupportedProblem(f"{Problem.from_call(call)}: {why}")

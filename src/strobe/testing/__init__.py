@@ -1,4 +1,4 @@
-"""Shared by tests, benchmarks and tools/proof: named cases, adversarial inputs, derived tolerances, poisoned memory."""
+"""Named cases, adversarial inputs, derived tolerances and poisoned memory, for tests, benchmarks and tools/proof."""
 
 from .cases import CASES, LARGE, Case
 from .compare import assert_as_good_as, assert_gradients_as_good_as, assert_kernel

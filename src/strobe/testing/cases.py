@@ -1,7 +1,7 @@
-"""Named attention problems. Tests run every kernel on every device on this one table.
+"""Named attention problems. Tests run every kernel on every device with this table.
 
 A case holds shapes, mask, options and the memory layout of its tensors. `build` makes the Call for a device, dtype,
-input family and seed. Lengths are those at which kernels tend to break: 0, 1 to 3, around tile sizes (16, 64, 128), and
+input family and seed. Lengths are those at which kernels tend to fail: 0, 1 to 3, around tile sizes (16, 64, 128), and
 S_q != S_k in both directions.
 """
 
@@ -229,8 +229,7 @@ _MASKED = (
     Case("window_causal_more_rows", 260, 90, mask=_both(_causal, _window(15, None)), sinks=True),
     Case("window_beyond_the_keys", 200, 40, mask=_window(10, 10)),  # the first rows see no key
     Case("prefix", 100, 120, mask=_of(masks.prefix_causal, 37)),
-    # one key more than a tile of 32, 64 or 128: in a backward that loops over keys, only this key of its tile is seen
-    # by early rows
+    # one key more than a tile of 32, 64 or 128. In a backward over keys, early rows see only this key of its tile.
     Case("prefix_33", 70, mask=_of(masks.prefix_causal, 33)),
     Case("prefix_65", 140, mask=_of(masks.prefix_causal, 65)),
     Case("prefix_129", 140, 200, mask=_of(masks.prefix_causal, 129)),

@@ -16,11 +16,10 @@ squares.
          r(x) is the rounding of the result: 1.5u |x|, or half an ulp if that is larger (an ulp at x is between 2u|x|
          and 4u|x|).
   lse    |lse - lse64| <= 2e-6 + 2.7e-6 + 4 float32 ulp; for float64, 2^-52 / 2^-23 of that. 2.7e-6 is one rounding of a
-         float32 number
-         below 128, in nats (2^-18 ln 2). A score is rounded so if a kernel subtracts a maximum that the row later
-         exceeds. For 16-bit inputs and a result that is not partial, only the backward uses lse, and 2^-13 (half of
-         float16's u) suffices. This applies on a CPU, where the exp of torch's kernel errs by 2^-14. It also applies to
-         bfloat16 on Blackwell, where a polynomial of degree 3 errs by 2^-13.2.
+         float32 number below 128, in nats (2^-18 ln 2). A score is rounded so if a kernel subtracts a maximum that the
+         row later exceeds. For 16-bit inputs and a result that is not partial, only the backward uses lse, and 2^-13
+         (half of float16's u) suffices. This applies on a CPU, where the exp of torch's kernel errs by 2^-14. It also
+         applies to bfloat16 on Blackwell, where a polynomial of degree 3 errs by 2^-13.2.
   delta  = sum_d dO O is computed from the rounded O, whose two errors give
          D_i = 6u (sqrt(sum_d dO^2 O^2) + sqrt(sum_j P^2 dP^2));   the first is 0 if O stays float32 (a partial result)
   dV_j   r(dV) + 2u|dV| + 6u sqrt(sum_i P^2 dO^2) + F_v
@@ -84,13 +83,14 @@ Ratios = dict[str, float]  # the largest error divided by the allowed error, for
 
 
 def assert_as_good_as(actual: Partial | tuple[Tensor, Tensor], call: Call) -> Ratios:
-    """Compare out and lse of `call` with the oracle, by both rules. Raises AssertionError if a ratio exceeds 1 or is
-    NaN.
+    """Compare out and lse of `call` with the oracle, by both rules.
 
     >>> from strobe.testing import CASES
     >>> call = CASES["causal"].build()
     >>> sorted(assert_as_good_as(reference.forward(call, torch.float32), call))
     ['lse', 'out', 'out to eager']
+
+    Raises AssertionError if a ratio exceeds 1 or is NaN.
     """
     out, lse = (t.detach() for t in actual)
     call = _detached(call)
@@ -109,14 +109,14 @@ def assert_as_good_as(actual: Partial | tuple[Tensor, Tensor], call: Call) -> Ra
 def assert_gradients_as_good_as(
     actual: Gradients | tuple, call: Call, dout: Tensor, dlse: Tensor | None = None
 ) -> Ratios:
-    """Compare dq, dk, dv and dsinks of `call` with the oracle, by both rules. dout is shaped like out, dlse like lse
-    (None: 0).
+    """Compare dq, dk, dv and dsinks of `call` with the oracle, by both rules.
+
+    dout is shaped like out, dlse like lse (None: 0). Raises AssertionError if a ratio exceeds 1 or is NaN.
     """
     call = _detached(call)
     tallies = [_Tally(name) for name in Gradients._fields]
-    sums = [
-        torch.zeros(call.q.shape[-2], dtype=torch.float64, device=call.q.device)
-    ] * 4  # dsinks: exact, square of the spread, floor, eager
+    # dsinks: exact, square of the spread, floor, eager
+    sums = [torch.zeros(call.q.shape[-2], dtype=torch.float64, device=call.q.device)] * 4
     many = max(t.numel() for t in (call.q, call.k, call.v)) >= _MANY  # all sequences together, as in _Tally
     for one, rows, keys in _parts(call):
         upstream = _part(dout, rows), None if dlse is None else _part(dlse, rows, -1)
@@ -236,9 +236,7 @@ def _judged(ratios: Ratios, call: Call) -> Ratios:
 
 
 def _eager(one: Call) -> tuple[Tensor, Tensor]:
-    """out and lse as plain model code computes them: each product, softmax and sum is an op with a result in the
-    inputs' dtype.
-    """
+    """out and lse as plain model code computes them: each op rounds its result to the inputs' dtype."""
     rows = _rows(one, one.q.dtype)
     s = torch.matmul(rows.q, rows.k.transpose(-1, -2)) * rows.scale
     if rows.softcap:
@@ -293,9 +291,7 @@ def _facts(one: Call) -> _Facts:
 
 @torch.no_grad()
 def _forward_bounds(one: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """(rule 2's allowance without the rounding of the result, F_o) for out, both [B, S_q, H, D_v]; then F_lse [B, H,
-    S_q].
-    """
+    """(rule 2's allowance without the result's rounding, F_o) for out, both [B, S_q, H, D_v]; F_lse [B, H, S_q]."""
     rows, p, _, _, out, wrong = _facts(one)
     u = _weights_u(one)
     spread = 6 * u * (p.square() @ rows.v.square()).sqrt()
@@ -361,9 +357,7 @@ def _gradient_bounds(one: Call, dout: Tensor, dlse: Tensor | None) -> list[tuple
 
 
 def _parts(call: Call):
-    """(dense call, slice of rows, slice of keys) for each sequence. A dense call gives itself, with None for both
-    slices.
-    """
+    """(dense call, slice of rows, slice of keys) per sequence. A dense call gives itself and None for both slices."""
     return _sequences(call) if call.packed else [(call, None, None)]
 
 
@@ -394,9 +388,7 @@ def _weights_u(call: Call) -> float:
 
 
 def _no_less_than_normal(t: Tensor, where: Tensor, call: Call) -> Tensor:
-    """|t|, at least the smallest normal number of the weights' dtype, because smaller numbers have the same rounding
-    error.
-    """
+    """|t|, at least the smallest normal number of the weights' dtype: smaller numbers have its rounding error."""
     return torch.where(where, t.abs().clamp(min=torch.finfo(call.q.dtype).smallest_normal), 0.0)
 
 
@@ -407,8 +399,8 @@ def _w(call: Call) -> float:
 
 def _product_chain(call: Call, n: int) -> float:
     """c_n for scores. A GPU's tensor cores add 16 terms at a time and truncate the sum: an error of up to one ulp (4w)
-    each time, always in one direction. Without this term, the lse of a needle input with n = 256 on an H200 has the
-    ratio 1.09.
+    each time, always in one direction. Without this term, a needle input with n = 256 has an lse ratio of 1.09 on an
+    H200.
     """
     return _chain(call, n) + (4 * _w(call) * -(-n // 16) if call.q.is_cuda and call.q.dtype.itemsize == 2 else 0.0)
 

@@ -1,5 +1,4 @@
-"""Named decode problems, and the comparison of a decode with the oracle. Tests run every decode kernel on this
-table."""
+"""Named decode problems, with which tests run every decode kernel, and the comparison with the oracle."""
 
 from __future__ import annotations
 
@@ -179,12 +178,13 @@ DECODES = {
 
 
 def assert_decode_as_good_as(actual: tuple[Tensor, Tensor], call: DecodeCall) -> Ratios:
-    """Compare out and lse of a decode with the oracle, each sequence by the rules of `compare`. Raises AssertionError
-    beyond the limits.
+    """Compare out and lse of a decode with the oracle, each sequence by the rules of `compare`.
 
     >>> call = DECODES["pages_of_16"].build()
     >>> sorted(assert_decode_as_good_as(reference.decode(call, torch.float32), call))
     ['lse', 'out', 'out to eager']
+
+    Raises AssertionError if a ratio exceeds 1 or is NaN.
     """
     out, lse = actual
     outs, logs = compare._Tally("out"), compare._Tally("lse")

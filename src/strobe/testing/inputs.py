@@ -22,21 +22,21 @@ FAMILIES = ("normal", "integers", "needle", "negative", "indicator")
 
 # e^12 = 160,000: the needle's weight is near 1 among a few hundred keys, but the rest still matters in bfloat16
 _NEEDLE_SCORE = 12.0
-_NEGATIVE_SCORE = (
-    -200.0
-)  # exp(-200) is 0 in float32: the row is right only if its maximum is taken over valid keys alone
+# exp(-200) is 0 in float32: the row is right only if its maximum is taken over valid keys alone
+_NEGATIVE_SCORE = -200.0
 _KEY_MEAN = 4.0  # negative family: all keys point in one direction, so that one q gives low scores with all of them
 
 
 def qkv(
     family: str, shape_q: tuple[int, ...], shape_k: tuple[int, ...], head_dim_v: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v on the CPU, in float64: [B, S, H, D], or [S, H, D] without a batch. Raises ValueError for an unknown
-    family.
+    """q, k and v on the CPU, in float64: [B, S, H, D], or [S, H, D] without a batch.
 
     >>> q, k, v = qkv("indicator", (3, 1, 8), (5, 1, 8), 4, seed=0)
     >>> q.abs().max().item(), v[:, 0].argmax(-1).tolist()
     (0.0, [0, 1, 2, 3, 0])
+
+    Raises ValueError for an unknown family.
     """
     generator = torch.Generator().manual_seed(seed)
     shape_v = (*shape_k[:-1], head_dim_v)
@@ -78,8 +78,7 @@ def _integers(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _needles(q: Tensor, k: Tensor) -> Tensor:
-    """q such that row i has the score _NEEDLE_SCORE with the key at the same relative position, at the default
-    scale."""
+    """q such that row i has the score _NEEDLE_SCORE with the key at the same relative position (default scale)."""
     rows, keys, head_dim = q.shape[-3], k.shape[-3], q.shape[-1]
     if rows == 0 or keys == 0 or q.shape[-2] == 0:
         return q
