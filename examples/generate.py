@@ -124,10 +124,8 @@ class Paged:
         self.table = pad_sequence(dealt, batch_first=True, padding_value=-1).to(device)
         shape = size.layers, 2, sum(need), size.page_size, size.heads_kv, size.head_dim
         self.pools = torch.empty(shape, dtype=model.dtype, device=device)
-        self.start, self.stop = (
-            self.offsets.diff(),
-            self.offsets.diff(),
-        )  # each sequence's number of keys before and after a call
+        # each sequence's number of keys before and after a call
+        self.start, self.stop = self.offsets.diff(), self.offsets.diff()
         self.token = torch.zeros_like(self.start, dtype=torch.long)
         self.choice = strobe.explain_decode(
             self.pools.new_empty(len(prompts), 1, size.heads, size.head_dim), self.cache(0, self.stop)
@@ -237,10 +235,8 @@ def compare_tokens(own: Own, prompts: list[Tensor], theirs: Tensor, ours: Tensor
         torch.stack([logits.gather(2, torch.stack([theirs, tokens], 2)).diff()[..., 0].abs() for tokens in ours]),
     )
     parts = differs & (differs.cumsum(2) == 1)
-    compared, wrong = (
-        differs.cumsum(2) == parts,
-        parts & ~(gaps <= rounding),
-    )  # up to the first difference; a NaN gap is wrong
+    # up to the first difference; a NaN gap is wrong
+    compared, wrong = differs.cumsum(2) == parts, parts & ~(gaps <= rounding)
     close = -logits.topk(2).values.diff() <= rounding
     masks = {"compared": compared, "ties": parts & ~wrong, "wrong": wrong, "close": close}
     counts = {"tokens": ours.numel(), **{name: int(mask.sum()) for name, mask in masks.items()}}

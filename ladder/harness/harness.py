@@ -115,9 +115,8 @@ class Rung(NamedTuple):
     weights: torch.dtype = torch.bfloat16  # dtype that p is rounded to
     queries: int = 0  # queries per sequence; 0: as many as keys
     small_seqlen: int = SMALL  # length of a simulated check
-    seen: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = (
-        None  # the part of (q, k, v) that products see, if not all of it
-    )
+    # the part of (q, k, v) that products see, if not all of it
+    seen: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
 
     def form_of(self, size: Size, options: dict[str, Any]) -> Any:
         """The config that `run` compiles for at this size."""

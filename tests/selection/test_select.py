@@ -254,7 +254,7 @@ REFUSED_BACKWARD = {
     **REFUSED_SPANS,
     "turns": (
         _masked(strobe.documents(IDS))._replace(deterministic=True),
-        "without turns at dq only; this asks for deterministic ones",
+        "no deterministic gradients with prefixes, key lengths or documents",
     ),
 }
 

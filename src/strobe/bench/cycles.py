@@ -82,9 +82,8 @@ class Cycles(NamedTuple):
         return max(named, key=lambda name: named[name])
 
 
-SCORE_INSTRUCTIONS = (
-    4.0  # multiply-add, exponential, add, half a three-way maximum, half a conversion (compiled for sm_100 at d128)
-)
+# multiply-add, exponential, add, half a three-way maximum, half a conversion (compiled for sm_100 at d128)
+SCORE_INSTRUCTIONS = 4.0
 # extra for exp by multiply-adds, besides the polynomial: clamp, 3 adds, shift-add, multiply; minus the exponential
 BY_FMA_INSTRUCTIONS = 5.0
 DEGREE = 3  # of the polynomial for bfloat16: its number of multiply-adds

@@ -129,9 +129,8 @@ def _rotary(
 ) -> tuple[Tensor, Tensor]:
     head_dim = q.shape[-1]
     half = head_dim // 2
-    shared = torch.full(
-        (head_dim,), (_SHARED_NATS / head_dim**0.5) ** 0.5, device=q.device
-    )  # its square sums to 12 sqrt(D)
+    # its square sums to 12 sqrt(D)
+    shared = torch.full((head_dim,), (_SHARED_NATS / head_dim**0.5) ** 0.5, device=q.device)
     angles = positions[:, None] * _ROPE_BASE ** (-torch.arange(half, device=q.device) / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
 

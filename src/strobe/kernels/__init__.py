@@ -1,5 +1,7 @@
-"""Every kernel there is, in order of preference. A family's module is imported when a call first asks about it;
-it imports no DSL itself, so asking costs nothing and needs no Triton."""
+"""All kernel families, in order of preference. A family's kernel module is imported when a call first asks about it.
+
+That module imports no kernel language, so asking it is cheap and works without Triton.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from importlib import import_module
 
 from .protocol import Kernel
 
-# family: its kernels stand in strobe/kernels/FAMILY/kernel.py as FORWARD, BACKWARD, DECODE and APPEND; it may lack any
-# of them. blackwell has a forward alone
+# Each family has a file kernel.py with FORWARD, BACKWARD, DECODE and APPEND, of which it may lack some. blackwell has
+# only a forward.
 FAMILIES = ("blackwell", "hopper", "portable", "cpu")
 
 

@@ -1,4 +1,4 @@
-"""What a kernel is: five answers. And what it needs beside its inputs: buffers it declares and never allocates."""
+"""The interface of a kernel, and the buffers that it declares and `ops` allocates."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ..problem.mask import MaskStructure
 from ..problem.problem import Call, Problem
 from ..problem.target import Target
 
-MOST_AGAIN = 512  # launches a plan keeps: more than a model has layers
-MOST_KEPT = 1 << 14  # of all plans together, up to 7 KB each: 115 MB where lengths change with each step
+MOST_AGAIN = 512  # launches kept per plan: more than a model has layers
+MOST_KEPT = 1 << 14  # launches kept by all plans, up to 7 KB each: 115 MB if lengths change with each step
 
-_keeping: dict[int, dict] = {}  # what plans keep since all was let go, by id
+_keeping: dict[int, dict] = {}  # kept launches by id of their dict, since the last time all were dropped
 _kept = count()
 
 
 class Buffer(NamedTuple):
-    """Scratch a kernel asks for: allocated by `ops` from torch's allocator, filled inside the launch sequence."""
+    """Workspace that a kernel declares: `ops` allocates it from torch's allocator, and the launch sequence fills it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    fill: float | None = None  # None: left as it comes
+    fill: float | None = None  # None: uninitialised
 
 
 class Cost(NamedTuple):
@@ -41,7 +41,7 @@ class Cost(NamedTuple):
     moved_bytes: float  # each input read once, each output written once
 
     def ceiling_ms(self, target: Target) -> tuple[float, str]:
-        """The least time on `target` and what sets it; (0, reason) where the target's peaks are unknown."""
+        """(least time on `target`, what limits it), or (0, reason) if the target's peak rates are unknown."""
         if not target.peak_tflops:
             return 0.0, "this target's peak rates are not known"
         compute_ms, memory_ms = self.flops / target.peak_tflops / 1e9, self.moved_bytes / target.peak_gbps / 1e6
@@ -49,7 +49,7 @@ class Cost(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Where a forward kernel writes: out [B, S_q, H_q, D_v] or [T, H_q, D_v], any strides; lse [B, H_q, S_q] or [H_q,
+    """Outputs of a forward kernel: out [B, S_q, H_q, D_v] or [T, H_q, D_v] with any strides; lse [B, H_q, S_q] or [H_q,
     T].
     """
 
@@ -58,10 +58,10 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What a backward kernel reads beside the call (dout, out, lse, dlse) and where it writes (dq, dk, dv, delta).
+    """Inputs of a backward kernel beside the call (dout, out, lse, dlse), and its outputs (dq, dk, dv, delta).
 
-    delta [B, H_q, S_q] or [H_q, T] is rowsum(dout * out) - dlse in lse's dtype: written by every kernel, because the
-    gradient of the sinks is made of it.
+    delta [B, H_q, S_q] or [H_q, T] is rowsum(dout * out) - dlse in lse's dtype. Every kernel writes it, because the
+    gradient of the sinks is computed from it.
     """
 
     dout: Tensor
@@ -75,19 +75,19 @@ class Backward(NamedTuple):
 
 
 class Kernel(Protocol):
-    """The five answers: its name, why it cannot run a problem, its config, its cost, and running it.
+    """A kernel: its name, why it cannot run a problem, its config, its cost, its workspace, and how to run it.
 
-    A problem is a Problem (forward, backward), DecodeProblem or AppendProblem, and the call is of its kind.
+    The problem is a Problem (forward, backward), DecodeProblem or AppendProblem, and the call is of the same kind.
     """
 
     name: str
 
     def why_not(self, problem: Any, target: Target) -> str | None:
-        """None if it can run, else the reason, in words a user can act on."""
+        """None if it can run the problem, else the reason in words that a user can act on."""
         ...
 
     def config(self, problem: Any, target: Target) -> Any:
-        """The frozen config this kernel runs the problem with: looked up, never timed."""
+        """The frozen config for the problem: looked up, never timed."""
         ...
 
     def cost(self, problem: Any) -> Cost: ...
@@ -98,48 +98,49 @@ class Kernel(Protocol):
 
 
 class Plan(NamedTuple):
-    """One kernel decided for one problem: what `run` is given."""
+    """A kernel selected for a problem, with its config: what `run` gets."""
 
     kernel: Kernel
     problem: Any  # the Problem, DecodeProblem or AppendProblem
     target: Target
-    config: Any  # of the kernel's own kind
+    config: Any  # the kernel's own type
     buffers: tuple[Buffer, ...]
-    room: int = 0  # bytes of scratch that is left as it comes, in one piece
-    filled: tuple[Buffer, ...] = ()  # the scratch that is not
-    again: dict[tuple, Callable[[], bool]] | None = (
-        None  # by `addresses`: launches the kernel as it was launched there, or refuses to
-    )
+    room: int = 0  # bytes of uninitialised workspace, allocated as one piece
+    filled: tuple[Buffer, ...] = ()  # workspace that is filled
+    # by `addresses`: repeats the launch at these addresses, or returns False
+    again: dict[tuple, Callable[[], bool]] | None = None
 
     def __hash__(self) -> int:
         return hash(self[:-1])
 
 
 def entries(problem: Problem) -> int:
-    """Batch entries that a grid counts one by one; packed sequences are found by the programs themselves."""
+    """Batch entries that the grid enumerates. For packed sequences 1, since programs find their sequence themselves."""
     return 1 if problem.packed else problem.layout.batch
 
 
 def strides_of(tensor: Tensor, problem: Problem) -> tuple[int, ...]:
-    """(batch, row, head) in elements; a packed tensor is one batch entry."""
+    """(batch, row, head) strides in elements. A packed tensor is one batch entry."""
     return (0, *tensor.stride()[:2]) if problem.packed else tensor.stride()[:3]
 
 
 def addresses(call: Call, out: Tensor, lse: Tensor) -> tuple[int, ...]:
-    """All that tells apart two calls of a plan whose outputs `ops` allocates."""
+    """Key that distinguishes calls of a plan whose outputs `ops` allocates."""
     held = (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr(), lse.data_ptr())
     return held if call.plain else (*held, *(0 if t is None else t.data_ptr() for t in call.optionals))
 
 
 def gradient_addresses(call: Call, t: Backward, scratch: Iterable[Tensor]) -> tuple:
-    """The same of two calls whose gradients, delta and scratch `ops` allocates; dout and out come as they are."""
+    """Key that distinguishes calls of a plan whose gradients, delta and workspace `ops` allocates. dout and out may
+    have any layout.
+    """
     held = (*call[:3], *t[:-1], *scratch, *(() if call.plain else call.optionals))
     return gradient_place(held, t.delta.data_ptr(), t.dout, t.out)
 
 
 def gradient_place(held: Iterable[Tensor | None], delta: int, dout: Tensor, out: Tensor) -> tuple:
-    """The same of delta's address and all else that such a call holds, in this order: q, k, v, the fields of Backward
-    but delta, scratch, optional tensors.
+    """The same key from delta's address and the tensors of a call: q, k, v, Backward's fields except delta, workspace,
+    optional tensors.
     """
     return (
         *[0 if tensor is None else tensor.data_ptr() for tensor in held],
@@ -151,7 +152,7 @@ def gradient_place(held: Iterable[Tensor | None], delta: int, dout: Tensor, out:
 
 
 def keep(plan: Plan, place: tuple, again: Callable[[], bool] | None) -> None:
-    """Let the plan's launch at these addresses be repeated without the kernel's own host code; None is not kept."""
+    """Let the plan repeat its launch at these addresses without the kernel's host code. None is not kept."""
     if again is None or plan.again is None:
         return
     if next(_kept) % MOST_KEPT == 0:
@@ -166,8 +167,8 @@ def keep(plan: Plan, place: tuple, again: Callable[[], bool] | None) -> None:
 
 @lru_cache
 def no_triton() -> str | None:
-    """Why kernels written in Triton or Gluon cannot run here; None where they can. KernelFault where Triton is
-    installed but does not import.
+    """Why Triton and Gluon kernels cannot run here, or None. Raises KernelFault if Triton is installed but its import
+    fails.
     """
     if find_spec("triton") is None:
         remedy = "pip install triton" if sys.platform == "linux" else "it is published for Linux; on Windows use WSL"
@@ -175,7 +176,7 @@ def no_triton() -> str | None:
     try:
         version = import_module("triton").__version__
         parts = tuple(int(part) for part in version.split(".")[:2])
-    except BROKEN as error:  # a library it needs is missing, it was built for another Python, or a folder has its name
+    except BROKEN as error:  # a missing library, a build for another Python, or another folder named triton
         cause = f"{type(error).__name__}: {error}"
         raise KernelFault(
             describe("import triton", cause, "Triton 3.6 or later", "install the one this PyTorch was released with")
@@ -185,23 +186,21 @@ def no_triton() -> str | None:
 
 @lru_cache
 def launches_clusters() -> bool:
-    """Whether Triton is of a version whose launcher was read to run kernels in clusters as `launcher.in_clusters`
-    asks."""
+    """Whether this version of Triton supports `launcher.in_clusters`, which relies on its launcher's source."""
     return import_module("triton").__version__.startswith(("3.6", "3.7", "3.9"))
 
 
 def visible_pairs(problem: Problem) -> float:
-    """Query-key pairs the mask's band admits over the batch, exactly for dense layouts; an upper bound where lengths or
-    ids live on the device.
+    """Query-key pairs that the mask's band admits over the batch. Exact for dense layouts; an upper bound if lengths or
+    ids are on the device.
     """
     batch, (rows, keys) = problem.layout.batch, problem.layout.tokens
-    return (
-        batch * _band_pairs(rows / batch, keys / batch, problem) if batch else 0.0
-    )  # packed: as if all were of one length
+    # packed: as if all sequences had the same length
+    return batch * _band_pairs(rows / batch, keys / batch, problem) if batch else 0.0
 
 
 def keys_a_row(problem: Problem) -> float:
-    """Keys that a query sees, on average; of packed sequences as if all were of one length."""
+    """Average number of keys per query. Packed sequences count as equally long."""
     rows = problem.layout.tokens[0]
     return visible_pairs(problem) / rows if rows else 0.0
 
@@ -210,15 +209,15 @@ def _band_pairs(rows: float, keys: float, problem: Problem) -> float:
     mask: MaskStructure = problem.mask
     shift = keys - rows
     hidden = 0.0
-    if mask.right and not mask.prefix:  # keys beyond d + right
+    if mask.right and not mask.prefix:  # masked keys beyond d + right
         hidden += _ramp(rows, keys, keys - shift - problem.right - 1)
-    if mask.left:  # keys before d - left: the same triangle seen from the other end
+    if mask.left:  # masked keys before d - left: the same triangle from the other end
         hidden += _ramp(rows, keys, rows - 1 + shift - problem.left)
     return max(0.0, rows * keys - hidden)
 
 
 def _ramp(rows: float, keys: float, first: float) -> float:
-    """Sum over i in [0, rows) of clamp(first - i, 0, keys): what one edge of a band hides."""
+    """Sum over i in [0, rows) of clamp(first - i, 0, keys): the pairs masked by one limit of a band."""
 
     def triangle(n: float) -> float:
         return n * (n + 1) / 2 if n > 0 else 0.0
@@ -241,7 +240,7 @@ def attention_cost(problem: Problem, backward: bool = False) -> Cost:
 
 
 def decode_cost(problem: DecodeProblem) -> Cost:
-    """As if every sequence were full: lengths are the device's. Its keys and values read once, each row of q and out
+    """Cost with all sequences full, since lengths are on the device: keys and values read once, rows of q and out
     once.
     """
     layout, width = problem.layout, problem.head_dim + problem.head_dim_v

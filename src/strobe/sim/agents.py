@@ -69,10 +69,8 @@ class Barrier:
         self.waits: dict[str, tuple[int, Place]] = {}  # agents that saw the last phase complete: (clock, place)
         self.copies = 0  # TMA loads issued in this phase
         self.valid = True
-        self.latest, self.times = (
-            0.0,
-            [0.0, 0.0],
-        )  # modelled time of the latest arrival, and of the last two completions
+        # modelled time of the latest arrival, and of the last two completions
+        self.latest, self.times = 0.0, [0.0, 0.0]
 
     def passed(self, parity: int) -> bool:
         """mbarrier.try_wait.parity: the phase of this parity is over."""

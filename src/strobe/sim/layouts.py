@@ -37,10 +37,8 @@ class Interned:
         def get(*arguments: object) -> Any:
             key = (name, _key(arguments))
             if key not in self._kept:
-                self._kept[key] = (
-                    make(*arguments),
-                    arguments,
-                )  # keeps the arguments alive, so that their ids stay unique
+                # keeps the arguments alive, so that their ids stay unique
+                self._kept[key] = make(*arguments), arguments
             return self._kept[key][0]
 
         setattr(self, name, get)

@@ -396,10 +396,8 @@ class SharedMemory:
         """cp.async.mbarrier.arrive: arrives once all copies so far have landed, immediately if there are none."""
         machine, p, barrier = self.machine, self.machine.current, self._barrier(bar)
         stream = p.copies
-        arrivals, place = (
-            32 * p.warps,
-            machine.place(),
-        )  # every thread arrives; by default each first increments the pending count
+        # every thread arrives; by default each first increments the pending count
+        arrivals, place = 32 * p.warps, machine.place()
         if increment:
             barrier.missing += arrivals
         if not p.open_copies and not stream.queue:

@@ -22,10 +22,8 @@ class Tuning:
     stages: int  # of the ring that keys and values share
     out_stages: int  # buffers through which tiles of o leave
     block_n: int = 128
-    registers: tuple[int, int] = (
-        184,
-        48,
-    )  # of a thread of softmax, and of mma, load and store; correct has what they leave: see `registers_of`
+    # of a thread of softmax, and of mma, load and store; correct has what they leave: see `registers_of`
+    registers: tuple[int, int] = 184, 48
     threshold: float = 8.0  # o is rescaled where a row's maximum grows by more, in log2 units
     # query heads that a tile holds, of a query each in rows that follow each other: one, or all that share a key head
     joined: int = 1

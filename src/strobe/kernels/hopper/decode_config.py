@@ -1,5 +1,6 @@
-"""The Hopper decode's answers: what it can run, with which tiles and splits, and how. Imports no DSL until
-something runs."""
+"""What the Hopper decode can run, with which tiles and splits, and how. Imports no kernel language until something
+runs.
+"""
 
 from __future__ import annotations
 
@@ -23,66 +24,52 @@ from ..runtime.tma_requirements import against_tools
 
 CAPABILITY = 90
 MOST_WIDTH = 256
-LEAST_ROWS, MOST_ROWS, MOST_ROWS_WIDE = (
-    8,
-    64,
-    32,
-)  # queries of a tile; the last for head dimensions beyond 128, whose o would spill
-LEAST_WIDTH, LEAST_WIDTH_V = 16, 64  # as products take them: values' columns are wgmma's rows
+# rows per tile; the last for head dimensions above 128, whose o would spill
+LEAST_ROWS, MOST_ROWS, MOST_ROWS_WIDE = 8, 64, 32
+LEAST_WIDTH, LEAST_WIDTH_V = 16, 64  # of products: columns of values are rows of wgmma
 MOST_SHARED = 227 * KIB
-RESERVED = KIB  # of an SM's shared memory, for each program
-JOINED_NUMBERS = (
-    128 * 128
-)  # of shares that are loaded at a time: 128 registers of each thread, half of it where tiles take more themselves
+RESERVED = KIB  # shared memory that the system takes per program
+# numbers of partial results loaded at once: 128 registers per thread, or half if tiles need more themselves
+JOINED_NUMBERS = 128 * 128
 MOST_JOINED = 32
-MOST_TOGETHER, ALWAYS_TOGETHER = (
-    16,
-    8,
-)  # programs of a cluster: on parts of 16 SMs or more that are wired together; on any Hopper
-UNASKED, SCRATCH = (
-    48 * KIB,
-    4 * KIB,
-)  # of shared memory: what any kernel gets; what the compiler takes for reductions, at most
-BLOCKS_TOGETHER = (
-    4  # tiles of keys that programs of a cluster take, one an SM: of more, twice as many programs read as fast (H200)
-)
-EARLY = True  # launched to overlap the kernel before
+MOST_TOGETHER, ALWAYS_TOGETHER = 16, 8  # programs per cluster: where 16 SMs form a GPC; on any Hopper GPU
+# shared memory: available without opt-in; upper limit of the compiler's reductions
+UNASKED, SCRATCH = 48 * KIB, 4 * KIB
+# key tiles per program of a cluster, one program per SM; with more, twice as many programs are as fast (H200)
+BLOCKS_TOGETHER = 4
+EARLY = True  # programmatic dependent launch
 
 
 class DecodeTuning(NamedTuple):
     block_n: int
-    stages: int  # of which all but one are copies under way
+    stages: int  # all but one are in flight
 
 
-# the first of which two programs fit on an SM, else the first that fits; what was fastest on an H200
-# (docs/performance.md)
+# The first of which two programs fit on an SM, else the first that fits: the fastest on an H200.
 DECODE_TUNINGS = (DecodeTuning(64, 3), DecodeTuning(64, 2))
-STREAMED, STREAMED_WIDTH, STREAMED_ROWS = (
-    DecodeTuning(128, 2),
-    128,
-    16,
-)  # of rows of keys that `streamed` is about; what it was measured for
-STREAMED_KEYS = 12_000  # of an SM
+# of contiguous caches (see `streamed`); the sizes it was measured for
+STREAMED, STREAMED_WIDTH, STREAMED_ROWS = DecodeTuning(128, 2), 128, 16
+STREAMED_KEYS = 12_000  # keys per SM
 
 
 @dataclass(frozen=True)
 class DecodeForm(Constants, Traits):
-    """All that the compiled kernel holds as constants; no __str__ of its own, since Triton tells kernels apart by
-    it."""
+    """Compile-time constants of the decode. It has no __str__ of its own, because Triton identifies kernels by it."""
 
     block_m: int
     block_n: int
     stages: int
-    fp8: bool  # keys of 8 bits
-    joined_rows: int  # of a tile, that can be queries
+    fp8: bool  # 8-bit keys
+    joined_rows: int  # rows per tile that can be queries
     one_stride: bool  # k and v have the same strides
-    near: bool  # offsets in k and v fit in 32 bits
+    near: bool  # offsets in k and v fit into 32 bits
     banded: bool  # rows of a tile see different keys
-    joined: int = 1  # splits whose shares of a tile are loaded at a time
-    single: bool = False  # one split: nothing to join
-    in_order: bool = False  # splits are joined one after the other, as `invariant` meets them
-    early: bool = False  # launched to overlap the kernel before
-    # splits that run together, a program each, and join their shares in shared memory; 0: they join in global memory
+    joined: int = 1  # splits whose partial results of a tile are loaded at once
+    single: bool = False  # one split: nothing to combine
+    in_order: bool = False  # splits are combined in order, as `invariant` processes them
+    early: bool = False  # programmatic dependent launch
+    # Splits per cluster, one program each, combined through shared memory. 0: splits are combined through global
+    # memory.
     cluster: int = 0
 
     @property
@@ -99,17 +86,17 @@ class DecodeForm(Constants, Traits):
 
     @property
     def alike(self) -> bool:
-        """Whether a key's number stands in k where its value's stands in v."""
+        """Whether a key and its value have the same offset in k and v."""
         return self.one_stride and self.head_dim == self.head_dim_v and self.block_d == self.block_dv
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number in the cache."""
+        """Bytes per element of the cache."""
         return 1 if self.fp8 else 2
 
     @property
     def lift(self) -> float:
-        """How far p may exceed 1, in log2 units: a float16 under 2^-14 loses bits (device.lagging)."""
+        """log2 offset by which p may exceed 1, because a float16 below 2^-14 loses bits (device.lagging)."""
         return 14.0 if self.dtype == "float16" or self.fp8 else 0.0
 
     @property
@@ -120,18 +107,19 @@ class DecodeForm(Constants, Traits):
 
     @property
     def step(self) -> int:
-        """Keys from a split's tile to its next."""
+        """Keys between consecutive tiles of a split."""
         return self.block_n * (self.cluster or 1)
 
     @property
     def sent_rows(self) -> int:
-        """Rows that come from each program of a cluster: two at a time."""
+        """Rows that each program of a cluster sends, at least two."""
         return max(2, self.joined_rows)
 
     @property
     def inbox_bytes(self) -> int:
-        """What comes to a program of a cluster: its columns from all, which are as many numbers as a share, and all
-        log-sum-exps."""
+        """What a program of a cluster receives: its columns from all programs (as many numbers as one partial result),
+        and all lse.
+        """
         return 4 * self.sent_rows * (self.block_dv + self.cluster)
 
     def own_bytes(self) -> int:
@@ -140,13 +128,13 @@ class DecodeForm(Constants, Traits):
         return self.stages * self.block_n * widths * self.itemsize + 2 * self.block_m * (self.block_d + self.block_n)
 
     def shared_bytes(self) -> int:
-        """An inbox with its mbarrier besides."""
+        """Own tiles, and in a cluster the receive buffer with its mbarrier."""
         return self.own_bytes() + (padded_to(self.inbox_bytes + 8, KIB) if self.cluster else 0)
 
 
 @dataclass(frozen=True)
 class InvariantForm(DecodeForm):
-    """Of a forward with the bits of a decode: its rows are the decode's but for their number."""
+    """Compile-time constants of a forward with batch_invariant: those of the decode, with more rows."""
 
     packed: bool = False
 
@@ -156,7 +144,7 @@ class InvariantForm(DecodeForm):
         return 8
 
     def shared_bytes(self) -> int:
-        """As of a decode with a second p."""
+        """As in a decode, with a second p."""
         return super().shared_bytes() + 2 * self.block_m * self.block_n
 
 
@@ -174,9 +162,8 @@ class InvariantConfig:
 
 def invariant_config(problem: Problem) -> InvariantConfig:
     form = form_of(as_decode(problem))
-    form = replace(
-        form, stages=2, block_m=2 * form.block_m, joined_rows=0, one_stride=False
-    )  # the last two mean nothing here
+    # the last two are unused here
+    form = replace(form, stages=2, block_m=2 * form.block_m, joined_rows=0, one_stride=False)
     return InvariantConfig(
         InvariantForm(**{field.name: getattr(form, field.name) for field in fields(form)}, packed=problem.packed)
     )
@@ -186,7 +173,7 @@ def invariant_config(problem: Problem) -> InvariantConfig:
 class DecodeConfig:
     form: DecodeForm
     n_splits: int
-    split_size: int  # keys
+    split_size: int  # in keys
 
     def __str__(self) -> str:
         f = self.form
@@ -208,17 +195,20 @@ def padded_to(size: int, step: int) -> int:
 
 
 def together(form: DecodeForm, blocks: int, tiles: int, sm_count: int) -> int:
-    """How many programs split a tile's keys in a cluster, one an SM; 0 where keys are too many for that.
+    """Number of programs that split a tile's keys in a cluster, one per SM; 0 if there are too many keys.
 
-    One sequence of 1,024 keys takes 4.8 us for 5.9 with shares in global memory, of 512 4.0 for 4.9, of 4,096 9.0 for
-    9.4; but two of 512 in clusters of 16, two programs an SM, 7.8 for 5.4 (H200, 32 and 8 heads of 128).
+    Time with a cluster, and combined through global memory (H200, 32/8 heads of 128):
+        1 sequence of 512     4.0 us, 4.9 us
+        1 sequence of 1024    4.8 us, 5.9 us
+        1 sequence of 4096    9.0 us, 9.4 us
+        2 sequences of 512    7.8 us, 5.4 us (clusters of 16, two programs per SM)
     """
     most = min(MOST_TOGETHER, padded(blocks, 1), 1 << (max(1, sm_count // max(1, tiles)).bit_length() - 1))
     for size in (most, min(most, ALWAYS_TOGETHER)):
-        room = 2 if size > ALWAYS_TOGETHER else 1  # of programs an SM, so that 16 need no more than 8 SMs
+        room = 2 if size > ALWAYS_TOGETHER else 1  # programs per SM: 16 then need at most 8 SMs
         shared = replace(form, cluster=size).shared_bytes()
-        # where a kernel's own memory does not ask for more than is given without asking, Triton's launcher does not
-        # ask, whatever lies beside it
+        # Triton's launcher requests more shared memory only if the kernel's own allocation needs it, regardless of the
+        # receive buffer.
         fits = room * (shared + RESERVED) <= MOST_SHARED and (form.own_bytes() > UNASKED or shared + SCRATCH <= UNASKED)
         if size > 1 and fits and -(-blocks // size) <= BLOCKS_TOGETHER:
             return size
@@ -226,12 +216,16 @@ def together(form: DecodeForm, blocks: int, tiles: int, sm_count: int) -> int:
 
 
 def streamed(form: DecodeForm, problem: DecodeProblem, tiles: int, sm_count: int) -> bool:
-    """Whether an SM reads so many keys, of whole sequences in rows, that it is faster with one program of twice the
-    tile, fewer bytes under way.
+    """Whether each SM reads so many keys, from whole contiguous sequences, that one program per SM with twice the tile
+    and fewer bytes in flight is faster.
 
-    64 sequences of 8,192 keys take 473.7 us for 481.0, 128 of 4,096 477.2 for 483.2, 32 of 8,192 240.7 for 242.5, where
-    half as many level or lose 1 %: a last wave of whole sequences is longer with one program an SM. Pages lose 4 %
-    (H200, 32 and 8 heads of 128).
+    With half as many keys it is equal or 1 % slower, because a last wave of whole sequences takes longer. Paged caches
+    are 4 % slower.
+
+    Time with, and without (H200, 32/8 heads of 128):
+        64 sequences of 8192     473.7 us, 481.0 us
+        128 sequences of 4096    477.2 us, 483.2 us
+        32 sequences of 8192     240.7 us, 242.5 us
     """
     fits = (
         form.block_d == form.block_dv == STREAMED_WIDTH
@@ -242,13 +236,13 @@ def streamed(form: DecodeForm, problem: DecodeProblem, tiles: int, sm_count: int
 
 
 def joined(form: DecodeForm, n_splits: int) -> int:
-    """What registers hold of a tile's shares; no more than there are."""
+    """Splits whose partial results fit into registers at once, at most `n_splits` (rounded up)."""
     numbers = JOINED_NUMBERS if form.block_m <= 16 and form.block_dv <= 128 else JOINED_NUMBERS // 2
     return max(1, min(padded(n_splits, 1), MOST_JOINED, numbers // (form.joined_rows * form.block_dv)))
 
 
 def furthest(problem: DecodeProblem) -> int:
-    """The largest offset of a number in k or v."""
+    """The largest element offset in k or v."""
     layout: Any = problem.layout
     pages, rows = (layout.n_pages, layout.page_size) if problem.paged else (layout.batch, layout.seqlen_k)
     sizes = (max(pages, 1), max(rows, 1), problem.heads_kv)
@@ -260,7 +254,7 @@ def furthest(problem: DecodeProblem) -> int:
 
 
 def form_of(problem: DecodeProblem) -> DecodeForm:
-    """All of its form that splits have no part in."""
+    """The form of a problem, except what depends on the number of splits."""
     rows, layout = problem.group * problem.layout.seqlen_q, problem.layout
     most = MOST_ROWS if max(problem.head_dim, problem.head_dim_v) <= 128 else MOST_ROWS_WIDE
     known = traits(problem) | {

@@ -1,4 +1,4 @@
-"""The Hopper kernels' answers: what they can run, with which tiles, and how. Imports no DSL until something runs."""
+"""What the Hopper kernels can run, with which tiles, and how. Imports no kernel language until something runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ForwardConfig:
         )
 
 
-# (head dimensions, padded to what tiles hold) -> tiles; what fits, then what was fastest on an H200
+# (padded head dimensions) -> tiles: those that fit, then the fastest on an H200
 TUNINGS = {
     (64, 64): Tuning(block_n=128, stages=3, consumers=3, under=False, ping_pong=True),
     (96, 96): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=2, under=False, ping_pong=True, each=True),
@@ -55,35 +55,41 @@ TUNINGS = {
     (256, 128): Tuning(block_n=64, stages=2, consumers=2, ping_pong=True),
     (256, 256): Tuning(block_n=64, stages=2, consumers=2, q_in_registers=1, half_staged=True, ping_pong=True),
 }
-# in pieces, windows, documents and packed sequences, whose tiles end soon: of the speed of TUNINGS d64 window 1024 of
-# 16k 1.045, of 4k 0.98, 16 documents of 16k 1.09, d128 packed 1.08, window of 16k 1.08, of 4k 1.00, documents 1.02
-# (H200)
+# for windows, documents and packed sequences, whose tiles have few key blocks.
+# speed relative to TUNINGS (H200):
+#   d64    window of 1024: 1.045x at 16k, 0.98x at 4k; 16 documents of 16k: 1.09x
+#   d128   packed: 1.08x; window: 1.08x at 16k, 1.00x at 4k; documents: 1.02x
 PIECES = {
     (64, 64): Tuning(block_n=64, stages=6, consumers=4, under=False, ping_pong=True),
     (128, 128): Tuning(block_n=64, stages=4, consumers=3, half_staged=True, under=False, ping_pong=True),
     (256, 256): Tuning(
         block_n=64, stages=2, consumers=2, half_staged=True, ping_pong=True
-    ),  # documents spill with half of q in registers
+    ),  # with half of q in registers, documents spill
 }
-# where early weights (`early`) gain; at 256 products alone are the limit. Of fewer keys a row than these, on average,
-# verdicts cost more than they save: of the speed without causal 512 0.97 (d128), 0.99 (d64), 1k, of twice as many keys
-# a row, 1.02 to 1.03, dense 512 1.04, 1.02 (H200)
+# head dimensions for which optimistic softmax (`early`) is faster; at 256 the products alone are the limit. It needs
+# EARLY_KEYS keys per row on average, because redo flags cost more than they save with fewer.
+# speed relative to softmax that waits for row_max (H200), d128 and d64:
+#   causal 512   0.97x, 0.99x
+#   causal 1k    1.02x to 1.03x
+#   dense 512    1.04x, 1.02x
 EARLY = {(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)}
 EARLY_KEYS = 400
-# for a softcap, whose tanh takes registers
+# with a softcap, because tanh takes registers
 CAPPED = {
     (64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, under=False, ping_pong=True),
     (128, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1),
     (192, 128): Tuning(block_n=64, stages=4, consumers=2, half_staged=True),
     (256, 256): PIECES[256, 256],
 }
-# of fewer keys a row, on average: d64 causal 512 1.05, 1k 1.12, 4k 1.05, 16k 1.00, dense 512 1.07, 4k 1.01, 16k 0.986;
-# d128 causal 256 to 700 1.02 to 1.03, but 1,024 0.98 and dense 512 0.94 (H200)
+# (below this many keys per row on average, tiles).
+# speed relative to TUNINGS (H200):
+#   d64    causal: 1.05x at 512, 1.12x at 1k, 1.05x at 4k, 1.00x at 16k; dense: 1.07x at 512, 1.01x at 4k, 0.986x at 16k
+#   d128   causal: 1.02x to 1.03x at 256 to 700, 0.98x at 1024; dense: 0.94x at 512
 FEW = {(64, 64): (4_000, PIECES[64, 64]), (128, 128): (400, CAPPED[128, 128])}
 
 
 def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The key of TUNINGS, and of BACKWARD_TUNINGS, that a call's head dimensions are padded to."""
+    """The key of TUNINGS, and of BACKWARD_TUNINGS, for a call's head dimensions."""
     return next(widths for widths in TUNINGS if widths[0] >= head_dim and widths[1] >= head_dim_v)
 
 
@@ -97,7 +103,7 @@ def tuning_of(problem: Problem) -> Tuning:
 
 
 def early(problem: Problem) -> bool:
-    """Whether weights come before maxima."""
+    """Whether optimistic softmax is used: weights are computed before the row maximum is known."""
     widths = tiled(problem.head_dim, problem.head_dim_v)
     return widths in EARLY and keys_a_row(problem) >= EARLY_KEYS
 
@@ -126,8 +132,8 @@ class HopperForward:
         if problem.batch_invariant:
             return invariant_config(problem)
         tuning = tuning_of(problem)
-        # in a window's tiles fewer queries, of more heads, see fewer keys: 0 to 9 % where there are as many tiles
-        # (H200, windows of 128 to 4096)
+        # A window's tile of more heads has fewer queries, which see fewer keys: up to 9 % faster for an equal number of
+        # tiles (H200, windows of 128 to 4096).
         fewer = 0.0 if problem.mask.left else 0.1
         tuning = replace(tuning, joined=joined(problem, ROWS * tuning.consumers, ROWS, fewer))
         group = problem.group // tuning.joined
@@ -182,9 +188,11 @@ class BackwardConfig:
         )
 
 
-# (head dimensions, padded to what tiles hold) -> tiles of the backward: what fits without spills, then what was fastest
-# on an H200. Three stages for two leave no room for form.bells: with those two are 1.002 to 1.008 of the speed at d128
-# dense 4k to 16k, 0.995 at 512, d96 causal 512 1.008, 1k to 4k 1.02 to 1.03, 8k 1.003
+# (padded head dimensions) -> tiles of the backward: those that fit without spills, then the fastest on an H200. A third
+# stage leaves no shared memory for per-thread mbarriers (form.bells).
+# speed of two stages with per-thread mbarriers relative to three without (H200):
+#   d128   dense: 1.002x to 1.008x at 4k to 16k, 0.995x at 512
+#   d96    causal: 1.008x at 512, 1.02x to 1.03x at 1k to 4k, 1.003x at 8k
 BACKWARD_TUNINGS = {
     (64, 64): BackwardTuning(block_m=128, block_n=128, stages=2, stages_do=2, k_in_registers=True),
     (96, 96): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2, k_in_registers=True, each=True),
@@ -194,22 +202,29 @@ BACKWARD_TUNINGS = {
     (256, 128): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=2, parts=2),
     (256, 256): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=1, parts=2),
 }
-BACKWARD_CAPPED = {
-    (64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3)
-}  # for tanh's registers: 0 bytes of spills for 1340
+# for tanh's registers: spills drop from 1340 to 0 bytes
+BACKWARD_CAPPED = {(64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3)}
 
-# where a tile of keys takes so many steps or more, on average, a step multiplies dq of the step before; of fewer what
-# is multiplied once more and last costs more: d128 dense 512 1.00, 1k 1.04, 2k and more 1.08, causal 512 0.96, 1k 0.97,
-# 2k 1.01, 4k 1.04 of the speed, GQA 64/8 2k 1.02; d96 causal 1k and 2k 0.93, 8k 1.03 to 1.04, dense 8k 1.01; d64 dense
-# 4k 1.00, 8k 1.01, 16k 1.03, causal 4k and 8k 0.99, 16k 1.02, but 8k 1.015 where programs take turns at dq (H200)
+# From this many steps per key tile on average, a step computes dq of the previous step (form.lags). With fewer steps,
+# the extra product at the end costs more than it gains.
+# speed relative to dq in its own step (H200):
+#   d128   dense: 1.00x at 512, 1.04x at 1k, 1.08x from 2k; causal: 0.96x at 512, 0.97x at 1k, 1.01x at 2k, 1.04x at 4k;
+#          GQA 64/8: 1.02x at 2k
+#   d96    causal: 0.93x at 1k and 2k, 1.03x to 1.04x at 8k; dense: 1.01x at 8k
+#   d64    dense: 1.00x at 4k, 1.01x at 8k, 1.03x at 16k; causal: 0.99x at 4k and 8k, 1.02x at 16k;
+#          deterministic causal: 1.015x at 8k
 LAGGING_STEPS = {(64, 64): 48, (96, 96): 48, (128, 128): 12}
-# scores begin at -lse over their scale with lags and, at 128, where later keys are hidden: d128 causal 1k 1.02, 4k
-# 1.015, 8k 1.02, 16k 1.01, with lags 1.00 to 1.01, of documents 1.045, dense with lags 1.10, without 0.99; d96 with
-# lags 1.015, without 0.98; d64 0.94 (H200)
+# Head dimensions whose score accumulator starts at -lse / scale (form.begun): with form.lags and, at 128, with a right
+# mask limit.
+# speed relative to subtracting lse afterwards (H200):
+#   d128   causal: 1.02x at 1k, 1.015x at 4k, 1.02x at 8k, 1.01x at 16k; with lags 1.00x to 1.01x; documents: 1.045x;
+#          dense: 1.10x with lags, 0.99x without
+#   d96    1.015x with lags, 0.98x without
+#   d64    0.94x
 BEGUN = {(96, 96), (128, 128)}
-FINE = 2.0**100  # scales up to this, and from its inverse on, by which lse may be divided
+FINE = 2.0**100  # lse may be divided by scales from 1 / FINE to FINE
 
-STORED_KEYS = {(64, 64): 1200, (96, 96): 1200, (128, 128): 1200}  # a row, on average, up to which the first tile stores
+STORED_KEYS = {(64, 64): 1200, (96, 96): 1200, (128, 128): 1200}  # keys per row on average
 
 
 class HopperBackward:
@@ -219,10 +234,7 @@ class HopperBackward:
         if target.kind != "cuda" or target.capability != CAPABILITY:
             return _why_not(problem, target)
         if has_spans(problem.mask) and _ordered(problem):
-            return (
-                "gradients under prefixes, key lengths and documents without turns at dq only; this asks for "
-                "deterministic ones"
-            )
+            return "no deterministic gradients with prefixes, key lengths or documents"
         return _against(_written(problem))
 
     def config(self, problem: Problem, target: Target) -> BackwardConfig:
@@ -265,8 +277,10 @@ class HopperBackward:
         return attention_cost(problem, backward=True)
 
     def workspace(self, problem: Problem, config: BackwardConfig) -> tuple[Buffer, ...]:
-        """lse and delta of each row as the main kernel reads them; dq's sum, or of what is cleared ahead the first of
-        it, the counter and turns, which the first kernel sets to 0; sums of dk and dv.
+        """lse and delta per row in the main kernel's layout, dq's float32 sum, the tile counter, semaphores for dq, and
+        sums of dk and dv.
+
+        The first kernel zeroes the counter, the semaphores and, if dq is zeroed ahead, the first part of its sum.
         """
         form = config.form
         heads = (problem.heads_q,) if problem.packed else (problem.layout.batch, problem.heads_q)
@@ -293,18 +307,26 @@ class HopperBackward:
         run_backward(plan, call, tensors, workspace)
 
 
-LONG_PROGRAM = 64  # steps of the longest, of which its sums in float32 memory are a small part
+LONG_PROGRAM = 64  # steps of the longest program, beyond which float32 sums of dk and dv cost little
 
 
 def _first_stores(problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTuning) -> bool:
-    """Whether the first tile of keys to come to a tile of dq stores, so that nothing clears dq's sum: where rows see
-    few keys, and tiles come one after the other; the others wait for it.
+    """Whether the first key tile that reaches a dq tile stores it and the others wait, so that nothing zeroes dq's sum.
 
-    Dense ones come together, and of causal heads that a program walks in turn the shorter tiles come first to the
-    second. Of the speed with sums cleared by the kernel before dense 4k 0.96, GQA 64/8 causal 2k 0.88, d128 causal 512
-    1.11, 1k 1.06, 2k 1.02, 4k 1.01, 16k 0.96; d64 1.04, 1.03, 1.00, 0.99, 0.96; windows of 256, 1,024, 2,048 and 4,096
-    1.08 to 1.11, 1.03, 0.99, 0.91 to 1.00; d192 causal 8k 0.70 (H200). Of that with sums cleared ahead d128 causal 512
-    1.28, 1k 1.12, 2.5k 1.00, 3k 0.99, 4k 0.97 to 0.99, d64 2k 1.01, a window of 1,024 1.01 to 1.03 (H100).
+    This is faster if rows see few keys and key tiles arrive one after the other. Dense tiles arrive together. If a
+    program processes several causal heads, shorter tiles of the second head arrive first.
+
+        speed relative to a sum zeroed by an earlier kernel (H200):
+            dense 4k             0.96x
+            GQA 64/8 causal 2k   0.88x
+            d128 causal          1.11x at 512, 1.06x at 1k, 1.02x at 2k, 1.01x at 4k, 0.96x at 16k
+            d64 causal           1.04x at 512, 1.03x at 1k, 1.00x at 2k, 0.99x at 4k, 0.96x at 16k
+            windows              1.08x to 1.11x of 256, 1.03x of 1024, 0.99x of 2048, 0.91x to 1.00x of 4096
+            d192 causal 8k       0.70x
+        speed relative to a sum zeroed ahead (H100):
+            d128 causal          1.28x at 512, 1.12x at 1k, 1.00x at 2.5k, 0.99x at 3k, 0.97x to 0.99x at 4k
+            d64 causal 2k        1.01x
+            window of 1024       1.01x to 1.03x
     """
     mask = problem.mask
     apart = mask.right and (mask.left or splits == problem.group)
@@ -320,29 +342,36 @@ def _one_tile(problem: Problem, tuning: BackwardTuning) -> bool:
     return isinstance(problem.layout, Dense) and problem.layout.seqlen_k <= tuning.block_n
 
 
-CLEARED_KEYS = 600  # a row, on average, from which a tile of keys has time for its share of the zeros
+CLEARED_KEYS = 600  # keys per row on average, from which a key tile has time to zero its part
 
 
 def _clears(problem: Problem, form: BackwardForm) -> bool:
-    """Whether programs clear dq's sum ahead, for the kernel before them.
+    """Whether programs zero dq's sum ahead of use, instead of an earlier kernel.
 
-    Not by roles, where adds to dq bind memory anyway (d192 1.003, d256 1.000 of the speed), nor where steps keep
-    addresses in registers, of which ptxas then finds 3 % too few (d64 dense 4k 0.97), nor of few keys: dense 512 1.00,
-    1k 1.01, 2k 1.02, GQA 64/8 causal 512 0.95, 1k 0.965, 2k 1.02 (H100).
+    Not if consumers split the products, where adds to dq limit memory anyway (d192 1.003x, d256 1.000x). Not if steps
+    keep addresses in registers, because ptxas then finds 3 % too few (d64 dense 4k 0.97x). Not for few keys.
+
+        speed relative to zeroing in an earlier kernel (H100):
+            dense             1.00x at 512, 1.01x at 1k, 1.02x at 2k
+            GQA 64/8 causal   0.95x at 512, 0.965x at 1k, 1.02x at 2k
     """
     suits = form.halves and form.reckons and not (form.first_stores or form.packed or form.spans)
     return suits and keys_a_row(problem) >= CLEARED_KEYS
 
 
-# a row, on average, from which queries that see one tile of keys alone are too few; of other widths shares of dq have
-# not 64 columns
+# Keys per row on average, from which too few queries see a single key tile. Other head dimensions have no dq part of 64
+# columns.
 FINISHED_KEYS = {(64, 64): 400, (128, 128): 600}
 
 
 def _finishes(problem: Problem, form: BackwardForm) -> bool:
-    """Whether dq of queries that see keys of one tile alone, the first, is written at once, and not summed in memory.
-    Of the speed without d128 causal 128 runs at 1.47, 256 at 1.12, 512 at 1.07, 1k at 1.03, d64 256 at 1.10, 512 at
-    1.03, 1k at 1.00 (H200). Steps that multiply dq of the step before have no room for it.
+    """Whether dq of queries that see only the first key tile is written directly instead of summed in memory.
+
+    Steps that compute the previous step's dq (form.lags) have no registers for it.
+
+        speed relative to summing all of dq (H200):
+            d128 causal   1.47x at 128, 1.12x at 256, 1.07x at 512, 1.03x at 1k
+            d64 causal    1.10x at 256, 1.03x at 512, 1.00x at 1k
     """
     may = problem.mask.right or problem.packed or _one_tile(problem, form.tuning)
     suits = form.halves and form.share_columns(0) == ROWS and not (form.spans or form.lags or form.mask.left)
@@ -355,9 +384,10 @@ def _finishes(problem: Problem, form: BackwardForm) -> bool:
 
 
 def _last_sections(problem: Problem, form: BackwardForm) -> int:
-    """Sections of causal heads in which turns go from the first keys to the last: two where heads are grouped (GQA 64/8
-    causal 8k 1.20 of the speed for 1.10 with one, 16k 1.105 for 1.125, H200). None where a head's gradients must not
-    depend on how many there are.
+    """Sections of causal heads in which dq is added from the first keys to the last, in deterministic backwards.
+
+    Two for grouped heads: GQA 64/8 causal 8k is 1.20x as fast as with none (1.10x with one section), 16k 1.105x
+    (1.125x) (H200). None with batch_invariant, where a head's gradients must not depend on the number of heads.
     """
     causal = problem.mask.right and not problem.mask.left and not problem.packed
     if not (form.ordered and causal) or problem.batch_invariant:
@@ -366,7 +396,7 @@ def _last_sections(problem: Problem, form: BackwardForm) -> int:
 
 
 def _lags(problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTuning, ordered: bool) -> bool:
-    """Whether a step multiplies dq of the step before, so that the two consumers need not be in step."""
+    """Whether a step computes dq of the previous step, so that the two consumers need not run in lockstep."""
     if widths not in LAGGING_STEPS or problem.mask.documents or problem.softcap:
         return False
     keys = problem.layout.tokens[1]
@@ -375,17 +405,17 @@ def _lags(problem: Problem, splits: int, widths: tuple[int, int], tuning: Backwa
 
 
 def _begins(problem: Problem, widths: tuple[int, int]) -> bool:
-    """Whether scores begin at -lse even without lags."""
+    """Whether the score accumulator starts at -lse even without form.lags."""
     return widths == (128, 128) and problem.mask.right
 
 
 def _splits(problem: Problem, target: Target, tuning: BackwardTuning) -> int:
-    """Programs to divide a group among: enough to fill the SMs, twice as many where the costs of programs differ, lest
-    the longest decide.
+    """Number of programs that share the heads of a group: enough to fill the SMs, or twice that if programs differ in
+    cost, so that the longest does not dominate.
 
-    Each adds its share of dk and dv in float32 memory, so more are wanted only of long programs: GQA 64/8 causal at 8k
-    550 TFLOP/s in four parts, 526 in two, 426 in one; at 2k 426 in four and 399 in eight (H200). How long those of
-    documents are nobody knows here.
+    Each program adds to dk and dv in float32 memory, so more programs pay off only if they are long. GQA 64/8 causal
+    (H200): at 8k 550 TFLOP/s with four, 526 with two, 426 with one; at 2k 426 with four and 399 with eight. Programs of
+    documents have unknown lengths.
     """
     layout: Any = problem.layout
     tiles = (
@@ -410,7 +440,9 @@ def _ordered(problem: Problem) -> bool:
 
 
 def _written(problem: Problem) -> Problem:
-    """The problem whose out the forward writes: a partial one it cannot, but the backward can read it."""
+    """The problem with an out dtype that the forward can write. The forward cannot write partial results; the backward
+    reads them.
+    """
     return replace(problem, out_dtype=problem.dtype)
 
 

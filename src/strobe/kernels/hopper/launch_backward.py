@@ -1,4 +1,4 @@
-"""From a Plan and a Call to the Hopper backward's three launches."""
+"""Arguments and the three launches of the Hopper backward, from a Plan and a Call."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from . import backward
 from .backward_preprocess import convert_dq_kernel, convert_kernel, rows_kernel
 from .traits import ROWS
 
-L2_BYTES = (
-    32 << 20
-)  # of queries, their gradients and dq's sums that stay while a section of heads is walked; an H200 has 50 MB
-CONVERTED_ROWS = 32  # a program of convert_kernel, which only moves memory
+# budget for queries, their gradients and dq's sums of a section of heads; an H200 has 50 MB
+L2_BYTES = 32 << 20
+CONVERTED_ROWS = 32  # rows per program of convert_kernel, which only copies
 
 
 def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor]) -> None:
@@ -68,9 +67,8 @@ def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
     strides = tuple(strides_of(t, plan.problem) for t in pointers[:2])
     unit = -1.0 / numbers_of(plan.problem)[0] if plan.config.form.begun else 1.0
     _, tiles_n, section = parts_of_heads(plan)
-    cleared = (
-        (section, tiles_n) if plan.config.form.clears else (0, 0)
-    )  # else none, lest each length be compiled by itself
+    # 0 otherwise, so that kernels are not compiled per length
+    cleared = (section, tiles_n) if plan.config.form.clears else (0, 0)
     return Launch(
         rows_kernel,
         tiles_of_rows(plan),
@@ -80,8 +78,7 @@ def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
 
 
 def makes_dq(plan: Plan) -> bool:
-    """Whether the main kernel has made all of dq: with form.collects, where each tile of queries has one that sees
-    a key."""
+    """Whether the main kernel computes all of dq: with form.collects, if each query tile has one that sees a key."""
     problem, form = plan.problem, plan.config.form
     if not form.collects:
         return False
@@ -107,7 +104,7 @@ def row_sizes(plan: Plan) -> tuple[int, ...]:
 
 
 def tiles_of_rows(plan: Plan) -> int:
-    """Tiles of queries of all heads: programs of the kernels around the main one."""
+    """Query tiles of all heads: programs of the kernels before and after the main one."""
     return counted(plan, plan.problem.heads_q * entries(plan.problem) * row_sizes(plan)[-1])
 
 
@@ -137,14 +134,14 @@ def main_launch(
     problem, tuning = plan.problem, form.tuning
     q, k, v, dout, rows, dk, dv, dq, dq_sum = views
     apart: tuple[int, ...] = ()
-    if form.spans:  # the first entry stands for all
+    if form.spans:  # the first entry represents all
         apart = tuple(rows_apart(t) or 0 for t in (q, dout, k, v, dk, dv))
         q, k, v, dout, dk, dv = q[0], k[0], v[0], dout[0], dk[0], dv[0]
     batch, (seqlen_q, seqlen_k) = problem.layout.batch, tokens(problem)
     parts, tiles_n, section = parts_of_heads(plan)
     if rows.numel() >= MOST_TILES:
         raise KernelFault(
-            f"{plan.kernel.name}: {rows.numel()} numbers of rows are more than an int32 can count; split the batch"
+            f"{plan.kernel.name}: {rows.numel()} values per row exceed the range of int32; split the batch"
         )
     by_rows, by_rows_v = (tuning.block_m, form.first_d), (tuning.block_m, form.first_dv)
     by_keys, by_keys_v = (tuning.block_n, form.first_d), (tuning.block_n, form.first_dv)
@@ -177,7 +174,7 @@ def main_launch(
 
 
 def parts_of_heads(plan: Plan) -> tuple[int, int, int]:
-    """(parts of heads, tiles of keys of each, parts that make a section)."""
+    """(parts of heads, key tiles per part, parts per section)."""
     form: Any = plan.config.form
     problem, block_n = plan.problem, form.tuning.block_n
     seqlen_q, seqlen_k = tokens(problem)
@@ -191,16 +188,16 @@ def parts_of_heads(plan: Plan) -> tuple[int, int, int]:
     )
 
 
-SHORT = 5  # tiles of keys
+SHORT = 5  # key tiles
 
 
 def filling(sm_count: int, tiles_n: int, form: Any) -> int:
-    """Parts of heads that have about a tile of keys for each SM: twice as many are slower where tiles are short, half
-    as many where heads are grouped (512 x 32 1.04, GQA 64/8 2k 0.90 of the speed, H200).
+    """Parts of heads per section: about one key tile per SM.
 
-    Twice as many where programs of long steps take turns, which then come further apart (d64 causal 4k to 16k 1.004 to
-    1.006 of the speed, d128 0.993 to 0.999), and where the last of few programs waits for the others (512 x 32 1.025,
-    256 x 64 1.09, d64 512 1.21, d128 768 0.985, 1k 0.98).
+    Speed (H200): 512 x 32 is 1.04x as fast as with twice as many, GQA 64/8 2k with half as many only 0.90x. Twice as
+    many are used in two cases. Ordered programs with long steps are then further apart: d64 causal 1.004x to 1.006x at
+    4k to 16k, d128 0.993x to 0.999x. With few programs the last one waits for the others: 512 x 32 1.025x, 256 x 64
+    1.09x, d64 512 1.21x, d128 768 0.985x, 1k 0.98x.
     """
     apart = form.ordered and form.by_rows
     waits = form.collects and (form.by_rows or tiles_n <= SHORT)
@@ -214,12 +211,12 @@ def counted(plan: Plan, programs: int) -> int:
 
 
 def tokens(problem: Problem) -> tuple[int, int]:
-    """(S_q, S_k), or T_q and T_k of packed tensors."""
+    """(S_q, S_k), or (T_q, T_k) of packed tensors."""
     return problem.layout.tokens if problem.packed else problem.layout[1:3]
 
 
 def operand(dout: Tensor, call: Call, spans: bool) -> Tensor:
-    """dout as the products take it: in q's dtype and with rows that TMA can address; a copy where it is not so."""
+    """dout in q's dtype with strides that TMA can address, copied only if necessary."""
     aligned = all(stride * dout.element_size() % ALIGNMENT == 0 and stride > 0 for stride in dout.stride()[:-1])
     if (
         dout.dtype == call.q.dtype
@@ -232,7 +229,7 @@ def operand(dout: Tensor, call: Call, spans: bool) -> Tensor:
 
 
 def writable(gradient: Tensor, spans: bool) -> Tensor:
-    """`addressable`, and of spans with batch entries whole rows apart."""
+    """`addressable`; with key ranges, also with a batch stride that is a multiple of the row stride."""
     held = addressable(gradient)
     return (
         held
@@ -242,8 +239,7 @@ def writable(gradient: Tensor, spans: bool) -> Tensor:
 
 
 def rows_apart(tensor: Tensor) -> int | None:
-    """How many rows a batch entry's first is from the one before; None where that is no whole number, or more than
-    TMA can be told."""
+    """Batch stride in rows. None if it is not a multiple of the row stride or exceeds TMA's limit."""
     apart = entries_apart(tensor.shape[0], tensor.stride())
     return None if apart is None or apart * tensor.shape[0] > MOST_ROWS else apart
 

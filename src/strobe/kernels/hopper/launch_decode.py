@@ -1,4 +1,4 @@
-"""From a Plan and a call to the arguments of the Hopper decode, and of forwards with its bits, and their launch."""
+"""Arguments and launch of the Hopper decode, and of forwards with batch_invariant, from a Plan and a call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Te
 
 
 def run_invariant(plan: Plan, call: Call, t: Forward) -> None:
-    """A forward with the bits of a decode."""
+    """Launch a forward that gives each row the bits of its decode."""
     word = error_flags.word(call.q.device)
     tensors, offsets = (call.q, call.k, call.v, t.out, t.lse, call.sinks), (call.cu_seqlens_q, call.cu_seqlens_k)
     key = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k, t.out.stride())
@@ -94,7 +94,8 @@ def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, w
 
 
 def numbers_of(problem: DecodeProblem | Problem) -> tuple[float, float]:
-    """(scale_log2, softcap), both at least 0: a raw score is q k^T, or tanh(softcap * q k^T) where there is a cap,
-    worth scale_log2 in log2 units."""
+    """(scale_log2, softcap), both at least 0. A raw score is q k^T, or tanh(softcap * q k^T) with a cap; times
+    scale_log2 it is in log2 units.
+    """
     scale, cap = abs(problem.scale) or 1.0, problem.softcap
     return (cap * LOG2_E, scale / cap) if cap else (scale * LOG2_E, 0.0)

@@ -1,4 +1,4 @@
-"""From a Plan and a Call to the Hopper forward's arguments and its launch."""
+"""Arguments and launch of the Hopper forward, from a Plan and a Call."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
 
 
 def end_to_end(call: Call, tensors: Forward) -> tuple[Call, Forward]:
-    """The batch entries of q, k, v and out one after the other, as views of spans have them; another out where its own
-    has gaps between them. Of q, k and v the first entry stands for all: `apart`.
+    """q, k, v and out with batch entries end to end, as descriptors for key ranges need them. Of q, k and v only the
+    first entry is passed, with `apart`; out is a new tensor if it has gaps between entries.
     """
     q, k, v, out = call.q, call.k, call.v, tensors.out
     if out.shape[0] > 1 and out.stride(0) != out.shape[1] * out.stride(1):
@@ -40,7 +40,7 @@ def end_to_end(call: Call, tensors: Forward) -> tuple[Call, Forward]:
 
 
 def apart(problem: Problem) -> tuple[int, ...]:
-    """By how many rows the batch entries of q, k and v stand further apart than they have rows."""
+    """Rows between the end of one batch entry and the start of the next, for q, k and v."""
     layout: Any = problem.layout
     lengths = (layout.seqlen_q, layout.seqlen_k, layout.seqlen_k)
     if layout.batch <= 1:
@@ -56,7 +56,7 @@ def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor |
     if form.spans:
         tiles, sizes, *others = work
         work = (tiles, (*sizes, *apart(plan.problem)), *others)
-    registers = {2: 168, 3: 128, 4: 96}[form.tuning.consumers]  # a thread's, before they are moved
+    registers = {2: 168, 3: 128, 4: 96}[form.tuning.consumers]  # registers per thread before setmaxnreg moves them
     arguments = (*descriptors(call, out, form), pointers, work, form)
     return Launch(
         forward.forward_kernel, min(plan.target.sm_count, work[0]), arguments, {"num_warps": 4, "maxnreg": registers}
@@ -64,7 +64,7 @@ def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor |
 
 
 def descriptors(call: Call, out: Tensor, form: Any) -> tuple[TensorDescriptor | None, ...]:
-    """q, k, v and out in tiles of their first columns, then in tiles of the rest."""
+    """Descriptors of q, k, v and out: tiles of the first columns, then tiles of the rest."""
     queries = describing(form.tuning)
     tiles = (
         (queries, call.q, ROWS, form.block_d, form.rest_d),

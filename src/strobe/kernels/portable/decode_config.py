@@ -25,11 +25,8 @@ from .heuristics import Widths, padded
 LEAST_CAPABILITY = 80
 FIRST_FP8 = 89  # compute capability whose instructions convert 8-bit floats; before it their bits are taken apart
 MOST_WIDTH = 256
-LEAST_ROWS, MOST_ROWS, MOST_ROWS_WIDE = (
-    16,
-    64,
-    32,
-)  # of a tile; the last for head dimensions beyond 128, whose o would spill
+# of a tile; the last for head dimensions beyond 128, whose o would spill
+LEAST_ROWS, MOST_ROWS, MOST_ROWS_WIDE = 16, 64, 32
 INVARIANT_ROWS = 32  # batch invariance: a constant, because it sets the bits
 MOST_FOR_4_WARPS = 16 * KIB  # bytes of o: 32 registers a thread
 
@@ -145,9 +142,8 @@ def invariant_config(problem: Problem, target: Target) -> InvariantConfig:
 def _storage(problem: DecodeProblem, target: Target) -> str:
     if problem.cache_dtype != FP8:
         return "same"
-    return (
-        "fp8" if target.capability >= FIRST_FP8 and not ENV.interpret else "bits"
-    )  # Triton's interpreter converts none either
+    # Triton's interpreter converts none either
+    return "fp8" if target.capability >= FIRST_FP8 and not ENV.interpret else "bits"
 
 
 def _tuning(problem: DecodeProblem, target: Target, block_m: int) -> Tuning:

@@ -1,1 +1,1 @@
-"""What the host does for a launch, in all GPU kernels."""
+"""Host code that launches of all GPU kernels share."""

@@ -1,8 +1,8 @@
-"""Attention with the bits of a decode: what `batch_invariant=True` asks of a forward, to every family of GPUs.
+"""Forwards with the bits of a decode (`batch_invariant=True`), for all GPU families.
 
-A decode cuts a sequence's keys at fixed distances and joins the pieces in their order. A forward that does so too, with
-the decode's own tiles and arithmetic, gives each row the bits that the decode of that row will have, whatever the
-batch, the padding, and the queries beside it.
+A decode splits a sequence's keys at fixed positions and combines the parts in order. A forward that does the same, with
+the decode's tiles and arithmetic, gives each row the bits of that row's decode, independent of the batch, the padding
+and the other queries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..protocol import entries
 from .split_kv import INVARIANT_SPLIT as INVARIANT_SPLIT
 from .tma_requirements import against_mask, query_tiles
 
-MOST_ROWS = 2**31  # rows of a tile are counted in int32
+MOST_ROWS = 2**31  # a tile's rows are counted in int32
 
 
 ALIKE = (
@@ -36,7 +36,7 @@ ALIKE = (
 
 
 def as_decode(problem: Problem) -> DecodeProblem:
-    """The problem over its keys as a dense cache; of packed sequences as if they were one."""
+    """The problem as a decode over a dense cache. Packed sequences count as one."""
     layout: Any = problem.layout
     return DecodeProblem(
         layout=Dense(1, *layout.tokens) if problem.packed else layout,
@@ -51,7 +51,7 @@ def as_decode(problem: Problem) -> DecodeProblem:
 
 
 def against(problem: Problem) -> str | None:
-    """What a decode has no word for."""
+    """Why a decode kernel cannot run the problem, or None."""
     rows = problem.layout.tokens[0] * problem.group
     return against_mask(problem.mask) or (
         f"fewer than 2^31 rows of a key head; this has {rows}" if rows >= MOST_ROWS else None
@@ -59,8 +59,9 @@ def against(problem: Problem) -> str | None:
 
 
 def sizes_of(problem: Problem, block_m: int) -> tuple[int, ...]:
-    """(entries or sequences, key heads, S_q or T_q, S_k or T_k, row tiles, keys of a split), as the kernels are
-    told."""
+    """Sizes passed to the kernels: (entries or sequences, key heads, S_q or T_q, S_k or T_k, row tiles, keys per
+    split).
+    """
     layout: Any = problem.layout
     tokens = layout.tokens if problem.packed else layout[1:]
     return (layout.batch, problem.heads_kv, *tokens, query_tiles(problem, block_m, problem.group), INVARIANT_SPLIT)

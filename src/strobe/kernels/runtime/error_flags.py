@@ -1,6 +1,6 @@
-"""Error words: what a kernel found wrong in metadata that lives on the device, kept there until somebody asks.
+"""Error words: faults that kernels find in device metadata, kept until `last_errors` reads them.
 
-A word is an int32 a device; kernels set its bits with an atomic or, so nothing waits and graphs replay.
+An error word is one int32 per device. Kernels set its bits by atomic or, so nothing waits and CUDA graphs can replay.
 """
 
 from __future__ import annotations
@@ -32,20 +32,23 @@ _words: dict[torch.device, Tensor] = {}
 
 
 def word(device: torch.device) -> Tensor:
-    """The device's error word, int32 [1]; made on first use and kept, so that captured graphs may hold its address."""
+    """The device's error word, int32 [1]. It is created on first use and kept, so that captured graphs may hold its
+    address.
+    """
     known = _words.get(device)
-    return (
-        known if known is not None else _words.setdefault(device, persistent_zeros(device, 1))
-    )  # one, even where threads race
+    # a single word even if threads race
+    return known if known is not None else _words.setdefault(device, persistent_zeros(device, 1))
 
 
 def report(device: torch.device, bits: int) -> None:
-    """Set bits from the host: for kernels that run there."""
+    """Set bits from the host, for kernels that run there."""
     word(device).bitwise_or_(bits)
 
 
 def read_and_clear(device: torch.device | None = None) -> list[str]:
-    """What the words of `device` (or of all devices) say, in plain text; clears them. Waits for the device."""
+    """Messages for the bits set on `device` (or on all devices), which are then cleared. Synchronises with the
+    device.
+    """
     found: list[str] = []
     for owner, value in list(_words.items()):
         if device is None or owner == device:

@@ -1,19 +1,19 @@
-"""What a first call waits for besides its kernel's compilation, done at the same time.
+"""Overlaps a kernel's first compilation with the other work of a first call.
 
-Triton writes a launcher in C for each kernel and calls a C compiler once the kernel is compiled, which takes 0.25 s;
-its driver's own module takes as long, once a process, and the hash of itself that it looks kernels up by 0.3 s. But
-what a launcher is made of is known before. So two threads have
+Triton writes a C launcher for each kernel and compiles it after the kernel, which takes 0.25 s. Its driver module takes
+as long once per process, and the hash of Triton itself that keys its cache takes 0.3 s. What a launcher is generated
+from is known before the kernel is compiled, so two threads can work:
 
     C compiler: the driver's module    kernel: MLIR, LLVM, ptxas
     hash of Triton                     C compiler: its launcher
 
-Triton then finds the launcher where it keeps what was compiled, on disk. First calls of forwards take 0.86 to 0.88 of
-the time: d128 dense 2.8 s for 3.2, causal 3.3 for 3.8, d64 causal 3.5 for 3.9 (an H100's host).
+Triton then finds the launcher in its disk cache. First calls of forwards drop from 3.2 to 2.8 s (d128 dense), from 3.8
+to 3.3 s (d128 causal) and from 3.9 to 3.5 s (d64 causal; H100's host).
 
-And a compilation leaves out what no call needs: line numbers of machine code and a text of each stage, which are for
-who looks into a kernel and asks by TRITON_DISABLE_LINE_INFO=0 and TRITON_STORE_BINARY_ONLY=0. On a slow H100's host
-d128 causal's first call takes 4.4 s for 5.5, d64 causal's 4.5 for 5.1, of machine code that is the same. Python's
-collector of garbage rests meanwhile, which would look again and again at what reading a kernel makes.
+A compilation also skips what no call needs: line numbers in machine code, and a text file per stage. Set
+TRITON_DISABLE_LINE_INFO=0 and TRITON_STORE_BINARY_ONLY=0 to get them. On a slow H100 host this takes d128 causal's
+first call from 5.5 to 4.4 s and d64 causal's from 5.1 to 4.5 s, with the same machine code. Python's garbage collector
+is paused, since it would scan the growing syntax trees repeatedly.
 """
 
 from __future__ import annotations
@@ -32,31 +32,30 @@ from triton.runtime.cache import triton_key
 
 from ...errors import BROKEN
 
-READ = "3.6"  # versions of Triton that write a launcher for each kernel; later ones have one for all
-LEFT_OUT = ("disable_line_info", "store_binary_only")  # Triton's names for saying so
+READ = "3.6"  # these versions of Triton generate a launcher per kernel; later ones share one
+LEFT_OUT = ("disable_line_info", "store_binary_only")  # Triton's knobs
 
 
 def beside(kernel: Any, device: int) -> None:
-    """Have Triton do so from now on where it compiles this kernel for this GPU, the current one."""
-    if not (triton.__version__.startswith(READ) and hasattr(kernel, "device_caches")):  # else interpreted
+    """Make Triton overlap its next compilations of this kernel for the current GPU."""
+    if not (triton.__version__.startswith(READ) and hasattr(kernel, "device_caches")):  # not under the interpreter
         return
     _hashing()
-    kernel.device_caches[
-        device
-    ]  # made where it is missing, and `compile` with it, and a process's first brings up the driver
+    # creates the entry and `compile` with it; the first of a process also loads the driver
+    kernel.device_caches[device]
     if not isinstance(kernel.compile, partial):
         kernel.compile = partial(_with_launcher, kernel.compile)
 
 
 @lru_cache
 def _hashing() -> Thread:
-    """Triton keeps what comes of it."""
+    """Compute Triton's hash, which Triton caches, in a thread."""
     return _beside(triton_key)
 
 
 def _beside(ahead: Callable[..., Any], *arguments: Any) -> Thread:
-    """A thread that does so. What fails there fails again where Triton needs it, and is raised there: a thread would
-    only print it.
+    """Run `ahead` in a thread. Its exceptions are dropped: the same call fails again, and raises, where Triton needs
+    the result.
     """
 
     def quietly() -> None:
@@ -79,13 +78,13 @@ def _with_launcher(compile: Callable[..., Any], source: Any, *arguments: Any, **
 
 
 _lock = Lock()
-_under_way: list[ExitStack] = []  # an entry for each compilation, all the same: how it was before the first
+_under_way: list[ExitStack] = []  # one entry per compilation in progress; all restore the state before the first
 
 
 @contextmanager
 def _bare() -> Iterator[None]:
-    """Without line numbers, texts and a collector of garbage until no thread compiles any more, unless the environment
-    says what it wants.
+    """Skip line numbers, stage files and garbage collection until no thread compiles, unless environment variables set
+    the knobs.
     """
     with _lock:
         _under_way.append(_under_way[0] if _under_way else _left_out())
@@ -99,7 +98,7 @@ def _bare() -> Iterator[None]:
 
 
 def _left_out() -> ExitStack:
-    """Leave it out, and say how to take it back."""
+    """Change the settings. Returns a stack that restores them."""
     before = ExitStack()
     if gc.isenabled():
         gc.disable()
@@ -114,8 +113,8 @@ def _left_out() -> ExitStack:
 
 
 def _launcher(source: Any) -> None:
-    """The launcher of what this source compiles to, into Triton's cache: its code asks of descriptors only whether TMA
-    reads them, as on Hopper.
+    """Write the launcher for this source to Triton's cache. Its code depends on descriptors only in whether TMA reads
+    them, as on Hopper.
     """
     from triton.backends.nvidia import driver as nvidia
 

@@ -1,8 +1,7 @@
-"""Running a kernel, and what is raised where it fails to compile or launch: a KernelFault with the cause and the
-remedy.
+"""Runs a kernel and converts failures to compile or launch into KernelFault, with cause and remedy.
 
-Triton compiles at a kernel's first call, so this machine's C compiler, cache folder, driver and Triton itself are first
-needed there. What they raise names none of them in words a user can act on.
+Triton compiles at a kernel's first call, where problems of the C compiler, cache folder, driver or Triton itself show
+up. Their own errors do not tell a user what to do.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from ...errors import BROKEN, KernelFault, describe
 from ..protocol import Plan
 
-LONGEST = 600  # characters of a cause: ptxas and MLIR say more, which the exception's __cause__ keeps
+LONGEST = 600  # characters of a cause; the full text of ptxas or MLIR is in the exception's __cause__
 CACHE = "set TRITON_CACHE_DIR to a folder that can be written to"
 VERSION = (
     "install the Triton that this PyTorch was released with; if that does not help, report it with the "
@@ -27,7 +26,7 @@ VERSION = (
 
 
 def run(plan: Plan, call: Any, tensors: Any, workspace: dict[str, Tensor]) -> None:
-    """`plan.kernel.run`; KernelFault where a kernel that is compiled here does not compile or launch."""
+    """Call `plan.kernel.run`. Raises KernelFault if a compiled kernel fails to compile or launch."""
     try:
         plan.kernel.run(plan, call, tensors, workspace)
     except _failures(plan) as error:
@@ -35,7 +34,7 @@ def run(plan: Plan, call: Any, tensors: Any, workspace: dict[str, Tensor]) -> No
 
 
 def _failures(plan: Plan) -> tuple[type[BaseException], ...]:
-    """What Triton, its C compiler and the system raise; asked for when something was raised. CPU kernels compile
+    """Exceptions of Triton, its C compiler and the system. Evaluated only after an exception. CPU kernels compile
     nothing.
     """
     if plan.kernel.name.startswith("cpu."):
@@ -46,7 +45,7 @@ def _failures(plan: Plan) -> tuple[type[BaseException], ...]:
 
 
 def _raise(plan: Plan, error: BaseException) -> NoReturn:
-    # strobe's own say what to do already; the others are of memory, and of what a GPU did before
+    # strobe's own errors already have a remedy; the others are out of memory and earlier faults of the GPU
     if type(error).__module__.startswith("strobe.") or isinstance(
         error, (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", ()))
     ):
@@ -67,7 +66,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _remedy(error: BaseException, plan: Plan) -> tuple[str, str]:
-    """What was expected of this machine, and what to do."""
+    """(what was expected of this machine, what to do)."""
     text = str(error)
     if isinstance(error, subprocess.CalledProcessError) and "ptxas" not in str(error.cmd):
         return (
@@ -89,7 +88,7 @@ def _remedy(error: BaseException, plan: Plan) -> tuple[str, str]:
 
 
 def _is_program(error: OSError) -> bool:
-    """Whether what was not found is a program that was to be started, not a file."""
+    """Whether the missing file is a program that should have been started."""
     traceback = error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_globals.get("__name__") == "subprocess":

@@ -1,5 +1,5 @@
-"""What every family's decode says alike on the host: the problem's constants that its kernel is compiled for, how keys
-are split, and which launches are kept.
+"""Host code that all families' decodes share: compile-time constants of a problem, the number of splits, kept
+launches.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from ..protocol import Forward, Plan
 from .workspace import pieces_of
 
 MOST_SPLITS = 128
-JOIN_BLOCKS = 0.5  # tiles of keys that take as long as a join
-# keys; batch invariance: a constant, because it sets the bits. 8 sequences of 8k: 67.5 us for 71.1 of 1024 (H200)
+JOIN_BLOCKS = 0.5  # combining splits takes as long as this many key tiles
+# Keys per split with batch_invariant: a constant, because it determines the bits. 8 sequences of 8k take 67.5 us, and
+# 71.1 us with splits of 1024 (H200).
 INVARIANT_SPLIT = 2048
 
 
 @dataclass(frozen=True)
 class Traits:
-    """Of a decode problem, all that a kernel is compiled for."""
+    """The parts of a decode problem that a kernel is compiled for."""
 
     dtype: str
     head_dim: int
@@ -38,7 +39,7 @@ class Traits:
     k_start: bool
     k_scale: bool
     v_scale: bool
-    sign: int  # of the scale
+    sign: int  # sign of the scale
 
 
 def traits(problem: DecodeProblem) -> dict[str, Any]:
@@ -61,10 +62,10 @@ def traits(problem: DecodeProblem) -> dict[str, Any]:
 
 
 def splits(capacity: int, tiles: int, block_n: int, slots: int) -> tuple[int, int]:
-    """(splits, keys of each): the fewest that take about as long as the best number would; slots 0 asks for splits of a
-    fixed size.
+    """(splits, keys per split): the fewest splits that take about as long as the optimum.
 
-    A device works through programs in waves of as many as it has slots for: so many waves, each as long as a split.
+    A device runs programs in waves of `slots` programs, and each wave takes as long as one split. slots 0 gives splits
+    of a fixed size, for batch_invariant.
 
     >>> sizes = (1, 8192), (1, 131072), (8, 8192), (32, 4096), (64, 8192)  # batch, keys
     >>> [splits(keys, batch * 8, 128, 132)[0] for batch, keys in sizes]
@@ -75,27 +76,25 @@ def splits(capacity: int, tiles: int, block_n: int, slots: int) -> tuple[int, in
     blocks = max(1, -(-capacity // block_n))
     if not slots:
         return max(1, -(-capacity // INVARIANT_SPLIT)), INVARIANT_SPLIT
-    if (
-        10 * tiles >= 8 * slots and not slots < tiles < 1.5 * slots
-    ):  # two waves, the second for a few programs, would be half empty
+    if 10 * tiles >= 8 * slots and not slots < tiles < 1.5 * slots:  # a second wave would be mostly empty
         return 1, blocks * block_n
     counts = range(1, min(MOST_SPLITS, slots, blocks) + 1)
-    length = {n: -(-tiles * n // slots) * -(-blocks // n) + JOIN_BLOCKS * (n > 1) for n in counts}  # in tiles of keys
+    length = {n: -(-tiles * n // slots) * -(-blocks // n) + JOIN_BLOCKS * (n > 1) for n in counts}  # in key tiles
     count = next(n for n, tiles_long in length.items() if 0.95 * tiles_long <= min(length.values()))
     size = -(-blocks // count) * block_n
     return -(-blocks * block_n // size), size
 
 
 def addresses(call: DecodeCall, *written: int) -> tuple[int, ...]:
-    """All that tells apart two calls of a plan that `ops_decode` gives memory: where its tensors lie, of which a plan
-    knows which there are, then out, lse and the pieces of its scratch.
+    """Key that distinguishes calls of a plan to which `ops_decode` gives memory: addresses of its tensors, out, lse and
+    workspace.
     """
     return *[tensor.data_ptr() for tensor in call[:9] if tensor is not None], *written
 
 
 def keep(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], again: Any) -> None:
-    """`kernel.keep` at a decode's addresses; where splits are combined for this stream alone, whose counters the launch
-    names.
+    """`kernel.keep` with a decode's addresses; per stream if splits are combined, because the launch names the stream's
+    counters.
     """
     again = again.here() if again is not None and workspace else again
     if t.out.is_contiguous():

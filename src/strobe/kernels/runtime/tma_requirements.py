@@ -1,4 +1,4 @@
-"""What kernels that load by TMA have against a problem, and how many tiles it is to them. Imports no DSL."""
+"""What TMA requires of a problem, and how many tiles a problem has. Imports no kernel language."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MOST_ROWS = 2**30  # of a packed tensor: device.tma.FAR
 
 
 def rest(width: int) -> int:
-    """What a width has beyond its largest power of two: 32 of 96, 64 of 192."""
+    """What remains of a width after its largest power of two: 32 for 96, 64 for 192."""
     return width - (1 << (width.bit_length() - 1))
 
 
 def query_tiles(problem: Problem, block_m: int, group: int = 1) -> int:
-    """Tiles of rows a head, of which a query has `group`; for packed sequences, each of which begins a tile of its own,
-    an upper bound: device.seqlen.find_sequence.
+    """Row tiles per head, where a query has `group` rows. For packed sequences, each of which starts a new tile, an
+    upper bound (device.seqlen.find_sequence).
     """
     layout: Any = problem.layout
     return (
@@ -33,22 +33,23 @@ def query_tiles(problem: Problem, block_m: int, group: int = 1) -> int:
 
 
 def joinable(strides: tuple[int, ...], heads: int) -> bool:
-    """Whether TMA can see the heads and rows of a packed tensor as one dimension: a row is `heads` steps by heads."""
+    """Whether TMA can address heads and rows of a packed tensor as one dimension: the row stride is `heads` head
+    strides.
+    """
     return strides[0] == heads * strides[1]
 
 
 def fold_of(heads: int) -> int:
-    """Rows that a query takes in a tile of so many heads: a power of two, since shapes of tiles are."""
+    """Rows per query in a tile of `heads` heads: a power of two, as all tile shapes."""
     return 1 << (heads - 1).bit_length()
 
 
 def joined(problem: Problem, rows: int, most: int, fewer: float = 0.1) -> int:
-    """Query heads that a tile of `rows` rows holds: all that share a key head where that makes `fewer` tiles, as a
-    share of all, and they are at most `most`; else one. That gains 1 to 9 % where it makes a tenth fewer; by less it
-    may lose 4 % or gain 3 % (H200).
+    """pack_gqa: query heads per tile of `rows` rows. All that share a key head (at most `most`) if that reduces the
+    number of tiles by the fraction `fewer`, else one.
 
-    A tile takes as long with one query as with all that it has room for. Packed sequences are taken to be of their mean
-    length.
+    A tile takes the same time for one query as for all that fit. A reduction by a tenth gains 1 to 9 %; a smaller one
+    between -4 % and 3 % (H200). Packed sequences count as equally long.
     """
     layout: Any = problem.layout
     group = problem.group
@@ -57,14 +58,14 @@ def joined(problem: Problem, rows: int, most: int, fewer: float = 0.1) -> int:
     if problem.packed or has_spans(problem.mask):
         tokens = layout.total_q if problem.packed else reach(problem, 0)
         if not (joinable(problem.strides[0][-3:], problem.heads_q) and tokens * problem.heads_kv <= MOST_ROWS):
-            return 1  # no view of TMA has a dimension more: device.tma
+            return 1  # TMA descriptors have no dimension left: device.tma
     queries = -(-layout.total_q // max(1, layout.batch)) if problem.packed else layout.seqlen_q
     together, apart = -(-queries * fold_of(group) // rows), group * -(-queries // rows)
     return group if together <= (1 - fewer) * apart else 1
 
 
 def against_call(problem: Problem) -> str | None:
-    """What stands against its types, layout and scale."""
+    """Why TMA kernels cannot run the call's types, layout or scale, or None."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"float16 and bfloat16 only; this is {DTYPES[problem.dtype]}"
     if problem.out_dtype != problem.dtype:
@@ -77,18 +78,20 @@ def against_call(problem: Problem) -> str | None:
 
 
 def against_mask(mask: MaskStructure) -> str | None:
-    """What a kernel has against a mask that cannot walk rows which see different spans of keys, device.key_ranges."""
+    """Why a kernel without per-row key ranges (device.key_ranges) cannot run this mask, or None."""
     strange = [name for name in ("prefix", "key_lengths", "documents") if getattr(mask, name)]
     return f"full, causal and window masks only; this has {' and '.join(strange)}" if strange else None
 
 
 def has_spans(mask: MaskStructure) -> bool:
-    """Whether rows of one batch entry may see different spans of keys: device.key_ranges."""
+    """Whether rows of one batch entry may have different key ranges (device.key_ranges)."""
     return mask.documents or mask.key_lengths or mask.prefix
 
 
 def against_spans(problem: Problem) -> str | None:
-    """What TMA has against the batch entries of a mask with spans, of which it sees the rows of all as those of one."""
+    """Why TMA cannot address the batch for a mask with key ranges, or None. Its descriptors treat the rows of all
+    entries as one sequence.
+    """
     layout: Any = problem.layout
     if not isinstance(layout, Dense) or not has_spans(problem.mask):
         return None
@@ -109,7 +112,9 @@ def against_spans(problem: Problem) -> str | None:
 
 
 def reach(problem: Problem, n: int) -> int:
-    """Rows from the first of q, k or v to its last, where batch entries are whole rows apart."""
+    """Rows from the first to the last of q, k or v (n = 0, 1, 2), if the batch stride is a multiple of the row
+    stride.
+    """
     layout: Any = problem.layout
     return (layout.seqlen_k if n else layout.seqlen_q) + (layout.batch - 1) * (
         entries_apart(layout.batch, problem.strides[n]) or 0
@@ -117,9 +122,7 @@ def reach(problem: Problem, n: int) -> int:
 
 
 def entries_apart(entries: int, strides: tuple[int, ...]) -> int | None:
-    """How many rows a batch entry's first is from the one before: 0 where there is none before, None where that is no
-    whole number.
-    """
+    """Batch stride in rows: 0 for at most one entry, None if it is not a multiple of the row stride."""
     entry, row = strides[:2]
     if entries <= 1:
         return 0
@@ -127,7 +130,7 @@ def entries_apart(entries: int, strides: tuple[int, ...]) -> int | None:
 
 
 def against_memory(problem: Problem) -> str | None:
-    """What TMA has against the way q, k and v lie in memory."""
+    """Why TMA cannot address q, k and v in memory, or None."""
     if problem.alignment < ALIGNMENT:
         return (
             f"TMA needs addresses and strides of q, k and v in multiples of {ALIGNMENT} bytes; these are multiples "

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...problem.torch_private import empty_strided_cuda
 from ..protocol import Buffer, Plan
 
-APART = 512  # bytes
+APART = 512  # bytes: torch's allocation granularity
 empty_here = empty_strided_cuda  # (shape, strides, dtype) on the current GPU, in half the time of new_empty_strided
 
 
@@ -21,14 +21,14 @@ def scratch(buffers: Iterable[Buffer], device: torch.device) -> dict[str, Tensor
 
 
 class Carved(dict[str, Tensor]):
-    """A launch's scratch by name, cut from `pieces`, whose addresses tell all."""
+    """A launch's workspace by name, cut from `pieces`, whose addresses identify it."""
 
     pieces: list[Tensor]
 
 
 def pieces(plan: Plan, beyond: int = 0) -> list[Tensor]:
-    """Memory for a plan's scratch on the current GPU: one piece for all that is left as it comes, which takes as long
-    as any, with so many bytes behind it, and what is filled.
+    """Memory for a plan's workspace on the current GPU: one uninitialised piece, followed by `beyond` bytes, and the
+    filled buffers. Allocating one piece takes as long as one buffer.
     """
     size = plan.room + beyond
     held = [empty_here((size,), (1,), torch.uint8)] if size else []
@@ -39,12 +39,12 @@ def pieces(plan: Plan, beyond: int = 0) -> list[Tensor]:
 
 
 def pieces_of(workspace: dict[str, Tensor]) -> Iterable[Tensor]:
-    """What a scratch consists of: what it was cut from, or its tensors where each has memory of its own."""
+    """The allocations of a workspace: the pieces it was cut from, or its tensors."""
     return workspace.pieces if isinstance(workspace, Carved) else workspace.values()
 
 
 def carved(plan: Plan, pieces: list[Tensor]) -> Carved:
-    """The scratch by name."""
+    """The workspace by name."""
     filled = iter(pieces[len(pieces) - len(plan.filled) :])
     workspace, offset = Carved(), 0
     for buffer in plan.buffers:
@@ -59,7 +59,7 @@ def carved(plan: Plan, pieces: list[Tensor]) -> Carved:
 
 
 def room(buffers: Iterable[Buffer]) -> int:
-    """Bytes of all that is left as it comes.
+    """Bytes of all uninitialised buffers.
 
     >>> rows, counter = Buffer("rows", (3,), torch.float32), Buffer("counter", (1,), torch.int32)
     >>> room([rows, Buffer("sum", (9,), torch.float32, 0.0), counter])
@@ -69,7 +69,7 @@ def room(buffers: Iterable[Buffer]) -> int:
 
 
 def _apart(size: int) -> int:
-    """As torch's allocator would place the next."""
+    """A size rounded up to the granularity of torch's allocator."""
     return -(-size // APART) * APART
 
 
@@ -80,15 +80,15 @@ def _allocated(buffer: Buffer, device: torch.device) -> Tensor:
 
 
 def persistent_zeros(device: torch.device, count: int) -> Tensor:
-    """int32 [count] for the rest of the process, valid on all streams and outside the caller's memory pool.
+    """Zeros int32 [count] for the rest of the process, valid on all streams and outside the caller's memory pool.
 
-    Within a capture they belong to the graph, and each replay clears them.
+    During a capture they belong to the graph, and each replay clears them.
 
-    A call's first run under torch.compile(mode="reduce-overhead") takes its memory from a pool that may hold its
-    outputs and nothing else when it ends. Such a pool is a thread's, so another thread asks.
+    Under torch.compile(mode="reduce-overhead"), the first run of a call allocates from a pool that may hold only its
+    outputs at the end. The pool belongs to a thread, so another thread allocates.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        with torch.inference_mode(False):  # or nobody outside could write to them
+        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
             return torch.zeros(count, dtype=torch.int32, device=device)
     with ThreadPoolExecutor(1) as other:
         return other.submit(_synchronized_zeros, device, count).result()
@@ -96,5 +96,5 @@ def persistent_zeros(device: torch.device, count: int) -> Tensor:
 
 def _synchronized_zeros(device: torch.device, count: int) -> Tensor:
     made = torch.zeros(count, dtype=torch.int32, device=device)
-    torch.cuda.current_stream(device).synchronize()  # once: launches on other streams wait for nothing of this one
+    torch.cuda.current_stream(device).synchronize()  # once: launches on other streams do not wait for this one
     return made
