@@ -212,7 +212,7 @@ APART = torch.empty(2 * 40968, dtype=torch.bfloat16).as_strided((2, 64, 4, 128),
 REFUSED_SPANS = {
     "entries apart": (
         _masked(strobe.documents(IDS))._replace(v=APART),
-        "whole rows apart; of v rows are 512 elements apart, entries 40968",
+        "a multiple of the row stride; v has batch stride 40968 and row stride 512: copy it",
     ),
 }
 
@@ -285,7 +285,7 @@ def test_dimensions_of_one_have_any_stride():
 
 def test_reasons_that_lie_in_the_machine(monkeypatch):
     monkeypatch.setattr(tma_requirements, "ENV", tma_requirements.ENV._replace(interpret=True))
-    assert refusal(_dense()) == "Triton's interpreter (TRITON_INTERPRET) does not know Gluon"
+    assert refusal(_dense()) == "Triton's interpreter (TRITON_INTERPRET) does not support Gluon"
     monkeypatch.undo()
     monkeypatch.setattr(protocol, "find_spec", lambda name: None)
     protocol.no_triton.cache_clear()

@@ -49,9 +49,7 @@ class Cost(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Outputs of a forward kernel: out [B, S_q, H_q, D_v] or [T, H_q, D_v] with any strides; lse [B, H_q, S_q] or [H_q,
-    T].
-    """
+    """Outputs of a forward: out [B, S_q, H_q, D_v] or [T, H_q, D_v] with any strides; lse [B, H_q, S_q] or [H_q, T]."""
 
     out: Tensor
     lse: Tensor
@@ -139,8 +137,8 @@ def gradient_addresses(call: Call, t: Backward, scratch: Iterable[Tensor]) -> tu
 
 
 def gradient_place(held: Iterable[Tensor | None], delta: int, dout: Tensor, out: Tensor) -> tuple:
-    """The same key from delta's address and the tensors of a call: q, k, v, Backward's fields except delta, workspace,
-    optional tensors.
+    """The same key from delta's address and a call's tensors: q, k, v, other fields of Backward, workspace,
+    optionals.
     """
     return (
         *[0 if tensor is None else tensor.data_ptr() for tensor in held],
@@ -167,9 +165,7 @@ def keep(plan: Plan, place: tuple, again: Callable[[], bool] | None) -> None:
 
 @lru_cache
 def no_triton() -> str | None:
-    """Why Triton and Gluon kernels cannot run here, or None. Raises KernelFault if Triton is installed but its import
-    fails.
-    """
+    """Why Triton and Gluon kernels cannot run here, or None. Raises KernelFault if importing Triton fails."""
     if find_spec("triton") is None:
         remedy = "pip install triton" if sys.platform == "linux" else "it is published for Linux; on Windows use WSL"
         return f"needs Triton, which is not installed: {remedy}"
@@ -240,9 +236,7 @@ def attention_cost(problem: Problem, backward: bool = False) -> Cost:
 
 
 def decode_cost(problem: DecodeProblem) -> Cost:
-    """Cost with all sequences full, since lengths are on the device: keys and values read once, rows of q and out
-    once.
-    """
+    """Cost with all sequences full, since lengths are on the device: keys, values, q and out read or written once."""
     layout, width = problem.layout, problem.head_dim + problem.head_dim_v
     rows, keys = layout.batch * layout.seqlen_q * problem.heads_q, layout.batch * problem.capacity * problem.heads_kv
     moved = keys * width * problem.cache_dtype.itemsize + rows * (

@@ -1,7 +1,6 @@
-"""The Blackwell forward's answers: what it can run, with which tiles, and how. Imports no DSL until something runs.
+"""What the Blackwell forward can run, with which tiles, and how. Imports no kernel language until something runs.
 
-It has not run on a Blackwell GPU: what is known of it was shown by the simulator, by compiling it, and by counting
-cycles.
+It has not run on a Blackwell GPU. It was verified in the simulator, by compilation, and by counting cycles.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from ..runtime.tma_requirements import against_call, against_mask, against_memor
 from .traits import ROWS, STAGES_Q, Form, ForwardConfig, Tuning
 
 CAPABILITIES = (100, 103)
-# (head dimensions, padded to what tiles hold) -> rings, as shared memory allows
+# (padded head dimensions) -> stages that fit in shared memory
 TUNINGS = {
     (64, 64): Tuning(stages=6, out_stages=2, registers=(192, 40)),
     (96, 96): Tuning(stages=4, out_stages=2),
     (128, 128): Tuning(stages=3, out_stages=2, registers=(192, 40)),
     (192, 128): Tuning(stages=2, out_stages=1),
 }
-# bfloat16 rounds p by twenty times what degree 3 errs, float16 by little more than twice; lse, which is not rounded,
-# errs as the polynomial does
+# Degree of the exp2 polynomial. Rounding p to bfloat16 errs 20 times as much as degree 3; rounding to float16 only
+# about twice as much. lse is not rounded and has the polynomial's error.
 DEGREES = {"torch.float16": 5, "torch.bfloat16": 3}
-# (capability, head dimensions, whether a mask bounds keys) -> by_fma for each degree; 0 elsewhere: sm_103 has twice the
-# exp units, and at 192/128 products take longer than exponentials. What `bench.cycles` finds best at d64; at d128 it
-# leaves the exp unit a quarter of its time.
+# (capability, head dimensions, whether a mask limits keys) -> by_fma per degree; 0 for others. sm_103 has twice the exp
+# units, and at 192/128 products take longer than exponentials. d64: the optimum of `bench.cycles`. d128: leaves the exp
+# unit a quarter of its time.
 BY_FMA = {
     (100, (64, 64), False): {3: 8, 5: 7},
     (100, (64, 64), True): {3: 8, 5: 7},
@@ -40,12 +39,13 @@ BY_FMA = {
     (100, (128, 128), False): {3: 8, 5: 8},
     (100, (128, 128), True): {3: 8, 5: 8},
 }
-# a float16 p below 2^-14 loses bits: of the 15 powers of two up to its largest, 7 raise p and 8 are the threshold's
+# log2 offset: a float16 p below 2^-14 loses bits. Of the 15 powers of two up to its largest value, 7 raise p and 8 are
+# used by the rescale threshold.
 LIFTS = {"torch.float16": 7.0, "torch.bfloat16": 0.0}
 
 
 def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
-    """The key of TUNINGS that a call's head dimensions are padded to; None where tiles hold no such width."""
+    """The key of TUNINGS for a call's head dimensions, or None if no tile is wide enough."""
     return next((widths for widths in TUNINGS if widths[0] >= head_dim and widths[1] >= head_dim_v), None)
 
 
@@ -65,7 +65,7 @@ class BlackwellForward:
         if target.kind != "cuda" or target.capability not in CAPABILITIES:
             return f"needs tensor memory (sm_{', sm_'.join(map(str, CAPABILITIES))}); this target is {target.words}"
         if problem.batch_invariant:
-            return "batch_invariant=True gives rows the bits of a decode, and this family has none"
+            return "batch_invariant=True needs a decode kernel, which this family lacks"
         return (
             _against_widths(problem)
             or against_call(problem)
@@ -81,7 +81,7 @@ class BlackwellForward:
         tuning = replace(TUNINGS[widths], joined=joined(problem, ROWS * STAGES_Q, ROWS))
         group = problem.group // tuning.joined
         even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
-        uneven = problem.packed or problem.mask.left or problem.mask.right  # some tiles see fewer keys than others
+        uneven = problem.packed or problem.mask.left or problem.mask.right  # some tiles see fewer keys
         counted = (
             uneven
             and query_tiles(problem, tuning.block_m) * problem.heads_kv * group * entries(problem) > target.sm_count

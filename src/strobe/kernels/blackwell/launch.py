@@ -1,4 +1,4 @@
-"""From a Plan and a Call to the Blackwell forward's arguments and its launch."""
+"""Arguments and launch of the Blackwell forward, from a Plan and a Call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is constant in a compiled Blackwell forward."""
+"""Compile-time constants of the Blackwell forward."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from ...problem.target import KIB
 from ..runtime.constants import Constants
 from ..runtime.tma_requirements import fold_of, rest
 
-ROWS = 128  # of one query stage: the lanes of tensor memory
-STAGES_Q = 2  # query stages, whose softmaxes take turns with their products
-TENSOR_COLUMNS = 512  # of tensor memory, 32 bits wide
-REGISTERS = 128  # a thread, of the 64 Ki of an SM: 16 warps with the one that Triton adds
+ROWS = 128  # rows of a query stage: the lanes of tensor memory
+STAGES_Q = 2  # query stages, whose softmax and products alternate
+TENSOR_COLUMNS = 512  # columns of tensor memory, 32 bits wide
+REGISTERS = 128  # per thread, of the 64 Ki of an SM: 16 warps, including the one that Triton adds
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Tile and rings of the forward."""
+    """Tile configuration of the forward."""
 
-    stages: int  # of the ring that keys and values share
-    out_stages: int  # buffers through which tiles of o leave
+    stages: int  # pipeline stages, shared by keys and values
+    out_stages: int  # buffers through which tiles of o are stored
     block_n: int = 128
-    # of a thread of softmax, and of mma, load and store; correct has what they leave: see `registers_of`
+    # per thread of softmax, and of mma, load and store; correction gets the remainder (`registers_of`)
     registers: tuple[int, int] = 184, 48
-    threshold: float = 8.0  # o is rescaled where a row's maximum grows by more, in log2 units
-    # query heads that a tile holds, of a query each in rows that follow each other: one, or all that share a key head
+    threshold: float = 8.0  # conditional rescaling: o is rescaled if a row's maximum grows by more, in log2 units
+    # pack_gqa: query heads per tile, whose rows for one query are adjacent: one, or all that share a key head
     joined: int = 1
 
     @property
     def fold(self) -> int:
-        """Rows of a tile that a query takes."""
+        """Rows of a tile per query."""
         return fold_of(self.joined)
 
     @property
     def block_m(self) -> int:
-        """Queries of a tile."""
+        """Queries per tile."""
         return ROWS * STAGES_Q // self.fold
 
     def registers_of(self) -> dict[str, int]:
-        """Each role's registers a thread: 8 warps of softmax, 4 of one warp each (one of them idle), 4 of correct."""
+        """Registers per thread of each role: 8 warps of softmax, 4 single-warp roles (one idle), 4 of correction."""
         softmax, few = self.registers
         return {
             "softmax": softmax,
@@ -52,47 +52,46 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Form(Constants):
-    """All that a compiled kernel holds as constants; no __str__ of its own, since Triton tells kernels apart by it."""
+    """Compile-time constants of the forward. It has no __str__ of its own, because Triton identifies kernels by it."""
 
     tuning: Tuning
     block_d: int
     block_dv: int
-    group: int  # heads that share a key head and have tiles of their own
+    group: int  # heads that share a key head and have their own tiles
     mask: MaskStructure
     softcap: bool
     sinks: bool
     even: bool  # S_k is a multiple of block_n
     packed: bool
-    # programs take tiles from a counter, since tiles differ in cost; else each takes those that stand apart by their
-    # number
+    # programs take tiles from a counter, because tiles differ in cost; otherwise each program strides over the tiles
     counted: bool
-    by_fma: int  # of each 32 weights, those whose exponentials multiply-adds compute
-    degree: int  # of their polynomial
-    lift: float  # p reaches up to 2^lift where a maximum is new, and up to 2^(lift + threshold) where it lags
+    by_fma: int  # exponentials computed by multiply-adds, of each 32
+    degree: int  # degree of their polynomial
+    lift: float  # p is at most 2^lift with a new maximum, and 2^(lift + threshold) with conditional rescaling
 
     @property
     def wraps(self) -> bool:
-        """Whether TMA's views wrap: device.tma."""
+        """Whether TMA descriptors wrap around (device.tma)."""
         return self.packed
 
     @property
     def masks(self) -> bool:
-        """Whether any tile may hold a hidden key; where none can, the loop has no code for masks."""
+        """Whether any tile may contain a masked key. If not, the mainloop has no mask code."""
         return self.mask.left or self.mask.right or not self.even
 
     @property
     def own_queries(self) -> int:
-        """Queries that walk keys by themselves: both query stages walk the same."""
+        """Queries that iterate over keys together: both query stages do."""
         return self.tuning.block_m
 
     @property
     def stage_queries(self) -> int:
-        """Queries of a query stage."""
+        """Queries per query stage."""
         return ROWS // self.tuning.fold
 
     @property
     def rest_d(self) -> int:
-        """Columns of q and k beyond their first part: shapes are powers of two."""
+        """Columns of q and k after their first part. Each part is a power of two wide."""
         return rest(self.block_d)
 
     @property
@@ -100,8 +99,7 @@ class Form(Constants):
         return rest(self.block_dv)
 
     def shared_bytes(self) -> int:
-        """q, the ring of k and v, and o at 2 bytes; the mailboxes at 4, the barriers, and the board of two tiles'
-        numbers."""
+        """q, the stages of k and v, and o in 2 bytes each, row statistics in 4, barriers, and work tiles' records."""
         t = self.tuning
         widest = max(self.block_d - self.rest_d, self.block_dv - self.rest_dv) + max(self.rest_d, self.rest_dv)
         tiles = 2 * (
@@ -110,7 +108,7 @@ class Form(Constants):
         return tiles + 4 * 2 * STAGES_Q * ROWS + 8 * (8 * STAGES_Q + 2 * t.stages + 2 * t.out_stages + 4) + 64
 
     def tensor_columns(self) -> int:
-        """s (p lies over it) and o of both query stages in float32."""
+        """s (overlaid by p) and o of both query stages in float32."""
         return STAGES_Q * (self.tuning.block_n + self.block_dv)
 
 

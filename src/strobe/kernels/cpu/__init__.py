@@ -1,1 +1,1 @@
-"""Attention on CPUs in torch ops: tiled, every feature of the contract, never O(S_q * S_k) memory."""
+"""Attention on CPUs in torch ops: tiled, with every feature of the contract, never O(S_q * S_k) memory."""

@@ -1,6 +1,4 @@
-"""Writing new keys to a cache on CPUs: positions become (page, row) pairs, and one indexed write puts all of them
-there.
-"""
+"""Append to a cache on CPUs: positions become (page, row) pairs, and one indexed write stores all keys."""
 
 from __future__ import annotations
 
@@ -35,13 +33,13 @@ def run(plan: Plan, call: AppendCall, tensors: None, workspace: dict[str, Tensor
     if call.cos is not None and call.sin is not None:
         k = _turned(k, (call.cos, call.sin), position, call.interleaved)
     for pool, new, scale in ((call.k, k, call.k_scale), (call.v, v, call.v_scale)):
-        if pool.dtype == FP8:  # torch indexes no 8-bit floats: their bytes it does
+        if pool.dtype == FP8:  # torch cannot index 8-bit floats, so their bytes are used
             pool, new = pool.view(torch.uint8), to_fp8(new, scale).view(torch.uint8)
         pool[page, row] = new.to(pool.dtype)
 
 
 def _turned(k: Tensor, angles: tuple[Tensor, Tensor], position: Tensor, interleaved: bool) -> Tensor:
-    """k [n, H, D] with its first rotary_dim dimensions turned by each token's angles; NaN where there are none."""
+    """k [n, H, D] with its first rotary_dim dimensions rotated by each token's angles; NaN if there are none."""
     known = angles[0].shape[0]
     beyond = position >= known
     if beyond.any():

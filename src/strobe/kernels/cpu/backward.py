@@ -1,9 +1,12 @@
-"""Backward over tiles: "FlashAttention-2" (arXiv 2307.08691), section 3.2, with blocks of rows outside.
+"""Backward over tiles ("FlashAttention-2", arXiv 2307.08691, section 3.2), with blocks of rows as the outer loop.
 
-    for each tile:   p = exp2(s - lse); dv += p^T do; ds = p * (do v^T - delta) * softcap's slope; dq += ds k; dk +=
-                     ds^T q
+    for each tile:   p = exp2(s - lse)
+                     dv += p^T do
+                     ds = p * (do v^T - delta) * (derivative of the softcap)
+                     dq += ds k
+                     dk += ds^T q
 
-All in float32. Rows of a packed sequence longer than promised have NaN in dq and add nothing to dk and dv.
+All values are float32. Rows of a packed sequence beyond max_seqlen_q get NaN in dq and do not contribute to dk and dv.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ def _flash_jobs(piece: Piece, pieces: int, plan: Plan, call: Call, tensors: Back
 
 
 def _attend_jobs(piece: Piece, plan: Plan, call: Call, tensors: Backward) -> Iterator[Job]:
-    """A piece in tiles: a job for each chunk, whose blocks of rows all add to its dk and dv."""
+    """Jobs of a piece in tiles: one per chunk, whose blocks of rows all add to its dk and dv."""
     config, problem = plan.config, plan.problem
     most = config.n_heads
     if not config.fixed_tiles:
@@ -62,7 +65,7 @@ def _attend_jobs(piece: Piece, plan: Plan, call: Call, tensors: Backward) -> Ite
 
 
 def _attend(keys: Keys, plan: Plan, call: Call, tensors: Backward, scratch: Tensor) -> None:
-    """The gradients of one chunk, in tiles."""
+    """Compute the gradients of one chunk in tiles."""
     config, problem, piece, chunk = plan.config, plan.problem, keys.piece, keys.chunk
     room = piece.n_keys + (-piece.n_keys % config.block_n if config.fixed_tiles else 0)
     grads = _Grads(*(torch.zeros(chunk.n, room, t.shape[-1], dtype=keys.dtype) for t in keys.tensors))
@@ -77,14 +80,14 @@ def _attend(keys: Keys, plan: Plan, call: Call, tensors: Backward, scratch: Tens
 
 
 class _Grads(NamedTuple):
-    """What a chunk's keys gather, [N, keys, D]."""
+    """Gradients of a chunk's keys and values, [N, keys, D]."""
 
     dk: Tensor
     dv: Tensor
 
 
 class _Rows(NamedTuple):
-    """A block's rows [N, group * rows, D], and [N, group * rows, 1] for lse (in log 2) and delta."""
+    """A block's rows [N, group * rows, D], and lse (in log2 units) and delta [N, group * rows, 1]."""
 
     q: Tensor
     do: Tensor
@@ -93,7 +96,7 @@ class _Rows(NamedTuple):
 
 
 def _block(rows: _Rows, keys: Keys, grads: _Grads, block: Block, how: tuple[Scores, Config], scratch: Tensor) -> Tensor:
-    """dq of a block, short of the scale; adds to the keys' dk and dv."""
+    """dq of a block, without the scale. Adds to the keys' dk and dv."""
     scores, config = how
     n, count = rows.q.shape[:2]
     dq = torch.zeros_like(rows.q)
@@ -109,15 +112,14 @@ def _block(rows: _Rows, keys: Keys, grads: _Grads, block: Block, how: tuple[Scor
         hide(p, tile, 0.0)
         grads.dv[:, at].baddbmm_(p.transpose(1, 2), rows.do)
         ds.mul_(p)
-        hide(ds, tile, 0.0)  # 0 * NaN is NaN, and p of a row of NaN is NaN at hidden keys too
+        hide(ds, tile, 0.0)  # 0 * NaN is NaN, and p of a NaN row is NaN at masked keys too
         dq.baddbmm_(ds, k)
         grads.dk[:, at].baddbmm_(ds.transpose(1, 2), rows.q)
     return dq
 
 
 def _read(chunk: Chunk, call: Call, tensors: Backward, index, config: Config) -> tuple[_Rows, Tensor]:
-    """A block's rows, padded where tiles are fixed, and its delta without padding. A padded row has do = 0: it adds
-    0."""
+    """(a block's rows, padded for fixed tiles; its delta without padding). Padded rows have do = 0."""
     dtype = tensors.lse.dtype
     out = chunk.read_rows(tensors.out, index, dtype)
     delta = (chunk.read_rows(tensors.dout, index, dtype) * out).sum(-1, keepdim=True)
@@ -132,7 +134,7 @@ def _read(chunk: Chunk, call: Call, tensors: Backward, index, config: Config) ->
 
 
 def _fill(found: Pieces, call: Call, tensors: Backward) -> None:
-    """What no piece writes: rows that see no key, keys that no row sees."""
+    """Fill what no piece writes: rows without keys, keys without rows."""
     if not found.cover_rows(*call.q.shape[:2]):
         tensors.dq.zero_()
         tensors.delta.zero_() if tensors.dlse is None else torch.neg(tensors.dlse, out=tensors.delta)

@@ -1,7 +1,6 @@
-"""Decoding on CPUs: each sequence's keys are laid together, and the tiled forward attends to them.
+"""Decode on CPUs: gather each sequence's keys and run the tiled forward on them.
 
-So a row's bits are those of the same row of a prefill wherever the tiles are the same, as batch_invariant=True makes
-them.
+A row's bits therefore equal those of the same row in a prefill if the tiles are equal, as with batch_invariant=True.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .tiles import wide
 
 
 class Keys(NamedTuple):
-    """What a sequence's rows may see, laid together: k and v [1, n, H_kv, D] and each key's position, sorted."""
+    """The keys that a sequence's rows may see, gathered: k and v [1, n, H_kv, D], and sorted positions."""
 
     k: Tensor
     v: Tensor
@@ -50,7 +49,7 @@ def run(plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Ten
 
 
 def _sequence(b: int, span: tuple[int, int], plan: Plan, call: DecodeCall, tensors: Forward, scratch: Tensor) -> None:
-    """The rows of one sequence, whose keys are those of its span."""
+    """Compute the rows of one sequence, whose keys are in `span`."""
     problem: DecodeProblem = plan.problem
     out, lse = tensors
     start, stop = span
@@ -77,13 +76,13 @@ def _sequence(b: int, span: tuple[int, int], plan: Plan, call: DecodeCall, tenso
 
 
 def _aligned(first: int, start: int, block: int) -> int:
-    """The last tile's edge before `first`: tiles are counted from the sequence's first key, as in a prefill."""
+    """The last tile boundary at or before `first`. Tiles are counted from the sequence's first key, as in a prefill."""
     return start + (first - start) // block * block
 
 
 def _from_edge(keys: Keys, first: int, edge: int) -> Keys:
-    """The keys from `first` on, behind zeros that stand for those from a tile's edge: they are before every row's
-    window, so the rows that lie there may be somebody else's and are not read.
+    """The keys from `first` on, preceded by zeros back to the tile boundary. The zeros replace rows before every
+    window, which may belong to another sequence and must not be read.
     """
     zeros = [t.new_zeros(1, first - edge, *t.shape[2:]) for t in (keys.k, keys.v)]
     k, v = (torch.cat(pair, 1) for pair in zip(zeros, (keys.k, keys.v)))
@@ -91,7 +90,7 @@ def _from_edge(keys: Keys, first: int, edge: int) -> Keys:
 
 
 def _spans(call: DecodeCall, problem: DecodeProblem) -> list[tuple[int, int]]:
-    """(first key, one past the last) of each sequence, kept within what it may hold."""
+    """(first key, end) of each sequence, clamped to its capacity."""
     stop = call.seqlens.clamp(0, problem.capacity)
     if not torch.equal(stop, call.seqlens):
         error_flags.report(call.q.device, error_flags.SEQLENS)
@@ -104,7 +103,7 @@ def _spans(call: DecodeCall, problem: DecodeProblem) -> list[tuple[int, int]]:
 
 
 def _keys(call: DecodeCall, problem: DecodeProblem, b: int, start: int, stop: int) -> Keys:
-    """Keys [start, stop) of sequence b, without those whose page is not in the pool."""
+    """Keys [start, stop) of sequence b, except those whose page id is invalid."""
     if call.page_table is None:
         k, v = (_worth(t[b, start:stop], scale, problem) for t, scale in _both(call))
         return Keys(k, v, torch.arange(start, stop))
@@ -126,12 +125,12 @@ def _both(call: DecodeCall) -> tuple[tuple[Tensor, Tensor | None], ...]:
 
 
 def _rows(pages: Tensor, ids: Tensor) -> Tensor:
-    """The rows of these pages, one below the other."""
+    """The rows of these pages, concatenated."""
     return pages[ids.long()].flatten(0, 1)
 
 
 def _worth(rows: Tensor, scale: Tensor | None, problem: DecodeProblem) -> Tensor:
-    """[1, n, H, D]; 8-bit ones as what they stand for."""
+    """Rows as [1, n, H, D], dequantised if they are 8-bit."""
     if problem.cache_dtype == problem.dtype:
         return rows[None]
     rows = rows.to(wide(problem.dtype))

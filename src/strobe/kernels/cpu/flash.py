@@ -1,5 +1,4 @@
-"""torch's own CPU flash kernel, for the pieces that mean the same to it: on plain and causal ones it is hard to
-beat."""
+"""torch's CPU flash kernel, for pieces it can express. On plain and causal ones it is faster than tiles."""
 
 from __future__ import annotations
 
@@ -15,48 +14,47 @@ from ...problem.torch_private import KERNELS_CALLABLE, torch_kernel
 from ..protocol import Backward, Forward
 from .pieces import Piece, part
 
-# Below a vector of keys torch takes a maximum that drops NaN, and a row of NaN comes out as one that sees nothing. A
-# vector holds 16 float32 where torch's kernels are AVX-512's, 8 where they are AVX2's, and no more than 64 anywhere.
+# With fewer keys than a vector, torch's maximum drops NaN, and a row of NaN looks like a row without keys. A vector
+# holds 16 float32 with AVX-512, 8 with AVX2, and at most 64 on any CPU.
 VECTOR = 16 if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else 64
-LISTED = 64  # elements that are looked at as a list sooner than by an op and its result's way back
+LISTED = 64  # up to this many elements, a list is faster to inspect than an op and its result
 BAND_ROWS = 256
 
 
-# torch's kernels themselves: strobe.integrations.sdpa overrides the ops in the dispatcher, so the ops would call strobe
+# torch's kernels themselves. strobe.integrations.sdpa overrides the ops, which would call strobe.
 TORCH = torch_kernel("_scaled_dot_product_flash_attention_for_cpu", "CPU")
 TORCH_BACKWARD = torch_kernel("_scaled_dot_product_flash_attention_for_cpu_backward", "CPU")
 
 
 def why_not(problem: Problem) -> str | None:
-    """What in a problem torch's kernel cannot say, whatever its pieces look like."""
+    """Why torch's kernel cannot run any piece of the problem, or None."""
     if not KERNELS_CALLABLE:
         return "this torch's kernel cannot be called beneath its op"
     if problem.head_dim != problem.head_dim_v:
-        return "D_v is not D"
+        return "D_v differs from D"
     if problem.softcap:
         return "softcap"
     if problem.batch_invariant:
-        return "its split of the rows follows their number"
-    if problem.scale == 0 or (
-        problem.scale < 0 and (problem.mask.right or problem.mask.prefix)
-    ):  # a short prefix leaves causal pieces
-        return "scale 0, or under it where causal: it multiplies the -inf that hides keys"
+        return "it splits rows by their number"
+    causal = problem.mask.right or problem.mask.prefix  # a short prefix leaves causal pieces
+    if problem.scale == 0 or (problem.scale < 0 and causal):
+        return "scale 0, or below 0 with a causal mask: the scale multiplies the -inf of masked keys"
     return None
 
 
 class Shape(Enum):
-    """How a piece looks to torch's kernel."""
+    """The form in which torch's kernel runs a piece."""
 
     WHOLE = 1
-    CAUSAL = 2  # as many rows as keys
+    CAUSAL = 2  # with as many rows as keys
     BAND = 3
 
 
 def shape_of(piece: Piece, dtype: torch.dtype) -> Shape | None:
-    """The shape in which torch's kernel takes a piece, or None for tiles.
+    """The shape in which torch's kernel runs a piece, or None for tiles.
 
-    Bands in blocks of rows under a mask, for 16 bits only. There torch multiplies 16-bit matrices into 32-bit sums,
-    which none of its public ops does, so tiles would pay for 32-bit products.
+    16-bit bands run as blocks of rows under a mask. torch multiplies 16-bit matrices into 32-bit sums there. No public
+    op of torch does, so tiles would need 32-bit products.
     """
     if _sees_all(piece):
         return Shape.WHOLE
@@ -66,7 +64,7 @@ def shape_of(piece: Piece, dtype: torch.dtype) -> Shape | None:
 
 
 def parts(piece: Piece) -> list[Piece]:
-    """A band in blocks of rows, each with the keys that any of its rows sees and with at least a vector of them."""
+    """A band as blocks of rows, each with the keys that its rows see, at least a vector of them."""
     found = []
     for start in range(0, piece.n_rows, BAND_ROWS):
         rows = slice(start, min(start + BAND_ROWS, piece.n_rows))
@@ -82,10 +80,10 @@ def parts(piece: Piece) -> list[Piece]:
 def forward(
     piece: Piece, shape: Shape, heads: slice, call: Call, tensors: Forward, problem: Problem, tile: Callable[[], None]
 ) -> None:
-    """out and lse of a piece's key heads; rows where torch's kernel may have lost NaN, or made one, are what `tile`
-    writes there.
+    """out and lse of a piece's key heads. `tile` recomputes rows in which torch's kernel may have lost or produced NaN.
 
-    torch hides a band's keys by adding -inf to their scores, and a hidden score that has overflowed to inf then is NaN.
+    torch masks a band's keys by adding -inf to their scores. A masked score that has overflowed to inf then becomes
+    NaN.
     """
     heads_q = slice(heads.start * problem.group, heads.stop * problem.group)
     rows, keys = (piece.entries, piece.rows, heads_q), (piece.entries, piece.keys, heads)
@@ -109,24 +107,25 @@ def forward(
 
 
 def _hidden(piece: Piece) -> Tensor:
-    """-inf where a row does not see a key, as torch's kernel adds it: [rows, keys]."""
+    """The mask that torch's kernel adds, [rows, keys]: -inf where a row does not see a key."""
     key = torch.arange(piece.n_keys)
     hidden = (key < piece.first[:, None]) | (key >= piece.stop[:, None])
     return torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
 
 
 def _turned(tensor: Tensor) -> Tensor:
-    """[B, S, H, D] as torch's kernels take it. What they allocate is laid out by its strides, of which no other must be
-    as short as that of D, as in overlapping windows of one row (torch.Tensor.unfold): it would come to stand innermost
-    in its place, where nobody looks for it.
+    """[B, S, H, D] transposed for torch's kernels, with D as the dimension of smallest stride.
+
+    torch allocates results in the order of the strides. In overlapping windows (torch.Tensor.unfold), another dimension
+    may have a stride as short as D's and would become the innermost.
     """
     tied = any(stride == 1 and size > 1 for size, stride in zip(tensor.shape[:-1], tensor.stride()))
     return (tensor.contiguous() if tied else tensor).transpose(1, 2)
 
 
 def lost_nan(lse: Tensor) -> bool:
-    """Whether a row of NaN over less than a vector of keys may have come out as one that sees nothing, whose lse torch
-    gives as 0; in others lse is hardly ever 0.
+    """Whether a row of NaN with fewer keys than a vector may look like a row without keys. torch returns lse 0 for it,
+    which other rows rarely have.
     """
     if lse.numel() > LISTED:
         return not lse.all()
@@ -138,15 +137,17 @@ def lost_nan(lse: Tensor) -> bool:
 
 
 def takes_backward(piece: Piece) -> bool:
-    """Full and causal pieces; a band's blocks share keys, so that their dk and dv would have to be added up outside."""
+    """Whether torch's backward runs a piece: full and causal ones. Blocks of a band would need another sum of dk and
+    dv.
+    """
     return piece.n_keys >= VECTOR and (_sees_all(piece) or _is_square_causal(piece))
 
 
 def backward(piece: Piece, heads: slice, call: Call, tensors: Backward, problem: Problem) -> None:
-    """dq, dk and dv of a piece's key heads; with sinks too, as lse holds them.
+    """dq, dk and dv of a piece's key heads. Sinks are included through lse.
 
-    In float32 for 16-bit inputs: of those, torch would add each block's share of dk and dv to a 16-bit sum, and of the
-    key heads that query heads share too (errors up to 1.5 times what the contract allows at S = 700, bfloat16).
+    16-bit inputs are converted to float32. torch would accumulate dk and dv over blocks and over query heads in 16
+    bits, with errors up to 1.5 times the contract's limit (S = 700, bfloat16).
     """
     heads_q = slice(heads.start * problem.group, heads.stop * problem.group)
     rows, keys = (piece.entries, piece.rows, heads_q), (piece.entries, piece.keys, heads)
@@ -164,7 +165,7 @@ def _sees_all(piece: Piece) -> bool:
 
 
 def _is_square_causal(piece: Piece) -> bool:
-    """Row i sees keys 0 to i: torch aligns causal rows at the top left."""
+    """Whether row i sees keys 0 to i: torch aligns causal rows at the top left."""
     if int(piece.first[-1]) != 0 or int(piece.stop[0]) != 1:
         return False
-    return torch.equal(piece.stop, torch.arange(1, piece.n_keys + 1))  # as many rows as keys, too
+    return torch.equal(piece.stop, torch.arange(1, piece.n_keys + 1))  # also checks that rows and keys are equally many

@@ -1,10 +1,10 @@
-"""Forward over tiles: the softmax of "FlashAttention-2" (arXiv 2307.08691), section 3.1, for each block of rows.
+"""Forward over tiles: online softmax ("FlashAttention-2", arXiv 2307.08691, section 3.1) per block of rows.
 
     for each tile of keys:   s = scores; row_max grows; acc and row_sum shrink by exp2(old - new)
                              p = exp2(s - row_max); row_sum += sum p; acc += p v
     at the end:              out = acc / row_sum; lse = log(row_sum) + row_max
 
-All in float32, p too: torch's 16-bit products round their results to 16 bits, which an accumulator may not be.
+All values are float32, including p. torch's 16-bit products round their results to 16 bits, too few for an accumulator.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def run(plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) 
 
 
 def tile_memory(plan: Plan, scratch: Tensor) -> Tensor:
-    """A workspace as one tile a worker."""
+    """The workspace, as memory for one tile per worker."""
     return scratch.view(-1, plan.config.tile_elements(plan.problem.group))
 
 
 def _flash_jobs(
     piece: Piece, shape: flash.Shape, pieces: int, plan: Plan, call: Call, tensors: Forward
 ) -> Iterator[Job]:
-    """One of `pieces` pieces, for torch's kernel: a job for each block of a band and each range of key heads."""
+    """Jobs of one piece (of `pieces`) for torch's kernel: one per block of a band and range of key heads."""
     problem = plan.problem
     parts = flash.parts(piece) if shape is flash.Shape.BAND else [piece]
     alone = pieces * len(parts) == 1
@@ -76,7 +76,7 @@ def _flash(
 
 
 def attend_jobs(piece: Piece, heads: slice, plan: Plan, call: Call, tensors: Forward) -> Iterator[Job]:
-    """These key heads of a piece, in tiles: a job for each block of rows."""
+    """Jobs of these key heads of a piece in tiles: one per block of rows."""
     config, problem = plan.config, plan.problem
     for chunk in chunks(piece, heads, problem.group, config.n_heads):
         keys = Keys(chunk, piece, (call.k, call.v), wide(problem.dtype))
@@ -93,14 +93,14 @@ def _attend(keys: Keys, block: Block, plan: Plan, call: Call, tensors: Forward, 
     acc, row_sum, row_max = _block(q, keys, block, Scores.of(plan.problem), config, (scratch, sinks))
     row_max = row_max.mul_(LN_2).add_(row_sum.log())
     if sinks is not None:
-        torch.maximum(row_max, sinks, out=row_max)  # the largest sinks are cut in log2 units
+        torch.maximum(row_max, sinks, out=row_max)  # the largest sinks are clamped in log2 units
     acc.div_(row_sum)
     chunk.write_rows(tensors.out, index, real_rows(acc, block, chunk))
     chunk.write_values(tensors.lse, index, real_rows(row_max, block, chunk))
 
 
 def _block(q: Tensor, keys: Keys, block: Block, scores: Scores, config: Config, state: tuple[Tensor, Tensor | None]):
-    """acc [N, rows, D_v], row_sum and row_max [N, rows, 1] of one block; a sink is a first key whose value is 0."""
+    """acc [N, rows, D_v], row_sum and row_max [N, rows, 1] of one block. A sink acts as a first key with value 0."""
     scratch, sinks = state
     n, rows = q.shape[:2]
     row_max = (
@@ -127,7 +127,7 @@ def _block(q: Tensor, keys: Keys, block: Block, scores: Scores, config: Config, 
 
 
 def _sinks(call: Call, chunk: Chunk, q: Tensor) -> Tensor | None:
-    """The sinks of a chunk's heads, one a row: [N, group * rows, 1]."""
+    """The sinks of a chunk's heads, one per row: [N, group * rows, 1]."""
     if call.sinks is None:
         return None
     heads = call.sinks[chunk.heads_q].to(q.dtype).view(1, -1, chunk.group, 1)
@@ -144,7 +144,7 @@ def read_block(chunk: Chunk, tensor: Tensor, index, dtype: torch.dtype, config: 
 
 
 def real_rows(rows: Tensor, block: Block, chunk: Chunk) -> Tensor:
-    """[N, group * rows, D] without what fixed_tiles padded."""
+    """[N, group * rows, D] without the padding of fixed_tiles."""
     count = block.stop - block.start
     if rows.shape[1] == chunk.group * count:
         return rows

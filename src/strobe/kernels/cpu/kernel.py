@@ -1,7 +1,7 @@
-"""Attention on CPUs in torch ops: tiled, every feature of the contract, never O(S_q * S_k) memory.
+"""Attention on CPUs in torch ops: tiled, with every feature of the contract, never O(S_q * S_k) memory.
 
-`Config.path` says who multiplies. "torch_flash": pieces (documents, packed sequences, whole batches) that torch's CPU
-flash kernel can do go to it, the rest are tiled; "tiled": all are. See flash.py for what torch's kernel takes.
+With `Config.path` "torch_flash", torch's CPU flash kernel computes the pieces it can express (documents, packed
+sequences, whole batches; see flash.py), and tiles compute the rest. With "tiled", tiles compute all.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..protocol import Backward, Buffer, Cost, Forward, Plan, append_cost, atten
 from . import append, backward, decode, flash, forward
 from .tiles import Config, wide
 
-MOST_ELEMENTS = 1 << 19  # of one batched tile of scores: 2 MiB of float32, one core's L2
-FIXED_TILE = (64, 256)  # batch invariance: a constant, because it sets the bits
+MOST_ELEMENTS = 1 << 19  # of a batched tile of scores: 2 MiB of float32, the L2 of one core
+FIXED_TILE = (64, 256)  # batch_invariant: a constant, because it determines the bits
 
 
 class _Cpu:
@@ -33,7 +33,7 @@ class CpuForward(_Cpu):
     name = "cpu.forward"
 
     def config(self, problem: Problem, target: Target) -> Config:
-        # out is rounded to q's dtype by torch: too early for a sink or for a partial result of 16-bit inputs
+        # torch rounds out to q's dtype, which is too early for a sink or a partial result of 16-bit inputs
         return _config(
             problem, flash.why_not(problem) is None and not problem.sinks and problem.out_dtype == problem.dtype
         )
@@ -105,8 +105,10 @@ class CpuAppend(_Cpu):
 
 
 def _config(problem: Problem, hand_off: bool) -> Config:
-    """Tiles of 256 x 256; in a window of 256 keys 128 x 512, whose blocks meet one tile each (53 ms against 67:
-    float32, S = 4096, 8 heads, one AVX-512 thread, torch 2.13). Query heads that share a key head share the rows.
+    """Tiles of 256 x 256, or 128 x 512 for windows of 256 keys, where each block of rows meets one tile. Query heads
+    that share a key head share the rows.
+
+    The window tile takes 53 ms, and 67 ms as 256 x 256 (float32, S = 4096, 8 heads, one AVX-512 thread, torch 2.13).
     """
     if problem.batch_invariant:
         return Config("tiled", *FIXED_TILE, 1, fixed_tiles=True)
@@ -120,9 +122,7 @@ def _config(problem: Problem, hand_off: bool) -> Config:
 
 
 def _tile_buffer(name: str, problem: Problem | DecodeProblem, config: Config, tiles: int = 1) -> Buffer:
-    """So many tiles of scores a worker: one worker where tiles are fixed, whose bits may not follow the number of
-    threads.
-    """
+    """Memory for tiles of scores, per worker. One worker with fixed tiles, whose bits must not depend on threads."""
     workers = 1 if config.fixed_tiles else torch.get_num_threads()
     return Buffer(name, (workers * tiles * config.tile_elements(problem.group),), wide(problem.dtype))
 

@@ -1,8 +1,8 @@
-"""Jobs on threads that run their torch ops alone.
+"""Runs jobs on threads, each of which runs its torch ops single-threaded.
 
-An op that torch spreads over threads ends at a barrier where they spin. Beside other processes each barrier can cost a
-time slice, and a call in tiles has hundreds of them. Here each worker takes whole jobs and runs every op on one thread,
-so a call has one barrier, at which nobody spins.
+An op that torch distributes over threads ends at a spinning barrier. Beside other processes, each barrier can cost a
+time slice, and a tiled call has hundreds. Here each worker takes whole jobs, so a call has one barrier, which does not
+spin.
 """
 
 from __future__ import annotations
@@ -19,29 +19,27 @@ import torch
 from torch import Tensor
 
 JOBS_A_WORKER = 4
-UNEVEN = 1.5  # times a fair share that the largest job may have: beyond it, torch's own threads finish it sooner
-LEAST_WORK = 1 << 22  # multiply-adds of all jobs: handing over takes some 50 us
+UNEVEN = 1.5  # largest job, relative to a fair share: above it, torch's own threads are faster
+LEAST_WORK = 1 << 22  # multiply-adds of all jobs: dispatching costs about 50 us
 
 
 def head_ranges(heads: int, pieces: int) -> list[slice]:
-    """All heads where there is one piece, whose op torch spreads over threads itself; else ranges of them, so that
-    there are jobs for all workers.
-    """
+    """Slices of the heads: one for a single piece, whose op torch parallelises itself, else enough for all workers."""
     count = 1 if pieces == 1 else min(heads, -(-JOBS_A_WORKER * torch.get_num_threads() // pieces))
     bounds = [heads * n // count for n in range(count + 1)]
     return [slice(*pair) for pair in pairwise(bounds)]
 
 
 class Job(NamedTuple):
-    work: int  # multiply-adds, roughly: what jobs are ordered by
-    run: Callable[[Tensor], None]  # takes memory for one tile of scores
+    work: int  # approximate multiply-adds; jobs are ordered by it
+    run: Callable[[Tensor], None]  # called with memory for one tile of scores
 
 
 def run(jobs: Sequence[Job], scratch: Tensor) -> None:
-    """All jobs, in any order; scratch [workers, elements].
+    """Run all jobs in any order. scratch [workers, elements].
 
-    Where there is one worker, where the work is little, or where one job is most of it, they run one after another in
-    the caller's thread, each op on torch's threads.
+    With one worker, little work, or one dominant job, they run one after another in the caller's thread, each op on
+    torch's threads.
     """
     if len(jobs) == 1:
         jobs[0].run(scratch[0])
@@ -58,16 +56,15 @@ def run(jobs: Sequence[Job], scratch: Tensor) -> None:
     try:
         wait(futures, return_when=FIRST_EXCEPTION)
     finally:
-        waiting.clear()  # after a failure or an interrupt no further job starts
+        waiting.clear()  # no further job starts after an exception
     wait(futures)
     for future in futures:
         future.result()
 
 
 def _work(waiting: deque[Job], scratch: Tensor) -> None:
-    with (
-        torch.inference_mode()
-    ):  # the caller's may be on, and its outputs then refuse to be written by a thread without it
+    # inference mode may be on for the caller, whose outputs then cannot be written from a thread without it
+    with torch.inference_mode():
         while True:
             try:
                 job = waiting.popleft()
@@ -91,14 +88,16 @@ def _pool(workers: int) -> ThreadPoolExecutor:
 
 
 def _started(size: int) -> ThreadPoolExecutor:
-    """Threads whose ops run on one thread each. torch.set_num_threads also sets what threads that start later get, so
-    the caller's number is set again as soon as all workers have theirs.
+    """Worker threads whose ops are single-threaded.
+
+    torch.set_num_threads also sets the default of threads that start later, so the caller's number is restored once all
+    workers have theirs.
     """
     here = torch.get_num_threads()
     started = threading.Barrier(size + 1)
 
     def alone() -> None:
-        torch.get_num_threads()  # a thread takes the common number at its first question, and then its own
+        torch.get_num_threads()  # a thread adopts the default at its first query and then keeps its own number
         torch.set_num_threads(1)
         started.wait()
 

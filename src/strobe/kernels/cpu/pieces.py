@@ -1,9 +1,9 @@
-"""A call cut into pieces that have one rule: row i of a piece sees exactly its keys first[i] <= j < stop[i].
+"""Cuts a call into pieces with one rule: row i of a piece sees exactly the keys first[i] <= j < stop[i].
 
-A piece is one document of one batch entry, one packed sequence, or (with neither) all batch entries whose mask is the
-same. It holds no row of another sequence or document and no key beyond a length, so nothing outside can reach its
-result; every one of its rows sees a key; and both bounds never fall from a row to the next, which is all that
-skipping tiles needs. Documents whose rows do not lie together are gathered: they keep both promises.
+A piece is one document of one batch entry, one packed sequence, or (with neither) all batch entries with the same mask.
+It contains no rows of other sequences or documents and no keys beyond a length, so nothing outside affects its result.
+Each of its rows sees a key. Neither bound decreases from one row to the next, as tile skipping requires. The rows of
+non-contiguous documents are gathered, which keeps both properties.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ...problem.call import Call
 from ...problem.mask import NO_BOUND
 from ..runtime import error_flags
 
-Index = slice | Tensor  # a slice where positions lie together (a view), else a sorted int64 tensor (a gather)
+Index = slice | Tensor  # a slice (a view) of contiguous positions, else a sorted int64 tensor (a gather)
 NOTHING = slice(0, 0)
 
 
 class Piece(NamedTuple):
-    entries: slice  # of the batch; packed tensors are a batch of one
+    entries: slice  # batch entries; packed tensors are a batch of one
     rows: Index
     keys: Index
     first: Tensor  # int64 [rows]
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Pairs of a row and a key that it sees, in each head."""
+        """Number of (row, visible key) pairs per head."""
         return int((self.stop - self.first).sum()) * (self.entries.stop - self.entries.start)
 
 
@@ -49,7 +49,7 @@ class Pieces(NamedTuple):
     broken: list[slice]  # rows of sequences longer than promised: NaN
 
     def cover_rows(self, batch: int, seqlen_q: int) -> bool:
-        """Whether every row is in a piece (they share none), so that nothing need be filled in."""
+        """Whether every row is in a piece (pieces are disjoint), so that nothing is left to fill."""
         return sum((p.entries.stop - p.entries.start) * p.n_rows for p in self.pieces) == batch * seqlen_q
 
     def cover_keys(self, batch: int, seqlen_k: int) -> bool:
@@ -57,12 +57,13 @@ class Pieces(NamedTuple):
 
 
 def as_batch(call: Call) -> Call:
-    """The call with q, k and v as [B, S, H, D]: packed ones are a batch of one."""
+    """The call with q, k and v as [B, S, H, D]. Packed tensors are a batch of one."""
     return call._replace(q=call.q[None], k=call.k[None], v=call.v[None]) if call.packed else call
 
 
 def cut(call: Call) -> Pieces:
-    """
+    """Cut a call into pieces.
+
     >>> q = torch.zeros(5, 1, 8); offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
     >>> call = Call(q, q, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets, right=0)
     >>> [(p.rows, p.stop.tolist()) for p in cut(call).pieces]
@@ -80,7 +81,7 @@ def _sequences(call: Call, broken: list[slice]) -> Iterator[Piece | None]:
     offsets_q = _offsets("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0])
     offsets_k = _offsets("cu_seqlens_k", call.cu_seqlens_k, call.k.shape[0])
     for row, row_stop, key, key_stop in zip(offsets_q, offsets_q[1:], offsets_k, offsets_k[1:]):
-        diagonal = (key_stop - key) - (row_stop - row) + key - row  # of positions in the pack
+        diagonal = (key_stop - key) - (row_stop - row) + key - row  # in positions of the packed tensors
         rows, keys = slice(row, row_stop), slice(key, key_stop)
         if call.max_seqlen_k != NO_BOUND and key_stop - key > call.max_seqlen_k:
             error_flags.report(call.q.device, error_flags.LONG_K)
@@ -94,7 +95,7 @@ def _sequences(call: Call, broken: list[slice]) -> Iterator[Piece | None]:
 
 
 def _offsets(argument: str, offsets: Tensor | None, total: int) -> list[int]:
-    """cu_seqlens on the host, where reading them is free: so a wrong one raises here instead of being clamped."""
+    """cu_seqlens as a list. Reading is free on the host, so invalid offsets raise here instead of being clamped."""
     values = [] if offsets is None else offsets.tolist()
     for n, (value, after) in enumerate(zip(values, [*values[1:], total])):
         if value < 0 or after < value:
@@ -137,7 +138,7 @@ def _lengths(call: Call, batch: int, seqlen_k: int) -> list[int]:
 
 
 def _documents(ids_q: Tensor, ids_k: Tensor) -> Iterator[tuple[Index, Index]]:
-    """Rows and keys of each id that both sides have."""
+    """Rows and keys of each id that both sides contain."""
     keys_of = dict(_members(ids_k))
     for ident, rows in _members(ids_q):
         if ident in keys_of:
@@ -145,7 +146,7 @@ def _documents(ids_q: Tensor, ids_k: Tensor) -> Iterator[tuple[Index, Index]]:
 
 
 def _members(ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Positions of each id but the padding's, in order."""
+    """Positions of each id except padding, in order."""
     ordered, where = ids.sort(stable=True)
     values, counts = ordered.unique_consecutive(return_counts=True)
     for ident, positions in zip(values.tolist(), where.split(counts.tolist())):
@@ -157,9 +158,9 @@ def _members(ids: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _piece(call: Call, entries: slice, rows: Index, keys: Index, diagonal: int, prefix: int = 0) -> Piece | None:
-    """The piece of these rows and keys without rows that see no key; None where none is left.
+    """The piece of these rows and keys, without rows that see no key; None if none is left.
 
-    Positions are those of the whole tensors: row r lies on column r + diagonal.
+    Positions refer to whole tensors: row r is on column r + diagonal.
     """
     n_keys = _count(keys)
     if n_keys == 0 or _count(rows) == 0:
@@ -177,14 +178,14 @@ def _piece(call: Call, entries: slice, rows: Index, keys: Index, diagonal: int, 
 
 
 def _keys_before(position: Tensor, keys: Index) -> Tensor:
-    """How many of `keys` lie before each position."""
+    """For each position, the number of `keys` before it."""
     if isinstance(keys, slice):
         return (position - keys.start).clamp(0, keys.stop - keys.start)
     return torch.searchsorted(keys, position)
 
 
 def _together(positions: Tensor) -> Index:
-    """Sorted positions as a slice where they lie together."""
+    """Sorted positions, as a slice if they are contiguous."""
     if positions.shape[0] == 0:
         return NOTHING
     start, stop = int(positions[0]), int(positions[-1]) + 1
@@ -192,7 +193,7 @@ def _together(positions: Tensor) -> Index:
 
 
 def part(index: Index, at: slice) -> Index:
-    """The positions `at` of an index; its end is a longer slice's."""
+    """The positions `at` of an index. A slice is clipped to its end."""
     if isinstance(index, slice):
         return slice(index.start + at.start, min(index.start + at.stop, index.stop))
     return index[at]

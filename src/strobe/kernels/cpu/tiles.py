@@ -1,5 +1,4 @@
-"""What the tiled forward and backward share: which heads go together, how heads and rows become one batch of
-matrices, which tiles a block of rows meets, and how products become scores."""
+"""What the tiled forward and backward share: chunks of heads, batched matrices, tiles, and scores."""
 
 from __future__ import annotations
 
@@ -21,14 +20,13 @@ LN_2 = math.log(2)
 
 @dataclass(frozen=True)
 class Config:
-    """How a call runs: path "torch_flash" gives the pieces that torch's own CPU kernel can do to it and tiles the
-    rest."""
+    """How a call runs. Path "torch_flash" uses torch's CPU kernel for pieces that it can run, and tiles otherwise."""
 
     path: str
-    block_m: int  # queries of a tile, for each of the query heads that share a key head
-    block_n: int  # keys of a tile
-    n_heads: int  # key heads, over entries, that one batched product takes
-    fixed_tiles: bool = False  # tiles of one shape at fixed offsets, padded: a row's bits depend on its own keys alone
+    block_m: int  # queries per tile, for each query head that shares the key head
+    block_n: int  # keys per tile
+    n_heads: int  # key heads, over batch entries, per batched product
+    fixed_tiles: bool = False  # padded tiles of one shape at fixed offsets: a row's bits depend only on its own keys
 
     def __post_init__(self) -> None:
         if self.path not in ("torch_flash", "tiled") or min(self.block_m, self.block_n, self.n_heads) < 1:
@@ -39,7 +37,7 @@ class Config:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What scores, softmax state and accumulators are held in."""
+    """dtype of scores, softmax state and accumulators."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -58,12 +56,12 @@ class Chunk(NamedTuple):
         return slice(self.heads.start * self.group, self.heads.stop * self.group)
 
     def read_rows(self, tensor: Tensor, index: Index, dtype: torch.dtype) -> Tensor:
-        """[B, S, H_q, D] -> [N, group * rows, D]: query heads that share a key head stand one below the other."""
+        """[B, S, H_q, D] -> [N, group * rows, D]: rows of query heads that share a key head are concatenated."""
         part = tensor[self.entries, index, self.heads_q].unflatten(2, (-1, self.group))
         return part.permute(0, 2, 3, 1, 4).to(dtype).reshape(-1, self.group * part.shape[1], part.shape[-1])
 
     def read_keys(self, tensor: Tensor, index: Index, dtype: torch.dtype) -> Tensor:
-        """[B, S, H_kv, D] -> [N, keys, D]; a view where nothing need be converted."""
+        """[B, S, H_kv, D] -> [N, keys, D]; a view if no conversion is needed."""
         part = tensor[self.entries, index, self.heads].transpose(1, 2).to(dtype)
         return part.reshape(-1, *part.shape[2:])
 
@@ -91,8 +89,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(piece: Piece, heads: slice, group: int, most: int) -> Iterator[Chunk]:
-    """These key heads of as many entries as `most` matrices allow, or some heads of one entry where not even those
-    fit."""
+    """These key heads of as many batch entries as `most` matrices allow, or some heads of a single entry."""
     count = heads.stop - heads.start
     n_entries, n_heads = max(1, most // count), min(count, most)
     for entry in range(piece.entries.start, piece.entries.stop, n_entries):
@@ -102,9 +99,7 @@ def chunks(piece: Piece, heads: slice, group: int, most: int) -> Iterator[Chunk]
 
 
 class Keys(NamedTuple):
-    """Keys and values of a chunk's heads, read a tile at a time as [N, keys, D]; fixed_tiles pads them to the tile with
-    zeros.
-    """
+    """Keys and values of a chunk's heads, read per tile as [N, keys, D]; fixed_tiles pads them with zeros."""
 
     chunk: Chunk
     piece: Piece
@@ -118,7 +113,7 @@ class Keys(NamedTuple):
 
 
 def padded(rows: Tensor, dim: int, multiple: int) -> Tensor:
-    """Zeros after the last row up to a multiple: fixed_tiles' one shape."""
+    """The rows with zeros appended up to a multiple of `multiple` (fixed_tiles)."""
     missing = -rows.shape[dim] % multiple
     return pad(rows, [0, 0] * (rows.dim() - 1 - dim) + [0, missing]) if missing else rows
 
@@ -127,7 +122,7 @@ def padded(rows: Tensor, dim: int, multiple: int) -> Tensor:
 
 
 class Block(NamedTuple):
-    """Rows [start, stop) of a piece with their bounds [rows, 1]; fixed_tiles repeats the last row's up to block_m."""
+    """Rows [start, stop) of a piece with bounds [rows, 1]; fixed_tiles repeats the last row's up to block_m."""
 
     start: int
     stop: int
@@ -139,13 +134,13 @@ class Block(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Pairs of a row and a key in its tiles."""
+        """(row, key) pairs in its tiles."""
         return (self.stop - self.start) * int(self.end[-1] - self.first[0])
 
 
 class Tile(NamedTuple):
-    keys: slice  # of the piece
-    hidden: Tensor | None  # bool [rows, keys]; None where every row sees every key
+    keys: slice  # keys of the piece
+    hidden: Tensor | None  # bool [rows, keys]; None if every row sees every key
 
 
 def blocks(piece: Piece, config: Config) -> Iterator[Block]:
@@ -160,7 +155,7 @@ def blocks(piece: Piece, config: Config) -> Iterator[Block]:
 
 
 def tiles(block: Block, config: Config) -> Iterator[Tile]:
-    """The tiles from the first key any row sees to the last. All others are empty, and their cost is none."""
+    """The tiles from the first visible key of any row to the last. All others are empty and skipped."""
     lowest, highest = int(block.first[0]), int(block.end[-1])
     last_first, first_end = int(block.first[-1]), int(block.end[0])
     start = lowest - lowest % config.block_n if config.fixed_tiles else lowest
@@ -174,28 +169,29 @@ def tiles(block: Block, config: Config) -> Iterator[Tile]:
 
 
 def hide(matrix: Tensor, tile: Tile, value: float) -> None:
-    """Put `value` where the mask hides: matrix [N, group * rows, keys]."""
+    """Set masked elements of the matrix [N, group * rows, keys] to `value`."""
     if tile.hidden is not None:
         matrix.view(matrix.shape[0], -1, *tile.hidden.shape).masked_fill_(tile.hidden, value)
 
 
 class Scores(NamedTuple):
-    """How products of q and k become scores, times log2(e): torch's exp2 takes 0.25 ns an element whatever it meets,
-    its exp up to 20 ns where it underflows (AVX-512, one thread, torch 2.13)."""
+    """Turns products of q and k into scores in log2 units. torch's exp2 takes 0.25 ns per element for any input, its
+    exp up to 20 ns if it underflows (AVX-512, one thread, torch 2.13).
+    """
 
     factor: float
-    cap: float  # softcap * log2(e); 0 is none
+    cap: float  # softcap * log2(e); 0: none
 
     @staticmethod
     def of(problem: Problem) -> Scores:
         factor = problem.scale / problem.softcap if problem.softcap else problem.scale * LOG2_E
-        rounded = torch.tensor(factor, dtype=wide(problem.dtype)).item()  # as the product uses it: 1e-60 is 0 there
+        rounded = torch.tensor(factor, dtype=wide(problem.dtype)).item()  # in the product's dtype, where 1e-60 is 0
         return Scores(rounded, problem.softcap * LOG2_E)
 
     def write(self, s: Tensor, q: Tensor, k: Tensor) -> None:
         if self.factor:
             s.baddbmm_(q, k.transpose(1, 2), beta=0, alpha=self.factor)
-        else:  # a factor of 0 in the product would forget a NaN
+        else:  # a factor of 0 in the product would drop NaN
             torch.bmm(q, k.transpose(1, 2), out=s).mul_(0.0)
         if self.cap:
             s.tanh_().mul_(self.cap)

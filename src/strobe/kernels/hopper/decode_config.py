@@ -1,6 +1,4 @@
-"""What the Hopper decode can run, with which tiles and splits, and how. Imports no kernel language until something
-runs.
-"""
+"""What the Hopper decode can run, with which tiles and splits, and how. Imports no kernel language."""
 
 from __future__ import annotations
 
@@ -68,8 +66,7 @@ class DecodeForm(Constants, Traits):
     single: bool = False  # one split: nothing to combine
     in_order: bool = False  # splits are combined in order, as `invariant` processes them
     early: bool = False  # programmatic dependent launch
-    # Splits per cluster, one program each, combined through shared memory. 0: splits are combined through global
-    # memory.
+    # Splits per cluster, one program each, combined in shared memory. 0: splits are combined in global memory.
     cluster: int = 0
 
     @property
@@ -207,8 +204,7 @@ def together(form: DecodeForm, blocks: int, tiles: int, sm_count: int) -> int:
     for size in (most, min(most, ALWAYS_TOGETHER)):
         room = 2 if size > ALWAYS_TOGETHER else 1  # programs per SM: 16 then need at most 8 SMs
         shared = replace(form, cluster=size).shared_bytes()
-        # Triton's launcher requests more shared memory only if the kernel's own allocation needs it, regardless of the
-        # receive buffer.
+        # Triton's launcher requests more shared memory only if the kernel's own allocation needs it.
         fits = room * (shared + RESERVED) <= MOST_SHARED and (form.own_bytes() > UNASKED or shared + SCRATCH <= UNASKED)
         if size > 1 and fits and -(-blocks // size) <= BLOCKS_TOGETHER:
             return size

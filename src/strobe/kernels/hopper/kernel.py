@@ -214,8 +214,7 @@ BACKWARD_CAPPED = {(64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, s
 #   d64    dense: 1.00x at 4k, 1.01x at 8k, 1.03x at 16k; causal: 0.99x at 4k and 8k, 1.02x at 16k;
 #          deterministic causal: 1.015x at 8k
 LAGGING_STEPS = {(64, 64): 48, (96, 96): 48, (128, 128): 12}
-# Head dimensions whose score accumulator starts at -lse / scale (form.begun): with form.lags and, at 128, with a right
-# mask limit.
+# Head dimensions whose score accumulator starts at -lse / scale (form.begun): with form.lags, and at 128 if causal.
 # speed relative to subtracting lse afterwards (H200):
 #   d128   causal: 1.02x at 1k, 1.015x at 4k, 1.02x at 8k, 1.01x at 16k; with lags 1.00x to 1.01x; documents: 1.045x;
 #          dense: 1.10x with lags, 0.99x without
@@ -359,8 +358,7 @@ def _clears(problem: Problem, form: BackwardForm) -> bool:
     return suits and keys_a_row(problem) >= CLEARED_KEYS
 
 
-# Keys per row on average, from which too few queries see a single key tile. Other head dimensions have no dq part of 64
-# columns.
+# Keys per row on average, from which too few queries see a single key tile. Only these have dq parts of 64 columns.
 FINISHED_KEYS = {(64, 64): 400, (128, 128): 600}
 
 
@@ -440,9 +438,7 @@ def _ordered(problem: Problem) -> bool:
 
 
 def _written(problem: Problem) -> Problem:
-    """The problem with an out dtype that the forward can write. The forward cannot write partial results; the backward
-    reads them.
-    """
+    """The problem with an out dtype that the forward can write. The backward can read partial results."""
     return replace(problem, out_dtype=problem.dtype)
 
 

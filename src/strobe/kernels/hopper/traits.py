@@ -1,6 +1,4 @@
-"""Compile-time constants of the Hopper kernels: tile configurations, and what follows from them for a kind of
-problem.
-"""
+"""Compile-time constants of the Hopper kernels: tile configurations, and what follows from them."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ class Tuning:
 
 
 class Walk:
-    """What forward and backward share: which rows see which keys, and tile columns in two parts, each a power of two
-    wide.
-    """
+    """What forward and backward share: key ranges of rows, and tile columns in two parts, each a power of two."""
 
     block_d: int
     block_dv: int
@@ -143,8 +139,7 @@ class Form(Constants, Walk):
 
     @property
     def trades(self) -> bool:
-        """Whether consumers swap places from tile to tile, so that the longest rows of causal tiles alternate between
-        them.
+        """Whether consumers swap places from tile to tile, so that the longest rows of causal tiles alternate.
 
         Not with ping-pong, and not if a tile may be redone, which the consumer that wrote it must do.
         """
@@ -156,8 +151,8 @@ class Form(Constants, Walk):
         return 2 if self.tuning.consumers == 2 else 4
 
     def shared_bytes(self) -> int:
-        """q (and o) of all consumers and k and v of all stages in 2 bytes each, barriers, records of two work tiles,
-        redo flags.
+        """q (and o) of all consumers and k and v of all stages in 2 bytes each, barriers, work tiles' records, redo
+        flags.
         """
         t = self.tuning
         o = self.slots * ROWS * (self.first_dv // (1 + t.half_staged) + self.rest_dv)
@@ -267,9 +262,7 @@ class BackwardForm(Constants, Walk):
 
     @property
     def places(self) -> int:
-        """Parts of dq that pass through shared memory separately: one per consumer, or one per unit if consumers split
-        the products.
-        """
+        """Parts of dq that pass through shared memory: one per consumer if they split the keys, else one per unit."""
         return 2 if self.halves else self.dq_slot
 
     @property
@@ -408,8 +401,7 @@ class BackwardForm(Constants, Walk):
 
     @property
     def bells(self) -> bool:
-        """Whether each thread arrives by itself when its ds is in shared memory (backward_split_keys.say_ds,
-        backward_split_products.hand_ds).
+        """Whether each thread arrives by itself when its ds is in shared memory (`say_ds`, `hand_ds`).
 
         It needs shared memory, which d128 with two stages has. If consumers split the products, not for documents,
         whose steps have no register for it.

@@ -1,5 +1,4 @@
-"""The portable decode's and append's answers: what they can run, with which tiles and splits, and how. Imports no
-DSL until something runs."""
+"""What the portable decode and append can run, with which tiles and splits, and how. Imports no kernel language."""
 
 from __future__ import annotations
 
@@ -23,23 +22,23 @@ from ..runtime.split_kv import Traits, splits, traits
 from .heuristics import Widths, padded
 
 LEAST_CAPABILITY = 80
-FIRST_FP8 = 89  # compute capability whose instructions convert 8-bit floats; before it their bits are taken apart
+FIRST_FP8 = 89  # first capability with conversions of 8-bit floats; below it their bits are decoded
 MOST_WIDTH = 256
-# of a tile; the last for head dimensions beyond 128, whose o would spill
+# rows per tile; the last for head dimensions above 128, whose o would spill
 LEAST_ROWS, MOST_ROWS, MOST_ROWS_WIDE = 16, 64, 32
-INVARIANT_ROWS = 32  # batch invariance: a constant, because it sets the bits
-MOST_FOR_4_WARPS = 16 * KIB  # bytes of o: 32 registers a thread
+INVARIANT_ROWS = 32  # batch_invariant: a constant, because it determines the bits
+MOST_FOR_4_WARPS = 16 * KIB  # bytes of o: 32 registers per thread
 
 
 class Tuning(NamedTuple):
     block_n: int
     warps: int
-    stages: int  # of which all but one are loads under way
+    stages: int  # all but one are in flight
 
 
-# The first that fits in shared memory. On an H200 the first won at most lengths and batches (bfloat16, 32/8 heads, d
-# 128, Triton 3.6, under a CUDA graph; a prototype of this kernel over dense caches): one CTA an SM with 128 KiB of keys
-# under way. The others were never timed.
+# The first that fits in shared memory is used. On an H200 the first was the fastest at most lengths and batches
+# (bfloat16, 32/8 heads, d 128, Triton 3.6, CUDA graph; a prototype over dense caches), with one CTA and 128 KiB of keys
+# in flight per SM. The others are not measured.
 TUNINGS = (
     Tuning(128, 8, 3),
     Tuning(128, 8, 2),
@@ -49,33 +48,34 @@ TUNINGS = (
     Tuning(32, 4, 2),
     Tuning(16, 4, 1),
 )
-BROAD_TUNINGS = TUNINGS[2:]  # where D and D_v together exceed 256: fewer registers for addresses
-WIDE_TUNINGS = TUNINGS[4:]  # float32 and float64: products on ordinary units, for correctness
+BROAD_TUNINGS = TUNINGS[2:]  # for D + D_v > 256: fewer registers for addresses
+WIDE_TUNINGS = TUNINGS[4:]  # float32 and float64: products on CUDA cores, for correctness only
 
 
 @dataclass(frozen=True)
 class DecodeForm(Constants, Traits, Widths):
-    """All that the compiled kernels hold as constants."""
+    """Compile-time constants of the decode."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    storage: str  # of keys: "same" as q, "fp8", or "bits" where the target cannot convert these
-    single: bool  # one split: nothing to join
-    in_order: bool  # splits are joined one after the other, as `invariant` meets them
-    packed: bool = False  # of `invariant`
+    storage: str  # of keys: "same" as q, "fp8", or "bits" if the target cannot convert fp8
+    single: bool  # one split: nothing to combine
+    in_order: bool  # splits are combined in order, as `invariant` processes them
+    packed: bool = False  # for `invariant`
 
     @property
     def loop_stages(self) -> int:
-        """Triton's count. Where each key has a page id of its own, ids are loaded as long before keys as keys
-        before products."""
+        """Stages of the loop in Triton's counting. If each key has its own page id, ids are loaded as far ahead of keys
+        as keys ahead of products.
+        """
         gathered = self.page_size > 0 and self.page_size % self.block_n > 0
         return 2 * self.stages - 1 if gathered else self.stages
 
     @property
     def joined(self) -> int:
-        """Splits whose shares of a tile are loaded at a time: 128 bytes a thread."""
+        """Splits whose partial results of a tile are loaded at once: 128 bytes per thread."""
         size = 8 if self.dtype == "float64" else 4
         return max(1, min(16, 128 * 32 * self.warps // (self.block_m * self.block_dv * size)))
 
@@ -84,7 +84,7 @@ class DecodeForm(Constants, Traits, Widths):
 class DecodeConfig:
     form: DecodeForm
     n_splits: int
-    split_size: int  # keys
+    split_size: int  # in keys
 
     def __str__(self) -> str:
         f = self.form
@@ -93,12 +93,12 @@ class DecodeConfig:
 
 
 def form_of(problem: DecodeProblem, target: Target) -> DecodeForm:
-    """All of its form but whether there is one split."""
+    """The form of a problem, except whether there is one split."""
     rows = problem.group * problem.layout.seqlen_q
     most = MOST_ROWS if max(problem.head_dim, problem.head_dim_v) <= 128 else MOST_ROWS_WIDE
-    most = LEAST_ROWS if problem.dtype == torch.float64 else most  # shared memory
+    most = LEAST_ROWS if problem.dtype == torch.float64 else most  # limited by shared memory
     block_m = max(LEAST_ROWS, min(most, 1 << max(0, rows - 1).bit_length()))
-    if problem.batch_invariant:  # products of another height are other instructions, and other sums
+    if problem.batch_invariant:  # products of another height use other instructions and give other sums
         block_m = min(most, INVARIANT_ROWS)
     tuning = _tuning(problem, target, block_m)
     return DecodeForm(
@@ -126,7 +126,7 @@ def decode_config(problem: DecodeProblem, target: Target) -> DecodeConfig:
 
 @dataclass(frozen=True)
 class InvariantConfig:
-    """Of a forward with the bits of a decode."""
+    """Config of a forward with batch_invariant."""
 
     form: DecodeForm
 
@@ -142,15 +142,14 @@ def invariant_config(problem: Problem, target: Target) -> InvariantConfig:
 def _storage(problem: DecodeProblem, target: Target) -> str:
     if problem.cache_dtype != FP8:
         return "same"
-    # Triton's interpreter converts none either
+    # Triton's interpreter does not convert fp8 either
     return "fp8" if target.capability >= FIRST_FP8 and not ENV.interpret else "bits"
 
 
 def _tuning(problem: DecodeProblem, target: Target, block_m: int) -> Tuning:
-    """Keys and values of each stage, q and the weights, and where keys are of 8 bits one tile of each as products take
-    them.
+    """Keys and values per stage, q and the weights, and for 8-bit keys one converted tile of each.
 
-    Tiles of 64 rows are multiplied by wgmma on sm_90, which wants one stage more beside those under way.
+    On sm_90, tiles of 64 rows use wgmma, which needs one stage more beside those in flight.
     """
     limit = (target.shared_bytes or 99 * KIB) - 2 * KIB
     width, itemsize = padded(problem.head_dim) + padded(problem.head_dim_v), problem.dtype.itemsize
@@ -176,11 +175,10 @@ def _why_not(problem: DecodeProblem | AppendProblem, target: Target) -> str | No
 
 
 def against_interpreter(dtype: torch.dtype) -> str | None:
-    """Why products of this dtype cannot run in Triton's interpreter, where it is on (Triton 3.6,
-    interpreter.create_dot)."""
+    """Why Triton's interpreter, if enabled, cannot run this dtype, or None (Triton 3.6, interpreter.create_dot)."""
     if ENV.interpret and dtype == torch.bfloat16:
         return (
-            "Triton's interpreter (TRITON_INTERPRET) multiplies the bits of bfloat16 as integers; give float16 "
+            "Triton's interpreter (TRITON_INTERPRET) multiplies bfloat16 as integers; give float16 "
             "or float32, or unset it"
         )
     return None
@@ -223,7 +221,7 @@ class PortableDecode:
 
 @dataclass(frozen=True)
 class AppendForm(Constants, Widths):
-    """All that the compiled kernel holds as constants."""
+    """Compile-time constants of the append."""
 
     dtype: str
     eight_bits: bool

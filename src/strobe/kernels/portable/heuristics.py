@@ -1,9 +1,9 @@
-"""Tile sizes as data: looked up by what decides them, never timed at run time.
+"""Tile sizes of the portable kernels, looked up by the problem and the target, never timed at run time.
 
-Measured on one H200 (2026-11-21, bfloat16, 16k tokens, Triton 3.6.0): the winner of 8 to 15 tilings a row. What it
-showed: 64 x 64 tiles with 4 warps leave room for two or three CTAs an SM, whose products and softmax overlap (d128
-dense 547 TFLOP/s, against 469 for 128 x 128 with 8 warps); TMA instead of cp.async is worth 20 % (445 to 547), because
-it frees registers. `_fit` takes stages and tiles away where shared memory is short.
+Each row is the fastest of 8 to 15 configs on an H200 (2026-11-21, bfloat16, 16k tokens, Triton 3.6.0). Tiles of 64 x 64
+with 4 warps allow two or three CTAs per SM, whose products and softmax overlap: d128 dense runs at 547 TFLOP/s, and at
+469 with 128 x 128 and 8 warps. TMA instead of cp.async frees registers and raises 445 to 547 TFLOP/s. `_fit` reduces
+stages and tiles if shared memory is short.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Row:
-    """The winners for head dimensions up to `width` (as loaded: powers of two)."""
+    """The fastest configs for head dimensions up to `width` (padded to powers of two)."""
 
     width: int
     forward: Tuning
@@ -66,20 +66,20 @@ HOPPER = (
         Tuning(128, 64, 8, 1),
     ),
 )
-# sm_80 to 89 and sm_120, whose products read both operands from registers: not measured; chosen offline, for few spills
+# sm_80 to 89 and sm_120, whose products read both operands from registers: not measured; compiled for few spills
 AMPERE = (
     Row(64, *[Tuning(64, 64, 4, 3)] * 5),
     Row(128, *[Tuning(64, 64, 4, 3)] * 2, *[Tuning(64, 64, 4, 2)] * 3),
     Row(256, *[Tuning(64, 64, 8, 1)] * 5),
 )
-BLACKWELL = (  # sm_100 and 103: not measured; chosen offline, for few spills
+BLACKWELL = (  # sm_100 and 103: not measured; chosen for few spills when compiled
     Row(64, *[Tuning(64, 64, 4, 3)] * 5),
     Row(128, *[Tuning(64, 64, 8, 2)] * 5),
     Row(256, *[Tuning(64, 64, 8, 1)] * 5),
 )
 BY_CAPABILITY = {90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
-# float32 products run on the ordinary units (TF32 would lose half the digits) and float64 ones on few: small tiles, for
-# correctness
+# float32 products run on CUDA cores (TF32 would lose half the digits), and float64 is slow on most GPUs: small tiles,
+# for correctness only
 WIDE = {
     torch.float32: (
         Row(128, *[Tuning(64, 32, 4, 2, tma=False)] * 2, *[Tuning(32, 32, 8, 1, tma=False)] * 3),
@@ -99,7 +99,7 @@ def forward_tuning(problem: Problem, target: Target) -> Tuning:
 
 
 def backward_tuning(problem: Problem, target: Target) -> tuple[Tuning, Tuning]:
-    """(of the kernel for dk and dv, of the kernel for dq)."""
+    """Tile configs of (the kernel for dk and dv, the kernel for dq)."""
     row = _row(problem, target)
     keys = row.keys_masked if any(problem.mask) or problem.packed else row.keys
     return (
@@ -114,7 +114,7 @@ def _row(problem: Problem, target: Target) -> Row:
 
 
 class Widths:
-    """What follows from a form's head_dim, head_dim_v and dtype."""
+    """Sizes that follow from a form's head_dim, head_dim_v and dtype."""
 
     head_dim: int
     head_dim_v: int
@@ -136,18 +136,17 @@ class Widths:
 
 
 def padded(width: int) -> int:
-    """Head dimensions are loaded as powers of two, 16 at least, with the rest masked."""
+    """Head dimensions are loaded as powers of two, at least 16; the rest is masked."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def _fit(tuning: Tuning, problem: Problem, target: Target, shared_bytes) -> Tuning:
-    """The tuning as this target and problem can have it: TMA where rows are aligned, and tiles that fit in shared
-    memory."""
+    """The config reduced to what target and problem allow: TMA only for aligned rows; tiles fit in shared memory."""
     tma = (
         tuning.tma and target.capability >= FIRST_TMA and problem.alignment == ALIGNMENT and not problem.mask.documents
     )
     tuning = replace(tuning, tma=tma)
-    limit = (target.shared_bytes or 99 * KIB) - 2 * KIB  # for barriers, reductions and padding
+    limit = (target.shared_bytes or 99 * KIB) - 2 * KIB  # reserved for barriers, reductions and padding
     while shared_bytes(tuning) > limit:
         if tuning.stages > 1:
             tuning = replace(tuning, stages=tuning.stages - 1)
@@ -159,12 +158,12 @@ def _fit(tuning: Tuning, problem: Problem, target: Target, shared_bytes) -> Tuni
 
 
 def _forward_bytes(tuning: Tuning, problem: Problem) -> int:
-    """q, and k and v for each stage."""
+    """Shared memory of q, and of k and v per stage."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     return problem.dtype.itemsize * (tuning.block_m * d + tuning.stages * tuning.block_n * (d + dv))
 
 
 def _backward_bytes(resident: int, streamed: int, stages: int, problem: Problem) -> int:
-    """Two resident tiles, two streamed ones for each stage, and p or ds on its way between layouts."""
+    """Shared memory of two resident tiles, two streamed tiles per stage, and p or ds during layout conversion."""
     width = padded(problem.head_dim) + padded(problem.head_dim_v)
     return problem.dtype.itemsize * ((resident + stages * streamed) * width + resident * streamed)

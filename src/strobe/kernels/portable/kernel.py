@@ -1,4 +1,4 @@
-"""The portable kernels' answers: what they can run, with which tiles, and how. Imports no DSL until something runs."""
+"""What the portable kernels can run, with which tiles, and how. Imports no kernel language until something runs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .heuristics import Tuning, Widths, backward_tuning, forward_tuning
 
 LEAST_CAPABILITY = 80
 MOST_WIDTH = 256
-LEAST_TILE = 16  # a product takes no smaller side
+LEAST_TILE = 16  # smallest side of a product
 
 
 @dataclass(frozen=True)
 class Form(Constants, Widths):
-    """All that a compiled kernel holds as constants: tile sizes and the shape of the problem, never its sizes."""
+    """Compile-time constants: tile sizes and what kind of problem it is, but not its lengths."""
 
     tuning: Tuning
     dtype: str
@@ -37,10 +37,10 @@ class Form(Constants, Widths):
     softcap: bool
     sinks: bool
     packed: bool
-    sign: int  # of the scale
+    sign: int  # sign of the scale
 
-    # no __str__ of its own: Triton tells compiled kernels apart by the text of their constants, so it must hold every
-    # field
+    # It has no __str__ of its own: Triton identifies compiled kernels by the text of their constants, which must
+    # include every field.
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """The backward's two main kernels."""
+    """Configs of the backward's two main kernels."""
 
     keys: Form
     queries: Form

@@ -1,4 +1,4 @@
-"""From a Plan and a Call to the kernels' arguments and their launch."""
+"""Arguments and launches of the portable forward and backward, from a Plan and a Call."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from .heuristics import Tuning
 
 LOG2E = 1.4426950408889634
 DELTA_ROWS = 64
-MOST_PROGRAMS = 2**31  # in a grid's first dimension, the only one that kernels here use
+MOST_PROGRAMS = 2**31  # in the first grid dimension, the only one used here
 
 
 def numbers_of(problem: Problem) -> tuple[tuple[float, float, float], ...]:
-    """(scale_log2, softcap, factor). The raw score is q k^T, or tanh(softcap * q k^T) where the call caps scores at c;
-    it is worth scale_log2 in log2 units. The scale's sign is folded into q, so these are positive; a scale of 0 makes q
-    itself 0.
+    """(scale_log2, softcap, factor), each as three float32.
+
+    A raw score is q k^T, or tanh(softcap * q k^T) with a cap; times scale_log2 it is in log2 units. factor is |scale|.
+    The scale's sign is folded into q, so all three are positive. A scale of 0 makes q itself 0.
     """
     scale = abs(problem.scale) or 1.0
     cap = problem.softcap
@@ -46,7 +47,7 @@ def _float32(value: float) -> float:
 
 
 class Launch(NamedTuple):
-    """One kernel, its grid, its arguments, and Triton's options."""
+    """A kernel with its grid, arguments and Triton options."""
 
     kernel: Any
     programs: int
@@ -55,7 +56,7 @@ class Launch(NamedTuple):
     tma: bool = False
 
     def start(self) -> Any:
-        """The compiled kernel; None where the launch is interpreted, simulated or only noted."""
+        """Launch. Returns the compiled kernel, or None if the launch is interpreted, simulated or recorded."""
         if self.programs >= MOST_PROGRAMS:
             raise KernelFault(
                 f"{self.kernel.fn.__name__}: {self.programs} programs are more than a launch can hold; split the batch"
@@ -86,7 +87,7 @@ def forward_launches(plan: Plan, call: Call, tensors: Forward) -> list[Launch]:
 
 
 def invariant_launch(plan: Plan, call: Call, tensors: Forward) -> Launch:
-    """A forward with the bits of a decode."""
+    """A forward that gives each row the bits of its decode."""
     form: Any = plan.config.form  # type: ignore[attr-defined]
     problem = plan.problem
     strides = tuple(strides_of(t, problem) for t in (call.q, call.k, call.v, tensors.out))
@@ -106,7 +107,7 @@ def invariant_launch(plan: Plan, call: Call, tensors: Forward) -> Launch:
 
 
 def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
-    """delta first; then dk and dv, and dq, which do not wait for each other."""
+    """The launch of delta, then those of dk and dv, and of dq, which are independent of each other."""
     forms: Any = plan.config
     problem = plan.problem
     dout = _operand(t.dout, call)
@@ -165,12 +166,12 @@ def _launch(kernel: Any, programs: int, arguments: tuple, tuning: Tuning) -> Lau
 
 
 def _descriptor_memory(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Where programs write the TMA descriptors they make; torch's allocator, so that graphs capture it."""
+    """Memory for TMA descriptors that programs create, from torch's allocator, so that graphs capture it."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _operand(dout: Tensor, call: Call) -> Tensor:
-    """dout as the products take it: in q's dtype and with rows that TMA can address; a copy where it is not so."""
+    """dout in q's dtype with strides that TMA can address, copied only if necessary."""
     aligned = all(stride * dout.element_size() % ALIGNMENT == 0 and stride > 0 for stride in dout.stride()[:-1])
     if dout.dtype == call.q.dtype and aligned and dout.data_ptr() % ALIGNMENT == 0:
         return dout
@@ -178,7 +179,7 @@ def _operand(dout: Tensor, call: Call) -> Tensor:
 
 
 def _sizes(problem: Problem, block: int, of_keys: bool = False) -> tuple[int, int, int, int, int]:
-    """(heads_q, S_q or T_q, S_k or T_k, sequences, tiles of `block` rows, or keys, a head)."""
+    """(heads_q, S_q or T_q, S_k or T_k, sequences, tiles per head of `block` rows, or of keys)."""
     layout: Any = problem.layout
     if isinstance(layout, Packed):
         total = layout.total_k if of_keys else layout.total_q

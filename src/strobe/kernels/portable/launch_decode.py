@@ -1,4 +1,4 @@
-"""From a Plan and a call on a cache to the kernels' arguments and their launch."""
+"""Arguments and launches of the portable decode and append, from a Plan and a call on a cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .launch import LOG2E, Launch, parts
 
 
 def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:
-    """One launch: where there are several splits, the last of a tile to finish joins them."""
+    """A single launch. With several splits, the last program of a tile to finish combines them."""
     problem, form = plan.problem, plan.config.form
     tiles = problem.layout.batch * problem.heads_kv * -(-problem.layout.seqlen_q * problem.group // form.block_m)
     shares = (
@@ -93,7 +93,8 @@ def _stored(pool: Tensor, as_bytes: bool) -> Tensor:
 
 
 def _numbers(problem: DecodeProblem) -> tuple[tuple[float, float, float], ...]:
-    """(scale_log2, softcap): a raw score is q k^T, or tanh(softcap * q k^T) where there is a softcap c, worth
-    scale_log2 in log2 units."""
+    """(scale_log2, softcap). A raw score is q k^T, or tanh(softcap * q k^T) with a cap; scale_log2 makes it log2
+    units.
+    """
     scale, cap = abs(problem.scale) or 1.0, problem.softcap
     return tuple(parts(x) for x in ((cap * LOG2E, scale / cap) if cap else (scale * LOG2E, 0.0)))

@@ -59,9 +59,7 @@ def against(problem: Problem) -> str | None:
 
 
 def sizes_of(problem: Problem, block_m: int) -> tuple[int, ...]:
-    """Sizes passed to the kernels: (entries or sequences, key heads, S_q or T_q, S_k or T_k, row tiles, keys per
-    split).
-    """
+    """Sizes passed to kernels: (entries or sequences, key heads, S_q or T_q, S_k or T_k, row tiles, keys per split)."""
     layout: Any = problem.layout
     tokens = layout.tokens if problem.packed else layout[1:]
     return (layout.batch, problem.heads_kv, *tokens, query_tiles(problem, block_m, problem.group), INVARIANT_SPLIT)

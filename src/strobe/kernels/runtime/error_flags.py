@@ -32,9 +32,7 @@ _words: dict[torch.device, Tensor] = {}
 
 
 def word(device: torch.device) -> Tensor:
-    """The device's error word, int32 [1]. It is created on first use and kept, so that captured graphs may hold its
-    address.
-    """
+    """The device's error word, int32 [1]. It is created once and kept, so that captured graphs may hold its address."""
     known = _words.get(device)
     # a single word even if threads race
     return known if known is not None else _words.setdefault(device, persistent_zeros(device, 1))
@@ -46,9 +44,7 @@ def report(device: torch.device, bits: int) -> None:
 
 
 def read_and_clear(device: torch.device | None = None) -> list[str]:
-    """Messages for the bits set on `device` (or on all devices), which are then cleared. Synchronises with the
-    device.
-    """
+    """Messages for the bits set on `device` (default: all devices), which are then cleared. Synchronises."""
     found: list[str] = []
     for owner, value in list(_words.items()):
         if device is None or owner == device:

@@ -54,9 +54,7 @@ def _hashing() -> Thread:
 
 
 def _beside(ahead: Callable[..., Any], *arguments: Any) -> Thread:
-    """Run `ahead` in a thread. Its exceptions are dropped: the same call fails again, and raises, where Triton needs
-    the result.
-    """
+    """Run `ahead` in a thread. Its exceptions are dropped: Triton makes the same call later, and raises then."""
 
     def quietly() -> None:
         with suppress(*BROKEN, SubprocessError):
@@ -83,8 +81,8 @@ _under_way: list[ExitStack] = []  # one entry per compilation in progress; all r
 
 @contextmanager
 def _bare() -> Iterator[None]:
-    """Skip line numbers, stage files and garbage collection until no thread compiles, unless environment variables set
-    the knobs.
+    """Skip line numbers, stage files and garbage collection while threads compile, unless the environment sets the
+    knobs.
     """
     with _lock:
         _under_way.append(_under_way[0] if _under_way else _left_out())

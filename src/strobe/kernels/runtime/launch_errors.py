@@ -34,9 +34,7 @@ def run(plan: Plan, call: Any, tensors: Any, workspace: dict[str, Tensor]) -> No
 
 
 def _failures(plan: Plan) -> tuple[type[BaseException], ...]:
-    """Exceptions of Triton, its C compiler and the system. Evaluated only after an exception. CPU kernels compile
-    nothing.
-    """
+    """Exceptions of Triton, its C compiler and the system; none for CPU kernels. Evaluated only after an exception."""
     if plan.kernel.name.startswith("cpu."):
         return ()
     triton = sys.modules.get("triton.errors")

@@ -1,6 +1,4 @@
-"""Host code that all families' decodes share: compile-time constants of a problem, the number of splits, kept
-launches.
-"""
+"""Host code that all families' decodes share: compile-time constants, the number of splits, kept launches."""
 
 from __future__ import annotations
 
@@ -86,16 +84,12 @@ def splits(capacity: int, tiles: int, block_n: int, slots: int) -> tuple[int, in
 
 
 def addresses(call: DecodeCall, *written: int) -> tuple[int, ...]:
-    """Key that distinguishes calls of a plan to which `ops_decode` gives memory: addresses of its tensors, out, lse and
-    workspace.
-    """
+    """Key that distinguishes calls of a plan whose memory `ops_decode` allocates: all addresses of a call."""
     return *[tensor.data_ptr() for tensor in call[:9] if tensor is not None], *written
 
 
 def keep(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], again: Any) -> None:
-    """`kernel.keep` with a decode's addresses; per stream if splits are combined, because the launch names the stream's
-    counters.
-    """
+    """`kernel.keep` with a decode's addresses; per stream with several splits, whose counters belong to a stream."""
     again = again.here() if again is not None and workspace else again
     if t.out.is_contiguous():
         protocol.keep(plan, addresses(call, *[tensor.data_ptr() for tensor in (*t, *pieces_of(workspace))]), again)

@@ -33,9 +33,7 @@ def query_tiles(problem: Problem, block_m: int, group: int = 1) -> int:
 
 
 def joinable(strides: tuple[int, ...], heads: int) -> bool:
-    """Whether TMA can address heads and rows of a packed tensor as one dimension: the row stride is `heads` head
-    strides.
-    """
+    """Whether TMA can address heads and rows of a packed tensor as one dimension: row stride = heads * head stride."""
     return strides[0] == heads * strides[1]
 
 
@@ -98,23 +96,19 @@ def against_spans(problem: Problem) -> str | None:
     for n, (name, (entry, row, *_)) in enumerate(zip("qkv", problem.strides)):
         if entries_apart(layout.batch, (entry, row)) is None:
             return (
-                f"under prefixes, key lengths and documents batch entries whole rows apart; of {name} rows are "
-                f"{row} elements apart, "
-                f"entries {entry}: copy it"
+                f"with prefixes, key lengths or documents, the batch stride must be a multiple of the row stride; "
+                f"{name} has batch stride {entry} and row stride {row}: copy it"
             )
         if reach(problem, n) > MOST_ROWS:
             return (
-                f"under prefixes, key lengths and documents at most {MOST_ROWS} rows, whose ends TMA can be told; "
-                f"of {name} it would see "
-                f"{reach(problem, n)}"
+                f"with prefixes, key lengths or documents, at most {MOST_ROWS} rows over the batch, TMA's limit; "
+                f"{name} has {reach(problem, n)}"
             )
     return None
 
 
 def reach(problem: Problem, n: int) -> int:
-    """Rows from the first to the last of q, k or v (n = 0, 1, 2), if the batch stride is a multiple of the row
-    stride.
-    """
+    """Rows from the first to the last of q, k or v (n = 0, 1, 2), if batch strides are whole numbers of rows."""
     layout: Any = problem.layout
     return (layout.seqlen_k if n else layout.seqlen_q) + (layout.batch - 1) * (
         entries_apart(layout.batch, problem.strides[n]) or 0
@@ -134,28 +128,22 @@ def against_memory(problem: Problem) -> str | None:
     if problem.alignment < ALIGNMENT:
         return (
             f"TMA needs addresses and strides of q, k and v in multiples of {ALIGNMENT} bytes; these are multiples "
-            f"of {problem.alignment}: "
-            "copy them, or pad the head dimension"
+            f"of {problem.alignment}: copy them, or pad the head dimension"
         )
     layout: Any = problem.layout
     if problem.packed:
         rows, keys = (layout.total_q, problem.heads_q), (layout.total_k, problem.heads_kv)
         if max(layout.tokens) > MOST_ROWS:
-            return (
-                f"packed tensors of at most {MOST_ROWS} rows, whose ends TMA can be told; this has {max(layout.tokens)}"
-            )
+            return f"packed tensors of at most {MOST_ROWS} rows, TMA's limit; this has {max(layout.tokens)}"
     else:
         rows, keys = (layout.batch, layout.seqlen_q, problem.heads_q), (layout.batch, layout.seqlen_k, problem.heads_kv)
     for name, sizes, strides in zip("qkv", (rows, keys, keys), problem.strides):
         if 0 not in sizes and any(size > 1 and stride == 0 for size, stride in zip(sizes, strides)):
-            return (
-                f"TMA walks memory of its own in each dimension; {name} is expanded: give fewer key heads, or "
-                "make it contiguous"
-            )
+            return f"TMA needs nonzero strides; {name} is expanded: give fewer key heads, or make it contiguous"
     return None
 
 
 def against_tools() -> str | None:
     if ENV.interpret:
-        return "Triton's interpreter (TRITON_INTERPRET) does not know Gluon"
+        return "Triton's interpreter (TRITON_INTERPRET) does not support Gluon"
     return no_triton()
