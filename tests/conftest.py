@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
+from fnmatch import fnmatchcase
 
 import hypothesis
 import pytest
@@ -28,16 +28,25 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("strobe")
 
 
-LEFT_TO_THE_NIGHT = frozenset(Path(__file__).with_name("nightly.txt").read_text(encoding="utf-8").splitlines())
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector, name):
+    """Cases that the marker `nightly_cases` names become nightly; a pattern must name at least one case."""
+    items = yield
+    if isinstance(items, list) and items:
+        for pattern in (pattern for marker in items[0].iter_markers("nightly_cases") for pattern in marker.args):
+            named = [item for item in items if fnmatchcase(item.callspec.id, pattern)]
+            if not named:
+                raise collector.CollectError(f"{collector.nodeid}::{name} has no case {pattern!r}: see nightly_cases")
+            for item in named:
+                item.add_marker("nightly")
+    return items
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+@pytest.hookimpl(tryfirst=True)  # before pytest evaluates -m
 def pytest_collection_modifyitems(config, items):
-    """Long tests wait for -m nightly, and so do the parts that a commit leaves out; without a GPU, its tests are
-    skipped.
-    """
+    """Nightly tests run with `-m nightly` only. Tests that need a GPU are skipped without one."""
     for item in items:
-        if item.nodeid in LEFT_TO_THE_NIGHT or _is_left_out(item):
+        if _is_left_out(item):
             item.add_marker("nightly")
         if item.get_closest_marker("nightly") and "nightly" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="nightly: run with -m nightly"))
@@ -46,6 +55,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _is_left_out(item) -> bool:
+    """Whether the marker `parts` leaves a case to the nightly run."""
     marker = item.get_closest_marker("parts")
     if marker is None or item.get_closest_marker("gpu"):
         return False

@@ -425,18 +425,6 @@ def test_public_functions_show_an_example_first_thing(name):
     assert ">>> " in text and text.index(">>> ") < 400, f"{name} has no example near the top of its docstring"
 
 
-@pytest.mark.nightly
-def test_what_is_left_to_the_night_are_tests():
-    """A name that is no test's any more would leave its successor to each commit."""
-    names = [
-        line for line in (REPOSITORY / "tests/nightly.txt").read_text(encoding="utf-8").splitlines() if line[0] != "#"
-    ]
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", *names], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert found.returncode == 0 and f"{len(names)} tests collected" in found.stdout, found.stdout[-2000:]
-
-
 @pytest.mark.parametrize("name", [name for name in FILES if not name.endswith("__main__")])
 def test_examples_in_docstrings_hold(name):
     try:

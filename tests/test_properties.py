@@ -99,6 +99,7 @@ def test_dense(problem, dtype, device, kernel, judge):
     check(judge, problem, dtype, device, kernel)
 
 
+@pytest.mark.nightly_cases("cpu-float64")
 @pytest.mark.parts(2, seed=789971754)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
 @settings(max_examples=300)

@@ -597,6 +597,7 @@ def test_a_step_of_training_through_the_flattening_collator(name, with_offsets, 
 # ---------------------------------------------------------------- torch.compile
 
 
+@pytest.mark.nightly_cases("gemma2-offsets", "gpt-oss-positions")
 @pytest.mark.parametrize("name, way", [("llama", "left"), ("gpt-oss", "positions"), ("gemma2", "offsets")])
 def test_compiles_without_graph_breaks(name, way):
     made = model(name)

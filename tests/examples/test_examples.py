@@ -79,6 +79,7 @@ def test_a_gpt_is_trained_and_its_rows_say_how(train_gpt, tmp_path, capsys):
     assert "cpu.forward" in told and "cpu.backward" in told and "equal within the noise of 2 seeds" in told
 
 
+@pytest.mark.nightly_cases("False")
 @pytest.mark.parametrize("causal", (True, False))
 def test_attention_that_sees_the_future_is_told_from_pytorchs(train_gpt, tmp_path, monkeypatch, causal):
     """A model this narrow learns to copy the byte it is to guess in 100 steps: its loss is too good."""

@@ -172,6 +172,7 @@ def outgrow(case: str, q: torch.Tensor, k: torch.Tensor) -> None:
             k[0, KEY - 20 * i, 0] = factor * q[0, OUTGROWN, 0]
 
 
+@pytest.mark.nightly_cases("-inf-2-128-False", "-inf-2-64-True", "all-1-64-True", "one-1-64-True")
 @pytest.mark.parametrize("head_dim, causal", [(64, True), (128, False)])
 @pytest.mark.parametrize("case, walks", [("one", 1), ("two", 1), ("all", 1), ("vast", 2), ("-inf", 2)])
 def test_rows_that_outgrow_an_early_maximum(case, walks, head_dim, causal, monkeypatch):
@@ -363,6 +364,7 @@ def test_compiles(name):
     compiled(name, 128, True, "sm_90")
 
 
+@pytest.mark.nightly_cases("False")
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_short_rows_compile_to(causal):
     compiled("k6", 64, causal, "sm_90", seqlen=512)

@@ -161,6 +161,7 @@ def fuzz(seed: int, batch: int, device: str, kernel: str) -> None:
         torch.testing.assert_close(got, wanted, rtol=FP64, atol=FP64)
 
 
+@pytest.mark.nightly
 def test_2000_page_tables():
     for seed in range(40):
         fuzz(seed, 50, "cpu", "cpu")
@@ -319,6 +320,7 @@ def alone_and_elsewhere(
     assert all(torch.equal(alone[0], out) and torch.equal(alone[1], lse) for out, lse in found), seed
 
 
+@pytest.mark.nightly
 def test_200_sequences_have_the_same_bits_everywhere():
     for seed in range(200):
         alone_and_elsewhere(seed, "cpu", "cpu")

@@ -290,6 +290,7 @@ def test_every_public_function_is_in_the_table():
         assert set(module.__all__) == {name.removeprefix(f"{library}.") for name in tried if name.startswith(library)}
 
 
+@pytest.mark.nightly_cases("documents")
 @pytest.mark.parts(3, seed=130439501)
 @pytest.mark.parametrize("name", TABLE)
 def test_one_graph_for_all_lengths_with_gradients(name):

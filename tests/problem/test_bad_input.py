@@ -693,6 +693,7 @@ def test_bad_calls_leave_no_trace():
     assert complaints() == []
 
 
+@pytest.mark.nightly
 def test_the_same_with_assertions_compiled_away():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

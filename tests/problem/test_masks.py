@@ -56,6 +56,7 @@ def kinds_by_looking(mask: Mask, rows: int, keys: int) -> dict[Tile, TileKind]:
     return kinds
 
 
+@pytest.mark.nightly_cases("6-6")
 @pytest.mark.parametrize("rows, keys", SIZES)
 def test_tile_kind_is_what_dense_shows(rows, keys):
     """Exactly: a FULL tile called PARTIAL costs time, a PARTIAL one called FULL or EMPTY costs correctness."""

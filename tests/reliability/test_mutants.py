@@ -857,7 +857,8 @@ def test_a_seeded_fault_is_noticed(mutant, record_property):
     told(score((mutant,)), record_property)
 
 
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("half", [0, 1])
 def test_faults_seeded_in_the_portable_kernels_are_noticed(half, record_property):
     pytest.importorskip("triton")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "1"}

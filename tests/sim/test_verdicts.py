@@ -140,6 +140,7 @@ def test_one_seed_tells_the_same_every_time(mode):
     assert [told(mode, seed) for seed in range(3)] == [told(mode, seed) for seed in range(3)]
 
 
+@pytest.mark.nightly
 def test_the_words_do_not_depend_on_the_hash_seed():
     """Two processes, whose sets are in different order and whose tensors lie elsewhere."""
     program = (

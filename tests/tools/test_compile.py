@@ -158,6 +158,7 @@ def test_a_fingerprint_is_of_the_instructions_alone():
     assert len(same) == 16 and same == another != other
 
 
+@pytest.mark.nightly
 def test_what_is_recorded_of_the_same_machine_code_is_not_disassembled_again(monkeypatch):
     unit = Unit("hopper", "d64 causal", "sm_90")
     first = {key(row): row for row in proof.rows(unit, "forward*")}

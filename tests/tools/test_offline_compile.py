@@ -1,7 +1,7 @@
 """Every kernel compiles for every target without a GPU, within its budget, and exactly as recorded.
 
 Each commit looks at one case on every target and at most cases on sm_90. It compiles what was not compiled from the
-same source before, and of the first case one target in four, by turns; the night compiles all.
+same source before, and of the first case one target in four; the nightly run compiles all.
 """
 
 from collections import Counter

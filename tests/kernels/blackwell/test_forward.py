@@ -157,6 +157,7 @@ NOW = (
 )
 
 
+@pytest.mark.nightly_cases("causal_more_rows_sinks", "head_dim_96", "head_dims_192_128", "window_softcap_sinks")
 @pytest.mark.parametrize("name", NOW)
 def test_blackwell_forward(name):
     """Schedules, dtypes and input families take turns."""
@@ -289,6 +290,7 @@ def test_packed_queries_whose_heads_lie_apart_do_not_share_tiles():
         assert _form(_case("apart", 3, 9, heads=(8, 2), storage=storage)).tuning.joined == 4, storage
 
 
+@pytest.mark.nightly_cases("joined_three_rows")
 @pytest.mark.parametrize(
     "name", ("joined_three_rows", "joined_window", pytest.param("joined_packed", marks=pytest.mark.nightly))
 )
@@ -300,6 +302,7 @@ def test_sharing_a_tile_changes_no_bit(name, monkeypatch):
     assert run.reports == [] and torch.equal(together.out, apart.out) and torch.equal(together.lse, apart.lse)
 
 
+@pytest.mark.nightly_cases("heads_first")
 @pytest.mark.parametrize("storage", ("contiguous", "heads_first"))
 def test_out_whose_heads_lie_apart(storage):
     """A given out that TMA cannot write for all heads at once is written elsewhere and copied."""

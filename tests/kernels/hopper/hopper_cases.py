@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -24,11 +25,17 @@ def two_of(n: int) -> tuple[tuple[str, int], ...]:
     return SCHEDULES[0], SCHEDULES[1 + n % 2]
 
 
-def by_turns(n: int, name: str, at_night: bool = False) -> list:
-    """Case n under two kinds of schedule, by turns one of them on each commit and one at night, or both at night."""
-    own = two_of(n)[n // 2 % 2]
-    marks = {each: () if each == own and not at_night else pytest.mark.nightly for each in two_of(n)}
-    return [pytest.param(name, each, id=f"{name}-{each[0]}", marks=mark) for each, mark in marks.items()]
+def alternating_schedules(names: Iterable[str]) -> list:
+    """Parameters `name, schedule`: each case under two kinds of schedule, one on each commit, the other nightly.
+    Which of the two runs on each commit alternates from case to case.
+    """
+    found = []
+    for n, name in enumerate(names):
+        on_each_commit = two_of(n)[n // 2 % 2]
+        for schedule in two_of(n):
+            marks = () if schedule == on_each_commit else pytest.mark.nightly
+            found.append(pytest.param(name, schedule, id=f"{name}-{schedule[0]}", marks=marks))
+    return found
 
 
 def band(left: int | None, right: int | None):
@@ -65,7 +72,7 @@ def runs(
 
 
 def key_lengths(*lengths: int, also=None):
-    """Of batch entries, by turns."""
+    """A mask with one key length per batch entry; `lengths` repeat if there are more entries."""
 
     def build(case, device):
         mask = masks.key_lengths(
@@ -77,7 +84,7 @@ def key_lengths(*lengths: int, also=None):
 
 
 def prefix(*lengths: int, also=None):
-    """Of batch entries, by turns."""
+    """A mask with one prefix length per batch entry; `lengths` repeat if there are more entries."""
 
     def build(case, device):
         mask = masks.prefix_causal(

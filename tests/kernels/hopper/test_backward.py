@@ -20,8 +20,8 @@ from tests.kernels.hopper.hopper_cases import (
     NIGHTLY,
     SCHEDULES,
     WITHOUT_BOUND,
+    alternating_schedules,
     band,
-    by_turns,
     key_lengths,
     prefix,
     runs,
@@ -244,12 +244,16 @@ SPANS = (  # rows of a batch entry see different spans of keys
 CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL, *SPANS)}
 
 
-AT_NIGHT = {case.name for case in SPANS if case.head_dim not in (64, 128)} | {"documents_of_one_row"}
+LONG = (
+    *(case.name for case in SPANS if case.head_dim not in (64, 128)),
+    "documents_of_one_row", "d256_window_softcap", "d64_window", "documents_causal", "documents_d64_window_scattered",
+    "documents_lengths", "head_dims_64_192", "head_dims_72_120", "key_lengths_causal", "packed", "packed_gaps",
+    "prefix", "prefix_documents", "sinks", "window_right", "window_wider_than_all",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, schedule", [one for n, name in enumerate(CASES) for one in by_turns(n, name, name in AT_NIGHT)]
-)
+@pytest.mark.nightly_cases(*(f"{name}-*" for name in LONG))
+@pytest.mark.parametrize("name, schedule", alternating_schedules(CASES))
 def test_hopper_backward(name, schedule, judge):
     """All cases; the kind of schedule, dtypes and input families take turns."""
     n = list(CASES).index(name) + 2 * SCHEDULES.index(schedule)
@@ -276,7 +280,8 @@ LONG_ROWS = (
 )
 
 
-@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(LONG_ROWS) for one in by_turns(n, name)])
+@pytest.mark.nightly_cases("packed_causal-*")
+@pytest.mark.parametrize("name, schedule", alternating_schedules(LONG_ROWS))
 def test_the_sum_of_dq_is_cleared_where_rows_see_many_keys(name, schedule, judge, as_of_many_keys):
     assert not _form(CASES[name]).first_stores
     n = LONG_ROWS.index(name)
@@ -296,7 +301,17 @@ AHEAD = {
 }
 
 
-@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(AHEAD) for one in by_turns(n, name)])
+@pytest.mark.nightly_cases(
+    "d64-*",
+    "d64_window-*",
+    "d96-*",
+    "dense-*",
+    "grouped-*",
+    "more_keys_than_rows-*",
+    "more_rows_than_keys-*",
+    "rows_without_keys-*",
+)
+@pytest.mark.parametrize("name, schedule", alternating_schedules(AHEAD))
 def test_later_sums_of_dq_are_cleared_by_earlier_tiles_of_keys(name, schedule, judge, as_of_many_keys):
     """More parts of heads than a section has, and programs that are in several sections at once."""
     case, n = AHEAD[name], list(AHEAD).index(name)
@@ -362,8 +377,28 @@ LAGGING = (
 )
 
 
+@pytest.mark.nightly_cases(
+    "causal-*",
+    "causal_more_keys-*-True",
+    "causal_more_rows_sinks-*",
+    "d64_causal-*-False",
+    "d64_dense-*",
+    "d64_grouped_gaps-*",
+    "d64_window-*",
+    "dense-*",
+    "grouped-*-False",
+    "head_dims_72_120-*",
+    "key_lengths_causal-*-False",
+    "packed_causal-*",
+    "packed_causal_other_keys-*-False",
+    "packed_d64_causal-*",
+    "stored_mixed-*",
+    "window_before_the_keys-*",
+    "window_both-*-True",
+    "window_right-*",
+)
 @pytest.mark.parametrize("deterministic", (False, True))
-@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(LAGGING) for one in by_turns(n, name)])
+@pytest.mark.parametrize("name, schedule", alternating_schedules(LAGGING))
 def test_dq_of_the_step_before(name, schedule, deterministic, judge, monkeypatch):
     """As long rows have it, beside a first tile of keys that stores, and turns."""
     if deterministic and name == "key_lengths_causal":
@@ -547,6 +582,7 @@ def test_sizes_wrap_the_rings(name):
     assert case.keys > tuning.block_n, "a second tile of keys adds to dq's sum"
 
 
+@pytest.mark.nightly_cases("packed_causal_other_keys", "packed_d192_128")
 @pytest.mark.parametrize("name", ("packed_causal_other_keys", "packed_d64_window", "packed_d192_128"))
 def test_what_neighbours_hold_does_not_matter(name):
     """Rows of another sequence share tiles with a sequence's last rows: NaN there changes no bit of dk and dv, nor what
@@ -567,6 +603,7 @@ def test_what_neighbours_hold_does_not_matter(name):
         assert torch.equal(mine[part], other[part])
 
 
+@pytest.mark.nightly_cases("documents_causal-*", "documents_scattered-*", "key_lengths_causal-*")
 @pytest.mark.parametrize(
     "name, rows, keys",
     [
@@ -640,15 +677,18 @@ ALSO = {
 }
 
 
-LONG = ("packed_heads_first",)  # 8 s
-
-
+@pytest.mark.nightly_cases(
+    "d64_grouped_gaps-*",
+    "grouped-*",
+    "one_key_head-*",
+    "packed_window_softcap-*",
+    "split_ragged_columns-*",
+    "packed_heads_first-*",
+)
 @pytest.mark.parametrize(
     "schedule", [pytest.param(SCHEDULES[0], marks=pytest.mark.nightly), SCHEDULES[1]], ids=["eager", "lazy"]
 )
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name in LONG else ()) for name in SPLIT]
-)
+@pytest.mark.parametrize("name", SPLIT)
 def test_groups_are_divided(name, schedule, judge):
     case = (CASES | ALSO)[name]
     call = case.build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
@@ -726,6 +766,7 @@ def test_a_section_of_causal_heads_fills_the_sms(batch, seqlen, heads, section):
 # ---------------------------------------------------------------- what else it reads and writes
 
 
+@pytest.mark.nightly_cases("dense")
 @pytest.mark.parametrize("name", ("dense", "causal_more_rows_sinks", "d64_window", "packed_promised_outside"))
 def test_gradients_of_a_partial_result(name, judge):
     """out and its gradient are float32, and lse has a gradient of its own."""

@@ -34,7 +34,7 @@ NAMES = (
     "one_key",
 )  # fmt: skip
 LONG = ("d64_grouped_gaps",)  # 5 s
-TURNS = [
+WITH_SCHEDULE = [
     pytest.param(
         name,
         SCHEDULES[n % 3],
@@ -57,7 +57,8 @@ def form_of(call: Call) -> hopper.BackwardForm:
     return hopper.BACKWARD.config(Problem.from_call(call), H200).form
 
 
-@pytest.mark.parametrize("name, schedule", TURNS)
+@pytest.mark.nightly_cases("causal_more_keys-*", "dense-*", "grouped-*", "head_dims_192_128_window-*")
+@pytest.mark.parametrize("name, schedule", WITH_SCHEDULE)
 def test_adds_are_in_order(name, schedule, judge):
     call = ordered(name)
     with on(H200, *schedule, checks=ORDER) as run:
@@ -83,6 +84,7 @@ def gradients(call: Call, target: Target, schedule: tuple[str, int], **options) 
         return torch.autograd.grad(out, call[:3], torch.ones_like(out))
 
 
+@pytest.mark.nightly_cases("grouped", "packed_causal_other_keys")
 @pytest.mark.parametrize("name", ("causal", "grouped", "packed_causal_other_keys"))
 def test_the_bits_are_those_of_any_schedule(name):
     """On two SMs, four or one, in any order of programs. One is enough, since programs wait for those that began before
@@ -107,6 +109,7 @@ SECTIONS = {  # heads that each make a section on two SMs: the last, or of group
 }
 
 
+@pytest.mark.nightly_cases("0-heads", "1-more_keys", "2-more_rows", "3-d64", "5-groups")
 @pytest.mark.parametrize("n, name", list(enumerate(SECTIONS)))
 def test_the_last_sections_go_from_the_first_keys(n, name, judge):
     case = SECTIONS[name]

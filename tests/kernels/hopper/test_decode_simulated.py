@@ -79,6 +79,9 @@ EACH_COMMIT = (
 )  # fmt: skip
 
 
+@pytest.mark.nightly_cases(
+    "dense_left_padded", "dense_softcap_sinks", "dense_tokens_5", "pages_of_13", "pages_of_64_heads_first"
+)
 @pytest.mark.parametrize("n, name", list(enumerate(EACH_COMMIT)), ids=EACH_COMMIT)
 def test_the_hopper_decode(n, name, monkeypatch):
     assert simulated(built(name, n, "hopper", invariant=n % 4 == 3), SCHEDULES[n % 3], monkeypatch) == []
@@ -131,6 +134,7 @@ def test_the_hopper_decode_with_shares_in_global_memory(n, name, monkeypatch):
     assert simulated(call, SCHEDULES[n % 3], monkeypatch) == []
 
 
+@pytest.mark.nightly_cases("16-dense_nothing", "16-pages_lost")
 @pytest.mark.parametrize("size, name", [(2, ""), (8, "pages_one_head"), (16, "dense_nothing"), (16, "pages_lost")])
 def test_the_hopper_decode_in_clusters_of_any_size(size, name, monkeypatch):
     """More programs than tiles of keys, and fewer; a row a program, and no sequence at all."""
@@ -257,6 +261,7 @@ def test_queries_over_8_bits_are_scaled_into_float16(monkeypatch):
     assert simulated(call._replace(q=q, scale=2.0**-62), SCHEDULES[0], monkeypatch) == []
 
 
+@pytest.mark.nightly
 def test_offsets_beyond_32_bits_are_of_64(monkeypatch):
     call = wide_call(64, 64, torch.bfloat16, 16)
     assert config.furthest(DecodeProblem.from_call(call)) < 2**20

@@ -20,8 +20,8 @@ from tests.kernels.hopper.hopper_cases import (
     PROGRAMS,
     SCHEDULES,
     WITHOUT_BOUND,
+    alternating_schedules,
     band,
-    by_turns,
     key_lengths,
     prefix,
     runs,
@@ -301,12 +301,15 @@ def run_and_judge(case: Case, dtype: torch.dtype, family: str, schedule: tuple[s
     assert_as_good_as(found, call)
 
 
-AT_NIGHT = {case.name for case in SPANS if case.head_dim not in (64, 128)}
+LONG = (
+    *(case.name for case in SPANS if case.head_dim not in (64, 128)),
+    "d64_dense", "d64_window_left_softcap", "head_dims_192_128_window", "one_key_head", "stored_gaps", "window_both",
+    "window_zero",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, schedule", [one for n, name in enumerate(CASES) for one in by_turns(n, name, name in AT_NIGHT)]
-)
+@pytest.mark.nightly_cases(*(f"{name}-*" for name in LONG))
+@pytest.mark.parametrize("name, schedule", alternating_schedules(CASES))
 def test_hopper_forward(name, schedule):
     """All cases; the kind of schedule, dtypes and input families take turns."""
     n = list(CASES).index(name) + 2 * SCHEDULES.index(schedule)
@@ -322,7 +325,10 @@ def _is_usual_at_64(form: hopper.Form) -> bool:
 OF_FOUR = [name for name, case in CASES.items() if _is_usual_at_64(_form(case))]
 
 
-@pytest.mark.parametrize("name, schedule", [one for n, name in enumerate(OF_FOUR) for one in by_turns(n, name)])
+@pytest.mark.nightly_cases(
+    "d64_causal_more_rows_sinks-*", "d64_dense-*", "d64_grouped_gaps-*", "d64_one_row-*", "head_dim_40-*"
+)
+@pytest.mark.parametrize("name, schedule", alternating_schedules(OF_FOUR))
 def test_hopper_forward_of_four_consumers(name, schedule, monkeypatch):
     """The same of fewer keys a row, though still with early weights."""
     monkeypatch.setattr(hopper, "FEW", {(64, 64): (float("inf"), hopper.PIECES[64, 64])})
@@ -344,7 +350,7 @@ def as_of_few_keys(monkeypatch):
 
 AS_IT_IS = {name: getattr(hopper, name) for name in ("EARLY_KEYS", "FEW")}
 OF_FEW = [name for name, case in CASES.items() if not _form(case).early]
-BY_DAY = {
+SHORT_OF_FEW = {
     "causal",
     "causal_more_rows_sinks",
     "softcap",
@@ -355,12 +361,11 @@ BY_DAY = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, schedule", [one for n, name in enumerate(OF_FEW) for one in by_turns(n, name, name not in BY_DAY)]
-)
+@pytest.mark.nightly_cases(*(f"{name}-*" for name in OF_FEW if name not in SHORT_OF_FEW))
+@pytest.mark.parametrize("name, schedule", alternating_schedules(OF_FEW))
 def test_hopper_forward_of_few_keys(name, schedule, as_of_few_keys):
     form = _form(CASES[name])
-    assert not form.early and (form.trades or name not in BY_DAY)
+    assert not form.early and (form.trades or name not in SHORT_OF_FEW)
     n = OF_FEW.index(name) + 2 * SCHEDULES.index(schedule)
     run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
 
@@ -384,6 +389,7 @@ def test_sizes_wrap_the_rings_and_give_a_program_two_tiles(name):
     assert -(-case.keys // tuning.block_n) > tuning.stages
 
 
+@pytest.mark.nightly_cases("packed_causal_other_keys", "packed_d192", "packed_d64_window")
 @pytest.mark.parametrize("name", ("packed_causal_other_keys", "packed_d64_window", "packed_d192", "joined_packed"))
 def test_what_neighbours_hold_does_not_matter(name):
     """Rows of another sequence share tiles with a sequence's last rows: NaN there changes no bit."""
@@ -401,6 +407,9 @@ def test_what_neighbours_hold_does_not_matter(name):
     assert torch.equal(found.lse[:, q_from:q_to], plain.lse[:, q_from:q_to])
 
 
+@pytest.mark.nightly_cases(
+    "documents_causal-*", "documents_d96_scattered-*", "documents_scattered-*", "key_lengths_causal-*"
+)
 @pytest.mark.parametrize(
     "name, rows, keys",
     [
@@ -429,14 +438,15 @@ def test_what_other_documents_and_hidden_keys_hold_does_not_matter(name, rows, k
 
 SCATTERED = ("documents_scattered", "documents_scattered_causal", "documents_d96_scattered", "documents_d256_scattered")
 EACH_COMMIT = (("documents_scattered_causal", False), ("documents_d256_scattered", True))
-BY_TURNS = [
+SCATTERED_CASES = [
     pytest.param(name, early, marks=() if (name, early) in EACH_COMMIT else pytest.mark.nightly)
     for name in SCATTERED
     for early in (False, True)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, early", BY_TURNS)
+@pytest.mark.nightly_cases("documents_scattered_causal-False")
+@pytest.mark.parametrize("name, early", SCATTERED_CASES)
 def test_only_tiles_that_met_no_numbers_of_others_come_back(name, early, monkeypatch):
     """Told from what landed: a tile done again loads and stores again. Its own numbers that are none stay what they
     are.
@@ -506,6 +516,7 @@ def test_the_table_has_every_tiling():
 # ---------------------------------------------------------------- with the portable backward, and into a given out
 
 
+@pytest.mark.nightly_cases("causal_more_rows_sinks", "d64_window_left_softcap")
 @pytest.mark.parametrize("name", ("causal_more_rows_sinks", "d64_window_left_softcap", "head_dims_192_128_causal"))
 def test_gradients_from_its_lse(name, judge):
     """The portable backward reads the Hopper forward's lse: natural logarithm, float32, -inf where a row sees no
@@ -666,6 +677,7 @@ def test_packed_queries_whose_heads_lie_apart_do_not_share_tiles():
 NOW = ("joined_window", "joined_threes", "joined_d64", "joined_packed")
 
 
+@pytest.mark.nightly_cases("joined_d64", "joined_packed", "joined_threes")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in NOW else pytest.mark.nightly) for name in (*SHARING, *SHARING_ALSO)]
 )

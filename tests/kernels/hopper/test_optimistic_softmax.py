@@ -159,6 +159,13 @@ def _pairs() -> list:
     ]
 
 
+@pytest.mark.nightly_cases(
+    "d128_sinks-from_farther_below",
+    "d64-from_farther_below",
+    "d64_capped-from_farther_below",
+    "d64_window-a_key_of_all",
+    "packed-from_farther_below",
+)
 @pytest.mark.parts(2, seed=2021379121)
 @pytest.mark.parametrize("n, case, change", _pairs())
 def test_scores_that_grow(n, case, change):
@@ -169,6 +176,7 @@ def test_scores_that_grow(n, case, change):
     assert_as_good_as(found, call)
 
 
+@pytest.mark.nightly_cases("d128--200.0", "d128-80.0", "d64_causal--200.0", "d64_causal-0.0", "d64_causal-80.0")
 @pytest.mark.parametrize("level", [0.0, 12.0, 80.0, -200.0])
 @pytest.mark.parametrize("case", [CASES[1], CASES[5], CASES[6]], ids=lambda case: case.name)
 def test_first_keys_whose_scores_are_minus_infinity(case, level):
@@ -198,6 +206,7 @@ def test_lse_of_rows_that_grow_by_2_to_the_26(monkeypatch):
     assert_as_good_as(simulated(call, H200)[0], call)
 
 
+@pytest.mark.nightly_cases("inf")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nan_stays_in_its_row(value):
     """Such a row is NaN, even where its tile comes back, and alone."""
@@ -218,6 +227,9 @@ def test_only_tiles_that_cannot_be_mended_come_back():
     assert landed[plain] < landed[one_key] < landed[from_too_far_below]
 
 
+@pytest.mark.nightly_cases(
+    "a_key_of_all-dtype1", "all_rows-dtype0", "from_farther_below-dtype0", "from_farther_below-dtype1"
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "change",

@@ -62,6 +62,7 @@ def test_through_the_op(n, name):
     assert bool(strobe.last_errors()) == bool(DECODES[name].lost)
 
 
+@pytest.mark.nightly_cases("0", "128")
 @pytest.mark.parametrize("page_size", [0, 16, 13, 128])
 def test_indicator_probe(page_size):
     """Lengths about the edges of tiles and splits, one batch: counts among n."""
