@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from strobe.bench import plot as bench_plot
 from strobe.bench import table
 from strobe.bench.attempt import Attempt
-from strobe.bench.run import circumstances
+from strobe.bench.run import circumstances, opened, written
 from strobe.errors import InvalidProblem, UnsupportedProblem
 from strobe.problem.target import Target
 
@@ -54,13 +53,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.timeline:
         return _timeline(_points(arguments, device), arguments.timeline)
     with ExitStack() as stack:
-        file = _open(arguments.json, stack)
+        file = opened(arguments.json, stack)
         if arguments.outliers:
             return _outliers(device, file, arguments.json)
         points = _points(arguments, device)
         if arguments.counters:
             return _counters(points, device, file, arguments.json)
-        found = list(_written(_rows(points, arguments, device), file))
+        found = list(written(_rows(points, arguments, device), file))
     if arguments.json != "-":
         show(found)
     if arguments.plot and any(row.get("ms") for row in found):
@@ -167,15 +166,6 @@ def _options(rung: Rung, head_dim: int, causal: bool, pairs: Sequence[str]) -> d
     return found
 
 
-def _open(name: str | None, stack: ExitStack) -> TextIO | None:
-    if name is None or name == "-":
-        return sys.stdout if name else None
-    try:
-        return stack.enter_context(Path(name).open("a"))
-    except OSError as error:
-        raise InvalidProblem("--json", name, "a file that can be written", str(error)) from error
-
-
 # ---------------------------------------------------------------- rows
 
 
@@ -213,14 +203,6 @@ def _simulated(points: Sequence[Point], seed: int) -> Iterator[dict[str, Any]]:
             file=sys.stderr,
         )
         yield row | {"error": attempt.reason}
-
-
-def _written(found: Iterable[dict[str, Any]], file: TextIO | None) -> Iterator[dict[str, Any]]:
-    for row in found:
-        if file is not None:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-        yield row
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
@@ -270,7 +252,7 @@ def _outliers(device: torch.device, file: TextIO | None, where: str | None) -> i
     from ..outliers import errors
 
     about = circumstances(device)
-    found = list(_written((row | about for row in errors(device)), file))
+    found = list(written((row | about for row in errors(device)), file))
     if where != "-":
         best = found[-1]["rmse"]
         lines = [[row["method"], row["rmse"], row["rmse"] / best] for row in found]
@@ -289,7 +271,7 @@ def _counters(points: Sequence[Point], device: torch.device, file: TextIO | None
     for point in points:
         together[point.size.seqlen_k, point.size.head_dim, point.size.causal].append(point.rung.name)
     for (seqlen, head_dim, causal), names in together.items():
-        rows = list(_written((row | about for row in counters.facts(names, seqlen, head_dim, causal)), file))
+        rows = list(written((row | about for row in counters.facts(names, seqlen, head_dim, causal)), file))
         if where != "-":
             title = f"{about['device']}, D={head_dim} {'causal' if causal else 'dense'} S_k={seqlen}"
             table.show(list(counters.HEADERS), counters.lines(rows), title)

@@ -70,21 +70,23 @@ def require_shared(config: Any, kib: int) -> None:
     require(taken <= limit, "shared memory", taken, f"at most {limit} bytes", "take fewer stages or smaller blocks")
 
 
+def require_16_bit(**tensors: Tensor) -> None:
+    """The tensors have one dtype, float16 or bfloat16."""
+    (first, other), *_ = tensors.items()
+    for name, tensor in tensors.items():
+        dtype = tensor.dtype
+        require(dtype in (torch.float16, torch.bfloat16), f"{name}.dtype", dtype, "float16 or bfloat16", "convert it")
+        require(dtype == other.dtype, f"{name}.dtype", dtype, f"{first}'s {other.dtype}", "convert one")
+
+
 def require_matrices(a: Tensor, b: Tensor) -> None:
     """a [M, K] and b [K, N], 16-bit, as TMA and cp.async take them: rows contiguous and 16 bytes apart or a multiple of
     that.
     """
     fit = a.ndim == 2 and b.ndim == 2 and a.shape[1] == b.shape[0]
     require(fit, "shapes of a, b", (tuple(a.shape), tuple(b.shape)), "[M, K] and [K, N]", "transpose one")
+    require_16_bit(a=a, b=b)
     for name, tensor in (("a", a), ("b", b)):
-        require(
-            tensor.dtype in (torch.float16, torch.bfloat16),
-            f"{name}.dtype",
-            tensor.dtype,
-            "float16 or bfloat16",
-            "convert it",
-        )
-        require(tensor.dtype == a.dtype, f"{name}.dtype", tensor.dtype, f"a's {a.dtype}", "convert one")
         require(tensor.numel() > 0, f"{name}.shape", tuple(tensor.shape), "no empty dimension", "skip the call")
         aligned = tensor.stride(1) == 1 and tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0
         expected = "(a multiple of 8, 1) from an address divisible by 16"
@@ -123,15 +125,8 @@ def require_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         "equal ones when causal",
         "pad the shorter",
     )
+    require_16_bit(q=q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        require(
-            tensor.dtype in (torch.float16, torch.bfloat16),
-            f"{name}.dtype",
-            tensor.dtype,
-            "float16 or bfloat16",
-            "convert it",
-        )
-        require(tensor.dtype == q.dtype, f"{name}.dtype", tensor.dtype, f"q's {q.dtype}", "convert one")
         require(
             tensor.is_contiguous(),
             f"{name}.stride()",

@@ -24,7 +24,6 @@ from contextlib import contextmanager, redirect_stdout
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +47,7 @@ from strobe.selection.select import select
 from . import budget
 from .budget import FAMILIES, TARGETS, UNITS, Unit
 from .operands import clashes
-from .record import OF_ROLES, RESULTS, in_short, key, lines_of_roles, merged, packed, read, recalled, table
+from .record import OF_ROLES, RESULTS, add_results, in_short, key, lines_of_roles, merged, packed, read, recalled, table
 from .sass import Loop, Parts, count, disassemble, fingerprint, loops
 
 _SERIALIZED = re.compile(
@@ -341,13 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", action="append", choices=tuple(FAMILIES), help="all unless given; repeatable")
     parser.add_argument("--case", default="*", metavar="PATTERN", help="names of cases, such as 'd128*'; '' is none")
     parser.add_argument("--kernel", default="*", metavar="PATTERN", help="names of kernels, such as 'forward*'")
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=RESULTS,
-        metavar="FILE",
-        help=f"rows go there, in the place of older ones ({RESULTS})",
-    )
+    add_results(parser, RESULTS)
     parser.add_argument("--roles", action="store_true", help="print the inner loops of warps with roles, too")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (2)")
     parser.add_argument("--nvdisasm", metavar="FILE", help="a disassembler that knows more targets than Triton's own")

@@ -29,6 +29,7 @@ from strobe.sim.scene import Scene, SceneError, load
 
 from .pages import fill
 from .provenance import circumstances
+from .record import add_results
 
 RESULTS = Path("results/mutation.jsonl")
 _NAMES = [name for name, *_ in DETECTORS]
@@ -152,13 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--ledger", type=Path, metavar="FILE", help="JSON that explains survivors (survivors.json beside the scenes)"
     )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=RESULTS,
-        metavar="FILE",
-        help=f"rows go there, in the place of older ones ({RESULTS})",
-    )
+    add_results(parser, RESULTS)
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="a page whose table is written anew from all results"
     )

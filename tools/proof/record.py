@@ -26,6 +26,14 @@ def key(row: dict) -> tuple[str, ...]:
 _USUAL = {"spill_store_bytes": 0, "spill_load_bytes": 0, "stack_bytes": 0, "tensor_columns": 0, "serialized": False}
 
 
+def add_results(parser: argparse.ArgumentParser, default: Path) -> None:
+    """Add the option --results of a tool that replaces rows in a file."""
+    parser.add_argument(
+        "--results", type=Path, default=default, metavar="FILE",
+        help=f"rows go there, in the place of older ones ({default})",
+    )  # fmt: skip
+
+
 def packed(rows: Iterable[dict]) -> str:
     """Rows as the lines of a file, which `read` turns back. The first line names the columns of `instructions` and of
     each loop in `roles`, which are lists in the others. A row without a value of a column holds null there.

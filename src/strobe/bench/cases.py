@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -132,6 +133,14 @@ class Case:
         return [(self.heads_q, q), (self.groups, q), (self.groups, v), (self.heads_q, v)]
 
 
+class _HasName(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Named = TypeVar("Named", bound=_HasName)
+
+
 def suite(name: str, patterns: tuple[str, ...] | list[str] = ()) -> list[Case]:
     """The cases of a suite whose names match a pattern (fnmatch). Without patterns: all cases.
 
@@ -142,7 +151,13 @@ def suite(name: str, patterns: tuple[str, ...] | list[str] = ()) -> list[Case]:
     """
     if name not in SUITES:
         raise InvalidProblem("suite", repr(name), f"one of {', '.join(SUITES)}", "see strobe bench --help")
-    cases = SUITES[name]
+    return chosen(SUITES[name], patterns)
+
+
+def chosen(cases: Sequence[Named], patterns: Sequence[str]) -> list[Named]:
+    """The cases whose names match a pattern (fnmatch). Without patterns: all. Raises InvalidProblem for a pattern that
+    matches nothing.
+    """
     for pattern in patterns:
         if not any(fnmatchcase(case.name, pattern) for case in cases):
             raise InvalidProblem(

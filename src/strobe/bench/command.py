@@ -6,8 +6,6 @@ import argparse
 import json
 import sys
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TextIO
 
 import torch
 
@@ -17,7 +15,7 @@ from . import decode, plot, table
 from .cases import Case, on_data, suite
 from .data import NORMAL
 from .rivals import pick
-from .run import Options, circumstances, rows, written
+from .run import Options, circumstances, opened, rows, written
 
 _PARTS = {
     "keywords": "keywords to a Call",
@@ -58,7 +56,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
     rivals = pick([name for name in arguments.rivals.split(",") if name], device)
     options = Options(device, arguments.kernel, rounds, graph=arguments.graph, flush=arguments.flush)
     with ExitStack() as stack:
-        file = _open(arguments.json, stack)
+        file = opened(arguments.json, stack)
         found = list(rows(table.follow(cases, f"bench {arguments.suite}"), rivals, options, file))
     if arguments.json != "-":
         table.bench(found)
@@ -101,7 +99,7 @@ def roofline(arguments: argparse.Namespace) -> int:
         return 0
     if a.json:
         with ExitStack() as stack:
-            file = _open(a.json, stack)
+            file = opened(a.json, stack)
             for row in rows:
                 print(
                     json.dumps(
@@ -144,20 +142,11 @@ def _decode(arguments: argparse.Namespace, options: Options) -> int:
     with ExitStack() as stack:
         followed = table.follow(cases, "bench decode")
         found = list(
-            written((decode.measure(case, rivals, options) for case in followed), _open(arguments.json, stack))
+            written((decode.measure(case, rivals, options) for case in followed), opened(arguments.json, stack))
         )
     if arguments.json != "-":
         table.bench(found)
     return 0 if all(row["ms"] for row in found) else 1
-
-
-def _open(name: str | None, stack: ExitStack) -> TextIO | None:
-    if name is None or name == "-":
-        return sys.stdout if name else None
-    try:
-        return stack.enter_context(Path(name).open("a"))
-    except OSError as error:
-        raise InvalidProblem("--json", name, "a file that can be written", str(error)) from error
 
 
 def _list(cases: list[Case], as_json: str | None) -> None:
@@ -197,7 +186,7 @@ def _overhead(arguments: argparse.Namespace) -> int:
     found = measure()
     if arguments.json:
         with ExitStack() as stack:
-            print(json.dumps(found | circumstances(torch.device("cpu"))), file=_open(arguments.json, stack))
+            print(json.dumps(found | circumstances(torch.device("cpu"))), file=opened(arguments.json, stack))
     if arguments.json != "-":
         lines = [[name, us, _PARTS.get(name, "")] for name, us in found.items()]
         table.show(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from importlib import import_module
 from math import ceil
 
@@ -25,6 +24,7 @@ from ..problem.cache import PagedCache, quantize_kv
 from ..selection.select import Choice
 from . import roofline
 from .attempt import Attempt
+from .cases import chosen
 from .run import Contender, Options, _drop_wrong, _short, circumstances, versions_of
 from .timer import Function, Timing, as_graph, interleave
 
@@ -101,16 +101,7 @@ def suite(patterns: Iterable[str]) -> list[DecodeCase]:
     >>> [case.name for case in suite(["b1_*"])]
     ['b1_1k', 'b1_8k', 'b1_128k']
     """
-    patterns = list(patterns)
-    for pattern in patterns:
-        if not any(fnmatchcase(case.name, pattern) for case in SUITE):
-            raise InvalidProblem(
-                "case",
-                repr(pattern),
-                f"a pattern for one of {', '.join(c.name for c in SUITE)}",
-                "quote patterns for the shell",
-            )
-    return [case for case in SUITE if not patterns or any(fnmatchcase(case.name, pattern) for pattern in patterns)]
+    return chosen(SUITE, list(patterns))
 
 
 # ---------------------------------------------------------------- rivals, over dense rows: their fastest layout

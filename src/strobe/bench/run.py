@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import datetime, timezone
 from functools import lru_cache, partial
 from importlib import import_module
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor
 
+from ..errors import InvalidProblem
 from ..problem.target import Target
 from . import roofline
 from .accuracy import distances, errors
@@ -247,6 +249,18 @@ def rows(
     """Measure the cases. Each row is written to `file` as one JSON line as soon as it is measured."""
     rivals = list(rivals)
     return written((measure(case, rivals, options) for case in cases), file)
+
+
+def opened(name: str | None, stack: ExitStack) -> TextIO | None:
+    """The file of --json, opened to append: standard output for "-", None without a name. Raises InvalidProblem if it
+    cannot be written.
+    """
+    if name is None or name == "-":
+        return sys.stdout if name else None
+    try:
+        return stack.enter_context(Path(name).open("a"))
+    except OSError as error:
+        raise InvalidProblem("--json", name, "a file that can be written", str(error)) from error
 
 
 def written(found: Iterable[dict], file: TextIO | None) -> Iterator[dict]:

@@ -10,7 +10,7 @@ import pytest
 from ladder.harness import FILES, RUNGS, harness, pages
 from tools.proof import record
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
