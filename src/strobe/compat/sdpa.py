@@ -87,7 +87,7 @@ def register() -> Handle:
             if not exists or not (own or key == "CPU"):  # this torch has no CUDA kernels
                 continue
             kernel = _kernel(name, function, torch_kernel(name, key) if own and KERNELS_CALLABLE else None)
-            kernel = aten.torch_first(kernel) if function is aten.cpu_forward else kernel
+            kernel = aten.torch_first(kernel) if function is aten.cpu_forward and KERNELS_CALLABLE else kernel
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
                 library.impl(name, kernel, key)

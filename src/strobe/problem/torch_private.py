@@ -16,8 +16,8 @@ extra. With every fallback in use, results are the same, and a call on a CPU tak
     _are_functorch_transforms_active      selects an autograd.Function that       assumes one: 17 us a call with grad
                                           torch.func can transform
     is_functorch_wrapped_tensor           finds torch.func's wrappers             asks for a storage: 3 us a wrapper
-    get_unwrapped                         finds requires_grad inside wrappers     assumes it: selects a backward too
-    is_batchedtensor                      refuses out= under vmap                 reads the storage's error: 3 us
+    get_unwrapped                         finds requires_grad inside wrappers     prints the wrapper: 100 us
+    is_batchedtensor                      refuses out= under vmap                 prints the wrapper: 100 us
     get_interpreter_stack, TransformType  detect torch.func.functionalize         allocates a tensor: 2 us
     _get_current_dispatch_mode_stack      finds active FLOP counters              searches gc's objects: 50 ms once
     FakeTensor                            gives fake tensors an alignment         compares class names: 1 us
@@ -139,24 +139,39 @@ def flop_counters(kind: type[T], known: bool) -> Iterable[T]:
 # ---------------------------------------------------------------- kinds of tensors
 
 
-def _storage_error(tensor: Tensor) -> str:
-    """The error of a strided tensor without a storage, which is a wrapper of a transform; "" for other tensors."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return ""
+def _is_wrapped(tensor: Tensor) -> bool:
+    """Whether a transform wraps the tensor: its storage cannot be read, or has no memory (functionalization)."""
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+        return False
     try:
-        tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError) as error:
-        return str(error) or "no storage"
-    return ""
+        return bool(tensor.untyped_storage().nbytes()) and not tensor.data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return True
 
 
-_WANTS_GRADIENT = torch.empty(0, requires_grad=True)  # stands for the unknown tensor in a wrapper
+def _printed(tensor: Tensor) -> str:
+    """The wrappers of a tensor, outermost first, as torch prints them for a tensor without elements. "" for a tensor
+    without wrappers.
+
+    >>> found = torch.vmap(lambda x: torch.tensor(_printed(x).startswith("BatchedTensor(")))(torch.ones(2))
+    >>> found.tolist()
+    [True, True]
+    """
+    return repr(tensor.unsqueeze(0)[:0]) if _is_wrapped(tensor) else ""
+
+
+_WANTS_GRADIENT = torch.empty(0, requires_grad=True)
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """A tensor in place of the innermost one in a wrapper; requires_grad is True if it may be True for any layer."""
+    beneath = _printed(tensor).partition("(")[2]
+    wanted = any(sign in beneath for sign in ("GradTrackingTensor(", "requires_grad=True", "grad_fn="))
+    return _WANTS_GRADIENT if wanted else _PLAIN
 
 
 def _functionalized() -> bool:
-    """Whether a new tensor is a wrapper without memory."""
-    probe = torch.empty(1, device="cpu")
-    return type(probe) is Tensor and not _storage_error(probe) and not probe.data_ptr()
+    return "FunctionalTensor(" in _printed(torch.empty(1, device="cpu"))
 
 
 def _functionalize_listed() -> bool:
@@ -167,13 +182,11 @@ are_functorch_transforms_active: Callable[[], bool] = _private(
     "torch._C:_are_functorch_transforms_active", lambda: not torch.compiler.is_compiling()
 )
 is_functorch_wrapped_tensor: Callable[[Tensor], bool] = _private(
-    "torch._C._functorch:is_functorch_wrapped_tensor", lambda tensor: bool(_storage_error(tensor))
+    "torch._C._functorch:is_functorch_wrapped_tensor", _is_wrapped
 )
-get_unwrapped: Callable[[Tensor], Tensor] = _private(
-    "torch._C._functorch:get_unwrapped", lambda tensor: _WANTS_GRADIENT
-)
+get_unwrapped: Callable[[Tensor], Tensor] = _private("torch._C._functorch:get_unwrapped", _stand_in)
 is_batchedtensor: Callable[[Tensor], bool] = _private(
-    "torch._C._functorch:is_batchedtensor", lambda tensor: "Batched" in _storage_error(tensor)
+    "torch._C._functorch:is_batchedtensor", lambda tensor: _printed(tensor).startswith("BatchedTensor(")
 )
 _Transforms: Any = _private("torch._C._functorch:TransformType", None)
 _interpreters: Any = _private("torch._C._functorch:get_interpreter_stack", None)
