@@ -160,14 +160,14 @@ def _printed(tensor: Tensor) -> str:
     return repr(tensor.unsqueeze(0)[:0]) if _is_wrapped(tensor) else ""
 
 
-_WANTS_GRADIENT = torch.empty(0, requires_grad=True)
+MAY_HAVE_GRADIENT = torch.empty(0, requires_grad=True)  # in place of a tensor that cannot be unwrapped
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """A tensor in place of the innermost one in a wrapper; requires_grad is True if it may be True for any layer."""
+    """MAY_HAVE_GRADIENT if a tensor inside the wrapper may have a gradient or a tangent, else a plain tensor."""
     beneath = _printed(tensor).partition("(")[2]
-    wanted = any(sign in beneath for sign in ("GradTrackingTensor(", "requires_grad=True", "grad_fn="))
-    return _WANTS_GRADIENT if wanted else _PLAIN
+    wanted = any(sign in beneath for sign in ("GradTrackingTensor(", "requires_grad=True", "grad_fn=", "tangent="))
+    return MAY_HAVE_GRADIENT if wanted else _PLAIN
 
 
 def _functionalized() -> bool:
@@ -179,7 +179,7 @@ def _functionalize_listed() -> bool:
 
 
 are_functorch_transforms_active: Callable[[], bool] = _private(
-    "torch._C:_are_functorch_transforms_active", lambda: not torch.compiler.is_compiling()
+    "torch._C:_are_functorch_transforms_active", lambda: not (torch.compiler.is_compiling() or torch.jit.is_tracing())
 )
 is_functorch_wrapped_tensor: Callable[[Tensor], bool] = _private(
     "torch._C._functorch:is_functorch_wrapped_tensor", _is_wrapped

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .torch_private import (
+    MAY_HAVE_GRADIENT,
     QUIET_KEYS,
     are_functorch_transforms_active,
     dispatch_tls_local_include_set,
@@ -141,7 +142,7 @@ def tangents(tensors: Sequence[Tensor]) -> bool:
     if torch.compiler.is_compiling() or dual_levels._current_level < 0:
         return False
     layers = (layer for tensor in tensors for layer in _layers(tensor) if not is_batchedtensor(layer))
-    return any(forward_ad.unpack_dual(layer).tangent is not None for layer in layers)
+    return any(layer is MAY_HAVE_GRADIENT or forward_ad.unpack_dual(layer).tangent is not None for layer in layers)
 
 
 def needs_dispatcher(tensors: Sequence[Tensor], graded: bool = False) -> bool:
