@@ -148,7 +148,7 @@ def _lengths(arguments: argparse.Namespace, gpu: Target | None) -> Sequence[int]
 
 def _options(rung: Rung, head_dim: int, causal: bool, pairs: Sequence[str]) -> dict[str, Any]:
     """NAME=N pairs as values of the rung's Form, except fields that the problem determines."""
-    known = {field.name for field in fields(rung.form)} - {"head_dim", "causal", "masks", "short"}  # type: ignore[arg-type]
+    known = {field.name for field in fields(rung.form)} - {"head_dim", "causal", "masks", "short"}
     found = {}
     for pair in pairs:
         name, _, value = pair.partition("=")

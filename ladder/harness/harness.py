@@ -107,7 +107,7 @@ class Rung(NamedTuple):
     below: str  # the rung that differs from this one only by its idea; "" for none
     run: Callable[..., tuple[Tensor, Tensor]]
     # form(head_dim, causal, **options): the frozen config that `run` compiles for; its fields are the options
-    form: Callable[..., Any]
+    form: type[Any]
     moved: Callable[[Size, Any], int]  # bytes that the kernels request from global memory, by the model
     shows: tuple[str, ...]  # functions whose difference from the rung below shows the idea
     capability: int = 90  # minimum compute capability
@@ -120,7 +120,7 @@ class Rung(NamedTuple):
 
     def form_of(self, size: Size, options: dict[str, Any]) -> Any:
         """The config that `run` compiles for at this size."""
-        named = {field.name for field in fields(self.form)}  # type: ignore[arg-type]
+        named = {field.name for field in fields(self.form)}
         return self.form(
             size.head_dim, size.causal, **({"short": size.seqlen_k <= SHORT} if "short" in named else {}), **options
         )
@@ -290,7 +290,7 @@ def simulated(
             moved += mask.bit_count() * memory.granule if memory.space == "global" else 0
             access(memory, mask, write, actor)
 
-        run.machine.access = counted  # type: ignore[method-assign]
+        run.machine.access = counted
         found = rung.run(q, k, v, size.causal, **options)
     worst = check_result(rung, found, (q, k, v), size.causal, **options)
     figures = {"worst": _short(worst), "peak_bytes": allocations.total, "moved_bytes": moved}

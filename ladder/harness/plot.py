@@ -59,6 +59,7 @@ def _rates(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
 def _lengths(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
     from matplotlib import colormaps
 
+    colours = colormaps["tab20"](range(20))
     figure.set_size_inches(10, 4.5)
     panels = figure.subplots(1, 2)
     width, causal = max(row["head_dim"] for row in rows), min(row["causal"] for row in rows)
@@ -66,7 +67,7 @@ def _lengths(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
         (panels[0], "ms", 1, "ms"),
         (panels[1], "peak_bytes", 1e6, "MB that a run allocates"),
     ):
-        for colour, mark, name in zip(colormaps["tab20"].colors, cycle(_MARKS), RUNGS):  # type: ignore[attr-defined]
+        for colour, mark, name in zip(colours, cycle(_MARKS), RUNGS):
             own = sorted(
                 (row["seqlen_k"], row[field] / scale)
                 for row in rows

@@ -24,12 +24,14 @@ from contextlib import contextmanager, redirect_stdout
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
 from triton.errors import TritonError
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -115,7 +117,7 @@ class _OfflineDriver:
 def offline(capability: int) -> Iterator[_OfflineDriver]:
     """Within the block, Triton compiles for a GPU of this capability."""
     before, here = driver._active, _OfflineDriver(capability)  # reset_active() fails without a GPU's driver
-    driver.set_active(here)  # type: ignore[arg-type]
+    driver.set_active(cast(DriverBase, here))
     try:
         yield here
     finally:
@@ -137,11 +139,8 @@ def recording(target: Target) -> Iterator[list[Job]]:
         if not warmup:  # a warm-up compiles a kernel whose launch follows
             jobs.append(Job(kernel.fn.__name__, kernel, arguments, grid, options, target))
 
-    run, JITFunction.run = JITFunction.run, note  # type: ignore[method-assign]
-    try:
+    with patch.object(JITFunction, "run", note):
         yield jobs
-    finally:
-        JITFunction.run = run  # type: ignore[method-assign]
 
 
 def _unknown(code: str) -> Parts | None:
@@ -394,7 +393,7 @@ def _use(nvdisasm: str | None) -> None:
     """
     torch.set_num_threads(1)
     if nvdisasm:
-        knobs.nvidia.nvdisasm = nvdisasm  # type: ignore[assignment]
+        knobs.nvidia.nvdisasm = nvdisasm
         if knobs.nvidia.nvdisasm.path != nvdisasm:  # Triton silently uses its own if this one does not run
             raise InvalidProblem(
                 "--nvdisasm", nvdisasm, "a program that answers --version", "give the path of nvdisasm"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import BROKEN, KernelFault, describe
 from ..problem.append import AppendProblem
+from ..problem.call import Dense
 from ..problem.decode import DecodeProblem
 from ..problem.mask import MaskStructure
 from ..problem.problem import Call, Problem
@@ -115,6 +116,11 @@ class Plan(NamedTuple):
 def entries(problem: Problem) -> int:
     """Batch entries that the grid enumerates. For packed sequences 1, since programs find their sequence themselves."""
     return 1 if problem.packed else problem.layout.batch
+
+
+def fills_tiles(problem: Problem, block_n: int) -> bool:
+    """Whether the keys of a dense problem fill whole tiles of block_n, so that no tile ends beyond them."""
+    return isinstance(problem.layout, Dense) and problem.layout.seqlen_k % block_n == 0
 
 
 def strides_of(tensor: Tensor, problem: Problem) -> tuple[int, ...]:

@@ -179,11 +179,11 @@ def _given_gradients(
         None if dlse is None else dlse.contiguous(),
     )  # kernels do not read their strides; a hook may have changed lse's
     plan, workspace = choice.backward, None
-    if plan is not None and repeats(plan, call.q):
+    if plan is not None and plan.again and repeats(plan, call.q):
         dq, dk, dv = [empty_here(*kind) for kind in choice.problem.gradients]
         held = pieces(plan, choice.problem.lse_bytes)  # delta follows the workspace in the same allocation
         given = Backward(dout, out, lse, dlse, dq, dk, dv, held[0][plan.room :].view(lse.dtype).view(lse.shape))
-        again = plan.again.get(gradient_addresses(call, given, held))  # type: ignore[union-attr]
+        again = plan.again.get(gradient_addresses(call, given, held))
         if again is not None and again():
             return given
         workspace = carved(plan, held)
@@ -426,7 +426,7 @@ def wants_gradients(call: Call) -> bool:
     return asked and torch.is_grad_enabled()
 
 
-def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple[Tensor, Tensor]:
+def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple[Tensor, ...]:
     """out and lse of a call, by the path that its gradients, transforms and autocast require. out_alone: the caller
     ignores lse.
     """
@@ -435,7 +435,7 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
         if choice is not None and not choice.problem.needs_grad:
             return _forward(call, choice)
         if choice is not None and out_alone:
-            return (_apply_plain(*call[:3], (call[SCALARS], choice)),)  # type: ignore[return-value]
+            return (_apply_plain(*call[:3], (call[SCALARS], choice)),)
     call = prepare(call) if out is None else with_needed_grad(call)  # as in torch, autocast skips ops with out=
     if tangents(call.parted[0]):
         raise forward_mode()
@@ -448,13 +448,13 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
             return copied(out, FORWARD(*call.arguments), call.q)
         return out, FORWARD_OUT(out, *call.arguments)
     if torch_private.are_functorch_transforms_active() and not functional(call):
-        return _AttentionUnderTransforms.apply(*call.arguments)  # type: ignore[return-value]
+        return _AttentionUnderTransforms.apply(*call.arguments)
     if not call.needs_grad:
         return FORWARD(*call.arguments)
     if not torch.compiler.is_compiling():
-        return _Attention.apply(*call.arguments)  # type: ignore[return-value]
+        return _Attention.apply(*call.arguments)
     arguments = distinct(call.arguments)
-    return (_OutAlone.apply(*arguments),) if out_alone else _Attention.apply(*arguments)  # type: ignore[return-value]
+    return (_OutAlone.apply(*arguments),) if out_alone else _Attention.apply(*arguments)
 
 
 def run_again(q: Tensor, k: Tensor, v: Tensor, keywords: tuple, deterministic: bool | None) -> Tensor | None:

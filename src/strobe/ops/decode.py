@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -119,7 +119,7 @@ def _attend(call: DecodeCall, choice: Choice[DecodeProblem], alone: bool = False
     """
     plan, problem = choice.forward, choice.problem
     kind, lse_kind = problem.outputs
-    if not repeats(plan, call.q):
+    if not (plan.again and repeats(plan, call.q)):
         out, lse = (call.q.new_empty_strided(*like[:2], dtype=like[2]) for like in (kind, lse_kind))
         _write(choice, call, Forward(out, lse))
         return out, lse
@@ -127,7 +127,7 @@ def _attend(call: DecodeCall, choice: Choice[DecodeProblem], alone: bool = False
     held = [empty_here((size,), (1,), torch.uint8)] if size else []
     begin = held[0].data_ptr() if held else 0
     places = (out.data_ptr(), begin + plan.room if lse is None else lse.data_ptr(), *[begin] * bool(plan.room))
-    again = plan.again.get(addresses(call, *places))  # type: ignore[union-attr]
+    again = plan.again.get(addresses(call, *places))
     if again is None or not again():
         lse = held[0][plan.room :].view(lse_kind[2]).view(lse_kind[0]) if lse is None else lse
         _write(choice, call, Forward(out, lse), carved(plan, held if plan.room else []))
@@ -275,11 +275,15 @@ def prepare(call: DecodeCall) -> DecodeCall:
     return call
 
 
-def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tuple[Tensor, Tensor]:
+@overload
+def run(call: DecodeCall, out: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+@overload
+def run(call: DecodeCall, out: Tensor | None, alone: bool) -> tuple[Tensor, Tensor | None]: ...
+def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tuple[Tensor, Tensor | None]:
     """out and lse of a call. The op's body runs directly if no dispatcher is needed. alone: the caller ignores lse."""
     choice = direct_choice(_choices, call, decide) if out is None and isinstance(call.q, Tensor) else None
     if choice is not None:
-        return _attend(call, choice, alone)  # type: ignore[return-value]
+        return _attend(call, choice, alone)
     call = prepare(call)
     refuse_gradients(call.tensors if out is None else [*call.tensors, out], "decode")
     if is_distributed(call.q):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -367,7 +367,7 @@ def as_int(number: object) -> int | None:
     """
     if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt, Integral)):
         return None
-    return number if isinstance(number, (int, torch.SymInt)) else int(number)  # type: ignore[return-value]
+    return cast(int, number) if isinstance(number, (int, torch.SymInt)) else int(number)
 
 
 def _bound(side: str, bound: int | None) -> int | None:

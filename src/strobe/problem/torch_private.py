@@ -179,7 +179,8 @@ def _functionalize_listed() -> bool:
 
 
 are_functorch_transforms_active: Callable[[], bool] = _private(
-    "torch._C:_are_functorch_transforms_active", lambda: not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    "torch._C:_are_functorch_transforms_active",
+    lambda: not (torch.compiler.is_compiling() or torch.jit.is_tracing()),  # pyright: ignore[reportPrivateImportUsage]
 )
 is_functorch_wrapped_tensor: Callable[[Tensor], bool] = _private(
     "torch._C._functorch:is_functorch_wrapped_tensor", _is_wrapped

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...problem.call import Call
 from ...problem.problem import Problem
 from ...problem.target import Target
-from ..protocol import Buffer, Cost, Forward, Plan, attention_cost, entries
+from ..protocol import Buffer, Cost, Forward, Plan, attention_cost, entries, fills_tiles
 from ..runtime.tma_requirements import against_call, against_mask, against_memory, against_tools, joined, query_tiles
 from .traits import ROWS, STAGES_Q, Form, ForwardConfig, Tuning
 
@@ -80,7 +80,7 @@ class BlackwellForward:
             raise ValueError(_against_widths(problem))
         tuning = replace(TUNINGS[widths], joined=joined(problem, ROWS * STAGES_Q, ROWS))
         group = problem.group // tuning.joined
-        even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
+        even = fills_tiles(problem, tuning.block_n)
         uneven = problem.packed or problem.mask.left or problem.mask.right  # some tiles see fewer keys
         counted = (
             uneven
@@ -99,7 +99,7 @@ class BlackwellForward:
     def workspace(self, problem: Problem, config: object) -> tuple[Buffer, ...]:
         return ()
 
-    def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
+    def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:
         from .launch import run_forward
 
         run_forward(plan, call, tensors)

@@ -32,7 +32,7 @@ def run(plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor])
     found = cut(call)
     call = as_batch(call)
     if problem.packed:
-        tensors = Backward(*(None if t is None else t[None] for t in tensors))  # type: ignore[arg-type]
+        tensors = Backward._make(None if t is None else t[None] for t in tensors)
     _fill(found, call, tensors)
     jobs: list[Job] = []
     for piece in found.pieces:

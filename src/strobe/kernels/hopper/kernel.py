@@ -11,7 +11,18 @@ from torch import Tensor
 from ...problem.call import Call
 from ...problem.problem import Dense, Problem
 from ...problem.target import KIB, Target
-from ..protocol import Backward, Buffer, Cost, Forward, Plan, attention_cost, entries, keys_a_row, visible_pairs
+from ..protocol import (
+    Backward,
+    Buffer,
+    Cost,
+    Forward,
+    Plan,
+    attention_cost,
+    entries,
+    fills_tiles,
+    keys_a_row,
+    visible_pairs,
+)
 from ..runtime import batch_invariant
 from ..runtime.tma_requirements import (
     against_call,
@@ -137,7 +148,7 @@ class HopperForward:
         fewer = 0.0 if problem.mask.left else 0.1
         tuning = replace(tuning, joined=joined(problem, ROWS * tuning.consumers, ROWS, fewer))
         group = problem.group // tuning.joined
-        even = not problem.packed and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
+        even = fills_tiles(problem, tuning.block_n)
         widths = tiled(problem.head_dim, problem.head_dim_v)
         counted = query_tiles(problem, tuning.block_m) * problem.heads_kv * group * entries(problem) > target.sm_count
         form = Form(
@@ -160,7 +171,7 @@ class HopperForward:
     def workspace(self, problem: Problem, config: object) -> tuple[Buffer, ...]:
         return ()
 
-    def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
+    def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:
         if plan.problem.batch_invariant:
             from .launch_decode import run_invariant as run
         else:
@@ -242,7 +253,7 @@ class HopperBackward:
         ordered = _ordered(problem)
         capped = BACKWARD_CAPPED.get(widths) if problem.softcap else None
         tuning = capped or BACKWARD_TUNINGS[widths]
-        even = not problem.packed and not has_spans(problem.mask) and problem.layout.seqlen_k % tuning.block_n == 0  # type: ignore[union-attr]
+        even = not has_spans(problem.mask) and fills_tiles(problem, tuning.block_n)
         splits = 1 if ordered or widths[0] != widths[1] else _splits(problem, target, tuning)
         stores = ordered or _first_stores(problem, splits, widths, tuning)
         lags = _lags(problem, splits, widths, tuning, ordered)
@@ -292,7 +303,8 @@ class HopperBackward:
         elif form.clears:
             buffers.append(Buffer("turns", (heads[0], problem.heads_q // form.members), torch.int32))
         if form.splits > 1:
-            keys = problem.layout.total_k if problem.packed else problem.layout.seqlen_k  # type: ignore[union-attr]
+            layout = problem.layout
+            keys = layout.seqlen_k if isinstance(layout, Dense) else layout.tokens[1]
             widths = {"dk_sum": form.dk_width, "dv_sum": form.dv_width}
             buffers += [
                 Buffer(name, (*heads[:-1], problem.heads_kv, keys, width), torch.float32, 0.0)
@@ -300,7 +312,7 @@ class HopperBackward:
             ]
         return tuple(buffers)
 
-    def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
+    def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:
         from .launch_backward import run_backward
 
         run_backward(plan, call, tensors, workspace)

@@ -112,7 +112,7 @@ class PortableForward:
     def workspace(self, problem: Problem, config: object) -> tuple[Buffer, ...]:
         return ()
 
-    def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
+    def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:
         from .launch import forward_launches, invariant_launch, start
 
         start(
@@ -148,7 +148,7 @@ class PortableBackward:
     def workspace(self, problem: Problem, config: object) -> tuple[Buffer, ...]:
         return ()
 
-    def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
+    def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:
         from .launch import backward_launches, start
 
         start(backward_launches(plan, call, tensors))

@@ -37,9 +37,8 @@ def _failures(plan: Plan) -> tuple[type[BaseException], ...]:
     """Exceptions of Triton, its C compiler and the system; none for CPU kernels. Evaluated only after an exception."""
     if plan.kernel.name.startswith("cpu."):
         return ()
-    triton = sys.modules.get("triton.errors")
-    own = (triton.TritonError,) if hasattr(triton, "TritonError") else ()  # type: ignore[union-attr]
-    return (*BROKEN, subprocess.SubprocessError, *own)
+    own = getattr(sys.modules.get("triton.errors"), "TritonError", None)
+    return (*BROKEN, subprocess.SubprocessError, *(() if own is None else (own,)))
 
 
 def _raise(plan: Plan, error: BaseException) -> NoReturn:

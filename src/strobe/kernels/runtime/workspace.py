@@ -34,7 +34,7 @@ def pieces(plan: Plan, beyond: int = 0) -> list[Tensor]:
     held = [empty_here((size,), (1,), torch.uint8)] if size else []
     for buffer in plan.filled:
         place = f"cuda:{held[0].get_device()}" if held else "cuda"
-        held.append(torch.full(buffer.shape, buffer.fill, dtype=buffer.dtype, device=place))  # type: ignore[arg-type]
+        held.append(torch.full(buffer.shape, buffer.fill or 0.0, dtype=buffer.dtype, device=place))
     return held
 
 
