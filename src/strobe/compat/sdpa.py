@@ -86,8 +86,8 @@ def register() -> Handle:
             own = exists and has_kernel(f"aten::{name}", key)
             if not exists or not (own or key == "CPU"):  # this torch has no CUDA kernels
                 continue
-            kernel = _kernel(name, function, torch_kernel(name, key) if own and KERNELS_CALLABLE else None)
-            kernel = aten.torch_first(kernel) if function is aten.cpu_forward and KERNELS_CALLABLE else kernel
+            kernel = _kernel(name, function, torch_kernel(name, key) if own else None)
+            kernel = aten.torch_first(kernel) if function is aten.cpu_forward else kernel
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
                 library.impl(name, kernel, key)
@@ -203,13 +203,18 @@ def enable() -> Switch:
     strobe have separate keys in the caches on disk (`torch.compiler.config.cache_key_tag`). Call this after
     torch.cuda.set_device: it asks torch for SDPA's choice on the GPU, and that initialises CUDA.
 
-    Raises UnsupportedProblem before torch 2.11.
+    Raises UnsupportedProblem before torch 2.11, and if torch's own kernels cannot be called.
     """
     global _before
     if not hasattr(registry, "restore_flash_attention_impl"):
         raise UnsupportedProblem(
             "strobe.integrations.sdpa needs torch 2.11, which can put its own kernels back; this is torch "
             f"{torch.__version__}"
+        )
+    if not KERNELS_CALLABLE:
+        raise UnsupportedProblem(
+            "strobe.integrations.sdpa needs torch's own kernels for calls that strobe does not support, and cannot "
+            f"call them in torch {torch.__version__}"
         )
     with _LOCK:
         before = _before or _taken()

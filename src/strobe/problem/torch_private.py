@@ -5,8 +5,7 @@ extra. With every fallback in use, results are the same, and a call on a CPU tak
 
     name                                  used for                                fallback: its cost
     _len_torch_dispatch_stack             detects dispatch modes                  assumes a mode: each call takes the
-                                                                                  dispatcher; seqused_q and seqused_k
-                                                                                  are clamped, not checked
+                                                                                  dispatcher
     _len_torch_function_stack             detects function modes                  has_torch_function: 0.2 us
     _dispatch_tls_local_include_set,      detect functionalization, tracing       assumes one: each call takes the
         DispatchKey, DispatchKeySet                                               dispatcher
@@ -28,7 +27,7 @@ extra. With every fallback in use, results are the same, and a call on a CPU tak
     _empty_strided_cuda                   allocates results                       torch.empty_strided: twice as slow
     _FunctionBase.apply, _backward_cls    skip Python around autograd.Function    autograd.Function.apply: 4 us
     DispatchKeySet for call_boxed         calls torch's CPU flash kernel while    strobe's own CPU kernel only; the SDPA
-                                          strobe overrides its op                 switch passes no call to torch
+                                          strobe overrides its op                 switch raises UnsupportedProblem
     _dispatch_has_kernel_for_dispatch_key finds torch's flash kernels             get_kernel: nothing
     _get_sdp_priority_order,              put flash attention first in SDPA       torch's order: where torch prefers
         _set_sdp_priority_order                                                   cuDNN (Hopper), SDPA keeps it
@@ -39,6 +38,7 @@ extra. With every fallback in use, results are the same, and a call on a CPU tak
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -192,6 +192,21 @@ is_batchedtensor: Callable[[Tensor], bool] = _private(
 _Transforms: Any = _private("torch._C._functorch:TransformType", None)
 _interpreters: Any = _private("torch._C._functorch:get_interpreter_stack", None)
 functionalize_active = _functionalized if _Transforms is None or _interpreters is None else _functionalize_listed
+
+
+def _tracing() -> bool:
+    return bool(len_torch_dispatch_stack() or are_functorch_transforms_active())
+
+
+def _probed_tracing() -> bool:
+    proxies: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return type(torch.empty(0, device="cpu")) is not Tensor or (
+        proxies is not None and proxies.get_proxy_mode() is not None
+    )
+
+
+# whether a mode or transform may trace, so that Python must not read values of tensors
+may_trace = _probed_tracing if _private("torch._C:_len_torch_dispatch_stack", None) is None else _tracing
 
 
 class _NamedFakeTensor(type):
