@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import InvalidProblem, wrong_type
 from ..interface import Window
 from ..problem.call import FARTHEST
-from ..problem.torch_private import may_trace
+from ..problem.torch_private import is_functorch_wrapped_tensor, may_trace
 from .signatures import Setting, backward, forward
 
 
@@ -252,5 +252,5 @@ def is_readable(tensor: Tensor) -> bool:
     """Whether the host can read the values: a plain CPU tensor, not compiling, and no dispatch mode or functorch
     transform active.
     """
-    traced = torch.compiler.is_compiling() or may_trace()
+    traced = torch.compiler.is_compiling() or may_trace() or is_functorch_wrapped_tensor(tensor)
     return not traced and tensor.device.type == "cpu" and type(tensor) is Tensor
