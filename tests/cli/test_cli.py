@@ -55,9 +55,9 @@ def refused(capsys: pytest.CaptureFixture[str]):
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert (
-        lines["strobe"] == strobe.__version__ and lines["torch"] == torch.__version__ and "interpret=" in lines["knobs"]
-    )
+    assert (lines["strobe"], lines["torch"]) == (strobe.__version__, torch.__version__) and "interpret=" in lines[
+        "environment"
+    ]
     assert main(["env", "--json"]) == 0
     assert json.loads(capsys.readouterr().out).keys() == lines.keys()
 

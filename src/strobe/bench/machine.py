@@ -60,7 +60,7 @@ def facts() -> dict[str, str]:
         f"{Target.of(torch.device('cpu'))}, {torch.backends.cpu.get_cpu_capability()}, torch uses "
         f"{torch.get_num_threads()} threads"
     )
-    lines["knobs"] = ", ".join(f"{name}={value!r}" for name, value in ENV._asdict().items())
+    lines["environment"] = ", ".join(f"{name}={value!r}" for name, value in ENV._asdict().items())
     return lines
 
 

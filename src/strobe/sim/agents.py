@@ -33,7 +33,7 @@ class Stream:
     issued: int = 0
     landed: int = 0
     where: Place = ()  # place of the last operation
-    knows: Clock = field(default_factory=dict)
+    vector_clock: Clock = field(default_factory=dict)
     done_ns: float = 0.0  # modelled time at which the last operation landed
 
     def pop(self) -> Operation:
@@ -43,7 +43,7 @@ class Stream:
 
 
 class Barrier:
-    """An mbarrier. A phase completes when all its arrivals and all its bytes have come (PTX ISA, mbarrier)."""
+    """An mbarrier. A phase completes when it has all its arrivals and all its bytes (PTX ISA, mbarrier)."""
 
     __slots__ = (
         "copies",
@@ -76,11 +76,11 @@ class Barrier:
         """mbarrier.try_wait.parity: the phase of this parity is over."""
         return self.phase & 1 != parity
 
-    def knows_the_end(self, clock: Clock) -> bool:
+    def is_after_completed(self, clock: Clock) -> bool:
         """Whether an agent with vector clock `clock` is ordered after every arrival of the completed phases."""
         return all(clock.get(agent, 0) >= known for agent, known in self.released.items())
 
-    def overtaken(self) -> list[tuple[str, Place]]:
+    def unordered_waits(self) -> list[tuple[str, Place]]:
         """Waits for the last phase, as (agent, place), that the arrivals of this phase are not ordered after.
 
         Such a wait can miss its phase: the barrier may advance once more before the agent looks.
@@ -124,15 +124,15 @@ class Partition:
         cta: Cta,
         name: str,
         warps: int,
-        knows: Clock,
+        vector_clock: Clock,
         origin: Place,
         hub: greenlet.greenlet,
         body: Callable[[], object],
     ):
         self.cta, self.name, self.warps, self.origin = cta, name, warps, origin
         self.agent = f"{cta.index}/{name}"
-        self.knows = dict(knows)
-        self.knows[self.agent] = self.knows.get(self.agent, 0) + 1
+        self.vector_clock = dict(vector_clock)
+        self.vector_clock[self.agent] = self.vector_clock.get(self.agent, 0) + 1
         self.blocked: Callable[[], bool] | None = None  # returns whether the partition may continue
         self.waits_for: Callable[[], str] = lambda: "nothing"
         self.where: Place = origin
@@ -150,7 +150,7 @@ class Partition:
         self.greenlet = greenlet.greenlet(self._run, parent=hub)
         self._body = body
 
-    def go_on_from(self, other: Partition) -> None:
+    def share_queues(self, other: Partition) -> None:
         """Run on the warps of `other` and share its queues, so that either partition may wait for them."""
         self.wgmma, self.tcgen05, self.copies, self.stores, self.store_writes = other.streams
         self.open_copies = other.open_copies
@@ -165,11 +165,11 @@ class Partition:
 
     def tick(self) -> None:
         """Start a new epoch: nobody's current clock covers what this partition does from here on."""
-        self.knows[self.agent] += 1
+        self.vector_clock[self.agent] += 1
 
     @property
     def clock(self) -> int:
-        return self.knows[self.agent]
+        return self.vector_clock[self.agent]
 
     def runnable(self) -> bool:
         return not self.done and (self.blocked is None or self.blocked())
@@ -181,7 +181,7 @@ class Cluster:
 
     ctas: list[Cta]
     generation: int = 0
-    come: int = 0  # programs that have arrived at the barrier
+    arrived: int = 0  # programs that have arrived at the barrier
     gathering: Clock = field(default_factory=dict)
     released: Clock = field(default_factory=dict)
     latest: float = 0.0
@@ -200,8 +200,9 @@ class Cta:
         self.used = {"shared": 0, "tensor": 0}
         self.busy_ns: dict[str, float] = {}  # modelled time until which a unit is busy: tensor core, TMA, cores
         self.cluster: Cluster = Cluster([self])
-        self.came: int | None = None  # barrier generation at which this CTA arrived and has not waited yet
-        self.met = self.ended = False  # met: it knows that its whole cluster has started
+        # barrier generation at which this CTA arrived and has not waited yet
+        self.arrived_generation: int | None = None
+        self.cluster_started = self.ended = False  # whether it knows that its cluster has started; whether it is over
         # variables of inline PTX in shared memory: (address, memory)
         self.symbols: dict[tuple, tuple[int, Memory]] = {}
 

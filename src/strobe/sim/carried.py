@@ -18,7 +18,7 @@ from .report import place_text
 
 
 class Carried:
-    """Watches the names of one running loop. Call `turn()` after each iteration."""
+    """Watches the names of one running loop. Call `end_iteration()` after each iteration."""
 
     def __init__(self, machine: Machine, frame: FrameType | None):
         self._machine, self._frame, self._turns = machine, frame, 0
@@ -29,7 +29,7 @@ class Carried:
         self._entry = {name: own for name, own in handles.items() if any(held[id(handle)] > 1 for handle in own)}
         self._unchanged: set[str] = set()
 
-    def turn(self) -> None:
+    def end_iteration(self) -> None:
         self._turns += 1
         if self._frame is None or self._turns > 2:
             return
@@ -42,7 +42,7 @@ class Carried:
             place = self._machine.place()
             self._machine.report(
                 "compiler",
-                f"the loop at {place_text(place)} changes {name} from its second turn on, but Triton's frontend "
+                f"the loop at {place_text(place)} changes {name} from its second iteration on, but Triton's frontend "
                 f"takes it for unchanged, since it begins as the value of another name: give {name} a value of its "
                 "own before the loop",
                 place,

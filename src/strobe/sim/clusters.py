@@ -42,31 +42,31 @@ class Clusters:
                 "partition"
             )
         machine.preempt()
-        if cta.came is not None:
+        if cta.arrived_generation is not None:
             self._report("barrier", f"CTA {cta.index} arrives at its cluster's barrier twice without a wait in between")
-        cta.came = cluster.generation
+        cta.arrived_generation = cluster.generation
         if release:
-            merge(cluster.gathering, p.knows)
+            merge(cluster.gathering, p.vector_clock)
         p.tick()
         machine.progress += 1
-        cluster.come, cluster.latest = cluster.come + 1, max(cluster.latest, p.time_ns)
-        if cluster.come == len(cluster.ctas):
+        cluster.arrived, cluster.latest = cluster.arrived + 1, max(cluster.latest, p.time_ns)
+        if cluster.arrived == len(cluster.ctas):
             merge(cluster.released, cluster.gathering)
-            cluster.generation, cluster.come = cluster.generation + 1, 0
+            cluster.generation, cluster.arrived = cluster.generation + 1, 0
 
     def cluster_wait(self) -> None:
         machine, p = self.machine, self.machine.current
         cta, cluster = p.cta, p.cta.cluster
-        if (came := cta.came) is None:
+        if (generation := cta.arrived_generation) is None:
             self._report("barrier", f"CTA {cta.index} waits at its cluster's barrier without having arrived")
             return
         machine.preempt()
         machine.block(
-            lambda: cluster.generation > came,
-            lambda: f"its cluster ({cluster.come} of {len(cluster.ctas)} programs there)",
+            lambda: cluster.generation > generation,
+            lambda: f"its cluster ({cluster.arrived} of {len(cluster.ctas)} programs there)",
         )
-        merge(p.knows, cluster.released)
-        cta.came, cta.met = None, True
+        merge(p.vector_clock, cluster.released)
+        cta.arrived_generation, cta.cluster_started = None, True
         machine._until(cluster.latest, "wait cluster")
 
     # ---- shared memory by address
@@ -114,7 +114,7 @@ class Clusters:
     def _check_reach(self, other: Cta, what: str) -> None:
         p = self.machine.current
         reaches = f"{what} by {p.name} of CTA {p.cta.index} reaches CTA {other.index}"
-        if not p.cta.met:
+        if not p.cta.cluster_started:
             self._report("race", f"{reaches}, which may not have started: no cluster wait precedes it")
         if other.ended:
             self._report("race", f"{reaches}, which has ended")
@@ -164,7 +164,7 @@ class Clusters:
                 machine.arrive(
                     self._barrier_at(int(place)),
                     int(times),
-                    p.knows,
+                    p.vector_clock,
                     p.name,
                     machine.place(),
                     int(times) * expected,
@@ -173,12 +173,12 @@ class Clusters:
                 p.tick()
 
     def shared_wait(self, address: int, parity: int, acquire: bool) -> None:
-        knows = self.machine.current.knows
-        before = dict(knows)
+        vector_clock = self.machine.current.vector_clock
+        before = dict(vector_clock)
         self.machine.wait(self._barrier_at(address), parity & 1)
         if not acquire:
-            knows.clear()
-            knows.update(before)
+            vector_clock.clear()
+            vector_clock.update(before)
 
     def send(self, address: np.ndarray, values: list[np.ndarray], bell: np.ndarray, mask: np.ndarray | None) -> None:
         """st.async: write `values` to consecutive addresses later, then complete their bytes on mbarrier `bell`."""
@@ -194,13 +194,18 @@ class Clusters:
         machine, p = self.machine, self.machine.current
         agent = f"st.async {barrier.copies} on {cta.index}/{barrier.name}"
         barrier.copies += 1
-        number, knows, phase, place = machine.sequence(agent), dict(p.knows), barrier.phase, machine.place()
+        number, vector_clock, phase, place = (
+            machine.sequence(agent),
+            dict(p.vector_clock),
+            barrier.phase,
+            machine.place(),
+        )
         what = f"st.async into {found.memory.name}"
         offsets = found.offsets[found.live]
-        actor = Actor(agent, number, {**knows, agent: number}, "generic", what, place)
+        actor = Actor(agent, number, {**vector_clock, agent: number}, "generic", what, place)
         machine.access(found.memory, found.memory.mask_at(offsets, found.size), True, actor)
         p.tick()
-        told = {agent: number}  # releases only the data sent, not the sender's earlier accesses
+        released_clock = {agent: number}  # releases only the data sent, not the sender's earlier accesses
         operation = Operation(agent, what, place, lambda: None, p.time_ns + SEND_NS)
         size = found.size // len(values)
         whole = [np.broadcast_to(value, found.offsets.shape) for value in values]
@@ -208,7 +213,7 @@ class Clusters:
         def land() -> None:
             for i, value in enumerate(whole):
                 self._put(Found(found.memory, found.offsets + i * size, found.live, size), value, value.dtype)
-            machine.complete_bytes(barrier, found.size * len(offsets), told, phase, operation)
+            machine.complete_bytes(barrier, found.size * len(offsets), released_clock, phase, operation)
 
         operation.land = land
         machine.launch(None, operation, cta)

@@ -243,7 +243,7 @@ class Interpreter:
         chosen = then() if self.truth(condition) else otherwise()
         return self.semantic.to_tensor(chosen) if _is_tensor(condition) else chosen
 
-    def goes_on(self, condition: object) -> bool:
+    def while_condition(self, condition: object) -> bool:
         condition = condition.condition if isinstance(condition, tl.condition) else condition
         return (
             self.truth(condition)
@@ -285,14 +285,14 @@ class Interpreter:
         carried = Carried(self.builder.machine, _kernel_frame())
         for index in range(*bounds):
             yield tensor(self.builder.integer(index, elem), kind)
-            carried.turn()
+            carried.end_iteration()
 
-    def turns(self) -> Iterator[None]:
+    def while_iterations(self) -> Iterator[None]:
         """The iterations of a `while` loop, which evaluates its own condition."""
         carried = Carried(self.builder.machine, _kernel_frame())
         while True:
             yield
-            carried.turn()
+            carried.end_iteration()
 
     @contextlib.contextmanager
     def context(

@@ -137,8 +137,8 @@ def simulate(
                 SimpleNamespace(packed_metadata=(keywords.get("num_warps", 4), 1, 0)),
             )
         warm = made.get(_constants(fn, arguments, keywords)) if made else None
-        together = 1 if warm is None else warm.packed_metadata[1]
-        return _Launch(run, capability, fn).run(arguments, keywords, grid, together)
+        cluster_size = 1 if warm is None else warm.packed_metadata[1]
+        return _Launch(run, capability, fn).run(arguments, keywords, grid, cluster_size)
 
     properties = SimpleNamespace(
         multi_processor_count=sms, name="simulated", major=capability // 10, minor=capability % 10
@@ -201,7 +201,7 @@ class _Launch:
         run.launches.append(fn.__name__)
         run.machine.entered[id(fn)] = fn
 
-    def run(self, arguments: tuple[object, ...], keywords: dict[str, object], grid: Any, together: int) -> None:
+    def run(self, arguments: tuple[object, ...], keywords: dict[str, object], grid: Any, cluster_size: int) -> None:
         options = {
             name: value for name, value in keywords.items() if name in _OPTIONS and name not in self.fn.arg_names
         }
@@ -222,12 +222,12 @@ class _Launch:
             self._argument(parameter.name, bound.arguments[parameter.name], parameter) for parameter in self.fn.params
         ]
         grid = grid(dict(bound.arguments)) if callable(grid) else grid
-        grid = (grid[0] * together, *grid[1:], 1, 1)[:3]
+        grid = (grid[0] * cluster_size, *grid[1:], 1, 1)[:3]
         self.builder.grid = grid
         self.machine.warps = parsed.num_warps
         function, interpreter = translated(self.fn), Interpreter(self.semantic)
         values = [interpreter.static(value) if not isinstance(value, base_value) else value for value in values]
-        self.machine.run_grid(grid, quiet(lambda: function(interpreter, *values)), together)
+        self.machine.run_grid(grid, quiet(lambda: function(interpreter, *values)), cluster_size)
 
     # ---- arguments
 

@@ -129,7 +129,9 @@ class Machine:
         """An access by the running partition's own instructions."""
         p = self.current
         proxy = "tensor" if memory.space == "tensor" else "generic"
-        self.access(memory, memory.mask_of(view), write, Actor(p.agent, p.clock, p.knows, proxy, what, self.place()))
+        self.access(
+            memory, memory.mask_of(view), write, Actor(p.agent, p.clock, p.vector_clock, proxy, what, self.place())
+        )
 
     def _spins(self, memory: Memory, mask: int, actor: Actor) -> None:
         """Detect a loop that only repeats a weak read of one global value. Then let others run first."""
@@ -149,7 +151,7 @@ class Machine:
         p = self.current
         for memory in [*p.cta.memories, *self.storages]:
             if memory.space in spaces:
-                memory.fence(p.agent, p.clock, p.knows)
+                memory.fence(p.agent, p.clock, p.vector_clock)
         p.tick()
 
     def allocate(self, space: str, size: int, charge: int) -> Memory:
@@ -173,8 +175,10 @@ class Machine:
         found = (cta or p.cta).barriers.get(address)
         if found is None or not found.valid:
             self.report("barrier", f"{p.name} uses {name}, which is not initialised, at {place_text(self.place())}")
-            found = (cta or p.cta).barriers[address] = Barrier(name, 1, p.knows)
-        elif self.checks.happens_before and any(p.knows.get(agent, 0) < clock for agent, clock in found.since.items()):
+            found = (cta or p.cta).barriers[address] = Barrier(name, 1, p.vector_clock)
+        elif self.checks.happens_before and any(
+            p.vector_clock.get(agent, 0) < clock for agent, clock in found.since.items()
+        ):
             self.report(
                 "race",
                 f"{p.name} uses {name} without being ordered after its initialisation, at {place_text(self.place())}",
@@ -191,15 +195,22 @@ class Machine:
                     f"{place_text(self.place())}"
                 ),
             )
-        p.cta.barriers[address] = Barrier(name, max(count, 1), p.knows)
+        p.cta.barriers[address] = Barrier(name, max(count, 1), p.vector_clock)
         p.tick()
 
     def arrive(
-        self, barrier: Barrier, count: int, knows: Clock, who: str, where: Place, expect: int = 0, time_ns: float = 0.0
+        self,
+        barrier: Barrier,
+        count: int,
+        vector_clock: Clock,
+        who: str,
+        where: Place,
+        expect: int = 0,
+        time_ns: float = 0.0,
     ) -> None:
-        """Arrivals by `who`, issued at `where`. Waiters acquire the vector clock `knows`."""
+        """Arrivals by `who`, issued at `where`. Waiters acquire `vector_clock`."""
         self.progress += 1
-        if self.checks.happens_before and not barrier.knows_the_end(knows):
+        if self.checks.happens_before and not barrier.is_after_completed(vector_clock):
             self.report(
                 "barrier",
                 f"{who} arrives on {barrier.name} at {place_text(where)}, not ordered after the end of "
@@ -207,7 +218,7 @@ class Machine:
                 where,
                 (barrier.name, "early", where),
             )
-        merge(barrier.gathering, knows)
+        merge(barrier.gathering, vector_clock)
         barrier.missing -= count
         barrier.missing_bytes += expect
         barrier.latest = max(barrier.latest, time_ns)
@@ -217,10 +228,12 @@ class Machine:
             barrier.missing = 0
         self._settle(barrier)
 
-    def complete_bytes(self, barrier: Barrier, size: int, knows: Clock, phase: int, operation: Operation) -> None:
+    def complete_bytes(
+        self, barrier: Barrier, size: int, vector_clock: Clock, phase: int, operation: Operation
+    ) -> None:
         """Complete the bytes of a copy that was issued in `phase` of the barrier."""
         self.progress += 1
-        merge(barrier.gathering, knows)
+        merge(barrier.gathering, vector_clock)
         barrier.missing_bytes -= size
         barrier.latest = max(barrier.latest, operation.ready_ns)
         if (barrier.missing == 0 and barrier.missing_bytes < 0) or barrier.phase != phase:
@@ -238,7 +251,7 @@ class Machine:
             self._too_many_bytes(barrier, barrier.phase, f"arrival at {place_text(self.place())}", self.place())
             barrier.missing_bytes = 0
         if self.checks.happens_before and not barrier.missing and not barrier.missing_bytes:
-            for agent, place in barrier.overtaken():
+            for agent, place in barrier.unordered_waits():
                 self.report(
                     "barrier",
                     f"a phase of {barrier.name} ends, not ordered after the wait of "
@@ -253,7 +266,7 @@ class Machine:
         p = self.current
         self.preempt()
         self.block(lambda: barrier.passed(parity), lambda: f"parity {parity} of {barrier.name} ({barrier})")
-        merge(p.knows, barrier.released)
+        merge(p.vector_clock, barrier.released)
         barrier.waits[p.agent] = p.clock, self.place()
         self._until(barrier.times[parity], f"wait {barrier.name}")
 
@@ -270,7 +283,7 @@ class Machine:
         bar.threads, generation = threads, bar.generation
         bar.gathered += 32 * p.warps
         bar.latest = max(bar.latest, p.time_ns)
-        merge(bar.gathering, p.knows)
+        merge(bar.gathering, p.vector_clock)
         p.tick()
         self.progress += 1
         if bar.gathered > threads:
@@ -287,7 +300,7 @@ class Machine:
         if wait:
             missing = lambda: f"named barrier {number} ({bar.gathered} of {bar.threads} threads there)"
             self.block(lambda: bar.generation > generation, missing)
-            merge(p.knows, bar.released)
+            merge(p.vector_clock, bar.released)
             self._until(bar.done_ns, f"wait barrier {number}")
 
     # ---- asynchronous work
@@ -330,8 +343,8 @@ class Machine:
         while stream.queue and stream.landed < upto:
             self._effect(stream.pop())
         self._until(stream.done_ns if stream.landed >= upto else 0.0, wait_name)
-        if upto > p.knows.get(stream.agent, 0):
-            p.knows[stream.agent] = upto
+        if upto > p.vector_clock.get(stream.agent, 0):
+            p.vector_clock[stream.agent] = upto
 
     def sequence(self, agent: str) -> int:
         """The next sequence number of an engine that several agents share."""
@@ -348,24 +361,24 @@ class Machine:
         releases; a store ends it.
         """
         p = self.current
-        learns = p.knows if order in ("acquire", "acq_rel") else p.observed
-        told = p.knows if order in ("release", "acq_rel") else p.fenced
+        acquired = p.vector_clock if order in ("acquire", "acq_rel") else p.observed
+        released_clock = p.vector_clock if order in ("release", "acq_rel") else p.fenced
         for offset in np.unique(offsets).tolist():
             released = self._locations.setdefault((memory.base, offset), {})
             if reads:
-                merge(learns, released)
+                merge(acquired, released)
             elif writes:
                 released.clear()
             if writes:
-                merge(released, told)
-        if writes and told is p.knows:
+                merge(released, released_clock)
+        if writes and released_clock is p.vector_clock:
             p.tick()
 
     def thread_fence(self) -> None:
         """fence.acq_rel or stronger: acquire what relaxed reads have seen. Later relaxed writes release this clock."""
         p = self.current
-        merge(p.knows, p.observed)
-        p.fenced = dict(p.knows)
+        merge(p.vector_clock, p.observed)
+        p.fenced = dict(p.vector_clock)
         p.tick()
 
     def poll(self, seen: tuple) -> None:
@@ -416,14 +429,14 @@ class Machine:
         me, hub = self.current, self.hub
         me.tick()
         place = self.place()
-        workers = [Partition(me.cta, name, warps, me.knows, place, hub, body) for name, warps, body in bodies]
-        workers[0].go_on_from(me)
+        workers = [Partition(me.cta, name, warps, me.vector_clock, place, hub, body) for name, warps, body in bodies]
+        workers[0].share_queues(me)
         for worker in workers:
             worker.time_ns = me.time_ns
         me.cta.partitions.extend(workers)
         self.block(lambda: all(w.done for w in workers), lambda: "its partitions")
         for worker in workers:
-            merge(me.knows, worker.knows)
+            merge(me.vector_clock, worker.vector_clock)
             me.time_ns = max(me.time_ns, worker.time_ns)
         for worker in workers[1:]:
             self._check_left(worker)
@@ -435,7 +448,7 @@ class Machine:
         for stream, verb in ((worker.wgmma, "wgmma"), (worker.stores, "TMA store"), (worker.copies, "cp.async")):
             unwaited = (
                 stream.issued
-                - worker.knows.get(stream.agent, 0)
+                - worker.vector_clock.get(stream.agent, 0)
                 + (len(worker.open_copies) if stream is worker.copies else 0)
             )
             if unwaited > 0 and self.checks.happens_before:
@@ -445,7 +458,7 @@ class Machine:
                 )
                 self.report("unfinished", text, stream.where, (worker.name, verb))
 
-    def run_grid(self, grid: tuple[int, int, int], body: Callable[[], object], together: int = 1) -> None:
+    def run_grid(self, grid: tuple[int, int, int], body: Callable[[], object], cluster_size: int = 1) -> None:
         """Run `body` once per program of the grid, with `sms` programs in flight, or one cluster if that is more."""
         self.hub = greenlet.getcurrent()
         self._locations.clear()
@@ -453,8 +466,8 @@ class Machine:
         self.ctas = []
         try:
             while True:
-                while len(self.ctas) + together <= max(self.sms, together) and (
-                    members := list(islice(programs, together))
+                while len(self.ctas) + cluster_size <= max(self.sms, cluster_size) and (
+                    members := list(islice(programs, cluster_size))
                 ):
                     cluster = Cluster([self._start(*program, body) for program in members])
                     self.ctas += cluster.ctas
@@ -556,13 +569,13 @@ class Machine:
             self._land(cta, *flying[0])
         if self.checks.happens_before:
             self._check_bytes(cta)
-        if cta.came is not None:
+        if cta.arrived_generation is not None:
             self.report("unfinished", f"CTA {cta.index} ends without having waited at its cluster's barrier")
         cta.ended = True
         self.ctas.remove(cta)
 
     def _check_writes(self, cta: Cta, main: Partition) -> None:
-        last = Actor("", 0, main.knows, "", "", ())
+        last = Actor("", 0, main.vector_clock, "", "", ())
         for memory in cta.memories:
             for access in memory.writes:
                 write = access.actor

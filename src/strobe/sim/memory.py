@@ -29,7 +29,7 @@ class Actor:
 
     agent: str
     clock: int
-    knows: Clock
+    vector_clock: Clock
     proxy: str  # "generic", "async" or "tensor"; "atomic" (through the generic proxy) or "async atomic"
     what: str
     where: Place
@@ -53,11 +53,11 @@ class Access:
     fences: dict[str, int] = field(default_factory=dict)  # each agent's first proxy fence after this access
 
     def ordered_before(self, actor: Actor) -> bool:
-        return actor.knows.get(self.actor.agent, 0) >= self.clock
+        return actor.vector_clock.get(self.actor.agent, 0) >= self.clock
 
     def fenced_before(self, actor: Actor) -> bool:
         """Whether a proxy fence lies between this access and `actor`, on either side of the synchronisation."""
-        return any(actor.knows.get(agent, 0) >= clock for agent, clock in self.fences.items())
+        return any(actor.vector_clock.get(agent, 0) >= clock for agent, clock in self.fences.items())
 
 
 class Memory:
@@ -106,10 +106,10 @@ class Memory:
             self.reads.append(Access(mask, actor, actor.clock, False))
         return conflicts, unwritten
 
-    def fence(self, agent: str, clock: int, knows: Clock) -> None:
+    def fence(self, agent: str, clock: int, vector_clock: Clock) -> None:
         """A proxy fence by `agent`: it covers every access ordered before it, for all agents ordered after it."""
         for access in self.writes + self.reads:
-            if access.actor.generic and knows.get(access.actor.agent, 0) >= access.clock:
+            if access.actor.generic and vector_clock.get(access.actor.agent, 0) >= access.clock:
                 access.fences.setdefault(agent, clock)
 
     def forget(self) -> None:

@@ -96,7 +96,7 @@ class Pointers:
             return
         offsets, place = found.offsets[found.live], machine.place()
         mask = found.memory.mask_at(offsets, found.size)
-        machine.access(found.memory, mask, write, Actor(p.agent, p.clock, p.knows, proxy, what, place, adds))
+        machine.access(found.memory, mask, write, Actor(p.agent, p.clock, p.vector_clock, proxy, what, place, adds))
         if adds and machine.checks.atomic_order and len(np.unique(offsets)) < offsets.size:
             machine.report(
                 "order",
@@ -354,7 +354,7 @@ class Pointers:
         mask = desc.memory.mask_of(desc.view[source])
         proxy, adds = "atomic" if reduces else "generic", bool(reduces) and sums(reduces.name, desc.elem)
         self.machine.access(
-            desc.memory, mask, write, Actor(p.agent, p.clock, p.knows, proxy, what, self.machine.place(), adds)
+            desc.memory, mask, write, Actor(p.agent, p.clock, p.vector_clock, proxy, what, self.machine.place(), adds)
         )
         return at, source, target
 

@@ -430,7 +430,9 @@ def _instruction(block, statement, line):
         raise ValueError(f"inline PTX, line {line}: '{statement}' is not an instruction")
     operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s{\[][^,]*", match[4])
     code = Code(match[3], tuple(operand.strip() for operand in operands), line)
-    build = BUILDERS.get(code.root) if not ptx_cluster.knows(code.opcode) else lambda *of: Step(*ptx_cluster.build(*of))
+    build = (
+        BUILDERS.get(code.root) if not ptx_cluster.supports(code.opcode) else lambda *of: Step(*ptx_cluster.build(*of))
+    )
     if build is None and code.root != "bra":
         raise NotImplementedError(
             f"{code.where} is not supported; supported opcodes: {', '.join(sorted([*BUILDERS, 'bra']))}"

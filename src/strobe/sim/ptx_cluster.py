@@ -29,7 +29,7 @@ def of_symbol(name, size):
     return lambda machine, mask: [np.array([machine.shared_symbol(name, size)], np.uint32)]
 
 
-def knows(opcode):
+def supports(opcode):
     """Whether this module builds the instruction."""
     return any(re.fullmatch(pattern, opcode) for pattern, _ in _BUILDERS)
 

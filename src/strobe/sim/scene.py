@@ -276,7 +276,7 @@ def replaced(original: Path, source: str, folder: Path, scene: Path) -> Iterator
     before = {importer: sys.modules[importer] for importer in _importers(name, roots) if importer in sys.modules}
     folder.mkdir()
     (folder / original.name).write_text(source)
-    finder = _Elsewhere(name, folder / original.name)
+    finder = _FileFinder(name, folder / original.name)
     for importer in before:
         _leave(importer)
     sys.meta_path.insert(0, finder)
@@ -292,7 +292,7 @@ def replaced(original: Path, source: str, folder: Path, scene: Path) -> Iterator
             _enter(importer, module)
 
 
-class _Elsewhere:
+class _FileFinder:
     """Finds the module of one name in another file."""
 
     def __init__(self, name: str, file: Path):

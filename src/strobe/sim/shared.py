@@ -189,7 +189,9 @@ class SharedMemory:
 
     def _arrive(self, window: Where, count: int, expect: int) -> None:
         p = self.machine.current
-        self.machine.arrive(self._barrier(window), count, p.knows, p.name, self.machine.place(), expect, p.time_ns)
+        self.machine.arrive(
+            self._barrier(window), count, p.vector_clock, p.name, self.machine.place(), expect, p.time_ns
+        )
         p.tick()
 
     def create_mbarrier_wait(self, window: Where, parity: Value, pred: Value, *_: object) -> None:
@@ -251,15 +253,18 @@ class SharedMemory:
         agent = f"TMA load {barrier.copies} on {p.cta.index}/{barrier.name}"
         barrier.copies += 1
         number = machine.sequence(agent)
-        knows, phase = dict(p.knows), barrier.phase
+        vector_clock, phase = dict(p.vector_clock), barrier.phase
         what, place = f"TMA load into {target.label}", machine.place()
         machine.access(
-            target.memory, target.memory.mask_of(target.view), True, Actor(agent, number, knows, "async", what, place)
+            target.memory,
+            target.memory.mask_of(target.view),
+            True,
+            Actor(agent, number, vector_clock, "async", what, place),
         )
         if source.size:
-            read = Actor(agent, number, knows, "async", f"TMA load into {target.label}", place)
+            read = Actor(agent, number, vector_clock, "async", f"TMA load into {target.label}", place)
             machine.access(desc.memory, desc.memory.mask_of(source), False, read)
-        knows[agent] = number
+        vector_clock[agent] = number
         p.tick()
         _poison(target)
         _, ready = machine.occupy("TMA", p.time_ns, target.view.nbytes / TMA_BYTES_PER_NS)
@@ -267,7 +272,7 @@ class SharedMemory:
 
         def land() -> None:
             target.view[...] = fetch().reshape(target.view.shape)
-            machine.complete_bytes(barrier, target.view.nbytes, knows, phase, operation)
+            machine.complete_bytes(barrier, target.view.nbytes, vector_clock, phase, operation)
 
         operation.land = land
         machine.event("TMA", "load", what, p.time_ns, operation.ready_ns)
@@ -311,14 +316,14 @@ class SharedMemory:
             source.memory,
             source.memory.mask_of(source.view),
             False,
-            Actor(reads.agent, reads.issued, p.knows, "async", what, place),
+            Actor(reads.agent, reads.issued, p.vector_clock, "async", what, place),
         )
         corner = [c.scalar for c in coord]
         block = _box(desc, source)
         where, part = desc.inside(corner, block)
         if desc.view[where].size:
             proxy, adds = "async atomic" if reduces else "async", bool(reduces) and sums(reduces.name, desc.elem)
-            actor = Actor(writes.agent, writes.issued, p.knows, proxy, what, place, adds)
+            actor = Actor(writes.agent, writes.issued, p.vector_clock, proxy, what, place, adds)
             machine.access(desc.memory, desc.memory.mask_of(desc.view[where]), True, actor)
         p.tick()
         _, ready = machine.occupy("TMA", p.time_ns, source.view.nbytes / TMA_BYTES_PER_NS)
@@ -363,7 +368,7 @@ class SharedMemory:
         actor = Actor(
             stream.agent,
             stream.issued + 1,
-            {**p.knows, stream.agent: stream.issued + 1},
+            {**p.vector_clock, stream.agent: stream.issued + 1},
             "generic",
             what,
             machine.place(),
@@ -405,12 +410,12 @@ class SharedMemory:
             return
         work, p.open_copies = p.open_copies, []
         stream.issued += 1
-        knows = {**p.knows, stream.agent: stream.issued}
+        vector_clock = {**p.vector_clock, stream.agent: stream.issued}
         p.tick()
 
         def land() -> None:
             _all(work)
-            machine.arrive(barrier, arrivals, knows, f"cp.async of {p.name}", place, time_ns=p.time_ns)
+            machine.arrive(barrier, arrivals, vector_clock, f"cp.async of {p.name}", place, time_ns=p.time_ns)
 
         machine.launch(stream, Operation(stream.agent, "cp.async group", place, land, p.time_ns + TMA_LATENCY_NS))
 

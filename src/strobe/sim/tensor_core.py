@@ -43,13 +43,13 @@ class TensorCores:
     _read: Callable[..., Value]
     _write: Callable[..., None]
 
-    def _seconds(self, shape: tuple[int, int, int], elem: str) -> float:
+    def _product_ns(self, shape: tuple[int, int, int], elem: str) -> float:
         """Modelled nanoseconds of an m x n x k product."""
         rate = FLOP_PER_CYCLE * (2 if self.capability >= 100 else 1) * (2 if "8" in elem[:4] and elem != "bf16" else 1)
         return 2.0 * shape[0] * shape[1] * shape[2] / rate / SM_GHZ
 
     def _operand(
-        self, operand: Value | Where, agent: str, number: int, knows: dict[str, int], what: str, place: Place
+        self, operand: Value | Where, agent: str, number: int, vector_clock: dict[str, int], what: str, place: Place
     ) -> Callable[[], Any]:
         """Record the read now. The returned function fetches the operand when the product lands."""
         if isinstance(operand, Value):
@@ -57,7 +57,7 @@ class TensorCores:
             return lambda: data
         window = self.window(operand)
         proxy = "async" if window.memory.space == "shared" else "tensor"
-        actor = Actor(agent, number, knows, proxy, f"{what} of {window.label}", place)
+        actor = Actor(agent, number, vector_clock, proxy, f"{what} of {window.label}", place)
         self.machine.access(window.memory, window.memory.mask_of(window.view), False, actor)
         return lambda: matrix(window.view, window.elem)
 
@@ -71,8 +71,8 @@ class TensorCores:
         stream.issued += 1
         agent, number = stream.agent, stream.issued
         place = machine.place()
-        left = self._operand(a, agent, number, p.knows, "wgmma read", place)
-        right = self._operand(b, agent, number, p.knows, "wgmma read", place)
+        left = self._operand(a, agent, number, p.vector_clock, "wgmma read", place)
+        right = self._operand(b, agent, number, p.vector_clock, "wgmma read", place)
         if acc.pending and acc.pending.agent != agent:
             acc.pending.report_use()
         p.tick()
@@ -98,7 +98,7 @@ class TensorCores:
         machine, p = self.machine, self.machine.current
         if machine.mode == "timed":
             machine.preempt()
-        start, ready = machine.occupy("tensor core", p.time_ns, self._seconds(shape, elem))
+        start, ready = machine.occupy("tensor core", p.time_ns, self._product_ns(shape, elem))
         text = f"{name} {shape[0]}x{shape[1]}x{shape[2]}"
         if machine.mode == "timed":
             machine.event("tensor core", "mma", f"{text} of {p.name}", start, ready)
@@ -112,7 +112,7 @@ class TensorCores:
     @staticmethod
     def _released(value: Value, p: Partition) -> Value:
         """A value returned by a wait: usable if the wait covers the product that computes it."""
-        if value.pending is None or p.knows.get(value.pending.agent, 0) < value.pending.number:
+        if value.pending is None or p.vector_clock.get(value.pending.agent, 0) < value.pending.number:
             return value
         return Value(value.raw(), value.elem, value.layout)
 
@@ -121,7 +121,7 @@ class TensorCores:
     def create_dot(self, a: Value, b: Value, c: Value, precision: object, imprecise: int) -> Value:
         precise = getattr(precision, "name", "") == "IEEE"
         result = product(a.data, b.data, a.elem, precise) + c.data
-        self.machine.spend(self._seconds((*np.shape(c.data)[-2:], np.shape(a.data)[-1]), a.elem))
+        self.machine.spend(self._product_ns((*np.shape(c.data)[-2:], np.shape(a.data)[-1]), a.elem))
         return Value(np.asarray(rounded(result, c.elem)).astype(COMPUTED[c.elem], copy=False), c.elem, c.layout)
 
     # ---- tensor memory and tcgen05 (Blackwell)
@@ -161,22 +161,22 @@ class TensorCores:
         stream = p.tcgen05
         stream.issued += 1
         agent, number = stream.agent, stream.issued
-        knows = {**p.knows, agent: number - 1}  # products of one issuer execute in order
+        vector_clock = {**p.vector_clock, agent: number - 1}  # products of one issuer execute in order
         place = machine.place()
-        left, right = (self._operand(x, agent, number, knows, "tcgen05 read", place) for x in (a, b))
+        left, right = (self._operand(x, agent, number, vector_clock, "tcgen05 read", place) for x in (a, b))
         what = f"tcgen05.mma into {d.label}"
         mask = d.memory.mask_of(d.view)
-        knows = {**knows, agent: number}
+        vector_clock = {**vector_clock, agent: number}
         if accumulate:
-            machine.access(d.memory, mask, False, Actor(agent, number, knows, "tensor", what, place))
-        machine.access(d.memory, mask, True, Actor(agent, number, knows, "tensor", what, place))
+            machine.access(d.memory, mask, False, Actor(agent, number, vector_clock, "tensor", what, place))
+        machine.access(d.memory, mask, True, Actor(agent, number, vector_clock, "tensor", what, place))
         p.tick()
         elem = a.elem
 
         def land() -> None:
             result = product(left(), right(), elem)
             d.view[...] = to_bits(result + from_bits(d.view, d.elem) if accumulate else result, d.elem)
-            merge(stream.knows, knows)
+            merge(stream.vector_clock, vector_clock)
 
         self._issue(stream, "tcgen05", (*d.view.shape[-2:], self.window(a).view.shape[-1]), elem, land, place)
 
@@ -186,12 +186,12 @@ class TensorCores:
         stream, place = p.tcgen05, machine.place()
         ready = max([p.time_ns, *(operation.ready_ns for operation in stream.queue)])
         stream.issued += 1
-        agent, number, knows = stream.agent, stream.issued, dict(p.knows)
+        agent, number, vector_clock = stream.agent, stream.issued, dict(p.vector_clock)
         p.tick()
 
         def land() -> None:
-            merge(stream.knows, {**knows, agent: number})
-            machine.arrive(barrier, 1, stream.knows, f"tcgen05.commit of {p.name}", place, time_ns=ready)
+            merge(stream.vector_clock, {**vector_clock, agent: number})
+            machine.arrive(barrier, 1, stream.vector_clock, f"tcgen05.commit of {p.name}", place, time_ns=ready)
 
         machine.launch(stream, Operation(agent, f"tcgen05.commit to {barrier.name}", place, land, ready))
 
@@ -201,15 +201,15 @@ class TensorCores:
         source, target, stream = self.window(source), self.window(target), p.tcgen05
         stream.issued += 1
         agent, number = stream.agent, stream.issued
-        knows = {**p.knows, agent: number - 1}
-        fetch = self._operand(source, agent, number, knows, "tcgen05.cp read", machine.place())
-        actor = Actor(agent, number, knows, "tensor", f"tcgen05.cp into {target.label}", machine.place())
+        vector_clock = {**p.vector_clock, agent: number - 1}
+        fetch = self._operand(source, agent, number, vector_clock, "tcgen05.cp read", machine.place())
+        actor = Actor(agent, number, vector_clock, "tensor", f"tcgen05.cp into {target.label}", machine.place())
         machine.access(target.memory, target.memory.mask_of(target.view), True, actor)
         p.tick()
 
         def land() -> None:
             target.view[...] = to_bits(fetch().numpy(), target.elem).reshape(target.view.shape)
-            merge(stream.knows, {**knows, agent: number})
+            merge(stream.vector_clock, {**vector_clock, agent: number})
 
         machine.launch(stream, Operation(agent, "tcgen05.cp", machine.place(), land, p.time_ns))
 

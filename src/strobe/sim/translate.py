@@ -306,11 +306,11 @@ class Translator(ast.NodeTransformer):
         ]
 
     def visit_While(self, node: ast.While) -> ast.stmt:
-        ends = ast.UnaryOp(ast.Not(), self.ask(node.test, "goes_on", self.visit(node.test)))
+        ends = ast.UnaryOp(ast.Not(), self.ask(node.test, "while_condition", self.visit(node.test)))
         leave = ast.copy_location(ast.If(ends, [ast.Break()], []), node.test)
-        turns = self.ask(node, "turns")
+        iterations = self.ask(node, "while_iterations")
         return ast.copy_location(
-            ast.For(ast.Name("_turn", ast.Store()), turns, [leave, *self._block(node.body)], []), node
+            ast.For(ast.Name("_iteration", ast.Store()), iterations, [leave, *self._block(node.body)], []), node
         )
 
     def visit_For(self, node: ast.For) -> ast.stmt:

@@ -196,7 +196,7 @@ class Pending:
 
     def report_use(self) -> None:
         p = self.machine.current
-        covered = p.knows.get(self.agent, 0) >= self.number
+        covered = p.vector_clock.get(self.agent, 0) >= self.number
         why = (
             "did not pass through the deps of the wait that covers it"
             if covered
