@@ -32,7 +32,7 @@ test:
 
 # what a change of one module needs, in under two minutes
 QUICK := test_laws test_contract test_cases test_reference test_docs problem/test_masks problem/test_bad_input \
-  selection/test_choices selection/test_select ops/test_ops ops/test_dispatch ops/test_decode compat/test_flash_attn cli/test_cli
+  kernels/runtime/test_launch_cache selection/test_select ops/test_ops ops/test_dispatch ops/test_decode compat/test_flash_attn cli/test_cli
 quick: install lint
 	$(PYTEST) $(SPREAD) -m "$(MARKS)" $(QUICK:%=tests/%.py)
 

@@ -11,7 +11,7 @@ import torch
 
 import strobe
 from strobe.kernels.hopper import kernel as hopper
-from strobe.ops import attention as ops
+from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.problem.call import Call
 from strobe.testing.poison import fill_with_poison, patched_empty
 from tests.case_parts import on_each_commit
@@ -105,9 +105,9 @@ def as_of_many_keys(monkeypatch):
     monkeypatch.setattr(hopper, "STORED_KEYS", {})
     monkeypatch.setattr(hopper, "CLEARED_KEYS", 0)
     monkeypatch.setattr(hopper, "LAGGING_STEPS", dict.fromkeys(hopper.LAGGING_STEPS, 0))
-    ops._choices.clear()
+    CACHE.clear()
     yield
-    ops._choices.clear()
+    CACHE.clear()
 
 
 @pytest.fixture

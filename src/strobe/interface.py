@@ -86,7 +86,7 @@ def attention(
         # validation rejects it
         if has_exact_types and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
             keywords = causal, scale
-            result = ops.run_again(q, k, v, keywords, deterministic)
+            result = ops.run_keywords(q, k, v, keywords, deterministic)
             if result is not None:
                 return result
     call = _dense(
@@ -94,7 +94,7 @@ def attention(
     )
     result = ops.run(call, out if out is None else _out(out), True)[0]
     if keywords is not None:
-        ops.remember_keywords(call, keywords)
+        ops.insert_keywords(call, keywords)
     return result
 
 

@@ -28,11 +28,11 @@ import strobe
 from strobe import reference
 from strobe.compat import aten, sdpa
 from strobe.errors import UnsupportedProblem
+from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.ops import attention as ops
 from strobe.problem import torch_private
 from strobe.problem.call import Call
-from strobe.selection import repeat
-from strobe.selection.choices import Choices
+from strobe.selection import replay
 from strobe.testing.compare import assert_as_good_as, assert_gradients_as_good_as
 
 OPS = torch.ops.aten
@@ -554,17 +554,16 @@ def test_a_launch_that_was_kept_is_used_again_where_out_lies_by_rows(lies, launc
 
     def keeping(choice, call, out, lse):
         write(choice, call, out, lse)
-        choice.forward.again[repeat.addresses(call, out, lse)] = lambda: not launched.append(True)
+        CACHE.insert_launch(choice.forward, replay.forward_addresses(call, out, lse), lambda: not launched.append(True))
 
     monkeypatch.setattr(torch_private, "cuda_current_device", lambda: -1)  # the device of a tensor on a CPU
     monkeypatch.setattr(
-        repeat,
-        "addresses",
+        replay,
+        "forward_addresses",
         lambda call, out, lse: (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()),
     )
     monkeypatch.setattr(ops, "write", keeping)
-    monkeypatch.setattr(ops, "_choices", Choices())
-    monkeypatch.setattr(aten, "_turned_before", {})
+    CACHE.clear()
     monkeypatch.setattr(torch, "empty_like", lambda *_, **__: out)  # as an allocator does, the same memory each time
     with sdpa.enable() as found:
         for _ in range(3):

@@ -168,7 +168,7 @@ def ran(monkeypatch) -> list:
     """The calls that strobe has run."""
     calls, run = [], ops.run
     monkeypatch.setattr(ops, "run", lambda call, *rest: (calls.append(call), run(call, *rest))[1])
-    monkeypatch.setattr(ops, "run_again", lambda *_: None)  # of calls that were met
+    monkeypatch.setattr(ops, "run_keywords", lambda *_: None)  # of calls that were met
     return calls
 
 

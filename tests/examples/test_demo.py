@@ -149,7 +149,7 @@ def test_packed_sentences_run_on_offsets(monkeypatch):
     register()
     calls, run = [], ops.run
     monkeypatch.setattr(ops, "run", lambda call, *rest: (calls.append(call), run(call, *rest))[1])
-    monkeypatch.setattr(ops, "run_again", lambda *_: None)  # of calls that were met
+    monkeypatch.setattr(ops, "run_keywords", lambda *_: None)  # of calls that were met
     sizes = {
         "hidden_size": 16,
         "intermediate_size": 16,

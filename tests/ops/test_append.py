@@ -243,7 +243,7 @@ def test_every_gpu_runs_the_portable_append():
 def test_other_strides_are_another_plan(name):
     """A plan's launches are repeated with nothing but addresses changed."""
     new, pool, angles = torch.zeros(3, 2, 2, 16), torch.zeros(3, 8, 2, 16), torch.zeros(8, 4)
-    call = AppendCall(new, new, pool, pool, INT(0, 0, 0), None, None, None, angles, angles)
+    call = AppendCall(new, new.clone(), pool, pool.clone(), INT(0, 0, 0), None, None, None, angles, angles.clone())
     tensor = getattr(call, name)
     apart = [tensor.new_zeros(*tensor.shape[:-1], n * tensor.shape[-1]) for n in (1, 2, 3)]
     views = [t[..., ::n] if t.dim() == 1 else t[..., : tensor.shape[-1]] for n, t in enumerate(apart, 1)]

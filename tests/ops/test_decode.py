@@ -14,6 +14,7 @@ import strobe
 from strobe.errors import UnsupportedProblem
 from strobe.kernels.hopper.decode_config import DECODE as HOPPER
 from strobe.kernels.runtime import error_flags
+from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.ops import decode as ops_decode
 from strobe.problem.append import AppendCall
 from strobe.problem.cache import FP8
@@ -563,7 +564,7 @@ def test_a_call_is_not_mistaken_for_another(name):
     other = VARIATIONS[name](plain)
     fresh = []
     for call in (plain, other):
-        ops_decode._choices.clear()
+        CACHE.clear()
         fresh.append(ops_decode.run(call))
     for call, (out, lse) in zip((plain, other, plain), (*fresh, fresh[0])):
         got = ops_decode.run(call)
@@ -824,5 +825,5 @@ def test_no_launch_is_kept_for_copies():
     k, q = torch.zeros(2, 8, 2, 16), torch.zeros(2, 1, 4, 16)
     whole = DecodeCall(q, k, k, INT(3, 8), right=0)
     scattered = whole._replace(seqlens=INT(3, 0, 8, 0)[::2])
-    assert ops_decode.decide(whole).forward.again == {} and ops_decode.decide(scattered).forward.again is None
+    assert ops_decode.decide(whole).forward.replays and not ops_decode.decide(scattered).forward.replays
     assert torch.equal(ops_decode.run(whole)[0], ops_decode.run(scattered)[0])

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import strobe
+from strobe.kernels.runtime.launch_cache import guard_for
 from strobe.ops import attention as ops
 from strobe.problem import torch_private, torch_state
-from strobe.selection import choices
 from tests.calls import CALLS
 
 OP = torch.ops.strobe.forward.default
@@ -199,11 +199,7 @@ def test_what_torch_func_has_left_behind_is_unwrapped(grads, through):
     left, (q, k, v) = [], _tensors()
     torch.func.grad(lambda x: left.append(x) or x.sum())(q)
     out = _attend(left[0], k.requires_grad_(grads), v)
-    assert (
-        torch.equal(out, _attend(q, k, v))
-        and out.requires_grad == grads
-        and not choices.alike_to((q, k, v))(left[0], k, v)
-    )
+    assert torch.equal(out, _attend(q, k, v)) and out.requires_grad == grads and not guard_for((q, k, v))(left[0], k, v)
 
 
 @pytest.mark.parametrize("which", range(3))
@@ -242,7 +238,7 @@ def test_a_negative_bit_is_heeded(which):
     view = torch._neg_view(tensors[which])
     assert view.is_contiguous() and view.data_ptr() == tensors[which].data_ptr()
     viewed = [*tensors[:which], view, *tensors[which + 1 :]]
-    assert choices.alike_to(tensors)(*tensors) and not choices.alike_to(tensors)(*viewed)
+    assert guard_for(tensors)(*tensors) and not guard_for(tensors)(*viewed)
     assert torch.equal(_attend(*viewed), _attend(*tensors[:which], -tensors[which], *tensors[which + 1 :]))
 
 

@@ -17,7 +17,7 @@ import strobe
 import strobe.cute as fa4
 import strobe.flash_attn as fa2
 import strobe.flash_attn_interface as fa3
-from strobe.kernels.runtime import counters, error_flags
+from strobe.kernels.runtime import error_flags, workspace
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -320,7 +320,7 @@ def _trained(compiled: Callable, seed: int) -> list[Tensor]:
     return [t.clone() for t in (out, *torch.autograd.grad(out, tensors, torch.ones_like(out)))]
 
 
-PERSISTENT = ((error_flags, "_words"), (counters, "_held"), (counters, "_reserves"))
+PERSISTENT = ((error_flags, "_words"), (workspace, "_held"), (workspace, "_reserves"))
 _MADE: list[object] = []  # not let go of: launches that are noted know only the address
 
 
@@ -351,7 +351,7 @@ def test_reduce_overhead_replays_forward_and_backward(name, nothing_kept):
             strobe.merge(*(strobe.partial_attention(q * 1.0, k[:, h], v[:, h]) for h in halves)).out
         ),
     }[name]
-    torch._dynamo.utils.counters.clear()
+    torch._dynamo.utils.workspace.clear()
     compiled = torch.compile(function, fullgraph=True, mode="reduce-overhead")
     for seed in range(6):
         for got, expected in zip(_trained(compiled, seed), _trained(function, seed), strict=True):

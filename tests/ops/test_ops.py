@@ -14,10 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import strobe
 from strobe import reference
 from strobe.kernels import kernels
+from strobe.kernels.runtime import launch_cache
+from strobe.kernels.runtime.launch_cache import CACHE, DIRECT, OP
 from strobe.ops import attention as ops
 from strobe.ops import decode as ops_decode
 from strobe.problem.call import Call
-from strobe.selection import choices
 from tests.calls import CALLS, leaves, with_grad
 
 NAMES = list(CALLS)
@@ -167,14 +168,14 @@ def test_a_missing_backward_is_told_before_the_forward_runs(monkeypatch):
     forward, backward = (kernels(direction)[-1] for direction in ("forward", "backward"))
     monkeypatch.setattr(type(forward), "run", lambda *_: ran.append("forward"))
     monkeypatch.setattr(backward, "why_not", lambda problem, target: "is out of order", raising=False)
-    ops._choices.clear()
+    CACHE.clear()
     q, k, v = CALLS["dense"](torch.float32)[:3]
     strobe.attention(q, k, v)
     assert ran == ["forward"]
     with pytest.raises(strobe.UnsupportedProblem, match=r"no backward kernel(.*\n)*.*is out of order"):
         strobe.attention(q.requires_grad_(), k, v)
     assert ran == ["forward"]
-    ops._choices.clear()
+    CACHE.clear()
 
 
 def test_the_backward_op_refuses_a_call_that_did_not_ask_for_it():
@@ -291,11 +292,11 @@ def test_out_may_lie_between_what_is_read():
 def test_q_that_is_hardly_aligned_is_not_mistaken_for_such_keys():
     call = CALLS["causal"](torch.float64)
     ours, theirs = call._replace(q=_odd(call.q)), call._replace(k=_odd(call.k), v=_odd(call.v))
-    ops._choices.clear()
+    CACHE.clear()
     for one in (ours, theirs, ours):
         assert ops.decide(one).problem == strobe.Problem.from_call(one)
         ops.run(one)  # known again by torch's guards
-        assert ops._choices.like(one.parted[0], one.parted[1]).problem == strobe.Problem.from_call(one)
+        assert CACHE.lookup(DIRECT, *one.parted).problem == strobe.Problem.from_call(one)
 
 
 @pytest.mark.parametrize("what", ("forward", "decode", "append"))
@@ -376,7 +377,7 @@ VARIANTS = {
 
 
 def _fresh(call: Call) -> tuple[torch.Tensor, ...]:
-    ops._choices.clear()
+    CACHE.clear()
     return ops.FORWARD(*call)
 
 
@@ -385,12 +386,12 @@ def test_a_call_is_not_mistaken_for_another_that_differs_in_one_argument(name):
     a = CALLS["causal"](torch.float64)
     b = VARIANTS[name](a)
     fresh_a, fresh_b = _fresh(a), _fresh(b)
-    ops._choices.clear()
+    CACHE.clear()
     for call, fresh in ((a, fresh_a), (b, fresh_b), (a, fresh_a)):
         assert ops.decide(call).problem == strobe.Problem.from_call(call)
         for got, expected in zip(ops.FORWARD(*call), fresh):
             assert got.dtype == expected.dtype and torch.equal(got, expected)
-    assert len(ops._choices) == 2
+    assert CACHE.lookup(OP, *a.parted) and CACHE.lookup(OP, *b.parted)
 
 
 def test_packed_calls_are_told_apart_by_their_promises_and_counts():
@@ -401,11 +402,11 @@ def test_packed_calls_are_told_apart_by_their_promises_and_counts():
         a._replace(max_seqlen_k=9),
         a._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets),
     ):
-        ops._choices.clear()
+        CACHE.clear()
         for call in (a, b, a):
             assert ops.decide(call).problem == strobe.Problem.from_call(call)
             agree(ops.FORWARD(*call)[0], reference.forward(call).out)
-        assert len(ops._choices) == 2
+        assert CACHE.lookup(OP, *a.parted) and CACHE.lookup(OP, *b.parted)
 
 
 def test_optional_tensors_of_any_strides_mean_the_same():
@@ -451,14 +452,14 @@ def test_a_seen_problem_is_not_selected_again(monkeypatch):
     count = []
     real = ops.select
     monkeypatch.setattr(ops, "select", lambda *a: count.append(1) or real(*a))
-    ops._choices.clear()
+    CACHE.clear()
     for _ in range(5):
         strobe.attention(q, k, v, causal=True)
         strobe.attention(q.clone(), k.clone(), v.clone(), causal=True)
     assert len(count) == 1
     for _ in range(3):
         strobe.attention(q.clone().requires_grad_(), k, v, causal=True).sum().backward()
-    assert len(count) == 2  # one more, for forward and backward together
+    assert len(count) == 3  # one for the forward, one for the backward, which autograd runs without grad mode
 
 
 def test_a_training_step_of_a_plain_call_makes_one_variable():
@@ -481,13 +482,13 @@ def test_a_training_step_of_a_plain_call_makes_one_variable():
         out.sum().backward()
 
 
-def test_the_dictionary_of_choices_stays_bounded(monkeypatch):
-    monkeypatch.setattr(choices, "MOST_CHOICES", 8)
-    ops._choices.clear()
+def test_the_cache_of_calls_stays_bounded(monkeypatch):
+    monkeypatch.setattr(launch_cache, "MAX_CALLS", 8)
+    CACHE.clear()
     q = torch.randn(1, 1, 1, 4)
     for length in range(1, 30):
         ops.run(Call(q, *(torch.randn(1, length, 1, 4) for _ in range(2))))
-    assert len(ops._choices) <= 8 and len(ops._choices.alike) <= 8
+    assert len(CACHE.calls) <= 8
 
 
 @pytest.mark.parametrize("same", (True, False))
@@ -495,7 +496,7 @@ def test_threads_may_make_the_first_calls(same):
     calls = [CALLS["causal"](torch.float64)._replace(scale=0.1 if same else 0.1 * (n + 1)) for n in range(8)]
     expected = [reference.forward(call).out for call in calls]
     for _ in range(5):
-        ops._choices.clear()
+        CACHE.clear()
         got: list = [None] * 8
         gate = threading.Barrier(8)
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import strobe
+from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.ops import decode as ops_decode
 from strobe.problem.target import FAKES
 from strobe.testing.decode import DECODES, assert_decode_as_good_as
@@ -50,7 +51,7 @@ def _split(names, family) -> None:
 def within(test, *arguments, **keywords) -> None:
     """With nothing told or chosen before; what torch says of an index beyond its tensor is an objection too."""
     strobe.last_errors()
-    ops_decode._choices.clear()
+    CACHE.clear()
     try:
         test(*arguments, **keywords)
     except IndexError as beyond:
@@ -100,7 +101,7 @@ PLACES = runs(within, test_append.test_each_token_goes_to_its_place, 0, torch.fl
 ROWS = runs(within, test_append.test_each_token_goes_to_its_place, 1, torch.bfloat16, False, (6, False), **HERE)
 STARTS = runs(within, test_decode.test_a_start_out_of_range_is_clamped_and_told, -2, 0, {}, **HERE)
 LATE = runs(within, test_decode.test_a_start_out_of_range_is_clamped_and_told, 6, 5, {}, **HERE)
-DECODE, APPEND, CACHE = "kernels.cpu.decode", "kernels.cpu.append", "problem.cache"
+DECODE, APPEND, HELD = "kernels.cpu.decode", "kernels.cpu.append", "problem.cache"
 
 CPU = (
     Mutant(
@@ -201,7 +202,7 @@ CPU = (
     Mutant("rotary in halves for pairs", f"{APPEND}:_turned", "(-1, 2)).unbind(-1)", "(2, -1)).unbind(-2)", PLACES),
     Mutant(
         "NaN counts for the scale",
-        f"{CACHE}:_quantized",
+        f"{HELD}:_quantized",
         "torch.where(x.isfinite(), wide.abs(), 0.0)",
         "wide.abs()",
         runs(test_append.test_quantize_kv_keeps_within_half_a_step, "cpu"),

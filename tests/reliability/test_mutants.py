@@ -27,12 +27,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from strobe.ops import attention as ops
+from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.testing import CASES, FAMILIES, Case
 from strobe.testing.poison import fill_with_poison, patched_empty
 from tests import test_contract, test_metamorphic
 from tests.judging import judged_call
 from tests.kernels.cpu import test_cpu
+from tests.kernels.runtime import test_launch_cache
 from tests.ops import test_ops
 from tests.problem import test_bad_input, test_masks
 from tests.reliability import test_reliability
@@ -90,7 +91,7 @@ def seeded(mutant: Mutant):
     plain = isinstance(target, FunctionType)
     own = target.__code__ if plain else dict(target.__dict__)
     other = _rewritten(target if plain else target.fn, mutant)
-    ops._choices.clear()
+    CACHE.clear()
     try:
         if plain:
             target.__code__ = other.__code__
@@ -102,7 +103,7 @@ def seeded(mutant: Mutant):
             target.__code__ = own
         else:
             target.__dict__.update(own)
-        ops._choices.clear()
+        CACHE.clear()
 
 
 def noticed(check: Check) -> str:
@@ -547,33 +548,33 @@ CPU = (
     ),
     Mutant(
         "scale not in the key",
-        "ops.attention:raw_key",
-        "call[SCALARS],",
-        "call[3:5], call[6 : SCALARS.stop],",
+        "problem.call:Call.parted",
+        "self[:3], self[SCALARS]",
+        "self[:3], (*self[3:5], *self[6 : SCALARS.stop])",
         keyed("scale"),
         (87,),
     ),
     Mutant(
         "strides not in the key",
-        "ops.attention:raw_key",
-        "v.shape, v.stride()",
-        "v.shape",
+        "kernels.runtime.launch_cache:LaunchCache.lookup",
+        "guard(*tensors)",
+        "guard",
         keyed("strides of v"),
         (43,),
     ),
     Mutant(
         "alignment not in the key",
-        "ops.attention:raw_key",
-        "q.data_ptr() % ALIGNMENT, ",
-        "",
-        keyed("alignment of q"),
+        "kernels.runtime.launch_cache:LaunchCache.lookup",
+        "== alignment",
+        "is not None",
+        runs(test_launch_cache.test_what_differs_is_decided_for_itself, "address of q", torch.no_grad),
         (43, 47),
     ),
     Mutant(
         "window not in the key",
-        "ops.attention:raw_key",
-        "call[SCALARS],",
-        "call[5 : SCALARS.stop],",
+        "problem.call:Call.parted",
+        "self[:3], self[SCALARS]",
+        "self[:3], self[5 : SCALARS.stop]",
         keyed("left"),
         (87, 88),
     ),

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import strobe
+from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.ops import attention as ops
 from strobe.problem.call import Call
 from strobe.testing import CASES, Case, assert_as_good_as, assert_gradients_as_good_as, inputs
@@ -292,9 +293,9 @@ def test_a_b_a(name):
     a, b = variants("cuda")[name]
     fresh = []
     for options in (a, b):
-        ops._choices.clear()
+        CACHE.clear()
         fresh.append(strobe.attention(*tensors, **KERNEL, **options))
-    ops._choices.clear()
+    CACHE.clear()
     for options, expected in ((a, fresh[0]), (b, fresh[1]), (a, fresh[0])):
         assert torch.equal(strobe.attention(*tensors, **KERNEL, **options), expected)
     if name not in ("deterministic", "batch_invariant"):
@@ -377,7 +378,7 @@ def test_ordered_gradients_are_those_of_steps_that_multiply_their_own_dq(heads, 
     tensors, found = qkv(1, seqlen, heads=heads, width=128, grad=True), {}
     for steps in (10**6, 0):
         monkeypatch.setattr(config, "LAGGING_STEPS", dict.fromkeys(config.LAGGING_STEPS, steps))
-        ops._choices.clear()
+        CACHE.clear()
         call = Call(*tensors, right=0, kernel="hopper", needs_grad=True, deterministic=True)
         form = ops.decide(call).backward.config.form
         assert form.ordered and form.lags == (steps == 0)
@@ -385,7 +386,7 @@ def test_ordered_gradients_are_those_of_steps_that_multiply_their_own_dq(heads, 
     assert same(found[0], found[10**6])
     for _ in range(1000):
         assert same(both_ways(tensors, causal=True, kernel="hopper", deterministic=True), found[0])
-    ops._choices.clear()
+    CACHE.clear()
 
 
 @pytest.mark.nightly
@@ -420,7 +421,7 @@ def test_every_number_of_stages(stages, tma, monkeypatch):
     deep = lambda tuning: replace(tuning, stages=stages, tma=tma, block_m=64, block_n=64)
     monkeypatch.setattr(config, "forward_tuning", lambda *a: deep(forward(*a)))
     monkeypatch.setattr(config, "backward_tuning", lambda *a: tuple(deep(t) for t in backward(*a)))
-    ops._choices.clear()
+    CACHE.clear()
     for mask in ({}, {"right": 0}, {"left": 100, "right": 0}):
         call = Call(*qkv(4, 515, heads=(4, 2), width=64, grad=True), needs_grad=True, **KERNEL, **mask)
         assert ops.decide(call).forward.config.form.tuning.stages == stages
@@ -430,7 +431,7 @@ def test_every_number_of_stages(stages, tma, monkeypatch):
         first = torch.autograd.grad(out, call[:3], dout, retain_graph=True)
         assert_gradients_as_good_as((*first, None), call, dout)
         assert all(same(torch.autograd.grad(out, call[:3], dout, retain_graph=True), first) for _ in range(10))
-    ops._choices.clear()
+    CACHE.clear()
 
 
 UNCACHED = """

@@ -21,6 +21,7 @@ from strobe.kernels.blackwell import kernel as blackwell
 from strobe.kernels.blackwell.traits import TENSOR_COLUMNS
 from strobe.kernels.hopper import kernel as hopper
 from strobe.kernels.runtime import tma_requirements
+from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.problem import target as target_module
 from strobe.problem.call import Call
 from strobe.problem.problem import Problem
@@ -444,8 +445,7 @@ def test_other_devices_are_named(kind):
 def test_a_choice_is_a_key_and_travels_after_use():
     """What launches a kernel again belongs to its process: it has no part in the hash and stays behind."""
     choice = select(Problem.from_call(_dense(needs_grad=True)), FAKES["CPU"])
-    choice.forward.again[(1,)] = lambda: True
-    choice.met.append(lambda *_: True)
+    CACHE.insert_launch(choice.forward, (1,), lambda: True)
     other = pickle.loads(pickle.dumps(choice))
     assert {choice: "known"}[replace(choice)] == "known" and hash(other) == hash(choice)
     assert (other.problem, other.forward.config, other.backward.kernel.name) == (
@@ -453,7 +453,8 @@ def test_a_choice_is_a_key_and_travels_after_use():
         choice.forward.config,
         "cpu.backward",
     )
-    assert other.forward.again == {} and other.met == []
+    assert other.forward == choice.forward and other.forward.number != choice.forward.number
+    assert other.forward.number not in CACHE.launches
 
 
 def test_paths_that_older_code_imports_stay():

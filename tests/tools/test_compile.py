@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from strobe.errors import InvalidProblem, KernelFault
-from strobe.kernels.runtime import constants
+from strobe.kernels.runtime import compile_cache
 from tools.proof import budget, sass
 from tools.proof import compile as proof
 from tools.proof.budget import TARGETS, UNITS, Unit
@@ -284,7 +284,7 @@ def test_what_another_version_compiled_is_not_run(tmp_path):
 
 
 def test_a_version_is_told_by_all_code_that_forms_answer_by(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "PACKAGE", tmp_path)
+    monkeypatch.setattr(compile_cache, "PACKAGE", tmp_path)
     (tmp_path / "kernels/hopper").mkdir(parents=True)
     (tmp_path / "problem").mkdir()
     places = ("kernels/hopper/traits.py", "problem/mask.py", "problem/problem.py")
@@ -292,7 +292,7 @@ def test_a_version_is_told_by_all_code_that_forms_answer_by(tmp_path, monkeypatc
     for changed in (None, *places):
         for place in places:
             (tmp_path / place).write_text("one" if place != changed else "another")
-        told.add(constants.host_code.__wrapped__())
+        told.add(compile_cache.host_code.__wrapped__())
     assert len(told) == 4
 
 

@@ -38,7 +38,7 @@ from triton.runtime.jit import JITFunction
 
 from strobe.errors import InvalidProblem, KernelFault, UnsupportedProblem
 from strobe.kernels.protocol import Backward, Forward, Plan
-from strobe.kernels.runtime import keys
+from strobe.kernels.runtime import compile_cache
 from strobe.problem.append import AppendCall, AppendProblem
 from strobe.problem.call import Call
 from strobe.problem.decode import DecodeCall, DecodeProblem
@@ -187,9 +187,9 @@ def report(
 def source_of(kernel: Any, capability: int, arguments: tuple, options: dict[str, Any]) -> str:
     """A hash of everything that a kernel is compiled from: text and line numbers of its functions, types, constants,
     options, target, version of Triton. Traits among the constants hold a hash of the package's own code
-    (`kernels.runtime.constants`).
+    (`kernels.runtime.compile_cache`).
     """
-    keys.hash_callees_first(kernel)
+    compile_cache.hash_callees_first(kernel)
     told = [triton.__version__, str(capability)]
 
     def note(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:

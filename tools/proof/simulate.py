@@ -12,12 +12,11 @@ from unittest import mock
 import torch
 
 from strobe.kernels.protocol import Forward
+from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.ops import attention as ops
-from strobe.ops import decode as ops_decode
 from strobe.problem.call import Call
 from strobe.problem.problem import Problem
 from strobe.problem.target import Target
-from strobe.selection.choices import Choices
 from strobe.sim import Checks, Run, simulate
 from strobe.testing import Poison
 
@@ -37,8 +36,7 @@ def posing(target: Target) -> Iterator[None]:
     ...     Target.of(torch.device("cpu")).name
     'H200'
     """
-    decided = mock.patch.object(ops, "_choices", Choices()), mock.patch.object(ops_decode, "_choices", Choices())
-    with mock.patch.object(Target, "of", staticmethod(lambda device: target)), decided[0], decided[1]:
+    with mock.patch.object(Target, "of", staticmethod(lambda device: target)), CACHE.emptied():
         yield
 
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter_ns
 from typing import cast
-from unittest import mock
 
 import torch
 import torch.nn.functional as functional
@@ -18,11 +17,11 @@ import torch.nn.functional as functional
 from .. import flash_attn, interface
 from ..compat import sdpa
 from ..kernels.protocol import Kernel
+from ..kernels.runtime.launch_cache import CACHE, OP
 from ..ops import attention as ops
 from ..problem.call import Call
 from ..problem.problem import Problem
 from ..problem.target import Target
-from ..selection.choices import Choices
 from ..selection.select import select
 
 ROUNDS, CALLS = 15, 300
@@ -95,8 +94,8 @@ class _Idle:
 def _idle_kernel(*calls: Call):
     """Within the block, the given calls run a kernel that does nothing."""
     decided = [ops.decide(call) for call in calls]
-    idle = [
-        replace(choice, forward=choice.forward._replace(kernel=cast(Kernel, _Idle()), buffers=())) for choice in decided
-    ]
-    with mock.patch.object(ops, "_choices", Choices({ops.raw_key(call): choice for call, choice in zip(calls, idle)})):
+    with CACHE.emptied():
+        for call, choice in zip(calls, decided):
+            plan = choice.forward.changed(kernel=cast(Kernel, _Idle()), buffers=())
+            CACHE.insert(OP, *call.parted, replace(choice, forward=plan))
         yield

@@ -40,7 +40,7 @@ def variants(plan: Plan) -> dict[str, Plan]:
     others = {"o rescaled at each new maximum": replace(form, tuning=replace(form.tuning, threshold=0.0))}
     if form.by_fma:
         others = {"all exponentials by the exp unit": replace(form, by_fma=0)} | others
-    made = {name: plan._replace(config=replace(plan.config, form=other), again={}) for name, other in others.items()}
+    made = {name: plan.changed(config=replace(plan.config, form=other)) for name, other in others.items()}
     return {"as it is": plan, **made}
 
 

@@ -25,17 +25,16 @@ from torch import Tensor
 from ..errors import UnsupportedProblem, describe
 from ..kernels.cpu.flash import TORCH, VECTOR, lost_nan
 from ..kernels.protocol import Backward
+from ..kernels.runtime.launch_cache import CACHE
 from ..ops import attention as ops
 from ..problem.call import FARTHEST, Call, accumulator
 from ..problem.mask import NO_BOUND
-from ..selection.choices import MOST_CHOICES
-from ..selection.repeat import launch_again
+from ..selection.replay import launches_here, replay
 from ..selection.select import Choice
 
 served: defaultdict[str, int] = defaultdict(int)  # kernel name -> number of aten calls that it ran
-_turned_before: dict[
-    tuple, Choice
-] = {}  # raw key of [B, H, S, D] tensors -> Choice; such a launch is repeated without transposing them
+# path in the LaunchCache: a Choice by [B, H, S, D] tensors, whose launch is replayed without transposing them
+TRANSPOSED = "transposed"
 
 
 class Unserved(UnsupportedProblem):
@@ -296,7 +295,7 @@ def _flash_forward_into(
 
 def _forward(call: Call, out: Tensor, lse: Tensor) -> Choice:
     choice = ops.decide(call)
-    if not (out.is_contiguous() and launch_again(choice.forward, call, out, lse)):
+    if not (out.is_contiguous() and replay(choice.forward, call, out, lse)):
         ops.write(choice, call, out, lse)
     served[choice.forward.kernel.name] += 1
     return choice
@@ -306,17 +305,15 @@ def _forward_turned(call: Call, out: Tensor, lse: Tensor) -> None:
     """`_forward` for a call and an out in [B, H, S, D]. A repeated launch needs only addresses, so it skips the
     transposes.
     """
-    key = ops.raw_key(call)
-    choice = _turned_before.get(key)
-    if choice is not None and launch_again(choice.forward, call, out, lse):
+    tensors, rest = call.parted
+    choice = CACHE.lookup(TRANSPOSED, tensors, rest)
+    if choice is not None and replay(choice.forward, call, out, lse):
         served[choice.forward.kernel.name] += 1
         return
     by_rows = out.transpose(1, 2)
     choice = _forward(_turned(call), by_rows, lse)
-    if choice.forward.again and by_rows.is_contiguous():  # a repeated launch writes contiguous [B, S, H, D]
-        if len(_turned_before) >= MOST_CHOICES:
-            _turned_before.clear()
-        _turned_before[key] = choice
+    if by_rows.is_contiguous() and launches_here(choice.forward, call.q):  # a replay writes contiguous [B, S, H, D]
+        CACHE.insert(TRANSPOSED, tensors, rest, choice)
 
 
 def _gradients(call: Call, outs: tuple[Tensor, ...], lse: Tensor, gradients: tuple[Tensor, ...]) -> None:

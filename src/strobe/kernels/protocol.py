@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,14 +17,10 @@ from ..problem.append import AppendProblem
 from ..problem.call import Dense
 from ..problem.decode import DecodeProblem
 from ..problem.mask import MaskStructure
-from ..problem.problem import Call, Problem
+from ..problem.problem import Problem
 from ..problem.target import Target
 
-MOST_AGAIN = 512  # launches kept per plan: more than a model has layers
-MOST_KEPT = 1 << 14  # launches kept by all plans, up to 7 KB each: 115 MB if lengths change with each step
-
-_keeping: dict[int, dict] = {}  # kept launches by id of their dict, since the last time all were dropped
-_kept = count()
+NUMBERS = count(1)  # of plans
 
 
 class Buffer(NamedTuple):
@@ -106,11 +101,21 @@ class Plan(NamedTuple):
     buffers: tuple[Buffer, ...]
     room: int = 0  # bytes of uninitialised workspace, allocated as one piece
     filled: tuple[Buffer, ...] = ()  # workspace that is filled
-    # by `addresses`: repeats the launch at these addresses, or returns False
-    again: dict[tuple, Callable[[], bool]] | None = None
+    replays: bool = True  # False: kernels get copies of the call's tensors, so its addresses do not identify a launch
+    number: int = 0  # identifies the plan in the LaunchCache of this process
 
     def __hash__(self) -> int:
         return hash(self[:-1])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self[:-1] == other[:-1]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def changed(self, **fields: Any) -> Plan:
+        """A plan with other fields, whose launches are cached apart."""
+        return self._replace(number=next(NUMBERS), **fields)
 
 
 def entries(problem: Problem) -> int:
@@ -126,47 +131,6 @@ def fills_tiles(problem: Problem, block_n: int) -> bool:
 def strides_of(tensor: Tensor, problem: Problem) -> tuple[int, ...]:
     """(batch, row, head) strides in elements. A packed tensor is one batch entry."""
     return (0, *tensor.stride()[:2]) if problem.packed else tensor.stride()[:3]
-
-
-def addresses(call: Call, out: Tensor, lse: Tensor) -> tuple[int, ...]:
-    """Key that distinguishes calls of a plan whose outputs `ops` allocates."""
-    held = (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr(), lse.data_ptr())
-    return held if call.plain else (*held, *(0 if t is None else t.data_ptr() for t in call.optionals))
-
-
-def gradient_addresses(call: Call, t: Backward, scratch: Iterable[Tensor]) -> tuple:
-    """Key that distinguishes calls of a plan whose gradients, delta and workspace `ops` allocates. dout and out may
-    have any layout.
-    """
-    held = (*call[:3], *t[:-1], *scratch, *(() if call.plain else call.optionals))
-    return gradient_place(held, t.delta.data_ptr(), t.dout, t.out)
-
-
-def gradient_place(held: Iterable[Tensor | None], delta: int, dout: Tensor, out: Tensor) -> tuple:
-    """The same key from delta's address and a call's tensors: q, k, v, other fields of Backward, workspace,
-    optionals.
-    """
-    return (
-        *[0 if tensor is None else tensor.data_ptr() for tensor in held],
-        delta,
-        dout.stride(),
-        dout.dtype,
-        out.stride(),
-    )
-
-
-def keep(plan: Plan, place: tuple, again: Callable[[], bool] | None) -> None:
-    """Let the plan repeat its launch at these addresses without the kernel's host code. None is not kept."""
-    if again is None or plan.again is None:
-        return
-    if next(_kept) % MOST_KEPT == 0:
-        for kept in list(_keeping.values()):
-            kept.clear()
-        _keeping.clear()
-    if len(plan.again) >= MOST_AGAIN:
-        plan.again.clear()
-    plan.again[place] = again
-    _keeping[id(plan.again)] = plan.again
 
 
 @lru_cache

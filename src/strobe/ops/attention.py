@@ -7,19 +7,20 @@ if no dispatcher is needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..env import ENV
 from ..errors import InvalidProblem, UnsupportedProblem
-from ..kernels.protocol import Backward, Forward, Plan, gradient_addresses
+from ..kernels.protocol import Backward, Forward, Plan
 from ..kernels.runtime import launch_errors
-from ..kernels.runtime.workspace import carved, empty_here, pieces, scratch
+from ..kernels.runtime.launch_cache import CACHE, DIRECT, KEYWORDS, OP, backward_addresses
+from ..kernels.runtime.workspace import allocate, cut, empty_here, pieces
 from ..problem import torch_private
 from ..problem.call import FIELD_KINDS, OPTIONAL_TENSORS, SCALARS, Call, check, check_spans
-from ..problem.problem import ALIGNMENT, Problem
+from ..problem.problem import Problem
 from ..problem.target import Target
 from ..problem.torch_private import FakeTensor
 from ..problem.torch_state import (
@@ -31,8 +32,7 @@ from ..problem.torch_state import (
     wants_beneath,
     written_by_copy,
 )
-from ..selection.choices import Choices, direct_choice
-from ..selection.repeat import forward_again, gradients_again, meet, repeats
+from ..selection.replay import launches_here, replay_backward, replay_forward
 from ..selection.select import Choice, select
 from . import fake, flops, vmap
 from .fake import (
@@ -47,47 +47,27 @@ from .fake import (
     written,
 )
 
-_choices = Choices()
-
-
 # ---------------------------------------------------------------- a call's Choice
 
 
 def decide(call: Call) -> Choice[Problem]:
-    """The Choice for a call. A cache miss validates the arguments and calls `select`; a hit is one dictionary
-    lookup."""
-    try:
-        key = None if isinstance(call.q, FakeTensor) else raw_key(call)
-    except RuntimeError:  # the layout has no strides or address: `check` raises the error
-        key = None
-    choice = _choices.get(key)
+    """The Choice for a call. On a cache miss, it validates the arguments and calls `select`."""
+    if isinstance(call.q, FakeTensor):
+        return _select(call)
+    tensors, rest = call.parted
+    choice = CACHE.lookup(OP, tensors, rest)
     if choice is None:
-        choice = select(Problem.from_call(call), Target.of(call.q.device))
-        if key is not None:
-            _choices[key] = choice
+        choice = _select(call)
+        CACHE.insert(OP, tensors, rest, choice)
     return choice
+
+
+def _select(call: Call) -> Choice[Problem]:
+    return select(Problem.from_call(call), Target.of(call.q.device))
 
 
 def _decide_with_grad(call: Call) -> Choice[Problem]:
     return decide(call.with_grad if wants_gradients(call) else call)
-
-
-def raw_key(call: Call) -> tuple:
-    q, k, v = call[:3]
-    tensors = (
-        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
-        v.device,
-        # they determine Problem.alignment and alignment_kv
-        q.data_ptr() % ALIGNMENT, (k.data_ptr() | v.data_ptr()) % ALIGNMENT,
-        call[SCALARS],
-    )  # fmt: skip
-    if call.plain:
-        return tensors
-    return (
-        *tensors,
-        *(None if t is None else (t.shape, t.dtype, t.device) for t in call.optionals),
-        call[OPTIONAL_TENSORS.stop :],
-    )
 
 
 # ---------------------------------------------------------------- running it
@@ -98,7 +78,7 @@ def _launch(
 ) -> None:
     q = call[0]  # the first field of Call, DecodeCall and AppendCall is a tensor on the call's device
     if workspace is None:
-        workspace = scratch(plan.buffers, q.device)
+        workspace = allocate(plan.buffers, q.device)
     if q.is_cuda and q.get_device() != torch_private.cuda_current_device():
         with torch.cuda.device(q.device):
             launch_errors.run(plan, call, tensors, workspace)
@@ -134,7 +114,7 @@ def write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> None
 
 def _forward(call: Call, choice: Choice[Problem] | None = None) -> tuple[Tensor, Tensor]:
     choice = choice or decide(call)
-    return forward_again(choice, *call[:3], () if call.plain else call.optionals) or _forward_anew(call, choice)
+    return replay_forward(choice, *call[:3], () if call.plain else call.optionals) or _forward_anew(call, choice)
 
 
 def _forward_anew(call: Call, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:
@@ -170,25 +150,25 @@ def _backward(
 def _given_gradients(
     call: Call, choice: Choice[Problem], tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
 ) -> Backward:
-    """dq, dk, dv and delta for tensors = (dout, out, lse, dlse). Repeats a cached launch if the plan has one for these
+    """dq, dk, dv and delta for tensors = (dout, out, lse, dlse). Replays a cached launch if the plan has one for these
     addresses.
     """
     dout, out, lse, dlse = tensors
-    lse, dlse = (
-        lse.contiguous(),
-        None if dlse is None else dlse.contiguous(),
-    )  # kernels do not read their strides; a hook may have changed lse's
+    # kernels do not read the strides of lse and dlse; a hook may have changed lse's
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     plan, workspace = choice.backward, None
-    if plan is not None and plan.again and repeats(plan, call.q):
+    launches = None if plan is None else launches_here(plan, call.q)
+    if plan is None or launches is None:
+        given = Backward(dout, out, lse, dlse, *[t.new_empty(t.shape) for t in (*call[:3], lse)])
+    else:
         dq, dk, dv = [empty_here(*kind) for kind in choice.problem.gradients]
         held = pieces(plan, choice.problem.lse_bytes)  # delta follows the workspace in the same allocation
-        given = Backward(dout, out, lse, dlse, dq, dk, dv, held[0][plan.room :].view(lse.dtype).view(lse.shape))
-        again = plan.again.get(gradient_addresses(call, given, held))
-        if again is not None and again():
+        delta = held[0][plan.room :].view(lse.dtype).view(lse.shape)
+        given = Backward(dout, out, lse, dlse, dq, dk, dv, delta)
+        launch = launches.get(backward_addresses(call, given, held))
+        if launch is not None and launch():
             return given
-        workspace = carved(plan, held)
-    else:
-        given = Backward(dout, out, lse, dlse, *[t.new_empty(t.shape) for t in (*call[:3], lse)])
+        workspace = cut(plan, held)
     write_gradients(choice, call, given, workspace)
     return given
 
@@ -295,10 +275,9 @@ def _gradients(
     scalars, longest, count = rest
     call = (Call(q, k, v, *scalars, *optionals, *longest) if optionals else Call(q, k, v, *scalars)).with_grad
     dout = torch.zeros_like(out) if dout is None else dout
-    choice = direct_choice(_choices, call, decide, dout, out, lse) if dlse is None and call.plain else None
+    choice = CACHE.direct_choice(call, decide, dout, out, lse) if dlse is None and call.plain else None
     if choice is not None:
         given = _given_gradients(call, choice, (dout, out, lse, None))
-        meet(choice, (q, k, v, dout, out, lse))
         return given.dq, given.dk, given.dv, *(None,) * (count - 3)
     flops.meet_counters()
     run = _TwiceRefused.apply if torch.is_grad_enabled() else BACKWARD
@@ -314,7 +293,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *flat):
         call = Call(*flat)
-        choice = direct_choice(_choices, call, decide) if call.plain else None
+        choice = CACHE.direct_choice(call, decide) if call.plain else None
         out, lse = FORWARD(*flat) if choice is None else _forward(call, choice)
         _save(ctx, call, len(flat), out, lse)
         return out, lse
@@ -324,6 +303,17 @@ class _Attention(torch.autograd.Function):
         return _gradients(ctx.saved_tensors, ctx.rest, dout, dlse)
 
 
+class PlainEntry(NamedTuple):
+    """A plain call without its tensors, and its Choice."""
+
+    scalars: tuple  # Call[SCALARS], with needs_grad
+    choice: Choice[Problem]
+
+    @staticmethod
+    def of(call: Call, choice: Choice[Problem]) -> PlainEntry:
+        return PlainEntry(call.with_grad[SCALARS], choice)
+
+
 class _Plain(torch.autograd.Function):
     """`_Attention` for a plain call with a cached Choice while no torch mode is active. It packs the non-tensor
     arguments into one and returns out without lse: `apply` drops from 11.9 to 7.7 us (on a CPU,
@@ -331,25 +321,25 @@ class _Plain(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, met):
-        out, lse = _plain_forward(q, k, v, *met)
+    def forward(ctx, q, k, v, entry):
+        out, lse = _plain_forward(q, k, v, *entry)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.met = met
+        ctx.entry = entry
         return out
 
     @staticmethod
     def backward(ctx, dout):  # only compiled autograd calls this; the engine calls `_plain_gradients`
-        return _gradients(ctx.saved_tensors, (ctx.met[0], (), 4), dout, None)
+        return _gradients(ctx.saved_tensors, (ctx.entry.scalars, (), 4), dout, None)
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scalars: tuple, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:
-    return forward_again(choice, q, k, v) or _forward_anew(Call(q, k, v, *scalars), choice)
+    return replay_forward(choice, q, k, v) or _forward_anew(Call(q, k, v, *scalars), choice)
 
 
 def _plain_gradients(ctx, dout):
-    """The backward of `_Plain` outside compiled autograd: repeats the cached launch if there is one."""
-    saved, (scalars, choice) = ctx.saved_tensors, ctx.met
-    gradients = gradients_again(choice, saved, dout)
+    """The backward of `_Plain` outside compiled autograd: replays the cached launch if there is one."""
+    saved, scalars = ctx.saved_tensors, ctx.entry.scalars
+    gradients = replay_backward(saved, dout, scalars)
     return (*gradients, None) if gradients else _gradients(saved, (scalars, (), 4), dout, None)
 
 
@@ -431,11 +421,11 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
     ignores lse.
     """
     if out is None:
-        choice = direct_choice(_choices, call, _decide_with_grad, graded=out_alone)
+        choice = CACHE.direct_choice(call, _decide_with_grad, graded=out_alone)
         if choice is not None and not choice.problem.needs_grad:
             return _forward(call, choice)
         if choice is not None and out_alone:
-            return (_apply_plain(*call[:3], (call[SCALARS], choice)),)
+            return (_apply_plain(*call[:3], PlainEntry.of(call, choice)),)
     call = prepare(call) if out is None else with_needed_grad(call)  # as in torch, autocast skips ops with out=
     if tangents(call.parted[0]):
         raise forward_mode()
@@ -457,18 +447,19 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
     return (_OutAlone.apply(*arguments),) if out_alone else _Attention.apply(*arguments)
 
 
-def run_again(q: Tensor, k: Tensor, v: Tensor, keywords: tuple, deterministic: bool | None) -> Tensor | None:
+def run_keywords(q: Tensor, k: Tensor, v: Tensor, keywords: tuple, deterministic: bool | None) -> Tensor | None:
     """out of a plain call by the cache entry of its keywords, (causal, scale) and `deterministic`; None on a miss."""
     if unseen_mode_active():
         return None
     keywords = *keywords, torch_private.get_deterministic_algorithms() if deterministic is None else deterministic
-    if (entry := _choices.like((q, k, v), keywords)) is None:
+    entry: PlainEntry | None = CACHE.lookup(KEYWORDS, (q, k, v), keywords)
+    if entry is None:
         return None
-    return _apply_plain(q, k, v, entry) if entry[1].problem.needs_grad else _plain_forward(q, k, v, *entry)[0]
+    return _apply_plain(q, k, v, entry) if entry.choice.problem.needs_grad else _plain_forward(q, k, v, *entry)[0]
 
 
-def remember_keywords(call: Call, keywords: tuple) -> None:
-    """Insert the Choice of a plain call under its keywords too, for `run_again`."""
-    choice = None if unseen_mode_active() else _choices.like(*call.parted)
+def insert_keywords(call: Call, keywords: tuple) -> None:
+    """Insert the Choice of a plain call under its keywords too, for `run_keywords`."""
+    choice = None if unseen_mode_active() else CACHE.lookup(DIRECT, *call.parted)
     if choice is not None:
-        _choices.meet(call[:3], (*keywords, call.deterministic), (call[SCALARS], choice))
+        CACHE.insert(KEYWORDS, call[:3], (*keywords, call.deterministic), PlainEntry.of(call, choice))

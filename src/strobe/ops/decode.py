@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..errors import InvalidProblem, UnsupportedProblem
 from ..kernels.protocol import Forward
-from ..kernels.runtime.split_kv import addresses
-from ..kernels.runtime.workspace import carved, empty_here
+from ..kernels.runtime.launch_cache import CACHE, OP, decode_addresses
+from ..kernels.runtime.workspace import cut, empty_here
 from ..problem import decode
 from ..problem.append import AppendCall, AppendProblem
 from ..problem.append import check as check_append
@@ -22,25 +22,22 @@ from ..problem.cache import FP8
 from ..problem.call import accumulator
 from ..problem.decode import DecodeCall, DecodeProblem, refuse_gradients
 from ..problem.memory_overlap import share_memory
-from ..problem.problem import ALIGNMENT
 from ..problem.target import Target
 from ..problem.torch_private import FakeTensor, is_any_autocast_enabled
 from ..problem.torch_state import batched, is_distributed, written_by_copy
-from ..selection.choices import Choices, direct_choice
+from ..selection.replay import launches_here
 from ..selection.select import Choice, select
 from . import vmap
-from .attention import LIBRARY, _launch, repeats
+from .attention import LIBRARY, _launch
 from .fake import check_apart, check_no_vmap, check_out, copied, schema, writes_to, written
 
 WHOLE = ("q", "k", "v", "k_new", "v_new")  # kernels read the strides of these; every other tensor must be contiguous
 
-_choices = Choices()
 AnyCall = TypeVar("AnyCall", DecodeCall, AppendCall)
 
 
 def decide(call: DecodeCall) -> Choice[DecodeProblem]:
-    """The Choice for a call. A cache miss validates the arguments and calls `select`; a hit is one dictionary
-    lookup."""
+    """The Choice for a call. On a cache miss, it validates the arguments and calls `select`."""
     return _decided(call, DecodeProblem.from_call)
 
 
@@ -49,40 +46,16 @@ def decide_append(call: AppendCall) -> Choice[AppendProblem]:
 
 
 def _decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
-    try:
-        key = None if isinstance(call[0], FakeTensor) else _raw_key(call)
-    except (
-        RuntimeError,
-        AttributeError,
-        TypeError,
-    ):  # no strides, no address, not a tensor or not hashable: `check` raises the error
-        key = None
-    choice = _choices.get(key)
+    tensors, rest = call.parted
+    cached = not isinstance(call[0], FakeTensor)
+    choice = CACHE.lookup(OP, tensors, rest) if cached else None
     if choice is None:
         choice = select(problem_of(call), Target.of(call[0].device))
-        if _scattered(call):  # kernels get contiguous copies: the caller's addresses cannot identify their launches
-            choice = replace(choice, forward=choice.forward._replace(again=None))
-        if key is not None:
-            _choices[key] = choice
+        if _scattered(call):  # kernels get contiguous copies: the caller's addresses do not identify their launches
+            choice = replace(choice, forward=choice.forward.changed(replays=False))
+        if cached:
+            CACHE.insert(OP, tensors, rest, choice)
     return choice
-
-
-def _raw_key(call: DecodeCall | AppendCall) -> tuple:
-    """The cache key: everything that the Problem depends on, and every argument of a repeated launch except addresses.
-
-    It includes the alignment of k and v, because wide loads depend on it.
-    """
-    about = call.about
-    metadata = [
-        None if field is None else (field.shape, field.stride(), field.dtype, field.get_device()) for field in about
-    ]
-    return (
-        type(call),
-        *metadata,
-        *call[len(about) :],
-        call[0].device,
-        (call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT,
-    )
 
 
 def _received(call: AnyCall) -> AnyCall:
@@ -111,7 +84,7 @@ def _write(
 
 
 def _attend(call: DecodeCall, choice: Choice[DecodeProblem], alone: bool = False) -> tuple[Tensor, Tensor | None]:
-    """out and lse. Repeats a cached launch at these addresses if there is one: Triton's launcher takes longer than a
+    """out and lse. Replays a cached launch at these addresses if there is one: Triton's launcher takes longer than a
     short decode.
 
     alone: the caller ignores lse. lse then follows the workspace in the same allocation, and the returned lse may be
@@ -119,18 +92,19 @@ def _attend(call: DecodeCall, choice: Choice[DecodeProblem], alone: bool = False
     """
     plan, problem = choice.forward, choice.problem
     kind, lse_kind = problem.outputs
-    if not (plan.again and repeats(plan, call.q)):
+    launches = launches_here(plan, call.q)
+    if launches is None:
         out, lse = (call.q.new_empty_strided(*like[:2], dtype=like[2]) for like in (kind, lse_kind))
         _write(choice, call, Forward(out, lse))
         return out, lse
     out, lse, size = empty_here(*kind), None if alone else empty_here(*lse_kind), plan.room + alone * problem.lse_bytes
     held = [empty_here((size,), (1,), torch.uint8)] if size else []
     begin = held[0].data_ptr() if held else 0
-    places = (out.data_ptr(), begin + plan.room if lse is None else lse.data_ptr(), *[begin] * bool(plan.room))
-    again = plan.again.get(addresses(call, *places))
-    if again is None or not again():
+    written = (out.data_ptr(), begin + plan.room if lse is None else lse.data_ptr(), *[begin] * bool(plan.room))
+    launch = launches.get(decode_addresses(call, *written))
+    if launch is None or not launch():
         lse = held[0][plan.room :].view(lse_kind[2]).view(lse_kind[0]) if lse is None else lse
-        _write(choice, call, Forward(out, lse), carved(plan, held if plan.room else []))
+        _write(choice, call, Forward(out, lse), cut(plan, held if plan.room else []))
     return out, lse
 
 
@@ -281,7 +255,7 @@ def run(call: DecodeCall, out: Tensor | None = None) -> tuple[Tensor, Tensor]: .
 def run(call: DecodeCall, out: Tensor | None, alone: bool) -> tuple[Tensor, Tensor | None]: ...
 def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tuple[Tensor, Tensor | None]:
     """out and lse of a call. The op's body runs directly if no dispatcher is needed. alone: the caller ignores lse."""
-    choice = direct_choice(_choices, call, decide) if out is None and isinstance(call.q, Tensor) else None
+    choice = CACHE.direct_choice(call, decide) if out is None and isinstance(call.q, Tensor) else None
     if choice is not None:
         return _attend(call, choice, alone)
     call = prepare(call)

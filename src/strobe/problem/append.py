@@ -46,6 +46,16 @@ class AppendCall(NamedTuple):
         return self[:10]
 
     @property
+    def parted(self) -> tuple[list[Tensor], tuple]:
+        """The tensors, pools early because their alignment matters, and a hashable tuple of the other fields. The tuple
+        also records which optional tensors are absent.
+        """
+        about = self[:10]
+        absent = [field is None for field in about[4:]]
+        given = [field for field in about[4:] if field is not None]
+        return [self.k_new, self.k, self.v, self.v_new, *given], ("append", *absent, *self[10:])
+
+    @property
     def tensors(self) -> list[Tensor]:
         """The tensor fields that are present."""
         return [field for field in self.about if field is not None]

@@ -62,7 +62,7 @@ class DecodeCall(NamedTuple):
         """
         about = self[:9]
         absent = [field is None for field in about[4:]]
-        return [field for field in about if field is not None], (*absent, *self[9:])
+        return [field for field in about if field is not None], ("decode", *absent, *self[9:])
 
     @property
     def whole(self) -> bool:

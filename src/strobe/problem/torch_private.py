@@ -222,7 +222,7 @@ class _FakeTensor(metaclass=_NamedFakeTensor):
 FakeTensor: type[Tensor] = _private("torch._subclasses.fake_tensor:FakeTensor", cast(type[Tensor], _FakeTensor))
 
 
-class _Guards:
+class PythonGuards:
     """Compares tensors with the metadata of others, as torch's TensorGuards does. It keeps no tensor."""
 
     def __init__(
@@ -256,7 +256,7 @@ class _Guards:
         )
 
 
-TensorGuards: Callable[..., Any] = _private("torch._C._dynamo.guards:TensorGuards", _Guards)
+TensorGuards: Callable[..., Any] = _private("torch._C._dynamo.guards:TensorGuards", PythonGuards)
 
 
 # ---------------------------------------------------------------- the current GPU

@@ -4,13 +4,12 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ..errors import InvalidProblem, UnsupportedProblem
 from ..kernels import FAMILIES, kernels
-from ..kernels.protocol import Kernel, Plan
+from ..kernels.protocol import NUMBERS, Kernel, Plan
 from ..kernels.runtime.workspace import room
 from ..problem.append import AppendProblem
 from ..problem.decode import DecodeProblem
@@ -31,12 +30,9 @@ class Choice(Generic[AnyProblem]):
     forward: Plan  # for decode and append: the only plan
     backward: Plan | None
     rejections: tuple[tuple[str, str], ...]  # (kernel name, reason)
-    met: list[Callable[..., bool]] = field(
-        default_factory=list, compare=False, repr=False
-    )  # tensor guards of backwards (`repeat`)
 
     def __reduce__(self) -> tuple:
-        return select, (self.problem, self.target)  # they determine the Choice; cached launches belong to this process
+        return select, (self.problem, self.target)  # they determine the Choice; a plan's number belongs to this process
 
     def __str__(self) -> str:
         rows = [("problem", str(self.problem)), ("target", str(self.target))]
@@ -96,7 +92,7 @@ def _first(
         config = kernel.config(problem, target)
         buffers = kernel.workspace(problem, config)
         filled = tuple([buffer for buffer in buffers if buffer.fill is not None])
-        plan = Plan(kernel, problem, target, config, buffers, room(buffers), filled, {})
+        plan = Plan(kernel, problem, target, config, buffers, room(buffers), filled, number=next(NUMBERS))
     if plan is not None:
         return plan, tuple(passed)
     family = problem.kernel.partition(".")[0]

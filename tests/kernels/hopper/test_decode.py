@@ -10,9 +10,9 @@ import torch
 import strobe
 from strobe.errors import UnsupportedProblem
 from strobe.kernels.hopper import decode_config
+from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.ops import decode as ops_decode
 from strobe.problem.decode import DecodeCall
-from strobe.selection.choices import Choices
 from strobe.testing import FAMILIES, assert_kernel
 from strobe.testing.decode import DECODES
 from tests.decoding import draw_table, expected, fill_unowned, judged
@@ -94,7 +94,7 @@ def test_widths(head_dim, head_dim_v, fp8, page_size, shares, monkeypatch):
         )
         bits = lambda t: paged(t.view(torch.uint8)).view(t.dtype) if fp8 else paged(t)
         k, v, table = bits(k), bits(v), table.view(batch, -1)
-    monkeypatch.setattr(ops_decode, "_choices", Choices())
+    CACHE.clear()
     if shares == "in global memory":
         monkeypatch.setattr(decode_config, "together", lambda *_: 0)
     call = DecodeCall(q, k, v, lengths, table, None, *scales, right=0, kernel="hopper")
@@ -107,7 +107,7 @@ def test_widths(head_dim, head_dim_v, fp8, page_size, shares, monkeypatch):
 )
 def test_long_rows(name, monkeypatch):
     """Tiles of 128 keys, as rows have them of which SMs have many."""
-    monkeypatch.setattr(ops_decode, "_choices", Choices())
+    CACHE.clear()
     monkeypatch.setattr(decode_config, "together", lambda *_: 0)
     monkeypatch.setattr(decode_config, "streamed", lambda *_: True)
     for turn, family in enumerate(FAMILIES):
@@ -234,7 +234,7 @@ def test_launched_again_at_the_same_addresses(keys, alone):
     call = DecodeCall(q, k, v, torch.tensor([keys], dtype=torch.int32, device="cuda"), right=0, kernel="hopper")
     for _ in range(6):
         ops_decode.run(call, alone=alone)  # the allocator gives out the same addresses in turn
-    assert ops_decode.decide(call).forward.again
+    assert CACHE.launches[ops_decode.decide(call).forward.number]
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         for turn in range(6):
             q.normal_()

@@ -12,7 +12,7 @@ from tests.kernels.hopper.hopper_cases import NIGHTLY, SCHEDULES
 
 pytest.importorskip("triton")
 from strobe.kernels.hopper import decode_config as config
-from strobe.kernels.runtime import counters, error_flags
+from strobe.kernels.runtime import error_flags, workspace
 from strobe.problem.cache import FP8
 from strobe.problem.decode import DecodeCall, DecodeProblem
 from strobe.problem.target import FAKES
@@ -271,19 +271,19 @@ def test_offsets_beyond_32_bits_are_of_64(monkeypatch):
 
 
 def test_counters_are_kept_and_of_one_size_or_another():
-    assert counters.zeros_on(torch.device("cpu"), 5).shape == (8,)
-    assert counters.zeros_on(torch.device("cpu"), 1).shape == (1,)
+    assert workspace.zeros_on(torch.device("cpu"), 5).shape == (8,)
+    assert workspace.zeros_on(torch.device("cpu"), 1).shape == (1,)
 
 
 def test_captures_are_given_zeros_of_their_own(monkeypatch):
     """Of a reserve that is set aside outside of a capture; where that is used up, zeros that the graph clears."""
     device, real = torch.device("cuda", 7), torch.zeros
-    monkeypatch.setattr(counters, "persistent_zeros", lambda device, size: real(size, dtype=torch.int32))
-    monkeypatch.setattr(counters, "_held", {})
-    monkeypatch.setattr(counters, "_reserves", {7: (real(counters.RESERVE, dtype=torch.int32), 0)})
-    one, other = (counters._new(device, (7, 1, capture, 2)) for capture in (11, 12))
+    monkeypatch.setattr(workspace, "persistent_zeros", lambda device, size: real(size, dtype=torch.int32))
+    monkeypatch.setattr(workspace, "_held", {})
+    monkeypatch.setattr(workspace, "_reserves", {7: (real(workspace.RESERVE, dtype=torch.int32), 0)})
+    one, other = (workspace._new(device, (7, 1, capture, 2)) for capture in (11, 12))
     assert one.shape == other.shape == (2,) and abs(one.data_ptr() - other.data_ptr()) >= 32
-    assert counters._new(device, (7, 1, 11, 2)) is one and counters._new(device, (7, 2, 11, 2)) is not one
-    reserve = counters._reserves[7][0]
-    last = counters._new(device, (7, 1, 13, counters.RESERVE))
-    assert len(last) == counters.RESERVE and last.data_ptr() != reserve.data_ptr()
+    assert workspace._new(device, (7, 1, 11, 2)) is one and workspace._new(device, (7, 2, 11, 2)) is not one
+    reserve = workspace._reserves[7][0]
+    last = workspace._new(device, (7, 1, 13, workspace.RESERVE))
+    assert len(last) == workspace.RESERVE and last.data_ptr() != reserve.data_ptr()

@@ -36,6 +36,7 @@ from strobe.kernels.device.persistent_launch import work_of
 from strobe.kernels.hopper import kernel as hopper
 from strobe.kernels.hopper import launch_forward
 from strobe.kernels.protocol import Plan
+from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.kernels.runtime.tma_requirements import fold_of
 from strobe.ops import attention as ops
 from strobe.problem.call import Call
@@ -345,7 +346,7 @@ def as_of_few_keys(monkeypatch):
     """
     for name, value in AS_IT_IS.items():
         monkeypatch.setattr(hopper, name, value)
-    ops._choices.clear()
+    CACHE.clear()
 
 
 AS_IT_IS = {name: getattr(hopper, name) for name in ("EARLY_KEYS", "FEW")}

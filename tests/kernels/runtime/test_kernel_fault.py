@@ -18,6 +18,7 @@ import strobe
 from strobe.kernels import protocol
 from strobe.kernels.hopper.kernel import HopperForward
 from strobe.kernels.portable.kernel import PortableForward
+from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.ops import attention as ops
 from strobe.problem.call import Call
 from strobe.problem.problem import Problem
@@ -137,7 +138,7 @@ def test_what_triton_raises(monkeypatch, make, remedy, target):
 def test_a_gpu_call_without_a_driver(monkeypatch):
     """From the public function through Triton itself, and of gradients too."""
     monkeypatch.setattr(ops.Target, "of", lambda device: FAKES["A100"])
-    monkeypatch.setattr(ops, "_choices", ops.Choices())
+    CACHE.clear()
     q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
     with pytest.raises(strobe.KernelFault, match=r"^portable\.forward \(block_m=.* on A100: got .* expected .*; "):
         strobe.attention(q, q, q, kernel="portable")

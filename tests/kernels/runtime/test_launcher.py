@@ -23,11 +23,11 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 import strobe
-from strobe.kernels import protocol as kernel
 from strobe.kernels.hopper import launch_forward
-from strobe.kernels.protocol import Backward, Forward
-from strobe.kernels.runtime import first_call_overlap, launcher
+from strobe.kernels.protocol import NUMBERS, Backward, Forward, Plan
+from strobe.kernels.runtime import first_call_overlap, launch_cache, launcher
 from strobe.kernels.runtime import workspace as memory
+from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.ops import attention as ops
 from strobe.ops import decode as ops_decode
 from strobe.problem import torch_private
@@ -35,13 +35,26 @@ from strobe.problem.append import AppendCall, AppendProblem
 from strobe.problem.call import Call
 from strobe.problem.decode import DecodeProblem
 from strobe.problem.target import FAKES
-from strobe.selection import repeat
+from strobe.selection import replay
 from strobe.selection.select import select
 from strobe.testing.decode import DECODES
 from tools.proof.compile import offline
 from tools.proof.simulate import posing
 
 STREAM = 77
+
+
+class _Owner:
+    """A plan as the launcher sees it."""
+
+    def __init__(self) -> None:
+        self.number = next(NUMBERS)
+
+
+def _launches(plan: Plan) -> dict:
+    return CACHE.launches.get(plan.number, {})
+
+
 KEY = "a key"
 
 
@@ -163,16 +176,15 @@ def stage(compiled, monkeypatch):
         nvidia, "PyKernelArg", lambda **fields: tuple(fields.values()), raising=False
     )  # of Triton's C module, from 3.7 on
     monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=stage.utils))
-    monkeypatch.setattr(launcher, "_KNOWN", {})
-    monkeypatch.setattr(launcher, "_NOTED", {})
     monkeypatch.setattr(torch_private, "cuda_current_device", lambda: -1, raising=False)
     monkeypatch.setattr(torch_private, "cuda_is_capturing", lambda: False, raising=False)
     _act(stage, compiled, monkeypatch)
-    return stage
+    with CACHE.emptied():
+        yield stage
 
 
 def test_the_c_function_gets_what_triton_would_give_it(stage):
-    owner = object()
+    owner = _Owner()
     assert stage.start(*stage.described(_call()), owner) is None  # compiles, and Triton launches
     for _ in range(2):
         tensors, described = stage.described(_call())
@@ -279,7 +291,7 @@ def test_each_kernel_gets_what_triton_would_give_it(name, stage, monkeypatch):
         assert len(written) == 2 and written[0] == written[1] and "launch" in written[0]["src"]
     monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=stage.utils))
     _act(stage, one, monkeypatch)
-    owner = object()
+    owner = _Owner()
     assert stage.start(tensors, described, owner, key) is None
     for _ in range(2):
         again, tensors, described = launched(monkeypatch, **options)[kernel]
@@ -417,7 +429,7 @@ def test_splits_of_a_cluster_are_launched_together(stage, monkeypatch):
     config = described.arguments[-1]
     warps, alone, shared = one.packed_metadata
     assert (warps, alone, described.cluster) == (4, 1, config.cluster) and config.cluster > 1
-    owner = object()
+    owner = _Owner()
     assert stage.start(tensors, described, owner, key) is None
     assert one.packed_metadata == (warps, config.cluster, shared)
     again = stage.start(tensors, described, owner, key)
@@ -454,13 +466,14 @@ def test_a_plan_launches_again_at_addresses_it_met(stage, monkeypatch):
             choice = ops.decide(call)
             places = [(torch.empty_like(call.q), torch.empty(2, 100)) for _ in range(2)]
             for tensors in places * 3:
-                if not repeat.launch_again(choice.forward, call, *tensors):
+                if not replay.replay(choice.forward, call, *tensors):
                     ops.write(choice, call, *tensors)
                 assert not stage.launches or (tensors[0].data_ptr() in _flat(stage.launches.pop()))
-    assert len(choice.forward.again) == 4
-    assert stage.started == 1 and len(met) == 5
-    monkeypatch.setattr(torch_private, "cuda_current_device", lambda: 1)
-    assert not repeat.launch_again(choice.forward, call, *tensors)  # another device is current: its guard comes first
+        assert len(_launches(choice.forward)) == 4
+        assert stage.started == 1 and len(met) == 5
+        assert replay.replay(choice.forward, call, *tensors) and stage.launches.pop()
+        monkeypatch.setattr(torch_private, "cuda_current_device", lambda: 1)
+        assert not replay.replay(choice.forward, call, *tensors)  # another device is current: its guard comes first
 
 
 class _Places:
@@ -483,7 +496,7 @@ def test_a_backward_is_launched_again_as_one(stage, heads, launches, monkeypatch
     """Its kernels one behind the other, without their host code; where groups are split, sums are set to 0 first."""
     started, places, filled = [], _Places(), []
     noted = lambda owner, key, tensors, first: (
-        started.append(key) or launcher.Noted(stage.function, 1, -1, (key, *plain(tensors)))
+        started.append(key) or launcher.RecordedLaunch(stage.function, 1, -1, (key, *plain(tensors)))
     )
     monkeypatch.setattr(launcher, "start", noted)
     monkeypatch.setattr(ops, "empty_here", places.fresh)
@@ -523,10 +536,10 @@ def test_gradients_are_launched_again_before_anything_else_is_looked_at(stage, m
     """
     started, looked, places = [], [], _Places()
     noted = lambda owner, key, tensors, first: (
-        started.append(key) or launcher.Noted(stage.function, 1, -1, (key, *plain(tensors)))
+        started.append(key) or launcher.RecordedLaunch(stage.function, 1, -1, (key, *plain(tensors)))
     )
     monkeypatch.setattr(launcher, "start", noted)
-    for user in (ops, memory, repeat):
+    for user in (ops, memory, replay):
         monkeypatch.setattr(user, "empty_here", places.fresh)
 
     def looking(*arguments, real=ops._given_gradients):
@@ -578,7 +591,7 @@ def test_a_decode_is_launched_again(stage, alone, name, keys, monkeypatch):
     """
     started, places = [], _Places()
     noted = lambda owner, key, tensors, first: (
-        started.append(plain(tensors)) or launcher.Noted(stage.function, 1, -1, plain(tensors))
+        started.append(plain(tensors)) or launcher.RecordedLaunch(stage.function, 1, -1, plain(tensors))
     )
     monkeypatch.setattr(launcher, "start", noted)
     monkeypatch.setattr(ops_decode, "empty_here", places.fresh)
@@ -597,8 +610,9 @@ def test_a_decode_is_launched_again(stage, alone, name, keys, monkeypatch):
         for _ in range(4):
             places.given = 0
             made.append(ops_decode.run(call, alone=alone))
+        kept = _launches(choice.forward)
     # at once torch's memory, then places that come again: noted there, then launched there
-    assert (len(started), len(stage.launches)) == (2, 2) and len(choice.forward.again) == 2
+    assert (len(started), len(stage.launches)) == (2, 2) and len(kept) == 2
     assert stage.launches[0][4:] == stage.launches[1][4:] == started[1]
     out, lse = (place.data_ptr() for place in (made[1][0], made[1][1]))
     assert out == made[3][0].data_ptr() == started[1][6] and lse == started[1][7]
@@ -616,10 +630,10 @@ def test_a_decode_is_launched_again(stage, alone, name, keys, monkeypatch):
         assert any(begin <= shares and shares_end <= end for begin, end in held) and not shares < lse_end <= shares_end
 
 
-def test_nothing_is_launched_again_in_turn_where_one_was_not_noted(stage):
-    one = launcher.Noted(stage.function, 1, -1, ())
-    assert launcher.in_turn([one, None]) is None and launcher.in_turn([one, one.here()]) is None
-    assert launcher.in_turn([one, one])() and len(stage.launches) == 2
+def test_nothing_is_launched_again_in_sequence_where_one_was_not_noted(stage):
+    one = launcher.RecordedLaunch(stage.function, 1, -1, ())
+    assert launcher.in_sequence([one, None]) is None and launcher.in_sequence([one, one.on_this_stream()]) is None
+    assert launcher.in_sequence([one, one])() and len(stage.launches) == 2
 
 
 @pytest.mark.parametrize("out", ("strided", "odd"))
@@ -631,23 +645,12 @@ def test_an_out_laid_out_otherwise_is_not_what_a_plan_keeps(stage, out, monkeypa
         choice = ops.decide(call)
         for _ in range(4):
             ops.write(choice, call, wide[..., :96], torch.empty(2, 100))
-    assert not choice.forward.again
-
-
-def test_what_a_plan_keeps_is_bounded(stage, monkeypatch):
-    monkeypatch.setattr(kernel, "MOST_AGAIN", 4)
-    monkeypatch.setattr(launch_forward.Launch, "start", lambda self: stage.compiled)
-    call, lses = _call(), [torch.empty(2, 100) for _ in range(12)]
-    with posing(FAKES["H200"]):
-        choice = ops.decide(call)
-        for lse in lses:
-            ops.write(choice, call, torch.empty_like(call.q), lse)
-            assert len(choice.forward.again) <= 4
+        assert not _launches(choice.forward)
 
 
 def test_what_all_plans_keep_is_bounded(stage, monkeypatch):
     """Lengths that change with each step bring new plans, and new addresses to each."""
-    monkeypatch.setattr(kernel, "MOST_KEPT", 6)
+    monkeypatch.setattr(launch_cache, "MAX_LAUNCHES", 6)
     monkeypatch.setattr(launch_forward.Launch, "start", lambda self: stage.compiled)
     plans, most = [], 0
     with posing(FAKES["H200"]):
@@ -656,41 +659,36 @@ def test_what_all_plans_keep_is_bounded(stage, monkeypatch):
             plans.append(ops.decide(call).forward)
             for lse in [torch.empty(2, 100) for _ in range(4)]:
                 ops.write(ops.decide(call), call, torch.empty_like(call.q), lse)
-                most = max(most, sum(len(plan.again) for plan in plans))
+                most = max(most, sum(len(_launches(plan)) for plan in plans))
     assert most == 6
 
 
-def test_who_owns_a_noted_launch_is_kept_whatever_another_thread_lets_go(stage, monkeypatch):
-    """Its id is in the key, which another owner could get otherwise."""
-    noting = launcher.note
+def test_a_kernel_is_recorded_while_another_thread_empties_the_table(stage, monkeypatch):
+    recording = launcher.record
 
     def meanwhile(*arguments):
-        launcher._KNOWN.clear()  # as a thread does that meets one kernel too many
-        return noting(*arguments)
+        CACHE.kernels.clear()  # as a thread does that inserts one kernel too many
+        return recording(*arguments)
 
-    monkeypatch.setattr(launcher, "note", meanwhile)
-    owner = type("Owner", (), {})()
+    monkeypatch.setattr(launcher, "record", meanwhile)
+    owner = _Owner()
     for _ in range(2):
         stage.start(*stage.described(_call()), owner)
-    assert launcher._NOTED and not launcher._KNOWN
-    held = weakref.ref(owner)
-    del owner
-    gc.collect()
-    assert held() is not None
+    assert CACHE.kernel_launches and not CACHE.kernels
 
 
 def test_what_streams_do_not_share_is_launched_again_on_its_own_alone(stage, monkeypatch):
-    owner, (tensors, described) = object(), stage.described(_call())
+    owner, (tensors, described) = _Owner(), stage.described(_call())
     for _ in range(2):
         stage.start(tensors, described, owner)
-    anywhere, here = stage.again, stage.again.here()
+    anywhere, here = stage.again, stage.again.on_this_stream()
     assert here() and stage.launches.pop()[3] == STREAM
     monkeypatch.setattr(torch_private, "cuda_current_raw_stream", lambda device: STREAM + 1)
     assert not here() and not stage.launches
     assert anywhere() and stage.launches.pop()[3] == STREAM + 1
     monkeypatch.setattr(torch_private, "cuda_current_raw_stream", lambda device: STREAM)
     monkeypatch.setattr(torch_private, "cuda_is_capturing", lambda: True)
-    assert not here() and anywhere.here() is None and not stage.launches
+    assert not here() and anywhere.on_this_stream() is None and not stage.launches
     assert anywhere() and stage.launches.pop()
 
 
@@ -699,7 +697,7 @@ def _flat(arguments: tuple) -> list:
 
 
 def test_a_hook_set_later_has_triton_launch(stage, monkeypatch):
-    owner, (tensors, described) = object(), stage.described(_call())
+    owner, (tensors, described) = _Owner(), stage.described(_call())
     for _ in range(2):
         stage.start(tensors, described, owner)
     monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
@@ -708,7 +706,7 @@ def test_a_hook_set_later_has_triton_launch(stage, monkeypatch):
 
 def test_addresses_that_were_met_are_not_described_again(stage):
     """Descriptors are encoded once for two sets of addresses that come by turns, as in a loop."""
-    owner = object()
+    owner = _Owner()
     stage.start(*stage.described(_call()), owner)
     turns = [stage.described(_call()) for _ in range(2)]
     first = [stage.start(*one, owner) for one in turns]
@@ -722,7 +720,7 @@ def test_addresses_that_were_met_are_not_described_again(stage):
 
 
 def test_tensors_that_were_one_may_be_others_later(stage):
-    owner, call = object(), _call()
+    owner, call = _Owner(), _call()
     tensors, described = stage.described(call._replace(k=call.q, v=call.q))
     stage.start(tensors, described, owner)
     assert stage.start(tensors, described, owner) == stage.by_triton(described)
@@ -732,16 +730,16 @@ def test_tensors_that_were_one_may_be_others_later(stage):
 
 
 def test_owners_keys_and_alignments_are_told_apart(stage):
-    owner = object()
+    owner = _Owner()
     stage.start(*stage.described(_call()), owner)
-    assert stage.start(*stage.described(_call()), object()) is None
+    assert stage.start(*stage.described(_call()), _Owner()) is None
     assert stage.start(*stage.described(_call()), owner, "another key") is None
     assert stage.start(*stage.described(_call(offset=1)), owner) is None  # a pointer that is no multiple of 16
     assert stage.start(*stage.described(_call()), owner) is not None
 
 
 def test_nothing_kept_holds_memory(stage):
-    owner, (tensors, described) = object(), stage.described(_call())
+    owner, (tensors, described) = _Owner(), stage.described(_call())
     for _ in range(3):
         stage.start(tensors, described, owner)
     watched = [weakref.ref(tensor) for tensor in tensors]
@@ -758,16 +756,16 @@ def test_triton_launches_where_its_launcher_does_more(stage, reason, monkeypatch
         monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
     else:
         monkeypatch.setattr(stage.compiled.run, f"{'global' if reason == 'scratch' else reason}_scratch_size", 8)
-    owner, (tensors, described) = object(), stage.described(_call())
+    owner, (tensors, described) = _Owner(), stage.described(_call())
     for count in range(1, 4):
         assert stage.start(tensors, described, owner) is None
         assert stage.started == count
 
 
 def test_what_is_kept_is_bounded(stage, monkeypatch):
-    monkeypatch.setattr(launcher, "MOST", 4)
-    owner, kept = object(), []
+    monkeypatch.setattr(launch_cache, "MAX_KERNELS", 4)
+    owner, kept = _Owner(), []
     for _ in range(12):
         kept.append(stage.described(_call()))  # kept, so that addresses differ
         stage.start(*kept[-1], owner, str(len(kept)))
-        assert len(launcher._KNOWN) <= 4
+        assert len(CACHE.kernels) <= 4

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...problem.mask import MaskStructure
 from ...problem.target import KIB
-from ..runtime.constants import Constants
+from ..runtime.compile_cache import Constants
 from ..runtime.tma_requirements import fold_of, rest
 
 ROWS = 128  # rows of a query stage: the lanes of tensor memory

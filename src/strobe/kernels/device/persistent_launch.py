@@ -10,11 +10,12 @@ from torch import Tensor
 from ...errors import KernelFault
 from ...problem.call import Call
 from ...problem.problem import Problem
-from ..protocol import Forward, Plan, addresses, keep, keys_a_row
+from ..protocol import Forward, Plan, keys_a_row
 from ..runtime import error_flags, launcher
-from ..runtime.counters import zeros_on
-from ..runtime.keys import hash_callees_first
+from ..runtime.compile_cache import hash_callees_first
+from ..runtime.launch_cache import CACHE, forward_addresses
 from ..runtime.tma_requirements import has_spans, query_tiles
+from ..runtime.workspace import zeros_on
 from .tma import addressable
 
 LOG2_E = 1.4426950408889634
@@ -60,11 +61,11 @@ def run(plan: Plan, call: Call, tensors: Forward, described: Describe, joined: b
     counter = zeros_on(call.q.device, 1) if form.counted else None
     pointers = (tensors.lse, call.sinks, *offsets, word, counter)
     key = (call.left, call.right, out.stride())
-    again = launcher.start(plan, key, (call.q, call.k, call.v, out, *pointers), lambda: described(plan, call, out, pointers))
+    launch = launcher.start(plan, key, (call.q, call.k, call.v, out, *pointers), lambda: described(plan, call, out, pointers))
     if out is not tensors.out:
         tensors.out.copy_(out)
-    elif again is not None and out.is_contiguous():
-        keep(plan, addresses(call, *tensors), again.here() if form.counted else again)
+    elif launch is not None and out.is_contiguous():
+        CACHE.insert_launch(plan, forward_addresses(call, *tensors), launch.on_this_stream() if form.counted else launch)
 
 
 def work_of(plan: Plan, call: Call) -> tuple:

@@ -16,7 +16,7 @@ from ...problem.problem import ALIGNMENT, Problem
 from ...problem.target import KIB, Target
 from ..protocol import Buffer, Cost, Forward, Plan, decode_cost, launches_clusters
 from ..runtime.batch_invariant import as_decode
-from ..runtime.constants import Constants
+from ..runtime.compile_cache import Constants
 from ..runtime.split_kv import Traits, splits, traits
 from ..runtime.tma_requirements import against_tools
 

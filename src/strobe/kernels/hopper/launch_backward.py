@@ -15,8 +15,9 @@ from ...problem.problem import ALIGNMENT, Problem
 from ..device.dialect import TensorDescriptor, gl
 from ..device.persistent_launch import MOST_TILES, Launch, even_section, numbers_of
 from ..device.tma import addressable, descriptor
-from ..protocol import Backward, Plan, entries, gradient_addresses, keep, strides_of
+from ..protocol import Backward, Plan, entries, strides_of
 from ..runtime import launcher
+from ..runtime.launch_cache import CACHE, backward_addresses
 from ..runtime.tma_requirements import MOST_ROWS, entries_apart, query_tiles
 from ..runtime.workspace import pieces_of
 from . import backward
@@ -60,7 +61,7 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
             gradient.copy_(held)
             copied = True
     if not copied and all(gradient.is_contiguous() for gradient in (t.dq, t.dk, t.dv)):
-        keep(plan, gradient_addresses(call, t, pieces_of(workspace)), launcher.in_turn(launched))
+        CACHE.insert_launch(plan, backward_addresses(call, t, pieces_of(workspace)), launcher.in_sequence(launched))
 
 
 def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:

@@ -12,8 +12,9 @@ from .. import protocol
 from ..device.persistent_launch import LOG2_E, MOST_TILES, Launch
 from ..protocol import Forward, Plan
 from ..runtime import batch_invariant, error_flags, launcher
-from ..runtime.counters import zeros_on
-from ..runtime.split_kv import keep
+from ..runtime.launch_cache import CACHE, forward_addresses
+from ..runtime.split_kv import insert_launch
+from ..runtime.workspace import zeros_on
 from . import decode
 from .batch_invariant import invariant_kernel
 
@@ -25,8 +26,8 @@ def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Te
     word = error_flags.word(call.q.device)
     tensors = (call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks)
     moving = (*tensors, call.k_scale, call.v_scale, *shares, word)
-    again = launcher.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
-    keep(plan, call, t, workspace, again)
+    launch = launcher.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
+    insert_launch(plan, call, t, workspace, launch)
 
 
 def run_invariant(plan: Plan, call: Call, t: Forward) -> None:
@@ -34,11 +35,11 @@ def run_invariant(plan: Plan, call: Call, t: Forward) -> None:
     word = error_flags.word(call.q.device)
     tensors, offsets = (call.q, call.k, call.v, t.out, t.lse, call.sinks), (call.cu_seqlens_q, call.cu_seqlens_k)
     key = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k, t.out.stride())
-    again = launcher.start(
+    launch = launcher.start(
         plan, key, (*tensors, *offsets, word), lambda: invariant_launch(plan, call, tensors, offsets, word)
     )
-    if again is not None and t.out.is_contiguous():
-        protocol.keep(plan, protocol.addresses(call, *t), again)
+    if launch is not None and t.out.is_contiguous():
+        CACHE.insert_launch(plan, forward_addresses(call, *t), launch)
 
 
 def invariant_launch(plan: Plan, call: Call, tensors: tuple, offsets: tuple, word: Tensor) -> Launch:

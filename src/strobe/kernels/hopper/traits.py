@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...problem.mask import MaskStructure
-from ..runtime.constants import Constants
+from ..runtime.compile_cache import Constants
 from ..runtime.tma_requirements import fold_of, has_spans, rest
 from .decode_config import MOST_SHARED
 

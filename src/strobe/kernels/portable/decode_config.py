@@ -17,7 +17,7 @@ from ...problem.problem import Problem
 from ...problem.target import KIB, Target
 from ..protocol import Buffer, Cost, Forward, Plan, append_cost, decode_cost, no_triton
 from ..runtime.batch_invariant import as_decode
-from ..runtime.constants import Constants
+from ..runtime.compile_cache import Constants
 from ..runtime.split_kv import Traits, splits, traits
 from .heuristics import Widths, padded
 

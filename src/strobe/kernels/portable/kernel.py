@@ -13,7 +13,7 @@ from ...problem.problem import Problem
 from ...problem.target import KIB, Target
 from ..protocol import Backward, Buffer, Cost, Forward, Plan, attention_cost, no_triton
 from ..runtime import batch_invariant
-from ..runtime.constants import Constants
+from ..runtime.compile_cache import Constants
 from .decode_config import APPEND as APPEND
 from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, against_interpreter, invariant_config

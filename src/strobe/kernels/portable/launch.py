@@ -15,7 +15,7 @@ from ...problem.problem import ALIGNMENT, Packed, Problem
 from ..protocol import Backward, Forward, Plan, entries, strides_of
 from ..runtime import batch_invariant as shared
 from ..runtime import error_flags
-from ..runtime.keys import hash_callees_first
+from ..runtime.compile_cache import hash_callees_first
 from . import backward, batch_invariant, forward
 from .heuristics import Tuning
 

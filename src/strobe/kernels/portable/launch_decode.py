@@ -12,8 +12,8 @@ from ...problem.call import Paged
 from ...problem.decode import DecodeCall, DecodeProblem
 from ..protocol import Forward, Plan
 from ..runtime import error_flags, launcher
-from ..runtime.counters import zeros_on
-from ..runtime.split_kv import keep
+from ..runtime.split_kv import insert_launch
+from ..runtime.workspace import zeros_on
 from . import append, decode
 from .launch import LOG2E, Launch, parts
 
@@ -30,8 +30,8 @@ def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Te
     word = error_flags.word(call.q.device)
     tensors = (call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks)
     moving = (*tensors, call.k_scale, call.v_scale, *shares, word)
-    again = launcher.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
-    keep(plan, call, t, workspace, again)
+    launch = launcher.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
+    insert_launch(plan, call, t, workspace, launch)
 
 
 def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, word: Tensor) -> Launch:

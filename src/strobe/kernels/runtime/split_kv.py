@@ -10,8 +10,8 @@ from torch import Tensor
 from ...problem.call import DTYPES
 from ...problem.decode import DecodeCall, DecodeProblem
 from ...problem.mask import NO_BOUND
-from .. import protocol
 from ..protocol import Forward, Plan
+from .launch_cache import CACHE, decode_addresses
 from .workspace import pieces_of
 
 MOST_SPLITS = 128
@@ -83,13 +83,11 @@ def splits(capacity: int, tiles: int, block_n: int, slots: int) -> tuple[int, in
     return -(-blocks * block_n // size), size
 
 
-def addresses(call: DecodeCall, *written: int) -> tuple[int, ...]:
-    """Key that distinguishes calls of a plan whose memory `ops_decode` allocates: all addresses of a call."""
-    return *[tensor.data_ptr() for tensor in call[:9] if tensor is not None], *written
-
-
-def keep(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], again: Any) -> None:
-    """`kernel.keep` with a decode's addresses; per stream with several splits, whose counters belong to a stream."""
-    again = again.here() if again is not None and workspace else again
+def insert_launch(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], launch: Any) -> None:
+    """Insert a decode's launch into the cache. A launch that combines splits uses counters of the current stream, so it
+    is replayed on this stream only.
+    """
+    launch = launch.on_this_stream() if launch is not None and workspace else launch
     if t.out.is_contiguous():
-        protocol.keep(plan, addresses(call, *[tensor.data_ptr() for tensor in (*t, *pieces_of(workspace))]), again)
+        written = [tensor.data_ptr() for tensor in (*t, *pieces_of(workspace))]
+        CACHE.insert_launch(plan, decode_addresses(call, *written), launch)

@@ -14,7 +14,7 @@ from triton.runtime import jit
 from strobe.kernels.blackwell import forward as blackwell
 from strobe.kernels.device.tma import corner
 from strobe.kernels.hopper import backward, backward_preprocess, decode, forward
-from strobe.kernels.runtime.keys import hash_callees_first
+from strobe.kernels.runtime.compile_cache import hash_callees_first
 from strobe.kernels.portable import backward as portable_backward, decode as portable_decode, forward as portable
 
 named = [

@@ -4,8 +4,10 @@ itself.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -14,15 +16,14 @@ import torch
 import strobe
 from strobe import reference
 from strobe.kernels.protocol import Buffer, Plan
+from strobe.kernels.runtime import launch_cache
 from strobe.kernels.runtime import workspace as memory
+from strobe.kernels.runtime.launch_cache import CACHE, KEYWORDS, LaunchCache
 from strobe.ops import attention as ops
 from strobe.ops import decode as ops_decode
 from strobe.problem.call import Call
 from strobe.problem.decode import DecodeCall
 from strobe.problem.mask import NO_BOUND
-from strobe.selection import choices
-from strobe.selection.choices import Choices
-from strobe.selection.choices import direct_choice as _direct_choice
 from tests.calls import CALLS
 
 INT = lambda *values: torch.tensor(values, dtype=torch.int32)
@@ -58,7 +59,7 @@ ATTENTION = {
 @pytest.mark.parametrize("within", (torch.no_grad, torch.inference_mode, torch.enable_grad))
 @pytest.mark.parametrize("name", ATTENTION)
 def test_what_differs_is_decided_for_itself(name, within):
-    known, decided = Choices(), []
+    known, decided = LaunchCache(), []
 
     def decide(call):
         decided.append(ops.decide(call))
@@ -67,21 +68,21 @@ def test_what_differs_is_decided_for_itself(name, within):
     with within():
         call = _plain()  # there, as inference mode marks its own tensors
         other = ATTENTION[name](call)
-        first = _direct_choice(known, call, decide)
-        assert _direct_choice(known, call._replace(q=call.q.clone()), decide) is first and len(decided) == 1
-        assert _direct_choice(known, other, decide) is ops.decide(other) and len(decided) == 2
+        first = known.direct_choice(call, decide)
+        assert known.direct_choice(call._replace(q=call.q.clone()), decide) is first and len(decided) == 1
+        assert known.direct_choice(other, decide) is ops.decide(other) and len(decided) == 2
         assert (
-            _direct_choice(known, call, decide) is first
-            and _direct_choice(known, other, decide) is decided[1]
+            known.direct_choice(call, decide) is first
+            and known.direct_choice(other, decide) is decided[1]
             and len(decided) == 2
         )
 
 
 def test_optional_tensors_are_told_apart_by_their_place():
     """Of the same kind and number: a prefix is no length."""
-    known, call, lengths = Choices(), _plain(), INT(3, 8)
+    known, call, lengths = LaunchCache(), _plain(), INT(3, 8)
     one, other = (
-        _direct_choice(known, call._replace(**{name: lengths}), ops.decide) for name in ("prefix", "key_lengths")
+        known.direct_choice(call._replace(**{name: lengths}), ops.decide) for name in ("prefix", "key_lengths")
     )
     assert one.problem.mask.prefix and other.problem.mask.key_lengths and not other.problem.mask.prefix
 
@@ -111,31 +112,31 @@ DECODE = {
 
 @pytest.mark.parametrize("name", DECODE)
 def test_what_differs_in_a_decode_is_decided_for_itself(name):
-    known, call = Choices(), _decode()
+    known, call = LaunchCache(), _decode()
     other = DECODE[name](call)
     for _ in range(2):
-        assert _direct_choice(known, call, ops_decode.decide) is ops_decode.decide(call)
-        assert _direct_choice(known, other, ops_decode.decide) is ops_decode.decide(other)
+        assert known.direct_choice(call, ops_decode.decide) is ops_decode.decide(call)
+        assert known.direct_choice(other, ops_decode.decide) is ops_decode.decide(other)
 
 
 def test_what_is_not_contiguous_goes_the_long_way():
     """Kernels take small tensors as contiguous: the op copies them first."""
     lengths = INT(3, 0, 8, 0)[::2]
-    assert _direct_choice(Choices(), _plain()._replace(key_lengths=lengths), ops.decide) is None
-    assert _direct_choice(Choices(), _decode()._replace(seqlens=lengths), ops_decode.decide) is None
+    assert LaunchCache().direct_choice(_plain()._replace(key_lengths=lengths), ops.decide) is None
+    assert LaunchCache().direct_choice(_decode()._replace(seqlens=lengths), ops_decode.decide) is None
 
 
 @pytest.mark.parametrize("name", ("causal", "varlen causal sinks", "documents"))
 def test_gradients_need_more_than_was_met_without_them(name):
     """In the same modes, after a call without gradients was met: tensors that need one are not taken for those."""
-    known, call = Choices(), Call(*CALLS[name](torch.float32))
-    assert _direct_choice(known, call, ops.decide) is not None
+    known, call = LaunchCache(), Call(*CALLS[name](torch.float32))
+    assert known.direct_choice(call, ops.decide) is not None
     for field in ("q", "k", "v"):
         asking = call._replace(**{field: getattr(call, field).clone().requires_grad_()})
-        assert _direct_choice(known, asking, ops.decide) is None
+        assert known.direct_choice(asking, ops.decide) is None
         with torch.no_grad():
-            assert _direct_choice(known, asking, ops.decide) is not None
-        assert _direct_choice(known, asking, ops.decide) is None
+            assert known.direct_choice(asking, ops.decide) is not None
+        assert known.direct_choice(asking, ops.decide) is None
 
 
 @pytest.mark.parametrize("pattern", ("xyy", "xxy", "xyx", "xxx"))
@@ -143,22 +144,22 @@ def test_one_tensor_twice_is_known_again(pattern):
     """A guard refuses to see one tensor in two places; calls with the same contents in tensors of their own are others,
     and equal.
     """
-    known, decided = Choices(), []
+    known, decided = LaunchCache(), []
     decide = lambda call: (decided.append(call), ops.decide(call))[1]
     held = {letter: torch.randn(2, 8, 4, 16) for letter in pattern}
     call = Call(*(held[letter] for letter in pattern), right=0)
     for again in (call, call, call._replace(left=3), call):
-        assert _direct_choice(known, again, decide) is ops.decide(again)
+        assert known.direct_choice(again, decide) is ops.decide(again)
     assert len(decided) == 2
     apart = Call(*(torch.randn(2, 8, 4, 16) for _ in range(3)), right=0)
     for again in (apart, call, apart._replace(v=_moved(apart.v)), call, apart):
-        assert _direct_choice(known, again, decide) is ops.decide(again)
+        assert known.direct_choice(again, decide) is ops.decide(again)
     assert len(decided) == 4
 
 
 def test_packed_sequences_of_one_length_and_documents_are_known_again(monkeypatch):
     decided, ids = [], INT([0] * 3 + [1] * 5, [0] * 8)
-    monkeypatch.setattr(ops, "_choices", Choices())
+    CACHE.clear()
     monkeypatch.setattr(ops, "decide", lambda call, decide=ops.decide: decided.append(call) or decide(call))
     q, k, v = (torch.randn(2, 8, 4, 16) for _ in range(3))
     for n in range(3):
@@ -168,29 +169,74 @@ def test_packed_sequences_of_one_length_and_documents_are_known_again(monkeypatc
 
 
 def test_few_are_kept_of_calls_alike(monkeypatch):
-    known, call = Choices(), _plain()
-    monkeypatch.setattr(choices, "MOST_ALIKE", 2)
+    known, call = LaunchCache(), _plain()
+    monkeypatch.setattr(launch_cache, "MAX_VARIANTS", 2)
     for elements in (0, 1, 2, 0, 1, 2):
         moved = call._replace(q=_moved(call.q, elements))
-        assert _direct_choice(known, moved, ops.decide) is ops.decide(moved)
-    (alike,) = known.alike.values()
-    assert len(alike) == 2
+        assert known.direct_choice(moved, ops.decide) is ops.decide(moved)
+    (variants,) = known.calls.values()
+    assert len(variants) == 2
     known.clear()
-    assert not known.alike
+    assert not known.calls
 
 
 @pytest.mark.parametrize("error", (TypeError, SystemError))
 def test_guards_that_take_other_arguments_are_gone_without(error, monkeypatch):
-    """As another version of torch may have: calls are decided by their keys, as before."""
+    """As another version of torch may have: tensors are compared in Python, with the same outcome."""
 
     def refuse(*_, **__):
         raise error("other arguments")
 
-    monkeypatch.setattr(choices, "TensorGuards", refuse)
-    known, call = Choices(), _plain()
+    monkeypatch.setattr(launch_cache, "TensorGuards", refuse)
+    known, call = LaunchCache(), _plain()
     for _ in range(3):
-        assert _direct_choice(known, call, ops.decide) is ops.decide(call)
-    assert not known.alike
+        assert known.direct_choice(call, ops.decide) is ops.decide(call)
+    assert len(next(iter(known.calls.values()))) == 1
+
+
+FORKED = """
+import os, torch, strobe
+from strobe.kernels.runtime.launch_cache import CACHE
+q, k, v = (torch.randn(2, 8, 4, 16) for _ in range(3))
+expected = strobe.attention(q, k, v)
+torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+held = len(CACHE.calls)
+child = os.fork()
+if child == 0:
+    same = torch.equal(strobe.attention(q, k, v), expected) and len(CACHE.calls) == held
+    other = strobe.attention(q, k, v, causal=True)
+    os._exit(0 if same and len(CACHE.calls) > held else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert len(CACHE.calls) == held
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_inherits_the_cache_and_adds_to_its_own():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
+
+
+def test_threads_that_evict_each_others_entries_get_their_own_choices(monkeypatch):
+    """Without the GIL too: no table is changed in place. Lengths are told apart by the Choice that comes back."""
+    monkeypatch.setattr(launch_cache, "MAX_CALLS", 3)
+    monkeypatch.setattr(launch_cache, "MAX_VARIANTS", 2)
+    cache, wrong = LaunchCache(), []
+
+    def run(seed: int) -> None:
+        for n in range(200):
+            keys = 1 + (7 * n + seed) % 6
+            call = Call(torch.ones(1, 2, 1, 4), torch.ones(1, keys, 1, 4), torch.ones(1, keys, 1, 4))
+            choice = cache.direct_choice(call, ops.decide)
+            if choice.problem.layout.seqlen_k != keys:
+                wrong.append(keys)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(cache.calls) <= 3 + len(threads)
 
 
 # ---------------------------------------------------------------- scratch in one piece
@@ -204,17 +250,17 @@ def test_scratch_is_cut_from_one_piece(monkeypatch):
         Buffer("sum", (9,), torch.float32, 0.5),
         Buffer("counter", (1,), torch.int32),
     )
-    plan = Plan(None, None, None, None, buffers, memory.room(buffers), buffers[1:2], {})  # type: ignore[arg-type]
+    plan = Plan(None, None, None, None, buffers, memory.room(buffers), buffers[1:2])  # type: ignore[arg-type]
     held = memory.pieces(plan)
-    workspace = memory.carved(plan, held)
+    workspace = memory.cut(plan, held)
     assert list(workspace) == ["rows", "sum", "counter"] and len(held) == 2
     for buffer in buffers:
         tensor = workspace[buffer.name]
         assert tensor.shape == buffer.shape and tensor.dtype == buffer.dtype and tensor.is_contiguous()
-        assert (tensor.data_ptr() - held[0].data_ptr()) % memory.APART == 0 or buffer.name == "sum"
+        assert (tensor.data_ptr() - held[0].data_ptr()) % memory.GRANULARITY == 0 or buffer.name == "sum"
         tensor.fill_(0)
     assert workspace["sum"] is held[1] and list(memory.pieces_of(workspace)) == held
-    assert int((held[0] == 0).sum()) == 64 and held[0].numel() == 2 * memory.APART  # they do not overlap
+    assert int((held[0] == 0).sum()) == 64 and held[0].numel() == 2 * memory.GRANULARITY  # they do not overlap
     separate = {"rows": torch.zeros(3), "sum": torch.ones(2)}
     assert list(memory.pieces_of(separate)) == list(separate.values())
 
@@ -236,7 +282,7 @@ def test_a_plan_knows_its_scratch():
 def asked(monkeypatch) -> list[str]:
     """How plain calls were looked at: "call" where a Call was made of their words."""
     ways: list[str] = []
-    monkeypatch.setattr(ops, "_choices", Choices())
+    CACHE.clear()
     monkeypatch.setattr(ops, "run", lambda *given, run=ops.run: ways.append("call") or run(*given))
     return ways
 
@@ -293,8 +339,8 @@ def test_a_scale_of_another_kind_is_read_each_time(asked):
     assert torch.equal(strobe.attention(q, k, v, scale=1), strobe.attention(q, k, v, scale=1.0))
     assert not [
         key
-        for key in ops._choices.alike
-        if any(type(part) not in (bool, float, type(None)) for part in key[4]) and len(key[4]) == 3
+        for key in CACHE.calls
+        if key[0] == KEYWORDS and any(type(part) not in (bool, float, type(None)) for part in key[-1])
     ]
 
 
@@ -309,9 +355,9 @@ def test_a_flag_that_another_thread_turns_meanwhile_is_not_taken_for_the_calls_o
     try:
         monkeypatch.setattr(ops, "run", turned)
         strobe.attention(q, k, v)
-        assert strobe.attention(q, k, v).grad_fn.met[1].problem.deterministic
+        assert strobe.attention(q, k, v).grad_fn.entry.choice.problem.deterministic
         torch.use_deterministic_algorithms(False)
-        assert not strobe.attention(q, k, v).grad_fn.met[1].problem.deterministic
+        assert not strobe.attention(q, k, v).grad_fn.entry.choice.problem.deterministic
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -343,7 +389,7 @@ def test_words_mean_what_the_process_says(asked, deterministic):
         try:
             for _ in range(3):
                 out = strobe.attention(q, k, v, deterministic=deterministic)
-            seen.append(out.grad_fn.met[1].problem.deterministic)
+            seen.append(out.grad_fn.entry.choice.problem.deterministic)
         finally:
             torch.use_deterministic_algorithms(False)
     with torch.no_grad():

@@ -1,0 +1,63 @@
+"""Keys of compiled kernels in Triton's cache on disk.
+
+Triton keys a compiled kernel by the text of its functions and of its constants. Two things are missing from that key:
+
+- While Triton compiles a kernel it reads properties of a form (the kernel's constants). Their code is in no key, so
+  after an upgrade of the package it would run what the earlier version compiled. Each form therefore holds a hash of
+  the package's host code (`Constants`).
+- The constants of a callee enter the key only if another kernel was hashed before it. A process that first decodes
+  would then not find what a process that first attends had compiled. `hash_callees_first` makes the key independent of
+  the order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+PACKAGE = Path(__file__).parents[2]
+LAUNCHING = {"first_call_overlap.py", "launch_cache.py", "launcher.py"}  # forms read nothing from these
+_HASHING = Lock()  # one thread at a time: a function that another thread is about to hash has no constants yet
+
+
+@lru_cache
+def host_code() -> str:
+    """A hash of the code that forms read: of kernels, masks and problems. It takes 5 ms."""
+    kernels = [file for file in sorted((PACKAGE / "kernels").rglob("*.py")) if file.name not in LAUNCHING]
+    files = [*kernels, PACKAGE / "problem" / "mask.py", PACKAGE / "problem" / "problem.py"]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The base of forms. They have no __str__ of their own, because Triton distinguishes kernels by it."""
+
+    host: str = field(default_factory=host_code, kw_only=True)
+
+
+@lru_cache
+def jit_callable() -> Any:
+    """Triton's class of functions with a hash; its name differs between versions."""
+    jit = import_module("triton.runtime.jit")
+    return getattr(jit, "JITCallable", jit.JITFunction)
+
+
+def hash_callees_first(function: Any) -> None:
+    """Hash a kernel after all functions that it calls. A function that has a hash keeps it."""
+    if isinstance(function, jit_callable()) and function.hash is None:  # else it is hashed, or interpreted
+        with _HASHING:
+            _hash(function, set())
+
+
+def _hash(function: Any, seen: set[int]) -> None:
+    seen.add(id(function))  # a set of functions would compute their hashes
+    for name in function.fn.__code__.co_names:
+        callee = function.fn.__globals__.get(name)
+        if isinstance(callee, jit_callable()) and callee.hash is None and id(callee) not in seen:
+            _hash(callee, seen)
+    _ = function.cache_key
