@@ -291,7 +291,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
         choices=tuple(SIZES),
-        help="cuda, where there is one",
+        help="default cuda if there is a GPU",
     )
     parser.add_argument(
         "--dtype",
@@ -299,11 +299,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         choices=("float32", "bfloat16"),
         help="default float32; bfloat16 is faster and has many ties",
     )
-    parser.add_argument("--new", type=int, help="tokens for each prompt: 128 on a GPU, 48 on a CPU unless given")
+    parser.add_argument("--new", type=int, help="tokens per prompt (default 128 on a GPU, 48 on a CPU)")
     parser.add_argument(
-        "--rounds", type=int, default=3, help="how often each attention writes them (3), after a first time to compile"
+        "--rounds", type=int, default=3, help="timed runs per attention (default 3), after one that compiles"
     )
-    parser.add_argument("--out", type=Path, default=Path("results"), help="where generate.jsonl goes (results)")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of generate.jsonl (default results)")
     options = parser.parse_args(arguments)
     for name, least in (("new", 2), ("rounds", 1)):
         if getattr(options, name) is not None and getattr(options, name) < least:

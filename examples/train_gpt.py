@@ -345,25 +345,27 @@ def short(numbers: Any) -> Any:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help="300 on a GPU, 30 on a CPU unless given")
+    parser.add_argument("--steps", type=int, help="default 300 on a GPU, 30 on a CPU")
     parser.add_argument("--seeds", type=int, default=3, help="runs per attention (default 3, at least 2)")
     parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, where there is one, or cpu"
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cuda (default if there is a GPU) or cpu",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("results"), help="where train_gpt.jsonl and train_gpt.png go (results)"
+        "--out", type=Path, default=Path("results"), help="folder of train_gpt.jsonl and .png (default results)"
     )
     parser.add_argument(
         "--save-qkv",
         type=Path,
         metavar="FILE",
-        help="q, k and v of the trained model, for strobe bench forward --data FILE",
+        help="save q, k and v of the trained model, for strobe bench forward --data FILE",
     )
     options = parser.parse_args(arguments)
     if torch.device(options.device).type not in SIZES:
         parser.error(f"--device: got {options.device}, expected cuda or cpu")
     if options.seeds < 2:
-        parser.error(f"--seeds: got {options.seeds}, expected at least 2; one run has no spread to be within")
+        parser.error(f"--seeds: got {options.seeds}, expected at least 2; one run has no spread")
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps: got {options.steps}, expected at least 1")
     return options

@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny lengths, as a smoke test")
     parser.add_argument("--out", help="folder of the report")
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
-    parser.add_argument("--device", help="cuda, cuda:1 or cpu (the GPU where there is one)")
+    parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: the GPU if there is one)")
     a = parser.parse_args(argv)
     from strobe.cli.main import device_named  # imported after parsing: help needs no torch
     from strobe.errors import InvalidProblem, UnsupportedProblem

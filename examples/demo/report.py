@@ -81,10 +81,10 @@ def _embedding(results: Results) -> str:
     return (
         "<h2>Real text through a real model</h2>\n"
         f"<p>{text['sentences']:,} sentences of <em>{escape(text['title'])}</em> through all-MiniLM-L6-v2, "
-        "32 sentences a batch. A padded batch is as long as its longest sentence. "
-        "A packed batch lays its sentences end to end: <code>strobe.attention_varlen</code> lets each attend to itself "
-        "alone, and nothing is computed for padding. "
-        f"Time and memory are of {text['timed_sentences']} sentences taken evenly from the book, "
+        "32 sentences per batch. A padded batch is as long as its longest sentence. "
+        "A packed batch concatenates its sentences: with <code>strobe.attention_varlen</code> each attends only to "
+        "itself, and nothing is computed for padding. "
+        f"Time and memory are for {text['timed_sentences']} sentences spread evenly over the book, "
         f"{text['timed_tokens']:,} tokens.</p>\n"
         + _table(("", "time", "peak memory", "tokens computed", "time"), rows)
         + f"<p>Largest difference of any component: {same['max_difference']:.1e}; "
@@ -120,17 +120,16 @@ def _growing(results: Results) -> str:
     ]
     head = ("length", "strobe", "SDPA", "formula", "strobe, memory", "SDPA, memory", "formula, memory", "difference")
     return (
-        "<h2>Longer and longer context</h2>\n"
-        f"<p>Causal attention, {size['heads']} heads of {size['head_dim']}, {size['dtype']}. The formula as it is "
-        "written holds every score; one pass over the keys holds a tile. "
-        "Memory is what a call holds beyond its inputs: result and scratch.</p>\n"
+        "<h2>Growing context</h2>\n"
+        f"<p>Causal attention, {size['heads']} heads of {size['head_dim']}, {size['dtype']}. The plain "
+        "formula stores all scores; one pass over the keys stores a tile of them. "
+        "Memory excludes a call's inputs: result and workspace.</p>\n"
         f'<div class="pair"><div class="card">{growth(rows, "ms", "time of one call", time_text)}</div>'
         f'<div class="card">{growth(rows, "peak_bytes", "peak memory of one call", bytes_text)}</div></div>\n'
         + _table(head, table)
         + '<p class="quiet">SDPA is torch.nn.functional.scaled_dot_product_attention. '
-        "Difference: the largest between strobe's result and SDPA's. "
-        "The choice at the foot of the page says which kernel strobe ran; where that hands a plain call to "
-        "PyTorch's own, the two times agree.</p>"
+        "Difference: the largest between strobe's result and SDPA's. The choice at the foot of the page says which "
+        "kernel strobe ran; if that passes plain calls to PyTorch's own kernel, the two times agree.</p>"
     )
 
 
@@ -151,11 +150,10 @@ def _masked(results: Results) -> str:
     ]
     head = ("mask", "pairs visible", "strobe", "SDPA", "strobe, memory", "SDPA, memory", "strobe's time")
     return (
-        "<h2>What a mask hides is not computed</h2>\n"
-        f"<p>At {rows[0]['length']:,} tokens. strobe is told the mask as a value and skips tiles that it empties; "
-        "SDPA knows full and causal by name "
-        f"and is given the others written out ({bytes_text(rows[0]['length'] ** 2)} of booleans, not counted as "
-        "its memory).</p>\n" + _table(head, table)
+        "<h2>Masked tiles are not computed</h2>\n"
+        f"<p>At {rows[0]['length']:,} tokens. strobe gets a mask object and skips tiles that are fully masked. SDPA "
+        "supports full and causal directly and gets the others as a dense mask "
+        f"({bytes_text(rows[0]['length'] ** 2)} of booleans, not counted in its memory).</p>\n" + _table(head, table)
     )
 
 
@@ -171,7 +169,7 @@ def _tiles(results: Results) -> str:
         "<h2>Tiles visited, masked and skipped</h2>\n"
         f"<p>Queries run down, keys run right: {length_text(first['length'])} by {length_text(first['length'])}, "
         f"in tiles of {first['tile']}. "
-        "Asked of the same value that the kernels are told: <code>mask.tile_kind(tile, S_q, S_k)</code>.</p>\n"
+        "Computed by the mask object: <code>mask.tile_kind(tile, S_q, S_k)</code>.</p>\n"
         '<div class="key"><span><i style="background:var(--whole)"></i>whole: computed without a mask</span>'
         '<span><i style="background:var(--masked)"></i>masked: computed, then masked</span>'
         '<span><i style="background:var(--skipped)"></i>skipped</span></div>\n'
@@ -183,12 +181,10 @@ def _cycles(results: Results) -> str:
     names = list(results["cycles"])
     figures = "".join(f'<div class="card">{cycles_picture(results["cycles"][name], name)}</div>' for name in names)
     return (
-        "<h2>What binds a GPU</h2>\n"
+        "<h2>Which unit limits a GPU</h2>\n"
         f"<p>Counted, not measured: the cycles that a multiprocessor of {', '.join(names[:-1])} and {names[-1]} "
-        "needs for a step of each pass, "
-        "unit by unit: tensor cores, exponentials, shared memory, instructions. The longest bar is the least that "
-        "a step can take. "
-        "strobe's kernels for the last two have run on no such GPU.</p>\n"
+        "needs for a step of each pass, by unit: tensor cores, exponentials, shared memory, instructions. A step takes "
+        "at least as long as its longest bar. strobe's kernels have not run on the last two.</p>\n"
         f'<div class="pair">{figures}</div>'
     )
 
@@ -199,11 +195,11 @@ def _machine(results: Results) -> str:
     )
     choices = "\n\n".join(results["choices"].values())
     return (
-        "<h2>What ran, and where</h2>\n<p>strobe explains every choice before it runs (<code>strobe.explain</code>): "
-        "the packed batches of the model, then causal attention at the greatest length.</p>\n"
+        "<h2>Kernels and machine</h2>\n<p>The kernels that strobe selects (<code>strobe.explain</code>), for "
+        "the packed batches of the model, then for causal attention at the largest length.</p>\n"
         f"<pre>{escape(choices)}</pre>\n<dl>{facts}</dl>\n"
         '<p class="quiet">Times are medians of interleaved rounds. Peak memory is read from PyTorch\'s allocator. '
-        "The same numbers stand beside this page in demo.json.</p>"
+        "demo.json beside this page has the same numbers.</p>"
     )
 
 

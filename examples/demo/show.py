@@ -79,8 +79,8 @@ def _equality(text: dict[str, Any]) -> str:
     agree = sum(query["same_as_eager"] for query in text["queries"])
     return (
         f"embeddings {verdict}: error against float64 {same['error_strobe']:.1e}, bound {same['bound']:.1e} (twice "
-        "eager's and a rounding); "
-        f"least cosine {same['least_cosine']:.8f}; same neighbours for {agree} of {len(text['queries'])} questions\n"
+        f"eager's and a rounding); least cosine {same['least_cosine']:.8f}; same neighbours for {agree} of "
+        f"{len(text['queries'])} questions\n"
     )
 
 

@@ -79,7 +79,7 @@ def parser(prog: str = "python -m ladder") -> argparse.ArgumentParser:
         help="append JSON lines to FILE, or print them instead of a table",
     )
     made.add_argument("--out", type=Path, metavar="FILE", help="file of the page (default ladder.html)")
-    made.add_argument("--device", help="cuda, cuda:1 or cpu (the GPU where there is one)")
+    made.add_argument("--device", help="cuda, cuda:1 or cpu (default: the GPU if there is one)")
     return made
 
 

@@ -102,14 +102,14 @@ def overview(rows: list[dict[str, Any]]) -> str:
     lines = [
         "\n## All rungs\n",
         (
-            f"TFLOP/s at {OVERVIEW:,} queries and keys (decode: one query, GB/s by the model), beside strobe's own "
-            "forward and what PyTorch ships."
+            f"TFLOP/s at {OVERVIEW:,} queries and keys (decode: one query, GB/s by the model), with strobe's "
+            "forward and PyTorch's kernels for comparison."
         ),
         (
-            "What stands in a column was timed in turn, in one process, as CUDA graphs; in italics in another, where "
-            "clocks may be others (k1 and decode"
+            "The numbers of a column were timed alternately in one process, as CUDA graphs (k1 and decode: as launches). "
+            "Numbers in italics come from another process, whose clocks may differ; numbers in brackets are at"
         ),
-        f"launched). In brackets at {SHORTER:,}.\n",
+        f"{SHORTER:,}.\n",
         f"| | {' | '.join(column.head for column in columns)} |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
@@ -261,11 +261,9 @@ def counted(rows: list[dict[str, Any]], name: str) -> str:
     return (
         f"Counted (D {row['head_dim']}, {'causal' if row['causal'] else 'dense'}, S_k {row['seqlen_k']}, ncu): "
         f"{seen['dram_bytes'] / 1e9:.3g} GB from and to DRAM, {seen['l2_bytes'] / 1e9:.3g} GB through L2 "
-        f"({row.get('model_bytes', 0) / 1e9:.3g} by the model); tensor cores busy {seen['tensor_percent']:.0f} % "
-        "of the time, issue slots "
-        f"{seen['issue_percent']:.0f} %, shared memory {seen['shared_percent']:.0f} %; "
-        f"{seen['bank_conflicts'] / 1e6:.3g} M bank conflicts; "
-        f"warps wait for: {waits}.\n"
+        f"({row.get('model_bytes', 0) / 1e9:.3g} by the model); tensor cores busy {seen['tensor_percent']:.0f} % of "
+        f"the time, issue slots {seen['issue_percent']:.0f} %, shared memory {seen['shared_percent']:.0f} %; "
+        f"{seen['bank_conflicts'] / 1e6:.3g} M bank conflicts; warps wait for: {waits}.\n"
     )
 
 
@@ -311,7 +309,9 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m ladder.harness.pages", description="Pages and tables of the ladder.")
-    parser.add_argument("folder", type=Path, nargs="?", help="where pages go; without it, the docstrings are written")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", help="folder of the pages; without it, the docstrings are updated"
+    )
     folder, rows = parser.parse_args(argv).folder, read()
     if folder:
         write(folder, rows)

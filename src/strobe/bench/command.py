@@ -126,7 +126,7 @@ def _decode(arguments: argparse.Namespace, options: Options) -> int:
             "--data, --graph, --flush, --plot",
             "decode",
             "none of them",
-            "it is a graph over cold caches as it is, and has no plot",
+            "decode already runs as a graph over cold caches, and has no plot",
         )
     cases = decode.suite(arguments.case)
     if arguments.list:

@@ -133,7 +133,7 @@ class Mask:
 
     def __bool__(self) -> bool:
         said = (
-            "a question whether it is true",
+            "its truth value",
             "& between masks, or `is None`",
             "write strobe.causal() & strobe.documents(ids), not and",
         )
@@ -147,7 +147,7 @@ class Mask:
                 "mask",
                 "documents combined with documents",
                 "at most one documents() in a mask",
-                "give each pair of ids an id of its own",
+                "give each pair of ids one new id",
             )
         combined = Mask(
             _least(self.left, other.left),
@@ -187,7 +187,7 @@ class Mask:
                     f"seqlen_{side}",
                     length,
                     f"the {ids.shape[1]} positions of ids_{side}",
-                    "write a mask out at its own sizes",
+                    "pass the sizes of the mask",
                 )
         device = device_here(device)
         row = torch.arange(seqlen_q, device=device)[:, None]
@@ -417,7 +417,7 @@ def _least(a: int | Tensor | None, b: int | Tensor | None, name: str = "") -> An
         raise InvalidProblem(
             f"mask {name}",
             got,
-            f"{expected}, as the mask that it is combined with has",
+            f"{expected}, like the other mask",
             "give both for the same batch entries",
         )
     if isinstance(a, Tensor):

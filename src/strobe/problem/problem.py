@@ -141,7 +141,7 @@ class Problem:
             rows, keys = (layout.batch, layout.seqlen_q), (layout.batch, layout.seqlen_k)
             tokens = ((*rows, self.heads_q), (*keys, self.heads_kv), (*keys, self.heads_kv))
         else:
-            raise UnsupportedProblem(f"{self}: paged problems have no example of their own yet")
+            raise UnsupportedProblem(f"{self}: paged problems have no example")
         widths = (self.head_dim, self.head_dim, self.head_dim_v)
         q, k, v = (self._zeros((*t, width), strides, device) for t, width, strides in zip(tokens, widths, self.strides))
         call = Call(

@@ -140,9 +140,8 @@ class Machine:
         p.last_read = seen
         if p.repeats >= SPINS:
             text = (
-                f"{p.name} reads {memory.name} repeatedly by a plain load, which need not see other agents' "
-                "writes: read it by a volatile "
-                f"or acquiring load; at {place_text(actor.where)}"
+                f"{p.name} reads {memory.name} repeatedly by a plain load, which need not see other agents' writes: "
+                f"read it by a volatile or acquiring load; at {place_text(actor.where)}"
             )
             self.report("deadlock", text, actor.where, (memory.name, actor.where))
             self.poll(seen)
@@ -254,9 +253,8 @@ class Machine:
             for agent, place in barrier.unordered_waits():
                 self.report(
                     "barrier",
-                    f"a phase of {barrier.name} ends, not ordered after the wait of "
-                    f"{agent.partition('/')[2]} for the phase before, at {place_text(place)}: "
-                    "that wait may come too late and miss it",
+                    f"a phase of {barrier.name} ends, not ordered after the wait of {agent.partition('/')[2]} for the "
+                    f"previous phase, at {place_text(place)}: that wait may come too late and miss it",
                     place,
                     (barrier.name, place),
                 )

@@ -128,7 +128,6 @@ class ForwardConfig:
         heads = f" of {t.joined} heads" if t.joined > 1 else ""
         return (
             f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages}, {order}, shared "
-            f"{self.form.shared_bytes() / KIB:.0f} KiB, "
-            f"{self.form.tensor_columns()} columns of tensor memory{by_fma}, registers {registers}; has not run on "
-            "a Blackwell GPU"
+            f"{self.form.shared_bytes() / KIB:.0f} KiB, {self.form.tensor_columns()} columns of tensor memory{by_fma}, "
+            f"registers {registers}; has not run on a Blackwell GPU"
         )

@@ -280,9 +280,9 @@ class HopperDecode:
             width * problem.cache_dtype.itemsize % ALIGNMENT for width in (problem.head_dim, problem.head_dim_v)
         ):
             return (
-                f"copies {ALIGNMENT} bytes at a time: addresses, strides and rows of k and v must be whole "
-                "multiples; addresses and strides are "
-                f"multiples of {problem.alignment}, rows of {problem.head_dim} and {problem.head_dim_v} numbers"
+                f"copies {ALIGNMENT} bytes at a time: addresses, strides and rows of k and v must be whole multiples; "
+                f"addresses and strides are multiples of {problem.alignment}, rows of {problem.head_dim} and "
+                f"{problem.head_dim_v} numbers"
             )
         if problem.capacity >= FARTHEST:
             return f"sequences of fewer than 2^30 keys; these may hold {problem.capacity}"
