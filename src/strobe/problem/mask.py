@@ -133,7 +133,7 @@ class Mask:
 
     def __bool__(self) -> bool:
         said = (
-            "its truth value",
+            "a test whether it is true",
             "& between masks, or `is None`",
             "write strobe.causal() & strobe.documents(ids), not and",
         )
