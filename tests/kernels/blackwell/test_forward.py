@@ -297,7 +297,7 @@ def test_packed_queries_whose_heads_lie_apart_do_not_share_tiles():
 def test_sharing_a_tile_changes_no_bit(name, monkeypatch):
     call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, kernel="blackwell")
     together, _ = simulated(call, B200)
-    monkeypatch.setattr(blackwell, "joined", lambda *_: 1)
+    monkeypatch.setattr(blackwell, "qheads_per_tile", lambda *_: 1)
     apart, run = simulated(call, B200)
     assert run.reports == [] and torch.equal(together.out, apart.out) and torch.equal(together.lse, apart.lse)
 

@@ -687,7 +687,7 @@ def test_sharing_a_tile_changes_no_bit(name, monkeypatch):
     monkeypatch.setattr(hopper, "early", lambda problem: False)
     call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, kernel="hopper")
     together, _ = simulated(call, H200)
-    monkeypatch.setattr(hopper, "joined", lambda *_: 1)
+    monkeypatch.setattr(hopper, "qheads_per_tile", lambda *_: 1)
     apart, run = simulated(call, H200)
     assert run.reports == [] and torch.equal(together.out, apart.out) and torch.equal(together.lse, apart.lse)
 

@@ -14,7 +14,14 @@ from ...problem.call import Call
 from ...problem.problem import Problem
 from ...problem.target import Target
 from ..protocol import Buffer, Cost, Forward, Plan, attention_cost, entries, fills_tiles
-from ..runtime.tma_requirements import against_call, against_mask, against_memory, against_tools, joined, query_tiles
+from ..runtime.tma_requirements import (
+    against_call,
+    against_mask,
+    against_memory,
+    against_tools,
+    qheads_per_tile,
+    query_tiles,
+)
 from .traits import ROWS, STAGES_Q, Form, ForwardConfig, Tuning
 
 CAPABILITIES = (100, 103)
@@ -78,7 +85,7 @@ class BlackwellForward:
         widths = tiled(problem.head_dim, problem.head_dim_v)
         if widths is None:
             raise ValueError(_against_widths(problem))
-        tuning = replace(TUNINGS[widths], joined=joined(problem, ROWS * STAGES_Q, ROWS))
+        tuning = replace(TUNINGS[widths], joined=qheads_per_tile(problem, ROWS * STAGES_Q, ROWS))
         group = problem.group // tuning.joined
         even = fills_tiles(problem, tuning.block_n)
         uneven = problem.packed or problem.mask.left or problem.mask.right  # some tiles see fewer keys

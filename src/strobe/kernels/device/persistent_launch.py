@@ -92,7 +92,7 @@ def work_of(plan: Plan, call: Call) -> tuple:
         raise KernelFault(f"{plan.kernel.name}: {whole} tiles of {tuning.block_m} queries are more than a launch can count; split the batch")
     sizes = (layout.batch, heads, *lengths, tiles_m, section)
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
-    return whole, sizes, limits, numbers_of(problem)
+    return whole, sizes, limits, softmax_parameters(problem)
 
 
 def even_section(parts: int, most: int) -> int:
@@ -103,7 +103,7 @@ def even_section(parts: int, most: int) -> int:
     return next((n for n in range(most, most // 2, -1) if parts % n == 0), -(-parts // max(1, shares)))
 
 
-def numbers_of(problem: Problem) -> tuple[float, float]:
+def softmax_parameters(problem: Problem) -> tuple[float, float]:
     """(scale_log2, softcap): the raw score is q k^T, or tanh(softcap * q k^T) where the call caps scores; it is worth scale_log2 in log2 units."""
     cap = problem.softcap
     return (cap * LOG2_E, problem.scale / cap) if cap else (problem.scale * LOG2_E, 0.0)

@@ -231,7 +231,7 @@ def streamed(form: DecodeForm, problem: DecodeProblem, tiles: int, sm_count: int
     return fits and 2 * tiles >= 3 * sm_count and tiles * problem.capacity >= STREAMED_KEYS * sm_count
 
 
-def joined(form: DecodeForm, n_splits: int) -> int:
+def splits_per_load(form: DecodeForm, n_splits: int) -> int:
     """Splits whose partial results fit into registers at once, at most `n_splits` (rounded up)."""
     numbers = JOINED_NUMBERS if form.block_m <= 16 and form.block_dv <= 128 else JOINED_NUMBERS // 2
     return max(1, min(padded(n_splits, 1), MOST_JOINED, numbers // (form.joined_rows * form.block_dv)))
@@ -305,7 +305,9 @@ class HopperDecode:
         slots = target.sm_count * (MOST_SHARED // (form.shared_bytes() + RESERVED))
         n_splits, split_size = splits(problem.capacity, tiles, form.block_n, 0 if problem.batch_invariant else slots)
         return DecodeConfig(
-            replace(form, early=EARLY, joined=joined(form, n_splits), single=n_splits == 1), n_splits, split_size
+            replace(form, early=EARLY, joined=splits_per_load(form, n_splits), single=n_splits == 1),
+            n_splits,
+            split_size,
         )
 
     def cost(self, problem: DecodeProblem) -> Cost:

@@ -30,7 +30,7 @@ from ..runtime.tma_requirements import (
     against_spans,
     against_tools,
     has_spans,
-    joined,
+    qheads_per_tile,
     query_tiles,
 )
 from .decode_config import DECODE as DECODE
@@ -146,7 +146,7 @@ class HopperForward:
         # A window's tile of more heads has fewer queries, which see fewer keys: up to 9 % faster for an equal number of
         # tiles (H200, windows of 128 to 4096).
         fewer = 0.0 if problem.mask.left else 0.1
-        tuning = replace(tuning, joined=joined(problem, ROWS * tuning.consumers, ROWS, fewer))
+        tuning = replace(tuning, joined=qheads_per_tile(problem, ROWS * tuning.consumers, ROWS, fewer))
         group = problem.group // tuning.joined
         even = fills_tiles(problem, tuning.block_n)
         widths = tiled(problem.head_dim, problem.head_dim_v)
@@ -255,11 +255,11 @@ class HopperBackward:
         tuning = capped or BACKWARD_TUNINGS[widths]
         even = not has_spans(problem.mask) and fills_tiles(problem, tuning.block_n)
         splits = 1 if ordered or widths[0] != widths[1] else _splits(problem, target, tuning)
-        stores = ordered or _first_stores(problem, splits, widths, tuning)
-        lags = _lags(problem, splits, widths, tuning, ordered)
-        begun = (
+        stores = ordered or _dq_first_writer_stores(problem, splits, widths, tuning)
+        defers = _defers_dq(problem, splits, widths, tuning, ordered)
+        folds = (
             widths in BEGUN
-            and (lags or _begins(problem, widths))
+            and (defers or _folds_lse(problem, widths))
             and not problem.softcap
             and 1 / FINE < problem.scale < FINE
         )
@@ -272,13 +272,13 @@ class HopperBackward:
             ordered,
             splits,
             stores,
-            lags,
-            begun,
+            defers,
+            folds,
         )
         form = BackwardForm(tuning, *widths, *head_dims, *constants)
         added = {
-            "clears": _clears(problem, form),
-            "finishes": _finishes(problem, form),
+            "clears": _dq_zeroed_ahead(problem, form),
+            "finishes": _dq_written_directly(problem, form),
             "last_sections": _last_sections(problem, form),
         }
         return BackwardConfig(replace(form, **added))
@@ -321,7 +321,7 @@ class HopperBackward:
 LONG_PROGRAM = 64  # steps of the longest program, beyond which float32 sums of dk and dv cost little
 
 
-def _first_stores(problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTuning) -> bool:
+def _dq_first_writer_stores(problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTuning) -> bool:
     """Whether the first key tile that reaches a dq tile stores it and the others wait, so that nothing zeroes dq's sum.
 
     This is faster if rows see few keys and key tiles arrive one after the other. Dense tiles arrive together. If a
@@ -356,7 +356,7 @@ def _one_tile(problem: Problem, tuning: BackwardTuning) -> bool:
 CLEARED_KEYS = 600  # keys per row on average, from which a key tile has time to zero its part
 
 
-def _clears(problem: Problem, form: BackwardForm) -> bool:
+def _dq_zeroed_ahead(problem: Problem, form: BackwardForm) -> bool:
     """Whether programs zero dq's sum ahead of use, instead of an earlier kernel.
 
     Not if consumers split the products, where adds to dq limit memory anyway (d192 1.003x, d256 1.000x). Not if steps
@@ -374,7 +374,7 @@ def _clears(problem: Problem, form: BackwardForm) -> bool:
 FINISHED_KEYS = {(64, 64): 400, (128, 128): 600}
 
 
-def _finishes(problem: Problem, form: BackwardForm) -> bool:
+def _dq_written_directly(problem: Problem, form: BackwardForm) -> bool:
     """Whether dq of queries that see only the first key tile is written directly instead of summed in memory.
 
     Steps that compute the previous step's dq (form.lags) have no registers for it.
@@ -388,7 +388,7 @@ def _finishes(problem: Problem, form: BackwardForm) -> bool:
     return (
         may
         and suits
-        and not _clears(problem, form)
+        and not _dq_zeroed_ahead(problem, form)
         and keys_a_row(problem) < FINISHED_KEYS.get((form.block_d, form.block_dv), 0)
     )
 
@@ -405,7 +405,7 @@ def _last_sections(problem: Problem, form: BackwardForm) -> int:
     return 2 if form.members > 1 else 1
 
 
-def _lags(problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTuning, ordered: bool) -> bool:
+def _defers_dq(problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTuning, ordered: bool) -> bool:
     """Whether a step computes dq of the previous step, so that the two consumers need not run in lockstep."""
     if widths not in LAGGING_STEPS or problem.mask.documents or problem.softcap:
         return False
@@ -414,7 +414,7 @@ def _lags(problem: Problem, splits: int, widths: tuple[int, int], tuning: Backwa
     return steps * (2 if ordered and widths == (64, 64) else 1) >= LAGGING_STEPS[widths]
 
 
-def _begins(problem: Problem, widths: tuple[int, int]) -> bool:
+def _folds_lse(problem: Problem, widths: tuple[int, int]) -> bool:
     """Whether the score accumulator starts at -lse even without form.lags."""
     return widths == (128, 128) and problem.mask.right
 

@@ -13,7 +13,7 @@ from ...errors import KernelFault
 from ...problem.call import Call
 from ...problem.problem import ALIGNMENT, Problem
 from ..device.dialect import TensorDescriptor, gl
-from ..device.persistent_launch import MOST_TILES, Launch, even_section, numbers_of
+from ..device.persistent_launch import MOST_TILES, Launch, even_section, softmax_parameters
 from ..device.tma import addressable, descriptor
 from ..protocol import Backward, Plan, entries, strides_of
 from ..runtime import launcher
@@ -66,7 +66,7 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
 
 def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
     strides = tuple(strides_of(t, plan.problem) for t in pointers[:2])
-    unit = -1.0 / numbers_of(plan.problem)[0] if plan.config.form.begun else 1.0
+    unit = -1.0 / softmax_parameters(plan.problem)[0] if plan.config.form.begun else 1.0
     _, tiles_n, section = parts_of_heads(plan)
     # 0 otherwise, so that kernels are not compiled per length
     cleared = (section, tiles_n) if plan.config.form.clears else (0, 0)
@@ -168,7 +168,7 @@ def main_launch(
     )
     sizes = (batch, problem.heads_q, seqlen_q, seqlen_k, query_tiles(problem, tuning.block_m), tiles_n, section, *apart)
     tiles = counted(plan, parts * tiles_n)
-    work = (tiles, sizes, (call.left, call.right), (*numbers_of(problem), problem.scale))
+    work = (tiles, sizes, (call.left, call.right), (*softmax_parameters(problem), problem.scale))
     arguments = (*described, dq_sum, turns, counter, offsets, work, form)
     programs = min(plan.target.sm_count, tiles)
     return Launch(backward.backward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": 168})

@@ -56,7 +56,7 @@ def invariant_launch(plan: Plan, call: Call, tensors: tuple, offsets: tuple, wor
         strides,
         batch_invariant.sizes_of(problem, form.block_m),
         limits,
-        numbers_of(problem),
+        softmax_parameters(problem),
         form,
     )
     return Launch(invariant_kernel, count, arguments, {"num_warps": form.warps})
@@ -80,7 +80,7 @@ def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, w
         strides,
         sizes,
         (call.left, call.right),
-        numbers_of(problem),
+        softmax_parameters(problem),
         config.form,
     )
     together = config.form.cluster or 1
@@ -94,7 +94,7 @@ def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, w
     )
 
 
-def numbers_of(problem: DecodeProblem | Problem) -> tuple[float, float]:
+def softmax_parameters(problem: DecodeProblem | Problem) -> tuple[float, float]:
     """(scale_log2, softcap), both at least 0. A raw score is q k^T, or tanh(softcap * q k^T) with a cap; times
     scale_log2 it is in log2 units.
     """

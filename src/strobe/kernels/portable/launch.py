@@ -24,7 +24,7 @@ DELTA_ROWS = 64
 MOST_PROGRAMS = 2**31  # in the first grid dimension, the only one used here
 
 
-def numbers_of(problem: Problem) -> tuple[tuple[float, float, float], ...]:
+def softmax_parameters(problem: Problem) -> tuple[tuple[float, float, float], ...]:
     """(scale_log2, softcap, factor), each as three float32.
 
     A raw score is q k^T, or tanh(softcap * q k^T) with a cap; times scale_log2 it is in log2 units. factor is |scale|.
@@ -80,7 +80,7 @@ def forward_launches(plan: Plan, call: Call, tensors: Forward) -> list[Launch]:
         strides,
         sizes,
         limits,
-        numbers_of(problem)[:2],
+        softmax_parameters(problem)[:2],
         form,
     )
     return [_launch(forward.forward_kernel, sizes[4] * problem.heads_q * entries(problem), arguments, form.tuning)]
@@ -99,7 +99,7 @@ def invariant_launch(plan: Plan, call: Call, tensors: Forward) -> Launch:
         strides,
         shared.sizes_of(problem, form.block_m),
         limits,
-        numbers_of(problem)[:2],
+        softmax_parameters(problem)[:2],
         form,
     )
     options = {"num_warps": form.warps, "num_stages": form.stages}
@@ -116,7 +116,7 @@ def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
         for name, x in (("dout", t.dout), ("out", t.out), ("do", dout), ("dq", t.dq), ("dk", t.dk), ("dv", t.dv))
     }
     q, k, v = (strides_of(x, problem) for x in call[:3])
-    limits, numbers, word = (call.left, call.right), numbers_of(problem), error_flags.word(call.q.device)
+    limits, numbers, word = (call.left, call.right), softmax_parameters(problem), error_flags.word(call.q.device)
     read = (call.q, call.k, call.v, dout, t.lse, t.delta)
     rows = t.lse.shape[-1]
     delta = (

@@ -44,7 +44,7 @@ def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, w
     strides = tuple(x.stride()[:3] for x in (call.q, k, v, tensors[6]))
     arguments = (
         (call.q, k, v, *tensors[3:]), (call.k_scale, call.v_scale), shares, word, strides, sizes,
-        (call.left, call.right), _numbers(problem), form,
+        (call.left, call.right), _softmax_parameters(problem), form,
     )  # fmt: skip
     programs = layout.batch * problem.heads_kv * n_tiles * config.n_splits
     return Launch(decode.decode_kernel, programs, arguments, {"num_warps": form.warps, "num_stages": form.stages})
@@ -92,7 +92,7 @@ def _stored(pool: Tensor, as_bytes: bool) -> Tensor:
     return pool.view(torch.uint8) if as_bytes else pool
 
 
-def _numbers(problem: DecodeProblem) -> tuple[tuple[float, float, float], ...]:
+def _softmax_parameters(problem: DecodeProblem) -> tuple[tuple[float, float, float], ...]:
     """(scale_log2, softcap). A raw score is q k^T, or tanh(softcap * q k^T) with a cap; scale_log2 makes it log2
     units.
     """

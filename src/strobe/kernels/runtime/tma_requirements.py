@@ -42,7 +42,7 @@ def fold_of(heads: int) -> int:
     return 1 << (heads - 1).bit_length()
 
 
-def joined(problem: Problem, rows: int, most: int, fewer: float = 0.1) -> int:
+def qheads_per_tile(problem: Problem, rows: int, most: int, fewer: float = 0.1) -> int:
     """pack_gqa: query heads per tile of `rows` rows. All that share a key head (at most `most`) if that reduces the
     number of tiles by the fraction `fewer`, else one.
 
