@@ -1,5 +1,9 @@
 """Runs, checks, measures and plots the rungs."""
 
+from typing import Any
+
+Row = dict[str, Any]  # one measured run, as JSON: field -> value
+
 # name of a rung -> its file in ladder/, in the order of the course
 FILES = {
     "k1": "k1_naive",

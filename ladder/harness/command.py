@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
@@ -21,8 +21,8 @@ from strobe.bench.run import circumstances, opened, written
 from strobe.errors import InvalidProblem, UnsupportedProblem
 from strobe.problem.target import Target
 
-from . import RUNGS, harness, measure
-from .harness import Rung
+from . import RUNGS, Row, harness, measure
+from .harness import Options, Rung
 from .measure import Point
 from .options import parser
 
@@ -146,7 +146,7 @@ def _lengths(arguments: argparse.Namespace, gpu: Target | None) -> Sequence[int]
     return arguments.seqlen or (SEQLENS if gpu else (0,))
 
 
-def _options(rung: Rung, head_dim: int, causal: bool, pairs: Sequence[str]) -> dict[str, Any]:
+def _options(rung: Rung, head_dim: int, causal: bool, pairs: Sequence[str]) -> Options:
     """NAME=N pairs as values of the rung's Form, except fields that the problem determines."""
     known = {field.name for field in fields(rung.form)} - {"head_dim", "causal", "masks", "short"}
     found = {}
@@ -169,7 +169,7 @@ def _options(rung: Rung, head_dim: int, causal: bool, pairs: Sequence[str]) -> d
 # ---------------------------------------------------------------- rows
 
 
-def _rows(points: Sequence[Point], arguments: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+def _rows(points: Sequence[Point], arguments: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """One row per point. A failure is a row with its reason, and the remaining rungs still run."""
     about, rivals = circumstances(device), measure.pick([name for name in arguments.rivals.split(",") if name])
     if device.type == "cuda":
@@ -180,7 +180,7 @@ def _rows(points: Sequence[Point], arguments: argparse.Namespace, device: torch.
     yield from (row | about for row in _simulated(points, arguments.seed))
 
 
-def _simulated(points: Sequence[Point], seed: int) -> Iterator[dict[str, Any]]:
+def _simulated(points: Sequence[Point], seed: int) -> Iterator[Row]:
     """One row per point. Progress goes to standard error, since a rung takes seconds."""
     names = ", ".join(dict.fromkeys(point.rung.name for point in points))
     does = "each rung is simulated on a small problem, checked for races and against the oracle; nothing is timed"
@@ -205,7 +205,7 @@ def _simulated(points: Sequence[Point], seed: int) -> Iterator[dict[str, Any]]:
         yield row | {"error": attempt.reason}
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
+def show(rows: Sequence[Row]) -> None:
     """Print the table, followed by failures and their reasons."""
     headers = [
         "rung",

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import triton
@@ -20,7 +19,7 @@ import triton.language as tl
 
 from strobe.errors import UnsupportedProblem
 
-from . import harness
+from . import Row, harness
 from .harness import Rung
 
 BYTES = {
@@ -45,9 +44,7 @@ BOUNDARY = "rung_boundary"  # the kernel at the end of this file
 MOST_SECONDS = 600
 
 
-def facts(
-    names: Sequence[str], seqlen: int, head_dim: int, causal: bool, ncu: str | None = None
-) -> list[dict[str, Any]]:
+def facts(names: Sequence[str], seqlen: int, head_dim: int, causal: bool, ncu: str | None = None) -> list[Row]:
     """One row per rung: its problem, and under "counters" bytes, percentages, conflicts, and stall reasons as fractions
     of warp time.
     """
@@ -80,7 +77,7 @@ def facts(
     ]
 
 
-def heading(rung: Rung, seqlen: int, head_dim: int, causal: bool) -> dict[str, Any]:
+def heading(rung: Rung, seqlen: int, head_dim: int, causal: bool) -> Row:
     size = rung.size(seqlen, head_dim, causal)
     return harness.heading(rung.name, size, {}) | {
         "where": "gpu",
@@ -110,7 +107,7 @@ def parts(lines: Iterable[str]) -> list[list[dict[str, float]]]:
     return runs
 
 
-def summary(kernels: Sequence[dict[str, float]]) -> dict[str, Any]:
+def summary(kernels: Sequence[dict[str, float]]) -> Row:
     """The kernels of one run combined: bytes are summed; percentages and fractions are averaged by kernel time."""
     total = sum(kernel[TIME] for kernel in kernels)
     mean = lambda metric: sum(kernel[metric] * kernel[TIME] for kernel in kernels) / total
@@ -124,7 +121,7 @@ def summary(kernels: Sequence[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def lines(rows: Iterable[dict[str, Any]]) -> list[list[object]]:
+def lines(rows: Iterable[Row]) -> list[list[object]]:
     """Table cells: rung, DRAM and L2 GB, percentages of tensor cores, issue slots and shared memory, conflicts in
     millions, main stall reasons.
     """

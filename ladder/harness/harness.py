@@ -20,7 +20,9 @@ from strobe.problem.call import Call
 from strobe.problem.target import Target
 from strobe.testing.compare import assert_as_good_as
 
-from . import FILES, RUNGS
+from . import FILES, RUNGS, Row
+
+Options = dict[str, int]  # fields of a rung's form that the caller sets: name -> value
 
 if TYPE_CHECKING:
     from strobe.sim import Run
@@ -118,7 +120,7 @@ class Rung(NamedTuple):
     # the part of (q, k, v) that products see, if not all of it
     seen: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
 
-    def form_of(self, size: Size, options: dict[str, Any]) -> Any:
+    def form_of(self, size: Size, options: Options) -> Any:
         """The config that `run` compiles for at this size."""
         named = {field.name for field in fields(self.form)}
         return self.form(
@@ -207,7 +209,7 @@ def outputs(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor
 
 
 def check_result(
-    rung: Rung, found: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor, Tensor], causal: bool, **options: Any
+    rung: Rung, found: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor, Tensor], causal: bool, **options: int
 ) -> float:
     """The largest error of the first and last head, relative to the allowed error. Raises AssertionError above 1.
 
@@ -268,9 +270,7 @@ class _Allocations(TorchDispatchMode):
         return found
 
 
-def simulated(
-    rung: Rung, size: Size, options: dict[str, Any], mode: str = "pct", seed: int = 0
-) -> tuple[dict[str, Any], Run]:
+def simulated(rung: Rung, size: Size, options: Options, mode: str = "pct", seed: int = 0) -> tuple[Row, Run]:
     """(row, simulated run) of a small problem. Raises SimulationFault for a race, AssertionError for a wrong result.
 
     The row's moved_bytes are the bytes that the kernels requested from global memory, counted per access.
@@ -298,8 +298,8 @@ def simulated(
 
 
 def checked(
-    rung: Rung, size: Size, options: dict[str, Any], device: torch.device
-) -> tuple[dict[str, Any], Callable[[], tuple[Tensor, Tensor]]]:
+    rung: Rung, size: Size, options: Options, device: torch.device
+) -> tuple[Row, Callable[[], tuple[Tensor, Tensor]]]:
     """(row without times, function to time) of a run on a GPU. Raises AssertionError for a wrong result."""
     q, k, v = draw(rung, size, device)
     run = lambda: rung.run(q, k, v, size.causal, **options)
@@ -316,14 +316,14 @@ def checked(
     return _row(rung, size, options, "gpu") | figures, run
 
 
-def heading(name: str, size: Size, options: dict[str, Any]) -> dict[str, Any]:
+def heading(name: str, size: Size, options: Options) -> Row:
     """The first fields of every row, including rows of failed runs."""
     return {"rung": name, **size._asdict(), "options": options} | dict.fromkeys(
         ("ms", "tflops", "gbps", "percent_of_ceiling", "moved_bytes")
     )
 
 
-def _row(rung: Rung, size: Size, options: dict[str, Any], where: str) -> dict[str, Any]:
+def _row(rung: Rung, size: Size, options: Options, where: str) -> Row:
     form = rung.form_of(size, options)
     about = heading(rung.name, size, options) | {"where": where}
     return about | {"flops": size.flops, "model_bytes": rung.moved(size, form)}

@@ -20,8 +20,8 @@ from strobe.errors import InvalidProblem
 from strobe.problem.call import Call
 from strobe.problem.target import Target
 
-from . import RUNGS, harness
-from .harness import Rung, Size
+from . import RUNGS, Row, harness
+from .harness import Options, Rung, Size
 
 AGREE = 2e-2  # allowed difference between rival and oracle, relative to the oracle's norm
 
@@ -29,7 +29,7 @@ AGREE = 2e-2  # allowed difference between rival and oracle, relative to the ora
 class Point(NamedTuple):
     rung: Rung
     size: Size
-    options: dict[str, Any]
+    options: Options
 
     @property
     def place(self) -> tuple:
@@ -51,17 +51,17 @@ def pick(names: Sequence[str]) -> list[Any]:
     return [known[name] for name in names]
 
 
-def rows(points: Iterable[Point], rivals: Sequence[Any], rounds: int, device: torch.device) -> Iterator[dict[str, Any]]:
+def rows(points: Iterable[Point], rivals: Sequence[Any], rounds: int, device: torch.device) -> Iterator[Row]:
     """One row per point and rival, for points `in_order`. With rounds=0 it only checks. A failure is a row with its
     reason under "error".
     """
     for _, group in groupby(points, key=lambda point: point.place):
-        found: list[dict[str, Any]] = []
+        found: list[Row] = []
         ready: dict[int, Callable[[], object]] = {}
         sizes = []
         for rung, size, options in group:
             sizes.append(size)
-            row: dict[str, Any] = harness.heading(rung.name, size, options)
+            row: Row = harness.heading(rung.name, size, options)
             with Attempt() as attempt:
                 row, ready[len(found)] = harness.checked(rung, size, options, device)
             found.append(row | {"error": attempt.reason})
@@ -91,9 +91,7 @@ def _rival(rival: Any, size: Size, device: torch.device) -> Callable[[], Tensor]
     return call
 
 
-def _timed(
-    found: list[dict[str, Any]], ready: dict[int, Callable[[], object]], rounds: int, device: torch.device
-) -> None:
+def _timed(found: list[Row], ready: dict[int, Callable[[], object]], rounds: int, device: torch.device) -> None:
     """Add times to the rows whose runs are `ready`, measured alternately. Device time only: for short kernels, host
     launches would take longer.
     """
@@ -111,7 +109,7 @@ def _timed(
             found[n]["error"] = attempt.reason
 
 
-def percent(row: dict[str, Any], ms: float, target: Target) -> float | None:
+def percent(row: Row, ms: float, target: Target) -> float | None:
     """The lower bound of the time, by FLOPs and compulsory bytes, in percent of the measured time. 8-bit rungs count
     twice the 16-bit rate.
     """

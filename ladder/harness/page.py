@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from strobe import reference
 from strobe.problem.call import Call
 from strobe.problem.mask import Mask, causal, documents, full, window
+
+from . import Row
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SEQLEN, BLOCK, HEAD_DIM = 24, 6, 8
@@ -62,7 +63,7 @@ def drawn(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q, k, v
 
 
-def problem() -> dict[str, Any]:
+def problem() -> Row:
     q, k, v = drawn()
     found = {}
     for name, (words, mask) in masks().items():
@@ -73,7 +74,7 @@ def problem() -> dict[str, Any]:
     return {"block": BLOCK, "scale": HEAD_DIM**-0.5, "masks": found, **tensors}
 
 
-def timelines() -> list[dict[str, Any]]:
+def timelines() -> list[Row]:
     """Timelines with loads first, then products, then engines. Events are [row, kind, name, start ns, end ns, where],
     sorted by start.
     """

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import FILES, RUNGS, harness
+from . import FILES, RUNGS, Row, harness
 from .harness import Rung, Size
 from .plot import days, save
 
@@ -46,16 +46,16 @@ _PICTURES = {
 }
 
 
-def measured(rows: Iterable[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def measured(rows: Iterable[Row], name: str) -> list[Row]:
     """The newest timed row for each problem of a rung with its default Form."""
-    found: dict[tuple, dict[str, Any]] = {}
+    found: dict[tuple, Row] = {}
     for row in rows:
         if row.get("rung") == name and row.get("ms") and not row["options"]:
             found[row["head_dim"], row["causal"], row["seqlen_k"]] = row
     return [found[key] for key in sorted(found)]
 
 
-def plain_table(rows: list[dict[str, Any]]) -> str:
+def plain_table(rows: list[Row]) -> str:
     """The table of a docstring, as plain text."""
     if not rows:
         return NOTHING
@@ -69,12 +69,12 @@ def plain_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"on {_where(rows)}"])
 
 
-def _where(rows: list[dict[str, Any]]) -> str:
+def _where(rows: list[Row]) -> str:
     newest = rows[-1]
     return f"{newest['device'].split(':')[0]}, torch {newest['torch']}, Triton {newest['triton']}, {days(rows)}"
 
 
-def with_table(source: str, rows: list[dict[str, Any]]) -> str:
+def with_table(source: str, rows: list[Row]) -> str:
     """A rung's source with its measured table updated."""
     return _MEASURED.sub(lambda _: plain_table(rows), source, count=1)
 
@@ -82,7 +82,7 @@ def with_table(source: str, rows: list[dict[str, Any]]) -> str:
 # ---------------------------------------------------------------- the pages
 
 
-def index(rows: list[dict[str, Any]]) -> str:
+def index(rows: list[Row]) -> str:
     """The first page: all rungs, and what was measured of them."""
     rungs = [harness.load(name) for name in RUNGS]
     lines = [
@@ -92,7 +92,7 @@ def index(rows: list[dict[str, Any]]) -> str:
     return _HEADING + "\n".join([*lines, ""]) + overview(rows)
 
 
-def overview(rows: list[dict[str, Any]]) -> str:
+def overview(rows: list[Row]) -> str:
     """All rungs and rivals at one length, one process per kind of problem, and the 8-bit errors. Empty without rows."""
     timed = [row for row in rows if row.get("rung") in (*RUNGS, *RIVALS) and row.get("ms") and not row["options"]]
     columns = [_Column(timed, width, causal) for width in (64, 128) for causal in (False, True)]
@@ -135,7 +135,7 @@ class _Column:
     rows of the others.
     """
 
-    def __init__(self, timed: list[dict[str, Any]], width: int, causal: bool):
+    def __init__(self, timed: list[Row], width: int, causal: bool):
         self.head = f"D {width}, {'causal' if causal else 'dense'}"
         own = [row for row in timed if (row["head_dim"], row["causal"]) == (width, causal)]
         # rows of a process have the same date
@@ -155,11 +155,11 @@ class _Column:
         return f"({_rate(shorter):.4g})" if shorter else ""
 
 
-def _rate(row: dict[str, Any]) -> float:
+def _rate(row: Row) -> float:
     return row["gbps" if row["rung"] in RUNGS and harness.load(row["rung"]).queries else "tflops"]
 
 
-def section(rung: Rung, rows: list[dict[str, Any]], timeline: str = "") -> str:
+def section(rung: Rung, rows: list[Row], timeline: str = "") -> str:
     """A rung's page: idea, cost model, code difference, figures, `timeline` (name of the image), next bottleneck."""
     doc = inspect.cleandoc(importlib.import_module(f"ladder.{FILES[rung.name]}").__doc__ or "")
     told, _, limits = doc.partition("\nMeasured:\n")[0].partition("What limits it:")
@@ -229,7 +229,7 @@ def _source(module: Any, name: str) -> str:
     return inspect.getsource(shown).strip("\n")
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[Row]) -> str:
     if not rows:
         return f"{NOTHING.capitalize()}.\n"
     lines = [
@@ -245,7 +245,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"{_where(rows)}.", ""])
 
 
-def counted(rows: list[dict[str, Any]], name: str) -> str:
+def counted(rows: list[Row], name: str) -> str:
     """The hardware counters of the newest profiled run, as a sentence."""
     row = next((row for row in reversed(rows) if row.get("rung") == name and row.get("counters")), None)
     if row is None:
@@ -289,11 +289,11 @@ def timelines() -> Iterator[tuple[str, str]]:
         yield rung.name, svg(events, f"{rung.name}: {rung.idea}")
 
 
-def read(path: Path = RESULTS) -> list[dict[str, Any]]:
+def read(path: Path = RESULTS) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def write(folder: Path, rows: list[dict[str, Any]]) -> None:
+def write(folder: Path, rows: list[Row]) -> None:
     """Write the pages and their pictures into a folder. Simulates the rungs to draw their timelines: a minute."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {f"{name}.svg": picture for name, picture in timelines()}

@@ -7,13 +7,13 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from . import RUNGS
+from . import RUNGS, Row
 
 _DENSE, _CAUSAL = "#0072b2", "#e69f00"
 _MARKS = "os^vD<>pPX*hd8H"
 
 
-def save(rows: Sequence[dict[str, Any]], path: Path) -> list[Path]:
+def save(rows: Sequence[Row], path: Path) -> list[Path]:
     """Write `path` (TFLOP/s by rung, at each one's largest length) and NAME_length beside it. Returns the paths."""
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
@@ -28,7 +28,7 @@ def save(rows: Sequence[dict[str, Any]], path: Path) -> list[Path]:
     return written
 
 
-def _rates(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
+def _rates(figure: Any, rows: Sequence[Row]) -> None:
     names = [name for name in RUNGS if any(row["rung"] == name for row in rows)]
     widths = sorted({row["head_dim"] for row in rows})
     figure.set_size_inches(5.5 * len(widths), 1.5 + 0.42 * len(names))
@@ -56,7 +56,7 @@ def _rates(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
     figure.legend(labels.values(), labels.keys(), loc="outside upper center", ncols=2, frameon=False)
 
 
-def _lengths(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
+def _lengths(figure: Any, rows: Sequence[Row]) -> None:
     from matplotlib import colormaps
 
     colours = colormaps["tab20"](range(20))
@@ -83,7 +83,7 @@ def _lengths(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
 
 
-def _where(rows: Sequence[dict[str, Any]]) -> str:
+def _where(rows: Sequence[Row]) -> str:
     newest = rows[-1]
     return (
         f"{newest['device'].split(', ')[0]} · torch {newest['torch']} · {days(rows)} · commit "
@@ -91,7 +91,7 @@ def _where(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def days(rows: Sequence[dict[str, Any]]) -> str:
+def days(rows: Sequence[Row]) -> str:
     """The dates of the measurements."""
     dates = [row["date"][:10] for row in rows]
     first, last = min(dates), max(dates)

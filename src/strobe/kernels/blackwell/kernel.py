@@ -6,7 +6,6 @@ It has not run on a Blackwell GPU. It was verified in the simulator, by compilat
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -112,4 +111,4 @@ class BlackwellForward:
         run_forward(plan, call, tensors)
 
 
-FORWARD: Any = BlackwellForward()
+FORWARD = BlackwellForward()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ...problem.call import Call
@@ -16,12 +14,12 @@ from .traits import REGISTERS, ROWS
 
 
 def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
-    form: Any = plan.config.form
+    form = plan.config.form
     persistent_launch.run(plan, call, tensors, forward_launch, form.tuning.joined > 1)
 
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
-    form: Any = plan.config.form
+    form = plan.config.form
     work = work_of(plan, call)
     queries = describing(form.tuning)
     tiles = (

@@ -330,4 +330,4 @@ class HopperDecode:
         run_decode(plan, call, tensors, workspace)
 
 
-DECODE: Any = HopperDecode()
+DECODE = HopperDecode()

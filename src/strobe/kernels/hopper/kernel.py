@@ -179,7 +179,7 @@ class HopperForward:
         run(plan, call, tensors)
 
 
-FORWARD: Any = HopperForward()
+FORWARD = HopperForward()
 
 
 # ---------------------------------------------------------------- backward
@@ -454,4 +454,4 @@ def _written(problem: Problem) -> Problem:
     return replace(problem, out_dtype=problem.dtype)
 
 
-BACKWARD: Any = HopperBackward()
+BACKWARD = HopperBackward()

@@ -131,7 +131,7 @@ def convert_launch(plan: Plan, name: str, held: Tensor, gradient: Tensor) -> Lau
 def main_launch(
     plan: Plan, call: Call, views: tuple[Tensor, ...], offsets: tuple, turns: Tensor | None, counter: Tensor
 ) -> Launch:
-    form: Any = plan.config.form
+    form = plan.config.form
     problem, tuning = plan.problem, form.tuning
     q, k, v, dout, rows, dk, dv, dq, dq_sum = views
     apart: tuple[int, ...] = ()
@@ -176,7 +176,7 @@ def main_launch(
 
 def parts_of_heads(plan: Plan) -> tuple[int, int, int]:
     """(parts of heads, key tiles per part, parts per section)."""
-    form: Any = plan.config.form
+    form = plan.config.form
     problem, block_n = plan.problem, form.tuning.block_n
     seqlen_q, seqlen_k = tokens(problem)
     tiles_n = seqlen_k // block_n + problem.layout.batch + 2 if form.packed else -(-seqlen_k // block_n)

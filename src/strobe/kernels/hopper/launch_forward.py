@@ -20,7 +20,7 @@ from .traits import ROWS
 
 
 def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
-    form: Any = plan.config.form
+    form = plan.config.form
     out = tensors.out
     if form.spans:
         call, tensors = end_to_end(call, tensors)
@@ -51,7 +51,7 @@ def apart(problem: Problem) -> tuple[int, ...]:
 
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
-    form: Any = plan.config.form
+    form = plan.config.form
     work = work_of(plan, call)
     if form.spans:
         tiles, sizes, *others = work

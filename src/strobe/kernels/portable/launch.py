@@ -68,7 +68,7 @@ class Launch(NamedTuple):
 
 
 def forward_launches(plan: Plan, call: Call, tensors: Forward) -> list[Launch]:
-    form: Any = plan.config.form
+    form = plan.config.form
     problem = plan.problem
     sizes = _sizes(problem, form.tuning.block_m)
     strides = tuple(strides_of(t, problem) for t in (call.q, call.k, call.v, tensors.out))
@@ -88,7 +88,7 @@ def forward_launches(plan: Plan, call: Call, tensors: Forward) -> list[Launch]:
 
 def invariant_launch(plan: Plan, call: Call, tensors: Forward) -> Launch:
     """A forward that gives each row the bits of its decode."""
-    form: Any = plan.config.form
+    form = plan.config.form
     problem = plan.problem
     strides = tuple(strides_of(t, problem) for t in (call.q, call.k, call.v, tensors.out))
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
@@ -108,7 +108,7 @@ def invariant_launch(plan: Plan, call: Call, tensors: Forward) -> Launch:
 
 def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
     """The launch of delta, then those of dk and dv, and of dq, which are independent of each other."""
-    forms: Any = plan.config
+    forms = plan.config
     problem = plan.problem
     dout = _operand(t.dout, call)
     strides = {

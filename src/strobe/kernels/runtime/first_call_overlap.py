@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
 from subprocess import SubprocessError
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import triton
 from triton import knobs
@@ -32,6 +32,7 @@ from triton.runtime.cache import triton_key
 
 from ...errors import BROKEN
 
+T = TypeVar("T")
 READ = "3.6"  # these versions of Triton generate a launcher per kernel; later ones share one
 LEFT_OUT = ("disable_line_info", "store_binary_only")  # Triton's knobs
 
@@ -53,7 +54,7 @@ def _hashing() -> Thread:
     return _beside(triton_key)
 
 
-def _beside(ahead: Callable[..., Any], *arguments: Any) -> Thread:
+def _beside(ahead: Callable[..., object], *arguments: object) -> Thread:
     """Run `ahead` in a thread. Its exceptions are dropped: Triton makes the same call later, and raises then."""
 
     def quietly() -> None:
@@ -65,7 +66,7 @@ def _beside(ahead: Callable[..., Any], *arguments: Any) -> Thread:
     return thread
 
 
-def _with_launcher(compile: Callable[..., Any], source: Any, *arguments: Any, **options: Any) -> Any:
+def _with_launcher(compile: Callable[..., T], source: Any, *arguments: object, **options: object) -> T:
     _hashing().join()
     launcher = _beside(_launcher, source)
     try:

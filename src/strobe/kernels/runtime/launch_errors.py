@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ VERSION = (
 )
 
 
-def run(plan: Plan, call: Any, tensors: Any, workspace: dict[str, Tensor]) -> None:
+def run(plan: Plan, call: object, tensors: object, workspace: dict[str, Tensor]) -> None:
     """Call `plan.kernel.run`. Raises KernelFault if a compiled kernel fails to compile or launch."""
     try:
         plan.kernel.run(plan, call, tensors, workspace)
