@@ -301,13 +301,13 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_the_fallback_of_tensor_guards_decides_as_torch_does(change):
     x = torch.randn(2, 3, 4)
     other = CHANGES[change](x)
-    kinds = (torch_private.TensorGuards, torch_private._Guards)
+    kinds = (torch_private.TensorGuards, torch_private.PythonGuards)
     keywords = {"dynamic_dims_sizes": [[2, 3, 4]], "dynamic_dims_strides": [[12, 4, 1]]}
     assert [kind(x, **keywords).check(x) for kind in kinds] == [True, True]
     assert [kind(x, **keywords).check(other) for kind in kinds] == [change in ("equal", "other values")] * 2
 
 
-@pytest.mark.parametrize("kind", (torch_private.TensorGuards, torch_private._Guards))
+@pytest.mark.parametrize("kind", (torch_private.TensorGuards, torch_private.PythonGuards))
 def test_guards_see_modes_and_transforms(kind):
     x = torch.randn(2, 3)
     guard = kind(x, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]])
