@@ -4,7 +4,7 @@ Other modules import these names from here. A name found in torch is torch's own
 extra. Results do not depend on the fallbacks. With all of them, host times of small calls rise:
 
     call                                        with the names    with fallbacks
-    forward, CPU, 16 tokens                     117 us            508 us, mostly in the CPU kernel
+    forward, CPU, 16 tokens                     50 us             201 us, mostly in the CPU kernel
     forward, H100, 2 x 256 tokens, bfloat16     23 us             161 us
     decode of one token, H100                   30 us             84 us
     forward and backward, H100                  279 to 439 us     857 to 902 us
