@@ -32,7 +32,8 @@ test:
 
 # what a change of one module needs, in under two minutes
 QUICK := test_laws test_contract test_cases test_reference test_docs problem/test_masks problem/test_bad_input \
-  kernels/runtime/test_launch_cache selection/test_select ops/test_ops ops/test_dispatch ops/test_decode compat/test_flash_attn cli/test_cli
+  kernels/runtime/test_launch_cache selection/test_select ops/test_ops ops/test_dispatch \
+  ops/test_decode ops/test_decode_bits ops/test_decode_torch compat/test_flash_attn compat/test_flash_attn_arguments cli/test_cli
 quick: install lint
 	$(PYTEST) $(SPREAD) -m "$(MARKS)" $(QUICK:%=tests/%.py)
 

@@ -18,7 +18,7 @@ import torch
 
 import strobe
 from strobe import reference
-from strobe.bench import data, decode, earlier, layouts, plot, rivals, roofline, run, table, timer
+from strobe.bench import data, earlier, layouts, plot, rivals, roofline, run, table, timer
 from strobe.bench.attempt import Attempt
 from strobe.bench.cases import SUITES, TOKENS, Case, on_data, suite
 from strobe.kernels.protocol import Cost, attention_cost, visible_pairs
@@ -28,8 +28,8 @@ from strobe.problem.problem import Problem
 from strobe.problem.target import FAKES
 
 CPU = torch.device("cpu")
-SOURCE = Path(strobe.__file__).parent
 OPTIONS = run.Options(CPU, rounds=2, sample_ms=0.0)
+SOURCE = Path(strobe.__file__).parent
 SMALL = Case("small", 2, 24, 4, 2, 16, dtype=torch.float32, causal=True)
 TINY = [
     Case("dense", 2, 24, 4, 0, 16, dtype=torch.float32),
@@ -560,43 +560,3 @@ def test_attention_cost_of_both_directions() -> None:
     q = torch.empty(1, 8, 2, 16)
     problem = Problem.from_call(Call(q, q, q))
     assert attention_cost(problem, backward=True).flops == 2.5 * attention_cost(problem).flops
-
-
-# ---------------------------------------------------------------- decode
-
-
-SMALL_DECODE = decode.DecodeCase("b2_100", 2, 100, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32)
-
-
-def test_decode_is_measured_over_cold_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "COLD_BYTES", 100_000)
-    assert SMALL_DECODE.copies == 2  # 2 * 2 * 100 * 2 * 16 * 4 = 51,200 bytes each
-    seen = []
-    plain = decode.interface_decode.attention_decode
-    monkeypatch.setattr(
-        decode.interface_decode,
-        "attention_decode",
-        lambda q, cache, **rest: seen.append(cache.k_pages.data_ptr()) or plain(q, cache, **rest),
-    )
-    row = decode.measure(SMALL_DECODE, decode.pick([], CPU), OPTIONS)
-    assert row["kernel"] == "cpu.decode" and row["caches"] == 2 == len(set(seen)) and row["refused"] == {}
-    assert row["relative_error"] < 1e-5 and row["ms"] > 0 and row["rivals"]["sdpa"] > 0 and row["versions"] == {}
-    assert row["flops"] == 2 * 2 * 4 * 112 * 32 and row["gbps"] > 0  # its 7 pages hold 112
-    json.dumps(row)
-
-
-def test_decode_in_8_bits_has_no_rival_and_a_wrong_rival_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "COLD_BYTES", 1)
-    row = decode.measure(replace(SMALL_DECODE, fp8=True), decode.pick([], CPU), OPTIONS)
-    assert row["rivals"] == {} and "8 bits" in row["refused"]["sdpa"] and row["ms"] > 0
-    right, wrong = decode.RIVALS["cpu"]["sdpa"], lambda rows: lambda: torch.zeros_like(rows[0])
-    row = decode.measure(SMALL_DECODE, {"right": right, "wrong": wrong}, OPTIONS)
-    assert list(row["rivals"]) == ["right"] and row["refused"]["wrong"].startswith("wrong: differs from right")
-
-
-def test_the_decode_suite() -> None:
-    assert len({case.name for case in decode.SUITE}) == len(decode.SUITE) == 9
-    assert all(
-        case.copies * 2 * case.batch * case.keys * 8 * 128 * (1 if case.fp8 else 2) >= decode.COLD_BYTES
-        for case in decode.SUITE
-    )

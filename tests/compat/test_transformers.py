@@ -6,11 +6,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-import subprocess
-import sys
 import warnings
-from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import strobe
-from strobe.ops import attention as ops
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,37 +23,20 @@ pytest.importorskip("transformers")
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
-    BertConfig,
-    BertModel,
     BloomConfig,
     BloomForCausalLM,
     CLIPVisionConfig,
     DataCollatorWithFlattening,
-    DynamicCache,
     FalconConfig,
     FalconForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GenerationConfig,
     GPTNeoConfig,
     GPTNeoForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
-    MistralConfig,
-    MistralForCausalLM,
-    ModernBertConfig,
-    ModernBertModel,
     MptConfig,
     MptForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     RoFormerConfig,
     RoFormerModel,
     StaticCache,
@@ -66,125 +44,31 @@ from transformers import (
     WavLMModel,
     XGLMConfig,
     XGLMForCausalLM,
-    masking_utils,
 )
 from transformers.generation import ContinuousBatchingConfig
 
 from strobe.compat import transformers as integration
 from strobe.compat.transformers import attention as attention_module
-from strobe.compat.transformers.layer_mask import Band, LayerMask
-from strobe.compat.transformers.masks import mask
+from tests.compat.transformers_models import (
+    _SMALL,
+    CAUSAL,
+    LAYERS,
+    LENGTHS,
+    MAKERS,
+    VOCABULARY,
+    WINDOW,
+    model,
+    offsets,
+    on,
+    outputs,
+    padding,
+    tokens,
+)
 
 integration.register()
 
-VOCABULARY, WINDOW, LAYERS = 97, 4, 2
-_SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-_BERT = {name: value for name, value in _SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
-_MIXED = ["sliding_attention", "full_attention"]
-CAUSAL = {
-    "llama": lambda: (LlamaForCausalLM, LlamaConfig(**_SMALL)),
-    "mistral": lambda: (MistralForCausalLM, MistralConfig(**_SMALL, sliding_window=WINDOW)),
-    "qwen3": lambda: (
-        Qwen3ForCausalLM,
-        Qwen3Config(**_SMALL, sliding_window=WINDOW, use_sliding_window=True, layer_types=_MIXED),
-    ),
-    "gemma2": lambda: (
-        Gemma2ForCausalLM,
-        Gemma2Config(
-            **_SMALL, sliding_window=WINDOW, layer_types=_MIXED, attn_logit_softcapping=2.0, query_pre_attn_scalar=16
-        ),
-    ),
-    "gemma3": lambda: (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig(**_SMALL, sliding_window=WINDOW, layer_types=_MIXED, query_pre_attn_scalar=16),
-    ),
-    "gpt-oss": lambda: (
-        GptOssForCausalLM,
-        GptOssConfig(
-            **_SMALL,
-            sliding_window=WINDOW,
-            layer_types=_MIXED,
-            num_local_experts=2,
-            num_experts_per_tok=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        ),
-    ),
-    "llama4": lambda: (
-        Llama4ForCausalLM,
-        Llama4TextConfig(
-            **_SMALL,
-            attention_chunk_size=5,
-            layer_types=["chunked_attention", "full_attention"],
-            num_local_experts=2,
-            intermediate_size_mlp=64,
-        ),
-    ),
-}
-ENCODERS = {
-    "bert": lambda: (BertModel, BertConfig(**_BERT)),
-    "llama both ways": lambda: (LlamaForCausalLM, LlamaConfig(**_SMALL, is_causal=False, use_cache=False)),
-    "modernbert": lambda: (
-        ModernBertModel,
-        ModernBertConfig(**_BERT, cls_token_id=1, sep_token_id=2, local_attention=2 * WINDOW, layer_types=_MIXED),
-    ),
-}
-MAKERS = {**CAUSAL, **ENCODERS}
+
 PLACES = [("cpu", torch.float32), pytest.param(("cuda", torch.bfloat16), marks=pytest.mark.gpu)]
-
-
-# ---------------------------------------------------------------- models, and what ran in them
-
-
-@cache
-def model(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A random model whose scores are large enough that one key too many changes everything."""
-    kind, config = MAKERS[name]()
-    config._experts_implementation = "eager"  # the only one in float64
-    made = kind._from_config(config, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(len(name))
-    with torch.no_grad():
-        for parameter in made.parameters():
-            matrix = parameter.dim() > 1
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=generator) * (0.2 if matrix else 0.5) + (0.0 if matrix else 1.0)
-            )
-    return made.to(device, dtype).requires_grad_(False)
-
-
-@pytest.fixture
-def ran(monkeypatch) -> list:
-    """The calls that strobe has run."""
-    calls, run = [], ops.run
-    monkeypatch.setattr(ops, "run", lambda call, *rest: (calls.append(call), run(call, *rest))[1])
-    monkeypatch.setattr(ops, "run_keywords", lambda *_: None)  # of calls that were met
-    return calls
-
-
-def on(device: torch.device | str, inputs: dict) -> dict:
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-
-
-def outputs(made: nn.Module, implementation: str, **inputs) -> Tensor:
-    """Logits or last hidden states [B, S, C]."""
-    made.set_attn_implementation(implementation)
-    with torch.no_grad():
-        return made(**on(made.device, inputs))[0]
-
-
-def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def alone(made: nn.Module, ids: Tensor, real: Tensor | None = None) -> list[Tensor]:
@@ -212,12 +96,6 @@ def agrees(ours: list[Tensor], eager: list[Tensor], true: list[Tensor], dtype: t
     assert bound < (0.01 if dtype == torch.float32 else 0.3) * largest, "a bound that would allow anything"
 
 
-def padding(kind: str) -> Tensor | None:
-    real = torch.ones(3, 13, dtype=torch.long)
-    real[0, :5], real[2, :9] = 0, 0
-    return {"none": None, "ones": torch.ones_like(real), "left": real, "right": real.flip(1)}[kind]
-
-
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("kind", ["none", "ones", "left", "right"])
 @pytest.mark.parametrize("name", MAKERS)
@@ -236,18 +114,8 @@ def test_logits_are_those_of_eager(name, kind, place, ran):
         assert documents == [kind == "left"] * LAYERS
 
 
-# ---------------------------------------------------------------- sequences packed end to end
-
-LENGTHS = (5, 1, 7)
-
-
 def packed(ids: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None].expand(len(ids), -1)}
-
-
-def offsets() -> dict:
-    ends = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
-    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 7, "max_length_k": 7}
 
 
 def parts(found: Tensor) -> list[Tensor]:
@@ -648,312 +516,3 @@ def test_a_decoding_step_compiles_once():
             ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
             real = torch.cat([real, torch.ones(2, 1, dtype=torch.long)], 1)
     assert count.frame_count <= 2
-
-
-# ---------------------------------------------------------------- the mask function, against transformers' own
-
-
-def _written(asked: dict, config) -> Tensor:
-    """strobe's mask, dense: bool [B, S_q, S_k]."""
-    batch, rows, keys = asked["batch_size"], asked["q_length"], asked["kv_length"]
-    tensor = mask(**asked)
-    seen = torch.zeros(batch, rows, keys, dtype=torch.bool)
-    if tensor is None:
-        causal = "allow_is_bidirectional_skip" not in asked
-        return seen | (strobe.causal() if causal else strobe.full()).dense(rows, keys)
-    assert tensor.dtype == torch.int32 and tensor.numel() <= 8 * 4 * batch * (rows + keys)  # never S_q x S_k
-    layer_mask = LayerMask.from_tensor(tensor, batch, rows, keys)
-    width = getattr(config, "sliding_window", None)
-    band = {
-        Band.FULL: strobe.full,
-        Band.CAUSAL: strobe.causal,
-        Band.WINDOW: lambda: strobe.window(width - 1, 0),
-        Band.AROUND: lambda: strobe.window(width, width),
-    }
-    whole = band[layer_mask.band]() & (strobe.full() if layer_mask.hidden is None else layer_mask.hidden)
-    seen[:, :, : layer_mask.seqlen_k] = whole.dense(rows, layer_mask.seqlen_k)
-    return seen
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """asked(make, **arguments): what transformers asks of a mask function for these arguments of its own maker."""
-
-    def ask(make: str, config, **arguments):
-        questions = []
-        monkeypatch.setitem(
-            masking_utils.AttentionMaskInterface._global_mapping, "strobe", lambda **given: questions.append(given)
-        )
-        getattr(masking_utils, make)(config=config, **arguments)
-        return questions[0]
-
-    return ask
-
-
-def _cases():
-    position_ids = torch.cat([torch.arange(n) for n in LENGTHS])[None].repeat(2, 1)
-    holes = torch.ones(2, 13, dtype=torch.long)
-    holes[0, 3:5], holes[1, 7], holes[1, 12] = 0, 0, 0
-    return {
-        "plain": {},
-        "ones": {"attention_mask": torch.ones(2, 13, dtype=torch.long)},
-        "left": {"attention_mask": padding("left")[:2]},
-        "right": {"attention_mask": padding("right")[:2]},
-        "holes": {"attention_mask": holes},
-        "packed": {"position_ids": position_ids},
-        "nothing real": {"attention_mask": torch.tensor([[0] * 13, [1] * 13])},
-    }
-
-
-CAUSAL_MAKERS = ["create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"]
-
-
-@pytest.mark.parametrize("case", _cases())
-@pytest.mark.parametrize(
-    "make", [*CAUSAL_MAKERS, "create_bidirectional_mask", "create_bidirectional_sliding_window_mask"]
-)
-def test_the_mask_is_the_one_transformers_writes_out(make, case, asked):
-    chunked = "chunked" in make
-    config = LlamaConfig(
-        **_SMALL, attn_implementation="strobe", sliding_window=None if chunked else WINDOW, attention_chunk_size=5
-    )
-    arguments = {"attention_mask": None, "past_key_values": None, **_cases()[case]}
-    if "bidirectional" in make and "position_ids" in arguments:
-        pytest.skip("bidirectional masks know no positions")
-    question = asked(make, config, inputs_embeds=torch.zeros(2, 13, 1), **arguments)
-    ours = _written(question, config)
-    theirs = masking_utils.sdpa_mask(
-        **question | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    )[:, 0]
-    real = (
-        torch.ones(2, 13, dtype=torch.bool)
-        if arguments["attention_mask"] is None
-        else arguments["attention_mask"].bool()
-    )
-    assert torch.equal(ours[real], theirs[real])
-    bidirectional = "bidirectional" in make
-    if case != "nothing real" and (bidirectional or case != "right"):
-        assert torch.equal(
-            ours, theirs
-        )  # rows of padding too, but where it is behind all that is real and no row of that sees it
-
-
-def test_chunks_as_wide_as_the_window_are_still_chunks(asked):
-    config = LlamaConfig(**_SMALL, attn_implementation="strobe", sliding_window=WINDOW, attention_chunk_size=WINDOW)
-    arguments = {"inputs_embeds": torch.zeros(1, 9, 1), "attention_mask": None, "past_key_values": None}
-    for make in ("create_chunked_causal_mask", "create_sliding_window_causal_mask"):
-        question = asked(make, config, **arguments)
-        theirs = masking_utils.sdpa_mask(**question | {"allow_is_causal_skip": False})[:, 0]
-        assert torch.equal(_written(question, config), theirs)
-
-
-@pytest.mark.parametrize("make", CAUSAL_MAKERS)
-@pytest.mark.parametrize("static", [False, True], ids=["grows", "static"])
-@pytest.mark.parametrize("pieces", [(5,), (3, 1, 1, 1, 1), (1, 1), (6, 3, 1), (2, 4, 2)], ids=str)
-def test_the_mask_over_a_cache(make, static, pieces, asked):
-    """Step by step, until the window has slid and the static cache is nearly full."""
-    sliding = "sliding" in make
-    chunked = "chunked" in make
-    kinds = ["sliding_attention" if sliding else "chunked_attention" if chunked else "full_attention"]
-    sizes = _SMALL | {
-        "num_hidden_layers": 1,
-        "sliding_window": WINDOW if sliding else None,
-        "attention_chunk_size": 5 if chunked else None,
-    }
-    config = LlamaConfig(**sizes, attn_implementation="strobe", layer_types=kinds)
-    cache = StaticCache(config=config, max_cache_len=12) if static else DynamicCache(config=config)
-    total = 0
-    for piece in pieces:
-        total += piece
-        real = torch.ones(2, total, dtype=torch.long)
-        real[0, :2] = 0
-        for padded in (None, real):
-            question = asked(
-                make, config, inputs_embeds=torch.zeros(2, piece, 1), attention_mask=padded, past_key_values=cache
-            )
-            theirs = masking_utils.sdpa_mask(**question | {"allow_is_causal_skip": False})[:, 0]
-            rows = torch.ones(2, piece, dtype=torch.bool) if padded is None else padded[:, -piece:].bool()
-            assert torch.equal(_written(question, config)[rows], theirs[rows])
-        cache.update(torch.zeros(2, 2, piece, 16), torch.zeros(2, 2, piece, 16), 0)
-
-
-def test_a_mask_of_ones_needs_no_look_at_the_band():
-    """The layer reads sizes alone, and they survive what generate does to a mask."""
-    for band in Band:
-        for final in (False, True):
-            tensor = LayerMask(band, 7, None, final).to_tensor(2, 5, "cpu")
-            assert tensor.numel() == 0
-            assert LayerMask.from_tensor(tensor.contiguous().clone(), 2, 5, 9) == LayerMask(band, 7, None, final)
-    hidden = strobe.documents(
-        torch.zeros(2, 5, dtype=torch.int32), torch.tensor([[0, 0, 0, -1, 0, 0, -1]] * 2, dtype=torch.int32)
-    )
-    layer_mask = LayerMask.from_tensor(LayerMask(Band.WINDOW, 7, hidden).to_tensor(2, 5, "cpu").contiguous(), 2, 5, 7)
-    assert torch.equal(layer_mask.hidden.dense(5, 7), hidden.dense(5, 7)) and torch.equal(
-        layer_mask.hidden.documents.spans_q, hidden.documents.spans_q
-    )
-
-
-def test_what_a_layer_says_counts_where_there_is_no_mask_and_only_there(asked):
-    q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
-    layer = SimpleNamespace(is_causal=True, config=SimpleNamespace(sliding_window=WINDOW))
-    run = lambda told, **says: attention_module.attention(layer, q, k, k, told, **says)[0]
-    wanted = lambda **band: strobe.attention(*(t.transpose(1, 2) for t in (q, k, k)), **band)
-    assert torch.equal(run(None), wanted(causal=True)) and torch.equal(run(None, is_causal=False), wanted())
-    assert torch.equal(run(None, sliding_window=3), wanted(causal=True, window=(2, None)))
-    assert torch.equal(run(None, sliding_window=3, is_causal=False), wanted(window=(2, 2)))
-    config = LlamaConfig(**_SMALL, attn_implementation="strobe", sliding_window=WINDOW)
-    arguments = {"inputs_embeds": torch.zeros(1, 9, 1), "attention_mask": None, "past_key_values": None}
-    whole, sliding = (mask(**asked(make, config, **arguments)) for make in CAUSAL_MAKERS[:2])
-    assert torch.equal(run(whole, sliding_window=3, is_causal=False), wanted(causal=True))
-    assert torch.equal(run(sliding), wanted(causal=True, window=(WINDOW - 1, None)))
-
-
-# ---------------------------------------------------------------- what is refused
-
-
-@pytest.mark.parametrize("name, entry", [("llama", "attention_dropout"), ("bert", "attention_probs_dropout_prob")])
-def test_dropout_is_refused_by_the_name_it_has_in_the_config(name, entry):
-    kind, config = MAKERS[name]()
-    setattr(config, entry, 0.125)
-    made = kind._from_config(config, attn_implementation="strobe")
-    with pytest.raises(NotImplementedError, match=rf"^dropout: got 0\.125, expected 0\.0; .*config\.{entry} = 0\.0"):
-        made.train()(input_ids=tokens(1, 5))
-    made.eval()(input_ids=tokens(1, 5))
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt-oss", "bert"])
-def test_weights_are_refused(name):
-    with pytest.raises(NotImplementedError, match=r"^output_attentions: .*eager"):
-        model(name).set_attn_implementation("strobe")
-        model(name)(input_ids=tokens(1, 5), output_attentions=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int32])
-def test_a_dense_mask_is_refused(dtype):
-    own = torch.ones(3, 1, 13, 13).tril().to(dtype)
-    with pytest.raises((NotImplementedError, ValueError), match=r"^attention_mask: "):
-        outputs(model("llama"), "strobe", input_ids=tokens(3, 13), attention_mask=own)
-
-
-def test_patterns_strobe_does_not_have_are_refused(asked):
-    config = LlamaConfig(**_SMALL, attn_implementation="strobe")
-    blocks = {"block_sequence_ids": torch.tensor([[-1, 0, 0, 0, -1]])}
-    own = (
-        {"or_mask_function": lambda batch, head, row, key: key == 0},
-        {"and_mask_function": lambda batch, head, row, key: key != 1},
-    )
-    for extra in (blocks, *own):
-        for rows in (5, 1):
-            cut = {name: value[:, :rows] if isinstance(value, Tensor) else value for name, value in extra.items()}
-            question = asked(
-                "create_causal_mask",
-                config,
-                inputs_embeds=torch.zeros(1, rows, 1),
-                attention_mask=None,
-                past_key_values=None,
-                **cut,
-            )
-            if rows == 1:  # one row may have any
-                theirs = masking_utils.sdpa_mask(**question)[:, 0]
-                assert torch.equal(_written(question, config), theirs)
-                continue
-            with pytest.raises(NotImplementedError, match=r"^mask function: .*sdpa"):
-                mask(**question)
-
-
-@pytest.mark.parametrize("name", ["position_bias", "indices", "block_indices", "sinks", "block_table", "head_mask"])
-def test_arguments_that_are_not_served_are_refused(name):
-    q = torch.zeros(1, 2, 3, 8)
-    with pytest.raises(NotImplementedError, match=f"^{name}: "):
-        attention_module.attention(nn.Identity(), q, q, q, None, **{name: torch.ones(1)})
-
-
-def test_offsets_that_contradict_the_rest_are_refused():
-    made, ends = model("llama"), offsets()
-    with pytest.raises(ValueError, match=r"^cu_seq_lens_q: got a batch of 2"):
-        outputs(made, "strobe", input_ids=tokens(2, 13), **ends)
-    with pytest.raises(ValueError, match=r"^cu_seq_lens_q: got offsets beside a padding mask"):
-        outputs(made, "strobe", input_ids=tokens(1, 13), attention_mask=padding("left")[:1], **ends)
-
-
-def test_masks_of_other_sizes_are_refused():
-    layer_mask = LayerMask(Band.CAUSAL, 7).to_tensor(2, 5, "cpu")
-    for batch, rows, keys in ((1, 5, 7), (2, 5, 6), (2, 13, 20)):
-        with pytest.raises(ValueError, match=r"^attention_mask: got one for B=2"):
-            LayerMask.from_tensor(layer_mask, batch, rows, keys)
-
-
-def test_a_window_of_no_known_width_is_refused():
-    q = torch.zeros(1, 2, 9, 8)
-    layer_mask = LayerMask(Band.WINDOW, 9).to_tensor(1, 9, "cpu")
-    with pytest.raises(NotImplementedError, match=r"^sliding_window: "):
-        attention_module.attention(nn.Identity(), q, q, q, layer_mask)
-
-
-@pytest.mark.parametrize("found", ["4.57.1", "5.0.0"])
-def test_an_old_transformers_is_named(monkeypatch, found):
-    monkeypatch.setattr(integration.metadata, "version", lambda name: found)
-    with pytest.raises(
-        ImportError, match=rf"^transformers: got {re.escape(found)}, expected 5\.\d+ or later; pip install"
-    ):
-        integration.register()
-
-
-def test_no_transformers_is_said(monkeypatch):
-    def missing(name):
-        raise integration.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(integration.metadata, "version", missing)
-    with pytest.raises(ImportError, match=r"^transformers: got none, expected .*; pip install"):
-        integration.register()
-
-
-def test_nothing_happens_on_import():
-    steps = "import sys, strobe.integrations.transformers; assert 'transformers' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", steps], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_rows_strided_in_the_last_dimension_are_copied():
-    q = torch.randn(1, 2, 8, 9).transpose(2, 3)
-    layer = SimpleNamespace(is_causal=True)
-    found = attention_module.attention(layer, q, q, q, None)[0]
-    assert torch.equal(found, attention_module.attention(layer, *(q.contiguous(),) * 3, None)[0])
-
-
-# ---------------------------------------------------------------- docs/switching.md
-
-ROWS = {
-    "padding": [test_logits_are_those_of_eager, test_the_mask_is_the_one_transformers_writes_out],
-    "masks in memory": [
-        test_the_mask_is_the_one_transformers_writes_out,
-        test_a_mask_of_ones_needs_no_look_at_the_band,
-    ],
-    "windows, chunks": [
-        test_what_a_layer_says_counts_where_there_is_no_mask_and_only_there,
-        test_chunks_as_wide_as_the_window_are_still_chunks,
-    ],
-    "softcap, sinks": [test_logits_are_those_of_eager, test_a_step_of_training_through_the_flattening_collator],
-    "bidirectional models": [test_logits_are_those_of_eager],
-    "encoder and decoder": [test_an_encoder_and_its_decoder],
-    "packed by position_ids": [
-        test_packed_sequences_are_apart,
-        test_positions_are_read_once_a_forward_and_again_when_they_change,
-    ],
-    "packed by cu_seq_lens": [test_packed_sequences_are_apart, test_offsets_that_contradict_the_rest_are_refused],
-    "caches": [test_generates_what_eager_does, test_the_mask_over_a_cache, test_a_prompt_in_pieces_is_the_prompt],
-    "continuous batching": [test_continuous_batching],
-    "torch.compile": [test_compiles_without_graph_breaks, test_a_decoding_step_compiles_once],
-    "training": [test_a_step_of_training_through_the_flattening_collator],
-    "dropout": [test_dropout_is_refused_by_the_name_it_has_in_the_config],
-    "output_attentions": [test_weights_are_refused],
-    "masks of your own": [test_a_dense_mask_is_refused, test_patterns_strobe_does_not_have_are_refused],
-    "position bias, chosen keys": [test_arguments_that_are_not_served_are_refused],
-    "layers strided in the last dimension": [test_rows_strided_in_the_last_dimension_are_copied],
-}
-
-
-def test_each_row_of_the_page_has_its_tests():
-    page = (Path(__file__).parents[2] / "docs" / "switching.md").read_text()
-    section = page.partition("## transformers models\n")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| ([a-z][^|]*) \|", section, re.MULTILINE) == [*ROWS]

@@ -23,8 +23,9 @@ from strobe.ops import decode as ops_decode
 from strobe.problem.target import FAKES
 from strobe.testing.decode import DECODES, assert_decode_as_good_as
 from tests.decoding import judged, on, wide_sums
-from tests.ops import test_append, test_decode
-from tests.reliability.test_mutants import HERE, KERNEL, Check, Mutant, runs, score, told
+from tests.ops import test_append, test_decode, test_decode_bits
+from tests.reliability.seeding import HERE, KERNEL, Check, Mutant, runs
+from tests.reliability.test_mutants import score, told
 
 
 def named(*names: str, family: str = "normal") -> Check:
@@ -66,7 +67,7 @@ def _fuzz() -> None:
 def _bits() -> None:
     with wide_sums() if KERNEL == "portable" else nullcontext():
         for seed in (0, 9, 18) if KERNEL == "portable" else (0, 1, 3, 4, 6):
-            within(test_decode.alone_and_elsewhere, seed, most=60 if KERNEL == "portable" else 300, **HERE)
+            within(test_decode_bits.alone_and_elsewhere, seed, most=60 if KERNEL == "portable" else 300, **HERE)
 
 
 def _stray() -> None:
@@ -91,7 +92,7 @@ def _windows() -> None:
     lengths = (2100, 300, 33, 5) if KERNEL == "portable" else (257, 300, 3)
     with wide_sums() if KERNEL == "portable" else nullcontext():
         for tokens, left, right in ((1, 20, 0), (3, 100, 2)):
-            within(test_decode.windowed, left, right, tokens, lengths, tuple(HERE.values()), rows=20)
+            within(test_decode_bits.windowed, left, right, tokens, lengths, tuple(HERE.values()), rows=20)
 
 
 STRAY, SIGNS = runs(_stray), runs(_signs)

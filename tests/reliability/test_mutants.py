@@ -7,207 +7,44 @@ python -m tests.reliability.test_mutants`.
 """
 
 from __future__ import annotations
-import __future__
 
-import contextlib
-import functools
-import inspect
 import json
-import linecache
 import os
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable
-from dataclasses import replace
-from importlib import import_module
-from types import FunctionType
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from strobe.kernels.runtime.launch_cache import CACHE
-from strobe.testing import CASES, FAMILIES, Case
-from strobe.testing.poison import fill_with_poison, patched_empty
-from tests import test_contract, test_metamorphic
-from tests.judging import judged_call
+from strobe.testing import CASES, FAMILIES
+from tests import test_contract
 from tests.kernels.cpu import test_cpu
 from tests.kernels.runtime import test_launch_cache
-from tests.ops import test_ops
-from tests.problem import test_bad_input, test_masks
+from tests.problem import test_masks
 from tests.reliability import test_reliability
-
-NOTICED = (
-    AssertionError,
-    pytest.fail.Exception,
-    RuntimeError,
-    ValueError,
-)  # the last two: torch meets shapes that disagree, or the door refuses
-Check = Callable[[], object]
-
-
-class Mutant(NamedTuple):
-    name: str
-    where: str  # module:function below strobe
-    old: str  # in the function's source, exactly once
-    new: str
-    check: Check
-    rows: tuple[int, ...] = ()
-
-
-# ---------------------------------------------------------------- seeding
-
-
-def _found(where: str) -> Any:
-    """The function (of a method or a property too), or the kernel's object in Triton's interpreter."""
-    module, _, path = where.partition(":")
-    found: Any = import_module(f"strobe.{module}")
-    for name in path.split("."):
-        found = inspect.getattr_static(found, name)
-    return getattr(found, "__func__", getattr(found, "fget", found))
-
-
-def _rewritten(function: FunctionType, mutant: Mutant) -> Any:
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(mutant.old) == 1, f"{mutant.name}: {mutant.old!r} is not once in {mutant.where}"
-    source, name = source.replace(mutant.old, mutant.new), f"<mutant: {mutant.name}>"
-    linecache.cache[name] = (
-        len(source),
-        None,
-        source.splitlines(keepends=True),
-        name,
-    )  # Triton's interpreter reads the source again
-    made: dict[str, Any] = {}
-    exec(compile(source, name, "exec", __future__.annotations.compiler_flag, True), function.__globals__, made)
-    found = made[function.__name__]
-    return getattr(found, "__func__", getattr(found, "fget", found))
-
-
-@contextlib.contextmanager
-def seeded(mutant: Mutant):
-    """The fault in place: whoever imported the function runs it too, for the object stays and its inside changes."""
-    target = _found(mutant.where)
-    plain = isinstance(target, FunctionType)
-    own = target.__code__ if plain else dict(target.__dict__)
-    other = _rewritten(target if plain else target.fn, mutant)
-    CACHE.clear()
-    try:
-        if plain:
-            target.__code__ = other.__code__
-        else:
-            target.__dict__.update(other.__dict__)
-        yield
-    finally:
-        if plain:
-            target.__code__ = own
-        else:
-            target.__dict__.update(own)
-        CACHE.clear()
-
-
-def noticed(check: Check) -> str:
-    """What the check objects to; empty where it is content."""
-    try:
-        with patched_empty(fill_with_poison):
-            check()
-    except NOTICED as objection:
-        return (str(objection) or type(objection).__name__).splitlines()[0]
-    return ""
-
-
-@functools.cache
-def false_alarm(check: Check) -> str:
-    return noticed(check)
-
-
-# ---------------------------------------------------------------- checks
-
-KERNEL = "portable" if os.environ.get("TRITON_INTERPRET") else "cpu"
-
-
-@functools.cache
-def judged(*names: str, families: tuple[str, ...] = ("normal",), dtype=torch.float32, **changes) -> Check:
-    """Named cases, forward and backward, between guard bands and against the oracle by both rules."""
-
-    def check():
-        for name in names:
-            case = (
-                replace(CASES.get(name, CASES["causal"]), **changes)
-                if name in CASES or not changes
-                else Case(name, **changes)
-            )
-            for family in families:
-                judged_call(case.build("cpu", dtype, family, 3, requires_grad=True, kernel=KERNEL), family, 3)
-
-    return check
-
-
-def runs(test: Callable, *arguments, **keywords) -> Check:
-    """A test of another file, called with these arguments."""
-    return functools.partial(test, *arguments, **keywords)
-
-
-HERE = {"device": "cpu", "kernel": KERNEL}
-PROBE = runs(test_contract.test_indicator_probe_dense, torch.float32, **HERE)
-GOLDEN = {name: runs(test_contract.test_golden_mask, name, **HERE) for name in test_contract.GOLDEN}
-MANY_KEYS = judged(
-    "many keys",
-    seqlen_q=40,
-    seqlen_k=300,
-    heads=(4, 2),
-    head_dim=16,
-    head_dim_v=24,
-    mask=CASES["causal"].mask,
-    families=FAMILIES,
+from tests.reliability.portable_mutants import PORTABLE
+from tests.reliability.seeding import (
+    CAUSAL_HALVES,
+    EMPTY_ROWS,
+    GOLDEN,
+    HALVES,
+    HERE,
+    MANY_KEYS,
+    MERGE_EMPTY,
+    PARTIAL_BFLOAT16,
+    PROBE,
+    SMALL_TILES,
+    Mutant,
+    _guarded,
+    _judge,
+    false_alarm,
+    judged,
+    keyed,
+    noticed,
+    refused,
+    runs,
+    seeded,
 )
-SMALL_TILES = runs(test_cpu.test_tiles_of_any_size_give_the_same, "window", True)
-PARTIAL_BFLOAT16 = judged("partial", dtype=torch.bfloat16)
-EMPTY_ROWS = runs(test_contract.test_rows_without_keys, "causal_more_rows", False, torch.float32, **HERE)
-MERGE_EMPTY = runs(test_contract.test_merge_with_nothing_is_the_other_to_the_bit)
-CAUSAL_HALVES = runs(test_metamorphic.test_merging_causal_halves, **HERE)
-HALVES = runs(
-    test_metamorphic.test_halves_merge_into_the_whole, 9, torch.bfloat16, **HERE
-)  # whose partial results torch's kernel rounds too early
-
-
-def keyed(name: str) -> Check:
-    return runs(test_ops.test_a_call_is_not_mistaken_for_another_that_differs_in_one_argument, name)
-
-
-def refused(argument: str) -> Check:
-    """All bad calls that name this argument are told so."""
-    return runs(_refused, argument)
-
-
-def _refused(argument: str) -> None:
-    table = [bad for bad in test_bad_input.TABLE if bad.argument == argument]
-    complaints = [found for bad in table if (found := test_bad_input.complaint(bad))]
-    assert table and not complaints, complaints
-
-
-def _judge(call, family: str = "normal", seed: int = 0) -> None:
-    judged_call(call, family, seed)
-
-
-def _guarded() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        test_reliability.test_a_launch_is_guarded_by_its_tensors_device(0, [1], patch)
-
-
-def _far_rows() -> None:
-    """Rows 2^30 elements apart, in memory that is there on both sides: an int32 product reads zeros."""
-    q, k, v = test_reliability.draw(*[(1, 3, 1, 16)] * 3, dtype=torch.float16)
-    room = test_reliability.sparse(2**32 + 2048)
-    far = [
-        room.as_strided((1, 3, 1, 16), (16, 2**30 + 64, 16, 1), 2**31 + 512 * n).copy_(t)
-        for n, t in enumerate((q, k, v))
-    ]
-    assert torch.equal(
-        test_reliability.strobe.attention(*far, kernel=KERNEL),
-        test_reliability.strobe.attention(q, k, v, kernel=KERNEL),
-    )
-
 
 # ---------------------------------------------------------------- the CPU's path, the core and the door
 
@@ -604,225 +441,6 @@ CPU = (
         (),
     ),
     Mutant("scale not checked", "problem.call:check_scores", "not math.isfinite(number)", "False", refused("scale")),
-)
-
-# ---------------------------------------------------------------- the portable kernels, interpreted
-
-ATTEND, GRADIENTS, LAUNCH = (f"kernels.portable.{name}" for name in ("forward", "backward", "launch"))
-MASKING, SOFTMAX, POINTERS = (f"kernels.device.{name}" for name in ("mask", "softmax", "seqlen"))
-
-
-def light(name: str, **changes) -> Check:
-    return judged(name, head_dim=16, **changes)
-
-
-PORTABLE = (
-    Mutant(
-        "hidden one key late (portable)",
-        f"{MASKING}:hide",
-        "[:, None] > columns",
-        "[:, None] >= columns",
-        light("length_3"),
-        (18, 53),
-    ),
-    Mutant(
-        "aligned at the top left (portable)",
-        f"{MASKING}:row_interval",
-        "row + (seqlen_k - seqlen_q)",
-        "row",
-        GOLDEN["causal 2 x 5"],
-        (53,),
-    ),
-    Mutant(
-        "window one key short (portable)",
-        f"{MASKING}:row_interval",
-        "diagonal - left)",
-        "diagonal - left + 1)",
-        GOLDEN["window (0, 0) 3 x 3"],
-        (53,),
-    ),
-    Mutant(
-        "last row that sees a key (portable)",
-        f"{MASKING}:stop_row",
-        "(seqlen_k - seqlen_q) + 1",
-        "(seqlen_k - seqlen_q)",
-        light("window_diagonal"),
-        (55,),
-    ),
-    Mutant(
-        "tile of another sequence (portable)",
-        f"{POINTERS}:find_sequence",
-        "middle <= tile",
-        "middle < tile",
-        light("packed_empty_first"),
-        (6, 13),
-    ),
-    Mutant(
-        "key length not clamped (portable)",
-        f"{POINTERS}:key_limit",
-        "tl.minimum(tl.maximum(length, 0), seqlen_k)",
-        "tl.minimum(length, seqlen_k + 1)",
-        runs(test_contract.test_key_lengths_out_of_range, **HERE),
-        (),
-    ),
-    Mutant(
-        "offsets in 32 bits (portable)",
-        f"{POINTERS}:load_rows",
-        "rows.to(tl.int64)",
-        "rows",
-        runs(_far_rows),
-        (24, 25, 26, 30, 32),
-    ),
-    Mutant(
-        "maximum not safe (portable)",
-        f"{SOFTMAX}:online_step",
-        'tl.where(new_max == float("-inf"), 0.0, new_max)',
-        "new_max",
-        light("window_both", seqlen_q=70),
-        (1, 2, 10),
-    ),
-    Mutant(
-        "finite stand-in for -inf (portable)",
-        f"{SOFTMAX}:online_step",
-        "tl.max(s, 1)",
-        "tl.maximum(tl.max(s, 1), -5e4)",
-        runs(test_contract.test_scores_of_minus_100000, torch.float32, **HERE),
-        (3, 4),
-    ),
-    Mutant(
-        "sink in log2 (portable)",
-        f"{ATTEND}:finish",
-        "sink * 1.4426950408889634",
-        "sink",
-        light("no_keys_sinks", seqlen_k=9),
-        (21,),
-    ),
-    Mutant(
-        "empty row divided by 0 (portable)",
-        f"{ATTEND}:finish",
-        "tl.where(empty[:, None], 0.0, o / row_sum[:, None])",
-        "o / row_sum[:, None]",
-        light("few_keys", mask=CASES["causal"].mask),
-        (1, 7, 9),
-    ),
-    Mutant(
-        "tail of a tile not zeroed (portable)",
-        f"{ATTEND}:run_of_rows",
-        "(n_first, n_stop, tl.minimum(key_stop, k_stop), document)",
-        "(n_first, n_stop, seqlen_k, document)",
-        runs(test_contract.test_hidden_bytes_do_not_matter, "key_lengths", torch.nan, torch.float32, **HERE),
-        (56, 62, 63),
-    ),
-    Mutant(
-        "lse of another sequence (portable)",
-        f"{ATTEND}:forward_kernel",
-        "* total_q + q_start,",
-        "* total_q,",
-        light("packed_no_keys_middle"),
-        (6,),
-    ),
-    Mutant(
-        "key head h % H_kv (portable)",
-        f"{ATTEND}:forward_kernel",
-        "head // form.group",
-        "head % (heads // form.group)",
-        light("one_row_causal", heads=(4, 2)),
-    ),
-    Mutant(
-        "documents compared with another row's (portable)",
-        f"{ATTEND}:load_keys",
-        "== document",
-        ">= document",
-        light("documents_shuffled", seqlen_q=24, batch=1, heads=(1, 1)),
-        (29, 55),
-    ),
-    Mutant(
-        "rows of padding with lse -inf (portable)",
-        f"{GRADIENTS}:load_per_row",
-        'tl.where(row_lse == float("-inf"), float("inf"), row_lse)',
-        "row_lse",
-        light("length_3"),
-        (17, 19),
-    ),
-    Mutant(
-        "dk of one head of the group (portable)",
-        f"{GRADIENTS}:run_of_keys",
-        "own = head + member",
-        "own = head",
-        light("decode_63"),
-        (),
-    ),
-    Mutant(
-        "hidden weights in dq (portable)",
-        f"{GRADIENTS}:queries_gradient",
-        "columns[None, :] < (stop - n_start)[:, None]",
-        "columns[None, :] < (stop - n_start)[:, None] + 1",
-        light("one_row_causal", seqlen_q=5, seqlen_k=9),
-        (17,),
-    ),
-    Mutant(
-        "strides of dO taken for O's (portable)",
-        f"{LAUNCH}:backward_launches",
-        '(strides["dout"], strides["out"])',
-        '(strides["dout"], strides["dout"])',
-        runs(test_reliability.test_gradient_of_out_in_any_layout, "heads first", **HERE),
-        (44,),
-    ),
-    Mutant(
-        "strides of q taken for k's (portable)",
-        f"{LAUNCH}:forward_launches",
-        "(call.q, call.k, call.v, tensors.out)",
-        "(call.q, call.q, call.v, tensors.out)",
-        light("stored_mixed", seqlen_q=20, seqlen_k=33, batch=1),
-        (45,),
-    ),
-    Mutant(
-        "strides ignored (portable)",
-        "kernels.protocol:strides_of",
-        "tensor.stride()[:3]",
-        'torch.empty(tensor.shape, device="meta").stride()[:3]',
-        light("stored_expanded_heads", seqlen_q=20),
-        (39, 40, 42, 46),
-    ),
-    Mutant(
-        "two kernels' tiles disagree (portable)",
-        f"{LAUNCH}:backward_launches",
-        "-(-rows // DELTA_ROWS)",
-        "max(1, rows // DELTA_ROWS)",
-        light("one_key"),
-        (52,),
-    ),
-    Mutant(
-        "one tile of a pack too few (portable)",
-        f"{LAUNCH}:_sizes",
-        "layout.batch + 2",
-        "layout.batch",
-        light("packed_lengths_1_2_3"),
-        (36, 37),
-    ),
-    Mutant(
-        "sign of the scale forgotten (portable)",
-        "kernels.portable.kernel:_form",
-        "(problem.scale > 0) - (problem.scale < 0)",
-        "1",
-        light("scale_negative", seqlen_q=20),
-    ),
-    Mutant(
-        "grid's second dimension (portable)",
-        f"{LAUNCH}:Launch.start",
-        "[(self.programs,)]",
-        "[(1, self.programs)]",
-        light("length_1"),
-        (35,),
-    ),
-    Mutant(
-        "refusal to launch printed (portable)",
-        f"{LAUNCH}:Launch.start",
-        "raise KernelFault",
-        "print",
-        runs(test_reliability.test_a_launch_that_fails_raises_in_the_call_that_failed),
-        (36, 38),
-    ),
 )
 
 

@@ -1,7 +1,7 @@
 """What broke in other libraries and must not break here: tests for rows of docs/reliability.md that no other file has.
 
-Each test names its rows. What needs a GPU stands in test_reliability_gpu.py; faults that re-create the rows in
-test_mutants.py.
+Each test names its rows. What needs a GPU stands in test_reliability_gpu.py and test_execution_gpu.py; faults that
+re-create the rows in test_mutants.py.
 """
 
 from __future__ import annotations

@@ -19,12 +19,8 @@ from tests.kernels.hopper.hopper_cases import (
     H200,
     NIGHTLY,
     SCHEDULES,
-    WITHOUT_BOUND,
     alternating_schedules,
     band,
-    key_lengths,
-    prefix,
-    runs,
 )
 
 pytest.importorskip("triton")
@@ -36,212 +32,23 @@ from strobe.kernels.protocol import Plan
 from strobe.ops import attention as ops
 from strobe.problem.call import Call
 from strobe.problem.problem import Problem
-from strobe.problem.target import FAKES, Target
+from strobe.problem.target import FAKES
 from strobe.selection.select import select
 from strobe.testing import FAMILIES, Case, assert_gradients_as_good_as
 from strobe.testing.cases import laid_out
-from tools.proof.compile import launches
+from tests.kernels.hopper.backward_cases import (
+    BACKWARD,
+    BACKWARD_OF_SPLIT_GROUPS,
+    CASES,
+    LARGE,
+    SPANS,
+    _case,
+    _form,
+    _narrow,
+)
 from tools.proof.simulate import on
 
-BACKWARD = ["rows_kernel", "backward_kernel", "convert_dq_kernel"]
 BACKWARD_OF_FEW_KEYS = BACKWARD[:-1]  # who adds last writes dq
-BACKWARD_OF_SPLIT_GROUPS = [*BACKWARD, "convert_kernel", "convert_kernel"]
-
-
-def _case(name: str, seqlen_q: int = 200, seqlen_k: int | None = 260, width: int = 128, **options) -> Case:
-    return Case(name, seqlen_q, seqlen_k, **{"head_dim": width, "batch": 1, "heads": (1, 1)} | options)
-
-
-def _narrow(name: str, seqlen_q: int = 300, seqlen_k: int | None = 260, **options) -> Case:
-    return _case(name, seqlen_q, seqlen_k, 64, **options)
-
-
-def _wide(name: str, seqlen_q: int = 150, seqlen_k: int | None = 130, **options) -> Case:
-    return _case(name, seqlen_q, seqlen_k, 256, **options)
-
-
-LARGE = (
-    _case("dense", heads=(2, 2)),
-    _case("whole_tiles", 256, 256),
-    _case("causal", 300, None, mask=CAUSAL),
-    _case("causal_more_keys", 210, 330, mask=CAUSAL),
-    _case("causal_more_rows", 390, 200, mask=CAUSAL),  # rows of the first tiles see no key
-    _case("causal_more_rows_sinks", 390, 200, mask=CAUSAL, sinks=True),
-    _case("window_left", 260, 300, mask=band(70, None)),
-    _case("window_right", 260, 300, mask=band(None, 70)),
-    _case("window_both", 300, None, mask=band(100, 20)),
-    _case("window_zero", 300, None, mask=band(0, 0)),
-    _case("window_wider_than_all", mask=band(5000, 5000)),
-    _case("window_before_the_keys", 390, 260, mask=band(10, 10)),  # rows at the top see no key
-    _case(
-        "window_beyond_the_keys", 130, 700, mask=band(60, 0)
-    ),  # no row sees the first tiles of keys, which follow each other
-    _case("softcap", mask=CAUSAL, softcap=3.0),
-    _case("sinks", sinks=True),
-    _case("sinks_without_bound", 200, 130, heads=(4, 2), mask=CAUSAL, sinks=WITHOUT_BOUND),
-    _case("softcap_sinks_window", 300, None, mask=band(100, 0), softcap=5.0, sinks=True),
-    _case("grouped", 150, 260, heads=(4, 2), mask=CAUSAL),
-    _case("one_key_head", 150, 200, heads=(3, 1)),
-    _case("batch_of_three", 150, 200, batch=3, heads=(2, 1)),
-    _case("scale", scale=0.3),
-    _case("stored_heads_first", heads=(2, 1), storage="heads_first", mask=CAUSAL),
-    _case("stored_gaps", heads=(2, 1), storage="gaps"),
-    _case("stored_mixed", heads=(2, 1), storage="mixed", mask=CAUSAL),
-    _case("head_dim_96", width=96, mask=CAUSAL),
-    _case("head_dims_72_120", width=72, head_dim_v=120),
-    _narrow("d64_dense"),
-    _narrow("d64_causal", 390, None, mask=CAUSAL),
-    _narrow("d64_causal_more_rows_sinks", 500, 193, mask=CAUSAL, sinks=True),
-    _narrow("d64_window", 390, None, mask=band(130, 60)),
-    _narrow("d64_window_left_softcap", 390, 330, mask=band(40, None), softcap=7.0),
-    _narrow("d64_grouped_gaps", heads=(4, 1), storage="gaps", mask=CAUSAL),
-    _case("head_dim_8", 300, 260, 8, mask=CAUSAL),
-    _case("head_dim_40", 300, 260, 40),
-    _wide("d256_dense"),
-    _wide("d256_causal", 200, None, mask=CAUSAL),
-    _wide("d256_causal_more_rows_sinks", 260, 100, mask=CAUSAL, sinks=True),
-    _wide("d256_window_softcap", 200, None, mask=band(60, 10), softcap=4.0, heads=(2, 1)),
-    _case("head_dim_192", 230, 130, 192, mask=CAUSAL),
-    _case("head_dims_192_128", 200, 130, 192, head_dim_v=128),
-    _case(
-        "head_dims_64_128", 200, 130, 64, head_dim_v=128, heads=(2, 2)
-    ),  # q is as wide as a unit of dq, of which it has more
-    _case("head_dims_64_192", 200, 130, 64, head_dim_v=192, heads=(2, 2)),
-    _case("head_dims_32_96", 200, 130, 32, head_dim_v=96, heads=(2, 2)),
-    _case("head_dim_32_softcap", 200, 260, 32, heads=(2, 2), softcap=3.0),
-    _case("head_dims_200_128", 230, 130, 200, head_dim_v=128, mask=CAUSAL),
-    _case("head_dims_192_128_causal", 200, None, 192, head_dim_v=128, mask=CAUSAL, sinks=True),
-    _case("head_dims_192_128_window", 200, None, 192, head_dim_v=128, mask=band(70, 5), heads=(2, 1)),
-    _case("head_dims_160_96_causal", 330, 520, 160, head_dim_v=96, mask=CAUSAL),  # five tiles of keys of two programs
-    _case("head_dims_136_72_left_softcap", 260, 190, 136, head_dim_v=72, mask=band(90, None), softcap=4.0),
-)
-LENGTHS = (130, 0, 1, 260, 65, 64)
-
-
-def _packed(
-    name: str,
-    lengths_q: tuple[int, ...] = LENGTHS,
-    lengths_k: tuple[int, ...] | None = None,
-    width: int = 128,
-    **options,
-) -> Case:
-    return _case(name, lengths_q=lengths_q, lengths_k=lengths_k, width=width, **options)
-
-
-PACKED = (
-    _packed("packed"),
-    _packed("packed_causal", mask=CAUSAL),
-    _packed(
-        "packed_causal_other_keys",
-        (130, 0, 1, 200, 65),
-        (100, 3, 150, 230, 0),
-        mask=CAUSAL,
-        outside=(5, 70),
-        sinks=True,
-    ),
-    _packed("packed_window_softcap", mask=band(70, 20), softcap=5.0, heads=(2, 1), promised=True),
-    _packed("packed_gaps", mask=CAUSAL, storage="gaps", heads=(2, 2)),
-    _packed("packed_heads_first", mask=CAUSAL, storage="heads_first", heads=(4, 1)),
-    _packed("packed_d64_causal", (300, 30, 0, 193), width=64, mask=CAUSAL, outside=(3, 3)),
-    _packed("packed_d64_window", (300, 30, 192, 193), width=64, mask=band(100, 0)),
-    _packed("packed_d96", width=96, mask=CAUSAL),
-    _packed("packed_d192_128", width=192, head_dim_v=128, mask=CAUSAL),
-    _packed("packed_d256", width=256, mask=CAUSAL, outside=(1, 0)),
-    _packed("packed_promised_outside", (20, 5), outside=(30, 140), promised=True, mask=CAUSAL),
-    _packed("packed_nothing_but_empty", (0, 0, 0), (20, 0, 7), outside=(4, 5)),
-)
-SMALL = (  # no ring wraps: lengths around 0 and a tile
-    _case("one", 1, 1),
-    _case("one_row", 1, 300),
-    _case("one_row_causal", 1, 300, heads=(4, 1), mask=CAUSAL),
-    _case("one_key", 130, 1),
-    _case("one_key_causal", 130, 1, mask=CAUSAL),
-    _case("three", 3, 3, mask=CAUSAL),
-    _case("below_a_tile", 63, 127),
-    _case("above_a_tile", 65, 129, mask=CAUSAL),
-    _narrow("d64_one_row", 1, 300, batch=3),
-    _wide("d256_one_row", 1, 200, mask=band(100, None)),
-)
-FOUR = (130, 1, 64, 105)
-SPANS = (  # rows of a batch entry see different spans of keys
-    _case("documents", 300, None, batch=2, mask=runs(FOUR)),
-    _case("documents_causal", 300, None, batch=2, mask=runs(FOUR, also=CAUSAL)),
-    _case("documents_causal_gaps", 300, None, batch=2, storage="gaps", mask=runs(FOUR, also=CAUSAL)),
-    _case(
-        "documents_window_softcap_sinks",
-        300,
-        None,
-        heads=(2, 1),
-        mask=runs((200, 100), also=band(70, 20)),
-        softcap=5.0,
-        sinks=True,
-    ),
-    _case("documents_scattered", 230, None, batch=2, mask=runs((100, 40, 50, 10, 30), (0, 1, 0, 2, 1))),
-    _case(
-        "documents_scattered_causal",
-        230,
-        None,
-        batch=2,
-        mask=runs((100, 40, 50, 10, 30), (0, 1, 0, 2, 1), also=CAUSAL),
-        sinks=True,
-    ),
-    _case("documents_padded_causal", 220, None, batch=2, mask=runs((90, 20, 90, 20), (3, -1, 0, -1), also=CAUSAL)),
-    _case(
-        "documents_other_keys_causal", 200, 300, mask=runs((60, 140), (0, 1), (150, 50, 100), (0, 5, 1), also=CAUSAL)
-    ),
-    _case(
-        "documents_other_keys_window",
-        200,
-        300,
-        mask=runs((80, 70, 50), (0, 1, 7), (150, 50, 100), (0, 5, 1), also=band(160, 40)),
-    ),
-    _case(
-        "documents_lengths",
-        230,
-        None,
-        batch=2,
-        heads=(2, 1),
-        mask=runs((140, 90), also=key_lengths(200, 70, also=CAUSAL)),
-    ),
-    _case(
-        "documents_heads_first",
-        150,
-        None,
-        batch=3,
-        storage="heads_first",
-        heads=(2, 1),
-        mask=runs((90, 60), also=CAUSAL),
-    ),
-    _case("documents_one_row", 1, 200, mask=runs((1,), (4,), (120, 80), (0, 4))),
-    _case("documents_of_one_row", 40, None, heads=(1, 1), mask=runs((1,) * 40)),
-    _case("documents_d96", 200, None, 96, mask=runs((70, 130), also=CAUSAL)),
-    _case("documents_d192", 150, None, 192, mask=runs((50, 100), also=CAUSAL), heads=(2, 1)),
-    _case("documents_d192_128", 150, None, 192, head_dim_v=128, mask=runs((100, 50))),
-    _narrow("documents_d64", 300, None, batch=2, mask=runs((193, 7, 100), also=CAUSAL)),
-    _narrow("documents_d64_window_scattered", 300, None, mask=runs((150, 50, 100), (0, 1, 0), also=band(100, 0))),
-    _wide("documents_d256", 150, None, mask=runs((70, 80), also=CAUSAL)),
-    _wide("documents_d256_scattered", 130, None, mask=runs((50, 30, 50), (0, 1, 0))),
-    _case("key_lengths", 150, 260, batch=3, mask=key_lengths(260, 0, 130)),
-    _case("key_lengths_causal", 200, 260, batch=3, heads=(2, 1), mask=key_lengths(65, 260, 257, also=CAUSAL)),
-    _case("key_lengths_window_sinks", 200, None, batch=2, mask=key_lengths(129, 200, also=band(70, 10)), sinks=True),
-    _narrow("key_lengths_d64_softcap", 200, None, batch=2, mask=key_lengths(1, 200, also=CAUSAL), softcap=4.0),
-    _wide("key_lengths_d256", 100, batch=2, mask=key_lengths(130, 63)),
-    _case("prefix", 200, 260, batch=3, heads=(2, 1), mask=prefix(130, 0, 260)),
-    _case("prefix_right_bound", 300, None, mask=prefix(150, also=band(None, 70))),
-    _case(
-        "prefix_left_bound_lengths_sinks",
-        260,
-        None,
-        batch=2,
-        mask=prefix(150, 70, also=key_lengths(200, 140, also=band(130, None))),
-        sinks=True,
-    ),
-    _case("prefix_more_rows", 300, 200, mask=prefix(65)),
-    _case("prefix_documents", 300, None, batch=2, mask=runs(FOUR, also=prefix(180, 20))),
-    _narrow("prefix_d64_softcap", 260, None, batch=2, mask=prefix(100, 200), softcap=4.0),
-    _wide("prefix_d256", 130, None, mask=prefix(50)),
-)
-CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL, *SPANS)}
 
 
 LONG = (
@@ -551,10 +358,6 @@ def test_when_the_first_tile_of_keys_stores(batch, seqlen, heads, width, bounds,
     assert hopper.BACKWARD.config(replace(problem, deterministic=True), FAKES["H200"]).form.first_stores
 
 
-def _form(case: Case, target: Target = H200) -> hopper.BackwardForm:
-    return hopper.BACKWARD.config(Problem.from_call(case.build("cpu", torch.bfloat16)), target).form
-
-
 def run_and_judge(judge, case: Case, dtype: torch.dtype, family: str, schedule: tuple[str, int]) -> None:
     call = case.build("cpu", dtype, family, seed=5, requires_grad=True, kernel="hopper")
     with on(H200, *schedule) as run:
@@ -658,109 +461,6 @@ def _gradients_of(call: Call, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_the_table_has_every_tiling():
     used = {(form.block_d, form.block_dv) for form in map(_form, LARGE)}
     assert used == set(hopper.BACKWARD_TUNINGS)
-
-
-# ---------------------------------------------------------------- groups divided among programs
-
-SPLIT = {  # on eight SMs, which take more programs than these have heads of keys
-    "grouped": 2, "one_key_head": 3, "d64_grouped_gaps": 4, "d256_window_softcap": 2, "packed_heads_first": 2,
-    "packed_window_softcap": 2,
-    "split_ragged_columns": 3, "split_stored_gaps": 2,
-}  # fmt: skip
-ROOMY = replace(H200, sm_count=8)
-ALSO = {
-    case.name: case
-    for case in (
-        _case("split_ragged_columns", 150, 130, 72, head_dim_v=120, heads=(3, 1), mask=CAUSAL),
-        _case("split_stored_gaps", 150, 130, heads=(4, 2), storage="gaps", mask=CAUSAL, sinks=True),
-    )
-}
-
-
-@pytest.mark.nightly_cases(
-    "d64_grouped_gaps-*",
-    "grouped-*",
-    "one_key_head-*",
-    "packed_window_softcap-*",
-    "split_ragged_columns-*",
-    "packed_heads_first-*",
-)
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(SCHEDULES[0], marks=pytest.mark.nightly), SCHEDULES[1]], ids=["eager", "lazy"]
-)
-@pytest.mark.parametrize("name", SPLIT)
-def test_groups_are_divided(name, schedule, judge):
-    case = (CASES | ALSO)[name]
-    call = case.build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
-    with on(ROOMY, *schedule) as run:
-        judge(call, "normal", 5)
-    assert (
-        run.reports == [] and run.launches[-5:] == BACKWARD_OF_SPLIT_GROUPS and _form(case, ROOMY).splits == SPLIT[name]
-    )
-
-
-@pytest.mark.parametrize(
-    "batch, seqlen, heads, mask, splits",
-    [
-        (1, 2048, (64, 8), CAUSAL, 4),  # 128 programs of 16 to 256 steps on 132 SMs: the longest would decide
-        (1, 2048, (64, 8), None, 1),  # 128 alike
-        (1, 2048, (32, 1), None, 8),
-        (1, 8192, (64, 8), CAUSAL, 4),  # 512 programs of 8 to 1,024 steps: the last ones would run alone
-        (16, 2048, (64, 8), CAUSAL, 1),
-        (1, 128, (6, 2), CAUSAL, 3),  # never more than there are heads
-        (1, 2048, (64, 64), CAUSAL, 1),
-    ],
-)
-def test_how_many_programs_share_a_group(batch, seqlen, heads, mask, splits):
-    q, k = (torch.empty(batch, seqlen, count, 128, dtype=torch.bfloat16, device="meta") for count in heads)
-    problem = Problem.from_call(Call(q, k, k, right=0 if mask else -1, needs_grad=True))
-    assert hopper.BACKWARD.config(problem, FAKES["H200"]).form.splits == splits
-    ordered = hopper.BACKWARD.config(replace(problem, deterministic=True, kernel="hopper"), FAKES["H200"]).form
-    assert ordered.ordered and ordered.splits == 1, "shares would be added in no order"
-
-
-@pytest.mark.parametrize(
-    "seqlen, heads, width, options, finishes, collects",
-    [
-        (512, (16, 16), 128, {}, True, True),
-        (1024, (16, 16), 128, {}, True, True),
-        (1250, (16, 16), 128, {}, False, False),  # 625 keys a row
-        (512, (32, 32), 64, {}, True, True),
-        (1024, (32, 32), 64, {}, False, False),
-        (512, (16, 16), 96, {}, False, False),  # shares of 64 and 32 columns
-        (512, (16, 16), 192, {}, False, False),
-        (512, (16, 16), 128, {"right": -1}, False, False),
-        (128, (16, 16), 128, {"right": -1}, True, True),
-        (512, (16, 16), 128, {"left": 127}, False, False),
-        (512, (16, 16), 128, {"deterministic": True}, True, False),
-        (200, (16, 8), 128, {}, True, False),
-        (512, (16, 16), 64, {"softcap": 20.0}, False, False),  # 32 columns
-    ],
-)
-def test_when_dq_is_written_by_who_adds_last(seqlen, heads, width, options, finishes, collects):
-    q, k = (torch.empty(32, seqlen, count, width, dtype=torch.bfloat16, device="meta") for count in heads)
-    call = Call(q, k, k, **({"right": 0} | options), needs_grad=True)
-    form = hopper.BACKWARD.config(Problem.from_call(call), FAKES["H200"]).form
-    assert (form.finishes, form.collects) == (finishes, collects) and not (form.finishes and form.clears)
-
-
-@pytest.mark.parametrize(
-    "batch, seqlen, heads, section",
-    [
-        (32, 512, (16, 16), 64),  # two tiles of keys for each SM, since the last of a row waits for those before
-        (16, 768, (16, 16), 16),
-        (16, 1024, (16, 16), 16),
-        (1, 2048, (64, 8), 8),  # of four parts of a group each
-        (2, 8192, (16, 16), 2),
-        (1, 65536, (4, 4), 1),
-    ],
-)
-def test_a_section_of_causal_heads_fills_the_sms(batch, seqlen, heads, section):
-    q, k = (torch.empty(batch, seqlen, count, 128, dtype=torch.bfloat16, device="meta") for count in heads)
-    jobs = [job for _, job in launches(Call(q, k, k, right=0, needs_grad=True), FAKES["H200"])]
-    (job,) = (job for job in jobs if job.kernel.fn.__name__ == "backward_kernel")
-    (_, sizes, *_), _ = job.arguments[-2:]
-    assert sizes[6] == section
 
 
 # ---------------------------------------------------------------- what else it reads and writes

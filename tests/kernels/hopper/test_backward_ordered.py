@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.kernels.hopper.backward_cases import BACKWARD, CASES, SPANS, _case
 from tests.kernels.hopper.hopper_cases import CAUSAL, H200, NIGHTLY, SCHEDULES
-from tests.kernels.hopper.test_backward import BACKWARD, CASES, SPANS, _case
 
 pytest.importorskip("triton")
 

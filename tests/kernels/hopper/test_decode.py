@@ -16,7 +16,7 @@ from strobe.problem.decode import DecodeCall
 from strobe.testing import FAMILIES, assert_kernel
 from strobe.testing.decode import DECODES
 from tests.decoding import draw_table, expected, fill_unowned, judged
-from tests.ops.test_decode import alone_and_elsewhere
+from tests.ops.test_decode_bits import alone_and_elsewhere
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from strobe.testing import FAMILIES
 from strobe.testing.decode import DECODES, assert_decode_as_good_as
 from tests.decoding import draw_table, expected, fill_unowned, judged, on, wide_sums
 from tests.ops import test_append as appended
-from tests.ops import test_decode
+from tests.ops import test_decode, test_decode_bits
 
 pytestmark = pytest.mark.skipif(not ENV.interpret, reason="TRITON_INTERPRET is not set")
 
@@ -107,7 +107,7 @@ def _wide_sums():
 
 @pytest.mark.parametrize("seed", [0, 9, 11, 18])
 def test_the_same_bits_everywhere(seed, wide_sums):
-    test_decode.alone_and_elsewhere(seed, most=60, **HERE)
+    test_decode_bits.alone_and_elsewhere(seed, most=60, **HERE)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_same_bits_everywhere(seed, wide_sums):
 def test_a_short_windows_rows_have_the_bits_of_their_prefill(tokens, left, right, wide_sums):
     """Across an edge of tiles and one of fixed splits, and in sequences that are shorter than the window."""
     dtype = DTYPES[left % 2]
-    test_decode.windowed(left, right, tokens, (2100, 300, 33, 5), ("cpu", "portable"), rows=20, dtype=dtype)
+    test_decode_bits.windowed(left, right, tokens, (2100, 300, 33, 5), ("cpu", "portable"), rows=20, dtype=dtype)
 
 
 def test_empty_splits_change_no_bit():

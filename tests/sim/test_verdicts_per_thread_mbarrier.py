@@ -8,18 +8,18 @@ import torch
 from strobe.kernels.device.dialect import gl, gluon
 from strobe.kernels.device.per_thread_mbarrier import await_said, bells, say
 
-TURNS, NUMBERS, THREADS = gl.constexpr(3), gl.constexpr(256), gl.constexpr(128)
+ROUNDS, NUMBERS, THREADS = gl.constexpr(3), gl.constexpr(256), gl.constexpr(128)
 
 
 @gluon.jit
 def write_partition(x, place, rung, off: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     numbers = gl.arange(0, NUMBERS, layout)
-    for turn in gl.static_range(TURNS):
+    for round_index in gl.static_range(ROUNDS):
         if off != "wait free":
-            await_said(rung, 1, (turn + 1) % 2, True)  # @wait-free
-        place.store(gl.load(x + turn * NUMBERS + numbers))  # @write
-        if off != "ring" or turn != 1:
+            await_said(rung, 1, (round_index + 1) % 2, True)  # @wait-free
+        place.store(gl.load(x + round_index * NUMBERS + numbers))  # @write
+        if off != "ring" or round_index != 1:
             say(rung, 0, True)  # @ring
 
 
@@ -27,10 +27,10 @@ def write_partition(x, place, rung, off: gl.constexpr):
 def read_partition(out, place, rung, off: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     numbers = gl.arange(0, NUMBERS, layout)
-    for turn in gl.static_range(TURNS):
+    for round_index in gl.static_range(ROUNDS):
         if off != "wait":
-            await_said(rung, 0, turn % 2, True)  # @wait
-        gl.store(out + turn * NUMBERS + numbers, place.load(layout))  # @read
+            await_said(rung, 0, round_index % 2, True)  # @wait
+        gl.store(out + round_index * NUMBERS + numbers, place.load(layout))  # @read
         say(rung, 1, True)
 
 
@@ -42,7 +42,7 @@ def bells_kernel(x, out, off: gl.constexpr):
 
 
 def ring(off=""):
-    x = torch.arange(TURNS.value * NUMBERS.value).float()
+    x = torch.arange(ROUNDS.value * NUMBERS.value).float()
     out = torch.full_like(x, float("nan"))
     bells_kernel[(1,)](x, out, off, num_warps=4)
     if not off:

@@ -1,0 +1,66 @@
+"""docs/switching.md: each row of its table of transformers models has its tests."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.compat import test_transformers, test_transformers_masks, test_transformers_refusals
+
+ROWS = {
+    "padding": [
+        test_transformers.test_logits_are_those_of_eager,
+        test_transformers_masks.test_the_mask_is_the_one_transformers_writes_out,
+    ],
+    "masks in memory": [
+        test_transformers_masks.test_the_mask_is_the_one_transformers_writes_out,
+        test_transformers_masks.test_a_mask_of_ones_needs_no_look_at_the_band,
+    ],
+    "windows, chunks": [
+        test_transformers_masks.test_what_a_layer_says_counts_where_there_is_no_mask_and_only_there,
+        test_transformers_masks.test_chunks_as_wide_as_the_window_are_still_chunks,
+    ],
+    "softcap, sinks": [
+        test_transformers.test_logits_are_those_of_eager,
+        test_transformers.test_a_step_of_training_through_the_flattening_collator,
+    ],
+    "bidirectional models": [test_transformers.test_logits_are_those_of_eager],
+    "encoder and decoder": [test_transformers.test_an_encoder_and_its_decoder],
+    "packed by position_ids": [
+        test_transformers.test_packed_sequences_are_apart,
+        test_transformers.test_positions_are_read_once_a_forward_and_again_when_they_change,
+    ],
+    "packed by cu_seq_lens": [
+        test_transformers.test_packed_sequences_are_apart,
+        test_transformers_refusals.test_offsets_that_contradict_the_rest_are_refused,
+    ],
+    "caches": [
+        test_transformers.test_generates_what_eager_does,
+        test_transformers_masks.test_the_mask_over_a_cache,
+        test_transformers.test_a_prompt_in_pieces_is_the_prompt,
+    ],
+    "continuous batching": [test_transformers.test_continuous_batching],
+    "torch.compile": [
+        test_transformers.test_compiles_without_graph_breaks,
+        test_transformers.test_a_decoding_step_compiles_once,
+    ],
+    "training": [test_transformers.test_a_step_of_training_through_the_flattening_collator],
+    "dropout": [test_transformers_refusals.test_dropout_is_refused_by_the_name_it_has_in_the_config],
+    "output_attentions": [test_transformers_refusals.test_weights_are_refused],
+    "masks of your own": [
+        test_transformers_refusals.test_a_dense_mask_is_refused,
+        test_transformers_refusals.test_patterns_strobe_does_not_have_are_refused,
+    ],
+    "position bias, chosen keys": [test_transformers_refusals.test_arguments_that_are_not_served_are_refused],
+    "layers strided in the last dimension": [
+        test_transformers_refusals.test_rows_strided_in_the_last_dimension_are_copied
+    ],
+}
+
+
+def test_each_row_of_the_page_has_its_tests():
+    page = (Path(__file__).parents[2] / "docs" / "switching.md").read_text()
+    section = page.partition("## transformers models\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| ([a-z][^|]*) \|", section, re.MULTILINE) == [*ROWS]
