@@ -320,7 +320,7 @@ def _trained(compiled: Callable, seed: int) -> list[Tensor]:
     return [t.clone() for t in (out, *torch.autograd.grad(out, tensors, torch.ones_like(out)))]
 
 
-PERSISTENT = ((error_flags, "_words"), (workspace, "_held"), (workspace, "_reserves"))
+PERSISTENT = ((error_flags, "_words"), (workspace, "_counters"), (workspace, "_reserves"))
 _MADE: list[object] = []  # not let go of: launches that are noted know only the address
 
 

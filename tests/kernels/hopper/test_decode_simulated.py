@@ -279,7 +279,7 @@ def test_captures_are_given_zeros_of_their_own(monkeypatch):
     """Of a reserve that is set aside outside of a capture; where that is used up, zeros that the graph clears."""
     device, real = torch.device("cuda", 7), torch.zeros
     monkeypatch.setattr(workspace, "persistent_zeros", lambda device, size: real(size, dtype=torch.int32))
-    monkeypatch.setattr(workspace, "_held", {})
+    monkeypatch.setattr(workspace, "_counters", {})
     monkeypatch.setattr(workspace, "_reserves", {7: (real(workspace.RESERVE, dtype=torch.int32), 0)})
     one, other = (workspace._new(device, (7, 1, capture, 2)) for capture in (11, 12))
     assert one.shape == other.shape == (2,) and abs(one.data_ptr() - other.data_ptr()) >= 32
