@@ -39,7 +39,7 @@ def measure() -> list[dict]:
     q, k, v = (torch.randn(1, 64, 2, 64, device=device, dtype=dtype) for _ in range(3))
     call = lambda: strobe.attention(q, k, v, causal=True)
     miss = lambda *_, **__: None
-    no_keywords = mock.patch.object(ops, "run_keywords", miss)
+    no_keywords = mock.patch.multiple(ops, run_keywords=miss, insert_keywords=miss)
     no_direct = mock.patch.object(LaunchCache, "direct_choice", miss)
 
     steps = [_us(call)]

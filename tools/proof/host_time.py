@@ -3,7 +3,8 @@
     python -m tools.proof.host_time HEAD~3                    on the GPU if there is one, else on the CPU
     python -m tools.proof.host_time HEAD~3 --rounds 20 --json rows.jsonl
 
-Processes of the two checkouts alternate, so that clock drift affects both. Each process times small problems, whose
+Processes of the two checkouts alternate, so that clock drift affects both, and run on the same four cores: on a host
+with two sockets, the distance to the GPU changes the time of a launch. Each process times small problems, whose
 kernels finish before the host does: a forward, a step (forward and backward under autograd), a decode, and a forward
 with a window and sinks. The table shows, for each call, the median over processes of a process's least time, and the
 ratio of the medians.
@@ -25,6 +26,7 @@ from time import perf_counter_ns
 from strobe.errors import InvalidProblem
 
 SAMPLES, CALLS = 12, 200
+CORES = 4  # Python, autograd's thread and the driver's
 ONE_PROCESS = "--one-process"  # time the strobe on PYTHONPATH; both sides run this file's code
 
 
@@ -65,6 +67,7 @@ def measure() -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     if list(sys.argv[1:] if argv is None else argv) == [ONE_PROCESS]:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
         print(json.dumps(measure()))
         return 0
     parser = argparse.ArgumentParser(
