@@ -7,7 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import strobe
 import strobe.cute as fa4
+import strobe.cute.interface as fa4_private
 import strobe.flash_attn as fa2
 import strobe.flash_attn_interface as fa3
 from strobe.flash_attn import bert_padding
@@ -382,6 +384,28 @@ def test_rows_are_numbered_by_int32_too():
     chosen, _ = bert_padding.index_first_axis_residual(rows.requires_grad_(), indices[:2])
     chosen.sum().backward()
     assert rows.grad.sum(1).tolist() == [4, 4, 0]
+
+
+def test_fa4s_private_combine_counts_the_splits_of_each_entry():
+    """Splits beyond the count hold whatever memory held: NaN must not reach the result."""
+    parts, lses = torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 5, 4)
+    counts, semaphore = torch.tensor([3, 1], dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    parts[1:, 1], lses[1:, 1] = torch.nan, torch.nan
+    out, lse = torch.empty(2, 5, 4, 8, dtype=torch.bfloat16), torch.empty(2, 4, 5).transpose(1, 2)
+    fa4_private._flash_attn_fwd_combine(
+        parts, lses, out, lse, num_splits_dynamic_ptr=counts, semaphore_to_reset=semaphore
+    )
+    whole, whole_lse = fa4_private.flash_attn_combine(parts[:, :1], lses[:, :1], out_dtype=torch.bfloat16)
+    assert torch.equal(out[:1], whole) and torch.allclose(lse[:1], whole_lse, rtol=1e-6)
+    assert (
+        torch.equal(out[1], parts[0, 1].bfloat16())
+        and torch.allclose(lse[1], lses[0, 1], rtol=1e-6)
+        and not semaphore.any()
+    )
+    with pytest.raises(strobe.UnsupportedProblem, match="output_scale"):
+        fa4_private._flash_attn_fwd_combine(parts, lses, out, output_scale=torch.ones(1))
+    with pytest.raises(strobe.errors.InvalidProblem, match="out"):
+        fa4_private._flash_attn_fwd_combine(parts, lses, out[:1])
 
 
 def test_splits_without_a_key_combine_into_0():

@@ -132,6 +132,8 @@ SIGNATURES = {
     "cute.interface.flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None, cu_seqlens=None, "
     "seqused=None, "
     "virtual_batch_idx=None, return_lse=True",
+    "cute.interface._flash_attn_fwd_combine": "out_partial, lse_partial, out, lse=None, cu_seqlens=None, seqused=None, "
+    "num_splits_dynamic_ptr=None, varlen_batch_idx=None, semaphore_to_reset=None, output_scale=None",
     "cute.interface.get_scheduler_metadata": "max_seqlen_q, max_seqlen_k, nheads, nheads_kv, headdim, num_splits, "
     "headdim_v=None, pack_gqa=None, "
     "causal=False, window_size_left=None, window_size_right=None, seqlen_k_new=0, cu_seqlens_q=None, "

@@ -28,11 +28,9 @@ _BACKWARD = (
     "The test passes `window_size` to `_flash_attn_backward` and unpacks four results; FlashAttention-3's "
     "takes none and returns one."
 )
-_COMBINE = "strobe.cute has no `_flash_attn_fwd_combine`, a private function with a semaphore and counts of splits."
 
 KNOWN: tuple[Known, ...] = (
     Known("fa4", "*", "AttributeError: * has no attribute 'compile_cache'", _CACHE),
-    Known("fa4", "*combine*", "MissingExport: * has no _flash_attn_fwd_combine", _COMBINE),
     Known(
         "fa4", "*test_flash_attn_varlen_cumsum_metadata_paths", "AssertionError: assert None is not None*", _SCHEDULER
     ),

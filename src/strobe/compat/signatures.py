@@ -345,6 +345,7 @@ UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
         "strobe adds no bias to scores; use a window or rotary positions, or FlexAttention for a bias",
     ),
     "leftpad_k": ((None,), _LEFTPAD),
+    "output_scale": ((None,), "strobe does not quantize outputs; scale the combined out"),
     "cu_seqlens_q": ((None,), _PACKED),
     "cu_seqlens_k_new": ((None,), _PACKED),
     "page_table": ((None,), _PAGES),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..compat.seqused import Used, backward_used, forward_used, shifted
@@ -93,6 +94,34 @@ def flash_attn_combine(
     """
     out, lse = combine(out_partial, lse_partial, out, out_dtype)
     return out, lse if return_lse else None
+
+
+def _flash_attn_fwd_combine(
+    out_partial, lse_partial, out, lse=None, cu_seqlens=None, seqused=None, num_splits_dynamic_ptr=None,
+    varlen_batch_idx=None, semaphore_to_reset=None, output_scale=None,
+):  # fmt: skip
+    """Write the combination of partial results to `out` and `lse`, as FlashAttention-4's private function.
+
+    >>> import torch
+    >>> out = torch.empty(1, 7, 4, 16)
+    >>> _flash_attn_fwd_combine(torch.ones(2, 1, 7, 4, 16), torch.zeros(2, 1, 7, 4), out)
+    >>> bool((out == 1).all())
+    True
+
+    num_splits_dynamic_ptr: int32 [B], the number of splits that count for each batch entry. semaphore_to_reset is set
+    to 0. Every row is combined: cu_seqlens, seqused and varlen_batch_idx only select rows and their order in the original.
+    """
+    refuse(output_scale=output_scale)
+    if num_splits_dynamic_ptr is not None:
+        splits = torch.arange(len(out_partial), device=out_partial.device)
+        unused = splits[:, None] >= num_splits_dynamic_ptr
+        unused = unused[(...,) + (None,) * (lse_partial.dim() - 2)]
+        lse_partial = lse_partial.masked_fill(unused, -torch.inf)
+        out_partial = out_partial.masked_fill(unused[..., None], 0.0)  # memory that no split wrote may hold NaN
+    whole, whole_lse = combine(out_partial, lse_partial, None, out.dtype)
+    write((out, lse), (whole, whole_lse), ("out", "lse"))
+    if semaphore_to_reset is not None:
+        semaphore_to_reset.zero_()
 
 
 class SchedulerMetadataTensorsTorch(NamedTuple):
@@ -267,6 +296,7 @@ class FlashAttnVarlenFunc:
 
 __all__ = [
     "FlashAttnFunc", "FlashAttnVarlenFunc", "SchedulerMetadataTensorsTorch", "_flash_attn_bwd", "_flash_attn_fwd",
+    "_flash_attn_fwd_combine",
     "flash_attn_combine",
     "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata",
 ]  # fmt: skip

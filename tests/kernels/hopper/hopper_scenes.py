@@ -276,11 +276,13 @@ class Scene(NamedTuple):
 
 FORWARD = "../../../src/strobe/kernels/hopper/forward*.py"
 FORWARD_EACH = "../../../src/strobe/kernels/[dh]*/[cf][ho][ar][nw]*.py"  # channel.py and forward*.py
-AGAIN = "../../../src/strobe/kernels/hopper/[aef]*.py"  # again.py, early.py and forward*.py
+AGAIN = "../../../src/strobe/kernels/hopper/[fot][oip][rlt]*.py"  # forward*.py, optimistic_softmax.py and tile_redo.py
 BACKWARD = "../../../src/strobe/kernels/hopper/backward*.py"
 DECODE = "../../../src/strobe/kernels/hopper/decode.py"
-CLUSTER = "../../../src/strobe/kernels/[dh]*/[cde][lex][uc]*.py"  # cluster.py, decode.py and exchange.py
-FORWARD_MENDED = "../../../src/strobe/kernels/[dh]*/[afm][goe][arn][diw]*.py"  # again.py, forward*.py and mending.py
+CLUSTER = "../../../src/strobe/kernels/[dh]*/[cd][le][uc]*.py"  # cluster*.py and decode*.py
+FORWARD_MENDED = (
+    "../../../src/strobe/kernels/[dh]*/[fmt][oei][rnl][wde][ai_][rn]*.py"  # forward*.py, mending.py, tile_redo.py
+)
 BACKWARD_MENDED = "../../../src/strobe/kernels/[dh]*/[bm][ae][cn]*.py"  # backward*.py and mending.py
 INVARIANT = "../../../src/strobe/kernels/hopper/batch_invariant.py"
 SCHEDULE = "../../../src/strobe/kernels/device/tile_scheduler.py"
