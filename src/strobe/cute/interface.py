@@ -109,7 +109,8 @@ def _flash_attn_fwd_combine(
     True
 
     num_splits_dynamic_ptr: int32 [B], the number of splits that count for each batch entry. semaphore_to_reset is set
-    to 0. Every row is combined: cu_seqlens, seqused and varlen_batch_idx only select rows and their order in the original.
+    to 0. Every row is combined: cu_seqlens, seqused and varlen_batch_idx only select rows and their order in the
+    original.
     """
     refuse(output_scale=output_scale)
     if num_splits_dynamic_ptr is not None:
