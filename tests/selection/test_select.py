@@ -305,12 +305,12 @@ def test_reasons_that_lie_in_the_machine(monkeypatch):
 def test_explain_prints_the_choice_and_every_reason():
     text = str(chosen(_dense(right=0, needs_grad=True)))
     rows = [line.split(maxsplit=2) for line in text.splitlines()]
-    assert [row[:2] for row in rows if row[0] in ("chosen", "passed")] == [
-        ["chosen", "hopper.forward"], ["chosen", "hopper.backward"], ["passed", "blackwell.forward"],
-        ["passed", "portable.forward"], ["passed", "cpu.forward"],
-        ["passed", "portable.backward"], ["passed", "cpu.backward"],
+    assert [row[:2] for row in rows if row[0] in ("chosen", "rejected")] == [
+        ["chosen", "hopper.forward"], ["chosen", "hopper.backward"], ["rejected", "blackwell.forward"],
+        ["rejected", "portable.forward"], ["rejected", "cpu.forward"],
+        ["rejected", "portable.backward"], ["rejected", "cpu.backward"],
     ]  # fmt: skip
-    assert "passed    portable.forward   could run this too; hopper.forward comes first" in text
+    assert "rejected  portable.forward   could run this too; hopper.forward comes first" in text
     config = chosen(_dense(right=0)).forward.config
     assert f"chosen    hopper.forward     {config}" in text and f"stages={config.form.tuning.stages}" in str(config)
 
@@ -325,7 +325,7 @@ def test_explain_on_a_named_blackwell_gpu():
     )
     assert "correct 88; has not run on a Blackwell GPU" in text
     assert choice.backward is not None and choice.backward.kernel.name == "portable.backward"
-    assert "passed    hopper.forward     made for sm_90; this target is sm_100" in text
+    assert "rejected  hopper.forward     made for sm_90; this target is sm_100" in text
 
 
 def test_explain_tells_which_heads_share_a_tile():
@@ -337,7 +337,7 @@ def test_explain_tells_which_heads_share_a_tile():
 
 def test_explain_of_a_problem_passed_on():
     text = str(chosen(_dense(partial=True)))
-    assert "passed    hopper.forward     writes out in q's dtype; a partial result of bfloat16 is float32" in text
+    assert "rejected  hopper.forward     writes out in q's dtype; a partial result of bfloat16 is float32" in text
     assert "chosen    portable.forward" in text
 
 

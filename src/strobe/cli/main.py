@@ -249,8 +249,8 @@ def _as_json(choice) -> dict:
         }
         if plan and choice.target.peak_tflops:
             plans[direction]["ceiling_ms"], plans[direction]["bound"] = choice.ceiling_ms(plan)
-    passed = [{"kernel": name, "reason": reason} for name, reason in choice.rejections]
-    return {"problem": str(choice.problem), "target": str(choice.target), **plans, "passed": passed}
+    rejected = [{"kernel": name, "reason": reason} for name, reason in choice.rejections]
+    return {"problem": str(choice.problem), "target": str(choice.target), **plans, "rejected": rejected}
 
 
 def device_named(name: str | None):

@@ -231,7 +231,7 @@ def _refuse(**given: object) -> None:
     """
     for name, value in given.items():
         if value is not None and (isinstance(value, Tensor) or value):
-            raise _unserved(name, value, "what says nothing (0, False, None)")
+            raise _unserved(name, value, "it unset (None, False or 0)")
 
 
 def _there(offsets: Tensor | None) -> Tensor | None:

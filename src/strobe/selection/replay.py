@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..env import ENV
 from ..kernels.protocol import Plan
-from ..kernels.runtime.launch_cache import CACHE, DIRECT, Launch, backward_addresses_of, forward_addresses
+from ..kernels.runtime.launch_cache import CACHE, DIRECT, Replay, backward_addresses_of, forward_addresses
 from ..kernels.runtime.workspace import empty_here, pieces
 from ..problem import torch_private
 from ..problem.call import Call
@@ -22,7 +22,7 @@ from ..problem.torch_state import unseen_mode_active
 from .select import Choice
 
 
-def launches_here(plan: Plan, q: Tensor) -> dict[tuple, Launch] | None:
+def launches_here(plan: Plan, q: Tensor) -> dict[tuple, Replay] | None:
     """The plan's launches by address; None if it has none, on another device than the current one, or under
     STROBE_SYNC.
     """

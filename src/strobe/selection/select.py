@@ -37,7 +37,7 @@ class Choice(Generic[AnyProblem]):
     def __str__(self) -> str:
         rows = [("problem", str(self.problem)), ("target", str(self.target))]
         rows += [("chosen", f"{plan.kernel.name:<18} {plan.config}") for plan in (self.forward, self.backward) if plan]
-        rows += [("passed", f"{name:<18} {reason}") for name, reason in self.rejections]
+        rows += [("rejected", f"{name:<18} {reason}") for name, reason in self.rejections]
         for plan in (self.forward, self.backward):
             if plan:
                 cost = plan.kernel.cost(self.problem)

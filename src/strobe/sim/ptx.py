@@ -669,7 +669,7 @@ def _bulk(block, code):
 
 
 def _idle(block, code):
-    """An instruction without effect on results: reading the time, or starting the next grid."""
+    """nanosleep and griddepcontrol: they have no effect on results."""
     code.mods("wait", "launch_dependents")
 
 

@@ -602,7 +602,7 @@ def compared_shape(kind, mods, operands):
 
 
 def shaped(*sources, target=None):
-    """The shape of operands with fixed types. None stands for the instruction's type."""
+    """(target types, source types) of operands with fixed types. None stands for the instruction's type."""
     return lambda kind, mods, operands: ([target or kind], [source or kind for source in sources])
 
 

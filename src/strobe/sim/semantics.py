@@ -200,8 +200,8 @@ class _Evaluated(TritonSemantic):
 
 
 def _wide(inputs: Sequence[Tensor]) -> bool:
-    """Whether NumPy's reduction of this tensor is exact for the language: one tensor, not unsigned (those are carried
-    as signed), and no rounding at every step.
+    """Whether NumPy's reduction of this tensor gives what Triton's would: one tensor, not unsigned (those are carried
+    as signed), and of a type that is not rounded to fewer bits after every step.
     """
     dtype = inputs[0].type.scalar
     return len(inputs) == 1 and (dtype.is_int_signed() or dtype.is_fp32() or dtype.is_fp64())

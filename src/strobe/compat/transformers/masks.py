@@ -28,8 +28,8 @@ def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
     mask_function: Callable = causal_mask_function, attention_mask: Tensor | None = None, **rest: Any,
 ) -> Tensor | None:  # fmt: skip
-    """transformers calls this once per forward for each kind of layer. Returns an encoded LayerMask [1 + band + 4 *
-    final, 4 or 0, B, S_q + S_k].
+    """transformers calls this once per forward for each kind of layer. Returns an encoded
+    LayerMask, whose sizes carry the band and the layer's kind: see `LayerMask.to_tensor`.
 
     Returns None if the layer's is_causal describes the mask completely and the config has no sliding window."""
     pattern = _Pattern.of(mask_function, rest)

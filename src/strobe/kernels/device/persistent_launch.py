@@ -19,15 +19,24 @@ from ..runtime.workspace import zeros_on
 from .tma import addressable
 
 LOG2_E = 1.4426950408889634
-L2_BYTES = 32 << 20  # of keys and values that stay while a section of heads is walked; an H200 has 50 MB
-# where rows see few keys, on average, all memory is read while the longest tiles of a section are walked, and none while the others are: smaller
-# sections spread that. Of the speed with 32 MiB d128 256 queries 1.09, 384 1.00, 512 1.16, 768 1.06, d96 512 1.07, d192 512 1.02, d64 512 1.01; of
-# more keys d128 1k 1.02, 2k 1.00, d96 1k 0.97, d64 1k 0.96; at 256, where that is less than a tile for each SM, 512 0.98. With 12 MiB 512 1.17,
-# but less of the others (H100)
+# Keys and values of the heads that are processed together (a section) stay in L2; an H200 has 50 MB.
+L2_BYTES = 32 << 20
+# If rows see few keys, loads are bound to the longest tiles of a section, and memory idles during the others. Smaller sections spread the loads.
+# Speed with 16 MiB relative to 32 MiB (H100):
+#
+#     queries       256    384    512    768     1k     2k
+#     d128          1.09   1.00   1.16   1.06   1.02   1.00
+#     d96                         1.07          0.97
+#     d192                        1.02
+#     d64                         1.01          0.96
 FEW_KEYS, L2_BYTES_OF_FEW = 400, 16 << 20
-# up to which sections pay, and twice as many of d128 without groups: of more, SMs that walk a head's tiles at the same time share its keys, and
-# programs even out only within a section. Of the speed without causal 2k d128 1.19, d192 1.21, 192/128 1.20, d96 1.05, d256 0.99; 4k d128 1.01
-# to 1.03, d192, d96 and d64 0.99, 192/128 1.00, d256 0.95; d128 8k 0.99 (H200)
+# Sections help up to this many queries, and up to twice as many for d128 without groups. With more, SMs that process tiles of one head at the same
+# time share its keys anyway, and programs balance their work only within a section. Speed with sections relative to without, causal (H200):
+#
+#     queries       d64    d96    d128   192/128   d192   d256
+#     2k                   1.05   1.19   1.20      1.21   0.99
+#     4k            0.99   0.99   1.02   1.00      0.99   0.95
+#     8k                          0.99
 SHORT_QUERIES = 2048
 MOST_TILES = 2**31  # a tile's number is an int32
 
@@ -96,8 +105,12 @@ def work_of(plan: Plan, call: Call) -> tuple:
 
 
 def even_section(parts: int, most: int) -> int:
-    """Parts to walk together, at most `most`: a divisor, if one is half as many, else about even shares, since programs even out only within a
-    section. Of 33 parts 32 at a time the last one alone ends the launch."""
+    """The parts of a section: the largest divisor of `parts` in (most / 2, most], else about equal shares. 33 parts in sections of 32 would leave a
+    last section of one part, in which most programs idle.
+
+    >>> even_section(33, 32), even_section(64, 48)
+    (17, 32)
+    """
     most = max(1, min(parts, most))
     shares = -(-parts // most)
     return next((n for n in range(most, most // 2, -1) if parts % n == 0), -(-parts // max(1, shares)))

@@ -23,7 +23,7 @@ MAX_KERNELS = 4096
 
 KEYWORDS, DIRECT, OP = "keywords", "direct", "op"  # paths: who looks a call up, and so what an entry permits
 
-Launch = Callable[[], bool]  # launches again on the current stream; False if it cannot, and Triton must launch
+Replay = Callable[[], bool]  # launches again on the current stream; False if it cannot, and Triton must launch
 
 
 class _Variant(NamedTuple):
@@ -44,9 +44,9 @@ class LaunchCache:
         calls, path OP         Call, tensors' metadata         Choice    check, Problem, select       341 us
             |  miss: select
             v
-        launches               plan, addresses of the call     Launch    the kernel's host code        12 us
+        launches               plan, addresses of the call     Replay    the kernel's host code        12 us
             |  miss
-        kernel_launches        kernel, addresses of a launch   Launch    Triton's launcher             32 us
+        kernel_launches        kernel, addresses of a launch   Replay    Triton's launcher             32 us
             |  miss
         kernels                kernel, alignment of addresses  Recorder  Triton's argument binding    143 us
             |  miss
@@ -71,7 +71,7 @@ class LaunchCache:
 
     def __init__(self) -> None:
         self.calls: dict[tuple, tuple[_Variant, ...]] = {}
-        self.launches: dict[int, dict[tuple, Launch]] = {}  # by Plan.number, then by the addresses of a call
+        self.launches: dict[int, dict[tuple, Replay]] = {}  # by Plan.number, then by the addresses of a call
         self.kernel_launches: dict[Hashable, Any] = {}
         self.kernels: dict[Hashable, Any] = {}
         self._inserted = 0  # launches since they were last emptied
@@ -144,15 +144,15 @@ class LaunchCache:
 
     # ------------------------------------------------------------ launches
 
-    def insert_launch(self, plan: Plan, addresses: tuple, launch: Launch | None) -> None:
+    def insert_launch(self, plan: Plan, addresses: tuple, replay: Replay | None) -> None:
         """Let the plan's launch at these addresses be replayed without the kernel's host code. None is not inserted."""
-        if launch is None or not plan.replays:
+        if replay is None or not plan.replays:
             return
         if self._inserted >= MAX_LAUNCHES:
             self.launches.clear()
             self._inserted = 0
         self._inserted += 1
-        self.launches.setdefault(plan.number, {})[addresses] = launch
+        self.launches.setdefault(plan.number, {})[addresses] = replay
 
     def insert_kernel_launch(self, key: Hashable, launch: object) -> None:
         if len(self.kernel_launches) >= MAX_KERNELS:

@@ -18,7 +18,7 @@ from ...errors import BROKEN, KernelFault, describe
 from ..protocol import Plan
 
 LONGEST = 600  # characters of a cause; the full text of ptxas or MLIR is in the exception's __cause__
-CACHE = "set TRITON_CACHE_DIR to a folder that can be written to"
+CACHE_REMEDY = "set TRITON_CACHE_DIR to a folder that can be written to"
 VERSION = (
     "install the Triton that this PyTorch was released with; if that does not help, report it with the "
     "output of `strobe env`"
@@ -74,7 +74,7 @@ def _remedy(error: BaseException, plan: Plan) -> tuple[str, str]:
         return f"the program {error.filename}", "install it, or name another C compiler by CC"
     if isinstance(error, OSError) and not isinstance(error, ImportError):
         full = error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
-        return "a folder for what Triton compiles", f"{'free some space, or ' if full else ''}{CACHE}"
+        return "a folder for what Triton compiles", f"{'free some space, or ' if full else ''}{CACHE_REMEDY}"
     for words, expected, remedy in _SAID:
         if words in text:
             return expected, remedy
@@ -100,7 +100,7 @@ _SAID = (
         "a C compiler for the launcher that Triton builds at a kernel's first call",
         "install gcc or clang, or name one by CC",
     ),
-    ("cache dir", "a folder for what Triton compiles", CACHE),
+    ("cache dir", "a folder for what Triton compiles", CACHE_REMEDY),
     (
         "failed to map segment",
         "a cache folder from which code may be loaded (it is mounted noexec)",

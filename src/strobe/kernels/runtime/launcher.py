@@ -28,7 +28,7 @@ from ...problem import torch_private
 from ...problem.problem import ALIGNMENT
 from ..protocol import Plan
 from . import first_call_overlap
-from .launch_cache import CACHE, Launch
+from .launch_cache import CACHE, Replay
 
 # versions of Triton whose launcher this file was written for, and is tested with; with others Triton launches
 KNOWN_TRITON = ("3.6", "3.7", "3.9")
@@ -81,8 +81,8 @@ class RecordedLaunch(NamedTuple):
         return self._replace(stream=torch_private.cuda_current_raw_stream(self.device))
 
 
-def in_sequence(launches: Sequence[RecordedLaunch | None]) -> Launch | None:
-    """One launch of all on the current stream; None if one was not recorded or belongs to one stream."""
+def in_sequence(launches: Sequence[RecordedLaunch | None]) -> Replay | None:
+    """One replay of all on the current stream; None if one was not recorded or belongs to one stream."""
     recorded = [one for one in launches if one is not None and one.stream is None]
     if len(recorded) < len(launches):
         return None

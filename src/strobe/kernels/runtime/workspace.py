@@ -63,7 +63,7 @@ def cut(plan: Plan, pieces: list[Tensor]) -> Workspace:
 
 
 def room(buffers: Iterable[Buffer]) -> int:
-    """Bytes of all uninitialized buffers.
+    """Bytes of all uninitialized buffers, each rounded up to GRANULARITY.
 
     >>> rows, total = Buffer("rows", (3,), torch.float32), Buffer("sum", (9,), torch.float32, 0.0)
     >>> room([rows, total, Buffer("counter", (1,), torch.int32)])
