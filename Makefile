@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same modules
 
-.PHONY: test quick browser lint types unit interpreter offline compiled pages drift nightly demo bench install clean
+.PHONY: test quick browser lint types unit interpreter offline compiled pages docs drift nightly demo bench install clean
 
 # pyright takes one core, so something else runs beside it
 test:
@@ -81,6 +81,14 @@ pages: install
 	$(BIN)/python -m tools.proof.record docs/generated/compiled.md
 	$(BIN)/python -m ladder.harness.pages docs/generated/ladder
 
+# the documentation site, into site/; a warning is an error
+docs: pages $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[docs]'
+	touch $@
+
 # the kernels under newer versions of Triton, each in an environment of its own (.drift, 3 GB)
 drift: install
 	$(BIN)/python -m tools.proof.drift
@@ -100,4 +108,4 @@ bench: install
 	$(BIN)/strobe bench cpu
 
 clean:
-	rm -rf $(VENV) docs/generated .demo .drift .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) docs/generated site .demo .drift .pytest_cache .ruff_cache .hypothesis

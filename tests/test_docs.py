@@ -6,31 +6,53 @@ from __future__ import annotations
 
 import doctest
 import json
+import pkgutil
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
+import strobe
+from tools.site.markdown import rewrite
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+GENERATED = DOCS / "generated"  # git ignores it; tests/tools/test_pages.py looks at these pages
 TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-PAGES = sorted([*TOP, *DOCS.glob("*.md"), *(DOCS / "lab").glob("*.md")])
+SITE = sorted(page for page in DOCS.rglob("*.md") if GENERATED not in page.parents)
+PAGES = [*TOP, *SITE]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# a block may stand in a tab of the site, four columns to the right; a title says what it needs
+FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
+RUNS, NEEDS_CUDA, COMPILES = "python", 'python title="needs CUDA"', 'python title="needs CUDA and torchrun"'
+OWN = "https://github.com/strobe-attention"
+NO_CODE = {"text", "bash", "diff"}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)  # a launch there, kernel[grid](x), reads like a link
-WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text())]
+WITH_EXAMPLES = [page for page in PAGES if "```python" in page.read_text()]
 
 
-@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.name)
+def _name(page: Path) -> str:
+    return page.relative_to(DOCS if DOCS in page.parents else ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=_name)
 def test_examples_run(page: Path):
-    names: dict = {}
+    names: dict = {"__name__": page.stem}
     torch.manual_seed(0)  # as good as any, and the same on each run
-    for block in BLOCK.finditer(page.read_text()):
-        code, line = block[1], page.read_text()[: block.start()].count("\n") + 1
+    text = page.read_text()
+    for block in FENCE.finditer(text):
+        runs = block["info"] == RUNS or (block["info"] == NEEDS_CUDA and torch.cuda.is_available())
+        if not runs and block["info"] != COMPILES and block["info"] != NEEDS_CUDA:
+            continue
+        code, line = textwrap.dedent(block["code"]), text[: block.start()].count("\n") + 1
         if ">>>" not in code:
-            exec(compile("\n" * line + code, str(page), "exec"), names)
+            compiled = compile("\n" * line + code, str(page), "exec")
+            if runs:
+                exec(compiled, names)
             continue
         test = doctest.DocTestParser().get_doctest(code, names, page.name, str(page), line)
         told: list[str] = []
@@ -39,16 +61,73 @@ def test_examples_run(page: Path):
         names = test.globs
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_block_runs_or_says_what_it_is(page: Path):
+    infos = {block["info"] for block in FENCE.finditer(page.read_text())}
+    assert infos <= {RUNS, NEEDS_CUDA, COMPILES, *NO_CODE}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_lead_somewhere(page: Path):
     for target in LINK.findall(CODE.sub("", page.read_text())):
         path, _, anchor = target.partition("#")
-        assert not path.startswith("http"), target
+        if path.startswith("https://"):
+            own = page in SITE and target.startswith(OWN)
+            assert not own, f"{target}: name the file, and tools/site makes the URL of it"
+            continue
         place = (page.parent / path).resolve() if path else page
-        assert place.exists(), f"{page.name}: {target}"
+        made = GENERATED in place.parents  # by `make pages`
+        assert made or place.exists(), f"{page.name}: {target}"
         if anchor:
             titles = re.findall(r"^#+ (.+)$", place.read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, target
+
+
+# ---------------------------------------------------------------- the site
+
+
+NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+
+
+def test_the_nav_names_every_page():
+    named = re.findall(r"(\S+\.md)$", re.sub(" +#.*", "", NAV), re.MULTILINE)
+    at_root = {"contributing.md", "changelog.md"}  # tools/site/markdown.py says where these come from
+    assert len(named) == len(set(named))
+    for pattern in (name for name in named if name not in at_root):
+        assert "generated" in pattern or list(DOCS.glob(pattern)), pattern
+    missing = [_name(page) for page in SITE if not any(page.relative_to(DOCS).match(name) for name in named)]
+    assert missing == []
+
+
+def test_the_site_finds_what_links_outside_the_documentation():
+    for page in SITE:
+        text = rewrite(page.read_text(), _name(page), "https://host/repo")
+        outside = [target for target in LINK.findall(CODE.sub("", text)) if ":" not in target]
+        for target in outside:
+            path = target.partition("#")[0]
+            place = (page.parent / path).resolve() if path else page
+            assert place.is_relative_to(DOCS), f"{_name(page)}: {target}"
+
+
+@pytest.mark.parametrize("page", SITE, ids=_name)
+def test_a_page_has_at_most_two_thousand_words(page: Path):
+    words = [word for word in page.read_text().split() if any(map(str.isalnum, word))]
+    assert len(words) <= 2000
+    if page.parent.name == "guides":
+        assert len(words) <= 900
+
+
+def test_the_reference_documents_every_public_name():
+    documented = {
+        name
+        for page in (DOCS / "api").glob("*.md")
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    }
+    modules = ("flash_attn", "flash_attn_interface", "cute", "integrations.sdpa", "integrations.transformers", "sim")
+    assert {f"strobe.{name}" for name in strobe.__all__} <= documented
+    assert {f"strobe.{module}" for module in (*modules, "integrations.flash_attn", "testing")} <= documented
+    for name in documented:
+        assert pkgutil.resolve_name(name) is not None
 
 
 def test_the_readme_has_examples():

@@ -1,4 +1,4 @@
-"""docs/switching.md: each row of its table of transformers models has its tests."""
+"""docs/transformers.md: each row of its table of transformers models has its tests."""
 
 import re
 from pathlib import Path
@@ -61,6 +61,6 @@ ROWS = {
 
 
 def test_each_row_of_the_page_has_its_tests():
-    page = (Path(__file__).parents[2] / "docs" / "switching.md").read_text()
-    section = page.partition("## transformers models\n")[2].partition("\n## ")[0]
+    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+    section = page.partition("## What is the same and what is not\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| ([a-z][^|]*) \|", section, re.MULTILINE) == [*ROWS]

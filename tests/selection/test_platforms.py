@@ -1,4 +1,4 @@
-"""The table of platforms in docs/index.md is what the selection answers, device by device."""
+"""The table of devices in docs/install.md is what the selection answers, device by device."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from strobe.problem.problem import Problem
 from strobe.problem.target import FAKES, KIB, Target
 from strobe.selection.select import select
 
-INDEX = Path(__file__).parents[2] / "docs" / "index.md"
+PAGE = Path(__file__).parents[2] / "docs" / "install.md"
 COLUMNS = ("forward", "backward", "decode", "append")
 
 
 @cache
 def _rows() -> dict[str, list[str]]:
     """device: the cells behind it."""
-    section = INDEX.read_text(encoding="utf-8").split("## Platforms")[1].split("\n## ")[0]
+    section = PAGE.read_text(encoding="utf-8").split("## Devices")[1].split("\n## ")[0]
     lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
     return {
         device: cells

@@ -28,13 +28,13 @@ class PagedCache(NamedTuple):
     >>> cache.k_pages.shape[1] * cache.page_table.shape[1]  # capacity of a sequence, in keys
     32
 
-    k_pages: [n_pages, page_size, H_kv, D]. The last dimension is contiguous; other strides are free, so a heads-first
-    pool
-        is passed as a transposed view.
-    v_pages: [n_pages, page_size, H_kv, D_v], with strides as k_pages.
-    page_table: int32 [B, max_pages], read on the device. Entries after a sequence's last page are never read.
-    seqlens: int32 [B], the number of keys in each sequence, read on the device.
-    k_scale, v_scale: float32 [H_kv], only for pages in float8_e4m3fn. A key is k_scale[h] times the stored value.
+    Attributes:
+        k_pages: [n_pages, page_size, H_kv, D]. The last dimension is contiguous; other strides are free, so a
+            heads-first pool is passed as a transposed view.
+        v_pages: [n_pages, page_size, H_kv, D_v], with strides as k_pages.
+        page_table: int32 [B, max_pages], read on the device. Entries after a sequence's last page are never read.
+        seqlens: int32 [B], the number of keys in each sequence, read on the device.
+        k_scale, v_scale: float32 [H_kv], only for pages in float8_e4m3fn. A key is k_scale[h] times the stored value.
     """
 
     k_pages: Tensor
@@ -52,9 +52,11 @@ class DenseCache(NamedTuple):
     >>> DenseCache(k, k.clone(), seqlens=torch.zeros(4, dtype=torch.int32)).k_start is None
     True
 
-    seqlens: int32 [B], the end of each sequence's keys in its row.
-    k_start: int32 [B], the first key of each sequence (left padding). Keys before it are masked, even if they hold NaN.
-    k_scale, v_scale: as in PagedCache.
+    Attributes:
+        seqlens: int32 [B], the end of each sequence's keys in its row.
+        k_start: int32 [B], the first key of each sequence (left padding). Keys before it are masked, even if they hold
+            NaN.
+        k_scale, v_scale: as in PagedCache.
     """
 
     k: Tensor

@@ -37,7 +37,7 @@ def register() -> None:
     >>> model(torch.zeros(1, 5, dtype=torch.long)).logits.shape
     torch.Size([1, 5, 64])
 
-    docs/switching.md lists the supported features and the differences from "sdpa" and "eager". Raises ImportError if
+    docs/transformers.md lists the supported features and the differences from "sdpa" and "eager". Raises ImportError if
     transformers is missing or too old.
 
     Some models do not use transformers' AttentionInterface: for example bloom, falcon, gpt_neo, mpt, roformer, wavlm

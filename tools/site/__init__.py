@@ -1,0 +1,1 @@
+"""Extensions of the documentation site: `mkdocs.yml` names them, and `make docs` runs them."""

@@ -1,0 +1,70 @@
+"""Hooks of MkDocs: pages that stand at the root of the repository, links to its files, anchors as GitHub makes them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # MkDocs loads this file by its path
+
+from mkdocs.exceptions import PluginError  # pyright: ignore[reportMissingImports]
+from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]
+from pymdownx.slugs import slugify  # pyright: ignore[reportMissingImports]
+
+from tools.site.markdown import AT_ROOT, DOCS, ROOT, BrokenLink, rewrite
+
+_FALLBACK = "https://github.com/strobe-attention/strobe"
+
+
+def repository() -> str:
+    """The URL of the repository, from pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^(?:Repository|Source|repository|source) *= *"([^"]+)"', text, re.MULTILINE)
+    return found[1].rstrip("/") if found else _FALLBACK
+
+
+def on_config(config: Any) -> Any:
+    config.repo_url = repository()
+    config.repo_name = config.repo_url.removeprefix("https://github.com/")
+    config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
+    config.nav = [expanded(entry) for entry in config.nav]
+    return config
+
+
+def expanded(entry: Any) -> Any:
+    """An entry of nav with each pattern, such as lab/20*.md, replaced by the pages that match it and are not named."""
+    if isinstance(entry, dict):
+        return {title: expanded(below) for title, below in entry.items()}
+    if not isinstance(entry, list):
+        return entry
+    named = {next(iter(one.values())) if isinstance(one, dict) else one for one in entry}
+    found: list[Any] = []
+    for one in entry:
+        if not isinstance(one, str) or "*" not in one:
+            found.append(expanded(one))
+            continue
+        pages = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.glob(one))
+        found += [{title_of(page): page} for page in pages if page not in named]
+    return found
+
+
+def title_of(page: str) -> str:
+    """The heading of a page, behind the date in its name."""
+    heading = (DOCS / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    dated = re.match(r"\d{4}-\d\d-\d\d", Path(page).name)
+    return f"{dated[0]} {heading}" if dated else heading
+
+
+def on_files(files: Any, config: Any) -> Any:
+    for page, file in AT_ROOT.items():
+        files.append(File.generated(config, page, content=file.read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    try:
+        return rewrite(markdown, page.file.src_uri, repository())
+    except BrokenLink as broken:
+        raise PluginError(str(broken)) from broken
