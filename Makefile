@@ -21,7 +21,8 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same modules
 
-.PHONY: test quick browser lint types unit interpreter offline compiled pages docs drift nightly demo bench install clean
+.PHONY: test quick browser lint types unit interpreter offline compiled pages docs drift nightly demo bench dist matrix \
+  install clean
 
 # pyright takes one core, so something else runs beside it
 test:
@@ -99,7 +100,7 @@ unit:
 nightly: install
 	$(PYTEST) -n 2 -m nightly --ignore $(INTERPRETED)
 	TRITON_INTERPRET=1 $(PYTEST) -m nightly $(INTERPRETED)
-	$(MAKE) --no-print-directory drift
+	$(MAKE) --no-print-directory drift matrix
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -107,5 +108,22 @@ demo: install
 bench: install
 	$(BIN)/strobe bench cpu
 
+# the wheel and the source distribution in dist/, checked, and the wheel run in an empty environment (.release);
+# with TAG=v1.2.3 it fails for another version
+RELEASE := .release/tools
+$(RELEASE)/installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet 'build>=1.2' 'twine>=6.1' 'check-wheel-contents>=0.6'
+	touch $@
+
+dist: $(RELEASE)/installed
+	$(RELEASE)/bin/python -m tools.release_check --torch '$(firstword $(TORCH))' $(TAG:%=--tag %)
+
+# the smoke test under each Python that is here, with the oldest and the newest torch for CPUs (.matrix, 1 GB a pair):
+# make matrix PYTHONS='3.10 3.14'
+PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
+matrix: $(RELEASE)/installed
+	$(RELEASE)/bin/python -m tools.matrix $(PYTHONS:%=--python %)
+
 clean:
-	rm -rf $(VENV) docs/generated site .demo .drift .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) docs/generated dist .release .matrix site .demo .drift .pytest_cache .ruff_cache .hypothesis
