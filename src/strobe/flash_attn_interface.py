@@ -111,8 +111,8 @@ def flash_attn_with_kvcache(
     """As `strobe.flash_attn.flash_attn_with_kvcache`, with page_table in place of block_table. Packed queries raise
     UnsupportedProblem.
 
-    rotary_seqlens, int32 [B], is the rotary position of the first new key; None means cache_seqlens. max_seqlen_q is
-    ignored: it belongs to packed queries.
+    rotary_seqlens, int32 [B], is the rotary position of the first new key; None means cache_seqlens. max_seqlen_q
+    belongs to packed queries and has no effect.
 
     >>> pages, q = torch.zeros(2, 16, 2, 16), torch.randn(1, 1, 2, 16)
     >>> table, lengths = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)

@@ -15,6 +15,7 @@ from pymdownx.slugs import slugify  # pyright: ignore[reportMissingImports]
 
 from tools.site.markdown import AT_ROOT, DOCS, ROOT, BrokenLink, rewrite
 
+_CELL_CODE = re.compile(r"(?<=<code>)[^<]{24,}(?=</code>[^\n]*</td>)")
 _FALLBACK = "https://github.com/strobe-attention/strobe"
 
 
@@ -45,22 +46,38 @@ def expanded(entry: Any) -> Any:
         if not isinstance(one, str) or "*" not in one:
             found.append(expanded(one))
             continue
-        pages = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.glob(one))
+        pages = [path.relative_to(DOCS).as_posix() for path in sorted(DOCS.glob(one), key=place)]
         found += [{title_of(page): page} for page in pages if page not in named]
     return found
 
 
+def place(page: Path) -> tuple[int, str]:
+    """The key that sorts pages of a folder: their order in its index, else by name."""
+    index = page.with_name("index.md")
+    text = index.read_text(encoding="utf-8") if index.exists() else ""
+    return text.find(f"({page.name})"), page.name
+
+
 def title_of(page: str) -> str:
-    """The heading of a page, behind the date in its name."""
-    heading = (DOCS / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    """The heading of a page: behind the date in its name, before the idea of a rung."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    heading = text.partition("\n")[0].removeprefix("# ")
     dated = re.match(r"\d{4}-\d\d-\d\d", Path(page).name)
-    return f"{dated[0]} {heading}" if dated else heading
+    if dated:
+        return f"{dated[0]} {heading}"
+    idea = re.search(r"^\*\*([^:,*]+)", text, re.MULTILINE) if heading == Path(page).stem else None
+    return f"{heading}: {idea[1].rstrip('.')}" if idea else heading
 
 
 def on_files(files: Any, config: Any) -> Any:
     for page, file in AT_ROOT.items():
         files.append(File.generated(config, page, content=file.read_text(encoding="utf-8")))
     return files
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Long names in cells of tables may break behind a slash, a colon or an underscore."""
+    return _CELL_CODE.sub(lambda code: re.sub(r"(/|::|_)(?=\w)", r"\1<wbr>", code[0]), html)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

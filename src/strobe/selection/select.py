@@ -22,14 +22,21 @@ AnyProblem = TypeVar("AnyProblem", bound=Problem | DecodeProblem | AppendProblem
 @dataclass(frozen=True)
 class Choice(Generic[AnyProblem]):
     """The kernels selected for a Problem: the forward plan, the backward plan if gradients are needed, and the rejected
-    kernels with reasons.
+    kernels with reasons. `str` makes a table of it.
+
+    Attributes:
+        problem: the call without its data.
+        target: the device.
+        forward: kernel, config and workspace; for decode and append the only plan.
+        backward: the same for gradients, or None.
+        rejections: a kernel's name and the reason why it cannot run, for each kernel that was asked before.
     """
 
     problem: AnyProblem
     target: Target
-    forward: Plan  # for decode and append: the only plan
+    forward: Plan
     backward: Plan | None
-    rejections: tuple[tuple[str, str], ...]  # (kernel name, reason)
+    rejections: tuple[tuple[str, str], ...]
 
     def __reduce__(self) -> tuple:
         return select, (self.problem, self.target)  # they determine the Choice; a plan's number belongs to this process

@@ -12,10 +12,11 @@ class Checks:
     >>> Checks(happens_before=False)
     Checks(happens_before=False, read_fences=False, atomic_order=False)
 
-    happens_before: races, missing fences and similar, also where this schedule happened to avoid them.
-    read_fences: also require a proxy fence between a generic read and an asynchronous overwrite.
-    atomic_order: also require an order between floating-point adds to one address. Without it the sum can differ from
-        run to run. It needs happens_before.
+    Attributes:
+        happens_before: races, missing fences and similar, also where this schedule happened to avoid them.
+        read_fences: also require a proxy fence between a generic read and an asynchronous overwrite.
+        atomic_order: also require an order between floating-point adds to one address. Without it the sum can differ
+            from run to run. It needs happens_before.
     """
 
     happens_before: bool = True

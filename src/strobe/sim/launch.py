@@ -47,8 +47,10 @@ _DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, t
 class Run:
     """The result of a simulated run.
 
-    `reports`: distinct findings. `stats`: counts of CTAs, scheduler steps, accesses and landed operations. `events`:
-    timeline bars, in mode "timed" only.
+    Attributes:
+        reports: distinct findings.
+        stats: counts of CTAs, scheduler steps, accesses and landed operations.
+        events: timeline bars, in mode "timed" only.
     """
 
     machine: Machine
@@ -101,17 +103,18 @@ def simulate(
     >>> run.reports  # doctest: +SKIP
     []
 
-    target: "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103" or "sm_120"; sets capability and memory limits.
-    mode: the schedule, which decides when asynchronous work lands and which partition runs next. "eager" lands work at
-        once, "lazy" as late as possible, "random" at random. "pct" uses random priorities and finds the most faults.
-        "timed" follows modelled time and records a timeline.
-    seed: of the schedule. The same seed gives the same run.
-    sms: number of CTAs in flight, and the number of SMs that the kernel is told.
-    check: raise SimulationFault at the end if there are findings. Otherwise they stay in `run.reports`.
-    max_reports: stop after this many distinct findings.
-    checks: which faults are looked for. `Checks(happens_before=False)` reports only what this schedule makes visible.
-        `read_fences=True` also requires a proxy fence between a generic read and an asynchronous overwrite.
-        `atomic_order=True` also requires an order between floating-point adds to one address.
+    Args:
+        target: "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103" or "sm_120"; sets capability and memory limits.
+        mode: the schedule, which decides when asynchronous work lands and which partition runs next. "eager" lands
+            work at once, "lazy" as late as possible, "random" at random. "pct" uses random priorities and finds the
+            most faults. "timed" follows modelled time and records a timeline.
+        seed: of the schedule. The same seed gives the same run.
+        sms: number of CTAs in flight, and the number of SMs that the kernel is told.
+        check: raise SimulationFault at the end if there are findings. Otherwise they stay in `run.reports`.
+        max_reports: stop after this many distinct findings.
+        checks: which faults are looked for. `Checks(happens_before=False)` reports only what this schedule makes
+            visible. `read_fences=True` also requires a proxy fence between a generic read and an asynchronous
+            overwrite. `atomic_order=True` also requires an order between floating-point adds to one address.
 
     Raises ValueError for an unknown target or mode, TypeError for tensors that are not on the CPU, and SimulationFault
     for findings.
