@@ -18,7 +18,7 @@ import torch
 
 import strobe
 from strobe import reference
-from strobe.bench import data, earlier, layouts, plot, rivals, roofline, run, table, timer
+from strobe.bench import cycles_plot, data, earlier, layouts, plot, rivals, roofline, run, table, timer
 from strobe.bench.attempt import Attempt
 from strobe.bench.cases import SUITES, TOKENS, Case, on_data, suite
 from strobe.kernels.protocol import Cost, attention_cost, visible_pairs
@@ -510,6 +510,39 @@ def test_plots(still: None, tmp_path) -> None:
     assert set(plot.COLOURS) == set(rivals.RIVALS)
     with pytest.raises(strobe.UnsupportedProblem, match="ends in"):
         plot.check(tmp_path / "bench.xyz")
+
+
+def test_numbers_of_a_roofline_plot_do_not_overlap() -> None:
+    figure_module = pytest.importorskip("matplotlib.figure")
+    row = {
+        "case": "d128", "intensity": 4000.0, "tflops": 700.0, "percent_of_ceiling": 71.0,
+        "rivals": {"fa4": 1.0, "self": 0.1},
+        "flops": 5e11, "peak_tflops": 989.0, "peak_gbps": 4800.0, "dtype": "bfloat16", "device": "NVIDIA H200: sm_90",
+        "torch": "2.11.0", "date": "2026-11-24", "commit": None,
+    }  # fmt: skip
+    rows = [row | {"intensity": 4000.0 * 1.02**n, "tflops": 700.0 + n} for n in range(12)]
+    figure = figure_module.Figure(layout="constrained", dpi=160)
+    plot._roofline(figure, rows)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    numbers = [text for text in axes.texts if text.get_text().isdigit()]
+    text_alone = pytest.importorskip("matplotlib.text").Text.get_window_extent  # an annotation's includes its arrow
+    boxes = [text_alone(text) for text in numbers]
+    assert len(boxes) == 12 and all(box.width < 50 for box in boxes)
+    assert not any(a.overlaps(b) for place, a in enumerate(boxes) for b in boxes[:place])
+    hollow = {line.get_ydata()[0] for line in axes.lines if line.get_markerfacecolor() == "white"}
+    assert hollow == {500.0}  # fa4's rate; strobe again is no rival
+
+
+def test_the_title_of_the_cycles_fits_on_the_page(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = []
+    figure_module = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr(figure_module.Figure, "savefig", lambda self, path: figures.append(self))
+    cycles_plot.save(FAKES["B200"], tmp_path / "cycles.png")
+    (figure,) = figures
+    figure.draw_without_rendering()
+    title = figure.get_suptitle() and figure._suptitle.get_window_extent()
+    assert title.x0 >= 0 and title.x1 <= figure.bbox.width
 
 
 def test_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

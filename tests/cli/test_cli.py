@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import strobe
-from strobe.bench import cases, machine, rivals, roofline
+from strobe.bench import cases, machine, plot, rivals, roofline
 from strobe.bench.cases import Case
 from strobe.bench.run import circumstances
 from strobe.cli import main as cli
@@ -25,7 +25,7 @@ TINY = [
     Case("causal_tiny", 1, 16, 2, 0, 8, dtype=torch.float32, causal=True),
     Case("causal_tiny_backward", 1, 16, 2, 0, 8, dtype=torch.float32, causal=True, backward=True),
 ]
-QUICK = ["--rounds", "1", "--device", "cpu"]
+QUICK = ["--rounds", "1", "--device", "cpu", "--no-plot"]
 
 
 @pytest.fixture
@@ -217,9 +217,29 @@ def test_bench_json_lines(tiny, tmp_path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_bench_plots(tiny, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    assert main(["bench", "cpu", *QUICK, "--plot", str(tmp_path / "a.svg"), "--case", "dense_tiny"]) == 0
+    assert main(["bench", "cpu", *QUICK[:4], "--plot", str(tmp_path / "a.svg"), "--case", "dense_tiny"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"a.svg", "a_roofline.svg"}
     assert "a_roofline.svg" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "drawn"),
+    [([], {"strobe_cpu.png", "strobe_cpu_roofline.png"}), (["--no-plot"], set()), (["--json"], set())],
+    ids=["default", "no-plot", "json"],
+)
+def test_bench_draws_unless_it_is_told_not_to(tiny, tmp_path, monkeypatch: pytest.MonkeyPatch, flags, drawn) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "cpu", "--rounds", "1", "--case", "dense_tiny", *flags]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == drawn
+
+
+def test_bench_without_matplotlib_draws_nothing(tiny, tmp_path, capsys, monkeypatch, refused) -> None:
+    monkeypatch.setattr(plot, "available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "cpu", "--rounds", "1", "--case", "dense_tiny"]) == 0 and not list(tmp_path.iterdir())
+    capsys.readouterr()
+    assert "strobe-attention[bench]" in refused("bench", "cpu", "--plot", "a.svg")
 
 
 def test_bench_fails_when_strobe_does(

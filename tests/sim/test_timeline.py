@@ -178,6 +178,35 @@ def test_names_stand_only_in_bars_that_have_room():
     assert timeline._fitting("wgmma 64x128x64", 4) == ""
 
 
+def test_texts_have_a_width_of_their_own_in_every_font():
+    """A name in a bar ends before the bar does, and a row's name before its percentage."""
+    picture = svg([event(0, 900, name="wgmma 64x128x64"), event(900, 1000, row="TMA", name="load")], "run")
+    texts = [text for text in ElementTree.fromstring(picture).iter(f"{SVG}text") if text.get("textLength")]
+    ends = {text.text: float(text.get("x")) + float(text.get("textLength")) for text in texts}
+    assert set(ends) >= {"wgmma 64x128x64", "mma_partition", "TMA"}
+    assert all(text.get("lengthAdjust") == "spacingAndGlyphs" for text in texts)
+    (_, x, _, width, _), *_ = bars(picture)
+    assert x < ends["wgmma 64x128x64"] <= x + width
+    shares = [float(text.get("x")) for text in ElementTree.fromstring(picture).iter(f"{SVG}text") if text.text == "90%"]
+    assert shares and ends["mma_partition"] + 4 * 6.6 < shares[0]
+
+
+@pytest.mark.parametrize("cta", [0, 12345])
+def test_the_heads_of_the_label_column_stand_apart(cta):
+    picture = svg([event(0, 9, row="TMA", cta=cta)], "run")
+    at = {text.text: float(text.get("x")) for text in ElementTree.fromstring(picture).iter(f"{SVG}text")}
+    wide = 6.62  # a character of DejaVu Sans Mono at 11 pixels, bold too
+    assert at[f"CTA {cta}"] + wide * len(f"CTA {cta}") + wide < at["busy"] - wide * len("busy")
+
+
+@pytest.mark.parametrize(("count", "image", "page"), [(1, 960, 960), (12, 1080, 1080), (100, 1280, 9000)])
+def test_a_picture_is_as_wide_as_its_events_need(tmp_path, count, image, page):
+    events = [event(10 * n, 10 * n + 9) for n in range(count)]
+    save(events, tmp_path / "run.html", "run")
+    for picture, width in ((svg(events, "run"), image), ((tmp_path / "run.html").read_text(), page)):
+        assert f'viewBox="0 0 {width} ' in picture and "max-width:100%" in picture
+
+
 def test_a_long_row_is_shortened_and_told_in_full():
     picture = svg([event(0, 9, row="a_partition_with_a_very_long_name")], "run")
     (label,) = [text for text in ElementTree.fromstring(picture).iter(f"{SVG}text") if text.text.endswith("…")]

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
@@ -43,8 +44,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
         return _overhead(arguments)
     if arguments.suite == "decode":
         return _decode(arguments, Options(device, arguments.kernel, rounds))
-    if arguments.plot:
-        plot.check(arguments.plot)
+    picture = _picture(arguments)
     if arguments.data != NORMAL and arguments.suite == "cpu":
         raise InvalidProblem(
             "--data", repr(arguments.data), "forward or backward", "the suite for CPUs is measured on normal numbers"
@@ -60,10 +60,21 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
         found = list(rows(table.follow(cases, f"bench {arguments.suite}"), rivals, options, file))
     if arguments.json != "-":
         table.bench(found)
-    if arguments.plot:
-        for path in plot.save(found, arguments.plot):
+    if picture:
+        for path in plot.save(found, picture):
             print(f"wrote {path}", file=sys.stderr)
     return 0 if all(row["ms"] for row in found) else 1
+
+
+def _picture(arguments: argparse.Namespace) -> Path | None:
+    """Where to draw: --plot, else strobe_SUITE.png in the current folder if matplotlib is installed and a table is
+    printed. Raises UnsupportedProblem if --plot cannot be written.
+    """
+    if arguments.plot:
+        plot.check(arguments.plot)
+        return arguments.plot
+    drawn = plot.available() and not arguments.no_plot and arguments.json != "-"
+    return Path(f"strobe_{arguments.suite}.png") if drawn else None
 
 
 def roofline(arguments: argparse.Namespace) -> int:

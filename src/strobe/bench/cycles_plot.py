@@ -24,7 +24,7 @@ def save(target: Target, path: Path) -> Path:
     axes.invert_yaxis()
     axes.set_xlabel("cycles of one multiprocessor, counted")
     predicted = "" if target.capability == 90 else ": predictions; no kernel here has run on a Blackwell GPU"
-    axes.set_title(f"{target.name} (sm_{target.capability}){predicted}", fontsize=10)
+    figure.suptitle(f"{target.name} (sm_{target.capability}){predicted}", fontsize=10)  # wider than the axes
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

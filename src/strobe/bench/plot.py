@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,8 +24,19 @@ COLOURS = {
     "math": "#8c8c8c",
     "sdpa": "#0072b2", "sdpa_mask": "#56b4e9", "naive": "#b0b0b0", "self": "#e8a0a9",
 }  # fmt: skip
+NAMES = {
+    "flash": "FlashAttention-2 (PyTorch)", "cudnn": "cuDNN", "efficient": "memory-efficient (PyTorch)",
+    "fa4": "FlashAttention-4", "flex": "FlexAttention", "math": "math (PyTorch)", "sdpa": "SDPA (PyTorch)",
+    "sdpa_mask": "SDPA with a mask tensor", "naive": "naive", "self": "strobe again",
+}  # fmt: skip
 EARLIER = ("#e8a0a9", "#b9818a", "#f3cdd2")  # other versions of strobe
 _BAR_INCHES = 0.13
+_POINT = 3.2  # half of a point's width on the page, in points as all that follows
+_REACH = range(4, 80, 4)
+# (distance, side, height by distance) of the places for a number: right, left, above and below, nearest first
+_AROUND = [
+    (reach, turn, lift) for reach in _REACH for turn, lift in ((1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1))
+]
 _FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -59,12 +70,15 @@ def label(row: dict) -> str:
     return row["case"] if family == NORMAL else f"{row['case']}, {family}"
 
 
+def available() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
 def check(path: Path) -> None:
     """Raise UnsupportedProblem if `save` cannot write this kind of file. Call it before measuring."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as missing:
-        raise UnsupportedProblem('--plot needs matplotlib: pip install "strobe-attention[bench]"') from missing
+    if not available():
+        raise UnsupportedProblem('--plot needs matplotlib: pip install "strobe-attention[bench]"')
     if path.suffix not in _FORMATS:
         raise UnsupportedProblem(f"--plot: got {path.name}, expected a name that ends in {', '.join(_FORMATS)}")
 
@@ -86,7 +100,8 @@ def _bars(figure: Figure, rows: Sequence[dict]) -> None:
     farthest = max(rate for _, _, rate in bars)
     for name, colour in [("strobe", OURS), *((name, colours[name]) for name in names)]:
         mine = [(place, rate) for place, who, rate in bars if who == name]
-        axes.barh([place for place, _ in mine], [rate for _, rate in mine], height=0.86, color=colour, label=name)
+        places, rates = zip(*mine) if mine else ((), ())
+        axes.barh(places, rates, height=0.86, color=colour, label=NAMES.get(name, name))
     for place, name, rate in bars:
         weight = "bold" if name == "strobe" else "normal"
         axes.text(
@@ -98,7 +113,7 @@ def _bars(figure: Figure, rows: Sequence[dict]) -> None:
     axes.set_xlabel("TFLOP/s over visible pairs (longer is faster)")
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=len(names) + 1, frameon=False)
+    figure.legend(loc="outside upper center", ncols=min(len(names) + 1, 4), frameon=False)
     figure.supxlabel(_where(rows), fontsize=7, color="#666666")
 
 
@@ -108,33 +123,16 @@ def _roofline(figure: Figure, rows: Sequence[dict]) -> None:
     figure.set_size_inches(9, 4 + 0.06 * len(rows))
     axes = figure.add_subplot(xscale="log", yscale="log")
     _roofs(axes, rows)
-    crowd: Counter[tuple[int, int]] = Counter()
+    rivals: list[tuple[float, float]] = []
     for number, row in enumerate(rows, 1):
         x, y = row["intensity"], row["tflops"]
-        best = max((rival_tflops(row, name) or 0.0 for name in row["rivals"]), default=0.0)
+        best = max((rival_tflops(row, name) or 0.0 for name in row["rivals"] if name != "self"), default=0.0)
         if best:
+            rivals.append((x, best))
             axes.plot([x, x], [y, best], color="#cccccc", linewidth=0.8, zorder=2)
             axes.plot(x, best, "o", markersize=5, markerfacecolor="white", markeredgecolor=COLOURS["sdpa"], zorder=3)
-        axes.plot(
-            x,
-            y,
-            "o",
-            markersize=5,
-            color=OURS,
-            label=f"{number:2d}  {label(row)}  {row['percent_of_ceiling']:.3g} %",
-            zorder=4,
-        )
-        near = (round(20 * math.log10(x)), round(20 * math.log10(y)))  # labels of nearby points go side by side
-        axes.annotate(
-            str(number),
-            (x, y),
-            (5 + 11 * crowd[near], -2),
-            textcoords="offset points",
-            fontsize=6.5,
-            color=OURS,
-            zorder=5,
-        )
-        crowd[near] += 1
+        legend = f"{number:2d}  {label(row)}  {row['percent_of_ceiling']:.3g} %"
+        axes.plot(x, y, "o", markersize=5, color=OURS, label=legend, zorder=4)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -143,9 +141,37 @@ def _roofline(figure: Figure, rows: Sequence[dict]) -> None:
     axes.set_ylabel("TFLOP/s")
     axes.set_title("filled: strobe, hollow: the best rival", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    legend = dict(frameon=False, fontsize=7, handlelength=0, handletextpad=0, markerscale=0)
+    legend = dict(
+        frameon=False, handlelength=0, handletextpad=0, markerscale=0, prop={"family": "monospace", "size": 6.5}
+    )
     figure.legend(loc="outside right upper", title="percent of the ceiling", title_fontsize=8, **legend)
     figure.supxlabel(_where(rows), fontsize=7, color="#666666")
+    figure.draw_without_rendering()  # places the axes, so that points have positions on the page
+    _number(axes, [(row["intensity"], row["tflops"]) for row in rows], rivals)
+
+
+def _number(axes: Axes, points: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> None:
+    """Write the number of each of `points` at the nearest place that no number and no point covers."""
+    scale = 72 / axes.figure.dpi
+    centres = [(x * scale, y * scale) for x, y in axes.transData.transform(points)]
+    hollow = [(x * scale, y * scale) for x, y in axes.transData.transform(others)] if others else []
+    taken = [(x, y, _POINT, _POINT) for x, y in (*centres, *hollow)]
+    for number, (point, (x, y)) in enumerate(zip(points, centres), 1):
+        wide, tall = 2.2 * len(str(number)), 3.2  # half of the size of the text at 6.5 points
+        places = [(x + turn * (reach + wide), y + reach * lift, wide, tall) for reach, turn, lift in _AROUND]
+        free = next((place for place in places if not any(_touch(place, other) for other in taken)), places[0])
+        taken.append(free)
+        at = (free[0] - x, free[1] - y)
+        leader = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate(
+            str(number), point, at, textcoords="offset points", ha="center", va="center", fontsize=6.5, color=OURS,
+            zorder=5, arrowprops=leader if math.hypot(*at) > 14 else None,
+        )  # fmt: skip
+
+
+def _touch(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    """Whether two rectangles (centre x, y, half width, half height) overlap."""
+    return abs(a[0] - b[0]) < a[2] + b[2] and abs(a[1] - b[1]) < a[3] + b[3]
 
 
 def _roofs(axes: Axes, rows: Sequence[dict]) -> None:

@@ -123,8 +123,10 @@ def _parser() -> argparse.ArgumentParser:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="write bars as .png, .svg or .pdf, and a roofline plot to FILE_roofline",
+        help="write bars as .png, .svg or .pdf, and a roofline plot to FILE_roofline (default: strobe_SUITE.png if "
+        "matplotlib is installed; of forward, backward and cpu)",
     )
+    bench.add_argument("--no-plot", action="store_true", help="draw nothing")
     bench.add_argument(
         "--json",
         nargs="?",

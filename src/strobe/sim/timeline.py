@@ -25,10 +25,13 @@ COLOURS = {
 MODELLED = "modelled time, not measured"
 MOST_BARS = 20_000
 
-_WIDTH, _MARGIN, _LINE, _GAP = 1280, 16, 18, 4
-_LABEL_CHAR, _BAR_CHAR = 6.7, 6.1  # widths of one character at the monospaced sizes of _STYLE, rounded up
+_MARGIN, _LINE, _GAP = 16, 18, 4
+_NARROW, _WIDE, _WIDEST = 960, 1280, 16_000  # least width of a picture, most of an image, most that scrolls smoothly
+_EVENT = 90  # pixels for an event of the fullest lane
+_LABEL_CHAR, _BAR_CHAR = 6.6, 6.0  # widths of one character; textLength holds every font to them
+_END = ' text-anchor="end"'
 _STYLE = """
-:root{color-scheme:light dark;background:#fff}
+:root{color-scheme:light dark;background:#fff;max-width:100%;height:auto}
 .page{fill:#fff} .grid{stroke:#e7e9ec} .rule{stroke:#c3c8cf} \
 text{fill:#1f2328;font:11px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace}
 .title{font:600 15px system-ui,sans-serif} .fact,.key{font:12px system-ui,sans-serif} .cta{font-weight:700} \
@@ -121,10 +124,11 @@ def svg(
 ) -> str:
     """A self-contained image of the run, optionally only of `ctas` and of the times `span_ns` = (from, to).
 
-    The percentage beside a row is the busy (not waiting) fraction of the times shown. Above MOST_BARS bars, neighbours
-    are merged and the image says so.
+    It is 960 to 1280 pixels wide, as its events need, and shrinks to the width of its page. The percentage beside a
+    row is the busy (not waiting) fraction of the times shown. Above MOST_BARS bars, neighbours are merged and the
+    image says so.
     """
-    return _draw(list(events), title, ctas, span_ns, _WIDTH)
+    return _draw(list(events), title, ctas, span_ns, _WIDE)
 
 
 def save(events: Iterable[Event], path: str | Path, title: str) -> None:
@@ -135,7 +139,7 @@ def save(events: Iterable[Event], path: str | Path, title: str) -> None:
     elif path.suffix == ".svg":
         text = svg(events, title)
     elif path.suffix == ".html":
-        text = _PAGE.format(title=_escape(title), svg=_draw(events, title, None, None, _roomy_width(events)))
+        text = _PAGE.format(title=_escape(title), svg=_draw(events, title, None, None, _WIDEST))
     else:
         remedy = ".json opens in Perfetto, the others in a browser"
         raise ValueError(f"path: got {path.name}, expected a name that ends in .json, .svg or .html; {remedy}")
@@ -282,7 +286,7 @@ class _Scale:
 
 
 def _draw(
-    events: list[Event], title: str, ctas: Collection[int] | None, span_ns: tuple[float, float] | None, width: int
+    events: list[Event], title: str, ctas: Collection[int] | None, span_ns: tuple[float, float] | None, widest: int
 ) -> str:
     rows = _rows(_of(events, ctas))
     start, end = _window(rows, span_ns)
@@ -291,12 +295,13 @@ def _draw(
         for row, lanes in rows.items()
     }
     bars, column = _merge(shown, (start, end), MOST_BARS)
-    left = _MARGIN + _LABEL_CHAR * (max((len(_short(row)) for _, row in rows), default=0) + 6)
+    width = _width(shown, widest)
+    left = _MARGIN + _LABEL_CHAR * max((len(text) for cta, row in rows for text in _left_of(cta, row)), default=0) + 8
     scale = _Scale(start, end, left, width - _MARGIN)
     head, y = _head(title, _facts(shown, bars, column, scale))
     parts, labels = [], []
     for cta, group in groupby(bars.items(), key=lambda item: item[0][0]):
-        labels += [_text(_MARGIN, y + 13, f"CTA {cta}", "cta"), _text(left - 8, y + 13, "busy", "quiet", "end")]
+        labels += [_text(_MARGIN, y + 13, f"CTA {cta}", "cta"), _text(left - 8, y + 13, "busy", "quiet", _END)]
         top, y = y, y + _LINE + _GAP
         marks = len(parts)
         for row, lanes in group:
@@ -312,6 +317,17 @@ def _draw(
     column_of_labels = f'<rect class="page" width="{left - 2:.1f}" height="{y:.0f}"/>'
     still = ['<g class="still">', column_of_labels, *labels, *head, "</g>"]
     return _document(title, width, y + _MARGIN / 2, [*parts, *still])
+
+
+def _left_of(cta: int, row: str) -> tuple[str, str]:
+    """The widest texts beside a row's bars and above them."""
+    return f"{_short(row)}  100%", f"CTA {cta}  busy"
+
+
+def _width(rows: dict[Row, Lanes], widest: int) -> int:
+    """_EVENT pixels for each event of the fullest lane, within limits."""
+    fullest = max((len(lane) for lanes in rows.values() for lane in lanes), default=0)
+    return min(max(_NARROW, _EVENT * fullest), widest)
 
 
 def _of(events: list[Event], ctas: Collection[int] | None) -> list[Event]:
@@ -388,8 +404,9 @@ def _unit(scale: _Scale) -> tuple[str, float]:
 
 
 def _label(row: str, share: float, y: float, left: float) -> list[str]:
-    name = f'<text x="{_MARGIN}" y="{y:.1f}">{_escape(_short(row))}<title>{_escape(row)}</title></text>'
-    return [name, _text(left - 8, y, f"{100 * share:.0f}%", "quiet", "end")]
+    held = _held(len(_short(row)) * _LABEL_CHAR)
+    name = f'<text x="{_MARGIN}" y="{y:.1f}"{held}>{_escape(_short(row))}<title>{_escape(row)}</title></text>'
+    return [name, _text(left - 8, y, f"{100 * share:.0f}%", "quiet", _END)]
 
 
 def _short(row: str) -> str:
@@ -406,7 +423,8 @@ def _bars(lane: list[Event], scale: _Scale, y: float, height: float) -> list[str
         parts.append(f'<rect class="{event.kind}" {box}><title>{_tooltip(event)}</title></rect>')
         name = _fitting(event.name, (drawn - 6) / _BAR_CHAR)
         if name and height >= 12:
-            parts.append(_text(x + 3, y + height / 2 + 3, name, f"in on-{event.kind}"))
+            held = _held(len(name) * _BAR_CHAR)
+            parts.append(_text(x + 3, y + height / 2 + 3, name, f"in on-{event.kind}", held))
     return parts
 
 
@@ -424,9 +442,13 @@ def _tooltip(event: Event) -> str:
     return _escape("\n".join(filter(None, (event.name, f"{event.kind}, {times}", event.where))))
 
 
-def _text(x: float, y: float, text: str, style: str, anchor: str = "start") -> str:
-    end = ' text-anchor="end"' if anchor == "end" else ""
-    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}"{end}>{_escape(text)}</text>'
+def _text(x: float, y: float, text: str, style: str, more: str = "") -> str:
+    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}"{more}>{_escape(text)}</text>'
+
+
+def _held(width: float) -> str:
+    """Attributes that give a text this width in every font: browsers substitute fonts, some of them wider."""
+    return f' textLength="{width:.1f}" lengthAdjust="spacingAndGlyphs"'
 
 
 def _document(title: str, width: int, height: float, parts: Iterable[str]) -> str:
@@ -440,12 +462,6 @@ def _document(title: str, width: int, height: float, parts: Iterable[str]) -> st
         f'aria-label="{name}"><title>{name}</title>{style}{background}'
     )
     return "\n".join([head, *parts, "</svg>\n"])
-
-
-def _roomy_width(events: list[Event]) -> int:
-    """90 pixels per event of the fullest lane, limited to a width that browsers scroll smoothly."""
-    fullest = max((len(lane) for lanes in _rows(events).values() for lane in lanes), default=0)
-    return min(max(_WIDTH, 90 * fullest), 16_000)
 
 
 def _escape(text: str) -> str:
