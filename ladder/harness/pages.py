@@ -1,6 +1,7 @@
-"""Generates a page for each rung, and the measured tables in the rungs' docstrings, from results/ladder.jsonl.
+"""Generates the pages of the course, one a rung, and the measured tables in the rungs' docstrings.
 
-A page has the rung's figures and its difference from the rung below.
+A page says what is new, shows the lines that matter, a timeline, the measured gain and an exercise (course.py), and
+then the rung's cost model, its difference from the rung below and all figures from results/ladder.jsonl.
 
     python -m ladder.harness.pages docs/generated/ladder       write the pages and their pictures (`make pages`)
     python -m ladder.harness.pages                             write the tables into the rungs' docstrings
@@ -17,9 +18,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from . import FILES, RUNGS, Row, harness
+from . import FILES, RUNGS, Row, course, harness
 from .harness import Rung, Size
 from .plot import days, save
 
@@ -33,12 +34,14 @@ OVERVIEW, SHORTER = 8192, 4096
 RIVALS = {"strobe": "strobe's forward", "flash": "FlashAttention-2, as PyTorch ships it", "flex": "FlexAttention"}
 _MEASURED = re.compile(r"(?<=\nMeasured:\n\n).*?(?=\n\"\"\"\n)", re.DOTALL)
 _HEADING = """\
-# The rungs of the ladder
+# The course
 
-This page and those of the rungs are made from `ladder/` and `results/ladder.jsonl` by `make pages`.
+Fifteen kernels, from attention as the formula says it to 8-bit tensor cores. Each page has one new idea, the lines of
+the kernel that carry it, a timeline, the measured gain over the rung below, and an exercise that needs no GPU unless
+it says so. Run a rung with `python -m ladder NAME`. These pages are made from `ladder/` and `results/ladder.jsonl`.
 
-| rung | idea | needs |
-| --- | --- | --- |
+| rung | idea | below | gain at D 128, dense | needs |
+| --- | --- | --- | ---: | --- |
 """
 _PICTURES = {
     "rates.png": "TFLOP/s of every rung, at its longest length",
@@ -84,11 +87,12 @@ def with_table(source: str, rows: list[Row]) -> str:
 
 def index(rows: list[Row]) -> str:
     """The first page: all rungs, and what was measured of them."""
-    rungs = [harness.load(name) for name in RUNGS]
-    lines = [
-        f"| [{rung.name}]({rung.name}.md) | {rung.idea} | sm_{rung.capability}{' and up' if rung.capability < 90 else ''} |"
-        for rung in rungs
-    ]
+    lines: list[str] = []
+    for rung in map(harness.load, RUNGS):
+        found = [] if rung.queries else course.gains(rows, rung.name, rung.below)
+        ratio = next((f"{one.ratio:.2f}" for one in found if (one.head_dim, one.causal) == (128, False)), "-")
+        needs = f"sm_{rung.capability}{' and up' if rung.capability < 90 else ''}"
+        lines.append(f"| [{rung.name}]({rung.name}.md) | {rung.idea} | {rung.below or '-'} | {ratio} | {needs} |")
     return _HEADING + "\n".join([*lines, ""]) + overview(rows)
 
 
@@ -118,16 +122,19 @@ def overview(rows: list[Row]) -> str:
             lines.append(f"| {label} | {' | '.join(cell or '-' for cell in cells)} |")
     lines += [f"\n{_where(sorted(shown, key=lambda row: row['date']))}.\n"]
     lines += [f"![{text}]({name})\n" for name, text in _PICTURES.items()]
-    errors = {row["method"]: row["rmse"] for row in rows if row.get("rmse")}
-    if errors:
-        told = "; ".join(f"{method} {rmse:.3g}" for method, rmse in errors.items())
-        lines += [
-            (
-                "Root mean square errors against float64 where 0.1 % of the entries are large (`python -m ladder "
-                f"--outliers`): {told}.\n"
-            )
-        ]
-    return "\n".join(lines)
+    return "\n".join([*lines, errors(rows)])
+
+
+def errors(rows: list[Row]) -> str:
+    """The errors of 8-bit methods on inputs with outliers, as a sentence. Empty without rows."""
+    newest = {row["method"]: row["rmse"] for row in rows if row.get("rmse")}
+    if not newest:
+        return ""
+    told = "; ".join(f"{method} {rmse:.3g}" for method, rmse in newest.items())
+    return (
+        "\nRoot mean square errors against float64 where 0.1 % of the entries are large (`python -m ladder "
+        f"--outliers`): {told}.\n"
+    )
 
 
 class _Column:
@@ -160,31 +167,54 @@ def _rate(row: Row) -> float:
 
 
 def section(rung: Rung, rows: list[Row], timeline: str = "") -> str:
-    """A rung's page: idea, cost model, code difference, figures, `timeline` (name of the image), next bottleneck."""
+    """A rung's page: the lesson, then the details. `timeline` is the name of its image."""
     doc = inspect.cleandoc(importlib.import_module(f"ladder.{FILES[rung.name]}").__doc__ or "")
-    told, _, limits = doc.partition("\nMeasured:\n")[0].partition("What limits it:")
-    _, _, told = told.partition("\n\n")
+    idea, _, limits = doc.partition("\nMeasured:\n")[0].partition("What limits it:")
+    _, _, idea = idea.partition("\n\n")
+    limits = limits.strip()
+    lesson, file = course.LESSONS[rung.name], f"ladder/{FILES[rung.name]}.py"
+    place = RUNGS.index(rung.name)
     parts = [
-        f"# {rung.name}\n",
-        f"**{rung.idea[0].upper() + rung.idea[1:]}.** [The file](../../../ladder/{FILES[rung.name]}.py)\n",
-        prose(told),
+        f"# {rung.name}\n\n**{rung.idea[0].upper() + rung.idea[1:]}.**\n",
+        f"Rung {place + 1} of {len(RUNGS)} · [{file}](../../../{file}) · {_neighbours(place)}\n",
+        f"## What is new\n\n{lesson.new}\n",
+        f"## The lines that matter\n\n{course.lines_that_matter(rung.name)}",
     ]
-    parts += [
-        f"## What changed from {rung.below}\n" if rung.below else "## The kernels\n",
-        difference(rung),
-    ]
-    parts += ["## Figures\n", table(measured(rows, rung.name)), counted(rows, rung.name)]
     if timeline:
         parts += [
-            f"Modelled time of one program, as the simulator draws it:\n\n![what the warps of {rung.name} "
-            f"do]({timeline})\n"
+            "## Timeline\n\nModelled time of one program in the simulator: a line for each warp or group of warps, and "
+            f"one for each unit it uses.\n\n![what the warps of {rung.name} do]({timeline})\n"
         ]
-    parts += ["## What limits it\n", prose(limits.strip())]
-    above = [harness.load(name) for name in RUNGS if harness.load(name).below == rung.name]
-    parts += (
-        [f"Next: {'; '.join(f'[{next_.name}]({next_.name}.md), {next_.idea}' for next_ in above)}.\n"] if above else []
-    )
+    parts += ["## Measured gain\n", gain(rung, rows)]
+    parts += [f"## What limits it\n\n{prose(limits[0].upper() + limits[1:])}", f"## Exercise\n\n{lesson.exercise}\n"]
+    parts += [f"## The idea and its costs\n\n{prose(idea)}"]
+    parts += [f"## The difference from {rung.below}\n" if rung.below else "## The kernels\n", difference(rung)]
+    parts += ["## All figures\n", table(measured(rows, rung.name)), counted(rows, rung.name)]
     return "\n".join(parts)
+
+
+def _neighbours(place: int) -> str:
+    """Links to the rungs before and after one in the course."""
+    before, after = RUNGS[max(0, place - 1) : place], RUNGS[place + 1 : place + 2]
+    links = [f"before: [{name}]({name}.md)" for name in before] + [f"next: [{name}]({name}.md)" for name in after]
+    return " · ".join(links)
+
+
+def gain(rung: Rung, rows: list[Row]) -> str:
+    """What the rung gains over the rung below, or its own rate where the two cannot be compared."""
+    if rung.below and not rung.queries:
+        compared = course.gain_table(course.gains(rows, rung.name, rung.below), rung.name, rung.below)
+        return (compared or f"{NOTHING.capitalize()}.\n") + (errors(rows) if rung.weights.itemsize == 1 else "")
+    own = [row for row in measured(rows, rung.name) if row["seqlen_k"] == OVERVIEW]
+    if not own:
+        return f"{NOTHING.capitalize()}.\n"
+    best, unit = max(own, key=_rate), "GB/s by the model" if rung.queries else "TFLOP/s"
+    why = f"one query per sequence does not compare with {rung.below}" if rung.below else "nothing is below it"
+    return (
+        f"{_rate(best):,.4g} {unit} at {OVERVIEW:,} keys, D {best['head_dim']}, "
+        f"{'causal' if best['causal'] else 'dense'}: {best['percent_of_ceiling'] or 0:.3g} % of the ceiling "
+        f"({_where(own)}). There is no gain to show: {why}.\n"
+    )
 
 
 def prose(text: str) -> str:
@@ -211,22 +241,15 @@ def difference(rung: Rung) -> str:
     """The functions that carry the idea, next to the same functions of the rung below."""
     mine = importlib.import_module(f"ladder.{FILES[rung.name]}")
     if not rung.below:
-        return "```py\n" + "\n\n".join(_source(mine, name) for name in rung.shows) + "\n```\n"
+        return "```py\n" + "\n\n".join(course.source(mine, name) for name in rung.shows) + "\n```\n"
     theirs = importlib.import_module(f"ladder.{FILES[rung.below]}")
     lines: list[str] = []
     for name in rung.shows:
-        before = _source(theirs, name).split("\n") if hasattr(theirs, name) else []
-        after = _source(mine, name).split("\n")
+        before = course.source(theirs, name).split("\n") if hasattr(theirs, name) else []
+        after = course.source(mine, name).split("\n")
         for line in list(difflib.unified_diff(before, after, n=2, lineterm=""))[2:]:
             lines.append(f"@@ {name} @@" if line.startswith("@@") else line)
     return "```diff\n" + "\n".join(lines) + "\n```\n"
-
-
-def _source(module: Any, name: str) -> str:
-    shown = getattr(module, name)
-    while not (inspect.isfunction(shown) or inspect.isclass(shown)):  # a jit function, or an autotuned one
-        shown = shown.fn
-    return inspect.getsource(shown).strip("\n")
 
 
 def table(rows: list[Row]) -> str:
