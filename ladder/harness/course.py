@@ -129,8 +129,8 @@ LESSONS = {
         "which of the two becomes slower, and measure it on a GPU.",
     ),
     "k5": Lesson(
-        "Warp specialisation: one warp only loads, and two or three warpgroups only compute. Full and empty barriers of each "
-        "stage are all that connects them, so the loader runs ahead and a program takes tile after tile.",
+        "Warp specialisation: one warp only loads, and two or three warpgroups only compute. A ready and a free barrier of "
+        "each stage connect them, and nothing else does. So the loader runs ahead, and a program takes tile after tile.",
         (
             Lines("load_partition", "for i in range(blocks)", "stage, parity = next_of"),
             Lines("mma_partition", "for i in range(own)", "stage, parity = next_of"),

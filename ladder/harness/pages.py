@@ -183,7 +183,7 @@ def section(rung: Rung, rows: list[Row], timeline: str = "") -> str:
     if timeline:
         parts += [
             "## Timeline\n\nModelled time of one program in the simulator: a line for each warp or group of warps, and "
-            f"one for each unit it uses.\n\n![what the warps of {rung.name} do]({timeline})\n"
+            f"one for each unit it uses.\n\n[![what the warps of {rung.name} do]({timeline})]({timeline})\n"
         ]
     parts += ["## Measured gain\n", gain(rung, rows)]
     parts += [f"## What limits it\n\n{prose(limits[0].upper() + limits[1:])}", f"## Exercise\n\n{lesson.exercise}\n"]
