@@ -117,6 +117,13 @@ def test_a_page_has_at_most_two_thousand_words(page: Path):
         assert len(words) <= 900
 
 
+def test_the_guides_name_every_example():
+    guides = "".join(page.read_text() for page in [*(DOCS / "guides").glob("*.md"), DOCS / "transformers.md"])
+    shared = {"gpt.py"}  # the model of several examples
+    for example in (ROOT / "examples").glob("*.py"):
+        assert example.name in shared or f"examples/{example.name})" in guides, example.name
+
+
 def test_the_reference_documents_every_public_name():
     documented = {
         name

@@ -16,18 +16,20 @@ from pymdownx.slugs import slugify  # pyright: ignore[reportMissingImports]
 from tools.site.markdown import AT_ROOT, DOCS, ROOT, BrokenLink, rewrite
 
 _CELL_CODE = re.compile(r"(?<=<code>)[^<]{24,}(?=</code>[^\n]*</td>)")
-_FALLBACK = "https://github.com/strobe-attention/strobe"
 
 
-def repository() -> str:
-    """The URL of the repository, from pyproject.toml."""
+def project_url(name: str) -> str:
+    """A URL of [project.urls] in pyproject.toml."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.search(r'^(?:Repository|Source|repository|source) *= *"([^"]+)"', text, re.MULTILINE)
-    return found[1].rstrip("/") if found else _FALLBACK
+    found = re.search(rf'^{name} *= *"([^"]+)"', text.partition("[project.urls]")[2], re.MULTILINE)
+    if found is None:
+        raise PluginError(f"pyproject.toml: [project.urls] has no {name}")
+    return found[1].rstrip("/")
 
 
 def on_config(config: Any) -> Any:
-    config.repo_url = repository()
+    config.repo_url = project_url("Repository")
+    config.site_url = project_url("Documentation") + "/"
     config.repo_name = config.repo_url.removeprefix("https://github.com/")
     config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
     config.nav = [expanded(entry) for entry in config.nav]
@@ -82,6 +84,6 @@ def on_page_content(html: str, **_: Any) -> str:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     try:
-        return rewrite(markdown, page.file.src_uri, repository())
+        return rewrite(markdown, page.file.src_uri, project_url("Repository"))
     except BrokenLink as broken:
         raise PluginError(str(broken)) from broken
