@@ -19,15 +19,24 @@ class Target:
 
     >>> FAKES["H200"].capability, FAKES["H200"].shared_bytes // KIB
     (90, 227)
+
+    Attributes:
+        name: the device's name, as its driver gives it.
+        kind: "cuda", "cpu", "rocm" (torch calls it "cuda") or another torch device type.
+        capability: compute capability, 90 for sm_90; 0 except for CUDA.
+        sm_count: multiprocessors; cores on a CPU.
+        shared_bytes: shared memory per CTA, at most.
+        peak_tflops: dense bfloat16 matrix products, by the datasheet; 0 if unknown.
+        peak_gbps: device memory bandwidth, by the datasheet; 0 if unknown.
     """
 
     name: str
-    kind: str  # "cuda", "cpu", "rocm" (torch calls it "cuda") or another torch device type
-    capability: int  # compute capability: 90 for sm_90; 0 except for CUDA
-    sm_count: int  # multiprocessors; cores on a CPU
-    shared_bytes: int  # shared memory per CTA, at most
-    peak_tflops: float  # dense bfloat16 matrix products, by the datasheet; 0: unknown
-    peak_gbps: float  # device memory bandwidth, by the datasheet; 0: unknown
+    kind: str
+    capability: int
+    sm_count: int
+    shared_bytes: int
+    peak_tflops: float
+    peak_gbps: float
 
     @staticmethod
     def of(device: torch.device) -> Target:
