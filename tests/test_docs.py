@@ -29,6 +29,10 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
 RUNS, NEEDS_CUDA, COMPILES = "python", 'python title="needs CUDA"', 'python title="needs CUDA and torchrun"'
 OWN = "https://github.com/strobe-attention"
+# README's links are absolute, because a package index shows it too
+HERE = re.compile(
+    r"https://(?:github\.com/strobe-attention/strobe/(?:blob|tree)|raw\.githubusercontent\.com/strobe-attention/strobe)/main/(.+)"
+)
 NO_CODE = {"text", "bash", "diff"}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)  # a launch there, kernel[grid](x), reads like a link
@@ -74,8 +78,12 @@ def test_links_lead_somewhere(page: Path):
         if path.startswith("https://"):
             own = page in SITE and target.startswith(OWN)
             assert not own, f"{target}: name the file, and tools/site makes the URL of it"
-            continue
-        place = (page.parent / path).resolve() if path else page
+            inside = HERE.match(path)
+            if not inside:
+                continue
+            place = ROOT / inside[1]
+        else:
+            place = (page.parent / path).resolve() if path else page
         made = GENERATED in place.parents  # by `make pages`
         assert made or place.exists(), f"{page.name}: {target}"
         if anchor:
@@ -135,6 +143,12 @@ def test_the_reference_documents_every_public_name():
     assert {f"strobe.{module}" for module in (*modules, "integrations.flash_attn", "testing")} <= documented
     for name in documented:
         assert pkgutil.resolve_name(name) is not None
+
+
+def test_the_readme_is_short_and_renders_on_a_package_index():
+    text = (ROOT / "README.md").read_text()
+    assert [target for target in LINK.findall(CODE.sub("", text)) if not HERE.match(target.partition("#")[0])] == []
+    assert len(text.splitlines()) <= 150 and "make test" in text
 
 
 def test_the_readme_has_examples():
