@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from strobe.bench.data import NORMAL
+from strobe.bench.table import normal_and_worst
 from tools import results_plot
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -36,3 +37,17 @@ def test_every_bar_is_a_row(card):
             assert bars[1].data == min(ratios, key=ratios.get)
             expected += [f"{bar.tflops:.0f}" for bar in bars]
     assert drawn == expected
+
+
+def test_the_table_of_normal_and_worst_inputs_quotes_rows():
+    """A line of docs/results.md: a case, then for each card and direction "normal, worst family"."""
+    text = (IMAGES.parent / "results.md").read_text()
+    quoted = re.findall(r"^\| (\w+_\w+) \| (.*\d, .*) \|$", text, re.MULTILINE)
+    assert len(quoted) == 9
+    columns = [(card, direction) for card in results_plot.CARDS for direction in results_plot.DIRECTIONS]
+    published = {column: results_plot.published(*column) for column in columns}
+    for case, cells in quoted:
+        for cell, column in zip(cells.split(" | "), columns, strict=True):
+            rows = normal_and_worst([row for row in published[column] if row["case"] == case])
+            found = ", ".join(f"{row['ratio']:.2f} {row.get('data', NORMAL)}" for row in rows).replace(" normal", "")
+            assert cell == (found if len(rows) == 2 else "-"), (case, column)
