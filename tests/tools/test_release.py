@@ -52,3 +52,12 @@ def test_the_smoke_test_passes_here(capsys):
 
     smoke.main()
     assert f"strobe {strobe.__version__}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_a_workflow_runs_targets_of_the_makefile(workflow):
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = re.findall(r"- run: (.*)$", workflow.read_text(), re.MULTILINE)
+    assert commands
+    for command in commands:
+        assert command.split()[0] == "make" and command.split()[1] in targets, command
