@@ -46,7 +46,7 @@ def test_the_page_of_compiled_kernels_has_every_recorded_row(tmp_path, monkeypat
 def test_a_rungs_page_has_its_figures_difference_and_timeline(tmp_path, monkeypatch, undrawn):
     folder = _written(tmp_path, monkeypatch) / "ladder"
     text = (folder / "k5.md").read_text()
-    for part in ("](k5.svg)", "## What changed from k4_2", "```diff", "| 128 | causal |"):
+    for part in ("](k5.svg)", "## The difference from k4_2", "```diff", "| 128 | causal |"):
         assert part in text
     assert (folder / "rates.png").exists() and (folder / "rates_length.png").exists()
     assert ".svg" not in (folder / "k6.md").read_text()
