@@ -72,7 +72,7 @@ def main(quick: bool = False, out: str | None = None, device: str | None = None,
 
 
 def measure(device: torch.device, quick: bool, step: Step = silent) -> dict[str, Any]:
-    """Everything the report shows, as plain data. `step` is told what comes next."""
+    """Everything the report shows, as plain data. Calls `step` with the name of each next step."""
     from .embed import compare
 
     pace = Pace() if quick else Pace(BUDGET_S)
