@@ -4,9 +4,9 @@
     python -m tools.proof.host_time HEAD~3 --rounds 20 --json rows.jsonl
 
 Processes of the two checkouts alternate, so that clock drift affects both, and run on the same four cores: processes of
-the same code differed by 1.7x on an H100's host, which may come from their placement. Each process times small problems, whose
-kernels finish before the host does: a forward, a step (forward and backward under autograd), a decode, and a forward
-with a window and sinks. The table shows, for each call, the median over processes of a process's least time, and the
+the same code differed by 1.7x on an H100's host, which may come from their placement. Each process times small
+problems, whose kernels finish before the host does: a forward, a step (forward and backward under autograd), a decode,
+and a forward with a window and sinks. The table shows, for each call, the median over processes of a process's least time, and the
 ratio of the medians.
 """
 
