@@ -6,8 +6,8 @@
 Processes of the two checkouts alternate, so that clock drift affects both, and run on the same four cores: processes of
 the same code differed by 1.7x on an H100's host, which may come from their placement. Each process times small
 problems, whose kernels finish before the host does: a forward, a step (forward and backward under autograd), a decode,
-and a forward with a window and sinks. The table shows, for each call, the median over processes of a process's least time, and the
-ratio of the medians.
+and a forward with a window and sinks. The table shows, for each call, the median over processes of a
+process's least time, and the ratio of the medians.
 """
 
 from __future__ import annotations
