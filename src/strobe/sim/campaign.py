@@ -95,7 +95,12 @@ def _reached(scene: Scene, file: Path, mutant: Mutant, target: str, folder: Path
     try:
         with replaced(file, mutant.probe, folder, scene.path) as module, simulate(target, "eager", checks=BLIND):
             scene(module)
-    except NameError:
+    except FAILURES as error:  # the library may have wrapped it
+        chain: list[BaseException] = [error]
+        while cause := chain[-1].__cause__ or chain[-1].__context__:
+            chain.append(cause)
+        if not any(isinstance(one, NameError) for one in chain):
+            raise
         return True
     return False
 

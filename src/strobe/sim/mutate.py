@@ -23,6 +23,8 @@ _DROPPED = {
     "named_barrier": "drop asm", "release": "drop arrive", "open_inbox": "drop arrive", "cluster_wait": "drop wait",
     "await_inbox": "drop wait",
     "say": "drop arrive", "await_said": "drop wait",
+    "producer_acquire": "drop wait", "producer_commit": "drop arrive",  # the methods of a pipeline
+    "consumer_wait": "drop wait", "consumer_release": "drop arrive",
 }  # fmt: skip
 # Arguments that are changed: (position, keyword, kind, replacement). An argument called num_outstanding is optional.
 _BENT = {
