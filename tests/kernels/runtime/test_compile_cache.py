@@ -12,7 +12,7 @@ KEYS = """
 import json, sys, threading, time
 from triton.runtime import jit
 from strobe.kernels.blackwell import forward as blackwell
-from strobe.kernels.device.tma import corner
+from strobe.kernels.device.tile_scheduler import word
 from strobe.kernels.hopper import backward, backward_preprocess, decode, forward
 from strobe.kernels.runtime.compile_cache import hash_callees_first
 from strobe.kernels.portable import backward as portable_backward, decode as portable_decode, forward as portable
@@ -31,7 +31,7 @@ if sys.argv[2] == "beside another":  # thread that is about to hash a callee of 
     parse, begun = jit.JITFunction.parse, threading.Event()
 
     def slow(function):
-        if function is corner and not begun.is_set():
+        if function is word and not begun.is_set():
             begun.set()
             time.sleep(0.5)
         return parse(function)

@@ -57,7 +57,13 @@ def hash_callees_first(function: Any) -> None:
 def _hash(function: Any, seen: set[int]) -> None:
     seen.add(id(function))  # a set of functions would compute their hashes
     for name in function.fn.__code__.co_names:
-        callee = function.fn.__globals__.get(name)
-        if isinstance(callee, jit_callable()) and callee.hash is None and id(callee) not in seen:
-            _hash(callee, seen)
+        for callee in _callees(function.fn.__globals__.get(name)):
+            if callee.hash is None and id(callee) not in seen:
+                _hash(callee, seen)
     _ = function.cache_key
+
+
+def _callees(value: Any) -> list[Any]:
+    """The functions with a hash that a global name stands for: itself, or the methods of an aggregate."""
+    functions = value.hash_attrs if getattr(value, "__triton_aggregate__", False) else (value,)
+    return [function for function in functions if isinstance(function, jit_callable())]
