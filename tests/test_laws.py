@@ -203,7 +203,7 @@ def test_a_form_prints_all_that_it_holds():
         for name in FILES
         if _within(name, "kernels")
         for found in vars(importlib.import_module(f"strobe.{name}")).values()
-        if isinstance(found, type) and found.__name__.endswith("Form")
+        if isinstance(found, type) and found.__name__.endswith(("Form", "Traits"))
     ]
     assert len(forms) >= 5
     for form in forms:

@@ -274,18 +274,16 @@ class Scene(NamedTuple):
     read_fences: bool = True
 
 
-FORWARD = "../../../src/strobe/kernels/hopper/forward*.py"
-FORWARD_EACH = "../../../src/strobe/kernels/[dh]*/[cf][ho][ar][nw]*.py"  # channel.py and forward*.py
-AGAIN = "../../../src/strobe/kernels/hopper/[fot][oip][rlt]*.py"  # forward*.py, optimistic_softmax.py and tile_redo.py
-BACKWARD = "../../../src/strobe/kernels/hopper/backward*.py"
-DECODE = "../../../src/strobe/kernels/hopper/decode.py"
-CLUSTER = "../../../src/strobe/kernels/[dh]*/[cd][le][uc]*.py"  # cluster*.py and decode*.py
-FORWARD_MENDED = (
-    "../../../src/strobe/kernels/[dh]*/[fmt][oei][rnl][wde][ai_][rn]*.py"  # forward*.py, mending.py, tile_redo.py
-)
-BACKWARD_MENDED = "../../../src/strobe/kernels/[dh]*/[bm][ae][cn]*.py"  # backward*.py and mending.py
-INVARIANT = "../../../src/strobe/kernels/hopper/batch_invariant.py"
-SCHEDULE = "../../../src/strobe/kernels/device/tile_scheduler.py"
+KERNELS = "../../../src/strobe/kernels/"
+FORWARD = KERNELS + "[dh]*/[fp][oi][rp]*.py"  # forward*.py and pipeline.py
+REDO = KERNELS + "[dh]*/[fpot][oip][rptl]*.py"  # these, optimistic_softmax.py, tile_redo.py and tile_scheduler.py
+BACKWARD = KERNELS + "hopper/backward*.py"
+DECODE = KERNELS + "hopper/decode.py"
+CLUSTER = KERNELS + "[dh]*/[cd][le][uc]*.py"  # cluster*.py and decode*.py
+FORWARD_DOCUMENTS = KERNELS + "[dh]*/[fpotm][oipe][rptln][weid]*.py"  # those of REDO and mending.py
+BACKWARD_MENDED = KERNELS + "[dh]*/[bm][ae][cn]*.py"  # backward*.py and mending.py
+INVARIANT = KERNELS + "hopper/batch_invariant.py"
+SCHEDULE = KERNELS + "hopper/forward_scheduler.py"
 SCENES = (
     *(
         Scene(run.__name__, "sm_90", run, FORWARD)
@@ -299,9 +297,9 @@ SCENES = (
             forward_joined,
         )
     ),
-    Scene("forward_d96", "sm_90", forward_d96, FORWARD_EACH),
-    Scene("forward_done_again", "sm_90", forward_done_again, AGAIN),
-    Scene("forward_scattered", "sm_90", forward_scattered, FORWARD_MENDED),
+    Scene("forward_d96", "sm_90", forward_d96, FORWARD),
+    Scene("forward_done_again", "sm_90", forward_done_again, REDO),
+    Scene("forward_scattered", "sm_90", forward_scattered, FORWARD_DOCUMENTS),
     Scene("board", "sm_90", board, SCHEDULE),
     *(
         Scene(run.__name__, "sm_90", run, BACKWARD)

@@ -67,7 +67,7 @@ def test_hopper_forward(name, schedule):
     run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
 
 
-def _is_usual_at_64(form: hopper.Form) -> bool:
+def _is_usual_at_64(form: hopper.ForwardTraits) -> bool:
     return (form.block_d, form.block_dv) == (64, 64) and not (
         form.softcap or form.packed or form.mask.left or form.mask.documents
     )
@@ -116,7 +116,7 @@ SHORT_OF_FEW = {
 @pytest.mark.parametrize("name, schedule", alternating_schedules(OF_FEW))
 def test_hopper_forward_of_few_keys(name, schedule, as_of_few_keys):
     form = _form(CASES[name])
-    assert not form.early and (form.trades or name not in SHORT_OF_FEW)
+    assert not form.early and (form.swap_consumers or name not in SHORT_OF_FEW)
     n = OF_FEW.index(name) + 2 * SCHEDULES.index(schedule)
     run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
 
@@ -244,7 +244,7 @@ def test_consumers_of_short_causal_rows_multiply_as_much_as_each_other(as_of_few
     which had 20 of 36 products.
     """
     case = _case("", 512, None, 128, heads=(2, 2), mask=CAUSAL)
-    assert _form(case).trades
+    assert _form(case).swap_consumers
     _, run = simulated(case.build("cpu", torch.bfloat16, "normal", 5, kernel="hopper"), H200, "timed")
     products = Counter((one.cta, one.name) for one in run.events if one.kind == "mma")
     assert run.reports == [] and len(products) == 2 * PROGRAMS * 2 and set(products.values()) == {18}

@@ -1,5 +1,5 @@
-"""`early.kept_in_range`: rows that outgrow 2^(lift + most) are divided by their largest sum, others are left as they
-are. Simulated, and on a GPU, where it rests on how threads hold a product.
+"""`optimistic_softmax.renormalize_row`: rows that outgrow 2^(lift + most) are divided by their largest sum, others are
+left as they are. Simulated, and on a GPU, where it rests on how threads hold a product.
 """
 
 import pytest
@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from strobe.kernels.device.dialect import gl, gluon
 from strobe.kernels.device.layouts import lanes_of, sum_in_lanes
-from strobe.kernels.hopper.optimistic_softmax import kept_in_range
+from strobe.kernels.hopper.optimistic_softmax import renormalize_row
 from strobe.sim import simulate
 
 
@@ -28,13 +28,11 @@ def range_kernel(p, states, COLUMNS: gl.constexpr, LIFT: gl.constexpr, MOST: gl.
     )
     weights = gl.load(p + places)
     state = (gl.load(at), gl.load(at + 256), gl.load(at + 512))
-    weights, row_max, row_sum, rescale = kept_in_range(
-        weights, sum_in_lanes(weights), state[0], state[1], state[2], LIFT, MOST
-    )
-    gl.store(p + places, weights)
-    gl.store(at, row_max)
-    gl.store(at + 256, row_sum)
-    gl.store(at + 512, rescale)
+    found = renormalize_row(weights, sum_in_lanes(weights), state[0], state[1], state[2], LIFT, MOST)
+    gl.store(p + places, found.p)
+    gl.store(at, found.row_max)
+    gl.store(at + 256, found.row_sum)
+    gl.store(at + 512, found.rescale)
 
 
 def _numbers(columns: int, case: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,12 +89,12 @@ CONFIGS[:0] = [(64, "infinite", 0, 8)]
 
 
 @pytest.mark.parametrize("columns, case, lift, most", CONFIGS)
-def test_rows_are_kept_in_range(columns, case, lift, most):
+def test_rows_are_renormalize_row(columns, case, lift, most):
     with simulate("sm_90", "eager"):
         _check("cpu", columns, case, lift, most)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns, case, lift, most", CONFIGS)
-def test_rows_are_kept_in_range_on_a_gpu(columns, case, lift, most):
+def test_rows_are_renormalize_row_on_a_gpu(columns, case, lift, most):
     _check("cuda", columns, case, lift, most)

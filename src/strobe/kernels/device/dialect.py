@@ -32,6 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 __all__ = [
     "TensorDescriptor",
     "TensorMemoryLayout",
+    "Value",
     "aggregate",
     "await_launch_before",
     "allocate_tensor_memory",
@@ -47,6 +48,7 @@ __all__ = [
     "named_barrier",
     "next_launch_may_start",
     "partition_barrier",
+    "record",
     "reinterpret",
     "scale_rows",
     "stay_before",
@@ -84,6 +86,35 @@ cp_async_load = _first(async_copy, "async_load", "async_copy_global_to_shared")
 cp_async_commit = async_copy.commit_group
 cp_async_wait = async_copy.wait_group
 arrive_each = async_copy.mbarrier_arrive  # every thread, once what it copied by cp.async is there: at once where it copied nothing
+
+
+Value = gl.base_value  # the type of a record's field that may hold anything, constants and None included
+
+
+def record(cls: type) -> Any:
+    """An aggregate whose constructor takes the fields in order. Constants stay constants.
+
+    Triton requires a `constexpr_function` as an aggregate's constructor. That unwraps constants, so a NamedTuple among the arguments loses the
+    names of its fields, and one that holds None fails. A constructor that is marked as a builtin is called with its arguments as they are.
+    """
+    names = tuple(cls.__annotations__)
+
+    def __init__(self: Any, *values: Any) -> None:
+        for name, value in zip(names, values, strict=True):
+            setattr(self, name, _held(value))
+
+    __init__.__triton_builtin__ = True  # type: ignore[attr-defined]
+    cls.__init__ = __init__  # type: ignore[misc]
+    return aggregate(cls)
+
+
+def _held(value: Any) -> Any:
+    """A field's value. Triton rebuilds a field from its type, and the type of a kernel's tuple argument says None where an int of 1 became a
+    constant. So tuples get a type from the values they hold."""
+    if isinstance(value, gl.tuple):
+        parts = [_held(part) for part in value.values]
+        return gl.tuple(parts, gl.tuple_type([part.type for part in parts], value.type.fields))
+    return value if isinstance(value, Value) else gl.constexpr(value)
 
 
 # of the builtins written here, Triton's disk cache does not see the bodies: after a change to one, empty that cache

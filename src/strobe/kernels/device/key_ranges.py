@@ -12,8 +12,6 @@ A `form` says: tuning (block_m), mask, and spans: whether its mask has any of th
 """
 
 from .dialect import gl, gluon
-from .seqlen import key_limit
-from .tile_scheduler import blocks_within, dense_place, tile_of
 
 PURE: gl.constexpr = gl.constexpr(-1)  # for a document's id: all keys of the span are its own
 
@@ -66,50 +64,9 @@ def tile_from(position, rows_stop, exists, entry, side: gl.constexpr, offsets, s
 
 
 @gluon.jit
-def tile_of_run(number, row, offsets, sizes, limits, faults, form: gl.constexpr):
-    """schedule.tile_of of a run, with keys (where they begin, how many, how many of them all rows see), its document: PURE, or an id where others'
-    keys lie among its own, and the row from which its number has further ones, or 0.
-
-    Told of it: rows from the run's first on, and an S_k by which the diagonal is where the run's rows and keys have it; it is no number of keys.
-    """
-    seqlen_q, seqlen_k = sizes[2], sizes[3]
-    exists, entry, head, m_block = dense_place(number, sizes, form)
-    exists, start, stop, beyond, span = tile_at(exists, entry, m_block, row, 0, offsets, sizes, form.tuning.block_m, form)
-    k_first, k_stop, document = span
-    if form.mask.key_lengths:
-        k_stop = gl.minimum(k_stop, key_limit(offsets[4], entry, seqlen_k, faults, True))
-    prefix = prefix_of(offsets[5], entry, seqlen_k, form) - k_first
-    rows, keys = stop - start, gl.maximum(k_stop - k_first, 0)
-    lengths = (rows, rows + start - k_first + seqlen_k - seqlen_q)
-    n_begin, blocks = blocks_within(number * 0, form.tuning.block_m, lengths, keys, limits, prefix, form)
-    tile = (entry, head, number * 0, n_begin, blocks, entry * seqlen_q + start, rows, lengths[1])
-    return exists, tile, (entry * seqlen_k + k_first, keys, prefix), document, beyond
-
-
-@gluon.jit
 def prefix_of(prefixes, entry, seqlen_k, form: gl.constexpr):
     """How many of an entry's first keys all of its rows see."""
     if form.mask.prefix:
         return gl.minimum(gl.maximum(gl.load(prefixes + entry), 0), seqlen_k)
     else:
         return entry * 0
-
-
-@gluon.jit
-def next_tile(number, row, offsets, sizes, limits, faults, form: gl.constexpr):
-    """(whether there is one, what is told of it, its keys' start and number, their document, the row from which its number has further ones or 0): of
-    a tile by its number, or of a run of its rows."""
-    if form.spans:
-        return tile_of_run(number, row, offsets, sizes, limits, faults, form)
-    else:
-        exists, tile, keys = tile_of(number, offsets, sizes, limits, form)
-        return exists, tile, keys, number * 0, number * 0
-
-
-@gluon.jit
-def own_keys(s, n_start, document, ids, stop):
-    """Scores of keys n_start.., -inf where they are not the document's own; `ids` points at the span's first key, `stop` is how many it has."""
-    if document != PURE:
-        n = n_start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-        s = gl.where((gl.load(ids + n, mask=n < stop, other=PURE) == document)[None, :], s, float("-inf"))
-    return s

@@ -3,8 +3,7 @@
 Source: FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute), conditional rescaling.
 """
 
-from .dialect import gl, gluon, scale_rows
-from .layouts import over_lanes
+from .dialect import gl, gluon
 
 THRESHOLD: gl.constexpr = gl.constexpr(8.0)  # the most a maximum lags on Hopper, in log2 units: weights reach up to 2^8 times what they would
 
@@ -23,10 +22,3 @@ def lift_of(dtype):
 def lagging_max(row_max, new_max, threshold: gl.constexpr):
     """row_max where new_max is above it by the threshold at most, else new_max."""
     return gl.where(new_max - row_max <= threshold, row_max, new_max)  # -inf - -inf is NaN: new_max, which is -inf too
-
-
-@gluon.jit
-def rescaled(parts, factor):
-    """Parts of a sum in registers with each row multiplied, where a factor [M, 4] in lanes is not 1, which is seldom: a seventh (128 columns) to a
-    third (256) of what a step of attention executes."""
-    return [scale_rows(part, over_lanes(factor, part)) for part in parts]

@@ -1,6 +1,103 @@
-"""Rings of shared memory between warps: barriers, and where each side of a ring stands."""
+"""Pipelines of tiles in shared memory between warps, with the verbs of CUTLASS's PipelineTmaAsync, and barriers alone.
 
-from .dialect import aggregate, arrive_each, gl, gluon, mbarrier
+    producer                                        consumer
+    pipe.producer_acquire(state)     empty[i]       pipe.consumer_wait(state)      full[i]
+    pipe.producer_load(state, ...)   full[i]        ... products read pipe.tiles
+    state = state.advance()                         pipe.consumer_release(state)   empty[i]
+                                                    state = state.advance()
+
+A Pipeline is constant. A PipelineState says where one side stands; loops carry states, never pipelines.
+"""
+
+from .dialect import aggregate, arrive_each, gl, gluon, mbarrier, record
+from .tma import ColumnParts, load_part
+
+
+@record
+class PipelineState:
+    """Stage and phase of one side of a pipeline. Consumers wait for `phase`, producers for the other, which counts as complete on a new barrier."""
+
+    index: gl.tensor
+    phase: gl.tensor
+    stages: gl.constexpr
+
+    @gluon.jit
+    def start(stages: gl.constexpr):
+        return PipelineState(gl.to_tensor(0), gl.to_tensor(0), stages)
+
+    @gluon.jit
+    def advance(self):
+        if self.stages == 1:  # the index stays a constant and takes no register
+            return PipelineState(self.index, self.phase ^ 1, self.stages)
+        wraps = self.index + 1 == self.stages
+        return PipelineState(gl.where(wraps, 0, self.index + 1), gl.where(wraps, self.phase ^ 1, self.phase), self.stages)
+
+    @gluon.jit
+    def previous(self):
+        """The state that advances to this one."""
+        first = self.index == 0
+        return PipelineState(gl.where(first, self.stages - 1, self.index - 1), gl.where(first, self.phase ^ 1, self.phase), self.stages)
+
+    @gluon.jit
+    def at(self, index):
+        """The same phase at stage `index`, for a pipeline with a stage for each consumer."""
+        return PipelineState(gl.to_tensor(index), self.phase, self.stages)
+
+
+@record
+class Pipeline:
+    """Stages of tiles that TMA fills."""
+
+    tiles: ColumnParts
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    release_per_thread: gl.constexpr
+
+    @gluon.jit
+    def create(tiles, stages: gl.constexpr, release_arrivals: gl.constexpr, release_per_thread: gl.constexpr = False):
+        return Pipeline(tiles, ring(stages, 1), ring(stages, release_arrivals), release_per_thread)
+
+    @gluon.jit
+    def producer_acquire(self, state):
+        mbarrier.wait(self.empty.index(state.index), state.phase ^ 1)
+
+    @gluon.jit
+    def producer_load(self, state, desc, rows, row, traits: gl.constexpr, pack_gqa: gl.constexpr = False):
+        """Copy the tile that begins at `row` of HeadRows. The bytes that land complete full[i], so TMA needs no producer_commit."""
+        self.producer_load_on(self.full, state, desc, rows, row, traits, pack_gqa)
+
+    @gluon.jit
+    def producer_load_on(self, barriers, state, desc, rows, row, traits: gl.constexpr, pack_gqa: gl.constexpr = False):
+        """`producer_load` whose bytes complete another barrier: the producer itself waits for the tile, and commits later."""
+        barrier = barriers.index(state.index)
+        if desc.tail is None:
+            mbarrier.expect(barrier, desc.main.block_type.nbytes)
+        else:
+            mbarrier.expect(barrier, desc.main.block_type.nbytes + desc.tail.block_type.nbytes)
+        tile = self.tiles.index(state.index)
+        load_part(desc.main, rows, row, 0, barrier, tile.main, pack_gqa, traits)
+        if desc.tail is not None:
+            load_part(desc.tail, rows, row, desc.main.block_shape[-1], barrier, tile.tail, pack_gqa, traits)
+
+    @gluon.jit
+    def producer_commit(self, state):
+        """For a tile that did not complete full[i] by its bytes."""
+        mbarrier.arrive(self.full.index(state.index))
+
+    @gluon.jit
+    def consumer_wait(self, state):
+        mbarrier.wait(self.full.index(state.index), state.phase)
+
+    @gluon.jit
+    def consumer_release(self, state):
+        """Once for all warps, which meet before, or by each thread: only products have read the tile."""
+        release(self.empty.index(state.index), self.release_per_thread)
+
+    @gluon.jit
+    def skip(self, state):
+        """Pass over a tile that this consumer does not read, in step with the others."""
+        self.consumer_wait(state)
+        self.consumer_release(state)
 
 
 @aggregate

@@ -33,7 +33,7 @@ def tile_number(turn, counter, form: gl.constexpr):
 def tile_of(number, offsets, sizes, limits, form: gl.constexpr):
     """(whether there is such a tile, what consumers are told of it, (k start, S_k) of its keys).
 
-    Told: batch entry, query head, first row (`own_start`), first key block, key blocks, q start, S_q, S_k. Starts are 0 in dense layouts. Tiles that
+    Told: batch entry, query head, first row, first key block, key blocks, q start, S_q, S_k. Starts are 0 in dense layouts. Tiles that
     see most keys come first; causal dense ones in sections of heads whose keys and values stay in L2 together.
     """
     BLOCK_M: gl.constexpr = form.tuning.block_m
@@ -62,15 +62,6 @@ def rows_before(seqlen_q, form: gl.constexpr):
     if form.mask.right and not form.mask.left and form.own_queries < form.tuning.block_m:
         before = (gl.cdiv(seqlen_q, form.tuning.block_m) * form.tuning.block_m - seqlen_q) // form.own_queries * form.own_queries
     return before
-
-
-@gluon.jit
-def own_start(m_start, w, seqlen_q, form: gl.constexpr):
-    """Where consumer w's rows of a tile begin: behind a sequence's last if they would before its first, where TMA may not store."""
-    own = m_start + w * form.own_queries
-    if form.mask.right and not form.mask.left and not form.spans:  # runs begin with their first row
-        own = gl.where(own < 0, seqlen_q, own)
-    return own
 
 
 @gluon.jit

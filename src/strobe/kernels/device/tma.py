@@ -8,14 +8,14 @@ Source of ragged descriptors: triton.tools.ragged_tma.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...problem.problem import ALIGNMENT
 from ..runtime.tma_requirements import MOST_ROWS, joinable
-from .dialect import TensorDescriptor, gl, gluon, tma_load, tma_store
+from .dialect import TensorDescriptor, Value, gl, gluon, record, tma_load, tma_store
 
 FAR: gl.constexpr = gl.constexpr(MOST_ROWS)  # where the rows of a wrapping descriptor end
 WRAP = 2**34  # elements: MOST_ROWS steps of this come back to where they began, modulo 2**64 bytes
@@ -100,6 +100,66 @@ def copy_parts(views, place, head, row, ready, tile, form: gl.constexpr, joined:
     copy_in(views[0], place, head, row, 0, ready, tile[0], form, joined)
     if views[1] is not None:
         copy_in(views[1], place, head, row, views[0].block_shape[-1], ready, tile[1], form, joined)
+
+
+@record
+class ColumnParts:
+    """A tile's columns in two parts: `main`, a power of two, and `tail`, or None. The parts are descriptors, buffers, operands or accumulators."""
+
+    main: Value
+    tail: Value
+
+    @gluon.jit
+    def index(self, i):
+        """Tile i of buffers [tiles, ...]."""
+        if self.tail is None:
+            return ColumnParts(self.main.index(i), None)
+        else:
+            return ColumnParts(self.main.index(i), self.tail.index(i))
+
+
+class HeadRows(NamedTuple):
+    """The rows of one head of one sequence in a tensor."""
+
+    batch: Any
+    offset: Any  # first row, in packed layouts
+    length: Any
+    head: Any
+    heads: Any  # of the tensor, where a tile packs the query heads of a key head
+
+
+@gluon.jit
+def allocate_tiles(count: gl.constexpr, desc):
+    """Shared memory for `count` tiles as TMA writes them; desc: ColumnParts of descriptors."""
+    if desc.tail is None:
+        return ColumnParts(_tiles(count, desc.main, False), None)
+    else:
+        return ColumnParts(_tiles(count, desc.main, False), _tiles(count, desc.tail, False))
+
+
+@gluon.jit
+def tma_coordinates(rows, row, column: gl.constexpr, pack_gqa: gl.constexpr, traits: gl.constexpr):
+    """Coordinates of the tile that begins at `row` of HeadRows. See `corner` for descriptors that wrap."""
+    if traits.wraps:
+        if pack_gqa:
+            return [FAR, (rows.offset + rows.length) * rows.heads + rows.head, FAR - rows.length + row, 0, column]
+        else:
+            return [FAR, rows.offset + rows.length, rows.head, FAR - rows.length + row, column]
+    else:
+        if pack_gqa:
+            return [rows.batch, rows.head, row, 0, column]
+        else:
+            return [rows.batch, rows.head, row, column]
+
+
+@gluon.jit
+def load_part(desc, rows, row, column: gl.constexpr, full, tile, pack_gqa: gl.constexpr, traits: gl.constexpr):
+    tma_load(desc, tma_coordinates(rows, row, column, pack_gqa, traits), full, as_block(tile, desc))
+
+
+@gluon.jit
+def store_part(desc, rows, row, column: gl.constexpr, tile, pack_gqa: gl.constexpr, traits: gl.constexpr):
+    tma_store(desc, tma_coordinates(rows, row, column, pack_gqa, traits), as_block(tile, desc))
 
 
 @gluon.jit

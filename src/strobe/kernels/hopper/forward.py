@@ -1,40 +1,45 @@
-"""Forward attention on Hopper: one warp loads by TMA, two to four consumers of four warps each multiply by wgmma.
+"""Forward attention on Hopper: warp-specialized, persistent, with FlashAttention-3's schedule.
 
-    a program walks tiles of ROWS * consumers queries; for each
+Roles
+    producer      1 warp             finds work tiles, publishes them, loads Q, K and V by TMA
+    consumer w    4 warps each, 2-4  S = Q K^T and O += P V by wgmma, softmax in registers between them; 64 rows of the tile each
 
-    load_partition   finds the tile and tells the consumers: waits told_free, writes the board, signals told
-                     q[w]: waits q_free[w], signals q_ready[w]      k[stage], v[stage]: wait *_free, signal *_ready
-    mma_partition w  reads the board | s = q k^T | p = softmax(s) | o += p v          frees k after its product, v after its own
+Schedule of a consumer, in the order of `BlockInfo.n_block`
+    prologue      S_0 = Q K_0^T         P_0 = softmax(S_0)
+    mainloop      S_i = Q K_i^T    |    O += P_{i-1} V_{i-1}    |    P_i = softmax(S_i) while P_{i-1} V_{i-1} is in flight
+    epilogue      O += P_n V_n          O /= row_sum, LSE = ln 2 row_max + ln row_sum, O leaves by TMA while the next Q, K, V arrive
 
-           QK 0 | softmax 0 | QK 1, PV 0 in flight | softmax 1 over them | QK 2, PV 1 | ... | PV last | out, lse
-           o is rescaled behind the next QK, where a row's maximum has moved (`device.lagging`)
-           with early weights few steps look for a maximum (`early`), and a tile may come back (`again`)
-    barrier   arrivals                  says
-    told      1                         the board's slot holds a tile      told_free  consumers  all have read it to the end, and judged it
-    q_ready   1 and the tile's bytes    q[w] has landed                    q_free     1          consumer w is done with q[w]
-    k_ready   1 and the tile's bytes    k[stage] has landed                k_free     consumers  all are done with k[stage]; Tuning.each: all threads
-    v_ready   1 and the tile's bytes    v[stage] has landed                v_free     consumers  all are done with v[stage]; the same
-    mended    1 and the tile's bytes    v[stage] of a tile done again has landed; the loader makes rows of other documents 0, then signals v_ready
+Barriers         arrivals                 complete when
+    tile_full    1                        the producer has published a work tile
+    tile_empty   consumers                all consumers are done with it, and have set the redo flags
+    q_full[w]    1 and the tile's bytes   Q of consumer w has landed
+    q_empty[w]   1                        consumer w has read it
+    k_full[i]    1 and the tile's bytes   K of stage i has landed                                   v_full[i]    the same of V
+    k_empty[i]   consumers (or threads)   every consumer's Q K^T of stage i has finished            v_empty[i]   the same of P V
+    v_landed[i]  1 and the tile's bytes   documents: V of a redone tile has landed; the producer zeroes rows, then commits v_full[i]
+    named 9 + w  256                      ping-pong: consumer w may issue its products
 
-p stays in registers; the sum of a row is gathered across lanes once, at the end; o leaves through shared memory by TMA, while the next
-tile's q, k and v are on their way. Head dimensions that are no power of two come in two parts, (64, 32) or (128, 64); so may q and k of 256.
+P stays in registers. Column counts that are no power of two come in two parts (`ColumnParts`), 64 and 32 or 128 and 64; so may Q and K of 256.
+A tensor's rows end where TMA's descriptor says: it reads zeros beyond them and writes nothing there, so lengths may be ragged. Descriptors of
+packed sequences wrap (`tma.corner`), so that a neighbour's rows are neither read nor written.
 
-A tensor's rows end where TMA is told: it gives zeros beyond them and writes nothing there, so lengths may be ragged. Packed sequences
-lie end to end, so their descriptors wrap (`copy_in`): a neighbour's rows are neither read nor written, whatever they hold.
-Where heads of a group share a tile, its rows are queries, each with its heads: loads of q and stores of out and lse know of it, and `queries_of`.
-What a loop repeats is a function of its own: Triton reads a loop's body twice, of a loop in a loop four times, and a function once for all that
-call it alike, as consumers do, to which w is a number (d64 causal is read in 0.65 s for 1.04, d128 causal in 0.48 for 0.74, an H200's host).
+To add a feature: scores -> forward_softmax.score_mod; which keys a row sees -> forward_mask.AttentionMask; which key blocks a tile visits ->
+forward_mask.BlockInfo; where rows lie -> forward_mask.SeqlenInfo; a constant of the kernel -> traits.ForwardTraits; a scalar ->
+forward_arguments.LaunchParams.
 
-Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; online softmax (arXiv 1805.02867), algorithm 3; conditional rescaling:
-FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute); ragged descriptors: triton.tools.ragged_tma.
+Triton reads the body of a loop twice, and of a loop in a loop four times. It reads a function once for all calls with the same types, and consumers'
+indices are tensors for that reason (d64 causal is read in 0.65 s instead of 1.04, on an H200's host).
+
+Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; conditional rescaling: FlashAttention-4 (Dao-AILab/flash-attention,
+flash_attn/cute); ragged descriptors: triton.tools.ragged_tma.
 """
 
 from ..device.dialect import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
     named_barrier,
+    record,
     stay_before,
     tma_store_drain,
     tma_store_wait,
@@ -42,532 +47,425 @@ from ..device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ..device.key_ranges import PURE, next_tile
-from ..device.lagging import lift_of, rescaled
-from ..device.mask import edges_of, row_interval
-from ..device.pack_gqa import heads_of, load_sinks, queries_of
-from ..device.pipeline import release, ring, ring_start
-from ..device.seqlen import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, breaks_promise, guard_offsets
-from ..device.softmax import finish
-from ..device.tile_scheduler import blocks_within, is_told, own_start, read_tile, read_words, tell, tile_number, word
-from ..device.tma import copy_out, tile_2d, tiles_for
-from .forward_producer import load_keys, load_rows, load_values, mend_values
-from .forward_softmax import first_step, is_careful, softmax_step
-from .tile_redo import (
-    DOCUMENT,
-    K_START,
-    KEYS,
-    PREFIX,
-    WORDS,
-    back_or_next,
-    came_back,
-    is_done_again,
-    judge,
-    verdicts_of,
-    witness_of,
-)
+from ..device.key_ranges import PURE
+from ..device.lagging import lift_of as log2_offset_of
+from ..device.pack_gqa import load_sinks, queries_of
+from ..device.pipeline import Pipeline, PipelineState, ring
+from ..device.seqlen import breaks_promise
+from ..device.softmax import finish as normalizer_of
+from ..device.tma import ColumnParts, allocate_tiles, as_rows, store_part
+from .forward_arguments import CuSeqlens, InputMaps, Outputs, Workspace
+from .forward_mask import AttentionMask, BlockInfo
+from .forward_producer import Pipelines, producer
+from .forward_scheduler import WorkTilePipeline
+from .forward_softmax import SoftmaxState, needs_row_max, rescale_o
+from .tile_redo import redo_witness
 from .traits import ROWS as _ROWS
 
-ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's tile
+ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's M
+
+
+@record
+class ConsumerState:
+    """Where a consumer stands in each pipeline. K and V of a block lie in the same stage of their pipelines."""
+
+    kv: PipelineState
+    q: PipelineState
+    work: PipelineState
+
+    @gluon.jit
+    def start(traits: gl.constexpr):
+        return ConsumerState(PipelineState.start(traits.stages), PipelineState.start(1), PipelineState.start(2))
+
+
+@record
+class AttentionState:
+    """What a step hands the next: P of the block before, not yet multiplied, and the factor of O that goes with it."""
+
+    k: PipelineState
+    o: ColumnParts  # [rows, columns] float32
+    v: PipelineState
+    rescale: gl.tensor  # [rows, 4] in lanes
+    softmax: SoftmaxState
+    p: gl.tensor  # [rows, block_n] of K's dtype, wgmma's left operand
+
+
+@record
+class RowResult:
+    """O [rows, columns], not yet normalized, and each row's maximum and sum, float32."""
+
+    row_max: gl.tensor
+    row_sum: gl.tensor
+    o: ColumnParts
+
+
+@record
+class Consumer:
+    """Four warps and their 64 rows of each work tile. It is constant, as is every aggregate but those named State."""
+
+    index: gl.tensor
+    outputs: gl.tuple  # Outputs
+    pipes: Pipelines
+    o_smem: ColumnParts
+    launch: gl.tuple  # LaunchParams
+    traits: gl.constexpr
+
+    @gluon.jit
+    def run(self):
+        state = ConsumerState.start(self.traits)
+        while self.pipes.work.wait_published(state.work):
+            state = self.process_tile(state)
+        tma_store_wait(0)
+
+    @gluon.jit
+    def process_tile(self, state):
+        """Write O and LSE of this consumer's rows of a work tile. Returns the state behind it."""
+        traits: gl.constexpr = self.traits
+        pipes, window, kv = self.pipes, self.launch.window, state.kv
+        heads_q = self.launch.shape.heads * traits.pack_gqa
+        work = pipes.work.receive(state.work)
+        m_start = work.consumer_m_start(self.index, state.work.index, traits)
+        q_state = state.q.at(self.index)
+        pipes.q.consumer_wait(q_state)
+        q = q_operand(pipes.q.tiles, self.index, traits)
+        if traits.q_parts_in_registers:
+            fence_async_shared()  # without it TMA overtook loads that queued behind stores: wrong rows in 12 of 12 runs (H200)
+        if traits.q_in_registers:
+            pipes.q.consumer_release(q_state)
+        result = no_keys(traits)
+        seqlen = pipes.work.receive_range(state.work, work, traits)
+        blocks = BlockInfo.of_rows(m_start, traits.queries_per_consumer, seqlen, window, traits)
+        redo = pipes.work.is_redo(state.work) if traits.optimistic else 0
+        unseen = work.num_n_blocks
+        if blocks.count > 0:
+            unseen = work.blocks().blocks_after(blocks)
+            if not traits.first_block_first:
+                kv = self.skip_blocks(unseen, kv)
+            mask = AttentionMask.of_rows(m_start, seqlen, window, traits)
+            if traits.mask.documents:
+                document, offset_k = pipes.work.receive_document(state.work)
+                mask = mask.of_document(document, self.outputs.ids_k + offset_k)
+            result, kv = self.attend(q, q_state, blocks, unseen, mask, redo, kv)
+            unseen = work.blocks().blocks_before(blocks)
+        if not traits.q_in_registers:
+            if blocks.count <= 0:
+                pipes.q.consumer_release(q_state)
+        kv = self.skip_blocks(unseen, kv)
+        work_state = self.epilogue(result, heads_q, state.work)
+        return ConsumerState(kv, state.q.advance(), work_state)
+
+    @gluon.jit
+    def skip_blocks(self, count, kv):
+        """Pass over blocks that none of this consumer's rows sees, in step with the other consumers."""
+        for _ in range(count):
+            self.warp_scheduler_barrier_sync()
+            self.warp_scheduler_barrier_arrive()
+            self.pipes.k.skip(kv)
+            self.pipes.v.skip(kv)
+            kv = kv.advance()
+        return kv
+
+    @gluon.jit
+    def attend(self, q, q_state, blocks, unseen, mask, redo, kv):
+        """(RowResult, K's and V's state) of at least one key block. Q is released once the last scores are there, a product before the end: 1.006 to
+        1.01 times the speed of later at d256, 1.02 at d64 512 (H200)."""
+        state = self.prologue(q, blocks, unseen, mask, kv)
+        for i in range(1, blocks.count):
+            state = self.mainloop_step(i, q, state, blocks, mask, redo)
+        if not self.traits.q_in_registers:
+            self.pipes.q.consumer_release(q_state)
+        return self.last_product(state)
+
+    @gluon.jit
+    def prologue(self, q, blocks, unseen, mask, kv):
+        """The first block, and the `unseen` blocks behind it that this consumer skips, if the first block comes first."""
+        traits: gl.constexpr = self.traits
+        k = kv
+        o, n_start = zero_o(traits), blocks.n_block(0, traits) * traits.block_n
+        # S_0 = Q K_0^T
+        self.pipes.k.consumer_wait(k)
+        self.warp_scheduler_barrier_sync()
+        s = qk_product(q, self.pipes.k.tiles, k, traits)
+        self.warp_scheduler_barrier_arrive()
+        s = warpgroup_mma_wait(0, deps=[s])
+        self.pipes.k.consumer_release(k)
+        k = k.advance()
+        # P_0 = softmax(S_0)
+        p, rescale, softmax = SoftmaxState.first_step(s, n_start, mask, self.launch.softmax, self.log2_offset(), traits)
+        p = self.p_operand(p)
+        if traits.first_block_first:
+            k = self.skip_blocks(unseen, k)  # the diagonal's last blocks, which come next
+        return AttentionState(k, o, kv, rescale, softmax, p)
+
+    @gluon.jit
+    def mainloop_step(self, i, q, state, blocks, mask, redo):
+        """Block i in the order of `n_block`. Both products are in flight before softmax(S_i) runs under P_{i-1} V_{i-1}."""
+        traits: gl.constexpr = self.traits
+        k, v = state.k, state.v
+        # S_i = Q K_i^T
+        self.pipes.k.consumer_wait(k)
+        self.warp_scheduler_barrier_sync()
+        s = qk_product(q, self.pipes.k.tiles, k, traits)
+        # O = rescale O + P_{i-1} V_{i-1}
+        o = rescale_o(state.o, state.rescale)
+        self.pipes.v.consumer_wait(v)
+        o = pv_product(state.p, self.pipes.v.tiles, v, o)
+        self.warp_scheduler_barrier_arrive()
+        s = warpgroup_mma_wait(traits.pv_products, deps=[s])
+        self.pipes.k.consumer_release(k)
+        # P_i = softmax(S_i)
+        n_start = blocks.n_block(i, traits) * traits.block_n
+        look = needs_row_max(n_start, mask, redo, traits)
+        p, rescale, softmax = state.softmax.online_step(s, look, n_start, mask, self.launch.softmax, self.log2_offset(), traits)
+        if traits.softmax_before_pv_wait:
+            stay_before(blocks.count)
+        o = wait_for_o(o)
+        self.pipes.v.consumer_release(v)
+        p = self.p_operand(p)
+        return AttentionState(k.advance(), o, k, rescale, softmax, p)
+
+    @gluon.jit
+    def last_product(self, state):
+        rows: gl.constexpr = gl.SliceLayout(1, s_layout(self.traits))
+        # O = rescale O + P_n V_n
+        o = rescale_o(state.o, state.rescale)
+        self.pipes.v.consumer_wait(state.v)
+        o = pv_product(state.p, self.pipes.v.tiles, state.v, o)
+        row_sum = gl.convert_layout(gl.sum(state.softmax.row_sum, 1), rows)
+        row_max = gl.convert_layout(gl.max(state.softmax.row_max, 1), rows)
+        o = wait_for_o(o)
+        self.pipes.v.consumer_release(state.v)
+        return RowResult(row_max, row_sum, o), state.k
+
+    @gluon.jit
+    def epilogue(self, result, heads_q, work_state):
+        """Write O = O / row_sum and LSE = ln 2 row_max + ln row_sum. The work tile is released before O leaves. Returns the state behind it."""
+        traits: gl.constexpr = self.traits
+        work_pipe, outputs = self.pipes.work, self.outputs
+        shape, window = self.launch.shape, self.launch.window
+        work = work_pipe.receive(work_state)
+        m_start = work.consumer_m_start(self.index, work_state.index, traits)
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout(traits)))
+        query = m_start + queries_of(row, traits)
+        head, exists = work.heads_of_rows(row, query, traits)
+        seqlen = work_pipe.receive_range(work_state, work, traits)
+        first, stop = seqlen.visible_keys(query, window, traits)
+        is_empty = first >= stop
+        document = PURE
+        if traits.mask.documents:
+            document, _ = work_pipe.receive_document(work_state)
+            is_empty = is_empty | ((result.row_sum == 0) & (document != PURE))  # among other documents' keys, only the sum knows
+        sink = 0.0
+        if traits.sinks:
+            sink = load_sinks(outputs.sinks, head, exists, traits)
+        normalizer, lse = normalizer_of(result.row_max, result.row_sum, is_empty, sink, traits)
+        if traits.packed:  # NaN shows rows and keys beyond what the caller promised
+            broken = breaks_promise(query, seqlen.seqlen_k, window)
+            normalizer = gl.where(broken, float("nan"), normalizer)
+            lse = gl.where(broken, float("nan"), lse)
+        lse_rows = outputs.lse + (work.batch.to(gl.int64) * heads_q + head) * shape.seqlen_q + seqlen.offset_q
+        if traits.key_ranges:
+            lse_rows -= work.batch * shape.seqlen_q  # offset_q counts from the first batch entry
+        gl.store(lse_rows + query, lse, mask=exists)
+        o = normalize_o(result.o, normalizer)
+        if traits.can_redo:
+            redo = work_pipe.is_redo(work_state)
+            if redo > 0:
+                tma_store_drain()  # the stores of this tile's first computation
+            witness, is_empty = redo_witness(result.row_max, is_empty, o, document, traits)
+            work_pipe.redo_flags.set(work_state.index, self.index, witness, (redo > 0) | is_empty | ~exists)
+        work_pipe.consumer_release(work_state)
+        work_state = work_state.advance()
+        self.store_o(o, work.o_rows(shape), m_start)
+        return work_state
+
+    @gluon.jit
+    def store_o(self, o, rows, m_start):
+        """O by TMA through its staging buffer, which may hold half of it: that waits until the first half has left."""
+        columns: gl.constexpr = self.traits.o_columns
+        desc, smem = self.outputs.o, self.o_smem
+        if self.traits.o_staged_by_halves:
+            left, right = gl.split(gl.permute(gl.reshape(o.main, [ROWS, 2, columns // 2]), [0, 2, 1]))
+            self.store_o_part(left, desc.main, smem.main, rows, m_start, 0)
+            self.store_o_part(right, desc.main, smem.main, rows, m_start, columns // 2)
+        else:
+            self.store_o_part(o.main, desc.main, smem.main, rows, m_start, 0)
+        if o.tail is not None:
+            self.store_o_part(o.tail, desc.tail, smem.tail, rows, m_start, columns)
+
+    @gluon.jit
+    def store_o_part(self, part, desc, smem, rows, m_start, column: gl.constexpr):
+        if column == 0 or self.traits.o_staged_by_halves:
+            tma_store_wait(0)  # what this buffer held has left it
+        tile = smem.index(self.index)
+        as_rows(tile).store(part.to(smem.dtype))
+        fence_async_shared()
+        store_part(desc, rows, m_start, column, tile, self.traits.pack_gqa > 1, self.traits)
+
+    @gluon.jit
+    def p_operand(self, p):
+        return gl.convert_layout(p.to(self.pipes.k.tiles.main.dtype), p_layout(self.traits))
+
+    @gluon.constexpr_function
+    def log2_offset(self):
+        return log2_offset_of(self.pipes.k.tiles.main.dtype)
+
+    @gluon.jit
+    def warp_scheduler_barrier_sync(self):
+        """Ping-pong: wait until the consumer before has issued its products. Named barrier 9 + consumer: its 128 threads and ours."""
+        if self.traits.ping_pong:
+            named_barrier("bar.sync", 9 + self.index, 256)
+
+    @gluon.jit
+    def warp_scheduler_barrier_arrive(self):
+        """Ping-pong: the next consumer may issue its products."""
+        if self.traits.ping_pong:
+            named_barrier("bar.arrive", 9 + (self.index + 1) % self.traits.consumers, 256)
 
 
 @gluon.jit
-def load_partition(views, offsets, board, q, k, v, mended, work, form: gl.constexpr):
-    tiles, sizes, limits, numbers, faults, counter = work
-    sequences, total_q, total_k = sizes[0], sizes[2], sizes[3]
-    if form.packed:
-        if gl.program_id(0) == 0:
-            lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-            guard_offsets(offsets[0], sequences, total_q, limits[2], lanes, faults, OFFSETS_Q, LONG_Q)
-            guard_offsets(offsets[1], sequences, total_k, limits[3], lanes, faults, OFFSETS_K, LONG_K)
-    k_at = ring_start(form.tuning.stages)
-    v_at = ring_start(form.tuning.stages)
-    q_at = ring_start(1)
-    told_at = ring_start(2)
-    turn = gl.to_tensor(0)
-    number = tile_number(turn, counter, form)
-    row, again, slot = number * 0, number * 0, number * 0
-    while (number < tiles) | (again > 0):
-        upcoming = number
-        if not form.spans:
-            if again == 0:
-                turn, upcoming = next_number(turn, tiles, counter, form)  # asked for now, needed after this tile
-        if form.returns:
-            exists, tile, keys, document, beyond = back_or_next(number, row, again, slot, board, offsets, sizes, limits, faults, form)
-        else:
-            exists, tile, keys, document, beyond = next_tile(number, row, offsets, sizes, limits, faults, form)
-        if exists:
-            what, at = (tile, keys, document, again), (told_at, k_at, q_at, v_at)
-            told_at, k_at, q_at, v_at = load_tile(what, at, views, offsets, board, q, k, v, mended, sizes, form)
-        if form.spans:
-            if again == 0:
-                row = beyond
-                if row == 0:
-                    turn, number = next_number(turn, tiles, counter, form)
-        else:
-            number = upcoming
-        if form.returns:
-            again, slot = came_back(board, told_at, number < tiles, form.tuning.consumers)
-    tell(board, told_at, (turn, turn, turn, turn, turn * 0 - 1, turn, turn, turn))
+def consumer(w: gl.constexpr, outputs, pipes, o_smem, launch, traits: gl.constexpr):
+    self = Consumer(gl.to_tensor(w), outputs, pipes, o_smem, launch, traits)
+    if w == traits.consumers - 1:
+        self.warp_scheduler_barrier_arrive()  # consumer 0 begins
+    self.run()
+
+
+# ---------------------------------------------------------------- products
+
+
+@gluon.constexpr_function
+def s_layout(traits):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, traits.block_n, 16])
+
+
+@gluon.constexpr_function
+def o_layout(columns):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def p_layout(traits):
+    return gl.DotOperandLayout(0, o_layout(traits.o_columns), 2)
 
 
 @gluon.jit
-def load_tile(what, at, views, offsets, board, q, k, v, mended, sizes, form: gl.constexpr):
-    """A tile's numbers, queries, keys and values; where the rings stand then."""
-    CONSUMERS: gl.constexpr = form.tuning.consumers
-    JOINED: gl.constexpr = form.tuning.joined > 1
-    q_views, k_views, v_views = views
-    q_smem, q_ready, q_free = q
-    tile, keys, document, again = what
-    told_at, k_at, q_at, v_at = at
-    heads = sizes[1]
-    entry, head, m_start, n_begin, blocks, q_start, rows, all_keys = tile
-    if form.spans:
-        tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0], keys[1], document, keys[2]))
+def zero_o(traits: gl.constexpr):
+    main = gl.full([ROWS, traits.o_columns], 0.0, gl.float32, o_layout(traits.o_columns))
+    if traits.tail_dv:
+        return ColumnParts(main, gl.full([ROWS, traits.tail_dv], 0.0, gl.float32, o_layout(traits.tail_dv)))
     else:
-        tell(board, told_at, (entry, head, m_start, n_begin, blocks, q_start, rows, all_keys, again, keys[0]))
-    told_slot, told_at = told_at.stage, told_at.next()
-    q_place, k_place, kv_head = (entry, q_start, rows, heads), (entry, keys[0], keys[1], heads), head // form.group
-    v_place = k_place
-    if form.spans:  # entries may stand further apart than their rows take
-        q_place = (entry, q_start + entry * sizes[6], rows, heads)
-        k_place, v_place = (entry, keys[0] + entry * sizes[7], keys[1], heads), (entry, keys[0] + entry * sizes[8], keys[1], heads)
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.wait(q_free.index(w), q_at.parity ^ 1)
-        own_first = own_start(m_start, place_of(w, told_slot, form), rows, form)
-        load_rows(q_views, q_place, head, own_first, w, q_smem, q_ready.index(w), form.rest_d, form, JOINED)
-        if w == 0:
-            if blocks > 0:  # the first keys, before the other consumers' queries
-                load_keys(k_views, k_place, kv_head, visited_block(0, n_begin, blocks, form), k_at, k, form.rest_d, form)
-                k_at = k_at.next()
-    q_at = q_at.next()
-    if form.mask.documents:
-        others = (document != PURE) & (again > 0)
-    for i in range(blocks):
-        block = visited_block(i, n_begin, blocks, form)
-        if i + 1 < blocks:
-            load_keys(k_views, k_place, kv_head, visited_block(i + 1, n_begin, blocks, form), k_at, k, form.rest_d, form)
-            k_at = k_at.next()
-        if form.mask.documents:
-            if others & (i > 0):  # the values before these, which have landed meanwhile
-                mend_values(v, mended, v_at.before(), visited_block(i - 1, n_begin, blocks, form), keys, document, offsets[3], form)
-            load_values(v_views, v_place, kv_head, block, v_at, v, mended, others, form)
-        else:
-            load_keys(v_views, v_place, kv_head, block, v_at, v, form.rest_dv, form)
-        v_at = v_at.next()
-    if form.mask.documents:
-        if others & (blocks > 0):
-            mend_values(v, mended, v_at.before(), visited_block(blocks - 1, n_begin, blocks, form), keys, document, offsets[3], form)
-    return told_at, k_at, q_at, v_at
+        return ColumnParts(main, None)
 
 
 @gluon.jit
-def place_of(w, slot, form: gl.constexpr):
-    """Which of a tile's consumers w is by its rows: in every other tile the last is the first (`Form.trades`)."""
-    if form.trades:
-        return gl.where(slot == 0, w, form.tuning.consumers - 1 - w)
+def no_keys(traits: gl.constexpr):
+    """The result of rows that see no key."""
+    rows: gl.constexpr = gl.SliceLayout(1, s_layout(traits))
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, rows)
+    row_sum = gl.full([ROWS], 0.0, gl.float32, rows)
+    return RowResult(row_max, row_sum, zero_o(traits))
+
+
+@gluon.jit
+def q_operand(tiles, consumer, traits: gl.constexpr):
+    """Q's parts as left operands of wgmma: in shared memory, or the first of them in registers."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, s_layout(traits), 2)
+    main = as_rows(tiles.main.index(consumer))
+    if traits.q_parts_in_registers > 0:
+        main = main.load(layout)
+    if tiles.tail is None:
+        return ColumnParts(main, None)
     else:
-        return w
+        tail = as_rows(tiles.tail.index(consumer))
+        if traits.q_parts_in_registers > 1:
+            tail = tail.load(layout)
+        return ColumnParts(main, tail)
 
 
 @gluon.jit
-def next_number(turn, tiles, counter, form: gl.constexpr):
-    """(the turn after this one, the number of its tile)."""
-    upcoming = tile_number(turn + 1, counter, form)
-    if form.counted:
-        if upcoming == tiles + gl.num_programs(0) - 1:  # the last number that anyone asks for
-            gl.atomic_xchg(counter, 0, sem="relaxed")
-    return turn + 1, upcoming
-
-
-@gluon.jit
-def take_turn(w):
-    """Wait until the consumer before has passed it on: named barrier 9 + w, its 128 threads and ours."""
-    named_barrier("bar.sync", 9 + w, 256)
-
-
-@gluon.jit
-def pass_turn(w, consumers: gl.constexpr):
-    named_barrier("bar.arrive", 9 + (w + 1) % consumers, 256)
-
-
-@gluon.jit
-def score_product(q, k_smem, stage, zero, form: gl.constexpr):
-    """q k^T of a stage, under way: one product a part."""
-    s = warpgroup_mma(q[0], tile_2d(k_smem[0], stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if form.rest_d:
-        s = warpgroup_mma(q[1], tile_2d(k_smem[1], stage).permute((1, 0)), s, is_async=True)
+def qk_product(q, k_tiles, state, traits: gl.constexpr):
+    """S = Q K^T, in flight: [rows, d] x [d, block_n]."""
+    zero = gl.full([ROWS, traits.block_n], 0.0, gl.float32, s_layout(traits))
+    s = warpgroup_mma(q.main, as_rows(k_tiles.main.index(state.index)).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if q.tail is not None:
+        s = warpgroup_mma(q.tail, as_rows(k_tiles.tail.index(state.index)).permute((1, 0)), s, is_async=True)
     return s
 
 
 @gluon.jit
-def value_product(p, v_smem, stage, o, form: gl.constexpr):
-    """o + p v of a stage, under way: one product a part."""
-    if form.rest_dv:
-        return (
-            warpgroup_mma(p, tile_2d(v_smem[0], stage), o[0], is_async=True),
-            warpgroup_mma(p, tile_2d(v_smem[1], stage), o[1], is_async=True),
-        )
+def pv_product(p, v_tiles, state, o):
+    """O += P V, in flight: [rows, block_n] x [block_n, dv]."""
+    main = warpgroup_mma(p, as_rows(v_tiles.main.index(state.index)), o.main, is_async=True)
+    if o.tail is None:
+        return ColumnParts(main, None)
     else:
-        return (warpgroup_mma(p, tile_2d(v_smem[0], stage), o[0], is_async=True),)
+        return ColumnParts(main, warpgroup_mma(p, as_rows(v_tiles.tail.index(state.index)), o.tail, is_async=True))
 
 
 @gluon.jit
-def landed(o, form: gl.constexpr):
-    """o after all products under way."""
-    if form.rest_dv:
-        return warpgroup_mma_wait(0, deps=[o[0], o[1]])
+def wait_for_o(o):
+    """O once every product in flight has finished."""
+    if o.tail is None:
+        return ColumnParts(warpgroup_mma_wait(0, deps=[o.main]), None)
     else:
-        return (warpgroup_mma_wait(0, deps=[o[0]]),)
+        return ColumnParts(*warpgroup_mma_wait(0, deps=[o.main, o.tail]))
 
 
 @gluon.jit
-def scaled(o, factor):
-    """o's parts with each row multiplied."""
-    return [part * gl.convert_layout(factor, gl.SliceLayout(1, part.type.layout))[:, None] for part in o]
-
-
-@gluon.jit
-def zeros(form: gl.constexpr):
-    """An o of zeros."""
-    main: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_dv - form.rest_dv, 16])
-    rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.rest_dv or 8, 16])
-    if form.rest_dv:
-        return (
-            gl.full([ROWS, form.block_dv - form.rest_dv], 0.0, gl.float32, main),
-            gl.full([ROWS, form.rest_dv], 0.0, gl.float32, rest),
-        )
+def normalize_o(o, normalizer):
+    main = o.main * gl.convert_layout(normalizer, gl.SliceLayout(1, o.main.type.layout))[:, None]
+    if o.tail is None:
+        return ColumnParts(main, None)
     else:
-        return (gl.full([ROWS, form.block_dv], 0.0, gl.float32, main),)
+        return ColumnParts(main, o.tail * gl.convert_layout(normalizer, gl.SliceLayout(1, o.tail.type.layout))[:, None])
+
+
+# ---------------------------------------------------------------- kernel
 
 
 @gluon.jit
-def skip_stages(w, k, v, at, count, form: gl.constexpr):
-    """The position after `count` stages of keys and values that this consumer's rows do not see, released unread."""
-    k_smem, k_ready, k_free = k
-    v_smem, v_ready, v_free = v
-    for _ in range(count):
-        if form.tuning.ping_pong:
-            take_turn(w)
-            pass_turn(w, form.tuning.consumers)
-        mbarrier.wait(k_ready.index(at.stage), at.parity)
-        release(k_free.index(at.stage), form.tuning.each)
-        mbarrier.wait(v_ready.index(at.stage), at.parity)
-        release(v_free.index(at.stage), form.tuning.each)
-        at = at.next()
-    return at
-
-
-@gluon.jit
-def attend(w, q, q_free, k, v, k_at, keys, edges, again, numbers, form: gl.constexpr):
-    """(o, row_max, row_sum, the position after the last stage) over (first key block, key blocks, stages to skip), at least one block, in the order
-    of `visited_block`. Keys and values of a block lie in the same stage of their rings, so the values of a step are where its keys were.
-
-    q's place is free once the last scores are there, a product before the end: of the speed of later d256 1.006 to 1.01, d64 512 1.02 (H200).
-    """
-    BLOCK_N: gl.constexpr = form.tuning.block_n
-    n_begin, blocks, unseen = keys
-    k_smem, k_ready, k_free = k
-    v_smem, v_ready, v_free = v
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_dv - form.rest_dv, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    dtype: gl.constexpr = k_smem[0].dtype
-    LIFT: gl.constexpr = lift_of(dtype)
-    zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, s_layout)
-    o = zeros(form)
-    n_start = visited_block(0, n_begin, blocks, form) * BLOCK_N
-    mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
-    if form.tuning.ping_pong:
-        take_turn(w)
-    s = score_product(q, k_smem, k_at.stage, zero, form)
-    if form.tuning.ping_pong:
-        pass_turn(w, form.tuning.consumers)
-    s = warpgroup_mma_wait(0, deps=[s])
-    release(k_free.index(k_at.stage), form.tuning.each)
-    v_at, k_at = k_at, k_at.next()
-    p, rescale, row_max, row_sum = first_step(s, n_start, edges, numbers, LIFT, form)
-    p_reg = gl.convert_layout(p.to(dtype), p_layout)
-    if form.first_block_first:
-        k_at = skip_stages(w, k, v, k_at, unseen, form)  # the diagonal's last blocks, which come next
-    for i in range(1, blocks):
-        place, so_far = (k_at, v_at, n_begin, i, blocks), (o, row_max, row_sum, rescale, p_reg)
-        o, row_max, row_sum, rescale, p_reg, k_at, v_at = attend_step(w, q, k, v, place, so_far, zero, edges, again, numbers, form)
-    if not form.q_is_read:
-        mbarrier.arrive(q_free.index(w))
-    o = rescaled(o, rescale)
-    mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
-    o = value_product(p_reg, v_smem, v_at.stage, o, form)
-    total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
-    row_max = gl.convert_layout(gl.max(row_max, 1), gl.SliceLayout(1, s_layout))
-    o = landed(o, form)
-    release(v_free.index(v_at.stage), form.tuning.each)
-    return o, row_max, total, k_at
-
-
-@gluon.jit
-def attend_step(w, q, k, v, place, so_far, zero, edges, again, numbers, form: gl.constexpr):
-    """`attend` of the i-th block of keys: its scores, behind them the weights before times their values, under which its weights are made."""
-    k_at, v_at, n_begin, i, blocks = place
-    o, row_max, row_sum, rescale, p_reg = so_far
-    k_smem, k_ready, k_free = k
-    v_smem, v_ready, v_free = v
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.block_dv - form.rest_dv, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    dtype: gl.constexpr = k_smem[0].dtype
-    LIFT: gl.constexpr = lift_of(dtype)
-    parts_v: gl.constexpr = 2 if form.rest_dv else 1  # products under way for each o += p v
-    mbarrier.wait(k_ready.index(k_at.stage), k_at.parity)
-    if form.tuning.ping_pong:
-        take_turn(w)
-    s = score_product(q, k_smem, k_at.stage, zero, form)
-    o = rescaled(o, rescale)
-    mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
-    o = value_product(p_reg, v_smem, v_at.stage, o, form)
-    if form.tuning.ping_pong:
-        pass_turn(w, form.tuning.consumers)
-    s = warpgroup_mma_wait(parts_v, deps=[s])
-    release(k_free.index(k_at.stage), form.tuning.each)
-    n_start = visited_block(i, n_begin, blocks, form) * form.tuning.block_n
-    careful = is_careful(n_start, edges, again, form)
-    p, rescale, row_max, row_sum = softmax_step(s, careful, row_max, row_sum, n_start, edges, numbers, LIFT, form)
-    if form.tuning.under and not form.early:  # whose branch holds weights back as well
-        stay_before(blocks)
-    o = landed(o, form)
-    release(v_free.index(v_at.stage), form.tuning.each)
-    p_reg = gl.convert_layout(p.to(dtype), p_layout)
-    return o, row_max, row_sum, rescale, p_reg, k_at.next(), k_at
-
-
-@gluon.jit
-def visited_block(i, n_begin, blocks, form: gl.constexpr):
-    """The key block that a tile visits as its i-th: the last first, but where all rows see the first keys these before all others. Attention sinks
-    lie there, so later scores seldom outgrow a row's first maximum; and the diagonal comes next, where scores of positions nearby are large."""
-    block = n_begin + blocks - 1 - i
-    if form.first_block_first:
-        block = gl.where(i == 0, n_begin, block + 1)
-    return block
-
-
-@gluon.jit
-def keys_told(words, slot, seqlen_k, form: gl.constexpr):
-    """How many keys a tile has: of spans, whose S_k says where the diagonal is, a number of its own."""
-    if form.spans:
-        return word(read_words(words, slot), KEYS)
-    else:
-        return seqlen_k
-
-
-@gluon.jit
-def prefix_told(words, slot, form: gl.constexpr):
-    """How many of a tile's first keys all rows see."""
-    if form.mask.prefix:
-        return word(read_words(words, slot), PREFIX)
-    else:
-        return 0
-
-
-@gluon.jit
-def document_told(words, slot, ids):
-    """(the document, where the ids of its keys' span begin)."""
-    row = read_words(words, slot)
-    return word(row, DOCUMENT), ids + word(row, K_START)
-
-
-@gluon.jit
-def query_operand(w, q_smem, form: gl.constexpr):
-    """q's parts as products take them: the first of them in registers, where the tuning says so."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.tuning.block_n, 16])
-    layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
-    main = tile_2d(q_smem[0], w)
-    if form.tuning.q_in_registers > 0:
-        main = main.load(layout)
-    if form.rest_d:
-        last = tile_2d(q_smem[1], w)
-        if form.tuning.q_in_registers > 1:
-            last = last.load(layout)
-        return (main, last)
-    else:
-        return (main,)
-
-
-@gluon.jit
-def stage_out(w, o, o_views, o_smem, place, head, m_start, form: gl.constexpr):
-    """o by TMA through its staging buffer, which may hold half of it: that waits until the first half has left."""
-    WIDTH: gl.constexpr = form.block_dv - form.rest_dv
-    if form.tuning.half_staged:
-        left, right = gl.split(gl.permute(gl.reshape(o[0], [ROWS, 2, WIDTH // 2]), [0, 2, 1]))
-        stage_part(w, left, o_views[0], o_smem[0], place, head, m_start, 0, form)
-        stage_part(w, right, o_views[0], o_smem[0], place, head, m_start, WIDTH // 2, form)
-    else:
-        stage_part(w, o[0], o_views[0], o_smem[0], place, head, m_start, 0, form)
-    if form.rest_dv:
-        stage_part(w, o[1], o_views[1], o_smem[1], place, head, m_start, WIDTH, form)
-
-
-@gluon.jit
-def stage_part(w, part, view, smem, place, head, m_start, column: gl.constexpr, form: gl.constexpr):
-    if column == 0 or form.tuning.half_staged:
-        tma_store_wait(0)  # what this buffer held has left it
-    tile_2d(smem, w).store(part.to(smem.dtype))
-    fence_async_shared()
-    copy_out(view, place, head, m_start, column, smem.index(w), form, form.tuning.joined > 1)
-
-
-@gluon.jit
-def mma_partition(w: gl.constexpr, out, board, q, k, v, o_smem, work, form: gl.constexpr):
-    own = gl.to_tensor(w)
-    if form.tuning.ping_pong:
-        if w == form.tuning.consumers - 1:
-            pass_turn(own, form.tuning.consumers)  # consumer 0 begins
-    walk_tiles(own, out, board, q, k, v, o_smem, work, form)
-
-
-@gluon.jit
-def walk_tiles(w, out, board, q, k, v, o_smem, work, form: gl.constexpr):
-    words, told, told_free, verdicts = board
-    k_at = ring_start(form.tuning.stages)
-    q_at = ring_start(1)
-    told_at = ring_start(2)
-    while is_told(words, told, told_at):
-        k_at, told_at, q_at = take_tile(w, out, board, q, k, v, o_smem, (k_at, told_at, q_at), work, form)
-    tma_store_wait(0)
-
-
-@gluon.jit
-def take_tile(w, out, board, q, k, v, o_smem, at, work, form: gl.constexpr):
-    """A tile's o and lse; where the rings stand then."""
-    o_views, lse, sinks, ids = out
-    tiles, sizes, limits, numbers, faults, counter = work
-    words, told, told_free, verdicts = board
-    q_smem, q_ready, q_free = q
-    heads, total_q = sizes[1] * form.tuning.joined, sizes[2]
-    k_at, told_at, q_at = at
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.tuning.block_n, 16])
-    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
-    m_start = own_start(m_start, place_of(w, told_at.stage, form), seqlen_q, form)
-    mbarrier.wait(q_ready.index(w), q_at.parity)
-    q_tile = query_operand(w, q_smem, form)
-    if form.tuning.q_in_registers:
-        fence_async_shared()  # without it TMA overtook loads that queued behind stores: wrong rows in 12 of 12 runs (H200)
-    if form.q_is_read:
-        mbarrier.arrive(q_free.index(w))
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, rows)
-    row_sum = gl.full([ROWS], 0.0, gl.float32, rows)
-    o = zeros(form)
-    lengths, key_stop = (seqlen_q, seqlen_k), keys_told(words, told_at.stage, seqlen_k, form)
-    prefix = prefix_told(words, told_at.stage, form)
-    own_begin, own = blocks_within(m_start, form.own_queries, lengths, key_stop, limits, prefix, form)
-    again = is_done_again(words, told_at.stage) if form.early else 0
-    unseen = blocks
-    if own > 0:
-        unseen = n_begin + blocks - own_begin - own
-        if not form.first_block_first:
-            k_at = skip_stages(w, k, v, k_at, unseen, form)
-        edges = edges_of(m_start, lengths, limits)
-        if form.spans:
-            stop_edge = m_start + (seqlen_k - seqlen_q) + 1 if form.mask.prefix else edges[1]
-            edges = (edges[0], stop_edge, key_stop, prefix, limits[1])
-        if form.mask.documents:
-            document, own_ids = document_told(words, told_at.stage, ids)
-            edges = (edges[0], edges[1], key_stop, prefix, limits[1], document, own_ids)
-        o, row_max, row_sum, k_at = attend(w, q_tile, q_free, k, v, k_at, (own_begin, own, unseen), edges, again, numbers, form)
-        unseen = own_begin - n_begin
-    if not form.q_is_read:
-        if own <= 0:
-            mbarrier.arrive(q_free.index(w))
-    k_at = skip_stages(w, k, v, k_at, unseen, form)
-    # read again rather than kept in registers meanwhile
-    entry, head, m_start, n_begin, blocks, q_start, seqlen_q, seqlen_k = read_tile(words, told_at.stage)
-    m_start = own_start(m_start, place_of(w, told_at.stage, form), seqlen_q, form)
-    row = gl.arange(0, ROWS, rows)
-    m_offsets = m_start + queries_of(row, form)
-    row_head, exists = heads_of(row, head, m_offsets < seqlen_q, form)
-    key_stop = keys_told(words, told_at.stage, seqlen_k, form)
-    bounds = (seqlen_k, limits[0], limits[1])
-    first, stop = row_interval(m_offsets, seqlen_q, key_stop, bounds, prefix_told(words, told_at.stage, form), form)
-    empty = first >= stop
-    document = PURE
-    if form.mask.documents:
-        document = word(read_words(words, told_at.stage), DOCUMENT)
-        empty = empty | ((row_sum == 0) & (document != PURE))  # of scattered ones only the sum knows
-    sink = 0.0
-    if form.sinks:
-        sink = load_sinks(sinks, row_head, exists, form)
-    inverse, row_lse = finish(row_max, row_sum, empty, sink, form)
-    if form.packed:
-        broken = breaks_promise(m_offsets, seqlen_k, limits)
-        inverse = gl.where(broken, float("nan"), inverse)
-        row_lse = gl.where(broken, float("nan"), row_lse)
-    lse_rows = lse + (entry.to(gl.int64) * heads + row_head) * total_q + q_start
-    if form.spans:
-        lse_rows -= entry * total_q  # q_start counts from the first entry
-    gl.store(lse_rows + m_offsets, row_lse, mask=exists)
-    o = scaled(o, inverse)
-    if form.returns:
-        again = is_done_again(words, told_at.stage)
-        if again > 0:
-            tma_store_drain()  # what this tile's rows were at first
-        witness, empty = witness_of(row_max, empty, o, document, form)
-        judge(w, verdicts, told_at.stage, witness, (again > 0) | empty | ~exists)
-    mbarrier.arrive(told_free.index(told_at.stage))
-    told_at = told_at.next()
-    stage_out(w, o, o_views, o_smem, (entry, q_start, seqlen_q, sizes[1]), head, m_start, form)
-    return k_at, told_at, q_at.next()
-
-
-@gluon.jit
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, pointers, work, form: gl.constexpr):
-    """Descriptors of a tile's first columns and of the rest (None where there is none): of [B, H, S, D], or for packed layouts
-    or spans wrapping ones (`copy_in`). pointers (lse [B, H, S_q] or [H, T_q], sinks [H] or None, cu_seqlens_q, cu_seqlens_k, error word,
-    counter of tiles), for spans with their offsets (`device.key_ranges`) in the place of cu_seqlens; work (tiles in all, sizes, limits, numbers):
-    sizes (B or sequences, H, S_q or T_q, S_k or T_k, row tiles a head, heads in an L2 section, for spans by how many rows the entries of q, of k and
-    of v stand further apart than they have); limits (left, right, max_seqlen_q, max_seqlen_k);
-    numbers (scale_log2, softcap)."""
-    STAGES: gl.constexpr = form.tuning.stages
-    CONSUMERS: gl.constexpr = form.tuning.consumers
-    if form.spans:
-        lse, sinks, spans_q, spans_k, ids_q, ids_k, key_lengths, prefixes, faults, counter = pointers
-        offsets, out = (spans_q, spans_k, ids_q, ids_k, key_lengths, prefixes), ((o_desc, o_rest), lse, sinks, ids_k)
-    else:
-        lse, sinks, cu_seqlens_q, cu_seqlens_k, faults, counter = pointers
-        offsets, out = (cu_seqlens_q, cu_seqlens_k), ((o_desc, o_rest), lse, sinks, None)
-    tiles, sizes, limits, numbers = work
-    q_views, k_views, v_views, o_views = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (o_desc, o_rest)
-    q_smem = tiles_for(form.slots, q_views, form.rest_d)
-    k_smem = tiles_for(STAGES, k_views, form.rest_d)
-    v_smem = tiles_for(STAGES, v_views, form.rest_dv)
-    o_smem = tiles_for(form.slots, o_views, form.rest_dv)
-    words = gl.allocate_shared_memory(gl.int32, [2, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    board = (words, ring(2, 1), ring(2, CONSUMERS), verdicts_of(2, ROWS) if form.returns else None)
-    q = (q_smem, ring(CONSUMERS, 1), ring(CONSUMERS, 1))
-    k = (k_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS * form.tuning.arrivals))
-    v = (v_smem, ring(STAGES, 1), ring(STAGES, CONSUMERS * form.tuning.arrivals))
-    mended = v[1]
-    if form.mask.documents:
-        mended = ring(STAGES, 1)
-    views = (q_views, k_views, v_views)
-    work = (tiles, sizes, limits, numbers, faults, counter)
-    if CONSUMERS == 4:
+def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_tail, k_tail, v_tail, o_tail, pointers, launch_params, traits: gl.constexpr):
+    """TMA descriptors of the main and the tail columns (None where there are none): of [B, H, S, D], or for packed layouts and key ranges wrapping
+    ones (`tma.corner`). pointers: Pointers; launch_params: LaunchParams (`forward_arguments`)."""
+    maps = InputMaps(ColumnParts(q_desc, q_tail), ColumnParts(k_desc, k_tail), ColumnParts(v_desc, v_tail))
+    o_map = ColumnParts(o_desc, o_tail)
+    ids_k = None
+    if traits.mask.documents:
+        ids_k = pointers.ranges.ids_k
+    outputs = Outputs(o_map, pointers.lse, pointers.sinks, ids_k)
+    cu_seqlens, ranges = CuSeqlens(pointers.cu_seqlens_q, pointers.cu_seqlens_k), pointers.ranges
+    workspace = Workspace(pointers.errors, pointers.tile_counter)
+    launch = launch_params  # an assignment makes values of constants, which partitions can capture
+    q_smem, k_smem = allocate_tiles(traits.q_slots, maps.q), allocate_tiles(traits.stages, maps.k)
+    v_smem, o_smem = allocate_tiles(traits.stages, maps.v), allocate_tiles(traits.q_slots, o_map)
+    work_pipe = WorkTilePipeline.create(ROWS, traits)
+    q_pipe = Pipeline.create(q_smem, traits.consumers, 1)
+    k_pipe = Pipeline.create(k_smem, traits.stages, traits.release_arrivals, traits.release_per_thread)
+    v_pipe = Pipeline.create(v_smem, traits.stages, traits.release_arrivals, traits.release_per_thread)
+    v_landed = v_pipe.full
+    if traits.mask.documents:
+        v_landed = ring(traits.stages, 1)
+    pipes = Pipelines(work_pipe, q_pipe, k_pipe, v_pipe, v_landed)
+    if traits.consumers == 4:
         warp_specialize(
             [
-                (mma_partition, (gl.constexpr(0), out, board, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(1), out, board, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(2), out, board, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(3), out, board, q, k, v, o_smem, work, form)),
-                (load_partition, (views, offsets, board, q, k, v, mended, work, form)),
+                (consumer, (gl.constexpr(0), outputs, pipes, o_smem, launch, traits)),
+                (consumer, (gl.constexpr(1), outputs, pipes, o_smem, launch, traits)),
+                (consumer, (gl.constexpr(2), outputs, pipes, o_smem, launch, traits)),
+                (consumer, (gl.constexpr(3), outputs, pipes, o_smem, launch, traits)),
+                (producer, (maps, cu_seqlens, ranges, pipes, launch, workspace, traits)),
             ],
             [4, 4, 4, 1],
             [112, 112, 112, 32],
         )
-    elif CONSUMERS == 3:
+    elif traits.consumers == 3:
         warp_specialize(
             [
-                (mma_partition, (gl.constexpr(0), out, board, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(1), out, board, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(2), out, board, q, k, v, o_smem, work, form)),
-                (load_partition, (views, offsets, board, q, k, v, mended, work, form)),
+                (consumer, (gl.constexpr(0), outputs, pipes, o_smem, launch, traits)),
+                (consumer, (gl.constexpr(1), outputs, pipes, o_smem, launch, traits)),
+                (consumer, (gl.constexpr(2), outputs, pipes, o_smem, launch, traits)),
+                (producer, (maps, cu_seqlens, ranges, pipes, launch, workspace, traits)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -575,9 +473,9 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_res
     else:
         warp_specialize(
             [
-                (mma_partition, (gl.constexpr(0), out, board, q, k, v, o_smem, work, form)),
-                (mma_partition, (gl.constexpr(1), out, board, q, k, v, o_smem, work, form)),
-                (load_partition, (views, offsets, board, q, k, v, mended, work, form)),
+                (consumer, (gl.constexpr(0), outputs, pipes, o_smem, launch, traits)),
+                (consumer, (gl.constexpr(1), outputs, pipes, o_smem, launch, traits)),
+                (producer, (maps, cu_seqlens, ranges, pipes, launch, workspace, traits)),
             ],
             [4, 1],
             [240, 24],

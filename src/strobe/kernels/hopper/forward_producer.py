@@ -1,54 +1,166 @@
-"""What the Hopper forward's loader loads: rows of a tile's parts into their slots, keys and values into their stages, once those are free.
+"""The Hopper forward's producer warp: it finds work tiles, publishes them to the consumers, and loads their Q, K and V.
 
-Of documents that lie scattered, values of a tile that is done `again` land on a barrier of the loader's own, which makes those of others 0
-(`device.mending`) before the consumers may have them.
+A document's keys may lie among keys of other documents. When such a tile is redone, its V lands on a barrier of the producer's own. The producer
+zeroes rows of other documents (`device.mending`) before it hands V to the consumers.
 """
 
-from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, partition_barrier
+from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, partition_barrier, record
+from ..device.key_ranges import PURE
 from ..device.mending import clear_others
-from ..device.tma import copy_parts, stage_of
+from ..device.pipeline import Pipeline, PipelineState
+from .forward_scheduler import TileScheduler, WorkTilePipeline, check_cu_seqlens
+from .tile_redo import RedoRequest
+
+
+@record
+class Pipelines:
+    """Every pipeline of the kernel."""
+
+    work: WorkTilePipeline
+    q: Pipeline
+    k: Pipeline
+    v: Pipeline
+    v_landed: gl.shared_memory_descriptor  # documents: barriers of the producer's own, on which V of a redo lands
+
+
+@record
+class ProducerState:
+    """Where the producer stands in each pipeline."""
+
+    k: PipelineState
+    v: PipelineState
+    q: PipelineState
+    work: PipelineState
+
+    @gluon.jit
+    def start(traits: gl.constexpr):
+        k, v = PipelineState.start(traits.stages), PipelineState.start(traits.stages)
+        return ProducerState(k, v, PipelineState.start(1), PipelineState.start(2))
+
+
+@record
+class Producer:
+    """What the producer works with; constant, as is every aggregate but those named State."""
+
+    maps: gl.tuple  # InputMaps
+    cu_seqlens: gl.tuple  # CuSeqlens
+    ranges: gl.tuple | gl.constexpr  # KeyRangeTensors or None
+    pipes: Pipelines
+    launch: gl.tuple  # LaunchParams
+    workspace: gl.tuple  # Workspace
+    traits: gl.constexpr
+
+    @gluon.jit
+    def run(self):
+        traits: gl.constexpr = self.traits
+        num_tiles, counter = self.launch.num_tiles, self.workspace.tile_counter
+        if traits.packed:
+            check_cu_seqlens(self.cu_seqlens, self.launch, self.workspace.errors)
+        state = ProducerState.start(traits)
+        scheduler = TileScheduler.start(counter, traits)
+        redo = RedoRequest.none()
+        while (scheduler.tile_index < num_tiles) | (redo.pending > 0):
+            upcoming = scheduler
+            if not traits.key_ranges:
+                if redo.pending == 0:  # asked for now, needed after this tile: the counter's latency is hidden
+                    upcoming = scheduler.advance(num_tiles, counter, traits)
+            work = self.current_work(scheduler, redo)
+            if work.is_valid:
+                state = self.load_work_tile(work, redo, state)
+            if traits.key_ranges:
+                if redo.pending == 0:
+                    scheduler = scheduler.advance_behind(work, num_tiles, counter, traits)
+            else:
+                scheduler = upcoming
+            if traits.can_redo:
+                redo = self.pipes.work.poll_redo(state.work, scheduler.tile_index < num_tiles, traits)
+        self.pipes.work.publish_end(state.work, scheduler.turn)
+
+    @gluon.jit
+    def current_work(self, scheduler, redo):
+        if self.traits.can_redo:
+            if redo.pending > 0:
+                work = self.pipes.work.take_redo(redo, self.traits)
+            else:
+                work = self.scheduled_work(scheduler)
+        else:
+            work = self.scheduled_work(scheduler)
+        return work
+
+    @gluon.jit
+    def scheduled_work(self, scheduler):
+        return scheduler.get_current_work(self.cu_seqlens, self.ranges, self.launch, self.workspace.errors, self.traits)
+
+    @gluon.jit
+    def load_work_tile(self, work, redo, state):
+        """Publish a tile and load its Q, K and V, K one block ahead of V. Returns the state behind it."""
+        traits: gl.constexpr = self.traits
+        CONSUMERS: gl.constexpr = traits.consumers
+        maps, pipes, shape = self.maps, self.pipes, self.launch.shape
+        pipes.work.publish(state.work, work, redo, traits)
+        slot, work_state = state.work.index, state.work.advance()
+        q_rows, k_rows, v_rows = work.q_rows(shape, traits), work.kv_rows(shape.gap_k, shape, traits), work.kv_rows(shape.gap_v, shape, traits)
+        blocks = work.blocks()
+        k, v = state.k, state.v
+        for consumer in gl.static_range(CONSUMERS):
+            q = state.q.at(consumer)
+            pipes.q.producer_acquire(q)
+            pipes.q.producer_load(q, maps.q, q_rows, work.consumer_m_start(consumer, slot, traits), traits, traits.pack_gqa > 1)
+            if consumer == 0:
+                if blocks.count > 0:  # the first keys before the other consumers' queries
+                    k = self.load_k(k, k_rows, blocks.n_block(0, traits))
+        zero_foreign = False
+        if traits.mask.documents:
+            zero_foreign = (work.document != PURE) & (redo.pending > 0)
+        for i in range(blocks.count):
+            n_block = blocks.n_block(i, traits)
+            if i + 1 < blocks.count:
+                k = self.load_k(k, k_rows, blocks.n_block(i + 1, traits))
+            if traits.mask.documents:
+                if zero_foreign & (i > 0):  # V of the block before, which has landed meanwhile
+                    self.zero_foreign_rows(v.previous(), work, blocks.n_block(i - 1, traits))
+            v = self.load_v(v, v_rows, n_block, zero_foreign)
+        if traits.mask.documents:
+            if zero_foreign & (blocks.count > 0):
+                self.zero_foreign_rows(v.previous(), work, blocks.n_block(blocks.count - 1, traits))
+        return ProducerState(k, v, state.q.advance(), work_state)
+
+    @gluon.jit
+    def load_k(self, state, rows, n_block):
+        self.pipes.k.producer_acquire(state)
+        self.pipes.k.producer_load(state, self.maps.k, rows, n_block * self.traits.block_n, self.traits)
+        return state.advance()
+
+    @gluon.jit
+    def load_v(self, state, rows, n_block, zero_foreign):
+        """One block of V. With documents, v_landed completes a phase in any case, so that it has the phase of the pipeline."""
+        pipes, block_n = self.pipes, self.traits.block_n
+        pipes.v.producer_acquire(state)
+        if self.traits.mask.documents:
+            if zero_foreign:
+                pipes.v.producer_load_on(pipes.v_landed, state, self.maps.v, rows, n_block * block_n, self.traits)
+            else:
+                mbarrier.arrive(pipes.v_landed.index(state.index))
+                pipes.v.producer_load(state, self.maps.v, rows, n_block * block_n, self.traits)
+        else:
+            pipes.v.producer_load(state, self.maps.v, rows, n_block * block_n, self.traits)
+        return state.advance()
+
+    @gluon.jit
+    def zero_foreign_rows(self, state, work, n_block):
+        """Zero the rows of other documents in a block of V that has landed, and hand it to the consumers."""
+        v = self.pipes.v
+        mbarrier.wait(self.pipes.v_landed.index(state.index), state.phase)
+        own = (0, work.seqlen.num_keys, work.document, self.ranges.ids_k + work.seqlen.offset_k)
+        tile = v.tiles.index(state.index)
+        clear_others(tile.main, n_block * self.traits.block_n, own)
+        if tile.tail is not None:
+            clear_others(tile.tail, n_block * self.traits.block_n, own)
+        fence_async_shared()
+        partition_barrier()  # all lanes have written before one arrives
+        v.producer_commit(state)
 
 
 @gluon.jit
-def load_keys(views, place, head, block, at, channel, rest: gl.constexpr, form: gl.constexpr):
-    """One tile of keys or values into its stage, once that is free."""
-    smem, ready, free = channel
-    mbarrier.wait(free.index(at.stage), at.parity ^ 1)
-    load_rows(views, place, head, block * form.tuning.block_n, at.stage, smem, ready.index(at.stage), rest, form)
-
-
-@gluon.jit
-def load_values(views, place, head, block, at, channel, mended, others, form: gl.constexpr):
-    """`load_keys` of values, which land on the loader's own barrier where others lie among them."""
-    smem, ready, free = channel
-    mbarrier.wait(free.index(at.stage), at.parity ^ 1)
-    if others:
-        load_rows(views, place, head, block * form.tuning.block_n, at.stage, smem, mended.index(at.stage), form.rest_dv, form)
-    else:
-        mbarrier.arrive(mended.index(at.stage))
-        load_rows(views, place, head, block * form.tuning.block_n, at.stage, smem, ready.index(at.stage), form.rest_dv, form)
-
-
-@gluon.jit
-def mend_values(channel, mended, at, block, keys, document, ids, form: gl.constexpr):
-    """Let the consumers have values that have landed, once those of other documents are 0; `keys`: where their span begins, how many it has."""
-    smem, ready, free = channel
-    mbarrier.wait(mended.index(at.stage), at.parity)
-    own = (0, keys[1], document, ids + keys[0])
-    tile = stage_of(smem, at.stage)
-    clear_others(tile[0], block * form.tuning.block_n, own)
-    if len(tile) == 2:
-        clear_others(tile[1], block * form.tuning.block_n, own)
-    fence_async_shared()
-    partition_barrier()  # all lanes have written before one tells
-    mbarrier.arrive(ready.index(at.stage))
-
-
-@gluon.jit
-def load_rows(views, place, head, row, slot, smem, ready, rest: gl.constexpr, form: gl.constexpr, joined: gl.constexpr = False):
-    """A tile's parts into their slots; the last columns of all are `rest`, the first a power of two."""
-    if rest:
-        mbarrier.expect(ready, views[0].block_type.nbytes + views[1].block_type.nbytes)
-    else:
-        mbarrier.expect(ready, views[0].block_type.nbytes)
-    copy_parts(views, place, head, row, ready, stage_of(smem, slot), form, joined)
+def producer(maps, cu_seqlens, ranges, pipes, launch, workspace, traits: gl.constexpr):
+    Producer(maps, cu_seqlens, ranges, pipes, launch, workspace, traits).run()

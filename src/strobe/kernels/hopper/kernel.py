@@ -35,7 +35,7 @@ from ..runtime.tma_requirements import (
 )
 from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, invariant_config
-from .traits import ROWS, BackwardForm, BackwardTuning, Form, Tuning
+from .traits import ROWS, BackwardForm, BackwardTuning, ForwardTraits, Tuning
 
 CAPABILITY = 90
 MOST_WIDTH = 256
@@ -43,7 +43,7 @@ MOST_WIDTH = 256
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    form: Form
+    form: ForwardTraits
 
     def __str__(self) -> str:
         t = self.form.tuning
@@ -151,7 +151,7 @@ class HopperForward:
         even = fills_tiles(problem, tuning.block_n)
         widths = tiled(problem.head_dim, problem.head_dim_v)
         counted = query_tiles(problem, tuning.block_m) * problem.heads_kv * group * entries(problem) > target.sm_count
-        form = Form(
+        form = ForwardTraits(
             tuning,
             *widths,
             group,

@@ -16,6 +16,7 @@ from ..device.tma import describing, descriptor
 from ..protocol import Forward, Plan
 from ..runtime.tma_requirements import entries_apart
 from . import forward
+from .forward_arguments import KeyRangeTensors, LaunchParams, Pointers, ShapeParams, SoftmaxParams, WindowParams
 from .traits import ROWS
 
 
@@ -52,15 +53,23 @@ def apart(problem: Problem) -> tuple[int, ...]:
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
     form = plan.config.form
-    work = work_of(plan, call)
-    if form.spans:
-        tiles, sizes, *others = work
-        work = (tiles, (*sizes, *apart(plan.problem)), *others)
+    num_tiles, sizes, limits, softmax = work_of(plan, call)
+    shape = ShapeParams(*sizes, *(apart(plan.problem) if form.spans else ()))
+    launch = LaunchParams(num_tiles, shape, WindowParams(*limits), SoftmaxParams(*softmax))
     registers = {2: 168, 3: 128, 4: 96}[form.tuning.consumers]  # registers per thread before setmaxnreg moves them
-    arguments = (*descriptors(call, out, form), pointers, work, form)
+    arguments = (*descriptors(call, out, form), named(pointers, form.spans), launch, form)
     return Launch(
-        forward.forward_kernel, min(plan.target.sm_count, work[0]), arguments, {"num_warps": 4, "maxnreg": registers}
+        forward.forward_kernel, min(plan.target.sm_count, num_tiles), arguments, {"num_warps": 4, "maxnreg": registers}
     )
+
+
+def named(pointers: tuple[Tensor | None, ...], key_ranges: bool) -> Pointers:
+    """The pointers of `persistent_launch.run` by name."""
+    lse, sinks, *offsets, errors, tile_counter = pointers
+    if key_ranges:
+        return Pointers(lse, sinks, None, None, KeyRangeTensors(*offsets), errors, tile_counter)
+    cu_seqlens_q, cu_seqlens_k = offsets
+    return Pointers(lse, sinks, cu_seqlens_q, cu_seqlens_k, None, errors, tile_counter)
 
 
 def descriptors(call: Call, out: Tensor, form: Any) -> tuple[TensorDescriptor | None, ...]:

@@ -1,34 +1,44 @@
-"""Optimistic softmax: a step takes weights against a maximum that it has not looked for.
+"""Optimistic softmax: a step computes weights relative to the row maximum of earlier steps.
 
-A step of online softmax looks at all scores of a row before it may take one exponential. But a maximum only keeps weights in range, and that of a
-row's first keys does so for all scores that are not far above them. So only careful steps look for maxima: the first, and those until each row has
-met a key. In all others exponentials begin with the first score, and their sums tell whether a row has outgrown its maximum. `kept_in_range` divides
-the weights, the sum and the accumulator of a row whose sum exceeds 2^8 (`device.lagging`) by the largest of its lanes' sums, and adds the log2 of
-that to its maximum. A key that outweighs all others then has the weight 1. A warp without such a row compares, votes and branches.
+A step of online softmax looks at all scores of a row before it computes the first exponential. But a maximum only keeps weights in range, and the
+maximum of a row's first keys does so for all scores that are not far above them. So only the first steps look for maxima, until each row has met a key.
+In the other steps exponentials begin with the first score, and their sums tell whether a row has outgrown its maximum. `renormalize_row` divides the
+weights, the sum and the accumulator of a row whose sum exceeds 2^8 (`device.lagging`) by the largest of its lanes' sums, and adds the log2 of that sum
+to the row's maximum. A key that outweighs all others then has the weight 1. A warp without such a row compares, votes and branches.
 
 How far lse may err: where a row outgrows its maximum, the exponent of its weight is one float32 multiply-add, whose result is below 128. Its
 rounding is at most 2^-18, or 2.7e-6 nats. The whole part of the log2 is added to the maximum by itself, which adds no such error.
 Beyond VAST a sum may overflow: the row's maximum becomes infinite. A row whose first keys' scores are all -inf has no maximum when others come. Both
-are seen at the end of the tile, which is done `again` with careful steps alone.
+are found at the end of the tile, which is redone with row maxima in every step (`tile_redo`).
 """
 
-from ..device.dialect import gl, gluon
+from ..device.dialect import gl, gluon, record
 from ..device.layouts import by_four, from_four
 
 VAST: gl.constexpr = gl.constexpr(110)  # log2: 2^110 times the keys of a lane, and a lift, stay below 2^127
 
 
+@record
+class Renormalized:
+    """P [M, N], and row statistics [M, 4] in lanes."""
+
+    p: gl.tensor
+    block_sum: gl.tensor
+    row_max: gl.tensor
+    row_sum: gl.tensor
+    rescale: gl.tensor
+
+
 @gluon.jit
-def kept_in_range(p, sums, row_max, row_sum, rescale, lift: gl.constexpr, most: gl.constexpr):
-    """(p, row_max, row_sum, rescale), the last three [M, 4] in lanes: in rows of which any lane's sum is above 2^(lift + most), each is divided by
-    the largest / 2^lift, whose log2 is added to row_max."""
+def renormalize_row(p, sums, row_max, row_sum, rescale, lift: gl.constexpr, most: gl.constexpr):
+    """P and row statistics. In rows of which any lane's sum is above 2^(lift + most), all are divided by the largest / 2^lift, whose log2 is added to
+    row_max."""
     COUNT: gl.constexpr = p.shape[1] // 2  # a thread's elements
     text: gl.constexpr = _text(COUNT, lift, most, VAST)
     constraints: gl.constexpr = _constraints(COUNT)
     numbers = by_four((sums, row_max, row_sum, rescale), p)
     p, numbers = gl.inline_asm_elementwise(text, constraints, [p, numbers], dtype=(gl.float32, gl.float32), is_pure=True, pack=COUNT)
-    sums, row_max, row_sum, rescale = from_four(numbers)
-    return p, row_max, row_sum, rescale
+    return Renormalized(p, *from_four(numbers))
 
 
 @gluon.constexpr_function

@@ -88,7 +88,7 @@ class Walk:
 
 
 @dataclass(frozen=True)
-class Form(Constants, Walk):
+class ForwardTraits(Constants, Walk):
     """Compile-time constants of the forward. It has no __str__ of its own, because Triton identifies kernels by it."""
 
     tuning: Tuning
@@ -109,7 +109,95 @@ class Form(Constants, Walk):
         return 128 if self.block_d == 256 and self.tuning.q_in_registers else rest(self.block_d)
 
     @property
-    def returns(self) -> bool:
+    def consumers(self) -> int:
+        return self.tuning.consumers
+
+    @property
+    def stages(self) -> int:
+        return self.tuning.stages
+
+    @property
+    def block_m(self) -> int:
+        """Queries per tile, all consumers together."""
+        return self.tuning.block_m
+
+    @property
+    def block_n(self) -> int:
+        return self.tuning.block_n
+
+    @property
+    def ping_pong(self) -> bool:
+        return self.tuning.ping_pong
+
+    @property
+    def pack_gqa(self) -> int:
+        """Query heads per tile: 1, or all that share a key head."""
+        return self.tuning.joined
+
+    @property
+    def q_parts_in_registers(self) -> int:
+        return self.tuning.q_in_registers
+
+    @property
+    def softmax_before_pv_wait(self) -> bool:
+        """Whether the wait for P V is kept behind the softmax; with optimistic softmax, whose branch does that, it need
+        not be.
+        """
+        return self.tuning.under and not self.early
+
+    @property
+    def release_per_thread(self) -> bool:
+        return self.tuning.each
+
+    @property
+    def release_arrivals(self) -> int:
+        """Arrivals when all consumers release a stage."""
+        return self.consumers * self.tuning.arrivals
+
+    @property
+    def o_staged_by_halves(self) -> bool:
+        return self.tuning.half_staged
+
+    @property
+    def o_columns(self) -> int:
+        """Columns of O's first part."""
+        return self.first_dv
+
+    @property
+    def tail_dv(self) -> int:
+        """Columns of O's second part, or 0."""
+        return self.rest_dv
+
+    @property
+    def pv_products(self) -> int:
+        """Products in flight for one P V."""
+        return 2 if self.tail_dv else 1
+
+    @property
+    def optimistic(self) -> bool:
+        """Whether the softmax looks for row maxima in the first steps alone; a tile that needed more is redone."""
+        return self.early
+
+    @property
+    def dynamic_scheduler(self) -> bool:
+        return self.counted
+
+    @property
+    def key_ranges(self) -> bool:
+        return self.spans
+
+    @property
+    def longest_tiles_first(self) -> bool:
+        """Whether later rows see more keys: tiles that see most come first, and heads in sections."""
+        return (self.mask.right or self.mask.prefix) and not self.mask.left
+
+    @property
+    def ends_with_last_row(self) -> bool:
+        """Whether tiles are aligned to a sequence's last row instead of its first."""
+        return self.mask.right and not self.mask.left and not self.spans
+
+    @property
+    def can_redo(self) -> bool:
         """Whether a tile may be redone."""
         return self.early or self.mask.documents
 
@@ -128,25 +216,25 @@ class Form(Constants, Walk):
         return not self.mask.left
 
     @property
-    def q_is_read(self) -> bool:
+    def q_in_registers(self) -> bool:
         """Whether all of q is in registers before the products begin."""
         return self.tuning.q_in_registers == (2 if self.rest_d else 1)
 
     @property
-    def own_queries(self) -> int:
+    def queries_per_consumer(self) -> int:
         """Queries per consumer."""
         return ROWS // self.tuning.fold
 
     @property
-    def trades(self) -> bool:
+    def swap_consumers(self) -> bool:
         """Whether consumers swap places from tile to tile, so that the longest rows of causal tiles alternate.
 
         Not with ping-pong, and not if a tile may be redone, which the consumer that wrote it must do.
         """
-        return self.mask.right and not (self.mask.left or self.spans or self.tuning.ping_pong or self.returns)
+        return self.mask.right and not (self.mask.left or self.spans or self.tuning.ping_pong or self.can_redo)
 
     @property
-    def slots(self) -> int:
+    def q_slots(self) -> int:
         """Tiles of q in the shared memory layout: a power of two."""
         return 2 if self.tuning.consumers == 2 else 4
 
@@ -155,9 +243,9 @@ class Form(Constants, Walk):
         flags.
         """
         t = self.tuning
-        o = self.slots * ROWS * (self.first_dv // (1 + t.half_staged) + self.rest_dv)
-        tiles = 2 * (self.slots * ROWS * self.block_d + o + t.stages * t.block_n * (self.block_d + self.block_dv))
-        return tiles + 8 * (2 * t.consumers + (4 + self.mask.documents) * t.stages + 4) + 128 + 2048 * self.returns
+        o = self.q_slots * ROWS * (self.first_dv // (1 + t.half_staged) + self.rest_dv)
+        tiles = 2 * (self.q_slots * ROWS * self.block_d + o + t.stages * t.block_n * (self.block_d + self.block_dv))
+        return tiles + 8 * (2 * t.consumers + (4 + self.mask.documents) * t.stages + 4) + 128 + 2048 * self.can_redo
 
 
 @dataclass(frozen=True)

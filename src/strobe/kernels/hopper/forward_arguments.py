@@ -1,0 +1,97 @@
+"""Arguments of the Hopper forward kernel, by name."""
+
+from typing import Any, NamedTuple
+
+
+class ShapeParams(NamedTuple):
+    """Sizes, int32."""
+
+    batch: Any  # batch entries, or packed sequences
+    heads: Any  # of the grid: query heads, or key heads where a tile packs the query heads of a key head
+    seqlen_q: Any  # or all packed query tokens
+    seqlen_k: Any
+    num_m_blocks: Any  # of a head
+    l2_heads: Any  # heads that are walked together, so that their keys and values stay in L2
+    # key ranges: rows between the end of one batch entry and the start of the next
+    gap_q: Any = None
+    gap_k: Any = None
+    gap_v: Any = None
+
+
+class WindowParams(NamedTuple):
+    """Bounds of the mask relative to the diagonal, and lengths that callers of packed sequences promised (negative: none), int32."""
+
+    left: Any
+    right: Any
+    max_seqlen_q: Any
+    max_seqlen_k: Any
+
+
+class SoftmaxParams(NamedTuple):
+    """Float32. The raw score is q k^T, or tanh(softcap * q k^T) with a cap."""
+
+    scale_log2: Any  # value of a raw score in log2 units
+    softcap: Any  # scale / cap
+
+
+class LaunchParams(NamedTuple):
+    """All scalars of a launch."""
+
+    num_tiles: Any
+    shape: ShapeParams
+    window: WindowParams
+    softmax: SoftmaxParams
+
+
+class Pointers(NamedTuple):
+    """Tensors that TMA does not move; None where the call has none."""
+
+    lse: Any  # [B, H, S_q] or [H, T_q] float32
+    sinks: Any  # [H]
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    ranges: Any  # KeyRangeTensors
+    errors: Any  # error word
+    tile_counter: Any
+
+
+class KeyRangeTensors(NamedTuple):
+    """What the key ranges of a batch entry's rows follow from (`device.key_ranges`)."""
+
+    spans_q: Any
+    spans_k: Any
+    ids_q: Any
+    ids_k: Any
+    key_lengths: Any
+    prefixes: Any
+
+
+class InputMaps(NamedTuple):
+    """ColumnParts of TMA descriptors each."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Outputs(NamedTuple):
+    """What a consumer writes, and what else it reads from memory."""
+
+    o: Any  # ColumnParts of TMA descriptors
+    lse: Any
+    sinks: Any
+    ids_k: Any
+
+
+class CuSeqlens(NamedTuple):
+    """Offsets of packed sequences; None in other layouts."""
+
+    q: Any
+    k: Any
+
+
+class Workspace(NamedTuple):
+    """Memory that kernels write besides the outputs."""
+
+    errors: Any
+    tile_counter: Any

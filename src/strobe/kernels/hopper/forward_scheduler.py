@@ -1,0 +1,415 @@
+"""Persistent tile scheduler of the Hopper forward, and the pipeline by which its producer hands work tiles to the consumers.
+
+    producer    publish(state, work)       waits tile_empty, writes the tile's words, signals tile_full
+    consumers   wait_published, receive    wait tile_full, read them; consumer_release signals tile_empty
+
+A tile that a consumer flags is published once more (`tile_redo`).
+"""
+
+from ..device.dialect import Value, gl, gluon, mbarrier, partition_barrier, record, reinterpret
+from ..device.key_ranges import prefix_of, tile_at
+from ..device.pack_gqa import heads_of
+from ..device.pipeline import ring
+from ..device.seqlen import (
+    LONG_K,
+    LONG_Q,
+    OFFSETS_K,
+    OFFSETS_Q,
+    OUTSIDE,
+    find_sequence,
+    guard_offsets,
+    key_limit,
+    keys_of,
+    span_of,
+)
+from ..device.tile_scheduler import word
+from ..device.tma import HeadRows
+from .forward_mask import BlockInfo, SeqlenInfo
+from .tile_redo import RedoFlags, RedoRequest
+
+WORDS: gl.constexpr = gl.constexpr(16)  # int32 of a published tile, in the order of `publish`; those that are read by themselves:
+NUM_N_BLOCKS: gl.constexpr = gl.constexpr(4)
+REDO: gl.constexpr = gl.constexpr(8)
+OFFSET_K: gl.constexpr = gl.constexpr(9)
+NUM_KEYS: gl.constexpr = gl.constexpr(10)
+DOCUMENT: gl.constexpr = gl.constexpr(11)
+PREFIX: gl.constexpr = gl.constexpr(12)
+END: gl.constexpr = gl.constexpr(-1)  # as a tile's number of blocks: there are no more tiles
+
+
+@record
+class WorkTile:
+    """Rows m_start .. of one head of one sequence, and the key blocks that any of them sees.
+
+    m_start is a row, not a block number: causal tiles end with a sequence's last row, so the first may begin before row 0.
+    """
+
+    is_valid: gl.tensor
+    batch: gl.tensor
+    head: gl.tensor
+    m_start: gl.tensor
+    n_block_min: gl.tensor
+    num_n_blocks: gl.tensor
+    seqlen: SeqlenInfo
+    document: gl.tensor  # PURE, or the document of all rows, whose keys other documents' keys lie among
+    next_row: gl.tensor  # key ranges: the row within this tile index with which a further tile begins, or 0
+
+    @gluon.jit
+    def blocks(self):
+        return BlockInfo(self.n_block_min, self.num_n_blocks)
+
+    @gluon.jit
+    def o_rows(self, shape):
+        return HeadRows(self.batch, self.seqlen.offset_q, self.seqlen.seqlen_q, self.head, shape.heads)
+
+    @gluon.jit
+    def q_rows(self, shape, traits: gl.constexpr):
+        offset = self.seqlen.offset_q
+        if traits.key_ranges:
+            offset = offset + self.batch * shape.gap_q
+        return HeadRows(self.batch, offset, self.seqlen.seqlen_q, self.head, shape.heads)
+
+    @gluon.jit
+    def kv_rows(self, gap, shape, traits: gl.constexpr):
+        """Rows of K or V, whose batch entries have `gap` rows between them."""
+        offset = self.seqlen.offset_k
+        if traits.key_ranges:
+            offset = offset + self.batch * gap
+        return HeadRows(self.batch, offset, self.seqlen.num_keys, self.head // traits.group, shape.heads)
+
+    @gluon.jit
+    def consumer_m_start(self, consumer, slot, traits: gl.constexpr):
+        """The first row of a consumer; past the end if it would be before row 0, where TMA may not store."""
+        place = consumer
+        if traits.swap_consumers:  # in every other tile, so that the longest rows are not always the same consumer's
+            place = gl.where(slot == 0, consumer, traits.consumers - 1 - consumer)
+        m_start = self.m_start + place * traits.queries_per_consumer
+        if traits.ends_with_last_row:
+            m_start = gl.where(m_start < 0, self.seqlen.seqlen_q, m_start)
+        return m_start
+
+    @gluon.jit
+    def heads_of_rows(self, row, query, traits: gl.constexpr):
+        """(query head of each row of a consumer, whether the row exists)."""
+        return heads_of(row, self.head, query < self.seqlen.seqlen_q, traits)
+
+
+# ---------------------------------------------------------------- which tile
+
+
+@record
+class TileScheduler:
+    """The tiles of one program: every num_programs-th, or, where tiles differ in cost, the one that the tile counter hands out."""
+
+    turn: gl.tensor
+    tile_index: gl.tensor
+    row: Value  # key ranges: where in the rows of this index the next tile begins; else None
+
+    @gluon.jit
+    def start(counter, traits: gl.constexpr):
+        turn = gl.to_tensor(0)
+        tile_index = tile_index_of(turn, counter, traits)
+        return TileScheduler(turn, tile_index, tile_index * 0 if traits.key_ranges else None)
+
+    @gluon.jit
+    def advance(self, num_tiles, counter, traits: gl.constexpr):
+        tile_index = tile_index_of(self.turn + 1, counter, traits)
+        if traits.dynamic_scheduler:
+            if tile_index == num_tiles + gl.num_programs(0) - 1:  # the last index that any program asks for
+                gl.atomic_xchg(counter, 0, sem="relaxed")
+        return TileScheduler(self.turn + 1, tile_index, self.row)
+
+    @gluon.jit
+    def advance_behind(self, work, num_tiles, counter, traits: gl.constexpr):
+        """Key ranges: the next tile of the same index if there is one."""
+        scheduler = TileScheduler(self.turn, self.tile_index, work.next_row)
+        if work.next_row == 0:
+            scheduler = scheduler.advance(num_tiles, counter, traits)
+        return scheduler
+
+    @gluon.jit
+    def get_current_work(self, cu_seqlens, ranges, launch, errors, traits: gl.constexpr):
+        """Tiles that see most keys come first."""
+        if traits.key_ranges:
+            return range_work_tile(self.tile_index, self.row, ranges, launch, errors, traits)
+        elif traits.packed:
+            return packed_work_tile(self.tile_index, cu_seqlens, launch, traits)
+        else:
+            return dense_work_tile(self.tile_index, launch, traits)
+
+
+@gluon.jit
+def tile_index_of(turn, counter, traits: gl.constexpr):
+    programs = gl.num_programs(0)
+    if traits.dynamic_scheduler:
+        if turn == 0:
+            tile_index = gl.program_id(0)
+        else:
+            tile_index = programs + gl.atomic_add(counter, 1, sem="relaxed")
+    else:
+        tile_index = turn * programs + gl.program_id(0)
+    return tile_index
+
+
+@gluon.jit
+def blocks_in_order(tile_index, shape, traits: gl.constexpr):
+    """(batch * heads + head, m_block) of a tile in dense layouts. Causal tiles come in sections of heads whose keys and values stay in L2."""
+    if traits.longest_tiles_first:
+        section = shape.num_m_blocks * shape.l2_heads
+        within = tile_index % section
+        m_block = shape.num_m_blocks - 1 - within // shape.l2_heads
+        batch_head = tile_index // section * shape.l2_heads + within % shape.l2_heads
+    else:
+        m_block = tile_index % shape.num_m_blocks
+        batch_head = tile_index // shape.num_m_blocks
+    return batch_head, m_block
+
+
+@gluon.jit
+def dense_work_tile(tile_index, launch, traits: gl.constexpr):
+    shape = launch.shape
+    batch_head, m_block = blocks_in_order(tile_index, shape, traits)
+    is_valid = batch_head < shape.batch * shape.heads
+    zero = tile_index * 0
+    seqlen = SeqlenInfo(zero, zero + shape.seqlen_q, zero, zero + shape.seqlen_k, zero + shape.seqlen_k, 0)
+    return work_tile(is_valid, batch_head // shape.heads, batch_head % shape.heads, m_block, seqlen, launch.window, traits)
+
+
+@gluon.jit
+def packed_work_tile(tile_index, cu_seqlens, launch, traits: gl.constexpr):
+    shape = launch.shape
+    head = tile_index % shape.heads
+    tile = shape.num_m_blocks - 1 - tile_index // shape.heads
+    sequence, m_block = find_sequence(cu_seqlens.q, tile, shape.batch, shape.seqlen_q, traits.block_m)
+    offset_q, seqlen_q = span_of(cu_seqlens.q, sequence, shape.batch, shape.seqlen_q)
+    offset_k, seqlen_k = keys_of(cu_seqlens.k, sequence, shape.batch, shape.seqlen_k, OUTSIDE)
+    is_valid = m_block * traits.block_m < seqlen_q
+    seqlen = SeqlenInfo(offset_q, seqlen_q, offset_k, seqlen_k, seqlen_k, 0)
+    return work_tile(is_valid, tile_index * 0, head, m_block, seqlen, launch.window, traits)
+
+
+@gluon.jit
+def work_tile(is_valid, batch, head, m_block, seqlen, window, traits: gl.constexpr):
+    m_start = m_block * traits.block_m - rows_before_first(seqlen.seqlen_q, traits)
+    blocks = BlockInfo.of_rows(m_start, traits.block_m, seqlen, window, traits)
+    zero = head * 0
+    return WorkTile(is_valid, batch, head, m_start, blocks.n_block_min, blocks.count, seqlen, zero, zero)
+
+
+@gluon.jit
+def rows_before_first(seqlen_q, traits: gl.constexpr):
+    """Causal: the consumers without rows are those of the first tile, which sees fewest keys (1,300 rows: 1.07 times as fast, d64, H200)."""
+    before = seqlen_q * 0
+    if traits.ends_with_last_row and traits.queries_per_consumer < traits.block_m:
+        unused = gl.cdiv(seqlen_q, traits.block_m) * traits.block_m - seqlen_q
+        before = unused // traits.queries_per_consumer * traits.queries_per_consumer
+    return before
+
+
+@record
+class RangeTile:
+    """What `tile_at` finds: rows start .. stop - 1 of a batch entry, and (first key, one past the last, document)."""
+
+    is_valid: gl.tensor
+    start: gl.tensor
+    stop: gl.tensor
+    next_row: gl.tensor
+    keys: gl.tuple
+
+
+@gluon.jit
+def range_work_tile(tile_index, row, ranges, launch, errors, traits: gl.constexpr):
+    """The tile with which the rows of an index go on at `row`: rows of one key range (`device.key_ranges`), counted from the range's first row."""
+    shape = launch.shape
+    batch_head, m_block = blocks_in_order(tile_index, shape, traits)
+    is_valid = batch_head < shape.batch * shape.heads
+    batch, head = batch_head // shape.heads, batch_head % shape.heads
+    found = RangeTile(*tile_at(is_valid, batch, m_block, row, 0, ranges, shape, traits.block_m, traits))
+    k_start, k_stop, document = found.keys
+    if traits.mask.key_lengths:
+        k_stop = gl.minimum(k_stop, key_limit(ranges.key_lengths, batch, shape.seqlen_k, errors, True))
+    prefix = prefix_of(ranges.prefixes, batch, shape.seqlen_k, traits) - k_start
+    rows, num_keys = found.stop - found.start, gl.maximum(k_stop - k_start, 0)
+    diagonal_k = rows + found.start - k_start + shape.seqlen_k - shape.seqlen_q
+    zero = tile_index * 0
+    counted = SeqlenInfo(zero, rows, zero, diagonal_k, num_keys, prefix)
+    blocks = BlockInfo.of_rows(zero, traits.block_m, counted, launch.window, traits)
+    seqlen = SeqlenInfo(batch * shape.seqlen_q + found.start, rows, batch * shape.seqlen_k + k_start, diagonal_k, num_keys, prefix)
+    return WorkTile(found.is_valid, batch, head, zero, blocks.n_block_min, blocks.count, seqlen, document, found.next_row)
+
+
+@gluon.jit
+def check_cu_seqlens(cu_seqlens, launch, errors):
+    """One warp of one program reports offsets that fall or leave the tensor, and sequences longer than promised."""
+    if gl.program_id(0) == 0:
+        lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        shape, window = launch.shape, launch.window
+        guard_offsets(cu_seqlens.q, shape.batch, shape.seqlen_q, window.max_seqlen_q, lanes, errors, OFFSETS_Q, LONG_Q)
+        guard_offsets(cu_seqlens.k, shape.batch, shape.seqlen_k, window.max_seqlen_k, lanes, errors, OFFSETS_K, LONG_K)
+
+
+# ---------------------------------------------------------------- from the producer to the consumers
+
+
+@record
+class FourWordRows:
+    """A slot in rows of four words: MLIR takes a row of sixteen apart word by word, 0.6 s of compile time."""
+
+    rows: gl.shared_memory_descriptor
+    slot: gl.tensor
+    lane: gl.tensor
+
+    @gluon.jit
+    def store(self, i: gl.constexpr, a, b, c, d):
+        lane = self.lane
+        words = set_word(set_word(set_word(set_word(lane * 0, lane, 0, a), lane, 1, b), lane, 2, c), lane, 3, d)
+        self.rows.index(self.slot * (WORDS // 4) + i).store(words)
+
+
+@gluon.jit
+def set_word(row, lane, i: gl.constexpr, value):
+    """row with `value` in lane i, unless it is None."""
+    if value is not None:
+        row = gl.where(lane == i, value, row)
+    return row
+
+
+@record
+class WorkTilePipeline:
+    """Two slots in which the producer publishes work tiles, and redo flags beside them."""
+
+    words: gl.shared_memory_descriptor  # [2, WORDS] int32
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    redo_flags: RedoFlags | gl.constexpr  # or None
+
+    @gluon.jit
+    def create(rows: gl.constexpr, traits: gl.constexpr):
+        words = gl.allocate_shared_memory(gl.int32, [2, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        full, empty = ring(2, 1), ring(2, traits.consumers)
+        if traits.can_redo:
+            return WorkTilePipeline(words, full, empty, RedoFlags.create(2, rows))
+        else:
+            return WorkTilePipeline(words, full, empty, None)
+
+    # ------------------------------------------------ producer
+
+    @gluon.jit
+    def publish(self, state, work, redo, traits: gl.constexpr):
+        seqlen, slot = work.seqlen, self._slot(state)
+        self.producer_acquire(state)
+        slot.store(0, work.batch, work.head, work.m_start, work.n_block_min)
+        slot.store(1, work.num_n_blocks, seqlen.offset_q, seqlen.seqlen_q, seqlen.seqlen_k)
+        if traits.key_ranges:
+            slot.store(2, redo.pending, seqlen.offset_k, seqlen.num_keys, work.document)
+            slot.store(3, seqlen.prefix, None, None, None)
+        else:
+            slot.store(2, redo.pending, seqlen.offset_k, None, None)
+            slot.store(3, None, None, None, None)
+        self.producer_commit(state)
+
+    @gluon.jit
+    def publish_end(self, state, unread):
+        """There are no more tiles. Consumers read one word of the slot; the others hold `unread`."""
+        slot = self._slot(state)
+        self.producer_acquire(state)
+        slot.store(0, unread, unread, unread, unread)
+        slot.store(1, END, unread, unread, unread)
+        slot.store(2, None, None, None, None)
+        slot.store(3, None, None, None, None)
+        self.producer_commit(state)
+
+    @gluon.jit
+    def producer_acquire(self, state):
+        mbarrier.wait(self.empty.index(state.index), state.phase ^ 1)
+
+    @gluon.jit
+    def producer_commit(self, state):
+        partition_barrier()  # all lanes have stored before one arrives
+        mbarrier.arrive(self.full.index(state.index))
+
+    @gluon.jit
+    def _slot(self, state):
+        rows = reinterpret(self.words, gl.int32, [2 * WORDS // 4, 4], self.words.type.layout)
+        return FourWordRows(rows, state.index, gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0])))
+
+    @gluon.jit
+    def poll_redo(self, state, more, traits: gl.constexpr):
+        """Once consumers have released the slot at `state`: whether its tile needs a redo. Behind the last tile, the other slot's too. The tile is
+        published again at `state`."""
+        self.producer_acquire(state)
+        pending, slot = self.redo_flags.any(state.index, traits.consumers), state.index
+        if (pending == 0) & ~more:
+            last = state.advance()
+            self.producer_acquire(last)
+            pending, slot = self.redo_flags.any(last.index, traits.consumers), last.index
+        return RedoRequest(pending, slot)
+
+    @gluon.jit
+    def take_redo(self, redo, traits: gl.constexpr):
+        """The tile of a pending request, whose flags are cleared."""
+        work = self._read(redo.slot)
+        row = self._load(redo.slot)
+        seqlen, document = work.seqlen, redo.slot * 0
+        if traits.key_ranges:
+            offset_k, num_keys, prefix = word(row, OFFSET_K), word(row, NUM_KEYS), word(row, PREFIX)
+            seqlen = SeqlenInfo(seqlen.offset_q, seqlen.seqlen_q, offset_k, seqlen.seqlen_k, num_keys, prefix)
+            document = word(row, DOCUMENT)
+        else:
+            seqlen = SeqlenInfo(seqlen.offset_q, seqlen.seqlen_q, word(row, OFFSET_K), seqlen.seqlen_k, seqlen.seqlen_k, 0)
+        partition_barrier()  # all lanes have read
+        self.redo_flags.clear(redo.slot, traits.consumers)
+        partition_barrier()  # all lanes have cleared before one publishes
+        valid, next_row = redo.slot >= 0, redo.slot * 0
+        return WorkTile(valid, work.batch, work.head, work.m_start, work.n_block_min, work.num_n_blocks, seqlen, document, next_row)
+
+    # ------------------------------------------------ consumers
+
+    @gluon.jit
+    def wait_published(self, state):
+        """Wait for the next tile; whether there is one."""
+        mbarrier.wait(self.full.index(state.index), state.phase)
+        return word(self._load(state.index), NUM_N_BLOCKS) >= 0
+
+    @gluon.jit
+    def receive(self, state):
+        """The tile, without what `receive_range` and `receive_document` read: reading a word again costs less than a register that holds it."""
+        return self._read(state.index)
+
+    @gluon.jit
+    def receive_range(self, state, work, traits: gl.constexpr):
+        """The tile's SeqlenInfo, without offset_k."""
+        seqlen = work.seqlen
+        num_keys, prefix = seqlen.seqlen_k, gl.to_tensor(0)
+        if traits.key_ranges:
+            num_keys = word(self._load(state.index), NUM_KEYS)
+        if traits.mask.prefix:
+            prefix = word(self._load(state.index), PREFIX)
+        return SeqlenInfo(seqlen.offset_q, seqlen.seqlen_q, seqlen.offset_k, seqlen.seqlen_k, num_keys, prefix)
+
+    @gluon.jit
+    def receive_document(self, state):
+        """(document of the rows, offset_k)."""
+        row = self._load(state.index)
+        return word(row, DOCUMENT), word(row, OFFSET_K)
+
+    @gluon.jit
+    def is_redo(self, state):
+        return word(self._load(state.index), REDO)
+
+    @gluon.jit
+    def consumer_release(self, state):
+        mbarrier.arrive(self.empty.index(state.index))
+
+    @gluon.jit
+    def _load(self, slot):
+        return self.words.index(slot).load(gl.BlockedLayout([WORDS], [32], [gl.num_warps()], [0]))
+
+    @gluon.jit
+    def _read(self, slot):
+        row = self._load(slot)
+        batch, head, m_start = word(row, 0), word(row, 1), word(row, 2)
+        n_block_min, num_n_blocks = word(row, 3), word(row, 4)
+        offset_q, seqlen_q, seqlen_k = word(row, 5), word(row, 6), word(row, 7)
+        seqlen = SeqlenInfo(offset_q, seqlen_q, gl.to_tensor(0), seqlen_k, seqlen_k, 0)
+        return WorkTile(gl.to_tensor(True), batch, head, m_start, n_block_min, num_n_blocks, seqlen, gl.to_tensor(0), gl.to_tensor(0))
