@@ -165,11 +165,14 @@ def test_rows_without_keys(name, sinks, dtype, device, kernel):
 
 
 @dtypes
-def test_a_sink_without_bound_takes_all_the_weight(dtype, device, kernel):
-    """Heads with sinks of 3e38 and +inf: out 0, lse the sink, and the sink's gradient that of lse. A sink of -inf has
+@pytest.mark.parametrize("large", (3e38, 1e10))
+def test_a_sink_without_bound_takes_all_the_weight(dtype, device, kernel, large):
+    """Heads with large sinks and +inf: out 0, lse the sink, and the sink's gradient that of lse. A sink of -inf has
     gradient 0, even on empty rows.
     """
     call = CASES["sinks_without_bound"].build(device, dtype, requires_grad=True, kernel=kernel)
+    with torch.no_grad():
+        call.sinks[0] = large
     out, lse = ops.run(call)
     assert out[:, :, :2].eq(0).all() and torch.equal(
         lse[:, :2], call.sinks[None, :2, None].to(lse.dtype).expand_as(lse[:, :2])

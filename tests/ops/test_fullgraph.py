@@ -351,7 +351,7 @@ def test_reduce_overhead_replays_forward_and_backward(name, nothing_kept):
             strobe.merge(*(strobe.partial_attention(q * 1.0, k[:, h], v[:, h]) for h in halves)).out
         ),
     }[name]
-    torch._dynamo.utils.workspace.clear()
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(function, fullgraph=True, mode="reduce-overhead")
     for seed in range(6):
         for got, expected in zip(_trained(compiled, seed), _trained(function, seed), strict=True):

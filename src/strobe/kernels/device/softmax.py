@@ -44,8 +44,12 @@ def online_step(s, row_max, row_sum, scale_log2):
 
 @triton.jit
 def in_log2(sink):
-    """A sink in log2 units. One over 2.3e38, +inf too, stays finite in float32: it has all the weight, so out is 0 and lse the sink itself."""
-    return tl.where(sink > 2.3e38, 2.3e38, sink) * LOG2_E
+    """A sink in log2 units, at most 3.3e38: +inf stays finite, has all the weight, and out is 0 and lse the sink itself.
+
+    The minimum comes after the product, because a product that is subtracted directly is contracted into a multiply-add. The difference of
+    a sink and itself was then the rounding error of the product, and not 0: sinks above 1e10 gave NaN on GPUs.
+    """
+    return tl.minimum(sink * LOG2_E, 3.3e38, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
