@@ -283,7 +283,7 @@ CLUSTER = KERNELS + "[dh]*/[cd][le][uc]*.py"  # cluster*.py and decode*.py
 FORWARD_DOCUMENTS = KERNELS + "[dh]*/[fpotm][oipe][rptln][weid]*.py"  # those of REDO and mending.py
 BACKWARD_MENDED = KERNELS + "[dh]*/[bm][ae][cn]*.py"  # backward*.py and mending.py
 INVARIANT = KERNELS + "hopper/batch_invariant.py"
-SCHEDULE = KERNELS + "hopper/forward_scheduler.py"
+SCHEDULE = KERNELS + "device/forward_scheduler.py"
 SCENES = (
     *(
         Scene(run.__name__, "sm_90", run, FORWARD)

@@ -23,9 +23,9 @@ P stays in registers. Column counts that are no power of two come in two parts (
 A tensor's rows end where TMA's descriptor says: it reads zeros beyond them and writes nothing there, so lengths may be ragged. Descriptors of
 packed sequences wrap (`tma.corner`), so that a neighbour's rows are neither read nor written.
 
-To add a feature: scores -> forward_softmax.score_mod; which keys a row sees -> forward_mask.AttentionMask; which key blocks a tile visits ->
-forward_mask.BlockInfo; where rows lie -> forward_mask.SeqlenInfo; a constant of the kernel -> traits.ForwardTraits; a scalar ->
-forward_arguments.LaunchParams.
+To add a feature: scores -> forward_softmax.score_mod; which keys a row sees -> device.forward_mask.AttentionMask; which key blocks a tile visits ->
+device.forward_mask.BlockInfo; where rows lie -> device.forward_mask.SeqlenInfo; a constant of the kernel -> traits.ForwardTraits; a scalar ->
+device.forward_arguments.LaunchParams.
 
 Triton reads the body of a loop twice, and of a loop in a loop four times. It reads a function once for all calls with the same types, and consumers'
 indices are tensors for that reason (d64 causal is read in 0.65 s instead of 1.04, on an H200's host).
@@ -47,19 +47,19 @@ from ..device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ..device.forward_arguments import CuSeqlens, InputMaps, Outputs, Workspace
+from ..device.forward_mask import AttentionMask, BlockInfo
+from ..device.forward_scheduler import WorkTilePipeline
 from ..device.key_ranges import PURE
 from ..device.lagging import lift_of as log2_offset_of
 from ..device.pack_gqa import load_sinks, queries_of
 from ..device.pipeline import Pipeline, PipelineState, ring
 from ..device.seqlen import breaks_promise
 from ..device.softmax import finish as normalizer_of
+from ..device.tile_redo import redo_witness
 from ..device.tma import ColumnParts, allocate_tiles, as_rows, store_part
-from .forward_arguments import CuSeqlens, InputMaps, Outputs, Workspace
-from .forward_mask import AttentionMask, BlockInfo
 from .forward_producer import Pipelines, producer
-from .forward_scheduler import WorkTilePipeline
 from .forward_softmax import SoftmaxState, needs_row_max, rescale_o
-from .tile_redo import redo_witness
 from .traits import ROWS as _ROWS
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's M
@@ -427,7 +427,7 @@ def normalize_o(o, normalizer):
 @gluon.jit
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_tail, k_tail, v_tail, o_tail, pointers, launch_params, traits: gl.constexpr):
     """TMA descriptors of the main and the tail columns (None where there are none): of [B, H, S, D], or for packed layouts and key ranges wrapping
-    ones (`tma.corner`). pointers: Pointers; launch_params: LaunchParams (`forward_arguments`)."""
+    ones (`tma.corner`). pointers: Pointers; launch_params: LaunchParams (`device.forward_arguments`)."""
     maps = InputMaps(ColumnParts(q_desc, q_tail), ColumnParts(k_desc, k_tail), ColumnParts(v_desc, v_tail))
     o_map = ColumnParts(o_desc, o_tail)
     ids_k = None

@@ -5,11 +5,11 @@ zeroes rows of other documents (`device.mending`) before it hands V to the consu
 """
 
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, partition_barrier, record
+from ..device.forward_scheduler import TileScheduler, WorkTilePipeline, check_cu_seqlens
 from ..device.key_ranges import PURE
 from ..device.mending import clear_others
 from ..device.pipeline import Pipeline, PipelineState
-from .forward_scheduler import TileScheduler, WorkTilePipeline, check_cu_seqlens
-from .tile_redo import RedoRequest
+from ..device.tile_redo import RedoRequest
 
 
 @record

@@ -11,12 +11,12 @@ from ...problem.call import Call
 from ...problem.problem import Problem
 from ..device import persistent_launch
 from ..device.dialect import TensorDescriptor
+from ..device.forward_arguments import KeyRangeTensors, LaunchParams, Pointers, ShapeParams, SoftmaxParams, WindowParams
 from ..device.persistent_launch import Launch, work_of
 from ..device.tma import describing, descriptor
 from ..protocol import Forward, Plan
 from ..runtime.tma_requirements import entries_apart
 from . import forward
-from .forward_arguments import KeyRangeTensors, LaunchParams, Pointers, ShapeParams, SoftmaxParams, WindowParams
 from .traits import ROWS
 
 

@@ -9,7 +9,7 @@ to the row's maximum. A key that outweighs all others then has the weight 1. A w
 How far lse may err: where a row outgrows its maximum, the exponent of its weight is one float32 multiply-add, whose result is below 128. Its
 rounding is at most 2^-18, or 2.7e-6 nats. The whole part of the log2 is added to the maximum by itself, which adds no such error.
 Beyond VAST a sum may overflow: the row's maximum becomes infinite. A row whose first keys' scores are all -inf has no maximum when others come. Both
-are found at the end of the tile, which is redone with row maxima in every step (`tile_redo`).
+are found at the end of the tile, which is redone with row maxima in every step (`device.tile_redo`).
 """
 
 from ..device.dialect import gl, gluon, record

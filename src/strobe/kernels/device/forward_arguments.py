@@ -1,4 +1,4 @@
-"""Arguments of the Hopper forward kernel, by name."""
+"""Arguments of the forward kernels on Hopper and Blackwell, by name."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Persistent tile scheduler of the Hopper forward, and the pipeline by which its producer hands work tiles to the consumers.
+"""Persistent tile scheduler of the forwards, and the pipeline by which their producer hands work tiles to the consumers.
 
     producer    publish(state, work)       waits tile_empty, writes the tile's words, signals tile_full
     consumers   wait_published, receive    wait tile_full, read them; consumer_release signals tile_empty
@@ -6,11 +6,12 @@
 A tile that a consumer flags is published once more (`tile_redo`).
 """
 
-from ..device.dialect import Value, gl, gluon, mbarrier, partition_barrier, record, reinterpret
-from ..device.key_ranges import prefix_of, tile_at
-from ..device.pack_gqa import heads_of
-from ..device.pipeline import ring
-from ..device.seqlen import (
+from .dialect import Value, gl, gluon, mbarrier, partition_barrier, record, reinterpret
+from .forward_mask import BlockInfo, SeqlenInfo
+from .key_ranges import prefix_of, tile_at
+from .pack_gqa import heads_of
+from .pipeline import ring
+from .seqlen import (
     LONG_K,
     LONG_Q,
     OFFSETS_K,
@@ -22,10 +23,9 @@ from ..device.seqlen import (
     keys_of,
     span_of,
 )
-from ..device.tile_scheduler import word
-from ..device.tma import HeadRows
-from .forward_mask import BlockInfo, SeqlenInfo
 from .tile_redo import RedoFlags, RedoRequest
+from .tile_scheduler import word
+from .tma import HeadRows
 
 WORDS: gl.constexpr = gl.constexpr(16)  # int32 of a published tile, in the order of `publish`; those that are read by themselves:
 NUM_N_BLOCKS: gl.constexpr = gl.constexpr(4)

@@ -8,8 +8,8 @@ flags before it fills the slot again, and after its last tile. It publishes a ti
 values of other documents are zeroed before they are multiplied, stores wait for the tile's earlier stores, and the result stands, whatever it is.
 """
 
-from ..device.dialect import gl, gluon, record
-from ..device.key_ranges import PURE
+from .dialect import gl, gluon, record
+from .key_ranges import PURE
 
 FLAG_ROWS: gl.constexpr = gl.constexpr(4)  # rows of flags of a slot: one for each consumer, at most
 

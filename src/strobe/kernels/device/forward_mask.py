@@ -1,12 +1,9 @@
 """Which keys a row sees: the key blocks that a tile visits, and the mask of a partial block."""
 
-from ..device.dialect import Value, gl, gluon, record
-from ..device.key_ranges import PURE
-from ..device.mask import row_interval
-from ..device.pack_gqa import queries_of
-from .traits import ROWS as _ROWS
-
-ROWS: gl.constexpr = gl.constexpr(_ROWS)
+from .dialect import Value, gl, gluon, record
+from .key_ranges import PURE
+from .mask import row_interval
+from .pack_gqa import queries_of
 
 
 @record
@@ -111,7 +108,7 @@ class AttentionMask:
             # bits 1 and 2 of a column depend on the thread, the others on the register: compared apart, no register holds a column
             column = gl.arange(0, traits.block_n, gl.SliceLayout(0, layout))
             by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
-            row = queries_of(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), traits)
+            row = queries_of(gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), traits)
             stop = row * 0 + (self.key_stop - n_start)
             if traits.mask.prefix:
                 stop = gl.minimum(stop, gl.maximum(row + (self.window_stop - n_start), self.prefix - n_start))
