@@ -528,22 +528,22 @@ def test_a_launch_is_guarded_by_its_tensors_device(current, guarded, monkeypatch
 
 def test_every_constant_of_a_compiled_kernel_is_in_its_key():
     """Rows 43, 87, 88: Triton tells compiled kernels apart by the text of their constants, and so must every field of
-    the form show.
+    the traits show.
     """
     q = torch.empty(1, 16, 2, 64, dtype=torch.bfloat16)
-    form = plans(Call(q, q, q, kernel="portable")).forward.config.form
+    traits = plans(Call(q, q, q, kernel="portable")).forward.config.traits
     changed = {
-        "tuning": replace(form.tuning, block_m=form.tuning.block_m // 2), "dtype": "float16", "head_dim": 63,
+        "tile": replace(traits.tile, block_m=traits.tile.block_m // 2), "dtype": "float16", "head_dim": 63,
         "head_dim_v": 63, "group": 2,
-        "mask": form.mask._replace(left=True), "softcap": True, "sinks": True, "packed": True, "sign": -1,
+        "mask": traits.mask._replace(left=True), "softcap": True, "sinks": True, "packed": True, "sign": -1,
         "host": "of another version",
     }  # fmt: skip
-    assert set(changed) == set(form.__dataclass_fields__)
-    texts = {str(replace(form, **{name: value})) for name, value in changed.items()} | {str(form)}
+    assert set(changed) == set(traits.__dataclass_fields__)
+    texts = {str(replace(traits, **{name: value})) for name, value in changed.items()} | {str(traits)}
     assert len(texts) == len(changed) + 1
     assert all(
-        str(replace(form, tuning=replace(form.tuning, **{name: 0}))) != str(form)
-        for name in form.tuning.__dataclass_fields__
+        str(replace(traits, tile=replace(traits.tile, **{name: 0}))) != str(traits)
+        for name in traits.tile.__dataclass_fields__
     )
 
 

@@ -38,7 +38,7 @@ from strobe.kernels.device.dialect import (
     tmem_reg_layout,
 )
 from strobe.kernels.device.pipeline import ring_start
-from strobe.kernels.device.softmax import online_step
+from strobe.kernels.device.softmax import SoftmaxState, online_step
 from strobe.problem.call import Call
 
 from .pieces import (
@@ -335,7 +335,8 @@ def softmax_partition(t: gl.constexpr, o_desc, lse, q, s, o, sizes, scale_log2, 
     for block in range(seqlen_k // config.block_n):
         mbarrier.wait(s_ready.index(t), at.parity)
         scores = s_tmem.index(t).load(s_layout)
-        p, rescale, row_max, row_sum = online_step(scores, row_max, row_sum, scale_log2)
+        p, rescale, state = online_step(scores, SoftmaxState(row_max, row_sum), scale_log2)
+        row_max, row_sum = state.row_max, state.row_sum
         p_tmem.store(gl.convert_layout(p.to(o_desc.dtype), p_layout))
         if block > 0:
             rescale_output(o_tmem.index(t), rescale, config)

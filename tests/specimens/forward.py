@@ -28,9 +28,9 @@ from strobe.kernels.device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from strobe.kernels.device.mask import hide
+from strobe.kernels.device.mask import apply_mask
 from strobe.kernels.device.pipeline import ring_start
-from strobe.kernels.device.softmax import online_step
+from strobe.kernels.device.softmax import SoftmaxState, online_step
 from strobe.problem.call import Call
 from strobe.problem.mask import causal as causal_mask
 
@@ -150,8 +150,10 @@ def softmax_step(s, row_max, row_sum, m_start, n_start, scale_log2, config: gl.c
             row_offsets = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
             column_offsets = gl.arange(0, config.block_n, gl.SliceLayout(0, s.type.layout))
             stop = m_start + row_offsets + 1
-            s = hide(s, column_offsets, stop, stop, n_start, False)
-    return online_step(s, row_max, row_sum, scale_log2)
+            stop = (stop - n_start)[:, None]
+            s = apply_mask(s, column_offsets[None, :], stop, stop, float("-inf"), False)
+    p, rescale, state = online_step(s, SoftmaxState(row_max, row_sum), scale_log2)
+    return p, rescale, state.row_max, state.row_sum
 
 
 @gluon.jit

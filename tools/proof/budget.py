@@ -127,10 +127,10 @@ class Allowance(NamedTuple):
 
 
 _TIMED = (
-    "a tiling that won on an H200 (kernels/portable/tunings.py): with fewer registers fewer CTAs share an SM, "
+    "a tiling that won on an H200 (kernels/portable/heuristics.py): with fewer registers fewer CTAs share an SM, "
     "and that costs more"
 )
-_OFFLINE = "never timed; of the tilings compiled offline one with few spills (kernels/portable/tunings.py)"
+_OFFLINE = "never timed; of the tilings compiled offline one with few spills (kernels/portable/heuristics.py)"
 _GROUP = (
     "the loop over the heads of a group: d64 causal on sm_80 spills 1024 bytes with it and 52 without; window "
     "or packing come on top"

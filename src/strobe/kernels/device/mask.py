@@ -61,16 +61,16 @@ def edges_of(m_start, lengths, limits):
 
 
 @triton.jit
-def hide(s, columns, first, stop, n_start, two_sided: tl.constexpr):
-    """Scores s [M, N] with -inf where a row's interval leaves the key out.
+def apply_mask(x, column, first, stop, value, two_sided: tl.constexpr):
+    """x with `value` where a row's interval of keys leaves out the key: -inf for scores, 0 for weights.
 
-    Compared as first - n_start against the tile's own columns 0..N-1, which are constants of a register: absolute columns would have
-    to be computed for every tile.
+    column: 0..N-1, constants of a register; first and stop are relative to the tile's first key, since absolute columns
+    would have to be computed for every tile. All three broadcast to x: [1, N] and [M, 1], or for x^T [N, 1] and [1, M].
     """
-    s = tl.where((stop - n_start)[:, None] > columns[None, :], s, float("-inf"))
+    x = tl.where(stop > column, x, value)
     if two_sided:
-        s = tl.where((first - n_start)[:, None] <= columns[None, :], s, float("-inf"))
-    return s
+        x = tl.where(first <= column, x, value)
+    return x
 
 
 @triton.jit

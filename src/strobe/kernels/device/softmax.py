@@ -4,6 +4,8 @@ Scores stay as the product gave them (raw); `scale_log2` = scale * log2(e) enter
 multiply-add an element. That needs scale > 0: the sign of the scale is folded into q where it is loaded.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -28,18 +30,33 @@ def tanh(x):
 
 
 @triton.jit
-def online_step(s, row_max, row_sum, scale_log2):
-    """(p, rescale, row_max, row_sum) after the scores s [M, N]; row_max in log2 units. A row that saw nothing yet keeps -inf and p 0.
+def apply_softcap(s, softcap, traits: tl.constexpr):
+    """Raw scores under a cap c: tanh(scale / c * s), where softcap = scale / c. The factor c is in scale_log2."""
+    if traits.softcap:
+        s = tanh(s * softcap)
+    return s
 
-    row_max is carried as the rounded product that p was taken against. Carried raw, its product would be contracted into
-    rescale = exp2(fma(row_max, scale_log2, -base)), which is not 1 where the maximum stays: each tile then moved row_sum by an ulp of
-    the maximum, and lse to 8.1 times its bound after 1,024 tiles (H200).
+
+class SoftmaxState(NamedTuple):
+    """Of each row [M]."""
+
+    row_max: Any  # in log2 units; -inf until the row has seen a key
+    row_sum: Any
+
+
+@triton.jit
+def online_step(s, state, scale_log2):
+    """(P, rescale, state) after the raw scores s [M, N]. A row that saw no key yet keeps its maximum of -inf, and P 0.
+
+    row_max is carried as the rounded product that P was taken against. Carried raw, its product would be contracted into
+    rescale = exp2(fma(row_max, scale_log2, -base)), which is not 1 where the maximum stays: each tile then moved row_sum
+    by an ulp of the maximum, and lse to 8.1 times its bound after 1,024 tiles (H200).
     """
-    new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
+    new_max = tl.maximum(state.row_max, tl.max(s, 1) * scale_log2)
     base = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf would be NaN
     p = tl.exp2(s * scale_log2 - base[:, None])
-    rescale = tl.exp2(row_max - base)
-    return p, rescale, new_max, row_sum * rescale + tl.sum(p, 1)
+    rescale = tl.exp2(state.row_max - base)
+    return p, rescale, SoftmaxState(new_max, state.row_sum * rescale + tl.sum(p, 1))
 
 
 @triton.jit

@@ -90,5 +90,23 @@ def append_kernel(tensors, pools, scales, angles, faults, strides, sizes, form: 
     y = tl.load(v_at + dv, mask=row_ok & (dv < form.head_dim_v), other=0.0).to(form.accumulator)
     if form.rotary_dim > 0:
         x = turned(x, k_at, angles[0], angles[1], position, d, row_ok, strides[4], faults, form)
-    write(pools[0] + page * strides[2][0] + row * strides[2][1] + head * strides[2][2], x, scales[0], head, d, row_ok, form.head_dim, form)
-    write(pools[1] + page * strides[3][0] + row * strides[3][1] + head * strides[3][2], y, scales[1], head, dv, row_ok, form.head_dim_v, form)
+    write(
+        pools[0] + page * strides[2][0] + row * strides[2][1] + head * strides[2][2],
+        x,
+        scales[0],
+        head,
+        d,
+        row_ok,
+        form.head_dim,
+        form,
+    )
+    write(
+        pools[1] + page * strides[3][0] + row * strides[3][1] + head * strides[3][2],
+        y,
+        scales[1],
+        head,
+        dv,
+        row_ok,
+        form.head_dim_v,
+        form,
+    )

@@ -1,317 +1,325 @@
 """Backward attention in Triton: three kernels, no atomics, so the gradients have the same bits each time.
 
-    delta = rowsum(dout * out) - dlse                                      one program for each tile of rows
-    dk, dv: for each tile of keys, over the heads of its group and the tiles of queries that see it
-            p = exp(s - lse); dv += p^T do; ds = p * (do v^T - delta); dk += ds^T q
-    dq:     for each tile of queries, over the tiles of keys it sees       dq += ds k
+    delta_kernel    delta = rowsum(dO * O) - dLSE                             a program for each tile of rows
+    keys_kernel     dV = P^T dO, dK = dS^T Q                                  a program for each tile of keys
+        for each head of the key head's group, for each tile of queries that sees one of the keys:
+            S^T = K Q^T   P^T = exp(S^T - LSE)   dV += P^T dO   dP^T = V dO^T   dS^T = P^T (dP^T - delta)   dK += dS^T Q
+    queries_kernel  dQ = dS K                                                 a program for each tile of queries
+        for each tile of keys that one of the queries sees:
+            S = Q K^T     P = exp(S - LSE)       dP = dO V^T    dS = P (dP - delta)    dQ += dS K
 
-s is computed twice, 7 products instead of 5; in exchange nothing is added in memory, and with grouped heads dk and dv are
-summed in registers. Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2 and section 3.2.
+S and dP are computed twice: 7 products instead of 5. In exchange nothing is added in memory, and with grouped heads dK
+and dV are summed in registers. Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2 and section 3.2.
 """
 
 import triton
 import triton.language as tl
 
-from ..device.mask import first_row, row_interval, stop_row
-from ..device.seqlen import find_sequence, key_limit, keys_of, load_rows, run_at, span_of, store_rows
-from .forward import at, load_keys, load_tile, locate, number, score, source
+from ..device.mask import apply_mask, first_row, stop_row
+from ..device.seqlen import find_sequence, keys_of, load_rows, run_at, span_of, store_rows
+from .arguments import DkDvTensors, DqTensors, KeyTile, RowTile, SeqlenInfo, WorkTile
+from .forward import (
+    blocks_of_rows,
+    document_rows,
+    load_keys,
+    load_queries,
+    load_tile,
+    qk_product,
+    query_tile,
+    row_of,
+    softmax_scalars,
+    tile_source,
+    visible_keys,
+    with_key_limits,
+    with_sign,
+)
+
+# ---------------------------------------------------------------- delta
 
 
 @triton.jit
-def delta_kernel(tensors, strides, sizes, form: tl.constexpr, BLOCK_M: tl.constexpr):
-    """tensors (dout, out, dlse, delta); strides (batch, row, head) of dout and out; sizes (heads, rows a batch entry)."""
-    BLOCK_DV: tl.constexpr = form.block_dv
-    dout, out, dlse, delta = tensors
-    heads, rows = sizes
-    tiles = tl.cdiv(rows, BLOCK_M)
+def delta_kernel(tensors, strides, shape, traits: tl.constexpr, BLOCK_M: tl.constexpr):
+    """tensors: DeltaTensors; strides: DeltaStrides; shape: (heads, rows of a batch entry)."""
+    heads, num_rows = shape
+    num_blocks = tl.cdiv(num_rows, BLOCK_M)
     pid = tl.program_id(0)
-    index = pid // tiles
-    m_offsets = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_ok = m_offsets < rows
-    columns = tl.arange(0, BLOCK_DV)
-    do_base = at(dout, strides[0], index // heads, pid * 0, index % heads)
-    o_base = at(out, strides[1], index // heads, pid * 0, index % heads)
-    do = load_rows(do_base, m_offsets, columns, strides[0][1], row_ok, form.head_dim_v).to(form.accumulator)
-    o = load_rows(o_base, m_offsets, columns, strides[1][1], row_ok, form.head_dim_v).to(form.accumulator)
-    total = tl.sum(do * o, 1)
-    place = index.to(tl.int64) * rows + m_offsets
-    if dlse is not None:
-        total -= tl.load(dlse + place, mask=row_ok, other=0.0)
-    tl.store(delta + place, total, mask=row_ok)
+    index = pid // num_blocks
+    m_offsets = pid % num_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok = m_offsets < num_rows
+    columns = tl.arange(0, traits.block_dv)
+    dout = row_of(tensors.dout, strides.dout, index // heads, pid * 0, index % heads)
+    out = row_of(tensors.out, strides.out, index // heads, pid * 0, index % heads)
+    do = load_rows(dout, m_offsets, columns, strides.dout.row, row_ok, traits.head_dim_v).to(traits.accumulator)
+    o = load_rows(out, m_offsets, columns, strides.out.row, row_ok, traits.head_dim_v).to(traits.accumulator)
+    # delta = rowsum(dO * O) - dLSE
+    delta = tl.sum(do * o, 1)
+    rows = index.to(tl.int64) * num_rows + m_offsets
+    if tensors.dlse is not None:
+        delta -= tl.load(tensors.dlse + rows, mask=row_ok, other=0.0)
+    tl.store(tensors.delta + rows, delta, mask=row_ok)
+
+
+# ---------------------------------------------------------------- what both kernels of gradients share
 
 
 @triton.jit
 def load_per_row(lse, delta, m_offsets, row_ok):
-    """(lse in log2 units, delta) of rows; rows that see no key, or are no rows, get lse +inf, so that their p is 0."""
+    """(LSE in log2 units, delta). LSE is +inf for rows that see no key or do not exist, so that their P is 0."""
     row_lse = tl.load(lse + m_offsets, mask=row_ok, other=float("-inf")) * 1.4426950408889634
     return tl.where(row_lse == float("-inf"), float("inf"), row_lse), tl.load(delta + m_offsets, mask=row_ok, other=0.0)
 
 
 @triton.jit
-def score_gradient(p, dp, delta, s, form: tl.constexpr):
-    """ds = p * (dp - delta), through the softcap where there is one: its slope is 1 - tanh^2, and tanh is the raw score."""
+def score_gradient(p, dp, delta, s, traits: tl.constexpr):
+    """dS = P (dP - delta), through the softcap: the slope of tanh is 1 - tanh^2, and tanh is the raw score."""
     ds = p * (dp - delta)
-    if form.softcap:
+    if traits.softcap:
         ds = ds * (1.0 - s * s)
     return ds
 
 
-@triton.jit
-def keys_gradient(q, do, kv, per_row, row_strides, rows, keys, numbers, state, form: tl.constexpr):
-    """dk and dv of one tile of keys from the queries of one head; all scores stand transposed, [N, M], so that p^T and ds^T
-    enter their products from registers.
+# ---------------------------------------------------------------- dK and dV
 
-    kv (k tile, v tile); per_row (lse, delta, ids_q) pointers; rows (m_first, m_stop, S_q, document, full_first, full_stop);
-    keys (n_start, key_stop, S_k, left, right, prefix).
+
+@triton.jit
+def key_tile(pid, masks, shape, traits: tl.constexpr):
+    """`query_tile` for a tile of keys of a key head. The first tiles come first: under a causal mask the most rows see
+    them.
     """
-    BLOCK_M: tl.constexpr = form.tuning.block_m
-    BLOCK_N: tl.constexpr = form.tuning.block_n
-    BLOCK_D: tl.constexpr = form.block_d
-    BLOCK_DV: tl.constexpr = form.block_dv
-    k, v = kv
-    lse, delta, ids_q = per_row
-    m_first, m_stop, seqlen_q, document = rows
-    n_start, n_last, key_stop, seqlen_k, left, right, prefix = keys
-    scale_log2, softcap = numbers
-    dk, dv = state
-    columns = tl.arange(0, BLOCK_N)
-    for m_start in tl.range(m_first, m_stop, BLOCK_M, num_stages=form.tuning.stages):
+    heads_kv = shape.heads // traits.group
+    block = pid % shape.num_blocks
+    index = pid // shape.num_blocks
+    if traits.packed:
+        batch, block = find_sequence(masks.cu_seqlens_k, block, shape.batch, shape.seqlen_k, traits.block_n)
+        head = index
+        offset_k, seqlen_k = span_of(masks.cu_seqlens_k, batch, shape.batch, shape.seqlen_k)
+        offset_q, seqlen_q = keys_of(masks.cu_seqlens_q, batch, shape.batch, shape.seqlen_q)
+    else:
+        batch = index // heads_kv
+        head = index % heads_kv
+        offset_q, seqlen_q = pid * 0, shape.seqlen_q
+        offset_k, seqlen_k = pid * 0, shape.seqlen_k
+    return WorkTile(batch, head, block, SeqlenInfo(offset_q, seqlen_q, offset_k, seqlen_k, seqlen_k, 0))
+
+
+@triton.jit
+def document_keys(masks, work, n_start, n_stop):
+    """The run of one document that has key n_start, cut at n_stop: a KeyTile."""
+    keys_before = work.batch.to(tl.int64) * work.seqlen.seqlen_k
+    run_end, m_first, m_stop = run_at(
+        masks.ranges + 3 * keys_before, n_start, work.seqlen.seqlen_k, work.seqlen.seqlen_q
+    )
+    run_stop = tl.minimum(run_end, n_stop)
+    return KeyTile(n_start, run_stop, m_first, m_stop, tl.load(masks.ids_k + keys_before + n_start))
+
+
+@triton.jit
+def apply_mask_transposed(p, m_start, m_offsets, keys, seqlen, window, traits: tl.constexpr):
+    """P^T [N, M] with 0 where a row does not see the key, unless all rows of the tile see all of its keys."""
+    n_last = tl.minimum(keys.n_start + traits.block_n, seqlen.seqlen_k)
+    first, _ = visible_keys(tl.minimum(m_start + traits.block_m, keys.m_stop) - 1, seqlen, window, traits)
+    _, stop = visible_keys(m_start, seqlen, window, traits)
+    if (first > keys.n_start) | (stop < n_last):
+        firsts, stops = visible_keys(m_offsets, seqlen, window, traits)
+        column = tl.arange(0, traits.block_n)[:, None]
+        firsts, stops = (firsts - keys.n_start)[None, :], (stops - keys.n_start)[None, :]
+        p = apply_mask(p, column, firsts, stops, 0.0, traits.mask.left)
+    return p
+
+
+@triton.jit
+def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, dk, dv, traits: tl.constexpr):
+    """Mainloop: dK and dV of a tile of keys with the products of one query head added. Scores are transposed, [N, M],
+    so that P^T and dS^T are operands in registers.
+    """
+    BLOCK_M: tl.constexpr = traits.block_m
+    q_source = tile_source(head.q, seqlen.seqlen_q, traits.head_dim, strides.q.row, BLOCK_M, traits.block_d, traits)
+    do_source = tile_source(
+        head.dout, seqlen.seqlen_q, traits.head_dim_v, strides.dout.row, BLOCK_M, traits.block_dv, traits
+    )
+    for m_start in tl.range(keys.m_first, keys.m_stop, BLOCK_M, num_stages=traits.stages):
         m_offsets = m_start + tl.arange(0, BLOCK_M)
-        row_ok = m_offsets < m_stop
-        if form.mask.documents:
-            row_ok = row_ok & (tl.load(ids_q + m_offsets, mask=row_ok, other=-1) == document)
-        q_tile = load_tile(q, m_start, m_offsets, tl.arange(0, BLOCK_D), row_strides[0], row_ok, form.head_dim, form)
-        if form.sign != 1:
-            q_tile = (q_tile * form.sign).to(q_tile.dtype)
-        row_lse, row_delta = load_per_row(lse, delta, m_offsets, row_ok)
-        s = score(k, q_tile, softcap, form)
-        p = tl.exp2(s * scale_log2 - row_lse[None, :])
-        first, _ = row_interval(tl.minimum(m_start + BLOCK_M, m_stop) - 1, seqlen_q, key_stop, (seqlen_k, left, right), prefix, form)
-        _, stop = row_interval(m_start, seqlen_q, key_stop, (seqlen_k, left, right), prefix, form)
-        if (first > n_start) | (stop < n_last):
-            firsts, stops = row_interval(m_offsets, seqlen_q, key_stop, (seqlen_k, left, right), prefix, form)
-            p = tl.where(columns[:, None] < (stops - n_start)[None, :], p, 0.0)
-            if form.mask.left:
-                p = tl.where(columns[:, None] >= (firsts - n_start)[None, :], p, 0.0)
-        do_tile = load_tile(do, m_start, m_offsets, tl.arange(0, BLOCK_DV), row_strides[1], row_ok, form.head_dim_v, form).to(v.dtype)
-        dv = tl.dot(p.to(v.dtype), do_tile, dv, input_precision="ieee", out_dtype=form.accumulator)
-        dp = tl.dot(v, tl.trans(do_tile), input_precision="ieee", out_dtype=form.accumulator)
-        ds = score_gradient(p, dp, row_delta[None, :], s, form)
-        dk = tl.dot(ds.to(k.dtype), q_tile, dk, input_precision="ieee", out_dtype=form.accumulator)
+        row_ok = m_offsets < keys.m_stop
+        if traits.mask.documents:
+            row_ok = row_ok & (tl.load(ids_q + m_offsets, mask=row_ok, other=-1) == keys.document)
+        # S^T = K Q^T
+        d = tl.arange(0, traits.block_d)
+        q = load_tile(q_source, m_start, m_offsets, d, strides.q.row, row_ok, traits.head_dim, traits)
+        q = with_sign(q, traits)
+        lse, delta = load_per_row(head.lse, head.delta, m_offsets, row_ok)
+        s = qk_product(k, q, softmax, traits)
+        # P^T = exp(S^T - LSE)
+        p = tl.exp2(s * softmax.scale_log2 - lse[None, :])
+        p = apply_mask_transposed(p, m_start, m_offsets, keys, seqlen, window, traits)
+        # dV += P^T dO
+        d_v = tl.arange(0, traits.block_dv)
+        do = load_tile(do_source, m_start, m_offsets, d_v, strides.dout.row, row_ok, traits.head_dim_v, traits)
+        do = do.to(v.dtype)
+        dv = tl.dot(p.to(v.dtype), do, dv, input_precision="ieee", out_dtype=traits.accumulator)
+        # dP^T = V dO^T
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=traits.accumulator)
+        # dK += dS^T Q
+        ds = score_gradient(p, dp, delta[None, :], s, traits)
+        dk = tl.dot(ds.to(k.dtype), q, dk, input_precision="ieee", out_dtype=traits.accumulator)
     return dk, dv
 
 
 @triton.jit
-def locate_keys(pid, cu_seqlens_q, cu_seqlens_k, sizes, form: tl.constexpr):
-    """`locate` for a tile of keys: (batch or sequence, key head, n_block, (q start, q length), (k start, k length)).
-
-    The first tiles come first: under a causal mask the most rows see those.
-    """
-    heads_kv, total_q, total_k, n_sequences, n_tiles = sizes
-    tile = pid % n_tiles
-    index = pid // n_tiles
-    if form.packed:
-        sequence, n_block = find_sequence(cu_seqlens_k, tile, n_sequences, total_k, form.tuning.block_n)
-        k_span = span_of(cu_seqlens_k, sequence, n_sequences, total_k)
-        return sequence, index, n_block, keys_of(cu_seqlens_q, sequence, n_sequences, total_q), k_span
-    return index // heads_kv, index % heads_kv, tile, (pid * 0, total_q), (pid * 0, total_k)
+def visible_rows(keys, n_last, seqlen, window, traits: tl.constexpr):
+    """A KeyTile with its rows cut to those that see a key of n_start .. n_last - 1, from a whole tile of rows on."""
+    bounds = (seqlen.seqlen_k, window.left, window.right)
+    m_first = tl.maximum(first_row(keys.n_start, seqlen.seqlen_q, bounds, seqlen.prefix, traits), keys.m_first)
+    m_first = m_first // traits.block_m * traits.block_m
+    m_stop = tl.minimum(stop_row(n_last - 1, seqlen.seqlen_q, bounds, traits), keys.m_stop)
+    m_stop = tl.where(keys.n_start < n_last, m_stop, m_first)
+    return KeyTile(keys.n_start, keys.n_stop, m_first, m_stop, keys.document)
 
 
 @triton.jit
-def run_of_keys(tensors, per_row, strides, keys, rows, place, numbers, limits, form: tl.constexpr):
-    """dk and dv of keys [n_start, n_stop) of one document from rows [q_first, q_stop), summed over the heads of the group.
-
-    tensors (q, k, v, dout, dk, dv) at the start of the sequence; per_row (lse, delta, ids_q) of the batch entry;
-    keys (n_start, n_stop, key_stop, S_k, document); rows (q_first, q_stop, S_q); place (first head, rows from one head to the next).
-    """
-    BLOCK_N: tl.constexpr = form.tuning.block_n
-    BLOCK_M: tl.constexpr = form.tuning.block_m
-    BLOCK_D: tl.constexpr = form.block_d
-    BLOCK_DV: tl.constexpr = form.block_dv
-    q, k, v, dout, dk_out, dv_out = tensors
-    lse, delta, ids_q = per_row
-    n_start, n_stop, key_stop, seqlen_k, document = keys
-    q_first, q_stop, seqlen_q = rows
-    head, next_head = place
-    scale_log2, softcap, factor = numbers
-    left, right, prefix = limits
-    n_offsets = n_start + tl.arange(0, BLOCK_N)
-    key_ok = n_offsets < tl.minimum(n_stop, key_stop)
-    k_tile = load_rows(k, n_offsets, tl.arange(0, BLOCK_D), strides[1][1], key_ok, form.head_dim)
-    v_tile = load_rows(v, n_offsets, tl.arange(0, BLOCK_DV), strides[2][1], key_ok, form.head_dim_v)
-    bounds = (seqlen_k, left, right)
-    n_last = tl.minimum(n_stop, key_stop)
-    m_first = tl.maximum(first_row(n_start, seqlen_q, bounds, prefix, form), q_first) // BLOCK_M * BLOCK_M
-    m_stop = tl.minimum(stop_row(n_last - 1, seqlen_q, bounds, form), q_stop)
-    m_stop = tl.where(n_start < n_last, m_stop, m_first)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], form.accumulator)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], form.accumulator)
-    for member in tl.range(0, form.group, num_stages=1):  # making a descriptor cannot be pipelined
-        own = head + member
-        pointers = (lse + own.to(tl.int64) * next_head, delta + own.to(tl.int64) * next_head, ids_q)
-        q_own = source(q + own.to(tl.int64) * strides[0][2], seqlen_q, form.head_dim, strides[0][1], BLOCK_M, BLOCK_D, form)
-        do_own = source(dout + own.to(tl.int64) * strides[3][2], seqlen_q, form.head_dim_v, strides[3][1], BLOCK_M, BLOCK_DV, form)
-        where = (n_start, tl.minimum(n_start + BLOCK_N, seqlen_k), key_stop, seqlen_k, left, right, prefix)
-        dk, dv = keys_gradient(
-            q_own, do_own, (k_tile, v_tile), pointers, (strides[0][1], strides[3][1]), (m_first, m_stop, seqlen_q, document), where,
-            (scale_log2, softcap), (dk, dv), form,
-        )  # fmt: skip
-    n_inside = n_offsets < n_stop
-    store_rows(dk_out, dk * factor, n_offsets, tl.arange(0, BLOCK_D), strides[4][1], n_inside, form.head_dim)
-    store_rows(dv_out, dv, n_offsets, tl.arange(0, BLOCK_DV), strides[5][1], n_inside, form.head_dim_v)
+def head_of_group(base, i, strides, shape):
+    """DkDvTensors of query head i, from those of query head 0: q, dout, lse and delta move."""
+    i = i.to(tl.int64)
+    q, dout = base.q + i * strides.q.head, base.dout + i * strides.dout.head
+    lse, delta = base.lse + i * shape.seqlen_q, base.delta + i * shape.seqlen_q
+    return DkDvTensors(q, base.k, base.v, dout, lse, delta, base.dk, base.dv)
 
 
 @triton.jit
-def keys_kernel(tensors, mask_tensors, faults, strides, sizes, limits, numbers, form: tl.constexpr):
-    """dk, dv. tensors (q, k, v, dout, lse, delta, dk, dv); mask_tensors as in forward, with spans_k; strides (batch, row, head) of
-    q, k, v, dout, dk, dv; sizes (heads_q, S_q or T_q, S_k or T_k, sequences, tiles of keys); numbers (scale_log2, softcap, factor)."""
-    BLOCK_N: tl.constexpr = form.tuning.block_n
-    numbers = (number(numbers[0], form), number(numbers[1], form), number(numbers[2], form))
-    q, k, v, dout, lse, delta, dk, dv = tensors
-    cu_seqlens_q, cu_seqlens_k, prefixes, key_lengths, ids_k, ids_q, spans_k = mask_tensors
-    heads, total_q, total_k, n_sequences, n_tiles = sizes
-    left, right = limits
-    pid = tl.program_id(0)
-    sizes_kv = (heads // form.group, total_q, total_k, n_sequences, n_tiles)
-    batch, kv_head, n_block, q_span, k_span = locate_keys(pid, cu_seqlens_q, cu_seqlens_k, sizes_kv, form)
-    q_start, seqlen_q = q_span
-    k_start, seqlen_k = k_span
-    key_stop = key_limit(key_lengths, batch, seqlen_k, faults, form.mask.key_lengths)
-    prefix = tl.load(prefixes + batch) if form.mask.prefix else 0
-    outer = batch * 0 if form.packed else batch
-    places = (
-        at(q, strides[0], outer, q_start, batch * 0),
-        at(k, strides[1], outer, k_start, kv_head),
-        at(v, strides[2], outer, k_start, kv_head),
-        at(dout, strides[3], outer, q_start, batch * 0),
-        at(dk, strides[4], outer, k_start, kv_head),
-        at(dv, strides[5], outer, k_start, kv_head),
+def dk_dv_of_keys(base, ids_q, strides, keys, kv_head, seqlen, shape, window, softmax, traits: tl.constexpr):
+    """dK and dV of a KeyTile, summed over the query heads of its key head. `base`: DkDvTensors of the sequence, of
+    query head 0 and this key head.
+    """
+    # prologue
+    n_offsets = keys.n_start + tl.arange(0, traits.block_n)
+    n_last = tl.minimum(keys.n_stop, seqlen.num_keys)
+    key_ok = n_offsets < n_last
+    d, d_v = tl.arange(0, traits.block_d), tl.arange(0, traits.block_dv)
+    k = load_rows(base.k, n_offsets, d, strides.k.row, key_ok, traits.head_dim)
+    v = load_rows(base.v, n_offsets, d_v, strides.v.row, key_ok, traits.head_dim_v)
+    keys = visible_rows(keys, n_last, seqlen, window, traits)
+    dk = tl.full([traits.block_n, traits.block_d], 0.0, traits.accumulator)
+    dv = tl.full([traits.block_n, traits.block_dv], 0.0, traits.accumulator)
+    # mainloop, for each head
+    for member in tl.range(0, traits.group, num_stages=1):  # making a descriptor cannot be pipelined
+        head = head_of_group(base, kv_head * traits.group + member, strides, shape)
+        dk, dv = dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, dk, dv, traits)
+    # epilogue
+    n_inside = n_offsets < keys.n_stop
+    store_rows(base.dk, dk * softmax.scale, n_offsets, d, strides.dk.row, n_inside, traits.head_dim)
+    store_rows(base.dv, dv, n_offsets, d_v, strides.dv.row, n_inside, traits.head_dim_v)
+
+
+@triton.jit
+def keys_kernel(tensors, masks, errors, strides, shape, window, softmax_params, traits: tl.constexpr):
+    """dK and dV. tensors: DkDvTensors; masks: MaskTensors with the ranges of keys; strides: DkDvStrides; shape:
+    ShapeParams with tiles of keys; window, softmax_params: as in the forward.
+    """
+    softmax = softmax_scalars(softmax_params, traits)
+    work = key_tile(tl.program_id(0), masks, shape, traits)
+    seqlen = with_key_limits(work, masks, errors, traits)
+    entry = work.batch * 0 if traits.packed else work.batch
+    query_head = work.batch * 0
+    rows_before = entry.to(tl.int64) * shape.heads * shape.seqlen_q + seqlen.offset_q
+    base = DkDvTensors(
+        row_of(tensors.q, strides.q, entry, seqlen.offset_q, query_head),
+        row_of(tensors.k, strides.k, entry, seqlen.offset_k, work.head),
+        row_of(tensors.v, strides.v, entry, seqlen.offset_k, work.head),
+        row_of(tensors.dout, strides.dout, entry, seqlen.offset_q, query_head),
+        tensors.lse + rows_before,
+        tensors.delta + rows_before,
+        row_of(tensors.dk, strides.dk, entry, seqlen.offset_k, work.head),
+        row_of(tensors.dv, strides.dv, entry, seqlen.offset_k, work.head),
     )
-    rows_of_entry = outer.to(tl.int64) * heads * total_q + q_start
-    if form.mask.documents:
-        ids_q += batch.to(tl.int64) * seqlen_q
-    per_row = (lse + rows_of_entry, delta + rows_of_entry, ids_q)
-    place = (kv_head * form.group, total_q)
-    n_start = n_block * BLOCK_N
-    n_stop = tl.minimum(n_start + BLOCK_N, seqlen_k)
-    more = (left, right, prefix)
-    if form.mask.documents:
-        before = batch.to(tl.int64) * seqlen_k
+    n_start = work.block * traits.block_n
+    n_stop = tl.minimum(n_start + traits.block_n, seqlen.seqlen_k)
+    if traits.mask.documents:
+        ids_q = masks.ids_q + work.batch.to(tl.int64) * seqlen.seqlen_q
         while n_start < n_stop:
-            run_end, m_first, m_stop = run_at(spans_k + 3 * before, n_start, seqlen_k, seqlen_q)
-            run_stop = tl.minimum(run_end, n_stop)
-            keys = (n_start, run_stop, key_stop, seqlen_k, tl.load(ids_k + before + n_start))
-            run_of_keys(places, per_row, strides, keys, (m_first, m_stop, seqlen_q), place, numbers, more, form)
-            n_start = run_stop
+            keys = document_keys(masks, work, n_start, n_stop)
+            dk_dv_of_keys(base, ids_q, strides, keys, work.head, seqlen, shape, window, softmax, traits)
+            n_start = keys.n_stop
     elif n_start < n_stop:
-        keys = (n_start, n_stop, key_stop, seqlen_k, 0)
-        run_of_keys(places, per_row, strides, keys, (0, seqlen_q, seqlen_q), place, numbers, more, form)
+        keys = KeyTile(n_start, n_stop, 0, seqlen.seqlen_q, 0)
+        dk_dv_of_keys(base, None, strides, keys, work.head, seqlen, shape, window, softmax, traits)
+
+
+# ---------------------------------------------------------------- dQ
 
 
 @triton.jit
-def queries_gradient(q, do, row_lse, row_delta, kv, row_strides, keys, interval, numbers, form: tl.constexpr):
-    """dq of one tile of queries: kv (k, v, ids_k) pointers; keys (n_first, n_stop, key_stop, document); interval as in forward."""
-    BLOCK_M: tl.constexpr = form.tuning.block_m
-    BLOCK_N: tl.constexpr = form.tuning.block_n
-    BLOCK_D: tl.constexpr = form.block_d
-    BLOCK_DV: tl.constexpr = form.block_dv
-    k, v, ids_k = kv
-    n_first, n_stop, key_stop, document = keys
-    first, stop, full_first, full_stop = interval
-    scale_log2, softcap = numbers
+def dq_of_blocks(q, do, lse, delta, head, ids_k, strides, blocks, rows, seqlen, softmax, traits: tl.constexpr):
+    """Mainloop: dQ [M, D] of a tile of queries over the key blocks of `blocks`."""
+    BLOCK_N: tl.constexpr = traits.block_n
+    key_stop = tl.minimum(seqlen.num_keys, rows.k_stop)
+    k_source = tile_source(head.k, seqlen.num_keys, traits.head_dim, strides.k.row, BLOCK_N, traits.block_d, traits)
+    v_source = tile_source(head.v, seqlen.num_keys, traits.head_dim_v, strides.v.row, BLOCK_N, traits.block_dv, traits)
     columns = tl.arange(0, BLOCK_N)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], form.accumulator)
-    for n_start in tl.range(n_first, n_stop, BLOCK_N, num_stages=form.tuning.stages):
-        n_offsets = n_start + columns
-        k_tile, key_ok = load_keys(k, ids_k, n_start, columns, tl.arange(0, BLOCK_D), row_strides[0], key_stop, document, form)
-        s = score(q, k_tile, softcap, form)
-        p = tl.exp2(s * scale_log2 - row_lse[:, None])
-        if form.mask.documents:
+    d, d_v = tl.arange(0, traits.block_d), tl.arange(0, traits.block_dv)
+    dq = tl.full([traits.block_m, traits.block_d], 0.0, traits.accumulator)
+    for n_start in tl.range(blocks.n_start, blocks.n_stop, BLOCK_N, num_stages=traits.stages):
+        # S = Q K^T
+        k, key_ok = load_keys(k_source, ids_k, n_start, columns, d, strides.k.row, key_stop, rows.document, traits)
+        s = qk_product(q, k, softmax, traits)
+        # P = exp(S - LSE)
+        p = tl.exp2(s * softmax.scale_log2 - lse[:, None])
+        if traits.mask.documents:
             p = tl.where(key_ok[None, :], p, 0.0)
-        if (n_start < full_first) | (n_start + BLOCK_N > full_stop):
-            p = tl.where(columns[None, :] < (stop - n_start)[:, None], p, 0.0)
-            if form.mask.left:
-                p = tl.where(columns[None, :] >= (first - n_start)[:, None], p, 0.0)
-        v_tile = load_tile(v, n_start, n_offsets, tl.arange(0, BLOCK_DV), row_strides[1], key_ok, form.head_dim_v, form)
-        dp = tl.dot(do, tl.trans(v_tile), input_precision="ieee", out_dtype=form.accumulator)
-        ds = score_gradient(p, dp, row_delta[:, None], s, form)
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee", out_dtype=form.accumulator)
+        if (n_start < blocks.full_start) | (n_start + BLOCK_N > blocks.full_stop):
+            first, stop = (blocks.first - n_start)[:, None], (blocks.stop - n_start)[:, None]
+            p = apply_mask(p, columns[None, :], first, stop, 0.0, traits.mask.left)
+        # dP = dO V^T
+        v = load_tile(v_source, n_start, n_start + columns, d_v, strides.v.row, key_ok, traits.head_dim_v, traits)
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee", out_dtype=traits.accumulator)
+        # dQ += dS K
+        ds = score_gradient(p, dp, delta[:, None], s, traits)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=traits.accumulator)
     return dq
 
 
 @triton.jit
-def run_of_queries(tensors, per_row, strides, rows, keys, numbers, limits, form: tl.constexpr):
-    """dq of rows [m_start, m_stop) of one document over keys [k_first, k_stop); tensors (q, k, v, dout, dq) at the sequence's first rows."""
-    BLOCK_M: tl.constexpr = form.tuning.block_m
-    BLOCK_N: tl.constexpr = form.tuning.block_n
-    BLOCK_D: tl.constexpr = form.block_d
-    BLOCK_DV: tl.constexpr = form.block_dv
-    q, k, v, dout, dq_out = tensors
-    lse, delta, ids_k = per_row
-    m_start, m_stop, seqlen_q = rows
-    k_first, k_stop, key_stop, seqlen_k, document = keys
-    scale_log2, softcap, factor = numbers
-    left, right, prefix = limits
-    m_offsets = m_start + tl.arange(0, BLOCK_M)
-    row_ok = m_offsets < m_stop
-    bounds = (seqlen_k, left, right)
-    first, stop = row_interval(m_offsets, seqlen_q, key_stop, bounds, prefix, form)
-    n_first, full_stop = row_interval(m_start, seqlen_q, key_stop, bounds, prefix, form)
-    full_first, n_stop = row_interval(m_stop - 1, seqlen_q, key_stop, bounds, prefix, form)
-    n_first = tl.maximum(n_first, k_first) // BLOCK_N * BLOCK_N
-    q_tile = load_rows(q, m_offsets, tl.arange(0, BLOCK_D), strides[0][1], row_ok, form.head_dim)
-    if form.sign != 1:
-        q_tile = (q_tile * form.sign).to(q_tile.dtype)
-    do_tile = load_rows(dout, m_offsets, tl.arange(0, BLOCK_DV), strides[3][1], row_ok, form.head_dim_v).to(q_tile.dtype)
-    row_lse, row_delta = load_per_row(lse, delta, m_offsets, row_ok)
-    where = (n_first, tl.minimum(n_stop, k_stop), tl.minimum(key_stop, k_stop), document)
-    k = source(k, key_stop, form.head_dim, strides[1][1], BLOCK_N, BLOCK_D, form)
-    v = source(v, key_stop, form.head_dim_v, strides[2][1], BLOCK_N, BLOCK_DV, form)
-    dq = queries_gradient(
-        q_tile, do_tile, row_lse, row_delta, (k, v, ids_k), (strides[1][1], strides[2][1]), where,
-        (first, stop, full_first, full_stop), (scale_log2, softcap), form,
-    )  # fmt: skip
-    store_rows(dq_out, dq * (factor * form.sign), m_offsets, tl.arange(0, BLOCK_D), strides[4][1], row_ok, form.head_dim)
+def dq_of_rows(head, ids_k, strides, rows, seqlen, window, softmax, traits: tl.constexpr):
+    """dQ of a RowTile. `head`: DqTensors of the sequence and head."""
+    # prologue
+    m_offsets = rows.m_start + tl.arange(0, traits.block_m)
+    row_ok = m_offsets < rows.m_stop
+    blocks = blocks_of_rows(m_offsets, rows, seqlen, window, traits)
+    q = load_queries(head.q, m_offsets, strides.q.row, row_ok, traits)
+    d_v = tl.arange(0, traits.block_dv)
+    do = load_rows(head.dout, m_offsets, d_v, strides.dout.row, row_ok, traits.head_dim_v).to(q.dtype)
+    lse, delta = load_per_row(head.lse, head.delta, m_offsets, row_ok)
+    # mainloop
+    dq = dq_of_blocks(q, do, lse, delta, head, ids_k, strides, blocks, rows, seqlen, softmax, traits)
+    # epilogue
+    d = tl.arange(0, traits.block_d)
+    store_rows(head.dq, dq * (softmax.scale * traits.sign), m_offsets, d, strides.dq.row, row_ok, traits.head_dim)
 
 
 @triton.jit
-def queries_kernel(tensors, mask_tensors, faults, strides, sizes, limits, numbers, form: tl.constexpr):
-    """dq. tensors (q, k, v, dout, lse, delta, dq); mask_tensors as in forward; strides of q, k, v, dout, dq; sizes as in forward."""
-    BLOCK_M: tl.constexpr = form.tuning.block_m
-    numbers = (number(numbers[0], form), number(numbers[1], form), number(numbers[2], form))
-    q, k, v, dout, lse, delta, dq = tensors
-    cu_seqlens_q, cu_seqlens_k, prefixes, key_lengths, ids_k, ids_q, spans_q = mask_tensors
-    heads, total_q, total_k, n_sequences, n_tiles = sizes
-    left, right = limits
-    batch, head, m_block, q_span, k_span = locate(tl.program_id(0), cu_seqlens_q, cu_seqlens_k, sizes, form)
-    q_start, seqlen_q = q_span
-    k_start, seqlen_k = k_span
-    key_stop = key_limit(key_lengths, batch, seqlen_k, faults, form.mask.key_lengths)
-    prefix = tl.load(prefixes + batch) if form.mask.prefix else 0
-    outer = batch * 0 if form.packed else batch
-    kv_head = head // form.group
-    places = (
-        at(q, strides[0], outer, q_start, head),
-        at(k, strides[1], outer, k_start, kv_head),
-        at(v, strides[2], outer, k_start, kv_head),
-        at(dout, strides[3], outer, q_start, head),
-        at(dq, strides[4], outer, q_start, head),
+def queries_kernel(tensors, masks, errors, strides, shape, window, softmax_params, traits: tl.constexpr):
+    """dQ. tensors: DqTensors; masks: MaskTensors; strides: DqStrides; other arguments as in the forward."""
+    softmax = softmax_scalars(softmax_params, traits)
+    work = query_tile(tl.program_id(0), masks, shape, traits)
+    seqlen = with_key_limits(work, masks, errors, traits)
+    entry = work.batch * 0 if traits.packed else work.batch
+    kv_head = work.head // traits.group
+    rows_before = (entry.to(tl.int64) * shape.heads + work.head) * shape.seqlen_q + seqlen.offset_q
+    head = DqTensors(
+        row_of(tensors.q, strides.q, entry, seqlen.offset_q, work.head),
+        row_of(tensors.k, strides.k, entry, seqlen.offset_k, kv_head),
+        row_of(tensors.v, strides.v, entry, seqlen.offset_k, kv_head),
+        row_of(tensors.dout, strides.dout, entry, seqlen.offset_q, work.head),
+        tensors.lse + rows_before,
+        tensors.delta + rows_before,
+        row_of(tensors.dq, strides.dq, entry, seqlen.offset_q, work.head),
     )
-    row_place = (outer.to(tl.int64) * heads + head) * total_q + q_start
-    if form.mask.documents:
-        ids_k += batch.to(tl.int64) * seqlen_k
-    per_row = (lse + row_place, delta + row_place, ids_k)
-    m_start = m_block * BLOCK_M
-    m_stop = tl.minimum(m_start + BLOCK_M, seqlen_q)
-    more = (left, right, prefix)
-    if form.mask.documents:
-        before = batch.to(tl.int64) * seqlen_q
+    m_start = work.block * traits.block_m
+    m_stop = tl.minimum(m_start + traits.block_m, seqlen.seqlen_q)
+    if traits.mask.documents:
+        ids_k = masks.ids_k + work.batch.to(tl.int64) * seqlen.seqlen_k
         while m_start < m_stop:
-            run_end, k_first, k_stop = run_at(spans_q + 3 * before, m_start, seqlen_q, seqlen_k)
-            run_stop = tl.minimum(run_end, m_stop)
-            keys = (k_first, k_stop, key_stop, seqlen_k, tl.load(ids_q + before + m_start))
-            run_of_queries(places, per_row, strides, (m_start, run_stop, seqlen_q), keys, numbers, more, form)
-            m_start = run_stop
+            rows = document_rows(masks, work, m_start, m_stop)
+            dq_of_rows(head, ids_k, strides, rows, seqlen, window, softmax, traits)
+            m_start = rows.m_stop
     elif m_start < m_stop:
-        keys = (0, key_stop, key_stop, seqlen_k, 0)
-        run_of_queries(places, per_row, strides, (m_start, m_stop, seqlen_q), keys, numbers, more, form)
+        rows = RowTile(m_start, m_stop, 0, seqlen.num_keys, 0)
+        dq_of_rows(head, None, strides, rows, seqlen, window, softmax, traits)

@@ -13,7 +13,7 @@ import triton.language as tl
 from ..device.seqlen import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
 from ..device.split_kv import broken, locate, signed, weighed, worth
 from .decode import attend, whole, write
-from .forward import number
+from .forward import softmax_scalars
 
 
 @triton.jit
@@ -58,13 +58,23 @@ def invariant_kernel(tensors, offsets, faults, strides, sizes, limits, numbers, 
         head_64, batch_64, token_64 = head_q.to(tl.int64), batch.to(tl.int64), (q_start + token).to(tl.int64)
         q_at = q + (batch_64 * strides[0][0] + token_64 * strides[0][1] + head_64 * strides[0][2])[:, None] + d[None, :]
         q_tile = tl.load(q_at, mask=row_ok[:, None] & (d < form.head_dim)[None, :], other=0.0)
-        q_tile, scale_log2, softcap = signed(q_tile, (number(numbers[0], form), number(numbers[1], form)), 1.0, form)
+        softmax = softmax_scalars(numbers, form)
+        q_tile, scale_log2, softcap = signed(q_tile, (softmax.scale_log2, softmax.softcap), 1.0, form)
         base = tl.full([BLOCK_M], float("-inf"), form.accumulator)
         total = tl.zeros([BLOCK_M], form.accumulator)
         o = tl.zeros([BLOCK_M, BLOCK_DV], form.accumulator)
         for split in range(first // split_size, tl.cdiv(stop, split_size)):
-            where = (batch, head, k_start, tl.maximum(split * split_size, first), tl.minimum(split * split_size + split_size, stop), batch * 0)
-            part, row_max, row_sum, _ = attend(q_tile, (k, v, k), (strides[1], strides[2]), where, interval, (scale_log2, softcap), form)
+            where = (
+                batch,
+                head,
+                k_start,
+                tl.maximum(split * split_size, first),
+                tl.minimum(split * split_size + split_size, stop),
+                batch * 0,
+            )
+            part, row_max, row_sum, _ = attend(
+                q_tile, (k, v, k), (strides[1], strides[2]), where, interval, (scale_log2, softcap), form
+            )
             part, held = whole(part, row_max, row_sum)
             base, total, kept, weight = weighed(base, total, held)
             o = tl.fma(o, kept[:, None], part * weight[:, None])

@@ -12,10 +12,10 @@ Sources: split keys, "Flash-Decoding" (pytorch.org, October 2023); packed heads,
 import triton
 import triton.language as tl
 
-from ..device.softmax import online_step, tanh
+from ..device.softmax import SoftmaxState, online_step, tanh
 from ..device.split_kv import signed, span, weighed, with_sink, worth
 from ..runtime.error_flags import PAGES as _PAGES
-from .forward import number
+from .forward import softmax_scalars
 
 PAGES = tl.constexpr(_PAGES)
 
@@ -74,8 +74,7 @@ def attend(q, pools, strides, where, interval, numbers, form: tl.constexpr):
     columns = tl.arange(0, BLOCK_N)
     d = tl.arange(0, form.block_d)
     dv = tl.arange(0, BLOCK_DV)
-    row_max = tl.full([BLOCK_M], float("-inf"), form.accumulator)
-    row_sum = tl.zeros([BLOCK_M], form.accumulator)
+    state = SoftmaxState(tl.full([BLOCK_M], float("-inf"), form.accumulator), tl.zeros([BLOCK_M], form.accumulator))
     o = tl.zeros([BLOCK_M, BLOCK_DV], form.accumulator)
     lost = tl.zeros([BLOCK_N], tl.int1)
     for n_start in tl.range(start // BLOCK_N * BLOCK_N, stop, BLOCK_N, num_stages=form.loop_stages):
@@ -87,11 +86,11 @@ def attend(q, pools, strides, where, interval, numbers, form: tl.constexpr):
         if form.softcap:
             s = tanh(s * softcap)
         seen = key_ok[None, :] & (n[None, :] >= first[:, None]) & (n[None, :] < end[:, None])
-        p, rescale, row_max, row_sum = online_step(tl.where(seen, s, float("-inf")), row_max, row_sum, scale_log2)
+        p, rescale, state = online_step(tl.where(seen, s, float("-inf")), state, scale_log2)
         values = load_held(v, page, row, strides[1], head, dv, key_ok, form.head_dim_v, form).to(q.dtype)
         o = tl.dot(p.to(values.dtype), values, o * rescale[:, None], input_precision="ieee", out_dtype=form.accumulator)
         lost = lost | (wanted & (key_ok == 0))
-    return o, row_max, row_sum, lost
+    return o, state.row_max, state.row_sum, lost
 
 
 @triton.jit
@@ -99,7 +98,9 @@ def whole(o, row_max, row_sum):
     """(o of weight 1, lse in log2 units) of a split."""
     empty = row_sum == 0
     row_sum = tl.where(empty, 1.0, row_sum)
-    return tl.where(empty[:, None], 0.0, o / row_sum[:, None]), tl.where(empty, float("-inf"), row_max + tl.log2(row_sum))
+    return tl.where(empty[:, None], 0.0, o / row_sum[:, None]), tl.where(
+        empty, float("-inf"), row_max + tl.log2(row_sum)
+    )
 
 
 @triton.jit
@@ -121,7 +122,9 @@ def join(shares, row, row_ok, n_rows, n_splits, form: tl.constexpr):
         held = load_lse(shares[1], split + lanes, row, row_ok, n_rows, n_splits)
         weight = tl.exp2(held - base[None, :])
         place = ((split + lanes).to(tl.int64)[:, None] * n_rows + row[None, :]) * form.head_dim_v
-        known = (held != float("-inf"))[:, :, None] & (dv < form.head_dim_v)[None, None, :]  # what an empty split would have written never was
+        known = (held != float("-inf"))[:, :, None] & (dv < form.head_dim_v)[
+            None, None, :
+        ]  # what an empty split would have written never was
         part = tl.load(shares[0] + place[:, :, None] + dv[None, None, :], mask=known, other=0.0, cache_modifier=".cg")
         o += tl.sum(weight[:, :, None] * part, 0)
         total += tl.sum(weight, 0)
@@ -143,7 +146,9 @@ def join_in_order(shares, row, row_ok, n_rows, n_splits, form: tl.constexpr):
         place = n_rows * split + row  # n_rows is an int64
         held = tl.load(shares[1] + place, mask=row_ok, other=float("-inf"), cache_modifier=".cg")
         known = (held != float("-inf"))[:, None] & (dv < form.head_dim_v)[None, :]
-        part = tl.load(shares[0] + (place * form.head_dim_v)[:, None] + dv[None, :], mask=known, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            shares[0] + (place * form.head_dim_v)[:, None] + dv[None, :], mask=known, other=0.0, cache_modifier=".cg"
+        )
         base, total, kept, weight = weighed(base, total, held)
         o = tl.fma(o, kept[:, None], part * weight[:, None])
     factor, lse_log2 = worth(base, total)
@@ -154,7 +159,9 @@ def join_in_order(shares, row, row_ok, n_rows, n_splits, form: tl.constexpr):
 def load_lse(lse, split, row, row_ok, n_rows, n_splits):
     """lse [splits, rows], past the first-level cache, which knows nothing of other programs' stores."""
     known = (split < n_splits)[:, None] & row_ok[None, :]
-    return tl.load(lse + split.to(tl.int64)[:, None] * n_rows + row[None, :], mask=known, other=float("-inf"), cache_modifier=".cg")
+    return tl.load(
+        lse + split.to(tl.int64)[:, None] * n_rows + row[None, :], mask=known, other=float("-inf"), cache_modifier=".cg"
+    )
 
 
 @triton.jit
@@ -185,7 +192,9 @@ def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbe
     limits (left, right); numbers (scale_log2, softcap), each as `number` takes it."""
     q, k, v, page_table, seqlens, k_start, out, lse, sinks = tensors
     tokens, heads_kv, capacity, n_pages, max_pages, n_splits, split_size, n_tiles = sizes
-    pid = tl.program_id(0)  # heads of one sequence follow each other: in a pool that keeps rows first they share lines of memory
+    pid = tl.program_id(
+        0
+    )  # heads of one sequence follow each other: in a pool that keeps rows first they share lines of memory
     head = pid % heads_kv
     tile = pid // heads_kv % n_tiles
     split = pid // heads_kv // n_tiles % n_splits
@@ -210,17 +219,24 @@ def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbe
     d = tl.arange(0, form.block_d)
     dv = tl.arange(0, form.block_dv)
     head_64, batch_64 = head_q.to(tl.int64), batch.to(tl.int64)
-    q_at = q + (batch_64 * strides[0][0] + token.to(tl.int64) * strides[0][1] + head_64 * strides[0][2])[:, None] + d[None, :]
+    q_at = (
+        q
+        + (batch_64 * strides[0][0] + token.to(tl.int64) * strides[0][1] + head_64 * strides[0][2])[:, None]
+        + d[None, :]
+    )
     q_tile = tl.load(q_at, mask=(row_ok & (start < stop))[:, None] & (d < form.head_dim)[None, :], other=0.0)
     scale = 1.0
     if form.k_scale:
         scale = tl.load(scales[0] + head)
-    q_tile, scale_log2, softcap = signed(q_tile, (number(numbers[0], form), number(numbers[1], form)), scale, form)
+    softmax = softmax_scalars(numbers, form)
+    q_tile, scale_log2, softcap = signed(q_tile, (softmax.scale_log2, softmax.softcap), scale, form)
     pools = (k, v, page_table)
     if form.page_size > 0:
         pools = (k, v, page_table + batch_64 * max_pages)
     where = (batch, head, origin, start, stop, n_pages)
-    o, row_max, row_sum, lost = attend(q_tile, pools, (strides[1], strides[2]), where, (first, end), (scale_log2, softcap), form)
+    o, row_max, row_sum, lost = attend(
+        q_tile, pools, (strides[1], strides[2]), where, (first, end), (scale_log2, softcap), form
+    )
     if form.page_size > 0:
         tl.atomic_or(faults, PAGES, mask=tl.max(lost.to(tl.int32), 0) > 0, sem="relaxed")
     o, row_lse = whole(o, row_max, row_sum)

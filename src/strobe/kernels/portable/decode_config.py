@@ -30,7 +30,7 @@ INVARIANT_ROWS = 32  # batch_invariant: a constant, because it determines the bi
 MOST_FOR_4_WARPS = 16 * KIB  # bytes of o: 32 registers per thread
 
 
-class Tuning(NamedTuple):
+class TileConfig(NamedTuple):
     block_n: int
     warps: int
     stages: int  # all but one are in flight
@@ -39,21 +39,21 @@ class Tuning(NamedTuple):
 # The first that fits in shared memory is used. On an H200 the first was the fastest at most lengths and batches
 # (bfloat16, 32/8 heads, d 128, Triton 3.6, CUDA graph; a prototype over dense caches), with one CTA and 128 KiB of keys
 # in flight per SM. The others are not measured.
-TUNINGS = (
-    Tuning(128, 8, 3),
-    Tuning(128, 8, 2),
-    Tuning(64, 4, 3),
-    Tuning(64, 4, 2),
-    Tuning(32, 4, 3),
-    Tuning(32, 4, 2),
-    Tuning(16, 4, 1),
+TILES = (
+    TileConfig(128, 8, 3),
+    TileConfig(128, 8, 2),
+    TileConfig(64, 4, 3),
+    TileConfig(64, 4, 2),
+    TileConfig(32, 4, 3),
+    TileConfig(32, 4, 2),
+    TileConfig(16, 4, 1),
 )
-BROAD_TUNINGS = TUNINGS[2:]  # for D + D_v > 256: fewer registers for addresses
-WIDE_TUNINGS = TUNINGS[4:]  # float32 and float64: products on CUDA cores, for correctness only
+BROAD_TILES = TILES[2:]  # for D + D_v > 256: fewer registers for addresses
+WIDE_TILES = TILES[4:]  # float32 and float64: products on CUDA cores, for correctness only
 
 
 @dataclass(frozen=True)
-class DecodeForm(Constants, Traits, Widths):
+class DecodeTraits(Constants, Traits, Widths):
     """Compile-time constants of the decode."""
 
     block_m: int
@@ -82,32 +82,30 @@ class DecodeForm(Constants, Traits, Widths):
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    form: DecodeForm
+    traits: DecodeTraits
     n_splits: int
     split_size: int  # in keys
 
     def __str__(self) -> str:
-        f = self.form
+        f = self.traits
         shares = f"{self.n_splits} splits of {self.split_size} keys" if self.n_splits > 1 else "one split"
         return f"block_m={f.block_m} block_n={f.block_n} warps={f.warps} stages={f.stages}, {shares}"
 
 
-def form_of(problem: DecodeProblem, target: Target) -> DecodeForm:
-    """The form of a problem, except whether there is one split."""
+def traits_of(problem: DecodeProblem, target: Target) -> DecodeTraits:
+    """The traits of a problem, except whether there is one split."""
     rows = problem.group * problem.layout.seqlen_q
     most = MOST_ROWS if max(problem.head_dim, problem.head_dim_v) <= 128 else MOST_ROWS_WIDE
     most = LEAST_ROWS if problem.dtype == torch.float64 else most  # limited by shared memory
     block_m = max(LEAST_ROWS, min(most, 1 << max(0, rows - 1).bit_length()))
     if problem.batch_invariant:  # products of another height use other instructions and give other sums
         block_m = min(most, INVARIANT_ROWS)
-    tuning = _tuning(problem, target, block_m)
-    return DecodeForm(
+    tile = _tile(problem, target, block_m)
+    return DecodeTraits(
         block_m=block_m,
-        block_n=tuning.block_n,
-        warps=8
-        if block_m * padded(problem.head_dim_v) * problem.lse_dtype.itemsize > MOST_FOR_4_WARPS
-        else tuning.warps,
-        stages=tuning.stages,
+        block_n=tile.block_n,
+        warps=8 if block_m * padded(problem.head_dim_v) * problem.lse_dtype.itemsize > MOST_FOR_4_WARPS else tile.warps,
+        stages=tile.stages,
         storage=_storage(problem, target),
         single=False,
         in_order=problem.batch_invariant,
@@ -116,27 +114,27 @@ def form_of(problem: DecodeProblem, target: Target) -> DecodeForm:
 
 
 def decode_config(problem: DecodeProblem, target: Target) -> DecodeConfig:
-    form = form_of(problem, target)
-    tiles = problem.layout.batch * problem.heads_kv * -(-problem.group * problem.layout.seqlen_q // form.block_m)
+    fixed = traits_of(problem, target)
+    tiles = problem.layout.batch * problem.heads_kv * -(-problem.group * problem.layout.seqlen_q // fixed.block_m)
     n_splits, split_size = splits(
-        problem.capacity, tiles, form.block_n, 0 if problem.batch_invariant else target.sm_count
+        problem.capacity, tiles, fixed.block_n, 0 if problem.batch_invariant else target.sm_count
     )
-    return DecodeConfig(replace(form, single=n_splits == 1), n_splits, split_size)
+    return DecodeConfig(replace(fixed, single=n_splits == 1), n_splits, split_size)
 
 
 @dataclass(frozen=True)
 class InvariantConfig:
     """Config of a forward with batch_invariant."""
 
-    form: DecodeForm
+    traits: DecodeTraits
 
     def __str__(self) -> str:
-        f = self.form
+        f = self.traits
         return f"as a decode: block_m={f.block_m} block_n={f.block_n} warps={f.warps} stages={f.stages}"
 
 
 def invariant_config(problem: Problem, target: Target) -> InvariantConfig:
-    return InvariantConfig(replace(form_of(as_decode(problem), target), packed=problem.packed))
+    return InvariantConfig(replace(traits_of(as_decode(problem), target), packed=problem.packed))
 
 
 def _storage(problem: DecodeProblem, target: Target) -> str:
@@ -146,7 +144,7 @@ def _storage(problem: DecodeProblem, target: Target) -> str:
     return "fp8" if target.capability >= FIRST_FP8 and not ENV.interpret else "bits"
 
 
-def _tuning(problem: DecodeProblem, target: Target, block_m: int) -> Tuning:
+def _tile(problem: DecodeProblem, target: Target, block_m: int) -> TileConfig:
     """Keys and values per stage, q and the weights, and for 8-bit keys one converted tile of each.
 
     On sm_90, tiles of 64 rows use wgmma, which needs one stage more beside those in flight.
@@ -155,12 +153,12 @@ def _tuning(problem: DecodeProblem, target: Target, block_m: int) -> Tuning:
     width, itemsize = padded(problem.head_dim) + padded(problem.head_dim_v), problem.dtype.itemsize
     widened = 0 if problem.cache_dtype == problem.dtype else itemsize
 
-    def shared_bytes(t: Tuning) -> int:
+    def shared_bytes(t: TileConfig) -> int:
         rows = block_m * (padded(problem.head_dim) + t.block_n) * itemsize
         stages = t.stages if block_m == MOST_ROWS else max(1, t.stages - 1)
         return rows + t.block_n * width * (stages * problem.cache_dtype.itemsize + widened)
 
-    known = WIDE_TUNINGS if itemsize > 2 else BROAD_TUNINGS if width > 256 else TUNINGS
+    known = WIDE_TILES if itemsize > 2 else BROAD_TILES if width > 256 else TILES
     return next((t for t in known if shared_bytes(t) <= limit), known[-1])
 
 
@@ -205,7 +203,7 @@ class PortableDecode:
         return decode_cost(problem)
 
     def workspace(self, problem: DecodeProblem, config: DecodeConfig) -> tuple[Buffer, ...]:
-        if config.form.single:
+        if config.traits.single:
             return ()
         rows = problem.layout.batch * problem.layout.seqlen_q * problem.heads_q
         wide = problem.lse_dtype
@@ -220,7 +218,7 @@ class PortableDecode:
 
 
 @dataclass(frozen=True)
-class AppendForm(Constants, Widths):
+class AppendTraits(Constants, Widths):
     """Compile-time constants of the append."""
 
     dtype: str
@@ -234,7 +232,7 @@ class AppendForm(Constants, Widths):
 
 @dataclass(frozen=True)
 class AppendConfig:
-    form: AppendForm
+    traits: AppendTraits
 
     def __str__(self) -> str:
         return "one program a token and head"
@@ -250,7 +248,7 @@ class PortableAppend:
         widths = problem.head_dim, problem.head_dim_v
         rotary = problem.rotary_dim, problem.interleaved
         return AppendConfig(
-            AppendForm(DTYPES[problem.dtype], problem.cache_dtype == FP8, *widths, problem.paged, *rotary)
+            AppendTraits(DTYPES[problem.dtype], problem.cache_dtype == FP8, *widths, problem.paged, *rotary)
         )
 
     def cost(self, problem: AppendProblem) -> Cost:

@@ -1,10 +1,14 @@
-"""Forward attention in Triton, one program for each tile of queries.
+"""Forward attention in Triton: one program for each tile of queries of a head.
 
-    locate the tile's sequence, head and rows (dense: by division; packed: by a search over cu_seqlens)
-    for each run of one document in the tile (the whole tile where there are no documents)
-        for each tile of keys that some row of the run sees
-            s = q k^T; hide what the mask hides; online softmax; o = o * rescale + p v
-        write out and lse
+    locate        the tile's sequence, head and rows (dense: by division; packed: by a search in cu_seqlens)
+    for each run of one document in the tile (without documents: the whole tile)
+        prologue  which key blocks its rows see; Q
+        mainloop  for each of these blocks:  S = Q K^T, mask, P = softmax(S), O = rescale O + P V
+        epilogue  O /= row_sum, LSE = ln 2 row_max + ln row_sum
+
+To add a feature: scores -> `qk_product`; which keys a row sees -> `device.mask.row_interval`; which key blocks a tile
+visits -> `blocks_of_rows`; where rows lie -> `query_tile`; a constant of the kernel -> `kernel.KernelTraits`; a scalar
+-> `arguments`.
 
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 1; online softmax (arXiv 1805.02867), algorithm 3.
 """
@@ -12,7 +16,7 @@ Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 1; online softmax (arXiv
 import triton
 import triton.language as tl
 
-from ..device.mask import hide, row_interval
+from ..device.mask import apply_mask, row_interval
 from ..device.seqlen import (
     LONG_K,
     LONG_Q,
@@ -29,226 +33,253 @@ from ..device.seqlen import (
     span_of,
     store_rows,
 )
-from ..device.softmax import in_log2, online_step, tanh
+from ..device.softmax import SoftmaxState, apply_softcap, finish, online_step
+from .arguments import BlockInfo, ForwardTensors, RowTile, SeqlenInfo, SoftmaxParams, WorkTile
+
+# ---------------------------------------------------------------- where a tile lies
 
 
 @triton.jit
-def locate(pid, cu_seqlens_q, cu_seqlens_k, sizes, form: tl.constexpr):
-    """(batch or sequence, head, m_block, (q start, q length), (k start, k length)) of a program.
+def query_tile(pid, masks, shape, traits: tl.constexpr):
+    """(batch entry or sequence, head, m_block, first query, queries, first key, keys) of a program.
 
-    Tiles of one head follow each other, the last first: under a causal mask those see the most keys.
+    Tiles of one head follow each other, the last first: under a causal mask it sees the most keys.
     """
-    heads, total_q, total_k, n_sequences, n_tiles = sizes
-    tile = n_tiles - 1 - pid % n_tiles
-    index = pid // n_tiles
-    if form.packed:
-        sequence, m_block = find_sequence(cu_seqlens_q, tile, n_sequences, total_q, form.tuning.block_m)
-        q_span = span_of(cu_seqlens_q, sequence, n_sequences, total_q)
-        return sequence, index, m_block, q_span, keys_of(cu_seqlens_k, sequence, n_sequences, total_k, OUTSIDE)
-    return index // heads, index % heads, tile, (pid * 0, total_q), (pid * 0, total_k)
+    block = shape.num_blocks - 1 - pid % shape.num_blocks
+    index = pid // shape.num_blocks
+    if traits.packed:
+        batch, block = find_sequence(masks.cu_seqlens_q, block, shape.batch, shape.seqlen_q, traits.block_m)
+        head = index
+        offset_q, seqlen_q = span_of(masks.cu_seqlens_q, batch, shape.batch, shape.seqlen_q)
+        offset_k, seqlen_k = keys_of(masks.cu_seqlens_k, batch, shape.batch, shape.seqlen_k, OUTSIDE)
+    else:
+        batch = index // shape.heads
+        head = index % shape.heads
+        offset_q, seqlen_q = pid * 0, shape.seqlen_q
+        offset_k, seqlen_k = pid * 0, shape.seqlen_k
+    return WorkTile(batch, head, block, SeqlenInfo(offset_q, seqlen_q, offset_k, seqlen_k, seqlen_k, 0))
 
 
 @triton.jit
-def at(tensor, strides, batch, start, head):
-    """Pointer to row `start` of one head; strides are (batch, row, head) in elements."""
-    return tensor + batch.to(tl.int64) * strides[0] + start.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
+def with_key_limits(work, masks, errors, traits: tl.constexpr):
+    """The SeqlenInfo of a tile with what a mask's tensors say of its keys: key length and prefix."""
+    s = work.seqlen
+    num_keys = key_limit(masks.key_lengths, work.batch, s.seqlen_k, errors, traits.mask.key_lengths)
+    prefix = tl.load(masks.prefixes + work.batch) if traits.mask.prefix else 0
+    return SeqlenInfo(s.offset_q, s.seqlen_q, s.offset_k, s.seqlen_k, num_keys, prefix)
 
 
 @triton.jit
-def score(q, k, softcap, form: tl.constexpr):
-    """Raw scores [M, N]: q k^T, or tanh(scale / c * q k^T) where there is a softcap c (its factor c is in scale_log2)."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=form.accumulator)
-    if form.softcap:
-        s = tanh(s * softcap)
-    return s
+def row_of(tensor, strides, batch, row, head):
+    """Pointer to a row of one head."""
+    return (
+        tensor + batch.to(tl.int64) * strides.batch + row.to(tl.int64) * strides.row + head.to(tl.int64) * strides.head
+    )
 
 
 @triton.jit
-def number(parts, form: tl.constexpr):
-    """A scalar argument: float arguments arrive as float32, so a float64 comes as three that sum to it."""
-    value = tl.full([], 0.0, form.accumulator) + parts[0]
-    if form.accumulator == tl.float64:
-        value = value + parts[1] + parts[2]
-    return value
+def document_rows(masks, work, m_start, m_stop):
+    """The run of one document that has row m_start, cut at m_stop: a RowTile."""
+    rows_before = work.batch.to(tl.int64) * work.seqlen.seqlen_q
+    run_end, k_first, k_stop = run_at(
+        masks.ranges + 3 * rows_before, m_start, work.seqlen.seqlen_q, work.seqlen.seqlen_k
+    )
+    run_stop = tl.minimum(run_end, m_stop)
+    return RowTile(m_start, run_stop, k_first, k_stop, tl.load(masks.ids_q + rows_before + m_start))
 
 
 @triton.jit
-def source(base, rows, width: tl.constexpr, stride, block: tl.constexpr, block_width: tl.constexpr, form: tl.constexpr):
-    """What tiles are loaded from: a pointer, or where the tuning says so a TMA descriptor, which gives 0 beyond `rows` and `width`."""
-    if form.tuning.tma:
-        if form.packed:
+def blocks_of_rows(m_offsets, rows, seqlen, window, traits: tl.constexpr):
+    """The key blocks that rows of a RowTile visit: contiguous, each with a key that some row sees."""
+    first, stop = visible_keys(m_offsets, seqlen, window, traits)
+    n_first, full_stop = visible_keys(rows.m_start, seqlen, window, traits)
+    full_start, n_stop = visible_keys(rows.m_stop - 1, seqlen, window, traits)
+    n_start = tl.maximum(n_first, rows.k_first) // traits.block_n * traits.block_n
+    n_stop = tl.minimum(n_stop, rows.k_stop)
+    return BlockInfo(n_start, n_stop, full_start, full_stop, first, stop)
+
+
+@triton.jit
+def visible_keys(row, seqlen, window, traits: tl.constexpr):
+    """Keys [first, stop) of a row or a vector of rows; neither falls from a row to the next. Documents count for
+    nothing here.
+    """
+    bounds = (seqlen.seqlen_k, window.left, window.right)
+    return row_interval(row, seqlen.seqlen_q, seqlen.num_keys, bounds, seqlen.prefix, traits)
+
+
+# ---------------------------------------------------------------- loads
+
+
+@triton.jit
+def tile_source(base, rows, width: tl.constexpr, stride, block: tl.constexpr, block_width: tl.constexpr,
+                traits: tl.constexpr):  # fmt: skip
+    """What tiles of a tensor are loaded from: a pointer, or a TMA descriptor, which reads 0 beyond rows and width."""
+    if traits.tma:
+        if traits.packed:
             rows = tl.maximum(rows, 0)  # of keys OUTSIDE
-        stream = tl.make_tensor_descriptor(base, [rows, width], [stride.to(tl.int64), 1], [block, block_width])
+        source = tl.make_tensor_descriptor(base, [rows, width], [stride.to(tl.int64), 1], [block, block_width])
     else:
-        stream = base
-    return stream
+        source = base
+    return source
 
 
 @triton.jit
-def load_tile(stream, start, offsets, columns, stride, row_ok, width: tl.constexpr, form: tl.constexpr):
+def load_tile(source, start, offsets, columns, stride, row_ok, width: tl.constexpr, traits: tl.constexpr):
     """Rows `offsets` = start + 0..N-1 of a source, 0 where row_ok is False."""
-    if form.tuning.tma:
-        tile = stream.load([start, 0])
+    if traits.tma:
+        tile = source.load([start, 0])
     else:
-        tile = load_rows(stream, offsets, columns, stride, row_ok, width)
+        tile = load_rows(source, offsets, columns, stride, row_ok, width)
     return tile
 
 
 @triton.jit
-def load_keys(k, ids_k, n_start, columns, d, stride, key_stop, document, form: tl.constexpr):
-    """(k tile, which of its keys are the document's own)."""
+def load_keys(k, ids_k, n_start, columns, d, stride, key_stop, document, traits: tl.constexpr):
+    """(K [N, D], which of its keys exist and are the document's own)."""
     n_offsets = n_start + columns
     key_ok = n_offsets < key_stop
-    if form.mask.documents:
+    if traits.mask.documents:
         key_ok = key_ok & (tl.load(ids_k + n_offsets, mask=key_ok, other=-1) == document)
-    return load_tile(k, n_start, n_offsets, d, stride, key_ok, form.head_dim, form), key_ok
+    return load_tile(k, n_start, n_offsets, d, stride, key_ok, traits.head_dim, traits), key_ok
 
 
 @triton.jit
-def attend(q, kv, kv_rows, keys, interval, numbers, state, form: tl.constexpr):
-    """The online softmax over the run's keys: (o, row_max, row_sum).
+def load_queries(q, m_offsets, stride, row_ok, traits: tl.constexpr):
+    """Q [M, D] with the sign of the scale, so that what multiplies scores is positive."""
+    tile = load_rows(q, m_offsets, tl.arange(0, traits.block_d), stride, row_ok, traits.head_dim)
+    return with_sign(tile, traits)
 
-    kv (k, v, ids_k); kv_rows their row strides; keys (n_first, n_stop, key_stop, document); interval (first, stop) of each row,
-    and of all rows together; numbers (scale_log2, softcap).
-    """
-    BLOCK_N: tl.constexpr = form.tuning.block_n
-    BLOCK_D: tl.constexpr = form.block_d
-    BLOCK_DV: tl.constexpr = form.block_dv
-    k, v, ids_k = kv
-    n_first, n_stop, key_stop, document = keys
-    first, stop, full_first, full_stop = interval
-    scale_log2, softcap = numbers
-    o, row_max, row_sum = state
+
+@triton.jit
+def with_sign(q, traits: tl.constexpr):
+    if traits.sign != 1:
+        q = (q * traits.sign).to(q.dtype)
+    return q
+
+
+@triton.jit
+def softmax_scalars(params, traits: tl.constexpr):
+    """SoftmaxParams as scalars of the accumulator's type."""
+    scale_log2 = scalar(params.scale_log2, traits)
+    softcap = scalar(params.softcap, traits)
+    if params.scale is None:
+        return SoftmaxParams(scale_log2, softcap, 0.0)
+    else:
+        return SoftmaxParams(scale_log2, softcap, scalar(params.scale, traits))
+
+
+@triton.jit
+def scalar(parts, traits: tl.constexpr):
+    """The sum of three float32; of the first, where float32 is the accumulator's type."""
+    first, second, third = parts
+    value = tl.full([], 0.0, traits.accumulator) + first
+    if traits.accumulator == tl.float64:
+        value = value + second + third
+    return value
+
+
+# ---------------------------------------------------------------- one tile
+
+
+@triton.jit
+def qk_product(q, k, softmax, traits: tl.constexpr):
+    """Raw scores S = Q K^T [M, N]. The hook for scores before the mask; softcap for now."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=traits.accumulator)
+    return apply_softcap(s, softmax.softcap, traits)
+
+
+@triton.jit
+def attend(q, head, ids_k, strides, blocks, rows, seqlen, softmax, traits: tl.constexpr):
+    """Mainloop: (O [M, D_v] not yet normalized, SoftmaxState) over the key blocks of `blocks`."""
+    BLOCK_N: tl.constexpr = traits.block_n
+    row_max = tl.full([traits.block_m], float("-inf"), traits.accumulator)
+    state = SoftmaxState(row_max, tl.full([traits.block_m], 0.0, traits.accumulator))
+    o = tl.full([traits.block_m, traits.block_dv], 0.0, traits.accumulator)
+    key_stop = tl.minimum(seqlen.num_keys, rows.k_stop)
+    k_source = tile_source(head.k, seqlen.num_keys, traits.head_dim, strides.k.row, BLOCK_N, traits.block_d, traits)
+    v_source = tile_source(head.v, seqlen.num_keys, traits.head_dim_v, strides.v.row, BLOCK_N, traits.block_dv, traits)
     columns = tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-    for n_start in tl.range(n_first, n_stop, BLOCK_N, num_stages=form.tuning.stages):
-        k_tile, key_ok = load_keys(k, ids_k, n_start, columns, d, kv_rows[0], key_stop, document, form)
-        s = score(q, k_tile, softcap, form)
-        if form.mask.documents:
+    d = tl.arange(0, traits.block_d)
+    dv = tl.arange(0, traits.block_dv)
+    for n_start in tl.range(blocks.n_start, blocks.n_stop, BLOCK_N, num_stages=traits.stages):
+        # S = Q K^T
+        k, key_ok = load_keys(k_source, ids_k, n_start, columns, d, strides.k.row, key_stop, rows.document, traits)
+        s = qk_product(q, k, softmax, traits)
+        if traits.mask.documents:
             s = tl.where(key_ok[None, :], s, float("-inf"))
-        if (n_start < full_first) | (n_start + BLOCK_N > full_stop):
-            s = hide(s, columns, first, stop, n_start, form.mask.left)
-        p, rescale, row_max, row_sum = online_step(s, row_max, row_sum, scale_log2)
-        values = load_tile(v, n_start, n_start + columns, dv, kv_rows[1], key_ok, form.head_dim_v, form)
-        o = tl.dot(p.to(values.dtype), values, o * rescale[:, None], input_precision="ieee", out_dtype=form.accumulator)
-    return o, row_max, row_sum
+        if (n_start < blocks.full_start) | (n_start + BLOCK_N > blocks.full_stop):
+            first, stop = (blocks.first - n_start)[:, None], (blocks.stop - n_start)[:, None]
+            s = apply_mask(s, columns[None, :], first, stop, float("-inf"), traits.mask.left)
+        # P = softmax(S)
+        p, rescale, state = online_step(s, state, softmax.scale_log2)
+        # O = rescale O + P V
+        v = load_tile(v_source, n_start, n_start + columns, dv, strides.v.row, key_ok, traits.head_dim_v, traits)
+        o = tl.dot(p.to(v.dtype), v, o * rescale[:, None], input_precision="ieee", out_dtype=traits.accumulator)
+    return o, state
 
 
 @triton.jit
-def finish(o, row_max, row_sum, empty, sink, form: tl.constexpr):
-    """(out, lse) after a row's last key. `empty` rows see no key: the mask says so, not a maximum of -inf."""
-    top = tl.where(row_max == float("-inf"), 0.0, row_max)
-    lse_empty = float("-inf")
-    if form.sinks:
-        sink_log2 = in_log2(sink)
-        last = tl.maximum(row_max, sink_log2)
-        last = tl.where(last == float("-inf"), 0.0, last)
-        shrink = tl.exp2(row_max - last)
-        row_sum = row_sum * shrink + tl.exp2(sink_log2 - last)
-        o = o * shrink[:, None]
-        top = last
-        lse_empty = sink
-    out = tl.where(empty[:, None], 0.0, o / row_sum[:, None])
-    lse = top * 0.6931471805599453 + tl.log(row_sum)
-    if form.sinks:
-        lse = tl.where(lse < sink, sink, lse)
-    return out, tl.where(empty, lse_empty, lse)
+def forward_rows(head, ids_k, strides, rows, seqlen, window, softmax, traits: tl.constexpr):
+    """Attention for the rows of a RowTile. `head`: ForwardTensors of the sequence and head."""
+    # prologue
+    m_offsets = rows.m_start + tl.arange(0, traits.block_m)
+    row_ok = m_offsets < rows.m_stop
+    blocks = blocks_of_rows(m_offsets, rows, seqlen, window, traits)
+    q = load_queries(head.q, m_offsets, strides.q.row, row_ok, traits)
+    # mainloop
+    o, state = attend(q, head, ids_k, strides, blocks, rows, seqlen, softmax, traits)
+    # epilogue
+    is_empty = blocks.first >= blocks.stop
+    if traits.mask.documents:
+        is_empty = state.row_sum == 0  # a document's keys may have gaps; only the sum knows
+    normalizer, lse = finish(state.row_max, state.row_sum, is_empty, head.sinks, traits)
+    o = tl.where(is_empty[:, None], 0.0, o * normalizer[:, None])
+    if traits.packed:  # NaN shows rows and keys beyond what the caller promised
+        broken = breaks_promise(m_offsets, seqlen.seqlen_k, window)
+        o = tl.where(broken[:, None], float("nan"), o)
+        lse = tl.where(broken, float("nan"), lse)
+    store_rows(head.out, o, m_offsets, tl.arange(0, traits.block_dv), strides.out.row, row_ok, traits.head_dim_v)
+    tl.store(head.lse + m_offsets, lse, mask=row_ok)
+
+
+# ---------------------------------------------------------------- kernel
 
 
 @triton.jit
-def run_of_rows(tensors, mask_tensors, row_strides, rows, keys, numbers, limits, form: tl.constexpr):
-    """Attention for rows [m_start, m_stop) of one document over keys [k_first, k_stop); tensors point at the sequence's first rows.
-
-    rows (m_start, m_stop, S_q); keys (k_first, k_stop, key_stop, S_k, document); limits (left, right, max_seqlen_q, max_seqlen_k, prefix).
+def forward_kernel(tensors, masks, errors, strides, shape, window, softmax_params, traits: tl.constexpr):
+    """tensors: ForwardTensors; masks: MaskTensors; strides: ForwardStrides; shape: ShapeParams; window: WindowParams;
+    softmax_params: SoftmaxParams (`arguments`); errors: the error word.
     """
-    BLOCK_M: tl.constexpr = form.tuning.block_m
-    BLOCK_N: tl.constexpr = form.tuning.block_n
-    BLOCK_D: tl.constexpr = form.block_d
-    BLOCK_DV: tl.constexpr = form.block_dv
-    q, k, v, out, lse = tensors
-    ids_k, sink = mask_tensors
-    q_row, k_row, v_row, out_row = row_strides
-    m_start, m_stop, seqlen_q = rows
-    k_first, k_stop, key_stop, seqlen_k, document = keys
-    scale_log2, softcap = numbers
-    left, right, prefix = limits[0], limits[1], limits[4]
-    m_offsets = m_start + tl.arange(0, BLOCK_M)
-    row_ok = m_offsets < m_stop
-    bounds = (seqlen_k, left, right)
-    first, stop = row_interval(m_offsets, seqlen_q, key_stop, bounds, prefix, form)
-    n_first, full_stop = row_interval(m_start, seqlen_q, key_stop, bounds, prefix, form)
-    full_first, n_stop = row_interval(m_stop - 1, seqlen_q, key_stop, bounds, prefix, form)
-    n_first = tl.maximum(n_first, k_first) // BLOCK_N * BLOCK_N
-    n_stop = tl.minimum(n_stop, k_stop)
-    q_tile = load_rows(q, m_offsets, tl.arange(0, BLOCK_D), q_row, row_ok, form.head_dim)
-    if form.sign != 1:
-        q_tile = (q_tile * form.sign).to(q_tile.dtype)
-    row_max = tl.full([BLOCK_M], float("-inf"), form.accumulator)
-    row_sum = tl.zeros([BLOCK_M], form.accumulator)
-    o = tl.zeros([BLOCK_M, BLOCK_DV], form.accumulator)
-    where = (n_first, n_stop, tl.minimum(key_stop, k_stop), document)
-    k = source(k, key_stop, form.head_dim, k_row, BLOCK_N, BLOCK_D, form)
-    v = source(v, key_stop, form.head_dim_v, v_row, BLOCK_N, BLOCK_DV, form)
-    o, row_max, row_sum = attend(
-        q_tile, (k, v, ids_k), (k_row, v_row), where, (first, stop, full_first, full_stop), numbers, (o, row_max, row_sum), form
-    )
-    empty = first >= stop
-    if form.mask.documents:
-        empty = row_sum == 0  # scattered documents may leave a gap anywhere; then only the sum knows
-    o, row_lse = finish(o, row_max, row_sum, empty, sink, form)
-    if form.packed:
-        bad = breaks_promise(m_offsets, seqlen_k, limits)
-        o = tl.where(bad[:, None], float("nan"), o)
-        row_lse = tl.where(bad, float("nan"), row_lse)
-    store_rows(out, o, m_offsets, tl.arange(0, BLOCK_DV), out_row, row_ok, form.head_dim_v)
-    tl.store(lse + m_offsets, row_lse, mask=row_ok)
-
-
-@triton.jit
-def forward_kernel(tensors, mask_tensors, faults, strides, sizes, limits, numbers, form: tl.constexpr):
-    """tensors (q, k, v, out, lse, sinks); mask_tensors (cu_seqlens_q, cu_seqlens_k, prefix, key_lengths, ids_k, ids_q, spans_q);
-    strides (batch, row, head) of q, k, v, out; sizes (heads_q, S_q or T_q, S_k or T_k, sequences, tiles);
-    limits (left, right, max_seqlen_q, max_seqlen_k); numbers (scale_log2, softcap), each as `number` takes it."""
-    BLOCK_M: tl.constexpr = form.tuning.block_m
-    numbers = (number(numbers[0], form), number(numbers[1], form))
-    q, k, v, out, lse, sinks = tensors
-    cu_seqlens_q, cu_seqlens_k, prefixes, key_lengths, ids_k, ids_q, spans_q = mask_tensors
-    heads, total_q, total_k, n_sequences, n_tiles = sizes
-    left, right, max_seqlen_q, max_seqlen_k = limits
+    softmax = softmax_scalars(softmax_params, traits)
     pid = tl.program_id(0)
-    if form.packed:
+    if traits.packed:
         if pid == 0:
-            guard_offsets(cu_seqlens_q, n_sequences, total_q, max_seqlen_q, tl.arange(0, 128), faults, OFFSETS_Q, LONG_Q)
-            guard_offsets(cu_seqlens_k, n_sequences, total_k, max_seqlen_k, tl.arange(0, 128), faults, OFFSETS_K, LONG_K)
-    batch, head, m_block, q_span, k_span = locate(pid, cu_seqlens_q, cu_seqlens_k, sizes, form)
-    q_start, seqlen_q = q_span
-    k_start, seqlen_k = k_span
-    key_stop = key_limit(key_lengths, batch, seqlen_k, faults, form.mask.key_lengths)
-    prefix = tl.load(prefixes + batch) if form.mask.prefix else 0
-    sink = tl.load(sinks + head).to(form.accumulator) if form.sinks else 0.0
-    outer = batch * 0 if form.packed else batch
-    kv_head = head // form.group
-    places = (
-        at(q, strides[0], outer, q_start, head),
-        at(k, strides[1], outer, k_start, kv_head),
-        at(v, strides[2], outer, k_start, kv_head),
-        at(out, strides[3], outer, q_start, head),
-        lse + (outer.to(tl.int64) * heads + head) * total_q + q_start,
+            lanes = tl.arange(0, 128)
+            longest_q, longest_k = window.max_seqlen_q, window.max_seqlen_k
+            guard_offsets(masks.cu_seqlens_q, shape.batch, shape.seqlen_q, longest_q, lanes, errors, OFFSETS_Q, LONG_Q)
+            guard_offsets(masks.cu_seqlens_k, shape.batch, shape.seqlen_k, longest_k, lanes, errors, OFFSETS_K, LONG_K)
+    work = query_tile(pid, masks, shape, traits)
+    seqlen = with_key_limits(work, masks, errors, traits)
+    sink = tl.load(tensors.sinks + work.head).to(traits.accumulator) if traits.sinks else 0.0
+    entry = work.batch * 0 if traits.packed else work.batch
+    kv_head = work.head // traits.group
+    head = ForwardTensors(
+        row_of(tensors.q, strides.q, entry, seqlen.offset_q, work.head),
+        row_of(tensors.k, strides.k, entry, seqlen.offset_k, kv_head),
+        row_of(tensors.v, strides.v, entry, seqlen.offset_k, kv_head),
+        row_of(tensors.out, strides.out, entry, seqlen.offset_q, work.head),
+        tensors.lse + (entry.to(tl.int64) * shape.heads + work.head) * shape.seqlen_q + seqlen.offset_q,
+        sink,
     )
-    row_strides = (strides[0][1], strides[1][1], strides[2][1], strides[3][1])
-    m_start = m_block * BLOCK_M
-    m_stop = tl.minimum(m_start + BLOCK_M, seqlen_q)
-    more = (left, right, max_seqlen_q, max_seqlen_k, prefix)
-    if form.mask.documents:
-        ids = ids_k + batch.to(tl.int64) * seqlen_k
-        before = batch.to(tl.int64) * seqlen_q
+    m_start = work.block * traits.block_m
+    m_stop = tl.minimum(m_start + traits.block_m, seqlen.seqlen_q)
+    if traits.mask.documents:
+        ids_k = masks.ids_k + work.batch.to(tl.int64) * seqlen.seqlen_k
         while m_start < m_stop:
-            run_end, k_first, k_stop = run_at(spans_q + 3 * before, m_start, seqlen_q, seqlen_k)
-            run_stop = tl.minimum(run_end, m_stop)
-            keys = (k_first, k_stop, key_stop, seqlen_k, tl.load(ids_q + before + m_start))
-            run_of_rows(places, (ids, sink), row_strides, (m_start, run_stop, seqlen_q), keys, numbers, more, form)
-            m_start = run_stop
+            rows = document_rows(masks, work, m_start, m_stop)
+            forward_rows(head, ids_k, strides, rows, seqlen, window, softmax, traits)
+            m_start = rows.m_stop
     elif m_start < m_stop:
-        keys = (0, key_stop, key_stop, seqlen_k, 0)
-        run_of_rows(places, (ids_k, sink), row_strides, (m_start, m_stop, seqlen_q), keys, numbers, more, form)
+        rows = RowTile(m_start, m_stop, 0, seqlen.num_keys, 0)
+        forward_rows(head, None, strides, rows, seqlen, window, softmax, traits)

@@ -20,7 +20,7 @@ FIRST_TMA = 90  # compute capability
 
 
 @dataclass(frozen=True)
-class Tuning:
+class TileConfig:
     block_m: int
     block_n: int
     warps: int
@@ -29,92 +29,93 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Row:
+class TileConfigs:
     """The fastest configs for head dimensions up to `width` (padded to powers of two)."""
 
     width: int
-    forward: Tuning
-    forward_masked: Tuning
-    keys: Tuning
-    keys_masked: Tuning
-    queries: Tuning
+    forward: TileConfig
+    forward_masked: TileConfig
+    keys: TileConfig
+    keys_masked: TileConfig
+    queries: TileConfig
 
 
 HOPPER = (
-    Row(
+    TileConfigs(
         64,
-        Tuning(64, 128, 4, 3),
-        Tuning(64, 64, 4, 3),
-        Tuning(128, 64, 4, 2),
-        Tuning(64, 64, 4, 3),
-        Tuning(64, 64, 4, 3),
+        TileConfig(64, 128, 4, 3),
+        TileConfig(64, 64, 4, 3),
+        TileConfig(128, 64, 4, 2),
+        TileConfig(64, 64, 4, 3),
+        TileConfig(64, 64, 4, 3),
     ),
-    Row(
+    TileConfigs(
         128,
-        Tuning(64, 64, 4, 3),
-        Tuning(64, 64, 4, 3),
-        Tuning(64, 128, 8, 3),
-        Tuning(64, 64, 4, 2),
-        Tuning(128, 64, 8, 3),
+        TileConfig(64, 64, 4, 3),
+        TileConfig(64, 64, 4, 3),
+        TileConfig(64, 128, 8, 3),
+        TileConfig(64, 64, 4, 2),
+        TileConfig(128, 64, 8, 3),
     ),
-    Row(
+    TileConfigs(
         256,
-        Tuning(128, 64, 8, 2),
-        Tuning(128, 64, 8, 2),
-        Tuning(64, 64, 8, 2),
-        Tuning(64, 64, 8, 2),
-        Tuning(128, 64, 8, 1),
+        TileConfig(128, 64, 8, 2),
+        TileConfig(128, 64, 8, 2),
+        TileConfig(64, 64, 8, 2),
+        TileConfig(64, 64, 8, 2),
+        TileConfig(128, 64, 8, 1),
     ),
 )
 # sm_80 to 89 and sm_120, whose products read both operands from registers: not measured; compiled for few spills
 AMPERE = (
-    Row(64, *[Tuning(64, 64, 4, 3)] * 5),
-    Row(128, *[Tuning(64, 64, 4, 3)] * 2, *[Tuning(64, 64, 4, 2)] * 3),
-    Row(256, *[Tuning(64, 64, 8, 1)] * 5),
+    TileConfigs(64, *[TileConfig(64, 64, 4, 3)] * 5),
+    TileConfigs(128, *[TileConfig(64, 64, 4, 3)] * 2, *[TileConfig(64, 64, 4, 2)] * 3),
+    TileConfigs(256, *[TileConfig(64, 64, 8, 1)] * 5),
 )
 BLACKWELL = (  # sm_100 and 103: not measured; chosen for few spills when compiled
-    Row(64, *[Tuning(64, 64, 4, 3)] * 5),
-    Row(128, *[Tuning(64, 64, 8, 2)] * 5),
-    Row(256, *[Tuning(64, 64, 8, 1)] * 5),
+    TileConfigs(64, *[TileConfig(64, 64, 4, 3)] * 5),
+    TileConfigs(128, *[TileConfig(64, 64, 8, 2)] * 5),
+    TileConfigs(256, *[TileConfig(64, 64, 8, 1)] * 5),
 )
 BY_CAPABILITY = {90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
 # float32 products run on CUDA cores (TF32 would lose half the digits), and float64 is slow on most GPUs: small tiles,
 # for correctness only
 WIDE = {
     torch.float32: (
-        Row(128, *[Tuning(64, 32, 4, 2, tma=False)] * 2, *[Tuning(32, 32, 8, 1, tma=False)] * 3),
-        Row(256, *[Tuning(32, 32, 4, 2, tma=False)] * 2, *[Tuning(16, 16, 4, 1, tma=False)] * 3),
+        TileConfigs(128, *[TileConfig(64, 32, 4, 2, tma=False)] * 2, *[TileConfig(32, 32, 8, 1, tma=False)] * 3),
+        TileConfigs(256, *[TileConfig(32, 32, 4, 2, tma=False)] * 2, *[TileConfig(16, 16, 4, 1, tma=False)] * 3),
     ),
     torch.float64: (
-        Row(128, *[Tuning(32, 32, 4, 1, tma=False)] * 2, *[Tuning(16, 16, 4, 1, tma=False)] * 3),
-        Row(256, *[Tuning(16, 16, 4, 1, tma=False)] * 2, *[Tuning(16, 16, 4, 1, tma=False)] * 3),
+        TileConfigs(128, *[TileConfig(32, 32, 4, 1, tma=False)] * 2, *[TileConfig(16, 16, 4, 1, tma=False)] * 3),
+        TileConfigs(256, *[TileConfig(16, 16, 4, 1, tma=False)] * 2, *[TileConfig(16, 16, 4, 1, tma=False)] * 3),
     ),
 }
 
 
-def forward_tuning(problem: Problem, target: Target) -> Tuning:
-    row = _row(problem, target)
-    tuning = row.forward_masked if any(problem.mask) else row.forward
-    return _fit(tuning, problem, target, lambda t: _forward_bytes(t, problem))
+def forward_tile(problem: Problem, target: Target) -> TileConfig:
+    configs = _configs(problem, target)
+    tile = configs.forward_masked if any(problem.mask) else configs.forward
+    return _fit(tile, problem, target, lambda t: _forward_bytes(t, problem))
 
 
-def backward_tuning(problem: Problem, target: Target) -> tuple[Tuning, Tuning]:
-    """Tile configs of (the kernel for dk and dv, the kernel for dq)."""
-    row = _row(problem, target)
-    keys = row.keys_masked if any(problem.mask) or problem.packed else row.keys
+def backward_tiles(problem: Problem, target: Target) -> tuple[TileConfig, TileConfig]:
+    """Tiles of (the kernel for dk and dv, the kernel for dq)."""
+    configs = _configs(problem, target)
+    keys = configs.keys_masked if any(problem.mask) or problem.packed else configs.keys
     return (
         _fit(keys, problem, target, lambda t: _backward_bytes(t.block_n, t.block_m, t.stages, problem)),
-        _fit(row.queries, problem, target, lambda t: _backward_bytes(t.block_m, t.block_n, t.stages, problem)),
+        _fit(configs.queries, problem, target, lambda t: _backward_bytes(t.block_m, t.block_n, t.stages, problem)),
     )
 
 
-def _row(problem: Problem, target: Target) -> Row:
-    rows = WIDE.get(problem.dtype) or BY_CAPABILITY.get(target.capability, AMPERE)
-    return next(row for row in rows if row.width >= max(padded(problem.head_dim), padded(problem.head_dim_v)))
+def _configs(problem: Problem, target: Target) -> TileConfigs:
+    known = WIDE.get(problem.dtype) or BY_CAPABILITY.get(target.capability, AMPERE)
+    width = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    return next(configs for configs in known if configs.width >= width)
 
 
 class Widths:
-    """Sizes that follow from a form's head_dim, head_dim_v and dtype."""
+    """Sizes that follow from head_dim, head_dim_v and dtype."""
 
     head_dim: int
     head_dim_v: int
@@ -140,27 +141,25 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _fit(tuning: Tuning, problem: Problem, target: Target, shared_bytes) -> Tuning:
+def _fit(tile: TileConfig, problem: Problem, target: Target, shared_bytes) -> TileConfig:
     """The config reduced to what target and problem allow: TMA only for aligned rows; tiles fit in shared memory."""
-    tma = (
-        tuning.tma and target.capability >= FIRST_TMA and problem.alignment == ALIGNMENT and not problem.mask.documents
-    )
-    tuning = replace(tuning, tma=tma)
+    tma = tile.tma and target.capability >= FIRST_TMA and problem.alignment == ALIGNMENT and not problem.mask.documents
+    tile = replace(tile, tma=tma)
     limit = (target.shared_bytes or 99 * KIB) - 2 * KIB  # reserved for barriers, reductions and padding
-    while shared_bytes(tuning) > limit:
-        if tuning.stages > 1:
-            tuning = replace(tuning, stages=tuning.stages - 1)
-        elif tuning.block_n >= tuning.block_m:
-            tuning = replace(tuning, block_n=tuning.block_n // 2)
+    while shared_bytes(tile) > limit:
+        if tile.stages > 1:
+            tile = replace(tile, stages=tile.stages - 1)
+        elif tile.block_n >= tile.block_m:
+            tile = replace(tile, block_n=tile.block_n // 2)
         else:
-            tuning = replace(tuning, block_m=tuning.block_m // 2)
-    return tuning
+            tile = replace(tile, block_m=tile.block_m // 2)
+    return tile
 
 
-def _forward_bytes(tuning: Tuning, problem: Problem) -> int:
+def _forward_bytes(tile: TileConfig, problem: Problem) -> int:
     """Shared memory of q, and of k and v per stage."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    return problem.dtype.itemsize * (tuning.block_m * d + tuning.stages * tuning.block_n * (d + dv))
+    return problem.dtype.itemsize * (tile.block_m * d + tile.stages * tile.block_n * (d + dv))
 
 
 def _backward_bytes(resident: int, streamed: int, stages: int, problem: Problem) -> int:

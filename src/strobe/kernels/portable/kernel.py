@@ -17,7 +17,7 @@ from ..runtime.compile_cache import Constants
 from .decode_config import APPEND as APPEND
 from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, against_interpreter, invariant_config
-from .heuristics import Tuning, Widths, backward_tuning, forward_tuning
+from .heuristics import TileConfig, Widths, backward_tiles, forward_tile
 
 LEAST_CAPABILITY = 80
 MOST_WIDTH = 256
@@ -25,10 +25,10 @@ LEAST_TILE = 16  # smallest side of a product
 
 
 @dataclass(frozen=True)
-class Form(Constants, Widths):
+class KernelTraits(Constants, Widths):
     """Compile-time constants: tile sizes and what kind of problem it is, but not its lengths."""
 
-    tuning: Tuning
+    tile: TileConfig
     dtype: str
     head_dim: int
     head_dim_v: int
@@ -39,37 +39,55 @@ class Form(Constants, Widths):
     packed: bool
     sign: int  # sign of the scale
 
+    @property
+    def block_m(self) -> int:
+        """Queries of a tile."""
+        return self.tile.block_m
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a tile."""
+        return self.tile.block_n
+
+    @property
+    def stages(self) -> int:
+        return self.tile.stages
+
+    @property
+    def tma(self) -> bool:
+        return self.tile.tma
+
     # It has no __str__ of its own: Triton identifies compiled kernels by the text of their constants, which must
     # include every field.
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    form: Form
+    traits: KernelTraits
 
     def __str__(self) -> str:
-        return _words(self.form.tuning)
+        return _words(self.traits.tile)
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
     """Configs of the backward's two main kernels."""
 
-    keys: Form
-    queries: Form
+    keys: KernelTraits
+    queries: KernelTraits
 
     def __str__(self) -> str:
-        return f"dk, dv: {_words(self.keys.tuning)}; dq: {_words(self.queries.tuning)}"
+        return f"dk, dv: {_words(self.keys.tile)}; dq: {_words(self.queries.tile)}"
 
 
-def _words(tuning: Tuning) -> str:
-    loads = " TMA" if tuning.tma else ""
-    return f"block_m={tuning.block_m} block_n={tuning.block_n} warps={tuning.warps} stages={tuning.stages}{loads}"
+def _words(tile: TileConfig) -> str:
+    loads = " TMA" if tile.tma else ""
+    return f"block_m={tile.block_m} block_n={tile.block_n} warps={tile.warps} stages={tile.stages}{loads}"
 
 
-def _form(problem: Problem, tuning: Tuning) -> Form:
-    return Form(
-        tuning=tuning,
+def _traits(problem: Problem, tile: TileConfig) -> KernelTraits:
+    return KernelTraits(
+        tile=tile,
         dtype=DTYPES[problem.dtype],
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
@@ -104,7 +122,7 @@ class PortableForward:
     def config(self, problem: Problem, target: Target) -> ForwardConfig | InvariantConfig:
         if problem.batch_invariant and batch_invariant.against(problem) is None:
             return invariant_config(problem, target)
-        return ForwardConfig(_form(problem, forward_tuning(problem, target)))
+        return ForwardConfig(_traits(problem, forward_tile(problem, target)))
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem)
@@ -129,7 +147,7 @@ class PortableBackward:
         reason = _why_not(problem, target)
         if (
             reason is None
-            and min(side for tuning in backward_tuning(problem, target) for side in (tuning.block_m, tuning.block_n))
+            and min(side for tile in backward_tiles(problem, target) for side in (tile.block_m, tile.block_n))
             < LEAST_TILE
         ):
             reason = (
@@ -140,7 +158,7 @@ class PortableBackward:
         return reason
 
     def config(self, problem: Problem, target: Target) -> BackwardConfig:
-        return BackwardConfig(*(_form(problem, tuning) for tuning in backward_tuning(problem, target)))
+        return BackwardConfig(*(_traits(problem, tile) for tile in backward_tiles(problem, target)))
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem, backward=True)

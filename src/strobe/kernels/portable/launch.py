@@ -11,28 +11,40 @@ from torch import Tensor
 
 from ...errors import KernelFault
 from ...problem.call import Call
+from ...problem.decode import DecodeProblem
 from ...problem.problem import ALIGNMENT, Packed, Problem
+from ..device.forward_arguments import WindowParams
 from ..protocol import Backward, Forward, Plan, entries, strides_of
 from ..runtime import batch_invariant as shared
 from ..runtime import error_flags
 from ..runtime.compile_cache import hash_callees_first
 from . import backward, batch_invariant, forward
-from .heuristics import Tuning
+from .arguments import (
+    DeltaStrides,
+    DeltaTensors,
+    DkDvStrides,
+    DkDvTensors,
+    DqStrides,
+    DqTensors,
+    ForwardStrides,
+    ForwardTensors,
+    MaskTensors,
+    ShapeParams,
+    SoftmaxParams,
+    Strides,
+)
+from .heuristics import TileConfig
 
 LOG2E = 1.4426950408889634
 DELTA_ROWS = 64
 MOST_PROGRAMS = 2**31  # in the first grid dimension, the only one used here
 
 
-def softmax_parameters(problem: Problem) -> tuple[tuple[float, float, float], ...]:
-    """(scale_log2, softcap, factor), each as three float32.
-
-    A raw score is q k^T, or tanh(softcap * q k^T) with a cap; times scale_log2 it is in log2 units. factor is |scale|.
-    The scale's sign is folded into q, so all three are positive. A scale of 0 makes q itself 0.
-    """
-    scale = abs(problem.scale) or 1.0
-    cap = problem.softcap
-    return tuple(parts(x) for x in ((cap * LOG2E, scale / cap, scale) if cap else (scale * LOG2E, 0.0, scale)))
+def softmax_params(problem: Problem | DecodeProblem, gradients: bool = False) -> SoftmaxParams:
+    """The scale is positive: its sign is folded into q. A scale of 0 makes q itself 0."""
+    scale, cap = abs(problem.scale) or 1.0, problem.softcap
+    scale_log2, softcap = (cap * LOG2E, scale / cap) if cap else (scale * LOG2E, 0.0)
+    return SoftmaxParams(parts(scale_log2), parts(softcap), parts(scale) if gradients else None)
 
 
 def parts(value: float) -> tuple[float, float, float]:
@@ -68,91 +80,81 @@ class Launch(NamedTuple):
 
 
 def forward_launches(plan: Plan, call: Call, tensors: Forward) -> list[Launch]:
-    form = plan.config.form
-    problem = plan.problem
-    sizes = _sizes(problem, form.tuning.block_m)
-    strides = tuple(strides_of(t, problem) for t in (call.q, call.k, call.v, tensors.out))
-    limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
+    traits, problem = plan.config.traits, plan.problem
+    shape = _shape(problem, traits.block_m)
     arguments = (
-        (call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks),
+        ForwardTensors(call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks),
         _mask_tensors(call, call.spans_q),
         error_flags.word(call.q.device),
-        strides,
-        sizes,
-        limits,
-        softmax_parameters(problem)[:2],
-        form,
+        forward_strides(problem, call, tensors),
+        shape,
+        WindowParams(call.left, call.right, call.max_seqlen_q, call.max_seqlen_k),
+        softmax_params(problem),
+        traits,
     )
-    return [_launch(forward.forward_kernel, sizes[4] * problem.heads_q * entries(problem), arguments, form.tuning)]
+    programs = shape.num_blocks * problem.heads_q * entries(problem)
+    return [_launch(forward.forward_kernel, programs, arguments, traits.tile)]
 
 
 def invariant_launch(plan: Plan, call: Call, tensors: Forward) -> Launch:
     """A forward that gives each row the bits of its decode."""
-    form = plan.config.form
-    problem = plan.problem
-    strides = tuple(strides_of(t, problem) for t in (call.q, call.k, call.v, tensors.out))
-    limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
+    traits, problem = plan.config.traits, plan.problem
     arguments = (
-        (call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks),
+        ForwardTensors(call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks),
         (call.cu_seqlens_q, call.cu_seqlens_k),
         error_flags.word(call.q.device),
-        strides,
-        shared.sizes_of(problem, form.block_m),
-        limits,
-        softmax_parameters(problem)[:2],
-        form,
+        forward_strides(problem, call, tensors),
+        shared.sizes_of(problem, traits.block_m),
+        WindowParams(call.left, call.right, call.max_seqlen_q, call.max_seqlen_k),
+        softmax_params(problem),
+        traits,
     )
-    options = {"num_warps": form.warps, "num_stages": form.stages}
-    return Launch(batch_invariant.invariant_kernel, shared.programs(problem, form.block_m), arguments, options)
+    options = {"num_warps": traits.warps, "num_stages": traits.stages}
+    return Launch(batch_invariant.invariant_kernel, shared.programs(problem, traits.block_m), arguments, options)
 
 
 def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
     """The launch of delta, then those of dk and dv, and of dq, which are independent of each other."""
-    forms = plan.config
-    problem = plan.problem
+    traits_k, traits_q = plan.config.keys, plan.config.queries
+    problem, batch = plan.problem, entries(plan.problem)
     dout = _operand(t.dout, call)
-    strides = {
-        name: strides_of(x, problem)
-        for name, x in (("dout", t.dout), ("out", t.out), ("do", dout), ("dq", t.dq), ("dk", t.dk), ("dv", t.dv))
-    }
-    q, k, v = (strides_of(x, problem) for x in call[:3])
-    limits, numbers, word = (call.left, call.right), softmax_parameters(problem), error_flags.word(call.q.device)
-    read = (call.q, call.k, call.v, dout, t.lse, t.delta)
-    rows = t.lse.shape[-1]
+    q, k, v, do, dq, dk, dv = (_strides(x, problem) for x in (call.q, call.k, call.v, dout, t.dq, t.dk, t.dv))
+    num_rows = t.lse.shape[-1]
     delta = (
-        (t.dout, t.out, t.dlse, t.delta),
-        (strides["dout"], strides["out"]),
-        (problem.heads_q, rows),
-        forms.queries,
+        DeltaTensors(t.dout, t.out, t.dlse, t.delta),
+        DeltaStrides(_strides(t.dout, problem), _strides(t.out, problem)),
+        (problem.heads_q, num_rows),
+        traits_q,
         DELTA_ROWS,
     )
-    sizes_k = _sizes(problem, forms.keys.tuning.block_n, of_keys=True)
-    sizes_q = _sizes(problem, forms.queries.tuning.block_m)
+    read = (call.q, call.k, call.v, dout, t.lse, t.delta)
+    word, window = error_flags.word(call.q.device), WindowParams(call.left, call.right, None, None)
+    softmax = softmax_params(problem, gradients=True)
+    shape_k, shape_q = _shape(problem, traits_k.block_n, of_keys=True), _shape(problem, traits_q.block_m)
     keys = (
-        (*read, t.dk, t.dv),
+        DkDvTensors(*read, t.dk, t.dv),
         _mask_tensors(call, call.spans_k),
         word,
-        (q, k, v, strides["do"], strides["dk"], strides["dv"]),
-        sizes_k,
-        limits,
-        numbers,
-        forms.keys,
+        DkDvStrides(q, k, v, do, dk, dv),
+        shape_k,
+        window,
+        softmax,
+        traits_k,
     )
     queries = (
-        (*read, t.dq),
+        DqTensors(*read, t.dq),
         _mask_tensors(call, call.spans_q),
         word,
-        (q, k, v, strides["do"], strides["dq"]),
-        sizes_q,
-        limits,
-        numbers,
-        forms.queries,
+        DqStrides(q, k, v, do, dq),
+        shape_q,
+        window,
+        softmax,
+        traits_q,
     )
-    batch = entries(problem)
     return [
-        Launch(backward.delta_kernel, -(-rows // DELTA_ROWS) * problem.heads_q * batch, delta, {}),
-        _launch(backward.keys_kernel, sizes_k[4] * problem.heads_kv * batch, keys, forms.keys.tuning),
-        _launch(backward.queries_kernel, sizes_q[4] * problem.heads_q * batch, queries, forms.queries.tuning),
+        Launch(backward.delta_kernel, -(-num_rows // DELTA_ROWS) * problem.heads_q * batch, delta, {}),
+        _launch(backward.keys_kernel, shape_k.num_blocks * problem.heads_kv * batch, keys, traits_k.tile),
+        _launch(backward.queries_kernel, shape_q.num_blocks * problem.heads_q * batch, queries, traits_q.tile),
     ]
 
 
@@ -161,8 +163,8 @@ def start(launches: list[Launch]) -> None:
         launch.start()
 
 
-def _launch(kernel: Any, programs: int, arguments: tuple, tuning: Tuning) -> Launch:
-    return Launch(kernel, programs, arguments, {"num_warps": tuning.warps, "num_stages": tuning.stages}, tuning.tma)
+def _launch(kernel: Any, programs: int, arguments: tuple, tile: TileConfig) -> Launch:
+    return Launch(kernel, programs, arguments, {"num_warps": tile.warps, "num_stages": tile.stages}, tile.tma)
 
 
 def _descriptor_memory(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -178,15 +180,26 @@ def _operand(dout: Tensor, call: Call) -> Tensor:
     return torch.empty(dout.shape, dtype=call.q.dtype, device=dout.device).copy_(dout)
 
 
-def _sizes(problem: Problem, block: int, of_keys: bool = False) -> tuple[int, int, int, int, int]:
-    """(heads_q, S_q or T_q, S_k or T_k, sequences, tiles per head of `block` rows, or of keys)."""
+def _strides(tensor: Tensor, problem: Problem) -> Strides:
+    return Strides(*strides_of(tensor, problem))
+
+
+def forward_strides(problem: Problem, call: Call, tensors: Forward) -> ForwardStrides:
+    return ForwardStrides(*(_strides(t, problem) for t in (call.q, call.k, call.v, tensors.out)))
+
+
+def _shape(problem: Problem, block: int, of_keys: bool = False) -> ShapeParams:
+    """Sizes for tiles of `block` queries, or of keys."""
     layout: Any = problem.layout
     if isinstance(layout, Packed):
         total = layout.total_k if of_keys else layout.total_q
-        return problem.heads_q, layout.total_q, layout.total_k, layout.batch, total // block + layout.batch + 2
+        num_blocks = total // block + layout.batch + 2
+        return ShapeParams(problem.heads_q, layout.total_q, layout.total_k, layout.batch, num_blocks)
     length = layout.seqlen_k if of_keys else layout.seqlen_q
-    return problem.heads_q, layout.seqlen_q, layout.seqlen_k, layout.batch, -(-length // block)
+    return ShapeParams(problem.heads_q, layout.seqlen_q, layout.seqlen_k, layout.batch, -(-length // block))
 
 
-def _mask_tensors(call: Call, spans: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (call.cu_seqlens_q, call.cu_seqlens_k, call.prefix, call.key_lengths, call.ids_k, call.ids_q, spans)
+def _mask_tensors(call: Call, ranges: Tensor | None) -> MaskTensors:
+    return MaskTensors(
+        call.cu_seqlens_q, call.cu_seqlens_k, call.prefix, call.key_lengths, call.ids_k, call.ids_q, ranges
+    )

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from ...problem.append import AppendCall
 from ...problem.call import Paged
-from ...problem.decode import DecodeCall, DecodeProblem
+from ...problem.decode import DecodeCall
 from ..protocol import Forward, Plan
 from ..runtime import error_flags, launcher
 from ..runtime.split_kv import insert_launch
 from ..runtime.workspace import zeros_on
 from . import append, decode
-from .launch import LOG2E, Launch, parts
+from .launch import Launch, softmax_params
 
 
 def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:
     """A single launch. With several splits, the last program of a tile to finish combines them."""
-    problem, form = plan.problem, plan.config.form
+    problem, form = plan.problem, plan.config.traits
     tiles = problem.layout.batch * problem.heads_kv * -(-problem.layout.seqlen_q * problem.group // form.block_m)
     shares = (
         (None, None, None)
@@ -36,7 +36,7 @@ def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Te
 
 def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, word: Tensor) -> Launch:
     problem, config = plan.problem, plan.config
-    form, layout = config.form, problem.layout
+    form, layout = config.traits, problem.layout
     k, v = (_stored(pool, form.storage == "bits") for pool in (call.k, call.v))
     n_tiles = -(-layout.seqlen_q * problem.group // form.block_m)
     pages = (layout.n_pages, layout.max_pages) if isinstance(layout, Paged) else (0, 0)
@@ -44,7 +44,7 @@ def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, w
     strides = tuple(x.stride()[:3] for x in (call.q, k, v, tensors[6]))
     arguments = (
         (call.q, k, v, *tensors[3:]), (call.k_scale, call.v_scale), shares, word, strides, sizes,
-        (call.left, call.right), _softmax_parameters(problem), form,
+        (call.left, call.right), softmax_params(problem), form,
     )  # fmt: skip
     programs = layout.batch * problem.heads_kv * n_tiles * config.n_splits
     return Launch(decode.decode_kernel, programs, arguments, {"num_warps": form.warps, "num_stages": form.stages})
@@ -69,7 +69,7 @@ def run_append(plan: Plan, call: AppendCall) -> None:
 
 
 def append_launch(plan: Plan, call: AppendCall, word: Tensor) -> Launch:
-    problem, form = plan.problem, plan.config.form
+    problem, form = plan.problem, plan.config.traits
     layout = problem.layout
     k, v = (_stored(pool, form.eight_bits) for pool in (call.k, call.v))
     angles: tuple[Any, ...] = (
@@ -90,11 +90,3 @@ def append_launch(plan: Plan, call: AppendCall, word: Tensor) -> Launch:
 
 def _stored(pool: Tensor, as_bytes: bool) -> Tensor:
     return pool.view(torch.uint8) if as_bytes else pool
-
-
-def _softmax_parameters(problem: DecodeProblem) -> tuple[tuple[float, float, float], ...]:
-    """(scale_log2, softcap). A raw score is q k^T, or tanh(softcap * q k^T) with a cap; scale_log2 makes it log2
-    units.
-    """
-    scale, cap = abs(problem.scale) or 1.0, problem.softcap
-    return tuple(parts(x) for x in ((cap * LOG2E, scale / cap) if cap else (scale * LOG2E, 0.0)))

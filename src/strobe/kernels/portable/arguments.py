@@ -1,0 +1,182 @@
+"""Arguments of the portable kernels, and what their functions hand each other, by name.
+
+A tensor that the call does not have is None. Triton and its interpreter take NamedTuples, nested too, as arguments of
+kernels; fields keep their names.
+"""
+
+from typing import Any, NamedTuple
+
+# ---------------------------------------------------------------- arguments of kernels
+
+
+class Strides(NamedTuple):
+    """Of a tensor [batch, row, head, column], in elements. Columns are contiguous; `batch` is 0 in packed layouts."""
+
+    batch: Any
+    row: Any
+    head: Any
+
+
+class ForwardTensors(NamedTuple):
+    """In the kernel also: pointers to the first row of one sequence and head, and the sink of that head."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any  # [B, H, S_q] or [H, T_q]
+    sinks: Any  # [H]
+
+
+class ForwardStrides(NamedTuple):
+    """Strides of each tensor."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+
+
+class DeltaTensors(NamedTuple):
+    dout: Any
+    out: Any
+    dlse: Any
+    delta: Any  # as lse
+
+
+class DeltaStrides(NamedTuple):
+    """Strides of each tensor."""
+
+    dout: Any
+    out: Any
+
+
+class DkDvTensors(NamedTuple):
+    """In the kernel also: pointers to the first row of one sequence and head."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    dk: Any
+    dv: Any
+
+
+class DkDvStrides(NamedTuple):
+    """Strides of each tensor."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    dk: Any
+    dv: Any
+
+
+class DqTensors(NamedTuple):
+    """In the kernel also: pointers to the first row of one sequence and head."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    dq: Any
+
+
+class DqStrides(NamedTuple):
+    """Strides of each tensor."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    dq: Any
+
+
+class MaskTensors(NamedTuple):
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    prefixes: Any  # [B]: how many first keys all rows see
+    key_lengths: Any  # [B]
+    ids_k: Any  # [B, S_k]: the document of each key
+    ids_q: Any  # [B, S_q]
+    ranges: Any  # [B, S, 3] for the rows or keys that tiles are of (`mask.Documents`, `seqlen.document_run`)
+
+
+class ShapeParams(NamedTuple):
+    """Sizes, int32."""
+
+    heads: Any  # query heads
+    seqlen_q: Any  # or all packed query tokens
+    seqlen_k: Any
+    batch: Any  # batch entries, or packed sequences
+    num_blocks: Any  # tiles of a head
+
+
+class SoftmaxParams(NamedTuple):
+    """A raw score is q k^T, or tanh(softcap * q k^T) with a cap. All are positive: q has the sign of the scale.
+
+    As arguments of a kernel each is three float32 that sum to a float64, because float arguments arrive as float32.
+    """
+
+    scale_log2: Any  # value of a raw score in log2 units
+    softcap: Any  # |scale| / cap
+    scale: Any = None  # |scale|, for gradients
+
+
+# ---------------------------------------------------------------- in kernels
+
+
+class WorkTile(NamedTuple):
+    """What one program computes."""
+
+    batch: Any  # batch entry, or packed sequence
+    head: Any
+    block: Any  # tile of rows or keys within the sequence
+    seqlen: Any  # SeqlenInfo
+
+
+class SeqlenInfo(NamedTuple):
+    """One sequence. Offsets are rows from the start of the tensor in packed layouts, and 0 in dense ones."""
+
+    offset_q: Any
+    seqlen_q: Any
+    offset_k: Any
+    seqlen_k: Any  # where the diagonal ends
+    num_keys: Any  # where the keys end: seqlen_k, or less by a key length
+    prefix: Any  # how many first keys all rows see
+
+
+class RowTile(NamedTuple):
+    """Rows of one document and the keys that they may see. Without documents: of the sequence, and all its keys."""
+
+    m_start: Any
+    m_stop: Any
+    k_first: Any
+    k_stop: Any
+    document: Any
+
+
+class KeyTile(NamedTuple):
+    """Keys of one document and the rows that may see them. Without documents: of the sequence, and all its rows."""
+
+    n_start: Any
+    n_stop: Any
+    m_first: Any
+    m_stop: Any
+    document: Any
+
+
+class BlockInfo(NamedTuple):
+    """The keys that a tile of rows visits, from n_start to n_stop in blocks, and its mask."""
+
+    n_start: Any
+    n_stop: Any
+    full_start: Any  # keys full_start .. full_stop - 1 are visible to all rows: blocks within need no mask
+    full_stop: Any
+    first: Any  # [M]: each row sees keys first .. stop - 1
+    stop: Any
