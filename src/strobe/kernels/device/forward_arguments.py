@@ -32,15 +32,58 @@ class SoftmaxParams(NamedTuple):
 
     scale_log2: Any  # value of a raw score in log2 units
     softcap: Any  # scale / cap
+    score_scale: Any = None  # score_mod: the score in natural units that a raw score of 1 stands for; scale_log2 is then log2(e)
+
+
+class BlockLists(NamedTuple):
+    """The key blocks that each block of queries sees, as FlexAttention's BlockMask has them. int32, contiguous.
+
+    Masks hold in partial blocks. A full block promises that all of its keys are seen by all rows.
+    """
+
+    kv_num_blocks: Any  # [B or 1, H or 1, M]: how many partial blocks
+    kv_indices: Any  # [B or 1, H or 1, M, N]: their numbers
+    full_kv_num_blocks: Any = None  # the same of full blocks
+    full_kv_indices: Any = None
+
+
+class BlockListParams(NamedTuple):
+    """BlockLists for the kernel, and the strides of kv_num_blocks: 0 where entries or heads share their lists."""
+
+    kv_num_blocks: Any
+    kv_indices: Any
+    full_kv_num_blocks: Any
+    full_kv_indices: Any
+    stride_batch: Any
+    stride_head: Any
+    most_blocks: Any  # N
+    most_full_blocks: Any
+
+
+class ForwardHooks(NamedTuple):
+    """What the functions of a call read (tensors, ints, floats), and its block lists."""
+
+    score_aux: tuple = ()
+    mask_aux: tuple = ()
+    block_lists: BlockLists | None = None
+
+
+class HookParams(NamedTuple):
+    """ForwardHooks for the kernel."""
+
+    score_aux: Any
+    mask_aux: Any
+    block_lists: BlockListParams | None
 
 
 class LaunchParams(NamedTuple):
-    """All scalars of a launch."""
+    """All scalars of a launch, and what its hooks read."""
 
     num_tiles: Any
     shape: ShapeParams
     window: WindowParams
     softmax: SoftmaxParams
+    hooks: HookParams | None = None
 
 
 class Pointers(NamedTuple):

@@ -28,8 +28,17 @@ class SeqlenInfo:
 
 
 @record
+class KeyBlock:
+    """A key block as a step of a consumer sees it."""
+
+    n_start: gl.tensor  # its first key
+    is_full: Value  # whether a list says that every row sees every key; None without lists
+    may_be_first: Value  # whether a row may not have met a key before; None without lists
+
+
+@record
 class BlockInfo:
-    """The key blocks that a tile of rows visits, contiguous, in the order of `n_block`. A block-sparse mask would read a list here."""
+    """The key blocks that a tile of rows visits, contiguous, in the order of `n_block`. `BlockList` has the same methods."""
 
     n_block_min: gl.tensor
     count: gl.tensor
@@ -44,6 +53,11 @@ class BlockInfo:
         return BlockInfo(n_block_min, gl.where(m_start < seqlen.seqlen_q, count, 0))
 
     @gluon.jit
+    def seen_by(self, m_start, rows: gl.constexpr, seqlen, window, traits: gl.constexpr):
+        """The blocks of this tile that any of a consumer's rows sees."""
+        return BlockInfo.of_rows(m_start, rows, seqlen, window, traits)
+
+    @gluon.jit
     def n_block(self, i, traits: gl.constexpr):
         """The i-th block that is visited: the last first, but the first block before all others where every row sees it. Attention sinks lie there,
         so later scores seldom outgrow a row's first maximum. The diagonal comes next, where scores of nearby positions are large."""
@@ -53,6 +67,10 @@ class BlockInfo:
         return n_block
 
     @gluon.jit
+    def visit(self, i, traits: gl.constexpr):
+        return KeyBlock(self.n_block(i, traits) * traits.block_n, None, None)
+
+    @gluon.jit
     def blocks_after(self, own):
         """Number of blocks of this tile behind the last one of `own`, which only other consumers' rows see."""
         return self.n_block_min + self.count - own.n_block_min - own.count
@@ -60,6 +78,74 @@ class BlockInfo:
     @gluon.jit
     def blocks_before(self, own):
         return own.n_block_min - self.n_block_min
+
+
+@record
+class BlockList:
+    """The key blocks that a tile of rows visits, from the call's lists. Every consumer with rows visits all of them.
+
+    Partial blocks come first, and full ones last. Optimistic softmax looks for row maxima in partial blocks and in the first full one, where every row
+    meets a key.
+    """
+
+    num_partial: gl.tensor  # key blocks
+    count: gl.tensor
+    kv_indices: gl.tensor  # pointers to the tile's rows of the lists
+    full_kv_indices: Value
+
+    @gluon.jit
+    def counts(entry, head, q_start, sees_keys, lists, traits: gl.constexpr):
+        """(num_partial, count) of the tile that begins at row q_start of its sequence."""
+        row = list_row(entry, head, q_start, lists, traits)
+        partial = gl.load(lists.kv_num_blocks + row)
+        partial = gl.where(sees_keys, gl.minimum(gl.maximum(partial, 0), lists.most_blocks), 0) * traits.blocks_per_listed
+        count = partial
+        if traits.has_full_blocks:
+            full = gl.load(lists.full_kv_num_blocks + row)
+            count += gl.where(sees_keys, gl.minimum(gl.maximum(full, 0), lists.most_full_blocks), 0) * traits.blocks_per_listed
+        return partial, count
+
+    @gluon.jit
+    def of_tile(num_partial, count, entry, head, q_start, lists, traits: gl.constexpr):
+        row = list_row(entry, head, q_start, lists, traits).to(gl.int64)
+        full_kv_indices = None
+        if traits.has_full_blocks:
+            full_kv_indices = lists.full_kv_indices + row * lists.most_full_blocks
+        return BlockList(num_partial, count, lists.kv_indices + row * lists.most_blocks, full_kv_indices)
+
+    @gluon.jit
+    def seen_by(self, m_start, rows: gl.constexpr, seqlen, window, traits: gl.constexpr):
+        count = gl.where(m_start < seqlen.seqlen_q, self.count, 0)
+        return BlockList(self.num_partial, count, self.kv_indices, self.full_kv_indices)
+
+    @gluon.jit
+    def n_block(self, i, traits: gl.constexpr):
+        listed = i // traits.blocks_per_listed
+        if traits.has_full_blocks:
+            behind = (i - self.num_partial) // traits.blocks_per_listed
+            n_block = gl.load(self.kv_indices + listed, mask=i < self.num_partial, other=0)
+            n_block += gl.load(self.full_kv_indices + behind, mask=i >= self.num_partial, other=0)
+        else:
+            n_block = gl.load(self.kv_indices + listed)
+        return n_block * traits.blocks_per_listed + i % traits.blocks_per_listed
+
+    @gluon.jit
+    def visit(self, i, traits: gl.constexpr):
+        return KeyBlock(self.n_block(i, traits) * traits.block_n, i >= self.num_partial, i <= self.num_partial)
+
+    @gluon.jit
+    def blocks_after(self, own):
+        return self.count * 0
+
+    @gluon.jit
+    def blocks_before(self, own):
+        return self.count - own.count
+
+
+@gluon.jit
+def list_row(entry, head, q_start, lists, traits: gl.constexpr):
+    """Which row of the lists a tile reads."""
+    return entry * lists.stride_batch + head * lists.stride_head + q_start // traits.list_block_q
 
 
 @record
@@ -88,8 +174,9 @@ class AttentionMask:
         return AttentionMask(self.window_start, self.window_stop, self.key_stop, self.prefix, self.window_right, document, key_ids)
 
     @gluon.jit
-    def is_partial(self, n_start, traits: gl.constexpr):
-        """Whether a row of the tile does not see the whole block at n_start, documents apart."""
+    def is_partial(self, block, traits: gl.constexpr):
+        """Whether a row of the tile does not see the whole block, documents apart."""
+        n_start = block.n_start
         n_stop = n_start + traits.block_n
         partial = n_stop > self.key_stop
         if traits.mask.prefix:
@@ -98,13 +185,16 @@ class AttentionMask:
             partial = partial | (n_stop > self.window_stop)
         if traits.mask.left:
             partial = partial | (n_start < self.window_start + (traits.queries_per_consumer - 1))
+        if block.is_full is not None:
+            partial = (n_stop > self.key_stop) | (partial & ~block.is_full)
         return partial
 
     @gluon.jit
-    def apply(self, s, n_start, traits: gl.constexpr):
+    def apply(self, s, block, traits: gl.constexpr):
         """S [rows, block_n] with -inf where a row does not see the key."""
         layout: gl.constexpr = s.type.layout
-        if self.is_partial(n_start, traits):
+        n_start = block.n_start
+        if self.is_partial(block, traits):
             # bits 1 and 2 of a column depend on the thread, the others on the register: compared apart, no register holds a column
             column = gl.arange(0, traits.block_n, gl.SliceLayout(0, layout))
             by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]

@@ -7,7 +7,7 @@ A tile that a consumer flags is published once more (`tile_redo`).
 """
 
 from .dialect import Value, gl, gluon, mbarrier, partition_barrier, record, reinterpret
-from .forward_mask import BlockInfo, SeqlenInfo
+from .forward_mask import BlockInfo, BlockList, SeqlenInfo
 from .key_ranges import prefix_of, tile_at
 from .pack_gqa import heads_of
 from .pipeline import ring
@@ -34,12 +34,14 @@ OFFSET_K: gl.constexpr = gl.constexpr(9)
 NUM_KEYS: gl.constexpr = gl.constexpr(10)
 DOCUMENT: gl.constexpr = gl.constexpr(11)
 PREFIX: gl.constexpr = gl.constexpr(12)
+SEQUENCE: gl.constexpr = gl.constexpr(13)
 END: gl.constexpr = gl.constexpr(-1)  # as a tile's number of blocks: there are no more tiles
 
 
 @record
 class WorkTile:
-    """Rows m_start .. of one head of one sequence, and the key blocks that any of them sees.
+    """Rows m_start .. of one head of one sequence, and the key blocks that any of them sees. With block lists, n_block_min is the number of partial
+    blocks.
 
     m_start is a row, not a block number: causal tiles end with a sequence's last row, so the first may begin before row 0.
     """
@@ -53,10 +55,43 @@ class WorkTile:
     seqlen: SeqlenInfo
     document: gl.tensor  # PURE, or the document of all rows, whose keys other documents' keys lie among
     next_row: gl.tensor  # key ranges: the row within this tile index with which a further tile begins, or 0
+    sequence: Value  # packed: index of the sequence where a hook asks for it, else None
 
     @gluon.jit
-    def blocks(self):
-        return BlockInfo(self.n_block_min, self.num_n_blocks)
+    def blocks(self, launch, traits: gl.constexpr):
+        if traits.has_block_lists:
+            entry, q_start = self.entry(traits), self.q_start(launch.shape, traits)
+            return BlockList.of_tile(self.n_block_min, self.num_n_blocks, entry, self.head, q_start, launch.hooks.block_lists, traits)
+        else:
+            return BlockInfo(self.n_block_min, self.num_n_blocks)
+
+    @gluon.jit
+    def entry(self, traits: gl.constexpr):
+        """The batch entry, or the packed sequence."""
+        if traits.numbers_sequences:
+            return self.sequence
+        else:
+            return self.batch
+
+    @gluon.jit
+    def q_start(self, shape, traits: gl.constexpr):
+        """m_start, counted from the first row of the batch entry also where rows lie in key ranges."""
+        m_start = self.m_start
+        if traits.key_ranges:
+            m_start += self.seqlen.offset_q - self.batch * shape.seqlen_q
+        return m_start
+
+    @gluon.jit
+    def with_listed_blocks(self, launch, traits: gl.constexpr):
+        """The same tile with the blocks of its list, if the call has lists."""
+        if traits.has_block_lists:
+            entry, q_start = self.entry(traits), self.q_start(launch.shape, traits)
+            sees_keys = (self.m_start < self.seqlen.seqlen_q) & (self.seqlen.num_keys > 0)
+            num_partial, count = BlockList.counts(entry, self.head, q_start, sees_keys, launch.hooks.block_lists, traits)
+            is_valid, batch, head, m_start = self.is_valid, self.batch, self.head, self.m_start
+            return WorkTile(is_valid, batch, head, m_start, num_partial, count, self.seqlen, self.document, self.next_row, self.sequence)
+        else:
+            return self
 
     @gluon.jit
     def o_rows(self, shape):
@@ -172,7 +207,7 @@ def dense_work_tile(tile_index, launch, traits: gl.constexpr):
     is_valid = batch_head < shape.batch * shape.heads
     zero = tile_index * 0
     seqlen = SeqlenInfo(zero, zero + shape.seqlen_q, zero, zero + shape.seqlen_k, zero + shape.seqlen_k, 0)
-    return work_tile(is_valid, batch_head // shape.heads, batch_head % shape.heads, m_block, seqlen, launch.window, traits)
+    return work_tile(is_valid, batch_head // shape.heads, batch_head % shape.heads, m_block, seqlen, None, launch, traits)
 
 
 @gluon.jit
@@ -185,15 +220,19 @@ def packed_work_tile(tile_index, cu_seqlens, launch, traits: gl.constexpr):
     offset_k, seqlen_k = keys_of(cu_seqlens.k, sequence, shape.batch, shape.seqlen_k, OUTSIDE)
     is_valid = m_block * traits.block_m < seqlen_q
     seqlen = SeqlenInfo(offset_q, seqlen_q, offset_k, seqlen_k, seqlen_k, 0)
-    return work_tile(is_valid, tile_index * 0, head, m_block, seqlen, launch.window, traits)
+    index = None
+    if traits.numbers_sequences:
+        index = gl.minimum(gl.maximum(sequence - 1, 0), shape.batch - 1)  # rows outside every sequence see no key
+    return work_tile(is_valid, tile_index * 0, head, m_block, seqlen, index, launch, traits)
 
 
 @gluon.jit
-def work_tile(is_valid, batch, head, m_block, seqlen, window, traits: gl.constexpr):
+def work_tile(is_valid, batch, head, m_block, seqlen, sequence, launch, traits: gl.constexpr):
     m_start = m_block * traits.block_m - rows_before_first(seqlen.seqlen_q, traits)
-    blocks = BlockInfo.of_rows(m_start, traits.block_m, seqlen, window, traits)
+    blocks = BlockInfo.of_rows(m_start, traits.block_m, seqlen, launch.window, traits)
     zero = head * 0
-    return WorkTile(is_valid, batch, head, m_start, blocks.n_block_min, blocks.count, seqlen, zero, zero)
+    work = WorkTile(is_valid, batch, head, m_start, blocks.n_block_min, blocks.count, seqlen, zero, zero, sequence)
+    return work.with_listed_blocks(launch, traits)
 
 
 @gluon.jit
@@ -235,7 +274,8 @@ def range_work_tile(tile_index, row, ranges, launch, errors, traits: gl.constexp
     counted = SeqlenInfo(zero, rows, zero, diagonal_k, num_keys, prefix)
     blocks = BlockInfo.of_rows(zero, traits.block_m, counted, launch.window, traits)
     seqlen = SeqlenInfo(batch * shape.seqlen_q + found.start, rows, batch * shape.seqlen_k + k_start, diagonal_k, num_keys, prefix)
-    return WorkTile(found.is_valid, batch, head, zero, blocks.n_block_min, blocks.count, seqlen, document, found.next_row)
+    work = WorkTile(found.is_valid, batch, head, zero, blocks.n_block_min, blocks.count, seqlen, document, found.next_row, None)
+    return work.with_listed_blocks(launch, traits)
 
 
 @gluon.jit
@@ -305,7 +345,7 @@ class WorkTilePipeline:
             slot.store(3, seqlen.prefix, None, None, None)
         else:
             slot.store(2, redo.pending, seqlen.offset_k, None, None)
-            slot.store(3, None, None, None, None)
+            slot.store(3, None, work.sequence, None, None)
         self.producer_commit(state)
 
     @gluon.jit
@@ -348,7 +388,7 @@ class WorkTilePipeline:
     @gluon.jit
     def take_redo(self, redo, traits: gl.constexpr):
         """The tile of a pending request, whose flags are cleared."""
-        work = self._read(redo.slot)
+        work = self._read(redo.slot, traits)
         row = self._load(redo.slot)
         seqlen, document = work.seqlen, redo.slot * 0
         if traits.key_ranges:
@@ -361,7 +401,7 @@ class WorkTilePipeline:
         self.redo_flags.clear(redo.slot, traits.consumers)
         partition_barrier()  # all lanes have cleared before one publishes
         valid, next_row = redo.slot >= 0, redo.slot * 0
-        return WorkTile(valid, work.batch, work.head, work.m_start, work.n_block_min, work.num_n_blocks, seqlen, document, next_row)
+        return WorkTile(valid, work.batch, work.head, work.m_start, work.n_block_min, work.num_n_blocks, seqlen, document, next_row, work.sequence)
 
     # ------------------------------------------------ consumers
 
@@ -372,9 +412,9 @@ class WorkTilePipeline:
         return word(self._load(state.index), NUM_N_BLOCKS) >= 0
 
     @gluon.jit
-    def receive(self, state):
+    def receive(self, state, traits: gl.constexpr):
         """The tile, without what `receive_range` and `receive_document` read: reading a word again costs less than a register that holds it."""
-        return self._read(state.index)
+        return self._read(state.index, traits)
 
     @gluon.jit
     def receive_range(self, state, work, traits: gl.constexpr):
@@ -406,10 +446,13 @@ class WorkTilePipeline:
         return self.words.index(slot).load(gl.BlockedLayout([WORDS], [32], [gl.num_warps()], [0]))
 
     @gluon.jit
-    def _read(self, slot):
+    def _read(self, slot, traits: gl.constexpr):
         row = self._load(slot)
         batch, head, m_start = word(row, 0), word(row, 1), word(row, 2)
         n_block_min, num_n_blocks = word(row, 3), word(row, 4)
         offset_q, seqlen_q, seqlen_k = word(row, 5), word(row, 6), word(row, 7)
         seqlen = SeqlenInfo(offset_q, seqlen_q, gl.to_tensor(0), seqlen_k, seqlen_k, 0)
-        return WorkTile(gl.to_tensor(True), batch, head, m_start, n_block_min, num_n_blocks, seqlen, gl.to_tensor(0), gl.to_tensor(0))
+        sequence = None
+        if traits.numbers_sequences:
+            sequence = word(row, SEQUENCE)
+        return WorkTile(gl.to_tensor(True), batch, head, m_start, n_block_min, num_n_blocks, seqlen, gl.to_tensor(0), gl.to_tensor(0), sequence)

@@ -59,8 +59,13 @@ class Launch(NamedTuple):
 Describe = Callable[[Plan, Call, Tensor, tuple[Tensor | None, ...]], Launch]  # a plan, a call, its out and pointers
 
 
-def run(plan: Plan, call: Call, tensors: Forward, described: Describe, joined: bool = False) -> None:
-    """Launch what `described` says; where the same was launched before, without asking again. `joined`: out leaves by `joined_descriptor`."""
+def run(
+    plan: Plan, call: Call, tensors: Forward, described: Describe, joined: bool = False, read: tuple = ()
+) -> None:
+    """Launch what `described` says; where the same was launched before, without asking again.
+
+    joined: out leaves by `joined_descriptor`. read: what the launch reads besides the call: tensors, and numbers, which are part of the launch's key.
+    """
     form: Any = plan.config.form
     out = addressable(tensors.out, joined)
     word = error_flags.word(call.q.device) if form.packed or call.key_lengths is not None else None
@@ -69,11 +74,15 @@ def run(plan: Plan, call: Call, tensors: Forward, described: Describe, joined: b
         offsets = (call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix)
     counter = zeros_on(call.q.device, 1) if form.counted else None
     pointers = (tensors.lse, call.sinks, *offsets, word, counter)
-    key = (call.left, call.right, out.stride())
-    launch = launcher.start(plan, key, (call.q, call.k, call.v, out, *pointers), lambda: described(plan, call, out, pointers))
+    key: tuple = (call.left, call.right, out.stride())
+    addressed = (call.q, call.k, call.v, out, *pointers)
+    if read:
+        key += tuple([value.shape if isinstance(value, Tensor) else value for value in read])
+        addressed += tuple([value for value in read if isinstance(value, Tensor)])
+    launch = launcher.start(plan, key, addressed, lambda: described(plan, call, out, pointers))
     if out is not tensors.out:
         tensors.out.copy_(out)
-    elif launch is not None and out.is_contiguous():
+    elif launch is not None and out.is_contiguous() and not read:  # addresses of the call do not say what else is read
         CACHE.insert_launch(plan, forward_addresses(call, *tensors), launch.on_this_stream() if form.counted else launch)
 
 

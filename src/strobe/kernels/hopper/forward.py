@@ -23,9 +23,9 @@ P stays in registers. Column counts that are no power of two come in two parts (
 A tensor's rows end where TMA's descriptor says: it reads zeros beyond them and writes nothing there, so lengths may be ragged. Descriptors of
 packed sequences wrap (`tma.corner`), so that a neighbour's rows are neither read nor written.
 
-To add a feature: scores -> forward_softmax.score_mod; which keys a row sees -> device.forward_mask.AttentionMask; which key blocks a tile visits ->
-device.forward_mask.BlockInfo; where rows lie -> device.forward_mask.SeqlenInfo; a constant of the kernel -> traits.ForwardTraits; a scalar ->
-device.forward_arguments.LaunchParams.
+To add a feature: scores -> device.forward_hooks.modify_scores; which keys a row sees -> device.forward_mask.AttentionMask; which key blocks a tile
+visits -> device.forward_mask.BlockInfo, BlockList; where rows lie -> device.forward_mask.SeqlenInfo; a constant of the kernel ->
+traits.ForwardTraits; a scalar -> device.forward_arguments.LaunchParams.
 
 Triton reads the body of a loop twice, and of a loop in a loop four times. It reads a function once for all calls with the same types, and consumers'
 indices are tensors for that reason (d64 causal is read in 0.65 s instead of 1.04, on an H200's host).
@@ -48,7 +48,8 @@ from ..device.dialect import (
     warpgroup_mma_wait,
 )
 from ..device.forward_arguments import CuSeqlens, InputMaps, Outputs, Workspace
-from ..device.forward_mask import AttentionMask, BlockInfo
+from ..device.forward_hooks import ScoreMods
+from ..device.forward_mask import AttentionMask
 from ..device.forward_scheduler import WorkTilePipeline
 from ..device.key_ranges import PURE
 from ..device.lagging import lift_of as log2_offset_of
@@ -123,7 +124,7 @@ class Consumer:
         traits: gl.constexpr = self.traits
         pipes, window, kv = self.pipes, self.launch.window, state.kv
         heads_q = self.launch.shape.heads * traits.pack_gqa
-        work = pipes.work.receive(state.work)
+        work = pipes.work.receive(state.work, traits)
         m_start = work.consumer_m_start(self.index, state.work.index, traits)
         q_state = state.q.at(self.index)
         pipes.q.consumer_wait(q_state)
@@ -134,25 +135,39 @@ class Consumer:
             pipes.q.consumer_release(q_state)
         result = no_keys(traits)
         seqlen = pipes.work.receive_range(state.work, work, traits)
-        blocks = BlockInfo.of_rows(m_start, traits.queries_per_consumer, seqlen, window, traits)
+        blocks = work.blocks(self.launch, traits).seen_by(m_start, traits.queries_per_consumer, seqlen, window, traits)
         redo = pipes.work.is_redo(state.work) if traits.optimistic else 0
         unseen = work.num_n_blocks
         if blocks.count > 0:
-            unseen = work.blocks().blocks_after(blocks)
+            unseen = work.blocks(self.launch, traits).blocks_after(blocks)
             if not traits.first_block_first:
                 kv = self.skip_blocks(unseen, kv)
             mask = AttentionMask.of_rows(m_start, seqlen, window, traits)
             if traits.mask.documents:
                 document, offset_k = pipes.work.receive_document(state.work)
                 mask = mask.of_document(document, self.outputs.ids_k + offset_k)
-            result, kv = self.attend(q, q_state, blocks, unseen, mask, redo, kv)
-            unseen = work.blocks().blocks_before(blocks)
+            mods = None
+            if traits.has_mods:
+                mods = self.score_mods(work, m_start, seqlen, state.work)
+            result, kv = self.attend(q, q_state, blocks, unseen, mask, mods, redo, kv)
+            unseen = work.blocks(self.launch, traits).blocks_before(blocks)
         if not traits.q_in_registers:
             if blocks.count <= 0:
                 pipes.q.consumer_release(q_state)
         kv = self.skip_blocks(unseen, kv)
         work_state = self.epilogue(result, heads_q, state.work)
         return ConsumerState(kv, state.q.advance(), work_state)
+
+    @gluon.jit
+    def score_mods(self, work, m_start, seqlen, work_state):
+        """The call's functions, for this consumer's rows."""
+        traits: gl.constexpr = self.traits
+        shape = self.launch.shape
+        q_start, k_start = m_start, 0
+        if traits.key_ranges:
+            _, offset_k = self.pipes.work.receive_document(work_state)
+            q_start, k_start = m_start + seqlen.offset_q - work.batch * shape.seqlen_q, offset_k - work.batch * shape.seqlen_k
+        return ScoreMods(work.entry(traits), work.head, q_start, k_start, self.launch.hooks)
 
     @gluon.jit
     def skip_blocks(self, count, kv):
@@ -166,22 +181,22 @@ class Consumer:
         return kv
 
     @gluon.jit
-    def attend(self, q, q_state, blocks, unseen, mask, redo, kv):
+    def attend(self, q, q_state, blocks, unseen, mask, mods, redo, kv):
         """(RowResult, K's and V's state) of at least one key block. Q is released once the last scores are there, a product before the end: 1.006 to
         1.01 times the speed of later at d256, 1.02 at d64 512 (H200)."""
-        state = self.prologue(q, blocks, unseen, mask, kv)
+        state = self.prologue(q, blocks, unseen, mask, mods, kv)
         for i in range(1, blocks.count):
-            state = self.mainloop_step(i, q, state, blocks, mask, redo)
+            state = self.mainloop_step(i, q, state, blocks, mask, mods, redo)
         if not self.traits.q_in_registers:
             self.pipes.q.consumer_release(q_state)
         return self.last_product(state)
 
     @gluon.jit
-    def prologue(self, q, blocks, unseen, mask, kv):
+    def prologue(self, q, blocks, unseen, mask, mods, kv):
         """The first block, and the `unseen` blocks behind it that this consumer skips, if the first block comes first."""
         traits: gl.constexpr = self.traits
         k = kv
-        o, n_start = zero_o(traits), blocks.n_block(0, traits) * traits.block_n
+        o, block = zero_o(traits), blocks.visit(0, traits)
         # S_0 = Q K_0^T
         self.pipes.k.consumer_wait(k)
         self.warp_scheduler_barrier_sync()
@@ -191,14 +206,15 @@ class Consumer:
         self.pipes.k.consumer_release(k)
         k = k.advance()
         # P_0 = softmax(S_0)
-        p, rescale, softmax = SoftmaxState.first_step(s, n_start, mask, self.launch.softmax, self.log2_offset(), traits)
+        offset: gl.constexpr = self.log2_offset()
+        p, rescale, softmax = SoftmaxState.first_step(s, block, mask, mods, self.launch.softmax, offset, traits)
         p = self.p_operand(p)
         if traits.first_block_first:
             k = self.skip_blocks(unseen, k)  # the diagonal's last blocks, which come next
         return AttentionState(k, o, kv, rescale, softmax, p)
 
     @gluon.jit
-    def mainloop_step(self, i, q, state, blocks, mask, redo):
+    def mainloop_step(self, i, q, state, blocks, mask, mods, redo):
         """Block i in the order of `n_block`. Both products are in flight before softmax(S_i) runs under P_{i-1} V_{i-1}."""
         traits: gl.constexpr = self.traits
         k, v = state.k, state.v
@@ -214,9 +230,10 @@ class Consumer:
         s = warpgroup_mma_wait(traits.pv_products, deps=[s])
         self.pipes.k.consumer_release(k)
         # P_i = softmax(S_i)
-        n_start = blocks.n_block(i, traits) * traits.block_n
-        look = needs_row_max(n_start, mask, redo, traits)
-        p, rescale, softmax = state.softmax.online_step(s, look, n_start, mask, self.launch.softmax, self.log2_offset(), traits)
+        block = blocks.visit(i, traits)
+        look = needs_row_max(block, mask, redo, traits)
+        offset: gl.constexpr = self.log2_offset()
+        p, rescale, softmax = state.softmax.online_step(s, look, block, mask, mods, self.launch.softmax, offset, traits)
         if traits.softmax_before_pv_wait:
             stay_before(blocks.count)
         o = wait_for_o(o)
@@ -243,7 +260,7 @@ class Consumer:
         traits: gl.constexpr = self.traits
         work_pipe, outputs = self.pipes.work, self.outputs
         shape, window = self.launch.shape, self.launch.window
-        work = work_pipe.receive(work_state)
+        work = work_pipe.receive(work_state, traits)
         m_start = work.consumer_m_start(self.index, work_state.index, traits)
         row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout(traits)))
         query = m_start + queries_of(row, traits)
@@ -258,7 +275,12 @@ class Consumer:
         sink = 0.0
         if traits.sinks:
             sink = load_sinks(outputs.sinks, head, exists, traits)
-        normalizer, lse = normalizer_of(result.row_max, result.row_sum, is_empty, sink, traits)
+        sees_none = is_empty
+        if traits.hides_beyond_mask:
+            sees_none = is_empty | (result.row_sum == 0)
+        if traits.no_sum_means_no_key:
+            is_empty = sees_none
+        normalizer, lse = normalizer_of(result.row_max, result.row_sum, sees_none, sink, traits)
         if traits.packed:  # NaN shows rows and keys beyond what the caller promised
             broken = breaks_promise(query, seqlen.seqlen_k, window)
             normalizer = gl.where(broken, float("nan"), normalizer)
@@ -363,6 +385,8 @@ def no_keys(traits: gl.constexpr):
     """The result of rows that see no key."""
     rows: gl.constexpr = gl.SliceLayout(1, s_layout(traits))
     row_max = gl.full([ROWS], float("-inf"), gl.float32, rows)
+    if traits.has_block_lists:
+        row_max = gl.full([ROWS], 0.0, gl.float32, rows)  # an empty list: no redo would find a key
     row_sum = gl.full([ROWS], 0.0, gl.float32, rows)
     return RowResult(row_max, row_sum, zero_o(traits))
 

@@ -100,7 +100,7 @@ class Producer:
         pipes.work.publish(state.work, work, redo, traits)
         slot, work_state = state.work.index, state.work.advance()
         q_rows, k_rows, v_rows = work.q_rows(shape, traits), work.kv_rows(shape.gap_k, shape, traits), work.kv_rows(shape.gap_v, shape, traits)
-        blocks = work.blocks()
+        blocks = work.blocks(self.launch, traits)
         k, v = state.k, state.v
         for consumer in gl.static_range(CONSUMERS):
             q = state.q.at(consumer)

@@ -1,4 +1,4 @@
-"""Online softmax with conditional rescaling: score_mod, row maxima, P = exp2(S - max), row sums.
+"""Online softmax with conditional rescaling: the call's functions of scores (`forward_hooks`), row maxima, P = exp2(S - max), row sums.
 
 Row statistics are [rows, 4] in `lanes`: four lanes share a row of a wgmma accumulator, and each sums its own columns. They are joined once, after the
 last block. Exponents are relative to a maximum log2_offset below the row's own (`device.lagging`), which is updated only where it grew by more than
@@ -8,24 +8,16 @@ Sources: online softmax (arXiv 1805.02867), algorithm 3; FlashAttention-4 (Dao-A
 """
 
 from ..device.dialect import gl, gluon, record, scale_rows
+from ..device.forward_hooks import modify_scores
 from ..device.key_ranges import PURE
 from ..device.lagging import THRESHOLD
 from ..device.lagging import lagging_max as conditional_max
 from ..device.layouts import in_lanes, lanes_of, over_lanes, sum_in_lanes
-from ..device.softmax import tanh
 from ..device.tma import ColumnParts
 from .optimistic_softmax import renormalize_row
 from .traits import ROWS as _ROWS
 
 ROWS: gl.constexpr = gl.constexpr(_ROWS)
-
-
-@gluon.jit
-def score_mod(s, softmax, traits: gl.constexpr):
-    """The hook for scores after Q K^T and before the mask; softcap for now."""
-    if traits.softcap:
-        s = tanh(s * softmax.softcap)
-    return s
 
 
 @gluon.jit
@@ -52,27 +44,27 @@ class SoftmaxState:
     row_sum: gl.tensor
 
     @gluon.jit
-    def first_step(s, n_start, mask, softmax, log2_offset: gl.constexpr, traits: gl.constexpr):
+    def first_step(s, block, mask, mods, softmax, log2_offset: gl.constexpr, traits: gl.constexpr):
         """(P, rescale, state) of a tile's first block: there is nothing to rescale."""
-        s = score_mod(s, softmax, traits)
+        s = modify_scores(s, block, mods, softmax, traits)
         if traits.masks:
-            s = mask.apply(s, n_start, traits)
+            s = mask.apply(s, block, traits)
         rescale = gl.full([ROWS, 4], 1.0, gl.float32, lanes_of(ROWS))
         row_max = gl.broadcast(in_lanes(gl.max(s, 1) * softmax.scale_log2 - log2_offset), rescale)[0]
         p = gl.exp2(s * softmax.scale_log2 - over_lanes(zero_if_empty(row_max), s))
         return p, rescale, SoftmaxState(row_max, sum_in_lanes(p))
 
     @gluon.jit
-    def online_step(self, s, needs_row_max, n_start, mask, softmax, log2_offset: gl.constexpr, traits: gl.constexpr):
+    def online_step(self, s, needs_row_max, block, mask, mods, softmax, log2_offset: gl.constexpr, traits: gl.constexpr):
         """(P, rescale, state) of a later block. Without a left bound, blocks that need no row maximum need no mask: every row sees them whole."""
         row_max, row_sum = self.row_max, self.row_sum
-        s = score_mod(s, softmax, traits)
-        if traits.mask.left:
-            s = mask.apply(s, n_start, traits)
+        s = modify_scores(s, block, mods, softmax, traits)
+        if traits.masks_each_step:
+            s = mask.apply(s, block, traits)
         rescale = gl.full([ROWS, 4], 1.0, gl.float32, lanes_of(ROWS))
         if needs_row_max:
-            if traits.masks and not traits.mask.left:
-                s = mask.apply(s, n_start, traits)
+            if traits.masks and not traits.masks_each_step:
+                s = mask.apply(s, block, traits)
             new_max = gl.maximum(row_max, in_lanes(gl.max(s, 1) * softmax.scale_log2 - log2_offset))
             if not traits.optimistic:
                 new_max = conditional_max(row_max, new_max, THRESHOLD)
@@ -89,17 +81,22 @@ class SoftmaxState:
 
 
 @gluon.jit
-def needs_row_max(n_start, mask, redo, traits: gl.constexpr):
+def needs_row_max(block, mask, redo, traits: gl.constexpr):
     """Whether a step after the first looks for row maxima. With optimistic softmax: until each row has met a key, and in a tile that is redone.
 
     A window's tile begins at the diagonal, where a row may see one key. One key's score is a poor maximum, which most rows then outgrow, so the block
-    behind the diagonal looks for maxima too.
+    behind the diagonal looks for maxima too. Steps that look come before those that do not: a row without a maximum then has none at the end, either.
     """
     needed: gl.constexpr = True
     if traits.optimistic:
-        stop = mask.fewest_keys_stop(traits)
-        behind: gl.constexpr = 1 if traits.first_block_first else 2
-        needed = (redo > 0) | (n_start + behind * traits.block_n >= stop)
-        if traits.mask.documents:
-            needed = needed | (mask.document != PURE)  # a row may meet its first key anywhere
+        if traits.has_block_lists:
+            needed = (redo > 0) | block.may_be_first
+        elif traits.mask_mod is not None:
+            needed = redo >= 0  # a row may meet its first key anywhere
+        else:
+            stop = mask.fewest_keys_stop(traits)
+            behind: gl.constexpr = 1 if traits.first_block_first else 2
+            needed = (redo > 0) | (block.n_start + behind * traits.block_n >= stop)
+            if traits.mask.documents:
+                needed = needed | (mask.document != PURE)  # so it may here
     return needed

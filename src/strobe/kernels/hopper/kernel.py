@@ -24,6 +24,7 @@ from ..protocol import (
     visible_pairs,
 )
 from ..runtime import batch_invariant
+from ..runtime.hook_constants import ListedBlocks
 from ..runtime.tma_requirements import (
     against_call,
     against_memory,
@@ -129,6 +130,56 @@ def _against(problem: Problem) -> str | None:
     if max(problem.head_dim, problem.head_dim_v) > MOST_WIDTH:
         return f"head dimensions up to {MOST_WIDTH}; this is {problem.head_dim}/{problem.head_dim_v}"
     return against_call(problem) or against_memory(problem) or against_spans(problem) or against_tools()
+
+
+# tiles for block lists, whose blocks are multiples of 128 rows and keys as a rule: two consumers with 64 rows each
+LISTED = {
+    (64, 64): Tuning(block_n=128, stages=3, consumers=2, under=False, ping_pong=True),
+    **{widths: tuning for widths, tuning in TUNINGS.items() if tuning.consumers == 2},
+}
+
+
+def with_hooks(
+    form: ForwardTraits,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_size: tuple[int, int] | None = None,
+    has_full: bool = False,
+    per_head: bool = False,
+) -> ForwardTraits:
+    """Traits of a forward that calls functions on its scores, or visits lists of key blocks (device.forward_hooks).
+
+    block_size: (queries, keys) of a listed block. per_head: the lists have a head dimension above 1.
+    A mask_mod without lists does not use optimistic softmax, because each step looks for row maxima anyway.
+    Raises ValueError if no tile divides the blocks.
+    """
+    if block_size is None:
+        early = form.early and mask_mod is None
+        return replace(form, early=early, score_mod=score_mod, mask_mod=mask_mod)
+    lists = ListedBlocks(*block_size, has_full)
+    joined = 1 if per_head else form.tuning.joined
+    candidates = [
+        replace(tuning, block_n=block_n, joined=packed)
+        for packed in dict.fromkeys((joined, 1))
+        for tuning in (form.tuning, LISTED[form.block_d, form.block_dv])
+        for block_n in (tuning.block_n, 64)
+    ]
+    tuning = next((t for t in candidates if not (block_size[0] % t.block_m or block_size[1] % t.block_n)), None)
+    if tuning is None or form.mask.documents:
+        why = "documents" if form.mask.documents else f"blocks of {block_size[0]} queries and {block_size[1]} keys"
+        raise ValueError(f"block lists of the Hopper forward: {why} are not supported")
+    group = form.group * form.tuning.joined // tuning.joined
+    even = form.even if tuning.block_n <= form.block_n else False
+    return replace(
+        form,
+        tuning=tuning,
+        group=group,
+        even=even,
+        counted=True,  # tiles differ in cost
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        block_lists=lists,
+    )
 
 
 class HopperForward:

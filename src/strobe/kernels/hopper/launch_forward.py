@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...errors import KernelFault
 from ...problem.call import Call
 from ...problem.problem import Problem
 from ..device import persistent_launch
 from ..device.dialect import TensorDescriptor
-from ..device.forward_arguments import KeyRangeTensors, LaunchParams, Pointers, ShapeParams, SoftmaxParams, WindowParams
-from ..device.persistent_launch import Launch, work_of
+from ..device.forward_arguments import (
+    BlockListParams,
+    BlockLists,
+    ForwardHooks,
+    HookParams,
+    KeyRangeTensors,
+    LaunchParams,
+    Pointers,
+    ShapeParams,
+    SoftmaxParams,
+    WindowParams,
+)
+from ..device.persistent_launch import LOG2_E, Launch, work_of
 from ..device.tma import describing, descriptor
 from ..protocol import Forward, Plan
 from ..runtime.tma_requirements import entries_apart
@@ -20,12 +33,17 @@ from . import forward
 from .traits import ROWS
 
 
-def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
+def run_forward(plan: Plan, call: Call, tensors: Forward, hooks: ForwardHooks | None = None) -> None:
+    """Launch the forward. `hooks` has what the functions and the block lists of the plan's traits read."""
     form = plan.config.form
     out = tensors.out
+    if (form.block_lists is None) != (hooks is None or hooks.block_lists is None):
+        raise KernelFault(f"{plan.kernel.name}: block lists are in the plan's traits or in the hooks, not in both")
     if form.spans:
         call, tensors = end_to_end(call, tensors)
-    persistent_launch.run(plan, call, tensors, forward_launch, form.tuning.joined > 1)
+    describe = forward_launch if hooks is None else partial(forward_launch, hooks=hooks)
+    read = () if hooks is None else (*hooks.score_aux, *hooks.mask_aux, *(hooks.block_lists or ()))
+    persistent_launch.run(plan, call, tensors, describe, form.tuning.joined > 1, read)
     if form.spans and tensors.out.data_ptr() != out.data_ptr():
         out.copy_(tensors.out.view(out.shape))
 
@@ -51,16 +69,40 @@ def apart(problem: Problem) -> tuple[int, ...]:
     )
 
 
-def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
+def forward_launch(
+    plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...], hooks: ForwardHooks | None = None
+) -> Launch:
     form = plan.config.form
     num_tiles, sizes, limits, softmax = work_of(plan, call)
     shape = ShapeParams(*sizes, *(apart(plan.problem) if form.spans else ()))
-    launch = LaunchParams(num_tiles, shape, WindowParams(*limits), SoftmaxParams(*softmax))
+    parameters = SoftmaxParams(*softmax)
+    if form.score_mod is not None:
+        parameters = SoftmaxParams(LOG2_E, parameters.softcap, parameters.scale_log2 / LOG2_E)
+    described = None if hooks is None else hook_params(hooks, form)
+    launch = LaunchParams(num_tiles, shape, WindowParams(*limits), parameters, described)
     registers = {2: 168, 3: 128, 4: 96}[form.tuning.consumers]  # registers per thread before setmaxnreg moves them
     arguments = (*descriptors(call, out, form), named(pointers, form.spans), launch, form)
     return Launch(
         forward.forward_kernel, min(plan.target.sm_count, num_tiles), arguments, {"num_warps": 4, "maxnreg": registers}
     )
+
+
+def hook_params(hooks: ForwardHooks, form: Any) -> HookParams:
+    lists = None if hooks.block_lists is None else block_list_params(hooks.block_lists, form)
+    return HookParams(hooks.score_aux or None, hooks.mask_aux or None, lists)
+
+
+def block_list_params(lists: BlockLists, form: Any) -> BlockListParams:
+    """Raises KernelFault if a tile packs heads that have lists of their own, or if traits and lists disagree."""
+    entries, heads, blocks = lists.kv_num_blocks.shape
+    if heads > 1 and form.pack_gqa > 1:
+        raise KernelFault(f"block lists of {heads} heads in tiles of {form.pack_gqa} heads; with_hooks(per_head=True)")
+    full = lists.full_kv_num_blocks is not None
+    if full != form.has_full_blocks:
+        raise KernelFault(f"full blocks: the traits say {form.has_full_blocks}, the lists {full}")
+    strides = (heads * blocks if entries > 1 else 0, blocks if heads > 1 else 0)
+    most = [0 if indices is None else indices.shape[-1] for indices in (lists.kv_indices, lists.full_kv_indices)]
+    return BlockListParams(*lists, *strides, *most)
 
 
 def named(pointers: tuple[Tensor | None, ...], key_ranges: bool) -> Pointers:

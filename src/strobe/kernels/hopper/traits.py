@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ...problem.mask import MaskStructure
 from ..runtime.compile_cache import Constants
+from ..runtime.hook_constants import HookConstants, ListedBlocks, function_key
 from ..runtime.tma_requirements import fold_of, has_spans, rest
 from .decode_config import MOST_SHARED
 
@@ -88,7 +90,7 @@ class Walk:
 
 
 @dataclass(frozen=True)
-class ForwardTraits(Constants, Walk):
+class ForwardTraits(Constants, Walk, HookConstants):
     """Compile-time constants of the forward. It has no __str__ of its own, because Triton identifies kernels by it."""
 
     tuning: Tuning
@@ -102,6 +104,15 @@ class ForwardTraits(Constants, Walk):
     packed: bool
     counted: bool  # programs take tiles from a counter
     early: bool  # optimistic softmax: weights before row maxima
+    # functions of the call (device.forward_hooks). Triton identifies a function by its name alone, so `functions` has
+    # the keys of their text.
+    score_mod: Any = None
+    mask_mod: Any = None
+    block_lists: ListedBlocks | None = None
+    functions: tuple[str | None, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "functions", tuple(function_key(fn) for fn in (self.score_mod, self.mask_mod)))
 
     @property
     def rest_d(self) -> int:
@@ -194,7 +205,7 @@ class ForwardTraits(Constants, Walk):
     @property
     def ends_with_last_row(self) -> bool:
         """Whether tiles are aligned to a sequence's last row instead of its first."""
-        return self.mask.right and not self.mask.left and not self.spans
+        return self.mask.right and not self.mask.left and not self.spans and not self.has_block_lists
 
     @property
     def can_redo(self) -> bool:
@@ -204,7 +215,13 @@ class ForwardTraits(Constants, Walk):
     @property
     def masks(self) -> bool:
         """Whether any tile may contain a masked key. If not, the mainloop has no mask code."""
-        return self.mask.left or self.mask.right or self.spans or not self.even
+        ends_within = not self.even or self.blocks_per_listed > 1
+        return self.mask.left or self.mask.right or self.spans or ends_within
+
+    @property
+    def masks_each_step(self) -> bool:
+        """Whether each step may have a partial block. If not, those that look for no row maxima have full ones."""
+        return self.mask.left or (self.masks and self.has_block_lists)
 
     @property
     def first_block_first(self) -> bool:
@@ -213,7 +230,7 @@ class ForwardTraits(Constants, Walk):
         A consumer then holds the first block's values while it skips the blocks that only later rows see. The pipeline
         has a stage more than those.
         """
-        return not self.mask.left
+        return not (self.mask.left or self.has_block_lists)
 
     @property
     def q_in_registers(self) -> bool:
