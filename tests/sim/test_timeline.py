@@ -6,6 +6,8 @@ import json
 import math
 import random
 import re
+import subprocess
+import sys
 from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
@@ -347,6 +349,15 @@ def test_another_suffix_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_jinja_is_imported_for_a_picture_alone(tmp_path):
+    code = (
+        "import sys; from strobe.sim.timeline import save\n"
+        "for suffix in ('json', 'svg'): save([], f'run.{suffix}', 'run'); print('jinja2' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
 # ---------------------------------------------------------------- colours
 
 
@@ -383,8 +394,13 @@ def lab(colour, eye):
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
-def dark_fills():
-    return {kind: re.search(rf"\.{kind}{{fill:(#\w+)}}", timeline._DARK) for kind in COLOURS}
+def test_a_picture_has_the_colours_of_its_kinds_light_and_dark():
+    style = next(ElementTree.fromstring(svg([event(0, 9)], "run")).iter(f"{SVG}style")).text
+    light, _, dark = style.partition("@media (prefers-color-scheme:dark){")
+    rules = lambda part: dict(re.findall(r"\.([\w-]+)\{fill:(#\w+)\}", part))
+    expected = lambda kinds: {name: c for kind, pair in kinds.items() for name, c in zip((kind, f"on-{kind}"), pair)}
+    assert expected(COLOURS).items() <= rules(light).items()
+    assert expected(timeline.DARK).items() <= rules(dark).items()
 
 
 @pytest.mark.parametrize("eye", EYES)
@@ -392,7 +408,7 @@ def dark_fills():
 def test_kinds_are_told_apart_by_every_eye(eye, dark):
     fills = {kind: fill for kind, (fill, _) in COLOURS.items()}
     if dark:
-        fills |= {kind: found[1] for kind, found in dark_fills().items() if found}
+        fills |= {kind: fill for kind, (fill, _) in timeline.DARK.items()}
     apart = {
         pair: math.dist(lab(fills[pair[0]], EYES[eye]), lab(fills[pair[1]], EYES[eye]))
         for pair in combinations(fills, 2)
@@ -402,7 +418,5 @@ def test_kinds_are_told_apart_by_every_eye(eye, dark):
 
 
 def test_names_can_be_read_on_their_bars():
-    for kind, (fill, ink) in COLOURS.items():
+    for kind, (fill, ink) in (*COLOURS.items(), *timeline.DARK.items()):
         assert contrast(fill, ink) >= 4.5, kind
-    wait, ink = (re.search(rf"\.{name}{{fill:(#\w+)}}", timeline._DARK)[1] for name in ("wait", "on-wait"))
-    assert contrast(wait, ink) >= 4.5

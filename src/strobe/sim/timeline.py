@@ -1,20 +1,26 @@
 """Draws a simulated run as a Chrome trace for Perfetto, an SVG image or a page. Times are modelled.
 
 events of a run -> rows (CTA, partition or engine) -> lanes (overlapping events of a row are in separate lanes) -> bars
+
+This module computes where each bar and text goes; the Jinja templates in `templates/` write them as SVG and HTML.
 """
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import re
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from heapq import heappop, heappush
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jinja2
 
 # palette of Okabe and Ito, for colour-blind readers (jfly.uni-koeln.de/color): fill, text colour
 COLOURS = {
@@ -22,6 +28,7 @@ COLOURS = {
     "math": ("#e69f00", "#000000"),
     "sync": ("#cc79a7", "#000000"), "memory": ("#56b4e9", "#000000"), "wait": ("#dde1e6", "#3d444d"),
 }  # fmt: skip
+DARK = {"wait": ("#343b45", "#c6ced8")}  # kinds with other colours on a dark page
 MODELLED = "modelled time, not measured"
 MOST_BARS = 20_000
 
@@ -29,32 +36,6 @@ _MARGIN, _LINE, _GAP = 16, 18, 4
 _NARROW, _WIDE, _WIDEST = 960, 1280, 16_000  # least width of a picture, most of an image, most that scrolls smoothly
 _EVENT = 90  # pixels for an event of the fullest lane
 _LABEL_CHAR, _BAR_CHAR = 6.6, 6.0  # widths of one character; textLength holds every font to them
-_END = ' text-anchor="end"'
-_STYLE = """
-:root{color-scheme:light dark;background:#fff;max-width:100%;height:auto}
-.page{fill:#fff} .grid{stroke:#e7e9ec} .rule{stroke:#c3c8cf} \
-text{fill:#1f2328;font:11px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace}
-.title{font:600 15px system-ui,sans-serif} .fact,.key{font:12px system-ui,sans-serif} .cta{font-weight:700} \
-.quiet{fill:#59636e}
-.in{font-size:10px;pointer-events:none} rect[class]:not(.page):hover{opacity:.75}
-"""
-_DARK = """
-:root{background:#14171c} .page{fill:#14171c} .grid{stroke:#272c34} .rule{stroke:#444c56} text{fill:#e6e9ed} \
-.quiet{fill:#9aa4b0}
-.wait{fill:#343b45} .on-wait{fill:#c6ced8}
-"""
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>body{{margin:0}} main{{overflow-x:auto}} svg{{display:block;min-width:100%;height:auto}}</style></head>
-<body><main tabindex="0" aria-label="timeline, scrolls sideways">{svg}</main>
-<script>
-const pane = document.querySelector("main"), still = document.querySelectorAll(".still");
-pane.addEventListener("scroll", () => {{
-  still.forEach(part => part.setAttribute("transform", `translate(${{pane.scrollLeft}})`));
-}});
-</script></body></html>
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +109,7 @@ def svg(
     row is the busy (not waiting) fraction of the times shown. Above MOST_BARS bars, neighbours are merged and the
     image says so.
     """
-    return _draw(list(events), title, ctas, span_ns, _WIDE)
+    return _render("timeline.svg.jinja", _draw(list(events), title, ctas, span_ns, _WIDE), title)
 
 
 def save(events: Iterable[Event], path: str | Path, title: str) -> None:
@@ -139,7 +120,7 @@ def save(events: Iterable[Event], path: str | Path, title: str) -> None:
     elif path.suffix == ".svg":
         text = svg(events, title)
     elif path.suffix == ".html":
-        text = _PAGE.format(title=_escape(title), svg=_draw(events, title, None, None, _WIDEST))
+        text = _render("timeline.html.jinja", _draw(events, title, None, None, _WIDEST), title)
     else:
         remedy = ".json opens in Perfetto, the others in a browser"
         raise ValueError(f"path: got {path.name}, expected a name that ends in .json, .svg or .html; {remedy}")
@@ -285,9 +266,79 @@ class _Scale:
         return self.left + (inside - self.start_ns) / (self.end_ns - self.start_ns) * (self.right - self.left)
 
 
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A text of this width in every font: browsers substitute fonts, some of them wider, so the template fixes it."""
+
+    text: str
+    width: float
+    y: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of the head, or an entry of the legend."""
+
+    text: str
+    x: float
+    y: float
+    style: str = "key"
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    kind: str
+    x: float
+    y: float
+    width: float
+    height: float
+    tooltip: str
+    text: _Text | None  # the part of the event's name that fits into the bar
+
+
+@dataclass(frozen=True, slots=True)
+class _DrawnRow:
+    name: str
+    label: _Text  # the name, shortened
+    busy: str
+    y: float  # of the label
+    bars: list[_Bar]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tick:
+    x: float
+    label: str  # empty where it would pass the right edge
+
+
+@dataclass(frozen=True, slots=True)
+class _DrawnCTA:
+    number: int
+    top: float
+    bottom: float
+    ticks: list[_Tick]
+    rows: list[_DrawnRow]
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """All that the templates write. Positions are in pixels from the top left corner."""
+
+    name: str  # for screen readers
+    width: int
+    height: str
+    left: float  # where the bars begin
+    right: float
+    margin: float
+    labels_end: str
+    head: list[_Line]
+    legend: list[_Line]
+    ctas: list[_DrawnCTA]
+
+
 def _draw(
     events: list[Event], title: str, ctas: Collection[int] | None, span_ns: tuple[float, float] | None, widest: int
-) -> str:
+) -> _Drawing:
     rows = _rows(_of(events, ctas))
     start, end = _window(rows, span_ns)
     shown = {
@@ -298,25 +349,24 @@ def _draw(
     width = _width(shown, widest)
     left = _MARGIN + _LABEL_CHAR * max((len(text) for cta, row in rows for text in _left_of(cta, row)), default=0) + 8
     scale = _Scale(start, end, left, width - _MARGIN)
-    head, y = _head(title, _facts(shown, bars, column, scale))
-    parts, labels = [], []
+    head = _head(title, _facts(shown, bars, column, scale))
+    legend = _legend(head[-1].y)
+    y = legend[-1].y + _LINE
+    drawn: list[_DrawnCTA] = []
     for cta, group in groupby(bars.items(), key=lambda item: item[0][0]):
-        labels += [_text(_MARGIN, y + 13, f"CTA {cta}", "cta"), _text(left - 8, y + 13, "busy", "quiet", _END)]
         top, y = y, y + _LINE + _GAP
-        marks = len(parts)
+        drawn_rows: list[_DrawnRow] = []
         for row, lanes in group:
             height = max(4.0, min(16.0, 72.0 / len(lanes)))
-            share = _busy_ns(shown[row], start, end) / (end - start)
-            labels += _label(row[1], share, y + height * len(lanes) / 2 + 4, left)
-            for lane in lanes:
-                parts += _bars(lane, scale, y, height)
-                y += height
-            y += _GAP
-        parts[marks:marks] = _axis(scale, top, y)  # behind the bars
+            busy = f"{100 * _busy_ns(shown[row], start, end) / (end - start):.0f}%"
+            label = _Text(_short(row[1]), len(_short(row[1])) * _LABEL_CHAR)
+            lane_bars = [bar for n, lane in enumerate(lanes) for bar in _bars(lane, scale, y + n * height, height)]
+            drawn_rows.append(_DrawnRow(row[1], label, busy, y + height * len(lanes) / 2 + 4, lane_bars))
+            y += height * len(lanes) + _GAP
+        drawn.append(_DrawnCTA(cta, top, y, _ticks(scale), drawn_rows))
         y += _LINE / 2
-    column_of_labels = f'<rect class="page" width="{left - 2:.1f}" height="{y:.0f}"/>'
-    still = ['<g class="still">', column_of_labels, *labels, *head, "</g>"]
-    return _document(title, width, y + _MARGIN / 2, [*parts, *still])
+    name, height = f"{title} ({MODELLED})", f"{y + _MARGIN / 2:.0f}"
+    return _Drawing(name, width, height, left, scale.right, _MARGIN, f"{y:.0f}", head, legend, drawn)
 
 
 def _left_of(cta: int, row: str) -> tuple[str, str]:
@@ -365,67 +415,51 @@ def _facts(shown: dict[Row, Lanes], bars: dict[Row, Lanes], column_ns: float, sc
     return facts
 
 
-def _head(title: str, facts: Sequence[str]) -> tuple[list[str], float]:
-    """Title, facts and legend, in a column narrow enough for a phone, and its bottom edge."""
-    parts, y = [], 10.0
-    for line in textwrap.wrap(title, 40) or [""]:
-        y += 20
-        parts.append(_text(_MARGIN, y, line, "title"))
-    for fact in facts:
-        y += _LINE
-        parts.append(_text(_MARGIN, y, fact, "fact quiet"))
-    for place, kind in enumerate(COLOURS):
-        x = _MARGIN + 90 * (place % 4)
-        y += 20 if place % 4 == 0 else 0
-        parts += [
-            f'<rect class="{kind}" x="{x}" y="{y - 10}" width="14" height="12" rx="2"/>',
-            _text(x + 20, y, kind, "key"),
-        ]
-    return parts, y + _LINE
+def _head(title: str, facts: Sequence[str]) -> list[_Line]:
+    """Title and facts, in a column narrow enough for a phone."""
+    titles = textwrap.wrap(title, 40) or [""]
+    first = 10 + 20 * len(titles)  # the last line of the title
+    return [
+        *(_Line(line, _MARGIN, 10 + 20 * n, "title") for n, line in enumerate(titles, 1)),
+        *(_Line(fact, _MARGIN, first + _LINE * n, "fact quiet") for n, fact in enumerate(facts, 1)),
+    ]
 
 
-def _axis(scale: _Scale, top: float, bottom: float) -> list[str]:
+def _legend(above: float) -> list[_Line]:
+    """A sample of each kind's colour, four to a line."""
+    return [_Line(kind, _MARGIN + 90 * (n % 4), above + 20 * (1 + n // 4)) for n, kind in enumerate(COLOURS)]
+
+
+def _ticks(scale: _Scale) -> list[_Tick]:
     unit, per = _unit(scale)
     rough = 96 * (scale.end_ns - scale.start_ns) / (scale.right - scale.left)  # a tick every 96 to 240 pixels
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= rough)
     digits = max(0, -math.floor(math.log10(step / per)))
-    parts = [f'<path class="rule" d="M{_MARGIN} {top:.1f}H{scale.right:.1f}"/>']
+    ticks: list[_Tick] = []
     for number in range(math.ceil(scale.start_ns / step), math.floor(scale.end_ns / step) + 1):
         x, label = scale.x(number * step), f"{number * step / per:,.{digits}f} {unit}"
-        parts.append(f'<path class="grid" d="M{x:.1f} {top:.1f}V{bottom:.1f}"/>')
-        if x + _LABEL_CHAR * len(label) + 4 <= scale.right:
-            parts.append(_text(x + 4, top + 13, label, "quiet"))
-    return parts
+        ticks.append(_Tick(x, label if x + _LABEL_CHAR * len(label) + 4 <= scale.right else ""))
+    return ticks
 
 
 def _unit(scale: _Scale) -> tuple[str, float]:
     return ("ns", 1.0) if scale.end_ns - scale.start_ns < 5000 else ("us", 1000.0)
 
 
-def _label(row: str, share: float, y: float, left: float) -> list[str]:
-    held = _held(len(_short(row)) * _LABEL_CHAR)
-    name = f'<text x="{_MARGIN}" y="{y:.1f}"{held}>{_escape(_short(row))}<title>{_escape(row)}</title></text>'
-    return [name, _text(left - 8, y, f"{100 * share:.0f}%", "quiet", _END)]
-
-
 def _short(row: str) -> str:
     return row if len(row) <= 24 else row[:23] + "…"
 
 
-def _bars(lane: list[Event], scale: _Scale, y: float, height: float) -> list[str]:
-    parts = []
+def _bars(lane: list[Event], scale: _Scale, y: float, height: float) -> list[_Bar]:
+    bars: list[_Bar] = []
     for event in lane:
         x, length = scale.x(event.start_ns), scale.x(event.end_ns) - scale.x(event.start_ns)
         drawn = length - 0.8 if length > 3 else max(length, 0.5)  # a gap to the next bar; short bars stay visible
-        tall = height - 1 if height > 6 else height
-        box = f'x="{x:.2f}" y="{y:.1f}" width="{drawn:.2f}" height="{tall:.1f}"'
-        parts.append(f'<rect class="{event.kind}" {box}><title>{_tooltip(event)}</title></rect>')
-        name = _fitting(event.name, (drawn - 6) / _BAR_CHAR)
-        if name and height >= 12:
-            held = _held(len(name) * _BAR_CHAR)
-            parts.append(_text(x + 3, y + height / 2 + 3, name, f"in on-{event.kind}", held))
-    return parts
+        name = _fitting(event.name, (drawn - 6) / _BAR_CHAR) if height >= 12 else ""
+        text = _Text(name, len(name) * _BAR_CHAR, y + height / 2 + 3) if name else None
+        bars.append(_Bar(event.kind, x, y, drawn, height - 1 if height > 6 else height, _tooltip(event), text))
+    return bars
 
 
 def _fitting(name: str, room: float) -> str:
@@ -439,31 +473,36 @@ def _fitting(name: str, room: float) -> str:
 
 def _tooltip(event: Event) -> str:
     times = f"{event.start_ns:,.1f} to {event.end_ns:,.1f} ns, {event.end_ns - event.start_ns:,.1f} ns long"
-    return _escape("\n".join(filter(None, (event.name, f"{event.kind}, {times}", event.where))))
+    return "\n".join(filter(None, (event.name, f"{event.kind}, {times}", event.where)))
 
 
-def _text(x: float, y: float, text: str, style: str, more: str = "") -> str:
-    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}"{more}>{_escape(text)}</text>'
+# ---------------------------------------------------------------- the templates
 
 
-def _held(width: float) -> str:
-    """Attributes that give a text this width in every font: browsers substitute fonts, some of them wider."""
-    return f' textLength="{width:.1f}" lengthAdjust="spacingAndGlyphs"'
+def _render(template: str, drawing: _Drawing, title: str) -> str:
+    return _templates().get_template(template).render(drawing=drawing, title=title, colours=COLOURS, dark=DARK)
 
 
-def _document(title: str, width: int, height: float, parts: Iterable[str]) -> str:
-    colours = "".join(f".{kind}{{fill:{fill}}} .on-{kind}{{fill:{ink}}}\n" for kind, (fill, ink) in COLOURS.items())
-    size = f'viewBox="0 0 {width} {height:.0f}" width="{width}" height="{height:.0f}"'
-    name = _escape(f"{title} ({MODELLED})")
-    style = f"<style>{_STYLE}{colours}@media (prefers-color-scheme:dark){{{_DARK}}}</style>"
-    background = '<rect class="page" width="100%" height="100%"/>'
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" '
-        f'aria-label="{name}"><title>{name}</title>{style}{background}'
+@cache
+def _templates() -> jinja2.Environment:
+    """Every text is escaped, and an unknown name is an error. Jinja is imported here: only a picture needs it."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        finalize=_representable,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    return "\n".join([head, *parts, "</svg>\n"])
+    environment.filters["px"] = lambda pixels, digits=1: f"{pixels:.{digits}f}"
+    return environment
 
 
-def _escape(text: str) -> str:
-    """Text for XML and HTML: markup escaped, characters that XML cannot represent replaced."""
-    return html.escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text))
+def _representable(value: object) -> object:
+    """Characters that XML cannot represent are replaced; the template escapes markup."""
+    if type(value) is str:
+        return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", value)
+    return value
