@@ -350,7 +350,7 @@ def test_tiles_fit_the_shared_memory_that_the_config_prints(as_of_many_keys):
         config = chosen(_dense(width, width_v)).forward.config
         assert config.form.tuning == tuning and config.form.shared_bytes() <= FAKES["H200"].shared_bytes
         assert f"shared {config.form.shared_bytes() / 1024:.0f} KiB" in str(config)
-    for (width, width_v), tuning in blackwell.TUNINGS.items():
+    for (width, width_v), tuning in blackwell.TILE_CONFIGS.items():
         form = chosen(_dense(width, width_v), "B200").forward.config.form
         assert (
             form.tuning == tuning

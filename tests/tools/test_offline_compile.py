@@ -203,7 +203,7 @@ def test_the_blackwell_forward_compiles_with_each_tiling_and_each_band():
     bands = ((False, False), (False, True), (True, True))
     wanted = {
         (tuning, *band, target)
-        for tuning in blackwell.TUNINGS.values()
+        for tuning in blackwell.TILE_CONFIGS.values()
         for band in bands
         for target in ("sm_100", "sm_103")
     }

@@ -37,7 +37,7 @@ def variants(plan: Plan) -> dict[str, Plan]:
     ['as it is', 'all exponentials by the exp unit', 'o rescaled at each new maximum']
     """
     form = plan.config.form
-    others = {"o rescaled at each new maximum": replace(form, tuning=replace(form.tuning, threshold=0.0))}
+    others = {"o rescaled at each new maximum": replace(form, tuning=replace(form.tuning, rescale_threshold=0.0))}
     if form.by_fma:
         others = {"all exponentials by the exp unit": replace(form, by_fma=0)} | others
     made = {name: plan.changed(config=replace(plan.config, form=other)) for name, other in others.items()}

@@ -44,5 +44,6 @@ def blackwell_d192_128() -> tuple[Tensor, ...]:
     return _forward(768, 512, 192, head_dim_v=128, mask=CAUSAL)
 
 
-FORWARD = "../../../src/strobe/kernels/blackwell/forward.py"
+# forward*.py of blackwell and device, and pipeline.py
+FORWARD = "../../../src/strobe/kernels/[bd]*/[fp][oi][rp]*.py"
 SCENES = tuple(Scene(run.__name__, "sm_100", run, FORWARD) for run in (blackwell_d128, blackwell_d192_128))

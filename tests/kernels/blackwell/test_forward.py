@@ -5,6 +5,7 @@ Two SMs give a program several tiles, and sizes wrap every ring; which cases are
 
 from __future__ import annotations
 
+import inspect
 import re
 import tempfile
 from dataclasses import replace
@@ -13,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels.blackwell.blackwell_scenes import B200, FORWARD, PROGRAMS
+from tests.kernels.blackwell.blackwell_scenes import B200, PROGRAMS
 from tests.kernels.hopper.hopper_cases import CAUSAL, DTYPES, SCHEDULES, WITHOUT_BOUND, band
 
 pytest.importorskip("triton")
 
 from strobe.bench.predictions import variants
-from strobe.kernels.blackwell import forward
+from strobe.kernels import device
+from strobe.kernels.blackwell import forward, forward_memory
 from strobe.kernels.blackwell import kernel as blackwell
 from strobe.kernels.device import persistent_launch, tma
 from strobe.kernels.protocol import Forward
@@ -37,8 +39,8 @@ from tools.proof.exponential import evaluated, minimax, worst
 from tools.proof.simulate import on, simulated
 
 HERE = Path(__file__).parent
-SOURCE = (HERE / FORWARD).resolve()
-SCHEDULE = SOURCE.parents[1] / "device" / "tile_scheduler.py"
+SOURCES = sorted(Path(forward.__file__).parent.glob("forward*.py"))
+DEVICE = Path(device.__file__).parent
 
 
 def _case(name: str, seqlen_q: int = 520, seqlen_k: int | None = 390, width: int = 128, **options) -> Case:
@@ -190,7 +192,7 @@ def test_sizes_wrap_the_rings_and_give_a_program_two_tiles(name):
     assert 2 * -(-case.keys // tuning.block_n) > tuning.stages  # keys and values share a ring
 
 
-def _form(case: Case, dtype: torch.dtype = torch.bfloat16, target=B200) -> blackwell.Form:
+def _form(case: Case, dtype: torch.dtype = torch.bfloat16, target=B200) -> blackwell.ForwardTraits:
     return select(Problem.from_call(case.build("cpu", dtype, kernel="blackwell")), target).forward.config.form
 
 
@@ -210,7 +212,7 @@ def test_tiles_that_cost_the_same_are_taken_without_a_counter(monkeypatch):
 
 def test_the_table_has_every_tiling():
     assert {blackwell.tiled(case.head_dim, case.head_dim_v or case.head_dim) for case in LARGE} == set(
-        blackwell.TUNINGS
+        blackwell.TILE_CONFIGS
     )
 
 
@@ -337,22 +339,24 @@ def test_o_is_rescaled_only_where_a_maximum_grows_by_more_than_the_threshold(gro
     call = call._replace(q=q, k=k, v=v)
     found, run = simulated(call, B200)
     entered = {function.fn.__name__ for function in run.machine.entered.values()}
-    assert run.reports == [] and "correct_tile" in entered
+    assert run.reports == [] and "rescale_o" in entered
     assert_as_good_as(found, call)
-    assert _kept(growth) == rescaled and ("rescale_part" in entered) == (rescaled > 0)
+    assert _kept(growth) == rescaled and ("rescale_columns" in entered) == (rescaled > 0)
 
 
 def _kept(growth: float) -> int:
     """How often the maximum that weights are taken against is raised after the first block."""
     kept, raised = 0.0, 0
     for block in (1, 2):
-        if block * growth - kept > blackwell.TUNINGS[64, 64].threshold:
+        if block * growth - kept > blackwell.TILE_CONFIGS[64, 64].rescale_threshold:
             kept, raised = block * growth, raised + 1
     return raised
 
 
 def test_p_that_could_exceed_its_type_does_not_compile(monkeypatch):
-    monkeypatch.setitem(blackwell.TUNINGS, (64, 64), replace(blackwell.TUNINGS[64, 64], threshold=9.0))
+    monkeypatch.setitem(
+        blackwell.TILE_CONFIGS, (64, 64), replace(blackwell.TILE_CONFIGS[64, 64], rescale_threshold=9.0)
+    )
     case = _case("threshold", 130, 150, 64, heads=(1, 1))
     run_and_judge(case, torch.bfloat16, "normal", ("eager", 0))
     with pytest.raises(FAILURES, match="p may exceed the largest number of its type"):
@@ -376,9 +380,7 @@ def test_the_kernel_without_each_remedy_is_right_too():
 
 
 def test_the_polynomials_in_the_kernel_are_the_ones_derived():
-    written = re.findall(
-        r"0\.\d{6,}", (SOURCE.parents[1] / "device" / "softmax.py").read_text().partition("def exp2_by_fma")[2]
-    )
+    written = re.findall(r"0\.\d{6,}", (DEVICE / "softmax.py").read_text().partition("def exp2_by_fma")[2])
     c3, c5 = minimax(3), minimax(5)
     horner = [c3[2], c3[3], c3[1], c5[4], c5[5], c5[3], c5[2], c5[1]]
     assert [float(number) for number in written] == pytest.approx(horner, rel=1e-6)
@@ -414,33 +416,45 @@ def test_the_share_goes_by_type_of_gpu():
     assert _form(CASES["dense"], target=replace(FAKES["B300"], sm_count=2)).by_fma == 0
 
 
-# ---------------------------------------------------------------- the table of handshakes
+# ---------------------------------------------------------------- the barrier table
 
-ROWS = re.findall(r"^    (\w+) \((?:1|2|slots|stages)\) .*->|^    (p_o_rescale) ", forward.__doc__ or "", re.MULTILINE)
-ROWS = [first or second for first, second in ROWS][1:]  # after the head
+BARRIERS = re.findall(r"^    (\w+_(?:full|empty))(?:\[\w\])? ", forward.__doc__ or "", re.MULTILINE)
+SCHEDULER = DEVICE / "forward_scheduler.py"
 
 
-def _without_its_wait(barrier: str) -> tuple[Path, list[Mutant]]:
-    file = SCHEDULE if barrier.startswith("told") else SOURCE
-    name = re.compile(rf"\b{barrier}\.index\(")
-    return file, [
-        mutant for mutant in mutants(file.read_text()) if mutant.kind == "drop wait" and name.search(mutant.text)
+def _waits(barrier: str) -> list[tuple[Path, Mutant]]:
+    """Mutants without a wait for this barrier. Roles call the waits of every pipeline but `work`."""
+    pipe, _, end = barrier.rpartition("_")
+    if pipe == "work":
+        place, text = {"full": ("wait_published", "self.full"), "empty": ("publish_dense", "producer_acquire")}[end]
+        found = [(SCHEDULER, mutant) for mutant in mutants(SCHEDULER.read_text())]
+        return [
+            (file, one) for file, one in found if one.kind == "drop wait" and one.function == place and text in one.text
+        ]
+    call = f"pipes.{pipe}.{'consumer_wait' if end == 'full' else 'producer_acquire'}("
+    return [
+        (file, mutant)
+        for file in SOURCES
+        for mutant in mutants(file.read_text())
+        if mutant.kind == "drop wait" and call in mutant.text
     ]
 
 
 def test_the_table_has_a_row_for_each_barrier_of_the_kernel():
-    made = SOURCE.read_text()
-    assert len(ROWS) == 14 and len(set(ROWS)) == 14
-    assert len(re.findall(r"\bring\(\w+, \w+\)", made)) == len(ROWS)
+    """`Pipelines.create` makes every barrier. Its pipelines with an empty barrier have two rows, the others one."""
+    made = inspect.getsource(forward_memory).partition("def create")[2].partition("@gluon.jit")[0]
+    pipes = re.findall(r"(\w+)_pipe = (?:WorkTile)?Pipeline\(", made)
+    assert len(BARRIERS) == len(set(BARRIERS)) == made.count("ring(")
+    assert {barrier.rpartition("_")[0] for barrier in BARRIERS} == set(pipes)
 
 
-@pytest.mark.parametrize("barrier", ROWS)
-def test_every_handshake_is_needed(barrier):
+@pytest.mark.parametrize("barrier", BARRIERS)
+def test_every_barrier_is_needed(barrier):
     """Each wait for it taken away: somebody notices, in one run."""
     scene = Scene(f"{HERE / 'blackwell_scenes.py'}::blackwell_d128", [])
-    file, found = _without_its_wait(barrier)
+    found = _waits(barrier)
     assert found
-    for number, mutant in enumerate(found):
+    for number, (file, mutant) in enumerate(found):
         with (
             tempfile.TemporaryDirectory() as folder,
             replaced(file, mutant.source, Path(folder) / f"mutant_{number}", scene.path) as module,

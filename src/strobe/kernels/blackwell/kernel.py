@@ -21,15 +21,15 @@ from ..runtime.tma_requirements import (
     qheads_per_tile,
     query_tiles,
 )
-from .traits import ROWS, STAGES_Q, Form, ForwardConfig, Tuning
+from .traits import ROWS, STAGES_Q, ForwardConfig, ForwardTraits, TileConfig
 
 CAPABILITIES = (100, 103)
 # (padded head dimensions) -> stages that fit in shared memory
-TUNINGS = {
-    (64, 64): Tuning(stages=6, out_stages=2, registers=(192, 40)),
-    (96, 96): Tuning(stages=4, out_stages=2),
-    (128, 128): Tuning(stages=3, out_stages=2, registers=(192, 40)),
-    (192, 128): Tuning(stages=2, out_stages=1),
+TILE_CONFIGS = {
+    (64, 64): TileConfig(stages=6, out_stages=2, registers=(192, 40)),
+    (96, 96): TileConfig(stages=4, out_stages=2),
+    (128, 128): TileConfig(stages=3, out_stages=2, registers=(192, 40)),
+    (192, 128): TileConfig(stages=2, out_stages=1),
 }
 # Degree of the exp2 polynomial. Rounding p to bfloat16 errs 20 times as much as degree 3; rounding to float16 only
 # about twice as much. lse is not rounded and has the polynomial's error.
@@ -47,12 +47,12 @@ BY_FMA = {
 }
 # log2 offset: a float16 p below 2^-14 loses bits. Of the 15 powers of two up to its largest value, 7 raise p and 8 are
 # used by the rescale threshold.
-LIFTS = {"torch.float16": 7.0, "torch.bfloat16": 0.0}
+LOG2_OFFSETS = {"torch.float16": 7.0, "torch.bfloat16": 0.0}
 
 
 def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
-    """The key of TUNINGS for a call's head dimensions, or None if no tile is wide enough."""
-    return next((widths for widths in TUNINGS if widths[0] >= head_dim and widths[1] >= head_dim_v), None)
+    """The key of TILE_CONFIGS for a call's head dimensions, or None if no tile is wide enough."""
+    return next((widths for widths in TILE_CONFIGS if widths[0] >= head_dim and widths[1] >= head_dim_v), None)
 
 
 def _against_widths(problem: Problem) -> str | None:
@@ -84,7 +84,7 @@ class BlackwellForward:
         widths = tiled(problem.head_dim, problem.head_dim_v)
         if widths is None:
             raise ValueError(_against_widths(problem))
-        tuning = replace(TUNINGS[widths], joined=qheads_per_tile(problem, ROWS * STAGES_Q, ROWS))
+        tuning = replace(TILE_CONFIGS[widths], joined=qheads_per_tile(problem, ROWS * STAGES_Q, ROWS))
         group = problem.group // tuning.joined
         even = fills_tiles(problem, tuning.block_n)
         uneven = problem.packed or problem.mask.left or problem.mask.right  # some tiles see fewer keys
@@ -96,7 +96,9 @@ class BlackwellForward:
         degree = DEGREES[str(problem.dtype)]
         by_fma = BY_FMA.get((target.capability, widths, problem.mask.left or problem.mask.right), {}).get(degree, 0)
         return ForwardConfig(
-            Form(tuning, *widths, group, problem.mask, *options, by_fma, degree, LIFTS[str(problem.dtype)])
+            ForwardTraits(
+                tuning, *widths, group, problem.mask, *options, by_fma, degree, LOG2_OFFSETS[str(problem.dtype)]
+            )
         )
 
     def cost(self, problem: Problem) -> Cost:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ...problem.call import Call
 from ..device import persistent_launch
+from ..device.forward_arguments import LaunchParams, Pointers, ShapeParams, SoftmaxParams, WindowParams
 from ..device.persistent_launch import Launch, work_of
 from ..device.tma import describing, descriptor
 from ..protocol import Forward, Plan
@@ -20,17 +21,20 @@ def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
     form = plan.config.form
-    work = work_of(plan, call)
+    num_tiles, sizes, limits, softmax = work_of(plan, call)
+    launch = LaunchParams(num_tiles, ShapeParams(*sizes), WindowParams(*limits), SoftmaxParams(*softmax))
+    lse, sinks, cu_seqlens_q, cu_seqlens_k, errors, tile_counter = pointers
+    named = Pointers(lse, sinks, cu_seqlens_q, cu_seqlens_k, None, errors, tile_counter)
     queries = describing(form.tuning)
     tiles = (
-        (queries, call.q, ROWS, form.block_d, form.rest_d),
-        (descriptor, call.k, form.tuning.block_n, form.block_d, form.rest_d),
-        (descriptor, call.v, form.tuning.block_n, form.block_dv, form.rest_dv),
-        (queries, out, ROWS, form.block_dv, form.rest_dv),
+        (queries, call.q, ROWS, form.block_d, form.tail_d),
+        (descriptor, call.k, form.tuning.block_n, form.block_d, form.tail_d),
+        (descriptor, call.v, form.tuning.block_n, form.block_dv, form.tail_dv),
+        (queries, out, ROWS, form.block_dv, form.tail_dv),
     )
-    first = (view(tensor, rows, width - rest) for view, tensor, rows, width, rest in tiles)
-    last = (view(tensor, rows, rest) if rest else None for view, tensor, rows, _, rest in tiles)
-    arguments = (*first, *last, pointers, work, form)
+    first = (view(tensor, rows, width - tail) for view, tensor, rows, width, tail in tiles)
+    last = (view(tensor, rows, tail) if tail else None for view, tensor, rows, _, tail in tiles)
+    arguments = (*first, *last, named, launch, form)
     return Launch(
-        forward.forward_kernel, min(plan.target.sm_count, work[0]), arguments, {"num_warps": 4, "maxnreg": REGISTERS}
+        forward.forward_kernel, min(plan.target.sm_count, num_tiles), arguments, {"num_warps": 4, "maxnreg": REGISTERS}
     )

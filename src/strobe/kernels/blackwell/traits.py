@@ -12,11 +12,12 @@ from ..runtime.tma_requirements import fold_of, rest
 ROWS = 128  # rows of a query stage: the lanes of tensor memory
 STAGES_Q = 2  # query stages, whose softmax and products alternate
 TENSOR_COLUMNS = 512  # columns of tensor memory, 32 bits wide
+DENSE_WORDS = 8  # int32 of a published work tile (device.forward_scheduler)
 REGISTERS = 128  # per thread, of the 64 Ki of an SM: 16 warps, including the one that Triton adds
 
 
 @dataclass(frozen=True)
-class Tuning:
+class TileConfig:
     """Tile configuration of the forward."""
 
     stages: int  # pipeline stages, shared by keys and values
@@ -24,7 +25,8 @@ class Tuning:
     block_n: int = 128
     # per thread of softmax, and of mma, load and store; correction gets the remainder (`registers_of`)
     registers: tuple[int, int] = 184, 48
-    threshold: float = 8.0  # conditional rescaling: o is rescaled if a row's maximum grows by more, in log2 units
+    # conditional rescaling: o is rescaled if a row's maximum grows by more, in log2 units
+    rescale_threshold: float = 8.0
     # pack_gqa: query heads per tile, whose rows for one query are adjacent: one, or all that share a key head
     joined: int = 1
 
@@ -51,10 +53,10 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Form(Constants):
+class ForwardTraits(Constants):
     """Compile-time constants of the forward. It has no __str__ of its own, because Triton identifies kernels by it."""
 
-    tuning: Tuning
+    tuning: TileConfig
     block_d: int
     block_dv: int
     group: int  # heads that share a key head and have their own tiles
@@ -67,7 +69,60 @@ class Form(Constants):
     counted: bool
     by_fma: int  # exponentials computed by multiply-adds, of each 32
     degree: int  # degree of their polynomial
-    lift: float  # p is at most 2^lift with a new maximum, and 2^(lift + threshold) with conditional rescaling
+    # p is at most 2^log2_offset with a new maximum, and 2^(log2_offset + rescale_threshold) with conditional rescaling
+    log2_offset: float
+
+    # roles that read a work tile: mma, softmax of both query stages, correction, store
+    consumers = 5
+    # what the shared device functions (device.forward_scheduler, device.forward_mask) can do, and this kernel does not
+    key_ranges = False
+    first_block_first = False
+    ends_with_last_row = False
+
+    @property
+    def stages(self) -> int:
+        return self.tuning.stages
+
+    @property
+    def out_stages(self) -> int:
+        return self.tuning.out_stages
+
+    @property
+    def block_m(self) -> int:
+        """Queries per tile, both query stages together."""
+        return self.tuning.block_m
+
+    @property
+    def block_n(self) -> int:
+        return self.tuning.block_n
+
+    @property
+    def pack_gqa(self) -> int:
+        """Query heads per tile: 1, or all that share a key head."""
+        return self.tuning.joined
+
+    @property
+    def rescale_threshold(self) -> float:
+        return self.tuning.rescale_threshold
+
+    @property
+    def registers_softmax(self) -> int:
+        """Registers per thread of the softmax warps."""
+        return self.tuning.registers[0]
+
+    @property
+    def registers_one_warp(self) -> int:
+        """Registers per thread of the roles with one warp."""
+        return self.tuning.registers[1]
+
+    @property
+    def dynamic_scheduler(self) -> bool:
+        return self.counted
+
+    @property
+    def longest_tiles_first(self) -> bool:
+        """Whether later rows see more keys: tiles that see most come first, and heads in sections."""
+        return (self.mask.right or self.mask.prefix) and not self.mask.left
 
     @property
     def wraps(self) -> bool:
@@ -80,32 +135,30 @@ class Form(Constants):
         return self.mask.left or self.mask.right or not self.even
 
     @property
-    def own_queries(self) -> int:
-        """Queries that iterate over keys together: both query stages do."""
-        return self.tuning.block_m
-
-    @property
-    def stage_queries(self) -> int:
+    def queries_per_consumer(self) -> int:
         """Queries per query stage."""
         return ROWS // self.tuning.fold
 
     @property
-    def rest_d(self) -> int:
-        """Columns of q and k after their first part. Each part is a power of two wide."""
+    def tail_d(self) -> int:
+        """Columns of q and k after their first part, or 0. Each part is a power of two wide."""
         return rest(self.block_d)
 
     @property
-    def rest_dv(self) -> int:
+    def tail_dv(self) -> int:
+        """Columns of v and o after their first part, or 0."""
         return rest(self.block_dv)
 
     def shared_bytes(self) -> int:
         """q, the stages of k and v, and o in 2 bytes each, row statistics in 4, barriers, and work tiles' records."""
         t = self.tuning
-        widest = max(self.block_d - self.rest_d, self.block_dv - self.rest_dv) + max(self.rest_d, self.rest_dv)
+        widest = max(self.block_d - self.tail_d, self.block_dv - self.tail_dv) + max(self.tail_d, self.tail_dv)
         tiles = 2 * (
             STAGES_Q * ROWS * self.block_d + t.stages * t.block_n * widest + t.out_stages * ROWS * self.block_dv
         )
-        return tiles + 4 * 2 * STAGES_Q * ROWS + 8 * (8 * STAGES_Q + 2 * t.stages + 2 * t.out_stages + 4) + 64
+        return (
+            tiles + 4 * 2 * STAGES_Q * ROWS + 8 * (8 * STAGES_Q + 2 * t.stages + 2 * t.out_stages + 4) + 8 * DENSE_WORDS
+        )
 
     def tensor_columns(self) -> int:
         """s (overlaid by p) and o of both query stages in float32."""
@@ -114,7 +167,7 @@ class Form(Constants):
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    form: Form
+    form: ForwardTraits
 
     def __str__(self) -> str:
         t = self.form.tuning

@@ -27,8 +27,8 @@ from .tile_redo import RedoFlags, RedoRequest
 from .tile_scheduler import word
 from .tma import HeadRows
 
-WORDS: gl.constexpr = gl.constexpr(16)  # int32 of a published tile, in the order of `publish`; those that are read by themselves:
-NUM_N_BLOCKS: gl.constexpr = gl.constexpr(4)
+WORDS: gl.constexpr = gl.constexpr(16)  # int32 of a published tile, in the order of `publish`, of which a dense or packed one needs 8
+NUM_N_BLOCKS: gl.constexpr = gl.constexpr(4)  # words that are read by themselves
 REDO: gl.constexpr = gl.constexpr(8)
 OFFSET_K: gl.constexpr = gl.constexpr(9)
 NUM_KEYS: gl.constexpr = gl.constexpr(10)
@@ -92,6 +92,14 @@ class WorkTile:
             return WorkTile(is_valid, batch, head, m_start, num_partial, count, self.seqlen, self.document, self.next_row, self.sequence)
         else:
             return self
+
+    @gluon.jit
+    def or_end(self, more):
+        """This tile, or unless there are `more` the end, whose number of blocks is negative."""
+        num_n_blocks = gl.where(more, self.num_n_blocks, END)
+        return WorkTile(
+            self.is_valid, self.batch, self.head, self.m_start, self.n_block_min, num_n_blocks, self.seqlen, self.document, self.next_row
+        )
 
     @gluon.jit
     def o_rows(self, shape):
@@ -303,7 +311,7 @@ class FourWordRows:
     def store(self, i: gl.constexpr, a, b, c, d):
         lane = self.lane
         words = set_word(set_word(set_word(set_word(lane * 0, lane, 0, a), lane, 1, b), lane, 2, c), lane, 3, d)
-        self.rows.index(self.slot * (WORDS // 4) + i).store(words)
+        self.rows.index(self.slot * (self.rows.shape[0] // 2) + i).store(words)
 
 
 @gluon.jit
@@ -318,7 +326,7 @@ def set_word(row, lane, i: gl.constexpr, value):
 class WorkTilePipeline:
     """Two slots in which the producer publishes work tiles, and redo flags beside them."""
 
-    words: gl.shared_memory_descriptor  # [2, WORDS] int32
+    words: gl.shared_memory_descriptor  # [2, WORDS or 8] int32
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     redo_flags: RedoFlags | gl.constexpr  # or None
@@ -349,6 +357,15 @@ class WorkTilePipeline:
         self.producer_commit(state)
 
     @gluon.jit
+    def publish_dense(self, state, work):
+        """A tile of a kernel without key ranges and redo, or its end, in 8 words."""
+        seqlen, slot = work.seqlen, self._slot(state)
+        self.producer_acquire(state)
+        slot.store(0, work.batch, work.head, work.m_start, work.n_block_min)
+        slot.store(1, work.num_n_blocks, seqlen.offset_q, seqlen.seqlen_q, seqlen.seqlen_k)
+        self.producer_commit(state)
+
+    @gluon.jit
     def publish_end(self, state, unread):
         """There are no more tiles. Consumers read one word of the slot; the others hold `unread`."""
         slot = self._slot(state)
@@ -370,7 +387,7 @@ class WorkTilePipeline:
 
     @gluon.jit
     def _slot(self, state):
-        rows = reinterpret(self.words, gl.int32, [2 * WORDS // 4, 4], self.words.type.layout)
+        rows = reinterpret(self.words, gl.int32, [2 * self.words.shape[1] // 4, 4], self.words.type.layout)
         return FourWordRows(rows, state.index, gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0])))
 
     @gluon.jit
@@ -443,7 +460,7 @@ class WorkTilePipeline:
 
     @gluon.jit
     def _load(self, slot):
-        return self.words.index(slot).load(gl.BlockedLayout([WORDS], [32], [gl.num_warps()], [0]))
+        return self.words.index(slot).load(gl.BlockedLayout([self.words.shape[1]], [32], [gl.num_warps()], [0]))
 
     @gluon.jit
     def _read(self, slot, traits: gl.constexpr):

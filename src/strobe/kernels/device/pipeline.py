@@ -9,8 +9,8 @@
 A Pipeline is constant. A PipelineState says where one side stands; loops carry states, never pipelines.
 """
 
-from .dialect import aggregate, arrive_each, gl, gluon, mbarrier, record
-from .tma import ColumnParts, load_part
+from .dialect import Value, aggregate, arrive_each, gl, gluon, mbarrier, record
+from .tma import load_part
 
 
 @record
@@ -46,11 +46,11 @@ class PipelineState:
 
 @record
 class Pipeline:
-    """Stages of tiles that TMA fills."""
+    """Stages of tiles. producer_load fills them by TMA; where a role fills them, it calls producer_commit."""
 
-    tiles: ColumnParts
+    tiles: Value  # ColumnParts, one buffer, or None where the full barrier alone matters
     full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    empty: Value  # barriers, or None where another pipeline already says that the stage may be filled
     release_per_thread: gl.constexpr
 
     @gluon.jit

@@ -163,12 +163,6 @@ def store_part(desc, rows, row, column: gl.constexpr, tile, pack_gqa: gl.constex
 
 
 @gluon.jit
-def tile_2d(ring, stage):
-    """A stage of a ring as rows and columns."""
-    return as_rows(ring.index(stage))
-
-
-@gluon.jit
 def as_rows(tile):
     """A tile as rows and columns: TMA sees it as a block [..., rows, columns], or [..., queries, heads, columns]."""
     shape: gl.constexpr = [tile.numel // tile.shape[-1], tile.shape[-1]]
