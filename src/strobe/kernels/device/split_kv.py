@@ -1,5 +1,7 @@
 """What every decode kernel does alike: which keys a sequence holds, the signs of scales, splits joined, rows made whole. For Triton and Gluon."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -26,22 +28,70 @@ def span(seqlens, k_start, batch, capacity, faults, form: tl.constexpr):
     return first, stop - first
 
 
+class RowRange(NamedTuple):
+    """Rows of a tensor that belong to one sequence."""
+
+    start: Any
+    length: Any
+
+
+class SequenceTile(NamedTuple):
+    """A tile of rows, which one program takes through all their keys."""
+
+    batch: Any
+    head: Any  # key head
+    block: Any  # within the sequence
+    queries: Any  # RowRange
+    keys: Any  # RowRange
+
+
+class KeyRange(NamedTuple):
+    """Keys start .. stop - 1 of a sequence: scalars, or a vector with an element a row."""
+
+    start: Any
+    stop: Any
+
+
 @triton.jit
-def locate(offsets, sizes, form: tl.constexpr):
-    """Of a program that takes a tile of rows through all their keys: (batch entry, key head, tile in its sequence, (first query, queries), (first
-    key, keys)). Tiles that see most keys come first."""
-    batch, heads_kv, total_q, total_k, n_tiles, _ = sizes
+def locate(cu_seqlens, shape, traits: tl.constexpr):
+    """The SequenceTile of a program of a batch-invariant forward. Tiles that see most keys come first."""
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens
     pid = tl.program_id(0)
-    tile = n_tiles - 1 - pid % n_tiles
-    head = pid // n_tiles % heads_kv
-    entry = pid // n_tiles // heads_kv
-    queries = (entry * 0, total_q)
-    keys = (entry * 0, total_k)
-    if form.packed:
-        sequence, tile = find_sequence(offsets[0], tile, batch, total_q, form.block_m, form.group)
-        queries = span_of(offsets[0], sequence, batch, total_q)
-        keys = keys_of(offsets[1], sequence, batch, total_k, OUTSIDE)
-    return entry, head, tile, queries, keys
+    block = shape.num_m_blocks - 1 - pid % shape.num_m_blocks
+    head = pid // shape.num_m_blocks % shape.heads_kv
+    batch = pid // shape.num_m_blocks // shape.heads_kv
+    queries = RowRange(batch * 0, shape.seqlen_q)
+    keys = RowRange(batch * 0, shape.seqlen_k)
+    if traits.packed:
+        sequence, block = find_sequence(cu_seqlens_q, block, shape.batch, shape.seqlen_q, traits.block_m, traits.group)
+        queries = RowRange(*span_of(cu_seqlens_q, sequence, shape.batch, shape.seqlen_q))
+        keys = RowRange(*keys_of(cu_seqlens_k, sequence, shape.batch, shape.seqlen_k, OUTSIDE))
+    return SequenceTile(batch, head, block, queries, keys)
+
+
+@triton.jit
+def visible_keys(token, num_keys, tokens, window, traits: tl.constexpr):
+    """The KeyRange that each row sees. The last token sees the last key."""
+    position = num_keys - tokens + token
+    start = position * 0
+    stop = start + num_keys
+    if traits.left:
+        start = tl.maximum(position - window.left, 0)
+    if traits.right:
+        stop = tl.minimum(stop, position + window.right + 1)
+    return KeyRange(start, stop)
+
+
+@triton.jit
+def keys_of_tile(block, num_keys, tokens, window, traits: tl.constexpr):
+    """The KeyRange that some row of a tile sees; `traits.group` rows have one token."""
+    start, stop = num_keys * 0, num_keys
+    if traits.left:
+        start = tl.maximum(num_keys - tokens + block * traits.block_m // traits.group - window.left, 0)
+    if traits.right:
+        last = tl.minimum((block * traits.block_m + traits.block_m - 1) // traits.group, tokens - 1)
+        stop = tl.minimum(stop, num_keys - tokens + last + window.right + 1)
+    return KeyRange(start, stop)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Writing new keys to a cache in Triton: one program a token and head, which turns the key, rounds and stores."""
+"""Writing new keys and values to a cache in Triton: a program for each token and head rotates, rounds and stores."""
 
 import triton
 import triton.language as tl
@@ -16,8 +16,9 @@ PAGES = tl.constexpr(_PAGES)
 def e4m3_bits(x):
     """float32 rounded to the bits of e4m3, to nearest even; beyond 448 the largest; NaN stays NaN.
 
-    Normal numbers: times 2^-120 the exponents of both have one meaning, and what is left is to round 20 bits away. Below 2^-6 a number
-    is a count of 2^-9, which the addition of 2^23 rounds to a whole one; times 2^-120 it would be rounded twice.
+    Normal numbers: multiplied by 2^-120, a float32 has e4m3's exponent, and 20 bits of its fraction are rounded away.
+    Numbers below 2^-6 are multiples of 2^-9, and adding 2^23 rounds their count to an integer. Multiplied by 2^-120
+    they would be rounded twice.
     """
     size = tl.minimum(tl.abs(x), 448.0)
     bits = (size * 7.52316384526264e-37).to(tl.uint32, bitcast=True)
@@ -29,10 +30,10 @@ def e4m3_bits(x):
 
 
 @triton.jit
-def turned(x, new, cos, sin, position, d, row_ok, strides, faults, form: tl.constexpr):
-    """x, a key's dimensions `d`, with the first rotary_dim of them turned; NaN where the position has no angle."""
-    half: tl.constexpr = form.rotary_dim // 2
-    if form.interleaved:
+def rotate(x, new, tables, position, d, row_ok, strides, errors, traits: tl.constexpr):
+    """x, dimensions `d` of a key, with the first rotary_dim of them rotated; NaN where the position has no angle."""
+    half: tl.constexpr = traits.rotary_dim // 2
+    if traits.interleaved:
         partner = d ^ 1
         angle = d // 2
         sign = tl.where(d % 2 == 0, -1.0, 1.0)
@@ -40,18 +41,21 @@ def turned(x, new, cos, sin, position, d, row_ok, strides, faults, form: tl.cons
         partner = tl.where(d < half, d + half, d - half)
         angle = tl.where(d < half, d, d - half)
         sign = tl.where(d < half, -1.0, 1.0)
-    turns = (d < form.rotary_dim) & row_ok
-    known = position < strides[2]
-    tl.atomic_or(faults, NO_ANGLE, mask=row_ok & (known == 0), sem="relaxed")
-    other = tl.load(new + partner, mask=turns, other=0.0).to(form.accumulator)
-    c = tl.load(cos + position * strides[0] + angle, mask=turns & known, other=float("nan")).to(form.accumulator)
-    s = tl.load(sin + position * strides[1] + angle, mask=turns & known, other=float("nan")).to(form.accumulator)
-    return tl.where(turns, x * c + sign * other * s, x)
+    rotates = (d < traits.rotary_dim) & row_ok
+    known = position < strides.positions
+    tl.atomic_or(errors, NO_ANGLE, mask=row_ok & (known == 0), sem="relaxed")
+    other = tl.load(new + partner, mask=rotates, other=0.0).to(traits.accumulator)
+    cos = tl.load(tables.cos + position * strides.cos + angle, mask=rotates & known, other=float("nan"))
+    cos = cos.to(traits.accumulator)
+    sin = tl.load(tables.sin + position * strides.sin + angle, mask=rotates & known, other=float("nan"))
+    sin = sin.to(traits.accumulator)
+    return tl.where(rotates, x * cos + sign * other * sin, x)
 
 
 @triton.jit
-def write(pool, x, scale, head, d, row_ok, width: tl.constexpr, form: tl.constexpr):
-    if form.eight_bits:
+def store_cached(pool, x, scale, head, d, row_ok, width: tl.constexpr, traits: tl.constexpr):
+    """A key or value to its row of the cache, divided by the scale and in 8 bits where the cache has them."""
+    if traits.eight_bits:
         if scale is not None:
             x = x / tl.load(scale + head)
         tl.store(pool + d, e4m3_bits(x.to(tl.float32)), mask=row_ok & (d < width))
@@ -60,53 +64,43 @@ def write(pool, x, scale, head, d, row_ok, width: tl.constexpr, form: tl.constex
 
 
 @triton.jit
-def append_kernel(tensors, pools, scales, angles, faults, strides, sizes, form: tl.constexpr):
-    """tensors (k_new, v_new, seqlens, page_table); pools (k, v); scales (k_scale, v_scale); angles (cos, sin);
-    strides of k_new, v_new, k, v, each (batch or page, token or row, head), and (of cos, of sin, angles there are);
-    sizes (tokens, heads, capacity, page_size, n_pages, max_pages)."""
-    k_new, v_new, seqlens, page_table = tensors
-    tokens, heads, capacity, page_size, n_pages, max_pages = sizes
+def row_at(tensor, strides, batch, row, head):
+    return tensor + batch * strides.batch + row * strides.row + head * strides.head
+
+
+@triton.jit
+def append_kernel(tensors, caches, scales, rotary, errors, strides, shape, traits: tl.constexpr):
+    """tensors: AppendTensors; caches: Caches; scales: PerKeyHead; rotary: RotaryTables; strides: AppendStrides; shape:
+    AppendShape (`arguments`).
+    """
+    # where the new token goes
     pid = tl.program_id(0)
-    head = (pid % heads).to(tl.int64)
-    token = (pid // heads % tokens).to(tl.int64)
-    batch = (pid // heads // tokens).to(tl.int64)
-    position = tl.load(seqlens + batch).to(tl.int64) + token
-    room = (position >= 0) & (position < capacity)
-    tl.atomic_or(faults, NO_ROOM, mask=room == 0, sem="relaxed")
+    head = (pid % shape.heads_kv).to(tl.int64)
+    token = (pid // shape.heads_kv % shape.seqlen).to(tl.int64)
+    batch = (pid // shape.heads_kv // shape.seqlen).to(tl.int64)
+    position = tl.load(tensors.seqlens + batch).to(tl.int64) + token
+    room = (position >= 0) & (position < shape.capacity)
+    tl.atomic_or(errors, NO_ROOM, mask=room == 0, sem="relaxed")
     page = batch
     row = position
     row_ok = room
-    if form.paged:
-        page = tl.load(page_table + batch * max_pages + position // page_size, mask=room, other=0).to(tl.int64)
-        inside = (page >= 0) & (page < n_pages)
-        tl.atomic_or(faults, PAGES, mask=room & (inside == 0), sem="relaxed")
-        row = position % page_size
+    if traits.paged:
+        entry = tensors.page_table + batch * shape.max_pages + position // shape.page_size
+        page = tl.load(entry, mask=room, other=0).to(tl.int64)
+        inside = (page >= 0) & (page < shape.num_pages)
+        tl.atomic_or(errors, PAGES, mask=room & (inside == 0), sem="relaxed")
+        row = position % shape.page_size
         row_ok = room & inside
-    d = tl.arange(0, form.block_d)
-    dv = tl.arange(0, form.block_dv)
-    k_at = k_new + batch * strides[0][0] + token * strides[0][1] + head * strides[0][2]
-    v_at = v_new + batch * strides[1][0] + token * strides[1][1] + head * strides[1][2]
-    x = tl.load(k_at + d, mask=row_ok & (d < form.head_dim), other=0.0).to(form.accumulator)
-    y = tl.load(v_at + dv, mask=row_ok & (dv < form.head_dim_v), other=0.0).to(form.accumulator)
-    if form.rotary_dim > 0:
-        x = turned(x, k_at, angles[0], angles[1], position, d, row_ok, strides[4], faults, form)
-    write(
-        pools[0] + page * strides[2][0] + row * strides[2][1] + head * strides[2][2],
-        x,
-        scales[0],
-        head,
-        d,
-        row_ok,
-        form.head_dim,
-        form,
-    )
-    write(
-        pools[1] + page * strides[3][0] + row * strides[3][1] + head * strides[3][2],
-        y,
-        scales[1],
-        head,
-        dv,
-        row_ok,
-        form.head_dim_v,
-        form,
-    )
+    # its key and value
+    d = tl.arange(0, traits.block_d)
+    dv = tl.arange(0, traits.block_dv)
+    k_new = row_at(tensors.k_new, strides.k_new, batch, token, head)
+    v_new = row_at(tensors.v_new, strides.v_new, batch, token, head)
+    k = tl.load(k_new + d, mask=row_ok & (d < traits.head_dim), other=0.0).to(traits.accumulator)
+    v = tl.load(v_new + dv, mask=row_ok & (dv < traits.head_dim_v), other=0.0).to(traits.accumulator)
+    if traits.rotary_dim > 0:
+        k = rotate(k, k_new, rotary, position, d, row_ok, strides.rotary, errors, traits)
+    k_row = row_at(caches.k, strides.k, page, row, head)
+    v_row = row_at(caches.v, strides.v, page, row, head)
+    store_cached(k_row, k, scales.k, head, d, row_ok, traits.head_dim, traits)
+    store_cached(v_row, v, scales.v, head, dv, row_ok, traits.head_dim_v, traits)

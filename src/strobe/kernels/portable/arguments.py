@@ -128,6 +128,93 @@ class SoftmaxParams(NamedTuple):
     scale: Any = None  # |scale|, for gradients
 
 
+# ---------------------------------------------------------------- arguments of decode and append
+
+
+class DecodeTensors(NamedTuple):
+    q: Any  # [B, S_q, H_q, D]
+    k: Any  # the cache: [B, capacity, H_kv, D], or pages [pages, page_size, H_kv, D]
+    v: Any
+    page_table: Any  # [B, max_pages]
+    seqlens: Any  # [B]
+    k_start: Any  # [B]: first key
+    out: Any
+    lse: Any
+    sinks: Any
+
+
+class PerKeyHead(NamedTuple):
+    """Scales of keys and values [H_kv]."""
+
+    k: Any
+    v: Any
+
+
+class SplitWorkspace(NamedTuple):
+    """Partial results of all splits; None where there is one split."""
+
+    o: Any  # [splits, rows, D_v], a row for each row of q
+    lse: Any  # [splits, rows] in log2 units
+    counters: Any  # [tiles]: how many splits of a tile are done; 0 before and after the launch
+
+
+class DecodeShape(NamedTuple):
+    """Sizes, int32."""
+
+    seqlen_q: Any
+    heads_kv: Any
+    capacity: Any  # keys that a sequence may have
+    num_pages: Any
+    max_pages: Any  # of a sequence
+    num_splits: Any
+    split_size: Any  # keys
+    num_m_blocks: Any  # tiles of rows of a key head
+
+
+class AppendTensors(NamedTuple):
+    k_new: Any  # [B, S, H_kv, D]
+    v_new: Any
+    seqlens: Any  # [B]
+    page_table: Any
+
+
+class Caches(NamedTuple):
+    k: Any
+    v: Any
+
+
+class RotaryTables(NamedTuple):
+    cos: Any  # [positions, rotary_dim / 2]
+    sin: Any
+
+
+class RotaryStrides(NamedTuple):
+    cos: Any
+    sin: Any
+    positions: Any  # that have angles
+
+
+class AppendStrides(NamedTuple):
+    """Strides of each tensor; of caches with pages, `batch` is that of a page."""
+
+    k_new: Any
+    v_new: Any
+    k: Any
+    v: Any
+    rotary: Any  # RotaryStrides
+
+
+class AppendShape(NamedTuple):
+    """Sizes, int32."""
+
+    seqlen: Any  # new tokens of a sequence
+    heads_kv: Any
+    capacity: Any
+    page_size: Any
+    num_pages: Any
+    max_pages: Any
+
+
 # ---------------------------------------------------------------- in kernels
 
 
@@ -180,3 +267,23 @@ class BlockInfo(NamedTuple):
     full_stop: Any
     first: Any  # [M]: each row sees keys first .. stop - 1
     stop: Any
+
+
+class KeyCache(NamedTuple):
+    """Where the keys and values of one sequence and key head lie."""
+
+    k: Any
+    v: Any
+    page_table: Any  # of the sequence
+    num_pages: Any
+    batch: Any
+    head: Any
+    first_key: Any  # keys are counted from here
+
+
+class RowInfo(NamedTuple):
+    """The rows of a decode's tile: the query heads of a key head, a token after the other."""
+
+    token: Any
+    head_q: Any
+    exists: Any

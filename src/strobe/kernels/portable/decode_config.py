@@ -74,7 +74,7 @@ class DecodeTraits(Constants, Traits, Widths):
         return 2 * self.stages - 1 if gathered else self.stages
 
     @property
-    def joined(self) -> int:
+    def splits_per_load(self) -> int:
         """Splits whose partial results of a tile are loaded at once: 128 bytes per thread."""
         size = 8 if self.dtype == "float64" else 4
         return max(1, min(16, 128 * 32 * self.warps // (self.block_m * self.block_dv * size)))

@@ -13,7 +13,7 @@ from ...errors import KernelFault
 from ...problem.call import Call
 from ...problem.decode import DecodeProblem
 from ...problem.problem import ALIGNMENT, Packed, Problem
-from ..device.forward_arguments import WindowParams
+from ..device.forward_arguments import CuSeqlens, WindowParams
 from ..protocol import Backward, Forward, Plan, entries, strides_of
 from ..runtime import batch_invariant as shared
 from ..runtime import error_flags
@@ -101,7 +101,7 @@ def invariant_launch(plan: Plan, call: Call, tensors: Forward) -> Launch:
     traits, problem = plan.config.traits, plan.problem
     arguments = (
         ForwardTensors(call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks),
-        (call.cu_seqlens_q, call.cu_seqlens_k),
+        CuSeqlens(call.cu_seqlens_q, call.cu_seqlens_k),
         error_flags.word(call.q.device),
         forward_strides(problem, call, tensors),
         shared.sizes_of(problem, traits.block_m),

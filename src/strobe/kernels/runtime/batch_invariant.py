@@ -7,7 +7,7 @@ and the other queries.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...problem.call import Dense
 from ...problem.decode import DecodeProblem
@@ -58,11 +58,22 @@ def against(problem: Problem) -> str | None:
     )
 
 
-def sizes_of(problem: Problem, block_m: int) -> tuple[int, ...]:
-    """Sizes passed to kernels: (entries or sequences, key heads, S_q or T_q, S_k or T_k, row tiles, keys per split)."""
+class InvariantShape(NamedTuple):
+    """Sizes that kernels are passed, int32."""
+
+    batch: Any  # batch entries, or packed sequences
+    heads_kv: Any
+    seqlen_q: Any  # or all packed query tokens
+    seqlen_k: Any
+    num_m_blocks: Any  # tiles of rows of a key head
+    split_size: Any  # keys
+
+
+def sizes_of(problem: Problem, block_m: int) -> InvariantShape:
     layout: Any = problem.layout
     tokens = layout.tokens if problem.packed else layout[1:]
-    return (layout.batch, problem.heads_kv, *tokens, query_tiles(problem, block_m, problem.group), INVARIANT_SPLIT)
+    num_m_blocks = query_tiles(problem, block_m, problem.group)
+    return InvariantShape(layout.batch, problem.heads_kv, *tokens, num_m_blocks, INVARIANT_SPLIT)
 
 
 def programs(problem: Problem, block_m: int) -> int:
