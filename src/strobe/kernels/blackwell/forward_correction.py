@@ -46,7 +46,7 @@ class CorrectionWarps:
     @gluon.jit
     def process_tile(self, state):
         pipes, stats, o, out = self.pipes, state.stats, state.o, state.out
-        num_n_blocks = pipes.work.receive(state.work).num_n_blocks
+        num_n_blocks = pipes.work.receive(state.work, self.traits).num_n_blocks
         if num_n_blocks > 0:
             pipes.p.producer_commit(state.o.at(0))  # O of the tile before has been read
             pipes.p.producer_commit(state.o.at(1))
@@ -55,7 +55,7 @@ class CorrectionWarps:
                 self.rescale_o(t, stats)
                 pipes.p.producer_commit(stats.at(t))
             stats = stats.advance()
-        work = pipes.work.receive(state.work)  # read again: it takes no registers meanwhile
+        work = pipes.work.receive(state.work, self.traits)  # read again: it takes no registers meanwhile
         pipes.work.consumer_release(state.work)
         work_state = state.work.advance()
         for t in range(2):
@@ -174,7 +174,7 @@ class StoreWarp:
         pipes = self.pipes
         state = StoreState.start(self.traits)
         while pipes.work.wait_published(state.work):
-            work = pipes.work.receive(state.work)
+            work = pipes.work.receive(state.work, self.traits)
             pipes.work.consumer_release(state.work)
             state = StoreState(state.out, state.work.advance())
             state = self.store_tile(work, state)

@@ -45,23 +45,22 @@ class LoadWarp:
             upcoming = scheduler
             if more:  # asked for now, needed after this tile: the counter's latency is hidden
                 upcoming = scheduler.advance(num_tiles, counter, traits)
-            work = scheduler.get_current_work(
-                self.cu_seqlens, None, self.opaque_launch(), self.workspace.errors, traits
-            )
+            work = self.current_work(scheduler)
             # the end is published here, too: behind the loop, that kept a lane's index in a register of all roles
             if work.is_valid | (scheduler.tile_index >= num_tiles):
                 state = self.load_work_tile(work.or_end(more), state)
             scheduler = upcoming
 
     @gluon.jit
-    def opaque_launch(self):
-        """The launch's parameters, from which nothing is computed in front of all roles."""
+    def current_work(self, scheduler):
+        """The scheduler's tile, of which nothing is computed in front of all roles."""
         launch, shape = self.launch, self.launch.shape
         batch = opaque(shape.batch)
         shape = ShapeParams(
             batch, shape.heads, shape.seqlen_q, shape.seqlen_k, shape.num_m_blocks, shape.l2_heads, 0, 0, 0
         )
-        return LaunchParams(launch.num_tiles, shape, opaque_window(launch.window), launch.softmax)
+        launch = LaunchParams(launch.num_tiles, shape, opaque_window(launch.window), launch.softmax, None)
+        return scheduler.get_current_work(self.cu_seqlens, None, launch, self.workspace.errors, self.traits)
 
     @gluon.jit
     def load_work_tile(self, work, state):
@@ -70,7 +69,7 @@ class LoadWarp:
         pipes, maps, shape = self.pipes, self.maps, self.launch.shape
         pipes.work.publish_dense(state.work, work)
         kv, q, work_state = state.kv, state.q, state.work.advance()
-        blocks = work.blocks()
+        blocks = work.blocks(self.launch, traits)
         if blocks.count > 0:
             q_rows, kv_rows = work.q_rows(shape, traits), work.kv_rows(0, shape, traits)
             pipes.q.producer_acquire(q)

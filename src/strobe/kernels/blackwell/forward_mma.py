@@ -42,7 +42,7 @@ class MmaWarp:
         pipes = self.pipes
         state = MmaState.start(self.traits)
         while pipes.work.wait_published(state.work):
-            num_n_blocks = pipes.work.receive(state.work).num_n_blocks
+            num_n_blocks = pipes.work.receive(state.work, self.traits).num_n_blocks
             pipes.work.consumer_release(state.work)
             state = MmaState(state.kv, state.q, state.p, state.work.advance())
             if num_n_blocks > 0:

@@ -132,7 +132,7 @@ class SoftmaxWarps:
         )
         state = SoftmaxRoleState.start()
         while pipes.work.wait_published(state.work):
-            work = pipes.work.receive(state.work)
+            work = pipes.work.receive(state.work, self.traits)
             pipes.work.consumer_release(state.work)
             state = SoftmaxRoleState(state.s, state.stats, state.work.advance())
             state = self.process_tile(work, state)
@@ -144,7 +144,7 @@ class SoftmaxWarps:
         window = opaque_window(self.launch.window)
         m_start = work.m_start + self.t * traits.queries_per_consumer
         mask = AttentionMask.of_rows(m_start, work.seqlen, window, traits)
-        blocks = work.blocks()
+        blocks = work.blocks(self.launch, traits)
         softmax = SoftmaxState.start()
         for i in range(blocks.count):
             softmax, state = self.mainloop_step(i, blocks, mask, softmax, state)
@@ -159,7 +159,7 @@ class SoftmaxWarps:
         s_state, stats_state = state.s, state.stats
         pipes.s.consumer_wait(s_state.at(self.t))
         s_state = s_state.advance()
-        s = self.load_scores(blocks.n_block(i, traits) * traits.block_n, mask)
+        s = self.load_scores(blocks.visit(i, traits), mask)
         row_max = softmax.new_max(s, self.launch.softmax, traits)
         base = gl.where(row_max == float("-inf"), 0.0, row_max)
         rescale = gl.exp2(softmax.row_max - base)
@@ -177,15 +177,15 @@ class SoftmaxWarps:
         return SoftmaxState(row_max, row_sum), SoftmaxRoleState(s_state, stats_state, state.work)
 
     @gluon.jit
-    def load_scores(self, n_start, mask):
+    def load_scores(self, block, mask):
         """S[t] in registers, with -inf where a row does not see the key."""
         traits: gl.constexpr = self.traits
         s_tile = self.pipes.s.tiles.index(self.t)
         score_mod(s_tile, self.launch.softmax, traits)
         s = Quarters.load(s_tile)
         if traits.masks:
-            if mask.is_partial(n_start, traits):
-                s = apply_mask(s, n_start, mask, traits)
+            if mask.is_partial(block, traits):
+                s = apply_mask(s, block.n_start, mask, traits)
         return s
 
     @gluon.jit

@@ -74,8 +74,10 @@ class ForwardTraits(Constants):
 
     # roles that read a work tile: mma, softmax of both query stages, correction, store
     consumers = 5
-    # what the shared device functions (device.forward_scheduler, device.forward_mask) can do, and this kernel does not
+    # what the shared device functions (device.forward_scheduler, device.forward_mask) can do and this kernel does not
     key_ranges = False
+    has_block_lists = False
+    numbers_sequences = False
     first_block_first = False
     ends_with_last_row = False
 

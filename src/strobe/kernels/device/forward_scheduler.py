@@ -97,8 +97,9 @@ class WorkTile:
     def or_end(self, more):
         """This tile, or unless there are `more` the end, whose number of blocks is negative."""
         num_n_blocks = gl.where(more, self.num_n_blocks, END)
+        is_valid, batch, head, m_start = self.is_valid, self.batch, self.head, self.m_start
         return WorkTile(
-            self.is_valid, self.batch, self.head, self.m_start, self.n_block_min, num_n_blocks, self.seqlen, self.document, self.next_row
+            is_valid, batch, head, m_start, self.n_block_min, num_n_blocks, self.seqlen, self.document, self.next_row, self.sequence
         )
 
     @gluon.jit
