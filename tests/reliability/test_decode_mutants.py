@@ -291,7 +291,13 @@ PORTABLE = (
     ),
     Mutant("hidden scores count", f"{SPLIT}:attend", 'tl.where(seen, s, float("-inf"))', "s", named("dense_tokens_5")),
     Mutant("old sum not rescaled", f"{SPLIT}:attend", "o * rescale[:, None]", "o", named("dense")),
-    Mutant("scale's sign forgotten", f"{SPLIT}:signed", "tl.where(scale < 0, -1.0,", "tl.where(scale < 0, 1.0,", SIGNS),
+    Mutant(
+        "scale's sign forgotten",
+        f"{SPLIT}:fold_scale_signs",
+        "tl.where(k_scale < 0, -1.0,",
+        "tl.where(k_scale < 0, 1.0,",
+        SIGNS,
+    ),
     Mutant(
         "sink in every split",
         f"{SPLIT}:normalize_split",
@@ -329,12 +335,12 @@ PORTABLE = (
     ),
     Mutant(
         "start beyond the length",
-        f"{SPLIT}:span",
+        f"{SPLIT}:sequence_keys",
         "tl.minimum(tl.maximum(start, 0), stop)",
         "tl.maximum(start, 0)",
         LATE,
     ),
-    Mutant("start not told", f"{SPLIT}:span", "mask=first != start", "mask=first > stop", STARTS),
+    Mutant("start not told", f"{SPLIT}:sequence_keys", "mask=first != start", "mask=first > stop", STARTS),
     Mutant(
         "splits of the batch's size",
         f"{FORM}:decode_config",

@@ -5,13 +5,13 @@ chunks of 32 columns (`Quarters`). The factors of O[t], and row sums and maxima 
 correction warps through shared memory (`stats`).
 
 Exponents are relative to a maximum log2_offset below the row's own. It is updated only where it grew by more than
-rescale_threshold (conditional rescaling, `device.lagging`). P and row_sum use the same maximum, so O / row_sum
+rescale_threshold (`device.conditional_rescaling`). P and row_sum use the same maximum, so O / row_sum
 is exact.
 """
 
+from ..device.conditional_rescaling import conditional_max
 from ..device.dialect import gl, gluon, record
 from ..device.forward_mask import AttentionMask
-from ..device.lagging import lagging_max as conditional_max
 from ..device.mask import hide_by_bits, interval_bits
 from ..device.pack_gqa import queries_of
 from ..device.pipeline import PipelineState

@@ -104,6 +104,11 @@ class ForwardTraits(Constants):
         return self.tuning.joined
 
     @property
+    def rows_per_query(self) -> int:
+        """Rows of a tile per query: pack_gqa, rounded up to a power of two."""
+        return self.tuning.fold
+
+    @property
     def rescale_threshold(self) -> float:
         return self.tuning.rescale_threshold
 

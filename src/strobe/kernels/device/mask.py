@@ -1,63 +1,57 @@
-"""Which keys a row sees, as an interval [first, stop): the device's side of strobe.problem.mask. Works on scalars and on vectors.
+"""Which keys a row sees, as an interval [first, stop), and masks made of it: the device's side of strobe.problem.mask.
+For Triton and Gluon; rows may be scalars or vectors.
 
-A `form` is any frozen config whose `mask` is a MaskStructure (a NamedTuple passed by itself would arrive as a plain tuple)."""
+traits.mask is a MaskStructure. Documents are no part of the interval. bounds: (S_k, left, right).
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def row_interval(row, seqlen_q, key_stop, bounds, prefix, form: tl.constexpr):
-    """Keys [first, stop) that rows see; both never fall from a row to the next. `bounds` is (S_k, left, right).
+def row_interval(row, seqlen_q, key_stop, bounds, prefix, traits: tl.constexpr):
+    """Keys [first, stop) that rows see; neither falls from a row to the next.
 
-    key_stop is where this batch entry's keys end (S_k, or its key length); the diagonal is set by S_k itself.
+    key_stop is where the batch entry's keys end: S_k, or its key length. The diagonal depends on S_k alone.
     """
     seqlen_k, left, right = bounds
     diagonal = row + (seqlen_k - seqlen_q)
     first = row * 0
-    if form.mask.left:
+    if traits.mask.left:
         first = tl.maximum(first, diagonal - left)
     stop = first * 0 + key_stop
-    if form.mask.prefix:
+    if traits.mask.prefix:
         reach = tl.maximum(prefix, diagonal + 1)
-        if form.mask.right:
+        if traits.mask.right:
             reach = tl.minimum(reach, diagonal + right + 1)
         stop = tl.minimum(stop, reach)
-    elif form.mask.right:
+    elif traits.mask.right:
         stop = tl.minimum(stop, diagonal + right + 1)
     return first, stop
 
 
 @triton.jit
-def first_row(key, seqlen_q, bounds, prefix, form: tl.constexpr):
+def first_row(key, seqlen_q, bounds, prefix, traits: tl.constexpr):
     """The first row that sees `key` (a scalar)."""
     seqlen_k, left, right = bounds
     row = key * 0
-    if form.mask.right:
+    if traits.mask.right:
         row = tl.maximum(row, key - right - (seqlen_k - seqlen_q))
-    if form.mask.prefix:
+    if traits.mask.prefix:
         beyond = tl.maximum(row, key - (seqlen_k - seqlen_q))
-        # within the prefix the right bound alone counts; beyond it the diagonal does too
+        # within the prefix only the right bound counts, beyond it the diagonal, too
         row = tl.where(key < prefix, row, beyond)
     return row
 
 
 @triton.jit
-def stop_row(key, seqlen_q, bounds, form: tl.constexpr):
+def stop_row(key, seqlen_q, bounds, traits: tl.constexpr):
     """One past the last row that sees `key` (a scalar)."""
     seqlen_k, left, right = bounds
     row = key * 0 + seqlen_q
-    if form.mask.left:
+    if traits.mask.left:
         row = tl.minimum(row, key + left - (seqlen_k - seqlen_q) + 1)
     return row
-
-
-@triton.jit
-def edges_of(m_start, lengths, limits):
-    """(first key of row m_start, its stop by the diagonal alone, stop of all keys): three scalars, since consumers have few registers."""
-    seqlen_q, seqlen_k = lengths
-    diagonal = m_start + (seqlen_k - seqlen_q)
-    return diagonal - limits[0], diagonal + limits[1] + 1, seqlen_k
 
 
 @triton.jit
@@ -75,7 +69,9 @@ def apply_mask(x, column, first, stop, value, two_sided: tl.constexpr):
 
 @triton.jit
 def interval_bits(first, stop, two_sided: tl.constexpr):
-    """Of 32 columns, a bit for each in [first, stop): one word a row, from which a thread's registers each take a bit."""
+    """A word for each row with a bit for each of 32 columns, set in [first, stop). Each register of a thread tests a
+    bit.
+    """
     bits = tl.where(stop >= 32, -1, (1 << tl.minimum(tl.maximum(stop, 0), 31)) - 1)
     if two_sided:
         below = tl.where(first >= 32, -1, (1 << tl.minimum(tl.maximum(first, 0), 31)) - 1)

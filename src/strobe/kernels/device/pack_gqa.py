@@ -1,31 +1,34 @@
-"""Heads that share a tile: which query and which head each of its rows holds. Where none do, rows are queries of one head.
+"""pack_gqa: the query heads of a key head share a tile. Which query and which head each of its rows holds.
 
-A `form` says: tuning (joined, the heads that share a tile; fold, the rows that a query takes: as many, to a power of two).
+traits.pack_gqa is the number of heads that share a tile; with 1, rows are queries of one head. traits.rows_per_query is
+the number of rows that a query takes: as many, rounded up to a power of two.
 """
 
 from .dialect import gl, gluon
 
 
 @gluon.jit
-def queries_of(row, form: gl.constexpr):
+def queries_of(row, traits: gl.constexpr):
     """The queries that rows hold, counted from row 0's."""
-    return row // form.tuning.fold
+    return row // traits.rows_per_query
 
 
 @gluon.jit
-def heads_of(row, head, queries_exist, form: gl.constexpr):
-    """(the query head of each row, whether the row has one); `head` is a tile's: a query head, or a key head where its heads are joined."""
-    if form.tuning.joined > 1:
-        member = row % form.tuning.fold
-        return head * form.tuning.joined + member, queries_exist & (member < form.tuning.joined)
+def heads_of(row, head, queries_exist, traits: gl.constexpr):
+    """(the query head of each row, whether the row has one). `head` is the tile's: a query head, or with pack_gqa a key
+    head.
+    """
+    if traits.pack_gqa > 1:
+        member = row % traits.rows_per_query
+        return head * traits.pack_gqa + member, queries_exist & (member < traits.pack_gqa)
     else:
         return head, queries_exist
 
 
 @gluon.jit
-def load_sinks(sinks, head, exists, form: gl.constexpr):
-    """The sinks of `heads_of`."""
-    if form.tuning.joined > 1:
+def load_sinks(sinks, head, exists, traits: gl.constexpr):
+    """The sinks of the heads that `heads_of` returns."""
+    if traits.pack_gqa > 1:
         return gl.load(sinks + head, mask=exists, other=0.0).to(gl.float32)
     else:
         return gl.load(sinks + head).to(gl.float32)

@@ -1,4 +1,4 @@
-"""Where a tile's rows live: one sequence's start, length and row addressing, for dense and packed layouts alike."""
+"""Where rows lie: start, length and addresses of a sequence's rows in dense and packed layouts. Triton and Gluon."""
 
 import triton
 import triton.language as tl
@@ -14,14 +14,14 @@ LONG_K = tl.constexpr(_LONG_K)
 LONG_Q = tl.constexpr(_LONG_Q)
 OFFSETS_K = tl.constexpr(_OFFSETS_K)
 OFFSETS_Q = tl.constexpr(_OFFSETS_Q)
-OUTSIDE = tl.constexpr(-1)  # keys of rows that are in no sequence
+OUTSIDE = tl.constexpr(-1)  # number of keys of rows that are in no sequence
 
 
 @triton.jit
 def offset_at(cu_seqlens, index, n, total):
-    """Boundary `index` of 0, cu_seqlens[0], ..., cu_seqlens[n], total, kept within [0, total].
+    """Boundary `index` of 0, cu_seqlens[0], ..., cu_seqlens[n], total, clamped to [0, total].
 
-    The rows before the first and after the last sequence are so two sequences of their own, which see no key.
+    So the rows before the first and after the last sequence are two sequences of their own, which see no key.
     """
     inner = tl.load(cu_seqlens + tl.minimum(tl.maximum(index - 1, 0), n))
     inner = tl.minimum(tl.maximum(inner, 0), total)
@@ -30,9 +30,11 @@ def offset_at(cu_seqlens, index, n, total):
 
 @triton.jit
 def find_sequence(cu_seqlens, tile, n, total, block: tl.constexpr, group: tl.constexpr = 1):
-    """(sequence, block within it) of a linear tile of `block` rows, of which a token has `group`. Sequence i of the n + 2 starts at tile
-    begin(i) * group // block + i: an upper bound on the tiles before it that needs no scan over the lengths, so the grid
-    total * group // block + n + 2 is known on the host."""
+    """(sequence, block within it) of a linear tile of `block` rows; a token has `group` rows.
+
+    Sequence i of the n + 2 starts at tile begin(i) * group // block + i. That is an upper bound on the number of tiles
+    before it and needs no scan over the lengths, so the host knows the grid: total * group // block + n + 2.
+    """
     low = 0
     high = n + 1
     while low < high:
@@ -52,35 +54,42 @@ def span_of(cu_seqlens, sequence, n, total):
 
 @triton.jit
 def keys_of(cu_seqlens, sequence, n, total, outside: tl.constexpr = 0):
-    """`span_of` for the other side of a sequence: the rows outside every sequence have no keys, of which the length is said to be `outside`."""
+    """`span_of` for the keys of a sequence of queries, or the queries of a sequence of keys. The rows outside every
+    sequence have none: (0, outside).
+    """
     start, length = span_of(cu_seqlens, sequence, n, total)
     inside = (sequence > 0) & (sequence <= n)
     return tl.where(inside, start, 0), tl.where(inside, length, outside)
 
 
 @triton.jit
-def run_at(spans, position, length, across):
-    """(end of the run that has row `position`, first key of its document, one past the last), of `length` rows and `across` keys.
+def run_at(ranges, position, length, across):
+    """(end of the run that has row `position`, first key of its document, one past the last), for `length` rows and
+    `across` keys. A run is rows of one document that follow each other.
 
-    `spans` are those of the batch entry (mask.Documents). Numbers that reach outside are cut, so that spans made by hand neither read other memory
-    nor keep a loop from its end.
+    `ranges` are those of the batch entry (mask.Documents). Values out of range are clamped, so that ranges made by hand
+    neither read other memory nor make a loop endless.
     """
-    run_end = tl.maximum(tl.minimum(tl.load(spans + 3 * position), length), position + 1)
-    first = tl.minimum(tl.maximum(tl.load(spans + 3 * position + 1), 0), across)
-    last = tl.maximum(tl.minimum(tl.load(spans + 3 * position + 2), across), first)
+    run_end = tl.maximum(tl.minimum(tl.load(ranges + 3 * position), length), position + 1)
+    first = tl.minimum(tl.maximum(tl.load(ranges + 3 * position + 1), 0), across)
+    last = tl.maximum(tl.minimum(tl.load(ranges + 3 * position + 2), across), first)
     return run_end, first, last
 
 
 @triton.jit
-def breaks_promise(token, keys, limits):
-    """Of a sequence's tokens, those beyond the queries promised, or all where it has more keys than promised; limits (left, right, most queries, most
-    keys), the last two negative where nothing was promised. Rows outside every sequence, whose keys are OUTSIDE, were promised nothing."""
-    return ((limits[2] >= 0) & (token >= limits[2]) & (keys != OUTSIDE)) | ((limits[3] >= 0) & (keys > limits[3]))
+def breaks_promise(token, keys, window):
+    """Which tokens of a sequence are beyond the promised number of queries; all if it has more keys than promised.
+
+    window.max_seqlen_q and max_seqlen_k are negative if nothing was promised. Nothing is promised for rows outside
+    every sequence, whose number of keys is OUTSIDE.
+    """
+    longest_q, longest_k = window.max_seqlen_q, window.max_seqlen_k
+    return ((longest_q >= 0) & (token >= longest_q) & (keys != OUTSIDE)) | ((longest_k >= 0) & (keys > longest_k))
 
 
 @triton.jit
 def load_rows(base, rows, columns, stride, row_ok, width: tl.constexpr):
-    """A tile [M, block_d] of rows `rows`, 0 where row_ok is False and beyond the head dimension `width`; `columns` begin with 0."""
+    """A tile [M, block_d] of rows, 0 where row_ok is False and beyond the head dimension `width`; columns: 0, 1, ..."""
     pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     if columns.shape[0] == width:
         return tl.load(pointers, mask=row_ok[:, None], other=0.0)
@@ -89,7 +98,7 @@ def load_rows(base, rows, columns, stride, row_ok, width: tl.constexpr):
 
 @triton.jit
 def store_rows(base, tile, rows, columns, stride, row_ok, width: tl.constexpr):
-    """`load_rows`, the other way."""
+    """Store a tile [M, block_d] where row_ok is True and within the head dimension `width`; columns: 0, 1, ..."""
     pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     if columns.shape[0] == width:
         tl.store(pointers, tile.to(base.dtype.element_ty), mask=row_ok[:, None])
@@ -98,22 +107,22 @@ def store_rows(base, tile, rows, columns, stride, row_ok, width: tl.constexpr):
 
 
 @triton.jit
-def guard_offsets(cu_seqlens, n, total, longest, lanes, faults, bad_offsets: tl.constexpr, too_long: tl.constexpr):
-    """Report offsets that fall or leave [0, total], and sequences longer than promised; one program does it for all."""
+def guard_offsets(cu_seqlens, n, total, longest, lanes, errors, bad_offsets: tl.constexpr, too_long: tl.constexpr):
+    """Report offsets that fall or leave [0, total], and sequences longer than promised. One program does it for all."""
     for start in range(0, n, lanes.shape[0]):
         inside = start + lanes < n
         begin = tl.load(cu_seqlens + start + lanes, mask=inside, other=0)
         end = tl.load(cu_seqlens + start + lanes + 1, mask=inside, other=0)
         bad = tl.max(((end < begin) | (begin < 0) | (end > total)).to(tl.int32), 0)
         long = tl.max(((longest >= 0) & (end - begin > longest)).to(tl.int32), 0)
-        tl.atomic_or(faults, bad * bad_offsets + long * too_long, mask=bad + long > 0)
+        tl.atomic_or(errors, bad * bad_offsets + long * too_long, mask=bad + long > 0)
 
 
 @triton.jit
-def key_limit(key_lengths, batch, seqlen_k, faults, present: tl.constexpr):
+def key_limit(key_lengths, batch, seqlen_k, errors, present: tl.constexpr):
     """Where this batch entry's keys end; a length outside [0, S_k] is clamped and reported."""
     if present:
         length = tl.load(key_lengths + batch)
-        tl.atomic_or(faults, LENGTHS, mask=(length < 0) | (length > seqlen_k))
+        tl.atomic_or(errors, LENGTHS, mask=(length < 0) | (length > seqlen_k))
         return tl.minimum(tl.maximum(length, 0), seqlen_k)
     return seqlen_k

@@ -1,4 +1,6 @@
-"""What every decode kernel does alike: which keys a sequence holds, the signs of scales, splits joined, rows made whole. For Triton and Gluon."""
+"""What every decode kernel does: which keys a sequence has, the signs of scales, how splits are combined, sinks. For
+Triton and Gluon.
+"""
 
 from typing import Any, NamedTuple
 
@@ -8,23 +10,23 @@ import triton.language as tl
 from ..runtime.error_flags import K_START as _K_START
 from ..runtime.error_flags import SEQLENS as _SEQLENS
 from .seqlen import OUTSIDE, breaks_promise, find_sequence, keys_of, span_of
-from .softmax import in_log2
+from .softmax import LN_2, in_log2
 
 K_START = tl.constexpr(_K_START)
 SEQLENS = tl.constexpr(_SEQLENS)
 
 
 @triton.jit
-def span(seqlens, k_start, batch, capacity, faults, form: tl.constexpr):
-    """(first key, number of keys) of a sequence, kept within what it may hold; what had to be changed is reported."""
+def sequence_keys(seqlens, k_start, batch, capacity, errors, traits: tl.constexpr):
+    """(first key, number of keys) of a sequence, clamped to its capacity. A clamped value is reported."""
     length = tl.load(seqlens + batch)
     stop = tl.minimum(tl.maximum(length, 0), capacity)
-    tl.atomic_or(faults, SEQLENS, mask=stop != length, sem="relaxed")
+    tl.atomic_or(errors, SEQLENS, mask=stop != length, sem="relaxed")
     first = batch * 0
-    if form.k_start:
+    if traits.k_start:
         start = tl.load(k_start + batch)
         first = tl.minimum(tl.maximum(start, 0), stop)
-        tl.atomic_or(faults, K_START, mask=first != start, sem="relaxed")
+        tl.atomic_or(errors, K_START, mask=first != start, sem="relaxed")
     return first, stop - first
 
 
@@ -53,7 +55,7 @@ class KeyRange(NamedTuple):
 
 
 @triton.jit
-def locate(cu_seqlens, shape, traits: tl.constexpr):
+def sequence_tile(cu_seqlens, shape, traits: tl.constexpr):
     """The SequenceTile of a program of a batch-invariant forward. Tiles that see most keys come first."""
     cu_seqlens_q, cu_seqlens_k = cu_seqlens
     pid = tl.program_id(0)
@@ -95,23 +97,25 @@ def keys_of_tile(block, num_keys, tokens, window, traits: tl.constexpr):
 
 
 @triton.jit
-def broken(o, lse_log2, token, keys, limits):
-    """NaN in rows beyond a promised length, and in all of a sequence with more keys than promised."""
-    bad = breaks_promise(token, keys, limits)
-    return tl.where(bad[:, None], float("nan"), o), tl.where(bad, float("nan"), lse_log2)
+def nan_beyond_promise(o, lse_log2, token, keys, window):
+    """(O, LSE) with NaN in rows beyond a promised length, and in all of a sequence with more keys than promised."""
+    broken = breaks_promise(token, keys, window)
+    return tl.where(broken[:, None], float("nan"), o), tl.where(broken, float("nan"), lse_log2)
 
 
 @triton.jit
-def signed(q, numbers, scale, form: tl.constexpr):
-    """(q, scale_log2, softcap factor) with the sign of the scales in q, so that what multiplies scores is positive: hidden ones stay -inf."""
-    scale_log2, softcap = numbers
-    if form.sign != 1:
-        q = (q * form.sign).to(q.dtype)
-    if form.k_scale:
-        size = tl.abs(scale).to(form.accumulator)
-        q = (q * tl.where(scale < 0, -1.0, tl.where(scale == 0, 0.0, 1.0))).to(q.dtype)
+def fold_scale_signs(q, softmax, k_scale, traits: tl.constexpr):
+    """(q, scale_log2, softcap), with the signs of the scales in q. What multiplies scores is then positive, so masked
+    scores stay -inf. softmax: (scale_log2, softcap).
+    """
+    scale_log2, softcap = softmax
+    if traits.sign != 1:
+        q = (q * traits.sign).to(q.dtype)
+    if traits.k_scale:
+        size = tl.abs(k_scale).to(traits.accumulator)
+        q = (q * tl.where(k_scale < 0, -1.0, tl.where(k_scale == 0, 0.0, 1.0))).to(q.dtype)
         size = tl.where(size == 0, 1.0, size)
-        if form.softcap:
+        if traits.softcap:
             softcap = softcap * size
         else:
             scale_log2 = scale_log2 * size
@@ -119,10 +123,12 @@ def signed(q, numbers, scale, form: tl.constexpr):
 
 
 @triton.jit
-def weighed(base, total, lse_log2):
-    """(base, total) of rows once a split of this log-sum-exp (in log2 units) has joined those before it, what o so far is worth, and what the split
-    is. From (-inf, 0): `tl.fma(o, kept, part * weight)`, in the order of the splits, has the same bits wherever it is done. Nothing is left to
-    fuse: of a * b + c * d a compiler may fuse either product."""
+def combine_step(base, total, lse_log2):
+    """(base, total, kept, weight) after a split with this log-sum-exp, in log2 units. Before the first: (-inf, 0).
+
+    Then O = fma(O, kept, part * weight). In the order of the splits this gives the same bits in each kernel, because no
+    other operation can be fused: of a * b + c * d a compiler may fuse either product.
+    """
     top = tl.maximum(base, lse_log2)
     level = tl.where(top == float("-inf"), 0.0, top)
     kept = tl.exp2(base - level)
@@ -131,28 +137,32 @@ def weighed(base, total, lse_log2):
 
 
 @triton.jit
-def worth(base, total):
-    """(what joined rows are multiplied by, their log-sum-exp in log2 units) after the last split: 0 and -inf of rows that saw nothing."""
-    empty = total == 0
-    total = tl.where(empty, 1.0, total)
-    return tl.where(empty, 0.0, 1.0 / total), tl.where(empty, float("-inf"), base + tl.log2(total))
+def combined_factor(base, total):
+    """(what combined rows are multiplied by, their log-sum-exp in log2 units) after the last split: 0 and -inf for rows
+    that see no key.
+    """
+    is_empty = total == 0
+    total = tl.where(is_empty, 1.0, total)
+    return tl.where(is_empty, 0.0, 1.0 / total), tl.where(is_empty, float("-inf"), base + tl.log2(total))
 
 
 @triton.jit
-def with_sink(o, lse_log2, sink, form: tl.constexpr):
-    """(out, lse) of whole rows [M, D_v]: the sink enters once, and lse becomes a natural logarithm; the sink itself, of a row that saw nothing."""
-    lse = lse_log2 * 0.6931471805599453
-    if form.sinks:
-        sink = sink.to(form.accumulator)
+def add_sink(o, lse_log2, sink, traits: tl.constexpr):
+    """(out, LSE) of rows [M, D_v] that have seen all their keys, LSE as a natural logarithm. The LSE of a row that sees
+    no key is its sink, or -inf.
+    """
+    lse = lse_log2 * LN_2
+    if traits.sinks:
+        sink = sink.to(traits.accumulator)
         sink_log2 = in_log2(sink)
         top = tl.maximum(lse_log2, sink_log2)
         top = tl.where(top == float("-inf"), 0.0, top)
         share = tl.exp2(lse_log2 - top)
         total = share + tl.exp2(sink_log2 - top)
-        empty = total == 0
-        total = tl.where(empty, 1.0, total)
+        is_empty = total == 0
+        total = tl.where(is_empty, 1.0, total)
         o = o * (share / total)[:, None]
-        joined = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
-        joined = tl.where(joined < sink, sink, joined)
-        lse = tl.where(lse_log2 == float("-inf"), sink, joined)
+        with_sink = tl.where(is_empty, float("-inf"), (top + tl.log2(total)) * LN_2)
+        with_sink = tl.where(with_sink < sink, sink, with_sink)
+        lse = tl.where(lse_log2 == float("-inf"), sink, with_sink)
     return o, lse

@@ -15,7 +15,7 @@ dq, since keys may hold what 0 times is not 0.
 from ..device.dialect import fence_async_shared, gl, gluon, partition_barrier
 from ..device.key_ranges import PURE, prefix_of, tile_at
 from ..device.mask import first_row, stop_row
-from ..device.mending import clear_others, is_own
+from ..device.zero_foreign_rows import is_own_row, zero_foreign_rows
 from .backward_scheduler import dense_keys
 
 
@@ -83,14 +83,14 @@ def mend(q_tile, do_tile, lse, delta, m_start, tile, ids, form: gl.constexpr):
     """Make rows of others none, as rows_kernel has such, in a tile of queries that has landed."""
     own = (tile[6], tile[8], tile[14], ids + tile[0].to(gl.int64) * tile[7])
     layout: gl.constexpr = gl.BlockedLayout([lse.shape[0] // 32], [32], [1], [0])
-    kept = is_own(m_start + gl.arange(0, lse.shape[0], layout), own)
+    kept = is_own_row(m_start + gl.arange(0, lse.shape[0], layout), own)
     lse.store(gl.where(kept, lse.load(layout), float("-inf") if form.begun else float("inf")))
     delta.store(gl.where(kept, delta.load(layout), 0.0))
-    clear_others(q_tile[0], m_start, own)
+    zero_foreign_rows(q_tile[0], m_start, own)
     if len(q_tile) == 2:
-        clear_others(q_tile[1], m_start, own)
-    clear_others(do_tile[0], m_start, own)
+        zero_foreign_rows(q_tile[1], m_start, own)
+    zero_foreign_rows(do_tile[0], m_start, own)
     if len(do_tile) == 2:
-        clear_others(do_tile[1], m_start, own)
+        zero_foreign_rows(do_tile[1], m_start, own)
     fence_async_shared()
     partition_barrier()  # all lanes have written before one tells

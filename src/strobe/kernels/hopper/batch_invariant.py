@@ -12,7 +12,7 @@ Packed sequences are found by the tile's number, as `device.seqlen` does for all
 from ..device.dialect import cp_async_commit, gl, gluon, partition_barrier, warpgroup_mma, warpgroup_mma_wait
 from ..device.seqlen import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
 from ..device.softmax import tanh
-from ..device.split_kv import broken, locate, weighed, worth
+from ..device.split_kv import combine_step, combined_factor, nan_beyond_promise, sequence_tile
 from .decode import (
     as_rows,
     copy_layout,
@@ -118,7 +118,7 @@ def invariant_kernel(tensors, offsets, faults, strides, sizes, limits, numbers, 
             lanes = gl.arange(0, 256, gl.BlockedLayout([1], [32], [form.warps], [0]))
             guard_offsets(offsets[0], sizes[0], sizes[2], limits[2], lanes, faults, OFFSETS_Q, LONG_Q)
             guard_offsets(offsets[1], sizes[0], sizes[3], limits[3], lanes, faults, OFFSETS_K, LONG_K)
-    batch, head, tile, queries, keys = locate(offsets, sizes, form)
+    batch, head, tile, queries, keys = sequence_tile(offsets, sizes, form)
     q_start, tokens = queries
     k_start, n_keys = keys
     if tile * form.block_m < tokens * form.group:
@@ -147,11 +147,11 @@ def invariant_kernel(tensors, offsets, faults, strides, sizes, limits, numbers, 
             partition_barrier()  # all have read the stages that the next keys go to
             part, row_max, row_sum = attend(smem, (k, v), (strides[1], strides[2]), where, interval, shown, units, form)
             part, lse_log2 = whole(part, row_max, row_sum, 1.0)
-            base, total, kept, weight = weighed(base, total, lse_log2)
+            base, total, kept, weight = combine_step(base, total, lse_log2)
             o = gl.fma(o, kept[None, :], part * weight[None, :])
-        factor, lse_log2 = worth(base, total)
+        factor, lse_log2 = combined_factor(base, total)
         o, lse_log2 = as_rows(o * factor[None, :], lse_log2, form)
         row = tile * form.block_m + gl.arange(0, form.block_m, gl.SliceLayout(1, o.type.layout))
         if form.packed:
-            o, lse_log2 = broken(o, lse_log2, row // form.group, n_keys, limits)
+            o, lse_log2 = nan_beyond_promise(o, lse_log2, row // form.group, n_keys, limits)
         write((out, lse + q_start, sinks), o, lse_log2, place, row, strides[3], form)

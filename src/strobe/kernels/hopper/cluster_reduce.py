@@ -8,7 +8,7 @@ An inbox holds float32 numbers [splits, columns of a part, rows], then log-sum-e
 
 from ..device.cluster import await_inbox, cluster_wait, received, send
 from ..device.dialect import gl, gluon
-from ..device.split_kv import with_sink, worth
+from ..device.split_kv import add_sink, combined_factor
 
 
 @gluon.jit
@@ -39,7 +39,7 @@ def join_part(box, form: gl.constexpr):
     top = gl.max(held, 1)
     level = gl.where(top == float("-inf"), 0.0, top)
     weight = gl.exp2(held - level[:, None])
-    factor, lse_log2 = worth(top, gl.sum(weight, 1))
+    factor, lse_log2 = combined_factor(top, gl.sum(weight, 1))
     return gl.sum(share * weight, 1) * factor, lse_log2
 
 
@@ -57,7 +57,7 @@ def write_part(tensors, o, lse_log2, place, first_row, split, strides, form: gl.
     sink = lse_log2
     if form.sinks:
         sink = gl.load(sinks + head_q, mask=exists, other=0.0)
-    o, row_lse = with_sink(o[:, None], lse_log2, sink, form)
+    o, row_lse = add_sink(o[:, None], lse_log2, sink, form)
     at = batch.to(gl.int64) * strides[0] + token.to(gl.int64) * strides[1] + head_q.to(gl.int64) * strides[2]
     gl.store(out + (at + column)[:, None], o.to(out.dtype.element_ty), mask=(exists & (column < form.head_dim_v))[:, None])
     gl.store(lse + (batch.to(gl.int64) * heads_kv * form.group + head_q) * queries + token, row_lse, mask=exists & (column == 0))

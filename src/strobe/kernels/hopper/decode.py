@@ -33,7 +33,7 @@ from ..device.dialect import (
     warpgroup_mma_wait,
 )
 from ..device.softmax import tanh
-from ..device.split_kv import signed, span, weighed, with_sink, worth
+from ..device.split_kv import add_sink, combine_step, combined_factor, fold_scale_signs, sequence_keys
 from ..runtime.error_flags import PAGES as _PAGES
 from .cluster_reduce import exchange
 
@@ -338,7 +338,7 @@ def write(tensors, o, lse_log2, place, row, strides, form: gl.constexpr):
     sink = lse_log2
     if form.sinks:
         sink = gl.load(sinks + head_q, mask=row_ok, other=0.0)
-    o, row_lse = with_sink(o, lse_log2, sink, form)
+    o, row_lse = add_sink(o, lse_log2, sink, form)
     at = batch.to(gl.int64) * strides[0] + token.to(gl.int64) * strides[1] + head_q.to(gl.int64) * strides[2]
     gl.store(out + at[:, None] + columns[None, :], o.to(out.dtype.element_ty), mask=row_ok[:, None] & (columns < form.head_dim_v)[None, :])
     gl.store(lse + (batch.to(gl.int64) * heads_kv * form.group + head_q) * queries + token, row_lse, mask=row_ok)
@@ -425,9 +425,9 @@ def join_in_order(shares, first_share, stop_share, form: gl.constexpr):
             held = gl.load(lse_shares(shares, form) + at + row, mask=known, other=float("-inf"), cache_modifier=".cg")
             place = at * form.block_dv + (row * form.block_dv)[:, None] + columns[None, :]
             part = gl.load(shares[0] + place, mask=known[:, None] & (columns >= 0)[None, :], other=0.0, cache_modifier=".cg")
-            base, total, kept, weight = weighed(base, total, held)
+            base, total, kept, weight = combine_step(base, total, held)
             o = gl.fma(o, kept[:, None], part * weight[:, None])
-    factor, lse_log2 = worth(base, total)
+    factor, lse_log2 = combined_factor(base, total)
     return o * factor[:, None], lse_log2
 
 
@@ -456,7 +456,7 @@ def keys_of_tile(tile, n_keys, tokens, limits, form: gl.constexpr):
 @gluon.jit
 def store_queries(smem, q, scale, numbers, form: gl.constexpr):
     """The queries into shared memory, with the signs of scales; (scale_log2, softcap, what each row was divided by)."""
-    q, scale_log2, softcap = signed(q, numbers, scale, form)
+    q, scale_log2, softcap = fold_scale_signs(q, numbers, scale, form)
     level = 1.0
     if form.fp8:
         q, level = as_float16(q, form)
@@ -531,7 +531,7 @@ def decode_kernel(tensors, scales, shares, faults, strides, sizes, limits, numbe
         start = split * form.block_n
     if not form.left:  # these loads wait for no length
         first_pages = first_pages_of(table, start, capacity, form)
-    origin, n_keys = span(seqlens, k_start, batch, capacity, faults, form)
+    origin, n_keys = sequence_keys(seqlens, k_start, batch, capacity, faults, form)
     first, stop = keys_of_tile(tile, n_keys, tokens, limits, form)
     if form.left:
         if form.cluster:

@@ -93,7 +93,7 @@ class DecodeForm(Constants, Traits):
 
     @property
     def lift(self) -> float:
-        """log2 offset by which p may exceed 1, because a float16 below 2^-14 loses bits (device.lagging)."""
+        """log2 offset by which p may exceed 1: a float16 below 2^-14 loses bits (device.conditional_rescaling)."""
         return 14.0 if self.dtype == "float16" or self.fp8 else 0.0
 
     @property

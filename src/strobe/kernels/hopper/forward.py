@@ -34,6 +34,7 @@ Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; conditional 
 flash_attn/cute); ragged descriptors: triton.tools.ragged_tma.
 """
 
+from ..device.conditional_rescaling import log2_offset_of
 from ..device.dialect import (
     fence_async_shared,
     gl,
@@ -52,7 +53,6 @@ from ..device.forward_hooks import ScoreMods
 from ..device.forward_mask import AttentionMask
 from ..device.forward_scheduler import WorkTilePipeline
 from ..device.key_ranges import PURE
-from ..device.lagging import lift_of as log2_offset_of
 from ..device.pack_gqa import load_sinks, queries_of
 from ..device.pipeline import Pipeline, PipelineState, ring
 from ..device.seqlen import breaks_promise

@@ -1,15 +1,15 @@
 """The Hopper forward's producer warp: it finds work tiles, publishes them to the consumers, and loads their Q, K and V.
 
 A document's keys may lie among keys of other documents. When such a tile is redone, its V lands on a barrier of the producer's own. The producer
-zeroes rows of other documents (`device.mending`) before it hands V to the consumers.
+zeroes rows of other documents (`device.zero_foreign_rows`) before it hands V to the consumers.
 """
 
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, partition_barrier, record
 from ..device.forward_scheduler import TileScheduler, WorkTilePipeline, check_cu_seqlens
 from ..device.key_ranges import PURE
-from ..device.mending import clear_others
 from ..device.pipeline import Pipeline, PipelineState
 from ..device.tile_redo import RedoRequest
+from ..device.zero_foreign_rows import zero_foreign_rows
 
 
 @record
@@ -153,9 +153,9 @@ class Producer:
         mbarrier.wait(self.pipes.v_landed.index(state.index), state.phase)
         own = (0, work.seqlen.num_keys, work.document, self.ranges.ids_k + work.seqlen.offset_k)
         tile = v.tiles.index(state.index)
-        clear_others(tile.main, n_block * self.traits.block_n, own)
+        zero_foreign_rows(tile.main, n_block * self.traits.block_n, own)
         if tile.tail is not None:
-            clear_others(tile.tail, n_block * self.traits.block_n, own)
+            zero_foreign_rows(tile.tail, n_block * self.traits.block_n, own)
         fence_async_shared()
         partition_barrier()  # all lanes have written before one arrives
         v.producer_commit(state)

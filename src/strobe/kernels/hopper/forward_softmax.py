@@ -1,17 +1,16 @@
 """Online softmax with conditional rescaling: the call's functions of scores (`forward_hooks`), row maxima, P = exp2(S - max), row sums.
 
 Row statistics are [rows, 4] in `lanes`: four lanes share a row of a wgmma accumulator, and each sums its own columns. They are joined once, after the
-last block. Exponents are relative to a maximum log2_offset below the row's own (`device.lagging`), which is updated only where it grew by more than
-THRESHOLD. Optimistic softmax looks for a maximum only where `needs_row_max`; rows that outgrow theirs are renormalized (`optimistic_softmax`).
+last block. Exponents are relative to a maximum log2_offset below the row's own (`device.conditional_rescaling`), which is updated only where it grew by more than
+RESCALE_THRESHOLD. Optimistic softmax looks for a maximum only where `needs_row_max`; rows that outgrow theirs are renormalized (`optimistic_softmax`).
 
 Sources: online softmax (arXiv 1805.02867), algorithm 3; FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute/softmax.py).
 """
 
+from ..device.conditional_rescaling import RESCALE_THRESHOLD, conditional_max
 from ..device.dialect import gl, gluon, record, scale_rows
 from ..device.forward_hooks import modify_scores
 from ..device.key_ranges import PURE
-from ..device.lagging import THRESHOLD
-from ..device.lagging import lagging_max as conditional_max
 from ..device.layouts import in_lanes, lanes_of, over_lanes, sum_in_lanes
 from ..device.tma import ColumnParts
 from .optimistic_softmax import renormalize_row
@@ -67,14 +66,14 @@ class SoftmaxState:
                 s = mask.apply(s, block, traits)
             new_max = gl.maximum(row_max, in_lanes(gl.max(s, 1) * softmax.scale_log2 - log2_offset))
             if not traits.optimistic:
-                new_max = conditional_max(row_max, new_max, THRESHOLD)
+                new_max = conditional_max(row_max, new_max, RESCALE_THRESHOLD)
             rescale = gl.exp2(row_max - zero_if_empty(new_max))
             row_max = new_max
         p = gl.exp2(s * softmax.scale_log2 - over_lanes(zero_if_empty(row_max), s))
         block_sum = sum_in_lanes(p)
         row_sum = row_sum * rescale + block_sum
         if traits.optimistic:
-            row = renormalize_row(p, block_sum, row_max, row_sum, rescale, log2_offset, THRESHOLD)
+            row = renormalize_row(p, block_sum, row_max, row_sum, rescale, log2_offset, RESCALE_THRESHOLD)
             p, rescale = row.p, row.rescale
             row_max, row_sum = row.row_max, row.row_sum
         return p, rescale, SoftmaxState(row_max, row_sum)

@@ -9,6 +9,7 @@ from ...problem.call import Call, Paged
 from ...problem.decode import DecodeCall, DecodeProblem
 from ...problem.problem import Problem
 from .. import protocol
+from ..device.forward_arguments import WindowParams
 from ..device.persistent_launch import LOG2_E, MOST_TILES, Launch
 from ..protocol import Forward, Plan
 from ..runtime import batch_invariant, error_flags, launcher
@@ -45,7 +46,7 @@ def run_invariant(plan: Plan, call: Call, t: Forward) -> None:
 def invariant_launch(plan: Plan, call: Call, tensors: tuple, offsets: tuple, word: Tensor) -> Launch:
     problem, form = plan.problem, plan.config.form
     strides = tuple(protocol.strides_of(x, problem) for x in tensors[:4])
-    limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
+    limits = WindowParams(call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
     count = batch_invariant.programs(problem, form.block_m)
     if count >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {count} programs are more than a launch can hold; split the batch")

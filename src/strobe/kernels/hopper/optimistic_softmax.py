@@ -3,7 +3,7 @@
 A step of online softmax looks at all scores of a row before it computes the first exponential. But a maximum only keeps weights in range, and the
 maximum of a row's first keys does so for all scores that are not far above them. So only the first steps look for maxima, until each row has met a key.
 In the other steps exponentials begin with the first score, and their sums tell whether a row has outgrown its maximum. `renormalize_row` divides the
-weights, the sum and the accumulator of a row whose sum exceeds 2^8 (`device.lagging`) by the largest of its lanes' sums, and adds the log2 of that sum
+weights, the sum and the accumulator of a row whose sum exceeds 2^8 (`device.conditional_rescaling`) by the largest of its lanes' sums, and adds the log2 of that sum
 to the row's maximum. A key that outweighs all others then has the weight 1. A warp without such a row compares, votes and branches.
 
 How far lse may err: where a row outgrows its maximum, the exponent of its weight is one float32 multiply-add, whose result is below 128. Its

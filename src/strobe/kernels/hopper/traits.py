@@ -146,6 +146,11 @@ class ForwardTraits(Constants, Walk, HookConstants):
         return self.tuning.joined
 
     @property
+    def rows_per_query(self) -> int:
+        """Rows of a tile per query: pack_gqa, rounded up to a power of two."""
+        return self.tuning.fold
+
+    @property
     def q_parts_in_registers(self) -> int:
         return self.tuning.q_in_registers
 

@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 
 from ..device.seqlen import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
-from ..device.split_kv import KeyRange, broken, keys_of_tile, locate, signed, visible_keys, weighed, worth
+from ..device.split_kv import (
+    KeyRange,
+    combine_step,
+    combined_factor,
+    fold_scale_signs,
+    keys_of_tile,
+    nan_beyond_promise,
+    sequence_tile,
+    visible_keys,
+)
 from .arguments import KeyCache, SoftmaxParams
 from .decode import attend, normalize_split, row_offsets, rows_of_tile, write_rows
 from .forward import softmax_scalars
@@ -31,9 +40,9 @@ def attend_to_splits(q, tensors, strides, tile, keys, visible, shape, softmax, t
         own = KeyRange(tl.maximum(start, keys.start), tl.minimum(start + shape.split_size, keys.stop))
         part, state, _ = attend(q, cache, strides, own, visible, softmax, traits)
         part, lse_log2 = normalize_split(part, state)
-        base, total, kept, weight = weighed(base, total, lse_log2)
+        base, total, kept, weight = combine_step(base, total, lse_log2)
         o = tl.fma(o, kept[:, None], part * weight[:, None])
-    factor, lse_log2 = worth(base, total)
+    factor, lse_log2 = combined_factor(base, total)
     return o * factor[:, None], lse_log2
 
 
@@ -48,7 +57,7 @@ def invariant_kernel(tensors, cu_seqlens, errors, strides, shape, window, softma
             longest_q, longest_k = window.max_seqlen_q, window.max_seqlen_k
             guard_offsets(cu_seqlens.q, shape.batch, shape.seqlen_q, longest_q, lanes, errors, OFFSETS_Q, LONG_Q)
             guard_offsets(cu_seqlens.k, shape.batch, shape.seqlen_k, longest_k, lanes, errors, OFFSETS_K, LONG_K)
-    tile = locate(cu_seqlens, shape, traits)
+    tile = sequence_tile(cu_seqlens, shape, traits)
     tokens, num_keys = tile.queries.length, tile.keys.length
     if tile.block * traits.block_m < tokens * traits.group:
         # prologue
@@ -59,13 +68,13 @@ def invariant_kernel(tensors, cu_seqlens, errors, strides, shape, window, softma
         pointers = tensors.q + row_offsets(strides.q, tile.batch, rows, tile.queries.start)[:, None] + d[None, :]
         q = tl.load(pointers, mask=rows.exists[:, None] & (d < traits.head_dim)[None, :], other=0.0)
         softmax = softmax_scalars(softmax_params, traits)
-        q, scale_log2, softcap = signed(q, (softmax.scale_log2, softmax.softcap), 1.0, traits)
+        q, scale_log2, softcap = fold_scale_signs(q, (softmax.scale_log2, softmax.softcap), 1.0, traits)
         softmax = SoftmaxParams(scale_log2, softcap, 0.0)
         # mainloop
         o, lse_log2 = attend_to_splits(q, tensors, strides, tile, keys, visible, shape, softmax, traits)
         # epilogue
         if traits.packed:
-            o, lse_log2 = broken(o, lse_log2, rows.token, num_keys, window)
+            o, lse_log2 = nan_beyond_promise(o, lse_log2, rows.token, num_keys, window)
         out_offsets = row_offsets(strides.out, tile.batch, rows, tile.queries.start)
         heads_q = shape.heads_kv * traits.group
         lse_rows = (tile.batch.to(tl.int64) * heads_q + rows.head_q.to(tl.int64)) * shape.seqlen_q

@@ -15,7 +15,16 @@ import triton
 import triton.language as tl
 
 from ..device.softmax import SoftmaxState, apply_softcap, online_step
-from ..device.split_kv import KeyRange, keys_of_tile, signed, span, visible_keys, weighed, with_sink, worth
+from ..device.split_kv import (
+    KeyRange,
+    add_sink,
+    combine_step,
+    combined_factor,
+    fold_scale_signs,
+    keys_of_tile,
+    sequence_keys,
+    visible_keys,
+)
 from ..runtime.error_flags import PAGES as _PAGES
 from .arguments import KeyCache, RowInfo, SoftmaxParams
 from .forward import softmax_scalars
@@ -178,9 +187,9 @@ def combine_in_order(workspace, row, row_ok, n_rows, n_splits, traits: tl.conste
         known = (lse != float("-inf"))[:, None] & (dv < traits.head_dim_v)[None, :]
         pointers = workspace.o + (offsets * traits.head_dim_v)[:, None] + dv[None, :]
         part = tl.load(pointers, mask=known, other=0.0, cache_modifier=".cg")
-        base, total, kept, weight = weighed(base, total, lse)
+        base, total, kept, weight = combine_step(base, total, lse)
         o = tl.fma(o, kept[:, None], part * weight[:, None])
-    factor, lse_log2 = worth(base, total)
+    factor, lse_log2 = combined_factor(base, total)
     return o * factor[:, None], lse_log2
 
 
@@ -202,7 +211,7 @@ def write_rows(tensors, out_offsets, lse_offsets, o, lse_log2, rows, traits: tl.
     sink = lse_log2
     if traits.sinks:
         sink = tl.load(tensors.sinks + rows.head_q, mask=rows.exists, other=0.0)
-    o, row_lse = with_sink(o, lse_log2, sink, traits)
+    o, row_lse = add_sink(o, lse_log2, sink, traits)
     store_at(tensors.out, o, out_offsets, tl.arange(0, traits.block_dv), rows.exists, traits.head_dim_v)
     tl.store(tensors.lse + lse_offsets, row_lse, mask=rows.exists)
 
@@ -221,7 +230,7 @@ def decode_kernel(tensors, scales, workspace, errors, strides, shape, window, so
     block = pid // shape.heads_kv % shape.num_m_blocks
     split = pid // shape.heads_kv // shape.num_m_blocks % shape.num_splits
     batch = pid // shape.heads_kv // shape.num_m_blocks // shape.num_splits
-    first_key, num_keys = span(tensors.seqlens, tensors.k_start, batch, shape.capacity, errors, traits)
+    first_key, num_keys = sequence_keys(tensors.seqlens, tensors.k_start, batch, shape.capacity, errors, traits)
     rows = rows_of_tile(block, head, shape.seqlen_q, traits)
     visible = visible_keys(rows.token, num_keys, shape.seqlen_q, window, traits)
     of_tile = keys_of_tile(block, num_keys, shape.seqlen_q, window, traits)
@@ -233,7 +242,7 @@ def decode_kernel(tensors, scales, workspace, errors, strides, shape, window, so
     q = tl.load(pointers, mask=(rows.exists & has_keys)[:, None] & (d < traits.head_dim)[None, :], other=0.0)
     k_scale = tl.load(scales.k + head) if traits.k_scale else 1.0
     softmax = softmax_scalars(softmax_params, traits)
-    q, scale_log2, softcap = signed(q, (softmax.scale_log2, softmax.softcap), k_scale, traits)
+    q, scale_log2, softcap = fold_scale_signs(q, (softmax.scale_log2, softmax.softcap), k_scale, traits)
     softmax = SoftmaxParams(scale_log2, softcap, 0.0)
     page_table = tensors.page_table
     if traits.page_size > 0:
