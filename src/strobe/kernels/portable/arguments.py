@@ -105,6 +105,16 @@ class MaskTensors(NamedTuple):
     ids_k: Any  # [B, S_k]: the document of each key
     ids_q: Any  # [B, S_q]
     ranges: Any  # [B, S, 3] for the rows or keys that tiles are of (`mask.Documents`, `seqlen.document_run`)
+    hooks: Any = None  # HookParams
+
+
+class HookParams(NamedTuple):
+    """What the call's functions on scores read (`score_mods`)."""
+
+    score_scale: Any  # the score in natural units that a raw score of 1 stands for
+    score_aux: Any
+    mask_aux: Any
+    gradient_aux: Any
 
 
 class ShapeParams(NamedTuple):
@@ -236,6 +246,20 @@ class SeqlenInfo(NamedTuple):
     seqlen_k: Any  # where the diagonal ends
     num_keys: Any  # where the keys end: seqlen_k, or less by a key length
     prefix: Any  # how many first keys all rows see
+
+
+class RowStatistics(NamedTuple):
+    """Of rows, for gradients."""
+
+    lse: Any  # in log2 units; +inf for rows that see no key or do not exist, so that their P is 0
+    delta: Any
+
+
+class KeyGradients(NamedTuple):
+    """Of a tile of keys, before the scale."""
+
+    dk: Any  # [N, D]
+    dv: Any  # [N, D_v]
 
 
 class RowTile(NamedTuple):

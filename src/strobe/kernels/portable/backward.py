@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..device.mask import apply_mask, first_row, stop_row
 from ..device.seqlen import find_sequence, keys_of, load_rows, run_at, span_of, store_rows
-from .arguments import DkDvTensors, DqTensors, KeyTile, RowTile, SeqlenInfo, WorkTile
+from .arguments import DkDvTensors, DqTensors, KeyGradients, KeyTile, RowStatistics, RowTile, SeqlenInfo, WorkTile
 from .forward import (
     blocks_of_rows,
     document_rows,
@@ -33,6 +33,7 @@ from .forward import (
     with_key_limits,
     with_sign,
 )
+from .score_mods import ScoreMods, gradient_of_raw, modify_scores, sequence_index
 
 # ---------------------------------------------------------------- delta
 
@@ -64,15 +65,19 @@ def delta_kernel(tensors, strides, shape, traits: tl.constexpr, BLOCK_M: tl.cons
 
 @triton.jit
 def load_per_row(lse, delta, m_offsets, row_ok):
-    """(LSE in log2 units, delta). LSE is +inf for rows that see no key or do not exist, so that their P is 0."""
+    """RowStatistics."""
     row_lse = tl.load(lse + m_offsets, mask=row_ok, other=float("-inf")) * 1.4426950408889634
-    return tl.where(row_lse == float("-inf"), float("inf"), row_lse), tl.load(delta + m_offsets, mask=row_ok, other=0.0)
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    return RowStatistics(row_lse, tl.load(delta + m_offsets, mask=row_ok, other=0.0))
 
 
 @triton.jit
-def score_gradient(p, dp, delta, s, traits: tl.constexpr):
-    """dS = P (dP - delta), through the softcap: the slope of tanh is 1 - tanh^2, and tanh is the raw score."""
+def score_gradient(p, dp, delta, s, q_idx, kv_idx, mods, traits: tl.constexpr):
+    """dS = P (dP - delta), through score_mod and the softcap: the slope of tanh is 1 - tanh^2, and tanh is the raw
+    score.
+    """
     ds = p * (dp - delta)
+    ds = gradient_of_raw(ds, s, q_idx, kv_idx, mods, traits)
     if traits.softcap:
         ds = ds * (1.0 - s * s)
     return ds
@@ -128,7 +133,7 @@ def apply_mask_transposed(p, m_start, m_offsets, keys, seqlen, window, traits: t
 
 
 @triton.jit
-def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, dk, dv, traits: tl.constexpr):
+def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, mods, sums, traits: tl.constexpr):
     """Mainloop: dK and dV of a tile of keys with the products of one query head added. Scores are transposed, [N, M],
     so that P^T and dS^T are operands in registers.
     """
@@ -137,6 +142,7 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, dk,
     do_source = tile_source(
         head.dout, seqlen.seqlen_q, traits.head_dim_v, strides.dout.row, BLOCK_M, traits.block_dv, traits
     )
+    dk, dv = sums.dk, sums.dv
     for m_start in tl.range(keys.m_first, keys.m_stop, BLOCK_M, num_stages=traits.stages):
         m_offsets = m_start + tl.arange(0, BLOCK_M)
         row_ok = m_offsets < keys.m_stop
@@ -146,10 +152,15 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, dk,
         d = tl.arange(0, traits.block_d)
         q = load_tile(q_source, m_start, m_offsets, d, strides.q.row, row_ok, traits.head_dim, traits)
         q = with_sign(q, traits)
-        lse, delta = load_per_row(head.lse, head.delta, m_offsets, row_ok)
+        stats = load_per_row(head.lse, head.delta, m_offsets, row_ok)
         s = qk_product(k, q, softmax, traits)
+        modified = s
+        q_idx, kv_idx = None, None
+        if traits.has_mods:
+            q_idx, kv_idx = m_offsets[None, :], (keys.n_start + tl.arange(0, traits.block_n))[:, None]
+            modified = modify_scores(s, q_idx, kv_idx, mods, traits)
         # P^T = exp(S^T - LSE)
-        p = tl.exp2(s * softmax.scale_log2 - lse[None, :])
+        p = tl.exp2(modified * softmax.scale_log2 - stats.lse[None, :])
         p = apply_mask_transposed(p, m_start, m_offsets, keys, seqlen, window, traits)
         # dV += P^T dO
         d_v = tl.arange(0, traits.block_dv)
@@ -159,7 +170,7 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, dk,
         # dP^T = V dO^T
         dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=traits.accumulator)
         # dK += dS^T Q
-        ds = score_gradient(p, dp, delta[None, :], s, traits)
+        ds = score_gradient(p, dp, stats.delta[None, :], s, q_idx, kv_idx, mods, traits)
         dk = tl.dot(ds.to(k.dtype), q, dk, input_precision="ieee", out_dtype=traits.accumulator)
     return dk, dv
 
@@ -185,7 +196,7 @@ def head_of_group(base, i, strides, shape):
 
 
 @triton.jit
-def dk_dv_of_keys(base, ids_q, strides, keys, kv_head, seqlen, shape, window, softmax, traits: tl.constexpr):
+def dk_dv_of_keys(base, ids_q, strides, keys, kv_head, seqlen, shape, window, softmax, mods, traits: tl.constexpr):
     """dK and dV of a KeyTile, summed over the query heads of its key head. `base`: DkDvTensors of the sequence, of
     query head 0 and this key head.
     """
@@ -202,7 +213,11 @@ def dk_dv_of_keys(base, ids_q, strides, keys, kv_head, seqlen, shape, window, so
     # mainloop, for each head
     for member in tl.range(0, traits.group, num_stages=1):  # making a descriptor cannot be pipelined
         head = head_of_group(base, kv_head * traits.group + member, strides, shape)
-        dk, dv = dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, dk, dv, traits)
+        of_head = None
+        if traits.has_mods:
+            of_head = ScoreMods(mods.entry, kv_head * traits.group + member, mods.hooks)
+        sums = KeyGradients(dk, dv)
+        dk, dv = dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, of_head, sums, traits)
     # epilogue
     n_inside = n_offsets < keys.n_stop
     store_rows(base.dk, dk * softmax.scale, n_offsets, d, strides.dk.row, n_inside, traits.head_dim)
@@ -230,24 +245,27 @@ def keys_kernel(tensors, masks, errors, strides, shape, window, softmax_params, 
         row_of(tensors.dk, strides.dk, entry, seqlen.offset_k, work.head),
         row_of(tensors.dv, strides.dv, entry, seqlen.offset_k, work.head),
     )
+    mods = None
+    if traits.has_mods:
+        mods = ScoreMods(sequence_index(work.batch, shape, traits), work.head, masks.hooks)
     n_start = work.block * traits.block_n
     n_stop = tl.minimum(n_start + traits.block_n, seqlen.seqlen_k)
     if traits.mask.documents:
         ids_q = masks.ids_q + work.batch.to(tl.int64) * seqlen.seqlen_q
         while n_start < n_stop:
             keys = document_keys(masks, work, n_start, n_stop)
-            dk_dv_of_keys(base, ids_q, strides, keys, work.head, seqlen, shape, window, softmax, traits)
+            dk_dv_of_keys(base, ids_q, strides, keys, work.head, seqlen, shape, window, softmax, mods, traits)
             n_start = keys.n_stop
     elif n_start < n_stop:
         keys = KeyTile(n_start, n_stop, 0, seqlen.seqlen_q, 0)
-        dk_dv_of_keys(base, None, strides, keys, work.head, seqlen, shape, window, softmax, traits)
+        dk_dv_of_keys(base, None, strides, keys, work.head, seqlen, shape, window, softmax, mods, traits)
 
 
 # ---------------------------------------------------------------- dQ
 
 
 @triton.jit
-def dq_of_blocks(q, do, lse, delta, head, ids_k, strides, blocks, rows, seqlen, softmax, traits: tl.constexpr):
+def dq_of_blocks(q, do, stats, head, ids_k, strides, blocks, rows, seqlen, softmax, mods, traits: tl.constexpr):
     """Mainloop: dQ [M, D] of a tile of queries over the key blocks of `blocks`."""
     BLOCK_N: tl.constexpr = traits.block_n
     key_stop = tl.minimum(seqlen.num_keys, rows.k_stop)
@@ -260,8 +278,13 @@ def dq_of_blocks(q, do, lse, delta, head, ids_k, strides, blocks, rows, seqlen, 
         # S = Q K^T
         k, key_ok = load_keys(k_source, ids_k, n_start, columns, d, strides.k.row, key_stop, rows.document, traits)
         s = qk_product(q, k, softmax, traits)
+        modified = s
+        q_idx, kv_idx = None, None
+        if traits.has_mods:
+            q_idx, kv_idx = (rows.m_start + tl.arange(0, traits.block_m))[:, None], (n_start + columns)[None, :]
+            modified = modify_scores(s, q_idx, kv_idx, mods, traits)
         # P = exp(S - LSE)
-        p = tl.exp2(s * softmax.scale_log2 - lse[:, None])
+        p = tl.exp2(modified * softmax.scale_log2 - stats.lse[:, None])
         if traits.mask.documents:
             p = tl.where(key_ok[None, :], p, 0.0)
         if (n_start < blocks.full_start) | (n_start + BLOCK_N > blocks.full_stop):
@@ -271,13 +294,13 @@ def dq_of_blocks(q, do, lse, delta, head, ids_k, strides, blocks, rows, seqlen, 
         v = load_tile(v_source, n_start, n_start + columns, d_v, strides.v.row, key_ok, traits.head_dim_v, traits)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee", out_dtype=traits.accumulator)
         # dQ += dS K
-        ds = score_gradient(p, dp, delta[:, None], s, traits)
+        ds = score_gradient(p, dp, stats.delta[:, None], s, q_idx, kv_idx, mods, traits)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=traits.accumulator)
     return dq
 
 
 @triton.jit
-def dq_of_rows(head, ids_k, strides, rows, seqlen, window, softmax, traits: tl.constexpr):
+def dq_of_rows(head, ids_k, strides, rows, seqlen, window, softmax, mods, traits: tl.constexpr):
     """dQ of a RowTile. `head`: DqTensors of the sequence and head."""
     # prologue
     m_offsets = rows.m_start + tl.arange(0, traits.block_m)
@@ -286,9 +309,9 @@ def dq_of_rows(head, ids_k, strides, rows, seqlen, window, softmax, traits: tl.c
     q = load_queries(head.q, m_offsets, strides.q.row, row_ok, traits)
     d_v = tl.arange(0, traits.block_dv)
     do = load_rows(head.dout, m_offsets, d_v, strides.dout.row, row_ok, traits.head_dim_v).to(q.dtype)
-    lse, delta = load_per_row(head.lse, head.delta, m_offsets, row_ok)
+    stats = load_per_row(head.lse, head.delta, m_offsets, row_ok)
     # mainloop
-    dq = dq_of_blocks(q, do, lse, delta, head, ids_k, strides, blocks, rows, seqlen, softmax, traits)
+    dq = dq_of_blocks(q, do, stats, head, ids_k, strides, blocks, rows, seqlen, softmax, mods, traits)
     # epilogue
     d = tl.arange(0, traits.block_d)
     store_rows(head.dq, dq * (softmax.scale * traits.sign), m_offsets, d, strides.dq.row, row_ok, traits.head_dim)
@@ -312,14 +335,17 @@ def queries_kernel(tensors, masks, errors, strides, shape, window, softmax_param
         tensors.delta + rows_before,
         row_of(tensors.dq, strides.dq, entry, seqlen.offset_q, work.head),
     )
+    mods = None
+    if traits.has_mods:
+        mods = ScoreMods(sequence_index(work.batch, shape, traits), work.head, masks.hooks)
     m_start = work.block * traits.block_m
     m_stop = tl.minimum(m_start + traits.block_m, seqlen.seqlen_q)
     if traits.mask.documents:
         ids_k = masks.ids_k + work.batch.to(tl.int64) * seqlen.seqlen_k
         while m_start < m_stop:
             rows = document_rows(masks, work, m_start, m_stop)
-            dq_of_rows(head, ids_k, strides, rows, seqlen, window, softmax, traits)
+            dq_of_rows(head, ids_k, strides, rows, seqlen, window, softmax, mods, traits)
             m_start = rows.m_stop
     elif m_start < m_stop:
         rows = RowTile(m_start, m_stop, 0, seqlen.num_keys, 0)
-        dq_of_rows(head, None, strides, rows, seqlen, window, softmax, traits)
+        dq_of_rows(head, None, strides, rows, seqlen, window, softmax, mods, traits)

@@ -6,9 +6,9 @@
         mainloop  for each of these blocks:  S = Q K^T, mask, P = softmax(S), O = rescale O + P V
         epilogue  O /= row_sum, LSE = ln 2 row_max + ln row_sum
 
-To add a feature: scores -> `qk_product`; which keys a row sees -> `device.mask.row_interval`; which key blocks a tile
-visits -> `blocks_of_rows`; where rows lie -> `query_tile`; a constant of the kernel -> `kernel.KernelTraits`; a scalar
--> `arguments`.
+To add a feature: scores -> `score_mods.modify_scores`; which keys a row sees -> `device.mask.row_interval`; which key
+blocks a tile visits -> `blocks_of_rows`; where rows lie -> `query_tile`; a constant of the kernel ->
+`kernel.KernelTraits`; a scalar -> `arguments`.
 
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 1; online softmax (arXiv 1805.02867), algorithm 3.
 """
@@ -35,6 +35,7 @@ from ..device.seqlen import (
 )
 from ..device.softmax import SoftmaxState, apply_softcap, finish, online_step
 from .arguments import BlockInfo, ForwardTensors, RowTile, SeqlenInfo, SoftmaxParams, WorkTile
+from .score_mods import ScoreMods, modify_scores, sequence_index
 
 # ---------------------------------------------------------------- where a tile lies
 
@@ -184,13 +185,13 @@ def scalar(parts, traits: tl.constexpr):
 
 @triton.jit
 def qk_product(q, k, softmax, traits: tl.constexpr):
-    """Raw scores S = Q K^T [M, N]. The hook for scores before the mask; softcap for now."""
+    """Raw scores S = Q K^T [M, N], capped."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=traits.accumulator)
     return apply_softcap(s, softmax.softcap, traits)
 
 
 @triton.jit
-def attend(q, head, ids_k, strides, blocks, rows, seqlen, softmax, traits: tl.constexpr):
+def attend(q, head, ids_k, strides, blocks, rows, seqlen, softmax, mods, traits: tl.constexpr):
     """Mainloop: (O [M, D_v] not yet normalized, SoftmaxState) over the key blocks of `blocks`."""
     BLOCK_N: tl.constexpr = traits.block_n
     row_max = tl.full([traits.block_m], float("-inf"), traits.accumulator)
@@ -206,6 +207,9 @@ def attend(q, head, ids_k, strides, blocks, rows, seqlen, softmax, traits: tl.co
         # S = Q K^T
         k, key_ok = load_keys(k_source, ids_k, n_start, columns, d, strides.k.row, key_stop, rows.document, traits)
         s = qk_product(q, k, softmax, traits)
+        if traits.has_mods:
+            m_offsets = rows.m_start + tl.arange(0, traits.block_m)
+            s = modify_scores(s, m_offsets[:, None], (n_start + columns)[None, :], mods, traits)
         if traits.mask.documents:
             s = tl.where(key_ok[None, :], s, float("-inf"))
         if (n_start < blocks.full_start) | (n_start + BLOCK_N > blocks.full_stop):
@@ -220,7 +224,7 @@ def attend(q, head, ids_k, strides, blocks, rows, seqlen, softmax, traits: tl.co
 
 
 @triton.jit
-def forward_rows(head, ids_k, strides, rows, seqlen, window, softmax, traits: tl.constexpr):
+def forward_rows(head, ids_k, strides, rows, seqlen, window, softmax, mods, traits: tl.constexpr):
     """Attention for the rows of a RowTile. `head`: ForwardTensors of the sequence and head."""
     # prologue
     m_offsets = rows.m_start + tl.arange(0, traits.block_m)
@@ -228,11 +232,13 @@ def forward_rows(head, ids_k, strides, rows, seqlen, window, softmax, traits: tl
     blocks = blocks_of_rows(m_offsets, rows, seqlen, window, traits)
     q = load_queries(head.q, m_offsets, strides.q.row, row_ok, traits)
     # mainloop
-    o, state = attend(q, head, ids_k, strides, blocks, rows, seqlen, softmax, traits)
+    o, state = attend(q, head, ids_k, strides, blocks, rows, seqlen, softmax, mods, traits)
     # epilogue
     is_empty = blocks.first >= blocks.stop
-    if traits.mask.documents:
-        is_empty = state.row_sum == 0  # a document's keys may have gaps; only the sum knows
+    if traits.mask.documents or traits.has_mods:
+        is_empty = (
+            state.row_sum == 0
+        )  # a document's keys may have gaps, and functions may hide keys; only the sum knows
     normalizer, lse = finish(state.row_max, state.row_sum, is_empty, head.sinks, traits)
     o = tl.where(is_empty[:, None], 0.0, o * normalizer[:, None])
     if traits.packed:  # NaN shows rows and keys beyond what the caller promised
@@ -272,14 +278,17 @@ def forward_kernel(tensors, masks, errors, strides, shape, window, softmax_param
         tensors.lse + (entry.to(tl.int64) * shape.heads + work.head) * shape.seqlen_q + seqlen.offset_q,
         sink,
     )
+    mods = None
+    if traits.has_mods:
+        mods = ScoreMods(sequence_index(work.batch, shape, traits), work.head, masks.hooks)
     m_start = work.block * traits.block_m
     m_stop = tl.minimum(m_start + traits.block_m, seqlen.seqlen_q)
     if traits.mask.documents:
         ids_k = masks.ids_k + work.batch.to(tl.int64) * seqlen.seqlen_k
         while m_start < m_stop:
             rows = document_rows(masks, work, m_start, m_stop)
-            forward_rows(head, ids_k, strides, rows, seqlen, window, softmax, traits)
+            forward_rows(head, ids_k, strides, rows, seqlen, window, softmax, mods, traits)
             m_start = rows.m_stop
     elif m_start < m_stop:
         rows = RowTile(m_start, m_stop, 0, seqlen.num_keys, 0)
-        forward_rows(head, None, strides, rows, seqlen, window, softmax, traits)
+        forward_rows(head, None, strides, rows, seqlen, window, softmax, mods, traits)

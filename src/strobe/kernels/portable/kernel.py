@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from ...problem.target import KIB, Target
 from ..protocol import Backward, Buffer, Cost, Forward, Plan, attention_cost, no_triton
 from ..runtime import batch_invariant
 from ..runtime.compile_cache import Constants
+from ..runtime.hook_constants import HookConstants, function_key
 from .decode_config import APPEND as APPEND
 from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, against_interpreter, invariant_config
@@ -25,7 +27,7 @@ LEAST_TILE = 16  # smallest side of a product
 
 
 @dataclass(frozen=True)
-class KernelTraits(Constants, Widths):
+class KernelTraits(Constants, Widths, HookConstants):
     """Compile-time constants: tile sizes and what kind of problem it is, but not its lengths."""
 
     tile: TileConfig
@@ -38,6 +40,15 @@ class KernelTraits(Constants, Widths):
     sinks: bool
     packed: bool
     sign: int  # sign of the scale
+    # functions of the call (score_mods), and keys of their text: Triton identifies a function by its name alone
+    score_mod: Any = None
+    mask_mod: Any = None
+    score_mod_bwd: Any = None
+    functions: tuple[str | None, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        functions = (self.score_mod, self.mask_mod, self.score_mod_bwd)
+        object.__setattr__(self, "functions", tuple(function_key(fn) for fn in functions))
 
     @property
     def block_m(self) -> int:
@@ -111,6 +122,35 @@ def _why_not(problem: Problem, target: Target) -> str | None:
     if widest > MOST_WIDTH:
         return f"head dimensions up to {MOST_WIDTH}; this is {widest}"
     return no_triton()
+
+
+def forward_with_mods(config: ForwardConfig, score_mod: Any = None, mask_mod: Any = None) -> ForwardConfig:
+    """The config of a forward that calls functions on its scores (score_mods)."""
+    return ForwardConfig(replace(config.traits, score_mod=score_mod, mask_mod=mask_mod))
+
+
+def _with_8_warps(tile: TileConfig) -> TileConfig:
+    """Functions take registers: with 4 warps the kernel of dk and dv spills 236 to 1,076 bytes of a thread (d128, sm_80
+    and sm_90), and with 8 up to 88.
+    """
+    return replace(tile, warps=8) if tile.block_m * tile.block_n >= 64 * 64 else tile
+
+
+def backward_with_mods(
+    config: BackwardConfig, score_mod: Any = None, mask_mod: Any = None, score_mod_bwd: Any = None, dq_bwd: Any = None
+) -> BackwardConfig:
+    """The config of a backward that calls functions on its scores.
+
+    The kernel of dk and dv calls score_mod_bwd, which may add to gradients of what it reads. The kernel of dq calls
+    dq_bwd, which must not. If dq_bwd is None, score_mod_bwd adds nothing, and both kernels call it.
+    """
+    keys, queries = (
+        replace(traits, score_mod=score_mod, mask_mod=mask_mod, tile=_with_8_warps(traits.tile))
+        for traits in (config.keys, config.queries)
+    )
+    return BackwardConfig(
+        replace(keys, score_mod_bwd=score_mod_bwd), replace(queries, score_mod_bwd=dq_bwd or score_mod_bwd)
+    )
 
 
 class PortableForward:

@@ -28,6 +28,7 @@ from .arguments import (
     DqTensors,
     ForwardStrides,
     ForwardTensors,
+    HookParams,
     MaskTensors,
     ShapeParams,
     SoftmaxParams,
@@ -40,11 +41,17 @@ DELTA_ROWS = 64
 MOST_PROGRAMS = 2**31  # in the first grid dimension, the only one used here
 
 
-def softmax_params(problem: Problem | DecodeProblem, gradients: bool = False) -> SoftmaxParams:
-    """The scale is positive: its sign is folded into q. A scale of 0 makes q itself 0."""
+def softmax_params(
+    problem: Problem | DecodeProblem, gradients: bool = False, scale_log2: float | None = None
+) -> SoftmaxParams:
+    """The scale is positive: its sign is folded into q. A scale of 0 makes q itself 0. scale_log2: of scores that a
+    score_mod changed.
+    """
     scale, cap = abs(problem.scale) or 1.0, problem.softcap
-    scale_log2, softcap = (cap * LOG2E, scale / cap) if cap else (scale * LOG2E, 0.0)
-    return SoftmaxParams(parts(scale_log2), parts(softcap), parts(scale) if gradients else None)
+    raw_log2, softcap = (cap * LOG2E, scale / cap) if cap else (scale * LOG2E, 0.0)
+    return SoftmaxParams(
+        parts(raw_log2 if scale_log2 is None else scale_log2), parts(softcap), parts(scale) if gradients else None
+    )
 
 
 def parts(value: float) -> tuple[float, float, float]:
@@ -79,17 +86,37 @@ class Launch(NamedTuple):
         return self.kernel[(self.programs,)](*self.arguments, **self.options)
 
 
-def forward_launches(plan: Plan, call: Call, tensors: Forward) -> list[Launch]:
+class ScoreModAux(NamedTuple):
+    """What the functions of a call read: tensors, ints, floats. `gradient` is what score_mod_bwd reads."""
+
+    score: tuple = ()
+    mask: tuple = ()
+    gradient: tuple = ()
+
+
+def _hooks(problem: Problem, traits: Any, aux: ScoreModAux | None) -> tuple[HookParams | None, float | None]:
+    """(HookParams, the scale_log2 that scores have behind a score_mod)."""
+    if not traits.has_mods:
+        return None, None
+    if traits.dtype == "float64":
+        raise KernelFault(f"functions of scores compute in float32; the call is in {traits.dtype}")
+    score, mask, gradient = aux or ScoreModAux()
+    hooks = HookParams(problem.softcap or abs(problem.scale) or 1.0, score or None, mask or None, gradient or None)
+    return hooks, None if traits.score_mod is None else LOG2E
+
+
+def forward_launches(plan: Plan, call: Call, tensors: Forward, aux: ScoreModAux | None = None) -> list[Launch]:
     traits, problem = plan.config.traits, plan.problem
+    hooks, scale_log2 = _hooks(problem, traits, aux)
     shape = _shape(problem, traits.block_m)
     arguments = (
         ForwardTensors(call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks),
-        _mask_tensors(call, call.spans_q),
+        _mask_tensors(call, call.spans_q, hooks),
         error_flags.word(call.q.device),
         forward_strides(problem, call, tensors),
         shape,
         WindowParams(call.left, call.right, call.max_seqlen_q, call.max_seqlen_k),
-        softmax_params(problem),
+        softmax_params(problem, scale_log2=scale_log2),
         traits,
     )
     programs = shape.num_blocks * problem.heads_q * entries(problem)
@@ -113,9 +140,10 @@ def invariant_launch(plan: Plan, call: Call, tensors: Forward) -> Launch:
     return Launch(batch_invariant.invariant_kernel, shared.programs(problem, traits.block_m), arguments, options)
 
 
-def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
+def backward_launches(plan: Plan, call: Call, t: Backward, aux: ScoreModAux | None = None) -> list[Launch]:
     """The launch of delta, then those of dk and dv, and of dq, which are independent of each other."""
     traits_k, traits_q = plan.config.keys, plan.config.queries
+    hooks, scale_log2 = _hooks(plan.problem, traits_k, aux)
     problem, batch = plan.problem, entries(plan.problem)
     dout = _operand(t.dout, call)
     q, k, v, do, dq, dk, dv = (_strides(x, problem) for x in (call.q, call.k, call.v, dout, t.dq, t.dk, t.dv))
@@ -129,11 +157,11 @@ def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
     )
     read = (call.q, call.k, call.v, dout, t.lse, t.delta)
     word, window = error_flags.word(call.q.device), WindowParams(call.left, call.right, None, None)
-    softmax = softmax_params(problem, gradients=True)
+    softmax = softmax_params(problem, True, scale_log2)
     shape_k, shape_q = _shape(problem, traits_k.block_n, of_keys=True), _shape(problem, traits_q.block_m)
     keys = (
         DkDvTensors(*read, t.dk, t.dv),
-        _mask_tensors(call, call.spans_k),
+        _mask_tensors(call, call.spans_k, hooks),
         word,
         DkDvStrides(q, k, v, do, dk, dv),
         shape_k,
@@ -143,7 +171,7 @@ def backward_launches(plan: Plan, call: Call, t: Backward) -> list[Launch]:
     )
     queries = (
         DqTensors(*read, t.dq),
-        _mask_tensors(call, call.spans_q),
+        _mask_tensors(call, call.spans_q, hooks),
         word,
         DqStrides(q, k, v, do, dq),
         shape_q,
@@ -199,7 +227,7 @@ def _shape(problem: Problem, block: int, of_keys: bool = False) -> ShapeParams:
     return ShapeParams(problem.heads_q, layout.seqlen_q, layout.seqlen_k, layout.batch, -(-length // block))
 
 
-def _mask_tensors(call: Call, ranges: Tensor | None) -> MaskTensors:
+def _mask_tensors(call: Call, ranges: Tensor | None, hooks: HookParams | None) -> MaskTensors:
     return MaskTensors(
-        call.cu_seqlens_q, call.cu_seqlens_k, call.prefix, call.key_lengths, call.ids_k, call.ids_q, ranges
+        call.cu_seqlens_q, call.cu_seqlens_k, call.prefix, call.key_lengths, call.ids_k, call.ids_q, ranges, hooks
     )

@@ -73,4 +73,4 @@ def function_key(function: Any) -> str | None:
     if function is None:
         return None
     hash_callees_first(function)
-    return function.cache_key[:16]
+    return getattr(function, "cache_key", "interpreted")[:16]
