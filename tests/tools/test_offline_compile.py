@@ -134,7 +134,7 @@ def test_the_hopper_forward_compiles_with_each_tiling_and_each_band():
         assert row["instructions"]["HGMMA"] > 0 and row["instructions"]["UTMALDG"] > 0 and not row["serialized"], unit
         assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024, unit
         assert row["warps"] == 4 * form.tuning.consumers + 4, unit
-        seen.add((replace(form.tuning, joined=1), form.mask.left, form.mask.right))
+        seen.add((replace(form.tuning, pack_gqa=1), form.mask.left, form.mask.right))
         early |= {(form.block_d, form.block_dv)} if form.early else set()
     bands = ((False, False), (False, True), (True, True), (True, False))
     wanted = {

@@ -256,14 +256,14 @@ def test_a_row_of_nan_is_nan_and_no_other(dtype):
 
 
 def test_cases_share_tiles_or_do_not_as_their_names_say():
-    assert all(_form(case).tuning.joined == case.heads[0] // case.heads[1] > 1 for case in JOINED)
+    assert all(_form(case).tuning.pack_gqa == case.heads[0] // case.heads[1] > 1 for case in JOINED)
     assert all(
-        _form(CASES[name]).tuning.joined == 1 < _form(CASES[name]).group for name in ("grouped_gaps", "one_key_head")
+        _form(CASES[name]).tuning.pack_gqa == 1 < _form(CASES[name]).group for name in ("grouped_gaps", "one_key_head")
     )
 
 
 @pytest.mark.parametrize(
-    "rows, heads, joined",
+    "rows, heads, pack_gqa",
     [
         (1, (8, 1), 8),
         (1, (8, 8), 1),
@@ -279,17 +279,19 @@ def test_cases_share_tiles_or_do_not_as_their_names_say():
         (192, (3, 1), 1),
     ],
 )
-def test_heads_share_tiles_where_that_makes_fewer(rows, heads, joined):
+def test_heads_share_tiles_where_that_makes_fewer(rows, heads, pack_gqa):
     """As many rows a query as the next power of two: three heads take four. A tile has 256."""
-    assert _form(_case("shared", rows, 130, heads=heads)).tuning.joined == joined
-    assert _form(_case("shared", lengths_q=(rows, rows), lengths_k=(130, 130), heads=heads)).tuning.joined == joined
+    assert _form(_case("shared", rows, 130, heads=heads)).tuning.pack_gqa == pack_gqa
+    assert _form(_case("shared", lengths_q=(rows, rows), lengths_k=(130, 130), heads=heads)).tuning.pack_gqa == pack_gqa
 
 
 def test_packed_queries_whose_heads_lie_apart_do_not_share_tiles():
     """TMA has no dimension left for them; dense ones may lie as they like."""
-    for storage, joined in (("contiguous", 4), ("gaps", 1), ("heads_first", 1)):
-        assert _form(_case("apart", lengths_q=(3, 7), heads=(8, 2), storage=storage)).tuning.joined == joined, storage
-        assert _form(_case("apart", 3, 9, heads=(8, 2), storage=storage)).tuning.joined == 4, storage
+    for storage, pack_gqa in (("contiguous", 4), ("gaps", 1), ("heads_first", 1)):
+        assert _form(_case("apart", lengths_q=(3, 7), heads=(8, 2), storage=storage)).tuning.pack_gqa == pack_gqa, (
+            storage
+        )
+        assert _form(_case("apart", 3, 9, heads=(8, 2), storage=storage)).tuning.pack_gqa == 4, storage
 
 
 @pytest.mark.nightly_cases("joined_three_rows")
@@ -311,7 +313,7 @@ def test_out_whose_heads_lie_apart(storage):
     case = CASES["joined_packed"]
     call = case.build("cpu", torch.bfloat16, kernel="blackwell")
     out = laid_out(torch.full(call.q.shape, float("nan"), dtype=torch.bfloat16), storage, 0)
-    assert (tma.addressable(out, joined=True) is out) == (storage == "contiguous") and tma.addressable(out) is out
+    assert (tma.addressable(out, pack_gqa=True) is out) == (storage == "contiguous") and tma.addressable(out) is out
     with on(B200):
         assert_as_good_as(ops.run(call, out), call)
 

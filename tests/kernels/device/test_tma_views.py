@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from strobe.kernels.device.dialect import fence_async_shared, gl, gluon, mbarrier, tma_store_wait
 from strobe.kernels.device.pipeline import ring
-from strobe.kernels.device.tma import addressable, as_rows, copy_in, copy_out, joined_descriptor
+from strobe.kernels.device.tma import addressable, as_rows, copy_in, copy_out, pack_gqa_descriptor
 from strobe.sim import simulate
 
 ROWS = 32
@@ -46,11 +46,11 @@ def copy_kernel(source, target, place, head, row, form: gl.constexpr):
 
 def copied(q: torch.Tensor, out: torch.Tensor, heads: int, place: tuple[int, int, int]) -> None:
     """out = q + 1 where a sequence has rows, a tile after the other."""
-    fold = 1 << (heads - 1).bit_length()
-    source, target = (joined_descriptor(tensor, ROWS, 64, heads, fold) for tensor in (q, out))
+    rows_per_query = 1 << (heads - 1).bit_length()
+    source, target = (pack_gqa_descriptor(tensor, ROWS, 64, heads, rows_per_query) for tensor in (q, out))
     key_heads = q.shape[-2] // heads
     for head in range(key_heads):
-        for row in range(0, place[2], ROWS // fold):
+        for row in range(0, place[2], ROWS // rows_per_query):
             copy_kernel[(1,)](source, target, (*place, key_heads), head, row, Form(q.dim() == 3), num_warps=4)
 
 
@@ -88,7 +88,7 @@ def test_packed_heads_that_share_tiles(heads, run, device):
     q = torch.full((40, 2 * heads, 64), float("nan"), dtype=torch.bfloat16, device=device)
     q[7:26] = torch.randn(19, 2 * heads, 64, device=device).to(torch.bfloat16)
     out = torch.full_like(q, float("nan"))
-    assert addressable(out, joined=True) is out
+    assert addressable(out, pack_gqa=True) is out
     run(q, out, heads, (0, 7, 19))
     assert torch.equal(out[7:26], q[7:26] + 1.0)
     assert out[:7].isnan().all() and out[26:].isnan().all()

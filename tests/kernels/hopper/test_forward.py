@@ -32,7 +32,7 @@ from strobe.kernels.hopper import kernel as hopper
 from strobe.kernels.hopper import launch_forward
 from strobe.kernels.protocol import Plan
 from strobe.kernels.runtime.launch_cache import CACHE
-from strobe.kernels.runtime.tma_requirements import fold_of
+from strobe.kernels.runtime.tma_requirements import rows_per_query
 from strobe.ops import attention as ops
 from strobe.problem.call import Call
 from strobe.problem.problem import Problem
@@ -134,9 +134,9 @@ def test_hopper_forward_under_every_schedule(name, family):
 def test_sizes_wrap_the_rings_and_give_a_program_two_tiles(name):
     case = CASES[name]
     tuning = _form(case).tuning
-    joined = tuning.joined
-    rows = hopper.ROWS * tuning.consumers // fold_of(joined)
-    assert case.batch * case.heads[0] // joined * -(-case.seqlen_q // rows) >= 2 * PROGRAMS
+    pack_gqa = tuning.pack_gqa
+    rows = hopper.ROWS * tuning.consumers // rows_per_query(pack_gqa)
+    assert case.batch * case.heads[0] // pack_gqa * -(-case.seqlen_q // rows) >= 2 * PROGRAMS
     assert -(-case.keys // tuning.block_n) > tuning.stages
 
 

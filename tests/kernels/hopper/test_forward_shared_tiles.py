@@ -54,7 +54,7 @@ APART = (
 
 def test_cases_share_tiles_or_do_not_as_their_names_say():
     forms = {name: _form(case) for name, case in CASES.items() if case.heads[0] > case.heads[1]}
-    shared = {name for name, form in forms.items() if form.tuning.joined > 1}
+    shared = {name for name, form in forms.items() if form.tuning.pack_gqa > 1}
     assert shared == {*SHARING, *SHARING_ALSO} and forms.keys() - shared == set(APART)
     assert all(forms[name].group == 1 for name in shared) and all(forms[name].group > 1 for name in APART)
     wanted = {hopper.tiled(case.head_dim, case.head_dim_v or case.head_dim) for case in JOINED}
@@ -62,7 +62,7 @@ def test_cases_share_tiles_or_do_not_as_their_names_say():
 
 
 @pytest.mark.parametrize(
-    "rows, heads, width, joined, packed",
+    "rows, heads, width, pack_gqa, packed",
     [
         (1, (8, 1), 128, 8, 8),
         (1, (8, 8), 128, 1, 1),
@@ -83,19 +83,19 @@ def test_cases_share_tiles_or_do_not_as_their_names_say():
         (192, (8, 1), 64, 1, 8),
     ],
 )
-def test_heads_share_tiles_where_that_makes_fewer(rows, heads, width, joined, packed):
+def test_heads_share_tiles_where_that_makes_fewer(rows, heads, width, pack_gqa, packed):
     """As many rows a query as the next power of two: three heads take four. A tile has 128, at d64 192, of packed ones
     at d128 192, at d64 256.
     """
-    assert _form(_case("shared", rows, 130, width, heads=heads)).tuning.joined == joined
-    assert _form(_packed("shared", (rows, rows), (130, 130), width, heads=heads)).tuning.joined == packed
+    assert _form(_case("shared", rows, 130, width, heads=heads)).tuning.pack_gqa == pack_gqa
+    assert _form(_packed("shared", (rows, rows), (130, 130), width, heads=heads)).tuning.pack_gqa == packed
 
 
 def test_packed_queries_whose_heads_lie_apart_do_not_share_tiles():
     """TMA has no dimension left for them; dense ones may lie as they like."""
-    for storage, joined in (("contiguous", 4), ("gaps", 1), ("heads_first", 1)):
-        assert _form(_packed("apart", (3, 7), heads=(8, 2), storage=storage)).tuning.joined == joined, storage
-        assert _form(_case("apart", 3, 9, heads=(8, 2), storage=storage)).tuning.joined == 4, storage
+    for storage, pack_gqa in (("contiguous", 4), ("gaps", 1), ("heads_first", 1)):
+        assert _form(_packed("apart", (3, 7), heads=(8, 2), storage=storage)).tuning.pack_gqa == pack_gqa, storage
+        assert _form(_case("apart", 3, 9, heads=(8, 2), storage=storage)).tuning.pack_gqa == 4, storage
 
 
 NOW = ("joined_window", "joined_threes", "joined_d64", "joined_packed")
@@ -131,6 +131,6 @@ def test_out_whose_heads_lie_apart(storage):
     case = CASES["joined_packed"]
     call = case.build("cpu", torch.bfloat16, kernel="hopper")
     out = laid_out(torch.full(call.q.shape, float("nan"), dtype=torch.bfloat16), storage, 0)
-    assert (tma.addressable(out, joined=True) is out) == (storage == "contiguous") and tma.addressable(out) is out
+    assert (tma.addressable(out, pack_gqa=True) is out) == (storage == "contiguous") and tma.addressable(out) is out
     with on(H200):
         assert_as_good_as(ops.run(call, out), call)

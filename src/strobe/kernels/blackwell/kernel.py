@@ -84,8 +84,8 @@ class BlackwellForward:
         widths = tiled(problem.head_dim, problem.head_dim_v)
         if widths is None:
             raise ValueError(_against_widths(problem))
-        tuning = replace(TILE_CONFIGS[widths], joined=qheads_per_tile(problem, ROWS * STAGES_Q, ROWS))
-        group = problem.group // tuning.joined
+        tuning = replace(TILE_CONFIGS[widths], pack_gqa=qheads_per_tile(problem, ROWS * STAGES_Q, ROWS))
+        group = problem.group // tuning.pack_gqa
         even = fills_tiles(problem, tuning.block_n)
         uneven = problem.packed or problem.mask.left or problem.mask.right  # some tiles see fewer keys
         counted = (

@@ -16,7 +16,7 @@ from .traits import REGISTERS, ROWS
 
 def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
     form = plan.config.form
-    persistent_launch.run(plan, call, tensors, forward_launch, form.tuning.joined > 1)
+    persistent_launch.run(plan, call, tensors, forward_launch, form.tuning.pack_gqa > 1)
 
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:

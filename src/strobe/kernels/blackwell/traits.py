@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ...problem.mask import MaskStructure
 from ...problem.target import KIB
 from ..runtime.compile_cache import Constants
-from ..runtime.tma_requirements import fold_of, rest
+from ..runtime.tma_requirements import rest, rows_per_query
 
 ROWS = 128  # rows of a query stage: the lanes of tensor memory
 STAGES_Q = 2  # query stages, whose softmax and products alternate
@@ -28,17 +28,17 @@ class TileConfig:
     # conditional rescaling: o is rescaled if a row's maximum grows by more, in log2 units
     rescale_threshold: float = 8.0
     # pack_gqa: query heads per tile, whose rows for one query are adjacent: one, or all that share a key head
-    joined: int = 1
+    pack_gqa: int = 1
 
     @property
-    def fold(self) -> int:
+    def rows_per_query(self) -> int:
         """Rows of a tile per query."""
-        return fold_of(self.joined)
+        return rows_per_query(self.pack_gqa)
 
     @property
     def block_m(self) -> int:
         """Queries per tile."""
-        return ROWS * STAGES_Q // self.fold
+        return ROWS * STAGES_Q // self.rows_per_query
 
     def registers_of(self) -> dict[str, int]:
         """Registers per thread of each role: 8 warps of softmax, 4 single-warp roles (one idle), 4 of correction."""
@@ -101,12 +101,12 @@ class ForwardTraits(Constants):
     @property
     def pack_gqa(self) -> int:
         """Query heads per tile: 1, or all that share a key head."""
-        return self.tuning.joined
+        return self.tuning.pack_gqa
 
     @property
     def rows_per_query(self) -> int:
         """Rows of a tile per query: pack_gqa, rounded up to a power of two."""
-        return self.tuning.fold
+        return self.tuning.rows_per_query
 
     @property
     def rescale_threshold(self) -> float:
@@ -144,7 +144,7 @@ class ForwardTraits(Constants):
     @property
     def queries_per_consumer(self) -> int:
         """Queries per query stage."""
-        return ROWS // self.tuning.fold
+        return ROWS // self.tuning.rows_per_query
 
     @property
     def tail_d(self) -> int:
@@ -185,7 +185,7 @@ class ForwardConfig:
             else ""
         )
         order = "tiles from a counter" if self.form.counted else "tiles in turn"
-        heads = f" of {t.joined} heads" if t.joined > 1 else ""
+        heads = f" of {t.pack_gqa} heads" if t.pack_gqa > 1 else ""
         return (
             f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages}, {order}, shared "
             f"{self.form.shared_bytes() / KIB:.0f} KiB, {self.form.tensor_columns()} columns of tensor memory{by_fma}, "

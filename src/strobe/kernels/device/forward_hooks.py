@@ -74,7 +74,7 @@ class ScoreMods:
     def head_of_rows(self, s, traits: gl.constexpr):
         """Query heads. A row of a tile that packs fewer heads than it has rows for a query has the last head."""
         if traits.pack_gqa > 1:
-            member = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)) % traits.tuning.fold
+            member = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)) % traits.rows_per_query
             return (self.head * traits.pack_gqa + gl.minimum(member, traits.pack_gqa - 1))[:, None]
         else:
             return self.head

@@ -60,14 +60,14 @@ Describe = Callable[[Plan, Call, Tensor, tuple[Tensor | None, ...]], Launch]  # 
 
 
 def run(
-    plan: Plan, call: Call, tensors: Forward, described: Describe, joined: bool = False, read: tuple = ()
+    plan: Plan, call: Call, tensors: Forward, described: Describe, pack_gqa: bool = False, read: tuple = ()
 ) -> None:
     """Launch what `described` says; where the same was launched before, without asking again.
 
-    joined: out leaves by `joined_descriptor`. read: what the launch reads besides the call: tensors, and numbers, which are part of the launch's key.
+    pack_gqa: out leaves by `pack_gqa_descriptor`. read: what the launch reads besides the call: tensors, and numbers, which are part of the launch's key.
     """
     form: Any = plan.config.form
-    out = addressable(tensors.out, joined)
+    out = addressable(tensors.out, pack_gqa)
     word = error_flags.word(call.q.device) if form.packed or call.key_lengths is not None else None
     offsets = (call.cu_seqlens_q, call.cu_seqlens_k)
     if has_spans(plan.problem.mask):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...problem.problem import ALIGNMENT
-from ..runtime.tma_requirements import MOST_ROWS, joinable
+from ..runtime.tma_requirements import MOST_ROWS, heads_merge_with_rows
 from .dialect import TensorDescriptor, Value, gl, gluon, record, tma_load, tma_store
 
 FAR: gl.constexpr = gl.constexpr(MOST_ROWS)  # where the rows of a wrapping descriptor end
@@ -24,36 +24,36 @@ DTYPES = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16, "torch.flo
 
 
 @gluon.jit
-def corner(place, head, row, column: gl.constexpr, joined: gl.constexpr, form: gl.constexpr):
+def corner(place, head, row, column: gl.constexpr, pack_gqa: gl.constexpr, form: gl.constexpr):
     """Where TMA finds the tile that begins with row `row` of a head; `place` is (batch entry, start, length) of its sequence.
 
     Of views that wrap, a sequence's rows are made to end at coordinate FAR, whatever they begin at: the first dimension takes FAR rows back, the
-    second steps by rows to the sequence's end. Where heads are `joined`, rows are queries, `head` is a key head, and the second dimension
+    second steps by rows to the sequence's end. With `pack_gqa`, rows are queries, `head` is a key head, and the second dimension
     steps by key heads, of which `place` then says the number.
     """
     entry, start, length = place[0], place[1], place[2]
     if form.wraps:
-        if joined:
+        if pack_gqa:
             return [FAR, (start + length) * place[3] + head, FAR - length + row, 0, column]
         else:
             return [FAR, start + length, head, FAR - length + row, column]
     else:
-        if joined:
+        if pack_gqa:
             return [entry, head, row, 0, column]
         else:
             return [entry, head, row, column]
 
 
 @gluon.jit
-def copy_in(desc, place, head, row, column: gl.constexpr, ready, smem, form: gl.constexpr, joined: gl.constexpr = False):
+def copy_in(desc, place, head, row, column: gl.constexpr, ready, smem, form: gl.constexpr, pack_gqa: gl.constexpr = False):
     """Load a tile from row `row` of a head on."""
-    tma_load(desc, corner(place, head, row, column, joined, form), ready, as_block(smem, desc))
+    tma_load(desc, corner(place, head, row, column, pack_gqa, form), ready, as_block(smem, desc))
 
 
 @gluon.jit
-def copy_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.constexpr, joined: gl.constexpr = False):
+def copy_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.constexpr, pack_gqa: gl.constexpr = False):
     """`copy_in`, the other way."""
-    tma_store(desc, corner(place, head, row, column, joined, form), as_block(smem, desc))
+    tma_store(desc, corner(place, head, row, column, pack_gqa, form), as_block(smem, desc))
 
 
 @gluon.jit
@@ -95,11 +95,11 @@ def stage_of(ring, stage):
 
 
 @gluon.jit
-def copy_parts(views, place, head, row, ready, tile, form: gl.constexpr, joined: gl.constexpr = False):
+def copy_parts(views, place, head, row, ready, tile, form: gl.constexpr, pack_gqa: gl.constexpr = False):
     """`copy_in` of a tile in parts, as many as the tensor has: tensors of two widths may take turns in a ring."""
-    copy_in(views[0], place, head, row, 0, ready, tile[0], form, joined)
+    copy_in(views[0], place, head, row, 0, ready, tile[0], form, pack_gqa)
     if views[1] is not None:
-        copy_in(views[1], place, head, row, views[0].block_shape[-1], ready, tile[1], form, joined)
+        copy_in(views[1], place, head, row, views[0].block_shape[-1], ready, tile[1], form, pack_gqa)
 
 
 @record
@@ -169,21 +169,21 @@ def as_rows(tile):
     return tile.reshape(shape)
 
 
-def addressable(out: Tensor, joined: bool = False) -> Tensor:
+def addressable(out: Tensor, pack_gqa: bool = False) -> Tensor:
     """`out` itself where TMA can write to it, else a tensor like it, whose rows begin at multiples of 16 bytes."""
     itemsize, bits = out.element_size(), out.data_ptr()
     for stride in out.stride()[:-1]:
         bits |= stride * itemsize
-    if bits % ALIGNMENT == 0 and not (joined and out.dim() == 3 and not joinable(out.stride(), out.shape[1])):
+    if bits % ALIGNMENT == 0 and not (pack_gqa and out.dim() == 3 and not heads_merge_with_rows(out.stride(), out.shape[1])):
         return out
     whole = -(-out.shape[-1] * itemsize // ALIGNMENT) * ALIGNMENT // itemsize
     return torch.empty((*out.shape[:-1], whole), dtype=out.dtype, device=out.device)[..., : out.shape[-1]]
 
 
-def joined_descriptor(tensor: Tensor, rows: int, width: int, heads: int, fold: int) -> TensorDescriptor:
-    """`descriptor` with the `heads` query heads of a key head as a dimension: a tile's rows are rows / fold queries, each with its heads.
+def pack_gqa_descriptor(tensor: Tensor, rows: int, width: int, heads: int, rows_per_query: int) -> TensorDescriptor:
+    """`descriptor` with the `heads` query heads of a key head as a dimension: a tile's rows are rows / rows_per_query queries, each with its heads.
 
-    `fold`, a power of two, may exceed `heads`: TMA gives zeros for the heads that are none, and writes none.
+    `rows_per_query`, a power of two, may exceed `heads`: TMA gives zeros for the heads that are none, and writes none.
     """
     size = tensor.shape[-1]
     if tensor.dim() == 4:
@@ -192,12 +192,12 @@ def joined_descriptor(tensor: Tensor, rows: int, width: int, heads: int, fold: i
     else:
         s, h, d = tensor.stride()
         shape, strides = [MOST_STEPS, MOST_STEPS, MOST_ROWS, heads, size], [WRAP - s, heads * h, s, h, d]
-    return _described(tensor, shape, strides, [1, 1, rows // fold, fold, width])
+    return _described(tensor, shape, strides, [1, 1, rows // rows_per_query, rows_per_query, width])
 
 
 def describing(tuning: Any) -> Callable[[Tensor, int, int], TensorDescriptor]:
-    """How q and out are described: by `descriptor`, or where heads of a group share a tile by `joined_descriptor`."""
-    return partial(joined_descriptor, heads=tuning.joined, fold=tuning.fold) if tuning.joined > 1 else descriptor
+    """How q and out are described: by `descriptor`, or where heads of a group share a tile by `pack_gqa_descriptor`."""
+    return partial(pack_gqa_descriptor, heads=tuning.pack_gqa, rows_per_query=tuning.rows_per_query) if tuning.pack_gqa > 1 else descriptor
 
 
 def descriptor(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:

@@ -49,7 +49,7 @@ class ForwardConfig:
     def __str__(self) -> str:
         t = self.form.tuning
         where = "registers" if t.q_in_registers else "shared memory"
-        heads = f" of {t.joined} heads" if t.joined > 1 else ""
+        heads = f" of {t.pack_gqa} heads" if t.pack_gqa > 1 else ""
         early = ", early weights" if self.form.early else ""
         return (
             f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages} q in {where}{early}, "
@@ -157,10 +157,10 @@ def with_hooks(
         early = form.early and mask_mod is None
         return replace(form, early=early, score_mod=score_mod, mask_mod=mask_mod)
     lists = ListedBlocks(*block_size, has_full)
-    joined = 1 if per_head else form.tuning.joined
+    pack_gqa = 1 if per_head else form.tuning.pack_gqa
     candidates = [
-        replace(tuning, block_n=block_n, joined=packed)
-        for packed in dict.fromkeys((joined, 1))
+        replace(tuning, block_n=block_n, pack_gqa=packed)
+        for packed in dict.fromkeys((pack_gqa, 1))
         for tuning in (form.tuning, LISTED[form.block_d, form.block_dv])
         for block_n in (tuning.block_n, 64)
     ]
@@ -168,7 +168,7 @@ def with_hooks(
     if tuning is None or form.mask.documents:
         why = "documents" if form.mask.documents else f"blocks of {block_size[0]} queries and {block_size[1]} keys"
         raise ValueError(f"block lists of the Hopper forward: {why} are not supported")
-    group = form.group * form.tuning.joined // tuning.joined
+    group = form.group * form.tuning.pack_gqa // tuning.pack_gqa
     even = form.even if tuning.block_n <= form.block_n else False
     return replace(
         form,
@@ -197,8 +197,8 @@ class HopperForward:
         # A window's tile of more heads has fewer queries, which see fewer keys: up to 9 % faster for an equal number of
         # tiles (H200, windows of 128 to 4096).
         fewer = 0.0 if problem.mask.left else 0.1
-        tuning = replace(tuning, joined=qheads_per_tile(problem, ROWS * tuning.consumers, ROWS, fewer))
-        group = problem.group // tuning.joined
+        tuning = replace(tuning, pack_gqa=qheads_per_tile(problem, ROWS * tuning.consumers, ROWS, fewer))
+        group = problem.group // tuning.pack_gqa
         even = fills_tiles(problem, tuning.block_n)
         widths = tiled(problem.head_dim, problem.head_dim_v)
         counted = query_tiles(problem, tuning.block_m) * problem.heads_kv * group * entries(problem) > target.sm_count

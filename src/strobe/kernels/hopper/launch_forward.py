@@ -43,7 +43,7 @@ def run_forward(plan: Plan, call: Call, tensors: Forward, hooks: ForwardHooks | 
         call, tensors = end_to_end(call, tensors)
     describe = forward_launch if hooks is None else partial(forward_launch, hooks=hooks)
     read = () if hooks is None else (*hooks.score_aux, *hooks.mask_aux, *(hooks.block_lists or ()))
-    persistent_launch.run(plan, call, tensors, describe, form.tuning.joined > 1, read)
+    persistent_launch.run(plan, call, tensors, describe, form.tuning.pack_gqa > 1, read)
     if form.spans and tensors.out.data_ptr() != out.data_ptr():
         out.copy_(tensors.out.view(out.shape))
 

@@ -8,7 +8,7 @@ from typing import Any
 from ...problem.mask import MaskStructure
 from ..runtime.compile_cache import Constants
 from ..runtime.hook_constants import HookConstants, ListedBlocks, function_key
-from ..runtime.tma_requirements import fold_of, has_spans, rest
+from ..runtime.tma_requirements import has_spans, rest, rows_per_query
 from .decode_config import MOST_SHARED
 
 ROWS, THREADS = 64, 128  # rows and threads of one consumer
@@ -35,12 +35,12 @@ class Tuning:
     # to 1.03x, others 0.96x to 1.01x (H200).
     each: bool = False
     # pack_gqa: query heads per tile, whose rows for one query are adjacent: one, or all that share a key head
-    joined: int = 1
+    pack_gqa: int = 1
 
     @property
-    def fold(self) -> int:
+    def rows_per_query(self) -> int:
         """Rows of a tile per query."""
-        return fold_of(self.joined)
+        return rows_per_query(self.pack_gqa)
 
     @property
     def arrivals(self) -> int:
@@ -50,7 +50,7 @@ class Tuning:
     @property
     def block_m(self) -> int:
         """Queries per tile."""
-        return ROWS * self.consumers // self.fold
+        return ROWS * self.consumers // self.rows_per_query
 
 
 class Walk:
@@ -143,12 +143,12 @@ class ForwardTraits(Constants, Walk, HookConstants):
     @property
     def pack_gqa(self) -> int:
         """Query heads per tile: 1, or all that share a key head."""
-        return self.tuning.joined
+        return self.tuning.pack_gqa
 
     @property
     def rows_per_query(self) -> int:
         """Rows of a tile per query: pack_gqa, rounded up to a power of two."""
-        return self.tuning.fold
+        return self.tuning.rows_per_query
 
     @property
     def q_parts_in_registers(self) -> int:
@@ -245,7 +245,7 @@ class ForwardTraits(Constants, Walk, HookConstants):
     @property
     def queries_per_consumer(self) -> int:
         """Queries per consumer."""
-        return ROWS // self.tuning.fold
+        return ROWS // self.tuning.rows_per_query
 
     @property
     def swap_consumers(self) -> bool:

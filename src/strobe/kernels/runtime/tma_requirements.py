@@ -32,12 +32,12 @@ def query_tiles(problem: Problem, block_m: int, group: int = 1) -> int:
     )
 
 
-def joinable(strides: tuple[int, ...], heads: int) -> bool:
+def heads_merge_with_rows(strides: tuple[int, ...], heads: int) -> bool:
     """Whether TMA can address heads and rows of a packed tensor as one dimension: row stride = heads * head stride."""
     return strides[0] == heads * strides[1]
 
 
-def fold_of(heads: int) -> int:
+def rows_per_query(heads: int) -> int:
     """Rows per query in a tile of `heads` heads: a power of two, as all tile shapes."""
     return 1 << (heads - 1).bit_length()
 
@@ -55,10 +55,12 @@ def qheads_per_tile(problem: Problem, rows: int, most: int, fewer: float = 0.1) 
         return 1
     if problem.packed or has_spans(problem.mask):
         tokens = layout.total_q if problem.packed else reach(problem, 0)
-        if not (joinable(problem.strides[0][-3:], problem.heads_q) and tokens * problem.heads_kv <= MOST_ROWS):
+        if not (
+            heads_merge_with_rows(problem.strides[0][-3:], problem.heads_q) and tokens * problem.heads_kv <= MOST_ROWS
+        ):
             return 1  # TMA descriptors have no dimension left: device.tma
     queries = -(-layout.total_q // max(1, layout.batch)) if problem.packed else layout.seqlen_q
-    together, apart = -(-queries * fold_of(group) // rows), group * -(-queries // rows)
+    together, apart = -(-queries * rows_per_query(group) // rows), group * -(-queries // rows)
     return group if together <= (1 - fewer) * apart else 1
 
 
