@@ -139,16 +139,16 @@ def test_every_number_of_stages(stages, tma, monkeypatch):
     """Rows 68, 70, 71: the pipeline's depth changes timing and shared memory, never a result by more than a
     rounding."""
     config = import_module("strobe.kernels.portable.kernel")
-    forward, backward = config.forward_tuning, config.backward_tuning
+    forward, backward = config.forward_tile, config.backward_tiles
     if tma and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("no TMA before sm_90")
-    deep = lambda tuning: replace(tuning, stages=stages, tma=tma, block_m=64, block_n=64)
-    monkeypatch.setattr(config, "forward_tuning", lambda *a: deep(forward(*a)))
-    monkeypatch.setattr(config, "backward_tuning", lambda *a: tuple(deep(t) for t in backward(*a)))
+    deep = lambda tile: replace(tile, stages=stages, tma=tma, block_m=64, block_n=64)
+    monkeypatch.setattr(config, "forward_tile", lambda *a: deep(forward(*a)))
+    monkeypatch.setattr(config, "backward_tiles", lambda *a: tuple(deep(tile) for tile in backward(*a)))
     CACHE.clear()
     for mask in ({}, {"right": 0}, {"left": 100, "right": 0}):
         call = Call(*qkv(4, 515, heads=(4, 2), width=64, grad=True), needs_grad=True, **KERNEL, **mask)
-        assert ops.decide(call).forward.config.form.tuning.stages == stages
+        assert ops.decide(call).forward.config.traits.tile.stages == stages
         out, lse = ops.run(call)
         assert_as_good_as((out, lse), call)
         dout = inputs.upstream("normal", out, 0)
