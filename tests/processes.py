@@ -13,17 +13,17 @@ import torch.multiprocessing as multiprocessing
 WORLD = 2
 
 
-def together(work: Callable[..., None], folder: Path, *args) -> None:
-    """`work(rank, *args)` in each of WORLD processes, which have met; what one raises is raised here. `folder` is where
-    they meet.
+def together(work: Callable[..., None], folder: Path, *args, world: int = WORLD) -> None:
+    """`work(rank, *args)` in each of `world` processes, which have met; what one raises is raised here. `folder` is
+    where they meet.
     """
-    multiprocessing.spawn(_process, args=(work, str(folder / "store"), args), nprocs=WORLD, join=True)
+    multiprocessing.spawn(_process, args=(work, str(folder / "store"), world, args), nprocs=world, join=True)
 
 
-def _process(rank: int, work: Callable[..., None], store: str, args: tuple) -> None:
+def _process(rank: int, work: Callable[..., None], store: str, world: int, args: tuple) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world
     )  # no port that another may take, no server to outlive
     work(rank, *args)
     dist.barrier()

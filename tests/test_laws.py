@@ -36,6 +36,7 @@ LAYERS = (
     ("kernels",),
     ("selection",),
     ("ops",),
+    ("distributed",),
     ("interface",),
     ("interface_decode",),
     ("",),  # strobe itself: applications come after it
@@ -48,7 +49,7 @@ LAYERS = (
     ("tools", "ladder"),  # of the repository, not of the package
     ("examples",),
 )
-LIBRARY = [name for layer in LAYERS[:12] for name in layer]
+LIBRARY = [name for layer in LAYERS[:13] for name in layer]
 STAND_INS = (
     "flash_attn",
     "flash_attn_interface",

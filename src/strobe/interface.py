@@ -14,6 +14,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from .distributed.arguments import attend, attend_packed
+from .distributed.plan import Plan
 from .errors import InvalidProblem, UnsupportedProblem, wrong_type
 from .kernels.runtime import error_flags
 from .ops import attention as ops
@@ -36,7 +38,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
     batch_invariant: bool = False,
-    kernel: str | None = None, out: Tensor | None = None, **others: NoReturn,
+    kernel: str | None = None, out: Tensor | None = None, context_parallel: Plan | None = None, **others: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Compute exact attention, softmax(scale * q k^T) v, for each head under a mask.
 
@@ -59,6 +61,8 @@ def attention(
             attention_decode. On Hopper such calls run at about 0.3 times the usual speed.
         kernel: the family ("portable") or kernel ("portable.forward") to run. If it cannot run, the error says why.
         out: the output tensor, [B, S_q, H_q, D_v] in q's dtype; not supported with gradients.
+        context_parallel: a plan of `strobe.distributed`: q, k and v are this rank's rows, and a mask is that of the
+            whole sequence (none: the plan's).
 
     Returns [B, S_q, H_q, D_v] in q's dtype. A row that sees no key is 0. A NaN in a row of q reaches only that row.
     Raises InvalidProblem if arguments are invalid or contradict each other, TypeError for an argument of the wrong
@@ -67,6 +71,10 @@ def attention(
     """
     if others:
         raise unknown(attention, others)
+    if context_parallel is not None:
+        options = _options(scale, softcap, deterministic, batch_invariant, kernel)
+        call = _dense(q, k, v, False, None, None, sinks, options)
+        return attend(call, context_parallel, _band(causal, window), mask, out)
     keywords: tuple | None = None
     if (
         window is None
@@ -131,7 +139,7 @@ def attention_varlen(
     softcap: float | None = None,
     sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
     kernel: str | None = None,
-    out: Tensor | None = None, **others: NoReturn,
+    out: Tensor | None = None, context_parallel: Plan | None = None, **others: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Compute attention over sequences of different lengths that are packed without padding.
 
@@ -145,6 +153,8 @@ def attention_varlen(
             to cu_seqlens_q. A row outside every sequence has output 0.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths, used for planning. `last_errors` reports a longer
             sequence. Its rows beyond max_seqlen_q are NaN; if it exceeds max_seqlen_k, all its rows are NaN.
+        context_parallel: a plan of `ContextParallel.plan_varlen`: q, k and v are this rank's rows, and cu_seqlens_q is
+            that of the whole packed tensor.
         Other arguments: as in `attention`, applied within each sequence.
 
     Returns [T_q, H_q, D_v] in q's dtype. The host never reads device data.
@@ -152,6 +162,10 @@ def attention_varlen(
     """
     if others:
         raise unknown(attention_varlen, others)
+    if context_parallel is not None:
+        options = _options(scale, softcap, deterministic, batch_invariant, kernel)
+        call = _dense(q, k, v, False, None, None, sinks, options)
+        return attend_packed(call, context_parallel, _band(causal, window), (cu_seqlens_q, cu_seqlens_k), out)
     call = _dense(
         q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel)
     )

@@ -144,7 +144,7 @@ def _backward(
     choice = decide(call)
     check_results((dout, out, lse, dlse), [like[::2] for like in choice.problem.outputs], call.q)
     given = _given_gradients(call, choice, (dout, out, lse, dlse))
-    return given.dq, given.dk, given.dv, _sinks_gradient(call, lse, given.delta)
+    return given.dq, given.dk, given.dv, sinks_gradient(call, lse, given.delta)
 
 
 def _given_gradients(
@@ -188,7 +188,7 @@ def write_gradients(
     _launch(choice.backward, call, given._replace(dout=dout, out=out), workspace)
 
 
-def _sinks_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
+def sinks_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
     """dsink = -sum exp(sink - lse) * delta, because a sink is an extra key with value 0."""
     if call.sinks is None:
         return lse.new_empty(0)

@@ -1,0 +1,54 @@
+"""Arguments of `attention` and `attention_varlen` with a plan, as a call on local rows and a mask of all rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidProblem, UnsupportedProblem, wrong_type
+from ..problem.call import Call
+from ..problem.foreign_arguments import no_mask
+from ..problem.mask import NO_BOUND, Mask
+from .attention import attend_plan
+from .packed import mask_of_offsets
+from .plan import Plan
+
+
+def attend(call: Call, plan: object, band: tuple[int, int], mask: Mask | None, out: Tensor | None) -> Tensor:
+    """`attention` of local q, k and v [B, local rows, H, D] by a plan. All ranks of the plan must call it.
+
+    call: without a mask. band: left and right as in a Call. mask: of the whole sequence. If neither band nor mask says
+    anything, the plan's mask applies. out: must be None.
+    """
+    plan = _checked(plan, out)
+    if mask is not None and not isinstance(mask, Mask):
+        raise no_mask(mask)
+    whole = Mask(*(None if bound == NO_BOUND else bound for bound in band))
+    asked = mask is not None or any(whole.structure)
+    attend_here = attend_plan
+    if torch.compiler.is_compiling():  # a graph break; the decorator would import torch's compiler, which loads Triton
+        from .uncompiled import attend_uncompiled as attend_here
+    return attend_here(call, plan, (whole if mask is None else whole & mask) if asked else None)
+
+
+def attend_packed(
+    call: Call, plan: object, band: tuple[int, int], offsets: tuple[Tensor, Tensor | None], out: Tensor | None
+) -> Tensor:
+    """`attention_varlen` of local q, k and v [local rows, H, D] by a plan. offsets: of the whole packed tensor."""
+    plan = _checked(plan, out)
+    if offsets[1] is not None and offsets[1] is not offsets[0]:
+        raise InvalidProblem(
+            "cu_seqlens_k", "other offsets than cu_seqlens_q", "the same", "leave it out with context_parallel"
+        )
+    call = call._replace(q=call.q[None], k=call.k[None], v=call.v[None])
+    return attend(call, plan, band, mask_of_offsets(plan, offsets[0]), None)[0]
+
+
+def _checked(plan: object, out: Tensor | None) -> Plan:
+    if not isinstance(plan, Plan):
+        raise wrong_type(
+            "context_parallel", plan, "a strobe.distributed.Plan", "make one with context_parallel(...).plan(...)"
+        )
+    if out is not None:
+        raise UnsupportedProblem("out= with context_parallel: leave out= out")
+    return plan

@@ -1,0 +1,95 @@
+"""Attention of this rank's rows by a plan: agreement of the ranks, then the exchange of heads around that of keys."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..errors import InvalidProblem, UnsupportedProblem
+from ..ops import attention as ops
+from ..problem.call import DTYPES, Call, check
+from ..problem.mask import Mask
+from ..problem.torch_state import in_autocasts_dtype
+from .agreement import ERROR, Description, check_agreement, described_error
+from .heads import EnterHeads, LeaveHeads
+from .keys import AttendKeys
+from .plan import Plan
+from .runs import size
+
+
+def attend_plan(call: Call, plan: Plan, mask: Mask | None) -> Tensor:
+    """mask: in place of the plan's, or None."""
+    if mask is not None:
+        plan = plan.for_mask(mask)
+    call = in_autocasts_dtype(call)
+    _agree(call, plan)
+    if plan.keys_size > 1 and call.batch_invariant:
+        raise UnsupportedProblem("batch_invariant with an exchange of keys: use context_parallel(scheme='heads')")
+    q, k, v, sinks = *call[:3], call.sinks
+    if plan.heads_size > 1:
+        heads = q.shape[2] // plan.heads_size
+        begin = plan.ranks.heads_rank * heads
+        sinks = sinks if sinks is None else sinks[begin : begin + heads]
+        q, k, v = EnterHeads.apply(plan, q, k, v)
+    if plan.keys_size > 1:
+        out = AttendKeys.apply(plan, call[5:10], q, k, v, sinks)
+    else:
+        out = ops.run(call._replace(q=q, k=k, v=v, sinks=sinks).with_mask(plan.mask), None, True)[0]
+    return LeaveHeads.apply(plan, out) if plan.heads_size > 1 else out
+
+
+def _agree(call: Call, plan: Plan) -> None:
+    """Raise on every rank if a rank's call is invalid, or differs from those of others.
+
+    On a CPU in every call. On a GPU comparing waits for the device, so only the first call with these sizes compares.
+    """
+    text, error = described_error(lambda: _check_local(call, plan))
+    mine = {ERROR: text, **_described(call, plan)}
+    key = "agreed", tuple(mine.values())
+    known = any(isinstance(one, tuple) and one[0] == "agreed" for one in plan.prepared)
+    if call.q.is_cuda and (key in plan.prepared or (error is not None and known)):
+        if error is not None:
+            raise error
+        return
+    if plan.ranks.levels:
+        try:
+            check_agreement(mine, plan.ranks, call.q.device)
+        except InvalidProblem as other:
+            if error is not None:
+                raise error from other
+            raise
+    if error is not None:
+        raise error
+    plan.prepared[key] = True
+
+
+def _check_local(call: Call, plan: Plan) -> None:
+    check(call)
+    s = plan.sizes
+    for name, rows in (("q", call.q.shape[1]), ("k", call.k.shape[1])):
+        if rows != plan.local_rows:
+            raise InvalidProblem(name, f"{rows} rows", f"the plan's {plan.local_rows} on this rank", "use plan.shard")
+    for name, heads, planned in (("q", call.q.shape[2], s.heads_q), ("k", call.k.shape[2], s.heads_kv)):
+        if heads != planned:
+            raise InvalidProblem(name, f"{heads} heads", f"the plan's {planned}", "make a plan for these heads")
+    mask, batch = plan.mask, call.q.shape[0]
+    ids = None if mask.documents is None else mask.documents.ids_q
+    for name, part in (("prefix", mask.prefix), ("key_lengths", mask.key_lengths), ("documents", ids)):
+        if isinstance(part, Tensor) and part.shape[0] != batch:
+            raise InvalidProblem(
+                f"mask {name}", f"{part.shape[0]} batch entries", f"q's {batch}", "build the mask for this batch"
+            )
+
+
+def _described(call: Call, plan: Plan) -> Description:
+    s = plan.settings
+    sizes = lambda t: f"{t.shape[0]} x {t.shape[2]} heads x {t.shape[3]} {DTYPES[t.dtype]}"
+    described = {name: sizes(t) if t.dim() == 4 and t.dtype in DTYPES else "" for name, t in zip("qkv", call[:3])}
+    rows = " + ".join(str(size(runs)) for runs in plan.rows)
+    order = "own keys first" if s.own_first else "keys at once"
+    return {
+        "plan": f"{s.scheme}, {s.balance}, {order}, {rows} rows, {plan.sizes[1]} and {plan.sizes[2]} heads",
+        "mask": f"{plan.mask.structure} {plan.fingerprint}",
+        **described,
+        "sinks": "none" if call.sinks is None else f"{list(call.sinks.shape)} {call.sinks.dtype}",
+        "options": f"scale {call.scale}, softcap {call.softcap}, {call[7:10]}",
+    }

@@ -1,0 +1,95 @@
+"""The processes of a plan: those that exchange keys with one another, and those that exchange heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import InvalidProblem, wrong_type
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+
+class Ranks(NamedTuple):
+    """The groups of this process. Rank r of the plan is rank r // heads_size of a `keys` group and rank r % heads_size
+    of a `heads` group. A group of one process is None.
+    """
+
+    keys: ProcessGroup | None
+    heads: ProcessGroup | None
+    keys_size: int
+    heads_size: int
+    keys_rank: int
+    heads_rank: int
+
+    @property
+    def rank(self) -> int:
+        return self.keys_rank * self.heads_size + self.heads_rank
+
+    @property
+    def levels(self) -> list[ProcessGroup]:
+        """The groups, inner group first."""
+        return [group for group in (self.heads, self.keys) if group is not None]
+
+    @staticmethod
+    def of(keys: ProcessGroup | None, heads: ProcessGroup | None) -> Ranks:
+        count = lambda group: 1 if group is None else dist.get_world_size(group)
+        place = lambda group: 0 if group is None else dist.get_rank(group)
+        return Ranks(keys, heads, count(keys), count(heads), place(keys), place(heads))
+
+
+def groups_of(processes: Any) -> list[ProcessGroup]:
+    """The groups of a mesh's dimensions, the group itself, or the default group for None."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidProblem(
+            "context_parallel",
+            "no process group",
+            "torch.distributed to be initialized",
+            "call torch.distributed.init_process_group first, as torchrun scripts do",
+        )
+    if processes is None:
+        return [dist.group.WORLD]
+    if hasattr(processes, "get_all_groups"):  # a DeviceMesh; importing its class takes 300 ms
+        return list(processes.get_all_groups())
+    if not isinstance(processes, dist.ProcessGroup):
+        raise wrong_type(
+            "context_parallel group", processes, "a ProcessGroup, a DeviceMesh or None", "pass mesh['cp'] or a group"
+        )
+    return [processes]
+
+
+class Exchange:
+    """Rows on their way between the ranks of a group. `wait` returns what this rank receives, in the order of ranks."""
+
+    def __init__(self, send: Tensor, counts: tuple[Sequence[int], Sequence[int]], group: ProcessGroup):
+        """send: [rows, ...], contiguous, rows for rank 0 first. counts: rows to each rank, and from each rank."""
+        given, taken = counts
+        self.received = send.new_empty((sum(taken), *send.shape[1:]))
+        width = send[:1].numel() * send.element_size() if len(send) else 0
+        width = width or self.received[:1].numel() * send.element_size()
+        self.work: Work | None = dist.all_to_all_single(
+            _bytes(self.received),
+            _bytes(send),
+            [count * width for count in taken],
+            [count * width for count in given],
+            group=group,
+            async_op=True,
+        )
+        self.send = send  # alive until the exchange is over
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+            del self.send
+        return self.received
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The tensor's memory as bytes, since not every backend takes every dtype."""
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,102 @@
+"""The calls by which a rank computes its rows: rectangles of rows and keys, each with a mask of the library.
+
+A rank's rows are runs. Rows [a, b) over keys [lo, hi) are one call of strobe's kernels, because the mask of the whole
+sequence is a mask of the library there too. A call's diagonal ends in the lower right corner, at row b and key hi, so
+window bounds move by hi - b: left becomes left + hi - b, and right becomes right + b - hi. `Visible.seeing` trims a
+rectangle to the rows and keys that see one another, and then neither bound is negative.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..problem.mask import Documents, Mask
+from .runs import Run, Runs
+from .visible import Visible
+
+
+class Piece(NamedTuple):
+    """One call: rows [start, stop) over keys [start, stop), as positions of the whole sequence."""
+
+    rows: Run
+    keys: Run
+
+
+def whole_rows(runs: Runs, visible: Visible, mask: Mask) -> tuple[Piece, ...]:
+    """One piece a run, over all keys that the run sees; with a prefix up to two."""
+    found = []
+    for run in runs:
+        keys = visible.keys(run)
+        if keys is None:
+            continue
+        begin, end = run
+        # the diagonal of prefix_causal cannot be moved, so a piece that it crosses ends at key `end`
+        crossed = mask.prefix is not None and keys[1] > begin
+        parts = [(keys[0], end), (end, keys[1])] if crossed else [keys]
+        found += [_trimmed(run, part, visible, mask) for part in parts]
+    return tuple(piece for piece in found if piece)
+
+
+def own_keys(runs: Runs, visible: Visible, mask: Mask) -> tuple[Piece, ...]:
+    """The pieces of each run over its own keys. They need no key of another rank."""
+    return tuple(piece for run in runs if (piece := _trimmed(run, run, visible, mask)))
+
+
+def other_keys(runs: Runs, visible: Visible, mask: Mask) -> tuple[Piece, ...]:
+    """The pieces of each run over the keys before and after it."""
+    found = []
+    for run in runs:
+        keys = visible.keys(run)
+        if keys is not None:
+            found += [
+                _trimmed(run, (keys[0], min(keys[1], run[0])), visible, mask),
+                _trimmed(run, (max(keys[0], run[1]), keys[1]), visible, mask),
+            ]
+    return tuple(piece for piece in found if piece)
+
+
+def _trimmed(rows: Run, keys: Run, visible: Visible, mask: Mask) -> Piece | None:
+    seen = visible.seeing(rows, keys)
+    if seen is None:
+        return None
+    if mask.prefix is not None and keys[0] < rows[1] and keys[1] > rows[0]:  # the lower right corner must stay
+        return Piece((seen[0][0], rows[1]), (seen[1][0], keys[1]))
+    return Piece(*seen)
+
+
+def mask_of(piece: Piece, mask: Mask) -> Mask:
+    """The mask of the whole sequence as the mask of a piece. Runs on the mask's device without synchronization."""
+    (begin, end), (low, high) = piece
+    prefix, lengths = None, mask.key_lengths
+    if lengths is not None:
+        lengths = (lengths - low).clamp(min=0)
+    if mask.prefix is not None and low >= end:  # beyond the diagonal, only the prefix is seen
+        inside = (mask.prefix - low).clamp(min=0) if isinstance(mask.prefix, Tensor) else None
+        if inside is not None:
+            lengths = inside if lengths is None else inside.minimum(lengths)
+    elif mask.prefix is not None and high > begin:
+        inside = mask.prefix - low
+        prefix = inside.clamp(min=0) if isinstance(inside, Tensor) else max(0, inside)
+    documents = mask.documents
+    if documents is not None:
+        documents = Documents.of(documents.ids_q[:, begin:end].contiguous(), documents.ids_k[:, low:high].contiguous())
+    left = None if mask.left is None else mask.left + high - end
+    right = None if mask.right is None else mask.right + end - high
+    return Mask(left, right, prefix, lengths, documents)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The calls of a rank, in the order in which they run."""
+
+    own: tuple[Piece, ...]  # need no key of another rank; empty unless keys are exchanged meanwhile
+    rest: tuple[Piece, ...]
+
+    @staticmethod
+    def of(runs: Runs, visible: Visible, mask: Mask, own_first: bool) -> Pieces:
+        if own_first:
+            return Pieces(own_keys(runs, visible, mask), other_keys(runs, visible, mask))
+        return Pieces((), whole_rows(runs, visible, mask))

@@ -1,0 +1,286 @@
+"""What one start of several processes computes for the tests of context parallelism: results by name."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import strobe
+from strobe.distributed import Plan, context_parallel
+from tests.distributed import divided
+from tests.distributed.divided import HEADS, SEQLEN
+
+Found = dict[str, Any]
+STEPS, WIDTH, LENGTH = 30, 24, 21
+EACH = {2: 3, 3: 7, 4: 7, 8: 7}  # of the cases, what a commit runs for so many processes
+
+
+def session(rank: int, folder: str, world: int, is_whole: bool) -> None:
+    """The calls, in each process; rank 0 leaves the results in `folder`. Unless is_whole, a part of them."""
+    found: Found = {}
+    each = 1 if is_whole else EACH[world]
+    divided.run_cases(divided.ways(), found, each)
+    parts = (_few_rows, _wrong) if world > 2 else ()
+    if is_whole or world == 2:
+        parts = _few_rows, _packed, _other_mask, _bits, _bfloat16, _layouts, _wrong, _trained, _recomputed
+    for part in parts:
+        part(found)
+    if world == 3:
+        _subgroup(found)
+    if world % 2 == 0 and world > 2:
+        _nested(found, world, each)
+    if rank == 0:
+        torch.save(found, Path(folder) / "found.pt")
+
+
+def _few_rows(found: Found) -> None:
+    """Sequences shorter than the number of ranks: some ranks hold no row."""
+    for way in divided.WAYS:
+        for seqlen in (0, 1, 3):
+            plan = context_parallel(**divided.WAYS[way]).plan(strobe.causal(), seqlen=seqlen, heads_q=HEADS, heads_kv=4)
+            tensors = divided.inputs(seqlen, 4, seqlen)
+            ours = divided.attend_shards(tensors, plan, True)
+            found[f"few: {way}, {seqlen} rows"] = divided.difference(ours, divided.attend(tensors, True, causal=True))
+
+
+def _packed(found: Found) -> None:
+    """attention_varlen, one batch entry, two rows outside every sequence."""
+    offsets = torch.tensor([1, 9, 9, 30, SEQLEN - 1], dtype=torch.int32)
+    q, k, v, sinks, _ = (t[0] if t.dim() == 4 else t for t in divided.inputs(SEQLEN, 3, 5))
+    for way in divided.WAYS:
+        for causal in (False, True):
+            sizes = {"seqlen": SEQLEN, "heads_q": HEADS, "heads_kv": 3}
+            plan = context_parallel(**divided.WAYS[way]).plan_varlen(offsets, causal=causal, **sizes)
+            local = [plan.shard(t, 0) for t in (q, k, v)]
+            options = {"cu_seqlens_q": offsets, "sinks": sinks, "causal": causal}
+            out = strobe.attention_varlen(*local, context_parallel=plan, **options)
+            whole = strobe.attention_varlen(q, k, v, **options)
+            found[f"packed: {way}, causal {causal}"] = float((plan.unshard(out, 0) - whole).abs().max())
+            found[f"read once: {way}, causal {causal}"] = plan.for_mask(plan.mask) is plan
+
+
+def _other_mask(found: Found) -> None:
+    """Layers of one model with different masks share the division of rows."""
+    tensors = divided.inputs(SEQLEN, 3, 6)
+    for way in divided.WAYS:
+        plan = context_parallel(**divided.WAYS[way]).plan(strobe.causal(), seqlen=SEQLEN, heads_q=HEADS, heads_kv=3)
+        for name, options in {"window": {"causal": True, "window": (4, None)}, "full": {"mask": strobe.full()}}.items():
+            ours = divided.attend_shards(tensors, plan, False, **options)
+            found[f"other mask: {way}, {name}"] = divided.difference(ours, divided.attend(tensors, False, **options))
+
+
+def _bits(found: Found) -> None:
+    tensors = [t.float() for t in divided.inputs(SEQLEN, 3, 8)]
+    for way in divided.WAYS:
+        plan = context_parallel(**divided.WAYS[way]).plan(strobe.causal(), seqlen=SEQLEN, heads_q=HEADS, heads_kv=3)
+        first, again = (divided.attend_shards(tensors, plan, True, deterministic=True) for _ in range(2))
+        found[f"bits: {way}"] = divided.difference(first, again)
+
+
+def _bfloat16(found: Found) -> None:
+    """The largest errors against float64, over twice the error of eager PyTorch and a rounding."""
+    exact = divided.inputs(SEQLEN, 3, 9, torch.bfloat16)
+    oracle = divided.attend([t.double() for t in exact], False, causal=True)
+    eager = _eager(exact)
+    for way in divided.WAYS:
+        plan = context_parallel(**divided.WAYS[way]).plan(strobe.causal(), seqlen=SEQLEN, heads_q=HEADS, heads_kv=3)
+        ours = divided.attend_shards(exact, plan, False)
+        names = ("out", "dq", "dk", "dv")
+        for name, a, b, c in zip(names, *((r.out, *r.gradients) for r in (ours, oracle, eager))):
+            allowed = 2 * (c.double() - b).abs().max() + 2**-8 * b.abs().max()
+            found[f"bfloat16: {way}, {name}"] = float((a.double() - b).abs().max() / allowed)
+
+
+def _eager(tensors: list[Tensor]) -> divided.Result:
+    q, k, v, _, dout = (t.detach().clone().requires_grad_() for t in tensors)
+    keys, values = (t.repeat_interleave(HEADS // t.shape[2], 2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
+    hidden = torch.ones(SEQLEN, SEQLEN, dtype=torch.bool).triu(1)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+    return divided.Result(out.detach(), torch.autograd.grad(out, (q, k, v), dout.detach()))
+
+
+def _layouts(found: Found) -> None:
+    x = torch.arange(2 * SEQLEN * 3).view(2, SEQLEN, 3)
+    for way in divided.WAYS:
+        plan = context_parallel(**divided.WAYS[way]).plan(strobe.causal(), seqlen=SEQLEN, heads_q=HEADS, heads_kv=3)
+        found[f"layout: {way}, unshard"] = torch.equal(plan.unshard(plan.shard(x)), x)
+        found[f"layout: {way}, last dimension"] = torch.equal(plan.unshard(plan.shard(x.mT, 2), 2), x.mT)
+        found[f"layout: {way}, positions"] = torch.equal(x[:, plan.positions()], plan.shard(x))
+
+
+def _wrong(found: Found) -> None:
+    """Calls that one rank makes differently: what each rank is told."""
+    last = dist.get_world_size() - 1
+    odd = dist.get_rank() == last
+    tensors = divided.inputs(SEQLEN, 3, 3)
+    for scheme in ("keys", "heads"):
+        parallel = context_parallel(scheme=scheme)
+        plan = parallel.plan(strobe.causal(), seqlen=SEQLEN, heads_q=HEADS, heads_kv=3)
+        q, k, v = map(plan.shard, tensors[:3])
+        calls = {
+            "dtype": lambda q=q, k=k, v=v, plan=plan: strobe.attention(
+                *((t.float() if odd else t) for t in (q, k, v)), context_parallel=plan
+            ),
+            "batch": lambda q=q, k=k, v=v, plan=plan: strobe.attention(
+                *((t[:1] if odd else t) for t in (q, k, v)), context_parallel=plan
+            ),
+            "rows": lambda q=q, k=k, v=v, plan=plan: strobe.attention(
+                q[:, :-1] if odd else q, k, v, context_parallel=plan
+            ),
+            "mask": lambda q=q, k=k, v=v, plan=plan: strobe.attention(
+                q, k, v, window=(5 if odd else 6, 0), context_parallel=plan
+            ),
+            "scale": lambda q=q, k=k, v=v, plan=plan: strobe.attention(
+                q, k, v, scale=0.5 if odd else None, context_parallel=plan
+            ),
+        }
+        for name, call in calls.items():
+            told: list = [None] * (last + 1)
+            message = ""
+            try:
+                call()
+            except strobe.InvalidProblem as error:
+                message = str(error)
+            dist.all_gather_object(told, message)
+            found[f"wrong {name}: {scheme}"] = told
+
+
+class Layer(nn.Module):
+    def __init__(self, has_window: bool):
+        super().__init__()
+        linear = partial(nn.Linear, bias=False)
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), linear(WIDTH, 3 * WIDTH), linear(WIDTH, WIDTH)
+        self.up, self.down = linear(WIDTH, 2 * WIDTH), linear(2 * WIDTH, WIDTH)
+        self.sinks = nn.Parameter(torch.zeros(4))
+        self.window = (5, None) if has_window else None
+
+    def forward(self, x: Tensor, plan: Plan | None) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).unbind(2)
+        attended = strobe.attention(q, k, v, causal=True, window=self.window, sinks=self.sinks, context_parallel=plan)
+        x = x + self.out(attended.flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token, self.position = nn.Embedding(11, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers = nn.ModuleList([Layer(False), Layer(True)])
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, tokens: Tensor, positions: Tensor, plan: Plan | None) -> Tensor:
+        x = self.token(tokens) + self.position(positions)
+        for layer in self.layers:
+            x = layer(x, plan)
+        return self.head(x)
+
+
+def losses(plan: Plan | None) -> list[float]:
+    """The losses of 30 steps, over this rank's rows and summed over ranks if there is a plan."""
+    torch.manual_seed(3)
+    model = GPT().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    shard = (lambda x: x) if plan is None else plan.shard
+    positions = torch.arange(LENGTH) if plan is None else plan.positions()
+    found = []
+    for _ in range(STEPS):
+        tokens = torch.randint(11, (2, 1)) + torch.arange(LENGTH + 1) * torch.randint(1, 4, (2, 1))
+        tokens = tokens % 11
+        logits = model(shard(tokens[:, :-1]), positions, plan)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), shard(tokens[:, 1:]).flatten(), reduction="sum")
+        loss = loss / (2 * LENGTH)
+        optimizer.zero_grad()
+        loss.backward()
+        loss = loss.detach()
+        if plan is not None:
+            for tensor in (loss, *(weight.grad for weight in model.parameters())):
+                dist.all_reduce(tensor)
+        optimizer.step()
+        found.append(float(loss))
+    return found
+
+
+def _trained(found: Found) -> None:
+    by_heads = [("heads", {})] if 4 % dist.get_world_size() == 0 else []
+    for way, settings in (("keys", {}), ("keys", {"overlap": True}), *by_heads):
+        plan = context_parallel(scheme=way, **settings).plan(strobe.causal(), seqlen=LENGTH, heads_q=4)
+        found[f"trained: {way} {settings}"] = losses(plan)
+
+
+def _recomputed(found: Found) -> None:
+    """Activation checkpointing, autocast and torch.compile."""
+    tensors = [t.float() for t in divided.inputs(SEQLEN, 3, 4)]
+    for scheme in ("keys", "heads"):
+        plan = context_parallel(scheme=scheme).plan(strobe.causal(), seqlen=SEQLEN, heads_q=HEADS, heads_kv=3)
+        local = [plan.shard(t).requires_grad_() for t in tensors[:3]]
+        call = partial(strobe.attention, context_parallel=plan)
+        expected = torch.autograd.grad(call(*local).sum(), local)
+        again = torch.autograd.grad(checkpoint(call, *local, use_reentrant=False).sum(), local)
+        compiled = torch.autograd.grad(torch.compile(call, backend="eager")(*local).sum(), local)
+        found[f"checkpointed: {scheme}"] = all(map(torch.equal, expected, again))
+        found[f"compiled: {scheme}"] = all(map(torch.equal, expected, compiled))
+        with torch.autocast("cpu", torch.bfloat16):
+            found[f"autocast: {scheme}"] = call(*local).dtype == torch.bfloat16
+
+
+def _subgroup(found: Found) -> None:
+    """A group of some processes: ranks of the plan count within it."""
+    group = dist.new_group([1, 2])
+    result = torch.zeros(1, dtype=torch.float64)
+    if dist.get_rank() > 0:
+        mine: Found = {}
+        divided.run_cases(divided.ways(group), mine, 7)
+        result[0] = max(mine.values())
+    dist.broadcast(result, 1)
+    found["subgroup"] = float(result)
+
+
+def _nested(found: Found, world: int, each: int) -> None:
+    """A mesh of two dimensions: keys between the rows of the mesh, heads within."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("keys", "heads"))
+    settings = {
+        "contiguous": {},
+        "head-tail, own first": {"balance": "head-tail", "overlap": True},
+        "tiles": {"balance": "tiles"},
+    }
+    for name, one in settings.items():
+        mine: Found = {}
+        divided.run_cases(lambda way, one=one: context_parallel(mesh, scheme="heads+keys", **one), mine, each)
+        found[f"nested: {name}"] = max(mine.values())
+    mine = {}
+    divided.run_cases(divided.ways(mesh["heads"]), mine, 7)
+    found["nested: a mesh of one dimension"] = max(mine.values())
+
+
+def abandoned(rank: int, folder: str, store: str) -> None:
+    """Rank 1 of two ends in the middle of training; rank 0 writes what it is told and after how many seconds."""
+    from datetime import timedelta
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+    )
+    plan = context_parallel(scheme="keys").plan(strobe.causal(), seqlen=SEQLEN, heads_q=HEADS, heads_kv=3)
+    q, k, v = map(plan.shard, divided.inputs(SEQLEN, 3, 1)[:3])
+    strobe.attention(q, k, v, context_parallel=plan)
+    if rank == 1:
+        os._exit(9)
+    start = time.monotonic()
+    told = "nothing"
+    try:
+        strobe.attention(q, k, v, context_parallel=plan)
+    except RuntimeError as error:
+        told = str(error)
+    torch.save((told, time.monotonic() - start), Path(folder) / "told.pt")
+    os._exit(0)
