@@ -9,12 +9,13 @@ rectangle to the rows and keys that see one another, and then neither bound is n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ..problem.mask import Documents, Mask
-from .runs import Run, Runs
+from .runs import Run, Runs, size, union
 from .visible import Visible
 
 
@@ -94,6 +95,19 @@ class Pieces:
 
     own: tuple[Piece, ...]  # need no key of another rank; empty unless keys are exchanged meanwhile
     rest: tuple[Piece, ...]
+
+    @cached_property
+    def rows_once(self) -> bool:
+        """Whether no row is in two pieces, so that pieces give results and not parts of results."""
+        return sum(stop - start for (start, stop), _ in (*self.own, *self.rest)) == size(self._rows)
+
+    def are_all_rows(self, runs: Runs) -> bool:
+        """Whether each of these rows is in a piece."""
+        return self._rows == runs
+
+    @cached_property
+    def _rows(self) -> Runs:
+        return union(piece.rows for piece in (*self.own, *self.rest))
 
     @staticmethod
     def of(runs: Runs, visible: Visible, mask: Mask, own_first: bool) -> Pieces:
