@@ -25,6 +25,9 @@ if TYPE_CHECKING or not help_request.alone(getattr(sys, "argv", []), sys.orig_ar
         warmup,
     )
     from .interface_decode import append, attention_decode, explain_decode, partial_attention_decode
+    from .interface_flex import flex_attention
+    from .mods.mask import mask_mod
+    from .mods.score import alibi, bias, relative_bias, score_mod
     from .problem.cache import DenseCache, PagedCache, Rotary, quantize_kv
     from .problem.mask import Mask, causal, documents, full, key_lengths, prefix_causal, window
     from .problem.merge import Partial, merge, with_sinks
@@ -46,24 +49,30 @@ __all__ = [
     "Rotary",
     "Target",
     "UnsupportedProblem",
+    "alibi",
     "append",
     "attention",
     "attention_decode",
     "attention_varlen",
+    "bias",
     "causal",
     "documents",
     "explain",
     "explain_decode",
     "explain_varlen",
+    "flex_attention",
     "full",
     "key_lengths",
     "last_errors",
+    "mask_mod",
     "merge",
     "partial_attention",
     "partial_attention_decode",
     "partial_attention_varlen",
     "prefix_causal",
     "quantize_kv",
+    "relative_bias",
+    "score_mod",
     "supports",
     "warmup",
     "window",

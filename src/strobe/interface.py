@@ -7,7 +7,7 @@ free. Query head h reads key head h // (H_q // H_kv).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import NoReturn
 
@@ -18,8 +18,11 @@ from .distributed.arguments import attend, attend_packed
 from .distributed.plan import Plan
 from .errors import InvalidProblem, UnsupportedProblem, wrong_type
 from .kernels.runtime import error_flags
+from .mods.mask import MaskMod
+from .mods.score import ScoreMod
 from .ops import attention as ops
 from .ops import decode as ops_decode
+from .ops import mods as ops_mods
 from .problem.call import FARTHEST, Call
 from .problem.decode import DecodeProblem
 from .problem.foreign_arguments import no_mask, unknown
@@ -35,6 +38,7 @@ Packing = tuple[Tensor, "Tensor | None", "int | None", "int | None"]
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None,
+    score_mod: ScoreMod | Callable | None = None,
     scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
     batch_invariant: bool = False,
@@ -51,9 +55,11 @@ def attention(
         causal: query i attends to key j iff j <= i + S_k - S_q (aligned at the bottom right).
         window: (left, right), the number of keys on each side of the causal diagonal, both ends included; None or a
             negative number means no bound.
-        mask: strobe.causal(), window, prefix_causal, documents and key_lengths, combined with &. `causal` and `window`
-            apply in addition.
+        mask: strobe.causal(), window, prefix_causal, documents, key_lengths and mask_mod, combined with &, | and ~.
+            `causal` and `window` apply in addition.
         scale: a finite factor of q k^T; D ** -0.5 by default.
+        score_mod: a function (score, b, h, q_idx, kv_idx) -> score, or strobe.alibi, relative_bias, bias. It gets the
+            score times scale, after softcap.
         softcap: c > 0 replaces each score s by c * tanh(s / c), before masks and sinks.
         sinks: [H_q], one extra logit per head that counts in the denominator only.
         deterministic: make gradients bitwise reproducible; None follows torch.are_deterministic_algorithms_enabled().
@@ -79,6 +85,7 @@ def attention(
     if (
         window is None
         and mask is None
+        and score_mod is None
         and softcap is None
         and sinks is None
         and batch_invariant is False
@@ -100,6 +107,8 @@ def attention(
     call = _dense(
         q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel)
     )
+    if score_mod is not None or isinstance(mask, MaskMod):
+        return ops_mods.run(ops_mods.bind(call, score_mod, mask), out)[0]
     result = ops.run(call, out if out is None else _out(out), True)[0]
     if keywords is not None:
         ops.insert_keywords(call, keywords)
@@ -108,6 +117,7 @@ def attention(
 
 def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None,
+    score_mod: ScoreMod | Callable | None = None,
     scale: float | None = None,
     softcap: float | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
     kernel: str | None = None, **others: NoReturn,
@@ -129,13 +139,15 @@ def partial_attention(
     if others:
         raise unknown(partial_attention, others)
     options = _options(scale, softcap, deterministic, batch_invariant, kernel)
-    return Partial(*ops.run(_dense(q, k, v, causal, window, mask, None, options)._replace(partial=True)))
+    call = _dense(q, k, v, causal, window, mask, None, options)._replace(partial=True)
+    return Partial(*_run(call, score_mod, mask))
 
 
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, mask: Mask | None = None,
+    score_mod: ScoreMod | Callable | None = None, scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
     kernel: str | None = None,
@@ -167,17 +179,24 @@ def attention_varlen(
         call = _dense(q, k, v, False, None, None, sinks, options)
         return attend_packed(call, context_parallel, _band(causal, window), (cu_seqlens_q, cu_seqlens_k), out)
     call = _dense(
-        q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel)
+        q,
+        k,
+        v,
+        causal,
+        window,
+        _varlen_mask(mask),
+        sinks,
+        _options(scale, softcap, deterministic, batch_invariant, kernel),
     )
-    return ops.run(
-        _packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), out if out is None else _out(out), True
-    )[0]
+    call = _packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _run(call, score_mod, mask, out if out is None else _out(out))[0]
 
 
 def partial_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, mask: Mask | None = None,
+    score_mod: ScoreMod | Callable | None = None, scale: float | None = None,
     softcap: float | None = None,
     deterministic: bool | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Partial:  # fmt: skip
@@ -192,14 +211,14 @@ def partial_attention_varlen(
     """
     if others:
         raise unknown(partial_attention_varlen, others)
-    call = _dense(q, k, v, causal, window, None, None, _options(scale, softcap, deterministic, batch_invariant, kernel))
-    return Partial(
-        *ops.run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)._replace(partial=True))
-    )
+    options = _options(scale, softcap, deterministic, batch_invariant, kernel)
+    call = _dense(q, k, v, causal, window, _varlen_mask(mask), None, options)._replace(partial=True)
+    return Partial(*_run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), score_mod, mask))
 
 
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None,
+    score_mod: ScoreMod | Callable | None = None,
     scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
     batch_invariant: bool = False,
@@ -216,13 +235,14 @@ def explain(
     if others:
         raise unknown(explain, others)
     options = _options(scale, softcap, deterministic, batch_invariant, kernel)
-    return ops.decide(ops.prepare(_dense(q, k, v, causal, window, mask, sinks, options)))
+    return _decide(_dense(q, k, v, causal, window, mask, sinks, options), score_mod, mask)
 
 
 def explain_varlen(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None, mask: Mask | None = None,
+    score_mod: ScoreMod | Callable | None = None, scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
     kernel: str | None = None, **others: NoReturn,
@@ -236,13 +256,21 @@ def explain_varlen(
     if others:
         raise unknown(explain_varlen, others)
     call = _dense(
-        q, k, v, causal, window, None, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel)
+        q,
+        k,
+        v,
+        causal,
+        window,
+        _varlen_mask(mask),
+        sinks,
+        _options(scale, softcap, deterministic, batch_invariant, kernel),
     )
-    return ops.decide(ops.prepare(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)))
+    return _decide(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), score_mod, mask)
 
 
 def supports(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, mask: Mask | None = None,
+    score_mod: ScoreMod | Callable | None = None,
     scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
     batch_invariant: bool = False,
@@ -261,7 +289,7 @@ def supports(
         q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel)
     )
     try:
-        ops.decide(ops.prepare(call))
+        _decide(call, score_mod, mask)
     except UnsupportedProblem:
         return False
     return True
@@ -309,6 +337,25 @@ def last_errors(device: torch.device | str | None = None) -> list[str]:
 
 
 # ---------------------------------------------------------------- from keywords to a Call
+
+
+def _run(call: Call, score_mod: object, mask: Mask | None, out: Tensor | None = None) -> tuple[Tensor, ...]:
+    if score_mod is None and not isinstance(mask, MaskMod):
+        return ops.run(call, out, not call.partial)
+    return ops_mods.run(ops_mods.bind(call, score_mod, mask), out)
+
+
+def _decide(call: Call, score_mod: object, mask: Mask | None) -> Choice:
+    if score_mod is None and not isinstance(mask, MaskMod):
+        return ops.decide(ops.prepare(call))
+    return ops.decide(ops_mods.bind(call, score_mod, mask))
+
+
+def _varlen_mask(mask: Mask | None) -> Mask | None:
+    """The built-in part of a mask over packed sequences, which `check` limits to causal and window."""
+    if mask is not None and not isinstance(mask, Mask):
+        raise no_mask(mask)
+    return mask
 
 
 Options = tuple[float | None, float, bool, bool, str]

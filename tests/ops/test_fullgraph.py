@@ -166,6 +166,14 @@ def _gradients_of(module):
     return step
 
 
+def _scored(make: Callable) -> Callable:
+    return lambda q, k, v: strobe.attention(q, k, v, score_mod=make(q, k), causal=True)
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.transpose(1, 2) for tensor in tensors]
+
+
 TABLE: dict[str, tuple[Callable, Inputs]] = {
     "attention, plain": (strobe.attention, dense),
     "attention, causal": (partial(strobe.attention, causal=True), dense),
@@ -174,6 +182,10 @@ TABLE: dict[str, tuple[Callable, Inputs]] = {
     "attention, batch_invariant": (partial(strobe.attention, batch_invariant=True), dense),
     "attention, of one family": (partial(strobe.attention, kernel="cpu"), dense),
     "attention, sinks": (lambda q, k, v, sinks: strobe.attention(q, k, v, causal=True, sinks=sinks), sinks),
+    "alibi": (_scored(lambda q, k: strobe.alibi(q.new_ones(q.shape[2]))), dense),
+    "relative_bias": (_scored(lambda q, k: strobe.relative_bias(q.new_ones(5))), dense),
+    "bias": (_scored(lambda q, k: strobe.bias(q.new_ones(q.shape[1], k.shape[1]))), dense),
+    "flex_attention": (lambda *tensors: strobe.flex_attention(*_heads_first(*tensors), enable_gqa=True), dense),
     "partial_attention": (partial(strobe.partial_attention, causal=True), dense),
     "attention_varlen": (_varlen(strobe.attention_varlen, causal=True), packed),
     "attention_varlen, promised": (
@@ -260,7 +272,9 @@ THROUGH_AOT = (
     "documents",
 )
 
-COMPUTE_NOTHING = {"explain", "explain_decode", "explain_varlen", "last_errors", "supports", "warmup"}
+COMPUTE_NOTHING = {
+    "explain", "explain_decode", "explain_varlen", "last_errors", "mask_mod", "score_mod", "supports", "warmup",
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------- the tests

@@ -36,7 +36,7 @@ def agree(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parts(3, seed=3260821661)
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_passes_opcheck(name):
-    torch.library.opcheck(ops.FORWARD, tuple(CALLS[name](torch.float64)), test_utils=CHECKS)
+    torch.library.opcheck(ops.FORWARD, tuple(CALLS[name](torch.float64))[:-1], test_utils=CHECKS)
 
 
 @pytest.mark.parametrize("name", ("dense", "causal", "window softcap", "partial"))
@@ -48,8 +48,8 @@ def test_forward_passes_opcheck_with_its_trailing_defaults_left_out(name):
 @pytest.mark.parametrize("name", ("causal", "documents", "varlen causal sinks", "no keys"))
 def test_forward_out_passes_opcheck(name):
     call = CALLS[name](torch.float32)
-    out = torch.empty_like(ops.FORWARD(*call)[0])
-    torch.library.opcheck(ops.FORWARD_OUT, (out, *call), test_utils=CHECKS)
+    out = torch.empty_like(ops.FORWARD(*call[:-1])[0])
+    torch.library.opcheck(ops.FORWARD_OUT, (out, *call[:-1]), test_utils=CHECKS)
 
 
 @pytest.mark.parts(3, seed=3260821661)
@@ -59,9 +59,9 @@ def test_forward_out_passes_opcheck(name):
 )
 def test_backward_passes_opcheck(name, lse_gradient):
     call = CALLS[name](torch.float64)._replace(needs_grad=True)
-    out, lse = ops.FORWARD(*call)
+    out, lse = ops.FORWARD(*call[:-1])
     dlse = torch.ones_like(lse) if lse_gradient else None
-    torch.library.opcheck(ops.BACKWARD, (torch.ones_like(out), out, lse, dlse, *call), test_utils=CHECKS)
+    torch.library.opcheck(ops.BACKWARD, (torch.ones_like(out), out, lse, dlse, *call[:-1]), test_utils=CHECKS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -180,14 +180,14 @@ def test_a_missing_backward_is_told_before_the_forward_runs(monkeypatch):
 
 def test_the_backward_op_refuses_a_call_that_did_not_ask_for_it():
     call = CALLS["dense"](torch.float32)
-    out, lse = ops.FORWARD(*call)
+    out, lse = ops.FORWARD(*call[:-1])
     with pytest.raises(strobe.InvalidProblem, match="needs_grad"):
-        ops.BACKWARD(out, out, lse, None, *call)
+        ops.BACKWARD(out, out, lse, None, *call[:-1])
 
 
 def _forward_of(name="varlen causal sinks"):
     call = CALLS[name](torch.float32)._replace(needs_grad=True)
-    out, lse = ops.FORWARD(*call)
+    out, lse = ops.FORWARD(*call[:-1])
     return call, {"dout": torch.ones_like(out), "out": out, "lse": lse, "dlse": torch.ones_like(lse)}
 
 
@@ -207,17 +207,19 @@ STRANGE = {
 def test_the_backward_op_refuses_what_is_of_another_forward(name, argument, how):
     call, given = _forward_of(name)
     change, got = STRANGE[how]
-    ops.BACKWARD(*given.values(), *call)
+    ops.BACKWARD(*given.values(), *call[:-1])
     strange = given | {argument: change(given[argument])}
     with pytest.raises(strobe.InvalidProblem, match=f"^{argument}: got {got}.*, expected .*; "):
-        ops.BACKWARD(*strange.values(), *call)
+        ops.BACKWARD(*strange.values(), *call[:-1])
     if how in ("elsewhere", "sparse"):
         return
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         pytest.raises(strobe.InvalidProblem, match=f"^{argument}: got {got}"),
     ):
-        fake = [mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in (*strange.values(), *call)]
+        fake = [
+            mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in (*strange.values(), *call[:-1])
+        ]
         ops.BACKWARD(*fake)
 
 
@@ -236,15 +238,15 @@ FORGED = {
 def test_spans_that_no_mask_has_are_refused(how, side):
     """On a CPU they can be looked at; GPU kernels cut them."""
     call = CALLS["documents"](torch.float32)._replace(needs_grad=True)
-    out, lse = ops.FORWARD(*call)
+    out, lse = ops.FORWARD(*call[:-1])
     column, number = FORGED[how]
     spans = getattr(call, side).clone()
     spans[1, 3, column] = number
     forged = call._replace(**{side: spans})
     for run in (
-        lambda: ops.FORWARD(*forged),
-        lambda: ops.FORWARD_OUT(torch.empty_like(out), *forged),
-        lambda: ops.BACKWARD(out, out, lse, None, *forged),
+        lambda: ops.FORWARD(*forged[:-1]),
+        lambda: ops.FORWARD_OUT(torch.empty_like(out), *forged[:-1]),
+        lambda: ops.BACKWARD(out, out, lse, None, *forged[:-1]),
     ):
         with pytest.raises(
             strobe.InvalidProblem,
@@ -265,7 +267,7 @@ def test_spans_of_another_shape_or_kind_are_refused(side):
         (spans.to("meta"), "dev"),
     ):
         with pytest.raises(strobe.InvalidProblem, match=rf"{side}: got {got}"):
-            ops.FORWARD(*call._replace(**{side: other}))
+            ops.FORWARD(*call._replace(**{side: other})[:-1])
 
 
 # ---------------------------------------------------------------- out=
@@ -378,7 +380,7 @@ VARIANTS = {
 
 def _fresh(call: Call) -> tuple[torch.Tensor, ...]:
     CACHE.clear()
-    return ops.FORWARD(*call)
+    return ops.FORWARD(*call[:-1])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -389,7 +391,7 @@ def test_a_call_is_not_mistaken_for_another_that_differs_in_one_argument(name):
     CACHE.clear()
     for call, fresh in ((a, fresh_a), (b, fresh_b), (a, fresh_a)):
         assert ops.decide(call).problem == strobe.Problem.from_call(call)
-        for got, expected in zip(ops.FORWARD(*call), fresh):
+        for got, expected in zip(ops.FORWARD(*call[:-1]), fresh):
             assert got.dtype == expected.dtype and torch.equal(got, expected)
     assert CACHE.lookup(OP, *a.parted) and CACHE.lookup(OP, *b.parted)
 
@@ -405,7 +407,7 @@ def test_packed_calls_are_told_apart_by_their_promises_and_counts():
         CACHE.clear()
         for call in (a, b, a):
             assert ops.decide(call).problem == strobe.Problem.from_call(call)
-            agree(ops.FORWARD(*call)[0], reference.forward(call).out)
+            agree(ops.FORWARD(*call[:-1])[0], reference.forward(call).out)
         assert CACHE.lookup(OP, *a.parted) and CACHE.lookup(OP, *b.parted)
 
 
@@ -439,12 +441,12 @@ def test_kernels_are_given_contiguous_optional_tensors_and_upstreams(monkeypatch
 
 def test_the_door_is_not_passed_by_resembling_a_call_that_was_seen():
     call, packed = CALLS["sinks"](torch.float64), CALLS["varlen"](torch.float64)
-    ops.FORWARD(*call)
-    ops.FORWARD(*packed)
+    ops.FORWARD(*call[:-1])
+    ops.FORWARD(*packed[:-1])
     with pytest.raises(strobe.InvalidProblem, match=r"sinks: got torch\.int64"):
-        ops.FORWARD(*call._replace(sinks=call.sinks.long()))
+        ops.FORWARD(*call._replace(sinks=call.sinks.long())[:-1])
     with pytest.raises(strobe.InvalidProblem, match=r"cu_seqlens_k: got torch\.int64"):
-        ops.FORWARD(*packed._replace(cu_seqlens_k=packed.cu_seqlens_k.long()))
+        ops.FORWARD(*packed._replace(cu_seqlens_k=packed.cu_seqlens_k.long())[:-1])
 
 
 def test_a_seen_problem_is_not_selected_again(monkeypatch):

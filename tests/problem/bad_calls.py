@@ -409,9 +409,9 @@ VARLEN = [
     _packed("varlen: causal is a string", TypeError, "causal", "str", causal="yes"),
     _packed("varlen: scale is nan", InvalidProblem, "scale", "nan", scale=float("nan")),
     Bad(
-        "varlen: mask is not taken",
-        lambda: strobe.attention_varlen(P, P, P, cu_seqlens_q=OFFSETS, mask=strobe.causal()),
-        TypeError,
+        "varlen: mask of documents",
+        lambda: strobe.attention_varlen(P, P, P, cu_seqlens_q=OFFSETS, mask=strobe.prefix_causal(2)),
+        InvalidProblem,
         "mask",
     ),
 ]

@@ -51,12 +51,12 @@ def test_a_foreign_keyword_names_what_to_use(function, name):
 
 @pytest.mark.parametrize("name", _INSTEAD)
 def test_what_says_nothing_is_refused_too(name):
-    function = strobe.attention_varlen if name == "mask" else strobe.attention
+    function = strobe.attention_decode if name in ("mask", "score_mod") else strobe.attention
     with pytest.raises(TypeError, match=f"^{name}: got NoneType, expected .+; .+"):
         CALLS[function](**{name: None})
 
 
-@pytest.mark.parametrize("function", PACKED + CACHED, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", CACHED, ids=lambda function: function.__name__)
 def test_a_mask_where_there_is_none(function):
     with pytest.raises(TypeError, match=r"^mask: got Mask, expected causal= and window=; "):
         CALLS[function](mask=strobe.causal())
@@ -66,7 +66,7 @@ def test_no_remedy_names_an_argument_or_a_function_that_is_not_there():
     said = " ".join(" ".join(words) for words in _INSTEAD.values())
     assert set(re.findall(r"\b(\w+)=", said)) <= set(inspect.signature(strobe.attention).parameters)
     assert set(re.findall(r"\bstrobe\.(\w+)", said)) <= set(strobe.__all__)
-    assert not set(_INSTEAD) - {"mask"} & set(inspect.signature(strobe.attention).parameters)
+    assert not set(_INSTEAD) - {"mask", "score_mod"} & set(inspect.signature(strobe.attention).parameters)
 
 
 def test_any_other_is_what_python_says_and_a_near_miss_is_named():
@@ -80,7 +80,7 @@ def test_any_other_is_what_python_says_and_a_near_miss_is_named():
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
-        (lambda b, h, i, j: i >= j, "got function, expected a strobe.Mask; no function is called"),
+        (lambda b, h, i, j: i >= j, "got function, expected a strobe.Mask; wrap it: strobe.mask_mod"),
         (strobe.causal, r"got function, expected a strobe.Mask; call it: strobe.causal\("),
         (torch.ones(5, 7), "got Tensor, expected a strobe.Mask; no mask is read element by element"),
         ("causal", "got str, expected a strobe.Mask; give causal=True"),
@@ -91,4 +91,4 @@ def test_any_other_is_what_python_says_and_a_near_miss_is_named():
 def test_a_mask_that_is_none_of_ours(mask, words, causal):
     with pytest.raises(TypeError, match=f"^mask: {words}") as raised:
         strobe.attention(Q, K, K, mask=mask, causal=causal)
-    assert "strobe.documents()" in str(raised.value) or mask is strobe.causal
+    assert "strobe.documents()" in str(raised.value) or mask is strobe.causal or "strobe.mask_mod" in str(raised.value)

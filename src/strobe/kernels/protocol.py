@@ -118,6 +118,11 @@ class Plan(NamedTuple):
         return self._replace(number=next(NUMBERS), **fields)
 
 
+def against_mods(problem: Any) -> str | None:
+    """Why a kernel without hooks for custom scores and masks cannot run a problem, or None."""
+    return None if getattr(problem, "mods", None) is None else "runs no score_mod or mask_mod"
+
+
 def entries(problem: Problem) -> int:
     """Batch entries that the grid enumerates. For packed sequences 1, since programs find their sequence themselves."""
     return 1 if problem.packed else problem.layout.batch

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,33 @@ MOST_SCALE = 1e38  # kernels multiply it by log2(e); the product must be a finit
 FARTHEST = (
     2**30
 )  # larger window bounds are clamped to this, so that a kernel's sum with an int32 position does not overflow
+
+
+class ModTexts(NamedTuple):
+    """The programs of a custom score, of its gradient, and of a custom mask, as text (`mods.program`); empty: none."""
+
+    score: str = ""
+    gradient: str = ""
+    mask: str = ""
+
+    def __str__(self) -> str:
+        names = [("score_mod", self.score), ("mask_mod", self.mask)]
+        return ", ".join(f"{name} {zlib.crc32(text.encode()):08x}" for name, text in names if text)
+
+
+class Mods(NamedTuple):
+    """A custom score and mask with the tensors and numbers that they capture in this call."""
+
+    texts: ModTexts
+    score_tensors: tuple[Tensor, ...] = ()
+    mask_tensors: tuple[Tensor, ...] = ()
+    score_numbers: tuple[float, ...] = ()
+    mask_numbers: tuple[float, ...] = ()
+    gradients: tuple[Tensor | None, ...] = ()  # of score_tensors, in the accumulators' dtype: a backward adds to them
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.score_tensors + self.mask_tensors
 
 
 class Call(NamedTuple):
@@ -53,6 +81,7 @@ class Call(NamedTuple):
     spans_k: Tensor | None = None
     max_seqlen_q: int = NO_BOUND
     max_seqlen_k: int = NO_BOUND
+    mods: Mods | None = None  # not in the schema: the ops of `ops.mods` take its parts
 
     @property
     def packed(self) -> bool:
@@ -67,6 +96,7 @@ class Call(NamedTuple):
             and self.prefix is None
             and self.key_lengths is None
             and self.ids_q is None
+            and self.mods is None
         )
 
     @property
@@ -85,7 +115,8 @@ class Call(NamedTuple):
         optionals = self.optionals
         given = [field for field in optionals if field is not None]
         absent = [field is None for field in optionals]
-        return (*self[:3], *given), (*self[SCALARS], *absent, *self[OPTIONAL_TENSORS.stop :])
+        tensors, rest = (*self[:3], *given), (*self[SCALARS], *absent, *self[OPTIONAL_TENSORS.stop : -1])
+        return (tensors, rest) if self.mods is None else ((*tensors, *self.mods.tensors), (*rest, self.mods.texts))
 
     @property
     def with_grad(self) -> Call:
@@ -101,7 +132,7 @@ class Call(NamedTuple):
     def arguments(self) -> tuple:
         """The arguments to pass to an op. Trailing arguments with default values are omitted where possible."""
         if not self.plain:
-            return self
+            return self[:-1]
         # no comparison with a global float: torch.compile(dynamic=True) would make it a graph input and trace the call
         # twice
         quiet = self.scale is None and not any(self[6 : OPTIONAL_TENSORS.start])
@@ -145,7 +176,9 @@ class Call(NamedTuple):
 
 
 # NamedTuple keeps annotations as forward references; the schema is generated from their text
-FIELD_KINDS = {name: getattr(kind, "__forward_arg__", kind) for name, kind in Call.__annotations__.items()}
+FIELD_KINDS = {
+    name: getattr(kind, "__forward_arg__", kind) for name, kind in Call.__annotations__.items() if name != "mods"
+}
 _NEEDS_GRAD = Call._fields.index("needs_grad")
 OPTIONAL_TENSORS = slice(Call._fields.index("sinks"), Call._fields.index("spans_k") + 1)
 SCALARS = slice(3, OPTIONAL_TENSORS.start)
@@ -266,6 +299,16 @@ def _check_tensors(call: Call) -> None:
             )
         if tensor is not None:
             check_strided(name, tensor)
+    check_captured(call)
+
+
+def check_captured(call: Call) -> None:
+    """Validate the tensors that a custom score or mask captures."""
+    for tensor in () if call.mods is None else call.mods.tensors:
+        if tensor.device != call.q.device:
+            got, remedy = f"a captured tensor on {tensor.device}", "move all tensors that the function reads there"
+            raise InvalidProblem("score_mod or mask", got, f"q's device {call.q.device}", remedy)
+        check_strided("score_mod or mask", tensor)
 
 
 def _check_heads(call: Call) -> None:

@@ -185,6 +185,10 @@ class DecodeProblem(OfCache):
         )
 
     @property
+    def mods(self) -> None:
+        """Decode has no custom scores and masks."""
+
+    @property
     def group(self) -> int:
         """The number of query heads per key head."""
         return self.heads_q // self.heads_kv if self.heads_q and self.heads_kv else 1

@@ -12,8 +12,7 @@ from ..errors import wrong_type
 
 MASKS = (
     "causal=True, window=(left, right), or mask= of strobe.causal(), strobe.window(), strobe.prefix_causal(), "
-    "strobe.documents() and "
-    "strobe.key_lengths(), combined by &"
+    "strobe.documents(), strobe.key_lengths() and strobe.mask_mod(), combined by &, | and ~"
 )
 _WRITTEN_OUT = f"give what it stands for: {MASKS}; leave it out where all keys are seen"
 # argument of scaled_dot_product_attention, FlexAttention or FlashAttention -> (expected, remedy)
@@ -21,7 +20,7 @@ _INSTEAD = {
     "attn_mask": ("mask=", _WRITTEN_OUT),
     "attention_mask": ("mask=", _WRITTEN_OUT),
     "block_mask": ("mask=", _WRITTEN_OUT),
-    "mask": ("causal= and window=", "give these: over packed sequences and caches there are no other masks"),
+    "mask": ("causal= and window=", "give these: over caches there are no other masks"),
     "is_causal": (
         "causal=",
         (
@@ -41,13 +40,13 @@ _INSTEAD = {
         "k and v with a divisor of q's heads",
         "leave it out: query head h reads key head h // (H_q // H_kv)",
     ),
-    "score_mod": ("softcap=, sinks= or mask=", "leave it out where it does what one of these says"),
+    "score_mod": ("softcap= or sinks=", "give one of these: decode runs no function on scores"),
     "softmax_scale": ("scale=", "give scale=, which multiplies q k^T"),
     "sm_scale": ("scale=", "give scale=, which multiplies q k^T"),
     "window_size": ("window=", "give window=(left, right), both ends included; None or a negative number is no bound"),
     "sink": ("sinks=", "give sinks= [H_q], one logit a head"),
     "s_aux": ("sinks=", "give sinks= [H_q], one logit a head"),
-    "alibi_slopes": ("no bias of scores", "leave it out"),
+    "alibi_slopes": ("score_mod=", "give score_mod=strobe.alibi(slopes)"),
     "return_lse": ("one tensor", "call strobe.partial_attention, which gives the log-sum-exp too"),
     "return_softmax_lse": ("one tensor", "call strobe.partial_attention, which gives the log-sum-exp too"),
     "return_attn_probs": ("one tensor", "call strobe.partial_attention, which gives the log-sum-exp too"),
@@ -78,12 +77,12 @@ def no_mask(got: object) -> TypeError:
     """The TypeError for a mask that is not a strobe.Mask.
 
     >>> str(no_mask(lambda b, h, i, j: i >= j))[:61]
-    'mask: got function, expected a strobe.Mask; no function is ca'
+    'mask: got function, expected a strobe.Mask; wrap it: strobe.m'
     """
     remedy = f"give {MASKS}"
     if isinstance(got, Tensor):
         remedy = f"no mask is read element by element: {remedy}"
     elif callable(got):
         maker = getattr(got, "__name__", "") if getattr(got, "__module__", "") == "strobe.problem.mask" else ""
-        remedy = f"call it: strobe.{maker}(...)" if maker else f"no function is called for pairs of positions: {remedy}"
+        remedy = f"call it: strobe.{maker}(...)" if maker else "wrap it: strobe.mask_mod(function)"
     return wrong_type("mask", got, "a strobe.Mask", remedy)

@@ -15,6 +15,7 @@ the Problem, and a constant of the compiled kernel. The bounds themselves are ke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from numbers import Integral
@@ -78,6 +79,7 @@ class Documents:
         return Documents(ids_q, ids_k, _spans(ids_q, ids_k), _spans(ids_k, ids_q))
 
 
+GENERAL: dict[str, Callable[[Mask], Any]] = {}  # "mask": a mask as a mask function; mods.mask puts it here
 _COUNT = (int, torch.SymInt)
 _FIELDS = {
     "left": _COUNT,
@@ -163,6 +165,13 @@ class Mask:
                 "mask", got, "parts for one batch", "build prefixes, key lengths and ids for the same batch"
             )
         return combined
+
+    def __or__(self, other: Mask) -> Mask:
+        """A row sees a key if either mask admits it. Like `~`, it gives a mask function (`strobe.mask_mod`)."""
+        return GENERAL["mask"](self) | other
+
+    def __invert__(self) -> Mask:
+        return ~GENERAL["mask"](self)
 
     @property
     def _batches(self) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedProblem
-from .call import DTYPES, Call, Dense, Packed, Paged, accumulator, check
+from .call import DTYPES, Call, Dense, ModTexts, Packed, Paged, accumulator, check
 from .mask import NO_BOUND, Documents, MaskStructure
 from .torch_private import FakeTensor
 
@@ -47,6 +47,7 @@ class Problem:
     deterministic: bool
     batch_invariant: bool
     kernel: str
+    mods: ModTexts | None = None  # a custom score, its gradient, and a custom mask
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -129,10 +130,13 @@ class Problem:
             deterministic=call.deterministic,
             batch_invariant=call.batch_invariant,
             kernel=call.kernel,
+            mods=None if call.mods is None else call.mods.texts,
         )
 
     def example(self, device: torch.device) -> Call:
         """A call of this problem on zeros. All sequences of a packed call are empty; masks admit every key."""
+        if self.mods is not None:
+            raise UnsupportedProblem(f"{self}: a problem with functions has no example; call attention once instead")
         layout = self.layout
         zeros = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=device)
         if isinstance(layout, Packed):
@@ -190,7 +194,7 @@ class Problem:
         words.append(f"scale {self.scale:.3g}")
         words += [f"softcap {self.softcap:g}"] * bool(self.softcap) + ["sinks"] * self.sinks
         words += ["with gradients"] * self.needs_grad + ["deterministic"] * (self.deterministic and self.needs_grad)
-        words += ["batch invariant"] * self.batch_invariant
+        words += ["batch invariant"] * self.batch_invariant + ([] if self.mods is None else [str(self.mods)])
         return ", ".join(words)
 
     def _mask_words(self) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...problem.call import Call
 from ...problem.problem import Problem
 from ...problem.target import Target
-from ..protocol import Buffer, Cost, Forward, Plan, attention_cost, entries, fills_tiles
+from ..protocol import Buffer, Cost, Forward, Plan, against_mods, attention_cost, entries, fills_tiles
 from ..runtime.tma_requirements import (
     against_call,
     against_mask,
@@ -73,7 +73,8 @@ class BlackwellForward:
         if problem.batch_invariant:
             return "batch_invariant=True needs a decode kernel, which this family lacks"
         return (
-            _against_widths(problem)
+            against_mods(problem)
+            or _against_widths(problem)
             or against_call(problem)
             or against_mask(problem.mask)
             or against_memory(problem)

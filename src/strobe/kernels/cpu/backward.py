@@ -21,7 +21,8 @@ from torch import Tensor
 from ...problem.call import Call
 from ..protocol import Backward, Plan
 from . import flash, parallel
-from .forward import read_block, real_rows
+from .forward import How, read_block, real_rows
+from .modified import EMPTY, ModifiedBlock
 from .parallel import Job
 from .pieces import Piece, Pieces, as_batch, cut
 from .tiles import LOG2_E, Block, Chunk, Config, Keys, Scores, blocks, chunks, hide, padded, tiles, wide
@@ -40,7 +41,10 @@ def run(plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor])
             jobs += _flash_jobs(piece, len(found.pieces), plan, call, tensors)
         else:
             jobs += _attend_jobs(piece, plan, call, tensors)
-    parallel.run(jobs, workspace["tiles"].view(-1, 2 * config.tile_elements(problem.group)))
+    scratch = workspace["tiles"].view(-1, 2 * config.tile_elements(problem.group))
+    if call.mods is not None and any(one is not None for one in call.mods.gradients):
+        scratch = scratch[:1]  # one worker: all jobs add to the gradients of captured tensors, in one order
+    parallel.run(jobs, scratch)
 
 
 def _flash_jobs(piece: Piece, pieces: int, plan: Plan, call: Call, tensors: Backward) -> Iterator[Job]:
@@ -72,7 +76,8 @@ def _attend(keys: Keys, plan: Plan, call: Call, tensors: Backward, scratch: Tens
     for block in blocks(piece, config):
         index = block.index(piece)
         rows, delta = _read(chunk, call, tensors, index, config)
-        dq = _block(rows, keys, grads, block, (Scores.of(problem), config), scratch.view(2, -1)).mul_(problem.scale)
+        how = Scores.of(problem), config, ModifiedBlock.of(plan, call, keys, block)
+        dq = _block(rows, keys, grads, block, how, scratch.view(2, -1)).mul_(problem.scale)
         chunk.write_rows(tensors.dq, index, real_rows(dq, block, chunk))
         chunk.write_values(tensors.delta, index, delta)
     chunk.write_keys(tensors.dk, piece.keys, grads.dk[:, : piece.n_keys].mul_(problem.scale))
@@ -95,24 +100,35 @@ class _Rows(NamedTuple):
     delta: Tensor
 
 
-def _block(rows: _Rows, keys: Keys, grads: _Grads, block: Block, how: tuple[Scores, Config], scratch: Tensor) -> Tensor:
+def _block(rows: _Rows, keys: Keys, grads: _Grads, block: Block, how: How, scratch: Tensor) -> Tensor:
     """dq of a block, without the scale. Adds to the keys' dk and dv."""
-    scores, config = how
+    scores, config, modified = how
     n, count = rows.q.shape[:2]
     dq = torch.zeros_like(rows.q)
     for tile in tiles(block, config):
+        seen = None if modified is None else modified.seen(tile)
+        if seen is EMPTY:
+            continue
         at = tile.keys
         k, v = keys.read(at)
         p, ds = (buffer[: n * count * (at.stop - at.start)].view(n, count, -1) for buffer in scratch)
         scores.write(p, rows.q, k)
         torch.bmm(rows.do, v.transpose(1, 2), out=ds).sub_(rows.delta)
-        if scores.cap:
+        raw = p.clone() if modified is not None else p
+        if scores.cap and modified is None:
             ds.mul_(1 - (p / scores.cap).square_())
+        if modified is not None:
+            modified.change(p, tile, seen)
         p.sub_(rows.lse_log2).exp2_()
         hide(p, tile, 0.0)
         grads.dv[:, at].baddbmm_(p.transpose(1, 2), rows.do)
         ds.mul_(p)
         hide(ds, tile, 0.0)  # 0 * NaN is NaN, and p of a NaN row is NaN at masked keys too
+        if modified is not None:
+            ds = modified.differentiate(ds, raw, tile, seen)
+            if scores.cap:
+                ds = ds.mul_(1 - (raw / scores.cap).square_())
+            hide(ds, tile, 0.0)
         dq.baddbmm_(ds, k)
         grads.dk[:, at].baddbmm_(ds.transpose(1, 2), rows.q)
     return dq
@@ -126,6 +142,8 @@ def _read(chunk: Chunk, call: Call, tensors: Backward, index, config: Config) ->
     if tensors.dlse is not None:
         delta -= chunk.read_values(tensors.dlse, index)
     lse_log2 = chunk.read_values(tensors.lse, index) * LOG2_E
+    if call.mods is not None:  # a row without a visible key: exp2(-inf - inf) is 0
+        lse_log2 = lse_log2.masked_fill(lse_log2 == -torch.inf, torch.inf)
     q, do = (read_block(chunk, t, index, dtype, config) for t in (call.q, tensors.dout))
     if not config.fixed_tiles:
         return _Rows(q, do, lse_log2, delta), delta

@@ -30,6 +30,8 @@ def why_not(problem: Problem) -> str | None:
     """Why torch's kernel cannot run any piece of the problem, or None."""
     if not KERNELS_CALLABLE:
         return "this torch's kernel cannot be called beneath its op"
+    if problem.mods is not None:
+        return "a custom score or mask"
     if problem.head_dim != problem.head_dim_v:
         return "D_v differs from D"
     if problem.softcap:

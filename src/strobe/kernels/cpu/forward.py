@@ -18,6 +18,7 @@ from torch import Tensor
 from ...problem.call import Call
 from ..protocol import Forward, Plan
 from . import flash, parallel
+from .modified import EMPTY, ModifiedBlock
 from .parallel import Job, head_ranges
 from .pieces import Piece, as_batch, cut
 from .tiles import LN_2, LOG2_E, Block, Chunk, Config, Keys, Scores, blocks, chunks, hide, padded, tiles, wide
@@ -90,18 +91,24 @@ def _attend(keys: Keys, block: Block, plan: Plan, call: Call, tensors: Forward, 
     index = block.index(keys.piece)
     q = read_block(chunk, call.q, index, keys.dtype, config)
     sinks = _sinks(call, chunk, q)
-    acc, row_sum, row_max = _block(q, keys, block, Scores.of(plan.problem), config, (scratch, sinks))
+    modified = ModifiedBlock.of(plan, call, keys, block)
+    acc, row_sum, row_max = _block(q, keys, block, (Scores.of(plan.problem), config, modified), (scratch, sinks))
     row_max = row_max.mul_(LN_2).add_(row_sum.log())
     if sinks is not None:
         torch.maximum(row_max, sinks, out=row_max)  # the largest sinks are clamped in log2 units
     acc.div_(row_sum)
+    if modified is not None:  # a function may hide every key of a row
+        acc.masked_fill_(row_sum == 0, 0.0)
     chunk.write_rows(tensors.out, index, real_rows(acc, block, chunk))
     chunk.write_values(tensors.lse, index, real_rows(row_max, block, chunk))
 
 
-def _block(q: Tensor, keys: Keys, block: Block, scores: Scores, config: Config, state: tuple[Tensor, Tensor | None]):
+How = tuple[Scores, Config, "ModifiedBlock | None"]
+
+
+def _block(q: Tensor, keys: Keys, block: Block, how: How, state: tuple[Tensor, Tensor | None]):
     """acc [N, rows, D_v], row_sum and row_max [N, rows, 1] of one block. A sink acts as a first key with value 0."""
-    scratch, sinks = state
+    (scores, config, modified), (scratch, sinks) = how, state
     n, rows = q.shape[:2]
     row_max = (
         q.new_full((n, rows, 1), -torch.inf)
@@ -111,9 +118,14 @@ def _block(q: Tensor, keys: Keys, block: Block, scores: Scores, config: Config, 
     row_sum = q.new_zeros(n, rows, 1) if sinks is None else (sinks != -torch.inf).to(q.dtype)
     acc = q.new_zeros(n, rows, keys.tensors[1].shape[-1])
     for tile in tiles(block, config):
+        seen = None if modified is None else modified.seen(tile)
+        if seen is EMPTY:
+            continue
         s = scratch[: n * rows * (tile.keys.stop - tile.keys.start)].view(n, rows, -1)
         k, v = keys.read(tile.keys)
         scores.write(s, q, k)
+        if modified is not None:
+            modified.change(s, tile, seen)
         hide(s, tile, -torch.inf)
         new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
         # rows without a visible key so far: exp2(-inf - 0) is 0

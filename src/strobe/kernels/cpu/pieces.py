@@ -29,6 +29,9 @@ class Piece(NamedTuple):
     keys: Index
     first: Tensor  # int64 [rows]
     stop: Tensor  # int64 [rows]
+    diagonal: int = 0  # keys - rows of the whole sequence
+    sequence: int | None = None  # of packed tensors; None: the batch entry is the sequence
+    origin: tuple[int, int] = (0, 0)  # the sequence's first row and first key
 
     @property
     def n_rows(self) -> int:
@@ -80,7 +83,8 @@ def cut(call: Call) -> Pieces:
 def _sequences(call: Call, broken: list[slice]) -> Iterator[Piece | None]:
     offsets_q = _offsets("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0])
     offsets_k = _offsets("cu_seqlens_k", call.cu_seqlens_k, call.k.shape[0])
-    for row, row_stop, key, key_stop in zip(offsets_q, offsets_q[1:], offsets_k, offsets_k[1:]):
+    bounds = zip(offsets_q, offsets_q[1:], offsets_k, offsets_k[1:])
+    for sequence, (row, row_stop, key, key_stop) in enumerate(bounds):
         diagonal = (key_stop - key) - (row_stop - row) + key - row  # in positions of the packed tensors
         rows, keys = slice(row, row_stop), slice(key, key_stop)
         if call.max_seqlen_k != NO_BOUND and key_stop - key > call.max_seqlen_k:
@@ -91,7 +95,10 @@ def _sequences(call: Call, broken: list[slice]) -> Iterator[Piece | None]:
             error_flags.report(call.q.device, error_flags.LONG_Q)
             rows = slice(row, row + call.max_seqlen_q)
             broken.append(slice(rows.stop, row_stop))
-        yield _piece(call, slice(0, 1), rows, keys, diagonal)
+        piece = _piece(call, slice(0, 1), rows, keys, diagonal)
+        if piece is not None:
+            own = (key_stop - key) - (row_stop - row)
+            yield piece._replace(diagonal=own, sequence=sequence, origin=(row, key))
 
 
 def _offsets(argument: str, offsets: Tensor | None, total: int) -> list[int]:
@@ -165,7 +172,7 @@ def _piece(call: Call, entries: slice, rows: Index, keys: Index, diagonal: int, 
     n_keys = _count(keys)
     if n_keys == 0 or _count(rows) == 0:
         return None
-    column = _positions(rows) + diagonal
+    column = positions(rows) + diagonal
     first = torch.zeros_like(column) if call.left == NO_BOUND else _keys_before(column - call.left, keys)
     stop = torch.full_like(column, n_keys) if call.right == NO_BOUND else _keys_before(column + call.right + 1, keys)
     if call.prefix is not None:
@@ -173,8 +180,8 @@ def _piece(call: Call, entries: slice, rows: Index, keys: Index, diagonal: int, 
         stop = torch.minimum(stop, torch.maximum(reach, _keys_before(column + 1, keys)))
     seeing = first < stop
     if not seeing.all():
-        rows, first, stop = _together(_positions(rows)[seeing]), first[seeing], stop[seeing]
-    return Piece(entries, rows, keys, first, stop) if first.shape[0] else None
+        rows, first, stop = _together(positions(rows)[seeing]), first[seeing], stop[seeing]
+    return Piece(entries, rows, keys, first, stop, diagonal) if first.shape[0] else None
 
 
 def _keys_before(position: Tensor, keys: Index) -> Tensor:
@@ -199,7 +206,7 @@ def part(index: Index, at: slice) -> Index:
     return index[at]
 
 
-def _positions(index: Index) -> Tensor:
+def positions(index: Index) -> Tensor:
     return torch.arange(index.start, index.stop) if isinstance(index, slice) else index
 
 

@@ -184,9 +184,11 @@ class Scores(NamedTuple):
 
     @staticmethod
     def of(problem: Problem) -> Scores:
-        factor = problem.scale / problem.softcap if problem.softcap else problem.scale * LOG2_E
+        """In log2 units, or in natural units for a problem with a custom score or mask."""
+        unit = LOG2_E if problem.mods is None else 1.0
+        factor = problem.scale / problem.softcap if problem.softcap else problem.scale * unit
         rounded = torch.tensor(factor, dtype=wide(problem.dtype)).item()  # in the product's dtype, where 1e-60 is 0
-        return Scores(rounded, problem.softcap * LOG2_E)
+        return Scores(rounded, problem.softcap * unit)
 
     def write(self, s: Tensor, q: Tensor, k: Tensor) -> None:
         if self.factor:

@@ -17,6 +17,7 @@ from ..protocol import (
     Cost,
     Forward,
     Plan,
+    against_mods,
     attention_cost,
     entries,
     fills_tiles,
@@ -186,6 +187,8 @@ class HopperForward:
     name = "hopper.forward"
 
     def why_not(self, problem: Problem, target: Target) -> str | None:
+        if reason := against_mods(problem):
+            return reason
         if problem.batch_invariant:
             return DECODE.why_not(batch_invariant.as_decode(problem), target) or batch_invariant.against(problem)
         return _why_not(problem, target)
@@ -294,6 +297,8 @@ class HopperBackward:
     def why_not(self, problem: Problem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability != CAPABILITY:
             return _why_not(problem, target)
+        if reason := against_mods(problem):
+            return reason
         if has_spans(problem.mask) and _ordered(problem):
             return "no deterministic gradients with prefixes, key lengths or documents"
         return _against(_written(problem))

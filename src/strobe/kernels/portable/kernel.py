@@ -12,7 +12,7 @@ from ...problem.call import DTYPES, Call
 from ...problem.mask import MaskStructure
 from ...problem.problem import Problem
 from ...problem.target import KIB, Target
-from ..protocol import Backward, Buffer, Cost, Forward, Plan, attention_cost, no_triton
+from ..protocol import Backward, Buffer, Cost, Forward, Plan, against_mods, attention_cost, no_triton
 from ..runtime import batch_invariant
 from ..runtime.compile_cache import Constants
 from ..runtime.hook_constants import HookConstants, function_key
@@ -121,7 +121,7 @@ def _why_not(problem: Problem, target: Target) -> str | None:
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > MOST_WIDTH:
         return f"head dimensions up to {MOST_WIDTH}; this is {widest}"
-    return no_triton()
+    return against_mods(problem) or no_triton()
 
 
 def forward_with_mods(config: ForwardConfig, score_mod: Any = None, mask_mod: Any = None) -> ForwardConfig:

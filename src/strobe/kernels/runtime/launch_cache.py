@@ -197,7 +197,9 @@ def _guards(tensors: Sequence[Tensor]) -> Any:
 def forward_addresses(call: Call, out: Tensor, lse: Tensor) -> tuple[int, ...]:
     """The key of a forward's launch among those of its plan. `selection.replay` builds the same key inline."""
     held = (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr(), lse.data_ptr())
-    return held if call.plain else (*held, *[0 if t is None else t.data_ptr() for t in call.optionals])
+    if call.plain:
+        return held
+    return *held, *[0 if t is None else t.data_ptr() for t in call.optionals], *_of_mods(call)
 
 
 def decode_addresses(call: DecodeCall, *written: int) -> tuple[int, ...]:
@@ -211,7 +213,16 @@ def decode_addresses(call: DecodeCall, *written: int) -> tuple[int, ...]:
 def backward_addresses(call: Call, t: Backward, scratch: Iterable[Tensor]) -> tuple:
     """The key of a backward's launch among those of its plan. dout and out may have any strides, so they are in it."""
     held = (*call[:3], *t[:-1], *scratch, *(() if call.plain else call.optionals))
-    return backward_addresses_of(held, t.delta.data_ptr(), t.dout, t.out)
+    return *backward_addresses_of(held, t.delta.data_ptr(), t.dout, t.out), *_of_mods(call)
+
+
+def _of_mods(call: Call) -> tuple:
+    """Addresses of captured tensors and values of captured numbers."""
+    if call.mods is None:
+        return ()
+    numbers = *call.mods.score_numbers, *call.mods.mask_numbers
+    written = [0 if tensor is None else tensor.data_ptr() for tensor in call.mods.gradients]
+    return *[tensor.data_ptr() for tensor in call.mods.tensors], *written, *numbers
 
 
 def backward_addresses_of(held: Iterable[Tensor | None], delta: int, dout: Tensor, out: Tensor) -> tuple:

@@ -1,0 +1,242 @@
+"""Emits a Program as the text of a function that Triton and Gluon compile.
+
+    score_mod(score, b, h, q_idx, kv_idx, aux)                   score          of `forward_text`
+    score_mod_bwd(dscore, score, b, h, q_idx, kv_idx, aux)       dscore         of `backward_text`
+    mask_mod(b, h, q_idx, kv_idx, aux)                           bool           of `mask_text`
+
+aux is one flat tuple: for each captured tensor its pointer, then the stride and the size of each dimension; then the
+numbers; then S_k - S_q, if the program reads it; then, in a backward, the pointer and the strides of each gradient that
+is added to. `aux_of` builds it. Positions come unbroadcast, so what depends on a row alone is computed once a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch import Tensor
+
+from .intervals import UNKNOWN, Interval, node_bounds
+from .program import BOOL, FLOAT, INT, LONG, Node, Program
+
+_ARGUMENTS = {"score": "score", "grad": "dscore", "b": "b", "h": "h", "q": "q_idx", "k": "kv_idx"}
+_POSITION = Interval(0, 2**31 - 1)
+_TYPES = {FLOAT: "tl.float32", INT: "tl.int32", LONG: "tl.int64", BOOL: "tl.int1"}
+
+_UNARY = {
+    "neg": "-({0})",
+    "abs": "tl.abs({0})",
+    "exp": "tl.exp({0})",
+    "exp2": "tl.exp2({0})",
+    "log": "tl.log({0})",
+    "log2": "tl.log2({0})",
+    "log1p": "tl.log(1.0 + {0})",
+    "expm1": "(tl.exp({0}) - 1.0)",
+    "sqrt": "tl.sqrt({0})",
+    "rsqrt": "(1.0 / tl.sqrt({0}))",
+    "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})",
+    # 1 - 2 / (exp(2 x) + 1) is 1 and -1 at the ends, and has no overflow that is not a number
+    "tanh": "(1.0 - 2.0 / (tl.exp2(2.8853900817779268 * {0}) + 1.0))",
+    "sigmoid": "(1.0 / (1.0 + tl.exp2(-1.4426950408889634 * {0})))",
+    "erf": "tl.erf({0})",
+    "floor": "tl.floor({0})",
+    "ceil": "tl.ceil({0})",
+    "trunc": "tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))",
+    # half to even
+    "round": "(tl.floor({0} + 0.5) - tl.where((({0} - tl.floor({0})) == 0.5) & "
+    "((tl.floor({0} + 0.5) * 0.5) != tl.floor(tl.floor({0} + 0.5) * 0.5)), 1.0, 0.0))",
+}
+_BINARY = {
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "and": "{0} & {1}",
+    "or": "{0} | {1}",
+    "xor": "{0} ^ {1}",
+    "shl": "{0} << {1}",
+    "shr": "{0} >> {1}",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "pow": "tl.exp2({1} * tl.log2({0}))",
+}
+
+
+class Refusal(ValueError):
+    """Why a program has no text for GPU kernels."""
+
+
+@lru_cache(maxsize=256)
+def forward_text(text: str) -> str:
+    """The source of score_mod for a score's program.
+
+    >>> from .program import build
+    >>> text = build(lambda p: [p.add(p.input("score"), p.cast(p.input("q"), FLOAT))]).text
+    >>> print(forward_text(text))
+    @triton.jit
+    def score_mod(score, b, h, q_idx, kv_idx, aux):
+        v2 = (q_idx).to(tl.float32)
+        v3 = score + v2
+        return v3
+    """
+    return _function("score_mod", "score, b, h, q_idx, kv_idx, aux", Program.parse(text))
+
+
+@lru_cache(maxsize=256)
+def mask_text(text: str) -> str:
+    """The source of mask_mod for a mask's program."""
+    return _function("mask_mod", "b, h, q_idx, kv_idx, aux", Program.parse(text))
+
+
+@lru_cache(maxsize=256)
+def backward_text(text: str) -> str:
+    """The source of score_mod_bwd for a gradient's program. It adds to captured tensors' gradients by atomics."""
+    return _function("score_mod_bwd", "dscore, score, b, h, q_idx, kv_idx, aux", Program.parse(text))
+
+
+def aux_of(program: Program, tensors: Sequence[Tensor], numbers: Sequence[float], diagonal: int = 0) -> tuple:
+    """The tuple `aux` of a program, without the pointers of gradients."""
+    aux: list[Tensor | int | float] = []
+    for tensor in tensors:
+        aux.append(tensor)
+        for stride, size in zip(tensor.stride(), tensor.shape):
+            aux += [stride, size]
+    aux += [float(n) if kind == FLOAT else int(n) for n, kind in zip(numbers, program.numbers)]
+    return (*aux, diagonal) if program.reads("diagonal") else tuple(aux)
+
+
+def gradient_aux_of(program: Program, gradients: Sequence[Tensor]) -> tuple:
+    """What follows in the `aux` of a gradient's program: pointer and strides of each captured tensor's gradient.
+
+    gradients: one tensor for each captured tensor, by its number; those without a gradient are not read.
+    """
+    aux: list[Tensor | int] = []
+    for scatter in program.scatters:
+        aux += [gradients[scatter.tensor], *gradients[scatter.tensor].stride()]
+    return tuple(aux)
+
+
+class _Places:
+    """Where things are in aux."""
+
+    def __init__(self, program: Program) -> None:
+        self.tensors: list[int] = []
+        at = 0
+        for captured in program.tensors:
+            self.tensors.append(at)
+            at += 1 + 2 * captured.ndim
+        self.numbers = at
+        self.diagonal = at + len(program.numbers)
+        at = self.diagonal + program.reads("diagonal")
+        self.gradients: list[int] = []
+        for scatter in program.scatters:
+            self.gradients.append(at)
+            at += 1 + scatter.ndim
+
+
+def _function(name: str, arguments: str, program: Program) -> str:
+    places = _Places(program)
+    ranges = node_bounds(program, {one: _POSITION for one in ("b", "h", "q", "k")})
+    names: list[str] = []
+    lines: list[str] = []
+    for n, node in enumerate(program.nodes):
+        words = _words(node, [names[arg] for arg in node.args], program, places, [ranges[arg] for arg in node.args])
+        if node.op in ("input", "const", "number") and node.value != "diagonal":
+            names.append(words)  # a name or a Python number: no statement of its own
+        else:
+            names.append(f"v{n}")
+            lines.append(f"v{n} = {words}")
+    lines += _scatters(program, names, places, ranges)
+    lines.append(f"return {_result(program, names)}")
+    return "\n".join(("@triton.jit", f"def {name}({arguments}):", *(f"    {line}" for line in lines)))
+
+
+def _result(program: Program, names: Sequence[str]) -> str:
+    """The first result. A constant becomes a tile, for which Gluon has no function without a layout."""
+    node = program.nodes[program.outputs[0]]
+    if node.op not in ("const", "number"):
+        return names[program.outputs[0]]
+    word = names[program.outputs[0]]
+    if node.kind == BOOL:
+        return "(q_idx + kv_idx) >= 0" if node.value else "(q_idx + kv_idx) < 0"
+    return f"tl.where((q_idx + kv_idx) >= 0, {word}, {word})"
+
+
+def _words(node: Node, args: list[str], program: Program, places: _Places, ranges: list[Interval]) -> str:
+    if node.op == "input":
+        return f"aux[{places.diagonal}]" if node.value == "diagonal" else _ARGUMENTS[str(node.value)]
+    if node.op == "const":
+        infinite = {"inf": 'float("inf")', "-inf": 'float("-inf")', "nan": 'float("nan")'}
+        return infinite.get(repr(node.value), f"({node.value!r})")
+    if node.op == "number":
+        return f"aux[{places.numbers + int(node.value or 0)}]"
+    if node.op == "load":
+        at = places.tensors[int(node.value or 0)]
+        words = f"tl.load({_address(at, args, ranges, 2)})"
+        return f"({words} != 0)" if node.kind == BOOL else f"({words}).to({_TYPES[node.kind]})"
+    if node.op == "cast":
+        return f"({args[0]}).to({_TYPES[node.kind]})"
+    if node.op == "where":
+        return f"tl.where({', '.join(args)})"
+    if node.op == "not":
+        return f"{args[0]} == 0" if node.kind == BOOL else f"~({args[0]})"
+    if node.op in ("min", "max"):  # NaN in either argument is the result
+        sign = "<" if node.op == "min" else ">"
+        keep = f"({args[0]} {sign} {args[1]}) | ({args[0]} != {args[0]})" if node.kind == FLOAT else None
+        return f"tl.where({keep or f'{args[0]} {sign} {args[1]}'}, {args[0]}, {args[1]})"
+    if node.op in ("floordiv", "mod", "fmod"):
+        return _division(node, args, ranges)
+    return (_UNARY.get(node.op) or _BINARY[node.op]).format(*args)
+
+
+def _division(node: Node, args: list[str], ranges: list[Interval]) -> str:
+    """Division towards minus infinity, as in Python. Triton's / and % on integers go towards zero."""
+    a, b = args
+    if node.kind == FLOAT:
+        if node.op == "fmod":
+            return f"{a} - {b} * tl.where({a} / {b} < 0, tl.ceil({a} / {b}), tl.floor({a} / {b}))"
+        floored = f"tl.floor({a} / {b})"
+        return floored if node.op == "floordiv" else f"{a} - {b} * {floored}"
+    if node.op == "fmod":
+        return f"{a} % {b}"
+    if ranges[0].low >= 0 and ranges[1].low > 0:
+        return f"{a} // {b}" if node.op == "floordiv" else f"{a} % {b}"
+    wrong = f"(({a} % {b}) != 0) & ((({a} % {b}) < 0) != ({b} < 0))"
+    if node.op == "floordiv":
+        return f"({a} // {b}) - tl.where({wrong}, 1, 0)"
+    return f"({a} % {b}) + tl.where({wrong}, {b}, 0)"
+
+
+def _address(at: int, indices: list[str], ranges: list[Interval], step: int, sizes_at: int | None = None) -> str:
+    """The address of an element whose pointer is aux[at]. Indices are wrapped below 0 and clamped, as in `evaluate`."""
+    words = f"aux[{at}]"
+    sizes_at = at if sizes_at is None else sizes_at
+    for n, (index, possible) in enumerate(zip(indices, ranges)):
+        size = f"aux[{sizes_at + 2 + 2 * n}]"
+        inside = index
+        if possible.low < 0 or possible == UNKNOWN:
+            inside = f"tl.where({index} < 0, {index} + {size}, {index})"
+            inside = f"tl.where({inside} < 0, 0, {inside})"
+        inside = f"tl.where({inside} < {size}, {inside}, {size} - 1)"
+        words += f" + ({inside}).to(tl.int64) * aux[{at + 1 + step * n}]"
+    return words
+
+
+def _scatters(program: Program, names: list[str], places: _Places, ranges: list[Interval]) -> list[str]:
+    """Statements that add to gradients. Elements outside the sequence must arrive with dscore 0."""
+    lines: list[str] = []
+    results = iter(program.outputs[1:])
+    for scatter, at in zip(program.scatters, places.gradients):
+        value = names[next(results)]
+        indices = [next(results) for _ in range(scatter.ndim)]
+        address = _address(
+            at, [names[i] for i in indices], [ranges[i] for i in indices], 1, places.tensors[scatter.tensor]
+        )
+        tile = f"({address} + (q_idx * 0 + kv_idx * 0))"
+        lines.append(f'tl.atomic_add({tile}, {value} + (q_idx * 0 + kv_idx * 0).to(tl.float32), sem="relaxed")')
+    return lines

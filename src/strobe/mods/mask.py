@@ -1,0 +1,361 @@
+"""`MaskMod`: a mask with a Python function among its parts, and masks combined by | and ~."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidProblem, wrong_type
+from ..problem.mask import GENERAL, Mask, Tile, TileKind
+from .cache import TRACES
+from .evaluate import evaluate
+from .intervals import ALWAYS, NEVER, Interval, bounds
+from .program import BOOL, INT, Builder, Captured, Program, combined, inverted, kind_of
+from .score import _checked
+from .trace import MASK_INPUTS
+
+MOST_ELEMENTS = 1 << 22  # of a mask that is evaluated at once
+
+
+class BoundMask(NamedTuple):
+    """A mask's program with the tensors and numbers of one call."""
+
+    program: Program
+    tensors: tuple[Tensor, ...] = ()
+    numbers: tuple[float, ...] = ()
+
+
+class BlockLists(NamedTuple):
+    """Which blocks of keys each block of queries visits, in FlexAttention's form. Full blocks need no mask."""
+
+    kv_num_blocks: Tensor  # int32 [B, H, M]
+    kv_indices: Tensor  # int32 [B, H, M, N]; the first kv_num_blocks count
+    full_kv_num_blocks: Tensor
+    full_kv_indices: Tensor
+    block_size: tuple[int, int]  # queries, keys
+
+
+# ---------------------------------------------------------------- parts of a mask
+
+
+class _Function(NamedTuple):
+    function: Callable
+    held: BoundMask | None = None  # when the mask was made: torch.compile takes it as it is
+
+    def bind(self) -> BoundMask:
+        if self.held is not None and torch.compiler.is_compiling():
+            return self.held
+        found = TRACES.bind(self.function, MASK_INPUTS)
+        return BoundMask(found.trace.program, found.tensors, found.numbers)
+
+
+class _Bound(NamedTuple):
+    """A part without a function: a built-in mask or a table of blocks."""
+
+    bound: BoundMask
+    batch: int | None = None  # of the tensors of a built-in mask
+
+    def bind(self) -> BoundMask:
+        return self.bound
+
+
+class _Combined(NamedTuple):
+    op: str  # "and", "or"
+    a: Any
+    b: Any
+
+    def bind(self) -> BoundMask:
+        a, b = self.a.bind(), self.b.bind()
+        return BoundMask(
+            _combined_programs(self.op, a.program, b.program), a.tensors + b.tensors, a.numbers + b.numbers
+        )
+
+
+class _Inverse(NamedTuple):
+    a: Any
+
+    def bind(self) -> BoundMask:
+        bound = self.a.bind()
+        return bound._replace(program=_inverted(bound.program))
+
+
+_combined_programs, _inverted = lru_cache(maxsize=256)(combined), lru_cache(maxsize=256)(inverted)
+_Part = _Function | _Bound | _Combined | _Inverse
+
+
+@dataclass(frozen=True, eq=False)
+class MaskMod(Mask):
+    """A mask with a part that is a function of positions; the other fields are those of `Mask`, and both must admit.
+
+    >>> import strobe
+    >>> even = strobe.mask_mod(lambda b, h, q_idx, kv_idx: kv_idx % 2 == 0)
+    >>> (strobe.causal() & even).dense(3, 3)[0].int().tolist()
+    [[1, 0, 0], [1, 0, 0], [1, 0, 1]]
+    >>> (~strobe.causal() | even).dense(2, 2)[0].int().tolist()
+    [[1, 1], [1, 0]]
+    """
+
+    part: Any = None
+
+    @staticmethod
+    def of(mask: Mask) -> MaskMod:
+        """A built-in mask as a mask function. A MaskMod is returned as it is."""
+        return (
+            mask if isinstance(mask, MaskMod) else MaskMod(part=_Bound(_general(mask), next(iter(mask._batches), None)))
+        )
+
+    @staticmethod
+    def from_block_mask(block_mask: Any) -> MaskMod:
+        """The mask of a torch.nn.attention.flex_attention.BlockMask: its lists of blocks and its mask_mod."""
+        return MaskMod(part=_from_block_mask(block_mask))
+
+    @property
+    def whole(self) -> Any:
+        """All of the mask as one part."""
+        base = Mask(self.left, self.right, self.prefix, self.key_lengths, self.documents)
+        if not any(base.structure):
+            return self.part
+        return _Combined("and", _Bound(_general(base)), self.part)
+
+    def bind(self) -> BoundMask:
+        """The function's program and what it captures now, without the built-in part of the mask."""
+        return self.part.bind()
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return super().__and__(other)  # raises
+        plain = [Mask(m.left, m.right, m.prefix, m.key_lengths, m.documents) for m in (self, other)]
+        base = plain[0] & plain[1]
+        part = _Combined("and", self.part, other.part) if isinstance(other, MaskMod) else self.part
+        return MaskMod(base.left, base.right, base.prefix, base.key_lengths, base.documents, part)
+
+    __rand__ = __and__
+
+    def __or__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            raise wrong_type("mask", other, "a strobe mask", "join masks of strobe.causal(), strobe.mask_mod(), ...")
+        return MaskMod(part=_Combined("or", self.whole, MaskMod.of(other).whole))
+
+    __ror__ = __or__
+
+    def __invert__(self) -> Mask:
+        return MaskMod(part=_Inverse(self.whole))
+
+    def dense(
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        device: torch.device | str = "cpu",
+        batch: int | None = None,
+        heads: int | None = None,
+    ) -> Tensor:
+        """The mask as bool [B, S_q, S_k], or [B, H, S_q, S_k] if heads is given.
+
+        batch and heads are needed if the function depends on them.
+        """
+        return torch.cat(list(self._rows((seqlen_q, seqlen_k), (batch, heads), device)), -2)
+
+    def tile_kind(self, tile: Tile, seqlen_q: int, seqlen_k: int, head: int = 0) -> TileKind:
+        """EMPTY, FULL or PARTIAL for one head. Elements are evaluated only if interval arithmetic cannot decide."""
+        bound = self.whole.bind()
+        m_start, m_stop, n_start, n_stop, b = tile
+        rows, keys = range(m_start, min(m_stop, seqlen_q)), range(n_start, min(n_stop, seqlen_k))
+        if not rows or not keys:
+            return TileKind.EMPTY
+        kind = kind_by_intervals(bound, (b, b), (head, head), rows, keys, seqlen_k - seqlen_q)
+        if kind is not None:
+            return kind
+        scalar = lambda value: torch.tensor(value, dtype=torch.int32)
+        seen = evaluate(
+            bound.program,
+            {
+                "b": scalar(b), "h": scalar(head), "diagonal": scalar(seqlen_k - seqlen_q),
+                "q": torch.arange(rows.start, rows.stop, dtype=torch.int32)[:, None],
+                "k": torch.arange(keys.start, keys.stop, dtype=torch.int32)[None, :],
+            },
+            ([t.cpu() for t in bound.tensors], bound.numbers),
+        )[0]  # fmt: skip
+        return TileKind.FULL if seen.all() else TileKind.PARTIAL if seen.any() else TileKind.EMPTY
+
+    def block_lists(
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        device: torch.device | str = "cpu",
+        sizes: tuple[int | None, int | None] = (None, None),
+        block_size: tuple[int, int] = (128, 128),
+    ) -> BlockLists:
+        """The blocks of keys that each block of queries visits. sizes: (batch, heads), if the function depends on them.
+
+        >>> import strobe
+        >>> lists = strobe.mask_mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).block_lists(256, 256)
+        >>> lists.kv_num_blocks[0, 0].tolist(), lists.full_kv_num_blocks[0, 0].tolist()
+        ([1, 1], [0, 1])
+        """
+        block_q, block_k = block_size
+        partial, full = [], []
+        for seen in self._rows((seqlen_q, seqlen_k), sizes, device, block_q):
+            seen = seen if seen.dim() == 4 else seen[:, None]
+            pad = -seqlen_k % block_k
+            every = torch.nn.functional.pad(seen, (0, pad), value=True).unflatten(-1, (-1, block_k)).all(-1).all(-2)
+            some = torch.nn.functional.pad(seen, (0, pad), value=False).unflatten(-1, (-1, block_k)).any(-1).any(-2)
+            partial.append(some & ~every)
+            full.append(every)
+        found: list[Tensor] = []
+        for blocks in (torch.stack(partial, 2), torch.stack(full, 2)):
+            found.append(blocks.sum(-1, dtype=torch.int32))
+            found.append(blocks.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices.to(torch.int32))
+        return BlockLists(*found, block_size)
+
+    def _rows(
+        self, lengths: tuple[int, int], sizes: tuple[int | None, int | None], device: torch.device | str,
+        block: int | None = None,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """bool [B, (H,) rows, S_k] for each block of rows."""
+        bound = self.whole.bind()
+        (seqlen_q, seqlen_k), (batch, heads) = lengths, sizes
+        for name, size, what in (("b", batch, "batch"), ("h", heads, "heads")):
+            if size is None and bound.program.reads(name) and not (name == "b" and _one_batch(self)):
+                raise InvalidProblem(what, None, "a number, since the mask's function reads it", f"pass {what}=")
+        count, positions = _one_batch(self) or batch or 1, lambda n: torch.arange(n, dtype=torch.int32, device=device)
+        if block is None:
+            block = max(1, MOST_ELEMENTS // max(1, count * (heads or 1) * seqlen_k))
+        tensors = [tensor.to(device) for tensor in bound.tensors]
+        for start in range(0, max(1, seqlen_q), block):
+            stop = min(start + block, seqlen_q)
+            inputs = {
+                "b": positions(count)[:, None, None, None],
+                "h": positions(heads or 1)[:, None, None],
+                "q": torch.arange(start, stop, dtype=torch.int32, device=device)[:, None],
+                "k": positions(seqlen_k),
+                "diagonal": torch.tensor(seqlen_k - seqlen_q, dtype=torch.int32, device=device),
+            }
+            seen = evaluate(bound.program, inputs, (tensors, bound.numbers))[0]
+            seen = seen.expand(count, heads or 1, stop - start, seqlen_k)
+            yield seen if heads else seen[:, 0]
+
+
+def kind_by_intervals(
+    bound: BoundMask, b: tuple[int, int], h: tuple[int, int], rows: range, keys: range, diagonal: int
+) -> TileKind | None:
+    """The kind of a tile if interval arithmetic decides it. b, h: the first and last entry and head."""
+    inputs = {
+        "b": Interval(*b),
+        "h": Interval(*h),
+        "q": Interval(rows[0], rows[-1]),
+        "k": Interval(keys[0], keys[-1]),
+        "diagonal": Interval(diagonal, diagonal),
+    }
+    (found,) = bounds(bound.program, inputs, bound.numbers)
+    return TileKind.FULL if found == ALWAYS else TileKind.EMPTY if found == NEVER else None
+
+
+def mask_mod(function: Callable | Any) -> MaskMod:
+    """A function of positions, (b, h, q_idx, kv_idx) -> bool, as a mask. True: the query sees the key.
+
+    >>> import strobe
+    >>> q = torch.randn(1, 6, 2, 16)
+    >>> near = strobe.mask_mod(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= 2 + h)
+    >>> strobe.attention(q, q, q, mask=strobe.causal() & near).shape
+    torch.Size([1, 6, 2, 16])
+
+    The mask combines with others by &, | and ~. b is the batch entry (the sequence of packed tensors), h the query
+    head, q_idx and kv_idx the positions in the sequence, counted from 0, all int32. The function is traced at once;
+    tensors that it captures are read when attention runs. A BlockMask of torch's FlexAttention is taken, too.
+    Raises UnsupportedProblem for a function that has no translation, naming the operation.
+    """
+    if hasattr(function, "kv_num_blocks") and hasattr(function, "mask_mod"):
+        return MaskMod.from_block_mask(function)
+    checked = _checked(function, "mask_mod", 4)
+    return MaskMod(part=_Function(checked, _Function(checked).bind()))
+
+
+def _one_batch(mask: MaskMod) -> int | None:
+    """The batch size of the built-in tensors of a mask, None without any."""
+    return next(iter(mask._batches), None) or _batch_of(mask.part)
+
+
+def _batch_of(part: Any) -> int | None:
+    if isinstance(part, _Bound):
+        return part.batch
+    return next(filter(None, map(_batch_of, part)), None) if isinstance(part, (_Combined, _Inverse)) else None
+
+
+# ---------------------------------------------------------------- built-in masks as programs
+
+
+def _general(mask: Mask) -> BoundMask:
+    """A built-in mask as a program of b, q, k and the diagonal. Bounds are numbers, so windows share a program."""
+    tensors: list[Tensor] = []
+    numbers: list[float] = []
+    p = Builder()
+
+    def captured(tensor: Tensor) -> int:
+        tensors.append(tensor)
+        p.tensors.append(Captured(kind_of(tensor.dtype), tensor.dim()))
+        return len(tensors) - 1
+
+    def number(value: int) -> int:
+        numbers.append(value)
+        return p.number(INT, len(numbers) - 1)
+
+    b, q, k = p.input("b"), p.input("q"), p.input("k")
+    diagonal = p.binary("add", q, p.input("diagonal"), INT)
+    seen = p.const(True)
+    if mask.left is not None:
+        seen = p.binary("and", seen, p.compare("ge", k, p.binary("sub", diagonal, number(mask.left), INT)), BOOL)
+    if mask.right is not None:
+        seen = p.binary("and", seen, p.compare("le", k, p.binary("add", diagonal, number(mask.right), INT)), BOOL)
+    if mask.prefix is not None:
+        prefix = p.load(captured(mask.prefix), [b]) if isinstance(mask.prefix, Tensor) else number(mask.prefix)
+        either = p.binary("or", p.compare("lt", k, prefix), p.compare("le", k, diagonal), BOOL)
+        seen = p.binary("and", seen, either, BOOL)
+    if mask.key_lengths is not None:
+        seen = p.binary("and", seen, p.compare("lt", k, p.load(captured(mask.key_lengths), [b])), BOOL)
+    if mask.documents is not None:
+        ids_q = p.load(captured(mask.documents.ids_q), [b, q])
+        ids_k = p.load(captured(mask.documents.ids_k), [b, k])
+        same = p.binary("and", p.compare("eq", ids_q, ids_k), p.compare("ge", ids_q, p.const(0)), BOOL)
+        seen = p.binary("and", seen, same, BOOL)
+    return BoundMask(p.program([seen]), tuple(tensors), tuple(numbers))
+
+
+GENERAL["mask"] = MaskMod.of
+
+
+# ---------------------------------------------------------------- torch's BlockMask
+
+
+def _from_block_mask(given: Any) -> _Part:
+    """full block, or partial block and mask_mod, by a table of the blocks' kinds: 0 empty, 1 partial, 2 full."""
+    block_q, block_k = given.BLOCK_SIZE
+    table = _listed(given.kv_num_blocks, given.kv_indices).to(torch.int8)
+    if given.full_kv_num_blocks is not None:
+        table = torch.where(_listed(given.full_kv_num_blocks, given.full_kv_indices), 2, table)
+    p = Builder([Captured(INT, 4)])
+    at = [p.const(0) if size == 1 else p.input(name) for size, name in zip(table.shape[:2], ("b", "h"))]
+    for name, size in (("q", block_q), ("k", block_k)):
+        at.append(p.binary("floordiv", p.input(name), p.const(size), INT))
+    kind = p.load(0, at)
+    full, partial = (p.program([p.compare("eq", kind, p.const(value))]) for value in (2, 1))
+    table = table.to(torch.int8)
+    listed = lambda program: _Bound(BoundMask(program, (table,)))
+    function = given.mask_mod
+    if function is None:
+        return _Combined("or", listed(full), listed(partial))
+    return _Combined(
+        "or", listed(full), _Combined("and", listed(partial), _Function(function, _Function(function).bind()))
+    )
+
+
+def _listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """bool [B, H, M, N]: whether a block is among the first `counts` indices."""
+    count = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    spare = indices.shape[-1]  # indices beyond the count go to a column that is cut off
+    table = torch.zeros((*indices.shape[:-1], spare + 1), dtype=torch.bool, device=indices.device)
+    return table.scatter_(-1, torch.where(count, indices.long(), spare), True)[..., :spare]

@@ -1,0 +1,239 @@
+"""Traces a Python function of a score and positions once, into a `Program`.
+
+make_fx records the function's operations on 0-d tensors of the meta device, which have no data. Captured tensors are
+replaced by meta tensors of their shapes, so tracing reads no data and works for tensors of any device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..errors import UnsupportedProblem
+from .captures import Captured, replaced
+from .lowering import Captures, Lowering, Refused, lower, lower_gradient
+from .program import BOOL, FLOAT, INPUTS, Program
+
+SCORE_INPUTS = ("score", "b", "h", "q", "k")
+MASK_INPUTS = ("b", "h", "q", "k")
+_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError, AssertionError)
+
+
+class Trace(NamedTuple):
+    """A traced function."""
+
+    program: Program
+    tensors: tuple[int, ...]  # the program's tensors, as positions among the captured ones
+    numbers: tuple[str, ...]  # paths of the numbers that the program reads when it runs
+    gradient: Program | None = None  # of a score
+
+
+class Source(NamedTuple):
+    """A function to trace: what it captures, and the paths of numbers that become kernel arguments."""
+
+    function: Callable
+    captured: Captured
+    numbers: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__qualname__", type(self.function).__name__)
+
+
+def trace(source: Source, inputs: Sequence[str], gradient: bool = False) -> Trace:
+    """Trace the function. inputs: SCORE_INPUTS or MASK_INPUTS. gradient: trace the gradient of a score, too.
+
+    Raises UnsupportedProblem, naming the operation and the source line, for a function that has no translation.
+    """
+    is_score = inputs[0] == "score"
+    stand_ins = _stand_ins(source)
+    function = replaced(source.function, stand_ins.replacements)
+    mode = _Recorder(source, stand_ins.tensors)
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with _refusals(source, mode):
+        with torch.no_grad(), mode:
+            graph = make_fx(lambda *positions: function(*positions))(*_examples(inputs))
+        program = lower(graph, Captures(*stand_ins[:2]), inputs, FLOAT if is_score else BOOL)
+    derivative = None
+    if gradient and is_score:
+        with _refusals(source, mode):
+            derivative = _gradient(source, inputs)
+    return _compact(program, derivative, source.numbers)
+
+
+def _gradient(source: Source, inputs: Sequence[str]) -> Program:
+    """The gradient of the score and of captured tensors, by autograd on the function."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    stand_ins = _stand_ins(source)
+    wanted = [
+        one.requires_grad_() for one, real in zip(stand_ins.tensors, source.captured.tensors) if real.requires_grad
+    ]
+    function = replaced(source.function, stand_ins.replacements)
+    mode = _Recorder(source, stand_ins.tensors)
+    found: list[bool] = []
+
+    def joint(grad: Tensor, score: Tensor, *positions: Tensor):
+        mode.loads.clear()
+        with torch.enable_grad():
+            score = score.detach().requires_grad_()
+            out = function(score, *positions)
+        leaves = [score, *(leaf for _, leaf in mode.loads), *wanted]
+        if isinstance(out, Tensor) and out.requires_grad:
+            gradients = torch.autograd.grad(out, leaves, grad.to(out.dtype).expand(out.shape), allow_unused=True)
+        else:
+            gradients = (None,) * len(leaves)
+        found[:] = [one is not None for one in gradients[1:]]
+        return [*gradients, *(raw for raw, _ in mode.loads), *wanted]
+
+    names = ("grad", *inputs)
+    with mode:
+        graph = make_fx(joint)(*_examples(names))
+    return lower_gradient(graph, Captures(*stand_ins[:2]), names, [n if one else None for n, one in enumerate(found)])
+
+
+# ---------------------------------------------------------------- stand-ins
+
+
+class _StandIns(NamedTuple):
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[Tensor, ...]
+    replacements: dict[Any, Tensor]
+
+
+def _stand_ins(source: Source) -> _StandIns:
+    """Meta tensors for the captured tensors and for the numbers that become arguments."""
+    tensors = tuple(torch.empty(t.shape, dtype=_dtype(t.dtype), device="meta") for t in source.captured.tensors)
+    values = dict(source.captured.numbers)
+    numbers = tuple(
+        torch.empty((), dtype=torch.float32 if isinstance(values[path], float) else torch.int32, device="meta")
+        for path in source.numbers
+    )
+    by_id: dict[Any, Tensor] = {id(real): one for real, one in zip(source.captured.tensors, tensors)}
+    return _StandIns(tensors, numbers, by_id | dict(zip(source.numbers, numbers)))
+
+
+def _dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype as which a captured tensor is traced: the one its elements have when they are loaded."""
+    if dtype.is_floating_point:
+        return torch.float32
+    return dtype if dtype in (torch.bool, torch.int64) else torch.int32
+
+
+def _examples(names: Sequence[str]) -> list[Tensor]:
+    floating = lambda name: INPUTS[name] == FLOAT
+    return [torch.empty((), dtype=torch.float32 if floating(name) else torch.int32, device="meta") for name in names]
+
+
+def _compact(program: Program, derivative: Program | None, numbers: Sequence[str]) -> Trace:
+    """The programs with only the tensors and numbers that they use."""
+    programs = [one for one in (program, derivative) if one is not None]
+    used = lambda op: sorted({int(n.value or 0) for one in programs for n in one.nodes if n.op == op})
+    scattered = {scatter.tensor for one in programs for scatter in one.scatters}
+    kept, kept_numbers = sorted({*used("load"), *scattered}), used("number")
+    tensors, scalars = ({old: new for new, old in enumerate(olds)} for olds in (kept, kept_numbers))
+
+    def renumbered(one: Program) -> Program:
+        at = lambda node: {"load": tensors, "number": scalars}.get(node.op)
+        nodes = [n if (table := at(n)) is None else n._replace(value=table[int(n.value or 0)]) for n in one.nodes]
+        scatters = tuple(scatter._replace(tensor=tensors[scatter.tensor]) for scatter in one.scatters)
+        captures = tuple(one.tensors[n] for n in kept), tuple(one.numbers[n] for n in kept_numbers)
+        return Program(tuple(nodes), one.outputs, *captures, scatters)
+
+    gradient = None if derivative is None else renumbered(derivative)
+    return Trace(renumbered(program), tuple(kept), tuple(numbers[n] for n in kept_numbers), gradient)
+
+
+# ---------------------------------------------------------------- what a trace records
+
+
+class _Recorder(TorchFunctionMode):
+    """Turns tensor[index, ...] into an indexing operation, and remembers the source line of each call.
+
+    Without it, torch would read the value of an index that is a 0-d tensor. loads: (element, its stand-in that takes a
+    gradient) for each element of a captured tensor that wants gradients.
+    """
+
+    def __init__(self, source: Source, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.loads: list[tuple[Tensor, Tensor]] = []
+        self.lines: dict[str, str] = {}
+        self.last = ("", "")
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", str(function))
+        line = "" if name == "__get__" else _user_line()
+        if line:
+            self.last = (name, line)
+            self.lines[name.strip("_")] = line
+        if function is not Tensor.__getitem__:
+            return function(*args, **(kwargs or {}))
+        tensor, index = args
+        with torch.no_grad():
+            element = _index(tensor, index if isinstance(index, tuple) else (index,))
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return element
+        leaf = element.detach().requires_grad_()
+        self.loads.append((element, leaf))
+        return leaf
+
+
+def _index(tensor: Tensor, index: tuple) -> Tensor:
+    """tensor[index], where an index may be a 0-d tensor, an int, or a full slice."""
+    if not any(isinstance(one, Tensor) for one in index):
+        return tensor[index]
+    if any(one is Ellipsis for one in index):
+        at = index.index(Ellipsis)
+        index = (*index[:at], *[slice(None)] * (tensor.dim() - len(index) + 1), *index[at + 1 :])
+    for dim in reversed(range(len(index))):
+        one = index[dim]
+        if isinstance(one, int) and not isinstance(one, bool):
+            tensor = tensor.select(dim, one)
+        elif not isinstance(one, Tensor) and one != slice(None):
+            raise Refused(f"indexes a tensor by {one!r}; integers, positions and ':' work", "getitem")
+    kept = [one for one in index if isinstance(one, Tensor) or one == slice(None)]
+    return torch.ops.aten.index(tensor, [one if isinstance(one, Tensor) else None for one in kept])
+
+
+def _user_line() -> str:
+    """ "file:line" of the innermost frame of the traced function; empty for a call that torch makes by itself."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "") != __name__:
+        if frame.f_globals.get("__name__", "").partition(".")[0] != "torch":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@contextmanager
+def _refusals(source: Source, mode: _Recorder) -> Iterator[None]:
+    """Turns what goes wrong in a trace into an UnsupportedProblem that names the operation and the line."""
+    try:
+        yield
+    except Refused as refused:
+        line = mode.lines.get(refused.operation.strip("_"), mode.last[1])
+        raise UnsupportedProblem(_message(source, str(refused), line)) from None
+    except _ERRORS as error:
+        name, line = mode.last
+        what = f"fails in a trace, at {name or 'its start'}: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
+        if name in ("item", "__bool__", "__int__", "__float__", "__index__", "tolist"):
+            what = f"reads the value of a position or score ({name}), as an `if` does; use torch.where"
+        raise UnsupportedProblem(_message(source, what, line)) from error
+
+
+def _message(source: Source, what: str, line: str) -> str:
+    at = f", at {line}" if line else ""
+    return (
+        f"{source.name} {what}{at}; a score or mask is elementwise: arithmetic, comparisons, torch.where, exp, tanh "
+        "and the like, and captured tensors indexed by b, h, q_idx and kv_idx"
+    )
+
+
+__all__ = ["MASK_INPUTS", "SCORE_INPUTS", "Lowering", "Source", "Trace", "trace"]
