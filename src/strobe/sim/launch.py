@@ -109,7 +109,7 @@ def simulate(
             work at once, "lazy" as late as possible, "random" at random. "pct" uses random priorities and finds the
             most faults. "timed" follows modelled time and records a timeline.
         seed: of the schedule. The same seed gives the same run.
-        sms: number of CTAs in flight, and the number of SMs that the kernel is told.
+        sms: number of CTAs in flight, and the number of SMs that the host code sees.
         check: raise SimulationFault at the end if there are findings. Otherwise they stay in `run.reports`.
         max_reports: stop after this many distinct findings.
         checks: which faults are looked for. `Checks(happens_before=False)` reports only what this schedule makes
