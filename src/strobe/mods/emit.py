@@ -169,12 +169,15 @@ def _result(program: Program, names: Sequence[str]) -> str:
 
 def _words(node: Node, args: list[str], program: Program, places: _Places, ranges: list[Interval]) -> str:
     if node.op == "input":
-        return f"aux[{places.diagonal}]" if node.value == "diagonal" else _ARGUMENTS[str(node.value)]
+        if node.value == "diagonal":  # an int of 1 arrives as a constant, which has no `.to`
+            return f"aux[{places.diagonal}] + q_idx * 0"
+        return _ARGUMENTS[str(node.value)]
     if node.op == "const":
         infinite = {"inf": 'float("inf")', "-inf": 'float("-inf")', "nan": 'float("nan")'}
         return infinite.get(repr(node.value), f"({node.value!r})")
     if node.op == "number":
-        return f"aux[{places.numbers + int(node.value or 0)}]"
+        words = f"aux[{places.numbers + int(node.value or 0)}]"
+        return words if node.kind == FLOAT else f"({words} + q_idx * 0)"
     if node.op == "load":
         at = places.tensors[int(node.value or 0)]
         words = f"tl.load({_address(at, args, ranges, 2)})"

@@ -1,0 +1,44 @@
+"""Emitted functions in Triton's interpreter, and what their text is like."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import strobe
+from strobe.mods import emit
+from strobe.mods.score import ScoreMod
+
+
+def test_emitted_functions_compute_what_evaluate_does():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.mods.emitted"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "agree" in done.stdout, done.stderr[-2000:]
+
+
+def test_what_depends_on_a_row_alone_is_not_computed_for_each_element():
+    rows = torch.zeros(64)
+    text = emit.forward_text(ScoreMod(lambda s, b, h, q, k: s + rows[q]).bind(False).text)
+    assert "tl.load(aux[0] + (tl.where(q_idx < aux[2], q_idx, aux[2] - 1)).to(tl.int64) * aux[1])" in text
+
+
+def test_an_added_bias_needs_no_score_in_the_backward():
+    table = torch.zeros(4, requires_grad=True)
+    text = emit.backward_text(strobe.alibi(table).bind(True).gradient)
+    assert " score " not in text.split("\n", 2)[2] and text.endswith("return dscore")
+    assert text.count("tl.atomic_add") == 1
+
+
+def test_equal_functions_have_equal_texts():
+    make = lambda table: ScoreMod(lambda s, b, h, q, k: s * 2 + table[h]).bind(True)
+    one, other = make(torch.zeros(4)), make(torch.ones(4))
+    assert emit.forward_text(one.text) is emit.forward_text(other.text)
