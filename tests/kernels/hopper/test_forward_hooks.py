@@ -4,6 +4,7 @@ masks (`device.forward_hooks`), and lists of key blocks.
 
 from __future__ import annotations
 
+import linecache
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +17,8 @@ from tests.kernels.score_mod_oracle import Blocks, Mods, judge
 
 pytest.importorskip("triton")
 
+from strobe.errors import KernelFault
+from strobe.kernels.device import persistent_launch
 from strobe.kernels.device.dialect import gl, gluon
 from strobe.kernels.device.forward_arguments import BlockLists, ForwardHooks
 from strobe.kernels.hopper import kernel as hopper
@@ -181,7 +184,7 @@ def plan_of(case: Case, target: Target, mods: Mods, blocks: Blocks | None, early
     form = hopper.with_hooks(form, mods.score_mod, mods.mask_mod, size, has_full, per_head)
     if early is not None:
         form = hopper.replace(form, early=early)
-    return Plan(hopper.FORWARD, problem, target, hopper.ForwardConfig(form), ())
+    return Plan(hopper.FORWARD, problem, target, hopper.ForwardConfig(form), ()).changed()
 
 
 def launched(case: Case, call: Call, target: Target, mods: Mods, blocks: Blocks | None, early: bool | None) -> Forward:
@@ -339,6 +342,73 @@ def test_lists_of_key_blocks(name):
     judge(found, call, mods, blocks)
     with pytest.raises(AssertionError, match=BEYOND):
         judge(found, call, mods)  # the lists do something
+
+
+# ---------------------------------------------------------------- what the host says
+
+
+def _form(case: Case) -> hopper.ForwardTraits:
+    return hopper.FORWARD.config(Problem.from_call(case.build("cpu", torch.bfloat16)), H200).form
+
+
+def test_tiles_divide_the_blocks():
+    """d64 has tiles of 256 queries by itself, and a call whose blocks are narrower than any tile is refused."""
+    form = _form(_case("d64", head_dim=64))
+    listed = hopper.with_hooks(form, block_size=(128, 128))
+    assert form.block_m == 256 and (listed.block_m, listed.counted) == (128, True)
+    with pytest.raises(ValueError, match="blocks of 128 queries and 32 keys"):
+        hopper.with_hooks(form, block_size=(128, 32))
+    documents = _form(MODS["documents"][0])
+    with pytest.raises(ValueError, match="documents"):
+        hopper.with_hooks(documents, block_size=(128, 128))
+
+
+def test_heads_with_lists_of_their_own_are_not_packed():
+    form = _form(_case("gqa", 33, 400, heads=(4, 1)))
+    assert form.pack_gqa == 4 and hopper.with_hooks(form, block_size=(128, 128)).pack_gqa == 4
+    apart = hopper.with_hooks(form, block_size=(128, 128), per_head=True)
+    assert (apart.pack_gqa, apart.group) == (1, 4)
+    lists = LISTS["gqa_per_head"]
+    call = lists.case.build("cpu", torch.bfloat16, kernel="hopper")
+    blocks = blocks_for(lists, call, "cpu")
+    packed = hopper.with_hooks(form, block_size=(128, 128), has_full=True)
+    with pytest.raises(KernelFault, match=r"4 heads in tiles of 4 heads"):
+        launch_forward.block_list_params(blocks.lists, packed)
+
+
+def test_functions_of_one_name_are_told_apart():
+    """Triton prints a function as its module and name."""
+    form = _form(_case("plain"))
+
+    def made(text: str):
+        name = f"<{text}>"
+        source = f"@gluon.jit\ndef mod(score, b, h, q_idx, kv_idx, aux):\n    return {text}\n"
+        linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+        scope = {"gluon": gluon, "__name__": "made"}
+        exec(compile(source, name, "exec"), scope)
+        return scope["mod"]
+
+    one, same, other = (str(hopper.with_hooks(form, made(text))) for text in ("score + b", "score + b", "score - b"))
+    assert one == same != other
+
+
+def test_numbers_that_functions_read_are_part_of_a_launch(monkeypatch):
+    """1 is a constant of the compiled kernel, 1.0 and other numbers are not, and Python says that 1 == 1.0."""
+    keys = []
+    monkeypatch.setattr(persistent_launch.launcher, "start", lambda plan, key, tensors, describe: keys.append(key))
+    case = _case("constant")
+    call = case.build("cpu", torch.bfloat16, kernel="hopper")
+    for aux in ((1,), (1.0,), (2.0,), (torch.zeros(1),), (torch.zeros(1, dtype=torch.int32),), (1.0,)):
+        launched(case, call, H200, Mods(add_constant, aux), None, None)
+    assert len(set(keys)) == 5 and keys[1] == keys[-1]
+
+
+def test_lists_without_traits_are_refused():
+    call = LISTS["sinks"].case.build("cpu", torch.bfloat16, kernel="hopper")
+    plan = plan_of(LISTS["sinks"].case, H200, Mods(), None, None, call)
+    lists = blocks_for(LISTS["sinks"], call, "cpu").lists
+    with pytest.raises(KernelFault, match="block lists"):
+        launch_forward.run_forward(plan, call, Forward(call.q, call.q), ForwardHooks(block_lists=lists))
 
 
 # ---------------------------------------------------------------- on a GPU
