@@ -170,7 +170,9 @@ def test_the_hopper_backward_compiles_with_each_tiling_and_each_band():
         form = plan and plan.config.form
         assert form, unit
         names = ["forward_kernel", "rows_kernel", "backward_kernel"]
-        names += ["convert_dq_kernel"] * (not form.collects) + ["convert_kernel"] * (form.splits > 1)
+        names += ["convert_dq_kernel"] * (not form.dq_last_writer_converts) + ["convert_kernel"] * (
+            form.group_splits > 1
+        )
         assert [row["kernel"] for row in found] == names, unit
         assert row["instructions"]["HGMMA"] > 0 and row["instructions"]["UTMALDG"] > 0 and not row["serialized"], unit
         assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024 and row["warps"] == 12, unit
@@ -232,8 +234,8 @@ def _backward_roles(row: dict) -> dict[str, int]:
     """
     unit = Unit(*key(row)[:3])
     form = select(Problem.from_call(unit.call), TARGETS[unit.target]).backward.config.form
-    stores = form.stores if form.splits == 1 or form.first_stores else 0
-    return {"store": stores} if form.halves else {"softmax": 1, "store": stores}
+    stores = form.store_warps if form.group_splits == 1 or form.dq_first_writer_stores else 0
+    return {"store": stores} if form.split_by_keys else {"softmax": 1, "store": stores}
 
 
 @pytest.mark.parametrize("family, kernel, roles", [

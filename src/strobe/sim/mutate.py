@@ -22,7 +22,7 @@ _DROPPED = {
     "arrive_each": "drop arrive", "inline_asm_elementwise": "drop asm",
     "named_barrier": "drop asm", "release": "drop arrive", "open_inbox": "drop arrive", "cluster_wait": "drop wait",
     "await_inbox": "drop wait",
-    "say": "drop arrive", "await_said": "drop wait",
+    "barrier_arrive": "drop arrive", "barrier_wait": "drop wait",  # per-thread mbarriers
     "producer_acquire": "drop wait", "producer_commit": "drop arrive",  # the methods of a pipeline
     "consumer_wait": "drop wait", "consumer_release": "drop arrive",
 }  # fmt: skip
@@ -32,8 +32,8 @@ _BENT = {
     "mbarrier.expect": (1, "bytes", "half expect", "({}) // 2"),
     "mbarrier.init": (1, "count", "init count + 1", "({}) + 1"),
     "init_barriers": (1, "count", "init count + 1", "({}) + 1"),
-    "bells": (1, "arrivals", "init count + 1", "({}) + 1"),
-    "await_said": (2, "parity", "flip parity", "({}) ^ 1"),
+    "per_thread_mbarriers": (1, "arrivals", "init count + 1", "({}) + 1"),
+    "barrier_wait": (2, "phase", "flip parity", "({}) ^ 1"),
     "named_barrier": (1, "number", "next barrier", "({}) + 1"),
     "warpgroup_mma_wait": (0, "num_outstanding", "wgmma_wait(n + 1)", "({}) + 1"),
     "store_wait": (0, "pendings", "store_wait(n + 1)", "({}) + 1"),

@@ -56,7 +56,9 @@ def test_groups_are_divided(name, schedule, judge):
     with on(ROOMY, *schedule) as run:
         judge(call, "normal", 5)
     assert (
-        run.reports == [] and run.launches[-5:] == BACKWARD_OF_SPLIT_GROUPS and _form(case, ROOMY).splits == SPLIT[name]
+        run.reports == []
+        and run.launches[-5:] == BACKWARD_OF_SPLIT_GROUPS
+        and _form(case, ROOMY).group_splits == SPLIT[name]
     )
 
 
@@ -75,9 +77,9 @@ def test_groups_are_divided(name, schedule, judge):
 def test_how_many_programs_share_a_group(batch, seqlen, heads, mask, splits):
     q, k = (torch.empty(batch, seqlen, count, 128, dtype=torch.bfloat16, device="meta") for count in heads)
     problem = Problem.from_call(Call(q, k, k, right=0 if mask else -1, needs_grad=True))
-    assert hopper.BACKWARD.config(problem, FAKES["H200"]).form.splits == splits
+    assert hopper.BACKWARD.config(problem, FAKES["H200"]).form.group_splits == splits
     ordered = hopper.BACKWARD.config(replace(problem, deterministic=True, kernel="hopper"), FAKES["H200"]).form
-    assert ordered.ordered and ordered.splits == 1, "shares would be added in no order"
+    assert ordered.deterministic and ordered.group_splits == 1, "shares would be added in no order"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,9 @@ def test_when_dq_is_written_by_who_adds_last(seqlen, heads, width, options, fini
     q, k = (torch.empty(32, seqlen, count, width, dtype=torch.bfloat16, device="meta") for count in heads)
     call = Call(q, k, k, **({"right": 0} | options), needs_grad=True)
     form = hopper.BACKWARD.config(Problem.from_call(call), FAKES["H200"]).form
-    assert (form.finishes, form.collects) == (finishes, collects) and not (form.finishes and form.clears)
+    assert (form.dq_written_directly, form.dq_last_writer_converts) == (finishes, collects) and not (
+        form.dq_written_directly and form.dq_zeroed_ahead
+    )
 
 
 @pytest.mark.parametrize(

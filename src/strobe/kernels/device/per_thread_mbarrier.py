@@ -1,11 +1,12 @@
-"""Barriers that each thread comes to by itself, where `mbarrier.arrive` comes for all warps of a partition once they have met: what a thread does
-next need not wait for the others. They lie in shared memory besides what a kernel allocates, and are known by their address.
+"""Barriers at which each thread arrives by itself. `mbarrier.arrive` arrives once for all warps of a partition, which
+meet before; here no thread waits for the others. The barriers lie in shared memory besides what a kernel allocates, and
+are known by their address.
 
-    place = bells(count, arrivals)         before the partitions begin
-    say(place, i, each=True)               each thread says so: what it wrote before is there for who waits
-    await_said(place, i, parity, True)     until all have
+    barriers = per_thread_mbarriers(count, arrivals)     before the partitions begin
+    barrier_arrive(barriers, i, per_thread=True)         each thread: what it wrote before is visible to who waits
+    barrier_wait(barriers, i, phase, per_thread=True)    until the phase is complete
 
-Both do the same with barriers of the usual kind, `channel.ring`, where it is not each thread that comes.
+With per_thread=False both work on barriers of the usual kind (`pipeline.ring`).
 
 Source: PTX ISA, mbarrier.arrive (release.cta is its default) and mbarrier.try_wait (acquire.cta).
 """
@@ -15,7 +16,7 @@ from .dialect import gl, gluon, mbarrier
 
 
 @gluon.jit
-def bells(count: gl.constexpr, arrivals: gl.constexpr):
+def per_thread_mbarriers(count: gl.constexpr, arrivals: gl.constexpr):
     """The address of the first of `count` barriers of `arrivals` arrivals each, 8 bytes apart."""
     text: gl.constexpr = _init_text(count, arrivals)
     place = inbox(8 * count)
@@ -38,33 +39,32 @@ def _threads():
 
 
 @gluon.jit
-def say(ready, i, each: gl.constexpr):
-    """That what `ready` says with its i-th barrier is so."""
-    if each:
-        ring_bell(ready + 8 * i)
+def barrier_arrive(barriers, i, per_thread: gl.constexpr):
+    if per_thread:
+        arrive_per_thread(barriers + 8 * i)
     else:
-        mbarrier.arrive(ready.index(i))
+        mbarrier.arrive(barriers.index(i))
 
 
 @gluon.jit
-def await_said(ready, i, parity, each: gl.constexpr):
-    if each:
-        await_bell(ready + 8 * i, parity)
+def barrier_wait(barriers, i, phase, per_thread: gl.constexpr):
+    if per_thread:
+        wait_per_thread(barriers + 8 * i, phase)
     else:
-        mbarrier.wait(ready.index(i), parity)
+        mbarrier.wait(barriers.index(i), phase)
 
 
 @gluon.jit
-def ring_bell(place):
+def arrive_per_thread(place):
     text: gl.constexpr = "mbarrier.arrive.release.cta.shared::cta.b64 _, [$1]; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(text, "=r,r", [_threads() * 0 + place], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def await_bell(place, parity):
+def wait_per_thread(place, phase):
     """Wait until the phase of this parity is over."""
     text: gl.constexpr = _await_text()
-    gl.inline_asm_elementwise(text, "=r,r,r", [place, parity], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(text, "=r,r,r", [place, phase], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function

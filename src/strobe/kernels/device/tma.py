@@ -129,12 +129,18 @@ class HeadRows(NamedTuple):
 
 
 @gluon.jit
-def allocate_tiles(count: gl.constexpr, desc):
-    """Shared memory for `count` tiles as TMA writes them; desc: ColumnParts of descriptors."""
+def of_head(rows, head):
+    """The same HeadRows of another head."""
+    return HeadRows(rows.batch, rows.offset, rows.length, head, rows.heads)
+
+
+@gluon.jit
+def allocate_tiles(count: gl.constexpr, desc, flat: gl.constexpr = False):
+    """Shared memory for `count` tiles as TMA writes them, or (flat) as rows and columns; desc: ColumnParts of descriptors."""
     if desc.tail is None:
-        return ColumnParts(_tiles(count, desc.main, False), None)
+        return ColumnParts(_tiles(count, desc.main, flat), None)
     else:
-        return ColumnParts(_tiles(count, desc.main, False), _tiles(count, desc.tail, False))
+        return ColumnParts(_tiles(count, desc.main, flat), _tiles(count, desc.tail, flat))
 
 
 @gluon.jit

@@ -1,249 +1,417 @@
-"""What the steps of the Hopper backward are made of: products, weights between them, dq's hand-over. backward_split_keys puts them in order."""
+"""What both mainloops of the Hopper backward share: pipelines, the mask, P and the products.
+
+    producer --Q, LSE--> q    }                          { dq --part of dQ--> store warp
+    producer --dO, delta--> do }  consumer: mainloop_step {
+    producer --K, V--> kv      }                          { ds --dS of its keys--> the other consumer
+
+    products of a step, everything transposed (keys in rows)
+    S = Q K^T       `qk_product`      s [keys, queries] = K Q^T
+    dP = dO V^T     `dov_product`     dp [keys, queries] = V dO^T, from -delta on
+    dV += P^T dO    `add_product`     P^T in registers is the left operand
+    dK += dS^T Q    `add_product`     so is dS^T
+    dQ += dS K      in each split, by the way in which it shares dQ out
+
+P = exp2(scale S - LSE) and dS = P (dP - delta) come from `softmax_p`, which applies the mask. `backward_split_keys` and
+`backward_split_products` put these into an order.
+"""
 
 from ..device.dialect import (
+    Value,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
-    reinterpret,
+    record,
     warpgroup_mma,
     warpgroup_mma_wait,
     zero_of_turn,
 )
-from ..device.per_thread_mbarrier import say
-from ..device.pipeline import Position
+from ..device.per_thread_mbarrier import barrier_arrive, barrier_wait
+from ..device.pipeline import release
 from ..device.softmax import tanh
-from ..device.tma import as_rows, stage_of
+from ..device.tma import ColumnParts, as_rows
+from .traits import ROWS as _ROWS
 
-ROWS = gl.constexpr(64)  # of one product, and of one consumer's tiles: 16 a warp
-THREADS = gl.constexpr(128)  # of one consumer
-
-
-@gluon.jit
-def of_do(q_at, do_at, form: gl.constexpr):
-    """Where do's ring stands: of 128 keys where q's does, with which it is freed; registers are few."""
-    if form.halves:
-        return q_at
-    else:
-        return do_at
+ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one product, and of one consumer's keys: 16 a warp
 
 
-@gluon.jit
-def of_ds(q_at, ds_at, form: gl.constexpr):
-    """Where ds's ring of two stands: where q's does, if that has two."""
-    if form.tuning.stages == 2:
-        return q_at
-    else:
-        return ds_at
+# ---------------------------------------------------------------- pipelines
 
 
-@gluon.jit
-def dq_position(handed_at, lap, form: gl.constexpr):
-    """Where dq's channel stands at the tile of dq that belongs to a step, by what is handed over once a step. Besides, it holds two gradients a
-    tile of keys: a whole lap of two places, two of one."""
-    if form.stores == 2:
-        return Position(handed_at.stage, handed_at.parity ^ lap, 2)
-    elif form.halves:
-        return Position(handed_at.stage * 0, handed_at.stage, 1)
-    elif form.tuning.parts == 2:
-        return Position(handed_at.stage, handed_at.stage, 1)  # of one stage, so both 0
-    else:
-        return handed_at
+@record
+class RowsPipeline:
+    """Stages of Q with LSE, or of dO with -delta. The bytes of both complete full[i]."""
+
+    tiles: ColumnParts
+    stats: gl.shared_memory_descriptor  # float32 of each query: LSE in log2 units (lse_folded: -LSE / scale), or -delta
+    full: Value
+    empty: Value
+    first_stat: gl.constexpr  # the first stage of `stats`: LSE and delta may share a buffer
+
+    @gluon.jit
+    def stat(self, index):
+        """The buffer of a stage's float32 values."""
+        if self.first_stat > 0:
+            index = index + self.first_stat
+        return self.stats.index(index)
+
+    @gluon.jit
+    def tile(self, index):
+        return rows_at(self.tiles, index)
+
+    @gluon.jit
+    def consumer_wait(self, state):
+        mbarrier.wait(self.full.index(state.index), state.phase)
+
+    @gluon.jit
+    def consumer_release(self, state, per_thread: gl.constexpr = False):
+        """Once for all warps, which meet before, or by each thread: only products have read the tile."""
+        release(self.empty.index(state.index), per_thread)
 
 
-@gluon.jit
-def hide(x, hidden, seen, limits, form: gl.constexpr):
-    """x [keys, queries] with `hidden` where the query does not see the key.
+@record
+class KvPipeline:
+    """K and V of a work tile, and what leaves in their place.
 
-    seen: the consumer's key that the tile's first query has on the diagonal, how many keys there are from the consumer's first on, and how many of
-    these all queries see. A bound is compared as a key's own number against the tile's columns, which are constants of a register.
+    kv_full    K and V have landed
+    kv_done    no product reads them any more
+    kv_empty   the producer may load the next; the same barrier as kv_done, unless dK and dV leave in their place
+    dkv_full   dK, dV or both stand there
+    dkv_empty  dK has been read (group_splits: V's gradient follows in the same place)
     """
-    diagonal, keys_left, prefix = seen[0], seen[1], seen[2]
-    BLOCK_M: gl.constexpr = x.shape[1]
-    left, right = limits
-    partial = False if form.even else keys_left < ROWS
-    if form.mask.prefix:
-        partial = partial | ((diagonal < ROWS - 1) & (prefix < ROWS))
-    if form.mask.right:
-        partial = partial | (diagonal + right < ROWS - 1)
-    if form.mask.left:
-        partial = partial | (diagonal - left > 1 - BLOCK_M)
-    if partial:
-        keys = gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))
-        # a column's bits 1 and 2 are its thread's, the others its register's: apart, no register holds a column
-        column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, x.type.layout))
-        by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
-        if form.mask.right or form.mask.prefix:
-            first = keys * 0
-            if form.mask.prefix:
-                first = gl.where(keys < prefix, 0, keys - diagonal)
-            if form.mask.right:
-                first = gl.maximum(first, keys - (diagonal + right)) if form.mask.prefix else keys - (diagonal + right)
-            if not form.even:
-                first = gl.where(keys < keys_left, first, BLOCK_M)
-            x = gl.where(first[:, None] - by_thread <= by_register, x, hidden)
-        elif not form.even:
-            x = gl.where((keys < keys_left)[:, None], x, hidden)
-        if form.mask.left:
-            x = gl.where((keys - (diagonal - left))[:, None] - by_thread >= by_register, x, hidden)
-    return x
+
+    k: ColumnParts
+    v: ColumnParts
+    sums: ColumnParts  # float32 dK, then dV, over the memory of both
+    kv_full: Value
+    kv_done: Value
+    kv_empty: Value
+    dkv_full: Value
+    dkv_empty: Value
+
+    @gluon.jit
+    def v_index(self, index, traits: gl.constexpr):
+        """Where V of a stage is: in a buffer of its own, or behind K where float32 sums take the place of both."""
+        if traits.sums_dkv:
+            return 1
+        else:
+            return index
+
+
+@record
+class DsPipeline:
+    """dS [keys, queries] from one consumer to the other. full[i]: it stands in memory. empty[i] (dq_deferred): the
+    other has multiplied it.
+    """
+
+    tiles: gl.shared_memory_descriptor
+    full: Value
+    empty: Value  # None: other barriers imply it
+    per_thread: gl.constexpr  # each thread arrives by itself
+
+    @gluon.jit
+    def producer_commit(self, i):
+        """Each thread by itself: dV is then multiplied before all of them meet. d128 causal 4k, 8k, 16k 1.011, 1.014,
+        1.016 of the speed, 1k 1.015, 512 1.007 (H200).
+        """
+        fence_async_shared()
+        barrier_arrive(self.full, i, self.per_thread)
+
+    @gluon.jit
+    def consumer_wait(self, i, phase):
+        barrier_wait(self.full, i, phase, self.per_thread)
+
+
+@record
+class Pipelines:
+    """Every pipeline of the kernel."""
+
+    work: Value  # WorkTilePipeline
+    kv: KvPipeline
+    q: RowsPipeline
+    do: RowsPipeline
+    dq: Value  # DqPipeline
+    ds: DsPipeline
 
 
 @gluon.jit
-def weights(s, lse, block, row: gl.constexpr, seen, work, form: gl.constexpr):
-    """(p, ds / dp) of the raw scores of a head's `block`-th tile of queries that this program walks, from its `row` on: ds / dp is p, or p times
-    the softcap's slope 1 - tanh^2. lse lies in shared memory, in log2 units, unless scores have begun with it."""
-    diagonal, keys_left = seen[0], seen[1]
-    tiles, sizes, limits, numbers, counter = work
-    scale_log2, softcap, scale = numbers
-    if not form.begun:
+def do_state_of(q_state, do_state, traits: gl.constexpr):
+    """Where a consumer stands in dO's pipeline. If consumers split the keys, dO is released with Q: one state less in
+    registers.
+    """
+    if traits.split_by_keys:
+        return q_state
+    else:
+        return do_state
+
+
+# ---------------------------------------------------------------- what one consumer works with
+
+
+@record
+class KeyTile:
+    """K and V of a work tile: their buffers and stages, and rows of K in registers where they are an operand from
+    there.
+    """
+
+    k_tiles: ColumnParts
+    k_index: Value
+    v_tiles: ColumnParts
+    v_index: Value
+    k_operand: Value  # ColumnParts, or None
+
+    @gluon.jit
+    def create(kv, index, k, traits: gl.constexpr):
+        """k: the rows of K that may be an operand from registers."""
+        v_index = kv.v_index(index, traits)
+        if traits.k_in_registers:
+            operand = load_operand(k)
+            fence_async_shared()  # before the next keys land here: a work tile without queries has no other fence
+            return KeyTile(kv.k, index, kv.v, v_index, operand)
+        else:
+            return KeyTile(kv.k, index, kv.v, v_index, None)
+
+    @gluon.jit
+    def k(self, traits: gl.constexpr):
+        return tile_now(self.k_tiles, self.k_index, traits)
+
+    @gluon.jit
+    def v(self, traits: gl.constexpr):
+        return tile_now(self.v_tiles, self.v_index, traits)
+
+    @gluon.jit
+    def k_left_operand(self, row: gl.constexpr, traits: gl.constexpr):
+        """64 rows of K, from registers or from memory."""
+        if traits.k_in_registers:
+            return self.k_operand
+        else:
+            return rows_of(self.k(traits), row)
+
+
+@gluon.jit
+def load_operand(tile):
+    if tile.tail is None:
+        return ColumnParts(tile.main.load(left_layout(ROWS)), None)
+    else:
+        return ColumnParts(tile.main.load(left_layout(ROWS)), tile.tail.load(left_layout(ROWS)))
+
+
+@record
+class AttentionMask:
+    """Which queries see each of a consumer's 64 keys: the causal mask, windows, prefixes, and the end of the keys.
+
+    Key j of the consumer is on the diagonal of query `diagonal + ...`: query i of the work tile's first block has key
+    `diagonal + i`. A query sees keys [diagonal + i - left, diagonal + i + right], the first `prefix` keys, and none
+    from `num_keys` on.
+    """
+
+    diagonal: gl.tensor
+    num_keys: gl.tensor  # from the consumer's first key on
+    prefix: Value
+    window: gl.tuple  # WindowParams
+
+    @gluon.jit
+    def of_queries(self, m_block, row: gl.constexpr, traits: gl.constexpr):
+        """The mask of the queries from `row` of an m_block on."""
+        return AttentionMask(self.diagonal + m_block * traits.block_m + row, self.num_keys, self.prefix, self.window)
+
+    @gluon.jit
+    def of_second_keys(self, row: gl.constexpr, traits: gl.constexpr):
+        """The mask of keys from `row` on, whose diagonal `of_queries` moves."""
+        if traits.mask.prefix:
+            return AttentionMask(self.diagonal, self.num_keys - row, self.prefix - row, self.window)
+        else:
+            return AttentionMask(self.diagonal, self.num_keys - row, self.prefix, self.window)
+
+    @gluon.jit
+    def is_empty(self, m_block, traits: gl.constexpr):
+        """Whether no query of an m_block sees any of the consumer's keys: half of the keys on a causal diagonal."""
+        diagonal = self.diagonal + m_block * traits.block_m
+        empty = self.num_keys <= 0
+        if traits.mask.right:
+            empty = empty | (diagonal + traits.block_m + self.window.right <= 0)
+        if traits.mask.left:
+            empty = empty | (diagonal - self.window.left >= ROWS)
+        return empty
+
+    @gluon.jit
+    def is_partial(self, queries: gl.constexpr, traits: gl.constexpr):
+        """Whether a query of the tile does not see all 64 keys."""
+        partial = False if traits.even else self.num_keys < ROWS
+        if traits.mask.prefix:
+            partial = partial | ((self.diagonal < ROWS - 1) & (self.prefix < ROWS))
+        if traits.mask.right:
+            partial = partial | (self.diagonal + self.window.right < ROWS - 1)
+        if traits.mask.left:
+            partial = partial | (self.diagonal - self.window.left > 1 - queries)
+        return partial
+
+    @gluon.jit
+    def apply_mask(self, x, masked, traits: gl.constexpr):
+        """x [keys, queries] with the value `masked` where the query does not see the key.
+
+        A bound is compared as a key's own number against the tile's columns, which are constants of a register.
+        """
+        BLOCK_M: gl.constexpr = x.shape[1]
+        right = self.window.right
+        if self.is_partial(BLOCK_M, traits):
+            key = gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))
+            # bits 1 and 2 of a column depend on the thread, the others on the register: compared apart, no register
+            # holds a column
+            column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, x.type.layout))
+            by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
+            if traits.mask.right or traits.mask.prefix:
+                first = key * 0
+                if traits.mask.prefix:
+                    first = gl.where(key < self.prefix, 0, key - self.diagonal)
+                if traits.mask.right:
+                    behind_right = key - (self.diagonal + right)
+                    first = gl.maximum(first, behind_right) if traits.mask.prefix else behind_right
+                if not traits.even:
+                    first = gl.where(key < self.num_keys, first, BLOCK_M)
+                x = gl.where(first[:, None] - by_thread <= by_register, x, masked)
+            elif not traits.even:
+                x = gl.where((key < self.num_keys)[:, None], x, masked)
+            if traits.mask.left:
+                x = gl.where((key - (self.diagonal - self.window.left))[:, None] - by_thread >= by_register, x, masked)
+        return x
+
+
+# ---------------------------------------------------------------- P and dS
+
+
+@record
+class Weights:
+    """P [keys, queries] float32, and its derivative by the raw score: P, or P (1 - tanh^2) with a softcap."""
+
+    p: gl.tensor
+    slope: gl.tensor
+
+
+@gluon.jit
+def softmax_p(s, lse, mask, m_block, row: gl.constexpr, softmax, traits: gl.constexpr):
+    """P = exp2(scale S - LSE) of the queries from `row` of an m_block on, with 0 where the mask hides a key. lse: their
+    buffer.
+    """
+    if not traits.lse_folded:
         lse_log2 = lse.load(gl.SliceLayout(0, s.type.layout))  # not sooner: 16 registers more would spill
-    if form.softcap:
-        s = tanh(s * softcap)
-    prefix = seen[4] if form.mask.prefix else 0
-    seen = (diagonal + block * form.tuning.block_m + row, keys_left, prefix)
-    if form.begun:
-        x = s * scale_log2
+    s = score_mod(s, softmax, traits)
+    mask = mask.of_queries(m_block, row, traits)
+    if traits.lse_folded:
+        x = s * softmax.scale_log2
     else:
-        x = s * scale_log2 - lse_log2[None, :]
-    # ptxas moves nothing over the branch in `hide`. Before the exponentials it left all of them behind the wait for dp; behind them they run under
-    # dp's product: d64 causal 1.03, d192 1.02 of the speed, d128 0.98 (H200)
-    if form.masks and not form.hides_weights:
-        x = hide(x, float("-inf"), seen, limits, form)
+        x = s * softmax.scale_log2 - lse_log2[None, :]
+    # ptxas moves nothing over the branch in `apply_mask`. In front of the exponentials it left all of them behind the
+    # wait for dP. Behind them they run under dP's product: d64 causal 1.03, d192 1.02 of the speed, d128 0.98 (H200)
+    if traits.masks and not traits.masks_p:
+        x = mask.apply_mask(x, float("-inf"), traits)
     p = gl.exp2(x)
-    if form.masks and form.hides_weights:
-        p = hide(p, 0.0, seen, limits, form)
-    slope = p
-    if form.softcap:
-        slope = p * (1.0 - s * s)
-    return p, slope
+    if traits.masks and traits.masks_p:
+        p = mask.apply_mask(p, 0.0, traits)
+    return Weights(p, score_mod_slope(p, s, traits))
 
 
 @gluon.jit
-def over_columns(a, b, acc, use_acc: gl.constexpr):
-    """Issue acc + a b^T over the columns of both, part by part."""
-    acc = warpgroup_mma(a[0], b[0].permute((1, 0)), acc, use_acc=use_acc, is_async=True)
-    if len(a) == 2:
-        acc = warpgroup_mma(a[1], b[1].permute((1, 0)), acc, is_async=True)
-    return acc
+def score_mod(s, softmax, traits: gl.constexpr):
+    """The hook for scores after Q K^T and before the mask; softcap for now."""
+    if traits.softcap:
+        s = tanh(s * softmax.softcap)
+    return s
 
 
 @gluon.jit
-def by_columns(a, b, sums):
-    """Issue sums + a b, for each part of b's columns."""
-    begun = warpgroup_mma(a, b[0], sums[0], is_async=True)
-    if len(b) == 2:
-        return (begun, warpgroup_mma(a, b[1], sums[1], is_async=True))
-    else:
-        return (begun,)
+def score_mod_slope(p, s, traits: gl.constexpr):
+    """P times the derivative of score_mod, whose result is s."""
+    if traits.softcap:
+        p = p * (1.0 - s * s)
+    return p
 
 
 @gluon.jit
-def parts_of(tile):
-    """A tile's parts as rows and columns."""
-    if len(tile) == 2:
-        return (as_rows(tile[0]), as_rows(tile[1]))
-    else:
-        return (as_rows(tile[0]),)
+def zero_foreign_dq(dq, lse):
+    """dQ with 0 in rows of other documents, whose LSE is infinite: K may hold what 0 times is not 0."""
+    own = gl.convert_layout(gl.abs(lse) != float("inf"), gl.SliceLayout(1, dq.type.layout), assert_trivial=True)
+    return gl.where(own[:, None], dq, 0.0)
 
 
-@gluon.jit
-def parts_at(ring, stage):
-    return parts_of(stage_of(ring, stage))
-
-
-@gluon.jit
-def tile_now(place, form: gl.constexpr):
-    """The tile that stands at a place, (ring, stage). Its addresses are reckoned in this step where form.reckons: those of all products' operands,
-    which LLVM would keep in registers from step to step, spill, or leave no room for a sum (docs/performance.md)."""
-    ring, stage = place
-    if form.reckons:
-        stage = stage + zero_of_turn()
-    return parts_at(ring, stage)
-
-
-@gluon.jit
-def rows_of(parts, row: gl.constexpr):
-    """ROWS rows of a tile in parts."""
-    if len(parts) == 2:
-        return (parts[0].slice(row, ROWS, dim=0), parts[1].slice(row, ROWS, dim=0))
-    else:
-        return (parts[0].slice(row, ROWS, dim=0),)
-
-
-@gluon.jit
-def zeros_of(rows: gl.constexpr, first: gl.constexpr, rest: gl.constexpr):
-    """Sums of [rows, first] and [rows, rest]."""
-    zeros = gl.full([rows, first], 0.0, gl.float32, tile_layout(first))
-    if rest:
-        return (zeros, gl.full([rows, rest], 0.0, gl.float32, tile_layout(rest)))
-    else:
-        return (zeros,)
-
-
-@gluon.jit
-def wait_for(sums, pending: gl.constexpr):
-    """The sums, once at most `pending` products issued after theirs are under way."""
-    landed = warpgroup_mma_wait(pending, deps=[one for one in sums])
-    if len(sums) == 1:
-        return (landed,)
-    else:
-        return landed
+# ---------------------------------------------------------------- products
 
 
 @gluon.constexpr_function
-def tile_layout(width):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+def tile_layout(columns):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
-def left_layout(width):
-    """Of a left operand that enters from registers, for sums of `width` columns."""
-    return gl.DotOperandLayout(0, tile_layout(width), 2)
+def left_layout(columns):
+    """Of a left operand in registers, for an accumulator of `columns` columns."""
+    return gl.DotOperandLayout(0, tile_layout(columns), 2)
 
 
 @gluon.jit
-def begin_scores(k_tile, q, at, form: gl.constexpr):
-    """Issue s = k q^T, once q's tile is there."""
-    q_smem, lse_smem, q_ready, q_free = q
-    mbarrier.wait(q_ready.index(at.stage), at.parity)
-    return scores_of(k_tile, parts_at(q_smem, at.stage))
+def zeros(rows: gl.constexpr, columns: gl.constexpr):
+    return gl.full([rows, columns], 0.0, gl.float32, tile_layout(columns))
 
 
 @gluon.jit
-def scores_of(k_tile, q_tile):
-    """Issue s = k q^T, transposed scores [keys, queries]."""
-    QUERIES: gl.constexpr = q_tile[0].shape[0]
-    return over_columns(k_tile, q_tile, gl.full([ROWS, QUERIES], 0.0, gl.float32, tile_layout(QUERIES)), False)
+def zero_parts(rows: gl.constexpr, main: gl.constexpr, tail: gl.constexpr):
+    """Accumulators of [rows, main] and [rows, tail]."""
+    first = zeros(rows, main)
+    if tail > 0:
+        return ColumnParts(first, zeros(rows, tail))
+    else:
+        return ColumnParts(first, None)
 
 
 @gluon.jit
-def delta_at(do, at, form: gl.constexpr):
-    """-delta of each query, in shared memory, once do's tile is there."""
-    mbarrier.wait(do[2].index(at.stage), at.parity)
-    return delta_of(do, at.stage, form)
+def qk_product(k, q):
+    """S = Q K^T, in flight, as [keys, queries]."""
+    QUERIES: gl.constexpr = q.main.shape[0]
+    return add_over_columns(k, q, zeros(ROWS, QUERIES), False)
 
 
 @gluon.jit
-def delta_of(do, stage, form: gl.constexpr):
-    """Where a stage of do has it: by itself, or where shared memory is short behind lse of all stages of q."""
-    if form.slim:
-        stage = stage + form.tuning.stages
-    return do[1].index(stage)
+def dov_product(v, do, minus_delta):
+    """dP - delta = dO V^T - delta, in flight, as [keys, queries]."""
+    return add_over_columns(v, do, minus_delta, True)
 
 
 @gluon.jit
-def dp_start(delta):
-    """What dp's sum begins at, -delta of each query: beside ds, delta would take 16 registers and a subtraction."""
-    return sum_from(delta.load(gl.SliceLayout(0, tile_layout(delta.shape[0]))))
+def qk_dov_products(k, v, q, do, q_state, pipes, traits: gl.constexpr):
+    """S = Q K^T and dP - delta = dO V^T - delta, in flight, once Q and dO are there.
+
+    With lse_folded S begins at -LSE / scale: else P would wait for LSE, and need 16 registers where they are fewest
+    (d128 causal 1.01 to 1.02 of the speed, H200).
+    """
+    if traits.lse_folded:
+        layout: gl.constexpr = gl.SliceLayout(0, tile_layout(traits.block_m))
+        pipes.q.consumer_wait(q_state)
+        pipes.do.consumer_wait(q_state)
+        minus_lse, minus_delta = pipes.q.stat(q_state.index).load(layout), pipes.do.stat(q_state.index).load(layout)
+        s, dp = accumulator_from(minus_lse), accumulator_from(minus_delta)
+        s = add_over_columns(k, q, s, True)
+    else:
+        pipes.do.consumer_wait(q_state)
+        dp = minus_delta_of(pipes.do.stat(q_state.index))
+        pipes.q.consumer_wait(q_state)
+        s = qk_product(k, q)
+    return s, dov_product(v, do, dp)
 
 
 @gluon.jit
-def sum_from(row):
-    """A product's sum that begins at a number a query.
+def minus_delta_of(stat):
+    """What dP's accumulator begins at, -delta of each query: beside dS, delta would take 16 registers and a
+    subtraction.
+    """
+    return accumulator_from(stat.load(gl.SliceLayout(0, tile_layout(stat.shape[0]))))
 
-    To be called before any product is issued, since ptxas serialises wgmma where an accumulator is written while others run (C7514); the
-    inline mov, which the compiler may not move, keeps it there.
+
+@gluon.jit
+def accumulator_from(row):
+    """An accumulator [keys, queries] that begins at one value per query.
+
+    Call it before any product is issued: ptxas serialises wgmma where an accumulator is written while others run
+    (C7514). The inline mov, which the compiler may not move, keeps it there.
     """
     layout: gl.constexpr = row.type.layout.parent
     start, _ = gl.broadcast(row[None, :], gl.full([ROWS, row.shape[0]], 0.0, gl.float32, layout))
@@ -251,174 +419,71 @@ def sum_from(row):
 
 
 @gluon.jit
-def begin_both(k_tile, v_tile, q_tile, do_tile, q, do, at, form: gl.constexpr):
-    """Issue s = k q^T and dp = v do^T - delta, once q's and do's tiles are there. With form.begun s has lse over its scale subtracted: what
-    weights would wait for, and 16 registers, at the place where they are fewest (d128 causal 1.01 to 1.02 of the speed, H200)."""
-    if form.begun:
-        layout: gl.constexpr = gl.SliceLayout(0, tile_layout(form.tuning.block_m))
-        mbarrier.wait(q[2].index(at.stage), at.parity)
-        mbarrier.wait(do[2].index(at.stage), at.parity)
-        minus_lse, minus_delta = q[1].index(at.stage).load(layout), delta_of(do, at.stage, form).load(layout)
-        s, dp = sum_from(minus_lse), sum_from(minus_delta)
-        s = over_columns(k_tile, q_tile, s, True)
+def add_over_columns(a, b, acc, use_acc: gl.constexpr):
+    """acc + A B^T, in flight, over the columns of both."""
+    acc = warpgroup_mma(a.main, b.main.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+    if a.tail is not None:
+        acc = warpgroup_mma(a.tail, b.tail.permute((1, 0)), acc, is_async=True)
+    return acc
+
+
+@gluon.jit
+def add_product(a, b, acc):
+    """acc + A B, in flight, for A in registers."""
+    return add_to_columns(gl.convert_layout(a, left_layout(b.main.shape[1])), b, acc)
+
+
+@gluon.jit
+def add_to_columns(a, b, acc):
+    """acc + A B, in flight, for each part of B's columns."""
+    main = warpgroup_mma(a, b.main, acc.main, is_async=True)
+    if b.tail is None:
+        return ColumnParts(main, None)
     else:
-        dp = dp_start(delta_at(do, at, form))
-        s = begin_scores(k_tile, q, at, form)
-    return s, over_columns(v_tile, do_tile, dp, True)
+        return ColumnParts(main, warpgroup_mma(a, b.tail, acc.tail, is_async=True))
 
 
 @gluon.jit
-def products_of(a, b, sums):
-    """`by_columns` of a left operand that enters from registers."""
-    return by_columns(gl.convert_layout(a, left_layout(b[0].shape[1])), b, sums)
-
-
-@gluon.jit
-def in_registers(tile, wanted: gl.constexpr):
-    """The rows of a tile as left operands in registers, where the tuning says so."""
-    if wanted:
-        held = loaded(tile)
-        fence_async_shared()  # of a tile that no query sees, no step's fence follows
-        return held
+def wait_for(acc, pending: gl.constexpr):
+    """The accumulators, once at most `pending` products that were issued after theirs are in flight."""
+    if acc.tail is None:
+        return ColumnParts(warpgroup_mma_wait(pending, deps=[acc.main]), None)
     else:
-        return tile
+        return ColumnParts(*warpgroup_mma_wait(pending, deps=[acc.main, acc.tail]))
+
+
+# ---------------------------------------------------------------- tiles
 
 
 @gluon.jit
-def loaded(tile):
-    if len(tile) == 2:
-        return (tile[0].load(left_layout(ROWS)), tile[1].load(left_layout(ROWS)))
+def parts_of(tile):
+    """A tile's parts as rows and columns."""
+    if tile.tail is None:
+        return ColumnParts(as_rows(tile.main), None)
     else:
-        return (tile[0].load(left_layout(ROWS)),)
+        return ColumnParts(as_rows(tile.main), as_rows(tile.tail))
 
 
 @gluon.jit
-def hand_over(sums, dq, share: gl.constexpr, at, form: gl.constexpr):
-    """A share's columns of dq to the store partition, once it has read those before them."""
-    dq_smem, dq_ready, dq_free, of_rows = dq
-    slot = slot_of(at, form)
-    await_share(dq_free, slot, share, at, form)
-    held = as_held(sums)  # one or two units
-    share_held(dq_smem, slot, share, held.shape, form).store(held)
-    fence_async_shared()
-    say(dq_ready, slot * form.places + share, form.dq_bells)
+def rows_at(tiles, index):
+    return parts_of(tiles.index(index))
 
 
 @gluon.jit
-def hand_rows(sums, others, dq, share: gl.constexpr, at, form: gl.constexpr):
-    """`hand_over` of a share that is whole, with what `others` have added to it, which has landed in its place: in dq's dtype, scaled, as rows and
-    columns."""
-    dq_smem, dq_ready, dq_free, of_rows = dq
-    slot = slot_of(at, form)
-    await_share(dq_free, slot, share, at, form)
-    if form.collects:
-        if others:
-            held = as_held(sums)
-            sums = from_held(held + share_held(dq_smem, slot, share, held.shape, form).load(held.type.layout), sums)
-    as_rows(share_in_place(dq_smem, slot, share, of_rows[0], form)).store((sums * of_rows[1]).to(of_rows[0].dtype))
-    fence_async_shared()
-    say(dq_ready, slot * form.places + share, form.dq_bells)
-
-
-@gluon.jit
-def slot_of(at, form: gl.constexpr):
-    """Which slot of dq's channel a position is."""
-    if form.stores == 1:
-        return gl.constexpr(0)
-    else:
-        return at.stage
-
-
-@gluon.jit
-def await_share(dq_free, slot, share: gl.constexpr, at, form: gl.constexpr):
-    """Wait until a share's place in dq's channel is free; with form.collects those of both, lest a consumer whose sums have landed look for the
-    other's place a round ahead."""
-    PLACES: gl.constexpr = form.places
-    for i in gl.static_range(PLACES):
-        if i == share or form.collects:
-            mbarrier.wait(dq_free.index(slot * PLACES + i), free_parity(at, form))
-
-
-@gluon.jit
-def free_parity(at, form: gl.constexpr):
-    """Parity of the barrier that says a place of dq's channel is free: from the beginning, or with form.collects once it has been given, when what
-    others have added has landed in it."""
-    if form.collects:
-        return at.parity
-    else:
-        return at.parity ^ 1
-
-
-@gluon.jit
-def share_held(dq_smem, slot, share: gl.constexpr, shape: gl.constexpr, form: gl.constexpr):
-    """Where a share of dq stands in float32, in the order of registers."""
-    HELD: gl.constexpr = form.dq_slot * form.dq_lines // shape[0]
-    FIRST: gl.constexpr = form.share_unit(share) * form.dq_lines // shape[0]
-    return reinterpret(dq_smem, gl.float32, [form.stores * HELD] + shape, dq_smem.type.layout).index(slot * HELD + FIRST)  # noqa: RUF005
-
-
-@gluon.jit
-def share_in_place(dq_smem, slot, share: gl.constexpr, view, form: gl.constexpr):
-    """Where a share of dq stands as rows and columns: at the beginning of the memory that it has in float32."""
-    BLOCKS: gl.constexpr = form.dq_lines * 1024 // view.block_type.nbytes  # of a unit
-    return as_blocks(dq_smem, view).index((slot * form.dq_slot + form.share_unit(share)) * BLOCKS)
-
-
-@gluon.jit
-def hand_units(sums, dq, at, form: gl.constexpr):
-    """64 rows of dq, or a part of their columns, to the store partition, which takes unit by unit: it adds one while the next is stored."""
-    left, right = gl.split(gl.permute(gl.reshape(sums[0], [ROWS, 2, form.dq_unit]), [0, 2, 1]))
-    hand_unit(0, left, dq, at, form)
-    hand_unit(1, right, dq, at, form)
-    if len(sums) == 2:
-        hand_unit(2, sums[1], dq, at, form)
-
-
-@gluon.jit
-def hand_unit(unit, sums, dq, at, form: gl.constexpr):
-    dq_smem, dq_ready, dq_free, of_rows = dq
-    mbarrier.wait(dq_free.index(unit), at.parity ^ 1)
-    dq_smem.index(unit).store(as_held(sums))
-    fence_async_shared()
-    say(dq_ready, unit, form.dq_bells)
-
-
-@gluon.jit
-def in_place_of_dq(dq_smem, slot, views, form: gl.constexpr):
-    """The memory of a tile of dq as that of a tile of dk or dv, part by part."""
-    BYTES: gl.constexpr = form.dq_slot * form.dq_lines * 1024
-    FIRST: gl.constexpr = views[0].block_type.nbytes
-    first = as_blocks(dq_smem, views[0]).index(slot * (BYTES // FIRST))
-    if views[1] is not None:
-        REST: gl.constexpr = views[1].block_type.nbytes
-        return (first, as_blocks(dq_smem, views[1]).index(slot * (BYTES // REST) + FIRST // REST))
-    else:
-        return (first,)
-
-
-@gluon.jit
-def as_blocks(dq_smem, view):
-    """All of dq's channel as blocks of a view: Triton 3.8 lays nothing over a part of it, and 3.9 nothing over what begins as several."""
-    BLOCKS: gl.constexpr = dq_smem.numel * 4 // view.block_type.nbytes
-    return reinterpret(dq_smem, view.dtype, [BLOCKS] + view.block_shape, view.layout)  # noqa: RUF005 (Triton has no *)
-
-
-@gluon.jit
-def as_held(sums):
-    """Sums [rows, columns] in the order of registers, in lines of 256: by 8 columns, by 16 rows, by thread of a warp, by its four numbers.
-
-    A thread then stores its four at once, and a warp 512 bytes in a row, with no conflict of banks; rows.convert_dq_kernel knows where each went.
+def tile_now(tiles, index, traits: gl.constexpr):
+    """A stage's tile. With `rematerializes` its address is computed in this step: LLVM would keep the addresses of all
+    products' operands in registers from step to step, spill them, or leave no room for an accumulator
+    (docs/performance.md).
     """
-    ROWS: gl.constexpr = sums.shape[0]
-    COLUMNS: gl.constexpr = sums.shape[1]
-    pieces = gl.permute(gl.reshape(sums, [ROWS // 16, 2, 8, COLUMNS // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
-    return gl.reshape(pieces, [ROWS * COLUMNS // 256, 256])
+    if traits.rematerializes:
+        index = index + zero_of_turn()
+    return rows_at(tiles, index)
 
 
 @gluon.jit
-def from_held(held, like):
-    """What `as_held` has put in order, as sums again, like those it came from."""
-    ROWS: gl.constexpr = like.shape[0]
-    COLUMNS: gl.constexpr = like.shape[1]
-    pieces = gl.permute(gl.reshape(held, [COLUMNS // 8, ROWS // 16, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
-    return gl.convert_layout(gl.reshape(pieces, [ROWS, COLUMNS]), like.type.layout, assert_trivial=True)
+def rows_of(tile, row: gl.constexpr):
+    """64 rows of a tile, from `row` on."""
+    if tile.tail is None:
+        return ColumnParts(tile.main.slice(row, ROWS, dim=0), None)
+    else:
+        return ColumnParts(tile.main.slice(row, ROWS, dim=0), tile.tail.slice(row, ROWS, dim=0))

@@ -1,193 +1,441 @@
-"""Which tile of keys a program of the Hopper backward takes next, and what it tells its other partitions of that.
+"""Which tile of keys a program of the Hopper backward takes next, which tiles of queries see it, and how the producer
+hands it to the other roles.
 
-Whoever is free takes the next number from a counter, as costs differ and so do SMs; rows_kernel has set the counter to 0. A number is asked for
-when the last loads of the tile before are under way: sooner, a program would hold a tile that another could begin.
+    tile counter --tile_index--> producer: TileScheduler.get_current_work
+                                   |
+                                 publish      waits tile_empty, writes the tile's words, signals tile_full
+                                   |
+                                   +--> consumers, store warps: wait_published, receive, consumer_release (tile_empty)
+
+A program takes the next tile from a counter, because costs differ and so do SMs; rows_kernel has set the counter to 0.
+It asks when the last loads of its tile are in flight. If it asked sooner, it would hold a tile that another program
+could begin.
+
+Key ranges (documents, key lengths, prefixes): a tile of keys belongs to one document. The keys of a tile index are
+processed run by run, as the forward's queries are (`device.key_ranges`). TMA descriptors wrap, so that no key of
+another document is read and no gradient of one is written. Keys beyond an entry's length are not read either; their
+gradients are written as 0.
 """
 
-from ..device.dialect import gl, gluon
+from ..device.dialect import Value, gl, gluon, mbarrier, partition_barrier, record, reinterpret
+from ..device.forward_mask import SeqlenInfo
+from ..device.forward_scheduler import FourWordRows
+from ..device.key_ranges import PURE, prefix_of, tile_at
 from ..device.mask import first_row, stop_row
 from ..device.seqlen import find_sequence, keys_of, span_of
 from ..device.tile_scheduler import read_words, word
+from ..device.tma import HeadRows
 
-WORDS: gl.constexpr = gl.constexpr(16)  # of a tile on the board, of which 10 are told, and of spans (backward_key_ranges)
-BACK: gl.constexpr = gl.constexpr(10)  # with form.last_sections: whether it is of them, 1 or 0
-KEYS_SEEN: gl.constexpr = gl.constexpr(10)  # where its keys end that are seen
-KEYS_WRITTEN: gl.constexpr = gl.constexpr(11)  # and those whose gradients are written: hidden ones have 0
-PURE_BEGIN: gl.constexpr = gl.constexpr(12)  # of the tiles of queries the first without rows of other documents
-PURE_STOP: gl.constexpr = gl.constexpr(13)  # and one past the last
-WHOLE: gl.constexpr = gl.constexpr(-1)  # as the turn of a tile of dq: it is written already, and has no sum
-PREFIX: gl.constexpr = gl.constexpr(15)  # how many keys of the entry all rows see
+WORDS: gl.constexpr = gl.constexpr(
+    16
+)  # int32 of a published tile, in the order of `publish`; those that are read by name:
+NUM_M_BLOCKS: gl.constexpr = gl.constexpr(4)
+DENSE_OFFSET_K: gl.constexpr = gl.constexpr(8)
+FROM_LAST: gl.constexpr = gl.constexpr(10)
+NUM_KEYS: gl.constexpr = gl.constexpr(10)
+NUM_KEYS_WRITTEN: gl.constexpr = gl.constexpr(11)
+PURE_BEGIN: gl.constexpr = gl.constexpr(12)
+PURE_STOP: gl.constexpr = gl.constexpr(13)
+PREFIX: gl.constexpr = gl.constexpr(15)
+END: gl.constexpr = gl.constexpr(-1)  # as a tile's number of m_blocks: there are no more tiles
+DQ_WRITTEN: gl.constexpr = gl.constexpr(-1)  # as the semaphore of a tile of dQ: it is written already, and has no sum
+
+
+# ---------------------------------------------------------------- what a work tile is
+
+
+@record
+class BlockInfo:
+    """The tiles of queries that a tile of keys visits, contiguous, head by head. A block-sparse mask would read a list
+    here.
+    """
+
+    num_m_blocks: gl.tensor  # of a head
+    from_last: Value  # reversed sections: 1 for the last m_block first, else 0; None elsewhere
+
+    @gluon.jit
+    def m_block(self, step, traits: gl.constexpr):
+        """The m_block of a head's step, counted from the work tile's first. Deterministic: the first first, as
+        `dense_key_tile` says. Else the last first, which all programs of a causal head have in common (d128 8k 555
+        TFLOP/s for 542, H200).
+        """
+        if traits.reversed_sections > 0:
+            return step + self.from_last * (self.num_m_blocks - 1 - 2 * step)
+        elif traits.deterministic:
+            return step
+        else:
+            return self.num_m_blocks - 1 - step
+
+
+@record
+class QueryTile:
+    """One tile of queries that a work tile visits."""
+
+    head: gl.tensor
+    m_block: gl.tensor  # counted from the work tile's first
+    m_start: gl.tensor  # its first row in the sequence
+    index: gl.tensor  # among all tiles of queries: where its LSE, delta and dQ's sum are
+
+
+@record
+class DocumentRows:
+    """The rows of a work tile's document, and which of its m_blocks have no rows of other documents."""
+
+    q_start: gl.tensor
+    q_stop: gl.tensor
+    pure_begin: gl.tensor
+    pure_stop: gl.tensor
+    document: gl.tensor  # PURE, or an id where rows of other documents lie among the document's own
+
+    @gluon.jit
+    def has_foreign_rows(self, m_block):
+        return (m_block < self.pure_begin) | (m_block >= self.pure_stop)
+
+
+@record
+class WorkTile:
+    """Keys n_start .. of one key head of one sequence, for a part of the query heads of its group, and the tiles of
+    queries that see them.
+    """
+
+    is_valid: gl.tensor
+    batch: gl.tensor
+    head_part: gl.tensor  # traits.heads_per_program query heads that share a key head
+    n_start: gl.tensor
+    m_start: gl.tensor  # first row of the first m_block
+    blocks: BlockInfo
+    first_m_tile: gl.tensor  # index of the first head's first tile of queries, among all
+    seqlen: SeqlenInfo  # num_keys: where the keys end that any row sees
+    num_keys_written: gl.tensor  # where the keys end whose gradients are written
+    rows: DocumentRows | gl.constexpr  # key ranges; else None
+    next_row: Value  # key ranges: the row within this tile index with which a further tile begins, or 0; else None
+
+    @gluon.jit
+    def num_steps(self, traits: gl.constexpr):
+        return traits.heads_per_program * self.blocks.num_m_blocks
+
+    @gluon.jit
+    def query_tile(self, step, shape, traits: gl.constexpr):
+        """The tile of queries of a step of this work tile."""
+        if traits.heads_per_program == 1:
+            head, m_block = self.head_part, self.blocks.m_block(step, traits)
+        else:
+            head = self.head_part * traits.heads_per_program + step // self.blocks.num_m_blocks
+            m_block = self.blocks.m_block(step % self.blocks.num_m_blocks, traits)
+        m_start = self.m_start + m_block * traits.block_m
+        return QueryTile(
+            head, m_block, m_start, self.first_m_tile + head * shape.num_m_blocks + m_start // traits.block_m
+        )
+
+    @gluon.jit
+    def head_kv(self, traits: gl.constexpr):
+        if traits.group_splits > 1:
+            return self.head_part // traits.group_splits
+        else:
+            return self.head_part
+
+    @gluon.jit
+    def q_rows(self, stride, shape, traits: gl.constexpr):
+        """Rows of Q, dO or dQ of the first head; with key ranges, batch entries are `stride` rows apart."""
+        offset = self.seqlen.offset_q
+        if traits.key_ranges:
+            offset = self.batch * stride
+        return HeadRows(self.batch, offset, self.seqlen.seqlen_q, self.head_part, shape.heads)
+
+    @gluon.jit
+    def k_rows(self, stride, num_keys, shape, traits: gl.constexpr):
+        """Rows of K, V, dK or dV, of which num_keys are read or written, but for the head (`head_kv`)."""
+        offset = self.seqlen.offset_k
+        if traits.key_ranges:
+            offset = self.batch * stride
+        return HeadRows(self.batch, offset, num_keys, self.head_part, shape.heads)
+
+    @gluon.jit
+    def whole_m_blocks(self, window, traits: gl.constexpr):
+        """Of the m_blocks of a head, how many see no keys behind this tile's, from the first on: their dQ is whole with
+        its part. The tile must have the first keys, or (dq_last_writer_converts) add what earlier tiles have summed.
+        """
+        seqlen = self.seqlen
+        n_stop = self.n_start + traits.block_n
+        whole = gl.where(seqlen.seqlen_k <= n_stop, self.blocks.num_m_blocks, 0)
+        if traits.mask.right:
+            rows = n_stop - (seqlen.seqlen_k - seqlen.seqlen_q) - window.right - self.m_start
+            whole = gl.maximum(whole, rows // traits.block_m)
+        if traits.dq_last_writer_converts:
+            return whole
+        else:
+            return gl.where(self.n_start == 0, whole, 0)
+
+
+# ---------------------------------------------------------------- which tile
+
+
+@record
+class TileScheduler:
+    """The tiles of one program, as the tile counter hands them out."""
+
+    tile_index: gl.tensor
+    row: Value  # key ranges: where in the keys of this index the next tile begins; else None
+
+    @gluon.jit
+    def start(counter, traits: gl.constexpr):
+        tile_index = next_tile_index(counter)
+        return TileScheduler(tile_index, tile_index * 0 if traits.key_ranges else None)
+
+    @gluon.jit
+    def advance_behind(self, work, counter, traits: gl.constexpr):
+        """The next tile; with key ranges of the same index if there is one."""
+        if traits.key_ranges:
+            tile_index = self.tile_index
+            if work.next_row == 0:
+                tile_index = next_tile_index(counter)
+            return TileScheduler(tile_index, work.next_row)
+        else:
+            return TileScheduler(next_tile_index(counter), None)
+
+    @gluon.jit
+    def get_current_work(self, cu_seqlens, ranges, launch, traits: gl.constexpr):
+        if traits.key_ranges:
+            return range_work_tile(self.tile_index, self.row, ranges, launch, traits)
+        else:
+            return work_tile(self.tile_index, cu_seqlens, launch, traits)
 
 
 @gluon.jit
-def next_number(counter):
-    """The first is of the counter too: whoever waits for earlier tiles' turns then waits for programs that have begun."""
+def next_tile_index(counter):
+    """The first index is of the counter too: who waits for earlier tiles' semaphores waits for programs that run."""
     return gl.atomic_add(counter, 1, sem="relaxed")
 
 
 @gluon.jit
-def keys_of_number(number, offsets, work, form: gl.constexpr):
-    """(whether there is such a tile, what the partitions are told of it).
+def work_tile(tile_index, cu_seqlens, launch, traits: gl.constexpr):
+    """A tile of dense or packed layouts. Offsets are 0 in dense ones."""
+    shape, window = launch.shape, launch.window
+    seqlen_q, seqlen_k = shape.seqlen_q, shape.seqlen_k
+    zero = tile_index * 0
+    batch, offset_q, offset_k, from_last = zero, zero, zero, None
+    head_parts = shape.heads // traits.heads_per_program
+    if traits.packed:
+        in_order = from_end(tile_index // head_parts, shape.num_n_blocks, traits)
+        sequence, n_block = find_sequence(cu_seqlens.k, in_order, shape.batch, seqlen_k, traits.block_n)
+        offset_k, seqlen_k = span_of(cu_seqlens.k, sequence, shape.batch, seqlen_k)
+        offset_q, seqlen_q = keys_of(cu_seqlens.q, sequence, shape.batch, seqlen_q)
+        head_part = tile_index % head_parts
+        first_m_tile = offset_q // traits.block_m + sequence  # device.seqlen.find_sequence
+    else:
+        place = dense_key_tile(tile_index, shape, traits)
+        batch, head_part, n_block, from_last = place.batch, place.head_part, place.n_block, place.from_last
+        first_m_tile = batch * shape.heads * shape.num_m_blocks
+    n_start = n_block * traits.block_n
+    bounds = (seqlen_k, window.left, window.right)
+    m_begin = first_row(n_start, seqlen_q, bounds, 0, traits) // traits.block_m
+    m_stop = stop_row(gl.minimum(n_start + traits.block_n, seqlen_k) - 1, seqlen_q, bounds, traits)
+    blocks = BlockInfo(gl.maximum(gl.cdiv(m_stop, traits.block_m) - m_begin, 0), from_last)
+    m_start = m_begin * traits.block_m
+    seqlen = SeqlenInfo(offset_q, zero + seqlen_q, offset_k, zero + seqlen_k, zero + seqlen_k, 0)
+    return WorkTile(
+        n_start < seqlen_k,
+        batch,
+        head_part,
+        n_start,
+        m_start,
+        blocks,
+        first_m_tile,
+        seqlen,
+        zero + seqlen_k,
+        None,
+        None,
+    )
 
-    Told: batch entry, part of heads, first key, first row, tiles of queries, number of the first head's first tile, q start, S_q, k start, S_k.
-    A part is form.members query heads that share a key head. Starts are 0 in dense layouts. With form.last_sections, then whether the tile is of
-    them.
-    """
-    BLOCK_M: gl.constexpr = form.tuning.block_m
-    BLOCK_N: gl.constexpr = form.tuning.block_n
-    tiles, sizes, limits, numbers, counter = work
-    batch, heads, seqlen_q, seqlen_k, tiles_m, tiles_n, section = sizes
-    left, right = limits
-    parts = heads // form.members
-    entry, q_start, k_start, back = number * 0, number * 0, number * 0, number * 0
-    if form.packed:
-        cu_seqlens_q, cu_seqlens_k = offsets
-        sequence, n_block = find_sequence(cu_seqlens_k, from_end(number // parts, tiles_n, form), batch, seqlen_k, BLOCK_N)
-        k_start, seqlen_k = span_of(cu_seqlens_k, sequence, batch, seqlen_k)
-        q_start, seqlen_q = keys_of(cu_seqlens_q, sequence, batch, seqlen_q)
-        part = number % parts
-        first_tile = q_start // BLOCK_M + sequence  # device.seqlen.find_sequence
-    else:
-        entry, part, n_block, back = dense_keys(number, sizes, form)
-        first_tile = entry * heads * tiles_m
-    n_start = n_block * BLOCK_N
-    bounds = (seqlen_k, left, right)
-    m_begin = first_row(n_start, seqlen_q, bounds, 0, form) // BLOCK_M
-    m_stop = stop_row(gl.minimum(n_start + BLOCK_N, seqlen_k) - 1, seqlen_q, bounds, form)
-    blocks = gl.maximum(gl.cdiv(m_stop, BLOCK_M) - m_begin, 0)
-    m_first = m_begin * BLOCK_M
-    if form.last_sections:
-        told = (entry, part, n_start, m_first, blocks, first_tile, q_start, seqlen_q, k_start, seqlen_k, back)
-    else:
-        told = (entry, part, n_start, m_first, blocks, first_tile, q_start, seqlen_q, k_start, seqlen_k)
-    return n_start < seqlen_k, told
+
+@record
+class KeyTilePlace:
+    batch: gl.tensor
+    head_part: gl.tensor
+    n_block: gl.tensor
+    from_last: Value  # see BlockInfo
 
 
 @gluon.jit
-def dense_keys(number, sizes, form: gl.constexpr):
-    """(batch entry, part of heads, tile of keys, whether it is of form.last_sections) of a tile's number in dense layouts: causal tiles go by falling
-    cost, in sections of heads whose queries fit in L2; others go key by key within a head.
+def dense_key_tile(tile_index, shape, traits: gl.constexpr):
+    """The place of a tile index in dense layouts. Causal tiles come by falling cost, in sections of heads whose queries
+    fit in L2; others come key by key within a head.
 
-    Where form.ordered, keys go from the last to the first and queries from the first on: turns at a tile of dq then come a step and more apart, and a
-    program waits for earlier ones only. But so the longest tiles would come last of all, and most SMs wait for a few of them. In the last
-    sections keys go from the first to the last, and queries from the last on, which all their programs have in common: deterministic d64 1.025 to
-    1.037 of the speed, d96 1.07, d128 1.06, 1k x 16 1.03, GQA 64/8 1.035 to 1.2 (H200).
+    Deterministic: keys come from the last to the first and queries from the first on. Semaphores of a tile of dQ then
+    come a step and more apart, and a program waits for earlier programs only. But the longest tiles would come last of
+    all, and most SMs would wait for a few of them. In the last sections (`reversed_sections`) keys come from the first
+    to the last and queries from the last on, which all their programs have in common: deterministic d64 1.025 to 1.037
+    of the speed, d96 1.07, d128 1.06, 1k x 16 1.03, GQA 64/8 1.035 to 1.2 (H200).
     """
-    parts, tiles_n, section = sizes[1] // form.members, sizes[5], sizes[6]
-    back = number * 0
-    if form.mask.right and not form.mask.left:
-        begin = number // (tiles_n * section) * section
-        count = gl.minimum(section, sizes[0] * parts - begin)
-        if form.last_sections:
-            last = gl.maximum(gl.cdiv(sizes[0] * parts, section) - form.last_sections, 0) * section
-            back = (begin >= last).to(gl.int32)
+    head_parts, tiles, section = shape.heads // traits.heads_per_program, shape.num_n_blocks, shape.l2_head_parts
+    from_last = None
+    if traits.orders_by_cost:
+        begin = tile_index // (tiles * section) * section
+        count = gl.minimum(section, shape.batch * head_parts - begin)
+        if traits.reversed_sections > 0:
+            last = gl.maximum(gl.cdiv(shape.batch * head_parts, section) - traits.reversed_sections, 0) * section
+            from_last = (begin >= last).to(gl.int32)
             begin = gl.minimum(begin, last)
-            count = gl.where(back == 1, sizes[0] * parts - last, count)
-        within = number - begin * tiles_n
+            count = gl.where(from_last == 1, shape.batch * head_parts - last, count)
+        within = tile_index - begin * tiles
         place = within // count
-        n_block = from_end(place, tiles_n, form)
-        if form.last_sections:
-            n_block = gl.where(back == 1, place, n_block)
+        n_block = from_end(place, tiles, traits)
+        if traits.reversed_sections > 0:
+            n_block = gl.where(from_last == 1, place, n_block)
         index = begin + within % count
     else:
-        n_block = from_end(number % tiles_n, tiles_n, form)
-        index = number // tiles_n
-    return index // parts, index % parts, n_block, back
+        n_block = from_end(tile_index % tiles, tiles, traits)
+        index = tile_index // tiles
+    return KeyTilePlace(index // head_parts, index % head_parts, n_block, from_last)
 
 
 @gluon.jit
-def from_end(place, places, form: gl.constexpr):
-    if form.ordered:
+def from_end(place, places, traits: gl.constexpr):
+    if traits.deterministic:
         return places - 1 - place
     else:
         return place
 
 
-@gluon.jit
-def key_head(part, form: gl.constexpr):
-    if form.splits > 1:
-        return part // form.splits
-    else:
-        return part
+@record
+class RangeTile:
+    """What `tile_at` finds: keys start .. stop - 1 of a batch entry, and (first query, one past the last, document)."""
+
+    is_valid: gl.tensor
+    start: gl.tensor
+    stop: gl.tensor
+    next_row: gl.tensor
+    queries: gl.tuple
 
 
 @gluon.jit
-def walk_of(blocks, back, form: gl.constexpr):
-    """How a tile's queries are walked: (how many tiles of them a head has, whether from the last to the first)."""
-    if form.last_sections:
-        return (blocks, back)
-    else:
-        return (blocks, blocks)
+def range_work_tile(tile_index, row, ranges, launch, traits: gl.constexpr):
+    """The tile with which the keys of an index go on at `row`: keys of one run of a document (`device.key_ranges`)."""
+    shape, window = launch.shape, launch.window
+    seqlen_q, seqlen_k = shape.seqlen_q, shape.seqlen_k
+    place = dense_key_tile(tile_index, shape, traits)
+    batch = place.batch
+    found = RangeTile(*tile_at(tile_index >= 0, batch, place.n_block, row, 1, ranges, shape, traits.block_n, traits))
+    q_start, q_stop, document = found.queries
+    num_keys = found.stop
+    if traits.mask.key_lengths:  # the forward has reported lengths that are out of range
+        num_keys = gl.minimum(num_keys, gl.maximum(gl.load(ranges.key_lengths + batch), 0))
+    bounds, prefix = (seqlen_k, window.left, window.right), prefix_of(ranges.prefixes, batch, seqlen_k, traits)
+    m_begin = gl.maximum(first_row(found.start, seqlen_q, bounds, prefix, traits), q_start) // traits.block_m
+    m_stop = gl.minimum(stop_row(num_keys - 1, seqlen_q, bounds, traits), q_stop)
+    m_blocks = gl.where(num_keys > found.start, gl.maximum(gl.cdiv(m_stop, traits.block_m) - m_begin, 0), 0)
+    first_m_tile = batch * shape.heads * shape.num_m_blocks
+    whole = gl.where(q_stop == seqlen_q, m_begin + m_blocks, q_stop // traits.block_m)  # there are no rows behind S_q
+    pure_begin = gl.cdiv(q_start, traits.block_m) - m_begin
+    pure_stop = gl.where(document == PURE, whole - m_begin, 0)
+    rows = DocumentRows(q_start, q_stop, pure_begin, pure_stop, document)
+    m_start, zero = m_begin * traits.block_m, tile_index * 0
+    seqlen = SeqlenInfo(zero, zero + seqlen_q, zero, zero + seqlen_k, num_keys, prefix)
+    blocks = BlockInfo(m_blocks, None)
+    return WorkTile(
+        found.is_valid,
+        batch,
+        place.head_part,
+        found.start,
+        m_start,
+        blocks,
+        first_m_tile,
+        seqlen,
+        found.stop,
+        rows,
+        found.next_row,
+    )
 
 
-@gluon.jit
-def tile_of_step(step, walk, form: gl.constexpr):
-    """Which of a head's tiles of queries a step takes: from the last, which all programs of a causal head have in common (d128 8k 555 TFLOP/s for
-    542, H200), to the first; where programs take turns at dq as `dense_keys` says."""
-    blocks, back = walk
-    if form.last_sections:
-        return step + back * (blocks - 1 - 2 * step)
-    elif form.ordered:
-        return step
-    else:
-        return blocks - 1 - step
+# ---------------------------------------------------------------- from the producer to the others
 
 
-@gluon.jit
-def head_and_tile(part, step, walk, form: gl.constexpr):
-    """(the query head, which of its tiles of queries) of a tile's `step`, which walks the tiles of queries head by head."""
-    if form.members == 1:
-        return part, tile_of_step(step, walk, form)
-    else:
-        return part * form.members + step // walk[0], tile_of_step(step % walk[0], walk, form)
+@record
+class WorkTilePipeline:
+    """One slot in which the producer publishes work tiles."""
 
+    words: gl.shared_memory_descriptor  # [1, WORDS] int32
+    full: Value
+    empty: Value
 
-@gluon.jit
-def seen_and_walk(words, row: gl.constexpr, limits, form: gl.constexpr):
-    """((the consumer's key that the first row has on the diagonal, keys from the consumer's first on, of spans the first tile of queries without rows
-    of others, one past the last, and keys that all rows see, or with form.finishes `finished` and whether other tiles of keys come before this
-    one), `walk_of` its queries); the consumer's keys begin with the tile's key `row`."""
-    told = read_words(words, 0)
-    n_start, seqlen_k = word(told, 2) + row, word(told, 9)
-    keys = word(told, KEYS_SEEN) if form.spans else seqlen_k
-    diagonal = word(told, 3) + (seqlen_k - word(told, 7)) - n_start
-    walk = walk_of(word(told, 4), word(told, BACK), form)
-    if form.spans:
-        return (diagonal, keys - n_start, word(told, PURE_BEGIN), word(told, PURE_STOP), word(told, PREFIX) - n_start), walk
-    elif form.finishes:
-        return (diagonal, keys - n_start, finished(told, limits, form), word(told, 2) > 0), walk
-    else:
-        return (diagonal, keys - n_start), walk
+    @gluon.jit
+    def publish(self, state, work, traits: gl.constexpr):
+        seqlen, rows = work.seqlen, work.rows
+        slot = self._acquire(state)
+        slot.store(0, work.batch, work.head_part, work.n_start, work.m_start)
+        if traits.key_ranges:
+            slot.store(1, work.blocks.num_m_blocks, work.first_m_tile, rows.q_start, seqlen.seqlen_q)
+            slot.store(2, rows.q_stop, seqlen.seqlen_k, seqlen.num_keys, work.num_keys_written)
+            slot.store(3, rows.pure_begin, rows.pure_stop, rows.document, seqlen.prefix)
+        else:
+            slot.store(1, work.blocks.num_m_blocks, work.first_m_tile, seqlen.offset_q, seqlen.seqlen_q)
+            slot.store(2, seqlen.offset_k, seqlen.seqlen_k, work.blocks.from_last, None)
+            slot.store(3, None, None, None, None)
+        self._commit(state)
 
+    @gluon.jit
+    def publish_end(self, state, unread):
+        """There are no more tiles. Others read one word of the slot; the words before it hold `unread`."""
+        slot = self._acquire(state)
+        slot.store(0, unread, unread, unread, unread)
+        slot.store(1, unread * 0 + END, None, None, None)
+        slot.store(2, None, None, None, None)
+        slot.store(3, None, None, None, None)
+        self._commit(state)
 
-@gluon.jit
-def finished(told, limits, form: gl.constexpr):
-    """Of a head's tiles of queries that a tile of keys walks, how many see no keys behind its own, from the first on: their dq is whole with its
-    share, where its keys are the first, or (form.collects) with what those before have added."""
-    m_first, seqlen_q, seqlen_k = word(told, 3), word(told, 7), word(told, 9)
-    n_stop = word(told, 2) + form.tuning.block_n
-    tiles = gl.where(seqlen_k <= n_stop, word(told, 4), 0)
-    if form.mask.right:
-        rows = n_stop - (seqlen_k - seqlen_q) - limits[1] - m_first
-        tiles = gl.maximum(tiles, rows // form.tuning.block_m)
-    if form.collects:
-        return tiles
-    else:
-        return gl.where(word(told, 2) == 0, tiles, 0)
+    @gluon.jit
+    def _acquire(self, state):
+        rows = reinterpret(self.words, gl.int32, [WORDS // 4, 4], self.words.type.layout)
+        lane = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
+        mbarrier.wait(self.empty.index(state.index), state.phase ^ 1)
+        return FourWordRows(rows, state.index, lane)
 
+    @gluon.jit
+    def _commit(self, state):
+        partition_barrier()  # all lanes have stored before one arrives
+        mbarrier.arrive(self.full.index(state.index))
 
-@gluon.jit
-def read_place(words, form: gl.constexpr):
-    """((part of heads, first row, `walk_of` its queries, number of the first head's first tile), first key, (S_q, S_k), (entry, start, length)), the
-    last of the keys whose gradients are written."""
-    told = read_words(words, 0)
-    steps = (word(told, 1), word(told, 3), walk_of(word(told, 4), word(told, BACK), form), word(told, 5))
-    length = word(told, KEYS_WRITTEN) if form.spans else word(told, 9)
-    return steps, word(told, 2), (word(told, 7), word(told, 9)), (word(told, 0), word(told, 8), length)
+    @gluon.jit
+    def wait_published(self, state):
+        """Wait for the next tile; whether there is one."""
+        mbarrier.wait(self.full.index(state.index), state.phase)
+        return word(read_words(self.words, state.index), NUM_M_BLOCKS) >= 0
 
+    @gluon.jit
+    def receive(self, traits: gl.constexpr):
+        """The tile that has been published."""
+        row = read_words(self.words, 0)
+        offset_q, offset_k, num_keys, num_keys_written, prefix = (
+            word(row, 6),
+            word(row, 8),
+            word(row, 9),
+            word(row, 9),
+            0,
+        )
+        from_last, rows = None, None
+        if traits.key_ranges:
+            rows = DocumentRows(word(row, 6), word(row, 8), word(row, PURE_BEGIN), word(row, PURE_STOP), word(row, 14))
+            offset_q, offset_k = offset_q * 0, offset_k * 0
+            num_keys, num_keys_written, prefix = word(row, NUM_KEYS), word(row, NUM_KEYS_WRITTEN), word(row, PREFIX)
+        elif traits.reversed_sections > 0:
+            from_last = word(row, FROM_LAST)
+        blocks = BlockInfo(word(row, NUM_M_BLOCKS), from_last)
+        seqlen = SeqlenInfo(offset_q, word(row, 7), offset_k, word(row, 9), num_keys, prefix)
+        batch = word(row, 0)
+        return WorkTile(
+            batch >= 0,
+            batch,
+            word(row, 1),
+            word(row, 2),
+            word(row, 3),
+            blocks,
+            word(row, 5),
+            seqlen,
+            num_keys_written,
+            rows,
+            None,
+        )
 
-@gluon.jit
-def rows_finished(words, limits, form: gl.constexpr):
-    """(`finished`, (entry, start, length) of the queries)."""
-    told = read_words(words, 0)
-    return finished(told, limits, form), (word(told, 0), word(told, 6), word(told, 7))
+    @gluon.jit
+    def consumer_release(self):
+        mbarrier.arrive(self.empty.index(0))

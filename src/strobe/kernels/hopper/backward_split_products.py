@@ -1,260 +1,309 @@
-"""What the two consumers of the Hopper backward do where one makes weights, ds and dv, and the other only multiplies: dq and dk.
+"""The mainloop of the Hopper backward where two consumers split the products: one makes P, dS and dV, the other
+multiplies dQ and dK.
 
-64 keys, of wide heads, whose sums leave registers for no more:
+    producer --Q, LSE--> q -----+--> consumer 0: S, dP, P, dS, dV --dS--> ds --> consumer 1: dQ, dK
+    producer --dO, delta--> do -+                                                  '--units of dQ--> dq --> store warp
 
-    weights        s | dp | p, ds to the other | dv
-    gradients      dq, dk | dq to memory, unit by unit
+64 keys, of wide heads, whose accumulators leave registers for no more:
 
-128 keys, as two tiles of 64, so that dq is added to memory half as often: 192/128 1.15 of the speed of 64 keys (H200). The second tile's products
-are issued with the first's dv; of dq a unit is so narrow that it fits beside two tiles of dk.
+    consumer 0     S | dP | P, dS to the other | dV
+    consumer 1     dQ, dK | dQ to memory, unit by unit
 
-    weights        s, dp | p, ds to the other | dv, s', dp' | p', ds' to the other | dv'
-    gradients      a unit of dq, dk | that unit to memory | a unit, dk' | to memory | ...
+128 keys, as two tiles of 64, so that dQ is added to memory half as often: 192/128 1.15 of the speed of 64 keys (H200).
+The second tile's products are issued with the first's dV. A unit of dQ is so narrow that it fits beside two tiles of
+dK.
 
-ds then has as many places as q, where it is free when q is; dk and dv leave in the places of k and v.
+    consumer 0     S, dP | P, dS to the other | dV, S', dP' | P', dS' to the other | dV'
+    consumer 1     a unit of dQ, dK | that unit to memory | a unit, dK' | to memory | ...
+
+dS then has as many stages as Q, where it is free when Q is. dK and dV leave in the place of K and V.
 """
 
-from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait, zero_of_turn
-from ..device.per_thread_mbarrier import await_said, say
-from ..device.pipeline import Position
-from .backward_key_ranges import without_others
+from ..device.dialect import gl, gluon, mbarrier, record, warpgroup_mma, warpgroup_mma_wait, zero_of_turn
+from ..device.pipeline import PipelineState
+from ..device.tma import ColumnParts
 from .backward_mainloop import (
     ROWS,
-    begin_scores,
-    by_columns,
-    delta_at,
-    delta_of,
-    dp_start,
-    dq_position,
-    hand_unit,
-    hand_units,
-    in_registers,
-    of_do,
-    over_columns,
-    parts_at,
-    products_of,
+    AttentionMask,
+    KeyTile,
+    Pipelines,
+    add_product,
+    add_to_columns,
+    do_state_of,
+    dov_product,
+    minus_delta_of,
+    qk_product,
+    rows_at,
     rows_of,
-    scores_of,
+    softmax_p,
     tile_now,
     wait_for,
-    weights,
-    zeros_of,
+    zero_foreign_dq,
+    zero_parts,
+    zeros,
 )
-from .backward_scheduler import tile_of_step
 
 
-@gluon.jit
-def walk_weights(dv, keys, channels, at, seen, walk, work, form: gl.constexpr):
-    """Weights of all tiles of queries, ds to the other consumer, and dv: (dv, where the rings stand then)."""
-    q_at, do_at = at
-    keys = (keys[0], keys[1], in_registers(tile_now(keys[0], form), form.tuning.k_in_registers))
-    for _ in range(form.members):
-        for step in range(walk[0]):
-            place, block = (q_at, of_do(q_at, do_at, form)), tile_of_step(step, walk, form)
-            if form.two_tiles:
-                dv = step_weights_of_two(dv, keys, channels, place, seen, block, work, form)
-            else:
-                dv = step_weights(dv, keys, channels, place, seen, block, work, form)
-            q_at = q_at.next()
-            do_at = do_at.next()
-    return dv, q_at, do_at
+@record
+class KeyHalves:
+    """Accumulators of two tiles of 64 keys."""
+
+    first: ColumnParts
+    second: ColumnParts
 
 
-@gluon.jit
-def step_weights(dv, keys, channels, at, seen, block, work, form: gl.constexpr):
-    """One tile of queries. Where do has one place it is waited for behind the weights."""
-    k_place, v_place, held = keys
-    if form.tuning.k_in_registers:
-        k_tile = held
-    else:
-        k_tile = tile_now(k_place, form)
-    v_tile = tile_now(v_place, form)
-    q, do, dq, handed = channels
-    q_at, do_at = at
-    dtype: gl.constexpr = v_tile[0].dtype
-    do_tile = parts_at(do[0], do_at.stage)
-    if form.tuning.stages_do == 1:
-        s = warpgroup_mma_wait(0, deps=[begin_scores(k_tile, q, q_at, form)])
-        p, slope = weights(s, q[1].index(q_at.stage), block, 0, seen, work, form)
-        dp = over_columns(v_tile, do_tile, dp_start(delta_at(do, do_at, form)), True)
-    else:
-        dp = dp_start(delta_at(do, do_at, form))
-        s = begin_scores(k_tile, q, q_at, form)
-        dp = over_columns(v_tile, do_tile, dp, True)
-        s = warpgroup_mma_wait(form.products_dv, deps=[s])
-        p, slope = weights(s, q[1].index(q_at.stage), block, 0, seen, work, form)
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    hand_ds((slope * dp).to(dtype), q, handed, q_at, form)
-    dv = wait_for(products_of(p.to(dtype), do_tile, dv), 0)
-    mbarrier.arrive(do[3].index(do_at.stage))
-    mbarrier.arrive(q[3].index(q_at.stage))
-    return dv
+@record
+class DvState:
+    """What a step of consumer 0 hands the next."""
+
+    dv: ColumnParts | KeyHalves
+    q: PipelineState
+    do: PipelineState
 
 
-@gluon.jit
-def hand_ds(ds, q, handed, at, form: gl.constexpr):
-    """ds to the other consumer, which has read the one before when it has freed that step's q."""
-    ds_smem, ds_ready, ds_free = handed
-    before = at.before()
-    mbarrier.wait(q[3].index(before.stage), before.parity)
-    ds_smem.index(0).store(ds)
-    fence_async_shared()
-    say(ds_ready, 0, form.bells)
+@record
+class DkState:
+    """What a step of consumer 1 hands the next."""
+
+    dk: ColumnParts | KeyHalves
+    q: PipelineState
+    ds: PipelineState
 
 
-@gluon.jit
-def step_weights_of_two(dv, keys, channels, at, seen, block, work, form: gl.constexpr):
-    """`step_weights` of 128 keys. The second tile's dp has delta subtracted behind its product: to begin at it, it would have to be issued while no
-    other is under way (backward_mainloop.sum_from). Addresses are reckoned before each product: else they spill."""
-    k_place, v_place, held = keys
-    q, do, dq, handed = channels
-    q_at, do_at = at
-    dtype: gl.constexpr = do[0][0].dtype
-    dp = dp_start(delta_at(do, do_at, form))
-    s = begin_scores(rows_of(tile_now(k_place, form), 0), q, q_at, form)
-    dp = over_columns(rows_of(tile_now(v_place, form), 0), parts_at(do[0], do_at.stage), dp, True)
-    s = warpgroup_mma_wait(form.products_dv, deps=[s])
-    p, slope = weights(s, q[1].index(q_at.stage), block, 0, seen, work, form)
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    place_of_ds(0, handed, q_at).store((slope * dp).to(dtype))
-    do_place, q_place = (do[0], do_at.stage), (q[0], q_at.stage)
-    first = products_of(p.to(dtype), tile_now(do_place, form), dv[0])
-    s = scores_of(rows_of(tile_now(k_place, form), ROWS), tile_now(q_place, form))
-    dp = scores_of(rows_of(tile_now(v_place, form), ROWS), tile_now(do_place, form))
-    s = warpgroup_mma_wait(form.products_dv, deps=[s])
-    p, slope = weights(s, q[1].index(q_at.stage + zero_of_turn()), block, -ROWS, keys_from(ROWS, seen, form), work, form)
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    minus_delta = delta_of(do, do_at.stage + zero_of_turn(), form).load(gl.SliceLayout(0, dp.type.layout))
-    place_of_ds(1, handed, q_at).store((slope * (dp + minus_delta[None, :])).to(dtype))
-    fence_async_shared()
-    say(handed[1], q_at.stage, form.bells)
-    second = products_of(p.to(dtype), tile_now(do_place, form), dv[1])
-    first = wait_for(first, form.products_dv)
-    second = wait_for(second, 0)
-    mbarrier.arrive(do[3].index(do_at.stage))
-    mbarrier.arrive(q[3].index(q_at.stage))
-    return first, second
+@record
+class SoftmaxConsumer:
+    """Consumer 0 in one work tile: P and dS of every tile of queries, and dV."""
 
+    keys: KeyTile
+    pipes: Pipelines
+    mask: AttentionMask
+    launch: gl.tuple  # LaunchParams
+    traits: gl.constexpr
 
-@gluon.jit
-def keys_from(row: gl.constexpr, seen, form: gl.constexpr):
-    """`seen` of a consumer's keys from `row` on, but for the diagonal, which `weights` moves."""
-    if form.spans:
-        return (seen[0], seen[1] - row, seen[2], seen[3], seen[4] - row)
-    else:
-        return (seen[0], seen[1] - row)
+    @gluon.jit
+    def mainloop(self, blocks, dv, q_state, do_state):
+        """All tiles of queries. Returns the state behind them."""
+        traits: gl.constexpr = self.traits
+        HEADS: gl.constexpr = traits.heads_per_program
+        state = DvState(dv, q_state, do_state)
+        for _ in range(HEADS):
+            for i in range(blocks.num_m_blocks):
+                m_block = blocks.m_block(i, traits)
+                do = do_state_of(state.q, state.do, traits)
+                if traits.two_key_tiles:
+                    grad = self.softmax_step_of_two_tiles(m_block, state.dv, state.q, do)
+                else:
+                    grad = self.softmax_step(m_block, state.dv, state.q, do)
+                state = DvState(grad, state.q.advance(), state.do.advance())
+        return state
 
-
-@gluon.jit
-def place_of_ds(part: gl.constexpr, handed, at):
-    """Where ds of a tile of 64 among 128 keys goes: who has a step's q has the place for its ds, which the other frees with q."""
-    return handed[0].index(at.stage).slice(ROWS * part, ROWS, dim=0)
-
-
-@gluon.jit
-def walk_gradients(dk, k_place, channels, at, blocks, form: gl.constexpr):
-    """dk and the tiles of dq, from the other consumer's ds: (dk, where q's ring and dq's channel stand then)."""
-    q_at, handed_at = at
-    for _ in range(form.members * blocks):
-        if form.two_tiles:
-            dk = step_gradients_of_two(dk, k_place, channels, q_at, form)
+    @gluon.jit
+    def softmax_step(self, m_block, dv, q_state, do_state):
+        """One tile of queries. Returns dV. Where dO has one stage, it is waited for behind the softmax."""
+        traits: gl.constexpr = self.traits
+        DOV_PRODUCTS: gl.constexpr = traits.dov_products
+        pipes, softmax = self.pipes, self.launch.softmax
+        k = self.keys.k_left_operand(0, traits)
+        v = self.keys.v(traits)
+        dtype: gl.constexpr = v.main.dtype
+        do, q, lse = (
+            rows_at(pipes.do.tiles, do_state.index),
+            rows_at(pipes.q.tiles, q_state.index),
+            pipes.q.stat(q_state.index),
+        )
+        # S = Q K^T, dP = dO V^T, P = exp2(scale S - LSE)
+        if traits.do_stages == 1:
+            pipes.q.consumer_wait(q_state)
+            s = warpgroup_mma_wait(0, deps=[qk_product(k, q)])
+            weights = softmax_p(s, lse, self.mask, m_block, 0, softmax, traits)
+            pipes.do.consumer_wait(do_state)
+            dp = dov_product(v, do, minus_delta_of(pipes.do.stat(do_state.index)))
         else:
-            dk = step_gradients(dk, tile_now(k_place, form), channels, q_at, handed_at, form)
-        q_at = q_at.next()
-        handed_at = handed_at.next()
-    return dk, q_at, handed_at
+            pipes.do.consumer_wait(do_state)
+            dp = minus_delta_of(pipes.do.stat(do_state.index))
+            pipes.q.consumer_wait(q_state)
+            s = qk_product(k, q)
+            dp = dov_product(v, do, dp)
+            s = warpgroup_mma_wait(DOV_PRODUCTS, deps=[s])
+            weights = softmax_p(s, lse, self.mask, m_block, 0, softmax, traits)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        # dS = P (dP - delta)
+        self.put_ds((weights.slope * dp).to(dtype), q_state)
+        # dV += P^T dO
+        dv = wait_for(add_product(weights.p.to(dtype), do, dv), 0)
+        pipes.do.consumer_release(do_state)
+        pipes.q.consumer_release(q_state)
+        return dv
+
+    @gluon.jit
+    def put_ds(self, ds, q_state):
+        """dS to the other consumer, which has read the one before when it has released that step's Q."""
+        pipes, before = self.pipes, q_state.previous()
+        mbarrier.wait(pipes.q.empty.index(before.index), before.phase)
+        pipes.ds.tiles.index(0).store(ds)
+        pipes.ds.producer_commit(0)
+
+    @gluon.jit
+    def softmax_step_of_two_tiles(self, m_block, dv, q_state, do_state):
+        """128 keys. dP of the second tile has delta subtracted behind its product: to begin at it, it would
+        have to be issued while no other is in flight (backward_mainloop.accumulator_from). Addresses are computed in
+        front of each product: else they spill.
+        """
+        traits: gl.constexpr = self.traits
+        DOV_PRODUCTS: gl.constexpr = traits.dov_products
+        keys, pipes, softmax = self.keys, self.pipes, self.launch.softmax
+        dtype: gl.constexpr = pipes.do.tiles.main.dtype
+        pipes.do.consumer_wait(do_state)
+        dp = minus_delta_of(pipes.do.stat(do_state.index))
+        pipes.q.consumer_wait(q_state)
+        # S = Q K^T, dP = dO V^T
+        s = qk_product(rows_of(keys.k(traits), 0), rows_at(pipes.q.tiles, q_state.index))
+        dp = dov_product(rows_of(keys.v(traits), 0), rows_at(pipes.do.tiles, do_state.index), dp)
+        s = warpgroup_mma_wait(DOV_PRODUCTS, deps=[s])
+        # P = exp2(scale S - LSE), dS = P (dP - delta)
+        weights = softmax_p(s, pipes.q.stat(q_state.index), self.mask, m_block, 0, softmax, traits)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        self.ds_half(0, q_state).store((weights.slope * dp).to(dtype))
+        # dV += P^T dO, and S and dP of the second tile
+        dv_0 = add_product(weights.p.to(dtype), tile_now(pipes.do.tiles, do_state.index, traits), dv.first)
+        s = qk_product(rows_of(keys.k(traits), ROWS), tile_now(pipes.q.tiles, q_state.index, traits))
+        dp = qk_product(rows_of(keys.v(traits), ROWS), tile_now(pipes.do.tiles, do_state.index, traits))
+        s = warpgroup_mma_wait(DOV_PRODUCTS, deps=[s])
+        lse, mask = pipes.q.stat(q_state.index + zero_of_turn()), self.mask.of_second_keys(ROWS, traits)
+        weights = softmax_p(s, lse, mask, m_block, -ROWS, softmax, traits)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        minus_delta = pipes.do.stat(do_state.index + zero_of_turn()).load(gl.SliceLayout(0, dp.type.layout))
+        self.ds_half(1, q_state).store((weights.slope * (dp + minus_delta[None, :])).to(dtype))
+        pipes.ds.producer_commit(q_state.index)
+        dv_1 = add_product(weights.p.to(dtype), tile_now(pipes.do.tiles, do_state.index, traits), dv.second)
+        dv_0 = wait_for(dv_0, DOV_PRODUCTS)
+        dv_1 = wait_for(dv_1, 0)
+        pipes.do.consumer_release(do_state)
+        pipes.q.consumer_release(q_state)
+        return KeyHalves(dv_0, dv_1)
+
+    @gluon.jit
+    def ds_half(self, half: gl.constexpr, q_state):
+        """Where dS of 64 of 128 keys goes: who has a step's Q has the stage for its dS, which the other releases with
+        Q.
+        """
+        return self.pipes.ds.tiles.index(q_state.index).slice(ROWS * half, ROWS, dim=0)
 
 
-@gluon.jit
-def step_gradients(dk, k_tile, channels, at, handed_at, form: gl.constexpr):
-    """One tile of queries; dq's columns in parts where the tuning says so."""
-    D: gl.constexpr = form.products_d
-    dq_at = dq_position(handed_at, 0, form)
-    q, do, dq, handed = channels
-    ds, ds_ready = handed[0].index(0), handed[1]
-    await_said(ds_ready, 0, handed_at.parity, form.bells)
-    mbarrier.wait(q[2].index(at.stage), at.parity)
-    if form.tuning.parts == 2:
-        sums = zeros_of(form.tuning.block_m, form.first_dq, 0)
-        sums = by_columns(ds.permute((1, 0)), (k_tile[0].slice(0, form.first_dq, dim=1),), sums)
-    else:
-        sums = zeros_of(form.tuning.block_m, form.first_dq, form.rest_dq)
-        sums = by_columns(ds.permute((1, 0)), k_tile, sums)
-    dk = by_columns(ds, parts_at(q[0], at.stage), dk)
-    sums = wait_for(sums, D)
-    lse = lse_of_rows(sums, q[1].index(at.stage), form)  # now, since it may go once q is free
-    hand_units(own_sums(sums, lse, form), dq, dq_at, form)
-    if form.tuning.parts == 2:
-        rest = zeros_of(form.tuning.block_m, form.rest_dq, 0)
-        rest = by_columns(ds.permute((1, 0)), (k_tile[0].slice(form.first_dq, form.rest_dq, dim=1),), rest)
-        dk = wait_for(dk, 1)
-        rest = own_sums(wait_for(rest, 0), lse, form)
-        mbarrier.arrive(q[3].index(at.stage))
-        hand_units(rest, dq, dq_at.next(), form)
-    else:
-        dk = wait_for(dk, 0)
-        mbarrier.arrive(q[3].index(at.stage))
-    return dk
+@record
+class ProductsConsumer:
+    """Consumer 1 in one work tile: dK, and dQ of every tile of queries, from the other's dS."""
 
+    keys: KeyTile
+    pipes: Pipelines
+    traits: gl.constexpr
 
-@gluon.jit
-def step_gradients_of_two(dk, k_place, channels, at, form: gl.constexpr):
-    """`step_gradients` of 128 keys: dq unit by unit, the first two stored under the products of dk. q is there if ds is."""
-    q, do, dq, handed = channels
-    ds, ds_ready = handed[0].index(at.stage), handed[1]
-    q_tile = parts_at(q[0], at.stage)
-    await_said(ds_ready, at.stage, at.parity, form.bells)
-    sums = begin_unit(0, ds, k_place, form)
-    first = by_columns(ds.slice(0, ROWS, dim=0), q_tile, dk[0])
-    hand_own(0, warpgroup_mma_wait(form.products_d, deps=[sums]), q, dq, at, form)
-    sums = begin_unit(1, ds, k_place, form)
-    second = by_columns(ds.slice(ROWS, ROWS, dim=0), q_tile, dk[1])
-    hand_own(1, warpgroup_mma_wait(form.products_d, deps=[sums]), q, dq, at, form)
-    for unit in gl.static_range(2, form.dq_units()):
-        hand_own(unit, warpgroup_mma_wait(0, deps=[begin_unit(unit, ds, k_place, form)]), q, dq, at, form)
-    first = wait_for(first, 0)
-    second = wait_for(second, 0)
-    mbarrier.arrive(q[3].index(at.stage))
-    return first, second
+    @gluon.jit
+    def mainloop(self, blocks, dk, q_state, ds_state):
+        """All tiles of queries. Returns the state behind them."""
+        HEADS: gl.constexpr = self.traits.heads_per_program
+        state = DkState(dk, q_state, ds_state)
+        for _ in range(HEADS * blocks.num_m_blocks):
+            if self.traits.two_key_tiles:
+                grad = self.products_step_of_two_tiles(state.dk, state.q)
+            else:
+                grad = self.products_step(state.dk, state.q, state.ds)
+            state = DkState(grad, state.q.advance(), state.ds.advance())
+        return state
 
+    @gluon.jit
+    def products_step(self, dk, q_state, ds_state):
+        """One tile of queries. Returns dK. dQ's columns come in two passes where the tile configuration says so."""
+        traits: gl.constexpr = self.traits
+        QK_PRODUCTS: gl.constexpr = traits.qk_products
+        pipes = self.pipes
+        k = self.keys.k(traits)
+        slot = pipes.dq.state_of_step(ds_state, 0)
+        ds = pipes.ds.tiles.index(0)
+        pipes.ds.consumer_wait(0, ds_state.phase)
+        pipes.q.consumer_wait(q_state)
+        # dQ = dS K
+        if traits.tuning.dq_passes == 2:
+            dq = zero_parts(traits.block_m, traits.dq.main, 0)
+            dq = add_to_columns(ds.permute((1, 0)), ColumnParts(k.main.slice(0, traits.dq.main, dim=1), None), dq)
+        else:
+            dq = zero_parts(traits.block_m, traits.dq.main, traits.dq.tail)
+            dq = add_to_columns(ds.permute((1, 0)), k, dq)
+        # dK += dS^T Q
+        dk = add_to_columns(ds, rows_at(pipes.q.tiles, q_state.index), dk)
+        dq = wait_for(dq, QK_PRODUCTS)
+        lse = self.load_lse(dq.main, q_state.index)  # now, since Q may be overwritten once it is released
+        pipes.dq.put_units(self.own_rows(dq, lse), slot)
+        if traits.tuning.dq_passes == 2:
+            dq = zero_parts(traits.block_m, traits.dq.tail, 0)
+            right = ColumnParts(k.main.slice(traits.dq.main, traits.dq.tail, dim=1), None)
+            dq = add_to_columns(ds.permute((1, 0)), right, dq)
+            dk = wait_for(dk, 1)
+            dq = self.own_rows(wait_for(dq, 0), lse)
+            pipes.q.consumer_release(q_state)
+            pipes.dq.put_units(dq, slot.advance())
+        else:
+            dk = wait_for(dk, 0)
+            pipes.q.consumer_release(q_state)
+        return dk
 
-@gluon.jit
-def begin_unit(unit: gl.constexpr, ds, k_place, form: gl.constexpr):
-    """Issue a unit of dq, over all keys."""
-    UNIT: gl.constexpr = form.dq_unit
-    column: gl.constexpr = unit * UNIT
-    k_tile = tile_now(k_place, form)
-    if column < form.first_d:
-        columns = k_tile[0].slice(column, UNIT, dim=1)
-    else:
-        columns = k_tile[1].slice(column - form.first_d, UNIT, dim=1)
-    return warpgroup_mma(ds.permute((1, 0)), columns, zeros_of(ROWS, UNIT, 0)[0], use_acc=False, is_async=True)
+    @gluon.jit
+    def products_step_of_two_tiles(self, dk, q_state):
+        """128 keys: dQ unit by unit, the first two stored under the products of dK. Q is there if dS is."""
+        traits: gl.constexpr = self.traits
+        QK_PRODUCTS: gl.constexpr = traits.qk_products
+        UNITS: gl.constexpr = traits.dq.units
+        pipes = self.pipes
+        ds, q = pipes.ds.tiles.index(q_state.index), rows_at(pipes.q.tiles, q_state.index)
+        pipes.ds.consumer_wait(q_state.index, q_state.phase)
+        # dQ = dS K, unit by unit, and dK += dS^T Q
+        dq = self.dq_unit_product(0, ds)
+        dk_0 = add_to_columns(ds.slice(0, ROWS, dim=0), q, dk.first)
+        self.put_dq_unit(0, warpgroup_mma_wait(QK_PRODUCTS, deps=[dq]), q_state)
+        dq = self.dq_unit_product(1, ds)
+        dk_1 = add_to_columns(ds.slice(ROWS, ROWS, dim=0), q, dk.second)
+        self.put_dq_unit(1, warpgroup_mma_wait(QK_PRODUCTS, deps=[dq]), q_state)
+        for unit in gl.static_range(2, UNITS):
+            self.put_dq_unit(unit, warpgroup_mma_wait(0, deps=[self.dq_unit_product(unit, ds)]), q_state)
+        dk_0 = wait_for(dk_0, 0)
+        dk_1 = wait_for(dk_1, 0)
+        pipes.q.consumer_release(q_state)
+        return KeyHalves(dk_0, dk_1)
 
+    @gluon.jit
+    def dq_unit_product(self, unit: gl.constexpr, ds):
+        """dQ = dS K of a unit's columns, over all keys, in flight."""
+        UNIT: gl.constexpr = self.traits.dq.unit
+        column: gl.constexpr = unit * UNIT
+        k = self.keys.k(self.traits)
+        if column < self.traits.main_d:
+            columns = k.main.slice(column, UNIT, dim=1)
+        else:
+            columns = k.tail.slice(column - self.traits.main_d, UNIT, dim=1)
+        return warpgroup_mma(ds.permute((1, 0)), columns, zeros(ROWS, UNIT), use_acc=False, is_async=True)
 
-@gluon.jit
-def hand_own(unit: gl.constexpr, sums, q, dq, at, form: gl.constexpr):
-    """A unit of dq to the store partition, of documents without rows of others. A step takes whole laps of the channel, an even number of them."""
-    PLACES: gl.constexpr = form.places
-    lse = lse_of_rows((sums,), q[1].index(at.stage), form)
-    lap = Position(zero_of_turn(), zero_of_turn() + unit // PLACES, 1)
-    hand_unit(unit % PLACES, own_sums((sums,), lse, form)[0], dq, lap, form)
+    @gluon.jit
+    def put_dq_unit(self, unit: gl.constexpr, dq, q_state):
+        """A unit of dQ to the store warp. A step takes whole rounds of the slot, an even number of them."""
+        PLACES: gl.constexpr = self.traits.dq.slot_barriers
+        lse = self.load_lse(dq, q_state.index)
+        state = PipelineState(zero_of_turn(), zero_of_turn() + unit // PLACES, 1)
+        self.pipes.dq.put_unit(unit % PLACES, self.own_rows(ColumnParts(dq, None), lse).main, state)
 
+    @gluon.jit
+    def load_lse(self, dq, index):
+        """LSE of the rows of dQ for `own_rows`; without documents nothing is loaded."""
+        if self.traits.mask.documents:
+            return self.pipes.q.stat(index).load(gl.SliceLayout(1, dq.type.layout))
+        else:
+            return dq
 
-@gluon.jit
-def lse_of_rows(sums, lse, form: gl.constexpr):
-    """lse of a tile of dq's rows, of documents; else nothing that counts."""
-    if form.mask.documents:
-        return lse.load(gl.SliceLayout(1, sums[0].type.layout))
-    else:
-        return sums
-
-
-@gluon.jit
-def own_sums(sums, lse, form: gl.constexpr):
-    """Parts of a tile of dq, of documents without rows of others."""
-    if not form.mask.documents:
-        return sums
-    elif len(sums) == 2:
-        return (without_others(sums[0], lse), without_others(sums[1], lse))
-    else:
-        return (without_others(sums[0], lse),)
+    @gluon.jit
+    def own_rows(self, dq, lse):
+        """dQ without rows of other documents."""
+        if not self.traits.mask.documents:
+            return dq
+        elif dq.tail is None:
+            return ColumnParts(zero_foreign_dq(dq.main, lse), None)
+        else:
+            return ColumnParts(zero_foreign_dq(dq.main, lse), zero_foreign_dq(dq.tail, lse))

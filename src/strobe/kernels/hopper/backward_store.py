@@ -1,21 +1,38 @@
-"""The store partition of the Hopper backward: what leaves a program, by TMA.
+"""How dQ, dK and dV leave a program of the Hopper backward: the pipeline from the consumers to the store warps, and
+what these write by TMA.
 
-    store_partition   dq_ready -> adds dq to its sum, at the end writes dv, then dk -> dq_free; where form.stores is 2, two, by turns;
-                      with form.collects: dq_free with what others have added, where dq is whole with it -> dq_ready -> writes dq;
-                      of a split group: sums_done -> adds dk -> sums_free; sums_done -> adds dv -> kv_free
-                      of two tiles of keys: sums_done -> writes dv and dk -> kv_free
+    consumer 0 --part or unit of dQ--> dq --> store warp 0 --dQ--> its float32 sum, or dQ itself
+    consumer 1 --part or unit of dQ--> dq     (store_warps: 2, in turns)
+    consumers --dV, then dK-----------> dq --> at the end of a work tile, in dQ's slots; where dkv_in_kv:
+    consumers --dV, dK or their sums--> dkv_full --> store warp --> dV and dK, or their float32 sums (group_splits)
 
-Tiles of keys add to a tile of dq in any order behind the first, or (form.ordered) one by one from the last that a tile of queries sees to the first:
-the order in which programs on the causal diagonal come to it by themselves, each two steps or more after the one before. In a last section of causal
-heads it is from the first to the last (backward_scheduler.dense_keys).
+A step's dQ is a tile of the sum that several work tiles (tiles of keys) add to. It leaves in one of these ways
+(`DqStore`):
+
+    way                     traits                    taken when                           gain
+    atomic reduction        none of the others        rows see many keys                   adds never wait
+      zeroed ahead          dq_zeroed_ahead           many keys                            1.02: no zeros written first
+      first writer stores   dq_first_writer_stores    few keys, key tiles come in order    1.03 to 1.28: no zeros at all
+    in semaphore order      deterministic             the caller asks for it               the same bits in each run
+    written directly        dq_written_directly       few keys, whole with this key tile   1.03 to 1.47: no sum
+      last writer converts  dq_last_writer_converts   the same, dense and ungrouped        1.03 to 1.16: one kernel less
+
+(Gains in times the speed, H100 and H200; `kernel.py` has them by size, with the thresholds.) The semaphore of a tile of
+dQ counts the work tiles that have added to it. Deterministic: they add one by one, from the last that a tile of queries
+sees to the first. That is the order in which programs on the causal diagonal come to it anyway, each two steps or more
+after the one before. In reversed sections it is from the first to the last.
 """
 
 from ..device.dialect import (
+    Value,
     fence_async_global,
+    fence_async_shared,
     gl,
     gluon,
     mbarrier,
     partition_barrier,
+    record,
+    reinterpret,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -23,333 +40,581 @@ from ..device.dialect import (
     tma_store_wait,
     zero_of_turn,
 )
-from ..device.mask import row_interval
-from ..device.per_thread_mbarrier import await_said
-from ..device.pipeline import ring_start
-from ..device.tile_scheduler import is_told
-from ..device.tma import FAR, copy_out, stage_of
-from .backward_key_ranges import places_written
-from .backward_mainloop import in_place_of_dq, share_in_place
-from .backward_scheduler import WHOLE, head_and_tile, key_head, read_place, rows_finished
+from ..device.per_thread_mbarrier import barrier_arrive, barrier_wait
+from ..device.pipeline import PipelineState
+from ..device.tma import ColumnParts, as_rows, of_head, store_part, tma_coordinates
+from .backward_mainloop import Pipelines, parts_of, rows_of
+from .backward_scheduler import DQ_WRITTEN
+from .traits import ROWS as _ROWS
+
+ROWS: gl.constexpr = gl.constexpr(_ROWS)
 
 
-@gluon.jit
-def store_partition(own: gl.constexpr, out, turns, dq_sum, board, kv, dq, work, form: gl.constexpr):
-    """Every tile that dq's channel holds, or every other one where there are two of this partition: dq of each step, then dv and dk."""
-    words, told, told_free = board
-    at = ring_start(1)  # of the tiles that are its own
-    told_at = ring_start(1)
-    passed = gl.to_tensor(0)  # the channel's tiles, of all tiles of keys before
-    owed = passed - 1  # with form.collects the tile of dq that it has added to, and not counted yet
-    while is_told(words, told, told_at):
-        steps, n_start, lengths, keys = read_place(words, form)
-        values, whole = keys, keys
-        if form.finishes:
-            whole = rows_finished(words, work[2], form)
-        if form.spans:
-            keys, values = places_written(keys, work[1])
-        part = steps[0]
-        mbarrier.arrive(told_free.index(0))  # now: the next tile's loads would wait for this one's last step
-        if form.clears:
-            clear_ahead(turns, dq_sum, keys[0], part, n_start, work[1], form)
-        total = form.members * steps[2][0]
-        first = (own + passed) % form.stores
-        for step in range(first, total, form.stores):
-            if form.collects:
-                at, owed = collect_step(own, step, steps, n_start, lengths, (whole, owed), out[0], turns, dq, at, work, form)
-            else:
-                at = add_step(own, step, steps, n_start, lengths, whole, out[0], turns, dq, at, work, form)
-        if form.collects:
-            give_place(own, dq, form)
-            owed = count_owed(turns, owed)
-        if form.two_tiles:
-            write_in_place((out[1], out[2]), ((keys, part, n_start), (values, part, n_start)), kv, told_at, form)
-        elif form.splits > 1:
-            add_sums(out[1], out[2], (keys, values), key_head(part, form), n_start, kv, form)
-        elif form.stores == 2:
-            if (first + total) % 2 == 0:
-                at = write_gradient(own, out[2], (values, part, n_start), dq, at, form)
-            else:
-                at = write_gradient(own, out[1], (keys, part, n_start), dq, at, form)
-        else:
-            at = write_gradient(own, out[2], (values, part, n_start), dq, at, form)
-            at = write_gradient(own, out[1], (keys, part, n_start), dq, at, form)
-        passed = (passed + total) % form.stores
-        told_at = told_at.next()
+# ---------------------------------------------------------------- from the consumers to the store warps
 
 
-@gluon.jit
-def clear_ahead(turns, dq_sum, entry, part, n_start, sizes, form: gl.constexpr):
-    """Clear this tile of keys' share of the sum of dq that a part of heads a section ahead adds to, and wait until that of its own is cleared, by
-    earlier tiles and by what came before this kernel: as `turns` counts. Zeros written there had kept memory busy for 30 us of d64 causal 4k's
-    1,450: 1.03 of the speed, 8k 1.02, d128 causal 8k 1.02, d96 1.03, GQA 2k 1.02 (H100)."""
-    batch, heads, tiles_m, tiles_n, section = sizes[0], sizes[1], sizes[4], sizes[5], sizes[6]
-    if form.masks:  # else ptxas keeps what is reckoned of the number of parts, and has no register for addresses of a consumer's step: 10 more of 382
-        heads = heads + zero_of_turn()
-    parts = heads // form.members
-    own = entry * parts + part
-    later = own + section
-    if later < batch * parts:
-        lines = form.members * tiles_m * form.dq_units() * form.dq_lines
-        share = gl.cdiv(lines, tiles_n)
-        begin = n_start // form.tuning.block_n * share
-        numbers = gl.arange(0, 256, gl.BlockedLayout([4], [32], [1], [0]))
-        for line in range(begin, gl.minimum(begin + share, lines)):
-            gl.store(dq_sum + (later.to(gl.int64) * lines + line) * 256 + numbers, gl.zeros_like(numbers).to(gl.float32))
-        partition_barrier()  # one thread publishes what all have written
-        gl.atomic_add(turns + later, 1, sem="release")
-    while gl.atomic_add(turns + own, 0, sem="acquire") != tiles_n:
-        pass
-    fence_async_global()
+@record
+class DqPipeline:
+    """Slots through which dQ leaves, and behind a work tile's steps dV and dK (`traits.DqLayout`).
 
-
-@gluon.jit
-def add_step(own: gl.constexpr, step, steps, n_start, lengths, whole, dq_desc, turns, dq, at, work, form: gl.constexpr):
-    """Add a step's dq to its sum, or write it where it is whole; the channel's next place."""
-    part, m_first, walk, first_tile = steps
-    head, block = head_and_tile(part, step, walk, form)
-    m_start = m_first + block * form.tuning.block_m
-    tile = first_tile + head * work[1][4] + m_start // form.tuning.block_m
-    if form.finishes:
-        if block < whole[0]:
-            write_rows(own, (whole[1], head, m_start), turns + tile, dq, at, form)
-        else:
-            add_tile(own, tile, n_start, m_start, walk[1], lengths, dq_desc, turns, dq, at, work, form)
-        return at.next()
-    else:
-        return add_tile(own, tile, n_start, m_start, walk[1], lengths, dq_desc, turns, dq, at, work, form)
-
-
-@gluon.jit
-def collect_step(own: gl.constexpr, step, steps, n_start, lengths, so_far, dq_desc, turns, dq, at, work, form: gl.constexpr):
-    """`add_step` of form.collects: (the channel's next place, the tile that is to be counted now).
-
-    A place is given when it is known what comes into it: where dq is whole but for what others have added, that is loaded into it first. That one's
-    own share stands in memory is counted once the next place is given, lest consumers wait for it.
+    full[i]: a part or unit of dQ, or rows of dV or dK, stand in the slot. empty[i]: they have been read.
+    dq_last_writer_converts: the store warp gives a slot when it knows what comes into it, if need be with the sum of
+    all others in it.
     """
-    part, m_first, walk, first_tile = steps
-    whole, owed = so_far
-    head, block = head_and_tile(part, step, walk, form)
-    m_start = m_first + block * form.tuning.block_m
-    tile = first_tile + head * work[1][4] + m_start // form.tuning.block_m
-    if block < whole[0]:
-        if n_start > 0:  # what is owed first: a later tile of keys may wait for it as this one waits for those before
-            owed = count_owed(turns, owed)
-            load_sum(own, dq_desc, tile, turns, n_start // form.tuning.block_n, dq, form)
+
+    units: gl.shared_memory_descriptor  # [slots * slot_units, lines, 256] float32
+    full: Value
+    empty: Value
+    dq_map: Value  # TMA descriptor of dQ with dq_written_directly, else None
+    scale: Value
+    traits: gl.constexpr
+
+    @gluon.jit
+    def state_of_step(self, ds_state, kv_phase):
+        """The slot of a step's dQ, from the state of dS, which advances once a step. Besides steps, dV and dK pass once
+        a work tile: a whole round of two slots, two of one.
+        """
+        if self.traits.store_warps == 2:
+            return PipelineState(ds_state.index, ds_state.phase ^ kv_phase, 2)
+        elif self.traits.split_by_keys:
+            return PipelineState(ds_state.index * 0, ds_state.index, 1)
+        elif self.traits.tuning.dq_passes == 2:
+            return PipelineState(ds_state.index, ds_state.index, 1)  # of one stage, so both 0
         else:
-            give_place(own, dq, form)
-            owed = count_owed(turns, owed)
-        write_rows(own, (whole[1], head, m_start), turns + tile, dq, at, form)
-    else:
-        give_place(own, dq, form)
-        count_owed(turns, owed)
-        add_tile(own, tile, n_start, m_start, walk[1], lengths, dq_desc, turns, dq, at, work, form)
-        owed = tile
-    return at.next(), owed
+            return ds_state
+
+    # ------------------------------------------------ consumers: parts, if they split the keys
+
+    @gluon.jit
+    def put_part(self, dq, part: gl.constexpr, state):
+        """A part of dQ, as float32 in the order of registers."""
+        slot = self._slot(state)
+        self._acquire_part(slot, part, state)
+        held = in_register_order(dq)  # one or two units
+        self._part(slot, part, held.shape).store(held)
+        self._commit(slot * self.traits.dq.slot_barriers + part)
+
+    @gluon.jit
+    def put_whole_part(self, dq, has_others, part: gl.constexpr, state):
+        """A part of dQ that is whole with what others have added, which has landed in the slot: scaled, in dQ's dtype,
+        as rows and columns.
+        """
+        slot = self._slot(state)
+        self._acquire_part(slot, part, state)
+        if self.traits.dq_last_writer_converts:
+            if has_others:
+                held = in_register_order(dq)
+                others = self._part(slot, part, held.shape).load(held.type.layout)
+                dq = from_register_order(held + others, dq)
+        as_rows(self.written_part(slot, part)).store((dq * self.scale).to(self.dq_map.dtype))
+        self._commit(slot * self.traits.dq.slot_barriers + part)
+
+    @gluon.jit
+    def _slot(self, state):
+        if self.traits.store_warps == 1:
+            return gl.constexpr(0)
+        else:
+            return state.index
+
+    @gluon.jit
+    def _acquire_part(self, slot, part: gl.constexpr, state):
+        """Wait until a part's place is free. dq_last_writer_converts: until both are, so that no consumer whose sums
+        have landed takes a place of the next round for the other's.
+        """
+        BARRIERS: gl.constexpr = self.traits.dq.slot_barriers
+        for i in gl.static_range(BARRIERS):
+            if i == part or self.traits.dq_last_writer_converts:
+                mbarrier.wait(self.empty.index(slot * BARRIERS + i), self._empty_phase(state))
+
+    @gluon.jit
+    def _empty_phase(self, state):
+        """Slots are empty from the beginning, or, with dq_last_writer_converts, once the store warp has given them."""
+        if self.traits.dq_last_writer_converts:
+            return state.phase
+        else:
+            return state.phase ^ 1
+
+    @gluon.jit
+    def _part(self, slot, part: gl.constexpr, shape: gl.constexpr):
+        """Where a part of dQ stands in float32, in the order of registers."""
+        HELD: gl.constexpr = self.traits.dq.slot_units * self.traits.dq.lines // shape[0]
+        FIRST: gl.constexpr = self.traits.dq.part_unit(part) * self.traits.dq.lines // shape[0]
+        held = reinterpret(self.units, gl.float32, [self.traits.store_warps * HELD] + shape, self.units.type.layout)  # noqa: RUF005 (Triton has no *)
+        return held.index(slot * HELD + FIRST)
+
+    @gluon.jit
+    def written_part(self, slot, part: gl.constexpr):
+        """Where a part of dQ stands as rows and columns: at the beginning of the memory that it has in float32."""
+        BLOCKS: gl.constexpr = self.traits.dq.lines * 1024 // self.dq_map.block_type.nbytes  # of a unit
+        unit = slot * self.traits.dq.slot_units + self.traits.dq.part_unit(part)
+        return self._blocks(self.dq_map).index(unit * BLOCKS)
+
+    # ------------------------------------------------ consumers: units, if they split the products
+
+    @gluon.jit
+    def put_units(self, dq, state):
+        """64 rows of dQ, or a pass of their columns. The store warp adds one unit while the next is stored."""
+        left, right = gl.split(gl.permute(gl.reshape(dq.main, [ROWS, 2, self.traits.dq.unit]), [0, 2, 1]))
+        self.put_unit(0, left, state)
+        self.put_unit(1, right, state)
+        if dq.tail is not None:
+            self.put_unit(2, dq.tail, state)
+
+    @gluon.jit
+    def put_unit(self, unit, dq, state):
+        mbarrier.wait(self.empty.index(unit), state.phase ^ 1)
+        self.units.index(unit).store(in_register_order(dq))
+        self._commit(unit)
+
+    # ------------------------------------------------ consumers: dV and dK
+
+    @gluon.jit
+    def acquire_slot(self, state):
+        """Wait until a whole slot is free."""
+        BARRIERS: gl.constexpr = self.traits.dq.slot_barriers
+        for i in gl.static_range(BARRIERS):
+            mbarrier.wait(self.empty.index(state.index * BARRIERS + i), self._empty_phase(state))
+
+    @gluon.jit
+    def put_gradient(self, w: gl.constexpr, grad, factor, desc, row: gl.constexpr, state):
+        """Consumer w's rows of dK or dV, times a factor."""
+        BARRIERS: gl.constexpr = self.traits.dq.slot_barriers
+        tile = self.gradient_tile(state.index + zero_of_turn(), desc)
+        store_parts(rows_of(parts_of(tile), row), grad, factor)
+        fence_async_shared()
+        for i in gl.static_range(BARRIERS):
+            if i == w or not self.traits.split_by_keys:
+                barrier_arrive(self.full, state.index * BARRIERS + i, self.traits.dq_per_thread_arrive)
+
+    @gluon.jit
+    def gradient_tile(self, slot, desc):
+        """The memory of a slot as a tile of dK or dV."""
+        BYTES: gl.constexpr = self.traits.dq.slot_units * self.traits.dq.lines * 1024
+        MAIN: gl.constexpr = desc.main.block_type.nbytes
+        main = self._blocks(desc.main).index(slot * (BYTES // MAIN))
+        if desc.tail is None:
+            return ColumnParts(main, None)
+        else:
+            TAIL: gl.constexpr = desc.tail.block_type.nbytes
+            return ColumnParts(main, self._blocks(desc.tail).index(slot * (BYTES // TAIL) + MAIN // TAIL))
+
+    @gluon.jit
+    def _blocks(self, desc):
+        """All slots as blocks of a descriptor: Triton 3.8 lays nothing over a part of them, and 3.9 nothing over what
+        begins as several.
+        """
+        BLOCKS: gl.constexpr = self.units.numel * 4 // desc.block_type.nbytes
+        return reinterpret(self.units, desc.dtype, [BLOCKS] + desc.block_shape, desc.layout)  # noqa: RUF005 (Triton has no *)
+
+    @gluon.jit
+    def _commit(self, i):
+        fence_async_shared()
+        barrier_arrive(self.full, i, self.traits.dq_per_thread_arrive)
+
+    # ------------------------------------------------ store warps
+
+    @gluon.jit
+    def wait_full(self, slot: gl.constexpr, state):
+        """Wait until the whole slot is full."""
+        BARRIERS: gl.constexpr = self.traits.dq.slot_barriers
+        for i in gl.static_range(BARRIERS):
+            barrier_wait(self.full, slot * BARRIERS + i, state.phase, self.traits.dq_per_thread_arrive)
+
+    @gluon.jit
+    def release(self, slot: gl.constexpr):
+        """Free the slot, once TMA has read all that leaves it."""
+        tma_store_wait(0)
+        if not self.traits.dq_last_writer_converts:  # which gives a slot when it knows what for
+            self.give(slot)
+
+    @gluon.jit
+    def give(self, slot: gl.constexpr):
+        """Let the consumers have the slot."""
+        BARRIERS: gl.constexpr = self.traits.dq.slot_barriers
+        for i in gl.static_range(BARRIERS):
+            mbarrier.arrive(self.empty.index(slot * BARRIERS + i))
+
+    @gluon.jit
+    def give_with_sum(self, slot: gl.constexpr, sum_map, m_tile):
+        """Let the consumers have the slot, with the sum of a tile of dQ in it."""
+        BARRIERS: gl.constexpr = self.traits.dq.slot_barriers
+        LINES: gl.constexpr = self.traits.dq.lines
+        UNITS: gl.constexpr = self.traits.dq.units
+        for i in gl.static_range(BARRIERS):
+            empty, unit = self.empty.index(slot * BARRIERS + i), self.traits.dq.part_unit(i)
+            mbarrier.expect(empty, LINES * 1024)
+            tile = self.units.index(slot * self.traits.dq.slot_units + unit)
+            tma_load(sum_map, [(m_tile * UNITS + unit) * LINES, 0], empty, tile)
 
 
 @gluon.jit
-def give_place(own: gl.constexpr, dq, form: gl.constexpr):
-    """Let consumers have dq's place."""
-    PLACES: gl.constexpr = form.places
-    for i in gl.static_range(PLACES):
-        mbarrier.arrive(dq[2].index(own * PLACES + i))
+def store_parts(tile, acc, factor):
+    """The accumulators times a factor, in the tile's dtype."""
+    tile.main.store((acc.main * factor).to(tile.main.dtype))
+    if tile.tail is not None:
+        tile.tail.store((acc.tail * factor).to(tile.tail.dtype))
 
 
 @gluon.jit
-def load_sum(own: gl.constexpr, dq_desc, tile, turns, others, dq, form: gl.constexpr):
-    """Give consumers dq's place with the sum of all others in it, once that stands in memory."""
-    PLACES: gl.constexpr = form.places
-    while gl.atomic_add(turns + tile, 0, sem="acquire") != others:
-        pass
-    fence_async_global()
-    for i in gl.static_range(PLACES):
-        free, unit = dq[2].index(own * PLACES + i), form.share_unit(i)
-        mbarrier.expect(free, form.dq_lines * 1024)
-        tma_load(dq_desc, [(tile * form.dq_units() + unit) * form.dq_lines, 0], free, dq[0].index(own * form.dq_slot + unit))
+def in_register_order(acc):
+    """An accumulator [rows, columns] in lines of 256: by 8 columns, by 16 rows, by thread of a warp, by its four
+    values.
 
-
-@gluon.jit
-def count_owed(turns, owed):
-    """Count that a share of dq has been added, once it stands in memory: none is owed then."""
-    if owed >= 0:
-        pass_turn(turns + owed)
-    return owed * 0 - 1
-
-
-@gluon.jit
-def write_rows(own: gl.constexpr, place, turn, dq, at, form: gl.constexpr):
-    """A tile of dq that is whole, as rows; its turn says so to who makes dq of its sum."""
-    queries, head, m_start = place
-    view = dq[3][0]
-    await_ready(own, dq, at, form)
-    for share in gl.static_range(2):
-        copy_out(view, queries, head, m_start + form.share_row(share), form.share_column(share), share_in_place(dq[0], own, share, view, form), form)
-    set_free(own, dq, form)
-    gl.store(turn, WHOLE)
-
-
-@gluon.jit
-def add_tile(own: gl.constexpr, tile, n_start, m_start, back, lengths, dq_desc, turns, dq, at, work, form: gl.constexpr):
-    first = False
-    if form.first_stores:
-        turn = turns + tile
-        first = await_turn(turn, n_start, m_start, back, lengths, work[2], form)
-    line = tile * form.dq_units() * form.dq_lines
-    if form.halves:
-        await_ready(own, dq, at, form)
-        for unit in gl.static_range(form.dq_units()):
-            add_unit(first, dq_desc, line + unit * form.dq_lines, dq[0].index(own * form.dq_slot + unit), form)
-        set_free(own, dq, form)
-        at = at.next()
-    else:
-        at = add_units(first, dq_desc, line, dq, at, form)
-    if form.ordered:
-        pass_turn(turn)
-    elif form.first_stores and not form.collects:
-        if first:
-            pass_turn(turn)
-    return at
-
-
-@gluon.jit
-def await_turn(turn, n_start, row, back, lengths, limits, form: gl.constexpr):
-    """Whether this tile of keys is the first to add to the tile of dq that begins at `row`: it stores, so that nothing need be cleared before.
-
-    Else wait until that has been done; where form.ordered, until all key tiles behind n_start's have added, or with `back` all before it: each counts
-    `turn` up. The first is the last that a row of the tile sees where form.ordered, but with `back`, and else the first: programs have taken that
-    sooner.
+    A thread then stores its four at once, and a warp 512 bytes in a row without bank conflicts.
+    backward_preprocess.convert_dq_kernel knows the order.
     """
-    bounds = (lengths[1], limits[0], limits[1])
-    if form.ordered:
-        seen_first, seen_stop = row_interval(row + form.tuning.block_m - 1, lengths[0], lengths[1], bounds, 0, form)
-        ahead = seen_stop - 1 - n_start
-        if form.last_sections:
-            ahead = gl.where(back == 1, n_start, ahead)
-        before = ahead // form.tuning.block_n
-        while gl.atomic_add(turn, 0, sem="acquire") != before:
-            pass
-        first = before == 0
-    else:
-        seen_first, seen_stop = row_interval(row, lengths[0], lengths[1], bounds, 0, form)
-        first = seen_first // form.tuning.block_n * form.tuning.block_n == n_start
-        if not first:
-            while gl.atomic_add(turn, 0, sem="acquire") == 0:
+    ROWS: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    pieces = gl.permute(gl.reshape(acc, [ROWS // 16, 2, 8, COLUMNS // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+    return gl.reshape(pieces, [ROWS * COLUMNS // 256, 256])
+
+
+@gluon.jit
+def from_register_order(held, like):
+    """`in_register_order`, the other way: an accumulator in the layout of `like`."""
+    ROWS: gl.constexpr = like.shape[0]
+    COLUMNS: gl.constexpr = like.shape[1]
+    pieces = gl.permute(gl.reshape(held, [COLUMNS // 8, ROWS // 16, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    return gl.convert_layout(gl.reshape(pieces, [ROWS, COLUMNS]), like.type.layout, assert_trivial=True)
+
+
+# ---------------------------------------------------------------- the store warps
+
+
+@record
+class OutputMaps:
+    """TMA descriptors; ColumnParts of them for dK and dV, or for their float32 sums."""
+
+    dq_sum: Value
+    dk: Value
+    dv: Value
+
+
+@record
+class StoreState:
+    """Where a store warp stands."""
+
+    dq: PipelineState  # of its own slot
+    work: PipelineState
+    passed: gl.tensor  # tiles of the dq pipeline in all work tiles before, modulo store_warps
+    uncounted: (
+        Value  # dq_last_writer_converts: the tile of dQ that was added to and is not counted yet, or -1; else None
+    )
+
+    @gluon.jit
+    def start(traits: gl.constexpr):
+        dq, work, passed = PipelineState.start(1), PipelineState.start(1), gl.to_tensor(0)
+        return StoreState(dq, work, passed, passed - 1 if traits.dq_last_writer_converts else None)
+
+
+@record
+class StoreWarp:
+    """One warp that writes all tiles that pass the dq pipeline, or every other one: dQ of each step, then dV and dK."""
+
+    index: gl.constexpr  # of its slot
+    maps: OutputMaps
+    semaphores: (
+        Value  # of each tile of dQ; dq_zeroed_ahead: of each part of heads, how many work tiles have zeroed a share
+    )
+    dq_sum: Value
+    pipes: Pipelines
+    launch: gl.tuple  # LaunchParams
+    traits: gl.constexpr
+
+    @gluon.jit
+    def run(self):
+        state = StoreState.start(self.traits)
+        while self.pipes.work.wait_published(state.work):
+            state = self.process_tile(state)
+
+    @gluon.jit
+    def process_tile(self, state):
+        """dQ of a work tile's steps, then dV and dK. Returns the state behind it."""
+        traits: gl.constexpr = self.traits
+        work = self.pipes.work.receive(traits)
+        whole = work.num_keys_written
+        if traits.dq_written_directly:
+            whole = work.whole_m_blocks(self.launch.window, traits)
+        shape, num_keys = self.launch.shape, work.num_keys_written
+        dk_rows = work.k_rows(shape.stride_dk, num_keys, shape, traits)
+        dv_rows = work.k_rows(shape.stride_dv, num_keys, shape, traits)
+        self.pipes.work.consumer_release()  # now: the next tile's loads would wait for this one's last step
+        if traits.dq_zeroed_ahead:
+            self.zero_ahead(work)
+        steps = work.num_steps(traits)
+        first = (self.index + state.passed) % traits.store_warps
+        for step in range(first, steps, traits.store_warps):
+            state = self.store_dq(work, step, whole, state)
+        if traits.dq_last_writer_converts:
+            self.pipes.dq.give(self.index)
+            uncounted = self.count(state.uncounted)
+            state = StoreState(state.dq, state.work, state.passed, uncounted)
+        dq_state = self.store_gradients(work, dk_rows, dv_rows, first + steps, state)
+        passed = (state.passed + steps) % traits.store_warps
+        return StoreState(dq_state, state.work.advance(), passed, state.uncounted)
+
+    # ------------------------------------------------ dQ
+
+    @gluon.jit
+    def store_dq(self, work, step, whole, state):
+        """A step's dQ by one of the ways of this file's table. Returns the state behind it.
+
+        dq_last_writer_converts: the slot is given when it is known what comes into it. Where dQ is whole but for what
+        others have added, that is loaded into it first. That this warp's own add stands in memory is counted once the
+        next slot is given, so that consumers do not wait for it.
+        """
+        traits: gl.constexpr = self.traits
+        dq, uncounted = self.pipes.dq, state.uncounted
+        queries = work.query_tile(step, self.launch.shape, traits)
+        if traits.dq_last_writer_converts:
+            if queries.m_block < whole:
+                if (
+                    work.n_start > 0
+                ):  # count first: a later work tile may wait for it as this one waits for those before
+                    uncounted = self.count(uncounted)
+                    self.give_with_sum(queries.index, work.n_start // traits.block_n)
+                else:
+                    dq.give(self.index)
+                    uncounted = self.count(uncounted)
+                self.write_dq(work, queries, state.dq)
+            else:
+                dq.give(self.index)
+                self.count(uncounted)
+                self.add_dq(work, queries, state.dq)
+                uncounted = queries.index
+            dq_state = state.dq.advance()
+        elif traits.dq_written_directly:
+            if queries.m_block < whole:
+                self.write_dq(work, queries, state.dq)
+            else:
+                self.add_dq(work, queries, state.dq)
+            dq_state = state.dq.advance()
+        else:
+            dq_state = self.add_dq(work, queries, state.dq)
+        return StoreState(dq_state, state.work, state.passed, uncounted)
+
+    @gluon.jit
+    def write_dq(self, work, queries, state):
+        """A tile of dQ that is whole, as rows and columns. Its semaphore tells the kernel that converts the sum."""
+        traits: gl.constexpr = self.traits
+        dq, shape = self.pipes.dq, self.launch.shape
+        semaphore = self.semaphores + queries.index
+        dq.wait_full(self.index, state)
+        rows = of_head(work.q_rows(shape.stride_q, shape, traits), queries.head)
+        for part in gl.static_range(2):
+            row, tile = queries.m_start + traits.dq.part_row(part), dq.written_part(self.index, part)
+            store_part(dq.dq_map, rows, row, traits.dq.part_column(part), tile, False, traits)
+        dq.release(self.index)
+        gl.store(semaphore, DQ_WRITTEN)
+
+    @gluon.jit
+    def add_dq(self, work, queries, state):
+        """Add a tile of dQ to its sum, or store it there if it is the first. Returns the state behind it."""
+        traits: gl.constexpr = self.traits
+        dq = self.pipes.dq
+        is_first = False
+        if traits.dq_first_writer_stores:
+            semaphore = self.semaphores + queries.index
+            is_first = self.dq_semaphore_acquire(semaphore, work, queries.m_start)
+        line = queries.index * traits.dq.units * traits.dq.lines
+        if traits.split_by_keys:
+            UNITS: gl.constexpr = traits.dq.units
+            dq.wait_full(self.index, state)
+            for unit in gl.static_range(UNITS):
+                smem = dq.units.index(self.index * traits.dq.slot_units + unit)
+                self.add_unit(is_first, line + unit * traits.dq.lines, smem)
+            dq.release(self.index)
+            state = state.advance()
+        else:
+            state = self.add_units(is_first, line, state)
+        if traits.deterministic:
+            dq_semaphore_release(semaphore)
+        elif traits.dq_first_writer_stores and not traits.dq_last_writer_converts:
+            if is_first:
+                dq_semaphore_release(semaphore)
+        return state
+
+    @gluon.jit
+    def add_units(self, is_first, line, state):
+        """`add_dq` of dQ that comes unit by unit: a unit's place is free once it has been read, while the next is
+        added.
+        """
+        PASSES: gl.constexpr = self.traits.tuning.dq_passes
+        PLACES: gl.constexpr = self.traits.dq.slot_barriers
+        dq = self.pipes.dq
+        for n in gl.static_range(PASSES):
+            for i in gl.static_range(PLACES):
+                barrier_wait(dq.full, i, state.phase, self.traits.dq_per_thread_arrive)
+                self.add_unit(is_first, line + (n * PLACES + i) * self.traits.dq.lines, dq.units.index(i))
+                if n + i > 0:
+                    tma_store_wait(1)
+                    mbarrier.arrive(dq.empty.index((i + PLACES - 1) % PLACES))
+            state = state.advance()
+        tma_store_wait(0)
+        mbarrier.arrive(dq.empty.index(PLACES - 1))
+        return state
+
+    @gluon.jit
+    def add_unit(self, is_first, line, smem):
+        if not self.traits.dq_first_writer_stores:
+            tma_reduce_add(self.maps.dq_sum, [line, 0], smem)
+        elif is_first:
+            tma_store(self.maps.dq_sum, [line, 0], smem)
+        else:
+            tma_reduce_add(self.maps.dq_sum, [line, 0], smem)
+
+    @gluon.jit
+    def dq_semaphore_acquire(self, semaphore, work, m_start):
+        """Wait for this work tile's turn at the tile of dQ that begins at m_start. Returns whether it is the first to
+        add: then it stores instead.
+
+        Deterministic: its turn comes once all work tiles behind it have added, or in reversed sections all before it.
+        Otherwise it comes once the first has stored. The first is the last that a row of the tile sees if
+        deterministic, but in reversed sections, and otherwise the first: programs have taken that sooner.
+        """
+        traits: gl.constexpr = self.traits
+        seqlen, window = work.seqlen, self.launch.window
+        if traits.deterministic:
+            first_key, stop_key = seqlen.visible_keys(m_start + traits.block_m - 1, window, traits)
+            ahead = stop_key - 1 - work.n_start
+            if traits.reversed_sections > 0:
+                ahead = gl.where(work.blocks.from_last == 1, work.n_start, ahead)
+            before = ahead // traits.block_n
+            while gl.atomic_add(semaphore, 0, sem="acquire") != before:
                 pass
-    fence_async_global()
-    return first
+            is_first = before == 0
+        else:
+            first_key, stop_key = seqlen.visible_keys(m_start, window, traits)
+            is_first = first_key // traits.block_n * traits.block_n == work.n_start
+            if not is_first:
+                while gl.atomic_add(semaphore, 0, sem="acquire") == 0:
+                    pass
+        fence_async_global()
+        return is_first
+
+    @gluon.jit
+    def give_with_sum(self, m_tile, others):
+        """Give the consumers the slot with the sum of all others in it, once that stands in memory."""
+        while gl.atomic_add(self.semaphores + m_tile, 0, sem="acquire") != others:
+            pass
+        fence_async_global()
+        self.pipes.dq.give_with_sum(self.index, self.maps.dq_sum, m_tile)
+
+    @gluon.jit
+    def count(self, uncounted):
+        """Count a tile of dQ that has been added, once it stands in memory. Returns -1: none is uncounted then."""
+        if uncounted >= 0:
+            dq_semaphore_release(self.semaphores + uncounted)
+        return uncounted * 0 - 1
+
+    @gluon.jit
+    def zero_ahead(self, work):
+        """Zero this work tile's share of the sum of dQ that a part of heads a section ahead adds to. Then wait until
+        the sum of its own part is zeroed, by earlier work tiles and by rows_kernel. Zeros written there had kept memory
+        busy for 30 us of d64 causal 4k's 1,450: 1.03 of the speed, 8k 1.02, d128 causal 8k 1.02, d96 1.03, GQA 2k 1.02
+        (H100).
+        """
+        traits: gl.constexpr = self.traits
+        shape = self.launch.shape
+        heads = shape.heads
+        # else ptxas keeps what follows from the number of parts, and lacks registers for a consumer's addresses
+        if traits.masks:
+            heads = heads + zero_of_turn()
+        parts = heads // traits.heads_per_program
+        own = work.batch * parts + work.head_part
+        later = own + shape.l2_head_parts
+        if later < shape.batch * parts:
+            lines = traits.heads_per_program * shape.num_m_blocks * traits.dq.units * traits.dq.lines
+            share = gl.cdiv(lines, shape.num_n_blocks)
+            begin = work.n_start // traits.block_n * share
+            lane = gl.arange(0, 256, gl.BlockedLayout([4], [32], [1], [0]))
+            for line in range(begin, gl.minimum(begin + share, lines)):
+                gl.store(
+                    self.dq_sum + (later.to(gl.int64) * lines + line) * 256 + lane, gl.zeros_like(lane).to(gl.float32)
+                )
+            partition_barrier()  # one thread publishes what all have written
+            gl.atomic_add(self.semaphores + later, 1, sem="release")
+        while gl.atomic_add(self.semaphores + own, 0, sem="acquire") != shape.num_n_blocks:
+            pass
+        fence_async_global()
+
+    # ------------------------------------------------ dV and dK
+
+    @gluon.jit
+    def store_gradients(self, work, dk_rows, dv_rows, tiles_before, state):
+        """dV and dK of a work tile. Returns the dq pipeline's state behind them."""
+        traits: gl.constexpr = self.traits
+        maps, n_start, dq_state = self.maps, work.n_start, state.dq
+        if traits.two_key_tiles:
+            self.store_from_kv(dk_rows, dv_rows, n_start, state.work)
+        elif traits.sums_dkv:
+            head = work.head_kv(traits)
+            self.add_from_kv(of_head(dk_rows, head), of_head(dv_rows, head), n_start)
+        elif traits.store_warps == 2:
+            if tiles_before % 2 == 0:
+                dq_state = self.store_from_slot(maps.dv, dv_rows, n_start, dq_state)
+            else:
+                dq_state = self.store_from_slot(maps.dk, dk_rows, n_start, dq_state)
+        else:
+            dq_state = self.store_from_slot(maps.dv, dv_rows, n_start, dq_state)
+            dq_state = self.store_from_slot(maps.dk, dk_rows, n_start, dq_state)
+        return dq_state
+
+    @gluon.jit
+    def store_from_slot(self, desc, rows, n_start, state):
+        """dV or dK from the next slot of the dq pipeline."""
+        dq = self.pipes.dq
+        dq.wait_full(self.index, state)
+        self.store_tile(desc, rows, n_start, dq.gradient_tile(self.index, desc))
+        dq.release(self.index)
+        return state.advance()
+
+    @gluon.jit
+    def store_from_kv(self, dk_rows, dv_rows, n_start, work_state):
+        """dV and dK of two tiles of keys, which stand in the place of V and K."""
+        kv = self.pipes.kv
+        mbarrier.wait(kv.dkv_full.index(0), work_state.phase)
+        self.store_tile(self.maps.dv, dv_rows, n_start, kv.v.index(0))
+        self.store_tile(self.maps.dk, dk_rows, n_start, kv.k.index(0))
+        tma_store_wait(0)
+        mbarrier.arrive(kv.kv_empty.index(0))
+
+    @gluon.jit
+    def add_from_kv(self, dk_rows, dv_rows, n_start):
+        """dK, then dV, to the float32 sums of a group that several programs share."""
+        kv = self.pipes.kv
+        mbarrier.wait(kv.dkv_full.index(0), 0)
+        self.add_tile(self.maps.dk, dk_rows, n_start, kv.sums)
+        tma_store_wait(0)
+        mbarrier.arrive(kv.dkv_empty.index(0))
+        mbarrier.wait(kv.dkv_full.index(0), 1)
+        self.add_tile(self.maps.dv, dv_rows, n_start, kv.sums)
+        tma_store_wait(0)
+        mbarrier.arrive(kv.kv_empty.index(0))
+
+    @gluon.jit
+    def store_tile(self, desc, rows, n_start, tile):
+        store_part(desc.main, rows, n_start, 0, tile.main, False, self.traits)
+        if desc.tail is not None:
+            store_part(desc.tail, rows, n_start, desc.main.block_shape[-1], tile.tail, False, self.traits)
+
+    @gluon.jit
+    def add_tile(self, desc, rows, n_start, tile):
+        tma_reduce_add(desc.main, tma_coordinates(rows, n_start, 0, False, self.traits), tile.main)
+        if desc.tail is not None:
+            column: gl.constexpr = desc.main.block_shape[-1]
+            tma_reduce_add(desc.tail, tma_coordinates(rows, n_start, column, False, self.traits), tile.tail)
 
 
 @gluon.jit
-def pass_turn(turn):
-    """Let the next one add, once all that was added stands in memory."""
+def dq_semaphore_release(semaphore):
+    """Count the semaphore up, once all that was added stands in memory."""
     tma_store_drain()
     fence_async_global()
     partition_barrier()  # one thread has waited for TMA, another publishes
-    gl.atomic_add(turn, 1, sem="release")
+    gl.atomic_add(semaphore, 1, sem="release")
 
 
 @gluon.jit
-def add_unit(first, dq_desc, line, unit, form: gl.constexpr):
-    if not form.first_stores:
-        tma_reduce_add(dq_desc, [line, 0], unit)
-    elif first:
-        tma_store(dq_desc, [line, 0], unit)
-    else:
-        tma_reduce_add(dq_desc, [line, 0], unit)
-
-
-@gluon.jit
-def add_units(first, dq_desc, line, dq, at, form: gl.constexpr):
-    """`add_step` of 64 keys, whose dq comes unit by unit: a place is free once its unit has been read, while the next is added."""
-    PARTS: gl.constexpr = form.tuning.parts
-    PLACES: gl.constexpr = form.places
-    for part in gl.static_range(PARTS):
-        for i in gl.static_range(PLACES):
-            await_said(dq[1], i, at.parity, form.dq_bells)
-            add_unit(first, dq_desc, line + (part * PLACES + i) * form.dq_lines, dq[0].index(i), form)
-            if part + i > 0:
-                tma_store_wait(1)
-                mbarrier.arrive(dq[2].index((i + PLACES - 1) % PLACES))
-        at = at.next()
-    tma_store_wait(0)
-    mbarrier.arrive(dq[2].index(PLACES - 1))
-    return at
-
-
-@gluon.jit
-def write_gradient(own: gl.constexpr, views, place, dq, at, form: gl.constexpr):
-    """dk or dv from the channel's next place; the one after it."""
-    await_ready(own, dq, at, form)
-    write_parts(views, place, in_place_of_dq(dq[0], own, views, form), form)
-    set_free(own, dq, form)
-    return at.next()
-
-
-@gluon.jit
-def write_parts(views, place, tile, form: gl.constexpr):
-    keys, head, n_start = place
-    copy_out(views[0], keys, head, n_start, 0, tile[0], form)
-    if len(tile) == 2:
-        copy_out(views[1], keys, head, n_start, views[0].block_shape[-1], tile[1], form)
-
-
-@gluon.jit
-def await_ready(own: gl.constexpr, dq, at, form: gl.constexpr):
-    """Wait until the channel's next place is full."""
-    PLACES: gl.constexpr = form.places
-    for i in gl.static_range(PLACES):
-        await_said(dq[1], own * PLACES + i, at.parity, form.dq_bells)
-
-
-@gluon.jit
-def set_free(own: gl.constexpr, dq, form: gl.constexpr):
-    """Free the channel's place, once all that leaves it has been read."""
-    PLACES: gl.constexpr = form.places
-    tma_store_wait(0)
-    if not form.collects:  # which gives a place once it is known what for
-        for i in gl.static_range(PLACES):
-            mbarrier.arrive(dq[2].index(own * PLACES + i))
-
-
-@gluon.jit
-def write_in_place(views, places, kv, at, form: gl.constexpr):
-    """dk and dv of two tiles of keys, which stand in the place of k and v."""
-    k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
-    mbarrier.wait(sums_done.index(0), at.parity)
-    write_parts(views[1], places[1], stage_of(v_tile, 0), form)
-    write_parts(views[0], places[0], stage_of(k_tile, 0), form)
-    tma_store_wait(0)
-    mbarrier.arrive(kv_free.index(0))
-
-
-@gluon.jit
-def add_sums(dk_views, dv_views, places, head, n_start, kv, form: gl.constexpr):
-    """dk and dv of a split group to their sums."""
-    k_tile, v_tile, sums, kv_ready, kv_used, kv_free, sums_done, sums_free = kv
-    mbarrier.wait(sums_done.index(0), 0)
-    add_parts(dk_views, (places[0], head, n_start), sums, form)
-    tma_store_wait(0)
-    mbarrier.arrive(sums_free.index(0))
-    mbarrier.wait(sums_done.index(0), 1)
-    add_parts(dv_views, (places[1], head, n_start), sums, form)
-    tma_store_wait(0)
-    mbarrier.arrive(kv_free.index(0))
-
-
-@gluon.jit
-def add_parts(views, place, tile, form: gl.constexpr):
-    add_out(views[0], place, 0, tile[0], form)
-    if len(tile) == 2:
-        add_out(views[1], place, tile[0].shape[-1], tile[1], form)
-
-
-@gluon.jit
-def add_out(desc, place, column: gl.constexpr, smem, form: gl.constexpr):
-    """`copy_out` that adds to what is there."""
-    keys, head, row = place
-    entry, start, length = keys
-    if form.wraps:
-        tma_reduce_add(desc, [FAR, start + length, head, FAR - length + row, column], smem)
-    else:
-        tma_reduce_add(desc, [entry, head, row, column], smem)
+def store_warp(index: gl.constexpr, maps, semaphores, dq_sum, pipes, launch, traits: gl.constexpr):
+    StoreWarp(index, maps, semaphores, dq_sum, pipes, launch, traits).run()

@@ -37,7 +37,7 @@ from ..runtime.tma_requirements import (
 )
 from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, invariant_config
-from .traits import ROWS, BackwardForm, BackwardTuning, ForwardTraits, Tuning
+from .traits import ROWS, BackwardTileConfig, BackwardTraits, ForwardTraits, Tuning
 
 CAPABILITY = 90
 MOST_WIDTH = 256
@@ -241,50 +241,48 @@ FORWARD = HopperForward()
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    form: BackwardForm
+    form: BackwardTraits
 
     def __str__(self) -> str:
         t = self.form.tuning
         return (
             f"block_m={t.block_m} block_n={t.block_n} stages={t.stages}/{t.stages_do} dq added by "
-            f"TMA{' in order' * self.form.ordered}, "
-            f"{f'group of {self.form.group} in {self.form.splits}, ' * (self.form.splits > 1)}"
+            f"TMA{' in order' * self.form.deterministic}, "
+            f"{f'group of {self.form.group} in {self.form.group_splits}, ' * (self.form.group_splits > 1)}"
             f"shared {self.form.shared_bytes() / KIB:.0f} KiB"
         )
 
 
 # (padded head dimensions) -> tiles of the backward: those that fit without spills, then the fastest on an H200. A third
-# stage leaves no shared memory for per-thread mbarriers (form.bells).
+# stage leaves no shared memory for per-thread mbarriers (form.ds_per_thread_arrive).
 # speed of two stages with per-thread mbarriers relative to three without (H200):
 #   d128   dense: 1.002x to 1.008x at 4k to 16k, 0.995x at 512
 #   d96    causal: 1.008x at 512, 1.02x to 1.03x at 1k to 4k, 1.003x at 8k
 BACKWARD_TUNINGS = {
-    (64, 64): BackwardTuning(block_m=128, block_n=128, stages=2, stages_do=2, k_in_registers=True),
-    (96, 96): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2, k_in_registers=True, each=True),
-    (128, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2, hides_weights=False),
-    (192, 128): BackwardTuning(block_m=64, block_n=128, stages=2, stages_do=2, parts=2, roles=True),
-    (192, 192): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=2),
-    (256, 128): BackwardTuning(block_m=64, block_n=64, stages=3, stages_do=2, parts=2),
-    (256, 256): BackwardTuning(block_m=64, block_n=64, stages=2, stages_do=1, parts=2),
+    (64, 64): BackwardTileConfig(block_m=128, block_n=128, stages=2, stages_do=2, k_in_registers=True),
+    (96, 96): BackwardTileConfig(
+        block_m=64, block_n=128, stages=2, stages_do=2, k_in_registers=True, release_per_thread=True
+    ),
+    (128, 128): BackwardTileConfig(block_m=64, block_n=128, stages=2, stages_do=2, masks_p=False),
+    (192, 128): BackwardTileConfig(block_m=64, block_n=128, stages=2, stages_do=2, dq_passes=2, split_products=True),
+    (192, 192): BackwardTileConfig(block_m=64, block_n=64, stages=3, stages_do=2),
+    (256, 128): BackwardTileConfig(block_m=64, block_n=64, stages=3, stages_do=2, dq_passes=2),
+    (256, 256): BackwardTileConfig(block_m=64, block_n=64, stages=2, stages_do=1, dq_passes=2),
 }
 # for tanh's registers: spills drop from 1340 to 0 bytes
-BACKWARD_CAPPED = {(64, 64): BackwardTuning(block_m=64, block_n=128, stages=3, stages_do=3)}
+BACKWARD_CAPPED = {(64, 64): BackwardTileConfig(block_m=64, block_n=128, stages=3, stages_do=3)}
 
-# From this many steps per key tile on average, a step computes dq of the previous step (form.lags). With fewer steps,
-# the extra product at the end costs more than it gains.
-# speed relative to dq in its own step (H200):
-#   d128   dense: 1.00x at 512, 1.04x at 1k, 1.08x from 2k; causal: 0.96x at 512, 0.97x at 1k, 1.01x at 2k, 1.04x at 4k;
-#          GQA 64/8: 1.02x at 2k
-#   d96    causal: 0.93x at 1k and 2k, 1.03x to 1.04x at 8k; dense: 1.01x at 8k
-#   d64    dense: 1.00x at 4k, 1.01x at 8k, 1.03x at 16k; causal: 0.99x at 4k and 8k, 1.02x at 16k;
-#          deterministic causal: 1.015x at 8k
+# From this many steps per key tile on average, a step computes dq of the previous step (form.dq_deferred). With fewer
+# steps, the extra product at the end costs more than it gains. speed relative to dq in its own step (H200):   d128
+# dense: 1.00x at 512, 1.04x at 1k, 1.08x from 2k; causal: 0.96x at 512, 0.97x at 1k, 1.01x at 2k, 1.04x at 4k;
+# GQA 64/8: 1.02x at 2k   d96    causal: 0.93x at 1k and 2k, 1.03x to 1.04x at 8k; dense: 1.01x at 8k   d64    dense:
+# 1.00x at 4k, 1.01x at 8k, 1.03x at 16k; causal: 0.99x at 4k and 8k, 1.02x at 16k;          deterministic causal:
+# 1.015x at 8k
 LAGGING_STEPS = {(64, 64): 48, (96, 96): 48, (128, 128): 12}
-# Head dimensions whose score accumulator starts at -lse / scale (form.begun): with form.lags, and at 128 if causal.
-# speed relative to subtracting lse afterwards (H200):
-#   d128   causal: 1.02x at 1k, 1.015x at 4k, 1.02x at 8k, 1.01x at 16k; with lags 1.00x to 1.01x; documents: 1.045x;
-#          dense: 1.10x with lags, 0.99x without
-#   d96    1.015x with lags, 0.98x without
-#   d64    0.94x
+# Head dimensions whose score accumulator starts at -lse / scale (form.lse_folded): with form.dq_deferred, and at 128 if
+# causal. speed relative to subtracting lse afterwards (H200):   d128   causal: 1.02x at 1k, 1.015x at 4k, 1.02x at 8k,
+# 1.01x at 16k; with lags 1.00x to 1.01x; documents: 1.045x;          dense: 1.10x with lags, 0.99x without   d96
+# 1.015x with lags, 0.98x without   d64    0.94x
 BEGUN = {(96, 96), (128, 128)}
 FINE = 2.0**100  # lse may be divided by scales from 1 / FINE to FINE
 
@@ -331,11 +329,11 @@ class HopperBackward:
             defers,
             folds,
         )
-        form = BackwardForm(tuning, *widths, *head_dims, *constants)
+        form = BackwardTraits(tuning, *widths, *head_dims, *constants)
         added = {
-            "clears": _dq_zeroed_ahead(problem, form),
-            "finishes": _dq_written_directly(problem, form),
-            "last_sections": _last_sections(problem, form),
+            "dq_zeroed_ahead": _dq_zeroed_ahead(problem, form),
+            "dq_written_directly": _dq_written_directly(problem, form),
+            "reversed_sections": _last_sections(problem, form),
         }
         return BackwardConfig(replace(form, **added))
 
@@ -354,11 +352,11 @@ class HopperBackward:
         rows = Buffer("rows", (2, *heads, tiles * form.tuning.block_m), torch.float32)
         dq_sum = Buffer("dq_sum", (*heads, tiles, form.tuning.block_m * form.block_d), torch.float32)
         buffers = [rows, dq_sum, Buffer("counter", (1,), torch.int32)]
-        if form.first_stores or form.finishes:
-            buffers.append(Buffer("turns", (*heads, tiles), torch.int32))
-        elif form.clears:
-            buffers.append(Buffer("turns", (heads[0], problem.heads_q // form.members), torch.int32))
-        if form.splits > 1:
+        if form.dq_first_writer_stores or form.dq_written_directly:
+            buffers.append(Buffer("dq_semaphores", (*heads, tiles), torch.int32))
+        elif form.dq_zeroed_ahead:
+            buffers.append(Buffer("dq_semaphores", (heads[0], problem.heads_q // form.heads_per_program), torch.int32))
+        if form.group_splits > 1:
             layout = problem.layout
             keys = layout.seqlen_k if isinstance(layout, Dense) else layout.tokens[1]
             widths = {"dk_sum": form.dk_width, "dv_sum": form.dv_width}
@@ -377,7 +375,7 @@ class HopperBackward:
 LONG_PROGRAM = 64  # steps of the longest program, beyond which float32 sums of dk and dv cost little
 
 
-def _dq_first_writer_stores(problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTuning) -> bool:
+def _dq_first_writer_stores(problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTileConfig) -> bool:
     """Whether the first key tile that reaches a dq tile stores it and the others wait, so that nothing zeroes dq's sum.
 
     This is faster if rows see few keys and key tiles arrive one after the other. Dense tiles arrive together. If a
@@ -404,7 +402,7 @@ def _dq_first_writer_stores(problem: Problem, splits: int, widths: tuple[int, in
     )
 
 
-def _one_tile(problem: Problem, tuning: BackwardTuning) -> bool:
+def _one_tile(problem: Problem, tuning: BackwardTileConfig) -> bool:
     """Whether all keys of a batch entry are in one tile."""
     return isinstance(problem.layout, Dense) and problem.layout.seqlen_k <= tuning.block_n
 
@@ -412,7 +410,7 @@ def _one_tile(problem: Problem, tuning: BackwardTuning) -> bool:
 CLEARED_KEYS = 600  # keys per row on average, from which a key tile has time to zero its part
 
 
-def _dq_zeroed_ahead(problem: Problem, form: BackwardForm) -> bool:
+def _dq_zeroed_ahead(problem: Problem, form: BackwardTraits) -> bool:
     """Whether programs zero dq's sum ahead of use, instead of an earlier kernel.
 
     Not if consumers split the products, where adds to dq limit memory anyway (d192 1.003x, d256 1.000x). Not if steps
@@ -422,7 +420,11 @@ def _dq_zeroed_ahead(problem: Problem, form: BackwardForm) -> bool:
             dense             1.00x at 512, 1.01x at 1k, 1.02x at 2k
             GQA 64/8 causal   0.95x at 512, 0.965x at 1k, 1.02x at 2k
     """
-    suits = form.halves and form.reckons and not (form.first_stores or form.packed or form.spans)
+    suits = (
+        form.split_by_keys
+        and form.rematerializes
+        and not (form.dq_first_writer_stores or form.packed or form.key_ranges)
+    )
     return suits and keys_a_row(problem) >= CLEARED_KEYS
 
 
@@ -430,17 +432,21 @@ def _dq_zeroed_ahead(problem: Problem, form: BackwardForm) -> bool:
 FINISHED_KEYS = {(64, 64): 400, (128, 128): 600}
 
 
-def _dq_written_directly(problem: Problem, form: BackwardForm) -> bool:
+def _dq_written_directly(problem: Problem, form: BackwardTraits) -> bool:
     """Whether dq of queries that see only the first key tile is written directly instead of summed in memory.
 
-    Steps that compute the previous step's dq (form.lags) have no registers for it.
+    Steps that compute the previous step's dq (form.dq_deferred) have no registers for it.
 
         speed relative to summing all of dq (H200):
             d128 causal   1.47x at 128, 1.12x at 256, 1.07x at 512, 1.03x at 1k
             d64 causal    1.10x at 256, 1.03x at 512, 1.00x at 1k
     """
     may = problem.mask.right or problem.packed or _one_tile(problem, form.tuning)
-    suits = form.halves and form.share_columns(0) == ROWS and not (form.spans or form.lags or form.mask.left)
+    suits = (
+        form.split_by_keys
+        and form.dq.part_columns(0) == ROWS
+        and not (form.key_ranges or form.dq_deferred or form.mask.left)
+    )
     return (
         may
         and suits
@@ -449,19 +455,21 @@ def _dq_written_directly(problem: Problem, form: BackwardForm) -> bool:
     )
 
 
-def _last_sections(problem: Problem, form: BackwardForm) -> int:
+def _last_sections(problem: Problem, form: BackwardTraits) -> int:
     """Sections of causal heads in which dq is added from the first keys to the last, in deterministic backwards.
 
     Two for grouped heads: GQA 64/8 causal 8k is 1.20x as fast as with none (1.10x with one section), 16k 1.105x
     (1.125x) (H200). None with batch_invariant, where a head's gradients must not depend on the number of heads.
     """
     causal = problem.mask.right and not problem.mask.left and not problem.packed
-    if not (form.ordered and causal) or problem.batch_invariant:
+    if not (form.deterministic and causal) or problem.batch_invariant:
         return 0
-    return 2 if form.members > 1 else 1
+    return 2 if form.heads_per_program > 1 else 1
 
 
-def _defers_dq(problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTuning, ordered: bool) -> bool:
+def _defers_dq(
+    problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTileConfig, ordered: bool
+) -> bool:
     """Whether a step computes dq of the previous step, so that the two consumers need not run in lockstep."""
     if widths not in LAGGING_STEPS or problem.mask.documents or problem.softcap:
         return False
@@ -471,11 +479,11 @@ def _defers_dq(problem: Problem, splits: int, widths: tuple[int, int], tuning: B
 
 
 def _folds_lse(problem: Problem, widths: tuple[int, int]) -> bool:
-    """Whether the score accumulator starts at -lse even without form.lags."""
+    """Whether the score accumulator starts at -lse even without form.dq_deferred."""
     return widths == (128, 128) and problem.mask.right
 
 
-def _splits(problem: Problem, target: Target, tuning: BackwardTuning) -> int:
+def _splits(problem: Problem, target: Target, tuning: BackwardTileConfig) -> int:
     """Number of programs that share the heads of a group: enough to fill the SMs, or twice that if programs differ in
     cost, so that the longest does not dominate.
 

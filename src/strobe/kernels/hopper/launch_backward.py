@@ -1,9 +1,9 @@
-"""Arguments and the three launches of the Hopper backward, from a Plan and a Call."""
+"""Arguments and the three launches of the Hopper backward, from a Plan and a Call: their names, and what they hold."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,28 +29,159 @@ L2_BYTES = 32 << 20
 CONVERTED_ROWS = 32  # rows per program of convert_kernel, which only copies
 
 
-def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor]) -> None:
-    rows, dq_sum, counter, turns = workspace["rows"], workspace["dq_sum"], workspace["counter"], workspace.get("turns")
-    sums = {name: workspace[f"{name}_sum"].transpose(-3, -2) for name in ("dk", "dv") if f"{name}_sum" in workspace}
-    spans = plan.config.form.spans
-    dk, dv = sums.get("dk", writable(t.dk, spans)), sums.get("dv", writable(t.dv, spans))
-    dq = addressable(t.dq) if plan.config.form.finishes else t.dq
-    dout = operand(t.dout, call, spans)
-    pointers = (t.dout, t.out, t.lse, t.dlse, t.delta, rows, dq_sum, call.cu_seqlens_q, turns, counter)
-    key = ("rows", t.dout.stride(), t.dout.dtype, t.out.stride(), t.dlse is None)
-    launched = [launcher.start(plan, key, pointers, lambda: rows_launch(plan, pointers))]
-    views = (call.q, call.k, call.v, dout, rows, dk, dv, dq, dq_sum)
-    offsets = (
-        (call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix)
-        if spans
-        else (call.cu_seqlens_q, call.cu_seqlens_k)
+# ---------------------------------------------------------------- what the kernels are told, by name
+
+
+class ShapeParams(NamedTuple):
+    """Sizes, int32."""
+
+    batch: Any  # batch entries, or packed sequences
+    heads: Any  # query heads
+    seqlen_q: Any  # or all packed query tokens
+    seqlen_k: Any
+    num_m_blocks: Any  # tiles of queries of a head
+    num_n_blocks: Any  # tiles of keys of a head
+    l2_head_parts: Any  # parts of heads that are walked together, so that their queries stay in L2
+    # key ranges: rows between the starts of batch entries
+    stride_q: Any = None
+    stride_do: Any = None
+    stride_k: Any = None
+    stride_v: Any = None
+    stride_dk: Any = None
+    stride_dv: Any = None
+
+
+class WindowParams(NamedTuple):
+    """Bounds of the mask relative to the diagonal, int32."""
+
+    left: Any
+    right: Any
+
+
+class SoftmaxParams(NamedTuple):
+    """Float32. The raw score is q k^T, or tanh(softcap * q k^T) with a cap."""
+
+    scale_log2: Any  # value of a raw score in log2 units
+    softcap: Any  # scale / cap
+    scale: Any  # of dQ and dK
+
+
+class LaunchParams(NamedTuple):
+    """All scalars of the main kernel."""
+
+    num_tiles: Any  # of keys
+    shape: ShapeParams
+    window: WindowParams
+    softmax: SoftmaxParams
+
+
+class KeyRangeTensors(NamedTuple):
+    """What the key ranges of a batch entry's rows follow from (`device.key_ranges`)."""
+
+    spans_q: Any
+    spans_k: Any
+    ids_q: Any
+    ids_k: Any
+    key_lengths: Any
+    prefixes: Any
+
+
+class Pointers(NamedTuple):
+    """Tensors of the main kernel that TMA does not move; None where the call has none."""
+
+    dq_sum: Any
+    dq_semaphores: (
+        Any  # work tiles that have added to a tile of dQ; dq_zeroed_ahead: that have zeroed a share of a part of heads
     )
-    others = (turns, *offsets, counter)
+    tile_counter: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    ranges: Any  # KeyRangeTensors
+
+
+class RowTensors(NamedTuple):
+    """Tensors of rows_kernel."""
+
+    dout: Any
+    out: Any
+    lse: Any
+    dlse: Any  # or None
+    delta: Any  # output in rows
+    stats: Any  # output in whole tiles: LSE of all rows, then -delta of all
+    dq_sum: Any
+    cu_seqlens_q: Any
+    dq_semaphores: Any
+    tile_counter: Any
+
+
+class Strides(NamedTuple):
+    """Of a tensor, or of all entries and heads of a packed one, in elements."""
+
+    batch: Any
+    row: Any
+    head: Any
+
+
+class RowStrides(NamedTuple):
+    dout: Strides
+    out: Strides
+
+
+class RowShape(NamedTuple):
+    """Sizes of the kernels that walk tiles of queries."""
+
+    heads: Any
+    tokens: Any  # S_q or T_q
+    batch: Any  # batch entries, or packed sequences
+    num_m_blocks: Any  # of a head
+
+
+class ZeroedParts(NamedTuple):
+    """dq_zeroed_ahead: parts of heads whose sums rows_kernel zeroes, and tiles of keys of a part; else 0."""
+
+    head_parts: Any
+    num_n_blocks: Any
+
+
+class ConvertTensors(NamedTuple):
+    """Tensors of convert_kernel."""
+
+    sums: Any
+    grad: Any
+
+
+class ConvertStrides(NamedTuple):
+    sums: Strides
+    grad: Strides
+
+
+class ConvertShape(NamedTuple):
+    heads: Any
+    tokens: Any
+
+
+# ---------------------------------------------------------------- launches
+
+
+def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor]) -> None:
+    form = plan.config.form
+    stats, dq_sum, counter = workspace["rows"], workspace["dq_sum"], workspace["counter"]
+    semaphores = workspace.get("dq_semaphores")
+    sums = {name: workspace[f"{name}_sum"].transpose(-3, -2) for name in ("dk", "dv") if f"{name}_sum" in workspace}
+    dk, dv = sums.get("dk", writable(t.dk, form.key_ranges)), sums.get("dv", writable(t.dv, form.key_ranges))
+    dq = addressable(t.dq) if form.dq_written_directly else t.dq
+    dout = operand(t.dout, call, form.key_ranges)
+    rows = RowTensors(t.dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum, call.cu_seqlens_q, semaphores, counter)
+    key = ("rows", t.dout.stride(), t.dout.dtype, t.out.stride(), t.dlse is None)
+    launched = [launcher.start(plan, key, rows, lambda: rows_launch(plan, rows))]
+    views = Views(call.q, call.k, call.v, dout, stats, dk, dv, dq, dq_sum)
+    pointers = main_pointers(call, form.key_ranges, dq_sum, semaphores, counter)
+    moved = (*views, *(tensor for tensor in pointers[1:-1]), *(pointers.ranges or ()))
     strides = (dout.stride(), dk.stride(), dv.stride(), dq.stride())
-    main = partial(main_launch, plan, call, views, offsets, turns, counter)
-    launched += [launcher.start(plan, (call.left, call.right, *strides), (*views, *others), main)]
+    main = partial(main_launch, plan, call, views, pointers)
+    launched += [launcher.start(plan, (call.left, call.right, *strides), moved, main)]
     if not makes_dq(plan):
-        pointers_dq = (dq_sum, dq, call.cu_seqlens_q, turns)
+        pointers_dq = (dq_sum, dq, call.cu_seqlens_q, semaphores)
         launched += [launcher.start(plan, ("dq", dq.stride()), pointers_dq, lambda: dq_launch(plan, pointers_dq))]
     copied = dout is not t.dout
     for name, held, gradient in (("dq", dq, t.dq), ("dk", dk, t.dk), ("dv", dv, t.dv)):
@@ -64,60 +195,76 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
         CACHE.insert_launch(plan, backward_addresses(call, t, pieces_of(workspace)), launcher.in_sequence(launched))
 
 
-def rows_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
-    strides = tuple(strides_of(t, plan.problem) for t in pointers[:2])
-    unit = -1.0 / softmax_parameters(plan.problem)[0] if plan.config.form.begun else 1.0
-    _, tiles_n, section = parts_of_heads(plan)
+class Views(NamedTuple):
+    """Tensors that the main kernel moves by TMA; dk and dv may be float32 sums."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    stats: Tensor
+    dk: Tensor
+    dv: Tensor
+    dq: Tensor
+    dq_sum: Tensor
+
+
+def main_pointers(call: Call, key_ranges: bool, dq_sum: Tensor, semaphores: Tensor | None, counter: Tensor) -> Pointers:
+    if not key_ranges:
+        return Pointers(dq_sum, semaphores, counter, call.cu_seqlens_q, call.cu_seqlens_k, None)
+    ranges = KeyRangeTensors(call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix)
+    return Pointers(dq_sum, semaphores, counter, None, None, ranges)
+
+
+def rows_launch(plan: Plan, tensors: RowTensors) -> Launch:
+    problem, form = plan.problem, plan.config.form
+    strides = RowStrides(*(Strides(*strides_of(t, problem)) for t in (tensors.dout, tensors.out)))
+    unit = -1.0 / softmax_parameters(problem)[0] if form.lse_folded else 1.0
+    _, num_n_blocks, section = parts_of_heads(plan)
     # 0 otherwise, so that kernels are not compiled per length
-    cleared = (section, tiles_n) if plan.config.form.clears else (0, 0)
-    return Launch(
-        rows_kernel,
-        tiles_of_rows(plan),
-        (pointers, strides, (*row_sizes(plan), *cleared), unit, plan.config.form),
-        {"num_warps": 4},
-    )
+    zeroed = ZeroedParts(section, num_n_blocks) if form.dq_zeroed_ahead else ZeroedParts(0, 0)
+    arguments = (tensors, strides, row_shape(plan), zeroed, unit, form)
+    return Launch(rows_kernel, tiles_of_rows(plan), arguments, {"num_warps": 4})
 
 
 def makes_dq(plan: Plan) -> bool:
-    """Whether the main kernel computes all of dq: with form.collects, if each query tile has one that sees a key."""
+    """Whether the main kernel computes all of dq: with form.dq_last_writer_converts, if each query tile has one that
+    sees a key.
+    """
     problem, form = plan.problem, plan.config.form
-    if not form.collects:
+    if not form.dq_last_writer_converts:
         return False
     _, seqlen_q, seqlen_k = problem.layout
     beyond = problem.right if problem.mask.right else seqlen_q
-    return min(form.tuning.block_m, seqlen_q) + seqlen_k - seqlen_q + beyond > 0 and seqlen_k > 0
+    return min(form.block_m, seqlen_q) + seqlen_k - seqlen_q + beyond > 0 and seqlen_k > 0
 
 
 def dq_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
-    strides = strides_of(pointers[1], plan.problem)
-    arguments = (*pointers, strides, row_sizes(plan), plan.problem.scale, plan.config.form)
+    strides = Strides(*strides_of(pointers[1], plan.problem))
+    arguments = (*pointers, strides, row_shape(plan), plan.problem.scale, plan.config.form)
     return Launch(convert_dq_kernel, tiles_of_rows(plan), arguments, {"num_warps": 4})
 
 
-def row_sizes(plan: Plan) -> tuple[int, ...]:
+def row_shape(plan: Plan) -> RowShape:
     problem = plan.problem
-    return (
-        problem.heads_q,
-        tokens(problem)[0],
-        problem.layout.batch,
-        query_tiles(problem, plan.config.form.tuning.block_m),
-    )
+    num_m_blocks = query_tiles(problem, plan.config.form.block_m)
+    return RowShape(problem.heads_q, tokens(problem)[0], problem.layout.batch, num_m_blocks)
 
 
 def tiles_of_rows(plan: Plan) -> int:
     """Query tiles of all heads: programs of the kernels before and after the main one."""
-    return counted(plan, plan.problem.heads_q * entries(plan.problem) * row_sizes(plan)[-1])
+    return counted(plan, plan.problem.heads_q * entries(plan.problem) * row_shape(plan).num_m_blocks)
 
 
 def convert_launch(plan: Plan, name: str, held: Tensor, gradient: Tensor) -> Launch:
     problem, form = plan.problem, plan.config.form
     count, heads, width = gradient.shape[-3:]
     scale, block = (1.0, form.block_dv) if name == "dv" else (problem.scale, form.block_d)
-    strides = (strides_of(held, problem), strides_of(gradient, problem))
+    strides = ConvertStrides(*(Strides(*strides_of(tensor, problem)) for tensor in (held, gradient)))
     arguments = (
-        (held, gradient),
+        ConvertTensors(held, gradient),
         strides,
-        (heads, count),
+        ConvertShape(heads, count),
         scale,
         held.shape[-1],
         width,
@@ -128,60 +275,60 @@ def convert_launch(plan: Plan, name: str, held: Tensor, gradient: Tensor) -> Lau
     return Launch(convert_kernel, programs, arguments, {"num_warps": 4})
 
 
-def main_launch(
-    plan: Plan, call: Call, views: tuple[Tensor, ...], offsets: tuple, turns: Tensor | None, counter: Tensor
-) -> Launch:
-    form = plan.config.form
-    problem, tuning = plan.problem, form.tuning
-    q, k, v, dout, rows, dk, dv, dq, dq_sum = views
-    apart: tuple[int, ...] = ()
-    if form.spans:  # the first entry represents all
-        apart = tuple(rows_apart(t) or 0 for t in (q, dout, k, v, dk, dv))
-        q, k, v, dout, dk, dv = q[0], k[0], v[0], dout[0], dk[0], dv[0]
-    batch, (seqlen_q, seqlen_k) = problem.layout.batch, tokens(problem)
-    parts, tiles_n, section = parts_of_heads(plan)
-    if rows.numel() >= MOST_TILES:
+def main_launch(plan: Plan, call: Call, views: Views, pointers: Pointers) -> Launch:
+    problem, form = plan.problem, plan.config.form
+    strides: tuple[int, ...] = ()
+    if form.key_ranges:  # the first entry represents all
+        apart = (views.q, views.dout, views.k, views.v, views.dk, views.dv)
+        strides = tuple(rows_apart(t) or 0 for t in apart)
+        views = views._replace(**{name: getattr(views, name)[0] for name in ("q", "k", "v", "dout", "dk", "dv")})
+    if views.stats.numel() >= MOST_TILES:
         raise KernelFault(
-            f"{plan.kernel.name}: {rows.numel()} values per row exceed the range of int32; split the batch"
+            f"{plan.kernel.name}: {views.stats.numel()} values per row exceed the range of int32; split the batch"
         )
-    by_rows, by_rows_v = (tuning.block_m, form.first_d), (tuning.block_m, form.first_dv)
-    by_keys, by_keys_v = (tuning.block_n, form.first_d), (tuning.block_n, form.first_dv)
-    rests = (
-        (q, tuning.block_m, form.rest_d),
-        (k, tuning.block_n, form.rest_d),
-        (v, tuning.block_n, form.rest_dv),
-        (dout, tuning.block_m, form.rest_dv),
-        (dk, tuning.block_n, form.rest_d),
-        (dv, tuning.block_n, form.rest_dv),
-    )
-    described = (
-        descriptor(q, *by_rows),
-        descriptor(k, *by_keys),
-        descriptor(v, *by_keys_v),
-        descriptor(dout, *by_rows_v),
-        row_descriptor(rows, tuning.block_m),
-        descriptor(dk, *by_keys),
-        descriptor(dv, *by_keys_v),
-        line_descriptor(dq_sum, form.dq_lines),
-        *(descriptor(t, n, width) if width else None for t, n, width in rests),
-        descriptor(dq, ROWS, ROWS) if form.finishes else None,
-    )
-    sizes = (batch, problem.heads_q, seqlen_q, seqlen_k, query_tiles(problem, tuning.block_m), tiles_n, section, *apart)
-    tiles = counted(plan, parts * tiles_n)
-    work = (tiles, sizes, (call.left, call.right), (*softmax_parameters(problem), problem.scale))
-    arguments = (*described, dq_sum, turns, counter, offsets, work, form)
+    parts, num_n_blocks, section = parts_of_heads(plan)
+    blocks = (query_tiles(problem, form.block_m), num_n_blocks, section)
+    shape = ShapeParams(problem.layout.batch, problem.heads_q, *tokens(problem), *blocks, *strides)
+    tiles = counted(plan, parts * num_n_blocks)
+    softmax = SoftmaxParams(*softmax_parameters(problem), problem.scale)
+    launch = LaunchParams(tiles, shape, WindowParams(call.left, call.right), softmax)
     programs = min(plan.target.sm_count, tiles)
+    arguments = (*descriptors(views, form), pointers, launch, form)
     return Launch(backward.backward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": 168})
+
+
+def descriptors(views: Views, form: Any) -> tuple[TensorDescriptor | None, ...]:
+    """As `backward_kernel` takes them: tiles of the main columns, of the tail columns (None where there are none), and
+    of dQ if it is written directly.
+    """
+    m, n = form.block_m, form.block_n
+    q, k, v, dout, stats, dk, dv, dq, dq_sum = views
+    tails = (
+        (q, m, form.tail_d), (k, n, form.tail_d), (v, n, form.tail_dv),
+        (dout, m, form.tail_dv), (dk, n, form.tail_d), (dv, n, form.tail_dv),
+    )  # fmt: skip
+    return (
+        descriptor(q, m, form.main_d),
+        descriptor(k, n, form.main_d),
+        descriptor(v, n, form.main_dv),
+        descriptor(dout, m, form.main_dv),
+        row_descriptor(stats, m),
+        descriptor(dk, n, form.main_d),
+        descriptor(dv, n, form.main_dv),
+        line_descriptor(dq_sum, form.dq.lines),
+        *(descriptor(t, rows, width) if width else None for t, rows, width in tails),
+        descriptor(dq, ROWS, ROWS) if form.dq_written_directly else None,
+    )
 
 
 def parts_of_heads(plan: Plan) -> tuple[int, int, int]:
     """(parts of heads, key tiles per part, parts per section)."""
     form = plan.config.form
-    problem, block_n = plan.problem, form.tuning.block_n
+    problem, block_n = plan.problem, form.block_n
     seqlen_q, seqlen_k = tokens(problem)
     tiles_n = seqlen_k // block_n + problem.layout.batch + 2 if form.packed else -(-seqlen_k // block_n)
-    parts = problem.heads_kv * entries(problem) * form.splits
-    a_part = form.members * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.block_d)
+    parts = problem.heads_kv * entries(problem) * form.group_splits
+    a_part = form.heads_per_program * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.block_d)
     return (
         parts,
         tiles_n,
@@ -200,8 +347,8 @@ def filling(sm_count: int, tiles_n: int, form: Any) -> int:
     4k to 16k, d128 0.993x to 0.999x. With few programs the last one waits for the others: 512 x 32 1.025x, 256 x 64
     1.09x, d64 512 1.21x, d128 768 0.985x, 1k 0.98x.
     """
-    apart = form.ordered and form.by_rows
-    waits = form.collects and (form.by_rows or tiles_n <= SHORT)
+    apart = form.deterministic and form.dq.by_rows
+    waits = form.dq_last_writer_converts and (form.dq.by_rows or tiles_n <= SHORT)
     return max(1, sm_count // max(1, tiles_n)) * (2 if apart or waits else 1)
 
 
@@ -216,25 +363,25 @@ def tokens(problem: Problem) -> tuple[int, int]:
     return problem.layout.tokens if problem.packed else problem.layout[1:3]
 
 
-def operand(dout: Tensor, call: Call, spans: bool) -> Tensor:
+def operand(dout: Tensor, call: Call, key_ranges: bool) -> Tensor:
     """dout in q's dtype with strides that TMA can address, copied only if necessary."""
     aligned = all(stride * dout.element_size() % ALIGNMENT == 0 and stride > 0 for stride in dout.stride()[:-1])
     if (
         dout.dtype == call.q.dtype
         and aligned
         and dout.data_ptr() % ALIGNMENT == 0
-        and (not spans or rows_apart(dout) is not None)
+        and (not key_ranges or rows_apart(dout) is not None)
     ):
         return dout
     return addressable(torch.empty(dout.shape, dtype=call.q.dtype, device=dout.device)).copy_(dout)
 
 
-def writable(gradient: Tensor, spans: bool) -> Tensor:
+def writable(gradient: Tensor, key_ranges: bool) -> Tensor:
     """`addressable`; with key ranges, also with a batch stride that is a multiple of the row stride."""
     held = addressable(gradient)
     return (
         held
-        if not spans or rows_apart(held) is not None
+        if not key_ranges or rows_apart(held) is not None
         else addressable(torch.empty(held.shape, dtype=held.dtype, device=held.device))
     )
 

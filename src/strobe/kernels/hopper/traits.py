@@ -12,8 +12,10 @@ from ..runtime.tma_requirements import has_spans, rest, rows_per_query
 from .decode_config import MOST_SHARED
 
 ROWS, THREADS = 64, 128  # rows and threads of one consumer
-BOARD_BYTES = 64  # the backward's record of a work tile
-BELLS = 1024  # bytes of per-thread mbarriers, which are not in the kernel's own allocation (device.per_thread_mbarrier)
+WORK_TILE_BYTES = 64  # the backward's record of a work tile
+PER_THREAD_MBARRIERS = (
+    1024  # bytes of per-thread mbarriers, which are not in the kernel's own allocation (device.per_thread_mbarrier)
+)
 ROUNDING = 512  # at least the padding that alignment adds to the backward's shared memory
 
 
@@ -63,7 +65,7 @@ class Walk:
 
     @property
     def spans(self) -> bool:
-        """Whether rows of a batch entry may have different key ranges (device.key_ranges, backward_key_ranges)."""
+        """Whether rows of a batch entry may have different key ranges (device.key_ranges)."""
         return has_spans(self.mask)
 
     @property
@@ -87,6 +89,25 @@ class Walk:
     @property
     def first_dv(self) -> int:
         return self.block_dv - self.rest_dv
+
+    @property
+    def main_d(self) -> int:
+        """Columns of Q's and K's main part."""
+        return self.first_d
+
+    @property
+    def tail_d(self) -> int:
+        """Columns of Q's and K's tail, or 0."""
+        return self.rest_d
+
+    @property
+    def main_dv(self) -> int:
+        return self.first_dv
+
+    @property
+    def tail_dv(self) -> int:
+        """Columns of V's and O's tail, or 0."""
+        return self.rest_dv
 
 
 @dataclass(frozen=True)
@@ -180,11 +201,6 @@ class ForwardTraits(Constants, Walk, HookConstants):
         return self.first_dv
 
     @property
-    def tail_dv(self) -> int:
-        """Columns of O's second part, or 0."""
-        return self.rest_dv
-
-    @property
     def pv_products(self) -> int:
         """Products in flight for one P V."""
         return 2 if self.tail_dv else 1
@@ -271,31 +287,119 @@ class ForwardTraits(Constants, Walk, HookConstants):
 
 
 @dataclass(frozen=True)
-class BackwardTuning:
+class BackwardTileConfig:
     """Tile configuration of the backward. Two consumers process block_m queries per step: over 64 keys each (block_n =
     128), or over the same block_n keys.
     """
 
     block_m: int
     block_n: int
-    stages: int  # stages of q
+    stages: int  # stages of Q
     stages_do: int
-    parts: int = 1  # parts in which a dq tile passes through shared memory if one consumer computes all of it
+    dq_passes: int = 1  # passes in which a dQ tile goes through shared memory if one consumer computes all of it
     k_in_registers: bool = False
-    roles: bool = False  # consumers split the products also with 128 keys: weights, ds and dv; dq and dk
-    hides_weights: bool = True
-    each: bool = False  # as in Tuning: d96 1.02x, d64 0.98x to 0.99x, d128 0.99x to 1.00x (H200)
+    split_products: bool = False  # consumers split the products also with 128 keys: S, dP and dV; dQ and dK
+    masks_p: bool = True
+    release_per_thread: bool = False  # `each` of Tuning: d96 1.02x, d64 0.98x to 0.99x, d128 0.99x to 1.00x (H200)
 
     @property
-    def arrivals(self) -> int:
-        return THREADS if self.each else 1
+    def release_arrivals(self) -> int:
+        """Arrivals when one consumer releases a stage."""
+        return THREADS if self.release_per_thread else 1
 
 
 @dataclass(frozen=True)
-class BackwardForm(Constants, Walk):
+class DqLayout:
+    """How a dQ tile passes through shared memory on its way to global memory.
+
+    A unit has 64 rows and a range of columns, and one TMA instruction adds it to the sum. A slot holds the units of one
+    pass of a tile. If consumers split the keys, each computes a part of a tile: 64 rows, or a range of columns.
+    """
+
+    block_m: int
+    block_d: int
+    head_dim: int
+    tail_d: int
+    passes: int
+    split_by_keys: bool
+    two_key_tiles: bool
+
+    @property
+    def tail(self) -> int:
+        """Columns of the second product that makes a dQ tile: K's tail, or half of all columns with two passes."""
+        return self.tail_d or (self.block_d // 2 if self.passes == 2 else 0)
+
+    @property
+    def main(self) -> int:
+        return self.block_d - self.tail
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether a consumer's part is 64 of the tile's queries instead of a range of columns. A step then processes
+        queries in blocks of 64.
+        """
+        return self.block_m == 2 * ROWS
+
+    def part_columns(self, consumer: int) -> int:
+        if self.by_rows:
+            return self.block_d
+        return (self.main, self.tail)[consumer] if self.tail else self.main // 2
+
+    def part_column(self, consumer: int) -> int:
+        """First column of a consumer's part."""
+        return 0 if self.by_rows else consumer * self.part_columns(0)
+
+    def part_row(self, consumer: int) -> int:
+        """First row of a consumer's part."""
+        return ROWS * consumer if self.by_rows else 0
+
+    def part_unit(self, consumer: int) -> int:
+        """First unit of a consumer's part."""
+        return consumer if self.by_rows else self.part_column(consumer) // self.unit
+
+    @property
+    def unit(self) -> int:
+        """Columns of a unit."""
+        if not self.split_by_keys:
+            return ROWS // 2 if self.two_key_tiles else ROWS
+        return self.tail or (self.main if self.by_rows else self.main // 2)
+
+    @property
+    def lines(self) -> int:
+        """Lines of 256 float32 in a unit."""
+        return ROWS * self.unit // 256
+
+    @property
+    def units(self) -> int:
+        """Units of a tile."""
+        return self.block_d // self.unit * (self.block_m // ROWS)
+
+    @property
+    def units_written(self) -> int:
+        """Units of 64 rows of a tile that contain real columns of dQ. Padding may fill whole units."""
+        return -(-self.head_dim // self.unit)
+
+    def width(self, unit: int) -> int:
+        """Real columns of dQ in a unit."""
+        return min(self.unit, self.head_dim - unit * self.unit)
+
+    @property
+    def slot_units(self) -> int:
+        """Units of a slot. If consumers split the keys, a power of two, since a part of two units is aligned to it."""
+        units = self.units // self.passes
+        return 1 << (units - 1).bit_length() if self.split_by_keys else units
+
+    @property
+    def slot_barriers(self) -> int:
+        """Full (and empty) barriers of a slot: one per consumer if they split the keys, else one per unit."""
+        return 2 if self.split_by_keys else self.slot_units
+
+
+@dataclass(frozen=True)
+class BackwardTraits(Constants, Walk):
     """Compile-time constants of the backward. It has no __str__ of its own, because Triton identifies kernels by it."""
 
-    tuning: BackwardTuning
+    tuning: BackwardTileConfig
     block_d: int
     block_dv: int
     head_dim: int
@@ -305,171 +409,114 @@ class BackwardForm(Constants, Walk):
     softcap: bool
     even: bool  # S_k is a multiple of block_n
     packed: bool
-    ordered: bool = False  # deterministic: key tiles add to a dq tile in a fixed order (backward_scheduler.dense_keys)
-    splits: int = 1  # programs that share the heads of a group
-    # the first key tile that reaches a dq tile stores it, so that nothing zeroes dq's sum; the others wait
-    first_stores: bool = False
-    lags: bool = False  # a step computes dq of the previous step
-    begun: bool = False  # the score accumulator starts at -lse / scale
-    last_sections: int = 0  # sections whose ordered programs start from the first keys (backward_scheduler.dense_keys)
-    finishes: bool = False  # a key tile writes dq of queries that see no other keys directly
-    clears: bool = False  # programs zero dq's sum, each a part that later key tiles add to (backward_store.clear_ahead)
+    deterministic: bool = False  # key tiles add to a dQ tile in a fixed order (backward_scheduler.dense_key_tile)
+    group_splits: int = 1  # programs that share the heads of a group
+    dq_first_writer_stores: bool = False  # the first key tile stores a dQ tile instead of adding; the others wait
+    dq_deferred: bool = False  # a step computes dQ of the previous step
+    lse_folded: bool = False  # the accumulator of S starts at -LSE / scale
+    reversed_sections: int = 0  # sections of heads whose deterministic programs start from the first keys
+    dq_written_directly: bool = False  # a key tile writes dQ of queries that see no other keys directly
+    dq_zeroed_ahead: bool = False  # programs zero the part of dQ's sum that later key tiles add to
+
+    # ------------------------------------------------ tiles and stages
 
     @property
-    def members(self) -> int:
-        """Query heads per program."""
-        return self.group // self.splits
+    def block_m(self) -> int:
+        """Queries per tile."""
+        return self.tuning.block_m
 
     @property
-    def dk_width(self) -> int:
-        """Columns of dk's float32 sum: rows are padded to multiples of 16 bytes."""
-        return whole_lines(self.head_dim)
+    def block_n(self) -> int:
+        """Keys per tile, both consumers together."""
+        return self.tuning.block_n
 
     @property
-    def dv_width(self) -> int:
-        return whole_lines(self.head_dim_v)
+    def q_stages(self) -> int:
+        return self.tuning.stages
 
     @property
-    def halves(self) -> bool:
-        """Whether consumers split the keys. Otherwise they split the products: one computes weights, ds and dv, the
-        other dq and dk (backward_split_products).
+    def do_stages(self) -> int:
+        return self.tuning.stages_do
+
+    @property
+    def kv_stages(self) -> int:
+        """Key tiles (and value tiles) in shared memory. With two, the next loads during the steps of the current one.
+
+        Speed relative to one (H200): d64 causal 1.007x at 4k and 8k, 1.015x at 16k; d96 1.003x; d64 dense 0.995x.
         """
-        return self.tuning.block_n == 2 * ROWS and not self.tuning.roles
+        suits = self.split_by_keys and self.group_splits == 1 and self.mask.right and not self.key_ranges
+        return 2 if suits and self._shared_bytes(2) + ROUNDING <= MOST_SHARED else 1
 
     @property
-    def two_tiles(self) -> bool:
-        """Whether consumers split the products over 128 keys, for which ds is two tiles of 64."""
-        return self.tuning.block_n == 2 * ROWS and self.tuning.roles
-
-    def passes(self, consumer: int) -> bool:
-        """Whether this consumer's half of the keys may be masked for all queries of a tile, which skips it then."""
-        hidden = self.mask.left if consumer == 0 else self.masks
-        return hidden and self.halves and not self.by_rows and not self.spans
+    def ds_stages(self) -> int:
+        """Stages of dS: two if consumers split the keys; else one, or one per stage of Q for two key tiles."""
+        return 2 if self.split_by_keys else self.q_stages if self.two_key_tiles else 1
 
     @property
-    def collects(self) -> bool:
-        """Whether the last program that adds to a dq tile (the one with the last key tile its queries see) reads the
-        sum and writes dq, so that no further kernel does. The other programs count their adds.
-
-        Speed relative to a separate kernel (H200): 512 x 32 1.04x, 256 x 64 1.16x, 1k x 16 1.03x, d64 512 1.07x.
-        """
-        return self.finishes and not (self.ordered or self.packed) and self.group == 1
-
-    def has_dk(self, consumer: int) -> bool:
-        return self.halves or consumer == 1
-
-    def has_dv(self, consumer: int) -> bool:
-        return self.halves or consumer == 0
+    def ds_tiles(self) -> int:
+        """Tiles of dS in shared memory: in each stage one of each consumer if they split the keys."""
+        return self.ds_stages * (2 if self.split_by_keys else 1)
 
     @property
-    def rest_dq(self) -> int:
-        """Columns of dq's second part: q's, or half of dq if it passes through shared memory in two parts."""
-        return self.rest_d or (self.block_d // 2 if self.tuning.parts == 2 else 0)
-
-    @property
-    def first_dq(self) -> int:
-        return self.block_d - self.rest_dq
-
-    @property
-    def places(self) -> int:
-        """Parts of dq that pass through shared memory: one per consumer if they split the keys, else one per unit."""
-        return 2 if self.halves else self.dq_slot
-
-    @property
-    def by_rows(self) -> bool:
-        """Whether a consumer's part of dq is 64 of the tile's queries instead of a range of columns. A step then
-        processes queries in blocks of 64.
-        """
-        return self.tuning.block_m == 2 * ROWS
-
-    def share_columns(self, consumer: int) -> int:
-        if self.by_rows:
-            return self.block_d
-        return (self.first_dq, self.rest_dq)[consumer] if self.rest_dq else self.first_dq // 2
-
-    def share_column(self, consumer: int) -> int:
-        """First column of a consumer's part of dq."""
-        return 0 if self.by_rows else consumer * self.share_columns(0)
-
-    def share_row(self, consumer: int) -> int:
-        """First row of a consumer's part of dq."""
-        return ROWS * consumer if self.by_rows else 0
-
-    def share_unit(self, consumer: int) -> int:
-        """First unit of a consumer's part of dq."""
-        return consumer if self.by_rows else self.share_column(consumer) // self.dq_unit
-
-    @property
-    def dq_unit(self) -> int:
-        """Columns of a unit: the 64-row block of dq that TMA adds at once."""
-        if not self.halves:
-            return ROWS // 2 if self.two_tiles else ROWS
-        return self.rest_dq or (self.first_dq if self.by_rows else self.first_dq // 2)
-
-    def dq_units_written(self) -> int:
-        """Units per tile, counting rows once, that contain real columns of dq. Padding may fill whole units."""
-        return -(-self.head_dim // self.dq_unit)
-
-    def dq_width(self, unit: int) -> int:
-        """Real columns of dq in a unit."""
-        return min(self.dq_unit, self.head_dim - unit * self.dq_unit)
-
-    def dq_units(self) -> int:
-        """Units of a dq tile."""
-        return self.block_d // self.dq_unit * (self.tuning.block_m // ROWS)
-
-    @property
-    def dq_slot(self) -> int:
-        """Units between slots of dq's pipeline. If consumers split the keys, a power of two, since a part of two units
-        is aligned to it.
-        """
-        units = self.dq_units() // self.tuning.parts
-        return 1 << (units - 1).bit_length() if self.halves else units
-
-    @property
-    def stores(self) -> int:
-        """Warps that add dq. Two, alternating between tiles, if the next program waits until an add is in memory, which
+    def store_warps(self) -> int:
+        """Warps that add dQ. Two, alternating between tiles, if the next program waits until an add is in memory, which
         takes longer than a step: deterministic d128 causal 8k 512 TFLOP/s, and 467 with one (H200).
         """
-        return 2 if (self.ordered or self.collects) and self.halves else 1
+        return 2 if (self.deterministic or self.dq_last_writer_converts) and self.split_by_keys else 1
+
+    # ------------------------------------------------ who computes what
 
     @property
-    def reckons(self) -> bool:
-        """Whether steps recompute addresses (rematerialization, backward_mainloop.tile_now).
+    def heads_per_program(self) -> int:
+        """Query heads per program."""
+        return self.group // self.group_splits
 
-        Speed relative to addresses kept in registers (H200): d128 dense 1.07x to 1.09x, where it makes room for
-        form.lags; d256 1.00x to 1.02x, whose programs then process several tiles; d64 causal 1.01x, window 1.06x, dense
-        without lags 0.99x.
+    @property
+    def split_by_keys(self) -> bool:
+        """Whether consumers split the keys (backward_split_keys). Otherwise they split the products: one computes S, dP
+        and dV, the other dQ and dK (backward_split_products).
         """
-        return self.masks or self.lags or self.finishes or not self.by_rows
+        return self.block_n == 2 * ROWS and not self.tuning.split_products
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Registers per thread of (consumers, load and store warps). Loading documents spills with 24; with 40 they run
-        at 1.01x (d96) and 1.003x (d128) (H200).
-        """
-        return (232, 40) if self.mask.documents and not (self.softcap or self.by_rows or self.two_tiles) else (240, 24)
+    def two_key_tiles(self) -> bool:
+        """Whether consumers split the products over 128 keys, for which dS is two tiles of 64."""
+        return self.block_n == 2 * ROWS and self.tuning.split_products
+
+    def has_dk(self, consumer: int) -> bool:
+        return self.split_by_keys or consumer == 1
+
+    def has_dv(self, consumer: int) -> bool:
+        return self.split_by_keys or consumer == 0
+
+    def can_skip(self, consumer: int) -> bool:
+        """Whether this consumer's half of the keys may be masked for all queries of a tile, which it skips then."""
+        hidden = self.mask.left if consumer == 0 else self.masks
+        return hidden and self.split_by_keys and not self.dq.by_rows and not self.key_ranges
 
     @property
-    def hides_weights(self) -> bool:
-        """Whether masked weights are zeroed after the exponential. Otherwise masked scores are set to -inf before it,
-        which takes fewer registers.
-        """
-        return self.tuning.hides_weights and not (self.lags and self.by_rows)
+    def k_in_registers(self) -> bool:
+        return self.tuning.k_in_registers
 
     @property
-    def dq_lines(self) -> int:
-        """Lines of 256 float32 in a unit."""
-        return ROWS * self.dq_unit // 256
+    def release_per_thread(self) -> bool:
+        return self.tuning.release_per_thread
 
     @property
-    def products_d(self) -> int:
-        """Number of products for each of s and dk."""
-        return 2 if self.rest_d else 1
+    def qk_products(self) -> int:
+        """Products in flight for one S or dK."""
+        return 2 if self.tail_d else 1
 
     @property
-    def products_dv(self) -> int:
-        return 2 if self.rest_dv else 1
+    def dov_products(self) -> int:
+        """Products in flight for one dP or dV."""
+        return 2 if self.tail_dv else 1
+
+    # ------------------------------------------------ masks
+
+    @property
+    def key_ranges(self) -> bool:
+        return self.spans
 
     @property
     def masks(self) -> bool:
@@ -477,74 +524,136 @@ class BackwardForm(Constants, Walk):
         return self.mask.left or self.mask.right or not self.even
 
     @property
-    def key_places(self) -> int:
-        """Key tiles (and value tiles) in shared memory. With two, the next loads during the steps of the current one.
-
-        Speed relative to one (H200): d64 causal 1.007x at 4k and 8k, 1.015x at 16k; d96 1.003x; d64 dense 0.995x.
+    def masks_p(self) -> bool:
+        """Whether masked elements of P are zeroed after the exponential. Otherwise masked scores are set to -inf before
+        it, which takes fewer registers.
         """
-        walks = self.halves and self.splits == 1 and self.mask.right and not self.spans
-        return 2 if walks and self._shared_bytes(2) + ROUNDING <= MOST_SHARED else 1
+        return self.tuning.masks_p and not (self.dq_deferred and self.dq.by_rows)
 
     @property
-    def ds_places(self) -> int:
-        """Tiles of ds in shared memory: two per consumer if they split the keys; else one, or one per stage of q for
-        two key tiles.
-        """
-        return 4 if self.halves else self.tuning.stages if self.two_tiles else 1
+    def orders_by_cost(self) -> bool:
+        """Whether earlier keys are seen by more rows: dense tiles come in sections of heads, by falling cost."""
+        return self.mask.right and not self.mask.left
+
+    # ------------------------------------------------ dQ, dK and dV
 
     @property
-    def slim(self) -> bool:
-        """Whether other warps receive few tensors in shared memory (`channel.rings`, `views.tiles_for`).
+    def dq(self) -> DqLayout:
+        t = self.tuning
+        return DqLayout(
+            t.block_m, self.block_d, self.head_dim, self.tail_d, t.dq_passes, self.split_by_keys, self.two_key_tiles
+        )
 
-        If consumers split the products, 192 leaves no room for more. With ordered dq: d64 1.013x, d128 1.009x.
+    @property
+    def dq_last_writer_converts(self) -> bool:
+        """Whether the last program that adds to a dQ tile (the one with the last key tile its queries see) reads the
+        sum and writes dQ, so that no further kernel does. The other programs count their adds.
+
+        Speed relative to a separate kernel (H200): 512 x 32 1.04x, 256 x 64 1.16x, 1k x 16 1.03x, d64 512 1.07x.
+        """
+        return self.dq_written_directly and not (self.deterministic or self.packed) and self.group == 1
+
+    @property
+    def sums_dkv(self) -> bool:
+        """Whether several programs add to float32 sums of dK and dV, because they share the heads of a group."""
+        return self.group_splits > 1
+
+    @property
+    def dkv_in_kv(self) -> bool:
+        """Whether dK and dV leave through the shared memory of K and V. Otherwise they leave through dQ's pipeline."""
+        return self.sums_dkv or self.two_key_tiles
+
+    @property
+    def dk_width(self) -> int:
+        """Columns of dK's float32 sum: rows are padded to multiples of 16 bytes."""
+        return whole_lines(self.head_dim)
+
+    @property
+    def dv_width(self) -> int:
+        return whole_lines(self.head_dim_v)
+
+    # ------------------------------------------------ registers, barriers and shared memory
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread of (consumers, producer and store warps). The producer of documents spills with 24; with
+        40 it runs at 1.01x (d96) and 1.003x (d128) (H200).
+        """
+        few = self.mask.documents and not (self.softcap or self.dq.by_rows or self.two_key_tiles)
+        return (232, 40) if few else (240, 24)
+
+    @property
+    def consumer_registers(self) -> int:
+        return self.registers[0]
+
+    @property
+    def one_warp_registers(self) -> int:
+        return self.registers[1]
+
+    @property
+    def rematerializes(self) -> bool:
+        """Whether steps recompute addresses (rematerialization, backward_mainloop.tile_now).
+
+        Speed relative to addresses kept in registers (H200): d128 dense 1.07x to 1.09x, where it makes room for
+        dq_deferred; d256 1.00x to 1.02x, whose programs then process several tiles; d64 causal 1.01x, window 1.06x,
+        dense without dq_deferred 0.99x.
+        """
+        return self.masks or self.dq_deferred or self.dq_written_directly or not self.dq.by_rows
+
+    @property
+    def pools_barriers(self) -> bool:
+        """Whether barriers share allocations, so that warp roles capture few addresses (`pipeline.rings`).
+
+        If consumers split the products, 192 leaves no room for more. With deterministic dQ: d64 1.013x, d128 1.009x.
         Otherwise d96 causal 8k 0.955x, others 0.997x to 1.005x (H100).
         """
-        return not self.halves or self.ordered or self.collects
+        return not self.split_by_keys or self.deterministic or self.dq_last_writer_converts
 
     @property
-    def rings(self) -> tuple[tuple[int, int], ...]:
-        """(barriers, arrivals) of told, told_free, kv_used, kv_free, sums_done, sums_free and kv_ready, which are not
-        used in each step.
+    def barriers_per_work_tile(self) -> tuple[tuple[int, int], ...]:
+        """(barriers, arrivals) of those that are not used in each step: tile_full, tile_empty, kv_done, kv_empty,
+        dkv_full, dkv_empty and kv_full.
         """
-        keys, sums = self.key_places, self.splits > 1 or self.two_tiles
-        return ((1, 1), (1, 2 + self.stores), (keys, 2), (+sums, 1), (+sums, 2), (+sums, 1), (keys, 1))
+        stages, dkv = self.kv_stages, self.dkv_in_kv
+        return ((1, 1), (1, 2 + self.store_warps), (stages, 2), (+dkv, 1), (+dkv, 2), (+dkv, 1), (stages, 1))
 
     @property
-    def bells(self) -> bool:
-        """Whether each thread arrives by itself when its ds is in shared memory (`say_ds`, `hand_ds`).
+    def ds_per_thread_arrive(self) -> bool:
+        """Whether each thread arrives by itself when its dS is in shared memory (`DsPipeline.producer_commit`).
 
         It needs shared memory, which d128 with two stages has. If consumers split the products, not for documents,
         whose steps have no register for it.
         """
-        room = MOST_SHARED - self._shared_bytes(self.key_places)
-        return room > BELLS + ROUNDING and (self.halves or not self.mask.documents)
+        room = MOST_SHARED - self._shared_bytes(self.kv_stages)
+        return room > PER_THREAD_MBARRIERS + ROUNDING and (self.split_by_keys or not self.mask.documents)
 
     @property
-    def dq_bells(self) -> bool:
-        """Whether each thread arrives by itself when its part of dq is in shared memory.
+    def dq_per_thread_arrive(self) -> bool:
+        """Whether each thread arrives by itself when its part of dQ is in shared memory.
 
         Speed relative to one arrival per consumer (H200):
-            split groups            GQA 64/8 8k 1.017x (0.985x with per-thread ds alone)
-            unsplit groups          1k x 16 1.002x (1.015x with per-thread ds alone), d128 causal 16k 1.011x (1.016x)
-            split products          192/128 1.025x, d192 1.018x to 1.02x together with ds, d256 1.00x
+            split groups            GQA 64/8 8k 1.017x (0.985x with per-thread dS alone)
+            unsplit groups          1k x 16 1.002x (1.015x with per-thread dS alone), d128 causal 16k 1.011x (1.016x)
+            split products          192/128 1.025x, d192 1.018x to 1.02x together with dS, d256 1.00x
         """
-        return self.bells and (self.splits > 1 or not self.halves)
+        return self.ds_per_thread_arrive and (self.sums_dkv or not self.split_by_keys)
 
     def shared_bytes(self) -> int:
-        return self._shared_bytes(self.key_places) + BELLS * self.bells
+        return self._shared_bytes(self.kv_stages) + PER_THREAD_MBARRIERS * self.ds_per_thread_arrive
 
-    def _shared_bytes(self, key_places: int) -> int:
-        """k, v, q and do of all stages and ds in 2 bytes, weights in transit, dq, lse and delta in 4, barriers, and a
-        work tile's record.
+    def _shared_bytes(self, kv_stages: int) -> int:
+        """K, V, Q and dO of all stages and dS in 2 bytes, dQ in transit, LSE and delta in 4, barriers, and a work
+        tile's record.
         """
-        t = self.tuning
-        rings = t.block_m * (t.stages * (2 * self.block_d + 4) + t.stages_do * (2 * self.block_dv + 4))
-        keys = 2 * t.block_n * key_places * (self.block_d + self.block_dv)
-        handed = t.block_m * ROWS * 2 * (4 if self.halves else 2 * t.stages if self.two_tiles else 1)
-        of_keys = 2 + 2 * key_places + 3 * (self.splits > 1 or self.two_tiles) + t.stages * self.mask.documents
-        of_ds = 4 * (1 + self.lags) if self.halves else t.stages if self.two_tiles else 1
-        barriers = 2 * t.stages + (2 - self.halves) * t.stages_do + of_keys + of_ds + 2 * self.stores * self.places
-        return rings + keys + handed + self.stores * 1024 * self.dq_slot * self.dq_lines + 8 * barriers + BOARD_BYTES
+        t, dq = self.tuning, self.dq
+        rows = t.block_m * (t.stages * (2 * self.block_d + 4) + t.stages_do * (2 * self.block_dv + 4))
+        keys = 2 * t.block_n * kv_stages * (self.block_d + self.block_dv)
+        ds = t.block_m * ROWS * 2 * (4 if self.split_by_keys else 2 * t.stages if self.two_key_tiles else 1)
+        key_barriers = 2 + 2 * kv_stages + 3 * self.dkv_in_kv + t.stages * self.mask.documents
+        ds_barriers = self.ds_tiles * (1 + (self.split_by_keys and self.dq_deferred))
+        dq_barriers = 2 * self.store_warps * dq.slot_barriers
+        barriers = 2 * t.stages + (2 - self.split_by_keys) * t.stages_do + key_barriers + ds_barriers + dq_barriers
+        return rows + keys + ds + self.store_warps * 1024 * dq.slot_units * dq.lines + 8 * barriers + WORK_TILE_BYTES
 
 
 def whole_lines(width: int) -> int:
