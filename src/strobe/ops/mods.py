@@ -115,7 +115,7 @@ def _backward(
         call.q.new_empty(0) if total is None else total.to(tensor.dtype)
         for total, tensor in zip(sums, mods.score_tensors)
     ]
-    dsinks = attention._sinks_gradient(call, lse, given.delta)
+    dsinks = attention.sinks_gradient(call, lse, given.delta)
     return given.dq, given.dk, given.dv, dsinks, dcaptured
 
 
