@@ -12,30 +12,30 @@ from ..device.split_kv import add_sink, combined_factor
 
 
 @gluon.jit
-def send_share(o, lse_log2, box, split, form: gl.constexpr):
+def send_partial(o, lse_log2, box, split, traits: gl.constexpr):
     """A split's o [D_v, queries] and log-sum-exp [queries], to each program of the cluster its columns."""
-    ROWS: gl.constexpr = form.sent_rows
-    PART: gl.constexpr = form.block_dv // form.cluster
-    SIZE: gl.constexpr = form.inbox_bytes
-    column = gl.arange(0, form.block_dv, gl.SliceLayout(1, o.type.layout))[:, None]
-    row = gl.arange(0, form.block_m, gl.SliceLayout(0, o.type.layout))[None, :]
+    ROWS: gl.constexpr = traits.sent_rows
+    PART: gl.constexpr = traits.block_dv // traits.cluster
+    SIZE: gl.constexpr = traits.inbox_bytes
+    column = gl.arange(0, traits.block_dv, gl.SliceLayout(1, o.type.layout))[:, None]
+    row = gl.arange(0, traits.block_m, gl.SliceLayout(0, o.type.layout))[None, :]
     o_place = box + ((split * PART + column % PART) * ROWS + row) * 4
     send(o, o_place, column // PART + row * 0, box, row < ROWS, SIZE)
     lse, _ = gl.broadcast(lse_log2[None, :], o)
-    lse_place = box + (form.block_dv * ROWS + split * ROWS + row) * 4 + column * 0
+    lse_place = box + (traits.block_dv * ROWS + split * ROWS + row) * 4 + column * 0
     send(lse, lse_place, column // PART + row * 0, box, (row < ROWS) & (column % PART == 0), SIZE)
 
 
 @gluon.jit
-def join_part(box, form: gl.constexpr):
+def reduce_columns(box, traits: gl.constexpr):
     """(o of this program's columns, lse in log2 units), a number a column and row, rows first."""
-    ROWS: gl.constexpr = form.sent_rows
-    PART: gl.constexpr = form.block_dv // form.cluster
-    layout: gl.constexpr = gl.BlockedLayout([1, form.cluster], [32, 1], [gl.num_warps(), 1], [1, 0])
+    ROWS: gl.constexpr = traits.sent_rows
+    PART: gl.constexpr = traits.block_dv // traits.cluster
+    layout: gl.constexpr = gl.BlockedLayout([1, traits.cluster], [32, 1], [gl.num_warps(), 1], [1, 0])
     number = gl.arange(0, PART * ROWS, gl.SliceLayout(1, layout))[:, None]
-    split = gl.arange(0, form.cluster, gl.SliceLayout(0, layout))[None, :]
+    split = gl.arange(0, traits.cluster, gl.SliceLayout(0, layout))[None, :]
     share = received(box + (split * (PART * ROWS) + number) * 4)
-    held = received(box + (form.block_dv * ROWS + split * ROWS + number % ROWS) * 4)
+    held = received(box + (traits.block_dv * ROWS + split * ROWS + number % ROWS) * 4)
     top = gl.max(held, 1)
     level = gl.where(top == float("-inf"), 0.0, top)
     weight = gl.exp2(held - level[:, None])
@@ -44,30 +44,29 @@ def join_part(box, form: gl.constexpr):
 
 
 @gluon.jit
-def write_part(tensors, o, lse_log2, place, first_row, split, strides, form: gl.constexpr):
+def write_columns(tensors, o, lse_log2, place, first_row, split, strides, traits: gl.constexpr):
     """This program's columns to out, the first program's lse; as decode.write."""
-    ROWS: gl.constexpr = form.sent_rows
-    PART: gl.constexpr = form.block_dv // form.cluster
-    out, lse, sinks = tensors
-    batch, head, tokens, heads_kv, queries = place
+    ROWS: gl.constexpr = traits.sent_rows
+    PART: gl.constexpr = traits.block_dv // traits.cluster
+    out, lse, batch, head = tensors.out, tensors.lse, place.batch, place.head
     number = gl.arange(0, PART * ROWS, o.type.layout)
     row, column = first_row + number % ROWS, split * PART + number // ROWS
-    token, head_q = row // form.group, head * form.group + row % form.group
-    exists = (token < tokens) & (number % ROWS < form.joined_rows)
+    token, head_q = row // traits.group, head * traits.group + row % traits.group
+    exists = (token < place.tokens) & (number % ROWS < traits.joined_rows)
     sink = lse_log2
-    if form.sinks:
-        sink = gl.load(sinks + head_q, mask=exists, other=0.0)
-    o, row_lse = add_sink(o[:, None], lse_log2, sink, form)
-    at = batch.to(gl.int64) * strides[0] + token.to(gl.int64) * strides[1] + head_q.to(gl.int64) * strides[2]
-    gl.store(out + (at + column)[:, None], o.to(out.dtype.element_ty), mask=(exists & (column < form.head_dim_v))[:, None])
-    gl.store(lse + (batch.to(gl.int64) * heads_kv * form.group + head_q) * queries + token, row_lse, mask=exists & (column == 0))
+    if traits.sinks:
+        sink = gl.load(tensors.sinks + head_q, mask=exists, other=0.0)
+    o, row_lse = add_sink(o[:, None], lse_log2, sink, traits)
+    at = batch.to(gl.int64) * strides.batch + token.to(gl.int64) * strides.row + head_q.to(gl.int64) * strides.head
+    gl.store(out + (at + column)[:, None], o.to(out.dtype.element_ty), mask=(exists & (column < traits.head_dim_v))[:, None])
+    gl.store(lse + (batch.to(gl.int64) * place.heads_kv * traits.group + head_q) * place.lse_rows + token, row_lse, mask=exists & (column == 0))
 
 
 @gluon.jit
-def exchange(tensors, o, lse_log2, box, place, first_row, split, strides, form: gl.constexpr):
+def cluster_reduce(tensors, o, lse_log2, box, place, first_row, split, strides, traits: gl.constexpr):
     """All of a tile's rows from all splits' shares."""
     cluster_wait()
-    send_share(o, lse_log2, box, split, form)
-    await_inbox(box, form.inbox_bytes)
-    o, lse_log2 = join_part(box, form)
-    write_part(tensors, o, lse_log2, place, first_row, split, strides, form)
+    send_partial(o, lse_log2, box, split, traits)
+    await_inbox(box, traits.inbox_bytes)
+    o, lse_log2 = reduce_columns(box, traits)
+    write_columns(tensors, o, lse_log2, place, first_row, split, strides, traits)

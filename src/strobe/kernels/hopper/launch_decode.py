@@ -18,6 +18,18 @@ from ..runtime.split_kv import insert_launch
 from ..runtime.workspace import zeros_on
 from . import decode
 from .batch_invariant import invariant_kernel
+from .decode_arguments import (
+    CuSeqlens,
+    DecodeShape,
+    DecodeSoftmax,
+    DecodeTensors,
+    DecodeWindow,
+    InvariantTensors,
+    KeyScales,
+    Partials,
+    RowStrides,
+    Strides,
+)
 
 
 def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:
@@ -25,39 +37,44 @@ def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Te
     tiles = problem.layout.batch * problem.heads_kv * row_tiles(plan)
     shares = (None, None) if form.single or form.cluster else (workspace["shares"], zeros_on(call.q.device, tiles))
     word = error_flags.word(call.q.device)
-    tensors = (call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks)
-    moving = (*tensors, call.k_scale, call.v_scale, *shares, word)
-    launch = launcher.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, shares, word))
+    partials = Partials(*shares)
+    tensors = DecodeTensors(
+        call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks
+    )
+    moving = (*tensors, call.k_scale, call.v_scale, *partials, word)
+    launch = launcher.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, partials, word))
     insert_launch(plan, call, t, workspace, launch)
 
 
 def run_invariant(plan: Plan, call: Call, t: Forward) -> None:
     """Launch a forward that gives each row the bits of its decode."""
     word = error_flags.word(call.q.device)
-    tensors, offsets = (call.q, call.k, call.v, t.out, t.lse, call.sinks), (call.cu_seqlens_q, call.cu_seqlens_k)
+    tensors = InvariantTensors(call.q, call.k, call.v, t.out, t.lse, call.sinks)
+    cu_seqlens = CuSeqlens(call.cu_seqlens_q, call.cu_seqlens_k)
     key = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k, t.out.stride())
     launch = launcher.start(
-        plan, key, (*tensors, *offsets, word), lambda: invariant_launch(plan, call, tensors, offsets, word)
+        plan, key, (*tensors, *cu_seqlens, word), lambda: invariant_launch(plan, call, tensors, cu_seqlens, word)
     )
     if launch is not None and t.out.is_contiguous():
         CACHE.insert_launch(plan, forward_addresses(call, *t), launch)
 
 
-def invariant_launch(plan: Plan, call: Call, tensors: tuple, offsets: tuple, word: Tensor) -> Launch:
+def invariant_launch(plan: Plan, call: Call, tensors: InvariantTensors, cu_seqlens: CuSeqlens, word: Tensor) -> Launch:
     problem, form = plan.problem, plan.config.form
-    strides = tuple(protocol.strides_of(x, problem) for x in tensors[:4])
-    limits = WindowParams(call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
+    moved = (tensors.q, tensors.k, tensors.v, tensors.out)
+    strides = Strides(*(RowStrides(*protocol.strides_of(x, problem)) for x in moved))
+    window = WindowParams(call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
     count = batch_invariant.programs(problem, form.block_m)
     if count >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {count} programs are more than a launch can hold; split the batch")
     arguments = (
         tensors,
-        offsets,
+        cu_seqlens,
         word,
         strides,
         batch_invariant.sizes_of(problem, form.block_m),
-        limits,
-        softmax_parameters(problem),
+        window,
+        DecodeSoftmax(*softmax_parameters(problem)),
         form,
     )
     return Launch(invariant_kernel, count, arguments, {"num_warps": form.warps})
@@ -67,21 +84,22 @@ def row_tiles(plan: Plan) -> int:
     return -(-plan.problem.layout.seqlen_q * plan.problem.group // plan.config.form.block_m)
 
 
-def decode_launch(plan: Plan, call: DecodeCall, tensors: tuple, shares: tuple, word: Tensor) -> Launch:
+def decode_launch(plan: Plan, call: DecodeCall, tensors: DecodeTensors, partials: Partials, word: Tensor) -> Launch:
     problem, config, n_tiles = plan.problem, plan.config, row_tiles(plan)
     layout = problem.layout
     pages = (layout.n_pages, layout.max_pages) if isinstance(layout, Paged) else (0, 0)
-    sizes = (layout.seqlen_q, problem.heads_kv, problem.capacity, *pages, config.n_splits, config.split_size, n_tiles)
-    strides = tuple(x.stride()[:3] for x in (call.q, call.k, call.v, tensors[6]))
+    splits = (config.n_splits, config.split_size)
+    shape = DecodeShape(layout.seqlen_q, problem.heads_kv, problem.capacity, *pages, *splits, n_tiles)
+    strides = Strides(*(RowStrides(*x.stride()[:3]) for x in (call.q, call.k, call.v, tensors.out)))
     arguments = (
         tensors,
-        (call.k_scale, call.v_scale),
-        shares,
+        KeyScales(call.k_scale, call.v_scale),
+        partials,
         word,
         strides,
-        sizes,
-        (call.left, call.right),
-        softmax_parameters(problem),
+        shape,
+        DecodeWindow(call.left, call.right),
+        DecodeSoftmax(*softmax_parameters(problem)),
         config.form,
     )
     together = config.form.cluster or 1

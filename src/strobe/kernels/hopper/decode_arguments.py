@@ -1,0 +1,168 @@
+"""Arguments of the Hopper decode and of the batch-invariant forward, and of their functions, by name."""
+
+from typing import Any, NamedTuple
+
+
+class DecodeTensors(NamedTuple):
+    """Tensors of a decode; None where the call has none."""
+
+    q: Any  # [B, S_q, H, D]
+    k: Any  # pages [P, page_size, H_kv, D], or rows [B, S_k, H_kv, D]
+    v: Any
+    page_table: Any
+    seqlens: Any
+    k_start: Any
+    out: Any
+    lse: Any
+    sinks: Any
+
+
+class InvariantTensors(NamedTuple):
+    """Tensors of a batch-invariant forward."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    sinks: Any
+
+
+class CuSeqlens(NamedTuple):
+    """Offsets of packed sequences; None in other layouts."""
+
+    q: Any
+    k: Any
+
+
+class KeyScales(NamedTuple):
+    """Scales of 8-bit keys and values, one for each key head; None without."""
+
+    k: Any
+    v: Any
+
+
+class Partials(NamedTuple):
+    """Where splits leave their results; None with one split or a cluster.
+
+    o holds O [joined_rows, block_dv] of each split of each tile, then all log-sum-exps [joined_rows], float32. counters
+    holds how many splits of a tile are done, 0 before and after a launch.
+    """
+
+    o: Any
+    counters: Any
+
+
+class RowStrides(NamedTuple):
+    """Strides of batch entries (or pages), rows and heads, in elements."""
+
+    batch: Any
+    row: Any
+    head: Any
+
+
+class Strides(NamedTuple):
+    """RowStrides of each tensor."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+
+
+class DecodeShape(NamedTuple):
+    """Sizes, int32."""
+
+    seqlen_q: Any
+    heads_kv: Any
+    capacity: Any  # most keys of a sequence
+    num_pages: Any  # of the pool
+    max_pages: Any  # of a sequence
+    num_splits: Any
+    split_size: Any  # keys
+    num_m_blocks: Any  # tiles of rows of a key head
+
+
+class DecodeWindow(NamedTuple):
+    """Bounds of the mask relative to the diagonal, int32."""
+
+    left: Any
+    right: Any
+
+
+class DecodeSoftmax(NamedTuple):
+    """Float32. The raw score is q k^T, or tanh(softcap * q k^T) with a cap; times scale_log2 it is in log2 units."""
+
+    scale_log2: Any
+    softcap: Any
+
+
+class SoftmaxScalars(NamedTuple):
+    """DecodeSoftmax of a key head, and the power of two by which each row of float16 q was divided."""
+
+    scale_log2: Any
+    softcap: Any
+    q_scale: Any
+
+
+class SplitKeys(NamedTuple):
+    """The keys start .. stop - 1 of a sequence that one program attends to."""
+
+    batch: Any
+    head: Any  # key head
+    first_key: Any  # row of the sequence's key 0 in its batch entry
+    start: Any
+    stop: Any
+    num_pages: Any
+
+
+class TileRows(NamedTuple):
+    """The rows of a key head's tile: tokens, each with the query heads of the group."""
+
+    batch: Any
+    head: Any  # key head
+    tokens: Any  # of the sequence
+    heads_kv: Any
+    lse_rows: Any  # of a head in lse
+
+
+class KeyPool(NamedTuple):
+    """Where keys and values lie."""
+
+    k: Any
+    v: Any
+    page_table: Any  # of the sequence
+    capacity: Any
+    errors: Any  # error word
+
+
+class PageIds(NamedTuple):
+    """Page ids of one tile, as the copies of K and of V need them."""
+
+    k: Any
+    v: Any
+
+
+class FirstPages(NamedTuple):
+    """PageIds of the next two tiles to copy, and page ids of the first tile as its scores need them."""
+
+    current: PageIds
+    upcoming: PageIds
+    scored: Any
+
+
+class DecodeSmem(NamedTuple):
+    """Buffers in shared memory: K and V have `stages` tiles each."""
+
+    q: Any
+    p: Any
+    k: Any
+    v: Any
+
+
+class DecodeOutputs(NamedTuple):
+    """What whole rows are written to, and the sinks that enter once."""
+
+    out: Any
+    lse: Any
+    sinks: Any
