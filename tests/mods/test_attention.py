@@ -236,10 +236,11 @@ def test_what_is_not_supported_says_so():
     assert first.isfinite().all()
     with pytest.raises(strobe.UnsupportedProblem, match="double backward"):
         torch.autograd.grad(strobe.attention(wanted, k, v, score_mod=score).sum(), [wanted], create_graph=True)
-    for device, reason in (("H200", "runs no score_mod"), ("B200", "runs no score_mod"), ("A100", "runs no score_mod")):
-        problem = strobe.explain(q.half(), k.half(), v.half(), score_mod=score).problem
-        with pytest.raises(strobe.UnsupportedProblem, match=reason):
-            select(problem, FAKES[device])
+    problem = strobe.explain(q.half(), k.half(), v.half(), score_mod=score).problem
+    for device, rejected in (("H200", "hopper"), ("B200", "blackwell")):
+        choice = select(problem, FAKES[device])
+        assert choice.forward.kernel.name == "portable.forward"
+        assert dict(choice.rejections)[f"{rejected}.forward"] == "runs no score_mod or mask_mod"
     with pytest.raises(strobe.InvalidProblem, match="captured tensor on meta"):
         strobe.attention(q, k, v, score_mod=strobe.alibi(torch.zeros(4, device="meta")))
     assert strobe.supports(q, k, v, score_mod=score) and not strobe.supports(q, k, v, score_mod=score, kernel="hopper")

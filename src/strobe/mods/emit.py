@@ -94,9 +94,11 @@ def mask_text(text: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def backward_text(text: str) -> str:
-    """The source of score_mod_bwd for a gradient's program. It adds to captured tensors' gradients by atomics."""
-    return _function("score_mod_bwd", "dscore, score, b, h, q_idx, kv_idx, aux", Program.parse(text))
+def backward_text(text: str, adds: bool = True) -> str:
+    """The source of score_mod_bwd for a gradient's program. It adds to captured tensors' gradients by atomics; with
+    adds=False it does not.
+    """
+    return _function("score_mod_bwd", "dscore, score, b, h, q_idx, kv_idx, aux", Program.parse(text), adds)
 
 
 def aux_of(program: Program, tensors: Sequence[Tensor], numbers: Sequence[float], diagonal: int = 0) -> tuple:
@@ -139,7 +141,7 @@ class _Places:
             at += 1 + scatter.ndim
 
 
-def _function(name: str, arguments: str, program: Program) -> str:
+def _function(name: str, arguments: str, program: Program, adds: bool = True) -> str:
     places = _Places(program)
     ranges = node_bounds(program, {one: _POSITION for one in ("b", "h", "q", "k")})
     names: list[str] = []
@@ -151,7 +153,7 @@ def _function(name: str, arguments: str, program: Program) -> str:
         else:
             names.append(f"v{n}")
             lines.append(f"v{n} = {words}")
-    lines += _scatters(program, names, places, ranges)
+    lines += _scatters(program, names, places, ranges) if adds else []
     lines.append(f"return {_result(program, names)}")
     return "\n".join(("@triton.jit", f"def {name}({arguments}):", *(f"    {line}" for line in lines)))
 
@@ -231,7 +233,7 @@ def _address(at: int, indices: list[str], ranges: list[Interval], step: int, siz
 
 
 def _scatters(program: Program, names: list[str], places: _Places, ranges: list[Interval]) -> list[str]:
-    """Statements that add to gradients. Elements outside the sequence must arrive with dscore 0."""
+    """Statements that add to gradients. Elements that a query does not see arrive with dscore 0 and add 0."""
     lines: list[str] = []
     results = iter(program.outputs[1:])
     for scatter, at in zip(program.scatters, places.gradients):
@@ -241,5 +243,6 @@ def _scatters(program: Program, names: list[str], places: _Places, ranges: list[
             at, [names[i] for i in indices], [ranges[i] for i in indices], 1, places.tensors[scatter.tensor]
         )
         tile = f"({address} + (q_idx * 0 + kv_idx * 0))"
-        lines.append(f'tl.atomic_add({tile}, {value} + (q_idx * 0 + kv_idx * 0).to(tl.float32), sem="relaxed")')
+        seen = f"tl.where(dscore == 0, 0.0, {value} + (q_idx * 0 + kv_idx * 0).to(tl.float32))"
+        lines.append(f'tl.atomic_add({tile}, {seen}, sem="relaxed")')
     return lines

@@ -12,10 +12,11 @@ from ...problem.call import DTYPES, Call
 from ...problem.mask import MaskStructure
 from ...problem.problem import Problem
 from ...problem.target import KIB, Target
-from ..protocol import Backward, Buffer, Cost, Forward, Plan, against_mods, attention_cost, no_triton
+from ..protocol import Backward, Buffer, Cost, Forward, Plan, attention_cost, no_triton
 from ..runtime import batch_invariant
 from ..runtime.compile_cache import Constants
 from ..runtime.hook_constants import HookConstants, function_key
+from ..runtime.mod_function import against_texts, mod_aux, mod_functions
 from .decode_config import APPEND as APPEND
 from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, against_interpreter, invariant_config
@@ -121,7 +122,7 @@ def _why_not(problem: Problem, target: Target) -> str | None:
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > MOST_WIDTH:
         return f"head dimensions up to {MOST_WIDTH}; this is {widest}"
-    return against_mods(problem) or no_triton()
+    return against_texts(problem) or no_triton()
 
 
 def forward_with_mods(config: ForwardConfig, score_mod: Any = None, mask_mod: Any = None) -> ForwardConfig:
@@ -162,7 +163,8 @@ class PortableForward:
     def config(self, problem: Problem, target: Target) -> ForwardConfig | InvariantConfig:
         if problem.batch_invariant and batch_invariant.against(problem) is None:
             return invariant_config(problem, target)
-        return ForwardConfig(_traits(problem, forward_tile(problem, target)))
+        config = ForwardConfig(_traits(problem, forward_tile(problem, target)))
+        return config if problem.mods is None else forward_with_mods(config, *mod_functions(problem.mods)[:2])
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem)
@@ -171,12 +173,12 @@ class PortableForward:
         return ()
 
     def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:
-        from .launch import forward_launches, invariant_launch, start
+        from .launch import ScoreModAux, forward_launches, invariant_launch, start
 
         start(
             [invariant_launch(plan, call, tensors)]
             if isinstance(plan.config, InvariantConfig)
-            else forward_launches(plan, call, tensors)
+            else forward_launches(plan, call, tensors, ScoreModAux(*mod_aux(plan.problem, call)))
         )
 
 
@@ -198,7 +200,8 @@ class PortableBackward:
         return reason
 
     def config(self, problem: Problem, target: Target) -> BackwardConfig:
-        return BackwardConfig(*(_traits(problem, tile) for tile in backward_tiles(problem, target)))
+        config = BackwardConfig(*(_traits(problem, tile) for tile in backward_tiles(problem, target)))
+        return config if problem.mods is None else backward_with_mods(config, *mod_functions(problem.mods))
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem, backward=True)
@@ -207,9 +210,9 @@ class PortableBackward:
         return ()
 
     def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:
-        from .launch import backward_launches, start
+        from .launch import ScoreModAux, backward_launches, start
 
-        start(backward_launches(plan, call, tensors))
+        start(backward_launches(plan, call, tensors, ScoreModAux(*mod_aux(plan.problem, call))))
 
 
 FORWARD = PortableForward()

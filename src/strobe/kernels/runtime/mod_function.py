@@ -8,7 +8,12 @@ from functools import lru_cache
 from importlib.abc import InspectLoader
 from importlib.util import module_from_spec, spec_from_loader
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
+
+from ...mods import emit
+from ...mods.program import Program
+from ...problem.call import Call, Dense, ModTexts
+from ...problem.problem import Problem
 
 _HEAD = "import triton\nimport triton.language as tl\n\n\n"
 
@@ -41,3 +46,56 @@ def mod_function(text: str) -> Any:
     loader.exec_module(module)
     name = text.split("def ", 1)[1].split("(", 1)[0]
     return getattr(module, name)
+
+
+class ModFunctions(NamedTuple):
+    """A call's functions as constants of kernels. dq_bwd is score_mod_bwd without additions to captured gradients."""
+
+    score_mod: Any = None
+    mask_mod: Any = None
+    score_mod_bwd: Any = None
+    dq_bwd: Any = None
+
+
+def mod_functions(texts: ModTexts) -> ModFunctions:
+    score = mod_function(emit.forward_text(texts.score)) if texts.score else None
+    mask = mod_function(emit.mask_text(texts.mask)) if texts.mask else None
+    if not texts.gradient:
+        return ModFunctions(score, mask)
+    adds, alone = (mod_function(emit.backward_text(texts.gradient, adds)) for adds in (True, False))
+    return ModFunctions(score, mask, adds, alone)
+
+
+def mod_aux(problem: Problem, call: Call) -> tuple[tuple, tuple, tuple]:
+    """What score_mod, mask_mod and score_mod_bwd read in this call."""
+    mods = call.mods
+    if mods is None:
+        return (), (), ()
+    diagonal = problem.layout.seqlen_k - problem.layout.seqlen_q if isinstance(problem.layout, Dense) else 0
+    found = []
+    for text, tensors, numbers in (
+        (mods.texts.score, mods.score_tensors, mods.score_numbers),
+        (mods.texts.mask, mods.mask_tensors, mods.mask_numbers),
+        (mods.texts.gradient, mods.score_tensors, mods.score_numbers),
+    ):
+        found.append(emit.aux_of(Program.parse(text), tensors, numbers, diagonal) if text else ())
+    score, mask, gradient = found
+    if mods.texts.gradient and mods.gradients:  # of a backward
+        gradient += emit.gradient_aux_of(Program.parse(mods.texts.gradient), mods.gradients)
+    return score, mask, gradient
+
+
+def against_texts(problem: Problem) -> str | None:
+    """Why kernels with hooks cannot run a problem's functions, or None."""
+    if problem.mods is None:
+        return None
+    if problem.dtype.itemsize > 4:
+        return "functions of scores compute in float32"
+    if problem.batch_invariant:
+        return "batch_invariant=True has no functions of scores"
+    programs = [Program.parse(text) for text in problem.mods if text]
+    if problem.packed and any(program.reads("diagonal") for program in programs):
+        return "counts from the diagonal (alibi, relative_bias, | and ~ of masks), which packed sequences do not have"
+    if problem.deterministic and any(program.scatters for program in programs):
+        return "gradients of captured tensors are summed by atomics, in no fixed order"
+    return None
