@@ -97,8 +97,12 @@ def _exact_packed(call: Call, mods: Mods, blocks: Blocks | None) -> tuple[Tensor
 
 @torch.no_grad()
 def judge(found: Forward, call: Call, mods: Mods, blocks: Blocks | None = None) -> float:
-    """Largest error relative to what rounding of p, of out and of float32 scores allows."""
-    out, lse, size = exact(call, mods, blocks)
+    """`judge_against` the oracle."""
+    return judge_against(found, call, *exact(call, mods, blocks))
+
+
+def judge_against(found: Forward, call: Call, out: Tensor, lse: Tensor, size: Tensor) -> float:
+    """Largest error relative to what rounding of p, of out and of float32 scores allows. size: |p| |v|."""
     u = torch.finfo(call.q.dtype).eps
     error = (found.out.double() - out).abs() / (1.5 * u * size + u * out.abs() + 2e-5)
     lonely = lse == -torch.inf

@@ -1,0 +1,45 @@
+"""Python functions of every named case, traced and emitted, in the Hopper forward on the simulator against dense
+attention in float64 that calls the Python functions. Tiles stick out of 64 rows, and pack the heads of a group.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import strobe
+from strobe.kernels.runtime.mod_function import mod_function
+from strobe.mods import emit
+from strobe.mods.program import Program
+from strobe.mods.score import ScoreMod
+from strobe.testing import Case
+from strobe.testing.mods import MODS, Functions, dense
+from tests.kernels.hopper.test_forward_hooks import simulated
+from tests.kernels.score_mod_oracle import Mods, judge_against
+
+
+def emitted(functions: Functions) -> Mods:
+    mods = Mods()
+    if functions.score is not None:
+        bound = ScoreMod(functions.score).bind(False)
+        mods.score_mod = mod_function(emit.forward_text(bound.text))
+        mods.score_aux = emit.aux_of(Program.parse(bound.text), bound.tensors, bound.numbers)
+    if functions.mask is not None:
+        mask = strobe.mask_mod(functions.mask).whole.bind()
+        mods.mask_mod = mod_function(emit.mask_text(mask.program.text))
+        mods.mask_aux = emit.aux_of(mask.program, mask.tensors, mask.numbers)
+    return mods
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_named_case(name):
+    functions = MODS[name].make(torch.float32)
+    functions = functions._replace(leaves=tuple(t.detach() for t in functions.leaves))
+    heads = ((4, 4), (4, 1))[list(MODS).index(name) % 2]
+    found, call, _ = simulated(Case(name, 64, 64, head_dim=64, batch=2, heads=heads), emitted(functions))
+    with torch.no_grad():
+        out, lse = dense(call.q, call.k, call.v, functions)
+        size, _ = dense(call.q, call.k, call.v.abs(), functions)
+        judge_against(found, call, out, lse, size)
