@@ -31,7 +31,7 @@ Barriers         arrivals                 complete when
     dkv_full     2                        dkv_in_kv: dK, dV, or both stand in the place of K and V
     dkv_empty    1                        dkv_in_kv: dK has been read, dV may follow
     q_full[s]    1 and the tile's bytes   Q and LSE of stage s have landed
-    q_empty[s]   2 consumers (or threads) both have used Q; split by keys: and dO
+    q_empty[s]   2 (or 256 threads)       both have used Q; split by keys: and dO
     do_full[s]   1 and the tile's bytes   dO and delta of stage s have landed
     do_empty[s]  1                        split by products: consumer 0 has used dO
     ds_full[n]   1 (or 128 threads)       dS stands in memory, until its step's Q is free or its next arrival but one

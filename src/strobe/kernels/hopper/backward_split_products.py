@@ -106,26 +106,23 @@ class SoftmaxConsumer:
         k = self.keys.k_left_operand(0, traits)
         v = self.keys.v(traits)
         dtype: gl.constexpr = v.main.dtype
-        do, q, lse = (
-            rows_at(pipes.do.tiles, do_state.index),
-            rows_at(pipes.q.tiles, q_state.index),
-            pipes.q.stat(q_state.index),
-        )
+        do = rows_at(pipes.do.tiles, do_state.index)
         # S = Q K^T, dP = dO V^T, P = exp2(scale S - LSE)
         if traits.do_stages == 1:
             pipes.q.consumer_wait(q_state)
+            q = rows_at(pipes.q.tiles, q_state.index)
             s = warpgroup_mma_wait(0, deps=[qk_product(k, q)])
-            weights = softmax_p(s, lse, self.mask, m_block, 0, softmax, traits)
+            weights = softmax_p(s, pipes.q.stat(q_state.index), self.mask, m_block, 0, softmax, traits)
             pipes.do.consumer_wait(do_state)
             dp = dov_product(v, do, minus_delta_of(pipes.do.stat(do_state.index)))
         else:
             pipes.do.consumer_wait(do_state)
             dp = minus_delta_of(pipes.do.stat(do_state.index))
             pipes.q.consumer_wait(q_state)
-            s = qk_product(k, q)
+            s = qk_product(k, rows_at(pipes.q.tiles, q_state.index))
             dp = dov_product(v, do, dp)
             s = warpgroup_mma_wait(DOV_PRODUCTS, deps=[s])
-            weights = softmax_p(s, lse, self.mask, m_block, 0, softmax, traits)
+            weights = softmax_p(s, pipes.q.stat(q_state.index), self.mask, m_block, 0, softmax, traits)
         dp = warpgroup_mma_wait(0, deps=[dp])
         # dS = P (dP - delta)
         self.put_ds((weights.slope * dp).to(dtype), q_state)
@@ -155,9 +152,10 @@ class SoftmaxConsumer:
         dtype: gl.constexpr = pipes.do.tiles.main.dtype
         pipes.do.consumer_wait(do_state)
         dp = minus_delta_of(pipes.do.stat(do_state.index))
+        k = rows_of(keys.k(traits), 0)  # in front of the wait: behind it, ptxas schedules the step otherwise
         pipes.q.consumer_wait(q_state)
         # S = Q K^T, dP = dO V^T
-        s = qk_product(rows_of(keys.k(traits), 0), rows_at(pipes.q.tiles, q_state.index))
+        s = qk_product(k, rows_at(pipes.q.tiles, q_state.index))
         dp = dov_product(rows_of(keys.v(traits), 0), rows_at(pipes.do.tiles, do_state.index), dp)
         s = warpgroup_mma_wait(DOV_PRODUCTS, deps=[s])
         # P = exp2(scale S - LSE), dS = P (dP - delta)
