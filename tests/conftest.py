@@ -104,7 +104,7 @@ def as_of_many_keys(monkeypatch):
     monkeypatch.setattr(hopper, "FEW", {})
     monkeypatch.setattr(hopper, "STORED_KEYS", {})
     monkeypatch.setattr(hopper, "CLEARED_KEYS", 0)
-    monkeypatch.setattr(hopper, "LAGGING_STEPS", dict.fromkeys(hopper.LAGGING_STEPS, 0))
+    monkeypatch.setattr(hopper, "DEFERRED_DQ_STEPS", dict.fromkeys(hopper.DEFERRED_DQ_STEPS, 0))
     CACHE.clear()
     yield
     CACHE.clear()

@@ -101,7 +101,7 @@ def test_ordered_gradients_are_those_of_steps_that_multiply_their_own_dq(heads, 
     config = import_module("strobe.kernels.hopper.kernel")
     tensors, found = qkv(1, seqlen, heads=heads, width=128, grad=True), {}
     for steps in (10**6, 0):
-        monkeypatch.setattr(config, "LAGGING_STEPS", dict.fromkeys(config.LAGGING_STEPS, steps))
+        monkeypatch.setattr(config, "DEFERRED_DQ_STEPS", dict.fromkeys(config.DEFERRED_DQ_STEPS, steps))
         CACHE.clear()
         call = Call(*tensors, right=0, kernel="hopper", needs_grad=True, deterministic=True)
         form = ops.decide(call).backward.config.form

@@ -172,12 +172,12 @@ def backward_lagging() -> tuple[Tensor, ...]:
     """dq of the step before: up to four tiles of queries for rings of two stages, three tiles of keys of one program,
     whose first steps multiply what stands there.
     """
-    return _backward(256, 384, 128, sms=1, tuned={"LAGGING_STEPS": {(128, 128): 0}, "STORED_KEYS": {}}, mask=CAUSAL)
+    return _backward(256, 384, 128, sms=1, tuned={"DEFERRED_DQ_STEPS": {(128, 128): 0}, "STORED_KEYS": {}}, mask=CAUSAL)
 
 
 def backward_lagging_rows() -> tuple[Tensor, ...]:
     """The same where half of dq is its rows, of queries 128 at once: up to three tiles of them."""
-    return _backward(384, 384, 64, sms=1, tuned={"LAGGING_STEPS": {(64, 64): 0}, "STORED_KEYS": {}}, mask=CAUSAL)
+    return _backward(384, 384, 64, sms=1, tuned={"DEFERRED_DQ_STEPS": {(64, 64): 0}, "STORED_KEYS": {}}, mask=CAUSAL)
 
 
 def backward_ahead() -> tuple[Tensor, ...]:

@@ -210,7 +210,7 @@ def test_dq_of_the_step_before(name, schedule, deterministic, judge, monkeypatch
     """As long rows have it, beside a first tile of keys that stores, and turns."""
     if deterministic and name == "key_lengths_causal":
         pytest.skip("spans have no turns")
-    monkeypatch.setattr(hopper, "LAGGING_STEPS", dict.fromkeys(hopper.LAGGING_STEPS, 0))
+    monkeypatch.setattr(hopper, "DEFERRED_DQ_STEPS", dict.fromkeys(hopper.DEFERRED_DQ_STEPS, 0))
     case, n = CASES[name], LAGGING.index(name)
     call = case.build("cpu", DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], seed=5, requires_grad=True, kernel="hopper")
     call = call._replace(deterministic=deterministic)
@@ -221,7 +221,7 @@ def test_dq_of_the_step_before(name, schedule, deterministic, judge, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "batch, seqlen, heads, width, bounds, lags, begun",
+    "batch, seqlen, heads, width, bounds, deferred, folded",
     [
         (2, 8192, (16, 16), 128, (-1, 0), True, True),
         (4, 4096, (16, 16), 128, (-1, 0), True, True),
@@ -237,11 +237,11 @@ def test_dq_of_the_step_before(name, schedule, deterministic, judge, monkeypatch
         (2, 8192, (64, 8), 128, (-1, 0), True, True),  # of a group that two programs share
     ],
 )
-def test_when_dq_is_of_the_step_before_and_scores_begin_at_lse(batch, seqlen, heads, width, bounds, lags, begun):
+def test_when_dq_is_of_the_step_before_and_scores_begin_at_lse(batch, seqlen, heads, width, bounds, deferred, folded):
     q, k = (torch.empty(batch, seqlen, count, width, dtype=torch.bfloat16, device="meta") for count in heads)
     call = Call(q, k, k, left=bounds[0], right=bounds[1], needs_grad=True)
     form = hopper.BACKWARD.config(Problem.from_call(call), FAKES["H200"]).form
-    assert (form.dq_deferred, form.lse_folded) == (lags, begun)
+    assert (form.dq_deferred, form.lse_folded) == (deferred, folded)
     for scale in (0.0, 1e-38, 1e38):  # by which lse cannot be divided
         assert not hopper.BACKWARD.config(Problem.from_call(call._replace(scale=scale)), FAKES["H200"]).form.lse_folded
     form = hopper.BACKWARD.config(Problem.from_call(call._replace(softcap=20.0)), FAKES["H200"]).form

@@ -272,18 +272,22 @@ BACKWARD_TUNINGS = {
 # for tanh's registers: spills drop from 1340 to 0 bytes
 BACKWARD_CAPPED = {(64, 64): BackwardTileConfig(block_m=64, block_n=128, stages=3, stages_do=3)}
 
-# From this many steps per key tile on average, a step computes dq of the previous step (form.dq_deferred). With fewer
-# steps, the extra product at the end costs more than it gains. speed relative to dq in its own step (H200):   d128
-# dense: 1.00x at 512, 1.04x at 1k, 1.08x from 2k; causal: 0.96x at 512, 0.97x at 1k, 1.01x at 2k, 1.04x at 4k;
-# GQA 64/8: 1.02x at 2k   d96    causal: 0.93x at 1k and 2k, 1.03x to 1.04x at 8k; dense: 1.01x at 8k   d64    dense:
-# 1.00x at 4k, 1.01x at 8k, 1.03x at 16k; causal: 0.99x at 4k and 8k, 1.02x at 16k;          deterministic causal:
-# 1.015x at 8k
-LAGGING_STEPS = {(64, 64): 48, (96, 96): 48, (128, 128): 12}
-# Head dimensions whose score accumulator starts at -lse / scale (form.lse_folded): with form.dq_deferred, and at 128 if
-# causal. speed relative to subtracting lse afterwards (H200):   d128   causal: 1.02x at 1k, 1.015x at 4k, 1.02x at 8k,
-# 1.01x at 16k; with lags 1.00x to 1.01x; documents: 1.045x;          dense: 1.10x with lags, 0.99x without   d96
-# 1.015x with lags, 0.98x without   d64    0.94x
-BEGUN = {(96, 96), (128, 128)}
+# From this many steps per key tile on average, a step computes dQ of the previous step (dq_deferred). With fewer steps,
+# the extra product at the end costs more than it gains.
+# speed relative to dQ in its own step (H200):
+#   d128   dense: 1.00x at 512, 1.04x at 1k, 1.08x from 2k; causal: 0.96x at 512, 0.97x at 1k, 1.01x at 2k, 1.04x at 4k;
+#          GQA 64/8: 1.02x at 2k
+#   d96    causal: 0.93x at 1k and 2k, 1.03x to 1.04x at 8k; dense: 1.01x at 8k
+#   d64    dense: 1.00x at 4k, 1.01x at 8k, 1.03x at 16k; causal: 0.99x at 4k and 8k, 1.02x at 16k;
+#          deterministic causal: 1.015x at 8k
+DEFERRED_DQ_STEPS = {(64, 64): 48, (96, 96): 48, (128, 128): 12}
+# Head dimensions whose accumulator of S starts at -LSE / scale (lse_folded): with dq_deferred, and at 128 if causal.
+# speed relative to subtracting LSE afterwards (H200):
+#   d128   causal: 1.02x at 1k, 1.015x at 4k, 1.02x at 8k, 1.01x at 16k; with dq_deferred 1.00x to 1.01x;
+#          documents: 1.045x; dense: 1.10x with dq_deferred, 0.99x without
+#   d96    1.015x with dq_deferred, 0.98x without
+#   d64    0.94x
+LSE_FOLDED = {(96, 96), (128, 128)}
 FINE = 2.0**100  # lse may be divided by scales from 1 / FINE to FINE
 
 STORED_KEYS = {(64, 64): 1200, (96, 96): 1200, (128, 128): 1200}  # keys per row on average
@@ -312,7 +316,7 @@ class HopperBackward:
         stores = ordered or _dq_first_writer_stores(problem, splits, widths, tuning)
         defers = _defers_dq(problem, splits, widths, tuning, ordered)
         folds = (
-            widths in BEGUN
+            widths in LSE_FOLDED
             and (defers or _folds_lse(problem, widths))
             and not problem.softcap
             and 1 / FINE < problem.scale < FINE
@@ -471,11 +475,11 @@ def _defers_dq(
     problem: Problem, splits: int, widths: tuple[int, int], tuning: BackwardTileConfig, ordered: bool
 ) -> bool:
     """Whether a step computes dq of the previous step, so that the two consumers need not run in lockstep."""
-    if widths not in LAGGING_STEPS or problem.mask.documents or problem.softcap:
+    if widths not in DEFERRED_DQ_STEPS or problem.mask.documents or problem.softcap:
         return False
     keys = problem.layout.tokens[1]
     steps = problem.group // splits * visible_pairs(problem) / (keys * tuning.block_m) if keys else 0.0
-    return steps * (2 if ordered and widths == (64, 64) else 1) >= LAGGING_STEPS[widths]
+    return steps * (2 if ordered and widths == (64, 64) else 1) >= DEFERRED_DQ_STEPS[widths]
 
 
 def _folds_lse(problem: Problem, widths: tuple[int, int]) -> bool:
